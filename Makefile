@@ -3,6 +3,7 @@
 # make faults  38 kinds of fault injected, a line each (part of make test); make faults-long: all cases of them;
 #             make faults-soak: 500 kills of runs, on a machine with many cores
 # make fuzz   random layouts and options against one process; make fuzz CASES=2000 JOBS=12 SEED=1 FUZZ="--json FILE"
+# make fuzz-storage   runs in object storage with a hostile service and a second writer; SEED=1 CASES=200
 # make fuzz-gpu   the same on a GPU: CUDA graphs, fp8, rollbacks, kernels of Triton
 # make mutants  defects seeded one by one in copies of this tree; do the tests that are named for each find it?
 #             make mutants TIER=check JOBS=12 MUTANTS="--json FILE": do those of make check (test, fuzz, verify)?
@@ -30,7 +31,7 @@ MUTANTS ?=
 
 FAULTS = $(TESTS) -n 2 -q tests/faults/test_summary.py $(shell grep -rl --include='test_*.py' mark.fault tests)
 
-.PHONY: demo test check test-long faults faults-long faults-soak fuzz fuzz-gpu mutants elastic bench install clean
+.PHONY: demo test check test-long faults faults-long faults-soak fuzz fuzz-storage fuzz-gpu mutants elastic bench install clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/base: pyproject.toml constraints.txt
@@ -75,6 +76,9 @@ faults-soak: $(VENV)/test
 
 fuzz: $(VENV)/test
 	PYTHONPATH=src:tests $(BIN)/python -m fuzz --cases $(CASES) --jobs $(JOBS) --seed $(SEED) $(FUZZ)
+
+fuzz-storage: $(VENV)/test
+	PYTHONPATH=src:tests $(BIN)/python -m fuzz.storage --cases $(CASES) --seed $(SEED)
 
 fuzz-gpu: $(VENV)/test
 	PYTHONPATH=src:tests $(BIN)/python -m fuzz --device cuda --cases $(CASES) --jobs $(JOBS) --seed $(SEED) $(FUZZ)

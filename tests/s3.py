@@ -4,6 +4,9 @@ Google's storage is asked the same way, except for conditions, which compare ver
 
 It keeps everything in memory. `faults` is asked before each request: it may return a status to
 answer instead, "cut" to close the connection in mid-body, or "flip" to change a byte of the body.
+It may also change `objects`, as another writer would, `salts`, so that an object of the same bytes
+gets another tag, and `listed`, which lists show in place of the objects while it is set: some
+services answer with lists that are out of date.
 """
 
 import base64
@@ -32,6 +35,8 @@ class Bucket(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.objects: dict[str, bytes] = {}
+        self.listed: dict[str, bytes] | None = None
+        self.salts: dict[str, bytes] = {}
         self.parts: dict[str, dict[int, bytes]] = {}
         self.numbers = itertools.count()
         self.faults: Callable[[str, str], Fault] = lambda method, key: None
@@ -43,25 +48,23 @@ class Bucket(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
 
+    def tag(self, key: str, data: bytes) -> str:
+        return f'"{hashlib.md5(data + self.salts.get(key, b"")).hexdigest()}"'
+
+    def generation(self, key: str, data: bytes | None) -> str:
+        """Return what stands for an object's version in Google's storage, 0 for none."""
+        return "0" if data is None else str(int(self.tag(key, data)[1:13], 16) + 1)
+
+    def marks(self, key: str, data: bytes) -> dict[str, str]:
+        return {"ETag": self.tag(key, data), "x_goog_generation": self.generation(key, data)}
+
     def handle_error(self, request: object, address: object) -> None:
         """Keep silent about clients that are gone."""
 
 
-def tag_of(data: bytes) -> str:
-    return f'"{hashlib.md5(data).hexdigest()}"'
-
-
-def generation_of(data: bytes | None) -> str:
-    """Return what stands for an object's version in Google's storage, 0 for none."""
-    return "0" if data is None else str(int(hashlib.md5(data).hexdigest()[:12], 16) + 1)
-
-
-def marks_of(data: bytes) -> dict[str, str]:
-    return {"ETag": tag_of(data), "x_goog_generation": generation_of(data)}
-
-
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # head and body are two writes: the second would wait 40 ms
     server: Bucket
 
     def log_message(self, *words: object) -> None:
@@ -109,19 +112,20 @@ class Handler(BaseHTTPRequestHandler):
             return self.list(query)
         if (content := self.server.objects.get(key)) is None:
             return self.answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
-        if self.headers.get("If-Match", tag_of(content)) != tag_of(content):
+        tag, marks = self.server.tag(key, content), self.server.marks(key, content)
+        if self.headers.get("If-Match", tag) != tag:
             return self.answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
         if span := self.headers.get("Range"):
             begin, end = span.removeprefix("bytes=").split("-")
             part = content[int(begin) : int(end) + 1]
             about = f"bytes {begin}-{int(begin) + len(part) - 1}/{len(content)}"
-            return self.answer(206, part, fault, **marks_of(content), Content_Range=about)
-        return self.answer(200, content, fault, **marks_of(content))
+            return self.answer(206, part, fault, **marks, Content_Range=about)
+        return self.answer(200, content, fault, **marks)
 
     def of_head(self, key: str, query: dict[str, str], data: bytes, fault: Fault) -> None:
         if (content := self.server.objects.get(key)) is None:
             return self.answer(404)
-        return self.answer(200, length=str(len(content)), **marks_of(content))
+        return self.answer(200, length=str(len(content)), **self.server.marks(key, content))
 
     def of_put(self, key: str, query: dict[str, str], data: bytes, fault: Fault) -> None:
         stated = self.headers.get("x-amz-checksum-sha256")
@@ -129,16 +133,17 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(400, b"<Error><Code>BadDigest</Code></Error>")
         if "uploadId" in query:
             self.server.parts[query["uploadId"]][int(query["partNumber"])] = data
-            return self.answer(200, ETag=tag_of(data))
+            return self.answer(200, ETag=self.server.tag(key, data))
         content = self.server.objects.get(key)
-        if self.headers.get("x-goog-if-generation-match", generation_of(content)) != generation_of(content):
+        generation = self.server.generation(key, content)
+        if self.headers.get("x-goog-if-generation-match", generation) != generation:
             return self.answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
         if self.headers.get("If-None-Match") == "*" and content is not None:
             return self.answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
-        if (wanted := self.headers.get("If-Match")) and (content is None or tag_of(content) != wanted):
+        if (wanted := self.headers.get("If-Match")) and (content is None or self.server.tag(key, content) != wanted):
             return self.answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
         self.server.objects[key] = data
-        return self.answer(200, **marks_of(data))
+        return self.answer(200, **self.server.marks(key, data))
 
     def of_post(self, key: str, query: dict[str, str], data: bytes, fault: Fault) -> None:
         if "uploads" in query:
@@ -154,7 +159,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(200, f"<DeleteResult>{rows}</DeleteResult>".encode())
         parts = self.server.parts.pop(query["uploadId"])
         content = self.server.objects[key] = b"".join(parts[n] for n in sorted(parts))
-        text = f"<CompleteMultipartUploadResult><ETag>{tag_of(content)}</ETag></CompleteMultipartUploadResult>"
+        tag = self.server.tag(key, content)
+        text = f"<CompleteMultipartUploadResult><ETag>{tag}</ETag></CompleteMultipartUploadResult>"
         return self.answer(200, text.encode())
 
     def of_delete(self, key: str, query: dict[str, str], data: bytes, fault: Fault) -> None:
@@ -165,11 +171,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def list(self, query: dict[str, str]) -> None:
         prefix, after = query.get("prefix", ""), query.get("continuation-token", "")
-        keys = sorted(key for key in self.server.objects if key.startswith(prefix) and key > after)
+        shown = self.server.objects if self.server.listed is None else self.server.listed
+        keys = sorted(key for key in shown if key.startswith(prefix) and key > after)
         rest, keys = keys[100:], keys[:100]
         rows = "".join(
             f"<Contents><Key>{xml.sax.saxutils.escape(key)}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
-            f"<ETag>{tag_of(self.server.objects[key])}</ETag><Size>{len(self.server.objects[key])}</Size></Contents>"
+            f"<ETag>{self.server.tag(key, shown[key])}</ETag><Size>{len(shown[key])}</Size></Contents>"
             for key in keys
         )
         more = f"<NextContinuationToken>{keys[-1]}</NextContinuationToken>" if rest else ""

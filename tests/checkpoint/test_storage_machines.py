@@ -123,5 +123,5 @@ def test_a_machine_that_sends_nothing_ends_the_wait(
         assert "runs/a/iter_0000001/manifest.json" not in bucket.objects
         second.confirm()
         owner = json.loads(bucket.objects[f"runs/a/{lease.OWNER}"])
-        bucket.objects[f"runs/a/{lease.OWNER}"] = json.dumps(owner | {"process": "another"}).encode()
+        bucket.objects[f"runs/a/{lease.OWNER}"] = json.dumps(owner | {"start": "another"}).encode()
         assert "was taken over by another run" in error_of(second.confirm, LOCKED)

@@ -2,7 +2,9 @@
 
 The object OWNER names the process that last wrote there, and its folder. While a run writes, it
 renews the object every BEAT seconds. Another run takes over what was released, or was not renewed
-for DURATION seconds. The same folder, which a run locks, takes over at once.
+for DURATION seconds. The folder that was the last to write takes over at once, because its lock
+shows that no other process is at work in it. A copy of that folder elsewhere has its id too, so
+each start has an id of its own.
 """
 
 from __future__ import annotations
@@ -30,10 +32,19 @@ BEAT = 20.0  # seconds
 DURATION = 90.0  # seconds
 KEYS = ("id", "process", "beat")
 
+_held: dict[Path, dict[str, str]] = {}  # what this process is called at the addresses of its folders
+
 
 def identity(root: Path) -> str:
     """Return the name of this folder as a writer; empty if it never was one, or is no longer."""
     return str(read_note(root / OWNER).get("id", ""))
+
+
+def wrote_last(root: Path, owner: dict[str, Any] | None) -> bool:
+    """Return whether this folder was the last that wrote to its address: it may be ahead of it."""
+    note = read_note(root / OWNER)
+    starts = [note.get(name, "") for name in ("start", "before")]
+    return bool(note) and (owner is None or owner["id"] == note.get("id") and owner["start"] in starts)
 
 
 def read_owner(store: BucketObjects, key: str) -> dict[str, Any] | None:
@@ -42,28 +53,35 @@ def read_owner(store: BucketObjects, key: str) -> dict[str, Any] | None:
         return None
     try:
         owner = json.loads(raw[0])
-        return {name: str(owner[name]) for name in KEYS} | {"released": bool(owner["released"]), "tag": raw[1]}
+        start = str(owner.get("start", ""))  # releases before 0.18 wrote none
+        named = {name: str(owner[name]) for name in KEYS}
+        return named | {"start": start, "released": bool(owner["released"]), "tag": raw[1]}
     except (ValueError, KeyError, TypeError):
         path = f"{store.bucket}/{key}/{OWNER}"
         raise UserError(f"{path} is not as a run writes it; remove it if no run writes there", IO) from None
 
 
 class Lease:
-    """The right to write to the address of a folder, which the caller has locked."""
+    """The right to write to the address of a folder, which the caller has locked.
 
-    def __init__(self, root: Path) -> None:
-        self.root, self.ended = root, threading.Event()
+    If it could not, as `is_locked` says, another process may be at work in the same folder.
+    """
+
+    def __init__(self, root: Path, is_locked: bool = True) -> None:
+        self.root, self.is_locked, self.ended = root, is_locked, threading.Event()
         self.store, self.key = locate(root)
         root.mkdir(parents=True, exist_ok=True)
         process = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %z')}"
-        self.name = {"id": identity(root) or uuid.uuid4().hex, "process": process}
-        before = self.wait_for_other()
+        self.name = {"id": identity(root) or uuid.uuid4().hex, "process": process, "start": uuid.uuid4().hex}
+        self.before = before = self.wait_for_other()
         mode: Any = "create" if before is None else {"e_tag": before["tag"]}
+        if not wrote_last(root, before):
+            (root / OWNER).unlink(missing_ok=True)  # what is here is not what is there, until `record`
+        else:  # whether or not a kill comes before the object is written
+            write_note(root / OWNER, self.name | {"before": before["start"] if before else ""})
         self.tag = self.put(mode)
         if self.tag is None:
             raise self.in_use(read_owner(self.store, self.key))
-        if before is not None and before["id"] != self.name["id"]:
-            (root / OWNER).unlink(missing_ok=True)  # what is here is not what is there, until `record`
         self.thread = threading.Thread(target=self.keep, daemon=True, name="lease")
 
     def __enter__(self) -> Lease:
@@ -78,11 +96,12 @@ class Lease:
     def record(self) -> None:
         """Note that the folder is as its address, or ahead of it."""
         write_note(self.root / OWNER, self.name)
+        _held[self.root] = self.name
 
     def wait_for_other(self) -> dict[str, Any] | None:
         """Return the owner before, after waiting as long as it may be at work; refuse if it is."""
         first = owner = read_owner(self.store, self.key)
-        if first is None or first["id"] == self.name["id"] or first["released"]:
+        if first is None or first["released"] or (self.is_locked and wrote_last(self.root, first)):
             return first
         notice(f"{address_of(self.root)} was written by {first['process']}: waiting {DURATION:.0f} s for a sign of it")
         until = time.monotonic() + DURATION
@@ -120,15 +139,16 @@ class Lease:
                 self.tag = self.put({"e_tag": self.tag}, released)
 
 
-def confirm(root: Path) -> None:
-    """Refuse to go on if another run has taken the address over."""
+def confirm(root: Path) -> str:
+    """Refuse to go on if another run has taken the address over; return this start's id."""
     store, key = locate(root)
-    owner, name = read_owner(store, key), read_note(root / OWNER)
-    if owner is None or not name or not owner.items() >= name.items():
+    owner, name = read_owner(store, key), _held.get(root)
+    if owner is None or name is None or not owner.items() >= name.items():
         who = owner["process"] if owner else "someone who removed its owner's object"
         raise UserError(
             f"{address_of(root)} was taken over by {who}; this run's later steps are on this machine alone", LOCKED
         )
+    return name["start"]
 
 
 @contextlib.contextmanager

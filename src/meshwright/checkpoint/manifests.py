@@ -141,6 +141,7 @@ def verify_step(folder: str | Path, full: bool = False) -> Manifest:
     Raise DamagedCheckpoint, which names file and offset.
     """
     folder = Path(folder)
+    store.forget_sizes(folder)
     manifest = read_manifest(folder)
     for name, file in manifest.items():
         check_size(folder / name, file)
@@ -280,7 +281,7 @@ class VerifiedReader:
         """Read into `data` what the file has from byte `begin` on."""
         if self.fd is None:
             objects, key = store.locate(self.path)
-            data[:] = objects.read(key, begin, len(data))
+            data[:] = objects.read(key, begin, len(data), tag=None)
             return
         got = 0
         try:

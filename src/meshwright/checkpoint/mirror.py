@@ -17,19 +17,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from meshwright import files
-from meshwright.checkpoint.lease import Lease, confirm, identity, noting_failure, read_owner
-from meshwright.checkpoint.manifests import MANIFEST
-from meshwright.checkpoint.steps import OUR_STEP, TRACKER, list_steps, split_path, step_folder
-from meshwright.errors import not_a_run
+from meshwright.checkpoint.lease import Lease, confirm, identity, noting_failure, read_owner, wrote_last
+from meshwright.checkpoint.manifests import MANIFEST, DamagedCheckpoint, read_manifest
+from meshwright.checkpoint.steps import OUR_STEP, TRACKER, list_steps, make_aside, split_path, step_folder
+from meshwright.console import notice
+from meshwright.errors import IO, UserError, not_a_run
 from meshwright.progress import progress_bar
 from meshwright.ranks.pulse import pulse
 from meshwright.runs.rows import METRICS
 from meshwright.storage.addresses import address_of
 from meshwright.storage.copies import download, read_note, write_note
-from meshwright.storage.store import BucketObjects, Entry, locate
+from meshwright.storage.store import BucketObjects, ChangedObject, Entry, locate
 
 FETCHED = ".fetched.json"  # the tags of objects that were copied here
 LEFT_OUT = r"(tensorboard|wandb|profile|replaced-\d+|logs)/.*"  # of a run, when another machine goes on with it
+LOOKS = 5  # at a run whose objects change while they are copied
 NOT_SENT = r"(.*/)?\..*|(iter_\d|replaced-\d).*|.*\.tmp(/.*)?"
 
 
@@ -52,40 +54,67 @@ def fetch_runs(path: Path) -> None:
         refresh(path / run)
 
 
-def refresh(path: str | Path) -> None:
+def refresh(path: str | Path, had_owner: bool = True) -> None:
     """Make the folder of a run like its address, unless this folder is the last that wrote there.
 
-    Our steps are copied as their manifests alone, other programs' folders with all files.
+    Our steps are copied as their manifests alone, other programs' folders with all files. A run
+    that is at work changes its objects meanwhile: then all is looked at again. Unless it
+    `had_owner`, nobody knows who wrote last: then steps that only this machine has stay too.
     """
     root = split_path(path)[0]
     store, key = locate(root)
+    for left in reversed(range(LOOKS)):
+        try:
+            if objects := list_run(store, key):
+                root.mkdir(parents=True, exist_ok=True)
+                with files.lock(root / ".fetch.lock"):
+                    bring(root, os.path.relpath(path, root), objects, had_owner)
+            return
+        except ChangedObject:
+            if not left:
+                raise
+
+
+def list_run(store: BucketObjects, key: str) -> dict[str, Entry]:
+    """Return the objects of a run; refuse a list without the step that the tracker names.
+
+    Some services answer with a list that is out of date, and the run would start over.
+    """
     objects = store.entries(key)
-    if not objects:
-        return
-    root.mkdir(parents=True, exist_ok=True)
-    with files.lock(root / ".fetch.lock"):
-        owner, own_name = read_owner(store, key), identity(root)
-        is_ahead = bool(own_name) and (owner is None or owner["id"] == own_name)
-        kept = read_note(root / FETCHED)
-        ours = {name for name in objects if re.fullmatch(rf"{OUR_STEP}/{MANIFEST}", name)}
-        if not is_ahead:
-            remove_foreign_steps(root, {name.partition("/")[0] for name in ours}, store, key)
-        wanted = wanted_files(objects, ours, owner is not None, os.path.relpath(path, root))
-        lacking = {
-            name: entry
-            for name, entry in wanted.items()
-            if not (root / name).exists() or not (is_ahead or kept.get(name) == entry.tag)
-        }
-        total = sum(entry.size for entry in lacking.values())
-        with progress_bar(f"reading {address_of(root)}", total) as advance:
+    tracked = (store.get(f"{key}/{TRACKER}") or (b"", None))[0]
+    if re.fullmatch(rb"\d{1,15}", tracked):
+        manifest = f"{step_folder('', int(tracked))}/{MANIFEST}"
+        if manifest not in objects and store.entry(f"{key}/{manifest}") is not None:
+            what = f"the list of {store.bucket}/{key} lacks {manifest}, which is there"
+            raise UserError(f"{what}: the list is out of date; start again in a minute", IO)
+    return objects
 
-            def count(size: int) -> None:
-                advance(size)
-                pulse.tick()  # other ranks may wait for this one
 
-            for name, entry in lacking.items():
-                download(store, f"{key}/{name}" if key else name, root / name, entry, count)
-                kept[name] = entry.tag
+def bring(root: Path, below: str, objects: dict[str, Entry], had_owner: bool) -> None:
+    """Copy what the folder of a run needs of its objects."""
+    store, key = locate(root)
+    owner = read_owner(store, key)
+    is_ahead, kept = wrote_last(root, owner if had_owner else None), read_note(root / FETCHED)
+    ours = {name for name in objects if re.fullmatch(rf"{OUR_STEP}/{MANIFEST}", name)}
+    if not is_ahead or owner is None or not had_owner:
+        set_steps_aside(root, keeps_unsent=is_ahead)
+    lacking = {
+        name: entry
+        for name, entry in wanted_files(objects, ours, owner is not None, below).items()
+        if not (root / name).exists()
+        or not (is_ahead or (kept.get(name) == entry.tag and (root / name).stat().st_size == entry.size))
+    }
+    total = sum(entry.size for entry in lacking.values())
+    with progress_bar(f"reading {address_of(root)}", total) as advance:
+
+        def count(size: int) -> None:
+            advance(size)
+            pulse.tick()  # other ranks may wait for this one
+
+        for name, entry in lacking.items():
+            download(store, f"{key}/{name}" if key else name, root / name, entry, count)
+            kept[name] = entry.tag
+    if not is_ahead:  # else these files will change here
         write_note(root / FETCHED, kept)
 
 
@@ -98,31 +127,69 @@ def wanted_files(objects: dict[str, Entry], ours: set[str], has_owner: bool, bel
     return {n: e for n, e in objects.items() if n.startswith(prefix) or "/" not in n or n.startswith("tokenizer/")}
 
 
-def remove_foreign_steps(root: Path, known: set[str], store: BucketObjects, key: str) -> None:
-    """Remove steps that storage does not have, or has with other bytes: another run wrote since."""
+def set_steps_aside(root: Path, keeps_unsent: bool) -> None:
+    """Set steps aside that storage lacks, or has with other bytes: another run wrote there since.
+
+    Each may be the only copy of what this machine has computed. With `keeps_unsent`, those that
+    storage lacks stay.
+    """
+    aside, kept = None, list[str]()
     for step in list_steps(root):
         folder = step_folder(root, step)
-        raw = store.get(f"{key}/{folder.name}/{MANIFEST}") if folder.name in known else None
-        path = folder / MANIFEST
-        if raw is None or not path.exists() or path.read_bytes() != raw[0]:
-            shutil.rmtree(folder)
+        there = manifest_there(folder)
+        if is_here(folder, there) or (there is None and keeps_unsent):
+            continue
+        if not is_of_use(folder):
+            shutil.rmtree(folder)  # its files were in storage, and another run has removed them
+            continue
+        aside = aside or make_aside(root)
+        folder.rename(aside / folder.name)
+        kept.append(folder.name)
+    if aside:
+        what = f"{address_of(root)} does not have {', '.join(kept)} as this machine does: another run has written there"
+        notice(f"WARNING: {what} since; what is here is kept as {aside.name} in the local copy, and not used")
+
+
+def is_of_use(folder: Path) -> bool:
+    """Return whether a step has files here, or a manifest of files that are in storage."""
+    if {path.name for path in folder.iterdir()} - {MANIFEST}:
+        return True
+    store, key = locate(folder)
+    with contextlib.suppress(DamagedCheckpoint):
+        return store.entry(f"{key}/{next(iter(read_manifest(folder)), MANIFEST)}") is not None
+    return False
+
+
+def is_published(folder: Path) -> bool:
+    """Return whether storage has the manifest that a step has here."""
+    return is_here(folder, manifest_there(folder))
+
+
+def manifest_there(folder: Path) -> bytes | None:
+    store, key = locate(folder)
+    found = store.get(f"{key}/{MANIFEST}")
+    return found[0] if found else None
+
+
+def is_here(folder: Path, manifest: bytes | None) -> bool:
+    return (folder / MANIFEST).exists() and (folder / MANIFEST).read_bytes() == manifest
 
 
 @contextlib.contextmanager
-def leased(root: Path) -> Iterator[None]:
-    """Be the one that writes to the address of a folder, which the caller has locked."""
+def leased(root: Path, is_locked: bool = True) -> Iterator[None]:
+    """Be the one that writes to the address of a folder, which the caller has locked if it can."""
     if address_of(root) is None:
         yield
         return
-    with Lease(root) as lease:
-        if not identity(root):
-            refresh(root)
+    with Lease(root, is_locked) as lease:
+        if lease.before is None or not identity(root):
+            refresh(root, had_owner=lease.before is not None)
         lease.record()
+        (root / FETCHED).unlink(missing_ok=True)  # these files will change here
         try:
             yield
         finally:
             with noting_failure():
-                confirm(root)
                 send_files(root)
 
 
@@ -130,7 +197,7 @@ _as_sent: dict[Path, tuple[int, int]] = {}  # size and time of files that this p
 
 
 def send_files(root: Path) -> None:
-    """Send the files of a run beside its steps that have changed."""
+    """Send the files of a run beside its steps that have changed; see `confirm`."""
     if address_of(root) is None:
         return
     store, key = locate(root)
@@ -143,5 +210,6 @@ def send_files(root: Path) -> None:
                 status = path.lstat()
                 state = status.st_size, status.st_mtime_ns
                 if stat.S_ISREG(status.st_mode) and _as_sent.get(path) != state:
+                    confirm(root)
                     store.put(f"{key}/{name}", path)
                     _as_sent[path] = state

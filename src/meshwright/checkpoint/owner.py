@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from meshwright import files
 from meshwright.checkpoint import mirror
-from meshwright.checkpoint.steps import listing
+from meshwright.checkpoint.steps import listing, make_aside
 from meshwright.console import remark
 from meshwright.errors import IO, LOCKED, UnfitFile, UserError
 
@@ -39,7 +38,7 @@ def lock_folder(root: str | Path, remedy: str = "change --save") -> Iterator[Non
             raise UserError(f"cannot lock {place}: {error.strerror or error}; {remedy}", IO) from error
         if not has_locks:
             remark(f"WARNING: the file system of {root} has no locks: a second run there would not be noticed")
-        stack.enter_context(mirror.leased(root))
+        stack.enter_context(mirror.leased(root, has_locks))
         try:
             yield
         finally:
@@ -72,8 +71,7 @@ def move_aside(root: str | Path, others: Sequence[str] = ()) -> Path:
     The caller holds the lock.
     """
     root = Path(root)
-    aside = next(path for n in itertools.count(1) if not (path := root / f"replaced-{n}").exists())
-    aside.mkdir()
+    aside = make_aside(root)
     # Trackers move first: none may outlive its step.
     for name in (*sorted(listing(root), key=lambda name: name.startswith("iter_")), *others):
         (root / name).rename(aside / name)

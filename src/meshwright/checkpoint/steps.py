@@ -7,6 +7,7 @@ recognised by their file names and found through their program's tracker.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from pathlib import Path
@@ -46,6 +47,13 @@ class StepLocation(NamedTuple):
 
 def step_folder(root: str | Path, step: int) -> Path:
     return Path(root) / f"iter_{step:07d}"
+
+
+def make_aside(root: Path) -> Path:
+    """Make the next folder `replaced-N`, for checkpoints that are moved aside."""
+    aside = next(path for n in itertools.count(1) if not (path := root / f"replaced-{n}").exists())
+    aside.mkdir()
+    return aside
 
 
 def folder_meant(path: Path) -> Path:

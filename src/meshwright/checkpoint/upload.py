@@ -1,7 +1,7 @@
 """Copy the steps of a run to its address, in the background, while the run goes on.
 
 A step's files are sent first and its manifest last, so a step in storage is complete or it does not
-exist. SENT lists what is there: after a kill, a file that was sent in full is not sent again.
+exist. SENT lists the tags of what was sent: an object that still has its tag is not sent again.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from meshwright.checkpoint import mirror, publish
-from meshwright.checkpoint.lease import OWNER, confirm, read_owner
-from meshwright.checkpoint.manifests import MANIFEST, Manifest, read_manifest, sha256
+from meshwright.checkpoint.lease import confirm, read_owner
+from meshwright.checkpoint.manifests import MANIFEST, File, Manifest, read_manifest, sha256
 from meshwright.checkpoint.steps import TRACKER, list_steps, step_folder
 from meshwright.console import notice, remark
 from meshwright.errors import IO, LOCKED, UserError
@@ -21,7 +22,7 @@ from meshwright.ranks.pulse import pulse
 from meshwright.ranks.team import ALONE, Team
 from meshwright.storage.addresses import address_of
 from meshwright.storage.copies import read_note, write_note
-from meshwright.storage.store import locate
+from meshwright.storage.store import Entry, locate
 
 SENT = ".sent.json"
 RECEIPT = ".sent-by-rank-"  # begins the name of an object in a step that is not complete
@@ -44,7 +45,7 @@ class Uploader:
         self.root, self.others, self.rank = root, others, team.rank
         self.senders = sorted({0, *users})
         self.saved: int | None = None  # the step that other machines are sending too
-        self.owner = ""  # the process that writes to the address
+        self.owner = ""  # the start of a run that writes to the address
         self.removed: list[int] = []  # steps that are not here any more, but perhaps in storage
         self.pool = ThreadPoolExecutor(1, "upload")
         self.flying: Future[None] | None = None
@@ -57,8 +58,16 @@ class Uploader:
         self.flying = self.pool.submit(self.send)
 
     def send(self) -> None:
-        for step in reversed(list_steps(self.root)):
-            self.send_step(step)
+        steps = list_steps(self.root)
+        for step in reversed(steps):
+            if not self.send_step(step):
+                continue
+            if step < steps[0]:
+                self.thin(step)
+            elif not self.rank:
+                store, key = locate(self.root)
+                self.confirm()
+                store.put(f"{key}/{TRACKER}", str(step).encode())
         if self.rank:
             for step in self.removed:
                 shutil.rmtree(step_folder(self.root, step), ignore_errors=True)
@@ -89,44 +98,53 @@ class Uploader:
         if self.flying is not None and (failure := self.flying.exception()):
             notice(f"the upload in flight failed: {failure}")
 
-    def send_step(self, step: int) -> None:
-        """Send a step that storage lacks: its files, then its manifest."""
+    def send_step(self, step: int) -> bool:
+        """Send what storage lacks of a step: files, then the manifest; return whether all is there.
+
+        Storage is asked each time: another writer may have replaced or removed what was sent.
+        """
         folder, sent = step_folder(self.root, step), read_note(self.root / SENT)
         store, key = locate(folder)
         if not (folder / MANIFEST).exists():
-            return
+            return False
         manifest, raw = read_manifest(folder), (folder / MANIFEST).read_bytes()
-        if sent.get(f"{folder.name}/{MANIFEST}") == sha256([raw]):
-            return
         here = {name: file for name, file in manifest.items() if (folder / name).exists()}
-        if len(here) < len(manifest) and (step != self.saved or len(self.senders) == 1):
-            return  # it was read from storage
+        if not here:
+            return False  # it was sent, or read from storage
+        is_published = mirror.is_published(folder)
+        if len(here) < len(manifest) and not is_published and (step != self.saved or len(self.senders) == 1):
+            return False  # its other files are nowhere
+        lacking = [name for name in here if not self.is_sent(folder / name, here[name], sent)]
+        if is_published and not lacking:
+            return True
         self.confirm()
-        there = store.entries(key)
-        before = store.get(f"{key}/{MANIFEST}") if MANIFEST in there else None
-        if before is None or before[0] != raw:
-            if not self.rank:
-                others = [name for name in there if name not in manifest and not name.startswith(RECEIPT)]
-                store.delete([f"{key}/{name}" for name in sorted(others, key=lambda name: name != MANIFEST)])
-            for name, file in here.items():
-                known = sent.get(f"{folder.name}/{name}")
-                if known is None or name not in there or known != [file.sha256, there[name].tag]:
-                    self.confirm()
-                    publish.crash_point("before_file")
-                    sent[f"{folder.name}/{name}"] = [file.sha256, store.put(f"{key}/{name}", folder / name)]
-                    write_note(self.root / SENT, sent)
-            self.publish(step, manifest, raw)
+        if not is_published and not self.rank:
+            others = sorted(
+                name for name in store.entries(key) if name not in manifest and not name.startswith(RECEIPT)
+            )
+            store.delete([f"{key}/{name}" for name in dict.fromkeys([MANIFEST, *others])])
+        for name in lacking:
+            self.confirm()
+            publish.crash_point("before_file")
+            sent[f"{folder.name}/{name}"] = [here[name].sha256, store.put(f"{key}/{name}", folder / name)]
+            write_note(self.root / SENT, sent)
+        if not is_published:
+            self.publish(step, manifest, raw, sent)
         publish.crash_point("after_manifest")
-        sent[f"{folder.name}/{MANIFEST}"] = sha256([raw])
-        write_note(self.root / SENT, sent)
         if not self.rank:
-            store.put(f"{locate(self.root)[1]}/{TRACKER}", str(step).encode())
             remark(f" > uploaded step {step:,} to {address_of(self.root)}")
-        self.thin(step, sent)
+        return is_published or not self.rank
 
-    def publish(self, step: int, manifest: Manifest, raw: bytes) -> None:
+    def is_sent(self, path: Path, file: File, sent: dict[str, Any]) -> bool:
+        """Return whether an object is the one that this machine has sent, of this file's bytes."""
+        known = sent.get(f"{path.parent.name}/{path.name}")
+        store, key = locate(path)
+        return known is not None and known[0] == file.sha256 and store.entry(key) == Entry(file.size, known[1])
+
+    def publish(self, step: int, manifest: Manifest, raw: bytes, sent: dict[str, Any]) -> None:
         """Put the manifest of a step whose files this machine has sent; other ranks, a receipt."""
-        store, key = locate(step_folder(self.root, step))
+        folder = step_folder(self.root, step)
+        store, key = locate(folder)
         receipt = sha256([raw, self.owner.encode()]).encode()  # of this start of the run alone
         if self.rank:
             store.put(f"{key}/{RECEIPT}{self.rank}", receipt)
@@ -139,22 +157,25 @@ class Uploader:
                 raise UserError(f"another machine has not sent its files of step {step:,} for {PATIENCE:.0f} s", IO)
             time.sleep(LOOK)
         there = store.entries(key)
-        if wrong := [name for name, file in manifest.items() if name not in there or there[name].size != file.size]:
-            raise UserError(f"{store.bucket}/{key}/{wrong[0]} is not there, or of another size than was sent", IO)
+        for name, file in manifest.items():
+            entry, known = there.get(name), sent.get(f"{folder.name}/{name}")
+            if entry is None or entry.size != file.size or (known and known[1] not in (None, entry.tag)):
+                what = f"{store.bucket}/{key}/{name} is not there, or not as it was sent"
+                raise UserError(f"{what}; does another program write there?", IO)
         self.confirm()
         publish.crash_point("before_manifest")
-        store.put(f"{key}/{MANIFEST}", raw)
+        if store.put(f"{key}/{MANIFEST}", raw, "create") is None and not mirror.is_published(folder):
+            raise UserError(f"{store.bucket}/{key}/{MANIFEST} was written by another run meanwhile", IO)
         store.delete(lacking)
 
     def confirm(self) -> None:
         """Refuse to go on if another run has taken the address over, since this one began."""
         if not self.rank:
-            confirm(self.root)
-            self.owner = str(read_note(self.root / OWNER).get("process"))
+            self.owner = confirm(self.root)
             return
         owner = read_owner(*locate(self.root))
-        self.owner = self.owner or (owner["process"] if owner else "")
-        if owner is None or owner["process"] != self.owner:
+        self.owner = self.owner or (owner["start"] if owner else "")
+        if owner is None or owner["start"] != self.owner:
             raise UserError(f"{address_of(self.root)} was taken over by another run", LOCKED)
 
     def send_files(self) -> None:
@@ -162,19 +183,11 @@ class Uploader:
         for root in (self.root, *self.others):
             mirror.send_files(root)
 
-    def thin(self, newest: int, sent: dict[str, object]) -> None:
-        """Remove the files of older steps, which storage has, from this machine."""
-        for step in list_steps(self.root):
-            folder = step_folder(self.root, step)
-            if step < newest and f"{folder.name}/{MANIFEST}" in sent and self.is_there(folder):
-                for path in folder.iterdir():
-                    if path.name != MANIFEST:
-                        path.unlink(missing_ok=True)
-
-    def is_there(self, folder: Path) -> bool:
-        """Return whether storage has a step, of which this machine has sent its files."""
-        store, key = locate(folder)
-        return not self.rank or store.entry(f"{key}/{MANIFEST}") is not None
+    def thin(self, step: int) -> None:
+        """Remove the files of a step from this machine, of which storage has just shown its own."""
+        for path in step_folder(self.root, step).iterdir():
+            if path.name != MANIFEST:
+                path.unlink(missing_ok=True)
 
     def remove(self, steps: list[int]) -> None:
         """Remove steps that are not here from storage, their manifests first."""
@@ -183,7 +196,6 @@ class Uploader:
             confirm(self.root)
             folder = step_folder(self.root, step)
             store, key = locate(folder)
-            names = sorted(store.entries(key), key=lambda name: name != MANIFEST)
-            store.delete([f"{key}/{name}" for name in names])
+            store.delete([f"{key}/{name}" for name in dict.fromkeys([MANIFEST, *store.entries(key)])])
             sent = {name: value for name, value in sent.items() if not name.startswith(f"{folder.name}/")}
         write_note(self.root / SENT, sent)

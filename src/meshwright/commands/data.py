@@ -19,6 +19,7 @@ from meshwright.settings.grammar import prefix_of
 from meshwright.settings.help import WORDS
 from meshwright.settings.hints import did_you_mean, near_prefix
 from meshwright.settings.schema import TokenizerFlags, TrainConfig
+from meshwright.storage.addresses import address_of
 
 TOP = 20  # default of --top
 USAGE_END = "`meshwright data VERB --help` lists a verb's flags."
@@ -254,6 +255,9 @@ def strip_endings(words: list[str], must_exist: bool = True) -> list[str]:
         lost = next((end for end in (".idx", ".bin") if must_exist and not Path(prefix + end).exists()), "")
         if lost:
             raise bad_data(f"{prefix}{lost} does not exist{near_prefix(prefix)}")
+        if address_of(prefix) is not None:
+            what = f"what is here of {prefix} are the blocks that a run has read, with holes between them"
+            raise UserError(f"{what}; copy both objects to another folder, and give that one's")
         if prefix == word or prefix not in out:  # a pattern names both
             out.append(prefix)
     return out

@@ -1,37 +1,44 @@
 """Local copies of objects: complete ones, and sparse ones that are filled as they are read.
 
 A token file of any size is a sparse file here, as long as the object. Its blocks are read from
-storage when they are first needed; a map beside it says which are here.
+storage when they are first needed. The map beside it names the objects that the copy was made of,
+and has a checksum of each block that is here. What does not match is a hole, such as a block that
+did not reach the disk before a crash, and is read from storage again.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import mmap
 import os
+import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from meshwright import files
+from meshwright.errors import bad_data
 from meshwright.storage.addresses import address_of
 from meshwright.storage.store import BucketObjects, Entry, locate
 
 PART = 64 << 20  # bytes of a complete copy that are read at once
 BLOCK = 1 << 20  # bytes of a sparse one
+MARK = 4  # bytes of a block's checksum in the map; zeros stand for a block that is not here
 THREADS = 16
 
 
 def download(
     store: BucketObjects, key: str, path: Path, entry: Entry, count: Callable[[int], None] = lambda size: None
 ) -> None:
-    """Copy an object to a file, in parts, complete or not at all; `count` gets the size of each."""
+    """Copy an object to a file, in parts, complete or not at all; `count` gets the size of each.
+
+    Raise ChangedObject if it is not the one of this entry any more.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with files.replacing(path) as file:
         for begin in range(0, entry.size, PART):
-            file.write(part := store.read(key, begin, min(PART, entry.size - begin)))
+            file.write(part := store.read(key, begin, min(PART, entry.size - begin), entry.tag))
             count(len(part))
 
 
@@ -42,82 +49,111 @@ def prepare_tokens(prefix: str) -> None:
     folder, stem = Path(prefix).parent, Path(prefix).name
     store, key = locate(folder)
     objects = {name: entry for name, entry in store.entries(key).items() if name.startswith(f"{stem}.")}
-    if not {f"{stem}.idx", f"{stem}.bin"} <= set(objects):
+    binary = folder / f"{stem}.bin"
+    if not {f"{stem}.idx", binary.name} <= set(objects):
         return  # whoever opens them names what is missing
     folder.mkdir(parents=True, exist_ok=True)
     with files.lock(folder / f".{stem}.lock"):
-        about = folder / f".{stem}.json"
-        kept = read_note(about)
-        boot = boot_id()
+        if is_copy(folder, objects, read_record(binary)):
+            return
+        # Whoever opens the files meanwhile misses the map, or finds another .bin than it mapped.
+        map_of(binary).unlink(missing_ok=True)
+        binary.unlink(missing_ok=True)  # another process may have the old one open
+        with open(binary, "wb") as file:
+            file.truncate(objects[binary.name].size)
         for name, entry in objects.items():
-            path, is_sparse = folder / name, name == f"{stem}.bin"
-            state = [entry.size, entry.tag, boot if is_sparse else ""]
-            if kept.get(name) == state and path.exists():
-                continue
-            if is_sparse:
-                make_sparse(path, entry.size)
-            else:
-                download(store, f"{key}/{name}" if key else name, path, entry)
-            kept[name] = state
-        write_note(about, kept)
-
-
-def boot_id() -> str:
-    """Return a name of the time since this machine started: a map may outlive blocks in a crash."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
+            if name != binary.name:
+                download(store, f"{key}/{name}" if key else name, folder / name, entry)
+        with files.replacing(map_of(binary)) as file:
+            file.write(encode_record(objects))
 
 
 def map_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.blocks")
 
 
-def make_sparse(path: Path, size: int) -> None:
-    for each, length in ((map_of(path), -(-size // BLOCK)), (path, size)):
-        each.unlink(missing_ok=True)  # another process may have the old one open
-        with open(each, "wb") as file:
-            file.truncate(length)
+def encode_record(objects: dict[str, Entry]) -> bytes:
+    """Encode what a map begins with: the objects that the copies here were made of, by name."""
+    return json.dumps(objects).encode() + b"\n"
+
+
+def read_record(path: Path) -> dict[str, Entry]:
+    """Return these objects; nothing without a map, or with one of an earlier release."""
+    try:
+        with open(map_of(path), "rb") as file:
+            return {name: Entry(*entry) for name, entry in json.loads(file.readline()).items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def is_copy(folder: Path, objects: dict[str, Entry], record: dict[str, Entry]) -> bool:
+    """Return whether the files here were made of these objects."""
+    return record == objects and all(
+        (folder / name).exists() and (folder / name).stat().st_size == entry.size for name, entry in objects.items()
+    )
 
 
 class SparseCopy:
     """A sparse copy of an object; several processes may fill the same one."""
 
     def __init__(self, path: Path) -> None:
-        self.store, self.key = locate(path)
+        self.path, self.objects = path, read_record(path)
+        if path.name not in self.objects:
+            what = f"the local copy of {path} has no map of its blocks, which may be holes; nothing in it is read"
+            raise bad_data(f"{what}. Start again, which makes the copy anew if the object is in storage")
+        self.size, self.tag = self.objects[path.name]
         self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self.size = os.fstat(self.fd).st_size
-        with open(map_of(path), "r+b") as file:
-            self.present = mmap.mmap(file.fileno(), 0) if self.size else None
+        self.map = os.open(map_of(path), os.O_RDWR | os.O_CLOEXEC)
+        self.count = -(-self.size // BLOCK)
+        self.marks = len(encode_record(self.objects))  # where they begin
+        self.checked = bytearray(self.count)  # the blocks that this process has found or brought here
 
     def need(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Bring all bytes between the ends of these ranges here."""
-        if (present := self.present) is None:
-            return
+        """Bring all bytes between the ends of these ranges here.
+
+        Raise bad_data if the copy was replaced since it was opened: the caller may have mapped
+        either.
+        """
+        if not self.is_in_place():
+            raise bad_data(f"the local copy of {self.path} was replaced while it was read; start again")
         touched = {n for begin, end in ranges if begin < end for n in range(begin // BLOCK, (end - 1) // BLOCK + 1)}
-        lacking = sorted(n for n in touched if n < len(present) and not present[n])
+        lacking = sorted(n for n in touched if n < self.count and not self.checked[n])
         if len(lacking) == 1:
-            self.fetch(lacking[0])
+            self.bring(lacking[0])
         elif lacking:
             with ThreadPoolExecutor(THREADS) as pool:
-                list(pool.map(self.fetch, lacking))
+                list(pool.map(self.bring, lacking))
 
-    def fetch(self, number: int) -> None:
-        assert self.present is not None
-        begin = number * BLOCK
-        data = self.store.read(self.key, begin, min(BLOCK, self.size - begin))
-        done = 0
-        while done < len(data):
-            done += os.pwrite(self.fd, data[done:], begin + done)
-        self.present[number] = 1
+    def is_in_place(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self.fd), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
+    def bring(self, number: int) -> None:
+        """Read a block from storage unless it is here, as its checksum says."""
+        begin, at = number * BLOCK, self.marks + number * MARK
+        size = min(BLOCK, self.size - begin)
+        with files.naming_file(self.path):
+            mark = os.pread(self.map, MARK, at)
+            if not any(mark) or mark != checksum(os.pread(self.fd, size, begin)):
+                store, key = locate(self.path)
+                data = store.read(key, begin, size, self.tag)
+                done = 0
+                while done < size:
+                    done += os.pwrite(self.fd, data[done:], begin + done)
+                os.pwrite(self.map, checksum(data), at)
+        self.checked[number] = 1
+
+
+def checksum(block: bytes | memoryview) -> bytes:
+    return (zlib.crc32(block) or 1).to_bytes(MARK, "little")
 
 
 @functools.cache
 def sparse_copy(path: str) -> SparseCopy | None:
     """Return the copy of an object, or None for a file of this machine."""
-    is_sparse = address_of(path) is not None and map_of(Path(path)).exists()
-    return SparseCopy(Path(path)) if is_sparse else None
+    return SparseCopy(Path(path)) if address_of(path) is not None else None
 
 
 def need(path: str, ranges: Iterable[tuple[int, int]]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
-from meshwright.errors import BAD_DATA, IO, UNAVAILABLE, UserError, bad_data, first_line
+from meshwright.errors import BAD_DATA, IO, UNAVAILABLE, UserError, first_line
 from meshwright.storage.addresses import address_of
 
 if TYPE_CHECKING:
@@ -60,6 +60,13 @@ CONFLICT = ("AlreadyExistsError", "FileExistsError", "PreconditionError")
 _sizes: dict[Path, dict[str, int]] = {}  # of the objects below folders
 
 
+class ChangedObject(UserError):
+    """An object is not the one any more that is being read."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(f"{address} has changed while it was read; start again when it is complete", BAD_DATA)
+
+
 class Entry(NamedTuple):
     """An object in a listing."""
 
@@ -86,12 +93,17 @@ class BucketObjects:
 
         return self.ask(key, act, MISSING)
 
-    def read(self, key: str, begin: int, size: int, tag: str | None = None) -> memoryview:
-        """Return a range of an object, all of it; raise if it has another tag."""
+    def read(self, key: str, begin: int, size: int, tag: str | None) -> memoryview:
+        """Return a range of an object, all of it; raise ChangedObject if it has another tag.
+
+        Without a tag, the caller has hashes of what it expects.
+        """
         options: Any = {"range": (begin, begin + size)} | ({"if_match": tag} if tag else {})
-        data = self.ask(key, lambda: self.objects.get(key, options=options).bytes(), CONFLICT)
+        data = self.ask(
+            key, lambda: self.objects.get(key, options=options).bytes(), (*CONFLICT, *MISSING) if tag else ()
+        )
         if data is None:
-            raise bad_data(f"{self.bucket}/{key} has changed while it was read; start again when it is complete")
+            raise ChangedObject(f"{self.bucket}/{key}")
         if len(data) != size:
             raise UserError(f"{self.bucket}/{key}: ends at byte {begin + len(data):,}; it is shorter than before", IO)
         return memoryview(data)
@@ -233,6 +245,11 @@ def size_of(path: Path) -> int | None:
         store, key = locate(path.parent)
         _sizes[path.parent] = {name: entry.size for name, entry in store.entries(key).items()}
     return _sizes[path.parent].get(path.name)
+
+
+def forget_sizes(folder: Path) -> None:
+    """Ask storage anew for the sizes below a folder: another writer may have removed some."""
+    _sizes.pop(folder, None)
 
 
 def forget() -> None:

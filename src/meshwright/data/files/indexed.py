@@ -183,6 +183,9 @@ class Indexed:
 
     def __init__(self, prefix: str | Path, in_full: bool = False) -> None:
         self.prefix = str(prefix)
+        # Opened before the files are mapped: `need` then sees if they are replaced meanwhile.
+        self.copy = copies.sparse_copy(f"{self.prefix}.bin")
+        self.is_sparse = self.copy is not None
         maps = {f"{self.prefix}{ending}": map_file(f"{self.prefix}{ending}") for ending in (".idx", ".bin")}
         idx, tokens = maps.values()
         with open(f"{self.prefix}.idx", "rb") as file:
@@ -197,7 +200,6 @@ class Indexed:
             for column in (index.sizes, index.pointers, index.borders)
         )
         self.tokens = np.frombuffer(tokens, self.dtype)
-        self.is_sparse = copies.sparse_copy(f"{self.prefix}.bin") is not None
         self.maps = {path: mapped for path, mapped in maps.items() if isinstance(mapped, mmap.mmap)}
 
     def __len__(self) -> int:
@@ -205,8 +207,9 @@ class Indexed:
 
     def need(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Bring ranges of tokens here if the files are at an address; call this before a read."""
-        size = self.dtype.itemsize
-        copies.need(f"{self.prefix}.bin", [(begin * size, end * size) for begin, end in ranges])
+        if self.copy is not None:
+            size = self.dtype.itemsize
+            self.copy.need((begin * size, end * size) for begin, end in ranges)
 
     def tokens_of(self, first: int, stop: int) -> int:
         """Return the number of tokens in sequences [first, stop), without a look at each."""
@@ -216,7 +219,9 @@ class Indexed:
     def document(self, number: int) -> Ints:
         first, end = (int(border) for border in self.doc_idx[number : number + 2])
         start = self.tokens_of(0, first)
-        return self.tokens[start : start + self.tokens_of(first, end)]
+        stop = start + self.tokens_of(first, end)
+        self.need([(start, stop)])
+        return self.tokens[start:stop]
 
     def sequence_at(self, token: int) -> int:
         """Return the sequence that holds this token of the file."""
@@ -261,8 +266,7 @@ def check_vocabulary(indexed: Indexed, vocab_size: int) -> None:
     """Refuse data of another vocabulary early, by some of its ids; the loader checks all."""
     with open(f"{indexed.prefix}.bin", "rb") as file:
         ids = FileColumn(file, indexed.dtype, len(indexed.tokens))
-        if indexed.is_sparse:
-            indexed.need([(start, start + PROBE) for start in probes(len(ids))])
+        indexed.need((start, start + PROBE) for start in probes(len(ids)))
         for start in probes(len(ids)):
             tokens = ids.read(start, start + PROBE)
             wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))

@@ -195,6 +195,9 @@ def identity_of(config: TrainConfig, vocabulary: Vocabulary) -> dict[str, Any]:
     for name, what in (("data_fingerprint", "files"), ("data_contents", "tokens")):
         hashes = zip(data_paths.prefixes(config.data), own.pop(name), strict=True)
         own |= {f"--data-path {shown(str(prefix))} (its {what})": value for prefix, value in hashes}
+    for prefix in data_paths.prefixes(config.data):
+        if (copy := copies.sparse_copy(f"{prefix}.bin")) is not None:
+            own[f"--data-path {shown(str(prefix))} (its objects)"] = copy.objects
     return own | {"meshwright": our_version(), "python": platform.python_version()} | vocabulary.identity()
 
 

@@ -232,7 +232,8 @@ class Saver:
         try:
             self.uploader.end()
         except UserError as error:
-            kept = f"{error}; the step is kept on this machine, and the next start here sends it"
+            then = "sends it" if error.status == IO else "moves it aside"  # another run's steps count then
+            kept = f"{error}; the step is kept on this machine, and the next start here {then}"
             if at_end or self.config.checkpoint.save_error == "stop" or error.status != IO:
                 raise UserError(kept, error.status) from error
             remark(f"WARNING: {error}; the next save sends the step again (--save-error warn)")

@@ -1,0 +1,57 @@
+"""The fuzz of storage: nothing is damaged in silence, and seeded defects are found."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("obstore")
+
+from fuzz import storage as fuzz
+from meshwright.checkpoint import mirror, upload
+from meshwright.storage import store
+from s3 import Bucket
+
+read = store.BucketObjects.read
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[Bucket]:
+    with fuzz.prepared() as served:
+        yield served
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_no_damage_is_silent(bucket: Bucket, number: int) -> None:
+    assert fuzz.run_case(bucket, 0, number).outcomes
+
+
+def test_no_damage_is_silent_in_more_cases(bucket: Bucket) -> None:
+    worlds = [fuzz.run_case(bucket, 1, number) for number in range(25)]
+    assert all(sum(world.outcomes[how] for world in worlds) for how in ("ended well", "refused", "killed"))
+
+
+def read_without_tag(objects: Any, key: str, begin: int, size: int, tag: str | None) -> memoryview:
+    return read(objects, key, begin, size, None)
+
+
+def believe(uploader: Any, path: Path, file: object, sent: dict[str, Any]) -> bool:
+    return f"{path.parent.name}/{path.name}" in sent
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "defect"),
+    [
+        (store.BucketObjects, "read", read_without_tag),
+        (upload.Uploader, "is_sent", believe),
+        (mirror, "is_of_use", lambda folder: False),
+    ],
+)
+def test_a_seeded_defect_is_found(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, defect: Callable[..., Any]
+) -> None:
+    monkeypatch.setattr(place, name, defect)
+    with pytest.raises(fuzz.Silent):
+        for number in range(100):
+            fuzz.run_case(bucket, 0, number)
