@@ -57,7 +57,8 @@ OF_A_START = {
     ".metrics.seconds",
     ".stop.began",
 }
-LOGGED = (".metrics.run.", ".metrics.since_line", ".metrics.recent")  # what this start has logged
+# What this start has logged, and when it paused.
+LOGGED = (".metrics.run.", ".metrics.since_line", ".metrics.recent", ".in_flight.pauses")
 WITHIN_A_STEP = (".state.net.",)  # what each step writes before it reads it
 
 ATOMS = (bool, int, float, str, bytes, type(None), Path, torch.dtype, torch.device, torch.Size, range, slice)
