@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -23,7 +22,7 @@ from meshwright.ranks.compare import require_equal
 from meshwright.ranks.lost import explain_lost_rank, leave_ranks
 from meshwright.ranks.team import Team
 from meshwright.ranks.world import OR_UNSET, World, find_world, first_host, require_world_size, tasks_per_node
-from on_ranks import make_team, run_programs, run_ranks
+from on_ranks import FORK, make_team, run_programs, run_ranks
 
 SCRIPT = Path(__file__).with_name("one_rank.py")
 
@@ -222,13 +221,12 @@ MOMENTS = {
 def test_a_rank_that_stops_at_any_moment_of_the_start_is_named(tmp_path: Path) -> None:
     """Torch alone waits for half an hour, or for ever if rank 0 serves the store."""
     cases = [(moment, victim) for moment in MOMENTS for victim in (0, 1)]
-    context, began = multiprocessing.get_context("forkserver"), time.monotonic()
-    started = {}
+    began, started = time.monotonic(), {}
     for moment, victim in cases:
         port = free_port()
         for rank in range(2):
             more = rank, port, moment * (rank == victim), tmp_path / f"{moment}-{victim}-{rank}"
-            started[moment, victim, rank] = context.Process(target=join_and_print, args=more)
+            started[moment, victim, rank] = FORK.Process(target=join_and_print, args=more)
             started[moment, victim, rank].start()
     try:
         for (moment, victim, rank), process in started.items():
