@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +19,12 @@ import torch.distributed as dist
 
 from helpers import free_port
 from meshwright.errors import HANG
+from meshwright.launch import members
 from meshwright.parallel import layout as layouts
 from meshwright.parallel.layout import Layout
-from meshwright.ranks import connect, gloo
+from meshwright.ranks import connect, gloo, watchdog
 from meshwright.ranks.lost import explain_lost_rank, leave_ranks
+from meshwright.ranks.pulse import Pulse
 from meshwright.ranks.world import World
 from on_ranks import FORK
 
@@ -168,3 +172,53 @@ def test_ranks_wait_longer_than_a_start_may_take(tmp_path: Path) -> None:
 def test_ranks_wait_no_longer_than_the_time_out_says(tmp_path: Path) -> None:
     ends = ends_of(ACT / 2 / 60, tmp_path)
     assert len(ends) == 7 and all(end.endswith(": lost") for end in ends), ends
+
+
+# A store that does not answer for a moment
+
+
+class Hiccups:
+    """A store whose first answers to each key of some are errors."""
+
+    def __init__(self, keys: list[str]) -> None:
+        self.store, self.keys = dist.HashStore(), keys
+
+    def set(self, key: str, value: str) -> None:
+        if key in self.keys:
+            self.keys.remove(key)
+            raise RuntimeError("the store does not answer")
+        self.store.set(key, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
+@pytest.mark.fault("F17")
+def test_a_rank_that_could_not_say_who_it_is_says_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 looks up who posted: a name that never came ended its thread."""
+    monkeypatch.setattr(watchdog, "SIGN_SECONDS", 0.01)
+    store: Any = Hiccups(["who/0", "who/0", "sign/0"])
+    store.store.set("who/1", json.dumps({"host": "b"}))
+    store.store.set("post/1", json.dumps([3, 5.0, 1.0]))
+    watching = watchdog.Watchdog(World(0, 2), store, 10, Pulse())
+    try:
+        watching.post((3, 4.0, 0.0))
+        until = time.monotonic() + 20
+        while watching.board is None and time.monotonic() < until:
+            time.sleep(0.005)
+        assert watching.take_board() == [(socket.gethostname(), 3, 4.0, 0.0), ("b", 3, 5.0, 1.0)]
+    finally:
+        watching.stop()
+
+
+@pytest.mark.fault("F5")
+def test_a_machine_goes_on_beating_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without beats the others would take it for lost."""
+    meeting = object.__new__(members.ElasticMeeting)
+    meeting.store = store = Hiccups(["machine/1"])  # type: ignore[assignment]
+    meeting.plan, meeting.record = SimpleNamespace(node=1, address="a"), {"beat": 0, "id": 1}  # type: ignore[assignment]
+    turns = iter([False, False, False, True])
+    meeting.ended = SimpleNamespace(wait=lambda seconds: next(turns))  # type: ignore[assignment]
+    meeting.lock, meeting.is_replaced = threading.Lock(), False
+    meeting.beat()
+    assert json.loads(store.get("machine/1"))["beat"] == 3 and not meeting.is_replaced
