@@ -14,6 +14,7 @@ import os
 import random
 import shutil
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -58,12 +59,12 @@ class SlowRun(Run):
         if kills:
             after = rng.uniform(0, 3) if rng.random() < 0.4 else rng.uniform(0, 1)
             harm = Harm(after, rng.randint(0, 5), rng.random(), slow=slow, environ=environ)
-        newest, before = self.newest(), self.totals.kills
-        starts = self.starts()
+        newest, before, began = self.newest(), self.totals.kills, time.time()
         status = self.launch(rng.choice(LAUNCHERS), harm)
-        if len(now := self.starts()) > len(starts) and now[-1] < newest:
-            self.lost += newest - now[-1]
-            self.ends.append(f"went on from step {now[-1]} with step {newest} saved, {slow}")
+        for start in self.starts(began):
+            if start < newest:
+                self.lost += newest - start
+                self.ends.append(f"went on from step {start} with step {newest} saved, {slow}")
         if status and self.totals.kills == before:
             self.lost += 1
             self.ends.append(f"status {status}, {slow}: {self.log()}")
@@ -71,10 +72,10 @@ class SlowRun(Run):
             shutil.rmtree(self.cache, ignore_errors=True)
         return status
 
-    def starts(self) -> list[int]:
-        """Return the steps that the launches went on from."""
+    def starts(self, began: float) -> list[int]:
+        """Return the steps that launches went on from since a time; an empty disk gets older rows, too."""
         rows = self.rows() if (self.path / "metrics.jsonl").exists() else []
-        return [row["iteration"] for row in rows if row["event"] == "start"]
+        return [row["iteration"] for row in rows if row["event"] == "start" and row["time"] > began]
 
 
 def kill_one(number: int, kills: int, seed: int, folder: Path, bucket: Bucket) -> tuple[SlowRun, int]:
@@ -108,7 +109,7 @@ def kill_slow_runs(kills: int, jobs: int, seed: int, folder: Path) -> dict[str, 
                 kept["lost"] += run.lost
                 kept["differing"] += differing
                 kept["runs"] += 1
-                print(*run.ends, sep="\n", end="")
+                print(*run.ends, sep="\n", end="\n" * bool(run.ends))
             print(f"{kept['kills']} of {kills} kills", flush=True)
     return kept
 
