@@ -73,7 +73,7 @@ class SlowRun(Run):
         return status
 
     def starts(self, began: float) -> list[int]:
-        """Return the steps that launches went on from since a time; an empty disk gets older rows, too."""
+        """Return the steps that launches went on from since a time; earlier rows may be there."""
         rows = self.rows() if (self.path / "metrics.jsonl").exists() else []
         return [row["iteration"] for row in rows if row["event"] == "start" and row["time"] > began]
 
