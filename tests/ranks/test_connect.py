@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -204,7 +205,7 @@ def join_and_print(rank: int, port: int, stops_in: str, log: Path) -> None:
     try:
         connect.join_ranks(World(rank, 2, rank, 2, "127.0.0.1", port), "gloo", 10, seconds=5, is_watched=True)
     except UserError as error:
-        print(f"words: {error}", flush=True)
+        print(f"words: {error}", file=sys.stderr, flush=True)
         os._exit(error.status)
     os._exit(0)
 

@@ -133,11 +133,16 @@ def _in_thread(act: Callable[[], T]) -> Future[T]:
 
 def within(until: float, act: Callable[[], T], server: str) -> T:
     """Return what `act` asks of a store; raise UserError if the store has not answered in time."""
-    done = _in_thread(act)
-    wait([done], max(until - time.monotonic(), 0) + ANSWER_SECONDS)
-    if not done.done():
-        raise UserError(f"{server} does not answer; see whether its process is stopped", HANG)
-    return done.result()
+    stderr = os.dup(2)
+    try:
+        done = _in_thread(act)
+        wait([done], max(until - time.monotonic(), 0) + ANSWER_SECONDS)
+        if not done.done():
+            os.dup2(stderr, 2)  # the call has silenced it
+            raise UserError(f"{server} does not answer; see whether its process is stopped", HANG)
+        return done.result()
+    finally:
+        os.close(stderr)
 
 
 def _connect_groups(
