@@ -42,7 +42,7 @@ class SlowRun(Run):
 
     def newest(self) -> int:
         """Return the newest complete step, 0 if there is none."""
-        local = [path.parent.name for path in self.path.glob("iter_*/manifest.json")]
+        local = [path.parent.name for path in self.path.glob("iter_*[0-9]/manifest.json")]
         prefix, names = f"{self.folder.name}/iter_", list(self.bucket.objects) if self.bucket else []
         there = [name.split("/")[1] for name in names if name.startswith(prefix) and name.endswith("/manifest.json")]
         return max((int(name.removeprefix("iter_")) for name in local + there), default=0)
