@@ -295,7 +295,7 @@ def train(
 
 def score_windows(trainer: Any, length: int) -> float:
     """Return the nats per token that --eval-tasks would find in some windows, with all ranks."""
-    from meshwright.evaluation.scoring import Window, score_windows
+    from meshwright.evaluation.score import Window, score_windows
     from meshwright.parallel.window_scores import score_part
 
     net, vocab, team = trainer.net, trainer.state.vocab, trainer.team
