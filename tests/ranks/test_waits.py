@@ -221,4 +221,5 @@ def test_a_machine_goes_on_beating_after_an_error(monkeypatch: pytest.MonkeyPatc
     meeting.ended = SimpleNamespace(wait=lambda seconds: next(turns))  # type: ignore[assignment]
     meeting.lock, meeting.is_replaced = threading.Lock(), False
     meeting.beat()
-    assert json.loads(store.get("machine/1"))["beat"] == 3 and not meeting.is_replaced
+    assert store.check(["machine/1"]) and json.loads(store.get("machine/1"))["beat"] == 3
+    assert not meeting.is_replaced
