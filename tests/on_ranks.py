@@ -28,7 +28,8 @@ from meshwright.ranks.team import Team
 # torch._dynamo too, which the first torch.manual_seed() of a process imports, in seconds; and what
 # every rank would import for itself in 0.2 seconds.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "pytest", "meshwright.training.run"]
-multiprocessing.set_forkserver_preload(PRELOAD)
+FORK = multiprocessing.get_context("forkserver")
+FORK.set_forkserver_preload(PRELOAD)
 
 
 def run_ranks(body: Callable[..., None], world: int, *args: Any) -> None:
@@ -69,11 +70,10 @@ def run_programs(
 
     Return the exit statuses and the outputs. Reports are not drawn.
     """
-    context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as logs:
         files = [Path(logs, str(n)) for n in range(len(argv))]
         started = [
-            context.Process(target=_program, args=(script, *one))
+            FORK.Process(target=_program, args=(script, *one))
             for one in zip(argv, environ, [folder] * len(argv), files, strict=True)
         ]
         return _finished(started), [f.read_text(errors="replace") for f in files]
@@ -111,9 +111,8 @@ def train_on_ranks(world: int, flags: list[str], folder: Path, prepare: Callable
 
     Rank N prints into the file log-N of the folder.
     """
-    context = multiprocessing.get_context("forkserver")
     port = free_port()
-    started = [context.Process(target=_train, args=(r, world, port, flags, folder, prepare)) for r in range(world)]
+    started = [FORK.Process(target=_train, args=(r, world, port, flags, folder, prepare)) for r in range(world)]
     return _finished(started)
 
 

@@ -231,7 +231,7 @@ def test_windows_are_scored_in_any_batches():
 
 def check_cut_logits():
     torch.manual_seed(1)
-    logits, counted = torch.randint(0, 9, (2, 40, 12)).double(), torch.rand(2, 40) < 0.5
+    logits, counted = torch.randint(0, 9, (2, 40, 16)).double(), torch.rand(2, 40) < 0.5
     labels = logits[..., :10].argmax(-1)  # all right but every third
     labels[:, ::3] = torch.randint(0, 10, labels[:, ::3].shape)
     rank = torch.distributed.get_rank()
@@ -244,8 +244,17 @@ def check_cut_logits():
 
 
 def test_ranks_that_hold_parts_of_the_logits():
-    """Equal logits, of which the first counts, and padded ids on the last rank."""
-    run_ranks(check_cut_logits, 3)
+    """Equal logits, of which the first counts; one rank has padded ids, another nothing else."""
+    run_ranks(check_cut_logits, 4)
+
+
+def test_a_rank_without_ids_finds_the_likeliest_of_the_others(monkeypatch):
+    """257 ids, padded to 512, leave the last of four tensor ranks none."""
+    whole = torch.randn(6, 257)
+    high, token = whole.max(-1)
+    of_others = iter([high, -token])
+    monkeypatch.setattr(window_scores.comm, "all_reduce", lambda x, *_: torch.maximum(x, next(of_others).to(x.dtype)))
+    assert window_scores.likeliest(whole[:, 257:], 384, object()).tolist() == token.tolist()
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from faults.slow import Slow
 from meshwright.data.files.writer import Writer
 from on_ranks import PRELOAD
 
@@ -69,6 +70,8 @@ class Harm:
     point: str = ""  # of the save protocol, where one rank kills itself, in the first launch that gets there
     rank: int = 0
     forget: str = ""  # what this launch does not restore
+    slow: Slow | None = None  # what takes long
+    environ: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -140,7 +143,7 @@ def _launcher(name: str, argv: list[str], harm: Harm, folder: Path) -> None:
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= harm.environ | {"OMP_NUM_THREADS": "1"}
     import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as handlers
     import torch.distributed.run
 
@@ -221,6 +224,8 @@ def _prepare(harm: Harm, folder: Path) -> None:
     publish.crash_point = reached
     if harm.forget:
         FORGET[harm.forget]()
+    if harm.slow is not None:
+        harm.slow.begin(rank)
 
 
 # What a launch may be made to forget

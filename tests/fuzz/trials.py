@@ -280,6 +280,9 @@ def train(
         if not kept:
             finish_run(trainer, reason, vocabulary.tokenizer)
         trainer.state.saver.wait()
+        if config.data.seq_length and not kept:
+            title = f"windows scored at step {trainer.progress.iteration}"
+            trace.validations[title] = score_windows(trainer, config.data.seq_length)
         if (graphs := trainer.net.graphs) is not None:
             # Without Triton torch's AdamW reads its numbers on the host, which no graph can.
             is_lost = graphs.why_off and trainer.net.store.reads_tensors
@@ -288,6 +291,23 @@ def train(
             with torch.no_grad():
                 trace.written = write(trainer.net, config.data.seq_length)
     return trace
+
+
+def score_windows(trainer: Any, length: int) -> float:
+    """Return the nats per token that --eval-tasks would find in some windows, with all ranks."""
+    from meshwright.evaluation.score import Window, score_windows
+    from meshwright.parallel.window_scores import score_part
+
+    net, vocab, team = trainer.net, trainer.state.vocab, trainer.team
+
+    def scorer(batches: Any) -> Tensor:
+        values = score_part(net, vocab, batches).cpu()
+        team.sum(values)
+        return values
+
+    windows = [Window([(7 * n + i * i) % vocab for i in range(2 + (5 * n) % length)], n % 2) for n in range(6)]
+    values = torch.cat(list(score_windows(scorer, windows, length, trainer.config.micro_batch, True)))
+    return float(values[:, 0].sum()) / sum(len(ids) - 1 - first for ids, first in windows)
 
 
 def score_texts(net: Any, length: int) -> list[Any]:

@@ -57,6 +57,23 @@ def completions(decoder, some):
     return texts
 
 
+def test_threads_that_share_a_model_take_turns(monkeypatch):
+    """Its decoder's cache and graphs serve one call at a time."""
+    model, inside, both = little(), [], threading.Event()
+
+    def run(*_):
+        inside.append(threading.get_ident())
+        if len(inside) == 1:
+            assert not both.wait(0.05)  # the other thread waits
+        else:
+            both.set()
+        return [Completion(model.tokenizer, Request([1], GREEDY, 3, 0))]
+
+    monkeypatch.setattr("meshwright.generation.decoder.complete", run)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(model.generate, ([1], [2]))) == ["", ""] and len(inside) == 2
+
+
 def scripted(monkeypatch, model, script):
     """Let the model give each text, known by its first token, the next token of a script."""
 

@@ -9,11 +9,13 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.parallel.layout import DIMENSIONS, GROUPS, LANES, Layout, connect
+from meshwright.parallel.shard import Sharding
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1), (3, 1, 2, 1, 2), (2, 2, 3, 2, 1), (2, 1, 2, 2, 2)])
@@ -68,3 +70,15 @@ def test_the_names_of_groups_do_not_depend_on_worlds_before(made: list[list[int]
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=21, world_size=4096)
     assert [group.group_name for group in connect(layout).groups.values()] == first
+
+
+def test_a_rank_may_hold_no_row_of_the_vocabulary() -> None:
+    """257 ids, padded to 512, on four tensor ranks: the third saves one row, the last none."""
+    parts = [Sharding(Layout(tp=4, rank=rank), 257).saved_part("wte.weight", torch.Size((128, 8))) for rank in range(4)]
+    assert [full for full, _, _ in parts] == [[257, 8]] * 4
+    assert [(offsets, part) for _, offsets, part in parts] == [
+        ([0, 0], [128, 8]),
+        ([128, 0], [128, 8]),
+        ([256, 0], [1, 8]),
+        ([384, 0], [0, 8]),
+    ]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -20,7 +23,7 @@ from meshwright.ranks.compare import require_equal
 from meshwright.ranks.lost import explain_lost_rank, leave_ranks
 from meshwright.ranks.team import Team
 from meshwright.ranks.world import OR_UNSET, World, find_world, first_host, require_world_size, tasks_per_node
-from on_ranks import make_team, run_programs, run_ranks
+from on_ranks import FORK, make_team, run_programs, run_ranks
 
 SCRIPT = Path(__file__).with_name("one_rank.py")
 
@@ -179,6 +182,64 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     assert statuses == [HANG] * 3 and time.monotonic() - began < 25
     for text in texts:
         assert re.fullmatch(r"words: 3 of 4 ranks came within \d s; missing: rank 2\. .*\n", text)
+
+
+def stop_in(name: str) -> None:
+    """Have this process stop, as by SIGSTOP, when connect.py first calls a function."""
+    real = getattr(connect, name)
+
+    def stop_and_call(*args: Any, **named: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return real(*args, **named)
+
+    setattr(connect, name, stop_and_call)
+
+
+def join_and_print(rank: int, port: int, stops_in: str, log: Path) -> None:
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    connect.CONNECT_SECONDS, connect.ANSWER_SECONDS = 3.0, 2
+    if stops_in:
+        stop_in(stops_in)
+    try:
+        connect.join_ranks(World(rank, 2, rank, 2, "127.0.0.1", port), "gloo", 10, seconds=5, is_watched=True)
+    except UserError as error:
+        print(f"words: {error}", file=sys.stderr, flush=True)
+        os._exit(error.status)
+    os._exit(0)
+
+
+MOMENTS = {
+    "_await_verdict": "missing: rank {}.",
+    "_choose_interface": "missing: rank {}. .*; it came, and stopped before all were connected",
+    "connect_tree": "missing: rank {}. .*; it came, and stopped before all were connected",
+    "_meet_again": "missing: rank {}. .*; it came, and stopped before all were connected",
+}
+
+
+@pytest.mark.fault("F17")
+def test_a_rank_that_stops_at_any_moment_of_the_start_is_named(tmp_path: Path) -> None:
+    """Torch alone waits for half an hour, or for ever if rank 0 serves the store."""
+    cases = [(moment, victim) for moment in MOMENTS for victim in (0, 1)]
+    began, started = time.monotonic(), {}
+    for moment, victim in cases:
+        port = free_port()
+        for rank in range(2):
+            more = rank, port, moment * (rank == victim), tmp_path / f"{moment}-{victim}-{rank}"
+            started[moment, victim, rank] = FORK.Process(target=join_and_print, args=more)
+            started[moment, victim, rank].start()
+    try:
+        for (moment, victim, rank), process in started.items():
+            if rank != victim:
+                process.join(max(began + 60 - time.monotonic(), 0))
+                text = (tmp_path / f"{moment}-{victim}-{rank}").read_text()
+                assert process.exitcode in (HANG, UNAVAILABLE) and text.count("\n") == 1, (moment, victim, text)
+                wanted = MOMENTS[moment].format(victim) if victim else "rank 0.* is stopped"
+                assert re.match(f"words: .*{wanted}", text), (moment, victim, text)
+    finally:
+        for process in started.values():
+            process.kill()
 
 
 @pytest.mark.flag("start_timeout_seconds")

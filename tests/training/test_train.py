@@ -226,6 +226,28 @@ def test_a_refused_start_leaves_nothing_behind(tmp_path, monkeypatch):
     assert status == 2 and not list(tmp_path.iterdir())
 
 
+def test_a_run_that_fails_behind_its_set_up_is_closed(tmp_path, monkeypatch):
+    """As where its log cannot be opened: data, scores and savers are at work by then."""
+    closed = []
+
+    def refuse(self):
+        raise UserError("no log")
+
+    trainer = SimpleNamespace(close=lambda: closed.append(1))
+    monkeypatch.setattr(meshwright.training.setup, "build_trainer", lambda *_: trainer)
+    monkeypatch.setattr(meshwright.training.run.Startup, "line", refuse)
+    assert train(tmp_path)[0] == 2 and closed == [1]
+
+
+@pytest.mark.fault("F12")
+def test_a_kill_in_the_last_tracker_leaves_nothing(tmp_path):
+    """Its temporary file goes with the next start, though that saves nothing."""
+    assert train(tmp_path, "--load", str(tmp_path / "run"))[0] == 0
+    left = tmp_path / "run" / "latest_checkpointed_iteration.txt.1148.tmp"
+    left.write_text("4")
+    assert train(tmp_path, "--load", str(tmp_path / "run"))[0] == 0 and not left.exists()
+
+
 def test_a_folder_of_texts_is_noted_before_a_run_lies_in_it(tmp_path, capsys):
     """Once, and not for what else may lie beside a run."""
     run = tmp_path / "run"

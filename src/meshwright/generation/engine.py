@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +65,8 @@ class TextOptions(Filters, total=False):
 class LanguageModel:
     """A trained model with its tokenizer.
 
+    `logits` and `generate` may be called in several threads; one call waits for the other.
+
     Fields:
         model: the network, a torch.nn.Module in evaluation mode.
         tokenizer: `encode(text) -> ids`, `decode(ids) -> text`, `eod`, `size`.
@@ -79,6 +82,7 @@ class LanguageModel:
     sharded: ShardedModel | None = None  # of a model that is cut over several ranks, whose `model` is one part
     tokenizer_folder: Path | None = None
     decoders: dict[int, decoder.Decoder] = field(default_factory=dict, repr=False, compare=False)  # by slots
+    lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)  # of the cache and graphs
 
     @property
     def device(self) -> torch.device:
@@ -124,7 +128,8 @@ class LanguageModel:
         ids = self.encode(text)
         if not 0 < len(ids) <= self.seq_length:
             raise UserError(f"the text has {len(ids)} tokens; the model reads 1 to {self.seq_length}")
-        out = self.forward(torch.tensor([ids], device=self.device), Positions())
+        with self.lock:
+            out = self.forward(torch.tensor([ids], device=self.device), Positions())
         return out[0, :, : self.model.vocab]
 
     @overload
@@ -163,7 +168,8 @@ class LanguageModel:
             if len(request.prompt) >= self.seq_length:
                 has = f"{'prompt ' + str(number) if is_list else 'the prompt'} has {len(request.prompt)} tokens"
                 raise UserError(f"{has}; the model reads {self.seq_length}, shorten it")
-        texts = [text.text for text in decoder.complete(self, requests, batch_size)]
+        with self.lock:
+            texts = [text.text for text in decoder.complete(self, requests, batch_size)]
         return texts if is_list else texts[0]
 
     def decoder(self, slots: int, length: int) -> decoder.Decoder:

@@ -102,7 +102,12 @@ class MachineMeeting(StaticTCPRendezvous):
         plan = self.plan
         # After a failure the other machines first stop their ranks, which have 30 seconds.
         end = self.until if self.attempts == 0 else time.monotonic() + 30 + plan.wait
-        connect.meet_all(PrefixStore(f"machines/{self.attempts}", self.store), plan.node, plan.nodes, end, "machine")
+        machines = PrefixStore(f"machines/{self.attempts}", self.store)
+        connect.within(
+            end,
+            lambda: connect.meet_all(machines, plan.node, plan.nodes, end, "machine"),
+            f"machine 0 at {plan.address}:{self.master_port}",
+        )
         self.run_id = self.store.compare_set("run", "", f"{RUN_ID}{os.getpid()}-{time.time_ns()}").decode()
         store = PrefixStore(f"agents/{self.attempts}", self.store)
         self.attempts += 1

@@ -289,8 +289,8 @@ class ElasticMeeting(agent.MachineMeeting):
             self.ask(lambda: self.store.set(f"machine/{self.plan.node}", text))
 
     def beat(self) -> None:
-        with contextlib.suppress(RunOver):
-            while not self.ended.wait(BEAT_SECONDS):
+        while not self.ended.wait(BEAT_SECONDS):
+            with contextlib.suppress(RunOver):  # the main thread judges whether machine 0 is gone
                 self.announce()
                 self.is_replaced = self.ask(lambda: self.store.add(f"came/{self.plan.node}", 0)) > self.record["id"]
 

@@ -121,6 +121,8 @@ def likeliest(logits: Tensor, first: int, group: ProcessGroup | None) -> Tensor:
     """Return the token with the largest logit in each row, the lowest of equal ones."""
     if group is None:
         return logits.argmax(-1)
+    if not logits.shape[1]:  # this rank's ids are all padding
+        logits = logits.new_full((len(logits), 1), -torch.inf)
     high, token = logits.max(-1)
     highest = comm.all_reduce(high, group, "max")
     # The smallest id, as a maximum: other ranks' rows have one that is larger than any.

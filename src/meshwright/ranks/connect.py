@@ -1,8 +1,9 @@
 """Connect the ranks of a run, on the store of rank 0 or of torch's agent.
 
 torch.distributed carries everything, but if something goes wrong at the start, it is silent for
-minutes and then prints a C++ trace. Here the ranks first count one another on the store, so that a
-missing rank is named within START_SECONDS.
+minutes and then prints a C++ trace. Here the ranks count one another on the store, before and after
+they connect, so that a missing rank is named within START_SECONDS. The groups' own time-outs are
+those of the run from the beginning: gloo's messages between two ranks keep the first one.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from meshwright import device as devices
 from meshwright.console import no_stderr
@@ -32,13 +35,18 @@ from meshwright.ranks.world import OR_UNSET, START_SECONDS, VARIABLES, World
 if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+    from torch.distributed import ProcessGroup
 
     from meshwright.settings.schema import Parallel
+
+T = TypeVar("T")
 
 SILENCE = 10  # seconds of waiting before it is said for whom
 LOOKS = 4096  # at the verdict of a meeting, by all in a second: the store serves tens of thousands
 LISTING_SECONDS = 5  # for one process to list who is missing, before another one does
-WATCHED_PATIENCE = 3  # times as long torch waits for a rank, where a watchdog decides first
+ANSWER_SECONDS = 2 * LISTING_SECONDS  # after a deadline, until a store that says nothing is given up
+CONNECT_SECONDS = 10.0  # that ranks have at least to connect, once all are there
+WATCHED = timedelta(days=1)  # torch's time-out where a watchdog decides: others wait while one rank makes progress
 
 _runs_met = 0  # a second run in these processes needs fresh keys on the store
 _served: dict[tuple[str, int], TCPStore] = {}  # the stores that this process serves
@@ -61,52 +69,118 @@ def join_ranks(
     die_with_launcher()
     if world.size == 1:
         return Team()
-    timeout = timedelta(minutes=timeout_minutes) * (WATCHED_PATIENCE if is_watched else 1)
+    timeout = WATCHED if is_watched else timedelta(minutes=timeout_minutes)
     until = deadline(START_SECONDS if seconds is None else seconds)
-    store = _meet_on_store(world, until)
-    store.set_timeout(timeout)
-
-    import torch
-    import torch.distributed as dist
-    from torch._C._distributed_c10d import PrefixStore
-
-    probe = None
     bound = device if device is not None and device.type != "cpu" else None
     if backend != "gloo" and ":" not in backend:
         assert device is not None
         backend = f"{device.type}:{backend}"
     try:
-        # Between nodes a firewall may allow only the store's port.
-        left = timedelta(seconds=max(until - time.monotonic(), 10.0))
-        groups = connect_tree(store, world.rank, world.size, left)
-        if world.size > world.local_size and "gloo" in backend:  # each rank will connect to each
-            probe = dist.ProcessGroupGloo(PrefixStore("probe", store), world.rank, world.size, left)
-        if bound is not None:
-            torch.accelerator.set_device_index(bound)
-        # No device_id: with it, messages between two ranks would wait for those of their group.
-        run_store = PrefixStore("run", store)
-        # All ranks meet in these groups, perhaps while one of them saves for long.
-        longest = max(timeout, timedelta(days=1)) if is_watched else timeout
-        for group in groups:
-            group._set_default_timeout(longest)  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=run_store, rank=world.rank, world_size=world.size, timeout=longest)
-    except RuntimeError as error:
-        if not is_lost_rank(error):
-            raise
-        raise UserError(
-            f"rank {world.rank} reached the store at {world.address}:{world.port} but not every other rank; open all "
-            f"ports between the nodes ({bare_message(error)})",
-            HANG,
-        ) from None
-    del probe  # not earlier: others may still have been connecting to it
+        store, groups = _meet_and_connect(world, backend, timeout, bound, until)
+    except UserError:
+        if (world.address, world.port) in _served:
+            time.sleep(1)  # the others still read the reason from this process
+        raise
+    if bound is not None:
+        import torch
+
+        torch.accelerator.set_device_index(bound)
     team = Team(world.rank, world.size, groups, timeout, store)
     if bound is not None and backend != "gloo":
         require_own_devices(team, bound)
     return team
 
 
-def _meet_on_store(world: World, until: float) -> PrefixStore:
-    """Meet all ranks on the store of rank 0 or of torch's agent; return the run's part of it."""
+def _meet_and_connect(
+    world: World, backend: str, timeout: timedelta, device: torch.device | None, until: float
+) -> tuple[PrefixStore, tuple[ProcessGroup, ...]]:
+    """Return the run's store and the team's groups; raise UserError soon after the deadline."""
+    server = f"rank 0, or its launcher, at {world.address}:{world.port}"
+    store, end = within(until, lambda: _meet_on_store(world, until), server)
+    store.set_timeout(timeout)
+    connecting = _in_thread(lambda: _connect_groups(world, backend, store, timeout, device))
+    unconnected = (
+        f"rank {world.rank} reached the store at {world.address}:{world.port} but not every other rank; open all "
+        "ports between the nodes"
+    )
+    try:
+        wait([connecting], end - time.monotonic())
+        if connecting.done():
+            connecting.result()
+        within(end, lambda: _meet_again(world, store, end), server)
+        if not connecting.done():
+            raise UserError(unconnected, HANG)
+        return store, connecting.result()
+    except RuntimeError as error:
+        if not is_lost_rank(error):
+            raise
+        raise UserError(f"{unconnected} ({bare_message(error)})", HANG) from None
+
+
+def _in_thread(act: Callable[[], T]) -> Future[T]:
+    """Begin a call whose end may never come: torch's wait for a process that is stopped."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(act())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done
+
+
+def within(until: float, act: Callable[[], T], server: str) -> T:
+    """Return what `act` asks of a store; raise UserError if the store has not answered in time."""
+    stderr = os.dup(2)
+    try:
+        done = _in_thread(act)
+        wait([done], max(until - time.monotonic(), 0) + ANSWER_SECONDS)
+        if not done.done():
+            os.dup2(stderr, 2)  # the call has silenced it
+            raise UserError(f"{server} does not answer; see whether its process is stopped", HANG)
+        return done.result()
+    finally:
+        os.close(stderr)
+
+
+def _connect_groups(
+    world: World, backend: str, store: Store, timeout: timedelta, device: torch.device | None
+) -> tuple[ProcessGroup, ...]:
+    """Connect the team's groups, which are returned, and torch's group of all ranks."""
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
+
+    probe = None
+    groups = connect_tree(store, world.rank, world.size, timeout)
+    # Between nodes a firewall may allow only the store's port.
+    if world.size > world.local_size and "gloo" in backend:  # each rank will connect to each
+        probe = dist.ProcessGroupGloo(PrefixStore("probe", store), world.rank, world.size, timeout)
+    if device is not None:
+        torch.accelerator.set_device_index(device)
+    # No device_id: with it, messages between two ranks would wait for those of their group.
+    run_store = PrefixStore("run", store)
+    dist.init_process_group(backend, store=run_store, rank=world.rank, world_size=world.size, timeout=timeout)
+    del probe  # not earlier: others may still have been connecting to it
+    return groups
+
+
+def _meet_again(world: World, store: PrefixStore, until: float) -> None:
+    """Meet all ranks once they have connected, or have had the time for it."""
+    from torch._C._distributed_c10d import PrefixStore
+
+    # On a connection of its own: in the other one, a thread may wait.
+    again = PrefixStore("connected", store.clone())  # type: ignore[attr-defined]
+    meet_all(again, world.rank, world.size, until + 1, advice="; it came, and stopped before all were connected")
+
+
+def _meet_on_store(world: World, until: float) -> tuple[PrefixStore, float]:
+    """Meet all ranks on the store of rank 0 or of torch's agent.
+
+    Return the run's part of it, and until when the ranks are to connect, which is the same for all.
+    """
     global _runs_met
     assert world.address is not None and world.port is not None
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -127,15 +201,11 @@ def _meet_on_store(world: World, until: float) -> PrefixStore:
         if world.launcher == "torchrun" and is_agents:
             prefix = f"meshwright/{_name_attempt(PrefixStore('meshwright/names', store), world.rank, until, have_met)}"
         run_store = PrefixStore(prefix, store)
-        meet_all(run_store, world.rank, world.size, until, advice=OR_UNSET * (world.launcher == VARIABLES))
-    except UserError:
-        if serves:
-            time.sleep(1)  # the others still read the reason from this process
-        raise
+        left = meet_all(run_store, world.rank, world.size, until, advice=OR_UNSET * (world.launcher == VARIABLES))
     finally:
         have_met.set()
     _choose_interface(*address)
-    return run_store
+    return run_store, time.monotonic() + max(left, CONNECT_SECONDS)
 
 
 def _name_attempt(store: Store, rank: int, until: float, have_met: threading.Event) -> str:
@@ -242,7 +312,8 @@ def connect_store(address: str, port: int, serves: bool, until: float, who: str)
         return stores[0]
     if errors and "EADDRINUSE" in str(errors[0]):
         raise _occupied(port)
-    why = f"{address}:{port} answers, but not as {who} of this run; choose another MASTER_PORT or --master-port"
+    why = f"{address}:{port} answers, but not as {who} of this run; see whether {who} is stopped, or choose another "
+    why += "MASTER_PORT or --master-port"
     if serves:
         why = f"this is {who}, but cannot reach itself at {address}; set MASTER_ADDR or --master-addr to an address of "
         why += f"this machine ({socket.gethostname()})"
@@ -310,8 +381,10 @@ def _require_reached(address: str, port: int, until: float, who: str) -> None:
         time.sleep(min(0.2, max(left, 0.0)))
 
 
-def meet_all(store: Store, number: int, size: int, until: float, noun: str = "rank", advice: str = "") -> None:
+def meet_all(store: Store, number: int, size: int, until: float, noun: str = "rank", advice: str = "") -> float:
     """Return when all are here; otherwise raise the same UserError in every process.
+
+    Return the seconds that are left to the process that came last.
 
     Each process counts itself; the one that finds all present, or a problem, writes the verdict
     that all wait for. They poll, because torch's own waiting prints lines about each time-out.
@@ -324,11 +397,12 @@ def meet_all(store: Store, number: int, size: int, until: float, noun: str = "ra
         raise UserError(f"{noun} 0, or its launcher, exited during startup; see its log", HANG) from error
     if verdict["problem"]:
         raise UserError(verdict["problem"], verdict["status"], everywhere=verdict["everywhere"])
+    return float(verdict["left"])
 
 
 def _await_verdict(store: Store, number: int, size: int, until: float, noun: str, advice: str) -> None:
     began, is_silent = time.monotonic(), number == 0
-    _arrive(store, number, size, noun)
+    _arrive(store, number, size, until, noun)
     pause, longest, listed_at = 0.01, max(0.25, size / LOOKS), until
     while not _has(store, "verdict"):
         now = time.monotonic()
@@ -352,7 +426,7 @@ def _await_verdict(store: Store, number: int, size: int, until: float, noun: str
         pause = min(2 * pause, longest)
 
 
-def _arrive(store: Store, number: int, size: int, noun: str) -> None:
+def _arrive(store: Store, number: int, size: int, until: float, noun: str) -> None:
     """Count this process; write the verdict if it is the last one, or one too many."""
     with no_stderr():
         first_size = int(store.compare_set("size", "", str(size)))
@@ -363,7 +437,7 @@ def _arrive(store: Store, number: int, size: int, noun: str) -> None:
             problem = f"two processes came as {noun} {number} of {size}; give each its own number"
             _set_verdict(store, f"{problem}, or choose another port if another run uses this one")
         elif store.add("count", 1) == size:
-            _set_verdict(store, "")
+            _set_verdict(store, "", left=until - time.monotonic())
 
 
 def _find_missing(store: Store, size: int) -> list[int]:
@@ -386,9 +460,12 @@ def _has(store: Store, key: str) -> bool:
         return store.check([key])
 
 
-def _set_verdict(store: Store, problem: str, status: int = UNAVAILABLE, everywhere: bool = False) -> None:
+def _set_verdict(
+    store: Store, problem: str, status: int = UNAVAILABLE, everywhere: bool = False, left: float = 0.0
+) -> None:
     """Write the outcome; a problem is reported `everywhere` by the first rank of each machine."""
-    store.compare_set("verdict", "", json.dumps({"problem": problem, "status": status, "everywhere": everywhere}))
+    verdict = {"problem": problem, "status": status, "everywhere": everywhere, "left": left}
+    store.compare_set("verdict", "", json.dumps(verdict))
 
 
 def _choose_interface(address: str, port: int) -> None:

@@ -161,12 +161,13 @@ class Watchdog:
 
     def exchange(self) -> None:
         """Tell the store where this rank is; read the verdict and, in a wait, the others' signs."""
-        rank, is_reader, pause, pid = self.world.rank, False, 0.0, os.getpid()
+        rank, is_reader, is_known, pause, pid = self.world.rank, False, False, 0.0, os.getpid()
         me = Identity(host=socket.gethostname(), pid=pid, started=started(pid), stacks=self.stacks, obeys=self.obeys)
         while not self.stopping.wait(pause) and self.verdict is None:
-            with contextlib.suppress(RuntimeError):  # the store is gone, or about to
-                if not pause:
+            with contextlib.suppress(RuntimeError):  # the store is gone, or does not answer for a moment
+                if not is_known:
                     self.store.set(f"who/{rank}", json.dumps(me))
+                    is_known = True
                 self.store.set(f"sign/{rank}", json.dumps(self.sign))
                 if self.first is None and self.store.check(["who/0"]):
                     self.first = json.loads(self.store.get("who/0"))

@@ -131,9 +131,9 @@ def run_on_rank(
             sizes = vocabulary.size, vocabulary.padded
             spec = Spec(config, layout, device, *sizes, caller.model, caller.loss, resolved.switches)
             trainer = setup.build_trainer(resolved, spec, caller.datasets, team, startup, watchdog, screen)
+            block.callback(trainer.close)
             say(startup.line())
         open_log()
-        block.callback(trainer.close)
         with trainer.stop.handle_signals() if caller.handle_signals else contextlib.nullcontext():
             try:
                 with commands.explain_out_of_memory(smaller_sizes(config)):

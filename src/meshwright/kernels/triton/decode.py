@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright import device as devices
 from meshwright.kernels.decode import BAD, NONE, CachedTexts, DecodeLinear, Draws, TextState
@@ -391,7 +392,7 @@ def choose_tokens(
     report = torch.empty_like(slots)
     with torch.accelerator.device_index(logits.device.index):
         texts = state.token, state.used, state.limit, state.active.view(torch.int8), *(draws or (None, None))
-        scratch = report, peaks, places, counters(logits.device, max(COUNTERS, power_of_2(b)))
+        scratch = report, peaks, places, counters(state.used, max(COUNTERS, power_of_2(b)))
         early = devices.is_hopper_or_later(logits.device)
         numbers = vocab, logits.stride(0), eod, NONE, BAD, parts, block, early
         _choose_tokens[b, cdiv(vocab, block)](logits, slots, *texts, *scratch, *numbers, **LAUNCH[early])
@@ -436,7 +437,7 @@ def attend(qkv: Tensor, texts: CachedTexts, sizes: HeadSizes, rotation: tuple[Te
     partials = out.new_empty(b * groups * parts * heads * (width + 2) if parts > 1 else 0, dtype=torch.float32)
     cos, sin = rotation if rotation is not None else (partials, partials)
     with torch.accelerator.device_index(qkv.device.index):
-        tensors = *texts[:4], cos, sin, out, partials, counters(qkv.device, COUNTERS)
+        tensors = *texts[:4], cos, sin, out, partials, counters(texts.used, COUNTERS)
         numbers = dim**-0.5, texts.keys.shape[1], chunk
         half = 0 if rotation is None else cos.shape[-1]
         early = devices.is_hopper_or_later(qkv.device)
@@ -456,8 +457,16 @@ def attend_tile(longest: int, units: int, heads: int, width: int, processors: in
     return tile, cdiv(longest, chunk), chunk
 
 
-@lru_cache
-def counters(device: torch.device, number: int) -> Tensor:
-    """Return counters that are 0 before and after each kernel, and never move."""
-    with torch.inference_mode(False):
-        return torch.zeros(number, dtype=torch.int32, device=device)
+_counters = WeakTensorKeyDictionary()  # of a decoder's `used`, by their number
+
+
+def counters(used: Tensor, number: int) -> Tensor:
+    """Return counters that are 0 before and after each kernel, and never move.
+
+    Each decoder has its own, known by its tensor `used`: several may run at once, in their streams.
+    """
+    own = _counters.setdefault(used, {})
+    if number not in own:
+        with torch.inference_mode(False):
+            own[number] = torch.zeros(number, dtype=torch.int32, device=used.device)
+    return own[number]  # type: ignore[no-any-return]

@@ -91,6 +91,8 @@ class Saver:
         self.kept = step
         if not self.config.training.skip_train:
             with self.tolerating():
+                root = Path(self.folder)
+                self.team.run_on_lead(self.explained(step, lambda: publish.clear_unfinished(root)))
                 self.tidy_and_send(step, best, self.team)
 
     def save(
