@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -155,7 +157,9 @@ WRITTEN = ["--lr", "fast", "--seq-length=8"]
         (lambda: meshwright.train(WRITTEN, num_layers=0), "--lr: 'fast' is not a number"),
         (lambda: meshwright.train(WRITTEN, num_layers=0), "hidden_size, num_attention_heads, micro_batch_size, "),
         (lambda: meshwright.train(WRITTEN), "--num-layers, --hidden-size"),  # as the caller writes them
-        (lambda: meshwright.convert("nowhere", "x", num_attention_heads=0), "num_attention_heads 0 must be above 0"),
+        (lambda: meshwright.convert("nowhere", "x", num_attention_heads=0), "num_attention_heads=0 must be above 0"),
+        (lambda: meshwright.convert("a", "b", tensor_parallel=2), "leave the target's sizes out, or choose torch"),
+        (lambda: meshwright.convert("a", "b", to="torch", tensor_parallel=0), "tensor and of pipeline ranks must be"),
         (lambda: meshwright.generate("a/--save/flag", "x"), "there is no folder a/--save/flag; give the save folder"),
         (lambda: meshwright.evaluate("a/flags.d", ["x"]), "there is no folder a/flags.d; give the save folder"),
     ],
@@ -177,6 +181,14 @@ def test_load(run):
     # The continuation is what it adds to the prompt's text, not its own tokens' text.
     assert "a" + greedy == m.tokenizer.decode([*m.encode("a"), int(m.logits("a")[-1].argmax())])
     assert meshwright.generate(run.folder, "a", max_new_tokens=1, greedy=True) == greedy
+
+
+def test_a_model_can_be_copied(run):
+    """With a cache and a lock of its own, also to another process."""
+    m = meshwright.load(run.folder, device="cpu")
+    for other in (copy.deepcopy(m), pickle.loads(pickle.dumps(m))):  # noqa: S301  made here
+        assert other.lock is not m.lock and not other.decoders
+        assert torch.equal(other.logits("abc"), m.logits("abc"))
 
 
 def test_the_network_maps_ids_to_logits(run):

@@ -71,7 +71,7 @@ def test_a_file_of_ours_is_not_written_through_a_link(tmp_path: Path, elsewhere:
     ]
     what = "not a regular file" if kind == "pipe" else "a link, which is not followed"
     for way in ways:
-        with pytest.raises(UnfitFile, match=f"{what}, so nothing is written there; remove it") as refused:
+        with pytest.raises(UnfitFile, match=f"{what}, so nothing is written there; put the file") as refused:
             way()
         assert refused.value.filename == str(path)
     assert is_untouched(elsewhere) and [found.name for found in path.parent.iterdir()] == [path.name]
@@ -168,10 +168,7 @@ NAMES = {
     "tensorboard/samples": (BAD_DATA, "tensorboard/samples: a link, which is not followed"),
     "iter_0000003.tmp": (DONE, ""),
     "iter_0000003": (DONE, ""),
-    "log.txt": (
-        DONE,
-        "log.txt: a link, which is not followed, so nothing is written there; remove it; the run continues",
-    ),
+    "log.txt": (DONE, "log.txt: a link, which is not followed, so nothing is written there; put the file"),
 }
 
 
@@ -201,7 +198,7 @@ def test_a_training_waits_for_no_pipe_in_its_folder(
     shutil.copytree(trained, run)
     plant("pipe", run / "log.txt", elsewhere)
     assert main(["train", *TRAIN, f"--save={run}", f"--load={run}"]) == 0
-    assert "log.txt: not a regular file, so nothing is written there; remove it; the run" in capsys.readouterr().err
+    assert "log.txt: not a regular file, so nothing is written there; put the file" in capsys.readouterr().err
 
 
 # Every place that writes

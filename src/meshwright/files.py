@@ -129,7 +129,7 @@ def require_unlinked(path: Path) -> None:
 
 
 def unwritable(path: object, what: str) -> UnfitFile:
-    return UnfitFile(path, f"{what}, so nothing is written there; remove it")
+    return UnfitFile(path, f"{what}, so nothing is written there; put the file or folder itself there, or remove it")
 
 
 def own_file(path: str | Path, flags: int, mode: int = 0o666) -> int:

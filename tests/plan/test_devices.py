@@ -31,6 +31,8 @@ def test_every_file_is_a_profile_with_sources(name):
         ("NVIDIA L40S", "l40s"),
         ("Tesla T4", "t4"),
         ("Tesla V100-SXM2-32GB", "v100"),
+        ("Tesla V100S-PCIE-32GB", "v100"),
+        ("NVIDIA GB200", "b200"),
         ("NVIDIA GeForce RTX 3090", "rtx-3090"),
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
         ("AMD Instinct MI300X", "mi300x"),

@@ -212,9 +212,9 @@ def join_and_print(rank: int, port: int, stops_in: str, log: Path) -> None:
 
 MOMENTS = {
     "_await_verdict": "missing: rank {}.",
-    "_choose_interface": "missing: rank {}. .*; it came, and stopped before all were connected",
-    "connect_tree": "missing: rank {}. .*; it came, and stopped before all were connected",
-    "_meet_again": "missing: rank {}. .*; it came, and stopped before all were connected",
+    "_choose_interface": "connected within .*; missing: rank {}. It came, and then stopped or ended",
+    "connect_tree": "connected within .*; missing: rank {}. It came, and then stopped or ended",
+    "_meet_again": "connected within .*; missing: rank {}. It came, and then stopped or ended",
 }
 
 

@@ -762,7 +762,8 @@ def test_no_file_or_shell_gives_a_flag_for_one_start(tmp_path, monkeypatch):
         path = tmp_path / f"{name}.toml"
         path.write_text(f"{name} = {json.dumps(value)}\n")
         typed = fields.spelling(name) + (f"={value}" if isinstance(value, str) else "")
-        why = "a flag for one start is taken from the command line alone; type it there, or leave it out"
+        why = "it is for one start, so neither a file nor a variable can set it; "
+        why += "give it with the start itself, or leave it out there"
         for cls in (TrainConfig, GenerateConfig, ConvertConfig):
             if name not in fields.config_fields(cls):
                 continue

@@ -53,12 +53,12 @@ OF_A_START = {
     ".state.micro_batch_before",
     ".state.saver.folder",
     ".in_flight.ended",
+    ".in_flight.spent",
     ".metrics.iteration",
     ".metrics.seconds",
     ".stop.began",
 }
-# What this start has logged, and when it paused.
-LOGGED = (".metrics.run.", ".metrics.since_line", ".metrics.recent", ".in_flight.pauses")
+LOGGED = (".metrics.run.", ".metrics.since_line", ".metrics.recent")  # what this start has logged
 WITHIN_A_STEP = (".state.net.",)  # what each step writes before it reads it
 
 ATOMS = (bool, int, float, str, bytes, type(None), Path, torch.dtype, torch.device, torch.Size, range, slice)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import types
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from helpers import read_rows
 from meshwright import tokenizers
 from meshwright.__main__ import main
 from meshwright.errors import BAD_DATA
+from meshwright.settings.schema import Data, TrainConfig
 from meshwright.settings.schema import TokenizerFlags as Flags
-from meshwright.settings.schema import TrainConfig
+from meshwright.training.setup import bytes_per_token
 from meshwright.training.state.folder import as_continued
 
 TEXTS = ["the theme of the thesis, the other then " * 8, "a hundred and one words in one row " * 8]
@@ -93,6 +95,14 @@ def test_a_run_says_how_many_bytes_a_token_has(made, train):
     encoded = [len(tokenizers.build_tokenizer(Flags(tokenizer=str(made / "one"))).encode(text)) for text in TEXTS]
     assert size_of("a_text_document") == pytest.approx(sum(map(len, TEXTS)) / sum(encoded), abs=1e-3)
     assert size_of("bytes_text_document") == 1.0
+
+
+def test_an_id_that_its_vocabulary_lacks_has_no_bytes(made, train):
+    """The reader of the batches refuses such an id where it comes, and nobody before it."""
+    prefix = str(made / "bytes_text_document")
+    config = TrainConfig(data=Data(data_path=[prefix]))
+    wrong = types.SimpleNamespace(size=98, eod=0, decode_bytes=lambda ids: bytes(ids) if max(ids) < 98 else None)
+    assert bytes_per_token(config, wrong) == 1.0
 
 
 def test_another_tokenizer_than_that_of_the_data_is_refused(train, made, tmp_path):

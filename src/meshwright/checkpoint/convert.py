@@ -63,9 +63,10 @@ class ConversionTarget:
                 f"no format {self.to!r}; give native, torch or huggingface{flags.NOT_WRITTEN.get(self.to, '')}"
             )
         if min(self.tensor_parallel, self.pipeline_parallel) < 1:
-            raise UserError("the sizes of --to torch must be above 0")
+            raise UserError("the number of tensor and of pipeline ranks must be above 0")
         if self.to != "torch" and (self.tensor_parallel, self.pipeline_parallel) != (1, 1):
-            raise UserError(f"--to {self.to} has no ranks: --target-... sizes are for --to torch; any layout loads it")
+            why = f"the format {self.to} has no ranks, since any layout loads it"
+            raise UserError(f"{why}; leave the target's sizes out, or choose torch")
 
 
 @dataclass(frozen=True)

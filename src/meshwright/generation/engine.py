@@ -84,6 +84,13 @@ class LanguageModel:
     decoders: dict[int, decoder.Decoder] = field(default_factory=dict, repr=False, compare=False)  # by slots
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)  # of the cache and graphs
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy in this or another process needs; it makes its own cache and lock."""
+        return {name: value for name, value in vars(self).items() if name not in ("decoders", "lock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, decoders={}, lock=threading.RLock())
+
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device

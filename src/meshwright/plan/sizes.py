@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright import device, host
-from meshwright.plan.devices import this_cpu
+from meshwright.plan.devices import load_profile, this_cpu
 from meshwright.plan.memory import held_bytes, host_bytes, logits_bytes, state_bytes
 from meshwright.settings.schema import TrainConfig
 
@@ -53,6 +53,9 @@ def _bytes(x: float) -> str:
 
 def describe_long_step(flops: float) -> str | None:
     """Return a sentence about a step that takes minutes on this machine's CPU cores."""
+    guess = load_profile("cpu")
+    if flops < 6 * guess.flops("float32"):  # far below a minute: the cores need not be measured
+        return None
     minutes = flops / this_cpu().flops("float32") / 60
     if minutes < 1:
         return None

@@ -173,7 +173,7 @@ def _meet_again(world: World, store: PrefixStore, until: float) -> None:
 
     # On a connection of its own: in the other one, a thread may wait.
     again = PrefixStore("connected", store.clone())  # type: ignore[attr-defined]
-    meet_all(again, world.rank, world.size, until + 1, advice="; it came, and stopped before all were connected")
+    meet_all(again, world.rank, world.size, until + 1, have_met=True)
 
 
 def _meet_on_store(world: World, until: float) -> tuple[PrefixStore, float]:
@@ -381,7 +381,9 @@ def _require_reached(address: str, port: int, until: float, who: str) -> None:
         time.sleep(min(0.2, max(left, 0.0)))
 
 
-def meet_all(store: Store, number: int, size: int, until: float, noun: str = "rank", advice: str = "") -> float:
+def meet_all(
+    store: Store, number: int, size: int, until: float, noun: str = "rank", advice: str = "", have_met: bool = False
+) -> float:
     """Return when all are here; otherwise raise the same UserError in every process.
 
     Return the seconds that are left to the process that came last.
@@ -390,7 +392,7 @@ def meet_all(store: Store, number: int, size: int, until: float, noun: str = "ra
     that all wait for. They poll, because torch's own waiting prints lines about each time-out.
     """
     try:
-        _await_verdict(store, number, size, until, noun, advice)
+        _await_verdict(store, number, size, until, noun, advice, have_met)
         with no_stderr():
             verdict = json.loads(store.get("verdict"))
     except RuntimeError as error:
@@ -400,7 +402,7 @@ def meet_all(store: Store, number: int, size: int, until: float, noun: str = "ra
     return float(verdict["left"])
 
 
-def _await_verdict(store: Store, number: int, size: int, until: float, noun: str, advice: str) -> None:
+def _await_verdict(store: Store, number: int, size: int, until: float, noun: str, advice: str, have_met: bool) -> None:
     began, is_silent = time.monotonic(), number == 0
     _arrive(store, number, size, until, noun)
     pause, longest, listed_at = 0.01, max(0.25, size / LOOKS), until
@@ -418,9 +420,12 @@ def _await_verdict(store: Store, number: int, size: int, until: float, noun: str
                 lists = store.add(f"lists {turn}", 1) == 1  # one process, and another if that one ends
             if lists:
                 missing = _find_missing(store, size)
-                came = f"{size - len(missing)} of {size} {noun}s came within {now - began:.0f} s"
+                came = f"{size - len(missing)} of {size} {noun}s {'connected' if have_met else 'came'}"
                 gone = f"missing: {noun} {format_ranks(missing)}" if missing else "one of them has exited"
-                problem = f"{came}; {gone}. Start it, or see in its log why it ended{advice}"
+                cure = f"Start it, or see in its log why it ended{advice}"
+                if have_met:
+                    cure = "It came, and then stopped or ended; see its log"
+                problem = f"{came} within {now - began:.0f} s; {gone}. {cure}"
                 _set_verdict(store, problem, HANG, everywhere=0 not in missing)
         time.sleep(pause)
         pause = min(2 * pause, longest)

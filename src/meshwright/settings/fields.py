@@ -268,6 +268,8 @@ def in_keywords(message: str, given: Collection[str] = (), typed: Collection[str
             return str(found[0])
         return known[flag] + ("=" if space and "=" not in known[flag] else space)
 
-    words = r"(?<![\w/.-])(?:(?P<flag>--[A-Za-z][\w-]*)(?P<space>( (?=[A-Z]+\b))?)|flag(?=s?\b(?![/.-]\w)))"
+    # A space becomes "=" before a value: a number, a path, a quoted word, or capitals for one.
+    flag = r"""(?P<flag>--[A-Za-z][\w-]*)(?P<space>( (?=[A-Z]+\b|[\d'"/.]))?)"""
+    words = rf"""(?<![\w/.-])(?:{flag}|(?<!['"])flag(?=s?\b(?![/.-]\w)))"""
     parts = re.split("(`[^`]*`)", message)
     return "".join(part if part[:1] == "`" else re.sub(words, keyword, part) for part in parts)

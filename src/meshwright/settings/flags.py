@@ -171,8 +171,8 @@ def _for_one_start(reader: LayerReader, layers: Sequence[tuple[str, dict[str, An
     given = [(n, label) for label, layer in below for n in layer.keys() & reader.fields.keys() - typed.keys()]
     refused = [(n, label) for n, label in given if reader.fields[n][1].metadata["once"]]
     return [
-        f"{spelling(n)} in {'the ' * (label == ENVIRONMENT)}{label}: a flag for one start is taken from the command "
-        "line alone; type it there, or leave it out"
+        f"{spelling(n)} in {'the ' * (label == ENVIRONMENT)}{label}: it is for one start, so neither a file nor a "
+        "variable can set it; give it with the start itself, or leave it out there"
         for n, label in sorted(refused)
         if dict(below)[label][n] != default_of(reader.fields[n][1])
     ]

@@ -66,8 +66,8 @@ class InFlight:
         self.logs_late = is_asynchronous and not runs_ahead  # while the device computes the next step
         self.submitted = deque[Submitted]()
         self.unwritten: Callable[[], None] | None = None  # writes the log of the last settled step
-        self.ended: Any = devices.mark(state.net.device)  # of the last step, else of the clock's start
-        self.pauses: list[tuple[Any, Any]] = []  # marks since then
+        self.ended: Any = devices.mark(state.net.device)  # of the last step, or of the last pause since then
+        self.spent = 0.0  # seconds of the next step before that pause
 
     def add(self, update: Update, settings: StepSettings, data_ms: float) -> None:
         """Count a step as applied, which `settle` corrects, and begin to read its numbers."""
@@ -130,9 +130,8 @@ class InFlight:
 
         The host may read a step's numbers long after its end, when it has submitted the next step.
         """
-        pauses = math.fsum(devices.seconds_between(*pause) for pause in self.pauses)
-        seconds = devices.seconds_between(self.ended, step.ended) - pauses
-        self.ended, self.pauses = step.ended, []
+        seconds = self.spent + devices.seconds_between(self.ended, step.ended)
+        self.ended, self.spent = step.ended, 0.0
         return seconds
 
     def write_log(self) -> None:
@@ -163,11 +162,14 @@ class InFlight:
 
     def restart_clock(self) -> None:
         """Time the next step from now on."""
-        self.ended, self.pauses = devices.mark(self.state.net.device), []
+        self.ended, self.spent = devices.mark(self.state.net.device), 0.0
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Leave the block, which no step is under way in, out of the next step's time."""
-        begun = devices.mark(self.state.net.device)
+        device = self.state.net.device
+        begun = devices.mark(device)
+        devices.synchronize(device)
+        self.spent += devices.seconds_between(self.ended, begun)
         yield
-        self.pauses.append((begun, devices.mark(self.state.net.device)))
+        self.ended = devices.mark(device)

@@ -16,6 +16,8 @@ from meshwright import console
 from meshwright import device as devices
 from meshwright.checkpoint import owner
 from meshwright.console import logged_to, remark, say, say_arguments, say_time, show
+from meshwright.errors import UnfitFile, bad_data
+from meshwright.files import require_unlinked
 from meshwright.parallel.layout import connect, layout_of
 from meshwright.plan.sizes import smaller_sizes
 from meshwright.ranks.connect import join_ranks, pick_backend
@@ -151,8 +153,18 @@ def lock_folders(config: TrainConfig, block: contextlib.ExitStack) -> None:
     roots = {Path(path).resolve(): path for path in (c.run_dir, c.save) if path}
     for _, root in sorted(roots.items()):  # a folder before those in it, which are then released first
         block.enter_context(owner.lock_folder(root))
+        refuse_links(Path(root))
     note_kept_model(c)
     note_texts(c)
+
+
+def refuse_links(root: Path) -> None:
+    """Refuse links that would end the run only when its records are written."""
+    for name in ("config.toml", "metrics.jsonl", "tokenizer", "tensorboard"):
+        try:
+            require_unlinked(root / name)
+        except UnfitFile as error:
+            raise bad_data(f"{error.filename}: {error.strerror}") from None
 
 
 def finish_run(trainer: Trainer, reason: str, tokenizer: Tokenizer | None) -> None:

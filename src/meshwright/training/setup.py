@@ -251,8 +251,11 @@ def bytes_per_token(config: TrainConfig, tokenizer: Tokenizer | None) -> float |
         return None
     count = size = 0
     for source in [s for paths in path_sets(config.data) if paths.split == "train" for s in paths.sources][:8]:
-        tokens = Indexed(source.prefix).tokens[:COUNTED_TOKENS]
-        tokens = tokens[tokens != tokenizer.eod]
+        indexed = Indexed(source.prefix)
+        indexed.need([(0, COUNTED_TOKENS)])
+        tokens = indexed.tokens[:COUNTED_TOKENS]
+        # Ids of another vocabulary are named when they are read.
+        tokens = tokens[(tokens >= 0) & (tokens < tokenizer.size) & (tokens != tokenizer.eod)]
         count, size = count + len(tokens), size + len(tokenizer.decode_bytes(tokens.tolist()))
     return round(size / count, 4) if count else None
 

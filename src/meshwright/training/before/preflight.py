@@ -105,7 +105,9 @@ def dry_run(config: TrainConfig) -> int:
         show(f"this machine cannot run it: {missing}")
     show("dry run: nothing was built or written")
     does_fit = not lack and (plan is None or plan.fits)
-    is_for_here = config.parallel.world_size in (None, world.size)
+    # With --world-size, also of 1, a run is for other machines, unless its ranks were started.
+    planned = config.parallel.world_size
+    is_for_here = planned is None or planned == world.size > 1
     return USAGE if is_for_here and not does_fit else DONE
 
 
