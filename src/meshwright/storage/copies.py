@@ -72,8 +72,8 @@ def prepare_tokens(prefix: str) -> None:
         # Whoever opens the files meanwhile misses the map, or finds another .bin than it mapped.
         map_of(binary).unlink(missing_ok=True)
         binary.unlink(missing_ok=True)  # another process may have the old one open
-        with open(binary, "wb") as file:
-            file.truncate(pair[binary.name].size)
+        with open(binary, "wb") as sparse:
+            sparse.truncate(pair[binary.name].size)
         copy(index)
         with files.replacing(map_of(binary)) as file:
             file.write(encode_record(pair))
