@@ -159,8 +159,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 NAMES = {
     "config.toml": (BAD_DATA, "config.toml: a link, which is not followed"),
     "metrics.jsonl": (BAD_DATA, "metrics.jsonl: a link out of"),
-    ".lock": (IO, "cannot lock {run}/.lock: a link, which is not followed"),
-    "latest_checkpointed_iteration.txt": (IO, "latest_checkpointed_iteration.txt: a link, which is not followed"),
+    ".lock": (IO, "cannot lock {run}/.lock: a link, which is not followed, so nothing is written there; remove it\n"),
+    "latest_checkpointed_iteration.txt": (
+        IO,
+        "latest_checkpointed_iteration.txt: a link, which is not followed, so nothing is written there; remove it\n",
+    ),
     "best_checkpointed_iteration.txt": (IO, "best_checkpointed_iteration.txt: a link, which is not followed"),
     "tokenizer": (BAD_DATA, "tokenizer: a link, which is not followed"),
     "tokenizer/meta.json": (BAD_DATA, "tokenizer/meta.json cannot be read: a link out of"),

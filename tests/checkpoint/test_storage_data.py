@@ -1,6 +1,7 @@
 """Token files in object storage: their bytes are right or refused, whatever changes meanwhile."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,16 +126,93 @@ def test_a_copy_without_its_map_is_refused_and_made_anew(bucket: Bucket, version
     assert read(start()) == versions["first"]["data/text.bin"]
 
 
-def test_blocks_that_a_crash_has_lost_are_read_again(bucket: Bucket, versions: dict[str, dict[str, bytes]]) -> None:
-    """The map has reached the disk, and the blocks have not."""
+def test_blocks_that_a_crash_has_lost_are_read_again(
+    bucket: Bucket, versions: dict[str, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The map has reached the disk, and the blocks have not; the machine starts twice since."""
     expected = versions["first"]["data/text.bin"]
     assert read(start()) == expected
-    os.truncate(f"{local()}.bin", BLOCK)
-    os.truncate(f"{local()}.bin", len(expected))
+    lose_blocks()
     bucket.log.clear()
+    monkeypatch.setattr(copies, "boot_id", lambda: "second")
+    read(start(), 0, 10)  # the first block is right, the others are not looked at
+    monkeypatch.setattr(copies, "boot_id", lambda: "third")
     assert read(start()) == expected
     blocks = -(-len(expected) // BLOCK)
     assert [key for _, key in bucket.log].count("data/text.bin") == blocks - 1
+
+
+def lose_blocks() -> None:
+    """Lose all blocks but the first."""
+    size = os.path.getsize(f"{local()}.bin")
+    os.truncate(f"{local()}.bin", BLOCK)
+    os.truncate(f"{local()}.bin", size)
+
+
+def no_boot_id() -> str:
+    raise FileNotFoundError
+
+
+def test_blocks_are_summed_once_after_the_machine_has_started(
+    bucket: Bucket, versions: dict[str, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = versions["first"]["data/text.bin"]
+    blocks = -(-len(expected) // BLOCK)
+    summed, checksum = [], copies.checksum
+    monkeypatch.setattr(copies, "checksum", lambda block: summed.append(1) or checksum(block))
+    read(start())
+    for boot_id, count in ((copies.boot_id, 0), (lambda: "second", blocks), (lambda: "second", 0)):
+        monkeypatch.setattr(copies, "boot_id", boot_id)
+        summed.clear()
+        bucket.log.clear()
+        assert read(start()) == expected
+        assert "data/text.bin" not in [key for _, key in bucket.log]
+        assert len(summed) == 2 * count, boot_id  # a mark is made anew
+
+
+def test_blocks_are_always_summed_where_the_time_of_the_start_is_unknown(
+    bucket: Bucket, versions: dict[str, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies, "boot_id", no_boot_id)
+    read(start())
+    lose_blocks()
+    assert read(start()) == versions["first"]["data/text.bin"]
+
+
+def test_a_copy_of_the_folder_that_lacks_blocks_reads_them_again(
+    bucket: Bucket, versions: dict[str, dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process has filled it meanwhile: the .bin was copied before its map."""
+    read(start())
+    shutil.copytree(tmp_path / "cache", tmp_path / "copied")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "copied"))
+    lose_blocks()
+    assert read(start()) == versions["first"]["data/text.bin"]
+
+
+def test_files_beside_a_pair_leave_its_blocks_here(bucket: Bucket, versions: dict[str, dict[str, bytes]]) -> None:
+    """Neighbours may have the same beginning, also as large files; the tokenizer is copied anew."""
+    tokenizer = "data/text.tokenizer/meta.json"
+    bucket.objects[tokenizer] = b"first"
+    read(start())
+    beside = {"data/text.v2.bin": b"v2", "data/text.v2.idx": b"v2", "data/text.origin.json": b"{}"}
+    bucket.objects |= beside | {tokenizer: b"second"}
+    bucket.log.clear()
+    assert read(start()) == versions["first"]["data/text.bin"]
+    assert {key for _, key in bucket.log if key} == {tokenizer}
+    assert Path(f"{local()}.tokenizer/meta.json").read_bytes() == b"second"
+    bucket.log.clear()
+    start()
+    assert not {key for _, key in bucket.log if key}
+
+
+def test_a_copy_that_was_made_anew_is_read_in_the_same_process(
+    bucket: Bucket, versions: dict[str, dict[str, bytes]]
+) -> None:
+    read(start())
+    bucket.objects |= versions["second"]
+    copies.prepare_tokens(local())
+    assert read(Indexed(local())) == versions["second"]["data/text.bin"]
 
 
 def test_a_block_that_was_not_written_does_not_count(

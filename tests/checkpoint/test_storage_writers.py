@@ -96,6 +96,48 @@ def test_steps_that_another_run_has_removed_leave_nothing(root: Path, tmp_path: 
     assert steps.list_steps(root) == [2] and not (root / "replaced-1").exists()
 
 
+def take_turn(root: Path) -> None:
+    """Save two steps more and keep one, as `--keep-last 1` does."""
+    with mirror.leased(root):
+        uploader = upload.Uploader(root, [])
+        newest = max(steps.list_steps(root), default=0)
+        for step in (newest + 1, newest + 2):
+            save(root, step)
+            uploader.removed += publish.prune_steps(root, step, 1, None, None)
+            store.forget()
+            uploader.send()
+        uploader.close()
+
+
+def test_machines_that_alternate_keep_no_steps_that_were_pruned(
+    root: Path, tmp_path: Path, bucket: Bucket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = on_machine(tmp_path / "b")
+    for machine in (root, other, root, other, root):
+        take_turn(machine)
+    assert steps.list_steps(root) == [10] and steps.list_steps(other) == [8]
+    assert not list(tmp_path.glob("**/replaced-*")) and "WARNING" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["files are there", "saved anew", "never sent"])
+def test_only_steps_that_were_removed_from_storage_are_removed_here(
+    root: Path, tmp_path: Path, bucket: Bucket, what: str
+) -> None:
+    with mirror.leased(root):
+        save(root, 1)
+        if what != "never sent":
+            send(root)
+        if what == "saved anew":
+            shutil.rmtree(steps.step_folder(root, 1))
+            save(root, 1, b"other bytes")
+    with mirror.leased(on_machine(tmp_path / "b")):
+        for key in [key for key in bucket.objects if key.startswith(FIRST)]:
+            if what != "files are there" or key.endswith("manifest.json"):
+                del bucket.objects[key]
+    mirror.refresh(root)
+    assert (root / "replaced-1/iter_0000001/rank.safetensors").exists()
+
+
 def test_an_old_folder_does_not_overwrite_steps_where_the_owner_was_removed(
     root: Path, tmp_path: Path, bucket: Bucket
 ) -> None:

@@ -73,6 +73,7 @@ class World:
         self.past: list[dict[str, bytes]] = [{}]  # which a list may show
         self.pairs = set[tuple[bytes, bytes]]()  # token files that were in storage together
         self.metrics = {b""}  # that were in storage
+        self.starts = 0  # of the machines, after crashes
         self.left: list[int] = []  # requests until a kill, of the sessions at work
         self.danger = rng.choice([0.0, 0.02, 0.05, 0.1])  # of an event before a request
         self.events: Counter[str] = Counter()
@@ -390,6 +391,7 @@ class World:
             with open(binary, "r+b") as file:
                 file.truncate(self.rng.randrange(size))
                 file.truncate(size)
+            self.starts += 1
 
 
 def pass_on(content: bytes, write: publish.Write) -> None:
@@ -434,7 +436,10 @@ def run_case(bucket: Bucket, seed: int, number: int) -> World:
     with tempfile.TemporaryDirectory(prefix="storage") as name:
         world = World(bucket, Path(name).resolve(), random.Random(f"{seed}/{number}"))
         ask = functools.partialmethod(lambda objects, *words: world.ask(objects, *words))
-        with patch.object(store.BucketObjects, "ask", ask), patch.object(publish, "crash_point", world.count_down):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(patch.object(store.BucketObjects, "ask", ask))
+            stack.enter_context(patch.object(publish, "crash_point", world.count_down))
+            stack.enter_context(patch.object(copies, "boot_id", lambda: f"{world.starts}"))
             world.run()
     return world
 

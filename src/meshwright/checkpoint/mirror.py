@@ -18,7 +18,7 @@ from pathlib import Path
 
 from meshwright import files
 from meshwright.checkpoint.lease import Lease, confirm, identity, noting_failure, read_owner, wrote_last
-from meshwright.checkpoint.manifests import MANIFEST, DamagedCheckpoint, read_manifest
+from meshwright.checkpoint.manifests import MANIFEST, DamagedCheckpoint, read_manifest, sha256
 from meshwright.checkpoint.steps import OUR_STEP, TRACKER, list_steps, make_aside, split_path, step_folder
 from meshwright.console import notice
 from meshwright.errors import IO, UserError, not_a_run
@@ -30,6 +30,7 @@ from meshwright.storage.copies import download, read_note, write_note
 from meshwright.storage.store import BucketObjects, ChangedObject, Entry, locate
 
 FETCHED = ".fetched.json"  # the tags of objects that were copied here
+SENT = ".sent.json"  # what was sent from here: the tags of steps' files, the hashes of their manifests
 LEFT_OUT = r"(tensorboard|wandb|profile|replaced-\d+|logs)/.*"  # of a run, when another machine goes on with it
 LOOKS = 5  # at a run whose objects change while they are copied
 NOT_SENT = r"(.*/)?\..*|(iter_\d|replaced-\d).*|.*\.tmp(/.*)?"
@@ -58,8 +59,8 @@ def refresh(path: str | Path, had_owner: bool = True) -> None:
     """Make the folder of a run like its address, unless this folder is the last that wrote there.
 
     Our steps are copied as their manifests alone, other programs' folders with all files. A run
-    that is at work changes its objects meanwhile: then all is looked at again. Unless it
-    `had_owner`, nobody knows who wrote last: then steps that only this machine has stay too.
+    that is at work changes its objects meanwhile: then all is looked at again. Without an owner
+    (`had_owner` false) nobody knows who wrote last, so steps that only this machine has stay.
     """
     root = split_path(path)[0]
     store, key = locate(root)
@@ -130,16 +131,17 @@ def wanted_files(objects: dict[str, Entry], ours: set[str], has_owner: bool, bel
 def set_steps_aside(root: Path, keeps_unsent: bool) -> None:
     """Set steps aside that storage lacks, or has with other bytes: another run wrote there since.
 
-    Each may be the only copy of what this machine has computed. With `keeps_unsent`, those that
-    storage lacks stay.
+    Each may be the only copy of what this machine has computed, unless it was in storage and was
+    removed there: such a step is removed here too. With `keeps_unsent`, those that storage lacks
+    stay.
     """
-    aside, kept = None, list[str]()
+    aside, kept, sent = None, list[str](), read_note(root / SENT)
     for step in list_steps(root):
         folder = step_folder(root, step)
         there = manifest_there(folder)
         if is_here(folder, there) or (there is None and keeps_unsent):
             continue
-        if not is_of_use(folder):
+        if not is_of_use(folder, sent.get(f"{folder.name}/{MANIFEST}")):
             shutil.rmtree(folder)  # its files were in storage, and another run has removed them
             continue
         aside = aside or make_aside(root)
@@ -150,9 +152,14 @@ def set_steps_aside(root: Path, keeps_unsent: bool) -> None:
         notice(f"WARNING: {what} since; what is here is kept as {aside.name} in the local copy, and not used")
 
 
-def is_of_use(folder: Path) -> bool:
-    """Return whether a step has files here, or a manifest of files that are in storage."""
-    if {path.name for path in folder.iterdir()} - {MANIFEST}:
+def is_of_use(folder: Path, published: str | None) -> bool:
+    """Return whether a step has files that storage never had, or a manifest of files there.
+
+    `published` is the hash of the last manifest that this machine knows to have been there.
+    """
+    path = folder / MANIFEST
+    was_there = path.exists() and sha256([path.read_bytes()]) == published
+    if not was_there and {each.name for each in folder.iterdir()} - {MANIFEST}:
         return True
     store, key = locate(folder)
     with contextlib.suppress(DamagedCheckpoint):

@@ -33,9 +33,10 @@ def lock_folder(root: str | Path, remedy: str = "change --save") -> Iterator[Non
             has_locks = stack.enter_context(files.lock(path, PATIENCE, stays=True))
         except BlockingIOError as error:
             raise in_use(root, error, remedy) from None
+        except UnfitFile as error:  # its reason says what to do
+            raise UserError(f"cannot lock {error.filename}: {error.strerror}", IO) from error
         except OSError as error:
-            place = error.filename if isinstance(error, UnfitFile) else root
-            raise UserError(f"cannot lock {place}: {error.strerror or error}; {remedy}", IO) from error
+            raise UserError(f"cannot lock {root}: {error.strerror or error}; {remedy}", IO) from error
         if not has_locks:
             remark(f"WARNING: the file system of {root} has no locks: a second run there would not be noticed")
         stack.enter_context(mirror.leased(root, has_locks))

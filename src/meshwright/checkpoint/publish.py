@@ -316,9 +316,10 @@ def check_writable(root: str | Path, bytes_needed: int, team: Team = ALONE, copi
             for name in (TRACKER, BEST):  # which would fail only after the first step is saved
                 require_unlinked(root / name)
             write_durably(probe, b"x")
+        except UnfitFile as error:  # its reason says what to do
+            raise UserError(f"cannot write to {error.filename}: {error.strerror}", IO) from error
         except OSError as error:
-            place = error.filename if isinstance(error, UnfitFile) else root
-            raise UserError(f"cannot write to {place}: {error.strerror or error}; change --save", IO) from error
+            raise UserError(f"cannot write to {root}: {error.strerror or error}; change --save", IO) from error
 
     def measure_free_space() -> int:
         # The first user of a folder looks for the files of all, the others for the first one's.

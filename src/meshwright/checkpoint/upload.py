@@ -1,7 +1,8 @@
 """Copy the steps of a run to its address, in the background, while the run goes on.
 
 A step's files are sent first and its manifest last, so a step in storage is complete or it does not
-exist. SENT lists the tags of what was sent: an object that still has its tag is not sent again.
+exist. The file SENT lists the tags of what was sent: an object that still has its tag is not sent
+again. It has the hash of each manifest that was in storage, too; see mirror.set_steps_aside.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from meshwright.checkpoint import mirror, publish
 from meshwright.checkpoint.lease import confirm, read_owner
 from meshwright.checkpoint.manifests import MANIFEST, File, Manifest, read_manifest, sha256
+from meshwright.checkpoint.mirror import SENT
 from meshwright.checkpoint.steps import TRACKER, list_steps, step_folder
 from meshwright.console import notice, remark
 from meshwright.errors import IO, LOCKED, UserError
@@ -24,7 +26,6 @@ from meshwright.storage.addresses import address_of
 from meshwright.storage.copies import read_note, write_note
 from meshwright.storage.store import Entry, locate
 
-SENT = ".sent.json"
 RECEIPT = ".sent-by-rank-"  # begins the name of an object in a step that is not complete
 PATIENCE = 1800.0  # seconds in which other machines send their files of a step
 LOOK = 1.0  # seconds between looks for their receipts
@@ -62,6 +63,7 @@ class Uploader:
         for step in reversed(steps):
             if not self.send_step(step):
                 continue
+            self.note_published(step)
             if step < steps[0]:
                 self.thin(step)
             elif not self.rank:
@@ -134,6 +136,12 @@ class Uploader:
         if not self.rank:
             remark(f" > uploaded step {step:,} to {address_of(self.root)}")
         return is_published or not self.rank
+
+    def note_published(self, step: int) -> None:
+        """Note that storage has this step: if it is gone later, it was removed."""
+        folder, sent = step_folder(self.root, step), read_note(self.root / SENT)
+        sent[f"{folder.name}/{MANIFEST}"] = sha256([(folder / MANIFEST).read_bytes()])
+        write_note(self.root / SENT, sent)
 
     def is_sent(self, path: Path, file: File, sent: dict[str, Any]) -> bool:
         """Return whether an object is the one that this machine has sent, of this file's bytes."""

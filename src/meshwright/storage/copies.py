@@ -2,13 +2,15 @@
 
 A token file of any size is a sparse file here, as long as the object. Its blocks are read from
 storage when they are first needed. The map beside it names the objects that the copy was made of,
-and has a checksum of each block that is here. What does not match is a hole, such as a block that
-did not reach the disk before a crash, and is read from storage again.
+and has a mark for each block that is here. A mark counts if it was made since this machine started:
+until then every process sees what another has written. A crash may leave a mark without its block,
+so the checksum in an older mark decides: a block that does not match is read from storage again.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import zlib
@@ -24,7 +26,7 @@ from meshwright.storage.store import BucketObjects, Entry, locate
 
 PART = 64 << 20  # bytes of a complete copy that are read at once
 BLOCK = 1 << 20  # bytes of a sparse one
-MARK = 4  # bytes of a block's checksum in the map; zeros stand for a block that is not here
+MARK = 8  # bytes of a block in the map: its checksum and a signature; zeros for one that is not here
 THREADS = 16
 
 
@@ -48,24 +50,34 @@ def prepare_tokens(prefix: str) -> None:
         return
     folder, stem = Path(prefix).parent, Path(prefix).name
     store, key = locate(folder)
-    objects = {name: entry for name, entry in store.entries(key).items() if name.startswith(f"{stem}.")}
-    binary = folder / f"{stem}.bin"
-    if not {f"{stem}.idx", binary.name} <= set(objects):
+    objects, index, binary = store.entries(key), f"{stem}.idx", folder / f"{stem}.bin"
+    if not {index, binary.name} <= set(objects):
         return  # whoever opens them names what is missing
+    pair = {name: objects[name] for name in (binary.name, index)}
+    beside = {name: entry for name, entry in objects.items() if name.startswith(f"{stem}.tokenizer/")}
     folder.mkdir(parents=True, exist_ok=True)
+
+    def copy(name: str) -> None:
+        download(store, f"{key}/{name}" if key else name, folder / name, objects[name])
+
     with files.lock(folder / f".{stem}.lock"):
-        if is_copy(folder, objects, read_record(binary)):
+        note = folder / f".{stem}.json"
+        kept = read_note(note)
+        for name, entry in beside.items():
+            if kept.get(name) != list(entry) or not (folder / name).exists():
+                copy(name)
+        write_note(note, beside)
+        if is_copy(folder, pair, read_record(binary)):
             return
         # Whoever opens the files meanwhile misses the map, or finds another .bin than it mapped.
         map_of(binary).unlink(missing_ok=True)
         binary.unlink(missing_ok=True)  # another process may have the old one open
-        with open(binary, "wb") as file:
-            file.truncate(objects[binary.name].size)
-        for name, entry in objects.items():
-            if name != binary.name:
-                download(store, f"{key}/{name}" if key else name, folder / name, entry)
+        with open(binary, "wb") as sparse:
+            sparse.truncate(pair[binary.name].size)
+        copy(index)
         with files.replacing(map_of(binary)) as file:
-            file.write(encode_record(objects))
+            file.write(encode_record(pair))
+        sparse_copy.cache_clear()  # this process may have read the old one
 
 
 def map_of(path: Path) -> Path:
@@ -106,6 +118,7 @@ class SparseCopy:
         self.map = os.open(map_of(path), os.O_RDWR | os.O_CLOEXEC)
         self.count = -(-self.size // BLOCK)
         self.marks = len(encode_record(self.objects))  # where they begin
+        self.signature = signature_of(self.fd)
         self.checked = bytearray(self.count)  # the blocks that this process has found or brought here
 
     def need(self, ranges: Iterable[tuple[int, int]]) -> None:
@@ -131,23 +144,43 @@ class SparseCopy:
             return False
 
     def bring(self, number: int) -> None:
-        """Read a block from storage unless it is here, as its checksum says."""
+        """Read a block from storage unless it is here, as its mark says."""
         begin, at = number * BLOCK, self.marks + number * MARK
         size = min(BLOCK, self.size - begin)
         with files.naming_file(self.path):
             mark = os.pread(self.map, MARK, at)
-            if not any(mark) or mark != checksum(os.pread(self.fd, size, begin)):
-                store, key = locate(self.path)
-                data = store.read(key, begin, size, self.tag)
-                done = 0
-                while done < size:
-                    done += os.pwrite(self.fd, data[done:], begin + done)
-                os.pwrite(self.map, checksum(data), at)
+            if not (any(mark) and mark.endswith(self.signature)):
+                data: bytes | memoryview = os.pread(self.fd, size, begin) if any(mark) else b""
+                if not mark.startswith(checksum(data)):
+                    store, key = locate(self.path)
+                    data = store.read(key, begin, size, self.tag)
+                    done = 0
+                    while done < size:
+                        done += os.pwrite(self.fd, data[done:], begin + done)
+                os.pwrite(self.map, checksum(data) + self.signature, at)
         self.checked[number] = 1
 
 
 def checksum(block: bytes | memoryview) -> bytes:
-    return (zlib.crc32(block) or 1).to_bytes(MARK, "little")
+    return (zlib.crc32(block) or 1).to_bytes(4, "little")
+
+
+def signature_of(fd: int) -> bytes:
+    """Return the 4 bytes that end the marks of this file until the machine starts again.
+
+    A copy of the file has others: it may have been made while blocks were written.
+    """
+    try:
+        boot = boot_id()
+    except OSError:
+        return os.urandom(4)  # only this process believes its marks
+    status = os.fstat(fd)
+    return hashlib.sha256(f"{boot} {status.st_dev} {status.st_ino}".encode()).digest()[:4]
+
+
+def boot_id() -> str:
+    """Return the kernel's id of this start of the machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text()
 
 
 @functools.cache

@@ -234,7 +234,8 @@ class Saver:
         try:
             self.uploader.end()
         except UserError as error:
-            then = "sends it" if error.status == IO else "moves it aside"  # another run's steps count then
+            # After a takeover, what the other run wrote to storage counts.
+            then = "sends it" if error.status == IO else "moves it aside"
             kept = f"{error}; the step is kept on this machine, and the next start here {then}"
             if at_end or self.config.checkpoint.save_error == "stop" or error.status != IO:
                 raise UserError(kept, error.status) from error
