@@ -45,7 +45,7 @@ def believe(uploader: Any, path: Path, file: object, sent: dict[str, Any]) -> bo
     [
         (store.BucketObjects, "read", read_without_tag),
         (upload.Uploader, "is_sent", believe),
-        (mirror, "is_of_use", lambda folder: False),
+        (mirror, "is_of_use", lambda folder, published: False),
     ],
 )
 def test_a_seeded_defect_is_found(
