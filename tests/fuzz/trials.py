@@ -255,7 +255,7 @@ def train(
     from meshwright.training.before.resolve import find_vocabulary
     from meshwright.training.health.stop import StopConditions
     from meshwright.training.log.timers import Startup, Timers
-    from meshwright.training.loop import Trainer
+    from meshwright.training.loop import ALL_DONE, Trainer
     from meshwright.training.network import Spec
     from meshwright.training.run import finish_run
     from meshwright.training.setup import build_state, open_feed
@@ -280,7 +280,7 @@ def train(
         if not kept:
             finish_run(trainer, reason, vocabulary.tokenizer)
         trainer.state.saver.wait()
-        if config.data.seq_length and not kept:
+        if config.data.seq_length and not kept and reason == ALL_DONE:  # as one process ends
             title = f"windows scored at step {trainer.progress.iteration}"
             trace.validations[title] = score_windows(trainer, config.data.seq_length)
         if (graphs := trainer.net.graphs) is not None:
