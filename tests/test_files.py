@@ -155,15 +155,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+LINK = "a link, which is not followed, so nothing is written there; put the file or folder itself there, or remove it"
 # What a training says of a link with this name, and its status.
 NAMES = {
     "config.toml": (BAD_DATA, "config.toml: a link, which is not followed"),
     "metrics.jsonl": (BAD_DATA, "metrics.jsonl: a link out of"),
-    ".lock": (IO, "cannot lock {run}/.lock: a link, which is not followed, so nothing is written there; remove it\n"),
-    "latest_checkpointed_iteration.txt": (
-        IO,
-        "latest_checkpointed_iteration.txt: a link, which is not followed, so nothing is written there; remove it\n",
-    ),
+    ".lock": (IO, f"cannot lock {{run}}/.lock: {LINK}\n"),
+    "latest_checkpointed_iteration.txt": (IO, f"latest_checkpointed_iteration.txt: {LINK}\n"),
     "best_checkpointed_iteration.txt": (IO, "best_checkpointed_iteration.txt: a link, which is not followed"),
     "tokenizer": (BAD_DATA, "tokenizer: a link, which is not followed"),
     "tokenizer/meta.json": (BAD_DATA, "tokenizer/meta.json cannot be read: a link out of"),
