@@ -352,7 +352,7 @@ def test_a_loss_of_another_shape_is_refused(example, reduction):
 def test_a_loss_beside_our_z_loss_is_refused(example):
     settings = example.settings(None, 2)
     settings = dataclasses.replace(settings, training=dataclasses.replace(settings.training, z_loss_coef=1e-4))
-    with pytest.raises(UserError, match="--z-loss-coef is a term of our own loss"):
+    with pytest.raises(UserError, match="z_loss_coef is a term of our own loss"):
         meshwright.train(settings, loss=example.z_loss, datasets=parts(example)[2])
 
 
