@@ -24,7 +24,7 @@ from corpora import BYTES, write_pair
 
 from helpers import captured_output, write_counting
 from meshwright.__main__ import main
-from meshwright.commands.train_tokenizer import TrainTokenizerConfig, settings_of
+from meshwright.commands.train_tokenizer import TrainTokenizerConfig, recorded_settings
 from meshwright.data import index_cache
 from meshwright.data.blend import Blend
 from meshwright.data.datasets import build_datasets
@@ -386,11 +386,11 @@ def test_token_files_are_made_from_their_texts_and_vocabulary(texts: Path) -> No
 
 def test_a_vocabulary_is_made_from_each_setting() -> None:
     needed = {"input": ["a"], "vocab_size": 300, "output": Path("out")}
-    before = settings_of(TrainTokenizerConfig(**needed))
+    before = recorded_settings(TrainTokenizerConfig(**needed))
     idle = {"input": ["b"], "output": Path("other"), "overwrite": True}  # the texts are known by their contents
     for field in dataclasses.fields(TrainTokenizerConfig):
         change = {"vocab_size": 301, **idle}.get(field.name, PREPROCESS.get(field.name))
-        now = settings_of(TrainTokenizerConfig(**needed | {field.name: change}))
+        now = recorded_settings(TrainTokenizerConfig(**needed | {field.name: change}))
         assert (now == before) == (field.name in idle), field.name
 
 

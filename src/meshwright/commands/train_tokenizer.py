@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
         reason = "".join(f" ({line})" for line in why_nothing(inputs, given))
         raise bad_data(f"{', '.join(given.input)}: no text to learn from{reason}")
     vocabulary = [given.output / name for name in FILES]
-    made_from = {"command": "train-tokenizer", "inputs": inputs.identity(), "settings": settings_of(given)}
+    made_from = {"command": "train-tokenizer", "inputs": inputs.identity(), "settings": recorded_settings(given)}
     if origin.is_done(given.output / RECORD, made_from, vocabulary, given.overwrite, "--output"):
         print(f"{' and '.join(map(str, vocabulary))} are already there, unchanged")
     else:
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
     return DONE
 
 
-def settings_of(given: TrainTokenizerConfig) -> dict[str, Any]:
+def recorded_settings(given: TrainTokenizerConfig) -> dict[str, Any]:
     """Return the settings that decide what is learned; records name most of them only if given."""
     defaults, always = asdict(TextInputs()), ("vocab_size", "json_keys", "document_separator")
     chosen = [name for name in defaults if name != "input" and getattr(given, name) != defaults[name]]
