@@ -155,7 +155,9 @@ def set_steps_aside(root: Path, keeps_unsent: bool) -> None:
 def is_of_use(folder: Path, published: str | None) -> bool:
     """Return whether a step has files that storage never had, or a manifest of files there.
 
-    `published` is the hash of the last manifest that this machine knows to have been there.
+    `published` is the hash of the last manifest that this machine knows to have been there. A run
+    that removes a step removes all of its files; when some are still there, something else has
+    taken the others, and what is here may be their last copy.
     """
     path = folder / MANIFEST
     was_there = path.exists() and sha256([path.read_bytes()]) == published
@@ -163,7 +165,7 @@ def is_of_use(folder: Path, published: str | None) -> bool:
         return True
     store, key = locate(folder)
     with contextlib.suppress(DamagedCheckpoint):
-        return store.entry(f"{key}/{next(iter(read_manifest(folder)), MANIFEST)}") is not None
+        return any(store.entry(f"{key}/{name}") is not None for name in read_manifest(folder))
     return False
 
 
