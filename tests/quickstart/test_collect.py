@@ -55,6 +55,14 @@ def test_one_long_document_is_cut_at_paragraphs(tmp_path):
     assert facts.describe().startswith(f"1 document, cut into {parts} parts: {len(train)} to learn from (")
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_some_of_a_large_text_in_few_parts_is_held_out(tmp_path, monkeypatch, seed):
+    """Two hundred large parts, of which two in a thousand are to be held out."""
+    monkeypatch.setattr(collect, "LONGEST_PART", 400)
+    facts = collect.collect([words(130, 1000 * seed + n) for n in range(200)], tmp_path, expected=1e8)
+    assert 1 <= facts.held_out_parts < 4 and len(sides(tmp_path)[1]) == facts.held_out_parts
+
+
 def test_cutting_loses_nothing():
     for one in ("x" * 1000, "line\n" * 300, "a b\n\n" * 300):
         assert "".join(cut_document(one, 100)) == one

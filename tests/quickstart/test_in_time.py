@@ -1,5 +1,6 @@
 """A quickstart ends in the minutes that it was given, on a machine with a clock of its own."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from meshwright.settings.schema import TrainConfig
 
 MARGIN = 0.1  # of the minutes
 TOKENS = 3_000_000
+PARTS, SCORED = 50, 5  # of the held-out text, and the seconds that a model needs for them
 
 
 def number_of(argv, name):
@@ -40,7 +42,7 @@ class Machine(tour.Tour):
         if name == "train":
             self.train_steps(argv, stop, is_run="--save" in argv)
         else:
-            self.work(1 if name == "generate" else 5)
+            self.work({"generate": 1, "evaluate": 0}.get(name, 5))
         return ""
 
     def train_steps(self, argv, stop, is_run):
@@ -68,15 +70,17 @@ class Machine(tour.Tour):
         self.work(5)
         return TOKENS
 
-    def evaluate(self):
+    def evaluate(self, parts=None):
         self.call("evaluate")
+        self.evaluated = PARTS if parts is None else parts
+        self.work(SCORED * self.evaluated / PARTS)
         return 1.5, 2.5
 
 
 def train_on_machine(tmp_path, monkeypatch, minutes, slowness):
     machine = Machine(tmp_path, slowness)
     monkeypatch.setattr(own_text, "time", machine)
-    text = CollectedText(100, 8_000_000, 200_000)
+    text = CollectedText(100, 8_000_000, 200_000, held_out_parts=PARTS)
     monkeypatch.setattr(own_text, "read_own_text", lambda *given: machine.work(2) or text)
     monkeypatch.setattr(own_text, "vocabulary_size", lambda tour: 2048)
     monkeypatch.setattr(own_text, "expected_speed", lambda tour, vocab, profile, room, size: size.cost(vocab) ** -0.7)
@@ -124,6 +128,33 @@ def test_a_machine_that_becomes_slow_near_the_end_takes_no_step_too_many(tmp_pat
     times = dict(reversed(machine.begun))
     assert len(machine.trained) == 2 and machine.iteration < 1200
     assert times["evaluate"] - 135 < 45
+    assert 30 <= machine.evaluated < PARTS  # for a tenth of the minutes
+
+
+@pytest.mark.parametrize(
+    "now, slower, share",
+    [
+        (50, 1.0, 1),  # 70 s are left for 20 s of scores and the 8 s of what else follows
+        (100, 1.0, 12 / 20),
+        (80, 2.0, 24 / 40),  # twice as slow
+        (100, 3.0, 12 / 60),  # no time is left: a tenth of the minutes
+    ],
+)
+def test_the_share_of_the_held_out_text_that_is_scored(monkeypatch, now, slower, share):
+    monkeypatch.setattr(own_text, "time", SimpleNamespace(perf_counter=lambda: now))
+    deadline = own_text.Deadline(2, began=0.0, after=28.0, scored=20.0, slower=slower)
+    assert deadline.evaluated_share() == pytest.approx(share)
+
+
+def test_the_scores_of_few_parts_are_of_the_same_parts(tmp_path, monkeypatch, capsys):
+    trip, called = tour.Tour(tmp_path, "log", "cpu"), []
+    for name, texts in {"train": ["abcabc " * 9], "held_out": ["abcabc", "xyz" * 99]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    monkeypatch.setattr(trip, "call", lambda *argv: called.append(argv) or "bits per byte 1.5")
+    (_, of_one), (_, of_all) = trip.evaluate(1), trip.evaluate()
+    assert "--limit 1" in " ".join(called[0]) and "--limit" not in called[1]
+    assert of_one < of_all
+    assert "on the first 1 of the held-out parts" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -143,21 +174,30 @@ def test_a_machine_that_becomes_slow_near_the_end_takes_no_step_too_many(tmp_pat
 def test_the_length_that_ends_in_time(monkeypatch, at, pace, begun, most, expected):
     monkeypatch.setattr(own_text, "time", SimpleNamespace(perf_counter=lambda: 17.0))
     deadline = own_text.Deadline(2, began=begun, after=10.0, start=1.0, pace=0.1)
-    row = LoggedInterval(at, 1000, pace, 1)
-    assert own_text.correct_steps(row, 1000, deadline, most) == pytest.approx(expected, abs=2)
+    deadline.slower = pace / deadline.pace
+    assert own_text.correct_steps(at, pace, 1000, deadline, most) == pytest.approx(expected, abs=2)
 
 
 def test_one_odd_interval_changes_nothing():
     watch = own_text.PaceWatch({"command": ["train", "--train-iters", "1000"], "most": 9999}, deadline_of(100), False)
-    paces = [9.0, 0.1, 0.5, 0.1, 0.5, 0.01, 0.5, 0.5]
+    paces = [9.0, 0.1, 0.5, 0.1, 0.5, 0.1, 0.5, 0.5]
     reasons = [watch.stop(LoggedInterval(10 * n, 1000, pace, 1)) for n, pace in enumerate(paces, 1)]
     assert reasons[:-1] == [None] * 7 and reasons[-1].startswith("a step takes 500 ms now: it saves and goes on, to ")
     assert number_of(watch.next_command, "--train-iters") < 1000 and own_text.NEW_LENGTH in watch.next_command
 
 
-def deadline_of(seconds):
+def test_a_pace_is_measured_as_long_as_a_start_takes():
+    """Two log lines of a busy machine agree by chance too often."""
+    plan = {"command": ["train", "--train-iters", "1000"], "most": 9999}
+    watch = own_text.PaceWatch(plan, deadline_of(100, start=10.0), False)
+    paces = [0.4, 0.4, 0.6, 0.3, 0.7]  # two windows of 10 s, after the first interval
+    reasons = [watch.stop(LoggedInterval(10 * n, 1000, pace, 1)) for n, pace in enumerate(paces, 1)]
+    assert reasons[:-1] == [None] * 4 and reasons[-1].startswith("a step takes 500 ms now")
+
+
+def deadline_of(seconds, start=1.0):
     """Return a deadline in so many seconds, of a machine that takes 0.1 s a step."""
-    return own_text.Deadline(seconds / 60 + 0.1, after=6.0, start=1.0, pace=0.1)
+    return own_text.Deadline(seconds / 60 + 0.1, after=6.0, start=start, pace=0.1)
 
 
 def test_less_than_a_minute_is_not_corrected():

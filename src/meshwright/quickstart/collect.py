@@ -186,8 +186,8 @@ def collect(documents: Iterable[str], folder: Path, expected: float = 0) -> Coll
     """Write train.jsonl and held_out.jsonl, and of a large text sample.jsonl for the vocabulary.
 
     A small text, or a single long one, is cut into a hundred parts or more, so that the held-out
-    ones lie everywhere in it. Which ones are held out depends on their text alone. `expected` bytes
-    of text are estimated.
+    ones lie everywhere in it. Which ones are held out depends on their text alone; at least one of
+    the first parts is. `expected` bytes of text are estimated.
     """
     first, characters, rest = list[str](), 0, iter(documents)
     for text in rest:
@@ -198,8 +198,10 @@ def collect(documents: Iterable[str], folder: Path, expected: float = 0) -> Coll
     longest = min(LONGEST_PART, max(SHORTEST_PART, characters // 100))
     expected = max(characters, expected)
     held_out = min(HELD_OUT, MOST_HELD_OUT / max(expected, 1))
+    beginning = [part for text in first for part in cut_document(text, longest)]
     if characters <= 100 * LONGEST_PART:  # all of it is here
-        held_out = border([part for text in first for part in cut_document(text, longest)], held_out)
+        held_out = border(beginning, held_out)
+    least = min(map(fraction, beginning), default=0.0)  # chance alone may hold out none
     sampled = SAMPLE_BYTES / expected if expected > 2 * SAMPLE_BYTES else 0
     sizes, parts, count, wide = [0, 0], [0, 0], 0, 0
     names = ["train.jsonl", "held_out.jsonl", *(["sample.jsonl"] if sampled else [])]
@@ -209,7 +211,7 @@ def collect(documents: Iterable[str], folder: Path, expected: float = 0) -> Coll
             count += 1
             for part in cut_document(text, longest):
                 position, size = fraction(part), len(part.encode("utf-8", "replace"))
-                side = int(position < held_out)
+                side = int(position < held_out or position == least)
                 line = json.dumps({"text": part}).encode() + b"\n"
                 files[side].write(line)
                 if position > 1 - sampled:

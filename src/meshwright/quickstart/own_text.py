@@ -32,7 +32,8 @@ TRIAL_SHARE = 0.15  # share of the time, at most, for the trial with its start
 STEPPING_SECONDS = 20  # seconds of steps that are enough for it
 LITTLE_TEXT = 500_000  # bytes of a text that is called small
 TIME_MARGIN = 0.05  # of the time by which the end may be late before the number of steps is corrected
-WORTH_A_START = 1.5  # times as long as a start must be what a correction saves or uses
+WORTH_A_START = 2  # times as long as a start must be what a correction saves or uses
+EVALUATED = 0.1  # of the minutes, at least, for the evaluation
 LAST_STEPS = 10  # of a run that has no time left, in which its learning rate falls to its end
 USUAL_STEPS = 1000  # of a run whose speed is predicted, which it does not depend on
 START_SECONDS = 5  # seconds that a start takes, where it was not measured
@@ -54,8 +55,10 @@ class Deadline:
     minutes: float
     began: float = field(default_factory=time.perf_counter)
     after: float = 0.0
+    scored: float = 0.0  # of these, the score of the whole held-out text
     start: float = START_SECONDS  # seconds that a training needs before its first step
-    pace: float = math.inf  # seconds of a step on the machine for which `after` and `start` hold
+    pace: float = math.inf  # seconds of a step on the machine for which the three hold
+    slower: float = 1.0  # times as slow as that the machine was last
 
     @property
     def trial(self) -> float:
@@ -65,6 +68,12 @@ class Deadline:
     def left(self, slower: float = 1.0) -> float:
         """Return the seconds left for training, on a machine that became so many times as slow."""
         return self.minutes * 60 - (time.perf_counter() - self.began) - slower * self.after
+
+    def evaluated_share(self) -> float:
+        """Return the share of the held-out text that can be scored in time, 1 for all of it."""
+        whole = self.slower * self.scored
+        seconds = max(self.left(self.slower) + whole, EVALUATED * self.minutes * 60)
+        return min(seconds / whole, 1.0) if whole else 1.0
 
 
 def make_model(
@@ -89,7 +98,8 @@ def make_model(
         train_in_time(tour, progress, deadline, showing)
         print(f"  plots of the run: {tour.run}/report.html")
     with step("6. Evaluate on the text that was held out"):
-        progress.finish("bits per byte", tour.evaluate())
+        parts = math.ceil(deadline.evaluated_share() * text.held_out_parts)
+        progress.finish("bits per byte", tour.evaluate(parts if parts < text.held_out_parts else None))
     with step("7. Let it continue a text: by the most likely words, then by words chosen by chance"):
         prompts = showing.prompts or (prompt_from(Path(tour.held_out)),)
         tour.generate(prompts[0], 64, "--greedy")
@@ -167,6 +177,7 @@ def choose_training(
     machine = MeasuredSpeed(size, speed, predict, accelerator)
     # Three commands start, the score reads each token twice in a third of a training step's time.
     scored = 2 / 3 * text.held_out_bytes / max(text.train_bytes, 1) * tokens / speed
+    deadline.scored = scored
     deadline.after = 3 * start + scored + 1 + min(text.train_bytes, 5e7) / 1e7
     seconds = deadline.left() - deadline.start
     plan = plans.plan_training(tokens, machine, seconds)
@@ -179,7 +190,7 @@ def choose_training(
     command = tour.run_command(plan.size, plan.dropout, plan.steps, *how)
     deadline.pace = plan.size.tokens / machine.speed(plan.size)
     most = plans.most_steps(plan.size, tokens)
-    return {"command": command, "most": most, "start": deadline.start, "after": deadline.after}
+    return {"command": command, "most": most, "start": deadline.start, "after": deadline.after, "scored": scored}
 
 
 def find_profile(device: str) -> tuple[DeviceProfile, float]:
@@ -310,6 +321,7 @@ def train_longer(tour: Tour, progress: TourProgress, deadline: Deadline) -> bool
     command = plan["command"]
     deadline.minutes = progress.more_minutes
     deadline.start, deadline.after = plan.get("start", START_SECONDS), plan.get("after", 2 * START_SECONDS)
+    deadline.scored = plan.get("scored", 0.0)
     deadline.pace = pace_of(rows)
     per_step = math.prod(int(command[command.index(f) + 1]) for f in ("--seq-length", "--micro-batch-size"))
     before, most = steps_of(command), plans.EPOCHS * progress.done["training tokens"] // per_step
@@ -351,30 +363,44 @@ class PaceWatch:
     """Stops a training that would end too early or too late, or to show that it can be resumed.
 
     `next_command` is what continues it then. A run that is continued after an interruption keeps
-    its length, as a very short one does.
+    its length, as a very short one does. A busy machine's pace varies from step to step, so it is
+    measured over windows, each as long as a start.
     """
 
     def __init__(self, plan: dict[str, Any], deadline: Deadline, is_shown: bool) -> None:
         self.command, self.most, self.deadline, self.is_shown = plan["command"], plan.get("most", 0), deadline, is_shown
         self.is_timed = deadline.after > 0 and deadline.minutes >= 1
         self.next_command: list[str] = []
-        self.intervals, self.before = 0, 0  # the way in which the interval before asked for a correction
+        self.seen: int | None = None  # the step of the last log line
+        self.steps, self.seconds = 0, 0.0  # of the window so far
+        self.before = 0  # the way in which the window before asked for a correction
 
     def stop(self, at: LoggedInterval) -> str | None:
         """Return the reason to stop after this interval, None if it is to go on."""
-        steps = steps_of(self.command)
-        self.intervals += 1  # the first one's time is not that of later steps
-        if self.is_timed and self.intervals > 1:
-            new = correct_steps(at, steps, self.deadline, self.most)
+        steps, pace = steps_of(self.command), self.measure(at)
+        if self.is_timed and pace is not None:
+            self.deadline.slower = pace / self.deadline.pace
+            new = correct_steps(at.iteration, pace, steps, self.deadline, self.most)
             before, self.before = self.before, (new > steps) - (new < steps)
-            if self.before and self.before == before:  # two intervals agree
+            if self.before and self.before == before:  # two windows agree
                 self.next_command = with_steps(self.command, new)
-                pace = f"a step takes {at.seconds * 1000:.0f} ms now"
-                return f"{pace}: it saves and goes on, to {new:,} steps in place of {steps:,}, so as to end in time"
+                why = f"a step takes {pace * 1000:.0f} ms now"
+                return f"{why}: it saves and goes on, to {new:,} steps in place of {steps:,}, so as to end in time"
         if self.is_shown and at.iteration >= steps // 2:
             self.next_command = self.command
             return "SIGTERM, as a cluster's scheduler sends it: the training saves and ends"
         return None
+
+    def measure(self, at: LoggedInterval) -> float | None:
+        """Return the seconds of a step if a window ends here. The first interval is in none."""
+        if self.seen is not None:
+            self.steps += at.iteration - self.seen
+            self.seconds += (at.iteration - self.seen) * at.seconds
+        self.seen = at.iteration
+        if self.seconds < self.deadline.start or not self.steps:
+            return None
+        pace, self.steps, self.seconds = self.seconds / self.steps, 0, 0.0
+        return pace
 
 
 def pace_of(rows: list[dict[str, Any]]) -> float:
@@ -382,17 +408,18 @@ def pace_of(rows: list[dict[str, Any]]) -> float:
     return float(statistics.median(row["ms"] for row in rows[-200:])) / 1000
 
 
-def correct_steps(at: LoggedInterval, steps: int, deadline: Deadline, most: int) -> int:
+def correct_steps(done: int, pace: float, steps: int, deadline: Deadline, most: int) -> int:
     """Return the number of steps that ends in time, `steps` if that does.
 
-    On a machine that became slower, what follows the training takes longer too. No correction is
-    made that saves or uses hardly more time than another start takes.
+    `done` steps are taken, and one takes `pace` seconds now. On a machine that became slower, what
+    follows the training takes longer too. No correction is made that saves or uses hardly more time
+    than another start takes.
     """
-    slower = at.seconds / deadline.pace
-    left, step = deadline.left(slower), at.seconds * plans.validating(steps)
-    spare = left - (steps - at.iteration) * step
+    left, step = deadline.left(deadline.slower), pace * plans.validating(steps)
+    spare = left - (steps - done) * step
     if -TIME_MARGIN < spare / (deadline.minutes * 60) < 2 * TIME_MARGIN:  # to be late is worse
         return steps
-    fitting = at.iteration + int((left - slower * deadline.start) / step)
-    new = min(max(fitting, at.iteration + LAST_STEPS, plans.FEWEST_STEPS), most)
-    return steps if abs(new - steps) * step < WORTH_A_START * slower * deadline.start else new
+    start = deadline.slower * deadline.start
+    fitting = done + int((left - start) / step)
+    new = min(max(fitting, done + LAST_STEPS, plans.FEWEST_STEPS), most)
+    return steps if abs(new - steps) * step < WORTH_A_START * start else new

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import time
@@ -80,11 +81,17 @@ class Tour:
     def pre_train(self, command: list[str], stop: Callable[[LoggedInterval], str | None] | None = None) -> None:
         self.call(*command, show=TrainingLines(), stop=stop)
 
-    def evaluate(self) -> tuple[float, float]:
-        """Print the bits per byte of the model and of the trigram model; return both."""
-        table = self.call("evaluate", self.run, "--input", self.held_out, "--device", self.device)
+    def evaluate(self, parts: int | None = None) -> tuple[float, float]:
+        """Print the bits per byte of the model and of the trigram model; return both.
+
+        With `parts`, they are of so many parts of the held-out text, for want of time.
+        """
+        if parts is not None:
+            print(f"  on the first {parts:,} of the held-out parts, so as to end in time")
+        limit = [] if parts is None else ["--limit", str(parts)]
+        table = self.call("evaluate", self.run, "--input", self.held_out, *limit, "--device", self.device)
         ours = float(re.findall(r"bits per byte +([\d.]+)", table)[0])
-        return ours, compare_with_trigram(ours, Path(self.train), Path(self.held_out))
+        return ours, compare_with_trigram(ours, Path(self.train), Path(self.held_out), parts)
 
     def generate(self, prompt: str, length: int, *how: str) -> None:
         argv = ["generate", self.run, "--prompt", prompt, "--max-new-tokens", str(length), *how]
@@ -111,14 +118,17 @@ def outcome(line: str) -> str | None:
     return line if line.startswith("wrote ") else None
 
 
-def compare_with_trigram(ours: float, train: Path, held_out: Path) -> float:
-    """Print the result beside that of a byte-trigram model, the simplest worth a comparison."""
+def compare_with_trigram(ours: float, train: Path, held_out: Path, parts: int | None = None) -> float:
+    """Print the result beside that of a byte-trigram model, the simplest worth a comparison.
+
+    Both are of as many parts of the held-out text, None for all.
+    """
     from meshwright.evaluation.trigram import trigram_bits_per_byte
 
     def encoded(path: Path) -> Iterator[bytes]:
         return (text.encode() for text in read_texts(TextInputs(input=[str(path)])))
 
-    theirs = trigram_bits_per_byte(first_bytes(encoded(train), COMPARED), encoded(held_out))
+    theirs = trigram_bits_per_byte(first_bytes(encoded(train), COMPARED), itertools.islice(encoded(held_out), parts))
     verdict = "the GPT is better" if ours < theirs else "the trigram is better: this model needs more training"
     print(f"  bits per byte: this GPT {ours:.3f}, a byte-trigram model of the same files {theirs:.3f}: {verdict}")
     return theirs
