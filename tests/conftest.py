@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -31,6 +32,28 @@ from meshwright import console, device  # noqa: E402
 from meshwright.settings import fields  # noqa: E402
 
 os.environ.setdefault(*device.FUSED_MULTIPLY_ADD)
+
+
+def mend_interpreter() -> None:
+    """Let Triton 3.6, which torch 2.11 asks for, loop to a loaded bound beside numpy 2.4.
+
+    Its interpreter calls int() on arrays of one element, which numpy refuses since; later ones
+    squeeze them.
+    """
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_and_squeeze(tensor: Any, scope: Any = None) -> None:
+        patch_tensor(tensor, *([scope] if scope is not None else []))
+        tensor.__index__ = lambda self: int(self.handle.data.squeeze())
+
+    interpreter._patch_lang_tensor = patch_and_squeeze
+
+
+mend_interpreter()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
