@@ -336,6 +336,7 @@ def test_duration(clock):
         clock[0] = 1000.0 + seconds
         assert (end.reason() is not None) == over
     assert end.reason() == "1.51 minutes, more than --exit-duration-in-mins 1.5" and end.status == 0
+    assert end.reason(has_stepped=False) is None
     clock[0] = 1e9
     assert StopConditions(Training(), 0.0).reason() is None
 

@@ -192,15 +192,14 @@ class Trainer:
     def reason_to_stop(self) -> str | None:
         """Return why the run must end before the next step, the same on every rank, or None."""
         iteration, every = self.progress.iteration, self.config.training.exit_interval
+        has_stepped = iteration != (self.state.loaded or 0)  # in this attempt
         reason = None
         if self.may_have_to_stop:
-            reason, has_failed = self.stop.agree(self.team, self.has_failed_to_save)
+            reason, has_failed = self.stop.agree(self.team, self.has_failed_to_save, has_stepped)
             if has_failed:
                 self.wait_for_save()  # raises the failure on every rank
             self.may_have_to_stop = self.team.size == 1
-        # Do not stop at the iteration where this attempt began, or a resumed run would end
-        # immediately.
-        if not reason and every and iteration % every == 0 and iteration != (self.state.loaded or 0):
+        if not reason and every and iteration % every == 0 and has_stepped:  # a resumed run would end at once
             reason = f"--exit-interval {every}"
         if reason:
             self.finish()

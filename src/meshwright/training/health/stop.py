@@ -30,18 +30,22 @@ class StopConditions:
         self.t, self.began, self.save = t, began, save
         self.signal: signal.Signals | None = None
 
-    def reason(self) -> str | None:
-        """Return the reason to stop now, as the log and metrics.jsonl name it, or None."""
+    def reason(self, has_stepped: bool = True) -> str | None:
+        """Return the reason to stop now, as the log and metrics.jsonl name it, or None.
+
+        The clock stops no run that has taken no step (`has_stepped` false): one whose start takes
+        longer than its minutes would start again and again, and never go on.
+        """
         if self.signal is not None:
             return self.signal.name
         if self.t.kill_switch_path and Path(self.t.kill_switch_path).exists():
             return f"kill switch {self.t.kill_switch_path}"
         minutes = (time.perf_counter() - self.began) / 60
-        if self.t.exit_duration_in_mins and minutes > self.t.exit_duration_in_mins:
+        if self.t.exit_duration_in_mins and has_stepped and minutes > self.t.exit_duration_in_mins:
             return f"{minutes:.2f} minutes, more than --exit-duration-in-mins {self.t.exit_duration_in_mins:g}"
         return None
 
-    def agree(self, team: Team, has_failed: bool) -> tuple[str | None, bool]:
+    def agree(self, team: Team, has_failed: bool, has_stepped: bool = True) -> tuple[str | None, bool]:
         """Return the first reason to stop that any rank has, and whether any has failed to save.
 
         A signal that another rank received becomes this one's.
@@ -51,7 +55,7 @@ class StopConditions:
             reasons, numbers, failed = zip(*some, strict=True)
             return [next(filter(None, reasons), None), next(filter(None, numbers), None), any(failed)]
 
-        own: list[Any] = [self.reason(), self.signal, has_failed]
+        own: list[Any] = [self.reason(has_stepped), self.signal, has_failed]
         reason, number, failed = team.merge(own, combine) if team.size > 1 else own
         if number is not None and self.signal is None:
             self.signal = signal.Signals(number)
