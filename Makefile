@@ -87,7 +87,7 @@ mutants: $(VENV)/test
 	PYTHONPATH=src:tests $(BIN)/python -m mutants --tier $(TIER) --jobs $(JOBS) --seed $(SEED) $(MUTANTS)
 
 elastic: $(VENV)/test
-	$(TESTS) -s -m long tests/launch/test_elastic.py tests/launch/test_on_ray.py
+	$(TESTS) -s -m long tests/runtime/launch/test_elastic.py tests/runtime/launch/test_on_ray.py
 
 bench: $(VENV)/test
 	$(BIN)/python benchmarks/loop.py

@@ -29,7 +29,7 @@ import torch
 from common import describe_machine, new_parser, print_head, print_row
 from loop import ON_CPU, PlainTraining, Shape, our_loop, products_of
 
-from meshwright import console, device
+from meshwright.base import console, device
 
 NANOGPT = ("nanoGPT fp32", "nanoGPT fp32, compiled", "nanoGPT bf16 autocast")
 PROGRAMS = ("ours fp32", "ours bf16", *NANOGPT, "llm.c fp32", "products fp32", "products bf16")

@@ -68,8 +68,8 @@ def start_peer(kind: str, vocab: str, merges: str) -> None:
         library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         encode = lambda text: library.encode(text).ids  # noqa: E731
     else:
-        from meshwright import tokenizers
-        from meshwright.settings.schema import TokenizerFlags as Settings
+        from meshwright.config.schema import TokenizerFlags as Settings
+        from meshwright.data import tokenizers
 
         encode = tokenizers.build_tokenizer(
             Settings(vocab_file=vocab, merge_file=merges)

@@ -66,7 +66,7 @@ def corpus(prefix: Path, documents: int, mean: int) -> None:
 
 
 def ours(prefix: Path, cache: Path, samples: int, fast: bool) -> dict[str, Any]:
-    from meshwright import console
+    from meshwright.base import console
     from meshwright.data import samples as module
     from meshwright.data.files.indexed import Indexed
     from meshwright.data.loader import Samples

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from common import VOCAB, describe_machine, new_parser, print_head, print_row
 
-from meshwright import console
+from meshwright.base import console
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.files.writer import Writer
 from meshwright.data.loader import Loader, LoaderSpec, Samples

@@ -24,7 +24,7 @@ from typing import Any
 
 from common import new_parser
 
-from meshwright.runs.rows import read_new_rows
+from meshwright.base.runs.rows import read_new_rows
 
 EXAMPLES, LETTERS, CORPUS = 5153, 82, 287_000  # bytes are tokens here
 

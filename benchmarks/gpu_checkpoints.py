@@ -26,11 +26,11 @@ from common import SIZES, VOCAB, describe_machine, new_parser, print_head, print
 
 
 def build(size: str, device: str, folder: Path, *more: str) -> Any:
-    from meshwright import console
+    from meshwright.base import console
+    from meshwright.config import flags
+    from meshwright.config.schema import TrainConfig
     from meshwright.parallel.layout import Layout
-    from meshwright.ranks.team import ALONE
-    from meshwright.settings import flags
-    from meshwright.settings.schema import TrainConfig
+    from meshwright.runtime.ranks.team import ALONE
     from meshwright.training.log.timers import Startup
     from meshwright.training.network import Spec
     from meshwright.training.setup import build_state
@@ -112,7 +112,7 @@ def main() -> None:
     print_head("what", "s (median)", "range", "GB/s", "")
 
     # The least a copy can take.
-    from meshwright import device as devices
+    from meshwright.base import device as devices
 
     pinned = [devices.allocate_pinned(size, state.net.device)]
     flat = [t.reshape(-1).view(torch.uint8) for t in plain.values()]

@@ -34,7 +34,9 @@ from unittest import mock
 import torch
 from common import SIZES, VOCAB, attempt, distance, doubled, new_parser, seconds_of
 
-from meshwright import device as devices
+from meshwright.base import device as devices
+from meshwright.config.schema import Model, Sampling
+from meshwright.data.tokenizers import Null
 from meshwright.generation.decoder import Decoder
 from meshwright.generation.engine import LanguageModel
 from meshwright.generation.requests import Request
@@ -43,8 +45,6 @@ from meshwright.kernels.decode import CachedTexts, DecodeLinear
 from meshwright.kernels.heads import HeadSizes
 from meshwright.kernels.norm import NormWeights
 from meshwright.model.gpt import GPT
-from meshwright.settings.schema import Model, Sampling
-from meshwright.tokenizers import Null
 
 MUST = {("345M", 1): 1500, ("345M", 8): 9000, ("345M", 64): 40000}
 MUST |= {("1.3B", 1): 800, ("1.3B", 8): 5500, ("1.3B", 64): 27000}

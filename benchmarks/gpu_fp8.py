@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from common import describe_machine, distance, new_parser, seconds_of
 from torch import Tensor
 
+from meshwright.config.schema import Model, Precision
 from meshwright.kernels import activation, fp8, heads, norm
 from meshwright.kernels.fp8 import E4M3, E5M2, LARGEST, Into, Recipe, Scales
 from meshwright.kernels.gradients import multiply_into
@@ -28,7 +29,6 @@ from meshwright.model import fp8 as model_fp8
 from meshwright.model.fused import FusedBlock
 from meshwright.model.gpt import GPT, Options, initialise
 from meshwright.model.positions import Positions, share
-from meshwright.settings.schema import Model, Precision
 
 GPU = torch.device("cuda", 0)
 wrong = 0

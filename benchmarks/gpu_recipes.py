@@ -13,7 +13,7 @@ from pathlib import Path
 
 from common import new_parser
 
-from meshwright.runs.rows import read_new_rows
+from meshwright.base.runs.rows import read_new_rows
 
 TOKENS, BATCH, SEQ = 12_000_000, 64, 512
 STEPS = TOKENS // (BATCH * SEQ)

@@ -35,9 +35,9 @@ from typing import Any, NamedTuple
 
 from common import new_parser
 
-from meshwright.runs.rows import read_new_rows
-from meshwright.settings.flags import parse_settings
-from meshwright.settings.schema import TrainConfig
+from meshwright.base.runs.rows import read_new_rows
+from meshwright.config.flags import parse_settings
+from meshwright.config.schema import TrainConfig
 
 SIZES = {  # layers, hidden size, heads, length
     "1M": (4, 128, 2, 256),

@@ -32,8 +32,9 @@ import torch.nn.functional as F
 from common import SIZES, attempt, describe_machine, new_parser, print_head, print_row
 from torch import Tensor, nn
 
-from meshwright import console
-from meshwright import device as devices
+from meshwright.base import console
+from meshwright.base import device as devices
+from meshwright.config import flags, schema
 from meshwright.data.datasets import build_datasets
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.files.writer import Writer
@@ -47,7 +48,6 @@ from meshwright.optim.rules import treatment
 from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.store import StoreSpec
-from meshwright.settings import flags, schema
 from meshwright.training import network
 from meshwright.training.step import Network, StepSettings, train_step
 

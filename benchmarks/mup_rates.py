@@ -17,7 +17,7 @@ from pathlib import Path
 
 from common import describe_machine, new_parser, print_head, print_row
 
-from meshwright.tuning import results, sweep
+from meshwright.apps.tune import results, sweep
 
 HEAD = 32
 BASE = "mup_base_hidden_size"

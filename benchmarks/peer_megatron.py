@@ -34,7 +34,7 @@ import torch.distributed as dist
 from common import SIZES, VOCAB, describe_machine, new_parser
 from torch import Tensor
 
-from meshwright.bench import programs
+from meshwright.apps.bench import programs
 
 PEAK = 989e12  # dense bfloat16 operations a second of an H100 or H200, without sparsity
 
@@ -127,8 +127,8 @@ def main() -> None:
 
 
 def of_flags(model: str) -> Any:
-    from meshwright.settings.flags import parse_settings
-    from meshwright.settings.schema import TrainConfig
+    from meshwright.config.flags import parse_settings
+    from meshwright.config.schema import TrainConfig
 
     layers, hidden, heads = SIZES[model]
     shape = f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads}"

@@ -31,10 +31,10 @@ import torch
 from common import new_parser
 from trust_cost import NEEDED, open_trainer
 
-from meshwright import device as devices
-from meshwright.runs.rows import read_rows
-from meshwright.settings.flags import parse_settings
-from meshwright.settings.schema import TrainConfig
+from meshwright.base import device as devices
+from meshwright.base.runs.rows import read_rows
+from meshwright.config.flags import parse_settings
+from meshwright.config.schema import TrainConfig
 from meshwright.training import run
 
 SECONDS = 70  # of a case, at most

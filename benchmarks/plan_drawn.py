@@ -2,8 +2,8 @@
 
     python benchmarks/plan_drawn.py [--seed 28] [--cases 240] [--only 17,151] [--more "--bf16"]
 
-Needs no device: tests/plan/accounting.py runs the program's own steps on torch's meta device. Each
-case is a line: number, error of the peak, counted bytes, pipeline rank and flags.
+Needs no device: tests/apps/plan/accounting.py runs the program's own steps on torch's meta device.
+Each case is a line: number, error of the peak, counted bytes, pipeline rank and flags.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from accounting import PADDED, config_of
 from drawn import draw
 from shards import account_any
 
-from meshwright.plan import memory
+from meshwright.apps.plan import memory
 
 
 class Gpu:

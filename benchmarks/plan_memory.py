@@ -17,11 +17,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from meshwright.apps.plan.devices import load_profile
+from meshwright.apps.plan.memory import memory_of_ranks
+from meshwright.config import flags
+from meshwright.config.schema import TrainConfig
 from meshwright.model import counts
-from meshwright.plan.devices import load_profile
-from meshwright.plan.memory import memory_of_ranks
-from meshwright.settings import flags
-from meshwright.settings.schema import TrainConfig
 
 RUN = "--mock-data --train-iters 10 --lr 1e-4".split()
 

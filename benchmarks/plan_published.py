@@ -10,12 +10,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from meshwright.apps.plan.devices import DeviceProfile, load_profile
+from meshwright.apps.plan.memory import memory_of_ranks
+from meshwright.apps.plan.timing import StepTime, step_time
+from meshwright.config import flags
+from meshwright.config.schema import TrainConfig
 from meshwright.model.counts import flops_per_token
-from meshwright.plan.devices import DeviceProfile, load_profile
-from meshwright.plan.memory import memory_of_ranks
-from meshwright.plan.timing import StepTime, step_time
-from meshwright.settings import flags
-from meshwright.settings.schema import TrainConfig
 
 STILL = "--hidden-dropout 0 --attention-dropout 0"
 # arXiv 2104.04473, table 1, A100 of 80 GB: parameters in 10^9, heads, hidden size, layers, tensor

@@ -19,12 +19,12 @@ import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.bench import rows
+from meshwright.apps.bench import rows
+from meshwright.apps.plan.devices import load_profile
+from meshwright.apps.plan.timing import StepTime, step_time
+from meshwright.config import flags
+from meshwright.config.schema import TrainConfig
 from meshwright.model.counts import padded_size
-from meshwright.plan.devices import load_profile
-from meshwright.plan.timing import StepTime, step_time
-from meshwright.settings import flags
-from meshwright.settings.schema import TrainConfig
 
 RECORDS = Path(__file__).parent / "records"
 SEED = 28  # of the halves

@@ -43,9 +43,10 @@ import torch
 from common import describe_machine, print_head
 from data_index import SEQ, corpus, status
 
-from meshwright import console
+from meshwright.base import console
 from meshwright.checkpoint import loading, manifests, native, publish, steps
 from meshwright.checkpoint.manifests import CHUNK, File
+from meshwright.config.schema import Data, Model, Optimizer, TrainConfig, Training
 from meshwright.data import datasets
 from meshwright.data.blend import walk_side_by_side
 from meshwright.data.samples import LARGE, compiled_loops
@@ -56,8 +57,7 @@ from meshwright.parallel.cut_model import stages
 from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.store import Named, StoreSpec, UpdateRange
-from meshwright.ranks.team import BRANCHES, Team
-from meshwright.settings.schema import Data, Model, Optimizer, TrainConfig, Training
+from meshwright.runtime.ranks.team import BRANCHES, Team
 
 GPT3 = Model(num_layers=96, hidden_size=12288, num_attention_heads=96)
 VOCABULARY, PADDED, POSITIONS = 50257, 51200, 2048
@@ -545,7 +545,7 @@ PANELS = {
 def draw(record: Path) -> None:
     from matplotlib.figure import Figure
 
-    from meshwright.report import plot
+    from meshwright.apps.report import plot
 
     rows = [json.loads(line) for line in (record / "costs-files.jsonl").read_text().splitlines()]
     figure = Figure(figsize=(9, 4.5), layout="constrained")

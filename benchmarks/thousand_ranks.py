@@ -38,13 +38,13 @@ from simulated import LostMachine  # noqa: E402
 from torch._C._distributed_c10d import PrefixStore, TCPStore  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
+from meshwright.config import flags  # noqa: E402
+from meshwright.config.schema import TrainConfig  # noqa: E402
 from meshwright.parallel.layout import connect, layout_of  # noqa: E402
-from meshwright.ranks import connect as meetings  # noqa: E402
-from meshwright.ranks.compare import require_equal  # noqa: E402
-from meshwright.ranks.team import Team, connect_tree  # noqa: E402
-from meshwright.ranks.watchdog import Sign, Watchdog  # noqa: E402
-from meshwright.settings import flags  # noqa: E402
-from meshwright.settings.schema import TrainConfig  # noqa: E402
+from meshwright.runtime.ranks import connect as meetings  # noqa: E402
+from meshwright.runtime.ranks.compare import require_equal  # noqa: E402
+from meshwright.runtime.ranks.team import Team, connect_tree  # noqa: E402
+from meshwright.runtime.ranks.watchdog import Sign, Watchdog  # noqa: E402
 from meshwright.training.before import one_rank  # noqa: E402
 from meshwright.training.state.resume import saved_settings  # noqa: E402
 from team_threads import on_threads  # noqa: E402
@@ -324,7 +324,7 @@ def read_rows(record: Path) -> list[dict[str, Any]]:
 def draw(record: Path) -> None:
     from matplotlib.figure import Figure
 
-    from meshwright.report import plot
+    from meshwright.apps.report import plot
 
     rows = read_rows(record)
     figure = Figure(figsize=(9, 5), layout="constrained")

@@ -35,7 +35,7 @@ from typing import Any
 
 from common import new_parser
 
-from meshwright.runs.rows import read_new_rows
+from meshwright.base.runs.rows import read_new_rows
 
 FORMATS = {
     "bf16": ["--bf16"],
@@ -249,7 +249,7 @@ def time_lines(runs: Any, curves: dict[str, list[float]], base: str, width: int)
 
 def draw(path: Path, curves: dict[str, list[float]], width: int) -> None:
     """Write a picture of the smoothed curves."""
-    from meshwright.report.plot import new_axes, svg_of
+    from meshwright.apps.report.plot import new_axes, svg_of
 
     figure, axes = new_axes((7, 4))
     for kind, curve in curves.items():

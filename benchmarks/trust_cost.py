@@ -21,17 +21,17 @@ from collections.abc import Callable
 import torch
 from common import describe_machine, new_parser, print_head, print_row
 
-from meshwright import console
-from meshwright import device as devices
-from meshwright.bench.bench import find_commit
+from meshwright.apps.bench.bench import find_commit
+from meshwright.base import console
+from meshwright.base import device as devices
+from meshwright.config import flags
+from meshwright.config.schema import Parallel, TrainConfig
 from meshwright.kernels import clock
 from meshwright.parallel.layout import Layout
-from meshwright.ranks.pulse import pulse
-from meshwright.ranks.team import Team
-from meshwright.ranks.watchdog import Watchdog, thread_time
-from meshwright.ranks.world import World
-from meshwright.settings import flags
-from meshwright.settings.schema import Parallel, TrainConfig
+from meshwright.runtime.ranks.pulse import pulse
+from meshwright.runtime.ranks.team import Team
+from meshwright.runtime.ranks.watchdog import Watchdog, thread_time
+from meshwright.runtime.ranks.world import World
 from meshwright.training import network
 from meshwright.training.before.resolve import Resolved, Vocabulary
 from meshwright.training.health.replicas import Copies, Replicas

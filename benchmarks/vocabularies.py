@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from meshwright.settings.schema import TokenizerFlags
-from meshwright.tokenizers import build_tokenizer
-from meshwright.vocabularies import TikToken, WordPiece
+from meshwright.config.schema import TokenizerFlags
+from meshwright.data.tokenizers import build_tokenizer
+from meshwright.data.vocabularies import TikToken, WordPiece
 
 WORDS = "<s> </s> <|endoftext|> [SEP] ##a \u2581 <0x0A> don't e\u0301 \ufb01 \uff12\uff13 the".split()
 SPACES = " \t\n\r\u00a0\u3000\u200b\u2028\x0b\x0c\x85"

@@ -6,14 +6,14 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.apps.plan.timeline import simulate
+from meshwright.apps.plan.traffic import bytes_sent
+from meshwright.apps.report import plot
+from meshwright.apps.report.html import write_page
+from meshwright.config import schema as config
+from meshwright.config.presets import PRESETS
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.pipeline_schedule import ScheduleName
-from meshwright.plan.timeline import simulate
-from meshwright.plan.traffic import bytes_sent
-from meshwright.report import plot
-from meshwright.report.html import write_page
-from meshwright.settings import schema as config
-from meshwright.settings.presets import PRESETS
 
 PAGE = Path(__file__).with_suffix(".md")
 MODELS = {"345M": "ascend-345m", "1.3B": "ascend-1.3b", "2.7B": "ascend-2.7b"}

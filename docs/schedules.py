@@ -9,11 +9,11 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from meshwright.apps.report import plot
+from meshwright.apps.report.html import write_page
+from meshwright.config.schema import Optimizer, Precision, TrainConfig, Training
 from meshwright.optim.loss_scale import LossScale
 from meshwright.optim.schedule import build_schedule
-from meshwright.report import plot
-from meshwright.report.html import write_page
-from meshwright.settings.schema import Optimizer, Precision, TrainConfig, Training
 
 PICTURE = Path(__file__).with_name("schedules.svg")
 SAMPLES, BATCH = 100_000, 100

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import meshwright
+from meshwright.config import schema
+from meshwright.data.tokenizers import Bytes
 from meshwright.model.attention import Attention
 from meshwright.model.gpt import GPT, join
 from meshwright.model.layers import MLP, Norm
-from meshwright.settings import schema
-from meshwright.tokenizers import Bytes
 
 SEQ = 48
 tokenizer = Bytes()  # ids 0 ... 255 are bytes, 256 is the end of document

@@ -28,8 +28,8 @@ if not torch.cuda.is_available():
 import selection  # noqa: E402
 from faults import summary  # noqa: E402
 from helpers import TINY_FLAGS, TinyRun  # noqa: E402
-from meshwright import console, device  # noqa: E402
-from meshwright.settings import fields  # noqa: E402
+from meshwright.base import console, device  # noqa: E402
+from meshwright.config import fields  # noqa: E402
 
 os.environ.setdefault(*device.FUSED_MULTIPLY_ADD)
 

@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from meshwright.plan import graph_rule
+from meshwright.apps.plan import graph_rule
 from meshwright.training import graphs as graph
 from meshwright.training import network
 

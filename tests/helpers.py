@@ -16,14 +16,14 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from meshwright import tokenizers
 from meshwright.__main__ import main
+from meshwright.base.errors import BAD_DATA, UserError
 from meshwright.checkpoint import native, steps
 from meshwright.checkpoint.native import BoxedTensor
+from meshwright.config import schema as settings
+from meshwright.data import tokenizers
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.files.writer import Writer
-from meshwright.errors import BAD_DATA, UserError
-from meshwright.settings import schema as settings
 
 TINY = settings.Model(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=16)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from meshwright import device as devices
+from meshwright.base import device as devices
 from meshwright.parallel import agree
 
 CPU = torch.device("cpu")

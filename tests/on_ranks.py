@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from helpers import free_port
-from meshwright.ranks.team import Team
+from meshwright.runtime.ranks.team import Team
 
 # torch._dynamo too, which the first torch.manual_seed() of a process imports, in seconds; and what
 # every rank would import for itself in 0.2 seconds.

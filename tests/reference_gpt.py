@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from meshwright.settings.schema import Model
+from meshwright.config.schema import Model
 
 Weights = dict[str, np.ndarray]
 

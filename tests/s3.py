@@ -24,7 +24,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from meshwright.storage import store
+from meshwright.base.storage import store
 
 Fault = int | str | None
 

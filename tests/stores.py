@@ -5,13 +5,13 @@ import dataclasses
 import torch
 
 from helpers import TINY
+from meshwright.config import schema as config
 from meshwright.model.gpt import GPT, initialise
 from meshwright.model.loss import loss_sum, token_losses
 from meshwright.model.positions import Positions
 from meshwright.optim.rules import Numbers
 from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.store import StoreSpec
-from meshwright.settings import schema as config
 
 CPU = torch.device("cpu")
 VOCAB = 61

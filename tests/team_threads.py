@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from meshwright.ranks.team import Team, tree_of
+from meshwright.runtime.ranks.team import Team, tree_of
 
 
 class Group:

@@ -16,9 +16,9 @@ import pytest
 
 from documents import ROOT
 from meshwright.__main__ import COMMANDS, main
-from meshwright.commands.data import VERBS
-from meshwright.settings import flags
-from meshwright.settings.other_programs.megatron_flags import NO_EFFECT, REFUSED
+from meshwright.cli.data import VERBS
+from meshwright.compat.flags.megatron_flags import NO_EFFECT, REFUSED
+from meshwright.config import flags
 
 READMES = sorted(ROOT.glob("compat/*/*.md"))  # their scripts have flags of their own
 GUIDE = [ROOT / "README.md", ROOT / "README.zh.md", *sorted(ROOT.glob("docs/**/*.md"))]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshwright import __main__ as program
-from meshwright.errors import UNAVAILABLE
+from meshwright.base.errors import UNAVAILABLE
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "meshwright"
@@ -153,7 +153,7 @@ def test_no_torch_where_it_must_start_fast() -> None:
 @pytest.mark.whole
 def test_training_imports_torch_numpy_and_rich_only(tmp_path: Path) -> None:
     """What else is installed, and torch's compiler, is imported where it is used."""
-    from meshwright.tokenizers import train_bpe
+    from meshwright.data.tokenizers import train_bpe
 
     train_bpe(["some words to learn from"], 270, tmp_path)
     flags = (

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from faults import summary
-from meshwright.settings import fields
+from meshwright.config import fields
 
 TESTS = Path(__file__).parent
 

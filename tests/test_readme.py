@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from documents import ROOT, SMALLER, fill, shell, smaller
-from meshwright import errors
 from meshwright.__main__ import main
+from meshwright.base import errors
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(180)]
 

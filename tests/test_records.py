@@ -3,7 +3,7 @@
 import json
 import math
 
-from meshwright.records import align_columns, json_ready
+from meshwright.base.records import align_columns, json_ready
 
 
 def test_a_number_that_is_not_finite_is_read_back_by_float():

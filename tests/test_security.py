@@ -21,7 +21,7 @@ from meshwright.checkpoint import manifests, publish, steps
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.loader import Samples
 from meshwright.generation import templates
-from meshwright.ranks import connect
+from meshwright.runtime.ranks import connect
 
 ROOT = Path(__file__).parents[1]
 
@@ -212,7 +212,7 @@ def test_the_server_speaks_plain_http_and_logs_no_text(capfd: pytest.CaptureFixt
 def test_the_live_page_is_this_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("starlette")
     pytest.importorskip("uvicorn")
-    from meshwright.watch import app
+    from meshwright.apps.watch import app
 
     found = []
 

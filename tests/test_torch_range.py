@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from documents import ROOT
-from meshwright import doctor
+from meshwright.apps.doctor import facts as doctor
 
 FIRST, LAST = ("{}.{}".format(*version) for version in doctor.TESTED)
 NEWEST = re.search(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.M)[1]  # type: ignore[index]

@@ -12,7 +12,7 @@ import pytest
 from documents import ROOT, environment, smaller
 from helpers import captured_output
 from meshwright.__main__ import main
-from meshwright.errors import DONE, SIGINT
+from meshwright.base.errors import DONE, SIGINT
 
 PAGE = ROOT / "docs" / "tutorial.md"
 # Applied to a documented flag where it appears; the other flags stay as documented.

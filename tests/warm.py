@@ -80,7 +80,7 @@ def programs() -> Path:
         Path(folder.name, name).write_text(client)
         Path(folder.name, name).chmod(0o755)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, "meshwright.launch.agent", "torch.distributed.run"])
+    context.set_forkserver_preload([*PRELOAD, "meshwright.runtime.launch.agent", "torch.distributed.run"])
     server = context.Process(target=serve, args=(address,), daemon=True)
     server.start()
     while not os.path.exists(address):

@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from meshwright.api import generate as generate
     from meshwright.api import load as load
     from meshwright.api import train as train
+    from meshwright.apps.evaluate.score import Score as Score
+    from meshwright.base.errors import UserError as UserError
     from meshwright.checkpoint.convert import convert as convert
-    from meshwright.errors import UserError as UserError
-    from meshwright.evaluation.score import Score as Score
+    from meshwright.config.schema import TrainConfig as TrainConfig
     from meshwright.generation.engine import LanguageModel as LanguageModel
-    from meshwright.settings.schema import TrainConfig as TrainConfig
 
 _HOMES = {
-    "TrainConfig": "settings.schema",
-    "UserError": "errors",
+    "TrainConfig": "config.schema",
+    "UserError": "base.errors",
     "LanguageModel": "generation.engine",
-    "Score": "evaluation.score",
+    "Score": "apps.evaluate.score",
     "convert": "checkpoint.convert",
 } | dict.fromkeys(("TrainResult", "evaluate", "generate", "load", "train"), "api")
 
@@ -38,7 +38,7 @@ __all__ = sorted([*_HOMES, "__version__"])
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from meshwright.version import our_version
+        from meshwright.base.version import our_version
 
         return our_version()
     if name not in _HOMES:

@@ -1,4 +1,4 @@
-"""meshwright COMMAND: each command is a module of `commands/`, imported only when it is called."""
+"""meshwright COMMAND: the registry names its module, which is imported when it is called."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from meshwright.console import fit
-from meshwright.errors import BAD_DATA, DONE, IO, SIGINT, UNAVAILABLE, USAGE, UnfitFile, UserError
-from meshwright.host import MORE_MEMORY, describe_lack
-from meshwright.ranks.orphans import die_with_launcher
-from meshwright.storage.addresses import shown
+from meshwright.base import registry
+from meshwright.base.console import fit
+from meshwright.base.errors import BAD_DATA, DONE, IO, SIGINT, UNAVAILABLE, USAGE, UnfitFile, UserError
+from meshwright.base.host import MORE_MEMORY, describe_lack
+from meshwright.base.storage.addresses import shown
+from meshwright.runtime.ranks.orphans import die_with_launcher
 
-# The module of each command is commands/NAME.py, with _ for -.
+# What the list says of each command of ours.
 COMMANDS = {
     "quickstart": "make a model of your own text, in ten minutes",
     "demo": "train a small model on this machine, in some minutes",
@@ -126,7 +127,7 @@ def main(argv: list[str] | None = None, spellings: Mapping[str, str] | None = No
 
 def _run(name: str, argv: list[str]) -> int:
     if name == "help" and argv:  # help COMMAND [VERB] [TOPIC]
-        if argv[0] not in (*COMMANDS, "-h", "--help", "--help-all", "--version", "-V"):
+        if argv[0] not in (*commands(), "-h", "--help", "--help-all", "--version", "-V"):
             _help_of_flag(argv[0])
         known = 2 if argv[0] == "data" and len(argv) > 1 else 1
         return _run(argv[0], [*argv[1:known], "--help", *argv[known:]])
@@ -136,11 +137,11 @@ def _run(name: str, argv: list[str]) -> int:
     if name in ("--version", "-V"):
         print(version(with_torch=name == "-V"))
         return DONE
-    if name not in COMMANDS:
-        from meshwright.settings.hints import did_you_mean, our_word
+    if (command := registry.find("commands", name)) is None:
+        from meshwright.base.hints import did_you_mean, our_word
 
-        ours = our_word("commands", name, COMMANDS)
-        near = f"; here it is `meshwright {ours}`" if ours else did_you_mean(name, COMMANDS, 0.7)
+        ours = our_word("commands", name, commands())
+        near = f"; here it is `meshwright {ours}`" if ours else did_you_mean(name, commands(), 0.7)
         hint = near or "; `meshwright help` lists the commands"
         print(f"meshwright: no command {name!r}{hint}", file=sys.stderr)
         return USAGE
@@ -151,7 +152,7 @@ def _run(name: str, argv: list[str]) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1 << 20) if hard > 0 else 1 << 20, hard))
     # Idle threads sleep soon: spinning, GNU OpenMP's default, halves the speed of a busy machine.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    return importlib.import_module(f"meshwright.commands.{name.replace('-', '_')}").main(argv) or DONE
+    return command(argv) or DONE
 
 
 def _help_of_flag(topic: str) -> None:
@@ -166,8 +167,8 @@ def _help_of_flag(topic: str) -> None:
 
 def _as_typed(message: str, argv: list[str], spellings: Mapping[str, str]) -> str:
     """Return an error with flags spelt as the user spelt them."""
-    from meshwright.settings.fields import typed_spellings
-    from meshwright.settings.pages import PAGES
+    from meshwright.config.fields import typed_spellings
+    from meshwright.config.pages import PAGES
 
     command = next((name for name in (" ".join(argv[:2]), *argv[:1]) if name in PAGES), None)
     typed = typed_spellings(pkgutil.resolve_name(PAGES[command].config), argv) if command else {}
@@ -183,20 +184,35 @@ def _print_error(line: str) -> None:
         print(fit(shown(line), sys.stderr), file=sys.stderr, flush=True)
 
 
+def commands() -> dict[str, str]:
+    """Return what each command of this installation does; other packages' come last."""
+    places = registry.entries("commands")
+    ours = {name: about for name, about in COMMANDS.items() if name in places or name == "help"}
+    return ours | {name: _about(place) for name, place in places.items() if name not in COMMANDS}
+
+
+def _about(place: str) -> str:
+    """Return the first line of a module's docstring."""
+    module = importlib.import_module(place.partition(":")[0])
+    return (module.__doc__ or "").strip().partition("\n")[0].rstrip(".")
+
+
 def usage() -> str:
     """Return the commands in the order of the work, a line each, for 80 columns and 24 rows."""
-    listed = {heading: [n for n in names.split() if n in COMMANDS] for heading, names in GROUPS.items()}
-    listed["More"] = [name for name in COMMANDS if name not in " ".join(GROUPS.values()).split()]
+    known = commands()
+    listed = {heading: [n for n in names.split() if n in known] for heading, names in GROUPS.items()}
+    listed["More"] = [name for name in known if name not in " ".join(GROUPS.values()).split()]
     lines = ["usage: meshwright COMMAND [flags]; flags and examples: meshwright help COMMAND"]
     for heading, names in listed.items():
-        rows = {name: COMMANDS[name] for name in names} | {k: v for k, v in SHARED.items() if k.split(", ")[0] in names}
-        rows = {name: text for name, text in rows.items() if name not in ", ".join(SHARED).split(", ")}
+        shared = {k: v for k, v in SHARED.items() if {*k.split(", ")} <= {*names}}
+        merged = ", ".join(shared).split(", ")
+        rows = {name: known[name] for name in names if name not in merged} | shared
         lines += [f"{heading * (n == 0):<6} {name:<16} {text}" for n, (name, text) in enumerate(rows.items())]
     return "\n".join(lines)
 
 
 def version(with_torch: bool = False) -> str:
-    from meshwright.version import installed_version, our_version
+    from meshwright.base.version import installed_version, our_version
 
     more = f", torch {installed_version('torch')}, Python {sys.version.split()[0]}" if with_torch else ""
     return f"meshwright {our_version()}{more}"

@@ -15,18 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
-from meshwright import console
-from meshwright import device as devices
-from meshwright.errors import UserError, bad_data
-from meshwright.settings import check_values, flags
-from meshwright.settings.fields import keywords_in_errors
-from meshwright.settings.schema import DESCRIBING, GenerateConfig, TrainConfig
+from meshwright.base import console
+from meshwright.base import device as devices
+from meshwright.base.errors import UserError, bad_data
+from meshwright.config import check_values, flags
+from meshwright.config.fields import keywords_in_errors
+from meshwright.config.schema import DESCRIBING, GenerateConfig, TrainConfig
 
 if TYPE_CHECKING:
+    from meshwright.apps.evaluate.score import Score
+    from meshwright.base.runs.history import History
     from meshwright.data.datasets import Datasets
-    from meshwright.evaluation.score import Score
     from meshwright.generation.engine import LanguageModel
-    from meshwright.runs.history import History
     from meshwright.training.network import Model
     from meshwright.training.step import Loss
 
@@ -50,7 +50,7 @@ class TrainResult:
     @property
     def history(self) -> History:
         """Steps, validations and attempts, read from the run folder."""
-        from meshwright.runs.history import read_history
+        from meshwright.base.runs.history import read_history
 
         if self.folder is None:
             raise UserError("the run kept no history; give save or run_dir")
@@ -76,8 +76,8 @@ def train(
     launcher such as torchrun every rank calls this function. With `handle_signals` (main thread
     only), Ctrl-C and SIGTERM finish the step and save. With `quiet` nothing is printed.
     """
-    from meshwright.commands.verify_layout import rehearse
-    from meshwright.launch.launcher import launch_flags_of
+    from meshwright.apps.verify.command import rehearse
+    from meshwright.runtime.launch.launcher import launch_flags_of
     from meshwright.training.run import Caller, run
 
     if handle_signals and threading.current_thread() is not threading.main_thread():
@@ -171,7 +171,7 @@ def evaluate(
     `texts` are the documents. Documents longer than the model's `seq_length` are read in windows
     that advance by `stride` tokens (default: half the length), each after the first with context.
     """
-    from meshwright.evaluation.score import score_texts
+    from meshwright.apps.evaluate.score import score_texts
 
     if isinstance(texts, str):
         raise UserError("texts is one string; give a list of documents")

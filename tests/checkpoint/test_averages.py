@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ranks.test_team import on_threads
 
 from helpers import TINY_FLAGS, box_elements, flip_bit, open_step, read_rows
 from meshwright.__main__ import main
+from meshwright.base.errors import BAD_DATA, USAGE, UserError
 from meshwright.checkpoint import averages, loading, native, steps
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.native import BoxedTensor, undivided
-from meshwright.errors import BAD_DATA, USAGE, UserError
-from ranks.test_team import on_threads
 
 SHAPES = {"wte.weight": (13, 7), "h.0.mlp.fc.weight": (2, 5, 3), "ln_f.weight": (7,)}
 NUMBERS = (2, 4, 6, 9)

@@ -17,16 +17,16 @@ import torch.distributed as dist
 
 from helpers import TINY_FLAGS, captured_output, open_step, read_rows
 from layouts import Connected, parse, trained
-from meshwright import console
 from meshwright.__main__ import main
+from meshwright.apps.report.page import write_report
+from meshwright.base import console
+from meshwright.base.errors import IO, UserError
 from meshwright.checkpoint import native, publish, steps
 from meshwright.checkpoint.background import Background
-from meshwright.errors import IO, UserError
+from meshwright.config import flags
+from meshwright.config.schema import TrainConfig
 from meshwright.parallel.layout import Layout
-from meshwright.ranks.team import Team
-from meshwright.report.page import write_report
-from meshwright.settings import flags
-from meshwright.settings.schema import TrainConfig
+from meshwright.runtime.ranks.team import Team
 from meshwright.training.state.saver import Saver
 from on_ranks import run_ranks
 
@@ -118,7 +118,7 @@ def test_a_save_is_reported_after_the_rename(tmp_path: Path, monkeypatch: pytest
         said.append((line, folder.exists()))
         real(line, **kind)
 
-    monkeypatch.setattr("meshwright.console.say", say)
+    monkeypatch.setattr("meshwright.base.console.say", say)
     monkeypatch.setattr("meshwright.training.state.saver.say", say)
     assert train(tmp_path, "--async-save") == 0
     lines = [(line.split()[0], there) for line, there in said if "checkpoint at iteration       6" in line]
@@ -293,7 +293,7 @@ def test_a_failure_is_reported_when_something_else_ends_the_run(capsys: pytest.C
 
 
 def test_without_the_memory_training_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.host.free_host_memory", lambda: 1000)
+    monkeypatch.setattr("meshwright.base.host.free_host_memory", lambda: 1000)
     with captured_output() as (said, _):
         assert train(tmp_path, "--async-save") == 0
     assert any("training waits" in line for line in said) and steps.latest(tmp_path)[0] == 6

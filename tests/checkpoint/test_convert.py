@@ -16,18 +16,18 @@ import pytest
 import torch
 
 from helpers import TINY_FLAGS, captured_output, write_counting
-from meshwright import tokenizers
 from meshwright.__main__ import main
+from meshwright.base.errors import BAD_DATA, DONE, LOCKED, USAGE, UserError
 from meshwright.checkpoint import loading, native
 from meshwright.checkpoint.boxes import Box, split_boxes
 from meshwright.checkpoint.convert import complete_source, native_files, select
-from meshwright.checkpoint.foreign.huggingface import writer as huggingface_writer
-from meshwright.checkpoint.foreign.pickle import pickles
+from meshwright.checkpoint.huggingface import writer as huggingface_writer
 from meshwright.checkpoint.registry import HUGGING_FACE
 from meshwright.checkpoint.sources import MappedSource, Source, TensorInfo, TensorView
 from meshwright.checkpoint.steps import NATIVE
-from meshwright.errors import BAD_DATA, DONE, LOCKED, USAGE, UserError
-from meshwright.settings.schema import TokenizerFlags
+from meshwright.compat.formats.pickle import pickles
+from meshwright.config.schema import TokenizerFlags
+from meshwright.data import tokenizers
 
 pytestmark = pytest.mark.whole
 ROOT = Path(__file__).resolve().parents[2]
@@ -380,8 +380,8 @@ def imported():
     """Return the anonymous memory of a process that has only imported what the command does."""
     code = (
         "import torch, safetensors, tokenizers, meshwright.checkpoint.convert, meshwright.model.gpt;"
-        "import meshwright.checkpoint.foreign.huggingface.reader;"
-        "import meshwright.checkpoint.foreign.megatron.writer; print(open('/proc/self/status').read())"
+        "import meshwright.checkpoint.huggingface.reader;"
+        "import meshwright.compat.formats.megatron.writer; print(open('/proc/self/status').read())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return anonymous(done.stdout)

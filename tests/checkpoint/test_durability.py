@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshwright.base.files import replacing
 from meshwright.checkpoint import publish
 from meshwright.checkpoint.manifests import verify_step
 from meshwright.checkpoint.steps import TRACKER, latest
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.files.writer import Writer
-from meshwright.files import replacing
 
 
 class Disk:

@@ -29,14 +29,14 @@ from helpers import (
     random_boxes,
     random_tensor,
 )
+from meshwright.base.errors import UserError
 from meshwright.checkpoint import boxes as geometry
 from meshwright.checkpoint import loading, manifests, native, publish, steps
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.native import BoxedTensor, undivided
-from meshwright.commands import inspect
-from meshwright.errors import UserError
-from meshwright.settings import flags
-from meshwright.settings.schema import TrainConfig
+from meshwright.cli import inspect
+from meshwright.config import flags
+from meshwright.config.schema import TrainConfig
 from meshwright.training.state.resume import checkpoint_architecture, differences
 
 

@@ -18,17 +18,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks.test_team import on_threads
 
 from helpers import blank, box_elements, hold_equal, random_boxes
 from meshwright.checkpoint import loading, manifests, native, publish, steps
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.native import BoxedTensor
+from meshwright.config.schema import TrainConfig
 from meshwright.parallel.layout import Layout
-from meshwright.ranks import team as teams
-from meshwright.ranks.team import Team
-from meshwright.settings.schema import TrainConfig
+from meshwright.runtime.ranks import team as teams
+from meshwright.runtime.ranks.team import Team
 from meshwright.training.state.saver import Saver
-from ranks.test_team import on_threads
 
 NAMES = [f"h.{n}.mlp.fc.weight" for n in range(4)]
 ROWS = 64

@@ -21,19 +21,19 @@ import torch.multiprocessing as mp
 
 import on_ranks
 from helpers import DTYPES, Box, blank, box_elements, captured_output, flip_bit, hold_equal, random_boxes, random_tensor
-from meshwright import console
+from meshwright.base import console
+from meshwright.base.errors import BAD_DATA, IO, LOCKED, UNEXPECTED, USAGE, UserError
 from meshwright.checkpoint import boxes as geometry
 from meshwright.checkpoint import loading, manifests, native, publish, steps
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.native import BoxedTensor, undivided
 from meshwright.checkpoint.sources import Source
-from meshwright.commands import inspect
+from meshwright.cli import inspect
+from meshwright.config.schema import Checkpoint, Data, TokenizerFlags, TrainConfig
 from meshwright.data import datasets
-from meshwright.errors import BAD_DATA, IO, LOCKED, UNEXPECTED, USAGE, UserError
 from meshwright.parallel import shard
-from meshwright.ranks.team import ALONE, Team
-from meshwright.ranks.world import World
-from meshwright.settings.schema import Checkpoint, Data, TokenizerFlags, TrainConfig
+from meshwright.runtime.ranks.team import ALONE, Team
+from meshwright.runtime.ranks.world import World
 from meshwright.training.before import preflight
 from meshwright.training.before.resolve import identity_of, look_at_files
 from meshwright.training.setup import open_feed

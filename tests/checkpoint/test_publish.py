@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from helpers import captured_output, error_of, flip_bit
+from meshwright.base.errors import IO, LOCKED, UserError
 from meshwright.checkpoint import manifests, owner, publish, registry, steps
-from meshwright.errors import IO, LOCKED, UserError
 
 POINTS = """
     begin after_mkdir written_unsynced shard_done manifest_unsynced before_rename after_rename before_tracker

@@ -8,8 +8,8 @@ import torch
 
 import stores
 from meshwright.checkpoint import loading, native
+from meshwright.config.schema import Optimizer
 from meshwright.kernels import moments
-from meshwright.settings.schema import Optimizer
 from stores import GATED, is_equal, make, snapshot, take_step
 
 FORMATS = ["float32", "bfloat16", "float8"]
@@ -70,7 +70,7 @@ def test_a_run_may_go_on_in_another_format(tmp_path, capsys, dtype):
 
 
 def test_an_export_to_megatron_has_float32(tmp_path):
-    from meshwright.checkpoint.foreign.megatron import writer
+    from meshwright.compat.formats.megatron import writer
 
     path, _, store = made(tmp_path, "float8")
     source = loading.open_checkpoint(path)

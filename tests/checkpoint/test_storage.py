@@ -15,12 +15,12 @@ import pytest
 
 from helpers import TINY_FLAGS, error_of, read_losses
 from meshwright.__main__ import main
+from meshwright.base.errors import IO, LOCKED, USAGE, UserError
+from meshwright.base.storage import addresses, copies, store
 from meshwright.checkpoint import lease, manifests, mirror, publish, steps, upload
 from meshwright.data.files.indexed import content_sample
 from meshwright.data.files.writer import Writer
-from meshwright.errors import IO, LOCKED, USAGE, UserError
-from meshwright.ranks.pulse import pulse
-from meshwright.storage import addresses, copies, store
+from meshwright.runtime.ranks.pulse import pulse
 from s3 import Bucket, serving_bucket
 
 obstore_urls = pytest.importorskip("obstore.store")

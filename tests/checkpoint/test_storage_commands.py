@@ -9,12 +9,12 @@ import pytest
 
 from helpers import TINY_FLAGS, captured_output
 from meshwright.__main__ import main
+from meshwright.apps.watch import command as watch
+from meshwright.apps.watch.overview import Watcher
+from meshwright.base.errors import USAGE
+from meshwright.base.storage import addresses, copies, store
 from meshwright.checkpoint import mirror
-from meshwright.commands import watch
 from meshwright.data.files.writer import Writer
-from meshwright.errors import USAGE
-from meshwright.storage import addresses, copies, store
-from meshwright.watch.overview import Watcher
 from s3 import Bucket, serving_bucket
 
 pytest.importorskip("obstore")
@@ -127,7 +127,7 @@ def test_the_page_of_watch_follows_a_run(
             watcher.update()
         assert run.column("iteration").tolist() == [1, 2, 3, 4]
 
-    monkeypatch.setattr("meshwright.watch.app.serve_page", look)
+    monkeypatch.setattr("meshwright.apps.watch.app.serve_page", look)
     assert main(["watch", "s3://bucket/runs"]) == 0
     assert not list(Path(addresses.localize(RUN)).glob("iter_*/rank_*"))
     assert main(["watch", "s3://bucket/nothing"]) != 0

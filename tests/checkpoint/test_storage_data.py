@@ -11,12 +11,12 @@ import pytest
 
 from helpers import TINY_FLAGS, error_of
 from meshwright.__main__ import main
+from meshwright.base.errors import BAD_DATA, USAGE
+from meshwright.base.storage import addresses, copies, store
+from meshwright.config.schema import Data, TrainConfig
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.files.writer import Writer
 from meshwright.data.loader import Samples
-from meshwright.errors import BAD_DATA, USAGE
-from meshwright.settings.schema import Data, TrainConfig
-from meshwright.storage import addresses, copies, store
 from meshwright.training.before.resolve import NO_VOCABULARY, identity_of
 from s3 import Bucket, serving_bucket
 

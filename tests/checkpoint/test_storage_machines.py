@@ -12,10 +12,10 @@ import pytest
 
 from faults.test_storage_kill import wrong_steps
 from helpers import TINY_FLAGS, error_of, free_port, read_losses
+from meshwright.base.errors import IO, LOCKED
+from meshwright.base.storage import addresses
 from meshwright.checkpoint import lease, manifests, mirror, publish, steps, upload
-from meshwright.errors import IO, LOCKED
-from meshwright.ranks.team import Team
-from meshwright.storage import addresses
+from meshwright.runtime.ranks.team import Team
 from on_ranks import run_programs
 from s3 import Bucket, serving_bucket
 

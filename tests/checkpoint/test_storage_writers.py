@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from helpers import error_of
+from meshwright.base.errors import BAD_DATA, IO, LOCKED
+from meshwright.base.storage import addresses, store
 from meshwright.checkpoint import lease, manifests, mirror, publish, steps, upload
-from meshwright.errors import BAD_DATA, IO, LOCKED
-from meshwright.storage import addresses, store
 from s3 import Bucket, serving_bucket
 
 pytest.importorskip("obstore")

@@ -51,7 +51,7 @@ def fill(folder: Path) -> Path:
     """As after the documents' downloads: scripts, a corpus, GPT-2's two vocabulary files (ours are
     smaller).
     """
-    from meshwright.tokenizers import train_bpe
+    from meshwright.data.tokenizers import train_bpe
 
     for name in ("pretrain_gpt.py", "tools", "src"):
         (folder / name).symlink_to(ROOT / name)

@@ -31,10 +31,10 @@ from documents import (
     started,
     steps,
 )
+from meshwright.config import flags
+from meshwright.config.schema import TrainConfig
 from meshwright.data.files.indexed import Indexed
-from meshwright.launch.launcher import LaunchPlan
-from meshwright.settings import flags
-from meshwright.settings.schema import TrainConfig
+from meshwright.runtime.launch.launcher import LaunchPlan
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(180)]
 
@@ -153,7 +153,9 @@ def recorded(system: Path, tmp_path: Path) -> str:
 def test_run_py_is_deepspeeds_launcher(system: Path, monkeypatch: pytest.MonkeyPatch, devices: str) -> None:
     """As the published scripts call it."""
     ran: list[tuple[LaunchPlan, list[str]]] = []
-    monkeypatch.setattr("meshwright.launch.agent.launch_ranks", lambda plan, program: ran.append((plan, program)) or 0)
+    monkeypatch.setattr(
+        "meshwright.runtime.launch.agent.launch_ranks", lambda plan, program: ran.append((plan, program)) or 0
+    )
     monkeypatch.chdir(system)
     script = [str(system / "pretrain_gpt.py"), "--deepspeed", "--deepspeed_config=./ds_config.json"]
     monkeypatch.setattr("sys.argv", ["run.py", *devices.split(), *script])

@@ -21,8 +21,8 @@ import fakes
 from blocks import block, covers
 from documents import ROOT, ROUNDING, assert_same, by_deepspeed, run, shell, steps
 from helpers import free_port
+from meshwright.base.errors import UserError
 from meshwright.data.files.indexed import Indexed
-from meshwright.errors import UserError
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(180)]
 
@@ -102,7 +102,9 @@ def test_two_nodes_with_equal_arguments(clone: Path, tool: Any) -> None:
 def test_oneflows_launcher(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its module is found in the folder of the scripts, with its flags and its defaults."""
     ran: list[tuple[Any, list[str]]] = []
-    monkeypatch.setattr("meshwright.launch.agent.launch_ranks", lambda plan, program: ran.append((plan, program)) or 0)
+    monkeypatch.setattr(
+        "meshwright.runtime.launch.agent.launch_ranks", lambda plan, program: ran.append((plan, program)) or 0
+    )
     monkeypatch.chdir(clone)
     monkeypatch.syspath_prepend(str(clone))
     script = ["tools/train_net.py", "--config-file", CONFIG, "train.seed=1"]
@@ -251,7 +253,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("word", REFUSED)
 def test_what_has_no_counterpart_is_refused_by_name(tool: Any, word: str) -> None:
-    from meshwright.errors import UserError
+    from meshwright.base.errors import UserError
 
     with pytest.raises(UserError) as refusal:
         flags_of(tool, [word])
@@ -327,7 +329,7 @@ def test_bad_input_ends_in_a_sentence(clone: Path, tool: Any, capsys: pytest.Cap
     assert done.stderr.endswith(
         "bad.py:1: module os is not read; names of libai, oneflow, flowvision, omegaconf are known\n    import os\n"
     )
-    from meshwright.errors import UserError
+    from meshwright.base.errors import UserError
 
     for word in ("train.train_iter=abc", "train.dist.tensor_parallel_size=0", "optim.betas=3"):
         with pytest.raises(UserError, match="lacks a setting, or has one of another kind"):

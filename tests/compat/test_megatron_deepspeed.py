@@ -34,7 +34,7 @@ from documents import (
     words,
 )
 from fakes import put_first
-from meshwright.settings.other_programs import deepspeed_json
+from meshwright.compat.flags import deepspeed_json
 
 __all__ = ["machines"]  # a fixture
 TREE = ROOT / "compat/megatron-deepspeed"

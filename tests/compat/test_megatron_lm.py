@@ -34,11 +34,11 @@ from documents import (
 )
 from fakes import put_first
 from helpers import train_on_texts
-from meshwright.checkpoint.foreign.megatron import reader as megatron
-from meshwright.settings import flags
-from meshwright.settings.other_programs.argument_dump import dumped_arguments
-from meshwright.settings.other_programs.megatron_flags import OLD_SWITCHES
-from meshwright.settings.schema import TrainConfig
+from meshwright.compat.flags.argument_dump import dumped_arguments
+from meshwright.compat.flags.megatron_flags import OLD_SWITCHES
+from meshwright.compat.formats.megatron import reader as megatron
+from meshwright.config import flags
+from meshwright.config.schema import TrainConfig
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(180)]
 

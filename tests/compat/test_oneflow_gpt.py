@@ -37,10 +37,10 @@ from documents import (
     words,
 )
 from meshwright.__main__ import main
-from meshwright.errors import UserError
-from meshwright.launch import launcher
-from meshwright.settings import flags
-from meshwright.settings.schema import TrainConfig
+from meshwright.base.errors import UserError
+from meshwright.config import flags
+from meshwright.config.schema import TrainConfig
+from meshwright.runtime.launch import launcher
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(180)]
 

@@ -9,12 +9,12 @@ import numpy as np
 
 from helpers import captured_output, tokens_of
 from meshwright.__main__ import main
+from meshwright.config.schema import Data, TokenizerFlags, TrainConfig, Training
+from meshwright.config.text_inputs import Preprocess, PreprocessConfig
 from meshwright.data.datasets import build_datasets
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.files.writer import Writer
-from meshwright.data.prepare import preprocess
-from meshwright.settings.schema import Data, TokenizerFlags, TrainConfig, Training
-from meshwright.settings.text_inputs import Preprocess, PreprocessConfig
+from meshwright.data.text import preprocess
 
 BYTES = TokenizerFlags(tokenizer_type="ByteTokenizer")
 

@@ -141,7 +141,7 @@ def digest(arrays: list[Any]) -> list[str]:
 
 
 def main() -> None:
-    from meshwright import console
+    from meshwright.base import console
 
     console.set_stream(None)
     out: dict[str, Any] = {"indices": [], "blends": []}

@@ -10,12 +10,12 @@ import pytest
 from corpora import build_and_capture, data_config
 
 from helpers import blend_rule, captured_output, error_of, write_counting
+from meshwright.base.errors import USAGE
+from meshwright.config import checks
 from meshwright.data import blend
 from meshwright.data.blend import Blend, blend_order, normalise
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.loader import Cyclic, Loader, LoaderSpec, Mock, Samples
-from meshwright.errors import USAGE
-from meshwright.settings import checks
 
 
 def check(weights, size):

@@ -24,19 +24,19 @@ from corpora import BYTES, write_pair
 
 from helpers import captured_output, write_counting
 from meshwright.__main__ import main
-from meshwright.commands.train_tokenizer import TrainTokenizerConfig, recorded_settings
+from meshwright.base.errors import LOCKED
+from meshwright.cli.train_tokenizer import TrainTokenizerConfig, recorded_settings
+from meshwright.config.schema import Data, TokenizerFlags, TrainConfig, Training
+from meshwright.config.text_inputs import Preprocess, PreprocessConfig
 from meshwright.data import index_cache
 from meshwright.data.blend import Blend
 from meshwright.data.datasets import build_datasets
 from meshwright.data.files.indexed import Indexed, fingerprint
 from meshwright.data.loader import Mock, Samples
 from meshwright.data.packing import Packed, pack_files
-from meshwright.data.prepare.preprocess import Preparation
-from meshwright.errors import LOCKED
-from meshwright.ranks.world import World
-from meshwright.settings.schema import Data, TokenizerFlags, TrainConfig, Training
-from meshwright.settings.text_inputs import Preprocess, PreprocessConfig
-from meshwright.vocabularies import byte_symbols
+from meshwright.data.text.preprocess import Preparation
+from meshwright.data.vocabularies import byte_symbols
+from meshwright.runtime.ranks.world import World
 
 LENGTHS = [30, 20, 10, 40, 25, 7]
 

@@ -19,7 +19,7 @@ from test_preprocess import BAD
 from helpers import error_of
 from meshwright.data.files.indexed import HEADER, Indexed, check_vocabulary
 from meshwright.data.files.verify import check_pair
-from meshwright.data.prepare import cutting, preprocess
+from meshwright.data.text import cutting, preprocess
 
 
 def hostile(seed, lines=4000):

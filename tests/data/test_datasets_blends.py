@@ -13,16 +13,16 @@ from corpora import build_and_capture, data_config
 
 from helpers import TINY_FLAGS, blend_rule, captured_output, error_of, open_step, read_rows, write_counting
 from meshwright.__main__ import main
+from meshwright.base.errors import IO, USAGE
+from meshwright.base.files import allow_open_files
+from meshwright.config import check_data, data_paths, notices
+from meshwright.config.data_paths import PathSet, TokenFiles, path_sets
+from meshwright.config.schema import Data, Logging
 from meshwright.data.blend import Blend, Chain, normalise, samples_needed
 from meshwright.data.datasets import build_datasets, continue_datasets
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.history import BlendHistory
 from meshwright.data.loader import Loader, LoaderSpec, Mock, Samples
-from meshwright.errors import IO, USAGE
-from meshwright.files import allow_open_files
-from meshwright.settings import check_data, data_paths, notices
-from meshwright.settings.data_paths import PathSet, TokenFiles, path_sets
-from meshwright.settings.schema import Data, Logging
 from meshwright.training.log.trackers import validation_tags
 
 SEQ = 8
@@ -629,8 +629,8 @@ def test_a_split_without_validation_is_reported():
 
 @pytest.mark.pictures
 def test_several_sets_in_the_report(files):
-    from meshwright.report import page
-    from meshwright.runs.history import read_history
+    from meshwright.apps.report import page
+    from meshwright.base.runs.history import read_history
 
     step = {"attempt": 1, "consumed_samples": 4, "loss": 5.0, "grad_norm": 1.0, "lr": 0.1}
     step |= {"skipped": False, "ms": 1.0, "tokens_per_second": 9.0}

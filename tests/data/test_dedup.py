@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from corpora import run_data
 
-from meshwright.data.tools import dedup
-from meshwright.data.tools.dedup import Similarity
-from meshwright.errors import BAD_DATA, DONE, LOCKED, USAGE
-from meshwright.progress import SkippedLines
+from meshwright.apps.datasets import dedup
+from meshwright.apps.datasets.dedup import Similarity
+from meshwright.base.errors import BAD_DATA, DONE, LOCKED, USAGE
+from meshwright.base.progress import SkippedLines
 
 
 def write(path: Path, texts: list[str]) -> str:

@@ -12,11 +12,11 @@ from corpora import line, preprocess_inputs, texts_in
 
 from helpers import error_of
 from meshwright.__main__ import main
-from meshwright.data.prepare import cutting, encodings, inputs, journal, plain
-from meshwright.data.prepare.inputs import find_inputs
-from meshwright.data.tools import merge_json
-from meshwright.quickstart.collect import InputDocuments
-from meshwright.settings.text_inputs import TextInputs
+from meshwright.apps.datasets import merge_json
+from meshwright.apps.quickstart.collect import InputDocuments
+from meshwright.config.text_inputs import TextInputs
+from meshwright.data.text import cutting, encodings, inputs, journal, plain
+from meshwright.data.text.inputs import find_inputs
 
 NOVEL = "第一回　宴桃园豪杰三结义\n话说天下大势，分久必合，合久必分。\n周末七国分争，并入于秦。\n" * 20
 FRENCH = "Le café où il était né n'existe plus.\nOn l'a brûlé à la fin de l'été.\n" * 20

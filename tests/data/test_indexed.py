@@ -14,10 +14,10 @@ import pytest
 from corpora import write_pair
 
 from helpers import error_of, tokens_of
+from meshwright.base.errors import IO, UserError
 from meshwright.data.files import indexed as indexed_module
 from meshwright.data.files.indexed import HEADER, Indexed, fingerprint
 from meshwright.data.files.writer import Writer, token_dtype
-from meshwright.errors import IO, UserError
 
 
 def refused(words, prefix, in_full=False):

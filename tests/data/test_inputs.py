@@ -18,13 +18,13 @@ from corpora import preprocess_inputs, texts_in
 
 from helpers import error_of
 from meshwright.__main__ import main
-from meshwright.data.prepare import cutting, encodings, folders, inputs, markup, plain, records
-from meshwright.data.prepare.folders import PassedOver
-from meshwright.data.prepare.inputs import find_inputs
-from meshwright.data.prepare.records import Bad
-from meshwright.errors import BAD_DATA, IO, USAGE
-from meshwright.quickstart.collect import InputDocuments
-from meshwright.settings.text_inputs import TextInputs
+from meshwright.apps.quickstart.collect import InputDocuments
+from meshwright.base.errors import BAD_DATA, IO, USAGE
+from meshwright.config.text_inputs import TextInputs
+from meshwright.data.text import cutting, encodings, folders, inputs, markup, plain, records
+from meshwright.data.text.folders import PassedOver
+from meshwright.data.text.inputs import find_inputs
+from meshwright.data.text.records import Bad
 
 
 def read(*paths, **flags):
@@ -130,7 +130,7 @@ def test_a_small_text_in_a_folder_is_opened_once(tmp_path, monkeypatch):
         return real(path, *how, **more)
 
     monkeypatch.setattr("builtins.open", counting)
-    monkeypatch.setattr("meshwright.origin.SMALL", 0)
+    monkeypatch.setattr("meshwright.base.origin.SMALL", 0)
     assert preprocess(tmp_path, folder)[0] == ["a", "l1", "l2", '{"key": 1}', "d"]
     assert [path for path in opened if path.startswith(str(folder))] == [f"{folder}/{name}" for name in files]
     fill(folder, {"b.txt": '{"text": "l1"}\n{"text": 2}\n'})
@@ -292,7 +292,7 @@ def test_separators(tmp_path, monkeypatch, separator):
         for module in (plain, inputs, cutting):
             monkeypatch.setattr(module, "PIECE", size)
         monkeypatch.setattr(plain, "REST", rng.choice([1, 9, 1000]))
-        monkeypatch.setattr("meshwright.data.prepare.containers.CHUNK", rng.choice([5, 30]))
+        monkeypatch.setattr("meshwright.data.text.containers.CHUNK", rng.choice([5, 30]))
         for _ in range(20):
             words = ["", "word", separator + "x", " " + separator, "é" * 9, separator, separator]
             content = "\n".join(rng.choice(words) for _ in range(rng.randrange(1, 40))) + "\n" * rng.randrange(2)
@@ -328,7 +328,7 @@ def test_each_document_is_a_page_or_a_text_by_itself(tmp_path, monkeypatch, size
     """The same documents in a file, packed, in a stream or an archive, wherever pieces begin."""
     for module in (plain, inputs, cutting):
         monkeypatch.setattr(module, "PIECE", size)
-    monkeypatch.setattr("meshwright.data.prepare.containers.CHUNK", 70)
+    monkeypatch.setattr("meshwright.data.text.containers.CHUNK", 70)
     documents, texts = with_pages(count, first)
     content = f"{separator}\n".join(documents).encode()
     fill(tmp_path, {"in/a.txt": content, "b.gz": gzip.compress(content), "c.txt": encodings.BOM + content})
@@ -364,7 +364,7 @@ def test_a_text_too_long_without_separators(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "PIECE", 100)
     monkeypatch.setattr(records, "LONGEST", 1000)
     monkeypatch.setattr(plain, "REST", 50)
-    monkeypatch.setattr("meshwright.data.prepare.containers.CHUNK", 70)
+    monkeypatch.setattr("meshwright.data.text.containers.CHUNK", 70)
     long = "\n".join("x" * 150 for _ in range(20))
     content = f"a\n<|endoftext|>\n{long}\n<|endoftext|>\nb\n<|endoftext|>\n{long}".encode()
     fill(tmp_path, {"a.txt": content, "b.gz": gzip.compress(content)})

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from helpers import error_of
+from meshwright.base.errors import USAGE
+from meshwright.config.schema import TrainConfig, Training
 from meshwright.data.loader import Batch, Cyclic, Loader, LoaderSpec
-from meshwright.errors import USAGE
-from meshwright.settings.schema import TrainConfig, Training
 
 
 class Counting:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from meshwright.__main__ import main
+from meshwright.base.errors import LOCKED, SIGINT
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.files.writer import Writer
-from meshwright.data.prepare import inputs
-from meshwright.errors import LOCKED, SIGINT
+from meshwright.data.text import inputs
 
 SHORT = ["one text", "another text"]
 LONG = [f"text number {n}" for n in range(20)]

@@ -10,11 +10,11 @@ from corpora import build_and_capture, data_config, run_data, write_pair
 
 from fuzz.plain import pack
 from helpers import error_of
+from meshwright.base.errors import BAD_DATA
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.loader import Loader, LoaderSpec
 from meshwright.data.packing import Packed, count_predicted, fill_bins, pack_documents, pack_files
 from meshwright.data.sets import count_epochs
-from meshwright.errors import BAD_DATA
 
 
 def packed_samples(sizes, documents, length, seed, **more):
@@ -95,9 +95,9 @@ def test_batches_of_packed_samples(prefix):
 
 def test_a_document_is_read_alone(prefix):
     """Logits of a packed sample are those of each of its documents by itself."""
+    from meshwright.config.schema import Model
     from meshwright.model.gpt import GPT
     from meshwright.model.positions import Positions
-    from meshwright.settings.schema import Model
 
     for position in ("learned", "rope", "alibi"):
         m = Model(num_layers=2, hidden_size=16, num_attention_heads=2, position_embedding_type=position)

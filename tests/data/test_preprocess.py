@@ -17,14 +17,14 @@ import pytest
 from corpora import line, preprocess_inputs, texts_in
 
 from helpers import error_of, tokens_of
-from meshwright import tokenizers
+from meshwright.base.errors import BAD_DATA, IO
+from meshwright.config.schema import TokenizerFlags
+from meshwright.config.text_inputs import TextInputs
+from meshwright.data import tokenizers
 from meshwright.data.files.indexed import Indexed
-from meshwright.data.prepare import cutting, preprocess
-from meshwright.data.prepare.encoding import Encoder
-from meshwright.data.prepare.inputs import find_inputs
-from meshwright.errors import BAD_DATA, IO
-from meshwright.settings.schema import TokenizerFlags
-from meshwright.settings.text_inputs import TextInputs
+from meshwright.data.text import cutting, preprocess
+from meshwright.data.text.encoding import Encoder
+from meshwright.data.text.inputs import find_inputs
 
 ROOT = Path(__file__).parents[2]
 

@@ -21,13 +21,13 @@ from corpora import preprocess_inputs, texts_in
 import on_ranks  # noqa: F401  so that the fork server has imported torch
 from helpers import error_of
 from meshwright.__main__ import main
+from meshwright.base.errors import BAD_DATA, HANG, IO, LOCKED, UserError
+from meshwright.config.schema import TokenizerFlags
+from meshwright.config.text_inputs import Preprocess, PreprocessConfig
 from meshwright.data.files import merge as merging
 from meshwright.data.files import writer as writing
 from meshwright.data.files.indexed import Indexed
-from meshwright.data.prepare import containers, cutting, encoding, inputs, journal, markup, pieces, preprocess, workers
-from meshwright.errors import BAD_DATA, HANG, IO, LOCKED, UserError
-from meshwright.settings.schema import TokenizerFlags
-from meshwright.settings.text_inputs import Preprocess, PreprocessConfig
+from meshwright.data.text import containers, cutting, encoding, inputs, journal, markup, pieces, preprocess, workers
 
 
 @pytest.fixture
@@ -485,7 +485,7 @@ def test_a_closed_stdout(tmp_path):
 
 
 def test_no_key():
-    from meshwright.settings.checks import problems
+    from meshwright.config.checks import problems
 
     config = PreprocessConfig(Preprocess(input=["x"], output_prefix="y", json_keys=[]))
     assert problems(config) == ["--json-keys names no key; give at least one"]

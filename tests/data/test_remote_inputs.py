@@ -14,12 +14,12 @@ from corpora import preprocess_inputs, texts_in
 
 from helpers import captured_output, error_of
 from meshwright.__main__ import main
-from meshwright.data.prepare import cutting, workers
-from meshwright.data.prepare.inputs import Inputs, find_inputs
-from meshwright.errors import BAD_DATA, IO
-from meshwright.quickstart.collect import InputDocuments
-from meshwright.settings.text_inputs import TextInputs
-from meshwright.storage import store, texts
+from meshwright.apps.quickstart.collect import InputDocuments
+from meshwright.base.errors import BAD_DATA, IO
+from meshwright.base.storage import store, texts
+from meshwright.config.text_inputs import TextInputs
+from meshwright.data.text import cutting, workers
+from meshwright.data.text.inputs import Inputs, find_inputs
 from s3 import Bucket, serving_bucket
 
 pytest.importorskip("obstore")

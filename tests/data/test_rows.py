@@ -18,11 +18,11 @@ from corpora import preprocess_inputs, texts_in
 
 from helpers import error_of
 from meshwright.__main__ import main
-from meshwright.commands import quickstart
-from meshwright.data.prepare import cutting, hub_sets
-from meshwright.data.prepare.inputs import find_inputs
-from meshwright.errors import IO, UNAVAILABLE, USAGE
-from meshwright.settings.text_inputs import TextInputs
+from meshwright.apps.quickstart import command as quickstart
+from meshwright.base.errors import IO, UNAVAILABLE, USAGE
+from meshwright.config.text_inputs import TextInputs
+from meshwright.data.text import cutting, hub_sets
+from meshwright.data.text.inputs import find_inputs
 
 
 def read(*paths, **flags):
@@ -262,7 +262,7 @@ class Split:
 def library(monkeypatch):
     made = StandIn([{"id": n, "text": f"text {n}\n"} for n in range(9)])
     monkeypatch.setitem(sys.modules, "datasets", made)
-    monkeypatch.setattr("meshwright.hub.require_address", lambda endpoint: None)
+    monkeypatch.setattr("meshwright.base.hub.require_address", lambda endpoint: None)
     monkeypatch.setattr("huggingface_hub.dataset_info", lambda name, timeout: types.SimpleNamespace(sha="c0ffee"))
     return made
 
@@ -310,7 +310,7 @@ def test_what_goes_wrong_with_the_hub(library, monkeypatch):
     def unreachable(endpoint):
         raise OSError
 
-    monkeypatch.setattr("meshwright.hub.require_address", unreachable)
+    monkeypatch.setattr("meshwright.base.hub.require_address", unreachable)
     library.content = ConnectionError("Couldn't reach 'org/name' on the Hub")
     message = error_of(lambda: read("hf://org/name"), UNAVAILABLE)
     assert "is not available (Couldn't reach 'org/name' on the Hub); to read it without a network, put" in message

@@ -428,7 +428,7 @@ def test_without_locks_several_build_equal_indices(tmp_path, monkeypatch):
     def flock(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("meshwright.files.fcntl.flock", flock)
+    monkeypatch.setattr("meshwright.base.files.fcntl.flock", flock)
     indexed, cache = data(tmp_path / "x", [30, 20, 10, 40]), tmp_path / "cache"
     real, inner = samples.build_indices, []
 

@@ -9,12 +9,13 @@ import nltk
 import pytest
 
 from helpers import error_of, tokens_of
+from meshwright.base.errors import LOCKED, UNAVAILABLE, USAGE
+from meshwright.compat.prepare import sentences
+from meshwright.config.checks import problems
+from meshwright.config.schema import TokenizerFlags
+from meshwright.config.text_inputs import Preprocess, PreprocessConfig
 from meshwright.data.files.indexed import Indexed
-from meshwright.data.prepare import preprocess, sentences
-from meshwright.errors import LOCKED, UNAVAILABLE, USAGE
-from meshwright.settings.checks import problems
-from meshwright.settings.schema import TokenizerFlags
-from meshwright.settings.text_inputs import Preprocess, PreprocessConfig
+from meshwright.data.text import preprocess
 
 # Sentences are divided by |; the text has a blank there.
 ENGLISH = """

@@ -23,14 +23,14 @@ import zstandard
 from corpora import line
 
 from helpers import error_of
-from meshwright.data.prepare import containers, cutting, plain, records, tables
-from meshwright.data.prepare.cutting import cut_inputs
-from meshwright.data.prepare.inputs import find_inputs
-from meshwright.data.prepare.pieces import Broken, lines_of
-from meshwright.data.prepare.plain import JSON_LINES
-from meshwright.data.prepare.records import Bad
-from meshwright.errors import IO, UNAVAILABLE, UserError
-from meshwright.settings.text_inputs import TextInputs
+from meshwright.base.errors import IO, UNAVAILABLE, UserError
+from meshwright.config.text_inputs import TextInputs
+from meshwright.data.text import containers, cutting, plain, records, tables
+from meshwright.data.text.cutting import cut_inputs
+from meshwright.data.text.inputs import find_inputs
+from meshwright.data.text.pieces import Broken, lines_of
+from meshwright.data.text.plain import JSON_LINES
+from meshwright.data.text.records import Bad
 
 
 def texts_of(*paths, keys=("text",)):

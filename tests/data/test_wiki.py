@@ -17,11 +17,11 @@ from test_inputs import fill, preprocess, read
 
 from helpers import error_of
 from meshwright.__main__ import main
-from meshwright.data.prepare import cutting, inputs, plain, records
-from meshwright.data.prepare.inputs import find_inputs
-from meshwright.data.prepare.wikitext import article_text
-from meshwright.errors import BAD_DATA
-from meshwright.settings.text_inputs import TextInputs
+from meshwright.base.errors import BAD_DATA
+from meshwright.compat.prepare.wikitext import article_text
+from meshwright.config.text_inputs import TextInputs
+from meshwright.data.text import cutting, inputs, plain, records
+from meshwright.data.text.inputs import find_inputs
 
 MARKUP = {
     "'''Bold''' and ''it'' '''''both'''''": "Bold and it both",

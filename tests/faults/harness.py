@@ -28,7 +28,7 @@ from meshwright.data.files.writer import Writer
 from on_ranks import PRELOAD
 
 FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload([*PRELOAD, "meshwright.launch.agent", "torch.distributed.run", "faults.harness"])
+FORK.set_forkserver_preload([*PRELOAD, "meshwright.runtime.launch.agent", "torch.distributed.run", "faults.harness"])
 
 LAUNCHERS = ("meshwright", "torchrun")
 STARTED_BY = "FAULTS_LAUNCHER"  # variable of a forked rank
@@ -147,8 +147,8 @@ def _launcher(name: str, argv: list[str], harm: Harm, folder: Path) -> None:
     import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as handlers
     import torch.distributed.run
 
-    from meshwright.launch import agent
-    from meshwright.launch.launcher import LaunchPlan
+    from meshwright.runtime.launch import agent
+    from meshwright.runtime.launch.launcher import LaunchPlan
 
     def popen(self: object, words: tuple[str, ...], environ: dict[str, str]) -> Forked:
         return Forked(list(words[words.index("meshwright") + 1 :]), environ | {STARTED_BY: name}, harm, folder)

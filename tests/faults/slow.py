@@ -56,9 +56,9 @@ class Slow:
         """Make this process slow."""
         import torch.distributed as dist
 
+        from meshwright.base.storage.store import BucketObjects
         from meshwright.checkpoint import lease
-        from meshwright.ranks import gloo, watchdog
-        from meshwright.storage.store import BucketObjects
+        from meshwright.runtime.ranks import gloo, watchdog
         from meshwright.training import setup
 
         clock, rng = Clock(self.clock), random.Random(self.seed)

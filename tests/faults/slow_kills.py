@@ -22,7 +22,7 @@ import pytest
 
 from faults.harness import LAUNCHERS, LAYOUTS, Case, Harm, Run, write_data
 from faults.slow import KINDS, Slow
-from meshwright.storage.addresses import localize
+from meshwright.base.storage.addresses import localize
 from s3 import Bucket, serving_bucket
 
 STEPS, KILLS = 12, 5  # of each run

@@ -20,9 +20,9 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from meshwright.errors import UserError
-from meshwright.settings import checks, flags
-from meshwright.settings.schema import Checkpoint, Parallel, TrainConfig
+from meshwright.base.errors import UserError
+from meshwright.config import checks, flags
+from meshwright.config.schema import Checkpoint, Parallel, TrainConfig
 
 WORDS = 36  # of NullTokenizer; the end of a document is 36, so the vocabulary's size is a prime
 # What a case is if it says nothing else. A flag of a case replaces those of the same line.

@@ -35,7 +35,7 @@ from fuzz.cases import WORDS, Case, Drawing, Leg, configs
 multiprocessing.set_forkserver_preload(
     """torch torch.distributed torch._dynamo torch.distributed.fsdp torch.distributed.pipelining pytest
     meshwright.training.run meshwright.training.loop meshwright.checkpoint.background
-    meshwright.checkpoint.foreign.megatron.writer meshwright.checkpoint.foreign.megatron.reader fuzz.trials""".split()
+    meshwright.compat.formats.megatron.writer meshwright.compat.formats.megatron.reader fuzz.trials""".split()
 )
 # A process that was forked from one that has asked for GPUs may not use them.
 CONTEXTS = {"cpu": multiprocessing.get_context("forkserver"), "cuda": multiprocessing.get_context("spawn")}
@@ -92,8 +92,8 @@ def serve(pipe: Any, log: str, data: str) -> None:
     """Run legs and references as they are asked for, until the pipe is closed."""
     import torch
 
-    from meshwright import console
-    from meshwright import device as devices
+    from meshwright.base import console
+    from meshwright.base import device as devices
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     file = open(log, "w", buffering=1)
@@ -116,7 +116,7 @@ def serve(pipe: Any, log: str, data: str) -> None:
             try:
                 answer = ("done", ACTS[act](traces, *values))
             except BaseException as error:
-                from meshwright.errors import UserError
+                from meshwright.base.errors import UserError
 
                 kind = "refused" if isinstance(error, UserError) else "failed"
                 answer = (kind, str(error) if kind == "refused" else traceback.format_exc(limit=-8))
@@ -146,7 +146,7 @@ class LegResult(NamedTuple):
 def run_leg(traces: list[Any], case: Case, number: int, place: tuple[int, int], folder: str, bug: str) -> LegResult:
     """Run a leg and compare it; `traces` holds those of the legs before."""
     from fuzz import trials
-    from meshwright.plan.graph_rule import reason_against
+    from meshwright.apps.plan.graph_rule import reason_against
 
     rank, world = place
     if not number:
@@ -190,8 +190,8 @@ def joined(config: Any, leg: Leg, rank: int, world: int, folder: str, number: in
 
     from fuzz import trials
     from meshwright.parallel.layout import connect, layout_of
-    from meshwright.ranks.connect import pick_backend
-    from meshwright.ranks.team import Team
+    from meshwright.runtime.ranks.connect import pick_backend
+    from meshwright.runtime.ranks.team import Team
     from on_ranks import make_team
 
     team, layout, limit = Team(), layout_of(config, rank), datetime.timedelta(seconds=2 * LIMIT)

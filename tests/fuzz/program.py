@@ -26,8 +26,8 @@ from fuzz import cases, crews
 from fuzz.bugs import BUGS, ON_GPU
 from fuzz.cases import Case
 from fuzz.crews import Crew, Outcome
-from meshwright import device as devices
-from meshwright.errors import USAGE, UserError
+from meshwright.base import device as devices
+from meshwright.base.errors import USAGE, UserError
 
 COMMAND = "PYTHONPATH=src:tests python -m fuzz --case "
 FIND = 200  # cases within which a seeded bug must be found
@@ -133,7 +133,7 @@ class Hunt:
         import numpy
         import torch
 
-        from meshwright.version import our_version
+        from meshwright.base.version import our_version
 
         values: dict[str, dict[str, int]] = {}
         for (name, value), n in sorted(self.values.items()):

@@ -30,12 +30,12 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from meshwright import console
+from meshwright.base import console
+from meshwright.base.errors import UserError
+from meshwright.base.storage import addresses, copies, store
 from meshwright.checkpoint import lease, loading, manifests, mirror, publish, steps, upload
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.files.writer import Writer
-from meshwright.errors import UserError
-from meshwright.storage import addresses, copies, store
 from s3 import Bucket, serving_bucket
 
 RUN, DATA = "runs/a", "data/text"

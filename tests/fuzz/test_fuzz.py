@@ -12,9 +12,9 @@ from fuzz import cases, crews, program
 from fuzz.bugs import BUGS, ON_GPU
 from fuzz.crews import Crew, Outcome, write_data
 from graphs_on_cpu import stand_in
-from meshwright import device as devices
+from meshwright.base import device as devices
+from meshwright.base.errors import USAGE
 from meshwright.data import blend
-from meshwright.errors import USAGE
 from meshwright.generation import decoder
 from meshwright.kernels import gradients
 from meshwright.optim.loss_scale import LossScale

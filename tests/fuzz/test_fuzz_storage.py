@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("obstore")
 
 from fuzz import storage as fuzz
+from meshwright.base.storage import store
 from meshwright.checkpoint import mirror, upload
-from meshwright.storage import store
 from s3 import Bucket
 
 read = store.BucketObjects.read

@@ -58,9 +58,9 @@ from torch import Tensor
 
 from fuzz import plain
 from fuzz.cases import WORDS, Case, configs, goes_back, in_one_process
-from meshwright import device as devices
+from meshwright.base import device as devices
+from meshwright.config.schema import Precision, TrainConfig
 from meshwright.kernels import moments
-from meshwright.settings.schema import Precision, TrainConfig
 
 NEAR = 1e-9
 LIKE = 1e-6  # Adam's steps make roundings larger
@@ -295,7 +295,7 @@ def train(
 
 def score_windows(trainer: Any, length: int) -> float:
     """Return the nats per token that --eval-tasks would find in some windows, with all ranks."""
-    from meshwright.evaluation.score import Window, score_windows
+    from meshwright.apps.evaluate.score import Window, score_windows
     from meshwright.parallel.window_scores import score_part
 
     net, vocab, team = trainer.net, trainer.state.vocab, trainer.team
@@ -312,12 +312,12 @@ def score_windows(trainer: Any, length: int) -> float:
 
 def score_texts(net: Any, length: int) -> list[Any]:
     """Return texts of a decoder and of a beam search, with what chose their tokens."""
+    from meshwright.config.schema import Sampling
+    from meshwright.data.tokenizers import Null
     from meshwright.generation import decoder
     from meshwright.generation.beam import BeamOptions, search_beams
     from meshwright.generation.engine import LanguageModel
     from meshwright.generation.requests import Request
-    from meshwright.settings.schema import Sampling
-    from meshwright.tokenizers import Null
 
     model = LanguageModel(net.parts[0].eval(), Null(WORDS), 0, length)
     kinds = [
@@ -344,11 +344,11 @@ def score_texts(net: Any, length: int) -> list[Any]:
 
 def write_texts(net: Any, length: int) -> list[list[Any]]:
     """Return what a decoder writes without CUDA graphs and with them, or nothing if it has none."""
+    from meshwright.config.schema import Sampling
+    from meshwright.data.tokenizers import Null
     from meshwright.generation.decoder import Decoder, run_requests
     from meshwright.generation.engine import LanguageModel
     from meshwright.generation.requests import Request
-    from meshwright.settings.schema import Sampling
-    from meshwright.tokenizers import Null
 
     model = LanguageModel(net.parts[0].eval(), Null(WORDS), 0, length)
     kinds = (Sampling(temperature=t, out_seq_length=length) for t in (0.0, 1.0, 2.0, 1.0))
@@ -395,7 +395,7 @@ class References(NamedTuple):
 def alone(case: Case, config: TrainConfig, shake: float = 0.0, seed: int = 0, writes: bool = False) -> Trace:
     """Train in one process, in a folder of its own if the run may go back."""
     from meshwright.parallel.layout import Layout
-    from meshwright.ranks.team import Team
+    from meshwright.runtime.ranks.team import Team
 
     with tempfile.TemporaryDirectory() as folder, without_triton():
         c = dataclasses.replace(config.checkpoint, save=folder if goes_back(config) else None)

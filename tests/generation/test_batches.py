@@ -9,13 +9,13 @@ import pytest
 from three_sentences import BEAR, CAT, DOG, LENGTH
 
 import meshwright
-from meshwright import tokenizers
-from meshwright.errors import BAD_DATA
-from meshwright.fields import Refusal
+from meshwright.base.errors import BAD_DATA
+from meshwright.base.fields import Refusal
+from meshwright.config.schema import Sampling
+from meshwright.data import tokenizers
 from meshwright.generation import batches, prompts
 from meshwright.generation.prompts import Prompt
 from meshwright.generation.requests import Event, Request
-from meshwright.settings.schema import Sampling
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ import torch
 import transformers
 
 import meshwright
-from meshwright.errors import NON_FINITE, UserError
+from meshwright.base.errors import NON_FINITE, UserError
+from meshwright.config.schema import Sampling
 from meshwright.generation import beam
 from meshwright.generation.beam import BeamOptions
 from meshwright.generation.requests import Request
-from meshwright.settings.schema import Sampling
 
 pytestmark = pytest.mark.whole  # importing transformers takes seconds
 VOCAB, LENGTH = 24, 32

@@ -13,12 +13,12 @@ import time
 import pytest
 from three_sentences import CAT, LENGTH
 
-from meshwright import tokenizers
-from meshwright.errors import UserError
+from meshwright.base.errors import UserError
+from meshwright.config.grammar import unescape
+from meshwright.data import tokenizers
 from meshwright.generation import terminal
 from meshwright.generation.dialogue import ASSISTANT, USER, Dialogue
 from meshwright.generation.templates import ChatTemplate
-from meshwright.settings.grammar import unescape
 
 
 @pytest.fixture

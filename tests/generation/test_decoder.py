@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from meshwright.errors import NON_FINITE, UserError
+from meshwright.base.errors import NON_FINITE, UserError
+from meshwright.config.schema import Model, Sampling
+from meshwright.data.tokenizers import Null
 from meshwright.generation.decoder import Decoder, complete, run_request, run_requests
 from meshwright.generation.engine import LanguageModel
 from meshwright.generation.requests import Completion, Request
 from meshwright.model.gpt import GPT, initialise
 from meshwright.model.positions import Positions
-from meshwright.settings.schema import Model, Sampling
-from meshwright.tokenizers import Null
 
 VOCAB, LENGTH, EOD = 11, 20, 10
 GREEDY = Sampling(greedy=True, out_seq_length=12)
@@ -313,7 +313,7 @@ def fused(monkeypatch):
     """Run the fused step's plain twins on a CPU, with captures that run the function again."""
     monkeypatch.setattr("meshwright.generation.decoder.reason_against", lambda model: None)
     monkeypatch.setattr("meshwright.generation.steps.CudaGraphs", Recorded)
-    monkeypatch.setattr("meshwright.device.new_stream", lambda device: None)
+    monkeypatch.setattr("meshwright.base.device.new_stream", lambda device: None)
     monkeypatch.setattr(Recorded, "made", 0)
 
 

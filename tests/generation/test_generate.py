@@ -14,8 +14,8 @@ import pytest
 from three_sentences import BEAR, CAT, DOG, LENGTH, SENTENCES, SHAPE, learn
 
 from helpers import flip_bit
-from meshwright import tokenizers
 from meshwright.__main__ import main
+from meshwright.data import tokenizers
 from meshwright.generation import engine, terminal
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,14 +15,14 @@ import torch
 
 from helpers import train_on_texts
 from meshwright.__main__ import main
-from meshwright.commands.evaluate import EvaluateConfig
-from meshwright.errors import UserError
-from meshwright.evaluation.score import score_texts
+from meshwright.apps.evaluate.command import EvaluateConfig
+from meshwright.apps.evaluate.score import score_texts
+from meshwright.base.errors import UserError
+from meshwright.config import flags
+from meshwright.config.schema import GenerateConfig, Sampling, TokenizerFlags
 from meshwright.generation import beam, decoder, engine, ranks
 from meshwright.generation.requests import Request
 from meshwright.parallel.layout import Layout
-from meshwright.settings import flags
-from meshwright.settings.schema import GenerateConfig, Sampling, TokenizerFlags
 from on_ranks import make_team, run_ranks
 
 LENGTH = 32

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
+from meshwright.config.schema import Sampling
 from meshwright.generation import sampling
 from meshwright.generation.sampling import ChoiceParts, Controls
 from meshwright.kernels import draws
-from meshwright.settings.schema import Sampling
 
 INF = float("inf")
 

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
-from meshwright import tokenizers
-from meshwright.checkpoint.foreign.huggingface import writer as huggingface_writer
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.base.errors import BAD_DATA, UserError
+from meshwright.checkpoint.huggingface import writer as huggingface_writer
+from meshwright.data import tokenizers
 from meshwright.generation import templates
 
 CHATML = """{%- for m in messages %}

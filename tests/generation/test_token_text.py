@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from helpers import spaced_words
-from meshwright import tokenizers
+from meshwright.config.schema import Model, Sampling
+from meshwright.data import tokenizers
 from meshwright.generation.beam import BeamOptions, search_beams
 from meshwright.generation.decoder import complete
 from meshwright.generation.engine import LanguageModel
 from meshwright.generation.requests import Request, text_until_stop
 from meshwright.generation.text import TokenText
 from meshwright.model.gpt import GPT
-from meshwright.settings.schema import Model, Sampling
 
 
 class FixedTokens:

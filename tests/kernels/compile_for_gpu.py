@@ -23,7 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from meshwright import device
+from meshwright.base import device
 from meshwright.kernels import (
     activation,
     adamw,

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from meshwright import device as devices
+from meshwright.base import device as devices
 from meshwright.kernels import adamw, gradients, moments
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

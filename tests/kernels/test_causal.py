@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from meshwright.config.schema import Model
 from meshwright.kernels import causal
 from meshwright.model import attention
 from meshwright.model.positions import Positions, Shared
-from meshwright.settings.schema import Model
 
 SPACING = 2.0**-8  # of bfloat16, relative
 

@@ -103,7 +103,7 @@ def case(shape, dtype, room=256):
 def test_attend(shape, processors, dtype, monkeypatch):
     """In one part and in several, some of them empty: values, and what is added to the cache."""
     monkeypatch.setattr(twins, "is_triton", lambda x: True)
-    monkeypatch.setattr("meshwright.device.processors", lambda device: processors)
+    monkeypatch.setattr("meshwright.base.device.processors", lambda device: processors)
     qkv, texts, sizes, rotation = case(shape, dtype)
     exact, again = doubled(texts), CachedTexts(*(x.clone() if isinstance(x, torch.Tensor) else x for x in texts))
     want = decode.attend.plain(qkv.double(), exact, sizes, rotation)

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from helpers import TINY
-from meshwright import device as devices
+from meshwright.base import device as devices
+from meshwright.config.schema import Optimizer
 from meshwright.kernels import embedding
 from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.store import StoreSpec
-from meshwright.settings.schema import Optimizer
 from stores import CPU, VOCAB, gradient, losses_of, make, tokens
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright import device as devices
+from meshwright.base import device as devices
 from meshwright.kernels import fp8
 from meshwright.kernels.fp8 import E4M3, E5M2, LARGEST, Recipe, Scales
 from sinks import Total

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from meshwright.config.schema import Model
 from meshwright.kernels import dropout, twins
 from meshwright.kernels.norm import NormWeights, add_norm
 from meshwright.model.gpt import join
 from meshwright.model.layers import Norm
-from meshwright.settings.schema import Model
 from sinks import Total
 
 KERNELS = "cuda" if torch.cuda.is_available() else "cpu"  # there Triton's interpreter runs them

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from helpers import TINY
+from meshwright.config.schema import Precision
 from meshwright.kernels.fp8 import Fp8Product
 from meshwright.model import fp8
 from meshwright.model.fused import FusedBlock
 from meshwright.model.gpt import GPT, Block, Options, initialise
 from meshwright.model.loss import loss_sum, token_losses
 from meshwright.model.positions import Positions, Shared
-from meshwright.settings.schema import Precision
 from sinks import Total
 
 pytestmark = pytest.mark.whole

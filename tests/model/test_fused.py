@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from helpers import TINY
+from meshwright.config import schema
 from meshwright.model.fused import FusedBlock
 from meshwright.model.gpt import GPT, Block, Options, initialise
 from meshwright.model.loss import loss_sum, token_losses
 from meshwright.model.pick import options
 from meshwright.model.positions import Positions
-from meshwright.settings import schema
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LLAMA = {

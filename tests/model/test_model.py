@@ -8,14 +8,14 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from helpers import TINY
-from meshwright import device as devices
+from meshwright.base import device as devices
+from meshwright.config import schema as config
 from meshwright.model import attention, counts, gpt, pick, positions
 from meshwright.model.cache import Cache, ContinuedTexts
 from meshwright.model.fused import FusedBlock
 from meshwright.model.gpt import GPT, Block, Options, initialise
 from meshwright.model.loss import loss_sum, token_losses
 from meshwright.model.positions import Positions
-from meshwright.settings import schema as config
 from stores import tokens
 
 STILL = dataclasses.replace(TINY, hidden_dropout=0.0, attention_dropout=0.0)

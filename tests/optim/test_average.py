@@ -9,9 +9,9 @@ import torch
 from helpers import TINY_FLAGS, open_step, read_rows
 from meshwright.__main__ import main
 from meshwright.checkpoint import loading, native
+from meshwright.config.schema import Logging, Optimizer
 from meshwright.optim import average
 from meshwright.optim.average import MovingAverage
-from meshwright.settings.schema import Logging, Optimizer
 from meshwright.training.log.lines import Check
 from meshwright.training.log.trackers import validation_tags
 from stores import GATED, is_equal, make, snapshot, take_step, tokens

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import stores
-from meshwright import device as devices
+from meshwright.base import device as devices
+from meshwright.config.schema import Optimizer
 from meshwright.kernels import adamw
 from meshwright.optim.rules import Numbers
-from meshwright.settings.schema import Optimizer
 from stores import GATED, gradient, is_equal, kinds, masters, snapshot, tokens
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")

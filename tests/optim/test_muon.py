@@ -182,7 +182,7 @@ def test_the_kernels_give_the_same_update(monkeypatch):
     start = [p.detach().to(device) for p in parameters(shapes)]
     plain, kernels = copies(start), copies(start)
     for params, has in ((plain, False), (kernels, True)):
-        monkeypatch.setattr("meshwright.device.has_kernels", lambda device, has=has: has)
+        monkeypatch.setattr("meshwright.base.device.has_kernels", lambda device, has=has: has)
         optimizer = Muon(params)
         set_rates(optimizer)
         set_gradients(params, 0)
@@ -226,7 +226,7 @@ def test_products_of_which_one_half_is_computed(monkeypatch, is_gram, tall):
     assert not calls  # it is too small for the kernel
     monkeypatch.setattr(symmetric, "SMALLEST", 16)
     for name in ("has_kernels", "is_hopper_or_later"):
-        monkeypatch.setattr(f"meshwright.device.{name}", lambda device: True)
+        monkeypatch.setattr(f"meshwright.base.device.{name}", lambda device: True)
     got = orthogonalise(low, 5, is_gram)
     assert got.stride() == low.stride() and len(calls) == (16 if is_gram else 10)
     for matrix, one, start in zip(got.cpu(), torchs.cpu(), low.cpu(), strict=True):

@@ -9,13 +9,13 @@ from torch.func import functional_call
 
 from helpers import TINY, TINY_FLAGS, open_step
 from meshwright.__main__ import main
-from meshwright.errors import BAD_DATA
+from meshwright.base.errors import BAD_DATA
+from meshwright.config import checks, flags
+from meshwright.config.schema import Model, Optimizer, TrainConfig
 from meshwright.model.gpt import GPT, initialise
 from meshwright.model.loss import loss_sum, token_losses
 from meshwright.model.positions import Positions
 from meshwright.optim.rule_table import treatment_of
-from meshwright.settings import checks, flags
-from meshwright.settings.schema import Model, Optimizer, TrainConfig
 from stores import VOCAB, kinds, make, take_step, tokens
 
 # Width 4 times and depth 3 times that of the base.
@@ -158,7 +158,7 @@ def test_a_resumed_run_has_the_same_base(tmp_path, capsys, monkeypatch):
 
 
 def test_the_twin_has_grown_as_the_run():
-    from meshwright.verify.twin import make_twin
+    from meshwright.apps.verify.twin import make_twin
 
     run = parse("--hidden-size 1024 --num-attention-heads 16 --mup-base-hidden-size 512")
     twin = make_twin(run).config.model

@@ -10,11 +10,11 @@ from torch import nn
 
 from helpers import TINY
 from meshwright.checkpoint import loading, native
+from meshwright.config.schema import Optimizer
 from meshwright.optim import elementwise, rules
 from meshwright.optim.rules import Numbers
 from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.store import StoreSpec
-from meshwright.settings.schema import Optimizer
 from stores import (
     CPU,
     GATED,

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from helpers import open_step
+from meshwright.config.schema import Optimizer, Precision
 from meshwright.optim.loss_scale import LossScale, dtype_of
 from meshwright.optim.rules import Numbers
 from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.store import StoreSpec
-from meshwright.settings.schema import Optimizer, Precision
 from meshwright.training import step as training_step
 from stores import CPU, gradient, is_equal, kinds, masters, one_of_each_kind, snapshot
 

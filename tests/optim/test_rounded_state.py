@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import stores
-from meshwright import device as devices
+from meshwright.base import device as devices
+from meshwright.config import checks, flags
+from meshwright.config.schema import Optimizer, TrainConfig
 from meshwright.kernels import moments
 from meshwright.optim import elementwise
 from meshwright.optim.rules import Numbers
-from meshwright.settings import checks, flags
-from meshwright.settings.schema import Optimizer, TrainConfig
 from stores import GATED, VOCAB, gradient, is_equal, kinds, losses_of, make, masters, snapshot, state, tokens
 
 FORMATS = ["bfloat16", "float8"]

@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from meshwright.errors import UserError
+from meshwright.base.errors import UserError
+from meshwright.config import checks
+from meshwright.config import schema as config
 from meshwright.optim.schedule import VALUES, Schedule, build_schedule, resume_schedule, warn_of_idle_steps
-from meshwright.settings import checks
-from meshwright.settings import schema as config
 
 LR, LEAST = 1.5e-4, 1e-5
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from layouts import FLAGS
-from meshwright import device as devices
-from meshwright.errors import UserError
+from meshwright.base import device as devices
+from meshwright.base.errors import UserError
+from meshwright.config import flags
+from meshwright.config.schema import TrainConfig
 from meshwright.parallel import mapped
 from meshwright.parallel.mapped import MappedBuffer
-from meshwright.settings import flags
-from meshwright.settings.schema import TrainConfig
 from meshwright.training import network
 
 SIZE = 1000

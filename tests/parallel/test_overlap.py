@@ -14,11 +14,11 @@ import torch.distributed._symmetric_memory as symmetric
 
 from layouts import FLAGS, rows_of, trained
 from mapped_files import CPU, Memory
-from meshwright.errors import UserError
+from meshwright.base.errors import UserError
+from meshwright.config import flags
+from meshwright.config.schema import TrainConfig
 from meshwright.parallel import agree, comm, overlap
 from meshwright.parallel.layout import connect
-from meshwright.settings import flags
-from meshwright.settings.schema import TrainConfig
 from on_ranks import run_ranks
 
 SIZE = overlap.WORTHWHILE_BYTES

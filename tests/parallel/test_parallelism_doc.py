@@ -7,10 +7,10 @@ import re
 import parallelism as document
 import pytest
 
+from meshwright.compat.flags.megatron_flags import OLD_SWITCHES
+from meshwright.config import fields
+from meshwright.config import schema as config
 from meshwright.parallel import overlap
-from meshwright.settings import fields
-from meshwright.settings import schema as config
-from meshwright.settings.other_programs.megatron_flags import OLD_SWITCHES
 
 pytestmark = pytest.mark.whole  # pictures
 

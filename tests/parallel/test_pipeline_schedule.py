@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from meshwright.apps.plan import timeline as timelines
+from meshwright.apps.plan.timeline import StageTimes, happening, makespan, simulate
 from meshwright.parallel.pipeline_schedule import V_SHAPED, Action, most_sent, schedule, stages_of
-from meshwright.plan import timeline as timelines
-from meshwright.plan.timeline import StageTimes, happening, makespan, simulate
 
 SIZES = [1, 2, 3, 4, 5, 6, 7, 8]
 CASES = [("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("1f1b", 3), ("1f1b", 4)]

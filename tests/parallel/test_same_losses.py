@@ -39,8 +39,8 @@ from layouts import (
     run_all,
     trained,
 )
-from meshwright.errors import UserError
-from meshwright.settings import checks, notices
+from meshwright.base.errors import UserError
+from meshwright.config import checks, notices
 
 # Every layout
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from helpers import TINY
+from meshwright.config import schema as config
 from meshwright.model.gpt import initialise
 from meshwright.optim.rules import Numbers
 from meshwright.parallel import store as store_module
 from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.shard import ALIGN
 from meshwright.parallel.store import StoreSpec
-from meshwright.settings import schema as config
 from stores import (
     CPU,
     GATED,

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from helpers import TINY
+from meshwright.config.schema import Optimizer
 from meshwright.model.gpt import GPT, initialise
 from meshwright.optim.rules import Numbers
 from meshwright.parallel.layout import Layout, connect
 from meshwright.parallel.shard import ALIGN
 from meshwright.parallel.store import StoreSpec
-from meshwright.settings.schema import Optimizer
 from on_ranks import run_ranks
 from stores import CPU, GATED, VOCAB, gradient, is_equal, kinds, losses_of, make, snapshot, tokens
 

@@ -54,5 +54,5 @@ def test_rows_have_the_columns_of_the_table(run, tmp_path):
     [("NVIDIA H100 PCIe", 756), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H200 NVL", 835), ("Abacus", None)],
 )
 def test_the_peak_of_a_device(name, teraflops, monkeypatch):
-    monkeypatch.setattr("meshwright.device.device_name", lambda device: name)
+    monkeypatch.setattr("meshwright.base.device.device_name", lambda device: name)
     assert peak_flops(torch.device("cpu")) == (teraflops and teraflops * 1e12)

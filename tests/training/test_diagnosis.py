@@ -11,8 +11,8 @@ import torch
 
 import layouts
 from helpers import read_rows
-from meshwright import console
-from meshwright.errors import UserError
+from meshwright.base import console
+from meshwright.base.errors import UserError
 from meshwright.training import loop
 from on_ranks import make_team, run_ranks
 

@@ -7,7 +7,7 @@ import pytest
 import torch._dynamo  # noqa: F401  its first import keeps the frames that cause it
 
 from meshwright.__main__ import main
-from meshwright.ranks import lost
+from meshwright.runtime.ranks import lost
 from meshwright.training import loop
 
 FLAGS = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --train-iters 3

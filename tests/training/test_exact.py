@@ -21,10 +21,10 @@ import meshwright.training.state.state
 from helpers import printed_losses, read_rows
 from meshwright.__main__ import main
 from meshwright.checkpoint.publish import step_folder
+from meshwright.config import flags
+from meshwright.config import schema as config
 from meshwright.data.datasets import build_datasets
 from meshwright.data.files.writer import Writer
-from meshwright.settings import flags
-from meshwright.settings import schema as config
 
 pytestmark = pytest.mark.whole  # seconds, not moments
 

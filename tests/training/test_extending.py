@@ -19,14 +19,14 @@ from torch import nn
 import meshwright
 from helpers import TINY_FLAGS, free_port, open_step, printed_losses, read_losses
 from meshwright.__main__ import main
+from meshwright.base.errors import UserError
+from meshwright.config import flags
+from meshwright.config.schema import Optimizer, TrainConfig
 from meshwright.data.loader import Mock
-from meshwright.errors import UserError
 from meshwright.model.gpt import GPT, Block, Options
 from meshwright.model.layers import Embedding, Linear
 from meshwright.model.positions import Positions, share
 from meshwright.parallel.layout import Layout
-from meshwright.settings import flags
-from meshwright.settings.schema import Optimizer, TrainConfig
 from meshwright.training import run as train
 from meshwright.training.network import Spec, require_rated_tables
 from meshwright.training.run import Caller

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
-from meshwright.settings import flags
-from meshwright.settings.schema import TrainConfig, Training
+from meshwright.config import flags
+from meshwright.config.schema import TrainConfig, Training
 from meshwright.training.before import memory as fit
 from meshwright.training.health import stop
 from meshwright.training.health.stop import StopConditions
@@ -33,7 +33,7 @@ def memory(monkeypatch):
         return counted[-1][1]
 
     def arrange(free):
-        monkeypatch.setattr("meshwright.host.free_host_memory", lambda: free)
+        monkeypatch.setattr("meshwright.base.host.free_host_memory", lambda: free)
         return counted
 
     monkeypatch.setattr(fit, "peak_bytes", peak_bytes)

@@ -10,13 +10,13 @@ import safetensors.torch
 import torch
 
 from helpers import TINY_FLAGS, free_port, read_losses
-from meshwright import device as devices
 from meshwright.__main__ import main
+from meshwright.base import device as devices
+from meshwright.base.errors import UserError
 from meshwright.checkpoint.publish import step_folder
+from meshwright.config import flags
+from meshwright.config.schema import Precision, TrainConfig
 from meshwright.data.files.writer import Writer
-from meshwright.errors import UserError
-from meshwright.settings import flags
-from meshwright.settings.schema import Precision, TrainConfig
 from on_ranks import run_programs
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(120)]
@@ -203,7 +203,7 @@ def test_layouts_have_the_same_scales(tmp_path, whole, layout):
     """Two ranks of a sample each multiply as one with two; only the order of sums differs."""
     script = tmp_path / "fp8.py"
     script.write_text(
-        "import sys\nfrom meshwright import device\nfrom meshwright.__main__ import main\n"
+        "import sys\nfrom meshwright.base import device\nfrom meshwright.__main__ import main\n"
         "device.has_fp8 = lambda device: True\nsys.exit(main(['train', *sys.argv[1:]]))\n"
     )
     environ = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

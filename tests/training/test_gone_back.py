@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from helpers import TINY_FLAGS
-from meshwright import device as devices
-from meshwright.console import silence
+from meshwright.base import device as devices
+from meshwright.base.console import silence
+from meshwright.config import flags
+from meshwright.config.schema import TrainConfig
 from meshwright.parallel.layout import Layout
-from meshwright.ranks.team import ALONE
-from meshwright.settings import flags
-from meshwright.settings.schema import TrainConfig
+from meshwright.runtime.ranks.team import ALONE
 from meshwright.training import step
 from meshwright.training.before.resolve import find_vocabulary
 from meshwright.training.health.stop import StopConditions
@@ -74,7 +74,7 @@ def walk(x: Any, path: str, found: Found, seen: dict[int, Any]) -> None:
     if isinstance(x, ATOMS):
         found[path] = repr(x)
         return
-    if id(x) in seen or type(x).__module__.startswith("meshwright.settings"):
+    if id(x) in seen or type(x).__module__.startswith("meshwright.config"):
         return
     seen[id(x)] = x
     if isinstance(x, Tensor):

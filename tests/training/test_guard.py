@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from helpers import TINY_FLAGS, flip_bit, free_port, open_step, read_rows
+from meshwright.base.runs.history import read_history
 from meshwright.checkpoint import steps
-from meshwright.runs.history import read_history
 from meshwright.training import loop, step
 from meshwright.training.health import guard
 from on_ranks import run_programs

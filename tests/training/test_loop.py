@@ -17,16 +17,16 @@ import numpy as np
 import pytest
 
 from helpers import TINY_FLAGS, flip_bit, open_step, read_rows, write_counting
-from meshwright import device
 from meshwright.__main__ import main
+from meshwright.apps.plan import sizes
+from meshwright.apps.plan.devices import DeviceProfile
+from meshwright.base import device
+from meshwright.base.runs import history as report
 from meshwright.checkpoint import manifests, native, publish, steps
+from meshwright.config import schema
+from meshwright.config.fields import spelling
 from meshwright.data.files.writer import Writer
-from meshwright.plan import sizes
-from meshwright.plan.devices import DeviceProfile
-from meshwright.runs import history as report
-from meshwright.settings import schema
-from meshwright.settings.fields import spelling
-from meshwright.tokenizers import train_bpe
+from meshwright.data.tokenizers import train_bpe
 from meshwright.training import inflight, loop
 from meshwright.training.log import metrics
 
@@ -759,7 +759,7 @@ def test_the_vocabulary_comes_from_what_is_loaded(run, tmp_path):
 
 
 def test_a_step_of_minutes_is_announced(monkeypatch, capsys):
-    monkeypatch.setattr("meshwright.host.cores", lambda: 2)
+    monkeypatch.setattr("meshwright.base.host.cores", lambda: 2)
     monkeypatch.setattr(DeviceProfile, "flops", lambda *_: 6e10)
     assert sizes.describe_long_step(3e12) is None
     assert "a step is 7 TFLOP, about 2 minutes on these 2 CPU cores" in sizes.describe_long_step(7.2e12)

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from helpers import TINY_FLAGS, TinyRun
 from meshwright.__main__ import main
-from meshwright.errors import USAGE
-from meshwright.settings import flags
-from meshwright.settings.schema import TrainConfig
+from meshwright.base.errors import USAGE
+from meshwright.config import flags
+from meshwright.config.schema import TrainConfig
 from meshwright.training.before import one_rank
 
 LAYOUT = "--tensor-model-parallel-size=2 --pipeline-model-parallel-size=2 --global-batch-size=4096".split()

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from helpers import TINY_FLAGS, read_rows
+from meshwright.base.errors import UNEXPECTED
 from meshwright.checkpoint import steps
-from meshwright.errors import UNEXPECTED
-from meshwright.ranks.team import Team
+from meshwright.runtime.ranks.team import Team
 from meshwright.training import loop
 from meshwright.training.health.replicas import ROWS, WIDTH, Copies, Replicas, digest, name_ranks
 from on_ranks import train_on_ranks

@@ -12,13 +12,13 @@ import layouts
 from helpers import printed_losses, read_rows, train_on_texts
 from layouts import VOCAB, parse, run_all
 from meshwright.__main__ import main
-from meshwright.evaluation import tasks
-from meshwright.evaluation.score import Window, score_windows
+from meshwright.apps.evaluate import tasks
+from meshwright.apps.evaluate.score import Window, score_windows
+from meshwright.apps.report.page import page
+from meshwright.base.runs.history import read_history
+from meshwright.config.schema import TokenizerFlags
 from meshwright.generation import engine
 from meshwright.parallel.window_scores import plain_scorer
-from meshwright.report.page import page
-from meshwright.runs.history import read_history
-from meshwright.settings.schema import TokenizerFlags
 from meshwright.training.beside import scores
 
 TEXT = "the cat sat on the mat and the dog sat on the cat. "

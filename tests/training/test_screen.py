@@ -15,11 +15,11 @@ import pytest
 
 import meshwright.training.run
 from helpers import TINY_FLAGS
-from meshwright import console
 from meshwright.__main__ import main
-from meshwright.errors import UserError
-from meshwright.ranks.team import Team
-from meshwright.settings.schema import Logging
+from meshwright.base import console
+from meshwright.base.errors import UserError
+from meshwright.config.schema import Logging
+from meshwright.runtime.ranks.team import Team
 from meshwright.training.log import lines, screen
 from meshwright.training.log.timers import Startup
 

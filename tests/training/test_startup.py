@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from helpers import read_rows, write_counting
-from meshwright import console
-from meshwright.console import say
-from meshwright.errors import UserError
-from meshwright.ranks.world import World
-from meshwright.settings import flags
-from meshwright.settings.schema import Checkpoint, Model, TrainConfig
+from meshwright.base import console
+from meshwright.base.console import say
+from meshwright.base.errors import UserError
+from meshwright.config import flags
+from meshwright.config.schema import Checkpoint, Model, TrainConfig
+from meshwright.runtime.ranks.world import World
 from meshwright.training.before.resolve import require_fit, resolve
 from meshwright.training.log import timers
 from meshwright.training.log.timers import Startup

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from helpers import read_rows
-from meshwright import tokenizers
 from meshwright.__main__ import main
-from meshwright.errors import BAD_DATA
-from meshwright.settings.schema import Data, TrainConfig
-from meshwright.settings.schema import TokenizerFlags as Flags
+from meshwright.base.errors import BAD_DATA
+from meshwright.config.schema import Data, TrainConfig
+from meshwright.config.schema import TokenizerFlags as Flags
+from meshwright.data import tokenizers
 from meshwright.training.setup import bytes_per_token
 from meshwright.training.state.folder import as_continued
 

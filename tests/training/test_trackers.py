@@ -9,10 +9,10 @@ import torch
 
 from helpers import TINY_FLAGS
 from meshwright.__main__ import main
-from meshwright.errors import UserError
-from meshwright.ranks.team import Team
-from meshwright.settings import fields
-from meshwright.settings import schema as config
+from meshwright.base.errors import UserError
+from meshwright.config import fields
+from meshwright.config import schema as config
+from meshwright.runtime.ranks.team import Team
 from meshwright.training.log.timers import Timers
 from meshwright.training.log.trackers import TAGS, open_trackers, tags, validation_tags
 

@@ -20,20 +20,20 @@ import pytest
 import torch
 
 import meshwright.checkpoint.native
-import meshwright.commands.train
+import meshwright.cli.train
 import meshwright.training.loop
 import meshwright.training.run
 import meshwright.training.setup
 import meshwright.training.step
 from helpers import TINY_FLAGS, error_of, read_rows, write_counting
-from meshwright import console, device
 from meshwright.__main__ import main
-from meshwright.errors import UserError
-from meshwright.files import replacing
-from meshwright.settings.command import out_of_memory
-from meshwright.settings.data_paths import TokenFiles
-from meshwright.settings.flags import parse_settings
-from meshwright.settings.schema import Parallel, TrainConfig, Training
+from meshwright.base import console, device
+from meshwright.base.errors import UserError
+from meshwright.base.files import replacing
+from meshwright.config.command import out_of_memory
+from meshwright.config.data_paths import TokenFiles
+from meshwright.config.flags import parse_settings
+from meshwright.config.schema import Parallel, TrainConfig, Training
 from meshwright.training.before.resolve import NO_VOCABULARY, Resolved
 from meshwright.training.run import print_settings
 from meshwright.training.state.resume import require_chosen_batch
@@ -590,7 +590,7 @@ def test_fp16_continues_bf16_with_a_scale_of_its_own(tmp_path):
 
 
 def test_another_vocabulary_of_the_same_size_is_refused(tmp_path, capsys):
-    from meshwright.tokenizers import train_bpe
+    from meshwright.data.tokenizers import train_bpe
 
     for name, text in (("a", "some words to learn from"), ("b", "quite other letters, zz")):
         train_bpe([text * 50], 262, tmp_path / name)
@@ -730,7 +730,7 @@ def test_overwriting_the_continued_folder_is_refused(tmp_path, capsys):
 
 
 def test_dry_run_knows_the_runs_own_vocabulary(tmp_path, capsys):
-    from meshwright.tokenizers import train_bpe
+    from meshwright.data.tokenizers import train_bpe
 
     train_bpe(["some words to learn from"], 262, tmp_path / "a")
     files = [f"--vocab-file={tmp_path}/a/vocab.json", f"--merge-file={tmp_path}/a/merges.txt"]
@@ -745,11 +745,11 @@ def test_dry_run_knows_the_runs_own_vocabulary(tmp_path, capsys):
 @pytest.mark.parametrize("more", [[], ["--untie-embeddings-and-output-weights", "--swiglu", "--embed-layernorm"]])
 def test_parameters_of_each_pipeline_rank_are_those_it_builds(schedule, more):
     """The ends of the model have more parameters; tensor ranks share those that the table cuts."""
+    from meshwright.apps.plan.parameters import parameters_of_ranks
     from meshwright.model.gpt import GPT, Options
     from meshwright.parallel.layout import Layout
     from meshwright.parallel.pipeline import stages
     from meshwright.parallel.shard import rule
-    from meshwright.plan.parameters import parameters_of_ranks
 
     argv = ["--world-size=4", "--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2", "--num-layers=5"]
     argv += [f"--pipeline-schedule={schedule}", "--num-query-groups=2", "--group-query-attention", "--qk-layernorm"]
@@ -782,7 +782,7 @@ def test_dry_run_prints_sizes(tmp_path, capsys):
 def test_dry_run_says_what_does_not_fit_the_device(monkeypatch, capsys):
     flags = [*TINY_FLAGS, "--dry-run"]
     for have, words in ((2**30, False), (2**10, True)):
-        monkeypatch.setattr("meshwright.host.physical_memory", lambda have=have: have)
+        monkeypatch.setattr("meshwright.base.host.physical_memory", lambda have=have: have)
         assert main(["train", *flags]) == (2 if words else 0)
         assert ("it does not fit this device (0.0 GiB), where the run" in capsys.readouterr().out) is words
     monkeypatch.setattr(device, "ask_nvidia_smi", lambda *words: "24064\n24064\n")
@@ -898,7 +898,7 @@ def test_a_wrong_world_size_is_refused_before_the_batch_is_divided(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="--world-size 3, but started as 2"):
-        meshwright.commands.train.main([*TINY_FLAGS, "--global-batch-size=4", "--world-size", "3"])
+        meshwright.cli.train.main([*TINY_FLAGS, "--global-batch-size=4", "--world-size", "3"])
 
 
 def test_a_load_that_holds_nothing_is_refused(tmp_path, capsys):

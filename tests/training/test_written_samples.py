@@ -8,11 +8,11 @@ import pytest
 import meshwright
 from helpers import read_rows, spaced_words
 from layouts import FLAGS, run_all
-from meshwright.errors import USAGE
+from meshwright.base.errors import USAGE
+from meshwright.config import flags
+from meshwright.config.schema import Sampling, TrainConfig
 from meshwright.generation.decoder import complete
 from meshwright.generation.requests import Request
-from meshwright.settings import flags
-from meshwright.settings.schema import Sampling, TrainConfig
 from meshwright.training.beside import samples as written
 from meshwright.training.beside.samples import SampleWriter, in_one_line
 

@@ -15,7 +15,6 @@ from argparse import Namespace
 from pathlib import Path
 
 import learning
-
 from meshwright.runs.rows import read_rows
 
 HERE = Path(__file__).parent

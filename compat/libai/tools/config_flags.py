@@ -7,12 +7,12 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from meshwright.base.errors import UserError
+from meshwright.base.hints import did_you_mean
+from meshwright.compat.flags.lazy_config import read_expression
+from meshwright.config.flags import parse_settings
+from meshwright.config.schema import TrainConfig
 from meshwright.data.sets import samples_of_epochs
-from meshwright.errors import UserError
-from meshwright.settings.flags import parse_settings
-from meshwright.settings.hints import did_you_mean
-from meshwright.settings.lazy_config import read_expression
-from meshwright.settings.schema import TrainConfig
 
 TABLES = ("model", "train", "optim", "dataloader", "tokenization", "graph")  # LiBai reads no others
 # Table -> key=flag that takes the value; a flag without = has the key's name.

@@ -16,10 +16,10 @@ import yaml  # noqa: E402
 from config_flags import FLAGS, TABLES, flattened, override, to_flags  # noqa: E402
 
 from meshwright.__main__ import main  # noqa: E402
-from meshwright.errors import UserError  # noqa: E402
-from meshwright.files import replacing  # noqa: E402
-from meshwright.ranks.world import find_world  # noqa: E402
-from meshwright.settings.lazy_config import read_lazy_config  # noqa: E402
+from meshwright.base.errors import UserError  # noqa: E402
+from meshwright.base.files import replacing  # noqa: E402
+from meshwright.compat.flags.lazy_config import read_lazy_config  # noqa: E402
+from meshwright.runtime.ranks.world import find_world  # noqa: E402
 
 MODULES = ("libai", "oneflow", "flowvision", "omegaconf")
 FAST = "train.train_epoch=0 train.train_iter=20 train.evaluation.eval_period=10 train.log_period=1".split()

@@ -10,7 +10,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[2] / "src"))  # runs from a clone too, without an install
 
 from meshwright.__main__ import main  # noqa: E402
-from meshwright.errors import SIGINT  # noqa: E402
+from meshwright.base.errors import SIGINT  # noqa: E402
 
 
 def defaults(argv: list[str]) -> list[str]:
@@ -19,7 +19,7 @@ def defaults(argv: list[str]) -> list[str]:
     words = [part for word in argv for part in word.split("=", 1)]
     data = [word for name, word in zip(words, words[1:], strict=False) if name in ("--dataset", "--data-path")]
     with contextlib.suppress(ModuleNotFoundError):  # numpy; `main` says so
-        from meshwright.tokenizers import find_of_data
+        from meshwright.data.tokenizers import find_of_data
 
         if not any("vocab-" in word or "tokenizer" in word for word in argv) and not find_of_data(data):
             out += ["--vocab-size", "50257"]  # token files that do not say whose ids they hold: GPT-2's

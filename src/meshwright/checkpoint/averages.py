@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshwright.base.errors import bad_data
 from meshwright.checkpoint import steps
 from meshwright.checkpoint.boxes import Box, Shape
 from meshwright.checkpoint.manifests import DamagedCheckpoint
@@ -19,9 +20,8 @@ from meshwright.checkpoint.native import Described, NativeSource
 from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.checkpoint.sources import Source, TensorBoxes, TensorInfo
 from meshwright.checkpoint.steps import NATIVE, StepLocation
-from meshwright.errors import bad_data
 from meshwright.optim.rule_table import AVERAGE
-from meshwright.ranks.team import Team
+from meshwright.runtime.ranks.team import Team
 
 PIECE = 1 << 22  # elements that are averaged at a time
 

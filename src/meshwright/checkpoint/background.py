@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from meshwright import device as devices
-from meshwright import host
+from meshwright.base import device as devices
+from meshwright.base import host
+from meshwright.base.console import notice, say
 from meshwright.checkpoint.sources import TensorBoxes
-from meshwright.console import notice, say
-from meshwright.ranks.team import Team
+from meshwright.runtime.ranks.team import Team
 
 PATIENCE = datetime.timedelta(days=1)  # for the slowest rank's disk; if a rank dies, its launcher ends all
 ALIGNED = 64  # bytes

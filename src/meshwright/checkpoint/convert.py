@@ -15,24 +15,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from meshwright import tokenizers
+from meshwright.base.console import notice
+from meshwright.base.errors import LOCKED, UserError, bad_data
+from meshwright.base.hints import find_address, refuse_address
+from meshwright.base.progress import progress_bar
 from meshwright.checkpoint import loading, native, owner, publish, steps
 from meshwright.checkpoint.averages import has_average, is_average
 from meshwright.checkpoint.boxes import Box
-from meshwright.checkpoint.foreign.huggingface import writer as huggingface_writer
+from meshwright.checkpoint.huggingface import writer as huggingface_writer
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.manifests import DamagedCheckpoint
 from meshwright.checkpoint.publish import Produce
 from meshwright.checkpoint.saved_model import SavedModel, describe_model
 from meshwright.checkpoint.sources import Source, TensorBoxes, TensorInfo
-from meshwright.console import notice
-from meshwright.errors import LOCKED, UserError, bad_data
+from meshwright.config import check_values, fields, flags
+from meshwright.config.fields import keywords_in_errors, spelling
+from meshwright.config.schema import ARCHITECTURE, DESCRIBING, STATED, GenerateConfig, TokenizerFlags
+from meshwright.data import tokenizers
 from meshwright.model import counts
-from meshwright.progress import progress_bar
-from meshwright.settings import check_values, fields, flags
-from meshwright.settings.fields import keywords_in_errors, spelling
-from meshwright.settings.hints import find_address, refuse_address
-from meshwright.settings.schema import ARCHITECTURE, DESCRIBING, STATED, GenerateConfig, TokenizerFlags
 
 if TYPE_CHECKING:
     import torch
@@ -321,7 +321,7 @@ def read_extent(source: Source, extent: native.BoxToWrite) -> torch.Tensor:
 
 
 def files_for_megatron(source: Selection, conversion: PreparedConversion) -> dict[str, Produce]:
-    from meshwright.checkpoint.foreign.megatron import writer as megatron_writer
+    from meshwright.compat.formats.megatron import writer as megatron_writer
 
     target, model = conversion.target, conversion.config.model
     if target.dtype:

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.base.errors import bad_data, not_a_run
 from meshwright.checkpoint import loading, native, steps
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.manifests import DamagedCheckpoint, verify_step
 from meshwright.checkpoint.saved_model import recorded_settings
 from meshwright.checkpoint.sources import Source
 from meshwright.checkpoint.steps import StepLocation
+from meshwright.config import fields, flags
+from meshwright.config.schema import TrainConfig
 from meshwright.data.history import BlendHistory
-from meshwright.errors import bad_data, not_a_run
-from meshwright.settings import fields, flags
-from meshwright.settings.schema import TrainConfig
 
 
 @dataclass(frozen=True)

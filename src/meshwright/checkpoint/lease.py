@@ -20,12 +20,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from meshwright.console import notice, remark
-from meshwright.errors import IO, LOCKED, UserError
-from meshwright.ranks.pulse import pulse
-from meshwright.storage.addresses import address_of
-from meshwright.storage.copies import read_note, write_note
-from meshwright.storage.store import BucketObjects, locate
+from meshwright.base.console import notice, remark
+from meshwright.base.errors import IO, LOCKED, UserError
+from meshwright.base.storage.addresses import address_of
+from meshwright.base.storage.copies import read_note, write_note
+from meshwright.base.storage.store import BucketObjects, locate
+from meshwright.runtime.ranks.pulse import pulse
 
 OWNER = ".owner.json"  # also a file of the local folder: its name, and the last process that wrote
 BEAT = 20.0  # seconds

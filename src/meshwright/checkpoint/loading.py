@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from meshwright.base.console import notice, say
+from meshwright.base.errors import BAD_DATA, UserError, bad_data, not_a_run
 from meshwright.checkpoint import averages, manifests, mirror, native, publish, steps
 from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.claims import FalseClaim
@@ -19,9 +21,7 @@ from meshwright.checkpoint.manifests import DamagedCheckpoint
 from meshwright.checkpoint.registry import FORMATS, MEGATRON
 from meshwright.checkpoint.sources import Source, TensorBoxes, TensorInfo
 from meshwright.checkpoint.steps import NATIVE, StepLocation
-from meshwright.console import notice, say
-from meshwright.errors import BAD_DATA, UserError, bad_data, not_a_run
-from meshwright.ranks.team import ALONE, Team
+from meshwright.runtime.ranks.team import ALONE, Team
 
 T = TypeVar("T")
 

@@ -20,10 +20,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright import files
-from meshwright.errors import BAD_DATA, IO, UserError
-from meshwright.ranks.team import Team
-from meshwright.storage import store
+from meshwright.base import files
+from meshwright.base.errors import BAD_DATA, IO, UserError
+from meshwright.base.storage import store
+from meshwright.runtime.ranks.team import Team
 
 FORMAT = "meshwright checkpoint 1"
 CHUNK = 16 << 20  # bytes that one hash covers; a slice reads at most this much extra at each end

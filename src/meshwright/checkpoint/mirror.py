@@ -16,18 +16,18 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshwright import files
+from meshwright.base import files
+from meshwright.base.console import notice
+from meshwright.base.errors import IO, UserError, not_a_run
+from meshwright.base.progress import progress_bar
+from meshwright.base.runs.rows import METRICS
+from meshwright.base.storage.addresses import address_of
+from meshwright.base.storage.copies import download, read_note, write_note
+from meshwright.base.storage.store import BucketObjects, ChangedObject, Entry, locate
 from meshwright.checkpoint.lease import Lease, confirm, identity, noting_failure, read_owner, wrote_last
 from meshwright.checkpoint.manifests import MANIFEST, DamagedCheckpoint, read_manifest, sha256
 from meshwright.checkpoint.steps import OUR_STEP, TRACKER, list_steps, make_aside, split_path, step_folder
-from meshwright.console import notice
-from meshwright.errors import IO, UserError, not_a_run
-from meshwright.progress import progress_bar
-from meshwright.ranks.pulse import pulse
-from meshwright.runs.rows import METRICS
-from meshwright.storage.addresses import address_of
-from meshwright.storage.copies import download, read_note, write_note
-from meshwright.storage.store import BucketObjects, ChangedObject, Entry, locate
+from meshwright.runtime.ranks.pulse import pulse
 
 FETCHED = ".fetched.json"  # the tags of objects that were copied here
 SENT = ".sent.json"  # what was sent from here: the tags of steps' files, the hashes of their manifests

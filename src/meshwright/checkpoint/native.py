@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from meshwright.base.errors import IO, UserError
 from meshwright.checkpoint import manifests, publish
 from meshwright.checkpoint.boxes import (
     Box,
@@ -43,8 +44,7 @@ from meshwright.checkpoint.publish import Produce, Write
 from meshwright.checkpoint.run_state import check_saved_state
 from meshwright.checkpoint.sources import Source, TensorBoxes, TensorInfo
 from meshwright.checkpoint.steps import NATIVE
-from meshwright.errors import IO, UserError
-from meshwright.ranks.team import ALONE, Team
+from meshwright.runtime.ranks.team import ALONE, Team
 
 if TYPE_CHECKING:
     import torch

@@ -7,11 +7,11 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from meshwright import files
+from meshwright.base import files
+from meshwright.base.console import remark
+from meshwright.base.errors import IO, LOCKED, UnfitFile, UserError
 from meshwright.checkpoint import mirror
 from meshwright.checkpoint.steps import listing, make_aside
-from meshwright.console import remark
-from meshwright.errors import IO, LOCKED, UnfitFile, UserError
 
 PATIENCE = 0.5  # seconds: a killed owner may still be dying, a new one still writing its name
 

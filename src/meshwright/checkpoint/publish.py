@@ -24,13 +24,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from meshwright.base.console import remark
+from meshwright.base.errors import IO, LOCKED, UnfitFile, UserError
+from meshwright.base.files import naming_file, own_file, replacing, require_unlinked, sync
 from meshwright.checkpoint import manifests
 from meshwright.checkpoint.steps import BEST, TRACKER, is_foreign, latest, list_steps, step_folder
-from meshwright.console import remark
-from meshwright.errors import IO, LOCKED, UnfitFile, UserError
-from meshwright.files import naming_file, own_file, replacing, require_unlinked, sync
-from meshwright.ranks.pulse import pulse
-from meshwright.ranks.team import ALONE, Team
+from meshwright.runtime.ranks.pulse import pulse
+from meshwright.runtime.ranks.team import ALONE, Team
 
 Write = Callable[[bytes | bytearray | memoryview], None]
 Produce = Callable[[Write], None]  # writes a file's bytes, in order

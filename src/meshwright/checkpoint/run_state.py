@@ -12,8 +12,8 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.base.errors import bad_data
 from meshwright.checkpoint.claims import STEPS
-from meshwright.errors import bad_data
 from meshwright.optim.schedule import Schedule
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright import tokenizers
+from meshwright.base.errors import bad_data
 from meshwright.checkpoint.sources import Source
-from meshwright.errors import bad_data
-from meshwright.settings import check_model, flags
-from meshwright.settings.schema import ARCHITECTURE, Model, TrainConfig
+from meshwright.config import check_model, flags
+from meshwright.config.schema import ARCHITECTURE, Model, TrainConfig
+from meshwright.data import tokenizers
 
 GPT_NETWORK = "GPT of Block"  # as a state names the network of model/gpt.py
 

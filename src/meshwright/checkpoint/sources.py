@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from meshwright.base.errors import bad_data
+from meshwright.base.files import sample
 from meshwright.checkpoint.boxes import Box, Shape, check_cover, intersection, minus, not_empty, plus, split_boxes
 from meshwright.checkpoint.registry import FORMATS
-from meshwright.errors import bad_data
-from meshwright.files import sample
 from meshwright.optim.rule_table import AVERAGE
 from meshwright.parallel import shard
 

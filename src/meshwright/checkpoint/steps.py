@@ -13,10 +13,10 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from meshwright.base.errors import bad_data, not_a_run
+from meshwright.base.files import open_plain
 from meshwright.checkpoint.manifests import MANIFEST, DamagedCheckpoint, find_manifest, read_manifest, verify_step
 from meshwright.checkpoint.registry import FORMATS, MEGATRON, MEGATRON_RANK
-from meshwright.errors import bad_data, not_a_run
-from meshwright.files import open_plain
 
 TRACKER = FORMATS[MEGATRON].tracker  # ours too, for Megatron's readers
 BEST = "best_checkpointed_iteration.txt"  # ours: the step with the lowest validation loss

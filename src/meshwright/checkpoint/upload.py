@@ -13,18 +13,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from meshwright.base.console import notice, remark
+from meshwright.base.errors import IO, LOCKED, UserError
+from meshwright.base.storage.addresses import address_of
+from meshwright.base.storage.copies import read_note, write_note
+from meshwright.base.storage.store import Entry, locate
 from meshwright.checkpoint import mirror, publish
 from meshwright.checkpoint.lease import confirm, read_owner
 from meshwright.checkpoint.manifests import MANIFEST, File, Manifest, read_manifest, sha256
 from meshwright.checkpoint.mirror import SENT
 from meshwright.checkpoint.steps import TRACKER, list_steps, step_folder
-from meshwright.console import notice, remark
-from meshwright.errors import IO, LOCKED, UserError
-from meshwright.ranks.pulse import pulse
-from meshwright.ranks.team import ALONE, Team
-from meshwright.storage.addresses import address_of
-from meshwright.storage.copies import read_note, write_note
-from meshwright.storage.store import Entry, locate
+from meshwright.runtime.ranks.pulse import pulse
+from meshwright.runtime.ranks.team import ALONE, Team
 
 RECEIPT = ".sent-by-rank-"  # begins the name of an object in a step that is not complete
 PATIENCE = 1800.0  # seconds in which other machines send their files of a step

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.console import say
+from meshwright.base.console import say
+from meshwright.base.errors import UserError
 from meshwright.data.index_cache import IN_MEMORY, Ints, Storage, cached_indices
 from meshwright.data.samples import BLOCK, Dataset, OrderedSamples, compiled_loops, require_sample
-from meshwright.errors import UserError
 
 VERSION = 1  # of the order: part of the cache's key
 MOST_PARTS = 2**15 - 1  # the order keeps their numbers in 16 bits, as Megatron's does

@@ -9,7 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from meshwright.console import say
+from meshwright.base.console import say
+from meshwright.base.errors import UserError, bad_data
+from meshwright.base.files import allow_open_files
+from meshwright.base.storage import copies
+from meshwright.config.schema import Data, TrainConfig
 from meshwright.data.blend import Blend, Chain, Remainder
 from meshwright.data.files.indexed import Indexed, check_vocabulary
 from meshwright.data.history import BlendHistory, continue_history, unique_names
@@ -26,11 +30,7 @@ from meshwright.data.sets import (
     needed_sizes,
     target_sizes,
 )
-from meshwright.errors import UserError, bad_data
-from meshwright.files import allow_open_files
-from meshwright.settings.schema import Data, TrainConfig
-from meshwright.storage import copies
-from meshwright.tokenizers import Tokenizer
+from meshwright.data.tokenizers import Tokenizer
 
 # Keys: "train", "valid" and "test", or "valid/NAME" and "test/NAME" where a split has several sets.
 Datasets = Mapping[str, Dataset | None]

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.console import notice, remark
+from meshwright.base.console import notice, remark
+from meshwright.base.errors import USAGE, UserError
+from meshwright.base.storage.addresses import shown
+from meshwright.config.grammar import blend_stages
+from meshwright.config.schema import Data
 from meshwright.data.blend import normalise, samples_needed
 from meshwright.data.files.indexed import fingerprint
 from meshwright.data.sets import SetPart
-from meshwright.errors import USAGE, UserError
-from meshwright.settings.grammar import blend_stages
-from meshwright.settings.schema import Data
-from meshwright.storage.addresses import shown
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.console import notice, say
-from meshwright.files import RECORD_LIMIT, crc32, lock, read_small, replacing
+from meshwright.base.console import notice, say
+from meshwright.base.files import RECORD_LIMIT, crc32, lock, read_small, replacing
 
 Ints = npt.NDArray[np.integer[Any]]
 # Files up to this size are checked byte by byte at every start of every rank: a second for those of

@@ -26,8 +26,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from meshwright import device as devices
-from meshwright.console import say
+from meshwright.base import device as devices
+from meshwright.base.console import say
+from meshwright.base.errors import UserError, bad_data
 from meshwright.data.blend import Composite
 from meshwright.data.files.indexed import Indexed, fingerprint
 from meshwright.data.index_cache import Ints, Storage, cached_indices
@@ -40,7 +41,6 @@ from meshwright.data.samples import (
     epochs_needed,
     require_sample,
 )
-from meshwright.errors import UserError, bad_data
 
 
 class Samples(FileSamples):

@@ -22,11 +22,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.console import say
+from meshwright.base.console import say
+from meshwright.base.errors import bad_data
 from meshwright.data.files.indexed import Indexed, fingerprint
 from meshwright.data.index_cache import IN_MEMORY, Ints, Storage, cached_indices
 from meshwright.data.samples import BLOCK, FileSamples, compiled_loops, fill_rows, require_sample, shuffle
-from meshwright.errors import bad_data
 
 VERSION = 1  # of the algorithm below: part of the cache's key
 WINDOW = 1 << 20  # pieces that are packed together, more or less

@@ -21,11 +21,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.console import say
+from meshwright.base.console import say
+from meshwright.base.errors import IO, UserError, bad_data
+from meshwright.config.grammar import split_shares
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.index_cache import IN_MEMORY, Ints, Storage
-from meshwright.errors import IO, UserError, bad_data
-from meshwright.settings.grammar import split_shares
 
 VERSION = 1  # of the algorithm below: part of the cache's key
 BLOCK = 1 << 20

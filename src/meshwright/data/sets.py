@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from meshwright.console import notice, silence
+from meshwright.base.console import notice, silence
+from meshwright.base.errors import UserError, bad_data
+from meshwright.config.data_paths import SPLITS, PathSet, TokenFiles, path_sets, path_settings
+from meshwright.config.grammar import blend_stages, split_shares
+from meshwright.config.schema import Data, TrainConfig
 from meshwright.data.blend import normalise, samples_needed
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.packing import pack_files
 from meshwright.data.samples import split_bounds
-from meshwright.errors import UserError, bad_data
-from meshwright.settings.data_paths import SPLITS, PathSet, TokenFiles, path_sets, path_settings
-from meshwright.settings.grammar import blend_stages, split_shares
-from meshwright.settings.schema import Data, TrainConfig
 
 
 @dataclass(frozen=True)

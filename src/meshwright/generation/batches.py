@@ -11,9 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright import console
-from meshwright.errors import BAD_DATA, USAGE, UserError
-from meshwright.files import replacing
+from meshwright.base import console
+from meshwright.base.errors import BAD_DATA, USAGE, UserError
+from meshwright.base.files import replacing
+from meshwright.base.progress import progress_bar
+from meshwright.config.grammar import unescape
+from meshwright.config.schema import GenerateConfig
 from meshwright.generation import megatron
 from meshwright.generation.beam import BeamOptions, BeamText, search_beams
 from meshwright.generation.chat import Chat
@@ -24,9 +27,6 @@ from meshwright.generation.prompts import Prompt, refuse_all
 from meshwright.generation.requests import Completion, Request
 from meshwright.generation.terminal import Terminal, accept_any_text
 from meshwright.generation.text import gap
-from meshwright.progress import progress_bar
-from meshwright.settings.grammar import unescape
-from meshwright.settings.schema import GenerateConfig
 
 Advance = Callable[[int], None]  # a bar, by so many texts
 

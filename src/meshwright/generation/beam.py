@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright import device as devices
-from meshwright.errors import UserError
+from meshwright.base import device as devices
+from meshwright.base.errors import UserError
 from meshwright.generation.engine import LanguageModel
 from meshwright.generation.requests import Completion, Request, not_finite_error, text_until_stop
 from meshwright.kernels.twins import upcast

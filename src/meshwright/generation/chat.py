@@ -11,17 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshwright.errors import UserError
+from meshwright.base.errors import UserError
+from meshwright.base.hints import did_you_mean
+from meshwright.config.fields import inner_type
+from meshwright.config.flags import convert_value
+from meshwright.config.grammar import unescape
+from meshwright.config.schema import Sampling
 from meshwright.generation.decoder import run_request
 from meshwright.generation.dialogue import ASSISTANT, USER, Dialogue
 from meshwright.generation.engine import LanguageModel
 from meshwright.generation.requests import Completion, Event, Request
 from meshwright.generation.terminal import Terminal, history_file, interruptible, line_editing, report_errors
-from meshwright.settings.fields import inner_type
-from meshwright.settings.flags import convert_value
-from meshwright.settings.grammar import unescape
-from meshwright.settings.hints import did_you_mean
-from meshwright.settings.schema import Sampling
 
 LONGEST_NAME = 11  # letters of a token in the table of /tokens, which fits 80 columns
 LIKELIEST = 4  # likeliest tokens that /tokens shows beside the chosen one

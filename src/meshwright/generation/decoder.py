@@ -20,8 +20,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from meshwright import device as devices
-from meshwright.errors import UserError
+from meshwright.base import device as devices
+from meshwright.base.errors import UserError
+from meshwright.data.tokenizers import Tokenizer
 from meshwright.generation.requests import Completion, Event, Finish, Request, Top, not_finite_error
 from meshwright.generation.sampling import ChoiceParts
 from meshwright.generation.state import DecoderRow, Outputs, SlotState, choose_next, score_tokens
@@ -31,7 +32,6 @@ from meshwright.model.cache import Cache, ContinuedTexts
 from meshwright.model.decode import reason_against
 from meshwright.model.gpt import GPT
 from meshwright.model.positions import Positions
-from meshwright.tokenizers import Tokenizer
 
 PREFILL = 16384  # most tokens of prompts in one pass, padding included; one prompt may have more
 CHUNK, ECHO_CHUNK = 2048, 512  # most tokens of a prompt in one pass; with logits of all of them

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import UserError, bad_data
-from meshwright.files import RECORD_LIMIT, read_small, replacing
+from meshwright.base.errors import UserError, bad_data
+from meshwright.base.files import RECORD_LIMIT, read_small, replacing
+from meshwright.data.tokenizers import Tokenizer
 from meshwright.generation.templates import ChatTemplate
 from meshwright.generation.text import gap
-from meshwright.tokenizers import Tokenizer
 
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
 

@@ -13,13 +13,17 @@ from typing import Any, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from meshwright import tokenizers
+from meshwright.base.errors import UserError, bad_data, not_a_run
+from meshwright.base.hints import did_you_mean, our_word
 from meshwright.checkpoint import loading, native
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.saved_model import SavedModel, describe_model
 from meshwright.checkpoint.sources import Source, TensorBoxes
 from meshwright.checkpoint.steps import NATIVE
-from meshwright.errors import UserError, bad_data, not_a_run
+from meshwright.config import check_layout, check_values
+from meshwright.config.schema import Data, Model, Parallel, Sampling, TokenizerFlags, TrainConfig
+from meshwright.data import tokenizers
+from meshwright.data.tokenizers import Tokenizer
 from meshwright.generation import decoder
 from meshwright.generation.requests import Request
 from meshwright.generation.sharded import ShardedModel
@@ -31,11 +35,7 @@ from meshwright.parallel.cut_model import CutModel, build_cut_model
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.shard import Sharding
 from meshwright.parallel.window_scores import Scorer, plain_scorer
-from meshwright.ranks.team import ALONE, Team
-from meshwright.settings import check_layout, check_values
-from meshwright.settings.hints import did_you_mean, our_word
-from meshwright.settings.schema import Data, Model, Parallel, Sampling, TokenizerFlags, TrainConfig
-from meshwright.tokenizers import Tokenizer
+from meshwright.runtime.ranks.team import ALONE, Team
 
 ONE_RANK = Layout()
 TextOrIds = str | Sequence[int] | Tensor

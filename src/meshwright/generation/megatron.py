@@ -6,13 +6,13 @@ import json
 import sys
 import time
 
-from meshwright.console import fit
-from meshwright.errors import UserError
+from meshwright.base.console import fit
+from meshwright.base.errors import UserError
+from meshwright.config.schema import Sampling
 from meshwright.generation.decoder import complete, run_request
 from meshwright.generation.engine import LanguageModel
 from meshwright.generation.requests import Completion, Request
 from meshwright.generation.terminal import replace_surrogates
-from meshwright.settings.schema import Sampling
 
 
 def write_samples(m: LanguageModel, path: str, count: int, options: Sampling, seed: int, batch: int) -> None:

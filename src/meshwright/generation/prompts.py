@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import BAD_DATA, UserError, bad_data
-from meshwright.fields import Fields, Refusal
-from meshwright.settings import check_values
-from meshwright.settings.schema import Sampling
+from meshwright.base.errors import BAD_DATA, UserError, bad_data
+from meshwright.base.fields import Fields, Refusal
+from meshwright.config import check_values
+from meshwright.config.schema import Sampling
 
 # Keys of a JSON line: those of Sampling by other names, too, and these.
 RENAMED = {"max_tokens": "out_seq_length", "max_new_tokens": "out_seq_length", "n": "num_return_sequences"}

@@ -16,20 +16,20 @@ from typing import Any
 
 import torch
 
-from meshwright import console
-from meshwright import device as devices
-from meshwright.errors import DONE
+from meshwright.base import console
+from meshwright.base import device as devices
+from meshwright.base.errors import DONE
+from meshwright.config import flags
+from meshwright.config.schema import ReadConfig
 from meshwright.generation import engine
 from meshwright.generation.engine import LanguageModel
 from meshwright.optim.loss_scale import dtype_of
 from meshwright.parallel.layout import Layout, connect
-from meshwright.ranks.compare import require_equal
-from meshwright.ranks.connect import join_ranks, pick_backend
-from meshwright.ranks.lost import reporting
-from meshwright.ranks.team import Team
-from meshwright.ranks.world import find_world
-from meshwright.settings import flags
-from meshwright.settings.schema import ReadConfig
+from meshwright.runtime.ranks.compare import require_equal
+from meshwright.runtime.ranks.connect import join_ranks, pick_backend
+from meshwright.runtime.ranks.lost import reporting
+from meshwright.runtime.ranks.team import Team
+from meshwright.runtime.ranks.world import find_world
 
 
 def run_on_ranks(

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from meshwright.errors import NON_FINITE, UserError
+from meshwright.base.errors import NON_FINITE, UserError
+from meshwright.config import check_values
+from meshwright.config.schema import Sampling
+from meshwright.data.tokenizers import Tokenizer
 from meshwright.generation.text import TokenText
-from meshwright.settings import check_values
-from meshwright.settings.schema import Sampling
-from meshwright.tokenizers import Tokenizer
 
 Finish = Literal["stop", "length"]  # an end-of-document token or a stop string; the number of tokens
 Top = list[tuple[int, float]]  # the likeliest tokens with their log-probabilities, the best first

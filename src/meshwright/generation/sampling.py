@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshwright.config.schema import Sampling
 from meshwright.kernels.draws import gumbel
-from meshwright.settings.schema import Sampling
 
 _LOW = (1 << 64) - 1
 INF = float("inf")

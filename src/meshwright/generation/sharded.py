@@ -17,7 +17,7 @@ from meshwright.model.positions import Positions
 from meshwright.parallel.calls import Calls
 from meshwright.parallel.cut_model import CutModel, ModelInput
 from meshwright.parallel.window_scores import WindowBatch, score_part
-from meshwright.ranks.team import Team
+from meshwright.runtime.ranks.team import Team
 
 
 class ShardedModel:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from meshwright import device as devices
+from meshwright.base import device as devices
 from meshwright.generation import sampling
 from meshwright.generation.requests import Request, Top
 from meshwright.generation.sampling import ChoiceParts, Controls

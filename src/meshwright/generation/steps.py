@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from meshwright import device as devices
-from meshwright.console import remark
-from meshwright.cuda_graphs import CudaGraphs
-from meshwright.errors import first_line
+from meshwright.base import device as devices
+from meshwright.base.console import remark
+from meshwright.base.errors import first_line
 from meshwright.generation.sampling import ChoiceParts
 from meshwright.generation.state import Outputs, SlotState, choose_next
 from meshwright.kernels.decode import choose_tokens
@@ -27,6 +26,7 @@ from meshwright.model.cache import Cache, ContinuedTexts
 from meshwright.model.decode import DecodeStep
 from meshwright.model.gpt import GPT
 from meshwright.model.positions import Positions
+from meshwright.runtime.cuda_graphs import CudaGraphs
 
 SHORTEST_TEXT = 256  # length of the shortest steps
 NARROWEST_PROMPT = 64  # width of prompts that a graph reads

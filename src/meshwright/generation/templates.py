@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import bad_data
+from meshwright.base.errors import bad_data
+from meshwright.data.tokenizers import CHAT_TEMPLATE, Tokenizer
+from meshwright.data.vocabularies import CHAT_CONFIG, read_bytes, read_chat_config
 from meshwright.generation import sandbox
-from meshwright.tokenizers import CHAT_TEMPLATE, Tokenizer
-from meshwright.vocabularies import CHAT_CONFIG, read_bytes, read_chat_config
 
 Messages = Sequence[Mapping[str, Any]]  # {"role": "system", "user" or "assistant", "content": text}
 PLAIN = "plain"

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from meshwright.console import fit
-from meshwright.errors import UserError
+from meshwright.base.console import fit
+from meshwright.base.errors import UserError
 
 MOST_HISTORY = 1000  # lines of the history
 # Characters that a terminal would obey: a model may write any.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from meshwright.tokenizers import Null, Tokenizer
+from meshwright.data.tokenizers import Null, Tokenizer
 
 
 class TokenText:

@@ -11,7 +11,7 @@ import time
 import torch
 from torch import Tensor
 
-from meshwright import device as devices
+from meshwright.base import device as devices
 
 
 def new_times(count: int, device: torch.device) -> Tensor | None:

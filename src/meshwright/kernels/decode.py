@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.device import NVIDIA
+from meshwright.base.device import NVIDIA
 from meshwright.kernels import activation, norm
 from meshwright.kernels.draws import gumbel
 from meshwright.kernels.heads import HeadSizes, rotate, split

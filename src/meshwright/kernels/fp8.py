@@ -36,7 +36,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from meshwright import device as devices
+from meshwright.base import device as devices
 from meshwright.kernels.gradients import from_rows, sink_of
 from meshwright.kernels.twins import is_triton, launcher, twin
 

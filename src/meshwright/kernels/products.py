@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright import device as devices
+from meshwright.base import device as devices
 
 PIECE = 1 << 18  # elements that `put_into` converts at a time
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meshwright import device as devices
+from meshwright.base import device as devices
 from meshwright.kernels.twins import twin
 
 SMALLEST = 256  # rows; below, all of a product is four tiles of the kernel

@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from meshwright import device as devices
+from meshwright.base import device as devices
 
 P = ParamSpec("P")
 R = TypeVar("R")

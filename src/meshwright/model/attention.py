@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from meshwright import device as devices
+from meshwright.base import device as devices
+from meshwright.config.schema import Model
 from meshwright.kernels import causal, dropout
 from meshwright.kernels.heads import rotate, split
 from meshwright.model.kind import uses_reference
 from meshwright.model.layers import Linear, Norm
 from meshwright.model.positions import Mask, Positions, Shared
-from meshwright.settings.schema import Model
 
 
 class Attention(nn.Module):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from meshwright.errors import UserError
-from meshwright.settings.schema import Model
+from meshwright.base.errors import UserError
+from meshwright.config.schema import Model
 
 
 def layer_matrices(m: Model) -> dict[str, tuple[int, int]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meshwright import device as devices
+from meshwright.base import device as devices
 from meshwright.kernels import decode, norm
 from meshwright.kernels.decode import CachedTexts, DecodeLinear, TextState
 from meshwright.kernels.heads import HeadSizes

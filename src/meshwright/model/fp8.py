@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright import device as devices
-from meshwright.errors import UserError
+from meshwright.base import device as devices
+from meshwright.base.errors import UserError
+from meshwright.config.schema import Precision
 from meshwright.kernels.fp8 import Fp8Product, Recipe, Scales
 from meshwright.kernels.fp8_fused import Fp8Linear, norm_heads, norm_mlp
 from meshwright.kernels.norm import Operands
 from meshwright.model.fused import FusedBlock, weights_of
 from meshwright.model.positions import Shared
-from meshwright.settings.schema import Precision
 
 MAPS = ("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj")
 

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from meshwright import device as devices
+from meshwright.base import device as devices
+from meshwright.config.schema import Model
 from meshwright.kernels import dropout
 from meshwright.kernels.linear import linear
 from meshwright.kernels.softcap import softcap
@@ -37,7 +38,6 @@ from meshwright.model.attention import Attention, is_reference, seed_dropout
 from meshwright.model.layers import MLP, Embedding, Linear, Norm
 from meshwright.model.positions import Positions, Shared, share
 from meshwright.optim.mup import factors_of
-from meshwright.settings.schema import Model
 
 
 @dataclass(frozen=True)

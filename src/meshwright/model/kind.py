@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from meshwright import device as devices
-from meshwright.settings.schema import Model, Precision, Training
+from meshwright.base import device as devices
+from meshwright.config.schema import Model, Precision, Training
 
 BlockKind = Literal["fused", "compiled", "plain"]
 

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.config.schema import Model
 from meshwright.kernels import activation
 from meshwright.kernels.embedding import embedding
 from meshwright.kernels.linear import linear
 from meshwright.kernels.rms_norm import rms_norm
-from meshwright.settings.schema import Model
 
 
 class Linear(nn.Linear):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from meshwright.config.schema import Model, Precision, Training
 from meshwright.model.attention import compile_each_shape, is_reference
 from meshwright.model.fused import FusedBlock
 from meshwright.model.gpt import Block, Options
 from meshwright.model.kind import block_kind
-from meshwright.settings.schema import Model, Precision, Training
 
 
 def options(t: Training, m: Model, p: Precision, device: torch.device) -> Options:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from meshwright import device as devices
+from meshwright.base import device as devices
+from meshwright.config.schema import Model
 from meshwright.model.cache import ContinuedTexts
 from meshwright.model.rotary import rotations
-from meshwright.settings.schema import Model
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

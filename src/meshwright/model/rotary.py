@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from meshwright.settings.schema import Model
+from meshwright.config.schema import Model
 
 
 def rotations(m: Model, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

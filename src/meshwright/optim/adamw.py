@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meshwright import device as devices
+from meshwright.base import device as devices
+from meshwright.config.schema import Optimizer
 from meshwright.kernels import adamw
 from meshwright.kernels.moments import Place, make_block_draws
 from meshwright.optim.rules import Numbers, Treatment, Verdict, adamw_constants, is_rounded, state_dtype
-from meshwright.settings.schema import Optimizer
 
 
 class FlatAdamW:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from meshwright.settings.schema import Precision
+from meshwright.config.schema import Precision
 
 
 def dtype_of(p: Precision) -> torch.dtype:

@@ -40,7 +40,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from meshwright import device as devices
+from meshwright.base import device as devices
 from meshwright.kernels import muon as passes
 from meshwright.kernels.symmetric import symmetric_product
 from meshwright.optim.own_rule import OwnRule, scalar

@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from meshwright.settings.schema import Model
+from meshwright.config.schema import Model
 
 
 class Factors(NamedTuple):

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
+from meshwright.config.schema import Model, Optimizer
 from meshwright.optim.mup import factors_of
-from meshwright.settings.schema import Model, Optimizer
 
 Rule = Literal["adamw", "sgd", "lion", "muon"]
 # Each rule's state: torch's name -> name in a checkpoint.

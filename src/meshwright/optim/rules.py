@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from meshwright.config.schema import Model, Optimizer
 from meshwright.kernels.adamw import AdamWConstants
-from meshwright.lazy_compiler import spare, spare_step
 from meshwright.optim import elementwise
 from meshwright.optim.muon import Muon, Spread
 from meshwright.optim.rule_table import STATE as STATE
@@ -17,7 +17,7 @@ from meshwright.optim.rule_table import Treatment as Treatment
 from meshwright.optim.rule_table import is_beyond_torch as is_beyond_torch
 from meshwright.optim.rule_table import is_rounded as is_rounded
 from meshwright.optim.rule_table import treatment_of
-from meshwright.settings.schema import Model, Optimizer
+from meshwright.runtime.lazy_compiler import spare, spare_step
 
 AdamW, SGD = spare_step(torch.optim.AdamW), spare_step(torch.optim.SGD)
 spare(torch.optim.Optimizer.add_param_group)

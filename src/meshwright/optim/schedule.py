@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from meshwright.errors import UserError
-from meshwright.settings.schema import DECAY_RAMPS, TrainConfig
+from meshwright.base.errors import UserError
+from meshwright.config.schema import DECAY_RAMPS, TrainConfig
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from meshwright import device as devices
-from meshwright.errors import UserError, first_line
+from meshwright.base import device as devices
+from meshwright.base.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

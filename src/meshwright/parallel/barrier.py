@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright import device as devices
+from meshwright.base import device as devices
 
 WAIT, WRITE, IS_EQUAL = 1, 2, 1  # CU_STREAM_MEM_OP_WAIT_VALUE_32, ..._WRITE_VALUE_32, CU_STREAM_WAIT_VALUE_EQ
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.ranks.team import Team
+from meshwright.runtime.ranks.team import Team
 
 END = ""  # the action after which the others leave
 FOREVER = timedelta(days=365)  # a person may think about the next prompt

@@ -23,8 +23,8 @@ from meshwright.parallel.pipeline import Pipeline, stages
 from meshwright.parallel.tensor import cut_layers
 
 if TYPE_CHECKING:
+    from meshwright.config.schema import Model
     from meshwright.data.loader import Batch
-    from meshwright.settings.schema import Model
 
 # (logits of this rank's ids, number of the micro-batch) -> result
 Finish = Callable[[Tensor, int], Tensor]

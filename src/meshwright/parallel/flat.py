@@ -50,7 +50,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright import device as devices
+from meshwright.base import device as devices
 from meshwright.kernels import adamw
 from meshwright.kernels.moments import Place
 from meshwright.kernels.products import put_into

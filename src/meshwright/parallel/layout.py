@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from meshwright.settings.schema import TrainConfig
+from meshwright.config.schema import TrainConfig
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -144,7 +144,7 @@ def new_group(name: str, ranks: list[int], timeout: timedelta | None) -> Process
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
-    from meshwright.ranks import gloo
+    from meshwright.runtime.ranks import gloo
 
     # "cpu:gloo,cuda:nccl" would open thousands of sockets in a large run, for tensors of no group.
     by_device = dict(pair.split(":") for pair in str(dist.get_backend_config()).split(","))

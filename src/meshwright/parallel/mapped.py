@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright import device as devices
+from meshwright.base import device as devices
 from meshwright.parallel.agree import map_memory_of, to_map_memory
 from meshwright.parallel.barrier import count_words, stream_barrier
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright import device as devices
+from meshwright.base import device as devices
 from meshwright.kernels.products import affine, product
 from meshwright.parallel import comm
 from meshwright.parallel.agree import to_map_memory

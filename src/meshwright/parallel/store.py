@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright import device as devices
+from meshwright.base import device as devices
+from meshwright.config.schema import Model, Optimizer
 from meshwright.kernels import clock, gradients
 from meshwright.kernels.fp8 import Scales
 from meshwright.kernels.moments import Place, Rounding, place_of
@@ -32,7 +33,6 @@ from meshwright.parallel import shard
 from meshwright.parallel.homes import Homes, SharedParameter, Sharers
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.mapped import BufferMapper
-from meshwright.settings.schema import Model, Optimizer
 
 HAS_GRADIENTS, ALL_MET = 0, 1  # times of a step: when a rank has its own gradients, and when all ranks have met
 DRAWING_THREADS = 16  # most tensors of initial weights that are drawn at once

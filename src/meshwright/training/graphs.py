@@ -30,9 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.console import remark
+from meshwright.base.console import remark
+from meshwright.base.errors import first_line
 from meshwright.data.loader import Batch
-from meshwright.errors import first_line
 from meshwright.parallel.agree import on_all
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from meshwright import device as devices
+from meshwright.base import device as devices
+from meshwright.config.grammar import ON_NONFINITE, reaction
 from meshwright.parallel.store import ALL_MET, HAS_GRADIENTS
-from meshwright.settings.grammar import ON_NONFINITE, reaction
 
 if TYPE_CHECKING:
     from meshwright.training.health.replicas import Replicas

@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from meshwright.console import notice, remark, say, say_time
+from meshwright.base.console import notice, remark, say, say_time
+from meshwright.base.errors import NON_FINITE, UserError
 from meshwright.data.feed import Feed
 from meshwright.data.loader import Batch
 from meshwright.data.samples import Dataset, OrderedSamples
-from meshwright.errors import NON_FINITE, UserError
 from meshwright.optim.schedule import warn_of_idle_steps
-from meshwright.ranks.pulse import pulse
-from meshwright.ranks.watchdog import Watchdog
+from meshwright.runtime.ranks.pulse import pulse
+from meshwright.runtime.ranks.watchdog import Watchdog
 from meshwright.training.beside.samples import SampleWriter
 from meshwright.training.beside.scores import Scores
 from meshwright.training.health.guard import Guard

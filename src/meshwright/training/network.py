@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from meshwright import device as devices
+from meshwright.apps.plan import graph_rule
+from meshwright.base import device as devices
+from meshwright.base.console import remark
+from meshwright.base.errors import UserError
 from meshwright.checkpoint.saved_model import GPT_NETWORK
-from meshwright.console import remark
-from meshwright.cuda_graphs import CudaGraphs
-from meshwright.errors import UserError
+from meshwright.config.check_mup import given_bases
+from meshwright.config.fields import spelling
+from meshwright.config.schema import Optimizer, TrainConfig
 from meshwright.model import fp8, pick
 from meshwright.model.gpt import GPT, Options, name_of
 from meshwright.optim.loss_scale import dtype_of
@@ -25,10 +28,7 @@ from meshwright.parallel.pipeline import Pipeline, stages
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, V_SHAPED
 from meshwright.parallel.store import StoreSpec
 from meshwright.parallel.tensor import cut_layers
-from meshwright.plan import graph_rule
-from meshwright.settings.check_mup import given_bases
-from meshwright.settings.fields import spelling
-from meshwright.settings.schema import Optimizer, TrainConfig
+from meshwright.runtime.cuda_graphs import CudaGraphs
 from meshwright.training import graphs as graph
 from meshwright.training.step import Loss, Network, make_loss
 
@@ -153,7 +153,7 @@ def open_pipeline(spec: Spec, parts: list[Any]) -> Pipeline:
 def new_store(parts: list[Any], spec: StoreSpec, is_sharded: bool) -> FlatStore | FullyShardedStore:
     if not is_sharded:
         return FlatStore(parts, spec)
-    from meshwright.parallel.fsdp import FullyShardedStore  # torch takes a second to import FSDP
+    from meshwright.parallel.fsdp import FullyShardedStore
 
     return FullyShardedStore(parts, spec)
 

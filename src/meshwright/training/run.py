@@ -12,23 +12,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright import console
-from meshwright import device as devices
+from meshwright.apps.plan.sizes import smaller_sizes
+from meshwright.base import console
+from meshwright.base import device as devices
+from meshwright.base.console import logged_to, remark, say, say_arguments, say_time, show
+from meshwright.base.errors import UnfitFile, bad_data
+from meshwright.base.files import require_unlinked
 from meshwright.checkpoint import owner
-from meshwright.console import logged_to, remark, say, say_arguments, say_time, show
-from meshwright.errors import UnfitFile, bad_data
-from meshwright.files import require_unlinked
+from meshwright.config import command as commands
+from meshwright.config.schema import TrainConfig
+from meshwright.data.tokenizers import Tokenizer
 from meshwright.parallel.layout import connect, layout_of
-from meshwright.plan.sizes import smaller_sizes
-from meshwright.ranks.connect import join_ranks, pick_backend
-from meshwright.ranks.lost import reporting
-from meshwright.ranks.pulse import pulse
-from meshwright.ranks.team import Team
-from meshwright.ranks.watchdog import Watchdog, watched
-from meshwright.ranks.world import ATTEMPT, find_world, require_world_size
-from meshwright.settings import command as commands
-from meshwright.settings.schema import TrainConfig
-from meshwright.tokenizers import Tokenizer
+from meshwright.runtime.ranks.connect import join_ranks, pick_backend
+from meshwright.runtime.ranks.lost import reporting
+from meshwright.runtime.ranks.pulse import pulse
+from meshwright.runtime.ranks.team import Team
+from meshwright.runtime.ranks.watchdog import Watchdog, watched
+from meshwright.runtime.ranks.world import ATTEMPT, find_world, require_world_size
 from meshwright.training.before.preflight import require_equal_ranks
 from meshwright.training.before.resolve import Resolved, resolve
 from meshwright.training.log.timers import Startup

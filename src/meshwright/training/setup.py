@@ -7,27 +7,28 @@ import time
 
 import torch
 
-from meshwright import device as devices
-from meshwright import host
-from meshwright.console import remark, say, say_time, show
+from meshwright.apps.plan.compare import plan_of_run
+from meshwright.apps.plan.sizes import describe_long_step, smaller_sizes
+from meshwright.base import device as devices
+from meshwright.base import host
+from meshwright.base.console import remark, say, say_time, show
+from meshwright.base.errors import HANG, UserError
+from meshwright.base.version import our_version
+from meshwright.config.command import explain_out_of_memory
+from meshwright.config.data_paths import path_sets, path_settings
+from meshwright.config.fields import with_settings
+from meshwright.config.schema import TrainConfig
 from meshwright.data.datasets import Datasets, check_datasets, continue_datasets, make_document_ends
 from meshwright.data.feed import Feed
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.loader import DocumentEnds, LoaderSpec
 from meshwright.data.samples import OrderedSamples
-from meshwright.errors import HANG, UserError
+from meshwright.data.tokenizers import Null, Tokenizer
 from meshwright.model import counts
 from meshwright.model.gpt import initialise
 from meshwright.parallel.store import DRAWING_THREADS
-from meshwright.plan.compare import plan_of_run
-from meshwright.plan.sizes import describe_long_step, smaller_sizes
-from meshwright.ranks.team import Team
-from meshwright.ranks.watchdog import Watchdog
-from meshwright.settings.command import explain_out_of_memory
-from meshwright.settings.data_paths import path_sets, path_settings
-from meshwright.settings.fields import with_settings
-from meshwright.settings.schema import TrainConfig
-from meshwright.tokenizers import Null, Tokenizer
+from meshwright.runtime.ranks.team import Team
+from meshwright.runtime.ranks.watchdog import Watchdog
 from meshwright.training.before import memory
 from meshwright.training.before.resolve import Resolved
 from meshwright.training.beside.samples import SampleWriter
@@ -41,7 +42,6 @@ from meshwright.training.loop import Trainer
 from meshwright.training.network import Spec, build_network
 from meshwright.training.state import folder as run_folder
 from meshwright.training.state.state import State
-from meshwright.version import our_version
 
 COUNTED_TOKENS = 1 << 14  # of a pair of token files, from which the bytes of a token are estimated
 

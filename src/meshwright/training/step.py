@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright import device as devices
+from meshwright.base import device as devices
+from meshwright.base.errors import BAD_DATA, UserError
 from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.data.loader import Batch
-from meshwright.errors import BAD_DATA, UserError
 from meshwright.model.attention import seed_dropout
 from meshwright.model.loss import loss_sum, token_terms
 from meshwright.model.positions import Positions
@@ -27,7 +27,7 @@ from meshwright.parallel import comm
 from meshwright.parallel.cut_model import CutModel
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.tensor import combine_over
-from meshwright.ranks.pulse import pulse
+from meshwright.runtime.ranks.pulse import pulse
 from meshwright.training.graphs import DIVISOR, VOTE, Graphs, Position, copy_into
 from meshwright.training.loss_parts import LossParts
 

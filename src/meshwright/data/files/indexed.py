@@ -28,10 +28,10 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from meshwright import files
-from meshwright.errors import UserError, bad_data
-from meshwright.settings.hints import near_path
-from meshwright.storage import copies
+from meshwright.base import files
+from meshwright.base.errors import UserError, bad_data
+from meshwright.base.hints import near_path
+from meshwright.base.storage import copies
 
 Ints = npt.NDArray[np.integer[Any]]
 

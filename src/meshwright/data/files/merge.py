@@ -18,14 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from meshwright import origin, tokenizers
-from meshwright.console import notice
+from meshwright.base import origin
+from meshwright.base.console import notice
+from meshwright.base.errors import IO, UserError, bad_data
+from meshwright.base.files import lock, make_folder
+from meshwright.base.progress import progress_bar
+from meshwright.config.schema import TokenizerFlags
+from meshwright.data import tokenizers
 from meshwright.data.files.indexed import BLOCK, FileColumn, Index, Indexed
 from meshwright.data.files.writer import Writer, is_made
-from meshwright.errors import IO, UserError, bad_data
-from meshwright.files import lock, make_folder
-from meshwright.progress import progress_bar
-from meshwright.settings.schema import TokenizerFlags
 
 COPIES_AT_ONCE = 8  # files copied at a time by --merge distributed: enough to hide the latency of a network disk
 PROBE_TOKENS = 1 << 14  # tokens at both ends of each shard that are read again at the end

@@ -15,15 +15,15 @@ from typing import BinaryIO
 
 import numpy as np
 
-from meshwright import tokenizers
-from meshwright.console import fit, notice
+from meshwright.base.console import fit, notice
+from meshwright.base.errors import UserError, bad_data
+from meshwright.base.files import checksums, replacing, writing
+from meshwright.base.hints import near_prefix
+from meshwright.base.progress import Clock, progress_bar
+from meshwright.config.schema import TokenizerFlags
+from meshwright.data import tokenizers
 from meshwright.data.files.indexed import FileColumn, Index, Indexed, Tally
 from meshwright.data.index_cache import INVALID, open_entry
-from meshwright.errors import UserError, bad_data
-from meshwright.files import checksums, replacing, writing
-from meshwright.progress import Clock, progress_bar
-from meshwright.settings.hints import near_prefix
-from meshwright.settings.schema import TokenizerFlags
 
 Digest = Callable[[BinaryIO, Callable[[int, bytes], None]], None]  # calls a function for each block of a file
 

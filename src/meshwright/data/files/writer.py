@@ -16,10 +16,10 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from meshwright import origin
+from meshwright.base import origin
+from meshwright.base.errors import IO, UserError
+from meshwright.base.files import own_file, sync
 from meshwright.data.files.indexed import CODES, HEADER, MAGIC, FileColumn
-from meshwright.errors import IO, UserError
-from meshwright.files import own_file, sync
 
 # Tokens, int32 lengths of sequences, int64 ends of documents; each name ends with `.tmp`.
 PART_ENDINGS = (".bin", ".sizes", ".docs")

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from meshwright import device as devices
+from meshwright.base import device as devices
 from meshwright.kernels.decode import BAD, NONE, CachedTexts, DecodeLinear, Draws, TextState
 from meshwright.kernels.grid import cdiv, power_of_2
 from meshwright.kernels.heads import HeadSizes

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwright import device as devices
+from meshwright.base import device as devices
 from meshwright.kernels.gradients import Total
 from meshwright.kernels.grid import SUM_COLUMNS, SUM_ROWS, cdiv, power_of_2, sum_slab, summed_rows
 

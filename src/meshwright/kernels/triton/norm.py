@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwright import device as devices
+from meshwright.base import device as devices
 from meshwright.kernels.fp8 import Into, fp8_arguments
 from meshwright.kernels.grid import cdiv, norm_launch, norm_programs, norm_tile
 from meshwright.kernels.norm import NormWeights, Operands, SavedRows

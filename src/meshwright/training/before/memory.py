@@ -24,16 +24,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwright import device as devices
-from meshwright.cuda_graphs import MEMORY_SHARE
+from meshwright.apps.plan.memory import held_bytes, logits_bytes, state_bytes, step_bytes
+from meshwright.apps.plan.parameters import parameters_of_ranks
+from meshwright.base import device as devices
+from meshwright.base.errors import UserError
+from meshwright.config.fields import with_settings
+from meshwright.config.schema import TrainConfig
 from meshwright.data.loader import Batch
-from meshwright.errors import UserError
 from meshwright.model.gpt import GPT
-from meshwright.plan.memory import held_bytes, logits_bytes, state_bytes, step_bytes
-from meshwright.plan.parameters import parameters_of_ranks
-from meshwright.ranks.team import Team
-from meshwright.settings.fields import with_settings
-from meshwright.settings.schema import TrainConfig
+from meshwright.runtime.cuda_graphs import MEMORY_SHARE
+from meshwright.runtime.ranks.team import Team
 from meshwright.training.step import Network, forward_part, sum_terms
 
 

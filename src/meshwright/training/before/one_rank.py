@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from meshwright.apps.plan.devices import load_profile
+from meshwright.apps.plan.memory import memory_of_rank
+from meshwright.base.errors import UserError
 from meshwright.checkpoint import loading
 from meshwright.checkpoint.sources import Source, TensorBoxes
-from meshwright.errors import UserError
+from meshwright.config.data_paths import prefixes
+from meshwright.config.fields import with_settings
+from meshwright.config.schema import TrainConfig
 from meshwright.parallel.layout import DIMENSIONS, Layout, connect, layout_of
-from meshwright.plan.devices import load_profile
-from meshwright.plan.memory import memory_of_rank
-from meshwright.settings.data_paths import prefixes
-from meshwright.settings.fields import with_settings
-from meshwright.settings.schema import TrainConfig
 from meshwright.training.network import Spec, build_network
 from meshwright.training.state.resume import open_options
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-from meshwright.errors import UNAVAILABLE, UserError
-from meshwright.settings.fields import spelling
-from meshwright.settings.schema import Logging
+from meshwright.base.errors import UNAVAILABLE, UserError
+from meshwright.config.fields import spelling
+from meshwright.config.schema import Logging
 
 # The setting that needs a package, the package, and what installs it.
 PACKAGES = (

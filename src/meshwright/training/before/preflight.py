@@ -8,21 +8,21 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from meshwright import device as devices
-from meshwright import tokenizers
-from meshwright.console import set_stream, show
+from meshwright.apps.plan.describe import predict_here, verdict_here
+from meshwright.apps.plan.parameters import parameters_of_ranks
+from meshwright.apps.plan.sizes import describe_lack, describe_layout, describe_memory, describe_place
+from meshwright.base import device as devices
+from meshwright.base.console import set_stream, show
+from meshwright.base.errors import DONE, USAGE, UserError
+from meshwright.config import checks
+from meshwright.config.data_paths import prefixes
+from meshwright.config.schema import TrainConfig
+from meshwright.data import tokenizers
 from meshwright.data.files.indexed import Indexed, check_vocabulary
-from meshwright.errors import DONE, USAGE, UserError
 from meshwright.model import counts
-from meshwright.plan.describe import predict_here, verdict_here
-from meshwright.plan.parameters import parameters_of_ranks
-from meshwright.plan.sizes import describe_lack, describe_layout, describe_memory, describe_place
-from meshwright.ranks.compare import require_equal
-from meshwright.ranks.team import Team
-from meshwright.ranks.world import find_world
-from meshwright.settings import checks
-from meshwright.settings.data_paths import prefixes
-from meshwright.settings.schema import TrainConfig
+from meshwright.runtime.ranks.compare import require_equal
+from meshwright.runtime.ranks.team import Team
+from meshwright.runtime.ranks.world import find_world
 from meshwright.training.before.packages import require_packages
 from meshwright.training.before.resolve import (
     bring_files,
@@ -91,7 +91,7 @@ def dry_run(config: TrainConfig) -> int:
     if lines := check_loading(config) if config.checkpoint.load else fresh_schedule(config):
         show("\n".join(lines))
     if config.parallel.rank is not None:
-        from meshwright.training.before.one_rank import describe_rank  # imports torch
+        from meshwright.training.before.one_rank import describe_rank
 
         show("\n".join(describe_rank(config, size, padded_for(config, size))))
     for problem in later:

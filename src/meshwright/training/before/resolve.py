@@ -15,26 +15,27 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright import console, tokenizers
+from meshwright.base import console
+from meshwright.base.console import say
+from meshwright.base.errors import BAD_DATA, UserError
+from meshwright.base.hints import near_path
+from meshwright.base.storage import copies
+from meshwright.base.storage.addresses import shown
+from meshwright.base.version import our_version
 from meshwright.checkpoint import mirror, owner, steps
-from meshwright.console import say
+from meshwright.compat.flags import argument_dump, deepspeed_json
+from meshwright.config import check_model, checks, data_paths, flags, notices
+from meshwright.config.fields import spelling, with_settings
+from meshwright.config.grammar import blend
+from meshwright.config.schema import TokenizerFlags, TrainConfig
+from meshwright.data import tokenizers
 from meshwright.data.sets import count_epochs
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.data.tokenizers import Tokenizer
 from meshwright.model import counts
-from meshwright.ranks.world import World
-from meshwright.settings import check_model, checks, data_paths, flags, notices
-from meshwright.settings.fields import spelling, with_settings
-from meshwright.settings.grammar import blend
-from meshwright.settings.hints import near_path
-from meshwright.settings.other_programs import argument_dump, deepspeed_json
-from meshwright.settings.schema import TokenizerFlags, TrainConfig
-from meshwright.storage import copies
-from meshwright.storage.addresses import shown
-from meshwright.tokenizers import Tokenizer
+from meshwright.runtime.ranks.world import World
 from meshwright.training.before.packages import require_packages
 from meshwright.training.state.resume import checkpoint_architecture, guard_existing, guard_run_folder, saved_settings
 from meshwright.training.state.saver import check_export
-from meshwright.version import our_version
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,8 @@ def complete_settings(parsed: flags.Parsed[TrainConfig]) -> TrainConfig:
 def note_export(parsed: flags.Parsed[TrainConfig], config: TrainConfig) -> None:
     """Say before a training by a recipe whether its model will have no export."""
     if parsed.recipe:
-        from meshwright.checkpoint.foreign import exports
-        from meshwright.checkpoint.foreign.huggingface.writer import export_notices
+        from meshwright.checkpoint import exports
+        from meshwright.checkpoint.huggingface.writer import export_notices
 
         positions = config.model.max_position_embeddings or config.data.seq_length
         parsed.notices.extend(export_notices(exports.without_idle_window(config.model, positions)))

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.console import remark
+from meshwright.base.console import remark
+from meshwright.base.errors import UserError
+from meshwright.config.schema import Sampling, TrainConfig
 from meshwright.data.loader import Batch
-from meshwright.errors import UserError
+from meshwright.data.tokenizers import Tokenizer
 from meshwright.generation import sampling
 from meshwright.generation.requests import Request, text_until_stop
 from meshwright.kernels.twins import upcast
-from meshwright.settings.schema import Sampling, TrainConfig
-from meshwright.tokenizers import Tokenizer
 from meshwright.training.beside.scores import runs_one_shape
 from meshwright.training.log.metrics import Metrics
 from meshwright.training.step import Network

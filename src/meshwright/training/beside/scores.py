@@ -18,18 +18,18 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.apps.evaluate import tasks
+from meshwright.apps.evaluate.tasks import Task
+from meshwright.base.console import remark, say
+from meshwright.base.errors import UserError
+from meshwright.base.files import make_anew
 from meshwright.checkpoint import steps
 from meshwright.checkpoint.saved_model import GPT_NETWORK
-from meshwright.console import remark, say
-from meshwright.errors import UserError
-from meshwright.evaluation import tasks
-from meshwright.evaluation.tasks import Task
-from meshwright.files import make_anew
+from meshwright.config.grammar import eval_tasks
+from meshwright.config.schema import TrainConfig
+from meshwright.data.tokenizers import Tokenizer
 from meshwright.parallel.window_scores import WindowBatch, score_part
-from meshwright.ranks.team import Team
-from meshwright.settings.grammar import eval_tasks
-from meshwright.settings.schema import TrainConfig
-from meshwright.tokenizers import Tokenizer
+from meshwright.runtime.ranks.team import Team
 from meshwright.training.log.metrics import Metrics
 from meshwright.training.step import Network
 

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshwright import device as devices
+from meshwright.base import device as devices
 from meshwright.data.loader import Batch
 from meshwright.model.fused import FusedBlock
 from meshwright.model.gpt import Block
 from meshwright.parallel.layout import Layout
-from meshwright.ranks.team import Team
+from meshwright.runtime.ranks.team import Team
 from meshwright.training.step import Network, StepSettings, accumulate, prepare_numbers, sum_terms
 
 AT_ONCE = 1 << 26  # elements that are checked together

@@ -11,9 +11,9 @@ import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from meshwright.console import remark
-from meshwright.errors import NON_FINITE, UserError, first_line
-from meshwright.settings.grammar import ON_NONFINITE, ON_SPIKE, reaction
+from meshwright.base.console import remark
+from meshwright.base.errors import NON_FINITE, UserError, first_line
+from meshwright.config.grammar import ON_NONFINITE, ON_SPIKE, reaction
 from meshwright.training.health.diagnosis import Origin, find_origin
 
 if TYPE_CHECKING:

@@ -23,12 +23,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright import device as devices
-from meshwright.errors import UNEXPECTED, UserError
+from meshwright.base import device as devices
+from meshwright.base.errors import UNEXPECTED, UserError
 from meshwright.parallel import comm
 from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.store import Store
-from meshwright.ranks.team import Team
+from meshwright.runtime.ranks.team import Team
 from meshwright.training.step import Network
 
 WIDTH = 4096  # words that share a row of multipliers

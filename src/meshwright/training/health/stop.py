@@ -12,11 +12,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from meshwright import host
+from meshwright.base import host
+from meshwright.base.errors import DONE, WARNINGS
 from meshwright.checkpoint import steps
-from meshwright.errors import DONE, WARNINGS
-from meshwright.ranks.team import Team
-from meshwright.settings.schema import Training
+from meshwright.config.schema import Training
+from meshwright.runtime.ranks.team import Team
 
 
 class StopConditions:

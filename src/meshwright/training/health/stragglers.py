@@ -18,7 +18,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.ranks.watchdog import Watchdog
+from meshwright.runtime.ranks.watchdog import Watchdog
 
 # A rank is slow from SLOW times the median on, until it is below WELL times the median.
 SLOW, WELL = 1.5, 1.25

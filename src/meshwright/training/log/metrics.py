@@ -15,21 +15,21 @@ from typing import Any
 
 import torch
 
-from meshwright import device as devices
-from meshwright.console import is_quiet, remark, say, show
-from meshwright.errors import BAD_DATA, NON_FINITE, SIGINT, UNEXPECTED, UserError
-from meshwright.evaluation.tasks import Task
-from meshwright.files import naming_file, own_file
-from meshwright.plan.compare import Measured
-from meshwright.progress import new_bar
-from meshwright.ranks.team import Team
-from meshwright.ranks.world import find_world
-from meshwright.records import json_ready
-from meshwright.runs.history import final_loss
-from meshwright.runs.rows import METRICS, read_lines
-from meshwright.settings import flags
-from meshwright.settings.schema import TrainConfig
-from meshwright.storage.addresses import shown, shown_in
+from meshwright.apps.evaluate.tasks import Task
+from meshwright.apps.plan.compare import Measured
+from meshwright.base import device as devices
+from meshwright.base.console import is_quiet, remark, say, show
+from meshwright.base.errors import BAD_DATA, NON_FINITE, SIGINT, UNEXPECTED, UserError
+from meshwright.base.files import naming_file, own_file
+from meshwright.base.progress import new_bar
+from meshwright.base.records import json_ready
+from meshwright.base.runs.history import final_loss
+from meshwright.base.runs.rows import METRICS, read_lines
+from meshwright.base.storage.addresses import shown, shown_in
+from meshwright.config import flags
+from meshwright.config.schema import TrainConfig
+from meshwright.runtime.ranks.team import Team
+from meshwright.runtime.ranks.world import find_world
 from meshwright.training.log.lines import FORMS, MEGATRON, Check, Interval, RunSizes, in_deepspeeds_form
 from meshwright.training.log.screen import LineScreen
 from meshwright.training.log.timers import Timers

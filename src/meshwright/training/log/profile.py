@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from meshwright import device as devices
-from meshwright.console import remark, say
-from meshwright.files import own_folder, replacing, require_unlinked
-from meshwright.settings.schema import Logging
+from meshwright.base import device as devices
+from meshwright.base.console import remark, say
+from meshwright.base.files import own_folder, replacing, require_unlinked
+from meshwright.config.schema import Logging
 
 # The kinds of work by their kernels' or operators' names; the first that matches counts.
 KINDS = {

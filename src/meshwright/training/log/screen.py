@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright import console, tokenizers
-from meshwright.plan.sizes import describe_layout, describe_memory
-from meshwright.settings import data_paths
-from meshwright.settings.schema import Logging, TrainConfig
+from meshwright.apps.plan.sizes import describe_layout, describe_memory
+from meshwright.base import console
+from meshwright.base.version import our_version
+from meshwright.config import data_paths
+from meshwright.config.schema import Logging, TrainConfig
+from meshwright.data import tokenizers
 from meshwright.training.log.lines import Check, Interval, RunSizes
-from meshwright.version import our_version
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

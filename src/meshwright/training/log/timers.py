@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from meshwright.console import say
-from meshwright.ranks.pulse import pulse
-from meshwright.ranks.team import Team
-from meshwright.settings.schema import Logging
+from meshwright.base.console import say
+from meshwright.config.schema import Logging
+from meshwright.runtime.ranks.pulse import pulse
+from meshwright.runtime.ranks.team import Team
 
 if TYPE_CHECKING:
     import torch

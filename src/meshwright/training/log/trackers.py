@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import UNAVAILABLE, UserError
-from meshwright.files import own_folder, read_small, replacing, require_unlinked
-from meshwright.settings.schema import Logging
+from meshwright.base.errors import UNAVAILABLE, UserError
+from meshwright.base.files import own_folder, read_small, replacing, require_unlinked
+from meshwright.config.schema import Logging
 from meshwright.training.before.packages import require_packages
 from meshwright.training.log.columns import STEP_COLUMNS
 

@@ -11,18 +11,18 @@ import threading
 import time
 from pathlib import Path
 
-from meshwright import tokenizers
+from meshwright.apps.report.page import write_report as write_page_of
+from meshwright.base.console import remark
+from meshwright.base.errors import UserError
+from meshwright.base.files import replacing, require_unlinked
+from meshwright.base.runs.goodput import Goodput, read_goodput
+from meshwright.base.runs.history import read_history
 from meshwright.checkpoint import owner, publish, steps
-from meshwright.console import remark
-from meshwright.errors import UserError
-from meshwright.files import replacing, require_unlinked
-from meshwright.report.page import write_report as write_page_of
-from meshwright.runs.goodput import Goodput, read_goodput
-from meshwright.runs.history import read_history
-from meshwright.settings import flags
-from meshwright.settings.fields import config_fields, default_of, with_settings
-from meshwright.settings.schema import TrainConfig
-from meshwright.tokenizers import Tokenizer
+from meshwright.config import flags
+from meshwright.config.fields import config_fields, default_of, with_settings
+from meshwright.config.schema import TrainConfig
+from meshwright.data import tokenizers
+from meshwright.data.tokenizers import Tokenizer
 
 # The files of a run beside its checkpoints. tokenizer/ is copied: the new run may be reading it.
 FILES = "config.toml metrics.jsonl log.txt report.html tensorboard wandb profile".split()
@@ -150,7 +150,7 @@ class LivePage:
             self.process = self.draw()
 
     def draw(self) -> subprocess.Popen[bytes] | None:
-        root = str(Path(__file__).parents[2])  # of a clone that is not installed
+        root = str(Path(__file__).parents[3])  # of a clone that is not installed
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         none = subprocess.DEVNULL

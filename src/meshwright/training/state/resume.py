@@ -6,28 +6,28 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from meshwright.base.console import remark
+from meshwright.base.errors import BAD_DATA, LOCKED, UserError, bad_data, first_line, what_it_holds
+from meshwright.base.runs.history import read_settings
+from meshwright.base.runs.rows import METRICS, find_last_step, holds_steps
+from meshwright.base.storage import addresses
 from meshwright.checkpoint import loading, steps
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.manifests import find_manifest, read_manifest
 from meshwright.checkpoint.registry import FORMATS
 from meshwright.checkpoint.saved_model import model_settings, recorded_settings
 from meshwright.checkpoint.sources import Source
-from meshwright.console import remark
+from meshwright.config import flags
+from meshwright.config.check_model import contradictions
+from meshwright.config.check_steps import kept_by
+from meshwright.config.data_paths import path_sets, path_settings, prefixes
+from meshwright.config.fields import spelling, with_settings
+from meshwright.config.schema import ARCHITECTURE, STATED, Checkpoint, TrainConfig, flags_with
 from meshwright.data.files.indexed import Indexed, content_sample, fingerprint
 from meshwright.data.history import BlendHistory, continue_history, first_eight
 from meshwright.data.sets import find_parts, needed_sets
-from meshwright.errors import BAD_DATA, LOCKED, UserError, bad_data, first_line, what_it_holds
 from meshwright.optim.rule_table import AVERAGE, STATE
 from meshwright.optim.schedule import build_schedule, resume_schedule, warn_of_idle_steps
-from meshwright.runs.history import read_settings
-from meshwright.runs.rows import METRICS, find_last_step, holds_steps
-from meshwright.settings import flags
-from meshwright.settings.check_model import contradictions
-from meshwright.settings.check_steps import kept_by
-from meshwright.settings.data_paths import path_sets, path_settings, prefixes
-from meshwright.settings.fields import spelling, with_settings
-from meshwright.settings.schema import ARCHITECTURE, STATED, Checkpoint, TrainConfig, flags_with
-from meshwright.storage import addresses
 from meshwright.training.state.saver import is_continued
 
 STEPS_SHOWN = 8  # of those that --load holds
@@ -214,7 +214,7 @@ def note_texts(c: Checkpoint) -> None:
         names = sorted(path.name for path in Path(folder).glob("[!.]*") if path.is_file())
         if not names or {"config.toml", METRICS} & {*names}:
             continue
-        from meshwright.data.prepare.folders import is_known, suffix_of  # imports orjson
+        from meshwright.data.text.folders import is_known, suffix_of
 
         beside_runs = (".json", ".md", ".sh")  # settings, notes and launchers
         suffixes = {name: suffix_of(name) for name in names if name not in ("log.txt", "merges.txt", "vocab.txt")}

@@ -11,22 +11,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from meshwright.base.console import remark, say
+from meshwright.base.errors import IO, UserError
+from meshwright.base.files import make_anew
+from meshwright.base.storage.addresses import address_of
 from meshwright.checkpoint import loading, native, publish, steps
 from meshwright.checkpoint.upload import Uploader
-from meshwright.console import remark, say
-from meshwright.errors import IO, UserError
-from meshwright.files import make_anew
-from meshwright.storage.addresses import address_of
 
 if TYPE_CHECKING:
     import torch
 
     from meshwright.checkpoint.background import Background
     from meshwright.checkpoint.sources import TensorBoxes
+    from meshwright.config.schema import Checkpoint, TrainConfig
+    from meshwright.data.tokenizers import Tokenizer
     from meshwright.parallel.layout import Layout
-    from meshwright.ranks.team import Team
-    from meshwright.settings.schema import Checkpoint, TrainConfig
-    from meshwright.tokenizers import Tokenizer
+    from meshwright.runtime.ranks.team import Team
 
 
 T = TypeVar("T")
@@ -41,8 +41,8 @@ def check_export(config: TrainConfig) -> None:
     """Refuse a --save-hf that could not be written at the end of the run."""
     c = config.checkpoint
     if c.save_hf:
-        from meshwright.checkpoint.foreign import exports
-        from meshwright.checkpoint.foreign.huggingface import writer as huggingface_writer
+        from meshwright.checkpoint import exports
+        from meshwright.checkpoint.huggingface import writer as huggingface_writer
 
         positions = config.model.max_position_embeddings or config.data.seq_length
         model = exports.without_idle_window(config.model, positions)
@@ -172,7 +172,7 @@ class Saver:
         Each Megatron rank reads its part from that step, so the files do not depend on how ZeRO and
         the pipeline divide the state.
         """
-        from meshwright.checkpoint.foreign.megatron import writer as megatron_writer
+        from meshwright.compat.formats.megatron import writer as megatron_writer
 
         parts, at = root / publish.PARTS, self.layout.at
         team.run_on_lead(self.explained(step, lambda: make_anew(parts)))
@@ -257,7 +257,7 @@ class Saver:
         if c.save_hf and self.kept is None:
             remark(" > --save-hf: nothing was trained or saved, so nothing is written")
         elif c.save_hf and self.kept is not None and self.team.is_lead:
-            from meshwright.checkpoint.foreign.huggingface import writer as huggingface_writer
+            from meshwright.checkpoint.huggingface import writer as huggingface_writer
 
             source = loading.open_checkpoint(steps.step_folder(self.folder, self.kept))
             assert source is not None

@@ -10,21 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright import tokenizers
+from meshwright.base.console import remark, say
+from meshwright.base.errors import BAD_DATA, UserError
 from meshwright.checkpoint import loading, native, owner, publish, steps
 from meshwright.checkpoint.averages import has_average
 from meshwright.checkpoint.manifests import DamagedCheckpoint
 from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.checkpoint.sources import Source, TensorBoxes
 from meshwright.checkpoint.steps import NATIVE
-from meshwright.console import remark, say
+from meshwright.config.grammar import skipped
+from meshwright.data import tokenizers
 from meshwright.data.history import BlendHistory
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.data.tokenizers import Tokenizer
 from meshwright.optim.loss_scale import LossScale
 from meshwright.optim.schedule import Schedule, build_schedule, resume_schedule
-from meshwright.ranks.team import Team
-from meshwright.settings.grammar import skipped
-from meshwright.tokenizers import Tokenizer
+from meshwright.runtime.ranks.team import Team
 from meshwright.training.state.resume import (
     describe_recovery,
     differences,

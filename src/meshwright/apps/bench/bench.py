@@ -1,0 +1,123 @@
+"""A bench: rows one after the other, each shown as soon as it is done, and kept in files."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.apps.bench import table
+from meshwright.apps.bench.rows import BenchRow
+from meshwright.apps.bench.runs import BenchPlan, measure_row
+from meshwright.base import device as devices
+from meshwright.base import host
+from meshwright.base.files import replacing
+from meshwright.base.progress import duration, new_bar
+from meshwright.base.version import installed_version, our_version
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+
+class Bench:
+    """Runs rows and keeps table.txt, results.json and bench.png up to date after each."""
+
+    def __init__(self, plan: BenchPlan, command: str, gpus: int) -> None:
+        self.plan, self.gpus = plan, gpus
+        self.results: list[dict[str, Any]] = []
+        self.lines: list[str] = []
+        accelerators = devices.list_accelerators()
+        self.about = {
+            "command": command,
+            "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "version": our_version(),
+            "commit": find_commit(),
+            "torch": installed_version("torch"),
+            "triton": installed_version("triton"),
+            "python": platform.python_version(),
+            "host": platform.node(),
+            "gpus": len(accelerators),
+            "device": devices.device_name(accelerators[0]) if accelerators else f"CPU, {host.cores()} cores",
+        }
+
+    def run(self, rows: list[BenchRow]) -> int:
+        """Measure the rows; return the number of those that failed."""
+        began = time.perf_counter()
+        self.plan.out.mkdir(parents=True, exist_ok=True)
+        about = self.about
+        commit = f", commit {about['commit']}" if about["commit"] else ""
+        self.show(f"{about['device']}, meshwright {about['version']}{commit}, torch {about['torch']}")
+        self.show(table.head())
+        for number, row in enumerate(rows, 1):
+            self.add(self.measure(row, f"{number} of {len(rows)}: {row.name}"))
+        self.show(*table.startup_lines(self.results))
+        failed = sum(bool(r["failed"]) for r in self.results)
+        self.show(f"\n{len(rows)} rows, {failed} failed, in {duration(time.perf_counter() - began)}")
+        title = f"{about['device']}, meshwright {about['version']}, torch {about['torch']}"
+        table.draw_bars(self.results, title, self.plan.out / "bench.png")
+        print(f"tables, logs and picture: {self.plan.out}")
+        return failed
+
+    def measure(self, row: BenchRow, title: str) -> dict[str, Any]:
+        if row.gpus > self.gpus > 0:
+            need = f"needs {row.gpus} GPUs, this machine has {self.gpus}; --gpus and --rows choose others"
+            return {"name": row.name, "gpus": row.gpus, "beside": row.beside, "failed": need, "startup": {}}
+        with step_bar(title, self.plan.steps_of(row)) as bar:
+            result = measure_row(row, self.plan, lambda done: bar[0].update(bar[1], completed=done) if bar else None)
+            if self.plan.peers and row.peers and not result["failed"]:
+                from meshwright.apps.bench.peers import compare_with_peers
+
+                def say(text: str) -> None:
+                    if bar:
+                        bar[0].update(bar[1], description=f"{title}: {text}")
+
+                result["peers"] = compare_with_peers(row, self.plan, result, say)
+        return result
+
+    def add(self, result: dict[str, Any]) -> None:
+        table.add_ratio(result, self.results)
+        self.results.append(result)
+        self.show(*table.lines_of(result))
+
+    def show(self, *lines: str) -> None:
+        """Write the files, then print: the reader of our output may be gone."""
+        self.lines += lines
+        self.write()
+        for line in lines:
+            print(line, flush=True)
+
+    def write(self) -> None:
+        results = json.dumps(self.about | {"rows": self.results}, indent=1)
+        for name, lines in {"table.txt": self.lines, "results.json": [results]}.items():
+            with replacing(self.plan.out / name) as file:
+                file.writelines(f"{line}\n".encode() for line in lines)
+
+
+@contextmanager
+def step_bar(title: str, steps: int) -> Iterator[tuple[Progress, TaskID] | None]:
+    """Show a bar of steps while a row runs, if there is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    bar, task = new_bar("{task.description}", "bar", "count", "left", total=steps)
+    bar.update(task, description=title)
+    with bar:
+        yield bar, task
+
+
+def find_commit() -> str | None:
+    """Return the commit of this code, with a + if files were changed, or None outside of git."""
+    folder = Path(__file__).parents[4]
+    if not (folder / ".git").exists():
+        return None
+    words = ["git", "-C", str(folder), "describe", "--always", "--exclude=*", "--abbrev=10", "--dirty=+"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,342 @@
+"""`meshwright bench --calibrate`: measure this machine for the plan, and write its profile.
+
+Each figure is the median of runs that take a fraction of a second together: matrix products at the
+shapes of known sizes, attention, passes over memory, the host's launches, the links between the
+devices, and the disk. What a GPU's data sheet says comes from the profile that its name matches.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.apps.bench import links
+from meshwright.apps.plan.devices import SECONDS, DeviceProfile, LinkSpeed, load_profile, profile_of
+from meshwright.apps.plan.timing import BLOCK, BLOCK_STARTS, PASSES_BACKWARD, PASSES_FORWARD, PRODUCTS
+from meshwright.base import device as devices
+from meshwright.base import host
+from meshwright.base.console import show
+from meshwright.config.schema import Model
+from meshwright.kernels.activation import activate
+from meshwright.kernels.fp8 import multiply
+from meshwright.model.attention import fused
+from meshwright.model.gpt import GPT, Options
+from meshwright.model.pick import pick
+from meshwright.model.positions import Positions
+from meshwright.runtime.cuda_graphs import CudaGraphs
+
+FIGURE_SECONDS = 0.4  # that a figure is measured for, beside the first call
+# Passes of a step read and write a tenth more than the model counts, see docs/plan.md.
+COUNTED = 0.87
+IN_A_STEP = 1.3  # of the host's time for a layer alone: hooks, and the buckets of the store
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+HALF = "bfloat16"  # the format whose peak attention is compared with
+DISK_BYTES, LINK_SECONDS = 1 << 28, 60
+
+
+class Sizes(NamedTuple):
+    """What is measured on a device of this speed."""
+
+    rows: int
+    hidden: tuple[int, ...]
+    tokens: int  # of attention
+    elements: int  # of passes over memory
+
+
+SMALL, LARGE = Sizes(512, (512, 768), 512, 1 << 22), Sizes(16384, (1024, 2048, 4096), 2048, 1 << 27)
+
+
+def calibrate(wanted: str, folder: Path) -> Path:
+    """Measure this machine, and return the file of its profile."""
+    device = devices.open_device(wanted)
+    sizes, title = (LARGE if device.type != "cpu" else SMALL), devices.device_name(device)
+    known = profile_of(title) or load_profile("cpu")
+    copied = copied_per_second(device, sizes)
+    rates = products(device, sizes, copied)
+    on_sheet = known.name != "cpu"
+    peaks = dict(known.peaks) if on_sheet else rates
+    bandwidth = max(known.bandwidth, copied) if on_sheet else copied
+    main = "bfloat16" if device.type != "cpu" else "float32"
+    measured = {"products": rates[main] / peaks[main], "update": copied / bandwidth}
+    measured |= {f"products_{dtype}": rate / peaks[dtype] for dtype, rate in rates.items() if dtype in peaks}
+    streamed = COUNTED * passes_per_second(device, sizes)
+    measured |= attention(device, sizes, peaks[HALF if HALF in peaks else "float32"], streamed)
+    measured["passes"] = streamed / bandwidth
+    measured |= small_times(device, rates[main]) | {"launch": launch_seconds(device)}
+    link = LinkSpeed(**within(known.links.within, measure_links(device)))
+    count = devices.count_accelerators() if device.type != "cpu" else known.links.gpus_per_node
+    profile = replace(
+        known,
+        title=title,
+        memory_bytes=devices.total_memory(device),
+        peaks=peaks,
+        bandwidth=bandwidth,
+        reached={**known.reached, **{n: x for n, x in measured.items() if n not in SECONDS}},
+        seconds={**known.seconds, **{n: x for n, x in measured.items() if n in SECONDS}},
+        measured=frozenset(measured),
+        storage={"disk": disk_per_second(folder), "host": host_per_second(device)},
+        links=replace(known.links, gpus_per_node=count, within=link),
+        sources=(f"meshwright bench --calibrate, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",),
+    )
+    path = folder / f"{'-'.join(title.lower().replace(',', '').split())}.toml"
+    path.write_text(as_toml(profile), encoding="utf-8")
+    return path
+
+
+def seconds_of(run: Callable[[], object], device: torch.device, share: float = 1.0) -> float:
+    """Return the seconds of a call, of which many are submitted before the device is waited for."""
+    run()
+    devices.synchronize(device)
+    begun = time.perf_counter()
+    run()
+    devices.synchronize(device)
+    calls = max(1, min(1000, int(share * FIGURE_SECONDS / 5 / max(time.perf_counter() - begun, 1e-7))))
+    times: list[float] = []
+    end = time.perf_counter() + share * FIGURE_SECONDS
+    while not times or time.perf_counter() < end:
+        begun = time.perf_counter()
+        for _ in range(calls):
+            run()
+        devices.synchronize(device)
+        times.append((time.perf_counter() - begun) / calls)
+    return statistics.median(times)
+
+
+# Products and attention
+
+
+def shapes(sizes: Sizes) -> list[tuple[int, int]]:
+    """Return (outputs, inputs) of the products of layers of these sizes."""
+    return [shape for h in sizes.hidden for shape in ((3 * h, h), (4 * h, h), (h, 4 * h))]
+
+
+def products(device: torch.device, sizes: Sizes, copied: float) -> dict[str, float]:
+    """Return FLOP/s by format."""
+    out = {}
+    for name, dtype in (DTYPES | ({"float64": torch.float64} if device.type == "cpu" else {})).items():
+        few = sizes if dtype is not torch.float32 or device.type == "cpu" else sizes._replace(rows=sizes.rows // 4)
+        out[name] = rate_of_products(device, few, dtype, copied)
+    if devices.has_fp8(device):
+        out["fp8"] = rate_of_products(device, sizes, torch.float8_e4m3fn, copied)
+    return out
+
+
+def rate_of_products(device: torch.device, sizes: Sizes, dtype: torch.dtype, copied: float) -> float:
+    """Return FLOP/s at all shapes."""
+    flops = spent = 0.0
+    for outputs, inputs in shapes(sizes):
+        x, w = (torch.randn(n, inputs, device=device).to(dtype) for n in (sizes.rows, outputs))
+        flops += 2.0 * sizes.rows * outputs * inputs
+        spent += seconds_of_product(x, w, copied)
+    return flops / spent
+
+
+def seconds_of_product(x: Tensor, w: Tensor, copied: float) -> float:
+    """Return the seconds of x w^T, beside passes over memory that take half as long, as in a step.
+
+    A GPU that only multiplies is slowed by its limit of power.
+    """
+    device, one = x.device, torch.ones((), device=x.device)
+
+    def run() -> object:
+        is_fp8 = x.dtype is torch.float8_e4m3fn
+        return multiply(x, w, (one, one), torch.bfloat16) if is_fp8 else torch.mm(x, w.t())
+
+    elements = max(1, int(seconds_of(run, device, 0.1) * copied / 16))
+    a, b = (torch.ones(elements, device=device) for _ in range(2))
+
+    def add() -> object:
+        return torch.add(a, a, out=b)
+
+    def both() -> None:
+        run()
+        add()
+
+    return seconds_of(both, device, 0.5) - seconds_of(add, device, 0.1)
+
+
+def attention(device: torch.device, sizes: Sizes, peak: float, streamed: float) -> dict[str, float]:
+    """Return the shares of the peak that attention reaches by width, forward and backward."""
+    dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
+    samples, heads = (4, 16) if device.type != "cpu" else (1, 4)
+    out: dict[str, float] = {}
+    blocks = sizes.tokens / BLOCK
+    for width in (64, 128):
+        shape = samples, sizes.tokens, heads, width
+        q, k, v = (torch.randn(shape, device=device, dtype=dtype).requires_grad_() for _ in range(3))
+        grad = torch.randn(shape, device=device, dtype=dtype)
+
+        def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
+            return fused(q, k, v, None, None, 0.0)
+
+        def both(q: Tensor = q, k: Tensor = k, v: Tensor = v, grad: Tensor = grad) -> object:
+            return torch.autograd.grad(fused(q, k, v, None, None, 0.0), (q, k, v), grad)
+
+        flops = 4.0 * samples * heads * width * sizes.tokens**2 * (blocks + 1 + BLOCK_STARTS) / (2 * blocks)
+        first = seconds_of(forward, device)
+        # The plan counts seven of backward's passes over the heads apart.
+        passes = 7 * q.numel() * q.element_size() / streamed
+        second = max(seconds_of(both, device) - first - passes, first)
+        out |= {f"attention_{width}": flops / first / peak, f"attention_{width}_backward": 2.5 * flops / second / peak}
+    return out
+
+
+# Memory and the host
+
+
+def copied_per_second(device: torch.device, sizes: Sizes) -> float:
+    """Return the bytes per second that a sum of two tensors reads and writes."""
+    a, b, c = (torch.ones(sizes.elements, device=device) for _ in range(3))
+    return 12 * sizes.elements / seconds_of(lambda: torch.add(a, b, out=c), device)
+
+
+def passes_per_second(device: torch.device, sizes: Sizes) -> float:
+    """Return the bytes per second of an activation, forward, as the layers compute it."""
+    dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
+    x = torch.randn(sizes.elements // 4096, 4096, device=device, dtype=dtype)
+    with torch.no_grad():
+        seconds = seconds_of(lambda: activate("gelu-tanh", x, None), device)
+    return 2 * x.numel() * x.element_size() / seconds
+
+
+def small_times(device: torch.device, flops: float) -> dict[str, float]:
+    """Return the seconds of small kernels, on a GPU without the host's part.
+
+    A product of 1,024 rows takes longer than its FLOPs at the speed of large ones, by the rule of
+    `timing`.
+    """
+    dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
+    side = 1024 if device.type != "cpu" else 128
+    x, small = (torch.randn(n, n, device=device, dtype=dtype) for n in (side, 256))
+    y, out_of_small = torch.empty_like(x), torch.empty_like(small)
+    calls = 100
+
+    def repeat(run: Callable[[], object]) -> None:
+        for _ in range(calls):
+            run()
+
+    out: dict[str, float] = {}
+    kernels: dict[str, Callable[[], object]]
+    kernels = {"product": lambda: torch.mm(x, x, out=y), "pass": lambda: torch.add(small, small, out=out_of_small)}
+    for name, run in kernels.items():
+        repeated = functools.partial(repeat, run)
+        if device.type == devices.NVIDIA:
+            stream = devices.new_stream(device)
+            with devices.on_stream(stream):
+                run()
+                graphs = CudaGraphs(device)
+                graphs.prepare()
+                replay = graphs.capture(repeated)
+                out[name] = seconds_of(replay, device, 0.5) / calls
+        else:
+            out[name] = seconds_of(repeated, device, 0.5) / calls
+    out["product"] = max(out["product"] ** 2 - (2 * side**3 / flops) ** 2, 1e-14) ** 0.5
+    return out
+
+
+def launch_seconds(device: torch.device) -> float:
+    """Return the host's seconds for a kernel of a layer, forward and backward."""
+    m = Model(num_layers=8, hidden_size=64, num_attention_heads=1, hidden_dropout=0.0, attention_dropout=0.0)
+    is_fused = devices.has_kernels(device)
+    options = Options(fused=is_fused)
+    dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
+    block, _ = pick(m, device, options)
+    model = GPT(m, 128, 128, 16, block, options).to(device=device, dtype=dtype)
+    tokens = torch.zeros(1, 16, dtype=torch.long, device=device)
+    where = Positions(columns=torch.arange(16, device=device))
+    seconds = []
+    for layers in (8, 2):
+        for i in range(layers, len(model.h)):
+            del model.h[str(i)]
+        model.layers = layers
+        seconds.append(seconds_of(lambda: model(tokens, where).sum().backward(), device))
+    kernels = 3 * PRODUCTS + 2 + PASSES_FORWARD + PASSES_BACKWARD
+    return IN_A_STEP * max(seconds[0] - seconds[1], 1e-9) / 6 / kernels
+
+
+# Links and storage
+
+
+def measure_links(device: torch.device) -> dict[str, float]:
+    """Return bytes per second of collectives and copies, and the latency; nothing of one device."""
+    count = devices.count_accelerators() if device.type != "cpu" else min(2, host.cores())
+    if count < 2:
+        return {}
+    words = ["launch", "--nproc-per-node", str(count), str(Path(links.__file__)), device.type]
+    command = [sys.executable, "-m", "meshwright", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LINK_SECONDS)
+    line = next((line for line in done.stdout.splitlines() if line.startswith("{")), None)
+    if line is None:
+        show(f" > the links were not measured: {(done.stderr.splitlines() or ['nothing was printed'])[-1]}")
+        return {}
+    return {name: float(x) for name, x in json.loads(line).items()}
+
+
+def within(known: LinkSpeed, measured: Mapping[str, float]) -> dict[str, float]:
+    """Return the link between the devices here: its data sheet's speed, and what is reached."""
+    if not measured:
+        return asdict(known)
+    most = max(known.bandwidth, measured["collectives"], measured["copies"])
+    shares = {name: measured[name] / most for name in ("collectives", "copies")}
+    return {"bandwidth": most, "latency": measured["latency"], **shares}
+
+
+def disk_per_second(folder: Path) -> float:
+    path, data = folder / "disk", os.urandom(1 << 20) * (DISK_BYTES >> 20)
+    begun = time.perf_counter()
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    seconds = time.perf_counter() - begun
+    path.unlink()
+    return DISK_BYTES / seconds
+
+
+def host_per_second(device: torch.device) -> float:
+    """Return the bytes per second of copies to pinned memory of the host."""
+    if device.type == "cpu":
+        return copied_per_second(device, SMALL) / 1.5
+    x = torch.ones(1 << 26, device=device)
+    to = torch.empty(1 << 26, pin_memory=True)
+    return 4 * x.numel() / seconds_of(lambda: to.copy_(x, non_blocking=True), device, 0.5)
+
+
+# The file
+
+
+def as_toml(profile: DeviceProfile) -> str:
+    names = ("bandwidth", "latency", "collectives", "copies")
+    links = {place: {n: getattr(getattr(profile.links, place), n) for n in names} for place in ("within", "between")}
+    lines = [
+        f"title = {json.dumps(profile.title)}",
+        f"kind = {json.dumps(profile.kind)}",
+        f"memory_bytes = {profile.memory_bytes}",
+        f"context_bytes = {profile.context_bytes}",
+        f"bandwidth = {profile.bandwidth:.4g}",
+        f"sources = {json.dumps(profile.sources)}",
+        section("peaks", profile.peaks),
+        section(
+            "measured", {n: x for n, x in [*profile.reached.items(), *profile.seconds.items()] if n in profile.measured}
+        ),
+        section("storage", profile.storage),
+        f"\n[links]\ngpus_per_node = {profile.links.gpus_per_node}",
+        *(section(f"links.{place}", values) for place, values in links.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def section(name: str, values: Mapping[str, float]) -> str:
+    return "\n".join([f"\n[{name}]", *(f"{key} = {value:.4g}" for key, value in values.items())])

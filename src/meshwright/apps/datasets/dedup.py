@@ -1,0 +1,286 @@
+"""Leave out near-duplicates: a document goes if it resembles an earlier one that is kept.
+
+A document is the set of its pieces of a few characters (shingles). Two documents resemble each
+other if the Jaccard index of their sets, shared pieces over all pieces, reaches a threshold.
+
+Not every pair is compared. MinHash gives each document a signature: its pieces are hashed, the
+range of the hashes is cut into parts, and the smallest hash of each part is taken (one permutation
+hashing with optimal densification). Two documents share each with the probability of their index J.
+The signature is cut into bands of r hashes; pairs with an equal band are candidates, which b bands
+find with about the probability 1 - (1 - J^r)^b: with 20 bands of 5, 97.5 % at J = 0.7 and 99.96 %
+at 0.8. They are then compared exactly: nothing goes whose index is below the threshold.
+
+Texts stay in their files, signatures in a temporary one; memory takes about 100 bytes a document.
+By hand, because libraries for this (datasketch, text-dedup) keep all signatures in memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import shlex
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from meshwright.base.errors import IO as IO_ERROR
+from meshwright.base.errors import UserError, bad_data
+from meshwright.base.files import replacing, write_lines
+from meshwright.base.progress import SkippedLines, progress_bar
+from meshwright.data.text.containers import HEAD, kind_of_bytes
+from meshwright.data.text.encodings import BOM
+from meshwright.data.text.pieces import lines_of
+from meshwright.data.text.records import LONGEST, TOO_LONG, Bad, parse_line
+
+Hashes = npt.NDArray[np.uint64]
+FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, with bits everywhere
+OPEN_FILES = 256  # at once, at most; each costs a descriptor
+UNPACK = {
+    "gzip": "gunzip -k",
+    "xz": "unxz -k",
+    "bzip2": "bunzip2 -k",
+    "zstd": "unzstd",
+    "zip": "unzip",
+    "tar": "tar xf",
+}
+PARQUET_LINES = (
+    'python -c "import json, sys, pyarrow.parquet as p; '
+    '[print(json.dumps(row, default=str)) for row in p.read_table(sys.argv[1]).to_pylist()]"'
+)
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """When documents resemble each other, and how candidates are found."""
+
+    key: str = "text"
+    threshold: float = 0.7
+    shingle: int = 5  # characters of a piece
+    seeds: int = 100  # parts of the range of hashes
+    bands: int = 20
+    seed: int = 1234
+
+
+@dataclass
+class Outcome:
+    """What was read, and for each document that goes the one it resembles, with their index."""
+
+    documents: int = 0
+    removed: dict[int, tuple[int, float]] = field(default_factory=dict)
+    bad: SkippedLines = field(default_factory=SkippedLines)
+    is_unchanged: bool = False  # the output was there, with this content
+
+
+class JsonDocuments:
+    """The documents of several files of JSON lines, by number, read from the files when needed."""
+
+    def __init__(self, paths: list[str], key: str, bad: SkippedLines) -> None:
+        self.paths, self.key, self.bad = paths, key, bad
+        self.first_bad: Bad | None = None
+        self.content = lru_cache(OPEN_FILES)(lambda number: map_lines(paths[number]))
+        self.size = sum(len(self.content(number)) for number in range(len(paths)))
+        self.files, self.lines, self.begins, self.ends = (np.zeros(0, np.int64) for _ in range(4))
+
+    def scan(self, advance: Callable[[int], None]) -> Iterator[str]:
+        """Yield the texts in their order, count bad lines, and note where each text is."""
+        places: list[tuple[int, int, int, int]] = []
+        blocks: list[npt.NDArray[np.int64]] = []
+        for number, path in enumerate(self.paths):
+            content = self.content(number)
+            end = len(BOM) * (content[: len(BOM)] == BOM) - 1  # of the line before
+            for line, view in enumerate(lines_of(content, end + 1, len(content)), 1):
+                begin, end = end + 1, end + 1 + len(view)
+                advance(len(view) + 1)
+                texts = parse_line(view if len(view) <= LONGEST else memoryview(TOO_LONG), [self.key])
+                if isinstance(texts, Bad):
+                    self.bad.count(texts.kind, 1, f"{path}:{line}")
+                    self.first_bad = self.first_bad or texts
+                elif texts is not None:
+                    places.append((number, line, begin, end))
+                    if len(places) == 1 << 16:
+                        blocks.append(np.array(places))
+                        places.clear()
+                    yield texts[0]
+        table = np.concatenate([*blocks, np.array(places, np.int64).reshape(-1, 4)])
+        self.files, self.lines, self.begins, self.ends = table.T.copy()
+
+    def line(self, i: int) -> bytes:
+        """Return document i as it is in its file."""
+        return bytes(memoryview(self.content(self.files[i]))[self.begins[i] : self.ends[i]])
+
+    def text(self, i: int) -> str:
+        texts = parse_line(memoryview(self.line(i)), [self.key])
+        assert isinstance(texts, list)
+        return texts[0]
+
+    def place(self, i: int) -> str:
+        return f"{self.paths[self.files[i]]}:{self.lines[i]}"
+
+
+def map_lines(path: str) -> mmap.mmap | bytes:
+    if Path(path).is_dir():
+        raise bad_data(f"{path} is a folder; join its files with `meshwright data merge-json`")
+    try:
+        with open(path, "rb") as file:
+            if kind := kind_of_bytes(file.read(HEAD)):
+                raise bad_data(not_lines(path, kind))
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if Path(path).stat().st_size else b""
+    except OSError as error:
+        raise bad_data(f"{path}: {error.strerror}") from None
+
+
+def not_lines(path: str, kind: str) -> str:
+    """Say why a file of another kind cannot be read, and which command turns it into JSON lines."""
+    name = shlex.quote(path)
+    if kind in UNPACK:
+        return f"{path} is packed ({kind}), and its lines are read more than once; unpack it: {UNPACK[kind]} {name}"
+    cure = "write its rows as lines of JSON"
+    if kind == "parquet":
+        cure += f": {PARQUET_LINES} {name} > {shlex.quote(path.removesuffix('.parquet'))}.jsonl"
+    return f"{path} has no lines of JSON ({kind}); {cure}"
+
+
+def deduplicate(
+    paths: list[str], output: str, rule: Similarity, report: str | None = None, overwrite: bool = False
+) -> Outcome:
+    """Write what is kept to `output`, byte for byte, and to `report` why the others go."""
+    target = Path(output)
+    for path in {output, report} - {None}:
+        if Path(str(path)).resolve() in {Path(source).resolve() for source in paths}:
+            raise UserError(f"{path} is an input, too; choose another name for what is written")
+    out = Outcome()
+    documents = JsonDocuments(paths, rule.key, out.bad)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=target.parent) as file:
+            _write_keys(documents, rule, file, out)
+            if not out.documents:
+                skipped, first = f"; left out {out.bad}" if out.bad else "", documents.first_bad
+                skipped += f"; {first.detail}; {first.cure}" if first and first.cure else ""
+                raise bad_data(f"{', '.join(paths)}: no document{skipped}; nothing was written")
+            keys = np.memmap(file, np.uint64, "r", shape=(out.documents, rule.bands))
+            out.removed = choose_removed(documents, *_buckets(keys), rule)
+            del keys
+        lines = (documents.line(i).strip() for i in range(out.documents) if i not in out.removed)
+        out.is_unchanged = not write_lines(target, lines, overwrite, "--output-file")
+        if report:
+            with replacing(Path(report), typed=True) as listing:
+                for i, (other, index) in sorted(out.removed.items()):
+                    why = {"removed": documents.place(i), "kept": documents.place(other), "jaccard": round(index, 4)}
+                    listing.write(orjson.dumps(why) + b"\n")
+    except OSError as error:
+        raise UserError(f"{error.filename or output}: {error.strerror or error}", IO_ERROR) from None
+    return out
+
+
+def _write_keys(documents: JsonDocuments, rule: Similarity, file: IO[bytes], out: Outcome) -> None:
+    """Write one key for each band of each document."""
+    order = spares(rule)
+    with progress_bar("fingerprints", documents.size) as advance:
+        for text in documents.scan(advance):
+            file.write(band_keys(signature(shingles(text, rule), order), rule.bands).tobytes())
+            out.documents += 1
+    file.flush()
+
+
+def shingles(text: str, rule: Similarity) -> Hashes:
+    """Return the hashes of all pieces, sorted, each once."""
+    size = rule.shingle
+    points = np.frombuffer(text.encode("utf-32-le"), np.uint32).astype(np.uint64)
+    count = max(len(points) - size + 1, 1)  # a shorter text is one piece
+    out = np.full(count, rule.seed << 8 | min(len(points), size), np.uint64)
+    for k in range(min(size, len(points))):
+        out = out * FACTOR + points[k : k + count]
+    out = mix(out)
+    out.sort()  # three times as fast as np.unique, which hashes first
+    once: Hashes = out[np.append(True, out[1:] != out[:-1])]
+    return once
+
+
+def mix(x: Hashes) -> Hashes:
+    """Return numbers whose bits all depend on all bits of `x`: MurmurHash3's last steps."""
+    x = (x ^ (x >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
+    x = (x ^ (x >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
+    return x ^ (x >> np.uint64(33))
+
+
+def spares(rule: Similarity) -> npt.NDArray[np.int64]:
+    """Return for each part the order in which others replace it, itself first."""
+    rng, parts = np.random.Generator(np.random.PCG64(rule.seed)), rule.seeds
+    out = np.array([rng.permutation(parts) for _ in range(parts)])
+    own = np.argmax(out == np.arange(parts)[:, None], axis=1)
+    out[np.arange(parts), own], out[:, 0] = out[:, 0].copy(), np.arange(parts)
+    return out
+
+
+def signature(pieces: Hashes, order: npt.NDArray[np.int64]) -> Hashes:
+    """Return the smallest hash in each part of the range of hashes; empty parts take another's."""
+    parts = len(order)
+    edges = np.array([(part << 64) // parts for part in range(parts)], np.uint64)
+    first = np.searchsorted(pieces, edges)
+    has_any = np.diff(first, append=len(pieces)) > 0
+    source = order[np.arange(parts), np.argmax(has_any[order], axis=1)]
+    out: Hashes = pieces[first[source]]
+    return out
+
+
+def band_keys(minima: Hashes, bands: int) -> Hashes:
+    out = np.zeros(bands, np.uint64)
+    for column in minima.reshape(bands, -1).T:
+        out = mix(out * FACTOR + column)
+    return out
+
+
+def _buckets(keys: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the documents that share a band with others, in order, and their buckets."""
+    documents, buckets, first = [], [], 0
+    for band in range(keys.shape[1]):
+        column = np.array(keys[:, band])
+        order = np.argsort(column, kind="stable")
+        is_new = np.concatenate([[True], column[order][1:] != column[order][:-1]])
+        number = np.cumsum(is_new) - 1
+        is_shared = np.bincount(number)[number] > 1
+        documents.append(order[is_shared])
+        buckets.append(number[is_shared] + first)
+        first += int(number[-1]) + 1
+    sharing, number = np.concatenate(documents), np.concatenate(buckets)
+    order = np.argsort(sharing, kind="stable")
+    return sharing[order], number[order]
+
+
+def choose_removed(
+    documents: JsonDocuments, sharing: npt.NDArray[np.int64], buckets: npt.NDArray[np.int64], rule: Similarity
+) -> dict[int, tuple[int, float]]:
+    """Return the documents that go, each with the kept one it resembles and their index."""
+
+    @lru_cache(maxsize=1024)
+    def pieces(i: int) -> Hashes:
+        return shingles(documents.text(i), rule)
+
+    out: dict[int, tuple[int, float]] = {}
+    kept_of = defaultdict[int, list[int]](list)  # kept documents of each bucket
+    borders = np.flatnonzero(np.diff(sharing, prepend=-1, append=-1)) if len(sharing) else np.zeros(1, np.int64)
+    for begin, end in pairwise(borders):
+        i, own_buckets = int(sharing[begin]), buckets[begin:end].tolist()
+        for other in sorted({j for bucket in own_buckets for j in kept_of[bucket]}):
+            index = jaccard(pieces(i), pieces(other))
+            if index >= rule.threshold:
+                out[i] = other, index
+                break
+        else:
+            for bucket in own_buckets:
+                kept_of[bucket].append(i)
+    return out
+
+
+def jaccard(a: Hashes, b: Hashes) -> float:
+    shared = len(np.intersect1d(a, b, assume_unique=True))
+    return shared / (len(a) + len(b) - shared)

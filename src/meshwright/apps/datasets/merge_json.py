@@ -1,0 +1,123 @@
+"""Join files of text or JSON lines into one, as Megatron's merge_jsons.py and merge_data.py.
+
+A bad line is left out and counted; a file without a final newline gets one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import orjson
+
+from meshwright.base.errors import IO, UserError, bad_data
+from meshwright.base.files import write_lines
+from meshwright.base.progress import SkippedLines
+from meshwright.data.text.encodings import BOM, codec_of, to_utf8
+from meshwright.data.text.folders import OTHER_SUFFIX, NameFilter, PassedOver, suffix_of, walk
+from meshwright.data.text.plain import PIECE, decode
+from meshwright.data.text.records import LONGEST, TOO_LONG, Bad, Reading, parse_line
+
+ENDINGS = (".json", ".jsonl", ".txt")
+READ_BY = "`meshwright preprocess --input FOLDER` reads most of these"
+
+
+@dataclass
+class Merged:
+    files: int = 0
+    documents: int = 0
+    is_unchanged: bool = False  # the output was there, with this content
+    bad: SkippedLines = field(default_factory=SkippedLines)
+    passed: PassedOver = field(default_factory=PassedOver)
+
+    @property
+    def skipped(self) -> str:
+        return f"; left out {self.bad}" if self.bad else ""
+
+
+def merge_json_files(folder: str, output: str, each_line: bool, overwrite: bool = False) -> Merged:
+    """Join files in the order of their names; the output appears once complete.
+
+    A file of other content is replaced only with `overwrite`.
+    """
+    root, target = Path(folder), Path(output)
+    if not root.is_dir():
+        raise bad_data(f"{folder} is not a folder; --json-path must name the one that holds the files")
+    own = target.resolve()
+    paths = sorted(p for p in root.iterdir() if p.suffix in ENDINGS and p.is_file() and p.resolve() != own)
+    out = Merged(passed=_passed_over(root, {*paths, own}))
+    advice = f"; {out.passed.line(READ_BY)}" if out.passed else ""
+    if not paths:
+        raise bad_data(f"{folder} holds no {', '.join('*' + e for e in ENDINGS)} file{advice}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        out.is_unchanged = not write_lines(target, _all(paths, each_line, out), overwrite, "--output-file")
+    except OSError as error:
+        raise UserError(f"{error.filename or output}: {error.strerror or error}", IO) from None
+    return out
+
+
+def _all(paths: list[Path], each_line: bool, out: Merged) -> Iterator[bytes]:
+    """Yield the documents of all files; raise UserError if there is none."""
+    for path in paths:
+        out.files += 1
+        for line in documents(path, each_line, out):
+            out.documents += 1
+            yield line
+        if out.files % 1024 == 0:
+            print("Merging at ", out.files, flush=True)
+    if not out.documents:
+        missing = f"{paths[0].parent}: none of {out.files:,} files has a document{out.skipped}"
+        raise bad_data(f"{missing}; nothing was written")
+
+
+def _passed_over(root: Path, read: set[Path]) -> PassedOver:
+    """Count the files that are not read, but for hidden ones."""
+    passed = PassedOver()
+    for path, _ in walk(str(root), NameFilter(), passed):
+        if root / path not in read and (root / path).resolve() not in read:
+            is_other = Path(path).suffix not in ENDINGS
+            passed.note(OTHER_SUFFIX + (suffix_of(path) or "no suffix") if is_other else "in folders of this one")
+    return passed
+
+
+def documents(path: Path, each_line: bool, out: Merged) -> Iterator[bytes]:
+    """Yield documents as lines of JSON; JSON objects are kept byte for byte."""
+    is_text = path.suffix == ".txt"
+    is_document, convert = is_text and not each_line, text_to_json if is_text else require_object
+    with path.open("rb", buffering=PIECE) as file:
+        content = lines(file) if not is_document else [whole_text(file)]
+        for number, line in enumerate(content, start=1):
+            document = convert(line.removeprefix(BOM) if number == 1 else line)
+            if isinstance(document, Bad):
+                out.bad.count(document.kind, 1, str(path) if is_document else f"{path}:{number}")
+            elif document:
+                yield document
+
+
+def lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield lines with their line feeds; nothing of a line that is too long is kept."""
+    while line := file.readline(LONGEST + 1):
+        too_long = len(line) > LONGEST
+        while too_long and line and not line.endswith(b"\n"):
+            line = file.readline(PIECE)
+        yield TOO_LONG if too_long else line
+
+
+def whole_text(file: BinaryIO) -> bytes:
+    content = file.read(LONGEST + 1)
+    return TOO_LONG if len(content) > LONGEST else to_utf8(content, codec_of(content))
+
+
+def require_object(line: bytes) -> bytes | Bad:
+    unit = parse_line(memoryview(line), [])
+    return unit if isinstance(unit, Bad) else line.strip()
+
+
+def text_to_json(content: bytes) -> bytes | Bad:
+    unit = next((unit for _, unit in decode(content, Reading())), None)
+    if isinstance(unit, Bad):
+        return unit
+    return orjson.dumps({"text": unit[0]}) if unit and not unit[0].isspace() else b""

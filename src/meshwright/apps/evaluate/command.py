@@ -1,0 +1,233 @@
+"""`meshwright evaluate DIR ...`: score models on text, LAMBADA, WikiText or the harness."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from meshwright.apps.evaluate.results import Result, by_task, draw_results, list_result, tabulate, write_results
+from meshwright.apps.evaluate.score import encode_documents, read_token_files
+from meshwright.apps.evaluate.scoring import TaskScorer, score_text, step_folders
+from meshwright.base import console
+from meshwright.base.console import fit
+from meshwright.base.errors import UserError, bad_data
+from meshwright.checkpoint import steps
+from meshwright.cli.reading import ReadingCommand, ReadingTask
+from meshwright.config import checks, data_paths, flags
+from meshwright.config.fields import flag, group, spelling, with_settings
+from meshwright.config.grammar import eval_tasks
+from meshwright.config.schema import READING, Logging, ReadConfig, TokenizerFlags
+from meshwright.config.text_inputs import TextInputs
+from meshwright.data.text.folders import is_known, suffix_of
+
+if TYPE_CHECKING:
+    from meshwright.generation.engine import LanguageModel
+
+
+@dataclass(frozen=True, kw_only=True)
+@group(docs="evaluation")
+class Evaluate(TextInputs):
+    """What to score, and the form of the results."""
+
+    folders: list[str] = flag(
+        [],
+        "checkpoints: folders of runs, or of single steps; the same as --load",
+        value="DIR",
+        word="DIR",
+        remote=True,
+        docs="",
+    )
+    steps: str | None = flag(None, "steps of these runs to score: 1000,2000, or all (none: the newest)", value="FORM")
+    task: Literal["LAMBADA", "WIKITEXT103"] | None = flag(None, "Megatron's evaluation of the file --valid-data")
+    valid_data: list[str] = flag([], "file of --task: lambada_test.jsonl or wiki.test.tokens", value="FILE")
+    strict_lambada: bool = flag(False, "LAMBADA counts whole last words, not last tokens")
+    overlapping_eval: int | None = flag(
+        None, "tokens by which a window advances (none: half the sequence length; WikiText: 32)", bound=">0"
+    )
+    harness: str | None = flag(
+        None, "tasks of lm-evaluation-harness, such as piqa,arc_easy (needs meshwright[eval])", value="FORM"
+    )
+    harness_path: str | None = flag(
+        None, "folder with further task files of the harness", "--include-path", value="DIR"
+    )
+    num_fewshot: int | None = flag(
+        None, "examples before each question of the harness (none: the task's own)", bound=">=0"
+    )
+    limit: int | None = flag(None, "most documents, passages or questions of each task (none: all)", bound=">0")
+    json: bool = flag(False, "print a line of JSON for each result instead of a table", docs="data")
+    results_path: str | None = flag(None, "also write the results to this file, as a JSON list", value="FILE")
+    picture: str | None = flag(
+        None, "draw the scores over the steps into this .svg, .png or .pdf", value="FILE", docs="data evaluation"
+    )
+
+
+@dataclass(frozen=True)
+class EvaluateConfig(ReadConfig):
+    """Settings of `meshwright evaluate`."""
+
+    evaluate: Evaluate = Evaluate()
+    logging: Logging = Logging()
+
+    USES: ClassVar[frozenset[str]] = frozenset(
+        {f.name for group in (Evaluate, TokenizerFlags) for f in dataclasses.fields(group)}
+        | {*READING, "data_path", "split", "split_arithmetic", "eval_tasks", "log_interval"}
+    )
+
+    @property
+    def folders(self) -> list[str]:
+        load = self.checkpoint.load
+        return [*([load] if load else []), *(f for f in self.evaluate.folders if f != load)]
+
+    @property
+    def tasks(self) -> dict[str, str]:
+        """Return the file of each task that is given by name."""
+        e = self.evaluate
+        name = {"LAMBADA": "lambada-strict" if e.strict_lambada else "lambada", "WIKITEXT103": "wikitext"}
+        return {name[e.task]: e.valid_data[0]} if e.task else eval_tasks(self.logging.eval_tasks or "")
+
+    def problems(self) -> list[str]:
+        e, loading = self.evaluate, with_settings(self, load=next(iter(self.folders), None))
+        out = checks.reading_problems(loading, "evaluate", copies=True)
+        others = [n for n in data_paths.path_settings(self.data) if n != "data_path"]
+        out += [f"{spelling(n)} is not read by evaluate; name token files with --data-path" for n in others]
+        given = {"--input": e.input, "--data-path": self.data.data_path, "--task": e.task, "--harness": e.harness}
+        given["--eval-tasks"] = self.logging.eval_tasks
+        chosen = [name for name, value in given.items() if value]
+        if len(chosen) > 1:
+            out.append(f"{' and '.join(chosen)} cannot be combined; give one")
+        elif texts := [f for f in self.folders if is_known(suffix_of(f)) and not os.path.isdir(f)]:
+            texts_are = f"{' '.join(texts)} {'is a file' if len(texts) == 1 else 'are files'} of text, not a checkpoint"
+            out.append(f"{texts_are}; give {'it' if len(texts) == 1 else 'them'} to --input")
+        elif not chosen:
+            out.append("--input is needed: files or folders of text; or --data-path, --task, --eval-tasks or --harness")
+        if len(self.data.data_path) > 1:
+            out.append("--data-path takes one prefix here; evaluate each part of a blend by itself")
+        if e.task and len(e.valid_data) != 1:
+            out.append(f"--task {e.task} reads one file, --valid-data has {len(e.valid_data)}; name the file")
+        if e.steps not in (None, "all") and not all(n.strip().isdigit() for n in str(e.steps).split(",")):
+            out.append(f"--steps {e.steps} is neither all nor numbers such as 1000,2000")
+        if e.picture and not e.picture.endswith((".svg", ".png", ".pdf")):
+            out.append(f"--picture {e.picture}: the name must end with .svg, .png or .pdf")
+        owners: dict[str, tuple[str, Any]] = dict.fromkeys(_OF_HARNESS, ("--harness", e.harness))
+        owners |= {"valid_data": ("--task", e.task), "strict_lambada": ("--task LAMBADA", e.task == "LAMBADA")}
+        out += [
+            f"{spelling(name)} belongs to {owner}; give that too, or leave it out"
+            for name, (owner, is_there) in owners.items()
+            if not is_there and getattr(e, name) not in (None, False, [])
+        ]
+        out += checks.eval_tasks_problems(self.logging)
+        if e.limit and not out and "wikitext" in self.tasks:
+            out.append(f"--limit {e.limit}: WikiText is one text, so there is nothing to limit; leave it out")
+        return [*out, *(e.input_problems() if e.input else [])]
+
+
+_OF_HARNESS = ("harness_path", "num_fewshot")
+ABOUT = """Score text with a model. Every token counts, a document's first one too: it follows an end of document.
+
+LAMBADA https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl
+  SHA-256 4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226
+wiki.test.tokens of WikiText, https://wikitext.smerity.com/wikitext-103-v1.zip
+  SHA-256 242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590"""
+
+
+def prepare_evaluate(parsed: flags.Parsed[EvaluateConfig], is_lead: bool) -> ReadingTask:
+    c, e = parsed.config, parsed.config.evaluate
+    folders = step_folders(c.folders, e.steps)
+    texts = read_input(e) if e.input and is_lead else []
+    batch = int(c.training.micro_batch_size or 8)
+    scoring = Scoring(e, folders, choose_measure(c, texts, parsed.sources["split"] != "default", batch))
+    return ReadingTask(
+        scoring.work,
+        f"a smaller --micro-batch-size (now {batch}) or --seq-length, or --bf16,",
+        None if e.json else "stdout",
+        input=f"{f'{len(texts)} documents' if e.input else c.data.data_path[0] if c.data.data_path else 'tasks'}; ",
+        folders=folders,
+        context=scoring.reported() if is_lead else contextlib.nullcontext(),
+    )
+
+
+def read_input(e: Evaluate) -> list[str]:
+    from meshwright.data.text.cutting import read_texts, why_nothing
+    from meshwright.data.text.inputs import find_inputs
+
+    inputs = find_inputs(e)
+    texts = list(itertools.islice(read_texts(e, inputs), e.limit))
+    if not any(texts):
+        reason = "".join(f" ({line})" for line in why_nothing(inputs, e))
+        raise bad_data(f"{', '.join(e.input)}: no text to score{reason}")
+    for line in inputs.left_out(e.on_error, e.encoding):
+        console.notice(line)
+    return texts
+
+
+def choose_measure(
+    c: EvaluateConfig, texts: list[str], is_divided: bool, batch: int
+) -> Callable[[LanguageModel, str], Iterable[Result]]:
+    """Return the function that scores a model, with the folder of its run, as the flags ask."""
+    e = c.evaluate
+    if e.harness:
+        try:
+            from meshwright.apps.evaluate.harness import score_harness
+        except ModuleNotFoundError as error:
+            cure = "pip install 'meshwright[eval]'"
+            raise UserError(f"--harness needs lm-evaluation-harness, and {error.name} is missing; {cure}") from None
+        seed = c.training.seed
+        return lambda m, run: score_harness(
+            m, run, e.harness or "", e.harness_path, e.num_fewshot, e.limit, seed, batch
+        )
+    if c.tasks:
+        return TaskScorer(c.tasks, e.overlapping_eval, batch, c.logging.log_interval if e.task else None, e.limit).score
+    if c.data.data_path:
+        return lambda m, run: score_text(
+            m, run, *read_token_files(c.data, m.tokenizer, is_divided, e.limit), e.overlapping_eval, batch
+        )
+    return lambda m, run: score_text(
+        m, run, encode_documents(m.tokenizer, texts), len(texts), e.overlapping_eval, batch
+    )
+
+
+class Scoring:
+    """Scores one checkpoint after the other, keeps the results and prints them."""
+
+    def __init__(
+        self, e: Evaluate, folders: list[str], measure: Callable[[LanguageModel, str], Iterable[Result]]
+    ) -> None:
+        self.flags, self.measure = e, measure
+        self.several, self.waiting = len(folders) > 1, iter(folders)
+        self.results: list[Result] = []
+
+    def work(self, m: LanguageModel) -> None:
+        """Score the next folder's model, and print the results unless a table of all follows."""
+        run = str(steps.split_path(next(self.waiting))[0])
+        results = [*self.measure(m, run)]
+        if not results:
+            raise bad_data(f"{run}: nothing was measured; name other tasks")
+        for result in results:
+            self.results.append(result)
+            if self.flags.json:
+                print(json.dumps(result.record))
+            elif not self.several:
+                print(fit(list_result(result)))
+
+    @contextlib.contextmanager
+    def reported(self) -> Iterator[None]:
+        """Print and write the results of all checkpoints at the end of the block."""
+        yield
+        e = self.flags
+        if self.several and not e.json:
+            print("\n\n".join(tabulate(results) for results in by_task(self.results)))
+        if e.results_path:
+            write_results(self.results, e.results_path)
+        if e.picture:
+            draw_results(self.results, e.picture)
+        if e.task:
+            console.say("done :-)")
+
+
+main = ReadingCommand("evaluate", EvaluateConfig, ABOUT, "scoring", prepare_evaluate, "folders", copies=True).main

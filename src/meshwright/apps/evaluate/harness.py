@@ -1,0 +1,139 @@
+"""lm-evaluation-harness on a loaded model: its tasks ask for log-likelihoods and continuations.
+
+Only this file imports the harness, the extra `eval`. Its results depend on it and on its data; what
+is computed here equals its own `hf` backend on the exported model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lm_eval import evaluator
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.tasks import TaskManager
+
+from meshwright.apps.evaluate.results import Result
+from meshwright.apps.evaluate.score import Window, document_windows, require_finite, score_windows
+from meshwright.apps.evaluate.scoring import shown_scorer
+from meshwright.base.errors import bad_data
+from meshwright.base.progress import progress_bar
+from meshwright.config.schema import Sampling
+from meshwright.generation.decoder import complete
+from meshwright.generation.engine import LanguageModel
+from meshwright.generation.requests import Request
+
+MOST_NEW = 256  # tokens of an answer whose task gives no number, as in the harness
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # what a task may say of it
+
+
+class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
+    """A model as the harness sees it. All requests of a kind come at once."""
+
+    def __init__(self, model: LanguageModel, seed: int, batch: int) -> None:
+        super().__init__()
+        self.model, self.seed, self.batch = model, seed, batch
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.model.tokenizer.eod
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **more: Any) -> list[int]:
+        return list(self.model.tokenizer.encode(string))
+
+    def score(self, windows: list[Window]) -> list[list[float]]:
+        """Return the nats and the hits of each window."""
+        with progress_bar("scoring", len(windows), "percent") as advance:
+            scores = score_windows(shown_scorer(self.model, advance), windows, self.model.seq_length, self.batch)
+            values = torch.cat([torch.empty(0, 2, dtype=torch.float64), *scores])
+        require_finite(float(values[:, 0].sum()))
+        return values.tolist()
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **more: Any
+    ) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of each continuation, and whether greedy decoding writes it."""
+        windows = []
+        for _, context, continuation in requests:
+            ids = [*context, *continuation][-self.model.seq_length - 1 :]
+            windows.append(Window(ids, max(len(ids) - len(continuation) - 1, 0)))
+        out = []
+        for (texts, *_), window, (nats, hits) in zip(requests, windows, self.score(windows), strict=True):
+            out.append((-nats, hits == len(window.tokens) - 1 - window.first))
+            self.cache_hook.add_partial("loglikelihood", texts, out[-1])
+        return out
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihood of each text, in windows that do not overlap."""
+        length, windows, counts = self.model.seq_length, list[Window](), list[int]()
+        for request in requests:
+            ids = [self.eot_token_id, *self.tok_encode(request.args[0])]
+            before = len(windows)
+            windows += document_windows(ids, length, length)
+            counts.append(len(windows) - before)
+        scores, out = iter(self.score(windows)), []
+        for request, n in zip(requests, counts, strict=True):
+            out.append(-sum(next(scores)[0] for _ in range(n)))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, out[-1])
+        return out
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        """Return the continuation of each prompt, up to a stop string."""
+        asked = list[Request]()
+        for request in requests[:1]:  # answers have no loss by which damaged weights would be seen
+            self.score([Window([self.eot_token_id, *self.tok_encode(request.args[0])][: self.model.seq_length + 1])])
+        for request in requests:
+            context, task_options = request.args
+            options = dict(normalize_gen_kwargs(task_options, MOST_NEW))
+            most = int(options["max_gen_toks"])
+            room = self.model.seq_length - most
+            if room < 1:
+                reads = f"the model reads {self.model.seq_length}"
+                raise bad_data(f"a task of --harness asks for {most} new tokens, and {reads}; leave it out")
+            sampling = {name: options[name] for name in SAMPLING if options.get(name)}
+            chosen = Sampling(greedy=not options.get("do_sample"), out_seq_length=most, **sampling)
+            until = tuple(text for text in options["until"] if text)
+            ids = self.tok_encode(context)[-room:]
+            # Decoded without the prompt, as the harness' own backend does: a vocabulary that begins
+            # a word with a space then loses the first one.
+            asked.append(Request(ids, chosen, self.seed, len(asked), until, is_alone=True))
+        texts = [text.text for text in complete(self.model, asked, self.batch)]
+        for request, text in zip(requests, texts, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, text)
+        return texts
+
+
+def score_harness(
+    m: LanguageModel,
+    folder: str,
+    names: str,
+    path: str | None = None,
+    fewshot: int | None = None,
+    limit: int | None = None,
+    seed: int = 1234,
+    batch: int = 8,
+) -> Iterator[Result]:
+    """Yield the result of each task and group, with what identifies the measurement."""
+    manager = TaskManager(include_path=path)
+    wanted = [name.strip() for name in names.split(",")]
+    for name in wanted:
+        if not manager.match_tasks([name]):
+            raise bad_data(f"--harness {name}: the harness has no such task; `lm-eval ls tasks` lists them")
+    adapter, wanted = Adapter(m, seed, batch), manager.match_tasks(wanted)
+    report: Any = evaluator.simple_evaluate(
+        adapter, tasks=wanted, num_fewshot=fewshot, limit=limit, task_manager=manager, log_samples=False
+    )
+    for name, row in report["results"].items():
+        # The key of a measure is its name and its filter; other keys describe the task.
+        measures = {key: v for key, v in row.items() if "," in key and isinstance(v, int | float)}
+        values = {key.removesuffix(",none"): float(v) for key, v in measures.items()}
+        for key, value in values.items():
+            if "stderr" not in key:  # one question has no standard error
+                require_finite(value, f"{key} of {name}")
+        facts = {"few_shot": report["n-shot"].get(name), "version": report["versions"].get(name)}
+        facts["samples"] = report.get("n-samples", {}).get(name, {}).get("effective")
+        stated = {key: value for key, value in facts.items() if value is not None}
+        headline = next((key for key in values if "stderr" not in key), next(iter(values), ""))
+        yield Result(folder, m.step, name, headline, values, stated)

@@ -1,0 +1,341 @@
+"""`meshwright plan`: what a run will need, and the fastest layout, before anything is paid for."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+import time
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from meshwright.apps.plan import describe
+from meshwright.apps.plan.goodput import ExpectedGoodput, Interruptions, expect, losses_of
+from meshwright.apps.plan.prediction import Machine, Prediction, find_machine
+from meshwright.apps.plan.search import Found, Freedom, Search
+from meshwright.apps.report.html import write_page
+from meshwright.base import host
+from meshwright.base.errors import DONE, USAGE, UserError
+from meshwright.base.files import replacing
+from meshwright.base.records import json_ready
+from meshwright.config import checks, flags, recipes
+from meshwright.config.check_steps import batch_problems
+from meshwright.config.fields import flag, group, with_settings
+from meshwright.config.presets import family_of
+from meshwright.config.schema import TrainConfig
+
+ABOUT = (
+    "Predict memory, time and cost of a training, without torch or a device. The flags are those of train. Without "
+    "flags of a layout, all layouts are searched for the fastest that fits."
+)
+# Flags that divide the model or the batch: with one of them that layout is predicted, not searched.
+DIVIDING = (
+    "tensor_model_parallel_size",
+    "sequence_parallel",
+    "pipeline_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+    "pipeline_schedule",
+    "pipeline_layout",
+    "context_parallel_size",
+    "zero_stage",
+)
+GPT2_VOCABULARY = 50_257
+MOST_DEVICES = 16_384  # that are tried where a run does not fit
+ENOUGH_SECONDS = 1.0  # for these trials
+DRAWN = 40  # layouts at least, in the picture of a search
+
+
+@dataclass(frozen=True)
+@group(docs="plan")
+class PlanFlags:
+    """Devices, search, costs and output of `meshwright plan`."""
+
+    gpus: int | None = flag(None, "number of devices: another name of --world-size", bound=">0")
+    gpu: str | None = flag(
+        None, "device: a name such as h200, or the file of a profile (none: the one of this machine)", value="FORM"
+    )
+    gpus_per_node: int | None = flag(None, "devices of one machine (none: as the device's profile says)", bound=">0")
+    link: float | None = flag(
+        None, "GB/s of each device to other machines, in one direction (none: as the profile says)", bound=">0"
+    )
+    search: bool | None = flag(
+        None, "search layouts, and keep what is given of one (none: search if no flag of a layout is given)"
+    )
+    allow_fp8: bool = flag(False, "search layouts that multiply in 8 bits too, where the device can")
+    best: int = flag(10, "number of layouts in the table of a search", bound=">0")
+    price: float | None = flag(None, "price of a device for an hour", bound=">0")
+    mtbf: float = flag(
+        50_000.0, "mean hours between failures of one device; the default is that of Llama 3's 16,384 H100", bound=">0"
+    )
+    restart_minutes: float = flag(5.0, "minutes from a failure to the next step", bound=">=0")
+    storage_speed: float | None = flag(
+        None, "GB/s at which a machine writes its part of a checkpoint (none: as the profile says)", bound=">0"
+    )
+    write: str | None = flag(None, "write the settings to this file, for `train --config`", value="FILE")
+    write_page: str | None = flag(None, "write text and pictures to this .html file", value="FILE")
+    pictures: str | None = flag(None, "write the pictures into this folder, as .svg files", value="DIR")
+    json: bool = flag(False, "print JSON instead of text")
+
+
+@dataclass(frozen=True)
+class LayoutPlanConfig(TrainConfig):
+    """Settings of `meshwright plan`."""
+
+    plan: PlanFlags = PlanFlags()
+
+    def problems(self) -> list[str]:
+        p = self.plan
+        out = []
+        if p.gpus and self.parallel.world_size not in (None, p.gpus):
+            out.append(f"--gpus {p.gpus} and --world-size {self.parallel.world_size} are one setting; give one")
+        if p.write and not p.write.endswith(".toml"):
+            out.append(f"--write {p.write} writes settings in TOML; give a name that ends in .toml")
+        if p.write_page and not p.write_page.endswith((".html", ".htm")):
+            out.append(f"--write-page {p.write_page} writes a page; give a name that ends in .html")
+        return out
+
+    @property
+    def run(self) -> TrainConfig:
+        """The training, with what a plan does not need filled in."""
+        c = TrainConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(TrainConfig)})
+        open_settings: dict[str, Any] = {} if self.plan.gpus is None else {"world_size": self.plan.gpus}
+        if c.training.micro_batch_size in (None, "auto") and not c.training.num_accumulation_steps:
+            open_settings["micro_batch_size"] = 1
+        return with_settings(c, **open_settings, **unneeded(c))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the command found."""
+
+    prediction: Prediction
+    found: Found | None  # by a search
+    length: int | None  # steps
+    losses: Interruptions
+    goodput: ExpectedGoodput
+    enough: int | None = None  # devices that hold the run, if these do not
+    tried: int = 0  # the most devices that were tried for that
+
+
+def unneeded(c: TrainConfig) -> dict[str, Any]:
+    """Return settings that train needs and a plan does not, where they are not given."""
+    lr = {} if c.optimizer.lr else {"lr": 1e-4}
+    return lr if c.lengths else lr | {"train_iters": 10**6}
+
+
+def main(argv: list[str]) -> int:
+    parsed = flags.parse_settings(LayoutPlanConfig, argv, "meshwright plan", about=ABOUT)
+    if parsed.print_config:
+        print(flags.to_toml(parsed.config, parsed.sources))
+        return DONE
+    if parsed.config.checkpoint.load:
+        from meshwright.training.before.resolve import complete_settings
+
+        completed = cast(LayoutPlanConfig, complete_settings(cast(flags.Parsed[TrainConfig], parsed)))
+        parsed = dataclasses.replace(parsed, config=completed)
+    asked = parsed.config.plan
+    with recipes.naming_choices(parsed.sources, parsed.config):
+        plan = make_plan(parsed)
+    text = text_of(plan, asked)
+    print(json.dumps(json_ready(as_json(plan, asked)), indent=2) if asked.json else "\n".join(text))
+    written = write_drawings(plan, asked, text) if asked.pictures or asked.write_page else []
+    if asked.write:
+        written.append(write_settings(Path(asked.write), plan, unneeded(parsed.config)))
+    for path in () if asked.json else written:
+        print(f"written: {path}")
+    return DONE if plan.prediction.fits else USAGE
+
+
+def make_plan(parsed: flags.Parsed[LayoutPlanConfig]) -> Plan:
+    """Predict the given layout, or search for the fastest."""
+    config, asked = parsed.config.run, parsed.config.plan
+    per_node = config.parallel.num_gpus_per_node if config.parallel.num_gpus_per_node > 1 else None
+    machine = find_machine(asked.gpu, asked.gpus_per_node or per_node, asked.link, asked.storage_speed)
+    prediction = Prediction(config, machine, vocabulary_of(config, parsed.sources))
+    given, found = given_settings(parsed), None
+    if asked.search or (asked.search is None and not given.intersection(DIVIDING)):
+        with host.collector_off():  # a tenth of its time: it makes many objects, and hardly any cycles
+            prediction, found = search(prediction, given, asked)
+    elif problems := checks.problems(config, needs_data=False):
+        raise UserError(flags.listed([take_devices(line) for line in problems]))
+    length = prediction.config.steps if parsed.config.lengths else None
+    losses = losses_of(prediction.save, config.world, asked.mtbf, asked.restart_minutes)
+    step = prediction.time.seconds
+    expected = expect(losses, step, None if length is None else length * step, config.checkpoint.save_interval)
+    plan = Plan(prediction, found, length, losses, expected)
+    if prediction.fits or machine.profile.kind == "cpu":
+        return plan
+    if found is not None:
+        config = with_settings(config, **half_precision(config, given, machine))
+    fixed = given if found is not None else given.union(describe.LAYOUT)
+    enough, tried = find_enough(dataclasses.replace(prediction, config=config), Freedom(fixed))
+    return dataclasses.replace(plan, enough=enough, tried=tried)
+
+
+def take_devices(problem: str) -> str:
+    """Return a problem of the number of ranks with plan's flag in place of a launch."""
+    return re.sub(r"start (\d+) \(meshwright launch [^)]*\)", r"take --gpus \1", problem)
+
+
+def find_enough(start: Prediction, freedom: Freedom) -> tuple[int | None, int]:
+    """Return the first power of two that is enough devices, and the last that was tried."""
+    began, count = time.perf_counter(), start.config.world
+    while count < MOST_DEVICES and time.perf_counter() - began < ENOUGH_SECONDS:
+        count = 1 << count.bit_length()
+        trial = Search(start.machine, start.vocabulary, freedom)
+        if trial.find_small(with_settings(start.config, world_size=count)) is not None:
+            return count, count
+    return None, count
+
+
+def given_settings(parsed: flags.Parsed[LayoutPlanConfig]) -> frozenset[str]:
+    """Return the settings that a search keeps: those typed, and those that a file or shell changes.
+
+    A preset's or recipe's batch sizes, and the defaults that a run's config.toml lists, are free.
+    """
+    ours, defaults = flags.to_dict(parsed.config), flags.to_dict(TrainConfig())
+    out = set()
+    for name, source in parsed.sources.items():
+        is_changed = name in defaults and ours[name] != defaults[name]
+        if source.startswith("command line") or (is_changed and not source.startswith(("default", "preset", "recipe"))):
+            out.add(name)
+    return frozenset(out)
+
+
+def vocabulary_of(config: TrainConfig, sources: Mapping[str, str]) -> int:
+    """Return the number of ids: that of the flags or the data, else that of the preset's source."""
+    t, d = config.tokenizer, config.data
+    if t.tokenizer or t.vocab_file or t.tokenizer_model or d.data_path or d.train_data_path or config.checkpoint.load:
+        from meshwright.training.before.resolve import find_vocabulary
+
+        return find_vocabulary(config, None).size
+    preset = next((s.removeprefix("preset ") for s in sources.values() if s.startswith("preset ")), None)
+    return t.vocab_size or (family_of(preset).vocabulary if preset else GPT2_VOCABULARY)
+
+
+def search(start: Prediction, given: frozenset[str], asked: PlanFlags) -> tuple[Prediction, Found]:
+    """Return the fastest layout that fits, and all that was found; UserError if none is legal."""
+    config, machine = start.config, start.machine
+    if config.training.global_batch_size is None:
+        raise UserError("--global-batch-size is needed to search layouts: samples of one step")
+    config = with_settings(config, **half_precision(config, given, machine))
+    freedom = Freedom(given, asked.allow_fp8 and "fp8" in machine.profile.peaks)
+    keep = max(asked.best, DRAWN) if asked.pictures or asked.write_page else asked.best
+    found = Search(machine, start.vocabulary, freedom, keep).run(config)
+    chosen = found.fitting[0] if found.fitting else found.nearest
+    if chosen is None:
+        reasons = [f"{count:,} x {reason}" for count, reason in found.refusals.listed()]
+        near = near_flags(Search(machine, start.vocabulary, freedom), config)
+        cure = f"take {' or '.join(near)}" if near else "take another number of devices"
+        raise UserError(flags.listed([f"no layout of {config.world:,} devices is legal; {cure}", *reasons]))
+    if problems := checks.problems(chosen.config, needs_data=False):
+        raise UserError(flags.listed(problems))
+    return chosen, found
+
+
+def near_flags(finder: Search, config: TrainConfig) -> list[str]:
+    """Return the next numbers of devices and the next global batch that have a legal layout."""
+    count, batch = config.world, config.global_batch
+    fewer, more = (
+        next_number(finder, config, numbers) for numbers in (range(count - 1, 0, -1), range(count + 1, 2 * count))
+    )
+    changed = set[int]()
+    for shape in finder.divided(config):
+        unit = shape.micro_batch * shape.dp
+        sizes = {batch // unit * unit, -(-batch // unit) * unit} - {0} - changed
+        changed |= {size for size in sizes if not batch_problems(with_settings(shape, global_batch_size=size))}
+    nearest = [f"--global-batch-size {min(changed, key=lambda size: (abs(size - batch), size))}"] if changed else []
+    return [*filter(None, (fewer, more)), *nearest]
+
+
+def next_number(finder: Search, config: TrainConfig, numbers: Iterable[int]) -> str:
+    """Return the first of these numbers of devices for which a layout is legal, as a flag.
+
+    Nothing is returned if it is not found within ENOUGH_SECONDS.
+    """
+    began = time.perf_counter()
+    for number in itertools.takewhile(lambda _: time.perf_counter() - began < ENOUGH_SECONDS, numbers):
+        if any(not batch_problems(shape) for shape in finder.divided(with_settings(config, world_size=number))):
+            return f"--gpus {number}"
+    return ""
+
+
+def half_precision(config: TrainConfig, given: frozenset[str], machine: Machine) -> dict[str, bool]:
+    """Return the setting of the 16-bit format that the device has, unless a flag names a format."""
+    if given & {"fp16", "bf16", "params_dtype"} or config.precision.dtype != "float32":
+        return {}
+    peaks = machine.profile.peaks
+    return {"bf16": True} if "bfloat16" in peaks else {"fp16": True} if "float16" in peaks else {}
+
+
+# Output
+
+
+def text_of(plan: Plan, asked: PlanFlags) -> list[str]:
+    one = plan.prediction
+    lines = [*describe.head_lines(one), "", *describe.memory_lines(one)]
+    if plan.enough:
+        lines.append(f"  {plan.enough:,} devices of this kind are enough: see --gpus {plan.enough}")
+    elif plan.tried:
+        which = "with this layout unchanged it fits no number"
+        if plan.found is not None:
+            which = "no layout with these flags was found that fits"
+        more = "; more were not tried, give a larger --gpus" if plan.tried < MOST_DEVICES else ""
+        lines.append(f"  {which} up to {plan.tried:,} devices of this kind{more}")
+    lines += describe.sent_lines(one)
+    lines += describe.time_lines(one, plan.length, asked.price)
+    lines += describe.checkpoint_lines(plan.losses, plan.goodput, one.save.bytes)
+    if plan.found is not None:
+        lines += ["", *describe.found_lines(plan.found, asked.best)]
+    return [*lines, "", f"flags: {describe.as_flags(describe.layout_settings(one.config))}"]
+
+
+def as_json(plan: Plan, asked: PlanFlags) -> dict[str, Any]:
+    """Return a plan as JSON has it: sizes in bytes, times in seconds."""
+    one = plan.prediction
+    out: dict[str, Any] = describe.as_dict(one)
+    if plan.length is not None:
+        hours = plan.length * one.time.seconds * one.config.world / 3600
+        out |= {"steps": plan.length, "seconds": plan.length * one.time.seconds, "device_hours": hours}
+        out |= {} if asked.price is None else {"cost": hours * asked.price}
+    out["checkpoint"] = {"bytes": one.save.bytes, **dataclasses.asdict(plan.losses)}
+    out["goodput"] = dataclasses.asdict(plan.goodput)
+    if not one.fits:
+        out["enough_devices"], out["tried_devices"] = plan.enough, plan.tried
+    if plan.found is not None:
+        out["best"] = [describe.as_dict(each) for each in plan.found.fitting[: asked.best]]
+        out["refused"] = [{"count": count, "reason": reason} for count, reason in plan.found.refusals.listed()]
+        out["too_large"], out["slower_groups"] = plan.found.too_large, plan.found.slower
+    return out
+
+
+def write_settings(path: Path, plan: Plan, filled_in: Collection[str]) -> Path:
+    """Write what was given and chosen as a file for `train --config`; return its path."""
+    config, defaults = flags.to_dict(plan.prediction.config), flags.to_dict(TrainConfig())
+    names = {name for name, value in config.items() if value != defaults[name]} - {*filled_in}
+    head = ["# Made by `meshwright plan`. Train with `meshwright train --config FILE`, data and --save.", ""]
+    with replacing(path, typed=True) as file:
+        file.write("\n".join([*head, flags.to_toml(plan.prediction.config, only=names)]).encode())
+    return path
+
+
+def write_drawings(plan: Plan, asked: PlanFlags, text: list[str]) -> list[Path]:
+    """Write the pictures, and the page with all of them."""
+    from meshwright.apps.plan import pictures
+
+    step = plan.prediction.time.seconds
+    drawings = [
+        pictures.schedule_drawing(plan.prediction),
+        pictures.memory_drawing(plan.prediction),
+        pictures.layouts_drawing(plan.prediction, plan.found.fitting) if plan.found else None,
+        pictures.goodput_drawing(plan.losses, plan.goodput, step),
+    ]
+    drawn = [one for one in drawings if one is not None]
+    written = pictures.write_pictures(Path(asked.pictures), drawn) if asked.pictures else []
+    if asked.write_page:
+        page = pictures.page_of(describe.title(plan.prediction), text, drawn)
+        written.append(write_page(Path(asked.write_page), page, typed=True))
+    return written

@@ -1,0 +1,79 @@
+"""A prediction beside what the first steps of a run measured, term by term."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from meshwright.apps.plan.devices import profile_of
+from meshwright.apps.plan.prediction import Machine, Prediction
+from meshwright.base.errors import UserError, first_line
+from meshwright.config.schema import TrainConfig
+
+STEPS = 10  # after which a run is compared
+WARM_UP = 3  # of them, which compile and record graphs
+NEAR = 0.05  # a term that differs by less is not named
+HELD = ("weights", "gradients", "optimizer", "buffers")
+
+
+@dataclass
+class Measured:
+    """The steps of a run so far, to be compared with its plan once."""
+
+    prediction: Prediction
+    seconds: list[float] = field(default_factory=list)
+
+    def note(self, seconds: float) -> bool:
+        """Add a step; return whether there are enough to compare them."""
+        self.seconds.append(seconds)
+        return len(self.seconds) == STEPS
+
+    def compare(self, stats: Mapping[str, int], mapped: int = 0) -> list[str]:
+        """Return lines about time and memory of rank 0.
+
+        `stats` are torch's, `mapped` the bytes that other ranks map, which these leave out. A plan
+        that fails does not end the run.
+        """
+        try:
+            return compare(self.prediction, self.seconds, stats, mapped)
+        except UserError:  # a format that the profile does not have
+            return []
+        except Exception as error:
+            return [f"plan: could not be compared with the first steps: {type(error).__name__}: {first_line(error)}"]
+
+
+def plan_of_run(config: TrainConfig, vocabulary: int, product: str) -> Measured | None:
+    """Return the plan of a run on a device, by its product's name; None without a profile."""
+    profile = profile_of(product)
+    return Measured(Prediction(config, Machine(profile, profile.links), vocabulary)) if profile else None
+
+
+def compare(prediction: Prediction, seconds: Sequence[float], stats: Mapping[str, int], mapped: int = 0) -> list[str]:
+    """Return predicted beside measured time and memory, and which term is off the most."""
+    memory, time = prediction.ranks[0], prediction.time
+    held = sum(memory.kinds.get(kind, 0) for kind in HELD)
+    current, peak = stats["allocated_bytes.all.current"] + mapped, stats["allocated_bytes.all.peak"] + mapped
+    reserved = stats["reserved_bytes.all.peak"] + mapped
+    step = statistics.median(seconds[WARM_UP:])
+    terms = {
+        "weights, gradients and optimizer": (held, current),
+        "activations and other tensors of a step": (memory.allocated - held, peak - current),
+        "the allocator": (memory.reserved - memory.allocated, reserved - peak),
+    }
+    off = {name: measured - predicted for name, (predicted, measured) in terms.items()}
+    name = max(off, key=lambda term: abs(off[term]))
+    said = f"; {name} {'take' if ' and ' in name else 'takes'} {off[name] / 2**30:+,.2f} GiB"
+    slow = step / time.seconds - 1
+    largest = max(time.parts, key=lambda part: time.parts[part])
+    return [
+        f"plan: step {time.seconds * 1e3:,.1f} ms predicted, {step * 1e3:,.1f} ms measured ({100 * slow:+.1f} %)"
+        + (
+            f"; the largest part predicted is {largest}, {time.parts[largest] * 1e3:,.1f} ms"
+            if abs(slow) > NEAR
+            else ""
+        ),
+        f"plan: {memory.allocated / 2**30:,.2f} GiB of tensors predicted, {peak / 2**30:,.2f} measured; reserved "
+        f"{memory.reserved / 2**30:,.2f} and {reserved / 2**30:,.2f}"
+        + (said if abs(off[name]) > NEAR * memory.reserved else ""),
+    ]

@@ -1,0 +1,269 @@
+"""Predictions in words: the verdict on memory, the layout as flags, and tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshwright.apps.plan.goodput import ExpectedGoodput, Interruptions
+from meshwright.apps.plan.prediction import Prediction, find_machine
+from meshwright.apps.plan.search import Found, Settings, least_change
+from meshwright.apps.plan.sizes import describe_layout
+from meshwright.base.device import NVIDIA
+from meshwright.base.errors import UserError
+from meshwright.base.progress import duration
+from meshwright.base.records import align_columns
+from meshwright.config import checks, flags
+from meshwright.config.fields import spelling
+from meshwright.config.schema import TrainConfig
+from meshwright.model import counts
+
+# Settings of a layout, in the order of its flags.
+LAYOUT = (
+    "tensor_model_parallel_size",
+    "sequence_parallel",
+    "pipeline_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+    "pipeline_schedule",
+    "context_parallel_size",
+    "zero_stage",
+    "cpu_optimizer",
+    "micro_batch_size",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "fp16",
+    "bf16",
+    "fp8_format",
+)
+DAY = 86_400
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:,.2f} GiB"
+
+
+def giga(size: float) -> str:
+    return f"{size / 1e9:,.2f} GB"
+
+
+def as_flags(settings: Mapping[str, Any]) -> str:
+    """Return settings as words of a command line."""
+    words = []
+    for name, value in settings.items():
+        if isinstance(value, bool):
+            words.append(spelling(name) if value else "--no-" + spelling(name)[2:])
+        else:
+            words.append(f"{spelling(name)} {'none' if value is None else shlex.quote(str(value))}")
+    return " ".join(words)
+
+
+def layout_settings(config: TrainConfig) -> Settings:
+    """Return the settings of a layout that are not the defaults of train, and the micro-batch."""
+    ours, defaults = flags.to_dict(config), flags.to_dict(TrainConfig())
+    return {name: ours[name] for name in LAYOUT if ours[name] != defaults[name]}
+
+
+def verdict(prediction: Prediction, search: bool = True) -> str:
+    """Say whether a layout fits, and with `search` the least change that makes it fit."""
+    need, have = prediction.need, prediction.machine.profile.memory_bytes
+    sizes = f"{gib(need)} of {gib(have)}"
+    if prediction.fits:
+        return f"fits, {gib(prediction.left)} left: {sizes}"
+    lack = f"does not fit: {sizes}, {gib(-prediction.left)} too much"
+    if not search:
+        return lack
+    found = least_change(prediction)
+    if found is None:
+        return f"{lack}; no change of layout makes it fit: take more devices, or a smaller model"
+    settings, changed = found
+    return f"{lack}; the least change that makes it fit: {as_flags(settings)} ({gib(changed.left)} left)"
+
+
+def predict_here(config: TrainConfig, device: str | None = None, vocabulary: int = 50_257) -> Prediction | None:
+    """Predict a run on a device, by default this machine's; None without a profile of it."""
+    kind = config.parallel.device.partition(":")[0]
+    if checks.problems(config, needs_data=False) or (device is None and kind not in ("auto", NVIDIA, "cpu")):
+        return None
+    try:
+        prediction = Prediction(config, find_machine(device or ("cpu" if kind == "cpu" else None)), vocabulary)
+        is_absent = device is None and kind == NVIDIA and prediction.machine.profile.kind == "cpu"
+        return prediction if not is_absent and prediction.ranks and prediction.time else None
+    except UserError:
+        if device is not None:
+            raise
+        return None
+
+
+def verdict_here(prediction: Prediction) -> str:
+    """Return the verdict of a plan on this machine's devices, with the time of a step."""
+    seconds = f"a step takes about {duration(prediction.time.seconds)}"
+    return f"plan on {prediction.machine.profile.title}: {verdict(prediction)}; {seconds}"
+
+
+def memory_lines(prediction: Prediction) -> list[str]:
+    """Return the memory of the fullest rank by kind, and the verdict."""
+    rank = prediction.fullest
+    memory = prediction.ranks[rank]
+    place = f", pipeline rank {rank} of {len(prediction.ranks)}" if len(prediction.ranks) > 1 else ""
+    rows = [(kind, gib(size)) for kind, size in memory.kinds.items() if size]
+    rows += [("allocated", gib(memory.allocated)), ("reserved", gib(memory.reserved)), ("context", gib(memory.context))]
+    return [f"memory of the fullest rank{place}", *indented(rows), f"  {verdict(prediction)}"]
+
+
+def indented(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return lines with the first column on the left and numbers on the right."""
+    names = align_columns([row[:1] for row in rows])
+    numbers = align_columns([row[1:] for row in rows], to_the_right=True)
+    width = max(map(len, names))
+    return [f"  {name.ljust(width)}  {rest}" for name, rest in zip(names, numbers, strict=True)]
+
+
+def sent_lines(prediction: Prediction) -> list[str]:
+    """Return the bytes that a rank sends in a step, by dimension."""
+    sent = prediction.time.bytes_sent
+    if not sent:
+        return []
+    return ["sent by a rank in a step", *indented([(name, giga(size)) for name, size in sent.items()])]
+
+
+def time_lines(prediction: Prediction, length: float | None, price: float | None) -> list[str]:
+    """Return the time of a step and of the run; `length` is in steps."""
+    time, devices = prediction.time, prediction.config.world
+    rows = [(name, f"{seconds:,.3f} s") for name, seconds in time.parts.items() if seconds]
+    rows += [
+        ("step", f"{time.seconds:,.3f} s"),
+        ("tokens per second", f"{time.tokens_per_second:,.0f}"),
+        ("MFU", f"{100 * time.mfu:.1f} %"),
+    ]
+    if prediction.config.parallel.pipeline_model_parallel_size > 1:
+        rows.append(("waiting in the pipeline", f"{100 * time.bubble:.1f} %"))
+    lines = ["time", *indented(rows)]
+    if length is not None:
+        hours = length * time.seconds * devices / 3600
+        cost = "" if price is None else f", {hours * price:,.0f} at {price:g} an hour"
+        tokens = length * prediction.config.global_batch * (prediction.config.data.seq_length or 0)
+        run = f"{length:,.0f} steps, {tokens / 1e9:,.1f} billion tokens: {length * time.seconds / DAY:,.2f} days"
+        lines.append(f"  {run}, {hours:,.0f} device-hours{cost}")
+    return lines
+
+
+def layout_line(prediction: Prediction) -> str:
+    """Return the layout in words."""
+    c, p = prediction.config, prediction.config.parallel
+    parts = [describe_layout(c)]
+    if p.pipeline_model_parallel_size > 1:
+        several = f", {c.chunks} stretches of layers on each rank" if c.chunks > 1 else ""
+        parts.append(f"schedule {p.pipeline_schedule}{several}")
+    if p.sequence_parallel and p.tensor_model_parallel_size > 1:
+        parts.append("sequence parallel")
+    parts.append(f"ZeRO {p.zero_stage}" if c.dp * p.context_parallel_size > 1 else "")
+    count = c.micro_batches(c.global_batch)
+    parts.append(f"{count:,} micro-batch{'es' * (count != 1)} of {c.micro_batch}")
+    parts.append(f"recompute {c.training.recompute_granularity}" if c.training.recompute_granularity else "")
+    parts.append(
+        f"fp8 {c.precision.fp8_format} in {c.precision.dtype}" if c.precision.fp8_format else c.precision.dtype
+    )
+    return "; ".join(filter(None, parts))
+
+
+def table_of(predictions: Sequence[Prediction]) -> list[list[str]]:
+    """Return a head and a row for each layout."""
+    head = "TP SP PP chunks schedule CP DP ZeRO micro recompute fp8 step tokens/s MFU memory".split()
+    rows = [head]
+    for one in predictions:
+        c, p, time = one.config, one.config.parallel, one.time
+        tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
+        rows.append(
+            [
+                str(tp),
+                "yes" if p.sequence_parallel and tp > 1 else "-",
+                str(pp),
+                str(c.chunks),
+                p.pipeline_schedule if pp > 1 else "-",
+                str(p.context_parallel_size),
+                str(c.dp),
+                str(p.zero_stage),
+                str(c.micro_batch),
+                c.training.recompute_granularity or "-",
+                c.precision.fp8_format or "-",
+                f"{time.seconds:,.3f} s",
+                f"{time.tokens_per_second:,.0f}",
+                f"{100 * time.mfu:.1f} %",
+                gib(one.need),
+            ]
+        )
+    return rows
+
+
+def found_lines(found: Found, keep: int) -> list[str]:
+    """Return the table of a search, what was refused and why."""
+    lines = [
+        "",
+        f"the best {min(keep, len(found.fitting))} layouts",
+        *align_columns(table_of(found.fitting[:keep]), True),
+    ]
+    lines.append(
+        f"{found.too_large:,} layouts or groups of layouts that may be as fast do not fit; "
+        f"{found.slower:,} left out, since none of them can be as fast"
+    )
+    refused = found.refusals.listed()
+    if refused:
+        total = sum(count for count, _ in refused)
+        lines.append(f"refused: {total:,} combinations, each with all that it leads to")
+        lines += [f"  {count:>6,}  {reason}" for count, reason in refused]
+    return lines
+
+
+def title(prediction: Prediction) -> str:
+    """Return the size of the model and the devices in a few words."""
+    c = prediction.config
+    positions = c.model.max_position_embeddings or c.data.seq_length or 0
+    size = counts.parameters(c.model, prediction.vocabulary, positions)
+    return f"{size:,} parameters on {c.world:,} x {prediction.machine.profile.title}"
+
+
+def head_lines(prediction: Prediction) -> list[str]:
+    """Return what is planned: model, devices, links and layout."""
+    c, links = prediction.config, prediction.machine.links
+    speeds = f"{links.within.bandwidth / 1e9:g} GB/s within a machine"
+    if c.world > links.gpus_per_node:
+        speeds += f", {links.between.bandwidth / 1e9:g} GB/s to others"
+    return [
+        title(prediction),
+        f"vocabulary {prediction.vocabulary:,}, padded to {prediction.padded:,}",
+        f"{c.global_batch:,} samples of {c.data.seq_length:,} tokens a step",
+        *([f"{links.gpus_per_node} devices a machine: {speeds}"] if c.world > 1 else []),
+        layout_line(prediction),
+    ]
+
+
+def checkpoint_lines(losses: Interruptions, goodput: ExpectedGoodput, size: int) -> list[str]:
+    """Return the size and stall of a checkpoint, and what failures cost."""
+    rows = [
+        ("checkpoint", giga(size)),
+        ("training waits for it", f"{losses.stall:,.1f} s"),
+        ("written after", f"{losses.stall + losses.written:,.1f} s"),
+        ("hours between failures", f"{goodput.hours_between_failures:,.1f}"),
+        ("best save interval", f"{goodput.best_interval:,} steps"),
+        ("goodput", f"{100 * goodput.share:.1f} %"),
+    ]
+    if goodput.failures is not None:
+        rows.insert(4, ("failures until the end", f"{goodput.failures:,.1f}"))
+    return ["checkpoints and failures", *indented(rows)]
+
+
+def as_dict(prediction: Prediction) -> dict[str, Any]:
+    """Return a prediction as JSON has it: sizes in bytes, times in seconds."""
+    time, memory = prediction.time, prediction.ranks[prediction.fullest]
+    return {
+        "layout": layout_settings(prediction.config),
+        "data_parallel_size": prediction.config.dp,
+        "fits": prediction.fits,
+        "left_bytes": prediction.left,
+        "fullest_rank": prediction.fullest,
+        "memory": {name: getattr(memory, name) for name in ("kinds", "allocated", "reserved", "context", "total")},
+        "time": dataclasses.asdict(time),
+    }

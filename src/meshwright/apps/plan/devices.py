@@ -1,0 +1,205 @@
+"""Profiles of devices and their links, from data files with sources. No torch.
+
+A profile has the figures of a data sheet (memory, peaks, bandwidth) and the shares of them that
+training reaches. Files beside this one have the devices that people ask for; `meshwright bench
+--calibrate` writes one of the machine at hand.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from meshwright.base import host
+from meshwright.base.errors import UserError
+from meshwright.base.files import parse_toml, read_table
+from meshwright.base.hints import did_you_mean
+
+FOLDER = "apps/plan/profiles"
+# Formats whose products run at another format's speed where a device has none of their own.
+SAME_SPEED = {"float16": "bfloat16", "bfloat16": "float16"}
+
+
+@dataclass(frozen=True)
+class LinkSpeed:
+    """One direction of a device's connection to others."""
+
+    bandwidth: float  # bytes per second and device
+    latency: float  # seconds of a message
+    collectives: float = 0.7  # share of the bandwidth that collectives reach
+    copies: float = 0.8  # share that copy engines reach; 0: the devices map no memory of each other
+
+
+@dataclass(frozen=True)
+class Links:
+    """The connections of a machine's devices with each other, and with those of other machines."""
+
+    gpus_per_node: int
+    within: LinkSpeed
+    between: LinkSpeed
+
+    def with_network(self, bandwidth: float) -> Links:
+        """Return the same machine with so many bytes per second and device between machines."""
+        return replace(self, between=replace(self.between, bandwidth=bandwidth))
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceProfile:
+    """A device: figures of its data sheet, and what a training reaches of them."""
+
+    name: str
+    title: str
+    kind: str  # cuda, npu or cpu, as in --device
+    memory_bytes: int  # that torch can give to tensors and that its context takes
+    context_bytes: int  # that the driver and its libraries keep
+    peaks: Mapping[str, float]  # dtype -> dense FLOP/s
+    bandwidth: float  # bytes per second of its memory
+    reached: Mapping[str, float]  # shares of peaks and bandwidth, see REACHED
+    seconds: Mapping[str, float]  # fixed times, see SECONDS
+    measured: frozenset[str]  # which of these are from measurements; the others are assumed
+    links: Links
+    storage: Mapping[str, float]  # bytes per second of saves: to the disk, and to the host's memory
+    names: tuple[str, ...] = ()  # parts of the product's name as torch reports it
+    sources: tuple[str, ...] = ()
+
+    @property
+    def mapped_ranks(self) -> int:
+        """How many devices map each other's memory: those of a machine, or 1."""
+        return self.links.gpus_per_node if self.links.within.copies else 1
+
+    def flops(self, dtype: str) -> float:
+        """Return the FLOP/s of large matrix products of a format."""
+        at = dtype if dtype in self.peaks else SAME_SPEED.get(dtype, dtype)
+        if at not in self.peaks:
+            raise UserError(
+                f"the {self.title} has no products of {dtype}; choose one of {' '.join(sorted(self.peaks))}"
+            )
+        return self.peaks[at] * self.reached.get(f"products_{at}", self.reached["products"])
+
+    def attention(self, width: int) -> tuple[float, float]:
+        """Return the FLOP/s of attention forward and backward for heads of a width."""
+        peak = self.peaks.get("bfloat16") or self.peaks.get("float16") or self.peaks["float32"]
+        size = "64" if width <= 64 else "128"
+        return peak * self.reached[f"attention_{size}"], peak * self.reached[f"attention_{size}_backward"]
+
+
+# What a profile says of how much is reached, with what is assumed where a file is silent.
+REACHED = {
+    "products": 0.65,  # of the peak, by large matrix products; products_fp8 and so on for one format
+    "attention_64": 0.4,  # of the half-precision peak, by the attention kernel with heads of this width
+    "attention_64_backward": 0.35,
+    "attention_128": 0.55,
+    "attention_128_backward": 0.45,
+    "attention_dropout": 0.36,  # of its speed without dropout
+    "attention_dropout_backward": 0.73,
+    "passes": 0.68,  # of the memory's bandwidth, by norms, activations and the loss
+    "update": 0.85,  # of it, by the optimizer
+    "muon": 0.78,  # of the half-precision peak, by Muon's products of large matrices
+    "beside_copies": 0.3,  # of the time of copies that run beside products, lost by the products
+    "beside_collectives": 0.85,
+    "slowest": 0.99,  # speed of the slowest of several devices
+}
+SECONDS = {
+    "product": 8e-6,  # of a product that is too small to fill the device
+    "attention": 2e-5,
+    "pass": 2e-6,
+    "launch": 1.05e-4,  # of the host, for each kernel that is not part of a CUDA graph
+    "step": 1e-3,  # between two steps
+}
+
+
+STORAGE = {"disk": 2e9, "host": 25e9}
+TRIAL_SECONDS = 0.05  # in which a CPU shows its speed
+
+
+@functools.cache
+def this_cpu() -> DeviceProfile:
+    """Return the profile of this machine's CPU, each core as fast as one is measured to be."""
+    guessed, cores, speed = load_profile("cpu"), host.cores(), product_speed()
+    faster = cores * speed / guessed.peaks["float32"]
+    title = f"this CPU of {cores} core{'s' * (cores > 1)}, {speed / 1e9:.0f} GFLOP/s measured of one"
+    return replace(guessed, title=title, peaks={dtype: faster * peak for dtype, peak in guessed.peaks.items()})
+
+
+def product_speed() -> float:
+    """Return the FLOP/s of one core, by the fastest of many products of small float32 matrices.
+
+    They are too small for several threads, and too short for other programs to delay each of them.
+    """
+    import numpy as np
+
+    size, shortest, begun = 64, math.inf, time.perf_counter()
+    x, y = (np.ones((size, size), np.float32) for _ in range(2))
+    while (now := time.perf_counter()) - begun < TRIAL_SECONDS:
+        np.matmul(x, x, out=y)
+        shortest = min(shortest, time.perf_counter() - now)
+    return 2 * size**3 / shortest
+
+
+def profile_names() -> list[str]:
+    folder = resources.files("meshwright").joinpath(FOLDER)
+    return sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
+
+
+@functools.cache
+def load_profile(name_or_path: str) -> DeviceProfile:
+    """Return the profile of a device by name, or that of a file."""
+    name = name_or_path.lower()
+    if name in profile_names():
+        return read_profile(name, read_table(f"{FOLDER}/{name}.toml"))
+    path = Path(name_or_path)
+    if path.suffix != ".toml":
+        known = profile_names()
+        hint = did_you_mean(name, known) or f"; there are {' '.join(known)}"
+        raise UserError(f"no profile of a device is named {name_or_path}{hint}, or give a file of `bench --calibrate`")
+    try:
+        return read_profile(path.stem, parse_toml(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise UserError(f"the profile {path} cannot be read: {error.strerror}; give another file") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is no profile of a device: {error}; `bench --calibrate` writes one") from error
+
+
+def profile_of(product: str) -> DeviceProfile | None:
+    """Return the profile with the longest name that is in a product's, as whole words, if any.
+
+    A laptop's GPU is another one than the card that it is named after.
+    """
+    named = [(part, profile) for profile in map(load_profile, profile_names()) for part in profile.names]
+    fitting = [pair for pair in named if re.search(rf"\b{re.escape(pair[0])}\b(?! Laptop)", product, re.IGNORECASE)]
+    return max(fitting, key=lambda pair: len(pair[0]))[1] if fitting else None
+
+
+def read_profile(name: str, table: Mapping[str, Any]) -> DeviceProfile:
+    """Return a profile from the contents of its file, whose figures may be per CPU core."""
+    cores = host.cores() if table.get("per_core") else 1
+    measured, assumed = table.get("measured", {}), table.get("assumed", {})
+    given = assumed | measured
+    if unknown := [key for key in given if key not in REACHED | SECONDS and not key.startswith("products_")]:
+        raise ValueError(f"unknown {unknown[0]}{did_you_mean(unknown[0], REACHED | SECONDS)}")
+    shares = {key: value for key, value in given.items() if key not in SECONDS}
+    seconds = {key: value for key, value in given.items() if key in SECONDS}
+    links = table["links"]
+    return DeviceProfile(
+        name=name,
+        title=table["title"],
+        kind=table["kind"],
+        memory_bytes=int(table.get("memory_bytes") or host.physical_memory()),
+        context_bytes=int(table.get("context_bytes", 0)),
+        peaks={dtype: cores * float(peak) for dtype, peak in table["peaks"].items()},
+        bandwidth=float(table["bandwidth"]),
+        reached=REACHED | shares,
+        seconds=SECONDS | seconds,
+        measured=frozenset(measured),
+        links=Links(int(links["gpus_per_node"]), LinkSpeed(**links["within"]), LinkSpeed(**links["between"])),
+        storage=STORAGE | table.get("storage", {}),
+        names=tuple(table.get("names", ())),
+        sources=tuple(table.get("sources", ())),
+    )

@@ -1,0 +1,44 @@
+"""Whether the steps of a run are CUDA graphs, decided from its settings alone. No torch."""
+
+from __future__ import annotations
+
+from meshwright.apps.plan import traffic
+from meshwright.base.device import NVIDIA
+from meshwright.config.schema import TrainConfig
+from meshwright.optim.rule_table import is_rounded
+
+HOST_BOUND = 2**34  # tokens x hidden size^2, see `reason_against`
+
+
+def reason_against(config: TrainConfig, kind: str, is_custom: bool = False) -> str | None:
+    """Return why a run's steps cannot be CUDA graphs on such a device, or with "auto" should not.
+
+    ZeRO 1 gathers the new weights while the next forward pass has begun, but a graph ends with its
+    step. So "auto" leaves it out where the device is the slower one anyway: layers of fused kernels
+    take the host about 2 ms each, in which an H200 multiplies 72 x tokens x hidden^2 = 10^12, and
+    the bound is 2^34 tokens x hidden^2.
+    """
+    t, m, p, o = config.training, config.model, config.parallel, config.optimizer
+    sharded = p.zero_stage > 0 and traffic.groups(config)["data"].size > 1
+    sampled = m.attention_dropout > 0 and m.attention_impl != "reference"
+    never = {
+        "the device is not an NVIDIA GPU": kind != NVIDIA,
+        "the stages of a pipeline wait for each other": p.pipeline_model_parallel_size > 1,
+        f"ZeRO {p.zero_stage} allocates memory within the step": sharded and p.zero_stage > 1,
+        "the optimizer runs on the host": p.offloads,
+        "inputs of recomputed layers are kept on the host": t.checkpoint_in_cpu,
+        "SGD takes the learning rate from the host": o.optimizer == "sgd" and not is_rounded(o),
+        "AdamW in float64 takes the learning rate from the host": config.precision.dtype == "float64"
+        and o.optimizer != "lion"
+        and not is_rounded(o),
+        "--timing-log-level times the parts of a step": config.logging.timing_log_level != "0",
+        "what is recomputed seeds its attention dropout anew": sampled and t.recompute_granularity is not None,
+    }
+    is_large = traffic.rows(config) * (m.hidden_size or 0) ** 2 > HOST_BOUND
+    unasked = {
+        "a custom model or loss may need the host": is_custom,
+        "ZeRO 1 gathers new weights between the steps": sharded and is_large,
+    }
+    chosen = {"of --cuda-graphs off": t.cuda_graphs == "off"}
+    reasons = chosen | never | (unasked if t.cuda_graphs == "auto" else {})
+    return next((reason for reason, holds in reasons.items() if holds), None)

@@ -1,0 +1,87 @@
+"""The parameters of each pipeline rank, and the bytes of the flat buffers that hold them."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from meshwright.config.schema import Model, TrainConfig
+from meshwright.model import counts
+from meshwright.parallel import shard
+from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, stages_of
+from meshwright.parallel.shard import aligned
+
+COUNTED: dict[tuple[object, ...], list[int]] = {}  # by all that decides; a search asks thousands of times
+Shapes = dict[str, tuple[int, ...]]
+WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # bytes of an element
+
+
+@functools.lru_cache
+def shapes_of_layer(m: Model, tp: int) -> Shapes:
+    """Return the shapes of a tensor rank's part of one layer."""
+    return {name: cut_shape(f"h.0.{name}", shape, tp) for name, shape in counts.layer_shapes(m).items()}
+
+
+def cut_shape(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
+    """Return the shape of a tensor rank's part of a parameter."""
+    at, out = shard.rule(name).cut, list(shape)
+    if at is not None:
+        out[at] //= tp
+    return tuple(out)
+
+
+def shapes_of_rank(config: TrainConfig, padded: int, pipeline_rank: int) -> list[tuple[Shapes, int]]:
+    """Return the units of communication of a rank, and how many are like each."""
+    m, p = config.model, config.parallel
+    tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
+    own = stages_of(p.pipeline_schedule, pipeline_rank, pp, config.chunks)
+    first, last = 0 in own, len(config.stages) - 1 in own
+    outside = counts.outer_shapes(m, padded, m.max_position_embeddings or config.data.seq_length or 0)
+    tied = not m.untie_embeddings_and_output_weights
+    held = {"wte": first or (last and tied), "wpe": first, "ln_emb": first, "ln_f": last, "lm_head": last}
+    layer = {f"h.0.{name}": shape for name, shape in shapes_of_layer(m, tp).items()}
+    by_unit: dict[str, Shapes] = {}
+    for name, shape in outside.items():
+        if held[shard.unit(name)]:
+            by_unit.setdefault(shard.unit(name), {})[name] = cut_shape(name, shape, tp)
+    return [(layer, sum(config.stages[s] for s in own)), *((unit, 1) for unit in by_unit.values())]
+
+
+def parameters_of_ranks(config: TrainConfig, padded: int) -> list[int]:
+    """Return the number of parameters per pipeline rank, including embedding or head."""
+    p, positions = config.parallel, config.model.max_position_embeddings or config.data.seq_length
+    cut = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.pipeline_schedule, *config.stages
+    key = (config.model, padded, positions, cut)
+    if key not in COUNTED:
+        ranks = range(p.pipeline_model_parallel_size)
+        each = (shapes_of_rank(config, padded, rank) for rank in ranks)
+        COUNTED[key] = [sum(count(unit) * number for unit, number in units) for units in each]
+    return COUNTED[key]
+
+
+def count(shapes: Shapes) -> int:
+    return sum(map(math.prod, shapes.values()))
+
+
+def data_parts(config: TrainConfig) -> int:
+    """Return the number of ranks that ZeRO shards over."""
+    p = config.parallel
+    return config.dp * p.context_parallel_size // p.num_distributed_optimizer_instances if p.zero_stage else 1
+
+
+def bucket_of(config: TrainConfig, name: str) -> str:
+    """Return the bucket of the flat buffers that a parameter is in."""
+    p = config.parallel
+    defers = p.pipeline_model_parallel_size > 1 and p.pipeline_schedule in SPLIT_BACKWARD
+    keeps_vectors = defers and p.zero_stage == 2 and data_parts(config) > 1
+    return shard.bucket(name, p.tensor_model_parallel_size, p.sequence_parallel, keeps_vectors)
+
+
+def flat_total(units: list[tuple[Shapes, int]], parts: int) -> int:
+    """Return the elements of all units of a rank in the flat buffers."""
+    return sum(flat_size(unit, parts) * number for unit, number in units)
+
+
+def flat_size(unit: Shapes, parts: int) -> int:
+    """Return the elements of a unit in the flat buffers."""
+    return aligned(sum(aligned(math.prod(shape)) for shape in unit.values()), parts)

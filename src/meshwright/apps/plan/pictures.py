@@ -1,0 +1,169 @@
+"""Pictures of a plan: the pipeline's schedule, memory over the stages, layouts, save intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.apps.plan.goodput import ExpectedGoodput, Interruptions
+from meshwright.apps.plan.prediction import Prediction
+from meshwright.apps.plan.timeline import Timeline, simulate
+from meshwright.apps.report import plot
+from meshwright.apps.report.html import document, escape, write_page
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+GIB = 2**30
+DRAWN_ROUNDS = 3  # of as many micro-batches as stages; a pipeline repeats itself after that
+KINDS = ("#3d85c8", "#d9772b", "#2f9e62", "#8f63d2", "#c9405f", "#8a7a2e", "#1597a5", "#d060b0", "#7b8490")
+PASSES = {"F": ("forward", plot.LINE), "B": ("backward", plot.POINT), "I": ("gradients of activations", "#2f9e62")}
+PASSES["W"] = ("gradients of weights", "#8f63d2")
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure with its title and what its colours mean."""
+
+    name: str  # of its file
+    title: str
+    figure: Figure
+    note: str = ""
+    legend: tuple[tuple[str, str], ...] = ()  # colour and meaning
+
+    def keys(self) -> str:
+        return "".join(plot.key("■", colour, meaning) for colour, meaning in self.legend)
+
+
+# The data of the pictures.
+
+
+def drawn_timeline(prediction: Prediction) -> Timeline | None:
+    """Return the passes of a step's first micro-batches on each rank; None without a pipeline."""
+    c, p = prediction.config, prediction.config.parallel
+    ranks = p.pipeline_model_parallel_size
+    if ranks == 1:
+        return None
+    count = min(c.micro_batches(c.global_batch), DRAWN_ROUNDS * ranks)
+    return simulate(p.pipeline_schedule, ranks, count, c.chunks, prediction.stage_times)
+
+
+def stacked_memory(prediction: Prediction) -> dict[str, list[float]]:
+    """Return kind -> GiB on each pipeline rank; together they are what a rank takes."""
+    ranks = prediction.ranks
+    kinds = dict.fromkeys(kind for rank in ranks for kind, size in rank.kinds.items() if size)
+    out = {kind: [rank.kinds.get(kind, 0) / GIB for rank in ranks] for kind in kinds}
+    out["allocator"] = [(rank.reserved - rank.allocated) / GIB for rank in ranks]
+    out["context"] = [rank.context / GIB for rank in ranks]
+    return out
+
+
+def layout_points(predictions: Sequence[Prediction]) -> list[tuple[float, float]]:
+    """Return GiB of the fullest rank and seconds of a step of each layout."""
+    return [(one.need / GIB, one.time.seconds) for one in predictions]
+
+
+def goodput_points(losses: Interruptions, step: float) -> list[tuple[float, float]]:
+    """Return minutes between saves and goodput, around the best interval."""
+    best = max(losses.interval, step)
+    intervals = [best * 2 ** (n / 4) for n in range(-16, 17)]
+    return [(t / 60, losses.goodput(t)) for t in intervals if t >= step and t < 50 * losses.between]
+
+
+# The pictures.
+
+
+def schedule_drawing(prediction: Prediction) -> Drawing | None:
+    """Draw what each pipeline rank does at what time; paler for later stretches of layers."""
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path as Outline
+
+    timeline = drawn_timeline(prediction)
+    if timeline is None:
+        return None
+    ranks = len(timeline.spans)
+    figure, axes = plot.new_axes((7.6, min(8.0, 1.2 + 0.28 * ranks)), x="seconds")
+    boxes: dict[tuple[str, int], list[Outline]] = {}
+    for rank, spans in enumerate(timeline.spans):
+        for action, (begin, end) in spans.items():
+            corners = [(begin, rank - 0.42), (end, rank - 0.42), (end, rank + 0.42), (begin, rank + 0.42)]
+            boxes.setdefault((action.op, action.chunk), []).append(Outline([*corners, corners[0]], closed=True))
+    for (op, chunk), outlines in boxes.items():
+        strength = 0.9 / (1 + 0.6 * chunk)
+        patch = PathPatch(Outline.make_compound_path(*outlines), lw=0.2, ec=plot.INK, fc=PASSES[op][1], alpha=strength)
+        axes.add_patch(patch)
+    axes.set(xlim=(0, timeline.total), ylim=(ranks - 0.5, -0.5))
+    axes.set_ylabel("pipeline rank", color=plot.INK)
+    decimals(axes)
+    used = dict.fromkeys(op for op, _ in boxes)
+    legend = tuple((PASSES[op][1], PASSES[op][0]) for op in used)
+    count = sum(action.op == "F" and action.chunk == 0 for action in timeline.spans[0])
+    note = f"{prediction.config.parallel.pipeline_schedule}, first {count} micro-batches"
+    return Drawing("schedule", "Pipeline", figure, note, legend)
+
+
+def memory_drawing(prediction: Prediction) -> Drawing:
+    """Draw the memory of each pipeline rank by kind, and the device's."""
+    stacked = stacked_memory(prediction)
+    count = len(prediction.ranks)
+    figure, axes = plot.new_axes((7.6, 3.4), x="pipeline rank")
+    base = [0.0] * count
+    for colour, sizes in zip(KINDS, stacked.values(), strict=False):
+        axes.bar(range(count), sizes, bottom=base, color=colour, width=0.8)
+        base = [low + size for low, size in zip(base, sizes, strict=True)]
+    have = prediction.machine.profile.memory_bytes / GIB
+    axes.axhline(have, color=plot.BAD, lw=1.2)
+    axes.set_ylabel("GiB", color=plot.INK)
+    axes.set_ylim(0, 1.05 * max(have, *base))
+    legend = tuple(zip(KINDS, stacked, strict=False))
+    return Drawing("memory", "Memory of the pipeline ranks", figure, f"{have:,.1f} GiB there are", legend)
+
+
+def layouts_drawing(chosen: Prediction, predictions: Sequence[Prediction]) -> Drawing:
+    """Draw time against memory of all layouts of a search, and the chosen one."""
+    figure, axes = plot.new_axes((7.6, 3.6), x="GiB of the fullest rank")
+    for one, colour, size in ((predictions, plot.LINE, 14), ([chosen], plot.POINT, 60)):
+        x, y = zip(*layout_points(one), strict=True)
+        axes.scatter(x, y, s=size, color=colour, alpha=0.8, lw=0)
+    axes.axvline(chosen.machine.profile.memory_bytes / GIB, color=plot.BAD, lw=1.2)
+    axes.set_ylabel("seconds of a step", color=plot.INK)
+    decimals(axes)
+    legend = ((plot.LINE, "a layout"), (plot.POINT, "the chosen one"), (plot.BAD, "memory of the device"))
+    return Drawing("layouts", "Time and memory of the layouts", figure, f"{len(predictions):,}", legend)
+
+
+def goodput_drawing(losses: Interruptions, expected: ExpectedGoodput, step: float) -> Drawing:
+    """Draw the goodput over the time between two saves."""
+    figure, axes = plot.new_axes((7.6, 3.0), x="minutes between saves")
+    x, y = zip(*goodput_points(losses, step), strict=True)
+    axes.plot(x, [100 * share for share in y], color=plot.LINE, lw=1.6)
+    axes.plot([expected.save_interval * step / 60], [100 * expected.share], "o", color=plot.POINT)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_ylabel("goodput, %", color=plot.INK)
+    note = f"{expected.hours_between_failures:,.1f} hours between failures"
+    return Drawing("goodput", "Goodput over the save interval", figure, note, ((plot.POINT, "this plan"),))
+
+
+def decimals(axes: Axes) -> None:
+    """Let the axis of a quantity that is no count have decimals."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.xaxis.set_major_formatter("{x:g}")
+
+
+def write_pictures(folder: Path, drawings: Sequence[Drawing]) -> list[Path]:
+    """Write each picture as an SVG file; return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return [write_page(folder / f"{one.name}.svg", plot.svg_of(one.figure, one.title)) for one in drawings]
+
+
+def page_of(title: str, text: Sequence[str], drawings: Sequence[Drawing]) -> str:
+    """Return a page with the plan's text and pictures."""
+    figures = [plot.embed_figure(d.figure, d.title, d.note, d.keys(), wide=True) for d in drawings]
+    parts = [f"<h1>{escape(title)}</h1>", f"<pre>{escape(chr(10).join(text))}</pre>"]
+    return document(f"{title}: plan", [*parts, f'<div class="pictures">{"".join(figures)}</div>'])

@@ -1,0 +1,102 @@
+"""What a run will need on given devices: memory of each rank, time of a step, checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+
+from meshwright.apps.plan.devices import DeviceProfile, Links, load_profile, profile_names, profile_of, this_cpu
+from meshwright.apps.plan.memory import RankMemory, memory_of_ranks
+from meshwright.apps.plan.saving import SaveTime, save_time
+from meshwright.apps.plan.timeline import StageTimes
+from meshwright.apps.plan.timing import StepTime, stage_times, step_time
+from meshwright.base.device import ask_nvidia_smi
+from meshwright.base.errors import UserError
+from meshwright.config.schema import TrainConfig
+from meshwright.model.counts import padded_size
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices of one kind, and what connects them."""
+
+    profile: DeviceProfile
+    links: Links
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A run in a layout on a machine, predicted when asked."""
+
+    config: TrainConfig
+    machine: Machine
+    vocabulary: int
+
+    @cached_property
+    def padded(self) -> int:
+        m, p = self.config.model, self.config.parallel
+        divisor = m.make_vocab_size_divisible_by
+        return padded_size(self.vocabulary, divisor, p.tensor_model_parallel_size, m.pad_vocab_size_to)
+
+    @cached_property
+    def ranks(self) -> list[RankMemory]:
+        """The memory of each pipeline rank."""
+        return memory_of_ranks(self.config, self.padded, self.machine.profile)
+
+    @cached_property
+    def time(self) -> StepTime:
+        machine = self.machine
+        return step_time(self.config, self.padded, machine.profile, machine.links)
+
+    @property
+    def stage_times(self) -> StageTimes:
+        return stage_times(self.config, self.padded, self.machine.profile, self.machine.links)
+
+    @cached_property
+    def save(self) -> SaveTime:
+        return save_time(self.config, self.padded, self.machine.profile)
+
+    @cached_property
+    def fullest(self) -> int:
+        """The pipeline rank whose tensors need the most memory."""
+        return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].allocated)
+
+    @property
+    def need(self) -> int:
+        """Bytes of the fullest rank's process."""
+        return self.ranks[self.fullest].total
+
+    @property
+    def left(self) -> int:
+        """Bytes that the fullest rank leaves free; negative if it does not fit."""
+        return self.machine.profile.memory_bytes - self.need
+
+    @property
+    def fits(self) -> bool:
+        return self.left >= 0
+
+
+def find_machine(
+    name: str | None, per_node: int | None = None, link: float | None = None, disk: float | None = None
+) -> Machine:
+    """Return the machine of a profile, or this one, with other links or storage in GB/s."""
+    profile = load_profile(name) if name else this_device()
+    profile = this_cpu() if profile.name == "cpu" else profile
+    if disk is not None:
+        profile = dataclasses.replace(profile, storage={**profile.storage, "disk": disk * 1e9})
+    links = profile.links if per_node is None else dataclasses.replace(profile.links, gpus_per_node=per_node)
+    return Machine(profile, links if link is None else links.with_network(link * 1e9))
+
+
+def this_device() -> DeviceProfile:
+    """Return the profile of this machine's devices: of its GPU, or of its CPU if it has none."""
+    try:
+        product = ask_nvidia_smi("name", "csv,noheader").splitlines()[0]
+    except (RuntimeError, IndexError):
+        return load_profile("cpu")
+    profile = profile_of(product)
+    if profile is None:
+        known = ", ".join(profile_names())
+        raise UserError(f"no profile of {product}; give --gpu one of {known}, or a file of `bench --calibrate`")
+    return profile

@@ -1,0 +1,39 @@
+"""The size of a checkpoint and the time that it takes, from settings alone. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.apps.plan import traffic
+from meshwright.apps.plan.devices import DeviceProfile
+from meshwright.apps.plan.parameters import parameters_of_ranks
+from meshwright.config.schema import TrainConfig
+from meshwright.optim.rule_table import state_bytes
+
+STALL = 1.13  # of the time of the copies to the host: the wait for the step, and the start
+
+
+@dataclass(frozen=True)
+class SaveTime:
+    """A save of all ranks."""
+
+    bytes: int
+    stall: float  # seconds that training waits
+    seconds: float  # until the bytes are on the disk
+
+
+def save_time(config: TrainConfig, padded: int, profile: DeviceProfile) -> SaveTime:
+    """Predict a save in the native format; every machine writes to a disk of its own speed."""
+    p, full = config.parallel, traffic.number_bytes(config)[1]
+    moments = 2 if config.optimizer.optimizer in ("adam", "adamw") else 1
+    each = full * (1 + (config.optimizer.ema > 0))
+    each += 0 if config.checkpoint.no_save_optim else moments * state_bytes(config.optimizer, full)
+    tp, of_ranks = p.tensor_model_parallel_size, parameters_of_ranks(config, padded)
+    total = tp * sum(of_ranks) * each
+    savers = traffic.groups(config)["data"].size if p.zero_stage else 1
+    own = max(of_ranks) * each / savers
+    machines = max(1, min(config.world, tp * len(of_ranks) * savers) // profile.links.gpus_per_node)
+    writing = total / machines / profile.storage["disk"]
+    copying = STALL * own / profile.storage["host"]
+    in_background = profile.kind != "cpu" and not p.offloads
+    return SaveTime(total, copying if in_background else copying + writing, copying + writing)

@@ -1,0 +1,462 @@
+"""The time of a training step, from a configuration and a device's profile. No torch.
+
+A step is the sum of what a rank does: matrix products at the speed that the device reaches, the
+attention kernel, passes over memory (norms, activations, loss), the update, what communication adds
+to these, the pipeline's waiting, and the host where it is slower than the device. FLOPs come from
+model/counts.py, bytes sent from traffic.py, the schedule from timeline.py, all as in training.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from meshwright.apps.plan import graph_rule, timeline, traffic
+from meshwright.apps.plan.devices import DeviceProfile, Links, LinkSpeed
+from meshwright.apps.plan.parameters import parameters_of_ranks
+from meshwright.config.schema import Model, Optimizer, TrainConfig
+from meshwright.model import counts
+from meshwright.model.kind import BlockKind, block_kind
+from meshwright.optim.rule_table import form_of, state_bytes
+from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, stages_of
+
+BLOCK = 128  # rows of a block of the attention kernel, which computes blocks on the diagonal in full
+BLOCK_STARTS = 3  # blocks of keys that the begin and the end of a block of rows cost
+# Kernels of a layer: products in each direction, and others besides attention.
+PRODUCTS, PASSES_FORWARD, PASSES_BACKWARD = 4, 3, 11
+# What a layer's communication takes of the host, in launches of kernels: a collective of tensor
+# ranks, plain and overlapped; context ranks, and a unit of ZeRO 3, in each direction. From steps
+# without CUDA graphs on two H100: benchmarks/records/2026-11-28-four-gpus.
+TENSOR_LAUNCHES, CONTEXT_LAUNCHES, SHARD_LAUNCHES = (2, 3), 5, 10
+# How much more a layer's passes move, and how many more kernels they are, than in fused blocks.
+BLOCKS: dict[BlockKind, tuple[float, float]] = {"fused": (1.0, 1.0), "compiled": (1.4, 1.0), "plain": (2.2, 2.5)}
+HOST_UPDATE = 40e9  # bytes per second of an update in host memory, on 16 cores beside an H200
+# Numbers of full size that an update reads and writes for a parameter, with those of the norm.
+UPDATE_NUMBERS = {"adam": 8, "adamw": 8, "sgd": 7, "muon": 8, "lion": 38}
+# The same with --cautious-weight-decay, where no kernel updates: AdamW's in ZeRO 3 alone.
+CAUTIOUS_NUMBERS = {"adam": 54, "adamw": 54, "lion": 44}
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step of one rank, and what follows for the run."""
+
+    seconds: float
+    parts: dict[str, float]  # seconds by kind; they add up to `seconds`
+    bubble: float  # share of the step that the pipeline waits
+    bytes_sent: dict[str, int]  # by dimension
+    tokens_per_second: float  # of all ranks
+    mfu: float  # share of the peak that the model's own operations take
+
+
+class Work(NamedTuple):
+    """Seconds of one pass over a layer or another part, by kind."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    passes: float = 0.0
+    tensor: float = 0.0  # communication between tensor ranks that nothing hides
+    context: float = 0.0
+    kernels: float = 0.0  # launched by the host
+
+    def __add__(self, other: Work) -> Work:  # type: ignore[override]
+        return Work(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def times(self, factor: float) -> Work:
+        return Work(*(factor * x for x in self))
+
+    @property
+    def device_seconds(self) -> float:
+        return sum(self[:-1])
+
+
+class Step(NamedTuple):
+    """Work of a micro-batch in one stage: forward, gradients of activations, and of weights."""
+
+    forward: Work
+    backward: Work
+    weights: Work
+
+
+def step_time(config: TrainConfig, padded: int, profile: DeviceProfile, links: Links | None = None) -> StepTime:
+    """Predict a step of the slowest rank."""
+    return StepTerms(config, padded, profile, links or profile.links).result()
+
+
+def stage_times(config: TrainConfig, padded: int, profile: DeviceProfile, links: Links) -> timeline.StageTimes:
+    """Return the seconds of a micro-batch in each stage."""
+    terms = StepTerms(config, padded, profile, links)
+    return terms.stage_times([terms.stage(s) for s in range(len(config.stages))])
+
+
+def muon_flops(o: Optimizer, m: Model, layers: float, ranks: int) -> float:
+    """Return the operations of orthogonalising layers' matrices on the busiest home."""
+    forms = (form_of(o, m, f"h.0.{name}", shape) for name, shape in counts.layer_shapes(m).items() if len(shape) > 1)
+    costs = [form.cost(o.muon_num_ns_steps) for form in forms]
+    return max(layers * sum(costs) / ranks, *costs)
+
+
+class StepTerms:
+    """The terms of one step."""
+
+    def __init__(self, config: TrainConfig, padded: int, profile: DeviceProfile, links: Links) -> None:
+        self.config, self.padded, self.profile, self.links = config, padded, profile, links
+        self.layers: dict[tuple[bool, bool], Step] = {}
+        self.stages: dict[tuple[object, ...], Step] = {}
+        m, p = config.model, config.parallel
+        self.m, self.p = m, p
+        self.tp, self.cp, self.pp = (
+            p.tensor_model_parallel_size,
+            p.context_parallel_size,
+            p.pipeline_model_parallel_size,
+        )
+        self.seq, self.hidden = config.data.seq_length or 0, m.hidden_size or 0
+        self.rows = traffic.rows(config)
+        self.rows_of_stream = self.rows // self.tp if p.sequence_parallel else self.rows
+        self.low, self.full = traffic.number_bytes(config)
+        self.count = max(1, config.micro_batches(config.global_batch))
+        self.groups = traffic.groups(config)
+        self.passes_speed = profile.bandwidth * profile.reached["passes"]
+        self.flops = profile.flops(config.precision.dtype)
+
+    @functools.cached_property
+    def has_graphs(self) -> bool:
+        return graph_rule.reason_against(self.config, self.profile.kind) is None
+
+    @functools.cached_property
+    def block(self) -> BlockKind:
+        c = self.config
+        kind = block_kind(c.training, c.model, c.precision, self.profile.kind)
+        later = self.p.pipeline_schedule in SPLIT_BACKWARD or c.precision.fp8_format
+        return "plain" if kind == "compiled" and later else kind
+
+    # Links
+
+    def link(self, dimension: str) -> tuple[LinkSpeed, float]:
+        """Return the slowest link of a dimension's ring, and its bytes per second of a rank."""
+        size, stride = self.groups[dimension]
+        inside = max(1, min(size, self.links.gpus_per_node // stride))
+        if size <= inside:
+            return self.links.within, self.links.within.bandwidth
+        # Each rank of the group in a machine brings its own way out of it.
+        between = min(self.links.between.bandwidth * inside, self.links.within.bandwidth)
+        return self.links.between, between
+
+    def sending(self, dimension: str, size: float, messages: int = 1, copies: bool = False) -> float:
+        """Return the seconds of sending so many bytes in a dimension."""
+        if not size:
+            return 0.0
+        link, bandwidth = self.link(dimension)
+        return size / (bandwidth * (link.copies if copies else link.collectives)) + messages * link.latency
+
+    # Work of a layer
+
+    def product(self, outputs: int, inputs: int, flops: float, rows: int | None = None) -> float:
+        rows = self.rows if rows is None else rows
+        moved = self.low * (rows * (inputs + outputs) + inputs * outputs)
+        least = max(2 * rows * outputs * inputs / flops, moved / (self.profile.bandwidth * 0.85))
+        return math.hypot(least, self.profile.seconds["product"])  # a small one does not fill the device
+
+    def a_pass(self, size: float, kernels: float = 1) -> float:
+        """Return the seconds of reading or writing so many bytes by some kernels."""
+        return size / self.passes_speed + kernels * self.profile.seconds["pass"]
+
+    def products_of_layer(self, is_fp8: bool) -> float:
+        """Return the seconds of a layer's products forward; each gradient takes as long."""
+        flops = self.profile.flops("fp8") if is_fp8 else self.flops
+        total = 0.0
+        for name, (outputs, inputs) in counts.layer_matrices(self.m).items():
+            cut_outputs = not name.endswith("proj")
+            total += self.product(
+                outputs // self.tp if cut_outputs else outputs, inputs if cut_outputs else inputs // self.tp, flops
+            )
+        return total
+
+    def attention(self, windowed: bool) -> tuple[float, float]:
+        """Return the seconds of a layer's attention forward and backward, of a rank's heads."""
+        m, reached = self.m, self.profile.reached
+        blocks = max(1.0, (m.window + 1 if windowed else self.seq) / BLOCK)
+        starts = BLOCK_STARTS / (blocks + 1)  # in blocks of the others
+        share = (blocks + 1) / blocks / (1 if windowed else 2)
+        width = 64 if m.head_dim <= 64 else -(-m.head_dim // 128) * 128
+        flops = counts.attention_flops(m, self.seq, windowed) * share * width / m.head_dim * self.rows / self.tp
+        forward, backward = self.profile.attention(width)
+        drawing = [0.0, 0.0]
+        if m.attention_dropout > 0:
+            drawing = [1 / reached[f"attention_dropout{way}"] - 1 for way in ("", "_backward")]
+        least = self.profile.seconds["attention"]
+        return (
+            flops / forward * (1 + starts + drawing[0]) + least,
+            2.5 * flops / backward * (1 + starts + drawing[1]) + least,
+        )
+
+    def layer(self, windowed: bool, is_fp8: bool) -> Step:
+        """Return the work of a layer for one micro-batch."""
+        m, products = self.m, self.products_of_layer(is_fp8)
+        more_bytes, more_kernels = BLOCKS[self.block]
+        attention_forward, attention_backward = self.attention(windowed)
+        stream = self.rows_of_stream * self.hidden * self.low
+        heads = self.rows * (m.num_attention_heads or 1) * m.head_dim * self.low / self.tp
+        middle = self.rows * m.ffn * self.low / self.tp
+        key_share = 1 + 2 * m.groups / (m.num_attention_heads or 1)
+        gates = 2 if m.gated else 1
+        forward = 8 * stream + (gates + 1) * middle + (2 * key_share * heads if m.position == "rope" else 0)
+        backward = 9 * stream + (2 * gates + 1) * middle + (2 * key_share + 7) * heads
+        if m.hidden_dropout > 0:
+            backward += stream
+        if is_fp8:
+            forward += 2 * stream + heads + middle
+            backward += 2 * (2 * stream + key_share * heads + gates * middle)
+        tensor, context = self.tensor_waits(products), self.sending("context", traffic.context_bytes(self.config), 2)
+        casts, launches = 4 if is_fp8 else 0, self.launches_to_communicate()
+        ways = (
+            (attention_forward, forward, PASSES_FORWARD + casts, launches[0]),
+            (attention_backward, backward, PASSES_BACKWARD + casts, launches[1]),
+        )
+        first, second = (
+            Work(
+                products,
+                attention,
+                self.a_pass(more_bytes * moved, more_kernels * kernels),
+                waits,
+                context,
+                1 + PRODUCTS + more_kernels * kernels + others,
+            )
+            for (attention, moved, kernels, others), waits in zip(ways, tensor, strict=True)
+        )
+        t = self.config.training
+        if t.recompute_granularity == "selective":
+            second += Work(attention=attention_forward, kernels=1)
+        size = sum(outputs * inputs for outputs, inputs in counts.layer_matrices(m).values()) / self.tp
+        return Step(first, second, Work(products, passes=self.gradients(size), kernels=PRODUCTS))
+
+    def gradients(self, size: float) -> float:
+        """Return the seconds of writing so many gradients, and of reading those to be added to."""
+        moved = size * self.full * (2 - 1 / self.count)
+        return moved / (self.profile.bandwidth * self.profile.reached["update"])
+
+    def tensor_waits(self, products: float) -> tuple[float, float]:
+        """Return the seconds that tensor parallelism adds to a layer, forward and backward."""
+        if self.tp == 1:
+            return 0.0, 0.0
+        sent = traffic.tensor_bytes(self.config)
+        forward, backward = (
+            self.sending("tensor", size, messages)
+            for size, messages in zip((sent.layer_forward, sent.layer_backward), self.tensor_messages, strict=True)
+        )
+        if self.overlaps_products:
+            share = self.links.within.collectives / self.links.within.copies
+            return forward * share * 0.8, backward * share * 0.8
+        # The sum of the activations' gradient runs beside the product of the weights' own.
+        return forward, max(backward / 3, backward - products)
+
+    @property
+    def tensor_messages(self) -> tuple[int, int]:
+        """The collectives of a layer between tensor ranks, forward and backward."""
+        return (4, 6) if self.p.sequence_parallel else (2, 2)
+
+    @functools.cached_property
+    def overlaps_products(self) -> bool:
+        ranks_within = self.links.gpus_per_node if self.links.within.copies else 1
+        return traffic.overlaps_products(self.config, ranks_within)
+
+    def launches_to_communicate(self) -> tuple[float, float]:
+        """Return what the host takes for a layer's communication, in launches of kernels."""
+        each = TENSOR_LAUNCHES[self.overlaps_products] * (self.tp > 1)
+        others = CONTEXT_LAUNCHES * (self.cp > 1)
+        others += SHARD_LAUNCHES * (self.p.zero_stage == 3 and self.groups["data"].size > 1)
+        forward, backward = self.tensor_messages
+        return forward * each + others, backward * each + others
+
+    # Stages
+
+    def stage(self, number: int) -> Step:
+        """Return the work of a stage for one micro-batch."""
+        stages = self.config.stages
+        begin, count, is_last = sum(stages[:number]), stages[number], number == len(stages) - 1
+        key = (*self.kinds(begin, count).items(), not number, is_last)
+        if key not in self.stages:
+            self.stages[key] = self.stage_of(self.kinds(begin, count), count, not number, is_last)
+        return self.stages[key]
+
+    def kinds(self, begin: int, count: int) -> dict[tuple[bool, bool], int]:
+        """Return how many layers of a stage have a window or not, and multiply in fp8 or not."""
+        m, precision = self.m, self.config.precision
+        if not m.window and not precision.first_last_layers_bf16:
+            return {(False, bool(precision.fp8_format)): count}
+        windowed, layers = set(m.windowed_layers), m.num_layers or 0
+        return dict(Counter((i in windowed, precision.multiplies_fp8(i, layers)) for i in range(begin, begin + count)))
+
+    def stage_of(self, kinds: dict[tuple[bool, bool], int], count: int, is_first: bool, is_last: bool) -> Step:
+        forward = backward = weights = Work()
+        for kind, layers in kinds.items():
+            if kind not in self.layers:
+                self.layers[kind] = self.layer(*kind)
+            layer = self.layers[kind]
+            forward += layer.forward.times(layers)
+            backward += layer.backward.times(layers)
+            weights += layer.weights.times(layers)
+        again, segments = traffic.recomputed(self.config, count)
+        if again:
+            redone = forward.times(again / count)
+            sums = traffic.tensor_bytes(self.config)
+            unneeded = segments * sums.last_sum / (again * sums.layer_forward) if self.tp > 1 else 0.0
+            backward += redone._replace(tensor=redone.tensor * (1 - unneeded))
+        if is_first:
+            forward, backward = forward + self.embedding(False), backward + self.embedding(True)
+        if is_last:
+            head = self.head()
+            forward, backward, weights = forward + head.forward, backward + head.backward, weights + head.weights
+        return Step(forward, backward, weights)
+
+    def embedding(self, backward: bool) -> Work:
+        tensor = self.sending("tensor", traffic.tensor_bytes(self.config).end / 2) if self.tp > 1 else 0.0
+        size = self.rows * self.hidden * self.low
+        return Work(passes=self.a_pass(3 * size + (2 * size if backward else 0), 3), tensor=tensor, kernels=3)
+
+    def head(self) -> Step:
+        """Return the work of the last norm, the head and the loss."""
+        columns = self.padded // self.tp
+        product = self.product(columns, self.hidden, self.flops)
+        logits = self.rows * columns * self.low
+        stream = self.rows_of_stream * self.hidden * self.low
+        sent = traffic.tensor_bytes(self.config)
+        tensor = self.sending("tensor", sent.end / 2) + self.sending("tensor", sent.loss, 3) if self.tp > 1 else 0.0
+        back = self.sending("tensor", sent.end / 2) if self.tp > 1 else 0.0
+        capped = 2 if self.m.final_logit_softcapping else 0
+        return Step(
+            Work(product, 0.0, self.a_pass(4 * stream + (1 + capped) * logits, 2), tensor, kernels=4),
+            Work(product, 0.0, self.a_pass(4 * stream + (2 + capped) * logits, 3), back, kernels=4),
+            Work(product, passes=self.gradients(columns * self.hidden), kernels=1),
+        )
+
+    # The step
+
+    def passes_seconds(self, work: Work) -> float:
+        """Return the seconds of some work, on the device or, if that takes longer, on the host."""
+        if self.has_graphs:
+            return work.device_seconds
+        return max(work.device_seconds, work.kernels * self.profile.seconds["launch"])
+
+    def result(self) -> StepTime:
+        config, profile = self.config, self.profile
+        stages = [self.stage(s) for s in range(len(config.stages))]
+        own = stages_of(self.p.pipeline_schedule, self.slowest_rank(stages), self.pp, config.chunks)
+        work = Work()
+        for s in own:
+            for part in stages[s]:
+                work += part
+        work = work.times(self.count)
+        busy = self.passes_seconds(work)
+        passes = self.pass_of_micro_batches(stages, busy)
+        parameters = max(parameters_of_ranks(config, self.padded))
+        update, layers = self.update(parameters), sum(config.stages[s] for s in own)
+        forward = sum(self.passes_seconds(stages[s].forward) for s in own)
+        backward = sum(self.passes_seconds(stages[s].backward + stages[s].weights) for s in own)
+        exposed = self.data_parallel(parameters, layers, forward, backward)
+        between = profile.seconds["step"]
+        parts = {
+            "products": work.products,
+            "attention": work.attention,
+            "passes": work.passes,
+            "tensor": work.tensor,
+            "context": work.context,
+            "host": busy - work.device_seconds,
+            "pipeline": passes - busy,
+            "update": update,
+            "data": exposed,
+            "between steps": between,
+        }
+        total = sum(parts.values())
+        if config.world > 1:
+            slow = total * (1 / profile.reached["slowest"] - 1)
+            parts["slowest rank"] = slow
+            total += slow
+        tokens = config.global_batch * self.seq / total
+        per_token = counts.flops_per_token(self.m, self.padded, self.seq)
+        peak = profile.peaks.get(config.precision.dtype) or profile.peaks["float16"]
+        return StepTime(
+            total,
+            {name: seconds for name, seconds in parts.items() if seconds},
+            (passes - busy) / total,
+            traffic.bytes_sent(config, self.padded),
+            tokens,
+            tokens * per_token / (peak * config.world),
+        )
+
+    def slowest_rank(self, stages: list[Step]) -> int:
+        def seconds(rank: int) -> float:
+            own = stages_of(self.p.pipeline_schedule, rank, self.pp, self.config.chunks)
+            return sum(part.device_seconds for s in own for part in stages[s])
+
+        return max(range(self.pp), key=seconds)
+
+    def pass_of_micro_batches(self, stages: list[Step], busy: float) -> float:
+        """Return the seconds from the first forward pass to the last backward pass."""
+        if self.pp == 1:
+            return busy
+        kind, times = self.p.pipeline_schedule, self.stage_times(stages)
+        return timeline.makespan(kind, self.pp, self.count, self.config.chunks, times)
+
+    def stage_times(self, stages: list[Step]) -> timeline.StageTimes:
+        """Return the seconds of each stage's passes and of a message."""
+        split = self.p.pipeline_schedule in SPLIT_BACKWARD
+        return timeline.StageTimes(
+            tuple(self.passes_seconds(s.forward) for s in stages),
+            tuple(self.passes_seconds(s.backward if split else s.backward + s.weights) for s in stages),
+            tuple(self.passes_seconds(s.weights) for s in stages) if split else (),
+            self.sending("pipeline", traffic.message_bytes(self.config)),
+        )
+
+    def update(self, parameters: float) -> float:
+        """Return the seconds of clipping and updating so many parameters of a rank."""
+        config, profile = self.config, self.profile
+        shards = self.groups["data"].size if self.p.zero_stage else 1
+        own = parameters / shards
+        o, is_gathered = config.optimizer, self.p.zero_stage == 3 and shards > 1
+        numbers = UPDATE_NUMBERS[o.optimizer]
+        if o.cautious_weight_decay and (is_gathered or o.optimizer == "lion"):
+            numbers = CAUTIOUS_NUMBERS.get(o.optimizer, numbers)
+        if o.ema:
+            numbers += 3  # read with the master, and written
+        size = own * (numbers * self.full + self.low)
+        saved = self.full - state_bytes(o, self.full)  # of each moment, which is read and written
+        size -= own * 2 * saved * (2 if o.optimizer in ("adam", "adamw") else 1)
+        if config.precision.fp8_format:  # weights are cast, and transposed
+            size += own * (self.low + 2)
+        seconds = size / (profile.bandwidth * profile.reached["update"])
+        if config.optimizer.optimizer == "muon":
+            speed = profile.peaks.get("float16", self.flops) * profile.reached["muon"]
+            layers, data = (self.m.num_layers or 0) / self.pp, self.groups["data"].size
+            seconds += muon_flops(config.optimizer, self.m, layers, self.tp * data) / speed
+            seconds += self.sending("data" if data > 1 else "tensor", traffic.homes_bytes(config), 2)
+        if self.p.offloads:
+            return size / HOST_UPDATE + own * (self.full + self.low) / profile.storage["host"]
+        return seconds
+
+    def data_parallel(self, parameters: float, layers: int, forward: float, backward: float) -> float:
+        """Return the seconds that sums and gathers over the data-parallel ranks add to a step.
+
+        The rank has so many parameters and layers, and its passes of a micro-batch take so long.
+        """
+        size, _ = self.groups["data"]
+        copies_size, _ = self.groups["replicas"]
+        if size * copies_size == 1:
+            return 0.0
+        zero, reached = self.p.zero_stage, self.profile.reached
+        sent, replicas = traffic.data_bytes(self.config, parameters)
+        copies = zero < 2 and self.p.data_parallel_sums != "collectives"
+        copies = copies and self.link("data")[0] is self.links.within and self.links.within.copies > 0
+        seconds = self.sending("data", sent, layers + 2, copies)
+        beside = self.count * backward if zero > 1 else backward
+        if zero == 3:
+            beside += self.count * forward
+        hidden = min(seconds, beside)
+        # On a slow network most of a collective is waiting, which takes nothing from products.
+        link, bandwidth = self.link("data")
+        lost = reached["beside_copies" if copies else "beside_collectives"]
+        lost *= bandwidth / self.links.within.bandwidth if link is self.links.between else 1.0
+        return seconds - hidden + hidden * lost + self.sending("replicas", replicas)

@@ -1,0 +1,184 @@
+"""Bytes that a rank sends in a step, by dimension, from a configuration alone. No torch.
+
+In a ring, an all-gather or a reduce-scatter of x bytes sends x (n - 1) / n from each of n ranks, an
+all-reduce twice that. The tables of docs/parallelism.md come from here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from meshwright.apps.plan.parameters import parameters_of_ranks
+from meshwright.base.device import NVIDIA
+from meshwright.config.schema import TrainConfig
+from meshwright.model.counts import layer_matrices
+from meshwright.model.kind import block_kind
+from meshwright.parallel.layout import MORE_ROOMS, WORTHWHILE_BYTES
+from meshwright.parallel.pipeline_schedule import stages_of
+
+DIMENSIONS = ("data", "replicas", "muon", "tensor", "context", "pipeline", "embedding")
+
+
+class Group(NamedTuple):
+    """The ranks of a dimension: their number, and the ranks between two neighbours."""
+
+    size: int
+    stride: int
+
+
+def groups(config: TrainConfig) -> dict[str, Group]:
+    """Return the groups of ranks, in Megatron's order: tensor, context, data, pipeline."""
+    p = config.parallel
+    tp, cp, copies = p.tensor_model_parallel_size, p.context_parallel_size, p.num_distributed_optimizer_instances
+    shard = max(1, config.dp // copies)
+    is_sharded = p.zero_stage > 0
+    return {
+        "tensor": Group(tp, 1),
+        "context": Group(cp, tp),
+        "data": Group(cp * (shard if is_sharded else config.dp), tp),
+        "replicas": Group(copies if is_sharded else 1, tp * cp * shard),
+        "pipeline": Group(p.pipeline_model_parallel_size, tp * cp * config.dp),
+    }
+
+
+def number_bytes(config: TrainConfig) -> tuple[int, int]:
+    """Return the bytes of a weight or activation, and of a gradient."""
+    dtype = config.precision.dtype
+    full = 8 if dtype == "float64" else 4
+    return (2 if dtype in ("float16", "bfloat16") else full), full
+
+
+def rows(config: TrainConfig) -> int:
+    """Return the tokens of a micro-batch on one context rank."""
+    return config.micro_batch * (config.data.seq_length or 0) // config.parallel.context_parallel_size
+
+
+class TensorBytes(NamedTuple):
+    """Bytes that a tensor rank sends for a micro-batch."""
+
+    layer_forward: float
+    layer_backward: float
+    last_sum: float  # of a layer's forward pass, which no recomputation needs
+    end: float  # of the embedding, or of the head, forward and backward
+    loss: float
+
+
+def tensor_bytes(config: TrainConfig) -> TensorBytes:
+    n, sequence = config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel
+    part, (low, full) = (n - 1) / n, number_bytes(config)
+    stream = part * rows(config) * (config.model.hidden_size or 0) * low
+    again = stream if sequence else 0.0  # rows that the gradient of a first matrix gathers once more
+    loss = 2 * part * 3 * rows(config) * full  # three numbers per token
+    last = stream if sequence else 2 * stream
+    return TensorBytes(4 * stream, 4 * stream + 2 * again, last, 2 * stream + again / 2, loss)
+
+
+def overlaps_products(config: TrainConfig, ranks_within: int) -> bool:
+    """Whether products run while rows are copied, as parallel/overlap.py decides.
+
+    `ranks_within`: how many ranks can map each other's memory.
+    """
+    return not config.precision.fp8_format and mapped_rows(config, ranks_within) > 0
+
+
+def mapped_rows(config: TrainConfig, ranks_within: int) -> int:
+    """Return the bytes of mapped memory for rows, which products in fp8 leave unused."""
+    p, tp = config.parallel, config.parallel.tensor_model_parallel_size
+    if not p.sequence_parallel or p.tp_overlap == "off" or not 1 < tp <= ranks_within:
+        return 0
+    size = rows(config) // tp * (config.model.hidden_size or 0) * number_bytes(config)[0]
+    is_compiled = block_kind(config.training, config.model, config.precision, NVIDIA) == "compiled"
+    if p.tp_overlap == "auto" and (size < WORTHWHILE_BYTES or is_compiled):
+        return 0
+    return (tp + MORE_ROOMS) * size
+
+
+def context_bytes(config: TrainConfig) -> float:
+    """Return the bytes of a layer's exchanges for a micro-batch, forward; backward has as many."""
+    p, m = config.parallel, config.model
+    n, heads = p.context_parallel_size, m.num_attention_heads or 1
+    columns = 2 * (heads + m.groups) * m.head_dim // p.tensor_model_parallel_size  # of q, k, v and the output
+    return (n - 1) / n * rows(config) * columns * number_bytes(config)[0]
+
+
+def message_elements(config: TrainConfig) -> int:
+    """Return the numbers that a stage sends to the next one for a micro-batch."""
+    p = config.parallel
+    share = p.tensor_model_parallel_size if p.sequence_parallel else 1
+    return rows(config) * (config.model.hidden_size or 0) // share
+
+
+def message_bytes(config: TrainConfig) -> float:
+    low, full = number_bytes(config)
+    return message_elements(config) * (full if config.precision.fp32_residual_connection else low)
+
+
+def data_bytes(config: TrainConfig, parameters: float) -> tuple[float, float]:
+    """Return the bytes that a rank with so many parameters sends, and those to its replicas."""
+    (n, _), (copies, _) = groups(config)["data"], groups(config)["replicas"]
+    low, full = number_bytes(config)
+    part, count = (n - 1) / n, config.micro_batches(config.global_batch)
+    gradients, gathered = part * full * parameters, part * low * parameters
+    sent = {
+        0: 2 * gradients,
+        1: gradients + gathered,
+        2: count * gradients + gathered,
+        3: count * (gradients + 2 * gathered),
+    }[config.parallel.zero_stage]
+    return sent, 2 * (copies - 1) / copies * full * parameters / n
+
+
+def homes_bytes(config: TrainConfig) -> float:
+    """Return the bytes that a rank sends for Muon's matrices, home and back: parallel/homes.py."""
+    if config.optimizer.optimizer != "muon":
+        return 0.0
+    tp, (data, _) = config.parallel.tensor_model_parallel_size, groups(config)["data"]
+    ranks, is_sharded = data * tp, config.parallel.zero_stage > 0 or data == 1
+    layer = sum(math.prod(shape) for shape in layer_matrices(config.model).values())
+    low = 8 if config.precision.dtype == "float64" else 2
+    numbers = max(layers_of_ranks(config)) * layer / tp
+    returned = (ranks - 1) / ranks * low * numbers / (data if is_sharded else 1)
+    return returned + (returned if is_sharded else (tp - 1) / tp * low * numbers / data)
+
+
+def bytes_sent(config: TrainConfig, padded: int) -> dict[str, int]:
+    """Return the most bytes that a rank sends in a step, by dimension; no dimension of one rank."""
+    p, m = config.parallel, config.model
+    pp, count = p.pipeline_model_parallel_size, config.micro_batches(config.global_batch)
+    most, layers = max(parameters_of_ranks(config, padded)), max(layers_of_ranks(config))
+    again, segments = recomputed(config, layers)
+    tensor, (data, replicas) = tensor_bytes(config), data_bytes(config, most)
+    ends = 2 if pp == 1 else 1
+    in_layers = (layers + again) * tensor.layer_forward + layers * tensor.layer_backward - segments * tensor.last_sum
+    tied = pp > 1 and not m.untie_embeddings_and_output_weights and p.pipeline_schedule != "zbv"
+    table = padded // p.tensor_model_parallel_size * (m.hidden_size or 0) * number_bytes(config)[1]
+    sent = {
+        "data": data,
+        "replicas": replicas,
+        "muon": homes_bytes(config),
+        "tensor": count * (in_layers + ends * tensor.end + tensor.loss),
+        "context": count * (2 * layers + again) * context_bytes(config),
+        "pipeline": 2 * config.chunks * count * message_bytes(config) * (pp > 1),
+        "embedding": table * tied,
+    }
+    return {name: round(size) for name, size in sent.items() if size}
+
+
+def recomputed(config: TrainConfig, layers: int) -> tuple[int, int]:
+    """Return how many of a stage's layers are computed again, and in how many segments."""
+    t = config.training
+    if t.recompute_granularity != "full":
+        return 0, 0
+    if t.recompute_method == "block":
+        return (min(t.recompute_num_layers, layers),) * 2
+    return layers, -(-layers // t.recompute_num_layers)
+
+
+def layers_of_ranks(config: TrainConfig) -> list[int]:
+    """Return the number of layers of each pipeline rank."""
+
+    pp, p = config.parallel.pipeline_model_parallel_size, config.parallel
+    return [
+        sum(config.stages[s] for s in stages_of(p.pipeline_schedule, rank, pp, config.chunks)) for rank in range(pp)
+    ]

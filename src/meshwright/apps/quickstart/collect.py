@@ -1,0 +1,234 @@
+"""Read any text, hold out a part of it, and write both parts as JSON lines."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import math
+import os
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from meshwright.base.errors import BAD_DATA, UserError, bad_data
+from meshwright.base.files import replacing
+from meshwright.compat.prepare import wiki
+from meshwright.config.text_inputs import TextInputs
+from meshwright.data.text import plain
+from meshwright.data.text.cutting import cut_inputs, why_nothing
+from meshwright.data.text.documents import cut_document
+from meshwright.data.text.folders import shown
+from meshwright.data.text.inputs import find_inputs
+from meshwright.data.text.pieces import Broken, Piece, TextAt, TextPiece, Where
+from meshwright.data.text.records import LONGEST, NOT_UTF8, Bad, Unit, advice
+
+HELD_OUT = 0.05  # share of the bytes, and the most of them
+MOST_UNDECODED = 0.1  # share of the bytes in files passed over for their encoding, above which nothing is learnt
+MOST_HELD_OUT = 200_000
+SAMPLE_BYTES = 50_000_000  # bytes from which a vocabulary is learnt
+LEAST_BYTES = 20_000  # bytes of text from which something can be learnt
+BLANK = "without text"  # the kind of a line whose text is white space alone
+LONGEST_PART, SHORTEST_PART = 1 << 16, 1 << 11  # bytes of a part that a long document is cut into
+
+
+@dataclass(frozen=True)
+class CollectedText:
+    """Facts about the collected text; sizes in bytes of UTF-8."""
+
+    documents: int  # before long ones are cut into parts
+    train_bytes: int
+    held_out_bytes: int
+    wide: float = 0.0  # bytes beyond the first of each character, as a share
+    sample: str | None = None  # a file with a part of the text, enough for a vocabulary
+    is_sample: bool = False  # the input has more than was read
+    train_parts: int = 0
+    held_out_parts: int = 0
+    archives: Mapping[str, int] = field(default_factory=dict)  # the number of documents from each
+
+    def describe(self) -> str:
+        """Return the numbers of documents, parts and bytes."""
+        parts, plural = self.train_parts + self.held_out_parts, "s" if self.documents != 1 else ""
+        names = ", ".join(list(self.archives)[:3]) + ", ..." * (len(self.archives) > 3)
+        archives = f"{len(self.archives):,} archive{'s' if len(self.archives) > 1 else ''} ({names})"
+        number = f"{self.documents:,} document{plural}"
+        if self.archives:
+            number += f", {sum(self.archives.values()):,} of them from {archives}"
+        if parts > self.documents:
+            number += f", cut into {parts:,} parts"
+        if self.is_sample:  # how many documents there are is not known
+            number = f"more text than can be read in the time{f', some from {archives}' * bool(self.archives)}"
+            number += f"; a sample of {parts:,} parts"
+        learnt = f"{self.train_parts:,} to learn from ({self.train_bytes:,} bytes)"
+        return f"{number}: {learnt}, {self.held_out_parts:,} held out ({self.held_out_bytes:,} bytes)"
+
+
+def fraction(text: str) -> float:
+    """Return a number in [0, 1) that depends on the text alone."""
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:6]) / 2**48
+
+
+class TextWithin(TextAt):
+    """The text between these bytes of a file, to whole lines: a longer document is cut there."""
+
+    def placed_units(self, keys: list[str]) -> Iterator[tuple[Where, Unit]]:
+        (data, first, stop), start = plain.read_span(self.path, self.begin, self.end, "\n")
+        for begin, unit in self.documents(data[first:stop], self.path, keys, start):
+            yield functools.partial(self.line_at, start + begin), unit
+
+
+class InputDocuments:
+    """The documents of the inputs; if they exceed `limit` bytes, a sample spread over them.
+
+    A sample is drawn in two steps: pieces, which alone are read, and of them parts of documents. So
+    many pieces are read that the longest document is among them even if there is no other.
+    """
+
+    def __init__(self, settings: TextInputs, limit: float) -> None:
+        try:
+            self.settings, self.limit, self.inputs = settings, limit, find_inputs(settings)
+        except UserError as error:  # quickstart's texts have no flag
+            raise UserError(str(error).removeprefix("--input "), error.status) from None
+        self.bytes = self.inputs.bytes  # on disk
+        self.undecoded = 0  # bytes of files that were passed over for their encoding
+        self.guess = ""  # the encoding that the first of these seems to be in
+        self.is_sample = False
+        self.archives = Counter[str]()  # the number of documents from each
+
+    def __iter__(self) -> Iterator[str]:
+        share, read = (size / max(self.bytes, 1) for size in (self.limit, max(self.limit, LONGEST)))
+        characters, is_empty = 0, True
+        for piece in cut_inputs(self.inputs.inputs, self.settings):
+            if share < 1 and isinstance(piece, TextAt) and piece.how.separator != wiki.PAGES:
+                piece = TextWithin(**vars(piece))
+            if fraction(f"{piece.number} {piece.begin}") >= read:
+                self.is_sample = True
+                continue
+            if isinstance(piece, Broken):
+                self.inputs.bad.count("input cut short", 1, piece.place(0, self.settings.json_keys))
+                continue
+            for number, unit in enumerate(piece.units(self.settings.json_keys)):
+                place = functools.partial(piece.place, number, self.settings.json_keys)
+                if isinstance(unit, Bad) and unit.kind == NOT_UTF8:
+                    self.note_undecoded(piece, place, unit)
+                self.inputs.count_unit(unit, place)
+                for text in () if unit is None or isinstance(unit, Bad) else unit:
+                    is_empty = False
+                    if text.strip():
+                        self.archives.update([os.path.basename(piece.path)] if piece.is_archive else [])
+                        for part in self._draw(text, f"{piece.number} {piece.begin} {number}", share / min(read, 1)):
+                            characters += len(part)
+                            yield part
+                    else:
+                        self.inputs.bad.count(BLANK, 1, "" if BLANK in self.inputs.bad else place())
+            if characters > 1.5 * self.limit:  # a compressed input holds more than its size says
+                self.is_sample = True
+                return
+        if is_empty:
+            reasons = "; ".join(why_nothing(self.inputs, self.settings)) or "all of it is blank"
+            raise bad_data(f"{' '.join(map(shown, self.settings.input))} holds no text; {reasons}")
+        if self.undecoded > MOST_UNDECODED * self.bytes:
+            raise bad_data(self._too_much_undecoded())
+
+    def _draw(self, text: str, place: str, share: float) -> Iterator[str]:
+        """Yield a share of a document's parts, and no more than the limit."""
+        share = min(share, self.limit / len(text))
+        if share >= 1:
+            yield text
+            return
+        self.is_sample = True
+        longest = int(min(LONGEST_PART, max(SHORTEST_PART, self.limit // 100)))
+        for number, part in enumerate(cut_document(text, longest)):
+            if fraction(f"{place} {number}") < share:
+                yield part
+
+    def _too_much_undecoded(self) -> str:
+        """Say how much of the text is in another encoding, and what reads it or leaves it out."""
+        passed = self.inputs.passed
+        names = [name.rpartition(":")[0] for name in passed.names]
+        read = ""
+        if self.guess:
+            flags = dataclasses.replace(self.settings, input=[], encoding=self.guess).words()
+            read = f"read them by `{shlex.join(['meshwright', 'quickstart', *self.settings.input, *flags])}`, "
+        return (
+            f"{self.undecoded:,} of {self.bytes:,} bytes are in another encoding; {passed.line()}\n"
+            f"  {read}convert them with iconv, or leave them out: --exclude {shlex.join(map(os.path.basename, names))}"
+        )
+
+    def note_undecoded(self, piece: Piece, place: Callable[[], str], unit: Bad) -> None:
+        """Note the size of a file that is passed over; raise for a named text."""
+        if unit.is_passed:
+            self.undecoded += unit.size
+            self.guess = self.guess or unit.guess
+        elif isinstance(piece, TextPiece) and self.settings.on_error == "stop":
+            raise bad_data(f"{place()}: {unit}{advice(unit, False)}")
+
+    def left_out(self) -> list[str]:
+        return self.inputs.left_out(self.settings.on_error, self.settings.encoding)
+
+
+def border(parts: list[str], share: float) -> float:
+    """Return the fraction below which parts have this share of the characters, or one part has."""
+    fractions = sorted((fraction(part), len(part)) for part in parts)
+    wanted = share * sum(size for _, size in fractions)
+    for position, size in fractions:
+        wanted -= size
+        if wanted <= 0:
+            return math.nextafter(position, 1)
+    return 0.0
+
+
+def collect(documents: Iterable[str], folder: Path, expected: float = 0) -> CollectedText:
+    """Write train.jsonl and held_out.jsonl, and of a large text sample.jsonl for the vocabulary.
+
+    A small text, or a single long one, is cut into a hundred parts or more, so that the held-out
+    ones lie everywhere in it. Which ones are held out depends on their text alone; at least one of
+    the first parts is. `expected` bytes of text are estimated.
+    """
+    first, characters, rest = list[str](), 0, iter(documents)
+    for text in rest:
+        first.append(text)
+        characters += len(text)
+        if characters > 100 * LONGEST_PART:
+            break
+    longest = min(LONGEST_PART, max(SHORTEST_PART, characters // 100))
+    expected = max(characters, expected)
+    held_out = min(HELD_OUT, MOST_HELD_OUT / max(expected, 1))
+    beginning = [part for text in first for part in cut_document(text, longest)]
+    if characters <= 100 * LONGEST_PART:  # all of it is here
+        held_out = border(beginning, held_out)
+    least = min(map(fraction, beginning), default=0.0)  # chance alone may hold out none
+    sampled = SAMPLE_BYTES / expected if expected > 2 * SAMPLE_BYTES else 0
+    sizes, parts, count, wide = [0, 0], [0, 0], 0, 0
+    names = ["train.jsonl", "held_out.jsonl", *(["sample.jsonl"] if sampled else [])]
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(replacing(folder / name)) for name in names]
+        for text in itertools.chain(first, rest):
+            count += 1
+            for part in cut_document(text, longest):
+                position, size = fraction(part), len(part.encode("utf-8", "replace"))
+                side = int(position < held_out or position == least)
+                line = json.dumps({"text": part}).encode() + b"\n"
+                files[side].write(line)
+                if position > 1 - sampled:
+                    files[2].write(line)
+                sizes[side] += size
+                parts[side] += 1
+                wide += size - len(part)
+    if sum(sizes) < LEAST_BYTES:
+        raise UserError(
+            f"{sum(sizes):,} bytes of text are too few to learn from; "
+            f"give at least {LEAST_BYTES:,}, better some millions",
+            BAD_DATA,
+        )
+    if not parts[0]:
+        alike = "all parts of the text are the same" if parts[1] > 1 else "the text is a single short part"
+        raise UserError(f"{alike}, so none can be held out; give other text", BAD_DATA)
+    sample = str(folder / names[2]) if sampled else None
+    wide_share = wide / sum(sizes)
+    return CollectedText(count, sizes[0], sizes[1], wide_share, sample, train_parts=parts[0], held_out_parts=parts[1])

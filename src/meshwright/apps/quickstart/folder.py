@@ -1,0 +1,125 @@
+"""The folder of a tour: whose it is, how far it came, and what a new tour may remove."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.base.errors import LOCKED, UserError
+from meshwright.base.files import replacing, require_unlinked
+from meshwright.checkpoint import owner
+from meshwright.config.fields import spelling
+
+# Names in it that a new tour may remove; a model is kept aside.
+TOKEN_FILES = [f"{name}_text_document" for name in ("train", "held_out")]
+TOUR_FILES = "train.jsonl held_out.jsonl sample.jsonl tokenizer index-cache run demo.log quickstart.log".split()
+TOUR_FILES += [f"{name}{end}" for name in TOKEN_FILES for end in (".bin", ".idx", ".tokenizer", ".origin.json")]
+
+
+@contextlib.contextmanager
+def claim_folder(folder: Path, mark: str, name: str) -> Iterator[None]:
+    """Make the folder, or check that an earlier tour of this name made it, and lock it.
+
+    A first attempt that fails before it finished a step leaves nothing there.
+    """
+    remedy = "name another folder" + " by --output" * (name == "quickstart")
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file; {remedy}", LOCKED)
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / mark).is_file():
+        raise UserError(f"{folder} is not empty, and no {name} made it; {remedy}", LOCKED)
+    is_new = not folder.exists()
+    with owner.lock_folder(folder, remedy):  # which makes it
+        for entry in (*TOUR_FILES, mark):
+            require_unlinked(folder / entry)
+        (folder / mark).touch()
+        try:
+            yield
+        except BaseException:
+            if not (folder / mark).stat().st_size and not (folder / "run").exists():
+                remove_attempt(folder, mark, is_new)
+            raise
+
+
+def remove_attempt(folder: Path, mark: str, is_new: bool) -> None:
+    """Remove what a tour wrote that finished no step, and the folder if it was new."""
+    for path in (folder / entry for entry in (*TOUR_FILES, mark, ".lock")):
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    if is_new:
+        with contextlib.suppress(OSError):  # someone put a file there
+            folder.rmdir()
+
+
+def require_no_model(folder: Path, of: str) -> None:
+    if (folder / "run").exists():
+        advice = "--overwrite starts again and keeps that model aside, or name another folder"
+        raise UserError(f"{folder} holds a model of {of}; {advice}", LOCKED)
+
+
+def clear_folder(folder: Path, name: str) -> None:
+    """Remove only what an earlier tour made; keep its model, which may be trained further."""
+    remaining = [folder / entry for entry in TOUR_FILES if (folder / entry).exists()]
+    if remaining:
+        print(f"{folder} holds an earlier {name}; starting again")
+    for path in remaining:
+        if path.name == "run":
+            number = 1
+            while (aside := folder / f"run-{number}").exists():
+                number += 1
+            with owner.lock_folder(path, "name another folder"):  # someone may be training there
+                path.rename(aside)
+            print(f"its model is kept in {aside}")
+        else:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+class TourProgress:
+    """The finished steps of a tour and their results, in a JSON file of the folder.
+
+    `more_minutes` are those that the tour has now beyond those of the steps that were done, and
+    `changes` says which other settings differ.
+    """
+
+    def __init__(self, file: Path, settings: dict[str, Any]) -> None:
+        self.file, self.settings, self.done = file, settings, dict[str, Any]()
+        self.more_minutes, self.changes = 0.0, "unknown settings"
+
+    def resume(self) -> bool:
+        """Take up a tour of the same settings, or of fewer minutes, whose model was not removed."""
+        try:
+            saved = json.loads(self.file.read_text(encoding="utf-8"))
+            before, done = dict(saved["settings"]), dict(saved["done"])
+        except (OSError, ValueError, LookupError, TypeError):
+            return False
+        more = self.settings.get("minutes", 0) - before.get("minutes", 0)
+        if more > 0:
+            before["minutes"] = self.settings["minutes"]
+        self.changes = f"other settings: {describe_changes(before, self.settings)}"
+        if before != self.settings or not done or ("end" in done and not (self.file.parent / "run").is_dir()):
+            return False
+        self.done, self.more_minutes = done, max(more, 0.0)
+        return True
+
+    def finish(self, step: str, result: Any = None) -> None:
+        self.done[step] = result
+        with replacing(self.file) as file:
+            file.write(json.dumps({"settings": self.settings, "done": self.done}, indent=1).encode())
+
+
+def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Say which settings differ, and how."""
+
+    def shown(value: Any) -> str:
+        return "" if value is None else " ".join(value) if isinstance(value, list) else str(value)
+
+    def change(name: str) -> str:
+        title = "the text" if name == "input" else spelling(name)
+        old, new = shown(before.get(name)), shown(now.get(name))
+        if not old:
+            return f"no {title} was given, now {new}"
+        return f"{title} was {old}, {f'not {new}' if new else 'now none is given'}"
+
+    return ", ".join(change(name) for name in {**before, **now} if before.get(name) != now.get(name))

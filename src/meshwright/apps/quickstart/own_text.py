@@ -1,0 +1,425 @@
+"""`meshwright quickstart`: a user's own text to a model within some minutes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import shlex
+import statistics
+import time
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.apps.plan.devices import DeviceProfile, load_profile, profile_of
+from meshwright.apps.plan.prediction import Machine, Prediction
+from meshwright.apps.quickstart import plan as plans
+from meshwright.apps.quickstart.collect import CollectedText, InputDocuments, collect
+from meshwright.apps.quickstart.folder import TourProgress, require_no_model
+from meshwright.apps.quickstart.plan import MeasuredSpeed, Size, TrainingPlan
+from meshwright.apps.quickstart.shell import LoggedInterval, step
+from meshwright.apps.quickstart.tour import Tour, prompt_from
+from meshwright.base import device as devices
+from meshwright.base.runs.rows import read_rows
+from meshwright.config.flags import parse_settings
+from meshwright.config.schema import TrainConfig
+
+COMPILED_MINUTES = 5  # minutes from which a compiled model pays
+PRECISION_MINUTES = 1  # minutes from which a trial of bfloat16 on a CPU pays
+PRECISION_GAIN = 1.05  # times as fast as float32 that bfloat16 must be
+TRIAL_SHARE = 0.15  # share of the time, at most, for the trial with its start
+STEPPING_SECONDS = 20  # seconds of steps that are enough for it
+LITTLE_TEXT = 500_000  # bytes of a text that is called small
+TIME_MARGIN = 0.05  # of the time by which the end may be late before the number of steps is corrected
+WORTH_A_START = 2  # times as long as a start must be what a correction saves or uses
+EVALUATED = 0.1  # of the minutes, at least, for the evaluation
+LAST_STEPS = 10  # of a run that has no time left, in which its learning rate falls to its end
+USUAL_STEPS = 1000  # of a run whose speed is predicted, which it does not depend on
+START_SECONDS = 5  # seconds that a start takes, where it was not measured
+NEW_LENGTH = "--override-opt_param-scheduler"
+
+
+@dataclass(frozen=True)
+class Showing:
+    """What a tour shows beside the making of its model."""
+
+    prompts: tuple[str, ...] = ()  # none: the first words of a held-out text
+    resumes: bool = False  # the training is stopped half-way, and continued
+
+
+@dataclass
+class Deadline:
+    """The minutes that were promised, and how much of them the steps after the training need."""
+
+    minutes: float
+    began: float = field(default_factory=time.perf_counter)
+    after: float = 0.0
+    scored: float = 0.0  # of these, the score of the whole held-out text
+    start: float = START_SECONDS  # seconds that a training needs before its first step
+    pace: float = math.inf  # seconds of a step on the machine for which the three hold
+    slower: float = 1.0  # times as slow as that the machine was last
+
+    @property
+    def trial(self) -> float:
+        """Seconds that a trial may take; a start takes a large part of a short time."""
+        return min(max(TRIAL_SHARE * self.minutes * 60, 20), self.minutes * 60 / 3)
+
+    def left(self, slower: float = 1.0) -> float:
+        """Return the seconds left for training, on a machine that became so many times as slow."""
+        return self.minutes * 60 - (time.perf_counter() - self.began) - slower * self.after
+
+    def evaluated_share(self) -> float:
+        """Return the share of the held-out text that can be scored in time, 1 for all of it."""
+        whole = self.slower * self.scored
+        seconds = max(self.left(self.slower) + whole, EVALUATED * self.minutes * 60)
+        return min(seconds / whole, 1.0) if whole else 1.0
+
+
+def make_model(
+    tour: Tour, documents: InputDocuments, progress: TourProgress, deadline: Deadline, showing: Showing
+) -> None:
+    """Run all steps that are not done yet."""
+    accelerator = is_accelerated(tour.device)
+    with step("1. Read the text; hold out a part that the model never sees"):
+        text = read_own_text(tour, documents, progress)
+    with step("2. Learn a vocabulary of words and parts of words from it"):
+        if "vocabulary" not in progress.done:
+            learn_vocabulary(tour, text, accelerator)
+            progress.finish("vocabulary")
+    with step("3. Turn the text into token numbers"):
+        if "training tokens" not in progress.done:
+            progress.finish("training tokens", tour.tokenize())
+        tokens = progress.done["training tokens"]
+    if "plan" not in progress.done:
+        with step("4. Try how fast this machine is, and choose the model"):
+            progress.finish("plan", choose_training(tour, text, tokens, deadline, accelerator))
+    with step("5. Pre-train"):
+        train_in_time(tour, progress, deadline, showing)
+        print(f"  plots of the run: {tour.run}/report.html")
+    with step("6. Evaluate on the text that was held out"):
+        parts = math.ceil(deadline.evaluated_share() * text.held_out_parts)
+        progress.finish("bits per byte", tour.evaluate(parts if parts < text.held_out_parts else None))
+    with step("7. Let it continue a text: by the most likely words, then by words chosen by chance"):
+        prompts = showing.prompts or (prompt_from(Path(tour.held_out)),)
+        tour.generate(prompts[0], 64, "--greedy")
+        for prompt in prompts[1:] or prompts:
+            tour.generate(prompt, 64, "--temperature", "0.8", "--top_p", "0.9")
+    progress.finish("end", documents.bytes)
+    tour.end(deadline.began)
+    print_export(tour)
+
+
+def require_same_text(tour: Tour, progress: TourProgress, documents: InputDocuments) -> None:
+    """Refuse to go on with a finished tour if its text has changed."""
+    if progress.done["end"] not in (None, documents.bytes):
+        require_no_model(tour.folder, "this text as it was before a change")
+
+
+def already_done(tour: Tour, progress: TourProgress) -> None:
+    """Say what a finished tour gave, and what to do with it."""
+    ours, theirs = progress.done["bits per byte"]
+    print(f"already done: {tour.run} has {ours:.3f} bits per byte, a byte-trigram model {theirs:.3f}. Try next:")
+    tour.try_next()
+    print_export(tour)
+    print("More --minutes train the same model further. To start again: --overwrite, which keeps this model aside,")
+    print("or another folder")
+
+
+def print_export(tour: Tour) -> None:
+    hf = shlex.join(["meshwright", "convert", tour.run, f"{tour.folder}/hugging-face", "--to", "huggingface"])
+    print(f"  {hf}")
+
+
+def is_accelerated(device: str) -> bool:
+    return device != "cpu" and devices.open_device(device).type != "cpu"
+
+
+def read_own_text(tour: Tour, documents: InputDocuments, progress: TourProgress) -> CollectedText:
+    if "text" not in progress.done:
+        text = collect(documents, tour.folder, min(documents.bytes, documents.limit))
+        text = replace(text, archives=dict(documents.archives), is_sample=documents.is_sample)
+        for line in documents.left_out():
+            print(f"  {line}")
+        progress.finish("text", asdict(text))
+    known = {entry.name for entry in fields(CollectedText)}  # an earlier release's has others
+    text = CollectedText(**{name: value for name, value in progress.done["text"].items() if name in known})
+    print(f"  {text.describe()}")
+    if text.train_bytes < LITTLE_TEXT:
+        print(f"  this is little text: below {LITTLE_TEXT:,} bytes a model learns spelling and a few phrases")
+    return text
+
+
+def learn_vocabulary(tour: Tour, text: CollectedText, accelerator: bool) -> None:
+    size = plans.vocabulary_for(text.train_bytes, text.wide, accelerator)
+    print(f"  {size:,} entries suit {text.train_bytes / 1e6:,.1f} MB; rarer words are put together from parts")
+    tour.learn_vocabulary(size, text.sample)
+
+
+def vocabulary_size(tour: Tour) -> int:
+    return len(json.loads(Path(tour.vocabulary, "vocab.json").read_text(encoding="utf-8")))
+
+
+def speed_flags(accelerator: bool, minutes: float) -> list[str]:
+    """Return the flags that are fastest here; compiling takes about a minute."""
+    compiled = [] if minutes >= COMPILED_MINUTES else ["--compile", "off"]
+    return ["--bf16", *compiled] if accelerator else []
+
+
+def choose_training(
+    tour: Tour, text: CollectedText, tokens: int, deadline: Deadline, accelerator: bool
+) -> dict[str, Any]:
+    """Measure a trial; return the command of the run, and what limits its length."""
+    vocab = vocabulary_size(tour)
+    predict = functools.cache(functools.partial(expected_speed, tour, vocab, *find_profile(tour.device)))
+    size = plans.trial_size(tokens, accelerator, predict, deadline.left() - deadline.trial)
+    how, (speed, deadline.start, start) = choose_precision(tour, size, deadline, accelerator)
+    machine = MeasuredSpeed(size, speed, predict, accelerator)
+    # Three commands start, the score reads each token twice in a third of a training step's time.
+    scored = 2 / 3 * text.held_out_bytes / max(text.train_bytes, 1) * tokens / speed
+    deadline.scored = scored
+    deadline.after = 3 * start + scored + 1 + min(text.train_bytes, 5e7) / 1e7
+    seconds = deadline.left() - deadline.start
+    plan = plans.plan_training(tokens, machine, seconds)
+    for line in describe_plan(plan, machine, tokens, vocab, max(seconds, 0)):
+        print(f"  {line}")
+    missing = plans.useful(machine) - seconds
+    if plan.limit == "time" and missing > 0:
+        enough = math.ceil(deadline.minutes + 1.2 * missing / 60)
+        print(f"  these minutes are too few for a useful model on this machine; --minutes {enough} would do")
+    command = tour.run_command(plan.size, plan.dropout, plan.steps, *how)
+    deadline.pace = plan.size.tokens / machine.speed(plan.size)
+    most = plans.most_steps(plan.size, tokens)
+    return {"command": command, "most": most, "start": deadline.start, "after": deadline.after, "scored": scored}
+
+
+def find_profile(device: str) -> tuple[DeviceProfile, float]:
+    """Return the plan's profile of this machine's device, and the bytes that are free there.
+
+    An accelerator without a profile is taken for an A100: its own trial then sets the speed.
+    """
+    opened = devices.open_device(device)
+    if opened.type == "cpu":
+        return load_profile("cpu"), math.inf
+    return profile_of(devices.device_name(opened)) or load_profile("a100-80"), devices.free_memory(opened)
+
+
+def expected_speed(tour: Tour, vocab: int, profile: DeviceProfile, room: float, size: Size) -> float:
+    """Return the tokens per second that the plan expects of a size, 0 if there is no room.
+
+    The smallest is tried in any case: training says what to do where memory runs out.
+    """
+    _, *words = tour.training(size, 0, USUAL_STEPS, *speed_flags(profile.kind != "cpu", 0))
+    config = parse_settings(TrainConfig, words, "train", check=False).config
+    prediction = Prediction(config, Machine(profile, profile.links), vocab)
+    if size.hidden > plans.SIZES[0].hidden and math.isfinite(room) and prediction.need > room:
+        return 0.0
+    return prediction.time.tokens_per_second
+
+
+def choose_precision(
+    tour: Tour, size: Size, deadline: Deadline, accelerator: bool
+) -> tuple[list[str], tuple[float, float, float]]:
+    """Return the fastest flags of this machine, and what `measure_speed` found with them.
+
+    On a CPU, bfloat16 is tried beside float32 if the processor has instructions for it. Master
+    weights, the optimizer's state and sums of gradients are float32 in either.
+    """
+    how = speed_flags(accelerator, deadline.minutes)
+    if accelerator or deadline.minutes < PRECISION_MINUTES or not devices.multiplies_bf16_fast():
+        return how, measure_speed(tour, size, deadline.trial, how, accelerator)
+    wide, low = (measure_speed(tour, size, deadline.trial / 2, how) for how in ([], ["--bf16"]))
+    ratio = low[0] / wide[0]
+    chosen = "bf16" if ratio >= PRECISION_GAIN else "fp32"
+    print(f"  precision: {chosen}, because bf16 is {ratio:.2f} times as fast as fp32; the weights it updates are fp32")
+    return (["--bf16"], low) if chosen == "bf16" else ([], wide)
+
+
+def measure_speed(
+    tour: Tour, size: Size, most: float, how: list[str], accelerator: bool = False
+) -> tuple[float, float, float]:
+    """Train a few steps without saving; return tokens per second and two times in seconds.
+
+    These are the start of a training, including what its first steps do once, as compiling, and
+    the start of a command that does not. On a slow machine the trial ends after `most` seconds.
+    """
+    steps, interval = (200, 5) if accelerator else (40, 1)
+    seen: list[LoggedInterval] = []
+
+    def stop(at: LoggedInterval) -> str | None:
+        seen.append(at)
+        stepping = sum(interval * at.seconds for at in seen[1:])
+        late = len(seen) > 1 and (stepping > STEPPING_SECONDS or time.perf_counter() - began > most)
+        return "stopped: these steps are enough to know the speed of this machine" if late else None
+
+    how = [*f"--log-interval {interval} --eval-iters 0".split(), *how]
+    began = time.perf_counter()
+    tour.call(*tour.training(size, 0, steps, *how), show=lambda line: None, stop=stop)
+    took = time.perf_counter() - began
+    steady = seen[max(len(seen) // 3, 1) :] or seen
+    pace = max(sum(at.seconds for at in steady) / max(len(steady), 1), 1e-9)
+    speed, start = size.tokens / pace, max(took - pace * interval * len(seen), 1.0)
+    bare = min(max(took - interval * sum(at.seconds for at in seen), 1.0), start)
+    precision = "bf16" if "--bf16" in how else "fp32"
+    print(f"  {speed:,.0f} tokens/s with {size.layers} layers of width {size.hidden} in {precision}")
+    return speed, start, bare
+
+
+def describe_plan(plan: TrainingPlan, machine: MeasuredSpeed, tokens: int, vocab: int, seconds: float) -> list[str]:
+    """Say what was chosen, and why."""
+    size, millions = plan.size, plan.size.cost(vocab) / 1e6
+    read = plan.steps * size.tokens
+    chosen = f"{size.layers} layers of width {size.hidden}, {millions:,.1f} million parameters"
+    why = {
+        "time": f"as many as fit into the {seconds / 60:.1f} minutes left for it",
+        "text": "more readings of so little text would only teach it by heart",
+    }[plan.limit]
+    if plan.steps == plans.FEWEST_STEPS and plan.limit == "time":
+        needed = read / machine.speed(size)
+        why = f"the fewest that make a run: they take about {needed:.0f} s, and about {seconds:.0f} s are left for it"
+    out = [
+        f"model: {chosen}",
+        f"steps: {plan.steps:,} of {size.tokens:,} tokens, {why}",
+        f"the text has {tokens:,} tokens: {readings(read / max(tokens, 1))}",
+    ]
+    if plan.dropout:
+        out.append(f"dropout {plan.dropout:g}, because it reads the text more than once")
+    return out
+
+
+def readings(times: float) -> str:
+    """Say how often a text is read, which may be less than once."""
+    if times < 0.01:
+        return "less than 1 % of it is read"
+    return f"{times:.0%}".replace("%", " % of it is read") if times < 0.95 else f"each is read {times:.1f} times"
+
+
+def with_steps(command: list[str], steps: int) -> list[str]:
+    """Return the command of a run that has a new length."""
+    command = command if NEW_LENGTH in command else [*command, NEW_LENGTH]
+    place = command.index("--train-iters") + 1
+    return [*command[:place], str(steps), *command[place + 1 :]]
+
+
+def steps_of(command: list[str]) -> int:
+    return int(command[command.index("--train-iters") + 1])
+
+
+def train_longer(tour: Tour, progress: TourProgress, deadline: Deadline) -> bool:
+    """Plan a training again that was planned for fewer minutes; return whether it is longer now.
+
+    A run that has taken steps keeps its model, and gets as many further steps as the further
+    minutes allow at the pace that it had.
+    """
+    plan = progress.done.get("plan")
+    if not progress.more_minutes or plan is None:
+        return False
+    rows = run_rows(Path(tour.run))
+    if not rows:
+        del progress.done["plan"]  # for a new trial
+        return True
+    command = plan["command"]
+    deadline.minutes = progress.more_minutes
+    deadline.start, deadline.after = plan.get("start", START_SECONDS), plan.get("after", 2 * START_SECONDS)
+    deadline.scored = plan.get("scored", 0.0)
+    deadline.pace = pace_of(rows)
+    per_step = math.prod(int(command[command.index(f) + 1]) for f in ("--seq-length", "--micro-batch-size"))
+    before, most = steps_of(command), plans.EPOCHS * progress.done["training tokens"] // per_step
+    further = (deadline.left() - deadline.start) / deadline.pace
+    wanted = before + max(int(further / plans.validating(before)), plans.FEWEST_STEPS)
+    steps = min(wanted, most) // 10 * 10
+    if steps <= before:
+        print(f"{before:,} steps have read the text {plans.EPOCHS} times; more would only teach it by heart")
+        return False
+    minutes = f"{deadline.minutes:g} minute{'s' * (deadline.minutes != 1)}"
+    print(f"training the model for another {minutes}: from step {before:,} to step {steps:,}")
+    for name in ("bits per byte", "end"):
+        progress.done.pop(name, None)
+    progress.finish("plan", {**plan, "command": with_steps(command, steps), "most": most})
+    return True
+
+
+def run_rows(folder: Path) -> list[dict[str, Any]]:
+    """Return the steps that a run has taken."""
+    return [row for row in read_rows(folder) if row["event"] == "step"]
+
+
+def train_in_time(tour: Tour, progress: TourProgress, deadline: Deadline, showing: Showing) -> None:
+    """Train; where the machine becomes faster or slower, correct the number of steps."""
+    is_shown = showing.resumes and not run_rows(Path(tour.run))
+    while True:
+        plan = progress.done["plan"]
+        watch = PaceWatch(plan, deadline, is_shown)
+        tour.pre_train(plan["command"], watch.stop if watch.is_timed or is_shown else None)
+        if watch.next_command == plan["command"]:
+            is_shown = False
+            print("  the same command continues from the checkpoint:")
+        elif not watch.next_command:
+            return
+        progress.finish("plan", {**plan, "command": watch.next_command})
+
+
+class PaceWatch:
+    """Stops a training that would end too early or too late, or to show that it can be resumed.
+
+    `next_command` is what continues it then. A run that is continued after an interruption keeps
+    its length, as a very short one does. A busy machine's pace varies from step to step, so it is
+    measured over windows, each as long as a start.
+    """
+
+    def __init__(self, plan: dict[str, Any], deadline: Deadline, is_shown: bool) -> None:
+        self.command, self.most, self.deadline, self.is_shown = plan["command"], plan.get("most", 0), deadline, is_shown
+        self.is_timed = deadline.after > 0 and deadline.minutes >= 1
+        self.next_command: list[str] = []
+        self.seen: int | None = None  # the step of the last log line
+        self.steps, self.seconds = 0, 0.0  # of the window so far
+        self.before = 0  # the way in which the window before asked for a correction
+
+    def stop(self, at: LoggedInterval) -> str | None:
+        """Return the reason to stop after this interval, None if it is to go on."""
+        steps, pace = steps_of(self.command), self.measure(at)
+        if self.is_timed and pace is not None:
+            self.deadline.slower = pace / self.deadline.pace
+            new = correct_steps(at.iteration, pace, steps, self.deadline, self.most)
+            before, self.before = self.before, (new > steps) - (new < steps)
+            if self.before and self.before == before:  # two windows agree
+                self.next_command = with_steps(self.command, new)
+                why = f"a step takes {pace * 1000:.0f} ms now"
+                return f"{why}: it saves and goes on, to {new:,} steps in place of {steps:,}, so as to end in time"
+        if self.is_shown and at.iteration >= steps // 2:
+            self.next_command = self.command
+            return "SIGTERM, as a cluster's scheduler sends it: the training saves and ends"
+        return None
+
+    def measure(self, at: LoggedInterval) -> float | None:
+        """Return the seconds of a step if a window ends here. The first interval is in none."""
+        if self.seen is not None:
+            self.steps += at.iteration - self.seen
+            self.seconds += (at.iteration - self.seen) * at.seconds
+        self.seen = at.iteration
+        if self.seconds < self.deadline.start or not self.steps:
+            return None
+        pace, self.steps, self.seconds = self.seconds / self.steps, 0, 0.0
+        return pace
+
+
+def pace_of(rows: list[dict[str, Any]]) -> float:
+    """Return the seconds that the last steps of a run took each."""
+    return float(statistics.median(row["ms"] for row in rows[-200:])) / 1000
+
+
+def correct_steps(done: int, pace: float, steps: int, deadline: Deadline, most: int) -> int:
+    """Return the number of steps that ends in time, `steps` if that does.
+
+    `done` steps are taken, and one takes `pace` seconds now. On a machine that became slower, what
+    follows the training takes longer too. No correction is made that saves or uses hardly more time
+    than another start takes.
+    """
+    left, step = deadline.left(deadline.slower), pace * plans.validating(steps)
+    spare = left - (steps - done) * step
+    if -TIME_MARGIN < spare / (deadline.minutes * 60) < 2 * TIME_MARGIN:  # to be late is worse
+        return steps
+    start = deadline.slower * deadline.start
+    fitting = done + int((left - start) / step)
+    new = min(max(fitting, done + LAST_STEPS, plans.FEWEST_STEPS), most)
+    return steps if abs(new - steps) * step < WORTH_A_START * start else new

@@ -1,0 +1,119 @@
+"""`meshwright coordinates`: how activations grow with width and depth in the first steps."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.base.errors import DONE, UNEQUAL, UserError
+from meshwright.base.records import json_ready
+from meshwright.config import checks, command, data_paths, flags
+from meshwright.config.fields import flag, group, with_settings
+from meshwright.config.schema import TrainConfig
+
+ABOUT = (
+    "Train models of several widths and depths for a few steps, print how fast activations grow with the size, and "
+    "draw it. The flags of train go after --; without --data-path the data are random tokens. The exit status is 76 "
+    "if the changes depend on the size."
+)
+HEAD = 32  # width of a head, unless the flags say another
+
+
+@dataclass(frozen=True)
+@group(docs="tuning")
+class CoordinateFlags:
+    """Sizes to compare, and what is made of them."""
+
+    widths: list[int] = flag([], "hidden sizes to compare; heads keep their width, so there are more of them")
+    depths: list[int] = flag([], "numbers of layers to compare")
+    steps: int = flag(4, "steps, all on the same batch", bound=">0")
+    tolerance: float = flag(0.25, "largest slope of a change over the size that counts as none", bound=">0")
+    picture: str = flag("coordinates.svg", "picture to write", value="FILE")
+    json: bool = flag(False, "print what was measured as JSON")
+
+
+@dataclass(frozen=True)
+class CoordinatesConfig:
+    """Settings of `meshwright coordinates`."""
+
+    coordinates: CoordinateFlags = CoordinateFlags()
+
+    def problems(self) -> list[str]:
+        c = self.coordinates
+        if not c.widths and not c.depths:
+            return ["sizes are needed: meshwright coordinates --widths 64 128 256 -- FLAGS OF TRAIN"]
+        out = []
+        for name, sizes in (("--widths", c.widths), ("--depths", c.depths)):
+            if sizes and (len(set(sizes)) < 2 or min(sizes) <= 0):
+                out.append(f"{name} {' '.join(map(str, sizes))}: give two or more different sizes above 0")
+        return out
+
+
+def main(argv: list[str]) -> int:
+    at = argv.index("--") if "--" in argv else len(argv)
+    parsed = command.settings(CoordinatesConfig, argv[:at], "coordinates", ABOUT)
+    if parsed is None:
+        return DONE
+    c = parsed.config.coordinates
+    config = complete(command.flags_of_train(argv[at + 1 :]), c)
+    return compare(c, config, parsed.dry_run)
+
+
+def complete(config: TrainConfig, c: CoordinateFlags) -> TrainConfig:
+    """Fill in what a run needs and no flag names."""
+    from meshwright.data import tokenizers
+
+    m, d, t, k = config.model, config.data, config.training, config.tokenizer
+    hidden = m.hidden_size or (min(c.widths) if c.widths else None)
+    heads = m.num_attention_heads or (max(1, hidden // (m.kv_channels or HEAD)) if hidden else None)
+    has_files = any(paths.sources for paths in data_paths.path_sets(d))
+    values = {"num_layers": m.num_layers or 4, "hidden_size": hidden, "num_attention_heads": heads}
+    # From more random tokens, which say little about each other, wide models would learn less.
+    values |= {"mock_data": not has_files, "seq_length": d.seq_length or 16}
+    if not (has_files or k.vocab_size or tokenizers.is_named(k)):
+        values["vocab_size"] = 64
+    if not (t.micro_batch_size or t.num_accumulation_steps):
+        values["micro_batch_size"] = 2
+    return with_settings(config, **values)
+
+
+def compare(c: CoordinateFlags, config: TrainConfig, dry_run: bool) -> int:
+    from meshwright.apps.tune import coordinates
+    from meshwright.base import device as devices
+
+    small = coordinates.make_small(config)
+    axes: list[tuple[coordinates.Axis, list[int]]] = [("width", sorted({*c.widths})), ("depth", sorted({*c.depths}))]
+    axes = [(axis, sizes) for axis, sizes in axes if sizes]
+    for axis, sizes in axes:
+        for size in sizes:
+            if problems := checks.problems(coordinates.at_size(small, axis, size)):
+                raise UserError(flags.listed(problems))
+    if dry_run:
+        return DONE
+    device = devices.open_device(small.parallel.device, 0)
+
+    def report(line: str) -> None:
+        print(line, file=sys.stderr)
+
+    measured = [coordinates.measure(small, axis, sizes, c.steps, device, report) for axis, sizes in axes]
+    faults = [fault for growth in measured for fault in growth.faults(c.tolerance)]
+    path = Path(c.picture)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(coordinates.picture(measured, path.stem), encoding="utf-8")
+    if c.json:
+        record = {"is_stable": not faults, "faults": faults, "measured": [growth.as_record() for growth in measured]}
+        print(json.dumps(json_ready(record), allow_nan=False))
+    else:
+        for growth in measured:
+            print("\n".join([*growth.table(), ""]))
+        print(verdict(faults, c))
+    print(path, file=sys.stderr if c.json else sys.stdout)
+    return UNEQUAL if faults else DONE
+
+
+def verdict(faults: list[str], c: CoordinateFlags) -> str:
+    if not faults:
+        return f"stable: over {c.steps} steps no change has a slope beyond ±{c.tolerance:g}, and nothing initial grows"
+    return f"not stable: {'; '.join(faults)}"

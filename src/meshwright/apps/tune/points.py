@@ -1,0 +1,194 @@
+"""The points of a sweep: combinations of flags' values, listed or drawn at random. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import random
+import re
+from argparse import ArgumentTypeError
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.base.errors import UserError
+from meshwright.base.hints import did_you_mean
+from meshwright.config.fields import config_fields, inner_type, is_list, spelling, switches
+from meshwright.config.flags import convert_value, words_in
+from meshwright.config.schema import TrainConfig
+
+Point = dict[str, str]  # field of train's settings -> value, as it is typed
+CONTROLS = ("preset", "recipe", "depth")  # flags of train that are no fields
+OWN = ("save", "load", "run_dir")  # fields that a sweep sets for each run
+NAME_LIMIT = 120  # characters of a folder's name
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Flags that change together, and their values; or one flag and the ends of its range."""
+
+    names: tuple[str, ...]
+    values: tuple[tuple[str, ...], ...] = ()
+    ends: tuple[float, float] | None = None
+
+    def listed(self) -> list[Point]:
+        return [dict(zip(self.names, each, strict=True)) for each in self.values]
+
+    def draw(self, key: str) -> Point:
+        """Draw a value that depends on nothing but the key and the axis.
+
+        A range with positive ends is log-uniform, any other uniform; numbers have three digits.
+        """
+        generator = random.Random(f"{key}/{','.join(self.names)}")
+        if self.ends is None:
+            return generator.choice(self.listed())
+        (name,), (low, high) = self.names, self.ends
+        is_log = low > 0
+        number = generator.uniform(*(map(math.log, self.ends) if is_log else self.ends))
+        number = math.exp(number) if is_log else number
+        if _kind(name) is int:
+            return {name: str(round(number))}
+        return {name: _text_of(min(max(float(f"{number:.3g}"), low), high))}
+
+
+@dataclass(frozen=True)
+class Space:
+    """The axes of a sweep: every point of the grid with each of the draws."""
+
+    grid: tuple[Axis, ...] = ()
+    random: tuple[Axis, ...] = ()
+
+    def count(self, draws: int) -> int:
+        return math.prod(len(axis.values) for axis in self.grid) * (draws if self.random else 1)
+
+    def points(self, draws: int, draw_seed: int) -> Iterator[Point]:
+        """Yield the points in order; more draws begin with the same ones."""
+        drawn: list[Point] = [{}]
+        if self.random:
+            drawn = [_joined(axis.draw(f"{draw_seed}/{i}") for axis in self.random) for i in range(draws)]
+        for listed in itertools.product(*(axis.listed() for axis in self.grid)):
+            yield from (_joined([*listed, draw]) for draw in drawn)
+
+
+def read_space(grid: Sequence[str], drawn: Sequence[str]) -> Space:
+    """Return the axes of --grid and --random."""
+    space = Space(tuple(_read_axes(grid, "--grid")), tuple(_read_axes(drawn, "--random")))
+    for axis in space.grid:
+        if axis.ends:
+            name = spelling(axis.names[0])[2:]
+            raise UserError(f"--grid {name}: a range has no grid; give it to --random, or list its values")
+    names = [name for axis in (*space.grid, *space.random) for name in axis.names]
+    if twice := sorted({spelling(name) for name in names if names.count(name) > 1}):
+        raise UserError(f"{', '.join(twice)}: named twice in the sweep; give all values at once")
+    return space
+
+
+def _read_axes(words: Sequence[str], flag: str) -> list[Axis]:
+    """Parse NAME=VALUE,VALUE; several may stand in a word, and | separates values with commas."""
+    axes = []
+    for word in (part for each in words for part in re.split(r"\s+(?=[\w:-]+=)", each.strip())):
+        names, equals, values = word.partition("=")
+        if not equals or not values:
+            raise UserError(f"{flag} {word}: write FLAG=VALUE,VALUE, as in lr=1e-4,3e-4")
+        axes.append(_make_axis(names, values.split("|" if "|" in values else ","), f"{flag} {word}"))
+    return axes
+
+
+def _make_axis(flags: str, values: Sequence[str], where: str) -> Axis:
+    names = tuple(_field_of(name, where) for name in flags.split(":"))
+    if len(names) == len(values) == 1 and ".." in values[0] and _kind(names[0]) in (int, float):
+        return Axis(names, ends=_ends(values[0], where))
+    parts = [tuple(value.split(":")) if len(names) > 1 else (value,) for value in values]
+    if wrong := [value for value, part in zip(values, parts, strict=True) if len(part) != len(names)]:
+        raise UserError(f"{where}: {wrong[0]!r} is not {len(names)} values with : between them")
+    return Axis(names, tuple(tuple(_normal(n, v, where) for n, v in zip(names, part, strict=True)) for part in parts))
+
+
+def _ends(text: str, where: str) -> tuple[float, float]:
+    try:
+        low, high = map(float, text.split(".."))
+    except ValueError:
+        low = high = math.nan
+    if not -math.inf < low < high < math.inf:
+        raise UserError(f"{where}: a range is LOW..HIGH, as in 1e-4..1e-2")
+    return low, high
+
+
+def _field_of(word: str, where: str) -> str:
+    """Return the field of a flag, by any of its spellings."""
+    fields = config_fields(TrainConfig)
+    key = word.lstrip("-").replace("_", "-")
+    aliases = {alias.lstrip("-"): name for name, (_, f, _) in fields.items() for alias in f.metadata["aliases"]}
+    name = aliases.get(key, key.replace("-", "_"))
+    if name in OWN:
+        raise UserError(f"{where}: a sweep gives each run its own folder; leave {spelling(name)} out")
+    if name in fields and fields[name][1].metadata["once"]:
+        raise UserError(f"{where}: {spelling(name)} is for one start, not for a run; leave it out")
+    if name not in fields and name not in CONTROLS:
+        raise UserError(f"{where}: train has no flag --{key}{did_you_mean(key, fields)}")
+    return name
+
+
+def _kind(name: str) -> Any:
+    if name in CONTROLS:
+        return int if name == "depth" else str
+    return inner_type(config_fields(TrainConfig)[name][2])
+
+
+def _normal(name: str, text: str, where: str) -> str:
+    """Return a value in the form that names its run: 0.0001 and 1e-4 are the same."""
+    if name in CONTROLS:
+        return text
+    try:
+        value = convert_value(config_fields(TrainConfig)[name][2], text)
+    except ArgumentTypeError as error:
+        raise UserError(f"{where}: {spelling(name)}: {error}") from None
+    if isinstance(value, float):
+        return _text_of(value)
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return text if isinstance(value, list) else str(value)
+
+
+def _text_of(number: float) -> str:
+    """Return a number as short as it can be said exactly."""
+    text = f"{number:.12g}"
+    return text if float(text) == number else repr(number)
+
+
+def _joined(parts: Any) -> Point:
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def words_of(point: Mapping[str, str]) -> list[str]:
+    """Return the flags of train that set a point's values."""
+    words: list[str] = []
+    for name, text in point.items():
+        if text in ("true", "false") and _kind(name) is bool:
+            words.append(switches(config_fields(TrainConfig)[name][1])[text != "true"][0])
+        elif is_list(_kind(name)):
+            words += [spelling(name), *words_in(text)]
+        else:
+            words.append(f"{spelling(name)}={text}")
+    return words
+
+
+def name_of_point(point: Mapping[str, str]) -> str:
+    """Return the name of a point's folder, which depends on its values alone."""
+    values = ",".join(f"{spelling(n)[2:]}={v}" for n, v in point.items())
+    name = re.sub(r"[^\w.,+=-]", "-", values)
+    if name == values and len(name) <= NAME_LIMIT:
+        return name or "run"
+    return f"{name[: NAME_LIMIT - 9]}-{hashlib.sha256(repr(sorted(point.items())).encode()).hexdigest()[:8]}"
+
+
+def require_flags(point: Mapping[str, str], where: str) -> None:
+    """Refuse a recorded point that names what is no flag of train."""
+    for name in point:
+        _field_of(name, where)
+
+
+def is_logarithmic(values: Sequence[float]) -> bool:
+    """Whether an axis of these values is drawn with a logarithmic scale."""
+    return len(values) > 1 and min(values) > 0 and max(values) / min(values) >= 4

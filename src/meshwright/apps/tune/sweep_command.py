@@ -1,0 +1,159 @@
+"""`meshwright sweep`: many trainings with other flags, a table of them and a picture."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.apps.tune import sweep
+from meshwright.apps.tune.points import Point, read_space
+from meshwright.base.errors import DONE, UserError
+from meshwright.base.records import json_ready
+from meshwright.base.runs.sweeps import RECORD, read_record
+from meshwright.config import command, flags
+from meshwright.config.fields import config_fields, default_of, flag, group, spelling
+from meshwright.config.schema import TrainConfig
+
+MOST_RUNS = 10_000
+ABOUT = (
+    "Search flags of train: each point of a grid, or of random draws, is one run of `meshwright train`. Its flags go "
+    "after --. DIR alone goes on with a sweep that was interrupted."
+)
+
+
+@dataclass(frozen=True)
+@group(docs="tuning")
+class SweepFlags:
+    """Flags to vary, how many runs at a time, and which end early."""
+
+    sweep_dir: Path | None = flag(None, "folder of the sweep, with one folder for each run", value="DIR", docs="")
+    grid: list[str] = flag(
+        [],
+        "flags and their values, all combined: lr=1e-4,3e-4 weight-decay=0,0.1; flags that change together have a :, "
+        "as in hidden-size:num-layers=256:4,512:8; | stands between values that have commas",
+        value="FORM",
+    )
+    random: list[str] = flag(
+        [],
+        "flags to draw at random: lr=1e-4..1e-2 is a range, log-uniform if both ends are positive; or a list, of which "
+        "one is drawn",
+        value="FORM",
+    )
+    draws: int = flag(16, "number of random draws; more draws later add to the first ones", bound=">0")
+    draw_seed: int = flag(0, "seed of the random draws", bound=">=0")
+    seeds: int = flag(1, "repeat each point with so many seeds, from --seed of train on", bound=">0")
+    jobs: int | None = flag(None, "runs at a time (none: one for each device, or one on the CPU)", bound=">0")
+    devices_per_run: int = flag(1, "devices, and ranks, of each run", bound=">0")
+    stop_at: list[float] = flag(
+        [], "fractions of the steps at which the worse runs end, as 0.25 0.5 (none: no run ends early)"
+    )
+    stop_share: float = flag(
+        0.5, "share of the runs that go on at each of --stop-at; 0.5 is a median rule", bound="[0,1)"
+    )
+    no_checkpoints: bool = flag(False, "let runs save nothing; an interrupted run then begins anew")
+    json: bool = flag(False, "print the table as JSON")
+
+
+@dataclass(frozen=True)
+class SweepConfig:
+    """Settings of `meshwright sweep`."""
+
+    sweep: SweepFlags = SweepFlags()
+
+    def problems(self) -> list[str]:
+        s = self.sweep
+        out = [] if s.sweep_dir else ["a folder is needed: meshwright sweep DIR --grid lr=1e-4,3e-4 -- FLAGS OF TRAIN"]
+        out += [f"--stop-at {x:g}: give fractions between 0 and 1" for x in s.stop_at if not 0 < x < 1]
+        if s.stop_at and not s.stop_share:
+            out.append("--stop-share 0 would end every run; give a share above 0")
+        return out
+
+
+def main(argv: list[str]) -> int:
+    at = argv.index("--") if "--" in argv else len(argv)
+    words, extra = [word for word in argv[:at] if word != "--dry-run"], argv[at + 1 :]
+    parsed = command.settings(SweepConfig, argv[:at], "sweep", ABOUT, "sweep_dir")
+    if parsed is None:
+        return DONE
+    c = parsed.config.sweep
+    assert c.sweep_dir is not None
+    if not (c.grid or c.random or extra or c.seeds > 1):
+        if not (record := read_record(c.sweep_dir)):
+            raise UserError(f"{c.sweep_dir} holds no sweep; give --grid or --random, and after -- the flags of train")
+        words, extra = list(record["words"]), list(record["train_flags"])
+        require_repeatable(c.sweep_dir, extra)
+        given = {name: getattr(c, name) for name, source in parsed.sources.items() if source == "command line"}
+        c = flags.parse_settings(SweepConfig, words, "meshwright sweep", "sweep_dir", values=given).config.sweep
+    return run_sweep(c, words, extra, parsed.dry_run)
+
+
+def require_repeatable(folder: Path, extra: list[str]) -> None:
+    """Refuse recorded flags for one start, such as --trust-pickle: who typed them is not known."""
+    settings = flags.to_dict(command.flags_of_train(extra))
+    for name, (_, f, _) in config_fields(TrainConfig).items():
+        if f.metadata["once"] and settings[name] != default_of(f):
+            why = "a flag for one start is taken from the command line alone"
+            raise UserError(f"{spelling(name)} in {folder / RECORD}: {why}; type the whole command again")
+
+
+def run_sweep(c: SweepFlags, words: list[str], extra: list[str], dry_run: bool) -> int:
+    assert c.sweep_dir is not None
+    if dry_run and c.json:
+        raise UserError("--json with --dry-run, which lists commands and prints no table; leave one out")
+    if not c.random and (c.draws, c.draw_seed) != (SweepFlags.draws, SweepFlags.draw_seed):
+        raise UserError("--draws and --draw-seed are for --random; give it, or leave them out")
+    if not c.stop_at and c.stop_share != SweepFlags.stop_share:
+        raise UserError("--stop-share is for --stop-at; give it, or leave --stop-share out")
+    common = settings_of_all(extra)
+    points = list_points(c, common.training.seed)
+    stop_at = tuple(sorted(c.stop_at))
+    plan = sweep.SweepPlan(c.sweep_dir, tuple(extra), c.devices_per_run, not c.no_checkpoints, stop_at, c.stop_share)
+    runs = sweep.join_runs(c.sweep_dir, points, extra)
+    sweep.require_runs(plan, [run for run in runs.values() if run.state not in sweep.FINAL_STATES])
+    if dry_run:
+        for run in runs.values():
+            print(f"{run.state:<11} {shlex.join(['meshwright', *plan.command(run.name, run.point)])}")
+        return DONE
+    slots = sweep.find_slots(c.jobs, c.devices_per_run, common.parallel.device)
+    status = sweep.Sweep(plan, runs, words).run(slots)
+    show_results(c.sweep_dir, list(runs.values()), c.json)
+    return status
+
+
+def settings_of_all(extra: list[str]) -> TrainConfig:
+    """Return the settings that all runs share; refuse the flags that a sweep sets."""
+    for word in extra:
+        if (name := word.partition("=")[0].replace("_", "-")) in sweep.OWN_FLAGS:
+            raise UserError(f"{name} after --: a sweep gives each run its own folder; leave it out")
+    common = command.flags_of_train(extra)
+    shared = {"--save-hf": common.checkpoint.save_hf, "--tensorboard-dir": common.logging.tensorboard_dir}
+    for name, folder in shared.items():
+        if folder:
+            raise UserError(f"{name} {folder}: all runs would write there; leave it out, or list a folder for each")
+    return common
+
+
+def list_points(c: SweepFlags, seed: int) -> list[Point]:
+    """Return all points, each with its further seeds after it."""
+    space = read_space(c.grid, c.random)
+    if c.seeds > 1 and any("seed" in axis.names for axis in (*space.grid, *space.random)):
+        raise UserError(f"--seeds {c.seeds} beside values of --seed: both choose seeds; leave one out")
+    if (runs := space.count(c.draws) * c.seeds) > MOST_RUNS:
+        raise UserError(f"the sweep has {runs:,} runs, more than {MOST_RUNS:,}; list fewer values, or use --random")
+    points = space.points(c.draws, c.draw_seed)
+    return [{**point, **({"seed": str(seed + i)} if i else {})} for point in points for i in range(c.seeds)]
+
+
+def show_results(folder: Path, runs: list[sweep.SweepRun], as_json: bool) -> None:
+    from meshwright.apps.tune import results
+
+    swept = results.swept_points(runs)
+    path = results.write_picture(folder, swept)
+    if as_json:
+        print(json.dumps(json_ready([vars(o) for o in swept]), allow_nan=False))
+    else:
+        print("\n".join(["", *results.table(swept), ""]))
+    print(path, file=sys.stderr if as_json else sys.stdout)

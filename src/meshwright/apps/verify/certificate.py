@@ -1,0 +1,151 @@
+"""The outcome of a comparison for people and files: table, certificate, error."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.apps.plan.sizes import describe_layout
+from meshwright.apps.report.page import CERTIFICATE
+from meshwright.apps.verify.compare import Comparison, Quantity, compare_with_one_process
+from meshwright.apps.verify.small_run import RankSetup
+from meshwright.apps.verify.twin import make_twin
+from meshwright.base import device as devices
+from meshwright.base.errors import UNEQUAL, UserError
+from meshwright.base.files import replacing
+from meshwright.base.records import json_ready
+from meshwright.base.version import our_version
+from meshwright.config import flags
+from meshwright.config.schema import TrainConfig
+from meshwright.runtime.ranks.connect import pick_backend
+
+Show = Callable[[Comparison, str], None]  # takes the summary too, one line
+
+
+def verify_layout(config: TrainConfig, setup: RankSetup, command: list[str], show: Show) -> None:
+    """Compare --verify-layout steps, write the certificate and show it; raise if they differ."""
+    began, root = time.perf_counter(), config.checkpoint.run_dir or config.checkpoint.save
+    folder = Path(root) if root else None
+    comparison = compare_with_one_process(config, setup.team, config.training.verify_layout, folder, setup)
+    values = certificate(config, comparison, setup, command) | {"seconds": round(time.perf_counter() - began, 3)}
+    if folder is not None:
+        setup.team.run_on_lead(lambda: write_certificate(folder / CERTIFICATE, values))
+    show(comparison, f"{'layout verified' if comparison.is_equal else 'the layout differs'}: {values['summary']}")
+    if not comparison.is_equal:
+        raise UserError(describe_difference(comparison, folder), UNEQUAL, everywhere=True)
+
+
+def write_certificate(path: Path, values: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        file.write(json.dumps(values, indent=1, allow_nan=False).encode() + b"\n")
+
+
+def certificate(config: TrainConfig, comparison: Comparison, setup: RankSetup, command: list[str]) -> dict[str, Any]:
+    """Return the values of the file, all as JSON has them."""
+    p, defaults, device = config.parallel, flags.to_dict(TrainConfig()), setup.device
+    given = {name: value for name, value in flags.to_dict(config).items() if value != defaults[name]}
+    versions = {"meshwright": our_version(), "torch": torch.__version__, "python": platform.python_version()}
+    layout = {
+        "ranks": config.world,
+        "data": config.dp,
+        "copies": p.num_distributed_optimizer_instances,
+        "tensor": p.tensor_model_parallel_size,
+        "sequence_parallel": p.sequence_parallel and p.tensor_model_parallel_size > 1,
+        "pipeline": p.pipeline_model_parallel_size,
+        "pipeline_schedule": p.pipeline_schedule,
+        "stages_of_a_rank": config.chunks,
+        "context": p.context_parallel_size,
+        "zero_stage": p.zero_stage,
+    }
+    values = {
+        "verdict": "equal" if comparison.is_equal else "different",
+        "summary": summarize(comparison),
+        "time": round(time.time(), 3),
+        "command": command,
+        "versions": versions,
+        "device": devices.device_name(device),
+        "backend": pick_backend(p, device) if config.world > 1 else None,
+        "layout": layout,
+        "settings": given,
+        "steps": comparison.steps,
+        "reduced": make_twin(config, device.type != "cpu").sizes,
+        "compared": [dataclasses.asdict(one) | {"is_equal": one.is_equal} for one in comparison.compared],
+        "gradients": comparison.gradients,
+        "differences": [dataclasses.asdict(one) for one in comparison.differences],
+        "not_compared": comparison.not_compared,
+    }
+    finite: dict[str, Any] = json_ready(values)
+    return finite
+
+
+def summarize(comparison: Comparison) -> str:
+    """Return the outcome in a line, as the log and the page of a run show it."""
+    beside = f"in {comparison.steps} step{'s' * (comparison.steps > 1)} beside one process"
+    if comparison.differences:
+        first = comparison.differences[0]
+        by = f"by {size(first.largest)} in {first.precision}"
+        return f"{first.what}, {first.name}, first at {first.where}, {by}, {beside}"
+    exact, low = (
+        [c for c in comparison.compared if (c.precision == "float64") == is_exact] for is_exact in (True, False)
+    )
+    farthest = max(exact, key=lambda one: one.largest)
+    most = f"differ by at most {size(farthest.largest)} ({farthest.what}, {farthest.worst})"
+    updated = [f"; in {c.precision} its {c.what} by {size(c.largest)}" for c in low if c.what == Quantity.WEIGHTS]
+    return (
+        f"{len(comparison.gradients)} parameters, their gradients and their state, {beside}, {most}{''.join(updated)}"
+    )
+
+
+def size(x: float) -> str:
+    return "0" if x == 0 else "not comparable" if math.isinf(x) else f"{x:.1e}"
+
+
+def describe_difference(comparison: Comparison, folder: Path | None) -> str:
+    """Return the error: what differs first, where, and what to do."""
+    first, kinds = comparison.differences[0], list(dict.fromkeys(one.what for one in comparison.differences))
+    by = "" if math.isinf(first.largest) else f" by {size(first.largest)}, more than {size(first.tolerance)}"
+    by += f" in {first.precision}"
+    then = f"; then {', '.join(kinds[1:])}" if kinds[1:] else ""
+    kept = f"; all differences are in {folder / CERTIFICATE}" if folder else ""
+    return (
+        f"this layout does not compute what one process computes: {first.what} differ first, {first.name}{by} "
+        f"({first.where}){then}{kept}; do not train with it, and report it with these flags"
+    )
+
+
+def comparison_table(config: TrainConfig, comparison: Comparison, setup: RankSetup) -> list[str]:
+    """Return what was compared, for people."""
+    twin, p = comparison.config, config.parallel
+    m, backend = twin.model, pick_backend(p, setup.device)
+    more = [f"ZeRO {p.zero_stage}"] * bool(p.zero_stage) + ["sequence parallel"] * bool(p.sequence_parallel)
+    more += [f"{config.chunks} stages on each pipeline rank"] * (config.chunks > 1)
+    small = (
+        f"{m.num_layers} layers of width {m.hidden_size}, {m.num_attention_heads} heads, {twin.data.seq_length} tokens"
+    )
+    lines = [
+        f"layout    {', '.join([describe_layout(config), *more])}; {backend} on {devices.device_name(setup.device)}",
+        f"compared  with one process: {small}, float64, {comparison.steps} steps of {twin.global_batch} samples",
+        "",
+        f"{'':24}{'number':>7}  {'largest difference':>18}  {'allowed':>8}",
+    ]
+    for precision, rows in itertools.groupby(comparison.compared, key=lambda one: one.precision):
+        if precision != twin.precision.dtype:
+            lines += ["", f"in {precision}, one process updated by the gradients of the layout:"]
+        for one in rows:
+            verdict = "equal" if one.is_equal else f"DIFFERENT, most in {one.worst}"
+            shown = "0, bit for bit" if one.what.is_exact and not one.largest else size(one.largest)
+            allowed = f"{one.tolerance:.0e}" if one.tolerance else "0"
+            lines.append(f"{one.what:24}{one.count:7}  {shown:>18}  {allowed:>8}  {verdict}")
+    worst = max(comparison.gradients, key=lambda name: comparison.gradients[name])
+    lines += ["", f"worst tensor: {worst}, whose {Quantity.GRADIENTS} differ by {size(comparison.gradients[worst])}"]
+    return lines + ["not compared:", *(f"  - {one}" for one in comparison.not_compared)]

@@ -1,0 +1,162 @@
+"""`meshwright verify-layout`: compare a layout with one process, on the ranks at hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.base import console
+from meshwright.base.errors import DONE, UserError
+from meshwright.cli import launch
+from meshwright.config import checks, data_paths, flags
+from meshwright.config.fields import with_settings
+from meshwright.config.schema import Model, TrainConfig
+from meshwright.runtime.launch.launcher import LaunchPlan, build_program
+from meshwright.runtime.ranks.world import World, find_world
+
+if TYPE_CHECKING:
+    import torch
+
+    from meshwright.apps.verify.compare import Comparison
+    from meshwright.apps.verify.small_run import RankSetup
+    from meshwright.parallel.layout import Layout
+    from meshwright.runtime.ranks.team import Team
+    from meshwright.training.before.resolve import Resolved
+    from meshwright.training.run import Caller
+
+STEPS = 3  # unless --verify-layout gives another number
+MOST_RANKS = 64  # that are started here, each a process of 300 MB
+
+
+def main(argv: list[str]) -> int:
+    return launch.run_rank(argv, lambda words, world: command_line(argv, words, world))
+
+
+def command_line(argv: list[str], words: list[str], world: World) -> int:
+    about = (
+        "Train a small model in the layout of these flags, which are those of train, and in one process, in float64; "
+        "compare gradients, weights, optimizer state, losses, dropout, sample order and resuming. Then compare "
+        "masters, moments and loss scale in the run's own precision. Without a launcher, start the ranks here, on the "
+        "CPU."
+    )
+    given = flags.parse_settings(TrainConfig, words, "meshwright verify-layout", check=False, about=about)
+    if given.print_config:
+        print(flags.to_toml(given.config, given.sources))
+        return DONE
+    config = given.config
+    launched = launch.relaunch(config.parallel, ["verify-layout", *argv])
+    if launched is not None:
+        return launched
+    stated = complete_from_checkpoint(given)
+    ranks = world.size if world.launcher != "none" else ranks_wanted(stated)
+    words = [f"--world-size={ranks}", *missing(stated, ranks), *words]
+    parsed = flags.parse_settings(TrainConfig, words, "meshwright verify-layout")
+    config = complete_from_checkpoint(parsed)
+    if problems := checks.problems(config, needs_data=False):
+        raise UserError(flags.listed(problems))
+    if world.launcher == "none" and ranks > 1:
+        return start_ranks(config, argv)
+    return compare_on_this_rank(config, ["meshwright", "verify-layout", *argv])
+
+
+def complete_from_checkpoint(parsed: flags.Parsed[TrainConfig]) -> TrainConfig:
+    """Take the architecture from --load, which is all that is read here."""
+    if not parsed.config.checkpoint.load:
+        return parsed.config
+    from meshwright.training.before.resolve import complete_settings
+
+    return with_settings(complete_settings(parsed), load=None)
+
+
+def ranks_wanted(c: TrainConfig) -> int:
+    """Return the ranks to start: those named, or what the sizes need, with two for data."""
+    p = c.parallel
+    return p.world_size or 2 * p.model_ranks * p.num_distributed_optimizer_instances
+
+
+def missing(c: TrainConfig, ranks: int) -> list[str]:
+    """Return flags for what a training needs and nothing names, small and divisible."""
+    m, p, t = c.model, c.parallel, c.training
+    tp, pp, cp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
+    heads = m.num_attention_heads or (tp * cp if m.hidden_size else 2 * tp * cp)
+    virtual = p.num_layers_per_virtual_pipeline_stage
+    has_batch = t.micro_batch_size or t.num_accumulation_steps
+    values = {
+        "num-layers": None if m.num_layers else 2 * pp * (virtual or 1),
+        "hidden-size": None if m.hidden_size else 8 * heads,
+        "num-attention-heads": None if m.num_attention_heads else heads,
+        "seq-length": None if c.data.seq_length else 16 * tp * cp,
+        "lr": None if c.optimizer.lr else 1e-2,
+        "train-iters": None if c.lengths else 10,
+        "micro-batch-size": None if has_batch else 1,
+        "attention-dropout": 0 if cp > 1 and m.attention_dropout == Model().attention_dropout else None,
+        "global-batch-size": None if has_batch or t.global_batch_size else 2 * ranks,
+    }
+    flags_of_data = ["--mock-data"]
+    if c.data.packing != "stream":  # random tokens cannot be packed, and nobody reads the files
+        flags_of_data = [] if data_paths.path_settings(c.data) else ["--data-path=unread"]
+    return [*(f"--{name}={value}" for name, value in values.items() if value is not None), *flags_of_data]
+
+
+def start_ranks(c: TrainConfig, argv: list[str]) -> int:
+    """Start the ranks on this machine, on the CPU unless the flags name a device."""
+    if c.world > MOST_RANKS:
+        raise UserError(
+            f"{c.world} ranks are too many to start here (at most {MOST_RANKS}); give --world-size "
+            f"{2 * c.parallel.model_ranks}, which has two data-parallel ranks, or run under a launcher"
+        )
+    on_cpu = ["--device", "cpu"] if c.parallel.device == "auto" else []
+    from meshwright.runtime.launch import agent
+
+    program = build_program(["verify-layout", f"--world-size={c.world}", *argv, *on_cpu])
+    return agent.launch_ranks(LaunchPlan(c.world), program)
+
+
+def compare_on_this_rank(config: TrainConfig, command: list[str]) -> int:
+    """Compare on this rank; rank 0 prints the table."""
+    from meshwright.apps.verify.certificate import verify_layout
+    from meshwright.apps.verify.small_run import RankSetup
+    from meshwright.base import device as devices
+    from meshwright.runtime.ranks.connect import join_ranks, pick_backend
+    from meshwright.runtime.ranks.lost import reporting
+    from meshwright.training.before.preflight import require_equal_ranks
+    from meshwright.training.before.resolve import NO_VOCABULARY, identity_of
+
+    p, steps = config.parallel, config.training.verify_layout or STEPS
+    config = with_settings(config, verify_layout=steps)
+    world = find_world(os.environ, p.local_rank)
+    device = devices.open_device(p.device, world.local_rank)
+    with reporting(world, p.distributed_timeout_minutes):
+        backend = pick_backend(p, device, world.rank == 0)
+        team = join_ranks(world, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds)
+        console.set_stream("stdout" if team.is_lead else None)
+        mock = with_settings(dataclasses.replace(config, data=data_paths.without(config.data)), mock_data=True)
+        require_equal_ranks(team, identity_of(mock, NO_VOCABULARY))
+        setup = RankSetup(team, device)
+        verify_layout(config, setup, command, functools.partial(show_comparison, config, setup))
+    return DONE
+
+
+def rehearse(resolved: Resolved, layout: Layout, device: torch.device, team: Team, caller: Caller) -> None:
+    """Verify the layout of a run before it begins; stop the run if it differs."""
+    from meshwright.apps.verify.certificate import verify_layout
+    from meshwright.apps.verify.small_run import RankSetup
+
+    groups = dict(layout.groups)
+    setup = RankSetup(
+        team, device, lambda twin: dataclasses.replace(twin, groups=dict(groups)), caller.model, caller.loss
+    )
+    verify_layout(resolved.config, setup, resolved.command, lambda comparison, line: console.remark(f" > {line}"))
+
+
+def show_comparison(config: TrainConfig, setup: RankSetup, comparison: Comparison, line: str) -> None:
+    from meshwright.apps.report.page import CERTIFICATE
+    from meshwright.apps.verify.certificate import comparison_table
+
+    for row in [*comparison_table(config, comparison, setup), "", line]:
+        console.show(row)
+    if root := config.checkpoint.run_dir or config.checkpoint.save:
+        console.show(f"certificate: {Path(root) / CERTIFICATE}")

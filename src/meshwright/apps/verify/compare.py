@@ -1,0 +1,601 @@
+"""Train a layout and one process side by side, and compare every tensor of both.
+
+Rank 0 first trains alone and keeps what each step made. All ranks then train in the layout; after
+each step rank 0 sends them the whole tensors of its own run, and every rank compares the parts that
+it holds, copies too, so that a difference names its rank. Then the state is saved, loaded by the
+layout and by one process, and both go on. That is in float64.
+
+In the run's own precision both train once more. There one process takes its steps with the
+gradients that the layout has summed, so that only these are as far apart as sums in 16 bits are;
+masters and moments, made of the same numbers, differ by a few roundings of float32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import shutil
+import tempfile
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.apps.verify import small_run
+from meshwright.apps.verify.small_run import COLUMNS, RankSetup, RecordingFeed, StepRows
+from meshwright.apps.verify.twin import alone, make_twin
+from meshwright.base import console
+from meshwright.base.errors import UNEQUAL, UserError
+from meshwright.checkpoint.boxes import Box, split_boxes
+from meshwright.checkpoint.sources import TensorBoxes
+from meshwright.config.command import out_of_memory
+from meshwright.config.schema import Checkpoint, Optimizer, TrainConfig
+from meshwright.data.loader import Batch
+from meshwright.kernels import dropout
+from meshwright.optim import rule_table
+from meshwright.parallel.layout import layout_of
+from meshwright.runtime.ranks.lost import bare_message, is_lost_rank
+from meshwright.runtime.ranks.team import ALONE, Team
+from meshwright.training.log.columns import STEP_COLUMNS
+from meshwright.training.loop import Trainer
+
+# The largest relative difference of equal runs: in a lower precision, sums are rounded differently.
+TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
+# The same of what is made of equal gradients in float32. Muon multiplies in 16 bits.
+UPDATED, ORTHOGONALISED = 1e-5, 1e-3
+# Differences are relative to the largest element of a tensor, or to this part of the largest of all
+# tensors: some gradients are 0 but for rounding, such as that of a bias of keys, and rounding is
+# much larger in the run's own precision.
+FLOOR, FLOOR_OF_GRADIENTS = 1e-4, 0.1
+
+
+class Quantity(StrEnum):
+    """What is compared, in the order in which a step makes it, which is the order of the table."""
+
+    DRAWN = "initial weights"
+    SAMPLES = "sample numbers"
+    DROPOUT = "draws of dropout"
+    LOSS = "loss"
+    GRADIENTS = "gradients"
+    NORM = "gradient norm"
+    WEIGHTS = "weights"
+    MOMENTS = "optimizer state"
+    WEIGHT_NORM = "norm of the weights"
+    SCALE = "loss scale"
+    VALIDATION = "validation loss"
+    LOADED = "loaded by the layout"
+    NEXT_STEP = "step after the load"
+    LOADED_ALONE = "loaded by one process"
+    NEXT_STEP_ALONE = "its step after the load"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no rounding excuses a difference."""
+        return self in (Q.DRAWN, Q.SAMPLES, Q.DROPOUT, Q.SCALE, Q.LOADED, Q.LOADED_ALONE)
+
+    def tolerance(self, config: TrainConfig, device: torch.device) -> float:
+        """Return the largest difference that rounding makes."""
+        dtype = config.precision.dtype
+        if self.is_exact:
+            return 0.0
+        if dtype == "float64" or self is Q.GRADIENTS:
+            return TOLERANCE[dtype]
+        if self is Q.LOSS:
+            return TOLERANCE[dtype] / 10  # a mean of many
+        if config.optimizer.optimizer == "muon":
+            return ORTHOGONALISED
+        if self is Q.MOMENTS and device.type != "cpu" and config.parallel.zero_stage == 3:
+            return UPDATED + fused_adamw_error(config.optimizer)
+        return UPDATED
+
+
+def fused_adamw_error(o: Optimizer) -> float:
+    """Return the relative error of a GPU's exp_avg_sq in torch's fused AdamW, which ZeRO 3 uses.
+
+    It rounds beta2 to float32 before it takes it from 1: of 1 - 0.999, that is 1.3e-5. Its bias
+    correction is rounded alike, so the weights hardly move. Our own kernel rounds 1 - beta2.
+    """
+    if rule_table.is_beyond_torch(o):
+        return 0.0
+    rounded = 1.0 - float(torch.tensor(o.adam_beta2, dtype=torch.float32))
+    return abs(rounded / (1.0 - o.adam_beta2) - 1.0)
+
+
+Q = Quantity
+QUANTITIES = {column.name: Quantity(column.compared_as) for column in STEP_COLUMNS if column.compared_as}
+AFTER = "after the last step"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor or a number that differs by more than the tolerance."""
+
+    what: Quantity
+    name: str
+    largest: float  # relative
+    tolerance: float
+    precision: str  # of both runs
+    where: str = ""  # the step and the rank where it first differed
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A quantity, over all ranks and steps."""
+
+    what: Quantity
+    count: int  # names
+    largest: float
+    worst: str  # the name with the largest difference
+    tolerance: float
+    precision: str  # of both runs
+
+    @property
+    def is_equal(self) -> bool:
+        return self.largest <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Comparison:
+    steps: int
+    compared: list[Compared]
+    differences: list[Difference]  # the first to occur comes first
+    gradients: dict[str, float]  # the largest difference of each parameter's, in float64
+    not_compared: list[str]
+    config: TrainConfig  # of the twin
+
+    @property
+    def is_equal(self) -> bool:
+        return not self.differences
+
+
+def compare_with_one_process(
+    config: TrainConfig, team: Team, steps: int, folder: Path | None = None, setup: RankSetup | None = None
+) -> Comparison:
+    """Compare a layout with one process at reduced size; return the same on all ranks.
+
+    Both are in float64, then in the run's own precision. Every rank of an initialised world calls
+    this. Checkpoints go into a folder within `folder` (none: a temporary one), which is removed; if
+    not all ranks see it, resuming is not compared. `setup` gives another device, and a model and a
+    loss of the user's own.
+    """
+    setup = dataclasses.replace(setup or RankSetup(), team=team)
+    twin, connected = make_twin(config, setup.device.type != "cpu"), small_run.Connected(team.timeout)
+    if setup.connect is RankSetup.connect:
+        setup = dataclasses.replace(setup, connect=connected)
+    with contextlib.ExitStack() as block:
+        block.callback(connected.close)
+        block.enter_context(console.silence())
+        shared = block.enter_context(shared_folder(folder, team))
+        lacking = [] if shared else ["resuming: the ranks share no folder; give --save or --run-dir"]
+        made = _Comparing(twin.config, steps, setup, shared).compare(twin.left_out + lacking)
+        if not twin.in_own_precision or not made.is_equal:
+            return made
+        more = _ComparingUpdates(twin.in_own_precision, steps, setup, None).compare([])
+        both = {name: getattr(made, name) + getattr(more, name) for name in ("compared", "differences")}
+        return dataclasses.replace(made, **both)
+
+
+@contextlib.contextmanager
+def shared_folder(folder: Path | None, team: Team) -> Iterator[Path | None]:
+    """Make a folder for checkpoints, and remove it; None if some rank does not see it."""
+
+    def make() -> str:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        return tempfile.mkdtemp(prefix=".verify-layout-", dir=folder)
+
+    made = Path(team.run_on_lead(make))
+    try:
+        yield made if all(team.gather(made.is_dir())) else None
+        team.wait()
+    finally:
+        if team.is_lead:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+# What a run makes
+
+
+class RecordedStep(NamedTuple):
+    """What one step made on one rank; tensors are copies on the host."""
+
+    gradients: TensorBoxes
+    state: TensorBoxes  # after the step
+    numbers: dict[str, float]  # COLUMNS
+    samples: list[int]
+    draws: Tensor  # hashes of seed, sample and position that dropout is drawn from
+
+
+class Watched:
+    """A trainer whose steps are recorded."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.gradients: dict[str, Any] = {}  # as TensorBoxes
+        self.given: FullTensors = {}  # gradients that the next step takes in place of its own
+        trainer.net.store.observer = self.copy_gradients
+
+    def copy_gradients(self) -> None:
+        """Copy what the sums over the ranks gave: the update changes it in place."""
+        store, scale = self.trainer.net.store, self.trainer.state.scaler.scale
+        summed = dict(store.each_gradient())
+        for name, (shape, boxes, _) in store.named_state(False).items():
+            self.gradients[name] = shape, boxes, _on_host(summed[name]) / scale
+        for name, full in self.given.items():  # of one process, which has all of each
+            summed[name].copy_(full.view_as(summed[name]) * scale)
+
+    def draws(self, batches: list[Batch]) -> Any:
+        """Return hashes of the seeds, samples and positions that these micro-batches draw from."""
+        net, out = self.trainer.net, [torch.empty(0, dtype=torch.int32)]
+        for batch in batches:
+            w = net.where(batch.to(net.device), self.trainer.config.training.seed)
+            assert w.samples is not None
+            columns = w.columns
+            if columns is None:
+                columns = torch.arange(batch.tokens.shape[1], device=net.device)
+            out.append(dropout.rows(w.seed, w.samples[:, None], columns).flatten().cpu())
+            if w.stream is not None and w.stream.samples is not None:
+                out.append(dropout.rows(w.seed, w.stream.samples, w.stream.columns).flatten().cpu())
+        return torch.unique(torch.cat(out))
+
+    def state(self) -> TensorBoxes:
+        """Return copies of this rank's weights and optimizer state."""
+        named = self.trainer.net.store.named_state()
+        return {name: (shape, boxes, _on_host(x)) for name, (shape, boxes, x) in named.items()}
+
+    def counters(self) -> dict[str, Any]:
+        """Return the rest of the state."""
+        state, store = self.trainer.state, self.trainer.net.store
+        return dataclasses.asdict(state.progress) | {"steps": store.steps, "loss_scale": state.scaler.state()}
+
+    def step(self) -> RecordedStep:
+        self.gradients, feed = {}, self.trainer.feed
+        assert isinstance(feed, RecordingFeed)
+        self.trainer.step()
+        self.trainer.finish()
+        samples = [int(number) for batch in feed.batches for number in batch.sample_ids]
+        numbers = dict(zip(COLUMNS, rows_of(self.trainer)[-1], strict=True))
+        return RecordedStep(self.gradients, self.state(), numbers, samples, self.draws(feed.batches))
+
+    def close(self) -> None:
+        self.trainer.net.store.observer = None
+        self.trainer.feed.close()
+        self.trainer.state.saver.close()
+
+
+def rows_of(trainer: Trainer) -> list[list[float]]:
+    assert isinstance(trainer.metrics, StepRows)
+    return trainer.metrics.rows
+
+
+def _on_host(x: Tensor) -> Tensor:
+    return x.detach().to("cpu", torch.float64, copy=True)
+
+
+FullTensors = dict[str, Tensor]  # by name
+
+
+def full_tensors(named: TensorBoxes) -> FullTensors:
+    """Return the tensors of one process, which holds them completely."""
+    return {name: x.view(shape) for name, (shape, _, x) in named.items()}
+
+
+def broadcast(tensors: dict[str, Tensor] | None, team: Team) -> dict[str, Tensor]:
+    """Send rank 0's tensors to all ranks."""
+    shapes = team.run_on_lead(lambda: [[name, list(x.shape)] for name, x in (tensors or {}).items()])
+    if team.size == 1:
+        return tensors or {}
+    flat = torch.empty(sum(math.prod(shape) for _, shape in shapes), dtype=torch.float64)
+    if tensors and team.is_lead:
+        torch.cat([x.double().flatten() for x in tensors.values()], out=flat)
+    team.broadcast(flat)
+    return views(flat, shapes)
+
+
+def views(flat: Tensor, shapes: list[tuple[str, list[int]]]) -> FullTensors:
+    """Return the named tensors that lie in a flat one, one after the other."""
+    parts = flat.split_with_sizes([math.prod(shape) for _, shape in shapes])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes, parts, strict=True)}
+
+
+# The comparison
+
+
+@dataclass
+class Seen:
+    """The largest difference of one name so far, and the first beyond the tolerance."""
+
+    largest: float = 0.0
+    first: tuple[int, float] | None = None  # step, difference
+
+
+@dataclass
+class Recorder:
+    """The differences that one rank has seen."""
+
+    config: TrainConfig  # of both runs
+    device: torch.device
+    seen: dict[tuple[Quantity, str], Seen] = field(default_factory=dict)
+
+    def note(self, what: Quantity, name: str, step: int, far: float) -> None:
+        seen = self.seen.setdefault((what, name), Seen())
+        seen.largest = max(seen.largest, far)
+        if seen.first is None and not far <= what.tolerance(self.config, self.device):
+            seen.first = step, far
+
+    def tensors(
+        self, what: Quantity, step: int, got: TensorBoxes, want: dict[str, Tensor], floor: float | None = None
+    ) -> None:
+        """Compare this rank's parts with whole tensors."""
+        if floor is None:
+            is_rough = what is Q.GRADIENTS and self.config.precision.dtype != "float64"
+            floor = FLOOR_OF_GRADIENTS if is_rough else FLOOR
+        sizes = {name: float(x.abs().max()) if x.numel() else 0.0 for name, x in want.items()}
+        for name, (shape, boxes, tensor) in got.items():
+            if name not in want or tuple(shape) != tuple(want[name].shape):
+                self.note(what, name, step, math.inf)
+                continue
+            kind = name.partition("/")[2]  # weights, or one of the moments
+            least = floor * max(size for other, size in sizes.items() if other.partition("/")[2] == kind)
+            far = 0.0
+            for box, flat in split_boxes(boxes, tensor.reshape(-1)):
+                apart = float((flat - cut(want[name], box).reshape(-1)).abs().max()) if flat.numel() else 0.0
+                far = max(far, math.inf if math.isnan(apart) else apart)
+            scale = max(sizes[name], least)
+            self.note(what, name, step, far / scale if scale else 0.0 if not far else math.inf)
+
+
+def cut(full: Tensor, box: Box) -> Tensor:
+    return full[tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))]
+
+
+def relative(got: float, want: float) -> float:
+    if got == want or (math.isnan(got) and math.isnan(want)):
+        return 0.0
+    far = abs(got - want) / abs(want) if want else math.inf
+    return math.inf if math.isnan(far) else far
+
+
+class _Comparing:
+    """One comparison on one rank."""
+
+    def __init__(self, config: TrainConfig, steps: int, setup: RankSetup, folder: Path | None) -> None:
+        self.config, self.steps, self.setup, self.folder, self.team = config, steps, setup, folder, setup.team
+        self.seen = Recorder(config, setup.device)
+        self.is_repeatable = setup.device.type == "cpu"
+        self.one: list[RecordedStep] = []  # rank 0: of one process
+        self.drawn: TensorBoxes = {}  # rank 0: its initial weights
+        self.validation = 0.0
+        self.has_trained_alone = False
+
+    def compare(self, not_compared: list[str]) -> Comparison:
+        """Return the result; a failure of the layout alone is a difference from one process."""
+        try:
+            self.run()
+        except (UserError, OSError):
+            raise
+        except Exception as error:
+            if not self.has_trained_alone or is_lost_rank(error) or out_of_memory(error):
+                raise
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(last.filename).name}:{last.lineno}"
+            seen = [name for (_, name), at in self.seen.seen.items() if at.first]
+            before = f", after a difference in {seen[0]}" if seen else ""
+            reason = f"{type(error).__name__} at {where}: {bare_message(error)}{before}"
+            message = f"this layout fails where one process does not, {reason}; do not train with it, and report it"
+            raise UserError(f"{message} with these flags", UNEQUAL) from error
+        return self.result(not_compared)
+
+    def run(self) -> None:
+        self.team.run_on_lead(lambda: self.train_alone(self.steps + 1))  # one more than the layout will have saved
+        self.has_trained_alone = True
+        saves = dataclasses.replace(self.config.checkpoint, save=str(self.folder)) if self.folder else Checkpoint()
+        with self.running(self.config, saves) as run:
+            saved, counters, last = self.train(run)
+        if self.folder:
+            self.resume(saved, counters, last)
+            self.take_over(saved, counters)
+
+    @contextlib.contextmanager
+    def running(self, config: TrainConfig, checkpoint: Checkpoint, by: Team | None = None) -> Iterator[Watched]:
+        setup = self.setup if by is None else dataclasses.replace(self.setup, team=by)
+        run = Watched(small_run.start_trainer(dataclasses.replace(config, checkpoint=checkpoint), setup))
+        try:
+            yield run
+        finally:
+            run.close()
+
+    def train_alone(self, steps: int) -> None:
+        with self.running(alone(self.config), Checkpoint(), ALONE) as run:
+            self.drawn = run.state()
+            for step in range(steps):
+                self.one.append(run.step())
+                if step + 1 == self.steps:
+                    self.validation = run.trainer.validate("valid", is_at_end=True)
+
+    def train(self, run: Watched) -> tuple[TensorBoxes, dict[str, Any], RecordedStep]:
+        """Train in the layout; return what it saved, its counters then, and its step after that."""
+        self.compare_drawn(run)
+        saved: TensorBoxes = {}
+        counters: dict[str, Any] = {}
+        for number in range(1, self.steps + 2):
+            made = run.step()
+            self.compare_step(number, made)
+            if number == self.steps:
+                want = self.team.run_on_lead(lambda: self.validation)
+                loss = run.trainer.validate("valid", is_at_end=True)
+                self.seen.note(Q.VALIDATION, AFTER, number, relative(loss, want))
+                saved, counters = made.state, run.counters()
+                if self.folder:
+                    run.trainer.state.save()
+                    run.trainer.state.saver.wait()
+        return saved, counters, made
+
+    def compare_drawn(self, run: Watched) -> None:
+        drawn = {name: x for name, x in run.state().items() if "/" not in name}
+        self.seen.tensors(Q.DRAWN, 0, drawn, self.of_one(self.drawn), floor=0.0)
+        self.check_cover(run)
+
+    def check_cover(self, run: Watched) -> None:
+        """Check that each element of each tensor is held by one rank as its own."""
+        own = run.trainer.net.store.named_state(to_save=True)
+        totals: dict[str, int] = {}
+        for mine in self.team.gather({name: x.numel() for name, (_, _, x) in own.items()}):
+            for name, count in mine.items():
+                totals[name] = totals.get(name, 0) + count
+        sizes = self.team.run_on_lead(lambda: {name: x.numel() for name, (_, _, x) in self.drawn.items()})
+        for name in sizes.keys() | totals.keys():
+            if totals.get(name) != sizes.get(name):
+                self.seen.note(Q.DRAWN, f"{name} (elements held)", 0, math.inf)
+
+    def compare_step(
+        self, step: int, made: RecordedStep, numbers: Quantity | None = None, tensors: Quantity | None = None
+    ) -> None:
+        """Compare a step of the layout with that of one process, under other names if given."""
+        team = self.team
+        one = self.one[step - 1] if team.is_lead else None
+        row, samples = team.run_on_lead(lambda: one and [one.numbers, one.samples])
+        for column, got in made.numbers.items():
+            self.seen.note(numbers or QUANTITIES[column], column, step, relative(got, row[column]))
+        self.compare_samples(step, made.samples, samples, tensors or Q.SAMPLES)
+        want_draws = broadcast({"": one.draws} if one else None, team)[""]
+        self.compare_draws(step, made.draws, want_draws, tensors or Q.DROPOUT)
+        self.seen.tensors(tensors or Q.GRADIENTS, step, made.gradients, self.of_one(one and one.gradients))
+        want = self.of_one(one and one.state)
+        for what, is_moment in ((Q.WEIGHTS, False), (Q.MOMENTS, True)):
+            mine = {name: x for name, x in made.state.items() if ("/" in name) == is_moment}
+            self.seen.tensors(tensors or what, step, mine, want)
+
+    def of_one(self, named: TensorBoxes | None) -> FullTensors:
+        """Send the full tensors of rank 0's own run to all ranks."""
+        return broadcast(None if named is None else full_tensors(named), self.team)
+
+    def compare_samples(self, step: int, mine: list[int], want: list[int], what: Quantity) -> None:
+        """Check that the data-parallel ranks together read what one process reads."""
+        at = layout_of(self.config, self.team.rank).at("replicas", "shard")
+        read: dict[int, list[int]] = {}
+        for data, numbers in self.team.gather([at, mine]):
+            if read.setdefault(data, numbers) != numbers:
+                self.seen.note(what, f"of data-parallel rank {data}", step, math.inf)
+        is_same = sorted(k for numbers in read.values() for k in numbers) == sorted(want)
+        self.seen.note(what, "of the step", step, 0.0 if is_same else math.inf)
+
+    def compare_draws(self, step: int, mine: Tensor, want: Tensor, what: Quantity) -> None:
+        """Check that the ranks together draw from the positions that one process draws from."""
+        want = want.to(torch.int32)
+        found = torch.isin(want, mine).to(torch.int32)
+        self.team.sum(found)
+        is_same = bool(torch.isin(mine, want).all()) and bool((found > 0).all())
+        self.seen.note(what, "seed, sample and position", step, 0.0 if is_same else math.inf)
+
+    # Resuming
+
+    def resume(self, saved: TensorBoxes, counters: dict[str, Any], last: RecordedStep) -> None:
+        """Load the saved state into the same layout and take its next step again."""
+        with self.running(self.config, Checkpoint(load=str(self.folder))) as run:
+            self.compare_bits(Q.LOADED, run.state(), saved)
+            self.compare_counters(Q.LOADED, run.counters(), counters)
+            again = run.step()
+        if self.is_repeatable:
+            self.compare_bits(Q.NEXT_STEP, again.state, last.state)
+            self.compare_counters(Q.NEXT_STEP, again.numbers, last.numbers)
+        else:  # the order of atomic additions differs
+            self.compare_step(self.steps + 1, again, Q.NEXT_STEP, Q.NEXT_STEP)
+
+    def take_over(self, saved: TensorBoxes, counters: dict[str, Any]) -> None:
+        """Load the saved state into one process, on rank 0, which takes the next step alone."""
+        loaded: list[tuple[TensorBoxes, dict[str, Any], RecordedStep]] = []
+
+        def load() -> None:
+            with self.running(alone(self.config), Checkpoint(load=str(self.folder)), ALONE) as run:
+                loaded.append((run.state(), run.counters(), run.step()))
+
+        self.team.run_on_lead(load)
+        mine = loaded[0] if loaded else None
+        self.seen.tensors(Q.LOADED_ALONE, self.steps, saved, self.of_one(mine and mine[0]), floor=0.0)
+        if mine:
+            self.compare_counters(Q.LOADED_ALONE, mine[1], counters)
+            want, number = self.one[self.steps], self.steps + 1
+            self.seen.tensors(Q.NEXT_STEP_ALONE, number, mine[2].state, full_tensors(want.state))
+            for name, got in mine[2].numbers.items():
+                self.seen.note(Q.NEXT_STEP_ALONE, name, number, relative(got, want.numbers[name]))
+
+    def compare_bits(self, what: Quantity, got: TensorBoxes, want: TensorBoxes) -> None:
+        for name in got.keys() | want.keys():
+            is_same = name in got and name in want and torch.equal(got[name][2], want[name][2])
+            self.seen.note(what, name, self.steps, 0.0 if is_same else math.inf)
+
+    def compare_counters(self, what: Quantity, got: dict[str, Any], want: dict[str, Any]) -> None:
+        for name, value in got.items():
+            is_same = value == want[name] or (value != value and want[name] != want[name])
+            self.seen.note(what, name, self.steps, 0.0 if is_same else math.inf)
+
+    # The result
+
+    def result(self, not_compared: list[str]) -> Comparison:
+        """Merge what all ranks have seen, on all ranks alike."""
+        mine = [[*key, s.largest, s.first] for key, s in self.seen.seen.items()]
+        largest: dict[tuple[Quantity, str], float] = {}
+        first: dict[tuple[Quantity, str], tuple[int, float, int]] = {}  # step, difference, rank
+        for rank, rows in enumerate(self.team.gather(mine)):
+            for what, name, far, begin in rows:
+                key = Quantity(what), name
+                largest[key] = max(largest.get(key, 0.0), far)
+                if begin is not None and (key not in first or begin[0] < first[key][0]):
+                    first[key] = begin[0], begin[1], rank
+        compared, dtype = [], self.config.precision.dtype
+        for what in Quantity:
+            of_kind = {name: far for (kind, name), far in largest.items() if kind == what}
+            if of_kind:
+                worst = max(of_kind, key=lambda name: of_kind[name])
+                allowed = what.tolerance(self.config, self.setup.device)
+                compared.append(Compared(what, len(of_kind), of_kind[worst], worst, allowed, dtype))
+        order = sorted(first, key=lambda key: (first[key][0], list(Quantity).index(key[0]), -first[key][1]))
+        differences = []
+        for what, name in order:
+            step, _, rank = first[what, name]
+            allowed = what.tolerance(self.config, self.setup.device)
+            where = f"step {step}, rank {rank}"
+            differences.append(Difference(what, name, largest[what, name], allowed, dtype, where))
+        gradients = {name: far for (kind, name), far in largest.items() if kind == Q.GRADIENTS}
+        return Comparison(self.steps, compared, differences, gradients, not_compared, self.config)
+
+
+class _ComparingUpdates(_Comparing):
+    """One comparison in the run's own precision: one process takes the layout's gradients."""
+
+    def run(self) -> None:
+        self.team.run_on_lead(lambda: self.train_alone(1))  # whether it can
+        self.has_trained_alone = True
+        self.one.clear()
+        with contextlib.ExitStack() as block:
+            run = block.enter_context(self.running(self.config, Checkpoint()))
+            leads = [self.running(alone(self.config), Checkpoint(), ALONE)] * self.team.is_lead
+            alone_too = [block.enter_context(context) for context in leads]
+            self.compare_drawn(run)
+            for number in range(1, self.steps + 1):
+                made = run.step()
+                gradients = self.full_gradients(run, made.gradients)
+                for one in alone_too:
+                    one.given = gradients
+                    self.one.append(one.step())
+                self.compare_step(number, made)
+
+    def full_gradients(self, run: Watched, gradients: TensorBoxes) -> FullTensors:
+        """Put the gradients together, of which each rank has parts as its own."""
+        weights = [name for name in self.drawn if "/" not in name]
+        shapes = self.team.run_on_lead(lambda: [[name, list(self.drawn[name][0])] for name in weights])
+        flat = torch.zeros(sum(math.prod(shape) for _, shape in shapes), dtype=torch.float64)
+        full = views(flat, shapes)
+        for name in run.trainer.net.store.named_state(False, to_save=True):
+            _, boxes, tensor = gradients[name]
+            for box, part in split_boxes(boxes, tensor.reshape(-1)):
+                cut(full[name], box).copy_(part.view(box.size))
+        self.team.sum(flat)
+        return full

@@ -1,0 +1,251 @@
+"""The reduced-size twin of a run: the same layout and options in float64, with few small layers.
+
+Sizes shrink to what the layout can still divide; a run that is small already keeps its own. The
+data are random tokens. What the twin leaves out is listed, for the certificate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwright.base.errors import UserError
+from meshwright.config import checks, flags
+from meshwright.config.fields import with_settings
+from meshwright.config.schema import (
+    Checkpoint,
+    Data,
+    Logging,
+    Model,
+    Optimizer,
+    Parallel,
+    Precision,
+    TokenizerFlags,
+    TrainConfig,
+    Training,
+)
+
+HEAD = 8  # width of a head
+SAMPLES = 10**6  # of random tokens
+SCALE = 2.0**10  # of the loss in float16
+RATE = 1e-2  # of learning
+SMALL = dict(num_layers=8, hidden_size=64, num_attention_heads=16)
+SMALL_LENGTH, SMALL_VOCABULARY, SMALL_BATCH = 64, 512, 32
+
+
+@dataclass(frozen=True)
+class Twin:
+    config: TrainConfig  # in float64
+    in_own_precision: TrainConfig | None  # the same; none if that is float64
+    left_out: list[str]  # what a comparison of twins says nothing about
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Return the sizes and numbers that the twin does not share with the run."""
+        c, m = self.config, self.config.model
+        names = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels".split()
+        out = {name: getattr(m, name) for name in names if getattr(m, name) is not None}
+        out |= {"seq_length": c.data.seq_length, "vocab_size": c.tokenizer.vocab_size, "micro_batch": c.micro_batch}
+        out |= {"global_batch": c.global_batch, "pipeline_layout": c.stages, "lr": c.optimizer.lr}
+        return out | {"clip_grad": c.optimizer.clip_grad, "hidden_dropout": m.hidden_dropout}
+
+
+def make_twin(config: TrainConfig, on_accelerator: bool = False) -> Twin:
+    """Return the twin of a run, whose length of training is left to the caller."""
+    c = config
+    model, parallel = (c.model, c.parallel) if is_small(c) else shrink(c)
+    ranks = c.parallel.tensor_model_parallel_size * c.parallel.context_parallel_size
+    length = c.data.seq_length or 0
+    if not length or length > SMALL_LENGTH:
+        length = -(-16 // ranks) * ranks
+    positions = model.max_position_embeddings and max(length, min(model.max_position_embeddings, length + 8))
+    # torch's kernels draw other dropout in other layouts, and take no float64 with masks.
+    is_masked = c.data.document_effects[-1] or model.position == "alibi"
+    drops = model.attention_dropout and (on_accelerator or model.attention_impl == "sdpa")
+    impl = "reference" if drops or (on_accelerator and is_masked) else model.attention_impl
+    model = replace(model, max_position_embeddings=positions, attention_impl=impl)
+    model = replace(model, hidden_dropout=model.hidden_dropout or 0.1)
+    tokenizer, model = vocabulary(c, model)
+    twin = replace(
+        c,
+        model=model,
+        tokenizer=tokenizer,
+        data=data(c.data, length),
+        training=training(c, on_accelerator),
+        optimizer=optimizer(c.optimizer),
+        precision=replace(Precision(**copied(c.precision)), params_dtype="float64"),
+        parallel=replace(parallel, deepspeed_config=None, world_size=c.world),
+        checkpoint=Checkpoint(**copied(c.checkpoint)),
+        logging=Logging(log_params_norm=True, progress=False, tensorboard=False),
+    )
+    own = None if c.precision.dtype == "float64" else in_own_precision(twin, c.precision)
+    if wrong := checks.problems(twin) or (own and checks.problems(own)):
+        raise UserError(flags.listed(["the small twin of these settings cannot run", *wrong]))
+    return Twin(twin, own, left_out(c, impl, on_accelerator))
+
+
+def in_own_precision(twin: TrainConfig, p: Precision) -> TrainConfig:
+    """Return the twin in another precision, with a loss scale that grows and never overflows.
+
+    Without clipping, a rounding of the norm changes no update. Products in fp8 are left out.
+    """
+    precision = replace(
+        Precision(**copied(p)),
+        fp16=p.fp16,
+        bf16=p.bf16,
+        params_dtype=p.params_dtype,
+        fp32_residual_connection=p.fp32_residual_connection,
+        loss_scale=min(p.loss_scale, SCALE) if p.loss_scale else None,
+        initial_loss_scale=SCALE,
+        loss_scale_window=2,
+        hysteresis=p.hysteresis,
+    )
+    return with_settings(replace(twin, precision=precision), lr=RATE, clip_grad=0.0)
+
+
+def alone(config: TrainConfig) -> TrainConfig:
+    """Return the same run in one process, by the plain layers and without recomputation."""
+    t = config.training
+    micro = 2 if t.loss_mean == "global" and not any(n % 2 for n in config.batches) else config.micro_batch
+    t = replace(t, micro_batch_size=micro, num_accumulation_steps=None, global_batch_size=config.global_batch)
+    t = replace(t, recompute_granularity=None, recompute_method=None, recompute_num_layers=1, checkpoint_in_cpu=False)
+    t = replace(t, fused_kernels="off", compile="off", cuda_graphs="off")
+    return replace(config, training=t, parallel=Parallel(world_size=1, device=config.parallel.device))
+
+
+def is_small(c: TrainConfig) -> bool:
+    """Whether a run's model needs no reduction."""
+    return all((getattr(c.model, name) or most + 1) <= most for name, most in SMALL.items()) and c.model.ffn <= 256
+
+
+def shrink(c: TrainConfig) -> tuple[Model, Parallel]:
+    """Return a small model, and the pipeline that cuts it in the same way."""
+    m, p, stages = c.model, c.parallel, c.stages
+    if p.pipeline_layout and p.num_layers_per_virtual_pipeline_stage is None:
+        # Stages of different sizes stay so: 2, 7, 7, 4 layers become 1, 3, 3, 2.
+        rank = {n: i + 1 for i, n in enumerate(sorted(set(stages)))}
+        counts = [rank[n] for n in stages]
+        layers, p = sum(counts), replace(p, pipeline_layout=",".join(map(str, counts)))
+    elif p.pipeline_layout:
+        layers = m.num_layers or 0
+    else:
+        each = 2 if len(stages) <= 2 and min(stages) > 1 else 1
+        layers = each * len(stages) + (m.num_layers or 0) % len(stages)
+        if p.num_layers_per_virtual_pipeline_stage:
+            p = replace(p, num_layers_per_virtual_pipeline_stage=each)
+    unit = p.tensor_model_parallel_size * p.context_parallel_size  # the ranks that divide heads
+    heads, groups = m.num_attention_heads or 1, m.groups
+    few = unit * min(2, max(1, groups // unit))
+    shared = min(2, heads // groups)  # heads that share a key
+    width, hidden = few * shared * HEAD, m.hidden_size or 1
+    apart = heads * m.head_dim - hidden  # heads may be narrower or wider than the residual stream
+    small = width if not apart else 2 * width if apart < 0 else max(width // 2, 4)
+    factor = p.tensor_model_parallel_size
+    ffn = factor * max(1, round(small * m.ffn / hidden / factor))
+    rotary = max(m.rotary_percent, 2 / HEAD) if m.position == "rope" else m.rotary_percent
+    model = replace(
+        m,
+        num_layers=layers,
+        hidden_size=small,
+        num_attention_heads=few * shared,
+        num_query_groups=few if groups < heads else None,
+        group_query_attention=groups < heads,
+        kv_channels=HEAD,
+        ffn_hidden_size=ffn,
+        rotary_percent=rotary if int(HEAD * rotary) % 2 == 0 else 0.5,
+        # The twin has grown as the run has.
+        mup_base_hidden_size=m.mup_base_hidden_size and max(1, round(small / m.width_growth)),
+        mup_base_num_layers=m.mup_base_num_layers and max(1, round(layers / m.depth_growth)),
+    )
+    return model, p
+
+
+def vocabulary(c: TrainConfig, m: Model) -> tuple[TokenizerFlags, Model]:
+    """Return a small vocabulary that leaves rows of padding on the last tensor rank."""
+    tp, size = c.parallel.tensor_model_parallel_size, c.tokenizer.vocab_size
+    if c.data.mock_data and size and size <= SMALL_VOCABULARY:
+        return TokenizerFlags(vocab_size=size), m
+    rows = 8 * tp * -(-40 // (8 * tp))
+    m = replace(m, make_vocab_size_divisible_by=8, pad_vocab_size_to=rows if m.pad_vocab_size_to else None)
+    return TokenizerFlags(vocab_size=rows - 3), m
+
+
+def training(c: TrainConfig, on_accelerator: bool) -> Training:
+    """Return few micro-batches of few samples, and the options of the passes."""
+    t, p = c.training, c.parallel
+    number, micro, pp = c.micro_batches(c.global_batch), c.micro_batch, p.pipeline_model_parallel_size
+    if number * micro * c.dp > SMALL_BATCH:
+        micro, number = min(micro, 2), min(number, 2 * pp if pp > 1 else 3)
+    unit = micro * c.dp * (pp if pp > 1 and number % pp == 0 else 1)
+    grows = t.rampup_batch_size or t.step_batch_size_schedule
+    ramp = [unit, unit, 2 * unit] if grows and number * micro * c.dp > unit else []
+    # Of a stage's layers, some are recomputed if some are in the run.
+    layers = t.recompute_num_layers
+    if not is_small(c):
+        each = max(1, (shrink(c)[0].num_layers or 0) // len(c.stages))
+        layers = max(1, min(layers, each - (layers < max(c.stages))))
+    return replace(
+        Training(**copied(t)),
+        micro_batch_size=micro,
+        global_batch_size=number * micro * c.dp,
+        rampup_batch_size=ramp,
+        recompute_num_layers=layers,
+        eval_iters=1,
+        train_iters=None if ramp else 10**4,
+        train_samples=SAMPLES if ramp else None,
+        # Their interpreter computes float64, on a CPU.
+        fused_kernels="on" if t.fused_kernels == "on" and not on_accelerator else "off",
+        compile="off",
+        cuda_graphs="off",
+    )
+
+
+def copied(settings: Any) -> dict[str, Any]:
+    """Return the settings of a group that the twin shares with the run, as their flags say."""
+    shared = [f.name for f in dataclasses.fields(settings) if "twin" in f.metadata["proof"]]
+    return {name: getattr(settings, name) for name in shared}
+
+
+def data(d: Data, length: int) -> Data:
+    """Return random tokens whose ends of documents mean what the run's borders of documents do."""
+    masks_loss, resets_positions, resets_attention = d.document_effects
+    return replace(
+        Data(**copied(d)),
+        mock_data=True,
+        seq_length=length,
+        num_workers=0,
+        eod_mask_loss=masks_loss,
+        reset_position_ids=resets_positions,
+        reset_attention_mask=resets_attention,
+    )
+
+
+def optimizer(o: Optimizer) -> Optimizer:
+    """Return the same rule with a constant learning rate so high that each step matters."""
+    rate, clip = 0.3 if o.optimizer == "sgd" else RATE, 0.25 if o.clip_grad else 0.0
+    # Gradients that are 0 but for rounding would else be enlarged to steps of full size.
+    least = max(o.adam_eps, 1e-6)
+    return replace(Optimizer(**copied(o)), lr=rate, lr_decay_style="constant", clip_grad=clip, adam_eps=least)
+
+
+def left_out(c: TrainConfig, impl: str, on_accelerator: bool) -> list[str]:
+    """Return what the run has and the twin has not, each as a reader would ask for it."""
+    t, p, m = c.training, c.precision, c.model
+    low = "bf16" if p.bf16 else "fp16" if p.fp16 else "" if p.params_dtype == "float64" else "float32"
+    is_long = (c.data.seq_length or 0) > SMALL_LENGTH or c.global_batch > SMALL_BATCH
+    fused = on_accelerator and t.fused_kernels != "off" and m.is_fusible and t.compile != "on"
+    listed = {
+        f"saving and resuming in {low}: compared in float64": low,
+        "overflows in fp16: the loss scale is small": p.fp16,
+        f"fp8 products (--fp8-format {p.fp8_format})": p.fp8_format,
+        "fused kernels: both runs have plain layers": fused,
+        "compiled layers": t.compile == "on" or (on_accelerator and not fused and t.compile == "auto"),
+        "CUDA graphs": t.cuda_graphs == "on" or (on_accelerator and t.cuda_graphs == "auto"),
+        "torch's kernels of attention: the reference computes it": impl != m.attention_impl,
+        "the files of the data: both runs read random tokens": True,
+        "packing: random documents end where a token says so": c.data.packing != "stream",
+        "the sizes of the run: see the reduced ones": not is_small(c) or is_long,
+        "the schedule of the learning rate, which is constant": c.optimizer.lr_decay_style != "constant",
+    }
+    return [line for line, applies in listed.items() if applies]

@@ -1,0 +1,132 @@
+"""The web application of `watch`: the files of its page, and what it asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any, get_args
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from meshwright.apps.watch.curves import Axis, View, curves, loss_units
+from meshwright.apps.watch.overview import Watcher, describe_samples
+from meshwright.apps.web.guard import Limits, RequestGuard
+from meshwright.apps.web.protocol import make_server
+from meshwright.apps.web.site import REPORT_CSS, make_site
+from meshwright.base.errors import UNAVAILABLE, UserError
+from meshwright.base.fields import Fields, Refusal
+from meshwright.base.records import json_ready
+from meshwright.base.runs.follow import RunTail
+
+FILES = {
+    "/": ("meshwright.apps.watch", "page.html"),
+    "/page.css": REPORT_CSS,
+    **{f"/{name}": ("meshwright.apps.watch", name) for name in ("watch.css", "watch.js", "chart.js", "words.js")},
+    **{f"/{name}": ("meshwright.apps.watch", f"vendor/{name}") for name in ("uPlot.iife.min.js", "uPlot.min.css")},
+}
+EVENT_SECONDS, SILENCE_SECONDS = 0.5, 15.0  # seconds between events, and after which nothing new is sent again
+MOST_RUNS, MOST_POINTS = 64, 4000  # of one request
+READ_SECONDS = 10.0  # for a request's header
+LIMITS = Limits(
+    own_hosts=frozenset({"localhost"}), advice="open the address that was printed", read_seconds=READ_SECONDS
+)
+
+
+def make_app(watcher: Watcher) -> RequestGuard:
+    """Return the application; the caller starts the watcher."""
+
+    def answer(value: Any) -> Response:
+        return Response(json.dumps(json_ready(value, lambda x: None)), media_type="application/json")
+
+    def state(request: Request) -> Response:
+        return answer(watcher.state())
+
+    def find_run(folder: Any) -> RunTail:
+        try:
+            return watcher.run_in(str(folder))
+        except KeyError:
+            raise Refusal("no run in this folder is watched", "run") from None
+
+    def draw(request: Request) -> Response:
+        folders = request.query_params.getlist("run")[:MOST_RUNS]
+        view = read_view(query_fields(request, without="run"))
+        runs, out = {folder: find_run(folder) for folder in folders}, {}
+        unit, factors = loss_units(list(runs.values()))
+        for (folder, run), factor in zip(runs.items(), factors, strict=True):
+            with run.lock:
+                out[folder] = curves(run, view, factor) | {"loss_unit": unit}
+        return answer(out)
+
+    def samples(request: Request) -> Response:
+        f = query_fields(request)
+        run, iteration = find_run(f.take("run")), f.integer("step", None, 0, 2**53)
+        f.refuse_rest()
+        if iteration is None:
+            raise Refusal("step is required", "step")
+        return answer(describe_samples(run, iteration))
+
+    async def events(request: Request) -> Response:
+        return StreamingResponse(event_stream(watcher), media_type="text/event-stream")
+
+    api = {"state": state, "curves": draw, "samples": samples, "events": events}
+    return make_site(FILES, [Route(f"/api/{name}", endpoint) for name, endpoint in api.items()], LIMITS)
+
+
+def query_fields(request: Request, without: str = "") -> Fields:
+    """Return the fields of an address, of which numbers are numbers."""
+    values: dict[str, Any] = {}
+    for name, text in request.query_params.items():
+        try:
+            values[name] = orjson.loads(text) if name != "run" else text
+        except orjson.JSONDecodeError:
+            values[name] = text
+    values.pop(without, None)
+    return Fields(values)
+
+
+def read_view(f: Fields) -> View:
+    """Return the view that a query asks for."""
+    default = View()
+    axis = f.text("axis", default.axis)
+    if axis not in get_args(Axis):
+        raise Refusal(f"axis {axis!r} must be one of {', '.join(get_args(Axis))}", "axis")
+    begin, end = f.number("begin", default.begin), f.number("end", default.end)
+    points, smooth = f.integer("points", default.points, 10, MOST_POINTS), f.number("smooth", default.smooth, 0, 0.5)
+    f.refuse_rest()
+    return View(axis, begin, end, points, smooth)  # type: ignore[arg-type]
+
+
+async def event_stream(watcher: Watcher) -> AsyncIterator[str]:
+    """Yield the state as server-sent events: at once, and whenever something was read."""
+    sent, waited = -1, 0.0
+    while not watcher.is_over():
+        if watcher.version != sent or waited >= SILENCE_SECONDS:
+            sent, waited = watcher.version, 0.0
+            text = json.dumps(await asyncio.to_thread(watcher.state))
+            yield f"data: {text}\n\n"
+        await asyncio.sleep(EVENT_SECONDS)
+        waited += EVENT_SECONDS
+
+
+def serve_page(watcher: Watcher, port: int, opened: Callable[[int], None]) -> None:
+    """Serve the page on this machine's own address until a signal."""
+    try:
+        listening = socket.create_server(("127.0.0.1", port))
+    except OSError as error:
+        hint = "choose another --port, or 0 for any free one"
+        raise UserError(f"--port {port}: {os.strerror(error.errno or 0)}; {hint}", UNAVAILABLE) from None
+    http = make_server(make_app(watcher), READ_SECONDS)
+    watcher.is_over = lambda: http.should_exit
+    watcher.start()
+    try:
+        opened(listening.getsockname()[1])
+        asyncio.run(http.serve([listening]))
+    finally:
+        watcher.stopping.set()
+        listening.close()

@@ -1,0 +1,182 @@
+"""Find the runs below some folders, follow them, and describe each for the page."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.apps.report.compare import COLOURS, RUN_LINES, differing
+from meshwright.apps.report.page import shell_line
+from meshwright.apps.watch.curves import scale_of
+from meshwright.base.records import json_ready
+from meshwright.base.runs.follow import RunTail
+from meshwright.base.runs.history import PATIENCE, Attempt
+from meshwright.base.runs.rows import METRICS
+
+FOLLOW_SECONDS, SEARCH_SECONDS = 0.5, 5.0  # between readings of the files, and between searches for new ones
+SEARCH_DEPTH = 3  # folders below a given one
+RECENT_STEPS = 100  # steps whose speed says how long the rest takes
+
+
+class Watcher:
+    """All runs, followed by one thread; `version` counts what it has read."""
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        self.roots, self.version = list(roots), 0
+        self.runs: dict[Path, RunTail] = {}  # in the order in which they were found: their numbers
+        self.names: dict[Path, str] = {}
+        self.stopping = threading.Event()
+        self.is_over: Callable[[], bool] = self.stopping.is_set  # whether streams of events must end
+        self.searched = -math.inf
+
+    def start(self) -> None:
+        self.search()
+        threading.Thread(target=self.follow, daemon=True).start()
+
+    def follow(self) -> None:
+        while not self.stopping.wait(FOLLOW_SECONDS):
+            self.update()
+
+    def update(self) -> None:
+        """Read what the runs have written, and now and then search for new ones."""
+        if time.monotonic() - self.searched > SEARCH_SECONDS:
+            self.search()
+        for run in list(self.runs.values()):
+            if self.stopping.is_set():
+                return
+            try:
+                run.read_new(self.publish)
+            except (OSError, BrokenExecutor) as error:  # a disk that fails, a process killed for memory: try again
+                run.file_state = ()
+                if str(error) != run.problem:
+                    run.problem = str(error)
+                    self.publish()
+
+    def publish(self) -> None:
+        self.version += 1
+
+    def search(self) -> None:
+        """Find runs that are new; a folder without any is a run that begins later."""
+        self.searched = time.monotonic()
+        below = {root: list(find_runs(root)) or [root] for root in self.roots}
+        folders = dict.fromkeys(folder for each in below.values() for folder in each)
+        runs = {folder: self.runs.get(folder) or RunTail(folder) for folder in [*self.runs, *folders]}
+        if runs.keys() == self.runs.keys():
+            return
+        gone = [root for root in self.roots if root in runs and root not in folders and not runs[root].file_state]
+        self.runs = {folder: run for folder, run in runs.items() if folder not in gone}
+        names = {f: str(f.relative_to(root)) if f != root else f.resolve().name for root in below for f in below[root]}
+        again = {name for name in names.values() if list(names.values()).count(name) > 1}
+        self.names |= {f: str(f) if name in again else name for f, name in names.items()}
+        self.publish()
+
+    def run_in(self, folder: str) -> RunTail:
+        """Return the run of a folder; raise KeyError for a folder that is not watched."""
+        return self.runs[Path(folder)]
+
+    def state(self) -> dict[str, Any]:
+        """Return what the page says of all runs, without curves."""
+        runs = [describe_run(run, self.names[folder], time.time()) for folder, run in list(self.runs.items())]
+        for number, run in enumerate(runs):
+            run |= {"colour": COLOURS[number % len(COLOURS)], "dash": dash_of(number)}
+        settings = [run.settings for run in list(self.runs.values())]
+        out = {"version": self.version, "runs": runs}
+        return {**out, "different": differing(settings) if len(settings) > 1 else {}}
+
+
+def dash_of(number: int) -> list[float]:
+    """Return the dashes of a run's lines: solid, until all colours are used."""
+    line, _ = RUN_LINES[number // len(COLOURS) % len(RUN_LINES)]
+    return [] if line == "-" else list(line[1])
+
+
+def find_runs(root: Path) -> Iterator[Path]:
+    """Yield the folders with a metrics.jsonl: this one, or those below it."""
+    for name, folders, files in os.walk(root):
+        if METRICS in files:
+            yield Path(name)
+            folders.clear()
+        is_deep = len(Path(name).relative_to(root).parts) >= SEARCH_DEPTH
+        folders[:] = [] if is_deep else sorted(f for f in folders if not f.startswith((".", "iter_")))
+
+
+def describe_run(run: RunTail, name: str, now: float) -> dict[str, Any]:
+    """Return the figures of one run; numbers that are not finite are null."""
+    with run.lock:
+        attempts, record = run.record.attempts, run.record
+        start = attempts[-1].start if attempts else {}
+        facts = "parameters train_iters device dtype torch version tokens_per_step".split()
+        out: dict[str, Any] = {
+            "name": name,
+            "folder": str(run.folder),
+            "problem": run.problem,
+            "damage": run.damage,
+            "read": run.offset / run.size if run.size else 1.0,
+            "attempts": [describe_attempt(a) for a in attempts],
+            "state": state_of(run, now),
+            "slow": list(attempts[-1].slow.values()) if attempts and attempts[-1].end is None else [],
+            "updated": run.updated,
+            "steps": run.count,
+            "unit": "tokens" if run.settings.get("seq_length") else "samples",
+            "samples": sorted({i for i, _ in record.samples}),
+            "seconds": sum(a.seconds for a in attempts),
+        }
+        out |= {key: start.get(key) for key in facts}
+        if means := record.mean_validations():
+            best = record.best_validation()
+            out |= {"best": best and list(best[::-1]), "validation": means[-1][1]}
+        if run.count:
+            out |= recent_figures(run)
+            if goodput := run.goodput():
+                out |= {"goodput": goodput.share, "recovery": goodput.mean_recovery}
+    clean: dict[str, Any] = json_ready(out, lambda x: None)
+    return clean
+
+
+def recent_figures(run: RunTail) -> dict[str, Any]:
+    last = int(run.column("iteration")[-1])
+    loss, count = run.final_loss()
+    ms = float(np.median(run.column("ms")[-RECENT_STEPS:]))
+    peaks = run.column("memory")
+    out: dict[str, Any] = {"step": last, "loss": loss, "loss_steps": count, "ms": ms}
+    out |= {"amount": int(run.column("consumed_samples")[-1]) * scale_of(run)}
+    out |= {name: float(run.column(name)[-1]) for name in ("lr", "grad_norm")}
+    out |= {name: float(np.median(run.column(name)[-RECENT_STEPS:])) for name in ("tokens_per_second", "mfu")}
+    out["memory"] = float(np.nanmax(peaks)) if np.isfinite(peaks).any() else None
+    out["skipped"] = int(run.column("skipped").sum())
+    total = run.record.attempts[-1].start.get("train_iters") if run.record.attempts else None
+    if isinstance(total, int) and total > last:
+        out["left"] = (total - last) * ms / 1e3
+    return out
+
+
+def state_of(run: RunTail, now: float) -> str:
+    """Return a key of the page's words."""
+    attempts = run.record.attempts
+    if not run.file_state:
+        return "waiting"
+    if not attempts:
+        return "reading" if run.offset < run.size else "empty"
+    if attempts[-1].end is None:
+        return "running" if now - run.updated < PATIENCE else "silent"
+    return "ended" if attempts[-1].end.get("status") == 0 else "failed"
+
+
+def describe_attempt(a: Attempt) -> dict[str, Any]:
+    end = a.end or {}
+    out = {"number": a.number, "time": a.start.get("time"), "began": a.began, "last": a.last}
+    return {**out, "command": shell_line(a.start.get("command")), "end": end.get("reason"), "at": end.get("time")}
+
+
+def describe_samples(run: RunTail, iteration: int) -> list[dict[str, Any]]:
+    with run.lock:
+        samples = [sample for (i, _), sample in sorted(run.record.samples.items()) if i == iteration]
+    return [{"number": s.number, "prompt": s.prompt, "text": s.text} for s in samples]

@@ -1,0 +1,89 @@
+"""Suggestions for misspelled names, and answers to addresses where a path is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import os
+import re
+from collections.abc import Container, Iterable
+
+from meshwright.base.files import read_table
+
+
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return "; did you mean X?" for the closest known word, or an empty string.
+
+    A suggestion must not mislead: it is never the opposite (--no-x for --x), and the parts in which
+    the two differ must be alike too (--min-learning-rate is not --learning-rate).
+    """
+    near = (other for other in difflib.get_close_matches(word, list(known), 5, cutoff) if _is_alike(word, other))
+    return next((f"; did you mean {other}?" for other in near), "")
+
+
+@functools.cache
+def _other_words() -> dict[str, dict[str, str]]:
+    return read_table("compat/flags/other_words.toml")
+
+
+def our_word(kind: str, word: str, known: Container[str]) -> str:
+    """Return what a word of another trainer is here, or an empty string.
+
+    `kind` is flags, commands or presets; `known` are those that there are.
+    """
+    for answer, words in _other_words()[kind].items():
+        if word in words.split() and (answer.startswith("`") or re.split("[ ,;]", answer)[0] in known):
+            return answer
+    return ""
+
+
+def near_path(path: str, ending: str = "") -> str:
+    """Return "; did you mean X?" for what is named like a path that does not exist, or nothing.
+
+    Names with this ending count, without it: first those that go on where the path ends, then
+    those that end where its suffix begins.
+    """
+    folder, name = os.path.split(path)
+    with contextlib.suppress(OSError):
+        there = [n.removesuffix(ending) for n in sorted(os.listdir(folder or "."))[:10_000] if n.endswith(ending)]
+        others = [n for n in there if n != name and n.isprintable() and not n.startswith(".")]
+        longer = [n for n in others if name and n.startswith(name)]
+        shorter = [n for n in others if name.startswith(f"{n}.")]
+        if near := longer[:3] or shorter[-1:] or difflib.get_close_matches(name, others, 1, 0.8):
+            return f"; did you mean {' or '.join(os.path.join(folder, n) for n in near)}?"
+    return ""
+
+
+def near_prefix(prefix: str) -> str:
+    """Return what to do about a prefix of token files that has none."""
+    return near_path(prefix, ".idx") or f"; {prefix} must be the prefix of a .bin and an .idx"
+
+
+def _is_alike(word: str, other: str) -> bool:
+    parts, others = (re.split("[-_ ]+", w.lstrip("-")) for w in (word, other))
+    if (parts[0] in ("no", "disable")) != (others[0] in ("no", "disable")):
+        return False
+    mine, theirs = ("-".join(p for p in a if p not in b) for a, b in ((parts, others), (others, parts)))
+    return mine == theirs or difflib.SequenceMatcher(None, mine, theirs).ratio() >= 0.5
+
+
+def find_address(text: str) -> str | None:
+    """Return the first word that is an address, such as s3://bucket/folder, and no local path."""
+    found = re.search(r"""(?:^|[\s"'])([A-Za-z][A-Za-z0-9+.-]+://[^\s"',]*)""", text)
+    return found[1] if found else None
+
+
+def refuse_address(address: str) -> str:
+    """Return why an address cannot be read or written, and what to do."""
+    scheme, _, rest = address.partition(":")
+    rest = rest.strip("/")
+    advice = {
+        "file": f"give the path /{rest}",
+        "hf": f"a name on the Hugging Face Hub is given alone, as {rest or 'gpt2'}, and only to --tokenizer; "
+        "data sets of the Hub are read by preprocess --input",
+        **dict.fromkeys(("http", "https"), "download it first, as by `meshwright data fetch`"),
+    }
+    return f"{address} is an address, not a path of this machine; " + advice.get(
+        scheme.lower(), "mount it here, or copy from and to a local folder"
+    )

@@ -1,0 +1,330 @@
+"""The history of a run: metrics.jsonl and config.toml."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import sys
+from collections.abc import Reversible, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwright.base.errors import bad_data, not_a_run
+from meshwright.base.files import parse_toml, read_small
+from meshwright.base.runs.rows import DAMAGED, METRICS, DamagedRow, explain_damage, read_lines
+
+CONFIG_LIMIT = 4 << 20  # bytes of config.toml
+PATIENCE = 900.0  # seconds without a new row after which a run counts as killed
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedStep:
+    iteration: int
+    consumed_samples: int
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    ms: float
+    tokens_per_second: float
+    mfu: float | None
+    memory: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    iteration: int
+    name: str  # "validation" or "test"
+    loss: float
+    ppl: float
+    dataset: str = ""  # its name where there are several
+    is_at_end: bool = False  # whether it followed the last step, which may have been validated before
+    by_position: dict[str, float] = field(default_factory=dict)
+    by_data: dict[str, float] = field(default_factory=dict)  # losses by pairs of token files, if there are several
+    ema_loss: float | None = None  # of the average of --ema
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} on {self.dataset}" if self.dataset else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """The validation loss of the mean of the weights of some steps."""
+
+    steps: list[int]
+    loss: float
+
+
+# Rows about what is done between steps, whose seconds no step includes.
+PAUSES = {"save": "saves", "validation": "validations", "scores": "scores", "sample": "samples"}
+PAUSES |= {"average": "validations", "rollback": "rollbacks", "nonfinite": "searches for a fault"}
+
+
+@dataclass
+class Attempt:
+    number: int
+    start: dict[str, Any]
+    began: int  # the iteration it started from
+    last: int  # the iteration it reached
+    seconds: float = 0.0  # in steps and saves, including those that a later attempt repeated
+    steps: float = 0.0  # seconds in steps
+    pauses: dict[str, float] = field(default_factory=dict)  # seconds between them, by what they went into
+    first: float = 0.0  # when its first step was done, in seconds since 1970
+    latest: float = 0.0  # the time of its last row
+    end: dict[str, Any] | None = None  # None: still running, or killed
+    unsaved: list[int] = field(default_factory=list)  # the iterations whose save failed
+    rollbacks: list[int] = field(default_factory=list)  # the iterations at which it went back
+    slow: dict[int, str] = field(default_factory=dict)  # rank: how much slower than the others it is
+
+    @property
+    def startup(self) -> float:
+        """Seconds from its beginning to its first row."""
+        phases = self.start.get("startup")
+        timed = sum(map(_time, phases.values())) if isinstance(phases, dict) else 0.0
+        return _time(self.start.get("ready", timed))
+
+    @property
+    def begun(self) -> float:
+        return float(self.start["time"]) - self.startup
+
+    @property
+    def worked(self) -> float:
+        """The time when all that it has recorded could be done, for rows without a time."""
+        return float(self.start["time"]) + self.steps + sum(self.pauses.values())
+
+    def note(self, row: dict[str, Any], now: float) -> None:
+        """Take note of the time of one of its rows, and of what went into a pause between steps."""
+        if kind := PAUSES.get(row["event"]):
+            seconds = _time(row.get("seconds", 0))
+            self.pauses[kind] = self.pauses.get(kind, 0.0) + seconds
+            self.seconds += seconds if kind == "saves" else 0.0
+        self.latest = max(self.latest, now or self.worked)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Text that the model wrote during training (--sample-interval)."""
+
+    iteration: int
+    number: int  # of the prompt
+    prompt: str
+    text: str
+
+
+class Record:
+    """The content of metrics.jsonl, taken row by row; the steps are left to the caller.
+
+    An attempt that starts at N undoes what earlier ones did after N, and so does a rollback to N.
+    So the last row of an iteration counts, and a run started anew is not mixed with the one before.
+
+    The losses of several validation sets are one where a run has one: their mean, as --keep-best
+    compares it. The final one is that after the last step, if the run ended with a validation.
+    """
+
+    def __init__(self) -> None:
+        self.attempts: list[Attempt] = []
+        # Keyed by title, iteration, and whether it was the validation at the end of the run.
+        self.checks: dict[tuple[str, int, bool], Validation] = {}
+        self.samples: dict[tuple[int, int], Sample] = {}
+        self.means: dict[int, Mean] = {}  # of --average-last, by the iteration at which a run ended
+        self.scores: dict[str, dict[int, float]] = {}  # of --eval-tasks: name: iteration: score
+
+    def take(self, row: dict[str, Any]) -> None:
+        """Add a row; raise one of DAMAGED for a damaged one."""
+        event, iteration, now = row["event"], int(row["iteration"]), _time(row.get("time", 0))
+        if (kept := kept_until(row)) is not None:
+            self.checks = {k: v for k, v in self.checks.items() if k[1] <= kept}
+            self.samples = {k: v for k, v in self.samples.items() if k[0] <= kept}
+            self.scores = {n: {i: x for i, x in v.items() if i <= kept} for n, v in self.scores.items()}
+            self.means = {i: mean for i, mean in self.means.items() if i <= kept}
+        if event == "start":
+            self.attempts.append(Attempt(int(row["attempt"]), row, iteration, iteration))
+            row["time"] = now
+        elif event == "validation":
+            loss, ppl = float(row["loss"]), float(row["ppl"])
+            by_position, by_data = (
+                {str(n): float(x) for n, x in row.get(key, {}).items()} for key in ("by_position", "by_data")
+            )
+            averaged = float(row["ema_loss"]) if "ema_loss" in row else None
+            where = iteration, str(row["name"]), loss, ppl, str(row.get("set", "")), bool(row.get("end"))
+            v = Validation(*where, by_position, by_data, averaged)
+            self.checks[v.title, iteration, v.is_at_end] = v
+        elif event == "average":
+            self.means[iteration] = Mean([int(step) for step in row["steps"]], float(row["loss"]))
+        elif event == "sample":
+            number = int(row["number"])
+            self.samples[iteration, number] = Sample(iteration, number, str(row["prompt"]), str(row["text"]))
+        elif event == "scores":
+            for name, score in row["scores"].items():
+                self.scores.setdefault(name, {})[iteration] = float(score)
+        elif event == "save-failed" and self.attempts:
+            self.attempts[-1].unsaved.append(iteration)
+        elif event == "rollback" and self.attempts:
+            self.attempts[-1].rollbacks.append(iteration)
+        elif event == "straggler" and self.attempts:
+            slow, rank = self.attempts[-1].slow, int(row["rank"])
+            slow.pop(rank, None)
+            slow |= {rank: f"{row['text']} (step {iteration})"} if row["slow"] else {}
+        elif event == "end" and self.attempts and self.attempts[-1].number == int(row["attempt"]):
+            self.attempts[-1].end = row
+            row["time"] = now
+        if self.attempts and self.attempts[-1].number == row.get("attempt"):
+            self.attempts[-1].note(row, now)
+
+    def take_steps(self, last: int, seconds: float, times: tuple[float, float] | None = None) -> None:
+        """Count steps up to iteration `last` as the newest attempt's; `times` of first and last.
+
+        Rows of versions before 0.11 have no time: then it is that of the attempt's work so far.
+        """
+        if self.attempts:
+            newest = self.attempts[-1]
+            newest.last = last
+            newest.seconds += seconds
+            newest.steps += seconds
+            if times is None:
+                times = newest.worked - seconds, newest.worked
+            newest.first = newest.first or times[0]
+            newest.latest = max(newest.latest, times[1])
+
+    @property
+    def validations(self) -> list[Validation]:
+        return sorted(self.checks.values(), key=lambda v: (v.iteration, v.is_at_end))
+
+    def sets(self, name: str = "validation") -> dict[str, list[Validation]]:
+        """Return the validations (or tests) of each data set, in order."""
+        sets: dict[str, list[Validation]] = {}
+        for v in self.validations:
+            if (v.name == "test") == (name == "test"):
+                sets.setdefault(v.dataset, []).append(v)
+        return sets
+
+    def mean_validations(self) -> list[tuple[int, float]]:
+        """Return iterations and mean losses of the sets; the last iteration may occur twice."""
+        losses: dict[tuple[int, bool], list[float]] = {}
+        for v in itertools.chain(*self.sets().values()):
+            losses.setdefault((v.iteration, v.is_at_end), []).append(v.loss)
+        return [(i, math.fsum(each) / len(each)) for (i, _), each in sorted(losses.items())]
+
+    def best_validation(self) -> tuple[int, float] | None:
+        """Return the iteration with the lowest mean loss, and that loss."""
+        numbers = [(i, loss) for i, loss in self.mean_validations() if not math.isnan(loss)]
+        return min(numbers, key=lambda pair: pair[1], default=None)
+
+    def resumed_at(self) -> list[int]:
+        """Return the iterations at which a run was resumed or rolled back, apart from 0."""
+        marks = {a.began for a in self.attempts[1:]} | {i for a in self.attempts for i in a.rollbacks}
+        return sorted(marks - {0})
+
+
+class History(Record):
+    """The row that counts for each iteration, in order, and all else that the rows say."""
+
+    def __init__(self, updated: float = 0.0) -> None:
+        super().__init__()
+        self.steps: list[LoggedStep] = []
+        self.updated = updated  # seconds since 1970, of the newest row
+
+    def final_loss(self, log_interval: Any = 1) -> tuple[float, int]:
+        """Return the mean training loss at the end, and of how many steps; see final_loss."""
+        losses = [s.loss for s in self.steps if not s.skipped]
+        return final_loss(losses, self.steps[-1].iteration if self.steps else 0, log_interval)
+
+    def is_running(self, now: float) -> bool:
+        """Return whether the last attempt goes on: it has no end, and had a row not long ago."""
+        return bool(self.attempts) and self.attempts[-1].end is None and now - self.updated < PATIENCE
+
+
+def kept_until(row: dict[str, Any]) -> int | None:
+    """Return the last iteration that a row leaves as it is; None if it undoes none."""
+    events = {"start": "iteration", "rollback": "to"}
+    return int(row[events[row["event"]]]) if row["event"] in events else None
+
+
+def read_history(folder: Path) -> History:
+    path = folder / METRICS
+    if not path.exists():
+        raise not_a_run(folder, METRICS)
+    steps: dict[int, LoggedStep] = {}
+    history = History(path.stat().st_mtime)
+    for number, line in enumerate(read_lines(folder), 1):
+        try:
+            row = json.loads(line)
+            if row["event"] == "step":
+                iteration = int(row["iteration"])
+                steps[iteration] = step = _read_step(row)
+                now = _time(row.get("time", 0))
+                history.take_steps(iteration, step.ms / 1e3, (now, now) if now else None)
+                continue
+            history.take(row)
+            if (kept := kept_until(row)) is not None:
+                steps = {i: s for i, s in steps.items() if i <= kept}
+        except DAMAGED as e:
+            if not line.endswith(b"\n"):
+                break  # the last line, cut by a kill
+            what = f"{path}:{number} is not a row that a run writes: {explain_damage(e)}"
+            raise bad_data(f"{what}; remove that line to read the others") from None
+    history.steps = [steps[i] for i in sorted(steps)]
+    return history
+
+
+def _time(value: Any) -> float:
+    """Return a time or a duration, which a run never writes as NaN or infinity."""
+    seconds = float(value)
+    if not 0 <= seconds < 1e11:
+        raise DamagedRow(f"{value} is not a time")
+    return seconds
+
+
+def _read_step(row: dict[str, Any]) -> LoggedStep:
+    # float() also reads "nan", "inf" and "-inf", which stand for what JSON has no numbers for.
+    loss, norm, lr, speed = (float(row[n]) for n in ("loss", "grad_norm", "lr", "tokens_per_second"))
+    ms = _time(row["ms"])
+    mfu, memory = (None if row.get(n) is None else float(row[n]) for n in ("mfu", "memory"))
+    iteration, consumed = int(row["iteration"]), int(row["consumed_samples"])
+    return LoggedStep(iteration, consumed, loss, norm, lr, bool(row["skipped"]), ms, speed, mfu, memory)
+
+
+def read_settings(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the groups of settings in config.toml; none if the file does not exist."""
+    path = folder / "config.toml"
+    try:
+        groups = parse_toml(read_small(path, CONFIG_LIMIT, folder).decode(errors="surrogateescape"))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError) as e:
+        raise bad_data(f"{path} is damaged: {e}") from None
+    return {group: values for group, values in groups.items() if isinstance(values, dict)}
+
+
+def flat_settings(groups: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {name: value for group in groups.values() for name, value in group.items()}
+
+
+def final_steps(iteration: int, log_interval: Any) -> int:
+    """Return the steps at the end whose mean is the final loss, as one step says little.
+
+    It is the last logged interval, in a long run the last fiftieth of all steps.
+    """
+    return min(max(1, iteration // 50, log_interval if isinstance(log_interval, int) else 1), sys.maxsize)
+
+
+def final_loss(losses: Reversible[float], iteration: int, log_interval: Any = 1) -> tuple[float, int]:
+    """Return the mean training loss at the end, and of how many steps; NaN if none is finite.
+
+    `losses` are those of steps that were not skipped, up to `iteration`. The final loss of a
+    validation set is simply its last one, and its best the lowest of all.
+    """
+    last = itertools.islice(reversed(losses), final_steps(iteration, log_interval))
+    finite = [x for x in last if math.isfinite(x)]
+    return (math.fsum(finite) / len(finite) if finite else math.nan), len(finite)
+
+
+def wall_time(attempts: Sequence[Attempt]) -> tuple[str, float]:
+    """Return a label and seconds: start to end if all are dated, else the known steps and saves."""
+    dated = [a.end["time"] - a.start["time"] for a in attempts if a.end and "time" in a.end and "time" in a.start]
+    if dated and len(dated) == len(attempts):
+        return "wall time", sum(dated)
+    return "time in steps and saves", sum(a.seconds for a in attempts)

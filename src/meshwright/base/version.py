@@ -1,0 +1,35 @@
+"""The versions of this program and of installed packages, without importing them."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+PROJECT = Path(__file__).parents[3] / "pyproject.toml"  # there in a clone only
+
+
+def our_version() -> str:
+    """Return this code's version; in a clone an older installation may have left other metadata."""
+    if found := re.search(r'^version = "(.+)"', project_text(), re.M):
+        return found[1]
+    return installed_version("meshwright") or "uninstalled"
+
+
+def project_text() -> str:
+    """Return the pyproject.toml of the clone that this code is in, or an empty string."""
+    with contextlib.suppress(OSError):
+        text = PROJECT.read_text(encoding="utf-8")
+        if re.search('^name = "meshwright"', text, re.M):
+            return text
+    return ""
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package without importing it."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

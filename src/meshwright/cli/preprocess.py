@@ -1,0 +1,61 @@
+"""`meshwright preprocess`: text to .bin/.idx."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+
+from meshwright.base.console import notice
+from meshwright.base.errors import DONE
+from meshwright.config import command
+from meshwright.config.schema import TokenizerFlags
+from meshwright.config.text_inputs import PreprocessConfig
+from meshwright.runtime.ranks.world import World, find_world
+
+
+def main(argv: list[str]) -> int:
+    parsed = command.settings(PreprocessConfig, argv, "preprocess", "Text to .bin/.idx.")
+    if parsed is None:
+        return DONE
+    if parsed.dry_run:
+        show_inputs(parsed.config)
+        return DONE
+    from meshwright.data.text.preprocess import WAIT_MINUTES, preprocess
+    from meshwright.runtime.ranks.lost import explain_lost_rank, leave_ranks
+
+    world = find_world(os.environ)
+    try:
+        prefixes = preprocess(parsed.config, sys.stdout, sys.stderr, world)
+    except RuntimeError as error:
+        raise (explain_lost_rank(error, WAIT_MINUTES) if world.size > 1 else None) or error from None
+    finally:
+        if world.size > 1:
+            leave_ranks()
+    if world.rank == 0:
+        notice(f"next: meshwright train --data-path {shlex.join(prefixes)} --save RUN ...")
+    return DONE
+
+
+def show_inputs(config: PreprocessConfig) -> None:
+    """Say what --dry-run would read and write; without a tokenizer, what it would read."""
+    from meshwright.data.text.cutting import note_passed
+    from meshwright.data.text.inputs import find_inputs
+    from meshwright.data.text.preprocess import Preparation
+
+    preparation = None
+    if config.tokenizer != TokenizerFlags():
+        with open(os.devnull, "w") as nowhere:
+            preparation = Preparation(config, nowhere, nowhere, World())
+    inputs = preparation.inputs if preparation else find_inputs(config.preprocess)
+    note_passed(inputs, config.preprocess)
+    ids = f" with {preparation.tokenizer.size} ids" if preparation else ""
+    print(f"would read {inputs.bytes - inputs.passed.bytes:,} bytes{ids}: {inputs.describe()}")
+    for line in inputs.opened():
+        print(f"  {line}")
+    for line in inputs.left_out(config.preprocess.on_error, config.preprocess.encoding):
+        print(line)
+    if preparation is None:
+        print("a tokenizer is needed to write tokens: --tokenizer")
+    elif config.preprocess.output_prefix and not preparation.is_done(sys.stdout, dry_run=True):
+        print(f"would write {' and '.join(f'{prefix}.bin/.idx' for prefix in preparation.prefixes)}")

@@ -1,0 +1,122 @@
+"""`meshwright presets`: the known models, what each needs, and its settings as flags or a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.base.errors import DONE
+from meshwright.config import flags
+from meshwright.config.fields import flag
+from meshwright.config.presets import ALIASES, FAMILIES, PRESETS, family_of, require_preset
+from meshwright.config.recipes import RECIPES, as_flag
+from meshwright.config.schema import TrainConfig
+from meshwright.model import counts
+
+FOOT = """
+memory: at least, to train on one device in bf16 with AdamW and micro-batches of
+  one sequence: weights, gradients, optimizer state, logits; activations apart
+parameters and memory count the source's vocabulary; yours is the tokenizer's
+
+meshwright train --preset NAME ...    train it; flags given beside win
+meshwright presets NAME               print it as flags; --toml: for --config
+
+Recipes set all else from the size of a preset, or of --depth N alone:"""
+
+
+@dataclass(frozen=True)
+class PresetsConfig:
+    """Settings of `meshwright presets`."""
+
+    name: str | None = flag(None, "preset to print as flags (none: list all)", positional=True, value="NAME")
+    toml: bool = flag(False, "print it as a file for --config")
+    json: bool = flag(False, "print it, or all, as JSON", docs="data")
+
+    def problems(self) -> list[str]:
+        if self.toml and (self.json or not self.name):
+            return ["--toml prints one preset: `meshwright presets NAME --toml`, without --json"]
+        return []
+
+
+def main(argv: list[str]) -> int:
+    about = "List the presets of `train --preset`, or print one as flags."
+    c = flags.parse_settings(PresetsConfig, argv, "meshwright presets", about=about).config
+    if c.name:
+        require_preset(c.name)
+    if c.json:
+        print(
+            json.dumps(
+                describe_preset(c.name) if c.name else [describe_preset(n) for f in FAMILIES for n in f.presets],
+                indent=2,
+            )
+        )
+    elif not c.name:
+        print("\n".join(list_presets()))
+    elif c.toml:
+        print(preset_as_toml(c.name))
+    else:
+        about_one = describe_preset(c.name)
+        size = f"{_rounded(about_one['parameters'])} parameters with a vocabulary of {about_one['vocabulary']:,} ids"
+        print(f"# {c.name}: {size}\n# {about_one['source']}", file=sys.stderr)
+        if sys.stdout.isatty():
+            print(" \\\n    ".join(preset_as_flags(c.name)))
+        else:
+            print(" ".join(preset_as_flags(c.name)))
+    return DONE
+
+
+def describe_preset(name: str) -> dict[str, Any]:
+    """Return a preset's size, source, memory in bytes and settings."""
+    from meshwright.apps.plan.memory import logits_bytes, state_bytes
+    from meshwright.base.device import NVIDIA
+    from meshwright.model.counts import padded_size
+
+    settings = PRESETS[name]
+    own = {"fp16": False, "bf16": True, "micro_batch_size": 1, "optimizer": "adam"}
+    config, _ = flags.build_config(TrainConfig, [(name, settings | own)])
+    vocabulary, positions = family_of(name).vocabulary, settings.get("max_position_embeddings", 0)
+    padded = padded_size(vocabulary, config.model.make_vocab_size_divisible_by, 1, None)
+    return {
+        "name": name,
+        "parameters": counts.parameters(config.model, vocabulary, positions),
+        "vocabulary": vocabulary,
+        "memory_bytes": state_bytes(config, padded, 0, NVIDIA) + logits_bytes(config, padded, 0),
+        "source": family_of(name).source,
+        "settings": settings,
+    }
+
+
+def list_presets() -> list[str]:
+    """Return the list of all presets, within 80 columns."""
+    out = [f"{'preset':<24}{'parameters':>10}{'layers':>8}{'width':>7}{'heads':>8}{'context':>9}{'memory':>13}"]
+    for one in FAMILIES:
+        out += ["", one.source]
+        for name, s in one.presets.items():
+            about, groups = describe_preset(name), s.get("num_query_groups")
+            heads = f"{s['num_attention_heads']}" + (f"/{groups}" if groups else "")
+            memory = f"{about['memory_bytes'] / 2**30:,.1f} GiB"
+            left = f"  {name:<22}{_rounded(about['parameters']):>10}{s['num_layers']:>8}{s['hidden_size']:>7,}"
+            out.append(f"{left}{heads:>8}{s['seq_length']:>9,}{memory:>13}")
+    others = ", ".join(f"{alias} = {name}" for alias, name in ALIASES.items())
+    also = textwrap.wrap(f"also: {others}", 80, subsequent_indent="  ")
+    return [*out, "", *also, FOOT, *(f"  --recipe {name:<9}{recipe['about']}" for name, recipe in RECIPES.items())]
+
+
+def preset_as_flags(name: str) -> list[str]:
+    """Return a preset as words of a command line, each flag with its value."""
+    return [as_flag(setting, value) for setting, value in PRESETS[name].items()]
+
+
+def preset_as_toml(name: str) -> str:
+    about, settings = describe_preset(name), PRESETS[name]
+    config, _ = flags.build_config(TrainConfig, [(name, settings)])
+    stated = [setting for setting, value in settings.items() if value is not None]
+    head = f"# {name}: {about['parameters']:,} parameters with {about['vocabulary']:,} ids\n# {about['source']}\n"
+    return f"{head}\n{flags.to_toml(config, only=stated).rstrip()}"
+
+
+def _rounded(n: int) -> str:
+    return f"{n / 1e9:.2f}B" if n >= 1e9 else f"{n / 1e6:.1f}M"

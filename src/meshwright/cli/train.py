@@ -1,0 +1,56 @@
+"""`meshwright train`: settings from flags and files, then one run, or a launch of several ranks."""
+
+from __future__ import annotations
+
+from meshwright.base.errors import DONE, UserError
+from meshwright.cli import launch
+from meshwright.config import flags, recipes
+from meshwright.config.schema import TrainConfig
+from meshwright.runtime.ranks.world import World
+
+
+def main(argv: list[str]) -> int:
+    return launch.run_rank(argv, lambda words, world: command_line(argv, words, world))
+
+
+def command_line(argv: list[str], words: list[str], world: World) -> int:
+    dry, prints = "--dry-run" in argv, "--print-config" in argv
+    try:
+        about = "Pre-train a GPT. Without --save nothing is written."
+        parsed = flags.parse_settings(TrainConfig, words, "meshwright train", check=not dry, about=about)
+    except UserError as error:
+        if not prints:
+            raise
+        try:  # print the settings before the error
+            parsed = flags.parse_settings(TrainConfig, [*words, "--dry-run"], "meshwright train", check=False)
+        except UserError:
+            raise error from None
+        print(flags.to_toml(parsed.config, parsed.sources))
+        raise
+    config = parsed.config
+    if config.checkpoint.load:
+        from meshwright.training.before.resolve import complete_settings
+
+        config = complete_settings(parsed)
+    if parsed.print_config:
+        print(flags.to_toml(config, parsed.sources))
+        return DONE
+    from meshwright.apps.verify.command import rehearse
+    from meshwright.training import run
+    from meshwright.training.before import preflight
+    from meshwright.training.before.resolve import note_export, require_start_folder
+
+    require_start_folder(parsed)
+    launched = None if dry else launch.relaunch(config.parallel, ["train", *argv])
+    if launched is not None:
+        return launched
+    if world.local_rank == 0:
+        note_export(parsed, config)
+        flags.print_notices(parsed)
+    if config.parallel.rank is not None and not dry:
+        raise UserError(f"--rank {config.parallel.rank} is for --dry-run; a launcher gives a run's ranks their numbers")
+    with recipes.naming_choices(parsed.sources, config):
+        if dry:
+            return preflight.dry_run(config)
+        command = ["meshwright", "train", *argv]
+        return run.run(config, run.Caller(handle_signals=True, rehearse=rehearse), command, parsed.idle)

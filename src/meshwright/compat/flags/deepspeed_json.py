@@ -1,0 +1,226 @@
+"""Read a DeepSpeed JSON file: it fills settings that no flag gives; contradictions are refused.
+
+MAPPED keys are settings here, IDLE keys change no result, and REFUSED keys would change one.
+"auto" leaves a key to the flags. Unknown keys are errors, which DeepSpeed ignores.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+from meshwright.base.files import read_small, read_table
+from meshwright.base.hints import did_you_mean
+from meshwright.config.fields import group_values, spelling, with_settings
+from meshwright.config.schema import TrainConfig
+
+JSON_LIMIT = 4 << 20  # bytes
+
+
+def number(value: Any) -> float:
+    if type(value) not in (int, float) or not abs(value) < 2**62:
+        raise ValueError("a number")
+    return float(value)
+
+
+def integer(value: Any) -> int:
+    if type(value) not in (int, float) or value % 1:  # NaN, which is true, for infinity and NaN
+        raise ValueError("a whole number")
+    return int(value)
+
+
+def switch(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("true or false")
+    return value
+
+
+def stage(value: Any) -> int:
+    if value not in (0, 1, 2, 3):  # or a boolean, DeepSpeed's oldest form
+        raise ValueError("0, 1, 2 or 3")
+    return int(value)
+
+
+def power(value: Any) -> float:
+    if not -100 <= integer(value) <= 100:
+        raise ValueError("a power of two from -100 to 100")
+    return math.ldexp(1.0, integer(value))
+
+
+def device(value: Any) -> str:
+    if value not in (None, "none", "cpu"):
+        raise ValueError('"cpu" or "none": offloading to NVMe is not supported')
+    return value or "none"
+
+
+# JSON key -> setting, and the conversion of its value.
+MAPPED: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "train_batch_size": ("global_batch_size", integer),
+    "train_micro_batch_size_per_gpu": ("micro_batch_size", integer),
+    "gradient_accumulation_steps": ("num_accumulation_steps", integer),
+    "gradient_clipping": ("clip_grad", number),
+    "zero_optimization": ("zero_stage", stage),
+    "zero_optimization.stage": ("zero_stage", stage),
+    "zero_optimization.offload_optimizer.device": ("cpu_optimizer", lambda v: device(v) == "cpu"),
+    "zero_optimization.cpu_offload": ("cpu_optimizer", switch),
+    "zero_optimization.offload_param.device": ("remote_device", device),
+    "fp16.enabled": ("fp16", switch),
+    "fp16.loss_scale": ("loss_scale", lambda v: number(v) or None),  # 0: dynamic
+    "fp16.initial_scale_power": ("initial_loss_scale", power),
+    "fp16.loss_scale_window": ("loss_scale_window", number),
+    "fp16.hysteresis": ("hysteresis", integer),
+    "fp16.min_loss_scale": ("min_loss_scale", number),
+    "bf16.enabled": ("bf16", switch),
+    "bfloat16.enabled": ("bf16", switch),
+    "steps_per_print": ("steps_per_print", lambda v: 2**31 - 1 if v == math.inf else integer(v)),
+    "wall_clock_breakdown": ("timing_log_level", lambda v: "1" if switch(v) else "0"),
+    "activation_checkpointing.cpu_checkpointing": ("checkpoint_in_cpu", switch),
+}
+
+_TABLES = read_table("compat/flags/deepspeed_json.toml")
+IDLE = {f"{section}.{key}".lstrip(".") for section, keys in _TABLES["idle"].items() for key in keys.split()}
+SECTIONS = {key.rsplit(".", 1)[0] for key in (*MAPPED, *IDLE) if "." in key}
+REFUSED: dict[str, str] = _TABLES["refused"]
+OURS: dict[str, str] = _TABLES["ours"]
+
+
+def merge_deepspeed(config: TrainConfig, given: Collection[str]) -> tuple[TrainConfig, list[str], list[str]]:
+    """Fill a configuration from --deepspeed_config; return it, notices and every objection.
+
+    `given` are the settings with a source: they must agree with the file, and never change. The
+    loss scale alone is the file's, as in Megatron-DeepSpeed, whose own scripts give another.
+    """
+    path = config.parallel.deepspeed_config
+    if not path:
+        return config, [], []
+    try:
+        found, notices, wrong = _sort_keys(read_deepspeed(path), path)
+    except ValueError as error:
+        return config, [], [f"--deepspeed_config {path}: {error}"]
+    if not found.get("fp16.enabled", config.precision.fp16):  # its other keys have no effect
+        found = {k: v for k, v in found.items() if k == "fp16.enabled" or not k.startswith("fp16.")}
+    if found.get("wall_clock_breakdown") == "0" or "timing_log_level" in given:  # no contradiction
+        found.pop("wall_clock_breakdown", None)
+    known = {n: v for group in group_values(config) for n, v in vars(group).items()}
+    taken = dict[str, Any]()
+    for key, value in found.items():
+        name = MAPPED[key][0]
+        if name not in given and name not in taken:
+            taken[name] = value
+        elif (have := known[name] if name in given else taken[name]) != value and name == "loss_scale":
+            taken[name] = value
+            notices.append(f'{path}: "{key}" is {_format(value)}, which counts instead of --loss-scale {_format(have)}')
+        elif have != value:
+            other = f"{spelling(name)} is" if name in given else "another key says"
+            wrong.append(f'"{key}" is {_format(value)}, but {other} {_format(have)}; change one')
+    for name, other in (("fp16", "bf16"), ("bf16", "fp16")):
+        if taken.get(name) and other in given and known[other]:
+            wrong.append(f'"{name}.enabled" is true, but --{other} is given; change one')
+            del taken[name]
+    if taken.get("fp16") and taken.get("bf16"):
+        wrong.append('"fp16.enabled" and "bf16.enabled" are both true; change one')
+        del taken["fp16"]
+    if taken.get("zero_stage") == 0 and config.parallel.zero_stage == 1:
+        wrong.append('"zero_optimization.stage" is 0, but --use-distributed-optimizer is ZeRO 1; change one')
+    filled = _fill_accumulation(config, taken, wrong)
+    sets = [spelling(n) + ("" if v is True else f" {_format(v)}") for n, v in taken.items() if v != known[n]]
+    if sets:
+        notices.insert(0, f"{path} sets {', '.join(sets)}")
+    if taken.get("fp16"):
+        notices.append(f'{path}: "fp16.enabled" is true and --fp16 is not given: this run is fp16')
+    return filled, notices, [f"--deepspeed_config {path}: {line}" for line in wrong]
+
+
+def _sort_keys(file: dict[str, Any], path: str) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Return the converted values of MAPPED keys, notices, and objections to other keys."""
+    found, notices, wrong, idle = dict[str, Any](), list[str](), list[str](), list[str]()
+    for key, value in _leaves(file):
+        if key in MAPPED:
+            try:
+                if value != "auto":
+                    found[key] = MAPPED[key][1](value)
+            except ValueError as error:
+                wrong.append(f'"{key}" is {json.dumps(value)[:100]}, not {error}')
+        elif key in REFUSED:
+            if not _is_off(value):
+                wrong.append(f'"{key}" is not supported: {REFUSED[key]}')
+        elif key in SECTIONS:
+            wrong.append(f'"{key}" is {json.dumps(value)[:100]}, not a section {{...}}')
+        elif key in OURS:
+            notices.append(f'{path}: the section "{key}" is not read: {OURS[key]} count')
+        elif key in IDLE:
+            idle.append(key)
+        else:
+            wrong.append(f'unknown key "{key}"{did_you_mean(key, [*MAPPED, *REFUSED, *OURS, *IDLE])}')
+    if idle:
+        notices.append(f"{path}: without effect here: {', '.join(idle)}")
+    return found, notices, wrong
+
+
+def _fill_accumulation(config: TrainConfig, taken: dict[str, Any], wrong: list[str]) -> TrainConfig:
+    """Fill the configuration; accumulation steps count only if the batch sizes leave them open."""
+    steps = taken.pop("num_accumulation_steps", None)
+    filled = with_settings(config, **taken)
+    t, dp = filled.training, filled.dp
+    if steps is None:
+        return filled
+    if not (t.global_batch_size and isinstance(t.micro_batch_size, int) and t.micro_batch_size > 0):
+        taken["num_accumulation_steps"] = steps
+        return with_settings(config, **taken)
+    if (unit := t.micro_batch_size * dp) * steps != t.global_batch_size:
+        wrong.append(
+            f'"gradient_accumulation_steps" is {steps}, but a batch of {t.global_batch_size} makes '
+            f"{t.global_batch_size / unit:g} steps of {t.micro_batch_size} x {dp} data-parallel ranks; change one"
+        )
+    return filled
+
+
+def read_deepspeed(path: str) -> dict[str, Any]:
+    """Return the file's object; ValueError says what is wrong, such as a repeated key."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        counts = Counter(k for k, _ in pairs)
+        if repeated := next((k for k, count in counts.items() if count > 1), None):
+            raise ValueError(f'"{repeated}" is given twice')
+        return dict(pairs)
+
+    try:
+        found = json.loads(read_small(path, JSON_LIMIT, pipes=True).decode(), object_pairs_hook=unique)
+    except OSError as error:
+        raise ValueError(error.strerror) from None
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8 text") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except json.JSONDecodeError as error:
+        comment = "; JSON has no comments" if error.doc[error.pos :].startswith(("//", "#", "/*")) else ""
+        raise ValueError(f"line {error.lineno}, column {error.colno}: {error.msg}{comment}") from None
+    if not isinstance(found, dict):
+        raise ValueError("not a table of settings")
+    return found
+
+
+def _leaves(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield keys with those of their sections, such as "fp16.enabled", and values."""
+    for key, value in section.items():
+        if prefix + key not in SECTIONS:
+            yield prefix + key, value
+        elif isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        elif value is not None:  # as in "offload_param": null
+            yield prefix + key, value
+
+
+def _is_off(value: Any) -> bool:
+    """Return whether a refused key is switched off; -1 is "none" where DeepSpeed wants a number."""
+    return not value or value == -1 or (isinstance(value, dict) and value.get("enabled", True) in (False, "auto"))
+
+
+def _format(value: Any) -> str:
+    """Return a value as JSON and flags both spell it; None can only be a loss scale."""
+    if value is None:
+        return "dynamic"
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value) if isinstance(value, bool) else str(value)

@@ -1,0 +1,341 @@
+"""Open a step of Megatron-LM from 2019 to 2023, or of its descendants: `iter_0005000/`, `release/`.
+
+One file per tensor and pipeline rank holds that rank's part: the model as nested dictionaries, and
+the optimizer's state by number, in the order in which Megatron went through its parameters. That
+order is rebuilt here and proved: every shape must agree, and the beginnings of masters, rounded,
+must be the model's own. (This does not prove the order of norms that are all near 1, or of float32
+weights in one file with their state, which have no masters.) The state has one of these forms:
+
+    one file    beside the weights, with float32 masters if the weights have half precision
+    sharded     early 2023: `mp_rank_00_003/optim.pt` per data rank, each a slice of a flat buffer
+    flat        since May 2023: `distrib_optim.pt`, the whole buffer; since autumn 2023 in buckets
+
+Written by hand: Megatron-LM's own loader is gone, and needed its code, its layout and a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import islice, product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.base.errors import bad_data
+from meshwright.checkpoint.registry import MEGATRON
+from meshwright.checkpoint.run_state import check_json, check_saved_state
+from meshwright.checkpoint.sources import MappedSource, aligned
+from meshwright.compat.formats.adam import MOMENTS, WITHOUT, match_numbered, step_counts, unreadable_state
+from meshwright.compat.formats.megatron import names, sharded
+from meshwright.compat.formats.megatron import state as megatron_state
+from meshwright.compat.formats.megatron.sharded import ModelSizes, Parameter, RankFile, Stretch
+from meshwright.compat.formats.pickle import pickles
+
+MODEL, MODEL_ALONE, SHARD, FLAT = "model_optim_rng.pt", "model_rng.pt", "optim.pt", "distrib_optim.pt"
+# Largest difference of copies, relative to the norm: some versions let them drift by rounding.
+DRIFT = 1e-3
+
+
+def open_megatron(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> MappedSource:
+    """Open one step; `heads` is for files that do not state them.
+
+    Without `optimizer` its state is not read, unless the file is ours: then its masters are the
+    weights, as in our own format.
+    """
+    ranks = [RankFile(path, tp, pp, read_tree(path, trust)) for (tp, pp), path in sorted(model_files(folder).items())]
+    first, notes = ranks[0], list[str]()
+    args, version = megatron_state.namespace(first.tree.get("args")), require_equal(ranks, "checkpoint_version")
+    layers = name_parameters(folder, ranks, args.get("num_layers"))
+    sizes = sharded.measure_model(folder, ranks, layers, args, heads)
+    check_copies(ranks, notes)
+    own, state = read_own(first), dict[str, Any]()
+    if own:
+        state = own["state"] if folder.name != "release" else {}
+    elif folder.name != "release":
+        state = read_state(ranks, args, sizes, trust, notes)
+    if ("optimizer" in first.tree) if own else (state and optimizer):
+        steps = [step for rank in ranks for step in read_optimizer(rank, trust)]
+        if not own:
+            state["optimizer_steps"] = max(steps, default=state["iteration"])
+        if not (state and optimizer):
+            for p in (p for rank in ranks for p in rank.parameters):
+                p.values = {"": p.values[""]}
+    source = megatron_state.as_source(MEGATRON, folder, ranks, sizes, args, notes, float(version))
+    vocab = megatron_state.true_vocabulary(first.tree, args)
+    if own:
+        source.config, vocab = own["config"], own["vocab"]
+    source.version = str(version)
+    layout = f"{1 + ranks[-1].tp} tensor x {1 + ranks[-1].pp} pipeline ranks"
+    return megatron_state.finish_source(source, state, layout, vocab)
+
+
+def read_state(
+    ranks: Sequence[RankFile], args: dict[str, Any], sizes: ModelSizes, trust: bool, notes: list[str]
+) -> dict[str, Any]:
+    """Return where the run was, from the first file and what a sharded optimizer has beside it."""
+    iteration, beside = require_equal(ranks, "iteration"), shards(ranks[0])
+    tree = ranks[0].tree | (read_tree(beside[0], trust) if beside else {})
+    state = megatron_state.run_state(tree, args, iteration, sizes.positions, notes)
+    return state.as_saved() if state else {}
+
+
+def read_own(rank: RankFile) -> dict[str, Any] | None:
+    """Return the settings and state that this package wrote beside the tree; None if it did not."""
+    own: dict[str, Any] | None = rank.tree.get("meshwright")
+    if own is None:
+        return None
+    vocab = own.get("vocab", "") if isinstance(own, dict) else ""
+    if not (vocab is None or (type(vocab) is int and vocab > 0)):
+        raise bad_data(f"{rank.path}: its entry `meshwright` is not what Meshwright writes")
+    check_saved_state(own.get("state"), rank.path)
+    check_json(own.get("config"), rank.path)
+    return own
+
+
+# Files
+
+
+def model_files(folder: Path) -> dict[tuple[int, int], Path]:
+    """Return the file of each (tensor rank, stage); all must be there."""
+    files: dict[tuple[int, int], Path] = {}
+    for path in sorted(folder.glob("mp_rank_*/model*_rng.pt")):
+        at = re.fullmatch(r"mp_rank_(\d{2,})(?:_(\d{3,}))?", path.parent.name)
+        if at and path.name in (MODEL, MODEL_ALONE):
+            other = files.setdefault((int(at[1]), int(at[2] or 0)), path)
+            if other != path:
+                raise bad_data(f"{path} and {other} belong to the same rank; remove one of them")
+    if not files:
+        raise bad_data(f"{folder}: no mp_rank_*/{MODEL} in it")
+    t, p = (1 + max(n) for n in zip(*files, strict=True))
+    # The folders' names may claim more ranks than a list could hold.
+    missing = [f"{tp}, {pp}" for tp, pp in islice((n for n in product(range(t), range(p)) if n not in files), 8)]
+    if missing:
+        raise bad_data(f"{folder}: of {t} x {p} tensor and pipeline ranks these have no file: ({'), ('.join(missing)})")
+    return files
+
+
+def read_tree(path: Path, trust: bool) -> dict[str, Any]:
+    tree = pickles.load_pickle(path, trust=trust)
+    if not isinstance(tree, dict):
+        raise bad_data(f"{path}: holds a {type(tree).__name__}, not the dictionary of a Megatron checkpoint")
+    return tree
+
+
+def shards(rank: RankFile) -> list[Path]:
+    """Return the files of the data ranks' slices of the optimizer's state, if it was sharded."""
+    paths = sorted(rank.path.parent.parent.glob(f"{rank.path.parent.name}_*/{SHARD}"))
+    if [path.parent.name for path in paths] != [f"{rank.path.parent.name}_{d:03d}" for d in range(len(paths))]:
+        raise bad_data(f"{rank.path.parent}_*/{SHARD}: data ranks are missing; {WITHOUT}")
+    return paths
+
+
+def require_equal(ranks: Sequence[RankFile], key: str) -> Any:
+    """Return a number that all files must agree on."""
+    values = {str(rank.path): rank.tree.get(key, 0) for rank in ranks}
+    (path, value), *others = values.items()
+    for other, another in others:
+        if another != value:
+            raise bad_data(f"{path} has {key} {value}, {other} has {another}: they are not of one checkpoint")
+    if type(value) not in (int, float):
+        raise bad_data(f"{path}: {key} is {value!r}, not a number")
+    return value
+
+
+# Names
+
+
+def name_parameters(folder: Path, ranks: Sequence[RankFile], stated: Any) -> int:
+    """Give each tensor our name; return the number of layers.
+
+    With virtual stages, layers are counted through chunk 0 of every stage, then through chunk 1.
+    """
+    trees = {(rank.tp, rank.pp): [flat(rank, tree) for tree in models(rank)] for rank in ranks}
+    stages, chunks = 1 + ranks[-1].pp, len(trees[0, 0])
+    if any(len(each) != chunks for each in trees.values()):
+        raise bad_data(f"{folder}: the ranks have different numbers of virtual stages")
+    begin, begins = 0, {}
+    for chunk, pp in product(range(chunks), range(stages)):
+        begins[pp, chunk] = begin
+        numbers = {name.layer for name, _ in trees[0, pp][chunk] if name.layer is not None}
+        if numbers != set(range(len(numbers))):
+            raise bad_data(f"{folder}: layers are missing on stage {pp}, it has {sorted(numbers)}")
+        begin += len(numbers)
+    if isinstance(stated, int) and stated != begin:
+        raise bad_data(f"{folder}: has {begin} layers in its files and {stated} in its arguments")
+    for rank in ranks:
+        for chunk, tree in enumerate(trees[rank.tp, rank.pp]):
+            rank.chunks.append([parameter(name, tensor, begins[rank.pp, chunk]) for name, tensor in tree])
+    return begin
+
+
+def parameter(name: names.ParameterName, tensor: torch.Tensor, begin: int) -> Parameter:
+    ours = re.sub(r"^attn\.(query|key_value)\.", "attn.qkv.", name.ours)
+    return Parameter(name._replace(ours=ours).full(begin), name.ours, tensor)
+
+
+def models(rank: RankFile) -> list[Any]:
+    if "model" in rank.tree:
+        return [rank.tree["model"]]
+    count = next(n for n in range(len(rank.tree) + 1) if f"model{n}" not in rank.tree)
+    if not count:
+        raise bad_data(f"{rank.path}: has no model, only {sorted(map(str, rank.tree))[:20]}")
+    return [rank.tree[f"model{n}"] for n in range(count)]
+
+
+def flat(rank: RankFile, tree: Any) -> list[tuple[names.ParameterName, torch.Tensor]]:
+    """Return the parameters in the file's order, which is the model's."""
+    out = []
+    for key, tensor in flattened(tree):
+        if not names.NO_PARAMETER.fullmatch(key):
+            name = names.parse_name(key)
+            if name is None:
+                raise bad_data(f"{rank.path}: {key[:200]} is not a known parameter of a GPT")
+            out.append((name, tensor.detach()))
+    return out
+
+
+def flattened(tree: Any, before: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of nested dictionaries in their order, under joined names."""
+    for key, value in tree.items() if isinstance(tree, dict) else ():
+        if isinstance(value, dict):
+            yield from flattened(value, f"{before}{key}.")
+        elif isinstance(value, torch.Tensor):
+            yield f"{before}{key}", value
+
+
+def check_copies(ranks: Sequence[RankFile], notes: list[str]) -> None:
+    """Compare copies of replicated tensors and of the token table: note rounding, refuse more."""
+    first: dict[tuple[str, str, int], tuple[RankFile, torch.Tensor]] = {}
+    differ: list[str] = []
+    for rank in ranks:
+        for p in rank.parameters:
+            key = (p.name, p.part, -1 if p.is_replicated else rank.tp)
+            if p.part == sharded.COPY:
+                key = ("wte.weight", "wte.weight", rank.tp)
+            if key not in first:
+                first[key] = rank, p.tensor
+                continue
+            other, tensor = first[key]
+            # Sample the rows of a large table.
+            some = slice(None, None, max(p.shape[0] // 64, 1) if p.part == sharded.COPY else 1)
+            error = difference(tensor[some], p.tensor[some])
+            if not error <= DRIFT:
+                raise bad_data(
+                    f"{other.path} and {rank.path} must hold the same {p.name}, and differ by {error:.2g} of its norm: "
+                    "they are not of one checkpoint, or it is damaged"
+                )
+            differ += [p.name] * (error > 0)
+    if differ:
+        notes.append(
+            f" > note: {len(differ)} tensors that are kept more than once differ by rounding, such as {differ[0]}: the "
+            "first rank's are used"
+        )
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    a, b = aligned(a), aligned(b)
+    if torch.equal(a, b):
+        return 0.0
+    a, b = a.double(), b.double()
+    return float((a - b).norm() / a.norm())
+
+
+# The optimizer's state
+
+
+def read_optimizer(rank: RankFile, trust: bool) -> Iterator[int]:
+    """Fill the parameters' `values`; yield every step count of Adam in the files."""
+    beside, tree = shards(rank), rank.tree.get("optimizer")
+    if (path := rank.path.with_name(FLAT)).exists():
+        from_flat(rank, path, read_tree(path, trust))
+    elif beside:
+        tree = from_shards(rank, beside, trust)
+    else:
+        order = decayed_first(rank.parameters)
+        weights = [(p.name, p.tensor) for p in order]
+        for p, values in zip(order, match_numbered(rank.path, tree, weights, needs_masters=True), strict=True):
+            p.values = {kind: sharded.one_box(tensor) for kind, tensor in values.items()}
+    for p in rank.parameters:
+        check_values(rank, p)
+    yield from step_counts(rank.path, tree)
+
+
+def decayed_first(parameters: Sequence[Parameter]) -> list[Parameter]:
+    """Sort into Megatron's two groups: with weight decay, then biases and norms without.
+
+    In 2019 the modules' kinds decided the group, later the number of dimensions.
+    """
+    return sorted(parameters, key=lambda p: p.tensor.ndim == 1)
+
+
+def from_flat(rank: RankFile, path: Path, tree: dict[Any, Any]) -> None:
+    """Read a buffer per chunk, last parameter first, or several padded buckets."""
+    for number, chunk in enumerate(rank.chunks):
+        by_type = tree.get(number)
+        if not isinstance(by_type, dict) or len(by_type) != 1 or "per_bucket_numel" in tree:
+            raise unreadable_state(path, "its buffers are not laid out as in 2023")
+        (by_kind,) = by_type.values()
+        buffers: dict[str, list[Any]] = {}
+        for kind in ("", *MOMENTS):
+            buckets = by_kind.get(kind or "param") if isinstance(by_kind, dict) else None
+            buffers[kind] = buckets if isinstance(buckets, list) else [buckets]
+            if any(not isinstance(bucket, torch.Tensor) or bucket.ndim != 1 for bucket in buffers[kind]):
+                raise unreadable_state(path, "a buffer is not a row of numbers")
+        sizes = {kind: [len(bucket) for bucket in buckets] for kind, buckets in buffers.items()}
+        if any(each != sizes[""] for each in sizes.values()):
+            raise unreadable_state(path, "the buffers of its masters and moments differ in size")
+        sharded.fill_stretches(in_buckets(path, sizes[""], chunk[::-1]), buffers)
+
+
+def in_buckets(path: Path, sizes: Sequence[int], waiting: Sequence[Parameter]) -> Iterator[Stretch]:
+    """Yield each waiting parameter where it lies in buckets of these sizes."""
+    at = 0
+    for bucket, size in enumerate(sizes):
+        start = 0
+        while at < len(waiting) and start + prod(waiting[at].shape) <= size:
+            numel = prod(waiting[at].shape)
+            yield Stretch(waiting[at], 0, bucket, start, numel)
+            start, at = start + numel, at + 1
+    if at < len(waiting):
+        raise unreadable_state(path, f"it ends before {waiting[at].name}")
+
+
+def from_shards(rank: RankFile, paths: Sequence[Path], trust: bool) -> Any:
+    """Join the data ranks' equal parts of each chunk's buffer, last parameter first.
+
+    Each rank numbers the parameters of its own part from first to last.
+    """
+    trees = [read_tree(path, trust).get("optimizer") for path in paths]
+    for number, (path, tree) in enumerate(zip(paths, trees, strict=True)):
+        stretches = [part for chunk in rank.chunks for part in parts_of_buffer(chunk, number, len(paths))]
+        stretches.sort(key=lambda stretch: stretch.p.tensor.ndim == 1)
+        weights = [(s.p.name, s.p.tensor.reshape(-1)[s.begin : s.begin + s.numel]) for s in stretches]
+        for stretch, values in zip(stretches, match_numbered(path, tree, weights), strict=True):
+            for kind, tensor in values.items():
+                stretch.p.add(kind, stretch.begin, tensor)
+    return trees[0]
+
+
+def parts_of_buffer(chunk: Sequence[Parameter], number: int, count: int) -> Iterator[Stretch]:
+    """Yield what a data rank has of each parameter, in the model's order."""
+    total = position = sum(prod(p.shape) for p in chunk)
+    size = -(-total // count)
+    for p in chunk:
+        position -= prod(p.shape)
+        begin, end = max(number * size - position, 0), min((number + 1) * size - position, prod(p.shape))
+        if begin < end:
+            yield Stretch(p, begin, number, position + begin - number * size, end - begin)
+
+
+def check_values(rank: RankFile, p: Parameter) -> None:
+    """Compare the first and last row of each box of masters with the model: layers are alike."""
+    for offset, master in p.values[""]:
+        model = p.tensor[tuple(slice(o, o + n) for o, n in zip(offset, master.shape, strict=True))]
+        for row in {0, len(master) - 1}:
+            if not sharded.is_rounded(*(x[row : row + 1].flatten()[:64] for x in (model, master))):
+                raise unreadable_state(
+                    rank.path, f"the master weights at the place of {p.name} are not those of the model"
+                )

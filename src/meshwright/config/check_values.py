@@ -1,0 +1,89 @@
+"""Check each value by itself: bounds, empty text, addresses, values that are planned."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from meshwright.base.hints import find_address, refuse_address
+from meshwright.base.storage import addresses
+from meshwright.config.fields import cached, group_values, shown_name, spelling
+from meshwright.config.text_inputs import TextInputs
+
+BOUNDS: dict[str, tuple[Callable[[float], bool], str]] = {
+    ">0": (lambda number: number > 0, "must be above 0"),
+    ">=0": (lambda number: number >= 0, "must not be below 0"),
+    "[0,1)": (lambda number: 0 <= number < 1, "is not in [0, 1)"),
+    "[0,1]": (lambda number: 0 <= number <= 1, "must be from 0 to 1"),
+}
+
+
+def planned_values(config: Any) -> list[str]:
+    """Report values that are planned and not in this release."""
+    out = []
+    for group in group_values(config):
+        for f in dataclasses.fields(group):
+            value, only = getattr(group, f.name), f.metadata["only"]
+            if only is not None and value not in only:
+                flag = spelling(f.name) if value is True else f"{spelling(f.name)} {value}"
+                works = ", or ".join(f"give {v}" for v in only if v not in (None, False)) or "leave it out"
+                out.append(f"{flag} is not yet in this version; {works}")
+    return out
+
+
+def unusable(config: Any) -> list[str]:
+    """Report empty strings, often unset shell variables, and numbers out of bounds."""
+    out = remote_paths(config)
+    for group in group_values(config):
+        out += out_of_bounds(group)
+        for f in dataclasses.fields(group):
+            value = getattr(group, f.name)
+            # A launched command may have empty arguments.
+            may_be_empty = f.metadata["value"] == "WORDS" or f.metadata["positional"] == "rest"
+            if not may_be_empty and (value == "" or (isinstance(value, list) and "" in value)):
+                out.append(f"{spelling(f.name)} is empty; leave the flag out, or is a shell variable unset?")
+            most = 2**62 if f.name.endswith(("_samples", "_tokens")) else 2**31
+            if type(value) is int and abs(value) >= most and f.name != "seed":
+                out.append(f"{spelling(f.name)} {str(value)[:20]} must be below {most}")
+    return out
+
+
+def remote_paths(config: Any) -> list[str]:
+    """Report addresses, such as s3://bucket, where a path of this machine is needed.
+
+    Without this, pathlib would make a folder named "s3:".
+    """
+    out = []
+    for group in group_values(config):
+        for f in dataclasses.fields(group):
+            value = getattr(group, f.name)
+            if value is None or isinstance(value, int | float) or f.metadata["value"] in ("NAME", "WORDS"):
+                continue
+            for one in value if isinstance(value, list) else [value]:
+                text = addresses.as_typed(one)
+                is_read_there = isinstance(group, TextInputs) and f.name == "input"
+                if is_read_there and str(one).startswith("hf://"):
+                    continue
+                if (is_read_there or f.metadata["remote"]) and addresses.is_address(text):
+                    continue
+                if isinstance(text, str) and (address := find_address(text)):
+                    out.append(f"{shown_name(f)} {refuse_address(address)}")
+    return out
+
+
+def out_of_bounds(group: Any, name: Callable[[str], str] = spelling) -> list[str]:
+    """Report numbers outside the range of their flag, whose `name` begins the report."""
+    out = []
+    for field, is_inside, rule in bounds_of(type(group)):
+        value = getattr(group, field)
+        for number in value if isinstance(value, list) else (value,):
+            if isinstance(number, int | float) and not is_inside(number):
+                out.append(f"{name(field)} {number} {rule}")
+    return out
+
+
+@cached
+def bounds_of(group: type) -> list[tuple[str, Callable[[float], bool], str]]:
+    """Return each field with a bound, whether a number is within it, and the rule in words."""
+    return [(f.name, *BOUNDS[bound]) for f in dataclasses.fields(group) if (bound := f.metadata["bound"]) is not None]

@@ -1,0 +1,275 @@
+"""Flags as fields of dataclasses: `flag` takes all that is known of one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import pkgutil
+import re
+import types
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import MISSING as MISSING
+from pathlib import Path
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
+
+from meshwright.base.errors import UserError
+from meshwright.config.pages import PAGES
+
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+
+
+class Facets(TypedDict, total=False):
+    """What is known of a flag beside its default, its help and its other spellings."""
+
+    only: tuple[Any, ...] | None  # values that work before release `step`
+    step: int  # release in which the other values are planned
+    bound: Literal[">0", ">=0", "[0,1)", "[0,1]"] | None  # range of a number
+    needs: str | tuple[str, ...]  # keys of `notices.CONDITIONS`, without which it has no effect
+    positional: Literal[True, "rest"] | None  # a word without a flag; "rest": all that follow; in flat classes
+    word: str  # placeholder of a positional argument, if it is not the field's name
+    # What a flag of text holds. Only words may be empty; paths and forms hold no address.
+    value: Literal["DIR", "FILE", "PATH", "PREFIX", "FORM", "NAME", "WORDS"] | None
+    remote: bool  # a path that may also be an address of object storage, such as s3://bucket/run
+    docs: str  # pages of docs/ that explain it
+    hidden: bool  # accepted, and not offered by completion
+    # A resumed run may not change it, may with --finetune, notes the change, or is free to.
+    resume: Literal["refuse", "tune", "note", "free"]
+    inherited: bool  # a run that loads a checkpoint takes it over, unless a flag is given
+    once: bool  # for one start of a run: typed, never from a file or the environment, nor in its config.toml
+    outcome: str  # property that it decides with others or by a default; that is compared on resume
+    proof: Literal["twin fuzz", "twin", "fuzz", ""]  # drawn by the tests' fuzz, copied by verify-layout's twin
+    read: Literal["model", "run", ""]  # commands that read a model use it, to describe or to run it
+
+
+PATHS = ("DIR", "FILE", "PATH", "PREFIX")
+DEFAULTS: dict[str, Any] = dict.fromkeys(Facets.__annotations__) | {"needs": (), "step": 0} | {"proof": "twin fuzz"}
+DEFAULTS |= {"resume": "note"} | dict.fromkeys(("word", "docs", "outcome", "read"), "")
+
+
+def flag(default: Any, text: str, *aliases: str, **facets: Unpack[Facets]) -> Any:
+    """Return a dataclass field that is a flag; the default `MISSING` makes it required."""
+    own: dict[str, Any] = {"help": text, "aliases": aliases, **facets}
+    if isinstance(own.get("needs"), str):
+        own["needs"] = (own["needs"],)
+    metadata = DEFAULTS | own | {"own": frozenset(own)}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def group(**facets: Unpack[Facets]) -> Callable[[type[T]], type[T]]:
+    """Return a decorator that gives these facets to a class's flags without their own."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        for f in vars(cls).values():
+            if isinstance(f, dataclasses.Field):
+                stated = {name: value for name, value in facets.items() if name not in f.metadata["own"]}
+                f.metadata = types.MappingProxyType({**f.metadata, **stated})
+        return cls
+
+    return decorate
+
+
+def spelling(name: str) -> str:
+    """Return the flag of a field; three underscores are kept, as in Megatron."""
+    return "--" + name.replace("_", "-").replace("opt-param", "opt_param").replace(
+        "deepspeed-config", "deepspeed_config"
+    )
+
+
+def is_flat(config: Any) -> bool:
+    """Return whether a configuration's own fields are flags, not groups of them."""
+    return "help" in dataclasses.fields(config)[0].metadata
+
+
+def group_values(config: Any) -> list[Any]:
+    """Return the groups of settings of a configuration; a flat one is its own only group."""
+    return [config] if is_flat(config) else [getattr(config, f.name) for f in dataclasses.fields(config)]
+
+
+def every_config() -> list[type]:
+    """Return the configurations whose settings a file or the environment may hold."""
+    configs = [pkgutil.resolve_name(name) for name in dict.fromkeys(page.config for page in PAGES.values())]
+    return [config for config in configs if not is_flat(config)]
+
+
+def config_groups(cls: type) -> dict[str, type]:
+    """Return group name -> dataclass, a command's own first; a flat configuration has one, ""."""
+    if is_flat(cls):
+        return {"": cls}
+    hints = typing.get_type_hints(cls)
+    own = sorted(dataclasses.fields(cls), key=lambda f: f.name not in cls.__annotations__)
+    return {f.name: hints[f.name] for f in own}
+
+
+def cached(function: F) -> F:
+    """Cache a function of a class; mypy does not take a type[C] for functools.cache's Hashable."""
+    return typing.cast(F, functools.cache(function))
+
+
+def with_settings(config: T, /, **values: Any) -> T:
+    """Return a configuration in which some settings, whatever their groups, have other values."""
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        group = config_fields(type(config))[name][0]
+        before = getattr(getattr(config, group), name)
+        if before != value or type(before) is not type(value):  # 1 is not True
+            groups.setdefault(group, {})[name] = value
+    changed = {group: dataclasses.replace(getattr(config, group), **given) for group, given in groups.items()}
+    return typing.cast(T, dataclasses.replace(typing.cast(Any, config), **changed)) if changed else config
+
+
+@cached
+def config_fields(cls: type) -> Mapping[str, tuple[str, dataclasses.Field[Any], Any]]:
+    """Return field name -> (group name, field, type) of a configuration class."""
+    out = {}
+    for group_name, group in config_groups(cls).items():
+        hints = typing.get_type_hints(group)
+        for f in dataclasses.fields(group):
+            out[f.name] = (group_name, f, hints[f.name])
+    return types.MappingProxyType(out)
+
+
+def default_of(f: dataclasses.Field[Any]) -> Any:
+    """Return the default; MISSING if the flag is required."""
+    return f.default_factory() if callable(f.default_factory) else f.default
+
+
+def is_not_yet(f: dataclasses.Field[Any]) -> bool:
+    """Return whether only its default works before the release in which it is planned."""
+    return bool(f.metadata["only"] == (default_of(f),) and f.metadata["step"] > 0)
+
+
+def not_yet(f: dataclasses.Field[Any], kind: Any) -> str:
+    """Return "not yet", with the values that do not work if others do; empty if all work."""
+    if is_not_yet(f):
+        return "not yet"
+    lacking = [str(c) for c in choices_of(kind) if f.metadata["only"] and c not in f.metadata["only"]]
+    return f"not yet: {', '.join(lacking)}" if lacking else ""
+
+
+def inner_type(kind: Any) -> Any:
+    """Return `int` of `int | None`, and so on."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return next(a for a in typing.get_args(kind) if a is not type(None))
+    return kind
+
+
+def is_list(kind: Any) -> bool:
+    return typing.get_origin(kind) is list
+
+
+def choices_of(kind: Any) -> tuple[Any, ...]:
+    plain = inner_type(kind)
+    return typing.get_args(plain) if typing.get_origin(plain) is typing.Literal else ()
+
+
+def text_kind(f: dataclasses.Field[Any], kind: Any) -> str:
+    """Return what a field of text holds, as `Facets.value`; empty for all others."""
+    plain = inner_type(kind)
+    plain = typing.get_args(plain)[0] if is_list(plain) else plain
+    if choices_of(kind) or plain not in (str, Path):
+        return ""
+    return f.metadata["value"] or ("PATH" if plain is Path else "FORM")
+
+
+def placeholder(f: dataclasses.Field[Any], kind: Any) -> str:
+    """Return what stands for the value of a flag."""
+    plain = inner_type(kind)
+    if listed := "|".join(map(str, choices_of(kind))):
+        return listed if len(listed) < 12 else "NAME"
+    if is_list(plain):
+        (plain,) = plain.__args__
+    text = text_kind(f, kind)
+    word = text if text in PATHS else {int: "N", float: "X"}.get(plain, "TEXT")
+    return f"{word} ..." if is_list(inner_type(kind)) else word
+
+
+def word_of(f: dataclasses.Field[Any]) -> str:
+    """Return the placeholder of a positional argument."""
+    return f.metadata["word"] or f.name.rstrip("s").upper()
+
+
+def shown_name(f: dataclasses.Field[Any]) -> str:
+    """Return how messages name a field: by its flag, or by its word if it has none."""
+    return word_of(f) if f.metadata["positional"] else spelling(f.name)
+
+
+def switches(f: dataclasses.Field[Any]) -> tuple[list[str], list[str]]:
+    """Return the flags that turn a boolean field on, and those that turn it off."""
+    off = [a for a in f.metadata["aliases"] if a.startswith(("--disable", "--no-"))]
+    on = [spelling(f.name), *(a for a in f.metadata["aliases"] if a not in off)]
+    if not f.name.startswith("no_"):
+        off.insert(0, "--no-" + on[0][2:])
+    return on, off
+
+
+def typed_spellings(cls: type, argv: Collection[str]) -> dict[str, str]:
+    """Return our spelling -> the typed one, of flags typed by another name or with underscores.
+
+    --train-epochs stands for --train-samples too, which a run makes of it.
+    """
+    typed, out = [word.partition("=")[0] for word in argv if word.startswith("--")], {}
+    for _, f, kind in config_fields(cls).values():
+        ours = spelling(f.name)
+        names = switches(f)[0] if inner_type(kind) is bool else [ours, *f.metadata["aliases"]]
+        plain = {name.replace("_", "-") for name in names}
+        # If it is typed twice, the last one counts.
+        given = next((word for word in reversed(typed) if word.replace("_", "-") in plain), ours)
+        if given != ours:
+            out[ours] = given
+        if ours == "--train-epochs" and given in typed:
+            out.setdefault("--train-samples", given)
+    return out
+
+
+@functools.cache
+def keyword_arguments() -> Mapping[str, str]:
+    """Return flag -> what it is in a call from Python: save, bf16=True or mock_data=False."""
+    out = {f"--{name}": name for name in ("preset", "recipe", "depth")} | {"--config": "config_file"}
+    for cls in every_config():
+        for name, (_, f, kind) in config_fields(cls).items():
+            if inner_type(kind) is bool:
+                on, off = switches(f)
+                out |= dict.fromkeys(on, f"{name}=True") | dict.fromkeys(off, f"{name}=False")
+            else:
+                out |= dict.fromkeys([spelling(name), *f.metadata["aliases"]], name)
+    return types.MappingProxyType(out)
+
+
+@contextlib.contextmanager
+def keywords_in_errors(given: Collection[str] = (), typed: Collection[str] = ()) -> Iterator[None]:
+    """Let errors of a call from Python name keywords in the place of flags, but not in commands.
+
+    `given` are the caller's keywords; `typed` are flags that it gave, which stay. If it gave flags
+    alone, all do.
+    """
+    try:
+        yield
+    except UserError as error:
+        if given or not typed:
+            error.args = (in_keywords(str(error), given, typed),)
+        raise
+
+
+def in_keywords(message: str, given: Collection[str] = (), typed: Collection[str] = ()) -> str:
+    """Return a message with keywords of Python for flags, outside of commands in backticks."""
+    known = {**{spelling(name): name for name in given}, **keyword_arguments()}
+
+    def keyword(found: re.Match[str]) -> str:
+        flag: str | None = found["flag"]
+        space: str = found["space"] or ""
+        if flag is None:
+            return "setting"
+        if flag in typed or flag not in known:
+            return str(found[0])
+        return known[flag] + ("=" if space and "=" not in known[flag] else space)
+
+    # A space becomes "=" before a value: a number, a path, a quoted word, or capitals for one.
+    flag = r"""(?P<flag>--[A-Za-z][\w-]*)(?P<space>( (?=[A-Z]+\b|[\d'"/.]))?)"""
+    words = rf"""(?<![\w/.-])(?:{flag}|(?<!['"])flag(?=s?\b(?![/.-]\w)))"""
+    parts = re.split("(`[^`]*`)", message)
+    return "".join(part if part[:1] == "`" else re.sub(words, keyword, part) for part in parts)

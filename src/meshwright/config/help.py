@@ -1,0 +1,388 @@
+"""Help in two screens; a group, one flag, a search or everything on demand.
+
+    meshwright train --help               common flags
+    meshwright train --help optimizer     a group
+    meshwright train --help lr            one flag
+    meshwright train --help-all           everything
+
+argparse would print 250 flags of `train` at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import sys
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.base import host
+from meshwright.base.errors import UserError
+from meshwright.base.hints import did_you_mean
+from meshwright.compat.flags.megatron_flags import EQUAL, NO_EFFECT, OLD_SWITCHES, known_elsewhere
+from meshwright.config.fields import (
+    choices_of,
+    config_fields,
+    config_groups,
+    default_of,
+    inner_type,
+    is_flat,
+    is_list,
+    not_yet,
+    placeholder,
+    spelling,
+    switches,
+    word_of,
+)
+from meshwright.config.pages import PAGES, SHORT, Page
+from meshwright.config.presets import PRESETS
+from meshwright.config.recipes import RECIPES
+from meshwright.config.schema import TrainConfig
+
+WORDS = ("-h", "--help", "--help-all")
+ALL = "all"
+LINES = 48  # two screens of a terminal with 24 lines
+OF_TRAINING = ("recipe", "depth")  # controls of commands with the settings of a training
+LEFT, COMMON = 32, 27  # columns of a flag and its value: in lists of all flags, and of common ones
+CONTROL = "settings"  # the group of the flags below, which no dataclass holds
+CONTROLS = {
+    "preset": ("--preset", "NAME", "architecture and recipe of a known model; `meshwright presets` lists them"),
+    "recipe": (
+        "--recipe",
+        "NAME",
+        "all settings from the size; modern: Muon, rotary positions, rates and batch that fit; gpt2: the documents' "
+        "recipe; a preset gives only sizes beside it, and flags win",
+    ),
+    "depth": ("--depth", "N", "layers, the only size to give; all else follows; means --recipe modern without one"),
+    "config_file": ("--config", "FILE", "TOML or YAML file of settings"),
+    "print_config": ("--print-config", "", "print all settings and where each comes from"),
+    "dry_run": ("--dry-run", "", "check everything, write nothing; then exit"),
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """What the help is about: a command's configuration and how it is called."""
+
+    config: type
+    prog: str
+    about: str = ""
+    positional: str | None = None
+
+    @property
+    def page(self) -> Page:
+        return PAGES.get(self.prog.removeprefix("meshwright "), Page(""))
+
+
+@dataclass(frozen=True)
+class HelpEntry:
+    """One flag or positional argument as the help shows it."""
+
+    name: str  # of the field
+    group: str
+    flag: str  # or the word of a positional argument
+    value: str  # its placeholder; empty for a switch
+    text: str
+    default: str = ""
+    also: tuple[str, ...] = ()  # other spellings
+    choices: tuple[str, ...] = ()
+    field: dataclasses.Field[Any] | None = None
+    kind: Any = None
+
+    @property
+    def left(self) -> str:
+        return f"{self.flag} {self.value}".strip()
+
+    @property
+    def right(self) -> str:
+        """Return the whole text: help, other spellings and default."""
+        listed = self.choices and not all(re.search(rf"\b{re.escape(c)}\b", self.text) for c in self.choices)
+        parts = [self.text, f" ({', '.join(self.choices)})" if listed else ""]
+        parts.append(f" [{self.default}]" if self.default else "")
+        return "".join(parts)
+
+    def brief(self, width: int) -> str:
+        """Return what one line holds: the text up to the end of a clause, values and default."""
+        default = f" [{self.default}]" if self.default else ""
+        whole = SHORT.get(self.name, self.text)
+        cuts = [whole[: m.start()] for m in re.finditer(r"[;:] | \(|$", whole)]
+        fitting = [text for text in cuts if len(text + default) <= width and text.count("(") == text.count(")")]
+        text = max(fitting, key=len, default=whole)
+        listed = f": {', '.join(self.choices)}" if self.choices and text == self.text else ""
+        return text + (listed if len(text + listed + default) <= width else "") + default
+
+
+def requested_topic(argv: list[str], names_follow: bool = False) -> str | None:
+    """Return the topic that --help asks for, "" for the common flags; None without --help.
+
+    With `names_follow` the first word without a flag begins another program's command line.
+    """
+    for i, word in enumerate(argv):
+        is_value = i > 0 and argv[i - 1].startswith("--") and "=" not in argv[i - 1]
+        if word == "--" or (names_follow and not word.startswith("-") and not is_value):
+            return None
+        name, _, value = word.partition("=")
+        if name in WORDS:
+            return ALL if "--help-all" in argv[i:] else value or next((w for w in argv[i + 1 :] if w not in WORDS), "")
+    return None
+
+
+def show_help(command: Command, topic: str) -> None:
+    """Print help; all but the common flags goes through a pager if the terminal is too low."""
+    lines = help_lines(command, topic)
+    text = "\n".join(_styled(line) for line in lines) + "\n"
+    if topic and sys.stdout.isatty() and len(lines) >= _terminal()[1]:
+        import pydoc
+        import shutil
+        import signal
+
+        pager = os.environ.get("PAGER", "less")
+        if pager.strip() not in ("", "cat") and shutil.which(pager.split()[0]):
+            os.environ.setdefault("LESS", "FRX")  # as git has it: colours, and no pager for what fits
+            with host.handled([signal.SIGINT], lambda *_: None):  # Ctrl-C is for the pager
+                pydoc.pipepager(text, pager)
+            return
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def help_lines(command: Command, topic: str = "") -> list[str]:
+    """Return the lines about a topic: "", `ALL`, a group, a flag, or a word to search for."""
+    shown = entries(command)
+    if not topic:
+        lines = all_flags(command, shown, full=False)
+        return lines if len(lines) <= LINES or not command.page.common else common_flags(command, shown)
+    if topic == ALL:
+        return all_flags(command, shown, full=True)
+    names = {_key(e.group): e.group for e in shown}
+    if _key(topic) in names and not topic.startswith("-"):
+        group = names[_key(topic)]
+        lines = _section(group, [e for e in shown if e.group == group], command)
+        if any(_key(e.flag) == _key(topic) for e in shown):
+            lines += ["", f"`{command.prog} --help --{_key(topic)}` explains the flag of this name."]
+        return lines
+    for entry in sorted(entries(command, hidden=True), key=lambda e: not e.flag.startswith("-")):
+        if _key(topic) in {_key(word) for word in (entry.name, entry.flag, *entry.also)}:
+            return explain_flag(command, entry)
+    flag = "--" + topic.lstrip("-")
+    if flag in NO_EFFECT:
+        return [f"{flag} is accepted and has no effect: {NO_EFFECT[flag][1]}."]
+    if same := EQUAL.get(flag) or OLD_SWITCHES.get(flag[2:].replace("-", "_")):
+        return [f"{flag} is {spelling(same[0])} {same[1]}."]
+    if elsewhere := known_elsewhere(flag):
+        return [f"{elsewhere}."]
+    return find_flags(command, shown, topic, names)
+
+
+def find_flags(command: Command, shown: list[HelpEntry], topic: str, names: dict[str, str]) -> list[str]:
+    """Return the flags whose name or text has the word."""
+    word = _key(topic)
+    for stem in dict.fromkeys((word, word.removesuffix("s"))):
+        found = [e for e in shown if stem in _key(e.flag) or re.search(rf"\b{re.escape(stem)}", e.right.lower())]
+        if found:
+            break
+    if found and len(word) > 2:
+        return [f"No group or flag is named {topic!r}; these mention it:", "", *_rows(found)]
+    known = [*names, *(spelled for e in shown for spelled in (e.flag, *e.also))]
+    hint = did_you_mean(word, names) or did_you_mean("--" + word, known)
+    groups = f"; the groups are {', '.join(names.values())}" if len(names) > 1 else ""
+    raise UserError(f"no group or flag of `{command.prog}` is named {topic!r}{hint or groups}")
+
+
+def entries(command: Command, hidden: bool = False) -> list[HelpEntry]:
+    """Return what the help of a command lists; with `hidden` also flags that it only accepts."""
+    known = config_fields(command.config)
+    used = known if hidden else getattr(command.config, "USES", known)
+    out = []
+    if command.positional:
+        _, f, kind = known[command.positional]
+        text = "folder of a run" if command.positional == "load" else f.metadata["help"]
+        text = f"{text}; same as {spelling(command.positional)}"
+        word = word_of(f)
+        out.append(
+            HelpEntry(command.positional, "arguments", word, "..." if is_list(kind) and " " not in word else "", text)
+        )
+    if not is_flat(command.config):
+        for name, (flag, value, text) in CONTROLS.items():
+            if name in OF_TRAINING and not issubclass(command.config, TrainConfig):
+                continue
+            listed = {"preset": tuple(PRESETS), "recipe": tuple(RECIPES)}.get(name, ())
+            out.append(HelpEntry(name, CONTROL, flag, value, text, choices=listed))
+    for name, (group, f, kind) in known.items():
+        if name in used:
+            out.append(_entry(group or "flags", f, kind))
+    return out
+
+
+def _entry(group: str, f: dataclasses.Field[Any], kind: Any) -> HelpEntry:
+    default, meta = default_of(f), f.metadata
+    lacking = not_yet(f, kind)
+    text = meta["help"] + (f" [{lacking}]" if lacking else "")
+    shown = "" if default is None or isinstance(default, bool) or default is dataclasses.MISSING else str(default)
+    if isinstance(default, float):
+        shown = f"{default:g}"
+    if isinstance(default, list):
+        shown = " ".join(map(str, default))
+    rest: dict[str, Any] = {"field": f, "kind": kind}
+    rest["choices"] = tuple(map(str, choices_of(kind)))
+    if meta["positional"]:
+        return HelpEntry(f.name, "arguments", word_of(f), "..." if is_list(kind) else "", text, **rest)
+    if inner_type(kind) is bool:
+        on, off = switches(f)
+        names, others = (off, on) if default is True else (on, off)
+        text = f"disable: {text}" if default is True else text
+        return HelpEntry(f.name, group, names[0], "", text, "", (*names[1:], *others), **rest)
+    if default is dataclasses.MISSING:
+        text += " (required)"
+    return HelpEntry(f.name, group, spelling(f.name), placeholder(f, kind), text, shown, meta["aliases"], **rest)
+
+
+# Screens.
+
+
+def usage_lines(command: Command, shown: list[HelpEntry]) -> list[str]:
+    words = [_shape(e) for e in shown if e.group == "arguments"]
+    lines = [" ".join(["usage:", command.prog, "[flags]", *words])]
+    about, *notes = command.about.split("\n\n")
+    return [*lines, "", *textwrap.wrap(about, _width()), *(line for note in notes for line in ("", *note.split("\n")))]
+
+
+def _shape(e: HelpEntry) -> str:
+    """Return a positional argument for the usage: [WORD] if it may be missing."""
+    needed = e.field is not None and default_of(e.field) is dataclasses.MISSING
+    return e.left if needed or (e.field and e.field.metadata["positional"] == "rest") else f"[{e.left}]"
+
+
+def common_flags(command: Command, shown: list[HelpEntry]) -> list[str]:
+    """Return the common flags, a line each, examples, and how to see more."""
+    by_name = {e.name: e for e in shown}
+    lines = usage_lines(command, shown)
+    for heading, names in (command.page.common | {"Settings": command.page.settings}).items():
+        lines += ["", f"{heading}:"]
+        for e in (by_name[name] for name in names.split() if name in by_name):
+            start = max(COMMON, len(e.left) + 4)
+            texts = textwrap.wrap(e.brief(_width() - start), _width() - start)
+            lines.append(f"{'  ' + e.left:<{start}}{texts[0]}")
+            lines += [" " * COMMON + text for text in texts[1:]]
+    lines += _examples(command)
+    names = ", ".join(dict.fromkeys(e.group for e in shown if e.group != "arguments"))
+    listed = textwrap.wrap(names, _width() - 17)
+    lines += ["", "More:", f"  --help GROUP   {listed[0]}", *(" " * 17 + line for line in listed[1:])]
+    lines.append("  --help FLAG    one flag in full, such as --help save; or any word")
+    return [*lines, f"  --help-all     all {len(shown)} flags"]
+
+
+def all_flags(command: Command, shown: list[HelpEntry], full: bool) -> list[str]:
+    lines = usage_lines(command, shown)
+    for group in dict.fromkeys(e.group for e in shown):
+        lines += ["", *_section(group, [e for e in shown if e.group == group], command)]
+    if not full:
+        lines += _examples(command)
+    if hasattr(command.config, "USES"):
+        lines += ["", "Other flags of train are accepted; those without effect are reported."]
+    return lines
+
+
+def _section(group: str, rows: list[HelpEntry], command: Command) -> list[str]:
+    doc = (
+        (config_groups(command.config)[group].__doc__ or "").splitlines()
+        if group in config_groups(command.config)
+        else []
+    )
+    about = (
+        f" {doc[0][0].lower()}{doc[0][1:].rstrip('.')}"
+        if doc and "(" not in doc[0] and group not in doc[0].lower()
+        else ""
+    )
+    return [*textwrap.wrap(f"{group.capitalize().replace('_', ' ')}:{about}", _width()), *_rows(rows)]
+
+
+def _rows(rows: list[HelpEntry]) -> list[str]:
+    lines: list[str] = []
+    for e in rows:
+        texts = textwrap.wrap(e.right, _width() - LEFT, break_long_words=False) or [""]
+        left = f"  {e.left}"
+        if len(left) < LEFT:
+            lines.append(f"{left:<{LEFT}}{texts.pop(0)}")
+        else:
+            lines.append(left)
+        lines += [" " * LEFT + text for text in texts]
+    return lines
+
+
+def _examples(command: Command) -> list[str]:
+    texts = [f"  {line}" for text in command.page.examples for line in text.split("\n")]
+    return ["", "Examples:" if len(command.page.examples) > 1 else "Example:", *texts] if texts else []
+
+
+def explain_flag(command: Command, e: HelpEntry) -> list[str]:
+    """Return all that is known of one flag."""
+    rows = {"values": _values(e), "default": e.default or _no_default(e)}
+    if e.also:
+        rows["also"] = ", ".join(e.also)
+    if e.field is not None and (needs := e.field.metadata["needs"]):
+        rows["needs"] = ", ".join(needs)
+    if e.field is not None and e.group not in ("flags", "arguments"):
+        rows["config file"] = f"{e.name} = ...   in [{e.group}] of --config FILE"
+        rows["environment"] = f"MESHWRIGHT_{e.name.upper()}"
+    if e.group not in ("flags", "arguments"):
+        rows["group"] = f"{e.group} (`{command.prog} --help {_key(e.group)}`)"
+    rows["explained"] = ", ".join(explaining_pages(e.field)) if e.field is not None else ""
+    lines = [f"{e.left}:", *(f"  {line}" for line in textwrap.wrap(e.text, _width() - 2)), ""]
+    for name, text in rows.items():
+        wrapped = textwrap.wrap(text, _width() - 17, break_on_hyphens=False)
+        lines += [f"  {name if n == 0 else '':<13}  {line}" for n, line in enumerate(wrapped)]
+    return lines
+
+
+def explaining_pages(f: dataclasses.Field[Any]) -> list[str]:
+    """Return up to two pages about a flag; the table of all flags if there is no other."""
+    return [f"docs/{page}.md" for page in f.metadata["docs"].split()][:2] or ["docs/flags.md"]
+
+
+def _values(e: HelpEntry) -> str:
+    if e.choices:
+        return ", ".join(e.choices)
+    if not e.value:
+        return "none: it is a switch"
+    word, many = e.value.split()[0], e.value.endswith("...")
+    kind = {"N": "whole number", "X": "number", "TEXT": "text"}.get(word, "path")
+    kind = f"{kind}s, separated by spaces" if many and kind != "text" else "words" if many else kind
+    bound = e.field.metadata["bound"] if e.field else None
+    bounds = {">0": "above 0", ">=0": "0 or more", "[0,1)": "from 0 to below 1", "[0,1]": "from 0 to 1"}
+    return f"{kind}, {bounds[bound]}" if bound else kind
+
+
+def _no_default(e: HelpEntry) -> str:
+    if e.field is not None and default_of(e.field) is dataclasses.MISSING:
+        return "none: it is required"
+    if not e.value:
+        return "on" if e.field is not None and default_of(e.field) is True else "off"
+    return "none"
+
+
+# The terminal.
+
+
+def _key(word: str) -> str:
+    return word.lower().lstrip("-").replace("_", "-").replace(" ", "-")
+
+
+def _terminal() -> tuple[int, int]:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return os.get_terminal_size(sys.stdout.fileno())
+    return 80, 24
+
+
+def _width() -> int:
+    return min(100, max(60, _terminal()[0]))
+
+
+def _styled(line: str) -> str:
+    """Make headings bold, on terminals only."""
+    heading = re.match(r"[^ `].*?:(?= |$)", line)
+    has_style = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return f"\033[1m{heading[0]}\033[0m{line[heading.end() :]}" if heading and has_style else line

@@ -1,0 +1,123 @@
+"""Find flags that are valid and have no effect together with the others."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+from meshwright.base.storage import addresses
+from meshwright.config import data_paths
+from meshwright.config.fields import group_values, spelling
+from meshwright.config.grammar import split_shares
+from meshwright.config.schema import Data, Model, TrainConfig
+
+# Conditions in `needs` of flags: each name follows "has no effect without".
+CONDITIONS: dict[str, Callable[[TrainConfig], Any]] = {
+    "--fp16": lambda c: c.precision.fp16,
+    "--tokenizer-type TikTokenizer": lambda c: c.tokenizer.tokenizer_type == "TikTokenizer",
+    "--fp16 or --bf16": lambda c: c.precision.fp16 or c.precision.bf16,
+    "--fp8-format": lambda c: c.precision.fp8_format,
+    "--first-last-layers-bf16": lambda c: c.precision.first_last_layers_bf16,
+    "--recompute-granularity full": lambda c: c.training.recompute_granularity == "full",
+    "--load": lambda c: c.checkpoint.load,
+    "--packing stream": lambda c: c.data.packing == "stream",
+    "--eval-iters above 0": lambda c: c.training.eval_iters,
+    "--save": lambda c: c.checkpoint.save,
+    "--save or --run-dir": lambda c: c.checkpoint.save or c.checkpoint.run_dir,
+    "--keep-last": lambda c: c.checkpoint.keep_last or not c.checkpoint.save,
+    "learned or rotary positions": lambda c: c.model.position in ("learned", "rope"),
+    "--position-embedding-type rope": lambda c: c.model.position == "rope",
+    "LayerNorm": lambda c: c.model.normalization == "LayerNorm",
+    "--rope-scaling": lambda c: c.model.rope_scaling != "none",
+    "--window-size": lambda c: c.model.window,
+    "--rope-scaling llama3": lambda c: c.model.rope_scaling == "llama3",
+    "--rope-scaling yarn": lambda c: c.model.rope_scaling == "yarn",
+    "--rope-scaling llama3 or yarn": lambda c: c.model.rope_scaling in ("llama3", "yarn"),
+    "a GELU activation": lambda c: not c.model.gated and not c.model.squared_relu,
+    "--optimizer sgd": lambda c: c.optimizer.optimizer == "sgd",
+    "--optimizer lion": lambda c: c.optimizer.optimizer == "lion",
+    "--optimizer muon": lambda c: c.optimizer.optimizer == "muon",
+    "--optimizer adam, adamw or muon": lambda c: c.optimizer.optimizer not in ("sgd", "lion"),
+    "--lr-decay-style WSD": lambda c: c.optimizer.lr_decay_style == "WSD",
+    "a warm-up": lambda c: c.warmup_samples,
+    "--on-spike": lambda c: c.training.on_spike != "off",
+    "an address such as s3://bucket/run": lambda c: has_address(c),
+    "several processes": lambda c: c.world > 1,
+    "several data-parallel ranks": lambda c: c.dp * c.parallel.context_parallel_size > 1,
+    "--tensor-model-parallel-size above 1": lambda c: c.parallel.tensor_model_parallel_size > 1,
+    "--sequence-parallel": lambda c: c.parallel.sequence_parallel,
+    "--pipeline-model-parallel-size above 1": lambda c: c.parallel.pipeline_model_parallel_size > 1,
+    "several pieces on a pipeline rank": lambda c: c.chunks > 1,
+    "--profile": lambda c: c.logging.profile,
+    "--sample-interval": lambda c: c.logging.sample_interval,
+    "--eval-tasks": lambda c: c.logging.eval_tasks,
+}
+
+
+def without_effect(config: Any) -> list[str]:
+    """Return notes about flags that are valid and have no effect together with the others."""
+    if not isinstance(config, TrainConfig):
+        return []
+    c = config
+    m, t, d, g, o = c.model, c.training, c.data, c.logging, c.optimizer
+    out = [
+        f"{spelling(f.name)} has no effect without {condition}"
+        for group in group_values(c)
+        for f in dataclasses.fields(group)
+        for condition in f.metadata["needs"]
+        if getattr(group, f.name) != getattr(type(group)(), f.name) and not CONDITIONS[condition](c)
+    ]
+    state = f"--optimizer-state-dtype {o.optimizer_state_dtype}"
+    start = f"--profile-step-start {g.profile_step_start}"
+    is_late = g.profile and t.train_iters is not None and g.profile_step_start > t.train_iters
+    beyond = [n for n in g.nvidia_smi_at if t.train_iters is not None and n > t.train_iters]
+    others = {
+        "--swiglu and --glu-activation are both given; --glu-activation is used": m.swiglu and m.glu_activation,
+        "--cautious-weight-decay has no effect with --weight-decay 0": o.cautious_weight_decay
+        and not o.ramps_decay
+        and not o.weight_decay,
+        f"{state} has no effect with --sgd-momentum 0, which keeps none": o.optimizer_state_dtype != "float32"
+        and o.optimizer == "sgd"
+        and not o.sgd_momentum,
+        "--mock-data: the files of --data-path and similar flags are not read": d.mock_data
+        and data_paths.path_settings(d),
+        f"{start} is after the last step; nothing is profiled": is_late,
+        f"--nvidia-smi-at {' '.join(map(str, beyond))}: after the last step, so not printed": beyond,
+        "--log-timers-to-tensorboard logs only iterations with --timing-log-level 0": g.log_timers_to_tensorboard
+        and g.timing_log_level == "0",
+    }
+    with contextlib.suppress(ValueError):  # reported as a problem
+        out += data_paths.overlaps(d)
+        is_divided = not d.mock_data and (d.data_path or d.data_args_path)
+        if t.eval_iters and is_divided and not split_shares(d.split)[1]:
+            out.append(f"--split {d.split} leaves nothing for validation, so there is none; raise its second number")
+    with contextlib.suppress(ValueError):
+        out += idle_long_context(m, d)
+    return out + [line for line, applies in others.items() if applies]
+
+
+def has_address(config: Any) -> bool:
+    """Return whether a path is an address of object storage or the local folder of one."""
+    fields = [(group, f) for group in group_values(config) for f in dataclasses.fields(group) if f.metadata["remote"]]
+    values = [getattr(group, f.name) for group, f in fields]
+    paths = [path for value in values for path in (value if isinstance(value, list) else [value]) if path]
+    return any(addresses.address_of(addresses.localize(path)) for path in paths)
+
+
+def idle_long_context(m: Model, d: Data) -> list[str]:
+    """Report a window that hides no token of a sample, and a scaling of rotary frequencies by 1."""
+    out = []
+    if m.window and not m.windowed_layers and m.num_layers:
+        out.append(
+            f"--window-size {m.window_size} has no effect: --window-attn-skip-freq leaves no layer with a window"
+        )
+    elif m.window and m.window + 1 >= (d.seq_length or math.inf):
+        tokens = f"a sample has only {d.seq_length} tokens (--seq-length)"
+        out.append(f"--window-size {m.window_size} has no effect in this training: {tokens}")
+    is_scaled = m.position == "rope" and m.rope_scaling != "none"
+    if is_scaled and m.rope_scaling_factor == m.attention_factor == 1:
+        out.append(f"--rope-scaling {m.rope_scaling} has no effect with --rope-scaling-factor 1")
+    return out

@@ -1,0 +1,26 @@
+"""What the help shows first: each command's common flags and examples, from pages.toml."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from meshwright.base.files import read_table
+
+# Commands that `launch` starts as several ranks.
+LAUNCHED = ("train", "verify-layout", "preprocess", "evaluate", "generate", "chat", "serve", "doctor")
+
+
+@dataclass(frozen=True)
+class Page:
+    """A command's configuration, and the first screens of its help."""
+
+    config: str  # module and class, imported when needed
+    positional: str | None = None  # the field that words without a flag set
+    common: dict[str, str] = field(default_factory=dict)  # heading: names of fields
+    examples: tuple[str, ...] = ()
+    settings: str = "config_file print_config dry_run"  # the last heading
+
+
+_TABLES = read_table("config/pages.toml")
+SHORT: dict[str, str] = _TABLES.pop("short")  # field: its line among the common flags
+PAGES = {name: Page(**page | {"examples": tuple(page.get("examples", ()))}) for name, page in _TABLES.items()}

@@ -1,0 +1,84 @@
+"""Architecture and recipe of known models, from presets.toml; and schedules that fit any length.
+
+A preset gives flags, no vocabulary: that comes with the tokenizer. The vocabulary of its source is
+kept beside it, so that numbers of parameters can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.base.errors import UserError
+from meshwright.base.files import read_table
+from meshwright.base.hints import did_you_mean, our_word
+
+
+@dataclass(frozen=True)
+class Family:
+    """Presets of one source, with the size of its vocabulary."""
+
+    source: str
+    vocabulary: int
+    presets: dict[str, dict[str, Any]]
+    is_script: bool = False  # repeats a program's script: its schedule is kept for any length
+
+
+def _families() -> tuple[Family, ...]:
+    tables = read_table("config/presets.toml")
+    out = []
+    for family in tables["families"]:
+        columns, presets = family["columns"].split(), {}
+        shared = tables["recipes"].get(family.get("recipe"), {}) | family["settings"]
+        for name, cells in family["presets"].items():
+            row = {column: cell for column, cell in zip(columns, cells, strict=True) if cell != ""}
+            values = row | {setting: value for setting, value in shared.items() if setting not in row}
+            presets[name] = {setting: None if value == "none" else value for setting, value in values.items()}
+        out.append(Family(family["source"], family["vocabulary"], presets, family.get("is_script", False)))
+    return tuple(out)
+
+
+FAMILIES = _families()
+# Other names in use.
+ALIASES = {"gpt2-124m": "gpt2-117m", "gpt2-355m": "gpt2-345m", "gpt2-774m": "gpt2-762m", "gpt2-1558m": "gpt2-1.5b"}
+PRESETS: dict[str, dict[str, Any]] = {name: values for family in FAMILIES for name, values in family.presets.items()}
+PRESETS |= {alias: PRESETS[name] for alias, name in ALIASES.items()}
+
+
+def require_preset(name: str, where: str = "") -> None:
+    """Refuse a name that no preset has; suggest one."""
+    if name not in PRESETS:
+        ours = our_word("presets", name.lower(), PRESETS)
+        near = f"; here it is {ours}" if ours else did_you_mean(name.lower(), PRESETS, 0.7)
+        hint = near or "; `meshwright presets` lists them"
+        raise UserError(f"{where}no preset {name!r}{hint}")
+
+
+def family_of(name: str) -> Family:
+    return next(f for f in FAMILIES if ALIASES.get(name, name) in f.presets)
+
+
+def fitted(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a preset's settings; a length given otherwise stretches or shortens its schedule.
+
+    Without that, a run of 2,000 steps would end inside the warm-up of one of 320,000.
+    """
+    out, steps = dict(PRESETS[name]), PRESETS[name]["train_iters"]
+    parts = {n: out[n] / steps for n in ("lr_decay_iters", "lr_wsd_decay_iters") if n in out}
+    units = ("iters", "samples", "tokens")
+    unit = next((u for u in (*units, "epochs") if given.get(f"train_{u}")), None)
+    if not unit or family_of(name).is_script:
+        return out
+    if unit == "epochs":  # in samples that are not known yet: the schedule takes all of them
+        return {n: value for n, value in out.items() if n not in (*parts, "train_iters")}
+    length, in_steps = given[f"train_{unit}"], unit == "iters"
+    if unit == "tokens":
+        length //= given.get("seq_length") or out["seq_length"]
+    for part, share in parts.items():
+        del out[part]
+        if not any(part.replace("iters", u) in given for u in units):
+            out[part if in_steps else part.replace("iters", "samples")] = max(1, round(length * share))
+    if not in_steps:
+        del out["train_iters"]
+    return out

@@ -1,0 +1,442 @@
+"""Recipes: all settings of a training that follow from the size of its model, each with its reason.
+
+A recipe lies over a preset, whose sizes it keeps, and under --config, the environment and flags.
+What these give counts in the rules too: another batch has another learning rate. The values and
+numbers are in recipes.toml; here are the rules that compute the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import re
+import shlex
+import struct
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from meshwright.base.errors import UserError
+from meshwright.base.files import read_table
+from meshwright.base.hints import did_you_mean, find_address
+from meshwright.config import presets
+from meshwright.config.data_paths import path_sets, path_settings
+from meshwright.config.fields import config_fields, default_of, inner_type, spelling, switches, with_settings
+from meshwright.config.grammar import split_shares
+from meshwright.config.notices import CONDITIONS
+from meshwright.config.schema import LENGTHS, Data, Model, TrainConfig
+
+RECIPES: dict[str, dict[str, Any]] = read_table("config/recipes.toml")
+IMPLIED = "modern"  # by --depth alone
+# Settings that a preset or a flag gives and a recipe keeps.
+SIZES = (
+    "num_layers hidden_size num_attention_heads num_query_groups kv_channels seq_length max_position_embeddings"
+).split()
+BY_STEPS = ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
+ACTIVATIONS = {"swiglu", "squared_relu", "glu_activation"}  # one of them given replaces the recipe's
+# Settings of a preset that belong to its own network or schedule.
+RESET = (
+    "swiglu squared_relu glu_activation ffn_hidden_size rotary_percent add_qkv_bias use_parallel_residual "
+    "embed_layernorm layernorm_bias apply_layernorm_1p embedding_dropout final_logit_softcapping init_method_std "
+    "zero_init_projections embedding_lr head_lr vector_lr weight_decay_incr_style cautious_weight_decay "
+    "lr_decay_iters lr_decay_samples lr_decay_tokens lr_wsd_decay_iters lr_wsd_decay_samples "
+    "rampup_batch_size adam_beta1 adam_beta2 adam_eps"
+).split()
+NO_SIZES = (
+    "--train-tokens auto counts the parameters of the layers; give the size too, by --preset, --depth or "
+    "--num-layers, --hidden-size and --num-attention-heads"
+)
+WIDTH = 100  # columns of the lines that explain a recipe
+ITEM_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}  # code of a token type in .idx -> bytes
+
+
+class Choice(NamedTuple):
+    """A value that a recipe sets, and why."""
+
+    value: Any
+    reason: str
+
+
+@dataclass
+class Draft:
+    """The settings so far: the recipe's choices under what is `given`."""
+
+    config: TrainConfig
+    given: set[str]
+    choices: dict[str, Choice] = field(default_factory=dict)
+
+    def choose(self, name: str, value: Any, reason: str) -> None:
+        if name in SIZES and name in self.given:
+            return
+        self.choices[name] = Choice(value, reason)
+        if name not in self.given:
+            self.config = with_settings(self.config, **{name: value})
+
+    def value(self, name: str) -> Any:
+        return _value(self.config, name)
+
+
+def _field(name: str) -> dataclasses.Field[Any]:
+    return config_fields(TrainConfig)[name][1]
+
+
+class Given(NamedTuple):
+    """What a recipe starts from: settings above it, and a depth or a preset."""
+
+    settings: dict[str, Any]
+    depth: int | None = None
+    preset: str | None = None
+    is_auto: bool = False  # --train-tokens auto, which `settings` leave out
+
+
+def problems(recipe: str, depth: int | None, preset: str | None, given: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with a recipe or a depth; `given` are settings above a preset."""
+    out = []
+    if recipe not in RECIPES:
+        out.append(f"--recipe {recipe!r} is none of {', '.join(RECIPES)}{did_you_mean(recipe, RECIPES, 0.6)}")
+    if depth is not None:
+        if depth < 1:
+            out.append(f"--depth {depth} must be above 0")
+        if preset:
+            out.append(f"--depth {depth} and --preset {preset} both set the size; give one")
+        if given.get("num_layers", depth) != depth:
+            out.append(f"--depth {depth} and --num-layers {given['num_layers']} are one setting; give one")
+    elif not preset and "num_layers" not in given:
+        wanted = "--depth N, or --preset NAME, or --num-layers and --hidden-size"
+        out.append(f"--recipe {recipe} needs the size of the model: give {wanted}")
+    return out
+
+
+def apply_recipe(name: str, config: TrainConfig, given: Given) -> dict[str, Choice]:
+    """Return the choices of a recipe; `config` has the preset's values and the given ones."""
+    recipe, preset = RECIPES[name], given.preset
+    numbers = recipe["numbers"]
+    sizes = set(SIZES).intersection(presets.PRESETS[preset]) if preset else set[str]()
+    if config.model.gated == recipe["rows"]["swiglu"][0]:
+        sizes.add("ffn_hidden_size")  # of an MLP with as many matrices
+    draft = Draft(config, {*given.settings, *sizes})
+    if preset:
+        _reset(draft, name)
+    for setting, (value, reason) in recipe["rows"].items():
+        if setting == "cautious_weight_decay" and draft.value("optimizer") == "sgd":
+            continue  # which has none
+        has_effect = all(CONDITIONS[name](draft.config) for name in _field(setting).metadata["needs"])
+        if has_effect and (setting not in ACTIVATIONS or not any(given.settings.get(other) for other in ACTIVATIONS)):
+            draft.choose(setting, value, reason)
+    _choose_width(draft, given.depth, numbers)
+    if "like" in recipe:
+        _follow_preset(draft, recipe["like"], given)
+        return draft.choices
+    _choose_head(draft, numbers)
+    _choose_length(draft, numbers)
+    _choose_tokens(draft)
+    _choose_batch(draft, numbers)
+    if not given.is_auto:
+        _choose_steps(draft)
+    _choose_rates(draft, numbers)
+    _choose_decay(draft, numbers)
+    _choose_lines(draft, numbers)
+    return draft.choices
+
+
+def _reset(draft: Draft, name: str) -> None:
+    """Return what belongs to a preset's own network or schedule to the defaults."""
+    for setting in RESET:
+        default = default_of(_field(setting))
+        if setting not in draft.given and draft.value(setting) != default:
+            draft.choose(setting, default, f"the preset's; recipe {name} has its own network and schedule")
+
+
+def _choose_width(draft: Draft, depth: int | None, n: Mapping[str, Any]) -> None:
+    if depth is not None:
+        draft.choose("num_layers", depth, "--depth")
+    layers, unit = draft.value("num_layers"), n["width_unit"]
+    width = math.ceil(layers * n["width_of_layer"] / unit) * unit
+    draft.choose("hidden_size", width, f"{n['width_of_layer']} x the layers, in multiples of {unit}")
+    width = draft.value("hidden_size")
+    head = n["wide_head"] if width >= n["wide_from"] else n["narrow_head"]
+    head = next((size for size in (head, n["narrow_head"], 32, 16, 8) if width % size == 0), width)
+    reason = f"heads of {head}" + (": fewer and wide ones are faster on a GPU" if head >= 128 else "")
+    draft.choose("num_attention_heads", width // head, reason)
+
+
+def _choose_head(draft: Draft, n: Mapping[str, Any]) -> None:
+    is_untied = draft.value("hidden_size") >= n["untie_from"]
+    reason = "a head of its own: 10 % fewer tokens to a loss at 124M in the records of modded-nanogpt"
+    if not is_untied:
+        reason = f"below a width of {n['untie_from']} the token table learns faster as the head: loss 2.43, not 2.53"
+    draft.choose("untie_embeddings_and_output_weights", is_untied, reason)
+
+
+def _choose_length(draft: Draft, n: Mapping[str, Any]) -> None:
+    length = next(length for width, length in reversed(n["lengths"]) if draft.value("hidden_size") >= width)
+    draft.choose("seq_length", length, f"at a width of {draft.value('hidden_size')}: wider models use longer contexts")
+
+
+def layer_parameters(m: Model) -> int:
+    """Return the parameters of the layers' matrices."""
+    width, heads, matrices = m.hidden_size or 0, m.num_attention_heads or 1, 3 if m.gated else 2
+    attention = (2 * heads + 2 * m.groups) * m.head_dim * width
+    return (m.num_layers or 0) * (attention + matrices * width * m.ffn)
+
+
+def auto_tokens(config: TrainConfig, recipe: str = IMPLIED) -> Choice:
+    """Return the tokens of --train-tokens auto: so many a parameter, few readings of the data."""
+    n = RECIPES[recipe]["numbers"]
+    parameters, most = layer_parameters(config.model), training_tokens(config.data)
+    tokens = n["tokens_of_parameter"] * parameters
+    reason = f"{n['tokens_of_parameter']} for each of {_short(parameters)} parameters of the layers"
+    if most and n["epochs"] * most < tokens:
+        tokens = n["epochs"] * most
+        reason = f"{n['epochs']} readings of the {_short(most)} tokens of the data; {reason} would be more"
+    return Choice(max(tokens, 1), reason)
+
+
+def training_tokens(d: Data) -> int | None:
+    """Return about how many tokens the training data has, or None if that is not known at once."""
+    if d.mock_data or not path_settings(d):
+        return None
+    try:
+        paths = next(s for s in path_sets(d) if s.split == "train")
+        shares = split_shares(d.split) if paths.divided else [1.0]
+        parts = [(s.end - s.begin) * _tokens_of(s.prefix) for s in paths.sources]
+        return int(sum(parts) * shares[0] / sum(shares))
+    except (ValueError, OSError, StopIteration, KeyError, ZeroDivisionError, struct.error):
+        return None  # reported where they are read
+
+
+def _tokens_of(prefix: str) -> int:
+    """Return the tokens of a pair of files: the size of one by the type that the other names."""
+    if find_address(prefix):
+        raise ValueError(prefix)
+    with open(f"{prefix}.idx", "rb") as file:
+        magic, _, code = struct.unpack("<9sQB", file.read(18))
+    if magic != b"MMIDIDX\x00\x00":
+        raise ValueError(prefix)
+    return os.path.getsize(Path(f"{prefix}.bin")) // ITEM_SIZES[code]
+
+
+def _choose_tokens(draft: Draft) -> None:
+    if not draft.given.intersection(LENGTHS):
+        draft.config = with_settings(draft.config, **dict.fromkeys(LENGTHS))
+        draft.choose("train_tokens", *auto_tokens(draft.config))
+
+
+def _tokens(draft: Draft, batch: int | None = None) -> float | None:
+    """Return the tokens of the run; None if they follow from a batch that is not chosen yet."""
+    t, length = draft.config.training, draft.config.data.seq_length or 1
+    if t.train_iters is not None:
+        batch = batch or t.global_batch_size
+        return None if batch is None else t.train_iters * batch * length
+    if t.train_epochs is not None:
+        return t.train_epochs * (training_tokens(draft.config.data) or auto_tokens(draft.config).value)
+    return t.train_samples * length if t.train_samples else int(t.train_tokens or 1)
+
+
+def _best_batch(draft: Draft, n: Mapping[str, Any]) -> int:
+    """Return the samples of a step that suit the tokens of the run: a power of two.
+
+    A run of S steps reads S b tokens, so that its batch is b = c (S b / d) ** p, which is
+    (c (S / d) ** p) ** (1 / (1 - p)).
+    """
+    tokens, length = _tokens(draft), draft.config.data.seq_length or 1
+    if tokens is not None:
+        best = n["batch_tokens"] * (tokens / n["batch_at"]) ** n["batch_power"]
+    else:
+        steps = draft.config.training.train_iters or 1
+        best = (n["batch_tokens"] * (steps / n["batch_at"]) ** n["batch_power"]) ** (1 / (1 - n["batch_power"]))
+    return int(2 ** max(0, round(math.log2(best / length))))
+
+
+def _choose_batch(draft: Draft, n: Mapping[str, Any]) -> None:
+    t, length = draft.config.training, draft.config.data.seq_length or 1
+    batch = _best_batch(draft, n)
+    tokens = _tokens(draft, batch) or 1
+    sizes = f"{_short(batch * length)} tokens for {_short(tokens)}"
+    reason = f"grows with the tokens of the run ** {n['batch_power']}: {sizes}"
+    draft.choose("global_batch_size", batch, reason)
+    if t.num_accumulation_steps is None:
+        _choose_micro_batch(draft, n)
+
+
+def _choose_steps(draft: Draft) -> None:
+    """Choose a length in steps in place of tokens, as a schedule that is given in steps needs."""
+    if "train_tokens" in draft.choices and draft.given.intersection(BY_STEPS):
+        tokens, reason = draft.choices.pop("train_tokens")
+        steps = tokens // ((draft.config.data.seq_length or 1) * (draft.config.training.global_batch_size or 1))
+        draft.config = with_settings(draft.config, train_tokens=None)
+        draft.choose("train_iters", max(1, steps), f"{_short(tokens)} tokens: {reason}")
+
+
+def _choose_micro_batch(draft: Draft, n: Mapping[str, Any]) -> None:
+    """Choose the measured size, or one by tokens where a rank cannot measure what fits all."""
+    p, dp, length = draft.config.parallel, draft.config.dp, draft.config.data.seq_length or 1
+    if p.model_ranks == 1 and p.zero_stage <= 1:
+        draft.choose("micro_batch_size", "auto", "what fits is measured before training")
+        return
+    total, size = draft.config.training.global_batch_size or 1, 1
+    while 2 * size * length <= n["micro_tokens"] and total % (2 * size * dp) == 0:
+        size *= 2
+    draft.choose("micro_batch_size", size, f"up to {n['micro_tokens']:,} tokens, which keep a device busy")
+
+
+def _choose_rates(draft: Draft, n: Mapping[str, Any]) -> None:
+    """Choose rates that fall with the width, and follow the root of a batch that is given."""
+    rule = {"adamw": "adam"}.get(draft.value("optimizer"), draft.value("optimizer"))
+    if rule not in n["lr"]:
+        return  # no rate was measured: --lr is needed
+    base, best = draft.value("mup_base_hidden_size"), draft.choices["global_batch_size"].value
+    rate = min(n["lr"][rule] * n["lr_width"] / (base or draft.value("hidden_size")), n["lr_most"])
+    reason = f"{n['lr'][rule]:g} at a width of {n['lr_width']}, falling with the width"
+    reason += f"; this is for the width of --mup-base-hidden-size {base}" if base else ""
+    reason += f", at most {n['lr_most']:g}" if rate == n["lr_most"] else ""
+    ratio = (draft.config.training.global_batch_size or best) / best
+    factor = min(max(math.sqrt(ratio), 0.5), 2)
+    if ratio != 1:
+        reason += f"; and with the root of the batch, which is {ratio:g} times {best}"
+    draft.choose("lr", _rounded(rate * factor), reason)
+    reason = {"muon": "Muon needs little warm-up", "adam": "AdamW at this rate needs a long warm-up"}[rule]
+    draft.choose("lr_warmup_fraction", n["warmup"][rule], reason)
+    if rule == "muon":
+        other = _rounded(n["other_lr"] * (draft.config.optimizer.lr or rate) / rate)
+        draft.choose("embedding_lr", other, "AdamW's rate for a table does not fall with the width")
+        draft.choose("vector_lr", other, "AdamW's rate for vectors does not fall with the width")
+
+
+def _choose_decay(draft: Draft, n: Mapping[str, Any]) -> None:
+    """Choose weight decay from the share of the run after which a weight has forgotten its past.
+
+    It is 1 / (lr x weight decay x steps), and falls with the tokens a parameter ("Power Lines", for
+    AdamW: Bergsma et al. 2025, arXiv 2505.13738).
+    """
+    t, o, length = draft.config.training, draft.config.optimizer, draft.config.data.seq_length or 1
+    if not o.lr:
+        return
+    tokens = _tokens(draft) or 1
+    steps = tokens / (length * (t.global_batch_size or 1))
+    ratio = tokens / max(layer_parameters(draft.config.model), 1)
+    share = n["timescale"] * ratio ** n["timescale_power"]
+    factor = n["falling_decay"] if o.weight_decay_incr_style == "rate" else 1
+    low, high = n["weight_decay_range"]
+    decay = _rounded(min(max(factor / (share * o.lr * steps), low), high))
+    reason = f"weights forget after {share:.2g} times the run, best at {ratio:.2g} tokens a parameter"
+    draft.choose("weight_decay", decay, f"{reason}; from {low:g} to {high:g}")
+
+
+def _choose_lines(draft: Draft, n: Mapping[str, Any]) -> None:
+    """Choose how often the run logs and validates, so that a short one has a readable curve too."""
+    t, length = draft.config.training, draft.config.data.seq_length or 1
+    steps = int((_tokens(draft) or 1) / (length * (t.global_batch_size or 1)))
+    interval = min(max(1, steps // n["log_lines"]), default_of(_field("log_interval")))
+    draft.choose("log_interval", interval, f"{n['log_lines']} lines or more")
+    draft.choose("eval_interval", max(1, steps // n["validations"]), f"{n['validations']} validations")
+    # A step takes about as long as three forward passes.
+    batches = round(3 * n["validation_share"] * steps / n["validations"])
+    draft.choose("eval_iters", min(max(batches, 1), 100), f"about {n['validation_share']:.0%} of the time")
+
+
+def _follow_preset(draft: Draft, like: str, given: Given) -> None:
+    """Take all but the sizes from a preset, with its schedule fitted to the length of the run."""
+    length = presets.PRESETS[like]["seq_length"]
+    draft.choose("seq_length", length, f"as preset {like}")
+    settings = given.settings | {"seq_length": draft.value("seq_length")}
+    if given.is_auto:
+        draft.choose("train_tokens", *auto_tokens(draft.config))
+        settings["train_tokens"] = draft.choices["train_tokens"].value
+    for name, value in presets.fitted(like, settings).items():
+        if name not in SIZES:
+            draft.choose(name, value, draft.choices[name].reason if name in draft.choices else f"as preset {like}")
+
+
+def explained(recipe: str, choices: Mapping[str, Choice], sources: Mapping[str, str]) -> dict[str, str]:
+    """Return the sources of what a recipe or --train-tokens auto decides, with the reasons."""
+    label, out = f"recipe {recipe}", {}
+    for name, (_, reason) in choices.items():
+        if sources[name] == label:
+            out[name] = f"{label}: {reason}"
+        elif name == "train_tokens" and sources[name] != "default":  # it was given as auto
+            out[name] = f"{sources[name]} (auto: {reason})"
+    return out
+
+
+def name_choices(text: str, sources: Mapping[str, str], config: Any) -> str:
+    """Say in an error's text which values a recipe chose, by the sources from `explained`."""
+    for name, source in sources.items():
+        if not (match := re.match(r"recipe (\S+): |.* \((auto): ", source)):
+            continue
+        value, (_, f, kind) = _value(config, name), config_fields(TrainConfig)[name]
+        chooser = f"--recipe {match[1]}" if match[1] else "--train-tokens auto"
+        other = switches(f)[bool(value)][0] if inner_type(kind) is bool else spelling(name)
+        because = rf"\g<0> (chosen by {chooser}; {other} overrides it)"
+        if source.endswith(": --depth"):
+            because = f"--depth {value}"
+        amount = f"{spelling(name)} {value:,}" if isinstance(value, int) else as_flag(name, value)
+        stated = rf"(?<![\w-])({re.escape(as_flag(name, value))}|{re.escape(amount)})(?!\S*\w)"
+        text = "\n".join(re.sub(stated, because, line, count=1) for line in text.split("\n"))
+    return text
+
+
+@contextlib.contextmanager
+def naming_choices(sources: Mapping[str, str], config: TrainConfig) -> Iterator[None]:
+    """Say in the errors of a block which values a recipe chose."""
+    try:
+        yield
+    except UserError as error:
+        error.args = (name_choices(str(error), sources, config),)
+        raise
+
+
+def describe(recipe: str, choices: Mapping[str, Choice], config: TrainConfig) -> list[str]:
+    """Return lines about a recipe: what it sets, why, and what is given instead."""
+    used = {name: choice for name, choice in choices.items() if _value(config, name) == choice.value}
+    if not recipe:
+        return [f"--train-tokens auto is {value:,}: {reason}" for value, reason in used.values()]
+    layers = config.model.num_layers
+    size = f"{_short(layer_parameters(config.model))} parameters in {layers} layer{'' if layers == 1 else 's'}"
+    out = [f"--recipe {recipe} sets, for {size}:"]
+    rows = [(as_flag(name, choice.value), choice.reason) for name, choice in used.items()]
+    out += _aligned(rows)
+    if others := [name for name in choices if name not in used]:
+        out.append("these are given instead of its values:")
+        out += _aligned([(as_flag(n, _value(config, n)), f"recipe: {_shown(choices[n].value)}") for n in others])
+    return out
+
+
+def _aligned(rows: list[tuple[str, str]]) -> list[str]:
+    left = max(len(words) for words, _ in rows) + 4
+    wrapped = [(words, textwrap.wrap(reason, max(WIDTH - left, 30))) for words, reason in rows]
+    return [
+        f"{f'  {words}' if n == 0 else '':<{left}}{line}" for words, lines in wrapped for n, line in enumerate(lines)
+    ]
+
+
+def _value(config: TrainConfig, name: str) -> Any:
+    return getattr(getattr(config, config_fields(TrainConfig)[name][0]), name)
+
+
+def as_flag(name: str, value: Any) -> str:
+    """Return a setting as words of a command line."""
+    _, f, kind = config_fields(TrainConfig)[name]
+    if inner_type(kind) is bool:
+        return switches(f)[not value][0]
+    values = value if isinstance(value, list) else ["none" if value is None else value]
+    return shlex.join([spelling(name), *map(str, values)])
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.2g}")
+
+
+def _short(number: float) -> str:
+    for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.3g}{unit}"
+    return f"{number:g}"

@@ -1,0 +1,85 @@
+"""`<prefix>.progress`: what an interrupted `preprocess` had done; the same command continues there.
+
+The file holds a hash of the command and its inputs, and a state. It is replaced in one step, so
+that a kill leaves a complete one. Nothing is forced to the disk: if the files are shorter than
+noted after a loss of power, the run starts from the beginning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from meshwright.base.errors import IO, LOCKED, UserError
+from meshwright.base.files import RECORD_LIMIT, lock, own_file, read_small
+from meshwright.data.files.writer import PART_ENDINGS
+from meshwright.data.text.plain import PIECE
+
+VERSION = 7  # of the format of a state
+NOTE_EVERY = 0.5  # seconds
+PATIENCE = 2.0  # seconds; forked workers share the lock of a killed command until they have ended too
+
+
+class Journal:
+    """The progress of a command; `state` is what to continue from."""
+
+    def __init__(self, path: Path, identity: dict[str, Any], stderr: TextIO) -> None:
+        self.path, self.is_kept, self.noted = path, True, time.monotonic()
+        self.temporary = Path(f"{path}.tmp")  # of one name: only the owner of the lock writes it
+        named = {"version": VERSION, "piece": PIECE, **identity}
+        self.digest = hashlib.sha256(json.dumps(named, sort_keys=True, default=str).encode()).hexdigest()
+        self.state: dict[str, Any] | None = None
+        try:
+            record = json.loads(read_small(path, RECORD_LIMIT))
+            self.state = record["state"] if record["command"] == self.digest else None
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            pass
+        if self.state is None and path.exists():
+            print(f"{path} is of another command, or its input has changed since; starting over", file=stderr)
+            path.unlink()  # now: the files that it describes are about to change
+
+    def is_due(self) -> bool:
+        return time.monotonic() - self.noted >= NOTE_EVERY
+
+    def note(self, state: dict[str, Any]) -> None:
+        with open(self.temporary, "w", opener=own_file) as file:
+            file.write(json.dumps({"command": self.digest, "state": state}))
+        os.replace(self.temporary, self.path)
+        self.state, self.noted = state, time.monotonic()
+
+
+@contextmanager
+def open_journal(path: Path, identity: dict[str, Any], stderr: TextIO) -> Iterator[Journal]:
+    """Lock the output, and open its journal; at the end remove it unless it `is_kept`."""
+    prefix = str(path).removesuffix(".progress")
+    with ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(lock(Path(f"{path}.lock"), PATIENCE))
+            journal = Journal(path, identity, stderr)
+        except BlockingIOError as error:
+            raise UserError(f"another process is writing {prefix}: {error.strerror}; wait for it", LOCKED) from None
+        except OSError as error:
+            message = f"{prefix} cannot be written: {error.strerror}; choose another --output-prefix"
+            raise UserError(message, IO) from None
+        try:
+            yield journal
+        finally:
+            if not journal.is_kept:
+                path.unlink(missing_ok=True)
+                journal.temporary.unlink(missing_ok=True)
+
+
+def has_parts(prefix: str, lengths: list[int], itemsize: int) -> bool:
+    """Return whether an interrupted writer's files hold so many tokens, sequences and documents."""
+    try:
+        parts = zip(PART_ENDINGS, lengths, (itemsize, 4, 8), strict=True)
+        return all(os.path.getsize(f"{prefix}{part}.tmp") >= length * size for part, length, size in parts)
+    except OSError:
+        return False

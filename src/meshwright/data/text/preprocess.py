@@ -1,0 +1,506 @@
+"""`meshwright preprocess`: text to token files, on all cores of one machine or of several.
+
+After a kill the same command continues (journal.py) and ends with the same bytes. Started as
+several ranks, each writes its range of the input as a pair of files of its own, and rank 0 merges
+these pairs as `meshwright data merge` does.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import hashlib
+import itertools
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import numpy.typing as npt
+
+from meshwright.base.console import fit
+from meshwright.base.errors import UserError, bad_data
+from meshwright.base.files import replacing
+from meshwright.base.host import cores
+from meshwright.base.progress import SkippedLines, new_bar
+from meshwright.base.version import our_version
+from meshwright.compat.prepare import sentences
+from meshwright.config.fields import spelling
+from meshwright.config.schema import TokenizerFlags
+from meshwright.config.text_inputs import SEPARATOR, Preprocess, PreprocessConfig
+from meshwright.data import tokenizers
+from meshwright.data.files.indexed import Indexed
+from meshwright.data.files.merge import join_pairs
+from meshwright.data.files.writer import Writer, is_made, token_dtype
+from meshwright.data.text.cutting import cut_inputs, why_nothing
+from meshwright.data.text.encoding import Encoded, Encoder
+from meshwright.data.text.folders import PassedOver, shown
+from meshwright.data.text.inputs import Input, Inputs, find_inputs
+from meshwright.data.text.journal import Journal, has_parts, open_journal
+from meshwright.data.text.pieces import Broken, Piece
+from meshwright.data.text.records import LEAVE_OUT, NOT_UTF8
+from meshwright.data.text.workers import encode_pieces
+from meshwright.model import counts
+from meshwright.runtime.ranks.compare import require_equal
+from meshwright.runtime.ranks.connect import join_ranks
+from meshwright.runtime.ranks.team import Team
+from meshwright.runtime.ranks.world import World
+
+MIB = 1 << 20
+FEW_DOCUMENTS = 10  # so few are named, since --split divides no document
+SHORT_DOCUMENT, LONG_DOCUMENT = 32, 1_000_000  # tokens
+WAIT_MINUTES = 7 * 24 * 60  # faster ranks wait for the slowest one
+
+
+@dataclass
+class Totals:
+    """What has been encoded so far."""
+
+    lengths: list[list[int]]  # tokens, sequences and documents of each key
+    on_error: str = "stop"
+    documents: int = 0
+    bytes: int = 0
+    bad: SkippedLines = field(default_factory=SkippedLines)
+    passed: PassedOver = field(default_factory=PassedOver)  # by the workers
+    started: float = field(default_factory=time.perf_counter)
+    before: tuple[int, int] = (0, 0)  # documents and bytes of the interrupted run that this one continues
+    printed: int = -1  # documents in the last line of progress
+
+    def line(self) -> str:
+        seconds = max(time.perf_counter() - self.started, 1e-9)
+        documents, speed = self.documents - self.before[0], (self.bytes - self.before[1]) / MIB / seconds
+        return f"Processed {self.documents} documents ({documents / seconds:.2f} docs/s, {speed:.2f} MB/s)."
+
+    def state(self, pieces: int) -> dict[str, Any]:
+        """Return what the journal notes after so many pieces."""
+        state = dict(pieces=pieces, documents=self.documents, bytes=self.bytes, bad=dict(self.bad))
+        state |= {"passed": vars(self.passed), "lengths": self.lengths, "on_error": self.on_error}
+        return {**state, "lines": self.bad.lines, "is_complete": False}
+
+    def continues(self, state: dict[str, Any]) -> bool:
+        """Return whether this run's --on-error would have given the same state."""
+        depends = bool(state["bad"]) or NOT_UTF8 in state["passed"]["counts"]
+        return state["on_error"] == self.on_error or not depends
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.documents, self.bytes = self.before = (state["documents"], state["bytes"])
+        self.bad = SkippedLines({kind: (count, first) for kind, (count, first) in state["bad"].items()})
+        self.bad.lines = state["lines"]
+        self.passed = PassedOver(**{**state["passed"], "counts": Counter(state["passed"]["counts"])})
+        self.lengths = state["lengths"]
+
+    def add_piece(self, piece: Piece, encoded: Encoded, keys: list[str], stop: bool) -> None:
+        """Count a piece; with `stop`, raise for its first bad line."""
+        if isinstance(piece, Broken):
+            if stop:
+                raise bad_data(
+                    f"{piece}; fetch it again, or keep its undamaged part and {LEAVE_OUT} (nothing was written)"
+                )
+            self.bad.count("input cut short", 1, piece.place(0, keys))
+        if stop and encoded.first_bad:
+            place = piece.place(list(encoded.bad.values())[-1][1], keys)
+            raise bad_data(f"{place}: {encoded.first_bad} (nothing was written)")
+        self.bad.lines += encoded.lines
+        for kind, (count, unit) in encoded.bad.items():
+            self.bad.count(kind, count, "" if kind in self.bad else piece.place(unit, keys))
+        self.documents += encoded.documents
+        self.bytes += encoded.bytes
+        self.passed += encoded.passed
+
+    def add_rank(self, other: Totals) -> None:
+        self.lengths = np.add(self.lengths, other.lengths).tolist()
+        self.documents += other.documents
+        self.bytes += other.bytes
+        self.before = (self.before[0] + other.before[0], self.before[1] + other.before[1])
+        self.passed += other.passed
+        self.bad.lines += other.bad.lines
+        for kind, (count, place) in other.bad.items():
+            self.bad.count(kind, count, place)
+
+
+def preprocess(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World | None = None) -> list[str]:
+    """Write a pair of files for each key, <prefix>_<key>_document or _sentence; return these."""
+    started = time.perf_counter()
+    world = world or World()
+    team = join_ranks(world, timeout_minutes=WAIT_MINUTES) if world.size > 1 else Team()
+    with ExitStack() as stack:
+        if not team.is_lead:
+            stdout = stderr = stack.enter_context(open(os.devnull, "w"))
+        preparation = team.run_on_all(lambda: Preparation(config, stdout, stderr, world))
+        require_equal(team, preparation.comparable)
+        if team.run_on_lead(lambda: preparation.is_done(stdout)):
+            return preparation.prefixes
+        say_to_scripts(f"Time to startup: {time.perf_counter() - started:.2f}", stdout)
+        share = Share(preparation, stdout, stderr)
+        totals = share.encode_all() if world.size == 1 else work_together(team, share)
+        if team.is_lead:
+            report(preparation, totals, stdout, stderr)
+        return preparation.prefixes
+
+
+def say_to_scripts(line: str, stdout: TextIO) -> None:
+    """Print one of Megatron's lines, which scripts read; a terminal is spared them."""
+    if not stdout.isatty():
+        print(line, file=stdout, flush=True)
+
+
+def work_together(team: Team, share: Share) -> Totals:
+    """Encode on all ranks, each into its own pair of files, and merge these on rank 0."""
+    preparation = share.preparation
+    team.run_on_lead(lambda: share.failure.unlink(missing_ok=True))
+    try:
+        team.run_on_all(lambda: bool(share.encode_all()))
+    finally:
+        if team.is_lead:
+            share.failure.unlink(missing_ok=True)
+    totals = Totals(np.zeros_like(share.totals.lengths).tolist(), started=share.totals.started)
+    for state, before in team.gather((share.totals.state(0), share.totals.before)):
+        other = Totals([])
+        other.restore(state)
+        other.before = before
+        totals.add_rank(other)
+    try:
+        preparation.require_tokens(totals)
+    except UserError as error:
+        team.run_on_lead(preparation.remove_parts)
+        raise UserError(str(error), error.status, everywhere=True) from None
+    team.run_on_lead(lambda: merge_ranks(preparation, team.size))
+    return totals
+
+
+def merge_ranks(preparation: Preparation, ranks: int) -> None:
+    for prefix in preparation.prefixes:
+        parts = [prefix + part_suffix(rank) for rank in range(ranks)]
+        join_pairs(parts, prefix, True, preparation.keep_beside)
+    preparation.remove_parts()
+
+
+def part_suffix(rank: int) -> str:
+    return f".part{rank:05d}"
+
+
+class Preparation:
+    """A command that has been checked: its inputs, tokenizer and outputs, and their identity."""
+
+    def __init__(self, config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World) -> None:
+        p = config.preprocess
+        self.config, self.world = config, world
+        self.inputs = find_inputs(p)
+        if world.size > 1 and any(source.is_stream and not source.bytes for source in self.inputs.inputs):
+            raise UserError("--input -, a pipe or hf:// has one reader; start one process, or give files")
+        for line in self.inputs.opened():
+            print(f"Opening {line}", file=stdout)
+        if p.dataset_impl != "mmap":
+            print(f"--dataset-impl {p.dataset_impl}: written as mmap, which every loader reads", file=stderr)
+        named = config.tokenizer.tokenizer
+        say_to_scripts(f"> building {named or config.tokenizer.tokenizer_type} tokenizer ...", stdout)
+        cached_tokenizer.cache_clear()  # its files may have changed
+        self.tokenizer = tokenizer = cached_tokenizer(config.tokenizer)
+        tokenizers.fastest_encoder(tokenizer)
+        if hint := tokenizers.missing_speed(tokenizer):
+            print(f"note: {hint}, with the same ids", file=stderr)
+        padded = counts.padded_size(tokenizer.size, 128, 1, None)
+        say_to_scripts(tokenizers.padding_line(tokenizer.size, padded), stdout)
+        say_to_scripts(f"Vocab size: {tokenizer.size}", stdout)
+        say_to_scripts(f"Output prefix: {p.output_prefix}", stdout)
+        if p.split_sentences:
+            sentences.build_splitter(p.sentence_splitter, p.lang, p.keep_newlines)  # raises if it lacks the language
+        self.keys, self.dtype = list(dict.fromkeys(p.json_keys)), token_dtype(tokenizer.size)
+        names = [re.sub(r"\s", "_", key) for key in self.keys]
+        level = "sentence" if p.split_sentences else "document"
+        self.prefixes = [f"{p.output_prefix}_{name}_{level}" for name in names]
+        if len(set(names)) < len(names):
+            raise UserError(
+                f"--json-keys {' '.join(map(repr, self.keys))} differ in blanks alone; give them one by one"
+            )
+        if names != self.keys:
+            print(f"note: in the names of the files, _ stands for the blanks of {', '.join(self.keys)}", file=stderr)
+        self.states = [hash_of(s.files) if s.files else state_of(s) for s in self.inputs.inputs]
+        self.tokenizer_identity = [tokenizer.name, tokenizer.size, tokenizers.file_hashes(tokenizer)]
+        free = ("workers", "log_interval", "input", "on_error", "overwrite")
+        self.settings = {k: v for k, v in asdict(p).items() if k not in free}
+
+    @property
+    def comparable(self) -> dict[str, Any]:
+        """What is equal on all ranks."""
+        inputs = enumerate(self.inputs.inputs, start=1)
+        return {
+            "version": our_version(),
+            "tokenizer": self.tokenizer_identity,
+            "readers": self.inputs.readers,
+            **{spelling(name): value for name, value in self.settings.items()},
+            "--on-error": self.config.preprocess.on_error,
+            **{f"--input {n}": [source.path, source.kind, source.bytes, len(source.files)] for n, source in inputs},
+        }
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What is equal in a run that continues an interrupted one."""
+        # Without on_error: `Totals.continues` sees whether the state depends on it.
+        share = {"states": self.states, "share": [self.world.rank, self.world.size], "--on-error": None}
+        return {**self.comparable, **share}
+
+    @functools.cached_property
+    def made_from(self) -> dict[str, Any]:
+        """What decides the content of the output; first used before the input is read."""
+        p = self.config.preprocess
+        idle = ("input", "output_prefix", "dataset_impl", "workers", "log_interval", "overwrite")
+        defaults = asdict(Preprocess())
+        settings = {k: v for k, v in asdict(p).items() if k not in idle and v != defaults[k]}
+        if p.split_sentences:  # before 0.8 all were split by Punkt, and the record did not say so
+            settings.pop("sentence_splitter", None)
+            settings |= {"sentence_splitter": "rules"} if p.sentence_splitter == "rules" else {}
+        inputs = self.inputs.identity()
+        return {"command": "preprocess", "inputs": inputs, "settings": settings, "tokenizer": self.tokenizer_identity}
+
+    def is_done(self, stdout: TextIO, dry_run: bool = False) -> bool:
+        """Return whether the same command made the output; refuse to replace another one."""
+        overwrite = self.config.preprocess.overwrite
+        if not all([is_made(prefix, self.made_from, overwrite) for prefix in self.prefixes]):
+            return False
+        for prefix in self.prefixes:
+            if not dry_run and not tokenizers.tokenizer_folder(prefix).exists():
+                tokenizers.keep_beside(self.tokenizer, prefix)
+            print(f"{prefix}.bin/.idx is already there, unchanged", file=stdout)
+        return True
+
+    def keep_beside(self, writer: Writer) -> None:
+        """Write what belongs beside a pair of files, just before it gets its name."""
+        writer.keep_origin(self.made_from)
+        tokenizers.keep_beside(self.tokenizer, writer.prefix)
+
+    def find_changed(self) -> str:
+        """Name an input that grew or shrank while it was read: half of it is of another version."""
+        for source, state in zip(self.inputs.inputs, self.states, strict=True):
+            if source.kind not in ("stream", "hub") and state_of(source) != state:
+                sizes = (
+                    "" if source.files else f" ({source.bytes:,} bytes then, {_size_and_time(source.path)[0]:,} now)"
+                )
+                return f"{shown(source.folder or source.path)} has changed while it was read{sizes}"
+        return ""
+
+    def read_inputs(self, totals: Totals) -> Inputs:
+        """Return the inputs with what was left out of them."""
+        return replace(self.inputs, passed=self.inputs.passed + totals.passed, bad=totals.bad)
+
+    def require_tokens(self, totals: Totals) -> None:
+        for key, (tokens, _, _) in zip(self.keys, totals.lengths, strict=True):
+            if not tokens:
+                reason = "".join(f" ({line})" for line in why_nothing(self.read_inputs(totals), self.config.preprocess))
+                paths = ", ".join(map(shown, self.config.preprocess.input))
+                raise bad_data(f"no token under {key!r} in {paths}{reason}: nothing was written")
+
+    def remove_parts(self) -> None:
+        """Remove this output's files of ranks, also those of an interrupted run of another size."""
+        for output in (str(self.config.preprocess.output_prefix), *self.prefixes):
+            for path in glob.glob(f"{glob.escape(output)}.part[0-9][0-9][0-9][0-9][0-9].*"):
+                if path.endswith((".tmp", ".progress", ".lock", ".bin", ".idx")):
+                    Path(path).unlink(missing_ok=True)
+
+
+class Share:
+    """One process's share of the work: the whole input, or one rank's range of it."""
+
+    def __init__(self, preparation: Preparation, stdout: TextIO, stderr: TextIO) -> None:
+        self.preparation, self.stdout, self.stderr = preparation, stdout, stderr
+        self.settings, self.world = preparation.config.preprocess, preparation.world
+        self.is_alone = self.world.size == 1
+        suffix = "" if self.is_alone else part_suffix(self.world.rank)
+        self.paths = [prefix + suffix for prefix in preparation.prefixes]
+        self.progress_path = Path(f"{self.settings.output_prefix}{suffix}.progress")
+        self.failure, self.looked_for_failure = Path(f"{self.settings.output_prefix}.failed"), 0.0
+        self.totals = Totals([[0, 0, 0]] * len(self.paths), self.settings.on_error)
+        sizes = [max(source.bytes, 1) for source in preparation.inputs.inputs]
+        self.offsets = [0, *itertools.accumulate(sizes)]  # of each input in all of them, in bytes
+        ranks = (self.world.rank, self.world.rank + 1)
+        self.begin, self.end = (self.offsets[-1] * n // self.world.size for n in ranks)
+
+    def encode_all(self) -> Totals:
+        """Encode all pieces and write the pairs of files."""
+        preparation = self.preparation
+        with ExitStack() as stack:
+            journal = stack.enter_context(open_journal(self.progress_path, preparation.identity, self.stderr))
+            state = self.restore(journal)
+            if state and state["is_complete"]:
+                return self.totals
+            writers = []
+            for path, lengths in zip(self.paths, self.totals.lengths, strict=True):
+                writer = Writer(path, preparation.dtype, tuple(lengths) if state else None)
+                writer.is_kept = True
+                writers.append(stack.enter_context(writer))
+            try:
+                self.encode_pieces(journal, writers, state["pieces"] if state else 0)
+                if self.is_alone:
+                    preparation.require_tokens(self.totals)
+                if changed := preparation.find_changed():
+                    journal.state = None  # start from the beginning next time
+                    raise bad_data(f"{changed}; start again when it is complete")
+                for writer in writers:
+                    if self.is_alone:
+                        preparation.keep_beside(writer)
+                    writer.finish()
+            except UserError as error:
+                journal.is_kept = journal.state is not None  # otherwise there is nothing to continue
+                for writer in writers:
+                    writer.is_kept = journal.is_kept
+                if not self.is_alone and not self.failure.exists():  # the first failure is the reason
+                    with replacing(self.failure) as file:
+                        file.write(f"rank {self.world.rank}: {error}".encode())
+                raise
+            if self.is_alone:
+                journal.is_kept = False
+                preparation.remove_parts()
+            else:
+                journal.note({**self.totals.state(0), "is_complete": True})
+        return self.totals
+
+    def restore(self, journal: Journal) -> dict[str, Any] | None:
+        """Return the state of the interrupted run to continue, if its files are there."""
+        state = journal.state
+        if state is None:
+            return None
+        if state["is_complete"]:
+            is_there = all(os.path.exists(path + end) for path in self.paths for end in (".bin", ".idx"))
+        else:
+            size = np.dtype(self.preparation.dtype).itemsize
+            is_there = all(has_parts(*part, size) for part in zip(self.paths, state["lengths"], strict=True))
+        if not is_there or not self.totals.continues(state):
+            return None
+        self.totals.restore(state)
+        print(f"continuing after {self.totals.documents:,} documents of an interrupted run", file=self.stderr)
+        return state
+
+    def encode_pieces(self, journal: Journal, writers: list[Writer], done: int) -> None:
+        """Encode and append all pieces but the first `done`."""
+        p, world, preparation = self.settings, self.world, self.preparation
+        todo = islice(cut_inputs(preparation.inputs.inputs, p, world.rank, world.size), done, None)
+        make = functools.partial(build_encoder, preparation.config, preparation.dtype)
+        stop = p.on_error != "skip"
+        self.stdout.flush()
+        with closing(encode_pieces(todo, make, self.worker_count(), stop)) as results, self.progress() as show:
+            for number, (piece, encoded, tokens) in enumerate(results, done + 1):
+                self.check_other_ranks()
+                self.totals.add_piece(piece, encoded, preparation.keys, stop)
+                for writer, ids, sizes, ends in zip(writers, tokens, encoded.sizes, encoded.ends, strict=True):
+                    writer.append(ids, sizes, ends + writer.sequences)
+                self.totals.lengths = [[w.tokens, w.sequences, w.documents] for w in writers]
+                if journal.is_due():
+                    for writer in writers:
+                        writer.flush()
+                    journal.note(self.totals.state(number))
+                show(self.offsets[piece.number] + piece.behind - self.begin)
+
+    def worker_count(self) -> int:
+        """Return --workers, by default one for each core, but 1 for a few pieces."""
+        wanted = self.settings.workers or max(1, cores() // self.world.local_size)
+        is_small = self.offsets[-1] < 4 * MIB
+        plain = all(s.kind in ("lines", "text", "small files") for s in self.preparation.inputs.inputs)
+        return 1 if is_small and plain else wanted
+
+    def check_other_ranks(self) -> None:
+        if not self.is_alone and time.monotonic() - self.looked_for_failure > 1:
+            self.looked_for_failure = time.monotonic()
+            if self.failure.exists():
+                raise bad_data(f"stopped because another rank failed: {self.failure.read_text()}")
+
+    @contextmanager
+    def progress(self) -> Iterator[Callable[[int], None]]:
+        """Print Megatron's line every --log-interval documents; on a terminal show a bar."""
+        totals, stderr, interval = self.totals, self.stderr, self.settings.log_interval
+        if not stderr.isatty():
+            passed = totals.documents // interval
+
+            def print_line(done: int) -> None:
+                nonlocal passed
+                if totals.documents // interval > passed:
+                    passed, totals.printed = totals.documents // interval, totals.documents
+                    print(totals.line(), file=stderr, flush=True)
+
+            yield print_line
+            return
+        total = self.end - self.begin if all(source.bytes for source in self.preparation.inputs.inputs) else None
+        bar, task = new_bar("{task.description}", "bar", "percent", "left", total=total, file=stderr)
+        with bar:
+            yield lambda done: bar.update(task, completed=done, description=totals.line())
+
+
+def build_encoder(config: PreprocessConfig, dtype: Any) -> Encoder:
+    """Return a worker's encoder; a forked worker finds the tokenizer built."""
+    p, tokenizer = config.preprocess, cached_tokenizer(config.tokenizer)
+    split = sentences.build_splitter(p.sentence_splitter, p.lang, p.keep_newlines) if p.split_sentences else None
+    keys = list(dict.fromkeys(p.json_keys))
+    eod = tokenizer.eod if p.append_eod else None
+    return Encoder(tokenizers.fastest_encoder(tokenizer), eod, keys, dtype, split, p.document_length)
+
+
+@functools.lru_cache(maxsize=1)
+def cached_tokenizer(settings: TokenizerFlags) -> tokenizers.Tokenizer:
+    return tokenizers.build_tokenizer(settings)
+
+
+def state_of(source: Input) -> str:
+    """Return a hash of the sizes and times of an input's files, something new for a pipe."""
+    if source.revision:
+        return source.revision
+    if source.is_stream and not source.bytes:
+        return str(time.time_ns())
+    paths = [path for path, _, _ in source.files] or [source.path]
+    return hash_of(tuple((path, *_size_and_time(path)) for path in paths))
+
+
+def hash_of(files: tuple[tuple[str, int, int], ...]) -> str:
+    return hashlib.sha256(repr(files).encode(errors="surrogateescape")).hexdigest()
+
+
+def _size_and_time(path: str) -> tuple[int, int]:
+    try:
+        about = os.stat(path)
+    except FileNotFoundError:
+        return 0, 0
+    return about.st_size, about.st_mtime_ns
+
+
+def report(preparation: Preparation, totals: Totals, stdout: TextIO, stderr: TextIO) -> None:
+    if totals.printed != totals.documents:
+        print(totals.line(), file=stderr)
+    dtype, p = np.dtype(preparation.dtype), preparation.config.preprocess
+    is_plain = any(source.is_plain for source in preparation.inputs.inputs)
+    for line in preparation.read_inputs(totals).left_out(p.on_error, p.encoding):
+        print(line, file=stderr)
+    for prefix, (tokens, sequences, _) in zip(preparation.prefixes, totals.lengths, strict=True):
+        blank = 0 if p.split_sentences else totals.documents - sequences
+        lacking = f" ({blank:,} without text, which have no sequence)" if blank else ""
+        sizes = None if p.split_sentences else Indexed(prefix).sizes
+        largest = "" if sizes is None else f" (the largest document has {sizes.max():,})"
+        counts = f"{totals.documents:,} documents{lacking}, {sequences:,} sequences, {tokens:,} tokens{largest}"
+        size = f"{tokens * dtype.itemsize:,} bytes ({dtype.name})"
+        print(fit(f"wrote {prefix}.bin/.idx: {counts}, {size}", stdout), file=stdout)
+        for line in [] if sizes is None else advise_on_documents(sizes, p.document_length, is_plain):
+            print(fit(line, stderr), file=stderr)
+
+
+def advise_on_documents(sizes: npt.NDArray[np.int32], longest: int | None, is_plain: bool) -> Iterator[str]:
+    """Say what to do about documents that are too few to be divided by --split, short or very long.
+
+    Short ones are remarked in a plain text, which may be meant to be divided otherwise.
+    """
+    if sizes.max() > LONG_DOCUMENT:
+        lines = f"divide them by lines {SEPARATOR}, or name the line between them with --document-separator"
+        cure = lines if is_plain else "give each a line or row of its own"
+        yield f"warning: the largest document has {sizes.max():,} tokens; if it was meant as several, {cure}"
+    if len(sizes) < FEW_DOCUMENTS:
+        number = "1 document" if len(sizes) == 1 else f"{len(sizes)} documents"
+        no_text = "no --split can keep text of it" if len(sizes) == 1 else "--split can only keep whole ones of them"
+        cut = f"--document-length {longest // 2 or 1 if longest else 4000} cuts longer ones into parts"
+        yield f"note: {number}: {no_text} for validation; {cut}"
+    elif is_plain and 2 * np.count_nonzero(sizes < SHORT_DOCUMENT) > len(sizes):
+        line = f"{len(sizes):,} documents, half of them of {np.median(sizes):,.0f} tokens or fewer"
+        again = "if headings or single lines were meant to stay with their text, try another --document-separator"
+        yield f"note: {line}: {again}"

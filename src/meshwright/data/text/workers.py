@@ -1,0 +1,105 @@
+"""Encode pieces in worker processes and return the results in the order of the input.
+
+Tokens come back through the pool's pipe. Two workers and their parent used, median (best) of 4 to 5
+interleaved runs, instead of workers that write into the file themselves: 2.38 (2.27) instead of
+2.29 (1.97) s of processor time for 200 MB with gigatoken, 2.37 (2.14) instead of 1.95 (1.77) s for
+40 MB with ByteTokenizer. Results as bytes or out-of-band buffers, a pipe of 1 MiB, or a file for
+each result changed that by less than 0.1 s.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
+from multiprocessing.connection import wait
+
+from meshwright.base.errors import HANG, UNEXPECTED, UserError
+from meshwright.data.text.encoding import Array, Encoded, Encoder
+from meshwright.data.text.pieces import Piece
+
+Result = tuple[Piece, Encoded, list[Array]]  # the arrays are the tokens, one for each key
+
+AHEAD = 3  # pieces in flight for each worker; this bounds the memory
+
+
+def encode_pieces(pieces: Iterator[Piece], make: Callable[[], Encoder], size: int, stop: bool) -> Generator[Result]:
+    """Yield each piece with its encoding, in order. `size` 1 works in this process, without a pool.
+
+    With `stop`, a piece is encoded only as far as its first bad line.
+    """
+    if size == 1:
+        encoder = make()
+        for piece in pieces:
+            yield piece, *encoder(piece, stop)
+        return
+    method = start_method()
+    pool = ProcessPoolExecutor(size, multiprocessing.get_context(method), _start_worker, (make, stop))
+    pending: deque[tuple[Piece, Future[tuple[Encoded, list[Array]]]]] = deque()
+    workers: set[multiprocessing.process.BaseProcess] = set()
+    is_first, left = True, iter(pieces)
+    try:
+        while True:
+            for piece in islice(left, AHEAD * size - len(pending)):
+                pending.append((piece, pool.submit(_encode, piece)))
+                workers.update(multiprocessing.active_children())
+            if not pending:
+                return
+            piece, future = pending.popleft()
+            yield piece, *future.result()
+            is_first = False
+    except BrokenProcessPool:
+        raise _worker_lost(workers, is_first and method == "spawn") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def start_method() -> str:
+    """Fork where possible; threads of these libraries would leave locks that nothing releases."""
+    return "fork" if sys.platform == "linux" and not {"torch", "obstore"} & set(sys.modules) else "spawn"
+
+
+def _worker_lost(workers: set[multiprocessing.process.BaseProcess], is_start: bool) -> UserError:
+    for worker in workers:
+        worker.join(5)
+    # The pool terminates the other workers with SIGTERM.
+    codes = [worker.exitcode for worker in workers if worker.exitcode and worker.exitcode != -signal.SIGTERM]
+    code = codes[0] if codes else -signal.SIGTERM
+    how = f"by signal {-code}" if code < 0 else f"with status {code}"
+    why = ", perhaps for lack of memory (--workers sets their number)" if code == -signal.SIGKILL else ""
+    if is_start:
+        why = ": a script that calls this with torch imported must do so under `if __name__ == '__main__':`"
+    return UserError(
+        f"a worker process was ended {how}{why}; start the same command again, and it continues where it stopped", HANG
+    )
+
+
+_encoder: Callable[[Piece], tuple[Encoded, list[Array]]]  # of this worker
+
+
+def _start_worker(make: Callable[[], Encoder], stop: bool) -> None:
+    global _encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent reports an interrupt
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    _encoder = functools.partial(make(), stop=stop)
+
+
+def _exit_with_parent() -> None:
+    """End this worker if its parent is killed: the other workers keep the pool's pipes open."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(UNEXPECTED)
+
+
+def _encode(piece: Piece) -> tuple[Encoded, list[Array]]:
+    return _encoder(piece)

@@ -1,0 +1,261 @@
+"""Rows, figures and files of `meshwright bench`, with real runs and with made-up logs."""
+
+import io
+import json
+import os
+import sys
+
+import pytest
+
+import warm
+from meshwright.__main__ import main
+from meshwright.apps.bench import bench, peers, rows, runs, table
+from meshwright.apps.bench.rows import BenchRow
+from meshwright.apps.bench.runs import BenchPlan
+from meshwright.config import flags
+from meshwright.config.schema import TrainConfig
+
+TINY = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --vocab-size 16 --device cpu --lr 1e-3"
+ROW = BenchRow("tiny", f"{TINY} --micro-batch-size 1", steps=9)
+
+
+@pytest.mark.parametrize("name", [*rows.ABOUT, "h200", *rows.presets()])
+def test_train_accepts_every_row(name, tmp_path):
+    for row in rows.rows_of(name, 2):
+        _, *words = [w for w in BenchPlan(tmp_path, has_profile=True).command(row) if w != "launch"]
+        words = words[words.index("train") + 1 :] if "train" in words else words
+        config = flags.parse_settings(TrainConfig, [f"--world-size={row.gpus}", *words], "bench").config
+        assert config.training.train_iters == row.steps + runs.TRACED_STEPS
+        assert config.model.hidden_size and config.logging.profile_step_start == row.steps + 1
+        assert not row.beside or row.beside in [one.name for one in rows.rows_of(name, 2)]
+
+
+@pytest.mark.parametrize("name, steps", [("startup", None), ("cpu", 3), ("cpu", 5)])
+def test_train_accepts_fewer_steps_than_the_warm_up(name, steps, tmp_path):
+    for row in rows.rows_of(name, 2):
+        words = BenchPlan(tmp_path, steps=steps).command(row)
+        words = words[words.index("train") + 1 :]
+        config = flags.parse_settings(TrainConfig, [f"--world-size={row.gpus}", *words], "bench").config
+        assert config.training.train_iters == (steps or row.steps)
+
+
+@pytest.mark.parametrize("taken", ["out", "out/tiny"])
+def test_a_place_that_is_taken_is_named_before_the_first_row(taken, tmp_path, capsys):
+    place = tmp_path / taken
+    place.parent.mkdir(exist_ok=True)
+    place.write_text("")
+    assert main(["bench", "cpu", "--out", str(tmp_path / "out")]) == 2
+    assert f"{place} exists already; choose another folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["--train-iters=9", "--run_dir=x", "--data-path", "--dry-run", "--print-config"])
+def test_flags_that_a_bench_sets_are_refused_after_the_dashes(word, tmp_path, capsys):
+    assert main(["bench", "cpu", "--out", str(tmp_path / "out"), "--", word]) == 2
+    assert "after --: each row has its own; give --" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_after_the_dashes_is_that_of_train(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "cpu", "--", "--help"])
+    assert ended.value.code == 0 and "meshwright train" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words, names",
+    [
+        ("", []),
+        ("--peers", [*peers.PACKAGES]),
+        ("--peer-names megatron-core transformers", ["megatron-core", "transformers"]),
+    ],
+)
+def test_other_programs_are_chosen_by_name(words, names, monkeypatch, tmp_path):
+    found = []
+    monkeypatch.setattr(bench.Bench, "run", lambda self, rows: found.extend(self.plan.peers))
+    assert main(["bench", "cpu", "--out", str(tmp_path / "out"), *words.split()]) == 0 and found == names
+
+
+def test_a_closed_pipe_ends_a_bench_quietly(tmp_path, monkeypatch, capsys):
+    """The reader takes two lines; the files have the row that it did not wait for."""
+    lines = []
+
+    class Head(io.StringIO):
+        def write(self, text):
+            lines.append(text)
+            if len(lines) > 4:
+                raise BrokenPipeError
+
+    monkeypatch.setattr(os, "dup2", lambda *files: None)
+    monkeypatch.setattr(sys, "stdout", Head())
+    monkeypatch.setattr(bench, "measure_row", lambda row, plan, say: {"name": row.name, "failed": "no", "startup": {}})
+    argv = ["bench", "cpu", "--rows", "Llama", "--out", str(tmp_path / "out")]
+    assert main(argv) == 0 and not capsys.readouterr().err
+    (row,) = json.loads((tmp_path / "out/results.json").read_text())["rows"]
+    assert row["name"] == "tiny Llama" and "FAILED: no" in (tmp_path / "out/table.txt").read_text()
+
+
+def test_random_tokens_have_the_vocabulary_of_the_preset(tmp_path):
+    (row,) = rows.chosen(["llama3-8b"], None, 1)
+    assert "--mock-data --vocab-size 128256" in " ".join(BenchPlan(tmp_path).command(row))
+    assert "--vocab-size 50257" in " ".join(BenchPlan(tmp_path, data="tokens").command(row))
+
+
+def test_a_row_on_several_gpus_brings_the_one_beside_it():
+    assert [one.name for one in rows.chosen(["layouts"], "ZeRO-3", 4)] == ["2.7B", "2.7B DP4 ZeRO-3"]
+    assert rows.default_sets(0) == ["cpu"]
+
+
+@pytest.mark.parametrize(
+    "words, error",
+    [
+        ("345n", "no set '345n'; did you mean 345m?"),
+        ("cpu --rows nothing", "--rows 'nothing' matches none of the rows: tiny, "),
+        ("cpu --rows (", "is not a regular expression"),
+        ("cpu --steps 2", "give 3 or more"),
+        ("345m --gpus 2", "--gpus 2: the largest of these rows uses 1; the flag is for the set layouts"),
+        ("layouts --gpus 1", "--gpus 1: the largest of these rows uses 2"),
+        ("cpu --peer-seconds 5", "--peer-seconds has no effect without --peers"),
+        ("cpu --peer-names megatron", "--peer-names: 'megatron' is none of transformers, transformers-compiled, "),
+        ("cpu -- --clip-gradd 2", "after --: unknown flag --clip-gradd; did you mean --clip-grad?"),
+        ("cpu -- --seed x", "after --: --seed: 'x' is not a whole number"),
+    ],
+)
+def test_errors(words, error, capsys):
+    assert main(["bench", *words.split()]) == 2
+    assert error in capsys.readouterr().err
+
+
+def test_a_run_of_the_command(tmp_path, capsys, monkeypatch):
+    """One row that works and one that train refuses, with a flag of train after --."""
+    monkeypatch.setattr(sys, "executable", warm.python())
+    bad = BenchRow("bad", f"{TINY} --micro-batch-size 0", steps=3)
+    plan = BenchPlan(tmp_path / "out", steps=6, extra=("--log-interval", "2"))
+    assert bench.Bench(plan, "meshwright bench", 0).run([bad, ROW]) == 1
+    out = capsys.readouterr().out
+    assert "bad                            FAILED: --micro-batch-size 0" in out and "2 rows, 1 failed" in out
+    found = json.loads((tmp_path / "out/results.json").read_text())
+    failed, done = found["rows"]
+    assert failed["status"] == 2 and done["failed"] is None and done["steps"] == 6
+    assert 0 < done["first_step_seconds"] <= done["seconds"] and done["tokens_per_second"] > 0
+    assert sum(done["startup"].values()) == pytest.approx(done["first_step_seconds"], abs=0.1)
+    assert done["command"].startswith("meshwright train --num-layers 1") and "--log-interval 2" in done["command"]
+    assert "elapsed time" in (tmp_path / "out/tiny/log.txt").read_text()
+    assert (tmp_path / "out/table.txt").read_text().splitlines() == out.splitlines()[:-1]
+    assert (tmp_path / "out/bench.png").stat().st_size > 5000
+
+
+def write_metrics(folder, speeds):
+    entries = [{"event": "start", "startup": {"torch": 1.5}, "block": "plain", "parameters": 5}]
+    for n, speed in enumerate(speeds):
+        row = {"tokens_per_second": speed, "ms": 1e3 / speed, "mfu": 0.5, "memory": 2**30 + n, "loss": 3.0 - n}
+        entries.append({"event": "step", "iteration": n + 1, **row})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries) + '{"event": "st')
+
+
+def fake(monkeypatch, speeds, status=0):
+    def follow(row, plan, on_step):
+        write_metrics(plan.folder(row), speeds)
+        return 103.0, status, 100.0
+
+    monkeypatch.setattr(runs, "run_to_end", follow)
+
+
+def test_figures(tmp_path, monkeypatch):
+    """The first third is warm-up, steps after the row's own are traced; a cut line is left out."""
+    fake(monkeypatch, [1, 1, 1, 10, 20, 30, 40, 50, 60, 0.1, 0.1])
+    found = runs.measure_row(ROW, BenchPlan(tmp_path))
+    assert (found["tokens_per_second"], found["steps"], found["peak_bytes"]) == (35, 9, 2**30 + 8)
+    assert (found["first_loss"], found["last_loss"], found["mfu"]) == (3.0, -5.0, 0.5)
+    assert found["startup"] == {"torch": 1.5, "first step": 1.0, "the rest": 0.5}
+    assert table.lines_of(found)[0].split() == "tiny 35 29.2 50.0 1.0 3.0 3.0000 -5.0000".split()
+    two = {**found, "name": "two", "gpus": 2, "beside": "tiny", "tokens_per_second": 63.0}
+    table.add_ratio(two, [found])
+    assert table.lines_of(two)[1].strip() == "1.80 x tiny with 2 ranks, 90.0% each"
+
+
+def test_a_run_that_was_stopped_counts_by_its_steps(tmp_path, monkeypatch):
+    fake(monkeypatch, [1, 4, 4, 4], status=-15)
+    assert runs.measure_row(ROW, BenchPlan(tmp_path))["tokens_per_second"] == 4
+    fake(monkeypatch, [1, 4], status=-15)
+    assert (
+        runs.measure_row(BenchRow("two", ROW.flags), BenchPlan(tmp_path))["failed"] == "stopped after 300 s (--seconds)"
+    )
+
+
+def test_the_time_of_a_row_is_limited(tmp_path):
+    found = runs.measure_row(ROW, BenchPlan(tmp_path, seconds=0.05))
+    assert found["status"] and found["failed"] == "stopped after 0.05 s (--seconds)" and found["seconds"] < 15
+
+
+def test_more_gpus_than_there_are(tmp_path):
+    found = bench.Bench(BenchPlan(tmp_path), "", 1).measure(BenchRow("two", TINY, gpus=2), "")
+    assert found["failed"].startswith("needs 2 GPUs, this machine has 1")
+
+
+def test_a_missing_peer_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(peers.PACKAGES, "megatron-core", ("no_such.core", "no_such"))
+    found = peers.run_peer("megatron-core", ROW, BenchPlan(tmp_path))
+    assert found["failed"] == "not measured: pip install no_such-core no_such"
+
+
+@pytest.mark.parametrize("more", ["", '("done", 4, 0.0)'])
+def test_peers_beside_a_row(more, tmp_path, monkeypatch):
+    """The best micro-batch counts, also if time or memory end before its longer run."""
+    program = f"""import json, sys
+        for event, micro, speed in [("tried", 2, 10.0), ("tried", 4, 40.0), {more}]:
+            row = dict(event=event, version="1", micro=micro, tokens_per_second=speed)
+            print(json.dumps(row), file=open(sys.argv[-1], "a"))"""
+    script = tmp_path / "peer.py"
+    script.write_text("\n".join(line.removeprefix("        ") for line in program.splitlines()))
+    popen = peers.subprocess.Popen
+    monkeypatch.setattr(peers.subprocess, "Popen", lambda words, **k: popen([sys.executable, script, words[-1]], **k))
+    (tmp_path / "tiny").mkdir()
+    row, plan = (
+        BenchRow("tiny", "--device cpu", peers=(2, 4)),
+        BenchPlan(tmp_path, peers=tuple(peers.PACKAGES), peer_seconds=30),
+    )
+    (found,) = peers.compare_with_peers(row, plan, {"tokens_per_second": 60.0}, lambda text: None)
+    assert found["ratio"] == 1.5 and found["tried"] == {2: 10.0, 4: 40.0}
+    assert table.describe_peer(found) == "1.50 x transformers 1 (40 tokens/s, micro-batch 4; 2: 10)"
+    found["tried"][8] = 0
+    assert table.describe_peer(found).endswith("micro-batch 4; 2: 10; 8: too large)")
+
+
+def test_the_fastest_program_is_first_and_failed_ones_are_last(tmp_path, monkeypatch):
+    speeds = {"transformers": 10.0, "transformers-compiled": None, "megatron-core": 20.0}
+
+    def run_peer(name, row, plan):
+        return {"name": name, "failed": None, "tokens_per_second": speeds[name]} if speeds[name] else {"failed": "no"}
+
+    monkeypatch.setattr(peers, "run_peer", run_peer)
+    plan = BenchPlan(tmp_path, peers=tuple(speeds))
+    found = peers.compare_with_peers(BenchRow("tiny", ""), plan, {"tokens_per_second": 60.0}, lambda text: None)
+    assert [one.get("ratio") for one in found] == [3.0, 6.0, None]
+
+
+@pytest.mark.parametrize("words", ["", "--position-embedding-type rope --normalization RMSNorm --swiglu"])
+def test_a_step_of_transformers(tmp_path, words, monkeypatch):
+    """The real program, in this process: it learns its four batches by heart."""
+    pytest.importorskip("transformers")
+    import torch
+
+    from meshwright.apps.bench import programs
+
+    torch.manual_seed(0)
+    more = "--disable-bias-linear --hidden-dropout 0 --attention-dropout 0" if words else ""
+    argv = f"{TINY} --micro-batch-size 1 {words} {more} --lr 1e-2".split()
+    programs.main({"program": "transformers", "flags": argv, "micros": [2, 1], "steps": 12}, tmp_path / "found")
+    *tried, done = map(json.loads, (tmp_path / "found").read_text().splitlines())
+    assert [one["micro"] for one in tried] == [2, 1] and done["event"] == "done"
+    assert done["losses"][-1] < done["losses"][0] and len(done["losses"]) == 12
+
+
+def test_memory_that_is_not_enough_is_a_speed_of_zero():
+    import torch
+
+    from meshwright.apps.bench.programs import Trial
+
+    def step(tokens):
+        raise torch.OutOfMemoryError("out of memory")
+
+    assert Trial(step, 8, 16, torch.device("cpu")).speed(2, 5) == 0

@@ -1,0 +1,262 @@
+"""`meshwright plan`: a prediction, a search, and the files that it writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pages import Page
+
+from helpers import TINY_FLAGS
+from meshwright.__main__ import main
+from meshwright.apps.plan import describe
+from meshwright.apps.plan.devices import load_profile, product_speed, profile_of, this_cpu
+from meshwright.apps.plan.prediction import Machine, find_machine
+from meshwright.base.errors import USAGE, UserError
+from meshwright.config import checks, flags
+from meshwright.config.schema import TrainConfig
+
+SMALL = "--preset gpt2-345m --gpus 4 --gpu h100".split()
+LAYOUT = [*SMALL, "--tensor-model-parallel-size=2", "--bf16"]
+
+
+def plan(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> str:
+    assert main(["plan", *argv]) == status
+    return capsys.readouterr().out
+
+
+def plan_json(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> dict[str, Any]:
+    out: dict[str, Any] = json.loads(plan(capsys, *argv, "--json", status=status))
+    return out
+
+
+@pytest.mark.flag("gpus gpu price plan.json")
+def test_a_given_layout_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    text = plan(capsys, *LAYOUT, "--train-tokens=1e9", "--price=2")
+    for part in (
+        "354,823,168 parameters on 4 x NVIDIA H100",
+        "4 ranks = 2 data x 2 tensor",
+        "memory of the fullest rank",
+        "fits, ",
+        "sent by a rank in a step",
+        "tokens per second",
+        "MFU",
+        "1,907 steps, 1.0 billion tokens",
+        " at 2 an hour",
+        "best save interval",
+        "flags: --tensor-model-parallel-size 2 ",
+    ):
+        assert part in text, part
+    data = plan_json(capsys, *LAYOUT, "--train-tokens=1e9", "--price=2")
+    assert "best" not in data and data["fits"] and data["layout"]["tensor_model_parallel_size"] == 2
+    assert sum(data["memory"]["kinds"].values()) == data["memory"]["allocated"]
+    assert sum(data["time"]["parts"].values()) == pytest.approx(data["time"]["seconds"])
+    assert data["cost"] == pytest.approx(2 * data["device_hours"])
+    assert data["checkpoint"]["bytes"] == pytest.approx(12 * 354_823_168, rel=0.01)
+
+
+def test_a_layout_that_does_not_fit_says_the_least_change(capsys: pytest.CaptureFixture[str]) -> None:
+    """The named flags, given too, make it fit; so it can be done by hand."""
+    argv = ["--preset=gpt3-6.7b", "--gpus=8", "--gpu=a100-40", "--bf16", "--tensor-model-parallel-size=2"]
+    text = plan(capsys, *argv, status=USAGE)
+    change = re.search(r"does not fit: .*; the least change that makes it fit: (--.*?) \(", text)
+    assert change
+    assert "  fits, " in plan(capsys, *argv, *change[1].split())
+    hopeless = plan(capsys, "--preset=gpt3-175b", "--gpus=1", "--gpu=v100", "--zero-stage=0", status=USAGE)
+    assert "no change of layout makes it fit" in hopeless
+
+
+def test_devices_that_are_too_few_are_answered_by_a_number_that_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the flags of the layout kept; a plan of that number then fits."""
+    full = "--zero-stage=3 --bf16 --micro-batch-size=1 --recompute-granularity=full --gpu=h100".split()
+    for argv in (["--preset=llama2-7b", "--gpu=h100"], ["--preset=gpt3-175b", "--tensor-model-parallel-size=8", *full]):
+        text = plan(capsys, *argv, "--gpus=8" if full[0] in argv else "--gpus=1", status=USAGE)
+        enough = re.search(r"^  ([\d,]+) devices of this kind are enough: see (--gpus \d+)$", text, re.M)
+        assert enough
+        assert "  fits, " in plan(capsys, *argv, *enough[2].split())
+    data = plan_json(capsys, "--preset=llama2-7b", "--gpu=h100", "--gpus=1", status=USAGE)
+    assert data["enough_devices"] == data["tried_devices"] == 2
+    alone = plan(capsys, "--preset=gpt3-175b", "--gpus=8", "--gpu=h100", "--tensor-model-parallel-size=8", status=USAGE)
+    assert "  with this layout unchanged it fits no number up to 16,384 devices of this kind\n" in alone
+    assert "of this kind" not in plan(capsys, *LAYOUT)
+
+
+def test_a_number_of_devices_is_corrected_by_the_flag_of_this_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--preset=gpt2-345m", "--gpu=h100", "--gpus=7", "--tensor-model-parallel-size=2"]) == USAGE
+    error = capsys.readouterr().err
+    assert "7 ranks are not a multiple of --tensor-model-parallel-size 2 = 2: take --gpus 8, or change" in error
+    assert "launch" not in error
+
+
+@pytest.mark.flag("write best")
+def test_the_best_layouts_are_searched_and_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """`train --config` takes the file that the search writes."""
+    file = tmp_path / "plan.toml"
+    data = plan_json(capsys, *SMALL, f"--write={file}", "--best=3")
+    speeds = [one["time"]["tokens_per_second"] for one in data["best"]]
+    assert len(speeds) == 3 and speeds == sorted(speeds, reverse=True) and data["layout"] == data["best"][0]["layout"]
+    assert data["layout"]["bf16"], "the search computes in the format of the device"
+    written = tomllib.loads(file.read_text())
+    assert written["model"] == {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16} | {
+        "max_position_embeddings": 1024
+    }
+    assert main(["train", "--config", str(file), "--dry-run", "--mock-data", "--vocab-size=50257"]) == 0
+    assert "4 ranks = " in capsys.readouterr().out
+    text = plan(capsys, *SMALL, "--best=3")
+    assert "the best 3 layouts" in text and "do not fit; " in text
+
+
+@pytest.mark.flag("search")
+def test_a_search_keeps_what_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*SMALL, "--micro-batch-size=2", "--search", "--zero-stage=1", "--recompute-granularity=selective"]
+    layouts = [one["layout"] for one in plan_json(capsys, *argv)["best"]]
+    kept = {"micro_batch_size": 2, "zero_stage": 1, "recompute_granularity": "selective"}
+    assert layouts and all(layout | kept == layout for layout in layouts)
+
+
+@pytest.mark.flag("allow_fp8")
+def test_fp8_is_searched_where_the_device_has_it_and_the_user_allows(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--preset=gpt3-6.7b", "--gpus=2", "--best=1"]
+    assert plan_json(capsys, *argv, "--gpu=h200", "--allow-fp8")["layout"]["fp8_format"] == "hybrid"
+    assert "fp8_format" not in plan_json(capsys, *argv, "--gpu=h200")["layout"]
+    assert "fp8_format" not in plan_json(capsys, *argv, "--gpu=a100-80", "--allow-fp8")["layout"]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--gpu h20O", "did you mean h200"),
+        ("--gpu h100 --preset gpt3-175", "did you mean gpt3-175b"),
+        ("--gpu h100 --gpus 8 --world-size 4", "--gpus 8 and --world-size 4 are one setting; give one"),
+        ("--gpu h100 --write plan.yaml", "give a name that ends in .toml"),
+        ("--gpu h100 --write-page plan.svg", "give a name that ends in .html"),
+        ("--gpu h100 --gpus 7 --tensor-model-parallel-size 2", "7 ranks are not a multiple of"),
+        (
+            "--gpu h100 --gpus 29 --global-batch-size 7",
+            "no layout of 29 devices is legal; take --gpus 28 or --gpus 30 or --global-batch-size 29",
+        ),
+        # 29 is prime and above 24 layers, so all ranks are data-parallel: next to 50 are 29 and 58
+        # samples. Of 28 and 30 ranks 2 and 10 share 50.
+        ("--gpu h100 --gpus 29 --global-batch-size 50", "take --gpus 28 or --gpus 30 or --global-batch-size 58"),
+        ("--gpu h100 --hidden-size 30", "--hidden-size 30 is not a multiple of --num-attention-heads 16"),
+    ],
+)
+def test_mistakes_are_explained(words: str, said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        from meshwright.apps.plan import command as command
+
+        command.main(["--preset", "gpt2-345m", *words.split()])
+
+
+def test_the_sizes_that_people_ask_for_are_presets(capsys: pytest.CaptureFixture[str]) -> None:
+    for preset in ("gpt2-345m", "gpt3-1.3b", "gpt3-2.7b", "gpt3-6.7b", "gpt3-175b"):
+        argv = ["--preset", preset, "--gpu=h200", "--gpus=1", "--zero-stage=0", "--bf16"]
+        assert plan_json(capsys, *argv, status=USAGE if preset in ("gpt3-175b",) else 0)["time"]["seconds"] > 0
+
+
+def test_a_product_has_its_profile() -> None:
+    for product, name in (("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-40GB", "a100-40"), ("Tesla V100-SXM2", "v100")):
+        profile = profile_of(product)
+        assert profile is not None and profile.name == name
+    assert profile_of("NVIDIA GeForce 256") is None
+    links = find_machine("h200", 4, 12.5).links
+    assert (links.gpus_per_node, links.between.bandwidth) == (4, 12.5e9)
+
+
+@pytest.mark.flag("gpus_per_node link mtbf restart_minutes storage_speed")
+def test_the_machine_and_its_failures_are_the_users(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--preset=gpt2-345m", "--gpus=16", "--gpu=h100", "--bf16", "--zero-stage=1"]
+    before, text = plan_json(capsys, *argv), plan(capsys, *argv, "--gpus-per-node=4", "--link=10")
+    assert "4 devices a machine: 450 GB/s within a machine, 10 GB/s to others" in text
+    after = plan_json(capsys, *argv, "--link=10", "--mtbf=1600", "--restart-minutes=10", "--storage-speed=0.5")
+    assert after["time"]["parts"]["data"] > before["time"]["parts"]["data"]
+    assert after["goodput"]["hours_between_failures"] == 100 and after["checkpoint"]["restart"] == 600
+    assert after["checkpoint"]["written"] > before["checkpoint"]["written"]
+    assert after["goodput"]["share"] < before["goodput"]["share"] < 1
+
+
+@pytest.mark.pictures
+@pytest.mark.flag("pictures write_page")
+def test_pictures_and_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page, folder = tmp_path / "plan.html", tmp_path / "pictures"
+    argv = ["--preset=gpt2-345m", "--gpus=4", "--gpu=h100", "--search", "--pipeline-model-parallel-size=2"]
+    out = plan(capsys, *argv, "--best=2", f"--pictures={folder}", f"--write-page={page}")
+    names = ["schedule", "memory", "layouts", "goodput"]
+    assert out.endswith("".join(f"written: {folder}/{name}.svg\n" for name in names) + f"written: {page}\n")
+    assert all((folder / f"{name}.svg").read_text().count("<svg") == 1 for name in names)
+    titles = Page(page.read_text()).drawings
+    assert list(titles) == [
+        "Pipeline",
+        "Memory of the pipeline ranks",
+        "Time and memory of the layouts",
+        "Goodput over the save interval",
+    ]
+
+
+def test_flags_of_a_layout_are_parsed_back() -> None:
+    argv = "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1 --micro-batch-size 4 --bf16".split()
+    config = flags.parse_settings(TrainConfig, argv, "meshwright train", check=False).config
+    assert describe.as_flags(describe.layout_settings(config)).split() == argv
+    assert not checks.unusable(config)
+
+
+@pytest.mark.whole
+def test_a_plan_imports_no_torch() -> None:
+    words = [*SMALL, "--best=1"]
+    code = f"import sys; from meshwright.__main__ import main; assert main(['plan', *{words!r}]) == 0\n"
+    code += "assert not {'torch', 'matplotlib'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_launch_refuses_to_write_what_cannot_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--write=slurm", "--nproc-per-node=8", "train", "--preset=gpt3-13b", "--mock-data", "--vocab-size=50257"]
+    assert main(["launch", "--gpu=v100", *argv]) == USAGE
+    error = " ".join(capsys.readouterr().err.split())
+    assert "does not fit" in error and "--gpu any writes it all the same" in error
+    assert main(["launch", "--gpu=any", *argv]) == 0
+
+
+def test_a_dry_run_ends_with_the_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(describe, "find_machine", lambda name: find_machine("h200"))
+    argv = ["train", "--bf16", "--mock-data", "--vocab-size=50257", "--dry-run"]
+    assert main([*argv, "--preset=gpt2-345m"]) == 0
+    assert re.search(r"plan on NVIDIA H200.*: fits, .* left: .*; a step takes about ", capsys.readouterr().out)
+
+
+def test_a_dry_run_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """But not one of another --world-size, which is meant for other machines."""
+    tiny = dataclasses.replace(load_profile("h200"), memory_bytes=1)
+    monkeypatch.setattr(describe, "find_machine", lambda name: Machine(tiny, tiny.links))
+    argv = ["train", *TINY_FLAGS, "--dry-run"]
+    assert main(argv) == USAGE
+    assert re.search(r"plan on NVIDIA H200.*: does not fit: ", capsys.readouterr().out)
+    assert main([*argv, "--world-size=2"]) == main([*argv, "--world-size=1"]) == 0
+
+
+def test_the_plan_of_this_cpu_is_by_its_measured_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.apps.plan.devices.product_speed", lambda: 80e9)
+    monkeypatch.setattr("meshwright.base.host.cores", lambda: 3)
+    load_profile.cache_clear()
+    this_cpu.cache_clear()
+    profile = find_machine("cpu").profile
+    assert profile.title == "this CPU of 3 cores, 80 GFLOP/s measured of one"
+    assert profile.peaks["float32"] == pytest.approx(240e9) and profile.peaks["float64"] == pytest.approx(120e9)
+    load_profile.cache_clear()
+    this_cpu.cache_clear()
+
+
+def test_the_speed_of_a_core_is_that_of_the_fastest_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program delays one product, not all: 2 x 64^3 operations in 4 us, the shortest."""
+    ticks = [0.0]
+    for seconds in (9e-6, 4e-6, 2e-2, 6e-6, 1.0):
+        ticks += [ticks[-1], ticks[-1] + seconds]
+    times = iter([*ticks, ticks[-1]])
+    monkeypatch.setattr("meshwright.apps.plan.devices.time.perf_counter", lambda: next(times))
+    assert product_speed() == pytest.approx(524_288 / 4e-6)

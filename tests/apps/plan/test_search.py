@@ -1,0 +1,179 @@
+"""The search finds what trying all layouts finds, and the data of the pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+
+import pytest
+
+from meshwright.apps.plan import pictures
+from meshwright.apps.plan.describe import layout_settings
+from meshwright.apps.plan.goodput import Interruptions
+from meshwright.apps.plan.prediction import Machine, Prediction, find_machine
+from meshwright.apps.plan.search import Freedom, Search, least_change
+from meshwright.config import checks, flags
+from meshwright.config.check_layout import parallel_problems
+from meshwright.config.fields import with_settings
+from meshwright.config.schema import TrainConfig
+
+VOCABULARY = 50_257
+
+
+def config_of(words: str) -> TrainConfig:
+    return flags.parse_settings(TrainConfig, [*words.split(), "--mock-data"], "meshwright train").config
+
+
+def searched(config: TrainConfig, machine: Machine, keep: int = 10) -> Search:
+    one = Search(machine, VOCABULARY, Freedom(), keep)
+    one.run(config)
+    return one
+
+
+def every_layout(config: TrainConfig, machine: Machine) -> list[Prediction]:
+    """Try all combinations of all values that `Search` may set, without its tree and bounds."""
+    sizes = [n for n in range(1, config.world + 1) if config.world % n == 0]
+    layers = config.model.num_layers or 1
+    virtual = [None, *(n for n in range(1, layers) if layers % n == 0)]
+    values = {
+        "tensor_model_parallel_size": sizes,
+        "sequence_parallel": [False, True],
+        "context_parallel_size": sizes,
+        "pipeline_model_parallel_size": sizes,
+        "num_layers_per_virtual_pipeline_stage": virtual,
+        "pipeline_schedule": ["1f1b", "zero-bubble", "zbv"],
+        "zero_stage": [0, 1, 2, 3],
+        "micro_batch_size": [1, 2, 4, 8],
+        "recompute_granularity": [None, "selective", "full"],
+    }
+    out = []
+    for chosen in itertools.product(*values.values()):
+        p = dict(zip(values, chosen, strict=True))
+        model_ranks = p["tensor_model_parallel_size"] * p["context_parallel_size"] * p["pipeline_model_parallel_size"]
+        if config.world % model_ranks or (p["sequence_parallel"] and p["tensor_model_parallel_size"] == 1):
+            continue
+        if p["pipeline_model_parallel_size"] == 1 and (p["pipeline_schedule"] != "1f1b" or p[list(values)[4]]):
+            continue
+        one = with_settings(config, **p)
+        if p["zero_stage"] and one.dp * one.parallel.context_parallel_size == 1:  # nothing to shard over
+            continue
+        if p["num_layers_per_virtual_pipeline_stage"] and one.chunks == 1:  # the same without
+            continue
+        if not checks.problems(one, needs_data=False):
+            out.append(Prediction(one, machine, VOCABULARY))
+    least: dict[str, Prediction] = {}  # a layout with the least recomputation with which it fits
+    for each in out:
+        settings = layout_settings(each.config)
+        if each.fits:
+            least.setdefault(str({n: v for n, v in settings.items() if n != "recompute_granularity"}), each)
+    return [*least.values()]
+
+
+@pytest.fixture(scope="module")
+def machine() -> Machine:
+    return find_machine("a100-40")
+
+
+SMALL = "--preset gpt3-1.3b --num-layers 4 --global-batch-size 8 --bf16 --train-iters 10 --lr-decay-iters 10"
+
+
+@pytest.fixture(scope="module")
+def small() -> TrainConfig:
+    return config_of(f"{SMALL} --world-size 2")
+
+
+@pytest.mark.parametrize(
+    ("words", "gib", "apart"),
+    [
+        ("--world-size 2", 40, False),
+        ("--world-size 2", 40, True),  # pipelines are the fastest
+        ("--world-size 2", 7, False),  # recomputation and ZeRO 2 and 3 decide
+        ("--world-size 2 --num-layers 5 --hidden-dropout 0 --attention-dropout 0", 8, True),  # uneven stages
+        ("--world-size 4 --vocab-size 1000 --global-batch-size 4", 3, False),
+        ("--world-size 2 --seq-length 128 --hidden-size 256 --num-layers 6", 40, False),  # the host is slower
+    ],
+)
+def test_the_search_finds_the_fastest_of_all(words: str, gib: int, apart: bool, machine: Machine) -> None:
+    """The times are those of all layouts, tried one by one: bounds and estimates leave none out."""
+    config = config_of(f"{SMALL} {words}")
+    links = dataclasses.replace(machine.links.with_network(1e9), gpus_per_node=1) if apart else machine.links
+    limited = Machine(dataclasses.replace(machine.profile, memory_bytes=gib << 30), links)
+    search = searched(config, limited)
+    best = search.found.fitting
+    everything = sorted(every_layout(config, limited), key=lambda p: p.time.seconds)
+    assert [p.time.seconds for p in best] == [p.time.seconds for p in everything[:10]]
+    assert len(everything) > 10 and search.found.slower, "a search of a part of them"
+    assert apart == (best[0].config.parallel.pipeline_model_parallel_size > 1)
+    for one in best:
+        assert one.fits and not checks.problems(one.config, needs_data=False)
+
+
+def test_refused_layouts_have_the_reasons_of_the_checks(small: TrainConfig, machine: Machine) -> None:
+    found = searched(with_settings(small, attention_dropout=0.1), machine).found
+    refused = [reason for _, reason in found.refusals.listed()]
+    wrong = with_settings(small, attention_dropout=0.1, context_parallel_size=2, micro_batch_size=1)
+    assert parallel_problems(wrong)[0] in refused
+    assert all(p.config.parallel.context_parallel_size == 1 for p in found.fitting)
+
+
+def test_a_search_without_room_knows_the_nearest(machine: Machine) -> None:
+    config = config_of("--preset gpt3-175b --world-size 2 --bf16")
+    found = searched(config, machine).found
+    assert not found.fitting and found.too_large and found.nearest is not None and found.nearest.left < 0
+
+
+def test_the_least_change_is_one_setting_if_one_is_enough(machine: Machine) -> None:
+    config = config_of("--preset gpt3-1.3b --world-size 4 --bf16 --micro-batch-size 16")
+    prediction = Prediction(config, machine, VOCABULARY)
+    assert not prediction.fits
+    change = least_change(prediction)
+    assert change is not None
+    settings, changed = change
+    assert len(settings) == 1 and changed.fits and not checks.problems(changed.config, needs_data=False)
+
+
+# The data of the pictures
+
+
+def test_the_pipelines_picture_has_every_pass_of_its_micro_batches(machine: Machine) -> None:
+    words = "--preset gpt2-345m --world-size 4 --pipeline-model-parallel-size 4 --bf16 --global-batch-size 512"
+    timeline = pictures.drawn_timeline(Prediction(config_of(words), machine, VOCABULARY))
+    assert timeline is not None
+    drawn = pictures.DRAWN_ROUNDS * 4
+    for spans in timeline.spans:
+        assert sorted((a.op, a.microbatch) for a in spans) == sorted(("BF"[k], n) for k in (0, 1) for n in range(drawn))
+        ends = sorted(spans.values())
+        assert all(a[1] <= b[0] + 1e-12 for a, b in itertools.pairwise(ends)), "a rank does one thing at a time"
+    alone = with_settings(config_of(words), pipeline_model_parallel_size=1)
+    assert pictures.drawn_timeline(Prediction(alone, machine, VOCABULARY)) is None
+
+
+def test_the_picture_of_memory_adds_up(machine: Machine) -> None:
+    words = "--preset gpt2-345m --world-size 2 --pipeline-model-parallel-size 2 --bf16"
+    prediction = Prediction(config_of(words), machine, VOCABULARY)
+    stacked = pictures.stacked_memory(prediction)
+    totals = [sum(sizes) for sizes in zip(*stacked.values(), strict=True)]
+    assert totals == pytest.approx([rank.total / 2**30 for rank in prediction.ranks])
+    assert pictures.layout_points([prediction]) == [(prediction.need / 2**30, prediction.time.seconds)]
+
+
+def test_the_picture_of_goodput_has_its_best_in_the_middle() -> None:
+    losses = Interruptions(between=36_000, stall=20, restart=300)
+    points = pictures.goodput_points(losses, step=1.0)
+    minutes, share = max(points, key=lambda point: point[1])
+    assert minutes == pytest.approx(losses.interval / 60, rel=0.3) and share == pytest.approx(
+        losses.goodput(losses.interval), rel=1e-3
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", [1_024, 8_192, 10_240])
+def test_a_search_over_ten_thousand_devices_takes_under_five_seconds(world: int) -> None:
+    config = config_of(
+        f"--preset gpt3-175b --world-size {world} --bf16 --global-batch-size 10240 --tensor-model-parallel-size 8"
+    )
+    free = with_settings(config, tensor_model_parallel_size=1)
+    began = time.process_time()
+    found = searched(free, find_machine("h200")).found
+    assert time.process_time() - began < 5 and found.fitting

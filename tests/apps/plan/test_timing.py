@@ -1,0 +1,140 @@
+"""The time of a step: terms, schedules and counts that training and plans share, measured steps."""
+
+from __future__ import annotations
+
+import pytest
+from plans import LARGE, STILL, planned
+
+from meshwright.apps.plan import graph_rule, saving, timeline, timing
+from meshwright.apps.plan.devices import load_profile
+from meshwright.apps.plan.timing import step_time
+from meshwright.model import counts
+from meshwright.parallel import pipeline, pipeline_schedule
+from meshwright.training import network
+
+BATCH = f"{LARGE} {STILL} --micro-batch-size 2 --global-batch-size"
+H200 = load_profile("h200")
+PP4 = "--pipeline-model-parallel-size 4"
+
+
+def predicted(words: str, world: int = 1, padded: int = 50304, **more: object) -> timing.StepTime:
+    return step_time(planned(words, world), padded, H200, **more)
+
+
+def test_terms_add_up_to_the_step():
+    for words, world in [
+        ("8", 1),
+        (f"32 {PP4}", 8),
+        ("16 --tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --zero-stage 1", 8),
+        ("16 --zero-stage 3 --recompute-granularity full", 8),
+    ]:
+        config, step = planned(f"{BATCH} {words}", world), predicted(f"{BATCH} {words}", world)
+        assert step.seconds == pytest.approx(sum(step.parts.values()))
+        assert min(step.parts.values()) > 0
+        assert step.tokens_per_second == pytest.approx(config.global_batch * 2048 / step.seconds)
+        flops = counts.flops_per_token(config.model, 50304, 2048)
+        assert step.mfu == pytest.approx(step.tokens_per_second * flops / world / 989.4e12)
+
+
+@pytest.mark.parametrize("count", [4, 8, 24])
+def test_the_bubble_of_1f1b_is_that_of_the_literature(count):
+    """(p - 1) / m of the work without latency; a little less, as one stage has the head."""
+    links = timing.Links(8, *(timing.LinkSpeed(1e18, 0.0),) * 2)
+    step = predicted(f"{BATCH} {2 * count} {PP4}", 4, padded=128, links=links)
+    work = sum(step.parts[name] for name in ("products", "attention", "passes", "host"))
+    assert 0.94 * 3 / count < step.parts["pipeline"] / work <= 3 / count
+
+
+def test_one_schedule_moves_training_and_plan(monkeypatch):
+    words, world = f"{BATCH} 32 {PP4} --pipeline-schedule zbv", 4
+    before = predicted(words, world).seconds
+    trained = pipeline.schedule("zbv", 4, 0, 16)
+    # All forward passes first, then all backward passes.
+    passes = [("F", 0), ("F", 1), ("I", 1), ("I", 0), ("W", 0), ("W", 1)]
+
+    def unlike(pp, rank, count):
+        return [pipeline_schedule.Action(op, chunk, i) for op, chunk in passes for i in range(count)]
+
+    monkeypatch.setattr(pipeline_schedule, "v_schedule", unlike)
+    timeline.order.cache_clear()
+    timeline._total.cache_clear()
+    assert pipeline.schedule("zbv", 4, 0, 16) == unlike(4, 0, 16) != trained
+    assert predicted(words, world).seconds > 1.1 * before
+    timeline.order.cache_clear()
+    timeline._total.cache_clear()
+
+
+def test_one_count_moves_training_and_plan(monkeypatch):
+    config = planned(f"{BATCH} 8")
+    before, flops = predicted(f"{BATCH} 8").seconds, counts.flops_per_token(config.model, 50304, 2048)
+    original = counts.layer_matrices
+    monkeypatch.setattr(counts, "layer_matrices", lambda m: original(m) | {"mlp.more": (4 * 2048, 2048)})
+    assert counts.flops_per_token(config.model, 50304, 2048) > 1.2 * flops  # of training's MFU
+    assert predicted(f"{BATCH} 8").seconds > 1.2 * before
+
+
+def test_one_rule_says_whether_a_step_is_a_graph(monkeypatch):
+    assert network.graph_rule is timing.graph_rule is graph_rule
+    assert "host" not in predicted(f"{BATCH} 2").parts
+    monkeypatch.setattr(graph_rule, "reason_against", lambda *_: "of a test")
+    small = "--num-layers 12 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --bf16 --micro-batch-size 1"
+    assert predicted(small).parts["host"] > 0.5 * predicted(small).seconds
+
+
+@pytest.mark.parametrize(
+    ("more", "parts"),
+    [
+        ("--recompute-granularity full", {"products": 4 / 3, "attention": (2, 1.2)}),
+        ("--attention-dropout 0.1", {"attention": (2.4, 1.2), "products": 1}),
+        ("--fp8-format e4m3", {"products": (0.65, 0.5), "passes": (2.0, 1.1)}),
+        ("--optimizer lion", {"update": (6, 3)}),
+        ("--optimizer muon", {"update": (20, 4)}),
+        ("--cautious-weight-decay", {"update": 1}),
+        ("--optimizer lion --cautious-weight-decay", {"update": (6, 4)}),
+        ("--qk-layernorm", {"passes": (1.5, 1.2)}),
+        ("--cpu-optimizer", {"update": (120, 60)}),
+    ],
+)
+def test_a_setting_moves_its_terms(more, parts):
+    words = f"{LARGE} {STILL} --micro-batch-size 8 --global-batch-size 8"
+    plain, changed = predicted(words), predicted(f"{words} {more}")
+    for name, want in parts.items():
+        ratio = changed.parts[name] / plain.parts[name]
+        most, least = want if isinstance(want, tuple) else (want * 1.1, want * 0.9)
+        assert least <= ratio <= most, name
+
+
+def test_homes_share_the_work_of_muon():
+    words = f"{LARGE} {STILL} --optimizer muon --micro-batch-size 8 --global-batch-size 16"
+    alone, two = predicted(words).parts["update"], predicted(words, 2).parts["update"]
+    tensor = predicted(f"{words} --tensor-model-parallel-size 2", 2).parts["update"]
+    assert 0.5 < two / alone < 0.8 and 0.4 < tensor / alone < 0.6
+    assert "muon" in predicted(words, 2).bytes_sent and "muon" not in predicted(words).bytes_sent
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "ms"),
+    [
+        # benchmarks/records/2026-11-22-h200-overlap
+        ("--num-layers 24 --hidden-size 1024 --micro-batch-size 32 --global-batch-size 32", 1, 148.9),
+        ("--num-layers 24 --hidden-size 1024 --micro-batch-size 32 --global-batch-size 64", 2, 154.1),
+        ("--num-layers 24 --hidden-size 2048 --micro-batch-size 16 --global-batch-size 16", 1, 237.3),
+        ("--num-layers 24 --hidden-size 2048 --micro-batch-size 32 --global-batch-size 32 --fp8-format e4m3", 1, 325.6),
+    ],
+)
+def test_measured_steps(words, world, ms):
+    words += f" --num-attention-heads 16 --seq-length 1024 --bf16 {STILL}"
+    assert 1000 * predicted(words, world).seconds == pytest.approx(ms, rel=0.04)
+
+
+def test_saves_are_the_bytes_of_the_native_format():
+    small = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --bf16"
+    config = planned(small)
+    save = saving.save_time(config, 50304, H200)
+    assert save.bytes == pytest.approx(4_257_970_632, rel=1e-3)  # benchmarks/records/2026-11-22-cpu-file-sizes
+    averaged = saving.save_time(planned(f"{small} --ema 0.999"), 50304, H200)
+    assert averaged.bytes == pytest.approx(save.bytes * 4 / 3)  # four numbers of a parameter in place of three
+    # benchmarks/records/2026-11-22-h200-checkpoints: training waits 0.323 s, 7.5 s until saved
+    config = planned("--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --bf16")
+    save = saving.save_time(config, 50304, H200)
+    assert save.stall == pytest.approx(0.323, rel=0.05) and save.seconds == pytest.approx(7.5, rel=0.1)

@@ -1,0 +1,153 @@
+"""The demo at a small scale; trainings run in their own processes, other commands in this one."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from in_process import InProcess
+from meshwright.__main__ import main
+from meshwright.apps.quickstart import demo, own_text, plan, shell, start, tour
+from meshwright.apps.quickstart.plan import Size
+from meshwright.apps.quickstart.tour import compare_with_trigram
+from meshwright.base.errors import BAD_DATA, LOCKED, UserError
+from meshwright.config import flags
+from meshwright.config.schema import TrainConfig
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """A standard library of 30 small files, and a model to match."""
+    folder = tmp_path / "lib/python3"
+    for name in (*(f"p/m{n}.py" for n in range(30)), "test/test_x.py", "site-packages/y.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("".join(f"def {name[-6:-3]}{n}(self):\n    return {n}\n\n" for n in range(40)))
+    (folder / "p/notes.txt").write_text("no Python")
+    monkeypatch.setattr(demo.sysconfig, "get_path", lambda name: str(folder))
+    monkeypatch.setattr(plan, "SIZES", [Size(1, 16, 2, 16, 4, 1e-2)])
+    monkeypatch.setattr(shell.subprocess, "Popen", InProcess)
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+@pytest.mark.whole
+def test_tour(library, tmp_path, capfd, monkeypatch):
+    """Ctrl-C stops it, which reaches this process alone; the same command goes on, to the end."""
+
+    def interrupt(line):
+        raise KeyboardInterrupt
+
+    argv = ["demo", "my demo", "--minutes", "0.05", "--device", "cpu"]  # the commands must be quoted
+    with monkeypatch.context() as m:
+        m.setattr(tour, "TrainingLines", lambda: interrupt)
+        assert main(argv) == 130
+    again = shlex.split(capfd.readouterr().out.splitlines()[-1].split("to go on:")[1])
+    assert again == ["meshwright", *argv]
+    assert main(argv) == 0
+    out = capfd.readouterr().out
+    assert "an unfinished demo of this text; going on" in out and "train-tokenizer" not in out
+    for n in (1, 2, 3, 5, 6, 7):
+        assert f"\n{n}. " in out
+    folder = tmp_path / "my demo"
+    rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [r["iteration"] for r in rows if r["event"] == "step"]
+    assert steps == list(range(1, len(steps) + 1))
+    assert "bits per byte: this GPT" in out and "report.html" in out
+    assert out.count("$ meshwright generate ") == 3 and "\n  for name in" in out
+    texts = [
+        json.loads(x)["text"] for n in ("train", "held_out") for x in (folder / f"{n}.jsonl").read_text().splitlines()
+    ]
+    assert len(texts) >= 30 and not any("test_x" in text or "no Python" in text for text in texts)
+
+    # The commands it ends with are right, here with what the demo made.
+    last = [shlex.split(line)[1:] for line in out.splitlines() if line.startswith("  meshwright ")]
+    assert [c[0] for c in last] == ["chat", "report", "inspect", "convert", "quickstart", "train"]
+    assert main(last[1]) == 0 and main(last[2]) == 0
+    c = flags.parse_settings(TrainConfig, last[-1][1:], "meshwright train").config
+    assert (c.model.num_layers, c.training.global_batch_size, c.checkpoint.load) == (24, 512, "gpt2-345m")
+    assert main(argv) == 0 and "already done" in capfd.readouterr().out
+
+
+def test_345m_command_is_valid():
+    words = shlex.split(demo.GPT2_345M)
+    assert words[:2] == ["meshwright", "train"]
+    assert flags.parse_settings(TrainConfig, words[2:], "meshwright train").config.precision.bf16
+
+
+def test_it_adapts_to_the_machine_as_quickstart_does(library, monkeypatch):
+    """It takes quickstart's way, from the trial on, with a text and prompts of its own."""
+    made = []
+    monkeypatch.setattr(start, "make_model", lambda *given: made.append(given))
+    assert main(["demo", "--minutes", "7", "--device", "cpu"]) == 0
+    tour, documents, _, deadline, showing = made[0]
+    assert tour.device == "cpu" and deadline.minutes == 7 and showing.resumes and len(list(documents)) == 30
+
+
+@pytest.mark.parametrize("steps, begun, stops", [(100, False, True), (100, True, False)])
+def test_it_stops_half_way_once(tmp_path, monkeypatch, steps, begun, stops):
+    class Stub:
+        run, commands = str(tmp_path), []
+
+        def pre_train(self, command, stop=None):
+            self.commands.append(command)
+            if stop:
+                assert stop(shell.LoggedInterval(steps // 2 - 1, steps, 0.1, 9)) is None
+                assert "SIGTERM" in stop(shell.LoggedInterval(steps // 2, steps, 0.1, 9))
+
+    if begun:
+        (tmp_path / "metrics.jsonl").write_text('{"event": "step", "iteration": 60, "ms": 9}\n')
+    progress = own_text.TourProgress(tmp_path / "progress", {})
+    progress.done["plan"] = {"command": ["train", "--train-iters", str(steps)]}
+    stub = Stub()
+    stub.commands = []
+    own_text.train_in_time(stub, progress, own_text.Deadline(4), own_text.Showing(resumes=True))
+    assert stub.commands == [["train", "--train-iters", "100"]] * (2 if stops else 1)
+
+
+def test_only_its_own_folder(library, tmp_path, capsys, monkeypatch):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/thesis.txt").write_text("three years")
+    assert main(["demo", "full", "--device", "cpu"]) == LOCKED
+    assert [p.name for p in (tmp_path / "full").iterdir()] == ["thesis.txt"]
+
+    # With --overwrite, what the user put into a demo's folder stays, and so does the model.
+    monkeypatch.setattr(start, "make_model", lambda *given: None)
+    argv = ["demo", "--device", "cpu"]
+    assert main(argv) == 0
+    (tmp_path / "demo/run/iter_0000001").mkdir(parents=True)
+    (tmp_path / "demo/train.jsonl").write_text("old")
+    (tmp_path / "demo/notes.txt").write_text("mine")
+    assert main(argv) == LOCKED
+    assert main([*argv, "--overwrite"]) == 0
+    names = [".lock", ".meshwright-demo", "notes.txt", "run-1"]
+    assert sorted(p.name for p in (tmp_path / "demo").iterdir()) == names
+    out = capsys.readouterr().out
+    assert "starting again" in out and "its model is kept in demo/run-1" in out
+    (tmp_path / "demo/run").mkdir()
+    assert main([*argv, "--overwrite"]) == 0
+    assert (tmp_path / "demo/run-1/iter_0000001").is_dir() and (tmp_path / "demo/run-2").is_dir()
+
+
+def test_a_python_without_its_library(library, capsys):
+    for n in range(12):
+        (library / f"p/m{n}.py").unlink()
+    assert main(["demo", "--device", "cpu"]) == BAD_DATA and not Path("demo").exists()
+    assert "has 18 usable .py files, but 20 are needed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ours, verdict", [(0.1, "the GPT is better"), (7.9, "the trigram is better")])
+def test_the_verdict_is_honest(tmp_path, capsys, ours, verdict):
+    for name in ("train", "held_out"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": "the cat sat on the mat. "}) + "\n")
+    compare_with_trigram(ours, tmp_path / "train.jsonl", tmp_path / "held_out.jsonl")
+    out = capsys.readouterr().out
+    assert verdict in out and f"{ours:.3f}" in out
+
+
+def test_a_command_that_fails_ends_the_tour_with_its_status(tmp_path, capfd):
+    with pytest.raises(UserError, match="no-such-file does not exist") as caught:
+        shell.call(
+            tmp_path / "log", ["train-tokenizer", "--input", "no-such-file", "--vocab-size", "300", "--output", "x"]
+        )
+    assert caught.value.status == BAD_DATA

@@ -1,0 +1,106 @@
+"""Every hostile file is refused with a reason, runs nothing, and takes little memory and time."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hostile
+import pytest
+import safetensors.torch  # noqa: F401  so that no process that is measured loads it, or torch
+import torch  # noqa: F401
+from measured import in_child, outcome_of
+
+from meshwright.checkpoint import loading, native
+from meshwright.checkpoint.registry import DEEPSPEED, HUGGING_FACE, MEGATRON, TORCH_DIST
+from meshwright.checkpoint.steps import StepLocation
+from meshwright.compat.formats.pickle import pickles
+
+pytestmark = pytest.mark.whole
+
+MEMORY, SECONDS = 200 << 20, 5.0
+
+
+def open_as(kind: str, path: Path, trust: bool) -> Any:
+    return loading.open_step(StepLocation(kind, path, 1, path), loading.OpenOptions(trust=trust))
+
+
+OPENERS: dict[str, Callable[[Path, bool], Any]] = {
+    "native": lambda path, _: native.open_native(path, 1, verify="full"),
+    "pickle": lambda path, trust: pickles.load_pickle(path, trust=trust),
+    **{kind: functools.partial(open_as, kind) for kind in (MEGATRON, DEEPSPEED, TORCH_DIST, HUGGING_FACE)},
+}
+
+
+class Outcome(NamedTuple):
+    """How opening a file ended: error, CPU seconds, peak bytes of memory."""
+
+    case: hostile.Case
+    path: Path
+    marker: Path
+    kind: str
+    text: str
+    seconds: float
+    memory: int
+
+
+def open_all(cases: Sequence[hostile.Case], folder: Path, trust: bool = False) -> Iterator[Outcome]:
+    """Open the files in turn in one forked process; its peak memory counts for each of them."""
+    folder.mkdir()
+    paths = [(folder / str(number) / "file", folder / str(number) / "marker") for number in range(len(cases))]
+    for case, (path, marker) in zip(cases, paths, strict=True):
+        path.parent.mkdir()
+        case.write(path, marker)
+
+    def work() -> Iterator[tuple[str, str, float]]:
+        for case, (path, _) in zip(cases, paths, strict=True):
+            yield outcome_of(functools.partial(OPENERS[case.opener], path, trust))
+
+    outcomes, end, most = in_child(work)
+    outcomes += [("ended", end, 0.0)] * (len(cases) - len(outcomes))
+    for case, (path, marker), outcome in zip(cases, paths, outcomes, strict=True):
+        yield Outcome(case, path, marker, *outcome, most)
+
+
+@pytest.mark.fault("F27", "F28")
+@pytest.mark.promise(
+    "Files outside of the folder are never opened",
+    "What a file says about sizes is checked before memory is taken",
+    "Checkpoints of other programs are pickles",
+    "every instruction that would call or change an object is taken out",
+    "Nothing falls back to that without the flag",
+    "Folders of Hugging Face bring no code",
+    "A folder whose model is a Python file of its own is refused",
+    "Names and links that lead out of the folder are refused",
+)
+def test_hostile_files(tmp_path: Path, figures: Callable[..., None]) -> None:
+    """None of them runs, whatever opens it, and each is refused with its reason."""
+    small = [case for case in hostile.CASES if not case.measured]
+    outcomes = list(open_all(small, tmp_path / "small"))
+    for number, case in enumerate(case for case in hostile.CASES if case.measured):
+        outcomes += open_all([case], tmp_path / str(number))
+    wrong = []
+    for case, path, marker, kind, text, seconds, memory in outcomes:
+        good = kind == "refused" and re.search(case.says, text) and str(path) in text and len(text) <= 1500
+        if not good or marker.exists() or memory > MEMORY or seconds > SECONDS:
+            wrong.append(f"{case.name}: {kind} {seconds:.1f} s, {memory >> 20} MB: {text[:300]}")
+    count, executed = len(hostile.CASES), sum(outcome.marker.exists() for outcome in outcomes)
+    refused, most = sum(outcome.kind == "refused" for outcome in outcomes), max(o.memory for o in outcomes)
+    figures(hostile_refused=f"{refused}/{count}", pickles_run=f"{executed}/{count}", hostile_mb=[most / 1e6])
+    assert not wrong, "\n".join(wrong)
+    assert len({outcome.case.name for outcome in outcomes}) == count == 188 and not executed
+
+
+@pytest.mark.flag("trust_pickle")
+@pytest.mark.fault("F27")
+@pytest.mark.promise(
+    "`--trust-pickle` passes the file to `torch.load` instead", "a network, data set or script of yours"
+)
+def test_their_payloads_work(tmp_path: Path) -> None:
+    """The same files do run where the user trusts them, so none of them is a dud."""
+    outcomes = open_all([case for case in hostile.CASES if case.runs], tmp_path / "trusted", trust=True)
+    duds = [f"{case.name}: {kind} {text}" for case, _, marker, kind, text, *_ in outcomes if not marker.exists()]
+    assert not duds, "\n".join(duds)

@@ -1,0 +1,289 @@
+"""A DeepSpeed JSON file: which keys are taken, and which are refused with which message."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from parsing import refusal as settings_refusal
+
+from documents import CONFIG_003
+from meshwright.__main__ import main
+from meshwright.base.errors import USAGE, UserError
+from meshwright.compat.flags import deepspeed_json
+from meshwright.config import fields, flags
+from meshwright.config.schema import Parallel, TrainConfig
+from meshwright.training.run import run
+
+SMALL = """--num-layers=4 --hidden-size=32 --num-attention-heads=4 --seq-length=16 --lr=1e-2 --train-iters=6
+--mock-data --vocab-size=64""".split()
+BATCHES = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}
+
+
+@pytest.fixture
+def parse(tmp_path, monkeypatch):
+    """parse(file, line) -> Parsed: parse a command line with --deepspeed_config."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(file, line=""):
+        (tmp_path / "ds.json").write_text(file if isinstance(file, str) else json.dumps(file))
+        argv = [*SMALL, "--deepspeed", "--deepspeed_config", "ds.json", *line.split()]
+        return flags.parse_settings(TrainConfig, argv, "meshwright test")
+
+    return call
+
+
+@pytest.fixture
+def refusal(parse):
+    def call(file, line=""):
+        with pytest.raises(UserError) as caught:
+            parse(file, line)
+        assert caught.value.status == USAGE
+        return str(caught.value)
+
+    return call
+
+
+# Keys that are taken
+
+
+@pytest.mark.flag("deepspeed_config")
+@pytest.mark.parametrize(
+    ("file", "name", "want"),
+    [
+        ({"train_batch_size": 8}, "global_batch_size", 8),
+        ({"train_micro_batch_size_per_gpu": 4}, "micro_batch_size", 4),
+        ({"gradient_clipping": 0.5}, "clip_grad", 0.5),
+        ({"zero_optimization": {"stage": 2}}, "zero_stage", 2),
+        ({"zero_optimization": True}, "zero_stage", 1),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True}}}, "cpu_optimizer", True),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, "cpu_optimizer", True),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "remote_device", "cpu"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "none"}}}, "remote_device", "none"),
+        ({"zero_optimization": {"stage": 3, "offload_param": None, "offload_optimizer": {}}}, "remote_device", "none"),
+        ({"fp16": {"enabled": True}}, "fp16", True),
+        ({"fp16": {"enabled": True, "loss_scale": 128}}, "loss_scale", 128.0),
+        ({"fp16": {"enabled": True, "loss_scale": 0}}, "loss_scale", None),
+        ({"fp16": {"enabled": True, "initial_scale_power": 12}}, "initial_loss_scale", 4096.0),
+        ({"fp16": {"enabled": True, "loss_scale_window": 500}}, "loss_scale_window", 500.0),
+        ({"fp16": {"enabled": True, "hysteresis": 3}}, "hysteresis", 3),
+        ({"fp16": {"enabled": True, "min_loss_scale": 2}}, "min_loss_scale", 2.0),
+        ({"fp16": {"enabled": False, "initial_scale_power": 12}}, "initial_loss_scale", 2.0**32),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": False, "loss_scale": 5}}, "bf16", True),
+        ({"bfloat16": {"enabled": True}}, "bf16", True),
+        ({"steps_per_print": 5}, "steps_per_print", 5),
+        ({"steps_per_print": math.inf}, "steps_per_print", 2**31 - 1),
+        ({"activation_checkpointing": {"cpu_checkpointing": True, "profile": True}}, "checkpoint_in_cpu", True),
+        ({"wall_clock_breakdown": True}, "timing_log_level", "1"),
+        ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}, "gradient_clipping": "auto"}, "fp16", False),
+    ],
+)
+def test_taken(parse, file, name, want):
+    got = parse(BATCHES | file, "--world-size 2" if "zero_optimization" in file else "")
+    assert flags.to_dict(got.config)[name] == want
+    default = fields.default_of(fields.config_fields(TrainConfig)[name][1])
+    assert got.sources[name] == ("ds.json" if want != default else "default")
+
+
+def test_config_of_seed_003(parse):
+    got = parse(CONFIG_003.replace("$MICRO", "2").replace("$GLOBAL", "8"), "--world-size 2 --zero-stage 1 --fp16")
+    p = got.config.precision
+    assert (p.fp16, p.loss_scale, p.initial_loss_scale, p.loss_scale_window, p.hysteresis) == (True, None, 4096, 500, 2)
+    assert (got.config.parallel.zero_stage, got.config.global_batch, got.config.micro_batch) == (1, 8, 2)
+    assert got.notices == [
+        "ds.json sets --micro-batch-size 2, --global-batch-size 8, --loss-scale-window 500, --initial-loss-scale 4096, "
+        "--steps-per-print 2000"
+    ]
+
+
+def test_wall_clock_breakdown_agrees_with_any_timing(parse):
+    for value in (True, False):
+        got = parse(BATCHES | {"wall_clock_breakdown": value}, "--timing-log-level 2")
+        assert got.config.logging.timing_log_level == "2"
+
+
+def test_fp16_from_the_file_alone_is_reported(parse):
+    """Seed 003's script omits --fp16 for USE_FP16=false; DeepSpeed would train in fp16 silently."""
+    got = parse(CONFIG_003.replace("$MICRO", "2").replace("$GLOBAL", "8"), "--world-size 2 --zero-stage 1")
+    assert got.config.precision.fp16
+    assert 'ds.json: "fp16.enabled" is true and --fp16 is not given: this run is fp16' in got.notices
+
+
+def test_the_file_alone_gives_the_batch(parse):
+    got = parse({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, "--world-size 4").config
+    assert (got.global_batch, got.micro_batch, got.micro_batches(24)) == (24, 2, 3)
+    got = parse({"train_batch_size": 24, "gradient_accumulation_steps": 3}, "--world-size 4").config
+    assert (got.global_batch, got.micro_batch, got.micro_batches(24)) == (24, 2, 3)
+    got = parse(BATCHES | {"gradient_accumulation_steps": 2}).config
+    assert (got.global_batch, got.micro_batch, got.training.num_accumulation_steps) == (4, 2, None)
+
+
+def test_hugging_face_style(parse):
+    """With "auto" everywhere the flags decide."""
+    names = "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping"
+    file = dict.fromkeys(names.split(), "auto") | {
+        "zero_allow_untested_optimizer": True,
+        "fp16": {"enabled": "auto", "auto_cast": False, "loss_scale": 0, "initial_scale_power": 16},
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "scheduler": {"type": "WarmupLR"},
+        "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": "auto"},
+        "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": False},
+        "flops_profiler": {"enabled": True, "profile_step": 1},
+        "curriculum_learning": {"enabled": False},
+        "amp": {"enabled": False},
+    }
+    got = parse(file, "--bf16 --micro-batch-size 2 --global-batch-size 4 --world-size 2")
+    assert got.config.precision.bf16 and not got.config.precision.fp16 and got.config.parallel.zero_stage == 2
+    idle = [n for n in got.notices if "without effect here" in n]
+    assert len(idle) == 1 and "zero_optimization.overlap_comm" in idle[0] and "activation_checkpointing" in idle[0]
+    assert 'ds.json: the section "optimizer" is not read: --optimizer and its flags count' in got.notices
+    assert 'ds.json: the section "scheduler" is not read: --lr-decay-style and its flags count' in got.notices
+
+
+def test_a_saved_configuration_reads_back(parse, tmp_path):
+    """Then every setting is given, and agrees with the file."""
+    got = parse(CONFIG_003.replace("$MICRO", "2").replace("$GLOBAL", "8"), "--world-size 2")
+    (tmp_path / "c.toml").write_text(flags.to_toml(got.config))
+    again = flags.parse_settings(TrainConfig, ["--config", str(tmp_path / "c.toml")], "meshwright test")
+    assert again.config == got.config
+
+
+def test_print_config_names_the_file(parse, tmp_path, capsys):
+    (tmp_path / "ds.json").write_text(json.dumps(BATCHES | {"fp16": {"enabled": True}}))
+    assert main(["train", *SMALL, "--deepspeed_config", "ds.json", "--print-config"]) == 0
+    assert "fp16 = true  # ds.json" in capsys.readouterr().out
+
+
+def test_a_dry_run_reads_the_file_too(parse, tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps(BATCHES))
+    argv = [*SMALL, "--deepspeed_config", "ds.json", "--dry-run"]
+    assert flags.parse_settings(TrainConfig, argv, "meshwright test", check=False).config.micro_batch == 2
+
+
+def test_without_a_file_nothing_changes():
+    config = TrainConfig(parallel=Parallel(zero_stage=1))
+    assert deepspeed_json.merge_deepspeed(config, ()) == (config, [], [])
+
+
+def test_the_loss_scale_of_the_file_counts(parse):
+    """BigScience's run.sh gives `--loss-scale 12`, which DeepSpeed does not read."""
+    got = parse(json.dumps(BATCHES | {"fp16": {"enabled": True, "loss_scale": 0}}), "--fp16 --loss-scale 12")
+    assert got.config.precision.loss_scale is None
+    assert 'ds.json: "fp16.loss_scale" is dynamic, which counts instead of --loss-scale 12' in got.notices
+
+
+# Contradictions between a key and a flag, with both values
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "words"),
+    [
+        ({}, "--global-batch-size 8", '"train_batch_size" is 4, but --global-batch-size is 8; change one'),
+        ({}, "--micro-batch-size 1", '"train_micro_batch_size_per_gpu" is 2, but --micro-batch-size is 1'),
+        ({"gradient_clipping": 0.5}, "--clip-grad 1", '"gradient_clipping" is 0.5, but --clip-grad is 1; change one'),
+        ({"zero_optimization": {"stage": 2}}, "--zero-stage 1", 'zation.stage" is 2, but --zero-stage is 1'),
+        ({"zero_optimization": {"stage": 0}}, "--use-distributed-optimizer", "but --use-distributed-optimizer is ZeRO"),
+        ({"fp16": {"enabled": False}}, "--fp16", '"fp16.enabled" is false, but --fp16 is true; change one'),
+        ({"fp16": {"enabled": True}}, "--no-fp16", '"fp16.enabled" is true, but --fp16 is false; change one'),
+        ({"fp16": {"enabled": True}}, "--bf16", '"fp16.enabled" is true, but --bf16 is given; change one'),
+        ({"bf16": {"enabled": True}}, "--fp16", '"bf16.enabled" is true, but --fp16 is given; change one'),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "", '"fp16.enabled" and "bf16.enabled" are both true'),
+        (
+            {"bf16": {"enabled": True}, "bfloat16": {"enabled": False}},
+            "",
+            '"bfloat16.enabled" is false, but another key',
+        ),
+        ({"fp16": {"initial_scale_power": 12}}, "--fp16 --initial-loss-scale 65536", '_power" is 4096, but --initial'),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "--remote-device none", "is cpu, but --remote"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "none"}}}, "--cpu-optimizer", "is false, but --cpu-"),
+        (
+            {"gradient_accumulation_steps": 1},
+            "",
+            "but a batch of 4 makes 2 steps of 2 x 1 data-parallel ranks; change one",
+        ),
+        ({"gradient_accumulation_steps": 1}, "--num-accumulation-steps 2", "but --num-accumulation-steps is 2"),
+    ],
+)
+def test_contradictions(refusal, file, line, words):
+    message = refusal(BATCHES | file, line)
+    assert words in message and message.startswith("--deepspeed_config ds.json: ") and "\n" not in message
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ({"zero_optimisation": {"stage": 1}}, 'unknown key "zero_optimisation"; did you mean zero_optimization?'),
+        ({"zero_optimization": {"stages": 1}}, '_optimization.stages"; did you mean zero_optimization.stage?'),
+        ({"fp16": {"enable": True}}, 'unknown key "fp16.enable"; did you mean fp16.enabled?'),
+        ({"xyzzy": 1}, 'unknown key "xyzzy"'),
+        ({"fp16": True}, '"fp16" is true, not a section'),
+        ({"fp16": {"enabled": "yes"}}, '"fp16.enabled" is "yes", not true or false'),
+        ({"train_batch_size": "many"}, '"train_batch_size" is "many", not a whole number'),
+        ({"train_batch_size": 1.5}, '"train_batch_size" is 1.5, not a whole number'),
+        ({"train_batch_size": True}, '"train_batch_size" is true, not a whole number'),
+        ({"zero_optimization": {"stage": 4}}, '"zero_optimization.stage" is 4, not 0, 1, 2 or 3'),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "offloading to NVMe is not supported"),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, "weights are sent unquantized"),
+        ({"zero_optimization": {"mics_shard_size": 4}}, "--num-distributed-optimizer-instances"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 5000}}, "not a power of two from -100 to 100"),
+        ({"amp": {"enabled": True}}, '"amp" is not supported: apex is not used'),
+        ({"sparse_attention": {"mode": "fixed"}}, '"sparse_attention" is not supported: attention is dense here'),
+        ([1], "not a table of settings"),
+        ("{", "line 1, column 2: Expecting property name"),
+        (
+            '{\n  "a": 1,\n  // ours\n  "b": 2\n}',
+            "line 3, column 3: Expecting property name enclosed in double quotes; JSON",
+        ),
+        ('{"a": 1, "a": 2}', '"a" is given twice'),
+        ('{"gradient_clipping": NaN}', '"gradient_clipping" is NaN, not a number'),
+        ('{"a": ' + "[" * 100000, "nested too deeply"),
+        ("", "line 1, column 1: Expecting value"),
+    ],
+)
+@pytest.mark.fault("F29")
+@pytest.mark.promise("Unknown names and wrong types are refused")
+def test_refusals(refusal, file, words):
+    assert words in refusal(BATCHES | file if isinstance(file, dict) else file, "--world-size 2 --micro-batch-size 2")
+
+
+def test_all_at_once(refusal):
+    message = refusal(BATCHES | {"xyzzy": 1, "amp": {"opt_level": "O1"}, "fp16": {"enabled": 1}}, "--bogus")
+    assert message.count("--deepspeed_config ds.json: ") == 3 and "unknown flag --bogus" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("none.json", "No such file"), (".", "directory"), ("odd", "not UTF-8 text")]
+)
+@pytest.mark.fault("F29")
+@pytest.mark.promise("TOML, JSON and YAML's safe loader make no objects")
+def test_unreadable(tmp_path, monkeypatch, name, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "odd").write_bytes(b'{"\xff": 1}')
+    message = settings_refusal(*SMALL, "--micro-batch-size=1", "--deepspeed_config", name, check=True)
+    assert message.startswith(f"--deepspeed_config {name}: ") and words in message and "\n" not in message
+
+
+def test_every_key_is_of_one_kind_and_every_setting_is_real():
+    tables = [deepspeed_json.MAPPED, deepspeed_json.IDLE, deepspeed_json.REFUSED, deepspeed_json.OURS]
+    assert sum(map(len, tables)) == len(set().union(*tables))
+    assert {name for name, _ in deepspeed_json.MAPPED.values()} <= fields.config_fields(TrainConfig).keys()
+
+
+def test_from_python_the_file_counts_too(tmp_path, capsys):
+    """run(config) reads it; settings not at their default must agree with it."""
+    (tmp_path / "ds.json").write_text(json.dumps({"gradient_clipping": 0.5, "train_batch_size": 4}))
+    argv = [*SMALL, "--micro-batch-size=2", "--eval-iters=0", "--device=cpu", "--run-dir", str(tmp_path / "run")]
+    config = flags.parse_settings(TrainConfig, argv, "meshwright test").config
+    parallel = replace(config.parallel, deepspeed_config=str(tmp_path / "ds.json"))
+    assert run(replace(config, parallel=parallel)) == 0
+    out, err = capsys.readouterr()
+    assert "ds.json sets --clip-grad 0.5, --global-batch-size 4" in err and "global batch size:     4 " in out
+    clipped = replace(config, parallel=parallel, optimizer=replace(config.optimizer, clip_grad=0.25))
+    with pytest.raises(UserError, match="but --clip-grad is 0.25"):
+        run(clipped)
+    line = [*argv[:-1], str(tmp_path / "other"), "--deepspeed_config", str(tmp_path / "ds.json")]
+    assert main(["train", *line]) == 0 and capsys.readouterr().err.count("ds.json sets") == 1

@@ -1,0 +1,163 @@
+"""Every flag of Megatron-LM and Megatron-Core has an answer, and suggestions do not mislead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from parsing import parse, refusal
+
+from meshwright.base.errors import UserError
+from meshwright.checkpoint.saved_model import model_settings
+from meshwright.compat.flags.megatron_flags import EQUAL, NO_EFFECT, OTHER_MODELS, REFUSED, RETIRED, known_elsewhere
+from meshwright.config import fields, flags
+from meshwright.config.schema import TrainConfig
+
+# Names and numbers of values (*: any), from Megatron-LM's megatron/training/arguments.py of early
+# 2026 and the dataclasses from which Megatron-Core 0.16 makes the rest.
+MEGATRON = dict(line.split() for line in Path(__file__).with_name("megatron_core_flags.txt").read_text().splitlines())
+
+
+def test_the_list_is_whole():
+    assert len(MEGATRON) > 700 and {"--log-progress", "--no-rope-fusion", "--moe-router-topk"} <= MEGATRON.keys()
+
+
+def test_every_flag_of_megatron_has_an_answer():
+    ours = flags._parser(TrainConfig)._option_string_actions
+    unknown = [name for name in MEGATRON if name not in ours and known_elsewhere(name) is None]
+    assert unknown == []
+    assert not [name for name in MEGATRON if name in NO_EFFECT and (name in REFUSED or name in RETIRED)]
+
+
+def test_flags_of_megatrons_server_name_ours():
+    assert "`meshwright serve`" in str(known_elsewhere("--inference-max-requests"))
+
+
+def test_idle_flags_take_megatrons_values():
+    counts = {name: str(NO_EFFECT[name][0]) for name in NO_EFFECT.keys() & MEGATRON.keys()}
+    assert len(counts) > 150 and counts == {name: MEGATRON[name] for name in counts}
+
+
+def test_idle_flags_leave_the_next_flag_alone():
+    words = [
+        [name, *["1"] * (2 if NO_EFFECT[name][0] == "*" else int(NO_EFFECT[name][0])), "--seed", "7"]
+        for name in NO_EFFECT.keys() & MEGATRON.keys() - {"--make-vocab-size-divisible-by", "--padded-vocab-size"}
+    ]
+    for argv in words:
+        parsed = parse(*argv)
+        assert parsed.config.training.seed == 7, argv
+        assert [n for n in parsed.notices if n.startswith(argv[0])] == [
+            f"{argv[0]} is accepted and has no effect: {NO_EFFECT[argv[0]][1]}"
+        ]
+
+
+def test_a_switch_that_is_one_of_our_settings(tmp_path):
+    for name, (field, value) in EQUAL.items():
+        group = fields.config_fields(TrainConfig)[field][0]
+        parsed = parse("--loss-mean", "microbatch", "--bf16", name)
+        assert getattr(getattr(parsed.config, group), field) == value and parsed.notices == []
+        (tmp_path / "c.yaml").write_text(f"loss_mean: microbatch\nbf16: true\n{name[2:].replace('-', '_')}: true\n")
+        assert getattr(getattr(parse("--config", str(tmp_path / "c.yaml")).config, group), field) == value
+
+
+def test_other_spellings():
+    got = parse("--padded-vocab-size", "640", "--persistent-save-interval", "5", "--most-recent-k", "2").config
+    assert (got.model.pad_vocab_size_to, got.checkpoint.save_interval, got.checkpoint.keep_last) == (640, 5, 2)
+    assert parse("--override-opt-param-scheduler").config.optimizer.override_opt_param_scheduler
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--use-megatron-fsdp"], "--use-megatron-fsdp is refused: it is --zero-stage 3 here"),
+        (["--moe-router-topk", "2"], "mixtures of experts are not yet supported"),
+        (["--decoder-first-pipeline-num-layers", "2"], "--pipeline-layout"),
+        (["--decoder-num-layers", "2"], "for encoder-decoder models"),
+        (["--ckpt-step", "2"], "name the step in --load"),
+        (["--wandb-entity", "x"], "set WANDB_ENTITY"),
+        (["--grpo-iterations", "2"], "no reinforcement learning"),
+        (["--no-fp8-wgrad"], "all three products of a layer are 8-bit, with scales updated every step"),
+        (["--fp8-param-gather"], "weights are kept in float32 and cast once a step"),
+        (["--fp8-quantizer-factory", "x"], "this kind of 8-bit or 4-bit training is not supported; see --fp8-format"),
+        (["--cpu-offloading"], "give --recompute-granularity full, with --checkpoint-in-cpu"),
+        (["--model_size=345M"], "--model_size is refused: give --preset; `meshwright presets` lists the sizes"),
+    ],
+)
+def test_refusals_say_what_to_do(argv, words):
+    assert words in refusal(*argv)
+
+
+def test_reasons_are_plain():
+    reasons = [reason for _, reason in NO_EFFECT.values()] + list(REFUSED.values())
+    assert not [r for r in reasons if r.endswith(".") or r != r.strip() or "\n" in r]
+    assert all(words == words.lower() for words in OTHER_MODELS.values())
+
+
+GOOD = """learning_rates=--learning-rate num-layer=--num-layers hidden-sizes=--hidden-size train-iter=--train-iters
+micro-batchsize=--micro-batch-size seq-lenght=--seq-length global-bach-size=--global-batch-size
+save-intervall=--save-interval weight-decy=--weight-decay no-progres=--no-progress
+disable-bias-linears=--disable-bias-linear train-iterations=--train-iters vocabfile=--vocab-file
+tensor-model-parallel-sizes=--tensor-model-parallel-size lr-warmup-iter=--lr-warmup-iters"""
+
+
+@pytest.mark.parametrize("pair", GOOD.split())
+def test_a_typo_gets_a_suggestion(pair):
+    typed, meant = pair.split("=")
+    assert f"unknown flag --{typed}; did you mean {meant}?" in refusal("--" + typed)
+
+
+@pytest.mark.parametrize(
+    "name",
+    """log-progres no-log-interval no-save min-learning-rate eval-batch-size xyzzy beta attention-heads save-best-only
+    no-train-iters dropout model-name gradient-checkpointing disable-progress""".split(),
+)
+def test_no_suggestion_is_the_opposite_or_another_thing(name):
+    said = refusal("--" + name)
+    assert f"unknown flag --{name}" in said
+    for wrong in ("--no-progress", "--log-interval?", "--save?", "--learning-rate", "--global-batch-size", "--train"):
+        assert f"did you mean {wrong}" not in said, said
+
+
+@pytest.mark.parametrize("flag", ["--src", "--py", "--image", "--wheel", "--cmd", "--extra-mount"])
+def test_flags_of_a_container_launcher(flag):
+    assert f"{flag} is refused: it belongs to tools/launch_container.py" in refusal(flag, "3.7")
+
+
+def test_older_switches_are_settings_with_a_value(tmp_path: Path) -> None:
+    """On the command line, in a file or an older checkpoint, and turned off again."""
+
+    def resolve(*words: str) -> TrainConfig:
+        return flags.parse_settings(TrainConfig, list(words), "meshwright train", check=False).config
+
+    got = resolve(
+        "--checkpoint-activations", "--use-rotary-position-embeddings", "--no-bias-gelu-fusion", "--openai-gelu"
+    )
+    assert (got.training.recompute_granularity, got.model.position, got.model.activation) == (
+        "full",
+        "rope",
+        "gelu-tanh",
+    )
+    assert resolve("--openai-gelu", "--no-bias-gelu-fusion").model.activation == "gelu-tanh"
+    # As 0.11 wrote every setting into config.toml.
+    (tmp_path / "c.toml").write_text(
+        "[training]\nrecompute_activations = true\ncheckpoint_activations = false\n[parallel]\nzero_stage = 0\n"
+        "use_distributed_optimizer = true\npartition_activations = false\ndeepspeed = false\n"
+    )
+    file = f"--config={tmp_path}/c.toml"
+    parsed = flags.parse_settings(TrainConfig, [file, "--world-size=2"], "meshwright train", check=False)
+    assert (parsed.config.training.recompute_granularity, parsed.config.parallel.zero_stage) == ("selective", 1)
+    assert not parsed.notices and parsed.sources["zero_stage"].endswith("c.toml (--use-distributed-optimizer)")
+    assert resolve(file, "--zero-stage=3").parallel.zero_stage == 3
+    assert resolve(file, "--checkpoint-activations").training.recompute_granularity == "full"
+    assert resolve(file, "--no-recompute-activations").training.recompute_granularity is None
+    assert resolve(file, "--no-checkpoint-activations").training.recompute_granularity == "selective"
+    every = "checkpoint_activations = {}\nrecompute_activations = {}\ndeepspeed_activation_checkpointing = {}\n"
+    for values, want in (("true false false", "full"), ("false false true", "full"), ("false true false", "selective")):
+        (tmp_path / "d.toml").write_text(every.format(*values.split()))
+        assert resolve(f"--config={tmp_path}/d.toml").training.recompute_granularity == want
+    with pytest.raises(UserError, match="contradicts full recomputation"):
+        resolve("--recompute-granularity=selective", "--checkpoint-activations")
+    saved = {"position_embedding_type": "learned_absolute", "use_rotary_position_embeddings": True, "zero_stage": 2}
+    found = flags.from_saved(TrainConfig, saved | {"use_distributed_optimizer": True, "openai_gelu": False}, "a step")
+    assert found == {"position_embedding_type": "rope", "zero_stage": 2}
+    assert model_settings(saved, "a step").position == "rope"

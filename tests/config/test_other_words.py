@@ -1,0 +1,277 @@
+"""Words of other trainers are answered with ours."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+import pytest
+from parsing import parse, refusal
+
+import meshwright
+from helpers import TINY_FLAGS
+from meshwright.__main__ import COMMANDS, _as_typed, main
+from meshwright.apps.bench.command import BenchConfig
+from meshwright.apps.evaluate.command import EvaluateConfig
+from meshwright.base import hints
+from meshwright.base.errors import UserError
+from meshwright.base.files import read_table
+from meshwright.cli.convert import ConvertConfig
+from meshwright.cli.data import DedupConfig
+from meshwright.cli.train_tokenizer import TrainTokenizerConfig
+from meshwright.config import flags
+from meshwright.config.presets import PRESETS
+from meshwright.config.schema import GenerateConfig, TrainConfig
+from meshwright.config.text_inputs import PreprocessConfig
+from meshwright.generation.engine import TextOptions
+from meshwright.runtime.launch.launcher import LaunchConfig
+
+WORDS = read_table("compat/flags/other_words.toml")
+COMING_FROM = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text()
+
+
+def documented() -> dict[str, str]:
+    """Return the flags in the left columns of coming-from.md -> their answers."""
+    out = {}
+    for row in re.findall(r"^\| (`.*?) \| (.*) \|$", COMING_FROM, re.M):
+        for name in re.findall(r"(?<=[` ])--[a-z][\w.-]+|(?<=`)(?:[a-z]+(?:_[a-z]+)+|optim|fsdp)(?=`)", row[0]):
+            out["--" + name.lstrip("-").replace("_", "-")] = row[1]
+    return out
+
+
+def test_the_documented_flags_of_other_programs_are_answered_as_documented():
+    documents, ours = documented(), flags._parser(TrainConfig)._option_string_actions
+    assert len(documents) > 60
+    for name, answer in documents.items():
+        wanted = re.findall(r"--[a-z][a-z_-]+", answer)
+        if name in ours or not wanted or set(wanted) <= {"--nproc-per-node"}:
+            continue
+        said = " ".join(flags._unknown(name, flags._parser(cls)) for cls in (TrainConfig, GenerateConfig))
+        assert any(re.search(rf"{flag}(?![a-z-])", said) for flag in wanted), (name, said, answer)
+
+
+@pytest.mark.parametrize(
+    ("word", "ours"),
+    [
+        ("--epochs 2", "--train-epochs"),
+        ("--max-steps 3", "--train-iters"),
+        ("--resume", "--load, with the folder of --save"),
+        ("--output_dir=a", "--save"),
+        ("--lr-scheduler cosine", "--lr-decay-style"),
+        ("--context-length 3", "--seq-length"),
+        ("--n-embd 3", "--hidden-size"),
+        ("--block_size 3", "--seq-length"),
+    ],
+)
+def test_common_flags(word, ours, tmp_path):
+    first, *rest = word.split()
+    assert f"unknown flag {first.partition('=')[0]}; here it is {ours}" in refusal(first, *rest)
+    (tmp_path / "c.toml").write_text(f"{first.strip('-').partition('=')[0]} = 3\n")
+    assert f"here it is {ours}" in refusal("--config", str(tmp_path / "c.toml"))
+
+
+def test_an_answer_is_a_flag_of_the_command():
+    assert "here it is --temperature" in refusal("--temp", "1", cls=GenerateConfig)
+    assert "here it is --input" in refusal("--train-file", "a", cls=PreprocessConfig)
+    assert "here it is --output-prefix" in refusal("--output", "novel", cls=PreprocessConfig)
+    for word in ("--column", "--text_column", "--text-field"):
+        assert f"unknown flag {word}; here it is --json-keys" in refusal(word, "review", cls=PreprocessConfig)
+    assert hints.our_word("flags", "epochs", {"--temperature"}) == ""
+
+
+@pytest.mark.parametrize(
+    ("cls", "typed", "answer"),
+    [
+        (EvaluateConfig, "a --tasks piqa", "unknown flag --tasks; here it is --harness, for tasks of lm-evaluation-h"),
+        (EvaluateConfig, "a --output x", "unknown flag --output; here it is --results-path"),
+        (GenerateConfig, "--prompts-file x", "unknown flag --prompts-file; here it is --prompts"),
+        (GenerateConfig, "--output-dir x", "unknown flag --output-dir; here it is --output"),
+        (LaunchConfig, "--output x train", "unknown flag --output; here it is --write-to"),
+        (TrainConfig, "--output x", "unknown flag --output; here it is --save"),
+        (BenchConfig, "--output x", "unknown flag --output; here it is --out"),
+        (TrainConfig, "config/x.py", "unexpected argument 'config/x.py'; give it to --config"),
+        (DedupConfig, "--output x", "unknown flag --output; here it is --output-file"),
+    ],
+)
+def test_the_answer_is_a_flag_that_the_command_uses(cls, typed, answer):
+    assert answer in refusal(*typed.split(), cls=cls)
+
+
+def test_a_word_without_a_flag_is_answered(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("c.toml").write_text("lr = 0.1\nseq_length = 16\n")
+    said = refusal("c.toml", check=True)
+    assert (
+        "'c.toml'; give it to --config" in said and "--lr" not in said and said.endswith(" --data-path are needed too")
+    )
+    for name in ("held-out.txt", "more.jsonl"):
+        Path(name).write_text("a")
+    assert "'held-out.txt'; give the file to --prompts" in refusal("held-out.txt", cls=GenerateConfig)
+    one, two = "held-out.txt is a file of text", "held-out.txt more.jsonl are files of text"
+    for typed, line in (("run held-out.txt", f"{one}, not a checkpoint; give it"), ("held-out.txt more.jsonl", two)):
+        assert main(["evaluate", *typed.split()]) == 2
+        err = capsys.readouterr().err
+        assert line in err and " to --input" in err and "needed" not in err
+    Path("run.txt").mkdir()
+    assert main(["evaluate", "run.txt"]) == 2 and "--input is needed" in capsys.readouterr().err
+
+
+def test_kubernetes_has_a_short_name():
+    assert parse("--write", "k8s", "train", cls=LaunchConfig).config.write == "kubernetes"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("train windows", "  --window-size TEXT"),
+        ("train windws", "no group or flag of `meshwright train` is named 'windws'; did you mean --window-size?"),
+    ],
+)
+def test_help_of_a_word_says_what_works(words, line, capsys):
+    with contextlib.suppress(SystemExit):
+        main(["help", *words.split()])
+    printed = "".join(capsys.readouterr())
+    assert line in printed and "--help windo" not in printed
+
+
+@pytest.mark.parametrize(
+    ("word", "ours"), [("export", "convert --to"), ("eval", "evaluate"), ("finetune", "train --lo")]
+)
+def test_commands(word, ours, capsys):
+    assert main([word]) == 2 and f"; here it is `meshwright {ours}" in capsys.readouterr().err
+
+
+def test_errors_name_the_typed_spelling(capsys):
+    rest = [flag for flag in TINY_FLAGS if not flag.startswith("--lr")]
+    words = ["train", *rest, "--learning-rate=0", "--min_lr", "-1", "--eval-only", "--eval-iters=0", "--n_embd=3"]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    for line in ("--learning-rate 0.0 must", "--min_lr -1.0 must", "  --eval-only with --eval-iters 0", "--n_embd;"):
+        assert line in said
+
+
+def test_a_missing_value_too(capsys):
+    assert main(["train", "--learning-rate"]) == 2
+    assert "argument --learning-rate: expected one argument" in capsys.readouterr().err
+
+
+def test_a_missing_value_hides_no_other_mistake():
+    said = refusal("--compile", "--learning_rat", "3", "--n_embd=3", "--window-size", "-1,0", "--lr", check=True)
+    for line in (
+        "argument --compile: expected one argument\n",
+        "unknown flag --learning_rat; ",
+        "--n_embd; here it is --hidden-size",
+        "argument --window-size: expected one argument; a value that begins with - is written --window-size=-1,0",
+        "--num-layers, --num-attention-heads, --seq-length, --micro-batch-size, --train-iters and --data-path are ",
+    ):
+        assert line in said
+    assert said.count("--lr") == 1
+    said = refusal("--output", "a", "--vocab-size", cls=TrainTokenizerConfig)
+    assert said == "argument --vocab-size: expected one argument"
+
+
+@pytest.mark.parametrize("typed", ["--epochs 3", "--lr fast", "--lora"])
+def test_a_mistake_is_not_lost_above_the_flags_that_are_missing(typed):
+    mistake, missing = refusal(*typed.split(), check=True).strip().splitlines()
+    assert typed.split()[0] in mistake
+    needed = {"--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--micro-batch-size"}
+    assert needed < set(re.findall(r"--[\w-]+", missing)) and missing.endswith(" --data-path are needed too")
+
+
+@pytest.mark.parametrize("flag", ["--lora", "--lora_rank=8", "--lora-alpha 16", "--qlora", "--use-peft", "--peft"])
+def test_adapters_are_refused_with_what_there_is(flag):
+    for cls in (TrainConfig, GenerateConfig):
+        said = refusal(*flag.split(), cls=cls)
+        assert "is refused: --load DIR with --finetune trains all weights; for adapters, export the model" in said
+
+
+def test_gguf_is_made_of_an_export():
+    way = "native, torch(,| or) huggingface; llama.cpp's convert_hf_to_gguf.py makes it of a huggingface folder"
+    assert re.search(way, refusal("run", "out", "--to", "gguf", cls=ConvertConfig))
+    with pytest.raises(UserError, match=way):
+        meshwright.convert("run", "out", to="gguf")
+    assert "export the model with `meshwright convert" in refusal("--quantize", "q4", cls=ConvertConfig)
+
+
+def test_presets():
+    assert "no preset 'gpt2'; here it is gpt2-117m" in refusal("--preset", "gpt2")
+
+
+def used_flags(cls: type) -> set[str]:
+    parser = flags._parser(cls)
+    actions = parser._option_string_actions.items()
+    return {name for name, action in actions if parser.used is None or action.dest in parser.used}
+
+
+def test_every_answer_exists():
+    configs = [TrainConfig, GenerateConfig, PreprocessConfig, EvaluateConfig, LaunchConfig, BenchConfig, DedupConfig]
+    commands = [used_flags(cls) for cls in configs]
+    known = {name for own in commands for name in own} | {"--system"}
+    options = {"prompt", *TextOptions.__annotations__}
+    for kind, names in (("flags", known), ("commands", COMMANDS), ("presets", PRESETS), ("generate", options)):
+        for answer, words in WORDS[kind].items():
+            first = words.split()[0]
+            assert hints.our_word(kind, first, names), (answer, first)
+            for own in commands if kind == "flags" else ():  # of another command the word may be a flag
+                assert not any(f"--{word}" in own for word in words.split() if set(answer.split()) & set(own)), answer
+            assert not any(word in names for word in words.split()), answer
+
+
+def test_a_length_in_epochs_is_refused_in_its_words() -> None:
+    """A run makes samples of it, which nobody typed."""
+    refusal = "--train-samples (2 samples) counts from the beginning; raise --train-samples"
+    words = "(2 samples) counts from the beginning; raise"
+    for typed, name in {"--train-epochs 1": "--train-epochs", "--num_train_epochs=1": "--num_train_epochs"}.items():
+        assert _as_typed(refusal, ["train", *typed.split()], {}) == f"{name} {words} {name}"
+    for typed in ("--train-samples 2", "--train_samples 2 --train-epochs 1"):
+        assert "epochs" not in _as_typed(refusal, ["train", *typed.split()], {})
+
+
+@pytest.mark.parametrize("of", ["command line", "file", "Python"])
+def test_a_setting_under_another_name_counts_as_given(of, tmp_path):
+    """Only its name is reported, not also that it is missing."""
+    words = {"epochs": 2, "n_layer": 2, "n_embd": 64, "n_head": 2, "block_size": 16, "batch_size": 8}
+    others = ["--lr", "1e-3", "--mock-data", "--vocab-size", "64"]
+    if of == "command line":
+        said = refusal(*others, *(f"--{name}={value}" for name, value in words.items()), check=True)
+    elif of == "file":
+        (tmp_path / "c.toml").write_text("".join(f"{name} = {value}\n" for name, value in words.items()))
+        said = refusal(*others, "--config", str(tmp_path / "c.toml"), check=True)
+    else:
+        with pytest.raises(UserError) as caught:
+            flags.parse_settings(TrainConfig, others, "x", values=words)
+        said = str(caught.value)
+    assert said.count("here it is") == len(words) == len(said.splitlines()) - 1 and "needed" not in said
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("--batch_size 8", "here it is --micro-batch-size (of one device) or --global-batch-size"),
+        ("--overwrite_output_dir", "here it is --save-overwrite"),
+        ("--do_train", "here it is `meshwright train`"),
+        ("--always_save_checkpoint", "here it is --save-interval"),
+        ("--learning_rate 1e-3 --lr 2e-3", "--learning-rate and --lr are names of one setting, with different values"),
+        ("--train-iters 2 --train-epochs 2", "--train-iters and --train-epochs both set the length"),
+        ("--device gpu", "is not auto, cpu, cuda, npu"),
+        ("some text", "unexpected argument 'some'"),
+    ],
+)
+def test_what_newcomers_type_is_answered(typed, answer):
+    assert answer in refusal(*typed.split(), check=True)
+
+
+def test_a_command_that_reads_a_model_answers_too():
+    assert "here it is --temperature; above 0" in refusal("--do_sample", cls=GenerateConfig)
+    assert "unexpected argument 'The thesis'; give the text to --prompt" in refusal("The thesis", cls=GenerateConfig)
+
+
+def test_a_choice_of_on_and_off_takes_true_and_false():
+    assert [parse(f"--compile={word}").config.training.compile for word in ("True", "false")] == ["on", "off"]
+    assert parse("--learning_rate=1e-3", "--lr", "1e-3", "--lr=2e-3", "--lr=1e-3").config.optimizer.lr == 1e-3
+
+
+def test_the_longest_warm_up_that_fits_is_named():
+    said = refusal(*TINY_FLAGS, "--train-iters=5", "--lr-warmup-iters=10", check=True)
+    assert said.endswith("the decay's 5 iterations; shorten it to 4 or less")
