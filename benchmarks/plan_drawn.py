@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common import describe_machine, new_parser
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "plan"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "apps" / "plan"))
 from accounting import PADDED, config_of
 from drawn import draw
 from shards import account_any

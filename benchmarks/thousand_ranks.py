@@ -26,7 +26,7 @@ from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "tests" / "launch")]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "tests" / "runtime" / "launch")]
 
 # torch's store looks up the name of each address; where nobody answers, that takes 10 s a process.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

@@ -196,7 +196,7 @@ def test_training_opens_no_connection(trained: tuple[Path, list[object]]) -> Non
 @pytest.mark.promise("It speaks plain HTTP", "No text is written to a log")
 def test_the_server_speaks_plain_http_and_logs_no_text(capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("uvicorn")
-    from serving.sites import site
+    from serve.sites import site
 
     with site() as running:
         assert running.complete(prompt="confidential", max_tokens=12)["choices"][0]["text"] == "confidential"

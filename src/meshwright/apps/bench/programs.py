@@ -1,8 +1,8 @@
 """Training steps of other programs on our models: transformers, and megatron-core.
 
-python -m meshwright.apps.bench.programs REQUEST FILE writes a line of JSON for each micro-batch that
-it tries, then one for more steps of the fastest. A step is forward, backward, clipping and fused AdamW
-on random tokens that are already on the device; its loss is read, as a log would.
+python -m meshwright.apps.bench.programs REQUEST FILE writes a line of JSON for each micro-batch
+that it tries, then one for more steps of the fastest. A step is forward, backward, clipping and
+fused AdamW on random tokens that are already on the device; its loss is read, as a log would.
 
 transformers trains float32 weights under bfloat16 autocast with SDPA, as its Trainer does.
 megatron-core is its GPTModel of local layers with bfloat16 weights, float32 gradients and its
