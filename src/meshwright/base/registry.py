@@ -1,8 +1,8 @@
 """Find what packages register: commands, checkpoint formats, dialects of flags, parts of a run.
 
-Each is an entry point in a group such as `meshwright.commands`, so that someone else's package
-adds one without a change here. Ours are in pyproject.toml, which a clone reads itself: it may run without
-an install, or beside the metadata of an older one. The core works without what apps/ and compat/
+Each is an entry point in a group such as `meshwright.commands`, so that another package adds one
+without a change here. Ours are in pyproject.toml, which a clone reads itself: it may run without an
+install, or beside the metadata of an older one. The core works without what apps/ and compat/
 register.
 """
 
