@@ -1,4 +1,4 @@
-"""Without apps/ and compat/, the core makes a model of text, goes on with it, uses and exports it."""
+"""Without apps/ and compat/, the core makes a model of text, resumes, uses and exports it."""
 
 from __future__ import annotations
 

@@ -12,8 +12,10 @@ import functools
 import importlib.util
 import pkgutil
 import tomllib
+from pathlib import Path
 from typing import Any
 
+from meshwright.base.errors import UNAVAILABLE, UserError
 from meshwright.base.version import project_text
 
 
@@ -58,6 +60,11 @@ def _ours() -> dict[str, dict[str, str]]:
     import importlib.metadata
 
     found: dict[str, dict[str, str]] = {}
-    for point in importlib.metadata.distribution("meshwright").entry_points:
+    try:
+        distribution = importlib.metadata.distribution("meshwright")
+    except importlib.metadata.PackageNotFoundError:
+        what = f"{Path(__file__).parents[1]} is neither installed nor in a clone with its pyproject.toml"
+        raise UserError(f"{what}; run `pip install meshwright`", UNAVAILABLE) from None
+    for point in distribution.entry_points:
         found.setdefault(point.group.removeprefix("meshwright."), {})[point.name] = point.value
     return found

@@ -33,7 +33,7 @@ from meshwright.runtime.ranks.world import find_world
 from meshwright.training.log.lines import FORMS, MEGATRON, Check, Interval, RunSizes, in_deepspeeds_form
 from meshwright.training.log.screen import LineScreen
 from meshwright.training.log.timers import Timers
-from meshwright.training.log.trackers import open_trackers, tags, validation_tags
+from meshwright.training.log.trackers import RunToDraw, open_trackers, tags, validation_tags
 from meshwright.training.state.folder import LivePage
 
 # Dense half-precision peaks in FLOP/s by a part of the device's name, from the vendors' datasheets.
@@ -83,7 +83,7 @@ class Metrics:
         self.trackers, self.bar = [], None
         if team.is_lead:
             settings = shown_in(flags.to_dict(config))
-            self.trackers = open_trackers(self.g, folder, settings, name, run.iteration + 1, run.consumed)
+            self.trackers = open_trackers(RunToDraw(self.g, folder, settings, name, run.iteration + 1, run.consumed))
             self.bar = _start_bar(run.steps) if self.g.progress and sys.stderr.isatty() and not is_quiet() else None
         self.since_line: list[dict[str, Any]] = []  # numbers of the steps since the last line
         self.seconds = 0.0  # that they took
