@@ -14,14 +14,16 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from meshwright.apps.plan import graph_rule, timeline, traffic
+from meshwright.apps.plan import timeline, traffic
 from meshwright.apps.plan.devices import DeviceProfile, Links, LinkSpeed
-from meshwright.apps.plan.parameters import parameters_of_ranks
 from meshwright.config.schema import Model, Optimizer, TrainConfig
 from meshwright.model import counts
 from meshwright.model.kind import BlockKind, block_kind
 from meshwright.optim.rule_table import form_of, state_bytes
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, stages_of
+from meshwright.training import graph_rule
+from meshwright.training.parameters import parameters_of_ranks
+from meshwright.training.sizes import rows
 
 BLOCK = 128  # rows of a block of the attention kernel, which computes blocks on the diagonal in full
 BLOCK_STARTS = 3  # blocks of keys that the begin and the end of a block of rows cost
@@ -114,7 +116,7 @@ class StepTerms:
             p.pipeline_model_parallel_size,
         )
         self.seq, self.hidden = config.data.seq_length or 0, m.hidden_size or 0
-        self.rows = traffic.rows(config)
+        self.rows = rows(config)
         self.rows_of_stream = self.rows // self.tp if p.sequence_parallel else self.rows
         self.low, self.full = traffic.number_bytes(config)
         self.count = max(1, config.micro_batches(config.global_batch))
