@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterator
-from importlib.metadata import EntryPoint
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 
@@ -13,8 +11,7 @@ from helpers import error_of
 from meshwright.base import registry, version
 from meshwright.base.errors import UNAVAILABLE
 
-
-CACHED = (registry.entries, registry._ours)
+CACHED = (registry._ours, registry._others)
 
 
 @pytest.fixture(autouse=True)
@@ -27,13 +24,25 @@ def anew() -> Iterator[None]:
         cached.cache_clear()
 
 
-def test_a_clone_and_an_installation_have_the_same(monkeypatch):
+def install(folder: Path, name: str, groups: registry.Groups) -> None:
+    """Write the metadata of an installed package."""
+    sections = (
+        "\n".join([f"[meshwright.{group}]", *(f"{name} = {place}" for name, place in points.items())])
+        for group, points in groups.items()
+    )
+    path = folder / f"{name}-1.0.dist-info" / "entry_points.txt"
+    path.parent.mkdir(parents=True)
+    path.write_text("[console_scripts]\nx = y:z\n\n" + "\n\n".join(sections) + "\n")
+
+
+def test_a_clone_and_an_installation_have_the_same(tmp_path, monkeypatch):
     here = registry._ours()
     registry._ours.cache_clear()
+    install(tmp_path, "meshwright", here)
     monkeypatch.setattr(registry, "project_text", lambda: "")
-    points = [EntryPoint(n, v, f"meshwright.{group}") for group, some in here.items() for n, v in some.items()]
-    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: SimpleNamespace(entry_points=points))
+    monkeypatch.setattr(registry.sys, "path", [str(tmp_path)])
     assert registry._ours() == here and registry.find("commands", "train").__module__ == "meshwright.cli.train"
+    assert not registry._others()
 
 
 def test_all_that_we_register_is_there():
@@ -41,26 +50,23 @@ def test_all_that_we_register_is_there():
         assert registry.load(group).keys() >= points.keys()
 
 
-def test_another_packages_entry_comes_last_and_replaces_none_of_ours(monkeypatch):
-    points = [EntryPoint(n, "json:loads", "meshwright.commands") for n in ("train", "read-json")]
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points)
-    assert list(registry.entries("commands"))[-1] == "read-json"
-    assert registry.find("commands", "read-json")("[1]") == [1]
+def test_another_packages_entry_comes_last_and_replaces_none_of_ours(tmp_path, monkeypatch):
+    install(tmp_path, "another", {"commands": {"train": "json:loads", "Read-json": "json:loads"}})
+    monkeypatch.setattr(registry.sys, "path", [*registry.sys.path, str(tmp_path)])
+    assert list(registry.entries("commands"))[-1] == "Read-json"
+    assert registry.find("commands", "Read-json")("[1]") == [1]
     assert registry.find("commands", "train").__module__ == "meshwright.cli.train"
     assert registry.find("commands", "none") is None
 
 
 def test_what_was_taken_out_is_not_registered(monkeypatch):
     ours = {"commands": {"gone": "meshwright.apps.gone.command:main", "train": "meshwright.cli.train:main"}}
-    monkeypatch.setattr(registry, "_ours", lambda: ours)
-    assert list(registry.entries("commands")) == ["train"] and registry.find("commands", "gone") is None
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "_ours", lambda: ours)
+        assert list(registry.entries("commands")) == ["train"] and registry.find("commands", "gone") is None
 
 
 def test_code_without_an_installation_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(version, "PROJECT", tmp_path / "pyproject.toml")
-
-    def missing(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    monkeypatch.setattr(registry.sys, "path", [str(tmp_path)])
     assert "is neither installed nor in a clone" in error_of(lambda: registry.find("commands", "train"), UNAVAILABLE)
