@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from meshwright.apps.plan.devices import load_profile, this_cpu
 from meshwright.apps.plan.memory import held_bytes, host_bytes, logits_bytes, state_bytes
 from meshwright.base import device, host
+from meshwright.base.device_profiles import load_profile, this_cpu
 from meshwright.config.schema import TrainConfig
 
 

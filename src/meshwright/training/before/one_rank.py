@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshwright.apps.plan.devices import load_profile
 from meshwright.apps.plan.memory import memory_of_rank
+from meshwright.base.device_profiles import load_profile
 from meshwright.base.errors import UserError
 from meshwright.checkpoint import loading
 from meshwright.checkpoint.sources import Source, TensorBoxes
