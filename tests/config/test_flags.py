@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import verbs
 from parsing import parse, refusal
 
 import meshwright

@@ -619,8 +619,8 @@ def test_only_line_feeds_end_a_line(tmp_path: Path) -> None:
 def test_lines_too_long_for_memory_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each_line: bool
 ) -> None:
-    for module in ("tools.merge_json", "prepare.records"):
-        monkeypatch.setattr(f"meshwright.data.{module}.LONGEST", 10)
+    for module in ("apps.datasets.merge_json", "data.text.records"):
+        monkeypatch.setattr(f"meshwright.{module}.LONGEST", 10)
     monkeypatch.setattr("meshwright.apps.datasets.merge_json.PIECE", 4)
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_bytes(b"one\n" + b"x" * 11 + b"\n0123456789\ntwo")
