@@ -1,7 +1,8 @@
-"""Draw the rooms of the package by floor; run `python docs/architecture.py`."""
+"""Draw the folders of the package by layer; run `python docs/architecture.py`."""
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -17,10 +18,10 @@ STYLE = (
 
 
 def floors() -> list[list[str]]:
-    """Return the rooms of each floor, from the top."""
+    """Return the folders and files of each layer, from the top."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    [layers] = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
-    return [[room.strip() for room in layer.split(":")] for layer in layers]
+    [layers] = [c["layers"] for c in contracts if c["type"] == "layers" and c["containers"] == ["meshwright"]]
+    return [[room.strip() for room in re.split("[:|]", layer)] for layer in layers]
 
 
 def count_lines(room: str) -> int:
@@ -30,13 +31,13 @@ def count_lines(room: str) -> int:
 
 
 def draw() -> str:
-    """Return the picture: a row per floor, each room as wide as the root of its lines."""
+    """Return the picture: a row per layer, each folder as wide as the root of its lines."""
     rows = [[(room, round(count_lines(room), -2)) for room in floor] for floor in floors()]
     unit = (WIDTH - LEFT) / max(sum(max(lines, 100) ** 0.5 + 34 for _, lines in row) for row in rows)
     height = TOP * 2 + len(rows) * (HEIGHT + GAP)
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
-        f'aria-label="rooms by floor"><style>{STYLE}</style>'
+        f'aria-label="folders by layer"><style>{STYLE}</style>'
     ]
     for number, row in enumerate(rows):
         x, y = float(LEFT), TOP + number * (HEIGHT + GAP)

@@ -4,9 +4,8 @@ import copy
 
 import torch
 
-from meshwright.apps.plan import graph_rule
+from meshwright.training import graph_rule, network
 from meshwright.training import graphs as graph
-from meshwright.training import network
 
 
 class Recorder:

@@ -26,7 +26,7 @@ from meshwright.training.loop import Trainer
 SOURCE = Path(meshwright.__file__).parent
 MOST_FILES, MOST_LINES, MOST_FILES_OF_A_STEP = 8, 452, 37
 MODEL = ("model/", "kernels/")
-LOOKED_UP = ("parallel/layout", "device", "settings/", "ranks/pulse")
+LOOKED_UP = ("parallel/layout", "base/device", "config/", "runtime/ranks/pulse")
 ASIDE = {
     *("State.is_done", "Trainer.reason_to_stop", "Trainer.skip_iterations", "Trainer.validate_and_save"),
     *("Trainer.step_settings", "InFlight.add", "Trainer.settle", "Timers.time"),

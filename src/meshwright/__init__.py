@@ -45,7 +45,12 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"meshwright.{_HOMES[name]}"), name)
+    try:
+        return getattr(import_module(f"meshwright.{_HOMES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("meshwright.apps"):
+            raise
+        raise AttributeError(f"meshwright.{name} is of apps/, which this installation lacks in part") from None
 
 
 def __dir__() -> list[str]:

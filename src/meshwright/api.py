@@ -76,7 +76,6 @@ def train(
     launcher such as torchrun every rank calls this function. With `handle_signals` (main thread
     only), Ctrl-C and SIGTERM finish the step and save. With `quiet` nothing is printed.
     """
-    from meshwright.apps.verify.command import rehearse
     from meshwright.runtime.launch.launcher import launch_flags_of
     from meshwright.training.run import Caller, run
 
@@ -88,7 +87,7 @@ def train(
         config, idle = _complete(given, settings, has_data=datasets is not None)
         if launch_flags_of(config.parallel) is not None:
             raise UserError("train() runs in this process; start several ranks with `meshwright launch` or torchrun")
-        status = run(config, Caller(model, loss, datasets, handle_signals, rehearse), idle=idle)
+        status = run(config, Caller(model, loss, datasets, handle_signals), idle=idle)
     folder = config.checkpoint.run_dir or config.checkpoint.save
     return TrainResult(status, Path(folder) if folder else None, config)
 
@@ -171,8 +170,10 @@ def evaluate(
     `texts` are the documents. Documents longer than the model's `seq_length` are read in windows
     that advance by `stride` tokens (default: half the length), each after the first with context.
     """
-    from meshwright.apps.evaluate.score import score_texts
-
+    try:
+        from meshwright.apps.evaluate.score import score_texts
+    except ModuleNotFoundError:
+        raise UserError("evaluate() is of apps/evaluate, which this installation lacks; install it whole") from None
     if isinstance(texts, str):
         raise UserError("texts is one string; give a list of documents")
     m = load(model) if isinstance(model, str | os.PathLike) else model

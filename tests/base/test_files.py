@@ -208,8 +208,8 @@ def test_a_training_waits_for_no_pipe_in_its_folder(
 # Where the name is not one of ours in a folder: file, then why.
 OTHERS = {
     "__main__.py": "/dev/null",
-    "console.py": "/dev/null",
-    "files.py": "what the others use",
+    "base/console.py": "/dev/null",
+    "base/files.py": "what the others use",
     "apps/bench/calibrate.py": "a path of the command line; a file in a new temporary folder",
     "apps/bench/peers.py": "a folder that is new",
     "apps/bench/programs.py": "a file in that folder",
@@ -227,7 +227,7 @@ OTHERS = {
     "generation/terminal.py": "a file of the user's home",
     "apps/quickstart/folder.py": "checked just before",
     "base/storage/copies.py": "copies in the cache of this user",
-    "tokenizers.py": "a new temporary folder",
+    "data/tokenizers.py": "a new temporary folder",
     "training/beside/scores.py": "a folder that is new",
 }
 WRITES = {"write_text", "write_bytes", "touch", "tofile", "open_memmap"}

@@ -21,7 +21,6 @@ def without_apps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the registry find nothing of apps/, as where the folder was deleted."""
     is_there = registry.is_there
     monkeypatch.setattr(registry, "is_there", lambda place: ".apps." not in place and is_there(place))
-    monkeypatch.setattr(registry, "entries", registry.entries.__wrapped__)
 
 
 def test_every_verb_has_a_page_of_help() -> None:
@@ -42,8 +41,7 @@ def test_verbs_of_apps_are_missing_without_them(capsys: pytest.CaptureFixture[st
 def test_a_verb_of_another_package_is_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    places = registry.entries("data_commands") | {"join": "meshwright.cli.data:MERGE"}
-    monkeypatch.setattr(registry, "entries", lambda group: places)
+    monkeypatch.setattr(registry, "_others", lambda: {"data_commands": {"join": "meshwright.cli.data:MERGE"}})
     assert list(data.verbs())[-1] == "join"
     assert main(["data", "join", "a", "--output-prefix", "b", "--dry-run"]) == 65
     assert "a.idx does not exist" in capsys.readouterr().err

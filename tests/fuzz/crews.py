@@ -146,7 +146,7 @@ class LegResult(NamedTuple):
 def run_leg(traces: list[Any], case: Case, number: int, place: tuple[int, int], folder: str, bug: str) -> LegResult:
     """Run a leg and compare it; `traces` holds those of the legs before."""
     from fuzz import trials
-    from meshwright.apps.plan.graph_rule import reason_against
+    from meshwright.training.graph_rule import reason_against
 
     rank, world = place
     if not number:

@@ -295,8 +295,9 @@ def train(
 
 def score_windows(trainer: Any, length: int) -> float:
     """Return the nats per token that --eval-tasks would find in some windows, with all ranks."""
-    from meshwright.apps.evaluate.score import Window, score_windows
+    from meshwright.apps.evaluate.score import score_windows
     from meshwright.parallel.window_scores import score_part
+    from meshwright.training.tasks import Window
 
     net, vocab, team = trainer.net, trainer.state.vocab, trainer.team
 

@@ -8,13 +8,12 @@ import torch
 from graphs_on_cpu import Recorded, Recorder, stand_in
 from helpers import TINY, TINY_FLAGS, read_rows
 from meshwright.__main__ import main
-from meshwright.apps.plan import graph_rule
 from meshwright.config.flags import parse_settings
 from meshwright.config.schema import TrainConfig
 from meshwright.data.loader import Batch
 from meshwright.model.loss import token_losses
+from meshwright.training import graph_rule, loop, network, step
 from meshwright.training import graphs as graph
-from meshwright.training import loop, network, step
 from meshwright.training.step import Network, StepSettings, train_step
 from stores import CPU, VOCAB, is_equal, make, snapshot
 

@@ -9,12 +9,13 @@ import torch
 
 from helpers import TINY_FLAGS
 from meshwright.__main__ import main
+from meshwright.base import registry
 from meshwright.base.errors import UserError
 from meshwright.config import fields
 from meshwright.config import schema as config
 from meshwright.runtime.ranks.team import Team
 from meshwright.training.log.timers import Timers
-from meshwright.training.log.trackers import TAGS, open_trackers, tags, validation_tags
+from meshwright.training.log.trackers import TAGS, RunToDraw, Tracker, open_trackers, tags, validation_tags
 
 ROW = {"iteration": 6, "loss": 2.5, "grad_norm": 0.5, "lr": 0.25, "loss_scale": 8.0, "ms": 500.0, "memory": 4096}
 ROW |= {"batch": 16, "params_norm": 3.0, "num_zeros": 7, "reserved": 8192, "allocated_count": 9, "world_size": 2}
@@ -75,7 +76,7 @@ def test_missing_values_are_left_out_and_a_skipped_step_has_no_loss():
 
 
 def test_tensorboard_files(tmp_path):
-    (tracker,) = open_trackers(logging(), tmp_path, {"lr": 0.1, "data_path": ["a"]}, "run")
+    (tracker,) = open_trackers(RunToDraw(logging(), tmp_path, {"lr": 0.1, "data_path": ["a"]}, "run"))
     tracker.scalars({"lm loss": 2.5}, 1, 4)
     tracker.scalars({}, 2, 8)
     tracker.scalars({"lm loss": 1.5}, 3, 12)
@@ -94,7 +95,7 @@ def test_a_resumed_run_continues_at_its_checkpoint(tmp_path, monkeypatch):
         # Later by seconds, as attempts are: TensorBoard orders its files by name, and
         # those of one second by a number as text.
         monkeypatch.setattr(time, "time", lambda later=10 * first: real() + later)
-        (tracker,) = open_trackers(logging(), tmp_path, {}, "run", first, 4 * (first - 1))
+        (tracker,) = open_trackers(RunToDraw(logging(), tmp_path, {}, "run", first, 4 * (first - 1)))
         for i in range(first, last + 1):
             tracker.scalars({"lm loss": loss}, i, 4 * i)
         tracker.close()
@@ -105,22 +106,22 @@ def test_a_resumed_run_continues_at_its_checkpoint(tmp_path, monkeypatch):
 
 
 def test_folders_and_missing_packages(tmp_path, monkeypatch):
-    assert open_trackers(logging(tensorboard=False), tmp_path, {}, "run") == []
-    assert open_trackers(logging(), None, {}, "run") == [] and not list(tmp_path.iterdir())
-    open_trackers(logging(tensorboard_dir=str(tmp_path / "here")), None, {}, "run")[0].close()
+    assert open_trackers(RunToDraw(logging(tensorboard=False), tmp_path, {}, "run")) == []
+    assert open_trackers(RunToDraw(logging(), None, {}, "run")) == [] and not list(tmp_path.iterdir())
+    open_trackers(RunToDraw(logging(tensorboard_dir=str(tmp_path / "here")), None, {}, "run"))[0].close()
     assert any((tmp_path / "here").glob("events*"))
     for name in [n for n in sys.modules if n.startswith("torch.utils.tensorboard")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it were not installed
-    assert open_trackers(logging(), tmp_path, {}, "run") == []
+    assert open_trackers(RunToDraw(logging(), tmp_path, {}, "run")) == []
     with pytest.raises(UserError, match=r"--tensorboard-dir needs .*pip install 'meshwright\[log\]'") as e:
-        open_trackers(logging(tensorboard_dir="x"), tmp_path, {}, "run")
+        open_trackers(RunToDraw(logging(tensorboard_dir="x"), tmp_path, {}, "run"))
     assert e.value.status == 69
 
 
 @pytest.mark.parametrize("fails", ["add_scalars", "add_text", "finish"])
 def test_a_tracker_that_fails_says_so_once_and_is_off(tmp_path, capsys, monkeypatch, fails):
-    (tracker,) = open_trackers(logging(), tmp_path, {}, "run")
+    (tracker,) = open_trackers(RunToDraw(logging(), tmp_path, {}, "run"))
     calls = []
 
     def fail(*_):
@@ -166,7 +167,7 @@ def wandb(monkeypatch):
 @pytest.mark.promise("`--wandb-project` sends a run's metrics to Weights & Biases")
 def test_wandb(tmp_path, wandb):
     asked = logging(tensorboard=False, wandb_project="gpt", wandb_exp_name="first")
-    (tracker,) = open_trackers(asked, tmp_path, {"lr": 0.1}, "run")
+    (tracker,) = open_trackers(RunToDraw(asked, tmp_path, {"lr": 0.1}, "run"))
     tracker.scalars({"lm loss": 2.5}, 3, 12)
     tracker.text("note", "words")
     assert tracker.run.summary == {"note": "words"}
@@ -175,18 +176,18 @@ def test_wandb(tmp_path, wandb):
     (init,) = wandb.inits
     known = init.pop("id")
     assert init == {"project": "gpt", "name": "first", "dir": str(tmp_path), "config": {"lr": 0.1}, "resume": "allow"}
-    open_trackers(asked, tmp_path, {}, "run", first=4)  # resumed: the same run there
-    open_trackers(asked, tmp_path, {}, "run")  # begun anew: another
+    open_trackers(RunToDraw(asked, tmp_path, {}, "run", first=4))  # resumed: the same run there
+    open_trackers(RunToDraw(asked, tmp_path, {}, "run"))  # begun anew: another
     again, anew = (i["id"] for i in wandb.inits[1:])
     assert again == known != anew
 
 
 def test_wandb_beside_tensorboard_with_defaults_and_without_a_folder(tmp_path, wandb):
-    both = open_trackers(logging(wandb_project="gpt", wandb_save_dir="there"), tmp_path, {}, "run")
+    both = open_trackers(RunToDraw(logging(wandb_project="gpt", wandb_save_dir="there"), tmp_path, {}, "run"))
     assert [t.name for t in both] == ["TensorBoard", "Weights & Biases"]
     both[0].close()
     assert (wandb.inits[0]["name"], wandb.inits[0]["dir"]) == ("run", "there")
-    open_trackers(logging(wandb_project="gpt"), None, {}, "run")
+    open_trackers(RunToDraw(logging(wandb_project="gpt"), None, {}, "run"))
     assert wandb.inits[1]["dir"] is None
 
 
@@ -217,12 +218,12 @@ def trackio(monkeypatch):
 @pytest.mark.flag("trackio_project")
 def test_trackio(tmp_path, trackio, capsys):
     asked = logging(tensorboard=False, trackio_project="gpt")
-    (tracker,) = open_trackers(asked, tmp_path, {"lr": 0.1}, "run")
+    (tracker,) = open_trackers(RunToDraw(asked, tmp_path, {"lr": 0.1}, "run"))
     tracker.scalars({"lm loss": 2.5}, 3, 12)
     tracker.text("sample 0", "words", 3)
     tracker.close()
     assert trackio.logged == [(3, {"lm loss": 2.5, "samples": 12}), (3, {"sample 0": "markdown words"})]
-    open_trackers(asked, tmp_path, {}, "run", first=4)
+    open_trackers(RunToDraw(asked, tmp_path, {}, "run", first=4))
     asked_for = [(i["project"], i["name"], i["config"], i["resume"]) for i in trackio.inits]
     assert asked_for == [("gpt", "run", {"lr": 0.1}, "never"), ("gpt", "run", {}, "allow")] and trackio.finished == 1
     out, err = capsys.readouterr()
@@ -243,11 +244,11 @@ def test_a_missing_or_refusing_package_is_reported_before_the_first_step(
 
     monkeypatch.setattr(sys.modules[name], "init", init)
     with pytest.raises(UserError, match=f"--{name}-project gpt: {refusal} .*{way_out}"):
-        open_trackers(asked, tmp_path, {}, "run")
+        open_trackers(RunToDraw(asked, tmp_path, {}, "run"))
     assert not (tmp_path / "wandb-id").exists()
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match="pip install ") as e:
-        open_trackers(asked, tmp_path, {}, "run")
+        open_trackers(RunToDraw(asked, tmp_path, {}, "run"))
     assert e.value.status == 69
 
 
@@ -275,3 +276,19 @@ def test_timers_wait_for_their_own_work_alone(monkeypatch):
     with Timers(1, "minmax", torch.device("cpu"), Team()).time("optimizer", 1):
         pass
     assert len(waited) == 2
+
+
+def test_another_packages_tracker_is_opened(tmp_path, monkeypatch):
+    class Own(Tracker):
+        name = "ours"
+
+        def __init__(self, run):
+            self.run, self.points = run, []
+
+        def add_scalars(self, values, iteration, samples):
+            self.points.append((values, iteration, samples))
+
+    monkeypatch.setattr(registry, "load", lambda group: {"own": Own, "not asked for": lambda run: None})
+    (tracker,) = open_trackers(RunToDraw(logging(), tmp_path, {"lr": 0.1}, "run", first=3))
+    tracker.scalars({"lm loss": 1.5}, 3, 12)
+    assert tracker.run.first == 3 and tracker.points == [({"lm loss": 1.5}, 3, 12)]

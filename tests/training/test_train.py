@@ -745,11 +745,11 @@ def test_dry_run_knows_the_runs_own_vocabulary(tmp_path, capsys):
 @pytest.mark.parametrize("more", [[], ["--untie-embeddings-and-output-weights", "--swiglu", "--embed-layernorm"]])
 def test_parameters_of_each_pipeline_rank_are_those_it_builds(schedule, more):
     """The ends of the model have more parameters; tensor ranks share those that the table cuts."""
-    from meshwright.apps.plan.parameters import parameters_of_ranks
     from meshwright.model.gpt import GPT, Options
     from meshwright.parallel.layout import Layout
     from meshwright.parallel.pipeline import stages
     from meshwright.parallel.shard import rule
+    from meshwright.training.parameters import parameters_of_ranks
 
     argv = ["--world-size=4", "--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2", "--num-layers=5"]
     argv += [f"--pipeline-schedule={schedule}", "--num-query-groups=2", "--group-query-attention", "--qk-layernorm"]

@@ -60,18 +60,17 @@ def main(argv: list[str]) -> int:
 
 def require_room(config: LaunchConfig, words: list[str]) -> None:
     """Refuse to write a training that cannot fit the devices of --gpu."""
-    from meshwright.apps.plan import describe
     from meshwright.runtime.launch.elastic import is_train, parse_train
     from meshwright.training.before.resolve import complete_settings
+    from meshwright.training.forecast import find_forecast
 
     if config.gpu == "any" or not is_train(words) or not config.nproc_per_node.isdigit():
         return
-    training = parse_train([*words, "--dry-run"], int(config.nproc_per_node) * (config.nnodes or 1), complete_settings)
-    plan = describe.predict_here(training, None if config.gpu == "auto" else config.gpu)
-    if plan is None or plan.fits or (config.gpu == "auto" and plan.machine.profile.kind == "cpu"):
+    if (forecast := find_forecast()) is None:
         return
-    said = describe.verdict(plan)
-    raise UserError(f"on {plan.machine.profile.title} the training {said}; --gpu any writes it all the same")
+    training = parse_train([*words, "--dry-run"], int(config.nproc_per_node) * (config.nnodes or 1), complete_settings)
+    if reason := forecast.why_too_large(training, None if config.gpu == "auto" else config.gpu):
+        raise UserError(f"{reason}; --gpu any writes it all the same")
 
 
 def run_elastic(plan: LaunchPlan, program: list[str], words: list[str]) -> int:

@@ -70,9 +70,9 @@ def main(argv: list[str]) -> int:
 
 def describe_preset(name: str) -> dict[str, Any]:
     """Return a preset's size, source, memory in bytes and settings."""
-    from meshwright.apps.plan.memory import logits_bytes, state_bytes
     from meshwright.base.device import NVIDIA
     from meshwright.model.counts import padded_size
+    from meshwright.training.sizes import logits_bytes, state_bytes
 
     settings = PRESETS[name]
     own = {"fp16": False, "bf16": True, "micro_batch_size": 1, "optimizer": "adam"}

@@ -35,7 +35,6 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
     if parsed.print_config:
         print(flags.to_toml(config, parsed.sources))
         return DONE
-    from meshwright.apps.verify.command import rehearse
     from meshwright.training import run
     from meshwright.training.before import preflight
     from meshwright.training.before.resolve import note_export, require_start_folder
@@ -53,4 +52,4 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
         if dry:
             return preflight.dry_run(config)
         command = ["meshwright", "train", *argv]
-        return run.run(config, run.Caller(handle_signals=True, rehearse=rehearse), command, parsed.idle)
+        return run.run(config, run.Caller(handle_signals=True), command, parsed.idle)

@@ -8,6 +8,7 @@ import os
 import re
 from typing import NamedTuple
 
+from meshwright.base import registry
 from meshwright.compat.flags.lazy_config import read_expression
 
 
@@ -110,16 +111,19 @@ def reaction(text: str, known: tuple[str, ...]) -> tuple[str, int] | None:
     return (word, int(number)) if f"{word}:K" in known and re.fullmatch("[1-9][0-9]{0,5}", number) else None
 
 
-EVAL_TASKS = ("lambada", "lambada-strict", "wikitext", "text")
-
-
 def eval_tasks(text: str) -> dict[str, str]:
-    """Return name -> file of `NAME=FILE,NAME=FILE`; a comma in a file's name is part of it."""
+    """Return name -> file of `NAME=FILE,NAME=FILE`; a comma in a file's name is part of it.
+
+    The names are those of the group `meshwright.tasks`.
+    """
+    known = registry.entries("tasks") if text else {}
+    if text and not known:
+        raise ValueError("no task is part of this installation, which lacks apps/evaluate; leave it out")
     out: dict[str, str] = {}
     for one in re.split(r",(?=[a-z-]+=)", text) if text else ():
         name, _, path = one.partition("=")
-        if name not in EVAL_TASKS or not path:
-            raise ValueError(f"{one!r} is not NAME=FILE with one of the names {', '.join(EVAL_TASKS)}")
+        if name not in known or not path:
+            raise ValueError(f"{one!r} is not NAME=FILE with one of the names {', '.join(known)}")
         if name in out:
             raise ValueError(f"{name} is given twice; evaluate another file with `meshwright evaluate`")
         out[name] = path

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from meshwright.apps.plan import graph_rule
 from meshwright.base import device as devices
 from meshwright.base.console import remark
 from meshwright.base.errors import UserError
@@ -29,6 +28,7 @@ from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, V_SHAPED
 from meshwright.parallel.store import StoreSpec
 from meshwright.parallel.tensor import cut_layers
 from meshwright.runtime.cuda_graphs import CudaGraphs
+from meshwright.training import graph_rule
 from meshwright.training import graphs as graph
 from meshwright.training.step import Loss, Network, make_loss
 

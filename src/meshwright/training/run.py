@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.apps.plan.sizes import smaller_sizes
-from meshwright.base import console
+from meshwright.base import console, registry
 from meshwright.base import device as devices
 from meshwright.base.console import logged_to, remark, say, say_arguments, say_time, show
-from meshwright.base.errors import UnfitFile, bad_data
+from meshwright.base.errors import UnfitFile, UserError, bad_data
 from meshwright.base.files import require_unlinked
 from meshwright.checkpoint import owner
 from meshwright.config import command as commands
@@ -32,6 +31,7 @@ from meshwright.runtime.ranks.world import ATTEMPT, find_world, require_world_si
 from meshwright.training.before.preflight import require_equal_ranks
 from meshwright.training.before.resolve import Resolved, resolve
 from meshwright.training.log.timers import Startup
+from meshwright.training.sizes import smaller_sizes
 from meshwright.training.state.folder import goodput_of, write_report
 from meshwright.training.state.resume import note_kept_model, note_texts
 
@@ -52,14 +52,12 @@ class Caller:
     `model`, `loss` and `datasets` replace ours: docs/extending.md shows all three. With
     `handle_signals` a first SIGTERM or Ctrl-C, or a signal of --exit-signal, finishes the step and
     saves, unless the settings say --no-exit-signal-handler; without it the caller has the signals.
-    `rehearse` compares the layout with one process before the run begins: --verify-layout.
     """
 
     model: Model | None = None
     loss: Loss | None = None
     datasets: Datasets | None = None
     handle_signals: bool = False
-    rehearse: Callable[[Resolved, Layout, torch.device, Team, Caller], None] | None = None
 
 
 def run(
@@ -124,8 +122,8 @@ def run_on_rank(
         layout = connect(layout_of(config, team.rank), team.timeout)
         open_log = block.enter_context(logged_to(folder / "log.txt" if folder and team.is_lead else None))
         team.run_on_lead(lambda: lock_folders(config, block))
-        if caller.rehearse is not None and config.training.verify_layout:
-            caller.rehearse(resolved, layout, device, team, caller)
+        if config.training.verify_layout:
+            find_rehearsal()(resolved, layout, device, team, caller)
         with console.held_back():
             print_settings(resolved)
             say(f"time to initialize megatron (seconds): {time.perf_counter() - startup.began:.3f}")
@@ -146,6 +144,18 @@ def run_on_rank(
                 raise
         report_end(trainer, reason, folder)
         return trainer.stop.status
+
+
+def find_rehearsal() -> Callable[[Resolved, Layout, torch.device, Team, Caller], None]:
+    """Return what compares a layout with one process before the run begins.
+
+    It is registered as `verify-layout` in the group `meshwright.parts`.
+    """
+    rehearse: Callable[[Resolved, Layout, torch.device, Team, Caller], None] | None
+    rehearse = registry.find("parts", "verify-layout")
+    if rehearse is None:
+        raise UserError("--verify-layout: this installation lacks apps/verify, which compares layouts; leave it out")
+    return rehearse
 
 
 def lock_folders(config: TrainConfig, block: contextlib.ExitStack) -> None:

@@ -7,8 +7,6 @@ import time
 
 import torch
 
-from meshwright.apps.plan.compare import plan_of_run
-from meshwright.apps.plan.sizes import describe_long_step, smaller_sizes
 from meshwright.base import device as devices
 from meshwright.base import host
 from meshwright.base.console import remark, say, say_time, show
@@ -33,6 +31,7 @@ from meshwright.training.before import memory
 from meshwright.training.before.resolve import Resolved
 from meshwright.training.beside.samples import SampleWriter
 from meshwright.training.beside.scores import Scores, ScoresBeside
+from meshwright.training.forecast import find_forecast
 from meshwright.training.health.stop import StopConditions
 from meshwright.training.log.lines import RunSizes
 from meshwright.training.log.metrics import Metrics, peak_flops
@@ -40,6 +39,7 @@ from meshwright.training.log.screen import Beginning, LineScreen
 from meshwright.training.log.timers import Startup, Timers
 from meshwright.training.loop import Trainer
 from meshwright.training.network import Spec, build_network
+from meshwright.training.sizes import smaller_sizes
 from meshwright.training.state import folder as run_folder
 from meshwright.training.state.state import State
 
@@ -215,12 +215,13 @@ def open_log(
     if screen is not None:
         loaded = c.checkpoint.load if state.has_loaded else None
         show(screen.begin(Beginning(c, folder, vocabulary, parameters, run, device, loaded, state.best)))
-    long = describe_long_step(run.flops_per_token * tokens) if state.net.device.type == "cpu" else None
-    if long and state.will_train:
+    forecast = find_forecast() if state.will_train else None
+    on_cpu = state.net.device.type == "cpu"
+    if forecast is not None and on_cpu and (long := forecast.describe_long_step(run.flops_per_token * tokens)):
         remark(f"WARNING: {long}")
     metrics = Metrics(folder if team.is_lead else None, c, run, timers, team, screen)
-    if team.is_lead and state.net.device.type != "cpu" and state.will_train:
-        metrics.plan = plan_of_run(c, vocabulary.size, device)
+    if forecast is not None and team.is_lead and not on_cpu:
+        metrics.comparison = forecast.compare_steps(c, vocabulary.size, device)
     row = {
         "command": resolved.command,
         "version": our_version(),

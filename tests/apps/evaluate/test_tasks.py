@@ -11,12 +11,13 @@ import torch
 from meshwright.__main__ import main
 from meshwright.apps.evaluate import lambada, results, wikitext
 from meshwright.apps.evaluate.command import EvaluateConfig, Scoring, choose_measure, step_folders
-from meshwright.apps.evaluate.score import Window, window_spans
+from meshwright.apps.evaluate.score import window_spans
 from meshwright.base import console
 from meshwright.base.errors import UserError
 from meshwright.config import flags
 from meshwright.data.tokenizers import Bytes
 from meshwright.generation import ranks
+from meshwright.training.tasks import Window
 from on_ranks import make_team, run_ranks
 
 LENGTH = 32  # of conftest.py

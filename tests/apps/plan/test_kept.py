@@ -56,7 +56,7 @@ def test_no_key_has_two_values(words: str, gib: int, monkeypatch: pytest.MonkeyP
                 setattr(self, name, Recomputed(f"{type(self).__name__}.{name}", compared))
 
         monkeypatch.setattr(owner, "__init__", begin)
-    monkeypatch.setattr("meshwright.apps.plan.parameters.COUNTED", Recomputed("COUNTED", compared))
+    monkeypatch.setattr("meshwright.training.parameters.COUNTED", Recomputed("COUNTED", compared))
     config = flags.parse_settings(
         TrainConfig, [*SMALL.split(), *words.split(), "--mock-data"], "meshwright train"
     ).config

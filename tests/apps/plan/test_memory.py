@@ -24,7 +24,7 @@ from accounting import (  # noqa: E402
 )
 from shards import account_any, pretended_shards  # noqa: E402
 
-from meshwright.apps.plan import blocks, memory, parameters, tensors, updates
+from meshwright.apps.plan import blocks, memory, tensors, updates
 from meshwright.apps.plan.allocator import MIB, CachingAllocator
 from meshwright.apps.plan.tensors import Memory
 from meshwright.base.errors import UserError
@@ -35,6 +35,7 @@ from meshwright.optim.rule_table import STATE
 from meshwright.optim.rules import make_optimizer, state_dtype
 from meshwright.parallel import pipeline_schedule, shard
 from meshwright.parallel.layout import Layout
+from meshwright.training import parameters, sizes
 from meshwright.training.before import memory as require
 from meshwright.training.network import Spec, build_network
 
@@ -51,8 +52,8 @@ def error_of(*words: str, pipeline_rank: int = 0) -> tuple[float, float]:
     config = config_of(*words)
     held, peak = account(config, pipeline_rank)
     predicted = memory.memory_of_rank(config, PADDED, pipeline_rank, Gpu()).allocated - sum(memory.WORKSPACES)
-    kept = sum(memory.held_bytes(config, PADDED, pipeline_rank, "cuda").values())
-    kept -= 2 * memory.fp8_parameters(config, pipeline_rank)  # cast in the first step
+    kept = sum(sizes.held_bytes(config, PADDED, pipeline_rank, "cuda").values())
+    kept -= 2 * sizes.fp8_parameters(config, pipeline_rank)  # cast in the first step
     return kept / held - 1, predicted / peak - 1
 
 
@@ -273,10 +274,10 @@ def test_offloaded_state_is_on_the_host(more):
     state = [values for part in store.update_ranges for values in part.state.values()]
     state += store.average.values if store.average else []
     on_host = sum(x.nbytes for x in (store.master, store.host_share, store.outgoing, *state))
-    assert memory.host_bytes(config, PADDED, 0) == on_host
+    assert sizes.host_bytes(config, PADDED, 0) == on_host
     on_device = sum(x.nbytes for x in (store.weights, store.gradients))
-    assert sum(memory.held_bytes(config, PADDED, 0, "cuda").values()) == on_device
-    assert memory.state_bytes(config, PADDED, 0, "cpu") == on_device + on_host
+    assert sum(sizes.held_bytes(config, PADDED, 0, "cuda").values()) == on_device
+    assert sizes.state_bytes(config, PADDED, 0, "cpu") == on_device + on_host
 
 
 @pytest.fixture
@@ -349,8 +350,8 @@ def test_extends_to_many_layers():
     """The memory of a step grows by the same bytes with each layer."""
     peaks = []
     for layers in (4, 5, 6, 12):
-        sizes = blocks.sizes_of(config_of(*SMALL, "--bf16", "--num-layers", str(layers)), 1 << 14, 132)
-        peaks.append(sum(memory.measure_step(sizes, blocks.Stage(layers)).values()))
+        passes = blocks.sizes_of(config_of(*SMALL, "--bf16", "--num-layers", str(layers)), 1 << 14, 132)
+        peaks.append(sum(memory.measure_step(passes, blocks.Stage(layers)).values()))
     dropout = peaks[1] - peaks[0]
     assert peaks[2] - peaks[1] == dropout and peaks[3] - peaks[2] == 6 * dropout
 
@@ -390,7 +391,7 @@ def test_shards_are_gathered_and_summed_in_streams_of_their_own():
     config = config_of(*SMALL, "--world-size", "2", *ZERO_3)
     sums = [event for event in memory.step_events(config, PADDED, 0) if event[3] == tensors.SUMMING and event[1] > 0]
     gathered = [event for event in memory.step_events(config, PADDED, 0) if event[3] == tensors.GATHERING]
-    held = memory.held_bytes(config, PADDED, 0, "cuda")
+    held = sizes.held_bytes(config, PADDED, 0, "cuda")
     assert sum(size for _, size, _, _ in sums) == pytest.approx(held["gradients"], rel=0.01)
     assert {kind for _, _, kind, _ in gathered} == {"weights"} and sum(size for _, size, _, _ in gathered) == 0
 
@@ -401,8 +402,8 @@ def test_shards_are_gathered_and_summed_in_streams_of_their_own():
 )
 def test_every_rank_of_a_pipeline_frees_what_it_takes(schedule, zero_stage):
     line = f"--pipeline-model-parallel-size 2 --world-size 4 --pipeline-schedule {schedule} --zero-stage {zero_stage}"
-    sizes = "--bf16 --num-layers 8 --micro-batch-size 2 --global-batch-size 16 --hidden-dropout 0 --attention-dropout 0"
-    config = config_of(*SMALL, *sizes.split(), *line.split())
+    shape = "--bf16 --num-layers 8 --micro-batch-size 2 --global-batch-size 16 --hidden-dropout 0 --attention-dropout 0"
+    config = config_of(*SMALL, *shape.split(), *line.split())
     for rank in range(2):
         found = memory.memory_of_rank(config, PADDED, rank, Gpu())
         assert found.reserved >= found.allocated

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from plans import LARGE, STILL, planned
 
-from meshwright.apps.plan import graph_rule, saving, timeline, timing
+from meshwright.apps.plan import saving, timeline, timing
 from meshwright.apps.plan.timing import step_time
 from meshwright.base.device_profiles import load_profile
 from meshwright.model import counts
 from meshwright.parallel import pipeline, pipeline_schedule
-from meshwright.training import network
+from meshwright.training import graph_rule, network
 
 BATCH = f"{LARGE} {STILL} --micro-batch-size 2 --global-batch-size"
 H200 = load_profile("h200")

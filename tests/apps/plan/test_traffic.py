@@ -10,9 +10,9 @@ import torch.distributed as dist
 from plans import SMALL, planned
 
 import layouts
-from meshwright.apps.plan.parameters import parameters_of_ranks
 from meshwright.apps.plan.traffic import bytes_sent
 from meshwright.parallel import comm
+from meshwright.training.parameters import parameters_of_ranks
 
 BATCH = "--micro-batch-size 2 --global-batch-size {}"
 STREAM = 2 * 32 * 64 * 2  # bytes of a micro-batch's activations at one place

@@ -321,7 +321,6 @@ def test_the_plan_compares_sizes(tmp_path):
 def test_an_app_that_is_missing_is_named_before_the_work(text, tmp_path, monkeypatch, capsys, place, part):
     is_there = registry.is_there
     monkeypatch.setattr(registry, "is_there", lambda name: place not in name and is_there(name))
-    monkeypatch.setattr(registry, "entries", registry.entries.__wrapped__)
     assert quickstart_of(text) == UNAVAILABLE
     error = capsys.readouterr().err
     assert f"this installation is without {part}, which" in error and "install the whole of meshwright" in error
@@ -332,7 +331,7 @@ def test_another_package_may_predict(tmp_path, monkeypatch):
     made = tour.Tour(tmp_path, "log", "cpu")
     said = SimpleNamespace(need=10, tokens_per_second=7.0)
     monkeypatch.setattr(registry, "_ours", lambda: {})
-    monkeypatch.setattr(registry, "entries", lambda group: {"predict": "stranger:predict"})
+    monkeypatch.setattr(registry, "_others", lambda: {"apps": {"predict": "stranger:predict"}})
     monkeypatch.setitem(sys.modules, "stranger", SimpleNamespace(predict=lambda config, profile, vocabulary: said))
     expected = functools.partial(own_text.expected_speed, made, 1024, own_text.load_profile("h100"))
     assert expected(11.0, plan.SIZES[-1]) == 7.0 and expected(9.0, plan.SIZES[-1]) == 0.0

@@ -16,7 +16,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
 from meshwright.apps.evaluate.results import Result
-from meshwright.apps.evaluate.score import Window, document_windows, require_finite, score_windows
+from meshwright.apps.evaluate.score import document_windows, require_finite, score_windows
 from meshwright.apps.evaluate.scoring import shown_scorer
 from meshwright.base.errors import bad_data
 from meshwright.base.progress import progress_bar
@@ -24,6 +24,7 @@ from meshwright.config.schema import Sampling
 from meshwright.generation.decoder import complete
 from meshwright.generation.engine import LanguageModel
 from meshwright.generation.requests import Request
+from meshwright.training.tasks import Window
 
 MOST_NEW = 256  # tokens of an answer whose task gives no number, as in the harness
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # what a task may say of it

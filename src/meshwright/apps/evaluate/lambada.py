@@ -11,8 +11,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.apps.evaluate.score import Window
 from meshwright.base.errors import bad_data
+from meshwright.training.tasks import Window
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,11 +15,12 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from meshwright.base.errors import NON_FINITE, UserError, bad_data
 from meshwright.base.storage import copies
 from meshwright.config.data_paths import path_sets
+from meshwright.training.tasks import Window
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,13 +31,6 @@ if TYPE_CHECKING:
 
 AT_ONCE = 64  # full micro-batches whose windows are sorted by length and given to a scorer together
 WIDTH = 16  # few widths are few variants of a kernel
-
-
-class Window(NamedTuple):
-    """Inputs and, one place on, their labels; predictions before number `first` do not count."""
-
-    tokens: Sequence[int]
-    first: int = 0
 
 
 def score_windows(

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.apps.evaluate.results import Result
 from meshwright.apps.evaluate.score import require_finite, score_documents, window_spans
-from meshwright.apps.evaluate.tasks import Task, make_task, score_task
 from meshwright.base import console
 from meshwright.base.errors import bad_data
 from meshwright.base.progress import progress_bar
 from meshwright.checkpoint import mirror, steps
+from meshwright.training.tasks import Task, make_task
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,7 +104,7 @@ class TaskScorer:
         with progress_bar(task.name, len(task.windows), "percent") as advance:
             scorer = shown_scorer(m, advance)
             scorer = scorer if self.every is None else log_batches(scorer, self.every)
-            values = score_task(task, scorer, m.seq_length, self.batch)
+            values = task.score(scorer, m.seq_length, self.batch)
         assert values is not None
         require_finite(sum(values.values()))
         console.say(task.line(values))

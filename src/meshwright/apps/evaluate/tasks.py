@@ -1,4 +1,7 @@
-"""Named measures of a model on files: made once, then scored by any model, also during training."""
+"""Our tasks of --eval-tasks: LAMBADA in two forms, WikiText and texts.
+
+pyproject.toml has their names.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.apps.evaluate import lambada, wikitext
-from meshwright.apps.evaluate.score import Score, Window, document_windows, score_windows
+from meshwright.apps.evaluate.score import Score, document_windows, score_windows
 from meshwright.base.console import say
 from meshwright.base.errors import bad_data
 from meshwright.base.files import sha256
-from meshwright.config.grammar import EVAL_TASKS
 from meshwright.config.text_inputs import TextInputs
+from meshwright.training import tasks
+from meshwright.training.tasks import Window
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,10 +28,6 @@ if TYPE_CHECKING:
     from meshwright.parallel.window_scores import Scorer
 
 WIKITEXT_STRIDE = 32  # of Megatron's --overlapping-eval
-# The measures that are drawn over the steps of a training; the first says most about the task.
-DRAWN_MEASURES = dict.fromkeys(("lambada", "lambada-strict"), ("accuracy", "perplexity"))
-DRAWN_MEASURES |= {"wikitext": ("adjusted_perplexity", "perplexity"), "text": ("bits_per_byte", "perplexity")}
-LOG_LINES = dict.fromkeys(("lambada", "lambada-strict"), lambada.lambada_line) | {"wikitext": wikitext.wikitext_line}
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,9 @@ class Task:
         variant: how exactly it is measured, in words.
         sha256: of the file.
         measure: makes the measures of [windows, 2] nats and hits.
+        drawn: the measures that are drawn over the steps of a training; the first says most.
+        title: in Megatron's log.
+        words: makes Megatron's words for the result (none: every measure with its name).
     """
 
     name: str
@@ -47,56 +50,99 @@ class Task:
     sha256: str
     windows: list[Window]
     measure: Callable[[Tensor], dict[str, float]]
+    drawn: tuple[str, ...]
+    title: str
+    words: Callable[[dict[str, float]], str] | None = None
 
     @property
     def headline(self) -> str:
-        return DRAWN_MEASURES[self.name][0]
+        return self.drawn[0]
+
+    def score(
+        self,
+        scorer: Scorer,
+        length: int,
+        batch: int,
+        fixed: bool = False,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> dict[str, float] | None:
+        import torch
+
+        scores = []
+        for values in score_windows(scorer, self.windows, length, batch, fixed):
+            if should_stop():
+                return None
+            scores.append(values)
+        return self.measure(torch.cat(scores))
 
     def scores(self, values: dict[str, float]) -> dict[str, float]:
-        """Return the measures that are drawn, by titles of several tasks."""
-        return {f"{self.name} {name.replace('_', ' ')}": values[name] for name in DRAWN_MEASURES[self.name]}
+        return {f"{self.name} {name.replace('_', ' ')}": values[name] for name in self.drawn}
 
     def line(self, values: dict[str, float]) -> str:
-        """Return the result in the words of Megatron's log, framed by dashes."""
-        title = {"wikitext": "WIKITEXT103"}.get(self.name, self.name.partition("-")[0].upper())
         measures = (f"{name.replace('_', ' ')}: {value:,.6g}" for name, value in values.items())
-        words = LOG_LINES[self.name](values) if self.name in LOG_LINES else " | ".join(measures)
-        text = f" validation results on {title} | {words}"
+        words = self.words(values) if self.words is not None else " | ".join(measures)
+        text = f" validation results on {self.title} | {words}"
         frame = "-" * (len(text) + 1)
         return f"{frame}\n{text}\n{frame}"
 
 
-def make_task(
-    name: str, path: str, tokenizer: Tokenizer, length: int, stride: int | None = None, limit: int | None = None
-) -> Task:
-    """Read a task's file and cut it into windows of at most `length` predictions.
+def make_lambada(
+    path: str, tokenizer: Tokenizer, length: int, stride: int | None = None, limit: int | None = None
+) -> tasks.Task:
+    """Measure the last token of each passage."""
+    return read_passages("lambada", path, tokenizer, length, limit)
 
-    `stride` is that of overlapping windows (none: 32 for wikitext, half the length for text), and
-    `limit` the most passages or documents (wikitext has neither).
-    """
-    assert name in EVAL_TASKS
-    if not Path(path).is_file() and name != "text":
+
+def make_strict_lambada(
+    path: str, tokenizer: Tokenizer, length: int, stride: int | None = None, limit: int | None = None
+) -> tasks.Task:
+    """Measure the whole last word of each passage."""
+    return read_passages("lambada-strict", path, tokenizer, length, limit)
+
+
+def read_passages(name: str, path: str, tokenizer: Tokenizer, length: int, limit: int | None) -> Task:
+    strict, digest = name == "lambada-strict", digest_of(name, path)
+    say(f"> building lambada dataset from {path} ...")
+    examples = lambada.read_examples(path)[:limit]
+    say(f" > found {len(examples)} samples.")
+    made = lambada.word_windows(tokenizer, examples, strict, length)
+    measure = functools.partial(lambada.measure_words, made)
+    kind = "OpenAI's file" if digest == lambada.OPENAI_SHA256 else "another file than OpenAI's"
+    variant = f"{'strict: the whole last word' if strict else 'not strict: the last token'}; {kind}{limited(limit)}"
+    drawn = ("accuracy", "perplexity")
+    return Task(name, path, variant, digest, made, measure, drawn, "LAMBADA", lambada.lambada_line)
+
+
+def make_wikitext(
+    path: str, tokenizer: Tokenizer, length: int, stride: int | None = None, limit: int | None = None
+) -> tasks.Task:
+    """Measure one long text, which has nothing to limit."""
+    digest, stride = digest_of("wikitext", path), min(stride or WIKITEXT_STRIDE, length)
+    made, measure = wikitext.wikitext_windows(tokenizer, path, length, stride)
+    table = wikitext.pick_table(path)
+    variant = f"{table} detokenizer, windows of {length} tokens that advance by {stride}{limited(limit)}"
+    drawn = ("adjusted_perplexity", "perplexity")
+    return Task("wikitext", path, variant, digest, made, measure, drawn, "WIKITEXT103", wikitext.wikitext_line)
+
+
+def make_text(
+    path: str, tokenizer: Tokenizer, length: int, stride: int | None = None, limit: int | None = None
+) -> tasks.Task:
+    """Measure each document of a file, or of a folder's files, alone."""
+    digest, stride = sha256(path) if Path(path).is_file() else "", min(stride or max(1, length // 2), length)
+    made, measure = text_windows(path, tokenizer, length, stride, limit)
+    variant = f"each document alone, windows of {length} tokens that advance by {stride}{limited(limit)}"
+    return Task("text", path, variant, digest, made, measure, ("bits_per_byte", "perplexity"), "TEXT")
+
+
+def digest_of(name: str, path: str) -> str:
+    if not Path(path).is_file():
         raise bad_data(f"{name}={path}: no such file")
-    digest = sha256(path) if Path(path).is_file() else ""
-    if name == "text":
-        stride = min(stride or max(1, length // 2), length)
-        made, measure = text_windows(path, tokenizer, length, stride, limit)
-        variant = f"each document alone, windows of {length} tokens that advance by {stride}"
-    elif name == "wikitext":
-        stride = min(stride or WIKITEXT_STRIDE, length)
-        made, measure = wikitext.wikitext_windows(tokenizer, path, length, stride)
-        table = wikitext.pick_table(path)
-        variant = f"{table} detokenizer, windows of {length} tokens that advance by {stride}"
-    else:
-        say(f"> building lambada dataset from {path} ...")
-        examples, strict = lambada.read_examples(path)[:limit], name == "lambada-strict"
-        say(f" > found {len(examples)} samples.")
-        made = lambada.word_windows(tokenizer, examples, strict, length)
-        measure = functools.partial(lambada.measure_words, made)
-        kind = "OpenAI's file" if digest == lambada.OPENAI_SHA256 else "another file than OpenAI's"
-        variant = f"{'strict: the whole last word' if strict else 'not strict: the last token'}; {kind}"
-    variant += f"; at most the first {limit:,}" if limit else ""
-    return Task(name, path, variant, digest, made, measure)
+    return sha256(path)
+
+
+def limited(limit: int | None) -> str:
+    return f"; at most the first {limit:,}" if limit else ""
 
 
 def text_windows(
@@ -119,22 +165,3 @@ def text_windows(
         return {name: getattr(score, name) for name in names}
 
     return made, measure
-
-
-def score_task(
-    task: Task,
-    scorer: Scorer,
-    length: int,
-    batch: int,
-    fixed: bool = False,
-    should_stop: Callable[[], bool] = lambda: False,
-) -> dict[str, float] | None:
-    """Score a task with a model; see `score_windows`. Return None if it should stop on the way."""
-    import torch
-
-    scores = []
-    for values in score_windows(scorer, task.windows, length, batch, fixed):
-        if should_stop():
-            return None
-        scores.append(values)
-    return task.measure(torch.cat(scores))

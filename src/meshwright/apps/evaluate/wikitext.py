@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from meshwright.apps.evaluate import score
-from meshwright.apps.evaluate.score import Window
 from meshwright.base.errors import bad_data
+from meshwright.training.tasks import Window
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshwright.apps.plan.functions import FLOAT, LONG, Formats, Functions, HeadCounts, NormOptions
-from meshwright.apps.plan.parameters import WIDTHS, cut_shape, data_parts, flat_size, shapes_of_layer
 from meshwright.apps.plan.tensors import Allocation, GraphNode, Memory, Sized, differentiate, recomputed
 from meshwright.apps.plan.zero import REST, Buckets, Shards, begin_step, end_step
 from meshwright.base.device import NVIDIA
@@ -22,6 +21,7 @@ from meshwright.model.counts import layer_matrices
 from meshwright.model.kind import block_kind
 from meshwright.parallel import shard
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD
+from meshwright.training.parameters import WIDTHS, cut_shape, data_parts, flat_size, shapes_of_layer
 
 
 @dataclass(frozen=True)

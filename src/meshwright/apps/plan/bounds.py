@@ -12,13 +12,13 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from meshwright.apps.plan import traffic
-from meshwright.apps.plan.parameters import parameters_of_ranks
 from meshwright.apps.plan.prediction import Machine
 from meshwright.apps.plan.timing import Step, StepTerms, Work
 from meshwright.config.fields import with_settings
 from meshwright.config.grammar import split_layers
 from meshwright.config.schema import TrainConfig
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, V_SHAPED, ScheduleName
+from meshwright.training.parameters import parameters_of_ranks
 
 Key = tuple[Any, ...]
 # A model as one rank would have it: some schedules have a tied table twice.

@@ -10,7 +10,6 @@ from typing import Any
 from meshwright.apps.plan.goodput import ExpectedGoodput, Interruptions
 from meshwright.apps.plan.prediction import Prediction, find_machine
 from meshwright.apps.plan.search import Found, Settings, least_change
-from meshwright.apps.plan.sizes import describe_layout
 from meshwright.base.device import NVIDIA
 from meshwright.base.errors import UserError
 from meshwright.base.progress import duration
@@ -19,6 +18,7 @@ from meshwright.config import checks, flags
 from meshwright.config.fields import spelling
 from meshwright.config.schema import TrainConfig
 from meshwright.model import counts
+from meshwright.training.sizes import describe_layout
 
 # Settings of a layout, in the order of its flags.
 LAYOUT = (

@@ -13,7 +13,6 @@ from meshwright.apps.plan.memory import (
     batch_bytes,
     buffer_bytes,
     context_bytes,
-    held_bytes,
     measure_passes,
     measure_step,
     own_stages,
@@ -26,6 +25,7 @@ from meshwright.apps.plan.tensors import ROUNDING
 from meshwright.config.fields import with_settings
 from meshwright.config.schema import TrainConfig
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD
+from meshwright.training.sizes import held_bytes
 
 Key = tuple[object, ...]
 MOST_SAVED = 20  # tensors of a layer

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,29 +17,19 @@ from typing import NamedTuple, Protocol
 from meshwright.apps.plan import traffic
 from meshwright.apps.plan.allocator import CachingAllocator
 from meshwright.apps.plan.blocks import PassSizes, SizedGPT, Stage, make_buckets, make_shards, sizes_of
-from meshwright.apps.plan.graph_rule import reason_against
-from meshwright.apps.plan.parameters import (
-    WIDTHS,
-    Shapes,
-    data_parts,
-    flat_size,
-    flat_total,
-    shapes_of_layer,
-    shapes_of_rank,
-)
 from meshwright.apps.plan.tensors import GRADIENTS, HANDED, MAIN, Event, Memory, Sized, kinds_of, rounded
 from meshwright.apps.plan.updates import update_events
 from meshwright.apps.plan.zero import begin_step, end_step, own_size
 from meshwright.base.device import NVIDIA
 from meshwright.config.schema import TrainConfig
-from meshwright.model.counts import layer_matrices
-from meshwright.optim.rule_table import STATE, Rule, is_rounded, treatment_of
+from meshwright.optim.rule_table import STATE, treatment_of
 from meshwright.optim.rule_table import state_bytes as bytes_of_moment
-from meshwright.parallel.pipeline_schedule import Op, ScheduleName, most_sent, schedule, stages_of
-from meshwright.parallel.shard import aligned
+from meshwright.parallel.pipeline_schedule import Op, ScheduleName, most_sent, schedule
+from meshwright.training.graph_rule import reason_against
+from meshwright.training.parameters import WIDTHS, data_parts, flat_size, shapes_of_rank, stage_numbers
+from meshwright.training.sizes import held_bytes
 
 PROCESSORS = 132  # of an H100 and H200; they decide about small sums only
-BLOCK = 128  # elements of an entry in the tables of AdamW
 GRAPHS = 72 << 20  # of the driver for CUDA graphs, as measured on an H100
 NCCL = 365 << 20  # of NCCL in a process of several, as measured on two H100
 MAPPED_TRIAL = 16 << 20  # of the trial of sums by copy engines
@@ -125,86 +114,9 @@ def buffer_bytes(config: TrainConfig, padded: int, pipeline_rank: int, profile: 
     return buffers + -(-largest // size) * width + MAPPED_TRIAL
 
 
-def held_bytes(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) -> dict[str, int]:
-    """Return the bytes of weights, gradients and optimizer state that a device holds."""
-    p, low, parts = config.parallel, WIDTHS[config.precision.dtype], data_parts(config)
-    units = shapes_of_rank(config, padded, pipeline_rank)
-    full, n = max(low, 4), flat_total(units, parts)
-    by_rule = elements_by_rule(config, units)
-    share = n // parts
-    is_gathered = p.zero_stage == 3 and parts > 1
-    is_separate = low != full or p.offloads or parts > 1
-    keeps_all = p.zero_stage < 2 or parts == 1
-    keeps_share = parts > 1 and not (is_gathered and p.offloads)
-    moments = moments_of(by_rule, parts) * bytes_of_moment(config.optimizer, full)
-    is_averaged = config.optimizer.ema > 0
-    optimizer = 0 if p.offloads else moments + full * share * (is_separate + is_averaged)
-    has_kernel = kind == NVIDIA and full == 4 and not p.offloads and not is_gathered
-    if has_kernel and by_rule["adamw"]:  # tables of blocks: updated, counted
-        optimizer += 8 * (by_rule["adamw"] // parts + share) // BLOCK
-        if is_rounded(config.optimizer):  # the place of each block
-            optimizer += 4 * by_rule["adamw"] // parts // BLOCK
-    weights = n * low + 2 * fp8_parameters(config, pipeline_rank)
-    weights *= not is_gathered  # for a pass only
-    return {"weights": weights, "gradients": full * (n * keeps_all + share * keeps_share), "optimizer": optimizer}
-
-
-def host_bytes(config: TrainConfig, padded: int, pipeline_rank: int) -> int:
-    """Return the bytes of optimizer state and gradients that a rank offloads to the host."""
-    p, low, parts = config.parallel, WIDTHS[config.precision.dtype], data_parts(config)
-    if not p.offloads:
-        return 0
-    units = shapes_of_rank(config, padded, pipeline_rank)
-    full, share = max(low, 4), flat_total(units, parts) // parts
-    leaving = 0 if p.zero_stage == 3 and parts > 1 else low * share  # new weights, copied to the device
-    moments = moments_of(elements_by_rule(config, units), parts) * bytes_of_moment(config.optimizer, full)
-    kept = 2 + (config.optimizer.ema > 0)  # masters, gradients, and the average of --ema
-    return full * kept * share + moments + leaving
-
-
-def elements_by_rule(config: TrainConfig, units: list[tuple[Shapes, int]]) -> Counter[Rule]:
-    """Return the elements that each rule updates, before ZeRO cuts them."""
-    by_rule = Counter[Rule]()
-    for unit, number in units:
-        for name, shape in unit.items():
-            rule = treatment_of(config.optimizer, config.model, name, len(shape)).rule
-            by_rule[rule] += aligned(math.prod(shape)) * number
-    return by_rule
-
-
-def moments_of(by_rule: Counter[Rule], parts: int) -> int:
-    """Return the elements of the optimizer's state beside masters."""
-    return sum(len(STATE[rule]) * count for rule, count in by_rule.items()) // parts
-
-
-def state_bytes(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) -> int:
-    """Return the bytes that a rank holds at least; on a CPU with what it offloads."""
-    held = held_bytes(config, padded, pipeline_rank, kind)
-    return sum(held.values()) + (host_bytes(config, padded, pipeline_rank) if kind == "cpu" else 0)
-
-
-def logits_bytes(config: TrainConfig, padded: int, pipeline_rank: int) -> int:
-    """Return the bytes of the logits of one micro-batch; if they are capped, before and after."""
-    if not any(stage.has_head for stage in own_stages(config, pipeline_rank)):
-        return 0
-    p, copies = config.parallel, 2 if config.model.final_logit_softcapping else 1
-    tokens = config.micro_batch * (config.data.seq_length or 0) // p.context_parallel_size
-    return tokens * padded // p.tensor_model_parallel_size * WIDTHS[config.precision.dtype] * copies
-
-
-def fp8_parameters(config: TrainConfig, pipeline_rank: int) -> int:
-    """Return the parameters of which a rank keeps casts in fp8, as they are and transposed."""
-    m, p = config.model, config.parallel
-    shapes = shapes_of_layer(m, p.tensor_model_parallel_size)
-    layers = [i for stage in own_stages(config, pipeline_rank) for i in range(stage.begin, stage.begin + stage.layers)]
-    each = sum(math.prod(shapes[f"{name}.weight"]) for name in layer_matrices(m))
-    return each * sum(config.precision.multiplies_fp8(i, m.num_layers or 0) for i in layers)
-
-
 def own_stages(config: TrainConfig, pipeline_rank: int) -> list[Stage]:
     """Return the stages of a pipeline rank."""
-    p, ends = config.parallel, len(config.stages) - 1
-    own = stages_of(p.pipeline_schedule, pipeline_rank, p.pipeline_model_parallel_size, config.chunks)
+    own, ends = stage_numbers(config, pipeline_rank), len(config.stages) - 1
     begins = list(itertools.accumulate(config.stages, initial=0))
     return [Stage(config.stages[s], s == 0, s == ends, begins[s], s - 1 in own, s + 1 in own) for s in own]
 

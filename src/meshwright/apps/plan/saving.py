@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.apps.plan import traffic
-from meshwright.apps.plan.parameters import parameters_of_ranks
 from meshwright.base.device_profiles import DeviceProfile
 from meshwright.config.schema import TrainConfig
 from meshwright.optim.rule_table import state_bytes
+from meshwright.training.parameters import parameters_of_ranks
 
 STALL = 1.13  # of the time of the copies to the host: the wait for the step, and the start
 

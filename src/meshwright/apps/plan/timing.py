@@ -14,8 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from meshwright.apps.plan import graph_rule, timeline, traffic
-from meshwright.apps.plan.parameters import parameters_of_ranks
+from meshwright.apps.plan import timeline, traffic
 from meshwright.base.device_profiles import (
     ATTENTION_ROWS,
     ATTENTION_STARTS,
@@ -31,6 +30,9 @@ from meshwright.model import counts
 from meshwright.model.kind import BlockKind, block_kind
 from meshwright.optim.rule_table import form_of, state_bytes
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, stages_of
+from meshwright.training import graph_rule
+from meshwright.training.parameters import parameters_of_ranks
+from meshwright.training.sizes import rows
 
 # What a layer's communication takes of the host, in launches of kernels: a collective of tensor
 # ranks, plain and overlapped; context ranks, and a unit of ZeRO 3, in each direction. From steps
@@ -119,7 +121,7 @@ class StepTerms:
             p.pipeline_model_parallel_size,
         )
         self.seq, self.hidden = config.data.seq_length or 0, m.hidden_size or 0
-        self.rows = traffic.rows(config)
+        self.rows = rows(config)
         self.rows_of_stream = self.rows // self.tp if p.sequence_parallel else self.rows
         self.low, self.full = traffic.number_bytes(config)
         self.count = max(1, config.micro_batches(config.global_batch))

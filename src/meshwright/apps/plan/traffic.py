@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from meshwright.apps.plan.parameters import parameters_of_ranks
 from meshwright.base.device import NVIDIA
 from meshwright.config.schema import TrainConfig
 from meshwright.model.counts import layer_matrices
 from meshwright.model.kind import block_kind
 from meshwright.parallel.layout import MORE_ROOMS, WORTHWHILE_BYTES
-from meshwright.parallel.pipeline_schedule import stages_of
+from meshwright.training.parameters import parameters_of_ranks, stage_numbers
+from meshwright.training.sizes import rows
 
 DIMENSIONS = ("data", "replicas", "muon", "tensor", "context", "pipeline", "embedding")
 
@@ -47,11 +47,6 @@ def number_bytes(config: TrainConfig) -> tuple[int, int]:
     dtype = config.precision.dtype
     full = 8 if dtype == "float64" else 4
     return (2 if dtype in ("float16", "bfloat16") else full), full
-
-
-def rows(config: TrainConfig) -> int:
-    """Return the tokens of a micro-batch on one context rank."""
-    return config.micro_batch * (config.data.seq_length or 0) // config.parallel.context_parallel_size
 
 
 class TensorBytes(NamedTuple):
@@ -177,8 +172,5 @@ def recomputed(config: TrainConfig, layers: int) -> tuple[int, int]:
 
 def layers_of_ranks(config: TrainConfig) -> list[int]:
     """Return the number of layers of each pipeline rank."""
-
-    pp, p = config.parallel.pipeline_model_parallel_size, config.parallel
-    return [
-        sum(config.stages[s] for s in stages_of(p.pipeline_schedule, rank, pp, config.chunks)) for rank in range(pp)
-    ]
+    ranks = range(config.parallel.pipeline_model_parallel_size)
+    return [sum(config.stages[s] for s in stage_numbers(config, rank)) for rank in ranks]

@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 
-from meshwright.apps.plan.parameters import Shapes, bucket_of, data_parts, flat_size, shapes_of_rank
 from meshwright.apps.plan.tensors import Memory, Sized
 from meshwright.config.schema import Optimizer, TrainConfig
 from meshwright.model.counts import layer_shapes
@@ -29,6 +28,7 @@ from meshwright.optim.rule_table import (
 )
 from meshwright.parallel import shard
 from meshwright.parallel.shard import aligned
+from meshwright.training.parameters import Shapes, bucket_of, data_parts, flat_size, shapes_of_rank
 
 
 def update_events(config: TrainConfig, padded: int, pipeline_rank: int) -> Memory:

@@ -7,10 +7,10 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from meshwright.apps.plan.parameters import Shapes
 from meshwright.apps.plan.tensors import GATHERING, GRADIENTS, SUMMING, Memory, Sized
 from meshwright.parallel import shard
 from meshwright.parallel.shard import aligned
+from meshwright.training.parameters import Shapes
 
 REST = "rest"  # the unit outside of the layers
 LAST = "lm_head.weight", "ln_f.weight", "ln_emb.weight", "wpe.weight", "wte.weight"  # of its parameters, from the end

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from meshwright.apps.pages.runs import CERTIFICATE
-from meshwright.apps.plan.sizes import describe_layout
 from meshwright.apps.verify.compare import Comparison, Quantity, compare_with_one_process
 from meshwright.apps.verify.twin import make_twin
 from meshwright.base import device as devices
@@ -26,6 +25,7 @@ from meshwright.base.version import our_version
 from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
 from meshwright.runtime.ranks.connect import pick_backend
+from meshwright.training.sizes import describe_layout
 from meshwright.training.small_run import RankSetup
 
 Show = Callable[[Comparison, str], None]  # takes the summary too, one line

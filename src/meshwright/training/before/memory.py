@@ -1,10 +1,11 @@
 """`--micro-batch-size auto`: find the largest micro-batch that fits beside weights and optimizer.
 
 On a GPU the divisor of each rank's batch that the plan finds the largest to fit is tried first, and
-kept if it fits and no larger one would by its measured bytes. Otherwise the slope decides, since
-activation memory grows linearly with the micro-batch size: after trial passes with one and two
-samples, the divisors that should fit are tried, largest first. On a CPU, where running out of
-memory ends the process and torch keeps no peak, the bytes of the live tensors are counted instead.
+kept if it fits and no larger one would by its measured bytes. Otherwise, and without a plan, the
+slope decides, since activation memory grows linearly with the micro-batch size: after trial passes
+with one and two samples, the divisors that should fit are tried, largest first. On a CPU, where
+running out of memory ends the process and torch keeps no peak, the bytes of the live tensors are
+counted instead.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwright.apps.plan.memory import held_bytes, logits_bytes, state_bytes, step_bytes
-from meshwright.apps.plan.parameters import parameters_of_ranks
 from meshwright.base import device as devices
 from meshwright.base.errors import UserError
-from meshwright.config.fields import with_settings
 from meshwright.config.schema import TrainConfig
 from meshwright.data.loader import Batch
 from meshwright.model.gpt import GPT
 from meshwright.runtime.cuda_graphs import MEMORY_SHARE
 from meshwright.runtime.ranks.team import Team
+from meshwright.training.forecast import find_forecast
+from meshwright.training.parameters import parameters_of_ranks
+from meshwright.training.sizes import logits_bytes, state_bytes
 from meshwright.training.step import Network, forward_part, sum_terms
 
 
@@ -51,13 +52,6 @@ def require_memory(config: TrainConfig, padded: int, pipeline_rank: int, device:
             f"parameters with their optimizer, {logits / 2**30:,.1f} for the logits of {micro} x {seq} tokens), "
             f"but the device has {have / 2**30:,.1f} GiB; reduce the model, --micro-batch-size or --seq-length"
         )
-
-
-def planned_bytes(config: TrainConfig, padded: int, size: int) -> int:
-    """Return the most bytes that the plan expects during a micro-batch of `size` samples."""
-    config = with_settings(config, micro_batch_size=size)
-    held, passes = held_bytes(config, padded, 0, devices.NVIDIA), step_bytes(config, padded, 0)
-    return sum(held.values()) + sum(passes.values())
 
 
 def fit_micro_batch(
@@ -92,7 +86,8 @@ def fit_micro_batch(
     for part in net.parts:
         part.train()
     is_planned = net.device.type == devices.NVIDIA and isinstance(net.parts[0], GPT)
-    planned = functools.partial(planned_bytes, config, vocab[1]) if is_planned else None
+    forecast = find_forecast() if is_planned else None
+    planned = functools.partial(forecast.planned_bytes, config, vocab[1]) if forecast is not None else None
     scales = net.store.scales
     with contextlib.nullcontext() if scales is None else scales.trial():
         size, message = find_largest(attempt, sizes, net.device, preferred, planned)

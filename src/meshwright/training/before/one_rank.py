@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshwright.apps.plan.memory import memory_of_rank
-from meshwright.base.device_profiles import load_profile
 from meshwright.base.errors import UserError
 from meshwright.checkpoint import loading
 from meshwright.checkpoint.sources import Source, TensorBoxes
@@ -24,6 +22,7 @@ from meshwright.config.data_paths import prefixes
 from meshwright.config.fields import with_settings
 from meshwright.config.schema import TrainConfig
 from meshwright.parallel.layout import DIMENSIONS, Layout, connect, layout_of
+from meshwright.training.forecast import find_forecast
 from meshwright.training.network import Spec, build_network
 from meshwright.training.state.resume import open_options
 
@@ -49,13 +48,12 @@ def describe_rank(config: TrainConfig, vocab: int, padded: int) -> list[str]:
     finally:
         dist.destroy_process_group()
     took = f"{time.perf_counter() - began:.1f} s and {(peak_memory() - before) / 2**20:.0f} MiB of host memory"
-    kinds = memory_of_rank(config, padded, layout.at("pp"), load_profile("h200")).kinds
     return [
         f"rank {rank} of {world}: {describe_place(layout)}",
         *(f"  group {name}: {describe_ranks(ranks)}" for name, ranks in groups.items()),
         f"  parameters: {sum(parameters):,}",
         *(f"  reads {line}" for line in describe_files(config, named)),
-        f"  memory by the plan: {', '.join(f'{kind} {size / 2**30:,.2f} GiB' for kind, size in kinds.items() if size)}",
+        *describe_planned(config, padded, layout),
         f"  set up without its device in {took}",
     ]
 
@@ -64,6 +62,15 @@ def without_device(config: TrainConfig) -> TrainConfig:
     """Return the settings without what only a device can do: fp8, pinned and mapped memory."""
     maps_none = {"tp_overlap": "off", "data_parallel_sums": "collectives"}
     return with_settings(config, cpu_optimizer=False, remote_device="none", fp8_format=None, **maps_none)
+
+
+def describe_planned(config: TrainConfig, padded: int, layout: Layout) -> list[str]:
+    """Return a line about the memory of the rank, if there is a plan."""
+    if (forecast := find_forecast()) is None:
+        return []
+    kinds = forecast.memory_of_rank(config, padded, layout.at("pp"))
+    sizes = ", ".join(f"{kind} {size / 2**30:,.2f} GiB" for kind, size in kinds.items() if size)
+    return [f"  memory by the plan: {sizes}"]
 
 
 def describe_place(layout: Layout) -> str:

@@ -8,9 +8,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from meshwright.apps.plan.describe import predict_here, verdict_here
-from meshwright.apps.plan.parameters import parameters_of_ranks
-from meshwright.apps.plan.sizes import describe_lack, describe_layout, describe_memory, describe_place
 from meshwright.base import device as devices
 from meshwright.base.console import set_stream, show
 from meshwright.base.errors import DONE, USAGE, UserError
@@ -34,6 +31,9 @@ from meshwright.training.before.resolve import (
     run_folder_of,
     settle_length,
 )
+from meshwright.training.forecast import find_forecast
+from meshwright.training.parameters import parameters_of_ranks
+from meshwright.training.sizes import describe_lack, describe_layout, describe_memory, describe_place
 from meshwright.training.state.resume import check_loading, fresh_schedule, note_kept_model, note_texts
 
 
@@ -96,15 +96,16 @@ def dry_run(config: TrainConfig) -> int:
         show("\n".join(describe_rank(config, size, padded_for(config, size))))
     for problem in later:
         show(f"required before the run can start: {problem}")
-    plan = None if lack else predict_here(config, None, size)
-    if plan is not None:
-        show(verdict_here(plan))
+    forecast = None if lack else find_forecast()
+    verdict = None if forecast is None else forecast.verdict(config, size)
+    if verdict is not None:
+        show(verdict[1])
     world = find_world(os.environ, config.parallel.local_rank)
     ranks_here = world.local_size if world.size > 1 else config.world
     if missing := devices.missing_here(config.parallel.device, ranks_here):
         show(f"this machine cannot run it: {missing}")
     show("dry run: nothing was built or written")
-    does_fit = not lack and (plan is None or plan.fits)
+    does_fit = not lack and (verdict is None or verdict[0])
     # With --world-size, also of 1, a run is for other machines, unless its ranks were started.
     planned = config.parallel.world_size
     is_for_here = planned is None or planned == world.size > 1

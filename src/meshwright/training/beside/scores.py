@@ -18,8 +18,6 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.apps.evaluate import tasks
-from meshwright.apps.evaluate.tasks import Task
 from meshwright.base.console import remark, say
 from meshwright.base.errors import UserError
 from meshwright.base.files import make_anew
@@ -32,6 +30,7 @@ from meshwright.parallel.window_scores import WindowBatch, score_part
 from meshwright.runtime.ranks.team import Team
 from meshwright.training.log.metrics import Metrics
 from meshwright.training.step import Network
+from meshwright.training.tasks import Task, make_task
 
 # The share of a run's time that scores take at the default interval, if a forward pass is a third
 # of a step. Padding and the restart of a pipeline of steps cost more: it must stay below 2 %.
@@ -55,7 +54,7 @@ class Scores:
 
         def read_tasks() -> None:
             for name, path in eval_tasks(spec).items():
-                self.tasks.append(tasks.make_task(name, path, tokenizer, self.length, half))
+                self.tasks.append(make_task(name, path, tokenizer, self.length, half))
 
         team.run_on_all(read_tasks)
         self.interval = config.logging.eval_tasks_interval or self.default_interval()
@@ -86,7 +85,7 @@ class Scores:
         scorer, micro = functools.partial(score_on_all, self.net, self.vocab), self.config.micro_batch
         for task in self.tasks:
             began = time.perf_counter()
-            values = tasks.score_task(task, scorer, self.length, micro, self.is_fixed, should_stop)
+            values = task.score(scorer, self.length, micro, self.is_fixed, should_stop)
             if values is None:
                 return
             metrics.score(iteration, consumed, task, values, time.perf_counter() - began)
@@ -221,7 +220,7 @@ ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE
 # The process ends with its parent, and leaves the processors to it.
 BESIDE = """
 import os, sys
-from meshwright.ranks.orphans import LAUNCHER_PID
+from meshwright.runtime.ranks.orphans import LAUNCHER_PID
 from meshwright.__main__ import main
 os.nice(19)
 os.environ[LAUNCHER_PID] = sys.argv[1]

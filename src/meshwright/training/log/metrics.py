@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-from meshwright.apps.evaluate.tasks import Task
-from meshwright.apps.plan.compare import Measured
 from meshwright.base import device as devices
 from meshwright.base.console import is_quiet, remark, say, show
 from meshwright.base.errors import BAD_DATA, NON_FINITE, SIGINT, UNEXPECTED, UserError
@@ -30,11 +28,13 @@ from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
 from meshwright.runtime.ranks.team import Team
 from meshwright.runtime.ranks.world import find_world
+from meshwright.training.forecast import Comparison
 from meshwright.training.log.lines import FORMS, MEGATRON, Check, Interval, RunSizes, in_deepspeeds_form
 from meshwright.training.log.screen import LineScreen
 from meshwright.training.log.timers import Timers
-from meshwright.training.log.trackers import open_trackers, tags, validation_tags
-from meshwright.training.state.folder import LivePage
+from meshwright.training.log.trackers import RunToDraw, open_trackers, tags, validation_tags
+from meshwright.training.state.folder import LivePage, find_page
+from meshwright.training.tasks import Task
 
 # Dense half-precision peaks in FLOP/s by a part of the device's name, from the vendors' datasheets.
 PEAKS = {"B200": 2250e12, "RTX 4090": 165e12, "L40S": 362e12, "V100": 125e12}
@@ -83,7 +83,7 @@ class Metrics:
         self.trackers, self.bar = [], None
         if team.is_lead:
             settings = shown_in(flags.to_dict(config))
-            self.trackers = open_trackers(self.g, folder, settings, name, run.iteration + 1, run.consumed)
+            self.trackers = open_trackers(RunToDraw(self.g, folder, settings, name, run.iteration + 1, run.consumed))
             self.bar = _start_bar(run.steps) if self.g.progress and sys.stderr.isatty() and not is_quiet() else None
         self.since_line: list[dict[str, Any]] = []  # numbers of the steps since the last line
         self.seconds = 0.0  # that they took
@@ -93,8 +93,9 @@ class Metrics:
         self.recent = collections.deque[tuple[int, float]](maxlen=max(self.g.log_interval, run.steps // 50, 1))
         self.memory_is_printed = self.gpus_are_hidden = False
         self.form, self.head_is_printed = FORMS.get(self.g.log_format, MEGATRON), False
-        self.plan: Measured | None = None  # compared with the first steps on an accelerator
-        self.page = LivePage(folder) if folder is not None and not config.training.skip_train else None
+        self.comparison: Comparison | None = None  # of the plan with the first steps on an accelerator
+        is_drawn = not config.training.skip_train and find_page() is not None
+        self.page = LivePage(folder) if folder is not None and is_drawn else None
 
     def row(self, event: str, iteration: int, **values: Any) -> None:
         """Append one row immediately, so that a kill can truncate only the last line.
@@ -172,10 +173,10 @@ class Metrics:
                 self.since_print = (0, 0, 0.0)
         if iteration % self.g.log_interval == 0 or iteration == self.run.steps or not math.isfinite(loss):
             self._line(iteration, consumed, next_lr)
-        if self.plan is not None and self.plan.note(seconds):
-            for line in self.plan.compare(devices.memory_stats(self.device), devices.mapped_memory()):
+        if self.comparison is not None and self.comparison.note(seconds):
+            for line in self.comparison.compare(devices.memory_stats(self.device), devices.mapped_memory()):
                 remark(line)
-            self.plan = None
+            self.comparison = None
         if self.page is not None:
             self.page.update()
 

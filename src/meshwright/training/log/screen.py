@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.apps.plan.sizes import describe_layout, describe_memory
-from meshwright.base import console
+from meshwright.base import console, registry
 from meshwright.base.version import our_version
 from meshwright.config import data_paths
 from meshwright.config.schema import Logging, TrainConfig
 from meshwright.data import tokenizers
 from meshwright.training.log.lines import Check, Interval, RunSizes
+from meshwright.training.sizes import describe_layout, describe_memory
+from meshwright.training.state.folder import find_page
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -232,7 +233,7 @@ class LineScreen:
         assert self.run is not None
         rows = [("done" if is_done else "stopped", self.describe_end(reason, is_done, iteration))]
         rows += [*self.training_loss(*training), *self.results()]
-        if (folder := self.run.folder) is not None:
+        if (folder := self.run.folder) is not None and find_page() is not None:
             rows.append(("page", str(folder / "report.html")))
         out = self.form("", self.grid(rows))
         room = self.width - len(INDENT)
@@ -310,7 +311,7 @@ class NotebookScreen(LineScreen):
         losses += [f"{checks[-1].loss:.4f} in {title}" for title, checks in self.checks.items()]
         rows += [("loss", ", ".join(losses))] * bool(losses)
         folder = self.run.folder
-        rows.append(("folder", f"{folder} (log.txt, report.html)" if folder else "none: save=DIR keeps the model"))
+        rows.append(("folder", f"{folder} ({records()})" if folder else "none: save=DIR keeps the model"))
         return self.form(self.grid(rows))
 
 
@@ -342,8 +343,13 @@ def facts(run: Beginning) -> list[tuple[str, str]]:
         ("layout", describe_layout(c)),
         ("memory", f"{describe_memory(c, vocabulary.padded)} and activations"),
         ("rate", f"{o.lr:g} to {o.min_lr:g}, {o.lr_decay_style}{describe_warmup(c)}; {o.optimizer}"),
-        ("folder", f"{run.folder} (log.txt, report.html)" if run.folder else "none: nothing is kept without --save"),
+        ("folder", f"{run.folder} ({records()})" if run.folder else "none: nothing is kept without --save"),
     ]
+
+
+def records() -> str:
+    """Return the files of a run's folder that are for reading."""
+    return "log.txt, report.html" if find_page() is not None else "log.txt"
 
 
 def describe_start(run: Beginning) -> str:
@@ -368,7 +374,8 @@ def next_commands(run: Beginning, is_done: bool) -> list[list[str]]:
         out.append(["inspect", save])
     if folder is not None:
         out.append(["report", str(folder), "OTHER-RUN"])
-    return [["meshwright", *words] for words in out[:3]]
+    known = registry.entries("commands")
+    return [["meshwright", *words] for words in out[:3] if words[0] in known]
 
 
 def broken(words: list[str], room: int) -> list[str]:

@@ -1,5 +1,6 @@
-"""Log curves to TensorBoard, Weights & Biases and Trackio, under Megatron's names.
+"""Log curves to TensorBoard, Weights & Biases, Trackio and other packages' trackers.
 
+Curves have Megatron's names.
 metrics.jsonl is the source of truth, so a tracker that fails prints a line and is switched off.
 """
 
@@ -11,9 +12,11 @@ import json
 import sys
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.base import registry
 from meshwright.base.errors import UNAVAILABLE, UserError
 from meshwright.base.files import own_folder, read_small, replacing, require_unlinked
 from meshwright.config.schema import Logging
@@ -60,33 +63,60 @@ class Tracker:
             print(f"{self.name} failed and is now off; the run continues ({reason})", file=sys.stderr)
 
 
-def open_trackers(
-    logging: Logging, folder: Path | None, settings: dict[str, Any], name: str, first: int = 1, samples: int = 0
-) -> list[Tracker]:
-    """Open the trackers that the flags select.
+@dataclass(frozen=True)
+class RunToDraw:
+    """What a tracker is told when it is opened: its first point is step `first`."""
 
-    Their first point is step `first`, after `samples` samples.
+    logging: Logging
+    folder: Path | None
+    settings: dict[str, Any]
+    name: str
+    first: int = 1
+    samples: int = 0  # consumed before it
+
+
+def open_trackers(run: RunToDraw) -> list[Tracker]:
+    """Open the registered trackers that want this run.
+
+    Each entry of the registry is a function of a RunToDraw that returns a Tracker, or None if the
+    settings do not ask for it.
     """
-    require_packages(logging)
-    out: list[Tracker] = []
-    root = Path(logging.tensorboard_dir) if logging.tensorboard_dir else folder and folder / "tensorboard"
-    if logging.tensorboard and root:
-        if not logging.tensorboard_dir:
-            require_unlinked(root)
-        try:
-            out.append(TensorBoard(root, logging.tensorboard_queue_size, first, samples))
-            lines = (f"    {key}: {json.dumps(value, default=str)}" for key, value in settings.items())
-            out[-1].text("arguments", "\n".join(lines))
-        except UnicodeEncodeError:
-            print(f"note: TensorBoard writes no files into {root!r}, whose name is not UTF-8", file=sys.stderr)
-        except ImportError as e:
-            if logging.tensorboard_dir:
-                raise UserError(f"--tensorboard-dir: {e}", UNAVAILABLE) from None
-    if logging.wandb_project:
-        out.append(Wandb(logging, folder, settings, name, first))
-    if logging.trackio_project:
-        out.append(Trackio(logging.trackio_project, settings, name, first))
-    return out
+    require_packages(run.logging)
+    opened = [open_tracker(run) for open_tracker in registry.load("trackers").values()]
+    return [tracker for tracker in opened if tracker is not None]
+
+
+def open_tensorboard(run: RunToDraw) -> Tracker | None:
+    logging = run.logging
+    root = Path(logging.tensorboard_dir) if logging.tensorboard_dir else run.folder and run.folder / "tensorboard"
+    if not logging.tensorboard or not root:
+        return None
+    if not logging.tensorboard_dir:
+        require_unlinked(root)
+    try:
+        tracker = TensorBoard(root, logging.tensorboard_queue_size, run.first, run.samples)
+    except UnicodeEncodeError:
+        print(f"note: TensorBoard writes no files into {root!r}, whose name is not UTF-8", file=sys.stderr)
+        return None
+    except ImportError as e:
+        if logging.tensorboard_dir:
+            raise UserError(f"--tensorboard-dir: {e}", UNAVAILABLE) from None
+        return None
+    lines = (f"    {key}: {json.dumps(value, default=str)}" for key, value in run.settings.items())
+    tracker.text("arguments", "\n".join(lines))
+    return tracker
+
+
+def open_wandb(run: RunToDraw) -> Tracker | None:
+    if not run.logging.wandb_project:
+        return None
+    return Wandb(run.logging, run.folder, run.settings, run.name, run.first)
+
+
+def open_trackio(run: RunToDraw) -> Tracker | None:
+    if not run.logging.trackio_project:
+        return None
+    return Trackio(run.logging.trackio_project, run.settings, run.name, run.first)
 
 
 class TensorBoard(Tracker):

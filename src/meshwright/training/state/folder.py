@@ -9,9 +9,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from meshwright.apps.report.page import write_report as write_page_of
+from meshwright.base import registry
 from meshwright.base.console import remark
 from meshwright.base.errors import UserError
 from meshwright.base.files import replacing, require_unlinked
@@ -104,10 +105,21 @@ def goodput_of(folder: Path) -> Goodput | None:
         return None
 
 
+def find_page() -> Callable[[Path], object] | None:
+    """Return the function that draws the page of a run's folder, if this installation has it.
+
+    It is registered as `report` in the group `meshwright.parts`.
+    """
+    draw: Callable[[Path], object] | None = registry.find("parts", "report")
+    return draw
+
+
 def write_report(folder: Path) -> None:
-    """Write the report page; a failure is printed and does not fail the run."""
+    """Write the report page, if one is drawn; a failure is printed and does not fail the run."""
+    if (draw := find_page()) is None:
+        return
     try:
-        write_page_of(folder)
+        draw(folder)
     except Exception as e:
         reason = e.strerror if isinstance(e, OSError) and e.strerror else e
         print(f"note: no report.html: {reason}", file=sys.stderr)
@@ -116,8 +128,8 @@ def write_report(folder: Path) -> None:
 DRAW = """
 import os, pathlib, sys
 os.nice(19)
-from meshwright.report.page import write_report
-write_report(pathlib.Path(sys.argv[1]))
+from meshwright.training.state.folder import find_page
+find_page()(pathlib.Path(sys.argv[1]))
 """
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from meshwright.apps.plan import traffic
 from meshwright.base.device import NVIDIA
 from meshwright.config.schema import TrainConfig
 from meshwright.optim.rule_table import is_rounded
+from meshwright.training.parameters import data_parts
+from meshwright.training.sizes import rows
 
 HOST_BOUND = 2**34  # tokens x hidden size^2, see `reason_against`
 
@@ -19,7 +20,7 @@ def reason_against(config: TrainConfig, kind: str, is_custom: bool = False) -> s
     the bound is 2^34 tokens x hidden^2.
     """
     t, m, p, o = config.training, config.model, config.parallel, config.optimizer
-    sharded = p.zero_stage > 0 and traffic.groups(config)["data"].size > 1
+    sharded = data_parts(config) > 1
     sampled = m.attention_dropout > 0 and m.attention_impl != "reference"
     never = {
         "the device is not an NVIDIA GPU": kind != NVIDIA,
@@ -34,7 +35,7 @@ def reason_against(config: TrainConfig, kind: str, is_custom: bool = False) -> s
         "--timing-log-level times the parts of a step": config.logging.timing_log_level != "0",
         "what is recomputed seeds its attention dropout anew": sampled and t.recompute_granularity is not None,
     }
-    is_large = traffic.rows(config) * (m.hidden_size or 0) ** 2 > HOST_BOUND
+    is_large = rows(config) * (m.hidden_size or 0) ** 2 > HOST_BOUND
     unasked = {
         "a custom model or loss may need the host": is_custom,
         "ZeRO 1 gathers new weights between the steps": sharded and is_large,

@@ -30,11 +30,16 @@ def cut_shape(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
     return tuple(out)
 
 
+def stage_numbers(config: TrainConfig, pipeline_rank: int) -> list[int]:
+    """Return the numbers of a pipeline rank's stages."""
+    p = config.parallel
+    return stages_of(p.pipeline_schedule, pipeline_rank, p.pipeline_model_parallel_size, config.chunks)
+
+
 def shapes_of_rank(config: TrainConfig, padded: int, pipeline_rank: int) -> list[tuple[Shapes, int]]:
     """Return the units of communication of a rank, and how many are like each."""
     m, p = config.model, config.parallel
-    tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
-    own = stages_of(p.pipeline_schedule, pipeline_rank, pp, config.chunks)
+    tp, own = p.tensor_model_parallel_size, stage_numbers(config, pipeline_rank)
     first, last = 0 in own, len(config.stages) - 1 in own
     outside = counts.outer_shapes(m, padded, m.max_position_embeddings or config.data.seq_length or 0)
     tied = not m.untie_embeddings_and_output_weights

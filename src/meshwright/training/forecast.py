@@ -1,0 +1,57 @@
+"""What the plan adds to a training: forecasts of the memory and the time that it will take.
+
+The plan is registered as `plan` in the group `meshwright.parts`. A run does without it: it refuses
+what cannot fit by the sizes of sizes.py alone, and measures where the plan would have predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from meshwright.base import registry
+from meshwright.config.schema import TrainConfig
+
+
+class Comparison(Protocol):
+    """The first steps of a run beside what was predicted of them."""
+
+    def note(self, seconds: float) -> bool:
+        """Add a step; return whether there are enough to compare them."""
+
+    def compare(self, stats: Mapping[str, int], mapped: int = 0) -> list[str]:
+        """Return lines about the time and memory of rank 0, and never raise.
+
+        `stats` are torch's, `mapped` the bytes that other ranks map, which these leave out.
+        """
+
+
+class Forecast(Protocol):
+    """The methods that a run calls; None of each says that it knows nothing of such a device.
+
+    `padded` is the padded size of the vocabulary.
+    """
+
+    def verdict(self, config: TrainConfig, vocabulary: int) -> tuple[bool, str] | None:
+        """Return whether a run fits this machine's devices, and a line about it."""
+
+    def why_too_large(self, config: TrainConfig, device: str | None) -> str | None:
+        """Return why a run cannot fit a device, by default this machine's accelerator."""
+
+    def memory_of_rank(self, config: TrainConfig, padded: int, pipeline_rank: int) -> dict[str, int]:
+        """Return the bytes of a pipeline rank at the peak of a step, by kind."""
+
+    def planned_bytes(self, config: TrainConfig, padded: int, size: int) -> int:
+        """Return the most bytes of tensors during a micro-batch of `size` samples."""
+
+    def compare_steps(self, config: TrainConfig, vocabulary: int, product: str) -> Comparison | None:
+        """Return a comparison with the first steps on a device, by its product's name."""
+
+    def describe_long_step(self, flops: float) -> str | None:
+        """Return a sentence about a step that takes minutes on this machine's CPU cores."""
+
+
+def find_forecast() -> Forecast | None:
+    """Return the plan, if it is part of this installation."""
+    plan = registry.find("parts", "plan")
+    return plan() if plan is not None else None

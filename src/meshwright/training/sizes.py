@@ -1,0 +1,161 @@
+"""What the ranks of a run hold throughout, in bytes by its settings and in words. No torch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+
+from meshwright.base import device
+from meshwright.base.device import NVIDIA
+from meshwright.config.schema import TrainConfig
+from meshwright.model.counts import layer_matrices
+from meshwright.optim.rule_table import STATE, Rule, is_rounded, treatment_of
+from meshwright.optim.rule_table import state_bytes as bytes_of_moment
+from meshwright.parallel.shard import aligned
+from meshwright.training.parameters import (
+    WIDTHS,
+    Shapes,
+    data_parts,
+    flat_total,
+    shapes_of_layer,
+    shapes_of_rank,
+    stage_numbers,
+)
+
+BLOCK = 128  # elements of an entry in the tables of AdamW
+
+
+def rows(config: TrainConfig) -> int:
+    """Return the tokens of a micro-batch on one context rank."""
+    return config.micro_batch * (config.data.seq_length or 0) // config.parallel.context_parallel_size
+
+
+def held_bytes(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) -> dict[str, int]:
+    """Return the bytes of weights, gradients and optimizer state that a device holds."""
+    p, low, parts = config.parallel, WIDTHS[config.precision.dtype], data_parts(config)
+    units = shapes_of_rank(config, padded, pipeline_rank)
+    full, n = max(low, 4), flat_total(units, parts)
+    by_rule = elements_by_rule(config, units)
+    share = n // parts
+    is_gathered = p.zero_stage == 3 and parts > 1
+    is_separate = low != full or p.offloads or parts > 1
+    keeps_all = p.zero_stage < 2 or parts == 1
+    keeps_share = parts > 1 and not (is_gathered and p.offloads)
+    moments = moments_of(by_rule, parts) * bytes_of_moment(config.optimizer, full)
+    is_averaged = config.optimizer.ema > 0
+    optimizer = 0 if p.offloads else moments + full * share * (is_separate + is_averaged)
+    has_kernel = kind == NVIDIA and full == 4 and not p.offloads and not is_gathered
+    if has_kernel and by_rule["adamw"]:  # tables of blocks: updated, counted
+        optimizer += 8 * (by_rule["adamw"] // parts + share) // BLOCK
+        if is_rounded(config.optimizer):  # the place of each block
+            optimizer += 4 * by_rule["adamw"] // parts // BLOCK
+    weights = n * low + 2 * fp8_parameters(config, pipeline_rank)
+    weights *= not is_gathered  # for a pass only
+    return {"weights": weights, "gradients": full * (n * keeps_all + share * keeps_share), "optimizer": optimizer}
+
+
+def host_bytes(config: TrainConfig, padded: int, pipeline_rank: int) -> int:
+    """Return the bytes of optimizer state and gradients that a rank offloads to the host."""
+    p, low, parts = config.parallel, WIDTHS[config.precision.dtype], data_parts(config)
+    if not p.offloads:
+        return 0
+    units = shapes_of_rank(config, padded, pipeline_rank)
+    full, share = max(low, 4), flat_total(units, parts) // parts
+    leaving = 0 if p.zero_stage == 3 and parts > 1 else low * share  # new weights, copied to the device
+    moments = moments_of(elements_by_rule(config, units), parts) * bytes_of_moment(config.optimizer, full)
+    kept = 2 + (config.optimizer.ema > 0)  # masters, gradients, and the average of --ema
+    return full * kept * share + moments + leaving
+
+
+def elements_by_rule(config: TrainConfig, units: list[tuple[Shapes, int]]) -> Counter[Rule]:
+    """Return the elements that each rule updates, before ZeRO cuts them."""
+    by_rule = Counter[Rule]()
+    for unit, number in units:
+        for name, shape in unit.items():
+            rule = treatment_of(config.optimizer, config.model, name, len(shape)).rule
+            by_rule[rule] += aligned(math.prod(shape)) * number
+    return by_rule
+
+
+def moments_of(by_rule: Counter[Rule], parts: int) -> int:
+    """Return the elements of the optimizer's state beside masters."""
+    return sum(len(STATE[rule]) * count for rule, count in by_rule.items()) // parts
+
+
+def state_bytes(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) -> int:
+    """Return the bytes that a rank holds at least; on a CPU with what it offloads."""
+    held = held_bytes(config, padded, pipeline_rank, kind)
+    return sum(held.values()) + (host_bytes(config, padded, pipeline_rank) if kind == "cpu" else 0)
+
+
+def logits_bytes(config: TrainConfig, padded: int, pipeline_rank: int) -> int:
+    """Return the bytes of the logits of one micro-batch; if they are capped, before and after."""
+    if len(config.stages) - 1 not in stage_numbers(config, pipeline_rank):
+        return 0
+    tp, copies = config.parallel.tensor_model_parallel_size, 2 if config.model.final_logit_softcapping else 1
+    return rows(config) * padded // tp * WIDTHS[config.precision.dtype] * copies
+
+
+def fp8_parameters(config: TrainConfig, pipeline_rank: int) -> int:
+    """Return the parameters of which a rank keeps casts in fp8, as they are and transposed."""
+    m, p = config.model, config.parallel
+    shapes = shapes_of_layer(m, p.tensor_model_parallel_size)
+    begins = [*itertools.accumulate(config.stages, initial=0)]
+    layers = [i for s in stage_numbers(config, pipeline_rank) for i in range(begins[s], begins[s + 1])]
+    each = sum(math.prod(shapes[f"{name}.weight"]) for name in layer_matrices(m))
+    return each * sum(config.precision.multiplies_fp8(i, m.num_layers or 0) for i in layers)
+
+
+# In words, for a start and its checks
+
+
+def describe_layout(config: TrainConfig) -> str:
+    """Return how many ranks there are, and what they divide."""
+    p = config.parallel
+    sizes = {"context": p.context_parallel_size, "tensor": p.tensor_model_parallel_size}
+    sizes |= {"pipeline": p.pipeline_model_parallel_size}
+    ranks = "".join(f" x {k} {name}" for name, k in sizes.items() if k > 1)
+    return f"{config.world} ranks = {config.dp} data{ranks}" if config.world > 1 else "1 rank"
+
+
+def describe_memory(config: TrainConfig, padded: int) -> str:
+    """Return the memory of the rank with the most weights, gradients and optimizer state."""
+    kind = "cpu" if config.parallel.device == "cpu" else NVIDIA
+    ranks = range(config.parallel.pipeline_model_parallel_size)
+    on_device = [sum(held_bytes(config, padded, rank, kind).values()) for rank in ranks]
+    on_host = max(host_bytes(config, padded, rank) for rank in ranks)
+    beside = f" and {_bytes(on_host)} in host memory" if on_host else ""
+    return f"{_bytes(max(on_device))}{describe_place(on_device) if config.world > 1 else ''}{beside}"
+
+
+def describe_lack(config: TrainConfig, padded: int) -> str:
+    """Return why the run cannot fit this device; nothing if it may, or if that is unknown."""
+    have, on_cpu = device.memory_without_torch(config.parallel.device)
+    needed = max(
+        state_bytes(config, padded, rank, "cpu" if on_cpu else NVIDIA) + logits_bytes(config, padded, rank)
+        for rank in range(config.parallel.pipeline_model_parallel_size)
+    )
+    if not have or needed <= have:
+        return ""
+    return (
+        f"it does not fit this device ({have / 2**30:,.1f} GiB), where the run would be refused; on another machine it "
+        f"needs at least {needed / 2**30:,.1f} GiB"
+    )
+
+
+def describe_place(each: list[int]) -> str:
+    """Return which pipeline rank has the most, given parameters or bytes of each."""
+    return f" on pipeline rank {each.index(max(each))}" if len(each) > 1 else " on each rank"
+
+
+def _bytes(x: float) -> str:
+    return f"{x / 2**30:,.2f} GiB" if x >= 2**30 else f"{x / 2**20:,.1f} MiB"
+
+
+def smaller_sizes(config: TrainConfig) -> str:
+    """Return the flags that make a run need less memory."""
+    t = config.training
+    recompute = "" if t.recompute_granularity == "full" else ", or --recompute-granularity full"
+    micro = f"a smaller --micro-batch-size (now {t.micro_batch_size or config.micro_batch})"
+    return f"{micro} or --seq-length (now {config.data.seq_length}){recompute}"
