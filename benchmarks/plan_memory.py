@@ -17,8 +17,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from meshwright.apps.plan.devices import load_profile
 from meshwright.apps.plan.memory import memory_of_ranks
+from meshwright.base.device_profiles import load_profile
 from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
 from meshwright.model import counts

@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from meshwright.apps.plan.devices import DeviceProfile, load_profile
 from meshwright.apps.plan.memory import memory_of_ranks
 from meshwright.apps.plan.timing import StepTime, step_time
+from meshwright.base.device_profiles import DeviceProfile, load_profile
 from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
 from meshwright.model.counts import flops_per_token

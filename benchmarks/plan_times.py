@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.apps.bench import rows
-from meshwright.apps.plan.devices import load_profile
 from meshwright.apps.plan.timing import StepTime, step_time
+from meshwright.base.device_profiles import load_profile
 from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
 from meshwright.model.counts import padded_size

@@ -545,7 +545,7 @@ PANELS = {
 def draw(record: Path) -> None:
     from matplotlib.figure import Figure
 
-    from meshwright.apps.report import plot
+    from meshwright.apps.pages import plot
 
     rows = [json.loads(line) for line in (record / "costs-files.jsonl").read_text().splitlines()]
     figure = Figure(figsize=(9, 4.5), layout="constrained")

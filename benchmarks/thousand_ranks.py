@@ -324,7 +324,7 @@ def read_rows(record: Path) -> list[dict[str, Any]]:
 def draw(record: Path) -> None:
     from matplotlib.figure import Figure
 
-    from meshwright.apps.report import plot
+    from meshwright.apps.pages import plot
 
     rows = read_rows(record)
     figure = Figure(figsize=(9, 5), layout="constrained")

@@ -249,7 +249,7 @@ def time_lines(runs: Any, curves: dict[str, list[float]], base: str, width: int)
 
 def draw(path: Path, curves: dict[str, list[float]], width: int) -> None:
     """Write a picture of the smoothed curves."""
-    from meshwright.apps.report.plot import new_axes, svg_of
+    from meshwright.apps.pages.plot import new_axes, svg_of
 
     figure, axes = new_axes((7, 4))
     for kind, curve in curves.items():

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.apps.pages import plot
+from meshwright.apps.pages.html import write_page
 from meshwright.apps.plan.timeline import simulate
 from meshwright.apps.plan.traffic import bytes_sent
-from meshwright.apps.report import plot
-from meshwright.apps.report.html import write_page
 from meshwright.config import schema as config
 from meshwright.config.presets import PRESETS
 from meshwright.parallel.layout import Layout

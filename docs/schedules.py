@@ -9,8 +9,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from meshwright.apps.report import plot
-from meshwright.apps.report.html import write_page
+from meshwright.apps.pages import plot
+from meshwright.apps.pages.html import write_page
 from meshwright.config.schema import Optimizer, Precision, TrainConfig, Training
 from meshwright.optim.loss_scale import LossScale
 from meshwright.optim.schedule import build_schedule

@@ -17,15 +17,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from meshwright.apps.verify import small_run
 from meshwright.apps.verify.compare import relative
 from meshwright.apps.verify.compare import rows_of as rows_of
-from meshwright.apps.verify.small_run import Connected, RankSetup
 from meshwright.apps.verify.twin import alone as alone
 from meshwright.base import console
 from meshwright.config import checks, flags, notices
 from meshwright.config.schema import TrainConfig
 from meshwright.runtime.ranks.team import Team
+from meshwright.training import small_run
+from meshwright.training.small_run import Connected, RankSetup
 from on_ranks import make_team, run_ranks
 
 TIMEOUT = datetime.timedelta(minutes=2)  # so that a deadlock fails and shows where

@@ -16,7 +16,7 @@ import pytest
 
 from documents import ROOT
 from meshwright.__main__ import COMMANDS, main
-from meshwright.cli.data import VERBS
+from meshwright.cli.data import verbs
 from meshwright.compat.flags.megatron_flags import NO_EFFECT, REFUSED
 from meshwright.config import flags
 
@@ -67,7 +67,7 @@ def known_flags(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         raise Stop
 
     monkeypatch.setattr(flags, "parse_settings", collect)
-    for words in [*([c] for c in COMMANDS if c != "data"), *(["data", verb] for verb in VERBS)]:
+    for words in [*([c] for c in COMMANDS if c != "data"), *(["data", verb] for verb in verbs())]:
         if words[0] not in ONLY_PRINT:
             with pytest.raises(Stop):
                 main(words)
@@ -108,7 +108,7 @@ def test_flags_and_commands_in_prose_exist(page: Path, monkeypatch: pytest.Monke
         words = span.split()
         if words[0] == "meshwright" and words[1].islower() and words[1].isascii():
             assert words[1] in COMMANDS, span
-            assert words[1] != "data" or not words[2:] or words[2] in VERBS or words[2] == "VERB", span
+            assert words[1] != "data" or not words[2:] or words[2] in verbs() or words[2] == "VERB", span
         for flag in re.findall(r"(?<!\S)--[a-zA-Z][\w-]*(?![\w.-])", span):  # not `--valid-...`
             assert flag in known or flag.replace("--no-", "--", 1) in known, f"{flag} in `{span}`"
 

@@ -227,7 +227,7 @@ USE_NPU = """
 import torch
 from torch.profiler import ProfilerActivity
 from meshwright import device as devices
-from meshwright.errors import USAGE, UserError
+from meshwright.base.errors import USAGE, UserError
 npu = devices.open_device("npu", 1)
 import torch_npu
 assert npu == devices.open_device("auto", 1) == devices.open_device("npu:1") == torch.device("npu", 1)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from meshwright.apps.verify import twin
 from meshwright.base.errors import UserError
 from meshwright.config import check_values, completion, flags, help
 from meshwright.config.fields import (
@@ -23,6 +22,7 @@ from meshwright.config.fields import (
     placeholder,
     spelling,
     text_kind,
+    twin_settings,
 )
 from meshwright.config.pages import PAGES
 from meshwright.config.schema import TrainConfig
@@ -76,7 +76,7 @@ def test_a_new_setting_is_copied_by_the_twin() -> None:
         new: int = flag(1, "copied")
         other: int = flag(2, "left out", proof="")
 
-    assert twin.copied(Step(new=7)) == {"new": 7} and twin.copied(Later()) == {}
+    assert twin_settings(Step(new=7)) == {"new": 7} and twin_settings(Later()) == {}
 
 
 @pytest.mark.parametrize(

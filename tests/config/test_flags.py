@@ -18,7 +18,7 @@ from helpers import TINY_FLAGS
 from meshwright.__main__ import COMMANDS, main
 from meshwright.base.errors import BAD_DATA, USAGE, UserError
 from meshwright.cli.convert import ConvertConfig
-from meshwright.cli.data import VERBS, MergeConfig
+from meshwright.cli.data import MergeConfig, verbs
 from meshwright.compat.flags import megatron_flags as foreign_flags
 from meshwright.config import check_model, fields, flags, schema
 from meshwright.config.schema import GenerateConfig, TrainConfig
@@ -592,7 +592,7 @@ assert not heavy, heavy
 
 
 YARDSTICK = "import argparse, concurrent.futures, inspect, logging, tomllib, unittest.mock; print('0' * 200)"
-STARTS = [["--help"], *([name, "--help"] for name in COMMANDS), *(["data", verb, "--help"] for verb in VERBS)]
+STARTS = [["--help"], *([name, "--help"] for name in COMMANDS), *(["data", verb, "--help"] for verb in verbs())]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 
 from meshwright.__main__ import COMMANDS, GROUPS, main, usage
 from meshwright.base.errors import UserError
-from meshwright.cli.data import VERBS
+from meshwright.cli.data import verbs
 from meshwright.compat.flags.megatron_flags import NO_EFFECT
 from meshwright.config import fields, help
 from meshwright.config.fields import spelling
@@ -23,7 +23,7 @@ from meshwright.config.pages import PAGES, SHORT
 from meshwright.config.schema import TrainConfig
 
 ROOT = Path(__file__).parents[2]
-PAGED = [name for name in COMMANDS if name not in ("data", "help")] + [f"data {verb}" for verb in VERBS]
+PAGED = [name for name in COMMANDS if name not in ("data", "help")] + [f"data {verb}" for verb in verbs()]
 TRAIN = help.Command(TrainConfig, "meshwright train")
 
 

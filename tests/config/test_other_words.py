@@ -13,12 +13,12 @@ import meshwright
 from helpers import TINY_FLAGS
 from meshwright.__main__ import COMMANDS, _as_typed, main
 from meshwright.apps.bench.command import BenchConfig
+from meshwright.apps.datasets.commands import DedupConfig
 from meshwright.apps.evaluate.command import EvaluateConfig
 from meshwright.base import hints
 from meshwright.base.errors import UserError
 from meshwright.base.files import read_table
 from meshwright.cli.convert import ConvertConfig
-from meshwright.cli.data import DedupConfig
 from meshwright.cli.train_tokenizer import TrainTokenizerConfig
 from meshwright.config import flags
 from meshwright.config.presets import PRESETS

@@ -24,12 +24,12 @@ from corpora import run_data, write_pair
 
 from helpers import tokens_of
 from meshwright.__main__ import main
-from meshwright.apps.datasets import fetch
-from meshwright.apps.datasets import forecast as ahead
-from meshwright.apps.datasets.statistics import describe_lengths, document_lengths, summary, token_counts
+from meshwright.apps.datasets import fetch, forecast
 from meshwright.base.errors import UserError
+from meshwright.data import ahead
 from meshwright.data.files import merge, verify
 from meshwright.data.files.indexed import HEADER, Indexed
+from meshwright.data.statistics import describe_lengths, document_lengths, summary, token_counts
 
 ROOT = Path(__file__).parents[2]
 EOD = 256
@@ -143,7 +143,7 @@ def test_small_blocks_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     lengths = Counter(sum(map(len, d)) for d in documents)
     monkeypatch.setattr("meshwright.base.files.BLOCK", 6)  # bytes, three tokens
     monkeypatch.setattr("meshwright.data.files.indexed.BLOCK", 3)
-    monkeypatch.setattr("meshwright.apps.datasets.statistics.SHORT", 20)
+    monkeypatch.setattr("meshwright.data.statistics.SHORT", 20)
     assert check(prefix) == whole and not whole.problems
     counted = document_lengths(Indexed(prefix))
     assert dict(zip(*map(np.ndarray.tolist, counted), strict=True)) == dict(lengths)
@@ -186,7 +186,7 @@ def test_counts_lengths_and_frequent_tokens(tmp_path: Path) -> None:
 
 def test_quantiles_are_lengths_that_occur(monkeypatch: pytest.MonkeyPatch) -> None:
     shares = (0, 0.25, 0.26, 0.75, 0.76, 1)
-    monkeypatch.setattr("meshwright.apps.datasets.statistics.QUANTILES", shares)
+    monkeypatch.setattr("meshwright.data.statistics.QUANTILES", shares)
     facts = describe_lengths(np.array([3, 7, 90]), np.array([1, 2, 1]))
     assert facts["quantiles"] == dict(zip(map(str, shares), [3, 3, 7, 7, 90, 90], strict=True))
     assert facts["histogram"] == [(2, 3, 1), (4, 7, 2), (8, 15, 0), (16, 31, 0), (32, 63, 0), (64, 127, 1)]
@@ -380,7 +380,7 @@ def test_indices_that_stayed_in_memory_are_reported(tmp_path: Path, monkeypatch:
 
 @pytest.mark.flag("planning.json")
 def test_plan_counts_what_the_training_reads(tmp_path: Path) -> None:
-    from meshwright.cli.data import PlanConfig
+    from meshwright.apps.datasets.commands import PlanConfig
     from meshwright.config import flags
     from meshwright.data.blend import Blend
     from meshwright.data.datasets import build_datasets
@@ -452,7 +452,7 @@ def test_plan_of_more_samples_than_are_counted(tmp_path: Path, monkeypatch: pyte
     a, b = two_pairs(tmp_path)
     argv = ["--data-path", "5", a, "1", b, *TRAIN, "--json"]
     exact = json.loads(run_data("plan", *argv)[1])["sets"][0]["sources"]
-    monkeypatch.setattr(ahead, "EXACT", 10)
+    monkeypatch.setattr(forecast, "EXACT", 10)
     told = json.loads(run_data("plan", *argv)[1])["sets"][0]
     assert told["counted"].startswith("from the shares")
     assert all(abs(a["samples"] - b["samples"]) <= 1 for a, b in zip(exact, told["sources"], strict=True))
@@ -619,8 +619,8 @@ def test_only_line_feeds_end_a_line(tmp_path: Path) -> None:
 def test_lines_too_long_for_memory_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each_line: bool
 ) -> None:
-    for module in ("tools.merge_json", "prepare.records"):
-        monkeypatch.setattr(f"meshwright.data.{module}.LONGEST", 10)
+    for module in ("apps.datasets.merge_json", "data.text.records"):
+        monkeypatch.setattr(f"meshwright.{module}.LONGEST", 10)
     monkeypatch.setattr("meshwright.apps.datasets.merge_json.PIECE", 4)
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_bytes(b"one\n" + b"x" * 11 + b"\n0123456789\ntwo")

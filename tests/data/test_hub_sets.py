@@ -79,9 +79,9 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 SCRIPT = """
 import json, sys
-from meshwright.data.prepare.cutting import read_texts
-from meshwright.errors import UserError
-from meshwright.settings.text_inputs import TextInputs
+from meshwright.data.text.cutting import read_texts
+from meshwright.base.errors import UserError
+from meshwright.config.text_inputs import TextInputs
 
 def texts_of(address):
     try:

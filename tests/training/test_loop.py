@@ -18,9 +18,9 @@ import pytest
 
 from helpers import TINY_FLAGS, flip_bit, open_step, read_rows, write_counting
 from meshwright.__main__ import main
-from meshwright.apps.plan.devices import DeviceProfile
 from meshwright.apps.plan.part import Forecast
 from meshwright.base import device
+from meshwright.base.device_profiles import DeviceProfile
 from meshwright.base.runs import history as report
 from meshwright.checkpoint import manifests, native, publish, steps
 from meshwright.config import schema

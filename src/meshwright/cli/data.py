@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from meshwright.base import registry
 from meshwright.base.console import notice
 from meshwright.base.errors import DONE, USAGE, UserError, bad_data
 from meshwright.base.hints import did_you_mean, near_prefix
@@ -106,20 +107,6 @@ class IndexConfig(TrainConfig):
 
 
 @dataclass(frozen=True)
-class Planning:
-    """Format of the forecast."""
-
-    json: bool = flag(False, "print one line of JSON instead of a table", docs="data")
-
-
-@dataclass(frozen=True)
-class PlanConfig(IndexConfig):
-    """Settings of `meshwright data plan`."""
-
-    planning: Planning = Planning()
-
-
-@dataclass(frozen=True)
 class Merging:
     """Token files to merge into one pair."""
 
@@ -149,102 +136,42 @@ class MergeConfig:
 
 
 @dataclass(frozen=True)
-class Fetching:
-    """Files to download."""
+class Verb:
+    """What `meshwright data` does under one name of the registry's group data_commands."""
 
-    names: list[str] = flag(
-        [], "names of known files, or addresses; without any, list the known files", "--name", value="NAME"
-    )
-    output: str = flag(".", "folder to download to", value="PATH", docs="tutorial")
-    sha256: str | None = flag(None, "expected SHA-256 of the file, if there is only one", value="FORM", docs="data")
-
-
-@dataclass(frozen=True)
-class FetchConfig:
-    """Settings of `meshwright data fetch`."""
-
-    fetching: Fetching = Fetching()
-
-    def problems(self) -> list[str]:
-        f = self.fetching
-        if not f.sha256 or len(f.names) == 1:
-            return []
-        return [f"--sha256 is for one file, but {len(f.names)} are named; fetch them one at a time"]
+    config: type[Any]  # its settings
+    about: str  # a line of the help
+    work: Callable[[Any, bool], None]  # takes the settings, and whether only to say what it would do
+    positional: str | None = None  # the setting that words without a flag give
 
 
-@dataclass(frozen=True)
-@group(docs="data")
-class LooseText:
-    """Files of text or JSON lines to merge into one file of JSON lines."""
-
-    json_path: str = flag(".", "folder of *.json, *.jsonl and *.txt files", "--json_path", "--data_path", value="PATH")
-    output_file: str = flag("merged_output.json", "output file", "--output_file", value="FILE")
-    overwrite: bool = flag(False, "replace an output file with another content", docs="")
-    each_line: bool = flag(False, "treat each line of a .txt file as a document, not the whole file")
-
-
-@dataclass(frozen=True)
-class LooseTextConfig:
-    """Settings of `meshwright data merge-json`."""
-
-    loose_text: LooseText = LooseText()
-
-
-@dataclass(frozen=True)
-class Deduplication:
-    """Files of JSON lines from which near-duplicates are left out."""
-
-    inputs: list[str] = flag(
-        [], "files of JSON lines; of similar documents the first one is kept", "--input", value="FILE"
-    )
-    output_file: str | None = flag(None, "file of JSON lines for what is kept", value="FILE", docs="data")
-    removed_file: str | None = flag(
-        None, "file that says of each removed document which one it resembles", value="FILE"
-    )
-    json_key: str = flag("text", "key of the text in each line", "--json-keys", value="NAME")
-    threshold: float = flag(0.7, "Jaccard index, 0 to 1, from which documents are similar", bound=">0")
-    shingle: int = flag(5, "characters of the pieces that are compared", "--char-ngram", bound=">0")
-    num_seeds: int = flag(100, "hashes in the signature of a document", "--num_seeds", bound=">0")
-    num_bands: int = flag(20, "bands of these hashes; more find more pairs", "--num_bands", bound=">0")
-    seed: int = flag(1234, "random seed of the hashes, below 2^31", bound=">=0")
-    overwrite: bool = flag(False, "replace an output file with another content")
-
-
-@dataclass(frozen=True)
-class DedupConfig:
-    """Settings of `meshwright data dedup`."""
-
-    deduplication: Deduplication = Deduplication()
-
-    def problems(self) -> list[str]:
-        d = self.deduplication
-        out = [] if d.inputs else ["files of JSON lines are needed: meshwright data dedup A.jsonl B.jsonl ..."]
-        if not d.output_file:
-            out.append("--output-file is needed: where to write what is kept")
-        if d.threshold > 1:
-            out.append(f"--threshold {d.threshold:g} is above 1; give a share from 0 to 1")
-        if d.num_bands > 0 and d.num_seeds % d.num_bands:
-            out.append(f"--num-seeds {d.num_seeds} is not a multiple of --num-bands {d.num_bands}; change one of them")
-        return out
+def verbs() -> dict[str, Verb]:
+    """Return the verbs of this installation; other packages' come last."""
+    return registry.load("data_commands")
 
 
 def main(argv: list[str]) -> int:
     if argv[:1] == ["help"] and argv[1:]:  # help VERB [TOPIC]
         argv = [argv[1], "--help", *argv[2:]]
     name = argv[0] if argv else ""
-    lines = [f"  {verb:<12} {about}" for verb, (_, about, _, _) in VERBS.items()]
-    usage = "\n".join(["usage: meshwright data VERB [flags]", "", *lines, "", USAGE_END])
     if name in ("", "help", *WORDS):
-        print(usage)
+        print(usage())
         return DONE if name else USAGE
-    if name not in VERBS:
-        print(f"meshwright data: no verb {name!r}{did_you_mean(name, VERBS)}\n{usage}", file=sys.stderr)
+    verb: Verb | None = registry.find("data_commands", name)
+    if verb is None:
+        hint = did_you_mean(name, registry.entries("data_commands"))
+        print(f"meshwright data: no verb {name!r}{hint}\n{usage()}", file=sys.stderr)
         return USAGE
-    settings, about, positional, work = VERBS[name]
-    parsed = command.settings(settings, argv[1:], f"data {name}", f"{about[0].upper()}{about[1:]}.", positional)
+    about = f"{verb.about[0].upper()}{verb.about[1:]}."
+    parsed = command.settings(verb.config, argv[1:], f"data {name}", about, verb.positional)
     if parsed is not None:
-        work(parsed.config, parsed.dry_run)
+        verb.work(parsed.config, parsed.dry_run)
     return DONE
+
+
+def usage() -> str:
+    lines = [f"  {name:<12} {verb.about}" for name, verb in verbs().items()]
+    return "\n".join(["usage: meshwright data VERB [flags]", "", *lines, "", USAGE_END])
 
 
 def strip_endings(words: list[str], must_exist: bool = True) -> list[str]:
@@ -290,11 +217,11 @@ def inspect(config: InspectConfig, dry: bool) -> None:
     if dry:
         print(f"would read {prefix or 'the data of the training'}")
         return
-    from meshwright.apps.datasets import statistics
+    from meshwright.data import statistics
     from meshwright.data.files.indexed import Indexed
 
     if i.sample is not None:
-        from meshwright.apps.datasets.forecast import show_sample
+        from meshwright.data.ahead import show_sample
 
         show_sample(read, tokenizer, i.sample, i.sample_set or "train", i.json)
         return
@@ -321,17 +248,10 @@ def with_prefix(config: InspectConfig, prefix: str | None) -> InspectConfig:
 
 
 def index(config: IndexConfig, dry: bool) -> None:
-    from meshwright.apps.datasets import forecast
-    from meshwright.data import tokenizers
+    from meshwright.data import ahead, tokenizers
 
     tokenizer = tokenizers.resolve_for_data(config.tokenizer, tokenizers.find_of_data(data_paths.prefixes(config.data)))
-    forecast.build_index(config, tokenizer.size if tokenizer else config.tokenizer.vocab_size, dry)
-
-
-def plan(config: PlanConfig, dry: bool) -> None:
-    from meshwright.apps.datasets import forecast
-
-    forecast.print_plan(config, config.planning.json)
+    ahead.build_index(config, tokenizer.size if tokenizer else config.tokenizer.vocab_size, dry)
 
 
 def merge_command(config: MergeConfig, dry: bool) -> None:
@@ -358,58 +278,7 @@ def merge_command(config: MergeConfig, dry: bool) -> None:
     print(f"{head}: {counts} ({made.dtype.name}), {clock.speed(size)}")
 
 
-def merge_json(config: LooseTextConfig, dry: bool) -> None:
-    from meshwright.apps.datasets.merge_json import READ_BY, merge_json_files
-
-    t = config.loose_text
-    if dry:
-        print(f"would merge the files of {t.json_path} into {t.output_file}")
-        return
-    merged = merge_json_files(t.json_path, t.output_file, t.each_line, t.overwrite)
-    if merged.is_unchanged:
-        print(f"{t.output_file} is already there, unchanged: {merged.documents:,} documents")
-        return
-    print(f"Merged file {t.output_file}: {merged.documents:,} documents of {merged.files:,} files{merged.skipped}")
-    if merged.passed:
-        notice(merged.passed.line(READ_BY))
-
-
-def dedup(config: DedupConfig, dry: bool) -> None:
-    from meshwright.apps.datasets import dedup as work
-
-    d = config.deduplication
-    assert d.output_file
-    if dry:
-        print(f"would read {', '.join(d.inputs)} and write {d.output_file}")
-        return
-    rule = work.Similarity(d.json_key, d.threshold, d.shingle, d.num_seeds, d.num_bands, d.seed)
-    out = work.deduplicate(d.inputs, d.output_file, rule, d.removed_file, d.overwrite)
-    same = sum(index == 1 for _, index in out.removed.values())
-    removed = (
-        f"removed {same:,} with the same pieces as an earlier document and {len(out.removed) - same:,} similar ones"
-    )
-    print(f"{d.output_file}: kept {out.documents - len(out.removed):,} of {out.documents:,} documents; {removed}")
-    if out.bad:
-        notice(f"left out {out.bad}")
-    if out.is_unchanged:
-        print(f"{d.output_file} was already there, unchanged")
-
-
-def fetch(config: FetchConfig, dry: bool) -> None:
-    from meshwright.apps.datasets.fetch import fetch_files
-
-    f = config.fetching
-    fetch_files(f.names, Path(f.output), f.sha256, dry)
-
-
-# Name: settings, help, the setting that words without a flag give, function.
-VERBS: dict[str, tuple[type[Any], str, str | None, Callable[[Any, bool], None]]] = {
-    "verify": (VerifyConfig, "check token files completely and list everything that is wrong", "prefixes", check_files),
-    "inspect": (InspectConfig, "counts, lengths, frequent tokens; one document or training sample", "prefix", inspect),
-    "index": (IndexConfig, "build a training's sample indices ahead of it: give all of its flags", None, index),
-    "plan": (PlanConfig, "which source gives how many samples and epochs: give the training's flags", None, plan),
-    "merge": (MergeConfig, "join pairs of token files, in the order given", "datasets", merge_command),
-    "merge-json": (LooseTextConfig, "join files of JSON lines or text into one of JSON lines", None, merge_json),
-    "dedup": (DedupConfig, "leave near-duplicates out of files of JSON lines", "inputs", dedup),
-    "fetch": (FetchConfig, "download known files or any http(s) address, resumed and checked", "names", fetch),
-}
+VERIFY = Verb(VerifyConfig, "check token files completely and list everything that is wrong", check_files, "prefixes")
+INSPECT = Verb(InspectConfig, "counts, lengths, frequent tokens; one document or training sample", inspect, "prefix")
+INDEX = Verb(IndexConfig, "build a training's sample indices ahead of it: give all of its flags", index)
+MERGE = Verb(MergeConfig, "join pairs of token files, in the order given", merge_command, "datasets")

@@ -18,7 +18,7 @@ from meshwright.config.presets import PRESETS
 
 KINDS = {"DIR": "dirs", "FILE": "files", "PATH": "files", "PREFIX": "prefixes"}
 # What completes a word without a flag; else folders do.
-BARE = {"COMMAND": " ".join(LAUNCHED), "PREFIX": "prefixes", "DATASET": "prefixes", "NAME": "any", "TEXT": "files"}
+BARE = {"PREFIX": "prefixes", "DATASET": "prefixes", "NAME": "any", "TEXT": "files"}
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,24 @@ def command_texts() -> dict[str, str]:
 
 
 def verb_texts() -> dict[str, str]:
-    return {name: row[1] for name, row in pkgutil.resolve_name("meshwright.cli.data:VERBS").items()}
+    return {name: verb.about for name, verb in pkgutil.resolve_name("meshwright.cli.data:verbs")().items()}
+
+
+def launched() -> list[str]:
+    """Return the commands of this installation that `launch` starts."""
+    return [name for name in LAUNCHED if name in command_texts()]
 
 
 def words_of_commands() -> list[Words]:
-    out = []
+    out, known = [], command_texts()
+    bare_words = BARE | {"COMMAND": " ".join(launched())}
     for name, page in PAGES.items():
+        if name.split()[0] not in known:
+            continue
         found = entries(Command(pkgutil.resolve_name(page.config), f"meshwright {name}", "", page.positional))
         flags = {e.flag: e for e in found if e.group != "arguments" and not _is_hidden(e)}
         bare = next((e for e in found if e.group == "arguments"), None)
-        kind = (" ".join(bare.choices) or BARE.get(bare.flag, "dirs")) if bare else ""
+        kind = (" ".join(bare.choices) or bare_words.get(bare.flag, "dirs")) if bare else ""
         kind = " ".join(PRESETS) if name == "presets" else kind
         out.append(Words(name, list(flags.values()), kind))
     return out
@@ -83,7 +91,7 @@ def _bash() -> str:
             "            esac",
             "            ;;",
         ]
-    names = {"COMMANDS": " ".join(command_texts()), "VERBS": " ".join(verb_texts()), "LAUNCHED": " | ".join(LAUNCHED)}
+    names = {"COMMANDS": " ".join(command_texts()), "VERBS": " ".join(verb_texts()), "LAUNCHED": " | ".join(launched())}
     return _filled("bash", CASES="\n".join(cases), **names)
 
 

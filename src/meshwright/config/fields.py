@@ -122,6 +122,12 @@ def with_settings(config: T, /, **values: Any) -> T:
     return typing.cast(T, dataclasses.replace(typing.cast(Any, config), **changed)) if changed else config
 
 
+def twin_settings(group: Any) -> dict[str, Any]:
+    """Return the settings of a group that a small twin of a run takes over, as their flags say."""
+    shared = [f.name for f in dataclasses.fields(group) if "twin" in f.metadata["proof"]]
+    return {name: getattr(group, name) for name in shared}
+
+
 @cached
 def config_fields(cls: type) -> Mapping[str, tuple[str, dataclasses.Field[Any], Any]]:
     """Return field name -> (group name, field, type) of a configuration class."""

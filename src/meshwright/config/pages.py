@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from meshwright.base import registry
 from meshwright.base.files import read_table
 
 # Commands that `launch` starts as several ranks.
@@ -23,4 +24,12 @@ class Page:
 
 _TABLES = read_table("config/pages.toml")
 SHORT: dict[str, str] = _TABLES.pop("short")  # field: its line among the common flags
-PAGES = {name: Page(**page | {"examples": tuple(page.get("examples", ()))}) for name, page in _TABLES.items()}
+
+
+def known_pages() -> dict[str, Page]:
+    """Return the pages of the commands whose configuration is part of this installation."""
+    known = {name: page for name, page in _TABLES.items() if registry.is_there(page["config"])}
+    return {name: Page(**page | {"examples": tuple(page.get("examples", ()))}) for name, page in known.items()}
+
+
+PAGES = known_pages()

@@ -17,8 +17,8 @@ from pages import Page
 from helpers import TINY_FLAGS
 from meshwright.__main__ import main
 from meshwright.apps.plan import describe
-from meshwright.apps.plan.devices import load_profile, product_speed, profile_of, this_cpu
 from meshwright.apps.plan.prediction import Machine, find_machine
+from meshwright.base.device_profiles import load_profile, product_speed, profile_of, this_cpu
 from meshwright.base.errors import USAGE, UserError
 from meshwright.config import checks, flags
 from meshwright.config.schema import TrainConfig
@@ -241,7 +241,7 @@ def test_a_dry_run_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[st
 
 
 def test_the_plan_of_this_cpu_is_by_its_measured_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.apps.plan.devices.product_speed", lambda: 80e9)
+    monkeypatch.setattr("meshwright.base.device_profiles.product_speed", lambda: 80e9)
     monkeypatch.setattr("meshwright.base.host.cores", lambda: 3)
     load_profile.cache_clear()
     this_cpu.cache_clear()
@@ -258,5 +258,5 @@ def test_the_speed_of_a_core_is_that_of_the_fastest_product(monkeypatch: pytest.
     for seconds in (9e-6, 4e-6, 2e-2, 6e-6, 1.0):
         ticks += [ticks[-1], ticks[-1] + seconds]
     times = iter([*ticks, ticks[-1]])
-    monkeypatch.setattr("meshwright.apps.plan.devices.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("meshwright.base.device_profiles.time.perf_counter", lambda: next(times))
     assert product_speed() == pytest.approx(524_288 / 4e-6)

@@ -6,8 +6,8 @@ import pytest
 from plans import LARGE, STILL, planned
 
 from meshwright.apps.plan import saving, timeline, timing
-from meshwright.apps.plan.devices import load_profile
 from meshwright.apps.plan.timing import step_time
+from meshwright.base.device_profiles import load_profile
 from meshwright.model import counts
 from meshwright.parallel import pipeline, pipeline_schedule
 from meshwright.training import graph_rule, network

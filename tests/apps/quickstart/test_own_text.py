@@ -5,6 +5,8 @@ import itertools
 import json
 import random
 import shlex
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +18,8 @@ from meshwright.apps.quickstart.collect import InputDocuments
 from meshwright.apps.quickstart.folder import TourProgress, describe_changes
 from meshwright.apps.quickstart.plan import Size
 from meshwright.base import device as devices
-from meshwright.base.errors import BAD_DATA, IO, LOCKED, USAGE, UserError
+from meshwright.base import registry
+from meshwright.base.errors import BAD_DATA, IO, LOCKED, UNAVAILABLE, USAGE, UserError
 from meshwright.checkpoint import owner
 from meshwright.config.text_inputs import TextInputs
 
@@ -312,6 +315,26 @@ def test_the_plan_compares_sizes(tmp_path):
     none = functools.partial(own_text.expected_speed, made, 1024, profile, 0.0)
     assert [none(size) > 0 for size in grown] == [True] + [False] * 5
     assert plan.trial_size(10**9, True, none, 1e6) == grown[0]
+
+
+@pytest.mark.parametrize("place, part", [("apps.plan.prediction:", "apps/plan"), ("apps.evaluate.", "apps/evaluate")])
+def test_an_app_that_is_missing_is_named_before_the_work(text, tmp_path, monkeypatch, capsys, place, part):
+    is_there = registry.is_there
+    monkeypatch.setattr(registry, "is_there", lambda name: place not in name and is_there(name))
+    assert quickstart_of(text) == UNAVAILABLE
+    error = capsys.readouterr().err
+    assert f"this installation is without {part}, which" in error and "install the whole of meshwright" in error
+    assert not (tmp_path / "my notes-model").exists()
+
+
+def test_another_package_may_predict(tmp_path, monkeypatch):
+    made = tour.Tour(tmp_path, "log", "cpu")
+    said = SimpleNamespace(need=10, tokens_per_second=7.0)
+    monkeypatch.setattr(registry, "_ours", lambda: {})
+    monkeypatch.setattr(registry, "_others", lambda: {"apps": {"predict": "stranger:predict"}})
+    monkeypatch.setitem(sys.modules, "stranger", SimpleNamespace(predict=lambda config, profile, vocabulary: said))
+    expected = functools.partial(own_text.expected_speed, made, 1024, own_text.load_profile("h100"))
+    assert expected(11.0, plan.SIZES[-1]) == 7.0 and expected(9.0, plan.SIZES[-1]) == 0.0
 
 
 def test_what_is_passed_over_is_said(tmp_path, capsys):

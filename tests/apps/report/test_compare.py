@@ -12,7 +12,7 @@ from pages import step_row as step
 
 from helpers import TINY_FLAGS
 from meshwright.__main__ import main
-from meshwright.apps.report.compare import COLOURS, style_of
+from meshwright.apps.pages.styles import COLOURS, style_of
 
 pytestmark = pytest.mark.pictures
 

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+from meshwright.apps.pages import protocol
+from meshwright.apps.pages.guard import Limits
 from meshwright.apps.serve.app import TextServer
 from meshwright.apps.serve.openai import ServedModel
 from meshwright.apps.serve.scheduler import Scheduler
-from meshwright.apps.web import protocol
-from meshwright.apps.web.guard import Limits
 from meshwright.base.errors import UserError
 from meshwright.data import tokenizers
 from meshwright.generation.requests import Event, Request

@@ -17,9 +17,9 @@ from types import SimpleNamespace
 import pytest
 from sites import Repeating, Site, read_all, site, wait_until
 
+from meshwright.apps.pages import guard, protocol
+from meshwright.apps.pages.guard import Limits
 from meshwright.apps.serve.scheduler import QueueFull, Scheduler
-from meshwright.apps.web import guard, protocol
-from meshwright.apps.web.guard import Limits
 from meshwright.data.tokenizers import Bytes
 from meshwright.data.vocabularies import explain_failures
 

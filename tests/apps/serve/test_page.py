@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sites import Site, Template, site, wait_until
 
-from meshwright.apps.web.guard import Limits
+from meshwright.apps.pages.guard import Limits
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
 

@@ -11,12 +11,14 @@ import pytest
 
 from fuzz.bugs import BUGS
 from layouts import parse
-from meshwright.apps.report.page import CERTIFICATE, show_certificate
-from meshwright.apps.verify import certificate, small_run
+from meshwright.apps.pages.runs import CERTIFICATE
+from meshwright.apps.report.page import show_certificate
+from meshwright.apps.verify import certificate
 from meshwright.apps.verify.compare import Quantity, compare_with_one_process
-from meshwright.apps.verify.small_run import RankSetup
 from meshwright.base.errors import UNEQUAL, UserError
 from meshwright.parallel import shard
+from meshwright.training import small_run
+from meshwright.training.small_run import RankSetup
 from on_ranks import make_team, run_ranks
 
 TP = "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --num-layers 2 --bf16 --qk-layernorm"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshwright.__main__ import main
-from meshwright.apps.report.page import CERTIFICATE
+from meshwright.apps.pages.runs import CERTIFICATE
 from meshwright.apps.verify import command as verify_layout
 from meshwright.apps.verify import compare
 from meshwright.apps.verify.twin import make_twin

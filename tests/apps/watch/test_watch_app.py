@@ -166,8 +166,8 @@ def test_flags(tmp_path, capsys):
 
 def test_without_the_extra(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    for name in ("watch.app", "web.protocol"):
-        monkeypatch.delitem(sys.modules, f"meshwright.{name}", raising=False)
+    for name in ("watch.app", "pages.protocol"):
+        monkeypatch.delitem(sys.modules, f"meshwright.apps.{name}", raising=False)
     assert main(["watch", str(tmp_path)]) == UNAVAILABLE
     assert "watch needs uvicorn: install it with pip install 'meshwright[serve]'" in capsys.readouterr().err
 

@@ -67,10 +67,10 @@ def trained(steps: int = 3) -> tuple[ToyGPT, torch.optim.Optimizer]:
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ToyGPT, torch.optim.Optimizer]:
     """Register the page's format, and write a checkpoint of it into tmp_path."""
     reader, record = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.S | re.M)
-    module = types.ModuleType(f"{registry.__package__}.foreign.toygpt")
+    module = types.ModuleType("toygpt")
     exec(compile(reader, str(PAGE), "exec"), module.__dict__)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(registry.FORMATS, "ToyGPT", eval(record, {"Format": registry.Format}))
+    monkeypatch.setitem(registry.formats(), "ToyGPT", eval(record, {"Format": registry.Format}))
     model, adam = trained()
     args = {"heads": HEADS, "vocab": VOCAB, "batch": 2}
     tree = {"model": model.state_dict(), "optimizer": adam.state_dict(), "step": 3, "args": args}

@@ -28,7 +28,7 @@ time.sleep(100)
 """
 RANK = """
 import os, sys, time
-from meshwright.ranks.orphans import die_with_launcher
+from meshwright.runtime.ranks.orphans import die_with_launcher
 die_with_launcher()
 os.write(1, f"{os.getpid()}\\n".encode())
 time.sleep(100)

@@ -23,11 +23,21 @@ import torch
 from torch import Tensor
 
 from meshwright.apps.bench import links
-from meshwright.apps.plan.devices import SECONDS, DeviceProfile, LinkSpeed, load_profile, profile_of
-from meshwright.apps.plan.timing import BLOCK, BLOCK_STARTS, PASSES_BACKWARD, PASSES_FORWARD, PRODUCTS
 from meshwright.base import device as devices
 from meshwright.base import host
 from meshwright.base.console import show
+from meshwright.base.device_profiles import (
+    ATTENTION_ROWS,
+    ATTENTION_STARTS,
+    PASSES_BACKWARD,
+    PASSES_FORWARD,
+    PRODUCTS,
+    SECONDS,
+    DeviceProfile,
+    LinkSpeed,
+    load_profile,
+    profile_of,
+)
 from meshwright.config.schema import Model
 from meshwright.kernels.activation import activate
 from meshwright.kernels.fp8 import multiply
@@ -172,7 +182,7 @@ def attention(device: torch.device, sizes: Sizes, peak: float, streamed: float) 
     dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
     samples, heads = (4, 16) if device.type != "cpu" else (1, 4)
     out: dict[str, float] = {}
-    blocks = sizes.tokens / BLOCK
+    blocks = sizes.tokens / ATTENTION_ROWS
     for width in (64, 128):
         shape = samples, sizes.tokens, heads, width
         q, k, v = (torch.randn(shape, device=device, dtype=dtype).requires_grad_() for _ in range(3))
@@ -184,7 +194,7 @@ def attention(device: torch.device, sizes: Sizes, peak: float, streamed: float) 
         def both(q: Tensor = q, k: Tensor = k, v: Tensor = v, grad: Tensor = grad) -> object:
             return torch.autograd.grad(fused(q, k, v, None, None, 0.0), (q, k, v), grad)
 
-        flops = 4.0 * samples * heads * width * sizes.tokens**2 * (blocks + 1 + BLOCK_STARTS) / (2 * blocks)
+        flops = 4.0 * samples * heads * width * sizes.tokens**2 * (blocks + 1 + ATTENTION_STARTS) / (2 * blocks)
         first = seconds_of(forward, device)
         # The plan counts seven of backward's passes over the heads apart.
         passes = 7 * q.numel() * q.element_size() / streamed

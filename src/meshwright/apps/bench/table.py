@@ -80,7 +80,7 @@ def draw_bars(results: Iterable[Result], title: str, path: Path) -> None:
     """Draw the tokens/s of each row as bars, with its peers' beside it."""
     from matplotlib.figure import Figure
 
-    from meshwright.apps.report.plot import INK, LINE, POINT
+    from meshwright.apps.pages.plot import INK, LINE, POINT
 
     bars: list[tuple[str, float, str]] = []
     for r in results:

@@ -80,8 +80,8 @@ def draw_results(results: Sequence[Result], path: str) -> None:
     """Draw each task's headline over the steps, a line for each folder."""
     from matplotlib.figure import Figure
 
-    from meshwright.apps.report import plot
-    from meshwright.apps.report.compare import style_of
+    from meshwright.apps.pages import plot
+    from meshwright.apps.pages.styles import style_of
 
     tasks = by_task(results)
     figure = Figure(figsize=(5.2 * len(tasks), 3.6), layout="constrained")

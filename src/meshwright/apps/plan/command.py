@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from meshwright.apps.pages.html import write_page
 from meshwright.apps.plan import describe
 from meshwright.apps.plan.goodput import ExpectedGoodput, Interruptions, expect, losses_of
 from meshwright.apps.plan.prediction import Machine, Prediction, find_machine
 from meshwright.apps.plan.search import Found, Freedom, Search
-from meshwright.apps.report.html import write_page
 from meshwright.base import host
 from meshwright.base.errors import DONE, USAGE, UserError
 from meshwright.base.files import replacing

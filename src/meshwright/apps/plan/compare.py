@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from meshwright.apps.plan.devices import profile_of
 from meshwright.apps.plan.prediction import Machine, Prediction
+from meshwright.base.device_profiles import profile_of
 from meshwright.base.errors import UserError, first_line
 from meshwright.config.schema import TrainConfig
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from meshwright.apps.plan.compare import Measured, plan_of_run
 from meshwright.apps.plan.describe import predict_here, verdict, verdict_here
-from meshwright.apps.plan.devices import load_profile, this_cpu
 from meshwright.apps.plan.memory import memory_of_rank, step_bytes
 from meshwright.base import host
 from meshwright.base.device import NVIDIA
+from meshwright.base.device_profiles import load_profile, this_cpu
 from meshwright.config.fields import with_settings
 from meshwright.config.schema import TrainConfig
 from meshwright.training import forecast

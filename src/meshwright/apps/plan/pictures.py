@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshwright.apps.pages import plot
+from meshwright.apps.pages.html import document, escape, write_page
 from meshwright.apps.plan.goodput import ExpectedGoodput, Interruptions
 from meshwright.apps.plan.prediction import Prediction
 from meshwright.apps.plan.timeline import Timeline, simulate
-from meshwright.apps.report import plot
-from meshwright.apps.report.html import document, escape, write_page
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

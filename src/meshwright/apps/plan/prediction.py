@@ -6,12 +6,12 @@ import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 
-from meshwright.apps.plan.devices import DeviceProfile, Links, load_profile, profile_names, profile_of, this_cpu
 from meshwright.apps.plan.memory import RankMemory, memory_of_ranks
 from meshwright.apps.plan.saving import SaveTime, save_time
 from meshwright.apps.plan.timeline import StageTimes
 from meshwright.apps.plan.timing import StepTime, stage_times, step_time
 from meshwright.base.device import ask_nvidia_smi
+from meshwright.base.device_profiles import DeviceProfile, Links, load_profile, profile_names, profile_of, this_cpu
 from meshwright.base.errors import UserError
 from meshwright.config.schema import TrainConfig
 from meshwright.model.counts import padded_size
@@ -57,6 +57,10 @@ class Prediction:
     def save(self) -> SaveTime:
         return save_time(self.config, self.padded, self.machine.profile)
 
+    @property
+    def tokens_per_second(self) -> float:
+        return self.time.tokens_per_second
+
     @cached_property
     def fullest(self) -> int:
         """The pipeline rank whose tensors need the most memory."""
@@ -75,6 +79,11 @@ class Prediction:
     @property
     def fits(self) -> bool:
         return self.left >= 0
+
+
+def predict(config: TrainConfig, profile: DeviceProfile, vocabulary: int) -> Prediction:
+    """Return what a run will need on a machine of such devices: what other apps ask of the plan."""
+    return Prediction(config, Machine(profile, profile.links), vocabulary)
 
 
 def find_machine(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.apps.plan import traffic
-from meshwright.apps.plan.devices import DeviceProfile
+from meshwright.base.device_profiles import DeviceProfile
 from meshwright.config.schema import TrainConfig
 from meshwright.optim.rule_table import state_bytes
 from meshwright.training.parameters import parameters_of_ranks

@@ -15,7 +15,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshwright.apps.plan import timeline, traffic
-from meshwright.apps.plan.devices import DeviceProfile, Links, LinkSpeed
+from meshwright.base.device_profiles import (
+    ATTENTION_ROWS,
+    ATTENTION_STARTS,
+    PASSES_BACKWARD,
+    PASSES_FORWARD,
+    PRODUCTS,
+    DeviceProfile,
+    Links,
+    LinkSpeed,
+)
 from meshwright.config.schema import Model, Optimizer, TrainConfig
 from meshwright.model import counts
 from meshwright.model.kind import BlockKind, block_kind
@@ -25,10 +34,6 @@ from meshwright.training import graph_rule
 from meshwright.training.parameters import parameters_of_ranks
 from meshwright.training.sizes import rows
 
-BLOCK = 128  # rows of a block of the attention kernel, which computes blocks on the diagonal in full
-BLOCK_STARTS = 3  # blocks of keys that the begin and the end of a block of rows cost
-# Kernels of a layer: products in each direction, and others besides attention.
-PRODUCTS, PASSES_FORWARD, PASSES_BACKWARD = 4, 3, 11
 # What a layer's communication takes of the host, in launches of kernels: a collective of tensor
 # ranks, plain and overlapped; context ranks, and a unit of ZeRO 3, in each direction. From steps
 # without CUDA graphs on two H100: benchmarks/records/2026-11-28-four-gpus.
@@ -180,8 +185,8 @@ class StepTerms:
     def attention(self, windowed: bool) -> tuple[float, float]:
         """Return the seconds of a layer's attention forward and backward, of a rank's heads."""
         m, reached = self.m, self.profile.reached
-        blocks = max(1.0, (m.window + 1 if windowed else self.seq) / BLOCK)
-        starts = BLOCK_STARTS / (blocks + 1)  # in blocks of the others
+        blocks = max(1.0, (m.window + 1 if windowed else self.seq) / ATTENTION_ROWS)
+        starts = ATTENTION_STARTS / (blocks + 1)  # in blocks of the others
         share = (blocks + 1) / blocks / (1 if windowed else 2)
         width = 64 if m.head_dim <= 64 else -(-m.head_dim // 128) * 128
         flops = counts.attention_flops(m, self.seq, windowed) * share * width / m.head_dim * self.rows / self.tp

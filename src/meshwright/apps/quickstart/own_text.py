@@ -8,12 +8,11 @@ import math
 import shlex
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from meshwright.apps.plan.devices import DeviceProfile, load_profile, profile_of
-from meshwright.apps.plan.prediction import Machine, Prediction
 from meshwright.apps.quickstart import plan as plans
 from meshwright.apps.quickstart.collect import CollectedText, InputDocuments, collect
 from meshwright.apps.quickstart.folder import TourProgress, require_no_model
@@ -21,6 +20,9 @@ from meshwright.apps.quickstart.plan import MeasuredSpeed, Size, TrainingPlan
 from meshwright.apps.quickstart.shell import LoggedInterval, step
 from meshwright.apps.quickstart.tour import Tour, prompt_from
 from meshwright.base import device as devices
+from meshwright.base import registry
+from meshwright.base.device_profiles import DeviceProfile, load_profile, profile_of
+from meshwright.base.errors import UNAVAILABLE, UserError
 from meshwright.base.runs.rows import read_rows
 from meshwright.config.flags import parse_settings
 from meshwright.config.schema import TrainConfig
@@ -204,6 +206,36 @@ def find_profile(device: str) -> tuple[DeviceProfile, float]:
     return profile_of(devices.device_name(opened)) or load_profile("a100-80"), devices.free_memory(opened)
 
 
+class Prediction(Protocol):
+    """What the plan says of a run, computed when asked."""
+
+    @property
+    def need(self) -> int:
+        """Bytes of the fullest rank's process."""
+
+    @property
+    def tokens_per_second(self) -> float: ...
+
+
+def predictor() -> Callable[[TrainConfig, DeviceProfile, int], Prediction]:
+    """Return what predicts a run, with a vocabulary, on a device; `plan` registers it."""
+    found: Callable[[TrainConfig, DeviceProfile, int], Prediction] | None = registry.find("apps", "predict")
+    if found is None:
+        raise lacking("apps/plan, which predicts how fast a model of each size trains here")
+    return found
+
+
+def require_parts() -> None:
+    """Refuse to begin what could not be finished, because an app is not installed."""
+    predictor()
+    if registry.find("commands", "evaluate") is None:
+        raise lacking("apps/evaluate, which scores the model")
+
+
+def lacking(part: str) -> UserError:
+    return UserError(f"this installation is without {part}; install the whole of meshwright", UNAVAILABLE)
+
+
 def expected_speed(tour: Tour, vocab: int, profile: DeviceProfile, room: float, size: Size) -> float:
     """Return the tokens per second that the plan expects of a size, 0 if there is no room.
 
@@ -211,10 +243,10 @@ def expected_speed(tour: Tour, vocab: int, profile: DeviceProfile, room: float, 
     """
     _, *words = tour.training(size, 0, USUAL_STEPS, *speed_flags(profile.kind != "cpu", 0))
     config = parse_settings(TrainConfig, words, "train", check=False).config
-    prediction = Prediction(config, Machine(profile, profile.links), vocab)
+    prediction = predictor()(config, profile, vocab)
     if size.hidden > plans.SIZES[0].hidden and math.isfinite(room) and prediction.need > room:
         return 0.0
-    return prediction.time.tokens_per_second
+    return prediction.tokens_per_second
 
 
 def choose_precision(

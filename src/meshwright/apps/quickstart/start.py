@@ -14,6 +14,7 @@ from meshwright.apps.quickstart.own_text import (
     already_done,
     is_accelerated,
     make_model,
+    require_parts,
     require_same_text,
     train_longer,
 )
@@ -48,6 +49,7 @@ def open_texts(texts: TextInputs, minutes: float, device: str) -> InputDocuments
 
 def start_tour(request: TourRequest, documents: InputDocuments, deadline: Deadline, argv: list[str]) -> int:
     """Make the model, or the rest of an unfinished one; return 130 after Ctrl-C."""
+    require_parts()
     folder, name = request.folder, request.name
     mark = f".meshwright-{name}"  # marks a folder as a tour's, and holds its progress
     progress = folders.TourProgress(folder / mark, request.settings)

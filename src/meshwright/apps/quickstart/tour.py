@@ -123,7 +123,7 @@ def compare_with_trigram(ours: float, train: Path, held_out: Path, parts: int | 
 
     Both are of as many parts of the held-out text, None for all.
     """
-    from meshwright.apps.evaluate.trigram import trigram_bits_per_byte
+    from meshwright.apps.quickstart.trigram import trigram_bits_per_byte
 
     def encoded(path: Path) -> Iterator[bytes]:
         return (text.encode() for text in read_texts(TextInputs(input=[str(path)])))

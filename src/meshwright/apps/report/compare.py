@@ -10,12 +10,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from meshwright.apps.report import plot
-from meshwright.apps.report.html import document, escape, html_table, write_page
+from meshwright.apps.pages import plot
+from meshwright.apps.pages.html import document, escape, html_table, write_page
+from meshwright.apps.pages.runs import differing
+from meshwright.apps.pages.styles import style_of
 from meshwright.apps.report.page import columns, explain_validations
 from meshwright.base.errors import BAD_DATA, DONE, UNEXPECTED, USAGE, UserError
 from meshwright.base.progress import duration
@@ -23,35 +25,6 @@ from meshwright.base.records import align_columns, json_ready
 from meshwright.base.runs.goodput import read_goodput
 from meshwright.base.runs.history import History, flat_settings, read_history, read_settings, wall_time
 from meshwright.base.storage.addresses import shown
-from meshwright.config import flags
-
-# Colours with a contrast of at least 3 to a white and to a dark page.
-COLOURS = (plot.LINE, plot.POINT, "#2f9e62", "#c9405f", "#8f63d2", "#8a7a2e", "#1597a5", "#d060b0")
-# Lines, and markers of validations, each with its sign in the legend.
-RUN_LINES: tuple[tuple[Any, str], ...] = (
-    ("-", "━━━"),
-    ((0, (4, 1.5)), "━ ━"),
-    ((0, (5, 1.5, 1, 1.5)), "━ ·"),
-    ((0, (1, 1.5)), "· · ·"),
-)
-MARKERS = (("o", "●"), ("D", "◆"), ("s", "■"), ("^", "▲"), ("v", "▼"), ("P", "✚"), ("X", "✖"), ("*", "★"))
-
-
-class Style(NamedTuple):
-    """Colour, line and marker of a run. Colour is never the only difference."""
-
-    colour: str
-    line: Any
-    sign: str
-    marker: str
-    marker_sign: str
-
-
-def style_of(number: int) -> Style:
-    """Return the style of a run; the first 32 are all different."""
-    again = number // len(COLOURS)
-    line, marker = RUN_LINES[(number + again) % len(RUN_LINES)], MARKERS[number % len(MARKERS)]
-    return Style(COLOURS[number % len(COLOURS)], *line, *marker)
 
 
 @dataclass(frozen=True)
@@ -155,13 +128,6 @@ def figures(r: ComparedRun) -> dict[str, Any]:
     out |= {"tokens_per_second": speed, "seconds": wall_time(r.history.attempts)[1]}
     out["scores"] = {name: scores[max(scores)] for name, scores in r.history.scores.items() if scores}
     return out | {"goodput": goodput.share if goodput else None}
-
-
-def differing(settings: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Return the settings that differ, paths last: those differ almost always and rarely matter."""
-    names = flags.differing(settings)
-    names.sort(key=lambda n: n in ("save", "load") or n.endswith(("_path", "_dir", "_file")))
-    return {n: [s.get(n) for s in settings] for n in names}
 
 
 # The settings that decide which tokens a validation reads.

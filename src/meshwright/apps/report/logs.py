@@ -20,7 +20,7 @@ from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.apps.report.compare import COLOURS
+from meshwright.apps.pages.styles import COLOURS
 from meshwright.base.errors import BAD_DATA, DONE, USAGE, UserError, bad_data
 from meshwright.base.files import replacing
 from meshwright.base.records import align_columns, json_ready

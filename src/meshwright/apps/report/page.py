@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshwright.apps.report import plot
-from meshwright.apps.report.html import document, escape, html_table, write_page
+from meshwright.apps.pages import plot
+from meshwright.apps.pages.html import document, escape, html_table, write_page
+from meshwright.apps.pages.runs import CERTIFICATE, shell_line
 from meshwright.base.files import read_small
 from meshwright.base.progress import duration
 from meshwright.base.runs.goodput import read_goodput
@@ -45,7 +46,6 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
     return write_page(output or run_dir / "report.html", text, typed=output is not None)
 
 
-CERTIFICATE = "layout-certificate.json"  # in a run's folder; see apps/verify/certificate.py
 CERTIFICATE_LIMIT = 16 << 20  # bytes
 RELOAD = 30  # seconds
 # Reload the page of a run that goes on, until it is no longer written.
@@ -223,10 +223,6 @@ def date(seconds: object) -> str:
     if not isinstance(seconds, int | float):
         return ""
     return f"{datetime.datetime.fromtimestamp(seconds, datetime.UTC):%Y-%m-%d %H:%M:%S} UTC"
-
-
-def shell_line(words: object) -> str:
-    return shlex.join(map(str, words)) if isinstance(words, list) else str(words or "")
 
 
 def describe_end(attempt: Attempt, is_last: bool) -> str:

@@ -15,13 +15,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from meshwright.apps.pages.guard import Limits, Receive, Scope, Send, as_refused, error_of, too_large
+from meshwright.apps.pages.protocol import make_server
+from meshwright.apps.pages.site import PAGE_CSS, json_response, make_site
 from meshwright.apps.serve import megatron, openai
 from meshwright.apps.serve.metrics import ServerMetrics
 from meshwright.apps.serve.openai import OpenAICall, ServedModel
 from meshwright.apps.serve.scheduler import QueuedRequest, Scheduler
-from meshwright.apps.web.guard import Limits, Receive, Scope, Send, as_refused, error_of, too_large
-from meshwright.apps.web.protocol import make_server
-from meshwright.apps.web.site import REPORT_CSS, json_response, make_site
 from meshwright.base import console
 from meshwright.base.errors import DONE
 from meshwright.base.fields import Fields, Refusal, parse_object
@@ -31,7 +31,7 @@ from meshwright.generation.requests import Request
 
 FILES = {
     "/": ("meshwright.apps.serve", "page.html"),
-    "/base.css": REPORT_CSS,
+    "/base.css": PAGE_CSS,
     "/page.css": ("meshwright.apps.serve", "page.css"),
     "/page.js": ("meshwright.apps.serve", "page.js"),
 }

@@ -116,9 +116,9 @@ def prepare_serve(parsed: flags.Parsed[ServeConfig], is_lead: bool) -> ReadingTa
         choose_template(s.chat_template, model.tokenizer, model.saved.tokenizer_folder)
 
     def work(m: LanguageModel) -> None:
+        from meshwright.apps.pages.guard import Limits
         from meshwright.apps.serve.app import run_server
         from meshwright.apps.serve.openai import ServedModel
-        from meshwright.apps.web.guard import Limits
 
         template = choose_template(s.chat_template, m.tokenizer, m.tokenizer_folder)
         name = s.served_model_name or Path(c.checkpoint.load or "").resolve().name

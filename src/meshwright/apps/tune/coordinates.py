@@ -23,14 +23,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from meshwright.apps.report import plot
-from meshwright.apps.report.compare import COLOURS
-from meshwright.apps.verify.small_run import StepRows
-from meshwright.apps.verify.twin import copied
+from meshwright.apps.pages import plot
+from meshwright.apps.pages.styles import COLOURS
 from meshwright.base import console
 from meshwright.base.errors import UserError
 from meshwright.base.records import align_columns
-from meshwright.config.fields import with_settings
+from meshwright.config.fields import twin_settings, with_settings
 from meshwright.config.schema import Checkpoint, Logging, Model, Optimizer, Parallel, TrainConfig, Training
 from meshwright.data.feed import Feed
 from meshwright.data.loader import Batch
@@ -42,6 +40,7 @@ from meshwright.training.log.timers import Startup, Timers
 from meshwright.training.loop import Trainer
 from meshwright.training.network import Spec
 from meshwright.training.setup import build_state, open_feed
+from meshwright.training.small_run import StepRows
 
 Axis = Literal["width", "depth"]
 ACTIVATIONS = ("embedding", "qkv", "attention", "mlp", "stream", "logits")
@@ -133,7 +132,7 @@ def make_small(config: TrainConfig) -> TrainConfig:
     """Return the run as it is measured: on this device alone, with plain layers and one rate."""
     t, o = config.training, config.optimizer
     training = dataclasses.replace(
-        Training(**copied(t)),
+        Training(**twin_settings(t)),
         micro_batch_size=1 if t.micro_batch_size == "auto" else t.micro_batch_size,
         global_batch_size=t.global_batch_size,
         num_accumulation_steps=t.num_accumulation_steps,
@@ -153,7 +152,7 @@ def make_small(config: TrainConfig) -> TrainConfig:
         config,
         training=training,
         optimizer=dataclasses.replace(
-            Optimizer(**copied(o)), lr=o.lr, lr_decay_style="constant", weight_decay=o.weight_decay
+            Optimizer(**twin_settings(o)), lr=o.lr, lr_decay_style="constant", weight_decay=o.weight_decay
         ),
         parallel=Parallel(world_size=1, device=config.parallel.device),
         checkpoint=Checkpoint(),

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.apps.report import plot
-from meshwright.apps.report.compare import COLOURS
+from meshwright.apps.pages import plot
+from meshwright.apps.pages.styles import COLOURS
 from meshwright.apps.tune.points import Point, is_logarithmic
 from meshwright.apps.tune.sweep import MOST_STEPS, SweepRun
 from meshwright.base.files import replacing

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from meshwright.apps.report.page import CERTIFICATE
+from meshwright.apps.pages.runs import CERTIFICATE
 from meshwright.apps.verify.compare import Comparison, Quantity, compare_with_one_process
-from meshwright.apps.verify.small_run import RankSetup
 from meshwright.apps.verify.twin import make_twin
 from meshwright.base import device as devices
 from meshwright.base.errors import UNEQUAL, UserError
@@ -27,6 +26,7 @@ from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
 from meshwright.runtime.ranks.connect import pick_backend
 from meshwright.training.sizes import describe_layout
+from meshwright.training.small_run import RankSetup
 
 Show = Callable[[Comparison, str], None]  # takes the summary too, one line
 

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     import torch
 
     from meshwright.apps.verify.compare import Comparison
-    from meshwright.apps.verify.small_run import RankSetup
     from meshwright.parallel.layout import Layout
     from meshwright.runtime.ranks.team import Team
     from meshwright.training.before.resolve import Resolved
     from meshwright.training.run import Caller
+    from meshwright.training.small_run import RankSetup
 
 STEPS = 3  # unless --verify-layout gives another number
 MOST_RANKS = 64  # that are started here, each a process of 300 MB
@@ -118,12 +118,12 @@ def start_ranks(c: TrainConfig, argv: list[str]) -> int:
 def compare_on_this_rank(config: TrainConfig, command: list[str]) -> int:
     """Compare on this rank; rank 0 prints the table."""
     from meshwright.apps.verify.certificate import verify_layout
-    from meshwright.apps.verify.small_run import RankSetup
     from meshwright.base import device as devices
     from meshwright.runtime.ranks.connect import join_ranks, pick_backend
     from meshwright.runtime.ranks.lost import reporting
     from meshwright.training.before.preflight import require_equal_ranks
     from meshwright.training.before.resolve import NO_VOCABULARY, identity_of
+    from meshwright.training.small_run import RankSetup
 
     p, steps = config.parallel, config.training.verify_layout or STEPS
     config = with_settings(config, verify_layout=steps)
@@ -143,7 +143,7 @@ def compare_on_this_rank(config: TrainConfig, command: list[str]) -> int:
 def rehearse(resolved: Resolved, layout: Layout, device: torch.device, team: Team, caller: Caller) -> None:
     """Verify the layout of a run before it begins; stop the run if it differs."""
     from meshwright.apps.verify.certificate import verify_layout
-    from meshwright.apps.verify.small_run import RankSetup
+    from meshwright.training.small_run import RankSetup
 
     groups = dict(layout.groups)
     setup = RankSetup(
@@ -153,7 +153,7 @@ def rehearse(resolved: Resolved, layout: Layout, device: torch.device, team: Tea
 
 
 def show_comparison(config: TrainConfig, setup: RankSetup, comparison: Comparison, line: str) -> None:
-    from meshwright.apps.report.page import CERTIFICATE
+    from meshwright.apps.pages.runs import CERTIFICATE
     from meshwright.apps.verify.certificate import comparison_table
 
     for row in [*comparison_table(config, comparison, setup), "", line]:

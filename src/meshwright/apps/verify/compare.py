@@ -27,8 +27,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.apps.verify import small_run
-from meshwright.apps.verify.small_run import COLUMNS, RankSetup, RecordingFeed, StepRows
 from meshwright.apps.verify.twin import alone, make_twin
 from meshwright.base import console
 from meshwright.base.errors import UNEQUAL, UserError
@@ -42,8 +40,10 @@ from meshwright.optim import rule_table
 from meshwright.parallel.layout import layout_of
 from meshwright.runtime.ranks.lost import bare_message, is_lost_rank
 from meshwright.runtime.ranks.team import ALONE, Team
+from meshwright.training import small_run
 from meshwright.training.log.columns import STEP_COLUMNS
 from meshwright.training.loop import Trainer
+from meshwright.training.small_run import COLUMNS, RankSetup, RecordingFeed, StepRows
 
 # The largest relative difference of equal runs: in a lower precision, sums are rounded differently.
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}

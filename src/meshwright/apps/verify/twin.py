@@ -6,13 +6,12 @@ data are random tokens. What the twin leaves out is listed, for the certificate.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.base.errors import UserError
 from meshwright.config import checks, flags
-from meshwright.config.fields import with_settings
+from meshwright.config.fields import twin_settings, with_settings
 from meshwright.config.schema import (
     Checkpoint,
     Data,
@@ -25,9 +24,9 @@ from meshwright.config.schema import (
     TrainConfig,
     Training,
 )
+from meshwright.training.small_run import SAMPLES
 
 HEAD = 8  # width of a head
-SAMPLES = 10**6  # of random tokens
 SCALE = 2.0**10  # of the loss in float16
 RATE = 1e-2  # of learning
 SMALL = dict(num_layers=8, hidden_size=64, num_attention_heads=16)
@@ -74,9 +73,9 @@ def make_twin(config: TrainConfig, on_accelerator: bool = False) -> Twin:
         data=data(c.data, length),
         training=training(c, on_accelerator),
         optimizer=optimizer(c.optimizer),
-        precision=replace(Precision(**copied(c.precision)), params_dtype="float64"),
+        precision=replace(Precision(**twin_settings(c.precision)), params_dtype="float64"),
         parallel=replace(parallel, deepspeed_config=None, world_size=c.world),
-        checkpoint=Checkpoint(**copied(c.checkpoint)),
+        checkpoint=Checkpoint(**twin_settings(c.checkpoint)),
         logging=Logging(log_params_norm=True, progress=False, tensorboard=False),
     )
     own = None if c.precision.dtype == "float64" else in_own_precision(twin, c.precision)
@@ -91,7 +90,7 @@ def in_own_precision(twin: TrainConfig, p: Precision) -> TrainConfig:
     Without clipping, a rounding of the norm changes no update. Products in fp8 are left out.
     """
     precision = replace(
-        Precision(**copied(p)),
+        Precision(**twin_settings(p)),
         fp16=p.fp16,
         bf16=p.bf16,
         params_dtype=p.params_dtype,
@@ -186,7 +185,7 @@ def training(c: TrainConfig, on_accelerator: bool) -> Training:
         each = max(1, (shrink(c)[0].num_layers or 0) // len(c.stages))
         layers = max(1, min(layers, each - (layers < max(c.stages))))
     return replace(
-        Training(**copied(t)),
+        Training(**twin_settings(t)),
         micro_batch_size=micro,
         global_batch_size=number * micro * c.dp,
         rampup_batch_size=ramp,
@@ -201,17 +200,11 @@ def training(c: TrainConfig, on_accelerator: bool) -> Training:
     )
 
 
-def copied(settings: Any) -> dict[str, Any]:
-    """Return the settings of a group that the twin shares with the run, as their flags say."""
-    shared = [f.name for f in dataclasses.fields(settings) if "twin" in f.metadata["proof"]]
-    return {name: getattr(settings, name) for name in shared}
-
-
 def data(d: Data, length: int) -> Data:
     """Return random tokens whose ends of documents mean what the run's borders of documents do."""
     masks_loss, resets_positions, resets_attention = d.document_effects
     return replace(
-        Data(**copied(d)),
+        Data(**twin_settings(d)),
         mock_data=True,
         seq_length=length,
         num_workers=0,
@@ -226,7 +219,7 @@ def optimizer(o: Optimizer) -> Optimizer:
     rate, clip = 0.3 if o.optimizer == "sgd" else RATE, 0.25 if o.clip_grad else 0.0
     # Gradients that are 0 but for rounding would else be enlarged to steps of full size.
     least = max(o.adam_eps, 1e-6)
-    return replace(Optimizer(**copied(o)), lr=rate, lr_decay_style="constant", clip_grad=clip, adam_eps=least)
+    return replace(Optimizer(**twin_settings(o)), lr=rate, lr_decay_style="constant", clip_grad=clip, adam_eps=least)
 
 
 def left_out(c: TrainConfig, impl: str, on_accelerator: bool) -> list[str]:

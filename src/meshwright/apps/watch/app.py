@@ -14,11 +14,11 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from meshwright.apps.pages.guard import Limits, RequestGuard
+from meshwright.apps.pages.protocol import make_server
+from meshwright.apps.pages.site import PAGE_CSS, make_site
 from meshwright.apps.watch.curves import Axis, View, curves, loss_units
 from meshwright.apps.watch.overview import Watcher, describe_samples
-from meshwright.apps.web.guard import Limits, RequestGuard
-from meshwright.apps.web.protocol import make_server
-from meshwright.apps.web.site import REPORT_CSS, make_site
 from meshwright.base.errors import UNAVAILABLE, UserError
 from meshwright.base.fields import Fields, Refusal
 from meshwright.base.records import json_ready
@@ -26,7 +26,7 @@ from meshwright.base.runs.follow import RunTail
 
 FILES = {
     "/": ("meshwright.apps.watch", "page.html"),
-    "/page.css": REPORT_CSS,
+    "/page.css": PAGE_CSS,
     **{f"/{name}": ("meshwright.apps.watch", name) for name in ("watch.css", "watch.js", "chart.js", "words.js")},
     **{f"/{name}": ("meshwright.apps.watch", f"vendor/{name}") for name in ("uPlot.iife.min.js", "uPlot.min.css")},
 }

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from meshwright.apps.report import plot
+from meshwright.apps.pages import plot
 from meshwright.base.runs.follow import RunTail, Steps
 
 Axis = Literal["step", "tokens", "time"]

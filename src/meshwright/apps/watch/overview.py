@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.apps.report.compare import COLOURS, RUN_LINES, differing
-from meshwright.apps.report.page import shell_line
+from meshwright.apps.pages.runs import differing, shell_line
+from meshwright.apps.pages.styles import COLOURS, RUN_LINES
 from meshwright.apps.watch.curves import scale_of
 from meshwright.base.records import json_ready
 from meshwright.base.runs.follow import RunTail

@@ -1,6 +1,6 @@
 """Train under Ray Train: its workers are the ranks, and Ray replaces those that it loses.
 
-    from meshwright.launch import on_ray
+    from meshwright.runtime.launch import on_ray
     status = on_ray.fit(["train", "--preset", "gpt2-345m", ...], workers=(2, 8), use_gpu=True)
 
 Each worker runs the command as a process of its own, which can save on a signal and dies with the

@@ -12,12 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from meshwright.apps.web.guard import Limits, Observe, RequestGuard, ignore
+from meshwright.apps.pages.guard import Limits, Observe, RequestGuard, ignore
 from meshwright.base.fields import Refusal
 
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
-# The colours and the form of a page are those of the page of `report`.
-REPORT_CSS = ("meshwright.apps.report", "page.css")
+PAGE_CSS = ("meshwright.apps.pages", "page.css")  # the colours and the form of every page
 
 
 def make_site(

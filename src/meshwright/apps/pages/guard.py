@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from meshwright.apps.web.protocol import LARGEST_HEADER, error_object
+from meshwright.apps.pages.protocol import LARGEST_HEADER, error_object
 from meshwright.base.errors import UserError
 from meshwright.base.fields import Refusal
 

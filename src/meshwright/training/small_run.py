@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from meshwright.apps.verify.twin import SAMPLES
 from meshwright.config.schema import TrainConfig
 from meshwright.data.feed import Feed
 from meshwright.data.loader import Batch, DocumentEnds, Mock
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from meshwright.training.network import Model
     from meshwright.training.step import Loss
 
+SAMPLES = 10**6  # of random tokens
 EOD = 5  # the end of documents; occurs in every other sample of 16 random tokens
 COMPARED = [column.name for column in STEP_COLUMNS if column.compared_as]
 # First what the step has computed, then what the loss scale made of it.

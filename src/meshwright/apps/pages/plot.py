@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshwright.apps.report.html import escape
+from meshwright.apps.pages.html import escape
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

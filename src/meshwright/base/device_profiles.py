@@ -1,7 +1,7 @@
 """Profiles of devices and their links, from data files with sources. No torch.
 
 A profile has the figures of a data sheet (memory, peaks, bandwidth) and the shares of them that
-training reaches. Files beside this one have the devices that people ask for; `meshwright bench
+training reaches. Files in profiles/ have the devices that people ask for; `meshwright bench
 --calibrate` writes one of the machine at hand.
 """
 
@@ -22,7 +22,7 @@ from meshwright.base.errors import UserError
 from meshwright.base.files import parse_toml, read_table
 from meshwright.base.hints import did_you_mean
 
-FOLDER = "apps/plan/profiles"
+FOLDER = "base/profiles"
 # Formats whose products run at another format's speed where a device has none of their own.
 SAME_SPEED = {"float16": "bfloat16", "bfloat16": "float16"}
 
@@ -114,6 +114,11 @@ SECONDS = {
     "step": 1e-3,  # between two steps
 }
 
+# What `bench --calibrate` divides measurements by, and `plan` multiplies a profile's figures by.
+ATTENTION_ROWS = 128  # rows of a block of the attention kernel, which computes blocks on the diagonal in full
+ATTENTION_STARTS = 3  # blocks of keys that the begin and the end of a block of rows cost
+# Kernels of a layer: products in each direction, and others besides attention.
+PRODUCTS, PASSES_FORWARD, PASSES_BACKWARD = 4, 3, 11
 
 STORAGE = {"disk": 2e9, "host": 25e9}
 TRIAL_SECONDS = 0.05  # in which a CPU shows its speed

@@ -1,0 +1,62 @@
+"""The verbs of `meshwright data` that the registry has, and those that it lacks."""
+
+from __future__ import annotations
+
+import pkgutil
+
+import pytest
+
+from meshwright.__main__ import main
+from meshwright.base import registry
+from meshwright.base.errors import USAGE
+from meshwright.cli import data
+from meshwright.config import completion
+from meshwright.config.pages import PAGES, known_pages
+
+OF_THE_CORE = ["verify", "inspect", "index", "merge"]
+
+
+@pytest.fixture
+def without_apps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the registry find nothing of apps/, as where the folder was deleted."""
+    is_there = registry.is_there
+    monkeypatch.setattr(registry, "is_there", lambda place: ".apps." not in place and is_there(place))
+
+
+def test_every_verb_has_a_page_of_help() -> None:
+    assert {f"data {name}" for name in data.verbs()} == {name for name in PAGES if name.startswith("data ")}
+    assert all(verb.config is pkgutil.resolve_name(PAGES[f"data {name}"].config) for name, verb in data.verbs().items())
+
+
+@pytest.mark.usefixtures("without_apps")
+def test_verbs_of_apps_are_missing_without_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(data.verbs()) == OF_THE_CORE
+    assert main(["data", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "  merge " in shown and "fetch" not in shown
+    assert main(["data", "fetch"]) == USAGE
+    assert "no verb 'fetch'" in capsys.readouterr().err
+
+
+def test_a_verb_of_another_package_is_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(registry, "_others", lambda: {"data_commands": {"join": "meshwright.cli.data:MERGE"}})
+    assert list(data.verbs())[-1] == "join"
+    assert main(["data", "join", "a", "--output-prefix", "b", "--dry-run"]) == 65
+    assert "a.idx does not exist" in capsys.readouterr().err
+    assert main(["data", "help"]) == 0
+    assert "  join         join pairs of token files" in capsys.readouterr().out
+    assert "join" in completion.verb_texts()
+
+
+@pytest.mark.usefixtures("without_apps")
+def test_commands_of_apps_are_neither_explained_nor_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = known_pages()
+    assert {"train", "generate", "data merge"} <= pages.keys()
+    assert pages.keys().isdisjoint({"plan", "watch", "report", "data fetch"})
+    monkeypatch.setattr(completion, "PAGES", pages)
+    offered = {words.name for words in completion.words_of_commands()}
+    assert "data merge" in offered and offered.isdisjoint({"verify-layout", "sweep", "data plan"})
+    assert completion.launched() == ["train", "preprocess", "generate", "chat"]
+    assert "--train-iters" in completion.completion_script("bash")
