@@ -67,6 +67,7 @@ def test_what_was_asked_for_is_refused(register, capsys):
 
 
 def test_an_installation_without_evaluate(monkeypatch):
+    registry.load("commands")  # errors look through the settings of all commands
     monkeypatch.setitem(sys.modules, "meshwright.apps.evaluate.score", None)
     with pytest.raises(UserError, match="lacks; install it whole"):
         meshwright.evaluate(SimpleNamespace(), ["text"])
