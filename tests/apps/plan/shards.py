@@ -51,6 +51,8 @@ def pretended_shards(config: TrainConfig, pipeline_rank: int, counter: Account) 
                 (_fully_shard, "_get_device_from_mesh", lambda mesh: META),
                 (_fsdp_init, "_move_states_to_device", lambda *_: None),
                 (_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda _: None),
+                # From torch 2.15 on; it takes every buffer that is not a CPU's for one of a GPU.
+                (_fsdp_collectives, "record_grad_output_stream", lambda *_: None),
                 (_fsdp_param, "alloc_storage", lambda x: counter.hold(x, True)),
                 (_fsdp_param_group, "alloc_storage", lambda x: counter.hold(x, True)),
                 (_fsdp_param, "free_storage", lambda x: counter.hold(x, False)),

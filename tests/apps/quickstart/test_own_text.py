@@ -5,7 +5,10 @@ import itertools
 import json
 import random
 import shlex
+<<<<<<< HEAD:tests/apps/quickstart/test_own_text.py
 import sys
+=======
+>>>>>>> main:tests/quickstart/test_own_text.py
 from types import SimpleNamespace
 
 import pytest
@@ -270,6 +273,22 @@ def test_the_faster_precision_of_a_cpu_is_chosen(monkeypatch, capsys, minutes, f
     assert sum(most for _, most in trials) == deadline.trial  # together no longer than one
     line = f"precision: {'bf16' if chosen else 'fp32'}, because bf16 is"
     assert (line in capsys.readouterr().out) == (tried == 2)
+
+
+def test_a_slow_trial_leaves_no_time_for_another(monkeypatch, capsys):
+    """On a busy machine each start takes a minute."""
+    clock, trials = [0.0], []
+
+    def measure(tour, size, most, how, accelerator=False):
+        trials.append(how)
+        clock[0] += 50.0
+        return 100.0, 40.0, 40.0
+
+    monkeypatch.setattr(own_text, "measure_speed", measure)
+    monkeypatch.setattr(own_text, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(own_text.devices, "multiplies_bf16_fast", lambda: True)
+    how, _ = own_text.choose_precision(None, plan.SIZES[0], own_text.Deadline(2, began=0.0), accelerator=False)
+    assert how == [] and trials == [[]] and "precision: fp32; its trial took 50 s" in capsys.readouterr().out
 
 
 def test_an_accelerator_computes_in_bf16_without_a_choice(monkeypatch):

@@ -260,7 +260,12 @@ def choose_precision(
     how = speed_flags(accelerator, deadline.minutes)
     if accelerator or deadline.minutes < PRECISION_MINUTES or not devices.multiplies_bf16_fast():
         return how, measure_speed(tour, size, deadline.trial, how, accelerator)
-    wide, low = (measure_speed(tour, size, deadline.trial / 2, how) for how in ([], ["--bf16"]))
+    began = time.perf_counter()
+    wide = measure_speed(tour, size, deadline.trial / 2, [])
+    if (took := time.perf_counter() - began) > deadline.trial:
+        print(f"  precision: fp32; its trial took {took:.0f} s, which leaves no time for one of bf16")
+        return [], wide
+    low = measure_speed(tour, size, deadline.trial / 2, ["--bf16"])
     ratio = low[0] / wide[0]
     chosen = "bf16" if ratio >= PRECISION_GAIN else "fp32"
     print(f"  precision: {chosen}, because bf16 is {ratio:.2f} times as fast as fp32; the weights it updates are fp32")
