@@ -5,10 +5,7 @@ import itertools
 import json
 import random
 import shlex
-<<<<<<< HEAD:tests/apps/quickstart/test_own_text.py
 import sys
-=======
->>>>>>> main:tests/quickstart/test_own_text.py
 from types import SimpleNamespace
 
 import pytest
