@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,3 +72,13 @@ def test_code_without_an_installation_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(version, "PROJECT", tmp_path / "pyproject.toml")
     monkeypatch.setattr(registry.sys, "path", [str(tmp_path)])
     assert "is neither installed nor in a clone" in error_of(lambda: registry.find("commands", "train"), UNAVAILABLE)
+
+
+def test_the_page_names_each_group_and_what_an_entry_is():
+    page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+    rows = re.findall(r"^\| `meshwright\.(\w+)` \| (.*) \|$", page, re.M)
+    internal = {"parts", "texts", "apps"}  # between the core and what comes with it
+    assert {group for group, _ in rows} == registry._ours().keys() - internal
+    for name in (name for _, about in rows for name in re.findall(r"`((?:\w+\.)+[A-Z]\w+)`", about)):
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(f"meshwright.{module}"), attribute), name
