@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.base.errors import UserError
+from meshwright.compat.flags.lazy_config import read_expression, read_lazy_config
 from meshwright.config import flags
-from meshwright.config.lazy_config import read_expression, read_lazy_config
 from meshwright.config.schema import TrainConfig
 
 BASE = """

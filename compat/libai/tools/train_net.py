@@ -18,7 +18,7 @@ from config_flags import FLAGS, TABLES, flattened, override, to_flags  # noqa: E
 from meshwright.__main__ import main  # noqa: E402
 from meshwright.base.errors import UserError  # noqa: E402
 from meshwright.base.files import replacing  # noqa: E402
-from meshwright.config.lazy_config import read_lazy_config  # noqa: E402
+from meshwright.compat.flags.lazy_config import read_lazy_config  # noqa: E402
 from meshwright.runtime.ranks.world import find_world  # noqa: E402
 
 MODULES = ("libai", "oneflow", "flowvision", "omegaconf")

@@ -24,9 +24,7 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 @functools.cache
 def _other_words() -> dict[str, dict[str, str]]:
-    with contextlib.suppress(FileNotFoundError):  # the core may be alone
-        return read_table("compat/flags/other_words.toml")
-    return {}
+    return read_table("compat/flags/other_words.toml")
 
 
 def our_word(kind: str, word: str, known: Container[str]) -> str:
@@ -34,7 +32,7 @@ def our_word(kind: str, word: str, known: Container[str]) -> str:
 
     `kind` is flags, commands or presets; `known` are those that there are.
     """
-    for answer, words in _other_words().get(kind, {}).items():
+    for answer, words in _other_words()[kind].items():
         if word in words.split() and (answer.startswith("`") or re.split("[ ,;]", answer)[0] in known):
             return answer
     return ""

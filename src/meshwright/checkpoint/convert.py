@@ -26,7 +26,6 @@ from meshwright.checkpoint.huggingface import writer as huggingface_writer
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.manifests import DamagedCheckpoint
 from meshwright.checkpoint.publish import Produce
-from meshwright.checkpoint.registry import MEGATRON, load_writer
 from meshwright.checkpoint.saved_model import SavedModel, describe_model
 from meshwright.checkpoint.sources import Source, TensorBoxes, TensorInfo
 from meshwright.config import check_values, fields, flags
@@ -322,11 +321,12 @@ def read_extent(source: Source, extent: native.BoxToWrite) -> torch.Tensor:
 
 
 def files_for_megatron(source: Selection, conversion: PreparedConversion) -> dict[str, Produce]:
+    from meshwright.compat.formats.megatron import writer as megatron_writer
+
     target, model = conversion.target, conversion.config.model
     if target.dtype:
         source.config |= {"fp16": target.dtype == "float16", "bf16": target.dtype == "bfloat16"}
     t, p = target.tensor_parallel, target.pipeline_parallel
     assert source.vocab
     padded = counts.padded_size(source.vocab, model.make_vocab_size_divisible_by, t, model.pad_vocab_size_to)
-    files: dict[str, Produce] = load_writer(MEGATRON)(source, t, p, padded, source.has_optimizer)
-    return files
+    return megatron_writer.megatron_files(source, t, p, padded, source.has_optimizer)

@@ -18,7 +18,7 @@ from meshwright.checkpoint import averages, manifests, mirror, native, publish, 
 from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.claims import FalseClaim
 from meshwright.checkpoint.manifests import DamagedCheckpoint
-from meshwright.checkpoint.registry import MEGATRON, formats
+from meshwright.checkpoint.registry import FORMATS, MEGATRON
 from meshwright.checkpoint.sources import Source, TensorBoxes, TensorInfo
 from meshwright.checkpoint.steps import NATIVE, StepLocation
 from meshwright.runtime.ranks.team import ALONE, Team
@@ -152,7 +152,7 @@ def open_foreign(location: StepLocation, options: OpenOptions, team: Team) -> So
     if location.ours and options.verify != "none":
         manifests.verify_step(folder, full=True)
     try:
-        source: Source = formats()[kind].load_reader()(folder, options.trust, options.heads, options.optimizer)
+        source: Source = FORMATS[kind].load_reader()(folder, options.trust, options.heads, options.optimizer)
     except FalseClaim as claim:
         raise bad_data(f"{folder}: {claim}; it is damaged, or made to mislead") from claim
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:

@@ -1,20 +1,16 @@
-"""Other programs' checkpoints: how each is recognised, found, read and written.
+"""THE table of other programs' checkpoints: how each is recognised, found, and read.
 
-Finding steps, `--load`, convert and inspect ask `formats` alone. A new format is one record, which
-is registered, and one reader (docs/adding-a-format.md).
+Finding steps, `--load`, convert and inspect read this table alone; a new format is one record here
+and one reader (docs/adding-a-format.md).
 """
 
 from __future__ import annotations
 
-import functools
-import pkgutil
+import importlib
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
-
-from meshwright.base import registry
-from meshwright.base.errors import UserError
 
 MEGATRON, TORCH_DIST, DEEPSPEED, UNIVERSAL = "Megatron", "Megatron-Core", "DeepSpeed", "universal"
 HUGGING_FACE, LIBAI, ONEFLOW = "Hugging Face", "LiBai", "OneFlow-GPT"
@@ -29,15 +25,10 @@ class Format:
 
     # As messages and `inspect` spell it.
     name: str
-    # "module:function": (folder, trust, heads, optimizer) -> MappedSource.
+    # "module:function" in foreign/: (folder, trust, heads, optimizer) -> MappedSource.
     reader: str
-
     # A folder is of the first format whose patterns each match some name in it.
     files: tuple[str, ...]
-    # Which formats are asked first: -1 those whose folders may look like Hugging Face's too.
-    order: int = 0
-    # "module:function": (source, tensor ranks, pipeline ranks, vocabulary, optimizer) -> files.
-    writer: str = ""
     # The name of such a folder.
     folder: str = r".*"
     # The names of steps in a run's folder, if they can be told from other folders by their names.
@@ -62,39 +53,75 @@ class Format:
 
     def load_reader(self) -> Callable[..., Any]:
         """Import the reader, which may need torch."""
-        read: Callable[..., Any] = pkgutil.resolve_name(self.reader)
+        module, _, function = self.reader.partition(":")
+        read: Callable[..., Any] = getattr(importlib.import_module(f"{__package__}.foreign.{module}"), function)
         return read
 
 
-_HUGGING_FACE = Format(
-    HUGGING_FACE,
-    reader="meshwright.checkpoint.huggingface.reader:open_huggingface",
-    files=(r"config\.json", r"(model|pytorch_model).*\.(safetensors|bin)(\.index\.json)?"),
-    is_numbered=False,
-    counts_padding=True,
+_FORMATS = (
+    Format(
+        MEGATRON,
+        reader="megatron.reader:open_megatron",
+        files=(MEGATRON_RANK,),
+        steps=r"iter_\d{7,}|release",
+        tracker="latest_checkpointed_iteration.txt",
+        tracked=r"(\d{1,15})",
+        unfinished=r"mp_rank_.*",
+    ),
+    Format(
+        TORCH_DIST,
+        reader="megatron.torch_dist:open_torch_dist",
+        files=(r"\.metadata", r".*\.distcp"),
+        steps=r"iter_\d{7,}|release",
+        tracker="latest_checkpointed_iteration.txt",
+        tracked=r"(\d{1,15})",
+        unfinished=r".*\.distcp|\.metadata|common\.pt",
+    ),
+    Format(
+        UNIVERSAL,
+        reader="megatron.deepspeed:open_deepspeed",
+        files=(r"zero", r"mp_rank_\d+_model_states\.pt"),
+        steps=r"global_step\d+_universal",
+        tracker="latest",
+        tracked=r"global_step(\d{1,15})",
+    ),
+    Format(
+        DEEPSPEED,
+        reader="megatron.deepspeed:open_deepspeed",
+        files=(r"(layer_\d+-model_\d+|mp_rank_\d+|zero_pp_rank_\d+_mp_rank_\d+)(-|_)model_states\.pt",),
+        steps=r"global_step\d+",
+        tracker="latest",
+        tracked=r"global_step(\d{1,15})",
+    ),
+    Format(LITGPT, reader="litgpt:open_litgpt", files=(r"lit_model\.pth",), is_numbered=False, counts_padding=True),
+    Format(
+        HUGGING_FACE,
+        reader="huggingface.reader:open_huggingface",
+        files=(r"config\.json", r"(model|pytorch_model).*\.(safetensors|bin)(\.index\.json)?"),
+        is_numbered=False,
+        counts_padding=True,
+    ),
+    Format(
+        LIBAI,
+        reader="libai.reader:open_libai",
+        files=(r"(model|module)\S*|System-\S*|snapshot_done",),
+        folder=r"model_\w+",
+        tracker="last_checkpoint",
+    ),
+    Format(
+        ONEFLOW,
+        reader="libai.reader:open_libai",
+        files=(r"(model|module)\S*|System-\S*|snapshot_done",),
+        folder=r"iter\d+_snapshot",
+        steps=r"iter\d+_snapshot",
+    ),
+    Format(
+        NANOGPT,
+        reader="nanogpt:open_nanogpt",
+        files=(r"ckpt\.pt",),
+        is_numbered=False,
+        yields=True,
+        counts_padding=True,
+    ),
 )
-
-
-def _registered() -> list[Format]:
-    """Return the formats that the registry finds; an entry is one, or a sequence of them."""
-    found: list[Format] = []
-    for given in registry.load("formats").values():
-        found += [given] if isinstance(given, Format) else given
-    return found
-
-
-@functools.cache
-def formats() -> dict[str, Format]:
-    """Return the formats by name; a folder is of the first that matches it."""
-    records = sorted([_HUGGING_FACE, *_registered()], key=lambda record: record.order)
-    return {record.name: record for record in records}
-
-
-def load_writer(name: str) -> Callable[..., Any]:
-    """Import what writes a format, or raise UserError if nothing here does."""
-    record = formats().get(name)
-    if record is None or not record.writer:
-        what = f"nothing in this installation writes checkpoints of {name}, as compat/ does"
-        raise UserError(f"{what}; choose another format, or install all of meshwright")
-    write: Callable[..., Any] = pkgutil.resolve_name(record.writer)
-    return write
+FORMATS = {record.name: record for record in _FORMATS}

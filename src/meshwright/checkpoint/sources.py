@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from meshwright.base.errors import bad_data
 from meshwright.base.files import sample
 from meshwright.checkpoint.boxes import Box, Shape, check_cover, intersection, minus, not_empty, plus, split_boxes
-from meshwright.checkpoint.registry import formats
+from meshwright.checkpoint.registry import FORMATS
 from meshwright.optim.rule_table import AVERAGE
 from meshwright.parallel import shard
 
@@ -82,7 +82,7 @@ class Source(abc.ABC):
     @property
     def counts_padding(self) -> bool:
         """Whether its vocabulary's size may include rows of padding."""
-        return self.vocab is None or (self.kind in formats() and formats()[self.kind].counts_padding)
+        return self.vocab is None or (self.kind in FORMATS and FORMATS[self.kind].counts_padding)
 
     @property
     def has_optimizer(self) -> bool:

@@ -7,7 +7,6 @@ recognised by their file names and found through their program's tracker.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import re
@@ -17,26 +16,21 @@ from typing import NamedTuple
 from meshwright.base.errors import bad_data, not_a_run
 from meshwright.base.files import open_plain
 from meshwright.checkpoint.manifests import MANIFEST, DamagedCheckpoint, find_manifest, read_manifest, verify_step
-from meshwright.checkpoint.registry import MEGATRON_RANK, formats
+from meshwright.checkpoint.registry import FORMATS, MEGATRON, MEGATRON_RANK
 
-TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's, for its readers
+TRACKER = FORMATS[MEGATRON].tracker  # ours too, for Megatron's readers
 BEST = "best_checkpointed_iteration.txt"  # ours: the step with the lowest validation loss
 NATIVE = "native"
 
 OUR_STEP = r"iter_(\d{7,})"
-
-
-@functools.cache
-def trackers() -> dict[str, str]:
-    """Return files that name the newest step, and the number of it in what each says, if any."""
-    theirs = {record.tracker: record.tracked for record in formats().values() if record.tracker}
-    return {TRACKER: r"(\d{1,15})"} | theirs
+# Other programs' trackers, and the number of a step in what they say, if it is to be compared.
+TRACKERS = {record.tracker: record.tracked for record in FORMATS.values() if record.tracker}
 
 
 class StepLocation(NamedTuple):
     """Where a step is, and which program's it is."""
 
-    kind: str  # NATIVE, or a name in formats()
+    kind: str  # NATIVE, or a name in FORMATS
     folder: Path
     step: int
     root: Path  # the folder of the run, with its other steps and tokenizer/
@@ -48,7 +42,7 @@ class StepLocation(NamedTuple):
     @property
     def is_numbered(self) -> bool:
         """Whether it is a step of a run, rather than one model by itself."""
-        return self.kind == NATIVE or formats()[self.kind].is_numbered
+        return self.kind == NATIVE or FORMATS[self.kind].is_numbered
 
 
 def step_folder(root: str | Path, step: int) -> Path:
@@ -86,11 +80,11 @@ def find_step(path: str | Path, below: int | None = None, sizes: bool = True) ->
     root, step = split_path(path)
     kind = kind_of_folder(path)
     # A run may continue in the folder of another program's step, whose file still means that step.
-    steps_beside = list_checkpoints if kind in formats() and formats()[kind].yields else list_steps
+    steps_beside = list_checkpoints if kind in FORMATS and FORMATS[kind].yields else list_steps
     is_step = step is not None or (kind is not None and (given.is_file() or not steps_beside(path)))
     if below is None and is_step:
-        if kind is not None and kind != NATIVE and not formats()[kind].is_numbered:
-            if given != path and not any(re.fullmatch(pattern, given.name) for pattern in formats()[kind].files):
+        if kind is not None and kind != NATIVE and not FORMATS[kind].is_numbered:
+            if given != path and not any(re.fullmatch(pattern, given.name) for pattern in FORMATS[kind].files):
                 raise bad_data(
                     f"{given} is not the {kind} model in {path}; move it to a folder of its own, and rename it"
                 )
@@ -115,7 +109,7 @@ def kind_of_folder(folder: Path) -> str | None:
         names = os.listdir(folder)
     except OSError:
         return None
-    return next((record.name for record in formats().values() if record.matches(folder.name, names)), None)
+    return next((record.name for record in FORMATS.values() if record.matches(folder.name, names)), None)
 
 
 def find_foreign(root: Path) -> StepLocation | None:
@@ -123,10 +117,10 @@ def find_foreign(root: Path) -> StepLocation | None:
     names = [n for n in listing(root) if not re.fullmatch(r"iter_\d+(\.\w+)?", n) or is_foreign(root / n)]
     if not names:
         return None
-    for tracker in trackers():
+    for tracker in TRACKERS:
         if tracker in names and (root / tracker).is_file():
             return find_tracked(root, tracker, read_tracker(root / tracker))
-    for record in formats().values():
+    for record in FORMATS.values():
         if record.tracker:
             continue
         numbered = {int(re.findall(r"\d+", name)[-1]): name for name in names if re.fullmatch(record.steps, name)}
@@ -136,7 +130,7 @@ def find_foreign(root: Path) -> StepLocation | None:
     kinds = sorted({str(kind_of_folder(root / name)) for name in names})
     raise bad_data(
         f"{root} holds {', '.join(names[:5])} ({', '.join(kinds)}), but no file that says which one "
-        f"is meant ({', '.join(trackers())}); give the path of the one itself"
+        f"is meant ({', '.join(TRACKERS)}); give the path of the one itself"
     )
 
 
@@ -213,8 +207,8 @@ def listing(root: Path) -> list[str]:
         raise not_a_run(root, "checkpoint") from None
     except OSError as error:
         raise bad_data(f"cannot read the folder {root}: {error.strerror}") from error
-    steps = [rf"{OUR_STEP}(\.tmp|\.damaged)?", *(record.steps for record in formats().values() if record.steps)]
-    pattern = "|".join([*steps, *map(re.escape, (BEST, *trackers()))])
+    steps = [rf"{OUR_STEP}(\.tmp|\.damaged)?", *(record.steps for record in FORMATS.values() if record.steps)]
+    pattern = "|".join([*steps, *map(re.escape, (BEST, *TRACKERS))])
     return sorted(name for name in names if re.fullmatch(pattern, name))
 
 
@@ -226,14 +220,14 @@ def is_foreign(folder: Path) -> bool:
         names = os.listdir(folder)
     except OSError:
         return False
-    theirs = "|".join(record.unfinished for record in formats().values() if record.unfinished)
+    theirs = "|".join(record.unfinished for record in FORMATS.values() if record.unfinished)
     return any(re.fullmatch(theirs, name) for name in names)
 
 
 def check_trackers(root: Path, names: list[str], notes: list[str]) -> None:
     """Refuse a tracker that names a checkpoint of another program, newer than ours."""
     newest = max(our_numbers(root, r"iter_(\d+)(\.damaged)?", names), default=None)
-    for name, pattern in trackers().items():
+    for name, pattern in TRACKERS.items():
         if newest is None or not pattern or name not in names or not (root / name).is_file():
             continue
         text = read_tracker(root / name)

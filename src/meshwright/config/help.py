@@ -22,7 +22,7 @@ from typing import Any
 from meshwright.base import host
 from meshwright.base.errors import UserError
 from meshwright.base.hints import did_you_mean
-from meshwright.config.dialects import answer_to, equal_switches, flags_without_effect, old_switches
+from meshwright.compat.flags.megatron_flags import EQUAL, NO_EFFECT, OLD_SWITCHES, known_elsewhere
 from meshwright.config.fields import (
     choices_of,
     config_fields,
@@ -168,11 +168,11 @@ def help_lines(command: Command, topic: str = "") -> list[str]:
         if _key(topic) in {_key(word) for word in (entry.name, entry.flag, *entry.also)}:
             return explain_flag(command, entry)
     flag = "--" + topic.lstrip("-")
-    if flag in flags_without_effect():
-        return [f"{flag} is accepted and has no effect: {flags_without_effect()[flag][1]}."]
-    if same := equal_switches().get(flag) or old_switches().get(flag[2:].replace("-", "_")):
+    if flag in NO_EFFECT:
+        return [f"{flag} is accepted and has no effect: {NO_EFFECT[flag][1]}."]
+    if same := EQUAL.get(flag) or OLD_SWITCHES.get(flag[2:].replace("-", "_")):
         return [f"{flag} is {spelling(same[0])} {same[1]}."]
-    if elsewhere := answer_to(flag):
+    if elsewhere := known_elsewhere(flag):
         return [f"{elsewhere}."]
     return find_flags(command, shown, topic, names)
 

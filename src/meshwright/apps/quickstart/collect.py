@@ -18,6 +18,7 @@ from pathlib import Path
 
 from meshwright.base.errors import BAD_DATA, UserError, bad_data
 from meshwright.base.files import replacing
+from meshwright.compat.prepare import wiki
 from meshwright.config.text_inputs import TextInputs
 from meshwright.data.text import plain
 from meshwright.data.text.cutting import cut_inputs, why_nothing
@@ -26,7 +27,6 @@ from meshwright.data.text.folders import shown
 from meshwright.data.text.inputs import find_inputs
 from meshwright.data.text.pieces import Broken, Piece, TextAt, TextPiece, Where
 from meshwright.data.text.records import LONGEST, NOT_UTF8, Bad, Unit, advice
-from meshwright.data.text.registered import PAGES
 
 HELD_OUT = 0.05  # share of the bytes, and the most of them
 MOST_UNDECODED = 0.1  # share of the bytes in files passed over for their encoding, above which nothing is learnt
@@ -104,7 +104,7 @@ class InputDocuments:
         share, read = (size / max(self.bytes, 1) for size in (self.limit, max(self.limit, LONGEST)))
         characters, is_empty = 0, True
         for piece in cut_inputs(self.inputs.inputs, self.settings):
-            if share < 1 and isinstance(piece, TextAt) and piece.how.separator != PAGES:
+            if share < 1 and isinstance(piece, TextAt) and piece.how.separator != wiki.PAGES:
                 piece = TextWithin(**vars(piece))
             if fraction(f"{piece.number} {piece.begin}") >= read:
                 self.is_sample = True

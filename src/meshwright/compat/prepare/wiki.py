@@ -11,10 +11,11 @@ from collections.abc import Iterator
 
 from meshwright.compat.prepare import wikitext
 from meshwright.data.text.records import NOT_UTF8, Bad
-from meshwright.data.text.registered import DumpReader
 
 # A dump, or a part of one that begins with a page.
 IS_DUMP = re.compile(rb"(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*)?(<mediawiki\b|<page>\s*<title>)")
+# The separator of its documents; no --document-separator is equal, which is one line.
+PAGES = "\n</page>"
 ENDS = re.compile(rb"(?<=</page>)\r?\n"), re.compile(rb"(?<=</page>)\r?(?:\n|\Z)")
 NAMESPACE = re.compile(rb"<ns>\s*(-?\d+)\s*</ns>")
 TITLE = re.compile(rb"<title>(.*?)</title>", re.DOTALL)
@@ -66,6 +67,3 @@ def _unescape(content: bytes) -> str:
     for escaped, sign in (("&lt;", "<"), ("&gt;", ">"), ("&quot;", '"'), ("&#039;", "'"), ("&amp;", "&")):
         text = text.replace(escaped, sign)
     return text
-
-
-DUMPS = DumpReader(IS_DUMP, ENDS, articles)

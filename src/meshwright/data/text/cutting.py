@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from meshwright.base.errors import IO, UserError, bad_data
+from meshwright.compat.prepare import wiki
 from meshwright.config.text_inputs import TextInputs
 from meshwright.data.text import containers, encodings, hub_sets, plain, records, rows, tables
 from meshwright.data.text.encodings import BOM
@@ -30,7 +31,6 @@ from meshwright.data.text.inputs import (
 from meshwright.data.text.pieces import Broken, LinesAt, LinesHere, Piece, Rows, SmallFiles, Text, TextAt, TextsHere
 from meshwright.data.text.plain import HTML_NAME, JSON_LINES, PIECE
 from meshwright.data.text.records import TOO_LONG, Bad, Reading, advice
-from meshwright.data.text.registered import PAGES, is_dump
 
 MOST_FILES = 1000  # in a piece
 # How a JSON document of several lines begins, which files called .json mostly are.
@@ -53,7 +53,7 @@ def cut_inputs(inputs: list[Input], given: TextInputs, rank: int = 0, size: int 
 
 
 def reading(given: TextInputs, is_wiki: bool = False) -> Reading:
-    return Reading(PAGES if is_wiki else given.document_separator, given.encoding, given.on_error)
+    return Reading(wiki.PAGES if is_wiki else given.document_separator, given.encoding, given.on_error)
 
 
 def cut_input(number: int, source: Input, given: TextInputs) -> Iterator[Piece]:
@@ -113,7 +113,7 @@ def cut_stream_of(number: int, source: Input, given: TextInputs) -> Iterator[Pie
                 yield LinesHere(number, path, begin, at, how=how, content=lines, is_table=is_table)
                 begin += lines.count(b"\n")
         else:
-            how = reading(given, is_dump(start))
+            how = reading(given, wiki.IS_DUMP.match(start) is not None)
             for part in _parts(path, stream, how.separator):
                 at = containers.position(file)
                 yield TextsHere(number, path, begin, at, 0, how, source.folder is None, (("", part),))
@@ -230,7 +230,7 @@ def _member_parts(members: Iterator[Member], given: TextInputs) -> Iterator[tupl
 
 def _refuse_member(name: str, start: bytes, given: TextInputs) -> Bad | None:
     """Return why a member of an archive is passed over."""
-    if is_dump(start):
+    if wiki.IS_DUMP.match(start):
         return Bad("wiki dumps in an archive", is_passed=True)
     if containers.kind_of_bytes(start) == "pdf":
         return Bad(PDF, is_passed=True)

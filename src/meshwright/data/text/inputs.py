@@ -23,12 +23,12 @@ from meshwright.base.hints import near_path
 from meshwright.base.progress import SkippedLines
 from meshwright.base.storage import texts
 from meshwright.base.storage.addresses import is_address
+from meshwright.compat.prepare import wiki
 from meshwright.config.text_inputs import TextInputs
 from meshwright.data.text import containers, encodings, folders, hub_sets, plain, rows, tables
 from meshwright.data.text.folders import NOT_CHOSEN, NameFilter, PassedOver, shown
 from meshwright.data.text.plain import HTML_NAME, PIECE
 from meshwright.data.text.records import BINARY, NOT_UTF8, Bad, Mended, Unit, advice, lines_in, parse_line
-from meshwright.data.text.registered import is_dump
 
 # Names of JSON lines; in a folder, what is only called .json must look like them.
 JSON_NAME = re.compile(r"\.(json|jsonl|ndjson)(\.(gz|xz|zst|bz2))?$", re.IGNORECASE)
@@ -355,7 +355,7 @@ def _recognise(source: Input, given: TextInputs, kind: str | None, start: bytes)
         return replace(source, kind="stream" if kind or codec else "lines")
     if not is_chosen:
         return Bad(folders.OTHER_SUFFIX + (suffix or "no suffix"))
-    if is_dump(start):
+    if wiki.IS_DUMP.match(start):
         return replace(source, kind="stream" if kind or codec else "text", is_wiki=True)
     if not is_named and (reason := _why_no_text(suffix, kind, start, given)):
         return reason

@@ -12,11 +12,11 @@ import re
 from collections.abc import Generator, Iterator
 
 from meshwright.base.errors import IO, UserError, bad_data
+from meshwright.compat.prepare import wiki
 from meshwright.data.text import containers, encodings, markup, records
 from meshwright.data.text.encodings import BOM
 from meshwright.data.text.folders import shown
 from meshwright.data.text.records import BINARY, NOT_UTF8, TOO_LONG, Bad, Mended, Reading, Unit
-from meshwright.data.text.registered import PAGES, DumpReader, dump_reader
 
 PIECE = 1 << 20  # bytes
 REST = 1 << 16  # bytes read beyond a piece, within which its last line mostly ends
@@ -28,8 +28,8 @@ HTML_NAME = re.compile(r"\.x?html?(\.(gz|xz|zst|bz2))?$", re.IGNORECASE)
 @functools.cache
 def ends_of(separator: str) -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
     """Return the patterns of a line that ends a document: with its line feed, or at the end too."""
-    if separator == PAGES and (dumps := dump_reader()):
-        return dumps.ends
+    if separator == wiki.PAGES:
+        return wiki.ENDS
     if separator == JSON_LINES:
         return re.compile(b"\n"), re.compile(b"\n")
     line = rb"^" + re.escape(separator.encode()) + rb"\r?"
@@ -41,8 +41,8 @@ def documents(content: bytes, name: str, how: Reading, before: int = 0) -> Itera
 
     Blank documents do not count. `before`: bytes of the file that precede the text.
     """
-    if how.separator == PAGES and (dumps := dump_reader()):
-        yield from _articles(content, how, dumps)
+    if how.separator == wiki.PAGES:
+        yield from _articles(content, how)
         return
     is_named = HTML_NAME.search(name) is not None  # a page as a whole, whatever lines are in it
     # Looking for the bytes first is many times as fast as the pattern alone.
@@ -70,13 +70,13 @@ def _document(content: bytes, is_named: bool, how: Reading, before: int) -> Iter
     yield from decode(content, how, before)
 
 
-def _articles(content: bytes, how: Reading, dumps: DumpReader) -> Iterator[tuple[int, Unit]]:
+def _articles(content: bytes, how: Reading) -> Iterator[tuple[int, Unit]]:
     if content.startswith(TOO_LONG):
         yield 0, Bad(f"page longer than {records.LONGEST:,} bytes", "a dump without old revisions is shorter")
-    for at, article in dumps.articles(content):
+    for at, article in wiki.articles(content):
         if isinstance(article, Bad) and article.kind == NOT_UTF8 and how.on_error == "replace":
             page = content[at : content.find(b"</page>", at) + len(b"</page>")]
-            mended = dumps.articles(page.decode("utf-8", "replace").encode())
+            mended = wiki.articles(page.decode("utf-8", "replace").encode())
             yield from ((at, text if isinstance(text, Bad) else Mended([text])) for _, text in mended)
         else:
             yield at, article if isinstance(article, Bad) else [article]
