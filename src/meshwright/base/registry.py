@@ -20,13 +20,8 @@ from meshwright.base.version import project_text
 @functools.cache
 def entries(group: str) -> dict[str, str]:
     """Return name -> "module:attribute" of a group: ours in order, then other packages'."""
-    import importlib.metadata  # takes longer than most commands need to start
-
     found = {name: place for name, place in _ours().get(group, {}).items() if is_there(place)}
-    for point in importlib.metadata.entry_points(group=f"meshwright.{group}"):
-        if not point.value.startswith("meshwright."):
-            found.setdefault(point.name, point.value)
-    return found
+    return found | {name: place for name, place in _others().get(group, {}).items() if name not in found}
 
 
 def find(group: str, name: str) -> Any:
@@ -48,6 +43,20 @@ def is_there(place: str) -> bool:
         return importlib.util.find_spec(place.partition(":")[0]) is not None
     except ModuleNotFoundError:  # a folder above it is not there
         return False
+
+
+@functools.cache
+def _others() -> dict[str, dict[str, str]]:
+    """Return what other packages register, of all groups: to look for it takes tens of milliseconds."""
+    import importlib.metadata
+
+    found: dict[str, dict[str, str]] = {}
+    points = importlib.metadata.entry_points()
+    for group in points.groups:
+        if group.startswith("meshwright."):
+            theirs = (point for point in points.select(group=group) if not point.value.startswith("meshwright."))
+            found[group.removeprefix("meshwright.")] = {point.name: point.value for point in theirs}
+    return found
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from foreign import assert_reads, our_name, read_tensors
 
 from meshwright.base.errors import UserError
 from meshwright.checkpoint import loading
-from meshwright.checkpoint.registry import DEEPSPEED
+from meshwright.compat.formats.table import DEEPSPEED
 from meshwright.checkpoint.steps import StepLocation
 from meshwright.compat.formats.megatron import deepspeed
 from on_ranks import run_ranks

@@ -17,7 +17,7 @@ from megatron_files import Form, forward, ours, plain, rounded, write
 from meshwright.base.errors import BAD_DATA, UserError
 from meshwright.checkpoint import loading, native
 from meshwright.checkpoint.boxes import Box
-from meshwright.checkpoint.registry import MEGATRON
+from meshwright.compat.formats.table import MEGATRON
 from meshwright.checkpoint.sources import MappedSource, Source, TensorView
 from meshwright.checkpoint.steps import StepLocation
 from meshwright.cli import convert

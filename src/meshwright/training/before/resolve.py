@@ -22,7 +22,7 @@ from meshwright.base.hints import near_path
 from meshwright.base.storage import copies
 from meshwright.base.storage.addresses import shown
 from meshwright.base.version import our_version
-from meshwright.checkpoint import mirror, owner, steps
+from meshwright.checkpoint import formats, mirror, owner, steps
 from meshwright.compat.flags import argument_dump, deepspeed_json
 from meshwright.config import check_model, checks, data_paths, flags, notices
 from meshwright.config.fields import spelling, with_settings
@@ -207,6 +207,8 @@ def require_settings(config: TrainConfig, needs_data: bool) -> None:
     if problems := checks.problems(config, needs_data):
         raise UserError(flags.listed(problems))
     c, curves = config.checkpoint, config.logging.tensorboard_dir
+    if c.ckpt_format != "native":
+        formats.require_written(c.ckpt_format)
     for flag, root in (("--run-dir", c.run_dir), ("--save", c.save), ("--tensorboard-dir", curves)):
         if root and Path(root).exists() and not Path(root).is_dir():
             raise UserError(f"{flag} {root} is a file, not a folder")

@@ -32,7 +32,7 @@ from meshwright.compat.formats.adam import MOMENTS
 from meshwright.compat.formats.megatron import names
 from meshwright.compat.formats.megatron.reader import MODEL
 from meshwright.compat.formats.megatron.state import SCHEDULE
-from meshwright.compat.formats.pickle import pickles
+from meshwright.checkpoint.pickle import pickles
 from meshwright.config.schema import Model
 from meshwright.optim.schedule import Schedule
 from meshwright.parallel import shard
