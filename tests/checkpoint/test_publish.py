@@ -362,12 +362,7 @@ def test_checkpoints_of_other_programs_are_found_and_kept(tmp_path: Path) -> Non
     (tmp_path / "c/global_step500").mkdir(parents=True)
     (tmp_path / "c/global_step500/layer_01-model_00-model_states.pt").touch()
     (tmp_path / "c/latest").write_text("global_step500")
-    assert steps.find_step(tmp_path / "c")[0] == (
-        table.DEEPSPEED,
-        tmp_path / "c/global_step500",
-        500,
-        tmp_path / "c",
-    )
+    assert steps.find_step(tmp_path / "c")[0] == (table.DEEPSPEED, tmp_path / "c/global_step500", 500, tmp_path / "c")
     write_step(tmp_path / "c", 400)
     message = error_of(lambda: steps.find_step(tmp_path / "c"))
     assert "500 of DeepSpeed" in message and "400" in message

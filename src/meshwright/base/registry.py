@@ -16,6 +16,9 @@ from typing import Any
 
 from meshwright.base.version import project_text
 
+# Ends the error about something that was asked for and is not registered.
+LACKING = "this installation lacks the part for it; install Meshwright as a whole"
+
 
 @functools.cache
 def entries(group: str) -> dict[str, str]:
@@ -47,7 +50,7 @@ def is_there(place: str) -> bool:
 
 @functools.cache
 def _others() -> dict[str, dict[str, str]]:
-    """Return what other packages register, of all groups: to look for it takes tens of milliseconds."""
+    """Return what other packages register in any group: one look takes tens of milliseconds."""
     import importlib.metadata
 
     found: dict[str, dict[str, str]] = {}

@@ -18,8 +18,6 @@ from meshwright.base.errors import UNAVAILABLE, UserError
 
 HUGGING_FACE = "Hugging Face"
 
-HOW = "what registers it (meshwright.compat) is missing; install Meshwright as a whole"
-
 
 @dataclass(frozen=True)
 class Format:
@@ -95,10 +93,8 @@ def all_formats() -> dict[str, Format]:
 
 
 def require_written(target: str) -> Format:
-    """Return the record with this value of --ckpt-format or --to; refuse one that is not installed."""
+    """Return the record that writes this --ckpt-format or --to; refuse one that is missing."""
     for record in all_formats().values():
         if record.writer and record.target == target:
             return record
-    raise UserError(
-        f"this installation cannot write the format {target}: {HOW}, or choose another format", UNAVAILABLE
-    )
+    raise UserError(f"the format {target} cannot be written: {registry.LACKING}, or choose native", UNAVAILABLE)

@@ -44,7 +44,7 @@ class StepLocation(NamedTuple):
 
 
 def trackers() -> dict[str, str]:
-    """Return the trackers of any program, and the number in what they say if it is to be compared."""
+    """Return all trackers, and the number in what they say if it is to be compared."""
     theirs = {record.tracker: record.tracked for record in all_formats().values() if record.tracker}
     return {TRACKER: r"(\d{1,15})"} | theirs
 

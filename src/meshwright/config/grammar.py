@@ -8,7 +8,7 @@ import os
 import re
 from typing import NamedTuple
 
-from meshwright.compat.flags.lazy_config import read_expression
+from meshwright.config.expressions import read_expression
 
 
 def split_shares(split: str) -> list[float]:

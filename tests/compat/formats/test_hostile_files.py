@@ -16,9 +16,9 @@ from measured import in_child, outcome_of
 
 from meshwright.checkpoint import loading, native
 from meshwright.checkpoint.formats import HUGGING_FACE
-from meshwright.compat.formats.table import DEEPSPEED, MEGATRON, TORCH_DIST
-from meshwright.checkpoint.steps import StepLocation
 from meshwright.checkpoint.pickle import pickles
+from meshwright.checkpoint.steps import StepLocation
+from meshwright.compat.formats.table import DEEPSPEED, MEGATRON, TORCH_DIST
 
 pytestmark = pytest.mark.whole
 

@@ -12,9 +12,9 @@ from meshwright.base.runs.history import read_settings
 from meshwright.base.runs.rows import METRICS, find_last_step, holds_steps
 from meshwright.base.storage import addresses
 from meshwright.checkpoint import loading, steps
+from meshwright.checkpoint.formats import all_formats
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.manifests import find_manifest, read_manifest
-from meshwright.checkpoint.formats import all_formats
 from meshwright.checkpoint.saved_model import model_settings, recorded_settings
 from meshwright.checkpoint.sources import Source
 from meshwright.config import flags
