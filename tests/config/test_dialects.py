@@ -9,7 +9,7 @@ import pytest
 
 from helpers import error_of
 from meshwright.base import hints, registry
-from meshwright.base.errors import UNAVAILABLE
+from meshwright.base.errors import UNAVAILABLE, USAGE
 from meshwright.config import dialects, flags
 from meshwright.config.dialects import Dialect
 from meshwright.config.fields import with_settings
@@ -51,7 +51,7 @@ def test_another_package_s_dialect(register, tmp_path: Path) -> None:
     config = parsed.config
     assert (config.optimizer.optimizer, config.precision.bf16, config.optimizer.lr) == ("sgd", True, 0.5)
     assert "--zoo-cages is accepted and has no effect: there are none" in parsed.notices
-    assert "--animal-food is for animals" in error_of(lambda: parse("--animal-food", "hay"))
+    assert "--animal-food is for animals" in error_of(lambda: parse("--animal-food", "hay"), USAGE)
     shown = dialects.shown_arguments(config, parsed.idle, "gloo")
     assert shown == {"lr": 0.5, "backend": "gloo", "zoo_bf16": True, "zoo_cages": "3"}
 
@@ -59,7 +59,7 @@ def test_another_package_s_dialect(register, tmp_path: Path) -> None:
 def test_without_any_flags_are_ours_alone(register, tmp_path: Path) -> None:
     register()
     assert parse("--lr", "0.5").config.optimizer.lr == 0.5
-    assert "unknown flag --use-flash-attn" in error_of(lambda: parse("--use-flash-attn"))
+    assert "unknown flag --use-flash-attn" in error_of(lambda: parse("--use-flash-attn"), USAGE)
     (tmp_path / "s.py").write_text("lr = 0.5")
     message = error_of(lambda: parse("--config", str(tmp_path / "s.py")), UNAVAILABLE)
     assert "s.py: Python files cannot be read" in message

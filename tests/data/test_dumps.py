@@ -66,7 +66,7 @@ def test_another_package_s_dumps(register, tmp_path: Path) -> None:
     register(zoo=f"{__name__}:ZOO")
     (tmp_path / "d.txt").write_text("<zoo>\nlion;\nape;\n")
     assert read(tmp_path / "d.txt") == ["lion", "ape"]
-    assert inputs.find_inputs(TextInputs(input=[str(tmp_path)])).describe() == "1 of zoo dumps"
+    assert inputs.find_inputs(TextInputs(input=[str(tmp_path / "d.txt")])).describe() == "1 of zoo dumps"
     assert dumps.but_for_dumps("XML") == "XML other than zoo dumps"
 
 
