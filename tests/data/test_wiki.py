@@ -234,8 +234,8 @@ def test_memory_does_not_grow_with_the_dump(tmp_path):
     """Pages of 40 MB, which bzip2 packs into some kB, take little more than one of them."""
     code = """
 import resource, sys
-from meshwright.data.prepare import cutting
-from meshwright.settings.text_inputs import TextInputs
+from meshwright.data.text import cutting
+from meshwright.config.text_inputs import TextInputs
 for path in sys.argv[1:]:
     print(sum(1 for _ in cutting.read_texts(TextInputs(input=[path]))))
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
