@@ -33,7 +33,7 @@ READ = {
     "torch._foreach_norm": "",
     "torch._scaled_mm": "kernels/fp8: products of fp8",
     "torch._softmax_backward_data": "kernels/causal: the gradient of a softmax in one pass",
-    "torch._utils": "checkpoint/foreign/pickle: how torch's pickles name a tensor",
+    "torch._utils": "checkpoint/pickle: how torch's pickles name a tensor",
     "torch._utils._rebuild_tensor_v2": "",
     "torch.distributed._functional_collectives": "parallel/comm: collectives that torch.compile can trace",
     "torch.distributed._symmetric_memory": "parallel/agree: memory that ranks map from each other",

@@ -77,7 +77,7 @@ def test_code_without_an_installation_says_so(monkeypatch, tmp_path):
 def test_the_page_names_each_group_and_what_an_entry_is():
     page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
     rows = re.findall(r"^\| `meshwright\.(\w+)` \| (.*) \|$", page, re.M)
-    internal = {"parts", "texts", "apps"}  # between the core and what comes with it
+    internal = {"parts", "apps"}  # between the core and what comes with it
     assert {group for group, _ in rows} == registry._ours().keys() - internal
     for name in (name for _, about in rows for name in re.findall(r"`((?:\w+\.)+[A-Z]\w+)`", about)):
         module, _, attribute = name.rpartition(".")

@@ -21,11 +21,11 @@ from meshwright.base.errors import BAD_DATA, DONE, LOCKED, USAGE, UserError
 from meshwright.checkpoint import loading, native
 from meshwright.checkpoint.boxes import Box, split_boxes
 from meshwright.checkpoint.convert import complete_source, native_files, select
+from meshwright.checkpoint.formats import HUGGING_FACE
 from meshwright.checkpoint.huggingface import writer as huggingface_writer
-from meshwright.checkpoint.registry import HUGGING_FACE
+from meshwright.checkpoint.pickle import pickles
 from meshwright.checkpoint.sources import MappedSource, Source, TensorInfo, TensorView
 from meshwright.checkpoint.steps import NATIVE
-from meshwright.compat.formats.pickle import pickles
 from meshwright.config.schema import TokenizerFlags
 from meshwright.data import tokenizers
 

@@ -17,7 +17,8 @@ import pytest
 
 from helpers import captured_output, error_of, flip_bit
 from meshwright.base.errors import IO, LOCKED, UserError
-from meshwright.checkpoint import manifests, owner, publish, registry, steps
+from meshwright.checkpoint import formats, manifests, owner, publish, steps
+from meshwright.compat.formats import table
 
 POINTS = """
     begin after_mkdir written_unsynced shard_done manifest_unsynced before_rename after_rename before_tracker
@@ -336,7 +337,7 @@ def test_checkpoints_of_other_programs_are_found_and_kept(tmp_path: Path) -> Non
     (megatron / "mp_rank_00").mkdir(parents=True)
     (megatron / "mp_rank_00/model_optim_rng.pt").touch()
     assert "give the path of the one itself" in error_of(lambda: steps.find_step(tmp_path / "a"))
-    place = steps.StepLocation(registry.MEGATRON, megatron, 500, tmp_path / "a")
+    place = steps.StepLocation(table.MEGATRON, megatron, 500, tmp_path / "a")
     for path in (megatron, megatron / "mp_rank_00", megatron / "mp_rank_00/model_optim_rng.pt"):
         assert steps.find_step(path) == (place, [])
     (tmp_path / "a" / steps.TRACKER).write_text("500")
@@ -357,16 +358,11 @@ def test_checkpoints_of_other_programs_are_found_and_kept(tmp_path: Path) -> Non
     (tmp_path / "b" / steps.TRACKER).write_text("release")
     assert "no checkpoint in" in error_of(lambda: steps.find_step(tmp_path / "b"))
     (tmp_path / "b/release/mp_rank_00").mkdir(parents=True)
-    assert steps.find_step(tmp_path / "b")[0] == (registry.MEGATRON, tmp_path / "b/release", 0, tmp_path / "b")
+    assert steps.find_step(tmp_path / "b")[0] == (table.MEGATRON, tmp_path / "b/release", 0, tmp_path / "b")
     (tmp_path / "c/global_step500").mkdir(parents=True)
     (tmp_path / "c/global_step500/layer_01-model_00-model_states.pt").touch()
     (tmp_path / "c/latest").write_text("global_step500")
-    assert steps.find_step(tmp_path / "c")[0] == (
-        registry.DEEPSPEED,
-        tmp_path / "c/global_step500",
-        500,
-        tmp_path / "c",
-    )
+    assert steps.find_step(tmp_path / "c")[0] == (table.DEEPSPEED, tmp_path / "c/global_step500", 500, tmp_path / "c")
     write_step(tmp_path / "c", 400)
     message = error_of(lambda: steps.find_step(tmp_path / "c"))
     assert "500 of DeepSpeed" in message and "400" in message
@@ -377,7 +373,7 @@ def test_checkpoints_of_other_programs_are_found_and_kept(tmp_path: Path) -> Non
     for name in ("config.json", "model.safetensors"):
         (tmp_path / "hf").mkdir(exist_ok=True)
         (tmp_path / "hf" / name).touch()
-    assert steps.find_step(tmp_path / "hf")[0] == (registry.HUGGING_FACE, tmp_path / "hf", 0, tmp_path / "hf")
+    assert steps.find_step(tmp_path / "hf")[0] == (formats.HUGGING_FACE, tmp_path / "hf", 0, tmp_path / "hf")
 
 
 @pytest.mark.fault("F13")

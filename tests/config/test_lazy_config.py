@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from meshwright.base.errors import UserError
-from meshwright.compat.flags.lazy_config import read_expression, read_lazy_config
+from meshwright.compat.flags.lazy_config import read_lazy_config
 from meshwright.config import flags
+from meshwright.config.expressions import read_expression
 from meshwright.config.schema import TrainConfig
 
 BASE = """

@@ -16,6 +16,7 @@ from meshwright.config.schema import TokenizerFlags
 from meshwright.config.text_inputs import Preprocess, PreprocessConfig
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.text import preprocess
+from meshwright.data.text.sentences import build_splitter
 
 # Sentences are divided by |; the text has a blank there.
 ENGLISH = """
@@ -50,7 +51,7 @@ OTHERS = {
 
 
 def rules(language="english", keep=False):
-    return sentences.build_splitter("rules", language, keep)
+    return build_splitter("rules", language, keep)
 
 
 @pytest.mark.parametrize(
@@ -112,9 +113,9 @@ def punkt(tmp_path, monkeypatch):
     for name in ("collocations.tab", "sent_starters.txt", "ortho_context.tab"):
         (folder / name).write_text("")
     monkeypatch.setattr(nltk.data, "path", [str(tmp_path / "nltk")])
-    sentences.build_splitter.cache_clear()
+    sentences.build_punkt.cache_clear()
     yield "toylang"
-    sentences.build_splitter.cache_clear()
+    sentences.build_punkt.cache_clear()
 
 
 @pytest.mark.flag("split_sentences sentence_splitter keep_newlines")
@@ -125,13 +126,8 @@ def test_each_is_a_sequence(tmp_path, punkt):
     content = "Dr. Who is here. He left!\n\nWhy? No answer"
     ways = {"punkt": punkt, "rules": "english"}
     for splitter, lang in ways.items():
-        assert sentences.build_splitter(splitter, lang, False)(content) == [
-            "Dr. Who is here.",
-            "He left!",
-            "Why?",
-            "No answer",
-        ]
-        assert "".join(sentences.build_splitter(splitter, lang, True)(content)) == content
+        assert build_splitter(splitter, lang, False)(content) == ["Dr. Who is here.", "He left!", "Why?", "No answer"]
+        assert "".join(build_splitter(splitter, lang, True)(content)) == content
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in (content, "", "One.")))
 
     def make(splitter, keep, lang, overwrite=True):
@@ -156,12 +152,12 @@ def test_each_is_a_sequence(tmp_path, punkt):
 
 def test_missing_models(punkt, monkeypatch):
     command = "pip install nltk; python -m nltk.downloader punkt_tab; or use --sentence-splitter rules"
-    message = error_of(lambda: sentences.build_splitter("punkt", "klingon", False), UNAVAILABLE)
+    message = error_of(lambda: build_splitter("punkt", "klingon", False), UNAVAILABLE)
     assert f"needs NLTK's model of klingon: {command}" in message
     monkeypatch.setitem(sys.modules, "nltk.tokenize.punkt", None)
-    message = error_of(lambda: sentences.build_splitter("punkt", "english", False), UNAVAILABLE)
+    message = error_of(lambda: build_splitter("punkt", "english", False), UNAVAILABLE)
     assert f"needs NLTK and its model of english: {command}" in message
-    message = error_of(lambda: sentences.build_splitter("rules", "turkish", False), USAGE)
+    message = error_of(lambda: build_splitter("rules", "turkish", False), USAGE)
     assert "--lang turkish: there are rules for english, german" in message and "--sentence-splitter punkt" in message
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.base.errors import UserError
 from meshwright.base.hints import did_you_mean
-from meshwright.compat.flags.lazy_config import read_expression
+from meshwright.config.expressions import read_expression
 from meshwright.config.flags import parse_settings
 from meshwright.config.schema import TrainConfig
 from meshwright.data.sets import samples_of_epochs

@@ -10,8 +10,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "src"))  # runs fro
 from meshwright.__main__ import main  # noqa: E402
 from meshwright.base.errors import UserError  # noqa: E402
 from meshwright.checkpoint import steps  # noqa: E402
-from meshwright.checkpoint.registry import MEGATRON  # noqa: E402
 from meshwright.compat.formats.megatron import reader as megatron  # noqa: E402
+from meshwright.compat.formats.table import MEGATRON  # noqa: E402
 
 
 def command(argv: list[str]) -> list[str]:

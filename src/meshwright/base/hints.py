@@ -24,7 +24,10 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 @functools.cache
 def _other_words() -> dict[str, dict[str, str]]:
-    return read_table("compat/flags/other_words.toml")
+    try:
+        return read_table("compat/flags/other_words.toml")
+    except FileNotFoundError:  # an installation without compat/
+        return {}
 
 
 def our_word(kind: str, word: str, known: Container[str]) -> str:
@@ -32,7 +35,7 @@ def our_word(kind: str, word: str, known: Container[str]) -> str:
 
     `kind` is flags, commands or presets; `known` are those that there are.
     """
-    for answer, words in _other_words()[kind].items():
+    for answer, words in _other_words().get(kind, {}).items():
         if word in words.split() and (answer.startswith("`") or re.split("[ ,;]", answer)[0] in known):
             return answer
     return ""

@@ -26,6 +26,8 @@ from meshwright.base.errors import UNAVAILABLE, UserError
 from meshwright.base.version import project_text
 
 PREFIX = "meshwright."
+# Ends the error about something that was asked for and is not registered.
+LACKING = "this installation lacks the part for it; install Meshwright as a whole"
 
 
 def entries(group: str) -> dict[str, str]:

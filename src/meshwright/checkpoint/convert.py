@@ -19,7 +19,7 @@ from meshwright.base.console import notice
 from meshwright.base.errors import LOCKED, UserError, bad_data
 from meshwright.base.hints import find_address, refuse_address
 from meshwright.base.progress import progress_bar
-from meshwright.checkpoint import loading, native, owner, publish, steps
+from meshwright.checkpoint import formats, loading, native, owner, publish, steps
 from meshwright.checkpoint.averages import has_average, is_average
 from meshwright.checkpoint.boxes import Box
 from meshwright.checkpoint.huggingface import writer as huggingface_writer
@@ -67,6 +67,8 @@ class ConversionTarget:
         if self.to != "torch" and (self.tensor_parallel, self.pipeline_parallel) != (1, 1):
             why = f"the format {self.to} has no ranks, since any layout loads it"
             raise UserError(f"{why}; leave the target's sizes out, or choose torch")
+        if self.to == "torch":
+            formats.require_written(self.to)
 
 
 @dataclass(frozen=True)
@@ -321,12 +323,12 @@ def read_extent(source: Source, extent: native.BoxToWrite) -> torch.Tensor:
 
 
 def files_for_megatron(source: Selection, conversion: PreparedConversion) -> dict[str, Produce]:
-    from meshwright.compat.formats.megatron import writer as megatron_writer
-
     target, model = conversion.target, conversion.config.model
     if target.dtype:
         source.config |= {"fp16": target.dtype == "float16", "bf16": target.dtype == "bfloat16"}
     t, p = target.tensor_parallel, target.pipeline_parallel
     assert source.vocab
     padded = counts.padded_size(source.vocab, model.make_vocab_size_divisible_by, t, model.pad_vocab_size_to)
-    return megatron_writer.megatron_files(source, t, p, padded, source.has_optimizer)
+    write = formats.require_written(target.to).load_writer()
+    files: dict[str, Produce] = write(source, t, p, padded, source.has_optimizer)
+    return files

@@ -17,8 +17,8 @@ from meshwright.base.errors import BAD_DATA, UserError, bad_data, not_a_run
 from meshwright.checkpoint import averages, manifests, mirror, native, publish, steps
 from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.claims import FalseClaim
+from meshwright.checkpoint.formats import all_formats
 from meshwright.checkpoint.manifests import DamagedCheckpoint
-from meshwright.checkpoint.registry import FORMATS, MEGATRON
 from meshwright.checkpoint.sources import Source, TensorBoxes, TensorInfo
 from meshwright.checkpoint.steps import NATIVE, StepLocation
 from meshwright.runtime.ranks.team import ALONE, Team
@@ -152,7 +152,7 @@ def open_foreign(location: StepLocation, options: OpenOptions, team: Team) -> So
     if location.ours and options.verify != "none":
         manifests.verify_step(folder, full=True)
     try:
-        source: Source = FORMATS[kind].load_reader()(folder, options.trust, options.heads, options.optimizer)
+        source: Source = all_formats()[kind].load_reader()(folder, options.trust, options.heads, options.optimizer)
     except FalseClaim as claim:
         raise bad_data(f"{folder}: {claim}; it is damaged, or made to mislead") from claim
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -198,8 +198,8 @@ def load_step(
         say(note)
     if location.is_numbered:
         say(f" checkpoint version {opened.version}")
-    if location.kind == MEGATRON and float(opened.version) < 2:  # Megatron's spelling, which scripts read
-        say(f" succesfully fixed query-key-values ordering for checkpoint version {opened.version}")
+    if opened.version_note:
+        say(opened.version_note)
     source = team.run_on_all(lambda: accept(opened))
     named = want(source) if callable(want) else want
     wanted = team.collect_merged(lambda: native.describe_wanted(named, team.rank), native.merge_described)

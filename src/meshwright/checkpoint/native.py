@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.base.errors import IO, UserError
+from meshwright.base import registry
+from meshwright.base.errors import IO, UNAVAILABLE, UserError
 from meshwright.checkpoint import manifests, publish
 from meshwright.checkpoint.boxes import (
     Box,
@@ -396,6 +397,8 @@ def open_native(folder: Path, step: int, verify: str = "read", team: Team = ALON
 
     def act() -> list[Any]:
         manifest = manifests.read_manifest(folder) if verify == "none" else manifests.verify_step(folder)
+        if INDEX not in manifest:  # saved with --ckpt-format, by an installation with more formats
+            raise UserError(f"{folder} has another format than ours: {registry.LACKING}", UNAVAILABLE)
         state, config = (manifests.read_json(folder, manifest, name) for name in (STATE, CONFIG))
         for name, value in ((STATE, state), (CONFIG, config)):
             if not isinstance(value, dict):

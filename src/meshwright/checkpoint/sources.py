@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from meshwright.base.errors import bad_data
 from meshwright.base.files import sample
 from meshwright.checkpoint.boxes import Box, Shape, check_cover, intersection, minus, not_empty, plus, split_boxes
-from meshwright.checkpoint.registry import FORMATS
+from meshwright.checkpoint.formats import all_formats
 from meshwright.optim.rule_table import AVERAGE
 from meshwright.parallel import shard
 
@@ -45,10 +45,11 @@ class Source(abc.ABC):
     Names are ours: `h.0.attn.qkv.weight`, and with optimizer state `h.0.attn.qkv.weight/exp_avg`.
     """
 
-    kind: str  # "native", or the program's name in registry.py
+    kind: str  # "native", or the name of a record in formats.py
     folder: Path  # of the step, or its only file
     step: int = 0
     version: str = "3.0"  # Megatron's format number, for the log
+    version_note: str = ""  # a line of the log, behind the version
     config: dict[str, Any] = field(default_factory=dict)  # the known settings, under our names
     state: dict[str, Any] = field(default_factory=dict)  # as a run saves it (run_state.py); empty for weights alone
     vocab: int | None = None  # the true size, or None if unknown: then the tables may be padded
@@ -82,7 +83,8 @@ class Source(abc.ABC):
     @property
     def counts_padding(self) -> bool:
         """Whether its vocabulary's size may include rows of padding."""
-        return self.vocab is None or (self.kind in FORMATS and FORMATS[self.kind].counts_padding)
+        theirs = all_formats().get(self.kind)
+        return self.vocab is None or (theirs is not None and theirs.counts_padding)
 
     @property
     def has_optimizer(self) -> bool:

@@ -15,22 +15,20 @@ from typing import NamedTuple
 
 from meshwright.base.errors import bad_data, not_a_run
 from meshwright.base.files import open_plain
+from meshwright.checkpoint.formats import all_formats
 from meshwright.checkpoint.manifests import MANIFEST, DamagedCheckpoint, find_manifest, read_manifest, verify_step
-from meshwright.checkpoint.registry import FORMATS, MEGATRON, MEGATRON_RANK
 
-TRACKER = FORMATS[MEGATRON].tracker  # ours too, for Megatron's readers
+TRACKER = "latest_checkpointed_iteration.txt"  # as Megatron's, for its readers
 BEST = "best_checkpointed_iteration.txt"  # ours: the step with the lowest validation loss
 NATIVE = "native"
 
 OUR_STEP = r"iter_(\d{7,})"
-# Other programs' trackers, and the number of a step in what they say, if it is to be compared.
-TRACKERS = {record.tracker: record.tracked for record in FORMATS.values() if record.tracker}
 
 
 class StepLocation(NamedTuple):
     """Where a step is, and which program's it is."""
 
-    kind: str  # NATIVE, or a name in FORMATS
+    kind: str  # NATIVE, or the name of a format
     folder: Path
     step: int
     root: Path  # the folder of the run, with its other steps and tokenizer/
@@ -42,7 +40,13 @@ class StepLocation(NamedTuple):
     @property
     def is_numbered(self) -> bool:
         """Whether it is a step of a run, rather than one model by itself."""
-        return self.kind == NATIVE or FORMATS[self.kind].is_numbered
+        return self.kind == NATIVE or all_formats()[self.kind].is_numbered
+
+
+def trackers() -> dict[str, str]:
+    """Return all trackers, and the number in what they say if it is to be compared."""
+    theirs = {record.tracker: record.tracked for record in all_formats().values() if record.tracker}
+    return {TRACKER: r"(\d{1,15})"} | theirs
 
 
 def step_folder(root: str | Path, step: int) -> Path:
@@ -60,7 +64,8 @@ def folder_meant(path: Path) -> Path:
     """Return the folder that a path means: of the step that has this file or rank in it."""
     if path.suffix in (".pt", ".pth") and path.is_file():  # mp_rank_00/model_optim_rng.pt
         path = path.parent
-    return path.parent if re.fullmatch(MEGATRON_RANK, path.name) else path
+    is_rank = any(record.ranks and re.fullmatch(record.ranks, path.name) for record in all_formats().values())
+    return path.parent if is_rank else path
 
 
 def split_path(path: str | Path) -> tuple[Path, int | None]:
@@ -80,15 +85,16 @@ def find_step(path: str | Path, below: int | None = None, sizes: bool = True) ->
     root, step = split_path(path)
     kind = kind_of_folder(path)
     # A run may continue in the folder of another program's step, whose file still means that step.
-    steps_beside = list_checkpoints if kind in FORMATS and FORMATS[kind].yields else list_steps
+    theirs = all_formats().get(kind or "")
+    steps_beside = list_checkpoints if theirs and theirs.yields else list_steps
     is_step = step is not None or (kind is not None and (given.is_file() or not steps_beside(path)))
     if below is None and is_step:
-        if kind is not None and kind != NATIVE and not FORMATS[kind].is_numbered:
-            if given != path and not any(re.fullmatch(pattern, given.name) for pattern in FORMATS[kind].files):
+        if theirs and not theirs.is_numbered:
+            if given != path and not any(re.fullmatch(pattern, given.name) for pattern in theirs.files):
                 raise bad_data(
-                    f"{given} is not the {kind} model in {path}; move it to a folder of its own, and rename it"
+                    f"{given} is not the {theirs.name} model in {path}; move it to a folder of its own, and rename it"
                 )
-            return StepLocation(kind, path, 0, path), []
+            return StepLocation(theirs.name, path, 0, path), []
         number = re.search(r"(\d{1,15})(_universal|_snapshot)?$", path.name)
         return StepLocation(kind or NATIVE, path, int(number[1]) if number else 0, path.parent), []
     newest, notes = latest(root, below, sizes)
@@ -109,7 +115,7 @@ def kind_of_folder(folder: Path) -> str | None:
         names = os.listdir(folder)
     except OSError:
         return None
-    return next((record.name for record in FORMATS.values() if record.matches(folder.name, names)), None)
+    return next((record.name for record in all_formats().values() if record.matches(folder.name, names)), None)
 
 
 def find_foreign(root: Path) -> StepLocation | None:
@@ -117,10 +123,10 @@ def find_foreign(root: Path) -> StepLocation | None:
     names = [n for n in listing(root) if not re.fullmatch(r"iter_\d+(\.\w+)?", n) or is_foreign(root / n)]
     if not names:
         return None
-    for tracker in TRACKERS:
+    for tracker in trackers():
         if tracker in names and (root / tracker).is_file():
             return find_tracked(root, tracker, read_tracker(root / tracker))
-    for record in FORMATS.values():
+    for record in all_formats().values():
         if record.tracker:
             continue
         numbered = {int(re.findall(r"\d+", name)[-1]): name for name in names if re.fullmatch(record.steps, name)}
@@ -130,7 +136,7 @@ def find_foreign(root: Path) -> StepLocation | None:
     kinds = sorted({str(kind_of_folder(root / name)) for name in names})
     raise bad_data(
         f"{root} holds {', '.join(names[:5])} ({', '.join(kinds)}), but no file that says which one "
-        f"is meant ({', '.join(TRACKERS)}); give the path of the one itself"
+        f"is meant ({', '.join(trackers())}); give the path of the one itself"
     )
 
 
@@ -207,8 +213,8 @@ def listing(root: Path) -> list[str]:
         raise not_a_run(root, "checkpoint") from None
     except OSError as error:
         raise bad_data(f"cannot read the folder {root}: {error.strerror}") from error
-    steps = [rf"{OUR_STEP}(\.tmp|\.damaged)?", *(record.steps for record in FORMATS.values() if record.steps)]
-    pattern = "|".join([*steps, *map(re.escape, (BEST, *TRACKERS))])
+    steps = [rf"{OUR_STEP}(\.tmp|\.damaged)?", *(record.steps for record in all_formats().values() if record.steps)]
+    pattern = "|".join([*steps, *map(re.escape, (BEST, *trackers()))])
     return sorted(name for name in names if re.fullmatch(pattern, name))
 
 
@@ -220,14 +226,14 @@ def is_foreign(folder: Path) -> bool:
         names = os.listdir(folder)
     except OSError:
         return False
-    theirs = "|".join(record.unfinished for record in FORMATS.values() if record.unfinished)
+    theirs = "|".join(record.unfinished for record in all_formats().values() if record.unfinished)
     return any(re.fullmatch(theirs, name) for name in names)
 
 
 def check_trackers(root: Path, names: list[str], notes: list[str]) -> None:
     """Refuse a tracker that names a checkpoint of another program, newer than ours."""
     newest = max(our_numbers(root, r"iter_(\d+)(\.damaged)?", names), default=None)
-    for name, pattern in TRACKERS.items():
+    for name, pattern in trackers().items():
         if newest is None or not pattern or name not in names or not (root / name).is_file():
             continue
         text = read_tracker(root / name)

@@ -22,15 +22,13 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from meshwright.base import console
-from meshwright.base.errors import BAD_DATA, DONE, UserError
+from meshwright.base import console, registry
+from meshwright.base.errors import BAD_DATA, DONE, UNAVAILABLE, UserError
 from meshwright.base.files import parse_toml, read_small
 from meshwright.base.hints import did_you_mean, find_address, our_word, refuse_address
 from meshwright.base.storage import addresses
-from meshwright.compat.flags import deepspeed_json
-from meshwright.compat.flags.lazy_config import read_lazy_config
-from meshwright.compat.flags.megatron_flags import EQUAL, NO_EFFECT, OLD_SWITCHES, known_elsewhere
-from meshwright.config import check_values, checks, help, notices, presets, recipes
+from meshwright.config import check_values, checks, dialects, help, notices, presets, recipes
+from meshwright.config.dialects import equal, known_elsewhere, no_effect, old_switches
 from meshwright.config.fields import (
     cached,
     choices_of,
@@ -125,7 +123,7 @@ def parse_settings(
     reader = LayerReader(cls, complaints)
     if positional:
         unknown = _take_positional(cls, positional, cli, unknown, complaints)
-    for name in NO_EFFECT:
+    for name in no_effect():
         if (value := cli.pop("no_effect_" + name, None)) is not None:
             reader.note_idle(name, value, "")
     complaints += [_unknown(word, parser) for word in unknown if word.startswith("--")]
@@ -334,11 +332,11 @@ def _take_positional(
 def _unused(cls: type, typed: Mapping[str, Any]) -> list[str]:
     """Report flags of the command line that the command accepts and does not use."""
     used, by_name = getattr(cls, "USES", None), config_fields(cls)
-    defaults = {name: default_of(f) for name, (_, f, _) in by_name.items()} | dict.fromkeys(OLD_SWITCHES, False)
+    defaults = {name: default_of(f) for name, (_, f, _) in by_name.items()} | dict.fromkeys(old_switches(), False)
     return [
         f"{spelling(name)} has no effect on this command"
         for name, value in typed.items()
-        if used is not None and OLD_SWITCHES.get(name, (name,))[0] not in used and value != defaults[name]
+        if used is not None and old_switches().get(name, (name,))[0] not in used and value != defaults[name]
     ]
 
 
@@ -363,7 +361,7 @@ def _with_deepspeed(config: Any, sources: dict[str, str], reader: LayerReader) -
     given = {n for n, source in sources.items() if source != "default"}
     if isinstance(sources["zero_stage"], SwitchSource):  # ZeRO 1 leaves a higher stage to the file
         given.remove("zero_stage")
-    filled, notices, wrong = deepspeed_json.merge_deepspeed(config, given)
+    filled, notices, wrong = dialects.fill_from_file(config, given)
     before, after = to_dict(config), to_dict(filled)
     sources.update({n: str(config.parallel.deepspeed_config) for n in after if after[n] != before[n]})
     if config.parallel.deepspeed_config:  # the switch beside it says the same
@@ -391,8 +389,8 @@ def build_config(cls: type[C], layers: list[tuple[str, dict[str, Any]]]) -> tupl
             values[by_name[name][0]][name] = layer[name]
             sources[name] = label
         # Those that are off first: one that is on wins over another name for the same.
-        for switch in sorted(layer.keys() & OLD_SWITCHES.keys(), key=lambda name: (layer[name], name)):
-            name, value = OLD_SWITCHES[switch]
+        for switch in sorted(layer.keys() & old_switches().keys(), key=lambda name: (layer[name], name)):
+            name, value = old_switches()[switch]
             group = values[by_name[name][0]]
             if layer[switch]:
                 group[name] = _with_switch(group.get(name), value)
@@ -421,8 +419,8 @@ def _with_switch(current: Any, value: Any) -> Any:
 
 def current_names(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return saved settings with older switches as the settings that they stand for."""
-    out = {name: value for name, value in saved.items() if name not in OLD_SWITCHES}
-    for switch, (name, value) in OLD_SWITCHES.items():
+    out = {name: value for name, value in saved.items() if name not in old_switches()}
+    for switch, (name, value) in old_switches().items():
         if saved.get(switch) is True:
             out[name] = _with_switch(out.get(name), value)
     return out
@@ -431,7 +429,7 @@ def current_names(saved: Mapping[str, Any]) -> dict[str, Any]:
 def switches_in_effect(config: Any, given: Mapping[str, Any]) -> dict[str, bool]:
     """Return the given older switches whose meaning is the configuration's."""
     values = to_dict(config)
-    switches = {switch: setting for switch, setting in OLD_SWITCHES.items() if given.get(switch)}
+    switches = {switch: setting for switch, setting in old_switches().items() if given.get(switch)}
     return {s: True for s, (name, value) in switches.items() if _with_switch(values[name], value) == values[name]}
 
 
@@ -461,14 +459,14 @@ def _parser(cls: type, positional: str | None = None) -> FlagParser:
     parser.add_argument("--config", dest="config_file")
     parser.add_argument("--print-config", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
-    for name, (dest, value) in EQUAL.items():
+    for name, (dest, value) in equal().items():
         if dest in by_name:
             parser.add_argument(name, dest=dest, action="store_const", const=value)
-    for switch, (dest, _) in OLD_SWITCHES.items():
+    for switch, (dest, _) in old_switches().items():
         if dest in by_name:
             parser.add_argument(spelling(switch), dest=switch, action="store_const", const=True)
             parser.add_argument("--no-" + spelling(switch)[2:], dest=switch, action="store_const", const=False)
-    for name, (count, _) in NO_EFFECT.items():
+    for name, (count, _) in no_effect().items():
         if name not in parser._option_string_actions:
             action: dict[str, Any] = {"nargs": count} if count else {"action": "store_true"}
             parser.add_argument(name, dest="no_effect_" + name, **action)
@@ -602,20 +600,20 @@ class LayerReader:
     def convert_all(self, values: Mapping[Any, Any], where: str) -> dict[str, Any]:
         """Return names and values of one layer as fields and values of their types."""
         out = {}
-        idle = {_key(name.lstrip("-")): name for name in NO_EFFECT}
-        equal = {_key(name.lstrip("-")): pair for name, pair in EQUAL.items() if pair[0] in self.fields}
+        idle = {_key(name.lstrip("-")): name for name in no_effect()}
+        switches = {_key(name.lstrip("-")): pair for name, pair in equal().items() if pair[0] in self.fields}
         for key, value in values.items():
             name = _key(str(key))
             name = name if name in self.fields else self.aliases.get(name, name)
-            if name in equal and value is True:
-                name, value = equal[name]
+            if name in switches and value is True:
+                name, value = switches[name]
             if name in self.fields:
                 try:
                     is_raw = name == "prompt" and isinstance(value, str)  # "none" is a prompt too
                     out[name] = value if is_raw else convert_value(self.fields[name][2], value)
                 except argparse.ArgumentTypeError as e:
                     self.complaints.append(f"{shown_name(self.fields[name][1])}{where}: {e}")
-            elif name in OLD_SWITCHES:
+            elif name in old_switches():
                 self._read_switch(out, name, value, where)
             elif name in idle:
                 if value is not False:
@@ -631,8 +629,8 @@ class LayerReader:
 
     def _check_switches(self, layer: Mapping[str, Any]) -> None:
         """Report what older switches of one layer contradict or include."""
-        on = [name for name in OLD_SWITCHES if layer.get(name)]
-        recomputed = {OLD_SWITCHES[name][1] for name in on if OLD_SWITCHES[name][0] == "recompute_granularity"}
+        on = [name for name in old_switches() if layer.get(name)]
+        recomputed = {old_switches()[name][1] for name in on if old_switches()[name][0] == "recompute_granularity"}
         if recomputed and len({*recomputed, layer.get("recompute_granularity")} - {None}) > 1:
             self.complaints.append("--recompute-granularity selective contradicts full recomputation; give one")
         if "deepspeed_activation_checkpointing" in on and "checkpoint_activations" not in on:
@@ -642,7 +640,7 @@ class LayerReader:
             self.notices.append(f"--use-distributed-optimizer is --zero-stage 1; --zero-stage {stage} goes further")
 
     def _read_switch(self, out: dict[str, Any], name: str, value: Any, where: str) -> None:
-        if OLD_SWITCHES[name][0] not in self.fields:
+        if old_switches()[name][0] not in self.fields:
             return  # a file for several commands
         try:
             out[name] = convert_value(bool, value)
@@ -653,14 +651,16 @@ class LayerReader:
 
     def note_idle(self, name: str, value: Any, where: str) -> None:
         """Report a flag that has no effect, and keep what was given."""
-        self.notices.append(f"{name} is accepted and has no effect: {NO_EFFECT[name][1]}{where}")
-        is_one = isinstance(value, list) and NO_EFFECT[name][0] == 1
+        self.notices.append(f"{name} is accepted and has no effect: {no_effect()[name][1]}{where}")
+        is_one = isinstance(value, list) and no_effect()[name][0] == 1
         self.idle[_key(name.lstrip("-"))] = value[0] if is_one else value
 
     def read_file(self, path: Path) -> dict[str, Any]:
         """Read a TOML, YAML or Python file, flat or in sections named after the groups."""
+        if (settings := dialects.read_file(path)) is not None:
+            return self.convert_all(self._without_others(self._flat(settings)), f" in {path}")
         if path.suffix == ".py":
-            return self.convert_all(self._without_others(self._flat(read_lazy_config(path))), f" in {path}")
+            raise UserError(f"--config {path}: Python files cannot be read: {registry.LACKING}", UNAVAILABLE)
         try:
             text = read_small(path, SETTINGS_LIMIT, pipes=True).decode()
         except (OSError, UnicodeDecodeError) as e:

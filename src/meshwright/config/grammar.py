@@ -9,7 +9,7 @@ import re
 from typing import NamedTuple
 
 from meshwright.base import registry
-from meshwright.compat.flags.lazy_config import read_expression
+from meshwright.config.expressions import read_expression
 
 
 def split_shares(split: str) -> list[float]:

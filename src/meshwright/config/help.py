@@ -22,7 +22,7 @@ from typing import Any
 from meshwright.base import host
 from meshwright.base.errors import UserError
 from meshwright.base.hints import did_you_mean
-from meshwright.compat.flags.megatron_flags import EQUAL, NO_EFFECT, OLD_SWITCHES, known_elsewhere
+from meshwright.config.dialects import equal, known_elsewhere, no_effect, old_switches
 from meshwright.config.fields import (
     choices_of,
     config_fields,
@@ -168,9 +168,9 @@ def help_lines(command: Command, topic: str = "") -> list[str]:
         if _key(topic) in {_key(word) for word in (entry.name, entry.flag, *entry.also)}:
             return explain_flag(command, entry)
     flag = "--" + topic.lstrip("-")
-    if flag in NO_EFFECT:
-        return [f"{flag} is accepted and has no effect: {NO_EFFECT[flag][1]}."]
-    if same := EQUAL.get(flag) or OLD_SWITCHES.get(flag[2:].replace("-", "_")):
+    if flag in no_effect():
+        return [f"{flag} is accepted and has no effect: {no_effect()[flag][1]}."]
+    if same := equal().get(flag) or old_switches().get(flag[2:].replace("-", "_")):
         return [f"{flag} is {spelling(same[0])} {same[1]}."]
     if elsewhere := known_elsewhere(flag):
         return [f"{elsewhere}."]

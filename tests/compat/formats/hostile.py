@@ -22,7 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.checkpoint.registry import DEEPSPEED, HUGGING_FACE, MEGATRON, TORCH_DIST
+from meshwright.checkpoint.formats import HUGGING_FACE
+from meshwright.compat.formats.table import DEEPSPEED, MEGATRON, TORCH_DIST
 
 MEGABYTE = 1 << 20
 UNTRUSTED = "trust-pickle runs it"
@@ -30,7 +31,7 @@ UNTRUSTED = "trust-pickle runs it"
 
 class Case(NamedTuple):
     name: str
-    opener: str  # "pickle", "native", or a name in registry.py
+    opener: str  # "pickle", "native", or the name of a format
     says: str
     write: Callable[[Path, Path], None]  # the file or folder to be made, and the marker that its code would make
     runs: bool = False

@@ -2,8 +2,10 @@
 
 import re
 import sys
+import tomllib
 import types
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from helpers import error_of
-from meshwright.checkpoint import loading, native, registry
+from meshwright.base import registry
+from meshwright.checkpoint import formats, loading, native
 from meshwright.config.schema import Model
 from meshwright.model.gpt import GPT
 from meshwright.model.positions import Positions
@@ -64,18 +67,24 @@ def trained(steps: int = 3) -> tuple[ToyGPT, torch.optim.Optimizer]:
 
 
 @pytest.fixture
-def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ToyGPT, torch.optim.Optimizer]:
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ToyGPT, torch.optim.Optimizer]]:
     """Register the page's format, and write a checkpoint of it into tmp_path."""
     reader, record = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.S | re.M)
-    module = types.ModuleType("toygpt")
+    (entry,) = re.findall(r"^```toml\n(.*?)^```", PAGE.read_text(), flags=re.S | re.M)
+    named = tomllib.loads(entry)["project"]["entry-points"]["meshwright.formats"]
+    module = types.ModuleType("toyformat")
     exec(compile(reader, str(PAGE), "exec"), module.__dict__)
+    exec(compile(record, str(PAGE), "exec"), module.__dict__)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(registry.formats(), "ToyGPT", eval(record, {"Format": registry.Format}))
+    ours = registry.entries("formats")
+    monkeypatch.setattr(registry, "entries", lambda group: ours | named)
+    formats.all_formats.cache_clear()
     model, adam = trained()
     args = {"heads": HEADS, "vocab": VOCAB, "batch": 2}
     tree = {"model": model.state_dict(), "optimizer": adam.state_dict(), "step": 3, "args": args}
     torch.save(tree, tmp_path / "toy.pt")
-    return model, adam
+    yield model, adam
+    formats.all_formats.cache_clear()
 
 
 def test_the_page_reads_weights_moments_and_state(toy, tmp_path: Path) -> None:

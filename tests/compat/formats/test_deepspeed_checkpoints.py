@@ -12,9 +12,9 @@ from foreign import assert_reads, our_name, read_tensors
 
 from meshwright.base.errors import UserError
 from meshwright.checkpoint import loading
-from meshwright.checkpoint.registry import DEEPSPEED
 from meshwright.checkpoint.steps import StepLocation
 from meshwright.compat.formats.megatron import deepspeed
+from meshwright.compat.formats.table import DEEPSPEED
 from on_ranks import run_ranks
 
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None

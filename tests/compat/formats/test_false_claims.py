@@ -35,17 +35,9 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from meshwright.checkpoint import claims, loading, manifests, native
-from meshwright.checkpoint.registry import (
-    DEEPSPEED,
-    HUGGING_FACE,
-    LITGPT,
-    MEGATRON,
-    NANOGPT,
-    ONEFLOW,
-    TORCH_DIST,
-    UNIVERSAL,
-)
+from meshwright.checkpoint.formats import HUGGING_FACE
 from meshwright.checkpoint.steps import StepLocation
+from meshwright.compat.formats.table import DEEPSPEED, LITGPT, MEGATRON, NANOGPT, ONEFLOW, TORCH_DIST, UNIVERSAL
 from meshwright.config.schema import TokenizerFlags
 from meshwright.data import tokenizers
 from meshwright.data.files.indexed import Indexed
@@ -75,7 +67,7 @@ H, V, P, F = 4, 8, 6, 8  # width, ids, positions and width within the MLP
 
 
 class Honest(NamedTuple):
-    kind: str  # a name in registry.py, or of another kind of file
+    kind: str  # the name of a format, or of another kind of file
     write: Callable[[Path], Path]  # the folder that is opened
     file: str  # in the folder, with the numbers
     read: Callable[[Path], Any] = partial(torch.load, weights_only=False)

@@ -15,9 +15,10 @@ import torch  # noqa: F401
 from measured import in_child, outcome_of
 
 from meshwright.checkpoint import loading, native
-from meshwright.checkpoint.registry import DEEPSPEED, HUGGING_FACE, MEGATRON, TORCH_DIST
+from meshwright.checkpoint.formats import HUGGING_FACE
+from meshwright.checkpoint.pickle import pickles
 from meshwright.checkpoint.steps import StepLocation
-from meshwright.compat.formats.pickle import pickles
+from meshwright.compat.formats.table import DEEPSPEED, MEGATRON, TORCH_DIST
 
 pytestmark = pytest.mark.whole
 

@@ -17,13 +17,13 @@ from megatron_files import Form, forward, ours, plain, rounded, write
 from meshwright.base.errors import BAD_DATA, UserError
 from meshwright.checkpoint import loading, native
 from meshwright.checkpoint.boxes import Box
-from meshwright.checkpoint.registry import MEGATRON
 from meshwright.checkpoint.sources import MappedSource, Source, TensorView
 from meshwright.checkpoint.steps import StepLocation
 from meshwright.cli import convert
 from meshwright.compat.formats.adam import MOMENTS, match_numbered
 from meshwright.compat.formats.megatron import reader as megatron
 from meshwright.compat.formats.megatron import writer as megatron_writer
+from meshwright.compat.formats.table import MEGATRON
 from meshwright.config.schema import Model
 from meshwright.model.gpt import GPT
 from meshwright.model.positions import Positions

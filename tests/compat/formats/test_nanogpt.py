@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from helpers import error_of, open_step, read_rows
 from meshwright.__main__ import main
 from meshwright.checkpoint import loading, steps
-from meshwright.checkpoint.registry import DEEPSPEED
+from meshwright.compat.formats.table import DEEPSPEED
 from meshwright.data.files.writer import Writer
 
 pytestmark = pytest.mark.whole

@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from helpers import error_of
 from meshwright.base.errors import UserError
 from meshwright.checkpoint import loading
-from meshwright.checkpoint.registry import TORCH_DIST
 from meshwright.checkpoint.saved_model import model_settings
 from meshwright.checkpoint.steps import StepLocation
 from meshwright.compat.formats.megatron import torch_dist
+from meshwright.compat.formats.table import TORCH_DIST
 from meshwright.config.schema import Model
 from meshwright.model.gpt import GPT
 from meshwright.model.positions import Positions

@@ -18,9 +18,8 @@ from pathlib import Path
 
 from meshwright.base.errors import BAD_DATA, UserError, bad_data
 from meshwright.base.files import replacing
-from meshwright.compat.prepare import wiki
 from meshwright.config.text_inputs import TextInputs
-from meshwright.data.text import plain
+from meshwright.data.text import dumps, plain
 from meshwright.data.text.cutting import cut_inputs, why_nothing
 from meshwright.data.text.documents import cut_document
 from meshwright.data.text.folders import shown
@@ -104,7 +103,7 @@ class InputDocuments:
         share, read = (size / max(self.bytes, 1) for size in (self.limit, max(self.limit, LONGEST)))
         characters, is_empty = 0, True
         for piece in cut_inputs(self.inputs.inputs, self.settings):
-            if share < 1 and isinstance(piece, TextAt) and piece.how.separator != wiki.PAGES:
+            if share < 1 and isinstance(piece, TextAt) and not dumps.with_separator(piece.how.separator):
                 piece = TextWithin(**vars(piece))
             if fraction(f"{piece.number} {piece.begin}") >= read:
                 self.is_sample = True

@@ -19,12 +19,12 @@ import torch
 from meshwright.base.errors import bad_data
 from meshwright.checkpoint.exports import SCALINGS
 from meshwright.checkpoint.folder import COUNT, NUMBER, POSITIVE, SHARE, WINDOW, ForeignFolder, Tensors, Views
+from meshwright.checkpoint.formats import HUGGING_FACE
 from meshwright.checkpoint.gpt import PLAIN, one_view, qkv_views
 from meshwright.checkpoint.huggingface import names
 from meshwright.checkpoint.manifests import parse_json, read_small
-from meshwright.checkpoint.registry import HUGGING_FACE
+from meshwright.checkpoint.pickle import pickles
 from meshwright.checkpoint.sources import MappedSource, TensorView
-from meshwright.compat.formats.pickle import pickles
 from meshwright.config.check_model import rope_problems
 from meshwright.config.schema import Model
 

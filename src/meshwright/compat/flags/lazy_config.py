@@ -11,30 +11,16 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import math
-import operator
 import os
-import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NoReturn
 
 from meshwright.base.errors import UserError
 from meshwright.base.hints import did_you_mean
+from meshwright.config.expressions import BYTES, Evaluator, Limits, Refusal, kind, parse
 
-# Limits of one reading, with all files that it imports.
-FILES, BYTES, STEPS, DEPTH = 50, 1 << 16, 100_000, 60
-ITEMS, NUMBER = 10_000, 1 << 63  # of one list or text, and the largest number
-
-OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-}
+FILES = 50  # of one reading, with all that they import; its other limits are those of expressions
 
 
 class Reference(str):
@@ -48,44 +34,14 @@ class _Lazy:
     target: Any
 
 
-class _Refusal(Exception):
-    """The reason; the caller adds the line."""
-
-
 @dataclasses.dataclass
-class _Reading:
+class _Reading(Limits):
     """Limits and roots that all files of one reading share."""
 
-    modules: Collection[str]
-    roots: list[Path]
-    steps: int = STEPS
-    depth: int = 0
+    modules: Collection[str] = ()
+    roots: list[Path] = dataclasses.field(default_factory=list)
     files: int = FILES
     importing: list[Path] = dataclasses.field(default_factory=list)
-
-    def spend(self, steps: int = 1) -> None:
-        self.steps -= steps
-        if self.steps < 0:
-            raise _Refusal(f"the config takes more than {STEPS} steps to read")
-
-    def deeper(self, by: int) -> None:
-        self.depth += by
-        if self.depth > DEPTH:
-            raise _Refusal(f"nested more than {DEPTH} deep")
-
-    def copied(self, value: Any) -> Any:
-        """Return a copy of tables and lists, as OmegaConf makes one when it takes them over."""
-        self.spend()
-        if not isinstance(value, dict | list):
-            return value
-        self.deeper(1)
-        copy = (
-            {key: self.copied(item) for key, item in value.items()}
-            if isinstance(value, dict)
-            else [self.copied(item) for item in value]
-        )
-        self.deeper(-1)
-        return copy
 
 
 def read_lazy_config(path: Path, modules: Collection[str] = (), roots: Collection[Path] = ()) -> dict[str, Any]:
@@ -95,37 +51,16 @@ def read_lazy_config(path: Path, modules: Collection[str] = (), roots: Collectio
         modules: Names in these are references; other modules are files.
         roots: Folders in which imported files may lie, beside those of `path` and of the program.
     """
-    reading = _Reading(modules, [folder.resolve() for folder in (path.parent, Path.cwd(), *roots)])
+    reading = _Reading(modules=modules, roots=[folder.resolve() for folder in (path.parent, Path.cwd(), *roots)])
     try:
         return _File(path, reading).run()
-    except _Refusal as why:
+    except Refusal as why:
         raise UserError(f"{path}: {why}") from None
 
 
-def read_expression(text: str) -> Any:
-    """Return the value of one expression without names; raise ValueError for other text."""
-    if len(text) > BYTES:
-        raise ValueError(f"more than {BYTES} characters")
-    file = _File(Path(), _Reading((), []))
-    try:
-        return file.reading.copied(file.expression(_parse(text, "eval").body))
-    except (_Refusal, UserError) as why:
-        raise ValueError(str(why)) from None
-
-
-def _parse(source: str, mode: str) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return ast.parse(source, mode=mode)
-        except SyntaxError as error:
-            raise _Refusal(f"line {error.lineno}: {error.msg}") from None
-        except (ValueError, RecursionError, MemoryError) as error:
-            raise _Refusal(f"not a Python file that can be read ({str(error) or type(error).__name__})") from None
-
-
-class _File:
+class _File(Evaluator):
     def __init__(self, path: Path, reading: _Reading) -> None:
+        super().__init__(reading)
         self.path, self.reading = path, reading
         self.names: dict[str, Any] = {}
         self.lines: list[str] = []
@@ -134,33 +69,33 @@ class _File:
         """Read the file and return copies of its names."""
         reading, real = self.reading, Path(os.path.realpath(self.path))
         if not any(real.is_relative_to(root) for root in reading.roots):
-            raise _Refusal(f"{self.path} is outside of {', '.join(map(str, reading.roots))}")
+            raise Refusal(f"{self.path} is outside of {', '.join(map(str, reading.roots))}")
         if real in reading.importing:
-            raise _Refusal(f"{self.path} imports itself")
+            raise Refusal(f"{self.path} imports itself")
         reading.files -= 1
         if reading.files < 0:
-            raise _Refusal(f"more than {FILES} files are imported")
+            raise Refusal(f"more than {FILES} files are imported")
         try:
             if not real.is_file():
-                raise _Refusal(f"no file {self.path}")
+                raise Refusal(f"no file {self.path}")
             with real.open("rb") as file:
                 data = file.read(BYTES + 1)
             if len(data) > BYTES:
-                raise _Refusal(f"{self.path} has more than {BYTES} bytes")
+                raise Refusal(f"{self.path} has more than {BYTES} bytes")
             source = data.decode()
         except OSError as error:
-            raise _Refusal(f"{self.path}: {error.strerror}") from None
+            raise Refusal(f"{self.path}: {error.strerror}") from None
         except UnicodeDecodeError:
-            raise _Refusal(f"{self.path} is not UTF-8 text") from None
+            raise Refusal(f"{self.path} is not UTF-8 text") from None
         self.lines = source.splitlines()
         reading.importing.append(real)
         try:
-            for statement in _parse(source, "exec").body:
+            for statement in parse(source, "exec").body:
                 self.statement(statement)
             plain = {n: v for n, v in self.names.items() if not isinstance(v, _Lazy)}
             return dict(reading.copied(plain))
         except RecursionError:
-            raise _Refusal(f"{self.path} is nested too deep") from None
+            raise Refusal(f"{self.path} is nested too deep") from None
         finally:
             reading.importing.pop()
 
@@ -176,7 +111,7 @@ class _File:
         try:
             self.reading.spend()
             self.do(s)
-        except _Refusal as why:
+        except Refusal as why:
             self.refuse(s, why)
         self.reading.deeper(-1)
 
@@ -198,7 +133,7 @@ class _File:
             case ast.For(target=ast.Name(id=name), orelse=[]):
                 items = self.expression(s.iter)
                 if not isinstance(items, list):
-                    raise _Refusal("a loop goes over a list only")
+                    raise Refusal("a loop goes over a list only")
                 for item in list(items):
                     self.names[name] = item
                     for inner in s.body:
@@ -206,13 +141,13 @@ class _File:
             case ast.Import():
                 for alias in s.names:
                     if not self.is_reference(alias.name):
-                        raise _Refusal(f"module {alias.name} is not read{self.known_modules()}")
+                        raise Refusal(f"module {alias.name} is not read{self.known_modules()}")
                     bound = alias.asname or alias.name.split(".")[0]
                     self.names[bound] = Reference(alias.name if alias.asname else bound)
             case ast.ImportFrom():
                 self.import_from(s)
             case _:
-                raise _Refusal(f"a config holds assignments, loops over lists and imports, not {kind(s)}")
+                raise Refusal(f"a config holds assignments, loops over lists and imports, not {kind(s)}")
 
     def is_reference(self, module: str) -> bool:
         return module.split(".")[0] in self.reading.modules
@@ -230,13 +165,13 @@ class _File:
         else:
             files = [root / f"{module.replace('.', '/')}.py" for root in self.reading.roots]
             if not any(file.is_file() for file in files):
-                raise _Refusal(f"module {module} is not read: it is no file here{self.known_modules()}")
+                raise Refusal(f"module {module} is not read: it is no file here{self.known_modules()}")
             names = self.another(files, module)
         for alias in s.names:
             if alias.name == "*":
-                raise _Refusal("name what is imported, in place of *")
+                raise Refusal("name what is imported, in place of *")
             if names is not None and alias.name not in names:
-                raise _Refusal(f"{'.' * s.level}{module} has no {alias.name}{did_you_mean(alias.name, names)}")
+                raise Refusal(f"{'.' * s.level}{module} has no {alias.name}{did_you_mean(alias.name, names)}")
             new = Reference(f"{module}.{alias.name}") if names is None else names[alias.name]
             self.names[alias.asname or alias.name] = new
 
@@ -244,7 +179,7 @@ class _File:
         """Return the names of the first of these files that exists."""
         path = next((file for file in files if file.is_file()), None)
         if path is None:
-            raise _Refusal(f"no file for {name} ({files[0]})")
+            raise Refusal(f"no file for {name} ({files[0]})")
         return _File(path, self.reading).run()
 
     def assign(self, target: ast.expr, new: Any) -> None:
@@ -266,100 +201,43 @@ class _File:
             case ast.Name():
                 return self.names, target.id
             case _:
-                raise _Refusal(f"a value is given to a name, an attribute or an item, not to a {kind(target)}")
+                raise Refusal(f"a value is given to a name, an attribute or an item, not to a {kind(target)}")
         if not isinstance(table, dict | list) or (isinstance(table, list) and isinstance(target, ast.Attribute)):
-            raise _Refusal(f"only tables have settings: {ast.unparse(target)[:100]}")
+            raise Refusal(f"only tables have settings: {ast.unparse(target)[:100]}")
         if not isinstance(key, str | int):
-            raise _Refusal("a key is a text or a number")
+            raise Refusal("a key is a text or a number")
         return table, key
 
     # Expressions
 
-    def expression(self, e: ast.expr) -> Any:
-        self.reading.spend()
-        self.reading.deeper(1)
-        out = self.evaluate(e)
-        self.reading.deeper(-1)
-        is_huge = isinstance(out, int) and abs(out) > NUMBER  # first: isfinite takes no int above a float's range
-        if is_huge or (isinstance(out, float) and not math.isfinite(out)):
-            raise _Refusal(f"the number is above {NUMBER}")
-        if isinstance(out, list | str) and len(out) > ITEMS:
-            raise _Refusal(f"a list or text has more than {ITEMS} items")
-        return out
-
     def evaluate(self, e: ast.expr) -> Any:
         match e:
-            case ast.Constant(value=None | bool() | int() | float() | str() as constant):
-                return constant
             case ast.Name(id=name):
                 if name not in self.names and name == "dict":
                     return Reference("dict")
                 if name not in self.names:
-                    raise _Refusal(f"no name {name}{did_you_mean(name, self.names)}")
+                    raise Refusal(f"no name {name}{did_you_mean(name, self.names)}")
                 return self.names[name]
             case ast.Attribute():
                 return self.item(self.expression(e.value), e.attr)
             case ast.Subscript():
                 return self.item(self.expression(e.value), self.expression(e.slice))
-            case ast.List() | ast.Tuple():
-                return [self.expression(item) for item in e.elts]
-            case ast.Dict():
-                keys = [self.key(key) for key in e.keys]
-                return dict(zip(keys, map(self.expression, e.values), strict=True))
-            case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign):
-                number = self.number(self.expression(e.operand))
-                return -number if isinstance(sign, ast.USub) else number
-            case ast.BinOp():
-                return self.arithmetic(e)
             case ast.Call():
                 return self.call(e)
-        raise _Refusal(f"a value is a literal, a name, arithmetic or a table, not {kind(e)}")
-
-    def key(self, key: ast.expr | None) -> str | int:
-        if not isinstance(key, ast.Constant) or not isinstance(key.value, str | int):
-            raise _Refusal("a key is a text or a number")
-        return key.value
+        return super().evaluate(e)
 
     def item(self, table: Any, key: Any) -> Any:
         if isinstance(table, Reference):
             return Reference(f"{table}.{str(key)[:100]}")
         if isinstance(table, list) and type(key) is int:
             if not -len(table) <= key < len(table):
-                raise _Refusal(f"no item {key} in a list of {len(table)}")
+                raise Refusal(f"no item {key} in a list of {len(table)}")
             return table[key]
         if not isinstance(table, dict):
-            raise _Refusal(f"only tables have settings, such as {str(key)[:100]}")
+            raise Refusal(f"only tables have settings, such as {str(key)[:100]}")
         if not isinstance(key, str | int) or key not in table:
-            raise _Refusal(f"the table has no {str(key)[:100]}{did_you_mean(str(key)[:100], map(str, table))}")
+            raise Refusal(f"the table has no {str(key)[:100]}{did_you_mean(str(key)[:100], map(str, table))}")
         return table[key]
-
-    def number(self, number: Any) -> Any:
-        if not isinstance(number, int | float):
-            raise _Refusal("arithmetic is for numbers, lists and texts")
-        return number
-
-    def arithmetic(self, e: ast.BinOp) -> Any:
-        left, right = self.expression(e.left), self.expression(e.right)
-        kinds = {type(left), type(right)}
-        if isinstance(e.op, ast.Add) and (kinds == {list} or kinds <= {str, Reference}):
-            self.reading.spend(len(left) + len(right))
-            return left + right
-        if isinstance(e.op, ast.Mult) and kinds == {list, int}:
-            items, times = (left, right) if isinstance(left, list) else (right, left)
-            if len(items) * times > ITEMS:
-                raise _Refusal(f"a list has more than {ITEMS} items")
-            self.reading.spend(max(0, len(items) * times))
-            return items * times
-        self.number(left), self.number(right)
-        if isinstance(e.op, ast.Pow) and abs(right) > 64:
-            raise _Refusal("an exponent is above 64")
-        compute = OPERATORS.get(type(e.op))
-        if compute is None:
-            raise _Refusal(f"arithmetic has + - * / // % **, not {kind(e.op)}")
-        try:
-            return self.number(compute(left, right))
-        except ArithmeticError as error:
-            raise _Refusal(str(error)) from None
 
     def call(self, e: ast.Call) -> Any:
         if isinstance(e.func, ast.Attribute) and e.func.attr == "update":
@@ -370,7 +248,7 @@ class _File:
         function = self.expression(e.func)
         if isinstance(function, _Lazy):
             if e.args:
-                raise _Refusal("LazyCall(...) takes named values only")
+                raise Refusal("LazyCall(...) takes named values only")
             return self.reading.copied(self.table(e)) | {"_target_": function.target}
         name = ".".join(function.split(".")[-2:]) if isinstance(function, Reference) else ""
         last = name.rpartition(".")[2]
@@ -383,7 +261,7 @@ class _File:
             if isinstance(argument, str) and argument.endswith(".py"):
                 files = [folder / argument for root in self.reading.roots for folder in (root / "configs", root)]
                 return self.another(files, argument)
-        raise _Refusal(f"nothing is run: {ast.unparse(e.func)[:100]}(...) is none of the tables that are known")
+        raise Refusal(f"nothing is run: {ast.unparse(e.func)[:100]}(...) is none of the tables that are known")
 
     def table(self, e: ast.Call) -> dict[Any, Any]:
         """Return the arguments of a call: tables without a name, then named values."""
@@ -391,15 +269,10 @@ class _File:
         for argument in e.args:
             table = self.expression(argument)
             if not isinstance(table, dict):
-                raise _Refusal("a value without a name must be a table")
+                raise Refusal("a value without a name must be a table")
             out.update(table)
         for keyword in e.keywords:
             if keyword.arg is None:
-                raise _Refusal("give values by their names, in place of **")
+                raise Refusal("give values by their names, in place of **")
             out[keyword.arg] = self.expression(keyword.value)
         return out
-
-
-def kind(node: ast.AST) -> str:
-    """Return the name of a piece of Python, as ListComp."""
-    return type(node).__name__

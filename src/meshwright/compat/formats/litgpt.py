@@ -16,9 +16,9 @@ from meshwright.checkpoint.folder import COUNT, POSITIVE, WINDOW, ForeignFolder,
 from meshwright.checkpoint.gpt import PLAIN, one_view, qkv_views
 from meshwright.checkpoint.huggingface.reader import RotationKeys, rotation, sizes_of, window_settings
 from meshwright.checkpoint.manifests import read_small
-from meshwright.checkpoint.registry import LITGPT
+from meshwright.checkpoint.pickle import pickles
 from meshwright.checkpoint.sources import MappedSource, TensorView
-from meshwright.compat.formats.pickle import pickles
+from meshwright.compat.formats.table import LITGPT
 
 FILE, CONFIG = "lit_model.pth", "model_config.yaml"
 CONFIG_LIMIT = 1 << 20  # bytes

@@ -21,11 +21,11 @@ import torch
 from meshwright.base.errors import UserError, bad_data
 from meshwright.checkpoint import gpt
 from meshwright.checkpoint.claims import claimed_heads, claimed_steps
-from meshwright.checkpoint.registry import NANOGPT
+from meshwright.checkpoint.pickle import pickles
 from meshwright.checkpoint.run_state import RunState, check_saved_state
 from meshwright.checkpoint.sources import MappedSource, TensorView
 from meshwright.compat.formats.adam import MOMENTS, match_numbered, step_counts, torch_state, unreadable_state
-from meshwright.compat.formats.pickle import pickles
+from meshwright.compat.formats.table import NANOGPT
 from meshwright.optim.schedule import Schedule
 
 FILE = "ckpt.pt"

@@ -37,13 +37,8 @@ _ROMAN = re.compile(r"[IVXLC]+")
 
 
 @functools.cache
-def build_splitter(splitter: str, language: str, keep_newlines: bool) -> Callable[[str], list[str]]:
-    """Return a function that splits a text into sentences, by "rules" or "punkt".
-
-    With `keep_newlines`, white space stays with the sentence before it: joined, they are the text.
-    """
-    if splitter == "punkt":
-        return _build_punkt(language, keep_newlines)
+def build_rules(language: str, keep_newlines: bool) -> Callable[[str], list[str]]:
+    """Return a function that splits a text into sentences by our rules."""
     languages = read_table("compat/prepare/sentences.toml")
     if language not in languages:
         raise UserError(
@@ -132,7 +127,9 @@ def _end(pattern: re.Pattern[str], text: str, begin: int) -> int:
     return match.end() if match else begin
 
 
-def _build_punkt(language: str, keep_newlines: bool) -> Callable[[str], list[str]]:
+@functools.cache
+def build_punkt(language: str, keep_newlines: bool) -> Callable[[str], list[str]]:
+    """Return a function that splits a text into sentences by NLTK's model of the language."""
     try:
         from nltk.tokenize.punkt import PunktLanguageVars, PunktTokenizer
     except ImportError:

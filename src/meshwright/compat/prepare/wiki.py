@@ -10,7 +10,9 @@ import re
 from collections.abc import Iterator
 
 from meshwright.compat.prepare import wikitext
-from meshwright.data.text.records import NOT_UTF8, Bad
+from meshwright.data.text import records
+from meshwright.data.text.dumps import Dump
+from meshwright.data.text.records import NOT_UTF8, TOO_LONG, Bad, Mended, Reading, Unit
 
 # A dump, or a part of one that begins with a page.
 IS_DUMP = re.compile(rb"(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*)?(<mediawiki\b|<page>\s*<title>)")
@@ -62,8 +64,24 @@ def _article(page: bytes) -> str | Bad:
     return f"{name}\n\n{body}\n" if body else ""
 
 
+def documents(content: bytes, how: Reading) -> Iterator[tuple[int, Unit]]:
+    """Yield the articles in pages of a dump, or what is wrong, and where the pages begin."""
+    if content.startswith(TOO_LONG):
+        yield 0, Bad(f"page longer than {records.LONGEST:,} bytes", "a dump without old revisions is shorter")
+    for at, article in articles(content):
+        if isinstance(article, Bad) and article.kind == NOT_UTF8 and how.on_error == "replace":
+            page = content[at : content.find(b"</page>", at) + len(b"</page>")]
+            mended = articles(page.decode("utf-8", "replace").encode())
+            yield from ((at, text if isinstance(text, Bad) else Mended([text])) for _, text in mended)
+        else:
+            yield at, article if isinstance(article, Bad) else [article]
+
+
 def _unescape(content: bytes) -> str:
     text = content.decode("utf-8")
     for escaped, sign in (("&lt;", "<"), ("&gt;", ">"), ("&quot;", '"'), ("&#039;", "'"), ("&amp;", "&")):
         text = text.replace(escaped, sign)
     return text
+
+
+DUMP = Dump("wiki dumps", PAGES, IS_DUMP, ENDS, documents)

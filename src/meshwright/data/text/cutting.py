@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from meshwright.base.errors import IO, UserError, bad_data
-from meshwright.compat.prepare import wiki
 from meshwright.config.text_inputs import TextInputs
-from meshwright.data.text import containers, encodings, hub_sets, plain, records, rows, tables
+from meshwright.data.text import containers, dumps, encodings, hub_sets, plain, records, rows, tables
+from meshwright.data.text.dumps import Dump
 from meshwright.data.text.encodings import BOM
 from meshwright.data.text.folders import NOT_CHOSEN, PDF
 from meshwright.data.text.inputs import (
@@ -52,13 +52,13 @@ def cut_inputs(inputs: list[Input], given: TextInputs, rank: int = 0, size: int 
         base += max(source.bytes, 1)
 
 
-def reading(given: TextInputs, is_wiki: bool = False) -> Reading:
-    return Reading(wiki.PAGES if is_wiki else given.document_separator, given.encoding, given.on_error)
+def reading(given: TextInputs, dump: Dump | None = None) -> Reading:
+    return Reading(dump.separator if dump else given.document_separator, given.encoding, given.on_error)
 
 
 def cut_input(number: int, source: Input, given: TextInputs) -> Iterator[Piece]:
     """Yield the pieces of anything but a stream."""
-    how = reading(given, source.is_wiki)
+    how = reading(given, source.dump)
     if source.kind in ("lines", "text"):
         for begin in range(0, source.bytes, PIECE):
             end = min(begin + PIECE, source.bytes)
@@ -113,7 +113,7 @@ def cut_stream_of(number: int, source: Input, given: TextInputs) -> Iterator[Pie
                 yield LinesHere(number, path, begin, at, how=how, content=lines, is_table=is_table)
                 begin += lines.count(b"\n")
         else:
-            how = reading(given, wiki.IS_DUMP.match(start) is not None)
+            how = reading(given, dumps.recognise(start))
             for part in _parts(path, stream, how.separator):
                 at = containers.position(file)
                 yield TextsHere(number, path, begin, at, 0, how, source.folder is None, (("", part),))
@@ -230,8 +230,8 @@ def _member_parts(members: Iterator[Member], given: TextInputs) -> Iterator[tupl
 
 def _refuse_member(name: str, start: bytes, given: TextInputs) -> Bad | None:
     """Return why a member of an archive is passed over."""
-    if wiki.IS_DUMP.match(start):
-        return Bad("wiki dumps in an archive", is_passed=True)
+    if dump := dumps.recognise(start):
+        return Bad(f"{dump.name} in an archive", is_passed=True)
     if containers.kind_of_bytes(start) == "pdf":
         return Bad(PDF, is_passed=True)
     if rows.CSV_NAME.search(name) and (refused := rows.refuse_header(name, start, given.json_keys)):

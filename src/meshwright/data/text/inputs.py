@@ -23,9 +23,9 @@ from meshwright.base.hints import near_path
 from meshwright.base.progress import SkippedLines
 from meshwright.base.storage import texts
 from meshwright.base.storage.addresses import is_address
-from meshwright.compat.prepare import wiki
 from meshwright.config.text_inputs import TextInputs
-from meshwright.data.text import containers, encodings, folders, hub_sets, plain, rows, tables
+from meshwright.data.text import containers, dumps, encodings, folders, hub_sets, plain, rows, tables
+from meshwright.data.text.dumps import Dump
 from meshwright.data.text.folders import NOT_CHOSEN, NameFilter, PassedOver, shown
 from meshwright.data.text.plain import HTML_NAME, PIECE
 from meshwright.data.text.records import BINARY, NOT_UTF8, Bad, Mended, Unit, advice, lines_in, parse_line
@@ -50,7 +50,7 @@ class Input:
     """A file, a pipe, or several `small files` that are each read as a whole.
 
     The first bytes decide the kind. `bytes` is on disk, 0 for a pipe. `folder` is the one in which
-    the input was found, None if it was named. Documents of a `wiki` are the articles of its dump.
+    the input was found, None if it was named. The marks of a `dump` divide its documents.
     The path of an object in storage is its address.
     """
 
@@ -59,7 +59,7 @@ class Input:
     bytes: int = 0
     folder: str | None = None
     files: tuple[tuple[str, int, int], ...] = ()  # of texts: path, size, time of change
-    is_wiki: bool = False
+    dump: Dump | None = None
     revision: str = ""  # of a data set of the Hub, or of an object in storage
     changed: int = 0  # time of change of a file
 
@@ -72,7 +72,7 @@ class Input:
     def is_plain(self) -> bool:
         """Whether it may hold plain text, which --document-separator divides."""
         is_plain_stream = self.kind == "stream" and not JSON_NAME.search(self.path)
-        return not self.is_wiki and (is_plain_stream or self.kind in ("text", "small files"))
+        return self.dump is None and (is_plain_stream or self.kind in ("text", "small files"))
 
 
 @dataclass
@@ -114,7 +114,7 @@ class Inputs:
         names |= {"text": "plain text", "small files": "plain text", "hub": "the Hugging Face Hub"}
         counts: Counter[str] = Counter()
         for source in self.inputs:
-            counts["wiki dumps" if source.is_wiki else names.get(source.kind, "tables")] += len(source.files) or 1
+            counts[source.dump.name if source.dump else names.get(source.kind, "tables")] += len(source.files) or 1
         return ", ".join(f"{count:,} of {kind}" for kind, count in counts.items())
 
     def count_unit(self, unit: Unit, place: Callable[[], str]) -> None:
@@ -355,8 +355,8 @@ def _recognise(source: Input, given: TextInputs, kind: str | None, start: bytes)
         return replace(source, kind="stream" if kind or codec else "lines")
     if not is_chosen:
         return Bad(folders.OTHER_SUFFIX + (suffix or "no suffix"))
-    if wiki.IS_DUMP.match(start):
-        return replace(source, kind="stream" if kind or codec else "text", is_wiki=True)
+    if dump := dumps.recognise(start):
+        return replace(source, kind="stream" if kind or codec else "text", dump=dump)
     if not is_named and (reason := _why_no_text(suffix, kind, start, given)):
         return reason
     if is_named and not kind and given.on_error != "skip" and (why := encodings.why_binary(start)):
@@ -368,7 +368,7 @@ def _recognise(source: Input, given: TextInputs, kind: str | None, start: bytes)
 def _why_no_text(suffix: str, kind: str | None, start: bytes, given: TextInputs) -> Bad | None:
     """Return why a file in a folder that is no table, archive or JSON lines is passed over."""
     if suffix in (".json", ".xml") and not given.include:
-        return _not_lines(start, given) if suffix == ".json" else Bad("XML other than wiki dumps")
+        return _not_lines(start, given) if suffix == ".json" else Bad(dumps.but_for_dumps("XML"))
     if suffix in folders.DATA and suffix not in (".json", ".xml") and not kind:
         return Bad("not of the kind that their suffix says")
     if kind == "pdf":

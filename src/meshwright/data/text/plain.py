@@ -12,8 +12,7 @@ import re
 from collections.abc import Generator, Iterator
 
 from meshwright.base.errors import IO, UserError, bad_data
-from meshwright.compat.prepare import wiki
-from meshwright.data.text import containers, encodings, markup, records
+from meshwright.data.text import containers, dumps, encodings, markup, records
 from meshwright.data.text.encodings import BOM
 from meshwright.data.text.folders import shown
 from meshwright.data.text.records import BINARY, NOT_UTF8, TOO_LONG, Bad, Mended, Reading, Unit
@@ -28,8 +27,8 @@ HTML_NAME = re.compile(r"\.x?html?(\.(gz|xz|zst|bz2))?$", re.IGNORECASE)
 @functools.cache
 def ends_of(separator: str) -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
     """Return the patterns of a line that ends a document: with its line feed, or at the end too."""
-    if separator == wiki.PAGES:
-        return wiki.ENDS
+    if dump := dumps.with_separator(separator):
+        return dump.ends
     if separator == JSON_LINES:
         return re.compile(b"\n"), re.compile(b"\n")
     line = rb"^" + re.escape(separator.encode()) + rb"\r?"
@@ -41,8 +40,8 @@ def documents(content: bytes, name: str, how: Reading, before: int = 0) -> Itera
 
     Blank documents do not count. `before`: bytes of the file that precede the text.
     """
-    if how.separator == wiki.PAGES:
-        yield from _articles(content, how)
+    if dump := dumps.with_separator(how.separator):
+        yield from dump.documents(content, how)
         return
     is_named = HTML_NAME.search(name) is not None  # a page as a whole, whatever lines are in it
     # Looking for the bytes first is many times as fast as the pattern alone.
@@ -68,18 +67,6 @@ def _document(content: bytes, is_named: bool, how: Reading, before: int) -> Iter
             content, how = encodings.to_utf8(content, codec), how._replace(encoding=codec)
         content = _page_text(content, how)
     yield from decode(content, how, before)
-
-
-def _articles(content: bytes, how: Reading) -> Iterator[tuple[int, Unit]]:
-    if content.startswith(TOO_LONG):
-        yield 0, Bad(f"page longer than {records.LONGEST:,} bytes", "a dump without old revisions is shorter")
-    for at, article in wiki.articles(content):
-        if isinstance(article, Bad) and article.kind == NOT_UTF8 and how.on_error == "replace":
-            page = content[at : content.find(b"</page>", at) + len(b"</page>")]
-            mended = wiki.articles(page.decode("utf-8", "replace").encode())
-            yield from ((at, text if isinstance(text, Bad) else Mended([text])) for _, text in mended)
-        else:
-            yield at, article if isinstance(article, Bad) else [article]
 
 
 def _page_text(page: bytes, how: Reading) -> bytes:

@@ -31,7 +31,6 @@ from meshwright.base.files import replacing
 from meshwright.base.host import cores
 from meshwright.base.progress import SkippedLines, new_bar
 from meshwright.base.version import our_version
-from meshwright.compat.prepare import sentences
 from meshwright.config.fields import spelling
 from meshwright.config.schema import TokenizerFlags
 from meshwright.config.text_inputs import SEPARATOR, Preprocess, PreprocessConfig
@@ -46,6 +45,7 @@ from meshwright.data.text.inputs import Input, Inputs, find_inputs
 from meshwright.data.text.journal import Journal, has_parts, open_journal
 from meshwright.data.text.pieces import Broken, Piece
 from meshwright.data.text.records import LEAVE_OUT, NOT_UTF8
+from meshwright.data.text.sentences import build_splitter
 from meshwright.data.text.workers import encode_pieces
 from meshwright.model import counts
 from meshwright.runtime.ranks.compare import require_equal
@@ -211,7 +211,7 @@ class Preparation:
         say_to_scripts(f"Vocab size: {tokenizer.size}", stdout)
         say_to_scripts(f"Output prefix: {p.output_prefix}", stdout)
         if p.split_sentences:
-            sentences.build_splitter(p.sentence_splitter, p.lang, p.keep_newlines)  # raises if it lacks the language
+            build_splitter(p.sentence_splitter, p.lang, p.keep_newlines)  # raises if it lacks the language
         self.keys, self.dtype = list(dict.fromkeys(p.json_keys)), token_dtype(tokenizer.size)
         names = [re.sub(r"\s", "_", key) for key in self.keys]
         level = "sentence" if p.split_sentences else "document"
@@ -434,7 +434,7 @@ class Share:
 def build_encoder(config: PreprocessConfig, dtype: Any) -> Encoder:
     """Return a worker's encoder; a forked worker finds the tokenizer built."""
     p, tokenizer = config.preprocess, cached_tokenizer(config.tokenizer)
-    split = sentences.build_splitter(p.sentence_splitter, p.lang, p.keep_newlines) if p.split_sentences else None
+    split = build_splitter(p.sentence_splitter, p.lang, p.keep_newlines) if p.split_sentences else None
     keys = list(dict.fromkeys(p.json_keys))
     eod = tokenizer.eod if p.append_eod else None
     return Encoder(tokenizers.fastest_encoder(tokenizer), eod, keys, dtype, split, p.document_length)

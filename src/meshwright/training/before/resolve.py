@@ -22,9 +22,8 @@ from meshwright.base.hints import near_path
 from meshwright.base.storage import copies
 from meshwright.base.storage.addresses import shown
 from meshwright.base.version import our_version
-from meshwright.checkpoint import mirror, owner, steps
-from meshwright.compat.flags import argument_dump, deepspeed_json
-from meshwright.config import check_model, checks, data_paths, flags, notices
+from meshwright.checkpoint import formats, mirror, owner, steps
+from meshwright.config import check_model, checks, data_paths, dialects, flags, notices
 from meshwright.config.fields import spelling, with_settings
 from meshwright.config.grammar import blend
 from meshwright.config.schema import TokenizerFlags, TrainConfig
@@ -169,7 +168,7 @@ def resolve(
         config = with_settings(config, multiple_validation_sets=False, validation_set_names=[])
     require_settings(config, needs_data=not has_datasets)
     config, vocabulary, problem = look_at_files(config, world)
-    arguments = argument_dump.dumped_arguments(config, idle or {}, config.parallel.distributed_backend or "")
+    arguments = dialects.shown_arguments(config, idle or {}, config.parallel.distributed_backend or "")
     identity = identity_of(config, vocabulary) if world.size > 1 and problem is None else {}
     switches = flags.switches_in_effect(config, idle or {})
     return Resolved(config, vocabulary, identity, arguments, problem, world, command or [], switches)
@@ -207,6 +206,8 @@ def require_settings(config: TrainConfig, needs_data: bool) -> None:
     if problems := checks.problems(config, needs_data):
         raise UserError(flags.listed(problems))
     c, curves = config.checkpoint, config.logging.tensorboard_dir
+    if c.ckpt_format != "native":
+        formats.require_written(c.ckpt_format)
     for flag, root in (("--run-dir", c.run_dir), ("--save", c.save), ("--tensorboard-dir", curves)):
         if root and Path(root).exists() and not Path(root).is_dir():
             raise UserError(f"{flag} {root} is a file, not a folder")
@@ -257,7 +258,7 @@ def apply_deepspeed_file(config: TrainConfig, prints: bool) -> TrainConfig:
     """Apply the file of --deepspeed_config, except to settings that are not defaults."""
     defaults = flags.to_dict(TrainConfig())
     given = {name for name, value in flags.to_dict(config).items() if value != defaults[name]}
-    config, notes, problems = deepspeed_json.merge_deepspeed(config, given)
+    config, notes, problems = dialects.fill_from_file(config, given)
     if problems:
         raise UserError(flags.listed(problems))
     for note in notes if prints else ():

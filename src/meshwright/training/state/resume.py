@@ -12,9 +12,9 @@ from meshwright.base.runs.history import read_settings
 from meshwright.base.runs.rows import METRICS, find_last_step, holds_steps
 from meshwright.base.storage import addresses
 from meshwright.checkpoint import loading, steps
+from meshwright.checkpoint.formats import all_formats
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.manifests import find_manifest, read_manifest
-from meshwright.checkpoint.registry import FORMATS
 from meshwright.checkpoint.saved_model import model_settings, recorded_settings
 from meshwright.checkpoint.sources import Source
 from meshwright.config import flags
@@ -201,7 +201,8 @@ def guard_existing(config: TrainConfig) -> None:
 def note_kept_model(c: Checkpoint) -> None:
     """Say that a model of another program in --save stays there."""
     kind = steps.kind_of_folder(Path(c.save)) if c.save else None
-    if c.save and not steps.list_checkpoints(c.save) and kind in FORMATS and not FORMATS[kind].is_numbered:
+    theirs = all_formats().get(kind or "")
+    if c.save and not steps.list_checkpoints(c.save) and theirs and not theirs.is_numbered:
         note = f" > note: the {kind} model in {c.save} is kept; from the first save on, commands given this "
         remark(note + "folder use the run's checkpoints")
 

@@ -15,7 +15,7 @@ from meshwright.base.console import remark, say
 from meshwright.base.errors import IO, UserError
 from meshwright.base.files import make_anew
 from meshwright.base.storage.addresses import address_of
-from meshwright.checkpoint import loading, native, publish, steps
+from meshwright.checkpoint import formats, loading, native, publish, steps
 from meshwright.checkpoint.upload import Uploader
 
 if TYPE_CHECKING:
@@ -172,8 +172,7 @@ class Saver:
         Each Megatron rank reads its part from that step, so the files do not depend on how ZeRO and
         the pipeline divide the state.
         """
-        from meshwright.compat.formats.megatron import writer as megatron_writer
-
+        write = formats.require_written(self.config.checkpoint.ckpt_format).load_writer()
         parts, at = root / publish.PARTS, self.layout.at
         team.run_on_lead(self.explained(step, lambda: make_anew(parts)))
         try:
@@ -187,7 +186,7 @@ class Saver:
                 publish.wait_until_visible(folder, team)
                 source = native.open_native(folder, step)
                 tp, pp, padded = self.layout.tp, self.layout.pp, state["padded_vocab_size"]
-                files = list(megatron_writer.megatron_files(source, tp, pp, padded, with_optimizer=True).items())
+                files = list(write(source, tp, pp, padded, True).items())
                 files_of_rank.update([files[at("tp") * pp + at("pp")]])
                 return sum(file.size for file in source.manifest.values())
 

@@ -25,10 +25,10 @@ import torch
 from meshwright.base.errors import bad_data
 from meshwright.checkpoint import gpt
 from meshwright.checkpoint.manifests import plain_size, read_small
-from meshwright.checkpoint.registry import LIBAI, ONEFLOW
+from meshwright.checkpoint.pickle import pickles
 from meshwright.checkpoint.sources import MappedSource
 from meshwright.compat.formats.megatron import names
-from meshwright.compat.formats.pickle import pickles
+from meshwright.compat.formats.table import LIBAI, ONEFLOW
 
 META_LIMIT, YAML_LIMIT = 1 << 16, 1 << 20  # bytes
 TYPES = {"kFloat": "float32", "kDouble": "float64", "kFloat16": "float16", "kBFloat16": "bfloat16"}

@@ -26,14 +26,14 @@ import torch
 from meshwright.base.errors import bad_data
 from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.claims import claimed_shape
-from meshwright.checkpoint.registry import DEEPSPEED
+from meshwright.checkpoint.pickle import pickles
 from meshwright.checkpoint.sources import MappedSource
 from meshwright.compat.formats.adam import MOMENTS, WITHOUT, match_numbered, numbered_state
 from meshwright.compat.formats.megatron import names, sharded
 from meshwright.compat.formats.megatron import state as megatron_state
 from meshwright.compat.formats.megatron.reader import check_copies, check_values, decayed_first, flattened
 from meshwright.compat.formats.megatron.sharded import Parameter, RankFile, Stretch
-from meshwright.compat.formats.pickle import pickles
+from meshwright.compat.formats.table import DEEPSPEED
 
 LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")

@@ -25,14 +25,14 @@ from typing import Any
 import torch
 
 from meshwright.base.errors import bad_data
-from meshwright.checkpoint.registry import MEGATRON
+from meshwright.checkpoint.pickle import pickles
 from meshwright.checkpoint.run_state import check_json, check_saved_state
 from meshwright.checkpoint.sources import MappedSource, aligned
 from meshwright.compat.formats.adam import MOMENTS, WITHOUT, match_numbered, step_counts, unreadable_state
 from meshwright.compat.formats.megatron import names, sharded
 from meshwright.compat.formats.megatron import state as megatron_state
 from meshwright.compat.formats.megatron.sharded import ModelSizes, Parameter, RankFile, Stretch
-from meshwright.compat.formats.pickle import pickles
+from meshwright.compat.formats.table import MEGATRON
 
 MODEL, MODEL_ALONE, SHARD, FLAT = "model_optim_rng.pt", "model_rng.pt", "optim.pt", "distrib_optim.pt"
 # Largest difference of copies, relative to the norm: some versions let them drift by rounding.
@@ -68,6 +68,8 @@ def open_megatron(folder: Path, trust: bool = False, heads: int | None = None, o
     if own:
         source.config, vocab = own["config"], own["vocab"]
     source.version = str(version)
+    if float(version) < 2:  # Megatron's spelling, which scripts read
+        source.version_note = f" succesfully fixed query-key-values ordering for checkpoint version {version}"
     layout = f"{1 + ranks[-1].tp} tensor x {1 + ranks[-1].pp} pipeline ranks"
     return megatron_state.finish_source(source, state, layout, vocab)
 

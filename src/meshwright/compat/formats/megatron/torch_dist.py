@@ -24,12 +24,12 @@ import torch
 from meshwright.base.errors import bad_data
 from meshwright.checkpoint.boxes import Box, Shape, inside, plus
 from meshwright.checkpoint.claims import FalseClaim, claimed, claimed_shape
-from meshwright.checkpoint.registry import TORCH_DIST
+from meshwright.checkpoint.pickle import pickles
 from meshwright.checkpoint.sources import MappedSource
 from meshwright.compat.formats.megatron import core_buffers, names, sharded
 from meshwright.compat.formats.megatron import state as megatron_state
 from meshwright.compat.formats.megatron.sharded import Boxes, Parameter, RankFile
-from meshwright.compat.formats.pickle import pickles
+from meshwright.compat.formats.table import TORCH_DIST
 
 PREFIX = re.compile(r"(?:(?:model|module)\d*\.)*")
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")

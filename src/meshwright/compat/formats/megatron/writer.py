@@ -24,6 +24,7 @@ import torch
 from meshwright.base.console import notice
 from meshwright.base.errors import UserError
 from meshwright.checkpoint import exports
+from meshwright.checkpoint.pickle import pickles
 from meshwright.checkpoint.publish import Produce, Write
 from meshwright.checkpoint.saved_model import model_settings
 from meshwright.checkpoint.sources import Source, TensorInfo
@@ -32,7 +33,6 @@ from meshwright.compat.formats.adam import MOMENTS
 from meshwright.compat.formats.megatron import names
 from meshwright.compat.formats.megatron.reader import MODEL
 from meshwright.compat.formats.megatron.state import SCHEDULE
-from meshwright.compat.formats.pickle import pickles
 from meshwright.config.schema import Model
 from meshwright.optim.schedule import Schedule
 from meshwright.parallel import shard

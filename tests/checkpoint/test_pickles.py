@@ -25,7 +25,7 @@ import torch
 
 from helpers import error_of
 from meshwright.base.errors import BAD_DATA, UserError
-from meshwright.compat.formats.pickle import archive, pickles, unpickler
+from meshwright.checkpoint.pickle import archive, pickles, unpickler
 
 
 def tree() -> dict[str, Any]:

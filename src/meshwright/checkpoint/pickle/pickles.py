@@ -27,9 +27,9 @@ import torch
 
 from meshwright.base.errors import bad_data
 from meshwright.checkpoint.boxes import strides
+from meshwright.checkpoint.pickle import archive
+from meshwright.checkpoint.pickle.unpickler import STORAGES, PickleReader
 from meshwright.checkpoint.publish import Write
-from meshwright.compat.formats.pickle import archive
-from meshwright.compat.formats.pickle.unpickler import STORAGES, PickleReader
 
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # of torch.save before 1.6
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # named since Python 3.13
