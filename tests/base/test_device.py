@@ -60,11 +60,11 @@ def test_one_file_names_the_kinds_of_accelerator():
     """Others hold what CUDA alone has: graphs (whose name and flag are allowed everywhere), waits
     of streams, and kernels that start before the ones before them end.
     """
-    others = "cuda_graphs.py", "parallel/barrier.py", "kernels/triton/decode.py"
-    those = [SOURCE / name for name in ("device.py", *others)]
+    others = "runtime/cuda_graphs.py", "parallel/barrier.py", "kernels/triton/decode.py"
+    those = [SOURCE / name for name in ("base/device.py", *others)]
     found = [x for path in SOURCE.rglob("*.py") if path not in those for x in find_kinds(path)]
     assert not found, "\n".join(found)
-    assert len(list(find_kinds(SOURCE / "device.py"))) > 5  # the search itself works
+    assert len(list(find_kinds(SOURCE / "base/device.py"))) > 5  # the search itself works
 
 
 NAMING = """torch.cuda.synchronize()
@@ -226,7 +226,7 @@ a.set_device_index = a.synchronize = lambda d: done.append(str(d))
 USE_NPU = """
 import torch
 from torch.profiler import ProfilerActivity
-from meshwright import device as devices
+from meshwright.base import device as devices
 from meshwright.base.errors import USAGE, UserError
 npu = devices.open_device("npu", 1)
 import torch_npu

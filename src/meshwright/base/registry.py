@@ -40,7 +40,7 @@ def find(group: str, name: str) -> Any:
     """Return what is registered under a name, None if nothing is."""
     place = _ours().get(group, {}).get(name)
     if place is None or not is_there(place):
-        place = _others().get(group, {}).get(name)
+        place = entries(group).get(name)
     return pkgutil.resolve_name(place) if place else None
 
 
