@@ -24,6 +24,7 @@ from helpers import blank, box_elements, hold_equal, random_boxes
 from meshwright.checkpoint import loading, manifests, native, publish, steps
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.native import BoxedTensor
+from meshwright.config.fields import with_settings
 from meshwright.config.schema import TrainConfig
 from meshwright.parallel.layout import Layout
 from meshwright.runtime.ranks import team as teams
@@ -236,6 +237,7 @@ def test_ranks_that_write_nothing_of_megatrons_format_read_nothing(
     monkeypatch.setattr(native, "open_native", lambda *_: pytest.fail("the step was opened"))
     monkeypatch.setattr(publish, "write_step", lambda root, step, files, **more: written.append(files))
     layout = Layout(shard=4, rank=2)
-    saver = Saver(TrainConfig(), layout, Team(), torch.device("cpu"))
+    config = with_settings(TrainConfig(), ckpt_format="torch")
+    saver = Saver(config, layout, Team(), torch.device("cpu"))
     saver.write_for_megatron(tmp_path, 1, {}, {"padded_vocab_size": 128}, {}, Team())
     assert written == [{}]
