@@ -60,3 +60,9 @@ def test_commands_of_apps_are_neither_explained_nor_completed(monkeypatch: pytes
     assert "data merge" in offered and offered.isdisjoint({"verify-layout", "sweep", "data plan"})
     assert completion.launched() == ["train", "preprocess", "generate", "chat"]
     assert "--train-iters" in completion.completion_script("bash")
+
+
+def test_an_installation_lists_verbs_in_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, entries = list(data.verbs()), registry.entries("data_commands")
+    monkeypatch.setattr(registry, "entries", lambda group: dict(sorted(entries.items())))
+    assert list(data.verbs()) == before == list(data.IN_ORDER)

@@ -23,6 +23,8 @@ from meshwright.config.schema import TokenizerFlags, TrainConfig
 from meshwright.runtime.ranks.world import find_world
 
 TOP = 20  # default of --top
+# The order of the list, which an installation's metadata does not keep.
+IN_ORDER = ("verify", "inspect", "index", "plan", "merge", "merge-json", "dedup", "fetch")
 USAGE_END = "`meshwright data VERB --help` lists a verb's flags."
 
 
@@ -147,7 +149,10 @@ class Verb:
 
 def verbs() -> dict[str, Verb]:
     """Return the verbs of this installation; other packages' come last."""
-    return registry.load("data_commands")
+    found = registry.load("data_commands")
+    ours = [name for name in IN_ORDER if name in found]
+    theirs = [name for name in found if name not in IN_ORDER]
+    return {name: found[name] for name in (*ours, *theirs)}
 
 
 def main(argv: list[str]) -> int:

@@ -25,7 +25,7 @@ from meshwright.config.schema import Parallel
 from meshwright.runtime.launch import agent, launcher
 from meshwright.runtime.launch.launcher import LaunchPlan
 
-SCRIPT = str(Path(__file__).parents[2] / "ranks" / "one_rank.py")
+SCRIPT = str(Path(__file__).parents[1] / "ranks" / "one_rank.py")
 LAUNCH = ["python", "-m", "meshwright", "launch"]
 
 
