@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
-from meshwright.apps.plan.part import Forecast
+from meshwright.apps.plan.part import PlanForecast
 from meshwright.config import flags
 from meshwright.config.schema import TrainConfig, Training
 from meshwright.training.before import memory as fit
@@ -266,7 +266,7 @@ def test_the_plan_is_tried_first(monkeypatch):
 def test_the_plan_knows_sizes_of_a_micro_batch():
     words = "--preset gpt2-345m --mock-data --bf16 --micro-batch-size auto --global-batch-size 16 --train-iters 3"
     config = flags.parse_settings(TrainConfig, words.split(), "meshwright train").config
-    one, two, four = (Forecast().planned_bytes(config, 50304, n) for n in (1, 2, 4))
+    one, two, four = (PlanForecast().planned_bytes(config, 50304, n) for n in (1, 2, 4))
     assert one > 355e6 * 18 and four - two == pytest.approx(2 * (two - one), rel=0.02) and two > one
 
 

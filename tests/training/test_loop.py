@@ -18,7 +18,7 @@ import pytest
 
 from helpers import TINY_FLAGS, flip_bit, open_step, read_rows, write_counting
 from meshwright.__main__ import main
-from meshwright.apps.plan.part import Forecast
+from meshwright.apps.plan.part import PlanForecast
 from meshwright.base import device
 from meshwright.base.device_profiles import DeviceProfile
 from meshwright.base.runs import history as report
@@ -761,7 +761,7 @@ def test_the_vocabulary_comes_from_what_is_loaded(run, tmp_path):
 def test_a_step_of_minutes_is_announced(monkeypatch, capsys):
     monkeypatch.setattr("meshwright.base.host.cores", lambda: 2)
     monkeypatch.setattr(DeviceProfile, "flops", lambda *_: 6e10)
-    forecast = Forecast()
+    forecast = PlanForecast()
     assert forecast.describe_long_step(3e12) is None
     assert "a step is 7 TFLOP, about 2 minutes on these 2 CPU cores" in forecast.describe_long_step(7.2e12)
     monkeypatch.setattr(DeviceProfile, "flops", lambda *_: 1.0)

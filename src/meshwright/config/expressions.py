@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-# Limits of one reading.
+# ReadingLimits of one reading.
 BYTES, STEPS, DEPTH = 1 << 16, 100_000, 60
 ITEMS, NUMBER = 10_000, 1 << 63  # of one list or text, and the largest number
 
@@ -29,12 +29,12 @@ OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 }
 
 
-class Refusal(Exception):
+class RefusedExpression(Exception):
     """Why a text is not read; a reader of files adds the line."""
 
 
 @dataclasses.dataclass
-class Limits:
+class ReadingLimits:
     """The steps and the depth that are left to a reading."""
 
     steps: int = STEPS
@@ -43,12 +43,12 @@ class Limits:
     def spend(self, steps: int = 1) -> None:
         self.steps -= steps
         if self.steps < 0:
-            raise Refusal(f"the config takes more than {STEPS} steps to read")
+            raise RefusedExpression(f"the config takes more than {STEPS} steps to read")
 
     def deeper(self, by: int) -> None:
         self.depth += by
         if self.depth > DEPTH:
-            raise Refusal(f"nested more than {DEPTH} deep")
+            raise RefusedExpression(f"nested more than {DEPTH} deep")
 
     def copied(self, value: Any) -> Any:
         """Return a copy of tables and lists, at a step for each value, shared ones too."""
@@ -69,10 +69,10 @@ def read_expression(text: str) -> Any:
     """Return the value of one expression without names; raise ValueError for other text."""
     if len(text) > BYTES:
         raise ValueError(f"more than {BYTES} characters")
-    evaluator = Evaluator(Limits())
+    evaluator = Evaluator(ReadingLimits())
     try:
         return evaluator.limits.copied(evaluator.expression(parse(text, "eval").body))
-    except Refusal as why:
+    except RefusedExpression as why:
         raise ValueError(str(why)) from None
 
 
@@ -83,15 +83,17 @@ def parse(source: str, mode: str) -> Any:
         try:
             return ast.parse(source, mode=mode)
         except SyntaxError as error:
-            raise Refusal(f"line {error.lineno}: {error.msg}") from None
+            raise RefusedExpression(f"line {error.lineno}: {error.msg}") from None
         except (ValueError, RecursionError, MemoryError) as error:
-            raise Refusal(f"not a Python file that can be read ({str(error) or type(error).__name__})") from None
+            raise RefusedExpression(
+                f"not a Python file that can be read ({str(error) or type(error).__name__})"
+            ) from None
 
 
 class Evaluator:
     """Evaluates literals, lists, tables and arithmetic, within limits."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ReadingLimits) -> None:
         self.limits = limits
 
     def expression(self, e: ast.expr) -> Any:
@@ -101,9 +103,9 @@ class Evaluator:
         self.limits.deeper(-1)
         is_huge = isinstance(out, int) and abs(out) > NUMBER  # first: isfinite takes no int above a float's range
         if is_huge or (isinstance(out, float) and not math.isfinite(out)):
-            raise Refusal(f"the number is above {NUMBER}")
+            raise RefusedExpression(f"the number is above {NUMBER}")
         if isinstance(out, list | str) and len(out) > ITEMS:
-            raise Refusal(f"a list or text has more than {ITEMS} items")
+            raise RefusedExpression(f"a list or text has more than {ITEMS} items")
         return out
 
     def evaluate(self, e: ast.expr) -> Any:
@@ -120,16 +122,16 @@ class Evaluator:
                 return -number if isinstance(sign, ast.USub) else number
             case ast.BinOp():
                 return self.arithmetic(e)
-        raise Refusal(f"a value is a literal, a name, arithmetic or a table, not {kind(e)}")
+        raise RefusedExpression(f"a value is a literal, a name, arithmetic or a table, not {kind(e)}")
 
     def key(self, key: ast.expr | None) -> str | int:
         if not isinstance(key, ast.Constant) or not isinstance(key.value, str | int):
-            raise Refusal("a key is a text or a number")
+            raise RefusedExpression("a key is a text or a number")
         return key.value
 
     def number(self, number: Any) -> Any:
         if not isinstance(number, int | float):
-            raise Refusal("arithmetic is for numbers, lists and texts")
+            raise RefusedExpression("arithmetic is for numbers, lists and texts")
         return number
 
     def arithmetic(self, e: ast.BinOp) -> Any:
@@ -141,19 +143,19 @@ class Evaluator:
         if isinstance(e.op, ast.Mult) and kinds == {list, int}:
             items, times = (left, right) if isinstance(left, list) else (right, left)
             if len(items) * times > ITEMS:
-                raise Refusal(f"a list has more than {ITEMS} items")
+                raise RefusedExpression(f"a list has more than {ITEMS} items")
             self.limits.spend(max(0, len(items) * times))
             return items * times
         self.number(left), self.number(right)
         if isinstance(e.op, ast.Pow) and abs(right) > 64:
-            raise Refusal("an exponent is above 64")
+            raise RefusedExpression("an exponent is above 64")
         compute = OPERATORS.get(type(e.op))
         if compute is None:
-            raise Refusal(f"arithmetic has + - * / // % **, not {kind(e.op)}")
+            raise RefusedExpression(f"arithmetic has + - * / // % **, not {kind(e.op)}")
         try:
             return self.number(compute(left, right))
         except ArithmeticError as error:
-            raise Refusal(str(error)) from None
+            raise RefusedExpression(str(error)) from None
 
 
 def kind(node: ast.AST) -> str:

@@ -13,7 +13,7 @@ from meshwright.base import registry
 from meshwright.config.schema import TrainConfig
 
 
-class Comparison(Protocol):
+class StepComparison(Protocol):
     """The first steps of a run beside what was predicted of them."""
 
     def note(self, seconds: float) -> bool:
@@ -44,7 +44,7 @@ class Forecast(Protocol):
     def planned_bytes(self, config: TrainConfig, padded: int, size: int) -> int:
         """Return the most bytes of tensors during a micro-batch of `size` samples."""
 
-    def compare_steps(self, config: TrainConfig, vocabulary: int, product: str) -> Comparison | None:
+    def compare_steps(self, config: TrainConfig, vocabulary: int, product: str) -> StepComparison | None:
         """Return a comparison with the first steps on a device, by its product's name."""
 
     def describe_long_step(self, flops: float) -> str | None:

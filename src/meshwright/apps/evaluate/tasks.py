@@ -31,7 +31,7 @@ WIKITEXT_STRIDE = 32  # of Megatron's --overlapping-eval
 
 
 @dataclass(frozen=True)
-class Task:
+class TextTask:
     """A file as windows of tokens.
 
     Fields:
@@ -100,7 +100,7 @@ def make_strict_lambada(
     return read_passages("lambada-strict", path, tokenizer, length, limit)
 
 
-def read_passages(name: str, path: str, tokenizer: Tokenizer, length: int, limit: int | None) -> Task:
+def read_passages(name: str, path: str, tokenizer: Tokenizer, length: int, limit: int | None) -> TextTask:
     strict, digest = name == "lambada-strict", digest_of(name, path)
     say(f"> building lambada dataset from {path} ...")
     examples = lambada.read_examples(path)[:limit]
@@ -110,7 +110,7 @@ def read_passages(name: str, path: str, tokenizer: Tokenizer, length: int, limit
     kind = "OpenAI's file" if digest == lambada.OPENAI_SHA256 else "another file than OpenAI's"
     variant = f"{'strict: the whole last word' if strict else 'not strict: the last token'}; {kind}{limited(limit)}"
     drawn = ("accuracy", "perplexity")
-    return Task(name, path, variant, digest, made, measure, drawn, "LAMBADA", lambada.lambada_line)
+    return TextTask(name, path, variant, digest, made, measure, drawn, "LAMBADA", lambada.lambada_line)
 
 
 def make_wikitext(
@@ -122,7 +122,7 @@ def make_wikitext(
     table = wikitext.pick_table(path)
     variant = f"{table} detokenizer, windows of {length} tokens that advance by {stride}{limited(limit)}"
     drawn = ("adjusted_perplexity", "perplexity")
-    return Task("wikitext", path, variant, digest, made, measure, drawn, "WIKITEXT103", wikitext.wikitext_line)
+    return TextTask("wikitext", path, variant, digest, made, measure, drawn, "WIKITEXT103", wikitext.wikitext_line)
 
 
 def make_text(
@@ -132,7 +132,7 @@ def make_text(
     digest, stride = sha256(path) if Path(path).is_file() else "", min(stride or max(1, length // 2), length)
     made, measure = text_windows(path, tokenizer, length, stride, limit)
     variant = f"each document alone, windows of {length} tokens that advance by {stride}{limited(limit)}"
-    return Task("text", path, variant, digest, made, measure, ("bits_per_byte", "perplexity"), "TEXT")
+    return TextTask("text", path, variant, digest, made, measure, ("bits_per_byte", "perplexity"), "TEXT")
 
 
 def digest_of(name: str, path: str) -> str:

@@ -14,7 +14,7 @@ from meshwright.training import forecast
 from meshwright.training.sizes import held_bytes
 
 
-class Forecast(forecast.Forecast):
+class PlanForecast(forecast.Forecast):
     """Answers from the memory and the times that the plan predicts."""
 
     def verdict(self, config: TrainConfig, vocabulary: int) -> tuple[bool, str] | None:

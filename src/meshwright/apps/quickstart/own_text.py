@@ -206,7 +206,7 @@ def find_profile(device: str) -> tuple[DeviceProfile, float]:
     return profile_of(devices.device_name(opened)) or load_profile("a100-80"), devices.free_memory(opened)
 
 
-class Prediction(Protocol):
+class PredictedRun(Protocol):
     """What the plan says of a run, computed when asked."""
 
     @property
@@ -217,9 +217,9 @@ class Prediction(Protocol):
     def tokens_per_second(self) -> float: ...
 
 
-def predictor() -> Callable[[TrainConfig, DeviceProfile, int], Prediction]:
+def predictor() -> Callable[[TrainConfig, DeviceProfile, int], PredictedRun]:
     """Return what predicts a run, with a vocabulary, on a device; `plan` registers it."""
-    found: Callable[[TrainConfig, DeviceProfile, int], Prediction] | None = registry.find("apps", "predict")
+    found: Callable[[TrainConfig, DeviceProfile, int], PredictedRun] | None = registry.find("apps", "predict")
     if found is None:
         raise lacking("apps/plan, which predicts how fast a model of each size trains here")
     return found

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from meshwright.base.errors import UserError
 from meshwright.base.hints import did_you_mean
-from meshwright.config.expressions import BYTES, Evaluator, Limits, Refusal, kind, parse
+from meshwright.config.expressions import BYTES, Evaluator, ReadingLimits, RefusedExpression, kind, parse
 
 FILES = 50  # of one reading, with all that they import; its other limits are those of expressions
 
@@ -35,8 +35,8 @@ class _Lazy:
 
 
 @dataclasses.dataclass
-class _Reading(Limits):
-    """Limits and roots that all files of one reading share."""
+class _Reading(ReadingLimits):
+    """ReadingLimits and roots that all files of one reading share."""
 
     modules: Collection[str] = ()
     roots: list[Path] = dataclasses.field(default_factory=list)
@@ -54,7 +54,7 @@ def read_lazy_config(path: Path, modules: Collection[str] = (), roots: Collectio
     reading = _Reading(modules=modules, roots=[folder.resolve() for folder in (path.parent, Path.cwd(), *roots)])
     try:
         return _File(path, reading).run()
-    except Refusal as why:
+    except RefusedExpression as why:
         raise UserError(f"{path}: {why}") from None
 
 
@@ -69,24 +69,24 @@ class _File(Evaluator):
         """Read the file and return copies of its names."""
         reading, real = self.reading, Path(os.path.realpath(self.path))
         if not any(real.is_relative_to(root) for root in reading.roots):
-            raise Refusal(f"{self.path} is outside of {', '.join(map(str, reading.roots))}")
+            raise RefusedExpression(f"{self.path} is outside of {', '.join(map(str, reading.roots))}")
         if real in reading.importing:
-            raise Refusal(f"{self.path} imports itself")
+            raise RefusedExpression(f"{self.path} imports itself")
         reading.files -= 1
         if reading.files < 0:
-            raise Refusal(f"more than {FILES} files are imported")
+            raise RefusedExpression(f"more than {FILES} files are imported")
         try:
             if not real.is_file():
-                raise Refusal(f"no file {self.path}")
+                raise RefusedExpression(f"no file {self.path}")
             with real.open("rb") as file:
                 data = file.read(BYTES + 1)
             if len(data) > BYTES:
-                raise Refusal(f"{self.path} has more than {BYTES} bytes")
+                raise RefusedExpression(f"{self.path} has more than {BYTES} bytes")
             source = data.decode()
         except OSError as error:
-            raise Refusal(f"{self.path}: {error.strerror}") from None
+            raise RefusedExpression(f"{self.path}: {error.strerror}") from None
         except UnicodeDecodeError:
-            raise Refusal(f"{self.path} is not UTF-8 text") from None
+            raise RefusedExpression(f"{self.path} is not UTF-8 text") from None
         self.lines = source.splitlines()
         reading.importing.append(real)
         try:
@@ -95,7 +95,7 @@ class _File(Evaluator):
             plain = {n: v for n, v in self.names.items() if not isinstance(v, _Lazy)}
             return dict(reading.copied(plain))
         except RecursionError:
-            raise Refusal(f"{self.path} is nested too deep") from None
+            raise RefusedExpression(f"{self.path} is nested too deep") from None
         finally:
             reading.importing.pop()
 
@@ -111,7 +111,7 @@ class _File(Evaluator):
         try:
             self.reading.spend()
             self.do(s)
-        except Refusal as why:
+        except RefusedExpression as why:
             self.refuse(s, why)
         self.reading.deeper(-1)
 
@@ -133,7 +133,7 @@ class _File(Evaluator):
             case ast.For(target=ast.Name(id=name), orelse=[]):
                 items = self.expression(s.iter)
                 if not isinstance(items, list):
-                    raise Refusal("a loop goes over a list only")
+                    raise RefusedExpression("a loop goes over a list only")
                 for item in list(items):
                     self.names[name] = item
                     for inner in s.body:
@@ -141,13 +141,13 @@ class _File(Evaluator):
             case ast.Import():
                 for alias in s.names:
                     if not self.is_reference(alias.name):
-                        raise Refusal(f"module {alias.name} is not read{self.known_modules()}")
+                        raise RefusedExpression(f"module {alias.name} is not read{self.known_modules()}")
                     bound = alias.asname or alias.name.split(".")[0]
                     self.names[bound] = Reference(alias.name if alias.asname else bound)
             case ast.ImportFrom():
                 self.import_from(s)
             case _:
-                raise Refusal(f"a config holds assignments, loops over lists and imports, not {kind(s)}")
+                raise RefusedExpression(f"a config holds assignments, loops over lists and imports, not {kind(s)}")
 
     def is_reference(self, module: str) -> bool:
         return module.split(".")[0] in self.reading.modules
@@ -165,13 +165,13 @@ class _File(Evaluator):
         else:
             files = [root / f"{module.replace('.', '/')}.py" for root in self.reading.roots]
             if not any(file.is_file() for file in files):
-                raise Refusal(f"module {module} is not read: it is no file here{self.known_modules()}")
+                raise RefusedExpression(f"module {module} is not read: it is no file here{self.known_modules()}")
             names = self.another(files, module)
         for alias in s.names:
             if alias.name == "*":
-                raise Refusal("name what is imported, in place of *")
+                raise RefusedExpression("name what is imported, in place of *")
             if names is not None and alias.name not in names:
-                raise Refusal(f"{'.' * s.level}{module} has no {alias.name}{did_you_mean(alias.name, names)}")
+                raise RefusedExpression(f"{'.' * s.level}{module} has no {alias.name}{did_you_mean(alias.name, names)}")
             new = Reference(f"{module}.{alias.name}") if names is None else names[alias.name]
             self.names[alias.asname or alias.name] = new
 
@@ -179,7 +179,7 @@ class _File(Evaluator):
         """Return the names of the first of these files that exists."""
         path = next((file for file in files if file.is_file()), None)
         if path is None:
-            raise Refusal(f"no file for {name} ({files[0]})")
+            raise RefusedExpression(f"no file for {name} ({files[0]})")
         return _File(path, self.reading).run()
 
     def assign(self, target: ast.expr, new: Any) -> None:
@@ -201,11 +201,11 @@ class _File(Evaluator):
             case ast.Name():
                 return self.names, target.id
             case _:
-                raise Refusal(f"a value is given to a name, an attribute or an item, not to a {kind(target)}")
+                raise RefusedExpression(f"a value is given to a name, an attribute or an item, not to a {kind(target)}")
         if not isinstance(table, dict | list) or (isinstance(table, list) and isinstance(target, ast.Attribute)):
-            raise Refusal(f"only tables have settings: {ast.unparse(target)[:100]}")
+            raise RefusedExpression(f"only tables have settings: {ast.unparse(target)[:100]}")
         if not isinstance(key, str | int):
-            raise Refusal("a key is a text or a number")
+            raise RefusedExpression("a key is a text or a number")
         return table, key
 
     # Expressions
@@ -216,7 +216,7 @@ class _File(Evaluator):
                 if name not in self.names and name == "dict":
                     return Reference("dict")
                 if name not in self.names:
-                    raise Refusal(f"no name {name}{did_you_mean(name, self.names)}")
+                    raise RefusedExpression(f"no name {name}{did_you_mean(name, self.names)}")
                 return self.names[name]
             case ast.Attribute():
                 return self.item(self.expression(e.value), e.attr)
@@ -231,12 +231,12 @@ class _File(Evaluator):
             return Reference(f"{table}.{str(key)[:100]}")
         if isinstance(table, list) and type(key) is int:
             if not -len(table) <= key < len(table):
-                raise Refusal(f"no item {key} in a list of {len(table)}")
+                raise RefusedExpression(f"no item {key} in a list of {len(table)}")
             return table[key]
         if not isinstance(table, dict):
-            raise Refusal(f"only tables have settings, such as {str(key)[:100]}")
+            raise RefusedExpression(f"only tables have settings, such as {str(key)[:100]}")
         if not isinstance(key, str | int) or key not in table:
-            raise Refusal(f"the table has no {str(key)[:100]}{did_you_mean(str(key)[:100], map(str, table))}")
+            raise RefusedExpression(f"the table has no {str(key)[:100]}{did_you_mean(str(key)[:100], map(str, table))}")
         return table[key]
 
     def call(self, e: ast.Call) -> Any:
@@ -248,7 +248,7 @@ class _File(Evaluator):
         function = self.expression(e.func)
         if isinstance(function, _Lazy):
             if e.args:
-                raise Refusal("LazyCall(...) takes named values only")
+                raise RefusedExpression("LazyCall(...) takes named values only")
             return self.reading.copied(self.table(e)) | {"_target_": function.target}
         name = ".".join(function.split(".")[-2:]) if isinstance(function, Reference) else ""
         last = name.rpartition(".")[2]
@@ -261,7 +261,9 @@ class _File(Evaluator):
             if isinstance(argument, str) and argument.endswith(".py"):
                 files = [folder / argument for root in self.reading.roots for folder in (root / "configs", root)]
                 return self.another(files, argument)
-        raise Refusal(f"nothing is run: {ast.unparse(e.func)[:100]}(...) is none of the tables that are known")
+        raise RefusedExpression(
+            f"nothing is run: {ast.unparse(e.func)[:100]}(...) is none of the tables that are known"
+        )
 
     def table(self, e: ast.Call) -> dict[Any, Any]:
         """Return the arguments of a call: tables without a name, then named values."""
@@ -269,10 +271,10 @@ class _File(Evaluator):
         for argument in e.args:
             table = self.expression(argument)
             if not isinstance(table, dict):
-                raise Refusal("a value without a name must be a table")
+                raise RefusedExpression("a value without a name must be a table")
             out.update(table)
         for keyword in e.keywords:
             if keyword.arg is None:
-                raise Refusal("give values by their names, in place of **")
+                raise RefusedExpression("give values by their names, in place of **")
             out[keyword.arg] = self.expression(keyword.value)
         return out

@@ -28,7 +28,7 @@ from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
 from meshwright.runtime.ranks.team import Team
 from meshwright.runtime.ranks.world import find_world
-from meshwright.training.forecast import Comparison
+from meshwright.training.forecast import StepComparison
 from meshwright.training.log.lines import FORMS, MEGATRON, Check, Interval, RunSizes, in_deepspeeds_form
 from meshwright.training.log.screen import LineScreen
 from meshwright.training.log.timers import Timers
@@ -93,7 +93,7 @@ class Metrics:
         self.recent = collections.deque[tuple[int, float]](maxlen=max(self.g.log_interval, run.steps // 50, 1))
         self.memory_is_printed = self.gpus_are_hidden = False
         self.form, self.head_is_printed = FORMS.get(self.g.log_format, MEGATRON), False
-        self.comparison: Comparison | None = None  # of the plan with the first steps on an accelerator
+        self.comparison: StepComparison | None = None  # of the plan with the first steps on an accelerator
         is_drawn = not config.training.skip_train and find_page() is not None
         self.page = LivePage(folder) if folder is not None and is_drawn else None
 
