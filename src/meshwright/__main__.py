@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import io
 import os
 import pkgutil
@@ -188,12 +187,12 @@ def commands() -> dict[str, str]:
     """Return what each command of this installation does; other packages' come last."""
     places = registry.entries("commands")
     ours = {name: about for name, about in COMMANDS.items() if name in places or name == "help"}
-    return ours | {name: _about(place) for name, place in places.items() if name not in COMMANDS}
+    return ours | {name: _about(name, place) for name, place in places.items() if name not in COMMANDS}
 
 
-def _about(place: str) -> str:
+def _about(name: str, place: str) -> str:
     """Return the first line of a module's docstring."""
-    module = importlib.import_module(place.partition(":")[0])
+    module = registry.resolve("commands", name, place.partition(":")[0])
     return (module.__doc__ or "").strip().partition("\n")[0].rstrip(".")
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
-from meshwright.base import console
+from meshwright.base import console, registry
 from meshwright.base import device as devices
-from meshwright.base.errors import UserError, bad_data
+from meshwright.base.errors import UNAVAILABLE, UserError, bad_data
 from meshwright.config import check_values, flags
 from meshwright.config.fields import keywords_in_errors
 from meshwright.config.schema import DESCRIBING, GenerateConfig, TrainConfig
@@ -172,8 +172,10 @@ def evaluate(
     """
     try:
         from meshwright.apps.evaluate.score import score_texts
-    except ModuleNotFoundError:
-        raise UserError("evaluate() is of apps/evaluate, which this installation lacks; install it whole") from None
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("meshwright.apps"):
+            raise
+        raise UserError(f"evaluate() has nothing to score with: {registry.LACKING}", UNAVAILABLE) from None
     if isinstance(texts, str):
         raise UserError("texts is one string; give a list of documents")
     m = load(model) if isinstance(model, str | os.PathLike) else model

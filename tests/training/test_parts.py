@@ -12,7 +12,7 @@ from helpers import TINY_FLAGS, read_rows
 from meshwright.__main__ import main
 from meshwright.apps.evaluate.tasks import make_text
 from meshwright.base import registry
-from meshwright.base.errors import UserError
+from meshwright.base.errors import UNAVAILABLE, UserError
 from meshwright.config import grammar
 from meshwright.training import forecast
 from meshwright.training.state import folder
@@ -60,16 +60,16 @@ def test_a_run_without_parts(register, tmp_path, capsys):
 def test_what_was_asked_for_is_refused(register, capsys):
     register("parts")
     register("tasks")
-    assert main(["train", *SHORT, "--verify-layout", "2"]) == 2
-    assert "--verify-layout: this installation lacks apps/verify" in capsys.readouterr().err
+    assert main(["train", *SHORT, "--verify-layout", "2"]) == UNAVAILABLE
+    assert "--verify-layout cannot compare layouts: this installation lacks" in capsys.readouterr().err
     assert main(["train", *SHORT, "--eval-tasks", "text=a.txt"]) == 2
-    assert "lacks apps/evaluate; leave it out" in capsys.readouterr().err
+    assert "there is no task: this installation lacks the part for it" in capsys.readouterr().err
 
 
 def test_an_installation_without_evaluate(monkeypatch):
     registry.load("commands")  # errors look through the settings of all commands
     monkeypatch.setitem(sys.modules, "meshwright.apps.evaluate.score", None)
-    with pytest.raises(UserError, match="lacks; install it whole"):
+    with pytest.raises(UserError, match="evaluate.. has nothing to score with: this installation lacks"):
         meshwright.evaluate(SimpleNamespace(), ["text"])
     with pytest.raises(AttributeError, match="meshwright.Score is of apps/"):
         meshwright.__getattr__("Score")

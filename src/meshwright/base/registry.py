@@ -5,8 +5,8 @@ without a change here. Ours are in pyproject.toml, which a clone reads itself: i
 install, or beside the metadata of an older one. The core works without what apps/ and compat/
 register.
 
-importlib.metadata would find the same, but importing and asking it takes longer than most commands
-need to start.
+importlib.metadata would find the same, but to import it takes almost as long as all else that a
+command does before it starts.
 """
 
 from __future__ import annotations
@@ -41,12 +41,24 @@ def find(group: str, name: str) -> Any:
     place = _ours().get(group, {}).get(name)
     if place is None or not is_there(place):
         place = entries(group).get(name)
-    return pkgutil.resolve_name(place) if place else None
+    return resolve(group, name, place) if place else None
 
 
 def load(group: str) -> dict[str, Any]:
     """Import and return all that a group has, by name."""
-    return {name: pkgutil.resolve_name(place) for name, place in entries(group).items()}
+    return {name: resolve(group, name, place) for name, place in entries(group).items()}
+
+
+def resolve(group: str, name: str, place: str) -> Any:
+    """Import "module:attribute"; a package that cannot be imported is named."""
+    try:
+        return pkgutil.resolve_name(place)
+    except Exception as error:
+        if place.startswith(PREFIX):  # ours: a defect, or a package that __main__ names
+            raise
+        what = f"{name} = {place}, which an installed package registers in {PREFIX}{group}, cannot be imported"
+        advice = f"mend or uninstall {place.partition('.')[0].partition(':')[0]}"
+        raise UserError(f"{what} ({type(error).__name__}: {error}); {advice}", UNAVAILABLE) from error
 
 
 @functools.cache
@@ -87,13 +99,13 @@ def _installed() -> Iterator[tuple[str, Groups]]:
     """Yield the name of each installed package that registers something, and what it registers."""
     for folder in dict.fromkeys(sys.path):
         for path in sorted(Path(folder or ".").glob("*.dist-info/entry_points.txt")):
-            text = ""
-            with contextlib.suppress(OSError, UnicodeDecodeError):  # of a package that is being removed
-                text = path.read_text(encoding="utf-8")
-            if f"[{PREFIX}" not in text:
-                continue
             parser = configparser.RawConfigParser(delimiters=("=",))
             parser.optionxform = str  # type: ignore[assignment, method-assign]  # names keep their case
-            parser.read_string(text)
+            # Left out: a package that is being removed, and metadata that nobody can read.
+            with contextlib.suppress(OSError, UnicodeDecodeError, configparser.Error):
+                if f"[{PREFIX}" in (text := path.read_text(encoding="utf-8")):
+                    parser.read_string(text)
+            if not parser.sections():
+                continue
             sections = (name for name in parser.sections() if name.startswith(PREFIX))
             yield path.parent.name, {name.removeprefix(PREFIX): dict(parser[name]) for name in sections}

@@ -108,7 +108,7 @@ def run_rank(argv: list[str], command_line: Callable[[list[str], World], int]) -
     """Call a command's `command_line` with the flags and the place of this rank.
 
     Rank 0 alone prints help, settings and dry runs, and the first rank of each machine the errors
-    in the flags, which all ranks are config.
+    in the flags, which are the same on all ranks.
     """
     world = find_world(os.environ, None)
     if world.rank and (help.requested_topic(argv) is not None or {"--dry-run", "--print-config"}.intersection(argv)):

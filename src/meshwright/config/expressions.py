@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-# ReadingLimits of one reading.
+# Limits of one reading.
 BYTES, STEPS, DEPTH = 1 << 16, 100_000, 60
 ITEMS, NUMBER = 10_000, 1 << 63  # of one list or text, and the largest number
 

@@ -118,7 +118,7 @@ def eval_tasks(text: str) -> dict[str, str]:
     """
     known = registry.entries("tasks") if text else {}
     if text and not known:
-        raise ValueError("no task is part of this installation, which lacks apps/evaluate; leave it out")
+        raise ValueError(f"there is no task: {registry.LACKING}, or leave it out")
     out: dict[str, str] = {}
     for one in re.split(r",(?=[a-z-]+=)", text) if text else ():
         name, _, path = one.partition("=")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.base import console, registry
 from meshwright.base import device as devices
 from meshwright.base.console import logged_to, remark, say, say_arguments, say_time, show
-from meshwright.base.errors import UnfitFile, UserError, bad_data
+from meshwright.base.errors import UNAVAILABLE, UnfitFile, UserError, bad_data
 from meshwright.base.files import require_unlinked
 from meshwright.checkpoint import owner
 from meshwright.config import command as commands
@@ -154,7 +154,7 @@ def find_rehearsal() -> Callable[[Resolved, Layout, torch.device, Team, Caller],
     rehearse: Callable[[Resolved, Layout, torch.device, Team, Caller], None] | None
     rehearse = registry.find("parts", "verify-layout")
     if rehearse is None:
-        raise UserError("--verify-layout: this installation lacks apps/verify, which compares layouts; leave it out")
+        raise UserError(f"--verify-layout cannot compare layouts: {registry.LACKING}, or leave it out", UNAVAILABLE)
     return rehearse
 
 

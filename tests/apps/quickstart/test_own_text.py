@@ -339,7 +339,7 @@ def test_an_app_that_is_missing_is_named_before_the_work(text, tmp_path, monkeyp
     monkeypatch.setattr(registry, "is_there", lambda name: place not in name and is_there(name))
     assert quickstart_of(text) == UNAVAILABLE
     error = capsys.readouterr().err
-    assert f"this installation is without {part}, which" in error and "install the whole of meshwright" in error
+    assert f"{part} " in error and "this installation lacks the part for it; install" in error
     assert not (tmp_path / "my notes-model").exists()
 
 

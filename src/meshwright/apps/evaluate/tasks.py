@@ -32,12 +32,9 @@ WIKITEXT_STRIDE = 32  # of Megatron's --overlapping-eval
 
 @dataclass(frozen=True)
 class TextTask:
-    """A file as windows of tokens.
+    """A file of text as windows of tokens; see training.tasks.Task.
 
     Fields:
-        name: lambada, lambada-strict, wikitext or text.
-        variant: how exactly it is measured, in words.
-        sha256: of the file.
         measure: makes the measures of [windows, 2] nats and hits.
         drawn: the measures that are drawn over the steps of a training; the first says most.
         title: in Megatron's log.

@@ -42,7 +42,6 @@ class PlanForecast(forecast.Forecast):
         return plan_of_run(config, vocabulary, product)
 
     def describe_long_step(self, flops: float) -> str | None:
-        """Return a sentence about a step that takes minutes on this machine's CPU cores."""
         guess = load_profile("cpu")
         if flops < 6 * guess.flops("float32"):  # far below a minute: the cores need not be measured
             return None

@@ -221,7 +221,7 @@ def predictor() -> Callable[[TrainConfig, DeviceProfile, int], PredictedRun]:
     """Return what predicts a run, with a vocabulary, on a device; `plan` registers it."""
     found: Callable[[TrainConfig, DeviceProfile, int], PredictedRun] | None = registry.find("apps", "predict")
     if found is None:
-        raise lacking("apps/plan, which predicts how fast a model of each size trains here")
+        raise lacking("apps/plan predicts how fast a model of each size trains here")
     return found
 
 
@@ -229,11 +229,11 @@ def require_parts() -> None:
     """Refuse to begin what could not be finished, because an app is not installed."""
     predictor()
     if registry.find("commands", "evaluate") is None:
-        raise lacking("apps/evaluate, which scores the model")
+        raise lacking("apps/evaluate scores the model")
 
 
 def lacking(part: str) -> UserError:
-    return UserError(f"this installation is without {part}; install the whole of meshwright", UNAVAILABLE)
+    return UserError(f"{part}: {registry.LACKING}", UNAVAILABLE)
 
 
 def expected_speed(tour: Tour, vocab: int, profile: DeviceProfile, room: float, size: Size) -> float:

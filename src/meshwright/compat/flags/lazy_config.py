@@ -36,7 +36,7 @@ class _Lazy:
 
 @dataclasses.dataclass
 class _Reading(ReadingLimits):
-    """ReadingLimits and roots that all files of one reading share."""
+    """Limits and roots that all files of one reading share."""
 
     modules: Collection[str] = ()
     roots: list[Path] = dataclasses.field(default_factory=list)
