@@ -51,7 +51,7 @@ def pretended_gpu(account: Account) -> Iterator[None]:
     done = functools.partial(collective, account)
 
     def launch(kernel: Any, grid: Any) -> Callable[..., None]:
-        return lambda *args, **kwargs: account.recorder.launch(kernel.__name__, args, kwargs, account.section)
+        return lambda *args, **kwargs: account.recorder.launch(kernel, args, kwargs, account.section)
 
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
