@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -76,11 +76,11 @@ def whole_steps(config: TrainConfig, padded: int, pipeline_rank: int, model: Mod
     units = [choose_units(config, layers, least) for layers in stages_of_rank(config, pipeline_rank)]
     if model is None:
         chosen = [layer for chunk in units for unit in chunk for layer in unit.layers]
-        account = measure_layers(config, padded, pipeline_rank, chosen, micro_batches=count, steps=steps)
+        record = measure_layers(config, padded, pipeline_rank, chosen, micro_batches=count, steps=steps)
     else:
-        account = measure_layers(config, padded, 0, (), micro_batches=count, steps=steps, model=model)
-        units = [[Unit((layer,)) for layer in range(1 + max(section.layer or 0 for _, section in account.marks))]]
-    placed = extend(account, units)
+        record = measure_layers(config, padded, 0, (), micro_batches=count, steps=steps, model=model)
+        units = [[Unit((layer,)) for layer in range(1 + max(section.layer or 0 for _, section in record.marks))]]
+    placed = extend(record, units)
 
     # Leave out what is held from the first step on, as casts of the weights, and an update that is measured apart.
     gone = {each.event.key for each in placed if each.event.size < 0}
@@ -97,8 +97,8 @@ def whole_steps(config: TrainConfig, padded: int, pipeline_rank: int, model: Mod
 
 def whole_update(config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None) -> list[Event]:
     """Return what an update of all parameters allocates."""
-    account = measure_update(config, padded, pipeline_rank, model)
-    return complete(each.event for each in extend(account, [[]]) if each.span.section.phase == "update")
+    record = measure_update(config, padded, pipeline_rank, model)
+    return complete(each.event for each in extend(record, [[]]) if each.span.section.phase == "update")
 
 
 def complete(events: Iterable[Event]) -> list[Event]:
@@ -136,6 +136,7 @@ class Stage(NamedTuple):
 
     units: list[Unit]
     kind: tuple[object, ...]
+    sends: bool  # its input's gradient to another rank
 
 
 class PassMemory(NamedTuple):
@@ -203,10 +204,10 @@ def scheduled_events(
     kept = most_sent(p.pipeline_schedule, p.pipeline_model_parallel_size, config.chunks)
     keys: defaultdict[tuple[int, int, int], int] = defaultdict(itertools.count().__next__)
     out, sent = list[Event](), list[Event]()
+    hands_over = p.pipeline_schedule in V_SHAPED and len(set(kind_of)) > 1  # one stage leaves tensors to the next
     for op, chunk, i in cached_schedule(config, pipeline_rank, ROUNDS // 2):
-        place = 0 if p.pipeline_schedule in V_SHAPED else chunk  # where a stage leaves what the next one takes
-        events = passes.events[kind_of[chunk], not i, op]
-        out += [event._replace(key=keys[i, place, event.key]) for event in events]
+        events, owner = passes.events[kind_of[chunk], not i, op], 0 if hands_over else chunk
+        out += [event._replace(key=keys[i, owner, event.key]) for event in events]
         if op in ("B", "I") and kind_of[chunk] in passes.messages:
             sent.append(Event(keys[i, chunk, -1], passes.messages[kind_of[chunk]], "communication", 0))
             out += [sent[-1], *map(freed, sent[:-kept][-1:])]
@@ -232,7 +233,8 @@ def kinds_of_stages(config: TrainConfig, pipeline_rank: int) -> list[Stage]:
     for number, layers in zip(own, stages_of_rank(config, pipeline_rank), strict=True):
         units = choose_units(config, layers, LEAST)
         ends = number == 0, number == last, number - 1 in own, number + 1 in own
-        out.append(Stage(units, (*ends, *((unit.kind, unit.copies) for unit in units))))
+        sends = number > 0 and number - 1 not in own
+        out.append(Stage(units, (*ends, *((unit.kind, unit.copies) for unit in units)), sends))
     return out
 
 
@@ -244,10 +246,11 @@ def measure_passes(config: TrainConfig, padded: int, pipeline_rank: int, stages:
         steps = 2 if config.precision.fp8_format else 1  # casts of the weights are made in the first
         chosen = {layer for chunk in chunks for unit in stages[chunk].units for layer in unit.layers}
         chosen |= {stage.units[0].layers[0] for stage in stages}  # none is without layers
-        account = measure_layers(config, padded, pipeline_rank, chosen, micro_batches=2, steps=steps, chunks=chunks)
+        record = measure_layers(config, padded, pipeline_rank, chosen, micro_batches=2, steps=steps, chunks=chunks)
         units = [stage.units if chunk in chunks else stage.units[:1] for chunk, stage in enumerate(stages)]
-        placed = [each for each in extend(account, units) if each.span.step == steps]
-        MEASURED_PASSES[key] = split_passes(config, placed, chunks)
+        placed = [each for each in extend(record, units) if each.span.step == steps]
+        senders = {chunk for chunk in chunks if stages[chunk].sends}
+        MEASURED_PASSES[key] = split_passes(config, placed, chunks, senders)
     return MEASURED_PASSES[key]
 
 
@@ -261,8 +264,13 @@ def settings_of(config: TrainConfig, padded: int) -> tuple[object, ...]:
     return config.model, config.precision, config.optimizer, config.parallel, repr(config.training), data, padded
 
 
-def split_passes(config: TrainConfig, placed: list[Placed], chunks: Sequence[int]) -> StagePasses:
-    """Return the events of one step by pass; `chunks` are those that have been measured."""
+def split_passes(
+    config: TrainConfig, placed: list[Placed], chunks: Sequence[int], senders: Collection[int]
+) -> StagePasses:
+    """Return the events of one step by pass.
+
+    `chunks` have been measured, and `senders` of them send the gradients of their inputs.
+    """
     p = config.parallel
     is_split, is_v_shaped = p.pipeline_schedule in SPLIT_BACKWARD, p.pipeline_schedule in V_SHAPED
     numbers = {chunk: number for number, chunk in enumerate(chunks)}
@@ -290,7 +298,7 @@ def split_passes(config: TrainConfig, placed: list[Placed], chunks: Sequence[int
                 ends[at].append(freed(event))
         elif op != "F":  # what a forward pass leaves is kept until the step ends
             ends[at].append(freed(event))
-            if section.micro_batch > 0 and op != "W":  # a gradient that is kept until it has arrived
+            if section.micro_batch > 0 and op != "W" and section.chunk in senders:  # kept until it has arrived
                 messages[number] += event.size
     for at, rest in ends.items():
         events[at] += rest
