@@ -2,8 +2,7 @@
 
 Without a pipeline whole steps are measured, of at most two micro-batches: what the others do is the
 same as the second. In a pipeline a micro-batch's passes through each kind of stage are measured, and
-put in the order of the schedule. Only with ZeRO 2 and 3, where a pass frees what the one before has
-allocated, the schedule itself is run.
+put in the order of the schedule.
 """
 
 from __future__ import annotations
@@ -39,19 +38,18 @@ class StepMemory:
 
 def memory_of_steps(config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None = None) -> StepMemory:
     """Return what steps of a rank allocate."""
-    p = config.parallel
-    is_coupled = p.zero_stage > 1 and data_parts(config) > 1
-    if p.pipeline_model_parallel_size == 1 or is_coupled:
-        found = whole_steps(config, padded, pipeline_rank, model)
-    else:
+    if config.parallel.pipeline_model_parallel_size > 1:
         found = scheduled_passes(config, padded, pipeline_rank)
+    else:
+        found = whole_steps(config, padded, model)
     if updates_in_flat_buffers(config):
         return found
-    update = whole_update(config, padded, pipeline_rank, model)
+    update = update_of_all(config, padded, pipeline_rank, model)
     first = 1 + max((event.key for event in found.events), default=0)
-    update = [event._replace(key=first + event.key) for event in update]
-    most = max(found.peak, kinds_at_peak(update), key=lambda kinds: sum(kinds.values()))
-    return StepMemory(most, [*found.events, *update])
+    gone = {event.key for event in update.events if event.size < 0}  # its gradients are those of the passes
+    events = [event._replace(key=first + event.key) for event in update.events if event.key in gone]
+    most = max(found.peak, update.peak, key=lambda kinds: sum(kinds.values()))
+    return StepMemory(most, [*found.events, *events])
 
 
 def updates_in_flat_buffers(config: TrainConfig) -> bool:
@@ -64,40 +62,67 @@ def updates_in_flat_buffers(config: TrainConfig) -> bool:
 # Whole steps
 
 
-def whole_steps(config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None) -> StepMemory:
-    """Return what whole steps of a rank allocate."""
-    p = config.parallel
-    is_sharded = p.zero_stage == 3 and data_parts(config) > 1
-    steps = 2 if is_sharded or config.precision.fp8_format else 1  # the first one begins without gradients, or casts
-    count = passed_micro_batches(config, ROUNDS if p.pipeline_model_parallel_size > 1 else 2)
+def whole_steps(config: TrainConfig, padded: int, model: Model | None) -> StepMemory:
+    """Return what whole steps of a rank without a pipeline allocate."""
+    steps, count = steps_to_measure(config), min(2, config.micro_batches(config.global_batch))
 
     # Measure few layers, unless they are a custom model's, and extend them.
-    least = LEAST_SHARDED if is_sharded else LEAST
-    units = [choose_units(config, layers, least) for layers in stages_of_rank(config, pipeline_rank)]
+    units = [choose_units(config, layers, least_layers(config)) for layers in stages_of_rank(config, 0)]
     if model is None:
-        chosen = [layer for chunk in units for unit in chunk for layer in unit.layers]
-        record = measure_layers(config, padded, pipeline_rank, chosen, micro_batches=count, steps=steps)
+        chosen = [layer for unit in units[0] for layer in unit.layers]
+        record = measure_layers(config, padded, 0, chosen, micro_batches=count, steps=steps)
     else:
         record = measure_layers(config, padded, 0, (), micro_batches=count, steps=steps, model=model)
         units = [[Unit((layer,)) for layer in range(1 + max(section.layer or 0 for _, section in record.marks))]]
     placed = extend(record, units)
 
-    # Leave out what is held from the first step on, as casts of the weights, and an update that is measured apart.
+    # Leave out an update that is measured apart, and what is held from the first step on: casts of the weights.
     gone = {each.event.key for each in placed if each.event.size < 0}
     is_measured_apart = not updates_in_flat_buffers(config)
-    events = [
+    events = complete(
         each.event
         for each in placed
-        if (each.event.key in gone or each.span.step == steps > 1)
+        if (each.event.key in gone or each.span.step == steps)
         and not (is_measured_apart and each.span.section.phase == "update")
-    ]
-    events = complete(events)
+    )
     return StepMemory(kinds_at_peak(events), events)
 
 
-def whole_update(config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None) -> list[Event]:
-    """Return what an update of all parameters allocates."""
-    record = measure_update(config, padded, pipeline_rank, model)
+def steps_to_measure(config: TrainConfig) -> int:
+    """Return the number of the first step that is as all later ones: the first casts weights for fp8."""
+    return 2 if config.precision.fp8_format else 1
+
+
+def least_layers(config: TrainConfig) -> int:
+    return LEAST_SHARDED if config.parallel.zero_stage == 3 and data_parts(config) > 1 else LEAST
+
+
+# The update
+
+
+def update_of_all(config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None) -> StepMemory:
+    """Return what an update of all parameters allocates.
+
+    It grows evenly with the layers, but for Muon, which takes so many matrices at a time.
+    """
+    stages = [list(layers) for layers in stages_of_rank(config, pipeline_rank)]
+    few = {layer for layers in stages for layer in layers[:2]}
+    others = sorted({layer for layers in stages for layer in layers} - few)
+    if model is not None or config.optimizer.optimizer == "muon" or len(others) < 2:
+        events = update_of(config, padded, pipeline_rank, None, model)
+        return StepMemory(kinds_at_peak(events), events)
+    less = kinds_at_peak(update_of(config, padded, pipeline_rank, few))
+    events = update_of(config, padded, pipeline_rank, {*few, others[0]})
+    more = kinds_at_peak(events)
+    growth = {kind: more.get(kind, 0) - less.get(kind, 0) for kind in {**less, **more}}
+    return StepMemory({kind: less.get(kind, 0) + len(others) * size for kind, size in growth.items()}, events)
+
+
+def update_of(
+    config: TrainConfig, padded: int, pipeline_rank: int, layers: Collection[int] | None, model: Model | None = None
+) -> list[Event]:
+    """Return what an update of these layers, or of all, allocates and frees."""
+    record = measure_update(config, padded, pipeline_rank, layers, model)
     return complete(each.event for each in extend(record, [[]]) if each.span.section.phase == "update")
 
 
@@ -231,7 +256,7 @@ def kinds_of_stages(config: TrainConfig, pipeline_rank: int) -> list[Stage]:
     """Return the stages of a pipeline rank."""
     own, last, out = stage_numbers(config, pipeline_rank), len(config.stages) - 1, list[Stage]()
     for number, layers in zip(own, stages_of_rank(config, pipeline_rank), strict=True):
-        units = choose_units(config, layers, LEAST)
+        units = choose_units(config, layers, least_layers(config))
         ends = number == 0, number == last, number - 1 in own, number + 1 in own
         sends = number > 0 and number - 1 not in own
         out.append(Stage(units, (*ends, *((unit.kind, unit.copies) for unit in units)), sends))
@@ -243,7 +268,7 @@ def measure_passes(config: TrainConfig, padded: int, pipeline_rank: int, stages:
     chunks = list({stage.kind: chunk for chunk, stage in reversed(list(enumerate(stages)))}.values())[::-1]
     key = settings_of(config, padded), *(stages[chunk].kind for chunk in chunks)
     if key not in MEASURED_PASSES:
-        steps = 2 if config.precision.fp8_format else 1  # casts of the weights are made in the first
+        steps = steps_to_measure(config)
         chosen = {layer for chunk in chunks for unit in stages[chunk].units for layer in unit.layers}
         chosen |= {stage.units[0].layers[0] for stage in stages}  # none is without layers
         record = measure_layers(config, padded, pipeline_rank, chosen, micro_batches=2, steps=steps, chunks=chunks)
@@ -275,7 +300,7 @@ def split_passes(
     is_split, is_v_shaped = p.pipeline_schedule in SPLIT_BACKWARD, p.pipeline_schedule in V_SHAPED
     numbers = {chunk: number for number, chunk in enumerate(chunks)}
     gone = {each.event.key: each.span.section for each in placed if each.event.size < 0}
-    begin, own, messages = list[Event](), set[int](), Counter[int]()
+    begin, own, carried, messages = list[Event](), set[int](), set[int](), Counter[int]()
     events, ends = defaultdict[Pass, list[Event]](list), defaultdict[Pass, list[Event]](list)
     for (_, section), event in placed:
         op = pass_of(section.phase, is_split)
@@ -284,7 +309,7 @@ def split_passes(
             continue
         number = numbers[section.chunk]
         at: Pass = number, section.micro_batch == 0, op
-        if event.key in own:  # freed by a later pass of this micro-batch
+        if event.size < 0 and (event.key in own or event.key in carried):
             events[at].append(event)
         if event.size < 0:
             continue
@@ -294,15 +319,25 @@ def split_passes(
             is_own = end.micro_batch == section.micro_batch and (is_v_shaped or end.chunk == section.chunk)
             if is_own:
                 own.add(event.key)
+            elif op != "F" and pass_of(end.phase, is_split) != "F":  # ZeRO 2 sums it until the next backward pass
+                carried.add(event.key)
             else:
                 ends[at].append(freed(event))
-        elif op != "F":  # what a forward pass leaves is kept until the step ends
+        elif end is not None and end.phase == "end" and op != "F":
             ends[at].append(freed(event))
-            if section.micro_batch > 0 and op != "W" and section.chunk in senders:  # kept until it has arrived
+            if section.micro_batch > 0 and section.chunk in senders:  # a gradient that is kept until it has arrived
                 messages[number] += event.size
     for at, rest in ends.items():
         events[at] += rest
-    return StagePasses(kinds_of(begin), dict(events), messages, {at: pass_memory(each) for at, each in events.items()})
+    memory = {at: pass_memory(each) for at, each in events.items()}
+    within = {at: within_pass(each, carried) for at, each in events.items()}
+    return StagePasses(kinds_of(begin), within, messages, memory)
+
+
+def within_pass(events: list[Event], carried: Collection[int]) -> list[Event]:
+    """Return a pass's events, of which those that the next backward pass would free end with it."""
+    kept = [event for event in events if event.size >= 0 or event.key not in carried]
+    return [*kept, *(freed(event) for event in kept if event.key in carried)]
 
 
 def pass_of(phase: Phase, is_split: bool) -> Op | None:

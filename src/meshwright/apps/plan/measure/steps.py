@@ -61,8 +61,7 @@ def measure_layers(
     with contextlib.ExitStack() as stack:
         layout = stack.enter_context(pretended_rank(config, pipeline_rank, account))
         stack.enter_context(account)
-        stack.enter_context(mock.patch.object(pick, "pick", pick_few(layers)))
-        stack.enter_context(mock.patch.object(network, "stages", few_stages(config)))
+        stack.enter_context(only(config, layers))
         if chunks:
             stack.enter_context(mock.patch.object(pipeline, "schedule", one_by_one(config, chunks)))
         net = build(config, padded, layout, account, model)
@@ -71,10 +70,16 @@ def measure_layers(
         return account.record
 
 
-def measure_update(config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None = None) -> Record:
-    """Update all parameters of a rank, whose gradients have been summed."""
+def measure_update(
+    config: TrainConfig,
+    padded: int,
+    pipeline_rank: int,
+    layers: Collection[int] | None = None,
+    model: Model | None = None,
+) -> Record:
+    """Update the parameters of these layers of a rank, or of all, whose gradients have been summed."""
     account = Account()
-    with pretended_rank(config, pipeline_rank, account) as layout, account:
+    with pretended_rank(config, pipeline_rank, account) as layout, account, only(config, layers):
         net = build(config, padded, layout, account, model)
         if isinstance(net.store, FlatStore):
             net.store.added |= net.store.bucket_of.keys()  # no loss has left any out
@@ -116,6 +121,16 @@ def sample_batch(config: TrainConfig) -> Batch:
 
 
 # A network of few layers
+
+
+@contextlib.contextmanager
+def only(config: TrainConfig, layers: Collection[int] | None) -> Iterator[None]:
+    """Let networks be built with these layers alone."""
+    if layers is None:
+        yield
+        return
+    with mock.patch.object(pick, "pick", pick_few(layers)), mock.patch.object(network, "stages", few_stages(config)):
+        yield
 
 
 class FewBlocks:
