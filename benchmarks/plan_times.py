@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from meshwright.apps.bench import rows
 from meshwright.apps.plan.timing import StepTime, step_time
-from meshwright.base.device_profiles import load_profile
+from meshwright.base.device_profiles import DeviceProfile, load_profile
 from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
 from meshwright.model.counts import padded_size
@@ -64,7 +64,7 @@ def train_flags(command: str) -> str:
 
 def from_lines(path: Path) -> list[Case]:
     """Return the cases of a file of JSON lines."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [row for row in map(json.loads, path.read_text().splitlines()) if "flags" in row]
     return [
         Case(path.stem, f"line {i}", row["flags"], row.get("world", 1), own_ms(path, row), gpu_of(row["device"]))
         for i, row in enumerate(lines, 1)
@@ -94,14 +94,19 @@ def halves(cases: list[Case]) -> tuple[list[Case], list[Case]]:
 
 
 def predict(case: Case) -> StepTime:
-    words = shlex.split(case.words)
+    return predicted_step(case.words, case.world, load_profile(case.gpu))
+
+
+def predicted_step(flags_of_train: str, world: int, profile: DeviceProfile) -> StepTime:
+    """Return the prediction of a configuration's step on such devices."""
+    words = shlex.split(flags_of_train)
     if "--world-size" not in words:
-        words += ["--world-size", str(case.world)]
+        words += ["--world-size", str(world)]
     config = flags.parse_settings(TrainConfig, words, "meshwright train", check=False).config
     p = config.parallel
     size = config.tokenizer.vocab_size or 0
     padded = padded_size(size, config.model.make_vocab_size_divisible_by, p.tensor_model_parallel_size, None)
-    return step_time(config, padded, load_profile(case.gpu))
+    return step_time(config, padded, profile)
 
 
 def show(cases: list[Case], with_parts: bool = False) -> None:

@@ -110,15 +110,32 @@ SECONDS = {
     "product": 8e-6,  # of a product that is too small to fill the device
     "attention": 2e-5,
     "pass": 2e-6,
-    "launch": 1.05e-4,  # of the host, for each kernel that is not part of a CUDA graph
+    # Of the host where no CUDA graph runs, by what it launches, see LAUNCHES.
+    "launch": 6e-5,
+    "launch_torch": 2e-5,
+    "launch_view": 4e-6,
+    "launch_node": 4e-5,
+    "launch_collective": 2e-4,
     "step": 1e-3,  # between two steps
 }
 
 # What `bench --calibrate` divides measurements by, and `plan` multiplies a profile's figures by.
 ATTENTION_ROWS = 128  # rows of a block of the attention kernel, which computes blocks on the diagonal in full
 ATTENTION_STARTS = 3  # blocks of keys that the begin and the end of a block of rows cost
-# Kernels of a layer: products in each direction, and others besides attention.
-PRODUCTS, PASSES_FORWARD, PASSES_BACKWARD = 4, 3, 11
+# Which time of the host each launch takes: of a Triton kernel, an operation of torch with a kernel,
+# one without, a node of the backward pass, a collective.
+LAUNCHES = {
+    "triton": "launch",
+    "torch": "launch_torch",
+    "view": "launch_view",
+    "node": "launch_node",
+    "collective": "launch_collective",
+}
+# How many of each a layer is, forward and backward, as the plan counts them in a step.
+LAYER_LAUNCHES = {
+    "fused": ({"triton": 3, "torch": 5, "view": 45}, {"triton": 11, "torch": 9, "view": 90, "node": 14}),
+    "plain": ({"torch": 11, "view": 24}, {"triton": 8, "torch": 24, "view": 90, "node": 24}),
+}
 
 STORAGE = {"disk": 2e9, "host": 25e9}
 TRIAL_SECONDS = 0.05  # in which a CPU shows its speed

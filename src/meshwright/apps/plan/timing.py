@@ -18,9 +18,6 @@ from meshwright.apps.plan import timeline, traffic
 from meshwright.base.device_profiles import (
     ATTENTION_ROWS,
     ATTENTION_STARTS,
-    PASSES_BACKWARD,
-    PASSES_FORWARD,
-    PRODUCTS,
     DeviceProfile,
     Links,
     LinkSpeed,
@@ -37,6 +34,7 @@ from meshwright.training.sizes import rows
 # What a layer's communication takes of the host, in launches of kernels: a collective of tensor
 # ranks, plain and overlapped; context ranks, and a unit of ZeRO 3, in each direction. From steps
 # without CUDA graphs on two H100: benchmarks/records/2026-11-28-four-gpus.
+PRODUCTS, PASSES_FORWARD, PASSES_BACKWARD = 4, 3, 11
 TENSOR_LAUNCHES, CONTEXT_LAUNCHES, SHARD_LAUNCHES = (2, 3), 5, 10
 # How much more a layer's passes move, and how many more kernels they are, than in fused blocks.
 BLOCKS: dict[BlockKind, tuple[float, float]] = {"fused": (1.0, 1.0), "compiled": (1.4, 1.0), "plain": (2.2, 2.5)}
