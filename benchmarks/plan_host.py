@@ -144,10 +144,14 @@ def show(rows: list[dict[str, Any]], profile: DeviceProfile) -> None:
             ms, host = 1e3 * step.seconds, 1e3 * step.parts.get("host", 0.0)
             errors.append(abs(ms / row["ms"] - 1))
             own = " ".join(word for word in row["flags"].split() if word not in ("--vocab-size", "50257"))
-            print(f"{row['ms']:9.2f} {ms:9.2f} {ms / row['ms'] - 1:+7.1%}  {graphs!s:6} {host:5.1f} {ms - host:7.1f}  {own}")
+            print(
+                f"{row['ms']:9.2f} {ms:9.2f} {ms / row['ms'] - 1:+7.1%}  {graphs!s:6} {host:5.1f} {ms - host:7.1f}  {own}"
+            )
         if errors:
             kind = "with" if graphs else "without"
-            print(f"{len(errors)} {kind} CUDA graphs: median {statistics.median(errors):.1%}, worst {max(errors):.1%}\n")
+            print(
+                f"{len(errors)} {kind} CUDA graphs: median {statistics.median(errors):.1%}, worst {max(errors):.1%}\n"
+            )
 
 
 def in_child(measured: Any, *arguments: Any) -> Any:

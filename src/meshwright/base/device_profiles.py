@@ -100,6 +100,7 @@ REACHED = {
     "attention_dropout": 0.36,  # of its speed without dropout
     "attention_dropout_backward": 0.73,
     "passes": 0.68,  # of the memory's bandwidth, by norms, activations and the loss
+    "passes_fp8": 0.53,  # of it, by those of them that round to fp8
     "update": 0.85,  # of it, by the optimizer
     "muon": 0.78,  # of the half-precision peak, by Muon's products of large matrices
     "beside_copies": 0.3,  # of the time of copies that run beside products, lost by the products
@@ -121,6 +122,7 @@ SECONDS = {
 
 # What `bench --calibrate` divides measurements by, and `plan` multiplies a profile's figures by.
 ATTENTION_ROWS = 128  # rows of a block of the attention kernel, which computes blocks on the diagonal in full
+ATTENTION_PASSES = 7  # over the heads, of its backward pass: sums in float32, and their casts
 ATTENTION_STARTS = 3  # blocks of keys that the begin and the end of a block of rows cost
 # Which time of the host each launch takes: of a Triton kernel, an operation of torch with a kernel,
 # one without, a node of the backward pass, a collective.

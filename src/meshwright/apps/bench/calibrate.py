@@ -27,6 +27,7 @@ from meshwright.base import device as devices
 from meshwright.base import host
 from meshwright.base.console import show
 from meshwright.base.device_profiles import (
+    ATTENTION_PASSES,
     ATTENTION_ROWS,
     ATTENTION_STARTS,
     LAUNCHES,
@@ -201,8 +202,8 @@ def attention(device: torch.device, sizes: Sizes, peak: float, streamed: float) 
 
         flops = 4.0 * samples * heads * width * sizes.tokens**2 * (blocks + 1 + ATTENTION_STARTS) / (2 * blocks)
         first = seconds_of(forward, device)
-        # The plan counts seven of backward's passes over the heads apart.
-        passes = 7 * q.numel() * q.element_size() / streamed
+        # The plan counts these of backward's passes over the heads apart.
+        passes = ATTENTION_PASSES * q.numel() * q.element_size() / streamed
         second = max(seconds_of(both, device) - first - passes, first)
         out |= {f"attention_{width}": flops / first / peak, f"attention_{width}_backward": 2.5 * flops / second / peak}
     return out

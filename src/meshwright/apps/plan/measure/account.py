@@ -71,8 +71,8 @@ class Recorder:
     def operation(self, func: Any, args: Any, kwargs: Any, out: Any, section: Section) -> None:
         """Note an operation of torch's, such as `torch.ops.aten.mm.default`."""
 
-    def launch(self, kernel: str, args: tuple[Any, ...], kwargs: dict[str, Any], section: Section) -> None:
-        """Note the launch of a Triton kernel, by the name of its function."""
+    def launch(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], section: Section) -> None:
+        """Note the launch of a Triton kernel."""
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, is_backward: bool, section: Section) -> None:
         """Note causal attention by torch's flash kernel, of tensors [B, heads, T, width]."""

@@ -51,13 +51,14 @@ def pretended_gpu(account: Account) -> Iterator[None]:
     done = functools.partial(collective, account)
 
     def launch(kernel: Any, grid: Any) -> Callable[..., None]:
-        return lambda *args, **kwargs: account.recorder.launch(kernel.__name__, args, kwargs, account.section)
+        return lambda *args, **kwargs: account.recorder.launch(kernel, args, kwargs, account.section)
 
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
             # The device
             (devices, "has_kernels", lambda device: device == META),
             (devices, "has_fp8", lambda device: True),
+            (devices, "is_hopper_or_later", lambda device: True),
             (devices, "is_accelerator", lambda device: False),
             (devices, "processors", lambda device: PROCESSORS),
             (devices, "counts_draws", lambda device: False),
