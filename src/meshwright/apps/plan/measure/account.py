@@ -32,14 +32,15 @@ ROUNDING = 512  # bytes to which torch's allocator rounds up
 
 Phase = Literal[
     "set-up",
-    "begin",  # of a step or a pass: sums are cleared, a message is received
-    "embedding",
+    "begin",  # of a step
+    "embedding",  # and all else before the first layer; a stage without one receives a message
     "layer",
     "head",  # the last norm, logits and loss
     "head backward",
     "layer backward",
     "embedding backward",
     "weights",  # deferred gradients of products, of a layer or of the rest
+    "end",  # of a pipeline's passes: the last messages arrive
     "update",
 ]
 
@@ -94,7 +95,7 @@ class Held:
     key: int | None = None
 
 
-class Account(TorchDispatchMode):
+class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of the tensors that are made on the meta device in the block."""
 
     def __init__(self, recorder: Recorder | None = None) -> None:
@@ -105,7 +106,7 @@ class Account(TorchDispatchMode):
         self.section = SETUP
         self.marks: list[tuple[int, Section]] = [(0, SETUP)]  # each section, with the number of its first event
         self.kinds: dict[int, str] = {}  # of tensors of so many bytes; all others are activations
-        self.held = WeakIdKeyDictionary()  # by storage
+        self.held: Any = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]  # by storage
         self.streams = {torch.cpu.current_stream(): 0}  # numbered as they are met
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -182,7 +183,8 @@ class Observer:
         self.wrap(net.store, "begin_backward", self.begin_backward)
         self.wrap(net.store, "step", self.begin_update)
         if net.pipeline is not None:
-            self.wrap(net.pipeline, "_receive", self.begin_pass)
+            run = net.pipeline._run
+            net.pipeline._run = lambda actions, *more: run(self.announced(actions), *more)  # type: ignore[method-assign,arg-type]
 
     def enter(self, phase: Phase, layer: int | None = None) -> None:
         self.account.enter(Section(phase, layer, self.micro_batch, self.chunk))
@@ -199,10 +201,14 @@ class Observer:
         if self.micro_batch >= 0:  # the store calls it once more before the first one
             self.enter("head backward")
 
-    def begin_pass(self, action: Action, *_: Any) -> None:
-        """Note which pass of a pipeline's schedule follows."""
-        self.micro_batch, self.chunk = action.microbatch, action.chunk
-        self.enter("begin")
+    def announced(self, actions: Iterable[Action]) -> Iterator[Action]:
+        """Note each pass of a pipeline's schedule before it begins."""
+        for action in actions:
+            self.micro_batch, self.chunk = action.microbatch, action.chunk
+            self.enter("embedding" if action.op == "F" else "weights" if action.op == "W" else "head backward")
+            yield action
+        self.micro_batch, self.chunk = -1, 0
+        self.enter("end")
 
     def wrap(self, owner: Any, name: str, before: Callable[..., None]) -> None:
         """Call a function with the same arguments before each call of a method."""
