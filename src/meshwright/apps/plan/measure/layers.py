@@ -112,7 +112,7 @@ class Extension:
     """The measurement of some units, in which copies of them are placed."""
 
     def __init__(self, account: Account, units: Sequence[Sequence[Unit]]) -> None:
-        self.events, self.units = account.events, units
+        self.events, self.units = list(account.events), units  # the garbage collector may free more
         self.firsts = [first_copies(chunk) for chunk in units]
         unit_of = [[number for number, unit in enumerate(chunk) for _ in unit.layers] for chunk in units]
         self.spans, self.begins, step = list[Span](), list[int](), 0

@@ -1,10 +1,13 @@
-"""What a step executes, operation by operation: FLOPs, bytes moved, what the host launches. No torch."""
+"""What a step executes, operation by operation: FLOPs, bytes moved, launches. No torch."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Literal, NamedTuple
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from meshwright.apps.plan.measure.account import Section
 
 Kind = Literal["product", "attention", "pass", "host"]
 Launch = Literal["view", "torch", "triton", "node", "collective"]  # see LAUNCHES of base/device_profiles.py
@@ -36,7 +39,7 @@ Operations = Mapping[Operation, float]  # how often each is executed
 
 
 class PassOperations(NamedTuple):
-    """What a micro-batch executes in a stage: forward, backward, and deferred gradients of weights."""
+    """What a micro-batch executes in a stage: forward, backward, deferred gradients of weights."""
 
     forward: Operations
     backward: Operations
@@ -57,3 +60,62 @@ def total(parts: Iterable[tuple[Operations, float]]) -> Counter[Operation]:
         for operation, count in operations.items():
             out[operation] += times * count  # type: ignore[assignment]
     return out
+
+
+# The operations of all layers, from those of the few that were measured
+
+WAYS = {  # of a phase, whose work is part of the forward or backward pass, or of deferred products
+    "begin": 0,
+    "embedding": 0,
+    "layer": 0,
+    "head": 0,
+    "head backward": 1,
+    "layer backward": 1,
+    "embedding backward": 1,
+    "weights": 2,
+}
+
+
+class LayerGroup(Protocol):
+    """Layers that were measured, and how many such groups they stand for."""
+
+    @property
+    def layers(self) -> tuple[int, ...]: ...
+
+    @property
+    def copies(self) -> int: ...
+
+
+class RankOperations(NamedTuple):
+    """What a pipeline rank executes: micro-batches in each of its chunks, and the update."""
+
+    first: tuple[PassOperations, ...]  # a step's first micro-batch, which writes gradients
+    later: tuple[PassOperations, ...]  # another one, which adds to them
+    update: Operations
+
+
+def operations_of_rank(
+    sections: Mapping[Section, Operations], chunks: Sequence[Sequence[LayerGroup]], growth: float
+) -> RankOperations:
+    """Return what a rank executes with all layers of its chunks.
+
+    `growth`: how many times as many parameters it has as were measured. An update moves as many
+    times the bytes, by as many kernels.
+    """
+    copies = [[group.copies for group in chunk for _ in group.layers] for chunk in chunks]
+    passes: dict[tuple[int, int], list[Counter[Operation]]] = defaultdict(lambda: [Counter(), Counter(), Counter()])
+    update: Counter[Operation] = Counter()
+    for section, operations in sections.items():
+        if section.phase == "update":
+            for operation, count in operations.items():
+                update[operation._replace(bytes=growth * operation.bytes)] += count  # type: ignore[assignment]
+        elif section.phase in WAYS:
+            times = 1 if section.layer is None else copies[section.chunk][section.layer]
+            place = passes[section.chunk, max(section.micro_batch, 0)][WAYS[section.phase]]
+            for operation, count in operations.items():
+                place[operation] += times * count  # type: ignore[assignment]
+    last = max((number for _, number in passes), default=0)
+    first, later = (
+        tuple(PassOperations(*passes[chunk, number]) for chunk in range(len(chunks))) for number in (0, last)
+    )
+    return RankOperations(first, later, update)

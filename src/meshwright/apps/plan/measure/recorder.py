@@ -44,15 +44,15 @@ class OperationRecorder(Recorder):
     def __init__(self) -> None:
         self.sections: dict[Section, Counter[Operation]] = defaultdict(Counter)
         self.last = Section("set-up")
-        self.node: Any = None  # of the backward pass, in which the last operation ran
+        self.node: object = None  # of the backward pass, in which the last operation ran
 
     def count(self, operation: Operation, section: Section) -> None:
         if section.phase == "begin" and self.last.phase == "update":  # another step
             self.sections.clear()
         self.last = section
         self.sections[section][operation] += 1
-        node = torch._C._current_autograd_node() if is_backward() else None
-        if node is not None and node is not self.node:
+        node = node_of_backward()
+        if node is not None and node != self.node:
             self.sections[section][Operation("host", "node", "node")] += 1
         self.node = node
 
@@ -76,6 +76,15 @@ class OperationRecorder(Recorder):
 
     def collective(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], section: Section) -> None:
         self.count(Operation("host", name, "collective"), section)
+
+
+def node_of_backward() -> object:
+    """Return what tells the running node of the backward pass from others, but not the node.
+
+    That would keep the memory that it has saved.
+    """
+    node = torch._C._current_autograd_node() if is_backward() else None
+    return node and (node._sequence_nr(), id(getattr(node, "variable", None)))
 
 
 # Operations of torch

@@ -17,11 +17,13 @@ from typing import NamedTuple
 
 from meshwright.apps.plan.measure.account import Event, Phase
 from meshwright.apps.plan.measure.layers import Placed, Unit, choose_units, extend
+from meshwright.apps.plan.measure.operations import Operations, RankOperations, operations_of_rank
+from meshwright.apps.plan.measure.recorder import OperationRecorder
 from meshwright.apps.plan.measure.steps import measure_layers, measure_update
 from meshwright.config.schema import TrainConfig
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, V_SHAPED, Action, Op, most_sent, schedule
 from meshwright.training.network import Model
-from meshwright.training.parameters import data_parts, stage_numbers
+from meshwright.training.parameters import count, data_parts, parameters_of_ranks, shapes_of_layer, stage_numbers
 
 LEAST, LEAST_SHARDED = 5, 6  # layers that are measured of those alike; fully_shard gathers one further ahead
 ROUNDS = 4  # of as many micro-batches as a pipeline has ranks, after which a schedule holds no more
@@ -35,10 +37,24 @@ class StepMemory:
 
     peak: Kinds  # at the fullest moment
     events: list[Event]  # of one step or several that follow each other, with their updates
+    operations: RankOperations
+
+
+MOST_STEPS = 256  # measured ones that are kept: what memory and time of a layout are asked for
+MEASURED_STEPS: dict[object, StepMemory] = {}
 
 
 def memory_of_steps(config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None = None) -> StepMemory:
-    """Return what steps of a rank allocate."""
+    """Return what steps of a rank allocate and execute, measured once."""
+    key = settings_of(config, padded), passed_micro_batches(config, ROUNDS), pipeline_rank, model
+    if key not in MEASURED_STEPS:
+        if len(MEASURED_STEPS) == MOST_STEPS:
+            MEASURED_STEPS.clear()
+        MEASURED_STEPS[key] = measure_steps(config, padded, pipeline_rank, model)
+    return MEASURED_STEPS[key]
+
+
+def measure_steps(config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None) -> StepMemory:
     p = config.parallel
     is_coupled = p.zero_stage > 1 and data_parts(config) > 1
     if p.pipeline_model_parallel_size == 1 or is_coupled:
@@ -47,11 +63,11 @@ def memory_of_steps(config: TrainConfig, padded: int, pipeline_rank: int, model:
         found = scheduled_passes(config, padded, pipeline_rank)
     if updates_in_flat_buffers(config):
         return found
-    update = whole_update(config, padded, pipeline_rank, model)
+    update, executed = whole_update(config, padded, pipeline_rank, model)
     first = 1 + max((event.key for event in found.events), default=0)
     update = [event._replace(key=first + event.key) for event in update]
     most = max(found.peak, kinds_at_peak(update), key=lambda kinds: sum(kinds.values()))
-    return StepMemory(most, [*found.events, *update])
+    return StepMemory(most, [*found.events, *update], found.operations._replace(update=executed))
 
 
 def updates_in_flat_buffers(config: TrainConfig) -> bool:
@@ -71,14 +87,16 @@ def whole_steps(config: TrainConfig, padded: int, pipeline_rank: int, model: Mod
     steps = 2 if is_sharded or config.precision.fp8_format else 1  # the first one begins without gradients, or casts
     count = passed_micro_batches(config, ROUNDS if p.pipeline_model_parallel_size > 1 else 2)
 
+    recorder = OperationRecorder()
+
     # Measure few layers, unless they are a custom model's, and extend them.
     least = LEAST_SHARDED if is_sharded else LEAST
     units = [choose_units(config, layers, least) for layers in stages_of_rank(config, pipeline_rank)]
     if model is None:
         chosen = [layer for chunk in units for unit in chunk for layer in unit.layers]
-        account = measure_layers(config, padded, pipeline_rank, chosen, micro_batches=count, steps=steps)
+        account = measure_layers(config, padded, pipeline_rank, chosen, recorder, micro_batches=count, steps=steps)
     else:
-        account = measure_layers(config, padded, 0, (), micro_batches=count, steps=steps, model=model)
+        account = measure_layers(config, padded, 0, (), recorder, micro_batches=count, steps=steps, model=model)
         units = [[Unit((layer,)) for layer in range(1 + max(section.layer or 0 for _, section in account.marks))]]
     placed = extend(account, units)
 
@@ -92,13 +110,26 @@ def whole_steps(config: TrainConfig, padded: int, pipeline_rank: int, model: Mod
         and not (is_measured_apart and each.span.section.phase == "update")
     ]
     events = complete(events)
-    return StepMemory(kinds_at_peak(events), events)
+    operations = operations_of_rank(recorder.sections, units, update_growth(config, padded, pipeline_rank, units))
+    return StepMemory(kinds_at_peak(events), events, operations)
 
 
-def whole_update(config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None) -> list[Event]:
-    """Return what an update of all parameters allocates."""
-    account = measure_update(config, padded, pipeline_rank, model)
-    return complete(each.event for each in extend(account, [[]]) if each.span.section.phase == "update")
+def whole_update(
+    config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None
+) -> tuple[list[Event], Operations]:
+    """Return what an update of all parameters allocates and executes."""
+    recorder = OperationRecorder()
+    account = measure_update(config, padded, pipeline_rank, model, recorder)
+    events = complete(each.event for each in extend(account, [[]]) if each.span.section.phase == "update")
+    return events, operations_of_rank(recorder.sections, [[]], 1.0).update
+
+
+def update_growth(config: TrainConfig, padded: int, pipeline_rank: int, units: Sequence[Sequence[Unit]]) -> float:
+    """Return how many times as many parameters a rank has as were measured."""
+    layers = sum(len(unit.layers) * (unit.copies - 1) for chunk in units for unit in chunk)
+    held = parameters_of_ranks(config, padded)[pipeline_rank]
+    of_layer = count(shapes_of_layer(config.model, config.parallel.tensor_model_parallel_size))
+    return held / (held - layers * of_layer)
 
 
 def complete(events: Iterable[Event]) -> list[Event]:
@@ -158,6 +189,7 @@ class StagePasses:
     events: dict[Pass, list[Event]]
     messages: dict[int, int]  # bytes of the gradient that a stage sends to another rank
     memory: dict[Pass, PassMemory]
+    operations: RankOperations  # of the chunks that have been measured
 
 
 def scheduled_passes(config: TrainConfig, padded: int, pipeline_rank: int) -> StepMemory:
@@ -192,7 +224,13 @@ def scheduled_passes(config: TrainConfig, padded: int, pipeline_rank: int) -> St
     for each, times in done.items():
         for kind, size in passes.memory[each].left.items():
             kinds[kind] += times * size
-    return StepMemory(dict(kinds), scheduled_events(config, pipeline_rank, passes, kind_of))
+    measured = passes.operations
+    operations = RankOperations(
+        tuple(measured.first[number] for number in kind_of),
+        tuple(measured.later[number] for number in kind_of),
+        measured.update,
+    )
+    return StepMemory(dict(kinds), scheduled_events(config, pipeline_rank, passes, kind_of), operations)
 
 
 def scheduled_events(
@@ -244,10 +282,19 @@ def measure_passes(config: TrainConfig, padded: int, pipeline_rank: int, stages:
         steps = 2 if config.precision.fp8_format else 1  # casts of the weights are made in the first
         chosen = {layer for chunk in chunks for unit in stages[chunk].units for layer in unit.layers}
         chosen |= {stage.units[0].layers[0] for stage in stages}  # none is without layers
-        account = measure_layers(config, padded, pipeline_rank, chosen, micro_batches=2, steps=steps, chunks=chunks)
+        recorder = OperationRecorder()
+        account = measure_layers(
+            config, padded, pipeline_rank, chosen, recorder, micro_batches=2, steps=steps, chunks=chunks
+        )
         units = [stage.units if chunk in chunks else stage.units[:1] for chunk, stage in enumerate(stages)]
         placed = [each for each in extend(account, units) if each.span.step == steps]
-        MEASURED_PASSES[key] = split_passes(config, placed, chunks)
+        executed = operations_of_rank(recorder.sections, units, update_growth(config, padded, pipeline_rank, units))
+        operations = RankOperations(
+            tuple(executed.first[chunk] for chunk in chunks),
+            tuple(executed.later[chunk] for chunk in chunks),
+            executed.update,
+        )
+        MEASURED_PASSES[key] = split_passes(config, placed, chunks, operations)
     return MEASURED_PASSES[key]
 
 
@@ -261,7 +308,9 @@ def settings_of(config: TrainConfig, padded: int) -> tuple[object, ...]:
     return config.model, config.precision, config.optimizer, config.parallel, repr(config.training), data, padded
 
 
-def split_passes(config: TrainConfig, placed: list[Placed], chunks: Sequence[int]) -> StagePasses:
+def split_passes(
+    config: TrainConfig, placed: list[Placed], chunks: Sequence[int], operations: RankOperations
+) -> StagePasses:
     """Return the events of one step by pass; `chunks` are those that have been measured."""
     p = config.parallel
     is_split, is_v_shaped = p.pipeline_schedule in SPLIT_BACKWARD, p.pipeline_schedule in V_SHAPED
@@ -294,7 +343,8 @@ def split_passes(config: TrainConfig, placed: list[Placed], chunks: Sequence[int
                 messages[number] += event.size
     for at, rest in ends.items():
         events[at] += rest
-    return StagePasses(kinds_of(begin), dict(events), messages, {at: pass_memory(each) for at, each in events.items()})
+    memory = {at: pass_memory(each) for at, each in events.items()}
+    return StagePasses(kinds_of(begin), dict(events), messages, memory, operations)
 
 
 def pass_of(phase: Phase, is_split: bool) -> Op | None:

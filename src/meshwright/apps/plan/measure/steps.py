@@ -71,9 +71,11 @@ def measure_layers(
     return account
 
 
-def measure_update(config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None = None) -> Account:
+def measure_update(
+    config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None = None, recorder: Recorder | None = None
+) -> Account:
     """Update all parameters of a rank, whose gradients have been summed."""
-    account = Account()
+    account = Account(recorder)
     with pretended_rank(config, pipeline_rank, account) as layout, account:
         net = build(config, padded, layout, account, model)
         if isinstance(net.store, FlatStore):
