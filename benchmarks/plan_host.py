@@ -144,9 +144,8 @@ def show(rows: list[dict[str, Any]], profile: DeviceProfile) -> None:
             ms, host = 1e3 * step.seconds, 1e3 * step.parts.get("host", 0.0)
             errors.append(abs(ms / row["ms"] - 1))
             own = " ".join(word for word in row["flags"].split() if word not in ("--vocab-size", "50257"))
-            print(
-                f"{row['ms']:9.2f} {ms:9.2f} {ms / row['ms'] - 1:+7.1%}  {graphs!s:6} {host:5.1f} {ms - host:7.1f}  {own}"
-            )
+            error = ms / row["ms"] - 1
+            print(f"{row['ms']:9.2f} {ms:9.2f} {error:+7.1%}  {graphs!s:6} {host:5.1f} {ms - host:7.1f}  {own}")
         if errors:
             kind = "with" if graphs else "without"
             print(
@@ -155,7 +154,7 @@ def show(rows: list[dict[str, Any]], profile: DeviceProfile) -> None:
 
 
 def in_child(measured: Any, *arguments: Any) -> Any:
-    """Call a function in a fork, which imports nothing again; return its result, None if it fails."""
+    """Call a function in a fork, which imports nothing again; return None if it fails."""
     sys.stdout.flush()
     reading, writing = os.pipe()
     child = os.fork()

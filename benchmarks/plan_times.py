@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.apps.bench import rows
-from meshwright.apps.plan.timing import StepTime, step_time
+from meshwright.apps.plan.timing import StepTime, measured_operations, step_time
 from meshwright.base.device_profiles import DeviceProfile, load_profile
 from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
@@ -93,12 +93,12 @@ def halves(cases: list[Case]) -> tuple[list[Case], list[Case]]:
     return sides
 
 
-def predict(case: Case) -> StepTime:
-    return predicted_step(case.words, case.world, load_profile(case.gpu))
+def predict(case: Case, is_estimated: bool) -> StepTime:
+    return predicted_step(case.words, case.world, load_profile(case.gpu), is_estimated)
 
 
-def predicted_step(flags_of_train: str, world: int, profile: DeviceProfile) -> StepTime:
-    """Return the prediction of a configuration's step on such devices."""
+def predicted_step(flags_of_train: str, world: int, profile: DeviceProfile, is_estimated: bool = False) -> StepTime:
+    """Return the prediction of a configuration's step on such devices, measured if it can be."""
     words = shlex.split(flags_of_train)
     if "--world-size" not in words:
         words += ["--world-size", str(world)]
@@ -106,13 +106,14 @@ def predicted_step(flags_of_train: str, world: int, profile: DeviceProfile) -> S
     p = config.parallel
     size = config.tokenizer.vocab_size or 0
     padded = padded_size(size, config.model.make_vocab_size_divisible_by, p.tensor_model_parallel_size, None)
-    return step_time(config, padded, profile)
+    measured = None if is_estimated else measured_operations(config, padded, profile)
+    return step_time(config, padded, profile, measured=measured)
 
 
-def show(cases: list[Case], with_parts: bool = False) -> None:
+def show(cases: list[Case], with_parts: bool = False, is_estimated: bool = False) -> None:
     errors = []
     for case in cases:
-        predicted = predict(case)
+        predicted = predict(case, is_estimated)
         ms = 1000 * predicted.seconds
         errors.append(abs(ms / case.ms - 1))
         print(f"{case.source[-28:]:28} {case.name:28} {case.ms:9.1f} {ms:9.1f} {ms / case.ms - 1:+7.1%}", end="")
@@ -127,9 +128,10 @@ def main() -> None:
     parser.add_argument("--half", choices=("fitted", "other"), default="fitted", help="half of the cases")
     parser.add_argument("--lines", type=Path, nargs="*", default=[], help="files of JSON lines, beside the records")
     parser.add_argument("--parts", action="store_true", help="show the terms of each prediction")
+    parser.add_argument("--estimate", action="store_true", help="by the closed form, which nothing is measured for")
     c = parser.parse_args()
     fitted, other = halves([*recorded(), *(case for path in c.lines for case in from_lines(path))])
-    show(fitted if c.half == "fitted" else other, c.parts)
+    show(fitted if c.half == "fitted" else other, c.parts, c.estimate)
 
 
 if __name__ == "__main__":

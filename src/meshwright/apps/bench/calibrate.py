@@ -276,7 +276,7 @@ def host_seconds(device: torch.device) -> dict[str, float]:
 
 
 def seconds_by_kind(device: torch.device) -> dict[str, float]:
-    """Return the host's seconds for a view, an operation of torch, a Triton kernel, a node of autograd."""
+    """Return the host's seconds for each kind of LAUNCHES but collectives."""
     x, chain = torch.ones(16, 64, device=device), 16
     leaf = torch.ones(16, 64, device=device, requires_grad=True)
 

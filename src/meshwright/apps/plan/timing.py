@@ -14,10 +14,12 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.apps.plan import timeline, traffic
 from meshwright.apps.plan.measure.operations import Heads, Operations, StepOperations
+from meshwright.apps.plan.memory import can_measure
+from meshwright.base.device import NVIDIA
 from meshwright.base.device_profiles import (
     ATTENTION_PASSES,
     ATTENTION_ROWS,
@@ -28,7 +30,8 @@ from meshwright.base.device_profiles import (
     Links,
     LinkSpeed,
 )
-from meshwright.config.schema import Model, Optimizer, TrainConfig
+from meshwright.config.schema import Model as Shape
+from meshwright.config.schema import Optimizer, TrainConfig
 from meshwright.model import counts
 from meshwright.model.kind import BlockKind, block_kind
 from meshwright.optim.rule_table import form_of, state_bytes
@@ -37,10 +40,13 @@ from meshwright.training import graph_rule
 from meshwright.training.parameters import parameters_of_ranks
 from meshwright.training.sizes import rows
 
-# The closed form: how much more a layer's passes move, and how many more kernels they are, than in fused blocks.
+if TYPE_CHECKING:
+    from meshwright.training.network import Model
+
+# The closed form: how much more a layer's passes move than in fused blocks, by how many kernels.
 BLOCKS: dict[BlockKind, tuple[float, float]] = {"fused": (1.0, 1.0), "compiled": (1.4, 1.0), "plain": (2.2, 2.5)}
-# What exchanges of a layer take of the host in each direction, in collectives: of tensor ranks, plain
-# and overlapped; of context ranks; of a unit of ZeRO 3. From steps without CUDA graphs on two H100:
+# Its collectives in each direction, for the host: of an exchange of tensor ranks, plain and
+# overlapped; of context ranks; of a unit of ZeRO 3. From steps without CUDA graphs on two H100:
 # benchmarks/records/2026-11-28-four-gpus.
 TENSOR_LAUNCHES, CONTEXT_LAUNCHES, SHARD_LAUNCHES = (1, 1.5), 2.5, 5
 HOST_UPDATE = 40e9  # bytes per second of an update in host memory, on 16 cores beside an H200
@@ -91,6 +97,20 @@ class Step(NamedTuple):
     weights: Work
 
 
+def measured_operations(
+    config: TrainConfig, padded: int, profile: DeviceProfile, model: Model | None = None
+) -> StepOperations | None:
+    """Return what a step executes, by the measurement that its memory is known from.
+
+    None if torch is not there, or the step cannot be measured: other devices have other blocks.
+    """
+    if not can_measure() or profile.kind != NVIDIA:
+        return None
+    from meshwright.apps.plan.measure.work import is_measurable, operations_of_step
+
+    return operations_of_step(config, padded, model) if is_measurable(config) else None
+
+
 def step_time(
     config: TrainConfig,
     padded: int,
@@ -118,7 +138,7 @@ def terms_of(
     return MeasuredTerms(config, padded, profile, links, measured)
 
 
-def muon_flops(o: Optimizer, m: Model, layers: float, ranks: int) -> float:
+def muon_flops(o: Optimizer, m: Shape, layers: float, ranks: int) -> float:
     """Return the operations of orthogonalising layers' matrices on the busiest home."""
     forms = (form_of(o, m, f"h.0.{name}", shape) for name, shape in counts.layer_shapes(m).items() if len(shape) > 1)
     costs = [form.cost(o.muon_num_ns_steps) for form in forms]
@@ -193,7 +213,7 @@ class StepTerms:
         return self.least_seconds(flops, moved, self.profile.flops(dtype))
 
     def least_seconds(self, flops: float, moved: float, speed: float) -> float:
-        """Return the seconds of a product that its FLOPs or its bytes take, and more if it is small."""
+        """Return the seconds that a product's FLOPs or bytes take, and more if it is small."""
         least = max(flops / speed, moved / (self.profile.bandwidth * 0.85))
         return math.hypot(least, self.profile.seconds["product"])  # a small one does not fill the device
 
@@ -293,26 +313,34 @@ class StepTerms:
         ranks_within = self.links.gpus_per_node if self.links.within.copies else 1
         return traffic.overlaps_products(self.config, ranks_within)
 
-    def waits(self, layers: int, is_first: bool, is_last: bool) -> tuple[Work, Work]:
-        """Return what communication adds to a stage's micro-batch, forward and backward."""
-        sent, tp = traffic.tensor_bytes(self.config), self.tp > 1
-        context = self.sending("context", traffic.context_bytes(self.config), 2)
+    def waits(self, layers: int) -> tuple[Work, Work]:
+        """Return what communication adds to layers for a micro-batch, forward and backward."""
+        sent, context = traffic.tensor_bytes(self.config), traffic.context_bytes(self.config)
         first, second = (
-            Work(tensor=tensor, context=context, host=self.launching({"collective": count}))
+            Work(tensor=tensor, context=self.sending("context", context, 2), host=self.launching({"collective": count}))
             for tensor, count in zip(self.tensor_waits(self.products_of_layer(False)), self.exchanges(), strict=True)
         )
         forward, backward = first.times(layers), second.times(layers)
         again, segments = traffic.recomputed(self.config, layers)
         if again:
             redone = first.times(again)
-            unneeded = segments * sent.last_sum / (again * sent.layer_forward) if tp else 0.0
+            unneeded = segments * sent.last_sum / (again * sent.layer_forward) if self.tp > 1 else 0.0
             backward += redone._replace(tensor=redone.tensor * (1 - unneeded))
-        ends = (is_first + is_last) * (self.sending("tensor", sent.end / 2) if tp else 0.0)
-        loss = self.sending("tensor", sent.loss, 3) if tp and is_last else 0.0
-        return forward + Work(tensor=ends + loss), backward + Work(tensor=ends)
+        return forward, backward
+
+    def waits_of_head(self) -> tuple[Work, Work]:
+        """Return what communication adds to the head and the loss."""
+        if self.tp == 1:
+            return Work(), Work()
+        end = self.wait_of_embedding()
+        return end + Work(tensor=self.sending("tensor", traffic.tensor_bytes(self.config).loss, 3)), end
+
+    def wait_of_embedding(self) -> Work:
+        """Return what communication adds to the embedding, in each direction."""
+        return Work(tensor=self.sending("tensor", traffic.tensor_bytes(self.config).end / 2) if self.tp > 1 else 0.0)
 
     def exchanges(self) -> tuple[float, float]:
-        """Return what the host takes for a layer's communication forward and backward, in collectives."""
+        """Return a layer's collectives forward and backward, by the time they take of the host."""
         each = TENSOR_LAUNCHES[self.overlaps_products] * (self.tp > 1)
         others = CONTEXT_LAUNCHES * (self.cp > 1)
         others += SHARD_LAUNCHES * (self.p.zero_stage == 3 and self.groups["data"].size > 1)
@@ -354,12 +382,13 @@ class StepTerms:
         if is_last:
             head = self.head()
             forward, backward, weights = forward + head.forward, backward + head.backward, weights + head.weights
-        waits = self.waits(count, is_first, is_last)
+        waits = self.waits(count)
         return Step(forward + waits[0], backward + waits[1], weights)
 
     def embedding(self, backward: bool) -> Work:
         size = self.rows * self.hidden * self.low
-        return Work(passes=self.a_pass(3 * size + (2 * size if backward else 0), 3), host=self.launching({"torch": 10}))
+        passes = self.a_pass(3 * size + (2 * size if backward else 0), 3)
+        return Work(passes=passes, host=self.launching({"torch": 8})) + self.wait_of_embedding()
 
     def head(self) -> Step:
         """Return the work of the last norm, the head and the loss."""
@@ -368,10 +397,10 @@ class StepTerms:
         logits = self.rows * columns * self.low
         stream = self.rows_of_stream * self.hidden * self.low
         capped = 2 if self.m.final_logit_softcapping else 0
-        host = self.launching({"torch": 10, "triton": 2})
+        host, (first, second) = self.launching({"torch": 6, "triton": 3}), self.waits_of_head()
         return Step(
-            Work(product, passes=self.a_pass(4 * stream + (1 + capped) * logits, 2), host=host),
-            Work(product, passes=self.a_pass(4 * stream + (2 + capped) * logits, 3), host=host),
+            Work(product, passes=self.a_pass(4 * stream + (1 + capped) * logits, 2), host=host) + first,
+            Work(product, passes=self.a_pass(4 * stream + (2 + capped) * logits, 3), host=host) + second,
             Work(product, passes=self.gradients(columns * self.hidden)),
         )
 
@@ -516,7 +545,7 @@ class StepTerms:
 
 
 class MeasuredTerms(StepTerms):
-    """The terms of a step whose operations were measured; communication is that of the closed form."""
+    """The terms of a step whose operations were measured, with communication by the closed form."""
 
     def __init__(
         self, config: TrainConfig, padded: int, profile: DeviceProfile, links: Links, measured: StepOperations
@@ -524,15 +553,17 @@ class MeasuredTerms(StepTerms):
         super().__init__(config, padded, profile, links)
         self.measured = measured
 
-    def stage_of(self, kinds: dict[tuple[bool, bool], int], count: int, is_first: bool, is_last: bool) -> Step:
-        raise AssertionError("a stage is known by its number")
-
     def stage(self, number: int) -> Step:
         """Return the work of a stage for one micro-batch."""
         forward, backward, weights = map(self.work, self.measured.stages[number])
-        is_first, is_last = not number, number == len(self.config.stages) - 1
-        waits = self.waits(self.config.stages[number], is_first, is_last)
-        return Step(forward + waits[0]._replace(host=0.0), backward + waits[1]._replace(host=0.0), weights)
+        waits = [self.waits(self.config.stages[number])]
+        if number == 0:
+            waits.append((self.wait_of_embedding(),) * 2)
+        if number == len(self.config.stages) - 1:
+            waits.append(self.waits_of_head())
+        for first, second in waits:  # what the host launches for them was measured
+            forward, backward = forward + first._replace(host=0.0), backward + second._replace(host=0.0)
+        return Step(forward, backward, weights)
 
     def work(self, operations: Operations) -> Work:
         """Return the work of some operations."""

@@ -106,7 +106,7 @@ def operation_of(func: Any, args: Any, kwargs: Any, out: Any) -> Operation:
 
 
 def product_in(name: str, overload: str, args: Any, made: list[Tensor]) -> Operation:
-    """Return the product of an operation whose factors are its first two matrices, or the next ones."""
+    """Return the product of an operation; its factors are the first two matrices, or the next."""
     adds = name.startswith(("addmm", "baddbmm"))
     factors = args[1:3] if adds else args[:2]
     added = [args[0]] if adds and args[0].dim() > 1 else []  # a bias is read in the kernel's end
