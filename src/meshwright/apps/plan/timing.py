@@ -421,12 +421,12 @@ class StepTerms:
             for part in stages[s]:
                 work += part
         work = work.times(self.count)
-        busy = self.passes_seconds(work) if self.pp > 1 else work.device_seconds
-        passes = self.pass_of_micro_batches(stages, busy)
         parameters = max(parameters_of_ranks(config, self.padded))
         update, layers = self.update(parameters), sum(config.stages[s] for s in own)
         forward = sum(self.passes_seconds(stages[s].forward) for s in own)
         backward = sum(self.passes_seconds(stages[s].backward + stages[s].weights) for s in own)
+        busy = self.count * (forward + backward) if self.pp > 1 else work.device_seconds
+        passes = self.pass_of_micro_batches(stages, busy)
         exposed = self.data_parallel(parameters, layers, forward, backward)
         between = profile.seconds["step"]
         host = busy - work.device_seconds

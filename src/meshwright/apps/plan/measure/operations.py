@@ -76,6 +76,9 @@ WAYS = {  # of a phase, whose work is part of the forward or backward pass, or o
 }
 
 
+STATE = frozenset(["zeros_like"])  # what torch's optimizers execute in their first update alone
+
+
 class LayerGroup(Protocol):
     """Layers that were measured, and how many such groups they stand for."""
 
@@ -108,6 +111,8 @@ def operations_of_rank(
     for section, operations in sections.items():
         if section.phase == "update":
             for operation, count in operations.items():
+                if operation.name in STATE:
+                    continue
                 update[operation._replace(bytes=growth * operation.bytes)] += count  # type: ignore[assignment]
         elif section.phase in WAYS:
             times = 1 if section.layer is None else copies[section.chunk][section.layer]

@@ -98,6 +98,8 @@ def operation_of(func: Any, args: Any, kwargs: Any, out: Any) -> Operation:
     is_on_host = all(x.device.type == "cpu" for x in [*taken, *made])
     if func.namespace == "c10d":
         return Operation("host", name, "collective")
+    if func.namespace == "fsdp":  # copies around collectives and beside products, which are counted with the former
+        return Operation("host", name, "torch")
     if func.is_view or name in NO_KERNEL or is_on_host:
         return Operation("host", name, "view")
     if name in PRODUCTS:
