@@ -85,6 +85,13 @@ class Recorder:
         """Note a collective or a message, with the arguments of its function."""
 
 
+class Record(NamedTuple):
+    """What was allocated and freed, in order, and where each section begins."""
+
+    events: list[Event]
+    marks: list[tuple[int, Section]]  # each section, with the number of its first event
+
+
 @dataclass(slots=True)
 class Held:
     """The memory of a storage; it has no key while it is empty."""
@@ -104,7 +111,7 @@ class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self.events: list[Event] = []
         self.section = SETUP
-        self.marks: list[tuple[int, Section]] = [(0, SETUP)]  # each section, with the number of its first event
+        self.marks = [(0, SETUP)]
         self.kinds: dict[int, str] = {}  # of tensors of so many bytes; all others are activations
         self.held: Any = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]  # by storage
         self.streams = {torch.cpu.current_stream(): 0}  # numbered as they are met
@@ -117,6 +124,11 @@ class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recorder.operation(func, args, kwargs, out, self.section)
         tree_map_only(Tensor, self.note, out)
         return out
+
+    @property
+    def record(self) -> Record:
+        """What has been counted so far."""
+        return Record(list(self.events), list(self.marks))
 
     def enter(self, section: Section) -> None:
         """Count what follows to another section."""

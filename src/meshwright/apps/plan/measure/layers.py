@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from meshwright.apps.plan.measure.account import Account, Event, Section
+from meshwright.apps.plan.measure.account import Event, Record, Section
 from meshwright.config.schema import TrainConfig
 
 LONGEST_PERIOD = 8  # layers after which a pattern of them may repeat
@@ -103,20 +103,20 @@ class Placed(NamedTuple):
     event: Event
 
 
-def extend(account: Account, units: Sequence[Sequence[Unit]]) -> list[Placed]:
+def extend(record: Record, units: Sequence[Sequence[Unit]]) -> list[Placed]:
     """Return all events after the set-up with all layers of the stages; `units`: of each chunk."""
-    return Extension(account, units).run()
+    return Extension(record, units).run()
 
 
 class Extension:
     """The measurement of some units, in which copies of them are placed."""
 
-    def __init__(self, account: Account, units: Sequence[Sequence[Unit]]) -> None:
-        self.events, self.units = list(account.events), units  # the garbage collector may free more
+    def __init__(self, record: Record, units: Sequence[Sequence[Unit]]) -> None:
+        self.events, self.units = record.events, units
         self.firsts = [first_copies(chunk) for chunk in units]
         unit_of = [[number for number, unit in enumerate(chunk) for _ in unit.layers] for chunk in units]
         self.spans, self.begins, step = list[Span](), list[int](), 0
-        for begin, section in account.marks:
+        for begin, section in record.marks:
             step += section.phase == "begin"
             layer = None if section.layer is None else unit_of[section.chunk][section.layer]
             span = Span(step, section._replace(layer=layer))

@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from meshwright.apps.plan.measure.account import Event, Phase
@@ -94,11 +94,11 @@ def whole_steps(config: TrainConfig, padded: int, pipeline_rank: int, model: Mod
     units = [choose_units(config, layers, least) for layers in stages_of_rank(config, pipeline_rank)]
     if model is None:
         chosen = [layer for chunk in units for unit in chunk for layer in unit.layers]
-        account = measure_layers(config, padded, pipeline_rank, chosen, recorder, micro_batches=count, steps=steps)
+        record = measure_layers(config, padded, pipeline_rank, chosen, recorder, micro_batches=count, steps=steps)
     else:
-        account = measure_layers(config, padded, 0, (), recorder, micro_batches=count, steps=steps, model=model)
-        units = [[Unit((layer,)) for layer in range(1 + max(section.layer or 0 for _, section in account.marks))]]
-    placed = extend(account, units)
+        record = measure_layers(config, padded, 0, (), recorder, micro_batches=count, steps=steps, model=model)
+        units = [[Unit((layer,)) for layer in range(1 + max(section.layer or 0 for _, section in record.marks))]]
+    placed = extend(record, units)
 
     # Leave out what is held from the first step on, as casts of the weights, and an update that is measured apart.
     gone = {each.event.key for each in placed if each.event.size < 0}
@@ -119,8 +119,8 @@ def whole_update(
 ) -> tuple[list[Event], Operations]:
     """Return what an update of all parameters allocates and executes."""
     recorder = OperationRecorder()
-    account = measure_update(config, padded, pipeline_rank, model, recorder)
-    events = complete(each.event for each in extend(account, [[]]) if each.span.section.phase == "update")
+    record = measure_update(config, padded, pipeline_rank, model, recorder)
+    events = complete(each.event for each in extend(record, [[]]) if each.span.section.phase == "update")
     return events, operations_of_rank(recorder.sections, [[]], 1.0).update
 
 
@@ -167,6 +167,7 @@ class Stage(NamedTuple):
 
     units: list[Unit]
     kind: tuple[object, ...]
+    sends: bool  # its input's gradient to another rank
 
 
 class PassMemory(NamedTuple):
@@ -189,7 +190,7 @@ class StagePasses:
     events: dict[Pass, list[Event]]
     messages: dict[int, int]  # bytes of the gradient that a stage sends to another rank
     memory: dict[Pass, PassMemory]
-    operations: RankOperations  # of the chunks that have been measured
+    operations: RankOperations = RankOperations((), (), {})  # of the chunks that have been measured
 
 
 def scheduled_passes(config: TrainConfig, padded: int, pipeline_rank: int) -> StepMemory:
@@ -241,10 +242,10 @@ def scheduled_events(
     kept = most_sent(p.pipeline_schedule, p.pipeline_model_parallel_size, config.chunks)
     keys: defaultdict[tuple[int, int, int], int] = defaultdict(itertools.count().__next__)
     out, sent = list[Event](), list[Event]()
+    hands_over = p.pipeline_schedule in V_SHAPED and len(set(kind_of)) > 1  # one stage leaves tensors to the next
     for op, chunk, i in cached_schedule(config, pipeline_rank, ROUNDS // 2):
-        place = 0 if p.pipeline_schedule in V_SHAPED else chunk  # where a stage leaves what the next one takes
-        events = passes.events[kind_of[chunk], not i, op]
-        out += [event._replace(key=keys[i, place, event.key]) for event in events]
+        events, owner = passes.events[kind_of[chunk], not i, op], 0 if hands_over else chunk
+        out += [event._replace(key=keys[i, owner, event.key]) for event in events]
         if op in ("B", "I") and kind_of[chunk] in passes.messages:
             sent.append(Event(keys[i, chunk, -1], passes.messages[kind_of[chunk]], "communication", 0))
             out += [sent[-1], *map(freed, sent[:-kept][-1:])]
@@ -270,7 +271,8 @@ def kinds_of_stages(config: TrainConfig, pipeline_rank: int) -> list[Stage]:
     for number, layers in zip(own, stages_of_rank(config, pipeline_rank), strict=True):
         units = choose_units(config, layers, LEAST)
         ends = number == 0, number == last, number - 1 in own, number + 1 in own
-        out.append(Stage(units, (*ends, *((unit.kind, unit.copies) for unit in units))))
+        sends = number > 0 and number - 1 not in own
+        out.append(Stage(units, (*ends, *((unit.kind, unit.copies) for unit in units)), sends))
     return out
 
 
@@ -283,18 +285,16 @@ def measure_passes(config: TrainConfig, padded: int, pipeline_rank: int, stages:
         chosen = {layer for chunk in chunks for unit in stages[chunk].units for layer in unit.layers}
         chosen |= {stage.units[0].layers[0] for stage in stages}  # none is without layers
         recorder = OperationRecorder()
-        account = measure_layers(
+        record = measure_layers(
             config, padded, pipeline_rank, chosen, recorder, micro_batches=2, steps=steps, chunks=chunks
         )
         units = [stage.units if chunk in chunks else stage.units[:1] for chunk, stage in enumerate(stages)]
-        placed = [each for each in extend(account, units) if each.span.step == steps]
+        placed = [each for each in extend(record, units) if each.span.step == steps]
+        senders = {chunk for chunk in chunks if stages[chunk].sends}
         executed = operations_of_rank(recorder.sections, units, update_growth(config, padded, pipeline_rank, units))
-        operations = RankOperations(
-            tuple(executed.first[chunk] for chunk in chunks),
-            tuple(executed.later[chunk] for chunk in chunks),
-            executed.update,
-        )
-        MEASURED_PASSES[key] = split_passes(config, placed, chunks, operations)
+        first, later = (tuple(each[chunk] for chunk in chunks) for each in executed[:2])
+        passes = split_passes(config, placed, chunks, senders)
+        MEASURED_PASSES[key] = replace(passes, operations=RankOperations(first, later, executed.update))
     return MEASURED_PASSES[key]
 
 
@@ -309,9 +309,12 @@ def settings_of(config: TrainConfig, padded: int) -> tuple[object, ...]:
 
 
 def split_passes(
-    config: TrainConfig, placed: list[Placed], chunks: Sequence[int], operations: RankOperations
+    config: TrainConfig, placed: list[Placed], chunks: Sequence[int], senders: Collection[int]
 ) -> StagePasses:
-    """Return the events of one step by pass; `chunks` are those that have been measured."""
+    """Return the events of one step by pass.
+
+    `chunks` have been measured, and `senders` of them send the gradients of their inputs.
+    """
     p = config.parallel
     is_split, is_v_shaped = p.pipeline_schedule in SPLIT_BACKWARD, p.pipeline_schedule in V_SHAPED
     numbers = {chunk: number for number, chunk in enumerate(chunks)}
@@ -339,12 +342,12 @@ def split_passes(
                 ends[at].append(freed(event))
         elif op != "F":  # what a forward pass leaves is kept until the step ends
             ends[at].append(freed(event))
-            if section.micro_batch > 0 and op != "W":  # a gradient that is kept until it has arrived
+            if section.micro_batch > 0 and op != "W" and section.chunk in senders:  # kept until it has arrived
                 messages[number] += event.size
     for at, rest in ends.items():
         events[at] += rest
     memory = {at: pass_memory(each) for at, each in events.items()}
-    return StagePasses(kinds_of(begin), dict(events), messages, memory, operations)
+    return StagePasses(kinds_of(begin), dict(events), messages, memory)
 
 
 def pass_of(phase: Phase, is_split: bool) -> Op | None:

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from meshwright.apps.plan.measure.account import META, Account, Recorder, observed
+from meshwright.apps.plan.measure.account import META, Account, Record, Recorder, observed
 from meshwright.apps.plan.measure.pretend import pretended_rank
 from meshwright.config.fields import with_settings
 from meshwright.config.schema import TrainConfig
@@ -53,7 +53,7 @@ def measure_layers(
     steps: int,
     chunks: Sequence[int] = (),
     model: Model | None = None,
-) -> Account:
+) -> Record:
     """Take steps with these layers of a rank alone.
 
     Given `chunks`, a pipeline runs micro-batch after micro-batch through these, forward and backward.
@@ -70,12 +70,12 @@ def measure_layers(
         find_gradients(net)
         on_device = sample_batch(config).to(META)
         take_steps(net, [on_device] * micro_batches, account, steps)
-    return account
+        return account.record
 
 
 def measure_update(
     config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None = None, recorder: Recorder | None = None
-) -> Account:
+) -> Record:
     """Update all parameters of a rank, whose gradients have been summed."""
     account = Account(recorder)
     with pretended_rank(config, pipeline_rank, account) as layout, account:
@@ -87,7 +87,7 @@ def measure_update(
         with observed(account, net) as observer:
             observer.begin_step()
             update_weights(net, numbers, totals)
-    return account
+        return account.record
 
 
 def build(config: TrainConfig, padded: int, layout: Layout, account: Account, model: Model | None = None) -> Network:
