@@ -59,6 +59,7 @@ def pretended_gpu(account: Account) -> Iterator[None]:
             # The device
             (devices, "has_kernels", lambda device: device == META),
             (devices, "has_fp8", lambda device: True),
+            (devices, "is_hopper_or_later", lambda device: True),
             (devices, "is_accelerator", lambda device: False),
             (devices, "processors", lambda device: PROCESSORS),
             (devices, "counts_draws", lambda device: False),

@@ -11,16 +11,18 @@ import functools
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from meshwright.apps.plan.measure.account import Event, Phase
 from meshwright.apps.plan.measure.layers import Placed, Unit, choose_units, extend
+from meshwright.apps.plan.measure.operations import Operations, RankOperations, operations_of_rank, total
+from meshwright.apps.plan.measure.recorder import OperationRecorder
 from meshwright.apps.plan.measure.steps import measure_layers, measure_update
 from meshwright.config.schema import TrainConfig
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, V_SHAPED, Action, Op, most_sent, schedule
 from meshwright.training.network import Model
-from meshwright.training.parameters import data_parts, stage_numbers
+from meshwright.training.parameters import count, data_parts, parameters_of_ranks, shapes_of_layer, stage_numbers
 
 LEAST, LEAST_SHARDED = 5, 6  # layers that are measured of those alike; fully_shard gathers one further ahead
 ROUNDS = 4  # of as many micro-batches as a pipeline has ranks, after which a schedule holds no more
@@ -34,10 +36,24 @@ class StepMemory:
 
     peak: Kinds  # at the fullest moment
     events: list[Event]  # of one step or several that follow each other, with their updates
+    operations: RankOperations
+
+
+MOST_STEPS = 256  # measured ones that are kept: what memory and time of a layout are asked for
+MEASURED_STEPS: dict[object, StepMemory] = {}
 
 
 def memory_of_steps(config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None = None) -> StepMemory:
-    """Return what steps of a rank allocate."""
+    """Return what steps of a rank allocate and execute, measured once."""
+    key = settings_of(config, padded), passed_micro_batches(config, ROUNDS), pipeline_rank, model
+    if key not in MEASURED_STEPS:
+        if len(MEASURED_STEPS) == MOST_STEPS:
+            MEASURED_STEPS.clear()
+        MEASURED_STEPS[key] = measure_steps(config, padded, pipeline_rank, model)
+    return MEASURED_STEPS[key]
+
+
+def measure_steps(config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None) -> StepMemory:
     if config.parallel.pipeline_model_parallel_size > 1:
         found = scheduled_passes(config, padded, pipeline_rank)
     else:
@@ -49,7 +65,7 @@ def memory_of_steps(config: TrainConfig, padded: int, pipeline_rank: int, model:
     gone = {event.key for event in update.events if event.size < 0}  # its gradients are those of the passes
     events = [event._replace(key=first + event.key) for event in update.events if event.key in gone]
     most = max(found.peak, update.peak, key=lambda kinds: sum(kinds.values()))
-    return StepMemory(most, [*found.events, *events])
+    return StepMemory(most, [*found.events, *events], found.operations._replace(update=update.operations))
 
 
 def updates_in_flat_buffers(config: TrainConfig) -> bool:
@@ -64,15 +80,16 @@ def updates_in_flat_buffers(config: TrainConfig) -> bool:
 
 def whole_steps(config: TrainConfig, padded: int, model: Model | None) -> StepMemory:
     """Return what whole steps of a rank without a pipeline allocate."""
-    steps, count = steps_to_measure(config), min(2, config.micro_batches(config.global_batch))
+    steps, batches = steps_to_measure(config), min(2, config.micro_batches(config.global_batch))
+    recorder = OperationRecorder()
 
     # Measure few layers, unless they are a custom model's, and extend them.
     units = [choose_units(config, layers, least_layers(config)) for layers in stages_of_rank(config, 0)]
     if model is None:
         chosen = [layer for unit in units[0] for layer in unit.layers]
-        record = measure_layers(config, padded, 0, chosen, micro_batches=count, steps=steps)
+        record = measure_layers(config, padded, 0, chosen, recorder, micro_batches=batches, steps=steps)
     else:
-        record = measure_layers(config, padded, 0, (), micro_batches=count, steps=steps, model=model)
+        record = measure_layers(config, padded, 0, (), recorder, micro_batches=batches, steps=steps, model=model)
         units = [[Unit((layer,)) for layer in range(1 + max(section.layer or 0 for _, section in record.marks))]]
     placed = extend(record, units)
 
@@ -85,7 +102,8 @@ def whole_steps(config: TrainConfig, padded: int, model: Model | None) -> StepMe
         if (each.event.key in gone or each.span.step == steps)
         and not (is_measured_apart and each.span.section.phase == "update")
     )
-    return StepMemory(kinds_at_peak(events), events)
+    operations = operations_of_rank(recorder.sections, units, update_growth(config, padded, 0, units))
+    return StepMemory(kinds_at_peak(events), events, operations)
 
 
 def steps_to_measure(config: TrainConfig) -> int:
@@ -100,8 +118,16 @@ def least_layers(config: TrainConfig) -> int:
 # The update
 
 
-def update_of_all(config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None) -> StepMemory:
-    """Return what an update of all parameters allocates.
+class UpdateMemory(NamedTuple):
+    """What an update of all parameters allocates and executes."""
+
+    peak: Kinds
+    events: list[Event]
+    operations: Operations
+
+
+def update_of_all(config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None) -> UpdateMemory:
+    """Return what an update of all parameters allocates and executes.
 
     It grows evenly with the layers, but for Muon, which takes so many matrices at a time.
     """
@@ -109,21 +135,31 @@ def update_of_all(config: TrainConfig, padded: int, pipeline_rank: int, model: M
     few = {layer for layers in stages for layer in layers[:2]}
     others = sorted({layer for layers in stages for layer in layers} - few)
     if model is not None or config.optimizer.optimizer == "muon" or len(others) < 2:
-        events = update_of(config, padded, pipeline_rank, None, model)
-        return StepMemory(kinds_at_peak(events), events)
-    less = kinds_at_peak(update_of(config, padded, pipeline_rank, few))
-    events = update_of(config, padded, pipeline_rank, {*few, others[0]})
-    more = kinds_at_peak(events)
-    growth = {kind: more.get(kind, 0) - less.get(kind, 0) for kind in {**less, **more}}
-    return StepMemory({kind: less.get(kind, 0) + len(others) * size for kind, size in growth.items()}, events)
+        return update_of(config, padded, pipeline_rank, None, model)
+    less = update_of(config, padded, pipeline_rank, few)
+    more = update_of(config, padded, pipeline_rank, {*few, others[0]})
+    growth = {kind: more.peak.get(kind, 0) - less.peak.get(kind, 0) for kind in {**less.peak, **more.peak}}
+    peak = {kind: less.peak.get(kind, 0) + len(others) * size for kind, size in growth.items()}
+    operations = total([(less.operations, 1 - len(others)), (more.operations, len(others))])
+    return UpdateMemory(peak, more.events, operations)
 
 
 def update_of(
     config: TrainConfig, padded: int, pipeline_rank: int, layers: Collection[int] | None, model: Model | None = None
-) -> list[Event]:
-    """Return what an update of these layers, or of all, allocates and frees."""
-    record = measure_update(config, padded, pipeline_rank, layers, model)
-    return complete(each.event for each in extend(record, [[]]) if each.span.section.phase == "update")
+) -> UpdateMemory:
+    """Return what an update of these layers, or of all, allocates and executes."""
+    recorder = OperationRecorder()
+    record = measure_update(config, padded, pipeline_rank, layers, recorder, model)
+    events = complete(each.event for each in extend(record, [[]]) if each.span.section.phase == "update")
+    return UpdateMemory(kinds_at_peak(events), events, operations_of_rank(recorder.sections, [[]], 1.0).update)
+
+
+def update_growth(config: TrainConfig, padded: int, pipeline_rank: int, units: Sequence[Sequence[Unit]]) -> float:
+    """Return how many times as many parameters a rank has as were measured."""
+    layers = sum(len(unit.layers) * (unit.copies - 1) for chunk in units for unit in chunk)
+    held = parameters_of_ranks(config, padded)[pipeline_rank]
+    of_layer = count(shapes_of_layer(config.model, config.parallel.tensor_model_parallel_size))
+    return held / (held - layers * of_layer)
 
 
 def complete(events: Iterable[Event]) -> list[Event]:
@@ -184,6 +220,7 @@ class StagePasses:
     events: dict[Pass, list[Event]]
     messages: dict[int, int]  # bytes of the gradient that a stage sends to another rank
     memory: dict[Pass, PassMemory]
+    operations: RankOperations = RankOperations((), (), {})  # of the chunks that have been measured
 
 
 def scheduled_passes(config: TrainConfig, padded: int, pipeline_rank: int) -> StepMemory:
@@ -218,7 +255,13 @@ def scheduled_passes(config: TrainConfig, padded: int, pipeline_rank: int) -> St
     for each, times in done.items():
         for kind, size in passes.memory[each].left.items():
             kinds[kind] += times * size
-    return StepMemory(dict(kinds), scheduled_events(config, pipeline_rank, passes, kind_of))
+    measured = passes.operations
+    operations = RankOperations(
+        tuple(measured.first[number] for number in kind_of),
+        tuple(measured.later[number] for number in kind_of),
+        measured.update,
+    )
+    return StepMemory(dict(kinds), scheduled_events(config, pipeline_rank, passes, kind_of), operations)
 
 
 def scheduled_events(
@@ -271,11 +314,17 @@ def measure_passes(config: TrainConfig, padded: int, pipeline_rank: int, stages:
         steps = steps_to_measure(config)
         chosen = {layer for chunk in chunks for unit in stages[chunk].units for layer in unit.layers}
         chosen |= {stage.units[0].layers[0] for stage in stages}  # none is without layers
-        record = measure_layers(config, padded, pipeline_rank, chosen, micro_batches=2, steps=steps, chunks=chunks)
+        recorder = OperationRecorder()
+        record = measure_layers(
+            config, padded, pipeline_rank, chosen, recorder, micro_batches=2, steps=steps, chunks=chunks
+        )
         units = [stage.units if chunk in chunks else stage.units[:1] for chunk, stage in enumerate(stages)]
         placed = [each for each in extend(record, units) if each.span.step == steps]
         senders = {chunk for chunk in chunks if stages[chunk].sends}
-        MEASURED_PASSES[key] = split_passes(config, placed, chunks, senders)
+        executed = operations_of_rank(recorder.sections, units, update_growth(config, padded, pipeline_rank, units))
+        first, later = (tuple(each[chunk] for chunk in chunks) for each in executed[:2])
+        passes = split_passes(config, placed, chunks, senders)
+        MEASURED_PASSES[key] = replace(passes, operations=RankOperations(first, later, executed.update))
     return MEASURED_PASSES[key]
 
 

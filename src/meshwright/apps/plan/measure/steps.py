@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -16,6 +16,7 @@ from meshwright.apps.plan.measure.pretend import pretended_rank
 from meshwright.config.fields import with_settings
 from meshwright.config.schema import TrainConfig
 from meshwright.data.loader import Batch
+from meshwright.kernels.gradients import sink_of
 from meshwright.model import pick
 from meshwright.parallel import pipeline
 from meshwright.parallel.flat import FlatStore
@@ -65,6 +66,7 @@ def measure_layers(
         if chunks:
             stack.enter_context(mock.patch.object(pipeline, "schedule", one_by_one(config, chunks)))
         net = build(config, padded, layout, account, model)
+        find_gradients(net)
         on_device = sample_batch(config).to(META)
         take_steps(net, [on_device] * micro_batches, account, steps)
         return account.record
@@ -75,10 +77,11 @@ def measure_update(
     padded: int,
     pipeline_rank: int,
     layers: Collection[int] | None = None,
+    recorder: Recorder | None = None,
     model: Model | None = None,
 ) -> Record:
     """Update the parameters of these layers of a rank, or of all, whose gradients have been summed."""
-    account = Account()
+    account = Account(recorder)
     with pretended_rank(config, pipeline_rank, account) as layout, account, only(config, layers):
         net = build(config, padded, layout, account, model)
         if isinstance(net.store, FlatStore):
@@ -100,6 +103,15 @@ def build(config: TrainConfig, padded: int, layout: Layout, account: Account, mo
         state = (x for part in net.store.update_ranges for x in (part.master, *part.state.values()))
         account.hold_only([*state, *averages])
     return net
+
+
+def find_gradients(net: Network) -> None:
+    """Make the views of gradients that the first step of a run makes, and later ones find."""
+    if isinstance(net.store, FlatStore) and net.store.keeps_gradients:
+        for part in net.parts:
+            for parameter in part.parameters():
+                if (sink := sink_of(parameter)) is not None:
+                    sink.begin()
 
 
 def take_steps(net: Network, batches: list[Batch], account: Account, steps: int) -> None:
