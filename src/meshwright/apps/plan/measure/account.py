@@ -102,11 +102,11 @@ class Held:
     key: int | None = None
 
 
-class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Account(TorchDispatchMode):
     """Counts the bytes of the tensors that are made on the meta device in the block."""
 
     def __init__(self, recorder: Recorder | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder or Recorder()
         self.now = self.peak = 0
         self.events: list[Event] = []

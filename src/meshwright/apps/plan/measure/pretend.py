@@ -18,7 +18,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_collectives,
@@ -31,6 +30,7 @@ from torch.distributed.fsdp._fully_shard import (
 from torch.utils import _device
 
 from meshwright.apps.plan.measure.account import META, Account
+from meshwright.apps.plan.measure.standin import triton_or_standin
 from meshwright.base import device as devices
 from meshwright.base.device import NVIDIA
 from meshwright.config.schema import Model, Precision, TrainConfig, Training
@@ -54,7 +54,7 @@ def pretended_gpu(account: Account) -> Iterator[None]:
     def launch(kernel: Any, grid: Any) -> Callable[..., None]:
         return lambda *args, **kwargs: account.recorder.launch(kernel, args, kwargs, account.section)
 
-    with contextlib.ExitStack() as stack:
+    with triton_or_standin() as triton, contextlib.ExitStack() as stack:
         for owner, name, value in (
             # The device
             (devices, "has_kernels", lambda device: device == META),
