@@ -265,7 +265,10 @@ def attend(
     is_causal: bool = False,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attend as torch chooses on a GPU: no kernel takes groups of heads in full precision or with a mask."""
+    """Attend as torch chooses on a GPU.
+
+    No kernel takes groups of heads in full precision, or with a mask.
+    """
     if enable_gqa and (q.dtype is torch.float32 or attn_mask is not None):
         return attend_by_scores(q, k, v, attn_mask, dropout_p)
     return FlashAttention.apply(account, q, k, v, dropout_p)  # type: ignore[no-any-return,no-untyped-call]

@@ -1,8 +1,8 @@
-"""What the steps of a pipeline rank allocate, from steps of few layers.
+"""What the steps of a pipeline rank allocate and execute, from steps of few layers.
 
 Without a pipeline whole steps are measured, of at most two micro-batches: what the others do is the
-same as the second. In a pipeline a micro-batch's passes through each kind of stage are measured, and
-put in the order of the schedule.
+same as the second. In a pipeline a micro-batch's passes through each kind of stage are measured,
+and put in the order of the schedule.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshwright.apps.plan.measure.account import Event, Phase
 from meshwright.apps.plan.measure.layers import Placed, Unit, choose_units, extend
 from meshwright.apps.plan.measure.operations import Operations, RankOperations, operations_of_rank, total
 from meshwright.apps.plan.measure.recorder import OperationRecorder
-from meshwright.apps.plan.measure.steps import measure_layers, measure_update
+from meshwright.apps.plan.measure.steps import Extent, measure_layers, measure_update
 from meshwright.config.schema import TrainConfig
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, V_SHAPED, Action, Op, most_sent, schedule
 from meshwright.training.network import Model
@@ -80,26 +80,26 @@ def updates_in_flat_buffers(config: TrainConfig) -> bool:
 
 def whole_steps(config: TrainConfig, padded: int, model: Model | None) -> StepMemory:
     """Return what whole steps of a rank without a pipeline allocate."""
-    steps, batches = steps_to_measure(config), min(2, config.micro_batches(config.global_batch))
+    extent = Extent(min(2, config.micro_batches(config.global_batch)), steps_to_measure(config))
     recorder = OperationRecorder()
 
     # Measure few layers, unless they are a custom model's, and extend them.
     units = [choose_units(config, layers, least_layers(config)) for layers in stages_of_rank(config, 0)]
     if model is None:
         chosen = [layer for unit in units[0] for layer in unit.layers]
-        record = measure_layers(config, padded, 0, chosen, recorder, micro_batches=batches, steps=steps)
+        record = measure_layers(config, padded, 0, chosen, extent, recorder)
     else:
-        record = measure_layers(config, padded, 0, (), recorder, micro_batches=batches, steps=steps, model=model)
+        record = measure_layers(config, padded, 0, (), extent, recorder, model)
         units = [[Unit((layer,)) for layer in range(1 + max(section.layer or 0 for _, section in record.marks))]]
     placed = extend(record, units)
 
-    # Leave out an update that is measured apart, and what is held from the first step on: casts of the weights.
+    # Leave out an update that is measured apart, and what is held from the first step on.
     gone = {each.event.key for each in placed if each.event.size < 0}
     is_measured_apart = not updates_in_flat_buffers(config)
     events = complete(
         each.event
         for each in placed
-        if (each.event.key in gone or each.span.step == steps)
+        if (each.event.key in gone or each.span.step == extent.steps)
         and not (is_measured_apart and each.span.section.phase == "update")
     )
     operations = operations_of_rank(recorder.sections, units, update_growth(config, padded, 0, units))
@@ -107,7 +107,7 @@ def whole_steps(config: TrainConfig, padded: int, model: Model | None) -> StepMe
 
 
 def steps_to_measure(config: TrainConfig) -> int:
-    """Return the number of the first step that is as all later ones: the first casts weights for fp8."""
+    """Return the number of the first step that is as all later ones; with fp8 one makes casts."""
     return 2 if config.precision.fp8_format else 1
 
 
@@ -315,9 +315,7 @@ def measure_passes(config: TrainConfig, padded: int, pipeline_rank: int, stages:
         chosen = {layer for chunk in chunks for unit in stages[chunk].units for layer in unit.layers}
         chosen |= {stage.units[0].layers[0] for stage in stages}  # none is without layers
         recorder = OperationRecorder()
-        record = measure_layers(
-            config, padded, pipeline_rank, chosen, recorder, micro_batches=2, steps=steps, chunks=chunks
-        )
+        record = measure_layers(config, padded, pipeline_rank, chosen, Extent(2, steps, chunks), recorder)
         units = [stage.units if chunk in chunks else stage.units[:1] for chunk, stage in enumerate(stages)]
         placed = [each for each in extend(record, units) if each.span.step == steps]
         senders = {chunk for chunk in chunks if stages[chunk].sends}

@@ -85,10 +85,10 @@ def triton_or_standin() -> Iterator[Any]:
     vars(modules["triton.runtime.jit"])["KernelInterface"] = KernelInterface
     vars(modules["triton.tools.tensor_descriptor"])["TensorDescriptor"] = Descriptor
     with known(modules):  # to our kernels alone: torch would take it for the real one
-        own = {name: importlib.import_module(name) for name in names_of_kernels()}
-    for name in own:
+        importers = {name: importlib.import_module(name) for name in names_of_kernels()}
+    for name in importers:
         del sys.modules[name]
-    with known(own):
+    with known(importers):
         yield modules["triton"]
 
 
