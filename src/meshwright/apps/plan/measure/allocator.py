@@ -12,9 +12,10 @@ import bisect
 from collections import defaultdict
 from collections.abc import Iterable
 
-from meshwright.apps.plan.tensors import MAIN, Event
+from meshwright.apps.plan.measure.account import Event
 
 MIB = 1 << 20
+MAIN = 0  # number of the stream on which a step computes
 SMALL, MEDIUM = MIB, 10 * MIB  # bytes of tensors in small segments, and of those in medium ones
 SMALL_SEGMENT, MEDIUM_SEGMENT, STEP = 2 * MIB, 20 * MIB, 2 * MIB
 LEAST = 512  # bytes of a block
@@ -43,12 +44,17 @@ class CachingAllocator:
         self.taken: dict[int, tuple[Slab, Pool]] = {}
 
     def run(self, events: Iterable[Event]) -> None:
-        """Allocate (sizes above 0) and free tensors, which keys name."""
+        """Allocate (sizes above 0) and free what keys name; what is left at the end is freed."""
+        left = dict[int, None]()
         for key, size, _, stream in events:
             if size > 0:
                 self.allocate(key, size, stream)
+                left[key] = None
             elif size < 0:
                 self.release(key)
+                del left[key]
+        for key in left:
+            self.release(key)
 
     def allocate(self, key: int, size: int, stream: int = MAIN) -> None:
         is_small = size <= SMALL
