@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -29,15 +28,7 @@ from meshwright.model.counts import layer_matrices, padded_size
 from meshwright.model.kind import block_kind
 from meshwright.optim.rule_table import CHUNK, MUON_CHUNK, is_beyond_torch, is_rounded
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, V_SHAPED, ScheduleName, most_sent, schedule
-from meshwright.training.parameters import (
-    WIDTHS,
-    count,
-    data_parts,
-    parameters_of_ranks,
-    shapes_of_layer,
-    shapes_of_rank,
-    stage_numbers,
-)
+from meshwright.training.parameters import WIDTHS, count, data_parts, shapes_of_layer, shapes_of_rank, stage_numbers
 from meshwright.training.sizes import held_bytes
 
 NEAR = 0.05  # by which an estimate may be off: benchmarks/plan_estimates.py
@@ -60,6 +51,10 @@ class Layout(NamedTuple):
     num_layers_per_virtual_pipeline_stage: int | None = None
     zero_stage: int = 0
     recompute_granularity: Literal["full", "selective"] | None = None
+
+    def ordered(self, name: ScheduleName, virtual: int | None, zero: int) -> Layout:
+        """Return the layout with a schedule, the layers of its virtual stages and a ZeRO stage."""
+        return self._replace(pipeline_schedule=name, num_layers_per_virtual_pipeline_stage=virtual, zero_stage=zero)
 
     @property
     def is_split(self) -> bool:
@@ -147,7 +142,7 @@ def layer_bytes(c: TrainConfig, is_split: bool) -> LayerBytes:
     is_fused, is_fp8 = block_kind(c.training, m, c.precision, NVIDIA) == "fused", bool(c.precision.fp8_format)
     is_selective = c.training.recompute_granularity == "selective"
 
-    # The elements of tensors. Inner ones have all tokens; the residual stream may have a part of them.
+    # The elements of tensors. Inner ones have all tokens, the residual stream a part of them.
     length = c.data.seq_length or 0
     tokens = c.micro_batch * length // cp
     sequence = p.sequence_parallel and tp > 1
@@ -200,7 +195,7 @@ def layer_bytes(c: TrainConfig, is_split: bool) -> LayerBytes:
 
 
 def end_bytes(c: TrainConfig, padded: int, is_split: bool) -> EndBytes:
-    """Return what the embedding, the head and the loss keep of a micro-batch, and stages exchange."""
+    """Return what the ends of a network keep of a micro-batch, and what stages exchange."""
     m, p, low = c.model, c.parallel, WIDTHS[c.precision.dtype]
     tp, hidden = p.tensor_model_parallel_size, m.hidden_size or 0
     columns = (c.data.seq_length or 0) // p.context_parallel_size
@@ -307,7 +302,7 @@ def sharded_bytes(run: Run, layout: Layout, shape: RankShape, layer: LayerBytes)
     if layout.zero_stage == 2:  # gradients of the head, of a layer, and of others whose sums are under way
         summed = min(2, shape.layers - 1) * max(0.0, shape.layer * full * (1 + 1 / parts) - kept)
         return (shape.table + shape.layer) * full + summed
-    # Weights of two layers and the rest; gradients of the head, and of a layer or of the sum of the one before.
+    # Weights of two layers and the rest; gradients of the head, of a layer or of the last one's sum.
     weights = shape.rest + (1 + others) * shape.layer
     during = (weights + shape.table) * low + max(shape.layer * low, others * (shape.layer * full - kept))
     after = (weights - shape.layer) * low + shape.layer * (low + full) - kept - layer.passing
@@ -325,7 +320,7 @@ def update_bytes(c: TrainConfig) -> float:
         if tp * data == 1:
             number = min(layers, max(1, MUON_CHUNK // math.prod(largest)))
             return 2 * number * (2 * math.prod(largest) + 3 * min(largest) ** 2)
-        # A rank has the updates of its own matrices, those of all that it sends back, and its part of all.
+        # A rank has the updates of its own matrices, what it sends back of them, and its part of all.
         at_once = min(layers * sum(map(math.prod, matrices)), MUON_CHUNK * tp * data)
         cut = tp * (data if p.zero_stage else 1)
         sent = min(at_once, MUON_CHUNK * cut) / cut
@@ -342,7 +337,7 @@ def update_bytes(c: TrainConfig) -> float:
 
 
 @functools.lru_cache(1 << 14)
-def activations(run: Run, layout: Layout, is_split: bool) -> tuple[LayerBytes, EndBytes, float]:
+def activations(run: Run, layout: Layout, is_split: bool) -> tuple[LayerBytes, EndBytes, int]:
     """Return what a micro-batch takes of a layer and outside, and of memory that ranks map."""
     c = run.config_of(layout)
     ends = end_bytes(c, run.padded(layout), is_split)
@@ -359,6 +354,13 @@ def held_by(run: Run, layout: Layout, rank: int) -> tuple[RankShape, dict[str, i
     shape = RankShape(stages, 0 in own, has_last, unit, sum(outer), table, data_parts(c))
     held = held_bytes(c, padded, rank, run.profile.kind)
     return shape, held | {"buffers": buffer_bytes(c, padded, rank, run.profile)}, update_bytes(c)
+
+
+@functools.lru_cache(1 << 14)
+def beside(run: Run, layout: Layout) -> tuple[float, int]:
+    """Return the bytes of a micro-batch's tokens, and of the driver and its libraries."""
+    c = run.config_of(layout)
+    return batch_bytes(c) / max(1, c.micro_batches(c.global_batch)), context_bytes(c, run.profile)
 
 
 def without_passes(run: Run, layout: Layout) -> Layout:
@@ -401,7 +403,7 @@ def memory_of_ranks(c: TrainConfig, padded: int, profile: DeviceProfile) -> list
     for rank in range(layout.pipeline_model_parallel_size):
         kinds = rank_bytes(run, layout, rank) | {"batches": batches}
         reserved = round(reserved_bytes(layout, sum(kinds.values())))
-        out.append(RankMemory(kinds, context, lambda size=reserved: size))
+        out.append(RankMemory(kinds, context, functools.partial(int, reserved)))
     return out
 
 
@@ -410,11 +412,21 @@ def reserved_bytes(layout: Layout, allocated: float) -> float:
     return allocated * RESERVED[layout.zero_stage == 3]
 
 
-def fullest_bytes(run: Run, layout: Layout) -> float:
-    """Return the bytes of the fullest rank's tensors: the first one, the last one, or one with more layers."""
-    stages, pp = held_by(run, without_passes(run, layout), 0)[0].stages, layout.pipeline_model_parallel_size
-    ranks = {0, pp - 1} if pp < 3 or sum(stages) * pp == run.config.model.num_layers else {0, 1, pp // 2, pp - 1}
-    return max(sum(rank_bytes(run, layout, rank).values()) for rank in ranks)
+def need_of(run: Run, layout: Layout) -> int:
+    """Return the bytes of tensors and the context of a layout's fullest rank."""
+    pp, name = layout.pipeline_model_parallel_size, layout.pipeline_schedule
+    layers = run.config.model.num_layers or 0
+    # One of the ends, or a rank in the middle that has a layer more.
+    is_even = layers % (2 * pp if name in V_SHAPED else pp) == 0 and not run.config.parallel.pipeline_layout
+    ranks = {0, pp - 1} if is_even else {0, 1 % pp, pp // 2, pp - 1}
+    tokens, context = beside(run, without_stages(layout)._replace(recompute_granularity=None))
+    tensors = max(sum(rank_bytes(run, layout, rank).values()) for rank in ranks)
+    return tensors + round(tokens * run.micro_batches(layout)) + context
+
+
+def held_of(run: Run, layout: Layout) -> int:
+    """Return the bytes that the first rank holds throughout."""
+    return sum(held_by(run, without_passes(run, layout), 0)[1].values())
 
 
 # Time
@@ -465,7 +477,9 @@ class MicroBatch(NamedTuple):
     def seconds_with(self, pp: int, chunks: int) -> float:
         """Return the seconds of all passes with so many stages on each rank."""
         # The slowest rank does one thing at a time, and waits for each message that it needs.
-        slowest = max(seconds + (2 * chunks - lacking) * self.message for seconds, lacking in self.ranks)
+        slowest = 0.0
+        for seconds, lacking in self.ranks:
+            slowest = max(slowest, seconds + (2 * chunks - lacking) * self.message)
         # Before and after, each other rank runs one stage.
         return self.number * slowest + (pp - 1) * (self.gap / chunks + 2 * self.message)
 
@@ -491,10 +505,15 @@ def micro_batch_of(run: Run, layout: Layout) -> MicroBatch:
     return MicroBatch(number, busy, gap, message, forward, backward + weights)
 
 
-def ranks_of(run: Run, layout: Layout) -> list[RankShape]:
+def ranks_of(run: Run, layout: Layout) -> tuple[RankShape, ...]:
     """Return what the first, a middle and the last pipeline rank have."""
-    held, pp = without_passes(run, layout)._replace(zero_stage=0), layout.pipeline_model_parallel_size
-    return [held_by(run, held, rank)[0] for rank in (0, pp // 2, pp - 1)]
+    return kinds_of_ranks(run, without_passes(run, layout)._replace(zero_stage=0))
+
+
+@functools.lru_cache(1 << 14)
+def kinds_of_ranks(run: Run, layout: Layout) -> tuple[RankShape, ...]:
+    pp = layout.pipeline_model_parallel_size
+    return tuple(held_by(run, layout, rank)[0] for rank in (0, pp // 2, pp - 1))
 
 
 class AfterPasses(NamedTuple):
@@ -513,7 +532,7 @@ def after_passes(run: Run, layout: Layout, parameters: int, layers: int) -> Afte
 
 
 def step_seconds(run: Run, layout: Layout, micro: Sequence[int], virtual: Sequence[int | None]) -> list[list[float]]:
-    """Return the seconds of steps: a list for each size of virtual stages, with all micro-batches."""
+    """Return the seconds of steps, by the size of virtual stages and then by the micro-batch."""
     pp, zero = layout.pipeline_model_parallel_size, layout.zero_stage
     alike = layout._replace(zero_stage=zero if pp == 1 else 0)
     batches = [micro_batch_of(run, alike._replace(micro_batch_size=size)) for size in micro]

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import heapq
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -30,7 +31,8 @@ from meshwright.parallel.pipeline_schedule import ScheduleName
 Settings = dict[str, Any]
 RECOMPUTE = (None, "selective", "full")  # slower and smaller with each
 MOST_MICRO_BATCH = 64
-MOST_MEASURED = 30  # layouts that are predicted in full, however many of them do not fit
+MOST_TIMED = 40  # layouts of the ranking whose time is found exactly
+MOST_TOO_LARGE = 12  # layouts that are predicted in full and do not fit, before a search gives up
 MOST_TRIALS = 3  # of layouts that are to fit, however fast they are
 
 
@@ -72,7 +74,8 @@ class Found:
     refusals: Refusals = field(default_factory=Refusals)
     fitting: list[Prediction] = field(default_factory=list)  # the fastest, in order
     too_large: int = 0  # layouts that do not fit
-    slower: int = 0  # layouts that may fit, and are estimated to be slower
+    slower: int = 0  # layouts that may fit, and are slower
+    ranked: list[Prediction] = field(default_factory=list)  # the best by estimate, in order
     nearest: Prediction | None = None  # of those that do not fit, the one that lacks the least
 
 
@@ -218,60 +221,191 @@ def first(problems: list[str]) -> str:
 
 
 class Search:
-    """One search: layouts are ranked, then the best of them predicted in full."""
+    """One search: layouts are ranked by estimates, then the best of them predicted in full."""
 
     def __init__(self, machine: Machine, vocabulary: int, freedom: Freedom, keep: int = 10) -> None:
         self.machine, self.vocabulary, self.freedom, self.keep = machine, vocabulary, freedom, keep
-        self.found = Found()
+        self.found, self.have = Found(), machine.profile.memory_bytes
+        self.least_lack: tuple[float, Layout] | None = None  # bytes of the nearest layout, and itself
+
+    def run(self, config: TrainConfig) -> Found:
+        """Find the `keep` fastest layouts of a configuration that fit."""
+        run, found = self.run_of(config), self.found
+        ranked = self.ranked(run)
+        few = [self.predict(run, layout) for layout in itertools.islice(ranked, max(MOST_TIMED, 4 * self.keep))]
+        # The time of these is found exactly: the ranking has it to some percent.
+        found.ranked = sorted(few, key=lambda one: one.time.seconds)
+        with progress_bar("predicting the best layouts in full", self.keep, of="count") as show:
+            for one in found.ranked[: self.keep + MOST_TOO_LARGE]:
+                if len(found.fitting) < self.keep and self.try_layout(one.measured()):
+                    show(1)
+        found.fitting.sort(key=lambda one: one.time.seconds)
+        found.slower += len(few) - len(found.fitting)
+        if not found.fitting and found.nearest is None and self.least_lack is not None:
+            found.nearest = self.predict(run, self.least_lack[1]).measured()
+        return found
+
+    def find_small(self, config: TrainConfig) -> Prediction | None:
+        """Return a layout that fits, of the few that need the least memory; None if none does."""
+        run, sizes = self.run_of(config), list[tuple[float, Layout]]()
+        legal = LegalLayouts(run, self.freedom)
+        for shape in legal.shapes():
+            if layout := smallest(legal, shape):
+                need = estimate.need_of(run, layout)
+                if estimate.reserved_bytes(layout, need) * (1 + NEAR) <= self.have:
+                    sizes = [(need, layout)]
+                    break
+                if need * (1 - NEAR) <= self.have:
+                    sizes.append((need, layout))
+        few = (self.predict(run, layout).measured() for _, layout in heapq.nsmallest(MOST_TRIALS, sizes))
+        return next((prediction for prediction in few if prediction.fits), None)
+
+    def run_of(self, config: TrainConfig) -> Run:
+        return Run(config, self.vocabulary, self.machine.profile, self.machine.links)
+
+    def predict(self, run: Run, layout: Layout) -> Prediction:
+        return Prediction(run.config_of(layout), self.machine, self.vocabulary)
+
+    def try_layout(self, prediction: Prediction) -> bool:
+        """Add a layout to those that fit, unless it does so with less recomputation too."""
+        found, alike = self.found, recomputed_alike(prediction.config)
+        if any(recomputed_alike(other.config) == alike for other in found.fitting):
+            return False
+        if problems := checks.problems(prediction.config, needs_data=False):
+            found.refusals.note(problems[0])
+            return False
+        if prediction.fits:
+            found.fitting.append(prediction)
+            return True
+        found.too_large += 1
+        if found.nearest is None or prediction.left > found.nearest.left:
+            found.nearest = prediction
+        return False
+
+    def ranked(self, run: Run) -> Iterator[Layout]:
+        """Yield the layouts that may fit, the fastest first, with little recomputation."""
+        legal = LegalLayouts(run, self.freedom)
+        self.found.refusals, kinds = legal.refusals, legal.recomputations()
+        heap, fails = self.candidates(run, legal), dict[Layout, int]()  # micro-batches from which layouts fail
+        number = len(heap)
+        while heap:
+            layout = heapq.heappop(heap).layout
+            self.found.slower = len(heap)
+            alike = layout._replace(micro_batch_size=0, recompute_granularity=None)
+            if layout.micro_batch_size >= fails.get(alike, math.inf):
+                self.found.too_large += 1
+                continue
+            more = kinds[kinds.index(layout.recompute_granularity) + 1 :]
+            need = estimate.need_of(run, layout)
+            if need * (1 - NEAR) <= self.have:
+                yield layout
+                if estimate.reserved_bytes(layout, need) * (1 + NEAR) <= self.have:
+                    continue
+            elif not self.may_fit(run, layout._replace(recompute_granularity=kinds[-1])):
+                fails[alike] = 0 if estimate.held_of(run, layout) > self.have else layout.micro_batch_size
+                self.found.too_large += 1
+                continue
+            if more:
+                number += 1
+                layout = layout._replace(recompute_granularity=more[0])
+                seconds = estimate.step_seconds(
+                    run, layout, [layout.micro_batch_size], [layout.num_layers_per_virtual_pipeline_stage]
+                )
+                heapq.heappush(heap, Candidate(seconds[0][0], number, layout))
+
+    def may_fit(self, run: Run, layout: Layout) -> bool:
+        """Return whether a layout may fit, and keep the nearest of those that do not."""
+        need = estimate.need_of(run, layout)
+        if need * (1 - NEAR) > self.have and (self.least_lack is None or need < self.least_lack[0]):
+            self.least_lack = need, layout
+        return need * (1 - NEAR) <= self.have
 
     def candidates(self, run: Run, legal: LegalLayouts) -> list[Candidate]:
-        """Return all legal layouts, with the least recomputation, as a heap by their seconds."""
-        out = list[Candidate]()
-        for shape in legal.shapes():
-            layouts = legal.micro_batches(shape)
-            micro, rounds = [each.micro_batch_size for each in layouts], [*map(legal.is_round, layouts)]
-            for (name, virtual), zero in itertools.product(legal.schedules(shape), legal.zero_stages(shape)):
-                block = shape._replace(pipeline_schedule=name, zero_stage=zero)
-                seconds = estimate.step_seconds(run, block, micro, virtual) if micro else []
-                for size, row in zip(virtual, seconds):
-                    example = {is_round: number for number, is_round in zip(micro, rounds)}
-                    legal_of = {is_round: legal.is_legal(Layout(*shape[:5], number, name, size, zero), is_round) for is_round, number in example.items()}
-                    for time, number, is_round in zip(row, micro, rounds):
-                        if legal_of[is_round]:
-                            out.append(Candidate(time, len(out), Layout(*shape[:5], number, name, size, zero, shape[9])))
+        """Return all legal layouts with the least recomputation, as a heap."""
+        out, shapes = list[Candidate](), [*legal.shapes()]
+        with progress_bar("ranking layouts", len(shapes), of="count") as show:
+            for shape in shapes:
+                for layout, seconds in timed_layouts(run, legal, shape):
+                    out.append(Candidate(seconds, len(out), layout))
+                show(1)
         heapq.heapify(out)
         return out
 
-    def rank(self, run):
-        legal = LegalLayouts(run, self.freedom)
-        self.found.refusals = legal.refusals
-        have = self.machine.profile.memory_bytes
-        import time
-        t = time.process_time()
-        heap = self.candidates(run, legal)
-        print("candidates", len(heap), time.process_time() - t)
-        kinds = legal.recomputations()
-        out = []
-        self.visited = 0
-        number = len(heap)
-        failed: dict[Any, int] = {}
-        while heap and len(out) < 40:
-            one = heapq.heappop(heap)
-            layout = one.layout
-            key = (*layout[:5], *layout[6:9])
-            if layout.micro_batch_size >= failed.get(key, 1000):
-                continue
-            self.visited += 1
-            need = estimate.fullest_bytes(run, layout)
-            if need * (1 - NEAR) <= have:
-                out.append(one)
-            more = kinds[kinds.index(layout.recompute_granularity) + 1:]
-            if need * (1 + NEAR) > have and more:
-                if one.number < number and estimate.fullest_bytes(run, layout._replace(recompute_granularity=kinds[-1])) * (1 - NEAR) > have:
-                    failed[key] = layout.micro_batch_size
+
+def timed_layouts(run: Run, legal: LegalLayouts, shape: Layout) -> Iterator[tuple[Layout, float]]:
+    """Yield the legal layouts of a shape, with the seconds of a step."""
+    layouts = legal.micro_batches(shape)
+    if not layouts:
+        return
+    micro, rounds = [layout.micro_batch_size for layout in layouts], [legal.is_round(layout) for layout in layouts]
+    examples = dict(zip(rounds, layouts, strict=True))
+    for (name, sizes), zero in itertools.product(legal.schedules(shape), legal.zero_stages(shape)):
+        seconds = estimate.step_seconds(run, shape.ordered(name, None, zero), micro, sizes)
+        for size, row in zip(sizes, seconds, strict=True):
+            # Micro-batches that pipeline ranks can share alike are refused or accepted together.
+            accepted = {key: legal.is_legal(each.ordered(name, size, zero), key) for key, each in examples.items()}
+            for layout, key, time in zip(layouts, rounds, row, strict=True):
+                if accepted[key]:
+                    yield layout.ordered(name, size, zero), time
+
+
+def smallest(legal: LegalLayouts, shape: Layout) -> Layout | None:
+    """Return the layout of a shape that needs the least memory, as a rule."""
+    layout = next(iter(legal.micro_batches(shape)), None)
+    if layout is None:
+        return None
+    (name, sizes), *_ = legal.schedules(shape)
+    layout = layout._replace(recompute_granularity=legal.recomputations()[-1])
+    stages = (layout.ordered(name, sizes[0], zero) for zero in reversed(legal.zero_stages(shape)))
+    return next((each for each in stages if legal.is_legal(each, legal.is_round(each))), None)
+
+
+def recomputed_alike(config: TrainConfig) -> TrainConfig:
+    """Return a configuration with one kind of recomputation, to compare the rest."""
+    return with_settings(config, recompute_granularity=None)
+
+
+# The least change of a layout that does not fit
+
+MOST_CHANGES = 3
+
+
+def smaller_steps(c: TrainConfig) -> list[list[Settings]]:
+    """Return for each setting the values with which a rank may need less memory."""
+    p, t = c.parallel, c.training
+    now = RECOMPUTE.index(t.recompute_granularity)
+    tp, pp, cp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
+    factors = [n for n in divisors(c.dp) if n > 1]
+    return [
+        [{"recompute_granularity": kind} for kind in RECOMPUTE[now + 1 :]],
+        [{"micro_batch_size": n} for n in divisors(c.micro_batch)[-2::-1]],
+        [{"zero_stage": stage} for stage in range(p.zero_stage + 1, 4)],
+        [{"bf16": True}] if c.precision.dtype == "float32" else [],
+        [{"sequence_parallel": True}] if tp > 1 and not p.sequence_parallel else [],
+        [{"tensor_model_parallel_size": tp * n, "sequence_parallel": True} for n in factors],
+        [{"pipeline_model_parallel_size": pp * n} for n in factors],
+        [{"context_parallel_size": cp * n} for n in factors],
+        [{"cpu_optimizer": True}] if not p.offloads else [],
+    ]
+
+
+def least_change(prediction: Prediction) -> tuple[Settings, Prediction] | None:
+    """Return the fewest settings that make a layout fit, the fastest of these, and the result."""
+    steps, have = [each for each in smaller_steps(prediction.config) if each], prediction.machine.profile.memory_bytes
+    for number in range(1, MOST_CHANGES + 1):
+        hopeful = list[tuple[Settings, Prediction]]()
+        for chosen in itertools.combinations(steps, number):
+            for values in itertools.product(*chosen):
+                settings = {name: value for each in values for name, value in each.items()}
+                config = with_settings(prediction.config, **settings)
+                if parallel_problems(config) or batch_problems(config):
                     continue
-                layout = layout._replace(recompute_granularity=more[0])
-                number += 1
-                time = estimate.step_seconds(run, layout, [layout.micro_batch_size], [layout.num_layers_per_virtual_pipeline_stage])
-                heapq.heappush(heap, Candidate(float(time[0][0]), number, layout))
-        return out
+                changed = Prediction(config, prediction.machine, prediction.vocabulary)
+                if changed.tensors * (1 - NEAR) <= have:
+                    hopeful.append((settings, changed))
+        hopeful.sort(key=lambda pair: pair[1].time.seconds)
+        for settings, changed in hopeful[:MOST_TOO_LARGE]:
+            in_full = dataclasses.replace(changed, is_measured=prediction.is_measured)
+            if in_full.fits:
+                return settings, in_full
+    return None
