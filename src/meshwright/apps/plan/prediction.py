@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from meshwright.apps.plan.memory import RankMemory, memory_of_ranks
+from meshwright.apps.plan import estimate, memory
+from meshwright.apps.plan.memory import RankMemory
 from meshwright.apps.plan.saving import SaveTime, save_time
 from meshwright.apps.plan.timeline import StageTimes
 from meshwright.apps.plan.timing import StepTime, stage_times, step_time
@@ -27,11 +27,23 @@ class Machine:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A run in a layout on a machine, predicted when asked."""
+    """A run in a layout on a machine, predicted when asked.
+
+    Its memory is estimated by closed forms, or measured with torch.
+    """
 
     config: TrainConfig
     machine: Machine
     vocabulary: int
+    is_measured: bool = False
+
+    def measured(self) -> Prediction:
+        """Return the prediction with the memory of real steps, if this machine can measure them.
+
+        It takes seconds and patches torch, so nothing may train in this process. The blocks of a
+        CPU are others than those that are measured.
+        """
+        return replace(self, is_measured=self.machine.profile.kind != "cpu" and memory.can_measure())
 
     @cached_property
     def padded(self) -> int:
@@ -42,7 +54,8 @@ class Prediction:
     @cached_property
     def ranks(self) -> list[RankMemory]:
         """The memory of each pipeline rank."""
-        return memory_of_ranks(self.config, self.padded, self.machine.profile)
+        owner = memory if self.is_measured else estimate
+        return owner.memory_of_ranks(self.config, self.padded, self.machine.profile)
 
     @cached_property
     def time(self) -> StepTime:
@@ -72,6 +85,12 @@ class Prediction:
         return self.ranks[self.fullest].total
 
     @property
+    def tensors(self) -> int:
+        """Bytes of the fullest rank's tensors, and of the driver and its libraries."""
+        memory = self.ranks[self.fullest]
+        return memory.allocated + memory.context
+
+    @property
     def left(self) -> int:
         """Bytes that the fullest rank leaves free; negative if it does not fit."""
         return self.machine.profile.memory_bytes - self.need
@@ -93,8 +112,8 @@ def find_machine(
     profile = load_profile(name) if name else this_device()
     profile = this_cpu() if profile.name == "cpu" else profile
     if disk is not None:
-        profile = dataclasses.replace(profile, storage={**profile.storage, "disk": disk * 1e9})
-    links = profile.links if per_node is None else dataclasses.replace(profile.links, gpus_per_node=per_node)
+        profile = replace(profile, storage={**profile.storage, "disk": disk * 1e9})
+    links = profile.links if per_node is None else replace(profile.links, gpus_per_node=per_node)
     return Machine(profile, links if link is None else links.with_network(link * 1e9))
 
 
