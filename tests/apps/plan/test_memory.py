@@ -74,7 +74,7 @@ def require_agreement(line: str, rank: int) -> None:
         ("--bf16", 0),
         (f"{LLAMA} --zero-stage 2 --world-size 2 --global-batch-size 8", 0),
         (f"{TWO} --pipeline-schedule zero-bubble --hidden-dropout 0 --attention-dropout 0", 1),
-        (f"{FOUR} {VIRTUAL} --zero-stage 3", 0),
+        (f"{FOUR} --zero-stage 3", 1),
         (f"--bf16 {FULL} uniform --recompute-num-layers 2 --num-layers 17 --optimizer muon", 0),
     ],
 )
@@ -107,6 +107,8 @@ def test_few_layers_tell_what_whole_steps_allocate(line: str, rank: int) -> None
         (f"{FOUR} --zero-stage 2", 0),
         (f"{FOUR} --zero-stage 2 {VIRTUAL} --pipeline-schedule zero-bubble", 1),
         (f"{FOUR} --zero-stage 2 --pipeline-schedule zbv", 1),
+        (f"{FOUR} --zero-stage 2 --num-layers 4", 1),
+        ("--bf16 --fp8-format hybrid --zero-stage 2 --world-size 2 --global-batch-size 8 --optimizer lion", 0),
         (f"{FOUR} --zero-stage 3 --optimizer lion --optimizer-state-dtype float8", 1),
         (f"--bf16 --zero-stage 3 {TP} --world-size 4 --global-batch-size 8 --ema 0.9", 0),
         (f"--bf16 --zero-stage 3 --world-size 2 {FULL} uniform --recompute-num-layers 2 --num-layers 18", 0),

@@ -80,9 +80,13 @@ def reaches_further(config: TrainConfig) -> bool:
 
 def updates_in_flat_buffers(config: TrainConfig) -> bool:
     """Return whether all updates run on the host, or as kernels over whatever there is."""
-    p, is_full = config.parallel, config.precision.dtype == "float64"
-    is_sharded = p.zero_stage == 3 and data_parts(config) > 1
-    return p.offloads or (config.optimizer.optimizer in ("adam", "adamw") and not is_sharded and not is_full)
+    is_adamw, is_full = config.optimizer.optimizer in ("adam", "adamw"), config.precision.dtype == "float64"
+    return config.parallel.offloads or (is_adamw and not is_full and not is_sharded(config))
+
+
+def is_sharded(config: TrainConfig) -> bool:
+    """Return whether ranks share each parameter."""
+    return config.parallel.zero_stage == 3 and data_parts(config) > 1
 
 
 # Whole steps
@@ -123,7 +127,7 @@ def steps_to_measure(config: TrainConfig) -> int:
 
 
 def least_layers(config: TrainConfig) -> int:
-    return LEAST_SHARDED if config.parallel.zero_stage == 3 and data_parts(config) > 1 else LEAST
+    return LEAST_SHARDED if is_sharded(config) else LEAST
 
 
 # The update
@@ -162,6 +166,9 @@ def update_of(
     recorder = OperationRecorder()
     record = measure_update(config, padded, pipeline_rank, layers, recorder, model)
     events = complete(each.event for each in extend(record, [[]]) if each.span.section.phase == "update")
+    if not is_sharded(config):  # what is left are casts of the weights, which are held throughout
+        gone = {event.key for event in events if event.size < 0}
+        events = [event for event in events if event.key in gone]
     return UpdateMemory(kinds_at_peak(events), events, operations_of_rank(recorder.sections, [[]], 1.0).update)
 
 
