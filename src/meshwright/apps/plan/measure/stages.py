@@ -108,15 +108,17 @@ def whole_steps(config: TrainConfig, padded: int, pipeline_rank: int, model: Mod
         units = [[Unit((layer,)) for layer in range(1 + max(section.layer or 0 for _, section in record.marks))]]
     placed = extend(record, units)
 
-    # Leave out an update that is measured apart, and what is held from the first step on.
+    # Leave out what is held from the first step on, and an update that is measured apart.
     gone = {each.event.key for each in placed if each.event.size < 0}
     is_measured_apart = not updates_in_flat_buffers(config)
-    events = complete(
-        each.event
+    kept = {
+        each.event.key
         for each in placed
-        if (each.event.key in gone or each.span.step == extent.steps)
+        if each.event.size >= 0
+        and (each.event.key in gone or each.span.step == extent.steps)
         and not (is_measured_apart and each.span.section.phase == "update")
-    )
+    }
+    events = [each.event for each in placed if each.event.key in kept]
     operations = operations_of_rank(recorder.sections, units, update_growth(config, padded, pipeline_rank, units))
     return StepMemory(kinds_at_peak(events), events, operations)
 
