@@ -112,7 +112,7 @@ def memory_of_rank(
 
 
 def measure_in_child(
-    config: TrainConfig, padded: int, profile: Device, ranks: Sequence[int], timeout: float = 300
+    config: TrainConfig, padded: int, profile: Device, ranks: Sequence[int], niceness: int = 10, timeout: float = 300
 ) -> list[RankMemory] | None:
     """Return the memory of pipeline ranks, measured in a process of its own; None if that fails.
 
@@ -120,6 +120,7 @@ def measure_in_child(
     """
     facts = DeviceFacts(profile.kind, profile.context_bytes, profile.mapped_ranks)
     given = {"settings": flags.to_dict(config), "padded": padded, "profile": vars(facts), "ranks": list(ranks)}
+    given |= {"niceness": niceness}  # the training beside it goes first
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "meshwright.apps.plan.measure"]
     try:
@@ -132,11 +133,6 @@ def measure_in_child(
     return [
         RankMemory(each["kinds"], each["context"], functools.partial(int, each["reserved"])) for each in found
     ] or None
-
-
-def step_bytes(config: TrainConfig, padded: int, pipeline_rank: int) -> dict[str, int]:
-    """Return the bytes by kind at the peak of a step, beside what is held between steps."""
-    return dict(measured_steps(config, padded, pipeline_rank, None).peak)
 
 
 def measured_steps(config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None) -> StepMemory:

@@ -15,8 +15,8 @@ from meshwright.config.schema import TrainConfig
 
 
 def main() -> None:
-    os.nice(10)  # the training beside it goes first
     given = json.load(sys.stdin)
+    os.nice(given["niceness"])
     saved = flags.from_saved(TrainConfig, given["settings"], "the settings")
     config, _ = flags.build_config(TrainConfig, [("", saved)])
     ranks = [memory_of_rank(config, given["padded"], rank, DeviceFacts(**given["profile"])) for rank in given["ranks"]]
