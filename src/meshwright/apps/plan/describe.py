@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.apps.plan.estimate import NEAR
+from meshwright.apps.plan.estimate import WITHIN
 from meshwright.apps.plan.goodput import ExpectedGoodput, Interruptions
 from meshwright.apps.plan.memory import can_measure
 from meshwright.apps.plan.prediction import Prediction, find_machine
@@ -125,7 +125,7 @@ def memory_lines(prediction: Prediction) -> list[str]:
 def estimated_how(prediction: Prediction) -> str:
     """Return how near an estimate is, and what a better one needs."""
     cure = "" if prediction.machine.profile.kind == "cpu" or can_measure() else "; install torch to measure it"
-    return f"estimated, within about {100 * NEAR:g} %{cure}"
+    return f"estimated, within about {100 * WITHIN:g} %{cure}"
 
 
 def indented(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -54,8 +54,18 @@ class Prediction:
     @cached_property
     def ranks(self) -> list[RankMemory]:
         """The memory of each pipeline rank."""
-        owner = memory if self.is_measured else estimate
-        return owner.memory_of_ranks(self.config, self.padded, self.machine.profile)
+        if self.is_measured:
+            return memory.memory_of_ranks(self.config, self.padded, self.machine.profile)
+        return estimate.memory_of_ranks(self.config, self.padded, self.machine.profile)
+
+    @cached_property
+    def left_first(self) -> int:
+        """Bytes that the rank leaves free which is estimated to be the fullest: a quick answer."""
+        rank = replace(self, is_measured=False).fullest
+        if not self.is_measured:
+            return self.machine.profile.memory_bytes - self.ranks[rank].total
+        first = memory.memory_of_rank(self.config, self.padded, rank, self.machine.profile)
+        return self.machine.profile.memory_bytes - first.total
 
     @cached_property
     def time(self) -> StepTime:
