@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,30 +27,36 @@ from meshwright.base import device as devices
 from meshwright.base import host
 from meshwright.base.console import show
 from meshwright.base.device_profiles import (
+    ATTENTION_PASSES,
     ATTENTION_ROWS,
     ATTENTION_STARTS,
-    PASSES_BACKWARD,
-    PASSES_FORWARD,
-    PRODUCTS,
+    LAUNCHES,
+    LAYER_LAUNCHES,
     SECONDS,
     DeviceProfile,
     LinkSpeed,
     load_profile,
     profile_of,
 )
-from meshwright.config.schema import Model
+from meshwright.config.flags import parse_settings
+from meshwright.config.schema import TrainConfig
+from meshwright.data.loader import Batch
 from meshwright.kernels.activation import activate
+from meshwright.kernels.activation import forward as activation
 from meshwright.kernels.fp8 import multiply
 from meshwright.model.attention import fused
-from meshwright.model.gpt import GPT, Options
-from meshwright.model.pick import pick
-from meshwright.model.positions import Positions
+from meshwright.parallel.layout import Layout
 from meshwright.runtime.cuda_graphs import CudaGraphs
+from meshwright.training.network import Spec, build_network
+from meshwright.training.step import StepSettings, train_step
 
 FIGURE_SECONDS = 0.4  # that a figure is measured for, beside the first call
 # Passes of a step read and write a tenth more than the model counts, see docs/plan.md.
 COUNTED = 0.87
-IN_A_STEP = 1.3  # of the host's time for a layer alone: hooks, and the buckets of the store
+# A step whose operations take a device less time than the host takes to launch them.
+TRAINED = "--mock-data --train-iters 1 --lr 1e-3 --vocab-size 128 --hidden-size 64 --num-attention-heads 1 "
+TRAINED += "--seq-length 16 --micro-batch-size 1 --global-batch-size 1 --hidden-dropout 0 --attention-dropout 0 "
+TRAINED += "--cuda-graphs off --compile off"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 HALF = "bfloat16"  # the format whose peak attention is compared with
 DISK_BYTES, LINK_SECONDS = 1 << 28, 60
@@ -84,7 +90,7 @@ def calibrate(wanted: str, folder: Path) -> Path:
     streamed = COUNTED * passes_per_second(device, sizes)
     measured |= attention(device, sizes, peaks[HALF if HALF in peaks else "float32"], streamed)
     measured["passes"] = streamed / bandwidth
-    measured |= small_times(device, rates[main]) | {"launch": launch_seconds(device)}
+    measured |= small_times(device, rates[main]) | host_seconds(device)
     link = LinkSpeed(**within(known.links.within, measure_links(device)))
     count = devices.count_accelerators() if device.type != "cpu" else known.links.gpus_per_node
     profile = replace(
@@ -196,8 +202,8 @@ def attention(device: torch.device, sizes: Sizes, peak: float, streamed: float) 
 
         flops = 4.0 * samples * heads * width * sizes.tokens**2 * (blocks + 1 + ATTENTION_STARTS) / (2 * blocks)
         first = seconds_of(forward, device)
-        # The plan counts seven of backward's passes over the heads apart.
-        passes = 7 * q.numel() * q.element_size() / streamed
+        # The plan counts these of backward's passes over the heads apart.
+        passes = ATTENTION_PASSES * q.numel() * q.element_size() / streamed
         second = max(seconds_of(both, device) - first - passes, first)
         out |= {f"attention_{width}": flops / first / peak, f"attention_{width}_backward": 2.5 * flops / second / peak}
     return out
@@ -256,24 +262,73 @@ def small_times(device: torch.device, flops: float) -> dict[str, float]:
     return out
 
 
-def launch_seconds(device: torch.device) -> float:
-    """Return the host's seconds for a kernel of a layer, forward and backward."""
-    m = Model(num_layers=8, hidden_size=64, num_attention_heads=1, hidden_dropout=0.0, attention_dropout=0.0)
-    is_fused = devices.has_kernels(device)
-    options = Options(fused=is_fused)
-    dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
-    block, _ = pick(m, device, options)
-    model = GPT(m, 128, 128, 16, block, options).to(device=device, dtype=dtype)
-    tokens = torch.zeros(1, 16, dtype=torch.long, device=device)
-    where = Positions(columns=torch.arange(16, device=device))
-    seconds = []
-    for layers in (8, 2):
-        for i in range(layers, len(model.h)):
-            del model.h[str(i)]
-        model.layers = layers
-        seconds.append(seconds_of(lambda: model(tokens, where).sum().backward(), device))
-    kernels = 3 * PRODUCTS + 2 + PASSES_FORWARD + PASSES_BACKWARD
-    return IN_A_STEP * max(seconds[0] - seconds[1], 1e-9) / 6 / kernels
+def host_seconds(device: torch.device) -> dict[str, float]:
+    """Return the host's seconds to launch an operation of each kind, as in the layers of a model.
+
+    Each kind is measured alone, on tensors that take the device no time. A layer takes longer than
+    its operations: modules are called, hooks run. So all are lengthened in the same proportion.
+    """
+    alone = seconds_by_kind(device)
+    block = "fused" if devices.has_kernels(device) else "plain"
+    counted = sum(count * alone[kind] for way in LAYER_LAUNCHES[block] for kind, count in way.items())
+    longer = layer_seconds(device) / counted
+    return {LAUNCHES[kind]: longer * seconds for kind, seconds in alone.items()}
+
+
+def seconds_by_kind(device: torch.device) -> dict[str, float]:
+    """Return the host's seconds for each kind of LAUNCHES but collectives."""
+    x, chain = torch.ones(16, 64, device=device), 16
+    leaf = torch.ones(16, 64, device=device, requires_grad=True)
+
+    def differentiate() -> None:
+        y = leaf
+        for _ in range(chain):
+            y = _Node.apply(y)  # type: ignore[no-untyped-call]
+        y.backward(x)  # type: ignore[no-untyped-call]
+        leaf.grad = None
+
+    with torch.no_grad():
+        seconds = {
+            "view": seconds_of(lambda: x.view(64, 16), device, 0.5),
+            "torch": seconds_of(lambda: torch.add(x, x), device, 0.5),
+        }
+        seconds["triton"] = seconds_of(lambda: activation("gelu-tanh", x), device, 0.5)
+    seconds["node"] = seconds_of(differentiate, device, 0.5) / chain
+    return seconds
+
+
+class _Node(torch.autograd.Function):
+    """A function that does nothing, forward or backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        _ = ctx.saved_tensors
+        return grad
+
+
+def layer_seconds(device: torch.device) -> float:
+    """Return the host's seconds for a layer in a training step without CUDA graphs."""
+    few, many = 2, 8
+    return max(step_seconds(device, many) - step_seconds(device, few), 1e-9) / (many - few)
+
+
+def step_seconds(device: torch.device, layers: int, flags: str = "") -> float:
+    """Return the seconds of a training step so small that they are the host's."""
+    words = f"{TRAINED} --num-layers {layers} {'' if device.type == 'cpu' else '--bf16'} {flags}"
+    config = parse_settings(TrainConfig, words.split(), "meshwright train").config
+    net = build_network(Spec(config, Layout(), device, 128, 128))
+    with torch.no_grad():
+        for part in net.parts:
+            for parameter in part.parameters():
+                parameter.zero_()
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    batch = Batch(tokens, tokens, torch.zeros(1, dtype=torch.int64))
+    return seconds_of(lambda: train_step(net, [batch], StepSettings(1, 0.0, 0.0)), device)
 
 
 # Links and storage

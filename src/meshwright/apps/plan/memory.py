@@ -9,14 +9,19 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
+import json
 import math
+import os
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from meshwright.apps.plan import traffic
 from meshwright.base.device import NVIDIA
+from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
 from meshwright.optim.rule_table import STATE, treatment_of
 from meshwright.optim.rule_table import state_bytes as bytes_of_moment
@@ -47,6 +52,15 @@ class Device(Protocol):
 
     @property
     def mapped_ranks(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """A device whose profile is in another process."""
+
+    kind: str
+    context_bytes: int
+    mapped_ranks: int
 
 
 @dataclass(frozen=True)
@@ -95,6 +109,29 @@ def memory_of_rank(
     kinds.update(steps.peak)
     reserve = functools.partial(reserved_bytes, config, padded, pipeline_rank, profile, steps)
     return RankMemory(dict(kinds), context_bytes(config, profile), reserve)
+
+
+def measure_in_child(
+    config: TrainConfig, padded: int, profile: Device, ranks: Sequence[int], timeout: float = 300
+) -> list[RankMemory] | None:
+    """Return the memory of pipeline ranks, measured in a process of its own; None if that fails.
+
+    A process that trains calls this, since a measurement replaces parts of torch for a while.
+    """
+    facts = DeviceFacts(profile.kind, profile.context_bytes, profile.mapped_ranks)
+    given = {"settings": flags.to_dict(config), "padded": padded, "profile": vars(facts), "ranks": list(ranks)}
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "meshwright.apps.plan.measure"]
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(given), env=environment, capture_output=True, text=True, timeout=timeout
+        )
+        found = json.loads(done.stdout)["ranks"] if done.returncode == 0 else []
+    except (OSError, subprocess.TimeoutExpired, ValueError, KeyError):
+        return None
+    return [
+        RankMemory(each["kinds"], each["context"], functools.partial(int, each["reserved"])) for each in found
+    ] or None
 
 
 def step_bytes(config: TrainConfig, padded: int, pipeline_rank: int) -> dict[str, int]:

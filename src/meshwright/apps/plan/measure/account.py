@@ -102,19 +102,19 @@ class Held:
     key: int | None = None
 
 
-class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Account(TorchDispatchMode):
     """Counts the bytes of the tensors that are made on the meta device in the block."""
 
     def __init__(self, recorder: Recorder | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder or Recorder()
         self.now = self.peak = 0
         self.events: list[Event] = []
         self.section = SETUP
         self.marks = [(0, SETUP)]
-        self.kinds: dict[int, str] = {}  # of tensors of so many bytes; all others are activations
-        self.held: Any = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]  # by storage
-        self.streams = {torch.cpu.current_stream(): 0}  # numbered as they are met
+        self.kinds: dict[int, str] = {}  # of tensors of so many bytes; most others are activations
+        self.held: Any = WeakIdKeyDictionary()  # by storage
+        self.streams = {torch.cpu.current_stream(): (0, "activations")}  # number and kind, as they are met
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -141,9 +141,11 @@ class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = x.untyped_storage()
         if x.device != META or isinstance(x, DTensor) or storage in self.held:
             return
+        # fully_shard gathers weights in streams of its own, and sums gradients in another one.
+        new = len(self.streams), "gradients" if is_backward() else "weights"
+        stream, kind = self.streams.setdefault(torch.cpu.current_stream(), new)
         size = storage.nbytes()
-        stream = self.streams.setdefault(torch.cpu.current_stream(), len(self.streams))
-        held = Held(-(-size // ROUNDING) * ROUNDING, self.kinds.get(size, "activations"), stream)
+        held = Held(-(-size // ROUNDING) * ROUNDING, self.kinds.get(size, kind), stream)
         self.held[storage] = held
         self.fill(held)
         weakref.finalize(storage, self.empty, held)
@@ -166,6 +168,7 @@ class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def hold(self, x: Tensor, is_held: bool) -> None:
         """Count a tensor whose storage fully_shard filled or emptied."""
         held = self.held[x.untyped_storage()]
+        held.kind = "weights"
         self.fill(held) if is_held else self.empty(held)
 
     def hold_only(self, tensors: Iterable[Tensor]) -> None:

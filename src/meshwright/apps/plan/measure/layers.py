@@ -154,8 +154,8 @@ class Extension:
 
     def runs_forward(self, span: int) -> bool:
         """Return whether the first copy of a span's unit runs first."""
-        neighbours = (self.neighbour(span, step) for step in (1, -1))
-        return any(other is not None and (other > span) == (step > 0) for other, step in zip(neighbours, (1, -1)))
+        before, after = self.neighbour(span, -1), self.neighbour(span, 1)
+        return (before is not None and before < span) or (after is not None and after > span)
 
     def neighbour(self, span: int, step: int) -> int | None:
         """Return the same part of the step of another unit of the chunk."""

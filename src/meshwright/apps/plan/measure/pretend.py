@@ -18,7 +18,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_collectives,
@@ -31,11 +30,13 @@ from torch.distributed.fsdp._fully_shard import (
 from torch.utils import _device
 
 from meshwright.apps.plan.measure.account import META, Account
+from meshwright.apps.plan.measure.standin import triton_or_standin
 from meshwright.base import device as devices
-from meshwright.config.schema import TrainConfig
+from meshwright.base.device import NVIDIA
+from meshwright.config.schema import Model, Precision, TrainConfig, Training
 from meshwright.kernels import adamw, fp8
-from meshwright.model import pick
-from meshwright.model.kind import block_kind
+from meshwright.model import attention, gpt, pick
+from meshwright.model.kind import BlockKind, block_kind
 from meshwright.parallel import comm, layout
 from meshwright.parallel.layout import Layout
 
@@ -53,20 +54,23 @@ def pretended_gpu(account: Account) -> Iterator[None]:
     def launch(kernel: Any, grid: Any) -> Callable[..., None]:
         return lambda *args, **kwargs: account.recorder.launch(kernel, args, kwargs, account.section)
 
-    with contextlib.ExitStack() as stack:
+    with triton_or_standin() as triton, contextlib.ExitStack() as stack:
         for owner, name, value in (
             # The device
             (devices, "has_kernels", lambda device: device == META),
             (devices, "has_fp8", lambda device: True),
+            (devices, "is_hopper_or_later", lambda device: True),
             (devices, "is_accelerator", lambda device: False),
             (devices, "processors", lambda device: PROCESSORS),
             (devices, "counts_draws", lambda device: False),
             (devices, "seed_generator", lambda *_: None),
-            (pick, "block_kind", lambda t, m, p, kind: block_kind(t, m, p, "cuda")),
+            (pick, "block_kind", kind_of_block),
+            (gpt, "save_on_cpu", saved_elsewhere),
             (torch.accelerator, "device_index", lambda i: contextlib.nullcontext()),
             # Kernels
             (triton.runtime.jit.KernelInterface, "__getitem__", launch),
             (F, "scaled_dot_product_attention", functools.partial(attend, account)),
+            (attention, "flex_kernel", lambda: functools.partial(attend_by_blocks, account)),
             (F, "rms_norm", functools.partial(fused_norm, account)),
             (torch, "_scaled_mm", functools.partial(scaled_product, account)),
             (fp8.Scales, "_settle", lambda self: None),  # which reads numbers
@@ -177,6 +181,19 @@ def connected(config: TrainConfig, pipeline_rank: int) -> Layout:
 # Kernels
 
 
+def kind_of_block(t: Training, m: Model, p: Precision, kind: str) -> BlockKind:
+    """Return the kind of block on a GPU; compiled ones are measured as plain ones."""
+    chosen = block_kind(t, m, p, NVIDIA)
+    return "plain" if chosen == "compiled" else chosen
+
+
+def saved_elsewhere(pin_memory: bool = False) -> contextlib.AbstractContextManager[Any]:
+    """Let go of the tensors that a graph would keep on the host."""
+    return torch.autograd.graph.saved_tensors_hooks(
+        lambda x: (x.shape, x.dtype), lambda kept: new(*kept[0], dtype=kept[1])
+    )
+
+
 def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=META)
 
@@ -239,20 +256,32 @@ def fused_norm(account: Account, x: Tensor, _: Any, weight: Tensor, eps: float) 
 
 
 def attend(
-    account: Account, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, enable_gqa: bool
+    account: Account,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
 ) -> Tensor:
-    """Attend as torch chooses on a GPU: no kernel takes groups of heads in full precision."""
-    if enable_gqa and q.dtype is torch.float32:
-        return attend_by_scores(q, k, v, dropout_p)
+    """Attend as torch chooses on a GPU.
+
+    No kernel takes groups of heads in full precision, or with a mask.
+    """
+    if enable_gqa and (q.dtype is torch.float32 or attn_mask is not None):
+        return attend_by_scores(q, k, v, attn_mask, dropout_p)
     return FlashAttention.apply(account, q, k, v, dropout_p)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def attend_by_scores(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
+def attend_by_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float) -> Tensor:
     """Do as aten::_scaled_dot_product_attention_math does on a GPU."""
     t, scale = q.shape[2], q.shape[3] ** -0.25
     q = q * scale
-    mask = torch.ones(t, t, dtype=torch.bool, device=META).tril()
-    mask = torch.where(mask, torch.zeros((), device=META), torch.zeros((), device=META))
+    if mask is None:
+        mask = torch.ones(t, t, dtype=torch.bool, device=META).tril()
+    if mask.dtype is torch.bool:
+        mask = torch.where(mask, torch.zeros((), device=META), torch.zeros((), device=META))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = torch.matmul(q, k.transpose(-2, -1) * scale).add_(mask)
     unsafe = new(*scores.shape), new(*scores.shape, dtype=torch.bool)  # softmax, and which rows are masked
@@ -260,7 +289,12 @@ def attend_by_scores(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tenso
     del unsafe
     if dropout_p:
         scores = torch.native_dropout(scores, dropout_p, True)[0]
-    return torch.matmul(scores, v)
+    return torch.matmul(scores.to(v.dtype), v)
+
+
+def attend_by_blocks(account: Account, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Attend as FlexAttention does, whose kernels keep as much as flash attention."""
+    return FlashAttention.apply(account, q, k, v, 0.0)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def scaled_product(

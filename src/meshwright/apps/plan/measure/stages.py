@@ -1,9 +1,8 @@
-"""What the steps of a pipeline rank allocate, from steps of few layers.
+"""What the steps of a pipeline rank allocate and execute, from steps of few layers.
 
 Without a pipeline whole steps are measured, of at most two micro-batches: what the others do is the
-same as the second. In a pipeline a micro-batch's passes through each kind of stage are measured, and
-put in the order of the schedule. Only with ZeRO 2 and 3, where a pass frees what the one before has
-allocated, the schedule itself is run.
+same as the second. In a pipeline a micro-batch's passes through each kind of stage are measured,
+and put in the order of the schedule.
 """
 
 from __future__ import annotations
@@ -12,16 +11,18 @@ import functools
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from meshwright.apps.plan.measure.account import Event, Phase
 from meshwright.apps.plan.measure.layers import Placed, Unit, choose_units, extend
-from meshwright.apps.plan.measure.steps import measure_layers, measure_update
+from meshwright.apps.plan.measure.operations import Operations, RankOperations, operations_of_rank, total
+from meshwright.apps.plan.measure.recorder import OperationRecorder
+from meshwright.apps.plan.measure.steps import Extent, measure_layers, measure_update
 from meshwright.config.schema import TrainConfig
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, V_SHAPED, Action, Op, most_sent, schedule
 from meshwright.training.network import Model
-from meshwright.training.parameters import data_parts, stage_numbers
+from meshwright.training.parameters import count, data_parts, parameters_of_ranks, shapes_of_layer, stage_numbers
 
 LEAST, LEAST_SHARDED = 5, 6  # layers that are measured of those alike; fully_shard gathers one further ahead
 ROUNDS = 4  # of as many micro-batches as a pipeline has ranks, after which a schedule holds no more
@@ -35,23 +36,36 @@ class StepMemory:
 
     peak: Kinds  # at the fullest moment
     events: list[Event]  # of one step or several that follow each other, with their updates
+    operations: RankOperations
+
+
+MOST_STEPS = 256  # measured ones that are kept: what memory and time of a layout are asked for
+MEASURED_STEPS: dict[object, StepMemory] = {}
 
 
 def memory_of_steps(config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None = None) -> StepMemory:
-    """Return what steps of a rank allocate."""
-    p = config.parallel
-    is_coupled = p.zero_stage > 1 and data_parts(config) > 1
-    if p.pipeline_model_parallel_size == 1 or is_coupled:
-        found = whole_steps(config, padded, pipeline_rank, model)
-    else:
+    """Return what steps of a rank allocate and execute, measured once."""
+    key = settings_of(config, padded), passed_micro_batches(config, ROUNDS), pipeline_rank, model
+    if key not in MEASURED_STEPS:
+        if len(MEASURED_STEPS) == MOST_STEPS:
+            MEASURED_STEPS.clear()
+        MEASURED_STEPS[key] = measure_steps(config, padded, pipeline_rank, model)
+    return MEASURED_STEPS[key]
+
+
+def measure_steps(config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None) -> StepMemory:
+    if config.parallel.pipeline_model_parallel_size > 1:
         found = scheduled_passes(config, padded, pipeline_rank)
+    else:
+        found = whole_steps(config, padded, model)
     if updates_in_flat_buffers(config):
         return found
-    update = whole_update(config, padded, pipeline_rank, model)
+    update = update_of_all(config, padded, pipeline_rank, model)
     first = 1 + max((event.key for event in found.events), default=0)
-    update = [event._replace(key=first + event.key) for event in update]
-    most = max(found.peak, kinds_at_peak(update), key=lambda kinds: sum(kinds.values()))
-    return StepMemory(most, [*found.events, *update])
+    gone = {event.key for event in update.events if event.size < 0}  # its gradients are those of the passes
+    events = [event._replace(key=first + event.key) for event in update.events if event.key in gone]
+    most = max(found.peak, update.peak, key=lambda kinds: sum(kinds.values()))
+    return StepMemory(most, [*found.events, *events], found.operations._replace(update=update.operations))
 
 
 def updates_in_flat_buffers(config: TrainConfig) -> bool:
@@ -64,41 +78,88 @@ def updates_in_flat_buffers(config: TrainConfig) -> bool:
 # Whole steps
 
 
-def whole_steps(config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None) -> StepMemory:
-    """Return what whole steps of a rank allocate."""
-    p = config.parallel
-    is_sharded = p.zero_stage == 3 and data_parts(config) > 1
-    steps = 2 if is_sharded or config.precision.fp8_format else 1  # the first one begins without gradients, or casts
-    count = passed_micro_batches(config, ROUNDS if p.pipeline_model_parallel_size > 1 else 2)
+def whole_steps(config: TrainConfig, padded: int, model: Model | None) -> StepMemory:
+    """Return what whole steps of a rank without a pipeline allocate."""
+    extent = Extent(min(2, config.micro_batches(config.global_batch)), steps_to_measure(config))
+    recorder = OperationRecorder()
 
     # Measure few layers, unless they are a custom model's, and extend them.
-    least = LEAST_SHARDED if is_sharded else LEAST
-    units = [choose_units(config, layers, least) for layers in stages_of_rank(config, pipeline_rank)]
+    units = [choose_units(config, layers, least_layers(config)) for layers in stages_of_rank(config, 0)]
     if model is None:
-        chosen = [layer for chunk in units for unit in chunk for layer in unit.layers]
-        record = measure_layers(config, padded, pipeline_rank, chosen, micro_batches=count, steps=steps)
+        chosen = [layer for unit in units[0] for layer in unit.layers]
+        record = measure_layers(config, padded, 0, chosen, extent, recorder)
     else:
-        record = measure_layers(config, padded, 0, (), micro_batches=count, steps=steps, model=model)
+        record = measure_layers(config, padded, 0, (), extent, recorder, model)
         units = [[Unit((layer,)) for layer in range(1 + max(section.layer or 0 for _, section in record.marks))]]
     placed = extend(record, units)
 
-    # Leave out what is held from the first step on, as casts of the weights, and an update that is measured apart.
+    # Leave out an update that is measured apart, and what is held from the first step on.
     gone = {each.event.key for each in placed if each.event.size < 0}
     is_measured_apart = not updates_in_flat_buffers(config)
-    events = [
+    events = complete(
         each.event
         for each in placed
-        if (each.event.key in gone or each.span.step == steps > 1)
+        if (each.event.key in gone or each.span.step == extent.steps)
         and not (is_measured_apart and each.span.section.phase == "update")
-    ]
-    events = complete(events)
-    return StepMemory(kinds_at_peak(events), events)
+    )
+    operations = operations_of_rank(recorder.sections, units, update_growth(config, padded, 0, units))
+    return StepMemory(kinds_at_peak(events), events, operations)
 
 
-def whole_update(config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None) -> list[Event]:
-    """Return what an update of all parameters allocates."""
-    record = measure_update(config, padded, pipeline_rank, model)
-    return complete(each.event for each in extend(record, [[]]) if each.span.section.phase == "update")
+def steps_to_measure(config: TrainConfig) -> int:
+    """Return the number of the first step that is as all later ones; with fp8 one makes casts."""
+    return 2 if config.precision.fp8_format else 1
+
+
+def least_layers(config: TrainConfig) -> int:
+    return LEAST_SHARDED if config.parallel.zero_stage == 3 and data_parts(config) > 1 else LEAST
+
+
+# The update
+
+
+class UpdateMemory(NamedTuple):
+    """What an update of all parameters allocates and executes."""
+
+    peak: Kinds
+    events: list[Event]
+    operations: Operations
+
+
+def update_of_all(config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None) -> UpdateMemory:
+    """Return what an update of all parameters allocates and executes.
+
+    It grows evenly with the layers, but for Muon, which takes so many matrices at a time.
+    """
+    stages = [list(layers) for layers in stages_of_rank(config, pipeline_rank)]
+    few = {layer for layers in stages for layer in layers[:2]}
+    others = sorted({layer for layers in stages for layer in layers} - few)
+    if model is not None or config.optimizer.optimizer == "muon" or len(others) < 2:
+        return update_of(config, padded, pipeline_rank, None, model)
+    less = update_of(config, padded, pipeline_rank, few)
+    more = update_of(config, padded, pipeline_rank, {*few, others[0]})
+    growth = {kind: more.peak.get(kind, 0) - less.peak.get(kind, 0) for kind in {**less.peak, **more.peak}}
+    peak = {kind: less.peak.get(kind, 0) + len(others) * size for kind, size in growth.items()}
+    operations = total([(less.operations, 1 - len(others)), (more.operations, len(others))])
+    return UpdateMemory(peak, more.events, operations)
+
+
+def update_of(
+    config: TrainConfig, padded: int, pipeline_rank: int, layers: Collection[int] | None, model: Model | None = None
+) -> UpdateMemory:
+    """Return what an update of these layers, or of all, allocates and executes."""
+    recorder = OperationRecorder()
+    record = measure_update(config, padded, pipeline_rank, layers, recorder, model)
+    events = complete(each.event for each in extend(record, [[]]) if each.span.section.phase == "update")
+    return UpdateMemory(kinds_at_peak(events), events, operations_of_rank(recorder.sections, [[]], 1.0).update)
+
+
+def update_growth(config: TrainConfig, padded: int, pipeline_rank: int, units: Sequence[Sequence[Unit]]) -> float:
+    """Return how many times as many parameters a rank has as were measured."""
+    layers = sum(len(unit.layers) * (unit.copies - 1) for chunk in units for unit in chunk)
+    held = parameters_of_ranks(config, padded)[pipeline_rank]
+    of_layer = count(shapes_of_layer(config.model, config.parallel.tensor_model_parallel_size))
+    return held / (held - layers * of_layer)
 
 
 def complete(events: Iterable[Event]) -> list[Event]:
@@ -159,6 +220,7 @@ class StagePasses:
     events: dict[Pass, list[Event]]
     messages: dict[int, int]  # bytes of the gradient that a stage sends to another rank
     memory: dict[Pass, PassMemory]
+    operations: RankOperations = RankOperations((), (), {})  # of the chunks that have been measured
 
 
 def scheduled_passes(config: TrainConfig, padded: int, pipeline_rank: int) -> StepMemory:
@@ -193,7 +255,13 @@ def scheduled_passes(config: TrainConfig, padded: int, pipeline_rank: int) -> St
     for each, times in done.items():
         for kind, size in passes.memory[each].left.items():
             kinds[kind] += times * size
-    return StepMemory(dict(kinds), scheduled_events(config, pipeline_rank, passes, kind_of))
+    measured = passes.operations
+    operations = RankOperations(
+        tuple(measured.first[number] for number in kind_of),
+        tuple(measured.later[number] for number in kind_of),
+        measured.update,
+    )
+    return StepMemory(dict(kinds), scheduled_events(config, pipeline_rank, passes, kind_of), operations)
 
 
 def scheduled_events(
@@ -231,7 +299,7 @@ def kinds_of_stages(config: TrainConfig, pipeline_rank: int) -> list[Stage]:
     """Return the stages of a pipeline rank."""
     own, last, out = stage_numbers(config, pipeline_rank), len(config.stages) - 1, list[Stage]()
     for number, layers in zip(own, stages_of_rank(config, pipeline_rank), strict=True):
-        units = choose_units(config, layers, LEAST)
+        units = choose_units(config, layers, least_layers(config))
         ends = number == 0, number == last, number - 1 in own, number + 1 in own
         sends = number > 0 and number - 1 not in own
         out.append(Stage(units, (*ends, *((unit.kind, unit.copies) for unit in units)), sends))
@@ -243,14 +311,18 @@ def measure_passes(config: TrainConfig, padded: int, pipeline_rank: int, stages:
     chunks = list({stage.kind: chunk for chunk, stage in reversed(list(enumerate(stages)))}.values())[::-1]
     key = settings_of(config, padded), *(stages[chunk].kind for chunk in chunks)
     if key not in MEASURED_PASSES:
-        steps = 2 if config.precision.fp8_format else 1  # casts of the weights are made in the first
+        steps = steps_to_measure(config)
         chosen = {layer for chunk in chunks for unit in stages[chunk].units for layer in unit.layers}
         chosen |= {stage.units[0].layers[0] for stage in stages}  # none is without layers
-        record = measure_layers(config, padded, pipeline_rank, chosen, micro_batches=2, steps=steps, chunks=chunks)
+        recorder = OperationRecorder()
+        record = measure_layers(config, padded, pipeline_rank, chosen, Extent(2, steps, chunks), recorder)
         units = [stage.units if chunk in chunks else stage.units[:1] for chunk, stage in enumerate(stages)]
         placed = [each for each in extend(record, units) if each.span.step == steps]
         senders = {chunk for chunk in chunks if stages[chunk].sends}
-        MEASURED_PASSES[key] = split_passes(config, placed, chunks, senders)
+        executed = operations_of_rank(recorder.sections, units, update_growth(config, padded, pipeline_rank, units))
+        first, later = (tuple(each[chunk] for chunk in chunks) for each in executed[:2])
+        passes = split_passes(config, placed, chunks, senders)
+        MEASURED_PASSES[key] = replace(passes, operations=RankOperations(first, later, executed.update))
     return MEASURED_PASSES[key]
 
 
@@ -275,7 +347,7 @@ def split_passes(
     is_split, is_v_shaped = p.pipeline_schedule in SPLIT_BACKWARD, p.pipeline_schedule in V_SHAPED
     numbers = {chunk: number for number, chunk in enumerate(chunks)}
     gone = {each.event.key: each.span.section for each in placed if each.event.size < 0}
-    begin, own, messages = list[Event](), set[int](), Counter[int]()
+    begin, own, carried, messages = list[Event](), set[int](), set[int](), Counter[int]()
     events, ends = defaultdict[Pass, list[Event]](list), defaultdict[Pass, list[Event]](list)
     for (_, section), event in placed:
         op = pass_of(section.phase, is_split)
@@ -284,7 +356,7 @@ def split_passes(
             continue
         number = numbers[section.chunk]
         at: Pass = number, section.micro_batch == 0, op
-        if event.key in own:  # freed by a later pass of this micro-batch
+        if event.size < 0 and (event.key in own or event.key in carried):
             events[at].append(event)
         if event.size < 0:
             continue
@@ -294,15 +366,25 @@ def split_passes(
             is_own = end.micro_batch == section.micro_batch and (is_v_shaped or end.chunk == section.chunk)
             if is_own:
                 own.add(event.key)
+            elif op != "F" and pass_of(end.phase, is_split) != "F":  # ZeRO 2 sums it until the next backward pass
+                carried.add(event.key)
             else:
                 ends[at].append(freed(event))
-        elif op != "F":  # what a forward pass leaves is kept until the step ends
+        elif end is not None and end.phase == "end" and op != "F":
             ends[at].append(freed(event))
-            if section.micro_batch > 0 and op != "W" and section.chunk in senders:  # kept until it has arrived
+            if section.micro_batch > 0 and section.chunk in senders:  # a gradient that is kept until it has arrived
                 messages[number] += event.size
     for at, rest in ends.items():
         events[at] += rest
-    return StagePasses(kinds_of(begin), dict(events), messages, {at: pass_memory(each) for at, each in events.items()})
+    memory = {at: pass_memory(each) for at, each in events.items()}
+    within = {at: within_pass(each, carried) for at, each in events.items()}
+    return StagePasses(kinds_of(begin), within, messages, memory)
+
+
+def within_pass(events: list[Event], carried: Collection[int]) -> list[Event]:
+    """Return a pass's events, of which those that the next backward pass would free end with it."""
+    kept = [event for event in events if event.size >= 0 or event.key not in carried]
+    return [*kept, *(freed(event) for event in kept if event.key in carried)]
 
 
 def pass_of(phase: Phase, is_split: bool) -> Op | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -16,6 +16,7 @@ from meshwright.apps.plan.measure.pretend import pretended_rank
 from meshwright.config.fields import with_settings
 from meshwright.config.schema import TrainConfig
 from meshwright.data.loader import Batch
+from meshwright.kernels.gradients import sink_of
 from meshwright.model import pick
 from meshwright.parallel import pipeline
 from meshwright.parallel.flat import FlatStore
@@ -24,9 +25,19 @@ from meshwright.parallel.pipeline import stages
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, Action
 from meshwright.training import network
 from meshwright.training.network import Model, Spec, build_network
+from meshwright.training.parameters import WIDTHS
+from meshwright.training.sizes import rows
 from meshwright.training.step import Network, StepSettings, train_step, update_weights
 
 SETTINGS = StepSettings(1, 1e-3, 0.1)
+
+
+class Extent(NamedTuple):
+    """How much is measured."""
+
+    micro_batches: int  # of a step
+    steps: int
+    chunks: Sequence[int] = ()  # through which a pipeline runs one micro-batch after the other
 
 
 def account_steps(
@@ -46,35 +57,36 @@ def measure_layers(
     padded: int,
     pipeline_rank: int,
     layers: Collection[int],
+    extent: Extent,
     recorder: Recorder | None = None,
-    *,
-    micro_batches: int,
-    steps: int,
-    chunks: Sequence[int] = (),
     model: Model | None = None,
 ) -> Record:
-    """Take steps with these layers of a rank alone.
-
-    Given `chunks`, a pipeline runs micro-batch after micro-batch through these, forward and backward.
-    """
+    """Take steps with these layers of a rank alone."""
     account = Account(recorder)
     with contextlib.ExitStack() as stack:
         layout = stack.enter_context(pretended_rank(config, pipeline_rank, account))
         stack.enter_context(account)
-        stack.enter_context(mock.patch.object(pick, "pick", pick_few(layers)))
-        stack.enter_context(mock.patch.object(network, "stages", few_stages(config)))
-        if chunks:
-            stack.enter_context(mock.patch.object(pipeline, "schedule", one_by_one(config, chunks)))
+        stack.enter_context(only(config, layers))
+        if extent.chunks:
+            stack.enter_context(mock.patch.object(pipeline, "schedule", one_by_one(config, extent.chunks)))
         net = build(config, padded, layout, account, model)
+        find_gradients(net)
         on_device = sample_batch(config).to(META)
-        take_steps(net, [on_device] * micro_batches, account, steps)
+        take_steps(net, [on_device] * extent.micro_batches, account, extent.steps)
         return account.record
 
 
-def measure_update(config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None = None) -> Record:
-    """Update all parameters of a rank, whose gradients have been summed."""
-    account = Account()
-    with pretended_rank(config, pipeline_rank, account) as layout, account:
+def measure_update(
+    config: TrainConfig,
+    padded: int,
+    pipeline_rank: int,
+    layers: Collection[int] | None = None,
+    recorder: Recorder | None = None,
+    model: Model | None = None,
+) -> Record:
+    """Update the parameters of these layers, or of all, after their gradients have been summed."""
+    account = Account(recorder)
+    with pretended_rank(config, pipeline_rank, account) as layout, account, only(config, layers):
         net = build(config, padded, layout, account, model)
         if isinstance(net.store, FlatStore):
             net.store.added |= net.store.bucket_of.keys()  # no loss has left any out
@@ -90,11 +102,32 @@ def build(config: TrainConfig, padded: int, layout: Layout, account: Account, mo
     """Build the network of a rank, and count what it holds."""
     config = with_settings(config, cpu_optimizer=False)  # what is on the host has no part in it
     net = build_network(Spec(config, layout, META, padded, padded, model))
+    account.kinds = kinds_by_size(config, padded, net)
     if not isinstance(net.store, FlatStore):
         averages: Sequence[torch.Tensor] = net.store.average.values if net.store.average else ()
         state = (x for part in net.store.update_ranges for x in (part.master, *part.state.values()))
         account.hold_only([*state, *averages])
     return net
+
+
+def kinds_by_size(config: TrainConfig, padded: int, net: Network) -> dict[int, str]:
+    """Return as what tensors of some sizes, in bytes, are counted in a step."""
+    low = WIDTHS[config.precision.dtype]
+    has_head = any(getattr(part, "has_head", True) for part in net.parts)
+    kinds = {rows(config) * padded // net.layout.tp * low: "logits"} if has_head else {}
+    if isinstance(net.store, FlatStore) and not net.store.keeps_gradients:
+        buckets = [bucket.size * max(low, 4) for bucket in net.store.buckets.values()]
+        kinds |= {size // parts: "gradients" for size in buckets for parts in (1, net.store.shard_count)}
+    return kinds
+
+
+def find_gradients(net: Network) -> None:
+    """Make the views of gradients that the first step of a run makes, and later ones find."""
+    if isinstance(net.store, FlatStore) and net.store.keeps_gradients:
+        for part in net.parts:
+            for parameter in part.parameters():
+                if (sink := sink_of(parameter)) is not None:
+                    sink.begin()
 
 
 def take_steps(net: Network, batches: list[Batch], account: Account, steps: int) -> None:
@@ -116,6 +149,16 @@ def sample_batch(config: TrainConfig) -> Batch:
 
 
 # A network of few layers
+
+
+@contextlib.contextmanager
+def only(config: TrainConfig, layers: Collection[int] | None) -> Iterator[None]:
+    """Let networks be built with these layers alone."""
+    if layers is None:
+        yield
+        return
+    with mock.patch.object(pick, "pick", pick_few(layers)), mock.patch.object(network, "stages", few_stages(config)):
+        yield
 
 
 class FewBlocks:
