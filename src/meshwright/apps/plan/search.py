@@ -406,7 +406,7 @@ def least_change(prediction: Prediction) -> tuple[Settings, Prediction] | None:
                 if changed.tensors * (1 - NEAR) <= have:
                     hopeful.append((settings, changed))
         hopeful.sort(key=lambda pair: pair[1].time.seconds)
-        for settings, changed in hopeful[:MOST_TOO_LARGE]:
+        for settings, changed in hopeful[:MOST_TRIALS]:
             in_full = dataclasses.replace(changed, is_measured=prediction.is_measured)
             if in_full.left_first >= 0 and in_full.fits:
                 return settings, in_full
