@@ -23,10 +23,10 @@ from meshwright.config.fields import keywords_in_errors
 from meshwright.config.schema import DESCRIBING, GenerateConfig, TrainConfig
 
 if TYPE_CHECKING:
-    from meshwright.apps.evaluate.score import Score
+    from meshwright.apps.evaluate.perplexity import Score
     from meshwright.base.runs.history import History
     from meshwright.data.datasets import Datasets
-    from meshwright.generation.engine import LanguageModel
+    from meshwright.generation.language_model import LanguageModel
     from meshwright.training.network import Model
     from meshwright.training.step import Loss
 
@@ -124,7 +124,7 @@ def load(
     """
     import torch
 
-    from meshwright.generation import engine
+    from meshwright.generation import language_model
 
     if device is not None:
         settings["device"] = device
@@ -139,7 +139,7 @@ def load(
         raise UserError(flags.listed(wrong))
     where = devices.open_device(c.parallel.device)
     with console.only_warnings():
-        return engine.load_model(
+        return language_model.load_model(
             os.fspath(path), flags.given_settings(parsed), c.tokenizer, getattr(torch, dtype), where
         )
 
@@ -171,7 +171,7 @@ def evaluate(
     that advance by `stride` tokens (default: half the length), each after the first with context.
     """
     try:
-        from meshwright.apps.evaluate.score import score_texts
+        from meshwright.apps.evaluate.perplexity import score_texts
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("meshwright.apps"):
             raise

@@ -24,7 +24,7 @@ from meshwright.config import flags
 from meshwright.config.presets import PRESETS
 from meshwright.config.schema import GenerateConfig, TrainConfig
 from meshwright.config.text_inputs import PreprocessConfig
-from meshwright.generation.engine import TextOptions
+from meshwright.generation.language_model import TextOptions
 from meshwright.runtime.launch.launcher import LaunchConfig
 
 WORDS = read_table("compat/flags/other_words.toml")

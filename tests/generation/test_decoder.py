@@ -13,7 +13,7 @@ from meshwright.base.errors import NON_FINITE, UserError
 from meshwright.config.schema import Model, Sampling
 from meshwright.data.tokenizers import Null
 from meshwright.generation.decoder import Decoder, complete, run_request, run_requests
-from meshwright.generation.engine import LanguageModel
+from meshwright.generation.language_model import LanguageModel
 from meshwright.generation.requests import Completion, Request
 from meshwright.model.gpt import GPT, initialise
 from meshwright.model.positions import Positions

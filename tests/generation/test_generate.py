@@ -16,7 +16,7 @@ from three_sentences import BEAR, CAT, DOG, LENGTH, SENTENCES, SHAPE, learn
 from helpers import flip_bit
 from meshwright.__main__ import main
 from meshwright.data import tokenizers
-from meshwright.generation import engine, terminal
+from meshwright.generation import language_model, terminal
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -358,14 +358,14 @@ def test_a_step_can_be_named(generate, run):
 
 @pytest.mark.parametrize("flag", ["--greedy", "--top_p=0.9"])
 def test_logits_that_are_not_finite(generate, monkeypatch, flag):
-    load = engine.load_model
+    load = language_model.load_model
 
     def damaged(*args, **layout):
         found = load(*args, **layout)
         found.model.wte.weight[0] = float("nan")
         return found
 
-    monkeypatch.setattr(engine, "load_model", damaged)
+    monkeypatch.setattr(language_model, "load_model", damaged)
     status, _, err = generate(flag, "--prompt", "a")
     assert status == 70 and "not finite" in err
 

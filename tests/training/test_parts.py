@@ -6,11 +6,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from meshwright.apps.evaluate.tasks import make_text
 
 import meshwright
 from helpers import TINY_FLAGS, read_rows
 from meshwright.__main__ import main
-from meshwright.apps.evaluate.tasks import make_text
 from meshwright.base import registry
 from meshwright.base.errors import UNAVAILABLE, UserError
 from meshwright.config import grammar
@@ -68,7 +68,7 @@ def test_what_was_asked_for_is_refused(register, capsys):
 
 def test_an_installation_without_evaluate(monkeypatch):
     registry.load("commands")  # errors look through the settings of all commands
-    monkeypatch.setitem(sys.modules, "meshwright.apps.evaluate.score", None)
+    monkeypatch.setitem(sys.modules, "meshwright.apps.evaluate.perplexity", None)
     with pytest.raises(UserError, match="evaluate.. has nothing to score with: this installation lacks"):
         meshwright.evaluate(SimpleNamespace(), ["text"])
     with pytest.raises(AttributeError, match="meshwright.Score is of apps/"):

@@ -14,7 +14,7 @@ from meshwright.config.schema import READING, ReadConfig, Sampling, TokenizerFla
 from meshwright.generation.terminal import accept_any_text
 
 if TYPE_CHECKING:
-    from meshwright.generation.engine import CheckedModel, LanguageModel
+    from meshwright.generation.language_model import CheckedModel, LanguageModel
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,11 @@ DEFAULTS: dict[str, Any] = dict.fromkeys(Facets.__annotations__) | {"needs": (),
 DEFAULTS |= {"resume": "note"} | dict.fromkeys(("word", "docs", "outcome", "read"), "")
 
 
-def flag(default: Any, text: str, *aliases: str, **facets: Unpack[Facets]) -> Any:
-    """Return a dataclass field that is a flag; the default `MISSING` makes it required."""
+def flag(default: Any, text: str | Callable[[], str], *aliases: str, **facets: Unpack[Facets]) -> Any:
+    """Return a dataclass field that is a flag; the default `MISSING` makes it required.
+
+    A text that depends on installed packages is a function, which `help_of` calls.
+    """
     own: dict[str, Any] = {"help": text, "aliases": aliases, **facets}
     if isinstance(own.get("needs"), str):
         own["needs"] = (own["needs"],)
@@ -58,6 +61,12 @@ def flag(default: Any, text: str, *aliases: str, **facets: Unpack[Facets]) -> An
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def help_of(f: dataclasses.Field[Any]) -> str:
+    """Return the help of a flag."""
+    text: str | Callable[[], str] = f.metadata["help"]
+    return text if isinstance(text, str) else text()
 
 
 def group(**facets: Unpack[Facets]) -> Callable[[type[T]], type[T]]:

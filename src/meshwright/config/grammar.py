@@ -130,6 +130,12 @@ def eval_tasks(text: str) -> dict[str, str]:
     return out
 
 
+def describe_eval_tasks() -> str:
+    """Return the help of --eval-tasks, with the names that are registered."""
+    forms = ",".join(f"{name}=FILE" for name in registry.entries("tasks"))
+    return f"files to score the model on, also during a training: {forms or registry.LACKING}"
+
+
 PARTS = "--pipeline-model-parallel-size, times the pieces of each rank,"
 
 

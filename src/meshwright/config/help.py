@@ -28,6 +28,7 @@ from meshwright.config.fields import (
     config_fields,
     config_groups,
     default_of,
+    help_of,
     inner_type,
     is_flat,
     is_list,
@@ -199,7 +200,7 @@ def entries(command: Command, hidden: bool = False) -> list[HelpEntry]:
     out = []
     if command.positional:
         _, f, kind = known[command.positional]
-        text = "folder of a run" if command.positional == "load" else f.metadata["help"]
+        text = "folder of a run" if command.positional == "load" else help_of(f)
         text = f"{text}; same as {spelling(command.positional)}"
         word = word_of(f)
         out.append(
@@ -220,7 +221,7 @@ def entries(command: Command, hidden: bool = False) -> list[HelpEntry]:
 def _entry(group: str, f: dataclasses.Field[Any], kind: Any) -> HelpEntry:
     default, meta = default_of(f), f.metadata
     lacking = not_yet(f, kind)
-    text = meta["help"] + (f" [{lacking}]" if lacking else "")
+    text = help_of(f) + (f" [{lacking}]" if lacking else "")
     shown = "" if default is None or isinstance(default, bool) or default is dataclasses.MISSING else str(default)
     if isinstance(default, float):
         shown = f"{default:g}"

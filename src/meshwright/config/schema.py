@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from meshwright.config.fields import config_fields, flag, group
-from meshwright.config.grammar import layers_with_window, prefix_of, read_batch_schedule, split_layers, window_reach
+from meshwright.config.grammar import (
+    describe_eval_tasks,
+    layers_with_window,
+    prefix_of,
+    read_batch_schedule,
+    split_layers,
+    window_reach,
+)
 
 # Facets that several flags share.
 DROPOUT: dict[str, Any] = {"bound": "[0,1)", "resume": "note", "inherited": True}
@@ -1038,12 +1045,7 @@ class Logging:
     )
     profile_step_start: int = flag(10, "first step to profile", bound=">0", needs="--profile")
     profile_step_end: int = flag(12, "step before which profiling ends", needs="--profile")
-    eval_tasks: str | None = flag(
-        None,
-        "files to score the model on, also during a training: lambada=FILE,lambada-strict=FILE,wikitext=FILE,text=FILE",
-        value="FORM",
-        docs="evaluation",
-    )
+    eval_tasks: str | None = flag(None, describe_eval_tasks, value="FORM", docs="evaluation")
     eval_tasks_interval: int | None = flag(
         None, "steps between these scores (none: such that they take under 1 % of the time)", bound=">0", **EVAL_TASKS
     )

@@ -22,7 +22,7 @@ from meshwright.generation.beam import BeamOptions, BeamText, search_beams
 from meshwright.generation.chat import Chat
 from meshwright.generation.decoder import run_request, run_requests
 from meshwright.generation.dialogue import Dialogue
-from meshwright.generation.engine import LanguageModel
+from meshwright.generation.language_model import LanguageModel
 from meshwright.generation.prompts import Prompt, refuse_all
 from meshwright.generation.requests import Completion, Request
 from meshwright.generation.terminal import Terminal, accept_any_text

@@ -19,7 +19,7 @@ from meshwright.config.grammar import unescape
 from meshwright.config.schema import Sampling
 from meshwright.generation.decoder import run_request
 from meshwright.generation.dialogue import ASSISTANT, USER, Dialogue
-from meshwright.generation.engine import LanguageModel
+from meshwright.generation.language_model import LanguageModel
 from meshwright.generation.requests import Completion, Event, Request
 from meshwright.generation.terminal import Terminal, history_file, interruptible, line_editing, report_errors
 

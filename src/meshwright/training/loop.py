@@ -22,8 +22,8 @@ from meshwright.data.samples import Dataset, OrderedSamples
 from meshwright.optim.schedule import warn_of_idle_steps
 from meshwright.runtime.ranks.pulse import pulse
 from meshwright.runtime.ranks.watchdog import Watchdog
+from meshwright.training.beside.eval_tasks import Scores
 from meshwright.training.beside.samples import SampleWriter
-from meshwright.training.beside.scores import Scores
 from meshwright.training.health.guard import Guard
 from meshwright.training.health.replicas import Replicas, copies_in
 from meshwright.training.health.stop import StopConditions

@@ -11,7 +11,7 @@ import torch
 from meshwright.__main__ import main
 from meshwright.apps.evaluate import lambada, results, wikitext
 from meshwright.apps.evaluate.command import EvaluateConfig, Scoring, choose_measure, step_folders
-from meshwright.apps.evaluate.score import window_spans
+from meshwright.apps.evaluate.perplexity import window_spans
 from meshwright.base import console
 from meshwright.base.errors import UserError
 from meshwright.config import flags

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from meshwright.apps.evaluate.checkpoints import TaskScorer, score_text, step_folders
+from meshwright.apps.evaluate.lambada import LAMBADA, STRICT_LAMBADA
+from meshwright.apps.evaluate.perplexity import encode_documents, read_token_files
 from meshwright.apps.evaluate.results import Result, by_task, draw_results, list_result, tabulate, write_results
-from meshwright.apps.evaluate.score import encode_documents, read_token_files
-from meshwright.apps.evaluate.scoring import TaskScorer, score_text, step_folders
+from meshwright.apps.evaluate.wikitext import WIKITEXT
 from meshwright.base import console
 from meshwright.base.console import fit
 from meshwright.base.errors import UserError, bad_data
@@ -25,9 +27,12 @@ from meshwright.config.grammar import eval_tasks
 from meshwright.config.schema import READING, Logging, ReadConfig, TokenizerFlags
 from meshwright.config.text_inputs import TextInputs
 from meshwright.data.text.folders import is_known, suffix_of
+from meshwright.training.tasks import find_task
 
 if TYPE_CHECKING:
-    from meshwright.generation.engine import LanguageModel
+    from meshwright.generation.language_model import LanguageModel
+
+OF_MEGATRON = {task.megatron: task for task in (LAMBADA, STRICT_LAMBADA, WIKITEXT)}  # by --task and its flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +53,9 @@ class Evaluate(TextInputs):
     valid_data: list[str] = flag([], "file of --task: lambada_test.jsonl or wiki.test.tokens", value="FILE")
     strict_lambada: bool = flag(False, "LAMBADA counts whole last words, not last tokens")
     overlapping_eval: int | None = flag(
-        None, "tokens by which a window advances (none: half the sequence length; WikiText: 32)", bound=">0"
+        None,
+        f"tokens by which a window advances (none: half the sequence length; WikiText: {WIKITEXT.stride})",
+        bound=">0",
     )
     harness: str | None = flag(
         None, "tasks of lm-evaluation-harness, such as piqa,arc_easy (needs meshwright[eval])", value="FORM"
@@ -65,6 +72,11 @@ class Evaluate(TextInputs):
     picture: str | None = flag(
         None, "draw the scores over the steps into this .svg, .png or .pdf", value="FILE", docs="data evaluation"
     )
+
+    @property
+    def megatron(self) -> str:
+        """The words that ask for one of OF_MEGATRON."""
+        return f"{self.task}{' --strict-lambada' * self.strict_lambada}"
 
 
 @dataclass(frozen=True)
@@ -87,9 +99,9 @@ class EvaluateConfig(ReadConfig):
     @property
     def tasks(self) -> dict[str, str]:
         """Return the file of each task that is given by name."""
-        e = self.evaluate
-        name = {"LAMBADA": "lambada-strict" if e.strict_lambada else "lambada", "WIKITEXT103": "wikitext"}
-        return {name[e.task]: e.valid_data[0]} if e.task else eval_tasks(self.logging.eval_tasks or "")
+        if self.evaluate.task:
+            return {OF_MEGATRON[self.evaluate.megatron].name: self.evaluate.valid_data[0]}
+        return eval_tasks(self.logging.eval_tasks or "")
 
     def problems(self) -> list[str]:
         e, loading = self.evaluate, with_settings(self, load=next(iter(self.folders), None))
@@ -115,25 +127,26 @@ class EvaluateConfig(ReadConfig):
         if e.picture and not e.picture.endswith((".svg", ".png", ".pdf")):
             out.append(f"--picture {e.picture}: the name must end with .svg, .png or .pdf")
         owners: dict[str, tuple[str, Any]] = dict.fromkeys(_OF_HARNESS, ("--harness", e.harness))
-        owners |= {"valid_data": ("--task", e.task), "strict_lambada": ("--task LAMBADA", e.task == "LAMBADA")}
+        owners |= {"valid_data": ("--task", e.task), "strict_lambada": ("--task LAMBADA", e.megatron in OF_MEGATRON)}
         out += [
             f"{spelling(name)} belongs to {owner}; give that too, or leave it out"
             for name, (owner, is_there) in owners.items()
             if not is_there and getattr(e, name) not in (None, False, [])
         ]
         out += checks.eval_tasks_problems(self.logging)
-        if e.limit and not out and "wikitext" in self.tasks:
-            out.append(f"--limit {e.limit}: WikiText is one text, so there is nothing to limit; leave it out")
+        if e.limit and not out:
+            whole = [name for name in self.tasks if find_task(name).is_one_text]
+            out += [
+                f"--limit {e.limit}: {name} is one text, so there is nothing to limit; leave it out" for name in whole
+            ]
         return [*out, *(e.input_problems() if e.input else [])]
 
 
 _OF_HARNESS = ("harness_path", "num_fewshot")
-ABOUT = """Score text with a model. Every token counts, a document's first one too: it follows an end of document.
+ABOUT = f"""Score text with a model. Every token counts, a document's first one too: it follows an end of document.
 
-LAMBADA https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl
-  SHA-256 4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226
-wiki.test.tokens of WikiText, https://wikitext.smerity.com/wikitext-103-v1.zip
-  SHA-256 242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590"""
+{LAMBADA.source}
+{WIKITEXT.source}"""
 
 
 def prepare_evaluate(parsed: flags.Parsed[EvaluateConfig], is_lead: bool) -> ReadingTask:

@@ -15,16 +15,17 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
+from meshwright.apps.evaluate.checkpoints import shown_scorer
+from meshwright.apps.evaluate.perplexity import require_finite
 from meshwright.apps.evaluate.results import Result
-from meshwright.apps.evaluate.score import document_windows, require_finite, score_windows
-from meshwright.apps.evaluate.scoring import shown_scorer
 from meshwright.base.errors import bad_data
 from meshwright.base.progress import progress_bar
 from meshwright.config.schema import Sampling
+from meshwright.data.windows import Window, document_windows
 from meshwright.generation.decoder import complete
-from meshwright.generation.engine import LanguageModel
+from meshwright.generation.language_model import LanguageModel
 from meshwright.generation.requests import Request
-from meshwright.training.tasks import Window
+from meshwright.parallel.window_losses import score_windows
 
 MOST_NEW = 256  # tokens of an answer whose task gives no number, as in the harness
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # what a task may say of it

@@ -18,7 +18,7 @@ from meshwright.config.fields import flag
 from meshwright.config.schema import READING, Logging, ReadConfig, TokenizerFlags
 
 if TYPE_CHECKING:
-    from meshwright.generation.engine import CheckedModel, LanguageModel
+    from meshwright.generation.language_model import CheckedModel, LanguageModel
 
 SHORTEST_KEY = 8
 

@@ -12,12 +12,12 @@ import layouts
 from helpers import printed_losses, read_rows, train_on_texts
 from layouts import VOCAB, parse, run_all
 from meshwright.__main__ import main
-from meshwright.apps.evaluate.score import score_windows
+from meshwright.apps.evaluate.perplexity import score_windows
 from meshwright.apps.report.page import page
 from meshwright.base.runs.history import read_history
 from meshwright.config.schema import TokenizerFlags
-from meshwright.generation import engine
-from meshwright.parallel.window_scores import plain_scorer
+from meshwright.generation import language_model
+from meshwright.parallel.window_losses import plain_scorer
 from meshwright.training.beside import scores
 from meshwright.training.tasks import Window, make_task
 
@@ -54,7 +54,7 @@ def test_scores_are_those_of_the_saved_weights(scored, files):
     assert [(r["iteration"], r["task"]) for r in rows] == [
         (i, name) for i in (4, 8, 12) for name in ("lambada", "wikitext", "text")
     ]
-    m = engine.load_model(str(scored), {}, TokenizerFlags(), torch.float64, torch.device("cpu"))
+    m = language_model.load_model(str(scored), {}, TokenizerFlags(), torch.float64, torch.device("cpu"))
     for row in rows[-3:]:
         task = make_task(row["task"], row["file"], m.tokenizer, 16, 8)
         want = task.score(plain_scorer(m.model), 16, 8)
@@ -128,7 +128,7 @@ def test_default_interval(scored, tmp_path, files):
     )
     assert {i for scores in read_history(folder).scores.values() for i in scores} == {12}  # only at the end
     [interval] = [line for line in (folder / "log.txt").read_text().splitlines() if " > --eval-tasks: " in line]
-    m = engine.load_model(str(scored), {}, TokenizerFlags(), torch.float64, torch.device("cpu"))
+    m = language_model.load_model(str(scored), {}, TokenizerFlags(), torch.float64, torch.device("cpu"))
     made = [make_task(name, path, m.tokenizer, 16, 8) for name, path in (one.split("=") for one in files.split(","))]
     fed = sum(len(w.tokens) - 1 for task in made for w in task.windows)
     every = int(interval.split("every ")[1].split()[0].replace(",", ""))

@@ -34,7 +34,7 @@ from meshwright.model.positions import Positions
 from meshwright.parallel.cut_model import CutModel, build_cut_model
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.shard import Sharding
-from meshwright.parallel.window_scores import Scorer, plain_scorer
+from meshwright.parallel.window_losses import Scorer, plain_scorer
 from meshwright.runtime.ranks.team import ALONE, Team
 
 ONE_RANK = Layout()

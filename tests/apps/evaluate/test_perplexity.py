@@ -14,7 +14,7 @@ from meshwright.__main__ import main
 from meshwright.apps.evaluate import score as scoring
 from meshwright.config.schema import Model, TokenizerFlags
 from meshwright.data import tokenizers
-from meshwright.generation import engine
+from meshwright.generation import language_model
 from meshwright.model.gpt import GPT
 from meshwright.model.loss import range_names
 from meshwright.model.positions import Positions
@@ -70,7 +70,7 @@ def test_figures_equal_a_plain_computation(score, run, tmp_path):
     path.write_text(TEXT[:50])
     status, got, _ = score("--input", path)
     raw = TEXT[:50].encode()
-    model = engine.load_model(str(run), {}, TokenizerFlags(), torch.float64, torch.device("cpu")).model
+    model = language_model.load_model(str(run), {}, TokenizerFlags(), torch.float64, torch.device("cpu")).model
     with torch.no_grad():
         nats = plain_loss(model, [256, *raw], LENGTH, LENGTH // 2)
     assert status == 0 and (got["tokens"], got["bytes"], got["documents"]) == (len(raw), len(raw), 1)
@@ -307,14 +307,14 @@ def test_bad_flags_are_refused(score, tmp_path, flags, status, messages):
 
 
 def test_a_loss_that_is_not_finite_is_an_error(score, monkeypatch, tmp_path):
-    load = engine.load_model
+    load = language_model.load_model
 
     def damaged(*args, **layout):
         found = load(*args, **layout)
         found.model.ln_f.weight.fill_(math.nan)
         return found
 
-    monkeypatch.setattr(engine, "load_model", damaged)
+    monkeypatch.setattr(language_model, "load_model", damaged)
     (tmp_path / "a.txt").write_text("a")
     status, got, err = score("--input", tmp_path / "a.txt")
     assert status == 70 and got is None and "not finite" in err
@@ -340,7 +340,7 @@ def test_a_bar_follows_the_windows_of_each_document(score, monkeypatch, tmp_path
         steps.append((description, total, of))
         yield steps.append
 
-    monkeypatch.setattr("meshwright.apps.evaluate.scoring.progress_bar", bar)
+    monkeypatch.setattr("meshwright.apps.evaluate.checkpoints.progress_bar", bar)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": TEXT * n}) + "\n" for n in (1, 3, 2)))
     assert score("--input", tmp_path / "a.jsonl", "--micro-batch-size=1")[0] == 0
     head, *shares = steps
@@ -365,7 +365,7 @@ def test_running_out_of_memory_is_explained(monkeypatch, capsys, run, tmp_path, 
         raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has more")
 
     (tmp_path / "a.txt").write_text("some text")
-    monkeypatch.setattr(engine, "load_model", fail)
+    monkeypatch.setattr(language_model, "load_model", fail)
     what = ["--input", str(tmp_path / "a.txt")] if command == "evaluate" else ["--prompt", "some"]
     assert main([command, str(run), "--device=cpu", "--micro-batch-size=3", *what]) == 2
     err = capsys.readouterr().err
