@@ -70,7 +70,7 @@ def reference() -> str:
             aliases, default = " ".join(f"`{a}`" for a in f.metadata["aliases"]), fields.default_of(f)
             shown = "" if default in (None, []) else f"`{json.dumps(default)}`"
             lacking = not_yet(f, kinds[f.name])
-            meaning = f.metadata["help"] + (f" *({lacking})*" if lacking else "")
+            meaning = fields.help_of(f) + (f" *({lacking})*" if lacking else "")
             cells = [f"`{fields.spelling(f.name)}`", aliases, shown, meaning.replace("|", "\\|")]
             out.append("| " + " | ".join(cells) + " |")
         out.append("")
@@ -107,7 +107,7 @@ def test_the_page_of_flags_is_up_to_date():
     page = (TESTS.parent / "docs" / "flags.md").read_text(encoding="utf-8")
     assert page == reference(), "update it: python tests/config/test_flag_table.py > docs/flags.md"
     for _, f in entries().items():
-        assert f.metadata["help"].replace("|", "\\|") in page
+        assert fields.help_of(f).replace("|", "\\|") in page
 
 
 def test_the_page_marks_all_that_answers_not_yet():

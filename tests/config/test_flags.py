@@ -162,7 +162,7 @@ def test_every_field_has_help_and_no_two_flags_collide():
         assert len(names) == len(set(names)), cls
         seen = {}
         for _, f, _ in fields.config_fields(cls).values():
-            assert f.metadata["help"].strip() and not f.metadata["help"].endswith("."), f.name
+            assert fields.help_of(f).strip() and not fields.help_of(f).endswith("."), f.name
             for spelling in {fields.spelling(f.name), *f.metadata["aliases"]}:
                 assert seen.setdefault(spelling, f.name) == f.name, spelling
         for spelling in seen:

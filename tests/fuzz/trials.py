@@ -295,9 +295,8 @@ def train(
 
 def score_windows(trainer: Any, length: int) -> float:
     """Return the nats per token that --eval-tasks would find in some windows, with all ranks."""
-    from meshwright.apps.evaluate.perplexity import score_windows
-    from meshwright.parallel.window_losses import score_part
-    from meshwright.training.tasks import Window
+    from meshwright.data.windows import Window
+    from meshwright.parallel.window_losses import score_part, score_windows
 
     net, vocab, team = trainer.net, trainer.state.vocab, trainer.team
 

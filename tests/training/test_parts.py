@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from types import SimpleNamespace
 
 import pytest
-from meshwright.apps.evaluate.tasks import make_text
 
 import meshwright
 from helpers import TINY_FLAGS, read_rows
 from meshwright.__main__ import main
+from meshwright.apps.evaluate.text import TEXT
 from meshwright.base import registry
 from meshwright.base.errors import UNAVAILABLE, UserError
 from meshwright.config import grammar
 from meshwright.training import forecast
 from meshwright.training.state import folder
+from meshwright.training.tasks import Metric, find_task
 
 SHORT = [*TINY_FLAGS, "--train-iters", "2", "--log-format", "short"]
 
@@ -37,8 +39,10 @@ def register(monkeypatch):
 def test_ours_are_registered():
     assert list(registry.entries("parts")) == ["plan", "report", "verify-layout"]
     assert list(registry.entries("tasks")) == ["lambada", "lambada-strict", "wikitext", "text"]
-    for group in ("parts", "tasks"):
-        assert all(callable(part) for part in registry.load(group).values())
+    assert all(callable(part) for part in registry.load("parts").values())
+    assert {name: task.name for name, task in registry.load("tasks").items()} == {
+        name: name for name in registry.entries("tasks")
+    }
 
 
 def test_a_run_without_parts(register, tmp_path, capsys):
@@ -89,14 +93,9 @@ def draw(run_dir):
     (run_dir / "report.html").write_text("strange")
 
 
-def make_strange(path, tokenizer, length, stride=None, limit=None):
-    made = make_text(path, tokenizer, length, stride, limit)
-    return SimpleNamespace(
-        **{name: getattr(made, name) for name in ("variant", "sha256", "file", "windows", "headline", "score")},
-        name="strange",
-        scores=lambda values: {"strange score": values["loss"]},
-        line=lambda values: "a strange line",
-    )
+STRANGE = dataclasses.replace(
+    TEXT, name="strange", title="STRANGE", metrics=(Metric("loss", "nats", "lower"),), words=lambda values: "a line"
+)
 
 
 @pytest.mark.pictures
@@ -110,13 +109,17 @@ def test_a_strangers_parts(register, tmp_path, capsys):
 
 
 def test_a_strangers_task(register, tmp_path, capsys):
-    register("tasks", strange=f"{__name__}:make_strange")
+    register("tasks", strange=f"{__name__}:STRANGE", other=f"{__name__}:STRANGE")
     (tmp_path / "a.txt").write_text("the cat sat on the mat")
     assert grammar.eval_tasks(f"strange={tmp_path}/a.txt") == {"strange": f"{tmp_path}/a.txt"}
-    with pytest.raises(ValueError, match="one of the names strange"):
+    with pytest.raises(ValueError, match="one of the names strange, other"):
         grammar.eval_tasks("lambada=FILE")
     words = [word for word in SHORT[:-2] if not word.startswith("--vocab-size")] + ["--tokenizer-type", "ByteTokenizer"]
     assert main(["train", *words, "--save", str(tmp_path / "run"), "--eval-tasks", f"strange={tmp_path}/a.txt"]) == 0
     [row] = read_rows(tmp_path / "run", "scores")
-    assert row["task"] == "strange" and row["scores"].keys() == {"strange score"}
-    assert "a strange line" in capsys.readouterr().out
+    assert row["task"] == "strange" and row["scores"] == {"strange loss": row["values"]["loss"]}
+    assert "validation results on STRANGE | a line" in capsys.readouterr().out
+    with pytest.raises(UserError, match="other in the group meshwright.tasks is no record of a task of this name"):
+        find_task("other")  # a record has one name
+    with pytest.raises(UserError, match="there is no task missing; install"):
+        find_task("missing")

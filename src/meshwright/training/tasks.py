@@ -120,7 +120,7 @@ class Task(Generic[D]):
         stride: by which overlapping windows advance if nothing says otherwise (none: half a
             window).
         takes_folders: whether the file may be a folder.
-        is_one_text: whether a file is one document, so that --limit has nothing to limit.
+        no_limit: why --limit has nothing to limit, where the file is one document.
         dataset: its name in Megatron's lines about the reading of the file; none without it.
         megatron: the value of Megatron's --task that asks for it, with further flags.
         source: where its file comes from; `evaluate --help` says so.
@@ -136,7 +136,7 @@ class Task(Generic[D]):
     words: Callable[[dict[str, float]], str] | None = None
     stride: int | None = None
     takes_folders: bool = False
-    is_one_text: bool = False
+    no_limit: str = ""
     dataset: str = ""
     megatron: str = ""
     source: str = ""

@@ -135,10 +135,8 @@ class EvaluateConfig(ReadConfig):
         ]
         out += checks.eval_tasks_problems(self.logging)
         if e.limit and not out:
-            whole = [name for name in self.tasks if find_task(name).is_one_text]
-            out += [
-                f"--limit {e.limit}: {name} is one text, so there is nothing to limit; leave it out" for name in whole
-            ]
+            reasons = filter(None, (find_task(name).no_limit for name in self.tasks))
+            out += [f"--limit {e.limit}: {why}, so there is nothing to limit; leave it out" for why in reasons]
         return [*out, *(e.input_problems() if e.input else [])]
 
 

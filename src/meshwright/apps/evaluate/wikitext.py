@@ -125,7 +125,7 @@ WIKITEXT = Task(
     describe=describe,
     words=megatrons_words,
     stride=32,  # of Megatron's --overlapping-eval
-    is_one_text=True,
+    no_limit="WikiText is one text",
     megatron="WIKITEXT103",
     source="""wiki.test.tokens of WikiText, https://wikitext.smerity.com/wikitext-103-v1.zip
   SHA-256 242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590""",
