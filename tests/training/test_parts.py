@@ -38,7 +38,7 @@ def register(monkeypatch):
 
 def test_ours_are_registered():
     assert list(registry.entries("parts")) == ["plan", "report", "verify-layout"]
-    assert list(registry.entries("tasks")) == ["lambada", "lambada-strict", "wikitext", "text"]
+    assert {"lambada", "lambada-strict", "wikitext", "text"} <= set(registry.entries("tasks"))
     assert all(callable(part) for part in registry.load("parts").values())
     assert {name: task.name for name, task in registry.load("tasks").items()} == {
         name: name for name in registry.entries("tasks")
