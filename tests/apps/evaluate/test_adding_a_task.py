@@ -19,8 +19,9 @@ from meshwright.base import registry
 from meshwright.base.errors import UserError
 from meshwright.base.runs.follow import RunTail
 from meshwright.config.schema import TokenizerFlags
+from meshwright.data.tokenizers import Bytes
 from meshwright.generation import language_model
-from meshwright.training.tasks import Metric, Task, describe_column, find_task
+from meshwright.training.tasks import Metric, Task, describe_column, find_task, prepare_task
 
 GROUP = f"{registry.PREFIX}tasks"
 PAGE = (Path(__file__).parents[3] / "docs" / "adding-a-task.md").read_text()
@@ -162,6 +163,12 @@ def test_a_damaged_file_is_refused(installed, tmp_path, line, message):
     with pytest.raises(UserError, match="write lines such as") as caught:
         list(find_task("choices").read(str(tmp_path / "a.jsonl")))
     assert message in str(caught.value) and caught.value.status == 65
+
+
+def test_a_file_without_a_document_is_refused(installed, tmp_path):
+    (tmp_path / "a.jsonl").write_text("")
+    with pytest.raises(UserError, match=r"choices=.*a\.jsonl: there is nothing to score; name another file"):
+        prepare_task("choices", str(tmp_path / "a.jsonl"), Bytes(), 16)
 
 
 def test_a_column_of_no_task_has_no_note():
