@@ -180,26 +180,6 @@ def test_a_bar_on_a_terminal(generate, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--json", "--json is for --prompt and --prompts; give one of them"),
-        ("--prompt a --logprobs 1", "--logprobs 1 writes numbers beside the text; give --json too"),
-        ("--prompt a --length-penalty 2", "--length-penalty 2 is for beam search; give --beam-width too"),
-        ("--prompt a --beam-width 2 --top_k 3 --temperature 2", "draws nothing; leave --temperature, --top_k out"),
-        ("--prompt a --beam-width 2 --num-return-sequences 3", "3 is more than --beam-width 2; raise the width"),
-        ("--prompt a --beam-width 2 --json --logprobs 1", "give --logprobs 0"),
-        ("--prompt a --prompts b", "cannot be combined; give one"),
-        ("--num-samples 1 --genfile x --stop a", "--stop is for --prompt"),
-        ("--prompts p --output p", "--output p is the input file; name another file"),
-    ],
-)
-def test_flags_that_do_not_go_together(generate, flags, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "p").write_text("a")
-    assert message in generate(*flags.split(), status=2)[1]
-
-
-@pytest.mark.parametrize(
     ("line", "message"),
     [
         ('{"prompt": 1}', 'not an object with a text named "prompt"'),

@@ -370,22 +370,6 @@ def test_logits_that_are_not_finite(generate, monkeypatch, flag):
     assert status == 70 and "not finite" in err
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--micro-batch-size=0"], "--micro-batch-size 0 must be above 0"),
-        (["--seq-length=0"], "--seq-length 0 must be above 0"),
-        (["--temperature=-1"], "--temperature -1.0 must not be below 0"),
-        (["--top_p=1.5", "--top_k=-1"], "--top_p 1.5 must be from 0 to 1"),
-        (["--interactive", "--prompt=a"], "cannot be combined"),
-        (["--out-seq-length=0"], "--out-seq-length 0 must be above 0"),
-    ],
-)
-def test_bad_flags_are_refused(generate, flags, message):
-    status, _, err = generate(*flags, typed="")
-    assert status == 2 and message in err
-
-
 def test_flags_without_effect_are_noted(generate, run):
     """Only those of the command line: a run's config.toml holds a whole training."""
     _, _, err = generate("--prompt", "a", "--train-iters=7")
