@@ -11,7 +11,7 @@ from parsing import parse, refusal
 
 import meshwright
 from helpers import TINY_FLAGS
-from meshwright.__main__ import COMMANDS, _as_typed, main
+from meshwright.__main__ import COMMANDS, _name_as_typed, main
 from meshwright.apps.bench.command import BenchConfig
 from meshwright.apps.datasets.commands import DedupConfig
 from meshwright.apps.evaluate.command import EvaluateConfig
@@ -21,6 +21,7 @@ from meshwright.base.files import read_table
 from meshwright.cli.train_tokenizer import TrainTokenizerConfig
 from meshwright.config import flags
 from meshwright.config.presets import PRESETS
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import GenerateConfig, TrainConfig
 from meshwright.config.text_inputs import PreprocessConfig
 from meshwright.generation.engine import TextOptions
@@ -148,12 +149,17 @@ def test_every_answer_exists():
 
 def test_a_length_in_epochs_is_refused_in_its_words() -> None:
     """A run makes samples of it, which nobody typed."""
-    refusal = "--train-samples (2 samples) counts from the beginning; raise --train-samples"
+
+    def refused(typed: str) -> str:
+        error = SettingsError("{train_samples} (2 samples) counts from the beginning; raise {train_samples}")
+        _name_as_typed(error, ["train", *typed.split()], {})
+        return str(error)
+
     words = "(2 samples) counts from the beginning; raise"
     for typed, name in {"--train-epochs 1": "--train-epochs", "--num_train_epochs=1": "--num_train_epochs"}.items():
-        assert _as_typed(refusal, ["train", *typed.split()], {}) == f"{name} {words} {name}"
+        assert refused(typed) == f"{name} {words} {name}"
     for typed in ("--train-samples 2", "--train_samples 2 --train-epochs 1"):
-        assert "epochs" not in _as_typed(refusal, ["train", *typed.split()], {})
+        assert "epochs" not in refused(typed)
 
 
 @pytest.mark.parametrize("of", ["command line", "file", "Python"])
