@@ -1,13 +1,12 @@
 """Resolve flags: defaults < --preset < --recipe < --config FILE < MESHWRIGHT_* < command line.
 
-argparse lacks what users of Megatron need: these layers with the source of each value, hints for
-retired and misspelled flags, and all mistakes at once. A configuration is a dataclass of groups,
+Each value has a source, flags of other programs and misspelt ones are answered, and all mistakes
+are listed at once; `argv.py` reads the command line. A configuration is a dataclass of groups,
 such as `TrainConfig`; a flat one, such as that of `report`, reads no files or environment.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import itertools
@@ -28,9 +27,9 @@ from meshwright.base.files import parse_toml, read_small
 from meshwright.base.hints import did_you_mean, find_address, our_word, refuse_address
 from meshwright.base.storage import addresses
 from meshwright.config import check_values, checks, dialects, help, notices, presets, recipes
+from meshwright.config.argv import Syntax, Typed, answer_unknown, missing, read_argv, syntax_of
 from meshwright.config.dialects import equal, known_elsewhere, no_effect, old_switches
 from meshwright.config.fields import (
-    cached,
     choices_of,
     config_fields,
     config_groups,
@@ -39,11 +38,8 @@ from meshwright.config.fields import (
     group_values,
     inner_type,
     is_flat,
-    is_list,
     shown_name,
     spelling,
-    switches,
-    word_of,
 )
 from meshwright.config.grammar import read_batch_schedule
 from meshwright.config.schema import AMOUNTS, LENGTHS, OUTCOME, TrainConfig
@@ -85,15 +81,6 @@ class SwitchSource(str):
     """The source of a value that an older switch stands for."""
 
 
-class FlagParser(argparse.ArgumentParser):
-    """argparse without its usage dump and exit; errors name a flag by one spelling."""
-
-    used: frozenset[str] | None = None  # the settings that the command uses, if it accepts others
-
-    def error(self, message: str) -> typing.NoReturn:
-        raise UserError(re.sub(r"(--[\w-]+)(/--?[\w-]+)+", r"\1", message))
-
-
 def parse_settings(
     cls: type[C],
     argv: list[str],
@@ -107,31 +94,25 @@ def parse_settings(
 
     `values` are settings by name, from Python. They win over the command line.
     """
-    names_follow = any(f.metadata["positional"] == "rest" for _, f, _ in config_fields(cls).values())
-    if (topic := help.requested_topic(argv, names_follow)) is not None:
+    syntax = syntax_of(cls, positional)
+    if (topic := help.requested_topic(argv, syntax.names_follow)) is not None:
         help.show_help(help.Command(cls, prog, about, positional), topic)
         raise SystemExit(DONE)
-    parser = _parser(cls, positional)
-    argv, complaints = _without_switch_values(argv if names_follow else _hyphenated(argv, parser), parser)
-    if not names_follow:
-        argv, without_value = _without_missing_values(argv, parser)
-        complaints += without_value + _given_twice(argv, parser)
-    namespace, unknown = _parse_known(parser, argv, complaints)
-    cli, values = vars(namespace), dict(values or {})
+    typed = read_argv(argv, syntax)
+    _refuse_incomplete(typed, syntax)
+    cli, complaints, values = typed.values, typed.complaints, dict(values or {})
     control = {k: cli.pop(k, None) for k in ("preset", "recipe", "depth", "config_file", "dry_run", "print_config")}
     control |= {k: values.pop(k) for k in ("preset", "recipe", "depth", "config_file") if k in values}
     reader = LayerReader(cls, complaints)
-    if positional:
-        unknown = _take_positional(cls, positional, cli, unknown, complaints)
-    for name in no_effect():
-        if (value := cli.pop("no_effect_" + name, None)) is not None:
-            reader.note_idle(name, value, "")
-    complaints += [_unknown(word, parser) for word in unknown if word.startswith("--")]
-    if unknown and not complaints:
-        advice = _advice_of_word(unknown[0], reader)
-        complaints.append(f"unexpected argument {unknown[0]!r}{advice}")
-        if "--config" in advice and os.path.isfile(unknown[0]):  # read it, so that nothing in it is missed
-            control["config_file"] = control["config_file"] or unknown[0]
+    for name in [name for name in cli if name in no_effect()]:
+        reader.note_idle(name, cli.pop(name), "")
+    complaints += _unknown_flags(typed, syntax)
+    stray = [word for word in typed.unknown if not word.startswith("--")] + typed.words
+    if stray and not complaints:
+        advice = _advice_of_word(stray[0], reader)
+        complaints.append(f"unexpected argument {stray[0]!r}{advice}")
+        if "--config" in advice and os.path.isfile(stray[0]):  # read it, so that nothing in it is missed
+            control["config_file"] = control["config_file"] or stray[0]
 
     layers = _layers_below(reader, control["preset"], control["config_file"])
     layers.append(("command line", reader.convert_all(cli, "") | reader.convert_all(values, "")))
@@ -197,7 +178,7 @@ def _fit_layers(
     above = _merged(upper)
     try:
         depth = convert_value(int, control["depth"])
-    except argparse.ArgumentTypeError as error:
+    except ValueError as error:
         reader.complaints.append(f"--depth: {error}")
         return "", {}
     recipe = control["recipe"] or (recipes.IMPLIED if depth is not None else "")
@@ -254,49 +235,20 @@ def _missing_in_one_line(objections: list[str]) -> list[str]:
     return [*(line for line in objections if line not in missing), f"{', '.join(names)} and {last} are needed too"]
 
 
-def _given_twice(argv: list[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Report settings that are given by two names, with different values."""
-    given: dict[str, dict[str, str]] = {}
-    for word, following in zip(argv, [*argv, ""][1:], strict=True):
-        name, equals, value = word.partition("=")
-        action = parser._option_string_actions.get(name)
-        if action is not None and action.nargs is None:
-            given.setdefault(action.dest, {})[name] = value if equals else following
-    both = (names for names in given.values() if len(names) > 1 and len(set(names.values())) > 1)
-    return [f"{' and '.join(names)} are names of one setting, with different values; give one" for names in both]
+def _unknown_flags(typed: Typed, syntax: Syntax) -> list[str]:
+    return [answer_unknown(word, syntax) for word in typed.unknown if word.startswith("--")]
 
 
-def _parse_known(parser: FlagParser, argv: list[str], complaints: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse; beside missing flags report unknown ones too: a misspelled one is often the reason."""
-    try:
-        return parser.parse_known_args(argv)
-    except UserError as error:
-        missing = re.findall(r"--[\w-]+", str(error))
-        is_reported = missing and _answered(complaints).issuperset(missing)
-        needed = [action for action in parser._actions if action.required]
-        for action in needed:
-            action.required = False
-        with contextlib.suppress(UserError):
-            unknown = parser.parse_known_args(argv)[1]
-            complaints += [_unknown(word, parser) for word in unknown if word.startswith("--")]
-        for action in needed:  # the parser serves again
-            action.required = True
-        raise UserError(listed(complaints if is_reported else [*complaints, str(error)])) from None
-
-
-def _without_missing_values(argv: list[str], parser: FlagParser) -> tuple[list[str], list[str]]:
-    """Remove and report flags whose value is missing, at which argparse would stop."""
-    words, complaints = [], []
-    for word, following in zip(argv, [*argv, None][1:], strict=True):
-        action = parser._option_string_actions.get(word)
-        takes_value = action is not None and action.nargs in (None, "+", 1)
-        if not takes_value or (following is not None and parser._parse_optional(following) is None):
-            words.append(word)
-        else:
-            is_value = re.match(r"-[\d.]", following or "")
-            hint = f"; a value that begins with - is written {word}={following}" if is_value else ""
-            complaints.append(f"argument {word}: expected one argument{hint}")
-    return words, complaints
+def _refuse_incomplete(typed: Typed, syntax: Syntax) -> None:
+    """Refuse a command line without what the command needs; a misspelt flag is often the reason."""
+    lacking = missing(typed, syntax)
+    if not lacking:
+        return
+    complaints = typed.complaints + _unknown_flags(typed, syntax)
+    flags = [name for name in lacking if name.startswith("--")]
+    if not flags or not _answered(typed.complaints).issuperset(flags):
+        complaints.append(f"the following arguments are required: {', '.join(lacking)}")
+    raise UserError(listed(complaints))
 
 
 def _layers_below(reader: LayerReader, preset: str | None, file: str | None) -> list[tuple[str, dict[str, Any]]]:
@@ -312,21 +264,6 @@ def _layers_below(reader: LayerReader, preset: str | None, file: str | None) -> 
     if not is_flat(reader.cls):
         layers.append((ENVIRONMENT, reader.read_environment()))
     return layers
-
-
-def _take_positional(
-    cls: type, positional: str, cli: dict[str, Any], unknown: list[str], complaints: list[str]
-) -> list[str]:
-    """Move arguments without a flag, before or after flags, to their field; return the others."""
-    bare = cli.pop("bare", None)
-    if is_list(config_fields(cls)[positional][2]):
-        words = [*(bare or []), *(word for word in unknown if not word.startswith("-"))]
-        if words:
-            cli[positional] = [*words, *cli.get(positional, [])]
-        return [word for word in unknown if word.startswith("-")]
-    if bare is not None and cli.setdefault(positional, bare) != bare:
-        complaints.append(f"{bare} and {spelling(positional)} {cli[positional]} name two folders; give one")
-    return unknown
 
 
 def _unused(cls: type, typed: Mapping[str, Any]) -> list[str]:
@@ -433,61 +370,7 @@ def switches_in_effect(config: Any, given: Mapping[str, Any]) -> dict[str, bool]
     return {s: True for s, (name, value) in switches.items() if _with_switch(values[name], value) == values[name]}
 
 
-# The parser.
-
-
-@cached
-def _parser(cls: type, positional: str | None = None) -> FlagParser:
-    """Return the parser of a command line; `help` shows the flags, so it has no texts."""
-    by_name = config_fields(cls)
-    parser = FlagParser(allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False)
-    parser.used = getattr(cls, "USES", None)
-    parser.add_argument("-h", "--help", "--help-all", action="store_true")  # for suggestions; `parse` answers it
-    # -1e-3 is a number too.
-    parser._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
-    if positional:
-        _, f, kind = by_name[positional]
-        parser.add_argument("bare", nargs="*" if is_list(kind) else "?", metavar=word_of(f))
-    for _, f, kind in by_name.values():
-        _add(parser, f, kind)
-    if is_flat(cls):
-        return parser
-    parser.add_argument("--preset")
-    if issubclass(cls, TrainConfig):
-        parser.add_argument("--recipe")
-        parser.add_argument("--depth")
-    parser.add_argument("--config", dest="config_file")
-    parser.add_argument("--print-config", action="store_true")
-    parser.add_argument("--dry-run", action="store_true")
-    for name, (dest, value) in equal().items():
-        if dest in by_name:
-            parser.add_argument(name, dest=dest, action="store_const", const=value)
-    for switch, (dest, _) in old_switches().items():
-        if dest in by_name:
-            parser.add_argument(spelling(switch), dest=switch, action="store_const", const=True)
-            parser.add_argument("--no-" + spelling(switch)[2:], dest=switch, action="store_const", const=False)
-    for name, (count, _) in no_effect().items():
-        if name not in parser._option_string_actions:
-            action: dict[str, Any] = {"nargs": count} if count else {"action": "store_true"}
-            parser.add_argument(name, dest="no_effect_" + name, **action)
-    return parser
-
-
-def _add(parser: FlagParser, f: dataclasses.Field[Any], kind: Any) -> None:
-    """Add the argparse entries of one field."""
-    required = default_of(f) is dataclasses.MISSING
-    if positional := f.metadata["positional"]:
-        one, many = (None, "+") if required else ("?", "*")
-        nargs = argparse.REMAINDER if positional == "rest" else many if is_list(kind) else one
-        parser.add_argument(f.name, nargs=nargs, metavar=word_of(f))
-    elif inner_type(kind) is bool:
-        for names, const in zip(switches(f), (True, False), strict=True):
-            if names:
-                parser.add_argument(*names, dest=f.name, action="store_const", const=const)
-    else:
-        # Values remain strings here; those of all layers are converted in one place.
-        more: dict[str, Any] = ({"nargs": "+" if required else "*"} if is_list(kind) else {}) | {"required": required}
-        parser.add_argument(spelling(f.name), *f.metadata["aliases"], dest=f.name, **more)
+# Values.
 
 
 def words_in(text: str) -> list[str]:
@@ -499,7 +382,7 @@ def words_in(text: str) -> list[str]:
 
 
 def convert_value(kind: Any, value: Any) -> Any:
-    """Return a value of any layer as the field's type; raise ArgumentTypeError if it is not one."""
+    """Return a value of any layer as the field's type; raise ValueError if it is not one."""
     words = [typing.get_args(k) for k in typing.get_args(kind) if typing.get_origin(k) is typing.Literal]
     if words and value in words[0]:  # beside numbers, as in `int | Literal["auto"]`
         return value
@@ -511,14 +394,12 @@ def convert_value(kind: Any, value: Any) -> Any:
         word = word if word in choices else OTHER_VALUES.get(word, SWITCHED.get(word.lower(), word))
         if word in choices:
             return word
-        raise argparse.ArgumentTypeError(
-            f"{_short(value)} is none of {', '.join(map(str, choices))}{NOT_WRITTEN.get(word, '')}"
-        )
+        raise ValueError(f"{_short(value)} is none of {', '.join(map(str, choices))}{NOT_WRITTEN.get(word, '')}")
     if inner is bool:
         word = str(value).lower() if isinstance(value, bool | int | str) else ""
         if word in ("1", "true", "yes", "0", "false", "no"):
             return word in ("1", "true", "yes")
-        raise argparse.ArgumentTypeError(f"{_short(value)} is not true or false")
+        raise ValueError(f"{_short(value)} is not true or false")
     if typing.get_origin(inner) is list:
         values = words_in(value) if isinstance(value, str) else value if isinstance(value, list) else [value]
         return [convert_value(typing.get_args(inner)[0], v) for v in values]
@@ -535,51 +416,12 @@ def convert_value(kind: Any, value: Any) -> Any:
         wanted = {"int": "a whole number", "float": "a number", "str": "text"}[inner.__name__]
         large = re.fullmatch(r"([\d.]{1,20}) ?([kmbtg])", value.strip(), re.I) if isinstance(value, str) else None
         advice = f"; write {large[1]}e{POWERS[large[2].lower()]}" if large else ""
-        raise argparse.ArgumentTypeError(f"{_short(value)} is not {wanted}{advice}") from None
-
-
-def _unknown(word: str, parser: FlagParser) -> str:
-    name, used = word.split("=")[0], parser.used
-    known = [option for option, a in parser._option_string_actions.items() if used is None or a.dest in used]
-    hyphenated = name.replace("_", "-")
-    ours = our_word("flags", hyphenated[2:], known)
-    hint = f"; here it is {ours}" if ours else did_you_mean(hyphenated, known, cutoff=0.8)
-    if any(action.nargs == argparse.REMAINDER for action in parser._actions):
-        hint = hint or "; flags of COMMAND go after it"
-    return known_elsewhere(name) or known_elsewhere(hyphenated) or f"unknown flag {name}{hint or '; see --help'}"
+        raise ValueError(f"{_short(value)} is not {wanted}{advice}") from None
 
 
 def _short(value: Any) -> str:
     """Return a short form for messages: a few lines of YAML can stand for gigabytes."""
     return (repr(value) if isinstance(value, str) else reprlib.repr(value))[:100]
-
-
-def _hyphenated(argv: list[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Return the words with --seq_length, say, as --seq-length."""
-    flags, out = parser._option_string_actions, list[str]()
-    for word in argv:
-        name, equals, value = word.partition("=")
-        ours = name.replace("_", "-")
-        is_other = name.startswith("--") and name not in flags and ours in flags
-        out.append(ours + equals + value if is_other else word)
-    return out
-
-
-def _without_switch_values(argv: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
-    """Remove and report values of switches: some programs read `--fp16 False` as true."""
-    switches = {name for name, action in parser._option_string_actions.items() if action.nargs == 0}
-    words: list[str] = []
-    wrong = []
-    for word in argv:
-        name, equals, _ = word.partition("=")
-        if equals and name in switches:
-            words.append(name)
-            wrong.append(word)
-        elif words and words[-1] in switches and word.lower() in ("true", "false"):
-            wrong.append(f"{words[-1]} {word}")
-        else:
-            words.append(word)
-    return words, [f"{w}: this flag takes no value; write it alone, or leave it out" for w in wrong]
 
 
 # Files and the environment.
@@ -611,7 +453,7 @@ class LayerReader:
                 try:
                     is_raw = name == "prompt" and isinstance(value, str)  # "none" is a prompt too
                     out[name] = value if is_raw else convert_value(self.fields[name][2], value)
-                except argparse.ArgumentTypeError as e:
+                except ValueError as e:
                     self.complaints.append(f"{shown_name(self.fields[name][1])}{where}: {e}")
             elif name in old_switches():
                 self._read_switch(out, name, value, where)
@@ -646,7 +488,7 @@ class LayerReader:
             out[name] = convert_value(bool, value)
             if out[name] or name in self.idle:
                 self.idle[name] = out[name]
-        except argparse.ArgumentTypeError as error:
+        except ValueError as error:
             self.complaints.append(f"{spelling(name)}{where}: {error}")
 
     def note_idle(self, name: str, value: Any, where: str) -> None:
