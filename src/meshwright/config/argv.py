@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from meshwright.base.hints import did_you_mean, our_word
+from meshwright.base.hints import nearest, our_word
 from meshwright.config.dialects import equal, known_elsewhere, no_effect, old_switches
 from meshwright.config.fields import (
     cached,
@@ -27,6 +27,7 @@ from meshwright.config.fields import (
     switches,
     word_of,
 )
+from meshwright.config.problem import Problem, names_in, plain, with_value
 from meshwright.config.schema import TrainConfig
 
 Count = int | Literal["*", "+"]  # words after a flag: so many, any number, or at least one
@@ -140,9 +141,13 @@ class Typed:
     values: dict[str, Any] = field(default_factory=dict)  # setting -> text, list of texts or a switch's value
     words: list[str] = field(default_factory=list)  # without a flag
     unknown: list[str] = field(default_factory=list)  # flags that the command does not have
-    complaints: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
     # Setting -> the flags that gave it a value, each with its last one.
     names: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def missing(self, syntax: Syntax) -> dict[str, str]:
+        """Return the settings without a default that are not given -> how messages name them."""
+        return {name: shown for name, shown in syntax.required.items() if name not in self.values}
 
 
 def read_argv(argv: Sequence[str], syntax: Syntax) -> Typed:
@@ -165,7 +170,7 @@ def read_argv(argv: Sequence[str], syntax: Syntax) -> Typed:
             break
         else:
             typed.words.append(word)
-    typed.complaints += _given_twice(typed)
+    typed.problems += _given_twice(typed)
     _place_words(typed, syntax)
     return typed
 
@@ -205,10 +210,11 @@ def _read_flag(typed: Typed, name: str, joined: str | None, after: Sequence[str]
         if joined is None and not (values and values[0].lower() in ("true", "false")):
             return 0
         written = f"{name} {values[0]}" if joined is None else f"{name}={joined}"
-        typed.complaints.append(f"{written}: this flag takes no value; write it alone, or leave it out")
+        said = f"{plain(written)}: this flag takes no value; write it alone, or leave it out"
+        typed.problems.append(Problem((option.target,), said))
         values = values[:1]
     elif isinstance(option.count, int) and len(values) < option.count or option.count == "+" and not values:
-        typed.complaints.append(_too_few(name, option.count, after))
+        typed.problems.append(Problem((option.target,), _too_few(name, option.count, after)))
     elif option.count == 1:
         values = values[:1]
         typed.values[option.target] = values[0]
@@ -223,15 +229,15 @@ def _too_few(name: str, count: Count, after: Sequence[str]) -> str:
     """Say that values are missing after a flag."""
     wanted = "one argument" if count in (1, "+") else f"{count} arguments"
     is_value = after and re.match(r"-[\d.]", after[0])
-    hint = f"; a value that begins with - is written {name}={after[0]}" if is_value else ""
+    hint = f"; a value that begins with - is written {name}={plain(after[0])}" if is_value else ""
     return f"argument {name}: expected {wanted}{hint}"
 
 
-def _given_twice(typed: Typed) -> list[str]:
+def _given_twice(typed: Typed) -> list[Problem]:
     """Report settings that are given by two names, with different values."""
     return [
-        f"{' and '.join(values)} are names of one setting, with different values; give one"
-        for values in typed.names.values()
+        Problem((target,), f"{' and '.join(values)} are names of one setting, with different values; give one")
+        for target, values in typed.names.items()
         if len(set(values.values())) > 1
     ]
 
@@ -248,26 +254,21 @@ def _place_words(typed: Typed, syntax: Syntax) -> None:
             continue
         word = typed.words.pop(0)
         if typed.values.setdefault(name, word) != word:
-            folders = f"{word} and {spelling(name)} {typed.values[name]}"
-            typed.complaints.append(f"{folders} name two folders; give one")
+            both = f"{plain(word)} and {with_value(name, typed.values[name])} name two folders; give one"
+            typed.problems.append(Problem((name,), both))
 
 
-def missing(typed: Typed, syntax: Syntax) -> list[str]:
-    """Return the settings without a default that are not given, as messages name them."""
-    return [shown for name, shown in syntax.required.items() if name not in typed.values]
-
-
-def answer_unknown(word: str, syntax: Syntax) -> str:
-    """Return what to say of a flag that the command does not have."""
+def answer_unknown(word: str, syntax: Syntax) -> Problem:
+    """Return what is said of a flag that the command does not have."""
     name = word.partition("=")[0]
     hyphenated = name.replace("_", "-")
-    known = [flag for flag, option in syntax.options.items() if syntax.used is None or option.target in syntax.used]
-    if elsewhere := known_elsewhere(name) or known_elsewhere(hyphenated):
-        return elsewhere
-    if ours := our_word("flags", hyphenated[2:], known):
-        hint = f"; here it is {ours}"
-    else:
-        hint = did_you_mean(hyphenated, known, cutoff=0.8)
-    if not hint and syntax.names_follow:
-        hint = "; flags of COMMAND go after it"
-    return f"unknown flag {name}{hint or '; see --help'}"
+    if answer := known_elsewhere(name, name) or known_elsewhere(hyphenated, name):
+        return Problem(names_in(answer), answer)
+
+    unknown = f"unknown flag {plain(name)}"
+    known = {f: o.target for f, o in syntax.options.items() if syntax.used is None or o.target in syntax.used}
+    if ours := our_word("flags", hyphenated[2:], {*known, *known.values()}):
+        return Problem(names_in(ours), f"{unknown}; here it is {ours}")
+    if near := nearest(hyphenated, known, cutoff=0.8):
+        return Problem((known[near],), f"{unknown}; did you mean {near}?")
+    return Problem((), f"{unknown}; {'flags of COMMAND go after it' if syntax.names_follow else 'see --help'}")

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import pkgutil
-import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING as MISSING
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
-from meshwright.base.errors import UserError
 from meshwright.config.pages import PAGES
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -75,6 +72,8 @@ def group(**facets: Unpack[Facets]) -> Callable[[type[T]], type[T]]:
 
 def spelling(name: str) -> str:
     """Return the flag of a field; three underscores are kept, as in Megatron."""
+    if name == "config_file":
+        return "--config"
     return "--" + name.replace("_", "-").replace("opt-param", "opt_param").replace(
         "deepspeed-config", "deepspeed_config"
     )
@@ -213,69 +212,18 @@ def switches(f: dataclasses.Field[Any]) -> tuple[list[str], list[str]]:
     return on, off
 
 
-def typed_spellings(cls: type, argv: Collection[str]) -> dict[str, str]:
-    """Return our spelling -> the typed one, of flags typed by another name or with underscores.
+def typed_flags(cls: type, argv: Collection[str]) -> dict[str, str]:
+    """Return field -> its flag as it was typed, also by another name or with underscores.
 
     --train-epochs stands for --train-samples too, which a run makes of it.
     """
     typed, out = [word.partition("=")[0] for word in argv if word.startswith("--")], {}
-    for _, f, kind in config_fields(cls).values():
-        ours = spelling(f.name)
-        names = switches(f)[0] if inner_type(kind) is bool else [ours, *f.metadata["aliases"]]
-        plain = {name.replace("_", "-") for name in names}
+    for name, (_, f, kind) in config_fields(cls).items():
+        names = switches(f)[0] if inner_type(kind) is bool else [spelling(name), *f.metadata["aliases"]]
+        plain = {word.replace("_", "-") for word in names}
         # If it is typed twice, the last one counts.
-        given = next((word for word in reversed(typed) if word.replace("_", "-") in plain), ours)
-        if given != ours:
-            out[ours] = given
-        if ours == "--train-epochs" and given in typed:
-            out.setdefault("--train-samples", given)
+        if (given := next((word for word in reversed(typed) if word.replace("_", "-") in plain), None)) is not None:
+            out[name] = given
+    if "train_epochs" in out:
+        out.setdefault("train_samples", out["train_epochs"])
     return out
-
-
-@functools.cache
-def keyword_arguments() -> Mapping[str, str]:
-    """Return flag -> what it is in a call from Python: save, bf16=True or mock_data=False."""
-    out = {f"--{name}": name for name in ("preset", "recipe", "depth")} | {"--config": "config_file"}
-    for cls in every_config():
-        for name, (_, f, kind) in config_fields(cls).items():
-            if inner_type(kind) is bool:
-                on, off = switches(f)
-                out |= dict.fromkeys(on, f"{name}=True") | dict.fromkeys(off, f"{name}=False")
-            else:
-                out |= dict.fromkeys([spelling(name), *f.metadata["aliases"]], name)
-    return types.MappingProxyType(out)
-
-
-@contextlib.contextmanager
-def keywords_in_errors(given: Collection[str] = (), typed: Collection[str] = ()) -> Iterator[None]:
-    """Let errors of a call from Python name keywords in the place of flags, but not in commands.
-
-    `given` are the caller's keywords; `typed` are flags that it gave, which stay. If it gave flags
-    alone, all do.
-    """
-    try:
-        yield
-    except UserError as error:
-        if given or not typed:
-            error.args = (in_keywords(str(error), given, typed),)
-        raise
-
-
-def in_keywords(message: str, given: Collection[str] = (), typed: Collection[str] = ()) -> str:
-    """Return a message with keywords of Python for flags, outside of commands in backticks."""
-    known = {**{spelling(name): name for name in given}, **keyword_arguments()}
-
-    def keyword(found: re.Match[str]) -> str:
-        flag: str | None = found["flag"]
-        space: str = found["space"] or ""
-        if flag is None:
-            return "setting"
-        if flag in typed or flag not in known:
-            return str(found[0])
-        return known[flag] + ("=" if space and "=" not in known[flag] else space)
-
-    # A space becomes "=" before a value: a number, a path, a quoted word, or capitals for one.
-    flag = r"""(?P<flag>--[A-Za-z][\w-]*)(?P<space>( (?=[A-Z]+\b|[\d'"/.]))?)"""
-    words = rf"""(?<![\w/.-])(?:{flag}|(?<!['"])flag(?=s?\b(?![/.-]\w)))"""
-    parts = re.split("(`[^`]*`)", message)
-    return "".join(part if part[:1] == "`" else re.sub(words, keyword, part) for part in parts)

@@ -14,9 +14,10 @@ from meshwright.base import device as devices
 from meshwright.base.errors import DONE, UNEXPECTED, UserError
 from meshwright.config import command, flags
 from meshwright.config.fields import flag
+from meshwright.config.problem import Problem, stated
 
 ABOUT = "Measure the speed of training: each row of a SET is one run of `meshwright train`. Its flags go after --."
-Words = list[str]  # a field below is named list
+Words, Problems = list[str], list[Problem]  # a field below is named list
 Peers = list[Peer]
 # Flags of train that a bench sets, and what to give in their place.
 BENCH_FLAGS = {"--train-iters": "--steps before --", "--run-dir": "--out before --", "--data-path": "--data before --"}
@@ -44,13 +45,14 @@ class BenchConfig:
     calibrate: bool = flag(False, "measure this machine for `meshwright plan` instead, and write its profile to --out")
     device: str = flag("auto", "device that --calibrate measures", needs="--calibrate", value="FORM", docs="")
 
-    def problems(self) -> Words:
+    def problems(self) -> Problems:
         if self.steps is not None and self.steps < 3:
-            return [f"--steps {self.steps}: the first third is warm-up; give 3 or more"]
+            return [Problem(("steps",), f"{stated(self, 'steps')}: the first third is warm-up; give 3 or more")]
         if self.peer_seconds != type(self).peer_seconds and not self.programs:
-            return ["--peer-seconds has no effect without --peers"]
+            return [Problem(("peer_seconds",), "{peer_seconds} has no effect without {peers}")]
         if self.calibrate and (self.sets or self.rows or self.programs or self.list):
-            return ["--calibrate runs no rows of a set; give it alone, or with --out and --device"]
+            text = "{calibrate=True} runs no rows of a set; give it alone, or with {out} and {device}"
+            return [Problem(("calibrate",), text)]
         return []
 
     @property

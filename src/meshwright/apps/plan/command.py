@@ -5,26 +5,25 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import re
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from meshwright.apps.pages.html import write_page
 from meshwright.apps.plan import describe
-from meshwright.apps.plan.goodput import ExpectedGoodput, Interruptions, expect, losses_of
+from meshwright.apps.plan.goodput import ExpectedGoodput, Interruptions
 from meshwright.apps.plan.prediction import Machine, Prediction, find_machine
 from meshwright.apps.plan.search import Found, Freedom, Search
 from meshwright.base import host
-from meshwright.base.errors import DONE, USAGE, UserError
+from meshwright.base.errors import DONE, USAGE
 from meshwright.base.files import replacing
 from meshwright.base.records import json_ready
-from meshwright.config import checks, flags, recipes
+from meshwright.config import checks, flags
 from meshwright.config.check_steps import batch_problems
 from meshwright.config.fields import flag, group, with_settings
-from meshwright.config.presets import family_of
+from meshwright.config.problem import Problem, SettingsError, in_words, listed, require, stated
 from meshwright.config.schema import TrainConfig
 
 ABOUT = (
@@ -86,15 +85,18 @@ class LayoutPlanConfig(TrainConfig):
 
     plan: PlanFlags = PlanFlags()
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         p = self.plan
         out = []
         if p.gpus and self.parallel.world_size not in (None, p.gpus):
-            out.append(f"--gpus {p.gpus} and --world-size {self.parallel.world_size} are one setting; give one")
+            both = f"{stated(p, 'gpus')} and {stated(self.parallel, 'world_size')} are one setting; give one"
+            out.append(Problem(("gpus", "world_size"), both))
         if p.write and not p.write.endswith(".toml"):
-            out.append(f"--write {p.write} writes settings in TOML; give a name that ends in .toml")
+            text = f"{stated(p, 'write')} writes settings in TOML; give a name that ends in .toml"
+            out.append(Problem(("write",), text))
         if p.write_page and not p.write_page.endswith((".html", ".htm")):
-            out.append(f"--write-page {p.write_page} writes a page; give a name that ends in .html")
+            text = f"{stated(p, 'write_page')} writes a page; give a name that ends in .html"
+            out.append(Problem(("write_page",), text))
         return out
 
     @property
@@ -137,7 +139,7 @@ def main(argv: list[str]) -> int:
         completed = cast(LayoutPlanConfig, complete_settings(cast(flags.Parsed[TrainConfig], parsed)))
         parsed = dataclasses.replace(parsed, config=completed)
     asked = parsed.config.plan
-    with recipes.naming_choices(parsed.sources, parsed.config):
+    with in_words(parsed.words):
         plan = make_plan(parsed)
     text = text_of(plan, asked)
     print(json.dumps(json_ready(as_json(plan, asked)), indent=2) if asked.json else "\n".join(text))
@@ -159,80 +161,20 @@ def make_plan(parsed: flags.Parsed[LayoutPlanConfig]) -> Plan:
     if asked.search or (asked.search is None and not given.intersection(DIVIDING)):
         with host.collector_off():  # a tenth of its time: it makes many objects, and hardly any cycles
             prediction, found = search(prediction, given, asked)
-    elif problems := checks.problems(config, needs_data=False):
-        raise UserError(flags.listed([take_devices(line) for line in problems]))
-    length = prediction.config.steps if parsed.config.lengths else None
-    losses = losses_of(prediction.save, config.world, asked.mtbf, asked.restart_minutes)
-    step = prediction.time.seconds
-    expected = expect(losses, step, None if length is None else length * step, config.checkpoint.save_interval)
-    plan = Plan(prediction, found, length, losses, expected)
-    if prediction.fits or machine.profile.kind == "cpu":
-        return plan
-    if found is not None:
-        config = with_settings(config, **half_precision(config, given, machine))
-    fixed = given if found is not None else given.union(describe.LAYOUT)
-    enough, tried = find_enough(dataclasses.replace(prediction, config=config), Freedom(fixed))
-    return dataclasses.replace(plan, enough=enough, tried=tried)
-
-
-def take_devices(problem: str) -> str:
-    """Return a problem of the number of ranks with plan's flag in place of a launch."""
-    return re.sub(r"start (\d+) \(meshwright launch [^)]*\)", r"take --gpus \1", problem)
-
-
-def find_enough(start: Prediction, freedom: Freedom) -> tuple[int | None, int]:
-    """Return the first power of two that is enough devices, and the last that was tried."""
-    began, count = time.perf_counter(), start.config.world
-    while count < MOST_DEVICES and time.perf_counter() - began < ENOUGH_SECONDS:
-        count = 1 << count.bit_length()
-        trial = Search(start.machine, start.vocabulary, freedom)
-        if trial.find_small(with_settings(start.config, world_size=count)) is not None:
-            return count, count
-    return None, count
-
-
-def given_settings(parsed: flags.Parsed[LayoutPlanConfig]) -> frozenset[str]:
-    """Return the settings that a search keeps: those typed, and those that a file or shell changes.
-
-    A preset's or recipe's batch sizes, and the defaults that a run's config.toml lists, are free.
-    """
-    ours, defaults = flags.to_dict(parsed.config), flags.to_dict(TrainConfig())
-    out = set()
-    for name, source in parsed.sources.items():
-        is_changed = name in defaults and ours[name] != defaults[name]
-        if source.startswith("command line") or (is_changed and not source.startswith(("default", "preset", "recipe"))):
-            out.add(name)
-    return frozenset(out)
-
-
-def vocabulary_of(config: TrainConfig, sources: Mapping[str, str]) -> int:
-    """Return the number of ids: that of the flags or the data, else that of the preset's source."""
-    t, d = config.tokenizer, config.data
-    if t.tokenizer or t.vocab_file or t.tokenizer_model or d.data_path or d.train_data_path or config.checkpoint.load:
-        from meshwright.training.before.resolve import find_vocabulary
-
-        return find_vocabulary(config, None).size
-    preset = next((s.removeprefix("preset ") for s in sources.values() if s.startswith("preset ")), None)
-    return t.vocab_size or (family_of(preset).vocabulary if preset else GPT2_VOCABULARY)
-
-
-def search(start: Prediction, given: frozenset[str], asked: PlanFlags) -> tuple[Prediction, Found]:
-    """Return the fastest layout that fits, and all that was found; UserError if none is legal."""
-    config, machine = start.config, start.machine
-    if config.training.global_batch_size is None:
-        raise UserError("--global-batch-size is needed to search layouts: samples of one step")
+    else:
+        raise SettingsError("{global_batch_size} is needed to search layouts: samples of one step")
     config = with_settings(config, **half_precision(config, given, machine))
     freedom = Freedom(given, asked.allow_fp8 and "fp8" in machine.profile.peaks)
     keep = max(asked.best, DRAWN) if asked.pictures or asked.write_page else asked.best
     found = Search(machine, start.vocabulary, freedom, keep).run(config)
     chosen = found.fitting[0] if found.fitting else found.nearest
     if chosen is None:
-        reasons = [f"{count:,} x {reason}" for count, reason in found.refusals.listed()]
+        reasons = [Problem((), f"{count:,} x {reason}") for count, reason in found.refusals.listed()]
         near = near_flags(Search(machine, start.vocabulary, freedom), config)
         cure = f"take {' or '.join(near)}" if near else "take another number of devices"
-        raise UserError(flags.listed([f"no layout of {config.world:,} devices is legal; {cure}", *reasons]))
-    if problems := checks.problems(chosen.config, needs_data=False):
-        raise UserError(flags.listed(problems))
+        none = Problem((), f"no layout of {config.world:,} devices is legal; {cure}")
+        raise SettingsError(listed([none, *reasons]))
+    require(checks.problems(chosen.config, needs_data=False))
     return chosen, found
 
 

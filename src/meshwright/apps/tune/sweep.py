@@ -296,7 +296,8 @@ def require_runs(plan: SweepPlan, runs: Iterable[SweepRun]) -> None:
             wrong.append(UserError(f"{run.name}: {error}", error.status))
     if wrong:
         more = [f"and {len(wrong) - MOST_LISTED:,} more runs"] if len(wrong) > MOST_LISTED else []
-        raise UserError(flags.listed([*map(str, wrong[:MOST_LISTED]), *more]), wrong[0].status)
+        lines = [*map(str, wrong[:MOST_LISTED]), *more]
+        raise UserError("\n  ".join(["", *lines] if len(lines) > 1 else lines), wrong[0].status)
 
 
 def find_slots(jobs: int | None, ranks: int, device: str) -> list[dict[str, str]]:

@@ -13,8 +13,9 @@ from meshwright.apps.tune.points import Point, read_space
 from meshwright.base.errors import DONE, UserError
 from meshwright.base.records import json_ready
 from meshwright.base.runs.sweeps import RECORD, read_record
-from meshwright.config import command, flags
-from meshwright.config.fields import config_fields, default_of, flag, group, spelling
+from meshwright.config import checks, command, flags
+from meshwright.config.fields import config_fields, default_of, flag, group, spelling, with_settings
+from meshwright.config.problem import Problem, require, with_value
 from meshwright.config.schema import TrainConfig
 
 MOST_RUNS = 10_000
@@ -63,12 +64,19 @@ class SweepConfig:
 
     sweep: SweepFlags = SweepFlags()
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         s = self.sweep
-        out = [] if s.sweep_dir else ["a folder is needed: meshwright sweep DIR --grid lr=1e-4,3e-4 -- FLAGS OF TRAIN"]
-        out += [f"--stop-at {x:g}: give fractions between 0 and 1" for x in s.stop_at if not 0 < x < 1]
+        out = []
+        if not s.sweep_dir:
+            text = "a folder is needed: meshwright sweep DIR --grid lr=1e-4,3e-4 -- FLAGS OF TRAIN"
+            out.append(Problem(("sweep_dir",), text, "missing"))
+        for share in s.stop_at:
+            if not 0 < share < 1:
+                text = f"{with_value('stop_at', share)}: give fractions between 0 and 1"
+                out.append(Problem(("stop_at",), text))
         if s.stop_at and not s.stop_share:
-            out.append("--stop-share 0 would end every run; give a share above 0")
+            text = "{stop_share=0} would end every run; give a share above 0"
+            out.append(Problem(("stop_share",), text))
         return out
 
 
@@ -86,7 +94,10 @@ def main(argv: list[str]) -> int:
         words, extra = list(record["words"]), list(record["train_flags"])
         require_repeatable(c.sweep_dir, extra)
         given = {name: getattr(c, name) for name, source in parsed.sources.items() if source == "command line"}
-        c = flags.parse_settings(SweepConfig, words, "meshwright sweep", "sweep_dir", values=given).config.sweep
+        recorded = flags.parse_settings(SweepConfig, words, "meshwright sweep", "sweep_dir").config
+        repeated = with_settings(recorded, **given)
+        require(checks.problems(repeated), parsed.words)
+        c = repeated.sweep
     return run_sweep(c, words, extra, parsed.dry_run)
 
 

@@ -13,6 +13,7 @@ from meshwright.base.errors import DONE, UserError
 from meshwright.cli import launch
 from meshwright.config import checks, data_paths, flags
 from meshwright.config.fields import with_settings
+from meshwright.config.problem import require
 from meshwright.config.schema import Model, TrainConfig
 from meshwright.runtime.launch.launcher import LaunchPlan, build_program
 from meshwright.runtime.ranks.world import World, find_world
@@ -55,8 +56,7 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
     words = [f"--world-size={ranks}", *missing(stated, ranks), *words]
     parsed = flags.parse_settings(TrainConfig, words, "meshwright verify-layout")
     config = complete_from_checkpoint(parsed)
-    if problems := checks.problems(config, needs_data=False):
-        raise UserError(flags.listed(problems))
+    require(checks.problems(config, needs_data=False), parsed.words)
     if world.launcher == "none" and ranks > 1:
         return start_ranks(config, argv)
     return compare_on_this_rank(config, ["meshwright", "verify-layout", *argv])

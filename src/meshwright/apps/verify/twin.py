@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.base.errors import UserError
-from meshwright.config import checks, flags
+from meshwright.config import checks
 from meshwright.config.fields import twin_settings, with_settings
+from meshwright.config.problem import SettingsError, listed
 from meshwright.config.schema import (
     Checkpoint,
     Data,
@@ -80,7 +80,7 @@ def make_twin(config: TrainConfig, on_accelerator: bool = False) -> Twin:
     )
     own = None if c.precision.dtype == "float64" else in_own_precision(twin, c.precision)
     if wrong := checks.problems(twin) or (own and checks.problems(own)):
-        raise UserError(flags.listed(["the small twin of these settings cannot run", *wrong]))
+        raise SettingsError(listed(wrong, "the small twin of these settings cannot run"))
     return Twin(twin, own, left_out(c, impl, on_accelerator))
 
 

@@ -30,6 +30,7 @@ from meshwright.base.version import PROJECT, our_version
 from meshwright.config import check_layout, checks, flags
 from meshwright.config.fields import spelling
 from meshwright.config.pages import LAUNCHED, PAGES
+from meshwright.config.problem import SettingsError, listed, require
 from meshwright.config.schema import TrainConfig
 from meshwright.runtime.launch.elastic import CompleteSettings, find_shapes, parse_train
 from meshwright.runtime.launch.launcher import PORT, LaunchConfig, build_program, find_bounds, require_numbers
@@ -153,10 +154,10 @@ def check_command(command: list[str], nodes: int, devices: int, complete: Comple
         return flags.parse_settings(cls, words, f"meshwright {name}", page.positional, check=False).config
     config = parse_train([*command, "--dry-run"], ranks, complete)
     if wrong := check_layout.parallel_problems(config):
-        raise UserError(f"--nnodes {nodes} x --nproc-per-node {devices} are {ranks} ranks. {flags.listed(wrong)}")
+        raise SettingsError(f"--nnodes {nodes} x --nproc-per-node {devices} are {ranks} ranks. {listed(wrong)}")
     # A checkpoint that is not here may complete the model.
-    if not (config.checkpoint.load and config.model.num_layers is None) and (wrong := checks.problems(config)):
-        raise UserError(flags.listed(wrong))
+    if not (config.checkpoint.load and config.model.num_layers is None):
+        require(checks.problems(config))
     c = config.checkpoint
     if c.save and (not c.load or c.save_overwrite):
         how = "leave out --save-overwrite" if c.load else f"add --load {shlex.quote(c.save)}"

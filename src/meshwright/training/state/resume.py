@@ -22,6 +22,7 @@ from meshwright.config.check_model import contradictions
 from meshwright.config.check_steps import kept_by
 from meshwright.config.data_paths import path_sets, path_settings, prefixes
 from meshwright.config.fields import spelling, with_settings
+from meshwright.config.problem import SettingsError, listed
 from meshwright.config.schema import ARCHITECTURE, STATED, Checkpoint, TrainConfig, flags_with
 from meshwright.data.files.indexed import Indexed, content_sample, fingerprint
 from meshwright.data.history import BlendHistory, continue_history, first_eight
@@ -256,18 +257,18 @@ def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
     fixed = [n for n in ARCHITECTURE if n != "max_position_embeddings" and n not in tunable]
     contradicted = contradictions(config.model, model, fixed)
     if contradicted:
-        raise UserError("\n  ".join(["these flags contradict the checkpoint:", *contradicted]), BAD_DATA)
+        raise SettingsError(listed(contradicted, "these settings contradict the checkpoint:"), BAD_DATA)
     ours, noted = saved_settings(config), flags_with(TrainConfig, "resume", "note")
     changed = [n for n in ours if n in (*noted, *tunable) and n in saved and saved[n] != ours[n]]
     # A new run has data and a recipe of its own: only changes of the network are worth a line each.
-    listed = [n for n in changed if n not in tunable] if config.checkpoint.finetune else []
+    own = [n for n in changed if n not in tunable] if config.checkpoint.finetune else []
     out = [
         f" > note: {name} is {_shown(ours[name])}, the checkpoint was trained with {_shown(saved[name])}"
         for name in changed
-        if name not in listed
+        if name not in own
     ]
-    if listed:
-        out.append(f" > note: with --finetune, these settings are not the checkpoint's: {', '.join(listed)}")
+    if own:
+        out.append(f" > note: with --finetune, these settings are not the checkpoint's: {', '.join(own)}")
     needed = [
         *(n for n in STATED if n not in ("embedding_dropout", "z_loss_coef")),
         "layernorm_epsilon",
