@@ -10,7 +10,7 @@ import pytest
 from helpers import error_of
 from meshwright.base import hints, registry
 from meshwright.base.errors import UNAVAILABLE, USAGE
-from meshwright.config import dialects, flags
+from meshwright.config import argv, dialects, flags
 from meshwright.config.dialects import Dialect
 from meshwright.config.fields import with_settings
 from meshwright.config.schema import TrainConfig
@@ -24,7 +24,7 @@ OF_ZOO = Dialect(
     read=lambda path: {"lr": path.read_text()},
     arguments=lambda config, idle, backend: {"lr": config.optimizer.lr, "backend": backend, **idle},
 )
-CACHES = dialects.dialects, dialects.equal, dialects.old_switches, dialects.no_effect, flags._parser
+CACHES = dialects.dialects, dialects.equal, dialects.old_switches, dialects.no_effect, argv.syntax_of
 
 
 @pytest.fixture

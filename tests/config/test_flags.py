@@ -20,6 +20,7 @@ from meshwright.cli.convert import ConvertConfig
 from meshwright.cli.data import MergeConfig, verbs
 from meshwright.compat.flags import megatron_flags as foreign_flags
 from meshwright.config import check_model, fields, flags, schema
+from meshwright.config.argv import answer_unknown, read_argv, syntax_of
 from meshwright.config.schema import GenerateConfig, TrainConfig
 from meshwright.config.text_inputs import PreprocessConfig
 
@@ -176,13 +177,13 @@ def test_every_field_has_help_and_no_two_flags_collide():
 
 def test_every_alias_sets_its_field():
     for cls in CONFIGS:
-        parser = flags._parser(cls)
+        syntax = syntax_of(cls)
         for _, f, kind in fields.config_fields(cls).values():
             for alias in f.metadata["aliases"]:
-                namespace, unknown = parser.parse_known_args([alias] if kind is bool else [alias, "1"])
+                typed = read_argv([alias] if kind is bool else [alias, "1"], syntax)
                 is_off = kind is bool and alias.startswith(("--disable", "--no-"))
                 want = not is_off if kind is bool else ["1"] if fields.is_list(kind) else "1"
-                assert vars(namespace)[f.name] == want and not unknown, alias
+                assert typed.values == {f.name: want} and not typed.unknown, alias
 
 
 def test_both_x_and_no_x():
@@ -389,11 +390,11 @@ def test_no_effect_takes_its_values():
     counts = {name: 3 if count == "*" else int(count) for name, (count, _) in foreign_flags.NO_EFFECT.items()}
     argv = [word for name, count in counts.items() for word in (name, *["1"] * count)]
     for cls in CONFIGS:
-        idle = {action.dest for action in flags._parser(cls)._actions}
+        options = syntax_of(cls).options
         wanted = [
             f"{name} is accepted and has no effect: {why}"
             for name, (_, why) in foreign_flags.NO_EFFECT.items()
-            if f"no_effect_{name}" in idle  # else the command has a use for it
+            if options[name].target == name  # else the command has a use for it
         ]
         assert [n for n in parse(*argv, cls=cls).notices if "is accepted" in n] == wanted
 
@@ -554,18 +555,18 @@ OTHERS = """
 
 def test_every_name_of_the_argument_dump_is_known():
     assert len(DUMP) == 225 and len(set(DUMP)) == 225
-    parser = flags._parser(TrainConfig)
+    syntax = syntax_of(TrainConfig)
     for name in [n for n in DUMP if n not in DERIVED]:
         spelled = [PRINTED_AS.get(name), fields.spelling(name), "--" + name.replace("_", "-")]
-        flag = next((s for s in spelled if s in parser._option_string_actions), spelled[0] or spelled[2])
-        known = flag in parser._option_string_actions
-        assert known or not flags._unknown(flag, parser).startswith("unknown"), name
+        flag = next((s for s in spelled if s in syntax.options), spelled[0] or spelled[2])
+        known = flag in syntax.options
+        assert known or not answer_unknown(flag, syntax).startswith("unknown"), name
 
 
 @pytest.mark.parametrize("flag", OTHERS)
 def test_flags_of_the_other_programs_are_known(flag):
-    parser = flags._parser(TrainConfig)
-    assert flag in parser._option_string_actions or not flags._unknown(flag, parser).startswith("unknown")
+    syntax = syntax_of(TrainConfig)
+    assert flag in syntax.options or not answer_unknown(flag, syntax).startswith("unknown")
 
 
 def test_a_negative_learning_rate_is_one_mistake(capsys):

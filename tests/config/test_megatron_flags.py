@@ -11,6 +11,7 @@ from meshwright.base.errors import UserError
 from meshwright.checkpoint.saved_model import model_settings
 from meshwright.compat.flags.megatron_flags import EQUAL, NO_EFFECT, OTHER_MODELS, REFUSED, RETIRED, known_elsewhere
 from meshwright.config import fields, flags
+from meshwright.config.argv import syntax_of
 from meshwright.config.schema import TrainConfig
 
 # Names and numbers of values (*: any), from Megatron-LM's megatron/training/arguments.py of early
@@ -23,7 +24,7 @@ def test_the_list_is_whole():
 
 
 def test_every_flag_of_megatron_has_an_answer():
-    ours = flags._parser(TrainConfig)._option_string_actions
+    ours = syntax_of(TrainConfig).options
     unknown = [name for name in MEGATRON if name not in ours and known_elsewhere(name) is None]
     assert unknown == []
     assert not [name for name in MEGATRON if name in NO_EFFECT and (name in REFUSED or name in RETIRED)]

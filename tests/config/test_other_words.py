@@ -20,6 +20,7 @@ from meshwright.base.errors import UserError
 from meshwright.base.files import read_table
 from meshwright.cli.train_tokenizer import TrainTokenizerConfig
 from meshwright.config import flags
+from meshwright.config.argv import answer_unknown, syntax_of
 from meshwright.config.presets import PRESETS
 from meshwright.config.problem import SettingsError
 from meshwright.config.schema import GenerateConfig, TrainConfig
@@ -41,13 +42,13 @@ def documented() -> dict[str, str]:
 
 
 def test_the_documented_flags_of_other_programs_are_answered_as_documented():
-    documents, ours = documented(), flags._parser(TrainConfig)._option_string_actions
+    documents, ours = documented(), syntax_of(TrainConfig).options
     assert len(documents) > 60
     for name, answer in documents.items():
         wanted = re.findall(r"--[a-z][a-z_-]+", answer)
         if name in ours or not wanted or set(wanted) <= {"--nproc-per-node"}:
             continue
-        said = " ".join(flags._unknown(name, flags._parser(cls)) for cls in (TrainConfig, GenerateConfig))
+        said = " ".join(answer_unknown(name, syntax_of(cls)) for cls in (TrainConfig, GenerateConfig))
         assert any(re.search(rf"{flag}(?![a-z-])", said) for flag in wanted), (name, said, answer)
 
 
@@ -127,9 +128,8 @@ def test_gguf_is_made_of_an_export():
 
 
 def used_flags(cls: type) -> set[str]:
-    parser = flags._parser(cls)
-    actions = parser._option_string_actions.items()
-    return {name for name, action in actions if parser.used is None or action.dest in parser.used}
+    syntax = syntax_of(cls)
+    return {name for name, option in syntax.options.items() if syntax.used is None or option.target in syntax.used}
 
 
 def test_every_answer_exists():

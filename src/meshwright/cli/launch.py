@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     about = f"Start COMMAND, {', '.join(LAUNCHED)} or a Python script, as several ranks. Flags of launch go before it."
     parsed = flags.parse_settings(LaunchConfig, argv, "meshwright launch", about=about)
     config = parsed.config
-    words = config.command[1:] if config.command[:1] == ["--"] else config.command
+    words = config.command
     if not words:
         raise UserError(f"nothing to start; name {', '.join(LAUNCHED)} with its flags, or a Python script")
     if words[0] in LAUNCHED and help.requested_topic(words) is not None:

@@ -1,13 +1,12 @@
 """Resolve flags: defaults < --preset < --recipe < --config FILE < MESHWRIGHT_* < command line.
 
-argparse lacks what users of Megatron need: these layers with the source of each value, hints for
-retired and misspelled flags, and all mistakes at once. A configuration is a dataclass of groups,
+Each value has a source, flags of other programs and misspelt ones are answered, and all mistakes
+are listed at once; `argv.py` reads the command line. A configuration is a dataclass of groups,
 such as `TrainConfig`; a flat one, such as that of `report`, reads no files or environment.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import itertools
@@ -28,9 +27,9 @@ from meshwright.base.files import parse_toml, read_small
 from meshwright.base.hints import find_address, nearest, our_word, refuse_address
 from meshwright.base.storage import addresses
 from meshwright.config import check_values, checks, dialects, help, notices, presets, recipes
+from meshwright.config.argv import Syntax, answer_unknown, read_argv, syntax_of
 from meshwright.config.dialects import equal, known_elsewhere, no_effect, old_switches
 from meshwright.config.fields import (
-    cached,
     choices_of,
     config_fields,
     config_groups,
@@ -39,9 +38,7 @@ from meshwright.config.fields import (
     group_values,
     inner_type,
     is_flat,
-    is_list,
     spelling,
-    switches,
     typed_flags,
     word_of,
 )
@@ -101,15 +98,6 @@ class SwitchSource(str):
     """The source of a value that an older switch stands for."""
 
 
-class FlagParser(argparse.ArgumentParser):
-    """argparse without its usage dump and exit; errors name a flag by one spelling."""
-
-    used: frozenset[str] | None = None  # the settings that the command uses, if it accepts others
-
-    def error(self, message: str) -> typing.NoReturn:
-        raise UserError(re.sub(r"(--[\w-]+)(/--?[\w-]+)+", r"\1", message))
-
-
 def parse_settings(
     cls: type[C],
     argv: list[str],
@@ -124,24 +112,24 @@ def parse_settings(
     `values` are settings by name, from Python: they win over the command line, and problems name
     settings as keyword arguments.
     """
-    names_follow = any(f.metadata["positional"] == "rest" for _, f, _ in config_fields(cls).values())
-    if (topic := help.requested_topic(argv, names_follow)) is not None:
+    syntax = syntax_of(cls, positional)
+    if (topic := help.requested_topic(argv, syntax.names_follow)) is not None:
         help.show_help(help.Command(cls, prog, about, positional), topic)
         raise SystemExit(DONE)
     reader = LayerReader(cls)
     words = Words("keywords" if values or (values is not None and not argv) else "flags", reader.given)
     with in_words(words):
-        return _resolve(reader, argv, positional, check, values or {}, words)
+        return _resolve(reader, argv, syntax, check, values or {}, words)
 
 
 def _resolve(
-    reader: LayerReader, argv: list[str], positional: str | None, check: bool, values: Mapping[str, Any], words: Words
+    reader: LayerReader, argv: list[str], syntax: Syntax, check: bool, values: Mapping[str, Any], words: Words
 ) -> Parsed[Any]:
     """Read the layers, lay them over each other and check the outcome."""
     cls, problems = reader.cls, reader.problems
     typed = {name: Given(flag) for name, flag in typed_flags(cls, argv).items()}
     reader.given.update(typed)
-    cli, values = _read_argv(reader, argv, positional), dict(values)
+    cli, values = _read_command_line(reader, argv, syntax), dict(values)
     control = {k: cli.pop(k, None) for k in CONTROL} | {k: values.pop(k) for k in CONTROL[:4] if k in values}
 
     # The layers, each over those before it.
@@ -177,30 +165,32 @@ def _resolve(
     return Parsed(built, sources, reader.notices, reader.idle, *only_prints, recipe, words)
 
 
-def _read_argv(reader: LayerReader, argv: list[str], positional: str | None) -> dict[str, Any]:
+def _read_command_line(reader: LayerReader, argv: list[str], syntax: Syntax) -> dict[str, Any]:
     """Return the values of a command line as texts, by field."""
-    cls, problems = reader.cls, reader.problems
-    parser = _parser(cls, positional)
-    names_follow = any(f.metadata["positional"] == "rest" for _, f, _ in reader.fields.values())
-    argv, wrong = _without_switch_values(argv if names_follow else _hyphenated(argv, parser), parser)
-    problems += wrong
-    if not names_follow:
-        argv, wrong = _without_missing_values(argv, parser)
-        problems += wrong + _given_twice(argv, parser)
-    namespace, unknown = _parse_known(parser, argv, problems)
-    cli = vars(namespace)
-    if positional:
-        unknown = _take_positional(cls, positional, cli, unknown, problems)
-    for name in no_effect():
-        if (value := cli.pop("no_effect_" + name, None)) is not None:
-            reader.note_idle(name, value, "")
-    problems += [_unknown(word, parser) for word in unknown if word.startswith("--")]
-    if unknown and not problems:
-        advice = _advice_of_word(unknown[0], reader)
-        problems.append(Problem((), f"unexpected argument {plain(repr(unknown[0]))}{advice}"))
-        if "{config_file}" in advice and os.path.isfile(unknown[0]):  # read it, so that nothing in it is missed
-            cli.setdefault("config_file", unknown[0])
-    return cli
+    problems = reader.problems
+    typed = read_argv(argv, syntax)
+    problems += typed.problems
+
+    # Nothing more is known without what the command needs; a misspelt flag is often the reason.
+    reported = {name for problem in problems for name in problem.about}
+    lacking = {name: shown for name, shown in typed.missing(syntax).items() if name not in reported}
+    problems += [answer_unknown(word, syntax) for word in typed.unknown if word.startswith("--")]
+    if lacking:
+        required = f"the following arguments are required: {', '.join(lacking.values())}"
+        problems.append(Problem(tuple(lacking), plain(required)))
+        require(problems)
+
+    for name in [name for name in typed.values if name in no_effect()]:
+        reader.note_idle(name, typed.values.pop(name), "")
+
+    # What is left is the only mistake, or it follows from another one.
+    stray = [word for word in typed.unknown if not word.startswith("--")] + typed.words
+    if stray and not problems:
+        advice = _advice_of_word(stray[0], reader)
+        problems.append(Problem((), f"unexpected argument {plain(repr(stray[0]))}{advice}"))
+        if "{config_file}" in advice and os.path.isfile(stray[0]):  # read it, so that nothing in it is missed
+            typed.values.setdefault("config_file", stray[0])
+    return typed.values
 
 
 def _relevant(
@@ -258,7 +248,7 @@ def _fit_layers(
     above = _merged(upper)
     try:
         depth = convert_value(int, control["depth"])
-    except argparse.ArgumentTypeError as error:
+    except ValueError as error:
         reader.problems.append(Problem(("depth",), f"{{depth}}: {plain(error)}"))
         return "", {}
     recipe = control["recipe"] or (recipes.IMPLIED if depth is not None else "")
@@ -301,56 +291,6 @@ def _fit_layers(
     return recipe, choices
 
 
-def _given_twice(argv: list[str], parser: argparse.ArgumentParser) -> list[Problem]:
-    """Report settings that are given by two names, with different values."""
-    given: dict[str, dict[str, str]] = {}
-    for word, following in zip(argv, [*argv, ""][1:], strict=True):
-        name, equals, value = word.partition("=")
-        action = parser._option_string_actions.get(name)
-        if action is not None and action.nargs is None:
-            given.setdefault(action.dest, {})[name] = value if equals else following
-    both = {name: words for name, words in given.items() if len(words) > 1 and len(set(words.values())) > 1}
-    said = "are names of one setting, with different values; give one"
-    return [Problem((name,), f"{' and '.join(words)} {said}") for name, words in both.items()]
-
-
-def _parse_known(parser: FlagParser, argv: list[str], problems: list[Problem]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse; beside missing flags report unknown ones too: a misspelled one is often the reason."""
-    try:
-        return parser.parse_known_args(argv)
-    except UserError as error:
-        missing = [flag[2:].replace("-", "_") for flag in re.findall(r"--[\w-]+", str(error))]
-        reported = {name for problem in problems for name in problem.about}
-        needed = [action for action in parser._actions if action.required]
-        for action in needed:
-            action.required = False
-        with contextlib.suppress(UserError):
-            unknown = parser.parse_known_args(argv)[1]
-            problems += [_unknown(word, parser) for word in unknown if word.startswith("--")]
-        for action in needed:  # the parser serves again
-            action.required = True
-        own = [] if missing and reported.issuperset(missing) else [Problem(tuple(missing), plain(error))]
-        raise SettingsError(listed([*problems, *own])) from None
-
-
-def _without_missing_values(argv: list[str], parser: FlagParser) -> tuple[list[str], list[Problem]]:
-    """Remove and report flags whose value is missing, at which argparse would stop."""
-    words, problems = [], list[Problem]()
-    for word, following in zip(argv, [*argv, None][1:], strict=True):
-        action = parser._option_string_actions.get(word)
-        if (
-            action is None
-            or action.nargs not in (None, "+", 1)
-            or (following is not None and parser._parse_optional(following) is None)
-        ):
-            words.append(word)
-        else:
-            is_value = re.match(r"-[\d.]", following or "")
-            hint = f"; a value that begins with - is written {word}={following}" if is_value else ""
-            problems.append(Problem((action.dest,), f"argument {word}: expected one argument{hint}"))
-    return words, problems
-
-
 def _layers_below(reader: LayerReader, preset: str | None, file: str | None) -> list[tuple[str, dict[str, Any]]]:
     """Return the layers that the command line overrides."""
     layers = []
@@ -364,22 +304,6 @@ def _layers_below(reader: LayerReader, preset: str | None, file: str | None) -> 
     if not is_flat(reader.cls):
         layers.append((ENVIRONMENT, reader.read_environment()))
     return layers
-
-
-def _take_positional(
-    cls: type, positional: str, cli: dict[str, Any], unknown: list[str], problems: list[Problem]
-) -> list[str]:
-    """Move arguments without a flag, before or after flags, to their field; return the others."""
-    bare = cli.pop("bare", None)
-    if is_list(config_fields(cls)[positional][2]):
-        words = [*(bare or []), *(word for word in unknown if not word.startswith("-"))]
-        if words:
-            cli[positional] = [*words, *cli.get(positional, [])]
-        return [word for word in unknown if word.startswith("-")]
-    if bare is not None and cli.setdefault(positional, bare) != bare:
-        both = f"{plain(bare)} and {with_value(positional, cli[positional])} name two folders; give one"
-        problems.append(Problem((positional,), both))
-    return unknown
 
 
 def _unused(cls: type, typed: Mapping[str, Any]) -> list[str]:
@@ -482,61 +406,7 @@ def switches_in_effect(config: Any, given: Mapping[str, Any]) -> dict[str, bool]
     return {s: True for s, (name, value) in switches.items() if _with_switch(values[name], value) == values[name]}
 
 
-# The parser.
-
-
-@cached
-def _parser(cls: type, positional: str | None = None) -> FlagParser:
-    """Return the parser of a command line; `help` shows the flags, so it has no texts."""
-    by_name = config_fields(cls)
-    parser = FlagParser(allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False)
-    parser.used = getattr(cls, "USES", None)
-    parser.add_argument("-h", "--help", "--help-all", action="store_true")  # for suggestions; `parse` answers it
-    # -1e-3 is a number too.
-    parser._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
-    if positional:
-        _, f, kind = by_name[positional]
-        parser.add_argument("bare", nargs="*" if is_list(kind) else "?", metavar=word_of(f))
-    for _, f, kind in by_name.values():
-        _add(parser, f, kind)
-    if is_flat(cls):
-        return parser
-    parser.add_argument("--preset")
-    if issubclass(cls, TrainConfig):
-        parser.add_argument("--recipe")
-        parser.add_argument("--depth")
-    parser.add_argument("--config", dest="config_file")
-    parser.add_argument("--print-config", action="store_true")
-    parser.add_argument("--dry-run", action="store_true")
-    for name, (dest, value) in equal().items():
-        if dest in by_name:
-            parser.add_argument(name, dest=dest, action="store_const", const=value)
-    for switch, (dest, _) in old_switches().items():
-        if dest in by_name:
-            parser.add_argument(spelling(switch), dest=switch, action="store_const", const=True)
-            parser.add_argument("--no-" + spelling(switch)[2:], dest=switch, action="store_const", const=False)
-    for name, (count, _) in no_effect().items():
-        if name not in parser._option_string_actions:
-            action: dict[str, Any] = {"nargs": count} if count else {"action": "store_true"}
-            parser.add_argument(name, dest="no_effect_" + name, **action)
-    return parser
-
-
-def _add(parser: FlagParser, f: dataclasses.Field[Any], kind: Any) -> None:
-    """Add the argparse entries of one field."""
-    required = default_of(f) is dataclasses.MISSING
-    if positional := f.metadata["positional"]:
-        one, many = (None, "+") if required else ("?", "*")
-        nargs = argparse.REMAINDER if positional == "rest" else many if is_list(kind) else one
-        parser.add_argument(f.name, nargs=nargs, metavar=word_of(f))
-    elif inner_type(kind) is bool:
-        for names, const in zip(switches(f), (True, False), strict=True):
-            if names:
-                parser.add_argument(*names, dest=f.name, action="store_const", const=const)
-    else:
-        # Values remain strings here; those of all layers are converted in one place.
-        more: dict[str, Any] = ({"nargs": "+" if required else "*"} if is_list(kind) else {}) | {"required": required}
-        parser.add_argument(spelling(f.name), *f.metadata["aliases"], dest=f.name, **more)
+# Values.
 
 
 def words_in(text: str) -> list[str]:
@@ -548,7 +418,7 @@ def words_in(text: str) -> list[str]:
 
 
 def convert_value(kind: Any, value: Any) -> Any:
-    """Return a value of any layer as the field's type; raise ArgumentTypeError if it is not one."""
+    """Return a value of any layer as the field's type; raise ValueError if it is not one."""
     words = [typing.get_args(k) for k in typing.get_args(kind) if typing.get_origin(k) is typing.Literal]
     if words and value in words[0]:  # beside numbers, as in `int | Literal["auto"]`
         return value
@@ -560,14 +430,12 @@ def convert_value(kind: Any, value: Any) -> Any:
         word = word if word in choices else OTHER_VALUES.get(word, SWITCHED.get(word.lower(), word))
         if word in choices:
             return word
-        raise argparse.ArgumentTypeError(
-            f"{_short(value)} is none of {', '.join(map(str, choices))}{NOT_WRITTEN.get(word, '')}"
-        )
+        raise ValueError(f"{_short(value)} is none of {', '.join(map(str, choices))}{NOT_WRITTEN.get(word, '')}")
     if inner is bool:
         word = str(value).lower() if isinstance(value, bool | int | str) else ""
         if word in ("1", "true", "yes", "0", "false", "no"):
             return word in ("1", "true", "yes")
-        raise argparse.ArgumentTypeError(f"{_short(value)} is not true or false")
+        raise ValueError(f"{_short(value)} is not true or false")
     if typing.get_origin(inner) is list:
         values = words_in(value) if isinstance(value, str) else value if isinstance(value, list) else [value]
         return [convert_value(typing.get_args(inner)[0], v) for v in values]
@@ -584,55 +452,12 @@ def convert_value(kind: Any, value: Any) -> Any:
         wanted = {"int": "a whole number", "float": "a number", "str": "text"}[inner.__name__]
         large = re.fullmatch(r"([\d.]{1,20}) ?([kmbtg])", value.strip(), re.I) if isinstance(value, str) else None
         advice = f"; write {large[1]}e{POWERS[large[2].lower()]}" if large else ""
-        raise argparse.ArgumentTypeError(f"{_short(value)} is not {wanted}{advice}") from None
-
-
-def _unknown(word: str, parser: FlagParser) -> Problem:
-    name, used = word.split("=")[0], parser.used
-    known = {o: a.dest for o, a in parser._option_string_actions.items() if used is None or a.dest in used}
-    hyphenated = name.replace("_", "-")
-    if answer := known_elsewhere(name, name) or known_elsewhere(hyphenated, name):
-        return Problem(names_in(answer), answer)
-    if ours := our_word("flags", hyphenated[2:], {*known, *known.values()}):
-        return Problem(names_in(ours), f"unknown flag {plain(name)}; here it is {ours}")
-    if near := nearest(hyphenated, known, cutoff=0.8):
-        return Problem((known[near],), f"unknown flag {plain(name)}; did you mean {near}?")
-    is_for_command = any(action.nargs == argparse.REMAINDER for action in parser._actions)
-    advice = "flags of COMMAND go after it" if is_for_command else "see --help"
-    return Problem((), f"unknown flag {plain(name)}; {advice}")
+        raise ValueError(f"{_short(value)} is not {wanted}{advice}") from None
 
 
 def _short(value: Any) -> str:
     """Return a short form for messages: a few lines of YAML can stand for gigabytes."""
     return (repr(value) if isinstance(value, str) else reprlib.repr(value))[:100]
-
-
-def _hyphenated(argv: list[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Return the words with --seq_length, say, as --seq-length."""
-    flags, out = parser._option_string_actions, list[str]()
-    for word in argv:
-        name, equals, value = word.partition("=")
-        ours = name.replace("_", "-")
-        is_other = name.startswith("--") and name not in flags and ours in flags
-        out.append(ours + equals + value if is_other else word)
-    return out
-
-
-def _without_switch_values(argv: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[Problem]]:
-    """Remove and report values of switches: some programs read `--fp16 False` as true."""
-    switches = {name: action.dest for name, action in parser._option_string_actions.items() if action.nargs == 0}
-    words, wrong = list[str](), dict[str, str]()
-    for word in argv:
-        name, equals, _ = word.partition("=")
-        if equals and name in switches:
-            words.append(name)
-            wrong[word] = switches[name]
-        elif words and words[-1] in switches and word.lower() in ("true", "false"):
-            wrong[f"{words[-1]} {word}"] = switches[words[-1]]
-        else:
-            words.append(word)
-    said = "this flag takes no value; write it alone, or leave it out"
-    return words, [Problem((name,), f"{plain(word)}: {said}") for word, name in wrong.items()]
 
 
 # Files and the environment.
@@ -672,7 +497,7 @@ class LayerReader:
                 try:
                     is_raw = name == "prompt" and isinstance(value, str)  # "none" is a prompt too
                     out[name] = value if is_raw else convert_value(self.fields[name][2], value)
-                except argparse.ArgumentTypeError as error:
+                except ValueError as error:
                     self._refuse(name, given, f": {error}")
             elif name in old_switches():
                 self._read_switch(out, name, value, given)
@@ -717,7 +542,7 @@ class LayerReader:
             out[name] = convert_value(bool, value)
             if out[name] or name in self.idle:
                 self.idle[name] = out[name]
-        except argparse.ArgumentTypeError as error:
+        except ValueError as error:
             self._refuse(name, given, f": {error}")
 
     def note_idle(self, name: str, value: Any, where: str) -> None:

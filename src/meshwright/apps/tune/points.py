@@ -7,7 +7,6 @@ import itertools
 import math
 import random
 import re
-from argparse import ArgumentTypeError
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -142,7 +141,7 @@ def _normal(name: str, text: str, where: str) -> str:
         return text
     try:
         value = convert_value(config_fields(TrainConfig)[name][2], text)
-    except ArgumentTypeError as error:
+    except ValueError as error:
         raise UserError(f"{where}: {spelling(name)}: {error}") from None
     if isinstance(value, float):
         return _text_of(value)
