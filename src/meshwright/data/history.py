@@ -132,7 +132,7 @@ def continue_history(
     if past is None:
         if consumed and change_at is not None:
             raise SettingsError(
-                "{blend_change_at}: the checkpoint is too old to remember its blend; leave the flag out, and the run "
+                "{blend_change_at}: the checkpoint is too old to remember its blend; leave it out, and the run "
                 "continues with the blend given, from the same sample number on"
             )
         return now
@@ -159,7 +159,7 @@ def continue_stages(past: BlendHistory | None, now: BlendHistory, size: int, con
     if past is None:
         if consumed:
             raise SettingsError(
-                "{blend_stages}: the checkpoint remembers no blend; leave the flag out, and the run continues with the "
+                "{blend_stages}: the checkpoint remembers no blend; leave it out, and the run continues with the "
                 "blend given, from the same sample number on"
             )
         for line in now.lines():
@@ -170,7 +170,7 @@ def continue_stages(past: BlendHistory | None, now: BlendHistory, size: int, con
         raise SettingsError(
             f"{{blend_stages}}: the stages are not the checkpoint's: {'; '.join(past.lines())}; now: "
             f"{'; '.join(now.lines())}. Give the same ones (with BEGIN as a sample if the run's length has changed), "
-            "or leave the flag out and give one blend with {blend_change_at}"
+            "or leave it out and give one blend with {blend_change_at}"
         )
     for name, source in now.sources.items():
         require_same_documents(past.sources[name], source)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwright.base.console import notice, silence
-from meshwright.base.errors import BAD_DATA, UserError
+from meshwright.base.errors import BAD_DATA
 from meshwright.config.data_paths import SPLITS, PathSet, TokenFiles, path_sets, path_settings
 from meshwright.config.grammar import blend_stages, split_shares
-from meshwright.config.problem import SettingsError
+from meshwright.config.problem import FLAGS, SettingsError, stated
 from meshwright.config.schema import Data, TrainConfig
 from meshwright.data.blend import normalise, samples_needed
 from meshwright.data.files.indexed import Indexed
@@ -69,7 +69,7 @@ def needed_sets(config: TrainConfig) -> list[SetSpec]:
     try:
         sets = path_sets(d)
     except ValueError as error:  # a file that the flags name has changed since they were checked
-        raise UserError(str(error)) from None
+        raise SettingsError(str(error)) from None
     return [SetSpec(s, sizes[s.split], d.full_validation and s.split == "valid") for s in sets if s.split in sizes]
 
 
@@ -87,7 +87,7 @@ def find_parts(config: TrainConfig, spec: SetSpec, open_files: Callable[[str], I
     assert d.seq_length
     weighed: list[tuple[float, SetPart]] = []
     total_documents = used_documents = 0
-    flag = f"--split {d.split}" if paths.divided else paths.flag
+    flag = "{split}" if paths.divided else paths.flag
     later = (
         {prefix for stage in blend_stages(d.blend_stages) for prefix in stage.weights} if spec.key == "train" else ()
     )
@@ -107,13 +107,14 @@ def find_parts(config: TrainConfig, spec: SetSpec, open_files: Callable[[str], I
             weighed.append((weight, SetPart(source, indexed, documents, tokens, 0.0, 0)))
             continue
         if not paths.divided or split_shares(d.split)[SPLITS.index(paths.split)]:  # else 0 was asked for
-            notice(f"{flag}: the {spec.key} split of {indexed.prefix} {why}, so it is left out")
+            given = FLAGS.render(stated(d, "split") if paths.divided else paths.flag)
+            notice(f"{given}: the {spec.key} split of {indexed.prefix} {why}, so it is left out")
     total = sum(part.tokens for _, part in weighed)
     if paths.split == "train" and total <= d.seq_length and (d.packing == "stream" or not total):
         raise SettingsError(
             f"the training split ({used_documents} of {total_documents} documents) has {total} tokens, but one "
             f"sample takes {{seq_length={d.seq_length}}} + 1; give more data, a shorter {{seq_length}} or another "
-            f"{flag.split()[0]}",
+            f"{flag}",
             BAD_DATA,
         )
     shares = normalise([weight for weight, _ in weighed]) if weighed else []

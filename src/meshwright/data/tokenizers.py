@@ -355,7 +355,7 @@ def build_tokenizer(t: TokenizerFlags, saved: Path | None = None) -> Tokenizer:
     ids = tokenizer.size - (tokenizer.name == Null.name)  # without the end of document that it adds
     if t.vocab_size not in (None, ids, tokenizer.size):
         where = ", ".join(map(str, tokenizer.files.values())) or tokenizer.name
-        raise SettingsError(f"{{vocab_size={t.vocab_size}}}, but {where} has {ids} ids; leave the flag out")
+        raise SettingsError(f"{{vocab_size={t.vocab_size}}}, but {where} has {ids} ids; leave it out")
     return tokenizer
 
 
@@ -524,7 +524,7 @@ def _build_saved(t: TokenizerFlags, folder: Path) -> Tokenizer:
         return HuggingFace(folder) if path.is_file() else _build_file(_find_model(folder) or path)
     kind, vocab_size, hashes = (meta := _read_meta(folder))["type"], meta["vocab_size"], meta["sha256"]
     if asked not in (kind, DEFAULT_TYPE):  # the default says nothing about the user's wish
-        raise SettingsError(f"{{tokenizer_type={t.tokenizer_type}}}, but {folder} holds a {kind}; leave the flag out")
+        raise SettingsError(f"{{tokenizer_type={t.tokenizer_type}}}, but {folder} holds a {kind}; leave it out")
     for name, expected in hashes.items():
         if name not in FILES:
             raise bad_data(f"{folder / 'meta.json'} names {name!r}, which is not a tokenizer file")

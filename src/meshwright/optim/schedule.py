@@ -203,4 +203,4 @@ def describe_difference(name: str, before: Schedule, ours: Schedule, c: TrainCon
         flags = f"{{lr_decay_iters={old // size}}} keeps the checkpoint's"
     if name == "decay" and new > old and not before.min_lr and before.style != "constant":
         flags += ", but every step after it runs at learning rate 0, since {min_lr} is 0"
-    return f"{value.length or value.title}: the checkpoint has {shown[0]}, the flags say {shown[1]} ({flags})"
+    return f"{value.length or value.title}: the checkpoint has {shown[0]}, the settings say {shown[1]} ({flags})"

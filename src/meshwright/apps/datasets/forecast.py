@@ -12,6 +12,7 @@ from meshwright.base import console
 from meshwright.base.errors import UserError
 from meshwright.config import data_paths
 from meshwright.config.grammar import split_shares
+from meshwright.config.problem import FLAGS
 from meshwright.config.schema import TrainConfig
 from meshwright.data.blend import blend_order
 from meshwright.data.files.indexed import Indexed
@@ -58,7 +59,7 @@ def plan_set(config: TrainConfig, spec: SetSpec, parts: list[SetPart]) -> dict[s
             advice = "a smaller weight, more data or a shorter run avoids it"
             warnings.append(f"{part.prefix} is read {epochs:.1f} times over in training: {advice}")
     if not sources:
-        flag, share = spec.paths.flag, 1.0
+        flag, share = FLAGS.render(spec.paths.flag), 1.0
         if spec.paths.divided:
             flag = f"--split {config.data.split}"
             share = split_shares(config.data.split)[data_paths.SPLITS.index(spec.paths.split)]
