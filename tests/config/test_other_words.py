@@ -22,7 +22,7 @@ from meshwright.cli.train_tokenizer import TrainTokenizerConfig
 from meshwright.config import flags
 from meshwright.config.argv import answer_unknown, syntax_of
 from meshwright.config.presets import PRESETS
-from meshwright.config.problem import SettingsError
+from meshwright.config.problem import FLAGS, SettingsError
 from meshwright.config.schema import GenerateConfig, TrainConfig
 from meshwright.config.text_inputs import PreprocessConfig
 from meshwright.generation.engine import TextOptions
@@ -136,15 +136,18 @@ def test_every_answer_exists():
     assert hints.our_word("flags", "epochs", {"temperature"}) == ""
     configs = [TrainConfig, GenerateConfig, PreprocessConfig, EvaluateConfig, LaunchConfig, BenchConfig, DedupConfig]
     commands = [used_flags(cls) for cls in configs]
-    known = {name for own in commands for name in own} | {"--system"}
+    known = {name for own in commands for name in own} | {"system"}
+    known |= {option.target for cls in configs for option in syntax_of(cls).options.values()}
     options = {"prompt", *TextOptions.__annotations__}
     for kind, names in (("flags", known), ("commands", COMMANDS), ("presets", PRESETS), ("generate", options)):
         for answer, words in WORDS[kind].items():
             first = words.split()[0]
             assert hints.our_word(kind, first, names), (answer, first)
             for own in commands if kind == "flags" else ():  # of another command the word may be a flag
-                assert not any(f"--{word}" in own for word in words.split() if set(answer.split()) & set(own)), answer
-            assert not any(word in names for word in words.split()), answer
+                assert not any(
+                    f"--{word}" in own for word in words.split() if set(FLAGS.render(answer).split()) & set(own)
+                ), answer
+            assert kind == "flags" or not any(word in names for word in words.split()), answer
 
 
 def test_a_length_in_epochs_is_refused_in_its_words() -> None:
