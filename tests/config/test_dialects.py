@@ -19,7 +19,7 @@ OF_ZOO = Dialect(
     equal={"--zoo-sgd": ("optimizer", "sgd")},
     old_switches={"zoo_bf16": ("bf16", True)},
     no_effect={"--zoo-cages": (1, "there are none")},
-    answer=lambda flag: f"{flag} is for animals" if flag.startswith("--animal") else None,
+    answer=lambda flag, given: f"{given} is for animals" if flag.startswith("--animal") else None,
     suffix=".zoo",
     read=lambda path: {"lr": path.read_text()},
     arguments=lambda config, idle, backend: {"lr": config.optimizer.lr, "backend": backend, **idle},
@@ -76,5 +76,5 @@ def test_without_other_programs_words(monkeypatch: pytest.MonkeyPatch) -> None:
 
     hints._other_words.cache_clear()
     monkeypatch.setattr(hints, "read_table", missing)
-    assert hints.our_word("flags", "epochs", {"--train-epochs"}) == ""
+    assert hints.our_word("flags", "epochs", {"train_epochs"}) == ""
     hints._other_words.cache_clear()

@@ -150,7 +150,7 @@ def test_saved_settings_of_an_older_or_newer_release():
     assert got == {"lr": 0.1, "num_layers": 2}
     with pytest.raises(UserError) as caught:
         flags.from_saved(TrainConfig, {"lr": "x"}, "checkpoint 5")
-    assert caught.value.status == BAD_DATA and "--lr in checkpoint 5: 'x' is not a number" in str(caught.value)
+    assert caught.value.status == BAD_DATA and str(caught.value) == "lr in checkpoint 5: 'x' is not a number"
 
 
 # Spellings
@@ -228,10 +228,10 @@ def test_positional():
 def test_a_contradiction_names_the_flag_that_differs(asked, saved, words):
     """And not --group-query-attention, which decides the same number together with it."""
     ours, theirs = (schema.Model(**{"num_attention_heads": 8} | values) for values in (asked, saved))
-    assert check_model.contradictions(ours, theirs) == [words]
+    assert [*map(str, check_model.contradictions(ours, theirs))] == [words]
     if "num_query_groups" in asked and asked["num_query_groups"]:
         both = [dataclasses.replace(m, group_query_attention=True) for m in (ours, theirs)]
-        assert check_model.contradictions(*both) == [words]
+        assert [*map(str, check_model.contradictions(*both))] == [words]
 
 
 def test_largest_seed_is_taken():
@@ -248,9 +248,9 @@ def test_all_problems_at_once(tmp_path, monkeypatch, capsys):
     assert main(["train", "--config", str(file), *argv.split(), "--num-experts", "4", "--mock-data"]) == USAGE
     err = capsys.readouterr().err
     for words in (
-        "--seed in",
+        "seed in",
         "unknown setting 'unheard_of' in",
-        "--clip-grad in the environment (MESHWRIGHT_*)",
+        "MESHWRIGHT_CLIP_GRAD: 'much' is not a number",
         "did you mean --num-layers",
         "--lr: 'fast'",
         "no flag --batch-size; here it is",
@@ -267,7 +267,7 @@ def test_unknown_environment(monkeypatch):
     monkeypatch.setenv("MESHWRIGHT_APPEND_EOD", "1")  # another command's
     parse()
     monkeypatch.setenv("MESHWRIGHT_NUM_LAYER", "1")
-    assert "unknown setting 'num_layer' in the environment (MESHWRIGHT_*); did you mean num_layers?" in refusal()
+    assert "unknown setting 'MESHWRIGHT_NUM_LAYER'; did you mean MESHWRIGHT_NUM_LAYERS?" in refusal()
 
 
 @pytest.mark.parametrize(
@@ -278,20 +278,20 @@ def test_unknown_environment(monkeypatch):
         ("a.yaml", b"- 1\n- 2\n", "not a table of settings"),
         ("a.yaml", b"just words", "not a table of settings"),
         ("a.yaml", b"1: 2\n", "unknown setting '1'"),
-        ("a.yaml", b"lr: {a: 1}\n", "--lr in"),
-        ("a.yaml", b"data_path: {a: 1}\n", "--data-path in"),
+        ("a.yaml", b"lr: {a: 1}\n", "lr in a.yaml: "),
+        ("a.yaml", b"data_path: {a: 1}\n", "data_path in a.yaml: "),
         ("a.yaml", b"lr: &a [1]\nfp16: *a\nsave: *a\nlr_decay_style: *a", "[1] is not true or false"),
         ("a.yaml", b"[" * 5000, "--config"),
         ("a.yaml", b"a: [", "--config"),
         ("a.yaml", b"lr: \x00", "--config"),
-        ("a.toml", b"lr = true", "--lr in"),
-        ("a.toml", b"seed = true", "--seed in"),
+        ("a.toml", b"lr = true", "lr in a.toml: "),
+        ("a.toml", b"seed = true", "seed in a.toml: "),
         ("a.toml", b"lr = inf", "is not a number"),
         ("a.toml", b"seed = inf", "is not a whole number"),
         ("a.toml", b"fp16 = 'perhaps'", "is not true or false"),
         ("a.toml", b"model = 3", "unknown setting 'model'"),
         ("a.toml", b"[nodel]\nnum_layers = 2", "unknown setting 'nodel'"),
-        ("a.toml", b"batch_size = 2", "or --global-batch-size in"),
+        ("a.toml", b"batch_size = 2", "or --global-batch-size in a.toml"),
         ("a.toml", b"lr = 1\nlr = 2", "--config"),
         ("a.toml", b"lr = " + b"[" * 5000, "--config"),
         ("a.toml", b"a." * 100_000 + b"a = 1", "a.toml: a key has more than 8 parts; no file of settings needs that"),
@@ -338,14 +338,15 @@ def test_addresses_in_files_environment_and_python(tmp_path, monkeypatch):
     (tmp_path / "paths.txt").write_text(f"0.5 a\n0.5 {S3}\n")
     (tmp_path / "paths.json").write_text(f'{{"train": ["{S3}"]}}')
     wanted = f"{S3} is an address"
-    assert f"--save-hf {wanted}" in refusal("--config", str(tmp_path / "c.toml"))
+    said = refusal("--config", str(tmp_path / "c.toml"))
+    assert said.startswith(f"save_hf = '{S3}' in {tmp_path / 'c.toml'} is an address")
     for flag in ("--data-args-path", "--per-split-data-args-path"):
         file = str(tmp_path / ("paths.json" if "per" in flag else "paths.txt"))
         assert f"{flag} {file}: {wanted}" in refusal(flag, file, check=True)
     with pytest.raises(UserError, match=wanted):
         meshwright.convert(tmp_path, S3)
     monkeypatch.setenv("MESHWRIGHT_LOCAL_DIR", S3)
-    assert f"--local-dir {wanted}" in refusal()
+    assert refusal().startswith(f"MESHWRIGHT_LOCAL_DIR='{S3}' is an address")
 
 
 def test_a_prompt_may_hold_an_address():
@@ -560,13 +561,13 @@ def test_every_name_of_the_argument_dump_is_known():
         spelled = [PRINTED_AS.get(name), fields.spelling(name), "--" + name.replace("_", "-")]
         flag = next((s for s in spelled if s in syntax.options), spelled[0] or spelled[2])
         known = flag in syntax.options
-        assert known or not answer_unknown(flag, syntax).startswith("unknown"), name
+        assert known or not answer_unknown(flag, syntax).text.startswith("unknown"), name
 
 
 @pytest.mark.parametrize("flag", OTHERS)
 def test_flags_of_the_other_programs_are_known(flag):
     syntax = syntax_of(TrainConfig)
-    assert flag in syntax.options or not answer_unknown(flag, syntax).startswith("unknown")
+    assert flag in syntax.options or not answer_unknown(flag, syntax).text.startswith("unknown")
 
 
 def test_a_negative_learning_rate_is_one_mistake(capsys):
@@ -574,7 +575,7 @@ def test_a_negative_learning_rate_is_one_mistake(capsys):
     argv = "train --lr -1 --mock-data --vocab-size 100 --num-layers 1 --hidden-size 32 --num-attention-heads 2"
     assert main([*argv.split(), *"--seq-length 16 --micro-batch-size 1 --train-iters 3 --dry-run".split()]) == 2
     err = capsys.readouterr().err
-    assert "--lr -1.0 must be above 0" in err and "is above" not in err
+    assert "--lr -1 must be above 0" in err and "is above" not in err
 
 
 # Flags for one start
@@ -603,13 +604,13 @@ def test_no_file_or_shell_gives_a_flag_for_one_start(tmp_path, monkeypatch):
         for cls in (TrainConfig, GenerateConfig, ConvertConfig):
             if name not in fields.config_fields(cls):
                 continue
-            assert refusal("--config", str(path), cls=cls) == f"{fields.spelling(name)} in {path}: {why}"
+            assert refusal("--config", str(path), cls=cls) == f"{name} in {path}: {why}"
             assert flags.to_dict(parse("--config", str(path), typed, cls=cls).config)[name] == value
             with monkeypatch.context() as shell:
                 shell.setenv(f"MESHWRIGHT_{name.upper()}", str(value))
-                assert refusal(cls=cls) == f"{fields.spelling(name)} in the environment: {why}"
+                assert refusal(cls=cls) == f"MESHWRIGHT_{name.upper()}: {why}"
     path.write_text("trust_pickle = false\n[checkpoint]\nweights = 'plain'\n")  # as --print-config writes them
     assert not parse("--config", str(path)).config.checkpoint.trust_pickle
     path.write_text("[checkpoint]\noverride-lr-scheduler = true\n")
-    assert "--override-opt_param-scheduler in" in refusal("--config", str(path))
+    assert refusal("--config", str(path)).startswith(f"override-lr-scheduler in {path}: it is for one start")
     assert parse(values={"trust_pickle": True}).config.checkpoint.trust_pickle  # Python

@@ -25,13 +25,13 @@ def test_the_list_is_whole():
 
 def test_every_flag_of_megatron_has_an_answer():
     ours = syntax_of(TrainConfig).options
-    unknown = [name for name in MEGATRON if name not in ours and known_elsewhere(name) is None]
+    unknown = [name for name in MEGATRON if name not in ours and known_elsewhere(name, name) is None]
     assert unknown == []
     assert not [name for name in MEGATRON if name in NO_EFFECT and (name in REFUSED or name in RETIRED)]
 
 
 def test_flags_of_megatrons_server_name_ours():
-    assert "`meshwright serve`" in str(known_elsewhere("--inference-max-requests"))
+    assert "`meshwright serve`" in str(known_elsewhere("--inference-max-requests", ""))
 
 
 def test_idle_flags_take_megatrons_values():

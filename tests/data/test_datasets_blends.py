@@ -44,7 +44,7 @@ def build(**given):
 
 def problems(**given):
     [message] = check_data.data_problems(Data(seq_length=SEQ, **given), True)
-    return message
+    return str(message)
 
 
 # Flags

@@ -159,7 +159,7 @@ def steps_of(case: Case) -> int:
 
 @functools.cache
 def problems_alone(flags_of_run: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(checks.problems(in_one_process(Case(flags_of_run, ()))))
+    return tuple(map(str, checks.problems(in_one_process(Case(flags_of_run, ())))))
 
 
 @functools.cache
@@ -170,7 +170,7 @@ def refusals(case: Case) -> tuple[str, ...]:
         out = list(problems_alone(case.flags))
     except (UserError, ValueError) as error:
         return (str(error),)
-    out += [line for config in made for line in checks.problems(config)]
+    out += [str(problem) for config in made for problem in checks.problems(config)]
     return tuple(out) or tuple(line for config in made for line in beyond_settings(config))
 
 

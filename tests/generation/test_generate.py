@@ -342,7 +342,7 @@ def test_several_damaged_steps_give_way(generate, run, tmp_path):
 def test_no_checkpoint(generate, tmp_path, capsys):
     status, out, err = generate("--prompt", "a", load=tmp_path / "none")
     assert (status, out) == (65, "") and err == (
-        f"meshwright generate: error: there is no folder {tmp_path / 'none'}; give the --save folder of a training, "
+        f"meshwright generate: error: there is no folder {tmp_path / 'none'}; give the save folder of a training, "
         "or another program's checkpoint\n"
     )
     status, _, err = generate("--prompt", "a", load=tmp_path)

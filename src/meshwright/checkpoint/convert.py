@@ -249,7 +249,9 @@ def write_target(conversion: PreparedConversion) -> tuple[int, int]:
     source, target = conversion.source, conversion.target
     optimizer = target.wants_optimizer and source.has_optimizer
     if target.to == "native" and optimizer and target.dtype not in (None, "float32"):
-        raise UserError(f"--dtype {target.dtype} would round the weights that a run goes on from: add --no-optimizer")
+        raise SettingsError(
+            f"{{dtype={target.dtype}}} would round the weights that a run goes on from: add {{no_optimizer=True}}"
+        )
     # Megatron keeps weights in half precision beside the masters.
     half = target.to == "torch" and optimizer and target.dtype != "float32"
     average = target.optimizer and target.to == "native"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshwright.base.errors import DONE, UserError
 from meshwright.cli import launch
 from meshwright.config import flags
-from meshwright.config.problem import in_words
+from meshwright.config.problem import SettingsError, in_words
 from meshwright.config.schema import TrainConfig
 from meshwright.runtime.ranks.world import World
 
@@ -48,7 +48,9 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
         note_export(parsed, config)
         flags.print_notices(parsed)
     if config.parallel.rank is not None and not dry:
-        raise UserError(f"--rank {config.parallel.rank} is for --dry-run; a launcher gives a run's ranks their numbers")
+        raise SettingsError(
+            f"{{rank={config.parallel.rank}}} is for --dry-run; a launcher gives a run's ranks their numbers"
+        )
     with in_words(parsed.words):
         if dry:
             return preflight.dry_run(config)

@@ -69,7 +69,8 @@ def remote_paths(config: Any) -> list[Problem]:
                 if (is_read_there or f.metadata["remote"]) and addresses.is_address(text):
                     continue
                 if isinstance(text, str) and (address := find_address(text)):
-                    out.append(Problem((f.name,), f"{{{f.name}}} {plain(refuse_address(address))}"))
+                    why = plain(refuse_address(address).removeprefix(address))
+                    out.append(Problem((f.name,), with_value(f.name, address) + why))
     return out
 
 

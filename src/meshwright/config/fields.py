@@ -248,11 +248,6 @@ def word_of(f: dataclasses.Field[Any]) -> str:
     return f.metadata["word"] or f.name.rstrip("s").upper()
 
 
-def shown_name(f: dataclasses.Field[Any]) -> str:
-    """Return how messages name a field: by its flag, or by its word if it has none."""
-    return word_of(f) if f.metadata["positional"] else spelling(f.name)
-
-
 def switches(f: dataclasses.Field[Any]) -> tuple[list[str], list[str]]:
     """Return the flags that turn a boolean field on, and those that turn it off."""
     off = [a for a in f.metadata["aliases"] if a.startswith(("--disable", "--no-"))]

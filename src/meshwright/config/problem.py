@@ -170,6 +170,8 @@ def names_in(text: str) -> tuple[str, ...]:
 class SettingsError(UserError):
     """An error that names settings, as problems do; `words` are those of who gave them."""
 
+    words: Words | None = None  # also of an error that another rank sent
+
     def __init__(self, text: str, status: int = USAGE, everywhere: bool = False, words: Words | None = None) -> None:
         super().__init__(text, status, everywhere)
         self.words = words

@@ -11,6 +11,7 @@ import numpy as np
 from meshwright.base import console
 from meshwright.base.errors import UserError
 from meshwright.config import data_paths
+from meshwright.config.problem import FLAGS
 from meshwright.config.schema import TrainConfig
 from meshwright.data.blend import blend_order
 from meshwright.data.files.indexed import Indexed
@@ -57,7 +58,7 @@ def plan_set(config: TrainConfig, spec: SetSpec, parts: list[SetPart]) -> dict[s
             advice = "a smaller weight, more data or a shorter run avoids it"
             warnings.append(f"{part.prefix} is read {epochs:.1f} times over in training: {advice}")
     if not sources:
-        flag, share = spec.paths.flag, 1.0
+        flag, share = FLAGS.render(spec.paths.flag), 1.0
         if spec.paths.divided:
             flag = f"--split {config.data.split}"
             share = config.data.split.shares[data_paths.SPLITS.index(spec.paths.split)]

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from meshwright.apps.pages.html import write_page
 from meshwright.apps.plan import describe
-from meshwright.apps.plan.goodput import ExpectedGoodput, Interruptions
+from meshwright.apps.plan.goodput import ExpectedGoodput, Interruptions, expect, losses_of
 from meshwright.apps.plan.prediction import Machine, Prediction, find_machine
 from meshwright.apps.plan.search import Found, Freedom, Search
 from meshwright.base import host
@@ -23,6 +24,7 @@ from meshwright.base.records import json_ready
 from meshwright.config import checks, flags
 from meshwright.config.check_steps import batch_problems
 from meshwright.config.fields import flag, group, with_settings
+from meshwright.config.presets import family_of
 from meshwright.config.problem import Problem, SettingsError, in_words, listed, require, stated
 from meshwright.config.schema import TrainConfig
 
@@ -162,6 +164,67 @@ def make_plan(parsed: flags.Parsed[LayoutPlanConfig]) -> Plan:
         with host.collector_off():  # a tenth of its time: it makes many objects, and hardly any cycles
             prediction, found = search(prediction, given, asked)
     else:
+        require([take_devices(problem) for problem in checks.problems(config, needs_data=False)])
+    length = prediction.config.steps if parsed.config.lengths else None
+    losses = losses_of(prediction.save, config.world, asked.mtbf, asked.restart_minutes)
+    step = prediction.time.seconds
+    expected = expect(losses, step, None if length is None else length * step, config.checkpoint.save_interval)
+    plan = Plan(prediction, found, length, losses, expected)
+    if prediction.fits or machine.profile.kind == "cpu":
+        return plan
+    if found is not None:
+        config = with_settings(config, **half_precision(config, given, machine))
+    fixed = given if found is not None else given.union(describe.LAYOUT)
+    enough, tried = find_enough(dataclasses.replace(prediction, config=config), Freedom(fixed))
+    return dataclasses.replace(plan, enough=enough, tried=tried)
+
+
+def take_devices(problem: Problem) -> Problem:
+    """Return a problem of the number of ranks with plan's flag in place of a launch."""
+    text = re.sub(r"start (\d+) \(meshwright launch [^)]*\)", r"take --gpus \1", problem.text)
+    return dataclasses.replace(problem, text=text)
+
+
+def find_enough(start: Prediction, freedom: Freedom) -> tuple[int | None, int]:
+    """Return the first power of two that is enough devices, and the last that was tried."""
+    began, count = time.perf_counter(), start.config.world
+    while count < MOST_DEVICES and time.perf_counter() - began < ENOUGH_SECONDS:
+        count = 1 << count.bit_length()
+        trial = Search(start.machine, start.vocabulary, freedom)
+        if trial.find_small(with_settings(start.config, world_size=count)) is not None:
+            return count, count
+    return None, count
+
+
+def given_settings(parsed: flags.Parsed[LayoutPlanConfig]) -> frozenset[str]:
+    """Return the settings that a search keeps: those typed, and those that a file or shell changes.
+
+    A preset's or recipe's batch sizes, and the defaults that a run's config.toml lists, are free.
+    """
+    ours, defaults = flags.to_dict(parsed.config), flags.to_dict(TrainConfig())
+    out = set()
+    for name, source in parsed.sources.items():
+        is_changed = name in defaults and ours[name] != defaults[name]
+        if source.startswith("command line") or (is_changed and not source.startswith(("default", "preset", "recipe"))):
+            out.add(name)
+    return frozenset(out)
+
+
+def vocabulary_of(config: TrainConfig, sources: Mapping[str, str]) -> int:
+    """Return the number of ids: that of the flags or the data, else that of the preset's source."""
+    t, d = config.tokenizer, config.data
+    if t.tokenizer or t.vocab_file or t.tokenizer_model or d.data_path or d.train_data_path or config.checkpoint.load:
+        from meshwright.training.before.resolve import find_vocabulary
+
+        return find_vocabulary(config, None).size
+    preset = next((s.removeprefix("preset ") for s in sources.values() if s.startswith("preset ")), None)
+    return t.vocab_size or (family_of(preset).vocabulary if preset else GPT2_VOCABULARY)
+
+
+def search(start: Prediction, given: frozenset[str], asked: PlanFlags) -> tuple[Prediction, Found]:
+    """Return the fastest layout that fits, and all that was found; UserError if none is legal."""
+    config, machine = start.config, start.machine
+    if config.training.global_batch_size is None:
         raise SettingsError("{global_batch_size} is needed to search layouts: samples of one step")
     config = with_settings(config, **half_precision(config, given, machine))
     freedom = Freedom(given, asked.allow_fp8 and "fp8" in machine.profile.peaks)

@@ -15,7 +15,7 @@ from meshwright.base.errors import UNAVAILABLE, UserError
 from meshwright.cli.reading import ReadingCommand, ReadingTask
 from meshwright.config import checks, flags
 from meshwright.config.fields import flag
-from meshwright.config.problem import Problem, stated
+from meshwright.config.problem import Problem, SettingsError, stated
 from meshwright.config.schema import READING, Logging, ReadConfig, TokenizerFlags
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Serve:
         try:
             return Path(self.api_key_file).read_text(encoding="ascii").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--api-key-file {self.api_key_file} cannot be read: {error}") from None
+            raise SettingsError(f"{{api_key_file={self.api_key_file}}} cannot be read: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ def prepare_serve(parsed: flags.Parsed[ServeConfig], is_lead: bool) -> ReadingTa
     c, s = parsed.config, parsed.config.serve
     key = s.key()
     if key is not None and not is_key(key):
-        raise UserError(
-            f"--api-key-file {s.api_key_file} must hold a key of at least {SHORTEST_KEY} letters and digits"
+        raise SettingsError(
+            f"{{api_key_file={s.api_key_file}}} must hold a key of at least {SHORTEST_KEY} letters and digits"
         )
     try:
         import starlette  # noqa: F401

@@ -97,11 +97,15 @@ def require_resumable(config: TrainConfig, command: list[str]) -> None:
     """Refuse a command that would begin again, or compute something else, with other ranks."""
     c, t = config.checkpoint, config.training
     if not c.save or c.load != c.save:
-        raise UserError(f"{ELASTIC_FLAGS} need --save FOLDER and --load FOLDER, the same: the run continues from there")
+        raise SettingsError(
+            f"{ELASTIC_FLAGS} need {{save=FOLDER}} and {{load=FOLDER}}, the same: the run continues from there"
+        )
     if t.global_batch_size is None:
-        raise UserError(f"{ELASTIC_FLAGS} need --global-batch-size: else the batch would follow the number of ranks")
+        raise SettingsError(
+            f"{ELASTIC_FLAGS} need {{global_batch_size}}: else the batch would follow the number of ranks"
+        )
     if any(word.partition("=")[0] in ("--world-size", "--world_size") for word in command):
-        raise UserError(f"--world-size contradicts {ELASTIC_FLAGS}; leave it out")
+        raise SettingsError(f"{{world_size}} contradicts {ELASTIC_FLAGS}; leave it out")
 
 
 def fit_ranks(command: list[str], ranks: int, completed: TrainConfig) -> Shape | list[Problem]:

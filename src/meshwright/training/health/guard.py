@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.base.console import remark
 from meshwright.base.errors import NON_FINITE, UserError, first_line
+from meshwright.config.problem import SettingsError
 from meshwright.training.health.diagnosis import Origin, find_origin
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class Guard:
         save = self.config.checkpoint.save
         saved = f"the checkpoints in {save} are of earlier steps; " if save else ""
         cure = f"continue with --on-spike rollback:K, or lower --lr (now {self.config.optimizer.lr})"
-        raise UserError(f"{what} (--on-spike stop); {saved}{cure}", NON_FINITE, everywhere=True)
+        raise SettingsError(f"{what} ({{on_spike=stop}}); {saved}{cure}", NON_FINITE, everywhere=True)
 
     def failure(self, what: str, origin: Origin | None) -> UserError:
         c = self.config

@@ -18,6 +18,7 @@ from meshwright.checkpoint.manifests import DamagedCheckpoint
 from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.checkpoint.sources import Source, TensorBoxes
 from meshwright.checkpoint.steps import NATIVE
+from meshwright.config.problem import SettingsError
 from meshwright.data import tokenizers
 from meshwright.data.history import BlendHistory
 from meshwright.data.tokenizers import Tokenizer
@@ -162,9 +163,9 @@ class State:
         """Take over a checkpoint's counters before its tensors are read, or refuse it."""
         c, state, saved = self.config.checkpoint, source.state, source.config
         if (name := state.get("network", GPT_NETWORK)) != self.net.name:
-            raise UserError(
+            raise SettingsError(
                 f"the checkpoint holds a {name} but this run builds a {self.net.name}, so its weights cannot be used; "
-                "run the program that trained it, or change --load",
+                "run the program that trained it, or change {load}",
                 BAD_DATA,
             )
         for line in differences(self.config, saved):
@@ -306,7 +307,9 @@ class State:
             self.team.run_on_all(lambda: tokenizers.require_same(tokenizer, saved_tokenizer))
         if c.save and self.will_train:
             if c.ckpt_format == "torch" and self.net.name != GPT_NETWORK:
-                raise UserError(f"--ckpt-format torch: Megatron-LM has no {self.net.name}; native holds any network")
+                raise SettingsError(
+                    f"{{ckpt_format=torch}}: Megatron-LM has no {self.net.name}; native holds any network"
+                )
             # The previous step and the new one; Megatron's format needs a temporary one too.
             copies = 3 if c.ckpt_format == "torch" else 2
             publish.check_writable(
