@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.config.argv import Option, Positional, Syntax, missing, read_argv
+from meshwright.config.argv import Option, Positional, Syntax, read_argv
 
 OPTIONS = {
     "--lr": Option("lr"),
@@ -45,11 +45,11 @@ def syntax(*positionals: Positional, names_follow: bool = False) -> Syntax:
 def test_flags_and_their_values(argv: list[str], values: dict[str, object]) -> None:
     typed = read_argv(argv, syntax())
     assert typed.values == values
-    assert not typed.complaints + typed.unknown + typed.words
+    assert not (typed.problems or typed.unknown or typed.words)
 
 
 @pytest.mark.parametrize(
-    ("argv", "complaint"),
+    ("argv", "problem_text"),
     [
         (["--lr"], "argument --lr: expected one argument"),
         (["--lr", "--fp16"], "argument --lr: expected one argument"),
@@ -65,17 +65,18 @@ def test_flags_and_their_values(argv: list[str], values: dict[str, object]) -> N
         ),
     ],
 )
-def test_complaints(argv: list[str], complaint: str) -> None:
-    assert read_argv(argv, syntax()).complaints == [complaint]
+def test_problems(argv: list[str], problem_text: str) -> None:
+    [problem] = read_argv(argv, syntax()).problems
+    assert str(problem) == problem_text and len(problem.about) == 1
 
 
 def test_one_value_by_two_names_is_no_mistake() -> None:
-    assert not read_argv(["--lr", "2", "--learning-rate", "1", "--lr", "1"], syntax()).complaints
+    assert not read_argv(["--lr", "2", "--learning-rate", "1", "--lr", "1"], syntax()).problems
 
 
 def test_every_mistake_is_found() -> None:
     typed = read_argv(["--lr", "--num-lay", "3", "--pair", "x", "-q", "--fp16=0"], syntax())
-    assert typed.unknown == ["--num-lay", "-q"] and typed.words == ["3"] and len(typed.complaints) == 3
+    assert typed.unknown == ["--num-lay", "-q"] and typed.words == ["3"] and len(typed.problems) == 3
 
 
 def test_words_without_a_flag() -> None:
@@ -84,7 +85,7 @@ def test_words_without_a_flag() -> None:
         assert read_argv(argv, both).values == {"first": "a", "second": "b", "lr": "1"}
     assert read_argv(["a", "b", "c"], both).words == ["c"]
     assert read_argv(["a", "--paths", "c", "--fp16", "b"], syntax(MANY)).values["paths"] == ["a", "b", "c"]
-    assert missing(read_argv(["--fp16"], both), both) == ["FIRST"]
+    assert read_argv(["--fp16"], both).missing(both) == {"first": "FIRST"}
 
 
 def test_two_dashes_end_the_flags() -> None:
@@ -98,4 +99,4 @@ def test_a_command_line_within_another() -> None:
     for dashes in ([], ["--"]):
         typed = read_argv(["--lr", "1", *dashes, "train", "--lr", "2", "--fp16=1", "--", "x"], rest)
         assert typed.values == {"lr": "1", "command": ["train", "--lr", "2", "--fp16=1", "--", "x"]}
-        assert not typed.complaints
+        assert not typed.problems

@@ -150,7 +150,7 @@ def in_one_process(case: Case) -> TrainConfig:
 
 def goes_back(config: TrainConfig) -> bool:
     """Whether a bad step makes the run go back to a checkpoint."""
-    return "rollback" in config.training.on_nonfinite + config.training.on_spike
+    return "rollback" in (config.training.on_nonfinite.word, config.training.on_spike.word)
 
 
 def steps_of(case: Case) -> int:

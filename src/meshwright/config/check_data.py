@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import re
 
 from meshwright.config import data_paths
-from meshwright.config.grammar import blend_stages, skipped, split_shares
+from meshwright.config.grammar import BlendStage
 from meshwright.config.problem import Problem, plain, stated
 from meshwright.config.schema import Data
 
@@ -35,11 +35,12 @@ def data_problems(d: Data, needed: bool) -> list[Problem]:
         text = "{blend_change_at} with {dataloader_type=cyclic}, which reshuffles all samples; give single"
         out.append(Problem(("blend_change_at", "dataloader_type"), text))
     out += stage_problems(d)
-    try:
-        skipped(d.skip_train_iteration_range)
-    except ValueError as error:
-        out.append(Problem(("skip_train_iteration_range",), f"{{skip_train_iteration_range}}: {plain(error)}"))
-    return out + split_problems(d.split)
+    ranges = sorted(d.skip_train_iteration_range, key=lambda one: one.first)
+    if any(after.first <= before.last for before, after in itertools.pairwise(ranges)):
+        given = " ".join(map(str, d.skip_train_iteration_range))
+        text = f"{{skip_train_iteration_range}}: the ranges {given} overlap"
+        out.append(Problem(("skip_train_iteration_range",), text))
+    return out
 
 
 def stage_problems(d: Data) -> list[Problem]:
@@ -56,16 +57,18 @@ def stage_problems(d: Data) -> list[Problem]:
         for name, (other, is_given) in others.items()
         if is_given
     ]
-    try:
-        stages = blend_stages(d.blend_stages)
-    except ValueError as error:
-        return [*out, Problem(("blend_stages",), f"{{blend_stages}}: {plain(error)}")]
+    before: BlendStage | None = None
+    for stage in d.blend_stages:
+        if not stage.follows(before):
+            text = f"{plain(repr(stage))} does not begin after the blend before it; give stages in their order"
+            return [*out, Problem(("blend_stages",), f"{{blend_stages}}: {text}")]
+        before = stage
     try:
         train = next((one for one in data_paths.path_sets(d) if one.split == "train"), None)
     except ValueError:
         return out  # reported for the paths
     known = [source.prefix for source in train.sources] if train else []
-    for prefix in dict.fromkeys(prefix for stage in stages for prefix in stage.weights):
+    for prefix in dict.fromkeys(prefix for stage in d.blend_stages for prefix, _ in stage.weights):
         if known.count(prefix) != 1 and not d.mock_data:
             paths = train.flag if train else "{data_path}"
             why = "is not one of" if prefix not in known else "names several ranges of"
@@ -73,14 +76,3 @@ def stage_problems(d: Data) -> list[Problem]:
             text = f"{{blend_stages}}: {plain(prefix)} {why} {paths}; {advice}"
             out.append(Problem(("blend_stages",), text))
     return out
-
-
-def split_problems(split: str) -> list[Problem]:
-    given = f"{{split}} {plain(repr(split))}"
-    try:
-        shares = split_shares(split)
-    except ValueError:
-        return [Problem(("split",), f"{given} is not three numbers such as 949,50,1")]
-    if len(shares) > 3 or not 0 < sum(shares) < math.inf or min(shares) < 0:
-        return [Problem(("split",), f"{given} must be at most three numbers, none below 0 and not all 0")]
-    return []

@@ -109,7 +109,7 @@ def pipeline_problems(c: TrainConfig) -> list[Problem]:
         try:
             split_layers(p.pipeline_layout, layers, pp * c.chunks)
         except ValueError as error:
-            given = with_value("pipeline_layout", p.pipeline_layout[:100])
+            given = with_value("pipeline_layout", str(p.pipeline_layout)[:100])
             out.append(Problem(("pipeline_layout",), f"{given}: {error}"))
     return out + _micro_batches_problems(c)
 

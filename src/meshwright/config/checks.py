@@ -12,7 +12,6 @@ from meshwright.config.check_model import architecture_problems, has_megatrons_s
 from meshwright.config.check_mup import given_bases, mup_problems
 from meshwright.config.check_steps import batch_problems, schedule_problems, state_problems
 from meshwright.config.check_values import out_of_bounds, planned_values, unusable
-from meshwright.config.grammar import ON_NONFINITE, ON_SPIKE, eval_tasks, reaction
 from meshwright.config.problem import Problem, missing, named, plain, stated, with_value
 from meshwright.config.schema import (
     EXIT_SIGNALS,
@@ -161,16 +160,11 @@ def reaction_problems(t: Training, k: Checkpoint) -> list[Problem]:
     if not 8 <= t.spike_window <= 10_000:
         text = f"{stated(t, 'spike_window')} is not in 8 to 10000: a median of few losses says little"
         out.append(Problem(("spike_window",), text))
-    for name, known in (("on_nonfinite", ON_NONFINITE), ("on_spike", ON_SPIKE)):
-        found = reaction(getattr(t, name), known)
-        if found is None:
-            forms = f"{', '.join(known[:-1])} nor {known[-1]}"
-            text = f"{plain(repr(getattr(t, name)))} is neither {forms}; K is a whole number above 0"
-            out.append(Problem((name,), f"{{{name}}} {text}"))
-        elif found[0] == "rollback" and not k.save:
+    for name, reaction in (("on_nonfinite", t.on_nonfinite), ("on_spike", t.on_spike)):
+        if reaction.word == "rollback" and not k.save:
             text = f"{stated(t, name)} goes back to a checkpoint of {{save}}, which is not given; give {{save=DIR}}"
             out.append(Problem((name,), text))
-        elif found[0] == "rollback" and k.no_save_optim:
+        elif reaction.word == "rollback" and k.no_save_optim:
             state = "the optimizer's state, which {no_save_optim=True} leaves out"
             out.append(Problem((name, "no_save_optim"), f"{stated(t, name)} needs {state}; give one of them"))
     return out
@@ -195,7 +189,8 @@ def precision_problems(p: Precision) -> list[Problem]:
 
 def eval_tasks_problems(g: Logging) -> list[Problem]:
     try:
-        eval_tasks(g.eval_tasks or "")
+        if g.eval_tasks is not None:
+            g.eval_tasks.check()
     except ValueError as error:
         return [Problem(("eval_tasks",), f"{stated(g, 'eval_tasks')}: {plain(error)}")]
     return []

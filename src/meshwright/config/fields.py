@@ -10,7 +10,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING as MISSING
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack
 
 from meshwright.config.pages import PAGES
 
@@ -39,6 +39,23 @@ class Facets(TypedDict, total=False):
     outcome: str  # property that it decides with others or by a default; that is compared on resume
     proof: Literal["twin fuzz", "twin", "fuzz", ""]  # drawn by the tests' fuzz, copied by verify-layout's twin
     read: Literal["model", "run", ""]  # commands that read a model use it, to describe or to run it
+
+
+class Form:
+    """A setting in a small language, such as rollback:3: read once; `str` gives the text back."""
+
+    text: str
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Return the setting of a text; raise ValueError, which says what is wrong with it."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:  # a list of settings looks as it was given
+        return repr(self.text)
 
 
 PATHS = ("DIR", "FILE", "PATH", "PREFIX")
@@ -167,6 +184,39 @@ def is_list(kind: Any) -> bool:
     return typing.get_origin(kind) is list
 
 
+def form_of(kind: Any) -> type[Form] | None:
+    """Return the form of a setting, or of the elements of a list, that is more than text."""
+    plain = inner_type(kind)
+    plain = typing.get_args(plain)[0] if is_list(plain) else plain
+    return plain if isinstance(plain, type) and issubclass(plain, Form) else None
+
+
+@cached
+def forms_in(group: type) -> Mapping[str, type[Form]]:
+    """Return the settings of a group that have a form."""
+    forms = {name: form_of(kind) for name, (_, _, kind) in config_fields(group).items()}
+    return {name: form for name, form in forms.items() if form is not None}
+
+
+def read_forms(group: Any) -> None:
+    """Read the settings of a new group that were given as text, as in `Data(split="8,1,1")`."""
+
+    def read(form: type[Form], value: Any) -> Any:
+        return form.read(value) if isinstance(value, str) else value
+
+    for name, form in forms_in(type(group)).items():
+        value = getattr(group, name)
+        found = [read(form, each) for each in value] if isinstance(value, list) else read(form, value)
+        object.__setattr__(group, name, found)
+
+
+def as_text(value: Any) -> Any:
+    """Return a value as files and checkpoints hold it."""
+    if isinstance(value, list):
+        return [as_text(each) for each in value]
+    return str(value) if isinstance(value, Form) else value
+
+
 def choices_of(kind: Any) -> tuple[Any, ...]:
     plain = inner_type(kind)
     return typing.get_args(plain) if typing.get_origin(plain) is typing.Literal else ()
@@ -176,7 +226,7 @@ def text_kind(f: dataclasses.Field[Any], kind: Any) -> str:
     """Return what a field of text holds, as `Facets.value`; empty for all others."""
     plain = inner_type(kind)
     plain = typing.get_args(plain)[0] if is_list(plain) else plain
-    if choices_of(kind) or plain not in (str, Path):
+    if choices_of(kind) or not (plain in (str, Path) or form_of(kind)):
         return ""
     return f.metadata["value"] or ("PATH" if plain is Path else "FORM")
 

@@ -7,7 +7,6 @@ such as `TrainConfig`; a flat one, such as that of `report`, reads no files or e
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -30,11 +29,13 @@ from meshwright.config import check_values, checks, dialects, help, notices, pre
 from meshwright.config.argv import Syntax, answer_unknown, read_argv, syntax_of
 from meshwright.config.dialects import equal, known_elsewhere, no_effect, old_switches
 from meshwright.config.fields import (
+    as_text,
     choices_of,
     config_fields,
     config_groups,
     default_of,
     every_config,
+    form_of,
     group_values,
     inner_type,
     is_flat,
@@ -42,7 +43,6 @@ from meshwright.config.fields import (
     typed_flags,
     word_of,
 )
-from meshwright.config.grammar import read_batch_schedule
 from meshwright.config.problem import (
     Given,
     Problem,
@@ -380,9 +380,8 @@ def build_config(cls: type[C], layers: list[tuple[str, dict[str, Any]]]) -> tupl
 def _fill_global_batch(training: dict[str, Any]) -> None:
     """Take the last batch of a schedule as the global batch; `checks` reports mistakes in it."""
     schedule = training.get("step_batch_size_schedule")
-    if schedule and training.get("global_batch_size") is None:
-        with contextlib.suppress(ValueError, IndexError):
-            training["global_batch_size"] = read_batch_schedule(schedule)[-1][1]
+    if schedule is not None and schedule.stages and training.get("global_batch_size") is None:
+        training["global_batch_size"] = schedule.stages[-1][1]
 
 
 def _with_switch(current: Any, value: Any) -> Any:
@@ -439,6 +438,10 @@ def convert_value(kind: Any, value: Any) -> Any:
     if typing.get_origin(inner) is list:
         values = words_in(value) if isinstance(value, str) else value if isinstance(value, list) else [value]
         return [convert_value(typing.get_args(inner)[0], v) for v in values]
+    if (form := form_of(inner)) is not None:
+        if isinstance(value, bool | list | dict):
+            raise ValueError(f"{_short(value)} is not text")
+        return form.read(str(value))
     try:
         if inner is int and isinstance(value, float | str) and not str(value).lstrip("+-").isdigit():
             as_float = float(value)  # 1e6 and 2000.0 are whole numbers too
@@ -611,7 +614,7 @@ def given_settings(parsed: Parsed[Any]) -> dict[str, Any]:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Return flat name -> value, as saved with a checkpoint."""
-    return {n: v for f in dataclasses.fields(config) for n, v in dataclasses.asdict(getattr(config, f.name)).items()}
+    return {n: as_text(v) for f in dataclasses.fields(config) for n, v in vars(getattr(config, f.name)).items()}
 
 
 def localized(config: Any) -> Any:
@@ -647,7 +650,7 @@ def to_toml(config: Any, sources: Mapping[str, str] | None = None, only: Collect
         listed = [f for f in dataclasses.fields(group) if only is None or f.name in only]
         lines += [f"[{g.name}]"] * bool(listed)
         for f in listed:
-            value = getattr(group, f.name)
+            value = as_text(getattr(group, f.name))
             line = f"# {f.name} = none" if value is None else f"{f.name} = {_toml(value)}"
             lines.append(f"{line}  # {sources[f.name]}" if sources else line)
         lines += [""] * bool(listed)

@@ -24,7 +24,6 @@ from meshwright.base.hints import did_you_mean, find_address
 from meshwright.config import presets
 from meshwright.config.data_paths import path_sets, path_settings
 from meshwright.config.fields import config_fields, default_of, inner_type, spelling, switches, with_settings
-from meshwright.config.grammar import split_shares
 from meshwright.config.notices import CONDITIONS
 from meshwright.config.problem import Problem, plain, with_value
 from meshwright.config.schema import LENGTHS, Data, Model, TrainConfig
@@ -206,7 +205,7 @@ def training_tokens(d: Data) -> int | None:
         return None
     try:
         paths = next(s for s in path_sets(d) if s.split == "train")
-        shares = split_shares(d.split) if paths.divided else [1.0]
+        shares = d.split.shares if paths.divided else (1.0,)
         parts = [(s.end - s.begin) * _tokens_of(s.prefix) for s in paths.sources]
         return int(sum(parts) * shares[0] / sum(shares))
     except (ValueError, OSError, StopIteration, KeyError, ZeroDivisionError, struct.error):

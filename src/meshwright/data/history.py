@@ -17,7 +17,6 @@ from typing import Any
 from meshwright.base.console import notice, remark
 from meshwright.base.errors import USAGE, UserError
 from meshwright.base.storage.addresses import shown
-from meshwright.config.grammar import blend_stages
 from meshwright.config.problem import SettingsError
 from meshwright.config.schema import Data
 from meshwright.data.blend import normalise, samples_needed
@@ -88,17 +87,18 @@ def begin_history(parts: Sequence[SetPart], size: int, d: Data) -> BlendHistory:
     """Return the blends that the flags give a run of `size` samples."""
     named = dict(zip(unique_names(parts), parts, strict=True))
     phases = [BlendPhase(0, tuple((name, part.share) for name, part in named.items() if part.share))]
-    for stage in blend_stages(d.blend_stages):
+    for stage in d.blend_stages:
         begin = stage.first_sample(size, d.seq_length or 1)
         if begin <= phases[-1].begin:
             raise SettingsError(
-                f"{{blend_stages}}: the stage from {stage} on begins at sample {begin}, the blend before it at "
+                f"{{blend_stages}}: the stage from {stage.start} on begins at sample {begin}, the blend before it at "
                 f"{phases[-1].begin}; give stages in their order"
             )
-        weights = [(name, weight) for name, part in named.items() if (weight := stage.weights.get(part.source.prefix))]
+        given = dict(stage.weights)
+        weights = [(name, weight) for name, part in named.items() if (weight := given.get(part.source.prefix))]
         if not weights:
             raise SettingsError(
-                f"{{blend_stages}}: no data set of the stage from {stage} on has documents for training"
+                f"{{blend_stages}}: no data set of the stage from {stage.start} on has documents for training"
             )
         shares = normalise([weight for _, weight in weights])
         phases.append(BlendPhase(begin, tuple((name, share) for (name, _), share in zip(weights, shares, strict=True))))

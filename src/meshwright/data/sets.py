@@ -9,7 +9,6 @@ from pathlib import Path
 from meshwright.base.console import notice, silence
 from meshwright.base.errors import BAD_DATA
 from meshwright.config.data_paths import SPLITS, PathSet, TokenFiles, path_sets, path_settings
-from meshwright.config.grammar import blend_stages, split_shares
 from meshwright.config.problem import FLAGS, SettingsError, stated
 from meshwright.config.schema import Data, TrainConfig
 from meshwright.data.blend import normalise, samples_needed
@@ -88,9 +87,7 @@ def find_parts(config: TrainConfig, spec: SetSpec, open_files: Callable[[str], I
     weighed: list[tuple[float, SetPart]] = []
     total_documents = used_documents = 0
     flag = "{split}" if paths.divided else paths.flag
-    later = (
-        {prefix for stage in blend_stages(d.blend_stages) for prefix in stage.weights} if spec.key == "train" else ()
-    )
+    later = {prefix for stage in d.blend_stages for prefix, _ in stage.weights} if spec.key == "train" else ()
     for source in paths.sources:
         indexed = open_files(source.prefix)
         documents = document_range(d, paths, source, len(indexed))
@@ -106,7 +103,7 @@ def find_parts(config: TrainConfig, spec: SetSpec, open_files: Callable[[str], I
         else:
             weighed.append((weight, SetPart(source, indexed, documents, tokens, 0.0, 0)))
             continue
-        if not paths.divided or split_shares(d.split)[SPLITS.index(paths.split)]:  # else 0 was asked for
+        if not paths.divided or d.split.shares[SPLITS.index(paths.split)]:  # else 0 was asked for
             given = FLAGS.render(stated(d, "split") if paths.divided else paths.flag)
             notice(f"{given}: the {spec.key} split of {indexed.prefix} {why}, so it is left out")
     total = sum(part.tokens for _, part in weighed)

@@ -17,7 +17,8 @@ from meshwright.config.fields import flag
 from meshwright.config.problem import Problem, stated
 
 ABOUT = "Measure the speed of training: each row of a SET is one run of `meshwright train`. Its flags go after --."
-Words, Problems = list[str], list[Problem]  # a field below is named list
+Words = list[str]  # a field below is named list
+Problems = list[Problem]
 Peers = list[Peer]
 # Flags of train that a bench sets, and what to give in their place.
 BENCH_FLAGS = {"--train-iters": "--steps before --", "--run-dir": "--out before --", "--data-path": "--data before --"}

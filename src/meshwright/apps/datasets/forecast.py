@@ -11,7 +11,6 @@ import numpy as np
 from meshwright.base import console
 from meshwright.base.errors import UserError
 from meshwright.config import data_paths
-from meshwright.config.grammar import split_shares
 from meshwright.config.problem import FLAGS
 from meshwright.config.schema import TrainConfig
 from meshwright.data.blend import blend_order
@@ -62,7 +61,7 @@ def plan_set(config: TrainConfig, spec: SetSpec, parts: list[SetPart]) -> dict[s
         flag, share = FLAGS.render(spec.paths.flag), 1.0
         if spec.paths.divided:
             flag = f"--split {config.data.split}"
-            share = split_shares(config.data.split)[data_paths.SPLITS.index(spec.paths.split)]
+            share = config.data.split.shares[data_paths.SPLITS.index(spec.paths.split)]
         how = f"{flag} leaves it no document" if share else f"{flag} gives it no share"
         warnings += [f"{spec.key} is no set of this training: {how}"] if share else []
     samples = sum(counts)

@@ -21,7 +21,6 @@ from meshwright.checkpoint import steps
 from meshwright.cli.reading import ReadingCommand, ReadingTask
 from meshwright.config import checks, data_paths, flags
 from meshwright.config.fields import flag, group, with_settings
-from meshwright.config.grammar import eval_tasks
 from meshwright.config.problem import Problem, named, plain, stated
 from meshwright.config.schema import READING, Logging, ReadConfig, TokenizerFlags
 from meshwright.config.text_inputs import TextInputs
@@ -90,7 +89,9 @@ class EvaluateConfig(ReadConfig):
         """Return the file of each task that is given by name."""
         e = self.evaluate
         name = {"LAMBADA": "lambada-strict" if e.strict_lambada else "lambada", "WIKITEXT103": "wikitext"}
-        return {name[e.task]: e.valid_data[0]} if e.task else eval_tasks(self.logging.eval_tasks or "")
+        if e.task:
+            return {name[e.task]: e.valid_data[0]}
+        return dict(self.logging.eval_tasks.tasks) if self.logging.eval_tasks else {}
 
     def problems(self) -> list[Problem]:
         e, loading = self.evaluate, with_settings(self, load=next(iter(self.folders), None))
@@ -98,7 +99,8 @@ class EvaluateConfig(ReadConfig):
         others = [n for n in data_paths.path_settings(self.data) if n != "data_path"]
         read = "is not read by evaluate; name token files with {data_path}"
         out += [Problem((name,), f"{{{name}}} {read}") for name in others]
-        given = {"input": e.input, "data_path": self.data.data_path, "task": e.task, "harness": e.harness}
+        given: dict[str, Any] = {"input": e.input, "data_path": self.data.data_path}
+        given |= {"task": e.task, "harness": e.harness}
         given["eval_tasks"] = self.logging.eval_tasks
         chosen = [name for name, value in given.items() if value]
         if len(chosen) > 1:

@@ -11,6 +11,7 @@ from typing import Any
 
 from meshwright.config import checks
 from meshwright.config.fields import twin_settings, with_settings
+from meshwright.config.grammar import PipelineLayout
 from meshwright.config.problem import SettingsError, listed
 from meshwright.config.schema import (
     Checkpoint,
@@ -125,7 +126,7 @@ def shrink(c: TrainConfig) -> tuple[Model, Parallel]:
         # Stages of different sizes stay so: 2, 7, 7, 4 layers become 1, 3, 3, 2.
         rank = {n: i + 1 for i, n in enumerate(sorted(set(stages)))}
         counts = [rank[n] for n in stages]
-        layers, p = sum(counts), replace(p, pipeline_layout=",".join(map(str, counts)))
+        layers, p = sum(counts), replace(p, pipeline_layout=PipelineLayout.read(",".join(map(str, counts))))
     elif p.pipeline_layout:
         layers = m.num_layers or 0
     else:

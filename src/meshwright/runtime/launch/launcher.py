@@ -12,6 +12,7 @@ import contextlib
 import os
 import re
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,6 +21,7 @@ from meshwright.base import device as devices
 from meshwright.base import host
 from meshwright.base.errors import UNAVAILABLE, UserError
 from meshwright.config.fields import flag, spelling
+from meshwright.config.grammar import Machines
 from meshwright.config.pages import LAUNCHED
 from meshwright.config.problem import SettingsError
 from meshwright.config.schema import Parallel
@@ -61,7 +63,7 @@ class LaunchConfig:
     master_port: int | None = flag(
         None, f"port on machine 0 (none: {PORT}, or any free port on a single machine)", "--master_port"
     )
-    node_ips: str | None = flag(
+    node_ips: Machines | None = flag(
         None,
         "A,B,...: addresses of all machines, instead of the three flags above; each finds its own number",
         "--node_ips",
@@ -110,7 +112,7 @@ def build_program(words: list[str]) -> list[str]:
 
 def make_plan(config: LaunchConfig) -> LaunchPlan:
     """Check the flags and work out what this machine starts."""
-    ips = [ip.strip() for ip in (config.node_ips or "").split(",") if ip.strip()]
+    ips = config.node_ips.addresses if config.node_ips else ()
     nodes = config.nnodes if config.nnodes is not None else len(ips) or 1
     require_numbers(config, nodes)
     if ips and len(ips) != nodes:
@@ -188,7 +190,7 @@ def count_processes(text: str) -> int:
     return count or 1
 
 
-def find_own_number(addresses: list[str]) -> int:
+def find_own_number(addresses: Sequence[str]) -> int:
     """Return the position of this machine's address in the list."""
     own = [n for n, address in enumerate(addresses) if _is_own(address)]
     if len(own) != 1:
@@ -225,7 +227,7 @@ def launch_flags_of(parallel: Parallel) -> list[str] | None:
                 f"{per_node * nodes}"
             )
         return None
-    ips = [ip for ip in (parallel.node_ips or "").replace(" ", "").split(",") if ip]
+    ips = parallel.node_ips.addresses if parallel.node_ips else ()
     if nodes > 1 and len(ips) < nodes:
         raise SettingsError(
             f"{{node_ips}} names {len(ips)} addresses, {{num_nodes}} is {nodes}; give one for each machine"

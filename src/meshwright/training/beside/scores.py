@@ -22,7 +22,6 @@ from meshwright.base.console import remark, say
 from meshwright.base.files import make_anew
 from meshwright.checkpoint import steps
 from meshwright.checkpoint.saved_model import GPT_NETWORK
-from meshwright.config.grammar import eval_tasks
 from meshwright.config.problem import SettingsError
 from meshwright.config.schema import TrainConfig
 from meshwright.data.tokenizers import Tokenizer
@@ -46,7 +45,8 @@ class Scores:
         self.config, self.net, self.team, self.vocab = config, net, team, vocab
         self.length, self.is_fixed = config.data.seq_length, runs_one_shape(net)
         self.scored_step = -1  # the last one
-        spec = config.logging.eval_tasks or ""
+        spec = config.logging.eval_tasks
+        assert spec is not None
         if tokenizer is None:
             raise SettingsError(
                 f"{{eval_tasks={spec}}} reads text, for which the run needs a tokenizer; give {{tokenizer}}"
@@ -55,7 +55,7 @@ class Scores:
         self.tasks: list[Task] = []
 
         def read_tasks() -> None:
-            for name, path in eval_tasks(spec).items():
+            for name, path in spec.tasks:
                 self.tasks.append(make_task(name, path, tokenizer, self.length, half))
 
         team.run_on_all(read_tasks)
