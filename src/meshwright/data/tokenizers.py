@@ -397,7 +397,7 @@ def _build(t: TokenizerFlags) -> Tokenizer:
     if kind in FILE_KINDS:
         flag, what, _, load = FILE_KINDS[kind]
         if not (name := getattr(t, flag)):
-            raise UserError(f"{t.tokenizer_type} needs {spelling(flag)}: {what}")
+            raise SettingsError(f"{t.tokenizer_type} needs {{{flag}}}: {what}")
         is_list = (kind, Path(name).suffix) == (TikToken.name, ".json")
         return vocabularies.load_rank_list(Path(name), t) if is_list else load(Path(name))
     if t.tokenizer_type == "ByteTokenizer":

@@ -14,7 +14,6 @@ from meshwright.base.console import remark
 from meshwright.base.errors import UserError
 from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.config.check_mup import given_bases
-from meshwright.config.fields import spelling
 from meshwright.config.problem import SettingsError
 from meshwright.config.schema import Optimizer, TrainConfig
 from meshwright.model import fp8, pick
@@ -219,7 +218,7 @@ def require_rated_tables(o: Optimizer, names: Set[str]) -> None:
     for setting in sorted(set(OWN_RATES.values())):
         tables = [table for table, own in OWN_RATES.items() if own == setting]
         if getattr(o, setting) is not None and names.isdisjoint(tables):
-            raise UserError(f"{spelling(setting)} is for {' and '.join(tables)}, which this model lacks; leave it out")
+            raise SettingsError(f"{{{setting}}} is for {' and '.join(tables)}, which this model lacks; leave it out")
 
 
 def require_own_model(spec: Spec) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from meshwright.base import console
-from meshwright.base.errors import UserError
 from meshwright.config import data_paths
-from meshwright.config.problem import FLAGS
+from meshwright.config.problem import FLAGS, SettingsError
 from meshwright.config.schema import TrainConfig
 from meshwright.data.blend import blend_order
 from meshwright.data.files.indexed import Indexed
@@ -23,7 +22,7 @@ OFTEN = 4  # epochs after which repeated data are known to help less and less: a
 
 def print_plan(config: TrainConfig, as_json: bool) -> None:
     if config.data.mock_data:
-        raise UserError("--mock-data: random tokens have no source; there is nothing to plan")
+        raise SettingsError("{mock_data=True}: random tokens have no source; there is nothing to plan")
     config = count_epochs(config)
     indexed = functools.cache(Indexed)
     sets = [plan_set(config, spec, find_parts(config, spec, indexed)) for spec in needed_sets(config)]

@@ -16,12 +16,12 @@ from meshwright.apps.evaluate.score import encode_documents, read_token_files
 from meshwright.apps.evaluate.scoring import TaskScorer, score_text, step_folders
 from meshwright.base import console
 from meshwright.base.console import fit
-from meshwright.base.errors import UserError, bad_data
+from meshwright.base.errors import bad_data
 from meshwright.checkpoint import steps
 from meshwright.cli.reading import ReadingCommand, ReadingTask
 from meshwright.config import checks, data_paths, flags
 from meshwright.config.fields import flag, group, with_settings
-from meshwright.config.problem import Problem, named, plain, stated
+from meshwright.config.problem import Problem, SettingsError, named, plain, stated
 from meshwright.config.schema import READING, Logging, ReadConfig, TokenizerFlags
 from meshwright.config.text_inputs import TextInputs
 from meshwright.data.text.folders import is_known, suffix_of
@@ -187,7 +187,9 @@ def choose_measure(
             from meshwright.apps.evaluate.harness import score_harness
         except ModuleNotFoundError as error:
             cure = "pip install 'meshwright[eval]'"
-            raise UserError(f"--harness needs lm-evaluation-harness, and {error.name} is missing; {cure}") from None
+            raise SettingsError(
+                f"{{harness}} needs lm-evaluation-harness, and {error.name} is missing; {cure}"
+            ) from None
         seed = c.training.seed
         return lambda m, run: score_harness(
             m, run, e.harness or "", e.harness_path, e.num_fewshot, e.limit, seed, batch

@@ -30,6 +30,7 @@ from meshwright.base.runs.sweeps import RECORD, read_record
 from meshwright.checkpoint.owner import lock_folder
 from meshwright.config import flags
 from meshwright.config.fields import spelling
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import TrainConfig
 from meshwright.runtime.ranks.orphans import LAUNCHER_PID
 
@@ -309,7 +310,7 @@ def find_slots(jobs: int | None, ranks: int, device: str) -> list[dict[str, str]
     count = 0 if kind == "cpu" or index else devices.count_accelerators()
     parts = count // ranks
     if count and not parts:
-        raise UserError(f"--devices-per-run {ranks}: this machine has {count}")
+        raise SettingsError(f"{{devices_per_run={ranks}}}: this machine has {count}")
     jobs = jobs or max(parts, 1)
     threads = {"OMP_NUM_THREADS": str(max(1, host.cores() // (jobs * ranks)))}
     if "OMP_NUM_THREADS" in os.environ:

@@ -20,10 +20,10 @@ from typing import Literal
 from meshwright.base import device as devices
 from meshwright.base import host
 from meshwright.base.errors import UNAVAILABLE, UserError
-from meshwright.config.fields import flag, spelling
+from meshwright.config.fields import flag
 from meshwright.config.grammar import Machines
 from meshwright.config.pages import LAUNCHED
-from meshwright.config.problem import SettingsError
+from meshwright.config.problem import SettingsError, with_value
 from meshwright.config.schema import Parallel
 from meshwright.runtime.launch.elastic import Shape
 from meshwright.runtime.ranks.world import START_SECONDS, find_world
@@ -163,7 +163,7 @@ def find_bounds(config: LaunchConfig, ranks: int) -> tuple[int, int]:
         return 0, 0
     for name in ("min_ranks", "max_ranks"):
         if (number := getattr(config, name)) is not None and number < 1:
-            raise UserError(f"{spelling(name)} {number} must be 1 or more")
+            raise SettingsError(f"{with_value(name, number)} must be 1 or more")
     least, most = config.min_ranks or 1, config.max_ranks or ranks
     if least > most:
         raise SettingsError(
