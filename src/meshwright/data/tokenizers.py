@@ -391,7 +391,7 @@ def _build(t: TokenizerFlags) -> Tokenizer:
             return GPT2BPE(Path(t.vocab_file), Path(t.merge_file))
         if not (t.vocab_file or t.merge_file):
             raise SettingsError(f"a tokenizer is needed: {{tokenizer}} {WAYS}")
-        missing = "--merge-file" if t.vocab_file else "--vocab-file"
+        missing = "{merge_file}" if t.vocab_file else "{vocab_file}"
         raise SettingsError(f"GPT2BPETokenizer needs {missing} too; or give {{tokenizer}} and the folder of both files")
     kind = OWN_NAMES.get(t.tokenizer_type, t.tokenizer_type)
     if kind in FILE_KINDS:

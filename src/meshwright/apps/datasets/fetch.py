@@ -101,7 +101,7 @@ def resolve_names(names: list[str], sha256: str | None) -> dict[str, KnownFile]:
         if known := KNOWN.get(name):
             out[name] = replace(known, sha256=known.sha256 or sha256)
             if sha256 and known.sha256 not in (None, sha256.lower()):
-                raise SettingsError(f"{{sha256={sha256}}}, but {name} has {known.sha256}; leave the flag out")
+                raise SettingsError(f"{{sha256={sha256}}}, but {name} has {known.sha256}; leave it out")
             continue
         if not is_address(name):
             known_names = ", ".join([*FILE_SETS, *KNOWN])
