@@ -66,6 +66,11 @@ def test_a_setting_is_named_as_it_was_given() -> None:
     )
 
 
+def test_a_switch_of_a_file_is_written_as_there() -> None:
+    words = Words(given={"fp16": Given("fp16", " = ", " in a.toml"), "bf16": Given("--bf16")})
+    assert words.render("{fp16=True} and {bf16=True}") == "fp16 = true in a.toml and --bf16"
+
+
 def test_several_missing_settings_share_the_last_line() -> None:
     first, last = Problem(("lr",), "{lr} is needed: a", "missing"), Problem(("save",), "{save} is needed: b", "missing")
     wrong = Problem(("seed",), "{seed=-1} is below 0")

@@ -18,6 +18,8 @@ from meshwright.config.fields import spelling
 
 # A name in braces, which may have a value. "{{" is a brace of a text from outside.
 NAME = re.compile(r"\{\{|\{([a-z][a-z0-9_]*)(?:=((?:[^{}]|\{\{|\}\}|\{[^{}]*\})*))?\}")
+SWITCHED = ("True", "False")
+BARE = re.compile(r"[A-Z]+|none|[-+]?[\d.][\d.e+-]*")
 
 
 @dataclass(frozen=True)
@@ -124,11 +126,14 @@ class Words:
     def with_value(self, name: str, value: str) -> str:
         """Return how a setting is named together with a value."""
         given = self.how_given(name)
-        if given.name.startswith("-") and value in ("True", "False"):  # a switch
+        if given.name.startswith("-") and value in SWITCHED:
             return given.name if value == "True" else f"--no-{spelling(name)[2:]}"
+        if given.place and value in SWITCHED:  # TOML and YAML have true and false
+            value = value.lower()
         # A text is quoted in Python and in files, not a number or a placeholder such as DIR.
-        is_text = given.joint != " " and not re.fullmatch(r"[A-Z]+|True|False|none|[-+]?[\d.][\d.e+-]*", value)
-        return f"{given.name}{given.joint}{repr(value) if is_text else value}{given.place}"
+        elif given.joint != " " and value not in SWITCHED and not BARE.fullmatch(value):
+            value = repr(value)
+        return f"{given.name}{given.joint}{value}{given.place}"
 
     def how_given(self, name: str) -> Given:
         """Return how a setting was given or, if it was not, how it would be."""
