@@ -74,7 +74,7 @@ def test_groups_from_a_file(files):
     [train, x, y] = path_sets(
         Data(valid_weighted_split_paths_path="valid.txt", train_weighted_split_paths_path="train.txt")
     )
-    assert train == PathSet("train", None, (TokenFiles("p3"),), "--train-weighted-split-paths-path")
+    assert train == PathSet("train", None, (TokenFiles("p3"),), "{train_weighted_split_paths_path}")
     assert x.sources == (TokenFiles("p0", 0.6, 0.0, 0.5), TokenFiles("p1", 0.4)) and y.sources == (TokenFiles("p2"),)
     (files / "test.txt").write_text('"Z: p1"\n')
     [_, z] = path_sets(Data(train_weighted_split_paths=["T: p3"], test_weighted_split_paths_path="test.txt"))
@@ -88,13 +88,13 @@ def test_groups_from_a_file(files):
 def test_paths_from_files(files):
     (files / "paths").write_text("0.7 p0\n0.3 p1\n")
     assert path_sets(Data(data_args_path="paths")) == [
-        PathSet(split, None, (TokenFiles("p0", 0.7), TokenFiles("p1", 0.3)), "--data-args-path", True)
+        PathSet(split, None, (TokenFiles("p0", 0.7), TokenFiles("p1", 0.3)), "{data_args_path}", True)
         for split in ("train", "valid", "test")
     ]
     (files / "split.json").write_text(json.dumps({"train": ["0.7", "p0", 0.3, "p1"], "valid": "p2", "test": None}))
     assert path_sets(Data(per_split_data_args_path="split.json")) == [
-        PathSet("train", None, (TokenFiles("p0", 0.7), TokenFiles("p1", 0.3)), "--per-split-data-args-path"),
-        PathSet("valid", None, (TokenFiles("p2"),), "--per-split-data-args-path"),
+        PathSet("train", None, (TokenFiles("p0", 0.7), TokenFiles("p1", 0.3)), "{per_split_data_args_path}"),
+        PathSet("valid", None, (TokenFiles("p2"),), "{per_split_data_args_path}"),
     ]
     by_flags = build(data_path=["0.7", "p0", "0.3", "p1"])[0]
     by_file = build(data_args_path="paths")[0]

@@ -191,7 +191,7 @@ def test_a_bar_on_a_terminal(generate, monkeypatch):
         ('{"prompt": "a", "max_tokens": 1.5}', "out_seq_length is a number; it must be a whole number"),
         ('{"prompt": "a", "temperature": true}', "temperature is a boolean; it must be a number"),
         ('{"prompt": "a", "greedy": 1}', "greedy is a number; it must be true or false"),
-        ('{"prompt": "a", "top_p": 2}', "top_p 2.0 must be from 0 to 1"),
+        ('{"prompt": "a", "top_p": 2}', "top_p 2 must be from 0 to 1"),
         ('{"prompt": "a", "n": 0}', "num_return_sequences 0 must be from 1"),
         ('{"prompt": "a", "seed": "x"}', "seed is a string; it must be a whole number"),
         ('{"prompt": "a", "logprobs": true}', "logprobs is a boolean; it must be a whole number"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from meshwright.config.problem import Problem, missing, plain, stated, with_value
+from meshwright.config.problem import Problem, missing, stated, with_value
 from meshwright.config.schema import ARCHITECTURE, OUTCOME, Data, Model, Training
 
 
@@ -80,7 +80,7 @@ def window_problems(m: Model) -> list[Problem]:
     try:
         _ = m.windowed_layers
     except ValueError as error:
-        return [Problem((name,), f"{with_value(name, str(m.window_attn_skip_freq)[:100])}: {plain(error)}")]
+        return [Problem((name,), f"{with_value(name, str(m.window_attn_skip_freq)[:100])}: {error}")]
     return []
 
 

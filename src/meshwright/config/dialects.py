@@ -19,7 +19,7 @@ from meshwright.config.problem import Problem, SettingsError, stated
 from meshwright.config.schema import TrainConfig
 
 Switches = Mapping[str, tuple[str, Any]]  # switch -> the setting that it stands for, and its value
-Filled = tuple[TrainConfig, list[str], list[Problem]]  # a configuration, notices and objections
+Filled = tuple[TrainConfig, list[str], list[Problem]]  # a configuration, notices and problems
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Settings with a syntax of their own; ValueError says what is wrong with a text."""
+"""Settings with a syntax of their own; ValueError says what is wrong with a text.
+
+An error of several settings together names them in braces, as the text of a `Problem`.
+"""
 
 from __future__ import annotations
 
@@ -202,7 +205,7 @@ class PipelineLayout(Form):
         raise ValueError(f"{text[:50]!r} is {forms}")
 
 
-PARTS = "--pipeline-model-parallel-size, times the pieces of each rank,"
+PARTS = "{pipeline_model_parallel_size}, times the pieces of each rank,"
 
 
 def split_layers(layout: PipelineLayout | None, layers: int, stages: int) -> list[int]:
@@ -218,14 +221,14 @@ def split_layers(layout: PipelineLayout | None, layers: int, stages: int) -> lis
         if ids[-1] >= stages:
             raise ValueError(f"there is a stage {ids[-1]}, but {PARTS} gives 0 to {stages - 1}")
         if len(ids) != layers:
-            raise ValueError(f"{len(ids)} layers have a stage, but --num-layers is {layers}")
+            raise ValueError(f"{len(ids)} layers have a stage, but {{num_layers}} is {layers}")
         counts = [ids.count(stage) for stage in range(stages)]
     if len(counts) != stages:
         raise ValueError(f"{len(counts)} stages, but {PARTS} gives {stages}")
     if 0 in counts:
         raise ValueError(f"stage {counts.index(0)} has no layer (a list of each layer's stage stands in brackets)")
     if sum(counts) != layers:
-        raise ValueError(f"{sum(counts)} layers, but --num-layers is {layers}")
+        raise ValueError(f"{sum(counts)} layers, but {{num_layers}} is {layers}")
     return counts
 
 
@@ -291,7 +294,7 @@ def layers_with_window(skips: WindowSkips | None, layers: int) -> tuple[int, ...
     if skips.every:
         return tuple(i for i in range(layers) if (i + 1) % skips.every)
     if len(skips.kinds) != layers:
-        raise ValueError(f"a list is of {len(skips.kinds)} layers, but --num-layers is {layers}")
+        raise ValueError(f"a list is of {len(skips.kinds)} layers, but {{num_layers}} is {layers}")
     return tuple(i for i, kind in enumerate(skips.kinds) if kind)
 
 

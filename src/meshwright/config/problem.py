@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 from meshwright.base.errors import USAGE, UserError
 from meshwright.config.fields import spelling
 
-# "{{" is a brace of a text from outside; a name may have a value, in which braces are doubled too.
-NAME = re.compile(r"\{\{|\{([a-z][a-z0-9_]*)(?:=((?:[^{}]|\{\{|\}\})*))?\}")
+# A name in braces, which may have a value. "{{" is a brace of a text from outside.
+NAME = re.compile(r"\{\{|\{([a-z][a-z0-9_]*)(?:=((?:[^{}]|\{\{|\}\}|\{[^{}]*\})*))?\}")
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,7 @@ class Words:
 
     def render(self, text: str) -> str:
         """Return a text with settings named in these words."""
-        return "\n".join(map(self._line, text.split("\n")))
-
-    def _line(self, text: str) -> str:
-        remarked = set[str]()
+        remarked = set[tuple[int, str]]()
 
         def words_for(match: re.Match[str]) -> str:
             name, value = match.groups()
@@ -111,10 +108,11 @@ class Words:
                 return self.name(name)
             value = value.replace("{{", "{").replace("}}", "}")
             known, remark = self.remarks.get(name, (None, ""))
-            if not remark or name in remarked or _value_text(known) != value:
+            place = text.count("\n", 0, match.start()), name
+            if not remark or place in remarked or _value_text(known) != value:
                 return self.with_value(name, value)
-            remarked.add(name)  # once a line is enough
-            return f"{self.with_value(name, value)} ({NAME.sub(words_for, remark)})"
+            remarked.add(place)  # once a line is enough
+            return f"{self.with_value(name, value)} ({self.render(remark)})"
 
         return NAME.sub(words_for, text)
 
@@ -126,11 +124,11 @@ class Words:
     def with_value(self, name: str, value: str) -> str:
         """Return how a setting is named together with a value."""
         given = self.how_given(name)
-        if given.name.startswith("-"):
-            switch = {"True": given.name, "False": f"--no-{spelling(name)[2:]}"}
-            return switch.get(value, f"{given.name}{given.joint}{value}") + given.place
-        is_bare = re.fullmatch(r"[A-Z]+|True|False|none|[-+]?[\d.][\d.e+-]*", value)  # a number, or one to be put there
-        return f"{given.name}{given.joint}{value if is_bare else repr(value)}{given.place}"
+        if given.name.startswith("-") and value in ("True", "False"):  # a switch
+            return given.name if value == "True" else f"--no-{spelling(name)[2:]}"
+        # A text is quoted in Python and in files, not a number or a placeholder such as DIR.
+        is_text = given.joint != " " and not re.fullmatch(r"[A-Z]+|True|False|none|[-+]?[\d.][\d.e+-]*", value)
+        return f"{given.name}{given.joint}{repr(value) if is_text else value}{given.place}"
 
     def how_given(self, name: str) -> Given:
         """Return how a setting was given or, if it was not, how it would be."""

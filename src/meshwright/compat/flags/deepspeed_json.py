@@ -89,7 +89,7 @@ OURS: dict[str, str] = _TABLES["ours"]
 
 
 def merge_deepspeed(config: TrainConfig, given: Collection[str]) -> tuple[TrainConfig, list[str], list[Problem]]:
-    """Fill a configuration from --deepspeed_config; return it, notices and every objection.
+    """Fill a configuration from --deepspeed_config; return it, notices and every problem.
 
     `given` are the settings with a source: they must agree with the file, and never change. The
     loss scale alone is the file's, as in Megatron-DeepSpeed, whose own scripts give another.
@@ -140,7 +140,7 @@ def _problem(config: TrainConfig, text: str) -> Problem:
 
 
 def _sort_keys(file: dict[str, Any], path: str) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Return the converted values of MAPPED keys, notices, and objections to other keys."""
+    """Return the converted values of MAPPED keys, notices, and what is wrong with other keys."""
     found, notices, wrong, idle = dict[str, Any](), list[str](), list[str](), list[str]()
     for key, value in _leaves(file):
         if key in MAPPED:
