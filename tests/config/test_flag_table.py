@@ -69,7 +69,7 @@ def reference() -> str:
         kinds = typing.get_type_hints(group)
         for f in dataclasses.fields(group):
             aliases, default = " ".join(f"`{a}`" for a in f.metadata["aliases"]), fields.default_of(f)
-            shown = "" if default in (None, []) else f"`{json.dumps(default)}`"
+            shown = "" if default in (None, []) else f"`{json.dumps(fields.as_text(default))}`"
             lacking = not_yet(f, kinds[f.name])
             meaning = f.metadata["help"] + (f" *({lacking})*" if lacking else "")
             cells = [f"`{fields.spelling(f.name)}`", aliases, shown, meaning.replace("|", "\\|")]
