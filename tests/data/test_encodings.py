@@ -242,12 +242,6 @@ def test_a_pdf_is_named(tmp_path):
     )
 
 
-def test_encodings_that_do_not_exist(capsys):
-    for name in ("gb18O30", "hex", "punycode", "idna"):
-        assert main(["preprocess", "--input", "x", "--output-prefix", "y", "--encoding", name]) == 2
-        assert f"--encoding {name} is not known; name one such as gb18030" in capsys.readouterr().err
-
-
 def test_front_matter_stays(tmp_path):
     text = "---\ntitle: A\n---\n\n# A\n"
     (tmp_path / "a.md").write_text(text)

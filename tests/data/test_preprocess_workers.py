@@ -488,4 +488,4 @@ def test_no_key():
     from meshwright.config.checks import problems
 
     config = PreprocessConfig(Preprocess(input=["x"], output_prefix="y", json_keys=[]))
-    assert problems(config) == ["--json-keys names no key; give at least one"]
+    assert [*map(str, problems(config))] == ["--json-keys names no key; give at least one"]

@@ -266,7 +266,7 @@ def test_logits_that_are_not_finite_are_refused(bad, settings):
         (Request([1], Sampling(out_seq_length=0)), "max_new_tokens 0 must be above 0"),
         (Request([1], Sampling(temperature=math.nan)), "temperature nan"),
         (Request([1], Sampling(min_p=1.5)), "min_p 1.5 must be from 0 to 1"),
-        (Request([1], Sampling(repetition_penalty=0.0)), "repetition_penalty 0.0 must be above 0"),
+        (Request([1], Sampling(repetition_penalty=0.0)), "repetition_penalty 0 must be above 0"),
         (Request([1], logprobs=-1), "logprobs -1"),
         (Request([1], stop=("a", "")), "a stop string is empty"),
     ],

@@ -14,7 +14,7 @@ from meshwright.__main__ import main
 from meshwright.apps.evaluate.text import TEXT
 from meshwright.base import registry
 from meshwright.base.errors import UNAVAILABLE, UserError
-from meshwright.config import grammar
+from meshwright.config.grammar import EvalTasks
 from meshwright.training import forecast
 from meshwright.training.state import folder
 from meshwright.training.tasks import Metric, find_task
@@ -111,9 +111,9 @@ def test_a_strangers_parts(register, tmp_path, capsys):
 def test_a_strangers_task(register, tmp_path, capsys):
     register("tasks", strange=f"{__name__}:STRANGE", other=f"{__name__}:STRANGE")
     (tmp_path / "a.txt").write_text("the cat sat on the mat")
-    assert grammar.eval_tasks(f"strange={tmp_path}/a.txt") == {"strange": f"{tmp_path}/a.txt"}
+    EvalTasks.read(f"strange={tmp_path}/a.txt").check()
     with pytest.raises(ValueError, match="one of the names strange, other"):
-        grammar.eval_tasks("lambada=FILE")
+        EvalTasks.read("lambada=FILE").check()
     words = [word for word in SHORT[:-2] if not word.startswith("--vocab-size")] + ["--tokenizer-type", "ByteTokenizer"]
     assert main(["train", *words, "--save", str(tmp_path / "run"), "--eval-tasks", f"strange={tmp_path}/a.txt"]) == 0
     [row] = read_rows(tmp_path / "run", "scores")

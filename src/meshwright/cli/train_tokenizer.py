@@ -18,6 +18,7 @@ from meshwright.base.errors import DONE, bad_data
 from meshwright.base.files import make_folder
 from meshwright.config import flags
 from meshwright.config.fields import MISSING, flag
+from meshwright.config.problem import Problem, stated
 from meshwright.config.text_inputs import TextInputs
 
 if TYPE_CHECKING:
@@ -34,9 +35,12 @@ class TrainTokenizerConfig(TextInputs):
     output: Path = flag(MISSING, "folder for vocab.json and merges.txt", docs="tutorial")
     overwrite: bool = flag(False, "replace a vocabulary that was made from other text or settings")
 
-    def problems(self) -> list[str]:
-        wrong = f"--vocab-size {self.vocab_size} cannot hold the 256 bytes and <|endoftext|>; use at least 257"
-        return [*self.input_problems(), *([wrong] if self.vocab_size < 257 else [])]
+    def problems(self) -> list[Problem]:
+        out = self.input_problems()
+        if self.vocab_size < 257:
+            text = "cannot hold the 256 bytes and <|endoftext|>; use at least 257"
+            out.append(Problem(("vocab_size",), f"{stated(self, 'vocab_size')} {text}"))
+        return out
 
 
 def main(argv: list[str]) -> int:

@@ -40,6 +40,7 @@ from meshwright.config.fields import (
 )
 from meshwright.config.pages import PAGES, SHORT, Page
 from meshwright.config.presets import PRESETS
+from meshwright.config.problem import FLAGS
 from meshwright.config.recipes import RECIPES
 from meshwright.config.schema import TrainConfig
 
@@ -173,8 +174,8 @@ def help_lines(command: Command, topic: str = "") -> list[str]:
         return [f"{flag} is accepted and has no effect: {no_effect()[flag][1]}."]
     if same := equal().get(flag) or old_switches().get(flag[2:].replace("-", "_")):
         return [f"{flag} is {spelling(same[0])} {same[1]}."]
-    if elsewhere := known_elsewhere(flag):
-        return [f"{elsewhere}."]
+    if elsewhere := known_elsewhere(flag, flag):
+        return [f"{FLAGS.render(elsewhere)}."]
     return find_flags(command, shown, topic, names)
 
 

@@ -16,6 +16,7 @@ from meshwright.base.errors import BAD_DATA, USAGE, UserError
 from meshwright.base.files import replacing
 from meshwright.base.progress import progress_bar
 from meshwright.config.grammar import unescape
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import GenerateConfig
 from meshwright.generation import megatron
 from meshwright.generation.beam import BeamOptions, BeamText, search_beams
@@ -180,7 +181,9 @@ def write_output(c: GenerateConfig, m: LanguageModel, prompts: list[Prompt], out
         chat = Chat(m, dialogue, s, tuple(map(unescape, t.stop)), seed, ("stop",))
         chat.run()
         if not chat.inputs and not chat.terminal.is_person:
-            raise UserError("standard input holds no prompt; give --prompt TEXT or --prompts FILE, or lines to read")
+            raise SettingsError(
+                "standard input holds no prompt; give {prompt=TEXT} or {prompts=FILE}, or lines to read"
+            )
 
 
 def write_texts(c: GenerateConfig, m: LanguageModel, prompts: list[Prompt], is_json: bool) -> None:

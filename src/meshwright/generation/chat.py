@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -224,7 +223,7 @@ class Chat:
         kind = typing.get_type_hints(Sampling)[target] if target else int
         try:
             new = convert_value(inner_type(kind), value)
-        except argparse.ArgumentTypeError as error:
+        except ValueError as error:
             raise UserError(f"{name}: {error}") from None
         if name == "seed":
             self.seed, self.answers = new, 0

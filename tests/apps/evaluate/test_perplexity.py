@@ -408,19 +408,6 @@ def test_token_files(run, score, tmp_path):
     assert (part["documents"], part["loss"]) == (20, pytest.approx(by_text["loss"]))
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--data-path=a", "--input=b"], "cannot be combined"),
-        (["--data-path", "1", "a", "1", "b"], "one prefix"),
-        (["--train-data-path=a"], "--train-data-path is not read by evaluate; name token files with --data-path"),
-    ],
-)
-def test_data_that_would_not_be_read_is_refused(score, flags, message):
-    status, _, err = score(*flags)
-    assert status == 2 and message in err
-
-
 def test_missing_token_files(score, run):
     status, _, err = score("--data-path", run / "none")
     assert status == 65 and "none.idx" in err

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from meshwright.apps.evaluate.perplexity import require_finite, score_documents
 from meshwright.apps.evaluate.results import Result
 from meshwright.base import console
-from meshwright.base.errors import bad_data
+from meshwright.base.errors import BAD_DATA
 from meshwright.base.progress import progress_bar
 from meshwright.checkpoint import mirror, steps
+from meshwright.config.problem import SettingsError
 from meshwright.data.windows import window_spans
 from meshwright.training.tasks import PreparedTask, prepare_task
 
@@ -36,9 +37,9 @@ def step_folders(folders: list[str], which: str | None) -> list[str]:
         wanted = complete if which == "all" else [int(n) for n in which.split(",")]
         if missing := sorted(set(wanted) - set(complete)):
             has = ", ".join(map(str, complete)) or "none"
-            raise bad_data(f"--steps {which}: {folder} has no step {missing[0]}; its steps: {has}")
+            raise SettingsError(f"{{steps={which}}}: {folder} has no step {missing[0]}; its steps: {has}", BAD_DATA)
         if not wanted:
-            raise bad_data(f"--steps all: {folder} has no step of a run; leave --steps out")
+            raise SettingsError(f"{{steps}} all: {folder} has no step of a run; leave {{steps}} out", BAD_DATA)
         out += [str(steps.step_folder(folder, n)) for n in wanted]
     return out
 

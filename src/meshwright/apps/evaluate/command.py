@@ -18,12 +18,12 @@ from meshwright.apps.evaluate.results import Result, by_task, draw_results, list
 from meshwright.apps.evaluate.wikitext import WIKITEXT
 from meshwright.base import console
 from meshwright.base.console import fit
-from meshwright.base.errors import UserError, bad_data
+from meshwright.base.errors import bad_data
 from meshwright.checkpoint import steps
 from meshwright.cli.reading import ReadingCommand, ReadingTask
 from meshwright.config import checks, data_paths, flags
-from meshwright.config.fields import flag, group, spelling, with_settings
-from meshwright.config.grammar import eval_tasks
+from meshwright.config.fields import flag, group, with_settings
+from meshwright.config.problem import Problem, SettingsError, named, plain, stated
 from meshwright.config.schema import READING, Logging, ReadConfig, TokenizerFlags
 from meshwright.config.text_inputs import TextInputs
 from meshwright.data.text.folders import is_known, suffix_of
@@ -101,42 +101,51 @@ class EvaluateConfig(ReadConfig):
         """Return the file of each task that is given by name."""
         if self.evaluate.task:
             return {OF_MEGATRON[self.evaluate.megatron].name: self.evaluate.valid_data[0]}
-        return eval_tasks(self.logging.eval_tasks or "")
+        return dict(self.logging.eval_tasks.tasks) if self.logging.eval_tasks else {}
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         e, loading = self.evaluate, with_settings(self, load=next(iter(self.folders), None))
         out = checks.reading_problems(loading, "evaluate", copies=True)
         others = [n for n in data_paths.path_settings(self.data) if n != "data_path"]
-        out += [f"{spelling(n)} is not read by evaluate; name token files with --data-path" for n in others]
-        given = {"--input": e.input, "--data-path": self.data.data_path, "--task": e.task, "--harness": e.harness}
-        given["--eval-tasks"] = self.logging.eval_tasks
+        read = "is not read by evaluate; name token files with {data_path}"
+        out += [Problem((name,), f"{{{name}}} {read}") for name in others]
+        given: dict[str, Any] = {"input": e.input, "data_path": self.data.data_path}
+        given |= {"task": e.task, "harness": e.harness}
+        given["eval_tasks"] = self.logging.eval_tasks
         chosen = [name for name, value in given.items() if value]
         if len(chosen) > 1:
-            out.append(f"{' and '.join(chosen)} cannot be combined; give one")
+            out.append(Problem(tuple(chosen), f"{named(chosen)} cannot be combined; give one"))
         elif texts := [f for f in self.folders if is_known(suffix_of(f)) and not os.path.isdir(f)]:
             texts_are = f"{' '.join(texts)} {'is a file' if len(texts) == 1 else 'are files'} of text, not a checkpoint"
-            out.append(f"{texts_are}; give {'it' if len(texts) == 1 else 'them'} to --input")
+            texts_are = plain(texts_are)
+            out.append(Problem(("input",), f"{texts_are}; give {'it' if len(texts) == 1 else 'them'} to {{input}}"))
         elif not chosen:
-            out.append("--input is needed: files or folders of text; or --data-path, --task, --eval-tasks or --harness")
+            needed = "{input} is needed: files or folders of text; or {data_path}, {task}, {eval_tasks} or {harness}"
+            out.append(Problem(tuple(given), needed, "missing"))
         if len(self.data.data_path) > 1:
-            out.append("--data-path takes one prefix here; evaluate each part of a blend by itself")
+            text = "{data_path} takes one prefix here; evaluate each part of a blend by itself"
+            out.append(Problem(("data_path",), text))
         if e.task and len(e.valid_data) != 1:
-            out.append(f"--task {e.task} reads one file, --valid-data has {len(e.valid_data)}; name the file")
+            text = f"{stated(e, 'task')} reads one file, {{valid_data}} has {len(e.valid_data)}; name the file"
+            out.append(Problem(("task", "valid_data"), text))
         if e.steps not in (None, "all") and not all(n.strip().isdigit() for n in str(e.steps).split(",")):
-            out.append(f"--steps {e.steps} is neither all nor numbers such as 1000,2000")
+            text = f"{stated(e, 'steps')} is neither all nor numbers such as 1000,2000"
+            out.append(Problem(("steps",), text))
         if e.picture and not e.picture.endswith((".svg", ".png", ".pdf")):
-            out.append(f"--picture {e.picture}: the name must end with .svg, .png or .pdf")
-        owners: dict[str, tuple[str, Any]] = dict.fromkeys(_OF_HARNESS, ("--harness", e.harness))
-        owners |= {"valid_data": ("--task", e.task), "strict_lambada": ("--task LAMBADA", e.megatron in OF_MEGATRON)}
+            text = f"{stated(e, 'picture')}: the name must end with .svg, .png or .pdf"
+            out.append(Problem(("picture",), text))
+        owners: dict[str, tuple[str, Any]] = dict.fromkeys(_OF_HARNESS, ("{harness}", e.harness))
+        owners |= {"valid_data": ("{task}", e.task), "strict_lambada": ("{task=LAMBADA}", e.megatron in OF_MEGATRON)}
         out += [
-            f"{spelling(name)} belongs to {owner}; give that too, or leave it out"
+            Problem((name,), f"{{{name}}} belongs to {owner}; give that too, or leave it out")
             for name, (owner, is_there) in owners.items()
             if not is_there and getattr(e, name) not in (None, False, [])
         ]
         out += checks.eval_tasks_problems(self.logging)
         if e.limit and not out:
-            reasons = filter(None, (find_task(name).no_limit for name in self.tasks))
-            out += [f"--limit {e.limit}: {why}, so there is nothing to limit; leave it out" for why in reasons]
+            for why in filter(None, (find_task(name).no_limit for name in self.tasks)):
+                text = f"{stated(e, 'limit')}: {why}, so there is nothing to limit; leave it out"
+                out.append(Problem(("limit",), text))
         return [*out, *(e.input_problems() if e.input else [])]
 
 
@@ -187,7 +196,9 @@ def choose_measure(
             from meshwright.apps.evaluate.harness import score_harness
         except ModuleNotFoundError as error:
             cure = "pip install 'meshwright[eval]'"
-            raise UserError(f"--harness needs lm-evaluation-harness, and {error.name} is missing; {cure}") from None
+            raise SettingsError(
+                f"{{harness}} needs lm-evaluation-harness, and {error.name} is missing; {cure}"
+            ) from None
         seed = c.training.seed
         return lambda m, run: score_harness(
             m, run, e.harness or "", e.harness_path, e.num_fewshot, e.limit, seed, batch

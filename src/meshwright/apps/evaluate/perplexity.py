@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.base.errors import NON_FINITE, UserError, bad_data
+from meshwright.base.errors import BAD_DATA, NON_FINITE, UserError, bad_data
 from meshwright.base.storage import copies
 from meshwright.config.data_paths import path_sets
+from meshwright.config.problem import SettingsError
 from meshwright.data.windows import Window, document_windows
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def read_token_files(
         copies.prepare_tokens(source.prefix)
         for missing in (f"{source.prefix}{end}" for end in (".idx", ".bin")):
             if not Path(missing).exists():
-                raise bad_data(f"--data-path {source.prefix}: there is no {missing}")
+                raise SettingsError(f"{{data_path={source.prefix}}}: there is no {missing}", BAD_DATA)
         indexed = Indexed(source.prefix)
         check_vocabulary(indexed, tokenizer.size)
         count = len(indexed.doc_idx) - 1

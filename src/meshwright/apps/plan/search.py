@@ -22,6 +22,7 @@ from meshwright.apps.plan.prediction import Machine, Prediction
 from meshwright.config.check_layout import parallel_problems
 from meshwright.config.check_steps import batch_problems
 from meshwright.config.fields import with_settings
+from meshwright.config.problem import FLAGS, Problem
 from meshwright.config.schema import TrainConfig
 
 Settings = dict[str, Any]
@@ -52,7 +53,7 @@ class Refusals:
 
     def listed(self) -> list[tuple[int, str]]:
         """Return counts and examples, the most frequent first."""
-        return [(count, self.examples[kind]) for kind, count in self.counts.most_common()]
+        return [(count, FLAGS.render(self.examples[kind])) for kind, count in self.counts.most_common()]
 
 
 @dataclass
@@ -308,10 +309,10 @@ class Search:
             if self.is_legal(parallel_problems(changed)):
                 yield from self.expand(changed, dimensions[1:])
 
-    def is_legal(self, problems: list[str]) -> bool:
+    def is_legal(self, problems: list[Problem]) -> bool:
         """Return whether there are no problems, and count the first."""
         if problems:
-            self.found.refusals.note(problems[0])
+            self.found.refusals.note(problems[0].text)
         return not problems
 
 

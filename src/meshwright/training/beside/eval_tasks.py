@@ -20,11 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.base.console import remark, say
-from meshwright.base.errors import UserError
 from meshwright.base.files import make_anew
 from meshwright.checkpoint import steps
 from meshwright.checkpoint.saved_model import GPT_NETWORK
-from meshwright.config.grammar import eval_tasks
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import TrainConfig
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.parallel.window_losses import WindowBatch, score_part
@@ -47,14 +46,17 @@ class Scores:
         self.config, self.net, self.team, self.vocab = config, net, team, vocab
         self.length, self.is_fixed = config.data.seq_length, runs_one_shape(net)
         self.scored_step = -1  # the last one
-        spec = config.logging.eval_tasks or ""
+        spec = config.logging.eval_tasks
+        assert spec is not None
         if tokenizer is None:
-            raise UserError(f"--eval-tasks {spec} reads text, for which the run needs a tokenizer; give --tokenizer")
+            raise SettingsError(
+                f"{{eval_tasks={spec}}} reads text, for which the run needs a tokenizer; give {{tokenizer}}"
+            )
         half = max(1, self.length // 2)
         self.tasks: list[PreparedTask[Any]] = []
 
         def read_tasks() -> None:
-            for name, path in eval_tasks(spec).items():
+            for name, path in spec.tasks:
                 self.tasks.append(prepare_task(name, path, tokenizer, self.length, half))
 
         team.run_on_all(read_tasks)
@@ -131,7 +133,7 @@ class ScoresBeside(Scores):
         """`snapshot` writes the weights into a folder of steps; all ranks call it."""
         super().__init__(config, net, vocab, tokenizer, team)
         if net.name != GPT_NETWORK:
-            raise UserError(f"--eval-tasks-device: another process cannot build a {net.name}; leave it out")
+            raise SettingsError(f"{{eval_tasks_device}}: another process cannot build a {net.name}; leave it out")
         c = config.checkpoint
         self.snapshot, self.run_folder = snapshot, Path(c.run_dir or c.save or "")
         self.root = self.run_folder / SNAPSHOTS
