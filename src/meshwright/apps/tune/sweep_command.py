@@ -96,7 +96,7 @@ def main(argv: list[str]) -> int:
         words, extra = list(record["words"]), list(record["train_flags"])
         require_repeatable(c.sweep_dir, extra)
         given = {name: getattr(c, name) for name, source in parsed.sources.items() if source == "command line"}
-        recorded = flags.parse_settings(SweepConfig, words, "meshwright sweep", "sweep_dir").config
+        recorded = flags.parse_settings(SweepConfig, words, "meshwright sweep", "sweep_dir", check=False).config
         repeated = with_settings(recorded, **given)
         require(checks.problems(repeated), parsed.words)
         c = repeated.sweep
