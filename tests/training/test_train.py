@@ -421,7 +421,7 @@ def test_z_loss_and_cap_are_taken_over(tmp_path, capsys):
     assert main([*again, "--z-loss-coef=0"]) == 0
     assert "z_loss_coef is 0.0, the checkpoint was trained with 0.1" in capsys.readouterr().out
     assert main([*again, "--final-logit-softcapping=0"]) == 65
-    assert "--final-logit-softcapping 0.0, the checkpoint has 0.5" in capsys.readouterr().err
+    assert "--final-logit-softcapping 0, the checkpoint has 0.5" in capsys.readouterr().err
 
 
 def test_printed_config_runs_again(tmp_path, capsys):

@@ -25,7 +25,7 @@ from meshwright.checkpoint import formats, mirror, owner, steps
 from meshwright.config import check_model, checks, data_paths, dialects, flags, notices
 from meshwright.config.fields import spelling, with_settings
 from meshwright.config.grammar import blend
-from meshwright.config.problem import Given, SettingsError, Words, listed, require, with_value
+from meshwright.config.problem import Given, Problem, SettingsError, Words, listed, plain, require, stated, with_value
 from meshwright.config.schema import TokenizerFlags, TrainConfig
 from meshwright.data import tokenizers
 from meshwright.data.sets import count_epochs
@@ -139,6 +139,11 @@ def require_fit(config: TrainConfig, inherited: Mapping[str, Any]) -> None:
         for problem in check_model.architecture_problems(config.model, config.data)
         if not inherited.keys().isdisjoint(problem.about)
     ]
+    if "max_position_embeddings" in inherited:  # nobody gave it, so it is said where it is from
+        made = f"the model of {plain(load)} was made for {config.model.max_position_embeddings} positions"
+        text = f"{made}, and {stated(config.data, 'seq_length')} is more: lower {{seq_length}}, or train a new model"
+        about = ("max_position_embeddings", "seq_length")
+        wrong = [Problem(about, text) if problem.about == about else problem for problem in wrong]
     require(wrong, words)
 
 
