@@ -145,7 +145,7 @@ def limited(limit: int | None) -> str:
 def text_windows(
     path: str, tokenizer: Tokenizer, length: int, stride: int, limit: int | None
 ) -> tuple[list[Window], Callable[[Tensor], dict[str, float]]]:
-    from meshwright.data.text.cutting import read_texts
+    from meshwright.data.text.reading import read_texts
 
     texts = list(itertools.islice(filter(None, read_texts(TextInputs(input=[path]))), limit))
     if not texts:

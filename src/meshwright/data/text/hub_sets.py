@@ -6,6 +6,7 @@ Nothing is downloaded as a whole. Without a network the library reads what an ea
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -13,7 +14,8 @@ from typing import Any, NamedTuple
 from meshwright.base import hub
 from meshwright.base.console import notice
 from meshwright.base.errors import IO, UNAVAILABLE, UserError, bad_data, first_line
-from meshwright.data.text.rows import json_line, refuse_columns, require_columns
+from meshwright.data.text.records import Place, ReadOptions, Record
+from meshwright.data.text.rows import read_row, refuse_columns, require_columns
 
 SCHEME = "hf://"
 IN_CACHE = "cache"
@@ -71,8 +73,8 @@ def find_revision(address: str) -> str:
         return IN_CACHE
 
 
-def hub_lines(address: str, revision: str, keys: list[str]) -> Iterator[bytes]:
-    """Yield the rows as lines of JSON."""
+def read_hub_set(address: str, revision: str, options: ReadOptions) -> Iterator[Record]:
+    """Yield the documents of the rows."""
     wanted, library = parse(address), import_datasets(address)
     if revision == IN_CACHE:
         library.config.HF_HUB_OFFLINE = True  # otherwise it would try for half a minute
@@ -91,10 +93,10 @@ def hub_lines(address: str, revision: str, keys: list[str]) -> Iterator[bytes]:
         cure = f"to read it without a network, put it into the cache first: {script}"
         raise UserError(f"--input {address} is not available ({first_line(error)}); {cure}", UNAVAILABLE) from None
     if opened.column_names:
-        require_columns(address, refuse_columns(opened.column_names, keys))
-        opened = opened.select_columns(keys)
+        require_columns(address, refuse_columns(address, opened.column_names, options.keys))
+        opened = opened.select_columns(list(options.keys))
     rows = iter(opened if wanted.rows is None else opened.take(wanted.rows))
-    while True:
+    for number in itertools.count(1):
         try:
             row = next(rows, None)
         except Exception as error:
@@ -102,4 +104,4 @@ def hub_lines(address: str, revision: str, keys: list[str]) -> Iterator[bytes]:
             raise UserError(message, IO) from None
         if row is None:
             return
-        yield json_line(row)
+        yield read_row([row.get(key) for key in options.keys], options, Place(address, number, "row"))

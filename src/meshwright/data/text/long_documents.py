@@ -9,7 +9,7 @@ BORDER = re.compile(r"\n\s*\n|\n")  # where a document may be cut
 
 
 def cut_document(text: str, longest: int) -> Iterator[str]:
-    """Cut a long document at the ends of paragraphs, or else of lines; nothing is lost."""
+    """Cut a long document at the ends of paragraphs, or else of lines; a blank rest is dropped."""
     begin = 0
     while len(text) - begin > longest:
         borders = [m.end() for m in BORDER.finditer(text, begin + longest // 2, begin + longest) if len(m[0]) > 1]
