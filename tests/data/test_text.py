@@ -14,6 +14,7 @@ import threading
 import time
 import tracemalloc
 import zlib
+from dataclasses import replace
 from itertools import accumulate, islice, pairwise, repeat
 
 import pyarrow
@@ -336,7 +337,7 @@ def units_in(path):
 
 
 def place_of(record):
-    return str(record.place._replace(note=""))
+    return str(replace(record.place, note=""))
 
 
 def rows_of(piece):

@@ -35,10 +35,10 @@ from meshwright.base.errors import IO as IO_ERROR
 from meshwright.base.errors import UserError, bad_data
 from meshwright.base.files import replacing, write_lines
 from meshwright.base.progress import SkippedLines, progress_bar
+from meshwright.data.text import limits
 from meshwright.data.text.charsets import BOM
 from meshwright.data.text.containers import HEAD, kind_of_bytes
 from meshwright.data.text.jsonl import lines_of, parse_line
-from meshwright.data.text.limits import LONGEST
 from meshwright.data.text.records import Document, Place, Rejected, too_long
 
 Hashes = npt.NDArray[np.uint64]
@@ -101,7 +101,7 @@ class JsonDocuments:
                 begin, end = end + 1, end + 1 + len(view)
                 advance(len(view) + 1)
                 place = Place(path, line)
-                record = parse_line(view, [self.key], place) if len(view) <= LONGEST else too_long(place)
+                record = parse_line(view, [self.key], place) if len(view) <= limits.LONGEST else too_long(place)
                 if isinstance(record, Rejected):
                     self.bad.count(record.reason, 1, str(place))
                     self.first_bad = self.first_bad or record

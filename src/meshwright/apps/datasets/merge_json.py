@@ -15,11 +15,11 @@ import orjson
 from meshwright.base.errors import IO, UserError, bad_data
 from meshwright.base.files import write_lines
 from meshwright.base.progress import SkippedLines
+from meshwright.data.text import limits
 from meshwright.data.text.charsets import BOM, codec_of, to_utf8
 from meshwright.data.text.divide import whole
 from meshwright.data.text.folders import OTHER_SUFFIX, NameFilter, SkipReport, suffix_of, walk
 from meshwright.data.text.jsonl import parse_line
-from meshwright.data.text.limits import LONGEST, PIECE
 from meshwright.data.text.plain import decode
 from meshwright.data.text.records import Document, Place, ReadOptions, Rejected, too_long
 
@@ -90,7 +90,7 @@ def documents(path: Path, each_line: bool, out: Merged) -> Iterator[bytes]:
     """Yield documents as lines of JSON; JSON objects are kept byte for byte."""
     is_text = path.suffix == ".txt"
     is_document, convert = is_text and not each_line, text_to_json if is_text else require_object
-    with path.open("rb", buffering=PIECE) as file:
+    with path.open("rb", buffering=limits.PIECE) as file:
         content = lines(file) if not is_document else [whole_text(file)]
         for number, line in enumerate(content, start=1):
             place = Place(str(path)) if is_document else Place(str(path), number)
@@ -106,17 +106,17 @@ def documents(path: Path, each_line: bool, out: Merged) -> Iterator[bytes]:
 
 def lines(file: BinaryIO) -> Iterator[bytes | None]:
     """Yield lines with their line feeds, and None for one that is too long."""
-    while line := file.readline(LONGEST + 1):
-        is_long = len(line) > LONGEST
+    while line := file.readline(limits.LONGEST + 1):
+        is_long = len(line) > limits.LONGEST
         while is_long and line and not line.endswith(b"\n"):
-            line = file.readline(PIECE)
+            line = file.readline(limits.PIECE)
         yield None if is_long else line
 
 
 def whole_text(file: BinaryIO) -> bytes | None:
     """Return a text in UTF-8, None if it is too long."""
-    content = file.read(LONGEST + 1)
-    return None if len(content) > LONGEST else to_utf8(content, codec_of(content))
+    content = file.read(limits.LONGEST + 1)
+    return None if len(content) > limits.LONGEST else to_utf8(content, codec_of(content))
 
 
 def require_object(line: bytes, place: Place) -> bytes | Rejected:

@@ -18,10 +18,10 @@ from pathlib import Path
 from meshwright.base.errors import BAD_DATA, UserError, bad_data
 from meshwright.base.files import replacing
 from meshwright.config.text_inputs import TextInputs
+from meshwright.data.text import limits
 from meshwright.data.text.divide import LINES, Slice, read_range
 from meshwright.data.text.formats import TEXT
 from meshwright.data.text.inputs import find_inputs
-from meshwright.data.text.limits import LONGEST
 from meshwright.data.text.long_documents import cut_document
 from meshwright.data.text.pieces import FileRange, Piece, cut_inputs
 from meshwright.data.text.reading import why_nothing
@@ -104,7 +104,7 @@ class InputDocuments:
         self.archives = Counter[str]()  # the number of documents from each
 
     def __iter__(self) -> Iterator[str]:
-        share, read = (size / max(self.bytes, 1) for size in (self.limit, max(self.limit, LONGEST)))
+        share, read = (size / max(self.bytes, 1) for size in (self.limit, max(self.limit, limits.LONGEST)))
         characters, is_empty, options = 0, True, options_of(self.settings)
         for piece in cut_inputs(self.inputs.inputs, self.settings):
             name = f"{piece.number} {piece.begin}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from meshwright.compat.prepare import wikitext
 from meshwright.data.text.divide import Division, Slice
@@ -40,7 +41,7 @@ def articles(pages: Slice, options: ReadOptions) -> Iterator[Record]:
             place = pages.place(begin, exactly=True)
             if options.on_error == "replace":
                 record = _article(page.decode("utf-8", "replace").encode(), place, options)
-                record = record._replace(repaired=1) if isinstance(record, Document) else record
+                record = replace(record, repaired=1) if isinstance(record, Document) else record
             else:
                 record = record._replace(place=place)
         if record:

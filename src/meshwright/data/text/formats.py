@@ -8,6 +8,7 @@ file of a kind that is not registered is read as what it is besides, plain text.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,9 +40,8 @@ class Format:
 
     def read(self, documents: Slice, options: ReadOptions) -> Iterator[Record]:
         """Yield the documents, or what is wrong in them."""
-        yield from self.documents(documents, options)
-        if documents.lacking:
-            yield self.too_long(documents)
+        records = self.documents(documents, options)
+        return itertools.chain(records, [self.too_long(documents)]) if documents.lacking else records
 
     def too_long(self, documents: Slice) -> Rejected:
         is_line = self.name == JSONL

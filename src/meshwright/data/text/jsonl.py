@@ -12,6 +12,7 @@ import mmap
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -27,20 +28,20 @@ MESSAGES = (("role", "content"), ("from", "value"))
 
 def documents(lines: Slice, options: ReadOptions) -> Iterator[Record]:
     """Yield the document of each line, or what is wrong with it."""
+    path, keys, after = lines.path, options.keys, lines.after
     is_array = lines.is_start and ARRAY.match(lines.data, lines.first, lines.stop) is not None
     for number, line in enumerate(lines_of(lines.data, lines.first, lines.stop), lines.line + 1):
-        place = Place(lines.path, number, "line", lines.after)
-        record = parse_line(line, options.keys, place)
-        if record is None:
-            continue
+        place = Place(path, number, "line", after)
+        record = parse_line(line, keys, place)
         if isinstance(record, Rejected):
             if record.reason == NOT_UTF8 and options.on_error == "replace":
-                record = _repaired(line, options.keys, place) or record
+                record = _repaired(line, keys, place)
             # Lines of an array are no objects; the first one says why, once.
             if is_array and isinstance(record, Rejected):
                 how = "one object a line is needed: jq -c '.[]' writes an array so"
                 record, is_array = Rejected("part of a JSON array", place, how), False
-        yield record
+        if record is not None:
+            yield record
 
 
 def lines_of(buffer: bytes | mmap.mmap, first: int, stop: int) -> Iterator[memoryview]:
@@ -54,7 +55,7 @@ def lines_of(buffer: bytes | mmap.mmap, first: int, stop: int) -> Iterator[memor
 
 def _repaired(line: memoryview, keys: Sequence[str], place: Place) -> Record | None:
     record = parse_line(memoryview(bytes(line).decode("utf-8", "replace").encode()), keys, place)
-    return record._replace(repaired=1) if isinstance(record, Document) else record
+    return replace(record, repaired=1) if isinstance(record, Document) else record
 
 
 def parse_line(line: memoryview, keys: Sequence[str], place: Place) -> Record | None:
