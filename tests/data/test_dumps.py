@@ -16,7 +16,7 @@ from meshwright.data.text import formats, inputs, reading
 from meshwright.data.text.divide import Division, Slice
 from meshwright.data.text.formats import Format
 from meshwright.data.text.records import Document, ReadOptions, Record
-from meshwright.data.text.sentences import build_splitter
+from meshwright.data.text.splitting import build_splitter
 
 ARTICLE = (
     "<mediawiki>\n<page><title>A</title><ns>0</ns><revision><text>''Hello''</text></revision></page>\n</mediawiki>\n"

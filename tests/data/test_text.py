@@ -27,7 +27,7 @@ from helpers import error_of
 from meshwright.base.errors import IO, UNAVAILABLE, UserError
 from meshwright.config.text_inputs import SEPARATOR, TextInputs
 from meshwright.data.text import containers, divide, limits, reading, tables
-from meshwright.data.text.divide import LINES, by_separator
+from meshwright.data.text.divide import LINES, Slice, by_separator
 from meshwright.data.text.inputs import find_inputs
 from meshwright.data.text.jsonl import lines_of
 from meshwright.data.text.pieces import cut_inputs
@@ -80,7 +80,7 @@ def test_a_stream_is_cut_at_line_ends(size):
         content = b"\n".join(b"x" * rng.choice([0, 1, 5, 40]) for _ in range(rng.randrange(12)))
         stream = io.BytesIO(content)
         chunks = iter(lambda file=stream: file.read(rng.randrange(1, 20)), b"")
-        found = list(divide.cut_stream(chunks, size, LINES))
+        found = list(divide.cut_stream(chunks, size, LINES, Slice("")))
         assert b"".join(cut.content for cut in found) == content
         assert all(cut.content.endswith(b"\n") for cut in found[:-1])
         assert [cut.byte for cut in found] == [0, *accumulate(len(cut.content) for cut in found)][: len(found)]
@@ -577,7 +577,7 @@ def test_a_stream_without_line_ends_takes_linear_time(division):
     """Looking at each chunk again with the next takes seconds for lines, minutes for texts."""
     chunk, count = b"x" * (1 << 12), 1 << 12
     began = time.process_time()
-    (cut,) = divide.cut_stream(repeat(chunk, count), limits.PIECE, division)
+    (cut,) = divide.cut_stream(repeat(chunk, count), limits.PIECE, division, Slice(""))
     assert len(cut.content) == len(chunk) * count
     assert time.process_time() - began < 0.5
 

@@ -22,10 +22,10 @@ from meshwright.data.text import limits
 from meshwright.data.text.divide import LINES, Slice, read_range
 from meshwright.data.text.formats import TEXT
 from meshwright.data.text.inputs import find_inputs
-from meshwright.data.text.long_documents import cut_document
 from meshwright.data.text.pieces import FileRange, Piece, cut_inputs
 from meshwright.data.text.reading import why_nothing
 from meshwright.data.text.records import NOT_UTF8, ReadOptions, Rejected, options_of, shown
+from meshwright.data.text.splitting import cut_document
 
 HELD_OUT = 0.05  # share of the bytes, and the most of them
 MOST_UNDECODED = 0.1  # share of the bytes in files passed over for their encoding, above which nothing is learnt

@@ -101,8 +101,8 @@ def detect(path: str, start: Start, given: TextInputs, origin: Origin, is_pipe: 
     if not is_chosen:
         return Rejected(folders.OTHER_SUFFIX + (suffix or "no suffix"), place, is_error=False)
     if reader in (TEXT, PAGE):
-        if origin == "folder" and (reason := _why_no_text(suffix, start, head, given)):
-            return reason._replace(place=place, is_error=False)
+        if origin == "folder" and (rejected := _refuse_text(place, suffix, start, head, given)):
+            return rejected
         if origin == "named" and not start.outer and not is_pipe and given.on_error != "skip":
             _require_text(path, head)
     return found
@@ -200,27 +200,29 @@ def _of_bytes(path: str, start: Start, origin: Origin, is_pipe: bool) -> Detecte
     return Rejected(folders.PDF, Place(path), is_error=False) if inner == "pdf" and start.is_packed else None
 
 
-def _why_no_text(suffix: str, start: Start, head: bytes, given: TextInputs) -> Rejected | None:
+def _refuse_text(place: Place, suffix: str, start: Start, head: bytes, given: TextInputs) -> Rejected | None:
     """Return why a file in a folder that is no table, archive or JSON lines is passed over."""
-    nowhere = Place("")
     if suffix == ".json" and not given.include:
-        return _not_lines(head, given.json_keys)
+        return _refuse_json(place, head, given.json_keys)
+    reason = ""
     if suffix == ".xml" and not given.include:
-        return Rejected(formats.but_for_dumps("XML"), nowhere)
-    if suffix in folders.DATA and suffix not in (".json", ".xml") and not start.outer:
-        return Rejected("not of the kind that their suffix says", nowhere)
-    if start.outer == "pdf":
-        return Rejected(folders.PDF, nowhere)
-    return Rejected(BINARY, nowhere) if b"\0" in head else None
+        reason = formats.but_for_dumps("XML")
+    elif suffix in folders.DATA and suffix not in (".json", ".xml") and not start.outer:
+        reason = "not of the kind that their suffix says"
+    elif start.outer == "pdf":
+        reason = folders.PDF
+    elif b"\0" in head:
+        reason = BINARY
+    return Rejected(reason, place, is_error=False) if reason else None
 
 
-def _not_lines(head: bytes, keys: Sequence[str]) -> Rejected:
+def _refuse_json(place: Place, head: bytes, keys: Sequence[str]) -> Rejected:
     """Say why a .json file is passed over, which may hold JSON lines without the key."""
     line = head.removeprefix(charsets.BOM).lstrip().partition(b"\n")[0]
-    record = jsonl.parse_line(memoryview(line), keys, Place(""))
+    record = jsonl.parse_line(memoryview(line), keys, place)
     if isinstance(record, Rejected) and record.reason.startswith("no key"):
-        return Rejected(f"JSON lines with {record.reason}", Place(""), cure=record.cure)
-    return Rejected("not JSON lines", Place(""))
+        return Rejected(f"JSON lines with {record.reason}", place, cure=record.cure, is_error=False)
+    return Rejected("not JSON lines", place, is_error=False)
 
 
 def _require_text(path: str, head: bytes) -> None:

@@ -25,9 +25,9 @@ class Slice(NamedTuple):
     """
 
     path: str
-    data: bytes
-    first: int
-    stop: int
+    data: bytes = b""
+    first: int = 0
+    stop: int = 0
     line: int = 0  # lines that precede it, from the byte `after` of the file on
     after: int = 0
     byte: int = 0  # bytes that precede it
@@ -132,7 +132,7 @@ def read_range(path: str, begin: int, end: int, division: Division, is_named: bo
             # The first document begins behind the end of one, or at the beginning of the file.
             first = division.next_end(data, begin - start) if begin else len(BOM) * data.startswith(BOM)
             if first >= size or (begin and not first):
-                return Slice(path, b"", 0, 0, byte=begin, is_named=is_named, is_range=True)  # none begins here
+                return Slice(path, byte=begin, is_named=is_named, is_range=True)  # none begins here
 
             # The last one ends beyond the range, perhaps far.
             stop = division.next_end(data, size)
@@ -151,37 +151,27 @@ def read_range(path: str, begin: int, end: int, division: Division, is_named: bo
     return Slice(path, data, first, stop, after=at, byte=at, lacking=lacking, is_named=is_named, is_range=True)
 
 
-class Cut(NamedTuple):
-    """Documents of a stream that follow each other, and the lines and bytes before them."""
-
-    content: bytes
-    line: int = 0
-    byte: int = 0
-    lacking: bool = False  # in their place is one that is too long
-
-
-def cut_stream(chunks: Iterator[bytes], size: int, division: Division, byte: int = 0) -> Iterator[Cut]:
+def cut_stream(chunks: Iterator[bytes], size: int, division: Division, stream: Slice) -> Iterator[Slice]:
     """Yield documents, about `size` bytes at a time; raise damage after the intact ones.
 
-    Of a document that is too long nothing is kept but where it begins.
+    `stream` is where they begin, without bytes. Of a document that is too long nothing is kept but
+    its place.
     """
     # `end`: of the last complete document; `searched`: the beginning of the unfinished line.
-    unread, end, searched, line = bytearray(), 0, 0, 0
-    long: Cut | None = None
+    unread, end, searched, here, long = bytearray(), 0, 0, stream, False
 
-    def take(count: int) -> bytes:
-        nonlocal line, byte
-        taken = bytes(unread[:count])
+    def take(count: int) -> Slice:
+        nonlocal here
+        taken = here._replace(data=bytes(unread[:count]), stop=count)
         del unread[:count]
-        line += taken.count(b"\n")
-        byte += count
+        here = here._replace(line=here.line + taken.data.count(b"\n"), byte=here.byte + count)
         return taken
 
     def forget(count: int) -> None:
         """Drop so many bytes, and of the unfinished line what cannot be an end of a document."""
-        nonlocal byte
+        nonlocal here
         take(count)
-        byte += max(len(unread) - division.margin, 0)
+        here = here._replace(byte=here.byte + max(len(unread) - division.margin, 0))
         del unread[division.margin :]
 
     try:
@@ -195,29 +185,23 @@ def cut_stream(chunks: Iterator[bytes], size: int, division: Division, byte: int
                 if not behind:
                     forget(unread.rfind(b"\n") + 1)
                     continue
-                yield long
                 take(behind)
-                long, before, searched = None, 0, 0
+                long, before, searched = False, 0, 0
 
             # If no line ends in the chunk, no document does; looking again would take n * n.
             if (feed := unread.rfind(b"\n", before)) >= 0:
                 end = division.last_end(unread, searched) or end
                 searched = max(end, feed + 1)
             if end and len(unread) >= size:
-                at = (line, byte)
-                searched -= end
-                yield Cut(take(end), *at)
-                end = 0
+                yield take(end)
+                end, searched = 0, searched - end
             if len(unread) > limits.LONGEST:
-                long = Cut(b"", line, byte, lacking=True)
+                yield here._replace(lacking=True)
                 forget(searched)
-                searched = 0
+                long, searched = True, 0
     except DAMAGES:
         if end:
-            at = (line, byte)
-            yield Cut(take(end), *at)
+            yield take(end)
         raise
-    if long:
-        yield long
-    elif unread:
-        yield Cut(bytes(unread), line, byte)
+    if unread and not long:
+        yield take(len(unread))

@@ -11,14 +11,12 @@ import numpy.typing as npt
 
 from meshwright.base.errors import UserError
 from meshwright.data.text.folders import SkipReport
-from meshwright.data.text.long_documents import cut_document
 from meshwright.data.text.pieces import Piece
 from meshwright.data.text.records import NOT_UTF8, Document, Place, ReadOptions, Rejected
+from meshwright.data.text.splitting import cut_document
 
 Array = npt.NDArray[Any]
 Encode = Callable[[str], "Sequence[int] | Array"]
-# The tokens of the sequences of a document.
-Sequences = list["Sequence[int] | Array"]
 
 
 @dataclass
@@ -70,6 +68,7 @@ class Encoder:
         """Return counts and each key's tokens; with `stop`, up to the first error."""
         encoded, columns = Encoded(), [_Column(self.end) for _ in self.options.keys]
         for part in piece.parts:
+            size = part.size
             for record in part.read(self.options):
                 rejected = record if isinstance(record, Rejected) else self._add(record, encoded, columns)
                 if rejected:
@@ -77,10 +76,10 @@ class Encoder:
                     if stop and rejected.is_error:
                         encoded.complaint = rejected.complaint(not encoded.documents and not piece.begin)
                         break
-                elif isinstance(record, Document) and not part.size:
-                    # The size of rows in a table's file is another than that of their texts.
+                elif not size and isinstance(record, Document):
+                    # Rows of a table have another size in its file than their texts.
                     encoded.bytes += sum(map(_size_of, record.texts))
-            encoded.bytes += part.size
+            encoded.bytes += size
             if encoded.complaint:
                 break
         encoded.sizes = [np.array(column.sizes, np.int32) for column in columns]
@@ -90,27 +89,21 @@ class Encoder:
 
     def _add(self, document: Document, encoded: Encoded, columns: list[_Column]) -> Rejected | None:
         """Add the tokens of a document to the columns, or return why it has none."""
+        parts = [document.texts]
+        if self.longest is not None:
+            parts = [(part,) for part in cut_document(document.texts[0], self.longest)] or parts
         try:
-            parts = [[self._encode(text) for text in texts] for texts in self._parts(document.texts)]
+            tokens = [[list(map(self.encode, self.sentences(text))) for text in texts] for texts in parts]
         except UserError as error:
             return Rejected("refused by the tokenizer", document.place, str(error))
         encoded.lines += document.lines
         if document.repaired:
             encoded.count_bad(NOT_UTF8, document.repaired, document.place)
-        for part in parts:
+        for part in tokens:
             for column, sequences in zip(columns, part, strict=True):
                 column.add(sequences)
-        encoded.documents += len(parts)
+        encoded.documents += len(tokens)
         return None
-
-    def _parts(self, texts: tuple[str, ...]) -> list[tuple[str, ...]]:
-        """Return the texts of the documents into which a long one is cut."""
-        if self.longest is None:
-            return [texts]
-        return [(part,) for part in cut_document(texts[0], self.longest)] or [texts]
-
-    def _encode(self, text: str) -> Sequences:
-        return list(map(self.encode, self.sentences(text)))
 
 
 def _size_of(text: str) -> int:
@@ -126,7 +119,7 @@ class _Column:
         self.sizes: list[int] = []
         self.ends: list[int] = []
 
-    def add(self, sequences: Sequences) -> None:
+    def add(self, sequences: list[Sequence[int] | Array]) -> None:
         """Append a document.
 
         As in Megatron-LM, a document without tokens has no sequence, only an entry in the document

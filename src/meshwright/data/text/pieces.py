@@ -10,30 +10,20 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import partial
-from typing import BinaryIO
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import BinaryIO, TypeVar
 
 from meshwright.base.errors import IO, UserError
 from meshwright.config.text_inputs import TextInputs
 from meshwright.data.text import archives, charsets, containers, detect, formats, hub_sets, limits, rows, tables
 from meshwright.data.text.containers import DAMAGES, DamagedInput
-from meshwright.data.text.detect import Origin
-from meshwright.data.text.divide import Cut, Slice, cut_stream, read_range, whole
+from meshwright.data.text.detect import Detected, Origin
+from meshwright.data.text.divide import Slice, cut_stream, read_range, whole
 from meshwright.data.text.folders import NOT_CHOSEN
 from meshwright.data.text.inputs import Input, name_filter, open_source
-from meshwright.data.text.records import (
-    EMPTY,
-    Document,
-    Place,
-    ReadOptions,
-    Record,
-    Rejected,
-    cut_short,
-    options_of,
-    shown,
-)
+from meshwright.data.text.records import EMPTY, Place, ReadOptions, Record, Rejected, cut_short, options_of, shown
+from meshwright.data.text.rows import Row
 
 
 class Part(ABC):
@@ -146,11 +136,12 @@ class TableRows(Part):
     start: tables.Start
 
     def read(self, options: ReadOptions) -> Iterator[Record]:
+        values = tables.rows(self.path, self.kind, self.start, self.begin, self.end, options.keys)
         number = self.begin
         try:
-            for row in tables.rows(self.path, self.kind, self.start, self.begin, self.end, options.keys):
+            for record in rows.read_rows(values, options, self.path, self.begin):
+                yield record
                 number += 1
-                yield rows.read_row(row, options, Place(self.path, number, "row"))
         except DamagedInput as error:
             yield Rejected("damaged table", Place(self.path, number + 1, "row"), str(error))
 
@@ -162,49 +153,65 @@ class TableRows(Part):
 class Block(Part):
     """Whole documents of a stream, or of a member of an archive, in bytes."""
 
-    path: str
+    documents: Slice
     reader: str
-    cut: Cut
-    is_named: bool = True
     is_whole: bool = False  # a file, which is rejected if it has no document
-    codec: str = ""
+
+    @property
+    def path(self) -> str:  # type: ignore[override]
+        return self.documents.path
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        return len(self.cut.content)
+        return len(self.documents.data)
+
+    @property
+    def weight(self) -> int:
+        """The bytes, which bound the memory."""
+        return self.size
+
+    @property
+    def before(self) -> int:
+        """The lines that precede it."""
+        return self.documents.line
 
     def read(self, options: ReadOptions) -> Iterator[Record]:
-        content, line, byte, lacking = self.cut
-        documents = Slice(
-            self.path,
-            content,
-            0,
-            len(content),
-            line=line,
-            byte=byte,
-            lacking=lacking,
-            is_named=self.is_named,
-            codec=self.codec,
-        )
         if self.is_whole:
-            return read_file(documents, self.reader, options)
-        return formats.find(self.reader, options.separator).read(documents, options)
+            return read_file(self.documents, self.reader, options)
+        return formats.find(self.reader, options.separator).read(self.documents, options)
 
 
 @dataclass(frozen=True)
-class Records(Part):
-    """Documents that have been read, and what is none."""
+class Rows(Part):
+    """Rows of a table that can only be read in order, with the number of those before."""
 
     size = 0
     path: str
-    records: tuple[Record, ...]
-
-    def read(self, options: ReadOptions) -> Iterator[Record]:
-        return iter(self.records)
+    before: int
+    rows: tuple[Row, ...]
 
     @property
-    def characters(self) -> int:
-        return sum(len(text) for record in self.records if isinstance(record, Document) for text in record.texts)
+    def weight(self) -> int:
+        """The characters, which bound the memory."""
+        return sum(map(_characters, self.rows))
+
+    def read(self, options: ReadOptions) -> Iterator[Record]:
+        return rows.read_rows(self.rows, options, self.path, self.before)
+
+
+@dataclass(frozen=True)
+class Refusal(Part):
+    """Why nothing more, or no member of an archive, is read."""
+
+    size = weight = before = 0
+    path: str
+    rejected: Rejected
+
+    def read(self, options: ReadOptions) -> Iterator[Record]:
+        return iter([self.rejected])
+
+
+StreamPart = Block | Rows | Refusal
 
 
 # Cutting.
@@ -240,7 +247,7 @@ def cut_input(number: int, source: Input, given: TextInputs) -> Iterator[Piece]:
             for begin, end, done, start in spans:
                 yield Piece(number, path, (TableRows(path, reader, begin, end, start),), begin, done)
         except DamagedInput as error:
-            yield Piece(number, path, (Records(path, (cut_short(path, error),)),), done=source.bytes)
+            yield Piece(number, path, (Refusal(path, cut_short(path, error)),), done=source.bytes)
         return
     for begin in range(0, source.bytes, limits.PIECE):
         end = min(begin + limits.PIECE, source.bytes)
@@ -249,30 +256,47 @@ def cut_input(number: int, source: Input, given: TextInputs) -> Iterator[Piece]:
 
 
 def _pieces_of_small_files(number: int, source: Input) -> Iterator[Piece]:
-    begin = end = 0
-    parts: list[Part] = []
-    for path, size, _ in source.files:
-        parts.append(WholeFile(path, max(size, 1), source.origin))
-        end += max(size, 1)
-        if end - begin >= limits.PIECE or len(parts) == limits.MOST_FILES:
-            yield Piece(number, source.path, tuple(parts), begin, end)
-            begin, parts = end, []
-    if parts:
-        yield Piece(number, source.path, tuple(parts), begin, end)
+    files = (WholeFile(path, max(size, 1), source.origin) for path, size, _ in source.files)
+    begin = 0
+    for parts in gathered(files, lambda file: file.size, limits.MOST_FILES):
+        end = begin + sum(file.size for file in parts)
+        yield Piece(number, source.path, parts, begin, end)
+        begin = end
+
+
+T = TypeVar("T")
+
+
+def gathered(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[tuple[T, ...]]:
+    """Yield what makes about a piece each; raise damage after the intact ones."""
+    some, size = list[T](), 0
+    try:
+        for item in items:
+            some.append(item)
+            size += size_of(item)
+            if size >= limits.PIECE or len(some) == most:
+                yield tuple(some)
+                some, size = [], 0
+    except DAMAGES:
+        if some:
+            yield tuple(some)
+        raise
+    if some:
+        yield tuple(some)
 
 
 def _stream_pieces(number: int, source: Input, given: TextInputs) -> Iterator[Piece]:
     """Yield the pieces of a stream, and at the end why its rest cannot be read."""
     if source.found and source.found.reader == detect.HUB:
-        for records in _batches(hub_sets.read_hub_set(source.path, source.revision, options_of(given))):
-            yield Piece(number, source.path, (Records(source.path, records),), _rows_before(records))
+        for part in _batches(source.path, hub_sets.read_hub_set(source.path, source.revision, options_of(given).keys)):
+            yield Piece(number, source.path, (part,), part.before)
         return
     file = open_source(source)
     try:
-        for parts, begin in _stream_parts(file, source, given):
-            yield Piece(number, source.path, parts, begin, containers.position(file))
+        for parts in _stream_parts(file, source, given):
+            yield Piece(number, source.path, parts, parts[0].before, containers.position(file))
     except DAMAGES as error:
-        yield Piece(number, source.path, (Records(source.path, (cut_short(source.path, error),)),))
+        yield Piece(number, source.path, (Refusal(source.path, cut_short(source.path, error)),))
     except OSError as error:
         raise UserError(f"{source.path} cannot be read to its end: {error.strerror or error}", IO) from None
     finally:
@@ -280,8 +304,8 @@ def _stream_pieces(number: int, source: Input, given: TextInputs) -> Iterator[Pi
             file.close()
 
 
-def _stream_parts(file: BinaryIO, source: Input, given: TextInputs) -> Iterator[tuple[tuple[Part, ...], int]]:
-    """Yield the parts of each piece of a stream, and the lines or rows before them."""
+def _stream_parts(file: BinaryIO, source: Input, given: TextInputs) -> Iterator[tuple[StreamPart, ...]]:
+    """Yield the parts of each piece of a stream."""
     path, options, found = source.path, options_of(given), source.found
     stream = containers.buffered(containers.chunks(file))
 
@@ -290,112 +314,72 @@ def _stream_parts(file: BinaryIO, source: Input, given: TextInputs) -> Iterator[
         start, stream = detect.look_into(stream)
         looked = detect.detect(path, start, given, source.origin, is_pipe=not source.bytes)
         if isinstance(looked, Rejected):
-            yield (Records(path, (looked,)),), 0
+            yield (Refusal(path, looked),)
             return
         found = looked
     elif found.is_packed:
         stream = containers.unpacked(stream)
 
     # Archives.
-    if found.reader == detect.TAR:
-        yield from _archive_parts(path, archives.members(stream), given)
-        return
-    if found.reader == detect.ZIP:
-        file.seek(0)
-        yield from _archive_parts(path, archives.zip_members(file), given)
-        return
-
-    # Rows, which are read here.
-    stream = decoded(stream, found.codec)
-    if found.reader in (detect.CSV, detect.SQLITE):
-        if found.reader == detect.CSV:
-            records_of = rows.read_csv(stream, path, path, options)
-        else:
-            records_of = rows.read_sqlite(path, given.table, options)
-        for records in _batches(records_of):
-            yield (Records(path, records),), _rows_before(records)
+    if found.reader in (detect.TAR, detect.ZIP):
+        if found.reader == detect.ZIP:
+            file.seek(0)
+        members = archives.members(stream) if found.reader == detect.TAR else archives.zip_members(file)
+        yield from gathered(_member_parts(path, members, given), lambda part: part.weight, limits.MOST_FILES)
         return
 
-    # Text.
-    make = partial(Block, path, found.reader, is_named=source.folder is None, codec=found.codec)
-    for cut in _cuts(stream, found.reader, options):
-        yield (make(cut),), cut.line
+    # Rows, which are read here, and text.
+    if found.reader == detect.SQLITE:
+        parts: Iterator[StreamPart] = _batches(path, rows.read_sqlite(path, given.table, options.keys))
+    else:
+        parts = _parts_of_text(Slice(path, is_named=source.folder is None), path, stream, found, options)
+    yield from ((part,) for part in parts)
 
 
-def decoded(stream: BinaryIO, codec: str) -> BinaryIO:
-    """Return a stream in UTF-8."""
-    return containers.buffered(charsets.transcode(containers.chunks(stream), codec)) if codec else stream
-
-
-def _cuts(stream: BinaryIO, reader: str, options: ReadOptions) -> Iterator[Cut]:
-    """Yield the documents of a text, about a piece at a time; a page at once."""
-    if reader == formats.PAGE:
+def _parts_of_text(
+    text: Slice, name: str, stream: BinaryIO, found: Detected, options: ReadOptions
+) -> Iterator[StreamPart]:
+    """Yield CSV or text, about a piece at a time; a page at once."""
+    if found.codec:
+        stream = containers.buffered(charsets.transcode(containers.chunks(stream), found.codec))
+    if found.reader == detect.CSV:
+        yield from _batches(text.path, rows.read_csv(stream, text.path, name, options.keys))
+        return
+    text = text._replace(codec=found.codec)
+    if found.reader == formats.PAGE:
         page = stream.read(limits.LONGEST + 1)
-        yield Cut(page) if len(page) <= limits.LONGEST else Cut(b"", lacking=True)
+        is_long = len(page) > limits.LONGEST
+        yield Block(text._replace(lacking=True) if is_long else text._replace(data=page, stop=len(page)), found.reader)
         return
-    mark = len(charsets.BOM) * containers.peek(stream).startswith(charsets.BOM)
-    stream.read(mark)
-    division = formats.find(reader, options.separator).division
-    yield from cut_stream(containers.chunks(stream), limits.PIECE, division, byte=mark)
+    text = text._replace(byte=len(charsets.BOM) * containers.peek(stream).startswith(charsets.BOM))
+    stream.read(text.byte)
+    division = formats.find(found.reader, options.separator).division
+    for documents in cut_stream(containers.chunks(stream), limits.PIECE, division, text):
+        yield Block(documents, found.reader)
 
 
-def _batches(records: Iterable[Record]) -> Iterator[tuple[Record, ...]]:
-    """Yield rows, about a piece at a time; raise damage after the intact ones."""
-    batch, characters = list[Record](), 0
-    try:
-        for record in records:
-            batch.append(record)
-            if isinstance(record, Document):
-                characters += sum(map(len, record.texts))
-            if characters >= limits.PIECE or len(batch) == limits.MOST_ROWS:
-                yield tuple(batch)
-                batch, characters = [], 0
-    except DAMAGES:
-        if batch:
-            yield tuple(batch)
-        raise
-    if batch:
-        yield tuple(batch)
+def _batches(path: str, some: Iterable[Row]) -> Iterator[Rows]:
+    """Yield rows, about a piece at a time."""
+    before = 0
+    for batch in gathered(some, _characters, limits.MOST_ROWS):
+        yield Rows(path, before, batch)
+        before += len(batch)
 
 
-def _rows_before(records: tuple[Record, ...]) -> int:
-    return records[0].place.number - 1
+def _characters(row: Row) -> int:
+    return 0 if isinstance(row, Rejected) else sum(len(value) for value in row if isinstance(value, str))
 
 
-def _archive_parts(
-    path: str, members: Iterator[archives.Member], given: TextInputs
-) -> Iterator[tuple[tuple[Part, ...], int]]:
-    """Yield the members of an archive, about a piece at a time."""
-    parts, size = list[Part](), 0
-    try:
-        for part in _member_parts(path, members, given):
-            parts.append(part)
-            size += part.characters if isinstance(part, Records) else part.size
-            if size >= limits.PIECE or len(parts) == limits.MOST_FILES:
-                yield tuple(parts), _lines_before(parts[0])
-                parts, size = [], 0
-    except DAMAGES:
-        if parts:
-            yield tuple(parts), _lines_before(parts[0])
-        raise
-    if parts:
-        yield tuple(parts), _lines_before(parts[0])
-
-
-def _lines_before(part: Part) -> int:
-    return part.cut.line if isinstance(part, Block) else 0
-
-
-def _member_parts(path: str, members: Iterator[archives.Member], given: TextInputs) -> Iterator[Part]:
-    """Yield the parts of each member.
+def _member_parts(path: str, members: Iterator[archives.Member], given: TextInputs) -> Iterator[StreamPart]:
+    """Yield the parts of each member of an archive.
 
     Damage of a member is reported once the next one begins: otherwise the archive is cut short.
     """
-    damage: list[Part] = []
+    damage: list[Refusal] = []
     for name, stream in members:
         inside = f"{path}:{name}"
         if not name_filter(given).chooses(name):
-            yield Records(inside, (Rejected(NOT_CHOSEN, Place(inside), is_error=False),))
+            yield Refusal(inside, Rejected(NOT_CHOSEN, Place(inside), is_error=False))
             continue
         try:
             if isinstance(stream, Exception):
@@ -404,24 +388,23 @@ def _member_parts(path: str, members: Iterator[archives.Member], given: TextInpu
             damage = []
             yield from _parts_of_member(inside, name, stream, given)
         except DAMAGES as error:
-            damage = [Records(inside, (Rejected("damaged member", Place(inside), str(error)),))]
+            damage = [Refusal(inside, Rejected("damaged member", Place(inside), str(error)))]
     yield from damage
 
 
-def _parts_of_member(inside: str, name: str, stream: BinaryIO, given: TextInputs) -> Iterator[Part]:
-    options = options_of(given)
+def _parts_of_member(inside: str, name: str, stream: BinaryIO, given: TextInputs) -> Iterator[StreamPart]:
     found = detect.detect_member(name, containers.peek(stream), given)
     if isinstance(found, Rejected):
-        yield Records(inside, (found._replace(place=Place(inside)),))
+        yield Refusal(inside, found._replace(place=Place(inside)))
         return
-    stream = decoded(stream, found.codec)
-    if found.reader == detect.CSV:
-        for records in _batches(rows.read_csv(stream, inside, name, options)):
-            yield Records(inside, records)
+    text = Slice(inside, is_named=False)
+    parts = _parts_of_text(text, name, stream, found, options_of(given))
+
+    # A text without a document is reported, by its first part.
+    if found.reader in (detect.CSV, formats.JSONL):
+        yield from parts
         return
-    make = partial(Block, inside, found.reader, is_named=False, codec=found.codec)
-    is_text = found.reader != formats.JSONL
-    cuts = _cuts(stream, found.reader, options)
-    first = next(cuts, Cut(b""))
-    yield make(first, is_whole=is_text and not first.lacking)
-    yield from map(make, cuts)
+    first = next(parts, None) or Block(text, found.reader)
+    assert isinstance(first, Block)
+    yield replace(first, is_whole=not first.documents.lacking)
+    yield from parts

@@ -45,7 +45,7 @@ from meshwright.data.text.journal import Journal, has_parts, open_journal
 from meshwright.data.text.pieces import cut_inputs
 from meshwright.data.text.reading import why_nothing
 from meshwright.data.text.records import NOT_UTF8, options_of, shown
-from meshwright.data.text.sentences import build_splitter
+from meshwright.data.text.splitting import build_splitter
 from meshwright.data.text.workers import encode_pieces
 from meshwright.model import counts
 from meshwright.runtime.ranks.compare import require_equal

@@ -38,7 +38,17 @@ from meshwright.data.text.records import (
 NO_TEXT_TYPE = re.compile("INT|REAL|FLOA|DOUB|NUM|DEC|BOOL|BLOB|DATE|TIME", re.IGNORECASE)
 
 
+# The values under the keys in a row, or why it gives no document.
+Row = Sequence[Any] | Rejected
+
+
 # Rows of any table.
+
+
+def read_rows(rows: Iterable[Row], options: ReadOptions, path: str, before: int) -> Iterator[Record]:
+    """Yield the documents of rows, which so many others precede in their table."""
+    for number, row in enumerate(rows, before + 1):
+        yield row if isinstance(row, Rejected) else read_row(row, options, Place(path, number, "row"))
 
 
 def read_row(values: Iterable[Any], options: ReadOptions, place: Place) -> Record:
@@ -135,8 +145,8 @@ def refuse_header(path: str, start: bytes, keys: Sequence[str]) -> Rejected | No
     return refuse_columns(path, columns, keys)
 
 
-def read_csv(stream: BinaryIO, path: str, name: str, options: ReadOptions) -> Iterator[Record]:
-    """Yield the rows of CSV or TSV whose first line names the columns.
+def read_csv(stream: BinaryIO, path: str, name: str, keys: Sequence[str]) -> Iterator[Row]:
+    """Yield the fields under the keys of CSV or TSV, whose first line names the columns.
 
     `name` is that of the file, which `path` may name as a member of an archive.
     """
@@ -147,52 +157,43 @@ def read_csv(stream: BinaryIO, path: str, name: str, options: ReadOptions) -> It
     try:
         # The header.
         columns = next(reader, [])
-        require_columns(path, refuse_columns(path, columns, options.keys))
-        places = [columns.index(key) for key in options.keys]
+        require_columns(path, refuse_columns(path, columns, keys))
+        places = [columns.index(key) for key in keys]
         form = _Form(columns, frozenset(places), sign)
 
         # The rows, each seen with its neighbours.
-        for before, row, after in _with_neighbours(_rows(reader, path)):
-            if isinstance(row, Rejected):
-                yield row
+        for number, (before, row, after) in enumerate(_with_neighbours(_rows(reader)), 1):
+            if isinstance(row, csv.Error):
+                yield Rejected(f"not CSV ({row})", Place(path, number, "row"))
             elif why := form.wrong_number(row) or form.half_row(before, after):
                 reason, detail = why
-                yield Rejected(reason, row.place, detail)
+                yield Rejected(reason, Place(path, number, "row"), detail)
             else:
-                yield read_row([row.fields[place] for place in places], options, row.place)
+                yield [row[column] for column in places]
     finally:
         text.detach()
 
 
-@dataclass(frozen=True)
-class _Row:
-    fields: list[str]
-    place: Place
+_Fields = list[str] | csv.Error
 
 
-def _rows(reader: Iterator[list[str]], path: str) -> Iterator[_Row | Rejected]:
-    number = 1
+def _rows(reader: Iterator[list[str]]) -> Iterator[_Fields]:
+    """Yield the fields of each row, or what is wrong with it."""
     while True:
-        place = Place(path, number, "row")
         try:
             fields = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
-            yield Rejected(f"not CSV ({error})", place)
-            number += 1
+            yield error
             continue
         if fields:
-            yield _Row(fields, place)
-            number += 1
+            yield fields
 
 
-_Neighbour = _Row | Rejected | None
-
-
-def _with_neighbours(rows: Iterator[_Row | Rejected]) -> Iterator[tuple[_Neighbour, _Row | Rejected, _Neighbour]]:
+def _with_neighbours(rows: Iterator[_Fields]) -> Iterator[tuple[_Fields | None, _Fields, _Fields | None]]:
     """Yield each row between the ones before and after it; after damage, the intact ones."""
-    before: _Neighbour = None
+    before: _Fields | None = None
     row, damage = next(rows, None), None
     while row is not None:
         try:
@@ -218,25 +219,24 @@ class _Form:
         """The fewest fields of a row: columns without a name at the end may lack."""
         return max((number for number, column in enumerate(self.columns, 1) if column), default=0)
 
-    def wrong_number(self, row: _Row) -> tuple[str, str] | None:
+    def wrong_number(self, row: list[str]) -> tuple[str, str] | None:
         """Return what is wrong with a row of more or fewer fields; more of them may be empty."""
-        number = len(row.fields)
-        if number < self.least:
+        if len(row) < self.least:
             why = "too few fields, probably because a line break in a text lacks quotes"
-        elif any(row.fields[len(self.columns) :]):
+        elif any(row[len(self.columns) :]):
             why = f"too many fields, probably because a {self.sign!r} in a text lacks quotes"
         else:
             return None
-        return why, f"{number} instead of {len(self.columns)}"
+        return why, f"{len(row)} instead of {len(self.columns)}"
 
-    def half_row(self, before: _Neighbour, after: _Neighbour) -> tuple[str, str] | None:
+    def half_row(self, before: _Fields | None, after: _Fields | None) -> tuple[str, str] | None:
         """Return what is wrong with a row of all fields that may be half of one.
 
         A line break without quotes in the first column leaves a row of one field before the rest,
         in the last column one after the beginning.
         """
         for neighbour, place in ((before, 0), (after, len(self.columns) - 1)):
-            if place in self.places and isinstance(neighbour, _Row) and len(neighbour.fields) == 1 < self.least:
+            if place in self.places and isinstance(neighbour, list) and len(neighbour) == 1 < self.least:
                 return "perhaps half a row", "the row beside it has one field: does a line break lack quotes?"
         return None
 
@@ -244,16 +244,17 @@ class _Form:
 # SQLite.
 
 
-def read_sqlite(path: str, table: str | None, options: ReadOptions) -> Iterator[Record]:
-    """Yield the rows of a table or view of an SQLite database; its only one needs no name."""
+def read_sqlite(path: str, table: str | None, keys: Sequence[str]) -> Iterator[Row]:
+    """Yield the values under the keys of a table or view of an SQLite database.
+
+    Its only one needs no name.
+    """
     try:
         with open_database(path) as database:
             tables = tables_of(database)
-            require_columns(path, refuse_table(path, tables, table, options.keys))
+            require_columns(path, refuse_table(path, tables, table, keys))
             table = table or next(iter(tables))
-            rows = database.execute(f"SELECT {', '.join(map(quoted, options.keys))} FROM {quoted(table)}")
-            for number, row in enumerate(rows, 1):
-                yield read_row(row, options, Place(path, number, "row"))
+            yield from database.execute(f"SELECT {', '.join(map(quoted, keys))} FROM {quoted(table)}")
     except sqlite3.Error as error:
         raise DamagedInput(str(error)) from None
 
