@@ -30,6 +30,7 @@ from meshwright.data import ahead
 from meshwright.data.files import merge, verify
 from meshwright.data.files.indexed import HEADER, Indexed
 from meshwright.data.statistics import describe_lengths, document_lengths, summary, token_counts
+from meshwright.data.text import limits
 
 ROOT = Path(__file__).parents[2]
 EOD = 256
@@ -609,9 +610,8 @@ def test_only_line_feeds_end_a_line(tmp_path: Path) -> None:
 def test_lines_too_long_for_memory_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each_line: bool
 ) -> None:
-    for module in ("apps.datasets.merge_json", "data.text.records"):
-        monkeypatch.setattr(f"meshwright.{module}.LONGEST", 10)
-    monkeypatch.setattr("meshwright.apps.datasets.merge_json.PIECE", 4)
+    monkeypatch.setattr(limits, "LONGEST", 10)
+    monkeypatch.setattr(limits, "PIECE", 4)
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_bytes(b"one\n" + b"x" * 11 + b"\n0123456789\ntwo")
     (tmp_path / "in" / "b.txt").write_bytes(b"123456789\n")

@@ -15,7 +15,7 @@ from meshwright.config.schema import TokenizerFlags
 from meshwright.config.text_inputs import Preprocess, PreprocessConfig
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.text import preprocess
-from meshwright.data.text.sentences import build_splitter
+from meshwright.data.text.splitting import build_splitter
 
 # Sentences are divided by |; the text has a blank there.
 ENGLISH = """

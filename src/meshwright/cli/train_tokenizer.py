@@ -45,8 +45,8 @@ class TrainTokenizerConfig(TextInputs):
 
 def main(argv: list[str]) -> int:
     given = flags.parse_settings(TrainTokenizerConfig, argv, "meshwright train-tokenizer", about="Learn a BPE.").config
-    from meshwright.data.text.cutting import why_nothing
     from meshwright.data.text.inputs import find_inputs
+    from meshwright.data.text.reading import why_nothing
     from meshwright.data.tokenizers import GPT2BPE, train_bpe
 
     inputs = find_inputs(given)
@@ -87,7 +87,7 @@ def recorded_settings(given: TrainTokenizerConfig) -> dict[str, Any]:
 
 def _read_progress(given: TextInputs, inputs: Inputs) -> Iterator[str]:
     from meshwright.base.progress import progress_bar
-    from meshwright.data.text.cutting import read_texts
+    from meshwright.data.text.reading import read_texts
 
     with progress_bar("reading", inputs.bytes or None) as advance:
         yield from read_texts(given, inputs, advance)

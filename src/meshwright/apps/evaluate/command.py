@@ -173,8 +173,8 @@ def prepare_evaluate(parsed: flags.Parsed[EvaluateConfig], is_lead: bool) -> Rea
 
 
 def read_input(e: Evaluate) -> list[str]:
-    from meshwright.data.text.cutting import read_texts, why_nothing
     from meshwright.data.text.inputs import find_inputs
+    from meshwright.data.text.reading import read_texts, why_nothing
 
     inputs = find_inputs(e)
     texts = list(itertools.islice(read_texts(e, inputs), e.limit))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def read_documents(path: str) -> Iterator[str]:
-    from meshwright.data.text.cutting import read_texts
+    from meshwright.data.text.reading import read_texts
 
     is_empty = True
     for text in filter(None, read_texts(TextInputs(input=[path]))):
