@@ -21,7 +21,7 @@ from meshwright.__main__ import main
 from meshwright.apps.quickstart import command as quickstart
 from meshwright.base.errors import IO, UNAVAILABLE, USAGE
 from meshwright.config.text_inputs import TextInputs
-from meshwright.data.text import cutting, hub_sets
+from meshwright.data.text import hub_sets, limits, reading
 from meshwright.data.text.inputs import find_inputs
 
 
@@ -29,7 +29,7 @@ def read(*paths, **flags):
     """Return the documents, and the lines about what was left out."""
     given = TextInputs(input=[str(path) for path in paths], **flags)
     found = find_inputs(given)
-    return list(cutting.read_texts(given, found)), found.left_out(given.on_error)
+    return list(reading.read_texts(given, found)), found.left_out(given.on_error)
 
 
 def table_of(texts, **form):
@@ -44,8 +44,8 @@ TEXTS = ['a "quoted", one', "two\nlines", "tab\tand; semicolon", "é模型", "",
 
 @pytest.mark.parametrize("size", [1 << 20, 60])
 def test_csv_and_tsv_are_tables(tmp_path, monkeypatch, size):
-    """By name, packed, in a folder or archive; with other signs between fields and encodings."""
-    monkeypatch.setattr(cutting, "PIECE", size)
+    """By name, packed, in a folder or archive; with other signs between fields and charsets."""
+    monkeypatch.setattr(limits, "PIECE", size)
     texts = [f"{n} {random.Random(n).choice(TEXTS)}" for n in range(40)]
     folder = tmp_path / "in"
     folder.mkdir()
@@ -85,7 +85,7 @@ def test_bad_rows(tmp_path):
         (b"3\n", "too few fields, probably because a line break in a text lacks quotes (1 instead of 3); mend"),
         (b"3,so\n", "too few fields, probably because a line break in a text lacks quotes (2 instead of 3); mend"),
         (b'3,"a"b,5\n', "not CSV ("),
-        (b"3,\xe9,5\n", "not UTF-8 (byte 0xe9)"),
+        (b"3,\xe9,5\n", "not UTF-8 (byte 0xe9 at 0 under 'review')"),
     ):
         path.write_bytes(good + bad + b"4,c,5\n\n")
         assert f"a.csv: row 3: {what}" in error_of(lambda: read(path, json_keys=["review"]))
@@ -158,8 +158,7 @@ def test_sqlite(tmp_path, database):
     )
     assert "a b?.db: row 2: null under 'text'" in error_of(lambda: read(database, table="odd"))
     documents, (left_out,) = read(database, table="odd", on_error="skip")
-    assert documents[0] == "a" and "1 not UTF-8" in left_out and "1 no text under 'text', first" in left_out
-    assert "1 no text under 'text' (bytes), first" in left_out
+    assert documents[0] == "a" and "1 not UTF-8" in left_out and "2 no text under 'text', first" in left_out
     (tmp_path / "a.txt").write_text("a")
     assert read(tmp_path) == (["a"], ["passed over 1 file: 1 SQLite database, which needs --table"])
     assert "--table x names a table of an SQLite database, but no --input is one" in error_of(

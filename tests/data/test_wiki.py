@@ -20,8 +20,9 @@ from meshwright.__main__ import main
 from meshwright.base.errors import BAD_DATA
 from meshwright.compat.prepare.wikitext import article_text
 from meshwright.config.text_inputs import TextInputs
-from meshwright.data.text import cutting, inputs, plain, records
+from meshwright.data.text import limits, pieces
 from meshwright.data.text.inputs import find_inputs
+from meshwright.data.text.records import ReadOptions
 
 MARKUP = {
     "'''Bold''' and ''it'' '''''both'''''": "Bold and it both",
@@ -144,21 +145,18 @@ FORMS = {
 @pytest.mark.parametrize("size", [64, 700, 1 << 20])
 def test_dumps(tmp_path, monkeypatch, form, size):
     """One document an article, in pieces of any size."""
-    for module in (plain, inputs, cutting):
-        monkeypatch.setattr(module, "PIECE", size)
-        if hasattr(module, "REST"):
-            monkeypatch.setattr(module, "REST", 16)
+    monkeypatch.setattr(limits, "PIECE", size)
+    monkeypatch.setattr(limits, "REST", 16)
     fill(tmp_path, {form: FORMS[form]})
     assert read(tmp_path / form)[0] == ARTICLES
 
 
 def test_ranks_share_a_dump(tmp_path, monkeypatch):
-    for module in (plain, inputs, cutting):
-        monkeypatch.setattr(module, "PIECE", 256)
+    monkeypatch.setattr(limits, "PIECE", 256)
     fill(tmp_path, {"d.xml": DUMP})
     given = TextInputs(input=[str(tmp_path / "d.xml")])
-    pieces = [p for rank in range(3) for p in cutting.cut_inputs(find_inputs(given).inputs, given, rank, 3)]
-    assert [unit for p in pieces for (unit,) in p.units(["text"])] == ARTICLES
+    parts = [piece for rank in range(3) for piece in pieces.cut_inputs(find_inputs(given).inputs, given, rank, 3)]
+    assert [document.texts[0] for piece in parts for document in piece.read(ReadOptions())] == ARTICLES
 
 
 def test_standard_input(tmp_path, monkeypatch):
@@ -218,10 +216,9 @@ def test_damage_is_reported(tmp_path, damage):
 
 
 def test_a_page_that_is_too_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "LONGEST", 3000)
-    for module in (plain, cutting):
-        monkeypatch.setattr(module, "PIECE", 256)
-    monkeypatch.setattr(plain, "REST", 16)
+    monkeypatch.setattr(limits, "LONGEST", 3000)
+    monkeypatch.setattr(limits, "PIECE", 256)
+    monkeypatch.setattr(limits, "REST", 16)
     pages = [PAGES[0], page("Long", "x" * 600_000), PAGES[-1]]
     for name, packed in (("d.xml", bytes), ("d.xml.gz", gzip.compress)):
         fill(tmp_path, {name: packed((HEAD + "".join(pages) + "</mediawiki>\n").encode())})
@@ -234,10 +231,10 @@ def test_memory_does_not_grow_with_the_dump(tmp_path):
     """Pages of 40 MB, which bzip2 packs into some kB, take little more than one of them."""
     code = """
 import resource, sys
-from meshwright.data.text import cutting
+from meshwright.data.text import reading
 from meshwright.config.text_inputs import TextInputs
 for path in sys.argv[1:]:
-    print(sum(1 for _ in cutting.read_texts(TextInputs(input=[path]))))
+    print(sum(1 for _ in reading.read_texts(TextInputs(input=[path]))))
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """
     chunk = bz2.compress(page("P", f"word <!--{'x' * 10**6}-->").encode())

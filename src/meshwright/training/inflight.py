@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from meshwright.base import device as devices
-from meshwright.config.grammar import ON_NONFINITE, reaction
 from meshwright.parallel.store import ALL_MET, HAS_GRADIENTS
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ class InFlight:
     ) -> None:
         self.state, self.metrics, self.stragglers, self.replicas = state, metrics, stragglers, replicas
         c, is_asynchronous = state.config, devices.is_asynchronous(state.net.device)
-        skips = (reaction(c.training.on_nonfinite, ON_NONFINITE) or ("stop", 0))[0] == "skip"
+        skips = c.training.on_nonfinite.word == "skip"
         # Timers wait for each step anyway.
         runs_ahead = is_asynchronous and not (c.precision.fp16 or skips) and c.logging.timing_log_level == "0"
         self.ahead = int(runs_ahead)
