@@ -15,7 +15,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from meshwright.apps.plan.measure.account import Event, Phase
+from meshwright.apps.plan.measure.account import Phase
+from meshwright.apps.plan.measure.allocator import Event
 from meshwright.apps.plan.measure.layers import Placed, Unit, choose_units, extend
 from meshwright.apps.plan.measure.operations import Operations, RankOperations, operations_of_rank, total
 from meshwright.apps.plan.measure.recorder import OperationRecorder
