@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from meshwright.apps.plan import memory, pictures
+from meshwright.apps.plan import memory, pictures, prediction
 from meshwright.apps.plan.describe import layout_settings
-from meshwright.apps.plan.estimate import NEAR
+from meshwright.apps.plan.estimate import NEAR, memory_of_ranks
 from meshwright.apps.plan.goodput import Interruptions
 from meshwright.apps.plan.memory import RankMemory
 from meshwright.apps.plan.prediction import Machine, Prediction, find_machine
@@ -38,7 +38,7 @@ def searched(config: TrainConfig, machine: Machine, keep: int = 10) -> Search:
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the estimate stand for what is measured, which takes seconds, up to its margin off.
+    """Let estimates stand for what is measured, which takes seconds: memory up to its margin off.
 
     How far a layout is off is drawn from its settings.
     """
@@ -48,8 +48,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
         off = 1 + NEAR * random.Random(str(layout_settings(config))).uniform(-0.9, 0.9)
         return [dataclasses.replace(rank, kinds={"all": round(rank.allocated * off)}) for rank in estimated]
 
-    from meshwright.apps.plan.estimate import memory_of_ranks
-
+    monkeypatch.setattr(prediction, "measured_operations", lambda config, padded, profile: None)
     monkeypatch.setattr(memory, "memory_of_ranks", measure)
     monkeypatch.setattr(
         memory, "memory_of_rank", lambda config, padded, rank, profile: measure(config, padded, profile)[rank]
@@ -95,6 +94,10 @@ def every_layout(config: TrainConfig, machine: Machine) -> list[Prediction]:
     return [*least.values()]
 
 
+def is_estimated_to_fit(one: Prediction) -> bool:
+    return dataclasses.replace(one, is_measured=False).tensors <= one.machine.profile.memory_bytes
+
+
 @pytest.fixture(scope="module")
 def machine() -> Machine:
     return find_machine("a100-40")
@@ -121,14 +124,19 @@ WORLDS = [  # flags, GiB of a device, and whether each is a machine of its own
 @pytest.mark.usefixtures("pretended")
 @pytest.mark.parametrize(("words", "gib", "apart"), WORLDS)
 def test_the_search_finds_the_fastest_of_all(words: str, gib: int, apart: bool, machine: Machine) -> None:
-    """The times are those of all layouts, predicted one by one: the ranking leaves none out."""
+    """The times are those of all layouts, predicted one by one: the ranking leaves none out.
+
+    The fastest is found even if it is estimated to be too large. The others of the table are the
+    fastest of those that are not.
+    """
     config = config_of(f"{SMALL} {words}")
     links = dataclasses.replace(machine.links.with_network(1e9), gpus_per_node=1) if apart else machine.links
     limited = Machine(dataclasses.replace(machine.profile, memory_bytes=gib << 30), links)
     search = searched(config, limited)
     best = search.found.fitting
     everything = sorted(every_layout(config, limited), key=lambda p: p.time.seconds)
-    assert [p.time.seconds for p in best] == [p.time.seconds for p in everything[:10]]
+    expected = [everything[0], *(p for p in everything[1:] if is_estimated_to_fit(p))][:10]
+    assert [p.time.seconds for p in best] == [p.time.seconds for p in expected]
     assert len(everything) > 10 and search.found.slower, "a search of a part of them"
     assert apart == (best[0].config.parallel.pipeline_model_parallel_size > 1)
     for one in best:
@@ -136,13 +144,15 @@ def test_the_search_finds_the_fastest_of_all(words: str, gib: int, apart: bool, 
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_the_fastest_of_all_that_were_measured_comes_first(small: TrainConfig, machine: Machine) -> None:
     """With memory measured, of two devices where ZeRO and recomputation decide."""
     limited = Machine(dataclasses.replace(machine.profile, memory_bytes=7 << 30), machine.links)
     found = searched(small, limited).found
     everything = sorted(every_layout(small, limited), key=lambda p: p.time.seconds)
     assert all(one.is_measured for one in found.fitting)
-    assert [p.time.seconds for p in found.fitting] == [p.time.seconds for p in everything[:10]]
+    expected = [everything[0], *(p for p in everything[1:] if is_estimated_to_fit(p))][:10]
+    assert [p.time.seconds for p in found.fitting] == [p.time.seconds for p in expected]
 
 
 @pytest.mark.usefixtures("pretended")
@@ -173,9 +183,9 @@ def test_a_search_without_room_knows_the_nearest(machine: Machine) -> None:
 @pytest.mark.usefixtures("pretended")
 def test_the_least_change_is_one_setting_if_one_is_enough(machine: Machine) -> None:
     config = config_of("--preset gpt3-1.3b --world-size 4 --bf16 --micro-batch-size 16")
-    prediction = Prediction(config, machine, VOCABULARY)
-    assert not prediction.fits
-    change = least_change(prediction)
+    given = Prediction(config, machine, VOCABULARY).measured()
+    assert not given.fits
+    change = least_change(given)
     assert change is not None
     settings, changed = change
     assert len(settings) == 1 and changed.fits and not checks.problems(changed.config, needs_data=False)
@@ -216,11 +226,11 @@ def test_the_pipelines_picture_has_every_pass_of_its_micro_batches(machine: Mach
 
 def test_the_picture_of_memory_adds_up(machine: Machine) -> None:
     words = "--preset gpt2-345m --world-size 2 --pipeline-model-parallel-size 2 --bf16"
-    prediction = Prediction(config_of(words), machine, VOCABULARY)
-    stacked = pictures.stacked_memory(prediction)
+    one = Prediction(config_of(words), machine, VOCABULARY)
+    stacked = pictures.stacked_memory(one)
     totals = [sum(sizes) for sizes in zip(*stacked.values(), strict=True)]
-    assert totals == pytest.approx([rank.total / 2**30 for rank in prediction.ranks])
-    assert pictures.layout_points([prediction]) == [(prediction.need / 2**30, prediction.time.seconds)]
+    assert totals == pytest.approx([rank.total / 2**30 for rank in one.ranks])
+    assert pictures.layout_points([one]) == [(one.need / 2**30, one.time.seconds)]
 
 
 def test_the_picture_of_goodput_has_its_best_in_the_middle() -> None:
