@@ -19,6 +19,7 @@ from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.claims import FalseClaim
 from meshwright.checkpoint.formats import all_formats
 from meshwright.checkpoint.manifests import DamagedCheckpoint
+from meshwright.checkpoint.pickle import pickles
 from meshwright.checkpoint.sources import Source, TensorBoxes, TensorInfo
 from meshwright.checkpoint.steps import NATIVE, StepLocation
 from meshwright.runtime.ranks.team import ALONE, Team
@@ -152,7 +153,8 @@ def open_foreign(location: StepLocation, options: OpenOptions, team: Team) -> So
     if location.ours and options.verify != "none":
         manifests.verify_step(folder, full=True)
     try:
-        source: Source = all_formats()[kind].load_reader()(folder, options.trust, options.heads, options.optimizer)
+        with pickles.READ.kept():  # one child for all files
+            source: Source = all_formats()[kind].load_reader()(folder, options.trust, options.heads, options.optimizer)
     except FalseClaim as claim:
         raise bad_data(f"{folder}: {claim}; it is damaged, or made to mislead") from claim
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
