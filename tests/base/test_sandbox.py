@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.base import sandbox
+from meshwright.base import sandbox, sandboxed
 from meshwright.base.sandbox import Sandbox
 
 
@@ -69,6 +70,16 @@ def test_limits(what: str, amount: int, says: str, call: Sandbox) -> None:
     with pytest.raises(ValueError, match=says):
         call([what, amount])
     assert call(["take", 3])[1] == 3
+
+
+@pytest.mark.promise("A system without a limit of memory for a process, such as macOS, bounds only the time")
+def test_a_system_without_a_limit_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(sandboxed.resource, "setrlimit", refuse)
+    sandboxed.limit_addresses(1 << 20)
+    assert sandboxed.answer(work, b'["take", 3]', 1 << 20) == json.dumps({"result": [os.getpid(), 3]}).encode()
 
 
 def test_an_answer_that_never_comes(call: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:

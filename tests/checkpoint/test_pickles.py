@@ -93,7 +93,7 @@ def test_files_of_torch_save_come_back_as_views_of_the_file(tmp_path: Path, zipp
 
 
 @pytest.mark.parametrize("protocol", (2, 3, 4, 5))
-@pytest.mark.promise("every instruction that would call or change an object is taken out")
+@pytest.mark.promise("They are read in a process of its own")
 def test_plain_pickles(tmp_path: Path, protocol: int) -> None:
     saved = {
         key: value
@@ -305,7 +305,7 @@ LIES = {
 
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.fault("F28")
-@pytest.mark.promise("What a file says about sizes is checked before memory is taken")
+@pytest.mark.promise("Its answer is not trusted: a place outside of the file is refused")
 def test_the_child_is_not_trusted(lie: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it answers is refused unless it lies within the file."""
     path = tmp_path / "x"

@@ -19,7 +19,6 @@ from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.claims import FalseClaim
 from meshwright.checkpoint.formats import all_formats
 from meshwright.checkpoint.manifests import DamagedCheckpoint
-from meshwright.checkpoint.pickle import pickles
 from meshwright.checkpoint.sources import Source, TensorBoxes, TensorInfo
 from meshwright.checkpoint.steps import NATIVE, StepLocation
 from meshwright.runtime.ranks.team import ALONE, Team
@@ -147,6 +146,8 @@ def open_own(location: StepLocation, options: OpenOptions, team: Team) -> native
 
 
 def open_foreign(location: StepLocation, options: OpenOptions, team: Team) -> Source:
+    from meshwright.checkpoint.pickle import pickles  # it imports torch
+
     kind, folder = location.kind, location.folder
     if options.trust and team.is_lead:
         notice(f"--trust-pickle: any code in the files of {folder} is run")

@@ -36,6 +36,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from meshwright.checkpoint import claims, loading, manifests, native
 from meshwright.checkpoint.formats import HUGGING_FACE
+from meshwright.checkpoint.pickle import pickles
 from meshwright.checkpoint.steps import StepLocation
 from meshwright.compat.formats.table import DEEPSPEED, LITGPT, MEGATRON, NANOGPT, ONEFLOW, TORCH_DIST, UNIVERSAL
 from meshwright.config.schema import TokenizerFlags
@@ -381,7 +382,7 @@ def replaced(tree: Any, path: Path_, value: Any) -> Any:
 def lies(honest: Honest, folder: Path, sample: int) -> Iterator[tuple[str, str, str, float]]:
     """Yield what becomes of one of `sample` lies in turn: its name, and its outcome."""
     path = folder / honest.file
-    with honest.within():
+    with honest.within(), pickles.READ.kept():
         tree = honest.read(path)
         places = list(numbers(tree))
         cases = [(place, name) for place in places for name in LIES][::sample]

@@ -76,7 +76,7 @@ def open_all(cases: Sequence[hostile.Case], folder: Path, trust: bool = False) -
     "Files outside of the folder are never opened",
     "What a file says about sizes is checked before memory is taken",
     "Checkpoints of other programs are pickles",
-    "every instruction that would call or change an object is taken out",
+    "nothing that a file names is imported or called",
     "Nothing falls back to that without the flag",
     "Folders of Hugging Face bring no code",
     "A folder whose model is a Python file of its own is refused",

@@ -60,7 +60,7 @@ NUMPY = {f"{kind[0]}{bits // 8}": f"{kind}{bits}" for kind in ("int", "uint") fo
 NUMPY |= {"f2": "float16", "f4": "float32", "f8": "float64", "b1": "bool"}
 
 
-class Refused(ValueError):
+class RefusedPickle(ValueError):
     """A pickle that is not read, and why."""
 
 
@@ -71,12 +71,12 @@ def read(request: dict[str, Any]) -> Any:
         part = Part(file.fileno(), request["begin"], request["end"])
         try:
             return read_archive(part) if part.at(0, 4) == b"PK\3\4" else read_stream(part)
-        except (Refused, MemoryError):
+        except (RefusedPickle, MemoryError):
             raise
         except (pickle.UnpicklingError, EOFError) as error:
-            raise Refused(f"its pickle is damaged: {error}") from error
+            raise RefusedPickle(f"its pickle is damaged: {error}") from error
         except Exception as error:  # damaged and hostile files fail in any way
-            raise Refused(f"damaged: {error!r:.300}") from error
+            raise RefusedPickle(f"damaged: {error!r:.300}") from error
 
 
 # Files
@@ -134,7 +134,7 @@ class Program:
             return self.file.readinto(buffer)
         end = self.file.seek(len(buffer), os.SEEK_CUR)
         if end > self.part.size:
-            raise Refused(f"it ends at byte {self.part.size:,}, but a byte string in it at {end:,}")
+            raise RefusedPickle(f"it ends at byte {self.part.size:,}, but a byte string in it at {end:,}")
         self.ends.add(self.part.begin + end)
         buffer[-8:] = (self.part.begin + end).to_bytes(8, "little")
         return len(buffer)
@@ -145,48 +145,48 @@ def read_archive(part: Part) -> Any:
     try:
         archive = zipfile.ZipFile(io.BufferedReader(part))
     except (zipfile.BadZipFile, OSError) as error:
-        raise Refused(f"it begins as a zip archive, whose directory is cut short or damaged: {error}") from error
+        raise RefusedPickle(f"it begins as a zip archive, whose directory is cut short or damaged: {error}") from error
     entries = {entry.filename: entry for entry in archive.infolist()}
     programs = [name for name in entries if name.count("/") == 1 and name.endswith("/data.pkl")]
     prefix = programs[0].removesuffix("data.pkl") if len(programs) == 1 else ""
     if not prefix or any(not name.startswith(prefix) for name in entries) or f"{prefix}constants.pkl" in entries:
-        raise Refused("a zip archive, but not one of torch.save's")
+        raise RefusedPickle("a zip archive, but not one of torch.save's")
     if len(entries) < len(archive.infolist()):
-        raise Refused("two entries of the archive have one name")
+        raise RefusedPickle("two entries of the archive have one name")
 
     def locate(name: str) -> tuple[int, int]:
         """Return where an entry's bytes begin and end."""
         entry = entries[name]
         if entry.compress_type or entry.flag_bits & 1:
-            raise Refused(f"its entry {name!r} is compressed or encrypted; torch.save does neither")
+            raise RefusedPickle(f"its entry {name!r} is compressed or encrypted; torch.save does neither")
         header = part.at(entry.header_offset, 30)
         if header[:4] != b"PK\3\4":
-            raise Refused(f"its entry {name!r} is not where the directory says")
+            raise RefusedPickle(f"its entry {name!r} is not where the directory says")
         lengths = struct.unpack_from("<2H", header, 26)  # of the name and of what follows it
         begin = entry.header_offset + len(header) + sum(lengths)
         if begin + entry.file_size > archive.start_dir:
-            raise Refused(f"its entry {name!r} ends at byte {begin + entry.file_size:,}, beyond the directory")
+            raise RefusedPickle(f"its entry {name!r} ends at byte {begin + entry.file_size:,}, beyond the directory")
         return part.begin + begin, part.begin + begin + entry.file_size
 
     if f"{prefix}byteorder" in entries:
         begin, end = locate(f"{prefix}byteorder")
         if part.at(begin - part.begin, min(end - begin, 10)) != b"little":
-            raise Refused("its numbers are big-endian; load it on a big-endian machine and convert it there")
+            raise RefusedPickle("its numbers are big-endian; load it on a big-endian machine and convert it there")
     records = [locate(programs[0])]
     program = Program(Part(part.file, *records[0]))
     reader = Reader(program)
     tree, places = reader.load(), dict[str, int]()
     for key, size in reader.storages.items():
         if f"{prefix}data/{key}" not in entries:
-            raise Refused(f"there is no storage {key[:100]!r}")
+            raise RefusedPickle(f"there is no storage {key[:100]!r}")
         begin, end = locate(f"{prefix}data/{key}")
         if size > end - begin:
-            raise Refused(f"the storage {key!r} has {end - begin:,} bytes, its pickle says {size:,}")
+            raise RefusedPickle(f"the storage {key!r} has {end - begin:,} bytes, its pickle says {size:,}")
         places[key] = begin
         records.append((begin, end))
     records.sort()
     if any(end > begin for (_, end), (begin, _) in zip(records, records[1:], strict=False)):
-        raise Refused("two entries of the archive overlap")
+        raise RefusedPickle("two entries of the archive overlap")
     return Answer(places, program.ends).encode(tree)
 
 
@@ -197,22 +197,22 @@ def read_stream(part: Part) -> Any:
     the storages.
     """
     if part.at(257, 5) == b"ustar":
-        raise Refused("a tar archive of torch 0.1; load it with torch.load and save it again")
+        raise RefusedPickle("a tar archive of torch 0.1; load it with torch.load and save it again")
     program = Program(part)
     first = Reader(program)
     tree = first.load()
     if type(tree) is not int or tree != MAGIC:
         if first.storages:
-            raise Refused("a reference to something outside of it, where a plain pickle has no storages")
+            raise RefusedPickle("a reference to something outside of it, where a plain pickle has no storages")
         return Answer({}, program.ends).encode(tree)
     version, system = Reader(program).load(), Reader(program).load()
     if version != PROTOCOL or type(system) is not dict or not system.get("little_endian"):
         what = f"torch's old form in version {version!r:.20}, or big-endian"
-        raise Refused(f"{what}; load it with torch.load and save it again")
+        raise RefusedPickle(f"{what}; load it with torch.load and save it again")
     reader = Reader(program)
     tree, keys = reader.load(), Reader(program).load()
     if type(keys) is not list or any(type(key) is not str for key in keys) or set(keys) != set(reader.storages):
-        raise Refused("the storages that follow are not those of its tensors")
+        raise RefusedPickle("the storages that follow are not those of its tensors")
     at, places = program.tell(), dict[str, int]()
     for key in keys:
         size = reader.storages[key]
@@ -220,7 +220,7 @@ def read_stream(part: Part) -> Any:
         places[key], at = part.begin + at + 8, at + 8 + size
         if at > part.size or (count and size % count) or (not count and size):
             what = f"the storage {key!r} of {size:,} bytes"
-            raise Refused(f"{what} is cut short, or declared to have {count:,} numbers")
+            raise RefusedPickle(f"{what} is cut short, or declared to have {count:,} numbers")
     return Answer(places, program.ends).encode(tree)
 
 
@@ -247,7 +247,7 @@ class Inert:
         if self.state is None:
             self.state = {}
         if type(self.state) is not dict:
-            raise Refused(f"it sets items of {self.name}, which has another state")
+            raise RefusedPickle(f"it sets items of {self.name}, which has another state")
         self.state[key] = value
 
 
@@ -263,7 +263,7 @@ class Function:
         return self.call(*args)
 
     def __setstate__(self, state: Any) -> None:
-        raise Refused(f"it sets the state of the function {self.name}")
+        raise RefusedPickle(f"it sets the state of the function {self.name}")
 
 
 class Table(dict[Any, Any]):
@@ -280,10 +280,10 @@ class NumberType(NamedTuple):
 
     def __setstate__(self, state: Any) -> None:
         if type(state) is not tuple or len(state) < 2 or state[1] not in ("<", "|", "="):
-            raise Refused("a NumPy array of numbers that are not little-endian")
+            raise RefusedPickle("a NumPy array of numbers that are not little-endian")
 
 
-class Storage(NamedTuple):
+class StorageRange(NamedTuple):
     """Elements of a storage: all, or in files before torch 1.6 a part."""
 
     type: str
@@ -296,7 +296,7 @@ class Tensor(NamedTuple):
     """A view of a storage, whose numbers are taken as being of this type."""
 
     type: str
-    storage: Storage
+    storage: StorageRange
     numbers: int  # in the storage
     offset: int
     size: list[int]
@@ -319,8 +319,8 @@ class Array:
 
 
 def tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tensor:
-    if not isinstance(storage, Storage) or not all(map(are_sizes, ((offset,), size, stride))):
-        raise Refused("a tensor made of something other than a storage and numbers")
+    if not isinstance(storage, StorageRange) or not all(map(are_sizes, ((offset,), size, stride))):
+        raise RefusedPickle("a tensor made of something other than a storage and numbers")
     return Tensor(storage.type, storage, storage.numbers, offset, list(size), list(stride))
 
 
@@ -328,20 +328,20 @@ def tensor_of_bytes(storage: Any, *args: Any) -> Tensor:
     """Return a tensor on a storage of bytes; strides and offset count elements."""
     offset, size, stride, _, _, kind, *_ = args
     if not isinstance(kind, NumberType):
-        raise Refused("a tensor without a type")
+        raise RefusedPickle("a tensor without a type")
     made = tensor(storage, offset, size, stride)
     return made._replace(type=kind.name, numbers=made.numbers * SIZES[made.type] // SIZES[kind.name])
 
 
 def parameter(data: Any, *_: Any) -> Tensor:
     if not isinstance(data, Tensor):
-        raise Refused("a parameter that is not a tensor")
+        raise RefusedPickle("a parameter that is not a tensor")
     return data
 
 
 def tensor_of_class(function: Any, _type: Any, args: Any, _state: Any) -> Any:
     if not isinstance(function, Function) or type(args) is not tuple:
-        raise Refused("a tensor of a class of its own")
+        raise RefusedPickle("a tensor of a class of its own")
     return function(*args)
 
 
@@ -352,7 +352,7 @@ def are_sizes(values: Any) -> bool:
 
 def size(numbers: Any) -> tuple[int, ...]:
     if not are_sizes(numbers):
-        raise Refused("a torch.Size that is not made of numbers")
+        raise RefusedPickle("a torch.Size that is not made of numbers")
     return tuple(numbers)
 
 
@@ -367,19 +367,19 @@ def encoded(text: Any = b"", encoding: Any = "latin1") -> Any:
         return text.encode("latin1")
     if isinstance(text, (bytes, bytearray)):
         return text
-    raise Refused("an encoding that bytes do not need")
+    raise RefusedPickle("an encoding that bytes do not need")
 
 
 def member(kind: Any, name: Any) -> Inert:
     """Stand for getattr() of an enum, by which some versions of Python write a member."""
     if not isinstance(kind, type) or not issubclass(kind, Inert) or type(name) is not str:
-        raise Refused("getattr() of something other than an enum. It was not run")
+        raise RefusedPickle("getattr() of something other than an enum. It was not run")
     return kind(name)
 
 
 def numpy_type(code: Any, *_: Any) -> NumberType:
     if type(code) is not str or code.lstrip("<|=") not in NUMPY:
-        raise Refused(f"a NumPy array of {str(code)[:20] if type(code) is str else 'objects'}: not numbers")
+        raise RefusedPickle(f"a NumPy array of {str(code)[:20] if type(code) is str else 'objects'}: not numbers")
     return NumberType(NUMPY[code.lstrip("<|=")])
 
 
@@ -433,27 +433,27 @@ class Reader(pickle.Unpickler):  # noqa: S301  whatever it finds is of this file
             return Function(module, name, FUNCTIONS[full])
         if full in INERT_NAMES | NAMESPACES or any(f"{module}.".startswith(f"{package}.") for package in PACKAGES):
             return type(name, (Inert,), {"__slots__": (), "module": module, "name": name})
-        raise Refused(
+        raise RefusedPickle(
             f"it names {full}, which is neither numbers nor settings, and was not run. --trust-pickle runs it, "
             "and with it whatever its author put in: only for files you trust"
         )
 
-    def persistent_load(self, pid: Any) -> Storage:
+    def persistent_load(self, pid: Any) -> StorageRange:
         """Return the storage that a reference to something outside of the pickle names."""
         if type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] != "storage":
-            raise Refused("a reference to something outside of it that is not a storage of a tensor")
+            raise RefusedPickle("a reference to something outside of it that is not a storage of a tensor")
         _, kind, key, _, count, *view = pid
         if not isinstance(kind, NumberType) or type(key) is not str or type(count) is not int or count < 0:
-            raise Refused("a storage without type, key or size")
+            raise RefusedPickle("a storage without type, key or size")
         size, first = count * SIZES[kind.name], 0
         if self.storages.setdefault(key, size) != size:
-            raise Refused(f"the storage {key!r} has two sizes, {self.storages[key]:,} and {size:,} bytes")
+            raise RefusedPickle(f"the storage {key!r} has two sizes, {self.storages[key]:,} and {size:,} bytes")
         if view and view[0] is not None:
             _, first, part = view[0]
             if not 0 <= first <= first + part <= count:
-                raise Refused(f"a view of elements {first:,} to {first + part:,} on a storage of {count:,}")
+                raise RefusedPickle(f"a view of elements {first:,} to {first + part:,} on a storage of {count:,}")
             count = part
-        return Storage(kind.name, key, first, count)
+        return StorageRange(kind.name, key, first, count)
 
 
 # The answer
@@ -476,7 +476,7 @@ class Answer:
             return value
         self.charge(STEP * (1 + len(value) if isinstance(value, (list, tuple, set, frozenset, dict)) else 1))
         if depth > DEPTH:
-            raise Refused(f"its containers hold themselves, or each other {DEPTH} deep")
+            raise RefusedPickle(f"its containers hold themselves, or each other {DEPTH} deep")
         if kind in LISTS:
             return [LISTS[kind], *[self.encode(child, depth + 1) for child in value]]
         if kind in (dict, Table):
@@ -494,18 +494,18 @@ class Answer:
             if f"{value.module}.{value.name}" in NAMESPACES:
                 state = {} if value.state is None else value.state
                 if value.args or type(state) is not dict or not all(type(key) is str for key in state):
-                    raise Refused("a Namespace of something other than attributes")
+                    raise RefusedPickle("a Namespace of something other than attributes")
                 return ["namespace", self.encode(state, depth + 1)]
             arguments = [self.encode(argument, depth + 1) for argument in value.args]
             return ["object", value.module, value.name, arguments, self.encode(value.state, depth + 1)]
         if isinstance(value, Function) or (isinstance(value, type) and issubclass(value, Inert)):
             return ["class", value.module, value.name]
-        raise Refused(f"it holds a {kind.__name__}, which is no value")
+        raise RefusedPickle(f"it holds a {kind.__name__}, which is no value")
 
     def charge(self, size: int) -> None:
         self.cost += size
         if self.cost > COST:
-            raise Refused(f"its values would take more than {COST >> 20} MiB, not counting tensors")
+            raise RefusedPickle(f"its values would take more than {COST >> 20} MiB, not counting tensors")
 
     def encode_bytes(self, value: bytes | bytearray) -> Any:
         end = int.from_bytes(value[-8:], "little")
@@ -519,6 +519,6 @@ class Answer:
         shape = [array.shape] if type(array.shape) is int else array.shape
         is_shape = shape is None or are_sizes(shape)
         if type(raw) not in (bytes, bytearray) or type(array.type) is not NumberType or not is_shape:
-            raise Refused("a NumPy array that is not numbers")
+            raise RefusedPickle("a NumPy array that is not numbers")
         bytes_of_it = self.encode_bytes(raw)
         return ["array", array.type.name, None if shape is None else list(shape), bool(array.is_fortran), bytes_of_it]

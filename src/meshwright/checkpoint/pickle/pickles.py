@@ -52,7 +52,7 @@ def load_pickle(path: str | Path, begin: int = 0, length: int | None = None, tru
             return run_trusted(path, None if length is None and begin == 0 else full[begin:end])
         with READ.kept(), uncollected():
             answer = READ({"path": str(path.absolute()), "begin": begin, "end": end})
-            return Decoder(full).decode(answer)
+            return AnswerDecoder(full).decode(answer)
     except Exception as error:  # damaged, hostile and trusted files can fail in any way
         reason = str(error) if type(error) in (ValueError, *ValueError.__subclasses__()) else f"damaged: {error!r:.300}"
         raise bad_data(f"{path}: not a checkpoint that can be read: {reason}") from error
@@ -130,7 +130,7 @@ class Stub:
         return f"<{self.module}.{self.name} object>"
 
 
-class Decoder:
+class AnswerDecoder:
     """Makes values of the lists of `child.Answer`, whose places must lie within the mapped file."""
 
     def __init__(self, data: memoryview) -> None:
