@@ -35,7 +35,6 @@ class Sandbox:
     def __init__(self, function: Callable[[Any], Any], memory: int, seconds: int) -> None:
         self.function, self.memory, self.seconds = function, memory, seconds
         self.child: subprocess.Popen[bytes] | None = None
-        self.owner = 0  # the process that started the child: a fork of it starts its own
         self.keepers = 0
         self.lock = threading.Lock()
         atexit.register(self.stop)
@@ -43,7 +42,7 @@ class Sandbox:
     def __call__(self, request: Any) -> Any:
         line = json.dumps(request).encode() + b"\n"
         with self.lock:
-            if self.child is None or self.owner != os.getpid() or self.child.poll() is not None:
+            if self.child is None or self.child.poll() is not None:  # in a fork of this process, poll() says 0
                 self.start()
             try:
                 answer = json.loads(self.exchange(line))
@@ -91,12 +90,10 @@ class Sandbox:
         self.child = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
         )
-        self.owner = os.getpid()
 
     def stop(self) -> None:
-        """End the child, unless it is that of the process which forked this one."""
-        if self.child is not None and self.owner == os.getpid():
-            self.child.kill()
-            with contextlib.suppress(OSError):
-                self.child.communicate()
-        self.child = None
+        """End the child; in a fork of the process that started it, only let go of it."""
+        if self.child is not None:
+            with contextlib.suppress(OSError), self.child:
+                self.child.kill()  # does nothing to the child of another process
+            self.child = None

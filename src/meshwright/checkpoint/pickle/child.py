@@ -18,6 +18,7 @@ This file imports nothing of ours, nor torch.
 
 from __future__ import annotations
 
+import functools
 import gc
 import io
 import os
@@ -251,6 +252,11 @@ class Inert:
         self.state[key] = value
 
 
+@functools.cache  # a class refers to itself, so that one for each file would stay without the collector
+def inert_class(module: str, name: str) -> type[Inert]:
+    return type(name, (Inert,), {"__slots__": (), "module": module, "name": name})
+
+
 class Function:
     """A function of this file that stands for one that files call."""
 
@@ -432,7 +438,7 @@ class Reader(pickle.Unpickler):  # noqa: S301  whatever it finds is of this file
         if full in FUNCTIONS:
             return Function(module, name, FUNCTIONS[full])
         if full in INERT_NAMES | NAMESPACES or any(f"{module}.".startswith(f"{package}.") for package in PACKAGES):
-            return type(name, (Inert,), {"__slots__": (), "module": module, "name": name})
+            return inert_class(module, name)
         raise RefusedPickle(
             f"it names {full}, which is neither numbers nor settings, and was not run. --trust-pickle runs it, "
             "and with it whatever its author put in: only for files you trust"
