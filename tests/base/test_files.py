@@ -215,7 +215,7 @@ OTHERS = {
     "apps/bench/programs.py": "a file in that folder",
     "apps/bench/runs.py": "a folder that is new",
     "checkpoint/huggingface/writer.py": "a new temporary folder, which then gets its name",
-    "checkpoint/pickle/archive.py": "an entry of an archive, in a stream",
+    "checkpoint/pickle/writer.py": "an entry of an archive, in a stream",
     "checkpoint/publish.py": "a new step folder",
     "apps/tune/coordinates_command.py": "a path of the command line",
     "cli/preprocess.py": "/dev/null",

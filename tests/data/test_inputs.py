@@ -371,18 +371,6 @@ def test_a_text_too_long_without_separators(tmp_path, monkeypatch):
     assert "a.txt:3: longer" in error_of(lambda: read(tmp_path / "a.txt"))
 
 
-def test_standard_input_is_recognised_by_its_start(monkeypatch):
-    for content, want in {
-        "plain\n": ["plain\n"],
-        '{"text": "j"}\n': ["j"],
-        "a\n<|endoftext|>\nb": ["a\n", "b"],
-        "<!DOCTYPE html><p>a<p>b": ["a\n\nb\n"],
-    }.items():
-        for packed in (content.encode(), gzip.compress(content.encode())):
-            monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(packed)))
-            assert read("-")[0] == want
-
-
 def test_archives(tmp_path):
     """Members are read as the files of a folder are, whatever their suffix."""
     files = {

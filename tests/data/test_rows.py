@@ -96,35 +96,6 @@ def test_bad_rows(tmp_path):
     assert "a.csv: row 3: not CSV (unexpected end of data)" in error_of(lambda: read(path, json_keys=["review"]))
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_no_half_of_a_row_is_a_document(tmp_path, place):
-    """A line break without quotes in the first column, one in the middle or the last."""
-    path, names, broken = tmp_path / "a.csv", ["n", "stars"], "one\n\ntwo\nthree"
-    names.insert(place, "text")
-
-    def write(text):
-        rows = [["0", "5"], ["1", "5"], ["2", "5"]]
-        for row, content in zip(rows, ("before", text, "after"), strict=True):
-            row.insert(place, content)
-        path.write_text("".join(f"{','.join(row)}\n" for row in [names, *rows]))
-
-    write(f'"{broken}"')
-    assert read(path) == (["before", broken, "after"], [])
-    write(broken)
-    assert "a.csv: row 2: " in (message := error_of(lambda: read(path))) and "line break" in message
-    documents, (left_out,) = read(path, on_error="skip")
-    assert documents == ["before", "after"] and "too few fields, probably because a line break" in left_out
-
-
-def test_empty_fields_at_the_end_may_be_too_many_or_lack_a_column(tmp_path):
-    path = tmp_path / "a.csv"
-    path.write_text("id,text,,\n1,a\n2,b,\n3,c,,,,,\n4,,,,,\n5,d,x,y\n")
-    assert read(path) == (["a", "b", "c", "", "d"], [])
-    path.write_text("id,text,,\n1\n2,b,,,x\n")
-    documents, (left_out,) = read(path, on_error="skip")
-    assert documents == [] and "1 too few fields" in left_out and "1 too many fields" in left_out
-
-
 def test_the_rows_before_damage_are_kept(tmp_path):
     path, rows = tmp_path / "a.csv.gz", [f"{random.Random(n).random()},{n}\n" for n in range(500)]
     path.write_bytes(gzip.compress(("text,n\n" + "".join(rows)).encode())[:-9])

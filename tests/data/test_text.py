@@ -87,43 +87,7 @@ def test_a_stream_is_cut_at_line_ends(size):
         assert [cut.line for cut in found] == [content.count(b"\n", 0, cut.byte) for cut in found]
 
 
-def test_a_line_too_long_is_one_bad_line(tmp_path, monkeypatch):
-    """In a file and in a stream: its neighbours are kept, and it is never held in memory."""
-    monkeypatch.setattr(limits, "LONGEST", 5000)
-    monkeypatch.setattr(limits, "PIECE", 1000)
-    monkeypatch.setattr(limits, "REST", 100)
-    content = line("a") + b"\n" + line("z" * 9000) + b"\n" + line("b") + b"\n" + line("y" * 8000)
-    (tmp_path / "plain").write_bytes(content)
-    with gzip.open(tmp_path / "packed", "wb") as file:
-        file.write(content)
-    monkeypatch.setattr(limits, "CHUNK", 700)
-    for name in ("plain", "packed"):
-        kinds = [kind for kind, _ in kinds_and_places(tmp_path / name)]
-        assert kinds == ["a", "longer than 5,000 bytes", "b", "longer than 5,000 bytes"]
-
-
 PACK = {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress, "zst": zstandard.ZstdCompressor().compress}
-
-
-@pytest.mark.parametrize("kind", PACK)
-def test_compressed_lines(tmp_path, monkeypatch, kind):
-    """Recognised by the first bytes, not the name; with several members; also through a pipe."""
-    pack = PACK[kind]
-    parts = [b"".join(line(f"{n} of {m} é") + b"\n" for n in range(500)) for m in range(3)]
-    wanted = [f"{n} of {m} é" for m in range(3) for n in range(500)]
-    packed = b"".join(pack(part) for part in parts)
-    (tmp_path / "any.name").write_bytes(packed)
-    assert texts_of(tmp_path / "any.name") == wanted
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(packed)))
-    assert texts_of("-") == wanted
-    for share in (0.2, 0.5, 0.9, 0.999):  # cut short: all complete lines before the cut, then the reason
-        (tmp_path / "cut").write_bytes(packed[: int(len(packed) * share)])
-        *documents, last = records_in(tmp_path / "cut")
-        assert last.reason == CUT_SHORT
-        kept = [document.texts[0] for document in documents]
-        assert kept == wanted[: len(kept)]
-        assert kind != "gz" or share <= 0.5 or len(kept) >= 200
-        assert "is cut short or damaged" in error_of(lambda: texts_of(tmp_path / "cut"))
 
 
 def kinds_and_places(path):
@@ -437,16 +401,6 @@ def test_tables_damaged_anywhere_are_reported(tmp_path, table, kind):
             assert f"{n}.arrow" in str(error)
             reported += 1
     assert reported >= 10
-
-
-@pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
-def test_a_row_of_a_table_that_is_not_utf8(tmp_path, kind):
-    bad = pyarrow.array([b"a", b"caf\xe9", None, b"b"], pyarrow.binary()).view(pyarrow.string())
-    path = tmp_path / "t.arrow"
-    write_table(pyarrow.table({"text": bad}), path, kind, cuts=[0, 4])
-    found = units_in(path)
-    assert [getattr(one, "reason", one) for one, _ in found] == ["a", "not UTF-8", "null under 'text'", "b"]
-    assert found[1][1].endswith("t.arrow: row 2") and "byte 0xe9 at 3" in str(found[1][0])
 
 
 def test_a_table_with_two_columns_of_a_name(tmp_path):

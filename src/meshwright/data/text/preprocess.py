@@ -185,11 +185,15 @@ class Preparation:
     def __init__(self, config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World) -> None:
         p = config.preprocess
         self.config, self.world = config, world
+
+        # The inputs.
         self.inputs = find_inputs(p)
         if world.size > 1 and any(source.is_stream and not source.bytes for source in self.inputs.inputs):
             raise UserError("--input -, a pipe or hf:// has one reader; start one process, or give files")
         for line in self.inputs.opened():
             print(f"Opening {line}", file=stdout)
+
+        # The tokenizer, whose lines are those of Megatron's tool.
         if p.dataset_impl != "mmap":
             print(f"--dataset-impl {p.dataset_impl}: written as mmap, which every loader reads", file=stderr)
         named = config.tokenizer.tokenizer
@@ -205,6 +209,8 @@ class Preparation:
         say_to_scripts(f"Output prefix: {p.output_prefix}", stdout)
         if p.split_sentences:
             build_splitter(p.sentence_splitter, p.lang, p.keep_newlines)  # raises if it lacks the language
+
+        # The names of the outputs.
         self.keys, self.dtype = list(dict.fromkeys(p.json_keys)), token_dtype(tokenizer.size)
         names = [re.sub(r"\s", "_", key) for key in self.keys]
         level = "sentence" if p.split_sentences else "document"
@@ -215,6 +221,8 @@ class Preparation:
             )
         if names != self.keys:
             print(f"note: in the names of the files, _ stands for the blanks of {', '.join(self.keys)}", file=stderr)
+
+        # What makes this command another than one that was interrupted.
         self.states = [hash_of(s.files) if s.files else state_of(s) for s in self.inputs.inputs]
         self.tokenizer_identity = [tokenizer.name, tokenizer.size, tokenizers.file_hashes(tokenizer)]
         free = ("workers", "log_interval", "input", "on_error", "overwrite")
@@ -319,6 +327,7 @@ class Share:
         """Encode all pieces and write the pairs of files."""
         preparation = self.preparation
         with ExitStack() as stack:
+            # Continue from the journal, or begin.
             journal = stack.enter_context(open_journal(self.progress_path, preparation.identity, self.stderr))
             state = self.restore(journal)
             if state and state["is_complete"]:
@@ -328,6 +337,8 @@ class Share:
                 writer = Writer(path, preparation.dtype, tuple(lengths) if state else None)
                 writer.is_kept = True
                 writers.append(stack.enter_context(writer))
+
+            # Encode, and publish the files if the input is still the same.
             try:
                 self.encode_pieces(journal, writers, state["pieces"] if state else 0)
                 if self.is_alone:
@@ -340,6 +351,7 @@ class Share:
                         preparation.keep_beside(writer)
                     writer.finish()
             except UserError as error:
+                # Keep what can be continued, and tell the other ranks.
                 journal.is_kept = journal.state is not None  # otherwise there is nothing to continue
                 for writer in writers:
                     writer.is_kept = journal.is_kept

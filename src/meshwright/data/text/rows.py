@@ -18,9 +18,9 @@ from typing import Any, BinaryIO
 from urllib.parse import quote
 
 from meshwright.base.errors import bad_data
-from meshwright.data.text import charsets, limits
+from meshwright.data.text import charsets, containers, limits
 from meshwright.data.text.charsets import BOM
-from meshwright.data.text.containers import DAMAGES, DamagedInput, peek
+from meshwright.data.text.containers import DAMAGES, DamagedInput
 from meshwright.data.text.jsonl import chat_cure, lone_surrogate
 from meshwright.data.text.records import (
     MOST_KEYS,
@@ -151,8 +151,10 @@ def read_csv(stream: BinaryIO, path: str, name: str, keys: Sequence[str]) -> Ite
     `name` is that of the file, which `path` may name as a member of an archive.
     """
     csv.field_size_limit(limits.LONGEST)
-    sign = delimiter_of(name, header_of(peek(stream))[0])
-    text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
+    sign = delimiter_of(name, header_of(containers.peek(stream))[0])
+    # A member of a tar archive cannot say whether it is seekable.
+    buffered = containers.buffered(containers.chunks(stream))
+    text = io.TextIOWrapper(buffered, "utf-8-sig", errors="surrogateescape", newline="")
     reader = csv.reader(text, delimiter=sign, strict=True)
     try:
         # The header.
