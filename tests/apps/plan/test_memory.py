@@ -22,10 +22,10 @@ from accounting import (  # noqa: E402
     connected,
     pretended_gpu,
 )
+from meshwright.apps.plan.allocator import MIB, CachingAllocator
 from shards import account_any, pretended_shards  # noqa: E402
 
 from meshwright.apps.plan import blocks, memory, tensors, updates
-from meshwright.apps.plan.allocator import MIB, CachingAllocator
 from meshwright.apps.plan.tensors import Memory
 from meshwright.base.errors import UserError
 from meshwright.config.schema import Optimizer, TrainConfig
