@@ -113,10 +113,10 @@ SECONDS = {
     "pass": 2e-6,
     # Of the host where no CUDA graph runs, by what it launches, see LAUNCHES.
     "launch": 6e-5,
-    "launch_torch": 2e-5,
-    "launch_view": 4e-6,
-    "launch_node": 4e-5,
-    "launch_collective": 2e-4,
+    "launch_torch": 1.5e-5,
+    "launch_view": 3e-6,
+    "launch_node": 2.5e-5,
+    "launch_collective": 1.2e-4,
     "step": 1e-3,  # between two steps
 }
 

@@ -259,7 +259,7 @@ def near_flags(start: Prediction, freedom: Freedom, config: TrainConfig) -> list
         return LegalLayouts(Search(start.machine, start.vocabulary, freedom).run_of(config), freedom)
 
     def next_number(numbers: Iterable[int]) -> list[str]:
-        """Return the first of these numbers of devices that has a legal layout, if it is found in time."""
+        """Return the first of these numbers that has a legal layout, if it is found in time."""
         began = time.perf_counter()
         for number in itertools.takewhile(lambda _: time.perf_counter() - began < ENOUGH_SECONDS, numbers):
             legal = layouts_of(with_settings(config, world_size=number))

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.apps.plan.estimate import NEAR
+from meshwright.apps.plan.estimate import WITHIN
 from meshwright.apps.plan.goodput import ExpectedGoodput, Interruptions
 from meshwright.apps.plan.memory import can_measure
 from meshwright.apps.plan.prediction import Prediction, find_machine
@@ -122,10 +122,15 @@ def memory_lines(prediction: Prediction) -> list[str]:
     return [f"memory of the fullest rank{place}, {how}", *indented(rows), f"  {verdict(prediction)}"]
 
 
+def time_how(prediction: Prediction) -> str:
+    """Return where the operations of a step come from."""
+    return "from its operations, measured" if prediction.operations is not None else "estimated by closed forms"
+
+
 def estimated_how(prediction: Prediction) -> str:
     """Return how near an estimate is, and what a better one needs."""
     cure = "" if prediction.machine.profile.kind == "cpu" or can_measure() else "; install torch to measure it"
-    return f"estimated, within about {100 * NEAR:g} %{cure}"
+    return f"estimated, within about {100 * WITHIN:g} %{cure}"
 
 
 def indented(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -155,7 +160,7 @@ def time_lines(prediction: Prediction, length: float | None, price: float | None
     ]
     if prediction.config.parallel.pipeline_model_parallel_size > 1:
         rows.append(("waiting in the pipeline", f"{100 * time.bubble:.1f} %"))
-    lines = ["time", *indented(rows)]
+    lines = [f"time, {time_how(prediction)}", *indented(rows)]
     if length is not None:
         hours = length * time.seconds * devices / 3600
         cost = "" if price is None else f", {hours * price:,.0f} at {price:g} an hour"
@@ -281,5 +286,6 @@ def as_dict(prediction: Prediction) -> dict[str, Any]:
         "fullest_rank": prediction.fullest,
         "memory_is": "measured" if prediction.is_measured else "estimated",
         "memory": {name: getattr(memory, name) for name in ("kinds", "allocated", "reserved", "context", "total")},
+        "time_is": "estimated" if prediction.operations is None else "measured",
         "time": dataclasses.asdict(time),
     }

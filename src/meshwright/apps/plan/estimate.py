@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -31,7 +32,8 @@ from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, V_SHAPED, Sche
 from meshwright.training.parameters import WIDTHS, count, data_parts, shapes_of_layer, shapes_of_rank, stage_numbers
 from meshwright.training.sizes import held_bytes
 
-NEAR = 0.05  # by which an estimate may be off: benchmarks/plan_estimates.py
+WITHIN = 0.05  # by which estimates of tensors are off, but for rare cases
+NEAR = 0.03  # by which 95 of 100 are off at most: a search leaves out what is further away
 FLOAT, LONG = 4, 8  # bytes
 MANY = 4  # micro-batches of a step: of more, the mean of their gradients' work is nearly the same
 ROUNDS = 2  # of as many micro-batches as pipeline ranks, after which no rank holds more
@@ -54,7 +56,7 @@ class Layout(NamedTuple):
 
     def ordered(self, name: ScheduleName, virtual: int | None, zero: int) -> Layout:
         """Return the layout with a schedule, the layers of its virtual stages and a ZeRO stage."""
-        return self._replace(pipeline_schedule=name, num_layers_per_virtual_pipeline_stage=virtual, zero_stage=zero)
+        return Layout(*self[:6], name, virtual, zero, self.recompute_granularity)
 
     @property
     def is_split(self) -> bool:
@@ -73,6 +75,12 @@ class Run:
 
     def config_of(self, layout: Layout) -> TrainConfig:
         return with_settings(self.config, **layout._asdict())
+
+    @functools.cached_property
+    def is_compiled(self) -> bool:
+        """Whether blocks are compiled, but where gradients of weights are computed apart."""
+        c = self.config
+        return block_kind(c.training, c.model, c.precision, self.profile.kind) == "compiled"
 
     def padded(self, layout: Layout) -> int:
         m, tp = self.config.model, layout.tensor_model_parallel_size
@@ -302,7 +310,7 @@ def sharded_bytes(run: Run, layout: Layout, shape: RankShape, layer: LayerBytes)
     if layout.zero_stage == 2:  # gradients of the head, of a layer, and of others whose sums are under way
         summed = min(2, shape.layers - 1) * max(0.0, shape.layer * full * (1 + 1 / parts) - kept)
         return (shape.table + shape.layer) * full + summed
-    # Weights of two layers and the rest; gradients of the head, of a layer or of the last one's sum.
+    # Weights of two layers and the rest; gradients of the head, of a layer or the last one's sum.
     weights = shape.rest + (1 + others) * shape.layer
     during = (weights + shape.table) * low + max(shape.layer * low, others * (shape.layer * full - kept))
     after = (weights - shape.layer) * low + shape.layer * (low + full) - kept - layer.passing
@@ -320,7 +328,7 @@ def update_bytes(c: TrainConfig) -> float:
         if tp * data == 1:
             number = min(layers, max(1, MUON_CHUNK // math.prod(largest)))
             return 2 * number * (2 * math.prod(largest) + 3 * min(largest) ** 2)
-        # A rank has the updates of its own matrices, what it sends back of them, and its part of all.
+        # A rank has its own matrices' updates, what it sends back of them, and its part of all.
         at_once = min(layers * sum(map(math.prod, matrices)), MUON_CHUNK * tp * data)
         cut = tp * (data if p.zero_stage else 1)
         sent = min(at_once, MUON_CHUNK * cut) / cut
@@ -391,7 +399,7 @@ def rank_bytes(run: Run, layout: Layout, rank: int) -> dict[str, int]:
     shape, held, update = held_by(run, without_passes(run, layout), rank)
     passes = passes_bytes(run, layout, shape, layer, ends, rank) + sharded_bytes(run, layout, shape, layer)
     if layout.zero_stage == 3 and shape.parts > 1 and run.micro_batches(layout) == 1:
-        passes = max(0.0, passes - held["gradients"])  # the last step's sums are freed, and come one by one
+        passes = max(0.0, passes - held["gradients"])  # the last step's sums are freed
     return held | {"buffers": held["buffers"] + mapped, "activations": round(max(passes, update))}
 
 
@@ -432,7 +440,13 @@ def held_of(run: Run, layout: Layout) -> int:
 # Time
 
 
-Seconds = tuple[float, float, float]  # forward, backward, and of weights' gradients that are computed apart
+class Seconds(NamedTuple):
+    """Seconds of the passes of a micro-batch."""
+
+    forward: float
+    backward: float
+    inputs: float  # of the backward pass, if gradients of weights are computed apart from those of inputs
+    weights: float
 
 
 class Work(NamedTuple):
@@ -442,6 +456,7 @@ class Work(NamedTuple):
     first: Seconds  # the embedding
     last: Seconds  # the head and the loss
     message: float  # between two stages
+    host: float  # that the host takes to launch it, if that matters for whole steps
 
 
 @functools.lru_cache(1 << 14)
@@ -454,14 +469,18 @@ def work_of(run: Run, layout: Layout, number: int) -> Work:
     own = max(1, layers // terms.pp) if c.training.recompute_method == "block" else layers
     stage, head = terms.stage_of(terms.kinds(0, own), own, False, False), terms.head()
 
-    def seconds(step: Step, of: int = 1) -> Seconds:
-        parts = step if layout.is_split else (step.forward, step.backward + step.weights)
-        forward, backward, *weights = (terms.passes_seconds(part) / of for part in parts)
-        return forward, backward, weights[0] if weights else 0.0
-
     embedding = Step(terms.embedding(False), terms.embedding(True), timing.Work())
+    # Without a pipeline, the host may run ahead of the device within a step.
+    seconds_of = terms.passes_seconds if terms.pp > 1 else operator.attrgetter("device_seconds")
+
+    def seconds(step: Step, of: int = 1) -> Seconds:
+        passes = step.forward, step.backward + step.weights, step.backward, step.weights
+        return Seconds(*(seconds_of(each) / of for each in passes))
+
     message = terms.sending("pipeline", traffic.message_bytes(c)) if terms.pp > 1 else 0.0
-    return Work(seconds(stage, own), seconds(embedding), seconds(head), message)
+    is_launched = terms.pp == 1 and not terms.has_graphs
+    host = sum(part.host for step in (stage, embedding, head) for part in step) if is_launched else 0.0
+    return Work(seconds(stage, own), seconds(embedding), seconds(head), message, host)
 
 
 class MicroBatch(NamedTuple):
@@ -473,6 +492,7 @@ class MicroBatch(NamedTuple):
     message: float
     forward: float  # of the slowest rank
     backward: float
+    host: float
 
     def seconds_with(self, pp: int, chunks: int) -> float:
         """Return the seconds of all passes with so many stages on each rank."""
@@ -488,21 +508,24 @@ class MicroBatch(NamedTuple):
 def micro_batch_of(run: Run, layout: Layout) -> MicroBatch:
     """Return the seconds of a micro-batch, from those of a layer and of both ends."""
     pp, number = layout.pipeline_model_parallel_size, run.micro_batches(layout)
-    layer, first, last, message = work_of(run, work_key(run, layout), 1 if number == 1 else MANY)
-    each, lacking = list[Seconds](), list[int]()
+    layer, first, last, message, host = work_of(run, work_key(run, layout), 1 if number == 1 else MANY)
+    ranks, slowest = list[tuple[float, int]](), (0.0, 0.0)
     for shape in ranks_of(run, layout):
         n, has_first, has_last = shape.layers, shape.has_first, shape.has_last
-        forward = n * layer[0] + has_first * first[0] + has_last * last[0]
-        backward = n * layer[1] + has_first * first[1] + has_last * last[1]
-        each.append((forward, backward, n * layer[2] + has_first * first[2] + has_last * last[2]))
-        lacking.append(has_first + has_last)
+        forward = n * layer.forward + has_first * first.forward + has_last * last.forward
+        if layout.is_split:
+            backward = n * (layer.inputs + layer.weights) + has_first * (first.inputs + first.weights)
+            backward += has_last * (last.inputs + last.weights)
+        else:
+            backward = n * layer.backward + has_first * first.backward + has_last * last.backward
+        ranks.append((forward + backward, has_first + has_last))
+        slowest = max(slowest, (forward, backward), key=sum)
     if layout.pipeline_schedule in V_SHAPED:
-        lacking[-1] += 2  # the last rank of a V sends to itself
+        ranks[-1] = ranks[-1][0], ranks[-1][1] + 2  # the last rank of a V sends to itself
     # Gradients of weights may fill the gap.
-    gap = max(0.0, layer[0] + layer[1] - layer[2]) * (run.config.model.num_layers or 1) / pp
-    forward, backward, weights = max(each, key=sum)
-    busy = [(sum(seconds), messages) for seconds, messages in zip(each, lacking, strict=True)]
-    return MicroBatch(number, busy, gap, message, forward, backward + weights)
+    gap = layer.forward + (max(0.0, layer.inputs - layer.weights) if layout.is_split else layer.backward)
+    gap *= (run.config.model.num_layers or 1) / pp
+    return MicroBatch(number, ranks, gap, message, *slowest, host)
 
 
 def ranks_of(run: Run, layout: Layout) -> tuple[RankShape, ...]:
@@ -522,13 +545,19 @@ class AfterPasses(NamedTuple):
     update: float
     sums: float  # over data-parallel ranks, if nothing runs beside them
     hidden: float  # if passes do
+    host: float  # to launch the update
 
 
 @functools.lru_cache(1 << 14)
 def after_passes(run: Run, layout: Layout, parameters: int, layers: int) -> AfterPasses:
-    terms = StepTerms(run.config_of(layout), run.padded(layout), run.profile, run.links)
+    terms = terms_of(run, layout._replace(pipeline_schedule="1f1b"))
     sums, hidden = (terms.data_parallel(parameters, layers, room, room) for room in (0.0, math.inf))
-    return AfterPasses(terms.update(parameters), sums, hidden)
+    return AfterPasses(terms.update(parameters), sums, hidden, terms.update_host())
+
+
+@functools.lru_cache(1 << 14)
+def terms_of(run: Run, layout: Layout) -> StepTerms:
+    return StepTerms(run.config_of(layout), run.padded(layout), run.profile, run.links)
 
 
 def step_seconds(run: Run, layout: Layout, micro: Sequence[int], virtual: Sequence[int | None]) -> list[list[float]]:
@@ -552,17 +581,23 @@ def step_seconds(run: Run, layout: Layout, micro: Sequence[int], virtual: Sequen
         hidden = least.hidden + share * (most.hidden - least.hidden)
         room = (batch.number if zero > 1 else 1) * (batch.backward + batch.forward * (zero == 3))
         beside = min(1.0, room / sums) if sums else 0.0
-        after.append(least.update + sums - beside * (sums - hidden) + run.profile.seconds["step"])
+        after.append(least.update + sums - beside * (sums - hidden))
 
-    slowest = run.profile.reached["slowest"] if run.config.world > 1 else 1.0
-    chunks = [run.chunks(layout, size) for size in virtual]
-    return [[(b.seconds_with(pp, n) + rest) / slowest for b, rest in zip(batches, after, strict=True)] for n in chunks]
+    between, slowest = run.profile.seconds["step"], run.profile.reached["slowest"] if run.config.world > 1 else 1.0
+    out = list[list[float]]()
+    for size in virtual:
+        chunks, row = run.chunks(layout, size), list[float]()
+        for batch, rest in zip(batches, after, strict=True):
+            on_host = batch.number * batch.host + least.host if batch.host else 0.0
+            row.append((max(batch.seconds_with(pp, chunks) + rest, on_host) + between) / slowest)
+        out.append(row)
+    return out
 
 
 def work_key(run: Run, layout: Layout) -> Layout:
     """Return a layout without what the work of a micro-batch does not depend on."""
     pp, zero, name = layout.pipeline_model_parallel_size, layout.zero_stage, layout.pipeline_schedule
-    if pp > 1:  # without CUDA graphs, whatever the stage
-        zero, name = 0, "zero-bubble" if layout.is_split else "1f1b"
+    if pp > 1:  # without CUDA graphs, whatever the stage; no compiled block computes gradients apart
+        zero, name = 0, "zero-bubble" if layout.is_split and run.is_compiled else "1f1b"
         pp = pp if run.config.training.recompute_method == "block" else 2
     return Layout(*layout[:3], pp, *layout[4:6], name, None, zero, layout.recompute_granularity)

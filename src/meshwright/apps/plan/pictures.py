@@ -123,7 +123,7 @@ def memory_drawing(prediction: Prediction) -> Drawing:
 
 
 def layouts_drawing(chosen: Prediction, predictions: Sequence[Prediction]) -> Drawing:
-    """Draw estimated memory and time of the best layouts of a search, and those of the chosen one."""
+    """Draw memory and time of the best layouts of a search, estimated, and of the chosen one."""
     figure, axes = plot.new_axes((7.6, 3.6), x="GiB of the fullest rank")
     for one, colour, size in ((predictions, plot.LINE, 14), ([chosen], plot.POINT, 60)):
         x, y = zip(*layout_points(one), strict=True)

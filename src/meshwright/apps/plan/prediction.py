@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshwright.apps.plan import estimate, memory
+from meshwright.apps.plan.measure.operations import StepOperations
 from meshwright.apps.plan.memory import RankMemory
 from meshwright.apps.plan.saving import SaveTime, save_time
 from meshwright.apps.plan.timeline import StageTimes
-from meshwright.apps.plan.timing import StepTime, stage_times, step_time
+from meshwright.apps.plan.timing import StepTime, measured_operations, stage_times, step_time
 from meshwright.base.device import ask_nvidia_smi
 from meshwright.base.device_profiles import DeviceProfile, Links, load_profile, profile_names, profile_of, this_cpu
 from meshwright.base.errors import UserError
@@ -29,7 +30,7 @@ class Machine:
 class Prediction:
     """A run in a layout on a machine, predicted when asked.
 
-    Its memory is estimated by closed forms, or measured with torch.
+    Its memory and what a step executes are estimated by closed forms, or measured with torch.
     """
 
     config: TrainConfig
@@ -38,7 +39,7 @@ class Prediction:
     is_measured: bool = False
 
     def measured(self) -> Prediction:
-        """Return the prediction with the memory of real steps, if this machine can measure them.
+        """Return the prediction by real steps, if this machine can measure them.
 
         It takes seconds and patches torch, so nothing may train in this process. The blocks of a
         CPU are others than those that are measured.
@@ -54,17 +55,33 @@ class Prediction:
     @cached_property
     def ranks(self) -> list[RankMemory]:
         """The memory of each pipeline rank."""
-        owner = memory if self.is_measured else estimate
-        return owner.memory_of_ranks(self.config, self.padded, self.machine.profile)
+        if self.is_measured:
+            return memory.memory_of_ranks(self.config, self.padded, self.machine.profile)
+        return estimate.memory_of_ranks(self.config, self.padded, self.machine.profile)
+
+    @cached_property
+    def left_first(self) -> int:
+        """Bytes that the rank leaves free which is estimated to be the fullest: a quick answer."""
+        rank = replace(self, is_measured=False).fullest
+        if not self.is_measured:
+            return self.machine.profile.memory_bytes - self.ranks[rank].total
+        first = memory.memory_of_rank(self.config, self.padded, rank, self.machine.profile)
+        return self.machine.profile.memory_bytes - first.total
+
+    @cached_property
+    def operations(self) -> StepOperations | None:
+        """What a step executes, if that is measured; no run of compiled blocks is."""
+        return measured_operations(self.config, self.padded, self.machine.profile) if self.is_measured else None
 
     @cached_property
     def time(self) -> StepTime:
         machine = self.machine
-        return step_time(self.config, self.padded, machine.profile, machine.links)
+        return step_time(self.config, self.padded, machine.profile, machine.links, self.operations)
 
     @property
     def stage_times(self) -> StageTimes:
-        return stage_times(self.config, self.padded, self.machine.profile, self.machine.links)
+        machine = self.machine
+        return stage_times(self.config, self.padded, machine.profile, machine.links, self.operations)
 
     @cached_property
     def save(self) -> SaveTime:
@@ -101,7 +118,7 @@ class Prediction:
 
 
 def predict(config: TrainConfig, profile: DeviceProfile, vocabulary: int) -> Prediction:
-    """Return what a run will need on a machine of such devices: what other apps ask of the plan."""
+    """Return what a run will need on a machine of such devices, estimated: for other apps."""
     return Prediction(config, Machine(profile, profile.links), vocabulary)
 
 

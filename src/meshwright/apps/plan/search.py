@@ -32,7 +32,7 @@ Settings = dict[str, Any]
 RECOMPUTE = (None, "selective", "full")  # slower and smaller with each
 MOST_MICRO_BATCH = 64
 MOST_TIMED = 40  # layouts of the ranking whose time is found exactly
-MOST_TOO_LARGE = 12  # layouts that are predicted in full and do not fit, before a search gives up
+MOST_TOO_LARGE = 20  # layouts that are predicted in full and do not fit, before a search gives up
 MOST_TRIALS = 3  # of layouts that are to fit, however fast they are
 
 
@@ -236,9 +236,13 @@ class Search:
         # The time of these is found exactly: the ranking has it to some percent.
         found.ranked = sorted(few, key=lambda one: one.time.seconds)
         with progress_bar("predicting the best layouts in full", self.keep, of="count") as show:
-            for one in found.ranked[: self.keep + MOST_TOO_LARGE]:
-                if len(found.fitting) < self.keep and self.try_layout(one.measured()):
-                    show(1)
+            most = found.too_large + MOST_TOO_LARGE
+            for one in found.ranked:
+                if len(found.fitting) == self.keep or found.too_large == most:
+                    break
+                # One that is estimated to be too large is worth a look only if it may be the fastest.
+                if not found.fitting or one.tensors <= self.have:
+                    show(self.try_layout(one.measured()))
         found.fitting.sort(key=lambda one: one.time.seconds)
         found.slower += len(few) - len(found.fitting)
         if not found.fitting and found.nearest is None and self.least_lack is not None:
@@ -274,11 +278,11 @@ class Search:
         if problems := checks.problems(prediction.config, needs_data=False):
             found.refusals.note(problems[0])
             return False
-        if prediction.fits:
+        if prediction.left_first >= 0 and prediction.fits:
             found.fitting.append(prediction)
             return True
         found.too_large += 1
-        if found.nearest is None or prediction.left > found.nearest.left:
+        if found.nearest is None or prediction.left_first > found.nearest.left_first:
             found.nearest = prediction
         return False
 
@@ -404,8 +408,8 @@ def least_change(prediction: Prediction) -> tuple[Settings, Prediction] | None:
                 if changed.tensors * (1 - NEAR) <= have:
                     hopeful.append((settings, changed))
         hopeful.sort(key=lambda pair: pair[1].time.seconds)
-        for settings, changed in hopeful[:MOST_TOO_LARGE]:
+        for settings, changed in hopeful[:MOST_TRIALS]:
             in_full = dataclasses.replace(changed, is_measured=prediction.is_measured)
-            if in_full.fits:
+            if in_full.left_first >= 0 and in_full.fits:
                 return settings, in_full
     return None

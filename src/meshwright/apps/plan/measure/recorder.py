@@ -277,7 +277,7 @@ class AddressReader(ast.NodeVisitor):
             name = value.func.attr if isinstance(value.func, ast.Attribute) else ""
             if name == "to" and "pointer_type" in ast.unparse(value.args[0]):
                 loaded = value.func.value  # type: ignore[attr-defined]
-                return {f"*{source}" for source in self.sources(loaded.args[0])}  # type: ignore[attr-defined]
+                return {f"*{source}" for source in self.sources(loaded.args[0])}
             if name == "load" or self.kernel_of(value.func) is not None:
                 return set()
         children = (child for child in ast.iter_child_nodes(value) if isinstance(child, ast.expr))
