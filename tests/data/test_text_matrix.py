@@ -66,6 +66,7 @@ LINES = "".join(json.dumps({"id": 1, "text": text}, ensure_ascii=False) + "\n" f
 KINDS = {
     "lines": ("a.jsonl", LINES, TEXTS),
     "text": ("a.txt", LINE.join(TEXTS), TEXTS),
+    "a mark within": ("a.txt", LINE.join([TEXTS[0], "\ufeff" + TEXTS[1]]), TEXTS[:2]),
     "crlf": ("a.txt", LINE.join(TEXTS).replace("\n", "\r\n"), TEXTS),
     "page": ("a.html", PAGE, [PAGE_TEXT]),
     "text with pages": (
