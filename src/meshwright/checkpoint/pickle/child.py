@@ -141,52 +141,71 @@ class Program:
         return len(buffer)
 
 
-def read_archive(part: Part) -> Any:
-    """Read a zip archive of torch.save."""
-    try:
-        archive = zipfile.ZipFile(io.BufferedReader(part))
-    except (zipfile.BadZipFile, OSError) as error:
-        raise RefusedPickle(f"it begins as a zip archive, whose directory is cut short or damaged: {error}") from error
-    entries = {entry.filename: entry for entry in archive.infolist()}
-    programs = [name for name in entries if name.count("/") == 1 and name.endswith("/data.pkl")]
-    prefix = programs[0].removesuffix("data.pkl") if len(programs) == 1 else ""
-    if not prefix or any(not name.startswith(prefix) for name in entries) or f"{prefix}constants.pkl" in entries:
-        raise RefusedPickle("a zip archive, but not one of torch.save's")
-    if len(entries) < len(archive.infolist()):
-        raise RefusedPickle("two entries of the archive have one name")
+class Archive:
+    """A zip archive of torch.save: its entries, and where their bytes are."""
 
-    def locate(name: str) -> tuple[int, int]:
-        """Return where an entry's bytes begin and end."""
-        entry = entries[name]
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        try:
+            self.directory = zipfile.ZipFile(io.BufferedReader(part))
+        except (zipfile.BadZipFile, OSError) as error:
+            what = "it begins as a zip archive, whose directory is cut short or damaged"
+            raise RefusedPickle(f"{what}: {error}") from error
+        every = self.directory.infolist()
+        self.entries = {entry.filename: entry for entry in every}
+        if len(self.entries) < len(every):
+            raise RefusedPickle("two entries of the archive have one name")
+        # All entries are below one name, whatever it is, and one of them is the pickle.
+        pickles = [name for name in self.entries if name.count("/") == 1 and name.endswith("/data.pkl")]
+        self.prefix = pickles[0].removesuffix("data.pkl") if len(pickles) == 1 else ""
+        is_foreign = any(not name.startswith(self.prefix) for name in self.entries)
+        if not self.prefix or is_foreign or f"{self.prefix}constants.pkl" in self.entries:  # of TorchScript
+            raise RefusedPickle("a zip archive, but not one of torch.save's")
+
+    def find(self, name: str) -> tuple[int, int] | None:
+        """Return where the bytes of an entry begin and end in the archive."""
+        entry = self.entries.get(self.prefix + name)
+        if entry is None:
+            return None
         if entry.compress_type or entry.flag_bits & 1:
             raise RefusedPickle(f"its entry {name!r} is compressed or encrypted; torch.save does neither")
-        header = part.at(entry.header_offset, 30)
+        # In front of the bytes are a header of 30 bytes, the name, and what may follow the name.
+        header = self.part.at(entry.header_offset, 30)
         if header[:4] != b"PK\3\4":
             raise RefusedPickle(f"its entry {name!r} is not where the directory says")
-        lengths = struct.unpack_from("<2H", header, 26)  # of the name and of what follows it
-        begin = entry.header_offset + len(header) + sum(lengths)
-        if begin + entry.file_size > archive.start_dir:
-            raise RefusedPickle(f"its entry {name!r} ends at byte {begin + entry.file_size:,}, beyond the directory")
-        return part.begin + begin, part.begin + begin + entry.file_size
+        begin = entry.header_offset + len(header) + sum(struct.unpack_from("<2H", header, 26))
+        end = begin + entry.file_size
+        if end > self.directory.start_dir:
+            raise RefusedPickle(f"its entry {name!r} ends at byte {end:,}, beyond the directory")
+        return begin, end
 
-    if f"{prefix}byteorder" in entries:
-        begin, end = locate(f"{prefix}byteorder")
-        if part.at(begin - part.begin, min(end - begin, 10)) != b"little":
-            raise RefusedPickle("its numbers are big-endian; load it on a big-endian machine and convert it there")
-    records = [locate(programs[0])]
-    program = Program(Part(part.file, *records[0]))
+
+def read_archive(part: Part) -> Any:
+    """Read a zip archive of torch.save."""
+    archive = Archive(part)
+    order = archive.find("byteorder")
+    if order and part.at(order[0], min(order[1] - order[0], 10)) != b"little":
+        raise RefusedPickle("its numbers are big-endian; load it on a big-endian machine and convert it there")
+
+    # Read the pickle, which names storages.
+    begin, end = archive.find("data.pkl") or (0, 0)
+    program = Program(Part(part.file, part.begin + begin, part.begin + end))
     reader = Reader(program)
-    tree, places = reader.load(), dict[str, int]()
+    tree = reader.load()
+
+    # Find them in the archive.
+    places, extents = dict[str, int](), [(begin, end)]
     for key, size in reader.storages.items():
-        if f"{prefix}data/{key}" not in entries:
+        extent = archive.find(f"data/{key}")
+        if extent is None:
             raise RefusedPickle(f"there is no storage {key[:100]!r}")
-        begin, end = locate(f"{prefix}data/{key}")
+        begin, end = extent
         if size > end - begin:
             raise RefusedPickle(f"the storage {key!r} has {end - begin:,} bytes, its pickle says {size:,}")
-        places[key] = begin
-        records.append((begin, end))
-    records.sort()
-    if any(end > begin for (_, end), (begin, _) in zip(records, records[1:], strict=False)):
+        places[key] = part.begin + begin
+        extents.append(extent)
+    extents.sort()
+    if any(end > begin for (_, end), (begin, _) in zip(extents, extents[1:], strict=False)):
         raise RefusedPickle("two entries of the archive overlap")
     return Answer(places, program.ends).encode(tree)
 
@@ -199,6 +218,7 @@ def read_stream(part: Part) -> Any:
     """
     if part.at(257, 5) == b"ustar":
         raise RefusedPickle("a tar archive of torch 0.1; load it with torch.load and save it again")
+    # The first pickle is a magic number, or all that there is.
     program = Program(part)
     first = Reader(program)
     tree = first.load()
@@ -206,6 +226,7 @@ def read_stream(part: Part) -> Any:
         if first.storages:
             raise RefusedPickle("a reference to something outside of it, where a plain pickle has no storages")
         return Answer({}, program.ends).encode(tree)
+    # Then come four more.
     version, system = Reader(program).load(), Reader(program).load()
     if version != PROTOCOL or type(system) is not dict or not system.get("little_endian"):
         what = f"torch's old form in version {version!r:.20}, or big-endian"
@@ -214,6 +235,7 @@ def read_stream(part: Part) -> Any:
     tree, keys = reader.load(), Reader(program).load()
     if type(keys) is not list or any(type(key) is not str for key in keys) or set(keys) != set(reader.storages):
         raise RefusedPickle("the storages that follow are not those of its tensors")
+    # Then the storages, each behind its number of elements.
     at, places = program.tell(), dict[str, int]()
     for key in keys:
         size = reader.storages[key]
@@ -485,17 +507,20 @@ class Answer:
             raise RefusedPickle(f"its containers hold themselves, or each other {DEPTH} deep")
         if kind in LISTS:
             return [LISTS[kind], *[self.encode(child, depth + 1) for child in value]]
+        # Dicts become keys and values in turn, since JSON has no keys but texts.
         if kind in (dict, Table):
             return ["dict", *[self.encode(part, depth + 1) for item in value.items() for part in item]]
         if kind in (bytes, bytearray):
             return self.encode_bytes(value)
         if kind is NumberType:
             return ["type", value.name]
+        # A tensor is where its storage begins in the file.
         if kind is Tensor:
             begin = self.places[value.storage.key] + value.storage.first * SIZES[value.storage.type]
             return ["tensor", value.type, begin, value.numbers, value.offset, value.size, value.stride]
         if kind is Array:
             return self.encode_array(value)
+        # Objects of foreign classes are what they were made of.
         if isinstance(value, Inert):
             if f"{value.module}.{value.name}" in NAMESPACES:
                 state = {} if value.state is None else value.state
