@@ -6,7 +6,8 @@ The host's time for each kind of launch is measured first, as `meshwright bench 
 and printed with the predictions that follow from it. Half of the configurations run without CUDA
 graphs. Each is measured in a process of its own and appended to FILE as a line of JSON with its
 flags, ms, device, and whether its steps are CUDA graphs; `plan_times.py --lines FILE` reads them.
-With --kernels a line also has the milliseconds of the kernels of a step. --try runs tiny sizes,
+With --kernels a line also has the milliseconds of the kernels of a step, and of the host's calls
+of the driver, some of which may wait for the device. --try runs tiny sizes,
 which is for a CPU.
 """
 
@@ -34,7 +35,7 @@ from trust_cost import NEEDED, open_trainer
 
 from meshwright.apps.bench import calibrate
 from meshwright.base import device as devices
-from meshwright.base.device_profiles import DeviceProfile, load_profile, profile_of
+from meshwright.base.device_profiles import LAUNCHES, DeviceProfile, launch_times, load_profile, profile_of
 from meshwright.training.loop import Trainer
 
 SECONDS = 60, 150  # of a case, and of the host's times, at most
@@ -64,7 +65,10 @@ CASES = (
     f"{M124} --bf16 {STILL} {batches(4)} {PLAIN} {NO_GRAPHS}",
     f"{M124} --bf16 {DROPS} {batches(4)} {PLAIN} {NO_GRAPHS} --qk-layernorm",
     f"{M124} --bf16 {DROPS} {batches(8)} {FULL}",
+    f"{M124} --bf16 {STILL} {batches(8)} {FULL} {NO_GRAPHS}",
     f"{M124} --bf16 {STILL} {batches(4)} {FULL} {NO_GRAPHS}",
+    f"{M124} --bf16 {DROPS} {batches(2)} {FULL}",
+    f"{M124} --bf16 {DROPS} {batches(8)} --recompute-granularity selective",
     f"{M124} --bf16 {DROPS} {batches(4)} {NO_GRAPHS}",
     f"{M124} --fp16 {STILL} {batches(4)} {NO_GRAPHS}",
     f"{M124} --fp16 {DROPS} {batches(4)}",
@@ -110,11 +114,12 @@ def main(argv: list[str]) -> int:
     # The host's times, in a process of its own as all that uses the device
     host = in_child(measure_host, given.tries) or {}
     device = host.pop("device", "cpu")
-    print(f"{device}, torch {torch.__version__}; microseconds of the host for a launch:")
-    print("  " + ", ".join(f"{name} {1e6 * x:.1f}" for name, x in host["seconds"].items()))
-    print("  alone: " + ", ".join(f"{name} {1e6 * x:.1f}" for name, x in host["alone"].items()), flush=True)
+    times = launch_times(host["seconds"])
+    names = (*LAUNCHES.values(), "prepare")
+    print(f"{device}, torch {torch.__version__}; microseconds of the host:")
+    print("  " + ", ".join(f"{name} {1e6 * times[name]:.1f}" for name in names), flush=True)
     known = profile_of(device) or load_profile("cpu")
-    profile = dataclasses.replace(known, seconds={**known.seconds, **host["seconds"]})
+    profile = dataclasses.replace(known, seconds=known.seconds | {name: times[name] for name in names})
 
     # The steps
     rows = []
@@ -175,14 +180,13 @@ def in_child(measured: Any, *arguments: Any) -> Any:
 
 
 def measure_host(tries: bool) -> dict[str, Any]:
-    """Return the host's seconds of each kind of launch, in a step and alone, and of small steps."""
+    """Return the host's seconds of a launch, and of small steps."""
     device = devices.open_device("auto")
     if tries:
         calibrate.FIGURE_SECONDS = 0.01
     else:
         keep_busy(device)
-    found = {"device": devices.device_name(device), "alone": calibrate.seconds_by_kind(device)}
-    found["seconds"] = calibrate.host_seconds(device)
+    found = {"device": devices.device_name(device), "seconds": calibrate.host_seconds(device)}
     calibrate.FIGURE_SECONDS /= 2
     found["steps"] = {}
     for flags in STEPS[:2] if tries else STEPS:
@@ -233,19 +237,28 @@ def measure(flags: str, kernels: bool) -> dict[str, Any]:
 
 
 def kernels_of_step(trainer: Trainer) -> dict[str, Any]:
-    """Return the milliseconds of the kernels of a step, the longest first, and their number."""
+    """Return the milliseconds of the kernels of a step, the longest first, and their number.
+
+    `calls` has the same of the host's calls, such as cudaLaunchKernel and cudaStreamSynchronize.
+    """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         trainer.step()
         trainer.finish()
         devices.synchronize(trainer.net.device)
-    milliseconds: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
+    on_device, on_host, counts = Counter[str](), Counter[str](), Counter[str]()
     for event in profiler.events():
         name = event.name[:100]
-        milliseconds[name] += event.device_time_total / 1e3
         counts[name] += 1
-    longest = {name: (round(ms, 4), counts[name]) for name, ms in milliseconds.most_common(40)}
-    return {"device_ms": sum(milliseconds.values()), "kernels": sum(counts.values()), "longest": longest}
+        if event.device_type == torch.autograd.DeviceType.CPU:
+            on_host[name] += event.cpu_time_total / 1e3
+        else:
+            on_device[name] += event.device_time_total / 1e3
+    longest, calls = (
+        {name: (round(ms, 4), counts[name]) for name, ms in found.most_common(most)}
+        for found, most in ((on_device, 40), (on_host, 12))
+    )
+    kernels = sum(counts[name] for name in on_device)
+    return {"device_ms": sum(on_device.values()), "kernels": kernels, "longest": longest, "calls": calls}
 
 
 if __name__ == "__main__":

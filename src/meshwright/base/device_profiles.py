@@ -83,9 +83,12 @@ class DeviceProfile:
             )
         return self.peaks[at] * self.reached.get(f"products_{at}", self.reached["products"])
 
-    def attention(self, width: int) -> tuple[float, float]:
-        """Return the FLOP/s of attention forward and backward for heads of a width."""
-        peak = self.peaks.get("bfloat16") or self.peaks.get("float16") or self.peaks["float32"]
+    def attention(self, width: int, dtype: str) -> tuple[float, float]:
+        """Return the FLOP/s of attention forward and backward for heads of a width and a format."""
+        if dtype in ("float32", "float64"):  # other kernels, near the same shares of their own peak
+            peak = self.flops(dtype) / self.reached.get(f"products_{dtype}", self.reached["products"])
+        else:
+            peak = self.peaks.get("bfloat16") or self.peaks.get("float16") or self.peaks["float32"]
         size = "64" if width <= 64 else "128"
         return peak * self.reached[f"attention_{size}"], peak * self.reached[f"attention_{size}_backward"]
 
@@ -111,12 +114,14 @@ SECONDS = {
     "product": 8e-6,  # of a product that is too small to fill the device
     "attention": 2e-5,
     "pass": 2e-6,
-    # Of the host where no CUDA graph runs, by what it launches, see LAUNCHES.
+    # Of the host where no CUDA graph runs, by what it launches, see LAUNCHES. Hosts differ by one
+    # factor, which "launch" tells.
     "launch": 6e-5,
     "launch_torch": 1.5e-5,
     "launch_view": 3e-6,
     "launch_node": 2.5e-5,
     "launch_collective": 1.2e-4,
+    "prepare": 8e-4,  # of the host for a step beside its launches: its batch, its numbers, the log
     "step": 1e-3,  # between two steps
 }
 
@@ -202,9 +207,9 @@ def profile_of(product: str) -> DeviceProfile | None:
 
 
 def launch_times(given: Mapping[str, float]) -> dict[str, float]:
-    """Return the fixed times; a file that has one time of a launch alone scales the others."""
+    """Return the fixed times; the host's others are as much slower as its time of a launch."""
     scale = given.get("launch", SECONDS["launch"]) / SECONDS["launch"]
-    return SECONDS | {key: scale * SECONDS[key] for key in LAUNCHES.values()} | dict(given)
+    return SECONDS | {key: scale * SECONDS[key] for key in (*LAUNCHES.values(), "prepare")} | dict(given)
 
 
 def read_profile(name: str, table: Mapping[str, Any]) -> DeviceProfile:

@@ -120,6 +120,27 @@ def test_without_graphs_the_host_takes_its_time_for_each_launch():
         slower = dataclasses.replace(H200, seconds={**H200.seconds, key: H200.seconds[key] + 1e-3})
         launches = sum(n for part in (*stage, update) for op, n in part.items() if op.launch == kind)
         assert measured(without, profile=slower).seconds - before == pytest.approx(launches * 1e-3)
+    slower = dataclasses.replace(H200, seconds={**H200.seconds, "prepare": H200.seconds["prepare"] + 1e-3})
+    assert measured(without, profile=slower).seconds - before == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("graphs", ["on", "off"])
+@pytest.mark.parametrize("more", ["--fp16", "--bf16 --on-nonfinite skip:3", "--bf16 --timing-log-level 1"])
+def test_the_device_waits_for_a_step_that_is_prepared_after_the_last_one(more, graphs):
+    """The device takes longer than the host for these steps."""
+    words = f"{LARGE} {STILL} --micro-batch-size 8 --global-batch-size 8".replace("--bf16", "")
+    words += f" --cuda-graphs {'off' if 'timing' in more else graphs}"
+    parts, ahead = predicted(f"{words} {more}").parts, predicted(f"{words} --bf16").parts
+    assert "host" not in ahead
+    assert parts["between steps"] - ahead["between steps"] == pytest.approx(H200.seconds["prepare"])
+
+
+def test_float32_attends_and_multiplies_at_its_own_speed():
+    half, full = (predicted(f"{BATCH} 8".replace("--bf16", more)).parts for more in ("--bf16", ""))
+    peaks = H200.peaks["bfloat16"] / H200.peaks["float32"]
+    assert full["attention"] / half["attention"] == pytest.approx(peaks, rel=0.1)  # less for a kernel's fixed time
+    speeds = H200.flops("bfloat16") / H200.flops("float32")
+    assert full["products"] / half["products"] == pytest.approx(speeds, rel=0.05)
 
 
 def test_steps_that_cannot_be_measured_are_not():

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,7 +42,6 @@ from meshwright.config.flags import parse_settings
 from meshwright.config.schema import TrainConfig
 from meshwright.data.loader import Batch
 from meshwright.kernels.activation import activate
-from meshwright.kernels.activation import forward as activation
 from meshwright.kernels.fp8 import multiply
 from meshwright.model.attention import fused
 from meshwright.parallel.layout import Layout
@@ -51,6 +50,7 @@ from meshwright.training.network import Spec, build_network
 from meshwright.training.step import StepSettings, train_step
 
 FIGURE_SECONDS = 0.4  # that a figure is measured for, beside the first call
+HOST_ROUNDS = 5  # in which the host is measured
 # Passes of a step read and write a tenth more than the model counts, see docs/plan.md.
 COUNTED = 0.87
 # A step whose operations take a device less time than the host takes to launch them.
@@ -58,7 +58,6 @@ TRAINED = "--mock-data --train-iters 1 --lr 1e-3 --vocab-size 128 --hidden-size 
 TRAINED += "--seq-length 16 --micro-batch-size 1 --global-batch-size 1 --hidden-dropout 0 --attention-dropout 0 "
 TRAINED += "--cuda-graphs off --compile off"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-HALF = "bfloat16"  # the format whose peak attention is compared with
 DISK_BYTES, LINK_SECONDS = 1 << 28, 60
 
 
@@ -88,7 +87,7 @@ def calibrate(wanted: str, folder: Path) -> Path:
     measured = {"products": rates[main] / peaks[main], "update": copied / bandwidth}
     measured |= {f"products_{dtype}": rate / peaks[dtype] for dtype, rate in rates.items() if dtype in peaks}
     streamed = COUNTED * passes_per_second(device, sizes)
-    measured |= attention(device, sizes, peaks[HALF if HALF in peaks else "float32"], streamed)
+    measured |= attention(device, sizes, peaks[main], streamed)
     measured["passes"] = streamed / bandwidth
     measured |= small_times(device, rates[main]) | host_seconds(device)
     link = LinkSpeed(**within(known.links.within, measure_links(device)))
@@ -263,58 +262,27 @@ def small_times(device: torch.device, flops: float) -> dict[str, float]:
 
 
 def host_seconds(device: torch.device) -> dict[str, float]:
-    """Return the host's seconds to launch an operation of each kind, as in the layers of a model.
+    """Return the host's seconds to launch a kernel, which its other times are in proportion to.
 
-    Each kind is measured alone, on tensors that take the device no time. A layer takes longer than
-    its operations: modules are called, hooks run. So all are lengthened in the same proportion.
+    Layers of a training step are compared with what their launches take by SECONDS. A host that
+    others share is half as fast again in one second as in the next, so the median of some rounds
+    counts, of layers that launch much else.
     """
-    alone = seconds_by_kind(device)
-    block = "fused" if devices.has_kernels(device) else "plain"
-    counted = sum(count * alone[kind] for way in LAYER_LAUNCHES[block] for kind, count in way.items())
-    longer = layer_seconds(device) / counted
-    return {LAUNCHES[kind]: longer * seconds for kind, seconds in alone.items()}
+    blocks = ("fused", "plain") if devices.has_kernels(device) else ("plain",)
+    factors = [layer_seconds(device, block) / counted_seconds(block) for _ in range(HOST_ROUNDS) for block in blocks]
+    return {"launch": statistics.median(factors) * SECONDS["launch"]}
 
 
-def seconds_by_kind(device: torch.device) -> dict[str, float]:
-    """Return the host's seconds for each kind of LAUNCHES but collectives."""
-    x, chain = torch.ones(16, 64, device=device), 16
-    leaf = torch.ones(16, 64, device=device, requires_grad=True)
-
-    def differentiate() -> None:
-        y = leaf
-        for _ in range(chain):
-            y = _Node.apply(y)  # type: ignore[no-untyped-call]
-        y.backward(x)  # type: ignore[no-untyped-call]
-        leaf.grad = None
-
-    with torch.no_grad():
-        seconds = {
-            "view": seconds_of(lambda: x.view(64, 16), device, 0.5),
-            "torch": seconds_of(lambda: torch.add(x, x), device, 0.5),
-        }
-        seconds["triton"] = seconds_of(lambda: activation("gelu-tanh", x), device, 0.5)
-    seconds["node"] = seconds_of(differentiate, device, 0.5) / chain
-    return seconds
+def counted_seconds(block: str) -> float:
+    """Return what a layer's launches take by SECONDS."""
+    return sum(count * SECONDS[LAUNCHES[kind]] for way in LAYER_LAUNCHES[block] for kind, count in way.items())
 
 
-class _Node(torch.autograd.Function):
-    """A function that does nothing, forward or backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        _ = ctx.saved_tensors
-        return grad
-
-
-def layer_seconds(device: torch.device) -> float:
+def layer_seconds(device: torch.device, block: str) -> float:
     """Return the host's seconds for a layer in a training step without CUDA graphs."""
     few, many = 2, 8
-    return max(step_seconds(device, many) - step_seconds(device, few), 1e-9) / (many - few)
+    flags = "--fused-kernels off" if block == "plain" else ""
+    return max(step_seconds(device, many, flags) - step_seconds(device, few, flags), 1e-9) / (many - few)
 
 
 def step_seconds(device: torch.device, layers: int, flags: str = "") -> float:

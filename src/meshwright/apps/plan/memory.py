@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from meshwright.apps.plan import traffic
+from meshwright.apps.plan.measure.allocator import CachingAllocator, Event
 from meshwright.base.device import NVIDIA
 from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
@@ -31,7 +32,6 @@ from meshwright.training.parameters import WIDTHS, data_parts, flat_size, shapes
 from meshwright.training.sizes import held_bytes
 
 if TYPE_CHECKING:
-    from meshwright.apps.plan.measure.stages import StepMemory
     from meshwright.training.network import Model
 
 GRAPHS = 72 << 20  # of the driver for CUDA graphs, as measured on an H100
@@ -39,6 +39,9 @@ NCCL = 365 << 20  # of NCCL in a process of several, as measured on two H100
 MAPPED_TRIAL = 16 << 20  # of the trial of sums by copy engines
 WORKSPACES = 32 << 20, 32 << 20, 1 << 20  # of cuBLAS, for the threads of both passes, and of cuBLASLt
 ROUNDING = 512  # bytes to which torch's allocator rounds up
+
+
+Measured = tuple[dict[str, int], list[Event]]  # what steps allocate: bytes by kind at the peak, and in order
 
 
 class Device(Protocol):
@@ -52,15 +55,6 @@ class Device(Protocol):
 
     @property
     def mapped_ranks(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class DeviceFacts:
-    """A device whose profile is in another process."""
-
-    kind: str
-    context_bytes: int
-    mapped_ranks: int
 
 
 @dataclass(frozen=True)
@@ -102,47 +96,47 @@ def memory_of_rank(
     config: TrainConfig, padded: int, pipeline_rank: int, profile: Device, model: Model | None = None
 ) -> RankMemory:
     """Return the memory of a pipeline rank, also of a model of the user's own."""
-    steps = measured_steps(config, padded, pipeline_rank, model)
-    kinds = Counter(held_between_steps(config, padded, pipeline_rank, profile.kind))
-    kinds["buffers"] += buffer_bytes(config, padded, pipeline_rank, profile)
-    kinds["batches"] += batch_bytes(config)
-    kinds.update(steps.peak)
-    reserve = functools.partial(reserved_bytes, config, padded, pipeline_rank, profile, steps)
-    return RankMemory(dict(kinds), context_bytes(config, profile), reserve)
+    from meshwright.apps.plan.measure.stages import memory_of_steps
+
+    steps = memory_of_steps(config, padded, pipeline_rank, model)
+    return with_what_is_held(config, padded, pipeline_rank, profile, (steps.peak, steps.events))
 
 
 def measure_in_child(
-    config: TrainConfig, padded: int, profile: Device, ranks: Sequence[int], timeout: float = 300
+    config: TrainConfig, padded: int, profile: Device, ranks: Sequence[int], niceness: int = 10, timeout: float = 300
 ) -> list[RankMemory] | None:
     """Return the memory of pipeline ranks, measured in a process of its own; None if that fails.
 
     A process that trains calls this, since a measurement replaces parts of torch for a while.
     """
-    facts = DeviceFacts(profile.kind, profile.context_bytes, profile.mapped_ranks)
-    given = {"settings": flags.to_dict(config), "padded": padded, "profile": vars(facts), "ranks": list(ranks)}
+    given = {"settings": flags.to_dict(config), "padded": padded, "ranks": list(ranks), "niceness": niceness}
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "meshwright.apps.plan.measure"]
     try:
         done = subprocess.run(
             command, input=json.dumps(given), env=environment, capture_output=True, text=True, timeout=timeout
         )
-        found = json.loads(done.stdout)["ranks"] if done.returncode == 0 else []
-    except (OSError, subprocess.TimeoutExpired, ValueError, KeyError):
+    except (OSError, subprocess.TimeoutExpired):
         return None
+    if done.returncode:
+        return None
+    found: list[Measured] = [(peak, [Event(*each) for each in events]) for peak, events in json.loads(done.stdout)]
     return [
-        RankMemory(each["kinds"], each["context"], functools.partial(int, each["reserved"])) for each in found
-    ] or None
+        with_what_is_held(config, padded, rank, profile, measured) for rank, measured in zip(ranks, found, strict=True)
+    ]
 
 
-def step_bytes(config: TrainConfig, padded: int, pipeline_rank: int) -> dict[str, int]:
-    """Return the bytes by kind at the peak of a step, beside what is held between steps."""
-    return dict(measured_steps(config, padded, pipeline_rank, None).peak)
-
-
-def measured_steps(config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None) -> StepMemory:
-    from meshwright.apps.plan.measure.stages import memory_of_steps
-
-    return memory_of_steps(config, padded, pipeline_rank, model)
+def with_what_is_held(
+    config: TrainConfig, padded: int, pipeline_rank: int, profile: Device, measured: Measured
+) -> RankMemory:
+    """Return the memory of a rank from what its steps allocate."""
+    peak, events = measured
+    kinds = Counter(held_between_steps(config, padded, pipeline_rank, profile.kind))
+    kinds["buffers"] += buffer_bytes(config, padded, pipeline_rank, profile)
+    kinds["batches"] += batch_bytes(config)
+    kinds.update(peak)
+    reserve = functools.partial(reserved_bytes, config, padded, pipeline_rank, profile, events)
+    return RankMemory(dict(kinds), context_bytes(config, profile), reserve)
 
 
 # What is held throughout
@@ -189,10 +183,8 @@ def batch_bytes(config: TrainConfig) -> int:
 # What torch's allocator takes
 
 
-def reserved_bytes(config: TrainConfig, padded: int, pipeline_rank: int, profile: Device, steps: StepMemory) -> int:
+def reserved_bytes(config: TrainConfig, padded: int, pipeline_rank: int, profile: Device, events: list[Event]) -> int:
     """Return the most bytes that torch's allocator reserves in the first steps and for graphs."""
-    from meshwright.apps.plan.measure.allocator import CachingAllocator
-
     allocator, keys = CachingAllocator(), itertools.count(-1, -1)  # keys that no event has
     beside = buffer_bytes(config, padded, pipeline_rank, profile) - sum(WORKSPACES)
     buffers = (*WORKSPACES, beside) if profile.kind == NVIDIA else ()
@@ -200,11 +192,11 @@ def reserved_bytes(config: TrainConfig, padded: int, pipeline_rank: int, profile
         if size:
             allocator.allocate(next(keys), rounded(size))
     for _ in range(2):
-        allocator.run(steps.events)
+        allocator.run(events)
     if reason_against(config, profile.kind) is None:
         allocator.empty_cache()
         allocator.begin_pool()
-        allocator.run(steps.events)
+        allocator.run(events)
     return allocator.most
 
 

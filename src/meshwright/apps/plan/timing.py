@@ -36,7 +36,7 @@ from meshwright.model import counts
 from meshwright.model.kind import BlockKind, block_kind
 from meshwright.optim.rule_table import form_of, state_bytes
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, stages_of
-from meshwright.training import graph_rule
+from meshwright.training import graph_rule, inflight_rule
 from meshwright.training.parameters import parameters_of_ranks
 from meshwright.training.sizes import rows
 
@@ -210,12 +210,21 @@ class StepTerms:
         return self.product_seconds(2.0 * self.rows * outputs * inputs, moved, dtype)
 
     def product_seconds(self, flops: float, moved: float, dtype: str) -> float:
-        return self.least_seconds(flops, moved, self.profile.flops(dtype))
+        speed = self.profile.flops(dtype)
+        return self.least_seconds(flops, moved, speed, slower=max(1.0, self.half_speed / speed))
 
-    def least_seconds(self, flops: float, moved: float, speed: float) -> float:
-        """Return the seconds that a product's FLOPs or bytes take, and more if it is small."""
+    @functools.cached_property
+    def half_speed(self) -> float:
+        return self.profile.flops("bfloat16" if "bfloat16" in self.profile.peaks else "float16")
+
+    def least_seconds(self, flops: float, moved: float, speed: float, slower: float = 1.0) -> float:
+        """Return the seconds that a product's FLOPs or bytes take, and more if it is small.
+
+        One that does not fill the device computes few tiles, which take as many times longer as
+        the device is slower than with numbers of 16 bits.
+        """
         least = max(flops / speed, moved / (self.profile.bandwidth * 0.85))
-        return math.hypot(least, self.profile.seconds["product"])  # a small one does not fill the device
+        return math.hypot(least, slower * self.profile.seconds["product"])
 
     def a_pass(self, size: float, kernels: float = 1) -> float:
         """Return the seconds of reading or writing so many bytes by some kernels."""
@@ -250,7 +259,7 @@ class StepTerms:
         width = 64 if heads.width <= 64 else -(-heads.width // 128) * 128
         drawing = 1 / self.profile.reached[f"attention_dropout{way}"] - 1 if heads.draws else 0.0
         computed = flops * share * width / heads.width * (2.5 if heads.is_backward else 1.0)
-        speed = self.profile.attention(width)[heads.is_backward]
+        speed = self.profile.attention(width, self.config.precision.dtype)[heads.is_backward]
         return computed / speed * (1 + starts + drawing) + self.profile.seconds["attention"]
 
     def layer(self, windowed: bool, is_fp8: bool) -> Step:
@@ -428,10 +437,12 @@ class StepTerms:
         busy = self.count * (forward + backward) if self.pp > 1 else work.device_seconds
         passes = self.pass_of_micro_batches(stages, busy)
         exposed = self.data_parallel(parameters, layers, forward, backward)
-        between = profile.seconds["step"]
+        between, prepare = profile.seconds["step"], profile.seconds["prepare"]
+        if not inflight_rule.runs_ahead(config):  # the device waits while the host prepares the next step
+            between, prepare = between + prepare, 0.0
         host = busy - work.device_seconds
         if self.pp == 1 and not self.has_graphs:  # the host runs ahead of the device within a step
-            host = max(0.0, work.host + self.update_host() - busy - update - exposed)
+            host = max(0.0, work.host + self.update_host() + prepare - busy - update - exposed)
         parts = {
             "products": work.products,
             "attention": work.attention,

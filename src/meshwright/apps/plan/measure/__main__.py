@@ -1,6 +1,7 @@
-"""Measure the memory of a run's ranks in a process of its own: JSON in, JSON out.
+"""Measure what a run's ranks allocate in a process of its own: JSON in, JSON out.
 
-Where something trains, nothing may be patched; memory.measure_in_child starts this.
+Where something trains, nothing may be patched; memory.measure_in_child starts this. It prints for
+each rank the bytes by kind at the peak of a step, and all that is allocated and freed in order.
 """
 
 from __future__ import annotations
@@ -9,19 +10,18 @@ import json
 import os
 import sys
 
-from meshwright.apps.plan.memory import DeviceFacts, memory_of_rank
+from meshwright.apps.plan.measure.stages import memory_of_steps
 from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
 
 
 def main() -> None:
-    os.nice(10)  # the training beside it goes first
     given = json.load(sys.stdin)
+    os.nice(given["niceness"])
     saved = flags.from_saved(TrainConfig, given["settings"], "the settings")
     config, _ = flags.build_config(TrainConfig, [("", saved)])
-    ranks = [memory_of_rank(config, given["padded"], rank, DeviceFacts(**given["profile"])) for rank in given["ranks"]]
-    out = [{"kinds": each.kinds, "context": each.context, "reserved": each.reserved} for each in ranks]
-    json.dump({"ranks": out}, sys.stdout)
+    measured = [memory_of_steps(config, given["padded"], rank) for rank in given["ranks"]]
+    json.dump([(steps.peak, steps.events) for steps in measured], sys.stdout)
 
 
 if __name__ == "__main__":

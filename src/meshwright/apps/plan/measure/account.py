@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from meshwright.apps.plan.measure.allocator import Event
 from meshwright.kernels.linear import Waiting, compute
 from meshwright.parallel import pipeline
 from meshwright.parallel.pipeline_schedule import Action
@@ -57,15 +58,6 @@ class Section(NamedTuple):
 SETUP = Section("set-up")
 
 
-class Event(NamedTuple):
-    """Memory that is allocated or freed."""
-
-    key: int  # of the memory: the number of the event that allocates it
-    size: int  # bytes; negative if they are freed
-    kind: str
-    stream: int
-
-
 class Recorder:
     """What is told of each operation with the section that it runs in; this one forgets it."""
 
@@ -88,7 +80,7 @@ class Recorder:
 class Record(NamedTuple):
     """What was allocated and freed, in order, and where each section begins."""
 
-    events: list[Event]
+    events: list[Event]  # each with the number of the event that allocates its memory as the key
     marks: list[tuple[int, Section]]  # each section, with the number of its first event
 
 

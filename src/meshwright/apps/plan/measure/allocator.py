@@ -11,14 +11,22 @@ from __future__ import annotations
 import bisect
 from collections import defaultdict
 from collections.abc import Iterable
-
-from meshwright.apps.plan.measure.account import Event
+from typing import NamedTuple
 
 MIB = 1 << 20
 MAIN = 0  # number of the stream on which a step computes
 SMALL, MEDIUM = MIB, 10 * MIB  # bytes of tensors in small segments, and of those in medium ones
 SMALL_SEGMENT, MEDIUM_SEGMENT, STEP = 2 * MIB, 20 * MIB, 2 * MIB
 LEAST = 512  # bytes of a block
+
+
+class Event(NamedTuple):
+    """Memory that is allocated or freed."""
+
+    key: int  # names the memory
+    size: int  # bytes; negative if they are freed
+    kind: str
+    stream: int
 
 
 class Slab:

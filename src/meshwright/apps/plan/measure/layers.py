@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from meshwright.apps.plan.measure.account import Event, Record, Section
+from meshwright.apps.plan.measure.account import Record, Section
+from meshwright.apps.plan.measure.allocator import Event
 from meshwright.config.schema import TrainConfig
 
 LONGEST_PERIOD = 8  # layers after which a pattern of them may repeat

@@ -2,7 +2,8 @@
 
 Without a pipeline whole steps are measured, of at most two micro-batches: what the others do is the
 same as the second. In a pipeline a micro-batch's passes through each kind of stage are measured,
-and put in the order of the schedule.
+and put in the order of the schedule. Only where passes reach further than that, with ZeRO 2 and one
+or two layers in a stage, the schedule itself is run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from meshwright.apps.plan.measure.account import Event, Phase
+from meshwright.apps.plan.measure.account import Phase
+from meshwright.apps.plan.measure.allocator import Event
 from meshwright.apps.plan.measure.layers import Placed, Unit, choose_units, extend
 from meshwright.apps.plan.measure.operations import Operations, RankOperations, operations_of_rank, total
 from meshwright.apps.plan.measure.recorder import OperationRecorder
@@ -22,7 +24,8 @@ from meshwright.apps.plan.measure.steps import Extent, measure_layers, measure_u
 from meshwright.config.schema import TrainConfig
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, V_SHAPED, Action, Op, most_sent, schedule
 from meshwright.training.network import Model
-from meshwright.training.parameters import count, data_parts, parameters_of_ranks, shapes_of_layer, stage_numbers
+from meshwright.training.parameters import count as count_parameters
+from meshwright.training.parameters import data_parts, parameters_of_ranks, shapes_of_layer, stage_numbers
 
 LEAST, LEAST_SHARDED = 5, 6  # layers that are measured of those alike; fully_shard gathers one further ahead
 ROUNDS = 4  # of as many micro-batches as a pipeline has ranks, after which a schedule holds no more
@@ -54,10 +57,10 @@ def memory_of_steps(config: TrainConfig, padded: int, pipeline_rank: int, model:
 
 
 def measure_steps(config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None) -> StepMemory:
-    if config.parallel.pipeline_model_parallel_size > 1:
+    if config.parallel.pipeline_model_parallel_size > 1 and not reaches_further(config):
         found = scheduled_passes(config, padded, pipeline_rank)
     else:
-        found = whole_steps(config, padded, model)
+        found = whole_steps(config, padded, pipeline_rank, model)
     if updates_in_flat_buffers(config):
         return found
     update = update_of_all(config, padded, pipeline_rank, model)
@@ -68,41 +71,56 @@ def measure_steps(config: TrainConfig, padded: int, pipeline_rank: int, model: M
     return StepMemory(most, [*found.events, *events], found.operations._replace(update=update.operations))
 
 
+def reaches_further(config: TrainConfig) -> bool:
+    """Return whether a pass frees what several passes before it have allocated.
+
+    ZeRO 2 keeps the full gradients of the last two buckets until others are summed.
+    """
+    return config.parallel.zero_stage == 2 and data_parts(config) > 1 and min(config.stages) < 3
+
+
 def updates_in_flat_buffers(config: TrainConfig) -> bool:
     """Return whether all updates run on the host, or as kernels over whatever there is."""
-    p, is_full = config.parallel, config.precision.dtype == "float64"
-    is_sharded = p.zero_stage == 3 and data_parts(config) > 1
-    return p.offloads or (config.optimizer.optimizer in ("adam", "adamw") and not is_sharded and not is_full)
+    is_adamw, is_full = config.optimizer.optimizer in ("adam", "adamw"), config.precision.dtype == "float64"
+    return config.parallel.offloads or (is_adamw and not is_full and not is_sharded(config))
+
+
+def is_sharded(config: TrainConfig) -> bool:
+    """Return whether ranks share each parameter."""
+    return config.parallel.zero_stage == 3 and data_parts(config) > 1
 
 
 # Whole steps
 
 
-def whole_steps(config: TrainConfig, padded: int, model: Model | None) -> StepMemory:
-    """Return what whole steps of a rank without a pipeline allocate."""
-    extent = Extent(min(2, config.micro_batches(config.global_batch)), steps_to_measure(config))
-    recorder = OperationRecorder()
+def whole_steps(config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None) -> StepMemory:
+    """Return what whole steps of a rank allocate."""
+    pp = config.parallel.pipeline_model_parallel_size
+    count = passed_micro_batches(config, ROUNDS // 2) if pp > 1 else min(2, config.micro_batches(config.global_batch))
+    extent, recorder = Extent(count, steps_to_measure(config)), OperationRecorder()
 
     # Measure few layers, unless they are a custom model's, and extend them.
-    units = [choose_units(config, layers, least_layers(config)) for layers in stages_of_rank(config, 0)]
+    units = [choose_units(config, layers, least_layers(config)) for layers in stages_of_rank(config, pipeline_rank)]
     if model is None:
-        chosen = [layer for unit in units[0] for layer in unit.layers]
-        record = measure_layers(config, padded, 0, chosen, extent, recorder)
+        chosen = [layer for chunk in units for unit in chunk for layer in unit.layers]
+        record = measure_layers(config, padded, pipeline_rank, chosen, extent, recorder)
     else:
         record = measure_layers(config, padded, 0, (), extent, recorder, model)
         units = [[Unit((layer,)) for layer in range(1 + max(section.layer or 0 for _, section in record.marks))]]
     placed = extend(record, units)
 
-    # Leave out an update that is measured apart, and what is held from the first step on.
+    # Leave out what is held from the first step on, and an update that is measured apart.
     gone = {each.event.key for each in placed if each.event.size < 0}
     is_measured_apart = not updates_in_flat_buffers(config)
-    events = complete(
-        each.event
+    kept = {
+        each.event.key
         for each in placed
-        if (each.event.key in gone or each.span.step == extent.steps)
+        if each.event.size >= 0
+        and (each.event.key in gone or each.span.step == extent.steps)
         and not (is_measured_apart and each.span.section.phase == "update")
-    )
-    operations = operations_of_rank(recorder.sections, units, update_growth(config, padded, 0, units))
+    }
+    events = [each.event for each in placed if each.event.key in kept]
+    operations = operations_of_rank(recorder.sections, units, update_growth(config, padded, pipeline_rank, units))
     return StepMemory(kinds_at_peak(events), events, operations)
 
 
@@ -112,7 +130,7 @@ def steps_to_measure(config: TrainConfig) -> int:
 
 
 def least_layers(config: TrainConfig) -> int:
-    return LEAST_SHARDED if config.parallel.zero_stage == 3 and data_parts(config) > 1 else LEAST
+    return LEAST_SHARDED if is_sharded(config) else LEAST
 
 
 # The update
@@ -151,6 +169,9 @@ def update_of(
     recorder = OperationRecorder()
     record = measure_update(config, padded, pipeline_rank, layers, recorder, model)
     events = complete(each.event for each in extend(record, [[]]) if each.span.section.phase == "update")
+    if not is_sharded(config):  # what is left are casts of the weights, which are held throughout
+        gone = {event.key for event in events if event.size < 0}
+        events = [event for event in events if event.key in gone]
     return UpdateMemory(kinds_at_peak(events), events, operations_of_rank(recorder.sections, [[]], 1.0).update)
 
 
@@ -158,7 +179,7 @@ def update_growth(config: TrainConfig, padded: int, pipeline_rank: int, units: S
     """Return how many times as many parameters a rank has as were measured."""
     layers = sum(len(unit.layers) * (unit.copies - 1) for chunk in units for unit in chunk)
     held = parameters_of_ranks(config, padded)[pipeline_rank]
-    of_layer = count(shapes_of_layer(config.model, config.parallel.tensor_model_parallel_size))
+    of_layer = count_parameters(shapes_of_layer(config.model, config.parallel.tensor_model_parallel_size))
     return held / (held - layers * of_layer)
 
 

@@ -95,12 +95,14 @@ def triton_or_standin() -> Iterator[Any]:
 @contextlib.contextmanager
 def known(modules: dict[str, ModuleType]) -> Iterator[None]:
     """Let these modules be found in this block alone."""
+    before = {name: sys.modules[name] for name in modules if name in sys.modules}
     sys.modules.update(modules)
     try:
         yield
     finally:
         for name in modules:
             del sys.modules[name]
+        sys.modules.update(before)
 
 
 def names_of_kernels() -> list[str]:
