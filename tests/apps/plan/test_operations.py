@@ -12,7 +12,7 @@ from plans import STILL, planned
 from meshwright.apps.plan.measure.account import META, Account
 from meshwright.apps.plan.measure.operations import Operation, operations_of_rank, total
 from meshwright.apps.plan.measure.recorder import OperationRecorder, accesses, launch_of
-from meshwright.apps.plan.measure.steps import measure_layers
+from meshwright.apps.plan.measure.steps import Extent, measure_layers
 from meshwright.apps.plan.measure.work import is_measurable, operations_of_step
 from meshwright.base.device_profiles import LAYER_LAUNCHES
 from meshwright.kernels.triton import activation, embedding, muon, norm
@@ -92,7 +92,7 @@ def test_launches_move_what_their_arguments_hold():
 def test_a_layer_launches_what_calibration_divides_by(block, flags):
     recorder = OperationRecorder()
     config = planned(f"{ONE} {flags}".replace("--num-layers 12", "--num-layers 3"))
-    measure_layers(config, 128, 0, range(3), recorder, micro_batches=1, steps=1)
+    measure_layers(config, 128, 0, range(3), Extent(1, 1), recorder)
     for phase, counted in zip(("layer", "layer backward"), LAYER_LAUNCHES[block], strict=True):
         launches: Counter[str] = Counter()
         for section, operations in recorder.sections.items():
@@ -116,7 +116,7 @@ def test_few_layers_stand_for_all(flags):
     config = planned(f"{ONE} {flags}")
     (stage,), update = operations_of_step(config, 128)
     recorder = OperationRecorder()
-    measure_layers(config, 128, 0, range(12), recorder, micro_batches=1, steps=2 if "fp8" in flags else 1)
+    measure_layers(config, 128, 0, range(12), Extent(1, 2 if "fp8" in flags else 1), recorder)
 
     class Layer:
         def __init__(self, number: int) -> None:
