@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -302,21 +301,29 @@ def kept_bytes(run: Run, layout: LayoutSizes, layer: LayerBytes, layers: int) ->
 # Memory: what a rank holds
 
 
-def sharded_bytes(run: Run, layout: LayoutSizes, shape: RankShape, layer: LayerBytes) -> float:
-    """Return what ZeRO 2 and 3 hold in full for a while, beside what passes keep."""
+def sharded_bytes(run: Run, layout: LayoutSizes, shape: RankShape, layer: LayerBytes) -> tuple[float, float]:
+    """Return the weights and gradients that ZeRO 2 and 3 hold in full for a while.
+
+    Gradients are those beside what passes keep, which may be less than all at their moment.
+    """
     low, parts = WIDTHS[run.config.precision.dtype], shape.parts
     if layout.zero_stage < 2 or parts == 1:
-        return 0.0
+        return 0.0, 0.0
     full, kept = max(low, FLOAT), kept_bytes(run, layout, layer, 1)[0]
     others = min(1, shape.layers - 1)
-    if layout.zero_stage == 2:  # gradients of the head, of a layer, and of others whose sums are under way
-        summed = min(2, shape.layers - 1) * max(0.0, shape.layer * full * (1 + 1 / parts) - kept)
-        return (shape.table + shape.layer) * full + summed
-    # Weights of two layers and the rest; gradients of the head, of a layer or the last one's sum.
-    weights = shape.rest + (1 + others) * shape.layer
-    during = (weights + shape.table) * low + max(shape.layer * low, others * (shape.layer * full - kept))
-    after = (weights - shape.layer) * low + shape.layer * (low + full) - kept - layer.passing
-    return max(during, after)
+    if layout.zero_stage == 2:
+        # Of the head, a layer, and others whose sums run, of this or the last micro-batch.
+        summed = full * (1 + 1 / parts)
+        now = (shape.table + shape.layer) * full + min(2, shape.layers - 1) * max(0.0, shape.layer * summed - kept)
+        if run.micro_batches(layout) == 1:
+            return 0.0, now
+        last = shape.rest if shape.has_first else others * shape.layer
+        return 0.0, max(now, (shape.layer + last) * summed + shape.table * full)
+    # Two layers and the rest are gathered; there are gradients of a layer, or the last one's sum.
+    weights = (shape.rest + (1 + others) * shape.layer) * low
+    during = weights, shape.table * low + max(shape.layer * low, others * (shape.layer * full - kept))
+    after = weights - shape.layer * low, shape.layer * (low + full) - kept - layer.passing
+    return max(during, after, key=sum)
 
 
 def update_bytes(c: TrainConfig) -> float:
@@ -399,10 +406,14 @@ def rank_bytes(run: Run, layout: LayoutSizes, rank: int) -> dict[str, int]:
     """Return the bytes of a pipeline rank's tensors by kind."""
     layer, ends, mapped = activations(run, without_stages(layout), layout.is_split)
     shape, held, update = held_by(run, without_passes(run, layout), rank)
-    passes = passes_bytes(run, layout, shape, layer, ends, rank) + sharded_bytes(run, layout, shape, layer)
+    passes = passes_bytes(run, layout, shape, layer, ends, rank)
+    weights, gradients = sharded_bytes(run, layout, shape, layer)
     if layout.zero_stage == 3 and shape.parts > 1 and run.micro_batches(layout) == 1:
-        passes = max(0.0, passes - held["gradients"])  # the last step's sums are freed
-    return held | {"buffers": held["buffers"] + mapped, "activations": round(max(passes, update))}
+        # The last step's sums are freed first, and these come one by one while activations go.
+        gradients = max(gradients - held["gradients"], -passes)
+    more = {"weights": weights, "gradients": max(0.0, gradients), "buffers": mapped}
+    more["activations"] = max(passes + min(0.0, gradients), update - weights - max(0.0, gradients))
+    return {kind: held.get(kind, 0) + round(more.get(kind, 0)) for kind in held | more}
 
 
 def memory_of_ranks(c: TrainConfig, padded: int, profile: DeviceProfile) -> list[RankMemory]:
@@ -429,7 +440,7 @@ def need_of(run: Run, layout: LayoutSizes) -> int:
     # One of the ends, or a rank in the middle that has a layer more.
     is_even = layers % (2 * pp if name in V_SHAPED else pp) == 0 and not run.config.parallel.pipeline_layout
     ranks = {0, pp - 1} if is_even else {0, 1 % pp, pp // 2, pp - 1}
-    tokens, context = beside(run, without_stages(layout)._replace(recompute_granularity=None))
+    tokens, context = beside(run, work_key(run, layout))
     tensors = max(sum(rank_bytes(run, layout, rank).values()) for rank in ranks)
     return tensors + round(tokens * run.micro_batches(layout)) + context
 
@@ -443,22 +454,32 @@ def held_of(run: Run, layout: LayoutSizes) -> int:
 
 
 class Seconds(NamedTuple):
-    """Seconds of the passes of a micro-batch."""
+    """Seconds of the passes of a micro-batch: of the device, and of the host that launches them."""
 
     forward: float
-    backward: float
-    inputs: float  # of the backward pass, if gradients of weights are computed apart from those of inputs
+    inputs: float  # gradients of inputs, backward
     weights: float
+    host_forward: float
+    host_inputs: float
+    host_weights: float
+
+    def passes(self, is_split: bool) -> tuple[float, float]:
+        """Return the seconds forward and backward, of whatever is slower."""
+        forward = max(self.forward, self.host_forward)
+        if is_split:  # gradients of weights are computed in passes of their own
+            return forward, max(self.inputs, self.host_inputs) + max(self.weights, self.host_weights)
+        return forward, max(self.inputs + self.weights, self.host_inputs + self.host_weights)
 
 
 class EstimatedWork(NamedTuple):
-    """Seconds of a micro-batch in the parts of a network, by the kind of pass."""
+    """The work of a micro-batch in the parts of a network."""
 
     layer: Seconds  # the mean of all
     first: Seconds  # the embedding
     last: Seconds  # the head and the loss
-    message: float  # between two stages
-    host: float  # that the host takes to launch it, if that matters for whole steps
+    message: float  # seconds between two stages
+    host: float  # seconds that the host takes to launch it all, where it may run ahead within a step
+    shard: float  # seconds that it takes more in each direction of a layer with ZeRO 3
 
 
 @functools.lru_cache(1 << 14)
@@ -467,22 +488,19 @@ def work_of(run: Run, layout: LayoutSizes, number: int) -> EstimatedWork:
     c = run.config_of(layout)
     terms = StepTerms(c, run.padded(layout), run.profile, run.links)
     terms.count = number
-    layers = c.model.num_layers or 1
+    layers, waits = c.model.num_layers or 1, terms.pp > 1  # for messages, at the end of each pass
     own = max(1, layers // terms.pp) if c.training.recompute_method == "block" else layers
     stage, head = terms.stage_of(terms.kinds(0, own), own, False, False), terms.head()
-
     embedding = Step(terms.embedding(False), terms.embedding(True), timing.Work())
-    # Without a pipeline, the host may run ahead of the device within a step.
-    seconds_of = terms.passes_seconds if terms.pp > 1 else operator.attrgetter("device_seconds")
 
     def seconds(step: Step, of: int = 1) -> Seconds:
-        passes = step.forward, step.backward + step.weights, step.backward, step.weights
-        return Seconds(*(seconds_of(each) / of for each in passes))
+        return Seconds(*(x.device_seconds / of for x in step), *(waits * x.host / of for x in step))
 
-    message = terms.sending("pipeline", traffic.message_bytes(c)) if terms.pp > 1 else 0.0
-    is_launched = terms.pp == 1 and not terms.has_graphs
-    host = sum(part.host for step in (stage, embedding, head) for part in step) if is_launched else 0.0
-    return EstimatedWork(seconds(stage, own), seconds(embedding), seconds(head), message, host)
+    message = terms.sending("pipeline", traffic.message_bytes(c)) if waits else 0.0
+    is_launched = not waits and not terms.has_graphs
+    host = sum(work.host for step in (stage, embedding, head) for work in step) if is_launched else 0.0
+    shard = waits * terms.launching({"collective": timing.SHARD_LAUNCHES})
+    return EstimatedWork(seconds(stage, own), seconds(embedding), seconds(head), message, host, shard)
 
 
 class MicroBatch(NamedTuple):
@@ -510,22 +528,23 @@ class MicroBatch(NamedTuple):
 def micro_batch_of(run: Run, layout: LayoutSizes) -> MicroBatch:
     """Return the seconds of a micro-batch, from those of a layer and of both ends."""
     pp, number = layout.pipeline_model_parallel_size, run.micro_batches(layout)
-    layer, first, last, message, host = work_of(run, work_key(run, layout), 1 if number == 1 else MANY)
+    layer, first, last, message, host, shard = work_of(run, work_key(run, layout), 1 if number == 1 else MANY)
+    if layout.zero_stage == 3:
+        layer = layer._replace(host_forward=layer.host_forward + shard, host_inputs=layer.host_inputs + shard)
     ranks, slowest = list[tuple[float, int]](), (0.0, 0.0)
     for shape in ranks_of(run, layout):
         n, has_first, has_last = shape.layers, shape.has_first, shape.has_last
-        forward = n * layer.forward + has_first * first.forward + has_last * last.forward
-        if layout.is_split:
-            backward = n * (layer.inputs + layer.weights) + has_first * (first.inputs + first.weights)
-            backward += has_last * (last.inputs + last.weights)
-        else:
-            backward = n * layer.backward + has_first * first.backward + has_last * last.backward
+        own = Seconds(*(n * x + has_first * y + has_last * z for x, y, z in zip(layer, first, last, strict=True)))
+        forward, backward = own.passes(layout.is_split)
         ranks.append((forward + backward, has_first + has_last))
-        slowest = max(slowest, (forward, backward), key=sum)
+        if forward + backward > sum(slowest):
+            slowest = forward, backward
     if layout.pipeline_schedule in V_SHAPED:
         ranks[-1] = ranks[-1][0], ranks[-1][1] + 2  # the last rank of a V sends to itself
     # Gradients of weights may fill the gap.
-    gap = layer.forward + (max(0.0, layer.inputs - layer.weights) if layout.is_split else layer.backward)
+    gap = sum(layer.passes(layout.is_split))
+    if layout.is_split:
+        gap = max(0.0, gap - 2 * max(layer.weights, layer.host_weights))
     gap *= (run.config.model.num_layers or 1) / pp
     return MicroBatch(number, ranks, gap, message, *slowest, host)
 
@@ -567,7 +586,7 @@ def step_seconds(
 ) -> list[list[float]]:
     """Return the seconds of steps, by the size of virtual stages and then by the micro-batch."""
     pp, zero = layout.pipeline_model_parallel_size, layout.zero_stage
-    alike = layout._replace(zero_stage=zero if pp == 1 else 0)
+    alike = layout._replace(zero_stage=zero if pp == 1 or zero == 3 else 0)
     batches = [micro_batch_of(run, alike._replace(micro_batch_size=size)) for size in micro]
     largest = max(ranks_of(run, layout), key=lambda shape: shape.parameters)
 

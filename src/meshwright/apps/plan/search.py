@@ -244,7 +244,7 @@ class Search:
             for one in found.ranked:
                 if len(found.fitting) == self.keep or found.too_large == most:
                     break
-                # What is estimated too large is worth a look only where it may be the fastest.
+                # One that is estimated to be too large is tried only where it may be the fastest.
                 if not found.fitting or one.tensors <= self.have:
                     show(self.try_layout(one.measured()))
         found.fitting.sort(key=lambda one: one.time.seconds)
