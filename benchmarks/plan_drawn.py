@@ -1,8 +1,8 @@
-"""Compare predicted memory with the accounting of real steps, for settings drawn at random.
+"""Compare the memory that a plan measures with that of whole steps, for settings drawn at random.
 
     python benchmarks/plan_drawn.py [--seed 28] [--cases 240] [--only 17,151] [--more "--bf16"]
 
-Needs no device: tests/apps/plan/accounting.py runs the program's own steps on torch's meta device.
+Needs no device: both run the program's own steps on torch's meta device, the plan with few layers.
 Each case is a line: number, error of the peak, counted bytes, pipeline rank and flags.
 """
 
@@ -16,15 +16,12 @@ from pathlib import Path
 from common import describe_machine, new_parser
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "apps" / "plan"))
-from accounting import PADDED, config_of
 from drawn import draw
-from shards import account_any
+from plans import PADDED, Gpu, config_of
 
 from meshwright.apps.plan import memory
-
-
-class Gpu:
-    kind, context_bytes, mapped_ranks = "cuda", 10**9, 1
+from meshwright.apps.plan.measure.account import Account
+from meshwright.apps.plan.measure.steps import account_steps
 
 
 def main() -> None:
@@ -41,7 +38,9 @@ def main() -> None:
         if given.only and number not in given.only:
             continue
         config = config_of(*words)
-        _, peak = account_any(config, rank)
+        account = Account()
+        account_steps(config, PADDED, rank, account)
+        peak = account.peak
         predicted = memory.memory_of_rank(config, PADDED, rank, Gpu()).allocated - sum(memory.WORKSPACES)
         errors.append(predicted / peak - 1)
         print(f"{number} {errors[-1]:+.3%} {peak:,} rank {rank} {' '.join(words)}", flush=True)

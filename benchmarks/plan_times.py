@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.apps.bench import rows
-from meshwright.apps.plan.timing import StepTime, step_time
-from meshwright.base.device_profiles import load_profile
+from meshwright.apps.plan.timing import StepTime, measured_operations, step_time
+from meshwright.base.device_profiles import DeviceProfile, load_profile
 from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
 from meshwright.model.counts import padded_size
@@ -64,7 +64,7 @@ def train_flags(command: str) -> str:
 
 def from_lines(path: Path) -> list[Case]:
     """Return the cases of a file of JSON lines."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [row for row in map(json.loads, path.read_text().splitlines()) if "flags" in row]
     return [
         Case(path.stem, f"line {i}", row["flags"], row.get("world", 1), own_ms(path, row), gpu_of(row["device"]))
         for i, row in enumerate(lines, 1)
@@ -93,21 +93,27 @@ def halves(cases: list[Case]) -> tuple[list[Case], list[Case]]:
     return sides
 
 
-def predict(case: Case) -> StepTime:
-    words = shlex.split(case.words)
+def predict(case: Case, is_estimated: bool) -> StepTime:
+    return predicted_step(case.words, case.world, load_profile(case.gpu), is_estimated)
+
+
+def predicted_step(flags_of_train: str, world: int, profile: DeviceProfile, is_estimated: bool = False) -> StepTime:
+    """Return the prediction of a configuration's step on such devices, measured if it can be."""
+    words = shlex.split(flags_of_train)
     if "--world-size" not in words:
-        words += ["--world-size", str(case.world)]
+        words += ["--world-size", str(world)]
     config = flags.parse_settings(TrainConfig, words, "meshwright train", check=False).config
     p = config.parallel
     size = config.tokenizer.vocab_size or 0
     padded = padded_size(size, config.model.make_vocab_size_divisible_by, p.tensor_model_parallel_size, None)
-    return step_time(config, padded, load_profile(case.gpu))
+    measured = None if is_estimated else measured_operations(config, padded, profile)
+    return step_time(config, padded, profile, measured=measured)
 
 
-def show(cases: list[Case], with_parts: bool = False) -> None:
+def show(cases: list[Case], with_parts: bool = False, is_estimated: bool = False) -> None:
     errors = []
     for case in cases:
-        predicted = predict(case)
+        predicted = predict(case, is_estimated)
         ms = 1000 * predicted.seconds
         errors.append(abs(ms / case.ms - 1))
         print(f"{case.source[-28:]:28} {case.name:28} {case.ms:9.1f} {ms:9.1f} {ms / case.ms - 1:+7.1%}", end="")
@@ -122,9 +128,10 @@ def main() -> None:
     parser.add_argument("--half", choices=("fitted", "other"), default="fitted", help="half of the cases")
     parser.add_argument("--lines", type=Path, nargs="*", default=[], help="files of JSON lines, beside the records")
     parser.add_argument("--parts", action="store_true", help="show the terms of each prediction")
+    parser.add_argument("--estimate", action="store_true", help="by the closed form, which nothing is measured for")
     c = parser.parse_args()
     fitted, other = halves([*recorded(), *(case for path in c.lines for case in from_lines(path))])
-    show(fitted if c.half == "fitted" else other, c.parts)
+    show(fitted if c.half == "fitted" else other, c.parts, c.estimate)
 
 
 if __name__ == "__main__":

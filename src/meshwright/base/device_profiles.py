@@ -83,9 +83,12 @@ class DeviceProfile:
             )
         return self.peaks[at] * self.reached.get(f"products_{at}", self.reached["products"])
 
-    def attention(self, width: int) -> tuple[float, float]:
-        """Return the FLOP/s of attention forward and backward for heads of a width."""
-        peak = self.peaks.get("bfloat16") or self.peaks.get("float16") or self.peaks["float32"]
+    def attention(self, width: int, dtype: str) -> tuple[float, float]:
+        """Return the FLOP/s of attention forward and backward for heads of a width and a format."""
+        if dtype in ("float32", "float64"):  # other kernels, near the same shares of their own peak
+            peak = self.flops(dtype) / self.reached.get(f"products_{dtype}", self.reached["products"])
+        else:
+            peak = self.peaks.get("bfloat16") or self.peaks.get("float16") or self.peaks["float32"]
         size = "64" if width <= 64 else "128"
         return peak * self.reached[f"attention_{size}"], peak * self.reached[f"attention_{size}_backward"]
 
@@ -100,6 +103,7 @@ REACHED = {
     "attention_dropout": 0.36,  # of its speed without dropout
     "attention_dropout_backward": 0.73,
     "passes": 0.68,  # of the memory's bandwidth, by norms, activations and the loss
+    "passes_fp8": 0.51,  # of it, by those of them that round to fp8
     "update": 0.85,  # of it, by the optimizer
     "muon": 0.78,  # of the half-precision peak, by Muon's products of large matrices
     "beside_copies": 0.3,  # of the time of copies that run beside products, lost by the products
@@ -110,15 +114,35 @@ SECONDS = {
     "product": 8e-6,  # of a product that is too small to fill the device
     "attention": 2e-5,
     "pass": 2e-6,
-    "launch": 1.05e-4,  # of the host, for each kernel that is not part of a CUDA graph
+    # Of the host where no CUDA graph runs, by what it launches, see LAUNCHES. Hosts differ by one
+    # factor, which "launch" tells.
+    "launch": 6e-5,
+    "launch_torch": 1.5e-5,
+    "launch_view": 3e-6,
+    "launch_node": 2.5e-5,
+    "launch_collective": 1.2e-4,
+    "prepare": 8e-4,  # of the host for a step beside its launches: its batch, its numbers, the log
     "step": 1e-3,  # between two steps
 }
 
 # What `bench --calibrate` divides measurements by, and `plan` multiplies a profile's figures by.
 ATTENTION_ROWS = 128  # rows of a block of the attention kernel, which computes blocks on the diagonal in full
+ATTENTION_PASSES = 7  # over the heads, of its backward pass: sums in float32, and their casts
 ATTENTION_STARTS = 3  # blocks of keys that the begin and the end of a block of rows cost
-# Kernels of a layer: products in each direction, and others besides attention.
-PRODUCTS, PASSES_FORWARD, PASSES_BACKWARD = 4, 3, 11
+# Which time of the host each launch takes: of a Triton kernel, an operation of torch with a kernel,
+# one without, a node of the backward pass, a collective.
+LAUNCHES = {
+    "triton": "launch",
+    "torch": "launch_torch",
+    "view": "launch_view",
+    "node": "launch_node",
+    "collective": "launch_collective",
+}
+# How many of each a layer is, forward and backward, by the kind of block; a test counts them.
+LAYER_LAUNCHES = {
+    "fused": ({"triton": 3, "torch": 5, "view": 50}, {"triton": 9, "torch": 9, "view": 80, "node": 14}),
+    "plain": ({"torch": 10, "view": 28}, {"triton": 8, "torch": 19, "view": 70, "node": 22}),
+}
 
 STORAGE = {"disk": 2e9, "host": 25e9}
 TRIAL_SECONDS = 0.05  # in which a CPU shows its speed
@@ -182,6 +206,12 @@ def profile_of(product: str) -> DeviceProfile | None:
     return max(fitting, key=lambda pair: len(pair[0]))[1] if fitting else None
 
 
+def launch_times(given: Mapping[str, float]) -> dict[str, float]:
+    """Return the fixed times; the host's others are as much slower as its time of a launch."""
+    scale = given.get("launch", SECONDS["launch"]) / SECONDS["launch"]
+    return SECONDS | {key: scale * SECONDS[key] for key in (*LAUNCHES.values(), "prepare")} | dict(given)
+
+
 def read_profile(name: str, table: Mapping[str, Any]) -> DeviceProfile:
     """Return a profile from the contents of its file, whose figures may be per CPU core."""
     cores = host.cores() if table.get("per_core") else 1
@@ -201,7 +231,7 @@ def read_profile(name: str, table: Mapping[str, Any]) -> DeviceProfile:
         peaks={dtype: cores * float(peak) for dtype, peak in table["peaks"].items()},
         bandwidth=float(table["bandwidth"]),
         reached=REACHED | shares,
-        seconds=SECONDS | seconds,
+        seconds=launch_times(seconds),
         measured=frozenset(measured),
         links=Links(int(links["gpus_per_node"]), LinkSpeed(**links["within"]), LinkSpeed(**links["between"])),
         storage=STORAGE | table.get("storage", {}),

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.base.errors import bad_data
+from meshwright.base.errors import BAD_DATA, bad_data
 from meshwright.base.sandbox import Sandbox
+from meshwright.config.problem import SettingsError
 from meshwright.data.tokenizers import CHAT_TEMPLATE, Tokenizer
 from meshwright.data.vocabularies import CHAT_CONFIG, read_bytes, read_chat_config
 from meshwright.generation import rendering
@@ -75,7 +76,9 @@ def choose_template(name: str | None, tokenizer: Tokenizer, folder: Path | None)
     if path.is_dir():
         if template := read_template(path):
             return template
-        raise bad_data(f"--chat-template {name} holds neither {CHAT_TEMPLATE} nor a {CHAT_CONFIG} with a chat_template")
+        raise SettingsError(
+            f"{{chat_template={name}}} holds neither {CHAT_TEMPLATE} nor a {CHAT_CONFIG} with a chat_template", BAD_DATA
+        )
     run_template = find_template(tokenizer, folder)
     beside = _tokens(read_chat_config(path.parent)) or (run_template.tokens if run_template else {})
     return ChatTemplate(path, read_template_file(path), beside)

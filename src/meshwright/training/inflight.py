@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from meshwright.base import device as devices
-from meshwright.config.grammar import ON_NONFINITE, reaction
 from meshwright.parallel.store import ALL_MET, HAS_GRADIENTS
+from meshwright.training import inflight_rule
 
 if TYPE_CHECKING:
     from meshwright.training.health.replicas import Replicas
@@ -59,11 +59,8 @@ class InFlight:
     ) -> None:
         self.state, self.metrics, self.stragglers, self.replicas = state, metrics, stragglers, replicas
         c, is_asynchronous = state.config, devices.is_asynchronous(state.net.device)
-        skips = (reaction(c.training.on_nonfinite, ON_NONFINITE) or ("stop", 0))[0] == "skip"
-        # Timers wait for each step anyway.
-        runs_ahead = is_asynchronous and not (c.precision.fp16 or skips) and c.logging.timing_log_level == "0"
-        self.ahead = int(runs_ahead)
-        self.logs_late = is_asynchronous and not runs_ahead  # while the device computes the next step
+        self.ahead = int(is_asynchronous and inflight_rule.runs_ahead(c))
+        self.logs_late = is_asynchronous and not self.ahead  # while the device computes the next step
         self.submitted = deque[Submitted]()
         self.unwritten: Callable[[], None] | None = None  # writes the log of the last settled step
         self.ended: Any = devices.mark(state.net.device)  # of the last step, or of the last pause since then

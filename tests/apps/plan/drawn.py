@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from accounting import config_of
+from plans import config_of
 
 from meshwright.base.errors import UserError
 

@@ -10,6 +10,19 @@ LARGE = "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-lengt
 STILL = "--hidden-dropout 0 --attention-dropout 0"
 
 
+PADDED = 1024  # size of the vocabulary
+
+
+class Gpu:
+    kind, context_bytes, mapped_ranks = "cuda", 10**9, 1
+
+
+def config_of(*words: str) -> TrainConfig:
+    """Return the settings of a run of random tokens."""
+    common = "--mock-data --train-iters 3 --lr 1e-3 --vocab-size 1000".split()
+    return parse_settings(TrainConfig, [*common, *words], "meshwright train").config
+
+
 def planned(words: str, world: int = 1) -> TrainConfig:
     """Return the configuration of a run on so many ranks."""
     return parse_settings(TrainConfig, [*words.split(), "--world-size", str(world)], "plan", check=False).config

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import threading
+
+import pytest
+
+from meshwright.apps.plan import compare as comparison
 from meshwright.apps.plan.compare import HELD, STEPS, compare, plan_of_run
+from meshwright.apps.plan.memory import RankMemory
+from meshwright.apps.plan.prediction import Prediction
+from meshwright.base.device_profiles import DeviceProfile
 from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
 
+WORDS = "--preset gpt2-345m --bf16 --mock-data --micro-batch-size 8"
 
-def test_the_term_that_is_off_is_named_after_ten_steps() -> None:
-    words = "--preset gpt2-345m --bf16 --mock-data --micro-batch-size 8".split()
-    config = flags.parse_settings(TrainConfig, words, "meshwright train").config
+
+def estimate(config: TrainConfig, padded: int, profile: DeviceProfile, ranks: list[int]) -> list[RankMemory]:
+    one = Prediction(config, comparison.Machine(profile, profile.links), 50_257)
+    return [one.ranks[rank] for rank in ranks]
+
+
+def config_of(words: str) -> TrainConfig:
+    return flags.parse_settings(TrainConfig, words.split(), "meshwright train").config
+
+
+def test_the_term_that_is_off_is_named_after_ten_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "measure_in_child", estimate)
+    config = config_of(WORDS)
     plan = plan_of_run(config, 50_257, "NVIDIA H200")
-    assert plan is not None and plan_of_run(config, 50_257, "GeForce 256") is None
-    memory, step = plan.prediction.ranks[0], plan.prediction.time.seconds
+    assert plan is not None and plan.child is not None and plan_of_run(config, 50_257, "GeForce 256") is None
+    plan.child.join()
+    assert plan.memory is not None
+    memory, step = plan.memory, plan.prediction.time.seconds
     held = sum(memory.kinds.get(kind, 0) for kind in HELD)
     stats = {"allocated_bytes.all.current": held, "allocated_bytes.all.peak": memory.allocated}
     stats["reserved_bytes.all.peak"] = memory.reserved
-    assert [plan.note(step) for _ in range(STEPS + 5)] == [False] * (STEPS - 1) + [True] + [False] * 5
+    assert [plan.note(step) for _ in range(STEPS)] == [False] * (STEPS - 1) + [True]
     lines = plan.compare(stats)
     assert len(lines) == 2 and "(+0.0 %)" in lines[0]
     assert not any(";" in line.partition("reserved")[2] for line in lines)
@@ -27,6 +48,30 @@ def test_the_term_that_is_off_is_named_after_ten_steps() -> None:
     assert plan.compare({key: size - (2 << 30) for key, size in stats.items()}, mapped=2 << 30) == lines
     more = stats | {"allocated_bytes.all.peak": memory.allocated + (9 << 30)}
     more["reserved_bytes.all.peak"] = memory.reserved + (9 << 30)
-    slow, off = compare(plan.prediction, [1.0] * 3 + [1.2 * step] * 7, more)
+    slow, off = compare(plan.prediction, memory, [1.0] * 3 + [1.2 * step] * 7, more)
     assert "(+20.0 %); the largest part predicted is products" in slow
     assert off.endswith("; activations and other tensors of a step take +9.00 GiB")
+
+
+def test_steps_wait_for_no_measurement_and_none_that_fails_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More steps than needed may pass until the child has ended."""
+    ended = threading.Event()
+    monkeypatch.setattr(comparison, "measure_in_child", lambda *_: ended.wait() and None)
+    plan = plan_of_run(config_of(WORDS), 50_257, "NVIDIA H200")
+    assert plan is not None and plan.child is not None
+    assert not any(plan.note(1.0) for _ in range(3 * STEPS))
+    ended.set()
+    plan.child.join()
+    assert plan.note(1.0) and plan.compare({}) == []
+
+
+@pytest.mark.whole
+def test_a_child_measures_what_this_process_would() -> None:
+    """Settings arrive there as they are; this process imports no patches."""
+    config = config_of(f"{WORDS} --hidden-dropout 0 --swiglu --num-layers 8")
+    plan = plan_of_run(config, 50_257, "NVIDIA H200")
+    assert plan is not None and plan.child is not None
+    plan.child.join()
+    assert plan.memory is not None
+    here = plan.prediction.measured().ranks[0]
+    assert (plan.memory.kinds, plan.memory.reserved) == (here.kinds, here.reserved)

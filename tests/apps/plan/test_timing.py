@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from plans import LARGE, STILL, planned
 
 from meshwright.apps.plan import saving, timeline, timing
-from meshwright.apps.plan.timing import step_time
-from meshwright.base.device_profiles import load_profile
+from meshwright.apps.plan.timing import measured_operations, step_time
+from meshwright.base.device_profiles import DeviceProfile, load_profile
 from meshwright.model import counts
 from meshwright.parallel import pipeline, pipeline_schedule
 from meshwright.training import graph_rule, network
@@ -18,17 +20,27 @@ PP4 = "--pipeline-model-parallel-size 4"
 
 
 def predicted(words: str, world: int = 1, padded: int = 50304, **more: object) -> timing.StepTime:
+    """Predict a step by the closed form."""
     return step_time(planned(words, world), padded, H200, **more)
 
 
-def test_terms_add_up_to_the_step():
+def measured(words: str, world: int = 1, padded: int = 50304, profile: DeviceProfile = H200) -> timing.StepTime:
+    """Predict a step from its measured operations."""
+    config = planned(words, world)
+    operations = measured_operations(config, padded, profile)
+    assert operations is not None
+    return step_time(config, padded, profile, measured=operations)
+
+
+@pytest.mark.parametrize("predict", [predicted, measured])
+def test_terms_add_up_to_the_step(predict):
     for words, world in [
         ("8", 1),
         (f"32 {PP4}", 8),
         ("16 --tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --zero-stage 1", 8),
         ("16 --zero-stage 3 --recompute-granularity full", 8),
     ]:
-        config, step = planned(f"{BATCH} {words}", world), predicted(f"{BATCH} {words}", world)
+        config, step = planned(f"{BATCH} {words}", world), predict(f"{BATCH} {words}", world)
         assert step.seconds == pytest.approx(sum(step.parts.values()))
         assert min(step.parts.values()) > 0
         assert step.tokens_per_second == pytest.approx(config.global_batch * 2048 / step.seconds)
@@ -41,7 +53,7 @@ def test_the_bubble_of_1f1b_is_that_of_the_literature(count):
     """(p - 1) / m of the work without latency; a little less, as one stage has the head."""
     links = timing.Links(8, *(timing.LinkSpeed(1e18, 0.0),) * 2)
     step = predicted(f"{BATCH} {2 * count} {PP4}", 4, padded=128, links=links)
-    work = sum(step.parts[name] for name in ("products", "attention", "passes", "host"))
+    work = sum(step.parts.get(name, 0.0) for name in ("products", "attention", "passes", "host"))
     assert 0.94 * 3 / count < step.parts["pipeline"] / work <= 3 / count
 
 
@@ -71,6 +83,70 @@ def test_one_count_moves_training_and_plan(monkeypatch):
     monkeypatch.setattr(counts, "layer_matrices", lambda m: original(m) | {"mlp.more": (4 * 2048, 2048)})
     assert counts.flops_per_token(config.model, 50304, 2048) > 1.2 * flops  # of training's MFU
     assert predicted(f"{BATCH} 8").seconds > 1.2 * before
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "part", "off"),
+    [
+        ("16", 1, "products", 0.001),
+        ("16", 1, "attention", 0.001),
+        ("16", 1, "passes", 0.06),
+        ("16", 1, "update", 0.01),
+        ("16 --recompute-granularity full", 1, "products", 0.001),
+        (f"16 {PP4}", 4, "pipeline", 0.1),
+        ("16 --tensor-model-parallel-size 2 --sequence-parallel", 2, "tensor", 0.001),
+        ("16 --context-parallel-size 2", 2, "context", 0.001),
+    ],
+)
+def test_the_closed_form_is_near_what_is_measured(words, world, part, off):
+    """Communication is the same in both; what is measured knows nothing of the closed form."""
+    estimate, known = predicted(f"{BATCH} {words}", world), measured(f"{BATCH} {words}", world)
+    assert estimate.parts[part] == pytest.approx(known.parts[part], rel=off)
+
+
+def test_without_graphs_the_host_takes_its_time_for_each_launch():
+    words = "--num-layers 12 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --bf16 --micro-batch-size 1"
+    words += f" --global-batch-size 1 {STILL}"
+    assert "host" not in measured(words).parts
+    without = f"{words} --cuda-graphs off"
+    config, before = planned(without), measured(without).seconds
+    ((stage,), update) = measured_operations(config, 50304, H200)
+    for key, kind in (
+        ("launch", "triton"),
+        ("launch_torch", "torch"),
+        ("launch_view", "view"),
+        ("launch_node", "node"),
+    ):
+        slower = dataclasses.replace(H200, seconds={**H200.seconds, key: H200.seconds[key] + 1e-3})
+        launches = sum(n for part in (*stage, update) for op, n in part.items() if op.launch == kind)
+        assert measured(without, profile=slower).seconds - before == pytest.approx(launches * 1e-3)
+    slower = dataclasses.replace(H200, seconds={**H200.seconds, "prepare": H200.seconds["prepare"] + 1e-3})
+    assert measured(without, profile=slower).seconds - before == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("graphs", ["on", "off"])
+@pytest.mark.parametrize("more", ["--fp16", "--bf16 --on-nonfinite skip:3", "--bf16 --timing-log-level 1"])
+def test_the_device_waits_for_a_step_that_is_prepared_after_the_last_one(more, graphs):
+    """The device takes longer than the host for these steps."""
+    words = f"{LARGE} {STILL} --micro-batch-size 8 --global-batch-size 8".replace("--bf16", "")
+    words += f" --cuda-graphs {'off' if 'timing' in more else graphs}"
+    parts, ahead = predicted(f"{words} {more}").parts, predicted(f"{words} --bf16").parts
+    assert "host" not in ahead
+    assert parts["between steps"] - ahead["between steps"] == pytest.approx(H200.seconds["prepare"])
+
+
+def test_float32_attends_and_multiplies_at_its_own_speed():
+    half, full = (predicted(f"{BATCH} 8".replace("--bf16", more)).parts for more in ("--bf16", ""))
+    peaks = H200.peaks["bfloat16"] / H200.peaks["float32"]
+    assert full["attention"] / half["attention"] == pytest.approx(peaks, rel=0.1)  # less for a kernel's fixed time
+    speeds = H200.flops("bfloat16") / H200.flops("float32")
+    assert full["products"] / half["products"] == pytest.approx(speeds, rel=0.05)
+
+
+def test_steps_that_cannot_be_measured_are_not():
+    words = f"{BATCH} 16"
+    assert measured_operations(planned(f"{words} --compile on --cuda-graphs off"), 50304, H200) is None
+    assert measured_operations(planned(words), 50304, load_profile("cpu")) is None
 
 
 def test_one_rule_says_whether_a_step_is_a_graph(monkeypatch):
@@ -122,9 +198,10 @@ def test_homes_share_the_work_of_muon():
         ("--num-layers 24 --hidden-size 2048 --micro-batch-size 32 --global-batch-size 32 --fp8-format e4m3", 1, 325.6),
     ],
 )
-def test_measured_steps(words, world, ms):
+@pytest.mark.parametrize("predict", [predicted, measured])
+def test_measured_steps(predict, words, world, ms):
     words += f" --num-attention-heads 16 --seq-length 1024 --bf16 {STILL}"
-    assert 1000 * predicted(words, world).seconds == pytest.approx(ms, rel=0.04)
+    assert 1000 * predict(words, world).seconds == pytest.approx(ms, rel=0.04)
 
 
 def test_saves_are_the_bytes_of_the_native_format():

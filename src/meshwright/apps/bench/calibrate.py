@@ -27,32 +27,37 @@ from meshwright.base import device as devices
 from meshwright.base import host
 from meshwright.base.console import show
 from meshwright.base.device_profiles import (
+    ATTENTION_PASSES,
     ATTENTION_ROWS,
     ATTENTION_STARTS,
-    PASSES_BACKWARD,
-    PASSES_FORWARD,
-    PRODUCTS,
+    LAUNCHES,
+    LAYER_LAUNCHES,
     SECONDS,
     DeviceProfile,
     LinkSpeed,
     load_profile,
     profile_of,
 )
-from meshwright.config.schema import Model
+from meshwright.config.flags import parse_settings
+from meshwright.config.schema import TrainConfig
+from meshwright.data.loader import Batch
 from meshwright.kernels.activation import activate
 from meshwright.kernels.fp8 import multiply
 from meshwright.model.attention import fused
-from meshwright.model.gpt import GPT, Options
-from meshwright.model.pick import pick
-from meshwright.model.positions import Positions
+from meshwright.parallel.layout import Layout
 from meshwright.runtime.cuda_graphs import CudaGraphs
+from meshwright.training.network import Spec, build_network
+from meshwright.training.step import StepSettings, train_step
 
 FIGURE_SECONDS = 0.4  # that a figure is measured for, beside the first call
+HOST_ROUNDS = 5  # in which the host is measured
 # Passes of a step read and write a tenth more than the model counts, see docs/plan.md.
 COUNTED = 0.87
-IN_A_STEP = 1.3  # of the host's time for a layer alone: hooks, and the buckets of the store
+# A step whose operations take a device less time than the host takes to launch them.
+TRAINED = "--mock-data --train-iters 1 --lr 1e-3 --vocab-size 128 --hidden-size 64 --num-attention-heads 1 "
+TRAINED += "--seq-length 16 --micro-batch-size 1 --global-batch-size 1 --hidden-dropout 0 --attention-dropout 0 "
+TRAINED += "--cuda-graphs off --compile off"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-HALF = "bfloat16"  # the format whose peak attention is compared with
 DISK_BYTES, LINK_SECONDS = 1 << 28, 60
 
 
@@ -82,9 +87,9 @@ def calibrate(wanted: str, folder: Path) -> Path:
     measured = {"products": rates[main] / peaks[main], "update": copied / bandwidth}
     measured |= {f"products_{dtype}": rate / peaks[dtype] for dtype, rate in rates.items() if dtype in peaks}
     streamed = COUNTED * passes_per_second(device, sizes)
-    measured |= attention(device, sizes, peaks[HALF if HALF in peaks else "float32"], streamed)
+    measured |= attention(device, sizes, peaks[main], streamed)
     measured["passes"] = streamed / bandwidth
-    measured |= small_times(device, rates[main]) | {"launch": launch_seconds(device)}
+    measured |= small_times(device, rates[main]) | host_seconds(device)
     link = LinkSpeed(**within(known.links.within, measure_links(device)))
     count = devices.count_accelerators() if device.type != "cpu" else known.links.gpus_per_node
     profile = replace(
@@ -196,8 +201,8 @@ def attention(device: torch.device, sizes: Sizes, peak: float, streamed: float) 
 
         flops = 4.0 * samples * heads * width * sizes.tokens**2 * (blocks + 1 + ATTENTION_STARTS) / (2 * blocks)
         first = seconds_of(forward, device)
-        # The plan counts seven of backward's passes over the heads apart.
-        passes = 7 * q.numel() * q.element_size() / streamed
+        # The plan counts these of backward's passes over the heads apart.
+        passes = ATTENTION_PASSES * q.numel() * q.element_size() / streamed
         second = max(seconds_of(both, device) - first - passes, first)
         out |= {f"attention_{width}": flops / first / peak, f"attention_{width}_backward": 2.5 * flops / second / peak}
     return out
@@ -256,24 +261,42 @@ def small_times(device: torch.device, flops: float) -> dict[str, float]:
     return out
 
 
-def launch_seconds(device: torch.device) -> float:
-    """Return the host's seconds for a kernel of a layer, forward and backward."""
-    m = Model(num_layers=8, hidden_size=64, num_attention_heads=1, hidden_dropout=0.0, attention_dropout=0.0)
-    is_fused = devices.has_kernels(device)
-    options = Options(fused=is_fused)
-    dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
-    block, _ = pick(m, device, options)
-    model = GPT(m, 128, 128, 16, block, options).to(device=device, dtype=dtype)
-    tokens = torch.zeros(1, 16, dtype=torch.long, device=device)
-    where = Positions(columns=torch.arange(16, device=device))
-    seconds = []
-    for layers in (8, 2):
-        for i in range(layers, len(model.h)):
-            del model.h[str(i)]
-        model.layers = layers
-        seconds.append(seconds_of(lambda: model(tokens, where).sum().backward(), device))
-    kernels = 3 * PRODUCTS + 2 + PASSES_FORWARD + PASSES_BACKWARD
-    return IN_A_STEP * max(seconds[0] - seconds[1], 1e-9) / 6 / kernels
+def host_seconds(device: torch.device) -> dict[str, float]:
+    """Return the host's seconds to launch a kernel, which its other times are in proportion to.
+
+    Layers of a training step are compared with what their launches take by SECONDS. A host that
+    others share is half as fast again in one second as in the next, so the median of some rounds
+    counts, of layers that launch much else.
+    """
+    blocks = ("fused", "plain") if devices.has_kernels(device) else ("plain",)
+    factors = [layer_seconds(device, block) / counted_seconds(block) for _ in range(HOST_ROUNDS) for block in blocks]
+    return {"launch": statistics.median(factors) * SECONDS["launch"]}
+
+
+def counted_seconds(block: str) -> float:
+    """Return what a layer's launches take by SECONDS."""
+    return sum(count * SECONDS[LAUNCHES[kind]] for way in LAYER_LAUNCHES[block] for kind, count in way.items())
+
+
+def layer_seconds(device: torch.device, block: str) -> float:
+    """Return the host's seconds for a layer in a training step without CUDA graphs."""
+    few, many = 2, 8
+    flags = "--fused-kernels off" if block == "plain" else ""
+    return max(step_seconds(device, many, flags) - step_seconds(device, few, flags), 1e-9) / (many - few)
+
+
+def step_seconds(device: torch.device, layers: int, flags: str = "") -> float:
+    """Return the seconds of a training step so small that they are the host's."""
+    words = f"{TRAINED} --num-layers {layers} {'' if device.type == 'cpu' else '--bf16'} {flags}"
+    config = parse_settings(TrainConfig, words.split(), "meshwright train").config
+    net = build_network(Spec(config, Layout(), device, 128, 128))
+    with torch.no_grad():
+        for part in net.parts:
+            for parameter in part.parameters():
+                parameter.zero_()
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    batch = Batch(tokens, tokens, torch.zeros(1, dtype=torch.int64))
+    return seconds_of(lambda: train_step(net, [batch], StepSettings(1, 0.0, 0.0)), device)
 
 
 # Links and storage

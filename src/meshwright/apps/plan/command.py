@@ -16,20 +16,22 @@ from meshwright.apps.pages.html import write_page
 from meshwright.apps.plan import describe
 from meshwright.apps.plan.goodput import ExpectedGoodput, Interruptions, expect, losses_of
 from meshwright.apps.plan.prediction import Machine, Prediction, find_machine
-from meshwright.apps.plan.search import Found, Freedom, Search
+from meshwright.apps.plan.search import Found, Freedom, LegalLayouts, Search
 from meshwright.base import host
-from meshwright.base.errors import DONE, USAGE, UserError
+from meshwright.base.errors import DONE, USAGE
 from meshwright.base.files import replacing
 from meshwright.base.records import json_ready
-from meshwright.config import checks, flags, recipes
+from meshwright.config import checks, flags
 from meshwright.config.check_steps import batch_problems
 from meshwright.config.fields import flag, group, with_settings
 from meshwright.config.presets import family_of
+from meshwright.config.problem import Problem, SettingsError, in_words, listed, require, stated
 from meshwright.config.schema import TrainConfig
 
 ABOUT = (
-    "Predict memory, time and cost of a training, without torch or a device. The flags are those of train. Without "
-    "flags of a layout, all layouts are searched for the fastest that fits."
+    "Predict memory, time and cost of a training, without a device. The flags are those of train. Without flags of a "
+    "layout, all layouts are searched for the fastest that fits. With torch memory is measured, on tensors that have "
+    "none; without torch it is estimated."
 )
 # Flags that divide the model or the batch: with one of them that layout is predicted, not searched.
 DIVIDING = (
@@ -44,8 +46,8 @@ DIVIDING = (
 )
 GPT2_VOCABULARY = 50_257
 MOST_DEVICES = 16_384  # that are tried where a run does not fit
-ENOUGH_SECONDS = 1.0  # for these trials
-DRAWN = 40  # layouts at least, in the picture of a search
+ENOUGH_SECONDS = 3.0  # for each kind of these trials
+DRAWN = 40  # layouts in the picture of a search
 
 
 @dataclass(frozen=True)
@@ -86,15 +88,18 @@ class LayoutPlanConfig(TrainConfig):
 
     plan: PlanFlags = PlanFlags()
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         p = self.plan
         out = []
         if p.gpus and self.parallel.world_size not in (None, p.gpus):
-            out.append(f"--gpus {p.gpus} and --world-size {self.parallel.world_size} are one setting; give one")
+            both = f"{stated(p, 'gpus')} and {stated(self.parallel, 'world_size')} are one setting; give one"
+            out.append(Problem(("gpus", "world_size"), both))
         if p.write and not p.write.endswith(".toml"):
-            out.append(f"--write {p.write} writes settings in TOML; give a name that ends in .toml")
+            text = f"{stated(p, 'write')} writes settings in TOML; give a name that ends in .toml"
+            out.append(Problem(("write",), text))
         if p.write_page and not p.write_page.endswith((".html", ".htm")):
-            out.append(f"--write-page {p.write_page} writes a page; give a name that ends in .html")
+            text = f"{stated(p, 'write_page')} writes a page; give a name that ends in .html"
+            out.append(Problem(("write_page",), text))
         return out
 
     @property
@@ -137,7 +142,7 @@ def main(argv: list[str]) -> int:
         completed = cast(LayoutPlanConfig, complete_settings(cast(flags.Parsed[TrainConfig], parsed)))
         parsed = dataclasses.replace(parsed, config=completed)
     asked = parsed.config.plan
-    with recipes.naming_choices(parsed.sources, parsed.config):
+    with in_words(parsed.words):
         plan = make_plan(parsed)
     text = text_of(plan, asked)
     print(json.dumps(json_ready(as_json(plan, asked)), indent=2) if asked.json else "\n".join(text))
@@ -154,13 +159,13 @@ def make_plan(parsed: flags.Parsed[LayoutPlanConfig]) -> Plan:
     config, asked = parsed.config.run, parsed.config.plan
     per_node = config.parallel.num_gpus_per_node if config.parallel.num_gpus_per_node > 1 else None
     machine = find_machine(asked.gpu, asked.gpus_per_node or per_node, asked.link, asked.storage_speed)
-    prediction = Prediction(config, machine, vocabulary_of(config, parsed.sources))
+    prediction = Prediction(config, machine, vocabulary_of(config, parsed.sources)).measured()
     given, found = given_settings(parsed), None
     if asked.search or (asked.search is None and not given.intersection(DIVIDING)):
         with host.collector_off():  # a tenth of its time: it makes many objects, and hardly any cycles
             prediction, found = search(prediction, given, asked)
-    elif problems := checks.problems(config, needs_data=False):
-        raise UserError(flags.listed([take_devices(line) for line in problems]))
+    else:
+        require([take_devices(problem) for problem in checks.problems(config, needs_data=False)])
     length = prediction.config.steps if parsed.config.lengths else None
     losses = losses_of(prediction.save, config.world, asked.mtbf, asked.restart_minutes)
     step = prediction.time.seconds
@@ -175,20 +180,37 @@ def make_plan(parsed: flags.Parsed[LayoutPlanConfig]) -> Plan:
     return dataclasses.replace(plan, enough=enough, tried=tried)
 
 
-def take_devices(problem: str) -> str:
+def take_devices(problem: Problem) -> Problem:
     """Return a problem of the number of ranks with plan's flag in place of a launch."""
-    return re.sub(r"start (\d+) \(meshwright launch [^)]*\)", r"take --gpus \1", problem)
+    text = re.sub(r"start (\d+) \(meshwright launch [^)]*\)", r"take --gpus \1", problem.text)
+    return dataclasses.replace(problem, text=text)
 
 
 def find_enough(start: Prediction, freedom: Freedom) -> tuple[int | None, int]:
-    """Return the first power of two that is enough devices, and the last that was tried."""
-    began, count = time.perf_counter(), start.config.world
-    while count < MOST_DEVICES and time.perf_counter() - began < ENOUGH_SECONDS:
-        count = 1 << count.bit_length()
-        trial = Search(start.machine, start.vocabulary, freedom)
-        if trial.find_small(with_settings(start.config, world_size=count)) is not None:
-            return count, count
-    return None, count
+    """Return the nearest number of devices that is enough, and the largest that was tried.
+
+    Numbers are tried by their distance up to twice the given one, then powers of two and what is
+    between them, each for ENOUGH_SECONDS at most.
+    """
+    count, tried = start.config.world, [0]
+
+    def first_enough(numbers: Iterable[int]) -> int | None:
+        began = time.perf_counter()
+        for number in itertools.takewhile(lambda _: time.perf_counter() - began < ENOUGH_SECONDS, numbers):
+            tried.append(number)
+            trial = Search(start.machine, start.vocabulary, freedom)
+            if trial.find_small(with_settings(start.config, world_size=number)) is not None:
+                return number
+        return None
+
+    near = (number for distance in range(1, count + 1) for number in (count + distance, count - distance) if number)
+    if enough := first_enough(near):
+        return enough, max(tried)
+    powers = (1 << n for n in range(count.bit_length() + 1, MOST_DEVICES.bit_length()))
+    if enough := first_enough(powers):
+        below = max(number for number in tried if number < enough)
+        return first_enough(range(below + 1, enough)) or enough, enough
+    return None, max(tried)
 
 
 def given_settings(parsed: flags.Parsed[LayoutPlanConfig]) -> frozenset[str]:
@@ -220,47 +242,48 @@ def search(start: Prediction, given: frozenset[str], asked: PlanFlags) -> tuple[
     """Return the fastest layout that fits, and all that was found; UserError if none is legal."""
     config, machine = start.config, start.machine
     if config.training.global_batch_size is None:
-        raise UserError("--global-batch-size is needed to search layouts: samples of one step")
+        raise SettingsError("{global_batch_size} is needed to search layouts: samples of one step")
     config = with_settings(config, **half_precision(config, given, machine))
     freedom = Freedom(given, asked.allow_fp8 and "fp8" in machine.profile.peaks)
-    keep = max(asked.best, DRAWN) if asked.pictures or asked.write_page else asked.best
-    found = Search(machine, start.vocabulary, freedom, keep).run(config)
+    found = Search(machine, start.vocabulary, freedom, asked.best).run(config)
     chosen = found.fitting[0] if found.fitting else found.nearest
     if chosen is None:
-        reasons = [f"{count:,} x {reason}" for count, reason in found.refusals.listed()]
-        near = near_flags(Search(machine, start.vocabulary, freedom), config)
+        reasons = [Problem((), f"{count:,} x {reason}") for count, reason in found.refusals.listed()]
+        near = near_flags(start, freedom, config)
         cure = f"take {' or '.join(near)}" if near else "take another number of devices"
-        raise UserError(flags.listed([f"no layout of {config.world:,} devices is legal; {cure}", *reasons]))
-    if problems := checks.problems(chosen.config, needs_data=False):
-        raise UserError(flags.listed(problems))
+        none = Problem((), f"no layout of {config.world:,} devices is legal; {cure}")
+        raise SettingsError(listed([none, *reasons]))
+    require(checks.problems(chosen.config, needs_data=False))
     return chosen, found
 
 
-def near_flags(finder: Search, config: TrainConfig) -> list[str]:
+def near_flags(start: Prediction, freedom: Freedom, config: TrainConfig) -> list[str]:
     """Return the next numbers of devices and the next global batch that have a legal layout."""
-    count, batch = config.world, config.global_batch
-    fewer, more = (
-        next_number(finder, config, numbers) for numbers in (range(count - 1, 0, -1), range(count + 1, 2 * count))
-    )
-    changed = set[int]()
-    for shape in finder.divided(config):
-        unit = shape.micro_batch * shape.dp
-        sizes = {batch // unit * unit, -(-batch // unit) * unit} - {0} - changed
-        changed |= {size for size in sizes if not batch_problems(with_settings(shape, global_batch_size=size))}
-    nearest = [f"--global-batch-size {min(changed, key=lambda size: (abs(size - batch), size))}"] if changed else []
-    return [*filter(None, (fewer, more)), *nearest]
 
+    def layouts_of(config: TrainConfig) -> LegalLayouts:
+        return LegalLayouts(Search(start.machine, start.vocabulary, freedom).run_of(config), freedom)
 
-def next_number(finder: Search, config: TrainConfig, numbers: Iterable[int]) -> str:
-    """Return the first of these numbers of devices for which a layout is legal, as a flag.
+    def next_number(numbers: Iterable[int]) -> list[str]:
+        """Return the first of these numbers that has a legal layout, if it is found in time."""
+        began = time.perf_counter()
+        for number in itertools.takewhile(lambda _: time.perf_counter() - began < ENOUGH_SECONDS, numbers):
+            legal = layouts_of(with_settings(config, world_size=number))
+            if any(legal.micro_batches(shape) for shape in legal.shapes()):
+                return [f"--gpus {number}"]
+        return []
 
-    Nothing is returned if it is not found within ENOUGH_SECONDS.
-    """
-    began = time.perf_counter()
-    for number in itertools.takewhile(lambda _: time.perf_counter() - began < ENOUGH_SECONDS, numbers):
-        if any(not batch_problems(shape) for shape in finder.divided(with_settings(config, world_size=number))):
-            return f"--gpus {number}"
-    return ""
+    count, batch, legal = config.world, config.global_batch, layouts_of(config)
+    fewer, more = next_number(range(count - 1, 0, -1)), next_number(range(count + 1, 2 * count))
+
+    # The multiples of what all ranks pass at once, below and above the batch.
+    sizes = set[int]()
+    for shape in legal.shapes():
+        unit = shape.micro_batch_size * legal.run.data_ranks(shape)
+        changed = {batch // unit * unit, -(-batch // unit) * unit} - {0} - sizes
+        run_config = legal.run.config_of(shape)
+        sizes |= {size for size in changed if not batch_problems(with_settings(run_config, global_batch_size=size))}
+    nearest = min(sizes, key=lambda size: (abs(size - batch), size), default=None)
+    return [*fewer, *more, *([f"--global-batch-size {nearest}"] if nearest else [])]
 
 
 def half_precision(config: TrainConfig, given: frozenset[str], machine: Machine) -> dict[str, bool]:
@@ -308,7 +331,7 @@ def as_json(plan: Plan, asked: PlanFlags) -> dict[str, Any]:
     if plan.found is not None:
         out["best"] = [describe.as_dict(each) for each in plan.found.fitting[: asked.best]]
         out["refused"] = [{"count": count, "reason": reason} for count, reason in plan.found.refusals.listed()]
-        out["too_large"], out["slower_groups"] = plan.found.too_large, plan.found.slower
+        out["too_large"], out["slower"] = plan.found.too_large, plan.found.slower
     return out
 
 
@@ -330,7 +353,7 @@ def write_drawings(plan: Plan, asked: PlanFlags, text: list[str]) -> list[Path]:
     drawings = [
         pictures.schedule_drawing(plan.prediction),
         pictures.memory_drawing(plan.prediction),
-        pictures.layouts_drawing(plan.prediction, plan.found.fitting) if plan.found else None,
+        pictures.layouts_drawing(plan.prediction, plan.found.ranked[:DRAWN]) if plan.found else None,
         pictures.goodput_drawing(plan.losses, plan.goodput, step),
     ]
     drawn = [one for one in drawings if one is not None]

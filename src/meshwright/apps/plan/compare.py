@@ -5,7 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Thread
 
+from meshwright.apps.plan.memory import RankMemory, measure_in_child
 from meshwright.apps.plan.prediction import Machine, Prediction
 from meshwright.base.device_profiles import profile_of
 from meshwright.base.errors import UserError, first_line
@@ -23,20 +25,34 @@ class Measured:
 
     prediction: Prediction
     seconds: list[float] = field(default_factory=list)
+    child: Thread | None = None  # that waits for the plan's memory
+    memory: RankMemory | None = None  # of rank 0
+
+    def start(self) -> None:
+        """Measure the plan's memory in a process of its own, beside the first steps."""
+        self.child = Thread(target=self.measure, daemon=True)
+        self.child.start()
+
+    def measure(self) -> None:
+        one = self.prediction
+        found = measure_in_child(one.config, one.padded, one.machine.profile, [0])
+        self.memory = found[0] if found else None
 
     def note(self, seconds: float) -> bool:
-        """Add a step; return whether there are enough to compare them."""
+        """Add a step; return whether there are enough, and their plan is measured."""
         self.seconds.append(seconds)
-        return len(self.seconds) == STEPS
+        return len(self.seconds) >= STEPS and (self.child is None or not self.child.is_alive())
 
     def compare(self, stats: Mapping[str, int], mapped: int = 0) -> list[str]:
         """Return lines about time and memory of rank 0.
 
         `stats` are torch's, `mapped` the bytes that other ranks map, which these leave out. A plan
-        that fails does not end the run.
+        that fails does not end the run; one that could not be measured is not compared.
         """
+        if self.memory is None:
+            return []
         try:
-            return compare(self.prediction, self.seconds, stats, mapped)
+            return compare(self.prediction, self.memory, self.seconds, stats, mapped)
         except UserError:  # a format that the profile does not have
             return []
         except Exception as error:
@@ -46,12 +62,18 @@ class Measured:
 def plan_of_run(config: TrainConfig, vocabulary: int, product: str) -> Measured | None:
     """Return the plan of a run on a device, by its product's name; None without a profile."""
     profile = profile_of(product)
-    return Measured(Prediction(config, Machine(profile, profile.links), vocabulary)) if profile else None
+    if profile is None:
+        return None
+    measured = Measured(Prediction(config, Machine(profile, profile.links), vocabulary))
+    measured.start()
+    return measured
 
 
-def compare(prediction: Prediction, seconds: Sequence[float], stats: Mapping[str, int], mapped: int = 0) -> list[str]:
+def compare(
+    prediction: Prediction, memory: RankMemory, seconds: Sequence[float], stats: Mapping[str, int], mapped: int = 0
+) -> list[str]:
     """Return predicted beside measured time and memory, and which term is off the most."""
-    memory, time = prediction.ranks[0], prediction.time
+    time = prediction.time
     held = sum(memory.kinds.get(kind, 0) for kind in HELD)
     current, peak = stats["allocated_bytes.all.current"] + mapped, stats["allocated_bytes.all.peak"] + mapped
     reserved = stats["reserved_bytes.all.peak"] + mapped

@@ -7,7 +7,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshwright.apps.plan.estimate import WITHIN
 from meshwright.apps.plan.goodput import ExpectedGoodput, Interruptions
+from meshwright.apps.plan.memory import can_measure
 from meshwright.apps.plan.prediction import Prediction, find_machine
 from meshwright.apps.plan.search import Found, Settings, least_change
 from meshwright.base.device import NVIDIA
@@ -82,13 +84,19 @@ def verdict(prediction: Prediction, search: bool = True) -> str:
     return f"{lack}; the least change that makes it fit: {as_flags(settings)} ({gib(changed.left)} left)"
 
 
-def predict_here(config: TrainConfig, device: str | None = None, vocabulary: int = 50_257) -> Prediction | None:
-    """Predict a run on a device, by default this machine's; None without a profile of it."""
+def predict_here(
+    config: TrainConfig, device: str | None = None, vocabulary: int = 50_257, measures: bool = False
+) -> Prediction | None:
+    """Predict a run on a device, by default this machine's; None without a profile of it.
+
+    With `measures` its memory is measured if that is possible: not where a run trains.
+    """
     kind = config.parallel.device.partition(":")[0]
     if checks.problems(config, needs_data=False) or (device is None and kind not in ("auto", NVIDIA, "cpu")):
         return None
     try:
         prediction = Prediction(config, find_machine(device or ("cpu" if kind == "cpu" else None)), vocabulary)
+        prediction = prediction.measured() if measures else prediction
         is_absent = device is None and kind == NVIDIA and prediction.machine.profile.kind == "cpu"
         return prediction if not is_absent and prediction.ranks and prediction.time else None
     except UserError:
@@ -110,7 +118,19 @@ def memory_lines(prediction: Prediction) -> list[str]:
     place = f", pipeline rank {rank} of {len(prediction.ranks)}" if len(prediction.ranks) > 1 else ""
     rows = [(kind, gib(size)) for kind, size in memory.kinds.items() if size]
     rows += [("allocated", gib(memory.allocated)), ("reserved", gib(memory.reserved)), ("context", gib(memory.context))]
-    return [f"memory of the fullest rank{place}", *indented(rows), f"  {verdict(prediction)}"]
+    how = "measured on tensors without memory" if prediction.is_measured else estimated_how(prediction)
+    return [f"memory of the fullest rank{place}, {how}", *indented(rows), f"  {verdict(prediction)}"]
+
+
+def time_how(prediction: Prediction) -> str:
+    """Return where the operations of a step come from."""
+    return "from its operations, measured" if prediction.operations is not None else "estimated by closed forms"
+
+
+def estimated_how(prediction: Prediction) -> str:
+    """Return how near an estimate is, and what a better one needs."""
+    cure = "" if prediction.machine.profile.kind == "cpu" or can_measure() else "; install torch to measure it"
+    return f"estimated, within about {100 * WITHIN:g} %{cure}"
 
 
 def indented(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -140,7 +160,7 @@ def time_lines(prediction: Prediction, length: float | None, price: float | None
     ]
     if prediction.config.parallel.pipeline_model_parallel_size > 1:
         rows.append(("waiting in the pipeline", f"{100 * time.bubble:.1f} %"))
-    lines = ["time", *indented(rows)]
+    lines = [f"time, {time_how(prediction)}", *indented(rows)]
     if length is not None:
         hours = length * time.seconds * devices / 3600
         cost = "" if price is None else f", {hours * price:,.0f} at {price:g} an hour"
@@ -206,8 +226,8 @@ def found_lines(found: Found, keep: int) -> list[str]:
         *align_columns(table_of(found.fitting[:keep]), True),
     ]
     lines.append(
-        f"{found.too_large:,} layouts or groups of layouts that may be as fast do not fit; "
-        f"{found.slower:,} left out, since none of them can be as fast"
+        f"{found.too_large:,} layouts that may be as fast do not fit; {found.slower:,} are estimated to be slower, or "
+        "were not needed"
     )
     refused = found.refusals.listed()
     if refused:
@@ -264,6 +284,8 @@ def as_dict(prediction: Prediction) -> dict[str, Any]:
         "fits": prediction.fits,
         "left_bytes": prediction.left,
         "fullest_rank": prediction.fullest,
+        "memory_is": "measured" if prediction.is_measured else "estimated",
         "memory": {name: getattr(memory, name) for name in ("kinds", "allocated", "reserved", "context", "total")},
+        "time_is": "estimated" if prediction.operations is None else "measured",
         "time": dataclasses.asdict(time),
     }

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from meshwright.apps.plan.compare import Measured, plan_of_run
 from meshwright.apps.plan.describe import predict_here, verdict, verdict_here
-from meshwright.apps.plan.memory import memory_of_rank, step_bytes
+from meshwright.apps.plan.prediction import predict
 from meshwright.base import host
-from meshwright.base.device import NVIDIA
 from meshwright.base.device_profiles import load_profile, this_cpu
 from meshwright.config.fields import with_settings
 from meshwright.config.schema import TrainConfig
 from meshwright.training import forecast
-from meshwright.training.sizes import held_bytes
 
 
 class PlanForecast(forecast.Forecast):
-    """Answers from the memory and the times that the plan predicts."""
+    """Answers from the memory and the times that the plan predicts.
+
+    Only a dry run measures: where a run trains, memory is estimated, and nothing is patched.
+    """
 
     def verdict(self, config: TrainConfig, vocabulary: int) -> tuple[bool, str] | None:
-        prediction = predict_here(config, None, vocabulary)
+        prediction = predict_here(config, None, vocabulary, measures=True)
         return (prediction.fits, verdict_here(prediction)) if prediction is not None else None
 
     def why_too_large(self, config: TrainConfig, device: str | None) -> str | None:
@@ -31,12 +32,12 @@ class PlanForecast(forecast.Forecast):
         return f"on {profile.title} the training {verdict(prediction)}"
 
     def memory_of_rank(self, config: TrainConfig, padded: int, pipeline_rank: int) -> dict[str, int]:
-        return memory_of_rank(config, padded, pipeline_rank, load_profile("h200")).kinds
+        return predict(config, load_profile("h200"), padded).ranks[pipeline_rank].kinds
 
     def planned_bytes(self, config: TrainConfig, padded: int, size: int) -> int:
         config = with_settings(config, micro_batch_size=size)
-        held, passes = held_bytes(config, padded, 0, NVIDIA), step_bytes(config, padded, 0)
-        return sum(held.values()) + sum(passes.values())
+        kinds = predict(config, load_profile("h200"), padded).ranks[0].kinds
+        return sum(size for kind, size in kinds.items() if kind not in ("buffers", "batches"))
 
     def compare_steps(self, config: TrainConfig, vocabulary: int, product: str) -> Measured | None:
         return plan_of_run(config, vocabulary, product)

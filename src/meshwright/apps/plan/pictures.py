@@ -123,7 +123,7 @@ def memory_drawing(prediction: Prediction) -> Drawing:
 
 
 def layouts_drawing(chosen: Prediction, predictions: Sequence[Prediction]) -> Drawing:
-    """Draw time against memory of all layouts of a search, and the chosen one."""
+    """Draw memory and time of the best layouts of a search, estimated, and of the chosen one."""
     figure, axes = plot.new_axes((7.6, 3.6), x="GiB of the fullest rank")
     for one, colour, size in ((predictions, plot.LINE, 14), ([chosen], plot.POINT, 60)):
         x, y = zip(*layout_points(one), strict=True)
@@ -131,7 +131,7 @@ def layouts_drawing(chosen: Prediction, predictions: Sequence[Prediction]) -> Dr
     axes.axvline(chosen.machine.profile.memory_bytes / GIB, color=plot.BAD, lw=1.2)
     axes.set_ylabel("seconds of a step", color=plot.INK)
     decimals(axes)
-    legend = ((plot.LINE, "a layout"), (plot.POINT, "the chosen one"), (plot.BAD, "memory of the device"))
+    legend = ((plot.LINE, "a layout, estimated"), (plot.POINT, "the chosen one"), (plot.BAD, "memory of the device"))
     return Drawing("layouts", "Time and memory of the layouts", figure, f"{len(predictions):,}", legend)
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from meshwright.apps.plan.memory import RankMemory, memory_of_ranks
+from meshwright.apps.plan import estimate, memory
+from meshwright.apps.plan.measure.operations import StepOperations
+from meshwright.apps.plan.memory import RankMemory
 from meshwright.apps.plan.saving import SaveTime, save_time
 from meshwright.apps.plan.timeline import StageTimes
-from meshwright.apps.plan.timing import StepTime, stage_times, step_time
+from meshwright.apps.plan.timing import StepTime, measured_operations, stage_times, step_time
 from meshwright.base.device import ask_nvidia_smi
 from meshwright.base.device_profiles import DeviceProfile, Links, load_profile, profile_names, profile_of, this_cpu
 from meshwright.base.errors import UserError
@@ -27,11 +28,23 @@ class Machine:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A run in a layout on a machine, predicted when asked."""
+    """A run in a layout on a machine, predicted when asked.
+
+    Its memory and what a step executes are estimated by closed forms, or measured with torch.
+    """
 
     config: TrainConfig
     machine: Machine
     vocabulary: int
+    is_measured: bool = False
+
+    def measured(self) -> Prediction:
+        """Return the prediction by real steps, if this machine can measure them.
+
+        It takes seconds and patches torch, so nothing may train in this process. The blocks of a
+        CPU are others than those that are measured.
+        """
+        return replace(self, is_measured=self.machine.profile.kind != "cpu" and memory.can_measure())
 
     @cached_property
     def padded(self) -> int:
@@ -42,16 +55,33 @@ class Prediction:
     @cached_property
     def ranks(self) -> list[RankMemory]:
         """The memory of each pipeline rank."""
-        return memory_of_ranks(self.config, self.padded, self.machine.profile)
+        if self.is_measured:
+            return memory.memory_of_ranks(self.config, self.padded, self.machine.profile)
+        return estimate.memory_of_ranks(self.config, self.padded, self.machine.profile)
+
+    @cached_property
+    def left_first(self) -> int:
+        """Bytes that the rank leaves free which is estimated to be the fullest: a quick answer."""
+        rank = replace(self, is_measured=False).fullest
+        if not self.is_measured:
+            return self.machine.profile.memory_bytes - self.ranks[rank].total
+        first = memory.memory_of_rank(self.config, self.padded, rank, self.machine.profile)
+        return self.machine.profile.memory_bytes - first.total
+
+    @cached_property
+    def operations(self) -> StepOperations | None:
+        """What a step executes, if that is measured; no run of compiled blocks is."""
+        return measured_operations(self.config, self.padded, self.machine.profile) if self.is_measured else None
 
     @cached_property
     def time(self) -> StepTime:
         machine = self.machine
-        return step_time(self.config, self.padded, machine.profile, machine.links)
+        return step_time(self.config, self.padded, machine.profile, machine.links, self.operations)
 
     @property
     def stage_times(self) -> StageTimes:
-        return stage_times(self.config, self.padded, self.machine.profile, self.machine.links)
+        machine = self.machine
+        return stage_times(self.config, self.padded, machine.profile, machine.links, self.operations)
 
     @cached_property
     def save(self) -> SaveTime:
@@ -72,6 +102,12 @@ class Prediction:
         return self.ranks[self.fullest].total
 
     @property
+    def tensors(self) -> int:
+        """Bytes of the fullest rank's tensors, and of the driver and its libraries."""
+        memory = self.ranks[self.fullest]
+        return memory.allocated + memory.context
+
+    @property
     def left(self) -> int:
         """Bytes that the fullest rank leaves free; negative if it does not fit."""
         return self.machine.profile.memory_bytes - self.need
@@ -82,7 +118,7 @@ class Prediction:
 
 
 def predict(config: TrainConfig, profile: DeviceProfile, vocabulary: int) -> Prediction:
-    """Return what a run will need on a machine of such devices: what other apps ask of the plan."""
+    """Return what a run will need on a machine of such devices, estimated: for other apps."""
     return Prediction(config, Machine(profile, profile.links), vocabulary)
 
 
@@ -93,8 +129,8 @@ def find_machine(
     profile = load_profile(name) if name else this_device()
     profile = this_cpu() if profile.name == "cpu" else profile
     if disk is not None:
-        profile = dataclasses.replace(profile, storage={**profile.storage, "disk": disk * 1e9})
-    links = profile.links if per_node is None else dataclasses.replace(profile.links, gpus_per_node=per_node)
+        profile = replace(profile, storage={**profile.storage, "disk": disk * 1e9})
+    links = profile.links if per_node is None else replace(profile.links, gpus_per_node=per_node)
     return Machine(profile, links if link is None else links.with_network(link * 1e9))
 
 

@@ -1,7 +1,7 @@
-"""All layouts that a number of devices allows, and the fastest of those that fit.
+"""All layouts that a number of devices allows, ranked by closed forms; the best of them measured.
 
-A layout is legal if `settings.checks` says so. The dimensions form a tree: each level sets one of
-them, and a branch that is refused, too large or slower than what is found is never made.
+A layout is legal if `config.checks` says so. Each of them has its memory and its time estimated,
+without torch; of those that may fit, the fastest are predicted in full until enough of them fit.
 """
 
 from __future__ import annotations
@@ -10,23 +10,30 @@ import dataclasses
 import functools
 import heapq
 import itertools
+import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from meshwright.apps.plan.bounds import Bounds, PassOrder
-from meshwright.apps.plan.estimates import MemoryEstimates
+from meshwright.apps.plan import estimate
+from meshwright.apps.plan.estimate import NEAR, Layout, Run
 from meshwright.apps.plan.prediction import Machine, Prediction
+from meshwright.base.progress import progress_bar
+from meshwright.config import checks
 from meshwright.config.check_layout import parallel_problems
 from meshwright.config.check_steps import batch_problems
 from meshwright.config.fields import with_settings
+from meshwright.config.problem import FLAGS, Problem
 from meshwright.config.schema import TrainConfig
+from meshwright.parallel.pipeline_schedule import ScheduleName
 
 Settings = dict[str, Any]
 RECOMPUTE = (None, "selective", "full")  # slower and smaller with each
 MOST_MICRO_BATCH = 64
+MOST_TIMED = 40  # layouts of the ranking whose time is found exactly
+MOST_TOO_LARGE = 20  # layouts that are predicted in full and do not fit, before a search gives up
 MOST_TRIALS = 3  # of layouts that are to fit, however fast they are
 
 
@@ -46,13 +53,19 @@ class Refusals:
     examples: dict[str, str] = field(default_factory=dict)
 
     def note(self, reason: str) -> None:
-        kind = re.sub(r"\d[\d.,]*", "N", reason)
+        kind = kind_of(reason)
         self.counts[kind] += 1
         self.examples.setdefault(kind, reason)
 
     def listed(self) -> list[tuple[int, str]]:
         """Return counts and examples, the most frequent first."""
-        return [(count, self.examples[kind]) for kind, count in self.counts.most_common()]
+        return [(count, FLAGS.render(self.examples[kind])) for kind, count in self.counts.most_common()]
+
+
+@functools.lru_cache(4096)
+def kind_of(reason: str) -> str:
+    """Return a reason without its numbers."""
+    return re.sub(r"\d[\d.,]*", "N", reason)
 
 
 @dataclass
@@ -61,9 +74,18 @@ class Found:
 
     refusals: Refusals = field(default_factory=Refusals)
     fitting: list[Prediction] = field(default_factory=list)  # the fastest, in order
-    too_large: int = 0  # layouts, or groups of them, that may be as fast and do not fit
-    slower: int = 0  # the same that cannot be as fast
+    too_large: int = 0  # layouts that do not fit
+    slower: int = 0  # layouts that may fit, and are slower
+    ranked: list[Prediction] = field(default_factory=list)  # the best by estimate, in order
     nearest: Prediction | None = None  # of those that do not fit, the one that lacks the least
+
+
+class Candidate(NamedTuple):
+    """A layout that may fit."""
+
+    seconds: float  # of a step, estimated
+    number: int  # in the order of the search
+    layout: Layout
 
 
 @functools.cache
@@ -71,251 +93,285 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-# The dimensions: each function returns what one level of the tree may set.
+class LegalLayouts:
+    """The layouts of a run that the checks accept, with the reasons against the others."""
+
+    def __init__(self, run: Run, freedom: Freedom) -> None:
+        self.run, self.freedom, self.refusals = run, freedom, Refusals()
+        self.copies = run.config.parallel.num_distributed_optimizer_instances
+        self.batch_reasons: dict[tuple[int, int], str] = {}
+        self.other_reasons: dict[tuple[object, ...], str] = {}
+
+    def free(self, layout: Layout, name: str, values: list[Any]) -> list[Any]:
+        """Return these values of a setting, or the given one if it is fixed."""
+        return [getattr(layout, name)] if name in self.freedom.fixed else values
+
+    # Shapes: the numbers of ranks and the format, for any batch
+
+    def shapes(self) -> Iterator[Layout]:
+        start = estimate.layout_of(self.run.config)
+        is_fixed = self.freedom.fixed.__contains__
+        if not is_fixed("micro_batch_size"):
+            start = start._replace(micro_batch_size=1)
+        if not is_fixed("zero_stage"):
+            start = start._replace(zero_stage=min(1, self.copies - 1))
+        start = start._replace(recompute_granularity=self.recomputations()[0])
+        return self.divided(start, [self.by_tensor, self.by_context, self.by_pipeline, self.by_format])
+
+    def divided(self, layout: Layout, levels: list[Callable[[Layout], list[Layout]]]) -> Iterator[Layout]:
+        """Yield the legal layouts of these levels: what a level refuses is not divided further."""
+        if not levels:
+            yield layout
+            return
+        for changed in levels[0](layout):
+            problems = parallel_problems(self.run.config_of(changed))
+            if problems:
+                self.refusals.note(problems[0].text)
+            else:
+                yield from self.divided(changed, levels[1:])
+
+    def by_tensor(self, layout: Layout) -> list[Layout]:
+        most = self.run.config.model.num_attention_heads or 1
+        sizes = [n for n in divisors(self.run.config.world) if n <= most]
+        return [
+            layout._replace(tensor_model_parallel_size=tp, sequence_parallel=sequence)
+            for tp in self.free(layout, "tensor_model_parallel_size", sizes)
+            for sequence in self.free(layout, "sequence_parallel", [True, False] if tp > 1 else [False])
+        ]
+
+    def by_context(self, layout: Layout) -> list[Layout]:
+        tp = layout.tensor_model_parallel_size
+        most = (self.run.config.model.num_attention_heads or 1) // tp
+        sizes = [n for n in divisors(self.run.config.world // tp) if n <= most]
+        return [
+            layout._replace(context_parallel_size=cp) for cp in self.free(layout, "context_parallel_size", sizes or [1])
+        ]
+
+    def by_pipeline(self, layout: Layout) -> list[Layout]:
+        ranks = self.run.config.world // (layout.tensor_model_parallel_size * layout.context_parallel_size)
+        sizes = [n for n in divisors(ranks) if n <= (self.run.config.model.num_layers or 1)]
+        return [
+            layout._replace(pipeline_model_parallel_size=pp)
+            for pp in self.free(layout, "pipeline_model_parallel_size", sizes or [1])
+        ]
+
+    def by_format(self, layout: Layout) -> list[Layout]:
+        formats = [None, "hybrid"] if self.freedom.fp8 else [layout.fp8_format]
+        return [layout._replace(fp8_format=kind) for kind in self.free(layout, "fp8_format", formats)]
+
+    # What is left to choose
+
+    def micro_batches(self, shape: Layout) -> list[Layout]:
+        """Return a shape with each micro-batch of which its ranks can make a batch."""
+        dp, out = self.run.data_ranks(shape), []
+        sizes = [n for n in divisors(max(1, self.run.config.global_batch // dp)) if n <= MOST_MICRO_BATCH]
+        for size in self.free(shape, "micro_batch_size", sizes):
+            layout, key = shape._replace(micro_batch_size=size), (dp, size)
+            if key not in self.batch_reasons:
+                self.batch_reasons[key] = first(batch_problems(self.run.config_of(layout)))
+            if self.batch_reasons[key]:
+                self.refusals.note(self.batch_reasons[key])
+            else:
+                out.append(layout)
+        return out
+
+    def schedules(self, shape: Layout) -> list[tuple[ScheduleName, list[int | None]]]:
+        """Return schedules, each with its sizes of virtual stages.
+
+        GPipe is left out: it waits as long as 1F1B and holds more.
+        """
+        pp, layers = shape.pipeline_model_parallel_size, self.run.config.model.num_layers or 0
+        names = self.free(shape, "pipeline_schedule", ["1f1b", "zero-bubble", "zbv"] if pp > 1 else ["1f1b"])
+        even = layers // pp if pp > 1 and layers % pp == 0 else 1
+        virtual = "num_layers_per_virtual_pipeline_stage"
+        sizes = self.free(shape, virtual, [None, *divisors(even)[:-1]])
+        is_free = virtual not in self.freedom.fixed
+        return [(name, [None] if name == "zbv" and is_free else sizes) for name in names]
+
+    def zero_stages(self, shape: Layout) -> list[int]:
+        is_shared = self.run.data_ranks(shape) * shape.context_parallel_size > 1
+        return self.free(shape, "zero_stage", [0, 1, 2, 3] if is_shared else [0])
+
+    def recomputations(self) -> list[Any]:
+        """Return what there is now, and what saves more memory."""
+        now = self.run.config.training.recompute_granularity
+        return [now] if "recompute_granularity" in self.freedom.fixed else [*RECOMPUTE[RECOMPUTE.index(now) :]]
+
+    def is_legal(self, layout: Layout, is_round: bool) -> bool:
+        """Return whether a legal shape is so with its schedule and ZeRO stage.
+
+        `is_round`: pipeline ranks can share the micro-batches of a step.
+        """
+        dp, pp = self.run.data_ranks(layout), layout.pipeline_model_parallel_size
+        is_shared, is_copied = dp * layout.context_parallel_size > 1, dp % self.copies == 0
+        order = layout.pipeline_schedule, layout.num_layers_per_virtual_pipeline_stage, layout.zero_stage
+        key = (pp, *order, layout.fp8_format, is_round, is_shared, is_copied)
+        if key not in self.other_reasons:
+            self.other_reasons[key] = first(parallel_problems(self.run.config_of(layout)))
+        if self.other_reasons[key]:
+            self.refusals.note(self.other_reasons[key])
+        return not self.other_reasons[key]
+
+    def is_round(self, layout: Layout) -> bool:
+        unit = self.run.data_ranks(layout) * layout.micro_batch_size
+        return all(size // unit % layout.pipeline_model_parallel_size == 0 for size in self.run.batches)
 
 
-def tensor_sizes(c: TrainConfig) -> list[Settings]:
-    most = c.model.num_attention_heads or 1
-    sizes = [n for n in divisors(c.world) if n <= most]
-    return [
-        {"tensor_model_parallel_size": n, "sequence_parallel": sequence}
-        for n in sizes
-        for sequence in ((True, False) if n > 1 else (False,))
-    ]
-
-
-def context_sizes(c: TrainConfig) -> list[Settings]:
-    ranks = c.world // c.parallel.tensor_model_parallel_size
-    most = (c.model.num_attention_heads or 1) // c.parallel.tensor_model_parallel_size
-    return [{"context_parallel_size": n} for n in divisors(ranks) if n <= most]
-
-
-def pipeline_sizes(c: TrainConfig) -> list[Settings]:
-    ranks = c.world // c.parallel.model_ranks
-    return [{"pipeline_model_parallel_size": n} for n in divisors(ranks) if n <= (c.model.num_layers or 1)]
-
-
-def schedules(c: TrainConfig) -> list[Settings]:
-    """Return schedules, without GPipe, which waits as long as 1F1B and holds more."""
-    stages, layers = c.parallel.pipeline_model_parallel_size, c.model.num_layers or 1
-    if stages == 1:
-        return [{"pipeline_schedule": "1f1b", "num_layers_per_virtual_pipeline_stage": None}]
-    virtual = [n for n in divisors(layers // stages) if n * stages < layers] if layers % stages == 0 else []
-    kinds = [("1f1b", n) for n in (None, *virtual)] + [("zero-bubble", n) for n in (None, *virtual)] + [("zbv", None)]
-    return [{"pipeline_schedule": kind, "num_layers_per_virtual_pipeline_stage": n} for kind, n in kinds]
-
-
-def zero_stages(c: TrainConfig) -> list[Settings]:
-    sharing = c.dp * c.parallel.context_parallel_size
-    return [{"zero_stage": stage} for stage in ((0, 1, 2, 3) if sharing > 1 else (0,))]
-
-
-def micro_batches(c: TrainConfig) -> list[Settings]:
-    each = c.global_batch // c.dp
-    return [{"micro_batch_size": n} for n in divisors(each) if n <= MOST_MICRO_BATCH]
-
-
-def recomputations(c: TrainConfig) -> list[Settings]:
-    """Return what there is now, and what saves more memory."""
-    now = RECOMPUTE.index(c.training.recompute_granularity)
-    return [{"recompute_granularity": kind} for kind in RECOMPUTE[now:]]
-
-
-def formats(c: TrainConfig) -> list[Settings]:
-    return [{"fp8_format": kind} for kind in (None, "hybrid")]
-
-
-Dimension = Callable[[TrainConfig], list[Settings]]
-SHAPE = tensor_sizes, context_sizes, pipeline_sizes, formats
-OPEN = micro_batches, schedules, zero_stages  # the dimensions that are left of a shape
-
-
-class Branch(NamedTuple):
-    """A part of the tree: all layouts with these settings."""
-
-    seconds: float  # that a step of any takes at least
-    number: int
-    prediction: Prediction
-    left: tuple[Dimension, ...] | None  # dimensions that are open; None if `seconds` are those of the layout
+def first(problems: list[Problem]) -> str:
+    """Return the first problem's text, or nothing."""
+    return problems[0].text if problems else ""
 
 
 class Search:
-    """One search in the tree of legal layouts.
-
-    A heap holds the nodes that are left. The one that may be the fastest is looked at: it grows
-    branches, or it is a layout, which is timed if its tensors may have room, and predicted in full
-    if it still comes first. So layouts end in the order of their times, until enough of them fit.
-    """
+    """One search: layouts are ranked by estimates, then the best of them predicted in full."""
 
     def __init__(self, machine: Machine, vocabulary: int, freedom: Freedom, keep: int = 10) -> None:
         self.machine, self.vocabulary, self.freedom, self.keep = machine, vocabulary, freedom, keep
-        self.found, self.estimates, self.bounds = Found(), MemoryEstimates(), Bounds(machine)
-        self.nodes: list[Branch] = []
-        self.schedules: dict[int, list[PassOrder]] = {}  # by the number of pipeline ranks
-        self.highest: dict[tuple[object, ...], int] = {}  # legal ZeRO stage
-        self.pushed = 0
-        self.most_left = 0  # bytes of the nearest layout
+        self.found, self.have = Found(), machine.profile.memory_bytes
+        self.least_lack: tuple[float, Layout] | None = None  # bytes of the nearest layout, and itself
 
     def run(self, config: TrainConfig) -> Found:
         """Find the `keep` fastest layouts of a configuration that fit."""
-        for shape in self.shapes(config):
-            self.push(shape, OPEN)
-        while self.nodes and len(self.found.fitting) < self.keep:
-            self.look(heapq.heappop(self.nodes))
-        self.found.slower = len(self.nodes)
-        return self.found
+        run, found = self.run_of(config), self.found
+        ranked = self.ranked(run)
+        few = [self.predict(run, layout) for layout in itertools.islice(ranked, max(MOST_TIMED, 4 * self.keep))]
+        # The time of these is found exactly: the ranking has it to some percent.
+        found.ranked = sorted(few, key=lambda one: one.time.seconds)
+        with progress_bar("predicting the best layouts in full", self.keep, of="count") as show:
+            most = found.too_large + MOST_TOO_LARGE
+            for one in found.ranked:
+                if len(found.fitting) == self.keep or found.too_large == most:
+                    break
+                # What is estimated too large is worth a look only where it may be the fastest.
+                if not found.fitting or one.tensors <= self.have:
+                    show(self.try_layout(one.measured()))
+        found.fitting.sort(key=lambda one: one.time.seconds)
+        found.slower += len(few) - len(found.fitting)
+        if not found.fitting and found.nearest is None and self.least_lack is not None:
+            found.nearest = self.predict(run, self.least_lack[1]).measured()
+        return found
 
     def find_small(self, config: TrainConfig) -> Prediction | None:
         """Return a layout that fits, of the few that need the least memory; None if none does."""
-        most = self.choices(config, recomputations)[-1]
-        smallest = [self.smallest(with_settings(shape, **most), OPEN) for shape in self.shapes(config)]
-        predictions = [self.predict(least) for each in smallest for least in each]
-        hopeful = [prediction for prediction in predictions if self.estimates.may_fit(prediction)]
-        few = heapq.nsmallest(MOST_TRIALS, hopeful, key=self.estimates.at_least)
+        run, sizes = self.run_of(config), list[tuple[float, Layout]]()
+        legal = LegalLayouts(run, self.freedom)
+        for shape in legal.shapes():
+            if layout := smallest(legal, shape):
+                need = estimate.need_of(run, layout)
+                if estimate.reserved_bytes(layout, need) * (1 + NEAR) <= self.have:
+                    sizes = [(need, layout)]
+                    break
+                if need * (1 - NEAR) <= self.have:
+                    sizes.append((need, layout))
+        few = (self.predict(run, layout).measured() for _, layout in heapq.nsmallest(MOST_TRIALS, sizes))
         return next((prediction for prediction in few if prediction.fits), None)
 
-    def shapes(self, config: TrainConfig) -> Iterator[TrainConfig]:
-        """Yield legal numbers of ranks where weights and their like may fit."""
-        for shape in self.divided(config):
-            if not self.is_legal(batch_problems(shape)):
-                continue
-            smallest = [self.predict(config) for config in self.smallest(shape, OPEN)]
-            if self.can_hold(smallest):
-                yield shape
-            else:
+    def run_of(self, config: TrainConfig) -> Run:
+        return Run(config, self.vocabulary, self.machine.profile, self.machine.links)
+
+    def predict(self, run: Run, layout: Layout) -> Prediction:
+        return Prediction(run.config_of(layout), self.machine, self.vocabulary)
+
+    def try_layout(self, prediction: Prediction) -> bool:
+        """Add a layout to those that fit, unless it does so with less recomputation too."""
+        found, alike = self.found, recomputed_alike(prediction.config)
+        if any(recomputed_alike(other.config) == alike for other in found.fitting):
+            return False
+        if problems := checks.problems(prediction.config, needs_data=False):
+            found.refusals.note(problems[0].text)
+            return False
+        if prediction.left_first >= 0 and prediction.fits:
+            found.fitting.append(prediction)
+            return True
+        found.too_large += 1
+        if found.nearest is None or prediction.left_first > found.nearest.left_first:
+            found.nearest = prediction
+        return False
+
+    def ranked(self, run: Run) -> Iterator[Layout]:
+        """Yield the layouts that may fit, the fastest first, with little recomputation."""
+        legal = LegalLayouts(run, self.freedom)
+        self.found.refusals, kinds = legal.refusals, legal.recomputations()
+        heap, fails = self.candidates(run, legal), dict[Layout, int]()  # micro-batches from which layouts fail
+        number = len(heap)
+        while heap:
+            layout = heapq.heappop(heap).layout
+            self.found.slower = len(heap)
+            alike = layout._replace(micro_batch_size=0, recompute_granularity=None)
+            if layout.micro_batch_size >= fails.get(alike, math.inf):
                 self.found.too_large += 1
-                self.note_lack(smallest[0])
+                continue
+            more = kinds[kinds.index(layout.recompute_granularity) + 1 :]
+            need = estimate.need_of(run, layout)
+            if need * (1 - NEAR) <= self.have:
+                yield layout
+                if estimate.reserved_bytes(layout, need) * (1 + NEAR) <= self.have:
+                    continue
+            elif not self.may_fit(run, layout._replace(recompute_granularity=kinds[-1])):
+                fails[alike] = 0 if estimate.held_of(run, layout) > self.have else layout.micro_batch_size
+                self.found.too_large += 1
+                continue
+            if more:
+                number += 1
+                layout = layout._replace(recompute_granularity=more[0])
+                seconds = estimate.step_seconds(
+                    run, layout, [layout.micro_batch_size], [layout.num_layers_per_virtual_pipeline_stage]
+                )
+                heapq.heappush(heap, Candidate(seconds[0][0], number, layout))
 
-    def divided(self, config: TrainConfig) -> Iterator[TrainConfig]:
-        """Yield legal numbers of ranks, for any batch."""
-        if not self.is_fixed("micro_batch_size"):
-            config = with_settings(config, micro_batch_size=1)
-        return self.expand(config, SHAPE if self.freedom.fp8 else SHAPE[:-1])
+    def may_fit(self, run: Run, layout: Layout) -> bool:
+        """Return whether a layout may fit, and keep the nearest of those that do not."""
+        need = estimate.need_of(run, layout)
+        if need * (1 - NEAR) > self.have and (self.least_lack is None or need < self.least_lack[0]):
+            self.least_lack = need, layout
+        return need * (1 - NEAR) <= self.have
 
-    def look(self, node: Branch) -> None:
-        """Take a node closer to the times of its layouts."""
-        config, left = node.prediction.config, node.left
-        if left is None:
-            if node.prediction.fits:
-                self.found.fitting.append(node.prediction)
-            else:
-                self.recompute_more(config, ())
-        elif left != OPEN and not self.may_fit(config, left):
-            self.recompute_more(config, left)
-        elif left:
-            for branch in self.expand(config, left[:1]):
-                self.push(branch, left[1:])
-        else:
-            self.push_after(node.prediction.time.seconds, node.prediction, None)
-
-    def recompute_more(self, config: TrainConfig, left: tuple[Dimension, ...]) -> None:
-        """Count a node that does not fit, and add it with more recomputation if there is more."""
-        self.found.too_large += 1
-        smallest = [self.predict(least) for least in self.smallest(config, left)]
-        more = self.choices(config, recomputations)[1:2] if self.can_hold(smallest) else []
-        for settings in more:
-            self.push(with_settings(config, **settings), left)
-        if not more:
-            self.note_lack(smallest[0])
-
-    def can_hold(self, predictions: Sequence[Prediction]) -> bool:
-        """Return whether any of these layouts has room for weights and their like."""
-        return min(map(self.estimates.held, predictions)) <= self.machine.profile.memory_bytes
-
-    def push(self, config: TrainConfig, left: tuple[Dimension, ...]) -> None:
-        """Add a node with the least seconds of its layouts."""
-        prediction, p = self.predict(config), config.parallel
-        names = self.open_schedules(config) if schedules in left else [PassOrder(p.pipeline_schedule, config.chunks)]
-        zero = self.open_stages(config) if zero_stages in left else [p.zero_stage]
-        is_busy = micro_batches in left
-        if is_busy:  # a step of the largest ones takes the least, but for waiting
-            config = with_settings(config, **self.choices(config, micro_batches)[-1])
-        seconds = self.bounds.least(config, prediction.padded, names, zero, is_busy)
-        self.push_after(seconds, prediction, left)
-
-    def push_after(self, seconds: float, prediction: Prediction, left: tuple[Dimension, ...] | None) -> None:
-        self.pushed += 1
-        heapq.heappush(self.nodes, Branch(seconds, self.pushed, prediction, left))
-
-    def open_schedules(self, config: TrainConfig) -> list[PassOrder]:
-        pp = config.parallel.pipeline_model_parallel_size
-        if pp not in self.schedules:
-            changed = self.changed(config, schedules)
-            self.schedules[pp] = [PassOrder(c.parallel.pipeline_schedule, c.chunks) for c in changed]
-        return self.schedules[pp]
-
-    def open_stages(self, config: TrainConfig) -> list[int]:
-        return [s.get("zero_stage", config.parallel.zero_stage) for s in self.choices(config, zero_stages)]
-
-    def may_fit(self, config: TrainConfig, left: tuple[Dimension, ...]) -> bool:
-        """Return whether any layout of a node may fit."""
-        may_fit = self.estimates.may_begin if left else self.estimates.may_fit
-        return any(may_fit(self.predict(least)) for least in self.smallest(config, left))
-
-    def smallest(self, config: TrainConfig, left: tuple[Dimension, ...]) -> list[TrainConfig]:
-        """Return the layouts of a node one of which needs the least memory."""
-        kinds, width = [config], 2 * config.parallel.pipeline_model_parallel_size
-        # ZBV may hold less than 1F1B of few micro-batches, or of layers that are not shared evenly.
-        may_hold_less = config.micro_batches(config.global_batch) < width - 1 or (config.model.num_layers or 0) % width
-        if schedules in left and may_hold_less and PassOrder("zbv", 2) in self.open_schedules(config):
-            kinds.append(with_settings(config, pipeline_schedule="zbv", num_layers_per_virtual_pipeline_stage=None))
-        if zero_stages in left:
-            kinds = [self.with_most_sharing(kind) for kind in kinds]
-        return kinds[:1] + [kind for kind in kinds[1:] if not parallel_problems(kind)]
-
-    def with_most_sharing(self, config: TrainConfig) -> TrainConfig:
-        """Return a configuration with the highest legal ZeRO stage."""
-        p, stages = config.parallel, self.open_stages(config)
-        key = len(stages), p.pipeline_model_parallel_size, p.pipeline_schedule, config.precision.fp8_format
-        if key not in self.highest:
-            changed = [with_settings(config, zero_stage=stage) for stage in stages]
-            legal = [c.parallel.zero_stage for c in changed if not parallel_problems(c)]
-            self.highest[key] = legal[-1] if legal else stages[0]
-        return with_settings(config, zero_stage=self.highest[key])
-
-    def is_fixed(self, name: str) -> bool:
-        return name in self.freedom.fixed
-
-    def note_lack(self, prediction: Prediction) -> None:
-        """Keep a layout that does not fit if it is the nearest so far."""
-        have = self.machine.profile.memory_bytes
-        if self.found.nearest is not None and have - self.estimates.held(prediction) <= self.most_left:
-            return
-        most = self.choices(prediction.config, recomputations)[-1]
-        smaller = self.predict(with_settings(prediction.config, **most))
-        left = have - self.estimates.at_least(smaller)
-        if self.found.nearest is None or left > self.most_left:
-            self.most_left, self.found.nearest = left, smaller
-
-    def predict(self, config: TrainConfig) -> Prediction:
-        return Prediction(config, self.machine, self.vocabulary)
-
-    def changed(self, config: TrainConfig, dimension: Dimension) -> list[TrainConfig]:
-        """Return the configurations of a dimension, legal or not."""
-        return [with_settings(config, **settings) for settings in self.choices(config, dimension)]
-
-    def choices(self, config: TrainConfig, dimension: Dimension) -> list[Settings]:
-        """Return what a dimension may be, without what is fixed."""
-        free = [{n: v for n, v in s.items() if not self.is_fixed(n)} for s in dimension(config)]
-        return [s for n, s in enumerate(free) if s not in free[:n]]
-
-    def expand(self, config: TrainConfig, dimensions: Sequence[Dimension]) -> Iterator[TrainConfig]:
-        """Yield the legal configurations of these dimensions."""
-        if not dimensions:
-            yield config
-            return
-        for changed in self.changed(config, dimensions[0]):
-            if self.is_legal(parallel_problems(changed)):
-                yield from self.expand(changed, dimensions[1:])
-
-    def is_legal(self, problems: list[str]) -> bool:
-        """Return whether there are no problems, and count the first."""
-        if problems:
-            self.found.refusals.note(problems[0])
-        return not problems
+    def candidates(self, run: Run, legal: LegalLayouts) -> list[Candidate]:
+        """Return all legal layouts with the least recomputation, as a heap."""
+        out, shapes = list[Candidate](), [*legal.shapes()]
+        with progress_bar("ranking layouts", len(shapes), of="count") as show:
+            for shape in shapes:
+                for layout, seconds in timed_layouts(run, legal, shape):
+                    out.append(Candidate(seconds, len(out), layout))
+                show(1)
+        heapq.heapify(out)
+        return out
 
 
-# The least change of a layout that does not fit.
+def timed_layouts(run: Run, legal: LegalLayouts, shape: Layout) -> Iterator[tuple[Layout, float]]:
+    """Yield the legal layouts of a shape, with the seconds of a step."""
+    layouts = legal.micro_batches(shape)
+    if not layouts:
+        return
+    micro, rounds = [layout.micro_batch_size for layout in layouts], [legal.is_round(layout) for layout in layouts]
+    examples = dict(zip(rounds, layouts, strict=True))
+    for (name, sizes), zero in itertools.product(legal.schedules(shape), legal.zero_stages(shape)):
+        seconds = estimate.step_seconds(run, shape.ordered(name, None, zero), micro, sizes)
+        for size, row in zip(sizes, seconds, strict=True):
+            # Micro-batches that pipeline ranks can share alike are refused or accepted together.
+            accepted = {key: legal.is_legal(each.ordered(name, size, zero), key) for key, each in examples.items()}
+            for layout, key, time in zip(layouts, rounds, row, strict=True):
+                if accepted[key]:
+                    yield layout.ordered(name, size, zero), time
+
+
+def smallest(legal: LegalLayouts, shape: Layout) -> Layout | None:
+    """Return the layout of a shape that needs the least memory, as a rule."""
+    layout = next(iter(legal.micro_batches(shape)), None)
+    if layout is None:
+        return None
+    (name, sizes), *_ = legal.schedules(shape)
+    layout = layout._replace(recompute_granularity=legal.recomputations()[-1])
+    stages = (layout.ordered(name, sizes[0], zero) for zero in reversed(legal.zero_stages(shape)))
+    return next((each for each in stages if legal.is_legal(each, legal.is_round(each))), None)
+
+
+def recomputed_alike(config: TrainConfig) -> TrainConfig:
+    """Return a configuration with one kind of recomputation, to compare the rest."""
+    return with_settings(config, recompute_granularity=None)
+
+
+# The least change of a layout that does not fit
 
 MOST_CHANGES = 3
 
@@ -341,19 +397,21 @@ def smaller_steps(c: TrainConfig) -> list[list[Settings]]:
 
 def least_change(prediction: Prediction) -> tuple[Settings, Prediction] | None:
     """Return the fewest settings that make a layout fit, the fastest of these, and the result."""
-    steps, estimates = [each for each in smaller_steps(prediction.config) if each], MemoryEstimates()
+    steps, have = [each for each in smaller_steps(prediction.config) if each], prediction.machine.profile.memory_bytes
     for number in range(1, MOST_CHANGES + 1):
-        fitting = []
+        hopeful = list[tuple[Settings, Prediction]]()
         for chosen in itertools.combinations(steps, number):
             for values in itertools.product(*chosen):
                 settings = {name: value for each in values for name, value in each.items()}
                 config = with_settings(prediction.config, **settings)
                 if parallel_problems(config) or batch_problems(config):
                     continue
-                changed = dataclasses.replace(prediction, config=config)
-                if estimates.may_fit(changed):
-                    fitting.append((settings, changed))
-        for settings, changed in sorted(fitting, key=lambda pair: pair[1].time.seconds):
-            if changed.fits:
-                return settings, changed
+                changed = Prediction(config, prediction.machine, prediction.vocabulary)
+                if changed.tensors * (1 - NEAR) <= have:
+                    hopeful.append((settings, changed))
+        hopeful.sort(key=lambda pair: pair[1].time.seconds)
+        for settings, changed in hopeful[:MOST_TRIALS]:
+            in_full = dataclasses.replace(changed, is_measured=prediction.is_measured)
+            if in_full.left_first >= 0 and in_full.fits:
+                return settings, in_full
     return None

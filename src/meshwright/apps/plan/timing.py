@@ -2,8 +2,9 @@
 
 A step is the sum of what a rank does: matrix products at the speed that the device reaches, the
 attention kernel, passes over memory (norms, activations, loss), the update, what communication adds
-to these, the pipeline's waiting, and the host where it is slower than the device. FLOPs come from
-model/counts.py, bytes sent from traffic.py, the schedule from timeline.py, all as in training.
+to these, the pipeline's waiting, and the host where it is slower than the device. What is executed
+was measured (measure/work.py), or comes from a closed form, which is enough to rank layouts. Bytes
+sent come from traffic.py, the schedule from timeline.py, as in training.
 """
 
 from __future__ import annotations
@@ -11,35 +12,43 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.apps.plan import timeline, traffic
+from meshwright.apps.plan.measure.operations import Heads, Operations, StepOperations
+from meshwright.apps.plan.memory import can_measure
+from meshwright.base.device import NVIDIA
 from meshwright.base.device_profiles import (
+    ATTENTION_PASSES,
     ATTENTION_ROWS,
     ATTENTION_STARTS,
-    PASSES_BACKWARD,
-    PASSES_FORWARD,
-    PRODUCTS,
+    LAUNCHES,
+    LAYER_LAUNCHES,
     DeviceProfile,
     Links,
     LinkSpeed,
 )
-from meshwright.config.schema import Model, Optimizer, TrainConfig
+from meshwright.config.schema import Model as Shape
+from meshwright.config.schema import Optimizer, TrainConfig
 from meshwright.model import counts
 from meshwright.model.kind import BlockKind, block_kind
 from meshwright.optim.rule_table import form_of, state_bytes
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, stages_of
-from meshwright.training import graph_rule
+from meshwright.training import graph_rule, inflight_rule
 from meshwright.training.parameters import parameters_of_ranks
 from meshwright.training.sizes import rows
 
-# What a layer's communication takes of the host, in launches of kernels: a collective of tensor
-# ranks, plain and overlapped; context ranks, and a unit of ZeRO 3, in each direction. From steps
-# without CUDA graphs on two H100: benchmarks/records/2026-11-28-four-gpus.
-TENSOR_LAUNCHES, CONTEXT_LAUNCHES, SHARD_LAUNCHES = (2, 3), 5, 10
-# How much more a layer's passes move, and how many more kernels they are, than in fused blocks.
+if TYPE_CHECKING:
+    from meshwright.training.network import Model
+
+# The closed form: how much more a layer's passes move than in fused blocks, by how many kernels.
 BLOCKS: dict[BlockKind, tuple[float, float]] = {"fused": (1.0, 1.0), "compiled": (1.4, 1.0), "plain": (2.2, 2.5)}
+# Its collectives in each direction, for the host: of an exchange of tensor ranks, plain and
+# overlapped; of context ranks; of a unit of ZeRO 3. From steps without CUDA graphs on two H100:
+# benchmarks/records/2026-11-28-four-gpus.
+TENSOR_LAUNCHES, CONTEXT_LAUNCHES, SHARD_LAUNCHES = (1, 1.5), 2.5, 5
 HOST_UPDATE = 40e9  # bytes per second of an update in host memory, on 16 cores beside an H200
 # Numbers of full size that an update reads and writes for a parameter, with those of the norm.
 UPDATE_NUMBERS = {"adam": 8, "adamw": 8, "sgd": 7, "muon": 8, "lion": 38}
@@ -67,7 +76,7 @@ class Work(NamedTuple):
     passes: float = 0.0
     tensor: float = 0.0  # communication between tensor ranks that nothing hides
     context: float = 0.0
-    kernels: float = 0.0  # launched by the host
+    host: float = 0.0  # to launch all this, if no CUDA graph does
 
     def __add__(self, other: Work) -> Work:  # type: ignore[override]
         return Work(*(a + b for a, b in zip(self, other, strict=True)))
@@ -77,7 +86,7 @@ class Work(NamedTuple):
 
     @property
     def device_seconds(self) -> float:
-        return sum(self[:-1])
+        return sum(self[:-1])  # all but the host's
 
 
 class Step(NamedTuple):
@@ -88,18 +97,48 @@ class Step(NamedTuple):
     weights: Work
 
 
-def step_time(config: TrainConfig, padded: int, profile: DeviceProfile, links: Links | None = None) -> StepTime:
-    """Predict a step of the slowest rank."""
-    return StepTerms(config, padded, profile, links or profile.links).result()
+def measured_operations(
+    config: TrainConfig, padded: int, profile: DeviceProfile, model: Model | None = None
+) -> StepOperations | None:
+    """Return what a step executes, by the measurement that its memory is known from.
+
+    None if torch is not there, or the step cannot be measured: other devices have other blocks.
+    """
+    if not can_measure() or profile.kind != NVIDIA:
+        return None
+    from meshwright.apps.plan.measure.work import is_measurable, operations_of_step
+
+    return operations_of_step(config, padded, model) if is_measurable(config) else None
 
 
-def stage_times(config: TrainConfig, padded: int, profile: DeviceProfile, links: Links) -> timeline.StageTimes:
+def step_time(
+    config: TrainConfig,
+    padded: int,
+    profile: DeviceProfile,
+    links: Links | None = None,
+    measured: StepOperations | None = None,
+) -> StepTime:
+    """Predict a step of the slowest rank, from what was measured or by the closed form."""
+    return terms_of(config, padded, profile, links or profile.links, measured).result()
+
+
+def stage_times(
+    config: TrainConfig, padded: int, profile: DeviceProfile, links: Links, measured: StepOperations | None = None
+) -> timeline.StageTimes:
     """Return the seconds of a micro-batch in each stage."""
-    terms = StepTerms(config, padded, profile, links)
+    terms = terms_of(config, padded, profile, links, measured)
     return terms.stage_times([terms.stage(s) for s in range(len(config.stages))])
 
 
-def muon_flops(o: Optimizer, m: Model, layers: float, ranks: int) -> float:
+def terms_of(
+    config: TrainConfig, padded: int, profile: DeviceProfile, links: Links, measured: StepOperations | None
+) -> StepTerms:
+    if measured is None:
+        return StepTerms(config, padded, profile, links)
+    return MeasuredTerms(config, padded, profile, links, measured)
+
+
+def muon_flops(o: Optimizer, m: Shape, layers: float, ranks: int) -> float:
     """Return the operations of orthogonalising layers' matrices on the busiest home."""
     forms = (form_of(o, m, f"h.0.{name}", shape) for name, shape in counts.layer_shapes(m).items() if len(shape) > 1)
     costs = [form.cost(o.muon_num_ns_steps) for form in forms]
@@ -107,7 +146,7 @@ def muon_flops(o: Optimizer, m: Model, layers: float, ranks: int) -> float:
 
 
 class StepTerms:
-    """The terms of one step."""
+    """The terms of one step, by the closed form."""
 
     def __init__(self, config: TrainConfig, padded: int, profile: DeviceProfile, links: Links) -> None:
         self.config, self.padded, self.profile, self.links = config, padded, profile, links
@@ -127,7 +166,8 @@ class StepTerms:
         self.count = max(1, config.micro_batches(config.global_batch))
         self.groups = traffic.groups(config)
         self.passes_speed = profile.bandwidth * profile.reached["passes"]
-        self.flops = profile.flops(config.precision.dtype)
+        self.update_speed = profile.bandwidth * profile.reached["update"]
+        self.muon_speed = profile.peaks.get("float16", profile.flops(config.precision.dtype)) * profile.reached["muon"]
 
     @functools.cached_property
     def has_graphs(self) -> bool:
@@ -159,13 +199,32 @@ class StepTerms:
         link, bandwidth = self.link(dimension)
         return size / (bandwidth * (link.copies if copies else link.collectives)) + messages * link.latency
 
+    def launching(self, launches: Mapping[str, float]) -> float:
+        """Return the host's seconds of so many launches of each kind."""
+        return sum(count * self.profile.seconds[LAUNCHES[kind]] for kind, count in launches.items())
+
     # Work of a layer
 
-    def product(self, outputs: int, inputs: int, flops: float, rows: int | None = None) -> float:
-        rows = self.rows if rows is None else rows
-        moved = self.low * (rows * (inputs + outputs) + inputs * outputs)
-        least = max(2 * rows * outputs * inputs / flops, moved / (self.profile.bandwidth * 0.85))
-        return math.hypot(least, self.profile.seconds["product"])  # a small one does not fill the device
+    def product(self, outputs: int, inputs: int, dtype: str) -> float:
+        moved = self.low * (self.rows * (inputs + outputs) + inputs * outputs)
+        return self.product_seconds(2.0 * self.rows * outputs * inputs, moved, dtype)
+
+    def product_seconds(self, flops: float, moved: float, dtype: str) -> float:
+        speed = self.profile.flops(dtype)
+        return self.least_seconds(flops, moved, speed, slower=max(1.0, self.half_speed / speed))
+
+    @functools.cached_property
+    def half_speed(self) -> float:
+        return self.profile.flops("bfloat16" if "bfloat16" in self.profile.peaks else "float16")
+
+    def least_seconds(self, flops: float, moved: float, speed: float, slower: float = 1.0) -> float:
+        """Return the seconds that a product's FLOPs or bytes take, and more if it is small.
+
+        One that does not fill the device computes few tiles, which take as many times longer as
+        the device is slower than with numbers of 16 bits.
+        """
+        least = max(flops / speed, moved / (self.profile.bandwidth * 0.85))
+        return math.hypot(least, slower * self.profile.seconds["product"])
 
     def a_pass(self, size: float, kernels: float = 1) -> float:
         """Return the seconds of reading or writing so many bytes by some kernels."""
@@ -173,77 +232,70 @@ class StepTerms:
 
     def products_of_layer(self, is_fp8: bool) -> float:
         """Return the seconds of a layer's products forward; each gradient takes as long."""
-        flops = self.profile.flops("fp8") if is_fp8 else self.flops
+        dtype = "fp8" if is_fp8 else self.config.precision.dtype
         total = 0.0
         for name, (outputs, inputs) in counts.layer_matrices(self.m).items():
             cut_outputs = not name.endswith("proj")
             total += self.product(
-                outputs // self.tp if cut_outputs else outputs, inputs if cut_outputs else inputs // self.tp, flops
+                outputs // self.tp if cut_outputs else outputs, inputs if cut_outputs else inputs // self.tp, dtype
             )
         return total
 
     def attention(self, windowed: bool) -> tuple[float, float]:
         """Return the seconds of a layer's attention forward and backward, of a rank's heads."""
-        m, reached = self.m, self.profile.reached
-        blocks = max(1.0, (m.window + 1 if windowed else self.seq) / ATTENTION_ROWS)
+        m, rows, draws = self.m, self.rows / self.tp, self.m.attention_dropout > 0
+        flops, keys = counts.attention_flops(m, self.seq, windowed) * rows, m.window + 1 if windowed else self.seq
+        forward, backward = (
+            self.attention_seconds(flops, Heads(keys, m.head_dim, draws, way), windowed) for way in (False, True)
+        )
+        return forward, backward
+
+    def attention_seconds(self, flops: float, heads: Heads, windowed: bool = False) -> float:
+        """Return the seconds of an attention kernel from the FLOPs of all scores, forward."""
+        way = "_backward" if heads.is_backward else ""
+        blocks = max(1.0, heads.keys / ATTENTION_ROWS)
         starts = ATTENTION_STARTS / (blocks + 1)  # in blocks of the others
         share = (blocks + 1) / blocks / (1 if windowed else 2)
-        width = 64 if m.head_dim <= 64 else -(-m.head_dim // 128) * 128
-        flops = counts.attention_flops(m, self.seq, windowed) * share * width / m.head_dim * self.rows / self.tp
-        forward, backward = self.profile.attention(width)
-        drawing = [0.0, 0.0]
-        if m.attention_dropout > 0:
-            drawing = [1 / reached[f"attention_dropout{way}"] - 1 for way in ("", "_backward")]
-        least = self.profile.seconds["attention"]
-        return (
-            flops / forward * (1 + starts + drawing[0]) + least,
-            2.5 * flops / backward * (1 + starts + drawing[1]) + least,
-        )
+        width = 64 if heads.width <= 64 else -(-heads.width // 128) * 128
+        drawing = 1 / self.profile.reached[f"attention_dropout{way}"] - 1 if heads.draws else 0.0
+        computed = flops * share * width / heads.width * (2.5 if heads.is_backward else 1.0)
+        speed = self.profile.attention(width, self.config.precision.dtype)[heads.is_backward]
+        return computed / speed * (1 + starts + drawing) + self.profile.seconds["attention"]
 
     def layer(self, windowed: bool, is_fp8: bool) -> Step:
         """Return the work of a layer for one micro-batch."""
         m, products = self.m, self.products_of_layer(is_fp8)
         more_bytes, more_kernels = BLOCKS[self.block]
-        attention_forward, attention_backward = self.attention(windowed)
         stream = self.rows_of_stream * self.hidden * self.low
         heads = self.rows * (m.num_attention_heads or 1) * m.head_dim * self.low / self.tp
         middle = self.rows * m.ffn * self.low / self.tp
         key_share = 1 + 2 * m.groups / (m.num_attention_heads or 1)
         gates = 2 if m.gated else 1
         forward = 8 * stream + (gates + 1) * middle + (2 * key_share * heads if m.position == "rope" else 0)
-        backward = 9 * stream + (2 * gates + 1) * middle + (2 * key_share + 7) * heads
+        backward = 9 * stream + (2 * gates + 1) * middle + (2 * key_share + ATTENTION_PASSES) * heads
         if m.hidden_dropout > 0:
             backward += stream
         if is_fp8:
             forward += 2 * stream + heads + middle
             backward += 2 * (2 * stream + key_share * heads + gates * middle)
-        tensor, context = self.tensor_waits(products), self.sending("context", traffic.context_bytes(self.config), 2)
-        casts, launches = 4 if is_fp8 else 0, self.launches_to_communicate()
-        ways = (
-            (attention_forward, forward, PASSES_FORWARD + casts, launches[0]),
-            (attention_backward, backward, PASSES_BACKWARD + casts, launches[1]),
-        )
+        casts = 4 if is_fp8 else 0
+        launches = LAYER_LAUNCHES["plain" if self.block == "plain" else "fused"]
+        kernels = (more_kernels * way["triton"] + casts for way in LAYER_LAUNCHES["fused"])
         first, second = (
-            Work(
-                products,
-                attention,
-                self.a_pass(more_bytes * moved, more_kernels * kernels),
-                waits,
-                context,
-                1 + PRODUCTS + more_kernels * kernels + others,
+            Work(products, attention, self.a_pass(more_bytes * moved, count), host=self.launching(launched))
+            for attention, moved, count, launched in zip(
+                self.attention(windowed), (forward, backward), kernels, launches, strict=True
             )
-            for (attention, moved, kernels, others), waits in zip(ways, tensor, strict=True)
         )
-        t = self.config.training
-        if t.recompute_granularity == "selective":
-            second += Work(attention=attention_forward, kernels=1)
+        if self.config.training.recompute_granularity == "selective":
+            second += first._replace(products=0.0, passes=0.0, host=self.launching({"torch": 1}))
         size = sum(outputs * inputs for outputs, inputs in counts.layer_matrices(m).values()) / self.tp
-        return Step(first, second, Work(products, passes=self.gradients(size), kernels=PRODUCTS))
+        return Step(first, second, Work(products, passes=self.gradients(size)))
 
     def gradients(self, size: float) -> float:
         """Return the seconds of writing so many gradients, and of reading those to be added to."""
         moved = size * self.full * (2 - 1 / self.count)
-        return moved / (self.profile.bandwidth * self.profile.reached["update"])
+        return moved / self.update_speed
 
     def tensor_waits(self, products: float) -> tuple[float, float]:
         """Return the seconds that tensor parallelism adds to a layer, forward and backward."""
@@ -270,8 +322,34 @@ class StepTerms:
         ranks_within = self.links.gpus_per_node if self.links.within.copies else 1
         return traffic.overlaps_products(self.config, ranks_within)
 
-    def launches_to_communicate(self) -> tuple[float, float]:
-        """Return what the host takes for a layer's communication, in launches of kernels."""
+    def waits(self, layers: int) -> tuple[Work, Work]:
+        """Return what communication adds to layers for a micro-batch, forward and backward."""
+        sent, context = traffic.tensor_bytes(self.config), traffic.context_bytes(self.config)
+        first, second = (
+            Work(tensor=tensor, context=self.sending("context", context, 2), host=self.launching({"collective": count}))
+            for tensor, count in zip(self.tensor_waits(self.products_of_layer(False)), self.exchanges(), strict=True)
+        )
+        forward, backward = first.times(layers), second.times(layers)
+        again, segments = traffic.recomputed(self.config, layers)
+        if again:
+            redone = first.times(again)
+            unneeded = segments * sent.last_sum / (again * sent.layer_forward) if self.tp > 1 else 0.0
+            backward += redone._replace(tensor=redone.tensor * (1 - unneeded))
+        return forward, backward
+
+    def waits_of_head(self) -> tuple[Work, Work]:
+        """Return what communication adds to the head and the loss."""
+        if self.tp == 1:
+            return Work(), Work()
+        end = self.wait_of_embedding()
+        return end + Work(tensor=self.sending("tensor", traffic.tensor_bytes(self.config).loss, 3)), end
+
+    def wait_of_embedding(self) -> Work:
+        """Return what communication adds to the embedding, in each direction."""
+        return Work(tensor=self.sending("tensor", traffic.tensor_bytes(self.config).end / 2) if self.tp > 1 else 0.0)
+
+    def exchanges(self) -> tuple[float, float]:
+        """Return a layer's collectives forward and backward, by the time they take of the host."""
         each = TENSOR_LAUNCHES[self.overlaps_products] * (self.tp > 1)
         others = CONTEXT_LAUNCHES * (self.cp > 1)
         others += SHARD_LAUNCHES * (self.p.zero_stage == 3 and self.groups["data"].size > 1)
@@ -306,38 +384,33 @@ class StepTerms:
             forward += layer.forward.times(layers)
             backward += layer.backward.times(layers)
             weights += layer.weights.times(layers)
-        again, segments = traffic.recomputed(self.config, count)
-        if again:
-            redone = forward.times(again / count)
-            sums = traffic.tensor_bytes(self.config)
-            unneeded = segments * sums.last_sum / (again * sums.layer_forward) if self.tp > 1 else 0.0
-            backward += redone._replace(tensor=redone.tensor * (1 - unneeded))
+        again, _ = traffic.recomputed(self.config, count)
+        backward += forward.times(again / count)
         if is_first:
             forward, backward = forward + self.embedding(False), backward + self.embedding(True)
         if is_last:
             head = self.head()
             forward, backward, weights = forward + head.forward, backward + head.backward, weights + head.weights
-        return Step(forward, backward, weights)
+        waits = self.waits(count)
+        return Step(forward + waits[0], backward + waits[1], weights)
 
     def embedding(self, backward: bool) -> Work:
-        tensor = self.sending("tensor", traffic.tensor_bytes(self.config).end / 2) if self.tp > 1 else 0.0
         size = self.rows * self.hidden * self.low
-        return Work(passes=self.a_pass(3 * size + (2 * size if backward else 0), 3), tensor=tensor, kernels=3)
+        passes = self.a_pass(3 * size + (2 * size if backward else 0), 3)
+        return Work(passes=passes, host=self.launching({"torch": 8})) + self.wait_of_embedding()
 
     def head(self) -> Step:
         """Return the work of the last norm, the head and the loss."""
         columns = self.padded // self.tp
-        product = self.product(columns, self.hidden, self.flops)
+        product = self.product(columns, self.hidden, self.config.precision.dtype)
         logits = self.rows * columns * self.low
         stream = self.rows_of_stream * self.hidden * self.low
-        sent = traffic.tensor_bytes(self.config)
-        tensor = self.sending("tensor", sent.end / 2) + self.sending("tensor", sent.loss, 3) if self.tp > 1 else 0.0
-        back = self.sending("tensor", sent.end / 2) if self.tp > 1 else 0.0
         capped = 2 if self.m.final_logit_softcapping else 0
+        host, (first, second) = self.launching({"torch": 6, "triton": 3}), self.waits_of_head()
         return Step(
-            Work(product, 0.0, self.a_pass(4 * stream + (1 + capped) * logits, 2), tensor, kernels=4),
-            Work(product, 0.0, self.a_pass(4 * stream + (2 + capped) * logits, 3), back, kernels=4),
-            Work(product, passes=self.gradients(columns * self.hidden), kernels=1),
+            Work(product, passes=self.a_pass(4 * stream + (1 + capped) * logits, 2), host=host) + first,
+            Work(product, passes=self.a_pass(4 * stream + (2 + capped) * logits, 3), host=host) + second,
+            Work(product, passes=self.gradients(columns * self.hidden)),
         )
 
     # The step
@@ -346,7 +419,7 @@ class StepTerms:
         """Return the seconds of some work, on the device or, if that takes longer, on the host."""
         if self.has_graphs:
             return work.device_seconds
-        return max(work.device_seconds, work.kernels * self.profile.seconds["launch"])
+        return max(work.device_seconds, work.host)
 
     def result(self) -> StepTime:
         config, profile = self.config, self.profile
@@ -357,21 +430,26 @@ class StepTerms:
             for part in stages[s]:
                 work += part
         work = work.times(self.count)
-        busy = self.passes_seconds(work)
-        passes = self.pass_of_micro_batches(stages, busy)
         parameters = max(parameters_of_ranks(config, self.padded))
         update, layers = self.update(parameters), sum(config.stages[s] for s in own)
         forward = sum(self.passes_seconds(stages[s].forward) for s in own)
         backward = sum(self.passes_seconds(stages[s].backward + stages[s].weights) for s in own)
+        busy = self.count * (forward + backward) if self.pp > 1 else work.device_seconds
+        passes = self.pass_of_micro_batches(stages, busy)
         exposed = self.data_parallel(parameters, layers, forward, backward)
-        between = profile.seconds["step"]
+        between, prepare = profile.seconds["step"], profile.seconds["prepare"]
+        if not inflight_rule.runs_ahead(config):  # the device waits while the host prepares the next step
+            between, prepare = between + prepare, 0.0
+        host = busy - work.device_seconds
+        if self.pp == 1 and not self.has_graphs:  # the host runs ahead of the device within a step
+            host = max(0.0, work.host + self.update_host() + prepare - busy - update - exposed)
         parts = {
             "products": work.products,
             "attention": work.attention,
             "passes": work.passes,
             "tensor": work.tensor,
             "context": work.context,
-            "host": busy - work.device_seconds,
+            "host": host,
             "pipeline": passes - busy,
             "update": update,
             "data": exposed,
@@ -418,6 +496,10 @@ class StepTerms:
             self.sending("pipeline", traffic.message_bytes(self.config)),
         )
 
+    def update_host(self) -> float:
+        """Return the host's seconds to launch the update."""
+        return self.launching({"torch": 10, "triton": 10})
+
     def update(self, parameters: float) -> float:
         """Return the seconds of clipping and updating so many parameters of a rank."""
         config, profile = self.config, self.profile
@@ -434,15 +516,19 @@ class StepTerms:
         size -= own * 2 * saved * (2 if o.optimizer in ("adam", "adamw") else 1)
         if config.precision.fp8_format:  # weights are cast, and transposed
             size += own * (self.low + 2)
-        seconds = size / (profile.bandwidth * profile.reached["update"])
+        seconds = size / self.update_speed
         if config.optimizer.optimizer == "muon":
-            speed = profile.peaks.get("float16", self.flops) * profile.reached["muon"]
             layers, data = (self.m.num_layers or 0) / self.pp, self.groups["data"].size
-            seconds += muon_flops(config.optimizer, self.m, layers, self.tp * data) / speed
-            seconds += self.sending("data" if data > 1 else "tensor", traffic.homes_bytes(config), 2)
+            seconds += muon_flops(config.optimizer, self.m, layers, self.tp * data) / self.muon_speed
+            seconds += self.sending_homes()
         if self.p.offloads:
             return size / HOST_UPDATE + own * (self.full + self.low) / profile.storage["host"]
         return seconds
+
+    def sending_homes(self) -> float:
+        """Return the seconds in which Muon's matrices go to their homes and back."""
+        dimension = "data" if self.groups["data"].size > 1 else "tensor"
+        return self.sending(dimension, traffic.homes_bytes(self.config), 2)
 
     def data_parallel(self, parameters: float, layers: int, forward: float, backward: float) -> float:
         """Return the seconds that sums and gathers over the data-parallel ranks add to a step.
@@ -467,3 +553,55 @@ class StepTerms:
         lost = reached["beside_copies" if copies else "beside_collectives"]
         lost *= bandwidth / self.links.within.bandwidth if link is self.links.between else 1.0
         return seconds - hidden + hidden * lost + self.sending("replicas", replicas)
+
+
+class MeasuredTerms(StepTerms):
+    """The terms of a step whose operations were measured, with communication by the closed form."""
+
+    def __init__(
+        self, config: TrainConfig, padded: int, profile: DeviceProfile, links: Links, measured: StepOperations
+    ) -> None:
+        super().__init__(config, padded, profile, links)
+        self.measured = measured
+
+    def stage(self, number: int) -> Step:
+        """Return the work of a stage for one micro-batch."""
+        forward, backward, weights = map(self.work, self.measured.stages[number])
+        waits = [self.waits(self.config.stages[number])]
+        if number == 0:
+            waits.append((self.wait_of_embedding(),) * 2)
+        if number == len(self.config.stages) - 1:
+            waits.append(self.waits_of_head())
+        for first, second in waits:  # what the host launches for them was measured
+            forward, backward = forward + first._replace(host=0.0), backward + second._replace(host=0.0)
+        return Step(forward, backward, weights)
+
+    def work(self, operations: Operations) -> Work:
+        """Return the work of some operations."""
+        products = attention = passes = host = 0.0
+        for op, count in operations.items():
+            host += count * self.profile.seconds[LAUNCHES[op.launch]]
+            if op.kind == "product":
+                products += count * self.product_seconds(op.flops, op.bytes, op.dtype)
+                passes += count * op.totals / self.update_speed
+            elif op.heads is not None:
+                attention += count * self.attention_seconds(op.flops, op.heads)
+                passes += count * op.bytes / self.passes_speed
+            elif op.kind == "pass":
+                slower = self.profile.reached["passes"] / self.profile.reached["passes_fp8"] if op.dtype else 1.0
+                passes += count * self.a_pass(slower * op.bytes)
+        return Work(products, attention, passes, host=host)
+
+    def update(self, parameters: float) -> float:
+        seconds = 0.0
+        for op, count in self.measured.update.items():
+            if op.kind == "product":
+                seconds += count * self.least_seconds(op.flops, op.bytes, self.muon_speed)
+            elif op.kind == "pass":
+                seconds += count * (op.bytes / self.update_speed + self.profile.seconds["pass"])
+        if self.config.optimizer.optimizer == "muon":
+            seconds += self.sending_homes()
+        return seconds
+
+    def update_host(self) -> float:
+        return self.work(self.measured.update).host

@@ -1,0 +1,129 @@
+"""The checkpoints of `meshwright evaluate`: which ones, and how a loaded one is scored."""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from meshwright.apps.evaluate.perplexity import require_finite, score_documents
+from meshwright.apps.evaluate.results import Result
+from meshwright.base import console
+from meshwright.base.errors import BAD_DATA
+from meshwright.base.progress import progress_bar
+from meshwright.checkpoint import mirror, steps
+from meshwright.config.problem import SettingsError
+from meshwright.data.windows import window_spans
+from meshwright.training.tasks import PreparedTask, prepare_task
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from meshwright.generation.language_model import LanguageModel
+    from meshwright.parallel.window_losses import Scorer, WindowBatch
+
+Documents = Iterable[tuple[Sequence[int], int]]  # tokens and number of bytes of each
+
+
+def step_folders(folders: list[str], which: str | None) -> list[str]:
+    """Return the folders of the steps that --steps names in each run, or the runs themselves."""
+    if which is None:
+        return folders
+    out = []
+    for folder in folders:
+        mirror.fetch(folder)
+        complete = sorted(steps.list_steps(folder))
+        wanted = complete if which == "all" else [int(n) for n in which.split(",")]
+        if missing := sorted(set(wanted) - set(complete)):
+            has = ", ".join(map(str, complete)) or "none"
+            raise SettingsError(f"{{steps={which}}}: {folder} has no step {missing[0]}; its steps: {has}", BAD_DATA)
+        if not wanted:
+            raise SettingsError(f"{{steps}} all: {folder} has no step of a run; leave {{steps}} out", BAD_DATA)
+        out += [str(steps.step_folder(folder, n)) for n in wanted]
+    return out
+
+
+def shown_scorer(m: LanguageModel, advance: Callable[[int], None]) -> Scorer:
+    """Return a model's scorer that says how many windows it has scored.
+
+    One process scores a micro-batch after the other; ranks share out all that they are given.
+    """
+
+    def score(batches: list[WindowBatch]) -> Tensor:
+        import torch
+
+        scores = []
+        for part in [[batch] for batch in batches] if m.sharded is None else [batches]:
+            scores.append(m.scorer(part))
+            advance(sum(len(batch.tokens) for batch in part))
+        return torch.cat(scores)
+
+    return score
+
+
+def score_text(
+    m: LanguageModel, folder: str, documents: Documents, count: int, stride: int | None, batch: int
+) -> list[Result]:
+    """Score `count` documents; `stride` is that of overlapping windows (none: half the length)."""
+    length = m.seq_length
+    stride = min(stride or max(1, length // 2), length)
+    shares = collections.deque[float]()  # of a document, for each window that is not scored
+
+    def cut() -> Documents:
+        for ids, size in documents:
+            windows = sum(1 for _ in window_spans(len(ids), length, stride))
+            shares.extend([1 / windows] * windows if windows else [])
+            yield ids, size
+
+    with progress_bar("scoring", count, "percent") as advance:
+        scorer = shown_scorer(m, lambda windows: advance(sum(shares.popleft() for _ in range(windows))))
+        s = score_documents(scorer, m.tokenizer.eod, cut(), length, stride, batch)
+    names = "documents tokens bytes loss perplexity bits_per_byte".split()
+    facts = {"sequence_length": length, "stride": stride}
+    values = {name: getattr(s, name) for name in names}
+    return [Result(folder, m.step, "", "bits_per_byte", values, facts, s.by_position)]
+
+
+class TaskScorer:
+    """Scores named tasks, which are cut into windows once for models of one run and length."""
+
+    def __init__(
+        self, files: Mapping[str, str], stride: int | None, batch: int, every: int | None, limit: int | None = None
+    ) -> None:
+        self.files, self.stride, self.batch, self.every, self.limit = files, stride, batch, every, limit
+        self.prepared: dict[tuple[str, int], list[PreparedTask[Any]]] = {}  # by folder and sequence length
+
+    def score(self, m: LanguageModel, folder: str) -> list[Result]:
+        key = folder, m.seq_length
+        if key not in self.prepared:
+            sizes = m.seq_length, self.stride, self.limit
+            self.prepared[key] = [prepare_task(name, file, m.tokenizer, *sizes) for name, file in self.files.items()]
+        return [self.score_task(m, folder, task) for task in self.prepared[key]]
+
+    def score_task(self, m: LanguageModel, folder: str, task: PreparedTask[Any]) -> Result:
+        began = time.perf_counter()
+        with progress_bar(task.name, len(task.windows), "percent") as advance:
+            scorer = shown_scorer(m, advance)
+            scorer = scorer if self.every is None else log_batches(scorer, self.every)
+            values = task.score(scorer, m.seq_length, self.batch)
+        assert values is not None
+        require_finite(sum(values.values()))
+        console.say(task.line(values))
+        facts = task.facts | {"seconds": round(time.perf_counter() - began, 3)}
+        return Result(folder, m.step, task.name, task.headline, values, facts)
+
+
+def log_batches(scorer: Scorer, every: int) -> Scorer:
+    """Return the scorer with Megatron's lines about its progress."""
+    done = 0
+
+    def score(batches: list[WindowBatch]) -> Tensor:
+        nonlocal done
+        for number in range(done, done + len(batches)):
+            if number % every == 0:
+                console.say(f"> working on iteration: {number}")
+        done += len(batches)
+        return scorer(batches)
+
+    return score

@@ -1,0 +1,137 @@
+"""The perplexity and bits per byte of documents: every token of each counts once (data/windows.py).
+
+Bits per byte compares different vocabularies.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.base.errors import BAD_DATA, NON_FINITE, UserError, bad_data
+from meshwright.base.storage import copies
+from meshwright.config.data_paths import path_sets
+from meshwright.config.problem import SettingsError
+from meshwright.data.windows import Window, document_windows
+
+if TYPE_CHECKING:
+    from meshwright.config.schema import Data
+    from meshwright.data.tokenizers import Tokenizer
+    from meshwright.parallel.window_losses import Scorer
+
+
+@dataclass(frozen=True, repr=False)
+class Score:
+    """Sums over all documents, and the measures made of them."""
+
+    total_loss: float  # nats
+    tokens: int
+    bytes: int
+    documents: int
+    by_position: dict[str, float] = field(default_factory=dict)  # nats per token by ranges of places in a window
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.total_loss / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700))
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.total_loss / math.log(2) / self.bytes
+
+    def __repr__(self) -> str:
+        measures = (f"{name}={getattr(self, name):.4f}" for name in ("loss", "perplexity", "bits_per_byte"))
+        counts = (f"{name}={getattr(self, name):,}" for name in ("documents", "tokens", "bytes"))
+        return f"Score({', '.join((*measures, *counts))})"
+
+
+def score_texts(
+    scorer: Scorer, tokenizer: Tokenizer, texts: Iterable[str], length: int, stride: int, batch: int
+) -> Score:
+    """Score documents in windows of `length` tokens that advance by `stride` <= `length`."""
+    return score_documents(scorer, tokenizer.eod, encode_documents(tokenizer, texts), length, stride, batch)
+
+
+def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[tuple[Sequence[int], int]]:
+    """Yield tokens and bytes of documents."""
+    return ((tokenizer.encode(text), len(text.encode())) for text in texts)
+
+
+def read_token_files(
+    d: Data, tokenizer: Tokenizer, divided: bool, limit: int | None = None
+) -> tuple[Iterator[tuple[list[int], int]], int]:
+    """Return the documents of --data-path, or of --split's validation part, and their number.
+
+    A document is its tokens and the number of its bytes; `limit` is the most documents.
+    """
+    from meshwright.data.files.indexed import Indexed, check_vocabulary
+    from meshwright.data.samples import split_bounds
+
+    parts: list[tuple[Indexed, range]] = []
+    for source in path_sets(d)[0].sources:
+        copies.prepare_tokens(source.prefix)
+        for missing in (f"{source.prefix}{end}" for end in (".idx", ".bin")):
+            if not Path(missing).exists():
+                raise SettingsError(f"{{data_path={source.prefix}}}: there is no {missing}", BAD_DATA)
+        indexed = Indexed(source.prefix)
+        check_vocabulary(indexed, tokenizer.size)
+        count = len(indexed.doc_idx) - 1
+        bounds = split_bounds(d.split, count, d.split_arithmetic)[1:3] if divided else (0, count)
+        parts.append((indexed, range(*bounds)))
+
+    def read() -> Iterator[tuple[list[int], int]]:
+        for indexed, document in ((indexed, document) for indexed, part in parts for document in part):
+            ids = indexed.document(document).tolist()
+            while ids and ids[-1] == tokenizer.eod:  # of --append-eod
+                ids.pop()
+            yield ids, len(tokenizer.decode_bytes(ids))
+
+    count = sum(len(part) for _, part in parts)
+    return itertools.islice(read(), limit), min(count, limit or count)
+
+
+def score_documents(
+    scorer: Scorer, eod: int, documents: Iterable[tuple[Sequence[int], int]], length: int, stride: int, batch: int
+) -> Score:
+    """Score documents given as their tokens, without an end, and their number of bytes."""
+    from meshwright.model.loss import first_positions, range_names
+    from meshwright.parallel.window_losses import score_windows
+
+    tokens = size = number = 0
+    names, borders = range_names(length), [*first_positions(length), length]
+    counts, nats = [0] * len(names), [0.0] * len(names)
+
+    def read() -> Iterator[Window]:
+        nonlocal tokens, size, number
+        for own, bytes_of_text in documents:
+            ids = [eod, *own]
+            number, tokens, size = number + 1, tokens + len(ids) - 1, size + bytes_of_text
+            for window in document_windows(ids, length, stride):
+                for i, (begin, end) in enumerate(itertools.pairwise(borders)):
+                    counts[i] += max(min(len(window.tokens) - 1, end) - max(window.first, begin), 0)
+                yield window
+
+    totals = []
+    for values in score_windows(scorer, read(), length, batch, ranges=len(names)):
+        totals.append(float(values[:, 0].sum()))
+        nats = [a + b for a, b in zip(nats, values[:, 2:].sum(0).tolist(), strict=True)]
+    total = math.fsum(totals)
+    if not tokens:
+        raise bad_data("there is no text to score")
+    require_finite(total)
+    by_position = {name: loss / count for name, loss, count in zip(names, nats, counts, strict=True) if count}
+    return Score(total, tokens, size, number, by_position)
+
+
+def require_finite(value: float, what: str = "the loss") -> None:
+    if not math.isfinite(value):
+        why = "the model's weights are damaged, or float16 overflows (try bfloat16)"
+        raise UserError(f"{what} is not finite; {why}", NON_FINITE)

@@ -1,0 +1,603 @@
+"""Closed forms for a search: memory and time of a layout, to some percent. No torch.
+
+A rank holds weights, gradients and optimizer state throughout, which training/sizes.py knows to the
+byte. What passes keep is so much of a layer for each micro-batch in flight, and what the fullest
+moment needs beside that. Layouts that differ in one setting share most of these parts, so parts are
+computed once: `Run` is what a search keeps, `Layout` what it changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.apps.plan import timing, traffic
+from meshwright.apps.plan.memory import RankMemory, batch_bytes, buffer_bytes, context_bytes
+from meshwright.apps.plan.timing import Step, StepTerms
+from meshwright.base.device import NVIDIA
+from meshwright.base.device_profiles import DeviceProfile, Links
+from meshwright.config.fields import with_settings
+from meshwright.config.schema import TrainConfig
+from meshwright.model.counts import layer_matrices, padded_size
+from meshwright.model.kind import block_kind
+from meshwright.optim.rule_table import CHUNK, MUON_CHUNK, is_beyond_torch, is_rounded
+from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, V_SHAPED, ScheduleName, most_sent, schedule
+from meshwright.training.parameters import WIDTHS, count, data_parts, shapes_of_layer, shapes_of_rank, stage_numbers
+from meshwright.training.sizes import held_bytes
+
+WITHIN = 0.05  # by which estimates of tensors are off, but for rare cases
+NEAR = 0.03  # by which 95 of 100 are off at most: a search leaves out what is further away
+FLOAT, LONG = 4, 8  # bytes
+MANY = 4  # micro-batches of a step: of more, the mean of their gradients' work is nearly the same
+ROUNDS = 2  # of as many micro-batches as pipeline ranks, after which no rank holds more
+RESERVED = 1.02, 1.12  # what torch's allocator takes for a byte of tensors, and with ZeRO 3
+
+
+class Layout(NamedTuple):
+    """How a run is divided over its devices: the settings that a search changes, by their names."""
+
+    tensor_model_parallel_size: int
+    sequence_parallel: bool
+    context_parallel_size: int
+    pipeline_model_parallel_size: int
+    fp8_format: Literal["e4m3", "hybrid"] | None
+    micro_batch_size: int
+    pipeline_schedule: ScheduleName = "1f1b"
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    zero_stage: int = 0
+    recompute_granularity: Literal["full", "selective"] | None = None
+
+    def ordered(self, name: ScheduleName, virtual: int | None, zero: int) -> Layout:
+        """Return the layout with a schedule, the layers of its virtual stages and a ZeRO stage."""
+        return Layout(*self[:6], name, virtual, zero, self.recompute_granularity)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether gradients of weights are computed in passes of their own."""
+        return self.pipeline_model_parallel_size > 1 and self.pipeline_schedule in SPLIT_BACKWARD
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What the layouts of a search have in common. Two are never equal, so it is a quick key."""
+
+    config: TrainConfig
+    vocabulary: int
+    profile: DeviceProfile
+    links: Links
+
+    def config_of(self, layout: Layout) -> TrainConfig:
+        return with_settings(self.config, **layout._asdict())
+
+    @functools.cached_property
+    def is_compiled(self) -> bool:
+        """Whether blocks are compiled, but where gradients of weights are computed apart."""
+        c = self.config
+        return block_kind(c.training, c.model, c.precision, self.profile.kind) == "compiled"
+
+    def padded(self, layout: Layout) -> int:
+        m, tp = self.config.model, layout.tensor_model_parallel_size
+        return padded_size(self.vocabulary, m.make_vocab_size_divisible_by, tp, m.pad_vocab_size_to)
+
+    def chunks(self, layout: Layout, layers: int | None) -> int:
+        """Return the stages of each pipeline rank, if virtual ones have so many layers."""
+        pp = layout.pipeline_model_parallel_size
+        if pp == 1 or layout.pipeline_schedule in V_SHAPED:
+            return min(2, pp)
+        return max(1, (self.config.model.num_layers or 0) // (pp * layers)) if layers else 1
+
+    @functools.cached_property
+    def batches(self) -> list[int]:
+        return self.config.batches
+
+    def data_ranks(self, layout: Layout) -> int:
+        tp, cp = layout.tensor_model_parallel_size, layout.context_parallel_size
+        return max(1, self.config.world // (tp * cp * layout.pipeline_model_parallel_size))
+
+    def micro_batches(self, layout: Layout) -> int:
+        return max(1, self.config.global_batch // (layout.micro_batch_size * self.data_ranks(layout)))
+
+
+def layout_of(c: TrainConfig) -> Layout:
+    """Return the layout of a configuration."""
+    values = {
+        name: getattr(group, name)
+        for group in (c.parallel, c.precision, c.training)
+        for name in Layout._fields
+        if hasattr(group, name)
+    }
+    return Layout(**values | {"micro_batch_size": c.micro_batch})
+
+
+# Memory: what passes keep
+
+
+class LayerBytes(NamedTuple):
+    """Bytes of a layer, for a micro-batch on one rank."""
+
+    saved: float  # for the backward pass
+    again: float  # the layer's input: all that is kept of a layer that runs once more
+    first: float  # what the first layer of a stage does not have of that
+    deferred: float  # for the gradients of weights, where a schedule computes them later
+    passing: float  # of the backward pass, beside what is saved
+
+
+class EndBytes(NamedTuple):
+    """Bytes outside of the layers, for a micro-batch on one rank."""
+
+    stream: float  # the hidden states, as stages exchange them
+    shared: float  # by all layers: places, rotary tables, dropout's hashes
+    head: float  # logits, and what else is saved for the head and the loss
+    passing: float  # of their passes
+
+
+def layer_bytes(c: TrainConfig, is_split: bool) -> LayerBytes:
+    """Return what the norms, attention and the MLP of a layer keep of a micro-batch."""
+    m, p, low = c.model, c.parallel, WIDTHS[c.precision.dtype]
+    tp, cp, hidden, heads = (
+        p.tensor_model_parallel_size,
+        p.context_parallel_size,
+        m.hidden_size or 0,
+        m.num_attention_heads or 1,
+    )
+    is_fused, is_fp8 = block_kind(c.training, m, c.precision, NVIDIA) == "fused", bool(c.precision.fp8_format)
+    is_selective = c.training.recompute_granularity == "selective"
+
+    # The elements of tensors. Inner ones have all tokens, the residual stream a part of them.
+    length = c.data.seq_length or 0
+    tokens = c.micro_batch * length // cp
+    sequence = p.sequence_parallel and tp > 1
+    rows = tokens // tp if sequence else tokens
+    queries, keys = (tokens * number * m.head_dim // tp for number in (heads, m.groups))
+    qkv, inner = queries + 2 * keys, tokens * m.ffn // tp
+    wide = (2 if m.gated else 1) * inner
+
+    # Norms save the residual stream, and one or two numbers of each row.
+    stream = rows * hidden * (FLOAT if c.precision.fp32_residual_connection else low)
+    branch = rows * hidden * low
+    norms = (1 if m.use_parallel_residual else 2) * stream
+    norms += 2 * rows * FLOAT * (2 if m.normalization == "LayerNorm" else 1)
+
+    # Products save their inputs, in fp8 transposed; where rows are gathered first, all of them.
+    gathered = (tokens if is_split or is_fp8 else rows) * hidden
+    inputs = (2 * gathered + inner) * (1 if is_fp8 else low) + queries * is_fp8
+
+    # Attention saves q, k, v, its output and a number of each row; some ways need copies.
+    sums = tokens * heads // tp * FLOAT
+    attention = (qkv + queries) * low + (0 if is_selective else sums)
+    if cp > 1:  # its output by head and by token
+        attention += 0 if is_selective else queries * low
+    elif m.position == "rope":
+        attention += (queries + keys) * low
+    elif tp < m.groups < heads:
+        attention += queries * low
+    attention += (queries + keys) * low * m.qk_layernorm
+
+    # Torch has no kernel for groups of heads in full precision: their scores are tensors.
+    scores = c.micro_batch * length**2 * heads // tp // cp * low if low > 2 and m.groups < heads else 0
+    dropped = scores + scores // low if m.attention_dropout > 0 else 0
+    if scores and not is_selective:
+        attention += scores + dropped + 3 * queries * low
+
+    activation = wide * low
+    if m.gated and not is_fused and m.activation != "liglu":
+        activation += inner * low
+
+    # A backward pass holds gradients of the stream, of a branch and of an activation's input.
+    passing = stream + (branch if m.hidden_dropout > 0 or stream != branch else 0)
+    passing += wide * low * (1 if is_fused else 2)
+    if low > 2:  # a product's gradient is added to the total
+        passing += (2 if m.gated else 1) * m.ffn // tp * hidden * low
+    passing = max(passing, 3 * scores + dropped if is_selective else 2 * scores)
+
+    deferred = inputs + (qkv + wide) * low + 2 * tokens * hidden * low
+    saved = norms + inputs + attention + activation
+    return LayerBytes(saved, stream + branch, stream, deferred, passing)
+
+
+def end_bytes(c: TrainConfig, padded: int, is_split: bool) -> EndBytes:
+    """Return what the ends of a network keep of a micro-batch, and what stages exchange."""
+    m, p, low = c.model, c.parallel, WIDTHS[c.precision.dtype]
+    tp, hidden = p.tensor_model_parallel_size, m.hidden_size or 0
+    columns = (c.data.seq_length or 0) // p.context_parallel_size
+    tokens = c.micro_batch * columns
+    sequence = p.sequence_parallel and tp > 1
+    rows = tokens // tp if sequence else tokens
+    stream = rows * hidden * (FLOAT if c.precision.fp32_residual_connection else low)
+
+    shared = columns * LONG + 3 * rows * LONG * sequence
+    shared += columns * m.rotating * FLOAT if m.position == "rope" else 0
+    if m.hidden_dropout > 0 or m.dropout_of_embeddings > 0:
+        shared += (2 * (m.num_layers or 0) + 1) * rows * FLOAT
+
+    logits = tokens * padded // tp * low * (2 if m.final_logit_softcapping else 1)
+    head = logits + stream + (tokens if is_split else rows) * hidden * low + 2 * tokens * FLOAT
+    passing = (rows + 2 * tokens * sequence) * hidden * low
+    return EndBytes(stream, shared, head, passing)
+
+
+@functools.lru_cache(4096)
+def in_flight(name: ScheduleName, pp: int, rank: int, number: int, chunks: int) -> NDArray[np.int32]:
+    """Return the micro-batches that a rank has in flight, a row for each moment that may be full.
+
+    There are three columns for each chunk of layers: micro-batches that wait for their backward
+    pass, those that wait for their weights' gradients, and whether a backward pass is running.
+    """
+    live, waiting, moments = [0] * chunks, [0] * chunks, set[tuple[int, ...]]()
+    for op, chunk, _ in schedule(name, pp, rank, number, chunks):
+        if op == "F":
+            live[chunk] += 1
+        elif op == "W":
+            waiting[chunk] -= 1
+        else:
+            moments.add((*live, *waiting, *(other == chunk for other in range(chunks))))
+            live[chunk] -= 1
+            if op == "I":
+                waiting[chunk] += 1
+                moments.add((*live, *waiting, *[0] * chunks))
+    return np.array([*moments], np.int32)
+
+
+class RankShape(NamedTuple):
+    """The part of the network that a pipeline rank has."""
+
+    stages: tuple[int, ...]  # layers of each
+    has_first: bool
+    has_last: bool
+    layer: int  # parameters of a layer
+    rest: int  # of what is outside of the layers
+    table: int  # of the head's table
+    parts: int  # that ZeRO cuts them into
+
+    @property
+    def layers(self) -> int:
+        return sum(self.stages)
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer + self.rest
+
+
+def passes_bytes(run: Run, layout: Layout, shape: RankShape, layer: LayerBytes, ends: EndBytes, rank: int) -> float:
+    """Return the bytes at the fullest moment of a rank's passes, beside what is held throughout."""
+    pp, name = layout.pipeline_model_parallel_size, layout.pipeline_schedule
+    is_split, chunks = layout.is_split, run.chunks(layout, layout.num_layers_per_virtual_pipeline_stage)
+    stages = shape.stages if len(shape.stages) == chunks else (shape.layers // chunks,) * chunks
+    live, deferred, backward = list[float](), list[float](), list[float]()
+    for chunk, layers in enumerate(stages):
+        is_last = shape.has_last and chunk == chunks - 1
+        kept, again = kept_bytes(run, layout, layer, layers)
+        head = ends.head if is_last else ends.stream
+        live.append(kept + ends.shared + head)
+        deferred.append(is_split * (layers * layer.deferred + ends.head * is_last))
+        freed = head if is_last and not is_split else 0.0  # before the layers' backward pass
+        backward.append(max(again + layer.passing - freed, ends.passing * is_last))
+
+    number = run.micro_batches(layout)
+    number = number if name == "gpipe" else min(number, ROUNDS * pp)
+    moments = in_flight(name if pp > 1 else "1f1b", pp, rank, number, chunks)
+    sent = most_sent(name, pp, chunks) * ends.stream * (not shape.has_first or chunks > 1)
+    return float((moments @ np.array([*live, *deferred, *backward])).max()) + sent * (pp > 1)
+
+
+def kept_bytes(run: Run, layout: Layout, layer: LayerBytes, layers: int) -> tuple[float, float]:
+    """Return what some layers keep, and what of them runs once more at the fullest moment."""
+    if layout.recompute_granularity != "full":
+        return layers * layer.saved, 0.0
+    number = min(run.config.training.recompute_num_layers, layers)
+    if run.config.training.recompute_method == "block":
+        return number * layer.again + (layers - number) * layer.saved, layer.saved * (number == layers)
+    return -(-layers // number) * layer.again - layer.first, number * layer.saved
+
+
+# Memory: what a rank holds
+
+
+def sharded_bytes(run: Run, layout: Layout, shape: RankShape, layer: LayerBytes) -> float:
+    """Return what ZeRO 2 and 3 hold in full for a while, beside what passes keep."""
+    low, parts = WIDTHS[run.config.precision.dtype], shape.parts
+    if layout.zero_stage < 2 or parts == 1:
+        return 0.0
+    full, kept = max(low, FLOAT), kept_bytes(run, layout, layer, 1)[0]
+    others = min(1, shape.layers - 1)
+    if layout.zero_stage == 2:  # gradients of the head, of a layer, and of others whose sums are under way
+        summed = min(2, shape.layers - 1) * max(0.0, shape.layer * full * (1 + 1 / parts) - kept)
+        return (shape.table + shape.layer) * full + summed
+    # Weights of two layers and the rest; gradients of the head, of a layer or the last one's sum.
+    weights = shape.rest + (1 + others) * shape.layer
+    during = (weights + shape.table) * low + max(shape.layer * low, others * (shape.layer * full - kept))
+    after = (weights - shape.layer) * low + shape.layer * (low + full) - kept - layer.passing
+    return max(during, after)
+
+
+def update_bytes(c: TrainConfig) -> float:
+    """Return what the update takes for a while."""
+    o, p, parts = c.optimizer, c.parallel, data_parts(c)
+    tp, layers = p.tensor_model_parallel_size, (c.model.num_layers or 0) / p.pipeline_model_parallel_size
+    matrices = layer_matrices(c.model).values()
+    if o.optimizer == "muon":
+        data = c.dp * p.context_parallel_size // p.num_distributed_optimizer_instances
+        largest = max(matrices, key=math.prod)
+        if tp * data == 1:
+            number = min(layers, max(1, MUON_CHUNK // math.prod(largest)))
+            return 2 * number * (2 * math.prod(largest) + 3 * min(largest) ** 2)
+        # A rank has its own matrices' updates, what it sends back of them, and its part of all.
+        at_once = min(layers * sum(map(math.prod, matrices)), MUON_CHUNK * tp * data)
+        cut = tp * (data if p.zero_stage else 1)
+        sent = min(at_once, MUON_CHUNK * cut) / cut
+        return 2 * (at_once / tp / data + 2 * sent + min(sent, MUON_CHUNK))
+    is_gathered = p.zero_stage == 3 and parts > 1
+    if o.optimizer == "lion" or (o.optimizer == "sgd" and is_rounded(o)) or (is_beyond_torch(o) and is_gathered):
+        sizes = shapes_of_layer(c.model, tp).values()
+        largest_part = max(map(math.prod, sizes)) if is_rounded(o) else count(shapes_of_layer(c.model, tp))
+        return (6 if is_rounded(o) else 4) * FLOAT * min(CHUNK, largest_part)
+    return 0.0
+
+
+# What layouts share: each part is computed without the settings that it does not depend on.
+
+
+@functools.lru_cache(1 << 14)
+def activations(run: Run, layout: Layout, is_split: bool) -> tuple[LayerBytes, EndBytes, int]:
+    """Return what a micro-batch takes of a layer and outside, and of memory that ranks map."""
+    c = run.config_of(layout)
+    ends = end_bytes(c, run.padded(layout), is_split)
+    return layer_bytes(c, is_split), ends, traffic.mapped_rows(c, run.profile.mapped_ranks)
+
+
+@functools.lru_cache(1 << 14)
+def held_by(run: Run, layout: Layout, rank: int) -> tuple[RankShape, dict[str, int], float]:
+    """Return what a pipeline rank has, the bytes of it by kind, and what its update takes."""
+    c, padded = run.config_of(layout), run.padded(layout)
+    own, (unit, *outer) = stage_numbers(c, rank), [count(shapes) for shapes, _ in shapes_of_rank(c, padded, rank)]
+    has_last, stages = len(c.stages) - 1 in own, tuple(c.stages[s] for s in own)
+    table = max(outer, default=0) if has_last else 0
+    shape = RankShape(stages, 0 in own, has_last, unit, sum(outer), table, data_parts(c))
+    held = held_bytes(c, padded, rank, run.profile.kind)
+    return shape, held | {"buffers": buffer_bytes(c, padded, rank, run.profile)}, update_bytes(c)
+
+
+@functools.lru_cache(1 << 14)
+def beside(run: Run, layout: Layout) -> tuple[float, int]:
+    """Return the bytes of a micro-batch's tokens, and of the driver and its libraries."""
+    c = run.config_of(layout)
+    return batch_bytes(c) / max(1, c.micro_batches(c.global_batch)), context_bytes(c, run.profile)
+
+
+def without_passes(run: Run, layout: Layout) -> Layout:
+    """Return a layout without what decides about passes alone, for what a rank holds."""
+    name, virtual = layout.pipeline_schedule, layout.num_layers_per_virtual_pipeline_stage
+    if not run.config.parallel.pipeline_layout:
+        name, virtual = "zbv" if name in V_SHAPED else "1f1b", None
+    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    return Layout(tp, False, 1, pp, layout.fp8_format, 1, name, virtual, layout.zero_stage)
+
+
+def without_stages(layout: Layout) -> Layout:
+    """Return a layout without pipeline and ZeRO, for what a micro-batch takes of a layer."""
+    return layout._replace(
+        pipeline_model_parallel_size=1,
+        pipeline_schedule="1f1b",
+        num_layers_per_virtual_pipeline_stage=None,
+        zero_stage=0,
+    )
+
+
+# The memory of a rank
+
+
+def rank_bytes(run: Run, layout: Layout, rank: int) -> dict[str, int]:
+    """Return the bytes of a pipeline rank's tensors by kind."""
+    layer, ends, mapped = activations(run, without_stages(layout), layout.is_split)
+    shape, held, update = held_by(run, without_passes(run, layout), rank)
+    passes = passes_bytes(run, layout, shape, layer, ends, rank) + sharded_bytes(run, layout, shape, layer)
+    if layout.zero_stage == 3 and shape.parts > 1 and run.micro_batches(layout) == 1:
+        passes = max(0.0, passes - held["gradients"])  # the last step's sums are freed
+    return held | {"buffers": held["buffers"] + mapped, "activations": round(max(passes, update))}
+
+
+def memory_of_ranks(c: TrainConfig, padded: int, profile: DeviceProfile) -> list[RankMemory]:
+    """Return the memory of each pipeline rank, estimated."""
+    run, layout = Run(c, padded, profile, profile.links), layout_of(c)
+    batches, context = batch_bytes(c), context_bytes(c, profile)
+    out = []
+    for rank in range(layout.pipeline_model_parallel_size):
+        kinds = rank_bytes(run, layout, rank) | {"batches": batches}
+        reserved = round(reserved_bytes(layout, sum(kinds.values())))
+        out.append(RankMemory(kinds, context, functools.partial(int, reserved)))
+    return out
+
+
+def reserved_bytes(layout: Layout, allocated: float) -> float:
+    """Return what torch's allocator takes for so many bytes of tensors, as a rule."""
+    return allocated * RESERVED[layout.zero_stage == 3]
+
+
+def need_of(run: Run, layout: Layout) -> int:
+    """Return the bytes of tensors and the context of a layout's fullest rank."""
+    pp, name = layout.pipeline_model_parallel_size, layout.pipeline_schedule
+    layers = run.config.model.num_layers or 0
+    # One of the ends, or a rank in the middle that has a layer more.
+    is_even = layers % (2 * pp if name in V_SHAPED else pp) == 0 and not run.config.parallel.pipeline_layout
+    ranks = {0, pp - 1} if is_even else {0, 1 % pp, pp // 2, pp - 1}
+    tokens, context = beside(run, without_stages(layout)._replace(recompute_granularity=None))
+    tensors = max(sum(rank_bytes(run, layout, rank).values()) for rank in ranks)
+    return tensors + round(tokens * run.micro_batches(layout)) + context
+
+
+def held_of(run: Run, layout: Layout) -> int:
+    """Return the bytes that the first rank holds throughout."""
+    return sum(held_by(run, without_passes(run, layout), 0)[1].values())
+
+
+# Time
+
+
+class Seconds(NamedTuple):
+    """Seconds of the passes of a micro-batch."""
+
+    forward: float
+    backward: float
+    inputs: float  # of the backward pass, if gradients of weights are computed apart from those of inputs
+    weights: float
+
+
+class Work(NamedTuple):
+    """Seconds of a micro-batch in the parts of a network, by the kind of pass."""
+
+    layer: Seconds  # the mean of all
+    first: Seconds  # the embedding
+    last: Seconds  # the head and the loss
+    message: float  # between two stages
+    host: float  # that the host takes to launch it, if that matters for whole steps
+
+
+@functools.lru_cache(1 << 14)
+def work_of(run: Run, layout: Layout, number: int) -> Work:
+    """Return the work of one of so many micro-batches."""
+    c = run.config_of(layout)
+    terms = StepTerms(c, run.padded(layout), run.profile, run.links)
+    terms.count = number
+    layers = c.model.num_layers or 1
+    own = max(1, layers // terms.pp) if c.training.recompute_method == "block" else layers
+    stage, head = terms.stage_of(terms.kinds(0, own), own, False, False), terms.head()
+
+    embedding = Step(terms.embedding(False), terms.embedding(True), timing.Work())
+    # Without a pipeline, the host may run ahead of the device within a step.
+    seconds_of = terms.passes_seconds if terms.pp > 1 else operator.attrgetter("device_seconds")
+
+    def seconds(step: Step, of: int = 1) -> Seconds:
+        passes = step.forward, step.backward + step.weights, step.backward, step.weights
+        return Seconds(*(seconds_of(each) / of for each in passes))
+
+    message = terms.sending("pipeline", traffic.message_bytes(c)) if terms.pp > 1 else 0.0
+    is_launched = terms.pp == 1 and not terms.has_graphs
+    host = sum(part.host for step in (stage, embedding, head) for part in step) if is_launched else 0.0
+    return Work(seconds(stage, own), seconds(embedding), seconds(head), message, host)
+
+
+class MicroBatch(NamedTuple):
+    """Seconds of a step's micro-batches in a pipeline."""
+
+    number: int
+    ranks: list[tuple[float, int]]  # seconds of one, and messages that an end of the pipeline lacks
+    gap: float  # of a rank's only stage, in which it keeps the others waiting
+    message: float
+    forward: float  # of the slowest rank
+    backward: float
+    host: float
+
+    def seconds_with(self, pp: int, chunks: int) -> float:
+        """Return the seconds of all passes with so many stages on each rank."""
+        # The slowest rank does one thing at a time, and waits for each message that it needs.
+        slowest = 0.0
+        for seconds, lacking in self.ranks:
+            slowest = max(slowest, seconds + (2 * chunks - lacking) * self.message)
+        # Before and after, each other rank runs one stage.
+        return self.number * slowest + (pp - 1) * (self.gap / chunks + 2 * self.message)
+
+
+@functools.lru_cache(1 << 14)
+def micro_batch_of(run: Run, layout: Layout) -> MicroBatch:
+    """Return the seconds of a micro-batch, from those of a layer and of both ends."""
+    pp, number = layout.pipeline_model_parallel_size, run.micro_batches(layout)
+    layer, first, last, message, host = work_of(run, work_key(run, layout), 1 if number == 1 else MANY)
+    ranks, slowest = list[tuple[float, int]](), (0.0, 0.0)
+    for shape in ranks_of(run, layout):
+        n, has_first, has_last = shape.layers, shape.has_first, shape.has_last
+        forward = n * layer.forward + has_first * first.forward + has_last * last.forward
+        if layout.is_split:
+            backward = n * (layer.inputs + layer.weights) + has_first * (first.inputs + first.weights)
+            backward += has_last * (last.inputs + last.weights)
+        else:
+            backward = n * layer.backward + has_first * first.backward + has_last * last.backward
+        ranks.append((forward + backward, has_first + has_last))
+        slowest = max(slowest, (forward, backward), key=sum)
+    if layout.pipeline_schedule in V_SHAPED:
+        ranks[-1] = ranks[-1][0], ranks[-1][1] + 2  # the last rank of a V sends to itself
+    # Gradients of weights may fill the gap.
+    gap = layer.forward + (max(0.0, layer.inputs - layer.weights) if layout.is_split else layer.backward)
+    gap *= (run.config.model.num_layers or 1) / pp
+    return MicroBatch(number, ranks, gap, message, *slowest, host)
+
+
+def ranks_of(run: Run, layout: Layout) -> tuple[RankShape, ...]:
+    """Return what the first, a middle and the last pipeline rank have."""
+    return kinds_of_ranks(run, without_passes(run, layout)._replace(zero_stage=0))
+
+
+@functools.lru_cache(1 << 14)
+def kinds_of_ranks(run: Run, layout: Layout) -> tuple[RankShape, ...]:
+    pp = layout.pipeline_model_parallel_size
+    return tuple(held_by(run, layout, rank)[0] for rank in (0, pp // 2, pp - 1))
+
+
+class AfterPasses(NamedTuple):
+    """Seconds of what follows the passes."""
+
+    update: float
+    sums: float  # over data-parallel ranks, if nothing runs beside them
+    hidden: float  # if passes do
+    host: float  # to launch the update
+
+
+@functools.lru_cache(1 << 14)
+def after_passes(run: Run, layout: Layout, parameters: int, layers: int) -> AfterPasses:
+    terms = terms_of(run, layout._replace(pipeline_schedule="1f1b"))
+    sums, hidden = (terms.data_parallel(parameters, layers, room, room) for room in (0.0, math.inf))
+    return AfterPasses(terms.update(parameters), sums, hidden, terms.update_host())
+
+
+@functools.lru_cache(1 << 14)
+def terms_of(run: Run, layout: Layout) -> StepTerms:
+    return StepTerms(run.config_of(layout), run.padded(layout), run.profile, run.links)
+
+
+def step_seconds(run: Run, layout: Layout, micro: Sequence[int], virtual: Sequence[int | None]) -> list[list[float]]:
+    """Return the seconds of steps, by the size of virtual stages and then by the micro-batch."""
+    pp, zero = layout.pipeline_model_parallel_size, layout.zero_stage
+    alike = layout._replace(zero_stage=zero if pp == 1 else 0)
+    batches = [micro_batch_of(run, alike._replace(micro_batch_size=size)) for size in micro]
+    largest = max(ranks_of(run, layout), key=lambda shape: shape.parameters)
+
+    # What follows the passes grows evenly with the number of micro-batches, or not at all.
+    plain = without_passes(run, layout)._replace(context_parallel_size=layout.context_parallel_size)
+    keys = [plain._replace(micro_batch_size=size if zero > 1 else 1) for size in (micro[0], micro[-1])]
+    most, least = (after_passes(run, key, largest.parameters, largest.layers) for key in keys)
+    steps = max(1, batches[0].number - batches[-1].number)
+
+    # Sums over data-parallel ranks run beside the backward pass, and with ZeRO 2 and 3 beside more.
+    after = list[float]()
+    for batch in batches:
+        share = (batch.number - batches[-1].number) / steps
+        sums = least.sums + share * (most.sums - least.sums)
+        hidden = least.hidden + share * (most.hidden - least.hidden)
+        room = (batch.number if zero > 1 else 1) * (batch.backward + batch.forward * (zero == 3))
+        beside = min(1.0, room / sums) if sums else 0.0
+        after.append(least.update + sums - beside * (sums - hidden))
+
+    between, slowest = run.profile.seconds["step"], run.profile.reached["slowest"] if run.config.world > 1 else 1.0
+    out = list[list[float]]()
+    for size in virtual:
+        chunks, row = run.chunks(layout, size), list[float]()
+        for batch, rest in zip(batches, after, strict=True):
+            on_host = batch.number * batch.host + least.host if batch.host else 0.0
+            row.append((max(batch.seconds_with(pp, chunks) + rest, on_host) + between) / slowest)
+        out.append(row)
+    return out
+
+
+def work_key(run: Run, layout: Layout) -> Layout:
+    """Return a layout without what the work of a micro-batch does not depend on."""
+    pp, zero, name = layout.pipeline_model_parallel_size, layout.zero_stage, layout.pipeline_schedule
+    if pp > 1:  # without CUDA graphs, whatever the stage; no compiled block computes gradients apart
+        zero, name = 0, "zero-bubble" if layout.is_split and run.is_compiled else "1f1b"
+        pp = pp if run.config.training.recompute_method == "block" else 2
+    return Layout(*layout[:3], pp, *layout[4:6], name, None, zero, layout.recompute_granularity)

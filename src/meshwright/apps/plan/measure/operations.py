@@ -1,0 +1,126 @@
+"""What a step executes, operation by operation: FLOPs, bytes moved, launches. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from meshwright.apps.plan.measure.account import Section
+
+Kind = Literal["product", "attention", "pass", "host"]
+Launch = Literal["view", "torch", "triton", "node", "collective"]  # see LAUNCHES of base/device_profiles.py
+
+
+class Heads(NamedTuple):
+    """What decides the speed of an attention kernel."""
+
+    keys: int  # that a query may meet
+    width: int  # of a head
+    draws: bool  # whether it has dropout
+    is_backward: bool
+
+
+class Operation(NamedTuple):
+    """One call of a kernel, or work of the host alone."""
+
+    kind: Kind
+    name: str
+    launch: Launch
+    flops: float = 0.0
+    bytes: float = 0.0  # read and written
+    dtype: str = ""  # of a product's factors; "fp8" for a pass that rounds to it
+    totals: float = 0.0  # bytes of sums in full precision that a product writes, and reads if it adds to them
+    heads: Heads | None = None
+
+
+Operations = Mapping[Operation, float]  # how often each is executed
+
+
+class PassOperations(NamedTuple):
+    """What a micro-batch executes in a stage: forward, backward, deferred gradients of weights."""
+
+    forward: Operations
+    backward: Operations
+    weights: Operations
+
+
+class StepOperations(NamedTuple):
+    """What a rank executes in a step."""
+
+    stages: tuple[PassOperations, ...]  # of all ranks, a mean micro-batch
+    update: Operations
+
+
+def total(parts: Iterable[tuple[Operations, float]]) -> Counter[Operation]:
+    """Return the sum of some operations, each so many times."""
+    out: Counter[Operation] = Counter()
+    for operations, times in parts:
+        for operation, count in operations.items():
+            out[operation] += times * count  # type: ignore[assignment]
+    return out
+
+
+# The operations of all layers, from those of the few that were measured
+
+WAYS = {  # of a phase, whose work is part of the forward or backward pass, or of deferred products
+    "begin": 0,
+    "embedding": 0,
+    "layer": 0,
+    "head": 0,
+    "head backward": 1,
+    "layer backward": 1,
+    "embedding backward": 1,
+    "weights": 2,
+}
+
+
+STATE = frozenset(["zeros_like"])  # what torch's optimizers execute in their first update alone
+
+
+class LayerGroup(Protocol):
+    """Layers that were measured, and how many such groups they stand for."""
+
+    @property
+    def layers(self) -> tuple[int, ...]: ...
+
+    @property
+    def copies(self) -> int: ...
+
+
+class RankOperations(NamedTuple):
+    """What a pipeline rank executes: micro-batches in each of its chunks, and the update."""
+
+    first: tuple[PassOperations, ...]  # a step's first micro-batch, which writes gradients
+    later: tuple[PassOperations, ...]  # another one, which adds to them
+    update: Operations
+
+
+def operations_of_rank(
+    sections: Mapping[Section, Operations], chunks: Sequence[Sequence[LayerGroup]], growth: float
+) -> RankOperations:
+    """Return what a rank executes with all layers of its chunks.
+
+    `growth`: how many times as many parameters it has as were measured. An update moves as many
+    times the bytes, by as many kernels.
+    """
+    copies = [[group.copies for group in chunk for _ in group.layers] for chunk in chunks]
+    passes: dict[tuple[int, int], list[Counter[Operation]]] = defaultdict(lambda: [Counter(), Counter(), Counter()])
+    update: Counter[Operation] = Counter()
+    for section, operations in sections.items():
+        if section.phase == "update":
+            for operation, count in operations.items():
+                if operation.name in STATE:
+                    continue
+                update[operation._replace(bytes=growth * operation.bytes)] += count  # type: ignore[assignment]
+        elif section.phase in WAYS:
+            times = 1 if section.layer is None else copies[section.chunk][section.layer]
+            place = passes[section.chunk, max(section.micro_batch, 0)][WAYS[section.phase]]
+            for operation, count in operations.items():
+                place[operation] += times * count  # type: ignore[assignment]
+    last = max((number for _, number in passes), default=0)
+    first, later = (
+        tuple(PassOperations(*passes[chunk, number]) for chunk in range(len(chunks))) for number in (0, last)
+    )
+    return RankOperations(first, later, update)

@@ -1,0 +1,284 @@
+"""Counts what a measured step executes: torch's operations, Triton's kernels, collectives.
+
+An operation of torch touches the tensors that it takes and makes; a view touches nothing. What a
+Triton kernel reads and writes is read from its source: the parameters whose addresses reach
+`tl.load`, and `tl.store` or an atomic operation. So a new kernel needs no declaration.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from meshwright.apps.plan.measure.account import Recorder, Section, is_backward
+from meshwright.apps.plan.measure.operations import Heads, Operation
+from meshwright.base.device_profiles import ATTENTION_PASSES
+
+# Operations that make or change a tensor without a kernel, beside views.
+NO_KERNEL = frozenset(
+    "empty empty_like empty_strided new_empty new_empty_strided _unsafe_view lift_fresh set_ resize_ "
+    "_local_scalar_dense record_stream".split()
+)
+PRODUCTS = frozenset("mm addmm bmm baddbmm addmm_ baddbmm_ _scaled_mm _int_mm".split())
+# Operations that read as much of their first tensor as they write, at the places of an index.
+GATHERS = frozenset("embedding index index_select gather".split())
+SCATTERS = frozenset("index_put index_put_ index_add index_add_ scatter scatter_ scatter_add scatter_add_".split())
+OVERWRITES = frozenset("copy_ fill_ zero_ normal_ uniform_ _foreach_copy_ _foreach_zero_".split())
+SORT_PASSES = 8  # over keys and values, by a radix sort of 32 bits
+ADDRESSED_BYTES = 4  # of an element at an address in a table
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class OperationRecorder(Recorder):
+    """Counts the operations of the last step that it sees, by section."""
+
+    def __init__(self) -> None:
+        self.sections: dict[Section, Counter[Operation]] = defaultdict(Counter)
+        self.last = Section("set-up")
+        self.node: object = None  # of the backward pass, in which the last operation ran
+
+    def count(self, operation: Operation, section: Section) -> None:
+        if section.phase == "begin" and self.last.phase == "update":  # another step
+            self.sections.clear()
+        self.last = section
+        self.sections[section][operation] += 1
+        node = node_of_backward()
+        if node is not None and node != self.node:
+            self.sections[section][Operation("host", "node", "node")] += 1
+        self.node = node
+
+    def operation(self, func: Any, args: Any, kwargs: Any, out: Any, section: Section) -> None:
+        self.count(operation_of(func, args, kwargs, out), section)
+
+    def launch(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], section: Section) -> None:
+        self.count(launch_of(kernel, args), section)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, is_backward: bool, section: Section) -> None:
+        self.count(attention_of(q, k, dropout > 0, is_backward), section)
+
+    def fused(self, name: str, tensors: Iterable[Any], section: Section) -> None:
+        leaves = [x for x in tree_leaves(list(tensors)) if isinstance(x, Tensor)]
+        if name in PRODUCTS:
+            a, b, out = leaves
+            self.count(product_of(name, a, b, [out], out.dtype is torch.float32), section)
+        else:  # an optimizer reads and writes all that it has
+            again = 2 if name.startswith("_fused") else 1
+            self.count(Operation("pass", name, "torch", bytes=again * sum(map(size_of, leaves))), section)
+
+    def collective(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], section: Section) -> None:
+        self.count(Operation("host", name, "collective"), section)
+
+
+def node_of_backward() -> object:
+    """Return what tells the running node of the backward pass from others, but not the node.
+
+    That would keep the memory that it has saved.
+    """
+    node = torch._C._current_autograd_node() if is_backward() else None
+    return node and (node._sequence_nr(), id(getattr(node, "variable", None)))
+
+
+# Operations of torch
+
+
+def operation_of(func: Any, args: Any, kwargs: Any, out: Any) -> Operation:
+    """Return the operation of a call that the dispatcher made."""
+    name = func._schema.name.removeprefix("aten::")
+    taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+    is_on_host = all(x.device.type == "cpu" for x in [*taken, *made])
+    if func.namespace == "c10d":
+        return Operation("host", name, "collective")
+    if func.namespace == "fsdp":  # copies around collectives and beside products, which are counted with the former
+        return Operation("host", name, "torch")
+    if func.is_view or name in NO_KERNEL or is_on_host:
+        return Operation("host", name, "view")
+    if name in PRODUCTS:
+        return product_in(name, func._overloadname, args, made)
+    return Operation("pass", name, "torch", bytes=bytes_of(func, name, args, kwargs, taken, made))
+
+
+def product_in(name: str, overload: str, args: Any, made: list[Tensor]) -> Operation:
+    """Return the product of an operation; its factors are the first two matrices, or the next."""
+    adds = name.startswith(("addmm", "baddbmm"))
+    factors = args[1:3] if adds else args[:2]
+    added = [args[0]] if adds and args[0].dim() > 1 else []  # a bias is read in the kernel's end
+    return product_of(name, factors[0], factors[1], [*made, *added], overload.endswith("out"))
+
+
+def product_of(name: str, a: Tensor, b: Tensor, others: Sequence[Tensor], is_total: bool) -> Operation:
+    """Return a product; `is_total`: it goes into given memory, as the gradients of weights do."""
+    flops = 2.0 * a.numel() * b.shape[-1]
+    dtype = "fp8" if a.dtype in FP8 else str(a.dtype).removeprefix("torch.")
+    rest = sum(map(size_of, others))
+    totals = rest if is_total else 0.0
+    return Operation("product", name, "torch", flops, size_of(a) + size_of(b) + rest - totals, dtype, totals)
+
+
+def attention_of(q: Tensor, k: Tensor, draws: bool, is_backward: bool) -> Operation:
+    """Return a causal attention, with the FLOPs of the full square forward."""
+    (batch, heads, rows, width), keys = q.shape, k.shape[2]
+    flops = 4.0 * batch * heads * rows * keys * width
+    name, around = ("attention backward", ATTENTION_PASSES * size_of(q)) if is_backward else ("attention", 0)
+    return Operation("attention", name, "torch", flops, around, heads=Heads(keys, width, draws, is_backward))
+
+
+def bytes_of(func: Any, name: str, args: Any, kwargs: Any, taken: list[Tensor], made: list[Tensor]) -> float:
+    """Return the bytes that an operation reads and writes."""
+    if name in GATHERS:
+        return 2.0 * sum(map(size_of, made)) + sum(map(size_of, taken[1:]))
+    if name in SCATTERS:
+        return 3.0 * size_of(taken[-1]) + sum(map(size_of, taken[1:-1]))
+    if name in ("sort", "argsort"):
+        return float(SORT_PASSES * sum(map(size_of, made)))
+    changed = [x for x in written(func, args, kwargs)]
+    own = {id(x) for x in changed}
+    new = [x for x in made if id(x) not in own]
+    read = [x for x in taken if id(x) not in own]
+    again = 1 if name in OVERWRITES or "out" in kwargs else 2  # what is changed in place is read too
+    return float(sum(map(size_of, (*read, *new))) + again * sum(map(size_of, changed)))
+
+
+def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors among the arguments that an operation writes to."""
+    out: list[Tensor] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            out += [x for x in tree_leaves(given) if isinstance(x, Tensor)]
+    return out
+
+
+def size_of(x: Tensor) -> int:
+    """Return the bytes that reading a tensor moves: what is expanded is read once."""
+    elements = 1
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        elements *= size if stride or not size else 1
+    return elements * x.element_size()
+
+
+# Triton's kernels
+
+
+def launch_of(kernel: Any, args: Sequence[Any]) -> Operation:
+    """Return the launch of a Triton kernel with these arguments, in the order of its parameters.
+
+    A kernel that takes a table of addresses has the number of elements at each as `size`; one that
+    takes `ids` touches as many rows of its `total`.
+    """
+    given = dict(zip(kernel.arg_names, args, strict=False))
+    name = kernel.fn.__name__
+    if name == "_symmetric_product":
+        return symmetric_product_of(given)
+    reads, writes = accesses(kernel)
+    moved = 0.0
+    rounds = any(isinstance(value, Tensor) and value.dtype in (torch.uint8, *FP8) for value in given.values())
+    for parameter, value in given.items():
+        if isinstance(value, Tensor):
+            touched = size_of(value)
+            if parameter == "total" and isinstance(ids := given.get("ids"), Tensor):
+                touched = min(touched, ids.numel() * size_of(value[0]))
+            moved += touched * ((parameter in reads) + (parameter in writes))
+            at_addresses = f"*{parameter}"
+            times = (at_addresses in reads) + (at_addresses in writes)
+            moved += times * value.numel() * given.get("size", 0) * ADDRESSED_BYTES if times else 0
+    return Operation("pass", name, "triton", bytes=moved, dtype="fp8" if rounds else "")
+
+
+def symmetric_product_of(given: Mapping[str, Any]) -> Operation:
+    """Return a product of matrices [n, m, k] of which the tiles up to the diagonal are computed."""
+    a, out, m, k, rows, columns = (given[name] for name in ("a", "out", "m", "k", "ROWS", "COLUMNS"))
+    tiles = sum(i * rows // columns + 1 for i in range(-(-m // rows)))
+    flops = 2.0 * out.shape[0] * tiles * rows * columns * k
+    dtype = str(out.dtype).removeprefix("torch.")
+    return Operation("product", "symmetric", "triton", flops, 2 * size_of(a.base) + size_of(out), dtype)
+
+
+@functools.cache
+def accesses(kernel: Any) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the parameters of a Triton kernel that it reads from, and that it writes to."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn))).body[0]
+    assert isinstance(tree, ast.FunctionDef)
+    reader = AddressReader(kernel)
+    before = -1
+    while before != (before := reader.found()):  # until no loop brings an address to another name
+        reader.visit(tree)
+    return frozenset(reader.reads), frozenset(reader.writes)
+
+
+class AddressReader(ast.NodeVisitor):
+    """Follows the addresses of a kernel's parameters through its variables."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.names = kernel.fn.__globals__
+        self.origins: dict[str, set[str]] = {name: {name} for name in kernel.arg_names}
+        self.reads: set[str] = set()
+        self.writes: set[str] = set()
+
+    def found(self) -> int:
+        return len(self.reads) + len(self.writes) + sum(map(len, self.origins.values()))
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.generic_visit(node)
+        for target in node.targets:
+            self.assign(target, node.value)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self.generic_visit(node)
+        self.assign(node.target, node.value)
+
+    def assign(self, target: ast.expr, value: ast.expr) -> None:
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            for each, own in zip(target.elts, value.elts, strict=True):
+                self.assign(each, own)
+        elif isinstance(target, ast.Name):
+            self.origins.setdefault(target.id, set()).update(self.sources(value))
+
+    def visit_Call(self, node: ast.Call) -> None:
+        self.generic_visit(node)
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if name == "load":
+            self.reads |= self.sources(node.args[0])
+        elif name == "store":
+            self.writes |= self.sources(node.args[0])
+        elif name.startswith("atomic_"):
+            self.reads |= self.sources(node.args[0])
+            self.writes |= self.sources(node.args[0])
+        elif (called := self.kernel_of(node.func)) is not None:
+            reads, writes = accesses(called)
+            for parameter, value in zip(called.arg_names, node.args, strict=False):
+                self.reads |= self.sources(value) if parameter in reads else set()
+                self.writes |= self.sources(value) if parameter in writes else set()
+
+    def kernel_of(self, func: ast.expr) -> Any:
+        """Return the Triton function that is called, or None if it is not one."""
+        if isinstance(func, ast.Name):
+            found = self.names.get(func.id)
+        elif isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name):
+            found = getattr(self.names.get(func.value.id), func.attr, None)
+        else:
+            found = None
+        return found if hasattr(found, "arg_names") and hasattr(found, "fn") else None
+
+    def sources(self, value: ast.expr) -> set[str]:
+        """Return the parameters that an address is computed from; a loaded number is not one."""
+        if isinstance(value, ast.Name):
+            return self.origins.get(value.id, set())
+        if isinstance(value, ast.Call):
+            name = value.func.attr if isinstance(value.func, ast.Attribute) else ""
+            if name == "to" and "pointer_type" in ast.unparse(value.args[0]):
+                loaded = value.func.value  # type: ignore[attr-defined]
+                return {f"*{source}" for source in self.sources(loaded.args[0])}
+            if name == "load" or self.kernel_of(value.func) is not None:
+                return set()
+        children = (child for child in ast.iter_child_nodes(value) if isinstance(child, ast.expr))
+        return set().union(*map(self.sources, children))
