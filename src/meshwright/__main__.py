@@ -168,15 +168,15 @@ def _name_as_typed(error: UserError, argv: list[str], spellings: Mapping[str, st
     """Let an error about settings name them as they were typed."""
     from meshwright.config.fields import typed_flags
     from meshwright.config.pages import PAGES
-    from meshwright.config.problem import Given, SettingsError, Words
+    from meshwright.config.problem import GivenAs, SettingsError, Wording
 
     if not isinstance(error, SettingsError):
         return
     command = next((name for name in (" ".join(argv[:2]), *argv[:1]) if name in PAGES), None)
     if error.words is None:
         typed = typed_flags(pkgutil.resolve_name(PAGES[command].config), argv) if command else {}
-        error.words = Words(given={name: Given(flag) for name, flag in typed.items()})
-    error.words.given.update({name: Given(key) for name, key in spellings.items()})
+        error.words = Wording(given={name: GivenAs(flag) for name, flag in typed.items()})
+    error.words.given.update({name: GivenAs(key) for name, key in spellings.items()})
 
 
 def _print_error(line: str) -> None:

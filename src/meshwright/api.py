@@ -19,7 +19,7 @@ from meshwright.base import console, registry
 from meshwright.base import device as devices
 from meshwright.base.errors import UNAVAILABLE, UserError, bad_data
 from meshwright.config import check_values, flags
-from meshwright.config.problem import KEYWORDS, Words, in_words, require
+from meshwright.config.problem import KEYWORDS, Wording, in_words, require
 from meshwright.config.schema import DESCRIBING, GenerateConfig, TrainConfig
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def train(
 
 def _complete(
     config: TrainConfig | list[str], settings: dict[str, Any], has_data: bool
-) -> tuple[TrainConfig, Mapping[str, Any], Words]:
+) -> tuple[TrainConfig, Mapping[str, Any], Wording]:
     """Return the settings of a training, the given ones without effect, and words for them."""
     from meshwright.training.before.resolve import complete_settings, note_export
 

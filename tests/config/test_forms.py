@@ -9,8 +9,16 @@ import pytest
 from parsing import parse
 
 from meshwright.config import flags
-from meshwright.config.fields import Form, forms_in
-from meshwright.config.grammar import BatchSchedule, BlendStage, OnSpike, PipelineLayout, Split, Window, split_layers
+from meshwright.config.fields import TextForm, forms_in
+from meshwright.config.grammar import (
+    AttentionWindow,
+    BatchSchedule,
+    BlendStage,
+    OnSpike,
+    PipelineLayout,
+    Split,
+    split_layers,
+)
 from meshwright.config.schema import Data, Logging, Model, Parallel, TrainConfig, Training
 
 # One text of each setting, in a spelling that no writer would choose.
@@ -50,7 +58,7 @@ def test_every_form_leaves_as_its_text(tmp_path: Path) -> None:
 def test_settings_that_are_built_in_python_are_read_too() -> None:
     data = Data(split="1", blend_stages=["5: a"])  # type: ignore[arg-type, list-item]
     assert data.split == Split("1", (1.0, 0.0, 0.0)) and data.blend_stages == [BlendStage.read("5: a")]
-    assert dataclasses.replace(Model(), window_size="3,0").window_size == Window("3,0", 3)
+    assert dataclasses.replace(Model(), window_size="3,0").window_size == AttentionWindow("3,0", 3)
     with pytest.raises(ValueError, match="'3,1' is neither L nor L,0"):
         Model(window_size="3,1")  # type: ignore[arg-type]
 
@@ -65,11 +73,11 @@ def test_settings_that_are_built_in_python_are_read_too() -> None:
         (PipelineLayout.read("[0]*2+[1]"), {"ids": (0, 0, 1), "counts": ()}),
         (PipelineLayout.read(" 2, 1"), {"ids": (), "counts": (2, 1)}),
         (BlendStage.read("60%: 0.5 a 0.5 b"), {"begin": 60.0, "unit": "%", "weights": (("a", 0.5), ("b", 0.5))}),
-        (Window.read("-1,0"), {"reach": 0}),
+        (AttentionWindow.read("-1,0"), {"reach": 0}),
     ],
     ids=str,
 )
-def test_what_a_text_means(form: Form, expected: dict[str, object]) -> None:
+def test_what_a_text_means(form: TextForm, expected: dict[str, object]) -> None:
     assert {name: getattr(form, name) for name in expected} == expected
 
 

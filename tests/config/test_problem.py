@@ -11,10 +11,10 @@ import meshwright
 from meshwright.config.problem import (
     KEYWORDS,
     NAMES,
-    Given,
+    GivenAs,
     Problem,
     SettingsError,
-    Words,
+    Wording,
     in_words,
     plain,
     with_missing_last,
@@ -45,8 +45,8 @@ def test_a_text_in_flags_and_keywords(text: str, flags: str, keywords: str) -> N
 @pytest.mark.parametrize("value", ["{lr}", "run_{seed}", "a}b", "{{lr}}", "a\nb", ""])
 def test_a_value_is_no_name(value: str) -> None:
     """A value or a path may hold braces, also around the name of a setting."""
-    assert Words().render(f"{with_value('save', value)}!") == f"--save {value}!"
-    assert Words().render(plain(f"{value} is no folder")) == f"{value} is no folder"
+    assert Wording().render(f"{with_value('save', value)}!") == f"--save {value}!"
+    assert Wording().render(plain(f"{value} is no folder")) == f"{value} is no folder"
 
 
 def test_numbers_have_no_needless_digits() -> None:
@@ -57,8 +57,12 @@ def test_numbers_have_no_needless_digits() -> None:
 
 
 def test_a_setting_is_named_as_it_was_given() -> None:
-    given = {"lr": Given("--learning-rate"), "min_lr": Given("min_lr", " = ", " in a.toml"), "seed": Given("SEED", "=")}
-    words = Words(given=given, remarks={"lr": (0.1, "chosen by {recipe=modern}")})
+    given = {
+        "lr": GivenAs("--learning-rate"),
+        "min_lr": GivenAs("min_lr", " = ", " in a.toml"),
+        "seed": GivenAs("SEED", "="),
+    }
+    words = Wording(given=given, remarks={"lr": (0.1, "chosen by {recipe=modern}")})
     text = "{min_lr=1} is above {lr=0.1}, not {lr=0.1}; {seed=2}, {min_lr}\n{lr=0.1} {lr=0.2}"
     assert words.render(text) == (
         "min_lr = 1 in a.toml is above --learning-rate 0.1 (chosen by --recipe modern), not --learning-rate 0.1; "
@@ -67,7 +71,7 @@ def test_a_setting_is_named_as_it_was_given() -> None:
 
 
 def test_a_switch_of_a_file_is_written_as_there() -> None:
-    words = Words(given={"fp16": Given("fp16", " = ", " in a.toml"), "bf16": Given("--bf16")})
+    words = Wording(given={"fp16": GivenAs("fp16", " = ", " in a.toml"), "bf16": GivenAs("--bf16")})
     assert words.render("{fp16=True} and {bf16=True}") == "fp16 = true in a.toml and --bf16"
 
 
@@ -82,7 +86,7 @@ def test_several_missing_settings_share_the_last_line() -> None:
 
 
 def test_the_innermost_words_count() -> None:
-    with pytest.raises(SettingsError, match=r"^lr=0\.1$"), in_words(Words()), in_words(KEYWORDS):
+    with pytest.raises(SettingsError, match=r"^lr=0\.1$"), in_words(Wording()), in_words(KEYWORDS):
         raise SettingsError("{lr=0.1}")
 
 

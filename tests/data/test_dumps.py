@@ -14,7 +14,7 @@ from meshwright.base.errors import UNAVAILABLE
 from meshwright.config.text_inputs import TextInputs
 from meshwright.data.text import formats, inputs, reading
 from meshwright.data.text.divide import Division, Slice
-from meshwright.data.text.formats import Format
+from meshwright.data.text.formats import TextFormat
 from meshwright.data.text.records import Document, ReadOptions, Record
 from meshwright.data.text.splitting import build_splitter
 
@@ -29,7 +29,7 @@ def animals(lines: Slice, options: ReadOptions) -> Iterator[Record]:
 
 
 ENDS = Division(re.compile(rb";\n"), re.compile(rb";\n|\Z"), 3)
-ZOO = Format("zoo dumps", ENDS, animals, begins=re.compile(rb"<zoo>"))
+ZOO = TextFormat("zoo dumps", ENDS, animals, begins=re.compile(rb"<zoo>"))
 
 
 def by_word(language: str, keep_newlines: bool) -> Callable[[str], list[str]]:

@@ -24,7 +24,7 @@ from meshwright.config.text_inputs import TextInputs
 from meshwright.data.text import charsets, folders, html_pages, limits, pieces, reading
 from meshwright.data.text.folders import SkipReport
 from meshwright.data.text.inputs import find_inputs
-from meshwright.data.text.records import Place, Rejected
+from meshwright.data.text.records import Rejected, TextPlace
 
 
 def read(*paths, **flags):
@@ -81,13 +81,13 @@ READ = ["# b\n", "l3", "l1", "l2", "one & two\n", "print()\n", "b\n", "p\n", "q\
 
 def test_the_line_of_passed_files_names_three_that_are_not_utf8():
     passed, more = (SkipReport(Counter(n)) for n in ({"broken links": 1, "pipes or devices": 2}, {"empty": 3}))
-    passed.add(Rejected("not UTF-8", Place("a.txt")))
+    passed.add(Rejected("not UTF-8", TextPlace("a.txt")))
     assert passed.line().startswith(
         "passed over 4 files: 2 pipes or devices, 1 broken link, 1 not UTF-8 (a.txt); --enc"
     )
     for name in "bcd":
-        more.add(Rejected("not UTF-8", Place(f"{name}.txt")))
-        more.add(Rejected("not UTF-8", Place(f"{name}.txt")))
+        more.add(Rejected("not UTF-8", TextPlace(f"{name}.txt")))
+        more.add(Rejected("not UTF-8", TextPlace(f"{name}.txt")))
     passed += more
     assert passed.line().startswith("passed over 13 files: 7 not UTF-8 (a.txt, b.txt, c.txt, ...), 3 empty")
 

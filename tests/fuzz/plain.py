@@ -233,7 +233,9 @@ def samples_of(config: Any, wanted: int, vocabulary: int) -> Any:
     d, seed = config.data, config.training.seed
     if d.mock_data:
         return lambda k: np.random.RandomState([seed, k]).randint(vocabulary, size=d.seq_length + 1)
-    paths, split = (d.train_data_path, [1.0]) if d.train_data_path else (d.data_path, [*map(float, str(d.split).split(","))])
+    paths, split = d.train_data_path, [1.0]
+    if not paths:
+        paths, split = d.data_path, [*map(float, str(d.split).split(","))]
     words = paths if len(paths) > 1 else ["1", *paths]
     prefixes = words[1::2]
     stages = blends_of(config, prefixes, words, wanted)

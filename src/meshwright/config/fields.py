@@ -41,7 +41,7 @@ class Facets(TypedDict, total=False):
     read: Literal["model", "run", ""]  # commands that read a model use it, to describe or to run it
 
 
-class Form:
+class TextForm:
     """A setting in a small language, such as rollback:3: read once; `str` gives the text back."""
 
     text: str
@@ -193,15 +193,15 @@ def is_list(kind: Any) -> bool:
     return typing.get_origin(kind) is list
 
 
-def form_of(kind: Any) -> type[Form] | None:
+def form_of(kind: Any) -> type[TextForm] | None:
     """Return the form of a setting, or of the elements of a list, that is more than text."""
     plain = inner_type(kind)
     plain = typing.get_args(plain)[0] if is_list(plain) else plain
-    return plain if isinstance(plain, type) and issubclass(plain, Form) else None
+    return plain if isinstance(plain, type) and issubclass(plain, TextForm) else None
 
 
 @cached
-def forms_in(group: type) -> Mapping[str, type[Form]]:
+def forms_in(group: type) -> Mapping[str, type[TextForm]]:
     """Return the settings of a group that have a form."""
     forms = {name: form_of(kind) for name, (_, _, kind) in config_fields(group).items()}
     return {name: form for name, form in forms.items() if form is not None}
@@ -210,7 +210,7 @@ def forms_in(group: type) -> Mapping[str, type[Form]]:
 def read_forms(group: Any) -> None:
     """Read the settings of a new group that were given as text, as in `Data(split="8,1,1")`."""
 
-    def read(form: type[Form], value: Any) -> Any:
+    def read(form: type[TextForm], value: Any) -> Any:
         return form.read(value) if isinstance(value, str) else value
 
     for name, form in forms_in(type(group)).items():
@@ -223,7 +223,7 @@ def as_text(value: Any) -> Any:
     """Return a value as files and checkpoints hold it."""
     if isinstance(value, list):
         return [as_text(each) for each in value]
-    return str(value) if isinstance(value, Form) else value
+    return str(value) if isinstance(value, TextForm) else value
 
 
 def choices_of(kind: Any) -> tuple[Any, ...]:

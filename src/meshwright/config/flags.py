@@ -44,10 +44,10 @@ from meshwright.config.fields import (
     word_of,
 )
 from meshwright.config.problem import (
-    Given,
+    GivenAs,
     Problem,
     SettingsError,
-    Words,
+    Wording,
     in_words,
     listed,
     names_in,
@@ -91,7 +91,7 @@ class Parsed(Generic[C]):
     dry_run: bool
     print_config: bool
     recipe: str = ""
-    words: Words = dataclasses.field(default_factory=Words)  # in which problems name the settings
+    words: Wording = dataclasses.field(default_factory=Wording)  # in which problems name the settings
 
 
 class SwitchSource(str):
@@ -117,17 +117,17 @@ def parse_settings(
         help.show_help(help.Command(cls, prog, about, positional), topic)
         raise SystemExit(DONE)
     reader = LayerReader(cls)
-    words = Words("keywords" if values or (values is not None and not argv) else "flags", reader.given)
+    words = Wording("keywords" if values or (values is not None and not argv) else "flags", reader.given)
     with in_words(words):
         return _resolve(reader, argv, syntax, check, values or {}, words)
 
 
 def _resolve(
-    reader: LayerReader, argv: list[str], syntax: Syntax, check: bool, values: Mapping[str, Any], words: Words
+    reader: LayerReader, argv: list[str], syntax: Syntax, check: bool, values: Mapping[str, Any], words: Wording
 ) -> Parsed[Any]:
     """Read the layers, lay them over each other and check the outcome."""
     cls, problems = reader.cls, reader.problems
-    typed = {name: Given(flag) for name, flag in typed_flags(cls, argv).items()}
+    typed = {name: GivenAs(flag) for name, flag in typed_flags(cls, argv).items()}
     reader.given.update(typed)
     cli, values = _read_command_line(reader, argv, syntax), dict(values)
     control = {k: cli.pop(k, None) for k in CONTROL} | {k: values.pop(k) for k in CONTROL[:4] if k in values}
@@ -135,8 +135,8 @@ def _resolve(
     # The layers, each over those before it.
     layers = _layers_below(reader, control["preset"], control["config_file"])
     problems += _for_one_start(reader, layers, {*cli, *values})
-    of_command_line = reader.convert_all(cli, lambda name: typed.get(name, Given(spelling(name))))
-    layers.append(("command line", of_command_line | reader.convert_all(values, lambda name: Given(name, "="))))
+    of_command_line = reader.convert_all(cli, lambda name: typed.get(name, GivenAs(spelling(name))))
+    layers.append(("command line", of_command_line | reader.convert_all(values, lambda name: GivenAs(name, "="))))
     recipe, choices = _fit_layers(reader, control, layers)
     if is_flat(cls):
         require(problems)
@@ -474,12 +474,12 @@ class LayerReader:
         self.problems: list[Problem] = []
         self.notices: list[str] = []
         self.idle: dict[str, Any] = {}
-        self.given: dict[str, Given] = {}
+        self.given: dict[str, GivenAs] = {}
         self.aliases = {
             _key(alias.lstrip("-")): n for n, (_, f, _) in self.fields.items() for alias in f.metadata["aliases"]
         }
 
-    def convert_all(self, values: Mapping[Any, Any], how: Callable[[str], Given]) -> dict[str, Any]:
+    def convert_all(self, values: Mapping[Any, Any], how: Callable[[str], GivenAs]) -> dict[str, Any]:
         """Return names and values of one layer as fields and values of their types.
 
         `how` returns how the layer names a setting.
@@ -514,10 +514,10 @@ class LayerReader:
         self._check_switches(out)
         return out
 
-    def _refuse(self, name: str, given: Given, why: str) -> None:
+    def _refuse(self, name: str, given: GivenAs, why: str) -> None:
         self.problems.append(Problem((name,), plain(given.name + given.place + why)))
 
-    def _refuse_unknown(self, name: str, given: Given, how: Callable[[str], Given]) -> None:
+    def _refuse_unknown(self, name: str, given: GivenAs, how: Callable[[str], GivenAs]) -> None:
         """Refuse a name that no setting has; suggest one."""
         ours = our_word("flags", name.replace("_", "-"), self.fields)
         near = nearest(name, self.fields)
@@ -538,7 +538,7 @@ class LayerReader:
         if "use_distributed_optimizer" in on and (stage := layer.get("zero_stage", 0)) > 1:
             self.notices.append(f"--use-distributed-optimizer is --zero-stage 1; --zero-stage {stage} goes further")
 
-    def _read_switch(self, out: dict[str, Any], name: str, value: Any, given: Given) -> None:
+    def _read_switch(self, out: dict[str, Any], name: str, value: Any, given: GivenAs) -> None:
         if old_switches()[name][0] not in self.fields:
             return  # a file for several commands
         try:
@@ -580,7 +580,7 @@ class LayerReader:
 
     def _of_file(self, settings: dict[Any, Any], path: Path) -> dict[str, Any]:
         values = self._without_others(self._flat(settings))
-        return self.convert_all(values, lambda key: Given(key, " = ", f" in {path}"))
+        return self.convert_all(values, lambda key: GivenAs(key, " = ", f" in {path}"))
 
     def _flat(self, data: dict[Any, Any]) -> dict[Any, Any]:
         flat: dict[Any, Any] = {}
@@ -592,7 +592,7 @@ class LayerReader:
     def read_environment(self) -> dict[str, Any]:
         prefix = "MESHWRIGHT_"
         values = {k[len(prefix) :].lower(): v for k, v in os.environ.items() if k.startswith(prefix)}
-        return self.convert_all(self._without_others(values), lambda key: Given(prefix + key.upper(), "="))
+        return self.convert_all(self._without_others(values), lambda key: GivenAs(prefix + key.upper(), "="))
 
     def _without_others(self, values: dict[Any, Any]) -> dict[Any, Any]:
         """Leave out settings of other commands: a file or a shell may hold settings for several."""
@@ -666,7 +666,7 @@ def from_saved(cls: type[C], saved: Mapping[str, Any], where: str) -> dict[str, 
     """Return the settings of a checkpoint that this class has, converted to their types."""
     reader = LayerReader(cls)
     ours = {name: value for name, value in current_names(saved).items() if name in reader.fields}
-    out = reader.convert_all(ours, lambda name: Given(name, " = ", f" in {where}"))
+    out = reader.convert_all(ours, lambda name: GivenAs(name, " = ", f" in {where}"))
     if reader.problems:
         raise SettingsError(listed(reader.problems), BAD_DATA)
     return out

@@ -15,11 +15,11 @@ from typing import ClassVar, Self
 
 from meshwright.base import registry
 from meshwright.config.expressions import read_expression
-from meshwright.config.fields import Form
+from meshwright.config.fields import TextForm
 
 
 @dataclass(frozen=True, repr=False)
-class Split(Form):
+class Split(TextForm):
     """Shares of the documents for training, validation and test: 949,50,1 or 949/50/1."""
 
     text: str
@@ -64,7 +64,7 @@ def blend(values: list[str]) -> tuple[list[float] | None, list[str]]:
 
 
 @dataclass(frozen=True, repr=False)
-class Iterations(Form):
+class Iterations(TextForm):
     """A range A-B of iterations, of which both ends count."""
 
     text: str
@@ -80,7 +80,7 @@ class Iterations(Form):
 
 
 @dataclass(frozen=True, repr=False)
-class BlendStage(Form):
+class BlendStage(TextForm):
     """A blend of the training set from a point of the run on, such as '60%: 0.5 a 0.5 b'."""
 
     text: str
@@ -123,7 +123,7 @@ class BlendStage(Form):
 
 
 @dataclass(frozen=True, repr=False)
-class Reaction(Form):
+class Reaction(TextForm):
     """What follows a bad step: a word, for `rollback:K` and `skip:K` at most so many times."""
 
     text: str
@@ -157,7 +157,7 @@ def describe_eval_tasks() -> str:
 
 
 @dataclass(frozen=True, repr=False)
-class EvalTasks(Form):
+class EvalTasks(TextForm):
     """NAME=FILE,NAME=FILE: files to score; a comma in a file's name is part of it."""
 
     text: str
@@ -190,7 +190,7 @@ def wrong_task(text: str) -> str:
 
 
 @dataclass(frozen=True, repr=False)
-class PipelineLayout(Form):
+class PipelineLayout(TextForm):
     """The layers of each stage, as 6,6,6,6, or the stage of each layer, as [0]*6+[1]*6."""
 
     text: str
@@ -239,7 +239,7 @@ def split_layers(layout: PipelineLayout | None, layers: int, stages: int) -> lis
 
 
 @dataclass(frozen=True, repr=False)
-class BatchSchedule(Form):
+class BatchSchedule(TextForm):
     """TOKENS:BATCH TOKENS:BATCH ...: global batches, in numbers that may end in K, M, B or T."""
 
     text: str
@@ -260,7 +260,7 @@ class BatchSchedule(Form):
 
 
 @dataclass(frozen=True, repr=False)
-class Window(Form):
+class AttentionWindow(TextForm):
     """How many tokens before each are seen: L, `L,0` or `(L,0)`; -1 for all."""
 
     text: str
@@ -276,7 +276,7 @@ class Window(Form):
 
 
 @dataclass(frozen=True, repr=False)
-class WindowSkips(Form):
+class WindowSkips(TextForm):
     """Which layers have no window: each N-th, or those with 0 in a list such as ([1]*5+[0])*4."""
 
     text: str
@@ -305,7 +305,7 @@ def layers_with_window(skips: WindowSkips | None, layers: int) -> tuple[int, ...
 
 
 @dataclass(frozen=True, repr=False)
-class Machines(Form):
+class Machines(TextForm):
     """Addresses of machines with commas between them."""
 
     text: str

@@ -76,7 +76,7 @@ def _value_text(value: Any) -> str:
     return str(value)
 
 
-class Given(NamedTuple):
+class GivenAs(NamedTuple):
     """How a setting was given: its name there, what joins a value to it, and where that was."""
 
     name: str
@@ -85,7 +85,7 @@ class Given(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Words:
+class Wording:
     """The words in which a caller gives settings.
 
     Fields:
@@ -95,7 +95,7 @@ class Words:
     """
 
     default: Literal["flags", "keywords", "names"] = "flags"
-    given: dict[str, Given] = field(default_factory=dict)
+    given: dict[str, GivenAs] = field(default_factory=dict)
     remarks: dict[str, tuple[Any, str]] = field(default_factory=dict)
 
     def render(self, text: str) -> str:
@@ -135,16 +135,16 @@ class Words:
             value = repr(value)
         return f"{given.name}{given.joint}{value}{given.place}"
 
-    def how_given(self, name: str) -> Given:
+    def how_given(self, name: str) -> GivenAs:
         """Return how a setting was given or, if it was not, how it would be."""
         if name in self.given:
             return self.given[name]
         if self.default == "flags":
-            return Given(spelling(name))
-        return Given(name, "=" if self.default == "keywords" else " ")
+            return GivenAs(spelling(name))
+        return GivenAs(name, "=" if self.default == "keywords" else " ")
 
 
-FLAGS, KEYWORDS, NAMES = Words(), Words("keywords"), Words("names")
+FLAGS, KEYWORDS, NAMES = Wording(), Wording("keywords"), Wording("names")
 
 
 def listed(problems: Sequence[Problem], heading: str = "") -> str:
@@ -173,9 +173,9 @@ def names_in(text: str) -> tuple[str, ...]:
 class SettingsError(UserError):
     """An error that names settings, as problems do; `words` are those of who gave them."""
 
-    words: Words | None = None  # also of an error that another rank sent
+    words: Wording | None = None  # also of an error that another rank sent
 
-    def __init__(self, text: str, status: int = USAGE, everywhere: bool = False, words: Words | None = None) -> None:
+    def __init__(self, text: str, status: int = USAGE, everywhere: bool = False, words: Wording | None = None) -> None:
         super().__init__(text, status, everywhere)
         self.words = words
 
@@ -183,14 +183,14 @@ class SettingsError(UserError):
         return (self.words or FLAGS).render(self.args[0])
 
 
-def require(problems: Sequence[Problem], words: Words | None = None) -> None:
+def require(problems: Sequence[Problem], words: Wording | None = None) -> None:
     """Raise an error that lists the problems, if there are any."""
     if problems:
         raise SettingsError(listed(problems), words=words)
 
 
 @contextlib.contextmanager
-def in_words(words: Words) -> Iterator[None]:
+def in_words(words: Wording) -> Iterator[None]:
     """Let errors about settings that leave a block name them in these words."""
     try:
         yield

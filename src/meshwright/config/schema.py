@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from meshwright.config.fields import config_fields, flag, group, read_forms
 from meshwright.config.grammar import (
+    AttentionWindow,
     BatchSchedule,
     BlendStage,
     EvalTasks,
@@ -24,7 +25,6 @@ from meshwright.config.grammar import (
     OnSpike,
     PipelineLayout,
     Split,
-    Window,
     WindowSkips,
     describe_eval_tasks,
     layers_with_window,
@@ -131,7 +131,7 @@ class Model:
         bound=">0",
         **YARN | {"outcome": "attention_factor"},
     )
-    window_size: Window | None = flag(
+    window_size: AttentionWindow | None = flag(
         None,
         "attend to this many tokens before each and to itself, L or L,0 as in Megatron (none or -1,0: to all before)",
         **WINDOW | {"outcome": "window"},

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from plans import STILL, planned
 
 from meshwright.apps.plan.measure.account import META, Account
-from meshwright.apps.plan.measure.operations import Operation, operations_of_rank, total
+from meshwright.apps.plan.measure.operations import TracedOperation, operations_of_rank, total
 from meshwright.apps.plan.measure.recorder import OperationRecorder, accesses, launch_of
 from meshwright.apps.plan.measure.steps import Extent, measure_layers
 from meshwright.apps.plan.measure.work import is_measurable, operations_of_step
@@ -25,7 +25,7 @@ def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=META)
 
 
-def executed(run) -> list[Operation]:
+def executed(run) -> list[TracedOperation]:
     """Return what a function executes, without views."""
     recorder = OperationRecorder()
     with Account(recorder):
@@ -36,7 +36,7 @@ def executed(run) -> list[Operation]:
 def test_products_count_flops_factors_and_totals():
     a, b, bias = new(6, 8), new(8, 10), new(10)
     (plain,) = executed(lambda: torch.addmm(bias, a, b))
-    assert plain == Operation("product", "addmm", "torch", 2 * 6 * 8 * 10, 2 * (48 + 80 + 60), "bfloat16")
+    assert plain == TracedOperation("product", "addmm", "torch", 2 * 6 * 8 * 10, 2 * (48 + 80 + 60), "bfloat16")
     sums = new(6, 10, dtype=torch.float32)
     (added,) = executed(lambda: torch.ops.aten.addmm.dtype_out(sums, a, b, torch.float32, out=sums))
     assert (added.flops, added.bytes, added.totals) == (960, 2 * (48 + 80), 2 * 4 * 60)  # read and written

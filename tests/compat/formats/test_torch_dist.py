@@ -353,7 +353,7 @@ def test_refused(why, tmp_path):
         ((3, -1), 2, (3, (0,))),
         ([3, 0], [0, 1], (3, (1,))),
         ((-1, 0), 2, (0, ())),
-        ((3, 1), None, "--window-size 3,1: neither L nor L,0"),
+        ((3, 1), None, "'3,1' is neither L nor L,0"),
         ((3, 0), [1], "a list is of 1 layers, but --num-layers is 2"),
     ],
 )

@@ -17,7 +17,7 @@ from meshwright.config.fields import flag
 from meshwright.config.problem import Problem, SettingsError, stated
 
 ABOUT = "Measure the speed of training: each row of a SET is one run of `meshwright train`. Its flags go after --."
-Words = list[str]  # a field below is named list
+Wording = list[str]  # a field below is named list
 Problems = list[Problem]
 Peers = list[Peer]
 # Flags of train that a bench sets, and what to give in their place.
@@ -29,7 +29,9 @@ BENCH_FLAGS |= dict.fromkeys(("--dry-run", "--print-config"), "--list before --"
 class BenchConfig:
     """Settings of `meshwright bench`."""
 
-    sets: Words = flag([], "sets of rows, or presets (none: by this machine's devices)", positional=True, value="FORM")
+    sets: Wording = flag(
+        [], "sets of rows, or presets (none: by this machine's devices)", positional=True, value="FORM"
+    )
     rows: str | None = flag(None, "only the rows whose names match this regular expression", value="FORM")
     list: bool = flag(False, "list the sets, or the rows of the sets that are named, and run nothing")
     out: Path | None = flag(None, "folder for tables and logs (none: bench- and the time)")
@@ -57,11 +59,11 @@ class BenchConfig:
         return []
 
     @property
-    def programs(self) -> Words:
+    def programs(self) -> Wording:
         return [*self.peer_names] or ([*get_args(Peer)] if self.peers else [])
 
 
-def main(argv: Words) -> int:
+def main(argv: Wording) -> int:
     at = argv.index("--") if "--" in argv else len(argv)
     words, extra = argv[:at], argv[at + 1 :]
     c = flags.parse_settings(BenchConfig, words, "meshwright bench", about=ABOUT).config
@@ -99,7 +101,7 @@ def main(argv: Words) -> int:
     return UNEXPECTED if bench.run(chosen) else DONE
 
 
-def run_calibration(c: BenchConfig, extra: Words) -> int:
+def run_calibration(c: BenchConfig, extra: Wording) -> int:
     if extra:
         raise SettingsError(f"after --: {extra[0]} is for rows; {{calibrate=True}} has none")
     from meshwright.apps.bench.calibrate import calibrate

@@ -39,7 +39,7 @@ from meshwright.data.text import limits
 from meshwright.data.text.charsets import BOM
 from meshwright.data.text.containers import HEAD, kind_of_bytes
 from meshwright.data.text.jsonl import lines_of, parse_line
-from meshwright.data.text.records import Document, Place, Rejected, too_long
+from meshwright.data.text.records import Document, Rejected, TextPlace, too_long
 
 Hashes = npt.NDArray[np.uint64]
 FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, with bits everywhere
@@ -100,7 +100,7 @@ class JsonDocuments:
             for line, view in enumerate(lines_of(content, end + 1, len(content)), 1):
                 begin, end = end + 1, end + 1 + len(view)
                 advance(len(view) + 1)
-                place = Place(path, line)
+                place = TextPlace(path, line)
                 record = parse_line(view, [self.key], place) if len(view) <= limits.LONGEST else too_long(place)
                 if isinstance(record, Rejected):
                     self.bad.count(record.reason, 1, str(place))
@@ -119,7 +119,7 @@ class JsonDocuments:
         return bytes(memoryview(self.content(self.files[i]))[self.begins[i] : self.ends[i]])
 
     def text(self, i: int) -> str:
-        record = parse_line(memoryview(self.line(i)), [self.key], Place(self.paths[self.files[i]]))
+        record = parse_line(memoryview(self.line(i)), [self.key], TextPlace(self.paths[self.files[i]]))
         assert isinstance(record, Document)
         return record.texts[0]
 

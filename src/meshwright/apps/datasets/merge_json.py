@@ -21,7 +21,7 @@ from meshwright.data.text.divide import whole
 from meshwright.data.text.folders import OTHER_SUFFIX, NameFilter, SkipReport, suffix_of, walk
 from meshwright.data.text.jsonl import parse_line
 from meshwright.data.text.plain import decode
-from meshwright.data.text.records import Document, Place, ReadOptions, Rejected, too_long
+from meshwright.data.text.records import Document, ReadOptions, Rejected, TextPlace, too_long
 
 ENDINGS = (".json", ".jsonl", ".txt")
 READ_BY = "`meshwright preprocess --input FOLDER` reads most of these"
@@ -93,7 +93,7 @@ def documents(path: Path, each_line: bool, out: Merged) -> Iterator[bytes]:
     with path.open("rb", buffering=limits.PIECE) as file:
         content = lines(file) if not is_document else [whole_text(file)]
         for number, line in enumerate(content, start=1):
-            place = Place(str(path)) if is_document else Place(str(path), number)
+            place = TextPlace(str(path)) if is_document else TextPlace(str(path), number)
             if line is None:
                 out.bad.count(too_long(place).reason, 1, str(place))
                 continue
@@ -119,12 +119,12 @@ def whole_text(file: BinaryIO) -> bytes | None:
     return None if len(content) > limits.LONGEST else to_utf8(content, codec_of(content))
 
 
-def require_object(line: bytes, place: Place) -> bytes | Rejected:
+def require_object(line: bytes, place: TextPlace) -> bytes | Rejected:
     record = parse_line(memoryview(line), [], place)
     return record if isinstance(record, Rejected) else line.strip()
 
 
-def text_to_json(content: bytes, place: Place) -> bytes | Rejected:
+def text_to_json(content: bytes, place: TextPlace) -> bytes | Rejected:
     """Return the line of JSON of a text, nothing of a blank one."""
     record = next(decode(content, 0, whole(place.path, content), ReadOptions()), None)
     return orjson.dumps({"text": record.texts[0]}) if isinstance(record, Document) else record or b""

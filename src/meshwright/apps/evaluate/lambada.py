@@ -78,7 +78,7 @@ def measure_words(scored: Scored[str]) -> dict[str, float]:
     return {"correct": correct, "examples": examples, "accuracy": correct / examples, "perplexity": perplexity}
 
 
-def describe(what: str, file: TaskFile) -> str:
+def describe_lambada(what: str, file: TaskFile) -> str:
     """Return what is counted, and in which file."""
     which = "OpenAI's file" if file.sha256 == OPENAI_SHA256 else "another file than OpenAI's"
     return f"{what}; {which}"
@@ -102,7 +102,7 @@ LAMBADA = Task(
     read=read_examples,
     cut=last_token,
     measure=measure_words,
-    describe=functools.partial(describe, "not strict: the last token"),
+    describe=functools.partial(describe_lambada, "not strict: the last token"),
     words=megatrons_words,
     dataset="lambada",
     megatron="LAMBADA",
@@ -113,6 +113,6 @@ STRICT_LAMBADA = dataclasses.replace(
     LAMBADA,
     name="lambada-strict",
     cut=last_word,
-    describe=functools.partial(describe, "strict: the whole last word"),
+    describe=functools.partial(describe_lambada, "strict: the whole last word"),
     megatron="LAMBADA --strict-lambada",
 )

@@ -37,7 +37,7 @@ def measure_documents(scored: Scored[str]) -> dict[str, float]:
     return {name: getattr(score, name) for name in names}
 
 
-def describe(file: TaskFile) -> str:
+def describe_text(file: TaskFile) -> str:
     return f"each document alone, windows of {file.length} tokens that advance by {file.stride}"
 
 
@@ -51,6 +51,6 @@ TEXT = Task(
     read=read_documents,
     cut=cut_document,
     measure=measure_documents,
-    describe=describe,
+    describe=describe_text,
     takes_folders=True,
 )

@@ -99,7 +99,7 @@ def measure_text(scored: Scored[str]) -> dict[str, float]:
     }
 
 
-def describe(file: TaskFile) -> str:
+def describe_wikitext(file: TaskFile) -> str:
     windows = f"windows of {file.length} tokens that advance by {file.stride}"
     return f"{pick_table(file.path)} detokenizer, {windows}"
 
@@ -122,7 +122,7 @@ WIKITEXT = Task(
     read=read_text,
     cut=cut_text,
     measure=measure_text,
-    describe=describe,
+    describe=describe_wikitext,
     words=megatrons_words,
     stride=32,  # of Megatron's --overlapping-eval
     no_limit="WikiText is one text",

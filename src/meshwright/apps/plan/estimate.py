@@ -40,7 +40,7 @@ ROUNDS = 2  # of as many micro-batches as pipeline ranks, after which no rank ho
 RESERVED = 1.02, 1.12  # what torch's allocator takes for a byte of tensors, and with ZeRO 3
 
 
-class Layout(NamedTuple):
+class LayoutSizes(NamedTuple):
     """How a run is divided over its devices: the settings that a search changes, by their names."""
 
     tensor_model_parallel_size: int
@@ -54,9 +54,9 @@ class Layout(NamedTuple):
     zero_stage: int = 0
     recompute_granularity: Literal["full", "selective"] | None = None
 
-    def ordered(self, name: ScheduleName, virtual: int | None, zero: int) -> Layout:
+    def ordered(self, name: ScheduleName, virtual: int | None, zero: int) -> LayoutSizes:
         """Return the layout with a schedule, the layers of its virtual stages and a ZeRO stage."""
-        return Layout(*self[:6], name, virtual, zero, self.recompute_granularity)
+        return LayoutSizes(*self[:6], name, virtual, zero, self.recompute_granularity)
 
     @property
     def is_split(self) -> bool:
@@ -73,7 +73,7 @@ class Run:
     profile: DeviceProfile
     links: Links
 
-    def config_of(self, layout: Layout) -> TrainConfig:
+    def config_of(self, layout: LayoutSizes) -> TrainConfig:
         return with_settings(self.config, **layout._asdict())
 
     @functools.cached_property
@@ -82,11 +82,11 @@ class Run:
         c = self.config
         return block_kind(c.training, c.model, c.precision, self.profile.kind) == "compiled"
 
-    def padded(self, layout: Layout) -> int:
+    def padded(self, layout: LayoutSizes) -> int:
         m, tp = self.config.model, layout.tensor_model_parallel_size
         return padded_size(self.vocabulary, m.make_vocab_size_divisible_by, tp, m.pad_vocab_size_to)
 
-    def chunks(self, layout: Layout, layers: int | None) -> int:
+    def chunks(self, layout: LayoutSizes, layers: int | None) -> int:
         """Return the stages of each pipeline rank, if virtual ones have so many layers."""
         pp = layout.pipeline_model_parallel_size
         if pp == 1 or layout.pipeline_schedule in V_SHAPED:
@@ -97,23 +97,23 @@ class Run:
     def batches(self) -> list[int]:
         return self.config.batches
 
-    def data_ranks(self, layout: Layout) -> int:
+    def data_ranks(self, layout: LayoutSizes) -> int:
         tp, cp = layout.tensor_model_parallel_size, layout.context_parallel_size
         return max(1, self.config.world // (tp * cp * layout.pipeline_model_parallel_size))
 
-    def micro_batches(self, layout: Layout) -> int:
+    def micro_batches(self, layout: LayoutSizes) -> int:
         return max(1, self.config.global_batch // (layout.micro_batch_size * self.data_ranks(layout)))
 
 
-def layout_of(c: TrainConfig) -> Layout:
+def layout_of(c: TrainConfig) -> LayoutSizes:
     """Return the layout of a configuration."""
     values = {
         name: getattr(group, name)
         for group in (c.parallel, c.precision, c.training)
-        for name in Layout._fields
+        for name in LayoutSizes._fields
         if hasattr(group, name)
     }
-    return Layout(**values | {"micro_batch_size": c.micro_batch})
+    return LayoutSizes(**values | {"micro_batch_size": c.micro_batch})
 
 
 # Memory: what passes keep
@@ -265,7 +265,9 @@ class RankShape(NamedTuple):
         return self.layers * self.layer + self.rest
 
 
-def passes_bytes(run: Run, layout: Layout, shape: RankShape, layer: LayerBytes, ends: EndBytes, rank: int) -> float:
+def passes_bytes(
+    run: Run, layout: LayoutSizes, shape: RankShape, layer: LayerBytes, ends: EndBytes, rank: int
+) -> float:
     """Return the bytes at the fullest moment of a rank's passes, beside what is held throughout."""
     pp, name = layout.pipeline_model_parallel_size, layout.pipeline_schedule
     is_split, chunks = layout.is_split, run.chunks(layout, layout.num_layers_per_virtual_pipeline_stage)
@@ -287,7 +289,7 @@ def passes_bytes(run: Run, layout: Layout, shape: RankShape, layer: LayerBytes, 
     return float((moments @ np.array([*live, *deferred, *backward])).max()) + sent * (pp > 1)
 
 
-def kept_bytes(run: Run, layout: Layout, layer: LayerBytes, layers: int) -> tuple[float, float]:
+def kept_bytes(run: Run, layout: LayoutSizes, layer: LayerBytes, layers: int) -> tuple[float, float]:
     """Return what some layers keep, and what of them runs once more at the fullest moment."""
     if layout.recompute_granularity != "full":
         return layers * layer.saved, 0.0
@@ -300,7 +302,7 @@ def kept_bytes(run: Run, layout: Layout, layer: LayerBytes, layers: int) -> tupl
 # Memory: what a rank holds
 
 
-def sharded_bytes(run: Run, layout: Layout, shape: RankShape, layer: LayerBytes) -> float:
+def sharded_bytes(run: Run, layout: LayoutSizes, shape: RankShape, layer: LayerBytes) -> float:
     """Return what ZeRO 2 and 3 hold in full for a while, beside what passes keep."""
     low, parts = WIDTHS[run.config.precision.dtype], shape.parts
     if layout.zero_stage < 2 or parts == 1:
@@ -345,7 +347,7 @@ def update_bytes(c: TrainConfig) -> float:
 
 
 @functools.lru_cache(1 << 14)
-def activations(run: Run, layout: Layout, is_split: bool) -> tuple[LayerBytes, EndBytes, int]:
+def activations(run: Run, layout: LayoutSizes, is_split: bool) -> tuple[LayerBytes, EndBytes, int]:
     """Return what a micro-batch takes of a layer and outside, and of memory that ranks map."""
     c = run.config_of(layout)
     ends = end_bytes(c, run.padded(layout), is_split)
@@ -353,7 +355,7 @@ def activations(run: Run, layout: Layout, is_split: bool) -> tuple[LayerBytes, E
 
 
 @functools.lru_cache(1 << 14)
-def held_by(run: Run, layout: Layout, rank: int) -> tuple[RankShape, dict[str, int], float]:
+def held_by(run: Run, layout: LayoutSizes, rank: int) -> tuple[RankShape, dict[str, int], float]:
     """Return what a pipeline rank has, the bytes of it by kind, and what its update takes."""
     c, padded = run.config_of(layout), run.padded(layout)
     own, (unit, *outer) = stage_numbers(c, rank), [count(shapes) for shapes, _ in shapes_of_rank(c, padded, rank)]
@@ -365,22 +367,22 @@ def held_by(run: Run, layout: Layout, rank: int) -> tuple[RankShape, dict[str, i
 
 
 @functools.lru_cache(1 << 14)
-def beside(run: Run, layout: Layout) -> tuple[float, int]:
+def beside(run: Run, layout: LayoutSizes) -> tuple[float, int]:
     """Return the bytes of a micro-batch's tokens, and of the driver and its libraries."""
     c = run.config_of(layout)
     return batch_bytes(c) / max(1, c.micro_batches(c.global_batch)), context_bytes(c, run.profile)
 
 
-def without_passes(run: Run, layout: Layout) -> Layout:
+def without_passes(run: Run, layout: LayoutSizes) -> LayoutSizes:
     """Return a layout without what decides about passes alone, for what a rank holds."""
     name, virtual = layout.pipeline_schedule, layout.num_layers_per_virtual_pipeline_stage
     if not run.config.parallel.pipeline_layout:
         name, virtual = "zbv" if name in V_SHAPED else "1f1b", None
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-    return Layout(tp, False, 1, pp, layout.fp8_format, 1, name, virtual, layout.zero_stage)
+    return LayoutSizes(tp, False, 1, pp, layout.fp8_format, 1, name, virtual, layout.zero_stage)
 
 
-def without_stages(layout: Layout) -> Layout:
+def without_stages(layout: LayoutSizes) -> LayoutSizes:
     """Return a layout without pipeline and ZeRO, for what a micro-batch takes of a layer."""
     return layout._replace(
         pipeline_model_parallel_size=1,
@@ -393,7 +395,7 @@ def without_stages(layout: Layout) -> Layout:
 # The memory of a rank
 
 
-def rank_bytes(run: Run, layout: Layout, rank: int) -> dict[str, int]:
+def rank_bytes(run: Run, layout: LayoutSizes, rank: int) -> dict[str, int]:
     """Return the bytes of a pipeline rank's tensors by kind."""
     layer, ends, mapped = activations(run, without_stages(layout), layout.is_split)
     shape, held, update = held_by(run, without_passes(run, layout), rank)
@@ -415,12 +417,12 @@ def memory_of_ranks(c: TrainConfig, padded: int, profile: DeviceProfile) -> list
     return out
 
 
-def reserved_bytes(layout: Layout, allocated: float) -> float:
+def reserved_bytes(layout: LayoutSizes, allocated: float) -> float:
     """Return what torch's allocator takes for so many bytes of tensors, as a rule."""
     return allocated * RESERVED[layout.zero_stage == 3]
 
 
-def need_of(run: Run, layout: Layout) -> int:
+def need_of(run: Run, layout: LayoutSizes) -> int:
     """Return the bytes of tensors and the context of a layout's fullest rank."""
     pp, name = layout.pipeline_model_parallel_size, layout.pipeline_schedule
     layers = run.config.model.num_layers or 0
@@ -432,7 +434,7 @@ def need_of(run: Run, layout: Layout) -> int:
     return tensors + round(tokens * run.micro_batches(layout)) + context
 
 
-def held_of(run: Run, layout: Layout) -> int:
+def held_of(run: Run, layout: LayoutSizes) -> int:
     """Return the bytes that the first rank holds throughout."""
     return sum(held_by(run, without_passes(run, layout), 0)[1].values())
 
@@ -449,7 +451,7 @@ class Seconds(NamedTuple):
     weights: float
 
 
-class Work(NamedTuple):
+class EstimatedWork(NamedTuple):
     """Seconds of a micro-batch in the parts of a network, by the kind of pass."""
 
     layer: Seconds  # the mean of all
@@ -460,7 +462,7 @@ class Work(NamedTuple):
 
 
 @functools.lru_cache(1 << 14)
-def work_of(run: Run, layout: Layout, number: int) -> Work:
+def work_of(run: Run, layout: LayoutSizes, number: int) -> EstimatedWork:
     """Return the work of one of so many micro-batches."""
     c = run.config_of(layout)
     terms = StepTerms(c, run.padded(layout), run.profile, run.links)
@@ -480,7 +482,7 @@ def work_of(run: Run, layout: Layout, number: int) -> Work:
     message = terms.sending("pipeline", traffic.message_bytes(c)) if terms.pp > 1 else 0.0
     is_launched = terms.pp == 1 and not terms.has_graphs
     host = sum(part.host for step in (stage, embedding, head) for part in step) if is_launched else 0.0
-    return Work(seconds(stage, own), seconds(embedding), seconds(head), message, host)
+    return EstimatedWork(seconds(stage, own), seconds(embedding), seconds(head), message, host)
 
 
 class MicroBatch(NamedTuple):
@@ -505,7 +507,7 @@ class MicroBatch(NamedTuple):
 
 
 @functools.lru_cache(1 << 14)
-def micro_batch_of(run: Run, layout: Layout) -> MicroBatch:
+def micro_batch_of(run: Run, layout: LayoutSizes) -> MicroBatch:
     """Return the seconds of a micro-batch, from those of a layer and of both ends."""
     pp, number = layout.pipeline_model_parallel_size, run.micro_batches(layout)
     layer, first, last, message, host = work_of(run, work_key(run, layout), 1 if number == 1 else MANY)
@@ -528,13 +530,13 @@ def micro_batch_of(run: Run, layout: Layout) -> MicroBatch:
     return MicroBatch(number, ranks, gap, message, *slowest, host)
 
 
-def ranks_of(run: Run, layout: Layout) -> tuple[RankShape, ...]:
+def ranks_of(run: Run, layout: LayoutSizes) -> tuple[RankShape, ...]:
     """Return what the first, a middle and the last pipeline rank have."""
     return kinds_of_ranks(run, without_passes(run, layout)._replace(zero_stage=0))
 
 
 @functools.lru_cache(1 << 14)
-def kinds_of_ranks(run: Run, layout: Layout) -> tuple[RankShape, ...]:
+def kinds_of_ranks(run: Run, layout: LayoutSizes) -> tuple[RankShape, ...]:
     pp = layout.pipeline_model_parallel_size
     return tuple(held_by(run, layout, rank)[0] for rank in (0, pp // 2, pp - 1))
 
@@ -549,18 +551,20 @@ class AfterPasses(NamedTuple):
 
 
 @functools.lru_cache(1 << 14)
-def after_passes(run: Run, layout: Layout, parameters: int, layers: int) -> AfterPasses:
+def after_passes(run: Run, layout: LayoutSizes, parameters: int, layers: int) -> AfterPasses:
     terms = terms_of(run, layout._replace(pipeline_schedule="1f1b"))
     sums, hidden = (terms.data_parallel(parameters, layers, room, room) for room in (0.0, math.inf))
     return AfterPasses(terms.update(parameters), sums, hidden, terms.update_host())
 
 
 @functools.lru_cache(1 << 14)
-def terms_of(run: Run, layout: Layout) -> StepTerms:
+def terms_of(run: Run, layout: LayoutSizes) -> StepTerms:
     return StepTerms(run.config_of(layout), run.padded(layout), run.profile, run.links)
 
 
-def step_seconds(run: Run, layout: Layout, micro: Sequence[int], virtual: Sequence[int | None]) -> list[list[float]]:
+def step_seconds(
+    run: Run, layout: LayoutSizes, micro: Sequence[int], virtual: Sequence[int | None]
+) -> list[list[float]]:
     """Return the seconds of steps, by the size of virtual stages and then by the micro-batch."""
     pp, zero = layout.pipeline_model_parallel_size, layout.zero_stage
     alike = layout._replace(zero_stage=zero if pp == 1 else 0)
@@ -594,10 +598,10 @@ def step_seconds(run: Run, layout: Layout, micro: Sequence[int], virtual: Sequen
     return out
 
 
-def work_key(run: Run, layout: Layout) -> Layout:
+def work_key(run: Run, layout: LayoutSizes) -> LayoutSizes:
     """Return a layout without what the work of a micro-batch does not depend on."""
     pp, zero, name = layout.pipeline_model_parallel_size, layout.zero_stage, layout.pipeline_schedule
     if pp > 1:  # without CUDA graphs, whatever the stage; no compiled block computes gradients apart
         zero, name = 0, "zero-bubble" if layout.is_split and run.is_compiled else "1f1b"
         pp = pp if run.config.training.recompute_method == "block" else 2
-    return Layout(*layout[:3], pp, *layout[4:6], name, None, zero, layout.recompute_granularity)
+    return LayoutSizes(*layout[:3], pp, *layout[4:6], name, None, zero, layout.recompute_granularity)

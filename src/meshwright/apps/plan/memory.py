@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from meshwright.apps.plan import traffic
-from meshwright.apps.plan.measure.allocator import CachingAllocator, Event
+from meshwright.apps.plan.measure.allocator import CachingAllocator, MemoryEvent
 from meshwright.base.device import NVIDIA
 from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
@@ -41,7 +41,7 @@ WORKSPACES = 32 << 20, 32 << 20, 1 << 20  # of cuBLAS, for the threads of both p
 ROUNDING = 512  # bytes to which torch's allocator rounds up
 
 
-Measured = tuple[dict[str, int], list[Event]]  # what steps allocate: bytes by kind at the peak, and in order
+Measured = tuple[dict[str, int], list[MemoryEvent]]  # what steps allocate: bytes by kind at the peak, and in order
 
 
 class Device(Protocol):
@@ -120,7 +120,9 @@ def measure_in_child(
         return None
     if done.returncode:
         return None
-    found: list[Measured] = [(peak, [Event(*each) for each in events]) for peak, events in json.loads(done.stdout)]
+    found: list[Measured] = [
+        (peak, [MemoryEvent(*each) for each in events]) for peak, events in json.loads(done.stdout)
+    ]
     return [
         with_what_is_held(config, padded, rank, profile, measured) for rank, measured in zip(ranks, found, strict=True)
     ]
@@ -183,7 +185,9 @@ def batch_bytes(config: TrainConfig) -> int:
 # What torch's allocator takes
 
 
-def reserved_bytes(config: TrainConfig, padded: int, pipeline_rank: int, profile: Device, events: list[Event]) -> int:
+def reserved_bytes(
+    config: TrainConfig, padded: int, pipeline_rank: int, profile: Device, events: list[MemoryEvent]
+) -> int:
     """Return the most bytes that torch's allocator reserves in the first steps and for graphs."""
     allocator, keys = CachingAllocator(), itertools.count(-1, -1)  # keys that no event has
     beside = buffer_bytes(config, padded, pipeline_rank, profile) - sum(WORKSPACES)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from meshwright.apps.plan import estimate
-from meshwright.apps.plan.estimate import NEAR, Layout, Run
+from meshwright.apps.plan.estimate import NEAR, LayoutSizes, Run
 from meshwright.apps.plan.prediction import Machine, Prediction
 from meshwright.base.progress import progress_bar
 from meshwright.config import checks
@@ -80,12 +80,12 @@ class Found:
     nearest: Prediction | None = None  # of those that do not fit, the one that lacks the least
 
 
-class Candidate(NamedTuple):
+class RankedLayout(NamedTuple):
     """A layout that may fit."""
 
     seconds: float  # of a step, estimated
     number: int  # in the order of the search
-    layout: Layout
+    layout: LayoutSizes
 
 
 @functools.cache
@@ -102,13 +102,13 @@ class LegalLayouts:
         self.batch_reasons: dict[tuple[int, int], str] = {}
         self.other_reasons: dict[tuple[object, ...], str] = {}
 
-    def free(self, layout: Layout, name: str, values: list[Any]) -> list[Any]:
+    def free(self, layout: LayoutSizes, name: str, values: list[Any]) -> list[Any]:
         """Return these values of a setting, or the given one if it is fixed."""
         return [getattr(layout, name)] if name in self.freedom.fixed else values
 
     # Shapes: the numbers of ranks and the format, for any batch
 
-    def shapes(self) -> Iterator[Layout]:
+    def shapes(self) -> Iterator[LayoutSizes]:
         start = estimate.layout_of(self.run.config)
         is_fixed = self.freedom.fixed.__contains__
         if not is_fixed("micro_batch_size"):
@@ -118,7 +118,9 @@ class LegalLayouts:
         start = start._replace(recompute_granularity=self.recomputations()[0])
         return self.divided(start, [self.by_tensor, self.by_context, self.by_pipeline, self.by_format])
 
-    def divided(self, layout: Layout, levels: list[Callable[[Layout], list[Layout]]]) -> Iterator[Layout]:
+    def divided(
+        self, layout: LayoutSizes, levels: list[Callable[[LayoutSizes], list[LayoutSizes]]]
+    ) -> Iterator[LayoutSizes]:
         """Yield the legal layouts of these levels: what a level refuses is not divided further."""
         if not levels:
             yield layout
@@ -130,7 +132,7 @@ class LegalLayouts:
             else:
                 yield from self.divided(changed, levels[1:])
 
-    def by_tensor(self, layout: Layout) -> list[Layout]:
+    def by_tensor(self, layout: LayoutSizes) -> list[LayoutSizes]:
         most = self.run.config.model.num_attention_heads or 1
         sizes = [n for n in divisors(self.run.config.world) if n <= most]
         return [
@@ -139,7 +141,7 @@ class LegalLayouts:
             for sequence in self.free(layout, "sequence_parallel", [True, False] if tp > 1 else [False])
         ]
 
-    def by_context(self, layout: Layout) -> list[Layout]:
+    def by_context(self, layout: LayoutSizes) -> list[LayoutSizes]:
         tp = layout.tensor_model_parallel_size
         most = (self.run.config.model.num_attention_heads or 1) // tp
         sizes = [n for n in divisors(self.run.config.world // tp) if n <= most]
@@ -147,7 +149,7 @@ class LegalLayouts:
             layout._replace(context_parallel_size=cp) for cp in self.free(layout, "context_parallel_size", sizes or [1])
         ]
 
-    def by_pipeline(self, layout: Layout) -> list[Layout]:
+    def by_pipeline(self, layout: LayoutSizes) -> list[LayoutSizes]:
         ranks = self.run.config.world // (layout.tensor_model_parallel_size * layout.context_parallel_size)
         sizes = [n for n in divisors(ranks) if n <= (self.run.config.model.num_layers or 1)]
         return [
@@ -155,13 +157,13 @@ class LegalLayouts:
             for pp in self.free(layout, "pipeline_model_parallel_size", sizes or [1])
         ]
 
-    def by_format(self, layout: Layout) -> list[Layout]:
+    def by_format(self, layout: LayoutSizes) -> list[LayoutSizes]:
         formats = [None, "hybrid"] if self.freedom.fp8 else [layout.fp8_format]
         return [layout._replace(fp8_format=kind) for kind in self.free(layout, "fp8_format", formats)]
 
     # What is left to choose
 
-    def micro_batches(self, shape: Layout) -> list[Layout]:
+    def micro_batches(self, shape: LayoutSizes) -> list[LayoutSizes]:
         """Return a shape with each micro-batch of which its ranks can make a batch."""
         dp, out = self.run.data_ranks(shape), []
         sizes = [n for n in divisors(max(1, self.run.config.global_batch // dp)) if n <= MOST_MICRO_BATCH]
@@ -175,7 +177,7 @@ class LegalLayouts:
                 out.append(layout)
         return out
 
-    def schedules(self, shape: Layout) -> list[tuple[ScheduleName, list[int | None]]]:
+    def schedules(self, shape: LayoutSizes) -> list[tuple[ScheduleName, list[int | None]]]:
         """Return schedules, each with its sizes of virtual stages.
 
         GPipe is left out: it waits as long as 1F1B and holds more.
@@ -188,7 +190,7 @@ class LegalLayouts:
         is_free = virtual not in self.freedom.fixed
         return [(name, [None] if name == "zbv" and is_free else sizes) for name in names]
 
-    def zero_stages(self, shape: Layout) -> list[int]:
+    def zero_stages(self, shape: LayoutSizes) -> list[int]:
         is_shared = self.run.data_ranks(shape) * shape.context_parallel_size > 1
         return self.free(shape, "zero_stage", [0, 1, 2, 3] if is_shared else [0])
 
@@ -197,7 +199,7 @@ class LegalLayouts:
         now = self.run.config.training.recompute_granularity
         return [now] if "recompute_granularity" in self.freedom.fixed else [*RECOMPUTE[RECOMPUTE.index(now) :]]
 
-    def is_legal(self, layout: Layout, is_round: bool) -> bool:
+    def is_legal(self, layout: LayoutSizes, is_round: bool) -> bool:
         """Return whether a legal shape is so with its schedule and ZeRO stage.
 
         `is_round`: pipeline ranks can share the micro-batches of a step.
@@ -212,7 +214,7 @@ class LegalLayouts:
             self.refusals.note(self.other_reasons[key])
         return not self.other_reasons[key]
 
-    def is_round(self, layout: Layout) -> bool:
+    def is_round(self, layout: LayoutSizes) -> bool:
         unit = self.run.data_ranks(layout) * layout.micro_batch_size
         return all(size // unit % layout.pipeline_model_parallel_size == 0 for size in self.run.batches)
 
@@ -228,7 +230,7 @@ class Search:
     def __init__(self, machine: Machine, vocabulary: int, freedom: Freedom, keep: int = 10) -> None:
         self.machine, self.vocabulary, self.freedom, self.keep = machine, vocabulary, freedom, keep
         self.found, self.have = Found(), machine.profile.memory_bytes
-        self.least_lack: tuple[float, Layout] | None = None  # bytes of the nearest layout, and itself
+        self.least_lack: tuple[float, LayoutSizes] | None = None  # bytes of the nearest layout, and itself
 
     def run(self, config: TrainConfig) -> Found:
         """Find the `keep` fastest layouts of a configuration that fit."""
@@ -253,7 +255,7 @@ class Search:
 
     def find_small(self, config: TrainConfig) -> Prediction | None:
         """Return a layout that fits, of the few that need the least memory; None if none does."""
-        run, sizes = self.run_of(config), list[tuple[float, Layout]]()
+        run, sizes = self.run_of(config), list[tuple[float, LayoutSizes]]()
         legal = LegalLayouts(run, self.freedom)
         for shape in legal.shapes():
             if layout := smallest(legal, shape):
@@ -269,7 +271,7 @@ class Search:
     def run_of(self, config: TrainConfig) -> Run:
         return Run(config, self.vocabulary, self.machine.profile, self.machine.links)
 
-    def predict(self, run: Run, layout: Layout) -> Prediction:
+    def predict(self, run: Run, layout: LayoutSizes) -> Prediction:
         return Prediction(run.config_of(layout), self.machine, self.vocabulary)
 
     def try_layout(self, prediction: Prediction) -> bool:
@@ -288,11 +290,11 @@ class Search:
             found.nearest = prediction
         return False
 
-    def ranked(self, run: Run) -> Iterator[Layout]:
+    def ranked(self, run: Run) -> Iterator[LayoutSizes]:
         """Yield the layouts that may fit, the fastest first, with little recomputation."""
         legal = LegalLayouts(run, self.freedom)
         self.found.refusals, kinds = legal.refusals, legal.recomputations()
-        heap, fails = self.candidates(run, legal), dict[Layout, int]()  # micro-batches from which layouts fail
+        heap, fails = self.candidates(run, legal), dict[LayoutSizes, int]()  # micro-batches from which layouts fail
         number = len(heap)
         while heap:
             layout = heapq.heappop(heap).layout
@@ -317,28 +319,28 @@ class Search:
                 seconds = estimate.step_seconds(
                     run, layout, [layout.micro_batch_size], [layout.num_layers_per_virtual_pipeline_stage]
                 )
-                heapq.heappush(heap, Candidate(seconds[0][0], number, layout))
+                heapq.heappush(heap, RankedLayout(seconds[0][0], number, layout))
 
-    def may_fit(self, run: Run, layout: Layout) -> bool:
+    def may_fit(self, run: Run, layout: LayoutSizes) -> bool:
         """Return whether a layout may fit, and keep the nearest of those that do not."""
         need = estimate.need_of(run, layout)
         if need * (1 - NEAR) > self.have and (self.least_lack is None or need < self.least_lack[0]):
             self.least_lack = need, layout
         return need * (1 - NEAR) <= self.have
 
-    def candidates(self, run: Run, legal: LegalLayouts) -> list[Candidate]:
+    def candidates(self, run: Run, legal: LegalLayouts) -> list[RankedLayout]:
         """Return all legal layouts with the least recomputation, as a heap."""
-        out, shapes = list[Candidate](), [*legal.shapes()]
+        out, shapes = list[RankedLayout](), [*legal.shapes()]
         with progress_bar("ranking layouts", len(shapes), of="count") as show:
             for shape in shapes:
                 for layout, seconds in timed_layouts(run, legal, shape):
-                    out.append(Candidate(seconds, len(out), layout))
+                    out.append(RankedLayout(seconds, len(out), layout))
                 show(1)
         heapq.heapify(out)
         return out
 
 
-def timed_layouts(run: Run, legal: LegalLayouts, shape: Layout) -> Iterator[tuple[Layout, float]]:
+def timed_layouts(run: Run, legal: LegalLayouts, shape: LayoutSizes) -> Iterator[tuple[LayoutSizes, float]]:
     """Yield the legal layouts of a shape, with the seconds of a step."""
     layouts = legal.micro_batches(shape)
     if not layouts:
@@ -355,7 +357,7 @@ def timed_layouts(run: Run, legal: LegalLayouts, shape: Layout) -> Iterator[tupl
                     yield layout.ordered(name, size, zero), time
 
 
-def smallest(legal: LegalLayouts, shape: Layout) -> Layout | None:
+def smallest(legal: LegalLayouts, shape: LayoutSizes) -> LayoutSizes | None:
     """Return the layout of a shape that needs the least memory, as a rule."""
     layout = next(iter(legal.micro_batches(shape)), None)
     if layout is None:

@@ -69,7 +69,7 @@ def read(request: dict[str, Any]) -> Any:
     """Return what a file, or its bytes from `begin` to `end`, holds."""
     gc.disable()  # all that is built here is kept until the answer, and the collector would walk it again and again
     with open(request["path"], "rb", buffering=0) as file:
-        part = Part(file.fileno(), request["begin"], request["end"])
+        part = OpenPart(file.fileno(), request["begin"], request["end"])
         try:
             return read_archive(part) if part.at(0, 4) == b"PK\3\4" else read_stream(part)
         except (RefusedPickle, MemoryError):
@@ -83,7 +83,7 @@ def read(request: dict[str, Any]) -> Any:
 # Files
 
 
-class Part(io.RawIOBase):
+class OpenPart(io.RawIOBase):
     """A part of an open file, read as a file of its own."""
 
     def __init__(self, file: int, begin: int, end: int) -> None:
@@ -120,7 +120,7 @@ class Program:
     It has no `peek`, so that the unpickler reads nothing in advance.
     """
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: OpenPart) -> None:
         self.part, self.file = part, io.BufferedReader(part)
         self.read, self.readline, self.tell = self.file.read, self.file.readline, self.file.tell
         self.ends = set[int]()  # of long byte strings, in the file
@@ -144,7 +144,7 @@ class Program:
 class Archive:
     """A zip archive of torch.save: its entries, and where their bytes are."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: OpenPart) -> None:
         self.part = part
         try:
             self.directory = zipfile.ZipFile(io.BufferedReader(part))
@@ -180,7 +180,7 @@ class Archive:
         return begin, end
 
 
-def read_archive(part: Part) -> Any:
+def read_archive(part: OpenPart) -> Any:
     """Read a zip archive of torch.save."""
     archive = Archive(part)
     order = archive.find("byteorder")
@@ -189,7 +189,7 @@ def read_archive(part: Part) -> Any:
 
     # Read the pickle, which names storages.
     begin, end = archive.find("data.pkl") or (0, 0)
-    program = Program(Part(part.file, part.begin + begin, part.begin + end))
+    program = Program(OpenPart(part.file, part.begin + begin, part.begin + end))
     reader = Reader(program)
     tree = reader.load()
 
@@ -210,7 +210,7 @@ def read_archive(part: Part) -> Any:
     return Answer(places, program.ends).encode(tree)
 
 
-def read_stream(part: Part) -> Any:
+def read_stream(part: OpenPart) -> Any:
     """Read a plain pickle, or torch's old form.
 
     That is a series of pickles (magic number, version, machine, object, keys of the storages), then

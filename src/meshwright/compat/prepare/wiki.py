@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from meshwright.compat.prepare import wikitext
 from meshwright.data.text.divide import Division, Slice
-from meshwright.data.text.formats import Format
-from meshwright.data.text.records import NOT_UTF8, Document, Place, ReadOptions, Record, Rejected
+from meshwright.data.text.formats import TextFormat
+from meshwright.data.text.records import NOT_UTF8, Document, ReadOptions, Record, Rejected, TextPlace
 
 # A dump, or a part of one that begins with a page.
 IS_DUMP = re.compile(rb"(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*)?(<mediawiki\b|<page>\s*<title>)")
@@ -48,7 +48,7 @@ def articles(pages: Slice, options: ReadOptions) -> Iterator[Record]:
             yield record
 
 
-def _article(page: bytes, place: Place, options: ReadOptions) -> Record | None:
+def _article(page: bytes, place: TextPlace, options: ReadOptions) -> Record | None:
     """Return the text of a page's newest revision, None if it is no article, or what is wrong."""
     # What describes the page.
     revision = page.rfind(b"<revision")
@@ -85,6 +85,6 @@ def _unescape(content: bytes) -> str:
     return text
 
 
-DUMP = Format(
+DUMP = TextFormat(
     "wiki dumps", PAGES, articles, begins=IS_DUMP, unit="page ", shorten="a dump without old revisions is shorter"
 )

@@ -18,7 +18,7 @@ from meshwright.config.text_inputs import TextInputs
 from meshwright.data.text import charsets, containers, folders, formats, html_pages, jsonl
 from meshwright.data.text.containers import STREAMS
 from meshwright.data.text.formats import JSONL, PAGE, TEXT
-from meshwright.data.text.records import BINARY, Place, Rejected, shown
+from meshwright.data.text.records import BINARY, Rejected, TextPlace, shown
 from meshwright.data.text.rows import refuse_header
 
 _PACKED = r"(\.(gz|xz|zst|bz2))?$"
@@ -78,7 +78,7 @@ def look_at(file: BinaryIO) -> Start:
 
 def detect(path: str, start: Start, given: TextInputs, origin: Origin, is_pipe: bool = False) -> Detected | Rejected:
     """Return what a file or a pipe is, or why it is passed over; raise if it was named."""
-    suffix, place = folders.suffix_of(path), Place(path)
+    suffix, place = folders.suffix_of(path), TextPlace(path)
     is_chosen = origin == "named" or bool(given.include) or folders.is_known(suffix)
 
     # Files that are no text.
@@ -111,16 +111,16 @@ def detect(path: str, start: Start, given: TextInputs, origin: Origin, is_pipe: 
 def detect_member(path: str, content: bytes, given: TextInputs) -> Detected | Rejected:
     """Return what a member of an archive is by its first bytes, or why it is passed over."""
     if containers.kind_of_bytes(content) == "pdf":
-        return Rejected(folders.PDF, Place(path), is_error=False)
+        return Rejected(folders.PDF, TextPlace(path), is_error=False)
     codec = charset_of(path, content, given.encoding)
     head = charsets.to_utf8(content, codec)
     reader = reader_of(path, head, given.json_keys, "archive")
     if reader == CSV and (refused := refuse_header(path, head, given.json_keys)):
         return refused
     if reader not in (JSONL, CSV, TEXT, PAGE):
-        return Rejected(f"{reader} in an archive", Place(path), is_error=False)
+        return Rejected(f"{reader} in an archive", TextPlace(path), is_error=False)
     if reader == JSONL and path.lower().endswith(".json") and SPREAD_JSON.match(head):
-        return Rejected("not JSON lines", Place(path), is_error=False)
+        return Rejected("not JSON lines", TextPlace(path), is_error=False)
     return Detected(reader, codec)
 
 
@@ -194,13 +194,13 @@ def _of_bytes(path: str, start: Start, origin: Origin, is_pipe: bool) -> Detecte
     if inner in (*TABLES, SQLITE) and origin == "named":
         raise bad_data(f"--input {path} is a table ({inner}) in a stream: give it as a plain file")
     if inner in (*TABLES, SQLITE):
-        return Rejected(BINARY, Place(path), is_error=False)
+        return Rejected(BINARY, TextPlace(path), is_error=False)
     if inner == "pdf" and origin == "named":
         raise a_pdf(path)
-    return Rejected(folders.PDF, Place(path), is_error=False) if inner == "pdf" and start.is_packed else None
+    return Rejected(folders.PDF, TextPlace(path), is_error=False) if inner == "pdf" and start.is_packed else None
 
 
-def _refuse_text(place: Place, suffix: str, start: Start, head: bytes, given: TextInputs) -> Rejected | None:
+def _refuse_text(place: TextPlace, suffix: str, start: Start, head: bytes, given: TextInputs) -> Rejected | None:
     """Return why a file in a folder that is no table, archive or JSON lines is passed over."""
     if suffix == ".json" and not given.include:
         return _refuse_json(place, head, given.json_keys)
@@ -216,7 +216,7 @@ def _refuse_text(place: Place, suffix: str, start: Start, head: bytes, given: Te
     return Rejected(reason, place, is_error=False) if reason else None
 
 
-def _refuse_json(place: Place, head: bytes, keys: Sequence[str]) -> Rejected:
+def _refuse_json(place: TextPlace, head: bytes, keys: Sequence[str]) -> Rejected:
     """Say why a .json file is passed over, which may hold JSON lines without the key."""
     line = head.removeprefix(charsets.BOM).lstrip().partition(b"\n")[0]
     record = jsonl.parse_line(memoryview(line), keys, place)
@@ -227,5 +227,5 @@ def _refuse_json(place: Place, head: bytes, keys: Sequence[str]) -> Rejected:
 
 def _require_text(path: str, head: bytes) -> None:
     if why := charsets.why_binary(head):
-        binary = Rejected(BINARY, Place(path), why)
+        binary = Rejected(BINARY, TextPlace(path), why)
         raise bad_data(f"--input {binary.complaint(True)}")

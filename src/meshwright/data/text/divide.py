@@ -15,7 +15,7 @@ from meshwright.base.errors import IO, UserError, bad_data
 from meshwright.data.text import limits
 from meshwright.data.text.charsets import BOM
 from meshwright.data.text.containers import DAMAGES
-from meshwright.data.text.records import Place, shown
+from meshwright.data.text.records import TextPlace, shown
 
 
 class Slice(NamedTuple):
@@ -45,17 +45,17 @@ class Slice(NamedTuple):
         """Whether the file begins here."""
         return self.byte <= len(BOM)
 
-    def place(self, at: int, exactly: bool = False) -> Place:
+    def place(self, at: int, exactly: bool = False) -> TextPlace:
         """Return the place of a document, which begins so many bytes after the first.
 
         Documents of files that are read as a whole have no line, but those that are asked for
         `exactly`, because of a bad byte.
         """
         if self.is_range:
-            return Place(self.path, 1, "line", self.after + at)
+            return TextPlace(self.path, 1, "line", self.after + at)
         if not exactly:
-            return Place(self.path)
-        return Place(self.path, self.line + self.data.count(b"\n", self.first, self.first + at) + 1)
+            return TextPlace(self.path)
+        return TextPlace(self.path, self.line + self.data.count(b"\n", self.first, self.first + at) + 1)
 
 
 def whole(path: str, content: bytes, is_named: bool = True, codec: str = "") -> Slice:

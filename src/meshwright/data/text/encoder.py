@@ -12,7 +12,7 @@ import numpy.typing as npt
 from meshwright.base.errors import UserError
 from meshwright.data.text.folders import SkipReport
 from meshwright.data.text.pieces import Piece
-from meshwright.data.text.records import NOT_UTF8, Document, Place, ReadOptions, Rejected
+from meshwright.data.text.records import NOT_UTF8, Document, ReadOptions, Rejected, TextPlace
 from meshwright.data.text.splitting import cut_document
 
 Array = npt.NDArray[Any]
@@ -28,11 +28,13 @@ class Encoded:
     bytes: int = 0  # of text and what surrounds it
     sizes: list[Array] = field(default_factory=list)  # int32: tokens of each sequence
     ends: list[Array] = field(default_factory=list)  # int64: sequences up to the end of each document
-    bad: dict[str, tuple[int, Place]] = field(default_factory=dict)  # reason: how many lines, and where the first is
+    bad: dict[str, tuple[int, TextPlace]] = field(
+        default_factory=dict
+    )  # reason: how many lines, and where the first is
     complaint: str = ""  # about the first error, if it stops the run
     passed: SkipReport = field(default_factory=SkipReport)  # files that hold no text
 
-    def count_bad(self, reason: str, lines: int, place: Place) -> None:
+    def count_bad(self, reason: str, lines: int, place: TextPlace) -> None:
         count, first = self.bad.get(reason, (0, place))
         self.bad[reason] = (count + lines, first)
 

@@ -23,7 +23,7 @@ JSONL, TEXT, PAGE = "JSON lines", "plain text", "HTML"
 
 
 @dataclass(frozen=True)
-class Format:
+class TextFormat:
     """A format of files of many documents."""
 
     # As messages call such files.
@@ -49,30 +49,30 @@ class Format:
         return too_long(place, self.unit, self.shorten)
 
 
-_LINES = Format(JSONL, LINES, jsonl.documents)
+_LINES = TextFormat(JSONL, LINES, jsonl.documents)
 
 
 @functools.cache
-def _text(name: str, separator: str) -> Format:
+def _text(name: str, separator: str) -> TextFormat:
     shorten = f"divide it: lines {separator!r}, or --document-separator"
     read = plain.page if name == PAGE else plain.documents
-    return Format(name, by_separator(separator), read, shorten=shorten)
+    return TextFormat(name, by_separator(separator), read, shorten=shorten)
 
 
 @functools.cache
-def all_dumps() -> dict[str, Format]:
+def all_dumps() -> dict[str, TextFormat]:
     """Return the kinds of dumps by their names."""
     return {dump.name: dump for dump in registry.load("dumps").values()}
 
 
-def find(name: str, separator: str) -> Format:
+def find(name: str, separator: str) -> TextFormat:
     """Return the format of this name; the separator divides plain text."""
     if name == JSONL:
         return _LINES
     return all_dumps().get(name) or _text(name, separator)
 
 
-def recognise(start: bytes) -> Format | None:
+def recognise(start: bytes) -> TextFormat | None:
     """Return the kind of dumps that begins so."""
     return next((dump for dump in all_dumps().values() if dump.begins and dump.begins.match(start)), None)
 

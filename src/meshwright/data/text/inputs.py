@@ -26,7 +26,7 @@ from meshwright.data.text import charsets, containers, detect, folders, formats,
 from meshwright.data.text.detect import JSON_NAME, Detected, Origin, Start
 from meshwright.data.text.folders import NOT_CHOSEN, NameFilter, SkipReport
 from meshwright.data.text.formats import JSONL, PAGE, TEXT
-from meshwright.data.text.records import EMPTY, NOT_UTF8, Document, Place, Record, Rejected, shown
+from meshwright.data.text.records import EMPTY, NOT_UTF8, Document, Record, Rejected, TextPlace, shown
 
 NEEDED = "; give a file or a folder of text"
 # Versions of readers that have changed. One is raised when it reads other documents in a file than
@@ -152,7 +152,7 @@ class Inputs:
         else:
             self.passed.add(record)
 
-    def _count_bad(self, reason: str, lines: int, place: Place) -> None:
+    def _count_bad(self, reason: str, lines: int, place: TextPlace) -> None:
         self.bad.count(reason, lines, "" if reason in self.bad else str(place))
 
     def left_out(self, on_error: str, encoding: str = "") -> list[str]:
@@ -252,7 +252,7 @@ def _find_below(path: str, given: TextInputs, passed: SkipReport) -> Iterator[In
     for candidate in (_find_objects if is_address(path) else _find_files)(path, given, passed):
         folder, name = os.path.split(candidate.path)
         if candidate.folder is None and not name_filter(given).chooses(name, os.path.join(folder, "")):
-            source: Input | Rejected = Rejected(NOT_CHOSEN, Place(candidate.path), is_error=False)
+            source: Input | Rejected = Rejected(NOT_CHOSEN, TextPlace(candidate.path), is_error=False)
         else:
             source = _inspect(candidate, given)
         if isinstance(source, Rejected):
@@ -346,7 +346,7 @@ def _inspect(source: Input, given: TextInputs) -> Input | Rejected:
         reason = f"{start.outer} tables in object storage, which are read from a disk of this machine alone"
         if is_named:
             raise bad_data(f"--input {path}: {reason}; copy it here first, or write its texts as JSON lines")
-        return Rejected(reason, Place(path), is_error=False)
+        return Rejected(reason, TextPlace(path), is_error=False)
 
     found = detect.detect(path, start, given, source.origin)
     if isinstance(found, Rejected):

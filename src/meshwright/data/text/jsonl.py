@@ -18,7 +18,16 @@ from typing import Any
 import orjson
 
 from meshwright.data.text.divide import Slice
-from meshwright.data.text.records import MOST_KEYS, NOT_UTF8, Document, Place, ReadOptions, Record, Rejected, choose_key
+from meshwright.data.text.records import (
+    MOST_KEYS,
+    NOT_UTF8,
+    Document,
+    ReadOptions,
+    Record,
+    Rejected,
+    TextPlace,
+    choose_key,
+)
 
 # How a JSON array of objects begins.
 ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
@@ -31,7 +40,7 @@ def documents(lines: Slice, options: ReadOptions) -> Iterator[Record]:
     path, keys, after = lines.path, options.keys, lines.after
     is_array = lines.is_start and ARRAY.match(lines.data, lines.first, lines.stop) is not None
     for number, line in enumerate(lines_of(lines.data, lines.first, lines.stop), lines.line + 1):
-        place = Place(path, number, "line", after)
+        place = TextPlace(path, number, "line", after)
         record = parse_line(line, keys, place)
         if isinstance(record, Rejected):
             if record.reason == NOT_UTF8 and options.on_error == "replace":
@@ -53,12 +62,12 @@ def lines_of(buffer: bytes | mmap.mmap, first: int, stop: int) -> Iterator[memor
         first = end + 1
 
 
-def _repaired(line: memoryview, keys: Sequence[str], place: Place) -> Record | None:
+def _repaired(line: memoryview, keys: Sequence[str], place: TextPlace) -> Record | None:
     record = parse_line(memoryview(bytes(line).decode("utf-8", "replace").encode()), keys, place)
     return replace(record, repaired=1) if isinstance(record, Document) else record
 
 
-def parse_line(line: memoryview, keys: Sequence[str], place: Place) -> Record | None:
+def parse_line(line: memoryview, keys: Sequence[str], place: TextPlace) -> Record | None:
     """Return the text under each key, what is wrong, or None for a blank line."""
     is_lax = False
     try:
@@ -85,7 +94,7 @@ def parse_line(line: memoryview, keys: Sequence[str], place: Place) -> Record | 
     return Document(tuple(texts), place)
 
 
-def parse_laxly(line: bytes, place: Place) -> Any:
+def parse_laxly(line: bytes, place: TextPlace) -> Any:
     """Return what the standard library reads in a line, or a Rejected."""
     try:
         text = line.rstrip().decode("utf-8")
@@ -99,7 +108,7 @@ def parse_laxly(line: bytes, place: Place) -> Any:
         return Rejected("not JSON", place, str(error))
 
 
-def explain_lack(record: dict[str, Any], key: str, place: Place) -> Rejected:
+def explain_lack(record: dict[str, Any], key: str, place: TextPlace) -> Rejected:
     """Say what a line or row has in place of a text under the key."""
     cure = next((cure for name, value in record.items() if (cure := chat_cure(name, value))), "")
     if key in record:
@@ -110,7 +119,7 @@ def explain_lack(record: dict[str, Any], key: str, place: Place) -> Rejected:
     return Rejected(f"no key {key!r}", place, f"keys: {', '.join(list(record)[:MOST_KEYS]) or 'none'}", cure)
 
 
-def lone_surrogate(half: str, key: str, place: Place) -> Rejected:
+def lone_surrogate(half: str, key: str, place: TextPlace) -> Rejected:
     return Rejected(f"lone surrogate under {key!r}", place, f"\\u{ord(half):04x}, half a character")
 
 

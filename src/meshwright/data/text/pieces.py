@@ -22,7 +22,7 @@ from meshwright.data.text.detect import Detected, Origin
 from meshwright.data.text.divide import Slice, cut_stream, read_range, whole
 from meshwright.data.text.folders import NOT_CHOSEN
 from meshwright.data.text.inputs import Input, name_filter, open_source
-from meshwright.data.text.records import EMPTY, Place, ReadOptions, Record, Rejected, cut_short, options_of, shown
+from meshwright.data.text.records import EMPTY, ReadOptions, Record, Rejected, TextPlace, cut_short, options_of, shown
 from meshwright.data.text.rows import Row
 
 
@@ -91,7 +91,7 @@ class WholeFile(Part):
         try:
             content = self._content()
         except DAMAGES as error:
-            return iter([Rejected("damaged file", Place(self.path), str(error))])
+            return iter([Rejected("damaged file", TextPlace(self.path), str(error))])
         found = detect.detect_text(self.path, content, options.keys, options.encoding, self.origin)
         if len(content) > limits.LONGEST:
             text_format = formats.find(found.reader, options.separator)
@@ -121,7 +121,7 @@ def read_file(content: Slice, reader: str, options: ReadOptions) -> Iterator[Rec
         is_empty = False
         yield record
     if is_empty and reader != formats.JSONL:
-        yield Rejected(EMPTY, Place(content.path), is_error=False)
+        yield Rejected(EMPTY, TextPlace(content.path), is_error=False)
 
 
 @dataclass(frozen=True)
@@ -143,14 +143,14 @@ class TableRows(Part):
                 yield record
                 number += 1
         except DamagedInput as error:
-            yield Rejected("damaged table", Place(self.path, number + 1, "row"), str(error))
+            yield Rejected("damaged table", TextPlace(self.path, number + 1, "row"), str(error))
 
 
 # The parts of streams, which hold what was read.
 
 
 @dataclass(frozen=True)
-class Block(Part):
+class StreamBlock(Part):
     """Whole documents of a stream, or of a member of an archive, in bytes."""
 
     documents: Slice
@@ -200,7 +200,7 @@ class Rows(Part):
 
 
 @dataclass(frozen=True)
-class Refusal(Part):
+class UnreadPart(Part):
     """Why nothing more, or no member of an archive, is read."""
 
     size = weight = before = 0
@@ -211,7 +211,7 @@ class Refusal(Part):
         return iter([self.rejected])
 
 
-StreamPart = Block | Rows | Refusal
+StreamPart = StreamBlock | Rows | UnreadPart
 
 
 # Cutting.
@@ -247,7 +247,7 @@ def cut_input(number: int, source: Input, given: TextInputs) -> Iterator[Piece]:
             for begin, end, done, start in spans:
                 yield Piece(number, path, (TableRows(path, reader, begin, end, start),), begin, done)
         except DamagedInput as error:
-            yield Piece(number, path, (Refusal(path, cut_short(path, error)),), done=source.bytes)
+            yield Piece(number, path, (UnreadPart(path, cut_short(path, error)),), done=source.bytes)
         return
     for begin in range(0, source.bytes, limits.PIECE):
         end = min(begin + limits.PIECE, source.bytes)
@@ -296,7 +296,7 @@ def _stream_pieces(number: int, source: Input, given: TextInputs) -> Iterator[Pi
         for parts in _stream_parts(file, source, given):
             yield Piece(number, source.path, parts, parts[0].before, containers.position(file))
     except DAMAGES as error:
-        yield Piece(number, source.path, (Refusal(source.path, cut_short(source.path, error)),))
+        yield Piece(number, source.path, (UnreadPart(source.path, cut_short(source.path, error)),))
     except OSError as error:
         raise UserError(f"{source.path} cannot be read to its end: {error.strerror or error}", IO) from None
     finally:
@@ -314,7 +314,7 @@ def _stream_parts(file: BinaryIO, source: Input, given: TextInputs) -> Iterator[
         start, stream = detect.look_into(stream)
         looked = detect.detect(path, start, given, source.origin, is_pipe=not source.bytes)
         if isinstance(looked, Rejected):
-            yield (Refusal(path, looked),)
+            yield (UnreadPart(path, looked),)
             return
         found = looked
     elif found.is_packed:
@@ -349,13 +349,15 @@ def _parts_of_text(
     if found.reader == formats.PAGE:
         page = stream.read(limits.LONGEST + 1)
         is_long = len(page) > limits.LONGEST
-        yield Block(text._replace(lacking=True) if is_long else text._replace(data=page, stop=len(page)), found.reader)
+        yield StreamBlock(
+            text._replace(lacking=True) if is_long else text._replace(data=page, stop=len(page)), found.reader
+        )
         return
     text = text._replace(byte=len(charsets.BOM) * containers.peek(stream).startswith(charsets.BOM))
     stream.read(text.byte)
     division = formats.find(found.reader, options.separator).division
     for documents in cut_stream(containers.chunks(stream), limits.PIECE, division, text):
-        yield Block(documents, found.reader)
+        yield StreamBlock(documents, found.reader)
 
 
 def _batches(path: str, some: Iterable[Row]) -> Iterator[Rows]:
@@ -375,11 +377,11 @@ def _member_parts(path: str, members: Iterator[archives.Member], given: TextInpu
 
     Damage of a member is reported once the next one begins: otherwise the archive is cut short.
     """
-    damage: list[Refusal] = []
+    damage: list[UnreadPart] = []
     for name, stream in members:
         inside = f"{path}:{name}"
         if not name_filter(given).chooses(name):
-            yield Refusal(inside, Rejected(NOT_CHOSEN, Place(inside), is_error=False))
+            yield UnreadPart(inside, Rejected(NOT_CHOSEN, TextPlace(inside), is_error=False))
             continue
         try:
             if isinstance(stream, Exception):
@@ -388,14 +390,14 @@ def _member_parts(path: str, members: Iterator[archives.Member], given: TextInpu
             damage = []
             yield from _parts_of_member(inside, name, stream, given)
         except DAMAGES as error:
-            damage = [Refusal(inside, Rejected("damaged member", Place(inside), str(error)))]
+            damage = [UnreadPart(inside, Rejected("damaged member", TextPlace(inside), str(error)))]
     yield from damage
 
 
 def _parts_of_member(inside: str, name: str, stream: BinaryIO, given: TextInputs) -> Iterator[StreamPart]:
     found = detect.detect_member(name, containers.peek(stream), given)
     if isinstance(found, Rejected):
-        yield Refusal(inside, found._replace(place=Place(inside)))
+        yield UnreadPart(inside, found._replace(place=TextPlace(inside)))
         return
     text = Slice(inside, is_named=False)
     parts = _parts_of_text(text, name, stream, found, options_of(given))
@@ -404,7 +406,7 @@ def _parts_of_member(inside: str, name: str, stream: BinaryIO, given: TextInputs
     if found.reader in (detect.CSV, formats.JSONL):
         yield from parts
         return
-    first = next(parts, None) or Block(text, found.reader)
-    assert isinstance(first, Block)
+    first = next(parts, None) or StreamBlock(text, found.reader)
+    assert isinstance(first, StreamBlock)
     yield replace(first, is_whole=not first.documents.lacking)
     yield from parts

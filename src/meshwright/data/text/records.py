@@ -35,7 +35,7 @@ def options_of(given: TextInputs) -> ReadOptions:
 
 # Every document makes one of each of these two. A frozen or a named tuple takes twice the time.
 @dataclass(slots=True)
-class Place:
+class TextPlace:
     """Where a document is: in a file, or on a line or in a row of it.
 
     A worker that reads a range of a file does not know how many lines precede it. It gives the byte
@@ -63,7 +63,7 @@ class Document:
     """A document: the text under each key."""
 
     texts: tuple[str, ...]
-    place: Place
+    place: TextPlace
     lines: int = 1  # of JSON and rows of tables one each
     repaired: int = 0  # lines in which U+FFFD replaces bad bytes
 
@@ -72,7 +72,7 @@ class Rejected(NamedTuple):
     """Why a line, row, text or file gives no document: `reason` is counted, `detail` is its own."""
 
     reason: str
-    place: Place
+    place: TextPlace
     detail: str = ""
     cure: str = ""  # what to do, if it is not the usual
     is_error: bool = True  # False: a file that holds no text is passed over in a folder or an archive
@@ -112,10 +112,10 @@ Record = Document | Rejected
 def cut_short(path: str, error: Exception) -> Rejected:
     """Return what stands at the end of an input whose rest cannot be read."""
     why = str(error) or type(error).__name__
-    return Rejected(CUT_SHORT, Place(path, note=why), why)
+    return Rejected(CUT_SHORT, TextPlace(path, note=why), why)
 
 
-def too_long(place: Place, unit: str = "", cure: str = "") -> Rejected:
+def too_long(place: TextPlace, unit: str = "", cure: str = "") -> Rejected:
     return Rejected(f"{unit}longer than {limits.LONGEST:,} bytes", place, cure)
 
 

@@ -26,10 +26,10 @@ from meshwright.data.text.records import (
     MOST_KEYS,
     NOT_UTF8,
     Document,
-    Place,
     ReadOptions,
     Record,
     Rejected,
+    TextPlace,
     choose_key,
     shown,
 )
@@ -48,10 +48,10 @@ Row = Sequence[Any] | Rejected
 def read_rows(rows: Iterable[Row], options: ReadOptions, path: str, before: int) -> Iterator[Record]:
     """Yield the documents of rows, which so many others precede in their table."""
     for number, row in enumerate(rows, before + 1):
-        yield row if isinstance(row, Rejected) else read_row(row, options, Place(path, number, "row"))
+        yield row if isinstance(row, Rejected) else read_row(row, options, TextPlace(path, number, "row"))
 
 
-def read_row(values: Iterable[Any], options: ReadOptions, place: Place) -> Record:
+def read_row(values: Iterable[Any], options: ReadOptions, place: TextPlace) -> Record:
     """Return the document of a row, in which bytes that are not UTF-8 are surrogates (PEP 383)."""
     texts, repaired = list[str](), 0
     for key, value in zip(options.keys, values, strict=True):
@@ -70,7 +70,7 @@ def read_row(values: Iterable[Any], options: ReadOptions, place: Place) -> Recor
     return Document(tuple(texts), place, repaired=repaired)
 
 
-def _bad_character(text: str, at: int, key: str, place: Place) -> Rejected:
+def _bad_character(text: str, at: int, key: str, place: TextPlace) -> Rejected:
     try:
         content = text.encode("utf-8", "surrogateescape")
         content.decode("utf-8")
@@ -112,7 +112,7 @@ def _meant(key: str, keys: Iterable[str], columns: Sequence[str]) -> str:
 
 def refused_table(path: str, what: str, cure: str) -> Rejected:
     """Return why a table is passed over in a folder or an archive: what it has, and what to do."""
-    return Rejected(f"tables with {what}", Place(path), what, cure, is_error=False)
+    return Rejected(f"tables with {what}", TextPlace(path), what, cure, is_error=False)
 
 
 def require_columns(path: str, refused: Rejected | None) -> None:
@@ -166,10 +166,10 @@ def read_csv(stream: BinaryIO, path: str, name: str, keys: Sequence[str]) -> Ite
         # The rows, each seen with its neighbours.
         for number, (before, row, after) in enumerate(_with_neighbours(_rows(reader)), 1):
             if isinstance(row, csv.Error):
-                yield Rejected(f"not CSV ({row})", Place(path, number, "row"))
+                yield Rejected(f"not CSV ({row})", TextPlace(path, number, "row"))
             elif why := form.wrong_number(row) or form.half_row(before, after):
                 reason, detail = why
-                yield Rejected(reason, Place(path, number, "row"), detail)
+                yield Rejected(reason, TextPlace(path, number, "row"), detail)
             else:
                 yield [row[column] for column in places]
     finally:

@@ -25,7 +25,17 @@ from meshwright.checkpoint import formats, mirror, owner, steps
 from meshwright.config import check_model, checks, data_paths, dialects, flags, notices
 from meshwright.config.fields import spelling, with_settings
 from meshwright.config.grammar import blend
-from meshwright.config.problem import Given, Problem, SettingsError, Words, listed, plain, require, stated, with_value
+from meshwright.config.problem import (
+    GivenAs,
+    Problem,
+    SettingsError,
+    Wording,
+    listed,
+    plain,
+    require,
+    stated,
+    with_value,
+)
 from meshwright.config.schema import TokenizerFlags, TrainConfig
 from meshwright.data import tokenizers
 from meshwright.data.sets import count_epochs
@@ -133,7 +143,7 @@ def require_start_folder(parsed: flags.Parsed[TrainConfig]) -> None:
 def require_fit(config: TrainConfig, inherited: Mapping[str, Any]) -> None:
     """Refuse flags that do not fit inherited settings, and say which come from the checkpoint."""
     load = str(config.checkpoint.load)
-    words = Words(given={name: Given(spelling(name), " ", f" of {load}") for name in inherited})
+    words = Wording(given={name: GivenAs(spelling(name), " ", f" of {load}") for name in inherited})
     wrong = [
         problem
         for problem in check_model.architecture_problems(config.model, config.data)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwright.apps.plan.measure.allocator import Event
+from meshwright.apps.plan.measure.allocator import MemoryEvent
 from meshwright.kernels.linear import Waiting, compute
 from meshwright.parallel import pipeline
 from meshwright.parallel.pipeline_schedule import Action
@@ -58,7 +58,7 @@ class Section(NamedTuple):
 SETUP = Section("set-up")
 
 
-class Recorder:
+class StepObserver:
     """What is told of each operation with the section that it runs in; this one forgets it."""
 
     def operation(self, func: Any, args: Any, kwargs: Any, out: Any, section: Section) -> None:
@@ -77,10 +77,10 @@ class Recorder:
         """Note a collective or a message, with the arguments of its function."""
 
 
-class Record(NamedTuple):
+class StepRecord(NamedTuple):
     """What was allocated and freed, in order, and where each section begins."""
 
-    events: list[Event]  # each with the number of the event that allocates its memory as the key
+    events: list[MemoryEvent]  # each with the number of the event that allocates its memory as the key
     marks: list[tuple[int, Section]]  # each section, with the number of its first event
 
 
@@ -97,11 +97,11 @@ class Held:
 class Account(TorchDispatchMode):
     """Counts the bytes of the tensors that are made on the meta device in the block."""
 
-    def __init__(self, recorder: Recorder | None = None) -> None:
+    def __init__(self, recorder: StepObserver | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.recorder = recorder or Recorder()
+        self.recorder = recorder or StepObserver()
         self.now = self.peak = 0
-        self.events: list[Event] = []
+        self.events: list[MemoryEvent] = []
         self.section = SETUP
         self.marks = [(0, SETUP)]
         self.kinds: dict[int, str] = {}  # of tensors of so many bytes; most others are activations
@@ -118,9 +118,9 @@ class Account(TorchDispatchMode):
         return out
 
     @property
-    def record(self) -> Record:
+    def record(self) -> StepRecord:
         """What has been counted so far."""
-        return Record(list(self.events), list(self.marks))
+        return StepRecord(list(self.events), list(self.marks))
 
     def enter(self, section: Section) -> None:
         """Count what follows to another section."""
@@ -146,14 +146,14 @@ class Account(TorchDispatchMode):
         """Allocate the memory of a storage."""
         if held.key is None:
             held.key = len(self.events)
-            self.events.append(Event(held.key, held.size, held.kind, held.stream))
+            self.events.append(MemoryEvent(held.key, held.size, held.kind, held.stream))
             self.now += held.size
             self.peak = max(self.peak, self.now)
 
     def empty(self, held: Held) -> None:
         """Free it."""
         if held.key is not None:
-            self.events.append(Event(held.key, -held.size, held.kind, held.stream))
+            self.events.append(MemoryEvent(held.key, -held.size, held.kind, held.stream))
             self.now -= held.size
             held.key = None
 
@@ -183,7 +183,7 @@ class Observer:
         self.micro_batch, self.chunk = -1, 0
         self.layers = dict[Tensor, int]()  # number of a parameter's layer
         for part in net.parts:
-            for number, layer in enumerate(layers_of(part)):
+            for number, layer in enumerate(layer_numbers(part)):
                 self.layers |= dict.fromkeys(layer.parameters(), number)
         for part in net.parts:
             self.hook_part(part, counts=net.pipeline is None)
@@ -229,7 +229,7 @@ class Observer:
 
     def hook_part(self, part: nn.Module, counts: bool) -> None:
         """Hook into a stage's forward pass; `counts`: each call of it is the next micro-batch."""
-        layers = layers_of(part)
+        layers = layer_numbers(part)
 
         def begin(*_: Any) -> None:
             self.micro_batch += counts
@@ -288,7 +288,7 @@ def observed(account: Account, net: Network) -> Iterator[Observer]:
         yield observer
 
 
-def layers_of(part: nn.Module) -> list[nn.Module]:
+def layer_numbers(part: nn.Module) -> list[nn.Module]:
     """Return the layers of a model that has them where GPT does."""
     return list(getattr(part, "h", nn.ModuleDict()).children())
 

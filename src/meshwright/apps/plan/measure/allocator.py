@@ -20,7 +20,7 @@ SMALL_SEGMENT, MEDIUM_SEGMENT, STEP = 2 * MIB, 20 * MIB, 2 * MIB
 LEAST = 512  # bytes of a block
 
 
-class Event(NamedTuple):
+class MemoryEvent(NamedTuple):
     """Memory that is allocated or freed."""
 
     key: int  # names the memory
@@ -51,7 +51,7 @@ class CachingAllocator:
         self.free: defaultdict[Pool, list[tuple[int, int, Slab]]] = defaultdict(list)
         self.taken: dict[int, tuple[Slab, Pool]] = {}
 
-    def run(self, events: Iterable[Event]) -> None:
+    def run(self, events: Iterable[MemoryEvent]) -> None:
         """Allocate (sizes above 0) and free what keys name; what is left at the end is freed."""
         left = dict[int, None]()
         for key, size, _, stream in events:

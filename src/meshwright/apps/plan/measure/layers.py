@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from meshwright.apps.plan.measure.account import Record, Section
-from meshwright.apps.plan.measure.allocator import Event
+from meshwright.apps.plan.measure.account import Section, StepRecord
+from meshwright.apps.plan.measure.allocator import MemoryEvent
 from meshwright.config.schema import TrainConfig
 
 LONGEST_PERIOD = 8  # layers after which a pattern of them may repeat
@@ -89,7 +89,7 @@ class Span(NamedTuple):
     section: Section  # its layer is the number of a unit
 
 
-class Place(NamedTuple):
+class LayerPlace(NamedTuple):
     """Where an event is in the extended steps; places are in the order of time."""
 
     span: int  # number of the span
@@ -101,10 +101,10 @@ class Placed(NamedTuple):
     """An event of the extended steps."""
 
     span: Span
-    event: Event
+    event: MemoryEvent
 
 
-def extend(record: Record, units: Sequence[Sequence[Unit]]) -> list[Placed]:
+def extend(record: StepRecord, units: Sequence[Sequence[Unit]]) -> list[Placed]:
     """Return all events after the set-up with all layers of the stages; `units`: of each chunk."""
     return Extension(record, units).run()
 
@@ -112,7 +112,7 @@ def extend(record: Record, units: Sequence[Sequence[Unit]]) -> list[Placed]:
 class Extension:
     """The measurement of some units, in which copies of them are placed."""
 
-    def __init__(self, record: Record, units: Sequence[Sequence[Unit]]) -> None:
+    def __init__(self, record: StepRecord, units: Sequence[Sequence[Unit]]) -> None:
         self.events, self.units = record.events, units
         self.firsts = [first_copies(chunk) for chunk in units]
         unit_of = [[number for number, unit in enumerate(chunk) for _ in unit.layers] for chunk in units]
@@ -134,13 +134,13 @@ class Extension:
 
     def run(self) -> list[Placed]:
         freed = {event.key: at for at, event in enumerate(self.events) if event.key != at}
-        timed, keys = list[tuple[Place, Event]](), itertools.count()
+        timed, keys = list[tuple[LayerPlace, MemoryEvent]](), itertools.count()
         for at, event in enumerate(self.events):
             span = self.span_of[at]
             if event.key != at or self.spans[span].step == 0:  # freed, or allocated by the set-up
                 continue
             for copy in range(self.copies(span)):
-                begin, key = Place(span, self.run_of(span, copy), at), next(keys)
+                begin, key = LayerPlace(span, self.run_of(span, copy), at), next(keys)
                 timed.append((begin, event._replace(key=key)))
                 if at in freed:
                     end = max(begin, self.place_of_end(span, copy, freed[at]))
@@ -168,23 +168,25 @@ class Extension:
     def run_of(self, span: int, copy: int) -> int:
         return copy if self.forward[span] else self.copies(span) - 1 - copy
 
-    def place_of_end(self, span: int, copy: int, at: int) -> Place:
+    def place_of_end(self, span: int, copy: int, at: int) -> LayerPlace:
         """Return where the memory that a copy of a span's unit allocates is freed."""
         there = self.span_of[at]
         begin, end = self.spans[span].section, self.spans[there].section
         if begin.layer is None or end.layer is None or begin.chunk != end.chunk:
-            return Place(there, self.copies(there) - 1, at)
+            return LayerPlace(there, self.copies(there) - 1, at)
         distance = end.layer - begin.layer
         if abs(distance) > NEAR:
-            return Place(there, self.copies(there) - 1, at)
+            return LayerPlace(there, self.copies(there) - 1, at)
         # The layer at the same distance from this copy.
         firsts = self.firsts[begin.chunk]
         number = firsts[begin.layer] + copy + distance
         unit = bisect.bisect_right(firsts, number) - 1
         other = self.neighbour(there, unit - end.layer)
         if other is None:
-            return Place(there, self.copies(there) - 1, at)
-        return Place(other, self.run_of(other, number - firsts[unit]), self.begins[other] + at - self.begins[there])
+            return LayerPlace(there, self.copies(there) - 1, at)
+        return LayerPlace(
+            other, self.run_of(other, number - firsts[unit]), self.begins[other] + at - self.begins[there]
+        )
 
 
 def first_copies(units: Sequence[Unit]) -> list[int]:

@@ -22,7 +22,7 @@ class Heads(NamedTuple):
     is_backward: bool
 
 
-class Operation(NamedTuple):
+class TracedOperation(NamedTuple):
     """One call of a kernel, or work of the host alone."""
 
     kind: Kind
@@ -35,7 +35,7 @@ class Operation(NamedTuple):
     heads: Heads | None = None
 
 
-Operations = Mapping[Operation, float]  # how often each is executed
+Operations = Mapping[TracedOperation, float]  # how often each is executed
 
 
 class PassOperations(NamedTuple):
@@ -53,9 +53,9 @@ class StepOperations(NamedTuple):
     update: Operations
 
 
-def total(parts: Iterable[tuple[Operations, float]]) -> Counter[Operation]:
+def total(parts: Iterable[tuple[Operations, float]]) -> Counter[TracedOperation]:
     """Return the sum of some operations, each so many times."""
-    out: Counter[Operation] = Counter()
+    out: Counter[TracedOperation] = Counter()
     for operations, times in parts:
         for operation, count in operations.items():
             out[operation] += times * count  # type: ignore[assignment]
@@ -106,8 +106,10 @@ def operations_of_rank(
     times the bytes, by as many kernels.
     """
     copies = [[group.copies for group in chunk for _ in group.layers] for chunk in chunks]
-    passes: dict[tuple[int, int], list[Counter[Operation]]] = defaultdict(lambda: [Counter(), Counter(), Counter()])
-    update: Counter[Operation] = Counter()
+    passes: dict[tuple[int, int], list[Counter[TracedOperation]]] = defaultdict(
+        lambda: [Counter(), Counter(), Counter()]
+    )
+    update: Counter[TracedOperation] = Counter()
     for section, operations in sections.items():
         if section.phase == "update":
             for operation, count in operations.items():

@@ -138,7 +138,7 @@ def pretended_shards(ranks: int, account: Account) -> Iterator[Any]:
 # Other ranks
 
 
-class Group:
+class PretendedGroup:
     """A process group of which only the size matters."""
 
     def __init__(self, size: int) -> None:
@@ -174,7 +174,7 @@ def connected(config: TrainConfig, pipeline_rank: int) -> Layout:
     sizes = {name: plain.size(*dims) for name, dims in layout.GROUPS.items()}
     sizes |= dict.fromkeys(layout.LANES, plain.pp)
     sizes["embedding"] = plain.pp if pipeline_rank in (0, plain.pp - 1) else 1
-    groups: dict[str, Any] = {name: Group(n) for name, n in sizes.items() if n > 1}
+    groups: dict[str, Any] = {name: PretendedGroup(n) for name, n in sizes.items() if n > 1}
     return replace(plain, groups=groups)
 
 

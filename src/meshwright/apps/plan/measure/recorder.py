@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from meshwright.apps.plan.measure.account import Recorder, Section, is_backward
-from meshwright.apps.plan.measure.operations import Heads, Operation
+from meshwright.apps.plan.measure.account import Section, StepObserver, is_backward
+from meshwright.apps.plan.measure.operations import Heads, TracedOperation
 from meshwright.base.device_profiles import ATTENTION_PASSES
 
 # Operations that make or change a tensor without a kernel, beside views.
@@ -38,22 +38,22 @@ ADDRESSED_BYTES = 4  # of an element at an address in a table
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-class OperationRecorder(Recorder):
+class OperationRecorder(StepObserver):
     """Counts the operations of the last step that it sees, by section."""
 
     def __init__(self) -> None:
-        self.sections: dict[Section, Counter[Operation]] = defaultdict(Counter)
+        self.sections: dict[Section, Counter[TracedOperation]] = defaultdict(Counter)
         self.last = Section("set-up")
         self.node: object = None  # of the backward pass, in which the last operation ran
 
-    def count(self, operation: Operation, section: Section) -> None:
+    def count(self, operation: TracedOperation, section: Section) -> None:
         if section.phase == "begin" and self.last.phase == "update":  # another step
             self.sections.clear()
         self.last = section
         self.sections[section][operation] += 1
         node = node_of_backward()
         if node is not None and node != self.node:
-            self.sections[section][Operation("host", "node", "node")] += 1
+            self.sections[section][TracedOperation("host", "node", "node")] += 1
         self.node = node
 
     def operation(self, func: Any, args: Any, kwargs: Any, out: Any, section: Section) -> None:
@@ -72,10 +72,10 @@ class OperationRecorder(Recorder):
             self.count(product_of(name, a, b, [out], out.dtype is torch.float32), section)
         else:  # an optimizer reads and writes all that it has
             again = 2 if name.startswith("_fused") else 1
-            self.count(Operation("pass", name, "torch", bytes=again * sum(map(size_of, leaves))), section)
+            self.count(TracedOperation("pass", name, "torch", bytes=again * sum(map(size_of, leaves))), section)
 
     def collective(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], section: Section) -> None:
-        self.count(Operation("host", name, "collective"), section)
+        self.count(TracedOperation("host", name, "collective"), section)
 
 
 def node_of_backward() -> object:
@@ -90,24 +90,24 @@ def node_of_backward() -> object:
 # Operations of torch
 
 
-def operation_of(func: Any, args: Any, kwargs: Any, out: Any) -> Operation:
+def operation_of(func: Any, args: Any, kwargs: Any, out: Any) -> TracedOperation:
     """Return the operation of a call that the dispatcher made."""
     name = func._schema.name.removeprefix("aten::")
     taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
     is_on_host = all(x.device.type == "cpu" for x in [*taken, *made])
     if func.namespace == "c10d":
-        return Operation("host", name, "collective")
+        return TracedOperation("host", name, "collective")
     if func.namespace == "fsdp":  # copies around collectives and beside products, which are counted with the former
-        return Operation("host", name, "torch")
+        return TracedOperation("host", name, "torch")
     if func.is_view or name in NO_KERNEL or is_on_host:
-        return Operation("host", name, "view")
+        return TracedOperation("host", name, "view")
     if name in PRODUCTS:
         return product_in(name, func._overloadname, args, made)
-    return Operation("pass", name, "torch", bytes=bytes_of(func, name, args, kwargs, taken, made))
+    return TracedOperation("pass", name, "torch", bytes=bytes_of(func, name, args, kwargs, taken, made))
 
 
-def product_in(name: str, overload: str, args: Any, made: list[Tensor]) -> Operation:
+def product_in(name: str, overload: str, args: Any, made: list[Tensor]) -> TracedOperation:
     """Return the product of an operation; its factors are the first two matrices, or the next."""
     adds = name.startswith(("addmm", "baddbmm"))
     factors = args[1:3] if adds else args[:2]
@@ -115,21 +115,21 @@ def product_in(name: str, overload: str, args: Any, made: list[Tensor]) -> Opera
     return product_of(name, factors[0], factors[1], [*made, *added], overload.endswith("out"))
 
 
-def product_of(name: str, a: Tensor, b: Tensor, others: Sequence[Tensor], is_total: bool) -> Operation:
+def product_of(name: str, a: Tensor, b: Tensor, others: Sequence[Tensor], is_total: bool) -> TracedOperation:
     """Return a product; `is_total`: it goes into given memory, as the gradients of weights do."""
     flops = 2.0 * a.numel() * b.shape[-1]
     dtype = "fp8" if a.dtype in FP8 else str(a.dtype).removeprefix("torch.")
     rest = sum(map(size_of, others))
     totals = rest if is_total else 0.0
-    return Operation("product", name, "torch", flops, size_of(a) + size_of(b) + rest - totals, dtype, totals)
+    return TracedOperation("product", name, "torch", flops, size_of(a) + size_of(b) + rest - totals, dtype, totals)
 
 
-def attention_of(q: Tensor, k: Tensor, draws: bool, is_backward: bool) -> Operation:
+def attention_of(q: Tensor, k: Tensor, draws: bool, is_backward: bool) -> TracedOperation:
     """Return a causal attention, with the FLOPs of the full square forward."""
     (batch, heads, rows, width), keys = q.shape, k.shape[2]
     flops = 4.0 * batch * heads * rows * keys * width
     name, around = ("attention backward", ATTENTION_PASSES * size_of(q)) if is_backward else ("attention", 0)
-    return Operation("attention", name, "torch", flops, around, heads=Heads(keys, width, draws, is_backward))
+    return TracedOperation("attention", name, "torch", flops, around, heads=Heads(keys, width, draws, is_backward))
 
 
 def bytes_of(func: Any, name: str, args: Any, kwargs: Any, taken: list[Tensor], made: list[Tensor]) -> float:
@@ -169,7 +169,7 @@ def size_of(x: Tensor) -> int:
 # Triton's kernels
 
 
-def launch_of(kernel: Any, args: Sequence[Any]) -> Operation:
+def launch_of(kernel: Any, args: Sequence[Any]) -> TracedOperation:
     """Return the launch of a Triton kernel with these arguments, in the order of its parameters.
 
     A kernel that takes a table of addresses has the number of elements at each as `size`; one that
@@ -191,16 +191,16 @@ def launch_of(kernel: Any, args: Sequence[Any]) -> Operation:
             at_addresses = f"*{parameter}"
             times = (at_addresses in reads) + (at_addresses in writes)
             moved += times * value.numel() * given.get("size", 0) * ADDRESSED_BYTES if times else 0
-    return Operation("pass", name, "triton", bytes=moved, dtype="fp8" if rounds else "")
+    return TracedOperation("pass", name, "triton", bytes=moved, dtype="fp8" if rounds else "")
 
 
-def symmetric_product_of(given: Mapping[str, Any]) -> Operation:
+def symmetric_product_of(given: Mapping[str, Any]) -> TracedOperation:
     """Return a product of matrices [n, m, k] of which the tiles up to the diagonal are computed."""
     a, out, m, k, rows, columns = (given[name] for name in ("a", "out", "m", "k", "ROWS", "COLUMNS"))
     tiles = sum(i * rows // columns + 1 for i in range(-(-m // rows)))
     flops = 2.0 * out.shape[0] * tiles * rows * columns * k
     dtype = str(out.dtype).removeprefix("torch.")
-    return Operation("product", "symmetric", "triton", flops, 2 * size_of(a.base) + size_of(out), dtype)
+    return TracedOperation("product", "symmetric", "triton", flops, 2 * size_of(a.base) + size_of(out), dtype)
 
 
 @functools.cache

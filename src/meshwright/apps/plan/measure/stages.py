@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from meshwright.apps.plan.measure.account import Phase
-from meshwright.apps.plan.measure.allocator import Event
+from meshwright.apps.plan.measure.allocator import MemoryEvent
 from meshwright.apps.plan.measure.layers import Placed, Unit, choose_units, extend
 from meshwright.apps.plan.measure.operations import Operations, RankOperations, operations_of_rank, total
 from meshwright.apps.plan.measure.recorder import OperationRecorder
@@ -38,7 +38,7 @@ class StepMemory:
     """What steps allocate beside what is held throughout."""
 
     peak: Kinds  # at the fullest moment
-    events: list[Event]  # of one step or several that follow each other, with their updates
+    events: list[MemoryEvent]  # of one step or several that follow each other, with their updates
     operations: RankOperations
 
 
@@ -140,7 +140,7 @@ class UpdateMemory(NamedTuple):
     """What an update of all parameters allocates and executes."""
 
     peak: Kinds
-    events: list[Event]
+    events: list[MemoryEvent]
     operations: Operations
 
 
@@ -183,7 +183,7 @@ def update_growth(config: TrainConfig, padded: int, pipeline_rank: int, units: S
     return held / (held - layers * of_layer)
 
 
-def complete(events: Iterable[Event]) -> list[Event]:
+def complete(events: Iterable[MemoryEvent]) -> list[MemoryEvent]:
     """Return the events without those that free what they did not allocate."""
     events = list(events)
     allocated = {event.key for event in events if event.size >= 0}
@@ -196,13 +196,13 @@ def passed_micro_batches(config: TrainConfig, rounds: int) -> int:
     return count if p.pipeline_schedule == "gpipe" else min(count, rounds * p.pipeline_model_parallel_size)
 
 
-def kinds_at_peak(events: Sequence[Event]) -> Kinds:
+def kinds_at_peak(events: Sequence[MemoryEvent]) -> Kinds:
     """Return the bytes by kind when they are the most."""
     sizes = list(itertools.accumulate((event.size for event in events), initial=0))
     return kinds_of(events[: sizes.index(max(sizes))])
 
 
-def kinds_of(events: Sequence[Event]) -> Kinds:
+def kinds_of(events: Sequence[MemoryEvent]) -> Kinds:
     """Return the bytes by kind that are left after these events."""
     out = Counter[str]()
     for event in events:
@@ -238,7 +238,7 @@ class StagePasses:
     """A micro-batch's passes through kinds of stages."""
 
     begin: Kinds  # what a step allocates before them
-    events: dict[Pass, list[Event]]
+    events: dict[Pass, list[MemoryEvent]]
     messages: dict[int, int]  # bytes of the gradient that a stage sends to another rank
     memory: dict[Pass, PassMemory]
     operations: RankOperations = RankOperations((), (), {})  # of the chunks that have been measured
@@ -287,23 +287,23 @@ def scheduled_passes(config: TrainConfig, padded: int, pipeline_rank: int) -> St
 
 def scheduled_events(
     config: TrainConfig, pipeline_rank: int, passes: StagePasses, kind_of: Sequence[int]
-) -> list[Event]:
+) -> list[MemoryEvent]:
     """Return what a step's passes allocate and free, in order."""
     p = config.parallel
     kept = most_sent(p.pipeline_schedule, p.pipeline_model_parallel_size, config.chunks)
     keys: defaultdict[tuple[int, int, int], int] = defaultdict(itertools.count().__next__)
-    out, sent = list[Event](), list[Event]()
+    out, sent = list[MemoryEvent](), list[MemoryEvent]()
     hands_over = p.pipeline_schedule in V_SHAPED and len(set(kind_of)) > 1  # one stage leaves tensors to the next
     for op, chunk, i in cached_schedule(config, pipeline_rank, ROUNDS // 2):
         events, owner = passes.events[kind_of[chunk], not i, op], 0 if hands_over else chunk
         out += [event._replace(key=keys[i, owner, event.key]) for event in events]
         if op in ("B", "I") and kind_of[chunk] in passes.messages:
-            sent.append(Event(keys[i, chunk, -1], passes.messages[kind_of[chunk]], "communication", 0))
+            sent.append(MemoryEvent(keys[i, chunk, -1], passes.messages[kind_of[chunk]], "communication", 0))
             out += [sent[-1], *map(freed, sent[:-kept][-1:])]
     return [*out, *map(freed, sent[-kept:])]
 
 
-def freed(event: Event) -> Event:
+def freed(event: MemoryEvent) -> MemoryEvent:
     return event._replace(size=-event.size)
 
 
@@ -368,8 +368,8 @@ def split_passes(
     is_split, is_v_shaped = p.pipeline_schedule in SPLIT_BACKWARD, p.pipeline_schedule in V_SHAPED
     numbers = {chunk: number for number, chunk in enumerate(chunks)}
     gone = {each.event.key: each.span.section for each in placed if each.event.size < 0}
-    begin, own, carried, messages = list[Event](), set[int](), set[int](), Counter[int]()
-    events, ends = defaultdict[Pass, list[Event]](list), defaultdict[Pass, list[Event]](list)
+    begin, own, carried, messages = list[MemoryEvent](), set[int](), set[int](), Counter[int]()
+    events, ends = defaultdict[Pass, list[MemoryEvent]](list), defaultdict[Pass, list[MemoryEvent]](list)
     for (_, section), event in placed:
         op = pass_of(section.phase, is_split)
         if op is None:
@@ -402,7 +402,7 @@ def split_passes(
     return StagePasses(kinds_of(begin), within, messages, memory)
 
 
-def within_pass(events: list[Event], carried: Collection[int]) -> list[Event]:
+def within_pass(events: list[MemoryEvent], carried: Collection[int]) -> list[MemoryEvent]:
     """Return a pass's events, of which those that the next backward pass would free end with it."""
     kept = [event for event in events if event.size >= 0 or event.key not in carried]
     return [*kept, *(freed(event) for event in kept if event.key in carried)]
@@ -417,7 +417,7 @@ def pass_of(phase: Phase, is_split: bool) -> Op | None:
     return "W" if phase == "weights" else None
 
 
-def pass_memory(events: Sequence[Event]) -> PassMemory:
+def pass_memory(events: Sequence[MemoryEvent]) -> PassMemory:
     sizes = list(itertools.accumulate((event.size for event in events), initial=0))
     at_peak, left = kinds_of(events[: sizes.index(max(sizes))]), kinds_of(events)
     return PassMemory(at_peak, left, max(sizes), sizes[-1])

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from meshwright.apps.plan.measure.account import META, Account, Record, Recorder, observed
+from meshwright.apps.plan.measure.account import META, Account, StepObserver, StepRecord, observed
 from meshwright.apps.plan.measure.pretend import pretended_rank
 from meshwright.config.fields import with_settings
 from meshwright.config.schema import TrainConfig
@@ -58,9 +58,9 @@ def measure_layers(
     pipeline_rank: int,
     layers: Collection[int],
     extent: Extent,
-    recorder: Recorder | None = None,
+    recorder: StepObserver | None = None,
     model: Model | None = None,
-) -> Record:
+) -> StepRecord:
     """Take steps with these layers of a rank alone."""
     account = Account(recorder)
     with contextlib.ExitStack() as stack:
@@ -81,9 +81,9 @@ def measure_update(
     padded: int,
     pipeline_rank: int,
     layers: Collection[int] | None = None,
-    recorder: Recorder | None = None,
+    recorder: StepObserver | None = None,
     model: Model | None = None,
-) -> Record:
+) -> StepRecord:
     """Update the parameters of these layers, or of all, after their gradients have been summed."""
     account = Account(recorder)
     with pretended_rank(config, pipeline_rank, account) as layout, account, only(config, layers):
