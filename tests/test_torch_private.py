@@ -45,6 +45,18 @@ READ = {
     "torch.testing._internal.distributed.fake_pg.FakeStore": "training/before/one_rank: a rank without the others",
     "torch.utils._python_dispatch.TorchDispatchMode": "training/before/memory: the largest tensor of a step",
     "torch.utils._pytree.tree_map_only": "",
+    "torch._C._current_autograd_node": "apps/plan/measure: which node of the backward pass runs",
+    "torch._C._current_graph_task_id": "apps/plan/measure: whether a backward pass runs",
+    "torch.distributed.fsdp._fully_shard._fsdp_collectives": "apps/plan/measure: fully_shard without memory",
+    "torch.distributed.fsdp._fully_shard._fsdp_init": "",
+    "torch.distributed.fsdp._fully_shard._fsdp_param": "",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group": "",
+    "torch.distributed.fsdp._fully_shard._fsdp_state": "",
+    "torch.distributed.fsdp._fully_shard._fully_shard": "",
+    "torch.ops.aten._safe_softmax": "apps/plan/measure: attention by scores",
+    "torch.utils._device": "apps/plan/measure: what makes tensors",
+    "torch.utils._device._device_constructors": "",
+    "torch.utils._pytree.tree_leaves": "apps/plan/measure: the tensors of an operation",
 }
 # Reached through objects, so that `used` cannot find them.
 REACHED = {

@@ -32,6 +32,7 @@ KINDS = ("cuda", "torch_npu", "torch.xpu")
 OTHERS = {
     "model_parallel_cuda_manual_seed",  # megatron-core's, which `meshwright bench` compares with
     "share_cuda_visible_devices",  # Ray's
+    "torch.cuda",  # in old pickles, the module of a GPU's storages
 }
 
 

@@ -55,7 +55,7 @@ def test_the_term_that_is_off_is_named_after_ten_steps(monkeypatch: pytest.Monke
 
 def test_steps_wait_for_no_measurement_and_none_that_fails_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """More steps than needed may pass until the child has ended."""
-    ended = threading.MemoryEvent()
+    ended = threading.Event()
     monkeypatch.setattr(comparison, "measure_in_child", lambda *_: ended.wait() and None)
     plan = plan_of_run(config_of(WORDS), 50_257, "NVIDIA H200")
     assert plan is not None and plan.child is not None

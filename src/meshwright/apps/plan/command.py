@@ -30,8 +30,7 @@ from meshwright.config.schema import TrainConfig
 
 ABOUT = (
     "Predict memory, time and cost of a training, without a device. The flags are those of train. Without flags of a "
-    "layout, all layouts are searched for the fastest that fits. With torch memory is measured, on tensors that have "
-    "none; without torch it is estimated."
+    "layout, the fastest of all that fit is searched. Memory is measured on tensors without any, or estimated."
 )
 # Flags that divide the model or the batch: with one of them that layout is predicted, not searched.
 DIVIDING = (

@@ -12,10 +12,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from meshwright.apps.plan import timing, traffic
 from meshwright.apps.plan.memory import RankMemory, batch_bytes, buffer_bytes, context_bytes
@@ -30,6 +27,10 @@ from meshwright.optim.rule_table import CHUNK, MUON_CHUNK, is_beyond_torch, is_r
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, V_SHAPED, ScheduleName, most_sent, schedule
 from meshwright.training.parameters import WIDTHS, count, data_parts, shapes_of_layer, shapes_of_rank, stage_numbers
 from meshwright.training.sizes import held_bytes
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 WITHIN = 0.05  # by which estimates of tensors are off, but for rare cases
 NEAR = 0.03  # by which 95 of 100 are off at most: a search leaves out what is further away
@@ -229,6 +230,8 @@ def in_flight(name: ScheduleName, pp: int, rank: int, number: int, chunks: int) 
     There are three columns for each chunk of layers: micro-batches that wait for their backward
     pass, those that wait for their weights' gradients, and whether a backward pass is running.
     """
+    import numpy as np
+
     live, waiting, moments = [0] * chunks, [0] * chunks, set[tuple[int, ...]]()
     for op, chunk, _ in schedule(name, pp, rank, number, chunks):
         if op == "F":
@@ -268,6 +271,8 @@ def passes_bytes(
     run: Run, layout: LayoutSizes, shape: RankShape, layer: LayerBytes, ends: EndBytes, rank: int
 ) -> float:
     """Return the bytes at the fullest moment of a rank's passes, beside what is held throughout."""
+    import numpy as np
+
     pp, name = layout.pipeline_model_parallel_size, layout.pipeline_schedule
     is_split, chunks = layout.is_split, run.chunks(layout, layout.num_layers_per_virtual_pipeline_stage)
     stages = shape.stages if len(shape.stages) == chunks else (shape.layers // chunks,) * chunks

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from meshwright.apps.plan import traffic
 from meshwright.apps.plan.measure.allocator import CachingAllocator, MemoryEvent
-from meshwright.base.device import NVIDIA
+from meshwright.base.device import HIDES, NVIDIA
 from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
 from meshwright.optim.rule_table import STATE, treatment_of
@@ -110,7 +110,7 @@ def measure_in_child(
     A process that trains calls this, since a measurement replaces parts of torch for a while.
     """
     given = {"settings": flags.to_dict(config), "padded": padded, "ranks": list(ranks), "niceness": niceness}
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | dict.fromkeys(HIDES.values(), "")
     command = [sys.executable, "-m", "meshwright.apps.plan.measure"]
     try:
         done = subprocess.run(
