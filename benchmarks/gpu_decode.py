@@ -38,7 +38,7 @@ from meshwright.base import device as devices
 from meshwright.config.schema import Model, Sampling
 from meshwright.data.tokenizers import Null
 from meshwright.generation.decoder import Decoder
-from meshwright.generation.engine import LanguageModel
+from meshwright.generation.language_model import LanguageModel
 from meshwright.generation.requests import Request
 from meshwright.kernels import decode, twins
 from meshwright.kernels.decode import CachedTexts, DecodeLinear

@@ -111,7 +111,7 @@ def reach(m: Model, layer: int, length: int) -> int:
     skipped = m.window_attn_skip_freq or "0"
     kinds = eval(skipped)  # of this file's tests
     is_full = kinds[layer] == 0 if isinstance(kinds, list) else kinds and (layer + 1) % kinds == 0
-    return length if is_full or m.window_size is None else int(m.window_size.split(",")[0])
+    return length if is_full or m.window_size is None else int(str(m.window_size).split(",")[0])
 
 
 def rotated(x: np.ndarray, places: np.ndarray, m: Model) -> np.ndarray:

@@ -19,6 +19,7 @@ from meshwright.__main__ import COMMANDS, main
 from meshwright.cli.data import verbs
 from meshwright.compat.flags.megatron_flags import NO_EFFECT, REFUSED
 from meshwright.config import flags
+from meshwright.config.argv import syntax_of
 
 READMES = sorted(ROOT.glob("compat/*/*.md"))  # their scripts have flags of their own
 GUIDE = [ROOT / "README.md", ROOT / "README.zh.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -63,7 +64,7 @@ def known_flags(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     found: set[str] = set(MORE_FLAGS)
 
     def collect(cls: type, argv: list[str], prog: str, positional: str | None = None, **_: Any) -> None:
-        found.update(flags._parser(cls, positional)._option_string_actions)
+        found.update(syntax_of(cls, positional).options)
         raise Stop
 
     monkeypatch.setattr(flags, "parse_settings", collect)

@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from meshwright.api import generate as generate
     from meshwright.api import load as load
     from meshwright.api import train as train
-    from meshwright.apps.evaluate.score import Score as Score
+    from meshwright.apps.evaluate.perplexity import Score as Score
     from meshwright.base.errors import UserError as UserError
     from meshwright.checkpoint.convert import convert as convert
     from meshwright.config.schema import TrainConfig as TrainConfig
-    from meshwright.generation.engine import LanguageModel as LanguageModel
+    from meshwright.generation.language_model import LanguageModel as LanguageModel
 
 _HOMES = {
     "TrainConfig": "config.schema",
     "UserError": "base.errors",
-    "LanguageModel": "generation.engine",
-    "Score": "apps.evaluate.score",
+    "LanguageModel": "generation.language_model",
+    "Score": "apps.evaluate.perplexity",
     "convert": "checkpoint.convert",
 } | dict.fromkeys(("TrainResult", "evaluate", "generate", "load", "train"), "api")
 

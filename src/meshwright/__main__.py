@@ -7,7 +7,6 @@ import errno
 import io
 import os
 import pkgutil
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -79,7 +78,7 @@ PACKAGES = set("torch numpy safetensors tokenizers tiktoken orjson rich yaml mat
 def main(argv: list[str] | None = None, spellings: Mapping[str, str] | None = None) -> int:
     """Run one command and return the exit status.
 
-    `spellings` are names of another program for flags of ours, which errors use.
+    `spellings` are another program's names of our settings, by field, which errors use.
     """
     die_with_launcher()
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
@@ -95,8 +94,9 @@ def main(argv: list[str] | None = None, spellings: Mapping[str, str] | None = No
             sys.stdout.flush()
         return status
     except UserError as e:
+        _name_as_typed(e, argv, spellings or {})
         if str(e):  # empty if another rank prints it
-            _print_error(f"meshwright {name}: error: {_as_typed(str(e), argv, spellings or {})}")
+            _print_error(f"meshwright {name}: error: {e}")
         return e.status
     except KeyboardInterrupt:
         _print_error("interrupted")
@@ -164,18 +164,19 @@ def _help_of_flag(topic: str) -> None:
             raise
 
 
-def _as_typed(message: str, argv: list[str], spellings: Mapping[str, str]) -> str:
-    """Return an error with flags spelt as the user spelt them."""
-    from meshwright.config.fields import typed_spellings
+def _name_as_typed(error: UserError, argv: list[str], spellings: Mapping[str, str]) -> None:
+    """Let an error about settings name them as they were typed."""
+    from meshwright.config.fields import typed_flags
     from meshwright.config.pages import PAGES
+    from meshwright.config.problem import Given, SettingsError, Words
 
+    if not isinstance(error, SettingsError):
+        return
     command = next((name for name in (" ".join(argv[:2]), *argv[:1]) if name in PAGES), None)
-    typed = typed_spellings(pkgutil.resolve_name(PAGES[command].config), argv) if command else {}
-    for ours, theirs in (typed | dict(spellings)).items():
-        if re.search(rf"(?<![\w-]){re.escape(theirs)}(?![\w-])", message):
-            continue  # an error about both of them
-        message = re.sub(rf"(?<![\w-]){re.escape(ours)}(?![\w-])", theirs.replace("\\", r"\\"), message)
-    return message
+    if error.words is None:
+        typed = typed_flags(pkgutil.resolve_name(PAGES[command].config), argv) if command else {}
+        error.words = Words(given={name: Given(flag) for name, flag in typed.items()})
+    error.words.given.update({name: Given(key) for name, key in spellings.items()})
 
 
 def _print_error(line: str) -> None:

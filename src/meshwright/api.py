@@ -19,14 +19,14 @@ from meshwright.base import console, registry
 from meshwright.base import device as devices
 from meshwright.base.errors import UNAVAILABLE, UserError, bad_data
 from meshwright.config import check_values, flags
-from meshwright.config.fields import keywords_in_errors
+from meshwright.config.problem import KEYWORDS, Words, in_words, require
 from meshwright.config.schema import DESCRIBING, GenerateConfig, TrainConfig
 
 if TYPE_CHECKING:
-    from meshwright.apps.evaluate.score import Score
+    from meshwright.apps.evaluate.perplexity import Score
     from meshwright.base.runs.history import History
     from meshwright.data.datasets import Datasets
-    from meshwright.generation.engine import LanguageModel
+    from meshwright.generation.language_model import LanguageModel
     from meshwright.training.network import Model
     from meshwright.training.step import Loss
 
@@ -82,36 +82,37 @@ def train(
     if handle_signals and threading.current_thread() is not threading.main_thread():
         raise UserError("handle_signals=True works in the main thread only; leave it out in this one")
     given = config if isinstance(config, TrainConfig) else shlex.split(config) if isinstance(config, str) else [*config]
-    typed = () if isinstance(given, TrainConfig) else {word.partition("=")[0] for word in given}
-    with console.quiet(quiet), keywords_in_errors(settings, typed):
-        config, idle = _complete(given, settings, has_data=datasets is not None)
+    with console.quiet(quiet):
+        config, idle, words = _complete(given, settings, has_data=datasets is not None)
         if launch_flags_of(config.parallel) is not None:
             raise UserError("train() runs in this process; start several ranks with `meshwright launch` or torchrun")
-        status = run(config, Caller(model, loss, datasets, handle_signals), idle=idle)
+        with in_words(words):
+            status = run(config, Caller(model, loss, datasets, handle_signals), idle=idle)
     folder = config.checkpoint.run_dir or config.checkpoint.save
     return TrainResult(status, Path(folder) if folder else None, config)
 
 
 def _complete(
     config: TrainConfig | list[str], settings: dict[str, Any], has_data: bool
-) -> tuple[TrainConfig, Mapping[str, Any]]:
-    """Return the settings of a training, and those that were given and have no effect."""
+) -> tuple[TrainConfig, Mapping[str, Any], Words]:
+    """Return the settings of a training, the given ones without effect, and words for them."""
     from meshwright.training.before.resolve import complete_settings, note_export
 
     if isinstance(config, TrainConfig):
         if settings:
             raise UserError(f"settings {', '.join(settings)} were given beside a TrainConfig; put them into it")
-        return config, {}
+        return config, {}, KEYWORDS
     if only_prints := {"-h", "--help", "--print-config", "--dry-run"}.intersection(config):
         raise UserError(f"{', '.join(sorted(only_prints))} belongs to the command line, not to train()")
     parsed = flags.parse_settings(TrainConfig, config, "meshwright.train", values=settings, check=not has_data)
-    completed = complete_settings(parsed)
+    with in_words(parsed.words):
+        completed = complete_settings(parsed)
     note_export(parsed, completed)
     flags.print_notices(parsed)
-    return completed, parsed.idle
+    return completed, parsed.idle, parsed.words
 
 
-@keywords_in_errors()
+@in_words(KEYWORDS)
 def load(
     path: str | os.PathLike[str], *, device: str | None = None, dtype: DType = "float32", **settings: Any
 ) -> LanguageModel:
@@ -124,7 +125,7 @@ def load(
     """
     import torch
 
-    from meshwright.generation import engine
+    from meshwright.generation import language_model
 
     if device is not None:
         settings["device"] = device
@@ -135,11 +136,10 @@ def load(
     if idle := settings.keys() - DESCRIBING - {"device"}:
         raise UserError(f"load() does not use {', '.join(sorted(idle))}; leave it out (precision is dtype=)")
     c = parsed.config
-    if wrong := check_values.unusable(c):
-        raise UserError(flags.listed(wrong))
+    require(check_values.unusable(c))
     where = devices.open_device(c.parallel.device)
     with console.only_warnings():
-        return engine.load_model(
+        return language_model.load_model(
             os.fspath(path), flags.given_settings(parsed), c.tokenizer, getattr(torch, dtype), where
         )
 
@@ -148,7 +148,7 @@ def load(
 def generate(model: LanguageModel | str | os.PathLike[str], prompt: str = "", **options: Any) -> str: ...
 @overload
 def generate(model: LanguageModel | str | os.PathLike[str], prompt: list[str], **options: Any) -> list[str]: ...
-@keywords_in_errors()
+@in_words(KEYWORDS)
 def generate(
     model: LanguageModel | str | os.PathLike[str], prompt: str | list[str] = "", **options: Any
 ) -> str | list[str]:
@@ -157,7 +157,7 @@ def generate(
     return m.generate(prompt, **options)
 
 
-@keywords_in_errors()
+@in_words(KEYWORDS)
 def evaluate(
     model: LanguageModel | str | os.PathLike[str],
     texts: Iterable[str],
@@ -171,7 +171,7 @@ def evaluate(
     that advance by `stride` tokens (default: half the length), each after the first with context.
     """
     try:
-        from meshwright.apps.evaluate.score import score_texts
+        from meshwright.apps.evaluate.perplexity import score_texts
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("meshwright.apps"):
             raise

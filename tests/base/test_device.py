@@ -110,11 +110,11 @@ def test_without_an_accelerator(machine):
     assert devices.open_device("auto") == devices.open_device("cpu", 3) == devices.open_device("cpu:0") == CPU
     assert devices.count_accelerators() == 0
     for wanted, words in (
-        ("cuda", "--device cuda: torch sees no GPU (nvidia-smi shows"),
-        ("cuda:1", "--device cuda:1: torch sees no GPU (nvidia-smi shows"),
-        ("xpu", "--device xpu: torch sees no such device (xpu-smi discovery shows"),
-        ("npu", "--device npu: torch_npu is not installed; with Ascend's driver and CANN in place"),
-        ("bogus", "--device bogus: torch sees no such device"),
+        ("cuda", "device cuda: torch sees no GPU (nvidia-smi shows"),
+        ("cuda:1", "device cuda:1: torch sees no GPU (nvidia-smi shows"),
+        ("xpu", "device xpu: torch sees no such device (xpu-smi discovery shows"),
+        ("npu", "device npu: torch_npu is not installed; with Ascend's driver and CANN in place"),
+        ("bogus", "device bogus: torch sees no such device"),
     ):
         with pytest.raises(UserError) as error:
             devices.open_device(wanted)
@@ -130,7 +130,7 @@ def test_each_process_takes_its_own(machine, kind):
         == devices.open_device(f"{kind}:3")
         == torch.device(kind, 3)
     )
-    with pytest.raises(UserError, match=f"--device {kind}:3 names one device, but this is process 1 of several"):
+    with pytest.raises(UserError, match=f"device {kind}:3 names one device, but this is process 1 of several"):
         devices.open_device(f"{kind}:3", 1)
     assert [d for d, _ in used] == [torch.device(kind, 3)] * 3
     assert devices.open_device(kind) == torch.device(kind, 0)
@@ -157,7 +157,7 @@ def test_too_many_processes_and_another_kind(machine):
         devices.open_device("auto", 2)
     with pytest.raises(UserError, match=r"process 0 .* wants cuda:7, but torch sees 2 .*--nproc-per-node 2"):
         devices.open_device("cuda:7")
-    with pytest.raises(UserError, match=r"--device xpu: torch sees cuda devices"):
+    with pytest.raises(UserError, match=r"device xpu: torch sees cuda devices"):
         devices.open_device("xpu")
     machine("mtia", 1)  # a kind without an entry in the tables
     assert devices.open_device("auto") == torch.device("mtia", 0)
@@ -174,7 +174,7 @@ def test_a_dry_run_says_that_this_machine_cannot_run_it(machine, monkeypatch, ca
 
     machine(None, 0)
     plan, missing, _ = last_lines("--device=cuda")
-    assert missing.startswith("this machine cannot run it: --device cuda: torch sees no GPU") and "CPU" not in plan
+    assert missing.startswith("this machine cannot run it: device cuda: torch sees no GPU") and "CPU" not in plan
     assert "cannot run" not in "".join(last_lines("--device=cpu", "--world-size=8"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(devices, "ask_nvidia_smi", lambda *words: "0\n1\n")
@@ -196,7 +196,7 @@ def test_apples_gpu_is_not_used(machine):
         devices.open_device("auto") == CPU and devices.count_accelerators() == 0 and devices.list_accelerators() == []
     )
     assert devices.unfit_accelerator() == "Apple's GPU"
-    with pytest.raises(UserError, match="--device mps: .* give --device cpu"):
+    with pytest.raises(UserError, match="device mps: .* give cpu"):
         devices.open_device("mps")
     machine(None, 0)
     assert devices.unfit_accelerator() is None
@@ -270,7 +270,7 @@ def test_a_torch_npu_that_does_not_load(monkeypatch, tmp_path, error):
     (tmp_path / "torch_npu.py").write_text(f"raise {error}")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(
-        UserError, match=r"^--device npu: torch_npu does not load: (libascend_hal.so: no such file|two acc\w+)$"
+        UserError, match=r"^device npu: torch_npu does not load: (libascend_hal.so: no such file|two acc\w+)$"
     ):
         devices.open_device("npu")
     assert "torch_npu" not in sys.modules

@@ -215,7 +215,7 @@ OTHERS = {
     "apps/bench/programs.py": "a file in that folder",
     "apps/bench/runs.py": "a folder that is new",
     "checkpoint/huggingface/writer.py": "a new temporary folder, which then gets its name",
-    "checkpoint/pickle/archive.py": "an entry of an archive, in a stream",
+    "checkpoint/pickle/writer.py": "an entry of an archive, in a stream",
     "checkpoint/publish.py": "a new step folder",
     "apps/tune/coordinates_command.py": "a path of the command line",
     "cli/preprocess.py": "/dev/null",
@@ -228,7 +228,7 @@ OTHERS = {
     "apps/quickstart/folder.py": "checked just before",
     "base/storage/copies.py": "copies in the cache of this user",
     "data/tokenizers.py": "a new temporary folder",
-    "training/beside/scores.py": "a folder that is new",
+    "training/beside/eval_tasks.py": "a folder that is new",
 }
 WRITES = {"write_text", "write_bytes", "touch", "tofile", "open_memmap"}
 WRITING_FLAGS = {"O_WRONLY", "O_RDWR", "O_CREAT", "O_TRUNC", "O_APPEND"}

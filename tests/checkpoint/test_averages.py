@@ -8,7 +8,7 @@ from ranks.test_team import on_threads
 
 from helpers import TINY_FLAGS, box_elements, flip_bit, open_step, read_rows
 from meshwright.__main__ import main
-from meshwright.base.errors import BAD_DATA, USAGE, UserError
+from meshwright.base.errors import BAD_DATA, UserError
 from meshwright.checkpoint import averages, loading, native, steps
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.native import BoxedTensor, undivided
@@ -160,23 +160,6 @@ def test_a_mean_in_the_network_is_that_of_the_files(trained, tmp_path, capsys):
     assert main(["train", *flags, f"--run-dir={tmp_path / 'run'}"]) == 0
     [first, *_] = read_rows(tmp_path / "run", "validation")
     assert first["loss"] == row["loss"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--average-last 3 --save-interval 1 --keep-last 2", "--keep-last 2 keeps fewer"),
-        ("--average-last 3", "give --save-interval"),
-        ("--average-last 3 --save-interval 1 --skip-train", "use meshwright evaluate --average-last 3"),
-        ("--average-last 3 --save-interval 1 --ckpt-format torch", "give --ckpt-format native"),
-        ("--ema 0.9 --ckpt-format torch", "no place for the average of --ema"),
-        ("--weights ema", "give --load and --finetune"),
-        ("--ema 1", "--ema"),
-    ],
-)
-def test_a_training_that_cannot_average_is_refused(tmp_path, capsys, flags, words):
-    assert main(["train", *TINY_FLAGS, f"--save={tmp_path}", *flags.split()]) == USAGE
-    assert words in capsys.readouterr().err
 
 
 def test_a_run_with_too_few_steps_says_so(tmp_path, capsys):

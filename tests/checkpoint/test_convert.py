@@ -23,7 +23,7 @@ from meshwright.checkpoint.boxes import Box, split_boxes
 from meshwright.checkpoint.convert import complete_source, native_files, select
 from meshwright.checkpoint.formats import HUGGING_FACE
 from meshwright.checkpoint.huggingface import writer as huggingface_writer
-from meshwright.checkpoint.pickle import pickles
+from meshwright.checkpoint.pickle import writer
 from meshwright.checkpoint.sources import MappedSource, Source, TensorInfo, TensorView
 from meshwright.checkpoint.steps import NATIVE
 from meshwright.config.schema import TokenizerFlags
@@ -270,7 +270,7 @@ def test_a_failure_leaves_nothing(folder, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(native, "byte_views", fail)
-    monkeypatch.setattr(pickles, "tensor_bytes", fail)
+    monkeypatch.setattr(writer, "tensor_bytes", fail)
     for to in ("native", "torch"):
         convert(folder, tmp_path / "new", "--to", to, status=74)
         assert not (tmp_path / "new").exists()

@@ -286,7 +286,7 @@ def test_inspect_shows_steps_tensors_and_damage(tmp_path: Path, capsys: pytest.C
     for name in ("tok", "none"):  # a --run-dir alone has no checkpoint
         message = error_of(lambda name=name: inspect.main([str(tmp_path / name)]))
         assert f"{tmp_path}/{name}" in message and message.endswith(
-            "; give the --save folder of a training, or another program's checkpoint"
+            "; give the save folder of a training, or another program's checkpoint"
         )
     assert f"{tmp_path}/tok holds no checkpoint;" in error_of(lambda: inspect.main([str(tmp_path / "tok")]))
     assert open_step(tmp_path, 2).state == state(2)

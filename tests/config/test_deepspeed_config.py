@@ -176,78 +176,7 @@ def test_the_loss_scale_of_the_file_counts(parse):
 # Contradictions between a key and a flag, with both values
 
 
-@pytest.mark.parametrize(
-    ("file", "line", "words"),
-    [
-        ({}, "--global-batch-size 8", '"train_batch_size" is 4, but --global-batch-size is 8; change one'),
-        ({}, "--micro-batch-size 1", '"train_micro_batch_size_per_gpu" is 2, but --micro-batch-size is 1'),
-        ({"gradient_clipping": 0.5}, "--clip-grad 1", '"gradient_clipping" is 0.5, but --clip-grad is 1; change one'),
-        ({"zero_optimization": {"stage": 2}}, "--zero-stage 1", 'zation.stage" is 2, but --zero-stage is 1'),
-        ({"zero_optimization": {"stage": 0}}, "--use-distributed-optimizer", "but --use-distributed-optimizer is ZeRO"),
-        ({"fp16": {"enabled": False}}, "--fp16", '"fp16.enabled" is false, but --fp16 is true; change one'),
-        ({"fp16": {"enabled": True}}, "--no-fp16", '"fp16.enabled" is true, but --fp16 is false; change one'),
-        ({"fp16": {"enabled": True}}, "--bf16", '"fp16.enabled" is true, but --bf16 is given; change one'),
-        ({"bf16": {"enabled": True}}, "--fp16", '"bf16.enabled" is true, but --fp16 is given; change one'),
-        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "", '"fp16.enabled" and "bf16.enabled" are both true'),
-        (
-            {"bf16": {"enabled": True}, "bfloat16": {"enabled": False}},
-            "",
-            '"bfloat16.enabled" is false, but another key',
-        ),
-        ({"fp16": {"initial_scale_power": 12}}, "--fp16 --initial-loss-scale 65536", '_power" is 4096, but --initial'),
-        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "--remote-device none", "is cpu, but --remote"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "none"}}}, "--cpu-optimizer", "is false, but --cpu-"),
-        (
-            {"gradient_accumulation_steps": 1},
-            "",
-            "but a batch of 4 makes 2 steps of 2 x 1 data-parallel ranks; change one",
-        ),
-        ({"gradient_accumulation_steps": 1}, "--num-accumulation-steps 2", "but --num-accumulation-steps is 2"),
-    ],
-)
-def test_contradictions(refusal, file, line, words):
-    message = refusal(BATCHES | file, line)
-    assert words in message and message.startswith("--deepspeed_config ds.json: ") and "\n" not in message
-
-
 # Refusals
-
-
-@pytest.mark.parametrize(
-    ("file", "words"),
-    [
-        ({"zero_optimisation": {"stage": 1}}, 'unknown key "zero_optimisation"; did you mean zero_optimization?'),
-        ({"zero_optimization": {"stages": 1}}, '_optimization.stages"; did you mean zero_optimization.stage?'),
-        ({"fp16": {"enable": True}}, 'unknown key "fp16.enable"; did you mean fp16.enabled?'),
-        ({"xyzzy": 1}, 'unknown key "xyzzy"'),
-        ({"fp16": True}, '"fp16" is true, not a section'),
-        ({"fp16": {"enabled": "yes"}}, '"fp16.enabled" is "yes", not true or false'),
-        ({"train_batch_size": "many"}, '"train_batch_size" is "many", not a whole number'),
-        ({"train_batch_size": 1.5}, '"train_batch_size" is 1.5, not a whole number'),
-        ({"train_batch_size": True}, '"train_batch_size" is true, not a whole number'),
-        ({"zero_optimization": {"stage": 4}}, '"zero_optimization.stage" is 4, not 0, 1, 2 or 3'),
-        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "offloading to NVMe is not supported"),
-        ({"zero_optimization": {"zero_quantized_weights": True}}, "weights are sent unquantized"),
-        ({"zero_optimization": {"mics_shard_size": 4}}, "--num-distributed-optimizer-instances"),
-        ({"fp16": {"enabled": True, "initial_scale_power": 5000}}, "not a power of two from -100 to 100"),
-        ({"amp": {"enabled": True}}, '"amp" is not supported: apex is not used'),
-        ({"sparse_attention": {"mode": "fixed"}}, '"sparse_attention" is not supported: attention is dense here'),
-        ([1], "not a table of settings"),
-        ("{", "line 1, column 2: Expecting property name"),
-        (
-            '{\n  "a": 1,\n  // ours\n  "b": 2\n}',
-            "line 3, column 3: Expecting property name enclosed in double quotes; JSON",
-        ),
-        ('{"a": 1, "a": 2}', '"a" is given twice'),
-        ('{"gradient_clipping": NaN}', '"gradient_clipping" is NaN, not a number'),
-        ('{"a": ' + "[" * 100000, "nested too deeply"),
-        ("", "line 1, column 1: Expecting value"),
-    ],
-)
-@pytest.mark.fault("F29")
-@pytest.mark.promise("Unknown names and wrong types are refused")
-def test_refusals(refusal, file, words):
-    assert words in refusal(BATCHES | file if isinstance(file, dict) else file, "--world-size 2 --micro-batch-size 2")
 
 
 def test_all_at_once(refusal):
@@ -256,13 +185,15 @@ def test_all_at_once(refusal):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("none.json", "No such file"), (".", "directory"), ("odd", "not UTF-8 text")]
+    ("name", "words"),
+    [("none.json", "No such file"), (".", "directory"), ("odd", "not UTF-8 text"), ("deep", "nested too deeply")],
 )
 @pytest.mark.fault("F29")
 @pytest.mark.promise("TOML, JSON and YAML's safe loader make no objects")
 def test_unreadable(tmp_path, monkeypatch, name, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "odd").write_bytes(b'{"\xff": 1}')
+    (tmp_path / "deep").write_text('{"a": ' + "[" * 100_000)
     message = settings_refusal(*SMALL, "--micro-batch-size=1", "--deepspeed_config", name, check=True)
     assert message.startswith(f"--deepspeed_config {name}: ") and words in message and "\n" not in message
 

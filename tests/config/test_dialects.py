@@ -10,7 +10,7 @@ import pytest
 from helpers import error_of
 from meshwright.base import hints, registry
 from meshwright.base.errors import UNAVAILABLE, USAGE
-from meshwright.config import dialects, flags
+from meshwright.config import argv, dialects, flags
 from meshwright.config.dialects import Dialect
 from meshwright.config.fields import with_settings
 from meshwright.config.schema import TrainConfig
@@ -19,12 +19,12 @@ OF_ZOO = Dialect(
     equal={"--zoo-sgd": ("optimizer", "sgd")},
     old_switches={"zoo_bf16": ("bf16", True)},
     no_effect={"--zoo-cages": (1, "there are none")},
-    answer=lambda flag: f"{flag} is for animals" if flag.startswith("--animal") else None,
+    answer=lambda flag, given: f"{given} is for animals" if flag.startswith("--animal") else None,
     suffix=".zoo",
     read=lambda path: {"lr": path.read_text()},
     arguments=lambda config, idle, backend: {"lr": config.optimizer.lr, "backend": backend, **idle},
 )
-CACHES = dialects.dialects, dialects.equal, dialects.old_switches, dialects.no_effect, flags._parser
+CACHES = dialects.dialects, dialects.equal, dialects.old_switches, dialects.no_effect, argv.syntax_of
 
 
 @pytest.fixture
@@ -76,5 +76,5 @@ def test_without_other_programs_words(monkeypatch: pytest.MonkeyPatch) -> None:
 
     hints._other_words.cache_clear()
     monkeypatch.setattr(hints, "read_table", missing)
-    assert hints.our_word("flags", "epochs", {"--train-epochs"}) == ""
+    assert hints.our_word("flags", "epochs", {"train_epochs"}) == ""
     hints._other_words.cache_clear()

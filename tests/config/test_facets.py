@@ -105,7 +105,7 @@ def test_settings_of_other_commands_are_passed_over(monkeypatch: pytest.MonkeyPa
     parsed = flags.parse_settings(TrainConfig, [f"--config={tmp_path}/c.toml"], "meshwright train", check=False)
     assert set(parsed.sources.values()) == {"default"}
     monkeypatch.setenv("MESHWRIGHT_TOPP", "5")
-    with pytest.raises(UserError, match="unknown setting 'topp'"):
+    with pytest.raises(UserError, match="unknown setting 'MESHWRIGHT_TOPP'"):
         flags.parse_settings(TrainConfig, [], "meshwright train", check=False)
 
 

@@ -11,6 +11,7 @@ from meshwright.base.errors import UserError
 from meshwright.compat.flags.megatron_flags import EQUAL, NO_EFFECT, OLD_SWITCHES, OTHER_MODELS, REFUSED, RETIRED
 from meshwright.config import fields, flags
 from meshwright.config.fields import choices_of, inner_type, not_yet
+from meshwright.config.problem import FLAGS
 from meshwright.config.schema import TrainConfig
 
 TESTS = Path(__file__).parents[1]
@@ -68,9 +69,9 @@ def reference() -> str:
         kinds = typing.get_type_hints(group)
         for f in dataclasses.fields(group):
             aliases, default = " ".join(f"`{a}`" for a in f.metadata["aliases"]), fields.default_of(f)
-            shown = "" if default in (None, []) else f"`{json.dumps(default)}`"
+            shown = "" if default in (None, []) else f"`{json.dumps(fields.as_text(default))}`"
             lacking = not_yet(f, kinds[f.name])
-            meaning = f.metadata["help"] + (f" *({lacking})*" if lacking else "")
+            meaning = fields.help_of(f) + (f" *({lacking})*" if lacking else "")
             cells = [f"`{fields.spelling(f.name)}`", aliases, shown, meaning.replace("|", "\\|")]
             out.append("| " + " | ".join(cells) + " |")
         out.append("")
@@ -99,7 +100,8 @@ def elsewhere() -> list[str]:
     out = OTHERS.splitlines()
     for heading, table in tables.items():
         out += ["", f"### {heading}", "", "| flags | answer |", "|---|---|"]
-        out += [f"| {' '.join(f'`{name}`' for name in names)} | {reason} |" for reason, names in table.items()]
+        rows = [f"| {' '.join(f'`{name}`' for name in names)} | {reason} |" for reason, names in table.items()]
+        out += map(FLAGS.render, rows)
     return [*out, ""]
 
 
@@ -107,7 +109,7 @@ def test_the_page_of_flags_is_up_to_date():
     page = (TESTS.parent / "docs" / "flags.md").read_text(encoding="utf-8")
     assert page == reference(), "update it: python tests/config/test_flag_table.py > docs/flags.md"
     for _, f in entries().items():
-        assert f.metadata["help"].replace("|", "\\|") in page
+        assert fields.help_of(f).replace("|", "\\|") in page
 
 
 def test_the_page_marks_all_that_answers_not_yet():

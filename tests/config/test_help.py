@@ -188,11 +188,6 @@ def test_one_rank_prints_the_help(capsys: pytest.CaptureFixture[str], monkeypatc
     assert main(["train", "--help", "lr"]) == 0 and capsys.readouterr().out == ""
 
 
-def test_a_word_without_a_flag_is_named_as_in_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "tcsh"]) == 2
-    assert "error: SHELL: 'tcsh' is none of bash, zsh, fish" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("words, status", [("train --help=lr", 0), ("train --help-all", 0), ("data plan -h", 0)])
 def test_a_reader_that_is_gone(words: str, status: int) -> None:
     read, write = os.pipe()

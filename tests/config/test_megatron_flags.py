@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from parsing import parse, refusal
+from parsing import parse
 
 from meshwright.base.errors import UserError
 from meshwright.checkpoint.saved_model import model_settings
 from meshwright.compat.flags.megatron_flags import EQUAL, NO_EFFECT, OTHER_MODELS, REFUSED, RETIRED, known_elsewhere
 from meshwright.config import fields, flags
+from meshwright.config.argv import syntax_of
 from meshwright.config.schema import TrainConfig
 
 # Names and numbers of values (*: any), from Megatron-LM's megatron/training/arguments.py of early
@@ -23,14 +24,14 @@ def test_the_list_is_whole():
 
 
 def test_every_flag_of_megatron_has_an_answer():
-    ours = flags._parser(TrainConfig)._option_string_actions
-    unknown = [name for name in MEGATRON if name not in ours and known_elsewhere(name) is None]
+    ours = syntax_of(TrainConfig).options
+    unknown = [name for name in MEGATRON if name not in ours and known_elsewhere(name, name) is None]
     assert unknown == []
     assert not [name for name in MEGATRON if name in NO_EFFECT and (name in REFUSED or name in RETIRED)]
 
 
 def test_flags_of_megatrons_server_name_ours():
-    assert "`meshwright serve`" in str(known_elsewhere("--inference-max-requests"))
+    assert "`meshwright serve`" in str(known_elsewhere("--inference-max-requests", ""))
 
 
 def test_idle_flags_take_megatrons_values():
@@ -66,61 +67,10 @@ def test_other_spellings():
     assert parse("--override-opt-param-scheduler").config.optimizer.override_opt_param_scheduler
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--use-megatron-fsdp"], "--use-megatron-fsdp is refused: it is --zero-stage 3 here"),
-        (["--moe-router-topk", "2"], "mixtures of experts are not yet supported"),
-        (["--decoder-first-pipeline-num-layers", "2"], "--pipeline-layout"),
-        (["--decoder-num-layers", "2"], "for encoder-decoder models"),
-        (["--ckpt-step", "2"], "name the step in --load"),
-        (["--wandb-entity", "x"], "set WANDB_ENTITY"),
-        (["--grpo-iterations", "2"], "no reinforcement learning"),
-        (["--no-fp8-wgrad"], "all three products of a layer are 8-bit, with scales updated every step"),
-        (["--fp8-param-gather"], "weights are kept in float32 and cast once a step"),
-        (["--fp8-quantizer-factory", "x"], "this kind of 8-bit or 4-bit training is not supported; see --fp8-format"),
-        (["--cpu-offloading"], "give --recompute-granularity full, with --checkpoint-in-cpu"),
-        (["--model_size=345M"], "--model_size is refused: give --preset; `meshwright presets` lists the sizes"),
-    ],
-)
-def test_refusals_say_what_to_do(argv, words):
-    assert words in refusal(*argv)
-
-
 def test_reasons_are_plain():
     reasons = [reason for _, reason in NO_EFFECT.values()] + list(REFUSED.values())
     assert not [r for r in reasons if r.endswith(".") or r != r.strip() or "\n" in r]
     assert all(words == words.lower() for words in OTHER_MODELS.values())
-
-
-GOOD = """learning_rates=--learning-rate num-layer=--num-layers hidden-sizes=--hidden-size train-iter=--train-iters
-micro-batchsize=--micro-batch-size seq-lenght=--seq-length global-bach-size=--global-batch-size
-save-intervall=--save-interval weight-decy=--weight-decay no-progres=--no-progress
-disable-bias-linears=--disable-bias-linear train-iterations=--train-iters vocabfile=--vocab-file
-tensor-model-parallel-sizes=--tensor-model-parallel-size lr-warmup-iter=--lr-warmup-iters"""
-
-
-@pytest.mark.parametrize("pair", GOOD.split())
-def test_a_typo_gets_a_suggestion(pair):
-    typed, meant = pair.split("=")
-    assert f"unknown flag --{typed}; did you mean {meant}?" in refusal("--" + typed)
-
-
-@pytest.mark.parametrize(
-    "name",
-    """log-progres no-log-interval no-save min-learning-rate eval-batch-size xyzzy beta attention-heads save-best-only
-    no-train-iters dropout model-name gradient-checkpointing disable-progress""".split(),
-)
-def test_no_suggestion_is_the_opposite_or_another_thing(name):
-    said = refusal("--" + name)
-    assert f"unknown flag --{name}" in said
-    for wrong in ("--no-progress", "--log-interval?", "--save?", "--learning-rate", "--global-batch-size", "--train"):
-        assert f"did you mean {wrong}" not in said, said
-
-
-@pytest.mark.parametrize("flag", ["--src", "--py", "--image", "--wheel", "--cmd", "--extra-mount"])
-def test_flags_of_a_container_launcher(flag):
-    assert f"{flag} is refused: it belongs to tools/launch_container.py" in refusal(flag, "3.7")
 
 
 def test_older_switches_are_settings_with_a_value(tmp_path: Path) -> None:

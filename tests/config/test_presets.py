@@ -10,7 +10,6 @@ import torch
 from parsing import parse
 
 from meshwright.__main__ import main
-from meshwright.base.errors import UserError
 from meshwright.config import flags
 from meshwright.config.presets import ALIASES, FAMILIES, PRESETS, family_of
 from meshwright.config.schema import Parallel
@@ -180,22 +179,3 @@ def test_json(capsys):
     one = json.loads(printed(capsys, "qwen3-0.6b", "--json").out)
     assert (one["parameters"], one["vocabulary"], one["settings"]["num_layers"]) == (596_049_920, 151_936, 28)
     assert [p["name"] for p in json.loads(printed(capsys, "--json").out)] == NAMES
-
-
-@pytest.mark.parametrize(
-    ("typed", "words"),
-    [
-        ("gpt2-117", "no preset 'gpt2-117'; did you mean gpt2-117m?"),
-        ("llama-7b", "did you mean llama2-7b?"),
-        ("GPT2-124M", "did you mean gpt2-124m?"),
-        ("bloom", "no preset 'bloom'; `meshwright presets` lists them"),
-    ],
-)
-def test_a_mistyped_preset(typed, words, capsys):
-    assert main(["presets", typed]) == 2 and words in capsys.readouterr().err
-    with pytest.raises(UserError, match="--preset: no preset"):
-        parse("--preset", typed)
-
-
-def test_toml_needs_a_name(capsys):
-    assert main(["presets", "--toml"]) == 2 and "meshwright presets NAME --toml" in capsys.readouterr().err

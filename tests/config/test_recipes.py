@@ -216,52 +216,7 @@ def test_tokens_alone_can_follow_from_the_size(tmp_path: Path) -> None:
     assert with_recipe == parse("--depth", "2", *MOCK).config
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ("--recipe moder --depth 3", "--recipe 'moder' is none of modern, gpt2; did you mean modern?"),
-        ("--recipe modern", "--recipe modern needs the size of the model: give --depth N, or --preset NAME"),
-        ("--depth 0", "--depth 0 must be above 0"),
-        ("--depth deep", "--depth: 'deep' is not a whole number"),
-        ("--depth 3 --preset tiny", "--depth 3 and --preset tiny both set the size; give one"),
-        ("--depth 3 --num-layers 4", "--depth 3 and --num-layers 4 are one setting; give one"),
-        ("--depth 3 --optimizer lion", "--lr is needed"),
-        ("--depth 3 --seq-length 0", "--seq-length 0 must be above 0"),
-        ("--depth 3 --global-batch-size -4", "--global-batch-size -4 must be above 0"),
-        ("--depth 3 --train-tokens -4", "--train-tokens -4 must be above 0"),
-        ("--recipe modern --num-layers 3 --hidden-size 0", "--hidden-size 0 must be above 0"),
-        (f"--depth 1{'0' * 200}", "no run can have these sizes"),
-        ("--depth 3 --train-tokens auto --train-iters 9", "--train-iters and --train-tokens auto both set the length"),
-        ("--preset tiny --train-tokens auto --train-epochs 1", "--train-epochs and --train-tokens auto both set"),
-        ("--preset tiny --train-tokens auto --lr 0", "--lr 0.0 must be above 0"),
-        ("--depth 3 --ema 1", "--ema 1.0 is not in [0, 1)"),
-        ("--depth 3 --train-tokens auto --lr-warmup-iters 9", "--lr-warmup-iters cannot be mixed with --train-tokens"),
-    ],
-)
-def test_a_recipe_that_cannot_work_is_refused_in_one_line(
-    argv: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = refusal(*argv.split(), *MOCK, check=True)
-    assert words in text and "\n" not in text
-    assert main(["train", *argv.split(), *MOCK, "--dry-run"]) == USAGE  # checked in another place
-    assert [words in line for line in capsys.readouterr().err.splitlines() if ": error:" in line] == [True]
-
-
 BATCH = "--global-batch-size 64 (chosen by --recipe modern; --global-batch-size overrides it) is not a multiple of"
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ("--depth 4 --micro-batch-size 3", f"{BATCH} --micro-batch-size 3; "),
-        ("--depth 4 --micro-batch-size 64 --global-batch-size 32", "--global-batch-size 32 is not a multiple of"),
-        ("--depth 2 --num-query-groups 3", "--num-attention-heads 2 (chosen by --recipe modern; "),
-        ("--depth 4 --pipeline-model-parallel-size 5 --world-size 5", "5 is above --depth 4: "),
-        ("--preset tiny --train-tokens auto --global-batch-size 8000000 --lr 1e-3", "(chosen by --train-tokens auto; "),
-    ],
-)
-def test_an_error_says_that_the_recipe_chose_a_value(argv: str, words: str) -> None:
-    assert words in refusal(*argv.split(), *MOCK, check=True)
 
 
 def test_an_error_of_a_start_says_so_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

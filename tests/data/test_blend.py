@@ -81,7 +81,7 @@ def files(tmp_path):
 
 def build(vocab=3000, **settings):
     config = data_config(**settings)
-    assert not [p for p in checks.problems(config) if "data" in p]
+    assert not [p for p in checks.problems(config) if "data" in p.text]
     return build_and_capture(config, vocab)
 
 

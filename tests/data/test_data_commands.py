@@ -30,6 +30,7 @@ from meshwright.data import ahead
 from meshwright.data.files import merge, verify
 from meshwright.data.files.indexed import HEADER, Indexed
 from meshwright.data.statistics import describe_lengths, document_lengths, summary, token_counts
+from meshwright.data.text import limits
 
 ROOT = Path(__file__).parents[2]
 EOD = 256
@@ -289,16 +290,6 @@ def test_stretches_are_at_their_reported_places(tmp_path: Path, how: str) -> Non
             start = int(Indexed(prefix).pointers[int(sequence)]) // 2 + int(token)
             assert Indexed(prefix).sequence_at(start) == Indexed(prefix).sequence_at(start + stop - first - 1)
             assert Indexed(prefix).tokens[start : start + stop - first].tolist() == ids[first:stop]
-
-
-def test_flags_without_effect_are_refused(tmp_path: Path) -> None:
-    prefix = write_pair(tmp_path / "a", make_documents(20))
-    for given in (["--top", "20"], ["--picture", "a.png"]):
-        for one in (["--document", "3"], ["--sample", "3", *TRAIN]):
-            status, out, err = run_data("inspect", prefix, *one, *given)
-            assert status == 2 and not out and f"{one[0]} shows nothing else, but {given[0]} covers all" in err
-    status, _, err = run_data("inspect", prefix, "--sample-set", "train")
-    assert status == 2 and "--sample-set train needs --sample" in err
 
 
 def test_a_file_name_stands_for_its_prefix(tmp_path: Path) -> None:
@@ -619,9 +610,8 @@ def test_only_line_feeds_end_a_line(tmp_path: Path) -> None:
 def test_lines_too_long_for_memory_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each_line: bool
 ) -> None:
-    for module in ("apps.datasets.merge_json", "data.text.records"):
-        monkeypatch.setattr(f"meshwright.{module}.LONGEST", 10)
-    monkeypatch.setattr("meshwright.apps.datasets.merge_json.PIECE", 4)
+    monkeypatch.setattr(limits, "LONGEST", 10)
+    monkeypatch.setattr(limits, "PIECE", 4)
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_bytes(b"one\n" + b"x" * 11 + b"\n0123456789\ntwo")
     (tmp_path / "in" / "b.txt").write_bytes(b"123456789\n")
@@ -796,6 +786,4 @@ def test_known_files() -> None:
     _, out, _ = run_data("fetch", "gpt2", "--dry-run", "--output", "x")
     assert "x/gpt2-vocab.json" in out and "x/gpt2-merges.txt" in out
     assert all(name in fetch.KNOWN for names in fetch.FILE_SETS.values() for name in names)
-    for words in (["nothing"], ["ftp://x/y"], ["file:///etc/hostname"], ["https://host/"], ["oscar", "--sha256", "12"]):
-        assert run_data("fetch", *words)[0] == 2, words
     assert all(k.sha256 is None or (k.size and len(k.sha256) == 64) for k in fetch.KNOWN.values())

@@ -19,7 +19,7 @@ from test_preprocess import BAD
 from helpers import error_of
 from meshwright.data.files.indexed import HEADER, Indexed, check_vocabulary
 from meshwright.data.files.verify import check_pair
-from meshwright.data.text import cutting, preprocess
+from meshwright.data.text import limits, preprocess
 
 
 def hostile(seed, lines=4000):
@@ -55,7 +55,7 @@ def run(folder, given, **settings):
 @pytest.mark.promise("Text is data")
 def test_bad_lines(tmp_path, monkeypatch, figures):
     """F22: a file read in pieces by two workers, and a stream cut short at 20 places."""
-    monkeypatch.setattr(cutting, "PIECE", 50_000)
+    monkeypatch.setattr(limits, "PIECE", 50_000)
     monkeypatch.setattr(preprocess, "MIB", 1)
     content, good, bad = hostile(1)
     (tmp_path / "in.jsonl").write_bytes(content)

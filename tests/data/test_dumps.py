@@ -12,22 +12,24 @@ from helpers import error_of
 from meshwright.base import registry
 from meshwright.base.errors import UNAVAILABLE
 from meshwright.config.text_inputs import TextInputs
-from meshwright.data.text import cutting, dumps, inputs, plain
-from meshwright.data.text.dumps import Dump
-from meshwright.data.text.records import Reading, Unit
-from meshwright.data.text.sentences import build_splitter
+from meshwright.data.text import formats, inputs, reading
+from meshwright.data.text.divide import Division, Slice
+from meshwright.data.text.formats import Format
+from meshwright.data.text.records import Document, ReadOptions, Record
+from meshwright.data.text.splitting import build_splitter
 
 ARTICLE = (
     "<mediawiki>\n<page><title>A</title><ns>0</ns><revision><text>''Hello''</text></revision></page>\n</mediawiki>\n"
 )
 
 
-def animals(content: bytes, how: Reading) -> Iterator[tuple[int, Unit]]:
-    for animal in re.finditer(rb"(\w+);", content):
-        yield animal.start(), [animal[1].decode()]
+def animals(lines: Slice, options: ReadOptions) -> Iterator[Record]:
+    for animal in re.finditer(rb"(\w+);", lines.content):
+        yield Document((animal[1].decode(),), lines.place(animal.start()))
 
 
-ZOO = Dump("zoo dumps", ";\n", re.compile(rb"<zoo>"), (re.compile(rb";\n"), re.compile(rb";\n|\Z")), animals)
+ENDS = Division(re.compile(rb";\n"), re.compile(rb";\n|\Z"), 3)
+ZOO = Format("zoo dumps", ENDS, animals, begins=re.compile(rb"<zoo>"))
 
 
 def by_word(language: str, keep_newlines: bool) -> Callable[[str], list[str]]:
@@ -36,21 +38,17 @@ def by_word(language: str, keep_newlines: bool) -> Callable[[str], list[str]]:
 
 @pytest.fixture
 def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    def forget() -> None:
-        dumps.all_dumps.cache_clear()
-        plain.ends_of.cache_clear()
-
     def use(**entries: str) -> None:
         monkeypatch.setattr(registry, "entries", lambda group: entries)
         monkeypatch.setattr(registry, "_ours", dict)
-        forget()
+        formats.all_dumps.cache_clear()
 
     yield use
-    forget()
+    formats.all_dumps.cache_clear()
 
 
 def read(path: Path) -> list[str]:
-    return list(cutting.read_texts(TextInputs(input=[str(path)])))
+    return list(reading.read_texts(TextInputs(input=[str(path)])))
 
 
 def test_a_dump_without_its_reader_is_plain_text(register, tmp_path: Path) -> None:
@@ -59,7 +57,7 @@ def test_a_dump_without_its_reader_is_plain_text(register, tmp_path: Path) -> No
     register()
     assert read(tmp_path / "d.xml") == [ARTICLE]
     assert "1 XML" in str(error_of(lambda: inputs.find_inputs(TextInputs(input=[str(tmp_path)]))))
-    assert dumps.but_for_dumps("XML") == "XML"
+    assert formats.but_for_dumps("XML") == "XML"
 
 
 def test_another_package_s_dumps(register, tmp_path: Path) -> None:
@@ -67,7 +65,7 @@ def test_another_package_s_dumps(register, tmp_path: Path) -> None:
     (tmp_path / "d.txt").write_text("<zoo>\nlion;\nape;\n")
     assert read(tmp_path / "d.txt") == ["lion", "ape"]
     assert inputs.find_inputs(TextInputs(input=[str(tmp_path / "d.txt")])).describe() == "1 of zoo dumps"
-    assert dumps.but_for_dumps("XML") == "XML other than zoo dumps"
+    assert formats.but_for_dumps("XML") == "XML other than zoo dumps"
 
 
 def test_splitters(register) -> None:

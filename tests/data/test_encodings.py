@@ -15,7 +15,7 @@ from meshwright.__main__ import main
 from meshwright.apps.datasets import merge_json
 from meshwright.apps.quickstart.collect import InputDocuments
 from meshwright.config.text_inputs import TextInputs
-from meshwright.data.text import cutting, encodings, inputs, journal, plain
+from meshwright.data.text import charsets, journal, limits, reading
 from meshwright.data.text.inputs import find_inputs
 
 NOVEL = "第一回　宴桃园豪杰三结义\n话说天下大势，分久必合，合久必分。\n周末七国分争，并入于秦。\n" * 20
@@ -26,7 +26,7 @@ def read(*paths, **flags):
     """Return the documents, and the lines about what was left out."""
     given = TextInputs(input=[str(path) for path in paths], **flags)
     found = find_inputs(given)
-    return list(cutting.read_texts(given, found)), found.left_out(given.on_error, given.encoding)
+    return list(reading.read_texts(given, found)), found.left_out(given.on_error, given.encoding)
 
 
 def preprocess(tmp_path, *paths, **flags):
@@ -38,8 +38,7 @@ def preprocess(tmp_path, *paths, **flags):
 @pytest.mark.flag("preprocess.encoding evaluate.encoding")
 def test_an_encoding_is_named_and_suggested(tmp_path, monkeypatch, size):
     """A file, a packed one, one of an archive and of a folder, small or not."""
-    for module in (plain, inputs, cutting):
-        monkeypatch.setattr(module, "PIECE", size)
+    monkeypatch.setattr(limits, "PIECE", size)
     content, folder = NOVEL.encode("gb18030"), tmp_path / "in"
     folder.mkdir()
     (folder / "a.txt").write_bytes(content)
@@ -59,7 +58,7 @@ def test_an_encoding_is_named_and_suggested(tmp_path, monkeypatch, size):
 
 def test_few_characters_at_the_beginning_may_be_utf8_by_chance(tmp_path, monkeypatch):
     """The bytes of "一" in GB 18030 are a Cyrillic letter in UTF-8; later ones show which it is."""
-    monkeypatch.setattr(inputs, "PIECE", 100)
+    monkeypatch.setattr(limits, "PIECE", 100)
     texts = ["one is 一", "x" * 5000, "天下"]
     (tmp_path / "a.jsonl").write_bytes(b"".join(f'{{"text": "{text}"}}\n'.encode("gb18030") for text in texts))
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
@@ -70,48 +69,20 @@ def test_few_characters_at_the_beginning_may_be_utf8_by_chance(tmp_path, monkeyp
 
 
 def test_what_a_text_looks_like():
-    assert encodings.guess(FRENCH.encode("latin-1")) == encodings.guess(b"caf\xe9") == "cp1252"
-    assert encodings.guess(NOVEL.encode("gb18030")) == encodings.guess(NOVEL.encode("gb2312", "ignore")) == "gb18030"
+    assert charsets.guess(FRENCH.encode("latin-1")) == charsets.guess(b"caf\xe9") == "cp1252"
+    assert charsets.guess(NOVEL.encode("gb18030")) == charsets.guess(NOVEL.encode("gb2312", "ignore")) == "gb18030"
     for text, name in (
         (NOVEL[:900], "utf-8"),
         ("Привет, мир. Как дела? " * 9, "cp1251"),
         ("日本語の文章です。" * 9, "cp932"),
     ):
-        assert encodings.guess(text.encode(name) + b"\xff") == ""
+        assert charsets.guess(text.encode(name) + b"\xff") == ""
 
 
-@pytest.mark.parametrize("name", ["utf-16", "utf-32", "utf-16-le", "utf-16-be"])
-def test_byte_order_marks(tmp_path, name):
-    mark = "\ufeff" if name.endswith("e") else ""
-    for file, content, want in (
-        ("a.txt", "é\r\nb\n", "é\nb\n"),
-        ("b.jsonl", '{"text": "é"}\n', "é"),
-        ("c.html", "<html><meta charset=gbk><p>é", "é\n"),
-    ):
-        (tmp_path / file).write_bytes((mark + content).encode(name))
-        (tmp_path / f"{file}.gz").write_bytes(gzip.compress((mark + content).encode(name)))
-        assert read(tmp_path / file, tmp_path / f"{file}.gz") == ([want, want], [])
-    assert len(read(tmp_path)[0]) == 6
+def test_merge_json_reads_byte_order_marks(tmp_path):
+    (tmp_path / "a.txt").write_bytes("é\r\nb\n".encode("utf-16"))
     merged = merge_json.documents(tmp_path / "a.txt", False, merge_json.Merged())
     assert [json.loads(one)["text"] for one in merged] == ["é\nb\n"]
-
-
-@pytest.mark.parametrize(
-    ("page", "want"),
-    [
-        ('<meta charset="gb2312"><p>朱镕基'.encode("gb18030"), "朱镕基\n"),
-        ('<META content="text/html; charset=iso-8859-1" http-equiv=Content-Type>“é”'.encode("cp1252"), "“é”\n"),
-        ('<?xml version="1.0" encoding="ISO-8859-2"?><html>ł'.encode("iso-8859-2"), "ł\n"),
-        ("<meta charset=utf-16>é".encode(), "é\n"),  # cannot be true of ASCII
-        ("<meta charset=hex>é".encode(), "é\n"),
-        ("<meta charset=utf-7>é".encode(), "é\n"),
-        ("<meta charset=unknown-1>é".encode(), "é\n"),
-    ],
-)
-def test_pages_declare_their_charset(tmp_path, page, want):
-    (tmp_path / "a.html").write_bytes(page)
-    assert read(tmp_path / "a.html") == read(tmp_path) == ([want], [])
-    assert read(tmp_path / "a.html", encoding="utf-16-le") == ([want], []) or b"charset=u" in page or b"hex" in page
 
 
 def broken(tmp_path):
@@ -151,8 +122,7 @@ def test_replace_keeps_the_rest_of_the_line(tmp_path):
 
 
 def test_the_message_names_byte_line_and_both_ways(tmp_path, monkeypatch):
-    for module in (plain, inputs, cutting):
-        monkeypatch.setattr(module, "PIECE", 300)
+    monkeypatch.setattr(limits, "PIECE", 300)
     separated = "é\n<|endoftext|>\n" * 100
     (tmp_path / "a.txt").write_bytes(separated.encode() + "é".encode() + b"\xe9\n")
     at, lines = len(separated.encode()) + 2, separated.count("\n") + 1
@@ -200,16 +170,16 @@ def documents_of(path, **flags):
 
 def test_any_byte_that_cannot_be_decoded_is_named():
     for byte in range(128, 256):
-        marked = encodings.to_utf8(b"a" + bytes([byte]) + b"b", "ascii")
+        marked = charsets.to_utf8(b"a" + bytes([byte]) + b"b", "ascii")
         with pytest.raises(UnicodeDecodeError) as caught:
             marked.decode()
-        assert encodings.broken_byte(caught.value) == byte and marked.decode("utf-8-sig", "replace") == "a�b"
+        assert charsets.broken_byte(caught.value) == byte and marked.decode("utf-8-sig", "replace") == "a�b"
 
 
 def test_an_interrupted_run_with_another_on_error_starts_over(tmp_path, monkeypatch):
     """Once a line was left out; the same one continues."""
     monkeypatch.setattr(journal, "NOTE_EVERY", 0)
-    monkeypatch.setattr(cutting, "PIECE", 50)
+    monkeypatch.setattr(limits, "PIECE", 50)
     real, notes = journal.Journal.note, []
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "\xe9"}\n' + b"\n".join(line(str(n)) for n in range(50)))
 
@@ -242,12 +212,6 @@ def test_a_pdf_is_named(tmp_path):
     )
 
 
-def test_encodings_that_do_not_exist(capsys):
-    for name in ("gb18O30", "hex", "punycode", "idna"):
-        assert main(["preprocess", "--input", "x", "--output-prefix", "y", "--encoding", name]) == 2
-        assert f"--encoding {name} is not known; name one such as gb18030" in capsys.readouterr().err
-
-
 def test_front_matter_stays(tmp_path):
     text = "---\ntitle: A\n---\n\n# A\n"
     (tmp_path / "a.md").write_text(text)
@@ -277,8 +241,8 @@ def novels(folder):
 
 
 def test_each_file_has_a_guess_of_its_own(tmp_path):
-    assert encodings.guess(TRADITIONAL.encode("big5")) == encodings.guess(TRADITIONAL.encode("cp950")) == "big5"
-    assert encodings.guess(TRADITIONAL.encode("gb18030")) == "gb18030"
+    assert charsets.guess(TRADITIONAL.encode("big5")) == charsets.guess(TRADITIONAL.encode("cp950")) == "big5"
+    assert charsets.guess(TRADITIONAL.encode("gb18030")) == "gb18030"
     (line,) = read(novels(tmp_path / "in"))[1]
     assert "new.txt:1: it looks like gb18030, which --encoding gb18030 reads\n" in line
     assert line.endswith("old.txt:1: it looks like big5, which --encoding big5 reads")

@@ -79,7 +79,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 SCRIPT = """
 import json, sys
-from meshwright.data.text.cutting import read_texts
+from meshwright.data.text.reading import read_texts
 from meshwright.base.errors import UserError
 from meshwright.config.text_inputs import TextInputs
 

@@ -21,17 +21,17 @@ from meshwright.__main__ import main
 from meshwright.apps.quickstart.collect import InputDocuments
 from meshwright.base.errors import BAD_DATA, IO, USAGE
 from meshwright.config.text_inputs import TextInputs
-from meshwright.data.text import cutting, encodings, folders, inputs, markup, plain, records
-from meshwright.data.text.folders import PassedOver
+from meshwright.data.text import charsets, folders, html_pages, limits, pieces, reading
+from meshwright.data.text.folders import SkipReport
 from meshwright.data.text.inputs import find_inputs
-from meshwright.data.text.records import Bad
+from meshwright.data.text.records import Place, Rejected
 
 
 def read(*paths, **flags):
     """Return the documents of the inputs, and the line of what was passed over."""
     given = TextInputs(input=[str(path) for path in paths], **flags)
     found = find_inputs(given)
-    documents = list(cutting.read_texts(given, found))
+    documents = list(reading.read_texts(given, found))
     return documents, found.passed.line() if found.passed else ""
 
 
@@ -80,14 +80,14 @@ READ = ["# b\n", "l3", "l1", "l2", "one & two\n", "print()\n", "b\n", "p\n", "q\
 
 
 def test_the_line_of_passed_files_names_three_that_are_not_utf8():
-    passed, more = (PassedOver(Counter(n)) for n in ({"broken links": 1, "pipes or devices": 2}, {"empty": 3}))
-    passed.note_unit(Bad("not UTF-8", place="a.txt"))
+    passed, more = (SkipReport(Counter(n)) for n in ({"broken links": 1, "pipes or devices": 2}, {"empty": 3}))
+    passed.add(Rejected("not UTF-8", Place("a.txt")))
     assert passed.line().startswith(
         "passed over 4 files: 2 pipes or devices, 1 broken link, 1 not UTF-8 (a.txt); --enc"
     )
     for name in "bcd":
-        more.note_unit(Bad("not UTF-8", place=f"{name}.txt"))
-        more.note_unit(Bad("not UTF-8", place=f"{name}.txt"))
+        more.add(Rejected("not UTF-8", Place(f"{name}.txt")))
+        more.add(Rejected("not UTF-8", Place(f"{name}.txt")))
     passed += more
     assert passed.line().startswith("passed over 13 files: 7 not UTF-8 (a.txt, b.txt, c.txt, ...), 3 empty")
 
@@ -139,8 +139,7 @@ def test_a_small_text_in_a_folder_is_opened_once(tmp_path, monkeypatch):
 
 def test_workers_and_continuing_give_the_same_bytes_of_a_folder(tmp_path, monkeypatch):
     """Pieces hold many small files; a changed, new or removed file starts over."""
-    for module in (plain, inputs, cutting):
-        monkeypatch.setattr(module, "PIECE", 300)
+    monkeypatch.setattr(limits, "PIECE", 300)
     rng = random.Random(0)
     for n in range(300):
         fill(tmp_path / "in", {f"{n % 7}/{n}.txt": f"{n} " + "é" * rng.randrange(60)})
@@ -150,24 +149,24 @@ def test_workers_and_continuing_give_the_same_bytes_of_a_folder(tmp_path, monkey
     got = preprocess(tmp_path, tmp_path / "in", workers=2)
     assert got[0] == want[0]
     given = TextInputs(input=[str(tmp_path / "in")])
-    whole = list(cutting.cut_inputs(find_inputs(given).inputs, given))
+    whole = list(pieces.cut_inputs(find_inputs(given).inputs, given))
     assert len(whole) > 30
     for size in (2, 3, 7):
-        parts = [list(cutting.cut_inputs(find_inputs(given).inputs, given, rank, size)) for rank in range(size)]
+        parts = [list(pieces.cut_inputs(find_inputs(given).inputs, given, rank, size)) for rank in range(size)]
         assert [piece for part in parts for piece in part] == whole and min(map(len, parts)) > 1
 
 
 def test_a_file_that_vanishes_or_changes_while_it_is_read(tmp_path, monkeypatch):
     folder = fill(tmp_path / "in", {"a.txt": "a", "b.txt": "b"})
-    real = plain.read_text_file
+    real = pieces.WholeFile.read
 
     def act(change):
-        def changing(path, encoding):
-            if path.endswith("a.txt"):
+        def changing(part, options):
+            if part.path.endswith("a.txt"):
                 change()
-            return real(path, encoding)
+            return real(part, options)
 
-        monkeypatch.setattr(plain, "read_text_file", changing)
+        monkeypatch.setattr(pieces.WholeFile, "read", changing)
         return lambda: preprocess(tmp_path, folder)
 
     assert "in has changed while it was read" in error_of(act(lambda: (folder / "b.txt").write_text("bb")), BAD_DATA)
@@ -255,8 +254,7 @@ PHOTOS = {"small": PHOTO + noise(500), "large": PHOTO + noise(5000), "without NU
 @pytest.mark.parametrize("content", PHOTOS.values(), ids=PHOTOS)
 def test_a_photo_among_texts_is_called_binary(tmp_path, monkeypatch, content):
     """Refused if it is named, passed over in a folder; no encoding is blamed."""
-    for module in (plain, inputs, cutting):
-        monkeypatch.setattr(module, "PIECE", 1000)
+    monkeypatch.setattr(limits, "PIECE", 1000)
     fill(tmp_path, {"a.txt": "a", "b.png": content, "in/a.txt": "a", "in/b.txt": content})
     cure = "such a file holds no text: leave it out with --exclude, or all such files with --on-error skip"
     paths = [tmp_path / "a.txt", tmp_path / "b.png"]
@@ -289,10 +287,9 @@ def test_separators(tmp_path, monkeypatch, separator):
     """Plain text of any size, in pieces of any size, packed or not: the same documents."""
     rng = random.Random(1)
     for size in (2, 7, 50, 300):
-        for module in (plain, inputs, cutting):
-            monkeypatch.setattr(module, "PIECE", size)
-        monkeypatch.setattr(plain, "REST", rng.choice([1, 9, 1000]))
-        monkeypatch.setattr("meshwright.data.text.containers.CHUNK", rng.choice([5, 30]))
+        monkeypatch.setattr(limits, "PIECE", size)
+        monkeypatch.setattr(limits, "REST", rng.choice([1, 9, 1000]))
+        monkeypatch.setattr("meshwright.data.text.limits.CHUNK", rng.choice([5, 30]))
         for _ in range(20):
             words = ["", "word", separator + "x", " " + separator, "é" * 9, separator, separator]
             content = "\n".join(rng.choice(words) for _ in range(rng.randrange(1, 40))) + "\n" * rng.randrange(2)
@@ -317,7 +314,7 @@ def with_pages(count, first):
     for n in range(count):
         text = f"<p>{n} a < b\n{'é' * rng.choice([1, 1, 20, 400])}\n"
         page = f"<html><head><meta charset=gbk></head>\n<body>\n{text}<br>end</body></html>\n"
-        documents.append((page, markup.page_text(page)) if n % 5 == first else (text, text))
+        documents.append((page, html_pages.page_text(page)) if n % 5 == first else (text, text))
     return zip(*documents, strict=True)
 
 
@@ -326,12 +323,11 @@ def with_pages(count, first):
 @pytest.mark.parametrize("size", [60, 1000, 1 << 20])
 def test_each_document_is_a_page_or_a_text_by_itself(tmp_path, monkeypatch, size, separator, count, first):
     """The same documents in a file, packed, in a stream or an archive, wherever pieces begin."""
-    for module in (plain, inputs, cutting):
-        monkeypatch.setattr(module, "PIECE", size)
-    monkeypatch.setattr("meshwright.data.text.containers.CHUNK", 70)
+    monkeypatch.setattr(limits, "PIECE", size)
+    monkeypatch.setattr("meshwright.data.text.limits.CHUNK", 70)
     documents, texts = with_pages(count, first)
     content = f"{separator}\n".join(documents).encode()
-    fill(tmp_path, {"in/a.txt": content, "b.gz": gzip.compress(content), "c.txt": encodings.BOM + content})
+    fill(tmp_path, {"in/a.txt": content, "b.gz": gzip.compress(content), "c.txt": charsets.BOM + content})
     fill(tmp_path, {"d.txt": content.decode().encode("utf-16"), "e.txt": content.replace(b"\n", b"\r\n")})
     with tarfile.open(tmp_path / "f.tar", "w") as tar:
         tar.add(tmp_path / "in" / "a.txt", "a")
@@ -343,7 +339,7 @@ def test_each_document_is_a_page_or_a_text_by_itself(tmp_path, monkeypatch, size
 
 def test_pages_of_a_divided_text_may_each_have_their_charset(tmp_path, monkeypatch):
     """Unless --encoding names that of the file; a file that is named as a page is one."""
-    monkeypatch.setattr(plain, "PIECE", 30)
+    monkeypatch.setattr(limits, "PIECE", 30)
     pages = [
         f"<html><meta charset={name}>".encode() + "é朱"[n].encode(name) for n, name in enumerate(["cp1252", "gbk"])
     ]
@@ -360,11 +356,10 @@ def test_pages_of_a_divided_text_may_each_have_their_charset(tmp_path, monkeypat
 
 def test_a_text_too_long_without_separators(tmp_path, monkeypatch):
     """The others are kept, and the message says how to divide it."""
-    for module in (plain, inputs, cutting):
-        monkeypatch.setattr(module, "PIECE", 100)
-    monkeypatch.setattr(records, "LONGEST", 1000)
-    monkeypatch.setattr(plain, "REST", 50)
-    monkeypatch.setattr("meshwright.data.text.containers.CHUNK", 70)
+    monkeypatch.setattr(limits, "PIECE", 100)
+    monkeypatch.setattr(limits, "LONGEST", 1000)
+    monkeypatch.setattr(limits, "REST", 50)
+    monkeypatch.setattr("meshwright.data.text.limits.CHUNK", 70)
     long = "\n".join("x" * 150 for _ in range(20))
     content = f"a\n<|endoftext|>\n{long}\n<|endoftext|>\nb\n<|endoftext|>\n{long}".encode()
     fill(tmp_path, {"a.txt": content, "b.gz": gzip.compress(content)})
@@ -374,18 +369,6 @@ def test_a_text_too_long_without_separators(tmp_path, monkeypatch):
         documents, _, err = preprocess(tmp_path, tmp_path / name, on_error="skip", workers=1)
         assert documents == ["a\n", "b\n"] and "2 longer than 1,000 bytes" in err
     assert "a.txt:3: longer" in error_of(lambda: read(tmp_path / "a.txt"))
-
-
-def test_standard_input_is_recognised_by_its_start(monkeypatch):
-    for content, want in {
-        "plain\n": ["plain\n"],
-        '{"text": "j"}\n': ["j"],
-        "a\n<|endoftext|>\nb": ["a\n", "b"],
-        "<!DOCTYPE html><p>a<p>b": ["a\n\nb\n"],
-    }.items():
-        for packed in (content.encode(), gzip.compress(content.encode())):
-            monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(packed)))
-            assert read("-")[0] == want
 
 
 def test_archives(tmp_path):
@@ -427,7 +410,7 @@ def test_html():
     next</p><ul><li>a<li>b</ul><pre>  x
     y</pre><table><tr><td>1<td>2</tr></table><![foo[ x ]]><!-- no > -->z<br>end &lt;x&gt; &eacute; &#x4e2d; &amp"""
     want = "T & x\n\nHead\n\nOne bold text next\n\na\nb\n\n  x\n    y\n\n1 2\n\nz\nend <x> é 中 &\n"
-    assert markup.page_text(page) == want
+    assert html_pages.page_text(page) == want
 
 
 @pytest.mark.parametrize(
@@ -462,8 +445,4 @@ def test_dry_run_and_the_tokenizers_input(tmp_path, capsys):
     assert not list(tmp_path.glob("x*"))
     assert main(["train-tokenizer", *common, "--vocab-size", "257", "--output", str(tmp_path / "v")]) == 0
     assert "passed over" in capsys.readouterr().err
-    assert (
-        main(["train-tokenizer", "--input", "x", "--document-separator", "a\nb", "--vocab-size=9", "--output=v"]) == 2
-    )
-    assert "--document-separator must be a single line" in capsys.readouterr().err
     json.loads((tmp_path / "v" / "vocab.json").read_text())

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from foreign import HAS_CORE
 
+from meshwright.config.grammar import Split
 from meshwright.data import samples
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.files.writer import Writer
@@ -121,7 +122,7 @@ def test_splits_by_its_arithmetic():
         vector = config.parse_and_normalize_split(split)
         matrix = config.convert_split_vector_to_split_matrix(vector)
         for size in (1, 2, 5, 50, 99, 500, 1001, 79_000):
-            bounds = split_bounds(split, size, "cumulative")
+            bounds = split_bounds(Split.read(split), size, "cumulative")
             for part, first, stop in zip(matrix, bounds, bounds[1:], strict=False):
                 theirs = None if part is None else tuple(int(round(share * float(size))) for share in part)
                 assert theirs == (first, stop) if part else first == stop, (split, size)

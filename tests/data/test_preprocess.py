@@ -22,9 +22,10 @@ from meshwright.config.schema import TokenizerFlags
 from meshwright.config.text_inputs import TextInputs
 from meshwright.data import tokenizers
 from meshwright.data.files.indexed import Indexed
-from meshwright.data.text import cutting, preprocess
-from meshwright.data.text.encoding import Encoder
+from meshwright.data.text import pieces, preprocess, reading
+from meshwright.data.text.encoder import Encoder
 from meshwright.data.text.inputs import find_inputs
+from meshwright.data.text.records import ReadOptions
 
 ROOT = Path(__file__).parents[2]
 
@@ -205,7 +206,7 @@ def test_lists_of_chat_messages_get_the_command_that_makes_texts_of_them(tmp_pat
 
 def test_plain_text_named_like_json_lines_gets_a_hint(tmp_path):
     path = tmp_path / "in.jsonl"
-    for read in (lambda: list(cutting.read_texts(TextInputs(input=[str(path)]))), lambda: work(tmp_path, [str(path)])):
+    for read in (lambda: list(reading.read_texts(TextInputs(input=[str(path)]))), lambda: work(tmp_path, [str(path)])):
         path.write_text("\nOnce upon a time\nthere was.\n\nThe end.\n")
         hint = r'in.jsonl:2: not JSON .*one {"text": "..."} a line is expected; plain text is called .txt'
         require_refusal(BAD_DATA, hint, read)
@@ -318,6 +319,6 @@ def test_megatrons_command_line(tmp_path):
 
 def test_the_speed_of_tables_counts_bytes(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": ["中文字", "abc", "é"]}), tmp_path / "t.parquet")
-    [piece] = cutting.cut_inputs(find_inputs(given := TextInputs(input=[str(tmp_path / "t.parquet")])).inputs, given)
-    encoded, _ = Encoder(lambda text: [1], None, ["text"], np.uint16)(piece)
+    [piece] = pieces.cut_inputs(find_inputs(given := TextInputs(input=[str(tmp_path / "t.parquet")])).inputs, given)
+    encoded, _ = Encoder(lambda text: [1], None, ReadOptions(), np.uint16)(piece)
     assert encoded.bytes == 9 + 3 + 2

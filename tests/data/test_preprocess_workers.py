@@ -27,14 +27,15 @@ from meshwright.config.text_inputs import Preprocess, PreprocessConfig
 from meshwright.data.files import merge as merging
 from meshwright.data.files import writer as writing
 from meshwright.data.files.indexed import Indexed
-from meshwright.data.text import containers, cutting, encoding, inputs, journal, markup, pieces, preprocess, workers
+from meshwright.data.text import encoder, html_pages, journal, limits, pieces, preprocess, workers
+from meshwright.data.text.records import ReadOptions
 
 
 @pytest.fixture
 def small(monkeypatch):
     """Cut small inputs into many pieces, and fork the workers so that they inherit this."""
-    monkeypatch.setattr(cutting, "PIECE", 3000)
-    monkeypatch.setattr(containers, "CHUNK", 1000)
+    monkeypatch.setattr(limits, "PIECE", 3000)
+    monkeypatch.setattr(limits, "CHUNK", 1000)
     monkeypatch.setattr(preprocess, "MIB", 1)
     monkeypatch.setattr(journal, "NOTE_EVERY", 0)
     monkeypatch.setattr(workers, "start_method", lambda: "fork")
@@ -97,7 +98,7 @@ def test_workers_write_the_bytes_of_one(tmp_path, small, size, monkeypatch):
 
 def test_workers_divide_a_text_as_one_does(tmp_path, small, monkeypatch):
     """Pages among its documents, some of them larger than a piece; packed, too."""
-    monkeypatch.setattr(inputs, "PIECE", 3000)
+    monkeypatch.setattr(limits, "PIECE", 3000)
     documents = [f"<html><p>{n}\n" if n % 5 == 0 else f"<p>{n} {'x' * (n * n % 7000)}\n" for n in range(99)]
     content = "<|endoftext|>\n".join(documents).encode()
     (tmp_path / "a.txt").write_bytes(content)
@@ -106,7 +107,7 @@ def test_workers_divide_a_text_as_one_does(tmp_path, small, monkeypatch):
     for name, size in (("a.txt", 1), ("a.txt", 3), ("b.gz", 3)):
         run(tmp_path, "x", tmp_path / name, workers=size, append_eod=False)
         made.append(texts_in(tmp_path / "x_text_document"))
-    want = [markup.page_text(text) if n % 5 == 0 else text for n, text in enumerate(documents)]
+    want = [html_pages.page_text(text) if n % 5 == 0 else text for n, text in enumerate(documents)]
     assert made == [want, want, want]
 
 
@@ -114,10 +115,10 @@ def test_results_wait_in_bounded_numbers(small, monkeypatch):
     """While the first piece is slow, the pieces read ahead and their results stay few."""
     taken = []
     monkeypatch.setattr(
-        encoding.Encoder, "__call__", lambda self, piece, stop: (piece.number, [time.sleep(0.3 * (piece.number == 0))])
+        encoder.Encoder, "__call__", lambda self, piece, stop: (piece.number, [time.sleep(0.3 * (piece.number == 0))])
     )
-    some = (taken.append(n) or pieces.LinesHere(n, "") for n in range(50))
-    results = workers.encode_pieces(some, lambda: encoding.Encoder(None, None, [], "u2"), 2, False)
+    some = (taken.append(n) or pieces.Piece(n, "", ()) for n in range(50))
+    results = workers.encode_pieces(some, lambda: encoder.Encoder(None, None, ReadOptions(), "u2"), 2, False)
     for number, (piece, encoded, _) in enumerate(results):
         assert piece.number == encoded == number and len(taken) <= number + workers.AHEAD * 2
 
@@ -235,8 +236,8 @@ def start(folder, log, *inputs, delay, **settings):
 
     def child():
         os.setsid()
-        real = encoding.Encoder.__call__
-        encoding.Encoder.__call__ = lambda *given, **more: (time.sleep(delay), real(*given, **more))[1]
+        real = encoder.Encoder.__call__
+        encoder.Encoder.__call__ = lambda *given, **more: (time.sleep(delay), real(*given, **more))[1]
         try:
             (folder / log).write_text(run(folder, "out", *inputs, **settings))
         except UserError as error:
@@ -321,7 +322,7 @@ def test_killed_alone(tmp_path, small, victim):
 def rank_main(argv, environ, log, killed):
     """Be one rank; `killed` names the function at which it is killed."""
     os.environ.update(environ)
-    cutting.PIECE, preprocess.MIB, journal.NOTE_EVERY = 3000, 1, 0
+    limits.PIECE, preprocess.MIB, journal.NOTE_EVERY = 3000, 1, 0
     if killed:
         owner, name = {"count": (preprocess.Totals, "add_piece"), "merge": (preprocess, "join_pairs")}[killed]
         setattr(owner, name, lambda *given, **more: os.kill(os.getpid(), signal.SIGKILL))
@@ -488,4 +489,4 @@ def test_no_key():
     from meshwright.config.checks import problems
 
     config = PreprocessConfig(Preprocess(input=["x"], output_prefix="y", json_keys=[]))
-    assert problems(config) == ["--json-keys names no key; give at least one"]
+    assert [*map(str, problems(config))] == ["--json-keys names no key; give at least one"]

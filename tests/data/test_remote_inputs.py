@@ -18,7 +18,7 @@ from meshwright.apps.quickstart.collect import InputDocuments
 from meshwright.base.errors import BAD_DATA, IO
 from meshwright.base.storage import store, texts
 from meshwright.config.text_inputs import TextInputs
-from meshwright.data.text import cutting, workers
+from meshwright.data.text import reading, workers
 from meshwright.data.text.inputs import Inputs, find_inputs
 from s3 import Bucket, serving_bucket
 
@@ -67,7 +67,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Bucket]:
 
 def documents(*inputs: str, **flags: list[str]) -> tuple[list[str], Inputs]:
     given = TextInputs(input=list(inputs), **flags)
-    return list(cutting.read_texts(given, found := find_inputs(given))), found
+    return list(reading.read_texts(given, found := find_inputs(given))), found
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_an_object_that_is_replaced_meanwhile_is_refused(bucket: Bucket) -> None
     given = TextInputs(input=["s3://bucket/corpus/a.jsonl"])
     found = find_inputs(given)
     bucket.objects["corpus/a.jsonl"] = lines(1_000, 1)
-    reason = error_of(lambda: list(cutting.read_texts(given, found)), BAD_DATA)
+    reason = error_of(lambda: list(reading.read_texts(given, found)), BAD_DATA)
     assert reason == "s3://bucket/corpus/a.jsonl has changed while it was read; start again when it is complete"
 
 

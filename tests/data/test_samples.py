@@ -15,6 +15,7 @@ import pytest
 from corpora import build_and_capture, data_config, write_pair
 
 from helpers import captured_output, error_of, tokens_of
+from meshwright.config.grammar import Split
 from meshwright.data import index_cache, loader, samples
 from meshwright.data.datasets import check_vocabulary
 from meshwright.data.files.indexed import Indexed
@@ -204,17 +205,22 @@ def test_samples_are_the_stream_cut_every_s_tokens(tmp_path):
 
 @pytest.mark.flag("split_arithmetic")
 def test_split_golden_numbers():
-    assert split_bounds("700,200,100", 2456, "rounded") == [0, 1719, 2210, 2456]
+    assert split_bounds(Split.read("700,200,100"), 2456, "rounded") == [0, 1719, 2210, 2456]
     for arithmetic in ("rounded", "cumulative"):
-        assert split_bounds("949,50,1", 79000, arithmetic) == [0, 74971, 78921, 79000]
-    assert split_bounds("949,50,1", 50, "rounded") == [0, 48, 50, 50]
-    assert split_bounds("949,50,1", 50, "cumulative") == [0, 47, 50, 50]
-    assert split_bounds("949,50,1", 500, "rounded") == [0, 475, 500, 500]
-    assert split_bounds("949,50,1", 500, "cumulative") == [0, 474, 500, 500]
-    assert split_bounds("969, 30, 1", 1000, "rounded") == [0, 969, 999, 1000]
-    assert split_bounds("90/10", 10, "rounded") == [0, 9, 10, 10]
-    assert split_bounds("100", 10, "cumulative") == [0, 10, 10, 10]
-    assert split_bounds("0,1,1", 11, "rounded") == [0, 0, 5, 11]  # Megatron's shift gives -1: the last document twice
+        assert split_bounds(Split.read("949,50,1"), 79000, arithmetic) == [0, 74971, 78921, 79000]
+    assert split_bounds(Split.read("949,50,1"), 50, "rounded") == [0, 48, 50, 50]
+    assert split_bounds(Split.read("949,50,1"), 50, "cumulative") == [0, 47, 50, 50]
+    assert split_bounds(Split.read("949,50,1"), 500, "rounded") == [0, 475, 500, 500]
+    assert split_bounds(Split.read("949,50,1"), 500, "cumulative") == [0, 474, 500, 500]
+    assert split_bounds(Split.read("969, 30, 1"), 1000, "rounded") == [0, 969, 999, 1000]
+    assert split_bounds(Split.read("90/10"), 10, "rounded") == [0, 9, 10, 10]
+    assert split_bounds(Split.read("100"), 10, "cumulative") == [0, 10, 10, 10]
+    assert split_bounds(Split.read("0,1,1"), 11, "rounded") == [
+        0,
+        0,
+        5,
+        11,
+    ]  # Megatron's shift gives -1: the last document twice
 
 
 def test_lengths_of_the_345m_log():

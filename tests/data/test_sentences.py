@@ -11,12 +11,11 @@ import pytest
 from helpers import error_of, tokens_of
 from meshwright.base.errors import LOCKED, UNAVAILABLE, USAGE
 from meshwright.compat.prepare import sentences
-from meshwright.config.checks import problems
 from meshwright.config.schema import TokenizerFlags
 from meshwright.config.text_inputs import Preprocess, PreprocessConfig
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.text import preprocess
-from meshwright.data.text.sentences import build_splitter
+from meshwright.data.text.splitting import build_splitter
 
 # Sentences are divided by |; the text has a blank there.
 ENGLISH = """
@@ -159,9 +158,3 @@ def test_missing_models(punkt, monkeypatch):
     assert f"needs NLTK and its model of english: {command}" in message
     message = error_of(lambda: build_splitter("rules", "turkish", False), USAGE)
     assert "--lang turkish: there are rules for english, german" in message and "--sentence-splitter punkt" in message
-
-
-def test_flags_belong_together():
-    flags = {"keep_newlines": True, "lang": "german", "sentence_splitter": "punkt"}
-    found = problems(PreprocessConfig(Preprocess(input=["x"], output_prefix="y", **flags)))
-    assert found == [f"--{name} needs --split-sentences" for name in ("keep-newlines", "lang", "sentence-splitter")]

@@ -14,7 +14,8 @@ import threading
 import time
 import tracemalloc
 import zlib
-from itertools import islice, pairwise, repeat
+from dataclasses import replace
+from itertools import accumulate, islice, pairwise, repeat
 
 import pyarrow
 import pyarrow.parquet
@@ -24,17 +25,17 @@ from corpora import line
 
 from helpers import error_of
 from meshwright.base.errors import IO, UNAVAILABLE, UserError
-from meshwright.config.text_inputs import TextInputs
-from meshwright.data.text import containers, cutting, plain, records, tables
-from meshwright.data.text.cutting import cut_inputs
+from meshwright.config.text_inputs import SEPARATOR, TextInputs
+from meshwright.data.text import containers, divide, limits, reading, tables
+from meshwright.data.text.divide import LINES, Slice, by_separator
 from meshwright.data.text.inputs import find_inputs
-from meshwright.data.text.pieces import Broken, lines_of
-from meshwright.data.text.plain import JSON_LINES
-from meshwright.data.text.records import Bad
+from meshwright.data.text.jsonl import lines_of
+from meshwright.data.text.pieces import cut_inputs
+from meshwright.data.text.records import CUT_SHORT, Document, ReadOptions, Rejected
 
 
 def texts_of(*paths, keys=("text",)):
-    return list(cutting.read_texts(TextInputs(input=[str(p) for p in paths], json_keys=list(keys))))
+    return list(reading.read_texts(TextInputs(input=[str(p) for p in paths], json_keys=list(keys))))
 
 
 def pieces_of(*paths, ranks=(0, 1), **flags):
@@ -51,24 +52,24 @@ def test_pieces_of_a_file_hold_each_line_once(tmp_path, monkeypatch, size):
         content += b"\n" * rng.randrange(2)
         path = tmp_path / "in"
         path.write_bytes(content)
-        monkeypatch.setattr(plain, "REST", rng.choice([1, 3, 1000]))
+        monkeypatch.setattr(limits, "REST", rng.choice([1, 3, 1000]))
         borders = pairwise([*range(0, len(content), size), len(content)])
-        places = [plain.read_span(str(path), begin, end, plain.JSON_LINES)[0] for begin, end in borders]
-        assert b"".join(data[first:stop] for data, first, stop in places) == content
+        slices = [divide.read_range(str(path), begin, end, LINES) for begin, end in borders]
+        assert b"".join(one.content for one in slices) == content
         lines = content.removesuffix(b"\n").split(b"\n") if content else []
-        assert [bytes(one) for place in places for one in lines_of(*place)] == lines
+        assert [bytes(line) for one in slices for line in lines_of(one.data, one.first, one.stop)] == lines
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv"])
 def test_each_piece_knows_the_lines_of_its_file(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(cutting, "PIECE", 200)
+    monkeypatch.setattr(limits, "PIECE", 200)
     rows = [str(n) if name == "a.csv" else line(str(n)).decode().strip() for n in range(300)]
     content = "\n".join(["text"] * (name == "a.csv") + rows).encode()
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     pieces = pieces_of(tmp_path / name)
     assert len(pieces) > 1
     form = "{}: row {}" if name == "a.csv" else "{}:{}"
-    found = [piece.place(n, ["text"]) for piece in pieces for n, _ in enumerate(piece.units(["text"]))]
+    found = [str(record.place) for piece in pieces for record in piece.read(ReadOptions())]
     assert found == [form.format(tmp_path / name, n) for n in range(1, 301)]
 
 
@@ -79,53 +80,18 @@ def test_a_stream_is_cut_at_line_ends(size):
         content = b"\n".join(b"x" * rng.choice([0, 1, 5, 40]) for _ in range(rng.randrange(12)))
         stream = io.BytesIO(content)
         chunks = iter(lambda file=stream: file.read(rng.randrange(1, 20)), b"")
-        found = list(plain.cut_stream(chunks, size, plain.JSON_LINES))
-        assert b"".join(found) == content
-        assert all(part.endswith(b"\n") for part in found[:-1])
-
-
-def test_a_line_too_long_is_one_bad_line(tmp_path, monkeypatch):
-    """In a file and in a stream: its neighbours are kept, and it is never held in memory."""
-    monkeypatch.setattr(records, "LONGEST", 5000)
-    for module in (cutting, plain):
-        monkeypatch.setattr(module, "PIECE", 1000)
-    monkeypatch.setattr(plain, "REST", 100)
-    content = line("a") + b"\n" + line("z" * 9000) + b"\n" + line("b") + b"\n" + line("y" * 8000)
-    (tmp_path / "plain").write_bytes(content)
-    with gzip.open(tmp_path / "packed", "wb") as file:
-        file.write(content)
-    monkeypatch.setattr(containers, "CHUNK", 700)
-    for name in ("plain", "packed"):
-        kinds = [kind for kind, _ in kinds_and_places(tmp_path / name)]
-        assert kinds == ["a", "longer than 5,000 bytes", "b", "longer than 5,000 bytes"]
+        found = list(divide.cut_stream(chunks, size, LINES, Slice("")))
+        assert b"".join(cut.content for cut in found) == content
+        assert all(cut.content.endswith(b"\n") for cut in found[:-1])
+        assert [cut.byte for cut in found] == [0, *accumulate(len(cut.content) for cut in found)][: len(found)]
+        assert [cut.line for cut in found] == [content.count(b"\n", 0, cut.byte) for cut in found]
 
 
 PACK = {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress, "zst": zstandard.ZstdCompressor().compress}
 
 
-@pytest.mark.parametrize("kind", PACK)
-def test_compressed_lines(tmp_path, monkeypatch, kind):
-    """Recognised by the first bytes, not the name; with several members; also through a pipe."""
-    pack = PACK[kind]
-    parts = [b"".join(line(f"{n} of {m} é") + b"\n" for n in range(500)) for m in range(3)]
-    wanted = [f"{n} of {m} é" for m in range(3) for n in range(500)]
-    packed = b"".join(pack(part) for part in parts)
-    (tmp_path / "any.name").write_bytes(packed)
-    assert texts_of(tmp_path / "any.name") == wanted
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(packed)))
-    assert texts_of("-") == wanted
-    for share in (0.2, 0.5, 0.9, 0.999):  # cut short: all complete lines before the cut, then the reason
-        (tmp_path / "cut").write_bytes(packed[: int(len(packed) * share)])
-        found = pieces_of(tmp_path / "cut")
-        assert isinstance(found[-1], Broken)
-        kept = [one[0] for piece in found[:-1] for one in piece.units(["text"])]
-        assert kept == wanted[: len(kept)]
-        assert kind != "gz" or share <= 0.5 or len(kept) >= 200
-        assert "is cut short or damaged" in error_of(lambda: texts_of(tmp_path / "cut"))
-
-
 def kinds_and_places(path):
-    return [(getattr(one, "kind", one), place.removeprefix(f"{path}:")) for one, place in units_in(path)]
+    return [(getattr(one, "reason", one), place.removeprefix(f"{path}:")) for one, place in units_in(path)]
 
 
 @pytest.mark.parametrize("kind", PACK)
@@ -142,7 +108,7 @@ def test_what_follows_a_compressed_stream_is_reported(tmp_path, kind):
         assert texts_of(path) == ["a", "b"]
     path.write_bytes(first[:12] + b"\xaa" * 300)
     ((why, _),) = units_in(path)
-    assert isinstance(why, str) and why
+    assert why.reason == CUT_SHORT and why.detail
 
 
 @pytest.mark.parametrize("content", [b"BZh is how bzip2 begins", b"PAR1 too", "BZh é".encode() * 200])
@@ -172,11 +138,10 @@ def test_archives_of_text_files(tmp_path):
     for name, mode in {"a.tar": "w", "a.tar.xz": "w:xz", "a.tgz": "w:gz"}.items():
         (tmp_path / name).write_bytes(archive(outer, mode))
         assert texts_of(tmp_path / name) == [content.decode() for content in inner.values()]
-    (piece,) = pieces_of(tmp_path / "a.tar")
-    assert piece.place(3, ["text"]) == f"{tmp_path / 'a.tar'}:urls-0.xz/3.txt"
+    assert str(records_in(tmp_path / "a.tar")[3].place) == f"{tmp_path / 'a.tar'}:urls-0.xz/3.txt"
     whole = (tmp_path / "a.tar.xz").read_bytes()
     (tmp_path / "cut.tar.xz").write_bytes(whole[: len(whole) // 2])
-    assert pieces_of(tmp_path / "cut.tar.xz")[-1].why
+    assert records_in(tmp_path / "cut.tar.xz")[-1].reason == CUT_SHORT
     (tmp_path / "latin.tar").write_bytes(archive({"x.txt": b"caf\xe9"}))
     ((unit, where),) = units_in(tmp_path / "latin.tar")
     assert str(unit).startswith("not UTF-8 at byte 3 (0xe9") and where == f"{tmp_path / 'latin.tar'}:x.txt:1"
@@ -253,7 +218,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path):
     (tmp_path / "a").write_bytes(line("a") + b"\n" + line("b"))
     whole = pieces_of(tmp_path / "a")
     os.truncate(tmp_path / "a", 9)
-    message = error_of(lambda: list(whole[0].units(["text"])))
+    message = error_of(lambda: list(whole[0].read(ReadOptions())))
     assert "a has become shorter while it was read: it ends at byte 9" in message
 
 
@@ -325,20 +290,32 @@ def test_a_column_of_lists_is_refused_by_its_type(tmp_path, kind):
     assert cures[1:] == [f"    {tmp_path}/numbers.{kind}: none of its columns is text: n"]
 
 
+def records_in(path):
+    return [record for piece in pieces_of(path) for record in piece.read(ReadOptions(separator=SEPARATOR))]
+
+
 def units_in(path):
-    """Return each unit of a file with its place."""
-    out = []
-    for piece in pieces_of(path):
-        if isinstance(piece, Broken):
-            out.append((piece.why, str(path)))
-        for number, unit in enumerate(piece.units(["text"])):
-            out.append((unit[0] if isinstance(unit, list) else unit, piece.place(number, ["text"])))
-    return out
+    """Return the text of each document of a file, or why it has none, with its place."""
+    records = records_in(path)
+    return [(one.texts[0] if isinstance(one, Document) else one, place_of(one)) for one in records]
+
+
+def place_of(record):
+    return str(replace(record.place, note=""))
+
+
+def rows_of(piece):
+    (part,) = piece.parts
+    return range(part.begin, part.end)
+
+
+def texts_in(piece):
+    return [record.texts[0] for record in piece.read(ReadOptions())]
 
 
 @pytest.fixture
 def table(monkeypatch):
-    monkeypatch.setattr(cutting, "PIECE", 20_000)
+    monkeypatch.setattr(limits, "PIECE", 20_000)
     monkeypatch.setattr(tables, "BATCH_BYTES", 3000)
     rng = random.Random(0)
     return pyarrow.table({"text": [f"{n} {rng.randbytes(50).hex()}" for n in range(5000)], "n": range(5000)})
@@ -359,10 +336,11 @@ def test_pieces_of_a_table_are_alike_and_read_in_one_pass(tmp_path, table, kind,
     path, rows = tmp_path / "t.arrow", table.column("text").to_pylist()
     write_table(table, path, kind)
     whole = pieces_of(path)
-    assert [one.begin for one in whole] == [0, *(one.end for one in whole[:-1])] and whole[-1].end == 5000
-    assert len(whole) > 20 and max(one.end - one.begin for one in whole) <= 200
-    assert [one.behind for one in whole] == sorted(one.behind for one in whole)
-    assert whole[-1].behind >= path.stat().st_size - 8  # the end mark of a stream
+    ranges = [rows_of(piece) for piece in whole]
+    assert [one.start for one in ranges] == [0, *(one.stop for one in ranges[:-1])] and ranges[-1].stop == 5000
+    assert len(whole) > 20 and max(map(len, ranges)) <= 200
+    assert [one.done for one in whole] == sorted(one.done for one in whole)
+    assert whole[-1].done >= path.stat().st_size - 8  # the end mark of a stream
     entered, real = [], tables._TableReader._enter
     monkeypatch.setattr(
         tables._TableReader, "_enter", lambda self, start: (entered.append(start), real(self, start))[1]
@@ -371,11 +349,11 @@ def test_pieces_of_a_table_are_alike_and_read_in_one_pass(tmp_path, table, kind,
     for step in (1, 3):
         for first in range(step):
             for one in whole[first::step]:
-                assert [unit[0] for unit in one.units(["text"])] == rows[one.begin : one.end]
-    assert len(entered) <= 4 * len({one.start for one in whole})
+                assert texts_in(one) == [rows[n] for n in rows_of(one)]
+    assert len(entered) <= 4 * len({one.parts[0].start for one in whole})
     order = random.Random(1).sample(whole, len(whole))
-    assert all([unit[0] for unit in one.units(["text"])] == rows[one.begin : one.end] for one in order)
-    assert whole[5].place(2, ["text"]) == f"{path}: row {whole[5].begin + 3}"
+    assert all(texts_in(one) == [rows[n] for n in rows_of(one)] for one in order)
+    assert str(list(whole[5].read(ReadOptions()))[2].place) == f"{path}: row {whole[5].begin + 3}"
 
 
 def test_a_damaged_row_group_costs_what_follows_in_it(tmp_path, table, monkeypatch):
@@ -393,15 +371,15 @@ def test_a_damaged_row_group_costs_what_follows_in_it(tmp_path, table, monkeypat
     found = units_in(tmp_path / "t")
     assert len(entered) == 2  # what is known to be damaged is not read again for each piece
     kept = [one for one, _ in found if isinstance(one, str)]
-    bad = [(one, place) for one, place in found if isinstance(one, Bad)]
-    first = next(n for n, (one, _) in enumerate(found) if isinstance(one, Bad))
+    bad = [(one, place) for one, place in found if isinstance(one, Rejected)]
+    first = next(n for n, (one, _) in enumerate(found) if isinstance(one, Rejected))
     assert kept == rows[:first] + rows[2400:] and bad
-    assert {one.kind for one, _ in bad} == {"damaged table"}
+    assert {one.reason for one, _ in bad} == {"damaged table"}
     assert bad[0][1] == f"{tmp_path / 't'}: row {first + 1}" and f"from row {first + 1:,} on" in str(bad[0][0])
     whole = pieces_of(tmp_path / "t")
     for order in (whole[1::2] + whole[::2], whole[::-1]):
-        again = {one.begin: list(map(str, one.units(["text"]))) for one in order}
-        assert again == {one.begin: list(map(str, one.units(["text"]))) for one in whole}
+        again = {one.begin: list(one.read(ReadOptions())) for one in order}
+        assert again == {one.begin: list(one.read(ReadOptions())) for one in whole}
     with pytest.raises(UserError, match=rf"/t: row {first + 1}: damaged table \(unreadable from row"):
         texts_of(tmp_path / "t")
 
@@ -423,16 +401,6 @@ def test_tables_damaged_anywhere_are_reported(tmp_path, table, kind):
             assert f"{n}.arrow" in str(error)
             reported += 1
     assert reported >= 10
-
-
-@pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
-def test_a_row_of_a_table_that_is_not_utf8(tmp_path, kind):
-    bad = pyarrow.array([b"a", b"caf\xe9", None, b"b"], pyarrow.binary()).view(pyarrow.string())
-    path = tmp_path / "t.arrow"
-    write_table(pyarrow.table({"text": bad}), path, kind, cuts=[0, 4])
-    found = units_in(path)
-    assert [getattr(one, "kind", one) for one, _ in found] == ["a", "not UTF-8", "null under 'text'", "b"]
-    assert found[1][1].endswith("t.arrow: row 2") and "byte 0xe9 at 3" in str(found[1][0])
 
 
 def test_a_table_with_two_columns_of_a_name(tmp_path):
@@ -472,8 +440,8 @@ def test_a_folder_with_files_of_other_programs(tmp_path, foreign):
 
 def test_json_lines_in_an_archive(tmp_path, monkeypatch):
     """One document a line; small members share a piece, large ones are cut; links are skipped."""
-    monkeypatch.setattr(cutting, "PIECE", 2000)
-    monkeypatch.setattr(containers, "CHUNK", 500)
+    monkeypatch.setattr(limits, "PIECE", 2000)
+    monkeypatch.setattr(limits, "CHUNK", 500)
     wanted = {
         name: [f"{name} {n} " + "x" * n for n in range(60)] for name in ("a.jsonl", "b.JSON", "c.jsonl.xz", "d.json.gz")
     }
@@ -489,19 +457,18 @@ def test_json_lines_in_an_archive(tmp_path, monkeypatch):
             tar.addfile(member)
     found = units_in(tmp_path / "t.tar")
     expected = [(one, f"{name}:{n}") for name, those in wanted.items() for n, one in enumerate(those, 1)]
-    expected += [('{"text": "a document of its own"}', "../e.txt"), ("small", "f.json:1"), (None, "g.json:1")]
+    expected += [('{"text": "a document of its own"}', "../e.txt"), ("small", "f.json:1")]
     assert len(found) == len(expected) + 1
     for (one, place), (right, where) in zip(found, expected, strict=False):
         assert place == f"{tmp_path / 't.tar'}:{where}"
-        assert one == right or (where == "b.JSON:60" and one.kind == "not JSON")
-    assert found[-1][0].kind == "not a JSON object" and found[-1][1].endswith(":g.json:2")
-    contents = [piece.texts for piece in pieces_of(tmp_path / "t.tar")]
-    assert max(sum(len(content) for _, content in one) for one in contents) < 5000
+        assert one == right or (where == "b.JSON:60" and one.reason == "not JSON")
+    assert found[-1][0].reason == "not a JSON object" and found[-1][1].endswith(":g.json:2")
+    assert max(sum(part.size for part in piece.parts) for piece in pieces_of(tmp_path / "t.tar")) < 5000
 
 
 def test_a_text_of_an_archive_that_is_too_long_or_not_utf8(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "LONGEST", 5000)
-    monkeypatch.setattr(containers, "CHUNK", 500)
+    monkeypatch.setattr(limits, "LONGEST", 5000)
+    monkeypatch.setattr(limits, "CHUNK", 500)
     files = {"a.txt": b"a", "b.txt": b"x" * 9000, "c.txt.xz": lzma.compress(b"x" * 9000)}
     files |= {"d.txt": b"d\nd\xe9", "e.jsonl": b"\xe9", "f.txt": b"f"}
     (tmp_path / "t.tar.gz").write_bytes(archive(files, "w:gz"))
@@ -544,7 +511,7 @@ def test_a_small_file_that_unpacks_to_much(tmp_path, monkeypatch, kind):
     }[kind]()
     packed = packer.compress(line("a") + b"\n") + b"".join(packer.compress(bytes(1 << 20)) for _ in range(300))
     (tmp_path / "a").write_bytes(packed + packer.compress(b"\n" + line("b")) + packer.flush())
-    monkeypatch.setattr(records, "LONGEST", 1 << 22)
+    monkeypatch.setattr(limits, "LONGEST", 1 << 22)
     largest, real = [0], containers.chunks
     monkeypatch.setattr(containers, "chunks", lambda file: (largest.append(len(one)) or one for one in real(file)))
     tracemalloc.start()
@@ -554,19 +521,18 @@ def test_a_small_file_that_unpacks_to_much(tmp_path, monkeypatch, kind):
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert max(largest) <= containers.CHUNK and peak < 150 << 20
+    assert max(largest) <= limits.CHUNK and peak < 150 << 20
 
 
-@pytest.mark.parametrize("separator", [JSON_LINES, "<|endoftext|>"], ids=["lines", "texts"])
+@pytest.mark.parametrize("division", [LINES, by_separator(SEPARATOR)], ids=["lines", "texts"])
 @pytest.mark.fault("F28")
 @pytest.mark.promise("What a small file unpacks to is read in pieces of bounded size")
-def test_a_stream_without_line_ends_takes_linear_time(separator):
+def test_a_stream_without_line_ends_takes_linear_time(division):
     """Looking at each chunk again with the next takes seconds for lines, minutes for texts."""
     chunk, count = b"x" * (1 << 12), 1 << 12
     began = time.process_time()
-    assert [len(part) for part in plain.cut_stream(repeat(chunk, count), plain.PIECE, separator)] == [
-        len(chunk) * count
-    ]
+    (cut,) = divide.cut_stream(repeat(chunk, count), limits.PIECE, division, Slice(""))
+    assert len(cut.content) == len(chunk) * count
     assert time.process_time() - began < 0.5
 
 
@@ -629,9 +595,9 @@ def test_a_table_that_repeats_a_long_text(tmp_path, kind):
     path = tmp_path / ("a.arrow" if kind == "arrow" else "a.parquet")
     repeating(path, "a" * (1 << 20), 8192, compression=kind)
     pieces = pieces_of(path)
-    assert len(pieces) == 8192 // tables.UNPACKED and pieces[-1].end == 8192
-    assert {piece.end - piece.begin for piece in pieces} == {tables.UNPACKED}
-    assert [len(unit[0]) for unit in islice(pieces[1].units(["text"]), 2)] == [1 << 20] * 2
+    assert len(pieces) == 8192 // tables.UNPACKED and rows_of(pieces[-1]).stop == 8192
+    assert {len(rows_of(piece)) for piece in pieces} == {tables.UNPACKED}
+    assert [len(record.texts[0]) for record in islice(pieces[1].read(ReadOptions()), 2)] == [1 << 20] * 2
 
 
 @pytest.mark.parametrize("text, dictionary", [("a" * (80 << 20), True), ("a" * (80 << 20), False)])
@@ -641,8 +607,8 @@ def test_a_column_that_unpacks_to_much(tmp_path, text, dictionary):
     texts = pyarrow.table({"text": [text]})
     options = {"use_dictionary": dictionary, "dictionary_pagesize_limit": 1 << 30, "write_statistics": False}
     pyarrow.parquet.write_table(texts, path, compression="brotli", **options)
-    (piece,) = pieces_of(path)
-    assert isinstance(piece, Broken) and "would unpack to" in piece.why
+    (record,) = records_in(path)
+    assert record.reason == CUT_SHORT and "would unpack to" in record.detail
 
 
 def test_a_json_array_is_reported_once(tmp_path):
@@ -650,7 +616,7 @@ def test_a_json_array_is_reported_once(tmp_path):
     for content in (json.dumps(many), json.dumps(many, indent=1), " \n[\n" + ",\n".join(map(json.dumps, many)) + "]"):
         for path, given in (("a.json", content.encode()), ("a.gz", gzip.compress(content.encode()))):
             (tmp_path / path).write_bytes(given)
-            bad = [one for one, _ in units_in(tmp_path / path) if isinstance(one, Bad)]
+            bad = [one for one, _ in units_in(tmp_path / path) if isinstance(one, Rejected)]
             assert "one object a line is needed: jq -c '.[]'" in str(bad[0])
             assert not any("jq" in str(one) for one in bad[1:])
     (tmp_path / "a.json").write_text("[Chapter 1]\n")
@@ -663,7 +629,7 @@ def test_a_table_in_a_stream_is_reported(tmp_path):
 
 
 def test_shares_of_several_ranks_are_complete(tmp_path, monkeypatch):
-    monkeypatch.setattr(cutting, "PIECE", 100)
+    monkeypatch.setattr(limits, "PIECE", 100)
     paths = []
     for n in range(4):
         content = b"".join(line(f"{n}.{k}") + b"\n" for k in range(100 + 50 * n))

@@ -332,7 +332,7 @@ def test_a_run_folder_keeps_each_with_its_hash(request, tmp_path, kind):
             ours.encode(TEXT),
         )
     assert tokenizers.is_same(ours, folder)
-    refused(USAGE, "leave the flag out", lambda: build_tokenizer(Flags(tokenizer_type="ByteTokenizer"), folder))
+    refused(USAGE, "leave it out", lambda: build_tokenizer(Flags(tokenizer_type="ByteTokenizer"), folder))
     changed = folder / next(iter(ours.files))
     changed.write_bytes(changed.read_bytes() + b"\n")
     refused(BAD_DATA, "SHA-256 differs", lambda: build_tokenizer(Flags(), folder))

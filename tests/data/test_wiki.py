@@ -2,7 +2,6 @@
 
 import bz2
 import gzip
-import io
 import json
 import random
 import subprocess
@@ -20,8 +19,9 @@ from meshwright.__main__ import main
 from meshwright.base.errors import BAD_DATA
 from meshwright.compat.prepare.wikitext import article_text
 from meshwright.config.text_inputs import TextInputs
-from meshwright.data.text import cutting, inputs, plain, records
+from meshwright.data.text import limits, pieces
 from meshwright.data.text.inputs import find_inputs
+from meshwright.data.text.records import ReadOptions
 
 MARKUP = {
     "'''Bold''' and ''it'' '''''both'''''": "Bold and it both",
@@ -126,49 +126,22 @@ def multistream(pieces):
     return b"".join(bz2.compress(piece) for piece in pieces)
 
 
-FORMS = {
-    "d.xml": DUMP,
-    "d-without-suffix": DUMP,
-    "crlf.xml": DUMP.replace(b"\n", b"\r\n"),
-    "bom.xml": b"\xef\xbb\xbf<?xml version='1.0'?>\n" + DUMP,
-    "one-line.xml": DUMP.replace(b"\n", b""),
-    "pages-only.xml": "".join(PAGES).encode(),
-    "d.xml.gz": gzip.compress(DUMP),
-    "enwiki-latest-pages-articles-multistream.xml.bz2": multistream(
-        [HEAD.encode(), *("".join(PAGES[n : n + 2]).encode() for n in range(0, 10, 2)), b"</mediawiki>\n"]
-    ),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("size", [64, 700, 1 << 20])
-def test_dumps(tmp_path, monkeypatch, form, size):
-    """One document an article, in pieces of any size."""
-    for module in (plain, inputs, cutting):
-        monkeypatch.setattr(module, "PIECE", size)
-        if hasattr(module, "REST"):
-            monkeypatch.setattr(module, "REST", 16)
-    fill(tmp_path, {form: FORMS[form]})
-    assert read(tmp_path / form)[0] == ARTICLES
+MULTISTREAM = multistream(
+    [HEAD.encode(), *("".join(PAGES[n : n + 2]).encode() for n in range(0, 10, 2)), b"</mediawiki>\n"]
+)
 
 
 def test_ranks_share_a_dump(tmp_path, monkeypatch):
-    for module in (plain, inputs, cutting):
-        monkeypatch.setattr(module, "PIECE", 256)
+    monkeypatch.setattr(limits, "PIECE", 256)
     fill(tmp_path, {"d.xml": DUMP})
     given = TextInputs(input=[str(tmp_path / "d.xml")])
-    pieces = [p for rank in range(3) for p in cutting.cut_inputs(find_inputs(given).inputs, given, rank, 3)]
-    assert [unit for p in pieces for (unit,) in p.units(["text"])] == ARTICLES
-
-
-def test_standard_input(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(bz2.compress(DUMP))))
-    assert read("-")[0] == ARTICLES
+    parts = [piece for rank in range(3) for piece in pieces.cut_inputs(find_inputs(given).inputs, given, rank, 3)]
+    assert [document.texts[0] for piece in parts for document in piece.read(ReadOptions())] == ARTICLES
 
 
 def test_workers_and_a_folder(tmp_path):
     """Dumps in a folder are found by their content; other XML only if it is chosen."""
-    files = {"a.xml.bz2": FORMS["enwiki-latest-pages-articles-multistream.xml.bz2"], "b.xml": "<svg/>", "c.txt": "c"}
+    files = {"a.xml.bz2": MULTISTREAM, "b.xml": "<svg/>", "c.txt": "c"}
     folder = fill(tmp_path / "in", files)
     documents, out, err = preprocess(tmp_path, folder, workers=2)
     assert documents == [*ARTICLES, "c"] and "passed over 1 file: 1 XML other than wiki dumps" in err
@@ -178,11 +151,6 @@ def test_workers_and_a_folder(tmp_path):
         archive.writestr("e.txt", "e")
     documents, passed = read(tmp_path / "in.zip")
     assert documents == ["e"] and "1 wiki dumps in an archive" in passed
-
-
-def test_a_dump_of_another_encoding(tmp_path):
-    folder = fill(tmp_path / "in", {"d.xml": DUMP.decode().encode("utf-16")})
-    assert read(folder)[0] == read(tmp_path / "in" / "d.xml")[0] == ARTICLES
 
 
 def test_dry_run_names_it(tmp_path, capsys):
@@ -217,27 +185,15 @@ def test_damage_is_reported(tmp_path, damage):
         assert set(documents) <= set(ARTICLES) and "left out" in err and message.split(" (")[0] in err
 
 
-def test_a_page_that_is_too_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "LONGEST", 3000)
-    for module in (plain, cutting):
-        monkeypatch.setattr(module, "PIECE", 256)
-    monkeypatch.setattr(plain, "REST", 16)
-    pages = [PAGES[0], page("Long", "x" * 600_000), PAGES[-1]]
-    for name, packed in (("d.xml", bytes), ("d.xml.gz", gzip.compress)):
-        fill(tmp_path, {name: packed((HEAD + "".join(pages) + "</mediawiki>\n").encode())})
-        documents, _, err = preprocess(tmp_path, tmp_path / name, on_error="skip", workers=1)
-        assert documents == [ARTICLES[0], ARTICLES[-1]] and "page longer than 3,000 bytes" in err
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="the unit of ru_maxrss")
 def test_memory_does_not_grow_with_the_dump(tmp_path):
     """Pages of 40 MB, which bzip2 packs into some kB, take little more than one of them."""
     code = """
 import resource, sys
-from meshwright.data.text import cutting
+from meshwright.data.text import reading
 from meshwright.config.text_inputs import TextInputs
 for path in sys.argv[1:]:
-    print(sum(1 for _ in cutting.read_texts(TextInputs(input=[path]))))
+    print(sum(1 for _ in reading.read_texts(TextInputs(input=[path]))))
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """
     chunk = bz2.compress(page("P", f"word <!--{'x' * 10**6}-->").encode())

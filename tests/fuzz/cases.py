@@ -150,7 +150,7 @@ def in_one_process(case: Case) -> TrainConfig:
 
 def goes_back(config: TrainConfig) -> bool:
     """Whether a bad step makes the run go back to a checkpoint."""
-    return "rollback" in config.training.on_nonfinite + config.training.on_spike
+    return "rollback" in (config.training.on_nonfinite.word, config.training.on_spike.word)
 
 
 def steps_of(case: Case) -> int:
@@ -159,7 +159,7 @@ def steps_of(case: Case) -> int:
 
 @functools.cache
 def problems_alone(flags_of_run: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(checks.problems(in_one_process(Case(flags_of_run, ()))))
+    return tuple(map(str, checks.problems(in_one_process(Case(flags_of_run, ())))))
 
 
 @functools.cache
@@ -170,7 +170,7 @@ def refusals(case: Case) -> tuple[str, ...]:
         out = list(problems_alone(case.flags))
     except (UserError, ValueError) as error:
         return (str(error),)
-    out += [line for config in made for line in checks.problems(config)]
+    out += [str(problem) for config in made for problem in checks.problems(config)]
     return tuple(out) or tuple(line for config in made for line in beyond_settings(config))
 
 

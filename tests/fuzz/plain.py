@@ -257,7 +257,7 @@ def samples_of(config: Any, wanted: int, vocabulary: int) -> Any:
 def blends_of(config: Any, prefixes: list[str], words: list[str], wanted: int) -> list[tuple[int, dict[str, float]]]:
     """Return the blends of a run one after the other: samples of each, and shares by prefix."""
     begins, blends = [0], [dict(zip(prefixes, map(float, words[::2]), strict=True))]
-    for text in config.data.blend_stages:
+    for text in map(str, config.data.blend_stages):
         begin, _, rest = text.partition(":")
         pairs = rest.split() if len(rest.split()) > 1 else ["1", rest.strip()]
         if begin.endswith("%"):
@@ -556,7 +556,7 @@ def loss_of(w: Weights, config: Any, ids: Tensor, eod: int) -> tuple[Tensor, Ten
 
 def skipped_steps(config: Any) -> set[int]:
     out: set[int] = set()
-    for text in config.data.skip_train_iteration_range:
+    for text in map(str, config.data.skip_train_iteration_range):
         a, b = map(int, text.split("-"))
         out |= set(range(a, b + 1))
     return out

@@ -295,9 +295,8 @@ def train(
 
 def score_windows(trainer: Any, length: int) -> float:
     """Return the nats per token that --eval-tasks would find in some windows, with all ranks."""
-    from meshwright.apps.evaluate.score import score_windows
-    from meshwright.parallel.window_scores import score_part
-    from meshwright.training.tasks import Window
+    from meshwright.data.windows import Window
+    from meshwright.parallel.window_losses import score_part, score_windows
 
     net, vocab, team = trainer.net, trainer.state.vocab, trainer.team
 
@@ -317,7 +316,7 @@ def score_texts(net: Any, length: int) -> list[Any]:
     from meshwright.data.tokenizers import Null
     from meshwright.generation import decoder
     from meshwright.generation.beam import BeamOptions, search_beams
-    from meshwright.generation.engine import LanguageModel
+    from meshwright.generation.language_model import LanguageModel
     from meshwright.generation.requests import Request
 
     model = LanguageModel(net.parts[0].eval(), Null(WORDS), 0, length)
@@ -348,7 +347,7 @@ def write_texts(net: Any, length: int) -> list[list[Any]]:
     from meshwright.config.schema import Sampling
     from meshwright.data.tokenizers import Null
     from meshwright.generation.decoder import Decoder, run_requests
-    from meshwright.generation.engine import LanguageModel
+    from meshwright.generation.language_model import LanguageModel
     from meshwright.generation.requests import Request
 
     model = LanguageModel(net.parts[0].eval(), Null(WORDS), 0, length)

@@ -13,7 +13,7 @@ from meshwright.base.errors import NON_FINITE, UserError
 from meshwright.config.schema import Model, Sampling
 from meshwright.data.tokenizers import Null
 from meshwright.generation.decoder import Decoder, complete, run_request, run_requests
-from meshwright.generation.engine import LanguageModel
+from meshwright.generation.language_model import LanguageModel
 from meshwright.generation.requests import Completion, Request
 from meshwright.model.gpt import GPT, initialise
 from meshwright.model.positions import Positions
@@ -266,7 +266,7 @@ def test_logits_that_are_not_finite_are_refused(bad, settings):
         (Request([1], Sampling(out_seq_length=0)), "max_new_tokens 0 must be above 0"),
         (Request([1], Sampling(temperature=math.nan)), "temperature nan"),
         (Request([1], Sampling(min_p=1.5)), "min_p 1.5 must be from 0 to 1"),
-        (Request([1], Sampling(repetition_penalty=0.0)), "repetition_penalty 0.0 must be above 0"),
+        (Request([1], Sampling(repetition_penalty=0.0)), "repetition_penalty 0 must be above 0"),
         (Request([1], logprobs=-1), "logprobs -1"),
         (Request([1], stop=("a", "")), "a stop string is empty"),
     ],

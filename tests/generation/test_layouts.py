@@ -16,11 +16,11 @@ import torch
 from helpers import train_on_texts
 from meshwright.__main__ import main
 from meshwright.apps.evaluate.command import EvaluateConfig
-from meshwright.apps.evaluate.score import score_texts
+from meshwright.apps.evaluate.perplexity import score_texts
 from meshwright.base.errors import UserError
 from meshwright.config import flags
 from meshwright.config.schema import GenerateConfig, Sampling, TokenizerFlags
-from meshwright.generation import beam, decoder, engine, ranks
+from meshwright.generation import beam, decoder, language_model, ranks
 from meshwright.generation.requests import Request
 from meshwright.parallel.layout import Layout
 from on_ranks import make_team, run_ranks
@@ -91,7 +91,7 @@ def figures(m):
 
 
 def alone(load, dtype=torch.float64):
-    return engine.load_model(str(load), {}, TokenizerFlags(), dtype, torch.device("cpu"))
+    return language_model.load_model(str(load), {}, TokenizerFlags(), dtype, torch.device("cpu"))
 
 
 CASES = [(shape, world) for shape in SHAPES for world in LAYOUTS]
@@ -279,4 +279,4 @@ def test_the_model_must_fit_the_layout(runs, capsys):
     assert "1 rank is not a multiple of --tensor-model-parallel-size 2 = 2: start 2" in capsys.readouterr().err
     layout, cpu = Layout(tp=3), torch.device("cpu")
     with pytest.raises(UserError, match="--num-attention-heads 4 is not a multiple of --tensor-model-parallel-size 3"):
-        engine.load_model(str(runs("gpt2")), {}, TokenizerFlags(), torch.float32, cpu, layout=layout)
+        language_model.load_model(str(runs("gpt2")), {}, TokenizerFlags(), torch.float32, cpu, layout=layout)

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from meshwright.base import sandbox
 from meshwright.base.errors import BAD_DATA, UserError
 from meshwright.checkpoint.huggingface import writer as huggingface_writer
 from meshwright.data import tokenizers
@@ -173,7 +174,7 @@ def test_a_template_that_grows_is_refused(text):
 @pytest.mark.promise("memory and time are bounded, in a process of its own")
 def test_a_template_that_loops_is_ended(monkeypatch):
     """Nested loops would last for hours."""
-    monkeypatch.setattr(templates, "PATIENCE", 0.5)
+    monkeypatch.setattr(sandbox, "PATIENCE", 0.5)
     loops = "".join(f"{{% for {name} in range(99999) %}}" for name in "abc") + "{% endfor %}" * 3
     with pytest.raises(UserError, match="takes more than 4 s or 512 MiB"):
         templates.ChatTemplate("x", loops).render(TURNS)

@@ -10,7 +10,7 @@ from meshwright.config.schema import Model, Sampling
 from meshwright.data import tokenizers
 from meshwright.generation.beam import BeamOptions, search_beams
 from meshwright.generation.decoder import complete
-from meshwright.generation.engine import LanguageModel
+from meshwright.generation.language_model import LanguageModel
 from meshwright.generation.requests import Request, text_until_stop
 from meshwright.generation.text import TokenText
 from meshwright.model.gpt import GPT

@@ -138,7 +138,7 @@ def parse(words):
     ],
 )
 def test_what_cannot_work_is_refused(words, said):
-    problems = checks.problems(parse(words))
+    problems = [*map(str, checks.problems(parse(words)))]
     assert len(problems) == 1 and said in problems[0], problems
 
 

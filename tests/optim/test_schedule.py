@@ -85,7 +85,7 @@ def test_curve(style, wsd, warmup, init):
     c = settings(
         batch=4, iters=100, lr_decay_style=style, lr_warmup_iters=warmup, lr_decay_iters=80, lr_warmup_init=init, **more
     )
-    assert not [p for p in checks.problems(c) if "--lr" in p]
+    assert not [p for p in map(str, checks.problems(c)) if "--lr" in p]
     s = build_schedule(c)
     for n in range(420):
         want = megatron_lr(n, style, 4 * warmup, 320, (100, wsd), (init, LR, LEAST))
@@ -161,7 +161,7 @@ def test_weight_decay_in_proportion_has_no_length():
     saved = dataclasses.replace(FULL, wd_style="rate", start_wd=0.3, end_wd=0.3)
     longer = dataclasses.replace(saved, wd_samples=4 * saved.wd_samples)
     assert resume_schedule(longer, dataclasses.asdict(saved), settings())[0] == longer
-    problems = checks.problems(settings(seq=8, weight_decay_incr_style="rate", end_weight_decay=0.1))
+    problems = map(str, checks.problems(settings(seq=8, weight_decay_incr_style="rate", end_weight_decay=0.1)))
     assert "--end-weight-decay needs --weight-decay-incr-style linear or cosine" in problems
 
 
@@ -195,7 +195,7 @@ def test_golden_numbers_of_the_345m_run():
 def test_lengths(given, want):
     """Batches have 4 samples of 10 tokens; an incomplete sample does not count."""
     c = settings(batch=4, seq=10, **given)
-    assert not [p for p in checks.problems(c) if "--lr" in p or "--train" in p or "--rampup" in p]
+    assert not [p for p in map(str, checks.problems(c)) if "--lr" in p or "--train" in p or "--rampup" in p]
     s = build_schedule(c)
     assert (s.warmup, s.decay, s.wsd_samples, s.wd_samples) == pytest.approx(want)
 
@@ -225,7 +225,7 @@ def test_ramp_up_equals_megatrons():
         ramp = rng.randint(1, 5000)
         samples = ramp + whole * rng.randint(2, 40) + rng.randrange(whole)
         c = settings(batch=whole, ramp=(start, increment, ramp), samples=samples)
-        assert not [p for p in checks.problems(c) if "--rampup" in p or "--train" in p]
+        assert not [p for p in map(str, checks.problems(c)) if "--rampup" in p or "--train" in p]
         sizes = megatron_batches(start, increment, ramp, whole, samples)
         before = list(itertools.accumulate(sizes, initial=0))
         assert [c.batch(n) for n in before[:-1]] == sizes, (start, increment, ramp, whole)
@@ -311,7 +311,9 @@ def test_each_value_alone_needs_a_decision(name, value, flag):
     assert head.startswith("to train longer, add --override") == (name == "decay" and value > FULL.decay)
     before, now = (f"{x:,.10g} samples = " if VALUES[name].length else x for x in (getattr(FULL, name), value))
     assert (
-        f"the checkpoint has {before}" in difference and f", the flags say {now}" in difference and flag in difference
+        f"the checkpoint has {before}" in difference
+        and f", the settings say {now}" in difference
+        and flag in difference
     )
     assert "--override-opt_param-scheduler" in way_out and "--use-checkpoint-opt_param-scheduler" in way_out
     assert "add --finetune" in anew
@@ -334,7 +336,7 @@ def test_a_changed_schedule_needs_a_decision():
     text = str(e.value)
     for part in "0.00015 0.0003 (--lr) --override-opt_param".split():
         assert part in text
-    assert "200 samples = 100 steps of 2, the flags say 400 samples = 200 steps" in text
+    assert "200 samples = 100 steps of 2, the settings say 400 samples = 200 steps" in text
     assert "length of the learning rate's decay" in text and "--lr-decay-iters 100 keeps" in text
     assert "iterations" not in text
     ours = settings(lr=3e-4, override_opt_param_scheduler=True)
@@ -374,7 +376,7 @@ def test_checkpoints_from_before_the_newer_three():
         del saved[name]
     s, lines = resume_schedule(before, saved, settings())
     assert s == before and len(lines) == 9
-    with pytest.raises(UserError, match=r"has 0\.0, the flags say 1e-06 \(--lr-warmup-init\)"):
+    with pytest.raises(UserError, match=r"has 0\.0, the settings say 1e-06 \(--lr-warmup-init\)"):
         resume_schedule(dataclasses.replace(before, init_lr=1e-6), saved, settings())
 
 
@@ -386,7 +388,7 @@ def test_resume_by_command(run, tmp_path, flag):
     assert run(*base, "--train-iters", "2", "--lr", "0.01", "--save", save).status == 0
     got = run(*base, "--train-iters", "4", "--lr", "0.002", "--load", save, *([flag] if flag else []))
     if flag is None:
-        assert got.status == 2 and "has 0.01, the flags say 0.002 (--lr)" in got.err and not got.losses
+        assert got.status == 2 and "has 0.01, the settings say 0.002 (--lr)" in got.err and not got.losses
     else:
         assert got.status == 0 and got.column("lr") == [0.002 if "override" in flag else 0.01] * 2
 

@@ -369,7 +369,7 @@ def check_masters(layout):
             assert apart < 0.05 * total, (dtype, zero, offload, apart, total)
 
 
-@sampled(("sizes",), LAYOUTS, quick=[(0,)])
+@sampled(("sizes",), LAYOUTS, quick=[(0,), (1,)])
 def test_masters_keep_what_16_bits_lose(sizes):
     on_ranks(check_masters, sizes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from types import SimpleNamespace
 
@@ -10,12 +11,13 @@ import pytest
 import meshwright
 from helpers import TINY_FLAGS, read_rows
 from meshwright.__main__ import main
-from meshwright.apps.evaluate.tasks import make_text
+from meshwright.apps.evaluate.text import TEXT
 from meshwright.base import registry
 from meshwright.base.errors import UNAVAILABLE, UserError
-from meshwright.config import grammar
+from meshwright.config.grammar import EvalTasks
 from meshwright.training import forecast
 from meshwright.training.state import folder
+from meshwright.training.tasks import Metric, find_task
 
 SHORT = [*TINY_FLAGS, "--train-iters", "2", "--log-format", "short"]
 
@@ -36,9 +38,11 @@ def register(monkeypatch):
 
 def test_ours_are_registered():
     assert list(registry.entries("parts")) == ["plan", "report", "verify-layout"]
-    assert list(registry.entries("tasks")) == ["lambada", "lambada-strict", "wikitext", "text"]
-    for group in ("parts", "tasks"):
-        assert all(callable(part) for part in registry.load(group).values())
+    assert {"lambada", "lambada-strict", "wikitext", "text"} <= set(registry.entries("tasks"))
+    assert all(callable(part) for part in registry.load("parts").values())
+    assert {name: task.name for name, task in registry.load("tasks").items()} == {
+        name: name for name in registry.entries("tasks")
+    }
 
 
 def test_a_run_without_parts(register, tmp_path, capsys):
@@ -68,7 +72,7 @@ def test_what_was_asked_for_is_refused(register, capsys):
 
 def test_an_installation_without_evaluate(monkeypatch):
     registry.load("commands")  # errors look through the settings of all commands
-    monkeypatch.setitem(sys.modules, "meshwright.apps.evaluate.score", None)
+    monkeypatch.setitem(sys.modules, "meshwright.apps.evaluate.perplexity", None)
     with pytest.raises(UserError, match="evaluate.. has nothing to score with: this installation lacks"):
         meshwright.evaluate(SimpleNamespace(), ["text"])
     with pytest.raises(AttributeError, match="meshwright.Score is of apps/"):
@@ -89,14 +93,9 @@ def draw(run_dir):
     (run_dir / "report.html").write_text("strange")
 
 
-def make_strange(path, tokenizer, length, stride=None, limit=None):
-    made = make_text(path, tokenizer, length, stride, limit)
-    return SimpleNamespace(
-        **{name: getattr(made, name) for name in ("variant", "sha256", "file", "windows", "headline", "score")},
-        name="strange",
-        scores=lambda values: {"strange score": values["loss"]},
-        line=lambda values: "a strange line",
-    )
+STRANGE = dataclasses.replace(
+    TEXT, name="strange", title="STRANGE", metrics=(Metric("loss", "nats", "lower"),), words=lambda values: "a line"
+)
 
 
 @pytest.mark.pictures
@@ -110,13 +109,17 @@ def test_a_strangers_parts(register, tmp_path, capsys):
 
 
 def test_a_strangers_task(register, tmp_path, capsys):
-    register("tasks", strange=f"{__name__}:make_strange")
+    register("tasks", strange=f"{__name__}:STRANGE", other=f"{__name__}:STRANGE")
     (tmp_path / "a.txt").write_text("the cat sat on the mat")
-    assert grammar.eval_tasks(f"strange={tmp_path}/a.txt") == {"strange": f"{tmp_path}/a.txt"}
-    with pytest.raises(ValueError, match="one of the names strange"):
-        grammar.eval_tasks("lambada=FILE")
+    EvalTasks.read(f"strange={tmp_path}/a.txt").check()
+    with pytest.raises(ValueError, match="one of the names strange, other"):
+        EvalTasks.read("lambada=FILE").check()
     words = [word for word in SHORT[:-2] if not word.startswith("--vocab-size")] + ["--tokenizer-type", "ByteTokenizer"]
     assert main(["train", *words, "--save", str(tmp_path / "run"), "--eval-tasks", f"strange={tmp_path}/a.txt"]) == 0
     [row] = read_rows(tmp_path / "run", "scores")
-    assert row["task"] == "strange" and row["scores"].keys() == {"strange score"}
-    assert "a strange line" in capsys.readouterr().out
+    assert row["task"] == "strange" and row["scores"] == {"strange loss": row["values"]["loss"]}
+    assert "validation results on STRANGE | a line" in capsys.readouterr().out
+    with pytest.raises(UserError, match="other in the group meshwright.tasks is no record of a task of this name"):
+        find_task("other")  # a record has one name
+    with pytest.raises(UserError, match="there is no task missing; install"):
+        find_task("missing")

@@ -276,21 +276,12 @@ def test_exit_interval_saves_and_leaves(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--tensor-model-parallel-size", "2"], "--nproc-per-node 2 on one machine), or change a size"),
-        (["--global-batch-size", "5"], "the nearest multiple is 4"),
-        (["--max-position-embeddings", "8"], "positions past the table"),
-        (["--num-attention-heads", "5"], "not a multiple"),
         (["--device", "cuda"], "torch sees no GPU"),
         (["--micro-batch-size", "100000000", "--global-batch-size", "100000000"], "for the logits of 100000000 x 16"),
         (["--hidden-size", "1000000000"], "the device has"),
-        (["--train-iters", "1e30"], "must be below 2147483648"),
-        (["--load", ""], "is a shell variable unset?"),
-        (["--exit-interval", "0"], "must be above 0"),
-        (["--last-epoch-cutoff", "7"], "not in [0, 1]"),
-        (["--seed", "-1"], "must not be below 0"),
     ],
 )
-def test_bad_settings_are_refused(tmp_path, capsys, flags, words):
+def test_what_this_machine_lacks_is_refused(tmp_path, capsys, flags, words):
     if flags[0] == "--device" and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     status = main(["train", *TINY_FLAGS, "--save", str(tmp_path / "run"), *flags])
@@ -430,7 +421,7 @@ def test_z_loss_and_cap_are_taken_over(tmp_path, capsys):
     assert main([*again, "--z-loss-coef=0"]) == 0
     assert "z_loss_coef is 0.0, the checkpoint was trained with 0.1" in capsys.readouterr().out
     assert main([*again, "--final-logit-softcapping=0"]) == 65
-    assert "--final-logit-softcapping 0.0, the checkpoint has 0.5" in capsys.readouterr().err
+    assert "--final-logit-softcapping 0, the checkpoint has 0.5" in capsys.readouterr().err
 
 
 def test_printed_config_runs_again(tmp_path, capsys):

@@ -24,9 +24,9 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import gpu_decode  # noqa: E402
 from common import attempt, describe_machine  # noqa: E402
+from meshwright.generation.engine import LanguageModel  # noqa: E402
 
 from meshwright.generation.decoder import Decoder  # noqa: E402
-from meshwright.generation.engine import LanguageModel  # noqa: E402
 from meshwright.generation.requests import Request  # noqa: E402
 
 NAME = "meshwright.kernels.triton.decode"

@@ -59,7 +59,8 @@ def train(argv: list[str]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(folder / "config.yaml") as file:  # json: a name's reference is a text there
             file.write(yaml.safe_dump(json.loads(json.dumps(config)), default_flow_style=None).encode())
-    keys = {FLAGS[key]: key for key, value in flattened(config) if key in FLAGS and value is not None}
+    named = [key for key, value in flattened(config) if key in FLAGS and value is not None]
+    keys = {FLAGS[key].removeprefix("--").replace("-", "_"): key for key in named}
     return main(["train", *flags, *["--skip-train"] * given.eval_only, *more], spellings=keys)
 
 

@@ -60,7 +60,7 @@ def find_device(wanted: str, local_rank: int = 0) -> torch.device:
 
     kind, _, index = wanted.partition(":")
     if kind in UNFIT:
-        raise UserError(f"--device {wanted}: Meshwright does not compute on {UNFIT[kind]}; give --device cpu")
+        raise UserError(f"device {wanted}: Meshwright does not compute on {UNFIT[kind]}; give cpu")
     if kind == "npu":
         _load_torch_npu()
     accelerator = _current() if kind != "cpu" else None
@@ -70,11 +70,11 @@ def find_device(wanted: str, local_rank: int = 0) -> torch.device:
         missing = "no GPU" if kind == NVIDIA else "no such device"
         seen = f"{accelerator.type} devices" if accelerator is not None else missing
         hint = f" ({TOOLS[kind]} shows whether the driver does)" if kind in TOOLS else ""
-        raise UserError(f"--device {wanted}: torch sees {seen}{hint}")
+        raise UserError(f"device {wanted}: torch sees {seen}{hint}")
     if index and local_rank:
         raise UserError(
-            f"--device {wanted} names one device, but this is process {local_rank} of several on this machine; give "
-            f"--device {kind}, and each takes its own"
+            f"device {wanted} names one device, but this is process {local_rank} of several on this machine; give "
+            f"{kind}, and each takes its own"
         )
     number, count = int(index or local_rank), torch.accelerator.device_count()
     if count == 1 and not index and os.environ.get(HIDES.get(accelerator.type, "")):
@@ -115,14 +115,14 @@ def _load_torch_npu() -> None:
 
         version = ".".join(torch.__version__.split(".")[:2])
         raise UserError(
-            f"--device npu: torch_npu is not installed; with Ascend's driver and CANN in place (npu-smi info shows the "
-            f"devices), pip install 'torch_npu=={version}.*', as torch is {version}, or give --device cpu"
+            f"device npu: torch_npu is not installed; with Ascend's driver and CANN in place (npu-smi info shows the "
+            f"devices), pip install 'torch_npu=={version}.*', as torch is {version}, or give cpu"
         )
     try:
         importlib.import_module("torch_npu")
     except Exception as error:  # a driver library is missing, or torch has another version
         reason = first_line(error)
-        raise UserError(f"--device npu: torch_npu does not load: {reason}") from error
+        raise UserError(f"device npu: torch_npu does not load: {reason}") from error
 
 
 def count_accelerators() -> int:

@@ -58,9 +58,9 @@ class UnfitFile(OSError):
 def not_a_run(path: object, missing: str) -> UserError:
     """Return the error of every command that reads a run's folder and finds another path."""
     folder = Path(str(path))
-    wanted = "the --save or --run-dir folder of a training"
+    wanted = "the save or run folder of a training"
     if missing == "checkpoint":  # a --run-dir has none
-        wanted = "the --save folder of a training, or another program's checkpoint"
+        wanted = "the save folder of a training, or another program's checkpoint"
     if not folder.exists():
         return bad_data(f"there is no folder {folder}; give {wanted}")
     if not folder.is_dir():
@@ -74,7 +74,7 @@ def what_it_holds(folder: Path) -> str:
         return f"; did you mean {folder / 'run'}?"
     is_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
     return (
-        "; it is a tokenizer, not a model: give the --save folder of a training"
+        "; it is a tokenizer, not a model: give the save folder of a training"
         if is_tokenizer and not (folder / "config.json").exists()
         else ""
     )

@@ -18,8 +18,14 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     A suggestion must not mislead: it is never the opposite (--no-x for --x), and the parts in which
     the two differ must be alike too (--min-learning-rate is not --learning-rate).
     """
+    near = nearest(word, known, cutoff)
+    return f"; did you mean {near}?" if near else ""
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the known word that `did_you_mean` suggests, or an empty string."""
     near = (other for other in difflib.get_close_matches(word, list(known), 5, cutoff) if _is_alike(word, other))
-    return next((f"; did you mean {other}?" for other in near), "")
+    return next(near, "")
 
 
 @functools.cache
@@ -33,10 +39,12 @@ def _other_words() -> dict[str, dict[str, str]]:
 def our_word(kind: str, word: str, known: Container[str]) -> str:
     """Return what a word of another trainer is here, or an empty string.
 
-    `kind` is flags, commands or presets; `known` are those that there are.
+    `kind` is flags, commands or presets; `known` are those that there are, flags by their fields.
+    An answer names fields as the text of a problem does.
     """
     for answer, words in _other_words().get(kind, {}).items():
-        if word in words.split() and (answer.startswith("`") or re.split("[ ,;]", answer)[0] in known):
+        first = re.split("[ ,;=}]", answer.removeprefix("{"))[0]
+        if word in words.split() and (answer.startswith("`") or first in known):
             return answer
     return ""
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright.base.errors import bad_data
+from meshwright.base.errors import BAD_DATA, bad_data
 from meshwright.checkpoint import steps
 from meshwright.checkpoint.boxes import Box, Shape
 from meshwright.checkpoint.manifests import DamagedCheckpoint
@@ -20,6 +20,7 @@ from meshwright.checkpoint.native import Described, NativeSource
 from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.checkpoint.sources import Source, TensorBoxes, TensorInfo
 from meshwright.checkpoint.steps import NATIVE, StepLocation
+from meshwright.config.problem import SettingsError
 from meshwright.optim.rule_table import AVERAGE
 from meshwright.runtime.ranks.team import Team
 
@@ -88,7 +89,9 @@ class MeanOf(WeightsOf):
                     try:
                         source.fill({name: (shape, [(offset, size)], read)})
                     except DamagedCheckpoint as damage:  # else an older step would be read in place of the newest
-                        raise bad_data(f"a step of --average-last is damaged: {damage}; name an older one") from damage
+                        raise SettingsError(
+                            f"a step of {{average_last}} is damaged: {damage}; name an older one", BAD_DATA
+                        ) from damage
                     total += read
                 target.copy_(total / len(self.inner))
 
@@ -129,18 +132,22 @@ Open = Callable[[StepLocation], NativeSource]
 def moving_average_of(source: Source) -> Source:
     """Return the average that --ema kept in a step."""
     if not isinstance(source, NativeSource) or not has_average(source):
-        raise bad_data(f"{source.folder} holds no average of --ema; leave --weights ema out")
+        raise SettingsError(f"{source.folder} holds no average of {{ema}}; leave {{weights=ema}} out", BAD_DATA)
     return MovingAverageOf(**as_weights(source), inner=[source])
 
 
 def mean_of(source: Source, location: StepLocation, number: int, reopen: Open, team: Team) -> Source:
     """Return the mean of a step and the ones before it, `number` in all; `reopen` opens these."""
     if not isinstance(source, NativeSource):
-        raise bad_data(f"{source.folder}: --average-last reads our own steps, not {source.kind}'s; leave it out")
+        raise SettingsError(
+            f"{source.folder}: {{average_last}} reads our own steps, not {source.kind}'s; leave it out", BAD_DATA
+        )
     numbers: list[int] = team.run_on_lead(lambda: [n for n in steps.list_steps(location.root) if n < location.step])
     if len(numbers) < number - 1:
         has = f"{location.root} has {len(numbers) + 1} up to step {location.step:,}"
-        raise bad_data(f"--average-last {number} reads the newest {number} saved steps, and {has}; give a smaller one")
+        raise SettingsError(
+            f"{{average_last={number}}} reads the newest {number} saved steps, and {has}; give a smaller one", BAD_DATA
+        )
     opened = [source]
     for step in numbers[: number - 1]:
         folder = steps.step_folder(location.root, step)
@@ -152,7 +159,9 @@ def mean_of(source: Source, location: StepLocation, number: int, reopen: Open, t
     for other in opened[1:]:
         shapes = [{n: info.shape for n, info in each.tensors.items() if "/" not in n} for each in (source, other)]
         if shapes[0] != shapes[1]:
-            raise bad_data(f"{source.folder} and {other.folder.name} hold different networks; give --average-last 0")
+            raise SettingsError(
+                f"{source.folder} and {other.folder.name} hold different networks; give {{average_last=0}}", BAD_DATA
+            )
     return MeanOf(**as_weights(source), inner=opened)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.base.console import notice
-from meshwright.base.errors import LOCKED, UserError, bad_data
+from meshwright.base.errors import BAD_DATA, LOCKED, UserError
 from meshwright.base.hints import find_address, refuse_address
 from meshwright.base.progress import progress_bar
 from meshwright.checkpoint import formats, loading, native, owner, publish, steps
@@ -29,7 +29,8 @@ from meshwright.checkpoint.publish import Produce
 from meshwright.checkpoint.saved_model import SavedModel, describe_model
 from meshwright.checkpoint.sources import Source, TensorBoxes, TensorInfo
 from meshwright.config import check_values, fields, flags
-from meshwright.config.fields import keywords_in_errors, spelling
+from meshwright.config.fields import spelling
+from meshwright.config.problem import KEYWORDS, Problem, SettingsError, in_words, listed, plain, require
 from meshwright.config.schema import ARCHITECTURE, DESCRIBING, STATED, GenerateConfig, TokenizerFlags
 from meshwright.data import tokenizers
 from meshwright.model import counts
@@ -80,7 +81,7 @@ class Converted:
     seconds: float
 
 
-@keywords_in_errors()
+@in_words(KEYWORDS)
 def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
@@ -132,8 +133,7 @@ def prepare_conversion(source: str | Path, target: ConversionTarget, settings: M
         raise UserError(f"unknown settings: {', '.join(sorted(unknown))}")
     given = flags.from_saved(GenerateConfig, settings, "settings")
     config, _ = flags.build_config(GenerateConfig, [("settings", given)])
-    if wrong := check_values.unusable(config) + check_values.planned_values(config):
-        raise UserError(flags.listed(wrong))
+    require(check_values.unusable(config) + check_values.planned_values(config))
     c = config.checkpoint
     heads = config.model.num_attention_heads
     options = OpenOptions(c.verify, c.trust_pickle, heads, target.wants_optimizer, c.weights, c.average_last)
@@ -167,10 +167,11 @@ def complete_source(
     most = source.vocab or saved.rows
     wrong = saved.contradictions(given)
     if size is not None and (size > most or (size < most and not source.counts_padding)):
-        wrong.append(f"a vocabulary of {size:,} ids, the checkpoint has {most:,}{'' if source.vocab else ' rows'}")
+        text = f"a vocabulary of {size:,} ids, the checkpoint has {most:,}{'' if source.vocab else ' rows'}"
+        wrong.append(Problem(("vocab_size",), text))
     if wrong:
-        wrong.insert(0, f"these flags contradict {where} (leave out what the checkpoint says itself):")
-        raise bad_data("\n  ".join(wrong))
+        heading = f"these settings contradict {plain(where)} (leave out what the checkpoint says itself):"
+        raise SettingsError(listed(wrong, heading), BAD_DATA)
     if size is None:
         raise UserError(
             f"{where} has {saved.rows:,} rows for tokens and does not say how many are padding: give --true-vocab-size "
@@ -248,7 +249,9 @@ def write_target(conversion: PreparedConversion) -> tuple[int, int]:
     source, target = conversion.source, conversion.target
     optimizer = target.wants_optimizer and source.has_optimizer
     if target.to == "native" and optimizer and target.dtype not in (None, "float32"):
-        raise UserError(f"--dtype {target.dtype} would round the weights that a run goes on from: add --no-optimizer")
+        raise SettingsError(
+            f"{{dtype={target.dtype}}} would round the weights that a run goes on from: add {{no_optimizer=True}}"
+        )
     # Megatron keeps weights in half precision beside the masters.
     half = target.to == "torch" and optimizer and target.dtype != "float32"
     average = target.optimizer and target.to == "native"

@@ -25,6 +25,7 @@ from meshwright.base.errors import IO, LOCKED, UserError
 from meshwright.base.storage.addresses import address_of
 from meshwright.base.storage.copies import read_note, write_note
 from meshwright.base.storage.store import BucketObjects, locate
+from meshwright.config.problem import SettingsError
 from meshwright.runtime.ranks.pulse import pulse
 
 OWNER = ".owner.json"  # also a file of the local folder: its name, and the last process that wrote
@@ -118,7 +119,9 @@ class Lease:
 
     def in_use(self, owner: dict[str, Any] | None) -> UserError:
         who = owner["process"] if owner else "another run"
-        return UserError(f"{address_of(self.root)} is in use by {who}: wait for it, end it, or change --save", LOCKED)
+        return SettingsError(
+            f"{address_of(self.root)} is in use by {who}: wait for it, end it, or change {{save}}", LOCKED
+        )
 
     def put(self, mode: Any, released: bool = False) -> str | None:
         """Write the object and return its tag, None if another process has written it."""

@@ -146,13 +146,16 @@ def open_own(location: StepLocation, options: OpenOptions, team: Team) -> native
 
 
 def open_foreign(location: StepLocation, options: OpenOptions, team: Team) -> Source:
+    from meshwright.checkpoint.pickle import pickles  # it imports torch
+
     kind, folder = location.kind, location.folder
     if options.trust and team.is_lead:
         notice(f"--trust-pickle: any code in the files of {folder} is run")
     if location.ours and options.verify != "none":
         manifests.verify_step(folder, full=True)
     try:
-        source: Source = all_formats()[kind].load_reader()(folder, options.trust, options.heads, options.optimizer)
+        with pickles.READ.kept():  # one child for all files
+            source: Source = all_formats()[kind].load_reader()(folder, options.trust, options.heads, options.optimizer)
     except FalseClaim as claim:
         raise bad_data(f"{folder}: {claim}; it is damaged, or made to mislead") from claim
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:

@@ -29,6 +29,7 @@ from meshwright.base.errors import IO, LOCKED, UnfitFile, UserError
 from meshwright.base.files import naming_file, own_file, replacing, require_unlinked, sync
 from meshwright.checkpoint import manifests
 from meshwright.checkpoint.steps import BEST, TRACKER, is_foreign, latest, list_steps, step_folder
+from meshwright.config.problem import SettingsError
 from meshwright.runtime.ranks.pulse import pulse
 from meshwright.runtime.ranks.team import ALONE, Team
 
@@ -138,9 +139,9 @@ def refuse_overwriting(root: Path, step: int, team: Team) -> None:
         except manifests.DamagedCheckpoint as damage:
             remark(f"WARNING: {damage}; writing the step again and keeping the damaged one as {target.name}.damaged")
             return
-    raise UserError(
+    raise SettingsError(
         f"{target} holds {'a Megatron' if foreign else 'another'} checkpoint, which is never overwritten; "
-        "save to another folder, or start again with --save-overwrite, which moves the old checkpoints aside",
+        "save to another folder, or start again with {save_overwrite=True}, which moves the old checkpoints aside",
         LOCKED,
         everywhere=True,
     )
@@ -319,7 +320,7 @@ def check_writable(root: str | Path, bytes_needed: int, team: Team = ALONE, copi
         except UnfitFile as error:  # its reason says what to do
             raise UserError(f"cannot write to {error.filename}: {error.strerror}", IO) from error
         except OSError as error:
-            raise UserError(f"cannot write to {root}: {error.strerror or error}; change --save", IO) from error
+            raise SettingsError(f"cannot write to {root}: {error.strerror or error}; change {{save}}", IO) from error
 
     def measure_free_space() -> int:
         # The first user of a folder looks for the files of all, the others for the first one's.
@@ -336,10 +337,10 @@ def check_writable(root: str | Path, bytes_needed: int, team: Team = ALONE, copi
         with contextlib.suppress(OSError):
             probe.unlink()
     if free < copies * bytes_needed:
-        raise UserError(
+        raise SettingsError(
             f"{root} has {free:,} bytes free but needs {copies * bytes_needed:,}: room for "
             f"{'two' if copies == 2 else copies} checkpoints of about {bytes_needed:,} bytes each; free some space or "
-            "change --save",
+            "change {save}",
             IO,
             everywhere=True,
         )

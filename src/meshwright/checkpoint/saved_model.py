@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.base.errors import bad_data
+from meshwright.base.errors import BAD_DATA, bad_data
 from meshwright.checkpoint.sources import Source
 from meshwright.config import check_model, flags
+from meshwright.config.problem import Problem, SettingsError, plain
 from meshwright.config.schema import ARCHITECTURE, Model, TrainConfig
 from meshwright.data import tokenizers
 
@@ -44,11 +45,12 @@ class SavedModel:
 
     def require_positions(self) -> int:
         if self.positions is None:
-            cure = "give --max-position-embeddings or --seq-length"
-            raise bad_data(f"{self.source.folder} does not say how long its sequences are; {cure}")
+            cure = "give {max_position_embeddings} or {seq_length}"
+            folder = plain(self.source.folder)
+            raise SettingsError(f"{folder} does not say how long its sequences are; {cure}", BAD_DATA)
         return self.positions
 
-    def contradictions(self, given: Mapping[str, Any]) -> list[str]:
+    def contradictions(self, given: Mapping[str, Any]) -> list[Problem]:
         """List the architecture flags in `given` that differ from the checkpoint."""
         named = {name: given[name] for name in ARCHITECTURE if name in given}
         return check_model.contradictions(dataclasses.replace(self.model, **named), self.model, named)
@@ -90,7 +92,7 @@ def model_settings(recorded: Mapping[str, Any], where: object, default: Model = 
     mine = {name: value for name, value in flags.current_names(recorded).items() if name in names}
     model = dataclasses.replace(default, **flags.from_saved(TrainConfig, mine, str(where)))
     if problems := check_model.window_problems(model):
-        raise bad_data(f"{where}: {problems[0]}")
+        raise SettingsError(f"{plain(where)}: {problems[0].text}", BAD_DATA)
     return model
 
 

@@ -10,11 +10,12 @@ from meshwright.cli.reading import ReadingCommand, ReadingTask
 from meshwright.config import checks, flags
 from meshwright.config.fields import flag
 from meshwright.config.grammar import unescape
+from meshwright.config.problem import Problem
 from meshwright.config.schema import READING, ReadConfig, Sampling, TokenizerFlags
 from meshwright.generation.terminal import accept_any_text
 
 if TYPE_CHECKING:
-    from meshwright.generation.engine import CheckedModel, LanguageModel
+    from meshwright.generation.language_model import CheckedModel, LanguageModel
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class ChatConfig(ReadConfig):
         | {*READING, "seed", "deterministic_mode"} - {"micro_batch_size"}
     )
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         return checks.reading_problems(self, "chat")
 
 

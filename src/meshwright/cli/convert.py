@@ -18,6 +18,7 @@ from meshwright.base.hints import find_address, refuse_address
 from meshwright.config import command, fields, flags
 from meshwright.config.checks import averages_problems
 from meshwright.config.fields import flag
+from meshwright.config.problem import Problem, plain
 from meshwright.config.schema import Checkpoint, Data, GenerateConfig, Model, TokenizerFlags
 
 ABOUT = "Convert a checkpoint of any program: convert SRC DST --to native|torch|huggingface."
@@ -58,14 +59,14 @@ class ConvertConfig:
         | {"seq_length", "verify", "trust_pickle", "weights", "average_last"}
     )
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         is_complete = len(self.conversion.paths) == 2 and self.conversion.to
         form = "meshwright convert SRC DST --to native|torch|huggingface"
         if not is_complete:
-            return [f"--to and two folders are needed: {form}"]
+            return [Problem(("to", "paths"), f"{{to}} and two folders are needed: {form}", "missing")]
         address = find_address(self.conversion.paths[1])
         out = averages_problems(self.checkpoint)
-        return [f"DST {refuse_address(address)}", *out] if address else out
+        return [Problem(("paths",), f"DST {plain(refuse_address(address))}"), *out] if address else out
 
 
 def main(argv: list[str]) -> int:

@@ -19,6 +19,7 @@ from meshwright.config import checks, command, data_paths
 from meshwright.config.fields import flag, group, spelling, with_settings
 from meshwright.config.grammar import prefix_of
 from meshwright.config.help import WORDS
+from meshwright.config.problem import Problem, missing, named, stated
 from meshwright.config.schema import TokenizerFlags, TrainConfig
 from meshwright.runtime.ranks.world import find_world
 
@@ -50,10 +51,11 @@ class VerifyConfig:
     verification: Verification = Verification()
     tokenizer: TokenizerFlags = TokenizerFlags()
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         if self.verification.prefixes:
             return []
-        return ["a prefix of .bin/.idx is needed, or several: meshwright data verify PREFIX ..."]
+        text = "a prefix of .bin/.idx is needed, or several: meshwright data verify PREFIX ..."
+        return [Problem(("prefixes",), text, "missing")]
 
 
 @dataclass(frozen=True)
@@ -84,19 +86,22 @@ class InspectConfig(TrainConfig):
 
     inspection: Inspection = Inspection()
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         i, out = self.inspection, []
         if not i.prefix and i.sample is None:
-            out.append("a prefix of .bin/.idx is needed: meshwright data inspect PREFIX")
+            text = "a prefix of .bin/.idx is needed: meshwright data inspect PREFIX"
+            out.append(Problem(("prefix",), text, "missing"))
         if i.document is not None and i.sample is not None:
-            out.append(f"--document {i.document} and --sample {i.sample} exclude each other; give one")
+            text = f"{stated(i, 'document')} and {stated(i, 'sample')} exclude each other; give one"
+            out.append(Problem(("document", "sample"), text))
         if i.sample is None and i.sample_set is not None:
-            out.append(f"--sample-set {i.sample_set} needs --sample; say which sample of the set to show")
+            text = f"{stated(i, 'sample_set')} needs {{sample}}; say which sample of the set to show"
+            out.append(Problem(("sample_set",), text))
+        others = [other for other in ("top", "picture") if getattr(i, other) is not None]
         for name in ("document", "sample"):
-            others = [spelling(other) for other in ("top", "picture") if getattr(i, other) is not None]
             if others and getattr(i, name) is not None:
-                flags = " and ".join(others)
-                out.append(f"--{name} shows nothing else, but {flags} covers all documents; leave one out")
+                text = f"{{{name}}} shows nothing else, but {named(others)} covers all documents; leave one out"
+                out.append(Problem((name, *others), text))
         return out if i.sample is None else out + checks.forecast_problems(self, needs_data=not i.prefix)
 
 
@@ -104,7 +109,7 @@ class InspectConfig(TrainConfig):
 class IndexConfig(TrainConfig):
     """Settings of `meshwright data index`: every flag of the training."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         return checks.forecast_problems(self)
 
 
@@ -129,11 +134,12 @@ class MergeConfig:
 
     merging: Merging = Merging()
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         m = self.merging
-        out = [] if m.output_prefix else ["--output-prefix is needed: where to write"]
+        out = [] if m.output_prefix else [missing("output_prefix", "where to write")]
         if bool(m.datasets) == bool(m.input):
-            out.append("give either prefixes of .bin/.idx (meshwright data merge A B ...) or --input FOLDER")
+            text = "give either prefixes of .bin/.idx (meshwright data merge A B ...) or {input=FOLDER}"
+            out.append(Problem(("datasets", "input"), text))
         return out
 
 

@@ -16,7 +16,7 @@ from meshwright.generation.prompts import Prompt, prompts_of_lines, read_prompt_
 from meshwright.generation.terminal import replace_surrogates
 
 if TYPE_CHECKING:
-    from meshwright.generation.engine import LanguageModel
+    from meshwright.generation.language_model import LanguageModel
 
 
 def prepare_generate(parsed: flags.Parsed[GenerateConfig], is_lead: bool) -> ReadingTask:

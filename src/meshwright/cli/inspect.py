@@ -10,6 +10,7 @@ from meshwright.base.errors import BAD_DATA, DONE, UserError
 from meshwright.base.storage.addresses import shown
 from meshwright.config import flags
 from meshwright.config.fields import MISSING, flag
+from meshwright.config.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,10 @@ class InspectCheckpointConfig:
         docs="checkpoints",
     )
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         if self.other is not None and (self.step is not None or self.tensors or self.boxes):
-            return ["--step, --tensors and --boxes are for one checkpoint; to compare two steps give their folders"]
+            one = "{step}, {tensors=True} and {boxes=True} are for one checkpoint"
+            return [Problem(("step", "tensors", "boxes"), f"{one}; to compare two steps give their folders")]
         return []
 
 

@@ -12,8 +12,8 @@ from meshwright.base import registry
 from meshwright.base.errors import DONE, UNAVAILABLE, UserError
 from meshwright.base.host import require_address_space
 from meshwright.config import flags, help
-from meshwright.config.fields import spelling
 from meshwright.config.pages import LAUNCHED
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import Parallel
 from meshwright.runtime.launch.launcher import (
     LaunchConfig,
@@ -31,13 +31,15 @@ def main(argv: list[str]) -> int:
     about = f"Start COMMAND, {', '.join(LAUNCHED)} or a Python script, as several ranks. Flags of launch go before it."
     parsed = flags.parse_settings(LaunchConfig, argv, "meshwright launch", about=about)
     config = parsed.config
-    words = config.command[1:] if config.command[:1] == ["--"] else config.command
+    words = config.command
     if not words:
         raise UserError(f"nothing to start; name {', '.join(LAUNCHED)} with its flags, or a Python script")
     if words[0] in LAUNCHED and help.requested_topic(words) is not None:
         return int(registry.find("commands", words[0])(words[1:]))
     if config.write is not None and config.engine != "torch":
-        raise UserError(f"--engine {config.engine} starts the command now, --write writes a file; give only one")
+        raise SettingsError(
+            f"{{engine={config.engine}}} starts the command now, {{write}} writes a file; give only one"
+        )
     if config.write is not None:
         from meshwright.runtime.launch import engines
         from meshwright.training.before.resolve import complete_settings
@@ -45,7 +47,7 @@ def main(argv: list[str]) -> int:
         require_room(config, words)
         return engines.write_engine_file(config, parsed.sources, words, complete_settings)
     if config.write_to or config.image or config.overwrite:
-        raise UserError("--write-to, --image and --overwrite need --write ENGINE")
+        raise SettingsError("{write_to}, {image} and {overwrite=True} need {write=ENGINE}")
     program = build_program(words)
     if config.engine == "ray":
         return run_on_ray(config, words)
@@ -70,7 +72,7 @@ def require_room(config: LaunchConfig, words: list[str]) -> None:
         return
     training = parse_train([*words, "--dry-run"], int(config.nproc_per_node) * (config.nnodes or 1), complete_settings)
     if reason := forecast.why_too_large(training, None if config.gpu == "auto" else config.gpu):
-        raise UserError(f"{reason}; --gpu any writes it all the same")
+        raise SettingsError(f"{reason}; {{gpu}} any writes it all the same")
 
 
 def run_elastic(plan: LaunchPlan, program: list[str], words: list[str]) -> int:
@@ -87,10 +89,10 @@ def run_on_ray(config: LaunchConfig, words: list[str]) -> int:
     """Launch on a Ray cluster: that of RAY_ADDRESS, one that runs here, or a new local one."""
     for name in ("node_rank", "master_addr", "master_port", "node_ips"):
         if getattr(config, name) is not None:
-            raise UserError(f"--engine ray and {spelling(name)}: Ray places the ranks; leave {spelling(name)} out")
+            raise SettingsError(f"{{engine=ray}} and {{{name}}}: Ray places the ranks; leave {{{name}}} out")
     count = config.nproc_per_node
     if config.max_ranks is None and not re.fullmatch("[1-9][0-9]{0,3}", count):
-        raise UserError("--engine ray needs --max-ranks, or --nproc-per-node and --nnodes as numbers")
+        raise SettingsError("{engine=ray} needs {max_ranks}, or {nproc_per_node} and {nnodes} as numbers")
     least, most = find_bounds(config, config.max_ranks or int(count) * (config.nnodes or 1))
     try:
         from meshwright.runtime.launch import on_ray

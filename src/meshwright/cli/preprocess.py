@@ -39,9 +39,9 @@ def main(argv: list[str]) -> int:
 
 def show_inputs(config: PreprocessConfig) -> None:
     """Say what --dry-run would read and write; without a tokenizer, what it would read."""
-    from meshwright.data.text.cutting import note_passed
     from meshwright.data.text.inputs import find_inputs
     from meshwright.data.text.preprocess import Preparation
+    from meshwright.data.text.reading import note_passed
 
     preparation = None
     if config.tokenizer != TokenizerFlags():

@@ -12,6 +12,7 @@ from meshwright.base.errors import DONE
 from meshwright.config import flags
 from meshwright.config.fields import flag
 from meshwright.config.presets import ALIASES, FAMILIES, PRESETS, family_of, require_preset
+from meshwright.config.problem import Problem
 from meshwright.config.recipes import RECIPES, as_flag
 from meshwright.config.schema import TrainConfig
 from meshwright.model import counts
@@ -35,9 +36,10 @@ class PresetsConfig:
     toml: bool = flag(False, "print it as a file for --config")
     json: bool = flag(False, "print it, or all, as JSON", docs="data")
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         if self.toml and (self.json or not self.name):
-            return ["--toml prints one preset: `meshwright presets NAME --toml`, without --json"]
+            text = "{toml=True} prints one preset: `meshwright presets NAME --toml`, without {json=True}"
+            return [Problem(("toml", "json"), text)]
         return []
 
 

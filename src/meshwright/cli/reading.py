@@ -18,7 +18,7 @@ from meshwright.config.schema import ReadConfig
 from meshwright.runtime.ranks.world import World, is_idle
 
 if TYPE_CHECKING:
-    from meshwright.generation.engine import CheckedModel, LanguageModel
+    from meshwright.generation.language_model import CheckedModel, LanguageModel
 
 C = TypeVar("C", bound=ReadConfig)
 
@@ -81,13 +81,13 @@ class ReadingCommand(Generic[C]):
         task = self.prepare(parsed, is_lead)
 
         # torch is imported only now, so that a mistake in the flags is reported at once.
-        from meshwright.generation import engine, ranks
+        from meshwright.generation import language_model, ranks
 
         console.set_stream(task.stream)
         given, folders = flags.given_settings(parsed), task.folders or [c.checkpoint.load or ""]
         if parsed.dry_run:
             for folder in folders:
-                model = engine.open_checked(folder, given, c.tokenizer)
+                model = language_model.open_checked(folder, given, c.tokenizer)
                 task.check(model)
                 where = shown(str(model.source.root))
                 print(f"{task.input}the flags fit step {model.source.step} in {where}; nothing was loaded")

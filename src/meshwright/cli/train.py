@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from meshwright.base.errors import DONE, UserError
 from meshwright.cli import launch
-from meshwright.config import flags, recipes
+from meshwright.config import flags
+from meshwright.config.problem import SettingsError, in_words
 from meshwright.config.schema import TrainConfig
 from meshwright.runtime.ranks.world import World
 
@@ -47,8 +48,10 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
         note_export(parsed, config)
         flags.print_notices(parsed)
     if config.parallel.rank is not None and not dry:
-        raise UserError(f"--rank {config.parallel.rank} is for --dry-run; a launcher gives a run's ranks their numbers")
-    with recipes.naming_choices(parsed.sources, config):
+        raise SettingsError(
+            f"{{rank={config.parallel.rank}}} is for --dry-run; a launcher gives a run's ranks their numbers"
+        )
+    with in_words(parsed.words):
         if dry:
             return preflight.dry_run(config)
         command = ["meshwright", "train", *argv]

@@ -18,6 +18,7 @@ from meshwright.base.errors import DONE, bad_data
 from meshwright.base.files import make_folder
 from meshwright.config import flags
 from meshwright.config.fields import MISSING, flag
+from meshwright.config.problem import Problem, stated
 from meshwright.config.text_inputs import TextInputs
 
 if TYPE_CHECKING:
@@ -34,15 +35,18 @@ class TrainTokenizerConfig(TextInputs):
     output: Path = flag(MISSING, "folder for vocab.json and merges.txt", docs="tutorial")
     overwrite: bool = flag(False, "replace a vocabulary that was made from other text or settings")
 
-    def problems(self) -> list[str]:
-        wrong = f"--vocab-size {self.vocab_size} cannot hold the 256 bytes and <|endoftext|>; use at least 257"
-        return [*self.input_problems(), *([wrong] if self.vocab_size < 257 else [])]
+    def problems(self) -> list[Problem]:
+        out = self.input_problems()
+        if self.vocab_size < 257:
+            text = "cannot hold the 256 bytes and <|endoftext|>; use at least 257"
+            out.append(Problem(("vocab_size",), f"{stated(self, 'vocab_size')} {text}"))
+        return out
 
 
 def main(argv: list[str]) -> int:
     given = flags.parse_settings(TrainTokenizerConfig, argv, "meshwright train-tokenizer", about="Learn a BPE.").config
-    from meshwright.data.text.cutting import why_nothing
     from meshwright.data.text.inputs import find_inputs
+    from meshwright.data.text.reading import why_nothing
     from meshwright.data.tokenizers import GPT2BPE, train_bpe
 
     inputs = find_inputs(given)
@@ -83,7 +87,7 @@ def recorded_settings(given: TrainTokenizerConfig) -> dict[str, Any]:
 
 def _read_progress(given: TextInputs, inputs: Inputs) -> Iterator[str]:
     from meshwright.base.progress import progress_bar
-    from meshwright.data.text.cutting import read_texts
+    from meshwright.data.text.reading import read_texts
 
     with progress_bar("reading", inputs.bytes or None) as advance:
         yield from read_texts(given, inputs, advance)

@@ -7,12 +7,12 @@ import re
 from meshwright.base.hints import find_address
 from meshwright.config.check_steps import batch_problems
 from meshwright.config.check_values import out_of_bounds
-from meshwright.config.fields import spelling
 from meshwright.config.grammar import split_layers
-from meshwright.config.schema import Parallel, TrainConfig
+from meshwright.config.problem import Problem, plain, stated, with_value
+from meshwright.config.schema import Model, Parallel, TrainConfig
 
 
-def parallel_problems(c: TrainConfig) -> list[str]:
+def parallel_problems(c: TrainConfig) -> list[Problem]:
     p, m = c.parallel, c.model
     out = naming_problems(p)
     if p.deepspeed_config and not find_address(p.deepspeed_config):
@@ -20,135 +20,208 @@ def parallel_problems(c: TrainConfig) -> list[str]:
             with open(p.deepspeed_config, "rb"):
                 pass
         except (OSError, ValueError) as error:
-            out.append(f"--deepspeed_config {p.deepspeed_config}: {getattr(error, 'strerror', error)}")
+            reason = plain(getattr(error, "strerror", error))
+            out.append(Problem(("deepspeed_config",), f"{stated(p, 'deepspeed_config')}: {reason}"))
     for name, least, most in (("distributed_timeout_minutes", 0.01, 10**5), ("start_timeout_seconds", 1, 10**5)):
         if not least <= getattr(p, name) <= most:
-            out.append(f"{spelling(name)} {getattr(p, name):g} is not between {least} and {most}")
+            out.append(Problem((name,), f"{stated(p, name)} is not between {least} and {most}"))
     if out_of_bounds(p) or out_of_bounds(m) or out_of_bounds(c.data):
         return out  # reported already
-    tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
-    by_tp, by_cp = f"--tensor-model-parallel-size {tp}", f"--context-parallel-size {cp}"
-    out += ranks_problems(p, c.world)
-    heads, groups, seq = m.num_attention_heads or 0, m.groups, c.data.seq_length or 0
-    by_both = f"{by_tp} x {by_cp}" if tp > 1 and cp > 1 else by_cp if cp > 1 else by_tp
-    divided = [
-        ("--num-attention-heads", heads, tp * cp, by_both),
-        ("--num-query-groups", 0 if heads % (tp * cp) else groups, tp * cp, by_both),
-        ("--ffn-hidden-size", m.ffn, tp, by_tp),
-        ("--pad-vocab-size-to", m.pad_vocab_size_to or 0, tp, by_tp),
-        ("--seq-length", seq, cp, by_cp),
-        ("--sequence-parallel: --seq-length", 0 if seq % cp or not p.sequence_parallel else seq, tp * cp, by_both),
-    ]
-    out += [f"{flag} {n} is not a multiple of {by}" for flag, n, size, by in divided if n % size]
-    if cp > 1 and m.attention_dropout > 0:
-        dropout = f"--attention-dropout {m.attention_dropout}"
-        out.append(f"{by_cp} with {dropout}: its mask would depend on the layout; give --attention-dropout 0")
+    out += ranks_problems(p, c.world) + division_problems(c)
+    if p.context_parallel_size > 1 and m.attention_dropout > 0:
+        text = (
+            f"{stated(p, 'context_parallel_size')} with {stated(m, 'attention_dropout')}: its mask would depend on the "
+            "layout; give {attention_dropout=0}"
+        )
+        out.append(Problem(("context_parallel_size", "attention_dropout"), text))
     return out + pipeline_problems(c) + zero_problems(c) + fp8_problems(c)
 
 
-def naming_problems(p: Parallel) -> list[str]:
-    """Check the form of names that torch will read; torch itself checks their meaning."""
-    out = []
-    if not re.fullmatch(r"auto|(?!auto|gpu)[a-z]+(:[0-9]{1,4})?", p.device):
-        out.append(f"--device {p.device!r} is not auto, cpu, cuda, npu ..., or one device as cuda:1")
-    if p.distributed_backend is not None and not re.fullmatch(r"[A-Za-z0-9_:,]+", p.distributed_backend):
-        out.append(f"--distributed-backend {p.distributed_backend!r} is not a name such as nccl, gloo or hccl")
-    return out
-
-
-def ranks_problems(p: Parallel, world: int) -> list[str]:
-    """Check that the ranks hold whole copies of the model."""
-    if world % p.model_ranks == 0:
-        return []
-    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    product = " x ".join(f"{spelling(n)} {getattr(p, n)}" for n in names if getattr(p, n) > 1)
-    least = -(-world // p.model_ranks) * p.model_ranks
+def division_problems(c: TrainConfig) -> list[Problem]:
+    """Check that tensor and context ranks divide the sizes of which each holds a part."""
+    p, m = c.parallel, c.model
+    tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
+    by_tp, by_cp = stated(p, "tensor_model_parallel_size"), stated(p, "context_parallel_size")
+    by_both = f"{by_tp} x {by_cp}" if tp > 1 and cp > 1 else by_cp if cp > 1 else by_tp
+    heads, seq = m.num_attention_heads or 0, c.data.seq_length or 0
+    divided = [
+        ("num_attention_heads", "", heads, tp * cp, by_both),
+        ("num_query_groups", "", 0 if heads % (tp * cp) else m.groups, tp * cp, by_both),
+        ("ffn_hidden_size", "", m.ffn, tp, by_tp),
+        ("pad_vocab_size_to", "", m.pad_vocab_size_to or 0, tp, by_tp),
+        ("seq_length", "", seq, cp, by_cp),
+        (
+            "seq_length",
+            "{sequence_parallel=True}: ",
+            0 if seq % cp or not p.sequence_parallel else seq,
+            tp * cp,
+            by_both,
+        ),
+    ]
     return [
-        f"{world} {'ranks are' if world > 1 else 'rank is'} not a multiple of {product} = {p.model_ranks}: "
-        f"start {least} (meshwright launch --nproc-per-node {least} on one machine), or change a size"
+        Problem((name,), f"{whose}{with_value(name, size)} is not a multiple of {by}")
+        for name, whose, size, parts, by in divided
+        if size % parts
     ]
 
 
-def pipeline_problems(c: TrainConfig) -> list[str]:
+def naming_problems(p: Parallel) -> list[Problem]:
+    """Check the form of names that torch will read; torch itself checks their meaning."""
+    out = []
+    if not re.fullmatch(r"auto|(?!auto|gpu)[a-z]+(:[0-9]{1,4})?", p.device):
+        text = f"{{device}} {plain(repr(p.device))} is not auto, cpu, cuda, npu ..., or one device as cuda:1"
+        out.append(Problem(("device",), text))
+    if p.distributed_backend is not None and not re.fullmatch(r"[A-Za-z0-9_:,]+", p.distributed_backend):
+        text = f"{plain(repr(p.distributed_backend))} is not a name such as nccl, gloo or hccl"
+        out.append(Problem(("distributed_backend",), f"{{distributed_backend}} {text}"))
+    return out
+
+
+def ranks_problems(p: Parallel, world: int) -> list[Problem]:
+    """Check that the ranks hold whole copies of the model."""
+    if world % p.model_ranks == 0:
+        return []
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    names = tuple(name for name in sizes if getattr(p, name) > 1)
+    product = " x ".join(stated(p, name) for name in names)
+    least = -(-world // p.model_ranks) * p.model_ranks
+    text = (
+        f"{world} {'ranks are' if world > 1 else 'rank is'} not a multiple of {product} = {p.model_ranks}: "
+        f"start {least} (meshwright launch --nproc-per-node {least} on one machine), or change a size"
+    )
+    return [Problem(names, text)]
+
+
+def pipeline_problems(c: TrainConfig) -> list[Problem]:
+    """Check that the stages of a pipeline have layers, and what their schedule asks for."""
     p, layers = c.parallel, c.model.num_layers
-    pp, virtual = p.pipeline_model_parallel_size, p.num_layers_per_virtual_pipeline_stage
-    by_pp = f"--pipeline-model-parallel-size {pp}"
+    pp = p.pipeline_model_parallel_size
     if not layers:
         return []
     if pp > layers:
-        return [f"{by_pp} is above --num-layers {layers}: a stage would have no layer"]
-    kind = p.pipeline_schedule
-    if pp > 1 and kind in ("zero-bubble", "zbv"):
-        schedule = f"--pipeline-schedule {kind}"
-        if kind == "zbv" and (virtual or layers < 2 * pp):
-            rule = (
-                f"--num-layers {layers} must be at least 2 x {by_pp}, without --num-layers-per-virtual-pipeline-stage"
-            )
-            return [f"{schedule} gives each rank two stages: {rule}"]
-        if p.zero_stage == 3 or c.training.compile == "on":
-            other = "--zero-stage 3" if p.zero_stage == 3 else "--compile on"
-            return [f"{schedule} with {other}: weight gradients are computed separately; give --pipeline-schedule 1f1b"]
-    if virtual:
-        by_virtual = f"--num-layers-per-virtual-pipeline-stage {virtual}"
-        if pp == 1:
-            return [f"{by_virtual} needs --pipeline-model-parallel-size above 1"]
-        if layers % (pp * virtual):
-            return [f"--num-layers {layers} is not a multiple of {by_pp} x {by_virtual} = {pp * virtual}"]
-        if c.chunks > 1 and kind == "gpipe":
-            return [f"--pipeline-schedule gpipe contradicts {by_virtual}, which interleaves 1f1b; leave one out"]
+        text = f"{stated(p, 'pipeline_model_parallel_size')} is above {stated(c.model, 'num_layers')}"
+        about = ("pipeline_model_parallel_size", "num_layers")
+        return [Problem(about, f"{text}: a stage would have no layer")]
+    if problem := _schedule_problem(c) or _virtual_problem(c):
+        return [problem]
     out = []
     if p.pipeline_layout:
         try:
             split_layers(p.pipeline_layout, layers, pp * c.chunks)
         except ValueError as error:
-            out.append(f"--pipeline-layout {p.pipeline_layout[:100]}: {error}")
-    t = c.training
-    if kind != "zbv" and (c.chunks > 1 or kind == "zero-bubble") and not batch_problems(c) and not out_of_bounds(t):
-        for size in c.batches:
-            number = c.micro_batches(size)
-            if number % pp:
-                growing = "--rampup-batch-size" if t.rampup_batch_size else "--step-batch-size-schedule"
-                flag = growing if size != c.global_batch else "--global-batch-size"
-                user = "--num-layers-per-virtual-pipeline-stage" if virtual else f"--pipeline-schedule {kind}"
-                count = f"{flag} {size} makes {number} micro-batches for each rank"
-                out.append(f"{count}, not a multiple of {by_pp}, as {user} needs")
+            given = with_value("pipeline_layout", str(p.pipeline_layout)[:100])
+            out.append(Problem(("pipeline_layout",), f"{given}: {error}"))
+    return out + _micro_batches_problems(c)
+
+
+def _schedule_problem(c: TrainConfig) -> Problem | None:
+    """Check what the schedules ask for that compute weight gradients separately."""
+    p, layers = c.parallel, c.model.num_layers or 0
+    pp, kind = p.pipeline_model_parallel_size, p.pipeline_schedule
+    if pp == 1 or kind not in ("zero-bubble", "zbv"):
+        return None
+    schedule = stated(p, "pipeline_schedule")
+    if kind == "zbv" and (p.num_layers_per_virtual_pipeline_stage or layers < 2 * pp):
+        least = f"{stated(c.model, 'num_layers')} must be at least 2 x {stated(p, 'pipeline_model_parallel_size')}"
+        rule = f"{least}, without {{num_layers_per_virtual_pipeline_stage}}"
+        return Problem(("pipeline_schedule", "num_layers"), f"{schedule} gives each rank two stages: {rule}")
+    if p.zero_stage == 3 or c.training.compile == "on":
+        name, other = ("zero_stage", "{zero_stage=3}") if p.zero_stage == 3 else ("compile", "{compile=on}")
+        advice = "give {pipeline_schedule=1f1b}"
+        text = f"{schedule} with {other}: weight gradients are computed separately; {advice}"
+        return Problem(("pipeline_schedule", name), text)
+    return None
+
+
+def _virtual_problem(c: TrainConfig) -> Problem | None:
+    """Check a pipeline whose ranks hold several stages each."""
+    p, layers = c.parallel, c.model.num_layers or 0
+    pp, virtual = p.pipeline_model_parallel_size, p.num_layers_per_virtual_pipeline_stage
+    if not virtual:
+        return None
+    name = "num_layers_per_virtual_pipeline_stage"
+    by_virtual = stated(p, name)
+    if pp == 1:
+        return Problem((name,), f"{by_virtual} needs {{pipeline_model_parallel_size}} above 1")
+    if layers % (pp * virtual):
+        product = f"{stated(p, 'pipeline_model_parallel_size')} x {by_virtual} = {pp * virtual}"
+        return Problem(("num_layers", name), f"{stated(c.model, 'num_layers')} is not a multiple of {product}")
+    if c.chunks > 1 and p.pipeline_schedule == "gpipe":
+        text = f"{{pipeline_schedule=gpipe}} contradicts {by_virtual}, which interleaves 1f1b; leave one out"
+        return Problem(("pipeline_schedule", name), text)
+    return None
+
+
+def _micro_batches_problems(c: TrainConfig) -> list[Problem]:
+    """Check that each batch makes as many micro-batches as its schedule needs."""
+    p, t, out = c.parallel, c.training, []
+    pp, kind = p.pipeline_model_parallel_size, p.pipeline_schedule
+    is_bound = kind != "zbv" and (c.chunks > 1 or kind == "zero-bubble")
+    if not is_bound or batch_problems(c) or out_of_bounds(t):
+        return []
+    for size in c.batches:
+        number = c.micro_batches(size)
+        if number % pp:
+            growing = "rampup_batch_size" if t.rampup_batch_size else "step_batch_size_schedule"
+            name = growing if size != c.global_batch else "global_batch_size"
+            is_virtual = p.num_layers_per_virtual_pipeline_stage
+            user = "{num_layers_per_virtual_pipeline_stage}" if is_virtual else stated(p, "pipeline_schedule")
+            count = f"{with_value(name, size)} makes {number} micro-batches for each rank"
+            text = f"{count}, not a multiple of {stated(p, 'pipeline_model_parallel_size')}, as {user} needs"
+            out.append(Problem((name, "pipeline_model_parallel_size"), text))
     return out
 
 
-def zero_problems(c: TrainConfig) -> list[str]:
+def zero_problems(c: TrainConfig) -> list[Problem]:
     p, out = c.parallel, []
-    copies = p.num_distributed_optimizer_instances
+    copies, name = p.num_distributed_optimizer_instances, "num_distributed_optimizer_instances"
     if p.zero_stage not in (0, 1, 2, 3):
-        return [f"--zero-stage {p.zero_stage:g} is none of 0, 1, 2, 3"]
+        return [Problem(("zero_stage",), f"{stated(p, 'zero_stage')} is none of 0, 1, 2, 3")]
     if copies > 1 and not p.zero_stage:
-        out.append(f"--num-distributed-optimizer-instances {copies} needs --zero-stage 1, 2 or 3")
+        out.append(Problem((name, "zero_stage"), f"{stated(p, name)} needs {{zero_stage=1}}, 2 or 3"))
     elif c.dp % copies:
-        out.append(f"--num-distributed-optimizer-instances {copies} does not divide the {c.dp} data-parallel ranks")
+        out.append(Problem((name,), f"{stated(p, name)} does not divide the {c.dp} data-parallel ranks"))
     if p.remote_device == "cpu" and p.zero_stage != 3:
-        other = "--cpu-optimizer works with every stage"
-        out.append(f"--remote-device cpu needs --zero-stage 3, not {p.zero_stage}; {other}")
+        other = "{cpu_optimizer=True} works with every stage"
+        text = f"{{remote_device=cpu}} needs {{zero_stage=3}}, not {p.zero_stage}; {other}"
+        out.append(Problem(("remote_device", "zero_stage"), text))
     return out
 
 
-def fp8_problems(c: TrainConfig) -> list[str]:
-    p, m, fp8 = c.parallel, c.model, f"--fp8-format {c.precision.fp8_format}"
+def fp8_problems(c: TrainConfig) -> list[Problem]:
+    p, m = c.parallel, c.model
     if not c.precision.fp8_format:
         return []
-    out, tp = [], p.tensor_model_parallel_size
+    fp8, out = stated(c.precision, "fp8_format"), []
     if p.zero_stage == 3 and c.dp * p.context_parallel_size > 1:
-        out.append(f"{fp8} with ZeRO 3, which keeps no weights to be cast once a step; give --zero-stage 2 or less")
+        text = f"{fp8} with ZeRO 3, which keeps no weights to be cast once a step; give {{zero_stage=2}} or less"
+        out.append(Problem(("fp8_format", "zero_stage"), text))
     if p.pipeline_model_parallel_size > 1 and p.pipeline_schedule not in ("1f1b", "gpipe"):
         advice = "which computes weights' gradients later, in bfloat16; give 1f1b"
-        out.append(f"{fp8} with --pipeline-schedule {p.pipeline_schedule}, {advice}")
+        text = f"{fp8} with {stated(p, 'pipeline_schedule')}, {advice}"
+        out.append(Problem(("fp8_format", "pipeline_schedule"), text))
     if m.hidden_size and m.num_attention_heads:
-        widths = {"--hidden-size": m.hidden_size, "--ffn-hidden-size": m.ffn // tp}
-        widths["the width of the heads"] = m.num_attention_heads * m.head_dim // tp
-        widths["the width of keys and values"] = 2 * m.groups * m.head_dim // tp
-        on = " on each tensor rank" if tp > 1 else ""
-        wrong = [f"{name} {n}{on}" for name, n in widths.items() if n % 16]
-        out += [f"{fp8}: {one} is not a multiple of 16, as fp8 products need" for one in wrong]
+        out += [
+            Problem(("fp8_format",), f"{fp8}: {width} is not a multiple of 16, as fp8 products need")
+            for width in _uneven_widths(m, p.tensor_model_parallel_size)
+        ]
     if (layers := m.num_layers) and not any(c.precision.multiplies_fp8(i, layers) for i in range(layers)):
-        out.append(
-            f"{fp8}: --first-last-layers-bf16 leaves none of {layers} layers; lower --num-layers-at-start-in-bf16"
+        text = (
+            f"{fp8}: {{first_last_layers_bf16=True}} leaves none of {layers} layers; "
+            "lower {num_layers_at_start_in_bf16}"
         )
+        out.append(Problem(("fp8_format", "first_last_layers_bf16"), text))
     return out
+
+
+def _uneven_widths(m: Model, tp: int) -> list[str]:
+    """Return the widths of matrices on a tensor rank that are no multiple of 16."""
+    heads = m.num_attention_heads or 1
+    widths = {
+        with_value("hidden_size", m.hidden_size): m.hidden_size or 0,
+        with_value("ffn_hidden_size", m.ffn // tp): m.ffn // tp,
+    }
+    for what, width in (("the heads", heads * m.head_dim), ("keys and values", 2 * m.groups * m.head_dim)):
+        widths[f"the width of {what} {width // tp}"] = width // tp
+    on = " on each tensor rank" if tp > 1 else ""
+    return [f"{name}{on}" for name, width in widths.items() if width % 16]

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 from meshwright.config.check_values import out_of_bounds
-from meshwright.config.fields import spelling
+from meshwright.config.problem import Problem, missing, named, plain, stated, with_value
 from meshwright.config.schema import LENGTHS, Optimizer, TrainConfig
 
 LEAST_EPS = 1e-9  # of AdamW, with moments in 8 bits
+BY_STEPS = ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
+IN_OTHER_UNITS = (
+    "lr_decay_samples",
+    "lr_decay_tokens",
+    "lr_warmup_samples",
+    "lr_warmup_tokens",
+    "lr_wsd_decay_samples",
+)
+# What a batch that grows asks of the length of the run.
+IN_SAMPLES = "needs the length in samples: {train_samples} or {train_tokens} instead of {train_iters}"
 
 
-def state_problems(o: Optimizer) -> list[str]:
+def state_problems(o: Optimizer) -> list[Problem]:
     """Check that the format of the optimizer's state holds what the rule divides by."""
     if o.optimizer_state_dtype == "float8" and o.optimizer not in ("sgd", "lion") and o.adam_eps < LEAST_EPS:
-        return [
-            f"--adam-eps {o.adam_eps:g} with --optimizer-state-dtype float8, whose second moments end at the square of "
-            f"5e-9: give --adam-eps {LEAST_EPS:g} or more, or --optimizer-state-dtype bfloat16"
-        ]
+        text = (
+            f"{stated(o, 'adam_eps')} with {{optimizer_state_dtype=float8}}, whose second moments end at the square of "
+            f"5e-9: give {with_value('adam_eps', LEAST_EPS)} or more, or {{optimizer_state_dtype=bfloat16}}"
+        )
+        return [Problem(("adam_eps", "optimizer_state_dtype"), text)]
     return []
 
 
@@ -26,144 +38,193 @@ def kept_by(batch: int, c: TrainConfig) -> int | None:
     return next((micro for micro in range(c.micro_batch, 0, -1) if batch % (micro * c.dp) == 0), None)
 
 
-def batch_problems(c: TrainConfig) -> list[str]:
+def batch_problems(c: TrainConfig) -> list[Problem]:
     """Check micro-batch, accumulation, global batch, ramp-up and the length of the run."""
     t = c.training
-    micro, batch, number = t.micro_batch_size, t.global_batch_size, t.num_accumulation_steps
     if out_of_bounds(t):
         return []  # reported already
-    if micro == "auto" and number is not None:
-        return [
-            f"--micro-batch-size auto contradicts --num-accumulation-steps {number}; give --global-batch-size instead"
-        ]
-    if micro == "auto" and batch is None:
-        return ["--micro-batch-size auto needs --global-batch-size: samples of one step"]
-    p = c.parallel
-    if micro == "auto" and (p.model_ranks > 1 or p.zero_stage > 1):
-        layout = f"ZeRO {p.zero_stage}" if p.model_ranks == 1 else f"a model on {p.model_ranks} ranks"
-        return [f"--micro-batch-size auto with {layout}: each rank measures alone what fits; give a number"]
-    out = []
-    ranks = f" x {c.dp} data-parallel ranks" if c.dp > 1 else ""
-    if micro is None and not (batch and number):
-        out.append("--micro-batch-size is needed: samples of one forward pass (or auto)")
-    elif isinstance(micro, int) and batch and number and micro * number * c.dp != batch:
-        out.append(
-            f"--micro-batch-size {micro} x --num-accumulation-steps {number}{ranks} is {micro * number * c.dp}, "
-            f"not the --global-batch-size {batch}; leave one of the three out"
-        )
-    elif batch and batch % (unit := (number or 1 if micro is None else c.micro_batch) * c.dp):
-        product = f"--num-accumulation-steps {number}" if micro is None else f"--micro-batch-size {micro}"
-        product += f"{ranks} = {unit}" if ranks else ""
-        nearest = max(1, round(batch / unit)) * unit
-        less = kept_by(batch, c) if isinstance(micro, int) else None
-        keeps = f"--micro-batch-size {less} keeps the batch and its losses, and " if less else ""
-        out.append(
-            f"--global-batch-size {batch} is not a multiple of {product}; {keeps}the nearest multiple is {nearest}"
-        )
+    if t.micro_batch_size == "auto" and (problem := _measured_problem(c)):
+        return [problem]
+    out = _sizes_problems(c)
     if not c.lengths:
-        others = ", ".join(map(spelling, LENGTHS[1:]))
-        out.append(f"--train-iters is needed: how many steps (or one of {others})")
+        others = ", ".join(f"{{{name}}}" for name in LENGTHS[1:])
+        out.append(Problem(LENGTHS, f"{{train_iters}} is needed: how many steps (or one of {others})", "missing"))
     elif len(c.lengths) > 1:
         both = "both" if len(c.lengths) == 2 else "all"
-        out.append(f"{' and '.join(map(spelling, c.lengths))} {both} set the length of the run; give one")
+        out.append(Problem(tuple(c.lengths), f"{named(c.lengths)} {both} set the length of the run; give one"))
     if t.step_batch_size_schedule is not None:
         out += batch_schedule_problems(c)
     elif t.rampup_batch_size:
         out += rampup_problems(c)
     is_counted = not out and c.lengths[0] not in ("train_iters", "train_epochs") and t.train_tokens != "auto"
     if is_counted and c.steps == 0:
-        length = f"{spelling(c.lengths[0])} {getattr(t, c.lengths[0])}"
         least = f"{c.batch(0)} samples"
         if c.lengths[0] == "train_tokens":
             least += f", which are {c.batch(0) * (c.data.seq_length or 0):,} tokens"
-        out.append(f"{length} is less than one global batch of {least}; raise it, or lower the batch")
+        text = f"{stated(t, c.lengths[0])} is less than one global batch of {least}; raise it, or lower the batch"
+        out.append(Problem((c.lengths[0], "global_batch_size"), text))
     return out
 
 
-def rampup_problems(c: TrainConfig) -> list[str]:
+def _measured_problem(c: TrainConfig) -> Problem | None:
+    """Check that a micro-batch can be measured."""
+    t, p = c.training, c.parallel
+    micro = "{micro_batch_size=auto}"
+    if t.num_accumulation_steps is not None:
+        both = f"{micro} contradicts {stated(t, 'num_accumulation_steps')}; give {{global_batch_size}} instead"
+        return Problem(("micro_batch_size", "num_accumulation_steps"), both)
+    if t.global_batch_size is None:
+        return Problem(("global_batch_size",), f"{micro} needs {{global_batch_size}}: samples of one step")
+    if p.model_ranks > 1 or p.zero_stage > 1:
+        layout = f"ZeRO {p.zero_stage}" if p.model_ranks == 1 else f"a model on {p.model_ranks} ranks"
+        text = f"{micro} with {layout}: each rank measures alone what fits; give a number"
+        return Problem(("micro_batch_size",), text)
+    return None
+
+
+def _sizes_problems(c: TrainConfig) -> list[Problem]:
+    """Check that micro-batches, accumulation steps and ranks make the global batch."""
+    t = c.training
+    micro, batch, number = t.micro_batch_size, t.global_batch_size, t.num_accumulation_steps
+    ranks = f" x {c.dp} data-parallel ranks" if c.dp > 1 else ""
+    if micro is None and not (batch and number):
+        return [missing("micro_batch_size", "samples of one forward pass (or auto)")]
+    if isinstance(micro, int) and batch and number and micro * number * c.dp != batch:
+        product = f"{stated(t, 'micro_batch_size')} x {stated(t, 'num_accumulation_steps')}{ranks}"
+        text = f"{product} is {micro * number * c.dp}, not the {stated(t, 'global_batch_size')}"
+        three = ("micro_batch_size", "num_accumulation_steps", "global_batch_size")
+        return [Problem(three, f"{text}; leave one of the three out")]
+    unit = (number or 1 if micro is None else c.micro_batch) * c.dp
+    if not batch or batch % unit == 0:
+        return []
+    factor = "num_accumulation_steps" if micro is None else "micro_batch_size"
+    product = f"{stated(t, factor)}{ranks} = {unit}" if ranks else stated(t, factor)
+    less = kept_by(batch, c) if isinstance(micro, int) else None
+    keeps = f"{with_value('micro_batch_size', less)} keeps the batch and its losses, and " if less else ""
+    nearest = max(1, round(batch / unit)) * unit
+    text = f"{stated(t, 'global_batch_size')} is not a multiple of {product}; {keeps}the nearest multiple is {nearest}"
+    return [Problem(("global_batch_size", factor), text)]
+
+
+def rampup_problems(c: TrainConfig) -> list[Problem]:
     ramp, batch, micro = c.training.rampup_batch_size, c.global_batch, c.micro_batch
-    flag = f"--rampup-batch-size {' '.join(map(str, ramp))}"
+    flag = stated(c.training, "rampup_batch_size")
+    about = ("rampup_batch_size",)
     if len(ramp) != 3 or min(ramp) <= 0:
-        return [f"{flag}: give three numbers above 0: START INCREMENT SAMPLES"]
+        return [Problem(about, f"{flag}: give three numbers above 0: START INCREMENT SAMPLES")]
     start, increment, samples = ramp
     out = []
     if c.lengths == ["train_iters"]:
-        out.append(f"{flag} needs the length in samples: --train-samples or --train-tokens instead of --train-iters")
+        out.append(Problem((*about, "train_iters"), f"{flag} {IN_SAMPLES}"))
     if samples / start > 10**6:
-        out.append(f"{flag}: up to {samples / start:.0f} steps of ramp-up; give at most a million")
+        text = f"{flag}: up to {samples / start:.0f} steps of ramp-up; give at most a million"
+        out.append(Problem(about, text))
     elif start > batch or (batch - start) % increment:
-        out.append(f"{flag}: --global-batch-size {batch} is never reached from {start} in steps of {increment}")
+        size = with_value("global_batch_size", batch)
+        text = f"{flag}: {size} is never reached from {start} in steps of {increment}"
+        out.append(Problem((*about, "global_batch_size"), text))
     elif start % (micro * c.dp) or increment % (micro * c.dp):
         # auto counts as 1: a divisor of every size is chosen.
         ranks = f" x {c.dp} data-parallel ranks = {micro * c.dp}" if c.dp > 1 else ""
-        unit = f"--micro-batch-size {c.training.micro_batch_size or micro}{ranks}"
-        out.append(f"{flag}: {start} and {increment} must be multiples of {unit}")
+        unit = f"{with_value('micro_batch_size', c.training.micro_batch_size or micro)}{ranks}"
+        text = f"{flag}: {start} and {increment} must be multiples of {unit}"
+        out.append(Problem((*about, "micro_batch_size"), text))
     return out
 
 
-def batch_schedule_problems(c: TrainConfig) -> list[str]:
+def batch_schedule_problems(c: TrainConfig) -> list[Problem]:
     t = c.training
-    flag = f"--step-batch-size-schedule {t.step_batch_size_schedule!r}"
+    flag = stated(t, "step_batch_size_schedule")
+    about = ("step_batch_size_schedule",)
     if t.rampup_batch_size:
-        return ["--step-batch-size-schedule contradicts --rampup-batch-size; give only one of them"]
+        text = "{step_batch_size_schedule} contradicts {rampup_batch_size}; give only one of them"
+        return [Problem((*about, "rampup_batch_size"), text)]
     try:
         starts, batches = zip(*c.batch_schedule or [(0, 0)], strict=True)
     except ValueError as error:
-        return [f"{flag}: {error}; write for example '0:768 250B:1536'"]
+        return [Problem(about, f"{flag}: {plain(error)}; write for example '0:768 250B:1536'")]
     out = []
     if starts[0] or any(a >= b for a, b in itertools.pairwise(starts)):
-        out.append(f"{flag}: its tokens must begin with 0 and grow, by a sample of {c.data.seq_length} or more")
+        text = f"{flag}: its tokens must begin with 0 and grow, by a sample of {c.data.seq_length} or more"
+        out.append(Problem(about, text))
     if min(batches) < 1 or any(a >= b for a, b in itertools.pairwise(batches)):
-        out.append(f"{flag}: its batches must grow, from 1")
+        out.append(Problem(about, f"{flag}: its batches must grow, from 1"))
     if batches[-1] != c.global_batch:
-        out.append(f"{flag} ends with a batch of {batches[-1]}, not of {c.global_batch}; leave --global-batch-size out")
+        text = f"{flag} ends with a batch of {batches[-1]}, not of {c.global_batch}; leave {{global_batch_size}} out"
+        out.append(Problem((*about, "global_batch_size"), text))
     if c.lengths == ["train_iters"]:
-        out.append(f"{flag} needs the length in samples: --train-samples or --train-tokens instead of --train-iters")
+        out.append(Problem((*about, "train_iters"), f"{flag} {IN_SAMPLES}"))
     unit = c.micro_batch * c.dp
     if not out and (odd := [n for n in batches if n % unit]):
         ranks = f" x {c.dp} data-parallel ranks = {unit}" if c.dp > 1 else ""
-        out.append(f"{flag}: {odd[0]} is not a multiple of --micro-batch-size {t.micro_batch_size}{ranks}")
+        text = f"{flag}: {odd[0]} is not a multiple of {stated(t, 'micro_batch_size')}{ranks}"
+        out.append(Problem((*about, "micro_batch_size"), text))
     return out
 
 
-def schedule_problems(c: TrainConfig, has_length: bool) -> list[str]:
+def schedule_problems(c: TrainConfig, has_length: bool) -> list[Problem]:
     """Check the update and its schedule; `has_length`: the length of the run is known."""
-    o, t = c.optimizer, c.training
-    out = []
-    if o.lr is None and not t.skip_train:
-        out.append("--lr is needed: the peak learning rate")
+    o = c.optimizer
+    out = _rates_problems(c)
+    mixed = _units_problems(c)
+    out += mixed
+    warmups = _warmups(o)
+    if len(warmups) > 1:
+        out.append(Problem(tuple(warmups), f"{named(sorted(warmups))} both set the warm-up; give one"))
+    if o.lr_decay_samples and o.lr_decay_tokens:
+        both = ("lr_decay_samples", "lr_decay_tokens")
+        out.append(Problem(both, f"{named(both)} both set the decay; give one"))
+    if o.muon_num_ns_steps >= 100:
+        text = f"{stated(o, 'muon_num_ns_steps')} must be below 100; 5 are enough"
+        out.append(Problem(("muon_num_ns_steps",), text))
+    if o.muon_tp_mode == "blockwise":
+        text = "{muon_tp_mode=blockwise} would make the result depend on the layout; give distributed"
+        out.append(Problem(("muon_tp_mode",), text))
+    if out or out_of_bounds(o) or not has_length or not c.steps:
+        return out
+    return _decay_problems(c, warmups) + _weight_decay_problems(o)
+
+
+def _rates_problems(c: TrainConfig) -> list[Problem]:
+    """Check the rates, and that each has something to move."""
+    o, out = c.optimizer, []
+    if o.lr is None and not c.training.skip_train:
+        out.append(missing("lr", "the peak learning rate"))
     for name in ("min_lr", "lr_warmup_init"):
         if o.lr is not None and getattr(o, name) > o.lr > 0:
-            out.append(f"{spelling(name)} {getattr(o, name)} is above --lr {o.lr}")
+            out.append(Problem((name, "lr"), f"{stated(o, name)} is above {stated(o, 'lr')}"))
     if o.head_lr is not None and not c.model.untie_embeddings_and_output_weights:
-        out.append(
-            "--head-lr: the output layer is the token table; give --embedding-lr, or "
-            "--untie-embeddings-and-output-weights for a layer of its own"
+        text = (
+            "{head_lr}: the output layer is the token table; give {embedding_lr}, or "
+            "{untie_embeddings_and_output_weights=True} for a layer of its own"
         )
+        out.append(Problem(("head_lr",), text))
     if o.cautious_weight_decay and o.optimizer == "sgd":
-        out.append(
-            "--cautious-weight-decay: SGD adds its decay to the gradient; choose another --optimizer or leave it out"
-        )
-    by_steps = [n for n in ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters") if getattr(o, n)]
-    names = "lr_decay_samples lr_decay_tokens lr_warmup_samples lr_warmup_tokens lr_wsd_decay_samples"
-    by_samples = [n for n in names.split() if getattr(o, n)]
+        text = "SGD adds its decay to the gradient; choose another {optimizer} or leave it out"
+        out.append(Problem(("cautious_weight_decay", "optimizer"), f"{{cautious_weight_decay=True}}: {text}"))
+    return out
+
+
+def _units_problems(c: TrainConfig) -> list[Problem]:
+    """Check that a run in steps has a schedule in steps, and one in samples or tokens none."""
     in_steps = "train_iters" in c.lengths
-    wrong = by_samples if in_steps else by_steps
-    if wrong and c.lengths:
-        length, unit = spelling(c.lengths[0]), "steps" if in_steps else "samples"
-        out.append(f"{' and '.join(map(spelling, wrong))} cannot be mixed with {length}; give all lengths in {unit}")
-    warmups = [n for n in ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens") if getattr(o, n)]
-    warmups += ["lr_warmup_fraction"] * (o.lr_warmup_fraction is not None)
-    if len(warmups) > 1:
-        out.append(f"{' and '.join(map(spelling, sorted(warmups)))} both set the warm-up; give one")
-    if o.lr_decay_samples and o.lr_decay_tokens:
-        out.append("--lr-decay-samples and --lr-decay-tokens both set the decay; give one")
-    if o.muon_num_ns_steps >= 100:
-        out.append(f"--muon-num-ns-steps {o.muon_num_ns_steps} must be below 100; 5 are enough")
-    if o.muon_tp_mode == "blockwise":
-        out.append("--muon-tp-mode blockwise would make the result depend on the layout; give distributed")
-    if out or wrong or out_of_bounds(o) or not has_length or not c.steps:
-        return out
+    wrong = [name for name in (IN_OTHER_UNITS if in_steps else BY_STEPS) if getattr(c.optimizer, name)]
+    if not wrong or not c.lengths:
+        return []
+    advice = f"give all lengths in {'steps' if in_steps else 'samples'}"
+    text = f"{named(wrong)} cannot be mixed with {{{c.lengths[0]}}}; {advice}"
+    return [Problem((*wrong, c.lengths[0]), text)]
+
+
+def _warmups(o: Optimizer) -> list[str]:
+    """Return the settings that give the length of the warm-up."""
+    out = [name for name in ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens") if getattr(o, name)]
+    return out + ["lr_warmup_fraction"] * (o.lr_warmup_fraction is not None)
+
+
+def _decay_problems(c: TrainConfig, warmups: Sequence[str]) -> list[Problem]:
+    """Check that the parts of the schedule fit into its length."""
+    out = []
     if c.decay_samples <= c.warmup_samples:
         decay, warmup = (
             f"{x / c.global_batch:g} iterations" if c.samples is None else f"{x:g} samples"
@@ -171,19 +232,24 @@ def schedule_problems(c: TrainConfig, has_length: bool) -> list[str]:
         )
         fitting = (c.decay_samples - 1) // c.global_batch
         most = f" to {fitting} or less" if warmups[0] == "lr_warmup_iters" and fitting > 0 else ""
-        out.append(
-            f"{spelling(warmups[0])}: the warm-up of {warmup} is not below the decay's {decay}; shorten it{most}"
-        )
-    if o.lr_decay_style == "WSD" and not 0 < c.wsd_samples <= c.decay_samples - c.warmup_samples:
-        out.append(
-            "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples, the length of its last part "
+        text = f"the warm-up of {warmup} is not below the decay's {decay}; shorten it{most}"
+        out.append(Problem((warmups[0],), f"{{{warmups[0]}}}: {text}"))
+    if c.optimizer.lr_decay_style == "WSD" and not 0 < c.wsd_samples <= c.decay_samples - c.warmup_samples:
+        text = (
+            "{lr_decay_style=WSD} needs {lr_wsd_decay_iters} or {lr_wsd_decay_samples}, the length of its last part "
             "between the warm-up and the end of the decay"
         )
-    if not o.ramps_decay:
-        for name in ("start_weight_decay", "end_weight_decay"):
-            if getattr(o, name) is not None:
-                out.append(f"{spelling(name)} needs --weight-decay-incr-style linear or cosine")
-    elif o.start_weight_decay is None or o.end_weight_decay is None:
-        style = f"--weight-decay-incr-style {o.weight_decay_incr_style}"
-        out.append(f"{style} needs --start-weight-decay and --end-weight-decay")
+        out.append(Problem(("lr_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"), text))
     return out
+
+
+def _weight_decay_problems(o: Optimizer) -> list[Problem]:
+    """Check that a weight decay that changes has both ends, and one that does not has none."""
+    ends = ("start_weight_decay", "end_weight_decay")
+    if not o.ramps_decay:
+        needed = "needs {weight_decay_incr_style=linear} or cosine"
+        return [Problem((name,), f"{{{name}}} {needed}") for name in ends if getattr(o, name) is not None]
+    if o.start_weight_decay is None or o.end_weight_decay is None:
+        text = f"{stated(o, 'weight_decay_incr_style')} needs {named(ends)}"
+        return [Problem(("weight_decay_incr_style", *ends), text)]
+    return []

@@ -8,7 +8,8 @@ from typing import Any
 
 from meshwright.base.hints import find_address, refuse_address
 from meshwright.base.storage import addresses
-from meshwright.config.fields import cached, group_values, shown_name, spelling
+from meshwright.config.fields import cached, group_values
+from meshwright.config.problem import Problem, plain, stated, with_value
 from meshwright.config.text_inputs import TextInputs
 
 BOUNDS: dict[str, tuple[Callable[[float], bool], str]] = {
@@ -19,20 +20,19 @@ BOUNDS: dict[str, tuple[Callable[[float], bool], str]] = {
 }
 
 
-def planned_values(config: Any) -> list[str]:
+def planned_values(config: Any) -> list[Problem]:
     """Report values that are planned and not in this release."""
     out = []
     for group in group_values(config):
         for f in dataclasses.fields(group):
             value, only = getattr(group, f.name), f.metadata["only"]
             if only is not None and value not in only:
-                flag = spelling(f.name) if value is True else f"{spelling(f.name)} {value}"
                 works = ", or ".join(f"give {v}" for v in only if v not in (None, False)) or "leave it out"
-                out.append(f"{flag} is not yet in this version; {works}")
+                out.append(Problem((f.name,), f"{stated(group, f.name)} is not yet in this version; {works}"))
     return out
 
 
-def unusable(config: Any) -> list[str]:
+def unusable(config: Any) -> list[Problem]:
     """Report empty strings, often unset shell variables, and numbers out of bounds."""
     out = remote_paths(config)
     for group in group_values(config):
@@ -42,14 +42,15 @@ def unusable(config: Any) -> list[str]:
             # A launched command may have empty arguments.
             may_be_empty = f.metadata["value"] == "WORDS" or f.metadata["positional"] == "rest"
             if not may_be_empty and (value == "" or (isinstance(value, list) and "" in value)):
-                out.append(f"{spelling(f.name)} is empty; leave the flag out, or is a shell variable unset?")
+                text = f"{{{f.name}}} is empty; leave it out, or is a shell variable unset?"
+                out.append(Problem((f.name,), text))
             most = 2**62 if f.name.endswith(("_samples", "_tokens")) else 2**31
             if type(value) is int and abs(value) >= most and f.name != "seed":
-                out.append(f"{spelling(f.name)} {str(value)[:20]} must be below {most}")
+                out.append(Problem((f.name,), f"{with_value(f.name, str(value)[:20])} must be below {most}"))
     return out
 
 
-def remote_paths(config: Any) -> list[str]:
+def remote_paths(config: Any) -> list[Problem]:
     """Report addresses, such as s3://bucket, where a path of this machine is needed.
 
     Without this, pathlib would make a folder named "s3:".
@@ -68,18 +69,19 @@ def remote_paths(config: Any) -> list[str]:
                 if (is_read_there or f.metadata["remote"]) and addresses.is_address(text):
                     continue
                 if isinstance(text, str) and (address := find_address(text)):
-                    out.append(f"{shown_name(f)} {refuse_address(address)}")
+                    why = plain(refuse_address(address).removeprefix(address))
+                    out.append(Problem((f.name,), with_value(f.name, address) + why))
     return out
 
 
-def out_of_bounds(group: Any, name: Callable[[str], str] = spelling) -> list[str]:
-    """Report numbers outside the range of their flag, whose `name` begins the report."""
+def out_of_bounds(group: Any) -> list[Problem]:
+    """Report numbers outside the range of their setting."""
     out = []
     for field, is_inside, rule in bounds_of(type(group)):
         value = getattr(group, field)
         for number in value if isinstance(value, list) else (value,):
             if isinstance(number, int | float) and not is_inside(number):
-                out.append(f"{name(field)} {number} {rule}")
+                out.append(Problem((field,), f"{with_value(field, number)} {rule}"))
     return out
 
 

@@ -12,8 +12,7 @@ from meshwright.config.check_model import architecture_problems, has_megatrons_s
 from meshwright.config.check_mup import given_bases, mup_problems
 from meshwright.config.check_steps import batch_problems, schedule_problems, state_problems
 from meshwright.config.check_values import out_of_bounds, planned_values, unusable
-from meshwright.config.fields import spelling
-from meshwright.config.grammar import ON_NONFINITE, ON_SPIKE, eval_tasks, reaction
+from meshwright.config.problem import Problem, missing, named, plain, stated, with_value
 from meshwright.config.schema import (
     EXIT_SIGNALS,
     LENGTHS,
@@ -26,8 +25,8 @@ from meshwright.config.schema import (
 )
 
 
-def problems(config: Any, needs_data: bool = True) -> list[str]:
-    """Return every objection; a command's own configuration adds its method `problems`."""
+def problems(config: Any, needs_data: bool = True) -> list[Problem]:
+    """Return every problem; a command's own configuration adds its method `problems`."""
     out = planned_values(config) + unusable(config)
     if hasattr(config, "problems"):
         out += config.problems()
@@ -38,210 +37,264 @@ def problems(config: Any, needs_data: bool = True) -> list[str]:
     return out
 
 
-def training_problems(c: TrainConfig, needs_data: bool) -> list[str]:
-    t, o, k = c.training, c.optimizer, c.checkpoint
-    layout, sizes = parallel_problems(c), batch_problems(c)
+def training_problems(c: TrainConfig, needs_data: bool) -> list[Problem]:
+    t, o = c.training, c.optimizer
+    sizes = batch_problems(c)
     has_length = not sizes and not out_of_bounds(t) and c.lengths != ["train_epochs"]
-    out = architecture_problems(c.model, c.data) + layout + precision_problems(c.precision) + sizes
+    out = architecture_problems(c.model, c.data) + parallel_problems(c) + precision_problems(c.precision) + sizes
     out += schedule_problems(c, has_length) + kernel_problems(t, c.model) + data_problems(c.data, needs_data)
     out += mup_problems(c) + logging_problems(c.logging) + eval_tasks_problems(c.logging)
-    if c.logging.eval_tasks_device and not (k.run_dir or k.save):
-        out.append("--eval-tasks-device reads a snapshot from the run's folder; give --run-dir or --save")
+    if c.logging.eval_tasks_device and not (c.checkpoint.run_dir or c.checkpoint.save):
+        text = "{eval_tasks_device} reads a snapshot from the run's folder; give {run_dir} or {save}"
+        out.append(Problem(("eval_tasks_device",), text))
     if t.seed >= 2**32 - 2:
-        out.append(f"--seed {t.seed} must be below {2**32 - 2}: numpy takes 32 bits, and up to 2 is added")
-    out += state_problems(o) + reaction_problems(t, k) + torch_format_problems(c) + averaging_problems(c)
+        limit = f"must be below {2**32 - 2}: numpy takes 32 bits, and up to 2 is added"
+        out.append(Problem(("seed",), f"{stated(t, 'seed')} {limit}"))
+    out += state_problems(o) + reaction_problems(t, c.checkpoint) + torch_format_problems(c) + averaging_problems(c)
+    return out + saving_problems(c) + loading_problems(c)
+
+
+def saving_problems(c: TrainConfig) -> list[Problem]:
+    """Check where a training saves, and its export."""
+    k, out = c.checkpoint, []
     if k.save_hf and k.save and os.path.realpath(k.save_hf) == os.path.realpath(k.save):
-        out.append(f"--save and --save-hf must differ (both are {k.save}); give two different folders")
-    if k.save_hf and t.skip_train:
-        out.append("--save-hf exports at the end of training, which --skip-train leaves out; use meshwright convert")
+        text = f"{{save}} and {{save_hf}} must differ (both are {plain(k.save)}); give two different folders"
+        out.append(Problem(("save", "save_hf"), text))
+    if k.save_hf and c.training.skip_train:
+        text = "{save_hf} exports at the end of training, which {skip_train=True} leaves out; use meshwright convert"
+        out.append(Problem(("save_hf", "skip_train"), text))
     if k.save_overwrite and k.save and (address := addresses.address_of(addresses.localize(k.save))):
-        out.append(f"--save-overwrite would have to move what is at {address}; give another address to --save")
+        text = f"{{save_overwrite=True}} would have to move what is at {address}; give another address to {{save}}"
+        out.append(Problem(("save_overwrite", "save"), text))
     if k.save_hf and not k.save:
-        out.append("--save-hf needs --save: it exports the last checkpoint")
-    if k.use_checkpoint_args and not k.load:
-        out.append("--use-checkpoint-args needs --load; give the folder of the checkpoint, or leave it out")
-    if t.skip_train and not k.load and not t.eval_iters:
-        out.append("--skip-train with --eval-iters 0 leaves nothing to do; raise --eval-iters")
-    if o.override_opt_param_scheduler and o.use_checkpoint_opt_param_scheduler:
-        out.append("--override-opt_param-scheduler contradicts --use-checkpoint-opt_param-scheduler; give one")
+        out.append(Problem(("save_hf",), "{save_hf} needs {save}: it exports the last checkpoint"))
     return out
 
 
-def averages_problems(k: Checkpoint) -> list[str]:
+def loading_problems(c: TrainConfig) -> list[Problem]:
+    """Check what a run that continues, or only validates, reads."""
+    k, o, t, out = c.checkpoint, c.optimizer, c.training, []
+    if k.use_checkpoint_args and not k.load:
+        text = "{use_checkpoint_args=True} needs {load}; give the folder of the checkpoint, or leave it out"
+        out.append(Problem(("use_checkpoint_args",), text))
+    if t.skip_train and not k.load and not t.eval_iters:
+        text = "{skip_train=True} with {eval_iters=0} leaves nothing to do; raise {eval_iters}"
+        out.append(Problem(("skip_train", "eval_iters"), text))
+    if o.override_opt_param_scheduler and o.use_checkpoint_opt_param_scheduler:
+        both = ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
+        text = "{override_opt_param_scheduler=True} contradicts {use_checkpoint_opt_param_scheduler=True}; give one"
+        out.append(Problem(both, text))
+    return out
+
+
+def averages_problems(k: Checkpoint) -> list[Problem]:
     if k.weights == "ema" and k.average_last:
-        return ["--weights ema and --average-last each replace the weights that are read; give one of them"]
+        text = "{weights=ema} and {average_last} each replace the weights that are read; give one of them"
+        return [Problem(("weights", "average_last"), text)]
     return []
 
 
-def averaging_problems(c: TrainConfig) -> list[str]:
+def averaging_problems(c: TrainConfig) -> list[Problem]:
     """Check the averages of weights that a training keeps, reads or validates."""
-    k, t, number = c.checkpoint, c.training, c.checkpoint.average_last
+    k, number = c.checkpoint, c.checkpoint.average_last
     out = []
     if k.weights == "ema" and not (k.load and k.finetune):
-        out.append("--weights ema begins a new run from averaged weights; give --load and --finetune, or leave it out")
+        needed = "give {load} and {finetune=True}, or leave it out"
+        text = f"{{weights=ema}} begins a new run from averaged weights; {needed}"
+        out.append(Problem(("weights",), text))
     if not number:
         return out
-    flag = f"--average-last {number}"
-    if t.skip_train:
-        out.append(f"{flag} follows a training, which --skip-train leaves out; use meshwright evaluate {flag}")
+    average = stated(k, "average_last")
+    if c.training.skip_train:
+        text = f"which {{skip_train=True}} leaves out; use `meshwright evaluate --average-last {number}`"
+        out.append(Problem(("average_last", "skip_train"), f"{average} follows a training, {text}"))
     if k.ckpt_format == "torch":
-        out.append(f"{flag} reads our own steps, and --ckpt-format torch saves Megatron's; give --ckpt-format native")
+        text = f"{average} reads our own steps, and {{ckpt_format=torch}} saves Megatron's; give {{ckpt_format=native}}"
+        out.append(Problem(("average_last", "ckpt_format"), text))
     if k.keep_last and k.keep_last < number:
-        out.append(f"{flag} needs that many saved steps, --keep-last {k.keep_last} keeps fewer; raise --keep-last")
+        text = f"{average} needs that many saved steps, {stated(k, 'keep_last')} keeps fewer; raise {{keep_last}}"
+        out.append(Problem(("average_last", "keep_last"), text))
     if k.save and number > 1 and not k.save_interval:
-        out.append(f"{flag} needs several saved steps, and only the last one is saved; give --save-interval")
+        text = f"{average} needs several saved steps, and only the last one is saved; give {{save_interval}}"
+        out.append(Problem(("average_last",), text))
     return out
 
 
-def torch_format_problems(c: TrainConfig) -> list[str]:
+def torch_format_problems(c: TrainConfig) -> list[Problem]:
     """Check that --ckpt-format torch, which is Megatron's, can hold what is trained."""
-    k, m, kind, stages = c.checkpoint, c.model, c.optimizer.optimizer, c.parallel.pipeline_model_parallel_size
+    k, m, kind = c.checkpoint, c.model, c.optimizer.optimizer
     if k.ckpt_format != "torch":
         return []
     unknown = {
-        "--qk-layernorm": m.qk_layernorm,
-        f"this --rope-scaling {m.rope_scaling}": not has_megatrons_scaling(m),
-        "--final-logit-softcapping": m.final_logit_softcapping,
-        "--use-parallel-residual": m.use_parallel_residual,
-        "--window-size": m.window_size,
-        "--disable-layernorm-bias": m.normalization == "LayerNorm" and not m.layernorm_bias,
-        "the average of --ema": c.optimizer.ema,
-        **dict.fromkeys(given_bases(m), True),
+        "qk_layernorm": ("{qk_layernorm=True}", m.qk_layernorm),
+        "rope_scaling": (f"this {stated(m, 'rope_scaling')}", not has_megatrons_scaling(m)),
+        "final_logit_softcapping": ("{final_logit_softcapping}", m.final_logit_softcapping),
+        "use_parallel_residual": ("{use_parallel_residual=True}", m.use_parallel_residual),
+        "window_size": ("{window_size}", m.window_size),
+        "layernorm_bias": ("{layernorm_bias=False}", m.normalization == "LayerNorm" and not m.layernorm_bias),
+        "ema": ("the average of {ema}", c.optimizer.ema),
+        **{name: (f"{{{name}}}", True) for name in given_bases(m)},
     }
-    reasons = [f"has no place for {flag}" for flag, is_on in unknown.items() if is_on]
+    reasons = {name: f"has no place for {what}" for name, (what, is_on) in unknown.items() if is_on}
     if kind not in ("adam", "adamw"):
-        reasons.append(f"holds Adam's state, not {kind}'s (--optimizer)")
-    if (m.num_layers or 0) % stages:
-        layers = f"--num-layers {m.num_layers} is not a multiple of --pipeline-model-parallel-size {stages}"
-        reasons.append(f"needs equal stages, but {layers}")
-    out = [f"--ckpt-format torch {reason}; give --ckpt-format native" for reason in reasons]
+        reasons["optimizer"] = f"holds Adam's state, not {kind}'s ({{optimizer}})"
+    if (m.num_layers or 0) % c.parallel.pipeline_model_parallel_size:
+        stages = stated(c.parallel, "pipeline_model_parallel_size")
+        reasons["num_layers"] = f"needs equal stages, but {stated(m, 'num_layers')} is not a multiple of {stages}"
+    out = [
+        Problem(("ckpt_format", name), f"{{ckpt_format=torch}} {reason}; give {{ckpt_format=native}}")
+        for name, reason in reasons.items()
+    ]
     if k.save and (address := addresses.address_of(addresses.localize(k.save))):
-        out.append(f"--ckpt-format torch does not work with --save {address}; save natively, and convert the run")
+        text = f"does not work with {with_value('save', address)}; save natively, and convert the run"
+        out.append(Problem(("ckpt_format", "save"), f"{{ckpt_format=torch}} {text}"))
     return out
 
 
-def reaction_problems(t: Training, k: Checkpoint) -> list[str]:
+def reaction_problems(t: Training, k: Checkpoint) -> list[Problem]:
     """Check what follows a step that is not finite or a loss spike, and the signals that end."""
     out = []
     if unknown := [name for name in t.exit_signal if name not in EXIT_SIGNALS]:
-        out.append(f"--exit-signal {' '.join(unknown)}: give some of {', '.join(EXIT_SIGNALS)}")
+        text = f"{with_value('exit_signal', unknown)}: give some of {', '.join(EXIT_SIGNALS)}"
+        out.append(Problem(("exit_signal",), text))
     if not 8 <= t.spike_window <= 10_000:
-        out.append(f"--spike-window {t.spike_window} is not in 8 to 10000: a median of few losses says little")
-    both = ("--on-nonfinite", t.on_nonfinite, ON_NONFINITE), ("--on-spike", t.on_spike, ON_SPIKE)
-    for flag, text, known in both:
-        found = reaction(text, known)
-        if found is None:
-            forms = f"{', '.join(known[:-1])} nor {known[-1]}"
-            out.append(f"{flag} {text!r} is neither {forms}; K is a whole number above 0")
-        elif found[0] == "rollback" and not k.save:
-            out.append(f"{flag} {text} goes back to a checkpoint of --save, which is not given; give --save DIR")
-        elif found[0] == "rollback" and k.no_save_optim:
-            out.append(f"{flag} {text} needs the optimizer's state, which --no-save-optim leaves out; give one of them")
+        text = f"{stated(t, 'spike_window')} is not in 8 to 10000: a median of few losses says little"
+        out.append(Problem(("spike_window",), text))
+    for name, reaction in (("on_nonfinite", t.on_nonfinite), ("on_spike", t.on_spike)):
+        if reaction.word == "rollback" and not k.save:
+            text = f"{stated(t, name)} goes back to a checkpoint of {{save}}, which is not given; give {{save=DIR}}"
+            out.append(Problem((name,), text))
+        elif reaction.word == "rollback" and k.no_save_optim:
+            state = "the optimizer's state, which {no_save_optim=True} leaves out"
+            out.append(Problem((name, "no_save_optim"), f"{stated(t, name)} needs {state}; give one of them"))
     return out
 
 
-def precision_problems(p: Precision) -> list[str]:
+def precision_problems(p: Precision) -> list[Problem]:
     out = []
     if p.fp16 and p.loss_scale is None and p.min_loss_scale > p.initial_loss_scale:
-        out.append(f"--min-loss-scale {p.min_loss_scale:g} is above --initial-loss-scale {p.initial_loss_scale:g}")
+        text = f"{stated(p, 'min_loss_scale')} is above {stated(p, 'initial_loss_scale')}"
+        out.append(Problem(("min_loss_scale", "initial_loss_scale"), text))
     if p.fp16 and p.bf16:
-        out.append("--fp16 and --bf16 cannot be combined; give one")
+        out.append(Problem(("fp16", "bf16"), "{fp16=True} and {bf16=True} cannot be combined; give one"))
     if (p.fp16 or p.bf16) and p.params_dtype == "float64":
-        out.append(f"--params-dtype float64 contradicts --{'fp16' if p.fp16 else 'bf16'}")
+        other = "fp16" if p.fp16 else "bf16"
+        out.append(Problem(("params_dtype", other), f"{{params_dtype=float64}} contradicts {{{other}=True}}"))
     if p.fp8_format and not p.bf16:
-        other = "--fp16 scales the loss for its own range" if p.fp16 else "all else is float32"
-        out.append(f"--fp8-format {p.fp8_format} needs bfloat16 around it, and {other}; give --bf16")
+        other = "{fp16=True} scales the loss for its own range" if p.fp16 else "all else is float32"
+        text = f"{stated(p, 'fp8_format')} needs bfloat16 around it, and {other}; give {{bf16=True}}"
+        out.append(Problem(("fp8_format", "bf16", "fp16"), text))
     return out
 
 
-def eval_tasks_problems(g: Logging) -> list[str]:
+def eval_tasks_problems(g: Logging) -> list[Problem]:
     try:
-        eval_tasks(g.eval_tasks or "")
-    except ValueError as e:
-        return [f"--eval-tasks {g.eval_tasks}: {e}"]
+        if g.eval_tasks is not None:
+            g.eval_tasks.check()
+    except ValueError as error:
+        return [Problem(("eval_tasks",), f"{stated(g, 'eval_tasks')}: {plain(error)}")]
     return []
 
 
-def logging_problems(g: Logging) -> list[str]:
+def logging_problems(g: Logging) -> list[Problem]:
     out = []
     if g.profile and g.profile_step_end <= g.profile_step_start:
-        out.append(f"--profile-step-end {g.profile_step_end} is not above --profile-step-start {g.profile_step_start}")
+        text = f"{stated(g, 'profile_step_end')} is not above {stated(g, 'profile_step_start')}"
+        out.append(Problem(("profile_step_end", "profile_step_start"), text))
     if not g.wandb_project and (g.wandb_exp_name or g.wandb_save_dir):
-        out.append("--wandb-exp-name and --wandb-save-dir need --wandb-project")
+        text = "{wandb_exp_name} and {wandb_save_dir} need {wandb_project}"
+        out.append(Problem(("wandb_exp_name", "wandb_save_dir"), text))
     return out
 
 
-def forecast_problems(c: TrainConfig, needs_data: bool = True) -> list[str]:
+def forecast_problems(c: TrainConfig, needs_data: bool = True) -> list[Problem]:
     """Check only what decides which samples a training will read."""
     t, p = c.training, c.parallel
     out = data_problems(c.data, needs_data)
     if c.data.seq_length is None:
-        out.append("--seq-length is needed: tokens of one sample")
+        out.append(missing("seq_length", "tokens of one sample"))
     if len(c.lengths) != 1:
-        few = f"{' and '.join(map(spelling, c.lengths))} are given" if c.lengths else "none is given"
-        units = f"{', '.join(map(spelling, LENGTHS[:-1]))} and {spelling(LENGTHS[-1])}"
-        out.append(f"one of {units} is needed for the length; {few}")
+        few = f"{named(c.lengths)} are given" if c.lengths else "none is given"
+        units = f"{', '.join(f'{{{name}}}' for name in LENGTHS[:-1])} and {{{LENGTHS[-1]}}}"
+        out.append(Problem(LENGTHS, f"one of {units} is needed for the length; {few}", "missing"))
     if t.global_batch_size is None and p.world_size is None and p.model_ranks > 1:
-        out.append(
-            f"--global-batch-size or --world-size is needed: the model will run on {p.model_ranks} ranks or more"
-        )
+        needed = f"the model will run on {p.model_ranks} ranks or more"
+        text = f"{{global_batch_size}} or {{world_size}} is needed: {needed}"
+        out.append(Problem(("global_batch_size", "world_size"), text, "missing"))
     if t.micro_batch_size in (None, "auto") and t.global_batch_size is None:
-        out.append("--global-batch-size or --micro-batch-size is needed: samples of one step")
+        text = "{global_batch_size} or {micro_batch_size} is needed: samples of one step"
+        out.append(Problem(("global_batch_size", "micro_batch_size"), text, "missing"))
     return out
 
 
-def reading_problems(c: Any, command: str, copies: bool = False) -> list[str]:
+def reading_problems(c: Any, command: str, copies: bool = False) -> list[Problem]:
     """Check a command that reads a trained model.
 
     With `copies` it uses all ranks, for several copies of the model and parts of sequences.
     """
     p, out = c.parallel, precision_problems(c.precision)
     if c.training.micro_batch_size == "auto":
-        out.append("--micro-batch-size auto is only for training; give a number")
+        out.append(Problem(("micro_batch_size",), "{micro_batch_size=auto} is only for training; give a number"))
     out += naming_problems(p)
     if not out_of_bounds(p):
         cp, world = p.context_parallel_size, p.world_size or p.num_gpus_per_node * p.num_nodes
         if cp > 1 and not copies:
-            out.append(f"--context-parallel-size {cp} divides sequences, which {command} makes token by token; give 1")
+            text = f"{stated(p, 'context_parallel_size')} divides sequences, which {command} makes token by token"
+            out.append(Problem(("context_parallel_size",), f"{text}; give 1"))
         elif copies or world < p.model_ranks:
             out += ranks_problems(p, world)
     out += averages_problems(c.checkpoint)
-    return out if c.checkpoint.load else [*out, f"a checkpoint is needed: `meshwright {command} DIR` or --load DIR"]
+    if not c.checkpoint.load:
+        text = f"a checkpoint is needed: `meshwright {command} DIR` or {{load=DIR}}"
+        out.append(Problem(("load",), text, "missing"))
+    return out
 
 
-def generation_problems(c: GenerateConfig) -> list[str]:
+def generation_problems(c: GenerateConfig) -> list[Problem]:
     t, out = c.texts, reading_problems(c, "generate")
     if t.num_samples and not t.genfile:
-        out.append(f"--num-samples {t.num_samples} writes to a file; name it with --genfile")
+        text = f"{stated(t, 'num_samples')} writes to a file; name it with {{genfile}}"
+        out.append(Problem(("num_samples", "genfile"), text))
     if t.sample_output_file and not t.sample_input_file:
-        out.append("--sample-output-file holds continuations; name the prompts with --sample-input-file")
+        text = "{sample_output_file} holds continuations; name the prompts with {sample_input_file}"
+        out.append(Problem(("sample_output_file",), text))
     has_prompts = t.prompt is not None or t.prompts is not None
     modes = [bool(t.num_samples), bool(t.sample_input_file), t.interactive, t.prompt is not None, t.prompts is not None]
     if sum(modes) > 1:
-        names = "--num-samples, --sample-input-file, --prompt, --prompts and --interactive"
-        out.append(f"{names} cannot be combined; give one")
+        names = "{num_samples}, {sample_input_file}, {prompt}, {prompts} and {interactive=True}"
+        about = ("num_samples", "sample_input_file", "prompt", "prompts", "interactive")
+        out.append(Problem(about, f"{names} cannot be combined; give one"))
     default = type(t)()
-    others = [n for n in "output json num_return_sequences logprobs".split() if getattr(t, n) != getattr(default, n)]
-    others += [n for n in ("beam_width", "length_penalty") if getattr(t, n) is not None]
+    of_prompts = ("output", "json", "num_return_sequences", "logprobs")
+    others = [name for name in of_prompts if getattr(t, name) != getattr(default, name)]
+    others += [name for name in ("beam_width", "length_penalty") if getattr(t, name) is not None]
     if others and not has_prompts:
-        out += [f"{spelling(n)} is for --prompt and --prompts; give one of them" for n in others]
+        out += [Problem((n,), f"{{{n}}} is for {{prompt}} and {{prompts}}; give one of them") for n in others]
     if t.stop and (t.num_samples or t.sample_input_file or t.dialogue == "megatron"):
-        out.append("--stop is for --prompt, --prompts and a plain dialogue; leave it out")
+        text = "{stop} is for {prompt}, {prompts} and a plain dialogue; leave it out"
+        out.append(Problem(("stop",), text))
     if t.length_penalty is not None and t.beam_width is None:
-        out.append(f"--length-penalty {t.length_penalty:g} is for beam search; give --beam-width too")
+        text = f"{stated(t, 'length_penalty')} is for beam search; give {{beam_width}} too"
+        out.append(Problem(("length_penalty", "beam_width"), text))
     if t.logprobs is not None and has_prompts and not t.json and not (t.output or "").endswith(".jsonl"):
-        out.append(f"--logprobs {t.logprobs} writes numbers beside the text; give --json too")
+        text = f"{stated(t, 'logprobs')} writes numbers beside the text; give {{json=True}} too"
+        out.append(Problem(("logprobs", "json"), text))
     return out + (beam_problems(c) if t.beam_width is not None else [])
 
 
-def beam_problems(c: GenerateConfig) -> list[str]:
+def beam_problems(c: GenerateConfig) -> list[Problem]:
     t, s, default = c.texts, c.sampling, type(c.sampling)()
-    names = "temperature top_k top_p min_p repetition_penalty recompute".split()
-    drawing = [spelling(n) for n in names if getattr(s, n) != getattr(default, n)]
-    out = [f"--beam-width {t.beam_width} searches and draws nothing; leave {', '.join(drawing)} out"] if drawing else []
+    of_draws = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "recompute")
+    drawing = [name for name in of_draws if getattr(s, name) != getattr(default, name)]
+    width, out = stated(t, "beam_width"), []
+    if drawing:
+        named = ", ".join(f"{{{name}}}" for name in drawing)
+        text = f"{width} searches and draws nothing; leave {named} out"
+        out.append(Problem(("beam_width", *drawing), text))
     if t.logprobs:
-        out.append(f"--logprobs {t.logprobs} lists other tokens, which --beam-width does not; give --logprobs 0")
+        text = f"{stated(t, 'logprobs')} lists other tokens, which {{beam_width}} does not; give {{logprobs=0}}"
+        out.append(Problem(("logprobs", "beam_width"), text))
     if t.num_return_sequences > (t.beam_width or 1):
-        n = t.num_return_sequences
-        out.append(f"--num-return-sequences {n} is more than --beam-width {t.beam_width}; raise the width")
+        text = f"{stated(t, 'num_return_sequences')} is more than {width}; raise the width"
+        out.append(Problem(("num_return_sequences", "beam_width"), text))
     return out

@@ -4,7 +4,8 @@
 2. `--train-data-path` and its sisters, or `--per-split-data-args-path`: a blend of files each.
 3. `--train-weighted-split-paths` and its sisters (bigscience): named groups of ranges of files.
 
-Only the files that flags name are read. ValueError says what is wrong.
+Only the files that flags name are read. ValueError says what is wrong, with fields as the text of a
+`Problem` has them.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import Any
 
 from meshwright.base.files import read_small
 from meshwright.base.hints import find_address, refuse_address
-from meshwright.config.fields import spelling
 from meshwright.config.grammar import blend, prefix_of
+from meshwright.config.problem import FLAGS, named, plain
 from meshwright.config.schema import Data
 
 PATHS_LIMIT = 64 << 20  # bytes of a file that names token files
@@ -53,7 +54,7 @@ class PathSet:
     split: str  # train, valid or test
     name: str | None  # of a named validation or test set
     sources: tuple[TokenFiles, ...]
-    flag: str  # that names them
+    flag: str  # the field that names them, in braces
     divided: bool = False  # by --split
 
     @property
@@ -78,10 +79,10 @@ def prefixes(d: Data) -> list[str]:
 
 def path_sets(d: Data) -> list[PathSet]:
     """Return the sets in the order train, valid, test; each in the order of its flag."""
-    named = path_settings(d)
-    ways = [[n for n in way if n in named] for way in (BLEND_FLAGS, SET_FLAGS, GROUP_FLAGS)]
-    meanings = ("--split divides", "takes whole files", "names groups")
-    used = [(" and ".join(map(spelling, way)), meaning) for way, meaning in zip(ways, meanings, strict=True) if way]
+    given = path_settings(d)
+    ways = [[n for n in way if n in given] for way in (BLEND_FLAGS, SET_FLAGS, GROUP_FLAGS)]
+    meanings = ("{split} divides", "takes whole files", "names groups")
+    used = [(named(way), meaning) for way, meaning in zip(ways, meanings, strict=True) if way]
     if len(used) > 1:
         (first, meaning), *others = used
         raise ValueError(f"{first}, which {meaning}, contradicts {' and '.join(n for n, _ in others)}; give either")
@@ -95,7 +96,7 @@ def path_sets(d: Data) -> list[PathSet]:
 
 
 def _together(d: Data) -> list[PathSet]:
-    flag = spelling("data_args_path" if d.data_args_path else "data_path")
+    flag = "{data_args_path}" if d.data_args_path else "{data_path}"
     values = _read(d.data_args_path, flag).split() if d.data_args_path else d.data_path
     sources = _blend(values, flag)
     return [PathSet(split, None, sources, flag, divided=True) for split in SPLITS]
@@ -103,9 +104,9 @@ def _together(d: Data) -> list[PathSet]:
 
 def _apart(d: Data) -> list[PathSet]:
     values: dict[str, list[str]] = {split: getattr(d, f"{split}_data_path") for split in SPLITS}
-    flags = {split: spelling(f"{split}_data_path") for split in SPLITS}
+    flags = {split: f"{{{split}_data_path}}" for split in SPLITS}
     if d.per_split_data_args_path:
-        flag = spelling("per_split_data_args_path")
+        flag = "{per_split_data_args_path}"
         values, flags = _per_split(d.per_split_data_args_path, flag), dict.fromkeys(SPLITS, flag)
     out = []
     for split in SPLITS:
@@ -120,12 +121,14 @@ def _apart(d: Data) -> list[PathSet]:
 def _each_alone(sources: tuple[TokenFiles, ...], d: Data, flag: str) -> list[PathSet]:
     """Return a set for each path, named by its file, or by its number if two names are equal."""
     if any(s.weight is not None for s in sources):
-        raise ValueError(f"{flag} with weights and --multiple-validation-sets: each path is a set; leave weights out")
+        raise ValueError(
+            f"{flag} with weights and {{multiple_validation_sets=True}}: each path is a set; leave weights out"
+        )
     if len(sources) < 2 and not d.validation_set_names:
         return [PathSet("valid", None, sources, flag)] if sources else []
     names = d.validation_set_names or [Path(s.prefix).name for s in sources]
     if len(names) != len(sources):
-        raise ValueError(f"--validation-set-names has {len(names)} names, but {flag} has {len(sources)} paths")
+        raise ValueError(f"{{validation_set_names}} has {len(names)} names, but {flag} has {len(sources)} paths")
     if not d.validation_set_names and len(set(names)) < len(names):
         names = [str(n) for n in range(len(sources))]
     return [PathSet("valid", name, (s,), flag) for name, s in zip(names, sources, strict=True)]
@@ -137,20 +140,22 @@ def _groups(d: Data) -> list[PathSet]:
         name = f"{split}_weighted_split_paths"
         texts, path = getattr(d, name), getattr(d, f"{name}_path")
         if texts and path:
-            raise ValueError(f"{spelling(name)} and {spelling(name)}-path say the same thing twice; give one")
-        flag = spelling(f"{name}_path" if path else name)
+            raise ValueError(f"{named((name, f'{name}_path'))} say the same thing twice; give one")
+        flag = f"{{{name}_path}}" if path else f"{{{name}}}"
         if path:
             try:
                 texts = shlex.split(_read(path, flag))
             except ValueError as error:
-                raise ValueError(f"{flag} {path}: {error}; it holds what {spelling(name)} would, in quotes") from None
+                raise ValueError(
+                    f"{flag} {plain(path)}: {plain(error)}; it holds what {{{name}}} would, in quotes"
+                ) from None
         if split == "train" and len(texts) > 1:
             raise ValueError(f"{flag} names {len(texts)} groups; training has one")
         for text in texts:
             try:
                 group, sources = _weighted_group(text)
             except ValueError as error:
-                raise ValueError(f"{flag} {text[:200]!r}{error}") from None
+                raise ValueError(f"{flag} {plain(repr(text[:200]))}{plain(error)}") from None
             out.append(PathSet(split, None if split == "train" else group, sources, flag))
     return out
 
@@ -189,7 +194,7 @@ def _blend(values: list[str], flag: str) -> tuple[TokenFiles, ...]:
     try:
         weights, paths = blend(values)
     except ValueError as error:
-        raise ValueError(f"{flag}: {error}") from None
+        raise ValueError(f"{flag}: {plain(error)}") from None
     if not paths:
         raise ValueError(f"{flag} names no data")
     return tuple(map(TokenFiles, paths, weights)) if weights else tuple(map(TokenFiles, paths))
@@ -200,18 +205,20 @@ def _per_split(path: str, flag: str) -> dict[str, list[str]]:
     try:
         found = json.loads(_read(path, flag))
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{flag} {path} is no JSON: {error}") from None
+        raise ValueError(f"{flag} {plain(path)} is no JSON: {plain(error)}") from None
     form = 'it must be an object {"train": [...], "valid": [...], "test": [...]}'
     if not isinstance(found, dict):
-        raise ValueError(f"{flag} {path}: {form}")
+        raise ValueError(f"{flag} {plain(path)}: {form}")
     if unknown := [str(key) for key in found if key not in SPLITS]:
-        raise ValueError(f"{flag} {path}: unknown key {', '.join(unknown)[:200]}; {form}")
+        raise ValueError(f"{flag} {plain(path)}: unknown key {', '.join(unknown)[:200]}; {form}")
     out = {}
     for split in SPLITS:
         value = found.get(split)
         words = value.split() if isinstance(value, str) else [] if value is None else value
         if not isinstance(words, list) or any(type(word) not in (str, int, float) for word in words):
-            raise ValueError(f"{flag} {path}: {split} must be a list of weights and prefixes, or one string of them")
+            raise ValueError(
+                f"{flag} {plain(path)}: {split} must be a list of weights and prefixes, or one string of them"
+            )
         out[split] = [str(word) for word in words]
     return out
 
@@ -221,7 +228,7 @@ def overlaps(d: Data) -> list[str]:
     sets = [] if d.mock_data else path_sets(d)
     train = [s for path_set in sets if path_set.split == "train" for s in path_set.sources]
     return [
-        f"{path_set.flag}: {s.prefix} is in the training set too, with the same documents: "
+        f"{FLAGS.render(path_set.flag)}: {s.prefix} is in the training set too, with the same documents: "
         f"this {path_set.key} loss is not of unseen text"
         for path_set in sets
         if path_set.split != "train" and not path_set.divided
@@ -234,11 +241,11 @@ def _read(path: str, flag: str) -> str:
     try:
         text = read_small(path, PATHS_LIMIT, pipes=True).decode()
     except OSError as error:
-        raise ValueError(f"{flag} {path} cannot be read: {error.strerror or error}") from None
+        raise ValueError(f"{flag} {plain(path)} cannot be read: {error.strerror or error}") from None
     except ValueError:
-        raise ValueError(f"{flag} {path} is no UTF-8 text") from None
+        raise ValueError(f"{flag} {plain(path)} is no UTF-8 text") from None
     if address := find_address(text):
-        raise ValueError(f"{flag} {path}: {refuse_address(address)}")
+        raise ValueError(f"{flag} {plain(path)}: {plain(refuse_address(address))}")
     return text
 
 
@@ -250,7 +257,7 @@ def _require_once(path_set: PathSet) -> None:
         if s.begin < ends.get(file, 0):
             where = f"{path_set.flag} {path_set.name}" if path_set.name else path_set.flag
             raise ValueError(
-                f"{where}: {s.prefix} appears twice, so its documents would be read twice; add up its weights"
+                f"{where}: {plain(s.prefix)} appears twice, so its documents would be read twice; add up its weights"
             )
         ends[file] = s.end
 
@@ -265,8 +272,8 @@ def _check_validation(d: Data, sets: list[PathSet]) -> None:
                 f"the set's name {path_set.name!r} becomes a part of tags; give printable letters without /"
             )
     if (d.multiple_validation_sets or d.validation_set_names) and not any(n in SET_FLAGS for n in path_settings(d)):
-        flag = "--multiple-validation-sets" if d.multiple_validation_sets else "--validation-set-names"
-        raise ValueError(f"{flag} needs --valid-data-path, or the valid of --per-split-data-args-path")
+        flag = "{multiple_validation_sets=True}" if d.multiple_validation_sets else "{validation_set_names}"
+        raise ValueError(f"{flag} needs {{valid_data_path}}, or the valid of {{per_split_data_args_path}}")
     blends = [path_set for path_set in sets if path_set.split == "valid" and len(path_set.sources) > 1]
     if d.full_validation and any(path_set.sources[0].weight is not None for path_set in blends):
-        raise ValueError("--full-validation reads every sample once; leave out the weights of the validation set")
+        raise ValueError("{full_validation=True} reads every sample once; leave out the weights of the validation set")

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.base import registry
-from meshwright.base.errors import UNAVAILABLE, UserError
+from meshwright.base.errors import UNAVAILABLE
 from meshwright.config.fields import group_values
+from meshwright.config.problem import Problem, SettingsError, stated
 from meshwright.config.schema import TrainConfig
 
 Switches = Mapping[str, tuple[str, Any]]  # switch -> the setting that it stands for, and its value
-Filled = tuple[TrainConfig, list[str], list[str]]  # a configuration, notices and objections
+Filled = tuple[TrainConfig, list[str], list[Problem]]  # a configuration, notices and problems
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class Dialect:
     old_switches: Switches = field(default_factory=dict)
     # Flags that are accepted without effect: the number of values (*: any), and why.
     no_effect: Mapping[str, tuple[int | str, str]] = field(default_factory=dict)
-    # (flag) -> the answer to one that is known and not accepted.
-    answer: Callable[[str], str | None] | None = None
+    # (flag, how it was given) -> the text of a problem, if it is known and not accepted.
+    answer: Callable[[str, str], str | None] | None = None
     # The suffix of files for --config, and (path) -> their settings.
     suffix: str = ""
     read: Callable[[Path], dict[str, Any]] | None = None
@@ -62,9 +63,9 @@ def no_effect() -> dict[str, tuple[int | str, str]]:
     return {name: reason for dialect in dialects() for name, reason in dialect.no_effect.items()}
 
 
-def known_elsewhere(flag: str) -> str | None:
-    """Return the answer to a flag that is known only in other programs."""
-    answers = (dialect.answer(flag) for dialect in dialects() if dialect.answer)
+def known_elsewhere(flag: str, given: str) -> str | None:
+    """Return the answer to a flag that is known only in other programs, and was given by a name."""
+    answers = (dialect.answer(flag, given) for dialect in dialects() if dialect.answer)
     return next(filter(None, answers), None)
 
 
@@ -83,8 +84,8 @@ def fill_from_file(config: TrainConfig, given: Collection[str]) -> Filled:
     for dialect in dialects():
         if dialect.fill:
             return dialect.fill(config, given)
-    file = config.parallel.deepspeed_config
-    raise UserError(f"--deepspeed_config {file} cannot be read: {registry.LACKING}", UNAVAILABLE)
+    file = stated(config.parallel, "deepspeed_config")
+    raise SettingsError(f"{file} cannot be read: {registry.LACKING}", UNAVAILABLE)
 
 
 def shown_arguments(config: TrainConfig, idle: Mapping[str, Any], backend: str) -> dict[str, Any]:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import pkgutil
-import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING as MISSING
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack
 
-from meshwright.base.errors import UserError
 from meshwright.config.pages import PAGES
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -44,13 +41,33 @@ class Facets(TypedDict, total=False):
     read: Literal["model", "run", ""]  # commands that read a model use it, to describe or to run it
 
 
+class Form:
+    """A setting in a small language, such as rollback:3: read once; `str` gives the text back."""
+
+    text: str
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Return the setting of a text; raise ValueError, which says what is wrong with it."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:  # a list of settings looks as it was given
+        return repr(self.text)
+
+
 PATHS = ("DIR", "FILE", "PATH", "PREFIX")
 DEFAULTS: dict[str, Any] = dict.fromkeys(Facets.__annotations__) | {"needs": (), "step": 0} | {"proof": "twin fuzz"}
 DEFAULTS |= {"resume": "note"} | dict.fromkeys(("word", "docs", "outcome", "read"), "")
 
 
-def flag(default: Any, text: str, *aliases: str, **facets: Unpack[Facets]) -> Any:
-    """Return a dataclass field that is a flag; the default `MISSING` makes it required."""
+def flag(default: Any, text: str | Callable[[], str], *aliases: str, **facets: Unpack[Facets]) -> Any:
+    """Return a dataclass field that is a flag; the default `MISSING` makes it required.
+
+    A text that depends on installed packages is a function, which `help_of` calls.
+    """
     own: dict[str, Any] = {"help": text, "aliases": aliases, **facets}
     if isinstance(own.get("needs"), str):
         own["needs"] = (own["needs"],)
@@ -58,6 +75,12 @@ def flag(default: Any, text: str, *aliases: str, **facets: Unpack[Facets]) -> An
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def help_of(f: dataclasses.Field[Any]) -> str:
+    """Return the help of a flag."""
+    text: str | Callable[[], str] = f.metadata["help"]
+    return text if isinstance(text, str) else text()
 
 
 def group(**facets: Unpack[Facets]) -> Callable[[type[T]], type[T]]:
@@ -75,6 +98,8 @@ def group(**facets: Unpack[Facets]) -> Callable[[type[T]], type[T]]:
 
 def spelling(name: str) -> str:
     """Return the flag of a field; three underscores are kept, as in Megatron."""
+    if name == "config_file":
+        return "--config"
     return "--" + name.replace("_", "-").replace("opt-param", "opt_param").replace(
         "deepspeed-config", "deepspeed_config"
     )
@@ -168,6 +193,39 @@ def is_list(kind: Any) -> bool:
     return typing.get_origin(kind) is list
 
 
+def form_of(kind: Any) -> type[Form] | None:
+    """Return the form of a setting, or of the elements of a list, that is more than text."""
+    plain = inner_type(kind)
+    plain = typing.get_args(plain)[0] if is_list(plain) else plain
+    return plain if isinstance(plain, type) and issubclass(plain, Form) else None
+
+
+@cached
+def forms_in(group: type) -> Mapping[str, type[Form]]:
+    """Return the settings of a group that have a form."""
+    forms = {name: form_of(kind) for name, (_, _, kind) in config_fields(group).items()}
+    return {name: form for name, form in forms.items() if form is not None}
+
+
+def read_forms(group: Any) -> None:
+    """Read the settings of a new group that were given as text, as in `Data(split="8,1,1")`."""
+
+    def read(form: type[Form], value: Any) -> Any:
+        return form.read(value) if isinstance(value, str) else value
+
+    for name, form in forms_in(type(group)).items():
+        value = getattr(group, name)
+        found = [read(form, each) for each in value] if isinstance(value, list) else read(form, value)
+        object.__setattr__(group, name, found)
+
+
+def as_text(value: Any) -> Any:
+    """Return a value as files and checkpoints hold it."""
+    if isinstance(value, list):
+        return [as_text(each) for each in value]
+    return str(value) if isinstance(value, Form) else value
+
+
 def choices_of(kind: Any) -> tuple[Any, ...]:
     plain = inner_type(kind)
     return typing.get_args(plain) if typing.get_origin(plain) is typing.Literal else ()
@@ -177,7 +235,7 @@ def text_kind(f: dataclasses.Field[Any], kind: Any) -> str:
     """Return what a field of text holds, as `Facets.value`; empty for all others."""
     plain = inner_type(kind)
     plain = typing.get_args(plain)[0] if is_list(plain) else plain
-    if choices_of(kind) or plain not in (str, Path):
+    if choices_of(kind) or not (plain in (str, Path) or form_of(kind)):
         return ""
     return f.metadata["value"] or ("PATH" if plain is Path else "FORM")
 
@@ -199,11 +257,6 @@ def word_of(f: dataclasses.Field[Any]) -> str:
     return f.metadata["word"] or f.name.rstrip("s").upper()
 
 
-def shown_name(f: dataclasses.Field[Any]) -> str:
-    """Return how messages name a field: by its flag, or by its word if it has none."""
-    return word_of(f) if f.metadata["positional"] else spelling(f.name)
-
-
 def switches(f: dataclasses.Field[Any]) -> tuple[list[str], list[str]]:
     """Return the flags that turn a boolean field on, and those that turn it off."""
     off = [a for a in f.metadata["aliases"] if a.startswith(("--disable", "--no-"))]
@@ -213,69 +266,18 @@ def switches(f: dataclasses.Field[Any]) -> tuple[list[str], list[str]]:
     return on, off
 
 
-def typed_spellings(cls: type, argv: Collection[str]) -> dict[str, str]:
-    """Return our spelling -> the typed one, of flags typed by another name or with underscores.
+def typed_flags(cls: type, argv: Collection[str]) -> dict[str, str]:
+    """Return field -> its flag as it was typed, also by another name or with underscores.
 
     --train-epochs stands for --train-samples too, which a run makes of it.
     """
     typed, out = [word.partition("=")[0] for word in argv if word.startswith("--")], {}
-    for _, f, kind in config_fields(cls).values():
-        ours = spelling(f.name)
-        names = switches(f)[0] if inner_type(kind) is bool else [ours, *f.metadata["aliases"]]
-        plain = {name.replace("_", "-") for name in names}
+    for name, (_, f, kind) in config_fields(cls).items():
+        names = switches(f)[0] if inner_type(kind) is bool else [spelling(name), *f.metadata["aliases"]]
+        plain = {word.replace("_", "-") for word in names}
         # If it is typed twice, the last one counts.
-        given = next((word for word in reversed(typed) if word.replace("_", "-") in plain), ours)
-        if given != ours:
-            out[ours] = given
-        if ours == "--train-epochs" and given in typed:
-            out.setdefault("--train-samples", given)
+        if (given := next((word for word in reversed(typed) if word.replace("_", "-") in plain), None)) is not None:
+            out[name] = given
+    if "train_epochs" in out:
+        out.setdefault("train_samples", out["train_epochs"])
     return out
-
-
-@functools.cache
-def keyword_arguments() -> Mapping[str, str]:
-    """Return flag -> what it is in a call from Python: save, bf16=True or mock_data=False."""
-    out = {f"--{name}": name for name in ("preset", "recipe", "depth")} | {"--config": "config_file"}
-    for cls in every_config():
-        for name, (_, f, kind) in config_fields(cls).items():
-            if inner_type(kind) is bool:
-                on, off = switches(f)
-                out |= dict.fromkeys(on, f"{name}=True") | dict.fromkeys(off, f"{name}=False")
-            else:
-                out |= dict.fromkeys([spelling(name), *f.metadata["aliases"]], name)
-    return types.MappingProxyType(out)
-
-
-@contextlib.contextmanager
-def keywords_in_errors(given: Collection[str] = (), typed: Collection[str] = ()) -> Iterator[None]:
-    """Let errors of a call from Python name keywords in the place of flags, but not in commands.
-
-    `given` are the caller's keywords; `typed` are flags that it gave, which stay. If it gave flags
-    alone, all do.
-    """
-    try:
-        yield
-    except UserError as error:
-        if given or not typed:
-            error.args = (in_keywords(str(error), given, typed),)
-        raise
-
-
-def in_keywords(message: str, given: Collection[str] = (), typed: Collection[str] = ()) -> str:
-    """Return a message with keywords of Python for flags, outside of commands in backticks."""
-    known = {**{spelling(name): name for name in given}, **keyword_arguments()}
-
-    def keyword(found: re.Match[str]) -> str:
-        flag: str | None = found["flag"]
-        space: str = found["space"] or ""
-        if flag is None:
-            return "setting"
-        if flag in typed or flag not in known:
-            return str(found[0])
-        return known[flag] + ("=" if space and "=" not in known[flag] else space)
-
-    # A space becomes "=" before a value: a number, a path, a quoted word, or capitals for one.
-    flag = r"""(?P<flag>--[A-Za-z][\w-]*)(?P<space>( (?=[A-Z]+\b|[\d'"/.]))?)"""
-    words = rf"""(?<![\w/.-])(?:{flag}|(?<!['"])flag(?=s?\b(?![/.-]\w)))"""
-    parts = re.split("(`[^`]*`)", message)
-    return "".join(part if part[:1] == "`" else re.sub(words, keyword, part) for part in parts)

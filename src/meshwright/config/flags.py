@@ -1,14 +1,12 @@
 """Resolve flags: defaults < --preset < --recipe < --config FILE < MESHWRIGHT_* < command line.
 
-argparse lacks what users of Megatron need: these layers with the source of each value, hints for
-retired and misspelled flags, and all mistakes at once. A configuration is a dataclass of groups,
+Each value has a source, flags of other programs and misspelt ones are answered, and all mistakes
+are listed at once; `argv.py` reads the command line. A configuration is a dataclass of groups,
 such as `TrainConfig`; a flat one, such as that of `report`, reads no files or environment.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -18,37 +16,51 @@ import re
 import reprlib
 import shlex
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from meshwright.base import console, registry
 from meshwright.base.errors import BAD_DATA, DONE, UNAVAILABLE, UserError
 from meshwright.base.files import parse_toml, read_small
-from meshwright.base.hints import did_you_mean, find_address, our_word, refuse_address
+from meshwright.base.hints import find_address, nearest, our_word, refuse_address
 from meshwright.base.storage import addresses
 from meshwright.config import check_values, checks, dialects, help, notices, presets, recipes
+from meshwright.config.argv import Syntax, answer_unknown, read_argv, syntax_of
 from meshwright.config.dialects import equal, known_elsewhere, no_effect, old_switches
 from meshwright.config.fields import (
-    cached,
+    as_text,
     choices_of,
     config_fields,
     config_groups,
     default_of,
     every_config,
+    form_of,
     group_values,
     inner_type,
     is_flat,
-    is_list,
-    shown_name,
     spelling,
-    switches,
+    typed_flags,
     word_of,
 )
-from meshwright.config.grammar import read_batch_schedule
+from meshwright.config.problem import (
+    Given,
+    Problem,
+    SettingsError,
+    Words,
+    in_words,
+    listed,
+    names_in,
+    plain,
+    require,
+    with_missing_last,
+    with_value,
+)
 from meshwright.config.schema import AMOUNTS, LENGTHS, OUTCOME, TrainConfig
 
 POWERS = {"k": 3, "m": 6, "b": 9, "g": 9, "t": 12}  # of ten, as people abbreviate them
+# Flags beside the settings; the first four may be given in Python too.
+CONTROL = ("preset", "recipe", "depth", "config_file", "dry_run", "print_config")
 SETTINGS_LIMIT = 4 << 20  # bytes of a file of settings
 ENVIRONMENT = "environment"  # the source of a value of MESHWRIGHT_*
 C = TypeVar("C")
@@ -79,19 +91,11 @@ class Parsed(Generic[C]):
     dry_run: bool
     print_config: bool
     recipe: str = ""
+    words: Words = dataclasses.field(default_factory=Words)  # in which problems name the settings
 
 
 class SwitchSource(str):
     """The source of a value that an older switch stands for."""
-
-
-class FlagParser(argparse.ArgumentParser):
-    """argparse without its usage dump and exit; errors name a flag by one spelling."""
-
-    used: frozenset[str] | None = None  # the settings that the command uses, if it accepts others
-
-    def error(self, message: str) -> typing.NoReturn:
-        raise UserError(re.sub(r"(--[\w-]+)(/--?[\w-]+)+", r"\1", message))
 
 
 def parse_settings(
@@ -105,42 +109,45 @@ def parse_settings(
 ) -> Parsed[C]:
     """Resolve a command line; `positional` names the field that arguments without a flag set.
 
-    `values` are settings by name, from Python. They win over the command line.
+    `values` are settings by name, from Python: they win over the command line, and problems name
+    settings as keyword arguments.
     """
-    names_follow = any(f.metadata["positional"] == "rest" for _, f, _ in config_fields(cls).values())
-    if (topic := help.requested_topic(argv, names_follow)) is not None:
+    syntax = syntax_of(cls, positional)
+    if (topic := help.requested_topic(argv, syntax.names_follow)) is not None:
         help.show_help(help.Command(cls, prog, about, positional), topic)
         raise SystemExit(DONE)
-    parser = _parser(cls, positional)
-    argv, complaints = _without_switch_values(argv if names_follow else _hyphenated(argv, parser), parser)
-    if not names_follow:
-        argv, without_value = _without_missing_values(argv, parser)
-        complaints += without_value + _given_twice(argv, parser)
-    namespace, unknown = _parse_known(parser, argv, complaints)
-    cli, values = vars(namespace), dict(values or {})
-    control = {k: cli.pop(k, None) for k in ("preset", "recipe", "depth", "config_file", "dry_run", "print_config")}
-    control |= {k: values.pop(k) for k in ("preset", "recipe", "depth", "config_file") if k in values}
-    reader = LayerReader(cls, complaints)
-    if positional:
-        unknown = _take_positional(cls, positional, cli, unknown, complaints)
-    for name in no_effect():
-        if (value := cli.pop("no_effect_" + name, None)) is not None:
-            reader.note_idle(name, value, "")
-    complaints += [_unknown(word, parser) for word in unknown if word.startswith("--")]
-    if unknown and not complaints:
-        advice = _advice_of_word(unknown[0], reader)
-        complaints.append(f"unexpected argument {unknown[0]!r}{advice}")
-        if "--config" in advice and os.path.isfile(unknown[0]):  # read it, so that nothing in it is missed
-            control["config_file"] = control["config_file"] or unknown[0]
+    reader = LayerReader(cls)
+    words = Words("keywords" if values or (values is not None and not argv) else "flags", reader.given)
+    with in_words(words):
+        return _resolve(reader, argv, syntax, check, values or {}, words)
 
+
+def _resolve(
+    reader: LayerReader, argv: list[str], syntax: Syntax, check: bool, values: Mapping[str, Any], words: Words
+) -> Parsed[Any]:
+    """Read the layers, lay them over each other and check the outcome."""
+    cls, problems = reader.cls, reader.problems
+    typed = {name: Given(flag) for name, flag in typed_flags(cls, argv).items()}
+    reader.given.update(typed)
+    cli, values = _read_command_line(reader, argv, syntax), dict(values)
+    control = {k: cli.pop(k, None) for k in CONTROL} | {k: values.pop(k) for k in CONTROL[:4] if k in values}
+
+    # The layers, each over those before it.
     layers = _layers_below(reader, control["preset"], control["config_file"])
-    layers.append(("command line", reader.convert_all(cli, "") | reader.convert_all(values, "")))
-    complaints += _for_one_start(reader, layers)
+    problems += _for_one_start(reader, layers, {*cli, *values})
+    of_command_line = reader.convert_all(cli, lambda name: typed.get(name, Given(spelling(name))))
+    layers.append(("command line", of_command_line | reader.convert_all(values, lambda name: Given(name, "="))))
     recipe, choices = _fit_layers(reader, control, layers)
-    if complaints and is_flat(cls):
-        raise UserError(listed(complaints))
+    if is_flat(cls):
+        require(problems)
+    built: Any
     built, sources = build_config(cls, layers)
     sources.update(recipes.explained(recipe, choices, sources))
+    words.remarks.update(recipes.remarks(sources, built))
+    if sources.get("num_layers", "").endswith(": --depth"):
+        reader.given["num_layers"] = words.how_given("depth")
+
+    # What the outcome lacks or contradicts.
     remote = check_values.remote_paths(built)  # before a file is opened
     if (check or control["dry_run"]) and isinstance(built, TrainConfig) and not remote:
         built = _with_deepspeed(built, sources, reader)
@@ -150,29 +157,73 @@ def parse_settings(
     reader.notices += _unused(cls, layers[-1][1])
     if choices and isinstance(built, TrainConfig):
         reader.notices.append("\n".join(recipes.describe(recipe, choices, built)))
-    objections = checks.problems(built) if check and is_complete else remote
-    answered = _answered(complaints) | ({"--output-prefix"} if control["dry_run"] else set())  # it writes nothing
-    objections = [line for line in objections if line.split()[0] not in answered]
-    if not recipe and (control["recipe"] or control["depth"] is not None):  # a recipe that is refused sets nothing
-        objections = [line for line in objections if " is needed" not in line]
-    complaints += _missing_in_one_line(objections) if complaints else objections
-    if complaints:
-        raise UserError(recipes.name_choices(listed(complaints), sources, built))
+    found = checks.problems(built) if check and is_complete else remote
+    found = _relevant(found, problems, control, is_recipe_refused=not recipe)
+    require(problems + with_missing_last(found) if problems else found)
     built = localized(built)
     only_prints = bool(control["dry_run"]), bool(control["print_config"])
-    return Parsed(built, sources, reader.notices, reader.idle, *only_prints, recipe)
+    return Parsed(built, sources, reader.notices, reader.idle, *only_prints, recipe, words)
 
 
-def _for_one_start(reader: LayerReader, layers: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
+def _read_command_line(reader: LayerReader, argv: list[str], syntax: Syntax) -> dict[str, Any]:
+    """Return the values of a command line as texts, by field."""
+    problems = reader.problems
+    typed = read_argv(argv, syntax)
+    problems += typed.problems
+
+    # Nothing more is known without what the command needs; a misspelt flag is often the reason.
+    reported = {name for problem in problems for name in problem.about}
+    lacking = {name: shown for name, shown in typed.missing(syntax).items() if name not in reported}
+    problems += [answer_unknown(word, syntax) for word in typed.unknown if word.startswith("--")]
+    if lacking:
+        required = f"the following arguments are required: {', '.join(lacking.values())}"
+        problems.append(Problem(tuple(lacking), plain(required)))
+        require(problems)
+
+    for name in [name for name in typed.values if name in no_effect()]:
+        reader.note_idle(name, typed.values.pop(name), "")
+
+    # What is left is the only mistake, or it follows from another one.
+    stray = [word for word in typed.unknown if not word.startswith("--")] + typed.words
+    if stray and not problems:
+        advice = _advice_of_word(stray[0], reader)
+        problems.append(Problem((), f"unexpected argument {plain(repr(stray[0]))}{advice}"))
+        if "{config_file}" in advice and os.path.isfile(stray[0]):  # read it, so that nothing in it is missed
+            typed.values.setdefault("config_file", stray[0])
+    return typed.values
+
+
+def _relevant(
+    found: Sequence[Problem], problems: Sequence[Problem], control: Mapping[str, Any], is_recipe_refused: bool
+) -> list[Problem]:
+    """Return the problems of the outcome that do not only follow from other problems."""
+    # Nothing reliable is known of a setting that was given and could not be read.
+    unread = {name for problem in problems for name in problem.about}
+    out = [problem for problem in found if unread.isdisjoint(problem.about)]
+    if control["dry_run"]:  # it writes nothing
+        out = [problem for problem in out if "output_prefix" not in problem.about]
+    if is_recipe_refused and (control["recipe"] or control["depth"] is not None):  # so that it sets nothing
+        out = [problem for problem in out if problem.kind != "missing"]
+    return out
+
+
+def _for_one_start(
+    reader: LayerReader, layers: Sequence[tuple[str, dict[str, Any]]], typed: Collection[str]
+) -> list[Problem]:
     """Refuse flags for one start, such as --trust-pickle, where the user may not see them."""
-    *below, (_, typed) = layers
-    given = [(n, label) for label, layer in below for n in layer.keys() & reader.fields.keys() - typed.keys()]
-    refused = [(n, label) for n, label in given if reader.fields[n][1].metadata["once"]]
+    once = {name for name, (_, f, _) in reader.fields.items() if f.metadata["once"]}
+    given = dict(layers)
+    for name in typed:
+        once.discard(name)
     return [
-        f"{spelling(n)} in {'the ' * (label == ENVIRONMENT)}{label}: it is for one start, so neither a file nor a "
-        "variable can set it; give it with the start itself, or leave it out there"
-        for n, label in sorted(refused)
-        if dict(below)[label][n] != default_of(reader.fields[n][1])
+        Problem(
+            (name,),
+            f"{{{name}}}: it is for one start, so neither a file nor a variable can set it; give it with the start "
+            "itself, or leave it out there",
+        )
+        for layer in given.values()
+        for name in sorted(once & layer.keys())
+        if layer[name] != default_of(reader.fields[name][1])
     ]
 
 
@@ -197,32 +248,34 @@ def _fit_layers(
     above = _merged(upper)
     try:
         depth = convert_value(int, control["depth"])
-    except argparse.ArgumentTypeError as error:
-        reader.complaints.append(f"--depth: {error}")
+    except ValueError as error:
+        reader.problems.append(Problem(("depth",), f"{{depth}}: {plain(error)}"))
         return "", {}
     recipe = control["recipe"] or (recipes.IMPLIED if depth is not None else "")
     if wrong := recipes.problems(recipe, depth, preset, above) if recipe else []:
-        reader.complaints += wrong
+        reader.problems += wrong
         return "", {}
     choices: dict[str, recipes.Choice] = {}
     is_auto = issubclass(cls, TrainConfig) and above.get("train_tokens") == "auto"
-    if is_auto and (others := [spelling(name) for name in LENGTHS if name != "train_tokens" and above.get(name)]):
-        reader.complaints.append(f"{others[0]} and --train-tokens auto both set the length of the run; give one")
+    if is_auto and (others := [name for name in LENGTHS if name != "train_tokens" and above.get(name)]):
+        both = f"{{{others[0]}}} and {{train_tokens=auto}} both set the length of the run; give one"
+        reader.problems.append(Problem((others[0], "train_tokens"), both))
         return "", {}
     if recipe or is_auto:
         given = {name: value for name, value in above.items() if value != "auto" or name != "train_tokens"}
         draft: Any = build_config(cls, [*base, ("", given)])[0]
-        if wrong := [line for group in group_values(draft) for line in check_values.out_of_bounds(group)]:
-            reader.complaints += wrong
+        if outside := [problem for group in group_values(draft) for problem in check_values.out_of_bounds(group)]:
+            reader.problems += outside
             return "", {}
         if recipe:
             try:
                 choices = recipes.apply_recipe(recipe, draft, recipes.Given(given, depth, preset, is_auto))
             except OverflowError:
-                reader.complaints.append(f"--recipe {recipe}: no run can have these sizes; give smaller ones")
+                text = f"{with_value('recipe', recipe)}: no run can have these sizes; give smaller ones"
+                reader.problems.append(Problem(("recipe",), text))
                 return "", {}
         elif is_auto and not (draft.model.num_layers and draft.model.hidden_size):
-            reader.complaints.append(recipes.NO_SIZES)
+            reader.problems.append(recipes.NO_SIZES)
         elif is_auto:
             choices = {"train_tokens": recipes.auto_tokens(draft)}
     if is_auto and choices:
@@ -238,95 +291,19 @@ def _fit_layers(
     return recipe, choices
 
 
-def _answered(complaints: list[str]) -> set[str]:
-    """Return the flags that complaints name: one with a wrong value or name is not missing too."""
-    flags = {flag for line in complaints for flag in re.findall(r"--[\w-]+", line)}
-    lengths = set(map(spelling, REPLACES["train_iters"]))
-    return flags | {spelling("train_iters")} if flags & lengths else flags
-
-
-def _missing_in_one_line(objections: list[str]) -> list[str]:
-    """Name several missing flags in one last line, so that no other mistake is lost above them."""
-    missing = [line for line in objections if re.match(r"--[\w-]+ is needed", line)]
-    if len(missing) < 2:
-        return objections
-    *names, last = (line.split()[0] for line in missing)
-    return [*(line for line in objections if line not in missing), f"{', '.join(names)} and {last} are needed too"]
-
-
-def _given_twice(argv: list[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Report settings that are given by two names, with different values."""
-    given: dict[str, dict[str, str]] = {}
-    for word, following in zip(argv, [*argv, ""][1:], strict=True):
-        name, equals, value = word.partition("=")
-        action = parser._option_string_actions.get(name)
-        if action is not None and action.nargs is None:
-            given.setdefault(action.dest, {})[name] = value if equals else following
-    both = (names for names in given.values() if len(names) > 1 and len(set(names.values())) > 1)
-    return [f"{' and '.join(names)} are names of one setting, with different values; give one" for names in both]
-
-
-def _parse_known(parser: FlagParser, argv: list[str], complaints: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse; beside missing flags report unknown ones too: a misspelled one is often the reason."""
-    try:
-        return parser.parse_known_args(argv)
-    except UserError as error:
-        missing = re.findall(r"--[\w-]+", str(error))
-        is_reported = missing and _answered(complaints).issuperset(missing)
-        needed = [action for action in parser._actions if action.required]
-        for action in needed:
-            action.required = False
-        with contextlib.suppress(UserError):
-            unknown = parser.parse_known_args(argv)[1]
-            complaints += [_unknown(word, parser) for word in unknown if word.startswith("--")]
-        for action in needed:  # the parser serves again
-            action.required = True
-        raise UserError(listed(complaints if is_reported else [*complaints, str(error)])) from None
-
-
-def _without_missing_values(argv: list[str], parser: FlagParser) -> tuple[list[str], list[str]]:
-    """Remove and report flags whose value is missing, at which argparse would stop."""
-    words, complaints = [], []
-    for word, following in zip(argv, [*argv, None][1:], strict=True):
-        action = parser._option_string_actions.get(word)
-        takes_value = action is not None and action.nargs in (None, "+", 1)
-        if not takes_value or (following is not None and parser._parse_optional(following) is None):
-            words.append(word)
-        else:
-            is_value = re.match(r"-[\d.]", following or "")
-            hint = f"; a value that begins with - is written {word}={following}" if is_value else ""
-            complaints.append(f"argument {word}: expected one argument{hint}")
-    return words, complaints
-
-
 def _layers_below(reader: LayerReader, preset: str | None, file: str | None) -> list[tuple[str, dict[str, Any]]]:
     """Return the layers that the command line overrides."""
     layers = []
     if preset:
-        presets.require_preset(preset, "--preset: ")
+        presets.require_preset(preset, "{preset}: ")
         layers.append((f"preset {preset}", {k: v for k, v in presets.PRESETS[preset].items() if k in reader.fields}))
     if file:
         if address := find_address(file):
-            raise UserError(f"--config {refuse_address(address)}")
+            raise SettingsError(f"{{config_file}} {plain(refuse_address(address))}")
         layers.append((file, reader.read_file(Path(file))))
     if not is_flat(reader.cls):
         layers.append((ENVIRONMENT, reader.read_environment()))
     return layers
-
-
-def _take_positional(
-    cls: type, positional: str, cli: dict[str, Any], unknown: list[str], complaints: list[str]
-) -> list[str]:
-    """Move arguments without a flag, before or after flags, to their field; return the others."""
-    bare = cli.pop("bare", None)
-    if is_list(config_fields(cls)[positional][2]):
-        words = [*(bare or []), *(word for word in unknown if not word.startswith("-"))]
-        if words:
-            cli[positional] = [*words, *cli.get(positional, [])]
-        return [word for word in unknown if word.startswith("-")]
-    if bare is not None and cli.setdefault(positional, bare) != bare:
-        complaints.append(f"{bare} and {spelling(positional)} {cli[positional]} name two folders; give one")
-    return unknown
 
 
 def _unused(cls: type, typed: Mapping[str, Any]) -> list[str]:
@@ -343,11 +320,11 @@ def _unused(cls: type, typed: Mapping[str, Any]) -> list[str]:
 def _advice_of_word(word: str, reader: LayerReader) -> str:
     """Return which flag takes an argument that stands without one, or an empty string."""
     if "prompt" in reader.fields:
-        return "; give the file to --prompts" if os.path.isfile(word) else "; give the text to --prompt"
+        return "; give the file to {prompts}" if os.path.isfile(word) else "; give the text to {prompt}"
     if "input" in reader.fields and os.path.exists(word):
-        return "; give it to --input"
+        return "; give it to {input}"
     is_settings = not is_flat(reader.cls) and word.endswith((".toml", ".yaml", ".yml", ".py"))
-    return "; give it to --config" if is_settings else ""
+    return "; give it to {config_file}" if is_settings else ""
 
 
 def _from_environment(sources: Mapping[str, str]) -> list[str]:
@@ -361,18 +338,14 @@ def _with_deepspeed(config: Any, sources: dict[str, str], reader: LayerReader) -
     given = {n for n, source in sources.items() if source != "default"}
     if isinstance(sources["zero_stage"], SwitchSource):  # ZeRO 1 leaves a higher stage to the file
         given.remove("zero_stage")
-    filled, notices, wrong = dialects.fill_from_file(config, given)
+    filled, notices, problems = dialects.fill_from_file(config, given)
     before, after = to_dict(config), to_dict(filled)
     sources.update({n: str(config.parallel.deepspeed_config) for n in after if after[n] != before[n]})
     if config.parallel.deepspeed_config:  # the switch beside it says the same
         reader.notices = [notice for notice in reader.notices if not notice.startswith("--deepspeed is accepted")]
     reader.notices += notices
-    reader.complaints += wrong
+    reader.problems += problems
     return filled
-
-
-def listed(complaints: list[str]) -> str:
-    return "\n  ".join(["", *complaints]) if len(complaints) > 1 else complaints[0]
 
 
 def build_config(cls: type[C], layers: list[tuple[str, dict[str, Any]]]) -> tuple[C, dict[str, str]]:
@@ -407,9 +380,8 @@ def build_config(cls: type[C], layers: list[tuple[str, dict[str, Any]]]) -> tupl
 def _fill_global_batch(training: dict[str, Any]) -> None:
     """Take the last batch of a schedule as the global batch; `checks` reports mistakes in it."""
     schedule = training.get("step_batch_size_schedule")
-    if schedule and training.get("global_batch_size") is None:
-        with contextlib.suppress(ValueError, IndexError):
-            training["global_batch_size"] = read_batch_schedule(schedule)[-1][1]
+    if schedule is not None and schedule.stages and training.get("global_batch_size") is None:
+        training["global_batch_size"] = schedule.stages[-1][1]
 
 
 def _with_switch(current: Any, value: Any) -> Any:
@@ -433,61 +405,7 @@ def switches_in_effect(config: Any, given: Mapping[str, Any]) -> dict[str, bool]
     return {s: True for s, (name, value) in switches.items() if _with_switch(values[name], value) == values[name]}
 
 
-# The parser.
-
-
-@cached
-def _parser(cls: type, positional: str | None = None) -> FlagParser:
-    """Return the parser of a command line; `help` shows the flags, so it has no texts."""
-    by_name = config_fields(cls)
-    parser = FlagParser(allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False)
-    parser.used = getattr(cls, "USES", None)
-    parser.add_argument("-h", "--help", "--help-all", action="store_true")  # for suggestions; `parse` answers it
-    # -1e-3 is a number too.
-    parser._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
-    if positional:
-        _, f, kind = by_name[positional]
-        parser.add_argument("bare", nargs="*" if is_list(kind) else "?", metavar=word_of(f))
-    for _, f, kind in by_name.values():
-        _add(parser, f, kind)
-    if is_flat(cls):
-        return parser
-    parser.add_argument("--preset")
-    if issubclass(cls, TrainConfig):
-        parser.add_argument("--recipe")
-        parser.add_argument("--depth")
-    parser.add_argument("--config", dest="config_file")
-    parser.add_argument("--print-config", action="store_true")
-    parser.add_argument("--dry-run", action="store_true")
-    for name, (dest, value) in equal().items():
-        if dest in by_name:
-            parser.add_argument(name, dest=dest, action="store_const", const=value)
-    for switch, (dest, _) in old_switches().items():
-        if dest in by_name:
-            parser.add_argument(spelling(switch), dest=switch, action="store_const", const=True)
-            parser.add_argument("--no-" + spelling(switch)[2:], dest=switch, action="store_const", const=False)
-    for name, (count, _) in no_effect().items():
-        if name not in parser._option_string_actions:
-            action: dict[str, Any] = {"nargs": count} if count else {"action": "store_true"}
-            parser.add_argument(name, dest="no_effect_" + name, **action)
-    return parser
-
-
-def _add(parser: FlagParser, f: dataclasses.Field[Any], kind: Any) -> None:
-    """Add the argparse entries of one field."""
-    required = default_of(f) is dataclasses.MISSING
-    if positional := f.metadata["positional"]:
-        one, many = (None, "+") if required else ("?", "*")
-        nargs = argparse.REMAINDER if positional == "rest" else many if is_list(kind) else one
-        parser.add_argument(f.name, nargs=nargs, metavar=word_of(f))
-    elif inner_type(kind) is bool:
-        for names, const in zip(switches(f), (True, False), strict=True):
-            if names:
-                parser.add_argument(*names, dest=f.name, action="store_const", const=const)
-    else:
-        # Values remain strings here; those of all layers are converted in one place.
-        more: dict[str, Any] = ({"nargs": "+" if required else "*"} if is_list(kind) else {}) | {"required": required}
-        parser.add_argument(spelling(f.name), *f.metadata["aliases"], dest=f.name, **more)
+# Values.
 
 
 def words_in(text: str) -> list[str]:
@@ -499,7 +417,7 @@ def words_in(text: str) -> list[str]:
 
 
 def convert_value(kind: Any, value: Any) -> Any:
-    """Return a value of any layer as the field's type; raise ArgumentTypeError if it is not one."""
+    """Return a value of any layer as the field's type; raise ValueError if it is not one."""
     words = [typing.get_args(k) for k in typing.get_args(kind) if typing.get_origin(k) is typing.Literal]
     if words and value in words[0]:  # beside numbers, as in `int | Literal["auto"]`
         return value
@@ -511,17 +429,19 @@ def convert_value(kind: Any, value: Any) -> Any:
         word = word if word in choices else OTHER_VALUES.get(word, SWITCHED.get(word.lower(), word))
         if word in choices:
             return word
-        raise argparse.ArgumentTypeError(
-            f"{_short(value)} is none of {', '.join(map(str, choices))}{NOT_WRITTEN.get(word, '')}"
-        )
+        raise ValueError(f"{_short(value)} is none of {', '.join(map(str, choices))}{NOT_WRITTEN.get(word, '')}")
     if inner is bool:
         word = str(value).lower() if isinstance(value, bool | int | str) else ""
         if word in ("1", "true", "yes", "0", "false", "no"):
             return word in ("1", "true", "yes")
-        raise argparse.ArgumentTypeError(f"{_short(value)} is not true or false")
+        raise ValueError(f"{_short(value)} is not true or false")
     if typing.get_origin(inner) is list:
         values = words_in(value) if isinstance(value, str) else value if isinstance(value, list) else [value]
         return [convert_value(typing.get_args(inner)[0], v) for v in values]
+    if (form := form_of(inner)) is not None:
+        if isinstance(value, bool | list | dict):
+            raise ValueError(f"{_short(value)} is not text")
+        return form.read(str(value))
     try:
         if inner is int and isinstance(value, float | str) and not str(value).lstrip("+-").isdigit():
             as_float = float(value)  # 1e6 and 2000.0 are whole numbers too
@@ -535,18 +455,7 @@ def convert_value(kind: Any, value: Any) -> Any:
         wanted = {"int": "a whole number", "float": "a number", "str": "text"}[inner.__name__]
         large = re.fullmatch(r"([\d.]{1,20}) ?([kmbtg])", value.strip(), re.I) if isinstance(value, str) else None
         advice = f"; write {large[1]}e{POWERS[large[2].lower()]}" if large else ""
-        raise argparse.ArgumentTypeError(f"{_short(value)} is not {wanted}{advice}") from None
-
-
-def _unknown(word: str, parser: FlagParser) -> str:
-    name, used = word.split("=")[0], parser.used
-    known = [option for option, a in parser._option_string_actions.items() if used is None or a.dest in used]
-    hyphenated = name.replace("_", "-")
-    ours = our_word("flags", hyphenated[2:], known)
-    hint = f"; here it is {ours}" if ours else did_you_mean(hyphenated, known, cutoff=0.8)
-    if any(action.nargs == argparse.REMAINDER for action in parser._actions):
-        hint = hint or "; flags of COMMAND go after it"
-    return known_elsewhere(name) or known_elsewhere(hyphenated) or f"unknown flag {name}{hint or '; see --help'}"
+        raise ValueError(f"{_short(value)} is not {wanted}{advice}") from None
 
 
 def _short(value: Any) -> str:
@@ -554,100 +463,90 @@ def _short(value: Any) -> str:
     return (repr(value) if isinstance(value, str) else reprlib.repr(value))[:100]
 
 
-def _hyphenated(argv: list[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Return the words with --seq_length, say, as --seq-length."""
-    flags, out = parser._option_string_actions, list[str]()
-    for word in argv:
-        name, equals, value = word.partition("=")
-        ours = name.replace("_", "-")
-        is_other = name.startswith("--") and name not in flags and ours in flags
-        out.append(ours + equals + value if is_other else word)
-    return out
-
-
-def _without_switch_values(argv: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
-    """Remove and report values of switches: some programs read `--fp16 False` as true."""
-    switches = {name for name, action in parser._option_string_actions.items() if action.nargs == 0}
-    words: list[str] = []
-    wrong = []
-    for word in argv:
-        name, equals, _ = word.partition("=")
-        if equals and name in switches:
-            words.append(name)
-            wrong.append(word)
-        elif words and words[-1] in switches and word.lower() in ("true", "false"):
-            wrong.append(f"{words[-1]} {word}")
-        else:
-            words.append(word)
-    return words, [f"{w}: this flag takes no value; write it alone, or leave it out" for w in wrong]
-
-
 # Files and the environment.
 
 
 class LayerReader:
-    """Converts the values of each layer and collects complaints and notices."""
+    """Converts the values of each layer; collects problems, notices and how settings were given."""
 
-    def __init__(self, cls: type, complaints: list[str]) -> None:
+    def __init__(self, cls: type) -> None:
         self.cls, self.fields = cls, config_fields(cls)
-        self.complaints = complaints
+        self.problems: list[Problem] = []
         self.notices: list[str] = []
         self.idle: dict[str, Any] = {}
+        self.given: dict[str, Given] = {}
         self.aliases = {
             _key(alias.lstrip("-")): n for n, (_, f, _) in self.fields.items() for alias in f.metadata["aliases"]
         }
 
-    def convert_all(self, values: Mapping[Any, Any], where: str) -> dict[str, Any]:
-        """Return names and values of one layer as fields and values of their types."""
+    def convert_all(self, values: Mapping[Any, Any], how: Callable[[str], Given]) -> dict[str, Any]:
+        """Return names and values of one layer as fields and values of their types.
+
+        `how` returns how the layer names a setting.
+        """
         out = {}
         idle = {_key(name.lstrip("-")): name for name in no_effect()}
         switches = {_key(name.lstrip("-")): pair for name, pair in equal().items() if pair[0] in self.fields}
         for key, value in values.items():
+            given = how(str(key)[:100])
             name = _key(str(key))
             name = name if name in self.fields else self.aliases.get(name, name)
             if name in switches and value is True:
                 name, value = switches[name]
             if name in self.fields:
+                if (word := word_of(self.fields[name][1])) and self.fields[name][1].metadata["positional"]:
+                    given = given._replace(name=word)
+                self.given[name] = given
                 try:
                     is_raw = name == "prompt" and isinstance(value, str)  # "none" is a prompt too
                     out[name] = value if is_raw else convert_value(self.fields[name][2], value)
-                except argparse.ArgumentTypeError as e:
-                    self.complaints.append(f"{shown_name(self.fields[name][1])}{where}: {e}")
+                except ValueError as error:
+                    self._refuse(name, given, f": {error}")
             elif name in old_switches():
-                self._read_switch(out, name, value, where)
+                self._read_switch(out, name, value, given)
             elif name in idle:
                 if value is not False:
-                    self.note_idle(idle[name], value, where)
-            elif elsewhere := known_elsewhere("--" + name.replace("_", "-")):
-                self.complaints.append(elsewhere + where)
+                    self.note_idle(idle[name], value, given.place)
+            elif answer := known_elsewhere("--" + name.replace("_", "-"), given.name):
+                self.problems.append(Problem(names_in(answer), answer + plain(given.place)))
             else:
-                ours = our_word("flags", name.replace("_", "-"), set(map(spelling, self.fields)))
-                hint = f"; here it is {ours}" if ours else did_you_mean(name, self.fields)
-                self.complaints.append(f"unknown setting {str(key)[:100]!r}{where}{hint}")
+                self._refuse_unknown(name, given, how)
         self._check_switches(out)
         return out
+
+    def _refuse(self, name: str, given: Given, why: str) -> None:
+        self.problems.append(Problem((name,), plain(given.name + given.place + why)))
+
+    def _refuse_unknown(self, name: str, given: Given, how: Callable[[str], Given]) -> None:
+        """Refuse a name that no setting has; suggest one."""
+        ours = our_word("flags", name.replace("_", "-"), self.fields)
+        near = nearest(name, self.fields)
+        hint = f"; here it is {ours}" if ours else f"; did you mean {how(near).name}?" if near else ""
+        text = f"unknown setting {plain(repr(given.name))}{plain(given.place)}{hint}"
+        self.problems.append(Problem(names_in(ours) or ((near,) if near else ()), text))
 
     def _check_switches(self, layer: Mapping[str, Any]) -> None:
         """Report what older switches of one layer contradict or include."""
         on = [name for name in old_switches() if layer.get(name)]
         recomputed = {old_switches()[name][1] for name in on if old_switches()[name][0] == "recompute_granularity"}
         if recomputed and len({*recomputed, layer.get("recompute_granularity")} - {None}) > 1:
-            self.complaints.append("--recompute-granularity selective contradicts full recomputation; give one")
+            text = "{recompute_granularity=selective} contradicts full recomputation; give one"
+            self.problems.append(Problem(("recompute_granularity",), text))
         if "deepspeed_activation_checkpointing" in on and "checkpoint_activations" not in on:
             also = "Megatron-DeepSpeed does so only with --checkpoint-activations"
             self.notices.append(f"--deepspeed-activation-checkpointing recomputes whole layers; {also}")
         if "use_distributed_optimizer" in on and (stage := layer.get("zero_stage", 0)) > 1:
             self.notices.append(f"--use-distributed-optimizer is --zero-stage 1; --zero-stage {stage} goes further")
 
-    def _read_switch(self, out: dict[str, Any], name: str, value: Any, where: str) -> None:
+    def _read_switch(self, out: dict[str, Any], name: str, value: Any, given: Given) -> None:
         if old_switches()[name][0] not in self.fields:
             return  # a file for several commands
         try:
             out[name] = convert_value(bool, value)
             if out[name] or name in self.idle:
                 self.idle[name] = out[name]
-        except argparse.ArgumentTypeError as error:
-            self.complaints.append(f"{spelling(name)}{where}: {error}")
+        except ValueError as error:
+            self._refuse(name, given, f": {error}")
 
     def note_idle(self, name: str, value: Any, where: str) -> None:
         """Report a flag that has no effect, and keep what was given."""
@@ -658,13 +557,14 @@ class LayerReader:
     def read_file(self, path: Path) -> dict[str, Any]:
         """Read a TOML, YAML or Python file, flat or in sections named after the groups."""
         if (settings := dialects.read_file(path)) is not None:
-            return self.convert_all(self._without_others(self._flat(settings)), f" in {path}")
+            return self._of_file(settings, path)
+        file = with_value("config_file", path)
         if path.suffix == ".py":
-            raise UserError(f"--config {path}: Python files cannot be read: {registry.LACKING}", UNAVAILABLE)
+            raise SettingsError(f"{file}: Python files cannot be read: {registry.LACKING}", UNAVAILABLE)
         try:
             text = read_small(path, SETTINGS_LIMIT, pipes=True).decode()
         except (OSError, UnicodeDecodeError) as e:
-            raise UserError(f"--config {path}: {e.strerror if isinstance(e, OSError) else 'not UTF-8 text'}") from None
+            raise SettingsError(f"{file}: {e.strerror if isinstance(e, OSError) else 'not UTF-8 text'}") from None
         try:
             if path.suffix in (".yaml", ".yml"):
                 import yaml
@@ -673,10 +573,14 @@ class LayerReader:
             else:
                 data = parse_toml(text)
         except Exception as e:  # a hostile file can break a reader in many ways, such as by deep nesting
-            raise UserError(f"--config {path}: {e}") from None
+            raise SettingsError(f"{file}: {plain(e)}") from None
         if not isinstance(data, dict):
-            raise UserError(f"--config {path}: not a table of settings")
-        return self.convert_all(self._without_others(self._flat(data)), f" in {path}")
+            raise SettingsError(f"{file}: not a table of settings")
+        return self._of_file(data, path)
+
+    def _of_file(self, settings: dict[Any, Any], path: Path) -> dict[str, Any]:
+        values = self._without_others(self._flat(settings))
+        return self.convert_all(values, lambda key: Given(key, " = ", f" in {path}"))
 
     def _flat(self, data: dict[Any, Any]) -> dict[Any, Any]:
         flat: dict[Any, Any] = {}
@@ -688,7 +592,7 @@ class LayerReader:
     def read_environment(self) -> dict[str, Any]:
         prefix = "MESHWRIGHT_"
         values = {k[len(prefix) :].lower(): v for k, v in os.environ.items() if k.startswith(prefix)}
-        return self.convert_all(self._without_others(values), " in the environment (MESHWRIGHT_*)")
+        return self.convert_all(self._without_others(values), lambda key: Given(prefix + key.upper(), "="))
 
     def _without_others(self, values: dict[Any, Any]) -> dict[Any, Any]:
         """Leave out settings of other commands: a file or a shell may hold settings for several."""
@@ -710,7 +614,7 @@ def given_settings(parsed: Parsed[Any]) -> dict[str, Any]:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Return flat name -> value, as saved with a checkpoint."""
-    return {n: v for f in dataclasses.fields(config) for n, v in dataclasses.asdict(getattr(config, f.name)).items()}
+    return {n: as_text(v) for f in dataclasses.fields(config) for n, v in vars(getattr(config, f.name)).items()}
 
 
 def localized(config: Any) -> Any:
@@ -746,7 +650,7 @@ def to_toml(config: Any, sources: Mapping[str, str] | None = None, only: Collect
         listed = [f for f in dataclasses.fields(group) if only is None or f.name in only]
         lines += [f"[{g.name}]"] * bool(listed)
         for f in listed:
-            value = getattr(group, f.name)
+            value = as_text(getattr(group, f.name))
             line = f"# {f.name} = none" if value is None else f"{f.name} = {_toml(value)}"
             lines.append(f"{line}  # {sources[f.name]}" if sources else line)
         lines += [""] * bool(listed)
@@ -760,11 +664,11 @@ def _toml(value: Any) -> str:
 
 def from_saved(cls: type[C], saved: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the settings of a checkpoint that this class has, converted to their types."""
-    reader = LayerReader(cls, [])
+    reader = LayerReader(cls)
     ours = {name: value for name, value in current_names(saved).items() if name in reader.fields}
-    out = reader.convert_all(ours, f" in {where}")
-    if reader.complaints:
-        raise UserError(listed(reader.complaints), BAD_DATA)
+    out = reader.convert_all(ours, lambda name: Given(name, " = ", f" in {where}"))
+    if reader.problems:
+        raise SettingsError(listed(reader.problems), BAD_DATA)
     return out
 
 

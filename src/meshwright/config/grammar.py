@@ -1,21 +1,39 @@
-"""Parse settings with a syntax of their own; ValueError says what is wrong."""
+"""Settings with a syntax of their own; ValueError says what is wrong with a text.
+
+An error of several settings together names them in braces, as the text of a `Problem`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import re
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, Self
 
 from meshwright.base import registry
 from meshwright.config.expressions import read_expression
+from meshwright.config.fields import Form
 
 
-def split_shares(split: str) -> list[float]:
-    """Parse '949,50,1' or '949/50/1'; missing shares are 0."""
-    parts = [float(x) for x in split.replace("/", ",").split(",")]
-    return (parts + [0.0] * 3)[: max(3, len(parts))]
+@dataclass(frozen=True, repr=False)
+class Split(Form):
+    """Shares of the documents for training, validation and test: 949,50,1 or 949/50/1."""
+
+    text: str
+    shares: tuple[float, ...]  # three; those that are missing are 0
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        try:
+            given = [float(share) for share in text.replace("/", ",").split(",")]
+        except ValueError:
+            raise ValueError(f"{text!r} is not three numbers such as 949,50,1") from None
+        if len(given) > 3 or not 0 < sum(given) < math.inf or min(given) < 0:
+            raise ValueError(f"{text!r} must be at most three numbers, none below 0 and not all 0")
+        return cls(text, (*given, 0.0, 0.0)[:3])
 
 
 def prefix_of(path: str) -> str:
@@ -45,42 +63,33 @@ def blend(values: list[str]) -> tuple[list[float] | None, list[str]]:
     return kept, prefixes
 
 
-def skipped(ranges: list[str]) -> list[tuple[int, int]]:
-    """Return ranges `A-B` as sorted pairs, of which both ends are skipped."""
-    out = []
-    for text in ranges:
-        first, dash, last = text.partition("-")
-        if not (dash and re.fullmatch("[0-9]{1,9}-[0-9]{1,9}", text) and 1 <= int(first) <= int(last)):
+@dataclass(frozen=True, repr=False)
+class Iterations(Form):
+    """A range A-B of iterations, of which both ends count."""
+
+    text: str
+    first: int
+    last: int
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        found = re.fullmatch("([0-9]{1,9})-([0-9]{1,9})", text)
+        if found is None or not 1 <= int(found[1]) <= int(found[2]):
             raise ValueError(f"{text!r} is not a range A-B of iterations, from 1 on")
-        out.append((int(first), int(last)))
-    out.sort()
-    for (_, end), (begin, _) in zip(out, out[1:], strict=False):
-        if begin <= end:
-            raise ValueError(f"the ranges {' '.join(ranges)} overlap")
-    return out
+        return cls(text, int(found[1]), int(found[2]))
 
 
-class BlendStage(NamedTuple):
-    """A blend of the training set from a point of the run on."""
+@dataclass(frozen=True, repr=False)
+class BlendStage(Form):
+    """A blend of the training set from a point of the run on, such as '60%: 0.5 a 0.5 b'."""
 
+    text: str
     begin: float
     unit: str  # samples, tokens, or % of the run
-    weights: dict[str, float]  # by prefix
+    weights: tuple[tuple[str, float], ...]  # by prefix
 
-    def first_sample(self, samples: int, length: int) -> int:
-        """Return the first sample of the stage in a run of so many samples of so many tokens."""
-        if self.unit == "%":
-            return round(samples * self.begin / 100)
-        return -(-int(self.begin) // length) if self.unit == "tokens" else int(self.begin)
-
-    def __str__(self) -> str:
-        return f"{self.begin:.15g}{self.unit if self.unit == '%' else ' ' + self.unit}"
-
-
-def blend_stages(texts: list[str]) -> list[BlendStage]:
-    """Parse stages such as '60%: 0.5 a 0.5 b'."""
-    out = list[BlendStage]()
-    for text in texts:
+    @classmethod
+    def read(cls, text: str) -> Self:
         found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)\s*(%|tokens|samples|)\s*:\s+(\S.*)", text)
         if found is None:
             raise ValueError(f"{text!r} is not of the form BEGIN: WEIGHT PREFIX WEIGHT PREFIX ...")
@@ -93,47 +102,119 @@ def blend_stages(texts: list[str]) -> list[BlendStage]:
         names = [prefix_of(prefix) for prefix in prefixes]
         if len(set(names)) < len(names):
             raise ValueError(f"{text!r} names a prefix twice; give each once")
-        stage = BlendStage(begin, unit, dict(zip(names, weights or [1.0], strict=True)))
-        if not begin or (out and out[-1].unit == unit and begin <= out[-1].begin):
-            raise ValueError(f"{text!r} does not begin after the blend before it; give stages in their order")
-        out.append(stage)
-    return out
+        return cls(text, begin, unit, tuple(zip(names, weights or [1.0], strict=True)))
+
+    def first_sample(self, samples: int, length: int) -> int:
+        """Return the first sample of the stage in a run of so many samples of so many tokens."""
+        if self.unit == "%":
+            return round(samples * self.begin / 100)
+        return -(-int(self.begin) // length) if self.unit == "tokens" else int(self.begin)
+
+    def follows(self, before: BlendStage | None) -> bool:
+        """Return whether the stage begins after another, or after the first sample."""
+        if before is not None and before.unit == self.unit:
+            return self.begin > before.begin
+        return self.begin > 0
+
+    @property
+    def start(self) -> str:
+        """The begin, as messages say it."""
+        return f"{self.begin:.15g}{self.unit if self.unit == '%' else ' ' + self.unit}"
 
 
-ON_NONFINITE, ON_SPIKE = ("stop", "skip:K", "rollback:K"), ("off", "warn", "stop", "rollback:K")
+@dataclass(frozen=True, repr=False)
+class Reaction(Form):
+    """What follows a bad step: a word, for `rollback:K` and `skip:K` at most so many times."""
+
+    text: str
+    word: str
+    times: int
+    forms: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        word, colon, number = text.partition(":")
+        if f"{word}:K" in cls.forms and re.fullmatch("[1-9][0-9]{0,5}", number):
+            return cls(text, word, int(number))
+        if word in cls.forms and not colon:
+            return cls(text, word, 0)
+        *others, last = cls.forms
+        raise ValueError(f"{text!r} is neither {', '.join(others)} nor {last}; K is a whole number above 0")
 
 
-def reaction(text: str, known: tuple[str, ...]) -> tuple[str, int] | None:
-    """Return the word and the number of `stop` or `skip:K`; None if it is not known."""
-    word, colon, number = text.partition(":")
-    if not colon:
-        return (word, 0) if word in known else None
-    return (word, int(number)) if f"{word}:K" in known and re.fullmatch("[1-9][0-9]{0,5}", number) else None
+class OnNonfinite(Reaction):
+    forms = ("stop", "skip:K", "rollback:K")
 
 
-def eval_tasks(text: str) -> dict[str, str]:
-    """Return name -> file of `NAME=FILE,NAME=FILE`; a comma in a file's name is part of it.
-
-    The names are those of the group `meshwright.tasks`.
-    """
-    known = registry.entries("tasks") if text else {}
-    if text and not known:
-        raise ValueError(f"there is no task: {registry.LACKING}, or leave it out")
-    out: dict[str, str] = {}
-    for one in re.split(r",(?=[a-z-]+=)", text) if text else ():
-        name, _, path = one.partition("=")
-        if name not in known or not path:
-            raise ValueError(f"{one!r} is not NAME=FILE with one of the names {', '.join(known)}")
-        if name in out:
-            raise ValueError(f"{name} is given twice; evaluate another file with `meshwright evaluate`")
-        out[name] = path
-    return out
+class OnSpike(Reaction):
+    forms = ("off", "warn", "stop", "rollback:K")
 
 
-PARTS = "--pipeline-model-parallel-size, times the pieces of each rank,"
+def describe_eval_tasks() -> str:
+    """Return the help of --eval-tasks, with the names that are registered."""
+    forms = ",".join(f"{name}=FILE" for name in registry.entries("tasks"))
+    return f"files to score the model on, also during a training: {forms or registry.LACKING}"
 
 
-def split_layers(layout: str | None, layers: int, stages: int) -> list[int]:
+@dataclass(frozen=True, repr=False)
+class EvalTasks(Form):
+    """NAME=FILE,NAME=FILE: files to score; a comma in a file's name is part of it."""
+
+    text: str
+    tasks: tuple[tuple[str, str], ...]  # names and files
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        tasks: dict[str, str] = {}
+        for one in re.split(r",(?=[a-z-]+=)", text):
+            name, _, path = one.partition("=")
+            if not name or not path:
+                raise ValueError(wrong_task(one))
+            if name in tasks:
+                raise ValueError(f"{name} is given twice; evaluate another file with `meshwright evaluate`")
+            tasks[name] = path
+        return cls(text, tuple(tasks.items()))
+
+    def check(self) -> None:
+        """Raise ValueError if there is no task of a name; those of `meshwright.tasks` are known."""
+        known = registry.entries("tasks")
+        if not known:
+            raise ValueError(f"there is no task: {registry.LACKING}, or leave it out")
+        for name, path in self.tasks:
+            if name not in known:
+                raise ValueError(wrong_task(f"{name}={path}"))
+
+
+def wrong_task(text: str) -> str:
+    return f"{text!r} is not NAME=FILE with one of the names {', '.join(registry.entries('tasks'))}"
+
+
+@dataclass(frozen=True, repr=False)
+class PipelineLayout(Form):
+    """The layers of each stage, as 6,6,6,6, or the stage of each layer, as [0]*6+[1]*6."""
+
+    text: str
+    counts: tuple[int, ...] = ()
+    ids: tuple[int, ...] = ()
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        if "[" in text:
+            ids = evaluate_list(text)
+            for layer, (before, stage) in enumerate(zip(ids, ids[1:], strict=False), 1):
+                if stage < before:
+                    raise ValueError(f"{text[:50]!r}: layer {layer} goes back from stage {before} to {stage}")
+            return cls(text, ids=tuple(ids))
+        if re.fullmatch(r"\s*[0-9]{1,9}\s*(,\s*[0-9]{1,9}\s*)*", text):
+            return cls(text, counts=tuple(int(n) for n in text.split(",")))
+        forms = "neither the layers of each stage, as 6,6,6,6, nor the stage of each layer, as [0]*6+[1]*6"
+        raise ValueError(f"{text[:50]!r} is {forms}")
+
+
+PARTS = "{pipeline_model_parallel_size}, times the pieces of each rank,"
+
+
+def split_layers(layout: PipelineLayout | None, layers: int, stages: int) -> list[int]:
     """Return the number of layers of each stage, in order."""
     if layout is None:
         # Extra layers go to the middle, later stages first: the last stage has the head, the first
@@ -141,66 +222,98 @@ def split_layers(layout: str | None, layers: int, stages: int) -> list[int]:
         order = sorted(range(stages), key=lambda i: (i == stages - 1, i == 0, abs(2 * i - stages + 1), -i))
         more = order[: layers % stages]
         return [layers // stages + (i in more) for i in range(stages)]
-    if "[" in layout:
-        ids = evaluate_list(layout)
-        for layer, (before, stage) in enumerate(zip(ids, ids[1:], strict=False), 1):
-            if stage < before:
-                raise ValueError(f"layer {layer} goes back from stage {before} to {stage}")
+    counts = list(layout.counts)
+    if ids := layout.ids:
         if ids[-1] >= stages:
             raise ValueError(f"there is a stage {ids[-1]}, but {PARTS} gives 0 to {stages - 1}")
         if len(ids) != layers:
-            raise ValueError(f"{len(ids)} layers have a stage, but --num-layers is {layers}")
+            raise ValueError(f"{len(ids)} layers have a stage, but {{num_layers}} is {layers}")
         counts = [ids.count(stage) for stage in range(stages)]
-    elif re.fullmatch(r"\s*[0-9]{1,9}\s*(,\s*[0-9]{1,9}\s*)*", layout):
-        counts = [int(n) for n in layout.split(",")]
-    else:
-        raise ValueError("neither the layers of each stage, as 6,6,6,6, nor the stage of each layer, as [0]*6+[1]*6")
     if len(counts) != stages:
         raise ValueError(f"{len(counts)} stages, but {PARTS} gives {stages}")
     if 0 in counts:
         raise ValueError(f"stage {counts.index(0)} has no layer (a list of each layer's stage stands in brackets)")
     if sum(counts) != layers:
-        raise ValueError(f"{sum(counts)} layers, but --num-layers is {layers}")
+        raise ValueError(f"{sum(counts)} layers, but {{num_layers}} is {layers}")
     return counts
 
 
-def read_batch_schedule(text: str) -> list[tuple[int, int]]:
-    """Return the pairs of --step-batch-size-schedule, whose numbers may end in K, M, B or T."""
-    units = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-    pairs = []
-    for word in text.replace(",", " ").split():
-        match = re.fullmatch(r"([0-9.]+)([KMBT]?):([0-9.]+)([KMBT]?)", word.upper())
-        if match is None:
-            raise ValueError(f"{word[:50]!r} is not TOKENS:BATCH")
-        tokens, batch = (int(float(match[n]) * units[match[n + 1]]) for n in (1, 3))
-        pairs.append((tokens, batch))
-    return pairs
+@dataclass(frozen=True, repr=False)
+class BatchSchedule(Form):
+    """TOKENS:BATCH TOKENS:BATCH ...: global batches, in numbers that may end in K, M, B or T."""
+
+    text: str
+    stages: tuple[tuple[int, int], ...]  # tokens from which a batch counts, and that batch
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        units = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+        number = r"([0-9]+\.?[0-9]*|\.[0-9]+)([KMBT]?)"
+        stages = []
+        for word in text.replace(",", " ").split():
+            match = re.fullmatch(f"{number}:{number}", word.upper())
+            if match is None:
+                raise ValueError(f"{word[:50]!r} is not TOKENS:BATCH; write for example '0:768 250B:1536'")
+            tokens, batch = (int(float(match[n]) * units[match[n + 1]]) for n in (1, 3))
+            stages.append((tokens, batch))
+        return cls(text, tuple(stages))
+
+
+@dataclass(frozen=True, repr=False)
+class Window(Form):
+    """How many tokens before each are seen: L, `L,0` or `(L,0)`; -1 for all."""
+
+    text: str
+    reach: int  # 0 for no window
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        parts = re.fullmatch(r"\(?\s*(-1|[0-9]{1,9})\s*(?:,\s*(?:0|-1)\s*)?\)?", text)
+        if not parts or int(parts[1]) == 0:
+            forms = "neither L nor L,0: L tokens before each, from 1 on, or -1 for all; 0 on the right"
+            raise ValueError(f"{text!r} is {forms}")
+        return cls(text, max(int(parts[1]), 0))
+
+
+@dataclass(frozen=True, repr=False)
+class WindowSkips(Form):
+    """Which layers have no window: each N-th, or those with 0 in a list such as ([1]*5+[0])*4."""
+
+    text: str
+    every: int = 0
+    kinds: tuple[int, ...] = ()
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        if not re.fullmatch("[0-9]{1,9}", text):
+            return cls(text, kinds=tuple(evaluate_list(text)))
+        if int(text) < 2:
+            raise ValueError(f"{text}: N must be at least 2, or no layer has the window")
+        return cls(text, every=int(text))
 
 
 @functools.cache
-def window_reach(size: str | None) -> int:
-    """Return L of `L`, `L,0` or `(L,0)`; 0 for no window."""
-    if size is None:
-        return 0
-    parts = re.fullmatch(r"\(?\s*(-1|[0-9]{1,9})\s*(?:,\s*(?:0|-1)\s*)?\)?", size)
-    if not parts or int(parts[1]) == 0:
-        raise ValueError("neither L nor L,0: L tokens before each, from 1 on, or -1 for all; 0 on the right")
-    return max(int(parts[1]), 0)
-
-
-@functools.cache
-def layers_with_window(skipped: str | None, layers: int) -> tuple[int, ...]:
-    """Return the layers that are not skipped: by N each N-th is, by a list those with 0."""
-    if skipped is None:
+def layers_with_window(skips: WindowSkips | None, layers: int) -> tuple[int, ...]:
+    """Return the layers that are not skipped."""
+    if skips is None:
         return tuple(range(layers))
-    if re.fullmatch("[0-9]{1,9}", skipped):
-        if int(skipped) < 2:
-            raise ValueError("N must be at least 2, or no layer has the window")
-        return tuple(i for i in range(layers) if (i + 1) % int(skipped))
-    kinds = evaluate_list(skipped)
-    if len(kinds) != layers:
-        raise ValueError(f"a list is of {len(kinds)} layers, but --num-layers is {layers}")
-    return tuple(i for i, kind in enumerate(kinds) if kind)
+    if skips.every:
+        return tuple(i for i in range(layers) if (i + 1) % skips.every)
+    if len(skips.kinds) != layers:
+        raise ValueError(f"a list is of {len(skips.kinds)} layers, but {{num_layers}} is {layers}")
+    return tuple(i for i, kind in enumerate(skips.kinds) if kind)
+
+
+@dataclass(frozen=True, repr=False)
+class Machines(Form):
+    """Addresses of machines with commas between them."""
+
+    text: str
+    addresses: tuple[str, ...]
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        return cls(text, tuple(address for one in text.split(",") if (address := one.strip())))
 
 
 def evaluate_list(text: str) -> list[int]:

@@ -28,6 +28,7 @@ from meshwright.config.fields import (
     config_fields,
     config_groups,
     default_of,
+    help_of,
     inner_type,
     is_flat,
     is_list,
@@ -39,6 +40,7 @@ from meshwright.config.fields import (
 )
 from meshwright.config.pages import PAGES, SHORT, Page
 from meshwright.config.presets import PRESETS
+from meshwright.config.problem import FLAGS
 from meshwright.config.recipes import RECIPES
 from meshwright.config.schema import TrainConfig
 
@@ -172,8 +174,8 @@ def help_lines(command: Command, topic: str = "") -> list[str]:
         return [f"{flag} is accepted and has no effect: {no_effect()[flag][1]}."]
     if same := equal().get(flag) or old_switches().get(flag[2:].replace("-", "_")):
         return [f"{flag} is {spelling(same[0])} {same[1]}."]
-    if elsewhere := known_elsewhere(flag):
-        return [f"{elsewhere}."]
+    if elsewhere := known_elsewhere(flag, flag):
+        return [f"{FLAGS.render(elsewhere)}."]
     return find_flags(command, shown, topic, names)
 
 
@@ -199,7 +201,7 @@ def entries(command: Command, hidden: bool = False) -> list[HelpEntry]:
     out = []
     if command.positional:
         _, f, kind = known[command.positional]
-        text = "folder of a run" if command.positional == "load" else f.metadata["help"]
+        text = "folder of a run" if command.positional == "load" else help_of(f)
         text = f"{text}; same as {spelling(command.positional)}"
         word = word_of(f)
         out.append(
@@ -220,7 +222,7 @@ def entries(command: Command, hidden: bool = False) -> list[HelpEntry]:
 def _entry(group: str, f: dataclasses.Field[Any], kind: Any) -> HelpEntry:
     default, meta = default_of(f), f.metadata
     lacking = not_yet(f, kind)
-    text = meta["help"] + (f" [{lacking}]" if lacking else "")
+    text = help_of(f) + (f" [{lacking}]" if lacking else "")
     shown = "" if default is None or isinstance(default, bool) or default is dataclasses.MISSING else str(default)
     if isinstance(default, float):
         shown = f"{default:g}"

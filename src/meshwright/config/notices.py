@@ -11,7 +11,6 @@ from typing import Any
 from meshwright.base.storage import addresses
 from meshwright.config import data_paths
 from meshwright.config.fields import group_values, spelling
-from meshwright.config.grammar import split_shares
 from meshwright.config.schema import Data, Model, TrainConfig
 
 # Conditions in `needs` of flags: each name follows "has no effect without".
@@ -43,7 +42,7 @@ CONDITIONS: dict[str, Callable[[TrainConfig], Any]] = {
     "--optimizer adam, adamw or muon": lambda c: c.optimizer.optimizer not in ("sgd", "lion"),
     "--lr-decay-style WSD": lambda c: c.optimizer.lr_decay_style == "WSD",
     "a warm-up": lambda c: c.warmup_samples,
-    "--on-spike": lambda c: c.training.on_spike != "off",
+    "--on-spike": lambda c: c.training.on_spike.word != "off",
     "an address such as s3://bucket/run": lambda c: has_address(c),
     "several processes": lambda c: c.world > 1,
     "several data-parallel ranks": lambda c: c.dp * c.parallel.context_parallel_size > 1,
@@ -92,7 +91,7 @@ def without_effect(config: Any) -> list[str]:
     with contextlib.suppress(ValueError):  # reported as a problem
         out += data_paths.overlaps(d)
         is_divided = not d.mock_data and (d.data_path or d.data_args_path)
-        if t.eval_iters and is_divided and not split_shares(d.split)[1]:
+        if t.eval_iters and is_divided and not d.split.shares[1]:
             out.append(f"--split {d.split} leaves nothing for validation, so there is none; raise its second number")
     with contextlib.suppress(ValueError):
         out += idle_long_context(m, d)

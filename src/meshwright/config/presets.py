@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.base.errors import UserError
 from meshwright.base.files import read_table
 from meshwright.base.hints import did_you_mean, our_word
+from meshwright.config.problem import SettingsError, plain
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def require_preset(name: str, where: str = "") -> None:
         ours = our_word("presets", name.lower(), PRESETS)
         near = f"; here it is {ours}" if ours else did_you_mean(name.lower(), PRESETS, 0.7)
         hint = near or "; `meshwright presets` lists them"
-        raise UserError(f"{where}no preset {name!r}{hint}")
+        raise SettingsError(f"{where}no preset {plain(repr(name))}{hint}")
 
 
 def family_of(name: str) -> Family:

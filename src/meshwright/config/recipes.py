@@ -7,7 +7,6 @@ numbers are in recipes.toml; here are the rules that compute the others.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import os
@@ -15,19 +14,18 @@ import re
 import shlex
 import struct
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.base.errors import UserError
 from meshwright.base.files import read_table
 from meshwright.base.hints import did_you_mean, find_address
 from meshwright.config import presets
 from meshwright.config.data_paths import path_sets, path_settings
 from meshwright.config.fields import config_fields, default_of, inner_type, spelling, switches, with_settings
-from meshwright.config.grammar import split_shares
 from meshwright.config.notices import CONDITIONS
+from meshwright.config.problem import Problem, plain, with_value
 from meshwright.config.schema import LENGTHS, Data, Model, TrainConfig
 
 RECIPES: dict[str, dict[str, Any]] = read_table("config/recipes.toml")
@@ -46,9 +44,10 @@ RESET = (
     "lr_decay_iters lr_decay_samples lr_decay_tokens lr_wsd_decay_iters lr_wsd_decay_samples "
     "rampup_batch_size adam_beta1 adam_beta2 adam_eps"
 ).split()
-NO_SIZES = (
-    "--train-tokens auto counts the parameters of the layers; give the size too, by --preset, --depth or "
-    "--num-layers, --hidden-size and --num-attention-heads"
+NO_SIZES = Problem(
+    ("train_tokens",),
+    "{train_tokens=auto} counts the parameters of the layers; give the size too, by {preset}, {depth} or "
+    "{num_layers}, {hidden_size} and {num_attention_heads}",
 )
 WIDTH = 100  # columns of the lines that explain a recipe
 ITEM_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}  # code of a token type in .idx -> bytes
@@ -93,21 +92,25 @@ class Given(NamedTuple):
     is_auto: bool = False  # --train-tokens auto, which `settings` leave out
 
 
-def problems(recipe: str, depth: int | None, preset: str | None, given: Mapping[str, Any]) -> list[str]:
+def problems(recipe: str, depth: int | None, preset: str | None, given: Mapping[str, Any]) -> list[Problem]:
     """Return what is wrong with a recipe or a depth; `given` are settings above a preset."""
     out = []
     if recipe not in RECIPES:
-        out.append(f"--recipe {recipe!r} is none of {', '.join(RECIPES)}{did_you_mean(recipe, RECIPES, 0.6)}")
+        known = f"{', '.join(RECIPES)}{did_you_mean(recipe, RECIPES, 0.6)}"
+        out.append(Problem(("recipe",), f"{{recipe}} {plain(repr(recipe))} is none of {known}"))
     if depth is not None:
+        stated_depth = with_value("depth", depth)
         if depth < 1:
-            out.append(f"--depth {depth} must be above 0")
+            out.append(Problem(("depth",), f"{stated_depth} must be above 0"))
         if preset:
-            out.append(f"--depth {depth} and --preset {preset} both set the size; give one")
+            both = f"{stated_depth} and {with_value('preset', preset)} both set the size; give one"
+            out.append(Problem(("depth", "preset"), both))
         if given.get("num_layers", depth) != depth:
-            out.append(f"--depth {depth} and --num-layers {given['num_layers']} are one setting; give one")
+            both = f"{stated_depth} and {with_value('num_layers', given['num_layers'])} are one setting; give one"
+            out.append(Problem(("depth", "num_layers"), both))
     elif not preset and "num_layers" not in given:
-        wanted = "--depth N, or --preset NAME, or --num-layers and --hidden-size"
-        out.append(f"--recipe {recipe} needs the size of the model: give {wanted}")
+        wanted = "{depth=N}, or {preset=NAME}, or {num_layers} and {hidden_size}"
+        out.append(Problem(("recipe",), f"{with_value('recipe', recipe)} needs the size of the model: give {wanted}"))
     return out
 
 
@@ -202,7 +205,7 @@ def training_tokens(d: Data) -> int | None:
         return None
     try:
         paths = next(s for s in path_sets(d) if s.split == "train")
-        shares = split_shares(d.split) if paths.divided else [1.0]
+        shares = d.split.shares if paths.divided else (1.0,)
         parts = [(s.end - s.begin) * _tokens_of(s.prefix) for s in paths.sources]
         return int(sum(parts) * shares[0] / sum(shares))
     except (ValueError, OSError, StopIteration, KeyError, ZeroDivisionError, struct.error):
@@ -363,31 +366,16 @@ def explained(recipe: str, choices: Mapping[str, Choice], sources: Mapping[str, 
     return out
 
 
-def name_choices(text: str, sources: Mapping[str, str], config: Any) -> str:
-    """Say in an error's text which values a recipe chose, by the sources from `explained`."""
+def remarks(sources: Mapping[str, str], config: Any) -> dict[str, tuple[Any, str]]:
+    """Return the values that a recipe chose, by the sources from `explained`, and that it did."""
+    out = {}
     for name, source in sources.items():
-        if not (match := re.match(r"recipe (\S+): |.* \((auto): ", source)):
-            continue
-        value, (_, f, kind) = _value(config, name), config_fields(TrainConfig)[name]
-        chooser = f"--recipe {match[1]}" if match[1] else "--train-tokens auto"
-        other = switches(f)[bool(value)][0] if inner_type(kind) is bool else spelling(name)
-        because = rf"\g<0> (chosen by {chooser}; {other} overrides it)"
-        if source.endswith(": --depth"):
-            because = f"--depth {value}"
-        amount = f"{spelling(name)} {value:,}" if isinstance(value, int) else as_flag(name, value)
-        stated = rf"(?<![\w-])({re.escape(as_flag(name, value))}|{re.escape(amount)})(?!\S*\w)"
-        text = "\n".join(re.sub(stated, because, line, count=1) for line in text.split("\n"))
-    return text
-
-
-@contextlib.contextmanager
-def naming_choices(sources: Mapping[str, str], config: TrainConfig) -> Iterator[None]:
-    """Say in the errors of a block which values a recipe chose."""
-    try:
-        yield
-    except UserError as error:
-        error.args = (name_choices(str(error), sources, config),)
-        raise
+        if match := re.match(r"recipe (\S+): (?!--depth$)|.* \((auto): ", source):
+            value, kind = _value(config, name), config_fields(TrainConfig)[name][2]
+            chooser = with_value("recipe", match[1]) if match[1] else "{train_tokens=auto}"
+            other = with_value(name, not value) if inner_type(kind) is bool else f"{{{name}}}"
+            out[name] = value, f"chosen by {chooser}; {other} overrides it"
+    return out
 
 
 def describe(recipe: str, choices: Mapping[str, Choice], config: TrainConfig) -> list[str]:

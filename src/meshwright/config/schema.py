@@ -13,8 +13,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from meshwright.config.fields import config_fields, flag, group
-from meshwright.config.grammar import layers_with_window, prefix_of, read_batch_schedule, split_layers, window_reach
+from meshwright.config.fields import config_fields, flag, group, read_forms
+from meshwright.config.grammar import (
+    BatchSchedule,
+    BlendStage,
+    EvalTasks,
+    Iterations,
+    Machines,
+    OnNonfinite,
+    OnSpike,
+    PipelineLayout,
+    Split,
+    Window,
+    WindowSkips,
+    describe_eval_tasks,
+    layers_with_window,
+    prefix_of,
+    split_layers,
+)
 
 # Facets that several flags share.
 DROPOUT: dict[str, Any] = {"bound": "[0,1)", "resume": "note", "inherited": True}
@@ -115,12 +131,12 @@ class Model:
         bound=">0",
         **YARN | {"outcome": "attention_factor"},
     )
-    window_size: str | None = flag(
+    window_size: Window | None = flag(
         None,
         "attend to this many tokens before each and to itself, L or L,0 as in Megatron (none or -1,0: to all before)",
         **WINDOW | {"outcome": "window"},
     )
-    window_attn_skip_freq: str | None = flag(
+    window_attn_skip_freq: WindowSkips | None = flag(
         None,
         "layers without the window: every N-th, or those with 0 in a list such as ([1]*5+[0])*4 (none: no layer)",
         **WINDOW | {"needs": "--window-size", "outcome": "windowed_layers"},
@@ -178,6 +194,9 @@ class Model:
     )
     num_experts: int | None = flag(None, "number of experts per layer", only=(None,), step=9, resume="note")
 
+    def __post_init__(self) -> None:
+        read_forms(self)
+
     @property
     def ffn(self) -> int:
         """Width of the MLP; that of SwiGLU, with its third matrix, is 2/3, in multiples of 64."""
@@ -234,7 +253,7 @@ class Model:
     @property
     def window(self) -> int:
         """Number of tokens before each that layers with a window see; 0 if no layer has one."""
-        return window_reach(self.window_size)
+        return self.window_size.reach if self.window_size else 0
 
     @property
     def windowed_layers(self) -> tuple[int, ...]:
@@ -339,8 +358,11 @@ class Data:
     seq_length: int | None = flag(
         None, "tokens of one sample", "--encoder-seq-length", bound=">0", docs="checkpoints", read="model"
     )
-    split: str = flag(
-        "969, 30, 1", "shares of the documents for training, validation and test", value="FORM", docs="data evaluation"
+    split: Split = flag(
+        Split.read("969, 30, 1"),
+        "shares of the documents for training, validation and test",
+        value="FORM",
+        docs="data evaluation",
     )
     split_arithmetic: Literal["rounded", "cumulative"] = flag(
         "rounded", "borders of the split: rounded (Megatron 2019-2023) or cumulative (since October 2023)", proof=""
@@ -386,7 +408,7 @@ class Data:
     multiple_validation_sets: bool = flag(False, "evaluate each path separately", needs="--eval-iters above 0")
     validation_set_names: list[str] = flag([], "names of these sets (none: their file names)", value="FORM", proof="")
     full_validation: bool = flag(False, "evaluate once on the whole validation set", needs="--eval-iters above 0")
-    blend_stages: list[str] = flag(
+    blend_stages: list[BlendStage] = flag(
         [],
         "further blends of the training set, each from a point of the run on: 'BEGIN: WEIGHT PREFIX WEIGHT PREFIX ...' "
         "(BEGIN: a sample, or with a unit as in 60% or 2e9tokens)",
@@ -421,12 +443,13 @@ class Data:
     reset_attention_mask: bool = flag(
         False, "mask attention across ends of documents", needs="--packing stream", proof="twin fuzz"
     )
-    skip_train_iteration_range: list[str] = flag(
+    skip_train_iteration_range: list[Iterations] = flag(
         [], "ranges A-B of iterations that consume samples untrained", value="FORM"
     )
 
     def __post_init__(self) -> None:
         """Give a pair of token files one spelling, so that equal settings compare equal."""
+        read_forms(self)
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
             object.__setattr__(self, name, [prefix_of(word) for word in getattr(self, name)])
 
@@ -483,7 +506,7 @@ class Training:
     rampup_batch_size: list[int] = flag(
         [], "START INCREMENT SAMPLES: grow from START by INCREMENT over SAMPLES", docs="schedules data"
     )
-    step_batch_size_schedule: str | None = flag(
+    step_batch_size_schedule: BatchSchedule | None = flag(
         None,
         "TOKENS:BATCH ...: the global batch from so many tokens on, such as '0:768 250B:1536'",
         value="FORM",
@@ -527,16 +550,16 @@ class Training:
         docs="faq",
         inherited=True,
     )
-    on_nonfinite: str = flag(
-        "stop",
+    on_nonfinite: OnNonfinite = flag(
+        OnNonfinite.read("stop"),
         "on a NaN or infinite loss or gradient: stop; skip:K: skip up to K steps in a row; rollback:K: go back to the "
         "newest checkpoint and pass over the samples since, up to K times until a further one is saved",
         value="FORM",
         resume="free",
         proof="fuzz",
     )
-    on_spike: str = flag(
-        "warn",
+    on_spike: OnSpike = flag(
+        OnSpike.read("warn"),
         "on a loss far above the recent ones: off, warn, stop, or rollback:K as with --on-nonfinite",
         value="FORM",
         **UNPROVEN,
@@ -578,6 +601,9 @@ class Training:
         docs="memory",
         proof="twin",
     )
+
+    def __post_init__(self) -> None:
+        read_forms(self)
 
 
 @dataclass(frozen=True)
@@ -768,7 +794,7 @@ class Parallel:
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None, "layers of a virtual stage, for interleaving", bound=">0", needs="several pieces on a pipeline rank"
     )
-    pipeline_layout: str | None = flag(
+    pipeline_layout: PipelineLayout | None = flag(
         None,
         "layers per stage (6,6) or stage per layer ([0]*6+[1]*6); none: even",
         "--custom-pipeline-stage-id",
@@ -816,7 +842,7 @@ class Parallel:
         1, "number of processes to start on this machine, one per device", bound=">0", **START
     )
     num_nodes: int = flag(1, "number of machines; give each of them the same command", bound=">0", **START)
-    node_ips: str | None = flag(
+    node_ips: Machines | None = flag(
         None, "comma-separated addresses of the machines, the leading one first", value="FORM", **START
     )
     world_size: int | None = flag(
@@ -851,6 +877,9 @@ class Parallel:
     local_rank: int | None = flag(
         None, "set by launchers; LOCAL_RANK takes precedence", "--local_rank", hidden=True, **START
     )
+
+    def __post_init__(self) -> None:
+        read_forms(self)
 
     @property
     def model_ranks(self) -> int:
@@ -1038,12 +1067,7 @@ class Logging:
     )
     profile_step_start: int = flag(10, "first step to profile", bound=">0", needs="--profile")
     profile_step_end: int = flag(12, "step before which profiling ends", needs="--profile")
-    eval_tasks: str | None = flag(
-        None,
-        "files to score the model on, also during a training: lambada=FILE,lambada-strict=FILE,wikitext=FILE,text=FILE",
-        value="FORM",
-        docs="evaluation",
-    )
+    eval_tasks: EvalTasks | None = flag(None, describe_eval_tasks, value="FORM", docs="evaluation")
     eval_tasks_interval: int | None = flag(
         None, "steps between these scores (none: such that they take under 1 % of the time)", bound=">0", **EVAL_TASKS
     )
@@ -1058,6 +1082,9 @@ class Logging:
     nvidia_smi_at: list[int] = flag(
         [], "after these iterations, print nvidia-smi's use and memory of each machine's GPUs", bound=">0"
     )
+
+    def __post_init__(self) -> None:
+        read_forms(self)
 
 
 @dataclass(frozen=True)
@@ -1163,8 +1190,8 @@ class TrainConfig:
     @functools.cached_property
     def batch_schedule(self) -> list[tuple[int, int]]:
         """The consumed samples from which a global batch counts, and that batch; or nothing."""
-        text, length = self.training.step_batch_size_schedule, self.data.seq_length or 1
-        return [(tokens // length, batch) for tokens, batch in read_batch_schedule(text or "")]
+        schedule, length = self.training.step_batch_size_schedule, self.data.seq_length or 1
+        return [(tokens // length, batch) for tokens, batch in schedule.stages] if schedule else []
 
     @property
     def batches(self) -> list[int]:

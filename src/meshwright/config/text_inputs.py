@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.config.fields import flag, spelling
+from meshwright.config.problem import Problem, missing, stated
 from meshwright.config.schema import TokenizerFlags
 
 SEPARATOR = "<|endoftext|>"
@@ -70,16 +71,19 @@ class TextInputs:
                 out += [f"{name}={value}"] if isinstance(value, str) else [name, *value]
         return out
 
-    def input_problems(self) -> list[str]:
-        """Return what is wrong with these flags."""
-        conditions = {
-            "--input is needed: files or folders of text": self.input,
-            "--json-keys names no key; give at least one": self.json_keys,
-            "--document-separator must be a single line": not set("\r\n") & set(self.document_separator),
-            f"--encoding {self.encoding} is not known; name one such as gb18030 or latin-1": not self.encoding
-            or text_codec(self.encoding),
-        }
-        return [message for message, holds in conditions.items() if not holds]
+    def input_problems(self) -> list[Problem]:
+        """Return what is wrong with these settings."""
+        out = []
+        if not self.input:
+            out.append(missing("input", "files or folders of text"))
+        if not self.json_keys:
+            out.append(Problem(("json_keys",), "{json_keys} names no key; give at least one"))
+        if set("\r\n") & set(self.document_separator):
+            out.append(Problem(("document_separator",), "{document_separator} must be a single line"))
+        if self.encoding and not text_codec(self.encoding):
+            text = f"{stated(self, 'encoding')} is not known; name one such as gb18030 or latin-1"
+            out.append(Problem(("encoding",), text))
+        return out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,18 +122,22 @@ class PreprocessConfig:
     preprocess: Preprocess = Preprocess()
     tokenizer: TokenizerFlags = TokenizerFlags()
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         p = self.preprocess
-        conditions = {
-            "--output-prefix is needed: where to write": p.output_prefix,
-            f"--output-prefix {p.output_prefix} ends in /; give the beginning of the files' names too": not (
-                p.output_prefix or ""
-            ).endswith("/"),
-            "--document-length needs a single one of --json-keys": p.document_length is None
-            or len(set(p.json_keys)) == 1,
-            "--keep-newlines needs --split-sentences": p.split_sentences or not p.keep_newlines,
-            "--lang needs --split-sentences": p.split_sentences or p.lang == type(p).lang,
-            "--sentence-splitter needs --split-sentences": p.split_sentences
-            or p.sentence_splitter == type(p).sentence_splitter,
+        out = p.input_problems()
+        if not p.output_prefix:
+            out.append(missing("output_prefix", "where to write"))
+        elif p.output_prefix.endswith("/"):
+            text = f"{stated(p, 'output_prefix')} ends in /; give the beginning of the files' names too"
+            out.append(Problem(("output_prefix",), text))
+        if p.document_length is not None and len(set(p.json_keys)) != 1:
+            out.append(Problem(("document_length",), "{document_length} needs a single one of {json_keys}"))
+        if p.split_sentences:
+            return out
+        needing = {
+            "keep_newlines": p.keep_newlines,
+            "lang": p.lang != type(p).lang,
+            "sentence_splitter": p.sentence_splitter != type(p).sentence_splitter,
         }
-        return [*p.input_problems(), *(message for message, holds in conditions.items() if not holds)]
+        needs = "needs {split_sentences=True}"
+        return out + [Problem((name,), f"{{{name}}} {needs}") for name, is_given in needing.items() if is_given]

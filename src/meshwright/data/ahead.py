@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from meshwright.base import console
-from meshwright.base.errors import IO, UserError, bad_data
+from meshwright.base.errors import BAD_DATA, IO, UserError
 from meshwright.base.files import make_folder
 from meshwright.config import data_paths
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import TrainConfig
 from meshwright.data.blend import Composite
 from meshwright.data.samples import Dataset, FileSamples
@@ -94,9 +95,11 @@ def show_sample(config: TrainConfig, tokenizer: Tokenizer | None, number: int, n
         console.set_stream("stdout")
     if (dataset := sets.get(name)) is None:
         names = ", ".join(key for key, dataset in sets.items() if dataset is not None)
-        raise bad_data(f"--sample-set {name}: there is no such set; there are {names or 'none'}")
+        raise SettingsError(f"{{sample_set={name}}}: there is no such set; there are {names or 'none'}", BAD_DATA)
     if number >= len(dataset):
-        raise bad_data(f"--sample {number}: {name} has {len(dataset):,} samples, 0 to {len(dataset) - 1}")
+        raise SettingsError(
+            f"{{sample={number}}}: {name} has {len(dataset):,} samples, 0 to {len(dataset) - 1}", BAD_DATA
+        )
     stretches = find_stretches(dataset, number)
     ids = [int(i) for i in np.atleast_2d(dataset[number])[0, : stretches[-1][1]]]  # without padding
     if as_json:

@@ -10,9 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from meshwright.base.console import say
-from meshwright.base.errors import UserError, bad_data
+from meshwright.base.errors import BAD_DATA, bad_data
 from meshwright.base.files import allow_open_files
 from meshwright.base.storage import copies
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import Data, TrainConfig
 from meshwright.data.blend import Blend, Chain, Remainder
 from meshwright.data.files.indexed import Indexed, check_vocabulary
@@ -42,9 +43,9 @@ def make_document_ends(d: Data, tokenizer: Tokenizer | None) -> DocumentEnds | N
     if d.packing != "stream" or not any(d.document_effects):  # packed samples say where documents begin
         return None
     if tokenizer is None:
-        raise UserError(
-            "--eod-mask-loss, --reset-position-ids and --reset-attention-mask need a tokenizer, which knows the "
-            "end of a document; give its flags instead of --vocab-size alone",
+        raise SettingsError(
+            "{eod_mask_loss=True}, {reset_position_ids=True} and {reset_attention_mask=True} need a tokenizer, which "
+            "knows the end of a document; give its flags instead of {vocab_size} alone",
             everywhere=True,
         )
     return DocumentEnds(tokenizer.eod, *d.document_effects)
@@ -57,7 +58,9 @@ def check_datasets(config: TrainConfig, data: Datasets, own: bool, at: tuple[int
     samples that are done, None if nothing will be trained.
     """
     if own and config.data.packing != "stream":
-        raise bad_data(f"--packing {config.data.packing} packs token files, not data sets of your own; leave it out")
+        raise SettingsError(
+            f"{{packing={config.data.packing}}} packs token files, not data sets of your own; leave it out", BAD_DATA
+        )
     methods = {"len": "__len__", "[k]": "__getitem__", "locate": "locate"}
     for name, dataset in data.items() if own else ():
         lacking = [shown for shown, method in methods.items() if dataset is not None and not hasattr(dataset, method)]
@@ -75,10 +78,10 @@ def check_datasets(config: TrainConfig, data: Datasets, own: bool, at: tuple[int
     if config.samples is None and last > len(train):
         if own:
             raise bad_data(f'datasets["train"] has {len(train)} samples, the run needs {last}')
-        raise UserError(
+        raise SettingsError(
             f"{consumed} samples are consumed and {config.steps - iteration} steps of {size} would "
             f"end at {last}, but the data set is built for {config.steps} steps of {size}; with another "
-            "batch than before, give the length in samples: --train-samples instead of --train-iters"
+            "batch than before, give the length in samples: {train_samples} instead of {train_iters}"
         )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from meshwright.base.console import notice, remark
 from meshwright.base.errors import USAGE, UserError
 from meshwright.base.storage.addresses import shown
-from meshwright.config.grammar import blend_stages
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import Data
 from meshwright.data.blend import normalise, samples_needed
 from meshwright.data.files.indexed import fingerprint
@@ -87,16 +87,19 @@ def begin_history(parts: Sequence[SetPart], size: int, d: Data) -> BlendHistory:
     """Return the blends that the flags give a run of `size` samples."""
     named = dict(zip(unique_names(parts), parts, strict=True))
     phases = [BlendPhase(0, tuple((name, part.share) for name, part in named.items() if part.share))]
-    for stage in blend_stages(d.blend_stages):
+    for stage in d.blend_stages:
         begin = stage.first_sample(size, d.seq_length or 1)
         if begin <= phases[-1].begin:
-            raise UserError(
-                f"--blend-stages: the stage from {stage} on begins at sample {begin}, the blend before it at "
+            raise SettingsError(
+                f"{{blend_stages}}: the stage from {stage.start} on begins at sample {begin}, the blend before it at "
                 f"{phases[-1].begin}; give stages in their order"
             )
-        weights = [(name, weight) for name, part in named.items() if (weight := stage.weights.get(part.source.prefix))]
+        given = dict(stage.weights)
+        weights = [(name, weight) for name, part in named.items() if (weight := given.get(part.source.prefix))]
         if not weights:
-            raise UserError(f"--blend-stages: no data set of the stage from {stage} on has documents for training")
+            raise SettingsError(
+                f"{{blend_stages}}: no data set of the stage from {stage.start} on has documents for training"
+            )
         shares = normalise([weight for _, weight in weights])
         phases.append(BlendPhase(begin, tuple((name, share) for (name, _), share in zip(weights, shares, strict=True))))
     needed = dict.fromkeys(named, 0)
@@ -128,16 +131,16 @@ def continue_history(
         return continue_stages(past, now, size, consumed)
     if past is None:
         if consumed and change_at is not None:
-            raise UserError(
-                "--blend-change-at: the checkpoint is too old to remember its blend; leave the flag out, and the run "
+            raise SettingsError(
+                "{blend_change_at}: the checkpoint is too old to remember its blend; leave it out, and the run "
                 "continues with the blend given, from the same sample number on"
             )
         return now
     last = past.blends[-1]
     if is_same_blend(last, now.blends[0]):
         if change_at not in (None, "now", str(last.begin)):
-            raise UserError(
-                f"--blend-change-at {change_at}: the blend given holds from sample {last.begin} on already; leave "
+            raise SettingsError(
+                f"{{blend_change_at={change_at}}}: the blend given holds from sample {last.begin} on already; leave "
                 "the flag out, or give another blend"
             )
         return update_paths(past, now)
@@ -155,8 +158,8 @@ def continue_stages(past: BlendHistory | None, now: BlendHistory, size: int, con
             notice(f"--blend-stages: the stage from sample {phase.begin} on is not reached; the run has {size} samples")
     if past is None:
         if consumed:
-            raise UserError(
-                "--blend-stages: the checkpoint remembers no blend; leave the flag out, and the run continues with the "
+            raise SettingsError(
+                "{blend_stages}: the checkpoint remembers no blend; leave it out, and the run continues with the "
                 "blend given, from the same sample number on"
             )
         for line in now.lines():
@@ -164,10 +167,10 @@ def continue_stages(past: BlendHistory | None, now: BlendHistory, size: int, con
         return now
     pairs = list(zip(past.blends, now.blends, strict=False))
     if len(past.blends) != len(now.blends) or not all(a.begin == b.begin and is_same_blend(a, b) for a, b in pairs):
-        raise UserError(
-            f"--blend-stages: the stages are not the checkpoint's: {'; '.join(past.lines())}; now: "
+        raise SettingsError(
+            f"{{blend_stages}}: the stages are not the checkpoint's: {'; '.join(past.lines())}; now: "
             f"{'; '.join(now.lines())}. Give the same ones (with BEGIN as a sample if the run's length has changed), "
-            "or leave the flag out and give one blend with --blend-change-at"
+            "or leave it out and give one blend with {blend_change_at}"
         )
     for name, source in now.sources.items():
         require_same_documents(past.sources[name], source)
@@ -200,8 +203,9 @@ def update_paths(past: BlendHistory, now: BlendHistory) -> BlendHistory:
 def change_blend(past: BlendHistory, now: BlendHistory, size: int, consumed: int, at: int) -> BlendHistory:
     """Return the history with another blend from sample `at` on, and no later changes."""
     if at < consumed:
-        raise UserError(
-            f"--blend-change-at {at}: {consumed} samples are used already; give {consumed} (or now), or a later sample"
+        raise SettingsError(
+            f"{{blend_change_at={at}}}: {consumed} samples are used already; "
+            f"give {consumed} (or now), or a later sample"
         )
     sources = dict(past.sources)
     for name, share in now.blends[0].shares:
@@ -221,9 +225,9 @@ def change_blend(past: BlendHistory, now: BlendHistory, size: int, consumed: int
 
 def require_same_documents(before: BlendSource, now: BlendSource) -> None:
     if before.documents != now.documents:
-        raise UserError(
+        raise SettingsError(
             f"{now.prefix}: the training set has documents {now.documents[0]} to {now.documents[1]} of it, in the "
-            f"checkpoint {before.documents[0]} to {before.documents[1]}; give the checkpoint's --split or range, "
+            f"checkpoint {before.documents[0]} to {before.documents[1]}; give the checkpoint's {{split}} or range, "
             "because with another one some samples would come again and some never",
             USAGE,
         )

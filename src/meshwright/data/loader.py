@@ -29,6 +29,7 @@ from torch import Tensor
 from meshwright.base import device as devices
 from meshwright.base.console import say
 from meshwright.base.errors import UserError, bad_data
+from meshwright.config.problem import SettingsError
 from meshwright.data.blend import Composite
 from meshwright.data.files.indexed import Indexed, fingerprint
 from meshwright.data.index_cache import Ints, Storage, cached_indices
@@ -288,9 +289,10 @@ class Loader:
         while True:
             samples = self.spec.step_size(consumed)
             if samples % block or not samples:
-                raise UserError(
-                    f"a step of {samples} samples is not a multiple of {self.spec.micro_batch} (--micro-batch-size) x "
-                    f"{self.spec.ranks} ranks; change --global-batch-size or --rampup-batch-size"
+                raise SettingsError(
+                    f"a step of {samples} samples is not a multiple of {self.spec.micro_batch} "
+                    f"({{micro_batch_size}}) x {self.spec.ranks} ranks; "
+                    "change {global_batch_size} or {rampup_batch_size}"
                 )
             yield consumed, samples
             consumed += samples

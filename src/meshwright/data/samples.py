@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from meshwright.base.console import say
 from meshwright.base.errors import IO, UserError, bad_data
-from meshwright.config.grammar import split_shares
+from meshwright.config.grammar import Split
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.index_cache import IN_MEMORY, Ints, Storage
 
@@ -120,10 +120,9 @@ def require_sample(k: int, length: int) -> None:
         raise IndexError(f"sample {k} of {length}")
 
 
-def split_bounds(split: str, n: int, arithmetic: str) -> list[int]:
+def split_bounds(split: Split, n: int, arithmetic: str) -> list[int]:
     """Return the borders of train, validation and test among n documents: 0, a, b, n."""
-    shares = split_shares(split)
-    parts = [share / sum(shares) for share in shares]
+    parts = [share / sum(split.shares) for share in split.shares]
     if arithmetic == "cumulative":
         return [round(share * float(n)) for share in accumulate(parts, initial=0.0)]
     bounds = list(accumulate(round(part * float(n)) for part in parts))

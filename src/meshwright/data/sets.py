@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwright.base.console import notice, silence
-from meshwright.base.errors import UserError, bad_data
+from meshwright.base.errors import BAD_DATA
 from meshwright.config.data_paths import SPLITS, PathSet, TokenFiles, path_sets, path_settings
-from meshwright.config.grammar import blend_stages, split_shares
+from meshwright.config.problem import FLAGS, SettingsError, stated
 from meshwright.config.schema import Data, TrainConfig
 from meshwright.data.blend import normalise, samples_needed
 from meshwright.data.files.indexed import Indexed
@@ -68,7 +68,7 @@ def needed_sets(config: TrainConfig) -> list[SetSpec]:
     try:
         sets = path_sets(d)
     except ValueError as error:  # a file that the flags name has changed since they were checked
-        raise UserError(str(error)) from None
+        raise SettingsError(str(error)) from None
     return [SetSpec(s, sizes[s.split], d.full_validation and s.split == "valid") for s in sets if s.split in sizes]
 
 
@@ -86,10 +86,8 @@ def find_parts(config: TrainConfig, spec: SetSpec, open_files: Callable[[str], I
     assert d.seq_length
     weighed: list[tuple[float, SetPart]] = []
     total_documents = used_documents = 0
-    flag = f"--split {d.split}" if paths.divided else paths.flag
-    later = (
-        {prefix for stage in blend_stages(d.blend_stages) for prefix in stage.weights} if spec.key == "train" else ()
-    )
+    flag = "{split}" if paths.divided else paths.flag
+    later = {prefix for stage in d.blend_stages for prefix, _ in stage.weights} if spec.key == "train" else ()
     for source in paths.sources:
         indexed = open_files(source.prefix)
         documents = document_range(d, paths, source, len(indexed))
@@ -105,14 +103,16 @@ def find_parts(config: TrainConfig, spec: SetSpec, open_files: Callable[[str], I
         else:
             weighed.append((weight, SetPart(source, indexed, documents, tokens, 0.0, 0)))
             continue
-        if not paths.divided or split_shares(d.split)[SPLITS.index(paths.split)]:  # else 0 was asked for
-            notice(f"{flag}: the {spec.key} split of {indexed.prefix} {why}, so it is left out")
+        if not paths.divided or d.split.shares[SPLITS.index(paths.split)]:  # else 0 was asked for
+            given = FLAGS.render(stated(d, "split") if paths.divided else paths.flag)
+            notice(f"{given}: the {spec.key} split of {indexed.prefix} {why}, so it is left out")
     total = sum(part.tokens for _, part in weighed)
     if paths.split == "train" and total <= d.seq_length and (d.packing == "stream" or not total):
-        raise bad_data(
+        raise SettingsError(
             f"the training split ({used_documents} of {total_documents} documents) has {total} tokens, but one "
-            f"sample takes --seq-length {d.seq_length} + 1; give more data, a shorter --seq-length or another "
-            f"{flag.split()[0]}"
+            f"sample takes {{seq_length={d.seq_length}}} + 1; give more data, a shorter {{seq_length}} or another "
+            f"{flag}",
+            BAD_DATA,
         )
     shares = normalise([weight for weight, _ in weighed]) if weighed else []
     return [size_part(config, spec, part, share) for share, (_, part) in zip(shares, weighed, strict=True)]
@@ -122,9 +122,9 @@ def samples_of_epochs(config: TrainConfig) -> int:
     """Return the samples of --train-epochs readings of the training data, whatever the weights."""
     d, epochs = config.data, config.training.train_epochs
     if d.mock_data or not path_settings(d) or d.seq_length is None or epochs is None:
-        raise UserError(
-            "--train-epochs counts readings of token files, which --data-path or the like must name; "
-            "give --train-iters instead"
+        raise SettingsError(
+            "{train_epochs} counts readings of token files, which {data_path} or the like must name; "
+            "give {train_iters} instead"
         )
     paths = next((s for s in path_sets(d) if s.split == "train"), None)
     with silence():  # the run says which parts are left out
@@ -158,8 +158,8 @@ def count_epochs(config: TrainConfig) -> TrainConfig:
     training = replace(config.training, train_epochs=None, train_samples=samples)
     config = replace(config, training=training)
     if config.is_over(0, 0):
-        raise UserError(
-            f"--train-epochs {epochs:g} is {samples} samples of this data, less than one global batch "
+        raise SettingsError(
+            f"{{train_epochs={epochs:g}}} is {samples} samples of this data, less than one global batch "
             f"of {config.batch(0)}; raise it"
         )
     return config

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.base.errors import UserError, bad_data
+from meshwright.base.errors import BAD_DATA, bad_data
 from meshwright.base.files import writing
 from meshwright.base.progress import progress_bar
+from meshwright.config.problem import SettingsError
 from meshwright.data.files.indexed import FileColumn, Index, Indexed, Ints
 from meshwright.data.tokenizers import Tokenizer
 
@@ -117,7 +118,7 @@ def format_summary(facts: dict[str, Any]) -> list[str]:
 def draw_histogram(facts: dict[str, Any], path: Path) -> None:
     """Draw the histogram; the name's ending chooses the format."""
     if path.suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"--picture {path}: the name must end with .png, .svg or .pdf")
+        raise SettingsError(f"{{picture={path}}}: the name must end with .png, .svg or .pdf")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4), layout="constrained")
@@ -136,7 +137,7 @@ def describe_document(indexed: Indexed, number: int, tokenizer: Tokenizer | None
     documents = len(indexed.doc_idx) - 1
     if number >= documents:
         have = f"{documents:,} documents, 0 to {documents - 1}"
-        raise bad_data(f"--document {number}: {indexed.prefix} has {have}")
+        raise SettingsError(f"{{document={number}}}: {indexed.prefix} has {have}", BAD_DATA)
     first, end = (int(border) for border in indexed.doc_idx[number : number + 2])
     start, ids = indexed.tokens_of(0, first), indexed.document(number).tolist()
     out = dict(document=number, first_sequence=first, sequences=end - first, first_token=start, tokens=len(ids))

@@ -36,6 +36,7 @@ from meshwright.base.errors import BAD_DATA, UserError, bad_data
 from meshwright.base.hints import near_path
 from meshwright.config.fields import spelling
 from meshwright.config.grammar import prefix_of
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import TokenizerFlags
 from meshwright.data import vocabularies
 from meshwright.data.vocabularies import (
@@ -75,8 +76,10 @@ class GPT2BPE(Tokenizer):
     def __init__(self, vocab_file: Path, merge_file: Path) -> None:
         self.files = {"vocab.json": vocab_file, "merges.txt": merge_file}
         if [vocabularies.read_text(file)[:1] == "{" for file in (vocab_file, merge_file)] == [False, True]:
-            raise bad_data(
-                f"--vocab-file {vocab_file} and --merge-file {merge_file} are swapped; the vocabulary is the JSON file"
+            raise SettingsError(
+                f"{{vocab_file={vocab_file}}} and {{merge_file={merge_file}}} are swapped; "
+                "the vocabulary is the JSON file",
+                BAD_DATA,
             )
         vocab, merges = _read_vocab(vocab_file), _read_merges(merge_file)
         self.size, self.eod = len(vocab), vocab.get(END_OF_TEXT, -1)
@@ -238,7 +241,9 @@ class Null(Tokenizer):
         except ValueError as error:
             raise bad_data(f"NullTokenizer reads integers separated by white space: {error}") from None
         if wrong := [i for i in ids if not 0 <= i < self.size]:
-            raise bad_data(f"NullTokenizer: id {wrong[0]} is not in 0 ... {self.size - 1} (--vocab-size)")
+            raise SettingsError(
+                f"NullTokenizer: id {wrong[0]} is not in 0 ... {self.size - 1} ({{vocab_size}})", BAD_DATA
+            )
         return ids
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
@@ -350,15 +355,15 @@ def build_tokenizer(t: TokenizerFlags, saved: Path | None = None) -> Tokenizer:
     ids = tokenizer.size - (tokenizer.name == Null.name)  # without the end of document that it adds
     if t.vocab_size not in (None, ids, tokenizer.size):
         where = ", ".join(map(str, tokenizer.files.values())) or tokenizer.name
-        raise UserError(f"--vocab-size {t.vocab_size}, but {where} has {ids} ids; leave the flag out")
+        raise SettingsError(f"{{vocab_size={t.vocab_size}}}, but {where} has {ids} ids; leave it out")
     return tokenizer
 
 
 def missing_error(folder: Path, size: int | None = None) -> UserError:
     """Make the error for a checkpoint with no vocabulary beside it."""
-    return UserError(
-        f"{folder} holds no vocabulary; name it with --tokenizer DIR, FILE or NAME or, for a model "
-        f"of bare ids, --tokenizer-type NullTokenizer --vocab-size {size - 1 if size else 'N'}"
+    return SettingsError(
+        f"{folder} holds no vocabulary; name it with {{tokenizer=DIR}}, FILE or NAME or, for a model "
+        f"of bare ids, {{tokenizer_type=NullTokenizer}} {{vocab_size={size - 1 if size else 'N'}}}"
     )
 
 
@@ -378,28 +383,28 @@ def _build(t: TokenizerFlags) -> Tokenizer:
         return _build_named(t.tokenizer, t)
     if t.tokenizer_type == "GPT2BPETokenizer":
         if t.tokenizer_model and not (t.vocab_file or t.merge_file):
-            raise UserError(
-                f"--tokenizer-model {t.tokenizer_model} needs --tokenizer-type HuggingFaceTokenizer; the default, "
-                "GPT2BPETokenizer, takes --vocab-file and --merge-file"
+            raise SettingsError(
+                f"{{tokenizer_model={t.tokenizer_model}}} needs {{tokenizer_type=HuggingFaceTokenizer}}; the default, "
+                "GPT2BPETokenizer, takes {vocab_file} and {merge_file}"
             )
         if t.vocab_file and t.merge_file:
             return GPT2BPE(Path(t.vocab_file), Path(t.merge_file))
         if not (t.vocab_file or t.merge_file):
-            raise UserError(f"a tokenizer is needed: --tokenizer {WAYS}")
-        missing = "--merge-file" if t.vocab_file else "--vocab-file"
-        raise UserError(f"GPT2BPETokenizer needs {missing} too; or give --tokenizer and the folder of both files")
+            raise SettingsError(f"a tokenizer is needed: {{tokenizer}} {WAYS}")
+        missing = "{merge_file}" if t.vocab_file else "{vocab_file}"
+        raise SettingsError(f"GPT2BPETokenizer needs {missing} too; or give {{tokenizer}} and the folder of both files")
     kind = OWN_NAMES.get(t.tokenizer_type, t.tokenizer_type)
     if kind in FILE_KINDS:
         flag, what, _, load = FILE_KINDS[kind]
         if not (name := getattr(t, flag)):
-            raise UserError(f"{t.tokenizer_type} needs {spelling(flag)}: {what}")
+            raise SettingsError(f"{t.tokenizer_type} needs {{{flag}}}: {what}")
         is_list = (kind, Path(name).suffix) == (TikToken.name, ".json")
         return vocabularies.load_rank_list(Path(name), t) if is_list else load(Path(name))
     if t.tokenizer_type == "ByteTokenizer":
         return Bytes()
     if t.tokenizer_type == "NullTokenizer":
         if not t.vocab_size:
-            raise UserError("NullTokenizer needs --vocab-size: how many ids there are")
+            raise SettingsError("NullTokenizer needs {vocab_size}: how many ids there are")
         return Null(t.vocab_size)
     raise AssertionError(t.tokenizer_type)
 
@@ -410,7 +415,7 @@ def _build_named(name: str, t: TokenizerFlags) -> Tokenizer:
     others = {n: value for n in fields if (value := getattr(t, n)) and value != DEFAULT_TYPE}
     if others:
         flags = ", ".join(f"{spelling(n)} {value}" for n, value in others.items())
-        raise UserError(f"--tokenizer {name} and {flags} both name a tokenizer; give only one of them")
+        raise SettingsError(f"{{tokenizer={name}}} and {flags} both name a tokenizer; give only one of them")
     path = Path(os.path.expanduser(name))  # unlike Path.expanduser, for unknown users too
     if name == "byte":
         return Bytes()
@@ -455,7 +460,7 @@ def _build_folder(folder: Path) -> Tokenizer:
     if saved := folder if (folder / "meta.json").is_file() else find_saved(folder):
         return _build_saved(TokenizerFlags(), saved)
     wanted = "tokenizer.json, nor vocab.json and merges.txt, *.model, *.tiktoken, vocab.txt or a run's tokenizer/"
-    raise bad_data(f"--tokenizer {folder} holds no {wanted}; name {WAYS.removeprefix('with ')}")
+    raise SettingsError(f"{{tokenizer={folder}}} holds no {wanted}; name {WAYS.removeprefix('with ')}", BAD_DATA)
 
 
 def _build_file(path: Path) -> Tokenizer:
@@ -468,7 +473,7 @@ def _build_file(path: Path) -> Tokenizer:
         return WordPiece(path)
     vocab = path.with_name(path.name.replace("merges.txt", "vocab.json"))
     if not path.exists():
-        raise bad_data(f"--tokenizer {path} does not exist; name {WAYS.removeprefix('with ')}")
+        raise SettingsError(f"{{tokenizer={path}}} does not exist; name {WAYS.removeprefix('with ')}", BAD_DATA)
     content = vocabularies.read_json(vocab)
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
         return HuggingFace(path)
@@ -479,7 +484,10 @@ def _build_file(path: Path) -> Tokenizer:
         )
     merges = vocab.with_name(vocab.name.replace("vocab.json", "merges.txt"))
     if merges == vocab:
-        raise bad_data(f"{vocab} is not a tokenizer.json; give its merges too: --vocab-file {vocab} --merge-file FILE")
+        raise SettingsError(
+            f"{vocab} is not a tokenizer.json; give its merges too: {{vocab_file={vocab}}} {{merge_file=FILE}}",
+            BAD_DATA,
+        )
     if not merges.is_file():
         raise bad_data(f"{vocab} is not a tokenizer.json, and no {merges.name} is beside it")
     return GPT2BPE(vocab, merges)
@@ -516,7 +524,7 @@ def _build_saved(t: TokenizerFlags, folder: Path) -> Tokenizer:
         return HuggingFace(folder) if path.is_file() else _build_file(_find_model(folder) or path)
     kind, vocab_size, hashes = (meta := _read_meta(folder))["type"], meta["vocab_size"], meta["sha256"]
     if asked not in (kind, DEFAULT_TYPE):  # the default says nothing about the user's wish
-        raise UserError(f"--tokenizer-type {t.tokenizer_type}, but {folder} holds a {kind}; leave the flag out")
+        raise SettingsError(f"{{tokenizer_type={t.tokenizer_type}}}, but {folder} holds a {kind}; leave it out")
     for name, expected in hashes.items():
         if name not in FILES:
             raise bad_data(f"{folder / 'meta.json'} names {name!r}, which is not a tokenizer file")
@@ -578,9 +586,9 @@ def find_of_data(prefixes: Iterable[str]) -> Path | None:
         is_equal = _read_meta(other) == _read_meta(folders[0])
         if not is_equal and not is_same(build_tokenizer(TokenizerFlags(), folders[0]), other):
             both = " and ".join(f"{folder} ({describe_folder(folder)})" for folder in (folders[0], other))
-            raise UserError(
+            raise SettingsError(
                 f"the token files were made with different tokenizers, {both}: the same ids would mean other text; "
-                f"preprocess one of them with --tokenizer and the other's folder",
+                f"preprocess one of them with {{tokenizer}} and the other's folder",
                 BAD_DATA,
                 everywhere=True,
             )

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from meshwright.base.errors import UNAVAILABLE, UserError, bad_data, first_line
 from meshwright.base.files import read_small
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import TokenizerFlags
 
 END_OF_TEXT = "<|endoftext|>"
@@ -533,16 +534,18 @@ def load_rank_list(path: Path, t: TokenizerFlags) -> TikToken:
         raise bad_data(f"{path} is not a list of ranks as Megatron's TikTokenizer has it: {form}")
     words = list(t.tiktoken_special_tokens or MEGATRON_WORDS)
     if missing := [word for word in MEGATRON_WORDS[:3] if word not in words]:
-        raise UserError(f"--tiktoken-special-tokens lacks {' '.join(missing)}, which Megatron needs")
+        raise SettingsError(f"{{tiktoken_special_tokens}} lacks {' '.join(missing)}, which Megatron needs")
     if len(set(words)) < len(words) or len(words) > first:
-        raise UserError(
-            f"--tiktoken-special-tokens: {len(words)} words; each may be given once, and there are {first} "
-            "(--tiktoken-num-special-tokens)"
+        raise SettingsError(
+            f"{{tiktoken_special_tokens}}: {len(words)} words; each may be given once, and there are {first} "
+            "({tiktoken_num_special_tokens})"
         )
     size = t.vocab_size or min(MEGATRON_SIZE, first + len(tokens))
     if not first + 256 <= size <= first + len(tokens):
         most = f"{first} special tokens and {len(tokens)} ranks"
-        raise UserError(f"--vocab-size {size}, but {path} gives {first + 256} to {first + len(tokens)} ids: {most}")
+        raise SettingsError(
+            f"{{vocab_size={size}}}, but {path} gives {first + 256} to {first + len(tokens)} ids: {most}"
+        )
     special = _count_from(0, words + [f"<SPECIAL_{n}>" for n in range(len(words), first)])
     ranks = {token: first + n for n, token in enumerate(tokens[: size - first])}
     return TikToken(str(path), ranks, Encoding(MEGATRON_PATTERNS[t.tiktoken_pattern], special, end="</s>"))
@@ -567,8 +570,8 @@ def load_encoding(name: str) -> TikToken:
         cause: BaseException = error
         while cause.__context__ is not None:  # requests and urllib3 wrap the reason in lines of their own
             cause = cause.__context__
-        raise UserError(
-            f"--tokenizer {name}: tiktoken does not have it in its cache and cannot download it "
+        raise SettingsError(
+            f"{{tokenizer={name}}}: tiktoken does not have it in its cache and cannot download it "
             f"({first_line(cause)}); set TIKTOKEN_CACHE_DIR to a cache that has it, or give the file "
             f"{name}.tiktoken",
             UNAVAILABLE,

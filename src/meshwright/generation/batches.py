@@ -16,13 +16,14 @@ from meshwright.base.errors import BAD_DATA, USAGE, UserError
 from meshwright.base.files import replacing
 from meshwright.base.progress import progress_bar
 from meshwright.config.grammar import unescape
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import GenerateConfig
 from meshwright.generation import megatron
 from meshwright.generation.beam import BeamOptions, BeamText, search_beams
 from meshwright.generation.chat import Chat
 from meshwright.generation.decoder import run_request, run_requests
 from meshwright.generation.dialogue import Dialogue
-from meshwright.generation.engine import LanguageModel
+from meshwright.generation.language_model import LanguageModel
 from meshwright.generation.prompts import Prompt, refuse_all
 from meshwright.generation.requests import Completion, Request
 from meshwright.generation.terminal import Terminal, accept_any_text
@@ -180,7 +181,9 @@ def write_output(c: GenerateConfig, m: LanguageModel, prompts: list[Prompt], out
         chat = Chat(m, dialogue, s, tuple(map(unescape, t.stop)), seed, ("stop",))
         chat.run()
         if not chat.inputs and not chat.terminal.is_person:
-            raise UserError("standard input holds no prompt; give --prompt TEXT or --prompts FILE, or lines to read")
+            raise SettingsError(
+                "standard input holds no prompt; give {prompt=TEXT} or {prompts=FILE}, or lines to read"
+            )
 
 
 def write_texts(c: GenerateConfig, m: LanguageModel, prompts: list[Prompt], is_json: bool) -> None:

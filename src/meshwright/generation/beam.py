@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshwright.base import device as devices
 from meshwright.base.errors import UserError
-from meshwright.generation.engine import LanguageModel
+from meshwright.generation.language_model import LanguageModel
 from meshwright.generation.requests import Completion, Request, not_finite_error, text_until_stop
 from meshwright.kernels.twins import upcast
 from meshwright.model.cache import Cache, ContinuedTexts

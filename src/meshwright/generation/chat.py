@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -19,7 +18,7 @@ from meshwright.config.grammar import unescape
 from meshwright.config.schema import Sampling
 from meshwright.generation.decoder import run_request
 from meshwright.generation.dialogue import ASSISTANT, USER, Dialogue
-from meshwright.generation.engine import LanguageModel
+from meshwright.generation.language_model import LanguageModel
 from meshwright.generation.requests import Completion, Event, Request
 from meshwright.generation.terminal import Terminal, history_file, interruptible, line_editing, report_errors
 
@@ -224,7 +223,7 @@ class Chat:
         kind = typing.get_type_hints(Sampling)[target] if target else int
         try:
             new = convert_value(inner_type(kind), value)
-        except argparse.ArgumentTypeError as error:
+        except ValueError as error:
             raise UserError(f"{name}: {error}") from None
         if name == "seed":
             self.seed, self.answers = new, 0

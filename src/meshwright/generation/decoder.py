@@ -38,7 +38,7 @@ CHUNK, ECHO_CHUNK = 2048, 512  # most tokens of a prompt in one pass; with logit
 
 
 class Decodable(Protocol):
-    """What a decoder needs of engine.LanguageModel."""
+    """What a decoder needs of language_model.LanguageModel."""
 
     @property
     def model(self) -> GPT: ...

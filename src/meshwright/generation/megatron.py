@@ -10,7 +10,7 @@ from meshwright.base.console import fit
 from meshwright.base.errors import UserError
 from meshwright.config.schema import Sampling
 from meshwright.generation.decoder import complete, run_request
-from meshwright.generation.engine import LanguageModel
+from meshwright.generation.language_model import LanguageModel
 from meshwright.generation.requests import Completion, Request
 from meshwright.generation.terminal import replace_surrogates
 

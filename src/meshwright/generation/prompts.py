@@ -13,6 +13,7 @@ from typing import Any
 from meshwright.base.errors import BAD_DATA, UserError, bad_data
 from meshwright.base.fields import Fields, Refusal
 from meshwright.config import check_values
+from meshwright.config.problem import NAMES
 from meshwright.config.schema import Sampling
 
 # Keys of a JSON line: those of Sampling by other names, too, and these.
@@ -125,6 +126,6 @@ def read_sampling(f: Fields, usual: Sampling) -> Sampling:
         else:
             values[name] = f.number(name, default)
     options = dataclasses.replace(usual, **values)
-    if wrong := check_values.out_of_bounds(options, str):
-        raise Refusal(wrong[0])
+    if wrong := check_values.out_of_bounds(options):
+        raise Refusal(NAMES.render(wrong[0].text))
     return options

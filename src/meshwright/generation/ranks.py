@@ -21,8 +21,8 @@ from meshwright.base import device as devices
 from meshwright.base.errors import DONE
 from meshwright.config import flags
 from meshwright.config.schema import ReadConfig
-from meshwright.generation import engine
-from meshwright.generation.engine import LanguageModel
+from meshwright.generation import language_model
+from meshwright.generation.language_model import LanguageModel
 from meshwright.optim.loss_scale import dtype_of
 from meshwright.parallel.layout import Layout, connect
 from meshwright.runtime.ranks.compare import require_equal
@@ -83,7 +83,9 @@ def serve_ranks(
     layout = connect(Layout(pp, 1, team.size // p.model_ranks, cp, tp, team.rank), team.timeout)
     for folder in folders or [c.checkpoint.load or ""]:
         with console.shortened():
-            m = engine.load_model(folder, given, c.tokenizer, dtype_of(c.precision), device, layout=layout, team=team)
+            m = language_model.load_model(
+                folder, given, c.tokenizer, dtype_of(c.precision), device, layout=layout, team=team
+            )
         calls = m.sharded.calls if m.sharded is not None else None
         if calls is not None and not team.is_lead:
             if not calls.follow():

@@ -9,6 +9,7 @@ from typing import Literal
 
 from meshwright.base.errors import NON_FINITE, UserError
 from meshwright.config import check_values
+from meshwright.config.problem import NAMES
 from meshwright.config.schema import Sampling
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.generation.text import TokenText
@@ -60,7 +61,8 @@ class Request:
         s, count = self.options, self.options.out_seq_length
         if count < (0 if self.echo else 1):
             return f"max_new_tokens {count} must be above 0"
-        wrong = check_values.out_of_bounds(dataclasses.replace(s, out_seq_length=count or 1), str)
+        outside = check_values.out_of_bounds(dataclasses.replace(s, out_seq_length=count or 1))
+        wrong = [NAMES.render(problem.text) for problem in outside]
         if self.logprobs is not None and self.logprobs < 0:
             wrong.append(f"logprobs {self.logprobs} must be at least 0; leave it out for none")
         if "" in self.stop:

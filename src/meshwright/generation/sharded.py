@@ -16,7 +16,7 @@ from meshwright.model.cache import Cache, ContinuedTexts
 from meshwright.model.positions import Positions
 from meshwright.parallel.calls import Calls
 from meshwright.parallel.cut_model import CutModel, ModelInput
-from meshwright.parallel.window_scores import WindowBatch, score_part
+from meshwright.parallel.window_losses import WindowBatch, score_part
 from meshwright.runtime.ranks.team import Team
 
 

@@ -6,28 +6,21 @@ sandbox, in a child process whose memory and time are bounded, and sees only pla
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import json
-import os
-import select
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.base.errors import bad_data
+from meshwright.base.errors import BAD_DATA, bad_data
+from meshwright.base.sandbox import Sandbox
+from meshwright.config.problem import SettingsError
 from meshwright.data.tokenizers import CHAT_TEMPLATE, Tokenizer
 from meshwright.data.vocabularies import CHAT_CONFIG, read_bytes, read_chat_config
-from meshwright.generation import sandbox
+from meshwright.generation import rendering
 
 Messages = Sequence[Mapping[str, Any]]  # {"role": "system", "user" or "assistant", "content": text}
 PLAIN = "plain"
-PATIENCE = 60.0  # seconds for an answer of the child, whose own limit is time of a processor
+RENDER = Sandbox(rendering.render, memory=512 << 20, seconds=4)
 
 
 @dataclass(frozen=True)
@@ -40,7 +33,7 @@ class ChatTemplate:
 
     def __post_init__(self) -> None:
         try:
-            _renderer.ask(self.text)
+            RENDER({"template": self.text})
         except ValueError as error:
             cure = "give another file to --chat-template, or plain"
             raise bad_data(f"{self.path} is no chat template: {error}; {cure}") from None
@@ -49,7 +42,7 @@ class ChatTemplate:
         """Return the dialogue as text; `begin_answer` adds what precedes an assistant's answer."""
         values = {**self.tokens, "messages": list(messages), "add_generation_prompt": begin_answer}
         try:
-            return _renderer.ask(self.text, values)
+            return str(RENDER({"template": self.text, "values": values}))
         except ValueError as error:
             raise bad_data(f"{self.path}: the chat template cannot write these turns: {error}") from None
 
@@ -83,7 +76,9 @@ def choose_template(name: str | None, tokenizer: Tokenizer, folder: Path | None)
     if path.is_dir():
         if template := read_template(path):
             return template
-        raise bad_data(f"--chat-template {name} holds neither {CHAT_TEMPLATE} nor a {CHAT_CONFIG} with a chat_template")
+        raise SettingsError(
+            f"{{chat_template={name}}} holds neither {CHAT_TEMPLATE} nor a {CHAT_CONFIG} with a chat_template", BAD_DATA
+        )
     run_template = find_template(tokenizer, folder)
     beside = _tokens(read_chat_config(path.parent)) or (run_template.tokens if run_template else {})
     return ChatTemplate(path, read_template_file(path), beside)
@@ -112,60 +107,3 @@ def read_template_file(path: Path) -> str:
         return read_bytes(path).decode()
     except UnicodeDecodeError as error:
         raise bad_data(f"{path} cannot be read as a chat template: {error}") from None
-
-
-class _Renderer:
-    """The child process of sandbox.py, started when it is first needed and again after its end."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.child: subprocess.Popen[bytes] | None = None
-
-    def ask(self, template: str, values: dict[str, Any] | None = None) -> str:
-        """Return what a template writes; raise ValueError with the reason if it cannot."""
-        request = {"template": template} | ({} if values is None else {"values": values})
-        line = json.dumps(request).encode() + b"\n"  # plain values, nothing with methods of its own
-        with self.lock:
-            if self.child is None or self.child.poll() is not None:
-                self.start()
-            try:
-                answer = json.loads(self.exchange(line))
-            except (OSError, ValueError):
-                self.stop()
-                limits = f"{sandbox.SECONDS} s or {sandbox.MEMORY >> 20} MiB"
-                raise ValueError(f"it takes more than {limits}") from None
-        if "error" in answer:
-            raise ValueError(answer["error"])
-        return str(answer["text"])
-
-    def exchange(self, line: bytes) -> bytes:
-        """Send a line and return the answer, cut short if the child ends or is late."""
-        assert self.child and self.child.stdin and self.child.stdout
-        self.child.stdin.write(line)
-        self.child.stdin.flush()
-        got, until = bytearray(), time.monotonic() + PATIENCE
-        while not got.endswith(b"\n"):
-            is_ready = select.select([self.child.stdout], [], [], max(0, until - time.monotonic()))[0]
-            if not is_ready or not (part := os.read(self.child.stdout.fileno(), 1 << 16)):
-                break
-            got += part
-        return bytes(got)
-
-    def start(self) -> None:
-        self.stop()
-        words = [sys.executable, "-P", sandbox.__file__]  # -P: the files beside it are no modules of it
-        self.child = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
-        )
-
-    def stop(self) -> None:
-        """End the child."""
-        if self.child is not None:
-            self.child.kill()
-            with contextlib.suppress(OSError):
-                self.child.communicate()
-            self.child = None
-
-
-_renderer = _Renderer()
-atexit.register(_renderer.stop)

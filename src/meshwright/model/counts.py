@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from meshwright.base.errors import UserError
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import Model
 
 
@@ -92,11 +92,11 @@ def padded_size(size: int, divisible_by: int, tensor_parallel: int, pad_to: int 
     if pad_to is None:
         return -(-size // multiple) * multiple
     if pad_to < size:
-        raise UserError(f"--pad-vocab-size-to {pad_to} is below the tokenizer's {size} ids")
+        raise SettingsError(f"{{pad_vocab_size_to={pad_to}}} is below the tokenizer's {size} ids")
     if pad_to % multiple:
         following = -(-pad_to // multiple) * multiple
-        raise UserError(
-            f"--pad-vocab-size-to {pad_to} is not a multiple of {multiple} (--make-vocab-size-divisible-by "
+        raise SettingsError(
+            f"{{pad_vocab_size_to={pad_to}}} is not a multiple of {multiple} ({{make_vocab_size_divisible_by}} "
             f"{divisible_by} x tensor parallel size {tensor_parallel}); the next one is {following}"
         )
     return pad_to

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.base import device as devices
-from meshwright.base.errors import UserError
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import Precision
 from meshwright.kernels.fp8 import Fp8Product, Recipe, Scales
 from meshwright.kernels.fp8_fused import Fp8Linear, norm_heads, norm_mlp
@@ -28,8 +28,8 @@ MAPS = ("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj")
 def require_fp8(p: Precision, device: torch.device) -> None:
     """Refuse fp8 where no matrix unit has it."""
     if p.fp8_format and not devices.has_fp8(device):
-        raise UserError(
-            f"--fp8-format {p.fp8_format} needs an NVIDIA GPU with fp8 (compute capability 8.9 or more), but this "
+        raise SettingsError(
+            f"{{fp8_format={p.fp8_format}}} needs an NVIDIA GPU with fp8 (compute capability 8.9 or more), but this "
             f"run is on {devices.device_name(device)}; leave it out"
         )
 

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from meshwright.base.errors import UserError
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import DECAY_RAMPS, TrainConfig
 
 
@@ -95,30 +95,30 @@ class ScheduleValue(NamedTuple):
 
 
 VALUES = {
-    "max_lr": ScheduleValue("learning rate", "--lr"),
-    "min_lr": ScheduleValue("minimum learning rate", "--min-lr"),
+    "max_lr": ScheduleValue("learning rate", "{lr}"),
+    "min_lr": ScheduleValue("minimum learning rate", "{min_lr}"),
     "warmup": ScheduleValue(
-        "warmup iterations", "--lr-warmup-fraction, -iters or -samples", length="length of the warm-up"
+        "warmup iterations", "{lr_warmup_fraction}, -iters or -samples", length="length of the warm-up"
     ),
     "decay": ScheduleValue(
         "total number of iterations",
-        "--lr-decay-iters or -samples, or --global-batch-size",
+        "{lr_decay_iters} or -samples, or {global_batch_size}",
         length="length of the learning rate's decay",
     ),
-    "style": ScheduleValue("learning rate decay style", "--lr-decay-style"),
-    "start_wd": ScheduleValue("start weight decay", "--weight-decay or --start-weight-decay"),
-    "end_wd": ScheduleValue("end weight decay", "--weight-decay or --end-weight-decay"),
+    "style": ScheduleValue("learning rate decay style", "{lr_decay_style}"),
+    "start_wd": ScheduleValue("start weight decay", "{weight_decay} or {start_weight_decay}"),
+    "end_wd": ScheduleValue("end weight decay", "{weight_decay} or {end_weight_decay}"),
     "wd_samples": ScheduleValue(
         "total number of weight decay iterations",
-        "--train-iters, --train-samples or --global-batch-size",
+        "{train_iters}, {train_samples} or {global_batch_size}",
         length="length of the weight decay's ramp",
     ),
-    "wd_style": ScheduleValue("weight decay incr style", "--weight-decay-incr-style"),
-    "init_lr": ScheduleValue("initial learning rate", "--lr-warmup-init", is_megatrons=False),
+    "wd_style": ScheduleValue("weight decay incr style", "{weight_decay_incr_style}"),
+    "init_lr": ScheduleValue("initial learning rate", "{lr_warmup_init}", is_megatrons=False),
     "wsd_samples": ScheduleValue(
-        "WSD decay", "--lr-wsd-decay-iters or -samples", length="length of WSD's decay", is_megatrons=False
+        "WSD decay", "{lr_wsd_decay_iters} or -samples", length="length of WSD's decay", is_megatrons=False
     ),
-    "wsd_style": ScheduleValue("WSD decay style", "--lr-wsd-decay-style", is_megatrons=False),
+    "wsd_style": ScheduleValue("WSD decay style", "{lr_wsd_decay_style}", is_megatrons=False),
 }
 
 
@@ -181,12 +181,13 @@ def resume_schedule(ours: Schedule, saved: dict[str, Any], c: TrainConfig) -> tu
         values[name] = old if matters else new
         lines.append(f" > using checkpoint value {old} for {value.title}")
     if different:
-        head, override = "the schedule differs from the checkpoint's", "add --override-opt_param-scheduler"
+        head, override = "the schedule differs from the checkpoint's", "add {override_opt_param_scheduler=True}"
         if ours.decay > before.decay:
             head = f"to train longer, {override} (this stretches the decay); {head}"
-        ways = f"to continue with the flags, {override}; with the checkpoint's, --use-checkpoint-opt_param-scheduler"
-        anew = "to begin anew from the checkpoint's weights, add --finetune, with a --save of its own"
-        raise UserError("\n  ".join([f"{head}:", *different, ways, anew]))
+        saved_one = "with the checkpoint's, {use_checkpoint_opt_param_scheduler=True}"
+        ways = f"to continue with these settings, {override}; {saved_one}"
+        anew = "to begin anew from the checkpoint's weights, add {finetune=True}, with a {save} of its own"
+        raise SettingsError("\n  ".join([f"{head}:", *different, ways, anew]))
     return dataclasses.replace(ours, **values), lines
 
 
@@ -197,9 +198,9 @@ def describe_difference(name: str, before: Schedule, ours: Schedule, c: TrainCon
     if value.length:
         shown = [f"{x:,.10g} samples = {x / size:,.10g} steps of {size}" for x in (old, new)]
     if name == "decay" and c.samples is not None:
-        flags = f"--lr-decay-samples {old} keeps the checkpoint's"
+        flags = f"{{lr_decay_samples={old}}} keeps the checkpoint's"
     elif name == "decay" and old % size == 0:
-        flags = f"--lr-decay-iters {old // size} keeps the checkpoint's"
+        flags = f"{{lr_decay_iters={old // size}}} keeps the checkpoint's"
     if name == "decay" and new > old and not before.min_lr and before.style != "constant":
-        flags += ", but every step after it runs at learning rate 0, since --min-lr is 0"
-    return f"{value.length or value.title}: the checkpoint has {shown[0]}, the flags say {shown[1]} ({flags})"
+        flags += ", but every step after it runs at learning rate 0, since {min_lr} is 0"
+    return f"{value.length or value.title}: the checkpoint has {shown[0]}, the settings say {shown[1]} ({flags})"

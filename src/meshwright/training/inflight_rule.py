@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from meshwright.config.grammar import ON_NONFINITE, reaction
 from meshwright.config.schema import TrainConfig
 
 
@@ -12,5 +11,5 @@ def runs_ahead(config: TrainConfig) -> bool:
     With a scaled loss, or if a bad step is skipped, the next one depends on the last one's numbers.
     Timers wait for each step anyway.
     """
-    skips = (reaction(config.training.on_nonfinite, ON_NONFINITE) or ("stop", 0))[0] == "skip"
+    skips = config.training.on_nonfinite.word == "skip"
     return not (config.precision.fp16 or skips) and config.logging.timing_log_level == "0"

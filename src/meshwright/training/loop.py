@@ -22,8 +22,8 @@ from meshwright.data.samples import Dataset, OrderedSamples
 from meshwright.optim.schedule import warn_of_idle_steps
 from meshwright.runtime.ranks.pulse import pulse
 from meshwright.runtime.ranks.watchdog import Watchdog
+from meshwright.training.beside.eval_tasks import Scores
 from meshwright.training.beside.samples import SampleWriter
-from meshwright.training.beside.scores import Scores
 from meshwright.training.health.guard import Guard
 from meshwright.training.health.replicas import Replicas, copies_in
 from meshwright.training.health.stop import StopConditions
@@ -183,8 +183,8 @@ class Trainer:
             return False
         self.finish()
         self.feed.close()
-        (first, last), begin = passed, p.consumed_train_samples
-        self.state.pass_over(last)
+        first, begin = passed.first, p.consumed_train_samples
+        self.state.pass_over(passed.last)
         remark(f"Skipped iterations {first} to {p.iteration} due to --skip-train-iteration-range flag.")
         self.metrics.row("skip", p.iteration, first=first, from_sample=begin, to=p.consumed_train_samples)
         return True
@@ -304,7 +304,7 @@ class Trainer:
         by_parts = parts.by_position, parts.by_data
         check = Check(p.iteration, shown, loss, is_at_end, set_name, seconds, *by_parts, averaged)
         self.metrics.validation(p.consumed_train_samples, check)
-        if not math.isfinite(loss) and self.guard.on_nonfinite[0] != "skip":
+        if not math.isfinite(loss) and self.guard.on_nonfinite.word != "skip":
             message = f"iteration {p.iteration}: the loss on the {key} set is {loss}, so this step is not saved; "
             message += f"lower --lr (now {self.config.optimizer.lr}) or warm up longer"
             raise UserError(message, NON_FINITE, everywhere=True)

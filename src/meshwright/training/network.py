@@ -14,7 +14,7 @@ from meshwright.base.console import remark
 from meshwright.base.errors import UserError
 from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.config.check_mup import given_bases
-from meshwright.config.fields import spelling
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import Optimizer, TrainConfig
 from meshwright.model import fp8, pick
 from meshwright.model.gpt import GPT, Options, name_of
@@ -98,7 +98,7 @@ def build_network(spec: Spec, report_parameters: Callable[[int], None] = lambda 
     report_parameters(sum(x.numel() for x in names.values()))
     if o.optimizer == "muon" and not any(n.startswith("h.") for n in names):
         layers = "the matrices of layers named h.*, but this model has none"
-        raise UserError(f"--optimizer muon updates {layers}; choose another --optimizer")
+        raise SettingsError(f"{{optimizer=muon}} updates {layers}; choose another {{optimizer}}")
     if spec.model:
         require_rated_tables(o, names.keys())
     dtype = dtype_of(config.precision)
@@ -203,7 +203,7 @@ def sums_by_copies(config: TrainConfig, layout: Layout, device: torch.device) ->
     wanted, zero = config.parallel.data_parallel_sums, config.parallel.zero_stage
     if zero > 1 and layout.group("shard") is not None:
         if wanted == "copies":
-            raise UserError(f"--data-parallel-sums copies is for ZeRO 0 and 1, not {zero}; leave it out")
+            raise SettingsError(f"{{data_parallel_sums=copies}} is for ZeRO 0 and 1, not {zero}; leave it out")
         return None
     chosen, reason = mapped.choose_mapper(wanted, layout.group("shard" if zero else "gradients"), device)
     if chosen is not None:
@@ -218,7 +218,7 @@ def require_rated_tables(o: Optimizer, names: Set[str]) -> None:
     for setting in sorted(set(OWN_RATES.values())):
         tables = [table for table, own in OWN_RATES.items() if own == setting]
         if getattr(o, setting) is not None and names.isdisjoint(tables):
-            raise UserError(f"{spelling(setting)} is for {' and '.join(tables)}, which this model lacks; leave it out")
+            raise SettingsError(f"{{{setting}}} is for {' and '.join(tables)}, which this model lacks; leave it out")
 
 
 def require_own_model(spec: Spec) -> None:
@@ -232,12 +232,12 @@ def require_own_model(spec: Spec) -> None:
             "set the tensor, pipeline and context sizes to 1"
         )
     if spec.model and p.zero_stage > 1:
-        raise UserError(
-            f"ZeRO {p.zero_stage} with a custom model: only --zero-stage 0 and 1 handle parameters that the loss "
+        raise SettingsError(
+            f"ZeRO {p.zero_stage} with a custom model: only {{zero_stage=0}} and 1 handle parameters that the loss "
             "does not depend on; choose one of these"
         )
     if spec.loss and config.training.z_loss_coef:
-        raise UserError("--z-loss-coef is a term of our own loss, and this one is custom; add the term there")
+        raise SettingsError("{z_loss_coef} is a term of our own loss, and this one is custom; add the term there")
     switches = {"--fp8-format": bool(config.precision.fp8_format)}
     switches |= {"--fused-kernels on": config.training.fused_kernels == "on"}
     switches |= dict.fromkeys(given_bases(config.model), True)

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 from meshwright.base import console, registry
 from meshwright.base import device as devices
 from meshwright.base.console import logged_to, remark, say, say_arguments, say_time, show
-from meshwright.base.errors import UNAVAILABLE, UnfitFile, UserError, bad_data
+from meshwright.base.errors import UNAVAILABLE, UnfitFile, bad_data
 from meshwright.base.files import require_unlinked
 from meshwright.checkpoint import owner
 from meshwright.config import command as commands
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import TrainConfig
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.parallel.layout import connect, layout_of
@@ -154,7 +155,9 @@ def find_rehearsal() -> Callable[[Resolved, Layout, torch.device, Team, Caller],
     rehearse: Callable[[Resolved, Layout, torch.device, Team, Caller], None] | None
     rehearse = registry.find("parts", "verify-layout")
     if rehearse is None:
-        raise UserError(f"--verify-layout cannot compare layouts: {registry.LACKING}, or leave it out", UNAVAILABLE)
+        raise SettingsError(
+            f"{{verify_layout}} cannot compare layouts: {registry.LACKING}, or leave it out", UNAVAILABLE
+        )
     return rehearse
 
 

@@ -29,8 +29,8 @@ from meshwright.runtime.ranks.team import Team
 from meshwright.runtime.ranks.watchdog import Watchdog
 from meshwright.training.before import memory
 from meshwright.training.before.resolve import Resolved
+from meshwright.training.beside.eval_tasks import Scores, ScoresBeside
 from meshwright.training.beside.samples import SampleWriter
-from meshwright.training.beside.scores import Scores, ScoresBeside
 from meshwright.training.forecast import find_forecast
 from meshwright.training.health.stop import StopConditions
 from meshwright.training.log.lines import RunSizes

@@ -48,13 +48,6 @@ def test_a_place_that_is_taken_is_named_before_the_first_row(taken, tmp_path, ca
     assert f"{place} exists already; choose another folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("word", ["--train-iters=9", "--run_dir=x", "--data-path", "--dry-run", "--print-config"])
-def test_flags_that_a_bench_sets_are_refused_after_the_dashes(word, tmp_path, capsys):
-    assert main(["bench", "cpu", "--out", str(tmp_path / "out"), "--", word]) == 2
-    assert "after --: each row has its own; give --" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 def test_help_after_the_dashes_is_that_of_train(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["bench", "cpu", "--", "--help"])
@@ -103,26 +96,6 @@ def test_random_tokens_have_the_vocabulary_of_the_preset(tmp_path):
 def test_a_row_on_several_gpus_brings_the_one_beside_it():
     assert [one.name for one in rows.chosen(["layouts"], "ZeRO-3", 4)] == ["2.7B", "2.7B DP4 ZeRO-3"]
     assert rows.default_sets(0) == ["cpu"]
-
-
-@pytest.mark.parametrize(
-    "words, error",
-    [
-        ("345n", "no set '345n'; did you mean 345m?"),
-        ("cpu --rows nothing", "--rows 'nothing' matches none of the rows: tiny, "),
-        ("cpu --rows (", "is not a regular expression"),
-        ("cpu --steps 2", "give 3 or more"),
-        ("345m --gpus 2", "--gpus 2: the largest of these rows uses 1; the flag is for the set layouts"),
-        ("layouts --gpus 1", "--gpus 1: the largest of these rows uses 2"),
-        ("cpu --peer-seconds 5", "--peer-seconds has no effect without --peers"),
-        ("cpu --peer-names megatron", "--peer-names: 'megatron' is none of transformers, transformers-compiled, "),
-        ("cpu -- --clip-gradd 2", "after --: unknown flag --clip-gradd; did you mean --clip-grad?"),
-        ("cpu -- --seed x", "after --: --seed: 'x' is not a whole number"),
-    ],
-)
-def test_errors(words, error, capsys):
-    assert main(["bench", *words.split()]) == 2
-    assert error in capsys.readouterr().err
 
 
 def test_a_run_of_the_command(tmp_path, capsys, monkeypatch):

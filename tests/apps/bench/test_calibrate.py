@@ -22,8 +22,3 @@ def test_calibration_writes_a_profile_that_loads(tmp_path, monkeypatch, capsys):
     assert profile.flops("float32") == pytest.approx(profile.peaks["float32"])
     assert profile.links.within.bandwidth * profile.links.within.collectives == pytest.approx(4e9, rel=1e-3)
     assert profile.storage["disk"] > 0
-
-
-def test_calibration_is_given_alone(capsys):
-    assert main(["bench", "345m", "--calibrate"]) == 2
-    assert "--calibrate runs no rows of a set" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 
 import meshwright.apps.evaluate
 from meshwright.__main__ import main
-from meshwright.generation import engine
+from meshwright.generation import language_model
 
 LENGTH = 32  # of conftest.py
 TASKS = {
@@ -151,7 +151,7 @@ def small_harness(monkeypatch):
 @pytest.mark.parametrize("what", ["nothing", "weights", "perplexity"])
 def test_an_accuracy_does_not_hide_what_is_not_finite(small_harness, trained, monkeypatch, capsys, what):
     """An accuracy compares numbers that are not finite as if they were."""
-    load = engine.load_model
+    load = language_model.load_model
 
     def damaged(*args, **layout):
         found = load(*args, **layout)
@@ -159,7 +159,7 @@ def test_an_accuracy_does_not_hide_what_is_not_finite(small_harness, trained, mo
         return found
 
     if what == "weights":
-        monkeypatch.setattr(engine, "load_model", damaged)
+        monkeypatch.setattr(language_model, "load_model", damaged)
     if what == "perplexity":
         small_harness.perplexity = math.inf
     status = main(["evaluate", str(trained), "--device=cpu", "--json", "--harness=small"])

@@ -11,13 +11,13 @@ import torch
 from meshwright.__main__ import main
 from meshwright.apps.evaluate import lambada, results, wikitext
 from meshwright.apps.evaluate.command import EvaluateConfig, Scoring, choose_measure, step_folders
-from meshwright.apps.evaluate.score import window_spans
 from meshwright.base import console
 from meshwright.base.errors import UserError
 from meshwright.config import flags
 from meshwright.data.tokenizers import Bytes
+from meshwright.data.windows import Window, window_spans
 from meshwright.generation import ranks
-from meshwright.training.tasks import Window
+from meshwright.training.tasks import Scored, TaskFile
 from on_ranks import make_team, run_ranks
 
 LENGTH = 32  # of conftest.py
@@ -201,19 +201,23 @@ def test_detokenizers():
 def test_the_words_that_lambada_counts():
     """A long passage loses its beginning, one of a single word follows an end of document."""
     texts = ["he saw the sign", "sign", "x" * 40]
-    strict = lambada.word_windows(Bytes(), texts, True, 20)
+    strict, last = (
+        [task.cut(text, Bytes(), TaskFile("", "", 20, 10)) for text in texts]
+        for task in (lambada.STRICT_LAMBADA, lambada.LAMBADA)
+    )
+    assert all(len(windows) == 1 for windows in (*strict, *last))
+    hits = torch.tensor([[1.0, 5.0], [2.0, 4.0], [3.0, 20.0]])  # nats, and right letters of 5, 5 and 20
+    got = lambada.LAMBADA.measure(Scored(texts, strict, hits))
+    assert got == {"correct": 2, "examples": 3, "accuracy": 2 / 3, "perplexity": pytest.approx(math.exp(2))}
+    strict, last = ([window for [window] in made] for made in (strict, last))
     assert [bytes(w.tokens[w.first + 1 :]) for w in strict] == [b" sign", b" sign", b"x" * 21][:2] + [b"x" * 20]
     assert strict[0].tokens == [*b"he saw the sign"] and strict[1].tokens[0] == 256
-    hits = torch.tensor([[1.0, 5.0], [2.0, 4.0], [3.0, 20.0]])  # nats, and right letters of 5, 5 and 20
-    got = lambada.measure_words(strict, hits)
-    assert got == {"correct": 2, "examples": 3, "accuracy": 2 / 3, "perplexity": pytest.approx(math.exp(2))}
-    last = lambada.word_windows(Bytes(), texts, False, 20)
-    assert [len(w.tokens) - 1 - w.first for w in last] == [1, 1, 1] and len(last[2].tokens) == 21
+    assert [w.counted for w in last] == [1, 1, 1] and len(last[2].tokens) == 21
 
 
 def test_an_infinite_loss_is_no_finite_perplexity():
     values = torch.tensor([[math.inf, 1.0], [1.0, 0.0]], dtype=torch.float64)
-    measures = lambada.measure_words([Window([1, 2])] * 2, values)
+    measures = lambada.LAMBADA.measure(Scored(["a b"] * 2, [[Window([1, 2])]] * 2, values))
     assert measures["accuracy"] == 0.5 and measures["perplexity"] == math.inf
 
 

@@ -14,7 +14,7 @@ from meshwright.apps.quickstart import collect
 from meshwright.apps.quickstart.collect import InputDocuments, cut_document
 from meshwright.base.errors import BAD_DATA, UserError
 from meshwright.config.text_inputs import TextInputs
-from meshwright.data.text import cutting
+from meshwright.data.text import limits
 
 
 def documents_of(path, limit=1e9, **given):
@@ -89,7 +89,7 @@ def test_too_little_text_is_refused(tmp_path):
 
 
 def test_more_text_than_the_limit_is_sampled_from_everywhere(tmp_path, monkeypatch):
-    monkeypatch.setattr(cutting, "PIECE", 1 << 16)
+    monkeypatch.setattr(limits, "PIECE", 1 << 16)
     file = tmp_path / "big.jsonl"
     with file.open("w") as out:
         for n in range(8000):
@@ -104,7 +104,7 @@ def test_more_text_than_the_limit_is_sampled_from_everywhere(tmp_path, monkeypat
 @pytest.mark.parametrize("name", ["one.txt", "one.txt.zst", "one.jsonl", "two/long.jsonl", "two/long.txt"])
 def test_a_document_larger_than_the_limit_is_cut(tmp_path, monkeypatch, name):
     """Parts of it are drawn, from everywhere in it, whether it is the only one or not."""
-    monkeypatch.setattr(cutting, "PIECE", 1 << 16)
+    monkeypatch.setattr(limits, "PIECE", 1 << 16)
     text = "".join(f"{n} {words(20, n)}\n" for n in range(5000))
     file = tmp_path / name
     file.parent.mkdir(exist_ok=True)

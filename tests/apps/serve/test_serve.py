@@ -207,22 +207,11 @@ def test_megatrons_script(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "flags of sampling have no effect" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("argv", "word"),
-    [
-        ("--host 0.0.0.0", "--api-key-file"),
-        ("--host example.lan", "--api-key-file"),
-        ("--api-key short", "8 letters"),
-        ("--api-key long-enough --api-key-file x", "cannot be combined"),
-        ("--port 70000", "65535"),
-        ("--queue -1", "--queue"),
-        ("--slots 0", "--slots"),
-    ],
-)
+@pytest.mark.parametrize("host", ["0.0.0.0", "example.lan"])
 @pytest.mark.promise("`meshwright serve` listens on this machine only")
-def test_flags_that_make_no_sense(argv: str, word: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", str(run), *argv.split()]) == USAGE
-    assert word in capsys.readouterr().err
+def test_other_machines_need_a_key(host: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(run), "--host", host]) == USAGE
+    assert "--api-key-file" in capsys.readouterr().err
 
 
 def test_damaged_weights_are_found_before_anyone_asks(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,17 +88,3 @@ def test_wider_models_keep_the_shares_of_heads_groups_and_mlp() -> None:
     assert (wide.num_attention_heads, wide.num_query_groups, wide.ffn, wide.head_dim) == (8, 4, 160, 8)
     with pytest.raises(UserError, match="--widths 40: heads of 8 and their groups need multiples of 16"):
         at_width(m, 40)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--steps=2"], "sizes are needed"),
-        (["--widths=64"], "give two or more different sizes"),
-        (["--widths", "32", "64", "--", "--mup-base-hidden-size=32", "--optimizer=sgd", "--lr=1"], "--optimizer sgd"),
-        (["--widths", "32", "64", "--"], "--lr is needed"),
-    ],
-)
-def test_refusals(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["coordinates", *words]) == 2
-    assert message in capsys.readouterr().err

@@ -18,7 +18,7 @@ from helpers import TINY_FLAGS
 from meshwright.apps.tune import points, results, sweep
 from meshwright.apps.tune.points import Axis, Point, read_space
 from meshwright.base.runs.follow import RunTail
-from meshwright.config.fields import config_fields
+from meshwright.config.fields import as_text, config_fields
 from meshwright.config.schema import TrainConfig
 
 DRAWS = 1500
@@ -127,7 +127,7 @@ def test_a_run_gets_exactly_the_value(flag: str, typed: str, want: Any, tmp_path
     for name, each in ((points.name_of_point(point), point), (recorded.name, recorded.point)):
         config = plan.read_settings(name, each)
         group, *_ = config_fields(TrainConfig)[next(iter(each))]
-        value = getattr(getattr(config, group), next(iter(each)))
+        value = as_text(getattr(getattr(config, group), next(iter(each))))
         assert value == want and type(value) is type(want)
         assert config.checkpoint.run_dir == str(tmp_path / name)
 

@@ -41,7 +41,7 @@ def test_axes(run):
     for found, x in ((step, [1000, 5000]), (tokens, [32000, 160000]), (time, [10, 50])):
         assert found["checks"]["validation"]["x"] == pytest.approx(x)
         assert found["checks"]["validation"]["y"] == [3.0, 2.5]
-    assert tokens["scores"] == {"a": {"x": [64000.0], "y": [0.5], "step": [2000]}}
+    assert tokens["scores"] == {"a": {"x": [64000.0], "y": [0.5], "step": [2000], "unit": ""}}
     assert set(step["lines"]["memory"]["y"]) == {1.0} and "mfu" not in step["lines"]
 
 

@@ -1,8 +1,8 @@
 """Files that try to run code, or to waste memory or time, when a checkpoint is opened.
 
 They are made by hand, without the readers in checkpoint/. Each has a name, its opener, a part of
-the reason for its refusal, and a function that writes it. `runs`: its code would run if the file
-were trusted, which a test shows, so that no payload is a dud.
+the reason for its refusal or OPENS, and a function that writes it. `runs`: its code would run if
+the file were trusted, which a test shows, so that no payload is a dud.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from meshwright.compat.formats.table import DEEPSPEED, MEGATRON, TORCH_DIST
 
 MEGABYTE = 1 << 20
 UNTRUSTED = "trust-pickle runs it"
+OPENS = "nothing in it is followed or run, so that it is opened like any other"
 
 
 class Case(NamedTuple):
@@ -159,7 +160,7 @@ in_zip("reduce runpy", UNTRUSTED, lambda m: call("runpy.run_path", text(str(m)))
 in_zip("subprocess", UNTRUSTED, lambda m: call("subprocess.check_call", many(text("touch"), text(str(m)))), True)
 in_zip("Python 2's name of eval", UNTRUSTED, lambda m: call("__builtin__.eval", python(m)), True)
 in_zip("getattr finds os.system", UNTRUSTED, lambda m: call(attribute(named("os.path"), "x"), touch(m)))
-in_zip("getattr of a known class", "calls a Stub", lambda m: call(attribute(named("torch.Tensor"), "__subclasses__")))
+in_zip("getattr of a known class", "not callable", lambda m: call(attribute(named("torch.Tensor"), "__subclasses__")))
 in_zip("getattr of a dict", "getattr", lambda m: attribute(b"}", "__class__"))
 in_zip("attrgetter", UNTRUSTED, lambda m: call(call("operator.attrgetter", text("system")), b"N"))
 in_zip("functools.partial", UNTRUSTED, lambda m: call(call("functools.partial", named("os.system"), touch(m))), True)
@@ -172,13 +173,13 @@ in_zip("a class of the main program", UNTRUSTED, lambda m: call("__main__.Model"
 in_zip("NEWOBJ", UNTRUSTED, lambda m: named("subprocess.Popen") + many(many(text("touch"), text(str(m)))) + b"\x81")
 POPEN = named("subprocess.Popen")
 in_zip("NEWOBJ_EX", UNTRUSTED, lambda m: POPEN + b")}" + text("args") + text(f"touch {m}") + b"s\x92")
-in_zip("NEWOBJ_EX with keywords", "keywords", lambda m: named("megatron.x.Y") + b")}" + text("args") + b"Ns\x92")
-in_zip("INST", "instruction", lambda m: b"(" + touch(m) + b"ios\nsystem\n", True)
+in_zip("NEWOBJ_EX with keywords", "keyword", lambda m: named("megatron.x.Y") + b")}" + text("args") + b"Ns\x92")
+in_zip("INST", UNTRUSTED, lambda m: b"(" + touch(m) + b"ios\nsystem\n", True)
 in_zip("OBJ", UNTRUSTED, lambda m: b"(" + named("os.system") + touch(m) + b"o", True)
 in_zip("STACK_GLOBAL", UNTRUSTED, lambda m: dotted("os", "system") + many(touch(m)) + b"R", True)
 in_zip("STACK_GLOBAL with dots", UNTRUSTED, lambda m: call(dotted("torch.serialization", "os.system"), touch(m)))
 in_zip("globals of a function", UNTRUSTED, lambda m: dotted("collections", "OrderedDict.__init__.__globals__"))
-in_zip("a known package", "calls a Stub", lambda m: call(call(dotted("megatron.os", "system"), touch(m)), touch(m)))
+in_zip("a known package", "not callable", lambda m: call(call(dotted("megatron.os", "system"), touch(m)), touch(m)))
 
 
 def registered(marker: Path) -> bytes:
@@ -188,27 +189,27 @@ def registered(marker: Path) -> bytes:
     return call(b"\x82\x71", touch(marker))
 
 
-in_zip("EXT1, the registry of extensions", "instruction", registered)
+in_zip("EXT1, the registry of extensions", "unregistered extension", registered)
 in_zip("copyreg._reconstructor", UNTRUSTED, lambda m: call("copyreg._reconstructor", named("os.system"), b"N", b"N"))
-in_zip("PERSID", "instruction", lambda m: b"Pos.system\n")
+in_zip("PERSID", "reference", lambda m: b"Pos.system\n")
 in_zip("BINPERSID of another kind", "reference", lambda m: many(*map(text, ("module", "os", "system")), b"NN") + b"Q")
 in_zip("a persistent id of tuples", "reference", lambda m: b"N" + b"\x85" * 50_000 + b"Q")
 in_zip("a factory of a defaultdict", UNTRUSTED, lambda m: call("collections.defaultdict", named("os.system")))
 
 # State that is set
 
-in_zip("the state of a tensor", "state of a Tensor", lambda m: tensor(storage(), [4], [1]) + many(b"N", b"N") + b"b")
-in_zip("the state of a list", "state of a list", lambda m: b"]}" + text("__setstate__") + b"Nsb")
+in_zip("the state of a tensor", "slot state", lambda m: tensor(storage(), [4], [1]) + many(b"N", b"N") + b"b")
+in_zip("the state of a list", "list.*no attribute", lambda m: b"]}" + text("__setstate__") + b"Nsb")
 in_zip(
     "the state of a function",
-    "state of a AllowedFunction",
+    "state of the function Size",
     lambda m: named("torch.Size") + b"}" + text("call") + b"Nsb",
 )
-in_zip("slots of a Namespace", "state of a Namespace", lambda m: named("argparse.Namespace") + b")\x81N}\x86b")
+in_zip("slots of a Namespace", "Namespace of something other", lambda m: named("argparse.Namespace") + b")\x81N}\x86b")
 in_zip("a Namespace that is given itself", "Namespace", lambda m: call("argparse.Namespace", b"}"))
 in_zip("attributes that are no names", "Namespace", lambda m: named("argparse.Namespace") + b")\x81}K\1Nsb")
-in_zip("items of a Namespace", "items of Namesp", lambda m: named("argparse.Namespace") + b")\x81" + text("a") + b"Ns")
-in_zip("append to a stub", "appends to Stub", lambda m: call("megatron.x.Y") + b"Na")
+in_zip("items of a Namespace", OPENS, lambda m: named("argparse.Namespace") + b")\x81" + text("a") + b"Ns")
+in_zip("append to a stub", "no attribute 'append'", lambda m: call("megatron.x.Y") + b"Na")
 in_zip("arrays of objects", "NumPy array of 'O8'|NumPy array of O8", lambda m: array(b"]", "O8"))
 in_zip("an array in too few bytes", "NumPy array of", lambda m: array(quoted(bytes(8)), "f8", 1 << 40))
 in_zip("an array of records", "NumPy array", lambda m: array(quoted(bytes(8)), "V8"))
@@ -255,25 +256,27 @@ in_zip(
 # Memory and time
 
 UNMEASURED = len(CASES)
-in_file("4 GB of bytes, as declared", "it ends at byte", lambda m: program(b"B\xff\xff\xff\xff"))
-in_file("an exabyte of text, as declared", "at most", lambda m: program(b"\x8d" + struct.pack("<Q", 1 << 60)))
-in_file("a number of 2 GB", "a number of", lambda m: program(b"\x8b\xff\xff\xff\x7f"))
+in_file("4 GB of bytes, as declared", "MiB", lambda m: program(b"B\xff\xff\xff\xff"))
+in_file("an exabyte of text, as declared", "MiB", lambda m: program(b"\x8d" + struct.pack("<Q", 1 << 60)))
+in_file("a number of 2 GB", "MiB", lambda m: program(b"\x8b\xff\xff\xff\x7f"))
 in_file("a memory with place 4 billion", "MiB", lambda m: program(b"Nr\xf0\xff\xff\xff"))
-in_file("a number of a million digits", "line|digits", lambda m: program(b"I" + b"9" * MEGABYTE + b"\n"))
-in_file("a name without an end", "no line ends", lambda m: program(b"c" + b"a" * MEGABYTE))
-in_file("names of a megabyte", "500 letters", lambda m: program(long_names(MEGABYTE, 1000)))
+in_file("a number of a million digits", "could not convert", lambda m: program(b"I" + b"9" * MEGABYTE + b"\n"))
+in_file("a name without an end", "truncated", lambda m: program(b"c" + b"a" * MEGABYTE))
+in_file("names of a megabyte", "MiB", lambda m: program(long_names(MEGABYTE, 1000)))
 in_file("20 million lists", "MiB", lambda m: program(b"]" * 20_000_000))
 in_file("20 million sets", "MiB", lambda m: program(b"\x8f" * 20_000_000))
-in_file("20 million marks", "MiB", lambda m: program(b"(" * 20_000_000))
-in_file("20 million objects", "MiB", lambda m: program(named("megatron.x.Y") + b"q\0" + b"h\0)R" * 5_000_000))
-in_file("20 million instructions for nothing", "MiB", lambda m: program(b"N0" * 10_000_000))
-in_file("20 million memories", "MiB", lambda m: program(b"N" + b"\x94" * 20_000_000))
-in_file("texts of wide letters", "MiB", lambda m: program(text("\U0001f600" + "a" * (3 * MEGABYTE)) * 12))
+in_file("20 million marks", "MARK", lambda m: program(b"(" * 20_000_000))
+in_file("20 million objects", "MiB", lambda m: program(named("megatron.x.Y") + b"q\0](" + b"h\0)R" * 5_000_000 + b"e"))
+in_file("20 million instructions for nothing", OPENS, lambda m: program(b"N0" * 10_000_000 + b"N"))
+in_file("20 million memories", OPENS, lambda m: program(b"N" + b"\x94" * 20_000_000))
+in_file(
+    "texts of wide letters", "MiB", lambda m: program(b"](" + text("\U0001f600" + "a" * (3 * MEGABYTE)) * 12 + b"e")
+)
 in_file("tuples in tuples", "deep", lambda m: program(b"N" + b"\x85" * 100_000))
 in_file("lists in lists", "deep", lambda m: program(b"]" * 100_000 + b"a" * 99_999))
 in_file("a list that holds itself", "hold themselves", lambda m: program(b"]2a"))
-in_file("a billion laughs", "times", lambda m: program(laughs(b"]q\0", b"](" + b"h\0" * 10 + b"eq\0", 9)))
-in_file("keys that laugh", "a tuple as a key", lambda m: program(b"}" + laughs(b")q\0", b"h\0h\0\x86q\0", 60) + b"Ns"))
+in_file("a billion laughs", "MiB", lambda m: program(laughs(b"]q\0", b"](" + b"h\0" * 10 + b"eq\0", 9)))
+in_file("keys that laugh", "more than 10 s", lambda m: program(b"}" + laughs(b")q\0", b"h\0h\0\x86q\0", 60) + b"Ns"))
 in_file("a set of long texts", "as a key", lambda m: program(b"\x8f(" + text("x" * 5000) + b"\x90"))
 in_file("numbers that all hash to zero", "a int as a key", lambda m: program(b"}" + collisions(1000)))
 
@@ -331,7 +334,7 @@ def collisions(count: int) -> bytes:
 # Archives
 
 EVIL = program(call("os.system", text("true")))
-in_file("an archive in the place of the pickle", "instruction", lambda m: nested(m))
+in_file("an archive in the place of the pickle", "damaged", lambda m: nested(m))
 
 
 def compressed(path: Path, marker: Path) -> None:
@@ -346,14 +349,14 @@ def long_entries(count: int) -> Callable[[Path, Path], None]:
 
 for title, says, write in (
     ("a pickle that is compressed a thousandfold", "compressed", compressed),
-    ("names of 65 kB", "a name of 65,0", long_entries(500)),
-    ("names of 98 MB", "its directory has", long_entries(1500)),
+    ("names of 65 kB", "not one of torch.save", long_entries(500)),
+    ("names of 98 MB", "not one of torch.save", long_entries(1500)),
 ):
     CASES.append(Case(title, "pickle", says, write, measured=True))
 for title, says, other in (
-    ("an entry outside of the archive", "leads out", "a/../../x"),
-    ("an entry with an absolute name", "leads out", "/etc/passwd"),
-    ("an entry with a foreign name", "leads out", "a\\..\\x"),
+    ("an entry outside of the archive", OPENS, "a/../../x"),
+    ("an entry with an absolute name", "not one of torch.save", "/etc/passwd"),
+    ("an entry with a foreign name", "not one of torch.save", "a\\..\\x"),
     ("an entry of another archive", "not one of torch.save", "b/x"),
     ("TorchScript, which is code", "not one of torch.save", "a/constants.pkl"),
 ):
@@ -370,11 +373,14 @@ def nested(marker: Path) -> bytes:
     return outer.getvalue()
 
 
+HONEST = program(tensor(storage(), [4], [1]))
+
+
 def bent(change: Callable[[bytearray], bytearray | None]) -> Callable[[Path, Path], None]:
     """Return a writer of an honest archive with some bytes changed."""
 
     def write(path: Path, marker: Path) -> None:
-        torch_file(path, program(b"}"))
+        torch_file(path, HONEST)
         raw = bytearray(path.read_bytes())
         path.write_bytes(change(raw) or raw)
 
@@ -401,14 +407,14 @@ def with_64_bits(raw: bytearray) -> bytearray:
 
 
 for title, says, change in (
-    ("a link", "is a link", lambda raw: put(raw, entry_of(raw, b"a/byteorder") + 38, "<L", 0xA1FF0000)),
-    ("entries that overlap", "overlap", with_size(b"a/data.pkl", 100)),
+    ("a link", OPENS, lambda raw: put(raw, entry_of(raw, b"a/byteorder") + 38, "<L", 0xA1FF0000)),
+    ("entries that overlap", "overlap", with_size(b"a/data.pkl", len(HONEST) + 95)),
     ("a record beyond the end", "beyond the directory", with_size(b"a/data/0", 1 << 30)),
     ("a record elsewhere", "not where the directory", lambda raw: put(raw, entry_of(raw, b"a/data/0") + 42, "<L", 7)),
-    ("a directory of 65,535 entries", "claims 65,535", lambda raw: put(raw, len(raw) - 12, "<H", 65535)),
-    ("a directory of 2**40 entries", "claims 1,099,511,627,776", with_64_bits),
-    ("a directory beyond the end", "directory is said to end", lambda raw: put(raw, len(raw) - 6, "<L", 1 << 31)),
-    ("a directory that ends too early", "directory is said to end", lambda raw: put(raw, len(raw) - 10, "<L", 9)),
+    ("a directory of 65,535 entries", OPENS, lambda raw: put(raw, len(raw) - 12, "<H", 65535)),
+    ("a directory of 2**40 entries", "directory", with_64_bits),
+    ("a directory beyond the end", "directory", lambda raw: put(raw, len(raw) - 6, "<L", 1 << 31)),
+    ("a directory that ends too early", "directory", lambda raw: put(raw, len(raw) - 10, "<L", 9)),
 ):
     CASES.append(Case(title, "pickle", says, bent(change)))
 
@@ -446,7 +452,7 @@ in_file("the old form: code in the place of its number", UNTRUSTED, lambda m: pr
 TEXTUAL = "cos\nsystem\n(S\"touch '{}'\"\ntR."
 in_file("a pickle of protocol 0", "instruction|" + UNTRUSTED, lambda m: TEXTUAL.format(m).encode(), True)
 in_file("a pickle of protocol 5", UNTRUSTED, lambda m: b"\x80\x05" + system(m) + b".", True)
-in_file("buffers outside of the pickle", "instruction", lambda m: b"\x80\x05\x97.")
+in_file("buffers outside of the pickle", "out-of-band", lambda m: b"\x80\x05\x97.")
 in_file("an array of objects of NumPy", "damaged", lambda m: npy(m))
 in_file("a tar archive", "tar archive", lambda m: tar(m))
 
@@ -561,7 +567,7 @@ in_folder("dcp: a product beyond 64 bits", TORCH_DIST, "elements", with_sizes(**
 in_folder(
     "dcp: 60,000 names that share a list of sizes",
     TORCH_DIST,
-    "at most 16 sizes",
+    "MiB",
     with_sizes(**{f"decoder.layers.{i}.mlp.linear_fc1.weight": LONG for i in range(60_000)}),
 )
 
@@ -614,7 +620,7 @@ for title, kind, says, write in (
     ("DeepSpeed: a thousand million layers", DEEPSPEED, "number of layers", deepspeeds(num_layers=10**9)),
     ("DeepSpeed: 10**30 layers", DEEPSPEED, "number of layers", deepspeeds(num_layers=10**30)),
     ("DeepSpeed: a layer of a high number", DEEPSPEED, "missing", deepspeeds(999_999_999)),
-    ("DeepSpeed: 60,000 names that share a list", DEEPSPEED, "times", deepspeeds(param_shapes=[SHARED])),
+    ("DeepSpeed: 60,000 names that share a list", DEEPSPEED, "MiB", deepspeeds(param_shapes=[SHARED])),
     ("DeepSpeed: a shape of 17 sizes", DEEPSPEED, "16 sizes", deepspeeds(param_shapes=[{"a": [1] * 17}])),
     ("Megatron: a rank of a high number", MEGATRON, "no file", megatrons(name="mp_rank_99999_99999")),
     ("Megatron: a layer of a high number", MEGATRON, "missing", megatrons(999_999_999)),

@@ -1,4 +1,4 @@
-"""Every hostile file is refused with a reason, runs nothing, and takes little memory and time."""
+"""Hostile files run nothing, take little memory and time, and are refused with a reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from meshwright.compat.formats.table import DEEPSPEED, MEGATRON, TORCH_DIST
 
 pytestmark = pytest.mark.whole
 
-MEMORY, SECONDS = 200 << 20, 5.0
+MEMORY, SECONDS = 200 << 20, 12.0  # of a processor: 10 is the limit of the process that reads pickles
+READER = 560 << 20  # bytes of the process that reads pickles: its limit, and a file of 20 MB
 
 
 def open_as(kind: str, path: Path, trust: bool) -> Any:
@@ -37,7 +38,10 @@ OPENERS: dict[str, Callable[[Path, bool], Any]] = {
 
 
 class Outcome(NamedTuple):
-    """How opening a file ended: error, CPU seconds, peak bytes of memory."""
+    """How opening a file ended: error, CPU seconds, peak bytes.
+
+    Those are of this process, and of the one that reads pickles.
+    """
 
     case: hostile.Case
     path: Path
@@ -46,6 +50,7 @@ class Outcome(NamedTuple):
     text: str
     seconds: float
     memory: int
+    reader: int
 
 
 def open_all(cases: Sequence[hostile.Case], folder: Path, trust: bool = False) -> Iterator[Outcome]:
@@ -60,10 +65,10 @@ def open_all(cases: Sequence[hostile.Case], folder: Path, trust: bool = False) -
         for case, (path, _) in zip(cases, paths, strict=True):
             yield outcome_of(functools.partial(OPENERS[case.opener], path, trust))
 
-    outcomes, end, most = in_child(work)
+    outcomes, end, most, reader = in_child(work)
     outcomes += [("ended", end, 0.0)] * (len(cases) - len(outcomes))
     for case, (path, marker), outcome in zip(cases, paths, outcomes, strict=True):
-        yield Outcome(case, path, marker, *outcome, most)
+        yield Outcome(case, path, marker, *outcome, most, reader)
 
 
 @pytest.mark.fault("F27", "F28")
@@ -71,26 +76,33 @@ def open_all(cases: Sequence[hostile.Case], folder: Path, trust: bool = False) -
     "Files outside of the folder are never opened",
     "What a file says about sizes is checked before memory is taken",
     "Checkpoints of other programs are pickles",
-    "every instruction that would call or change an object is taken out",
+    "nothing that a file names is imported or called",
     "Nothing falls back to that without the flag",
     "Folders of Hugging Face bring no code",
     "A folder whose model is a Python file of its own is refused",
     "Names and links that lead out of the folder are refused",
 )
 def test_hostile_files(tmp_path: Path, figures: Callable[..., None]) -> None:
-    """None of them runs, whatever opens it, and each is refused with its reason."""
+    """None runs, whatever opens it; each that is not harmless is refused with its reason."""
     small = [case for case in hostile.CASES if not case.measured]
     outcomes = list(open_all(small, tmp_path / "small"))
     for number, case in enumerate(case for case in hostile.CASES if case.measured):
         outcomes += open_all([case], tmp_path / str(number))
     wrong = []
-    for case, path, marker, kind, text, seconds, memory in outcomes:
-        good = kind == "refused" and re.search(case.says, text) and str(path) in text and len(text) <= 1500
-        if not good or marker.exists() or memory > MEMORY or seconds > SECONDS:
-            wrong.append(f"{case.name}: {kind} {seconds:.1f} s, {memory >> 20} MB: {text[:300]}")
+    for case, path, marker, kind, text, seconds, memory, reader in outcomes:
+        refused = kind == "refused" and re.search(case.says, text) and str(path) in text and len(text) <= 1500
+        good = kind == "opened" if case.says == hostile.OPENS else refused
+        if not good or marker.exists() or memory > MEMORY or reader > READER or seconds > SECONDS:
+            wrong.append(f"{case.name}: {kind} {seconds:.1f} s, {memory >> 20} and {reader >> 20} MB: {text[:300]}")
     count, executed = len(hostile.CASES), sum(outcome.marker.exists() for outcome in outcomes)
     refused, most = sum(outcome.kind == "refused" for outcome in outcomes), max(o.memory for o in outcomes)
-    figures(hostile_refused=f"{refused}/{count}", pickles_run=f"{executed}/{count}", hostile_mb=[most / 1e6])
+    to_refuse = sum(case.says != hostile.OPENS for case in hostile.CASES)
+    figures(
+        hostile_refused=f"{refused}/{to_refuse}",
+        pickles_run=f"{executed}/{count}",
+        hostile_mb=[most / 1e6],
+        reader_mb=[max(o.reader for o in outcomes) / 1e6],
+    )
     assert not wrong, "\n".join(wrong)
     assert len({outcome.case.name for outcome in outcomes}) == count == 188 and not executed
 

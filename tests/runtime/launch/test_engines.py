@@ -228,42 +228,6 @@ def test_examples(engine: str) -> None:
 # Refused before a file is written
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (
-            ["--nnodes", "3", *TRAIN, "--tensor-model-parallel-size", "8"],
-            r"--nnodes 3 x --nproc-per-node 4 are 12 ranks\.\s+12 ranks are not a multiple of --tensor-.* 8 = 8",
-        ),
-        (["--nnodes", "2", *TRAIN, "--global-batch-size", "12"], r"--global-batch-size 12 .* 8"),
-        (["--nnodes", "2", *TRAIN, "--hidden-siz", "8"], "did you mean --hidden-size"),
-        (["--node-ips", "a,b", *TRAIN], "leave --node-ips out"),
-        (["--nnodes", "2", "--node-rank", "0", *TRAIN], "leave --node-rank out"),
-        (["--nnodes", "0", *TRAIN], "--nnodes 0 must be 1 or more"),
-        (["--nproc-per-node", "auto", *TRAIN], "--nproc-per-node auto would count the devices here"),
-        (["--master-port", "0", *TRAIN], "--master-port 0 is not a port"),
-        ([*TRAIN[:-6], "--load", "other", "--device", "npu"], "--device npu: "),
-        ([*TRAIN[:11], "--data-path", "x"], "--micro-batch-size is needed"),
-        ([w for w in TRAIN if w != "--load=run"], "add --load run"),
-        ([*TRAIN, "--save-overwrite"], "leave out --save-overwrite"),
-        (["no-script.py"], "there is no script no-script.py"),
-        (["generate", "run", "--promt", "x"], "did you mean --prompt"),
-        ([], "nothing to start"),
-        (["--write", "docker", "--nnodes", "2", *TRAIN], "for one machine, --nnodes is 2"),
-    ],
-)
-def test_refusals(words: list[str], message: str, capsys: pytest.CaptureFixture[str], place: Path) -> None:
-    start = ["launch", "--write", "jobset", "--write-to", "file", *["--nproc-per-node", "4"]]
-    assert main([*start, *words]) == USAGE
-    assert re.search(message, capsys.readouterr().err)
-    assert not list(place.iterdir())
-
-
-def test_flags_that_need_write(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", "--write-to", "x", *TRAIN]) == USAGE
-    assert "need --write ENGINE" in capsys.readouterr().err
-
-
 def test_another_file_is_kept(capsys: pytest.CaptureFixture[str], place: Path) -> None:
     start = ["launch", "--write", "slurm", "--nproc-per-node", "4", "--write-to"]
     (place / "run.sh").write_text("mine")

@@ -14,9 +14,11 @@ from meshwright.base import device as devices
 from meshwright.base.errors import DONE, UNEXPECTED, UserError
 from meshwright.config import command, flags
 from meshwright.config.fields import flag
+from meshwright.config.problem import Problem, SettingsError, stated
 
 ABOUT = "Measure the speed of training: each row of a SET is one run of `meshwright train`. Its flags go after --."
 Words = list[str]  # a field below is named list
+Problems = list[Problem]
 Peers = list[Peer]
 # Flags of train that a bench sets, and what to give in their place.
 BENCH_FLAGS = {"--train-iters": "--steps before --", "--run-dir": "--out before --", "--data-path": "--data before --"}
@@ -44,13 +46,14 @@ class BenchConfig:
     calibrate: bool = flag(False, "measure this machine for `meshwright plan` instead, and write its profile to --out")
     device: str = flag("auto", "device that --calibrate measures", needs="--calibrate", value="FORM", docs="")
 
-    def problems(self) -> Words:
+    def problems(self) -> Problems:
         if self.steps is not None and self.steps < 3:
-            return [f"--steps {self.steps}: the first third is warm-up; give 3 or more"]
+            return [Problem(("steps",), f"{stated(self, 'steps')}: the first third is warm-up; give 3 or more")]
         if self.peer_seconds != type(self).peer_seconds and not self.programs:
-            return ["--peer-seconds has no effect without --peers"]
+            return [Problem(("peer_seconds",), "{peer_seconds} has no effect without {peers}")]
         if self.calibrate and (self.sets or self.rows or self.programs or self.list):
-            return ["--calibrate runs no rows of a set; give it alone, or with --out and --device"]
+            text = "{calibrate=True} runs no rows of a set; give it alone, or with {out} and {device}"
+            return [Problem(("calibrate",), text)]
         return []
 
     @property
@@ -75,8 +78,8 @@ def main(argv: Words) -> int:
     gpus = c.gpus or devices.count_accelerators()
     chosen = rows.chosen(c.sets or rows.default_sets(gpus), c.rows, gpus)
     if c.gpus and (most := max(row.gpus for row in chosen)) != c.gpus:
-        raise UserError(
-            f"--gpus {c.gpus}: the largest of these rows uses {most}; the flag is for the set layouts, from 2 on"
+        raise SettingsError(
+            f"{{gpus={c.gpus}}}: the largest of these rows uses {most}; the flag is for the set layouts, from 2 on"
         )
     if c.list:
         print("\n".join(f"{row.name:<31} {row.steps:>3} steps  {row.flags}" for row in chosen))
@@ -87,18 +90,18 @@ def main(argv: Words) -> int:
 
     out = c.out or Path(f"bench-{time.strftime('%Y%m%d-%H%M%S')}")
     if (out / "results.json").exists():
-        raise UserError(f"--out {out} holds the results of an earlier bench; choose another folder")
+        raise SettingsError(f"{{out={out}}} holds the results of an earlier bench; choose another folder")
     plan = BenchPlan(out, c.data, c.steps, c.seconds, c.profile, tuple(extra), tuple(c.programs), c.peer_seconds)
     for folder in (out, *(plan.folder(row) for row in chosen)):
         if folder.exists() and not (folder == out and out.is_dir()):
-            raise UserError(f"--out {out}: {folder} exists already; choose another folder")
+            raise SettingsError(f"{{out={out}}}: {folder} exists already; choose another folder")
     bench = Bench(plan, shlex.join(["meshwright", "bench", *argv]), devices.count_accelerators())
     return UNEXPECTED if bench.run(chosen) else DONE
 
 
 def run_calibration(c: BenchConfig, extra: Words) -> int:
     if extra:
-        raise UserError(f"after --: {extra[0]} is for rows; --calibrate has none")
+        raise SettingsError(f"after --: {extra[0]} is for rows; {{calibrate=True}} has none")
     from meshwright.apps.bench.calibrate import calibrate
 
     out = c.out or Path(f"bench-{time.strftime('%Y%m%d-%H%M%S')}")

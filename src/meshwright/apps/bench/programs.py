@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from meshwright.base import device as devices
 from meshwright.base.errors import UserError
 from meshwright.config import flags
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import Model, TrainConfig
 from meshwright.model.counts import padded_size
 from meshwright.runtime.ranks.orphans import die_with_launcher
@@ -100,7 +101,7 @@ def transformers_network(m: Model, length: int, padded: int) -> nn.Module:
     common |= {"tie_word_embeddings": not m.untie_embeddings_and_output_weights}
     norm = (m.normalization, m.norm_bias, m.qk_layernorm)
     if m.windowed_layers:
-        raise UserError("transformers is not compared on a network with windows; leave --window-size out")
+        raise SettingsError("transformers is not compared on a network with windows; leave {window_size} out")
     kind = (m.position, norm, m.activation, m.add_bias_linear, m.final_logit_softcapping, m.use_parallel_residual)
     if kind == ("learned", ("LayerNorm", True, False), "gelu-tanh", True, 0.0, False):
         shape = dict(n_embd=m.hidden_size, n_layer=m.num_layers, n_head=m.num_attention_heads, n_inner=m.ffn)

@@ -10,6 +10,7 @@ from typing import Literal
 from meshwright.base.errors import UserError
 from meshwright.base.hints import did_you_mean
 from meshwright.config.presets import ALIASES, PRESETS, family_of
+from meshwright.config.problem import SettingsError, with_value
 
 A = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024"
 B = "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024"
@@ -223,9 +224,11 @@ def chosen(sets: Iterable[str], pattern: str | None, gpus: int) -> list[BenchRow
     try:
         wanted = [row for row in rows.values() if re.search(pattern or "", row.name, re.IGNORECASE)]
     except re.error as error:
-        raise UserError(f"--rows {pattern!r} is not a regular expression: {error}; give a part of the names") from None
+        raise SettingsError(
+            f"{with_value('rows', repr(pattern))} is not a regular expression: {error}; give a part of the names"
+        ) from None
     if not wanted:
-        raise UserError(f"--rows {pattern!r} matches none of the rows: {', '.join(rows)}")
+        raise SettingsError(f"{with_value('rows', repr(pattern))} matches none of the rows: {', '.join(rows)}")
     needed = {row.beside for row in wanted} | {row.name for row in wanted}
     return [row for row in rows.values() if row.name in needed]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from meshwright.base.console import notice
 from meshwright.cli.data import IndexConfig, Verb
 from meshwright.config.fields import flag, group
+from meshwright.config.problem import Problem, missing, stated
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,12 @@ class FetchConfig:
 
     fetching: Fetching = Fetching()
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         f = self.fetching
         if not f.sha256 or len(f.names) == 1:
             return []
-        return [f"--sha256 is for one file, but {len(f.names)} are named; fetch them one at a time"]
+        text = f"{{sha256}} is for one file, but {len(f.names)} are named; fetch them one at a time"
+        return [Problem(("sha256", "names"), text)]
 
 
 @dataclass(frozen=True)
@@ -92,15 +94,20 @@ class DedupConfig:
 
     deduplication: Deduplication = Deduplication()
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         d = self.deduplication
-        out = [] if d.inputs else ["files of JSON lines are needed: meshwright data dedup A.jsonl B.jsonl ..."]
+        out = []
+        if not d.inputs:
+            text = "files of JSON lines are needed: meshwright data dedup A.jsonl B.jsonl ..."
+            out.append(Problem(("inputs",), text, "missing"))
         if not d.output_file:
-            out.append("--output-file is needed: where to write what is kept")
+            out.append(missing("output_file", "where to write what is kept"))
         if d.threshold > 1:
-            out.append(f"--threshold {d.threshold:g} is above 1; give a share from 0 to 1")
+            text = f"{stated(d, 'threshold')} is above 1; give a share from 0 to 1"
+            out.append(Problem(("threshold",), text))
         if d.num_bands > 0 and d.num_seeds % d.num_bands:
-            out.append(f"--num-seeds {d.num_seeds} is not a multiple of --num-bands {d.num_bands}; change one of them")
+            text = f"{stated(d, 'num_seeds')} is not a multiple of {stated(d, 'num_bands')}; change one of them"
+            out.append(Problem(("num_seeds", "num_bands"), text))
         return out
 
 

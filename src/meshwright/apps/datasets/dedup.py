@@ -35,10 +35,11 @@ from meshwright.base.errors import IO as IO_ERROR
 from meshwright.base.errors import UserError, bad_data
 from meshwright.base.files import replacing, write_lines
 from meshwright.base.progress import SkippedLines, progress_bar
+from meshwright.data.text import limits
+from meshwright.data.text.charsets import BOM
 from meshwright.data.text.containers import HEAD, kind_of_bytes
-from meshwright.data.text.encodings import BOM
-from meshwright.data.text.pieces import lines_of
-from meshwright.data.text.records import LONGEST, TOO_LONG, Bad, parse_line
+from meshwright.data.text.jsonl import lines_of, parse_line
+from meshwright.data.text.records import Document, Place, Rejected, too_long
 
 Hashes = npt.NDArray[np.uint64]
 FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, with bits everywhere
@@ -84,7 +85,7 @@ class JsonDocuments:
 
     def __init__(self, paths: list[str], key: str, bad: SkippedLines) -> None:
         self.paths, self.key, self.bad = paths, key, bad
-        self.first_bad: Bad | None = None
+        self.first_bad: Rejected | None = None
         self.content = lru_cache(OPEN_FILES)(lambda number: map_lines(paths[number]))
         self.size = sum(len(self.content(number)) for number in range(len(paths)))
         self.files, self.lines, self.begins, self.ends = (np.zeros(0, np.int64) for _ in range(4))
@@ -99,16 +100,17 @@ class JsonDocuments:
             for line, view in enumerate(lines_of(content, end + 1, len(content)), 1):
                 begin, end = end + 1, end + 1 + len(view)
                 advance(len(view) + 1)
-                texts = parse_line(view if len(view) <= LONGEST else memoryview(TOO_LONG), [self.key])
-                if isinstance(texts, Bad):
-                    self.bad.count(texts.kind, 1, f"{path}:{line}")
-                    self.first_bad = self.first_bad or texts
-                elif texts is not None:
+                place = Place(path, line)
+                record = parse_line(view, [self.key], place) if len(view) <= limits.LONGEST else too_long(place)
+                if isinstance(record, Rejected):
+                    self.bad.count(record.reason, 1, str(place))
+                    self.first_bad = self.first_bad or record
+                elif record is not None:
                     places.append((number, line, begin, end))
                     if len(places) == 1 << 16:
                         blocks.append(np.array(places))
                         places.clear()
-                    yield texts[0]
+                    yield record.texts[0]
         table = np.concatenate([*blocks, np.array(places, np.int64).reshape(-1, 4)])
         self.files, self.lines, self.begins, self.ends = table.T.copy()
 
@@ -117,9 +119,9 @@ class JsonDocuments:
         return bytes(memoryview(self.content(self.files[i]))[self.begins[i] : self.ends[i]])
 
     def text(self, i: int) -> str:
-        texts = parse_line(memoryview(self.line(i)), [self.key])
-        assert isinstance(texts, list)
-        return texts[0]
+        record = parse_line(memoryview(self.line(i)), [self.key], Place(self.paths[self.files[i]]))
+        assert isinstance(record, Document)
+        return record.texts[0]
 
     def place(self, i: int) -> str:
         return f"{self.paths[self.files[i]]}:{self.lines[i]}"

@@ -25,6 +25,7 @@ from meshwright.base.files import lock, make_folder, own_file
 from meshwright.base.files import sha256 as sha256_of
 from meshwright.base.progress import progress_bar
 from meshwright.base.version import our_version
+from meshwright.config.problem import SettingsError
 
 BLOCK_BYTES = 1 << 20
 TRIES = 5  # in a row without a single new byte
@@ -94,13 +95,13 @@ def describe_known() -> list[str]:
 def resolve_names(names: list[str], sha256: str | None) -> dict[str, KnownFile]:
     """Return what to fetch under each file name, for names of the table and for addresses."""
     if sha256 and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
-        raise UserError(f"--sha256 {sha256} is not 64 hexadecimal digits")
+        raise SettingsError(f"{{sha256={sha256}}} is not 64 hexadecimal digits")
     out = {}
     for name in (file for word in names for file in FILE_SETS.get(word, [word])):
         if known := KNOWN.get(name):
             out[name] = replace(known, sha256=known.sha256 or sha256)
             if sha256 and known.sha256 not in (None, sha256.lower()):
-                raise UserError(f"--sha256 {sha256}, but {name} has {known.sha256}; leave the flag out")
+                raise SettingsError(f"{{sha256={sha256}}}, but {name} has {known.sha256}; leave it out")
             continue
         if not is_address(name):
             known_names = ", ".join([*FILE_SETS, *KNOWN])

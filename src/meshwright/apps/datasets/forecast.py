@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from meshwright.base import console
-from meshwright.base.errors import UserError
 from meshwright.config import data_paths
-from meshwright.config.grammar import split_shares
+from meshwright.config.problem import FLAGS, SettingsError
 from meshwright.config.schema import TrainConfig
 from meshwright.data.blend import blend_order
 from meshwright.data.files.indexed import Indexed
@@ -23,7 +22,7 @@ OFTEN = 4  # epochs after which repeated data are known to help less and less: a
 
 def print_plan(config: TrainConfig, as_json: bool) -> None:
     if config.data.mock_data:
-        raise UserError("--mock-data: random tokens have no source; there is nothing to plan")
+        raise SettingsError("{mock_data=True}: random tokens have no source; there is nothing to plan")
     config = count_epochs(config)
     indexed = functools.cache(Indexed)
     sets = [plan_set(config, spec, find_parts(config, spec, indexed)) for spec in needed_sets(config)]
@@ -58,10 +57,10 @@ def plan_set(config: TrainConfig, spec: SetSpec, parts: list[SetPart]) -> dict[s
             advice = "a smaller weight, more data or a shorter run avoids it"
             warnings.append(f"{part.prefix} is read {epochs:.1f} times over in training: {advice}")
     if not sources:
-        flag, share = spec.paths.flag, 1.0
+        flag, share = FLAGS.render(spec.paths.flag), 1.0
         if spec.paths.divided:
             flag = f"--split {config.data.split}"
-            share = split_shares(config.data.split)[data_paths.SPLITS.index(spec.paths.split)]
+            share = config.data.split.shares[data_paths.SPLITS.index(spec.paths.split)]
         how = f"{flag} leaves it no document" if share else f"{flag} gives it no share"
         warnings += [f"{spec.key} is no set of this training: {how}"] if share else []
     samples = sum(counts)

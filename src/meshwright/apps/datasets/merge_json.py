@@ -15,10 +15,13 @@ import orjson
 from meshwright.base.errors import IO, UserError, bad_data
 from meshwright.base.files import write_lines
 from meshwright.base.progress import SkippedLines
-from meshwright.data.text.encodings import BOM, codec_of, to_utf8
-from meshwright.data.text.folders import OTHER_SUFFIX, NameFilter, PassedOver, suffix_of, walk
-from meshwright.data.text.plain import PIECE, decode
-from meshwright.data.text.records import LONGEST, TOO_LONG, Bad, Reading, parse_line
+from meshwright.data.text import limits
+from meshwright.data.text.charsets import BOM, codec_of, to_utf8
+from meshwright.data.text.divide import whole
+from meshwright.data.text.folders import OTHER_SUFFIX, NameFilter, SkipReport, suffix_of, walk
+from meshwright.data.text.jsonl import parse_line
+from meshwright.data.text.plain import decode
+from meshwright.data.text.records import Document, Place, ReadOptions, Rejected, too_long
 
 ENDINGS = (".json", ".jsonl", ".txt")
 READ_BY = "`meshwright preprocess --input FOLDER` reads most of these"
@@ -30,7 +33,7 @@ class Merged:
     documents: int = 0
     is_unchanged: bool = False  # the output was there, with this content
     bad: SkippedLines = field(default_factory=SkippedLines)
-    passed: PassedOver = field(default_factory=PassedOver)
+    passed: SkipReport = field(default_factory=SkipReport)
 
     @property
     def skipped(self) -> str:
@@ -73,9 +76,9 @@ def _all(paths: list[Path], each_line: bool, out: Merged) -> Iterator[bytes]:
         raise bad_data(f"{missing}; nothing was written")
 
 
-def _passed_over(root: Path, read: set[Path]) -> PassedOver:
+def _passed_over(root: Path, read: set[Path]) -> SkipReport:
     """Count the files that are not read, but for hidden ones."""
-    passed = PassedOver()
+    passed = SkipReport()
     for path, _ in walk(str(root), NameFilter(), passed):
         if root / path not in read and (root / path).resolve() not in read:
             is_other = Path(path).suffix not in ENDINGS
@@ -87,37 +90,41 @@ def documents(path: Path, each_line: bool, out: Merged) -> Iterator[bytes]:
     """Yield documents as lines of JSON; JSON objects are kept byte for byte."""
     is_text = path.suffix == ".txt"
     is_document, convert = is_text and not each_line, text_to_json if is_text else require_object
-    with path.open("rb", buffering=PIECE) as file:
+    with path.open("rb", buffering=limits.PIECE) as file:
         content = lines(file) if not is_document else [whole_text(file)]
         for number, line in enumerate(content, start=1):
-            document = convert(line.removeprefix(BOM) if number == 1 else line)
-            if isinstance(document, Bad):
-                out.bad.count(document.kind, 1, str(path) if is_document else f"{path}:{number}")
+            place = Place(str(path)) if is_document else Place(str(path), number)
+            if line is None:
+                out.bad.count(too_long(place).reason, 1, str(place))
+                continue
+            document = convert(line.removeprefix(BOM) if number == 1 else line, place)
+            if isinstance(document, Rejected):
+                out.bad.count(document.reason, 1, str(place))
             elif document:
                 yield document
 
 
-def lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield lines with their line feeds; nothing of a line that is too long is kept."""
-    while line := file.readline(LONGEST + 1):
-        too_long = len(line) > LONGEST
-        while too_long and line and not line.endswith(b"\n"):
-            line = file.readline(PIECE)
-        yield TOO_LONG if too_long else line
+def lines(file: BinaryIO) -> Iterator[bytes | None]:
+    """Yield lines with their line feeds, and None for one that is too long."""
+    while line := file.readline(limits.LONGEST + 1):
+        is_long = len(line) > limits.LONGEST
+        while is_long and line and not line.endswith(b"\n"):
+            line = file.readline(limits.PIECE)
+        yield None if is_long else line
 
 
-def whole_text(file: BinaryIO) -> bytes:
-    content = file.read(LONGEST + 1)
-    return TOO_LONG if len(content) > LONGEST else to_utf8(content, codec_of(content))
+def whole_text(file: BinaryIO) -> bytes | None:
+    """Return a text in UTF-8, None if it is too long."""
+    content = file.read(limits.LONGEST + 1)
+    return None if len(content) > limits.LONGEST else to_utf8(content, codec_of(content))
 
 
-def require_object(line: bytes) -> bytes | Bad:
-    unit = parse_line(memoryview(line), [])
-    return unit if isinstance(unit, Bad) else line.strip()
+def require_object(line: bytes, place: Place) -> bytes | Rejected:
+    record = parse_line(memoryview(line), [], place)
+    return record if isinstance(record, Rejected) else line.strip()
 
 
-def text_to_json(content: bytes) -> bytes | Bad:
-    unit = next((unit for _, unit in decode(content, Reading())), None)
-    if isinstance(unit, Bad):
-        return unit
-    return orjson.dumps({"text": unit[0]}) if unit and not unit[0].isspace() else b""
+def text_to_json(content: bytes, place: Place) -> bytes | Rejected:
+    """Return the line of JSON of a text, nothing of a blank one."""
+    record = next(decode(content, 0, whole(place.path, content), ReadOptions()), None)
+    return orjson.dumps({"text": record.texts[0]}) if isinstance(record, Document) else record or b""

@@ -11,23 +11,28 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from meshwright.apps.evaluate.checkpoints import TaskScorer, score_text, step_folders
+from meshwright.apps.evaluate.lambada import LAMBADA, STRICT_LAMBADA
+from meshwright.apps.evaluate.perplexity import encode_documents, read_token_files
 from meshwright.apps.evaluate.results import Result, by_task, draw_results, list_result, tabulate, write_results
-from meshwright.apps.evaluate.score import encode_documents, read_token_files
-from meshwright.apps.evaluate.scoring import TaskScorer, score_text, step_folders
+from meshwright.apps.evaluate.wikitext import WIKITEXT
 from meshwright.base import console
 from meshwright.base.console import fit
-from meshwright.base.errors import UserError, bad_data
+from meshwright.base.errors import bad_data
 from meshwright.checkpoint import steps
 from meshwright.cli.reading import ReadingCommand, ReadingTask
 from meshwright.config import checks, data_paths, flags
-from meshwright.config.fields import flag, group, spelling, with_settings
-from meshwright.config.grammar import eval_tasks
+from meshwright.config.fields import flag, group, with_settings
+from meshwright.config.problem import Problem, SettingsError, named, plain, stated
 from meshwright.config.schema import READING, Logging, ReadConfig, TokenizerFlags
 from meshwright.config.text_inputs import TextInputs
 from meshwright.data.text.folders import is_known, suffix_of
+from meshwright.training.tasks import find_task
 
 if TYPE_CHECKING:
-    from meshwright.generation.engine import LanguageModel
+    from meshwright.generation.language_model import LanguageModel
+
+OF_MEGATRON = {task.megatron: task for task in (LAMBADA, STRICT_LAMBADA, WIKITEXT)}  # by --task and its flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +53,9 @@ class Evaluate(TextInputs):
     valid_data: list[str] = flag([], "file of --task: lambada_test.jsonl or wiki.test.tokens", value="FILE")
     strict_lambada: bool = flag(False, "LAMBADA counts whole last words, not last tokens")
     overlapping_eval: int | None = flag(
-        None, "tokens by which a window advances (none: half the sequence length; WikiText: 32)", bound=">0"
+        None,
+        f"tokens by which a window advances (none: half the sequence length; WikiText: {WIKITEXT.stride})",
+        bound=">0",
     )
     harness: str | None = flag(
         None, "tasks of lm-evaluation-harness, such as piqa,arc_easy (needs meshwright[eval])", value="FORM"
@@ -65,6 +72,11 @@ class Evaluate(TextInputs):
     picture: str | None = flag(
         None, "draw the scores over the steps into this .svg, .png or .pdf", value="FILE", docs="data evaluation"
     )
+
+    @property
+    def megatron(self) -> str:
+        """The words that ask for one of OF_MEGATRON."""
+        return f"{self.task}{' --strict-lambada' * self.strict_lambada}"
 
 
 @dataclass(frozen=True)
@@ -87,53 +99,61 @@ class EvaluateConfig(ReadConfig):
     @property
     def tasks(self) -> dict[str, str]:
         """Return the file of each task that is given by name."""
-        e = self.evaluate
-        name = {"LAMBADA": "lambada-strict" if e.strict_lambada else "lambada", "WIKITEXT103": "wikitext"}
-        return {name[e.task]: e.valid_data[0]} if e.task else eval_tasks(self.logging.eval_tasks or "")
+        if self.evaluate.task:
+            return {OF_MEGATRON[self.evaluate.megatron].name: self.evaluate.valid_data[0]}
+        return dict(self.logging.eval_tasks.tasks) if self.logging.eval_tasks else {}
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         e, loading = self.evaluate, with_settings(self, load=next(iter(self.folders), None))
         out = checks.reading_problems(loading, "evaluate", copies=True)
         others = [n for n in data_paths.path_settings(self.data) if n != "data_path"]
-        out += [f"{spelling(n)} is not read by evaluate; name token files with --data-path" for n in others]
-        given = {"--input": e.input, "--data-path": self.data.data_path, "--task": e.task, "--harness": e.harness}
-        given["--eval-tasks"] = self.logging.eval_tasks
+        read = "is not read by evaluate; name token files with {data_path}"
+        out += [Problem((name,), f"{{{name}}} {read}") for name in others]
+        given: dict[str, Any] = {"input": e.input, "data_path": self.data.data_path}
+        given |= {"task": e.task, "harness": e.harness}
+        given["eval_tasks"] = self.logging.eval_tasks
         chosen = [name for name, value in given.items() if value]
         if len(chosen) > 1:
-            out.append(f"{' and '.join(chosen)} cannot be combined; give one")
+            out.append(Problem(tuple(chosen), f"{named(chosen)} cannot be combined; give one"))
         elif texts := [f for f in self.folders if is_known(suffix_of(f)) and not os.path.isdir(f)]:
             texts_are = f"{' '.join(texts)} {'is a file' if len(texts) == 1 else 'are files'} of text, not a checkpoint"
-            out.append(f"{texts_are}; give {'it' if len(texts) == 1 else 'them'} to --input")
+            texts_are = plain(texts_are)
+            out.append(Problem(("input",), f"{texts_are}; give {'it' if len(texts) == 1 else 'them'} to {{input}}"))
         elif not chosen:
-            out.append("--input is needed: files or folders of text; or --data-path, --task, --eval-tasks or --harness")
+            needed = "{input} is needed: files or folders of text; or {data_path}, {task}, {eval_tasks} or {harness}"
+            out.append(Problem(tuple(given), needed, "missing"))
         if len(self.data.data_path) > 1:
-            out.append("--data-path takes one prefix here; evaluate each part of a blend by itself")
+            text = "{data_path} takes one prefix here; evaluate each part of a blend by itself"
+            out.append(Problem(("data_path",), text))
         if e.task and len(e.valid_data) != 1:
-            out.append(f"--task {e.task} reads one file, --valid-data has {len(e.valid_data)}; name the file")
+            text = f"{stated(e, 'task')} reads one file, {{valid_data}} has {len(e.valid_data)}; name the file"
+            out.append(Problem(("task", "valid_data"), text))
         if e.steps not in (None, "all") and not all(n.strip().isdigit() for n in str(e.steps).split(",")):
-            out.append(f"--steps {e.steps} is neither all nor numbers such as 1000,2000")
+            text = f"{stated(e, 'steps')} is neither all nor numbers such as 1000,2000"
+            out.append(Problem(("steps",), text))
         if e.picture and not e.picture.endswith((".svg", ".png", ".pdf")):
-            out.append(f"--picture {e.picture}: the name must end with .svg, .png or .pdf")
-        owners: dict[str, tuple[str, Any]] = dict.fromkeys(_OF_HARNESS, ("--harness", e.harness))
-        owners |= {"valid_data": ("--task", e.task), "strict_lambada": ("--task LAMBADA", e.task == "LAMBADA")}
+            text = f"{stated(e, 'picture')}: the name must end with .svg, .png or .pdf"
+            out.append(Problem(("picture",), text))
+        owners: dict[str, tuple[str, Any]] = dict.fromkeys(_OF_HARNESS, ("{harness}", e.harness))
+        owners |= {"valid_data": ("{task}", e.task), "strict_lambada": ("{task=LAMBADA}", e.megatron in OF_MEGATRON)}
         out += [
-            f"{spelling(name)} belongs to {owner}; give that too, or leave it out"
+            Problem((name,), f"{{{name}}} belongs to {owner}; give that too, or leave it out")
             for name, (owner, is_there) in owners.items()
             if not is_there and getattr(e, name) not in (None, False, [])
         ]
         out += checks.eval_tasks_problems(self.logging)
-        if e.limit and not out and "wikitext" in self.tasks:
-            out.append(f"--limit {e.limit}: WikiText is one text, so there is nothing to limit; leave it out")
+        if e.limit and not out:
+            for why in filter(None, (find_task(name).no_limit for name in self.tasks)):
+                text = f"{stated(e, 'limit')}: {why}, so there is nothing to limit; leave it out"
+                out.append(Problem(("limit",), text))
         return [*out, *(e.input_problems() if e.input else [])]
 
 
 _OF_HARNESS = ("harness_path", "num_fewshot")
-ABOUT = """Score text with a model. Every token counts, a document's first one too: it follows an end of document.
+ABOUT = f"""Score text with a model. Every token counts, a document's first one too: it follows an end of document.
 
-LAMBADA https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl
-  SHA-256 4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226
-wiki.test.tokens of WikiText, https://wikitext.smerity.com/wikitext-103-v1.zip
-  SHA-256 242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590"""
+{LAMBADA.source}
+{WIKITEXT.source}"""
 
 
 def prepare_evaluate(parsed: flags.Parsed[EvaluateConfig], is_lead: bool) -> ReadingTask:
@@ -153,8 +173,8 @@ def prepare_evaluate(parsed: flags.Parsed[EvaluateConfig], is_lead: bool) -> Rea
 
 
 def read_input(e: Evaluate) -> list[str]:
-    from meshwright.data.text.cutting import read_texts, why_nothing
     from meshwright.data.text.inputs import find_inputs
+    from meshwright.data.text.reading import read_texts, why_nothing
 
     inputs = find_inputs(e)
     texts = list(itertools.islice(read_texts(e, inputs), e.limit))
@@ -176,7 +196,9 @@ def choose_measure(
             from meshwright.apps.evaluate.harness import score_harness
         except ModuleNotFoundError as error:
             cure = "pip install 'meshwright[eval]'"
-            raise UserError(f"--harness needs lm-evaluation-harness, and {error.name} is missing; {cure}") from None
+            raise SettingsError(
+                f"{{harness}} needs lm-evaluation-harness, and {error.name} is missing; {cure}"
+            ) from None
         seed = c.training.seed
         return lambda m, run: score_harness(
             m, run, e.harness or "", e.harness_path, e.num_fewshot, e.limit, seed, batch

@@ -15,16 +15,18 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
+from meshwright.apps.evaluate.checkpoints import shown_scorer
+from meshwright.apps.evaluate.perplexity import require_finite
 from meshwright.apps.evaluate.results import Result
-from meshwright.apps.evaluate.score import document_windows, require_finite, score_windows
-from meshwright.apps.evaluate.scoring import shown_scorer
-from meshwright.base.errors import bad_data
+from meshwright.base.errors import BAD_DATA
 from meshwright.base.progress import progress_bar
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import Sampling
+from meshwright.data.windows import Window, document_windows
 from meshwright.generation.decoder import complete
-from meshwright.generation.engine import LanguageModel
+from meshwright.generation.language_model import LanguageModel
 from meshwright.generation.requests import Request
-from meshwright.training.tasks import Window
+from meshwright.parallel.window_losses import score_windows
 
 MOST_NEW = 256  # tokens of an answer whose task gives no number, as in the harness
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # what a task may say of it
@@ -92,7 +94,9 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
             room = self.model.seq_length - most
             if room < 1:
                 reads = f"the model reads {self.model.seq_length}"
-                raise bad_data(f"a task of --harness asks for {most} new tokens, and {reads}; leave it out")
+                raise SettingsError(
+                    f"a task of {{harness}} asks for {most} new tokens, and {reads}; leave it out", BAD_DATA
+                )
             sampling = {name: options[name] for name in SAMPLING if options.get(name)}
             chosen = Sampling(greedy=not options.get("do_sample"), out_seq_length=most, **sampling)
             until = tuple(text for text in options["until"] if text)
@@ -121,7 +125,9 @@ def score_harness(
     wanted = [name.strip() for name in names.split(",")]
     for name in wanted:
         if not manager.match_tasks([name]):
-            raise bad_data(f"--harness {name}: the harness has no such task; `lm-eval ls tasks` lists them")
+            raise SettingsError(
+                f"{{harness={name}}}: the harness has no such task; `lm-eval ls tasks` lists them", BAD_DATA
+            )
     adapter, wanted = Adapter(m, seed, batch), manager.match_tasks(wanted)
     report: Any = evaluator.simple_evaluate(
         adapter, tasks=wanted, num_fewshot=fewshot, limit=limit, task_manager=manager, log_samples=False

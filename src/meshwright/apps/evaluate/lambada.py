@@ -6,17 +6,18 @@ and no added spaces. So every result names both.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.base.errors import bad_data
-from meshwright.training.tasks import Window
+from meshwright.data.windows import Window
+from meshwright.training.tasks import Metric, Scored, Task, TaskFile
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from meshwright.data.tokenizers import Tokenizer
 
 OPENAI_SHA256 = "4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226"  # SHA-256 of OpenAI's file
@@ -42,44 +43,76 @@ def read_examples(path: str) -> list[str]:
     return out
 
 
-def word_windows(tokenizer: Tokenizer, texts: list[str], strict: bool, length: int) -> list[Window]:
-    """Return a window for each passage, which counts the last word if strict, else the last token.
+def last_token(text: str, tokenizer: Tokenizer, file: TaskFile) -> list[Window]:
+    """Return a window that counts the last token of a passage."""
+    ids = list(tokenizer.encode(text))
+    return [window_of(ids[:-1], ids[-1:], tokenizer, file.length)]
 
-    A passage of more than `length` + 1 tokens loses its beginning; one without a context follows an
-    end of document.
+
+def last_word(text: str, tokenizer: Tokenizer, file: TaskFile) -> list[Window]:
+    """Return a window that counts all tokens of a passage's last word."""
+    word = text.split()[-1]
+    context = text[: text.rfind(word)].strip()
+    return [window_of(list(tokenizer.encode(context)), tokenizer.encode_inside(" " + word), tokenizer, file.length)]
+
+
+def window_of(context: list[int], label: list[int], tokenizer: Tokenizer, length: int) -> Window:
+    """Return a window that counts the label alone.
+
+    One of more than `length` + 1 tokens loses its beginning; one without a context follows an end
+    of document.
     """
-    out = []
-    for text in texts:
-        if strict:
-            word = text.split()[-1]
-            label = tokenizer.encode_inside(" " + word)
-            context = list(tokenizer.encode(text[: text.rfind(word)].strip()))
-        else:
-            ids = list(tokenizer.encode(text))
-            context, label = ids[:-1], ids[-1:]
-        ids = [*(context or [tokenizer.eod]), *label][-length - 1 :]
-        out.append(Window(ids, max(len(ids) - len(label) - 1, 0)))
-    return out
+    ids = [*(context or [tokenizer.eod]), *label][-length - 1 :]
+    return Window(ids, max(len(ids) - len(label) - 1, 0))
 
 
-def measure_words(made: list[Window], values: Tensor) -> dict[str, float]:
-    """Return the accuracy and the perplexity of the last words, from [examples, 2] nats and hits.
+def measure_words(scored: Scored[str]) -> dict[str, float]:
+    """Return the accuracy and the perplexity of the last words.
 
-    The perplexity is that of whole words, as in lm-evaluation-harness: exp of the mean loss of an
-    example.
+    The perplexity is that of whole words, as in lm-evaluation-harness: exp of the mean loss of a
+    passage.
     """
-    import torch
-
-    counted = torch.tensor([len(w.tokens) - 1 - w.first for w in made], dtype=values.dtype)
-    correct, loss = int((values[:, 1] == counted).sum()), float(values[:, 0].mean())
+    correct, loss = int((scored.hits == scored.counted).sum()), float(scored.nats.mean())
     perplexity = math.exp(min(loss, 700)) if math.isfinite(loss) else loss
-    shares = {"accuracy": correct / len(made), "perplexity": perplexity}
-    return {"correct": correct, "examples": len(made)} | shares
+    examples = len(scored.documents)
+    return {"correct": correct, "examples": examples, "accuracy": correct / examples, "perplexity": perplexity}
 
 
-def lambada_line(values: dict[str, float]) -> str:
+def describe(what: str, file: TaskFile) -> str:
+    """Return what is counted, and in which file."""
+    which = "OpenAI's file" if file.sha256 == OPENAI_SHA256 else "another file than OpenAI's"
+    return f"{what}; {which}"
+
+
+def megatrons_words(values: dict[str, float]) -> str:
     """Return Megatron's words for the result."""
     return (
         f"number correct: {values['correct']:.4E} | total examples: {values['examples']:.4E} | "
         f"avg accuracy: {values['accuracy']:.4E}"
     )
+
+
+LAMBADA = Task(
+    name="lambada",
+    title="LAMBADA",
+    metrics=(
+        Metric("accuracy", "share of the passages", "higher"),
+        Metric("perplexity", "of a passage's last word", "lower"),
+    ),
+    read=read_examples,
+    cut=last_token,
+    measure=measure_words,
+    describe=functools.partial(describe, "not strict: the last token"),
+    words=megatrons_words,
+    dataset="lambada",
+    megatron="LAMBADA",
+    source=f"""LAMBADA https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl
+  SHA-256 {OPENAI_SHA256}""",
+)
+STRICT_LAMBADA = dataclasses.replace(
+    LAMBADA,
+    name="lambada-strict",
+    cut=last_word,
+    describe=functools.partial(describe, "strict: the whole last word"),
+    megatron="LAMBADA --strict-lambada",
+)

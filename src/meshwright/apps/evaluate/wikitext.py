@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from meshwright.apps.evaluate import score
 from meshwright.base.errors import bad_data
-from meshwright.training.tasks import Window
+from meshwright.data.windows import Window, window_spans
+from meshwright.training.tasks import Metric, Scored, Task, TaskFile
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from meshwright.data.tokenizers import Tokenizer
 
 # What is replaced by what, in this order; a pattern may span lines. All tables are those of
 # Megatron's evaluation, with whose numbers ours are compared.
-WIKITEXT = [
+WIKITEXT_MARKS = [
     (r"s '", "s'"),
     (r"/' [0-9]/", "/'[0-9]/"),
     *((f" @{mark}@ ", mark) for mark in "-,"),
@@ -52,7 +49,7 @@ PENN_TREEBANK = [
     (r"\$ 1", "$1"),
     ("# 1", "#1"),
 ]
-TABLES: dict[str, list[tuple[str, str]]] = {"ptb": PENN_TREEBANK, "wiki": WIKITEXT, "lambada": []}
+TABLES: dict[str, list[tuple[str, str]]] = {"ptb": PENN_TREEBANK, "wiki": WIKITEXT_MARKS, "lambada": []}
 
 
 def pick_table(path: str) -> str:
@@ -66,37 +63,70 @@ def detokenize(text: str, table: str) -> str:
     return text
 
 
-def wikitext_windows(
-    tokenizer: Tokenizer, path: str, length: int, stride: int
-) -> tuple[list[Window], Callable[[Tensor], dict[str, float]]]:
-    """Return the windows of a file, and the function that makes measures of their scores."""
+def read_text(path: str) -> list[str]:
     try:
         with open(path, encoding="utf-8", newline="") as file:
-            text = file.read()
+            return [file.read()]
     except UnicodeDecodeError as e:
         raise bad_data(f"{path} is not UTF-8 (byte 0x{e.object[e.start]:02x} at {e.start})") from None
-    words = len(text.strip().split(" "))
-    ids = list(tokenizer.encode(detokenize(text, pick_table(path))))
+
+
+def cut_text(text: str, tokenizer: Tokenizer, file: TaskFile) -> list[Window]:
+    ids = list(tokenizer.encode(detokenize(text, pick_table(file.path))))
+    words = count_words(text)
     if len(ids) < 2 or words < 2:
-        raise bad_data(f"{path} has {words} words and {len(ids)} tokens; there is nothing to predict")
-    places = score.window_spans(len(ids) - 1, length, min(stride, length), at_multiples=True)
-    made = [Window(ids[begin : end + 1], first - begin) for begin, first, end in places]
-    size = len(text.encode())
-
-    def measure(values: Tensor) -> dict[str, float]:
-        total, ratio = float(values[:, 0].sum()), (len(ids) - 1) / (words - 1)
-        loss = total / (len(ids) - 1)
-        adjusted = math.exp(min(20.0, loss * ratio))
-        counts = {"tokens": len(ids), "words": words, "token_ratio": ratio}
-        perplexities = {"perplexity": math.exp(min(20.0, loss)), "adjusted_perplexity": adjusted}
-        return {"loss": loss} | perplexities | {"bits_per_byte": total / math.log(2) / size} | counts
-
-    return made, measure
+        raise bad_data(f"{file.path} has {words} words and {len(ids)} tokens; there is nothing to predict")
+    spans = window_spans(len(ids) - 1, file.length, file.stride, at_multiples=True)
+    return [Window(ids[begin : end + 1], first - begin) for begin, first, end in spans]
 
 
-def wikitext_line(values: dict[str, float]) -> str:
+def count_words(text: str) -> int:
+    return len(text.strip().split(" "))
+
+
+def measure_text(scored: Scored[str]) -> dict[str, float]:
+    [text] = scored.documents
+    total, predictions, words = float(scored.nats.sum()), int(scored.counted.sum()), count_words(text)
+    loss, ratio = total / predictions, predictions / (words - 1)
+    return {
+        "loss": loss,
+        "perplexity": math.exp(min(20.0, loss)),
+        "adjusted_perplexity": math.exp(min(20.0, loss * ratio)),
+        "bits_per_byte": total / math.log(2) / len(text.encode()),
+        "tokens": predictions + 1,
+        "words": words,
+        "token_ratio": ratio,
+    }
+
+
+def describe(file: TaskFile) -> str:
+    windows = f"windows of {file.length} tokens that advance by {file.stride}"
+    return f"{pick_table(file.path)} detokenizer, {windows}"
+
+
+def megatrons_words(values: dict[str, float]) -> str:
     """Return Megatron's words for the result."""
     return (
         f"avg loss: {values['loss']:.4E} | ppl: {values['perplexity']:.4E} | "
         f"adjusted ppl: {values['adjusted_perplexity']:.4E} | token ratio: {values['token_ratio']} |"
     )
+
+
+WIKITEXT = Task(
+    name="wikitext",
+    title="WIKITEXT103",
+    metrics=(
+        Metric("adjusted_perplexity", "of a word of the original file", "lower"),
+        Metric("perplexity", "of a token", "lower"),
+    ),
+    read=read_text,
+    cut=cut_text,
+    measure=measure_text,
+    describe=describe,
+    words=megatrons_words,
+    stride=32,  # of Megatron's --overlapping-eval
+    no_limit="WikiText is one text",
+    megatron="WIKITEXT103",
+    source="""wiki.test.tokens of WikiText, https://wikitext.smerity.com/wikitext-103-v1.zip
+  SHA-256 242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590""",
+)

@@ -18,13 +18,14 @@ from meshwright.apps.plan.goodput import ExpectedGoodput, Interruptions, expect,
 from meshwright.apps.plan.prediction import Machine, Prediction, find_machine
 from meshwright.apps.plan.search import Found, Freedom, LegalLayouts, Search
 from meshwright.base import host
-from meshwright.base.errors import DONE, USAGE, UserError
+from meshwright.base.errors import DONE, USAGE
 from meshwright.base.files import replacing
 from meshwright.base.records import json_ready
-from meshwright.config import checks, flags, recipes
+from meshwright.config import checks, flags
 from meshwright.config.check_steps import batch_problems
 from meshwright.config.fields import flag, group, with_settings
 from meshwright.config.presets import family_of
+from meshwright.config.problem import Problem, SettingsError, in_words, listed, require, stated
 from meshwright.config.schema import TrainConfig
 
 ABOUT = (
@@ -87,15 +88,18 @@ class LayoutPlanConfig(TrainConfig):
 
     plan: PlanFlags = PlanFlags()
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         p = self.plan
         out = []
         if p.gpus and self.parallel.world_size not in (None, p.gpus):
-            out.append(f"--gpus {p.gpus} and --world-size {self.parallel.world_size} are one setting; give one")
+            both = f"{stated(p, 'gpus')} and {stated(self.parallel, 'world_size')} are one setting; give one"
+            out.append(Problem(("gpus", "world_size"), both))
         if p.write and not p.write.endswith(".toml"):
-            out.append(f"--write {p.write} writes settings in TOML; give a name that ends in .toml")
+            text = f"{stated(p, 'write')} writes settings in TOML; give a name that ends in .toml"
+            out.append(Problem(("write",), text))
         if p.write_page and not p.write_page.endswith((".html", ".htm")):
-            out.append(f"--write-page {p.write_page} writes a page; give a name that ends in .html")
+            text = f"{stated(p, 'write_page')} writes a page; give a name that ends in .html"
+            out.append(Problem(("write_page",), text))
         return out
 
     @property
@@ -138,7 +142,7 @@ def main(argv: list[str]) -> int:
         completed = cast(LayoutPlanConfig, complete_settings(cast(flags.Parsed[TrainConfig], parsed)))
         parsed = dataclasses.replace(parsed, config=completed)
     asked = parsed.config.plan
-    with recipes.naming_choices(parsed.sources, parsed.config):
+    with in_words(parsed.words):
         plan = make_plan(parsed)
     text = text_of(plan, asked)
     print(json.dumps(json_ready(as_json(plan, asked)), indent=2) if asked.json else "\n".join(text))
@@ -160,8 +164,8 @@ def make_plan(parsed: flags.Parsed[LayoutPlanConfig]) -> Plan:
     if asked.search or (asked.search is None and not given.intersection(DIVIDING)):
         with host.collector_off():  # a tenth of its time: it makes many objects, and hardly any cycles
             prediction, found = search(prediction, given, asked)
-    elif problems := checks.problems(config, needs_data=False):
-        raise UserError(flags.listed([take_devices(line) for line in problems]))
+    else:
+        require([take_devices(problem) for problem in checks.problems(config, needs_data=False)])
     length = prediction.config.steps if parsed.config.lengths else None
     losses = losses_of(prediction.save, config.world, asked.mtbf, asked.restart_minutes)
     step = prediction.time.seconds
@@ -176,9 +180,10 @@ def make_plan(parsed: flags.Parsed[LayoutPlanConfig]) -> Plan:
     return dataclasses.replace(plan, enough=enough, tried=tried)
 
 
-def take_devices(problem: str) -> str:
+def take_devices(problem: Problem) -> Problem:
     """Return a problem of the number of ranks with plan's flag in place of a launch."""
-    return re.sub(r"start (\d+) \(meshwright launch [^)]*\)", r"take --gpus \1", problem)
+    text = re.sub(r"start (\d+) \(meshwright launch [^)]*\)", r"take --gpus \1", problem.text)
+    return dataclasses.replace(problem, text=text)
 
 
 def find_enough(start: Prediction, freedom: Freedom) -> tuple[int | None, int]:
@@ -237,18 +242,18 @@ def search(start: Prediction, given: frozenset[str], asked: PlanFlags) -> tuple[
     """Return the fastest layout that fits, and all that was found; UserError if none is legal."""
     config, machine = start.config, start.machine
     if config.training.global_batch_size is None:
-        raise UserError("--global-batch-size is needed to search layouts: samples of one step")
+        raise SettingsError("{global_batch_size} is needed to search layouts: samples of one step")
     config = with_settings(config, **half_precision(config, given, machine))
     freedom = Freedom(given, asked.allow_fp8 and "fp8" in machine.profile.peaks)
     found = Search(machine, start.vocabulary, freedom, asked.best).run(config)
     chosen = found.fitting[0] if found.fitting else found.nearest
     if chosen is None:
-        reasons = [f"{count:,} x {reason}" for count, reason in found.refusals.listed()]
+        reasons = [Problem((), f"{count:,} x {reason}") for count, reason in found.refusals.listed()]
         near = near_flags(start, freedom, config)
         cure = f"take {' or '.join(near)}" if near else "take another number of devices"
-        raise UserError(flags.listed([f"no layout of {config.world:,} devices is legal; {cure}", *reasons]))
-    if problems := checks.problems(chosen.config, needs_data=False):
-        raise UserError(flags.listed(problems))
+        none = Problem((), f"no layout of {config.world:,} devices is legal; {cure}")
+        raise SettingsError(listed([none, *reasons]))
+    require(checks.problems(chosen.config, needs_data=False))
     return chosen, found
 
 

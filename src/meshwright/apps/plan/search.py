@@ -25,6 +25,7 @@ from meshwright.config import checks
 from meshwright.config.check_layout import parallel_problems
 from meshwright.config.check_steps import batch_problems
 from meshwright.config.fields import with_settings
+from meshwright.config.problem import FLAGS, Problem
 from meshwright.config.schema import TrainConfig
 from meshwright.parallel.pipeline_schedule import ScheduleName
 
@@ -58,7 +59,7 @@ class Refusals:
 
     def listed(self) -> list[tuple[int, str]]:
         """Return counts and examples, the most frequent first."""
-        return [(count, self.examples[kind]) for kind, count in self.counts.most_common()]
+        return [(count, FLAGS.render(self.examples[kind])) for kind, count in self.counts.most_common()]
 
 
 @functools.lru_cache(4096)
@@ -125,7 +126,7 @@ class LegalLayouts:
         for changed in levels[0](layout):
             problems = parallel_problems(self.run.config_of(changed))
             if problems:
-                self.refusals.note(problems[0])
+                self.refusals.note(problems[0].text)
             else:
                 yield from self.divided(changed, levels[1:])
 
@@ -216,8 +217,9 @@ class LegalLayouts:
         return all(size // unit % layout.pipeline_model_parallel_size == 0 for size in self.run.batches)
 
 
-def first(problems: list[str]) -> str:
-    return problems[0] if problems else ""
+def first(problems: list[Problem]) -> str:
+    """Return the first problem's text, or nothing."""
+    return problems[0].text if problems else ""
 
 
 class Search:
@@ -276,7 +278,7 @@ class Search:
         if any(recomputed_alike(other.config) == alike for other in found.fitting):
             return False
         if problems := checks.problems(prediction.config, needs_data=False):
-            found.refusals.note(problems[0])
+            found.refusals.note(problems[0].text)
             return False
         if prediction.left_first >= 0 and prediction.fits:
             found.fitting.append(prediction)

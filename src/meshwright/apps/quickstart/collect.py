@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import itertools
 import json
@@ -12,20 +11,21 @@ import math
 import os
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshwright.base.errors import BAD_DATA, UserError, bad_data
 from meshwright.base.files import replacing
 from meshwright.config.text_inputs import TextInputs
-from meshwright.data.text import dumps, plain
-from meshwright.data.text.cutting import cut_inputs, why_nothing
-from meshwright.data.text.documents import cut_document
-from meshwright.data.text.folders import shown
+from meshwright.data.text import limits
+from meshwright.data.text.divide import LINES, Slice, read_range
+from meshwright.data.text.formats import TEXT
 from meshwright.data.text.inputs import find_inputs
-from meshwright.data.text.pieces import Broken, Piece, TextAt, TextPiece, Where
-from meshwright.data.text.records import LONGEST, NOT_UTF8, Bad, Unit, advice
+from meshwright.data.text.pieces import FileRange, Piece, cut_inputs
+from meshwright.data.text.reading import why_nothing
+from meshwright.data.text.records import NOT_UTF8, ReadOptions, Rejected, options_of, shown
+from meshwright.data.text.splitting import cut_document
 
 HELD_OUT = 0.05  # share of the bytes, and the most of them
 MOST_UNDECODED = 0.1  # share of the bytes in files passed over for their encoding, above which nothing is learnt
@@ -72,13 +72,17 @@ def fraction(text: str) -> float:
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:6]) / 2**48
 
 
-class TextWithin(TextAt):
+class LineRange(FileRange):
     """The text between these bytes of a file, to whole lines: a longer document is cut there."""
 
-    def placed_units(self, keys: list[str]) -> Iterator[tuple[Where, Unit]]:
-        (data, first, stop), start = plain.read_span(self.path, self.begin, self.end, "\n")
-        for begin, unit in self.documents(data[first:stop], self.path, keys, start):
-            yield functools.partial(self.line_at, start + begin), unit
+    def slice(self, options: ReadOptions) -> Slice:
+        return read_range(self.path, self.begin, self.end, LINES, self.is_named)
+
+
+def by_lines(piece: Piece) -> Piece:
+    """Return a piece of plain text that reads no further than its last line."""
+    parts = [part for part in piece.parts if isinstance(part, FileRange) and part.reader == TEXT]
+    return dataclasses.replace(piece, parts=tuple(LineRange(**vars(part)) for part in parts)) if parts else piece
 
 
 class InputDocuments:
@@ -100,31 +104,28 @@ class InputDocuments:
         self.archives = Counter[str]()  # the number of documents from each
 
     def __iter__(self) -> Iterator[str]:
-        share, read = (size / max(self.bytes, 1) for size in (self.limit, max(self.limit, LONGEST)))
-        characters, is_empty = 0, True
+        share, read = (size / max(self.bytes, 1) for size in (self.limit, max(self.limit, limits.LONGEST)))
+        characters, is_empty, options = 0, True, options_of(self.settings)
         for piece in cut_inputs(self.inputs.inputs, self.settings):
-            if share < 1 and isinstance(piece, TextAt) and not dumps.with_separator(piece.how.separator):
-                piece = TextWithin(**vars(piece))
-            if fraction(f"{piece.number} {piece.begin}") >= read:
+            name = f"{piece.number} {piece.begin}"
+            if fraction(name) >= read:
                 self.is_sample = True
                 continue
-            if isinstance(piece, Broken):
-                self.inputs.bad.count("input cut short", 1, piece.place(0, self.settings.json_keys))
-                continue
-            for number, unit in enumerate(piece.units(self.settings.json_keys)):
-                place = functools.partial(piece.place, number, self.settings.json_keys)
-                if isinstance(unit, Bad) and unit.kind == NOT_UTF8:
-                    self.note_undecoded(piece, place, unit)
-                self.inputs.count_unit(unit, place)
-                for text in () if unit is None or isinstance(unit, Bad) else unit:
+            for number, record in enumerate((by_lines(piece) if share < 1 else piece).read(options)):
+                self.inputs.count(record)
+                if isinstance(record, Rejected):
+                    self.note_undecoded(record)
+                    continue
+                for text in record.texts:
                     is_empty = False
-                    if text.strip():
-                        self.archives.update([os.path.basename(piece.path)] if piece.is_archive else [])
-                        for part in self._draw(text, f"{piece.number} {piece.begin} {number}", share / min(read, 1)):
-                            characters += len(part)
-                            yield part
-                    else:
-                        self.inputs.bad.count(BLANK, 1, "" if BLANK in self.inputs.bad else place())
+                    if not text.strip():
+                        self.inputs.bad.count(BLANK, 1, "" if BLANK in self.inputs.bad else str(record.place))
+                        continue
+                    if record.place.path.startswith(f"{piece.path}:"):  # a member of an archive
+                        self.archives.update([os.path.basename(piece.path)])
+                    for part in self._draw(text, f"{name} {number}", share / min(read, 1)):
+                        characters += len(part)
+                        yield part
             if characters > 1.5 * self.limit:  # a compressed input holds more than its size says
                 self.is_sample = True
                 return
@@ -159,13 +160,15 @@ class InputDocuments:
             f"  {read}convert them with iconv, or leave them out: --exclude {shlex.join(map(os.path.basename, names))}"
         )
 
-    def note_undecoded(self, piece: Piece, place: Callable[[], str], unit: Bad) -> None:
-        """Note the size of a file that is passed over; raise for a named text."""
-        if unit.is_passed:
-            self.undecoded += unit.size
-            self.guess = self.guess or unit.guess
-        elif isinstance(piece, TextPiece) and self.settings.on_error == "stop":
-            raise bad_data(f"{place()}: {unit}{advice(unit, False)}")
+    def note_undecoded(self, rejected: Rejected) -> None:
+        """Note the size of a file that is passed over for its encoding; raise for a named text."""
+        if rejected.reason != NOT_UTF8:
+            return
+        if not rejected.is_error:
+            self.undecoded += rejected.bytes
+            self.guess = self.guess or rejected.charset
+        elif rejected.bytes and self.settings.on_error == "stop":
+            raise bad_data(rejected.complaint())
 
     def left_out(self) -> list[str]:
         return self.inputs.left_out(self.settings.on_error, self.settings.encoding)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from meshwright.config import flags
 from meshwright.config.fields import MISSING, flag
+from meshwright.config.problem import Problem
 from meshwright.config.text_inputs import TextInputs
 
 
@@ -31,7 +32,7 @@ class QuickstartConfig(TextInputs):
     device: str = flag("auto", "auto (an accelerator if there is one), cpu, cuda ...", value="FORM")
     overwrite: bool = flag(False, "start again where a model is already; that one is kept aside")
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         return self.input_problems()
 
 

@@ -14,7 +14,7 @@ from meshwright.apps.quickstart.plan import VALIDATED, Size
 from meshwright.apps.quickstart.shell import LoggedInterval, TrainingLines, call
 from meshwright.base.progress import duration
 from meshwright.config.text_inputs import TextInputs
-from meshwright.data.text.cutting import read_texts
+from meshwright.data.text.reading import read_texts
 
 COMPARED = 50_000_000  # bytes of text from which the trigram model learns
 PROMPT = 40  # characters of a held-out text that a prompt takes, to the end of a word

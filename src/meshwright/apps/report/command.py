@@ -11,6 +11,7 @@ from meshwright.base.runs.sweeps import expand_sweeps
 from meshwright.base.storage.addresses import address_of, as_typed, is_address
 from meshwright.config import flags
 from meshwright.config.fields import MISSING, flag
+from meshwright.config.problem import Problem, missing
 
 
 @dataclass(frozen=True)
@@ -46,19 +47,22 @@ class ReportConfig:
         None, "exit with status 1 if the losses of two runs at a common iteration differ by more than this"
     )
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         several = len(expand_sweeps(self.folders)) > 1
         if not self.output and not self.json and not self.losses and is_address(as_typed(self.folders[0])):
-            return ["--output is needed: a file of this machine for the page of a run in object storage"]
+            return [missing("output", "a file of this machine for the page of a run in object storage")]
         if self.logs:
             others = [n for n in ("losses", "json", "tolerance") if getattr(self, n) not in (False, None)]
-            return [f"--{n} does not go with --logs; --table is the form of its table" for n in others]
+            text = "does not go with {logs=True}; {table} is the form of its table"
+            return [Problem((name, "logs"), f"{{{name}}} {text}") for name in others]
         if self.table != "text":
-            return ["--table is the form of the table of --logs; give both"]
+            return [Problem(("table",), "{table} is the form of the table of {logs=True}; give both")]
         if self.losses and (self.output or several):
-            return ["--losses prints one run's numbers; give one folder and no --output"]
+            text = "{losses=True} prints one run's numbers; give one folder and no {output}"
+            return [Problem(("losses", "output"), text)]
         if not several and (self.json or self.tolerance is not None):
-            return ["--json and --tolerance compare runs; give two folders or more"]
+            text = "{json=True} and {tolerance} compare runs; give two folders or more"
+            return [Problem(("json", "tolerance"), text)]
         return []
 
 

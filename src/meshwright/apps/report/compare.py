@@ -25,6 +25,7 @@ from meshwright.base.records import align_columns, json_ready
 from meshwright.base.runs.goodput import read_goodput
 from meshwright.base.runs.history import History, flat_settings, read_history, read_settings, wall_time
 from meshwright.base.storage.addresses import shown
+from meshwright.config.problem import SettingsError
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class ComparedRun:
 def compare_runs(folders: Sequence[Path], output: Path | None, as_json: bool, tolerance: float | None) -> int:
     """Print the comparison, write its page, return 1 if losses differ by more than `tolerance`."""
     if tolerance is not None and not tolerance >= 0:
-        raise UserError(f"--tolerance {tolerance} must be a number of at least 0", USAGE)
+        raise SettingsError(f"{{tolerance={tolerance}}} must be a number of at least 0", USAGE)
     runs = read_runs(folders)
     comparison: dict[str, Any] = {
         "unit": runs[0].unit,
@@ -93,7 +94,7 @@ def compare_runs(folders: Sequence[Path], output: Path | None, as_json: bool, to
     if tolerance is None:
         return DONE
     if not all(d["common_steps"] for d in comparison["differences"]):
-        raise UserError("--tolerance: these runs have no iteration in common", BAD_DATA)
+        raise SettingsError("{tolerance}: these runs have no iteration in common", BAD_DATA)
     worst = max(abs(d["largest"]["loss"]) for d in comparison["differences"])
     if worst > tolerance:
         print(f"the losses differ by {worst:g}, more than --tolerance {tolerance:g}", file=sys.stderr)

@@ -24,6 +24,7 @@ from meshwright.apps.pages.styles import COLOURS
 from meshwright.base.errors import BAD_DATA, DONE, USAGE, UserError, bad_data
 from meshwright.base.files import replacing
 from meshwright.base.records import align_columns, json_ready
+from meshwright.config.problem import SettingsError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -393,7 +394,7 @@ TABLES = {"text": logs_as_text, "csv": as_csv, "markdown": as_markdown, "json": 
 def extract(paths: Sequence[Path], form: str, picture: Path | None) -> int:
     """Print the table of all logs, and draw a picture of it."""
     if picture is not None and picture.suffix not in (".svg", ".png"):
-        raise UserError(f"--output {picture}: with --logs it is a picture; name it .svg or .png", USAGE)
+        raise SettingsError(f"{{output={picture}}}: with {{logs=True}} it is a picture; name it .svg or .png", USAGE)
     read: list[Log] = []
     without: list[dict[str, str]] = []
     for path, name in find_logs(paths):

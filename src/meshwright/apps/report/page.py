@@ -33,6 +33,7 @@ from meshwright.base.runs.history import (
     wall_time,
 )
 from meshwright.base.storage.addresses import shown
+from meshwright.training.tasks import describe_column
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -313,7 +314,7 @@ def score_plot(name: str, scores: dict[int, float]) -> str:
     figure, axes = plot.new_axes((4.8, 2.7))
     x, y = np.array(sorted(scores.items()), dtype=np.float64).reshape(-1, 2).T
     plot.draw_line(axes, x, y, plot.POINT, smooth=False)
-    return plot.embed_figure(figure, name)
+    return plot.embed_figure(figure, name, describe_column(name))
 
 
 def resumed_at(history: History) -> list[int]:

@@ -15,10 +15,11 @@ from meshwright.base.errors import UNAVAILABLE, UserError
 from meshwright.cli.reading import ReadingCommand, ReadingTask
 from meshwright.config import checks, flags
 from meshwright.config.fields import flag
+from meshwright.config.problem import Problem, SettingsError, stated
 from meshwright.config.schema import READING, Logging, ReadConfig, TokenizerFlags
 
 if TYPE_CHECKING:
-    from meshwright.generation.engine import CheckedModel, LanguageModel
+    from meshwright.generation.language_model import CheckedModel, LanguageModel
 
 SHORTEST_KEY = 8
 
@@ -61,7 +62,7 @@ class Serve:
         try:
             return Path(self.api_key_file).read_text(encoding="ascii").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--api-key-file {self.api_key_file} cannot be read: {error}") from None
+            raise SettingsError(f"{{api_key_file={self.api_key_file}}} cannot be read: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -76,16 +77,19 @@ class ServeConfig(ReadConfig):
         | (READING - {"micro_batch_size"})
     )
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         s, out = self.serve, checks.reading_problems(self, "serve")
         if s.api_key is not None and s.api_key_file is not None:
-            out.append("--api-key and --api-key-file cannot be combined; give one")
+            text = "{api_key} and {api_key_file} cannot be combined; give one"
+            out.append(Problem(("api_key", "api_key_file"), text))
         if s.api_key is not None and not is_key(s.api_key):
-            out.append(f"--api-key must have at least {SHORTEST_KEY} letters and digits, no spaces")
+            text = f"{{api_key}} must have at least {SHORTEST_KEY} letters and digits, no spaces"
+            out.append(Problem(("api_key",), text))
         if not s.is_local and s.api_key is None and s.api_key_file is None:
-            out.append(f"--host {s.host} lets other machines in; set --api-key-file, or listen on 127.0.0.1")
+            text = f"{stated(s, 'host')} lets other machines in; set {{api_key_file}}, or listen on 127.0.0.1"
+            out.append(Problem(("host",), text))
         if s.port > 65535:
-            out.append(f"--port {s.port} is above 65535")
+            out.append(Problem(("port",), f"{stated(s, 'port')} is above 65535"))
         return out
 
 
@@ -100,8 +104,8 @@ def prepare_serve(parsed: flags.Parsed[ServeConfig], is_lead: bool) -> ReadingTa
     c, s = parsed.config, parsed.config.serve
     key = s.key()
     if key is not None and not is_key(key):
-        raise UserError(
-            f"--api-key-file {s.api_key_file} must hold a key of at least {SHORTEST_KEY} letters and digits"
+        raise SettingsError(
+            f"{{api_key_file={s.api_key_file}}} must hold a key of at least {SHORTEST_KEY} letters and digits"
         )
     try:
         import starlette  # noqa: F401

@@ -21,7 +21,7 @@ from meshwright.base.fields import Fields, Refusal
 from meshwright.config.schema import Sampling
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.generation.dialogue import SYSTEM, ChatTurn, Dialogue
-from meshwright.generation.engine import LanguageModel
+from meshwright.generation.language_model import LanguageModel
 from meshwright.generation.requests import Event, Request, Top
 from meshwright.generation.templates import ChatTemplate
 from meshwright.generation.text import TokenText

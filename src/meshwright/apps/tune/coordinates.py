@@ -26,9 +26,9 @@ from torch import Tensor
 from meshwright.apps.pages import plot
 from meshwright.apps.pages.styles import COLOURS
 from meshwright.base import console
-from meshwright.base.errors import UserError
 from meshwright.base.records import align_columns
 from meshwright.config.fields import twin_settings, with_settings
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import Checkpoint, Logging, Model, Optimizer, Parallel, TrainConfig, Training
 from meshwright.data.feed import Feed
 from meshwright.data.loader import Batch
@@ -112,7 +112,7 @@ def at_width(m: Model, width: int) -> Model:
     hidden, heads, groups = m.hidden_size or 1, m.num_attention_heads or 1, m.num_query_groups or 0
     unit = hidden // math.gcd(hidden, heads, groups)
     if width % unit:
-        raise UserError(f"--widths {width}: heads of {m.head_dim} and their groups need multiples of {unit}")
+        raise SettingsError(f"{{widths={width}}}: heads of {m.head_dim} and their groups need multiples of {unit}")
     return dataclasses.replace(
         m,
         hidden_size=width,

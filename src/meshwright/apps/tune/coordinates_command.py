@@ -7,10 +7,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.base.errors import DONE, UNEQUAL, UserError
+from meshwright.base.errors import DONE, UNEQUAL
 from meshwright.base.records import json_ready
-from meshwright.config import checks, command, data_paths, flags
+from meshwright.config import checks, command, data_paths
 from meshwright.config.fields import flag, group, with_settings
+from meshwright.config.problem import Problem, require, stated
 from meshwright.config.schema import TrainConfig
 
 ABOUT = (
@@ -40,14 +41,16 @@ class CoordinatesConfig:
 
     coordinates: CoordinateFlags = CoordinateFlags()
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         c = self.coordinates
         if not c.widths and not c.depths:
-            return ["sizes are needed: meshwright coordinates --widths 64 128 256 -- FLAGS OF TRAIN"]
+            text = "sizes are needed: meshwright coordinates --widths 64 128 256 -- FLAGS OF TRAIN"
+            return [Problem(("widths", "depths"), text, "missing")]
         out = []
-        for name, sizes in (("--widths", c.widths), ("--depths", c.depths)):
+        for name in ("widths", "depths"):
+            sizes = getattr(c, name)
             if sizes and (len(set(sizes)) < 2 or min(sizes) <= 0):
-                out.append(f"{name} {' '.join(map(str, sizes))}: give two or more different sizes above 0")
+                out.append(Problem((name,), f"{stated(c, name)}: give two or more different sizes above 0"))
         return out
 
 
@@ -88,8 +91,7 @@ def compare(c: CoordinateFlags, config: TrainConfig, dry_run: bool) -> int:
     axes = [(axis, sizes) for axis, sizes in axes if sizes]
     for axis, sizes in axes:
         for size in sizes:
-            if problems := checks.problems(coordinates.at_size(small, axis, size)):
-                raise UserError(flags.listed(problems))
+            require(checks.problems(coordinates.at_size(small, axis, size)))
     if dry_run:
         return DONE
     device = devices.open_device(small.parallel.device, 0)

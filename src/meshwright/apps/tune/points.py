@@ -7,7 +7,6 @@ import itertools
 import math
 import random
 import re
-from argparse import ArgumentTypeError
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from meshwright.base.errors import UserError
 from meshwright.base.hints import did_you_mean
 from meshwright.config.fields import config_fields, inner_type, is_list, spelling, switches
 from meshwright.config.flags import convert_value, words_in
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import TrainConfig
 
 Point = dict[str, str]  # field of train's settings -> value, as it is typed
@@ -77,7 +77,7 @@ def read_space(grid: Sequence[str], drawn: Sequence[str]) -> Space:
     for axis in space.grid:
         if axis.ends:
             name = spelling(axis.names[0])[2:]
-            raise UserError(f"--grid {name}: a range has no grid; give it to --random, or list its values")
+            raise SettingsError(f"{{grid={name}}}: a range has no grid; give it to {{random}}, or list its values")
     names = [name for axis in (*space.grid, *space.random) for name in axis.names]
     if twice := sorted({spelling(name) for name in names if names.count(name) > 1}):
         raise UserError(f"{', '.join(twice)}: named twice in the sweep; give all values at once")
@@ -142,7 +142,7 @@ def _normal(name: str, text: str, where: str) -> str:
         return text
     try:
         value = convert_value(config_fields(TrainConfig)[name][2], text)
-    except ArgumentTypeError as error:
+    except ValueError as error:
         raise UserError(f"{where}: {spelling(name)}: {error}") from None
     if isinstance(value, float):
         return _text_of(value)

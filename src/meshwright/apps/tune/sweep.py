@@ -30,6 +30,7 @@ from meshwright.base.runs.sweeps import RECORD, read_record
 from meshwright.checkpoint.owner import lock_folder
 from meshwright.config import flags
 from meshwright.config.fields import spelling
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import TrainConfig
 from meshwright.runtime.ranks.orphans import LAUNCHER_PID
 
@@ -296,7 +297,8 @@ def require_runs(plan: SweepPlan, runs: Iterable[SweepRun]) -> None:
             wrong.append(UserError(f"{run.name}: {error}", error.status))
     if wrong:
         more = [f"and {len(wrong) - MOST_LISTED:,} more runs"] if len(wrong) > MOST_LISTED else []
-        raise UserError(flags.listed([*map(str, wrong[:MOST_LISTED]), *more]), wrong[0].status)
+        lines = [*map(str, wrong[:MOST_LISTED]), *more]
+        raise UserError("\n  ".join(["", *lines] if len(lines) > 1 else lines), wrong[0].status)
 
 
 def find_slots(jobs: int | None, ranks: int, device: str) -> list[dict[str, str]]:
@@ -308,7 +310,7 @@ def find_slots(jobs: int | None, ranks: int, device: str) -> list[dict[str, str]
     count = 0 if kind == "cpu" or index else devices.count_accelerators()
     parts = count // ranks
     if count and not parts:
-        raise UserError(f"--devices-per-run {ranks}: this machine has {count}")
+        raise SettingsError(f"{{devices_per_run={ranks}}}: this machine has {count}")
     jobs = jobs or max(parts, 1)
     threads = {"OMP_NUM_THREADS": str(max(1, host.cores() // (jobs * ranks)))}
     if "OMP_NUM_THREADS" in os.environ:

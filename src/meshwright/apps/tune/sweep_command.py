@@ -13,8 +13,9 @@ from meshwright.apps.tune.points import Point, read_space
 from meshwright.base.errors import DONE, UserError
 from meshwright.base.records import json_ready
 from meshwright.base.runs.sweeps import RECORD, read_record
-from meshwright.config import command, flags
-from meshwright.config.fields import config_fields, default_of, flag, group, spelling
+from meshwright.config import checks, command, flags
+from meshwright.config.fields import config_fields, default_of, flag, group, spelling, with_settings
+from meshwright.config.problem import Problem, SettingsError, require, with_value
 from meshwright.config.schema import TrainConfig
 
 MOST_RUNS = 10_000
@@ -63,12 +64,19 @@ class SweepConfig:
 
     sweep: SweepFlags = SweepFlags()
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         s = self.sweep
-        out = [] if s.sweep_dir else ["a folder is needed: meshwright sweep DIR --grid lr=1e-4,3e-4 -- FLAGS OF TRAIN"]
-        out += [f"--stop-at {x:g}: give fractions between 0 and 1" for x in s.stop_at if not 0 < x < 1]
+        out = []
+        if not s.sweep_dir:
+            text = "a folder is needed: meshwright sweep DIR --grid lr=1e-4,3e-4 -- FLAGS OF TRAIN"
+            out.append(Problem(("sweep_dir",), text, "missing"))
+        for share in s.stop_at:
+            if not 0 < share < 1:
+                text = f"{with_value('stop_at', share)}: give fractions between 0 and 1"
+                out.append(Problem(("stop_at",), text))
         if s.stop_at and not s.stop_share:
-            out.append("--stop-share 0 would end every run; give a share above 0")
+            text = "{stop_share=0} would end every run; give a share above 0"
+            out.append(Problem(("stop_share",), text))
         return out
 
 
@@ -82,11 +90,16 @@ def main(argv: list[str]) -> int:
     assert c.sweep_dir is not None
     if not (c.grid or c.random or extra or c.seeds > 1):
         if not (record := read_record(c.sweep_dir)):
-            raise UserError(f"{c.sweep_dir} holds no sweep; give --grid or --random, and after -- the flags of train")
+            raise SettingsError(
+                f"{c.sweep_dir} holds no sweep; give {{grid}} or {{random}}, and after -- the flags of train"
+            )
         words, extra = list(record["words"]), list(record["train_flags"])
         require_repeatable(c.sweep_dir, extra)
         given = {name: getattr(c, name) for name, source in parsed.sources.items() if source == "command line"}
-        c = flags.parse_settings(SweepConfig, words, "meshwright sweep", "sweep_dir", values=given).config.sweep
+        recorded = flags.parse_settings(SweepConfig, words, "meshwright sweep", "sweep_dir", check=False).config
+        repeated = with_settings(recorded, **given)
+        require(checks.problems(repeated), parsed.words)
+        c = repeated.sweep
     return run_sweep(c, words, extra, parsed.dry_run)
 
 
@@ -102,11 +115,11 @@ def require_repeatable(folder: Path, extra: list[str]) -> None:
 def run_sweep(c: SweepFlags, words: list[str], extra: list[str], dry_run: bool) -> int:
     assert c.sweep_dir is not None
     if dry_run and c.json:
-        raise UserError("--json with --dry-run, which lists commands and prints no table; leave one out")
+        raise SettingsError("{json=True} with --dry-run, which lists commands and prints no table; leave one out")
     if not c.random and (c.draws, c.draw_seed) != (SweepFlags.draws, SweepFlags.draw_seed):
-        raise UserError("--draws and --draw-seed are for --random; give it, or leave them out")
+        raise SettingsError("{draws} and {draw_seed} are for {random}; give it, or leave them out")
     if not c.stop_at and c.stop_share != SweepFlags.stop_share:
-        raise UserError("--stop-share is for --stop-at; give it, or leave --stop-share out")
+        raise SettingsError("{stop_share} is for {stop_at}; give it, or leave {stop_share} out")
     common = settings_of_all(extra)
     points = list_points(c, common.training.seed)
     stop_at = tuple(sorted(c.stop_at))
@@ -140,9 +153,11 @@ def list_points(c: SweepFlags, seed: int) -> list[Point]:
     """Return all points, each with its further seeds after it."""
     space = read_space(c.grid, c.random)
     if c.seeds > 1 and any("seed" in axis.names for axis in (*space.grid, *space.random)):
-        raise UserError(f"--seeds {c.seeds} beside values of --seed: both choose seeds; leave one out")
+        raise SettingsError(f"{{seeds={c.seeds}}} beside values of {{seed}}: both choose seeds; leave one out")
     if (runs := space.count(c.draws) * c.seeds) > MOST_RUNS:
-        raise UserError(f"the sweep has {runs:,} runs, more than {MOST_RUNS:,}; list fewer values, or use --random")
+        raise SettingsError(
+            f"the sweep has {runs:,} runs, more than {MOST_RUNS:,}; list fewer values, or use {{random}}"
+        )
     points = space.points(c.draws, c.draw_seed)
     return [{**point, **({"seed": str(seed + i)} if i else {})} for point in points for i in range(c.seeds)]
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.base import console
-from meshwright.base.errors import DONE, UserError
+from meshwright.base.errors import DONE
 from meshwright.cli import launch
 from meshwright.config import checks, data_paths, flags
 from meshwright.config.fields import with_settings
+from meshwright.config.problem import SettingsError, require
 from meshwright.config.schema import Model, TrainConfig
 from meshwright.runtime.launch.launcher import LaunchPlan, build_program
 from meshwright.runtime.ranks.world import World, find_world
@@ -55,8 +56,7 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
     words = [f"--world-size={ranks}", *missing(stated, ranks), *words]
     parsed = flags.parse_settings(TrainConfig, words, "meshwright verify-layout")
     config = complete_from_checkpoint(parsed)
-    if problems := checks.problems(config, needs_data=False):
-        raise UserError(flags.listed(problems))
+    require(checks.problems(config, needs_data=False), parsed.words)
     if world.launcher == "none" and ranks > 1:
         return start_ranks(config, argv)
     return compare_on_this_rank(config, ["meshwright", "verify-layout", *argv])
@@ -104,8 +104,8 @@ def missing(c: TrainConfig, ranks: int) -> list[str]:
 def start_ranks(c: TrainConfig, argv: list[str]) -> int:
     """Start the ranks on this machine, on the CPU unless the flags name a device."""
     if c.world > MOST_RANKS:
-        raise UserError(
-            f"{c.world} ranks are too many to start here (at most {MOST_RANKS}); give --world-size "
+        raise SettingsError(
+            f"{c.world} ranks are too many to start here (at most {MOST_RANKS}); give {{world_size}} "
             f"{2 * c.parallel.model_ranks}, which has two data-parallel ranks, or run under a launcher"
         )
     on_cpu = ["--device", "cpu"] if c.parallel.device == "auto" else []

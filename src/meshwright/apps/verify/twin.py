@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.base.errors import UserError
-from meshwright.config import checks, flags
+from meshwright.config import checks
 from meshwright.config.fields import twin_settings, with_settings
+from meshwright.config.grammar import PipelineLayout
+from meshwright.config.problem import SettingsError, listed
 from meshwright.config.schema import (
     Checkpoint,
     Data,
@@ -80,7 +81,7 @@ def make_twin(config: TrainConfig, on_accelerator: bool = False) -> Twin:
     )
     own = None if c.precision.dtype == "float64" else in_own_precision(twin, c.precision)
     if wrong := checks.problems(twin) or (own and checks.problems(own)):
-        raise UserError(flags.listed(["the small twin of these settings cannot run", *wrong]))
+        raise SettingsError(listed(wrong, "the small twin of these settings cannot run"))
     return Twin(twin, own, left_out(c, impl, on_accelerator))
 
 
@@ -125,7 +126,7 @@ def shrink(c: TrainConfig) -> tuple[Model, Parallel]:
         # Stages of different sizes stay so: 2, 7, 7, 4 layers become 1, 3, 3, 2.
         rank = {n: i + 1 for i, n in enumerate(sorted(set(stages)))}
         counts = [rank[n] for n in stages]
-        layers, p = sum(counts), replace(p, pipeline_layout=",".join(map(str, counts)))
+        layers, p = sum(counts), replace(p, pipeline_layout=PipelineLayout.read(",".join(map(str, counts))))
     elif p.pipeline_layout:
         layers = m.num_layers or 0
     else:

@@ -19,10 +19,11 @@ from meshwright.apps.pages.protocol import make_server
 from meshwright.apps.pages.site import PAGE_CSS, make_site
 from meshwright.apps.watch.curves import Axis, View, curves, loss_units
 from meshwright.apps.watch.overview import Watcher, describe_samples
-from meshwright.base.errors import UNAVAILABLE, UserError
+from meshwright.base.errors import UNAVAILABLE
 from meshwright.base.fields import Fields, Refusal
 from meshwright.base.records import json_ready
 from meshwright.base.runs.follow import RunTail
+from meshwright.config.problem import SettingsError
 
 FILES = {
     "/": ("meshwright.apps.watch", "page.html"),
@@ -120,7 +121,7 @@ def serve_page(watcher: Watcher, port: int, opened: Callable[[int], None]) -> No
         listening = socket.create_server(("127.0.0.1", port))
     except OSError as error:
         hint = "choose another --port, or 0 for any free one"
-        raise UserError(f"--port {port}: {os.strerror(error.errno or 0)}; {hint}", UNAVAILABLE) from None
+        raise SettingsError(f"{{port={port}}}: {os.strerror(error.errno or 0)}; {hint}", UNAVAILABLE) from None
     http = make_server(make_app(watcher), READ_SECONDS)
     watcher.is_over = lambda: http.should_exit
     watcher.start()

@@ -212,7 +212,7 @@ export class Chart {
     const text = entry("titles", this.key) || this.key;
     this.title.textContent = text;
     const width = this.lines.find((line) => line.width > 1)?.width;
-    const unit = entry("units", this.unit || this.key), median = width ? word("medianOf").replace("{n}", whole(width)) : "";
+    const unit = entry("units", this.unit || this.key) || this.unit, median = width ? word("medianOf").replace("{n}", whole(width)) : "";
     this.note.textContent = [unit, median].filter(Boolean).join("; ");
     this.button.textContent = word("log");
     this.button.setAttribute("aria-pressed", String(this.log));

@@ -13,6 +13,7 @@ from meshwright.base.hints import near_path
 from meshwright.base.storage.addresses import address_of, as_typed, is_address
 from meshwright.config import flags
 from meshwright.config.fields import MISSING, flag
+from meshwright.config.problem import Problem, plain, stated
 
 PORT = 6400
 FETCH_SECONDS = 20.0  # between looks into object storage
@@ -32,11 +33,14 @@ class WatchConfig:
     )
     port: int = flag(PORT, "port of the page on this machine (0: any free one)", bound=">=0")
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         local = [f for f in self.folders if not is_address(as_typed(f))]
-        out = [f"{f} is a file; give the folder of a run" for f in local if f.is_file()]
-        out += [f"{f} does not exist{near_path(str(f)) or ADVICE}" for f in local if not f.exists()]
-        return out + [f"--port {self.port} must be at most 65535"] * (self.port > 65535)
+        texts = [f"{f} is a file; give the folder of a run" for f in local if f.is_file()]
+        texts += [f"{f} does not exist{near_path(str(f)) or ADVICE}" for f in local if not f.exists()]
+        out = [Problem(("folders",), plain(text)) for text in texts]
+        if self.port > 65535:
+            out.append(Problem(("port",), f"{stated(self, 'port')} must be at most 65535"))
+        return out
 
 
 def main(argv: list[str]) -> int:

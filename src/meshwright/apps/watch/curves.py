@@ -11,6 +11,7 @@ import numpy as np
 
 from meshwright.apps.pages import plot
 from meshwright.base.runs.follow import RunTail, Steps
+from meshwright.training.tasks import describe_column
 
 Axis = Literal["step", "tokens", "time"]
 SMOOTH = ("loss", "grad_norm", "tokens_per_second", "ms")  # as on the page of `report`
@@ -94,7 +95,11 @@ def curves(run: RunTail, view: View, loss_factor: float = 1.0) -> dict[str, Any]
         "range": [float(x[0]), float(x[-1])] if len(x) else None,
         "lines": {name: drawn for name, drawn in lines.items() if drawn["x"] or drawn["bad"]},
         "checks": {name: places.points(values) for name, values in checks.items()},
-        "scores": {name: places.points(sorted(v.items())) for name, v in record.scores.items() if v},
+        "scores": {
+            name: places.points(sorted(v.items())) | {"unit": describe_column(name)}
+            for name, v in record.scores.items()
+            if v
+        },
         "resumed": [places.at(i) for i in record.resumed_at() if places.knows(i)],
     }
 

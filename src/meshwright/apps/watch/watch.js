@@ -85,7 +85,8 @@ function drawCurves() {
     });
     const one = chart(scoreCharts, name, $("scores"));
     one.element.hidden = !names.includes(name);
-    one.show(lines, view);
+    const unit = lines.flatMap((line) => line.marks).find((mark) => mark.unit)?.unit ?? "";
+    one.show(lines, { ...view, unit });
   }
 }
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshwright.base.errors import bad_data
+from meshwright.base.errors import BAD_DATA, bad_data
 from meshwright.checkpoint.exports import SCALINGS
 from meshwright.checkpoint.folder import COUNT, NUMBER, POSITIVE, SHARE, WINDOW, ForeignFolder, Tensors, Views
 from meshwright.checkpoint.formats import HUGGING_FACE
@@ -26,6 +26,7 @@ from meshwright.checkpoint.manifests import parse_json, read_small
 from meshwright.checkpoint.pickle import pickles
 from meshwright.checkpoint.sources import MappedSource, TensorView
 from meshwright.config.check_model import rope_problems
+from meshwright.config.problem import SettingsError, plain
 from meshwright.config.schema import Model
 
 CONFIG = "config.json"
@@ -377,7 +378,7 @@ def rotation(hf: ForeignFolder, positions: int, keys: RotationKeys) -> dict[str,
         bound = COUNT if key == "original_max_position_embeddings" else POSITIVE
         out[name] = hf.get(key, bound, defaults.get(key), rope)
     if problems := rope_problems(Model(**out)):
-        raise bad_data(f"{hf.folder / hf.file}: {problems[0]}")
+        raise SettingsError(f"{plain(hf.folder / hf.file)}: {problems[0].text}", BAD_DATA)
     return out
 
 

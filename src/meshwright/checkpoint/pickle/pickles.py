@@ -1,44 +1,37 @@
 """Read torch.save files (a zip, or before 1.6 a stream) and plain pickles without running them.
 
-unpickler.py reads the mapped file: tensors are views of it and take no memory before they are used.
-Writing is by hand because torch.save needs all tensors in memory at once. Here a tensor may be a
-`Later`, made when its bytes are due and dropped after them; torch.load sees the same file.
+A child process reads the pickle (`child.py`) and says what it holds and where its tensors lie. Here
+the answer becomes values. Tensors are views of the mapped file and take no memory before they are
+used. The child may have been misled, so what it says is checked against the file.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import contextlib
+import gc
 import io
 import math
 import mmap
 import pickle
 import stat
-import struct
 import sys
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from meshwright.base.errors import bad_data
-from meshwright.checkpoint.boxes import strides
-from meshwright.checkpoint.pickle import archive
-from meshwright.checkpoint.pickle.unpickler import STORAGES, PickleReader
-from meshwright.checkpoint.publish import Write
+from meshwright.base.sandbox import Sandbox
+from meshwright.checkpoint.pickle import child
 
-MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # of torch.save before 1.6
+READ = Sandbox(child.read, memory=512 << 20, seconds=10)
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # named since Python 3.13
-
-STORAGE_CLASSES: dict[torch.dtype, Any] = {
-    getattr(torch, dtype): getattr(torch, f"{name}Storage") for name, dtype in STORAGES.items() if name != "Untyped"
-}
-
-# Reading
+KEYS = 10_000  # of a file that collisions could make slow: a table of n such takes up to n * n / 2 comparisons
+PLAIN_KEY, PAIR_KEY, PAIR = 1 << 22, 1 << 31, 8  # integers as keys and in tuples, and parts of a tuple
 
 mappings: weakref.WeakValueDictionary[tuple[int, ...], mmap.mmap] = weakref.WeakValueDictionary()
 
@@ -54,14 +47,27 @@ def load_pickle(path: str | Path, begin: int = 0, length: int | None = None, tru
     end = len(full) if length is None else begin + length
     if not 0 <= begin < end <= len(full):
         raise bad_data(f"{path}: it has {len(full):,} bytes, and bytes {begin:,} to {end:,} are wanted")
-    data = full[begin:end]
     try:
         if trust:
-            return run_trusted(path, None if length is None and begin == 0 else data)
-        return read_archive(data) if bytes(data[:4]) == b"PK\3\4" else read_stream(data)
+            return run_trusted(path, None if length is None and begin == 0 else full[begin:end])
+        with READ.kept(), uncollected():
+            answer = READ({"path": str(path.absolute()), "begin": begin, "end": end})
+            return AnswerDecoder(full).decode(answer)
     except Exception as error:  # damaged, hostile and trusted files can fail in any way
         reason = str(error) if type(error) in (ValueError, *ValueError.__subclasses__()) else f"damaged: {error!r:.300}"
         raise bad_data(f"{path}: not a checkpoint that can be read: {reason}") from error
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Stop the garbage collector, which would walk a long answer again and again as it grows."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def mapped(path: Path) -> mmap.mmap:
@@ -86,132 +92,136 @@ def run_trusted(path: Path, part: memoryview | None) -> Any:
     """Run the file, as the user asked with --trust-pickle."""
     head = bytes(memoryview(mapped(path))[:32] if part is None else part[:32])
     is_zip = head.startswith(b"PK\3\4")
-    if is_zip or MAGIC.to_bytes(10, "little") in head:
+    if is_zip or child.MAGIC.to_bytes(10, "little") in head:
         file = path if part is None else io.BytesIO(part)
         return torch.load(file, "cpu", weights_only=False, mmap=is_zip and part is None)
     with open(path, "rb") if part is None else io.BytesIO(part) as plain:
         return pickle.load(plain)  # noqa: S301  the user trusts the file
 
 
-def read_archive(data: memoryview) -> Any:
-    records = archive.find_records(data)
-    programs = [name for name in records if name.count("/") == 1 and name.endswith("/data.pkl")]
-    prefix = programs[0].removesuffix("data.pkl") if len(programs) == 1 else ""
-    if not prefix or any(not name.startswith(prefix) for name in records) or f"{prefix}constants.pkl" in records:
-        raise ValueError("a zip archive, but not one of torch.save's")
-    order = records.get(f"{prefix}byteorder")
-    if order and bytes(data[order.begin : order.end][:10]) != b"little":
-        raise ValueError("its numbers are big-endian; load it on a big-endian machine and convert it there")
-
-    def locate(key: str, size: int) -> int:
-        record = records.get(f"{prefix}data/{key}")
-        if record is None:
-            raise ValueError(f"there is no storage {key[:100]!r}")
-        if size > record.end - record.begin:
-            raise ValueError(f"the storage {key!r} has {record.end - record.begin:,} bytes, its pickle says {size:,}")
-        return record.begin
-
-    program = records[programs[0]]
-    return PickleReader(data, locate, program.begin, program.end).load()
+# What the child's answer stands for
 
 
-def read_stream(data: memoryview) -> Any:
-    """Read a plain pickle, or torch's old form.
+@dataclass(frozen=True, slots=True, eq=False)
+class ForeignName:
+    """A class or function that a file names."""
 
-    That is a series of pickles (magic number, version, machine, object, keys of the storages), then
-    the storages.
-    """
-    if bytes(data[257:262]) == b"ustar":
-        raise ValueError("a tar archive of torch 0.1; load it with torch.load and save it again")
-    reader = PickleReader(data)
-    first = reader.load()
-    if type(first) is not int or first != MAGIC:
-        return first
-    version, system = reader.load(), reader.load()
-    if version != PROTOCOL or type(system) is not dict or not system.get("little_endian"):
-        what = f"torch's old form in version {version!r:.20}, or big-endian"
-        raise ValueError(f"{what}; load it with torch.load and save it again")
-    begin, sizes, places = reader.position, dict[str, int](), dict[str, int]()
+    module: str
+    name: str
 
-    def announce(key: str, size: int) -> None:
-        if sizes.setdefault(key, size) != size:
-            raise ValueError(f"the storage {key!r} has two sizes, {sizes[key]:,} and {size:,} bytes")
-
-    reader.place = announce  # the object is read twice, since its storages' places follow it
-    reader.load()
-    keys = reader.load()
-    if type(keys) is not list or any(type(key) is not str for key in keys) or set(keys) != set(sizes):
-        raise ValueError("the storages that follow are not those of its tensors")
-    at = reader.position
-    for key in keys:
-        (count,) = struct.unpack("<q", data[at : at + 8])
-        places[key], at = at + 8, at + 8 + sizes[key]
-        if at > len(data) or (count and sizes[key] % count) or (not count and sizes[key]):
-            what = f"the storage {key!r} of {sizes[key]:,} bytes"
-            raise ValueError(f"{what} is cut short, or declared to have {count:,} numbers")
-    reader.place, reader.position = lambda key, size: places[key], begin
-    return reader.load()
+    def __repr__(self) -> str:
+        return f"<{self.module}.{self.name}>"
 
 
-# Writing
+class Stub:
+    """Arguments and state of an object of a foreign class; a state's items read as attributes."""
+
+    __slots__ = ("module", "name", "args", "state")
+
+    def __init__(self, module: str, name: str, args: tuple[Any, ...], state: Any) -> None:
+        self.module, self.name, self.args, self.state = module, name, args, state
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in Stub.__slots__ or type(self.state) is not dict or name not in self.state:
+            raise AttributeError(f"{self.name} has no {name}")
+        return self.state[name]
+
+    def __repr__(self) -> str:
+        return f"<{self.module}.{self.name} object>"
 
 
-@dataclass(frozen=True, eq=False)
-class Later:
-    """A tensor that is made when its bytes are written."""
+class AnswerDecoder:
+    """Makes values of the lists of `child.Answer`, whose places must lie within the mapped file."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    make: Callable[[], torch.Tensor]
+    def __init__(self, data: memoryview) -> None:
+        self.data, self.slow_keys = data, 0
+        self.decoders: dict[str, Callable[..., Any]] = {
+            "list": lambda *parts: list(self.all(parts)),
+            "tuple": lambda *parts: tuple(self.all(parts)),
+            "set": lambda *parts: {self.checked_key(value) for value in self.all(parts)},
+            "dict": self.table,
+            "bytes": bytes.fromhex,
+            "range": self.byte_range,
+            "type": number_type,
+            "tensor": self.tensor,
+            "array": self.array,
+            "namespace": lambda state: argparse.Namespace(**self.decode(state)),
+            "object": lambda module, name, args, state: Stub(module, name, tuple(self.all(args)), self.decode(state)),
+            "class": ForeignName,
+        }
+
+    def decode(self, node: Any) -> Any:
+        if type(node) is list:
+            return self.decoders[node[0]](*node[1:])
+        if type(node) not in child.PLAIN:
+            raise ValueError(f"the process that reads it answered with a {type(node).__name__}")
+        return node
+
+    def all(self, nodes: Any) -> Iterator[Any]:
+        return map(self.decode, nodes)
+
+    def table(self, *parts: Any) -> dict[Any, Any]:
+        keys, values = self.all(parts[::2]), self.all(parts[1::2])
+        return {self.checked_key(key): value for key, value in zip(keys, values, strict=True)}
+
+    def checked_key(self, key: Any) -> Any:
+        """Return the key if it is quick to hash and compare; a long or nested one may never end.
+
+        Hashes of texts are random in each process; tuples and large numbers can be made to collide.
+        """
+        is_tuple = type(key) is tuple and len(key) <= PAIR
+        largest = PAIR_KEY if is_tuple else 1 << 60  # old optimizers number parameters by their addresses
+        for part in key if is_tuple else [key]:
+            if (
+                not (type(part) in (str, bytes) and len(part) <= 1024)
+                and not (type(part) is int and abs(part) < largest)
+                and not (part is None or type(part) is bool or isinstance(part, Stub) or type(part) is torch.dtype)
+            ):
+                raise ValueError(f"a {type(key).__name__} as a key")
+        if is_tuple or (type(key) is int and abs(key) > PLAIN_KEY):
+            self.slow_keys += 1
+            if self.slow_keys > KEYS:
+                raise ValueError(f"more than {KEYS:,} keys that are tuples or large numbers")
+        return key
+
+    def byte_range(self, begin: int, end: int) -> memoryview:
+        if not 0 <= begin <= end <= len(self.data):
+            raise ValueError(f"bytes {begin:,} to {end:,} of a file of {len(self.data):,}")
+        return self.data[begin:end]
+
+    def tensor(self, kind: str, begin: int, count: int, offset: int, size: Any, stride: Any) -> torch.Tensor:
+        """Return a view of `count` numbers that begin at a byte of the file."""
+        dtype = number_type(kind)
+        if not all(map(child.are_sizes, ((begin, count, offset), size, stride))):
+            raise ValueError("a tensor of something other than sizes")
+        raw = self.byte_range(begin, begin + count * dtype.itemsize)
+        numbers = math.prod(size)
+        last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+        if (numbers and last >= count) or numbers > count:
+            what = f"a tensor of {tuple(size)}, strides {tuple(stride)}, from {offset:,}"
+            raise ValueError(f"{what} on a storage of {count:,} numbers")
+        if not numbers:
+            return torch.empty(size, dtype=dtype)
+        return torch.frombuffer(raw, dtype=dtype).as_strided(size, stride, offset)
+
+    def array(self, kind: str, shape: Any, is_fortran: bool, raw: Any) -> Any:
+        """Return NumPy's array as a tensor, or a number: a view of the file if it is large."""
+        dtype, data = number_type(kind), self.decode(raw)
+        sizes = [] if shape is None else shape
+        if not child.are_sizes(sizes) or math.prod(sizes) * dtype.itemsize != len(data):
+            raise ValueError(f"a NumPy array of {sizes} in {len(data):,} bytes")
+        if not len(data):
+            return torch.empty(sizes, dtype=dtype)
+        flat = torch.frombuffer(data if isinstance(data, memoryview) else bytearray(data), dtype=dtype)
+        if shape is None:
+            return flat.item()
+        if is_fortran:
+            return flat.view(sizes[::-1]).permute(*reversed(range(len(sizes))))
+        return flat.view(sizes)
 
 
-class StorageReference(NamedTuple):
-    """A storage in the pickle."""
-
-    key: str
-    dtype: torch.dtype
-    numbers: int
-
-
-class TensorPickler(pickle.Pickler):
-    """Writes tensors as torch does, their bytes elsewhere; refuses what our reader would."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=2)
-        self.tensors: list[torch.Tensor | Later] = []
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, (torch.Tensor, Later)):
-            shape = tuple(value.shape)
-            stored = StorageReference(str(len(self.tensors)), value.dtype, math.prod(shape))
-            self.tensors.append(value)
-            return torch._utils._rebuild_tensor_v2, (stored, 0, shape, strides(shape), False, OrderedDict())
-        allowed = (torch._utils._rebuild_tensor_v2, OrderedDict, argparse.Namespace, *STORAGE_CLASSES.values())
-        if type(value) in (argparse.Namespace, OrderedDict, torch.dtype) or any(value is known for known in allowed):
-            return NotImplemented
-        raise TypeError(f"a {type(value).__name__} is not written into a checkpoint")
-
-    def persistent_id(self, value: Any) -> Any:
-        if type(value) is StorageReference:
-            return "storage", STORAGE_CLASSES[value.dtype], value.key, "cpu", value.numbers
-        return None
-
-
-def write_torch_file(tree: Any, send: Write) -> None:
-    """Write a tree of containers, numbers, strings, Namespaces and tensors as torch.save does."""
-    file = io.BytesIO()
-    pickler = TensorPickler(file)
-    pickler.dump(tree)
-    entries: dict[str, Callable[[], archive.Data]] = {"data.pkl": file.getvalue, "byteorder": sys.byteorder.encode}
-    entries |= {f"data/{key}": functools.partial(tensor_bytes, tensor) for key, tensor in enumerate(pickler.tensors)}
-    entries["version"] = lambda: b"3\n"
-    archive.write_archive(send, ((f"archive/{name}", make) for name, make in entries.items()))
-
-
-def tensor_bytes(tensor: torch.Tensor | Later) -> memoryview:
-    made = tensor.make() if isinstance(tensor, Later) else tensor
-    if tuple(made.shape) != tuple(tensor.shape) or made.dtype != tensor.dtype:
-        promised = f"{tuple(tensor.shape)} {tensor.dtype}"
-        raise ValueError(f"{promised} was promised, {tuple(made.shape)} {made.dtype} was made")
-    flat = made.detach().cpu().contiguous().view(-1)
-    return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
+def number_type(name: str) -> torch.dtype:
+    if name not in child.SIZES:
+        raise ValueError(f"numbers of type {name:.20}")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

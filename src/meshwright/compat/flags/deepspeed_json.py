@@ -15,6 +15,7 @@ from typing import Any
 from meshwright.base.files import read_small, read_table
 from meshwright.base.hints import did_you_mean
 from meshwright.config.fields import group_values, spelling, with_settings
+from meshwright.config.problem import Problem, plain, stated
 from meshwright.config.schema import TrainConfig
 
 JSON_LIMIT = 4 << 20  # bytes
@@ -87,8 +88,8 @@ REFUSED: dict[str, str] = _TABLES["refused"]
 OURS: dict[str, str] = _TABLES["ours"]
 
 
-def merge_deepspeed(config: TrainConfig, given: Collection[str]) -> tuple[TrainConfig, list[str], list[str]]:
-    """Fill a configuration from --deepspeed_config; return it, notices and every objection.
+def merge_deepspeed(config: TrainConfig, given: Collection[str]) -> tuple[TrainConfig, list[str], list[Problem]]:
+    """Fill a configuration from --deepspeed_config; return it, notices and every problem.
 
     `given` are the settings with a source: they must agree with the file, and never change. The
     loss scale alone is the file's, as in Megatron-DeepSpeed, whose own scripts give another.
@@ -99,7 +100,7 @@ def merge_deepspeed(config: TrainConfig, given: Collection[str]) -> tuple[TrainC
     try:
         found, notices, wrong = _sort_keys(read_deepspeed(path), path)
     except ValueError as error:
-        return config, [], [f"--deepspeed_config {path}: {error}"]
+        return config, [], [_problem(config, plain(error))]
     if not found.get("fp16.enabled", config.precision.fp16):  # its other keys have no effect
         found = {k: v for k, v in found.items() if k == "fp16.enabled" or not k.startswith("fp16.")}
     if found.get("wall_clock_breakdown") == "0" or "timing_log_level" in given:  # no contradiction
@@ -114,28 +115,32 @@ def merge_deepspeed(config: TrainConfig, given: Collection[str]) -> tuple[TrainC
             taken[name] = value
             notices.append(f'{path}: "{key}" is {_format(value)}, which counts instead of --loss-scale {_format(have)}')
         elif have != value:
-            other = f"{spelling(name)} is" if name in given else "another key says"
+            other = f"{{{name}}} is" if name in given else "another key says"
             wrong.append(f'"{key}" is {_format(value)}, but {other} {_format(have)}; change one')
     for name, other in (("fp16", "bf16"), ("bf16", "fp16")):
         if taken.get(name) and other in given and known[other]:
-            wrong.append(f'"{name}.enabled" is true, but --{other} is given; change one')
+            wrong.append(f'"{name}.enabled" is true, but {{{other}=True}} is given; change one')
             del taken[name]
     if taken.get("fp16") and taken.get("bf16"):
         wrong.append('"fp16.enabled" and "bf16.enabled" are both true; change one')
         del taken["fp16"]
     if taken.get("zero_stage") == 0 and config.parallel.zero_stage == 1:
-        wrong.append('"zero_optimization.stage" is 0, but --use-distributed-optimizer is ZeRO 1; change one')
+        wrong.append('"zero_optimization.stage" is 0, but {use_distributed_optimizer=True} is ZeRO 1; change one')
     filled = _fill_accumulation(config, taken, wrong)
     sets = [spelling(n) + ("" if v is True else f" {_format(v)}") for n, v in taken.items() if v != known[n]]
     if sets:
         notices.insert(0, f"{path} sets {', '.join(sets)}")
     if taken.get("fp16"):
         notices.append(f'{path}: "fp16.enabled" is true and --fp16 is not given: this run is fp16')
-    return filled, notices, [f"--deepspeed_config {path}: {line}" for line in wrong]
+    return filled, notices, [_problem(config, text) for text in wrong]
+
+
+def _problem(config: TrainConfig, text: str) -> Problem:
+    return Problem(("deepspeed_config",), f"{stated(config.parallel, 'deepspeed_config')}: {text}")
 
 
 def _sort_keys(file: dict[str, Any], path: str) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Return the converted values of MAPPED keys, notices, and objections to other keys."""
+    """Return the converted values of MAPPED keys, notices, and what is wrong with other keys."""
     found, notices, wrong, idle = dict[str, Any](), list[str](), list[str](), list[str]()
     for key, value in _leaves(file):
         if key in MAPPED:

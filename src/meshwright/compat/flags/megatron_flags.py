@@ -26,14 +26,14 @@ REFUSED = {f"--{word}": str(reason) for reason, words in _TABLES["refused"].item
 OTHER_MODELS: dict[str, str] = _TABLES["other_models"]
 
 
-def known_elsewhere(name: str) -> str | None:
-    """Return the answer to a flag that is known only in other programs."""
+def known_elsewhere(name: str, given: str) -> str | None:
+    """Return the answer to a flag that is known only in other programs, and was given by a name."""
     if name in RETIRED:
-        return f"no flag {name}; here it is {RETIRED[name]}"
+        return f"no {'flag' if given.startswith('-') else 'setting'} {given}; here it is {RETIRED[name]}"
     begins = (reason for word, reason in REFUSED.items() if word.endswith("*") and name.startswith(word[:-1]))
     if reason := REFUSED.get(name) or next(begins, None):
-        return f"{name} is refused: {reason}"
+        return f"{given} is refused: {reason}"
     for model, starts in OTHER_MODELS.items():
         if name.startswith(tuple("--" + s for s in starts.split())):
-            return f"{name} is for {model}; Meshwright pre-trains GPT"
+            return f"{given} is for {model}; Meshwright pre-trains GPT"
     return None

@@ -8,73 +8,74 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from meshwright.compat.prepare import wikitext
-from meshwright.data.text import records
-from meshwright.data.text.dumps import Dump
-from meshwright.data.text.records import NOT_UTF8, TOO_LONG, Bad, Mended, Reading, Unit
+from meshwright.data.text.divide import Division, Slice
+from meshwright.data.text.formats import Format
+from meshwright.data.text.records import NOT_UTF8, Document, Place, ReadOptions, Record, Rejected
 
 # A dump, or a part of one that begins with a page.
 IS_DUMP = re.compile(rb"(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*)?(<mediawiki\b|<page>\s*<title>)")
-# The separator of its documents; no --document-separator is equal, which is one line.
-PAGES = "\n</page>"
-ENDS = re.compile(rb"(?<=</page>)\r?\n"), re.compile(rb"(?<=</page>)\r?(?:\n|\Z)")
+PAGES = Division(re.compile(rb"(?<=</page>)\r?\n"), re.compile(rb"(?<=</page>)\r?(?:\n|\Z)"), len("\n</page>\r\n"))
 NAMESPACE = re.compile(rb"<ns>\s*(-?\d+)\s*</ns>")
 TITLE = re.compile(rb"<title>(.*?)</title>", re.DOTALL)
 MODEL = re.compile(rb"<model>\s*(\w+)\s*</model>")
 
 
-def articles(content: bytes) -> Iterator[tuple[int, str | Bad]]:
-    """Yield title and text of the articles in pages of a dump, and where the pages begin.
+def articles(pages: Slice, options: ReadOptions) -> Iterator[Record]:
+    """Yield title and text of the articles in pages of a dump, and pages that are damaged.
 
     Left out are redirects, other namespaces than 0, and pages without text.
     """
-    at = 0
+    content, at = pages.content, 0
     while (begin := content.find(b"<page>", at)) >= 0:
         at = content.find(b"</page>", begin)
+        place = pages.place(begin)
         if at < 0:
-            yield begin, Bad("page cut short", "the dump ends within it")
+            yield Rejected("page cut short", place, "the dump ends within it")
             return
-        if article := _article(content[begin:at]):
-            yield begin, article
+        page = content[begin:at]
+        record = _article(page, pages.place(begin), options)
+        if isinstance(record, Rejected) and record.reason == NOT_UTF8:
+            place = pages.place(begin, exactly=True)
+            if options.on_error == "replace":
+                record = _article(page.decode("utf-8", "replace").encode(), place, options)
+                record = replace(record, repaired=1) if isinstance(record, Document) else record
+            else:
+                record = record._replace(place=place)
+        if record:
+            yield record
 
 
-def _article(page: bytes) -> str | Bad:
-    """Return the text of a page's newest revision, "" if it is no article, or what is wrong."""
+def _article(page: bytes, place: Place, options: ReadOptions) -> Record | None:
+    """Return the text of a page's newest revision, None if it is no article, or what is wrong."""
+    # What describes the page.
     revision = page.rfind(b"<revision")
     head = page[: max(page.find(b"<revision"), 0)]
     namespace, title = NAMESPACE.search(head), TITLE.search(head)
     if (namespace and int(namespace[1]) != 0) or b"<redirect" in head:
-        return ""
+        return None
+
+    # The text of its newest revision.
     begin = page.rfind(b"<text", revision)
     inner = page.find(b">", begin) + 1
     end = page.find(b"</text>", inner)
-    if revision < 0 or title is None or begin < 0 or (end < 0 and page[inner - 2 : inner] != b"/>"):
-        return Bad("damaged page", f"no {'title' if title is None else 'text'} in {page[:80]!r}")
+    is_empty = end < 0 and page[inner - 2 : inner] == b"/>"
+    if revision < 0 or title is None or begin < 0 or (end < 0 and not is_empty):
+        return Rejected("damaged page", place, f"no {'title' if title is None else 'text'} in {page[:80]!r}")
     model = MODEL.search(page, revision, begin)
-    if end < 0 or (model and model[1] != b"wikitext"):
-        return ""
+    if is_empty or (model and model[1] != b"wikitext"):
+        return None
     try:
         name, text = _unescape(title[1]).strip(), _unescape(page[inner:end])
     except UnicodeDecodeError as error:
-        return Bad(NOT_UTF8, f"byte 0x{error.object[error.start]:02x} in a page")
+        return Rejected(NOT_UTF8, place, f"byte 0x{error.object[error.start]:02x} in a page")
     if text.lstrip()[:9].upper() == "#REDIRECT":  # dumps of before 2011 do not mark them
-        return ""
+        return None
     body = wikitext.article_text(text)
-    return f"{name}\n\n{body}\n" if body else ""
-
-
-def documents(content: bytes, how: Reading) -> Iterator[tuple[int, Unit]]:
-    """Yield the articles in pages of a dump, or what is wrong, and where the pages begin."""
-    if content.startswith(TOO_LONG):
-        yield 0, Bad(f"page longer than {records.LONGEST:,} bytes", "a dump without old revisions is shorter")
-    for at, article in articles(content):
-        if isinstance(article, Bad) and article.kind == NOT_UTF8 and how.on_error == "replace":
-            page = content[at : content.find(b"</page>", at) + len(b"</page>")]
-            mended = articles(page.decode("utf-8", "replace").encode())
-            yield from ((at, text if isinstance(text, Bad) else Mended([text])) for _, text in mended)
-        else:
-            yield at, article if isinstance(article, Bad) else [article]
+    article = f"{name}\n\n{body}\n"
+    return Document((article,) * len(options.keys), place, article.count("\n")) if body else None
 
 
 def _unescape(content: bytes) -> str:
@@ -84,4 +85,6 @@ def _unescape(content: bytes) -> str:
     return text
 
 
-DUMP = Dump("wiki dumps", PAGES, IS_DUMP, ENDS, documents)
+DUMP = Format(
+    "wiki dumps", PAGES, articles, begins=IS_DUMP, unit="page ", shorten="a dump without old revisions is shorter"
+)

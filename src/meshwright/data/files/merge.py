@@ -20,9 +20,10 @@ import numpy as np
 
 from meshwright.base import origin
 from meshwright.base.console import notice
-from meshwright.base.errors import IO, UserError, bad_data
+from meshwright.base.errors import BAD_DATA, IO, UserError, bad_data
 from meshwright.base.files import lock, make_folder
 from meshwright.base.progress import progress_bar
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import TokenizerFlags
 from meshwright.data import tokenizers
 from meshwright.data.files.indexed import BLOCK, FileColumn, Index, Indexed
@@ -48,7 +49,9 @@ def find_pairs(folder: str, output_prefix: str) -> list[str]:
     """Return the prefix of every pair of files in a folder, sorted, but for an earlier output."""
     root = Path(folder)
     if not root.is_dir():
-        raise bad_data(f"--input {folder} is not a folder; give the one that holds the .bin/.idx files")
+        raise SettingsError(
+            f"{{input={folder}}} is not a folder; give the one that holds the .bin/.idx files", BAD_DATA
+        )
     indices, tokens = ({path.stem for path in root.glob(f"*{end}")} for end in (".idx", ".bin"))
     lone = sorted(indices ^ tokens)
     if lone:
@@ -60,7 +63,7 @@ def find_pairs(folder: str, output_prefix: str) -> list[str]:
     if len(others) < len(prefixes):
         notice(f"{output_prefix} is the output, so it is not read")
     if not others:
-        raise bad_data(f"--input {folder} holds no pair of .bin and .idx files")
+        raise SettingsError(f"{{input={folder}}} holds no pair of .bin and .idx files", BAD_DATA)
     return others
 
 
@@ -101,7 +104,7 @@ def join_pairs(
     `keep` writes what belongs beside the files, just before they get their names.
     """
     if any(is_same_pair(prefix, output_prefix) for prefix in prefixes):
-        raise UserError(f"--output-prefix {output_prefix} is one of the files that are read; choose another")
+        raise SettingsError(f"{{output_prefix={output_prefix}}} is one of the files that are read; choose another")
     shards = [measure_pair(prefix) for prefix in prefixes]
     dtype = shards[0].dtype
     for shard in shards:

@@ -16,10 +16,11 @@ from typing import BinaryIO
 import numpy as np
 
 from meshwright.base.console import fit, notice
-from meshwright.base.errors import UserError, bad_data
+from meshwright.base.errors import BAD_DATA, UserError, bad_data
 from meshwright.base.files import checksums, replacing, writing
 from meshwright.base.hints import near_prefix
 from meshwright.base.progress import Clock, progress_bar
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import TokenizerFlags
 from meshwright.data import tokenizers
 from meshwright.data.files.indexed import FileColumn, Index, Indexed, Tally
@@ -174,7 +175,9 @@ def read_checksums(path: Path) -> dict[str, str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise bad_data(f"--checksums {path} cannot be read: {getattr(error, 'strerror', error)}") from None
+        raise SettingsError(
+            f"{{checksums={path}}} cannot be read: {getattr(error, 'strerror', error)}", BAD_DATA
+        ) from None
     for number, line in enumerate(lines, start=1):
         if not line.strip() or line.startswith("#"):
             continue

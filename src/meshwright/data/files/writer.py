@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.base import origin
-from meshwright.base.errors import IO, UserError
+from meshwright.base.errors import IO
 from meshwright.base.files import own_file, sync
+from meshwright.config.problem import SettingsError
 from meshwright.data.files.indexed import CODES, HEADER, MAGIC, FileColumn
 
 # Tokens, int32 lengths of sequences, int64 ends of documents; each name ends with `.tmp`.
@@ -131,9 +132,9 @@ class Writer:
         except OSError as error:
             written = self.tokens * self.dtype.itemsize
             again = "run the same command to continue" if self.is_kept else "start again"
-            raise UserError(
+            raise SettingsError(
                 f"{self.prefix}.bin/.idx cannot be written ({written:,} bytes so far): {error.strerror or error}; "
-                f"nothing was published: free space and {again}, or choose another --output-prefix",
+                f"nothing was published: free space and {again}, or choose another {{output_prefix}}",
                 IO,
             ) from None
 

@@ -1,9 +1,8 @@
-"""Unpack compressed streams and archives in bounded memory.
+"""Recognise kinds of files by their first bytes, and unpack compressed streams in bounded memory.
 
-The standard library unpacks gzip, xz, bzip2, tar and zip; zstandard comes with the `data` extra.
-One loop over the decompressors replaces their file readers, which hide damage: LZMAFile and BZ2File
-ignore whatever follows a stream, zstandard takes a stream that is cut short for complete, and
-tarfile takes a damaged header for the end.
+The standard library unpacks gzip, xz and bzip2; zstandard comes with the `data` extra. One loop
+over the decompressors replaces their file readers, which hide damage: LZMAFile and BZ2File ignore
+whatever follows a stream, and zstandard takes a stream that is cut short for complete.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import bz2
 import io
 import lzma
-import sys
 import tarfile
 import zipfile
 import zlib
@@ -19,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, cast
 
 from meshwright.base.errors import UNAVAILABLE, UserError
-from meshwright.data.text import encodings
+from meshwright.data.text import charsets, limits
 
 HEAD = 512  # bytes that decide the kind
 START = 1 << 16  # bytes that decide the encoding, and show lines of JSON or the columns of a table
@@ -38,9 +36,6 @@ PDF = b"%PDF-"
 SKIPPABLE = b"\x2a\x4d\x18"  # after a byte from 0x50 to 0x5f: a zstd frame without data, as pzstd writes
 STREAMS = ("gzip", "xz", "bzip2", "zstd")
 LAYERS = 4  # of compression within compression, at most
-CHUNK = 1 << 18
-HEADER = 1 << 20  # bytes of a member's headers in a tar archive, with its names
-ENDS = 100  # times that tarfile may read at the end
 SLICE = 1 << 11  # packed bytes at once: zstd unpacks 4 of them to up to 2^17, so this bounds the memory
 
 
@@ -56,7 +51,7 @@ def kind_of_bytes(start: bytes) -> str | None:
     start = start[:HEAD]
     if start.startswith(PDF):
         return "pdf"
-    if encodings.is_utf8(start) and not encodings.CONTROL.search(start):
+    if charsets.is_utf8(start) and not charsets.CONTROL.search(start):
         return None
     if start[257:262] == b"ustar":
         return "tar"
@@ -67,9 +62,6 @@ def kind_of_bytes(start: bytes) -> str | None:
 
 def missing(package: str, what: str) -> UserError:
     return UserError(f"{what} needs the package {package}: pip install 'meshwright[data]'", UNAVAILABLE)
-
-
-# Streams.
 
 
 def unpacked(file: BinaryIO) -> BinaryIO:
@@ -94,7 +86,7 @@ def _streams(file: BinaryIO, kind: str) -> Iterator[bytes]:
     begin, errors = _library(kind)
     stream: Any = None
     packed = memoryview(b"")
-    while packed or (packed := memoryview(cast(Any, file).read1(CHUNK))):
+    while packed or (packed := memoryview(cast(Any, file).read1(limits.CHUNK))):
         if stream is None:
             packed = memoryview(bytes(packed).lstrip(b"\0"))
             if not packed:
@@ -163,7 +155,7 @@ class _Chunks(io.RawIOBase):
 
 def chunks(file: BinaryIO) -> Iterator[bytes]:
     """Yield the bytes as they come, so that no buffer swallows what precedes damage."""
-    while data := cast(Any, file).read1(CHUNK):
+    while data := cast(Any, file).read1(limits.CHUNK):
         yield data
 
 
@@ -173,123 +165,3 @@ def position(file: BinaryIO) -> int:
         return file.tell()
     except (OSError, ValueError):
         return 0
-
-
-# Archives.
-
-
-class _Header(tarfile.TarInfo):
-    """A header that raises if it is damaged or if the archive ends without its block of zeros.
-
-    After the zeros another archive may follow, as `cat` joins them.
-    """
-
-    @classmethod
-    def fromtarfile(cls, archive: Any) -> Any:
-        try:
-            header = super().fromtarfile(archive)
-        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
-            archive.is_ended = True
-            raise
-        except (tarfile.HeaderError, ValueError, LookupError, RecursionError) as error:
-            if archive.is_ended and isinstance(error, tarfile.EmptyHeaderError):  # type: ignore[attr-defined]
-                raise
-            raise DamagedInput(f"tar: {error} at byte {archive.offset:,}") from None
-        archive.is_ended = False
-        return header
-
-
-class _Archive(tarfile.TarFile):
-    tarinfo = _Header
-    ignore_zeros = True
-    is_ended = False
-
-
-class _Packed:
-    """The bytes of an archive as tarfile reads them, within limits that it lacks.
-
-    A header may claim any size for its names, which tarfile collects, or for a file, beyond whose
-    end it goes on reading nothing.
-    """
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self.stream, self.left, self.ends = stream, HEADER, 0
-
-    def read(self, size: int) -> bytes:
-        data = self.stream.read(size)
-        self.ends += not data
-        self.left -= len(data)
-        if self.ends > ENDS:
-            raise DamagedInput("tar: a member claims more bytes than follow")
-        if self.left < 0:
-            raise DamagedInput(f"tar: a header of more than {HEADER:,} bytes")
-        return data
-
-    def next_member(self, archive: _Archive) -> tarfile.TarInfo | None:
-        """Skip what is left of the last member, and read the next one's header."""
-        self.left = sys.maxsize
-        stream = cast(Any, archive.fileobj)
-        is_first = cast(Any, archive).firstmember is not None
-        if not is_first and archive.offset > stream.tell():
-            stream.seek(archive.offset)
-        self.left = HEADER
-        try:
-            return archive.next()
-        finally:
-            self.left = sys.maxsize
-
-
-def is_archive(stream: BinaryIO) -> bool:
-    return kind_of_bytes(peek(stream)) == "tar"
-
-
-def members(stream: BinaryIO, folder: str = "") -> Iterator[tuple[str, BinaryIO | Exception]]:
-    """Yield the unpacked files of an archive and of archives in it; read each before taking the
-    next.
-
-    In place of a file that cannot be unpacked comes its damage; damage of the archive is raised.
-    Nothing is written, so names need no check; links and devices are skipped.
-    """
-    packed = _Packed(stream)
-    with _Archive.open(fileobj=cast(Any, packed), mode="r|") as archive:
-        while (member := packed.next_member(archive)) is not None:
-            cast(Any, archive).members = []  # free what tarfile keeps of each
-            if member.issparse():
-                yield folder + member.name, DamagedInput("a sparse file; write the archive without --sparse")
-                continue
-            opened = archive.extractfile(member) if member.isfile() else None
-            if opened is None:
-                continue
-            yield from _member(folder + member.name, cast(BinaryIO, opened))
-
-
-def _member(name: str, opened: BinaryIO) -> Iterator[tuple[str, BinaryIO | Exception]]:
-    try:
-        inner = unpacked(opened)
-        if is_archive(inner):
-            yield from members(inner, f"{name}/")
-        else:
-            yield name, inner
-    except DAMAGES as error:
-        yield name, error
-
-
-def zip_members(file: BinaryIO) -> Iterator[tuple[str, BinaryIO | Exception]]:
-    """Yield the unpacked files of a zip archive, or their damage, as `members` does."""
-    with zipfile.ZipFile(file) as archive:
-        for member in archive.infolist():
-            if not member.is_dir():
-                try:
-                    with archive.open(member) as opened:
-                        yield from _member(member.filename, buffered(_zipped(opened)))
-                except (*DAMAGES, RuntimeError) as error:  # encrypted, or packed in another way
-                    yield member.filename, DamagedInput(str(error))
-
-
-def _zipped(opened: Any) -> Iterator[bytes]:
-    """Yield a member's bytes; the library raises at the end if its checksum is wrong."""
-    try:
-        while data := opened.read(CHUNK):
-            yield data
-    except (zlib.error, lzma.LZMAError, EOFError, OSError) as error:
-        raise DamagedInput(f"zip: {error}") from None

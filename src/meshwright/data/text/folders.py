@@ -1,7 +1,7 @@
 """Choose the files of a folder that hold text, and count those that are passed over.
 
 A name decides first: hidden files, and folders that programs fill, stay out; suffixes say which
-files are text, JSON lines, tables or archives. `inputs` then looks at the first bytes.
+files are text, JSON lines, tables or archives. `detect` then looks at the first bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from meshwright.base.errors import IO, UserError
-from meshwright.data.text.records import NOT_UTF8, Bad
+from meshwright.data.text.records import EMPTY, NOT_UTF8, Rejected, shown
 
 # Prose, then source code.
 SUFFIXES = frozenset(
@@ -57,7 +57,7 @@ def join_few(some: list[str], more: list[str]) -> list[str]:
 
 
 @dataclass
-class PassedOver:
+class SkipReport:
     """The number of files passed over, of each kind.
 
     It has what can be done about some, with the names of a few, and the names of a few that are not
@@ -72,21 +72,22 @@ class PassedOver:
     def note(self, kind: str) -> None:
         self.counts[kind] += 1
 
-    def note_unit(self, unit: Bad) -> None:
+    def add(self, rejected: Rejected) -> None:
         """Count a file by what is wrong with it."""
-        self.note(unit.kind)
-        self.bytes += unit.size
-        if unit.kind == NOT_UTF8:
-            self.names = join_few(self.names, [unit.place])
-        self._add_cures({unit.cure: [unit.place]} if unit.cure else {})
+        self.note(rejected.reason)
+        self.bytes += rejected.bytes
+        if rejected.reason == NOT_UTF8:
+            self.names = join_few(self.names, [str(rejected.place)])
+        if rejected.cure:
+            self._add_cures({rejected.cure: [str(rejected.place)]})
 
     def _add_cures(self, cures: dict[str, list[str]]) -> None:
         for cure, names in cures.items():
             if cure in self.cures or len(self.cures) < MOST_NAMES:
                 self.cures[cure] = join_few(self.cures.get(cure, []), names)
 
-    def __add__(self, other: PassedOver) -> PassedOver:
-        both = PassedOver(self.counts + other.counts, self.bytes + other.bytes, join_few(self.names, other.names))
+    def __add__(self, other: SkipReport) -> SkipReport:
+        both = SkipReport(self.counts + other.counts, self.bytes + other.bytes, join_few(self.names, other.names))
         both._add_cures(self.cures)
         both._add_cures(other.cures)
         return both
@@ -182,7 +183,7 @@ def is_known(suffix: str) -> bool:
     return suffix in SUFFIXES or suffix in DATA
 
 
-def walk(folder: str, name_filter: NameFilter, passed: PassedOver) -> list[tuple[str, os.stat_result]]:
+def walk(folder: str, name_filter: NameFilter, passed: SkipReport) -> list[tuple[str, os.stat_result]]:
     """Return the regular files below a folder with their paths in it, sorted by path.
 
     Links are followed; each folder is read once, so that a link to a folder above ends nowhere.
@@ -230,15 +231,10 @@ def unreadable(path: str, error: OSError) -> UserError:
     return UserError(f"{shown(path)} cannot be read: {why}; make it readable, or leave it out with --exclude", IO)
 
 
-def shown(path: str) -> str:
-    """Return a path that can be printed: control characters and invalid UTF-8 are escaped."""
-    return path if path.isprintable() else path.encode("unicode_escape").decode()
-
-
-def chosen(folder: str, name_filter: NameFilter, passed: PassedOver) -> Iterator[tuple[str, os.stat_result]]:
+def chosen(folder: str, name_filter: NameFilter, passed: SkipReport) -> Iterator[tuple[str, os.stat_result]]:
     """Yield full path and state of the files whose names are chosen; count the others."""
     for path, about in walk(folder, name_filter, passed):
-        if reason := name_filter.refusal(path) or ("" if about.st_size else "empty"):
+        if reason := name_filter.refusal(path) or ("" if about.st_size else EMPTY):
             passed.note(reason)
         else:
             yield os.path.join(folder, path), about

@@ -7,13 +7,13 @@ Nothing is downloaded as a whole. Without a network the library reads what an ea
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from meshwright.base import hub
 from meshwright.base.console import notice
 from meshwright.base.errors import IO, UNAVAILABLE, UserError, bad_data, first_line
-from meshwright.data.text.rows import json_line, refuse_columns, require_columns
+from meshwright.data.text.rows import Row, refuse_columns, require_columns
 
 SCHEME = "hf://"
 IN_CACHE = "cache"
@@ -71,8 +71,8 @@ def find_revision(address: str) -> str:
         return IN_CACHE
 
 
-def hub_lines(address: str, revision: str, keys: list[str]) -> Iterator[bytes]:
-    """Yield the rows as lines of JSON."""
+def read_hub_set(address: str, revision: str, keys: Sequence[str]) -> Iterator[Row]:
+    """Yield the values under the keys in the rows."""
     wanted, library = parse(address), import_datasets(address)
     if revision == IN_CACHE:
         library.config.HF_HUB_OFFLINE = True  # otherwise it would try for half a minute
@@ -91,8 +91,8 @@ def hub_lines(address: str, revision: str, keys: list[str]) -> Iterator[bytes]:
         cure = f"to read it without a network, put it into the cache first: {script}"
         raise UserError(f"--input {address} is not available ({first_line(error)}); {cure}", UNAVAILABLE) from None
     if opened.column_names:
-        require_columns(address, refuse_columns(opened.column_names, keys))
-        opened = opened.select_columns(keys)
+        require_columns(address, refuse_columns(address, opened.column_names, keys))
+        opened = opened.select_columns(list(keys))
     rows = iter(opened if wanted.rows is None else opened.take(wanted.rows))
     while True:
         try:
@@ -102,4 +102,4 @@ def hub_lines(address: str, revision: str, keys: list[str]) -> Iterator[bytes]:
             raise UserError(message, IO) from None
         if row is None:
             return
-        yield json_line(row)
+        yield [row.get(key) for key in keys]

@@ -19,9 +19,9 @@ from typing import Any, TextIO
 from meshwright.base.errors import IO, LOCKED, UserError
 from meshwright.base.files import RECORD_LIMIT, lock, own_file, read_small
 from meshwright.data.files.writer import PART_ENDINGS
-from meshwright.data.text.plain import PIECE
+from meshwright.data.text import limits
 
-VERSION = 7  # of the format of a state
+VERSION = 8  # of the format of a state
 NOTE_EVERY = 0.5  # seconds
 PATIENCE = 2.0  # seconds; forked workers share the lock of a killed command until they have ended too
 
@@ -32,7 +32,7 @@ class Journal:
     def __init__(self, path: Path, identity: dict[str, Any], stderr: TextIO) -> None:
         self.path, self.is_kept, self.noted = path, True, time.monotonic()
         self.temporary = Path(f"{path}.tmp")  # of one name: only the owner of the lock writes it
-        named = {"version": VERSION, "piece": PIECE, **identity}
+        named = {"version": VERSION, "piece": limits.PIECE, **identity}
         self.digest = hashlib.sha256(json.dumps(named, sort_keys=True, default=str).encode()).hexdigest()
         self.state: dict[str, Any] | None = None
         try:

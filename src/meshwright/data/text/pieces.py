@@ -1,280 +1,410 @@
-"""Pieces of the input, of about a megabyte each: what one holds, and the units read from it.
+"""Cut the inputs into pieces of about a megabyte, and read the documents in them.
 
-A piece of a plain file or of a table is a range, which the worker reads; a piece of a stream, which
-can only be read in order, holds the bytes.
+Where pieces begin depends on the input alone, so that an interrupted run continues at a piece and
+several machines can share them. A piece holds parts, each of which says what it is and reads
+itself: a range of a file or of a table, which the worker opens, files that it reads as a whole, and
+what came out of a stream, which can only be read in order: bytes, or documents.
 """
 
 from __future__ import annotations
 
-import functools
-import mmap
-import re
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import BinaryIO, TypeVar
 
-from meshwright.data.text import containers, plain, tables
-from meshwright.data.text.encodings import BOM
-from meshwright.data.text.folders import shown
-from meshwright.data.text.inputs import JSON_NAME, is_json_lines
-from meshwright.data.text.plain import HTML_NAME, JSON_LINES, PIECE, Span
-from meshwright.data.text.records import NOT_UTF8, Bad, Mended, Prose, Reading, Unit, check_row, parse_line
-from meshwright.data.text.rows import CSV_NAME
+from meshwright.base.errors import IO, UserError
+from meshwright.config.text_inputs import TextInputs
+from meshwright.data.text import archives, charsets, containers, detect, formats, hub_sets, limits, rows, tables
+from meshwright.data.text.containers import DAMAGES, DamagedInput
+from meshwright.data.text.detect import Detected, Origin
+from meshwright.data.text.divide import Slice, cut_stream, read_range, whole
+from meshwright.data.text.folders import NOT_CHOSEN
+from meshwright.data.text.inputs import Input, name_filter, open_source
+from meshwright.data.text.records import EMPTY, Place, ReadOptions, Record, Rejected, cut_short, options_of, shown
+from meshwright.data.text.rows import Row
 
-JSON_ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")  # how a JSON array of objects begins
 
-Text = tuple[str, bytes | Bad]  # a name, and what is in it or why nothing is
+class Part(ABC):
+    """What is read in one way, and from one file."""
+
+    path: str
+    # Bytes of the input; 0 if only those of the texts in it count.
+    size: int
+
+    @abstractmethod
+    def read(self, options: ReadOptions) -> Iterator[Record]:
+        """Yield the documents, and what is none."""
 
 
 @dataclass(frozen=True)
-class Piece(ABC):
-    number: int  # of its input
+class Piece:
+    """A piece of the input of this `number`."""
+
+    number: int
     path: str
-    begin: int = 0  # of a file in bytes, of a table in rows; of a stream or the first of texts, lines ahead of it
-    behind: int = 0  # bytes of the input that are done with it
-    end: int = 0  # of a file or table, where the next piece begins
-    how: Reading = Reading()
+    parts: tuple[Part, ...]
+    begin: int = 0  # in a file in bytes, in a table in rows, in a stream in lines; 0 for the first
+    done: int = 0  # bytes of the input that are done with it
+
+    def read(self, options: ReadOptions) -> Iterator[Record]:
+        for part in self.parts:
+            yield from part.read(options)
+
+
+# The parts of files, which a worker opens.
+
+
+@dataclass(frozen=True)
+class FileRange(Part):
+    """Documents that begin within a range of a file's bytes."""
+
+    path: str
+    reader: str
+    begin: int
+    end: int
+    is_named: bool = True
 
     @property
-    def size(self) -> int:
-        """The bytes of what is read; 0 if only the texts in it count."""
+    def size(self) -> int:  # type: ignore[override]
         return self.end - self.begin
 
-    @property
-    def is_archive(self) -> bool:
-        """Whether it holds members of an archive."""
-        return False
+    def slice(self, options: ReadOptions) -> Slice:
+        division = formats.find(self.reader, options.separator).division
+        return read_range(self.path, self.begin, self.end, division, self.is_named)
 
-    @abstractmethod
-    def units(self, keys: list[str]) -> Iterator[Unit]:
-        """Yield the texts under the keys of each line, row or text, or what is wrong."""
-
-    @abstractmethod
-    def place(self, unit: int, keys: list[str]) -> str:
-        """Name the place of a unit, by its number in the piece."""
+    def read(self, options: ReadOptions) -> Iterator[Record]:
+        return formats.find(self.reader, options.separator).read(self.slice(options), options)
 
 
 @dataclass(frozen=True)
-class LinesAt(Piece):
-    """JSON lines that begin within a range of a file's bytes."""
+class WholeFile(Part):
+    """A small text, or a page of any size; what it is is decided when it is opened, once."""
 
-    def units(self, keys: list[str]) -> Iterator[Unit]:
-        span, _ = plain.read_span(self.path, self.begin, self.end, JSON_LINES)
-        yield from line_units(span, keys, not self.begin, self.how.on_error)
+    path: str
+    size: int
+    origin: Origin
 
-    def place(self, unit: int, keys: list[str]) -> str:
-        _, start = plain.read_span(self.path, self.begin, self.end, JSON_LINES)
-        return f"{shown(self.path)}:{count_lines(self.path, start) + unit + 1}"
+    def read(self, options: ReadOptions) -> Iterator[Record]:
+        is_named = self.origin == "named"
+        try:
+            content = self._content()
+        except DAMAGES as error:
+            return iter([Rejected("damaged file", Place(self.path), str(error))])
+        found = detect.detect_text(self.path, content, options.keys, options.encoding, self.origin)
+        if len(content) > limits.LONGEST:
+            text_format = formats.find(found.reader, options.separator)
+            return iter([text_format.too_long(whole(self.path, b"", is_named))])
+        content = charsets.to_utf8(content, found.codec)
+        return read_file(whole(self.path, content, is_named, found.codec), found.reader, options)
+
+    def _content(self) -> bytes:
+        """Return the bytes, unpacked, and few more than are allowed."""
+        try:
+            with open(self.path, "rb") as file:
+                if os.fstat(file.fileno()).st_size <= limits.LONGEST:
+                    content = file.read()  # many times as fast as reading up to a limit
+                    if containers.kind_of_bytes(content) not in containers.STREAMS:
+                        return content
+                    file.seek(0)
+                return containers.unpacked(file).read(limits.LONGEST + 1)
+        except OSError as error:
+            why = "it has vanished" if isinstance(error, FileNotFoundError) else error.strerror or error
+            raise UserError(f"{shown(self.path)} cannot be read: {why}; start again", IO) from None
+
+
+def read_file(content: Slice, reader: str, options: ReadOptions) -> Iterator[Record]:
+    """Yield the documents of a whole file, which is rejected if there are none."""
+    is_empty = True
+    for record in formats.find(reader, options.separator).read(content, options):
+        is_empty = False
+        yield record
+    if is_empty and reader != formats.JSONL:
+        yield Rejected(EMPTY, Place(content.path), is_error=False)
 
 
 @dataclass(frozen=True)
-class LinesHere(Piece):
-    """JSON lines of a stream, or rows of a table that are written so."""
-
-    content: bytes = b""
-    is_table: bool = False
-
-    @property
-    def size(self) -> int:
-        return len(self.content)
-
-    def units(self, keys: list[str]) -> Iterator[Unit]:
-        for unit in line_units((self.content, 0, len(self.content)), keys, not self.begin, self.how.on_error):
-            if self.is_table and isinstance(unit, Bad) and unit.kind == NOT_UTF8:
-                unit = Bad(NOT_UTF8, unit.detail.partition(" at ")[0])  # the column is not the table's
-            yield unit
-
-    def place(self, unit: int, keys: list[str]) -> str:
-        row = self.begin + unit + 1
-        return f"{shown(self.path)}: row {row}" if self.is_table else f"{shown(self.path)}:{row}"
-
-
-@dataclass(frozen=True)
-class Rows(Piece):
+class TableRows(Part):
     """Rows [begin, end) of a table."""
 
-    kind: str = "parquet"
-    start: tables.Start = (0, 0)
+    size = 0
+    path: str
+    kind: str
+    begin: int
+    end: int
+    start: tables.Start
 
-    @property
-    def size(self) -> int:
-        return 0
-
-    def units(self, keys: list[str]) -> Iterator[Unit]:
+    def read(self, options: ReadOptions) -> Iterator[Record]:
+        values = tables.rows(self.path, self.kind, self.start, self.begin, self.end, options.keys)
+        number = self.begin
         try:
-            for row in tables.rows(self.path, self.kind, self.start, self.begin, self.end, keys):
-                yield check_row(row, keys, self.how.on_error)
-        except containers.DamagedInput as error:
-            yield Bad("damaged table", str(error))
-
-    def place(self, unit: int, keys: list[str]) -> str:
-        return f"{shown(self.path)}: row {self.begin + unit + 1}"
+            for record in rows.read_rows(values, options, self.path, self.begin):
+                yield record
+                number += 1
+        except DamagedInput as error:
+            yield Rejected("damaged table", Place(self.path, number + 1, "row"), str(error))
 
 
-@dataclass(frozen=True)
-class Broken(Piece):
-    """The end of an input that is cut short or damaged, after all that can be read of it."""
-
-    why: str = ""
-
-    def __str__(self) -> str:
-        return f"{shown(self.path)} is cut short or damaged ({self.why})"
-
-    def units(self, keys: list[str]) -> Iterator[Unit]:
-        return iter(())
-
-    def place(self, unit: int, keys: list[str]) -> str:
-        return f"{shown(self.path)} ({self.why})"
-
-
-Where = Callable[[], str]  # names the place of a unit, if somebody asks: lines may have to be counted
+# The parts of streams, which hold what was read.
 
 
 @dataclass(frozen=True)
-class TextPiece(Piece):
-    """Texts, each with a place of its own."""
+class Block(Part):
+    """Whole documents of a stream, or of a member of an archive, in bytes."""
 
-    is_named: bool = True  # what is no text is an error; in folders and archives it is passed over
+    documents: Slice
+    reader: str
+    is_whole: bool = False  # a file, which is rejected if it has no document
 
-    @abstractmethod
-    def placed_units(self, keys: list[str]) -> Iterator[tuple[Where, Unit]]: ...
+    @property
+    def path(self) -> str:  # type: ignore[override]
+        return self.documents.path
 
-    def units(self, keys: list[str]) -> Iterator[Unit]:
-        for where, unit in self.placed_units(keys):
-            yield unit._replace(place=where()) if isinstance(unit, Bad) and unit.is_passed else unit
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        return len(self.documents.data)
 
-    def place(self, unit: int, keys: list[str]) -> str:
-        places = (where for where, _ in self.placed_units(keys))
-        return next(islice(places, unit, None), lambda: shown(self.path))()
+    @property
+    def weight(self) -> int:
+        """The bytes, which bound the memory."""
+        return self.size
 
-    def documents(self, content: bytes, name: str, keys: list[str], before: int = 0) -> Iterator[tuple[int, Unit]]:
-        """Yield the documents in a text, and where they begin in it."""
-        for begin, unit in plain.documents(content, name, self.how, before):
-            if isinstance(unit, Bad):
-                yield begin, unit._replace(is_passed=unit.is_passed and not self.is_named)
-            else:
-                texts = Prose(unit * len(keys)) if unit else unit
-                yield begin, Mended(texts, unit.lines, unit.of) if texts and isinstance(unit, Mended) else texts
+    @property
+    def before(self) -> int:
+        """The lines that precede it."""
+        return self.documents.line
 
-    def placed_lines(
-        self, content: bytes, place: str, keys: list[str], is_first: bool, before: int = 0
-    ) -> Iterator[tuple[Where, Unit]]:
-        """Yield lines of JSON; `before` lines precede them in their file."""
-        lines = line_units((content, 0, len(content)), keys, is_first, self.how.on_error)
-        form = "{}: row {}" if CSV_NAME.search(place) else "{}:{}"
-        for line, unit in enumerate(lines, before + 1):
-            yield functools.partial(form.format, place, line), unit
+    def read(self, options: ReadOptions) -> Iterator[Record]:
+        if self.is_whole:
+            return read_file(self.documents, self.reader, options)
+        return formats.find(self.reader, options.separator).read(self.documents, options)
 
-    def file_units(self, content: bytes | Bad, name: str, place: str, keys: list[str]) -> Iterator[tuple[Where, Unit]]:
-        """Yield the documents of a file, or why there is none."""
-        if isinstance(content, Bad):
-            yield lambda: place, content
+
+@dataclass(frozen=True)
+class Rows(Part):
+    """Rows of a table that can only be read in order, with the number of those before."""
+
+    size = 0
+    path: str
+    before: int
+    rows: tuple[Row, ...]
+
+    @property
+    def weight(self) -> int:
+        """The characters, which bound the memory."""
+        return sum(map(_characters, self.rows))
+
+    def read(self, options: ReadOptions) -> Iterator[Record]:
+        return rows.read_rows(self.rows, options, self.path, self.before)
+
+
+@dataclass(frozen=True)
+class Refusal(Part):
+    """Why nothing more, or no member of an archive, is read."""
+
+    size = weight = before = 0
+    path: str
+    rejected: Rejected
+
+    def read(self, options: ReadOptions) -> Iterator[Record]:
+        return iter([self.rejected])
+
+
+StreamPart = Block | Rows | Refusal
+
+
+# Cutting.
+
+
+def cut_inputs(inputs: list[Input], given: TextInputs, rank: int = 0, size: int = 1) -> Iterator[Piece]:
+    """Yield one rank's pieces, a range of the bytes, in the order of the documents."""
+    total, base = sum(max(source.bytes, 1) for source in inputs), 0
+    for number, source in enumerate(inputs):
+        if source.is_stream:
+            # Only one rank can read it.
+            if base * size // total == rank:
+                yield from _stream_pieces(number, source, given)
+        else:
+            at = 0
+            for piece in cut_input(number, source, given):
+                if (base + at) * size // total == rank:
+                    yield piece
+                at = piece.done
+        base += max(source.bytes, 1)
+
+
+def cut_input(number: int, source: Input, given: TextInputs) -> Iterator[Piece]:
+    """Yield the pieces of anything but a stream."""
+    if source.files:
+        yield from _pieces_of_small_files(number, source)
+        return
+    assert source.found
+    reader, path = source.found.reader, source.path
+    if reader in detect.TABLES:
+        try:
+            spans = tables.spans(path, reader, source.bytes, limits.PIECE, given.json_keys)
+            for begin, end, done, start in spans:
+                yield Piece(number, path, (TableRows(path, reader, begin, end, start),), begin, done)
+        except DamagedInput as error:
+            yield Piece(number, path, (Refusal(path, cut_short(path, error)),), done=source.bytes)
+        return
+    for begin in range(0, source.bytes, limits.PIECE):
+        end = min(begin + limits.PIECE, source.bytes)
+        part = FileRange(path, reader, begin, end, source.folder is None)
+        yield Piece(number, path, (part,), begin, end)
+
+
+def _pieces_of_small_files(number: int, source: Input) -> Iterator[Piece]:
+    files = (WholeFile(path, max(size, 1), source.origin) for path, size, _ in source.files)
+    begin = 0
+    for parts in gathered(files, lambda file: file.size, limits.MOST_FILES):
+        end = begin + sum(file.size for file in parts)
+        yield Piece(number, source.path, parts, begin, end)
+        begin = end
+
+
+T = TypeVar("T")
+
+
+def gathered(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[tuple[T, ...]]:
+    """Yield what makes about a piece each; raise damage after the intact ones."""
+    some, size = list[T](), 0
+    try:
+        for item in items:
+            some.append(item)
+            size += size_of(item)
+            if size >= limits.PIECE or len(some) == most:
+                yield tuple(some)
+                some, size = [], 0
+    except DAMAGES:
+        if some:
+            yield tuple(some)
+        raise
+    if some:
+        yield tuple(some)
+
+
+def _stream_pieces(number: int, source: Input, given: TextInputs) -> Iterator[Piece]:
+    """Yield the pieces of a stream, and at the end why its rest cannot be read."""
+    if source.found and source.found.reader == detect.HUB:
+        for part in _batches(source.path, hub_sets.read_hub_set(source.path, source.revision, options_of(given).keys)):
+            yield Piece(number, source.path, (part,), part.before)
+        return
+    file = open_source(source)
+    try:
+        for parts in _stream_parts(file, source, given):
+            yield Piece(number, source.path, parts, parts[0].before, containers.position(file))
+    except DAMAGES as error:
+        yield Piece(number, source.path, (Refusal(source.path, cut_short(source.path, error)),))
+    except OSError as error:
+        raise UserError(f"{source.path} cannot be read to its end: {error.strerror or error}", IO) from None
+    finally:
+        if source.path != "-":
+            file.close()
+
+
+def _stream_parts(file: BinaryIO, source: Input, given: TextInputs) -> Iterator[tuple[StreamPart, ...]]:
+    """Yield the parts of each piece of a stream."""
+    path, options, found = source.path, options_of(given), source.found
+    stream = containers.buffered(containers.chunks(file))
+
+    # A pipe, or an object that was not opened yet, is only known now.
+    if found is None:
+        start, stream = detect.look_into(stream)
+        looked = detect.detect(path, start, given, source.origin, is_pipe=not source.bytes)
+        if isinstance(looked, Rejected):
+            yield (Refusal(path, looked),)
             return
-        is_empty = True
-        text = content if HTML_NAME.search(name) else content.removeprefix(BOM)
-        for begin, unit in self.documents(text, name, keys, len(content) - len(text)):
-            is_empty = False
-            yield place_in(place, text, begin, unit), unit
-        if is_empty:
-            yield lambda: place, Bad("empty", is_passed=True)
+        found = looked
+    elif found.is_packed:
+        stream = containers.unpacked(stream)
+
+    # Archives.
+    if found.reader in (detect.TAR, detect.ZIP):
+        if found.reader == detect.ZIP:
+            file.seek(0)
+        members = archives.members(stream) if found.reader == detect.TAR else archives.zip_members(file)
+        yield from gathered(_member_parts(path, members, given), lambda part: part.weight, limits.MOST_FILES)
+        return
+
+    # Rows, which are read here, and text.
+    if found.reader == detect.SQLITE:
+        parts: Iterator[StreamPart] = _batches(path, rows.read_sqlite(path, given.table, options.keys))
+    else:
+        parts = _parts_of_text(Slice(path, is_named=source.folder is None), path, stream, found, options)
+    yield from ((part,) for part in parts)
 
 
-@dataclass(frozen=True)
-class TextAt(TextPiece):
-    """Documents that begin within a range of a text file's bytes."""
-
-    def placed_units(self, keys: list[str]) -> Iterator[tuple[Where, Unit]]:
-        (data, first, stop), start = plain.read_span(self.path, self.begin, self.end, self.how.separator)
-        for begin, unit in self.documents(data[first:stop], self.path, keys, start):
-            yield functools.partial(self.line_at, start + begin), unit
-
-    def line_at(self, byte: int) -> str:
-        return f"{shown(self.path)}:{count_lines(self.path, byte) + 1}"
-
-
-@dataclass(frozen=True)
-class SmallFiles(TextPiece):
-    """Many small files of text; in a folder, those that look like JSON lines are read as such."""
-
-    paths: tuple[str, ...] = ()
-
-    def placed_units(self, keys: list[str]) -> Iterator[tuple[Where, Unit]]:
-        for path in self.paths:
-            place, content = shown(path), plain.read_text_file(path, self.how.encoding)
-            if isinstance(content, bytes) and not self.is_named and is_json_lines(content[: containers.START], keys):
-                yield from self.placed_lines(content.removeprefix(BOM), place, keys, True)
-            else:
-                yield from self.file_units(content, path, place, keys)
+def _parts_of_text(
+    text: Slice, name: str, stream: BinaryIO, found: Detected, options: ReadOptions
+) -> Iterator[StreamPart]:
+    """Yield CSV or text, about a piece at a time; a page at once."""
+    if found.codec:
+        stream = containers.buffered(charsets.transcode(containers.chunks(stream), found.codec))
+    if found.reader == detect.CSV:
+        yield from _batches(text.path, rows.read_csv(stream, text.path, name, options.keys))
+        return
+    text = text._replace(codec=found.codec)
+    if found.reader == formats.PAGE:
+        page = stream.read(limits.LONGEST + 1)
+        is_long = len(page) > limits.LONGEST
+        yield Block(text._replace(lacking=True) if is_long else text._replace(data=page, stop=len(page)), found.reader)
+        return
+    text = text._replace(byte=len(charsets.BOM) * containers.peek(stream).startswith(charsets.BOM))
+    stream.read(text.byte)
+    division = formats.find(found.reader, options.separator).division
+    for documents in cut_stream(containers.chunks(stream), limits.PIECE, division, text):
+        yield Block(documents, found.reader)
 
 
-@dataclass(frozen=True)
-class TextsHere(TextPiece):
-    """Members of an archive, or documents of a stream of text, without a name."""
-
-    texts: tuple[Text, ...] = ()
-
-    @property
-    def size(self) -> int:
-        return sum(len(content) for _, content in self.texts if isinstance(content, bytes))
-
-    @property
-    def is_archive(self) -> bool:
-        return any(name for name, _ in self.texts)
-
-    def placed_units(self, keys: list[str]) -> Iterator[tuple[Where, Unit]]:
-        before = self.begin
-        for number, (name, content) in enumerate(self.texts):
-            place = shown(f"{self.path}:{name}" if name else self.path)
-            if isinstance(content, bytes) and (JSON_NAME.search(name) or CSV_NAME.search(name)):
-                yield from self.placed_lines(content, place, keys, bool(number) or not self.begin, before)
-            elif isinstance(content, bytes) and (not name or before):  # a part of a text
-                for begin, unit in self.documents(content, name or self.path, keys):
-                    yield place_in(place, content, begin, unit, before), unit
-            else:
-                yield from self.file_units(content, name, place, keys)
-            before = 0
+def _batches(path: str, some: Iterable[Row]) -> Iterator[Rows]:
+    """Yield rows, about a piece at a time."""
+    before = 0
+    for batch in gathered(some, _characters, limits.MOST_ROWS):
+        yield Rows(path, before, batch)
+        before += len(batch)
 
 
-def is_broken(unit: Unit) -> bool:
-    return isinstance(unit, Bad) and unit.kind == NOT_UTF8
+def _characters(row: Row) -> int:
+    return 0 if isinstance(row, Rejected) else sum(len(value) for value in row if isinstance(value, str))
 
 
-def place_in(name: str, content: bytes, begin: int, unit: Unit, before: int = 0) -> Where:
-    """Name a text, with the line if bytes of it are bad; `before` lines precede the content."""
+def _member_parts(path: str, members: Iterator[archives.Member], given: TextInputs) -> Iterator[StreamPart]:
+    """Yield the parts of each member of an archive.
 
-    def place() -> str:
-        if not is_broken(unit) and not isinstance(unit, Mended):
-            return name
-        line = before + content.count(b"\n", 0, begin) + 1
-        return f"{name}:{line}"
-
-    return place
-
-
-def line_units(lines: Span, keys: list[str], is_first: bool, on_error: str) -> Iterator[Unit]:
-    is_array = is_first and JSON_ARRAY.match(*lines) is not None
-    for line in lines_of(*lines):
-        unit = parse_line(line, keys)
-        if on_error == "replace" and is_broken(unit):
-            unit = parse_line(memoryview(bytes(line).decode("utf-8", "replace").encode()), keys)
-            unit = Mended(unit) if isinstance(unit, list) else unit
-        if is_array and isinstance(unit, Bad):
-            unit = Bad("part of a JSON array", "one object a line is needed: jq -c '.[]' writes an array so")
-            is_array = False
-        yield unit
+    Damage of a member is reported once the next one begins: otherwise the archive is cut short.
+    """
+    damage: list[Refusal] = []
+    for name, stream in members:
+        inside = f"{path}:{name}"
+        if not name_filter(given).chooses(name):
+            yield Refusal(inside, Rejected(NOT_CHOSEN, Place(inside), is_error=False))
+            continue
+        try:
+            if isinstance(stream, Exception):
+                raise stream
+            yield from damage
+            damage = []
+            yield from _parts_of_member(inside, name, stream, given)
+        except DAMAGES as error:
+            damage = [Refusal(inside, Rejected("damaged member", Place(inside), str(error)))]
+    yield from damage
 
 
-def lines_of(buffer: bytes | mmap.mmap, first: int, stop: int) -> Iterator[memoryview]:
-    view = memoryview(buffer)
-    while first < stop:
-        end = buffer.find(b"\n", first, stop)
-        end = stop if end < 0 else end
-        yield view[first:end]
-        first = end + 1
+def _parts_of_member(inside: str, name: str, stream: BinaryIO, given: TextInputs) -> Iterator[StreamPart]:
+    found = detect.detect_member(name, containers.peek(stream), given)
+    if isinstance(found, Rejected):
+        yield Refusal(inside, found._replace(place=Place(inside)))
+        return
+    text = Slice(inside, is_named=False)
+    parts = _parts_of_text(text, name, stream, found, options_of(given))
 
-
-def count_lines(path: str, end: int) -> int:
-    """Return how many lines end before this byte."""
-    with open(path, "rb") as file:
-        return sum(file.read(min(PIECE, end - at)).count(b"\n") for at in range(0, end, PIECE))
+    # A text without a document is reported, by its first part.
+    if found.reader in (detect.CSV, formats.JSONL):
+        yield from parts
+        return
+    first = next(parts, None) or Block(text, found.reader)
+    assert isinstance(first, Block)
+    yield replace(first, is_whole=not first.documents.lacking)
+    yield from parts

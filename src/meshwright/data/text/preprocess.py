@@ -38,14 +38,14 @@ from meshwright.data import tokenizers
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.files.merge import join_pairs
 from meshwright.data.files.writer import Writer, is_made, token_dtype
-from meshwright.data.text.cutting import cut_inputs, why_nothing
-from meshwright.data.text.encoding import Encoded, Encoder
-from meshwright.data.text.folders import PassedOver, shown
+from meshwright.data.text.encoder import Encoded, Encoder
+from meshwright.data.text.folders import SkipReport
 from meshwright.data.text.inputs import Input, Inputs, find_inputs
 from meshwright.data.text.journal import Journal, has_parts, open_journal
-from meshwright.data.text.pieces import Broken, Piece
-from meshwright.data.text.records import LEAVE_OUT, NOT_UTF8
-from meshwright.data.text.sentences import build_splitter
+from meshwright.data.text.pieces import cut_inputs
+from meshwright.data.text.reading import why_nothing
+from meshwright.data.text.records import NOT_UTF8, options_of, shown
+from meshwright.data.text.splitting import build_splitter
 from meshwright.data.text.workers import encode_pieces
 from meshwright.model import counts
 from meshwright.runtime.ranks.compare import require_equal
@@ -68,7 +68,7 @@ class Totals:
     documents: int = 0
     bytes: int = 0
     bad: SkippedLines = field(default_factory=SkippedLines)
-    passed: PassedOver = field(default_factory=PassedOver)  # by the workers
+    passed: SkipReport = field(default_factory=SkipReport)  # by the workers
     started: float = field(default_factory=time.perf_counter)
     before: tuple[int, int] = (0, 0)  # documents and bytes of the interrupted run that this one continues
     printed: int = -1  # documents in the last line of progress
@@ -93,23 +93,16 @@ class Totals:
         self.documents, self.bytes = self.before = (state["documents"], state["bytes"])
         self.bad = SkippedLines({kind: (count, first) for kind, (count, first) in state["bad"].items()})
         self.bad.lines = state["lines"]
-        self.passed = PassedOver(**{**state["passed"], "counts": Counter(state["passed"]["counts"])})
+        self.passed = SkipReport(**{**state["passed"], "counts": Counter(state["passed"]["counts"])})
         self.lengths = state["lengths"]
 
-    def add_piece(self, piece: Piece, encoded: Encoded, keys: list[str], stop: bool) -> None:
-        """Count a piece; with `stop`, raise for its first bad line."""
-        if isinstance(piece, Broken):
-            if stop:
-                raise bad_data(
-                    f"{piece}; fetch it again, or keep its undamaged part and {LEAVE_OUT} (nothing was written)"
-                )
-            self.bad.count("input cut short", 1, piece.place(0, keys))
-        if stop and encoded.first_bad:
-            place = piece.place(list(encoded.bad.values())[-1][1], keys)
-            raise bad_data(f"{place}: {encoded.first_bad} (nothing was written)")
+    def add_piece(self, encoded: Encoded) -> None:
+        """Count a piece; raise for the error that stops the run."""
+        if encoded.complaint:
+            raise bad_data(f"{encoded.complaint} (nothing was written)")
         self.bad.lines += encoded.lines
-        for kind, (count, unit) in encoded.bad.items():
-            self.bad.count(kind, count, "" if kind in self.bad else piece.place(unit, keys))
+        for reason, (count, place) in encoded.bad.items():
+            self.bad.count(reason, count, "" if reason in self.bad else str(place))
         self.documents += encoded.documents
         self.bytes += encoded.bytes
         self.passed += encoded.passed
@@ -192,11 +185,15 @@ class Preparation:
     def __init__(self, config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World) -> None:
         p = config.preprocess
         self.config, self.world = config, world
+
+        # The inputs.
         self.inputs = find_inputs(p)
         if world.size > 1 and any(source.is_stream and not source.bytes for source in self.inputs.inputs):
             raise UserError("--input -, a pipe or hf:// has one reader; start one process, or give files")
         for line in self.inputs.opened():
             print(f"Opening {line}", file=stdout)
+
+        # The tokenizer, whose lines are those of Megatron's tool.
         if p.dataset_impl != "mmap":
             print(f"--dataset-impl {p.dataset_impl}: written as mmap, which every loader reads", file=stderr)
         named = config.tokenizer.tokenizer
@@ -212,6 +209,8 @@ class Preparation:
         say_to_scripts(f"Output prefix: {p.output_prefix}", stdout)
         if p.split_sentences:
             build_splitter(p.sentence_splitter, p.lang, p.keep_newlines)  # raises if it lacks the language
+
+        # The names of the outputs.
         self.keys, self.dtype = list(dict.fromkeys(p.json_keys)), token_dtype(tokenizer.size)
         names = [re.sub(r"\s", "_", key) for key in self.keys]
         level = "sentence" if p.split_sentences else "document"
@@ -222,6 +221,8 @@ class Preparation:
             )
         if names != self.keys:
             print(f"note: in the names of the files, _ stands for the blanks of {', '.join(self.keys)}", file=stderr)
+
+        # What makes this command another than one that was interrupted.
         self.states = [hash_of(s.files) if s.files else state_of(s) for s in self.inputs.inputs]
         self.tokenizer_identity = [tokenizer.name, tokenizer.size, tokenizers.file_hashes(tokenizer)]
         free = ("workers", "log_interval", "input", "on_error", "overwrite")
@@ -237,7 +238,7 @@ class Preparation:
             "readers": self.inputs.readers,
             **{spelling(name): value for name, value in self.settings.items()},
             "--on-error": self.config.preprocess.on_error,
-            **{f"--input {n}": [source.path, source.kind, source.bytes, len(source.files)] for n, source in inputs},
+            **{f"--input {n}": [source.path, source.found, source.bytes, len(source.files)] for n, source in inputs},
         }
 
     @property
@@ -279,7 +280,7 @@ class Preparation:
     def find_changed(self) -> str:
         """Name an input that grew or shrank while it was read: half of it is of another version."""
         for source, state in zip(self.inputs.inputs, self.states, strict=True):
-            if source.kind not in ("stream", "hub") and state_of(source) != state:
+            if source.bytes and state_of(source) != state:
                 sizes = (
                     "" if source.files else f" ({source.bytes:,} bytes then, {_size_and_time(source.path)[0]:,} now)"
                 )
@@ -326,6 +327,7 @@ class Share:
         """Encode all pieces and write the pairs of files."""
         preparation = self.preparation
         with ExitStack() as stack:
+            # Continue from the journal, or begin.
             journal = stack.enter_context(open_journal(self.progress_path, preparation.identity, self.stderr))
             state = self.restore(journal)
             if state and state["is_complete"]:
@@ -335,6 +337,8 @@ class Share:
                 writer = Writer(path, preparation.dtype, tuple(lengths) if state else None)
                 writer.is_kept = True
                 writers.append(stack.enter_context(writer))
+
+            # Encode, and publish the files if the input is still the same.
             try:
                 self.encode_pieces(journal, writers, state["pieces"] if state else 0)
                 if self.is_alone:
@@ -347,6 +351,7 @@ class Share:
                         preparation.keep_beside(writer)
                     writer.finish()
             except UserError as error:
+                # Keep what can be continued, and tell the other ranks.
                 journal.is_kept = journal.state is not None  # otherwise there is nothing to continue
                 for writer in writers:
                     writer.is_kept = journal.is_kept
@@ -387,7 +392,7 @@ class Share:
         with closing(encode_pieces(todo, make, self.worker_count(), stop)) as results, self.progress() as show:
             for number, (piece, encoded, tokens) in enumerate(results, done + 1):
                 self.check_other_ranks()
-                self.totals.add_piece(piece, encoded, preparation.keys, stop)
+                self.totals.add_piece(encoded)
                 for writer, ids, sizes, ends in zip(writers, tokens, encoded.sizes, encoded.ends, strict=True):
                     writer.append(ids, sizes, ends + writer.sequences)
                 self.totals.lengths = [[w.tokens, w.sequences, w.documents] for w in writers]
@@ -395,14 +400,14 @@ class Share:
                     for writer in writers:
                         writer.flush()
                     journal.note(self.totals.state(number))
-                show(self.offsets[piece.number] + piece.behind - self.begin)
+                show(self.offsets[piece.number] + piece.done - self.begin)
 
     def worker_count(self) -> int:
         """Return --workers, by default one for each core, but 1 for a few pieces."""
         wanted = self.settings.workers or max(1, cores() // self.world.local_size)
         is_small = self.offsets[-1] < 4 * MIB
-        plain = all(s.kind in ("lines", "text", "small files") for s in self.preparation.inputs.inputs)
-        return 1 if is_small and plain else wanted
+        is_text = not any(source.is_stream or source.is_table for source in self.preparation.inputs.inputs)
+        return 1 if is_small and is_text else wanted
 
     def check_other_ranks(self) -> None:
         if not self.is_alone and time.monotonic() - self.looked_for_failure > 1:
@@ -435,9 +440,8 @@ def build_encoder(config: PreprocessConfig, dtype: Any) -> Encoder:
     """Return a worker's encoder; a forked worker finds the tokenizer built."""
     p, tokenizer = config.preprocess, cached_tokenizer(config.tokenizer)
     split = build_splitter(p.sentence_splitter, p.lang, p.keep_newlines) if p.split_sentences else None
-    keys = list(dict.fromkeys(p.json_keys))
     eod = tokenizer.eod if p.append_eod else None
-    return Encoder(tokenizers.fastest_encoder(tokenizer), eod, keys, dtype, split, p.document_length)
+    return Encoder(tokenizers.fastest_encoder(tokenizer), eod, options_of(p), dtype, split, p.document_length)
 
 
 @functools.lru_cache(maxsize=1)

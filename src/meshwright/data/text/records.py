@@ -1,128 +1,122 @@
-"""Find the texts in a line of JSON or a row of a table, or say what is wrong with it.
+"""The one stream that all readers give: documents, and why something is none.
 
-orjson parses a line; the standard library tries what orjson refuses. It is laxer (NaN, a lone
-surrogate in a key that is not read), so no line is lost that Megatron would have kept, and its
-errors say more.
+A reader yields a `Document` or a `Rejected` for each line of JSON, row of a table, text or article,
+in the order of the input, and nothing else. Blank lines and blank texts give neither.
 """
 
 from __future__ import annotations
 
-import json
-import shlex
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
-import orjson
+from meshwright.config.text_inputs import TextInputs
+from meshwright.data.text import limits
 
-LONGEST = 1 << 28  # bytes of a line or of a text; longer ones count as bad
-TOO_LONG = b"\xff too long"  # stands for such a line
-BAD_ROW = b"\xff bad row: "  # begins a line that says what is wrong with a row: its kind and detail as JSON
-
-
-NOT_UTF8, BINARY = "not UTF-8", "binary"  # kinds of what is bad
-MOST_KEYS = 10  # so many are named
-MESSAGES = (("role", "content"), ("from", "value"))  # keys of a message in a list of them
+# Reasons that are looked for.
+NOT_UTF8, BINARY, EMPTY, CUT_SHORT = "not UTF-8", "binary", "empty", "input cut short"
+LEAVE_OUT = "leave such lines out with --on-error skip"
+# So many keys or columns are named.
+MOST_KEYS = 10
 
 
-class Bad(NamedTuple):
-    """Why a line, row or text gives no document: `kind` is counted, `detail` is its own."""
-
-    kind: str
-    detail: str = ""
-    is_passed: bool = False  # a file that holds no text is passed over in a folder or an archive
-    place: str = ""  # of a file that is passed over
-    byte: int | None = None  # of the file
-    size: int = 0  # bytes of a text that is passed over
-    cure: str = ""  # what to do, if it is not `advice`'s usual
-    guess: str = ""  # the encoding that a text which is not UTF-8 seems to be in
-
-    def __str__(self) -> str:
-        kind = self.kind if self.byte is None else f"{self.kind} at byte {self.byte:,}"
-        return f"{kind} ({self.detail})" if self.detail else kind
-
-
-class Prose(list[str]):
-    """The texts of a document of plain text, whose lines count."""
-
-
-class Mended(list[str]):
-    """The texts of a unit in which U+FFFD replaces bad bytes, in so many lines `of` all."""
-
-    def __init__(self, texts: Iterable[str], lines: int = 1, of: int = 1) -> None:
-        super().__init__(texts)
-        self.lines, self.of = lines, of
-
-
-Unit = list[str] | Bad | None  # the text under each key of a line, row or text; None if it is blank
-
-
-def lines_in(unit: Unit) -> int:
-    """Return the number of lines of a unit: of JSON lines and tables one each."""
-    if unit is None or isinstance(unit, Bad):
-        return int(unit is not None and not unit.is_passed)
-    if isinstance(unit, Mended):
-        return unit.of
-    return unit[0].count("\n") + (not unit[0].endswith("\n")) if isinstance(unit, Prose) else 1
-
-
-class Reading(NamedTuple):
+class ReadOptions(NamedTuple):
     """How texts are read, of the flags of TextInputs."""
 
+    keys: tuple[str, ...] = ("text",)
     separator: str = ""  # line between the documents of a text
     encoding: str = ""
     on_error: str = "stop"
 
 
-def parse_line(line: memoryview, keys: list[str]) -> Unit:
-    """Return the text under each key, what is wrong, or None for a blank line."""
-    if line == TOO_LONG:
-        return Bad(f"longer than {LONGEST:,} bytes")
-    is_lax = False
-    try:
-        record = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        content = bytes(line)
-        if not content.strip():
-            return None
-        if content.startswith(BAD_ROW):
-            return Bad(*orjson.loads(content.removeprefix(BAD_ROW)))
-        record, is_lax = parse_laxly(content), True
-        if isinstance(record, Bad):
-            return record
-    if type(record) is not dict:
-        return Bad("not a JSON object", f"but a {type(record).__name__}; one object a line is needed")
-    texts = []
-    for key in keys:
-        text = record.get(key)
-        if type(text) is not str:
-            return explain_lack(record, key)
-        if is_lax and (half := next((c for c in text if "\ud800" <= c <= "\udfff"), None)):
-            return Bad(f"lone surrogate under {key!r}", f"\\u{ord(half):04x}, half a character")
-        texts.append(text)
-    return texts
+def options_of(given: TextInputs) -> ReadOptions:
+    return ReadOptions(tuple(dict.fromkeys(given.json_keys)), given.document_separator, given.encoding, given.on_error)
 
 
-def explain_lack(record: dict[str, Any], key: str) -> Bad:
-    """Say what a line has in place of a text under the key."""
-    cure = next((cure for name, value in record.items() if (cure := chat_cure(name, value))), "")
-    if key in record:
-        value = record[key]
-        return Bad(
-            f"null under {key!r}" if value is None else f"no text under {key!r}", type(value).__name__, cure=cure
-        )
-    cure = cure or choose_key(name for name, value in record.items() if isinstance(value, str))
-    return Bad(f"no key {key!r}", f"keys: {', '.join(list(record)[:MOST_KEYS]) or 'none'}", cure=cure)
+# Every document makes one of each of these two. A frozen or a named tuple takes twice the time.
+@dataclass(slots=True)
+class Place:
+    """Where a document is: in a file, or on a line or in a row of it.
+
+    A worker that reads a range of a file does not know how many lines precede it. It gives the byte
+    `after` which it counts, and the lines before are counted when the place is printed.
+    """
+
+    path: str
+    number: int = 0  # of the line or row, from 1; 0: the whole file
+    unit: Literal["line", "row"] = "line"
+    after: int = 0
+    note: str = ""
+
+    def __str__(self) -> str:
+        path, note = shown(self.path), f" ({self.note})" if self.note else ""
+        if not self.number:
+            return path + note
+        if self.unit == "row":
+            return f"{path}: row {self.number}{note}"
+        before = count_lines(self.path, self.after) if self.after else 0
+        return f"{path}:{before + self.number}{note}"
 
 
-def chat_cure(key: str, value: Any) -> str:
-    """Return what makes a text of a value if it is a list of chat messages, or ""."""
-    first = value[0] if isinstance(value, list) and value else None
-    names = next((names for names in MESSAGES if isinstance(first, dict) and first.keys() >= set(names)), None)
-    if names is None:
-        return ""
-    message = r'"\(.{}): \(.{})"'.format(*names)
-    texts = rf"""{{text: [.{key if key.isidentifier() else json.dumps(key)}[] | {message}] | join("\n")}}"""
-    return f"{key!r} lists the messages of a chat; make one text of each line first: jq -c {shlex.quote(texts)}"
+@dataclass(slots=True)
+class Document:
+    """A document: the text under each key."""
+
+    texts: tuple[str, ...]
+    place: Place
+    lines: int = 1  # of JSON and rows of tables one each
+    repaired: int = 0  # lines in which U+FFFD replaces bad bytes
+
+
+class Rejected(NamedTuple):
+    """Why a line, row, text or file gives no document: `reason` is counted, `detail` is its own."""
+
+    reason: str
+    place: Place
+    detail: str = ""
+    cure: str = ""  # what to do, if it is not the usual
+    is_error: bool = True  # False: a file that holds no text is passed over in a folder or an archive
+    byte: int | None = None  # of the file, at which it is wrong
+    bytes: int = 0  # of a text that is rejected as a whole
+    charset: str = ""  # which a text that is not UTF-8 seems to have
+
+    def __str__(self) -> str:
+        reason = self.reason if self.byte is None else f"{self.reason} at byte {self.byte:,}"
+        return f"{reason} ({self.detail})" if self.detail else reason
+
+    def advice(self, is_first: bool) -> str:
+        """Return what to do; the first of all may be of a file that is named like another kind."""
+        if self.reason == CUT_SHORT:
+            return f"fetch it again, or keep its undamaged part and {LEAVE_OUT}"
+        if self.reason == BINARY:
+            return "such a file holds no text: leave it out with --exclude, or all such files with --on-error skip"
+        if self.cure and self.reason == NOT_UTF8:
+            return self.cure
+        if self.cure and is_first:
+            return f"{self.cure}, or {LEAVE_OUT}"
+        if self.reason == NOT_UTF8:
+            return f"mend the line, put U+FFFD for such bytes with --on-error replace, or {LEAVE_OUT}"
+        hint = 'in a file of this name one {"text": "..."} a line is expected; plain text is called .txt; '
+        return f"{hint * (is_first and self.reason == 'not JSON')}mend the line, or {LEAVE_OUT}"
+
+    def complaint(self, is_first: bool = False) -> str:
+        """Say where it is, what is wrong and what to do."""
+        if self.reason == CUT_SHORT:
+            return f"{shown(self.place.path)} is cut short or damaged ({self.detail}); {self.advice(is_first)}"
+        return f"{self.place}: {self}; {self.advice(is_first)}"
+
+
+Record = Document | Rejected
+
+
+def cut_short(path: str, error: Exception) -> Rejected:
+    """Return what stands at the end of an input whose rest cannot be read."""
+    why = str(error) or type(error).__name__
+    return Rejected(CUT_SHORT, Place(path, note=why), why)
+
+
+def too_long(place: Place, unit: str = "", cure: str = "") -> Rejected:
+    return Rejected(f"{unit}longer than {limits.LONGEST:,} bytes", place, cure)
 
 
 def choose_key(names: Iterable[str]) -> str:
@@ -131,50 +125,17 @@ def choose_key(names: Iterable[str]) -> str:
     return f"choose one of text with --json-keys ({texts})" if texts else ""
 
 
-def parse_laxly(line: bytes) -> Any:
-    """Return what the standard library reads in a line, or a Bad."""
-    try:
-        text = line.rstrip().decode("utf-8")
-    except UnicodeDecodeError as error:
-        return Bad(NOT_UTF8, f"byte 0x{line[error.start]:02x} at column {error.start + 1}")
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        return Bad("not JSON", f"{error.msg} at column {error.colno}")
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, endless brackets
-        return Bad("not JSON", str(error))
+def shown(path: str) -> str:
+    """Return a path that can be printed: control characters and invalid UTF-8 are escaped."""
+    return path if path.isprintable() else path.encode("unicode_escape").decode()
 
 
-LEAVE_OUT = "leave such lines out with --on-error skip"
+def count_lines(path: str, end: int) -> int:
+    """Return how many lines end before this byte."""
 
+    def blocks() -> Iterator[bytes]:
+        for at in range(0, end, limits.PIECE):
+            yield file.read(min(limits.PIECE, end - at))
 
-def advice(bad: Bad, is_first: bool) -> str:
-    """Return what to do about a bad line, also for plain text that is named like JSON lines."""
-    if bad.kind == BINARY:
-        return "; such a file holds no text: leave it out with --exclude, or all such files with --on-error skip"
-    if bad.cure and bad.kind == NOT_UTF8:
-        return f"; {bad.cure}"
-    if bad.cure and is_first:
-        return f"; {bad.cure}, or {LEAVE_OUT}"
-    if bad.kind == NOT_UTF8:
-        return f"; mend the line, put U+FFFD for such bytes with --on-error replace, or {LEAVE_OUT}"
-    hint = '; in a file of this name one {"text": "..."} a line is expected; plain text is called .txt'
-    return f"{hint if is_first and bad.kind == 'not JSON' else ''}; mend the line, or {LEAVE_OUT}"
-
-
-def check_row(row: list[Any], keys: list[str], on_error: str) -> Unit:
-    """Return the texts of a row of a table, or what is wrong with the first that is none."""
-    if on_error == "replace" and any(isinstance(value, UnicodeDecodeError) for value in row):
-        texts = [
-            value.object.decode("utf-8", "replace") if isinstance(value, UnicodeDecodeError) else value for value in row
-        ]
-        unit = check_row(texts, keys, "stop")
-        return Mended(unit) if isinstance(unit, list) else unit
-    for key, value in zip(keys, row, strict=True):
-        if value is None:
-            return Bad(f"null under {key!r}", "NoneType")
-        if isinstance(value, UnicodeDecodeError):
-            return Bad(NOT_UTF8, f"byte 0x{value.object[value.start]:02x} at {value.start} under {key!r}")
-        if type(value) is not str:
-            return Bad(f"no text under {key!r}", type(value).__name__)
-    return row
+    with open(path, "rb") as file:
+        return sum(block.count(b"\n") for block in blocks())

@@ -1,49 +1,91 @@
-"""Turn the rows of CSV, TSV and SQLite into lines of JSON, which everything else here reads.
+"""Read the rows of CSV, TSV and SQLite, which come in order alone, and check those of any table.
 
-Rows of these can only be read in order: a field of CSV may hold line breaks.
+A field of CSV may hold line breaks, so a worker cannot begin within a file.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-import json
 import os
 import re
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 from urllib.parse import quote
 
-import orjson
-
 from meshwright.base.errors import bad_data
-from meshwright.data.text import records
+from meshwright.data.text import charsets, containers, limits
+from meshwright.data.text.charsets import BOM
 from meshwright.data.text.containers import DAMAGES, DamagedInput
-from meshwright.data.text.encodings import BOM
-from meshwright.data.text.folders import shown
-from meshwright.data.text.records import BAD_ROW, MOST_KEYS, Bad, choose_key
+from meshwright.data.text.jsonl import chat_cure, lone_surrogate
+from meshwright.data.text.records import (
+    MOST_KEYS,
+    NOT_UTF8,
+    Document,
+    Place,
+    ReadOptions,
+    Record,
+    Rejected,
+    choose_key,
+    shown,
+)
 
 # What SQLite's columns are declared as that hold no text.
 NO_TEXT_TYPE = re.compile("INT|REAL|FLOA|DOUB|NUM|DEC|BOOL|BLOB|DATE|TIME", re.IGNORECASE)
-CSV_NAME = re.compile(r"\.(csv|tsv)(\.(gz|xz|zst|bz2))?$", re.IGNORECASE)
 
 
-class Refused(NamedTuple):
-    """Why the texts under the keys cannot be read: what a table has, and what to do."""
-
-    what: str
-    cure: str
-
-    def as_bad(self) -> Bad:
-        """Say why the table is passed over in a folder or an archive."""
-        return Bad(f"tables with {self.what}", is_passed=True, cure=self.cure)
+# The values under the keys in a row, or why it gives no document.
+Row = Sequence[Any] | Rejected
 
 
-def refuse_columns(columns: list[str], keys: Iterable[str], texts: Iterable[str] | None = None) -> Refused | None:
+# Rows of any table.
+
+
+def read_rows(rows: Iterable[Row], options: ReadOptions, path: str, before: int) -> Iterator[Record]:
+    """Yield the documents of rows, which so many others precede in their table."""
+    for number, row in enumerate(rows, before + 1):
+        yield row if isinstance(row, Rejected) else read_row(row, options, Place(path, number, "row"))
+
+
+def read_row(values: Iterable[Any], options: ReadOptions, place: Place) -> Record:
+    """Return the document of a row, in which bytes that are not UTF-8 are surrogates (PEP 383)."""
+    texts, repaired = list[str](), 0
+    for key, value in zip(options.keys, values, strict=True):
+        if type(value) is not str:
+            reason = f"null under {key!r}" if value is None else f"no text under {key!r}"
+            return Rejected(reason, place, type(value).__name__, chat_cure(key, value))
+        if not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                bad = _bad_character(value, error.start, key, place)
+                if options.on_error != "replace" or bad.reason != NOT_UTF8:
+                    return bad
+                value, repaired = value.encode("utf-8", "surrogateescape").decode("utf-8", "replace"), 1
+        texts.append(value)
+    return Document(tuple(texts), place, repaired=repaired)
+
+
+def _bad_character(text: str, at: int, key: str, place: Place) -> Rejected:
+    try:
+        content = text.encode("utf-8", "surrogateescape")
+        content.decode("utf-8")
+    except UnicodeEncodeError as error:  # it is none of a byte
+        return lone_surrogate(text[error.start], key, place)
+    except UnicodeDecodeError as error:
+        byte = charsets.broken_byte(error)
+        byte = content[error.start] if byte is None else byte
+        return Rejected(NOT_UTF8, place, f"byte 0x{byte:02x} at {error.start:,} under {key!r}")
+    return lone_surrogate(text[at], key, place)
+
+
+def refuse_columns(
+    path: str, columns: Sequence[str], keys: Iterable[str], texts: Iterable[str] | None = None
+) -> Rejected | None:
     """Return why a table cannot be read if a key is none of its columns, or several.
 
     `texts` are the columns that hold text, all if it is not known.
@@ -51,40 +93,34 @@ def refuse_columns(columns: list[str], keys: Iterable[str], texts: Iterable[str]
     for key in keys:
         if columns.count(key) != 1:
             what = f"{columns.count(key)} columns" if key in columns else "no column"
-            joined = " ".join(keys)
-            quotes = f"; did you mean {joined!r} in quotes?" if joined != key and joined in columns else ""
+            possible = (column for column in (columns if texts is None else texts) if columns.count(column) == 1)
             nothing = f"none of its columns is text: {', '.join(columns[:MOST_KEYS])}"
             if key in columns:
                 nothing = "give them different names"
-            elif "," in key and {*key.split(",")} <= {*columns}:
-                quotes = f"; did you mean {key.replace(',', ' ')}, with spaces?"
-            possible = (column for column in (columns if texts is None else texts) if columns.count(column) == 1)
             cure = choose_key(possible) or nothing
-            return Refused(f"{what} {key!r}", cure + quotes)
+            return refused_table(path, f"{what} {key!r}", cure + _meant(key, keys, columns))
     return None
 
 
-def require_columns(path: str, refused: Refused | None) -> None:
+def _meant(key: str, keys: Iterable[str], columns: Sequence[str]) -> str:
+    """Return how columns were meant whose names were given with blanks or commas, or ""."""
+    joined = " ".join(keys)
+    if "," in key and key not in columns and {*key.split(",")} <= {*columns}:
+        return f"; did you mean {key.replace(',', ' ')}, with spaces?"
+    return f"; did you mean {joined!r} in quotes?" if joined != key and joined in columns else ""
+
+
+def refused_table(path: str, what: str, cure: str) -> Rejected:
+    """Return why a table is passed over in a folder or an archive: what it has, and what to do."""
+    return Rejected(f"tables with {what}", Place(path), what, cure, is_error=False)
+
+
+def require_columns(path: str, refused: Rejected | None) -> None:
     if refused:
-        raise bad_data(f"{shown(path)} has {refused.what}; {refused.cure}")
+        raise bad_data(f"{shown(path)} has {refused.detail}; {refused.cure}")
 
 
-def json_line(row: dict[str, Any]) -> bytes:
-    """Return a row as a line of JSON; bytes of a text that are not UTF-8 stay as they are."""
-    try:
-        return orjson.dumps(row) + b"\n"
-    except TypeError:
-        pass
-    try:
-        return json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogateescape") + b"\n"
-    except TypeError:
-        key, value = next((key, value) for key, value in row.items() if not isinstance(value, str))
-        return bad_line(f"no text under {key!r} ({type(value).__name__})")
-
-
-def bad_line(kind: str, detail: str = "") -> bytes:
-    """Return the line that stands for a row without a text, and says why."""
-    return BAD_ROW + orjson.dumps([kind, detail]) + b"\n"
+# CSV and TSV.
 
 
 def header_of(start: bytes) -> tuple[bytes, bool]:
@@ -100,63 +136,73 @@ def delimiter_of(name: str, header: bytes) -> str:
     return max(",;\t|", key=lambda sign: header.count(sign.encode()))
 
 
-def refuse_header(name: str, start: bytes, keys: list[str]) -> Refused | None:
+def refuse_header(path: str, start: bytes, keys: Sequence[str]) -> Rejected | None:
     """Return why a file cannot be read whose first line lacks a column, as far as it is known."""
     header, is_complete = header_of(start)
     if not is_complete and all(key.encode() in header for key in keys):
         return None
-    columns = next(csv.reader([header.decode("utf-8", "replace")], delimiter=delimiter_of(name, header)), [])
-    return refuse_columns(columns, keys)
+    columns = next(csv.reader([header.decode("utf-8", "replace")], delimiter=delimiter_of(path, header)), [])
+    return refuse_columns(path, columns, keys)
 
 
-def csv_lines(stream: BinaryIO, name: str, start: bytes, keys: list[str]) -> Iterator[bytes]:
-    """Yield the rows of CSV or TSV whose first line names the columns."""
-    csv.field_size_limit(records.LONGEST)
-    text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
-    sign = delimiter_of(name, header_of(start)[0])
+def read_csv(stream: BinaryIO, path: str, name: str, keys: Sequence[str]) -> Iterator[Row]:
+    """Yield the fields under the keys of CSV or TSV, whose first line names the columns.
+
+    `name` is that of the file, which `path` may name as a member of an archive.
+    """
+    csv.field_size_limit(limits.LONGEST)
+    sign = delimiter_of(name, header_of(containers.peek(stream))[0])
+    # A member of a tar archive cannot say whether it is seekable.
+    buffered = containers.buffered(containers.chunks(stream))
+    text = io.TextIOWrapper(buffered, "utf-8-sig", errors="surrogateescape", newline="")
     reader = csv.reader(text, delimiter=sign, strict=True)
     try:
+        # The header.
         columns = next(reader, [])
-        require_columns(name, refuse_columns(columns, keys))
-        places = {key: columns.index(key) for key in keys}
-        form = _Form(columns, set(places.values()), sign)
-        for before, row, after in _with_neighbours(_rows(reader)):
-            if isinstance(row, bytes):
-                yield row
-            elif bad := form.wrong_number(row) or form.half_row(before, after):
-                yield bad
+        require_columns(path, refuse_columns(path, columns, keys))
+        places = [columns.index(key) for key in keys]
+        form = _Form(columns, frozenset(places), sign)
+
+        # The rows, each seen with its neighbours.
+        for number, (before, row, after) in enumerate(_with_neighbours(_rows(reader)), 1):
+            if isinstance(row, csv.Error):
+                yield Rejected(f"not CSV ({row})", Place(path, number, "row"))
+            elif why := form.wrong_number(row) or form.half_row(before, after):
+                reason, detail = why
+                yield Rejected(reason, Place(path, number, "row"), detail)
             else:
-                yield json_line({key: row[place] for key, place in places.items()})
+                yield [row[column] for column in places]
     finally:
         text.detach()
 
 
-Row = list[str] | bytes  # the fields, or the line that says what is wrong
+_Fields = list[str] | csv.Error
 
 
-def _rows(reader: Iterator[list[str]]) -> Iterator[Row]:
+def _rows(reader: Iterator[list[str]]) -> Iterator[_Fields]:
+    """Yield the fields of each row, or what is wrong with it."""
     while True:
         try:
-            row = next(reader)
+            fields = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
-            yield bad_line(f"not CSV ({error})")
+            yield error
             continue
-        if row:
-            yield row
+        if fields:
+            yield fields
 
 
-def _with_neighbours(rows: Iterator[Row]) -> Iterator[tuple[Row, Row, Row]]:
+def _with_neighbours(rows: Iterator[_Fields]) -> Iterator[tuple[_Fields | None, _Fields, _Fields | None]]:
     """Yield each row between the ones before and after it; after damage, the intact ones."""
-    before: Row = b""
+    before: _Fields | None = None
     row, damage = next(rows, None), None
     while row is not None:
         try:
             after = next(rows, None)
         except DAMAGES as error:
             after, damage = None, error
-        yield before, row, b"" if after is None else after
+        yield before, row, after
         before, row = row, after
     if damage:
         raise damage
@@ -167,7 +213,7 @@ class _Form:
     """What a row of a table must look like, by its first line."""
 
     columns: list[str]
-    places: set[int]  # of the texts
+    places: frozenset[int]  # of the texts
     sign: str  # between fields
 
     @cached_property
@@ -175,7 +221,7 @@ class _Form:
         """The fewest fields of a row: columns without a name at the end may lack."""
         return max((number for number, column in enumerate(self.columns, 1) if column), default=0)
 
-    def wrong_number(self, row: list[str]) -> bytes | None:
+    def wrong_number(self, row: list[str]) -> tuple[str, str] | None:
         """Return what is wrong with a row of more or fewer fields; more of them may be empty."""
         if len(row) < self.least:
             why = "too few fields, probably because a line break in a text lacks quotes"
@@ -183,9 +229,9 @@ class _Form:
             why = f"too many fields, probably because a {self.sign!r} in a text lacks quotes"
         else:
             return None
-        return bad_line(why, f"{len(row)} instead of {len(self.columns)}")
+        return why, f"{len(row)} instead of {len(self.columns)}"
 
-    def half_row(self, before: Row, after: Row) -> bytes | None:
+    def half_row(self, before: _Fields | None, after: _Fields | None) -> tuple[str, str] | None:
         """Return what is wrong with a row of all fields that may be half of one.
 
         A line break without quotes in the first column leaves a row of one field before the rest,
@@ -193,19 +239,24 @@ class _Form:
         """
         for neighbour, place in ((before, 0), (after, len(self.columns) - 1)):
             if place in self.places and isinstance(neighbour, list) and len(neighbour) == 1 < self.least:
-                return bad_line("perhaps half a row", "the row beside it has one field: does a line break lack quotes?")
+                return "perhaps half a row", "the row beside it has one field: does a line break lack quotes?"
         return None
 
 
-def sqlite_lines(path: str, table: str | None, keys: list[str]) -> Iterator[bytes]:
-    """Yield the rows of a table or view of an SQLite database; its only one needs no name."""
+# SQLite.
+
+
+def read_sqlite(path: str, table: str | None, keys: Sequence[str]) -> Iterator[Row]:
+    """Yield the values under the keys of a table or view of an SQLite database.
+
+    Its only one needs no name.
+    """
     try:
         with open_database(path) as database:
             tables = tables_of(database)
-            require_columns(path, refuse_table(tables, table, keys))
+            require_columns(path, refuse_table(path, tables, table, keys))
             table = table or next(iter(tables))
-            for row in database.execute(f"SELECT {', '.join(map(quoted, keys))} FROM {quoted(table)}"):
-                yield json_line(dict(zip(keys, row, strict=True)))
+            yield from database.execute(f"SELECT {', '.join(map(quoted, keys))} FROM {quoted(table)}")
     except sqlite3.Error as error:
         raise DamagedInput(str(error)) from None
 
@@ -228,7 +279,9 @@ def tables_of(database: sqlite3.Connection) -> dict[str, dict[str, str]]:
     }
 
 
-def refuse_table(tables: dict[str, dict[str, str]], table: str | None, keys: list[str]) -> Refused | None:
+def refuse_table(
+    path: str, tables: dict[str, dict[str, str]], table: str | None, keys: Sequence[str]
+) -> Rejected | None:
     """Return why a database cannot be read in which a table or a column is still to be chosen."""
     table = table or (next(iter(tables)) if len(tables) == 1 else None)
     texts = {
@@ -236,14 +289,14 @@ def refuse_table(tables: dict[str, dict[str, str]], table: str | None, keys: lis
         for name, columns in tables.items()
     }
     if table in tables:
-        return refuse_columns(list(tables[table]), keys, texts[table])
+        return refuse_columns(path, list(tables[table]), keys, texts[table])
     if not tables:
-        return Refused("no table", "name another file")
+        return refused_table(path, "no table", "name another file")
     if any(columns.keys() >= set(keys) for columns in tables.values()):
-        return Refused(f"the tables {', '.join(tables)}", "name one of them with --table")
+        return refused_table(path, f"the tables {', '.join(tables)}", "name one of them with --table")
     listed = ", ".join(f"{name} ({', '.join(columns[:MOST_KEYS])})" for name, columns in texts.items())
     cure = "name one of them with --table, and its column of text with --json-keys"
-    return Refused(f"the tables {listed}", cure)
+    return refused_table(path, f"the tables {listed}", cure)
 
 
 def quoted(name: str) -> str:

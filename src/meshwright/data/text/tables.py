@@ -10,17 +10,17 @@ import functools
 import importlib
 import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from meshwright.base.errors import bad_data, first_line
 from meshwright.base.files import RECORD_LIMIT, read_small
 from meshwright.data.text.containers import DamagedInput, missing
-from meshwright.data.text.records import choose_key
-from meshwright.data.text.rows import Refused, refuse_columns, require_columns
+from meshwright.data.text.limits import MOST_ROWS
+from meshwright.data.text.records import Rejected, choose_key
+from meshwright.data.text.rows import refuse_columns, refused_table, require_columns
 
-ROWS = 1 << 13  # of a piece at most: a table of repeated texts is far smaller than its contents
 HEAD = 64  # bytes of a page that have its sizes
 BATCH_ROWS, BATCH_BYTES = 256, 1 << 20  # read at once
 BUFFER = 1 << 18  # bytes, for a Parquet file
@@ -67,7 +67,7 @@ def _names(path: Path, key: str) -> list[str]:
 # Columns.
 
 
-def refuse_schema(path: str, kind: str, keys: list[str]) -> Refused | None:
+def refuse_schema(path: str, kind: str, keys: Sequence[str]) -> Rejected | None:
     """Return why a table cannot be read that has no text under the keys.
 
     What is wrong with a damaged table is reported where it is read.
@@ -82,11 +82,11 @@ def refuse_schema(path: str, kind: str, keys: list[str]) -> Refused | None:
     except _errors():
         return None
     texts = [column.name for column in schema if _is_text(column.type)]
-    if refused := refuse_columns(schema.names, keys, texts):
+    if refused := refuse_columns(path, schema.names, keys, texts):
         return refused
     odd = [f"{schema.field(key).type} in column {key!r}" for key in keys if not _is_text(schema.field(key).type)]
     ways = [way for way in (choose_key(texts), "write its text as a column first") if way]
-    return Refused(", ".join(odd), ", or ".join(ways)) if odd else None
+    return refused_table(path, ", ".join(odd), ", or ".join(ways)) if odd else None
 
 
 def _import_pyarrow(path: str) -> None:
@@ -123,13 +123,13 @@ def spans(
     for number, rows, weight, after in _row_groups(path, kind, size, keys):
         if not rows:
             continue
-        if end > begin and (have + weight > piece or end + rows - begin > ROWS):
+        if end > begin and (have + weight > piece or end + rows - begin > MOST_ROWS):
             yield begin, end, behind, start
             begin = end
         first, end = end, end + rows
         if begin == first:
             start, have = (0, 0) if number is None else (number, first), 0
-            step = min(ROWS, max(1, rows * piece // max(weight, 1)))
+            step = min(MOST_ROWS, max(1, rows * piece // max(weight, 1)))
             while end - begin > step:
                 begin += step
                 yield begin - step, begin, behind + (after - behind) * (begin - first) // rows, start
@@ -254,8 +254,8 @@ def _batches(reader: Any, count: int | None, first: int) -> Iterator[Any]:
 # Reading.
 
 
-def rows(path: str, kind: str, start: Start, begin: int, end: int, keys: list[str]) -> Iterator[list[Any]]:
-    """Yield the values under the keys in rows [begin, end); a text that is not UTF-8 is the error.
+def rows(path: str, kind: str, start: Start, begin: int, end: int, keys: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+    """Yield the values under the keys in rows [begin, end), bytes that are not UTF-8 as surrogates.
 
     Raise DamagedInput after the last readable row.
     """
@@ -266,7 +266,7 @@ def rows(path: str, kind: str, start: Start, begin: int, end: int, keys: list[st
     except _errors() as error:
         raise DamagedInput(f"it cannot be opened: {first_line(error)}") from None
     for batch in reader.take(start, begin, end):
-        yield from map(list, zip(*batch, strict=True))
+        yield from zip(*batch, strict=True)
 
 
 @functools.lru_cache(maxsize=1)
@@ -286,7 +286,7 @@ class _TableReader:
         else:
             self.source = pyarrow.memory_map(path)
             names = _arrow(self.source)[0].schema.names
-        require_columns(path, refuse_columns(names, keys))
+        require_columns(path, refuse_columns(path, names, keys))
         self.failed: tuple[Start, int, str] | None = None
         self.batches: Iterator[Any] = iter(())
         self.batch: Any = None  # the batch that begins at row `at`, once read
@@ -356,11 +356,4 @@ def _values(column: Any) -> list[Any]:
             raise
     column = column.view(types[column.type])
     column.validate(full=True)
-    return [_decoded(value) for value in column.to_pylist()]
-
-
-def _decoded(value: bytes | None) -> Any:
-    try:
-        return None if value is None else value.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return error
+    return [None if value is None else value.decode("utf-8", "surrogateescape") for value in column.to_pylist()]

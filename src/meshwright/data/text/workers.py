@@ -23,7 +23,7 @@ from itertools import islice
 from multiprocessing.connection import wait
 
 from meshwright.base.errors import HANG, UNEXPECTED, UserError
-from meshwright.data.text.encoding import Array, Encoded, Encoder
+from meshwright.data.text.encoder import Array, Encoded, Encoder
 from meshwright.data.text.pieces import Piece
 
 Result = tuple[Piece, Encoded, list[Array]]  # the arrays are the tokens, one for each key

@@ -15,6 +15,7 @@ from meshwright.base.errors import UserError
 from meshwright.base.storage.addresses import address_of
 from meshwright.config import check_layout, check_steps, flags
 from meshwright.config.fields import with_settings
+from meshwright.config.problem import Problem, SettingsError, listed
 from meshwright.config.schema import TrainConfig
 
 CompleteSettings = Callable[[flags.Parsed[TrainConfig]], TrainConfig]
@@ -82,8 +83,8 @@ def find_shapes(command: list[str], least: int, most: int, complete: CompleteSet
         range_of = f"--min-ranks {least} to --max-ranks {most}"
         if not fits:
             raise UserError(f"{range_of}: no multiple of {step}, the ranks of one replica, is among them")
-        why = next(flags.listed(fit) for fit in fits if isinstance(fit, list))
-        raise UserError(f"{range_of}: nothing fits the command: {why}")
+        why = next(listed(fit) for fit in fits if isinstance(fit, list))
+        raise SettingsError(f"{range_of}: nothing fits the command: {why}")
     return shapes
 
 
@@ -96,18 +97,22 @@ def require_resumable(config: TrainConfig, command: list[str]) -> None:
     """Refuse a command that would begin again, or compute something else, with other ranks."""
     c, t = config.checkpoint, config.training
     if not c.save or c.load != c.save:
-        raise UserError(f"{ELASTIC_FLAGS} need --save FOLDER and --load FOLDER, the same: the run continues from there")
+        raise SettingsError(
+            f"{ELASTIC_FLAGS} need {{save=FOLDER}} and {{load=FOLDER}}, the same: the run continues from there"
+        )
     if t.global_batch_size is None:
-        raise UserError(f"{ELASTIC_FLAGS} need --global-batch-size: else the batch would follow the number of ranks")
+        raise SettingsError(
+            f"{ELASTIC_FLAGS} need {{global_batch_size}}: else the batch would follow the number of ranks"
+        )
     if any(word.partition("=")[0] in ("--world-size", "--world_size") for word in command):
-        raise UserError(f"--world-size contradicts {ELASTIC_FLAGS}; leave it out")
+        raise SettingsError(f"{{world_size}} contradicts {ELASTIC_FLAGS}; leave it out")
 
 
-def fit_ranks(command: list[str], ranks: int, completed: TrainConfig) -> Shape | list[str]:
+def fit_ranks(command: list[str], ranks: int, completed: TrainConfig) -> Shape | list[Problem]:
     """Return how the command runs on so many ranks, or why it does not."""
     config = dataclasses.replace(parse_train(command, ranks), model=completed.model)
     t = config.training
-    wanted, first_problems = t.micro_batch_size, list[str]()
+    wanted, first_problems = t.micro_batch_size, list[Problem]()
     share = (t.global_batch_size or 0) // config.dp
     sizes = [config.micro_batch]
     if isinstance(wanted, int) and not t.num_accumulation_steps and t.loss_mean == "global":

@@ -24,12 +24,13 @@ from typing import Any
 import yaml
 
 from meshwright.base.device import NVIDIA
-from meshwright.base.errors import DONE, FINAL, LOCKED, UserError
+from meshwright.base.errors import DONE, FINAL, LOCKED
 from meshwright.base.files import fill, replacing
 from meshwright.base.version import PROJECT, our_version
 from meshwright.config import check_layout, checks, flags
 from meshwright.config.fields import spelling
 from meshwright.config.pages import LAUNCHED, PAGES
+from meshwright.config.problem import SettingsError, listed, require
 from meshwright.config.schema import TrainConfig
 from meshwright.runtime.launch.elastic import CompleteSettings, find_shapes, parse_train
 from meshwright.runtime.launch.launcher import PORT, LaunchConfig, build_program, find_bounds, require_numbers
@@ -85,7 +86,9 @@ def write_engine_file(
     else:
         path = Path(config.write_to)
         if path.exists() and not config.overwrite:
-            raise UserError(f"--write-to {path} exists; give another name, or --overwrite to replace it", LOCKED)
+            raise SettingsError(
+                f"{{write_to={path}}} exists; give another name, or {{overwrite=True}} to replace it", LOCKED
+            )
         with replacing(path, typed=True) as file:
             file.write(text.encode())
         print(f"{path}: {config.write}, {job.nodes} x {job.devices} ranks; its first lines say how to start it")
@@ -100,23 +103,29 @@ def make_job(
     """Check the flags and the command as far as this machine can; return notes for the user."""
     for name in ("node_rank", "master_addr", "node_ips"):
         if getattr(config, name) is not None:
-            raise UserError(f"--write and {spelling(name)}: the engine numbers the nodes; leave {spelling(name)} out")
+            raise SettingsError(
+                f"{{write}} and {spelling(name)}: the engine numbers the nodes; leave {spelling(name)} out"
+            )
     nodes, count = 1 if config.nnodes is None else config.nnodes, config.nproc_per_node
     require_numbers(config, nodes)
     if not re.fullmatch("[1-9][0-9]{0,3}", count):
-        raise UserError(f"--nproc-per-node {count} would count the devices here; give --write the number of each node")
+        raise SettingsError(
+            f"{{nproc_per_node={count}}} would count the devices here; give {{write}} the number of each node"
+        )
     build_program(command)
     checked = check_command(command, nodes, int(count), complete)
     trained = checked if isinstance(checked, TrainConfig) else None
     device = checked.parallel.device if checked is not None and hasattr(checked, "parallel") else NVIDIA
     if device.split(":")[0] not in ("auto", NVIDIA, "cpu"):
-        raise UserError(f"--device {device}: --write knows how to ask for {NVIDIA} and cpu only")
+        raise SettingsError(f"{{device={device}}}: {{write}} knows how to ask for {NVIDIA} and cpu only")
     run_folder = trained and (trained.checkpoint.run_dir or trained.checkpoint.save)
     slug = re.sub("[^a-z0-9]+", "-", Path(run_folder or command[0]).stem.lower()).strip("-")
     launch = ["--max-restarts", str(config.max_restarts)] if config.max_restarts else []
     if (bounds := find_bounds(config, nodes * int(count)))[0]:
         if config.write == "ray":
-            raise UserError("--write ray starts the same nodes again; for --min-ranks use --engine ray in their place")
+            raise SettingsError(
+                "{write=ray} starts the same nodes again; for {min_ranks} use {engine=ray} in their place"
+            )
         find_shapes(command, *bounds, complete)
         launch += [f"--min-ranks={bounds[0]}", f"--max-ranks={bounds[1]}"]
     if nodes > 1:
@@ -153,14 +162,16 @@ def check_command(command: list[str], nodes: int, devices: int, complete: Comple
         return flags.parse_settings(cls, words, f"meshwright {name}", page.positional, check=False).config
     config = parse_train([*command, "--dry-run"], ranks, complete)
     if wrong := check_layout.parallel_problems(config):
-        raise UserError(f"--nnodes {nodes} x --nproc-per-node {devices} are {ranks} ranks. {flags.listed(wrong)}")
+        raise SettingsError(f"--nnodes {nodes} x --nproc-per-node {devices} are {ranks} ranks. {listed(wrong)}")
     # A checkpoint that is not here may complete the model.
-    if not (config.checkpoint.load and config.model.num_layers is None) and (wrong := checks.problems(config)):
-        raise UserError(flags.listed(wrong))
+    if not (config.checkpoint.load and config.model.num_layers is None):
+        require(checks.problems(config))
     c = config.checkpoint
     if c.save and (not c.load or c.save_overwrite):
         how = "leave out --save-overwrite" if c.load else f"add --load {shlex.quote(c.save)}"
-        raise UserError(f"--save {c.save}: after an interruption the same command must continue from there; {how}")
+        raise SettingsError(
+            f"{{save={c.save}}}: after an interruption the same command must continue from there; {how}"
+        )
     return config
 
 
@@ -248,7 +259,9 @@ def values_for_ray(job: ClusterJob) -> dict[str, object]:
 
 def values_for_docker(job: ClusterJob) -> dict[str, object]:
     if job.nodes > 1:
-        raise UserError(f"--write docker is for one machine, --nnodes is {job.nodes}; take kubernetes, jobset or slurm")
+        raise SettingsError(
+            f"{{write=docker}} is for one machine, {{nnodes}} is {job.nodes}; take kubernetes, jobset or slurm"
+        )
     is_fresh = "import os, sys, time; sys.exit(time.time() - os.path.getmtime(sys.argv[1]) > 3600)"
     healthy = ["python", "-c", is_fresh, f"{job.run_folder}/metrics.jsonl"]
     if job.run_folder is None:

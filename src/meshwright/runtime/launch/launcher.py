@@ -12,6 +12,7 @@ import contextlib
 import os
 import re
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,8 +20,10 @@ from typing import Literal
 from meshwright.base import device as devices
 from meshwright.base import host
 from meshwright.base.errors import UNAVAILABLE, UserError
-from meshwright.config.fields import flag, spelling
+from meshwright.config.fields import flag
+from meshwright.config.grammar import Machines
 from meshwright.config.pages import LAUNCHED
+from meshwright.config.problem import SettingsError, with_value
 from meshwright.config.schema import Parallel
 from meshwright.runtime.launch.elastic import Shape
 from meshwright.runtime.ranks.world import START_SECONDS, find_world
@@ -60,7 +63,7 @@ class LaunchConfig:
     master_port: int | None = flag(
         None, f"port on machine 0 (none: {PORT}, or any free port on a single machine)", "--master_port"
     )
-    node_ips: str | None = flag(
+    node_ips: Machines | None = flag(
         None,
         "A,B,...: addresses of all machines, instead of the three flags above; each finds its own number",
         "--node_ips",
@@ -109,28 +112,36 @@ def build_program(words: list[str]) -> list[str]:
 
 def make_plan(config: LaunchConfig) -> LaunchPlan:
     """Check the flags and work out what this machine starts."""
-    ips = [ip.strip() for ip in (config.node_ips or "").split(",") if ip.strip()]
+    ips = config.node_ips.addresses if config.node_ips else ()
     nodes = config.nnodes if config.nnodes is not None else len(ips) or 1
     require_numbers(config, nodes)
     if ips and len(ips) != nodes:
-        raise UserError(f"--node-ips names {len(ips)} addresses, --nnodes is {nodes}; give one for each machine")
+        raise SettingsError(
+            f"{{node_ips}} names {len(ips)} addresses, {{nnodes}} is {nodes}; give one for each machine"
+        )
     if ips and config.master_addr not in (None, ips[0]):
-        raise UserError(f"--master-addr {config.master_addr} is not the first of --node-ips, {ips[0]}; give only one")
+        raise SettingsError(
+            f"{{master_addr={config.master_addr}}} is not the first of {{node_ips}}, {ips[0]}; give only one"
+        )
     address, node = config.master_addr or (ips[0] if ips else None), config.node_rank
     if nodes > 1 and address is None:
-        raise UserError(f"--nnodes {nodes} needs --master-addr with --node-rank, or --node-ips")
+        raise SettingsError(f"{{nnodes={nodes}}} needs {{master_addr}} with {{node_rank}}, or {{node_ips}}")
     if nodes > 1 and node is None:
         if not ips:
-            raise UserError(f"--nnodes {nodes} needs --node-rank, the number of this machine from 0 to {nodes - 1}")
+            raise SettingsError(
+                f"{{nnodes={nodes}}} needs {{node_rank}}, the number of this machine from 0 to {nodes - 1}"
+            )
         node = find_own_number(ips)
     if not 0 <= (node or 0) < nodes:
-        raise UserError(f"--node-rank {node} does not fit --nnodes {nodes}; machines count from 0 to {nodes - 1}")
+        raise SettingsError(
+            f"{{node_rank={node}}} does not fit {{nnodes={nodes}}}; machines count from 0 to {nodes - 1}"
+        )
     if config.node_ips is not None and not ips:
-        raise UserError("--node-ips is empty; check for an unset shell variable")
+        raise SettingsError("{node_ips} is empty; check for an unset shell variable")
     if not 0 < config.wait <= 10**6:
-        raise UserError(f"--wait {config.wait:g} must be above 0 seconds and at most {10**6}")
+        raise SettingsError(f"{{wait={config.wait:g}}} must be above 0 seconds and at most {10**6}")
     if config.max_restarts < 0:
-        raise UserError(f"--max-restarts {config.max_restarts} must be 0 or more")
+        raise SettingsError(f"{{max_restarts={config.max_restarts}}} must be 0 or more")
     port = config.master_port or (PORT if nodes > 1 else 0)
     count = count_processes(config.nproc_per_node)
     least, most = find_bounds(config, count * nodes)
@@ -141,9 +152,9 @@ def make_plan(config: LaunchConfig) -> LaunchPlan:
 
 def require_numbers(config: LaunchConfig, nodes: int) -> None:
     if nodes < 1:
-        raise UserError(f"--nnodes {nodes} must be 1 or more")
+        raise SettingsError(f"{{nnodes={nodes}}} must be 1 or more")
     if config.master_port is not None and not 0 < config.master_port < 65536:
-        raise UserError(f"--master-port {config.master_port} is not a port; use 1 to 65535")
+        raise SettingsError(f"{{master_port={config.master_port}}} is not a port; use 1 to 65535")
 
 
 def find_bounds(config: LaunchConfig, ranks: int) -> tuple[int, int]:
@@ -152,12 +163,14 @@ def find_bounds(config: LaunchConfig, ranks: int) -> tuple[int, int]:
         return 0, 0
     for name in ("min_ranks", "max_ranks"):
         if (number := getattr(config, name)) is not None and number < 1:
-            raise UserError(f"{spelling(name)} {number} must be 1 or more")
+            raise SettingsError(f"{with_value(name, number)} must be 1 or more")
     least, most = config.min_ranks or 1, config.max_ranks or ranks
     if least > most:
-        raise UserError(f"--min-ranks {least} is above {f'--max-ranks {most}' if config.max_ranks else f'all {ranks}'}")
+        raise SettingsError(
+            f"{{min_ranks={least}}} is above {f'{{max_ranks={most}}}' if config.max_ranks else f'all {ranks}'}"
+        )
     if least > ranks:
-        raise UserError(f"--min-ranks {least} is above the {ranks} ranks of --nnodes and --nproc-per-node")
+        raise SettingsError(f"{{min_ranks={least}}} is above the {ranks} ranks of {{nnodes}} and {{nproc_per_node}}")
     return least, min(most, ranks)
 
 
@@ -168,14 +181,16 @@ def count_processes(text: str) -> int:
     if text == "cpu":
         return host.cores()
     if text not in ("auto", "gpu"):
-        raise UserError(f"--nproc-per-node {text[:50]} is neither a number from 1 to 9999 nor one of auto, gpu, cpu")
+        raise SettingsError(
+            f"{{nproc_per_node={text[:50]}}} is neither a number from 1 to 9999 nor one of auto, gpu, cpu"
+        )
     count = devices.count_accelerators()
     if text == "gpu" and not count:
-        raise UserError("--nproc-per-node gpu: torch sees no accelerator on this machine; give a number, or cpu")
+        raise SettingsError("{nproc_per_node=gpu}: torch sees no accelerator on this machine; give a number, or cpu")
     return count or 1
 
 
-def find_own_number(addresses: list[str]) -> int:
+def find_own_number(addresses: Sequence[str]) -> int:
     """Return the position of this machine's address in the list."""
     own = [n for n, address in enumerate(addresses) if _is_own(address)]
     if len(own) != 1:
@@ -189,7 +204,9 @@ def _is_own(address: str) -> bool:
     try:
         infos = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise UserError(f"the name {address} in --node-ips has no address ({error.strerror})", UNAVAILABLE) from None
+        raise SettingsError(
+            f"the name {address} in {{node_ips}} has no address ({error.strerror})", UNAVAILABLE
+        ) from None
     for family, _, _, _, (ip, _, *scope) in infos:
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as s:
             s.connect((ip, 1, *scope))  # sends nothing; it looks up the route
@@ -204,15 +221,17 @@ def launch_flags_of(parallel: Parallel) -> list[str] | None:
     world = find_world(os.environ, parallel.local_rank)
     if world.launcher != "none":
         if per_node * nodes not in (1, world.size):
-            raise UserError(
-                f"--num-gpus-per-node {per_node} x --num-nodes {nodes} are {per_node * nodes} ranks, but "
+            raise SettingsError(
+                f"{{num_gpus_per_node={per_node}}} x {{num_nodes={nodes}}} are {per_node * nodes} ranks, but "
                 f"{world.launcher} started {world.size}; leave these flags out under a launcher, or start "
                 f"{per_node * nodes}"
             )
         return None
-    ips = [ip for ip in (parallel.node_ips or "").replace(" ", "").split(",") if ip]
+    ips = parallel.node_ips.addresses if parallel.node_ips else ()
     if nodes > 1 and len(ips) < nodes:
-        raise UserError(f"--node-ips names {len(ips)} addresses, --num-nodes is {nodes}; give one for each machine")
+        raise SettingsError(
+            f"{{node_ips}} names {len(ips)} addresses, {{num_nodes}} is {nodes}; give one for each machine"
+        )
     if per_node * nodes == 1:
         return None
     words = ["--nproc-per-node", str(per_node), "--nnodes", str(nodes)]

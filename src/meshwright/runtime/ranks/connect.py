@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, TypeVar
 from meshwright.base import device as devices
 from meshwright.base.console import no_stderr
 from meshwright.base.errors import HANG, UNAVAILABLE, USAGE, UserError
+from meshwright.config.problem import SettingsError
 from meshwright.runtime.ranks.compare import format_ranks
 from meshwright.runtime.ranks.lost import bare_message, is_lost_rank
 from meshwright.runtime.ranks.orphans import die_with_launcher
@@ -351,8 +352,9 @@ def _require_free(port: int) -> None:
 
 
 def _occupied(port: int) -> UserError:
-    return UserError(
-        f"port {port} of this machine ({socket.gethostname()}) is in use; choose another MASTER_PORT or --master-port",
+    return SettingsError(
+        f"port {port} of this machine ({socket.gethostname()}) is in use; "
+        "choose another MASTER_PORT or {master_port}",
         UNAVAILABLE,
     )
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from meshwright.base.errors import HANG, UserError
+from meshwright.config.problem import SettingsError
 from meshwright.runtime.ranks.world import World
 
 # Seconds for the reporting rank to print: a launcher stops all ranks when the first one ends.
@@ -49,21 +50,22 @@ def error_to_report(error: Exception, world: World, minutes: float) -> Exception
     reported = (explain_lost_rank(error, minutes) if world.size > 1 else None) or error
     if not isinstance(reported, UserError) or world.size == 1:
         return reported
-    message = str(reported)
+    message = str(reported.args[0])
     if not reported.everywhere:
         message = f"rank {world.rank}: {message}" if world.rank else message
     elif world.local_rank:  # the first rank of each machine prints it
         time.sleep(REPORT_SECONDS)
         message = ""
-    return UserError(message, reported.status, everywhere=True)
+    reported.args, reported.everywhere = (message,), True
+    return reported
 
 
 def explain_lost_rank(error: BaseException, minutes: float) -> UserError | None:
     """Return the error to raise for torch's if another rank exited or did not answer, else None."""
     if not is_lost_rank(error):
         return None
-    return UserError(
-        f"another rank ended, or did not answer within --distributed-timeout-minutes {minutes:g}; its own error, if "
+    return SettingsError(
+        f"another rank ended, or did not answer within {{distributed_timeout_minutes={minutes:g}}}; its own error, if "
         f"any, is above or in its node's log ({bare_message(error)})",
         HANG,
     )

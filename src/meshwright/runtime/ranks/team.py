@@ -196,7 +196,7 @@ class Team:
         try:
             return {"value": act()}, None
         except UserError as error:
-            return {"error": str(error), "status": error.status, "kind": type(error).__name__}, None
+            return {"error": error.args[0], "status": error.status, "kind": type(error).__name__}, None
         except Exception as error:  # a defect: its traceback appears here, its message on the other ranks
             text = f"rank {self.rank}: {type(error).__name__}: {error}"
             return {"error": text, "status": UNEXPECTED, "kind": ""}, error

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwright.base.errors import UserError
+from meshwright.config.problem import SettingsError
 
 START_SECONDS = 30.0  # from the start of a process until all ranks must be there
 ATTEMPT = "_MESHWRIGHT_ATTEMPT"  # set by an elastic launch for its ranks: with how many it starts, and why
@@ -194,9 +195,9 @@ def require_world_size(world: World, wanted: int | None) -> None:
     """Raise UserError if the flag --world-size differs from what the launcher started."""
     if wanted is not None and wanted != world.size:
         by = "one process, without a launcher" if world.launcher == "none" else f"{world.size}, by {world.launcher}"
-        raise UserError(
+        raise SettingsError(
             f"--world-size {wanted}, but started as {by}; start {wanted}, as with meshwright launch --nproc-per-node "
-            f"{wanted}, or change --world-size to {world.size}"
+            f"{wanted}, or change {{world_size}} to {world.size}"
         )
 
 

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.base import device as devices
-from meshwright.base.errors import UserError
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import TrainConfig
 from meshwright.data.loader import Batch
 from meshwright.model.gpt import GPT
@@ -47,10 +47,10 @@ def require_memory(config: TrainConfig, padded: int, pipeline_rank: int, device:
     logits = logits_bytes(config, padded, pipeline_rank)
     if state + logits > have:
         parameters = parameters_of_ranks(config, padded)[pipeline_rank]
-        raise UserError(
+        raise SettingsError(
             f"this run needs at least {(state + logits) / 2**30:,.1f} GiB ({state / 2**30:,.1f} for {parameters:,} "
             f"parameters with their optimizer, {logits / 2**30:,.1f} for the logits of {micro} x {seq} tokens), "
-            f"but the device has {have / 2**30:,.1f} GiB; reduce the model, --micro-batch-size or --seq-length"
+            f"but the device has {have / 2**30:,.1f} GiB; reduce the model, {{micro_batch_size}} or {{seq_length}}"
         )
 
 

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshwright.base.errors import UserError
 from meshwright.checkpoint import loading
 from meshwright.checkpoint.sources import Source, TensorBoxes
 from meshwright.config.data_paths import prefixes
 from meshwright.config.fields import with_settings
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import TrainConfig
 from meshwright.parallel.layout import DIMENSIONS, Layout, connect, layout_of
 from meshwright.training.forecast import find_forecast
@@ -35,7 +35,7 @@ def describe_rank(config: TrainConfig, vocab: int, padded: int) -> list[str]:
     rank, world = config.parallel.rank, config.world
     assert rank is not None
     if rank >= world:
-        raise UserError(f"--rank {rank} does not fit --world-size {world}; ranks count from 0 to {world - 1}")
+        raise SettingsError(f"{{rank={rank}}} does not fit {{world_size={world}}}; ranks count from 0 to {world - 1}")
     before, began = peak_memory(), time.perf_counter()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-from meshwright.base.errors import UNAVAILABLE, UserError
-from meshwright.config.fields import spelling
+from meshwright.base.errors import UNAVAILABLE
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import Logging
 
 # The setting that needs a package, the package, and what installs it.
@@ -23,4 +23,4 @@ def require_packages(logging: Logging) -> None:
         known = sys.modules[package] if package in sys.modules else importlib.util.find_spec(package)
         if getattr(logging, setting) and known is None:
             hint = f"install it with pip install 'meshwright[{extra}]'"
-            raise UserError(f"{spelling(setting)} needs {package}: {hint}", UNAVAILABLE)
+            raise SettingsError(f"{{{setting}}} needs {package}: {hint}", UNAVAILABLE)

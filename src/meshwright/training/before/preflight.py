@@ -13,6 +13,7 @@ from meshwright.base.console import set_stream, show
 from meshwright.base.errors import DONE, USAGE, UserError
 from meshwright.config import checks
 from meshwright.config.data_paths import prefixes
+from meshwright.config.problem import Problem
 from meshwright.config.schema import TrainConfig
 from meshwright.data import tokenizers
 from meshwright.data.files.indexed import Indexed, check_vocabulary
@@ -77,7 +78,8 @@ def dry_run(config: TrainConfig) -> int:
     saved = tokenizers.find_of_data(prefixes(d)) or tokenizers.find_saved(folder, loaded_folder(config))
     if t.tokenizer_type == "GPT2BPETokenizer" and not (tokenizers.is_named(t) or t.vocab_size or saved):
         size = 50257
-        later.append("--tokenizer is needed (counted here as GPT-2's 50,257 ids)")
+        needed = "{tokenizer} is needed (counted here as GPT-2's 50,257 ids)"
+        later.append(Problem(("tokenizer",), needed, "missing"))
     else:
         vocabulary = find_vocabulary(config, folder)
         size = vocabulary.size

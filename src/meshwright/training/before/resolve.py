@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import platform
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,7 @@ from meshwright.checkpoint import formats, mirror, owner, steps
 from meshwright.config import check_model, checks, data_paths, dialects, flags, notices
 from meshwright.config.fields import spelling, with_settings
 from meshwright.config.grammar import blend
+from meshwright.config.problem import Given, Problem, SettingsError, Words, listed, plain, require, stated, with_value
 from meshwright.config.schema import TokenizerFlags, TrainConfig
 from meshwright.data import tokenizers
 from meshwright.data.sets import count_epochs
@@ -132,19 +132,19 @@ def require_start_folder(parsed: flags.Parsed[TrainConfig]) -> None:
 
 def require_fit(config: TrainConfig, inherited: Mapping[str, Any]) -> None:
     """Refuse flags that do not fit inherited settings, and say which come from the checkpoint."""
-    wrong, origin = check_model.architecture_problems(config.model, config.data), f" of {config.checkpoint.load}"
-    if positions := inherited.get("max_position_embeddings"):
-        of_flag = f"--max-position-embeddings {positions} is below --seq-length {config.data.seq_length}"
-        made = (
-            f"the model{origin} was made for {positions} positions, and --seq-length {config.data.seq_length} is more"
-        )
-        wrong = [line.replace(of_flag, made) for line in wrong]
-    for name, value in inherited.items():
-        stated = f"{spelling(name)} {value}"
-        pattern = re.compile(rf"{re.escape(stated)}(?![\d.])")
-        wrong = [pattern.sub(lambda match: match[0] + origin, line) for line in wrong]
-    if wrong := [line for line in wrong if origin in line]:
-        raise UserError(flags.listed(wrong))
+    load = str(config.checkpoint.load)
+    words = Words(given={name: Given(spelling(name), " ", f" of {load}") for name in inherited})
+    wrong = [
+        problem
+        for problem in check_model.architecture_problems(config.model, config.data)
+        if not inherited.keys().isdisjoint(problem.about)
+    ]
+    if "max_position_embeddings" in inherited:  # nobody gave it, so it is said where it is from
+        made = f"the model of {plain(load)} was made for {config.model.max_position_embeddings} positions"
+        text = f"{made}, and {stated(config.data, 'seq_length')} is more: lower {{seq_length}}, or train a new model"
+        about = ("max_position_embeddings", "seq_length")
+        wrong = [Problem(about, text) if problem.about == about else problem for problem in wrong]
+    require(wrong, words)
 
 
 def resolve(
@@ -203,14 +203,13 @@ def identity_of(config: TrainConfig, vocabulary: Vocabulary) -> dict[str, Any]:
 
 def require_settings(config: TrainConfig, needs_data: bool) -> None:
     """Require settings that fit each other, and folders."""
-    if problems := checks.problems(config, needs_data):
-        raise UserError(flags.listed(problems))
+    require(checks.problems(config, needs_data))
     c, curves = config.checkpoint, config.logging.tensorboard_dir
     if c.ckpt_format != "native":
         formats.require_written(c.ckpt_format)
-    for flag, root in (("--run-dir", c.run_dir), ("--save", c.save), ("--tensorboard-dir", curves)):
+    for name, root in (("run_dir", c.run_dir), ("save", c.save), ("tensorboard_dir", curves)):
         if root and Path(root).exists() and not Path(root).is_dir():
-            raise UserError(f"{flag} {root} is a file, not a folder")
+            raise SettingsError(f"{with_value(name, root)} is a file, not a folder")
 
 
 def bring_files(config: TrainConfig) -> None:
@@ -260,7 +259,7 @@ def apply_deepspeed_file(config: TrainConfig, prints: bool) -> TrainConfig:
     given = {name for name, value in flags.to_dict(config).items() if value != defaults[name]}
     config, notes, problems = dialects.fill_from_file(config, given)
     if problems:
-        raise UserError(flags.listed(problems))
+        raise SettingsError(listed(problems))
     for note in notes if prints else ():
         console.notice(f"note: {note}")
     return config

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from meshwright.base.console import remark
 from meshwright.base.errors import UserError
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import Sampling, TrainConfig
 from meshwright.data.loader import Batch
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.generation import sampling
 from meshwright.generation.requests import Request, text_until_stop
 from meshwright.kernels.twins import upcast
-from meshwright.training.beside.scores import runs_one_shape
+from meshwright.training.beside.eval_tasks import runs_one_shape
 from meshwright.training.log.metrics import Metrics
 from meshwright.training.step import Network
 
@@ -33,7 +34,7 @@ class SampleWriter:
     def __init__(self, config: TrainConfig, net: Network, vocab: int, tokenizer: Tokenizer | None) -> None:
         g, self.length = config.logging, config.data.seq_length or 0
         if tokenizer is None:
-            raise UserError("--sample-interval writes text, for which the run needs a tokenizer; give --tokenizer")
+            raise SettingsError("{sample_interval} writes text, for which the run needs a tokenizer; give {tokenizer}")
         self.net, self.vocab, self.tokenizer, self.rows = net, vocab, tokenizer, config.micro_batch
         self.seed, self.count = config.training.seed, g.sample_length
         self.options = Sampling(temperature=g.sample_temperature)

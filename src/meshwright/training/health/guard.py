@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.base.console import remark
 from meshwright.base.errors import NON_FINITE, UserError, first_line
-from meshwright.config.grammar import ON_NONFINITE, ON_SPIKE, reaction
+from meshwright.config.problem import SettingsError
 from meshwright.training.health.diagnosis import Origin, find_origin
 
 if TYPE_CHECKING:
@@ -39,8 +39,7 @@ class Guard:
     def __init__(self, state: State, metrics: Metrics, in_flight: InFlight, feed: Feed) -> None:
         self.state, self.metrics, self.in_flight, self.feed = state, metrics, in_flight, feed
         self.config, self.progress = state.config, state.progress
-        self.on_nonfinite = reaction(self.config.training.on_nonfinite, ON_NONFINITE) or ("stop", 0)
-        self.on_spike = reaction(self.config.training.on_spike, ON_SPIKE) or ("off", 0)
+        self.on_nonfinite, self.on_spike = self.config.training.on_nonfinite, self.config.training.on_spike
         self.in_spike = False  # whether the last loss was one's
         # Samples of applied steps when the run began or was last rolled back.
         self.since = self.progress.schedule_samples
@@ -61,7 +60,7 @@ class Guard:
 
     def nonfinite(self, step: Submitted, loss: float, norm: float) -> bool:
         """React to a step that was not applied."""
-        word, times = self.on_nonfinite
+        word, times = self.on_nonfinite.word, self.on_nonfinite.times
         has_changed, begun = self.in_flight.drop(), time.perf_counter()
         origin = self.locate(step, math.isfinite(loss))
         if has_changed and not origin.is_state:
@@ -94,7 +93,7 @@ class Guard:
 
     def applied(self, step: Submitted, loss: float) -> bool:
         """React to the loss of an applied step if it is a spike; keep it for the next ones."""
-        word, times = self.on_spike
+        word, times = self.on_spike.word, self.on_spike.times
         losses, factor = self.state.losses, self.config.training.spike_factor
         if word == "off":
             return False
@@ -119,7 +118,7 @@ class Guard:
         save = self.config.checkpoint.save
         saved = f"the checkpoints in {save} are of earlier steps; " if save else ""
         cure = f"continue with --on-spike rollback:K, or lower --lr (now {self.config.optimizer.lr})"
-        raise UserError(f"{what} (--on-spike stop); {saved}{cure}", NON_FINITE, everywhere=True)
+        raise SettingsError(f"{what} ({{on_spike=stop}}); {saved}{cure}", NON_FINITE, everywhere=True)
 
     def failure(self, what: str, origin: Origin | None) -> UserError:
         c = self.config

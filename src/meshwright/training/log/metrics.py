@@ -34,7 +34,7 @@ from meshwright.training.log.screen import LineScreen
 from meshwright.training.log.timers import Timers
 from meshwright.training.log.trackers import RunToDraw, open_trackers, tags, validation_tags
 from meshwright.training.state.folder import LivePage, find_page
-from meshwright.training.tasks import Task
+from meshwright.training.tasks import PreparedTask
 
 # Dense half-precision peaks in FLOP/s by a part of the device's name, from the vendors' datasheets.
 PEAKS = {"B200": 2250e12, "RTX 4090": 165e12, "L40S": 362e12, "V100": 125e12}
@@ -234,14 +234,15 @@ class Metrics:
         for tracker in self.trackers:
             tracker.text(f"sample {number}", prompt + text, iteration)
 
-    def score(self, iteration: int, consumed: int, task: Task, values: dict[str, float], seconds: float) -> None:
+    def score(
+        self, iteration: int, consumed: int, task: PreparedTask[Any], values: dict[str, float], seconds: float
+    ) -> None:
         """Record the measures of one of --eval-tasks, and print Megatron's framed line."""
         say(f"scores at iteration {iteration} ({task.variant}):\n{task.line(values)}")
         if self.screen is not None:
             self._show(self.screen.score(iteration, task.name, task.headline, values))
-        scores = task.scores(values)
-        facts: dict[str, Any] = {"task": task.name, "variant": task.variant, "file": task.file, "sha256": task.sha256}
-        facts |= {"seconds": round(seconds, 3), "values": values}
+        scores = task.columns(values)
+        facts = {"task": task.name} | task.facts | {"seconds": round(seconds, 3), "values": values}
         self.row("scores", iteration, scores=scores, **facts)
         self._track({f"scores/{name}": value for name, value in scores.items()}, iteration, consumed)
 

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.base import registry
-from meshwright.base.errors import UNAVAILABLE, UserError
+from meshwright.base.errors import UNAVAILABLE
 from meshwright.base.files import own_folder, read_small, replacing, require_unlinked
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import Logging
 from meshwright.training.before.packages import require_packages
 from meshwright.training.log.columns import STEP_COLUMNS
@@ -100,7 +101,7 @@ def open_tensorboard(run: RunToDraw) -> Tracker | None:
         return None
     except ImportError as e:
         if logging.tensorboard_dir:
-            raise UserError(f"--tensorboard-dir: {e}", UNAVAILABLE) from None
+            raise SettingsError(f"{{tensorboard_dir}}: {e}", UNAVAILABLE) from None
         return None
     lines = (f"    {key}: {json.dumps(value, default=str)}" for key, value in run.settings.items())
     tracker.text("arguments", "\n".join(lines))
@@ -174,7 +175,7 @@ class Wandb(Tracker):
             )
         except Exception as e:
             hint = "wandb login, or WANDB_MODE=offline to upload later"
-            raise UserError(f"--wandb-project {logging.wandb_project}: {e} ({hint})", UNAVAILABLE) from None
+            raise SettingsError(f"{{wandb_project={logging.wandb_project}}}: {e} ({hint})", UNAVAILABLE) from None
         if id_file:
             with replacing(id_file) as file:
                 file.write(f"{run_id}\n".encode())
@@ -202,7 +203,9 @@ class Trackio(Tracker):
                     project=project, name=name, config=settings, resume="never" if first == 1 else "allow", embed=False
                 )
         except Exception as e:
-            raise UserError(f"--trackio-project {project}: {e} (leave it out to go on without)", UNAVAILABLE) from None
+            raise SettingsError(
+                f"{{trackio_project={project}}}: {e} (leave it out to go on without)", UNAVAILABLE
+            ) from None
         # The package's own finish, or it would finish the run once more when Python ends.
         self.markdown, self.end = trackio.Markdown, trackio.finish
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.base.console import remark
-from meshwright.base.errors import BAD_DATA, LOCKED, UserError, bad_data, first_line, what_it_holds
+from meshwright.base.errors import BAD_DATA, LOCKED, bad_data, first_line, what_it_holds
 from meshwright.base.runs.history import read_settings
 from meshwright.base.runs.rows import METRICS, find_last_step, holds_steps
 from meshwright.base.storage import addresses
@@ -22,6 +22,7 @@ from meshwright.config.check_model import contradictions
 from meshwright.config.check_steps import kept_by
 from meshwright.config.data_paths import path_sets, path_settings, prefixes
 from meshwright.config.fields import spelling, with_settings
+from meshwright.config.problem import SettingsError, listed, with_value
 from meshwright.config.schema import ARCHITECTURE, STATED, Checkpoint, TrainConfig, flags_with
 from meshwright.data.files.indexed import Indexed, content_sample, fingerprint
 from meshwright.data.history import BlendHistory, continue_history, first_eight
@@ -73,20 +74,21 @@ def refuse_missing(config: TrainConfig) -> None:
     """Refuse a --load without a checkpoint, unless it is --save: then the run starts anew."""
     c = config.checkpoint
     needed = ("num_layers", "hidden_size", "num_attention_heads")
-    lacking = [spelling(n) for n in needed if not getattr(config.model, n)]
+    lacking = [f"{{{n}}}" for n in needed if not getattr(config.model, n)]
     switches = ("use_checkpoint_args", "finetune", "exit_on_missing_checkpoint", "no_load_optim")
-    on = [spelling(n) for n in switches if getattr(c, n)] + ["--skip-train"] * config.training.skip_train
+    on = [n for n in switches if getattr(c, n)] + ["skip_train"] * config.training.skip_train
     if on:
-        then = f", but {on[0]} needs one; give a folder that holds a checkpoint"
+        then = f", but {{{on[0]}=True}} needs one; give a folder that holds a checkpoint"
     elif lacking:
         then = f", and without one {', '.join(lacking)} must be given"
     elif not is_continued(c):
-        then = f"; to start anew, leave --load out{f', or give --load {c.save} as in --save' if c.save else ''}"
+        same = f", or give {with_value('load', c.save)} as in {{save}}" if c.save else ""
+        then = f"; to start anew, leave {{load}} out{same}"
     else:
         return
     problem = "no checkpoint found" if Path(c.load or "").exists() else "there is no such folder"
     then = what_it_holds(Path(c.load or "")) or then
-    raise UserError(f"--load {c.load}: {problem}{then}", BAD_DATA, everywhere=True)
+    raise SettingsError(f"{{load={c.load}}}: {problem}{then}", BAD_DATA, everywhere=True)
 
 
 def require_clear_start(config: TrainConfig, source: Source) -> None:
@@ -107,19 +109,19 @@ def require_clear_start(config: TrainConfig, source: Source) -> None:
         name = config.lengths[0]
         unit = "steps" if name == "train_iters" else name.removeprefix("train_")
         length, done = getattr(config.training, name), f"{step:,} steps ({consumed:,} samples) are done"
-        why.append(f"{spelling(name)} ({length:,} {unit}) counts from the beginning, and {done}, so none is left")
-        continuing.append(f"raise {spelling(name)}")
+        why.append(f"{{{name}}} ({length:,} {unit}) counts from the beginning, and {done}, so none is left")
+        continuing.append(f"raise {{{name}}}")
     if is_other and (gone := data_left_out(config, state)):
         why.append(f"the data are others: {', '.join(first_eight(gone))} is not among them")
-        continuing.append("add --blend-change-at now")
+        continuing.append("add {blend_change_at=now}")
     if why:
-        continuing.append("add --override-opt_param-scheduler if the schedule changes")
-        raise UserError(
+        continuing.append("add {override_opt_param_scheduler=True} if the schedule changes")
+        raise SettingsError(
             "\n  ".join(
                 [
                     f"is this to continue the run in {root} from step {step}, or to begin anew from its weights?",
                     *why,
-                    "to begin anew, add --finetune, with a --save of its own",
+                    "to begin anew, add {finetune=True}, with a {save} of its own",
                     f"to continue, {', '.join(continuing)}",
                 ]
             )
@@ -132,13 +134,14 @@ def require_chosen_batch(config: TrainConfig, before: int | None) -> None:
     if config.training.global_batch_size is None and before and before != now:
         ranks = f" x {config.dp} data-parallel ranks" if config.dp > 1 else " on one data-parallel rank"
         micro = kept_by(before, config)
-        smaller = f" --micro-batch-size {micro}" if micro != config.micro_batch else ""
-        keep = f"add --global-batch-size {before}{smaller} to continue with the same batch, which keeps the losses"
+        smaller = f" {{micro_batch_size={micro}}}" if micro != config.micro_batch else ""
+        keep = f"add {{global_batch_size={before}}}{smaller} to continue with the same batch, which keeps the losses"
         if micro is None:
             keep = f"take a number of data-parallel ranks that divides {before} to keep the batch and the losses"
-        raise UserError(
-            f"the checkpoint's global batch was {before}, and without --global-batch-size it would be {now} now "
-            f"(--micro-batch-size {config.micro_batch}{ranks}); {keep}, or add --global-batch-size {now} to change it"
+        raise SettingsError(
+            f"the checkpoint's global batch was {before}, and without {{global_batch_size}} it would be {now} now "
+            f"({{micro_batch_size={config.micro_batch}}}{ranks}); "
+            f"{keep}, or add {{global_batch_size={now}}} to change it"
         )
 
 
@@ -163,9 +166,9 @@ def require_moments(config: TrainConfig, source: Source) -> None:
     found = {name.partition("/")[2] for name in source.tensors} - {"", AVERAGE}
     fits = found >= wanted if chosen == "muon" else found == wanted  # Muon leaves some parameters to AdamW
     if not config.checkpoint.no_load_optim and not fits:
-        raise UserError(
-            f"{source.folder} has no state of --optimizer {chosen}: it was saved with "
-            "--no-save-optim or another --optimizer; add --no-load-optim or --finetune",
+        raise SettingsError(
+            f"{source.folder} has no state of {{optimizer={chosen}}}: it was saved with "
+            "{no_save_optim=True} or another {optimizer}; add {no_load_optim=True} or {finetune=True}",
             BAD_DATA,
         )
 
@@ -183,19 +186,24 @@ def guard_existing(config: TrainConfig) -> None:
     existing, continues = steps.list_checkpoints(c.save), is_continued(c)
     if continues and not c.finetune:
         if c.save_overwrite:
-            raise UserError("--save-overwrite starts anew and --load continues the same folder; give only one of them")
+            raise SettingsError(
+                "{save_overwrite=True} starts anew and {load} continues the same folder; give only one of them"
+            )
         return
     if not existing or c.save_overwrite:
         return
     if continues:
-        message = f"--finetune starts a new run, but --save {c.save} holds the one that is loaded: give another folder"
-        raise UserError(message, LOCKED)
+        folder = f"{with_value('save', c.save)} holds the one that is loaded: give another folder"
+        raise SettingsError(f"{{finetune=True}} starts a new run, but {folder}", LOCKED)
     ours = steps.list_steps(c.save)
     newest = steps.step_folder(c.save, ours[0]).name if ours else existing[-1]
     then = f"continue from {c.load}" if c.load else "start anew"
-    how = f"give --load {c.save} and no --finetune" if c.finetune else f"add --load {c.save}"
-    message = f"--save {c.save} already holds {newest}: {how} to continue it, or --save-overwrite to "
-    raise UserError(f"{message}move it aside and {then}", LOCKED)
+    load = with_value("load", c.save)
+    how = f"give {load} and no {{finetune=True}}" if c.finetune else f"add {load}"
+    message = (
+        f"{with_value('save', c.save)} already holds {newest}: {how} to continue it, or {{save_overwrite=True}} to "
+    )
+    raise SettingsError(f"{message}move it aside and {then}", LOCKED)
 
 
 def note_kept_model(c: Checkpoint) -> None:
@@ -242,10 +250,15 @@ def guard_run_folder(config: TrainConfig) -> None:
         steps.split_path(path)[0].resolve() for path in continued if path
     ]:
         return
-    flag = "--run-dir" if c.run_dir else "--save"
-    ways = f"{flag} {folder} already holds the curves of another run: give another folder, or --save-overwrite to move "
-    more = f", or --load {before} --save {before} to continue that run" if before else ""
-    raise UserError(f"{ways}its files aside{more}", LOCKED)
+    given = with_value("run_dir" if c.run_dir else "save", folder)
+    more = ""
+    if before:
+        more = f", or {with_value('load', before)} {with_value('save', before)} to continue that run"
+    raise SettingsError(
+        f"{given} already holds the curves of another run: give another folder, or {{save_overwrite=True}} to move "
+        f"its files aside{more}",
+        LOCKED,
+    )
 
 
 def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
@@ -256,18 +269,18 @@ def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
     fixed = [n for n in ARCHITECTURE if n != "max_position_embeddings" and n not in tunable]
     contradicted = contradictions(config.model, model, fixed)
     if contradicted:
-        raise UserError("\n  ".join(["these flags contradict the checkpoint:", *contradicted]), BAD_DATA)
+        raise SettingsError(listed(contradicted, "these settings contradict the checkpoint:"), BAD_DATA)
     ours, noted = saved_settings(config), flags_with(TrainConfig, "resume", "note")
     changed = [n for n in ours if n in (*noted, *tunable) and n in saved and saved[n] != ours[n]]
     # A new run has data and a recipe of its own: only changes of the network are worth a line each.
-    listed = [n for n in changed if n not in tunable] if config.checkpoint.finetune else []
+    own = [n for n in changed if n not in tunable] if config.checkpoint.finetune else []
     out = [
         f" > note: {name} is {_shown(ours[name])}, the checkpoint was trained with {_shown(saved[name])}"
         for name in changed
-        if name not in listed
+        if name not in own
     ]
-    if listed:
-        out.append(f" > note: with --finetune, these settings are not the checkpoint's: {', '.join(listed)}")
+    if own:
+        out.append(f" > note: with --finetune, these settings are not the checkpoint's: {', '.join(own)}")
     needed = [
         *(n for n in STATED if n not in ("embedding_dropout", "z_loss_coef")),
         "layernorm_epsilon",
@@ -289,9 +302,9 @@ def accept_changed_files(config: TrainConfig, changed: list[str]) -> list[str]:
     what = f"the training data have changed since the checkpoint: {'; '.join(first_eight(changed))}"
     if config.data.data_changed == "ok" or config.checkpoint.finetune:
         return [f" > note: {what}"]
-    raise UserError(
-        f"{what}. Give the files that it was trained on; or --data-changed ok to continue with these; or --finetune, "
-        "with a --save of its own, to begin anew from its weights",
+    raise SettingsError(
+        f"{what}. Give the files that it was trained on; or {{data_changed=ok}} to continue with these; "
+        "or {finetune=True}, with a {save} of its own, to begin anew from its weights",
         BAD_DATA,
     )
 

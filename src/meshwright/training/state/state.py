@@ -18,7 +18,7 @@ from meshwright.checkpoint.manifests import DamagedCheckpoint
 from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.checkpoint.sources import Source, TensorBoxes
 from meshwright.checkpoint.steps import NATIVE
-from meshwright.config.grammar import skipped
+from meshwright.config.problem import SettingsError
 from meshwright.data import tokenizers
 from meshwright.data.history import BlendHistory
 from meshwright.data.tokenizers import Tokenizer
@@ -37,6 +37,7 @@ from meshwright.training.state.resume import (
 from meshwright.training.state.saver import Saver
 
 if TYPE_CHECKING:
+    from meshwright.config.grammar import Iterations
     from meshwright.training.network import Spec
     from meshwright.training.step import Network
 
@@ -71,8 +72,8 @@ class State:
         self.progress = Progress()
         t = config.training
         # Losses of the last steps, the background against which a spike is judged.
-        self.losses = deque[float](maxlen=0 if t.on_spike == "off" else t.spike_window)
-        self.skipped_ranges = skipped(config.data.skip_train_iteration_range)
+        self.losses = deque[float](maxlen=0 if t.on_spike.word == "off" else t.spike_window)
+        self.skipped_ranges = config.data.skip_train_iteration_range
         self.skips: list[Any] = []  # (first sample, rule) of samples not trained on, for the record
         self.blends: BlendHistory | None = None  # of the training set
         self.epochs: list[list[Any]] | None = None  # of the training set; its order depends on them
@@ -101,10 +102,10 @@ class State:
             iteration, consumed = iteration + 1, consumed + size
         return iteration + max(c.samples - consumed, 0) // c.global_batch
 
-    def range_to_skip(self) -> tuple[int, int] | None:
+    def range_to_skip(self) -> Iterations | None:
         """Return the --skip-train-iteration-range that holds the next iteration."""
         following = self.progress.iteration + 1
-        return next((ends for ends in self.skipped_ranges if ends[0] <= following <= ends[1]), None)
+        return next((one for one in self.skipped_ranges if one.first <= following <= one.last), None)
 
     def pass_over(self, last: int) -> None:
         """Count the iterations up to `last` as done, without training."""
@@ -162,9 +163,9 @@ class State:
         """Take over a checkpoint's counters before its tensors are read, or refuse it."""
         c, state, saved = self.config.checkpoint, source.state, source.config
         if (name := state.get("network", GPT_NETWORK)) != self.net.name:
-            raise UserError(
+            raise SettingsError(
                 f"the checkpoint holds a {name} but this run builds a {self.net.name}, so its weights cannot be used; "
-                "run the program that trained it, or change --load",
+                "run the program that trained it, or change {load}",
                 BAD_DATA,
             )
         for line in differences(self.config, saved):
@@ -306,7 +307,9 @@ class State:
             self.team.run_on_all(lambda: tokenizers.require_same(tokenizer, saved_tokenizer))
         if c.save and self.will_train:
             if c.ckpt_format == "torch" and self.net.name != GPT_NETWORK:
-                raise UserError(f"--ckpt-format torch: Megatron-LM has no {self.net.name}; native holds any network")
+                raise SettingsError(
+                    f"{{ckpt_format=torch}}: Megatron-LM has no {self.net.name}; native holds any network"
+                )
             # The previous step and the new one; Megatron's format needs a temporary one too.
             copies = 3 if c.ckpt_format == "torch" else 2
             publish.check_writable(

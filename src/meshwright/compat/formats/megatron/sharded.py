@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshwright.base.errors import bad_data
+from meshwright.base.errors import BAD_DATA, bad_data
 from meshwright.checkpoint.boxes import Shape, split_boxes
 from meshwright.checkpoint.claims import claimed, claimed_heads
 from meshwright.checkpoint.sources import TensorView, aligned
+from meshwright.config.problem import SettingsError
 from meshwright.parallel import shard
 
 COPY = "wte.copy"
@@ -118,7 +119,9 @@ class ModelSizes:
         t, projection = 1 + ranks[-1].tp, shapes["attn.proj.weight"]
         if not isinstance(heads, int) or heads < 1 or projection[-1] * t % heads:
             if heads is None:
-                raise bad_data(f"{first.path} does not say how many heads there are: give --num-attention-heads")
+                raise SettingsError(
+                    f"{first.path} does not say how many heads there are: give {{num_attention_heads}}", BAD_DATA
+                )
             what = f"{projection[-1] * t} columns for its heads, not a multiple of --num-attention-heads {heads}"
             raise bad_data(f"{first.path} has {what}")
         head_dim, ffn = projection[-1] * t // heads, shapes["mlp.proj.weight"][1] * t

@@ -24,7 +24,7 @@ import torch
 from meshwright.base.console import notice
 from meshwright.base.errors import UserError
 from meshwright.checkpoint import exports
-from meshwright.checkpoint.pickle import pickles
+from meshwright.checkpoint.pickle.writer import Later, write_torch_file
 from meshwright.checkpoint.publish import Produce, Write
 from meshwright.checkpoint.saved_model import model_settings
 from meshwright.checkpoint.sources import Source, TensorInfo
@@ -139,7 +139,7 @@ def write_rank(target: MegatronExport, tp: int, pp: int, out: Write) -> None:
         tree["optimizer"] = adam_state(target, [ours for _, ours in stage], tp)
         if curve := schedule_of(source.state):
             tree["opt_param_scheduler"] = megatron_schedule(curve, source.state.get("schedule_samples", 0))
-    pickles.write_torch_file(tree, out)
+    write_torch_file(tree, out)
 
 
 def stage_parameters(target: MegatronExport, pp: int) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -156,7 +156,7 @@ def stage_parameters(target: MegatronExport, pp: int) -> Iterator[tuple[tuple[st
         yield ("word_embeddings_for_head", "weight"), "wte.weight"
 
 
-def rank_part(target: MegatronExport, name: str, tp: int, dtype: torch.dtype | None = None) -> pickles.Later:
+def rank_part(target: MegatronExport, name: str, tp: int, dtype: torch.dtype | None = None) -> Later:
     """Return a tensor rank's part of one of our tensors, by default in its own dtype.
 
     Moments of fewer bits are written in float32.
@@ -188,7 +188,7 @@ def rank_part(target: MegatronExport, name: str, tp: int, dtype: torch.dtype | N
             target.source.fill({name: (full, boxes, tensor.view(-1)[:count])})
         return tensor
 
-    return pickles.Later(shape, dtype, make)
+    return Later(shape, dtype, make)
 
 
 # Settings and optimizer

@@ -1,7 +1,7 @@
-"""Read text in other encodings than UTF-8, and say which one a text may be in.
+"""Decode text that is not UTF-8, and say which charset a text may have.
 
-Everything else in this room reads UTF-8. A byte that cannot be decoded becomes a mark that is no
-UTF-8 either, so that one place decides about bad bytes of all encodings.
+All readers read UTF-8. A byte that a charset lacks becomes bytes that are invalid in UTF-8 too, so
+that one place decides about the bad bytes of all charsets.
 """
 
 from __future__ import annotations
@@ -105,15 +105,19 @@ def declared_codec(page: bytes) -> str:
     return "" if codec.startswith("utf") else LARGER.get(codec, codec)
 
 
+def codec_of_page(page: bytes, given: str) -> str:
+    """Return the codec of a page of HTML: that of its mark, the declared or the given one."""
+    return codec_of(page) or declared_codec(page) or codec_of(page, given)
+
+
 def transcode(chunks: Iterable[bytes], codec: str) -> Iterator[bytes]:
-    """Yield a text in UTF-8, after its mark."""
-    yield BOM
+    """Yield a text in UTF-8."""
     for text in codecs.iterdecode(chunks, codec, "meshwright-broken"):
         yield text.encode("utf-8", "surrogateescape")
 
 
 def to_utf8(content: bytes, codec: str) -> bytes:
-    """Return a text in UTF-8, with a mark if it was in another encoding."""
+    """Return a text in UTF-8."""
     return b"".join(transcode([content], codec)) if codec else content
 
 

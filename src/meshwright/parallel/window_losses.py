@@ -1,8 +1,13 @@
-"""Score windows of tokens with a model, whole or cut over ranks: their loss and right labels."""
+"""The losses and right labels of windows of tokens, by a model that is whole or cut over ranks.
+
+Every measure of an evaluation cuts its texts into `Window`s and adds up what `score_windows`
+returns for each. A `Scorer` runs the model, in whatever layout that is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -11,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshwright.data.loader import Batch
+from meshwright.data.windows import Window
 from meshwright.kernels.cross_entropy import cross_entropy
 from meshwright.model.gpt import GPT
 from meshwright.model.loss import first_positions
@@ -30,10 +36,49 @@ class WindowBatch(NamedTuple):
     ranges: int = 0  # of positions, whose losses are returned too
 
 
+AT_ONCE = 64  # full micro-batches whose windows are sorted by length and given to a scorer together
+WIDTH = 16  # few widths are few variants of a kernel
+
 # Micro-batches to [rows of all of them, 2 + ranges] float64 on the host: the nats of a row's
 # counted predictions, how many of these have the likeliest token as their label, and the nats of
 # each range of positions.
 Scorer = Callable[[list[WindowBatch]], Tensor]
+
+
+def score_windows(
+    scorer: Scorer, windows: Iterable[Window], length: int, batch: int, fixed: bool = False, ranges: int = 0
+) -> Iterator[Tensor]:
+    """Yield [n, 2 + ranges], what the scorer returns for each window in order, some at a time.
+
+    A micro-batch has `batch` windows of `length` predictions, or more shorter ones; windows are
+    sorted by length, because a row is padded to the longest, in steps of WIDTH. With `fixed` every
+    micro-batch is [batch, length], for a network that runs no other shape.
+    """
+    waiting = iter(windows)
+    while portion := list(itertools.islice(waiting, AT_ONCE * batch)):
+        order = sorted(range(len(portion)), key=lambda i: -len(portion[i].tokens))
+        batches, at = [], 0
+        while at < len(order):
+            longest = max(1, len(portion[order[at]].tokens) - 1)
+            width = length if fixed else min(length, -(-longest // WIDTH) * WIDTH)
+            count = batch * length // width
+            rows = make_rows([portion[i] for i in order[at : at + count]], count if fixed else 0, width)
+            batches.append(rows._replace(ranges=ranges))
+            at += count
+        values = scorer(batches)[: len(portion)]  # after these come the rows that fill the last micro-batch
+        ordered = values.new_empty(values.shape)
+        ordered[order] = values
+        yield ordered
+
+
+def make_rows(windows: list[Window], at_least: int, width: int) -> WindowBatch:
+    """Return a micro-batch of these windows, and of empty rows if they are fewer than asked for."""
+    tokens, labels = (torch.zeros(max(len(windows), at_least), width, dtype=torch.int64) for _ in range(2))
+    counted = torch.zeros(tokens.shape, dtype=torch.bool)
+    for row, (ids, first) in enumerate(windows):
+        window, n = torch.as_tensor(ids, dtype=torch.int64), len(ids) - 1
+        tokens[row, :n], labels[row, :n], counted[row, first:n] = window[:-1], window[1:], True
+    return WindowBatch(tokens, labels, counted)
 
 
 def plain_scorer(model: GPT) -> Scorer:

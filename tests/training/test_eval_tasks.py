@@ -12,14 +12,14 @@ import layouts
 from helpers import printed_losses, read_rows, train_on_texts
 from layouts import VOCAB, parse, run_all
 from meshwright.__main__ import main
-from meshwright.apps.evaluate.score import score_windows
 from meshwright.apps.report.page import page
 from meshwright.base.runs.history import read_history
 from meshwright.config.schema import TokenizerFlags
-from meshwright.generation import engine
-from meshwright.parallel.window_scores import plain_scorer
-from meshwright.training.beside import scores
-from meshwright.training.tasks import Window, make_task
+from meshwright.data.windows import Window
+from meshwright.generation import language_model
+from meshwright.parallel.window_losses import plain_scorer, score_windows
+from meshwright.training.beside import eval_tasks
+from meshwright.training.tasks import prepare_task
 
 TEXT = "the cat sat on the mat and the dog sat on the cat. "
 FLAGS = (
@@ -54,13 +54,13 @@ def test_scores_are_those_of_the_saved_weights(scored, files):
     assert [(r["iteration"], r["task"]) for r in rows] == [
         (i, name) for i in (4, 8, 12) for name in ("lambada", "wikitext", "text")
     ]
-    m = engine.load_model(str(scored), {}, TokenizerFlags(), torch.float64, torch.device("cpu"))
+    m = language_model.load_model(str(scored), {}, TokenizerFlags(), torch.float64, torch.device("cpu"))
     for row in rows[-3:]:
-        task = make_task(row["task"], row["file"], m.tokenizer, 16, 8)
+        task = prepare_task(row["task"], row["file"], m.tokenizer, 16, 8)
         want = task.score(plain_scorer(m.model), 16, 8)
         assert row["values"] == pytest.approx(want, rel=1e-9)
-        assert row["scores"] == task.scores(row["values"]) and len(row["scores"]) == 2
-        assert (row["variant"], row["sha256"]) == (task.variant, task.sha256)
+        assert row["scores"] == task.columns(row["values"]) and len(row["scores"]) == 2
+        assert (row["variant"], row["sha256"]) == (task.variant, task.file.sha256)
     assert rows[2]["values"]["bits_per_byte"] > rows[-1]["values"]["bits_per_byte"]  # it learns
     shown = (scored / "log.txt").read_text()
     assert "scores at iteration 8 (not strict: the last token; another file than OpenAI's):" in shown
@@ -99,8 +99,8 @@ def windows():
 
 def read_scores(trainer):
     net = trainer.net
-    is_fixed = scores.runs_one_shape(net)
-    found = score_windows(lambda batches: scores.score_on_all(net, VOCAB, batches), windows(), 16, 2, is_fixed)
+    is_fixed = eval_tasks.runs_one_shape(net)
+    found = score_windows(lambda batches: eval_tasks.score_on_all(net, VOCAB, batches), windows(), 16, 2, is_fixed)
     return torch.cat(list(found)).tolist()
 
 
@@ -128,8 +128,8 @@ def test_default_interval(scored, tmp_path, files):
     )
     assert {i for scores in read_history(folder).scores.values() for i in scores} == {12}  # only at the end
     [interval] = [line for line in (folder / "log.txt").read_text().splitlines() if " > --eval-tasks: " in line]
-    m = engine.load_model(str(scored), {}, TokenizerFlags(), torch.float64, torch.device("cpu"))
-    made = [make_task(name, path, m.tokenizer, 16, 8) for name, path in (one.split("=") for one in files.split(","))]
+    m = language_model.load_model(str(scored), {}, TokenizerFlags(), torch.float64, torch.device("cpu"))
+    made = [prepare_task(name, path, m.tokenizer, 16, 8) for name, path in (one.split("=") for one in files.split(","))]
     fed = sum(len(w.tokens) - 1 for task in made for w in task.windows)
     every = int(interval.split("every ")[1].split()[0].replace(",", ""))
     assert fed / (3 * every * 4 * 16) <= 0.005 < fed / (3 * every * 4 * 16) * 2.5
@@ -153,7 +153,7 @@ def test_scores_beside_the_run(scored, files, tmp_path):
         assert a["values"] == pytest.approx(b["values"], rel=1e-9) and a["variant"] == b["variant"]
         assert a["iteration"] == 12
     assert printed_losses(folder) == printed_losses(scored)
-    assert not (folder / scores.SNAPSHOTS).exists()
+    assert not (folder / eval_tasks.SNAPSHOTS).exists()
 
 
 def test_a_process_that_is_late_or_fails_is_reported(files, tmp_path, monkeypatch):
@@ -165,7 +165,7 @@ while '"step", "attempt": 1, "iteration": 12,' not in log.read_text():
     time.sleep(0.01)
 sys.exit("no luck")
 """
-    monkeypatch.setattr(scores, "BESIDE", late)
+    monkeypatch.setattr(eval_tasks, "BESIDE", late)
     folder = train(tmp_path, files, "--eval-tasks-device=cpu", "--eval-tasks-interval=4")
     log = (folder / "log.txt").read_text()
     assert "step 4 is still being scored on cpu, so step 8 is not; raise --eval-tasks-interval" in log

@@ -1,4 +1,4 @@
-"""Score loaded models as `meshwright evaluate` asks. No torch until there is a model."""
+"""The checkpoints of `meshwright evaluate`: which ones, and how a loaded one is scored."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from meshwright.apps.evaluate.perplexity import require_finite, score_documents
 from meshwright.apps.evaluate.results import Result
-from meshwright.apps.evaluate.score import require_finite, score_documents, window_spans
 from meshwright.base import console
-from meshwright.base.errors import bad_data
+from meshwright.base.errors import BAD_DATA
 from meshwright.base.progress import progress_bar
 from meshwright.checkpoint import mirror, steps
-from meshwright.training.tasks import Task, make_task
+from meshwright.config.problem import SettingsError
+from meshwright.data.windows import window_spans
+from meshwright.training.tasks import PreparedTask, prepare_task
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from meshwright.generation.engine import LanguageModel
-    from meshwright.parallel.window_scores import Scorer, WindowBatch
+    from meshwright.generation.language_model import LanguageModel
+    from meshwright.parallel.window_losses import Scorer, WindowBatch
 
 Documents = Iterable[tuple[Sequence[int], int]]  # tokens and number of bytes of each
 
@@ -35,9 +37,9 @@ def step_folders(folders: list[str], which: str | None) -> list[str]:
         wanted = complete if which == "all" else [int(n) for n in which.split(",")]
         if missing := sorted(set(wanted) - set(complete)):
             has = ", ".join(map(str, complete)) or "none"
-            raise bad_data(f"--steps {which}: {folder} has no step {missing[0]}; its steps: {has}")
+            raise SettingsError(f"{{steps={which}}}: {folder} has no step {missing[0]}; its steps: {has}", BAD_DATA)
         if not wanted:
-            raise bad_data(f"--steps all: {folder} has no step of a run; leave --steps out")
+            raise SettingsError(f"{{steps}} all: {folder} has no step of a run; leave {{steps}} out", BAD_DATA)
         out += [str(steps.step_folder(folder, n)) for n in wanted]
     return out
 
@@ -90,16 +92,16 @@ class TaskScorer:
         self, files: Mapping[str, str], stride: int | None, batch: int, every: int | None, limit: int | None = None
     ) -> None:
         self.files, self.stride, self.batch, self.every, self.limit = files, stride, batch, every, limit
-        self.made: dict[tuple[str, int], list[Task]] = {}  # by folder and sequence length
+        self.prepared: dict[tuple[str, int], list[PreparedTask[Any]]] = {}  # by folder and sequence length
 
     def score(self, m: LanguageModel, folder: str) -> list[Result]:
         key = folder, m.seq_length
-        if key not in self.made:
+        if key not in self.prepared:
             sizes = m.seq_length, self.stride, self.limit
-            self.made[key] = [make_task(name, file, m.tokenizer, *sizes) for name, file in self.files.items()]
-        return [self.score_task(m, folder, task) for task in self.made[key]]
+            self.prepared[key] = [prepare_task(name, file, m.tokenizer, *sizes) for name, file in self.files.items()]
+        return [self.score_task(m, folder, task) for task in self.prepared[key]]
 
-    def score_task(self, m: LanguageModel, folder: str, task: Task) -> Result:
+    def score_task(self, m: LanguageModel, folder: str, task: PreparedTask[Any]) -> Result:
         began = time.perf_counter()
         with progress_bar(task.name, len(task.windows), "percent") as advance:
             scorer = shown_scorer(m, advance)
@@ -108,8 +110,7 @@ class TaskScorer:
         assert values is not None
         require_finite(sum(values.values()))
         console.say(task.line(values))
-        facts: dict[str, Any] = {"variant": task.variant, "file": task.file, "sha256": task.sha256}
-        facts["seconds"] = round(time.perf_counter() - began, 3)
+        facts = task.facts | {"seconds": round(time.perf_counter() - began, 3)}
         return Result(folder, m.step, task.name, task.headline, values, facts)
 
 

@@ -11,14 +11,15 @@ import torch
 
 from helpers import train_on_texts
 from meshwright.__main__ import main
-from meshwright.apps.evaluate import score as scoring
+from meshwright.apps.evaluate.perplexity import Score, score_texts
 from meshwright.config.schema import Model, TokenizerFlags
 from meshwright.data import tokenizers
-from meshwright.generation import engine
+from meshwright.data.windows import Window, window_spans
+from meshwright.generation import language_model
 from meshwright.model.gpt import GPT
 from meshwright.model.loss import range_names
 from meshwright.model.positions import Positions
-from meshwright.parallel import window_scores
+from meshwright.parallel import window_losses
 from on_ranks import run_ranks
 
 TEXT = "die Katze saß auf der Matte. " * 3
@@ -70,7 +71,7 @@ def test_figures_equal_a_plain_computation(score, run, tmp_path):
     path.write_text(TEXT[:50])
     status, got, _ = score("--input", path)
     raw = TEXT[:50].encode()
-    model = engine.load_model(str(run), {}, TokenizerFlags(), torch.float64, torch.device("cpu")).model
+    model = language_model.load_model(str(run), {}, TokenizerFlags(), torch.float64, torch.device("cpu")).model
     with torch.no_grad():
         nats = plain_loss(model, [256, *raw], LENGTH, LENGTH // 2)
     assert status == 0 and (got["tokens"], got["bytes"], got["documents"]) == (len(raw), len(raw), 1)
@@ -162,7 +163,7 @@ def test_windows_count_every_token_once():
         for length in range(1, 12):
             for stride in range(1, length + 1):
                 counted = []
-                for begin, first, end in scoring.window_spans(n, length, stride):
+                for begin, first, end in window_spans(n, length, stride):
                     assert 0 <= begin <= first < end <= n and end - begin <= length
                     assert begin == 0 or end - begin == length  # the context is as long as it can be
                     counted += range(first, end)
@@ -178,8 +179,8 @@ def test_score_against_a_plain_computation():
         for length, stride in ((9, 9), (9, 4), (5, 1), (1, 1)):
             want = sum(plain_loss(model, [256, *d.encode()], length, stride) for d in documents)
             for batch in (1, 3, 50):
-                got = scoring.score_texts(
-                    window_scores.plain_scorer(model), tokenizers.Bytes(), documents, length, stride, batch
+                got = score_texts(
+                    window_losses.plain_scorer(model), tokenizers.Bytes(), documents, length, stride, batch
                 )
                 assert got.total_loss == pytest.approx(want, rel=1e-10)
                 assert got.tokens == got.bytes == sum(len(d.encode()) for d in documents) and got.documents == 8
@@ -201,8 +202,7 @@ def test_windows_are_scored_in_any_batches():
     """Nats and labels that are the likeliest token, in order, also where every shape is fixed."""
     model, rng = small_model(), random.Random(0)
     windows = [
-        scoring.Window([rng.randrange(31) for _ in range(n + 1)], rng.randrange(n + 1))
-        for n in rng.choices(range(10), k=300)
+        Window([rng.randrange(31) for _ in range(n + 1)], rng.randrange(n + 1)) for n in rng.choices(range(10), k=300)
     ]
     want = []
     with torch.no_grad():
@@ -215,11 +215,11 @@ def test_windows_are_scored_in_any_batches():
 
     def scorer(batches):
         shapes.extend(b.tokens.shape for b in batches)
-        return window_scores.plain_scorer(model)(batches)
+        return window_losses.plain_scorer(model)(batches)
 
     for batch, fixed in ((1, False), (4, False), (500, False), (4, True)):
         shapes.clear()
-        got = torch.cat(list(scoring.score_windows(scorer, windows, 9, batch, fixed)))
+        got = torch.cat(list(window_losses.score_windows(scorer, windows, 9, batch, fixed)))
         torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64))
         assert all(b * t <= batch * 9 for b, t in shapes) and (not fixed or set(shapes) == {(4, 9)})
     assert torch.tensor(want)[:, 1].sum() > 0
@@ -232,10 +232,10 @@ def check_cut_logits():
     labels[:, ::3] = torch.randint(0, 10, labels[:, ::3].shape)
     rank = torch.distributed.get_rank()
     for some in (counted, torch.ones_like(counted), torch.zeros_like(counted)):
-        rows = window_scores.WindowBatch(labels, labels, some)
-        want = window_scores.count_hits(logits, rows, 10)
+        rows = window_losses.WindowBatch(labels, labels, some)
+        want = window_losses.count_hits(logits, rows, 10)
         part = logits[..., 4 * rank : 4 * rank + 4]
-        got = window_scores.count_hits(part, rows, 10, 4 * rank, torch.distributed.group.WORLD)
+        got = window_losses.count_hits(part, rows, 10, 4 * rank, torch.distributed.group.WORLD)
         torch.testing.assert_close(got, want)
 
 
@@ -249,8 +249,8 @@ def test_a_rank_without_ids_finds_the_likeliest_of_the_others(monkeypatch):
     whole = torch.randn(6, 257)
     high, token = whole.max(-1)
     of_others = iter([high, -token])
-    monkeypatch.setattr(window_scores.comm, "all_reduce", lambda x, *_: torch.maximum(x, next(of_others).to(x.dtype)))
-    assert window_scores.likeliest(whole[:, 257:], 384, object()).tolist() == token.tolist()
+    monkeypatch.setattr(window_losses.comm, "all_reduce", lambda x, *_: torch.maximum(x, next(of_others).to(x.dtype)))
+    assert window_losses.likeliest(whole[:, 257:], 384, object()).tolist() == token.tolist()
 
 
 @pytest.mark.parametrize(
@@ -307,14 +307,14 @@ def test_bad_flags_are_refused(score, tmp_path, flags, status, messages):
 
 
 def test_a_loss_that_is_not_finite_is_an_error(score, monkeypatch, tmp_path):
-    load = engine.load_model
+    load = language_model.load_model
 
     def damaged(*args, **layout):
         found = load(*args, **layout)
         found.model.ln_f.weight.fill_(math.nan)
         return found
 
-    monkeypatch.setattr(engine, "load_model", damaged)
+    monkeypatch.setattr(language_model, "load_model", damaged)
     (tmp_path / "a.txt").write_text("a")
     status, got, err = score("--input", tmp_path / "a.txt")
     assert status == 70 and got is None and "not finite" in err
@@ -340,7 +340,7 @@ def test_a_bar_follows_the_windows_of_each_document(score, monkeypatch, tmp_path
         steps.append((description, total, of))
         yield steps.append
 
-    monkeypatch.setattr("meshwright.apps.evaluate.scoring.progress_bar", bar)
+    monkeypatch.setattr("meshwright.apps.evaluate.checkpoints.progress_bar", bar)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": TEXT * n}) + "\n" for n in (1, 3, 2)))
     assert score("--input", tmp_path / "a.jsonl", "--micro-batch-size=1")[0] == 0
     head, *shares = steps
@@ -350,7 +350,7 @@ def test_a_bar_follows_the_windows_of_each_document(score, monkeypatch, tmp_path
 def test_the_repr_of_a_score_has_its_measures():
     """Loss 512 / 256 = 2, e^2 = 7.389, 512 nats = 738.65 bits of 1,000 bytes."""
     shown = "Score(loss=2.0000, perplexity=7.3891, bits_per_byte=0.7387, documents=2, tokens=256, bytes=1,000)"
-    assert repr(scoring.Score(512.0, 256, 1000, 2, {"0": 3.0})) == shown
+    assert repr(Score(512.0, 256, 1000, 2, {"0": 3.0})) == shown
 
 
 def test_dry_run(run, capsys, tmp_path):
@@ -365,7 +365,7 @@ def test_running_out_of_memory_is_explained(monkeypatch, capsys, run, tmp_path, 
         raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has more")
 
     (tmp_path / "a.txt").write_text("some text")
-    monkeypatch.setattr(engine, "load_model", fail)
+    monkeypatch.setattr(language_model, "load_model", fail)
     what = ["--input", str(tmp_path / "a.txt")] if command == "evaluate" else ["--prompt", "some"]
     assert main([command, str(run), "--device=cpu", "--micro-batch-size=3", *what]) == 2
     err = capsys.readouterr().err
@@ -406,19 +406,6 @@ def test_token_files(run, score, tmp_path):
     assert score("--data-path", data)[1] == by_text == score("--data-path", f"{data}.bin")[1]
     part = score("--data-path", data, "--split", "6,4,0")[1]
     assert (part["documents"], part["loss"]) == (20, pytest.approx(by_text["loss"]))
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--data-path=a", "--input=b"], "cannot be combined"),
-        (["--data-path", "1", "a", "1", "b"], "one prefix"),
-        (["--train-data-path=a"], "--train-data-path is not read by evaluate; name token files with --data-path"),
-    ],
-)
-def test_data_that_would_not_be_read_is_refused(score, flags, message):
-    status, _, err = score(*flags)
-    assert status == 2 and message in err
 
 
 def test_missing_token_files(score, run):

@@ -13,7 +13,7 @@ from typing import Any, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from meshwright.base.errors import UserError, bad_data, not_a_run
+from meshwright.base.errors import BAD_DATA, UserError, bad_data, not_a_run
 from meshwright.base.hints import did_you_mean, our_word
 from meshwright.checkpoint import loading, native
 from meshwright.checkpoint.loading import OpenOptions
@@ -21,6 +21,7 @@ from meshwright.checkpoint.saved_model import SavedModel, describe_model
 from meshwright.checkpoint.sources import Source, TensorBoxes
 from meshwright.checkpoint.steps import NATIVE
 from meshwright.config import check_layout, check_values
+from meshwright.config.problem import Problem, SettingsError, listed, plain, with_value
 from meshwright.config.schema import Data, Model, Parallel, Sampling, TokenizerFlags, TrainConfig
 from meshwright.data import tokenizers
 from meshwright.data.tokenizers import Tokenizer
@@ -34,7 +35,7 @@ from meshwright.model.positions import Positions
 from meshwright.parallel.cut_model import CutModel, build_cut_model
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.shard import Sharding
-from meshwright.parallel.window_scores import Scorer, plain_scorer
+from meshwright.parallel.window_losses import Scorer, plain_scorer
 from meshwright.runtime.ranks.team import ALONE, Team
 
 ONE_RANK = Layout()
@@ -239,7 +240,8 @@ def check_model(
     source, where = saved.source, saved.source.folder
     positions = saved.require_positions()
     if later := check_values.planned_values(TrainConfig(model=saved.model)):
-        raise bad_data("\n  ".join([f"{where} holds a model that this version cannot run:", *later]))
+        heading = f"{plain(where)} holds a model that this version cannot run:"
+        raise SettingsError(listed(later, heading), BAD_DATA)
     impl = given.get("attention_impl", saved.model.attention_impl)
     model = dataclasses.replace(saved.model, max_position_embeddings=positions, attention_impl=impl)
     saved = dataclasses.replace(saved, model=model)
@@ -247,10 +249,11 @@ def check_model(
     vocab = saved.vocab_size or tokenizer.size
     wrong = saved.contradictions(given)
     if (given.get("seq_length") or 0) > positions:
-        wrong.append(f"--seq-length {given['seq_length']}, the checkpoint has {positions} positions")
+        text = f"{with_value('seq_length', given['seq_length'])}, the checkpoint has {positions} positions"
+        wrong.append(Problem(("seq_length",), text))
     if wrong:
-        lines = [f"these flags contradict {where}; leave them out, the checkpoint has them:", *wrong]
-        raise bad_data("\n  ".join(lines))
+        heading = f"these settings contradict {plain(where)}; leave them out, the checkpoint has them:"
+        raise SettingsError(listed(wrong, heading), BAD_DATA)
     if tokenizer.size > saved.rows or (source.kind == NATIVE and tokenizer.size != vocab):
         null = ", including --tokenizer-type NullTokenizer's end-of-document id"
         size = f"{tokenizer.size} ids{null if tokenizer.name == tokenizers.Null.name else ''}"
@@ -262,7 +265,7 @@ def check_model(
         model=dataclasses.replace(model, attention_dropout=0.0), parallel=p, data=Data(seq_length=positions)
     )
     if wrong := check_layout.parallel_problems(config):
-        raise UserError("\n  ".join([f"{where} cannot be divided so:", *wrong]))
+        raise SettingsError(listed(wrong, f"{plain(where)} cannot be divided so:"))
     padded = counts.padded_size(vocab, model.make_vocab_size_divisible_by, layout.tp, model.pad_vocab_size_to)
     return CheckedModel(saved, model, vocab, padded, positions, tokenizer, config.stages)
 

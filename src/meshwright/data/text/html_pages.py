@@ -1,4 +1,4 @@
-"""Extract the text of an HTML page: no tags, scripts or styles, entities decoded.
+"""Read HTML pages: their text without tags, scripts and styles, entities decoded.
 
 The standard library's html.parser is enough for that: it needs no package and stops at no fault.
 Parsers that build a tree (lxml, html5lib) mend wrong nesting, which text without tags does not

@@ -14,23 +14,23 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.base.console import remark, say
-from meshwright.base.errors import UserError
 from meshwright.base.files import make_anew
 from meshwright.checkpoint import steps
 from meshwright.checkpoint.saved_model import GPT_NETWORK
-from meshwright.config.grammar import eval_tasks
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import TrainConfig
 from meshwright.data.tokenizers import Tokenizer
-from meshwright.parallel.window_scores import WindowBatch, score_part
+from meshwright.parallel.window_losses import WindowBatch, score_part
 from meshwright.runtime.ranks.team import Team
 from meshwright.training.log.metrics import Metrics
 from meshwright.training.step import Network
-from meshwright.training.tasks import Task, make_task
+from meshwright.training.tasks import PreparedTask, prepare_task
 
 # The share of a run's time that scores take at the default interval, if a forward pass is a third
 # of a step. Padding and the restart of a pipeline of steps cost more: it must stay below 2 %.
@@ -46,15 +46,18 @@ class Scores:
         self.config, self.net, self.team, self.vocab = config, net, team, vocab
         self.length, self.is_fixed = config.data.seq_length, runs_one_shape(net)
         self.scored_step = -1  # the last one
-        spec = config.logging.eval_tasks or ""
+        spec = config.logging.eval_tasks
+        assert spec is not None
         if tokenizer is None:
-            raise UserError(f"--eval-tasks {spec} reads text, for which the run needs a tokenizer; give --tokenizer")
+            raise SettingsError(
+                f"{{eval_tasks={spec}}} reads text, for which the run needs a tokenizer; give {{tokenizer}}"
+            )
         half = max(1, self.length // 2)
-        self.tasks: list[Task] = []
+        self.tasks: list[PreparedTask[Any]] = []
 
         def read_tasks() -> None:
-            for name, path in eval_tasks(spec).items():
-                self.tasks.append(make_task(name, path, tokenizer, self.length, half))
+            for name, path in spec.tasks:
+                self.tasks.append(prepare_task(name, path, tokenizer, self.length, half))
 
         team.run_on_all(read_tasks)
         self.interval = config.logging.eval_tasks_interval or self.default_interval()
@@ -70,7 +73,7 @@ class Scores:
         round_numbers: list[int] = [n * 10**k for k in range(12) for n in (1, 2, 5)]
         return next(n for n in round_numbers if n >= least)
 
-    def tokens_fed(self, task: Task) -> int:
+    def tokens_fed(self, task: PreparedTask[Any]) -> int:
         """Return the tokens that the network reads for a task, with padding."""
         lengths = [len(w.tokens) - 1 for w in task.windows]
         return self.length * len(lengths) if self.is_fixed else sum(lengths)
@@ -130,7 +133,7 @@ class ScoresBeside(Scores):
         """`snapshot` writes the weights into a folder of steps; all ranks call it."""
         super().__init__(config, net, vocab, tokenizer, team)
         if net.name != GPT_NETWORK:
-            raise UserError(f"--eval-tasks-device: another process cannot build a {net.name}; leave it out")
+            raise SettingsError(f"{{eval_tasks_device}}: another process cannot build a {net.name}; leave it out")
         c = config.checkpoint
         self.snapshot, self.run_folder = snapshot, Path(c.run_dir or c.save or "")
         self.root = self.run_folder / SNAPSHOTS

@@ -1,0 +1,102 @@
+"""The reader of command lines: what is a flag, what a value, and what stands without a flag."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.config.argv import Option, Positional, Syntax, read_argv
+
+OPTIONS = {
+    "--lr": Option("lr"),
+    "--learning-rate": Option("lr"),
+    "--top_p": Option("top_p"),
+    "--top-p": Option("top_p"),
+    "--save-to": Option("save_to"),
+    "--paths": Option("paths", "*"),
+    "--keys": Option("keys", "+"),
+    "--pair": Option("pair", 2),
+    "--fp16": Option("fp16", 0, True),
+    "--no-fp16": Option("fp16", 0, False),
+}
+ONE, TWO = Positional("first", "FIRST", False, True), Positional("second", "SECOND", False, False)
+MANY = Positional("paths", "PATH", True, False)
+
+
+def syntax(*positionals: Positional, names_follow: bool = False) -> Syntax:
+    required = {one.target: one.word for one in positionals if one.is_required}
+    return Syntax(OPTIONS, positionals, required, names_follow, None)
+
+
+@pytest.mark.parametrize(
+    ("argv", "values"),
+    [
+        (["--lr", "1", "--lr=2"], {"lr": "2"}),
+        (["--lr=a=b", "--save_to=x_y"], {"lr": "a=b", "save_to": "x_y"}),
+        (["--lr=", "--save-to", ""], {"lr": "", "save_to": ""}),
+        # A negative number and what has blanks are values; what is joined by = is one anyway.
+        (["--lr", "-1", "--save-to", "- a b"], {"lr": "-1", "save_to": "- a b"}),
+        (["--lr", "-.5e-3", "--save-to=-x", "--top_p", "-"], {"lr": "-.5e-3", "save_to": "-x", "top_p": "-"}),
+        (["--paths", "a", "-2", "--fp16", "--keys", "c"], {"paths": ["a", "-2"], "fp16": True, "keys": ["c"]}),
+        (["--paths", "--pair", "a", "b", "--no_fp16"], {"paths": [], "pair": ["a", "b"], "fp16": False}),
+        (["--paths", "a", "--paths", "b"], {"paths": ["b"]}),
+        (["--top_p", "1", "--top-p", "2"], {"top_p": "2"}),
+    ],
+)
+def test_flags_and_their_values(argv: list[str], values: dict[str, object]) -> None:
+    typed = read_argv(argv, syntax())
+    assert typed.values == values
+    assert not (typed.problems or typed.unknown or typed.words)
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem_text"),
+    [
+        (["--lr"], "argument --lr: expected one argument"),
+        (["--lr", "--fp16"], "argument --lr: expected one argument"),
+        (["--lr", "-1,0"], "argument --lr: expected one argument; a value that begins with - is written --lr=-1,0"),
+        (["--keys", "--fp16"], "argument --keys: expected one argument"),
+        (["--pair", "a"], "argument --pair: expected 2 arguments"),
+        (["--pair=a"], "argument --pair: expected 2 arguments"),
+        (["--fp16=1"], "--fp16=1: this flag takes no value; write it alone, or leave it out"),
+        (["--no_fp16", "True"], "--no-fp16 True: this flag takes no value; write it alone, or leave it out"),
+        (
+            ["--lr", "1", "--learning_rate", "2"],
+            "--lr and --learning-rate are names of one setting, with different values; give one",
+        ),
+    ],
+)
+def test_problems(argv: list[str], problem_text: str) -> None:
+    [problem] = read_argv(argv, syntax()).problems
+    assert str(problem) == problem_text and len(problem.about) == 1
+
+
+def test_one_value_by_two_names_is_no_mistake() -> None:
+    assert not read_argv(["--lr", "2", "--learning-rate", "1", "--lr", "1"], syntax()).problems
+
+
+def test_every_mistake_is_found() -> None:
+    typed = read_argv(["--lr", "--num-lay", "3", "--pair", "x", "-q", "--fp16=0"], syntax())
+    assert typed.unknown == ["--num-lay", "-q"] and typed.words == ["3"] and len(typed.problems) == 3
+
+
+def test_words_without_a_flag() -> None:
+    both = syntax(ONE, TWO)
+    for argv in (["a", "b", "--lr", "1"], ["a", "--lr", "1", "b"], ["--lr", "1", "a", "b"]):
+        assert read_argv(argv, both).values == {"first": "a", "second": "b", "lr": "1"}
+    assert read_argv(["a", "b", "c"], both).words == ["c"]
+    assert read_argv(["a", "--paths", "c", "--fp16", "b"], syntax(MANY)).values["paths"] == ["a", "b", "c"]
+    assert read_argv(["--fp16"], both).missing(both) == {"first": "FIRST"}
+
+
+def test_two_dashes_end_the_flags() -> None:
+    assert read_argv(["--fp16", "--", "--lr"], syntax(ONE)).values == {"fp16": True, "first": "--lr"}
+    assert read_argv(["--fp16", "--", "--lr", "1"], syntax()).unknown == ["--"]
+
+
+def test_a_command_line_within_another() -> None:
+    """Its flags are not read, even those that both have."""
+    rest = syntax(Positional("command", "COMMAND", True, False), names_follow=True)
+    for dashes in ([], ["--"]):
+        typed = read_argv(["--lr", "1", *dashes, "train", "--lr", "2", "--fp16=1", "--", "x"], rest)
+        assert typed.values == {"lr": "1", "command": ["train", "--lr", "2", "--fp16=1", "--", "x"]}
+        assert not typed.problems
