@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -25,6 +26,7 @@ from meshwright.model.counts import layer_matrices, padded_size
 from meshwright.model.kind import block_kind
 from meshwright.optim.rule_table import CHUNK, MUON_CHUNK, is_beyond_torch, is_rounded
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, V_SHAPED, ScheduleName, most_sent, schedule
+from meshwright.training import inflight_rule
 from meshwright.training.parameters import WIDTHS, count, data_parts, shapes_of_layer, shapes_of_rank, stage_numbers
 from meshwright.training.sizes import held_bytes
 
@@ -75,6 +77,11 @@ class Run:
 
     def config_of(self, layout: LayoutSizes) -> TrainConfig:
         return with_settings(self.config, **layout._asdict())
+
+    @functools.cached_property
+    def runs_ahead(self) -> bool:
+        """Whether steps are submitted while the device computes the one before."""
+        return inflight_rule.runs_ahead(self.config)
 
     @functools.cached_property
     def is_compiled(self) -> bool:
@@ -251,16 +258,13 @@ class RankShape(NamedTuple):
     """The part of the network that a pipeline rank has."""
 
     stages: tuple[int, ...]  # layers of each
+    layers: int  # of all
     has_first: bool
     has_last: bool
     layer: int  # parameters of a layer
     rest: int  # of what is outside of the layers
     table: int  # of the head's table
     parts: int  # that ZeRO cuts them into
-
-    @property
-    def layers(self) -> int:
-        return sum(self.stages)
 
     @property
     def parameters(self) -> int:
@@ -373,7 +377,7 @@ def held_by(run: Run, layout: LayoutSizes, rank: int) -> tuple[RankShape, dict[s
     own, (unit, *outer) = stage_numbers(c, rank), [count(shapes) for shapes, _ in shapes_of_rank(c, padded, rank)]
     has_last, stages = len(c.stages) - 1 in own, tuple(c.stages[s] for s in own)
     table = max(outer, default=0) if has_last else 0
-    shape = RankShape(stages, 0 in own, has_last, unit, sum(outer), table, data_parts(c))
+    shape = RankShape(stages, sum(stages), 0 in own, has_last, unit, sum(outer), table, data_parts(c))
     held = held_bytes(c, padded, rank, run.profile.kind)
     return shape, held | {"buffers": buffer_bytes(c, padded, rank, run.profile)}, update_bytes(c)
 
@@ -468,6 +472,12 @@ class Seconds(NamedTuple):
     host_inputs: float
     host_weights: float
 
+    def times(self, number: int) -> Seconds:
+        return Seconds(*[number * x for x in self])
+
+    def plus(self, other: Seconds) -> Seconds:
+        return Seconds(*map(operator.add, self, other))
+
     def passes(self, is_split: bool) -> tuple[float, float]:
         """Return the seconds forward and backward, of whatever is slower."""
         forward = max(self.forward, self.host_forward)
@@ -529,29 +539,37 @@ class MicroBatch(NamedTuple):
         return self.number * slowest + (pp - 1) * (self.gap / chunks + 2 * self.message)
 
 
-@functools.lru_cache(1 << 14)
-def micro_batch_of(run: Run, layout: LayoutSizes) -> MicroBatch:
-    """Return the seconds of a micro-batch, from those of a layer and of both ends."""
-    pp, number = layout.pipeline_model_parallel_size, run.micro_batches(layout)
-    layer, first, last, message, host, shard = work_of(run, work_key(run, layout), 1 if number == 1 else MANY)
-    if layout.zero_stage == 3:
-        layer = layer._replace(host_forward=layer.host_forward + shard, host_inputs=layer.host_inputs + shard)
-    ranks, slowest = list[tuple[float, int]](), (0.0, 0.0)
-    for shape in ranks_of(run, layout):
-        n, has_first, has_last = shape.layers, shape.has_first, shape.has_last
-        own = Seconds(*(n * x + has_first * y + has_last * z for x, y, z in zip(layer, first, last, strict=True)))
-        forward, backward = own.passes(layout.is_split)
-        ranks.append((forward + backward, has_first + has_last))
-        if forward + backward > sum(slowest):
-            slowest = forward, backward
+@functools.lru_cache(64)
+def micro_batches_of(run: Run, layout: LayoutSizes, sizes: tuple[int, ...]) -> list[MicroBatch]:
+    """Return the seconds of micro-batches of these sizes, from those of a layer and both ends."""
+    pp, samples = layout.pipeline_model_parallel_size, run.config.global_batch // run.data_ranks(layout)
+    key, shapes, is_split = work_key(run, layout), ranks_of(run, layout), layout.is_split
+    ends, out = [shape.has_first + shape.has_last for shape in shapes], list[MicroBatch]()
     if layout.pipeline_schedule in V_SHAPED:
-        ranks[-1] = ranks[-1][0], ranks[-1][1] + 2  # the last rank of a V sends to itself
-    # Gradients of weights may fill the gap.
-    gap = sum(layer.passes(layout.is_split))
-    if layout.is_split:
-        gap = max(0.0, gap - 2 * max(layer.weights, layer.host_weights))
-    gap *= (run.config.model.num_layers or 1) / pp
-    return MicroBatch(number, ranks, gap, message, *slowest, host)
+        ends[-1] += 2  # the last rank of a V sends to itself
+    for size in sizes:
+        number = max(1, samples // size)
+        work = work_of(run, key._replace(micro_batch_size=size), 1 if number == 1 else MANY)
+        layer, first, last = work.layer, work.first, work.last
+        if layout.zero_stage == 3:
+            host = layer.host_forward + work.shard, layer.host_inputs + work.shard
+            layer = layer._replace(host_forward=host[0], host_inputs=host[1])
+        ranks, slowest = list[tuple[float, int]](), (0.0, 0.0)
+        for shape, lacking in zip(shapes, ends, strict=True):
+            own = layer.times(shape.layers)
+            own = own.plus(first) if shape.has_first else own
+            own = own.plus(last) if shape.has_last else own
+            forward, backward = own.passes(is_split)
+            ranks.append((forward + backward, lacking))
+            if forward + backward > slowest[0] + slowest[1]:
+                slowest = forward, backward
+        # Gradients of weights may fill the gap.
+        gap = sum(layer.passes(is_split))
+        if is_split:
+            gap = max(0.0, gap - 2 * max(layer.weights, layer.host_weights))
+        gap *= (run.config.model.num_layers or 1) / pp
+        out.append(MicroBatch(number, ranks, gap, work.message, *slowest, work.host))
+    return out
 
 
 def ranks_of(run: Run, layout: LayoutSizes) -> tuple[RankShape, ...]:
@@ -562,7 +580,7 @@ def ranks_of(run: Run, layout: LayoutSizes) -> tuple[RankShape, ...]:
 @functools.lru_cache(1 << 14)
 def kinds_of_ranks(run: Run, layout: LayoutSizes) -> tuple[RankShape, ...]:
     pp = layout.pipeline_model_parallel_size
-    return tuple(held_by(run, layout, rank)[0] for rank in (0, pp // 2, pp - 1))
+    return tuple(held_by(run, layout, rank)[0] for rank in sorted({0, pp // 2, pp - 1}))
 
 
 class AfterPasses(NamedTuple):
@@ -592,7 +610,7 @@ def step_seconds(
     """Return the seconds of steps, by the size of virtual stages and then by the micro-batch."""
     pp, zero = layout.pipeline_model_parallel_size, layout.zero_stage
     alike = layout._replace(zero_stage=zero if pp == 1 or zero == 3 else 0)
-    batches = [micro_batch_of(run, alike._replace(micro_batch_size=size)) for size in micro]
+    batches = micro_batches_of(run, alike, tuple(micro))
     largest = max(ranks_of(run, layout), key=lambda shape: shape.parameters)
 
     # What follows the passes grows evenly with the number of micro-batches, or not at all.
@@ -611,12 +629,16 @@ def step_seconds(
         beside = min(1.0, room / sums) if sums else 0.0
         after.append(least.update + sums - beside * (sums - hidden))
 
-    between, slowest = run.profile.seconds["step"], run.profile.reached["slowest"] if run.config.world > 1 else 1.0
+    # Where no step is submitted ahead, the device waits while the host prepares one.
+    between, prepare = run.profile.seconds["step"], run.profile.seconds["prepare"]
+    if not run.runs_ahead:
+        between, prepare = between + prepare, 0.0
+    slowest = run.profile.reached["slowest"] if run.config.world > 1 else 1.0
     out = list[list[float]]()
     for size in virtual:
         chunks, row = run.chunks(layout, size), list[float]()
         for batch, rest in zip(batches, after, strict=True):
-            on_host = batch.number * batch.host + least.host if batch.host else 0.0
+            on_host = batch.number * batch.host + least.host + prepare if batch.host else 0.0
             row.append((max(batch.seconds_with(pp, chunks) + rest, on_host) + between) / slowest)
         out.append(row)
     return out
