@@ -49,7 +49,7 @@ def test_a_rank_of_4096(capsys: pytest.CaptureFixture[str]) -> None:
 def test_other_stores(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     lines = dry_run(capsys, *LAYOUT, "--rank=4095", "--world-size=4096", *more)
     assert "rank 4095 of 4096: pipeline 1 of 2, data 1023 of 1024, tensor 1 of 2" in lines
-    assert any(line.startswith("  memory by the plan: weights") for line in lines)
+    assert any(line.startswith("  memory, estimated by the plan: weights") for line in lines)
 
 
 def test_a_rank_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:

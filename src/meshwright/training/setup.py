@@ -12,6 +12,7 @@ from meshwright.base import host
 from meshwright.base.console import remark, say, say_time, show
 from meshwright.base.errors import HANG, UserError
 from meshwright.base.version import our_version
+from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.config.command import explain_out_of_memory
 from meshwright.config.data_paths import path_sets, path_settings
 from meshwright.config.fields import with_settings
@@ -220,7 +221,8 @@ def open_log(
     if forecast is not None and on_cpu and (long := forecast.describe_long_step(run.flops_per_token * tokens)):
         remark(f"WARNING: {long}")
     metrics = Metrics(folder if team.is_lead else None, c, run, timers, team, screen)
-    if forecast is not None and team.is_lead and not on_cpu:
+    # The plan knows our own network alone.
+    if forecast is not None and team.is_lead and not on_cpu and state.net.name == GPT_NETWORK:
         metrics.comparison = forecast.compare_steps(c, vocabulary.size, device)
     row = {
         "command": resolved.command,

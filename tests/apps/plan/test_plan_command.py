@@ -16,11 +16,14 @@ from pages import Page
 
 from helpers import TINY_FLAGS
 from meshwright.__main__ import main
-from meshwright.apps.plan import describe
+from meshwright.apps.plan import describe, estimate
+from meshwright.apps.plan.memory import RankMemory
+from meshwright.apps.plan.part import PlanForecast
 from meshwright.apps.plan.prediction import Machine, find_machine
 from meshwright.base.device_profiles import load_profile, product_speed, profile_of, this_cpu
 from meshwright.base.errors import USAGE
 from meshwright.config import checks, flags
+from meshwright.config.fields import with_settings
 from meshwright.config.schema import TrainConfig
 
 SMALL = "--preset gpt2-345m --gpus 4 --gpu h100".split()
@@ -262,3 +265,15 @@ def test_the_speed_of_a_core_is_that_of_the_fastest_product(monkeypatch: pytest.
     times = iter([*ticks, ticks[-1]])
     monkeypatch.setattr("meshwright.base.device_profiles.time.perf_counter", lambda: next(times))
     assert product_speed() == pytest.approx(524_288 / 4e-6)
+
+
+def test_no_launch_is_refused_for_an_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training that does not fit by the closed forms is measured before it is refused."""
+    words = "--preset gpt2-345m --bf16 --mock-data --micro-batch-size 1".split()
+    config = flags.parse_settings(TrainConfig, words, "meshwright train").config
+    exact = estimate.memory_of_ranks
+    too_much = RankMemory({"activations": 1 << 40}, 0, lambda: 1 << 40)
+    monkeypatch.setattr(estimate, "memory_of_ranks", lambda *given: [too_much for _ in exact(*given)])
+    assert PlanForecast().why_too_large(config, "h200") is None
+    large = with_settings(config, micro_batch_size=4096, global_batch_size=4096)
+    assert "does not fit" in (PlanForecast().why_too_large(large, "h200") or "")

@@ -3,7 +3,7 @@
 A rank holds weights, gradients and optimizer state throughout, which training/sizes.py knows to the
 byte. What passes keep is so much of a layer for each micro-batch in flight, and what the fullest
 moment needs beside that. Layouts that differ in one setting share most of these parts, so parts are
-computed once: `Run` is what a search keeps, `Layout` what it changes.
+computed once: `Run` is what a search keeps, `LayoutSizes` what it changes.
 """
 
 from __future__ import annotations
@@ -324,7 +324,7 @@ def sharded_bytes(run: Run, layout: LayoutSizes, shape: RankShape, layer: LayerB
         # Of the head, a layer, and others whose sums run, of this or the last micro-batch.
         summed = full * (1 + 1 / parts)
         now = (shape.table + shape.layer) * full + min(2, shape.layers - 1) * max(0.0, shape.layer * summed - kept)
-        if run.micro_batches(layout) == 1:
+        if run.micro_batches(layout) == 1 or layout.is_split:
             return 0.0, now
         last = shape.rest if shape.has_first else others * shape.layer
         return 0.0, max(now, (shape.layer + last) * summed + shape.table * full)

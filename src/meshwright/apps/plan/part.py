@@ -15,7 +15,8 @@ from meshwright.training import forecast
 class PlanForecast(forecast.Forecast):
     """Answers from the memory and the times that the plan predicts.
 
-    Only a dry run measures: where a run trains, memory is estimated, and nothing is patched.
+    Only a dry run and a launch that would be refused measure: where a run trains, memory is
+    estimated, and nothing is patched.
     """
 
     def verdict(self, config: TrainConfig, vocabulary: int) -> tuple[bool, str] | None:
@@ -24,6 +25,8 @@ class PlanForecast(forecast.Forecast):
 
     def why_too_large(self, config: TrainConfig, device: str | None) -> str | None:
         prediction = predict_here(config, device)
+        if prediction is not None and not prediction.fits:
+            prediction = prediction.measured()  # an estimate is no reason to refuse a training
         if prediction is None or prediction.fits:
             return None
         profile = prediction.machine.profile

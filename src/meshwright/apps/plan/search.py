@@ -240,7 +240,8 @@ class Search:
         # The time of these is found exactly: the ranking has it to some percent.
         found.ranked = sorted(few, key=lambda one: one.time.seconds)
         with progress_bar("predicting the best layouts in full", self.keep, of="count") as show:
-            most = found.too_large + MOST_TOO_LARGE
+            before = found.too_large
+            most = before + MOST_TOO_LARGE
             for one in found.ranked:
                 if len(found.fitting) == self.keep or found.too_large == most:
                     break
@@ -248,7 +249,7 @@ class Search:
                 if not found.fitting or one.tensors <= self.have:
                     show(self.try_layout(one.measured()))
         found.fitting.sort(key=lambda one: one.time.seconds)
-        found.slower += len(few) - len(found.fitting)
+        found.slower += len(few) - len(found.fitting) - (found.too_large - before)
         if not found.fitting and found.nearest is None and self.least_lack is not None:
             found.nearest = self.predict(run, self.least_lack[1]).measured()
         return found

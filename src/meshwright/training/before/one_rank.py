@@ -70,7 +70,7 @@ def describe_planned(config: TrainConfig, padded: int, layout: Layout) -> list[s
         return []
     kinds = forecast.memory_of_rank(config, padded, layout.at("pp"))
     sizes = ", ".join(f"{kind} {size / 2**30:,.2f} GiB" for kind, size in kinds.items() if size)
-    return [f"  memory by the plan: {sizes}"]
+    return [f"  memory, estimated by the plan: {sizes}"]
 
 
 def describe_place(layout: Layout) -> str:
