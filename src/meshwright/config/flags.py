@@ -62,6 +62,7 @@ POWERS = {"k": 3, "m": 6, "b": 9, "g": 9, "t": 12}  # of ten, as people abbrevia
 # Flags beside the settings; the first four may be given in Python too.
 CONTROL = ("preset", "recipe", "depth", "config_file", "dry_run", "print_config")
 SETTINGS_LIMIT = 4 << 20  # bytes of a file of settings
+SETTINGS_ARE = "give settings in TOML, or in YAML in a file that ends in .yaml"
 ENVIRONMENT = "environment"  # the source of a value of MESHWRIGHT_*
 C = TypeVar("C")
 
@@ -573,9 +574,9 @@ class LayerReader:
             else:
                 data = parse_toml(text)
         except Exception as e:  # a hostile file can break a reader in many ways, such as by deep nesting
-            raise SettingsError(f"{file}: {plain(e)}") from None
+            raise SettingsError(f"{file}: {plain(e)}; {SETTINGS_ARE}") from None
         if not isinstance(data, dict):
-            raise SettingsError(f"{file}: not a table of settings")
+            raise SettingsError(f"{file}: not a table of settings; {SETTINGS_ARE}")
         return self._of_file(data, path)
 
     def _of_file(self, settings: dict[Any, Any], path: Path) -> dict[str, Any]:
