@@ -86,7 +86,7 @@ def test_the_cards_of_workstations_have_the_figures_of_their_sheets(name, gib, g
 
 
 def test_mistakes_in_names_and_files_are_answered(tmp_path):
-    with pytest.raises(UserError, match="no profile of a device is named h20; did you mean h200"):
+    with pytest.raises(UserError, match="no profile of a device, and no file of .*, is named h20; did you mean h200"):
         load_profile("h20")
     with pytest.raises(UserError, match="cannot be read: No such file"):
         load_profile(str(tmp_path / "none.toml"))

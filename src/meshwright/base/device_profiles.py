@@ -187,7 +187,7 @@ def load_profile(name_or_path: str) -> DeviceProfile:
     if path.suffix != ".toml":
         known = profile_names()
         hint = did_you_mean(name, known) or f"; there are {' '.join(known)}"
-        raise UserError(f"no profile of a device is named {name_or_path}{hint}; a file of `bench --calibrate` works too")
+        raise UserError(f"no profile of a device, and no file of `bench --calibrate`, is named {name_or_path}{hint}")
     try:
         return read_profile(path.stem, parse_toml(path.read_text(encoding="utf-8")))
     except OSError as error:
