@@ -93,7 +93,7 @@ def test_files_of_torch_save_come_back_as_views_of_the_file(tmp_path: Path, zipp
 
 
 @pytest.mark.parametrize("protocol", (2, 3, 4, 5))
-@pytest.mark.promise("They are read in a process of its own")
+@pytest.mark.promise("They are read in a process of their own")
 def test_plain_pickles(tmp_path: Path, protocol: int) -> None:
     saved = {
         key: value

@@ -23,6 +23,12 @@ class Window(NamedTuple):
         return len(self.tokens) - 1 - self.first
 
 
+def label_window(context: Sequence[int], label: Sequence[int], length: int) -> Window:
+    """Return a window that counts the label alone; one of more predictions loses its beginning."""
+    ids = [*context, *label][-length - 1 :]
+    return Window(ids, max(len(ids) - 1 - len(label), 0))
+
+
 def document_windows(ids: Sequence[int], length: int, stride: int) -> Iterator[Window]:
     for begin, first, end in window_spans(len(ids) - 1, length, stride):
         yield Window(ids[begin : end + 1], first - begin)

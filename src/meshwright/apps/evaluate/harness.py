@@ -22,7 +22,7 @@ from meshwright.base.errors import BAD_DATA
 from meshwright.base.progress import progress_bar
 from meshwright.config.problem import SettingsError
 from meshwright.config.schema import Sampling
-from meshwright.data.windows import Window, document_windows
+from meshwright.data.windows import Window, document_windows, label_window
 from meshwright.generation.decoder import complete
 from meshwright.generation.language_model import LanguageModel
 from meshwright.generation.requests import Request
@@ -58,13 +58,11 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **more: Any
     ) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation, and whether greedy decoding writes it."""
-        windows = []
-        for _, context, continuation in requests:
-            ids = [*context, *continuation][-self.model.seq_length - 1 :]
-            windows.append(Window(ids, max(len(ids) - len(continuation) - 1, 0)))
+        length = self.model.seq_length
+        windows = [label_window(context, continuation, length) for _, context, continuation in requests]
         out = []
         for (texts, *_), window, (nats, hits) in zip(requests, windows, self.score(windows), strict=True):
-            out.append((-nats, hits == len(window.tokens) - 1 - window.first))
+            out.append((-nats, hits == window.counted))
             self.cache_hook.add_partial("loglikelihood", texts, out[-1])
         return out
 

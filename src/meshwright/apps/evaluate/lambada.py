@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.base.errors import bad_data
-from meshwright.data.windows import Window
+from meshwright.data.windows import Window, label_window
 from meshwright.training.tasks import Metric, Scored, Task, TaskFile
 
 if TYPE_CHECKING:
@@ -46,24 +46,15 @@ def read_examples(path: str) -> list[str]:
 def last_token(text: str, tokenizer: Tokenizer, file: TaskFile) -> list[Window]:
     """Return a window that counts the last token of a passage."""
     ids = list(tokenizer.encode(text))
-    return [window_of(ids[:-1], ids[-1:], tokenizer, file.length)]
+    return [label_window(ids[:-1] or [tokenizer.eod], ids[-1:], file.length)]
 
 
 def last_word(text: str, tokenizer: Tokenizer, file: TaskFile) -> list[Window]:
     """Return a window that counts all tokens of a passage's last word."""
     word = text.split()[-1]
     context = text[: text.rfind(word)].strip()
-    return [window_of(list(tokenizer.encode(context)), tokenizer.encode_inside(" " + word), tokenizer, file.length)]
-
-
-def window_of(context: list[int], label: list[int], tokenizer: Tokenizer, length: int) -> Window:
-    """Return a window that counts the label alone.
-
-    One of more than `length` + 1 tokens loses its beginning; one without a context follows an end
-    of document.
-    """
-    ids = [*(context or [tokenizer.eod]), *label][-length - 1 :]
-    return Window(ids, max(len(ids) - len(label) - 1, 0))
+    before = tokenizer.encode(context) or [tokenizer.eod]
+    return [label_window(before, tokenizer.encode_inside(" " + word), file.length)]
 
 
 def measure_words(scored: Scored[str]) -> dict[str, float]:

@@ -8,8 +8,6 @@ used. The child may have been misled, so what it says is checked against the fil
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
 import io
 import math
 import mmap
@@ -24,6 +22,7 @@ from typing import Any
 
 import torch
 
+from meshwright.base import host
 from meshwright.base.errors import bad_data
 from meshwright.base.sandbox import Sandbox
 from meshwright.checkpoint.pickle import child
@@ -50,24 +49,12 @@ def load_pickle(path: str | Path, begin: int = 0, length: int | None = None, tru
     try:
         if trust:
             return run_trusted(path, None if length is None and begin == 0 else full[begin:end])
-        with READ.kept(), uncollected():
+        with READ.kept(), host.collector_off():  # it would walk a long answer again and again as it grows
             answer = READ({"path": str(path.absolute()), "begin": begin, "end": end})
             return AnswerDecoder(full).decode(answer)
     except Exception as error:  # damaged, hostile and trusted files can fail in any way
-        reason = str(error) if type(error) in (ValueError, *ValueError.__subclasses__()) else f"damaged: {error!r:.300}"
+        reason = str(error) if type(error) is ValueError else f"damaged: {error!r:.300}"
         raise bad_data(f"{path}: not a checkpoint that can be read: {reason}") from error
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Stop the garbage collector, which would walk a long answer again and again as it grows."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def mapped(path: Path) -> mmap.mmap:

@@ -28,9 +28,7 @@ class Encoded:
     bytes: int = 0  # of text and what surrounds it
     sizes: list[Array] = field(default_factory=list)  # int32: tokens of each sequence
     ends: list[Array] = field(default_factory=list)  # int64: sequences up to the end of each document
-    bad: dict[str, tuple[int, TextPlace]] = field(
-        default_factory=dict
-    )  # reason: how many lines, and where the first is
+    bad: dict[str, tuple[int, TextPlace]] = field(default_factory=dict)  # by reason: how many lines, and the first
     complaint: str = ""  # about the first error, if it stops the run
     passed: SkipReport = field(default_factory=SkipReport)  # files that hold no text
 

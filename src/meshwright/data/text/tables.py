@@ -16,8 +16,8 @@ from typing import Any
 
 from meshwright.base.errors import bad_data, first_line
 from meshwright.base.files import RECORD_LIMIT, read_small
+from meshwright.data.text import limits
 from meshwright.data.text.containers import DamagedInput, missing
-from meshwright.data.text.limits import MOST_ROWS
 from meshwright.data.text.records import Rejected, choose_key
 from meshwright.data.text.rows import refuse_columns, refused_table, require_columns
 
@@ -123,13 +123,13 @@ def spans(
     for number, rows, weight, after in _row_groups(path, kind, size, keys):
         if not rows:
             continue
-        if end > begin and (have + weight > piece or end + rows - begin > MOST_ROWS):
+        if end > begin and (have + weight > piece or end + rows - begin > limits.MOST_ROWS):
             yield begin, end, behind, start
             begin = end
         first, end = end, end + rows
         if begin == first:
             start, have = (0, 0) if number is None else (number, first), 0
-            step = min(MOST_ROWS, max(1, rows * piece // max(weight, 1)))
+            step = min(limits.MOST_ROWS, max(1, rows * piece // max(weight, 1)))
             while end - begin > step:
                 begin += step
                 yield begin - step, begin, behind + (after - behind) * (begin - first) // rows, start
