@@ -52,7 +52,7 @@ def test_a_wrong_input_brings_up_what_is_named_like_it(tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my-texts").mkdir()
     assert main("preprocess --input my-text --output-prefix x --tokenizer byte".split()) == 65
-    assert "--input my-text does not exist; did you mean my-texts?" in capsys.readouterr().err
+    assert "my-text does not exist; did you mean my-texts?" in capsys.readouterr().err
     assert main(["quickstart", "my-text", "--output", "made"]) == 65
     assert "error: my-text does not exist; did you mean my-texts?" in capsys.readouterr().err
 

@@ -257,7 +257,7 @@ def test_inputs_that_cannot_be_used(tmp_path):
     (tmp_path / "file").write_text("")
     within = str(tmp_path / "file" / "x")
     for status, words, given, settings in (
-        (BAD_DATA, "--input nowhere does not exist", ["nowhere"], {}),
+        (BAD_DATA, "nowhere does not exist", ["nowhere"], {}),
         (BAD_DATA, "in.jsonl is cut short or damaged", b"\xfd7zXZ\x00...", {}),
         (BAD_DATA, "in.jsonl is cut short or damaged", [str(tmp_path)], {}),
         (BAD_DATA, "no token under 'text'", b"\n\n", {}),

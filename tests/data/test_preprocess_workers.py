@@ -385,7 +385,7 @@ def test_ranks_that_are_not_alike_are_refused(tmp_path):
     for output, own, words, status in (
         ("out0", [str(a), "--json-keys", "text", "title"], '--json-keys: ["text"] on rank 0, ["text", "title"]', 2),
         ("out1", [str(b)], "--input 1: ", 2),
-        ("out2", ["nowhere"], "--input nowhere does not exist", BAD_DATA),
+        ("out2", ["nowhere"], "nowhere does not exist", BAD_DATA),
     ):
         common = ["--output-prefix", str(tmp_path / output), "--input"]
         statuses, printed = run_as_ranks(tmp_path, [[*common, str(a)], [*common, *own]], (None, None))

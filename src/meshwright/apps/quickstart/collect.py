@@ -93,10 +93,7 @@ class InputDocuments:
     """
 
     def __init__(self, settings: TextInputs, limit: float) -> None:
-        try:
-            self.settings, self.limit, self.inputs = settings, limit, find_inputs(settings)
-        except UserError as error:  # quickstart's texts have no flag
-            raise UserError(str(error).removeprefix("--input "), error.status) from None
+        self.settings, self.limit, self.inputs = settings, limit, find_inputs(settings)
         self.bytes = self.inputs.bytes  # on disk
         self.undecoded = 0  # bytes of files that were passed over for their encoding
         self.guess = ""  # the encoding that the first of these seems to be in

@@ -204,7 +204,7 @@ def find_inputs(given: TextInputs) -> Inputs:
     single = [source for path in _expand(given.input) for source in _find_below(path, given, passed)]
     if not single:
         reason = passed.line() if passed else "nothing is there"
-        raise bad_data(f"--input {' '.join(map(shown, given.input))} holds no text; {reason}")
+        raise bad_data(f"{' '.join(map(shown, given.input))} holds no text; {reason}")
     if given.table and not any(source.reader == detect.SQLITE for source in single):
         raise UserError(f"--table {given.table} names a table of an SQLite database, but no --input is one")
     return Inputs(list(_joined(single)), passed, warnings=_find_misread(single, given.encoding))
@@ -236,7 +236,7 @@ def _expand(patterns: list[str]) -> list[str]:
         is_path = pattern == "-" or is_remote or os.path.lexists(pattern)
         matches = [pattern] if is_path else sorted(glob.glob(pattern, recursive=True))
         if not matches:
-            raise bad_data(f"--input {shown(pattern)} does not exist{near_path(pattern) or NEEDED}")
+            raise bad_data(f"{shown(pattern)} does not exist{near_path(pattern) or NEEDED}")
         paths += matches
     return paths
 
@@ -274,7 +274,7 @@ def _find_objects(address: str, given: TextInputs, passed: SkipReport) -> Iterat
     """Yield the objects of storage that an address names, before their content is looked at."""
     objects = texts.find_objects(address)
     if not objects:
-        raise bad_data(f"--input {address} does not exist: no object has this name or is below it; check the address")
+        raise bad_data(f"{address} does not exist: no object has this name or is below it; check the address")
     below: dict[str, set[str]] = {}
     for named in objects:
         folder, _, name = named.address.rpartition("/")
