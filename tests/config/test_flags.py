@@ -296,7 +296,7 @@ def test_unknown_environment(monkeypatch):
         ("a.toml", b"fp16 = 'perhaps'", "is not true or false"),
         ("a.toml", b"model = 3", "unknown setting 'model'"),
         ("a.toml", b"[nodel]\nnum_layers = 2", "unknown setting 'nodel'"),
-        ("a.toml", b"batch_size = 2", "or --global-batch-size in a.toml"),
+        ("a.toml", b"batch_size = 2", "no setting batch_size in a.toml; here it is --micro-batch-size"),
         ("a.toml", b"lr = 1\nlr = 2", "--config"),
         ("a.toml", b"lr = " + b"[" * 5000, "--config"),
         ("a.toml", b"a." * 100_000 + b"a = 1", "a.toml: a key has more than 8 parts; no file of settings needs that"),

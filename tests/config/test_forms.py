@@ -59,7 +59,7 @@ def test_settings_that_are_built_in_python_are_read_too() -> None:
     data = Data(split="1", blend_stages=["5: a"])  # type: ignore[arg-type, list-item]
     assert data.split == Split("1", (1.0, 0.0, 0.0)) and data.blend_stages == [BlendStage.read("5: a")]
     assert dataclasses.replace(Model(), window_size="3,0").window_size == AttentionWindow("3,0", 3)
-    with pytest.raises(ValueError, match="'3,1' is neither L nor L,0"):
+    with pytest.raises(ValueError, match="^window_size: '3,1' is neither L nor L,0"):
         Model(window_size="3,1")  # type: ignore[arg-type]
 
 

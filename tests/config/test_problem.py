@@ -100,6 +100,12 @@ def test_each_source_has_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert said == f"\n  MESHWRIGHT_MIN_LR=0.5 is above {of_file}\n  --lr_warmup_init 0.7 is above {of_file}"
 
 
+def test_a_name_of_another_program_is_answered_where_it_stands(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("batch_size = 8\n")
+    said = refusal(*SMALL, *LENGTH, "--lr=1", "--config", str(tmp_path / "a.toml"))
+    assert said.startswith(f"no setting batch_size in {tmp_path / 'a.toml'}; here it is --micro-batch-size")
+
+
 def test_a_mistake_is_not_hidden_by_advice() -> None:
     """A setting that another problem only advises is checked all the same."""
     said = refusal(*SMALL, *LENGTH, "--lr=1", "--clip-grad=x", "--on-spike=rollback:2", "--no-save-optim", check=True)

@@ -207,7 +207,9 @@ def test_tokens_alone_can_follow_from_the_size(tmp_path: Path) -> None:
     assert parsed.config.training.train_tokens == 20 * 2 * 12 * 64**2
     assert parsed.sources["train_tokens"] == "command line (auto: 20 for each of 98.3k parameters of the layers)"
     assert any("--train-tokens auto is 1,966,080: 20 for each" in line for line in parsed.notices)
-    assert "--train-tokens auto counts the parameters" in refusal("--train-tokens", "auto")
+    without_sizes = refusal("--train-tokens", "auto")
+    assert "--train-tokens auto counts the parameters" in without_sizes
+    assert without_sizes.count("--hidden-size") == 1  # it is not said to be needed once more
     file = tmp_path / "own.toml"
     file.write_text('train_tokens = "auto"\n')
     assert parse(*sizes.split(), "--config", str(file)).config == parse(*sizes.split(), "--train-tokens=auto").config

@@ -217,7 +217,7 @@ def test_a_network_is_compiled_on_a_gpu(example):
 def test_a_network_has_no_factors_of_mup(example):
     settings = example.settings(None, 2)
     settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, mup_base_hidden_size=8))
-    with pytest.raises(UserError, match="mup_base_hidden_size is for the layers of our own models"):
+    with pytest.raises(UserError, match="--mup-base-hidden-size is for the layers of our own models"):
         train.run(settings, Caller(bigram(), None, parts(example)[2]))
 
 

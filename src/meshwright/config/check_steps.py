@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from meshwright.config.check_values import out_of_bounds
-from meshwright.config.problem import Problem, missing, named, plain, stated, with_value
+from meshwright.config.problem import Problem, missing, named, stated, with_value
 from meshwright.config.schema import LENGTHS, Optimizer, TrainConfig
 
 LEAST_EPS = 1e-9  # of AdamW, with moments in 8 bits
@@ -139,10 +139,7 @@ def batch_schedule_problems(c: TrainConfig) -> list[Problem]:
     if t.rampup_batch_size:
         text = "{step_batch_size_schedule} contradicts {rampup_batch_size}; give only one of them"
         return [Problem((*about, "rampup_batch_size"), text)]
-    try:
-        starts, batches = zip(*c.batch_schedule or [(0, 0)], strict=True)
-    except ValueError as error:
-        return [Problem(about, f"{flag}: {plain(error)}; write for example '0:768 250B:1536'")]
+    starts, batches = zip(*c.batch_schedule, strict=True)
     out = []
     if starts[0] or any(a >= b for a, b in itertools.pairwise(starts)):
         text = f"{flag}: its tokens must begin with 0 and grow, by a sample of {c.data.seq_length} or more"

@@ -210,7 +210,7 @@ def _per_split(path: str, flag: str) -> dict[str, list[str]]:
     if not isinstance(found, dict):
         raise ValueError(f"{flag} {plain(path)}: {form}")
     if unknown := [str(key) for key in found if key not in SPLITS]:
-        raise ValueError(f"{flag} {plain(path)}: unknown key {', '.join(unknown)[:200]}; {form}")
+        raise ValueError(f"{flag} {plain(path)}: unknown key {plain(', '.join(unknown)[:200])}; {form}")
     out = {}
     for split in SPLITS:
         value = found.get(split)
@@ -255,7 +255,7 @@ def _require_once(path_set: PathSet) -> None:
     for s in sorted(path_set.sources, key=lambda s: s.begin):
         file = os.path.realpath(s.prefix + ".bin")
         if s.begin < ends.get(file, 0):
-            where = f"{path_set.flag} {path_set.name}" if path_set.name else path_set.flag
+            where = f"{path_set.flag} {plain(path_set.name)}" if path_set.name else path_set.flag
             raise ValueError(
                 f"{where}: {plain(s.prefix)} appears twice, so its documents would be read twice; add up its weights"
             )
@@ -265,11 +265,11 @@ def _require_once(path_set: PathSet) -> None:
 def _check_validation(d: Data, sets: list[PathSet]) -> None:
     for key, number in Counter(path_set.key for path_set in sets).items():
         if number > 1:
-            raise ValueError(f"{number} sets are named {key.partition('/')[2]}; give each its own name")
+            raise ValueError(f"{number} sets are named {plain(key.partition('/')[2])}; give each its own name")
     for path_set in sets:
         if path_set.name and ("/" in path_set.name or not path_set.name.isprintable()):
             raise ValueError(
-                f"the set's name {path_set.name!r} becomes a part of tags; give printable letters without /"
+                f"the set's name {plain(repr(path_set.name))} becomes a part of tags; give printable letters without /"
             )
     if (d.multiple_validation_sets or d.validation_set_names) and not any(n in SET_FLAGS for n in path_settings(d)):
         flag = "{multiple_validation_sets=True}" if d.multiple_validation_sets else "{validation_set_names}"

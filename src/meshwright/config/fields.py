@@ -210,12 +210,15 @@ def forms_in(group: type) -> Mapping[str, type[TextForm]]:
 def read_forms(group: Any) -> None:
     """Read the settings of a new group that were given as text, as in `Data(split="8,1,1")`."""
 
-    def read(form: type[TextForm], value: Any) -> Any:
-        return form.read(value) if isinstance(value, str) else value
+    def read(name: str, form: type[TextForm], value: Any) -> Any:
+        try:
+            return form.read(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
 
     for name, form in forms_in(type(group)).items():
         value = getattr(group, name)
-        found = [read(form, each) for each in value] if isinstance(value, list) else read(form, value)
+        found = [read(name, form, each) for each in value] if isinstance(value, list) else read(name, form, value)
         object.__setattr__(group, name, found)
 
 

@@ -212,17 +212,14 @@ def _for_one_start(
     reader: LayerReader, layers: Sequence[tuple[str, dict[str, Any]]], typed: Collection[str]
 ) -> list[Problem]:
     """Refuse flags for one start, such as --trust-pickle, where the user may not see them."""
-    once = {name for name, (_, f, _) in reader.fields.items() if f.metadata["once"]}
-    given = dict(layers)
-    for name in typed:
-        once.discard(name)
+    once = {name for name, (_, f, _) in reader.fields.items() if f.metadata["once"]}.difference(typed)
     return [
         Problem(
             (name,),
             f"{{{name}}}: it is for one start, so neither a file nor a variable can set it; give it with the start "
             "itself, or leave it out there",
         )
-        for layer in given.values()
+        for _, layer in layers
         for name in sorted(once & layer.keys())
         if layer[name] != default_of(reader.fields[name][1])
     ]
@@ -381,7 +378,7 @@ def build_config(cls: type[C], layers: list[tuple[str, dict[str, Any]]]) -> tupl
 def _fill_global_batch(training: dict[str, Any]) -> None:
     """Take the last batch of a schedule as the global batch; `checks` reports mistakes in it."""
     schedule = training.get("step_batch_size_schedule")
-    if schedule is not None and schedule.stages and training.get("global_batch_size") is None:
+    if schedule is not None and training.get("global_batch_size") is None:
         training["global_batch_size"] = schedule.stages[-1][1]
 
 
@@ -442,6 +439,8 @@ def convert_value(kind: Any, value: Any) -> Any:
     if (form := form_of(inner)) is not None:
         if isinstance(value, bool | list | dict):
             raise ValueError(f"{_short(value)} is not text")
+        if value == "":
+            raise ValueError("it is empty; leave it out, or is a shell variable unset?")
         return form.read(str(value))
     try:
         if inner is int and isinstance(value, float | str) and not str(value).lstrip("+-").isdigit():
@@ -508,8 +507,8 @@ class LayerReader:
             elif name in idle:
                 if value is not False:
                     self.note_idle(idle[name], value, given.place)
-            elif answer := known_elsewhere("--" + name.replace("_", "-"), given.name):
-                self.problems.append(Problem(names_in(answer), answer + plain(given.place)))
+            elif answer := known_elsewhere("--" + name.replace("_", "-"), plain(given.name + given.place)):
+                self.problems.append(Problem(names_in(answer), answer))
             else:
                 self._refuse_unknown(name, given, how)
         self._check_switches(out)

@@ -256,6 +256,8 @@ class BatchSchedule(TextForm):
                 raise ValueError(f"{word[:50]!r} is not TOKENS:BATCH; write for example '0:768 250B:1536'")
             tokens, batch = (int(float(match[n]) * units[match[n + 1]]) for n in (1, 3))
             stages.append((tokens, batch))
+        if not stages:
+            raise ValueError(f"{text!r} names no batch; write for example '0:768 250B:1536'")
         return cls(text, tuple(stages))
 
 

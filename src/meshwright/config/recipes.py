@@ -45,7 +45,7 @@ RESET = (
     "rampup_batch_size adam_beta1 adam_beta2 adam_eps"
 ).split()
 NO_SIZES = Problem(
-    ("train_tokens",),
+    ("train_tokens", "num_layers", "hidden_size", "num_attention_heads"),
     "{train_tokens=auto} counts the parameters of the layers; give the size too, by {preset}, {depth} or "
     "{num_layers}, {hidden_size} and {num_attention_heads}",
 )

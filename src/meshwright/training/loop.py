@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from meshwright.base.console import notice, remark, say, say_time
-from meshwright.base.errors import NON_FINITE, UserError
+from meshwright.base.errors import NON_FINITE
+from meshwright.config.problem import SettingsError
 from meshwright.data.feed import Feed
 from meshwright.data.loader import Batch
 from meshwright.data.samples import Dataset, OrderedSamples
@@ -306,8 +307,8 @@ class Trainer:
         self.metrics.validation(p.consumed_train_samples, check)
         if not math.isfinite(loss) and self.guard.on_nonfinite.word != "skip":
             message = f"iteration {p.iteration}: the loss on the {key} set is {loss}, so this step is not saved; "
-            message += f"lower --lr (now {self.config.optimizer.lr}) or warm up longer"
-            raise UserError(message, NON_FINITE, everywhere=True)
+            message += f"lower {{lr}} (now {self.config.optimizer.lr}) or warm up longer"
+            raise SettingsError(message, NON_FINITE, everywhere=True)
         return loss
 
     def loss_on(self, key: str, dataset: Dataset, is_at_end: bool, parts: LossParts | None = None) -> float:

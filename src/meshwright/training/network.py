@@ -238,12 +238,12 @@ def require_own_model(spec: Spec) -> None:
         )
     if spec.loss and config.training.z_loss_coef:
         raise SettingsError("{z_loss_coef} is a term of our own loss, and this one is custom; add the term there")
-    switches = {"--fp8-format": bool(config.precision.fp8_format)}
-    switches |= {"--fused-kernels on": config.training.fused_kernels == "on"}
-    switches |= dict.fromkeys(given_bases(config.model), True)
-    for flag, is_given in switches.items():
+    settings = {"{fp8_format}": bool(config.precision.fp8_format)}
+    settings |= {"{fused_kernels=on}": config.training.fused_kernels == "on"}
+    settings |= {f"{{{name}}}": True for name in given_bases(config.model)}
+    for setting, is_given in settings.items():
         if spec.model and is_given:
-            raise UserError(f"{flag} is for the layers of our own models, and this one is custom; leave it out")
+            raise SettingsError(f"{setting} is for the layers of our own models, and this one is custom; leave it out")
 
 
 def refuse_what_is_not_saved(model: nn.Module) -> None:

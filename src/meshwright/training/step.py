@@ -18,6 +18,7 @@ from torch import Tensor
 from meshwright.base import device as devices
 from meshwright.base.errors import BAD_DATA, UserError
 from meshwright.checkpoint.saved_model import GPT_NETWORK
+from meshwright.config.problem import SettingsError
 from meshwright.data.loader import Batch
 from meshwright.model.attention import seed_dropout
 from meshwright.model.loss import loss_sum, token_terms
@@ -44,7 +45,7 @@ Update = Tensor
 LOSS, GRAD_NORM, VOTES = range(3)
 Timed = Callable[[str, int], contextlib.AbstractContextManager[None]]
 
-CHECK_MASKS = "check the data and --eod-mask-loss"
+CHECK_MASKS = "check the data and {eod_mask_loss=True}"
 
 
 @dataclass(kw_only=True)
@@ -269,7 +270,7 @@ def count_unmasked(net: Network, batches: list[Batch]) -> float | Tensor:
         unmasked = comm.total(counted, net.layout.group("gradients")) / net.layout.cp
     if not own and not unmasked:
         where = f"the global batch that starts at sample {batches[0].first_sample}"
-        raise UserError(f"every token is masked in {where}; {CHECK_MASKS}", BAD_DATA, True)
+        raise SettingsError(f"every token is masked in {where}; {CHECK_MASKS}", BAD_DATA, True)
     return unmasked
 
 
@@ -323,5 +324,5 @@ def evaluate(
         parts.merge()
     total, tokens = sums.tolist()
     if not tokens and not is_stopped:
-        raise UserError(f"every token of the validation set is masked; {CHECK_MASKS}", BAD_DATA, True)
+        raise SettingsError(f"every token of the validation set is masked; {CHECK_MASKS}", BAD_DATA, True)
     return total / max(tokens, 1)  # type: ignore[no-any-return]

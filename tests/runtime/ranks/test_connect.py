@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from helpers import free_port
 from meshwright.base.errors import HANG, UNAVAILABLE, USAGE, UserError
+from meshwright.config.problem import KEYWORDS, in_words
 from meshwright.runtime.ranks import connect
 from meshwright.runtime.ranks.compare import require_equal
 from meshwright.runtime.ranks.lost import explain_lost_rank, leave_ranks
@@ -128,6 +129,8 @@ def test_world_size_flag() -> None:
     with pytest.raises(UserError, match="--world-size 8, but started as 4, by torchrun; start 8"):
         require_world_size(World(size=4, launcher="torchrun"), 8)
     with pytest.raises(UserError, match="--world-size 2, but started as one process"):
+        require_world_size(World(), 2)
+    with pytest.raises(UserError, match="^world_size=2, but .* or change world_size to 1"), in_words(KEYWORDS):
         require_world_size(World(), 2)
 
 

@@ -103,9 +103,7 @@ def make_job(
     """Check the flags and the command as far as this machine can; return notes for the user."""
     for name in ("node_rank", "master_addr", "node_ips"):
         if getattr(config, name) is not None:
-            raise SettingsError(
-                f"{{write}} and {spelling(name)}: the engine numbers the nodes; leave {spelling(name)} out"
-            )
+            raise SettingsError(f"{{write}} and {{{name}}}: the engine numbers the nodes; leave {{{name}}} out")
     nodes, count = 1 if config.nnodes is None else config.nnodes, config.nproc_per_node
     require_numbers(config, nodes)
     if not re.fullmatch("[1-9][0-9]{0,3}", count):

@@ -137,7 +137,7 @@ def make_plan(config: LaunchConfig) -> LaunchPlan:
             f"{{node_rank={node}}} does not fit {{nnodes={nodes}}}; machines count from 0 to {nodes - 1}"
         )
     if config.node_ips is not None and not ips:
-        raise SettingsError("{node_ips} is empty; check for an unset shell variable")
+        raise SettingsError("{node_ips} names no machine; give the address of each")
     if not 0 < config.wait <= 10**6:
         raise SettingsError(f"{{wait={config.wait:g}}} must be above 0 seconds and at most {10**6}")
     if config.max_restarts < 0:

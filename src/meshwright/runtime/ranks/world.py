@@ -196,7 +196,7 @@ def require_world_size(world: World, wanted: int | None) -> None:
     if wanted is not None and wanted != world.size:
         by = "one process, without a launcher" if world.launcher == "none" else f"{world.size}, by {world.launcher}"
         raise SettingsError(
-            f"--world-size {wanted}, but started as {by}; start {wanted}, as with meshwright launch --nproc-per-node "
+            f"{{world_size={wanted}}}, but started as {by}; start {wanted}, as with meshwright launch --nproc-per-node "
             f"{wanted}, or change {{world_size}} to {world.size}"
         )
 

@@ -25,17 +25,7 @@ from meshwright.checkpoint import formats, mirror, owner, steps
 from meshwright.config import check_model, checks, data_paths, dialects, flags, notices
 from meshwright.config.fields import spelling, with_settings
 from meshwright.config.grammar import blend
-from meshwright.config.problem import (
-    GivenAs,
-    Problem,
-    SettingsError,
-    Wording,
-    listed,
-    plain,
-    require,
-    stated,
-    with_value,
-)
+from meshwright.config.problem import GivenAs, Problem, SettingsError, Wording, plain, require, stated, with_value
 from meshwright.config.schema import TokenizerFlags, TrainConfig
 from meshwright.data import tokenizers
 from meshwright.data.sets import count_epochs
@@ -268,8 +258,7 @@ def apply_deepspeed_file(config: TrainConfig, prints: bool) -> TrainConfig:
     defaults = flags.to_dict(TrainConfig())
     given = {name for name, value in flags.to_dict(config).items() if value != defaults[name]}
     config, notes, problems = dialects.fill_from_file(config, given)
-    if problems:
-        raise SettingsError(listed(problems))
+    require(problems)
     for note in notes if prints else ():
         console.notice(f"note: {note}")
     return config

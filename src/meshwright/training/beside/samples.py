@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.base.console import remark
-from meshwright.base.errors import UserError
-from meshwright.config.problem import SettingsError
+from meshwright.config.problem import SettingsError, plain
 from meshwright.config.schema import Sampling, TrainConfig
 from meshwright.data.loader import Batch
 from meshwright.data.tokenizers import Tokenizer
@@ -44,8 +43,8 @@ class SampleWriter:
         self.ids = [request.prompt or [tokenizer.eod] for request in self.requests]
         for prompt, ids in zip(self.prompts, self.ids, strict=True):
             if len(ids) >= self.length:
-                message = f"--sample-prompts: {prompt[:30]!r} has {len(ids)} tokens; the model reads {self.length}"
-                raise UserError(f"{message}, shorten it")
+                text = f"{plain(repr(prompt[:30]))} has {len(ids)} tokens; the model reads {self.length}, shorten it"
+                raise SettingsError(f"{{sample_prompts}}: {text}")
         self.is_fixed = runs_one_shape(net)
 
     def write(self, iteration: int, metrics: Metrics) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.base.console import remark
 from meshwright.base.errors import NON_FINITE, UserError, first_line
-from meshwright.config.problem import SettingsError
+from meshwright.config.problem import SettingsError, with_value
 from meshwright.training.health.diagnosis import Origin, find_origin
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Guard:
         row = {"loss": loss, "grad_norm": norm, "where": origin.text, "seconds": round(time.perf_counter() - begun, 3)}
         self.metrics.row("nonfinite", step.iteration, **row, **origin.facts)
         if word == "rollback":
-            return self.roll_back(step, f"{what}; {origin.text}", "--on-nonfinite", times, origin)
+            return self.roll_back(step, f"{what}; {origin.text}", "on_nonfinite", times, origin)
         if word != "skip" or self.progress.nonfinite_in_a_row > times:
             raise self.failure(f"{what}, so this step was not applied; {origin.text}", origin)
         remark(f"WARNING: {what}, so this step was not applied; {origin.text}")
@@ -114,36 +114,36 @@ class Guard:
             remark(f"WARNING: {what}; --on-spike rollback:K would go back to a checkpoint")
             return False
         if word == "rollback":
-            return self.roll_back(step, what, "--on-spike", times)
+            return self.roll_back(step, what, "on_spike", times)
         save = self.config.checkpoint.save
         saved = f"the checkpoints in {save} are of earlier steps; " if save else ""
-        cure = f"continue with --on-spike rollback:K, or lower --lr (now {self.config.optimizer.lr})"
+        cure = f"continue with {{on_spike=rollback:K}}, or lower {{lr}} (now {self.config.optimizer.lr})"
         raise SettingsError(f"{what} ({{on_spike=stop}}); {saved}{cure}", NON_FINITE, everywhere=True)
 
     def failure(self, what: str, origin: Origin | None) -> UserError:
         c = self.config
         is_fault = origin is not None and (origin.is_state or origin.is_transient)
         kept = f"; the checkpoints in {c.checkpoint.save} are unchanged"
-        cure = f"lower --lr (now {c.optimizer.lr}), warm up longer{' or use --bf16' if c.precision.fp16 else ''}"
+        cure = f"lower {{lr}} (now {c.optimizer.lr}), warm up longer{' or use {bf16=True}' if c.precision.fp16 else ''}"
         cure = "continue from the newest checkpoint" if is_fault else cure
-        return UserError(f"{what}{kept if c.checkpoint.save else ''}; {cure}", NON_FINITE, everywhere=True)
+        return SettingsError(f"{what}{kept if c.checkpoint.save else ''}; {cure}", NON_FINITE, everywhere=True)
 
-    def roll_back(self, step: Submitted, what: str, flag: str, times: int, origin: Origin | None = None) -> bool:
+    def roll_back(self, step: Submitted, what: str, setting: str, times: int, origin: Origin | None = None) -> bool:
         """Load the newest checkpoint and pass over the samples from there to the end of this step.
 
         The iterations in between count as done, as with --skip-train-iteration-range, so that no
         number of a step or sample occurs twice. A checkpoint that is saved now keeps this decision.
         """
         p, c, begun = self.progress, self.config.checkpoint, time.perf_counter()
-        done = p.rollbacks
+        done, rule = p.rollbacks, with_value(setting, f"rollback:{times}")
         if done >= times:
             again = f"this run has gone back {done} times without saving a checkpoint of further steps"
-            raise self.failure(f"{what}; {again} ({flag} rollback:{times})", origin)
+            raise self.failure(f"{what}; {again} ({rule})", origin)
         to = self.state.roll_back()
         if to is None:
-            now = f"--save-interval is {c.save_interval}" if c.save_interval else "--save-interval is not given"
-            none = f"{flag} rollback:{times} cannot go back: {c.save} holds no checkpoint yet"
-            raise self.failure(f"{what}; {none} ({now}; --save-at-start saves the first weights)", origin)
+            now = f"{{save_interval}} is {c.save_interval or 'not given'}"
+            none = f"{rule} cannot go back: {c.save} holds no checkpoint yet"
+            raise self.failure(f"{what}; {none} ({now}; {{save_at_start=True}} saves the first weights)", origin)
         begin, self.since = p.consumed_train_samples, p.schedule_samples
         p.iteration, p.consumed_train_samples = step.iteration, step.consumed
         p.rollbacks, p.nonfinite_in_a_row = done + 1, 0
