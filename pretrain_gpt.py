@@ -3,7 +3,8 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "src"))  # runs from a clone too, without an install
+# runs from a clone too, without an install
+sys.path.insert(0, str(Path(__file__).resolve().parent / "src"))
 
 from meshwright.__main__ import main  # noqa: E402
 

@@ -26,7 +26,9 @@ SIZES = {  # layers, hidden size, heads
 
 
 def new_parser(about: str | None) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def describe_machine(*packages: str) -> str:
@@ -35,7 +37,10 @@ def describe_machine(*packages: str) -> str:
     if torch.cuda.is_available() and "torch" in packages:
         return f"{torch.cuda.get_device_name()}; Python {platform.python_version()}, {libraries}"
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown processor")
+    model = next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")),
+        "unknown processor",
+    )
     cores = len(os.sched_getaffinity(0))
     return f"{cores} cores of {model}; Python {platform.python_version()}, {libraries}; Linux {os.uname().release}"
 
@@ -80,7 +85,10 @@ def distance(result: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def seconds_of(
-    run: Callable[..., Any], sets: Sequence[tuple[Any, ...]] = ((),), graph: bool = True, least: float = 0.0
+    run: Callable[..., Any],
+    sets: Sequence[tuple[Any, ...]] = ((),),
+    graph: bool = True,
+    least: float = 0.0,
 ) -> float:
     """Return the median time of a call over five rounds, each of which cycles through `sets`.
 

@@ -54,10 +54,18 @@ def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("nanogpt", type=Path, help="folder with nanoGPT's model.py")
     parser.add_argument("llmc", type=Path, help="folder with llm.c's train_gpt2.c and llmc/")
-    parser.add_argument("--sizes", nargs="+", choices=ON_CPU, default=list(ON_CPU), help="default: all")
-    parser.add_argument("--turns", type=int, default=8, help="steps of each program, in turns (default: 8)")
-    parser.add_argument("--quiet", action="store_true", help="repeat steps beside which other programs computed")
-    parser.add_argument("--serve", choices=PROGRAMS, help="used within: take a step for each line of standard input")
+    parser.add_argument(
+        "--sizes", nargs="+", choices=ON_CPU, default=list(ON_CPU), help="default: all"
+    )
+    parser.add_argument(
+        "--turns", type=int, default=8, help="steps of each program, in turns (default: 8)"
+    )
+    parser.add_argument(
+        "--quiet", action="store_true", help="repeat steps beside which other programs computed"
+    )
+    parser.add_argument(
+        "--serve", choices=PROGRAMS, help="used within: take a step for each line of standard input"
+    )
     given = parser.parse_args()
     console.set_stream(None)
     os.environ["GOMP_SPINCOUNT"] = "1000"  # else other work slows steps severalfold
@@ -83,9 +91,15 @@ def step_of(program: str, shape: Shape, nanogpt: Path) -> Callable[[], Any]:
         return products_of(shape, torch.bfloat16 if bf16 else torch.float32)
     sys.path.insert(0, str(nanogpt))
     nano: Any = importlib.import_module("model")
-    sizes = {"n_layer": shape.layers, "n_head": shape.heads, "n_embd": shape.hidden, "block_size": shape.seq}
+    sizes = {
+        "n_layer": shape.layers,
+        "n_head": shape.heads,
+        "n_embd": shape.hidden,
+        "block_size": shape.seq,
+    }
     sizes["vocab_size"] = 50304 if shape.vocab == 50257 else shape.vocab  # as its train.py
-    training: Any = PlainTraining(shape)  # whose batches and order of a step are those of nanoGPT's train.py
+    # whose batches and order of a step are those of nanoGPT's train.py
+    training: Any = PlainTraining(shape)
     training.model = net = nano.GPT(nano.GPTConfig(**sizes, dropout=0.0, bias=True))
     training.adamw = net.configure_optimizers(0.1, 6e-4, (0.9, 0.95), "cpu")
     forward = torch.compile(net) if "compiled" in program else net
@@ -100,15 +114,23 @@ def step_of(program: str, shape: Shape, nanogpt: Path) -> Callable[[], Any]:
 def build_llmc(source: Path, shape: Shape, folder: Path) -> list[str]:
     """Compile llm.c, write random weights in its format, and return the command."""
     program, weights = str(folder / "driver"), folder / "weights.bin"
-    run(["cc", *FLAGS, f"-I{source}", "-xc", "-", "-o", program, "-lm"], input=DRIVER, text=True, check=True)
+    run(
+        ["cc", *FLAGS, f"-I{source}", "-xc", "-", "-o", program, "-lm"],
+        input=DRIVER,
+        text=True,
+        check=True,
+    )
     n, c, vocab = shape.layers, shape.hidden, -(-shape.vocab // 128) * 128
-    block = [c, c, 3 * c * c, 3 * c, c * c, c, c, c, 4 * c * c, 4 * c, 4 * c * c, c]  # of a layer, from ln1w to fcprojb
+    # of a layer, from ln1w to fcprojb
+    block = [c, c, 3 * c * c, 3 * c, c * c, c, c, c, 4 * c * c, 4 * c, 4 * c * c, c]
     header = [20240326, 3, shape.seq, shape.vocab, n, shape.heads, c, vocab] + [0] * 248
     with weights.open("wb") as file:
         file.write(np.array(header, np.int32).tobytes())
         for i, count in enumerate([vocab * c, shape.seq * c, *(n * k for k in block), c, c]):
             gain = np.float32(i in (2, 8, 14))  # of norms
-            file.write((gain + np.random.default_rng(i).standard_normal(count, np.float32) / 50).tobytes())
+            file.write(
+                (gain + np.random.default_rng(i).standard_normal(count, np.float32) / 50).tobytes()
+            )
     return [program, str(weights), str(shape.batch), str(shape.seq)]
 
 
@@ -136,24 +158,50 @@ def compare(size: str, folder: Path, given: Any) -> None:
     """Print a table of all programs at a size."""
     shape, processes = ON_CPU[size], {}
     for name in PROGRAMS:
-        python = [sys.executable, __file__, str(given.nanogpt), str(given.llmc), "--sizes", size, "--serve", name]
+        python = [
+            sys.executable,
+            __file__,
+            str(given.nanogpt),
+            str(given.llmc),
+            "--sizes",
+            size,
+            "--serve",
+            name,
+        ]
         command = build_llmc(given.llmc, shape, folder) if name.startswith("llm.c") else python
         processes[name] = Popen(command, stdin=PIPE, stdout=PIPE, text=True)
         for _ in range(3):
             take_step(processes[name])  # compiles, allocates
     ms: dict[str, list[float]] = {name: [] for name in processes}
     for turn in range(given.turns):
-        for name, process in (list(processes.items()) * 2)[turn % len(processes) :][: len(processes)]:
+        for name, process in (list(processes.items()) * 2)[turn % len(processes) :][
+            : len(processes)
+        ]:
             take_step(process)  # wakes it
             ms[name].append(take_step(process, given.quiet))
     for process in processes.values():
         process.communicate()
     print(f"\n{size}: {shape.batch} x {shape.seq} tokens")
-    print_head("", "ms", "quartiles", "", "least", "share of the limit", "ours fp32 is times as fast", "ours bf16")
+    print_head(
+        "",
+        "ms",
+        "quartiles",
+        "",
+        "least",
+        "share of the limit",
+        "ours fp32 is times as fast",
+        "ours bf16",
+    )
     for name, times in ms.items():
         low, middle, high = statistics.quantiles(times, n=4)
-        over = [ms["products bf16" if "bf16" in name else "products fp32"], ms["ours fp32"], ms["ours bf16"]]
-        limit, fp32, bf16 = (statistics.median(a / b for a, b in zip(times, other, strict=True)) for other in over)
+        over = [
+            ms["products bf16" if "bf16" in name else "products fp32"],
+            ms["ours fp32"],
+            ms["ours bf16"],
+        ]
+        limit, fp32, bf16 = (
+            statistics.median(a / b for a, b in zip(times, other, strict=True)) for other in over
+        )
         whole = [f"{x:.0f}" for x in (middle, low, high, min(times))]
         print_row(name, *whole, f"{1 / limit:.0%}", f"{fp32:.2f}", f"{bf16:.2f}")
 

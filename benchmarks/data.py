@@ -83,7 +83,9 @@ def peer_line(line: bytes) -> tuple[list[int], int]:
     return ids, len(line)
 
 
-def peer(kind: str, workers: int, corpus: str, prefix: str, vocab: str, merges: str, chunk: int) -> None:
+def peer(
+    kind: str, workers: int, corpus: str, prefix: str, vocab: str, merges: str, chunk: int
+) -> None:
     import multiprocessing
 
     import numpy as np
@@ -133,11 +135,15 @@ def pss(pid: int) -> int:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
         return 0
-    found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines[1:] if line.endswith("kB")}
+    found = {
+        line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines[1:] if line.endswith("kB")
+    }
     return found.get("Pss", 0) - found.get("Pss_File", 0)
 
 
-def measure(command: list[str], log: Path, watch: bool = False, stdin: object = None, **more: object) -> dict:
+def measure(
+    command: list[str], log: Path, watch: bool = False, stdin: object = None, **more: object
+) -> dict:
     begun, cpu = time.perf_counter(), os.times()
     with open(log, "a") as out:
         out.write("$ " + " ".join(command) + "\n")
@@ -148,12 +154,26 @@ def measure(command: list[str], log: Path, watch: bool = False, stdin: object = 
         memory.done = True
     seconds, after = time.perf_counter() - begun, os.times()
     spent = after.children_user + after.children_system - cpu.children_user - cpu.children_system
-    return {"seconds": seconds, "cpu": spent, "status": status, "memory": memory.total, "one": memory.one}
+    return {
+        "seconds": seconds,
+        "cpu": spent,
+        "status": status,
+        "memory": memory.total,
+        "one": memory.one,
+    }
 
 
 def ours(corpus: str, prefix: Path, vocab: str, merges: str, workers: int) -> list[str]:
     words = ["preprocess", "--input", corpus, "--output-prefix", str(prefix), "--vocab-file", vocab]
-    words += ["--merge-file", merges, "--append-eod", "--workers", str(workers), "--log-interval", "100000"]
+    words += [
+        "--merge-file",
+        merges,
+        "--append-eod",
+        "--workers",
+        str(workers),
+        "--log-interval",
+        "100000",
+    ]
     return [sys.executable, "-m", "meshwright", *words]
 
 
@@ -189,12 +209,27 @@ def peers(out: Path, corpus: str, vocab: str, merges: str) -> None:
             )
 
         def pool(text: str, chunk: int, kind: str = kind) -> dict:
-            return measure([*me, kind, "2", text, str(out / f"{kind}_text_document"), vocab, merges, str(chunk)], log)
+            return measure(
+                [
+                    *me,
+                    kind,
+                    "2",
+                    text,
+                    str(out / f"{kind}_text_document"),
+                    vocab,
+                    merges,
+                    str(chunk),
+                ],
+                log,
+            )
 
         tried = {chunk: pool(str(part), chunk)["seconds"] for chunk in (1, 25, 100)}
         best = min(tried, key=lambda chunk: tried[chunk])
         rows[f"pool of 2 {kind} workers"] = [pool(corpus, best)]
-        record(out, f"pool of {kind}: chunks of {best} ({', '.join(f'{c}: {s:.2f} s' for c, s in tried.items())})")
+        record(
+            out,
+            f"pool of {kind}: chunks of {best} ({', '.join(f'{c}: {s:.2f} s' for c, s in tried.items())})",
+        )
     for workers in (1, 2):
         rows[f"ours, {workers} workers"].append(
             measure(ours(corpus, out / f"ours{workers}", vocab, merges, workers), log)
@@ -213,7 +248,10 @@ def peers(out: Path, corpus: str, vocab: str, merges: str) -> None:
     made = {name: digest(out / name) for name in ("ours1", "ours2", "tokenizers", "tiktoken")}
     assert len(set(made.values())) == 1, made
     record(out, f"all four wrote the same bytes, SHA-256 {made['ours1']}...; {size:.0f} MB of text")
-    record(out, f"{'':34} {'MB/s, best':>10} {'median':>8} {'s':>8} {'CPU s':>8} {'MiB in all':>10} {'of one':>8}")
+    record(
+        out,
+        f"{'':34} {'MB/s, best':>10} {'median':>8} {'s':>8} {'CPU s':>8} {'MiB in all':>10} {'of one':>8}",
+    )
     speeds = {}
     for name, mine in rows.items():
         assert all(row["status"] == 0 for row in mine), name
@@ -256,10 +294,15 @@ def growth(out: Path, corpus: str, vocab: str, merges: str, sizes: list[int]) ->
                 if len(part) < len(content):
                     break
         row, watched = (
-            measure(ours(str(path), out / "grown", vocab, merges, 2), out / "log.txt", watch) for watch in (False, True)
+            measure(ours(str(path), out / "grown", vocab, merges, 2), out / "log.txt", watch)
+            for watch in (False, True)
         )
         assert row["status"] == watched["status"] == 0
-        speed, memory, one = written / 1e6 / row["seconds"], watched["memory"] / 2**20, watched["one"] / 2**20
+        speed, memory, one = (
+            written / 1e6 / row["seconds"],
+            watched["memory"] / 2**20,
+            watched["one"] / 2**20,
+        )
         record(
             out,
             f"{written / 1e6:8.0f} MB: {row['seconds']:7.2f} s, {speed:6.1f} MB/s, {row['cpu']:7.2f} CPU s, "
@@ -291,7 +334,13 @@ def pipe(out: Path, corpus: str, vocab: str, merges: str, gigabytes: float, limi
                 total[0] += end.write(content)
 
     threading.Thread(target=feed, daemon=True).start()
-    row = measure(ours("-", out / "pipe", vocab, merges, 2), out / "log.txt", True, stdin=read, preexec_fn=limited)
+    row = measure(
+        ours("-", out / "pipe", vocab, merges, 2),
+        out / "log.txt",
+        True,
+        stdin=read,
+        preexec_fn=limited,
+    )
     speed, memory = total[0] / 1e6 / row["seconds"], row["memory"] / 2**20
     record(
         out,
@@ -321,7 +370,12 @@ def main(argv: list[str]) -> None:
     elif verb == "growth":
         growth(out, *rest[1:4], [int(x) for x in rest[4:]] or [20, 200, 2000])
     else:
-        pipe(out, *rest[1:4], float(rest[4]) if len(rest) > 4 else 10, int(rest[5]) if len(rest) > 5 else 1024)
+        pipe(
+            out,
+            *rest[1:4],
+            float(rest[4]) if len(rest) > 4 else 10,
+            int(rest[5]) if len(rest) > 5 else 1024,
+        )
 
 
 if __name__ == "__main__":

@@ -76,7 +76,8 @@ def ours(prefix: Path, cache: Path, samples: int, fast: bool) -> dict[str, Any]:
     module.LARGE = 0 if fast else sys.maxsize
     if fast:
         little = np.array([5, 3, 9] * 9, np.int32)
-        module.build_indices(little, range(27), int(little.sum()), 20, 4, 1, 0.8)  # loads what numba has compiled
+        # loads what numba has compiled
+        module.build_indices(little, range(27), int(little.sum()), 20, 4, 1, 0.8)
     loaded, indexed = time.perf_counter() - start, Indexed(prefix)
     with counted() as spent:
         made = Samples(indexed, range(len(indexed)), samples, SEQ, 1234, cache_dir=cache)
@@ -113,7 +114,9 @@ def megatron(prefix: Path, cache: Path, samples: int) -> dict[str, Any]:
 
     with counted() as spent:
         documents = np.arange(len(indexed), dtype=np.int32)
-        made = gpt_dataset.GPTDataset(indexed, str(prefix), documents, samples, Split.train, settings)
+        made = gpt_dataset.GPTDataset(
+            indexed, str(prefix), documents, samples, Split.train, settings
+        )
     return {
         **spent,
         "load": 0.0,
@@ -149,9 +152,18 @@ def opened(prefix: Path) -> dict[str, Any]:
     with counted() as spent:
         indexed = Indexed(prefix)
     after = status(os.getpid())  # too soon over to be watched
-    used = {"anonymous": after["RssAnon"] - before["RssAnon"], "resident": after["VmRSS"] - before["VmRSS"]}
+    used = {
+        "anonymous": after["RssAnon"] - before["RssAnon"],
+        "resident": after["VmRSS"] - before["VmRSS"],
+    }
     used["all"] = after["VmRSS"]
-    return {**spent, "load": 0.0, "samples": len(indexed), "sum": "", **{name: n / 1e6 for name, n in used.items()}}
+    return {
+        **spent,
+        "load": 0.0,
+        "samples": len(indexed),
+        "sum": "",
+        **{name: n / 1e6 for name, n in used.items()},
+    }
 
 
 class counted:
@@ -165,7 +177,10 @@ class counted:
         return self.spent
 
     def __exit__(self, *_: object) -> None:
-        self.spent |= {"wall": time.perf_counter() - self.wall, "cpu": time.process_time() - self.cpu}
+        self.spent |= {
+            "wall": time.perf_counter() - self.wall,
+            "cpu": time.process_time() - self.cpu,
+        }
         print("end", flush=True)
 
 
@@ -176,7 +191,11 @@ def digest(*arrays: Any) -> str:
         flat, total = x.reshape(-1), 0
         for k in range(0, len(flat), 1 << 22):
             part = flat[k : k + (1 << 22)].astype(np.uint64)
-            total += int((part * (np.arange(k, k + len(part), dtype=np.uint64) | np.uint64(1))).sum(dtype=np.uint64))
+            total += int(
+                (part * (np.arange(k, k + len(part), dtype=np.uint64) | np.uint64(1))).sum(
+                    dtype=np.uint64
+                )
+            )
         out.append(f"{total % 2**64:x}")
     return "-".join(out)
 
@@ -185,10 +204,18 @@ def digest(*arrays: Any) -> str:
 
 
 def run(arguments: list[str]) -> dict[str, Any]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")]),
+    }
     command = [sys.executable, "-W", "ignore", __file__, *arguments]
     child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+        command,
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
     )
     assert child.stdout and child.stdin
     while (line := child.stdout.readline()) != "begin\n":
@@ -206,7 +233,12 @@ def run(arguments: list[str]) -> dict[str, Any]:
         return {"error": f"exit status {child.returncode}"}
     figures: dict[str, Any] = json.loads(text.splitlines()[-1])
     used = {name: (peak[name] - before[name]) / 1e6 for name in peak}
-    return {"anonymous": used["RssAnon"], "resident": used["VmRSS"], "all": peak["VmRSS"] / 1e6, **figures}
+    return {
+        "anonymous": used["RssAnon"],
+        "resident": used["VmRSS"],
+        "all": peak["VmRSS"] / 1e6,
+        **figures,
+    }
 
 
 def status(pid: int) -> dict[str, int]:
@@ -228,7 +260,9 @@ def row(what: str, figures: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--samples", nargs="*", type=float, default=[1e6, 1e7, 1e8])
     parser.add_argument("--peers", nargs="*", default=["megatron-core", "numpy", "fast"])
@@ -283,7 +317,10 @@ def main() -> None:
             for sources in args.blend:
                 for _ in range(args.rounds):
                     for peer in args.peers:
-                        row(f"{size:.0e} samples, blend of {sources}, {peer}", child("blend", peer, "", size, sources))
+                        row(
+                            f"{size:.0e} samples, blend of {sources}, {peer}",
+                            child("blend", peer, "", size, sources),
+                        )
         for documents in map(int, args.open):
             corpus(folder / "x", documents, SEQ // 2)
             row(f"opening {documents:.0e} documents", child("open", "", str(folder / "x"), 0, 0))

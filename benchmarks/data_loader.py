@@ -52,7 +52,9 @@ def busy(seconds: float) -> None:
 busy_matrix = torch.full((256, 256), 1e-3)
 
 
-def measure(data: Samples, workers: int, work: Callable[[float], None], step: float, seconds: float) -> list[str]:
+def measure(
+    data: Samples, workers: int, work: Callable[[float], None], step: float, seconds: float
+) -> list[str]:
     loader = Loader(data, LoaderSpec(8, lambda _: 64, VOCAB, workers, at_end="wrap"))
     waits: list[float] = []
     batches = iter(loader)
@@ -71,7 +73,13 @@ def measure(data: Samples, workers: int, work: Callable[[float], None], step: fl
     batches.close()
     waits = waits[3:]
     median, most = f"{1e3 * float(np.median(waits)):.3f}", f"{1e3 * max(waits):.2f}"
-    return [median, most, f"{sum(waits) / spent:.2%}", str(len(waits)), f"{1e3 * spent / len(waits):.2f}"]
+    return [
+        median,
+        most,
+        f"{sum(waits) / spent:.2%}",
+        str(len(waits)),
+        f"{1e3 * spent / len(waits):.2f}",
+    ]
 
 
 def main() -> None:
@@ -86,7 +94,15 @@ def main() -> None:
     console.set_stream(None)
     torch.set_num_threads(1)
     print(f"{describe_machine('torch', 'numpy')}; --num-workers {args.num_workers}\n")
-    print_head("sequence", "step", "wait, median ms", "wait, most ms", "share of the time", "steps", "ms a step")
+    print_head(
+        "sequence",
+        "step",
+        "wait, median ms",
+        "wait, most ms",
+        "share of the time",
+        "steps",
+        "ms a step",
+    )
     try:
         indexed = corpus(args.folder / "x")
         for length in args.lengths:

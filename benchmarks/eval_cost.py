@@ -31,22 +31,40 @@ EXAMPLES, LETTERS, CORPUS = 5153, 82, 287_000  # bytes are tokens here
 
 def main() -> None:
     parser = new_parser(__doc__)
-    parser.add_argument("--fraction", type=float, default=1.0, help="of the real files' sizes (default: 1)")
-    parser.add_argument("--steps", type=int, default=10, help="steps between scores in the measured run (default: 10)")
-    parser.add_argument("--scores", type=int, default=4, help="times that all tasks are scored (default: 4)")
+    parser.add_argument(
+        "--fraction", type=float, default=1.0, help="of the real files' sizes (default: 1)"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=10,
+        help="steps between scores in the measured run (default: 10)",
+    )
+    parser.add_argument(
+        "--scores", type=int, default=4, help="times that all tasks are scored (default: 4)"
+    )
     parser.add_argument("flags", nargs="*", help="flags of train, after --")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         spec = write_files(folder, given.fraction)
-        common = ["--mock-data", "--tokenizer=byte", "--pad-vocab-size-to=50304", "--eval-iters=0", "--no-tensorboard"]
+        common = [
+            "--mock-data",
+            "--tokenizer=byte",
+            "--pad-vocab-size-to=50304",
+            "--eval-iters=0",
+            "--no-tensorboard",
+        ]
         common += ["--lr=1e-4", f"--eval-tasks={spec}", *given.flags]
         train(folder / "default", [*common, "--train-iters=1"])
         log = (folder / "default/log.txt").read_text()
         found = re.search(r"--eval-tasks: .* every ([\d,]+) steps", log)
         assert found is not None
         interval = int(found[1].replace(",", ""))
-        many = [f"--train-iters={given.steps * given.scores}", f"--eval-tasks-interval={given.steps}"]
+        many = [
+            f"--train-iters={given.steps * given.scores}",
+            f"--eval-tasks-interval={given.steps}",
+        ]
         train(folder / "measured", [*common, *many])
         rows, _ = read_new_rows(folder / "measured")
     report(rows, given.steps, interval)
@@ -77,18 +95,30 @@ def train(folder: Path, flags: list[str]) -> None:
 
 def report(rows: list[dict[str, Any]], steps: int, interval: int) -> None:
     start = next(row for row in rows if row["event"] == "start")
-    ms = {row["iteration"]: row["ms"] for row in rows if row["event"] == "step" and row["iteration"] > steps}
+    ms = {
+        row["iteration"]: row["ms"]
+        for row in rows
+        if row["event"] == "step" and row["iteration"] > steps
+    }
     after = {i: x for i, x in ms.items() if i % steps == 1}
     step = statistics.median(x for i, x in ms.items() if i not in after)
     late = statistics.median(after.values()) - step
-    print(f"{start['device']}, {start['parameters']:,} parameters, {start['block']}, torch {start['torch']}")
-    print(f"step: median {step:,.1f} ms of {len(ms) - len(after)}; the step after scores: {late:+,.1f} ms")
+    print(
+        f"{start['device']}, {start['parameters']:,} parameters, {start['block']}, torch {start['torch']}"
+    )
+    print(
+        f"step: median {step:,.1f} ms of {len(ms) - len(after)}; the step after scores: {late:+,.1f} ms"
+    )
     total = max(late, 0.0)
     for name in ("lambada", "wikitext"):
-        seconds = [row["seconds"] for row in rows if row["event"] == "scores" and row["task"] == name][1:]
+        seconds = [
+            row["seconds"] for row in rows if row["event"] == "scores" and row["task"] == name
+        ][1:]
         total += 1e3 * statistics.mean(seconds)
         print(f"{name}: {statistics.mean(seconds):.3f} s, mean of {len(seconds)}")
-    print(f"default interval {interval:,} steps: {total / (interval * step):.2%} of the time of the steps")
+    print(
+        f"default interval {interval:,} steps: {total / (interval * step):.2%} of the time of the steps"
+    )
 
 
 if __name__ == "__main__":

@@ -108,7 +108,9 @@ def main() -> None:
         span = f"{min(seconds):.3f}-{max(seconds):.3f}"
         print_row(what, f"{statistics.median(seconds):.3f}", span, f"{rate:.2f}", more)
 
-    print(f"{args.size}: {size / 1e9:.2f} GB, {describe_machine('torch')}, {os.cpu_count()} CPU cores\n")
+    print(
+        f"{args.size}: {size / 1e9:.2f} GB, {describe_machine('torch')}, {os.cpu_count()} CPU cores\n"
+    )
     print_head("what", "s (median)", "range", "GB/s", "")
 
     # The least a copy can take.
@@ -153,7 +155,9 @@ def main() -> None:
         for _ in range(args.rounds):
             if verify == "cold":
                 cold(last)
-            reads.append(timed(lambda: loading.load_checkpoint(last, state.net.store.named_state())))
+            reads.append(
+                timed(lambda: loading.load_checkpoint(last, state.net.store.named_state()))
+            )
         print_times(f"ours read and verified, {verify}", reads)
     shutil.rmtree(last)
     state.saver.background = kept
@@ -166,7 +170,12 @@ def main() -> None:
             plain[name].copy_(tensor)
 
     for name, loaded, write, read in (
-        ("torch.save", "torch.load (mapped),", lambda: torch.save(plain, theirs / "all.pt"), load_mapped),
+        (
+            "torch.save",
+            "torch.load (mapped),",
+            lambda: torch.save(plain, theirs / "all.pt"),
+            load_mapped,
+        ),
         (
             "torch.distributed.checkpoint",
             "torch.distributed.checkpoint read,",
@@ -192,7 +201,9 @@ def main() -> None:
 
     by = {what: statistics.median(seconds) for what, seconds, _ in rows}
     stall, copying = by["ours in the background: stall"], by["copy to pinned memory"]
-    ours, theirs_, on_disk = (by[n] for n in ("ours at once, to disk, hashed", "torch.save", "torch.save, to disk"))
+    ours, theirs_, on_disk = (
+        by[n] for n in ("ours at once, to disk, hashed", "torch.save", "torch.save, to disk")
+    )
     print(f"\nstall in the background: {stall / copying:.2f} x the copy (target 1.3)")
     print(
         f"at once: {theirs_ / ours:.2f} x torch.save's speed, {on_disk / ours:.2f} x with its bytes on "

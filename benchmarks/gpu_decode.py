@@ -61,7 +61,9 @@ class Endless(Null):
         self.eod = -1
 
 
-def make(m: Model, vocab: int, padded: int, length: int, dtype: torch.dtype, seed: int = 1) -> LanguageModel:
+def make(
+    m: Model, vocab: int, padded: int, length: int, dtype: torch.dtype, seed: int = 1
+) -> LanguageModel:
     """Return a network of random weights on the GPU."""
     torch.manual_seed(seed)
     with torch.device("meta"):
@@ -118,19 +120,25 @@ def check_kernels() -> None:
             x, residual = draw(rows, k) + 1, None if kind or normed else draw(rows, n)
             want = decode.linear_of_rows(doubled(x), doubled(layer), doubled(residual))
             error = distance(decode.linear(x, layer, residual), want)
-            print(f"{'ok' if error < 1e-2 else 'WRONG'} linear {rows} rows {kind or '-'} {normed or '-'}: {error:.1e}")
+            print(
+                f"{'ok' if error < 1e-2 else 'WRONG'} linear {rows} rows {kind or '-'} {normed or '-'}: {error:.1e}"
+            )
     for groups, per_group, dim, half in ((16, 1, 64, 0), (4, 4, 128, 64), (2, 1, 96, 48)):
         for rows in (1, 8, 64):
             sizes, room = HeadSizes(groups, per_group, dim), 1088
             keys, values = draw(rows + 1, room, groups, dim), draw(rows + 1, room, groups, dim)
             used = torch.randint(0, 1000, (rows + 1,), device="cuda")
-            texts = CachedTexts(keys, values, torch.randperm(rows + 1, device="cuda")[:rows], used, 1024)
+            texts = CachedTexts(
+                keys, values, torch.randperm(rows + 1, device="cuda")[:rows], used, 1024
+            )
             angles = torch.randn(room, half, device="cuda")
             rotation = (angles.cos(), angles.sin()) if half else None
             qkv = draw(rows, groups * (per_group + 2) * dim)
             want = decode.attend.plain(qkv.double(), doubled(texts), sizes, rotation)
             errors = [distance(decode.attend(qkv, texts, sizes, rotation), want) for _ in range(20)]
-            print(f"{'ok' if max(errors) < 1e-2 else 'WRONG'} attend {rows} rows {tuple(sizes)}: {max(errors):.1e}")
+            print(
+                f"{'ok' if max(errors) < 1e-2 else 'WRONG'} attend {rows} rows {tuple(sizes)}: {max(errors):.1e}"
+            )
 
 
 def check_texts() -> None:
@@ -139,16 +147,35 @@ def check_texts() -> None:
     shapes = {
         "gpt2": Model(**shape),
         "llama": Model(
-            **shape, position_embedding_type="rope", num_query_groups=2, normalization="RMSNorm", swiglu=True
+            **shape,
+            position_embedding_type="rope",
+            num_query_groups=2,
+            normalization="RMSNorm",
+            swiglu=True,
         ),
     }
-    every = [GREEDY, Sampling(out_seq_length=NEW), Sampling(temperature=0.7, top_p=0.9, top_k=50, out_seq_length=NEW)]
+    every = [
+        GREEDY,
+        Sampling(out_seq_length=NEW),
+        Sampling(temperature=0.7, top_p=0.9, top_k=50, out_seq_length=NEW),
+    ]
     every.append(Sampling(greedy=True, repetition_penalty=1.3, out_seq_length=NEW))
     for name, m in shapes.items():
         model = make(m, 1000, 1024, 512, torch.float32)
-        for slots, settings in ((1, every[:1]), (1, every[1:2]), (3, every[:1]), (8, every), (20, every)):
+        for slots, settings in (
+            (1, every[:1]),
+            (1, every[1:2]),
+            (3, every[:1]),
+            (8, every),
+            (20, every),
+        ):
             requests = [
-                Request(p[: 1 + 13 * i % 120], settings[i % len(settings)], stream=i, logprobs=i % 3 or None)
+                Request(
+                    p[: 1 + 13 * i % 120],
+                    settings[i % len(settings)],
+                    stream=i,
+                    logprobs=i % 3 or None,
+                )
                 for i, p in enumerate(prompts(slots + 2, 128, 1000))
             ]
             plain, *_ = generate(Decoder(model, slots, graphs="off"), requests)
@@ -157,11 +184,18 @@ def check_texts() -> None:
                 got, *_ = generate(decoder, requests)
                 same = sum(a == b for a, b in zip(got, plain, strict=True))
                 word = "ok" if same == len(plain) else "WRONG"
-                print(f"{word} {name}, {slots} slots, turn {turn}: {same} of {len(plain)} texts equal", flush=True)
+                print(
+                    f"{word} {name}, {slots} slots, turn {turn}: {same} of {len(plain)} texts equal",
+                    flush=True,
+                )
             assert decoder.steps is not None
-            plain_ones = [k for k in decoder.steps.tried if decoder.steps.runs[k].__name__ != "replayed"]
+            plain_ones = [
+                k for k in decoder.steps.tried if decoder.steps.runs[k].__name__ != "replayed"
+            ]
             if plain_ones or not decoder.steps.tried:
-                print(f"WRONG: {len(plain_ones)} of {len(decoder.steps.tried)} steps were not captured")
+                print(
+                    f"WRONG: {len(plain_ones)} of {len(decoder.steps.tried)} steps were not captured"
+                )
 
 
 # Speed
@@ -195,7 +229,13 @@ def peer(size: str, rows: int, compiled: bool) -> dict[str, Any]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     layers, hidden, heads = SIZES[size]
-    sizes = {"vocab_size": VOCAB, "n_positions": FIRST + NEW, "n_embd": hidden, "n_layer": layers, "n_head": heads}
+    sizes = {
+        "vocab_size": VOCAB,
+        "n_positions": FIRST + NEW,
+        "n_embd": hidden,
+        "n_layer": layers,
+        "n_head": heads,
+    }
     shape = GPT2Config(**sizes, bos_token_id=0, eos_token_id=None, pad_token_id=0)
     with torch.device("cuda"):
         model = GPT2LMHeadModel(shape).to(torch.bfloat16).eval()
@@ -234,19 +274,28 @@ def without_triton() -> Iterator[None]:
         yield
 
 
-def speed(sizes: list[str], rows: list[int], peers: bool, quick: bool, torch_alone: bool) -> list[dict[str, Any]]:
+def speed(
+    sizes: list[str], rows: list[int], peers: bool, quick: bool, torch_alone: bool
+) -> list[dict[str, Any]]:
     table = []
     for size in sizes:
         model = attempt(size, named, size)
         for b in rows if model is not None else []:
-            line: dict[str, Any] = {"size": size, "rows": b, "must": MUST.get((size, b)), "limit": limit(size, b)}
+            line: dict[str, Any] = {
+                "size": size,
+                "rows": b,
+                "must": MUST.get((size, b)),
+                "limit": limit(size, b),
+            }
             tokens = {}
             for name, graphs in (("plain", "off"), ("captured", "on"))[quick:]:
                 found = attempt(f"{size} {b} {name}", ours, model, b, graphs)
                 if found is not None:
                     tokens[name] = found.pop("tokens")
                     if name != "plain" and "plain" in tokens:
-                        found["texts"] = attempt("texts", agreement, model, tokens[name], tokens["plain"])
+                        found["texts"] = attempt(
+                            "texts", agreement, model, tokens[name], tokens["plain"]
+                        )
                     line[name] = found
                     show(name, line)
             if torch_alone:
@@ -255,7 +304,9 @@ def speed(sizes: list[str], rows: list[int], peers: bool, quick: bool, torch_alo
                 if line["torch alone"]:
                     line["torch alone"].pop("tokens")
                 show("torch alone", line)
-            for name, compiled in (("transformers", False), ("static, compiled", True)) if peers else ():
+            for name, compiled in (
+                (("transformers", False), ("static, compiled", True)) if peers else ()
+            ):
                 line[name] = attempt(f"{size} {b} {name}", peer, size, b, compiled)
                 show(name, line)
             table.append(line)
@@ -267,7 +318,11 @@ def speed(sizes: list[str], rows: list[int], peers: bool, quick: bool, torch_alo
 def show(name: str, line: dict[str, Any]) -> None:
     if not (found := line[name]):
         return
-    more = [f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items() if k != "per_second"]
+    more = [
+        f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}"
+        for k, v in found.items()
+        if k != "per_second"
+    ]
     share = found["per_second"] / line["limit"]
     print(
         f"{line['size']} x {line['rows']:<3} {name:<17}{found['per_second']:9,.0f} tokens/s, "
@@ -302,7 +357,9 @@ def profile(sizes: list[str], rows: list[int]) -> None:
                 f"{size} x {b}: {wall / 20 * 1e6:.0f} us a step, kernels {sum(t for _, t in totals.values()) / 20:.0f}"
             )
             for name, (count, spent) in sorted(totals.items(), key=lambda item: -item[1][1])[:14]:
-                print(f"  {spent / 20:8.1f} us  {count / 20:6.1f} x {spent / count:6.2f} us  {name[:90]}")
+                print(
+                    f"  {spent / 20:8.1f} us  {count / 20:6.1f} x {spent / count:6.2f} us  {name[:90]}"
+                )
 
 
 SHAPES = ((3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096), (2048, 8192), (50304, 1024))
@@ -312,9 +369,17 @@ TILES = ((1, 4), (2, 4), (4, 4), (8, 4), (4, 8), (8, 8), (16, 8))  # columns, wa
 def sweep() -> None:
     """Time products of one row with several tiles; weights exceed the cache."""
     for n, k in SHAPES:
-        found = [(tile, attempt(f"{n} x {k}, {tile}", product_time, n, k, tile)) for tile in (None, *TILES)]
-        said = [f"{'/'.join(map(str, tile or ('chosen',)))} {t * 1e6:.2f}" for tile, t in found if t]
-        print(f"{n} x {k}, us by tile, limit {2e6 * n * k / BANDWIDTH:.2f}: {'  '.join(said)}", flush=True)
+        found = [
+            (tile, attempt(f"{n} x {k}, {tile}", product_time, n, k, tile))
+            for tile in (None, *TILES)
+        ]
+        said = [
+            f"{'/'.join(map(str, tile or ('chosen',)))} {t * 1e6:.2f}" for tile, t in found if t
+        ]
+        print(
+            f"{n} x {k}, us by tile, limit {2e6 * n * k / BANDWIDTH:.2f}: {'  '.join(said)}",
+            flush=True,
+        )
 
 
 def product_time(n: int, k: int, tile: tuple[int, int] | None) -> float:
@@ -322,7 +387,9 @@ def product_time(n: int, k: int, tile: tuple[int, int] | None) -> float:
 
     draw = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
     norm = NormWeights(draw(k), draw(k), 1e-5) if n > k else None
-    layers = [DecodeLinear(draw(n, k), None, norm) for _ in range(max(2, 200_000_000 // (2 * n * k)))]
+    layers = [
+        DecodeLinear(draw(n, k), None, norm) for _ in range(max(2, 200_000_000 // (2 * n * k)))
+    ]
     x, residual = draw(1, k), None if norm else draw(1, n)
     shape = None if tile is None else decode_triton.LinearTile(*tile)
     each = [(layer,) for layer in layers]

@@ -41,14 +41,26 @@ def line(label: str, text: str, is_right: bool = True) -> None:
 
 
 def wanted(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    y = torch.where(x.isfinite(), (x.float() * scale).clamp(-LARGEST[dtype], LARGEST[dtype]), torch.nan)
+    y = torch.where(
+        x.isfinite(), (x.float() * scale).clamp(-LARGEST[dtype], LARGEST[dtype]), torch.nan
+    )
     return y.to(dtype).view(torch.uint8)
 
 
 def check_bytes() -> None:
     """Compare both layouts with torch's cast, with fresh numbers and poisoned memory each time."""
-    shapes = [(64, 128), (70, 136), (3, 16), (4099, 1040), (32768, 1024), (16384, 8192), (1024, 50304)]
-    for (n, c), dtype, scale, special in itertools.product(shapes, (E4M3, E5M2), (1.0, 3e4, 1e-3), (False, True)):
+    shapes = [
+        (64, 128),
+        (70, 136),
+        (3, 16),
+        (4099, 1040),
+        (32768, 1024),
+        (16384, 8192),
+        (1024, 50304),
+    ]
+    for (n, c), dtype, scale, special in itertools.product(
+        shapes, (E4M3, E5M2), (1.0, 3e4, 1e-3), (False, True)
+    ):
         x = torch.randn(n, c, device=GPU).bfloat16() * torch.rand(n, 1, device=GPU).bfloat16()
         if special:
             x.view(-1)[:3] = torch.tensor([torch.inf, -torch.inf, torch.nan], device=GPU)
@@ -59,13 +71,20 @@ def check_bytes() -> None:
         amax, by = torch.zeros(4, device=GPU), torch.full((4,), scale, device=GPU)
         fp8_triton.quantise(x, by[0], amax[0], out, turned)
         right = wanted(x, by[0], dtype)
-        bad = int((out.view(torch.uint8) != right).sum()), int((turned.view(torch.uint8)[:, :n] != right.t()).sum())
+        bad = (
+            int((out.view(torch.uint8) != right).sum()),
+            int((turned.view(torch.uint8)[:, :n] != right.t()).sum()),
+        )
         padding = int(turned.view(torch.uint8)[:, n:].count_nonzero())
         high = x.where(x.isfinite(), 0).abs().amax().float()
         label = f"bytes {n}x{c} {str(dtype)[13:]} *{scale:g}{' inf' * special}"
         is_right = not any(bad) and not padding and bool(amax[0] == high)
         if not is_right or scale == 1.0:
-            line(label, f"{bad[0]} and {bad[1]} of {n * c:,} differ, {padding} in the padding", is_right)
+            line(
+                label,
+                f"{bad[0]} and {bad[1]} of {n * c:,} differ, {padding} in the padding",
+                is_right,
+            )
 
 
 class Total:
@@ -81,7 +100,9 @@ class Total:
         pass
 
 
-def a_map(inside: int, outside: int, hybrid: bool) -> tuple[Scales, fp8.Fp8Product, torch.nn.Parameter]:
+def a_map(
+    inside: int, outside: int, hybrid: bool
+) -> tuple[Scales, fp8.Fp8Product, torch.nn.Parameter]:
     scales = Scales(Recipe(hybrid), GPU)
     here = scales.add(["h.0.mlp.fc"])["h.0.mlp.fc"]
     weight = torch.nn.Parameter((torch.randn(outside, inside, device=GPU) * 0.02).bfloat16())
@@ -90,7 +111,11 @@ def a_map(inside: int, outside: int, hybrid: bool) -> tuple[Scales, fp8.Fp8Produ
 
 def check_products() -> None:
     """Compare with float64, and with the emulation that tests on a CPU rely on."""
-    for n, inside, outside, hybrid in [(2048, 1024, 4096, False), (2048, 1024, 3072, True), (1000, 4096, 1024, True)]:
+    for n, inside, outside, hybrid in [
+        (2048, 1024, 4096, False),
+        (2048, 1024, 3072, True),
+        (1000, 4096, 1024, True),
+    ]:
         scales, here, weight = a_map(inside, outside, hybrid)
         x = torch.randn(n, inside, device=GPU).bfloat16().requires_grad_()
         bias = torch.randn(outside, device=GPU).bfloat16().requires_grad_()
@@ -103,13 +128,23 @@ def check_products() -> None:
             y.backward(grad)
             of_weight = weight.sink.total if use == "into a total" else weight.grad  # type: ignore[attr-defined]
             assert x.grad is not None and of_weight is not None and bias.grad is not None
-            exact = [F.linear(x.double(), weight.double(), bias.double()), grad.double() @ weight.double()]
+            exact = [
+                F.linear(x.double(), weight.double(), bias.double()),
+                grad.double() @ weight.double(),
+            ]
             exact += [grad.double().t() @ x.double(), grad.double().sum(0)]
-            errors = [distance(a, b) for a, b in zip((y, x.grad, of_weight, bias.grad), exact, strict=True)]
+            errors = [
+                distance(a, b)
+                for a, b in zip((y, x.grad, of_weight, bias.grad), exact, strict=True)
+            ]
             limit = 0.09 if hybrid else 0.06
             is_right = max(errors[:3]) < limit and errors[3] < 0.01
             text = "y, dx, dW, db off by " + ", ".join(f"{e:.4f}" for e in errors)
-            line(f"product {n}x{inside}->{outside} {'hybrid' if hybrid else 'e4m3'} {use}", text, is_right)
+            line(
+                f"product {n}x{inside}->{outside} {'hybrid' if hybrid else 'e4m3'} {use}",
+                text,
+                is_right,
+            )
             scales.update()
             scales.refresh()
     a, b = (torch.randn(512, 1024, device=GPU).to(E4M3) for _ in range(2))
@@ -181,13 +216,17 @@ def time_weights(sizes: list[list[int]]) -> None:
                 x.view(torch.uint8).random_()  # type: ignore[union-attr]
         gigabytes(f"{len(maps)} weights of {h}, one launch", scales.refresh, 4 * elements)
         pairs = (
-            (a, b) for here, kept in zip(maps, right, strict=True) for a, b in zip(here.cast[:2], kept, strict=True)
+            (a, b)
+            for here, kept in zip(maps, right, strict=True)
+            for a, b in zip(here.cast[:2], kept, strict=True)
         )  # type: ignore[index]
         bad = sum(int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in pairs)  # type: ignore[union-attr]
         line(f"{len(maps)} weights of {h}", f"{bad} bytes differ", not bad)
 
 
-def writers(n: int, h: int) -> Iterator[tuple[str, tuple[int, int], Callable[[Any], tuple[Any, ...]], int]]:
+def writers(
+    n: int, h: int
+) -> Iterator[tuple[str, tuple[int, int], Callable[[Any], tuple[Any, ...]], int]]:
     """Yield kernels that may write fp8: name, its shape, the kernel, bytes an element that it reads
     (and writes in 16 bits in any case).
     """
@@ -202,14 +241,29 @@ def writers(n: int, h: int) -> Iterator[tuple[str, tuple[int, int], Callable[[An
     u, grad = draw(n, 4 * h), draw(n, 4 * h)
     for kind in ("gelu-tanh", "squared-relu"):
         yield kind, (n, 4 * h), lambda into: (activation.forward(kind, u, into),), 2  # noqa: B023
-        yield f"gradient of {kind}", (n, 4 * h), lambda into: activation.backward(kind, u, grad, True, into), 4  # noqa: B023
+        yield (
+            f"gradient of {kind}",
+            (n, 4 * h),
+            lambda into: activation.backward(kind, u, grad, True, into),  # noqa: B023
+            4,
+        )
     half = grad[:, : 2 * h].contiguous()
-    yield "gradient of swiglu", (n, 4 * h), lambda into: activation.backward("swiglu", u, half, True, into), 3
+    yield (
+        "gradient of swiglu",
+        (n, 4 * h),
+        lambda into: activation.backward("swiglu", u, half, True, into),
+        3,
+    )
     grads = [draw(n // 1024, 1024, h // 64, 64) for _ in range(3)]
     angles = torch.randn(1, 1024, 1, 32, device=GPU)
     for name, rotation in (("heads", None), ("rotated heads", (angles.cos(), angles.sin()))):
         sizes = heads.HeadSizes(h // 64, 1, 64)
-        yield f"gradient of {name}", (n, 3 * h), lambda into: heads.pack(grads, sizes, rotation, True, into), 2  # noqa: B023
+        yield (
+            f"gradient of {name}",
+            (n, 3 * h),
+            lambda into: heads.pack(grads, sizes, rotation, True, into),  # noqa: B023
+            2,
+        )
 
 
 def check_and_time_writers(sizes: list[list[int]]) -> None:
@@ -227,8 +281,11 @@ def check_and_time_writers(sizes: list[list[int]]) -> None:
             (a, high, sums), (b, our_high, our_sums) = results
             assert high is not None and our_high is not None
             bad = int((a != b).sum())
-            far_off = max((distance(q, p.double()) for p, q in zip(sums, our_sums, strict=True)), default=0.0)
-            same = bool(high == our_high) and far_off < 1e-6  # the two may be contracted differently
+            far_off = max(
+                (distance(q, p.double()) for p, q in zip(sums, our_sums, strict=True)), default=0.0
+            )
+            # the two may be contracted differently
+            same = bool(high == our_high) and far_off < 1e-6
             text = f"{bad} of {a.numel():,} bytes differ; amax {float(high == our_high):.0f}, sums off by {far_off:.1e}"
             line(f"{name} {n}x{h} {str(dtype)[13:]}", text, bad == 0 and same)
             if dtype is E4M3:
@@ -240,7 +297,13 @@ def check_and_time_writers(sizes: list[list[int]]) -> None:
 def time_blocks(sizes: list[list[int]]) -> None:
     """Time forward and backward of blocks, in bfloat16, in fp8, and in fp8 with casts apart."""
     for n, h in sizes:
-        m = Model(num_layers=4, hidden_size=h, num_attention_heads=h // 64, hidden_dropout=0.0, attention_dropout=0.0)
+        m = Model(
+            num_layers=4,
+            hidden_size=h,
+            num_attention_heads=h // 64,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+        )
         for name in ("bf16", "fp8, casts apart", "fp8"):
             torch.manual_seed(0)
             with torch.device(GPU):
@@ -250,7 +313,10 @@ def time_blocks(sizes: list[list[int]]) -> None:
             for p in model.parameters():
                 p.sink = Total(p.shape)  # type: ignore[attr-defined]
             where = Positions(columns=torch.arange(1024, device=GPU))
-            shared, none = share(m, where, torch.zeros(n // 1024, 1024, device=GPU), torch.bfloat16, False), [None] * 9
+            shared, none = (
+                share(m, where, torch.zeros(n // 1024, 1024, device=GPU), torch.bfloat16, False),
+                [None] * 9,
+            )
             if name != "bf16":
                 model_fp8.attach_fp8([model], Precision(bf16=True, fp8_format="e4m3"), GPU)
             if name == "fp8, casts apart":
@@ -264,22 +330,36 @@ def time_blocks(sizes: list[list[int]]) -> None:
             for _ in range(3):
                 run()
             ms = 1e3 * seconds_of(run)
-            line(f"block of {n}x{h}, {name}", f"{ms / 4:.3f} ms a layer, forward and backward in a CUDA graph")
+            line(
+                f"block of {n}x{h}, {name}",
+                f"{ms / 4:.3f} ms a layer, forward and backward in a CUDA graph",
+            )
 
 
 def time_products(sizes: list[list[int]]) -> None:
     """Time the maps of a layer: bare products and products with casts, in fp8 and bfloat16."""
     for n, h in sizes:
         sums = [0.0] * 4
-        for name, inside, outside in (("qkv", h, 3 * h), ("proj", h, h), ("fc", h, 4 * h), ("mlp.proj", 4 * h, h)):
+        for name, inside, outside in (
+            ("qkv", h, 3 * h),
+            ("proj", h, h),
+            ("fc", h, 4 * h),
+            ("mlp.proj", 4 * h, h),
+        ):
             scales, here, weight = a_map(inside, outside, False)
             weight.sink = Total(weight.shape)  # type: ignore[attr-defined]
             total = weight.sink.total  # type: ignore[attr-defined]
-            x, bias = torch.randn(n, inside, device=GPU).bfloat16(), torch.zeros(outside, device=GPU).bfloat16()
+            x, bias = (
+                torch.randn(n, inside, device=GPU).bfloat16(),
+                torch.zeros(outside, device=GPU).bfloat16(),
+            )
             grad, low = torch.randn(n, outside, device=GPU).bfloat16() * 1e-5, weight.detach()
             here(x.requires_grad_(), weight, bias)
             scales.update()
-            casts = [scales.cast(slot, y.detach(), True, True) for slot, y in enumerate((x, weight, grad))]
+            casts = [
+                scales.cast(slot, y.detach(), True, True)
+                for slot, y in enumerate((x, weight, grad))
+            ]
             (qx, qx_t, ix), (qw, qw_t, iw), (qg, qg_t, ig) = casts
             assert qx_t is not None and qw_t is not None and qg_t is not None
 
@@ -303,7 +383,10 @@ def time_products(sizes: list[list[int]]) -> None:
             each = [1e3 * seconds_of(f, [()] * 20, graph=False) for f in (plain, bare, cast, whole)]
             rate = 6 * n * inside * outside / 1e9
             text = "bf16 {:.3f} ms ({:.0f} TFLOP/s), fp8 {:.3f} ({:.0f}), casts {:.3f}, all with autograd {:.3f}"
-            line(f"products {n}x{h} {name}", text.format(each[0], rate / each[0], each[1], rate / each[1], *each[2:]))
+            line(
+                f"products {n}x{h} {name}",
+                text.format(each[0], rate / each[0], each[1], rate / each[1], *each[2:]),
+            )
             sums = [a + b for a, b in zip(sums, each, strict=True)]
         text = "bf16 {:.3f} ms, fp8 {:.3f}, casts {:.3f}, all with autograd {:.3f}".format(*sums)
         line(f"products {n}x{h} of a layer", f"{text}; gain {sums[0] / (sums[1] + sums[2]):.2f}")
@@ -312,9 +395,18 @@ def time_products(sizes: list[list[int]]) -> None:
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--sizes", nargs="+", default=["32768x1024"], help="tokens x hidden size")
-    kinds = ["128x128x16x4", "128x128x16x4x0", "128x64x8x4", "128x64x8x4x0", "64x128x8x4", "64x64x4x4"]
+    kinds = [
+        "128x128x16x4",
+        "128x128x16x4x0",
+        "128x64x8x4",
+        "128x64x8x4x0",
+        "64x128x8x4",
+        "64x64x4x4",
+    ]
     kinds += ["128x128x8x4", "128x128x8x8", "256x64x16x4", "64x128x4x1"]
-    parser.add_argument("--tiles", nargs="+", default=kinds, help="rows x columns x warps x pack[x down] of Tile")
+    parser.add_argument(
+        "--tiles", nargs="+", default=kinds, help="rows x columns x warps x pack[x down] of Tile"
+    )
     parts = {
         "bytes": lambda: check_bytes(),
         "casts": lambda: time_casts(sizes, tiles),

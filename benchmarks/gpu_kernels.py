@@ -28,7 +28,17 @@ from common import GPU, attempt, distance, doubled, new_parser, print_head, prin
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when kernels are defined
 
-from meshwright.kernels import activation, adamw, dropout, embedding, gradients, grid, heads, muon, norm  # noqa: E402
+from meshwright.kernels import (
+    activation,
+    adamw,
+    dropout,
+    embedding,
+    gradients,
+    grid,
+    heads,
+    muon,
+    norm,
+)  # noqa: E402
 from meshwright.kernels.triton import activation as activation_triton  # noqa: E402
 from meshwright.kernels.triton import adamw as adamw_triton  # noqa: E402
 from meshwright.kernels.triton import cross_entropy as cross_entropy_triton  # noqa: E402
@@ -58,7 +68,8 @@ class Case:
     bytes: int  # that must be moved
     flops: int = 0
     compared: Callable[[Outputs], Outputs] = lambda out: out  # such as the sums of partial sums
-    variants: Callable[[], Iterator[str]] | None = None  # set each variant and yield its name; restore
+    # set each variant and yield its name; restore
+    variants: Callable[[], Iterator[str]] | None = None
     plain: Callable[..., Any] | None = None  # the same by torch alone, which torch.compile takes
 
 
@@ -73,13 +84,18 @@ def shapes(*there: tuple[int, int]) -> Iterable[tuple[int, int]]:
 NORM_SHAPES = [(32768, 1024), (1024, 1024), (16384, 2048), (16384, 2560)]
 
 
-def vary(constants: dict[Any, Any], names: Sequence[Any], tried: Iterable[Sequence[Any]]) -> Iterator[str]:
+def vary(
+    constants: dict[Any, Any], names: Sequence[Any], tried: Iterable[Sequence[Any]]
+) -> Iterator[str]:
     """Give constants other values, and yield a label of each set of values; then restore them."""
     known = [constants[name] for name in names]
     try:
         for values in tried:
             constants.update(zip(names, values, strict=True))
-            labels = (f"{x}" if isinstance(x, tuple) else f"{n} {x}" for n, x in zip(names, values, strict=True))
+            labels = (
+                f"{x}" if isinstance(x, tuple) else f"{n} {x}"
+                for n, x in zip(names, values, strict=True)
+            )
             yield ", ".join(dict.fromkeys(labels))
     finally:
         constants.update(zip(names, known, strict=True))
@@ -105,7 +121,10 @@ def norm_forward(n: int, width: int, p: float) -> Case:
     return Case(
         f"norm forward, dropout {p}",
         f"{n} x {width}",
-        lambda: (norm.Operands(draw(n, width), draw(n, width), draw(width), hashes(n, p), p), norm_weights(width)),
+        lambda: (
+            norm.Operands(draw(n, width), draw(n, width), draw(width), hashes(n, p), p),
+            norm_weights(width),
+        ),
         norm_triton.forward,
         lambda operands, weights: norm.forward.plain(
             norm.Operands(*doubled(operands)), norm.NormWeights(*doubled(weights))
@@ -136,7 +155,11 @@ def norm_backward(n: int, width: int, p: float) -> Case:
         doubled_warps = known._replace(warps=known.warps * 2, registers=None)
         tried = [known._replace(programs=n) for n in (1, 2, 3, 4, 6) if n != known.programs]
         tried += [doubled_warps._replace(programs=n) for n in (1, 2, 4)]
-        tried += [known._replace(stages=1), known._replace(stages=2), known._replace(registers=None)]
+        tried += [
+            known._replace(stages=1),
+            known._replace(stages=2),
+            known._replace(registers=None),
+        ]
         tried += [known._replace(rows=2), known._replace(rows=8)]
         return vary(grid.BACKWARD, [block], ([launch] for launch in tried))
 
@@ -173,7 +196,9 @@ def column_cases() -> Iterator[Case]:
                 draw(3, n, width, dtype=torch.float32),
                 [(draw(width, dtype=torch.float32), False) for _ in range(3)],
             ),
-            lambda partials, places: gradients_triton.reduce_into(places, partials) or [t for t, _ in places],
+            lambda partials, places: (
+                gradients_triton.reduce_into(places, partials) or [t for t, _ in places]
+            ),
             lambda partials, places: list(partials.double().sum(1)),
             3 * n * width * 4,
             plain=lambda partials, places: gradients.reduce_into.plain(places, partials),  # type: ignore[attr-defined]
@@ -192,7 +217,9 @@ def activation_pair(kind: str, n: int, width: int) -> Iterator[Case]:
     inputs = 2 if kind == "swiglu" else 1
 
     def differentiate(u: torch.Tensor, grad: torch.Tensor) -> Outputs:
-        _, pull_back = torch.func.vjp(lambda x: activation.plain(kind, activation.halves(kind, x)), u.float())
+        _, pull_back = torch.func.vjp(
+            lambda x: activation.plain(kind, activation.halves(kind, x)), u.float()
+        )
         (du,) = pull_back(grad.float())
         return du.to(u.dtype), du.sum(0)
 
@@ -227,8 +254,12 @@ def activation_blocks() -> Iterator[str]:
 def activation_tiles() -> Iterator[str]:
     """Vary both tiles at once: the number of rows chooses between them."""
     tile = activation_triton.TILE
-    tried = [tile._replace(stages=n) for n in (1, 3, 4)] + [tile._replace(rows=n) for n in (32, 64, 256)]
-    tried += [tile._replace(step=n) for n in (8, 32)] + [tile._replace(columns=256, step=n, warps=8) for n in (8, 16)]
+    tried = [tile._replace(stages=n) for n in (1, 3, 4)] + [
+        tile._replace(rows=n) for n in (32, 64, 256)
+    ]
+    tried += [tile._replace(step=n) for n in (8, 32)] + [
+        tile._replace(columns=256, step=n, warps=8) for n in (8, 16)
+    ]
     return vary(vars(activation_triton), ["TILE", "SMALL"], ([other, other] for other in tried))
 
 
@@ -289,8 +320,12 @@ def heads_backward(b: int, t: int, sizes: heads.HeadSizes, rotated: bool) -> Cas
 
 def heads_tiles() -> Iterator[str]:
     known = heads_triton.TILE
-    tried = [known._replace(stages=n) for n in (1, 3, 4)] + [known._replace(samples=n) for n in (1, 4, 32)]
-    tried += [known._replace(step=n, warps=w) for n, w in ((16, 2), (16, 4), (32, 2), (64, 4), (64, 8))]
+    tried = [known._replace(stages=n) for n in (1, 3, 4)] + [
+        known._replace(samples=n) for n in (1, 4, 32)
+    ]
+    tried += [
+        known._replace(step=n, warps=w) for n, w in ((16, 2), (16, 4), (32, 2), (64, 4), (64, 8))
+    ]
     return vary(vars(heads_triton), ["TILE"], ([tile] for tile in tried))
 
 
@@ -335,7 +370,9 @@ def muon_cases() -> Iterator[Case]:
 
         shape, size = f"{count} x {rows} x {columns}", count * rows * columns
         yield Case("muon: advance", shape, make, advance, ahead, size * 14, plain=advance_plainly)
-        yield Case("muon: apply", shape, with_updates, apply, applied, size * 10, plain=apply_plainly)
+        yield Case(
+            "muon: apply", shape, with_updates, apply, applied, size * 10, plain=apply_plainly
+        )
 
 
 def adamw_cases() -> Iterator[Case]:
@@ -386,14 +423,20 @@ def adamw_update(size: int, low: torch.dtype | None) -> Case:
         adamw_triton.update_blocks(flats, table, settings, decision)
         return flats[1:]
 
-    def exact(g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, p: torch.Tensor, w: torch.Tensor | None) -> Outputs:
-        factor, inverse_root, decay, step_size = decision[adamw.FACTOR : adamw.OF_KINDS + 2].double()
+    def exact(
+        g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, p: torch.Tensor, w: torch.Tensor | None
+    ) -> Outputs:
+        factor, inverse_root, decay, step_size = decision[
+            adamw.FACTOR : adamw.OF_KINDS + 2
+        ].double()
         g, m, v, p = (x[: 1 << 20].double() for x in (g, m, v, p))
         m, v = m * 0.9 + g * factor * 0.1, v * 0.95 + (g * factor).square() * 0.05
         p = p * (1 - decay) - step_size * m / (v.sqrt() * inverse_root + 1e-8)
         return [m, v, p, None if w is None else p.to(w.dtype).double()]
 
-    def update(g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, p: torch.Tensor, w: torch.Tensor | None) -> None:
+    def update(
+        g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, p: torch.Tensor, w: torch.Tensor | None
+    ) -> None:
         """Do the same to every element, without a table."""
         factor, root, decay, step_size = decision[adamw.FACTOR : adamw.OF_KINDS + 2]
         new = adamw.advance(p, g * factor, [m, v], settings, decay, step_size, root)
@@ -403,7 +446,9 @@ def adamw_update(size: int, low: torch.dtype | None) -> Case:
             w.copy_(p)
 
     def variants() -> Iterator[str]:
-        return vary(vars(adamw_triton), ["ROWS", "WARPS"], ((4, 4), (8, 4), (8, 8), (16, 4), (32, 8)))
+        return vary(
+            vars(adamw_triton), ["ROWS", "WARPS"], ((4, 4), (8, 4), (8, 8), (16, 4), (32, 8))
+        )
 
     return Case(
         f"adamw: update{', weights in bf16' if low else ''}",
@@ -477,7 +522,11 @@ def loss_cases() -> Iterator[Case]:
             return given[:1]
 
         def overwrite_plainly(
-            logits: torch.Tensor, labels: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor, vocab: int = vocab
+            logits: torch.Tensor,
+            labels: torch.Tensor,
+            lse: torch.Tensor,
+            grad: torch.Tensor,
+            vocab: int = vocab,
         ) -> Outputs:
             ids = torch.arange(logits.shape[1], device=logits.device)
             p = (logits.float() - lse[:, None]).exp() - (ids == labels[:, None]).float()
@@ -488,13 +537,17 @@ def loss_cases() -> Iterator[Case]:
             logits, labels, lse, grad = (x[:512] for x in given)
             p = logits[:, :vocab].double().softmax(1)
             p.scatter_add_(1, labels[:, None], -torch.ones_like(p[:, :1]))
-            return [torch.nn.functional.pad(p * grad.double()[:, None], (0, logits.shape[1] - vocab))]
+            return [
+                torch.nn.functional.pad(p * grad.double()[:, None], (0, logits.shape[1] - vocab))
+            ]
 
         yield Case(
             "cross entropy: log-sum-exp",
             f"{n} x {width}",
             make,
-            lambda logits, labels, vocab=vocab: cross_entropy_triton.log_sum_exp(logits, labels, vocab),
+            lambda logits, labels, vocab=vocab: cross_entropy_triton.log_sum_exp(
+                logits, labels, vocab
+            ),
             lambda logits, labels: normalise(logits[:512], labels[:512]),
             n * width * 2,
             compared=lambda out: [x[:512] for x in out],  # type: ignore[index]
@@ -556,7 +609,10 @@ GROUPS: list[Callable[[], Iterator[Case]]] = [  # a part adds its own here
 def copy_bandwidth() -> float:
     """Return bytes per second, read and written, of a copy of 1 GiB."""
     size = (1 << 30) if GPU else 1 << 20
-    pairs = [tuple(torch.ones(size, dtype=torch.uint8, device=DEVICE) for _ in range(2)) for _ in range(2)]
+    pairs = [
+        tuple(torch.ones(size, dtype=torch.uint8, device=DEVICE) for _ in range(2))
+        for _ in range(2)
+    ]
     return 2 * size / seconds_of(lambda a, b: a.copy_(b), pairs, least=LEAST_SECONDS)
 
 
@@ -590,10 +646,16 @@ def measure(case: Case, copy: float, variant: str, compiles: bool) -> dict[str, 
         "% of copy": round(100 * case.bytes / time_of_one / copy, 1),
         "TFLOP/s": round(case.flops / time_of_one / 1e12, 1),
         "error": float(f"{worst:.1e}"),
-    } | ({"compiled": attempt("compiled", compiled_over, case, sets, time_of_one)} if compiles else {})
+    } | (
+        {"compiled": attempt("compiled", compiled_over, case, sets, time_of_one)}
+        if compiles
+        else {}
+    )
 
 
-def print_case(case: Case, copy: float, variant: str = "", compiles: bool = False) -> dict[str, Any]:
+def print_case(
+    case: Case, copy: float, variant: str = "", compiles: bool = False
+) -> dict[str, Any]:
     """Print the row of a case, and return it."""
     row = attempt(f"{case.name}{variant}, {case.shape}", measure, case, copy, variant, compiles)
     if row is None:
@@ -612,8 +674,19 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     copy = copy_bandwidth()
-    print(f"{torch.cuda.get_device_name() if GPU else 'CPU, interpreted'}: copy {copy / 1e9:.0f} GB/s\n")
-    print_head("kernel", "shape", "us", "GB/s", "% of copy", "TFLOP/s", "error", *["compiled"] * args.compiled)
+    print(
+        f"{torch.cuda.get_device_name() if GPU else 'CPU, interpreted'}: copy {copy / 1e9:.0f} GB/s\n"
+    )
+    print_head(
+        "kernel",
+        "shape",
+        "us",
+        "GB/s",
+        "% of copy",
+        "TFLOP/s",
+        "error",
+        *["compiled"] * args.compiled,
+    )
     rows = []
     for case in (case for group in GROUPS for case in group()):
         if args.names and not any(case.name.startswith(name) for name in args.names):

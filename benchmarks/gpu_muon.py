@@ -62,7 +62,10 @@ def flops(hidden: int, layers: int, gram: bool, halves: bool, steps: int = 5) ->
         m, k = sorted((rows, columns))
         square, wide, part = 2.0 * m**3, 2.0 * m * m * k, computed(m) if halves else 1.0
         if gram and 2 * k >= 3 * m:
-            counts = [min(muon.MUON_RESTART, steps - first) for first in range(0, steps, muon.MUON_RESTART)]
+            counts = [
+                min(muon.MUON_RESTART, steps - first)
+                for first in range(0, steps, muon.MUON_RESTART)
+            ]
             total += sum(wide + (wide + (4 * n - 3) * square) * part for n in counts)
         else:
             total += steps * (wide + (wide + square) * part)
@@ -75,7 +78,9 @@ def parameters(layers: int, hidden: int) -> list[nn.Parameter]:
     for _, (rows, columns) in itertools.product(range(layers), shapes(hidden)):
         p = nn.Parameter(torch.randn(rows, columns, device=DEVICE) * 0.02)
         # Singular values over four orders of magnitude, as gradients have them.
-        p.grad = torch.randn(rows, columns, device=DEVICE) * torch.logspace(0, -4, columns, device=DEVICE)
+        p.grad = torch.randn(rows, columns, device=DEVICE) * torch.logspace(
+            0, -4, columns, device=DEVICE
+        )
         out.append(p)
     return out
 
@@ -91,7 +96,9 @@ def exact(gradient: Tensor, steps: int = 5) -> Tensor:
     return x.mT if gradient.shape[0] > gradient.shape[1] else x
 
 
-def farthest(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], layers: int, hidden: int) -> float:
+def farthest(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], layers: int, hidden: int
+) -> float:
     """Return the largest relative distance of a first update from float64's."""
     params = parameters(1, hidden)
     before = [p.detach().clone() for p in params]
@@ -106,7 +113,9 @@ def farthest(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], layers
 
 
 def torchs(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.Muon(params, lr=LR, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    return torch.optim.Muon(
+        params, lr=LR, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
 
 
 def ours(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -115,7 +124,9 @@ def ours(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return optimizer
 
 
-def time_update(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], size: tuple[int, int], work: float) -> str:
+def time_update(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], size: tuple[int, int], work: float
+) -> str:
     params = parameters(*size)
     optimizer = make(params)
     ms = 1e3 * seconds_of(optimizer.step, graph=make is ours)
@@ -129,7 +140,10 @@ def time_update(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], siz
 
 
 def print_update(
-    name: str, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], size: tuple[int, int], work: float
+    name: str,
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    size: tuple[int, int],
+    work: float,
 ) -> None:
     if line := attempt(name, time_update, make, size, work):
         print(f"  {name:34s} {line}", flush=True)
@@ -141,16 +155,22 @@ def updates(size: tuple[int, int]) -> None:
     orthogonalise, smallest = muon.orthogonalise, symmetric.SMALLEST
     for gram, halves in itertools.product((False, True), repeat=2):
         symmetric.SMALLEST = smallest if halves else 1 << 30
-        muon.orthogonalise = orthogonalise if gram else functools.partial(orthogonalise, is_gram=False)
+        muon.orthogonalise = (
+            orthogonalise if gram else functools.partial(orthogonalise, is_gram=False)
+        )
         name = f"{'gram' if gram else 'plain'}, {'halves' if halves else 'full products'}"
         print_update(name, ours, size, flops(hidden, layers, gram, halves))
     muon.orthogonalise, symmetric.SMALLEST = orthogonalise, smallest
 
 
-def print_part(name: str, run: Callable[[], object], amount: float, unit: str, more: str = "") -> None:
+def print_part(
+    name: str, run: Callable[[], object], amount: float, unit: str, more: str = ""
+) -> None:
     """Print a part's time and its rate."""
     if seconds := attempt(name, lambda: seconds_of(run, least=0.005)):
-        print(f"  {name:44s} {1e3 * seconds:8.3f} ms {amount / seconds:7.0f} {unit}{more}", flush=True)
+        print(
+            f"  {name:44s} {1e3 * seconds:8.3f} ms {amount / seconds:7.0f} {unit}{more}", flush=True
+        )
 
 
 def parts(n: int, rows: int, columns: int) -> None:
@@ -167,7 +187,10 @@ def parts(n: int, rows: int, columns: int) -> None:
     x = x if rows <= columns else x.mT
     r = symmetric.symmetric_product(x, x, scale=muon.SPREAD)
     tera = 2e-12 * n * m * m
-    for kind, multiply, part in (("full", FULL, 1.0), ("half", symmetric.symmetric_product, computed(m))):
+    for kind, multiply, part in (
+        ("full", FULL, 1.0),
+        ("half", symmetric.symmetric_product, computed(m)),
+    ):
         gram = functools.partial(multiply, x, x, None, muon.SPREAD, 0.0, 0.0)
         print_part(f"X X^T, {kind}", gram, tera * k * part, "TFLOP/s")
         quintic = functools.partial(multiply, r, r, r, *QUINTIC)
@@ -186,7 +209,11 @@ def sweep(hidden: int, n: int) -> None:
     r = FULL(r, r, None, 1.0, 0.0, 0.0)
     wide = torch.randn(n, hidden, 4 * hidden, device=DEVICE).half() / hidden**0.5
     tall = wide.view(n, 4 * hidden, hidden).mT
-    for name, x, c in (("b R + c R^2", r, r), ("X X^T, by row", wide, None), ("X X^T, by column", tall, None)):
+    for name, x, c in (
+        ("b R + c R^2", r, r),
+        ("X X^T, by row", wide, None),
+        ("X X^T, by column", tall, None),
+    ):
         tera = 2e-12 * n * hidden**2 * x.shape[2]
         want = FULL(x, x, c, 1.0, -0.5, 0.25)
         print(f"  {n} x {hidden} x {x.shape[2]}: {name}")
@@ -196,7 +223,9 @@ def sweep(hidden: int, n: int) -> None:
             run = functools.partial(half_product, x, x, c, 1.0, -0.5, 0.25, tiles)
             off = attempt(label, lambda run=run, want=want: distance(run(), want))
             if off is not None:
-                print_part(label, run, tera * computed(hidden, tiles), "TFLOP/s", f"  off {off:.5f}")
+                print_part(
+                    label, run, tera * computed(hidden, tiles), "TFLOP/s", f"  off {off:.5f}"
+                )
 
 
 def main() -> None:

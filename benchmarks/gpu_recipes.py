@@ -27,8 +27,14 @@ RECIPES = {
     "--position-embedding-type rope",
 }
 RATES = {
-    "AdamW, GPT-2": {"small": ("2.5e-4", "5e-4", "1e-3", "2e-3"), "124M": ("1.5e-4", "3e-4", "6e-4", "1.2e-3")},
-    "Muon, QK-norm, RoPE, squared ReLU": {"small": ("1e-3", "2e-3", "4e-3"), "124M": ("6e-4", "1.2e-3", "2.4e-3")},
+    "AdamW, GPT-2": {
+        "small": ("2.5e-4", "5e-4", "1e-3", "2e-3"),
+        "124M": ("1.5e-4", "3e-4", "6e-4", "1.2e-3"),
+    },
+    "Muon, QK-norm, RoPE, squared ReLU": {
+        "small": ("1e-3", "2e-3", "4e-3"),
+        "124M": ("6e-4", "1.2e-3", "2.4e-3"),
+    },
 }
 
 
@@ -46,8 +52,23 @@ def main(out: Path, data: str, vocab: str, merges: str) -> None:
             for rate in RATES[recipe][size]:
                 folder = out / f"{size}-{'adamw' if n == 0 else 'muon'}-{rate}"
                 command = [
-                    *(sys.executable, "-m", "meshwright", "train", *common.split(), *architecture.split()),
-                    *(*options.split(), "--lr", rate, "--min-lr", str(float(rate) / 10), "--run-dir", str(folder)),
+                    *(
+                        sys.executable,
+                        "-m",
+                        "meshwright",
+                        "train",
+                        *common.split(),
+                        *architecture.split(),
+                    ),
+                    *(
+                        *options.split(),
+                        "--lr",
+                        rate,
+                        "--min-lr",
+                        str(float(rate) / 10),
+                        "--run-dir",
+                        str(folder),
+                    ),
                     *("--data-path", data, "--vocab-file", vocab, "--merge-file", merges),
                 ]
                 folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +95,14 @@ def draw(path: Path, best: dict) -> None:
         for recipe, style in zip(RECIPES, ("-", "--"), strict=True):
             _, rate, curve = best[size, recipe]
             x, y = zip(*curve, strict=True)
-            ax.plot([i * BATCH * SEQ / 1e6 for i in x], y, style, marker="o", ms=3, label=f"{recipe} (lr {rate})")
+            ax.plot(
+                [i * BATCH * SEQ / 1e6 for i in x],
+                y,
+                style,
+                marker="o",
+                ms=3,
+                label=f"{recipe} (lr {rate})",
+            )
         ax.set(title=f"{size} model", xlabel="million tokens", ylim=(None, 7))
         ax.grid(alpha=0.3)
         ax.legend(fontsize=8)

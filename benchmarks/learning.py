@@ -122,14 +122,27 @@ def command_of(run: Run, given: argparse.Namespace) -> list[str]:
     flags = ["--num-layers", layers, "--hidden-size", hidden, "--seq-length", length]
     if "--recipe" in own:  # which chooses heads and, for these tokens, a batch
         flags += ["--train-tokens", run.tokens]
-        batch = parse_settings(TrainConfig, [*map(str, flags), *own], "train", check=False).config.global_batch
+        batch = parse_settings(
+            TrainConfig, [*map(str, flags), *own], "train", check=False
+        ).config.global_batch
     else:
         batch = int(own[len(own) - 1 - own[::-1].index("--global-batch-size") + 1])
-        flags += ["--num-attention-heads", heads, "--train-iters", max(1, run.tokens // (batch * length))]
+        flags += [
+            "--num-attention-heads",
+            heads,
+            "--train-iters",
+            max(1, run.tokens // (batch * length)),
+        ]
     steps = max(1, run.tokens // (batch * length))
     flags += ["--micro-batch-size", min(batch, given.most), "--seed", run.seed]
     flags += ["--split", "98,2,0", "--eval-interval", max(1, steps // given.points)]
-    flags += ["--eval-iters", max(1, int(given.held_out) // (batch * length)), "--log-interval", 50, "--no-tensorboard"]
+    flags += [
+        "--eval-iters",
+        max(1, int(given.held_out) // (batch * length)),
+        "--log-interval",
+        50,
+        "--no-tensorboard",
+    ]
     flags += ["--data-path", given.data, "--tokenizer", given.tokenizer, *shlex.split(given.flags)]
     # Decay over the whole run; the arm's own flags come last.
     return [sys.executable, "-m", "meshwright", "train", *map(str, flags), *own]
@@ -155,11 +168,16 @@ def train(run: Run, given: argparse.Namespace, deadline: float, gpu: str | None)
         print(shlex.join(command), file=output, flush=True)
         try:
             left = deadline + given.grace - time.monotonic()
-            status = subprocess.call(command, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=left)
+            status = subprocess.call(
+                command, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=left
+            )
         except subprocess.TimeoutExpired:
             status = 124
     if status:
-        print(f"FAILED {run.folder} ({status}): {(folder / 'output.txt').read_text()[-800:]}", flush=True)
+        print(
+            f"FAILED {run.folder} ({status}): {(folder / 'output.txt').read_text()[-800:]}",
+            flush=True,
+        )
 
 
 def figures(run: Run, out: Path) -> dict[str, Any] | None:
@@ -170,7 +188,13 @@ def figures(run: Run, out: Path) -> dict[str, Any] | None:
     if not scores or not any(row["event"] == "end" for row in rows):
         return None
     typical = statistics.median(row["ms"] for row in steps)
-    seconds = sum(min(row["ms"], 20 * typical) if i >= UNSTEADY else typical for i, row in enumerate(steps)) / 1e3
+    seconds = (
+        sum(
+            min(row["ms"], 20 * typical) if i >= UNSTEADY else typical
+            for i, row in enumerate(steps)
+        )
+        / 1e3
+    )
     curve = [(row["iteration"], row["loss"]) for row in scores]
     return {
         "run": run.name,
@@ -188,7 +212,9 @@ def figures(run: Run, out: Path) -> dict[str, Any] | None:
 def report(runs: list[Run], out: Path) -> None:
     found = [row for row in (figures(run, out) for run in runs) if row]
     found.sort(key=lambda row: (row["size"], row["tokens"], row["loss"]))
-    lines = [f"{'size':5} {'tokens':>8} {'steps':>6} {'loss':>8} {'seconds':>8} {'ms/step':>8}  seed run"]
+    lines = [
+        f"{'size':5} {'tokens':>8} {'steps':>6} {'loss':>8} {'seconds':>8} {'ms/step':>8}  seed run"
+    ]
     for row in found:
         lines.append(
             f"{row['size']:5} {row['tokens'] / 1e6:7.1f}M {row['steps']:6} {row['loss']:8.4f} {row['seconds']:8.1f} "
@@ -209,13 +235,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument(
-        "--gpus", type=lambda text: text.split(","), default=[None], help="GPUs that runs take in turn, as 0,1"
+        "--gpus",
+        type=lambda text: text.split(","),
+        default=[None],
+        help="GPUs that runs take in turn, as 0,1",
     )
     parser.add_argument("--most", type=int, default=32, help="most samples of a micro-batch")
     parser.add_argument("--points", type=int, default=4, help="validations of a run")
     parser.add_argument("--held-out", type=float, default=1e6, help="tokens of a validation")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no run after these")
-    parser.add_argument("--grace", type=float, default=60, help="seconds after which runs still going are ended")
+    parser.add_argument(
+        "--grace", type=float, default=60, help="seconds after which runs still going are ended"
+    )
     parser.add_argument("--flags", default="", help="more flags of train for all runs")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)

@@ -19,13 +19,21 @@ from pathlib import Path
 from common import new_parser
 
 SUFFIXES = {".py", ".pyi", ".md", ".rst", ".txt"}
-SMALLEST, LARGEST = 400, 100_000  # bytes of a file; larger ones are mostly tables and generated code
+# bytes of a file; larger ones are mostly tables and generated code
+SMALLEST, LARGEST = 400, 100_000
 
 
 def texts(folders: list[Path], most: int) -> Iterator[str]:
     """Yield the files' texts, at most so many bytes of them."""
-    found = {path.resolve() for folder in folders for path in folder.rglob("*") if path.suffix in SUFFIXES}
-    named = sorted((hashlib.sha256("/".join(path.parts[-4:]).encode()).digest(), path) for path in found)
+    found = {
+        path.resolve()
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.suffix in SUFFIXES
+    }
+    named = sorted(
+        (hashlib.sha256("/".join(path.parts[-4:]).encode()).digest(), path) for path in found
+    )
     seen: set[bytes] = set()
     for _, path in named:
         if most <= 0:
@@ -51,7 +59,9 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=60)
     parser.add_argument("--vocab-size", type=int, default=8192)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--keep-similar", action="store_true", help="leave only equal files out, which is faster")
+    parser.add_argument(
+        "--keep-similar", action="store_true", help="leave only equal files out, which is faster"
+    )
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     all_texts, text = given.out / "all.jsonl", given.out / "text.jsonl"
@@ -66,7 +76,15 @@ def main() -> None:
         all_texts.rename(text)
     else:
         call("data", "dedup", all_texts, "--output-file", text, "--overwrite")
-    call("train-tokenizer", "--input", text, "--vocab-size", given.vocab_size, "--output", given.out / "tokenizer")
+    call(
+        "train-tokenizer",
+        "--input",
+        text,
+        "--vocab-size",
+        given.vocab_size,
+        "--output",
+        given.out / "tokenizer",
+    )
     call(
         "preprocess",
         "--input",

@@ -82,13 +82,26 @@ LR = 1.5e-4
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--pairs", type=int, default=20, help="interleaved pairs (default: 20)")
-    parser.add_argument("--steps", type=int, default=10, help="steps of each half of a pair (default: 10)")
-    parser.add_argument("--cpu", nargs="+", choices=ON_CPU, metavar="MODEL", help=f"on a CPU: {', '.join(ON_CPU)}")
-    parser.add_argument("--turns", type=int, default=8, help="with --cpu, steps of each, in turns (default: 8)")
-    parser.add_argument("--gpu", nargs="+", choices=SIZES, metavar="MODEL", help=f"on one GPU: {', '.join(SIZES)}")
-    parser.add_argument("--data", help="with --gpu, prefix of .bin/.idx in GPT-2's vocabulary (default: random tokens)")
+    parser.add_argument(
+        "--steps", type=int, default=10, help="steps of each half of a pair (default: 10)"
+    )
+    parser.add_argument(
+        "--cpu", nargs="+", choices=ON_CPU, metavar="MODEL", help=f"on a CPU: {', '.join(ON_CPU)}"
+    )
+    parser.add_argument(
+        "--turns", type=int, default=8, help="with --cpu, steps of each, in turns (default: 8)"
+    )
+    parser.add_argument(
+        "--gpu", nargs="+", choices=SIZES, metavar="MODEL", help=f"on one GPU: {', '.join(SIZES)}"
+    )
+    parser.add_argument(
+        "--data",
+        help="with --gpu, prefix of .bin/.idx in GPT-2's vocabulary (default: random tokens)",
+    )
     parser.add_argument("--flags", default="", help="with --gpu, more flags of train")
-    parser.add_argument("--out", type=Path, help="with --gpu, a file that gets a line of JSON for each model")
+    parser.add_argument(
+        "--out", type=Path, help="with --gpu, a file that gets a line of JSON for each model"
+    )
     given = parser.parse_args()
     console.set_stream(None)
     amount = f"{given.turns} turns" if given.cpu else f"{given.pairs} pairs of {given.steps} steps"
@@ -106,7 +119,9 @@ def main() -> None:
                 file.write(json.dumps(row) + "\n")
 
 
-def compare(ours: Callable[[], Any], plain: Callable[[], Any], pairs: int, steps: int) -> dict[str, Any]:
+def compare(
+    ours: Callable[[], Any], plain: Callable[[], Any], pairs: int, steps: int
+) -> dict[str, Any]:
     """Run both in turns; print and return the milliseconds of their steps."""
     loops, ms = {"ours": ours, "plain": plain}, {"ours": list[float](), "plain": list[float]()}
     for step in loops.values():
@@ -126,9 +141,13 @@ def compare(ours: Callable[[], Any], plain: Callable[[], Any], pairs: int, steps
             medians[name] = statistics.median(times)
             ms[name] += times
         ratios.append(medians["ours"] / medians["plain"])
-        print(f"pair {pair + 1:2}: ours {medians['ours']:7.2f} ms, plain {medians['plain']:7.2f} ms, {ratios[-1]:.3f}")
+        print(
+            f"pair {pair + 1:2}: ours {medians['ours']:7.2f} ms, plain {medians['plain']:7.2f} ms, {ratios[-1]:.3f}"
+        )
     gc.unfreeze()
-    print(f"ours / plain loop: median {statistics.median(ratios):.3f}, from {min(ratios):.3f} to {max(ratios):.3f}")
+    print(
+        f"ours / plain loop: median {statistics.median(ratios):.3f}, from {min(ratios):.3f} to {max(ratios):.3f}"
+    )
     return {"ms": {name: statistics.median(times) for name, times in ms.items()}, "pairs": ratios}
 
 
@@ -160,12 +179,15 @@ def our_steps(prefix: Path) -> Iterator[float]:
     with torch.device("meta"):
         model = GPT(m, DEMO.vocab, DEMO.vocab, DEMO.seq)
     cpu = torch.device("cpu")
-    params = FlatStore([model], StoreSpec(schema.Optimizer(weight_decay=0.1), torch.float32, cpu, DEMO.vocab))
+    params = FlatStore(
+        [model], StoreSpec(schema.Optimizer(weight_decay=0.1), torch.float32, cpu, DEMO.vocab)
+    )
     params.initialise(lambda masters: initialise(masters, m, DEMO.vocab, 1))
     data = Samples(Indexed(prefix), range(400), 4096, DEMO.seq, seed=1)
     net = Network(parts=[model], store=params, loss=losses, device=cpu)
     for batches in Loader(
-        data, LoaderSpec(DEMO.batch, lambda consumed: DEMO.batch, DEMO.vocab, workers=2, at_end="wrap")
+        data,
+        LoaderSpec(DEMO.batch, lambda consumed: DEMO.batch, DEMO.vocab, workers=2, at_end="wrap"),
     ):
         loss, norm, *_ = train_step(net, batches, StepSettings(1, 1e-3, 0.1))
         yield torch.stack((loss, norm)).tolist()[0]
@@ -183,7 +205,9 @@ class PlainBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, c = x.shape
-        q, k, v = (y.view(b, t, self.heads, -1).transpose(1, 2) for y in self.qkv(self.ln_1(x)).split(c, 2))
+        q, k, v = (
+            y.view(b, t, self.heads, -1).transpose(1, 2) for y in self.qkv(self.ln_1(x)).split(c, 2)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(y.transpose(1, 2).reshape(b, t, c))
         return x + self.out(F.gelu(self.fc(self.ln_2(x)), approximate="tanh"))  # type: ignore[no-any-return]
@@ -192,7 +216,10 @@ class PlainBlock(nn.Module):
 class PlainGPT(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.wte, self.wpe = nn.Embedding(shape.vocab, shape.hidden), nn.Embedding(shape.seq, shape.hidden)
+        self.wte, self.wpe = (
+            nn.Embedding(shape.vocab, shape.hidden),
+            nn.Embedding(shape.seq, shape.hidden),
+        )
         self.blocks = nn.Sequential(*(PlainBlock(shape) for _ in range(shape.layers)))
         self.ln_f = nn.LayerNorm(shape.hidden)
 
@@ -208,11 +235,18 @@ class PlainTraining:
     def __init__(self, shape: Shape, path: Path | None = None) -> None:
         torch.manual_seed(1)
         self.shape, self.model = shape, PlainGPT(shape)
-        matrices, vectors = ([p for p in self.model.parameters() if (p.ndim > 1) == m] for m in (True, False))
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        matrices, vectors = (
+            [p for p in self.model.parameters() if (p.ndim > 1) == m] for m in (True, False)
+        )
+        groups = [
+            {"params": matrices, "weight_decay": 0.1},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
         self.adamw = torch.optim.AdamW(groups, lr=1e-3, fused=True)
         if path is None:
-            self.data: Any = np.random.RandomState(0).randint(0, shape.vocab, 100_000).astype(np.uint16)
+            self.data: Any = (
+                np.random.RandomState(0).randint(0, shape.vocab, 100_000).astype(np.uint16)
+            )
         else:
             self.data = np.memmap(path, dtype=np.uint16, mode="r")
 
@@ -221,7 +255,12 @@ class PlainTraining:
         seq = self.shape.seq
         starts = torch.randint(len(self.data) - seq - 1, (self.shape.batch,)).tolist()
         tokens, labels = (
-            torch.stack([torch.from_numpy(self.data[i + shift : i + shift + seq].astype(np.int64)) for i in starts])
+            torch.stack(
+                [
+                    torch.from_numpy(self.data[i + shift : i + shift + seq].astype(np.int64))
+                    for i in starts
+                ]
+            )
             for shift in (0, 1)
         )
         loss = (self.model if model is None else model)(tokens, labels)
@@ -265,13 +304,16 @@ def compare_with_limit(name: str, shape: Shape, turns: int) -> None:
     for label, times in ms.items():
         limit = ms["products bf16" if "bf16" in label else "products fp32"]
         share, speed = (
-            statistics.median(a / b for a, b in zip(of, times, strict=True)) for of in (limit, ms["plain fp32"])
+            statistics.median(a / b for a, b in zip(of, times, strict=True))
+            for of in (limit, ms["plain fp32"])
         )
         print_row(label, f"{statistics.median(times):.0f}", f"{share:.0%}", f"{speed:.2f}")
 
 
 def our_loop(shape: Shape, precision: str) -> Callable[[], list[float]]:
-    config, net, read = build_ours(f"{shape.flags()} {TRAINING} --mock-data --device cpu {precision}".split())
+    config, net, read = build_ours(
+        f"{shape.flags()} {TRAINING} --mock-data --device cpu {precision}".split()
+    )
     batches = [next(read) for _ in range(4)]
     numbers = itertools.cycle(batches)
 
@@ -290,7 +332,10 @@ def products_of(shape: Shape, dtype: torch.dtype) -> Callable[[], int]:
     """
     n, h, heads = shape.batch * shape.seq, shape.hidden, shape.heads
     sizes = [(h, 3 * h), (h, h), (h, 4 * h), (4 * h, h)] * shape.layers + [(h, shape.vocab)]
-    maps = {(i, o): tuple(torch.randn(s).to(dtype) for s in ((n, i), (o, i), (n, o))) for i, o in set(sizes)}
+    maps = {
+        (i, o): tuple(torch.randn(s).to(dtype) for s in ((n, i), (o, i), (n, o)))
+        for i, o in set(sizes)
+    }
     q, k = (torch.randn(shape.batch * heads, shape.seq, h // heads).to(dtype) for _ in range(2))
     scores = torch.randn(shape.batch * heads, shape.seq, shape.seq).to(dtype)
 
@@ -319,15 +364,24 @@ def compare_on_gpu(model: str, more: str, pairs: int, steps: int) -> dict[str, A
     losses: tuple[list[float], list[float]] = [], []
 
     def our_step() -> None:
-        loss, norm, *_ = train_step(net, next(readers[0]), StepSettings(config.training.seed, LR, 0.1))
+        loss, norm, *_ = train_step(
+            net, next(readers[0]), StepSettings(config.training.seed, LR, 0.1)
+        )
         losses[0].append(torch.stack([loss.double(), norm.double()]).tolist()[0])
 
-    figures = compare(our_step, lambda: losses[1].append(plain.step(next(readers[1]))[0]), pairs, steps)
+    figures = compare(
+        our_step, lambda: losses[1].append(plain.step(next(readers[1]))[0]), pairs, steps
+    )
     for reader in readers:
         reader.close()
     apart = max(abs(a - b) for a, b in zip(*losses, strict=True))
     print(f"{model}: {figures['ms']}; losses at most {apart:.4f} apart", flush=True)
-    return {"model": model, "flags": " ".join(words), "losses": losses, "machine": describe_machine("torch")} | figures
+    return {
+        "model": model,
+        "flags": " ".join(words),
+        "losses": losses,
+        "machine": describe_machine("torch"),
+    } | figures
 
 
 def build_ours(words: list[str]) -> tuple[Any, Network, Any]:
@@ -376,9 +430,17 @@ def drawing(config: Any, vocab: int) -> Callable[[Iterable[tuple[str, Any]]], No
                 p.fill_(1.0)
             else:
                 rows = vocab if kind in ("wte", "lm_head") else p.shape[0]
-                std = m.init_method_std / (2 * m.num_layers) ** 0.5 if kind == "proj" else m.init_method_std
-                random = torch.Generator(p.device).manual_seed(zlib.crc32(f"{config.training.seed}/{name}".encode()))
-                p[:rows] = torch.empty(rows, *p.shape[1:], device=p.device).normal_(0, std, generator=random)
+                std = (
+                    m.init_method_std / (2 * m.num_layers) ** 0.5
+                    if kind == "proj"
+                    else m.init_method_std
+                )
+                random = torch.Generator(p.device).manual_seed(
+                    zlib.crc32(f"{config.training.seed}/{name}".encode())
+                )
+                p[:rows] = torch.empty(rows, *p.shape[1:], device=p.device).normal_(
+                    0, std, generator=random
+                )
                 p[rows:] = 0
 
     return draw
@@ -398,19 +460,29 @@ class PlainLoop:
         options = pick.options(config.training, config.model, config.precision, device)
         block, _ = pick.pick(config.model, device, options)
         with torch.device("meta"):
-            self.model = GPT(config.model, self.vocab, padded, config.data.seq_length, block, options)
+            self.model = GPT(
+                config.model, self.vocab, padded, config.data.seq_length, block, options
+            )
         self.model.to_empty(device=device)
         drawing(config, self.vocab)(self.model.named_parameters())
-        self.masters = {name: p.detach().float().clone() for name, p in self.model.named_parameters()}
+        self.masters = {
+            name: p.detach().float().clone() for name, p in self.model.named_parameters()
+        }
         self.model.to(torch.bfloat16 if config.precision.bf16 else torch.float32)
         if options.compiled:
             pick.compile_blocks(self.model)
         for p in self.masters.values():
             p.grad = torch.zeros_like(p)
         o = config.optimizer
-        groups = [[p for name, p in self.masters.items() if treatment(o, None, name, p).decay == on] for on in (1, 0)]
+        groups = [
+            [p for name, p in self.masters.items() if treatment(o, None, name, p).decay == on]
+            for on in (1, 0)
+        ]
         self.adamw = torch.optim.AdamW(
-            [{"params": groups[0], "weight_decay": o.weight_decay}, {"params": groups[1], "weight_decay": 0.0}],
+            [
+                {"params": groups[0], "weight_decay": o.weight_decay},
+                {"params": groups[1], "weight_decay": 0.0},
+            ],
             lr=1.5e-4,
             betas=(o.adam_beta1, o.adam_beta2),
             eps=o.adam_eps,
@@ -422,14 +494,18 @@ class PlainLoop:
         total, tokens = 0.0, sum(b.unmasked for b in micro)
         for b in micro:
             b = b.to(self.device)
-            logits = self.model(b.tokens, Positions(b.sample_ids, None, self.config.training.seed, b.first_sample))
+            logits = self.model(
+                b.tokens, Positions(b.sample_ids, None, self.config.training.seed, b.first_sample)
+            )
             loss = loss_sum(token_losses(logits, b.labels, self.vocab), b.loss_mask) / tokens
             loss.backward()
             total = total + loss.detach()
         params, masters = list(self.model.parameters()), list(self.masters.values())
         with torch.no_grad():
             torch._foreach_copy_([p.grad for p in masters], [p.grad for p in params])
-            norm = torch.nn.utils.clip_grad_norm_(masters, self.config.optimizer.clip_grad, foreach=True)
+            norm = torch.nn.utils.clip_grad_norm_(
+                masters, self.config.optimizer.clip_grad, foreach=True
+            )
             self.adamw.step()
             torch._foreach_copy_(params, masters)
         for p in params:

@@ -28,10 +28,22 @@ def main(given) -> int:
     prefix = given.out / "text"
     program = [sys.executable, "-m", "meshwright"]
     if not Path(f"{prefix}_text_document.idx").exists():
-        words = ["--input", given.text, "--output-prefix", prefix, "--append-eod", "--tokenizer", "byte"]
+        words = [
+            "--input",
+            given.text,
+            "--output-prefix",
+            prefix,
+            "--append-eod",
+            "--tokenizer",
+            "byte",
+        ]
         subprocess.run([*program, "preprocess", *map(str, words)], check=True)
-    sizes = ",".join(f"{w}:{w // HEAD}" for w in sorted(given.widths, reverse=True))  # long runs first
-    grid = [f"hidden-size:num-attention-heads={sizes}", f"mup-base-hidden-size=none,{min(given.widths)}"]
+    # long runs first
+    sizes = ",".join(f"{w}:{w // HEAD}" for w in sorted(given.widths, reverse=True))
+    grid = [
+        f"hidden-size:num-attention-heads={sizes}",
+        f"mup-base-hidden-size=none,{min(given.widths)}",
+    ]
     grid.append(f"lr={','.join(given.rates)}")
     train = (
         f"--num-layers {given.layers} --seq-length {given.seq_length} --micro-batch-size {given.batch} --bf16 "
@@ -39,18 +51,37 @@ def main(given) -> int:
         f"--adam-beta2 0.95 --hidden-dropout 0 --attention-dropout 0 --split 95,5,0 --eval-interval {given.steps} "
         f"--eval-iters 20 --log-interval 50 --seed 1 --no-tensorboard --optimizer {given.optimizer} "
         f"--device {given.device} --tokenizer byte --data-path {prefix}_text_document "
-        "--compile off --fused-kernels off --cuda-graphs off"  # which would take longer than these runs
+        # which would take longer than these runs
+        "--compile off --fused-kernels off --cuda-graphs off"
     )
     folder = given.out / "runs"
-    command = [*program, "sweep", str(folder), "--grid", *grid, "--jobs", str(given.jobs), "--no-checkpoints"]
+    command = [
+        *program,
+        "sweep",
+        str(folder),
+        "--grid",
+        *grid,
+        "--jobs",
+        str(given.jobs),
+        "--no-checkpoints",
+    ]
     status = subprocess.run([*command, "--", *train.split()]).returncode
     losses = read_losses(folder)
     print(f"\n{describe_machine('torch')}; {given.optimizer}, {given.steps} steps")
-    print_head("width", *(f"{kind}: {what}" for kind in ("without µP", "with µP") for what in ("best rate", "loss")))
+    print_head(
+        "width",
+        *(
+            f"{kind}: {what}"
+            for kind in ("without µP", "with µP")
+            for what in ("best rate", "loss")
+        ),
+    )
     for width in sorted(given.widths):
         cells = []
         for base in ("none", str(min(given.widths))):
-            loss, rate = min((loss, rate) for (w, b, rate), loss in losses.items() if (w, b) == (width, base))
+            loss, rate = min(
+                (loss, rate) for (w, b, rate), loss in losses.items() if (w, b) == (width, base)
+            )
             cells += [f"{rate:g}", f"{loss:.4f}"]
         print_row(width, *cells)
     draw(given.out / "mup_rates.svg", losses, given)
@@ -61,7 +92,9 @@ def read_losses(folder: Path) -> dict[tuple[int, str, float], float]:
     """Return the loss by width, base and rate; that of a run that diverged is infinite."""
     points = results.swept_points(list(sweep.read_runs_of_sweep(folder).values()))
     return {
-        (int(o.point["hidden_size"]), o.point[BASE], float(o.point["lr"])): o.loss if o.state == "done" else math.inf
+        (int(o.point["hidden_size"]), o.point[BASE], float(o.point["lr"])): o.loss
+        if o.state == "done"
+        else math.inf
         for o in points
     }
 
@@ -71,9 +104,13 @@ def draw(path: Path, losses: dict[tuple[int, str, float], float], given) -> None
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
-    for axes, base, title in zip(panels, ("none", str(min(given.widths))), ("without µP", "with µP"), strict=True):
+    for axes, base, title in zip(
+        panels, ("none", str(min(given.widths))), ("without µP", "with µP"), strict=True
+    ):
         for n, width in enumerate(sorted(given.widths)):
-            points = sorted((rate, loss) for (w, b, rate), loss in losses.items() if (w, b) == (width, base))
+            points = sorted(
+                (rate, loss) for (w, b, rate), loss in losses.items() if (w, b) == (width, base)
+            )
             x, y = zip(*((rate, loss) for rate, loss in points if math.isfinite(loss)), strict=True)
             best = min(points, key=lambda point: point[1])
             axes.semilogx(x, y, ".-", color=f"C{n}", label=f"width {width}")
@@ -92,7 +129,9 @@ if __name__ == "__main__":
     parser.add_argument("out", type=Path)
     parser.add_argument("text", help="what `meshwright preprocess --input` reads")
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512])
-    parser.add_argument("--rates", nargs="+", default="5e-4 1e-3 2e-3 4e-3 8e-3 1.6e-2 3.2e-2".split())
+    parser.add_argument(
+        "--rates", nargs="+", default="5e-4 1e-3 2e-3 4e-3 8e-3 1.6e-2 3.2e-2".split()
+    )
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--device", default="auto")

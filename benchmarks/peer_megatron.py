@@ -74,15 +74,24 @@ def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", choices=sorted({model for model, _ in CELLS}), default="1.3B")
-    parser.add_argument("--steps", type=int, nargs=2, default=(10, 20), help="not counted, and counted (default 10 20)")
-    parser.add_argument("--limit", type=float, default=200, help="seconds in all, then it ends (default 200)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        nargs=2,
+        default=(10, 20),
+        help="not counted, and counted (default 10 20)",
+    )
+    parser.add_argument(
+        "--limit", type=float, default=200, help="seconds in all, then it ends (default 200)"
+    )
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     faulthandler.dump_traceback_later(given.limit, exit=True)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    torch._dynamo.config.automatic_dynamic_shapes = False  # its small fusions: each micro-batch its own, fast, kernels
+    # its small fusions: each micro-batch its own, fast, kernels
+    torch._dynamo.config.automatic_dynamic_shapes = False
     torch._dynamo.config.recompile_limit = 64
     model, (batch, cells) = of_flags(given.model), CELLS[given.model, int(os.environ["WORLD_SIZE"])]
     path = given.out / f"peer-{given.model}.jsonl"
@@ -114,10 +123,18 @@ def main() -> None:
             "machine": describe_machine("torch"),
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         }
-        row = {"event": "failed", **about, "error": error or "another rank failed"} if bad else {**about, **(row or {})}
+        row = (
+            {"event": "failed", **about, "error": error or "another rank failed"}
+            if bad
+            else {**about, **(row or {})}
+        )
         with path.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        shown = f"{row['tokens_per_second']:,.0f} tokens/s" if row["event"] == "done" else f"FAILED: {row['error']}"
+        shown = (
+            f"{row['tokens_per_second']:,.0f} tokens/s"
+            if row["event"] == "done"
+            else f"FAILED: {row['error']}"
+        )
         print(f"megatron-core {given.model} {cell.name}: {shown}", flush=True)
     if RANK == 0:
         write_ratios(given.out, given.model)
@@ -143,7 +160,9 @@ def anyone(flag: bool) -> bool:
     return bool(reduced)
 
 
-def measure(cell: PeerLayout, config: Any, batch: int, steps: tuple[int, int], device: torch.device) -> dict[str, Any]:
+def measure(
+    cell: PeerLayout, config: Any, batch: int, steps: tuple[int, int], device: torch.device
+) -> dict[str, Any]:
     from megatron.core import parallel_state as mpu
 
     from meshwright.model.counts import flops_per_token
@@ -211,7 +230,9 @@ def padded(tp: int) -> int:
 class Peer:
     """Set up as Megatron-LM's training.py does."""
 
-    def __init__(self, cell: PeerLayout, m: Any, seq: int, batch: int, device: torch.device) -> None:
+    def __init__(
+        self, cell: PeerLayout, m: Any, seq: int, batch: int, device: torch.device
+    ) -> None:
         from megatron.core import parallel_state as mpu
         from megatron.core import tensor_parallel
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -278,7 +299,9 @@ class Peer:
         spec = programs.megatron_layers()
         network = Float16Module(transformer, GPTModel(transformer, spec, **of_model).to(device))
         network.train()
-        self.model = DistributedDataParallel(transformer, DistributedDataParallelConfig(**of_data), network)
+        self.model = DistributedDataParallel(
+            transformer, DistributedDataParallelConfig(**of_data), network
+        )
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(**of_optimizer), [self.model], use_gloo_process_groups=False
         )
@@ -321,7 +344,11 @@ class Peer:
 
     def batches(self, micro: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         for rows in self.tokens[self.number % len(self.tokens)].split(micro):
-            yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), self.positions.expand(len(rows), -1)
+            yield (
+                rows[:, :-1].contiguous(),
+                rows[:, 1:].contiguous(),
+                self.positions.expand(len(rows), -1),
+            )
 
     def forward(self, batches: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
         tokens, labels, positions = next(batches)
@@ -350,7 +377,10 @@ def write_ratios(out: Path, model: str) -> None:
         tried = ", ".join(f"{micro}: {ms:.1f}" for micro, ms in r["tried_ms"].items())
         us = ours.get(r["ours"])
         mine = (
-            (f"{us['tokens_per_second']:,.0f}", f"{us['tokens_per_second'] / r['tokens_per_second']:.3f}")
+            (
+                f"{us['tokens_per_second']:,.0f}",
+                f"{us['tokens_per_second'] / r['tokens_per_second']:.3f}",
+            )
             if us
             else ("", "")
         )

@@ -25,7 +25,8 @@ import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else no process forked from this one may use the GPU
+# else no process forked from this one may use the GPU
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
 from common import new_parser
@@ -38,7 +39,15 @@ from meshwright.config.schema import TrainConfig
 from meshwright.training import run
 
 SECONDS = 70  # of a case, at most
-SHAPES = [(768, 12, 12), (1024, 16, 24), (1280, 20, 36), (1536, 16, 24), (2048, 16, 24), (2560, 32, 32), (4096, 32, 32)]
+SHAPES = [
+    (768, 12, 12),
+    (1024, 16, 24),
+    (1280, 20, 36),
+    (1536, 16, 24),
+    (2048, 16, 24),
+    (2560, 32, 32),
+    (4096, 32, 32),
+]
 LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
 LLAMA += " --untie-embeddings-and-output-weights"
 EXTRAS = (
@@ -71,7 +80,9 @@ LAYOUTS = (
     ("--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble", 2, 1),
     ("--context-parallel-size 2", 1, 1),
 )
-RUN_ON_RANKS = "--mock-data --eval-iters 0 --train-iters 14 --log-interval 1 --lr 1e-5 --no-tensorboard"
+RUN_ON_RANKS = (
+    "--mock-data --eval-iters 0 --train-iters 14 --log-interval 1 --lr 1e-5 --no-tensorboard"
+)
 RUN_ON_RANKS += " --check-replicas-interval 1000"
 AS_RANK = "--as-rank"
 WARM_UP = 5  # steps that compile, and record graphs
@@ -87,7 +98,9 @@ def draw_on_ranks(rng: random.Random, memory: float) -> list[str]:
     if "pipeline" in layout:
         layers, batch = words.index("--num-layers") + 1, words.index("--global-batch-size") + 1
         words[layers] = str(max(int(words[layers]) // 2 * 2, 2))
-        words[batch] = str(int(words[words.index("--micro-batch-size") + 1]) * rng.choice([2, 4, 8]))
+        words[batch] = str(
+            int(words[words.index("--micro-batch-size") + 1]) * rng.choice([2, 4, 8])
+        )
     return [*words, *layout.split(), "--world-size", "2"]
 
 
@@ -96,12 +109,15 @@ def draw(rng: random.Random, memory: float) -> list[str]:
     while True:
         hidden, heads, most = rng.choice(SHAPES)
         layers = rng.choice([most, most, rng.randint(2, most)])
-        length, micro = rng.choice([512, 1024, 1024, 1024, 2048, 2048, 4096]), rng.choice([1, 1, 2, 4, 4, 8, 8, 16])
-        words = (
-            f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length {length}".split()
+        length, micro = (
+            rng.choice([512, 1024, 1024, 1024, 2048, 2048, 4096]),
+            rng.choice([1, 1, 2, 4, 4, 8, 8, 16]),
         )
+        words = f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length {length}".split()
         batch = micro * rng.choice([1, 1, 1, 2, 3])
-        words += f"--micro-batch-size {micro} --global-batch-size {batch} --vocab-size 50257".split()
+        words += (
+            f"--micro-batch-size {micro} --global-batch-size {batch} --vocab-size 50257".split()
+        )
         kind = rng.random()
         if kind < 0.3:
             words += LLAMA.split() + (["--num-query-groups", "4"] if rng.random() < 0.4 else [])
@@ -138,7 +154,9 @@ def draw(rng: random.Random, memory: float) -> list[str]:
             words += "--fused-kernels off --compile off --cuda-graphs off".split()
         parameters = 12 * layers * hidden**2 + 51000 * hidden
         full, tokens = dtype >= 0.12 and dtype < 0.2, length * micro
-        saved = (80 if full else 44) * hidden * tokens * (1 if recompute else layers) + tokens * 50304 * 6
+        saved = (80 if full else 44) * hidden * tokens * (
+            1 if recompute else layers
+        ) + tokens * 50304 * 6
         if parameters * 18.2 + saved < memory and 6 * parameters * tokens < 2.5e14:
             return words
 
@@ -204,7 +222,9 @@ def measure_on_ranks(words: list[str], count: int) -> dict[str, Any] | None:
                 "--run-dir",
                 str(folder / "run"),
             ]
-            ranks.append(subprocess.Popen(command, env=os.environ | sizes | place, stdout=subprocess.DEVNULL))
+            ranks.append(
+                subprocess.Popen(command, env=os.environ | sizes | place, stdout=subprocess.DEVNULL)
+            )
         if any([rank.wait() for rank in ranks]):
             return None
         got = [json.loads((folder / f"rank{rank}").read_text()) for rank in range(count)]
@@ -264,17 +284,31 @@ def main(argv: list[str]) -> int:
     parser = new_parser(__doc__)
     parser.add_argument("file", help="where lines are appended")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=300, help="after which no case begins (default: 300)")
-    parser.add_argument("--memory", type=float, default=62e9, help="most bytes by a rough estimate (default: 62e9)")
+    parser.add_argument(
+        "--seconds", type=float, default=300, help="after which no case begins (default: 300)"
+    )
+    parser.add_argument(
+        "--memory", type=float, default=62e9, help="most bytes by a rough estimate (default: 62e9)"
+    )
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=1, help="GPUs of a run")
-    parser.add_argument("--first", nargs="*", default=[], help="configurations to measure before drawn ones")
+    parser.add_argument(
+        "--first", nargs="*", default=[], help="configurations to measure before drawn ones"
+    )
     given = parser.parse_args(argv)
     rng, until = random.Random(given.seed), time.monotonic() + given.seconds
     first = [text.split() for text in given.first]
     with open(given.file, "a") as file:
         while time.monotonic() < until:
-            words = first.pop(0) if first else (draw if given.ranks == 1 else draw_on_ranks)(rng, given.memory)
-            print("measured" if measure_case(words, given.ranks, file) else "failed", *words, flush=True)
+            words = (
+                first.pop(0)
+                if first
+                else (draw if given.ranks == 1 else draw_on_ranks)(rng, given.memory)
+            )
+            print(
+                "measured" if measure_case(words, given.ranks, file) else "failed",
+                *words,
+                flush=True,
+            )
     return 0
 
 

@@ -28,8 +28,12 @@ def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--seed", type=int, default=28)
     parser.add_argument("--cases", type=int, default=240)
-    parser.add_argument("--only", type=lambda text: set(map(int, text.split(","))), help="numbers of cases to run")
-    parser.add_argument("--more", type=str.split, default=[], help="flags that all cases have, whatever is drawn")
+    parser.add_argument(
+        "--only", type=lambda text: set(map(int, text.split(","))), help="numbers of cases to run"
+    )
+    parser.add_argument(
+        "--more", type=str.split, default=[], help="flags that all cases have, whatever is drawn"
+    )
     given = parser.parse_args()
     rng, errors = random.Random(given.seed), list[float]()
     print(describe_machine("torch"))
@@ -41,7 +45,9 @@ def main() -> None:
         account = Account()
         account_steps(config, PADDED, rank, account)
         peak = account.peak
-        predicted = memory.memory_of_rank(config, PADDED, rank, Gpu()).allocated - sum(memory.WORKSPACES)
+        predicted = memory.memory_of_rank(config, PADDED, rank, Gpu()).allocated - sum(
+            memory.WORKSPACES
+        )
         errors.append(predicted / peak - 1)
         print(f"{number} {errors[-1]:+.3%} {peak:,} rank {rank} {' '.join(words)}", flush=True)
     sizes = sorted(map(abs, errors))

@@ -26,7 +26,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else no process forked from this one may use the GPU
+# else no process forked from this one may use the GPU
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
 from common import new_parser
@@ -35,13 +36,20 @@ from trust_cost import NEEDED, open_trainer
 
 from meshwright.apps.bench import calibrate
 from meshwright.base import device as devices
-from meshwright.base.device_profiles import LAUNCHES, DeviceProfile, launch_times, load_profile, profile_of
+from meshwright.base.device_profiles import (
+    LAUNCHES,
+    DeviceProfile,
+    launch_times,
+    load_profile,
+    profile_of,
+)
 from meshwright.training.loop import Trainer
 
 SECONDS = 60, 150  # of a case, and of the host's times, at most
 NO_GRAPHS = "--cuda-graphs off"
 STILL = "--hidden-dropout 0 --attention-dropout 0"
-DROPS = "--hidden-dropout 0.1 --attention-dropout 0.1"  # as the documents type it, and Megatron's defaults
+# as the documents type it, and Megatron's defaults
+DROPS = "--hidden-dropout 0.1 --attention-dropout 0.1"
 PLAIN = "--fused-kernels off --compile off"
 LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
 LLAMA += " --untie-embeddings-and-output-weights --num-query-groups 4"
@@ -49,7 +57,9 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 SMALL = "--num-layers 6 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --bf16"
 M124 = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024"
 M345 = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --bf16"
-L345 = f"--num-layers 16 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --bf16 {LLAMA}"
+L345 = (
+    f"--num-layers 16 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --bf16 {LLAMA}"
+)
 TINY = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 32"
 
 
@@ -105,9 +115,15 @@ TRIED = (f"{TINY} {STILL} {batches(2)}", f"{TINY} {STILL} {batches(1, 2)} --opti
 def main(argv: list[str]) -> int:
     parser = new_parser(__doc__)
     parser.add_argument("file", type=Path, help="where lines are appended")
-    parser.add_argument("--seconds", type=float, default=330, help="after which no case begins (default: 330)")
-    parser.add_argument("--kernels", action="store_true", help="also write what the kernels of a step take")
-    parser.add_argument("--try", dest="tries", action="store_true", help="tiny sizes, on the device that there is")
+    parser.add_argument(
+        "--seconds", type=float, default=330, help="after which no case begins (default: 330)"
+    )
+    parser.add_argument(
+        "--kernels", action="store_true", help="also write what the kernels of a step take"
+    )
+    parser.add_argument(
+        "--try", dest="tries", action="store_true", help="tiny sizes, on the device that there is"
+    )
     given = parser.parse_args(argv)
     until = time.monotonic() + given.seconds
 
@@ -119,7 +135,9 @@ def main(argv: list[str]) -> int:
     print(f"{device}, torch {torch.__version__}; microseconds of the host:")
     print("  " + ", ".join(f"{name} {1e6 * times[name]:.1f}" for name in names), flush=True)
     known = profile_of(device) or load_profile("cpu")
-    profile = dataclasses.replace(known, seconds=known.seconds | {name: times[name] for name in names})
+    profile = dataclasses.replace(
+        known, seconds=known.seconds | {name: times[name] for name in names}
+    )
 
     # The steps
     rows = []
@@ -148,9 +166,13 @@ def show(rows: list[dict[str, Any]], profile: DeviceProfile) -> None:
             step = predicted_step(row["flags"], 1, profile)
             ms, host = 1e3 * step.seconds, 1e3 * step.parts.get("host", 0.0)
             errors.append(abs(ms / row["ms"] - 1))
-            own = " ".join(word for word in row["flags"].split() if word not in ("--vocab-size", "50257"))
+            own = " ".join(
+                word for word in row["flags"].split() if word not in ("--vocab-size", "50257")
+            )
             error = ms / row["ms"] - 1
-            print(f"{row['ms']:9.2f} {ms:9.2f} {error:+7.1%}  {graphs!s:6} {host:5.1f} {ms - host:7.1f}  {own}")
+            print(
+                f"{row['ms']:9.2f} {ms:9.2f} {error:+7.1%}  {graphs!s:6} {host:5.1f} {ms - host:7.1f}  {own}"
+            )
         if errors:
             kind = "with" if graphs else "without"
             print(
@@ -191,7 +213,9 @@ def measure_host(tries: bool) -> dict[str, Any]:
     found["steps"] = {}
     for flags in STEPS[:2] if tries else STEPS:
         with contextlib.suppress(Exception):
-            found["steps"][flags] = [calibrate.step_seconds(device, layers, flags) for layers in (2, 8)]
+            found["steps"][flags] = [
+                calibrate.step_seconds(device, layers, flags) for layers in (2, 8)
+            ]
     return found
 
 
@@ -258,7 +282,12 @@ def kernels_of_step(trainer: Trainer) -> dict[str, Any]:
         for found, most in ((on_device, 40), (on_host, 12))
     )
     kernels = sum(counts[name] for name in on_device)
-    return {"device_ms": sum(on_device.values()), "kernels": kernels, "longest": longest, "calls": calls}
+    return {
+        "device_ms": sum(on_device.values()),
+        "kernels": kernels,
+        "longest": longest,
+        "calls": calls,
+    }
 
 
 if __name__ == "__main__":

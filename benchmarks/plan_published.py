@@ -63,9 +63,13 @@ GRID = [
 ]
 
 
-def predict(words: str, world: int, profile: DeviceProfile, padded: int) -> tuple[TrainConfig, StepTime, float]:
+def predict(
+    words: str, world: int, profile: DeviceProfile, padded: int
+) -> tuple[TrainConfig, StepTime, float]:
     """Return the configuration, its step, and the allocated gigabytes of the fullest rank."""
-    config = flags.parse_settings(TrainConfig, [*words.split(), f"--world-size={world}"], "plan", check=False).config
+    config = flags.parse_settings(
+        TrainConfig, [*words.split(), f"--world-size={world}"], "plan", check=False
+    ).config
     most = max(rank.allocated for rank in memory_of_ranks(config, padded, profile))
     return config, step_time(config, padded, profile), most / 2**30
 
@@ -86,8 +90,15 @@ def weak_scaling() -> Iterator[str]:
                 continue
             layout = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}"
             words = f"{layout} --micro-batch-size {micro} --global-batch-size {batch} --recompute-granularity full"
-            config, step, allocated = predict(gpt(heads, hidden, layers, words), gpus, profile, 51200)
-            flops = flops_per_token(config.model, 51200, 2048, "full") * step.tokens_per_second / gpus / 1e12
+            config, step, allocated = predict(
+                gpt(heads, hidden, layers, words), gpus, profile, 51200
+            )
+            flops = (
+                flops_per_token(config.model, 51200, 2048, "full")
+                * step.tokens_per_second
+                / gpus
+                / 1e12
+            )
             if allocated < 75:
                 tries.append((flops, micro))
         best, micro = max(tries)
@@ -103,7 +114,10 @@ def recomputation() -> Iterator[str]:
         layout += f" --num-layers-per-virtual-pipeline-stage {virtual}" if virtual else ""
         layout += f" --micro-batch-size {micro} --global-batch-size {batch}"
         got = []
-        for more in ("--recompute-granularity full", "--sequence-parallel --recompute-granularity selective"):
+        for more in (
+            "--recompute-granularity full",
+            "--sequence-parallel --recompute-granularity selective",
+        ):
             words = gpt(heads, hidden, layers, f"{layout} {more}")
             got.append(predict(words, 8 * pp, profile, 51200)[1].seconds)
         ratios = f"published {full / selective:.2f}, predicted {got[0] / got[1]:.2f}"
@@ -115,7 +129,9 @@ def ascend() -> Iterator[str]:
     yield "|---|---|---:|---:|---|---:|"
     for preset, tp, pp, device, published in ASCEND:
         words = f"--preset {preset} --tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}"
-        config, step, _ = predict(f"{words} --vocab-size 50257", 8, load_profile(device), 50304 if tp == 1 else 50432)
+        config, step, _ = predict(
+            f"{words} --vocab-size 50257", 8, load_profile(device), 50304 if tp == 1 else 50432
+        )
         rate = config.global_batch / step.seconds
         yield f"| {preset} | {tp} x {pp} | {published} | {rate:.1f} | {device} | {rate / published - 1:+.0%} |"
 
@@ -128,10 +144,17 @@ def grid() -> Iterator[str]:
         words = f"{sizes} --tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} --zero-stage 1"
         words += f" --micro-batch-size {micro} --global-batch-size {batch}"
         words += " --recompute-granularity full" if again else ""
-        rates = [batch / predict(words, 16, load_profile(name), 51200)[1].seconds for name in ("a100-40", "v100")]
+        rates = [
+            batch / predict(words, 16, load_profile(name), 51200)[1].seconds
+            for name in ("a100-40", "v100")
+        ]
         way = "full" if again else "none"
         yield f"| {tp} x {pp} | {way} | {micro}, {batch} | {rates[0]:.0f} | {rates[1]:.0f} |"
 
 
 if __name__ == "__main__":
-    print("\n".join(itertools.chain(weak_scaling(), [""], recomputation(), [""], ascend(), [""], grid())))
+    print(
+        "\n".join(
+            itertools.chain(weak_scaling(), [""], recomputation(), [""], ascend(), [""], grid())
+        )
+    )

@@ -49,13 +49,26 @@ def recorded() -> list[Case]:
         for row in done["rows"]:
             if row["ms"]:
                 source = str(path.parent.relative_to(RECORDS))
-                cases.append(Case(source, row["name"], train_flags(row["command"]), row["gpus"], row["ms"], gpu))
+                cases.append(
+                    Case(
+                        source,
+                        row["name"],
+                        train_flags(row["command"]),
+                        row["gpus"],
+                        row["ms"],
+                        gpu,
+                    )
+                )
     by_name = {row.name: row for row in rows.chosen(["345m"], None, 1)}
     for path in sorted(RECORDS.glob("2026-11-23-second-house/*[12].txt")):
         for name, ms in re.findall(r"^(345M.*?)  +[\d,]+ +([\d.]+)  ", path.read_text(), re.M):
             words = f"{by_name[name].flags} --vocab-size 50257"
-            cases.append(Case(path.parent.name, f"{name} ({path.stem})", words, 1, float(ms), "h100"))
-    return cases + [case for path in sorted(RECORDS.glob("*-plan/*.jsonl")) for case in from_lines(path)]
+            cases.append(
+                Case(path.parent.name, f"{name} ({path.stem})", words, 1, float(ms), "h100")
+            )
+    return cases + [
+        case for path in sorted(RECORDS.glob("*-plan/*.jsonl")) for case in from_lines(path)
+    ]
 
 
 def train_flags(command: str) -> str:
@@ -66,9 +79,17 @@ def from_lines(path: Path) -> list[Case]:
     """Return the cases of a file of JSON lines."""
     lines = [row for row in map(json.loads, path.read_text().splitlines()) if "flags" in row]
     return [
-        Case(path.stem, f"line {i}", row["flags"], row.get("world", 1), own_ms(path, row), gpu_of(row["device"]))
+        Case(
+            path.stem,
+            f"line {i}",
+            row["flags"],
+            row.get("world", 1),
+            own_ms(path, row),
+            gpu_of(row["device"]),
+        )
         for i, row in enumerate(lines, 1)
-        if row.get("ms") and (row.get("graphs", True) or row.get("quiet"))  # others waited for a busy host
+        # others waited for a busy host
+        if row.get("ms") and (row.get("graphs", True) or row.get("quiet"))
     ]
 
 
@@ -97,7 +118,9 @@ def predict(case: Case, is_estimated: bool) -> StepTime:
     return predicted_step(case.words, case.world, load_profile(case.gpu), is_estimated)
 
 
-def predicted_step(flags_of_train: str, world: int, profile: DeviceProfile, is_estimated: bool = False) -> StepTime:
+def predicted_step(
+    flags_of_train: str, world: int, profile: DeviceProfile, is_estimated: bool = False
+) -> StepTime:
     """Return the prediction of a configuration's step on such devices, measured if it can be."""
     words = shlex.split(flags_of_train)
     if "--world-size" not in words:
@@ -105,7 +128,9 @@ def predicted_step(flags_of_train: str, world: int, profile: DeviceProfile, is_e
     config = flags.parse_settings(TrainConfig, words, "meshwright train", check=False).config
     p = config.parallel
     size = config.tokenizer.vocab_size or 0
-    padded = padded_size(size, config.model.make_vocab_size_divisible_by, p.tensor_model_parallel_size, None)
+    padded = padded_size(
+        size, config.model.make_vocab_size_divisible_by, p.tensor_model_parallel_size, None
+    )
     measured = None if is_estimated else measured_operations(config, padded, profile)
     return step_time(config, padded, profile, measured=measured)
 
@@ -116,19 +141,34 @@ def show(cases: list[Case], with_parts: bool = False, is_estimated: bool = False
         predicted = predict(case, is_estimated)
         ms = 1000 * predicted.seconds
         errors.append(abs(ms / case.ms - 1))
-        print(f"{case.source[-28:]:28} {case.name:28} {case.ms:9.1f} {ms:9.1f} {ms / case.ms - 1:+7.1%}", end="")
-        print("  " + " ".join(f"{n} {1000 * s:.1f}" for n, s in predicted.parts.items()) if with_parts else "")
+        print(
+            f"{case.source[-28:]:28} {case.name:28} {case.ms:9.1f} {ms:9.1f} {ms / case.ms - 1:+7.1%}",
+            end="",
+        )
+        print(
+            "  " + " ".join(f"{n} {1000 * s:.1f}" for n, s in predicted.parts.items())
+            if with_parts
+            else ""
+        )
         if with_parts and case.name.startswith("line"):
             print("      ", case.words)
     print(f"{len(cases)} cases: median {statistics.median(errors):.1%}, worst {max(errors):.1%}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--half", choices=("fitted", "other"), default="fitted", help="half of the cases")
-    parser.add_argument("--lines", type=Path, nargs="*", default=[], help="files of JSON lines, beside the records")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--half", choices=("fitted", "other"), default="fitted", help="half of the cases"
+    )
+    parser.add_argument(
+        "--lines", type=Path, nargs="*", default=[], help="files of JSON lines, beside the records"
+    )
     parser.add_argument("--parts", action="store_true", help="show the terms of each prediction")
-    parser.add_argument("--estimate", action="store_true", help="by the closed form, which nothing is measured for")
+    parser.add_argument(
+        "--estimate", action="store_true", help="by the closed form, which nothing is measured for"
+    )
     c = parser.parse_args()
     fitted, other = halves([*recorded(), *(case for path in c.lines for case in from_lines(path))])
     show(fitted if c.half == "fitted" else other, c.parts, c.estimate)

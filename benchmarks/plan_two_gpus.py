@@ -25,11 +25,16 @@ def rows() -> Iterator[tuple[str, Row]]:
         for row in json.loads(path.read_text())["rows"]:
             if row["gpus"] == 2 and row["ms"]:
                 model, _, layout = row["name"].partition(" ")
-                yield "22 November", of(model, layout, row["command"], row["ms"], row["tokens_per_second"])
+                yield (
+                    "22 November",
+                    of(model, layout, row["command"], row["ms"], row["tokens_per_second"]),
+                )
     for path in sorted(RECORDS.glob("2026-11-21-h200-layouts/two-gpus*/layouts-*B.jsonl")):
         for row in map(json.loads, path.read_text().splitlines()):
             if row["event"] == "done" and row["gpus"] == 2:
-                of_row = of(row["model"], row["cell"], row["command"], row["ms"], row["tokens_per_second"])
+                of_row = of(
+                    row["model"], row["cell"], row["command"], row["ms"], row["tokens_per_second"]
+                )
                 yield f"21 November, {path.parent.name}", of_row
 
 
@@ -43,11 +48,18 @@ def table(rows: list[tuple[str, Row]]) -> Iterator[str]:
     yield "|---|---|---:|---:|"
     for model in ("345M", "1.3B", "2.7B"):
         for when in sorted({when for when, _ in rows}):
-            some = [row for at, row in rows if at == when and row.model == model and "micro-batch 4" not in row.layout]
+            some = [
+                row
+                for at, row in rows
+                if at == when and row.model == model and "micro-batch 4" not in row.layout
+            ]
             for row in sorted(some, key=lambda row: -row.measured):
                 yield f"| {model}, {when} | {row.layout} | {row.measured:,.0f} | {row.predicted:,.0f} |"
             if len(some) > 1:
-                chosen, best = max(some, key=lambda r: r.predicted), max(some, key=lambda r: r.measured)
+                chosen, best = (
+                    max(some, key=lambda r: r.predicted),
+                    max(some, key=lambda r: r.measured),
+                )
                 yield f"| | chosen: {chosen.layout} | {chosen.measured / best.measured - 1:+.1%} of the fastest | |"
 
 

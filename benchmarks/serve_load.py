@@ -45,13 +45,17 @@ class Client:
         self.first: list[float] = []  # to the first token of a stream
         self.generated = 0
 
-    def ask(self, prompt: list[int], stream: bool = False, leave_after: int | None = None) -> tuple[int, str]:
+    def ask(
+        self, prompt: list[int], stream: bool = False, leave_after: int | None = None
+    ) -> tuple[int, str]:
         """Return the status and the text, or the seconds to wait."""
         began = time.perf_counter()
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
         body = {"prompt": prompt, "max_tokens": self.tokens, "temperature": 0, "stream": stream}
         try:
-            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            connection.request(
+                "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+            )
             reply = connection.getresponse()
             if reply.status != 200:
                 message = reply.read().decode()
@@ -97,9 +101,13 @@ class Client:
         for turn in range(requests):
             leaves = turn % 6 == 5
             while True:
-                status, text = self.ask(prompt, stream=bool(turn % 2), leave_after=3 if leaves else None)
+                status, text = self.ask(
+                    prompt, stream=bool(turn % 2), leave_after=3 if leaves else None
+                )
                 with lock:
-                    self.found[{0: "left", 200: "answered", 429: "refused"}.get(status, f"status {status}")] += 1
+                    self.found[
+                        {0: "left", 200: "answered", 429: "refused"}.get(status, f"status {status}")
+                    ] += 1
                     if status in (0, 200):
                         self.compare(text, number, leaves)
                 if status != 429:
@@ -130,11 +138,25 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--requests", type=int, default=4, help="of each client")
     parser.add_argument("--tokens", type=int, default=64, help="most new tokens of a request")
-    parser.add_argument("--patience", type=float, default=1.0, help="most seconds to wait after a refusal")
+    parser.add_argument(
+        "--patience", type=float, default=1.0, help="most seconds to wait after a refusal"
+    )
     cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, rest = parser.parse_args(sys.argv[1:cut]), sys.argv[cut + 1 :]
-    words = [sys.executable, "-m", "meshwright", "serve", args.folder, "--port=0", "--queue=16", *rest]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])}
+    words = [
+        sys.executable,
+        "-m",
+        "meshwright",
+        "serve",
+        args.folder,
+        "--port=0",
+        "--queue=16",
+        *rest,
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")]),
+    }
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as server:
         assert server.stdout
         port = 0
@@ -143,7 +165,9 @@ def main() -> int:
                 port = int(found[1])
                 print(line.rstrip())
                 break
-        threading.Thread(target=lambda: sys.stdout.writelines(server.stdout or ()), daemon=True).start()
+        threading.Thread(
+            target=lambda: sys.stdout.writelines(server.stdout or ()), daemon=True
+        ).start()
         try:
             ok = measure(args, port)
         finally:
@@ -162,10 +186,14 @@ def measure(args: argparse.Namespace, port: int) -> bool:
         status, text = alone.ask(prompt)
         assert status == 200, text
         wanted.append(text)
-    print(f"alone: {percentiles(alone.seconds)}, {alone.generated / sum(alone.seconds):,.0f} tokens/s")
+    print(
+        f"alone: {percentiles(alone.seconds)}, {alone.generated / sum(alone.seconds):,.0f} tokens/s"
+    )
     together, began = Client(port, args.tokens, args.patience, wanted), time.perf_counter()
     with ThreadPoolExecutor(args.clients) as pool:
-        work = [pool.submit(together.run, n, prompts[n], args.requests) for n in range(args.clients)]
+        work = [
+            pool.submit(together.run, n, prompts[n], args.requests) for n in range(args.clients)
+        ]
         health = Client(port, 1, 0)
         while not all(w.done() for w in work):
             before = time.perf_counter()
@@ -179,7 +207,9 @@ def measure(args: argparse.Namespace, port: int) -> bool:
             w.result()
     wall = time.perf_counter() - began
     counts = ", ".join(f"{name} {n}" for name, n in sorted(together.found.items()))
-    print(f"{args.clients} clients: {counts}; {wall:.2f} s, {together.generated / wall:,.0f} tokens/s")
+    print(
+        f"{args.clients} clients: {counts}; {wall:.2f} s, {together.generated / wall:,.0f} tokens/s"
+    )
     print(f"  whole answer {percentiles(together.seconds)}")
     print(f"  first token  {percentiles(together.first)}")
     print(f"  /health      {percentiles(health.seconds)}")

@@ -81,20 +81,28 @@ class BoxStore(FlatStore):
         for _, kind, r in self._ranges():
             master = torch.nn.Parameter(self.master[r.begin : r.end])
             state = {name: torch.empty_like(master) for name in rules.STATE[kind.treatment.rule]}
-            self.update_ranges.append(UpdateRange(True, r.begin, master, state, kind.treatment.rule, r.target))
+            self.update_ranges.append(
+                UpdateRange(True, r.begin, master, state, kind.treatment.rule, r.target)
+            )
 
 
 def stores(layout: Layout, model: Model) -> Iterator[tuple[int, BoxStore]]:
     """Yield every rank with its store; those of one stage differ in their places alone."""
     assert model.num_layers
-    each, tied, same = [model.num_layers // layout.pp] * layout.pp, layout.pp > 1, layout.world // layout.pp
+    each, tied, same = (
+        [model.num_layers // layout.pp] * layout.pp,
+        layout.pp > 1,
+        layout.world // layout.pp,
+    )
     for stage in range(layout.pp):
         first = replace(layout, rank=stage * same)
         with torch.device(META):
             parts = stages(lambda: GPT(model, VOCABULARY, PADDED, POSITIONS), each, first)
             for part in parts:
                 cut_shapes(part, layout.tp)
-        spec = StoreSpec(Optimizer(), torch.bfloat16, META, VOCABULARY, layout=first, zero=1, tied=tied)
+        spec = StoreSpec(
+            Optimizer(), torch.bfloat16, META, VOCABULARY, layout=first, zero=1, tied=tied
+        )
         store = BoxStore(list(parts), replace(spec, sequence_parallel=True))
         for rank in range(first.rank, first.rank + same):
             store.layout = replace(layout, rank=rank)
@@ -131,8 +139,10 @@ class Script(Team):
     dealt: list[list[str]] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)  # bytes that this rank sends and receives
     done: list[int] = field(default_factory=lambda: [0, 0])  # broadcasts and deals replayed
-    spent: list[float] = field(default_factory=list)  # seconds that rank 0 merges in its groups of the tree
-    merging: list[float] = field(default_factory=list)  # seconds of all groups, of which most are others'
+    # seconds that rank 0 merges in its groups of the tree
+    spent: list[float] = field(default_factory=list)
+    # seconds of all groups, of which most are others'
+    merging: list[float] = field(default_factory=list)
 
     def count(self, name: str, size: int) -> None:
         self.sizes[name] = self.sizes.get(name, 0) + size
@@ -194,7 +204,9 @@ class Counted:
         self.seconds = 0.0
 
     def __enter__(self) -> Counted:
-        self.originals = {name: getattr(os, name) for name in ("stat", "lstat", "listdir", "preadv")}
+        self.originals = {
+            name: getattr(os, name) for name in ("stat", "lstat", "listdir", "preadv")
+        }
         counters = {"stat": "stats", "lstat": "stats", "listdir": "listings"}
 
         def wrap(name: str) -> Callable[..., Any]:
@@ -302,7 +314,9 @@ def save(root: Path, ranks: Ranks) -> dict[str, Any]:
                     file.truncate(size)
             self.known.append([json.dumps([json.loads(part)]) for part in parts])
             begun = time.process_time()
-            others = self.collect_merged(lambda: [own], lambda lists: [x for values in lists for x in values])
+            others = self.collect_merged(
+                lambda: [own], lambda lists: [x for values in lists for x in values]
+            )
             started.append(time.process_time() - self.spent[-1])
             self.merging.append(time.process_time() - begun)
             return others
@@ -334,7 +348,9 @@ def resume(root: Path, described: Ranks, read: bool) -> dict[str, Any]:
         if not read:  # the plan alone
             native.NativeSource.fill = plan_only  # type: ignore[method-assign]
         try:
-            tensors = {n: (s, b, torch.empty(x.shape) if read else x) for n, (s, b, x) in named.items()}
+            tensors = {
+                n: (s, b, torch.empty(x.shape) if read else x) for n, (s, b, x) in named.items()
+            }
             with Counted(root) as counted:
                 loading.load_checkpoint(root, tensors, team=team)
         finally:
@@ -433,9 +449,13 @@ def write_sets(folder: Path, sets: int, samples: int) -> list[str]:
 
 
 def config_of(prefixes: list[str], samples: int, cache: Path) -> TrainConfig:
-    weighted = [word for prefix in prefixes for word in ("1", prefix)] if len(prefixes) > 1 else prefixes
+    weighted = (
+        [word for prefix in prefixes for word in ("1", prefix)] if len(prefixes) > 1 else prefixes
+    )
     data = Data(data_path=weighted, seq_length=SEQ, split="1,0,0", data_cache_path=str(cache))
-    training = Training(micro_batch_size=1, global_batch_size=1, train_samples=samples, eval_iters=0)
+    training = Training(
+        micro_batch_size=1, global_batch_size=1, train_samples=samples, eval_iters=0
+    )
     return TrainConfig(data=data, training=training)
 
 
@@ -503,7 +523,8 @@ def rates(folder: Path, sets: int, samples: int) -> dict[str, Any]:
     if loops is None:
         walk_side_by_side(shares, which, number)
     else:
-        loops.blend_samples(shares, np.zeros(sets), 0, which[:10], number[:10])  # loads what is compiled
+        # loads what is compiled
+        loops.blend_samples(shares, np.zeros(sets), 0, which[:10], number[:10])
         begun = time.process_time()
         loops.blend_samples(shares, np.zeros(sets), 0, which, number)
     blend = (time.process_time() - begun) * samples / stretch
@@ -571,7 +592,9 @@ def append(record: Path | None, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--ranks", type=int, nargs="*", default=[64, 512, 4096])
     parser.add_argument("--samples", type=float, nargs="*", default=[1e8, 1e9, 1e10])
@@ -596,9 +619,17 @@ def main() -> None:
         append(args.to, [{"what": part, "ranks": n} | rows[part] for n, rows in measured.items()])
     if args.samples:
         print(f"{args.sets:,} data sets")
-        of_size = {n: data(args.folder / "data", args.sets, int(n), int(args.most)) for n in args.samples}
+        of_size = {
+            n: data(args.folder / "data", args.sets, int(n), int(args.most)) for n in args.samples
+        }
         show({f"{n:.0e} samples": rows for n, rows in of_size.items()})
-        append(args.to, [{"what": "data", "samples": n, "sets": args.sets} | rows for n, rows in of_size.items()])
+        append(
+            args.to,
+            [
+                {"what": "data", "samples": n, "sets": args.sets} | rows
+                for n, rows in of_size.items()
+            ],
+        )
     shutil.rmtree(args.folder, ignore_errors=True)
 
 

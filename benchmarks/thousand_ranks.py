@@ -94,7 +94,9 @@ def meet_some(ranks: range, size: int, port: int, barrier: Any, results: Any) ->
     connected = time.monotonic() - began
     barrier.wait()
     met = time.monotonic()
-    run_threads([lambda r=r, s=s: meet(r, CountedStore(s)) for r, s in zip(ranks, stores, strict=True)])
+    run_threads(
+        [lambda r=r, s=s: meet(r, CountedStore(s)) for r, s in zip(ranks, stores, strict=True)]
+    )
     results.put([connected, [[at - met, *rest] for at, *rest in rows]])
     results.close()
     results.join_thread()
@@ -116,7 +118,10 @@ def measure_meeting(size: int) -> dict[str, Any]:
     barrier, results = context.Barrier(number), context.Queue()
     share = size // number
     parts = [range(n * share, (n + 1) * share) for n in range(number)]
-    started = [context.Process(target=meet_some, args=(part, size, store.port, barrier, results)) for part in parts]
+    started = [
+        context.Process(target=meet_some, args=(part, size, store.port, barrier, results))
+        for part in parts
+    ]
     for process in started:
         process.start()
     before = time.process_time()  # this process only serves
@@ -170,7 +175,10 @@ def measure_tree(size: int, is_mesh: bool = False) -> dict[str, Any]:
 
     wall, processor = time.monotonic(), time.process_time()
     run_threads([lambda rank=rank: join(rank) for rank in range(size)])
-    return {"seconds": time.monotonic() - wall, "seconds of a processor": time.process_time() - processor}
+    return {
+        "seconds": time.monotonic() - wall,
+        "seconds of a processor": time.process_time() - processor,
+    }
 
 
 def measure_latency(count: int = 300) -> dict[str, Any]:
@@ -178,7 +186,10 @@ def measure_latency(count: int = 300) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     port = TCPStore("127.0.0.1", 0, None, True, LONG, wait_for_workers=False)
-    started = [context.Process(target=exchange_often, args=(rank, port.port, count, results)) for rank in range(2)]
+    started = [
+        context.Process(target=exchange_often, args=(rank, port.port, count, results))
+        for rank in range(2)
+    ]
     for process in started:
         process.start()
     seconds = max(results.get(timeout=100) for _ in started)
@@ -216,7 +227,11 @@ def measure_groups(size: int) -> dict[str, Any]:
     seconds, memory = time.thread_time() - began, tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     dist.destroy_process_group()
-    return {"groups of a rank": len(layout.groups), "seconds": seconds, "bytes of Python's memory": memory}
+    return {
+        "groups of a rank": len(layout.groups),
+        "seconds": seconds,
+        "bytes of Python's memory": memory,
+    }
 
 
 def measure_set_up(size: int) -> dict[str, Any]:
@@ -239,13 +254,22 @@ def measure_signs(size: int) -> dict[str, Any]:
     """Have one rank read the signs of life of all, as up to eight do that wait for long."""
     server = TCPStore("127.0.0.1", 0, None, True, LONG, wait_for_workers=False)
     for rank in range(size):
-        server.set(f"sign/{rank}", json.dumps(Sign(call="loop.py:120 in step", doing="forward-backward of step 7")))
-    store = CountedStore(TCPStore("127.0.0.1", server.port, None, False, LONG, wait_for_workers=False))
+        server.set(
+            f"sign/{rank}",
+            json.dumps(Sign(call="loop.py:120 in step", doing="forward-backward of step 7")),
+        )
+    store = CountedStore(
+        TCPStore("127.0.0.1", server.port, None, False, LONG, wait_for_workers=False)
+    )
     reader = SimpleNamespace(store=store, world=SimpleNamespace(size=size))
     began = time.monotonic()
     signs = Watchdog.read_all(reader, "sign")  # type: ignore[arg-type]
     assert len(signs) == size
-    return {"seconds to read all signs": time.monotonic() - began, "requests": store.requests, "bytes": store.size}
+    return {
+        "seconds to read all signs": time.monotonic() - began,
+        "requests": store.requests,
+        "bytes": store.size,
+    }
 
 
 # A lost machine
@@ -311,7 +335,11 @@ PANELS = [
             ("small values", "comparison of settings: bytes at a leaf", "comparison of settings"),
             ("small values", "comparison of settings: bytes at rank 0", "the same, at rank 0"),
             ("small values", "bytes if each sent its settings to each", "before: settings of all"),
-            ("lost machine", "bytes of a machine, a second", "a machine of an elastic run, a second"),
+            (
+                "lost machine",
+                "bytes of a machine, a second",
+                "a machine of an elastic run, a second",
+            ),
         ],
     ),
 ]
@@ -333,21 +361,33 @@ def draw(record: Path) -> None:
     for axes, (title, lines) in zip(figure.subplots(1, 2), PANELS, strict=True):
         plot.style(axes, "ranks")
         for (what, value, label), colour in zip(lines, colours, strict=False):
-            points = sorted((row["ranks"], row[value]) for row in rows if row["what"] == what and value in row)
+            points = sorted(
+                (row["ranks"], row[value]) for row in rows if row["what"] == what and value in row
+            )
             axes.plot(*zip(*points, strict=True), color=colour, marker=".", lw=1.4, label=label)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_title(title, color=plot.INK, fontsize=10)
-        axes.legend(fontsize=8, frameon=False, labelcolor=plot.INK, loc="upper center", bbox_to_anchor=(0.5, -0.15))
+        axes.legend(
+            fontsize=8,
+            frameon=False,
+            labelcolor=plot.INK,
+            loc="upper center",
+            bbox_to_anchor=(0.5, -0.15),
+        )
     (ROOT / "docs" / "scaling.svg").write_text(plot.svg_of(figure, "what N ranks cost"))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("act", choices=["measure", "draw"])
     parser.add_argument("--to", type=Path, required=True, help="folder of the record")
     parser.add_argument("--only", nargs="*", default=[], help=f"some of: {', '.join(MEASURED)}")
-    parser.add_argument("--ranks", type=int, nargs="*", default=[], help="numbers of ranks (none: some for each)")
+    parser.add_argument(
+        "--ranks", type=int, nargs="*", default=[], help="numbers of ranks (none: some for each)"
+    )
     given = parser.parse_args()
     given.to.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)

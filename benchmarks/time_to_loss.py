@@ -43,7 +43,8 @@ FORMATS = {
     "hybrid": ["--bf16", "--fp8-format", "hybrid"],
     "fp32": [],
     "compiled": ["--bf16", "--fused-kernels", "off"],
-    "plain": ["--fused-kernels", "off", "--compile", "off", "--cuda-graphs", "off"],  # float32, torch's operations
+    # float32, torch's operations
+    "plain": ["--fused-kernels", "off", "--compile", "off", "--cuda-graphs", "off"],
 }
 MODEL = """--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --hidden-dropout 0
     --attention-dropout 0 --lr 6e-4 --min-lr 6e-5 --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95
@@ -62,7 +63,14 @@ def sources(limit: int) -> Iterator[str]:
     seen, have = set(), 0
     folders = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")}
     folders |= {path for path in sys.path if path.endswith("-packages")}
-    paths = sorted({Path(top, name) for folder in folders for top, _, names in os.walk(folder) for name in names})
+    paths = sorted(
+        {
+            Path(top, name)
+            for folder in folders
+            for top, _, names in os.walk(folder)
+            for name in names
+        }
+    )
     for path in paths:
         if path.suffix not in SUFFIXES:
             continue
@@ -92,12 +100,29 @@ def make_data(folder: Path, megabytes: int, vocabulary: int) -> None:
             if int((count + 1) * share) > int(count * share):
                 sample.write(line)
             count, size = count + 1, size + len(document)
-    print(f"{count:,} files, {size / 1e6:,.0f} MB, in {time.perf_counter() - began:.0f} s", flush=True)
+    print(
+        f"{count:,} files, {size / 1e6:,.0f} MB, in {time.perf_counter() - began:.0f} s", flush=True
+    )
     words = str(folder / "vocabulary")
-    learn = ["train-tokenizer", "--input", str(folder / "sample.jsonl"), "--vocab-size", str(vocabulary)]
+    learn = [
+        "train-tokenizer",
+        "--input",
+        str(folder / "sample.jsonl"),
+        "--vocab-size",
+        str(vocabulary),
+    ]
     learn += ["--output", words]
-    write = ["preprocess", "--input", str(folder / "text.jsonl"), "--output-prefix", str(folder / "source")]
-    for command in (learn, [*write, "--tokenizer", words, "--append-eod", "--log-interval", "100000"]):
+    write = [
+        "preprocess",
+        "--input",
+        str(folder / "text.jsonl"),
+        "--output-prefix",
+        str(folder / "source"),
+    ]
+    for command in (
+        learn,
+        [*write, "--tokenizer", words, "--append-eod", "--log-interval", "100000"],
+    ):
         subprocess.run([sys.executable, "-m", "meshwright", *command], check=True)
         print(f"{command[0]} done after {time.perf_counter() - began:.0f} s", flush=True)
 
@@ -107,11 +132,32 @@ def make_data(folder: Path, megabytes: int, vocabulary: int) -> None:
 
 def command_of(given: argparse.Namespace, kind: str, seed: int, folder: Path) -> list[str]:
     steps = given.steps
-    flags = [*MODEL.split(), *FORMATS[kind], "--train-iters", steps, "--lr-decay-iters", steps, "--seed", seed]
+    flags = [
+        *MODEL.split(),
+        *FORMATS[kind],
+        "--train-iters",
+        steps,
+        "--lr-decay-iters",
+        steps,
+        "--seed",
+        seed,
+    ]
     flags += ["--lr-warmup-iters", max(1, steps // 15), "--micro-batch-size", given.batch]
-    flags += ["--global-batch-size", given.batch, "--data-path", given.data / "source_text_document"]
+    flags += [
+        "--global-batch-size",
+        given.batch,
+        "--data-path",
+        given.data / "source_text_document",
+    ]
     flags += ["--tokenizer", given.data / "vocabulary", "--run-dir", folder]
-    return [sys.executable, "-m", "meshwright", "train", *map(str, flags), *shlex.split(given.flags)]
+    return [
+        sys.executable,
+        "-m",
+        "meshwright",
+        "train",
+        *map(str, flags),
+        *shlex.split(given.flags),
+    ]
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -133,19 +179,28 @@ def train_all(given: argparse.Namespace) -> None:
         gpu, start = free.get(), time.monotonic()
         try:
             if start + longest - began > given.seconds:
-                print(f"{kind}, seed {seed}: not started, as {given.seconds} s would not be enough", flush=True)
+                print(
+                    f"{kind}, seed {seed}: not started, as {given.seconds} s would not be enough",
+                    flush=True,
+                )
                 return
             shutil.rmtree(folder, ignore_errors=True)  # of a run cut short
             folder.mkdir(parents=True, exist_ok=True)
             with open(folder / "output.txt", "w") as output:
                 visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-                environ = os.environ | {"CUDA_VISIBLE_DEVICES": visible[gpu] if visible[0] else str(gpu)}
+                environ = os.environ | {
+                    "CUDA_VISIBLE_DEVICES": visible[gpu] if visible[0] else str(gpu)
+                }
                 command = command_of(given, kind, seed, folder)
                 print(shlex.join(command), file=output, flush=True)
-                status = subprocess.call(command, stdout=output, stderr=subprocess.STDOUT, env=environ)
+                status = subprocess.call(
+                    command, stdout=output, stderr=subprocess.STDOUT, env=environ
+                )
             took = time.monotonic() - start
             longest = max(longest, took)
-            print(f"{kind}, seed {seed}, on GPU {gpu}: {took:.0f} s, exit status {status}", flush=True)
+            print(
+                f"{kind}, seed {seed}, on GPU {gpu}: {took:.0f} s, exit status {status}", flush=True
+            )
             if status:
                 print((folder / "output.txt").read_text()[-2000:], flush=True)
         finally:
@@ -153,7 +208,9 @@ def train_all(given: argparse.Namespace) -> None:
         report(given)
 
     with ThreadPoolExecutor(given.gpus) as threads:
-        waiting = [threads.submit(one, kind, seed) for seed in given.seeds for kind in given.formats]
+        waiting = [
+            threads.submit(one, kind, seed) for seed in given.seeds for kind in given.formats
+        ]
         for each in waiting:
             each.result()
 
@@ -189,15 +246,25 @@ def reached(curve: list[float], target: float, width: int) -> int | None:
 def report(given: argparse.Namespace) -> None:
     """Print the table of the complete runs, and write it with the picture."""
     runs = {k: {s: rows_of(given.out / f"{k}-{s}") for s in given.seeds} for k in given.formats}
-    runs = {k: {s: rows for s, rows in seeds.items() if len(rows) == given.steps} for k, seeds in runs.items()}
+    runs = {
+        k: {s: rows for s, rows in seeds.items() if len(rows) == given.steps}
+        for k, seeds in runs.items()
+    }
     runs = {kind: seeds for kind, seeds in runs.items() if seeds}
     tail, width, base = max(1, given.steps // 10), max(1, given.steps // 20), given.formats[0]
-    ends = {k: {s: statistics.mean(r["loss"] for r in x[-tail:]) for s, x in v.items()} for k, v in runs.items()}
+    ends = {
+        k: {s: statistics.mean(r["loss"] for r in x[-tail:]) for s, x in v.items()}
+        for k, v in runs.items()
+    }
     lines = [f"{given.steps} steps of {given.batch} samples; loss: mean of the last {tail} steps"]
-    lines.append(f"{'format':8} {'seeds':12} {'loss':>8} {'spread':>8} {'ms/step':>8} {'tokens/s':>10}   of each seed")
+    lines.append(
+        f"{'format':8} {'seeds':12} {'loss':>8} {'spread':>8} {'ms/step':>8} {'tokens/s':>10}   of each seed"
+    )
     spreads = {kind: max(each.values()) - min(each.values()) for kind, each in ends.items()}
     for kind, each in ends.items():
-        ms = statistics.median(r["ms"] for rows in runs[kind].values() for r in rows[UNSTEADY:] or rows)
+        ms = statistics.median(
+            r["ms"] for rows in runs[kind].values() for r in rows[UNSTEADY:] or rows
+        )
         speed = statistics.median(
             r["tokens_per_second"] for rows in runs[kind].values() for r in rows[UNSTEADY:] or rows
         )
@@ -262,17 +329,29 @@ def draw(path: Path, curves: dict[str, list[float]], width: int) -> None:
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--make-data", type=Path, metavar="DATA", help="write the data, and train nothing")
+    parser.add_argument(
+        "--make-data", type=Path, metavar="DATA", help="write the data, and train nothing"
+    )
     parser.add_argument("--megabytes", type=int, default=200)
     parser.add_argument("--vocabulary", type=int, default=50257)
     parser.add_argument("--data", type=Path, help="what --make-data wrote")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--batch", type=int, default=32, help="samples of a step, in one micro-batch")
+    parser.add_argument(
+        "--batch", type=int, default=32, help="samples of a step, in one micro-batch"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["bf16", "e4m3"], help="the first is the base")
+    parser.add_argument(
+        "--formats",
+        nargs="+",
+        choices=FORMATS,
+        default=["bf16", "e4m3"],
+        help="the first is the base",
+    )
     parser.add_argument("--flags", default="", help="more flags of the training, in one word")
-    parser.add_argument("--seconds", type=float, default=520, help="start no run that would end after them")
+    parser.add_argument(
+        "--seconds", type=float, default=520, help="start no run that would end after them"
+    )
     given = parser.parse_args()
     if given.make_data:
         make_data(given.make_data, given.megabytes, given.vocabulary)

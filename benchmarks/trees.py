@@ -34,7 +34,10 @@ def measure(tree: Path, flags: list[str]) -> dict[str, float]:
         command = [sys.executable, "-m", "meshwright", "train", *flags, "--save", f"{folder}/run"]
         began = time.time()
         subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, cwd=folder)
-        rows = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line)
+            for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+        ]
     steps = [row for row in rows if row["event"] == "step"]
     saves = [row["seconds"] for row in rows if row["event"] == "save"]
     later = [row["ms"] for row in steps[len(steps) // 3 :]]
@@ -66,8 +69,12 @@ def main(argv: list[str]) -> int:
         print_head(name, "ms", "ratio to the first, median of turns", "quartiles")
         for number, tree in enumerate(given.trees):
             milliseconds = statistics.median(turn[number][name] for turn in turns)
-            low, middle, high = statistics.quantiles([turn[number][name] / turn[0][name] for turn in turns], n=4)
-            print_row(tree.name, f"{milliseconds:,.1f}", f"{middle:.3f}", f"{low:.3f} to {high:.3f}")
+            low, middle, high = statistics.quantiles(
+                [turn[number][name] / turn[0][name] for turn in turns], n=4
+            )
+            print_row(
+                tree.name, f"{milliseconds:,.1f}", f"{middle:.3f}", f"{low:.3f} to {high:.3f}"
+            )
     return 0
 
 

@@ -46,8 +46,12 @@ NEEDED = "--mock-data --eval-iters 0 --train-iters 1000000 --log-interval 100000
 def main(argv: list[str]) -> int:
     parser = new_parser(__doc__)
     parser.add_argument("--pairs", type=int, default=5, help="turns of off and on (default: 5)")
-    parser.add_argument("--steps", type=int, default=20, help="steps of each half of a turn (default: 20)")
-    parser.add_argument("--check-every", type=int, default=5, help="steps between hashes while on (default: 5)")
+    parser.add_argument(
+        "--steps", type=int, default=20, help="steps of each half of a turn (default: 20)"
+    )
+    parser.add_argument(
+        "--check-every", type=int, default=5, help="steps between hashes while on (default: 5)"
+    )
     parser.add_argument("flags", nargs="*")
     given = parser.parse_args(argv)
     trainer = open_trainer([*NEEDED, *given.flags])
@@ -75,7 +79,10 @@ def open_trainer(words: list[str]) -> Trainer:
     device, team = devices.open_device(config.parallel.device, 0), Team()
     timers = Timers(0, "minmax", device, team)
     vocab = config.tokenizer.vocab_size or 50257
-    padded = -(-vocab // config.model.make_vocab_size_divisible_by) * config.model.make_vocab_size_divisible_by
+    padded = (
+        -(-vocab // config.model.make_vocab_size_divisible_by)
+        * config.model.make_vocab_size_divisible_by
+    )
     state = build_state(network.Spec(config, Layout(), device, vocab, padded), team, Startup())
     resolved = Resolved(config, Vocabulary(None, vocab, padded))
     feed, stop = open_feed(state, None, None), StopConditions(config.training, time.perf_counter())
@@ -93,7 +100,9 @@ def open_trainer(words: list[str]) -> Trainer:
 def start_watchdog() -> Watchdog:
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-    store = TCPStore("127.0.0.1", 0, None, True, datetime.timedelta(seconds=30), wait_for_workers=False)
+    store = TCPStore(
+        "127.0.0.1", 0, None, True, datetime.timedelta(seconds=30), wait_for_workers=False
+    )
     return Watchdog(World(address="127.0.0.1", port=store.port), PrefixStore("w", store), 10.0)
 
 
@@ -121,7 +130,9 @@ def report(trainer: Trainer, seconds: dict[str, list[float]], every: int, thread
     off, on = (statistics.median(seconds[name]) for name in ("off", "on"))
     parameters = sum(x.numel() for x in trainer.net.store.weights_by_name().values())
     graphs = "on" if trainer.net.graphs is not None and not trainer.net.graphs.why_off else "off"
-    print(f"commit {find_commit()}, {describe_machine('torch')}, {parameters:,} parameters, CUDA graphs {graphs}\n")
+    print(
+        f"commit {find_commit()}, {describe_machine('torch')}, {parameters:,} parameters, CUDA graphs {graphs}\n"
+    )
     print_head("turn", "off, ms a step", f"on (hash every {every})", "on / off")
     for n, (a, b) in enumerate(zip(seconds["off"], seconds["on"], strict=True), 1):
         print_row(n, f"{1e3 * a:.3f}", f"{1e3 * b:.3f}", f"{b / a:.4f}")
@@ -144,7 +155,9 @@ def report(trainer: Trainer, seconds: dict[str, list[float]], every: int, thread
     data = bytes(1 << 26)
     begun = time.perf_counter()
     hashlib.sha256(data).digest()
-    print(f"SHA-256 of saved files: {len(data) / (time.perf_counter() - begun) / 1e9:.2f} GB/s on one core")
+    print(
+        f"SHA-256 of saved files: {len(data) / (time.perf_counter() - begun) / 1e9:.2f} GB/s on one core"
+    )
 
 
 def alone(act: Callable[[], object], count: int, device: torch.device) -> float:

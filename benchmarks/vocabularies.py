@@ -26,9 +26,18 @@ from meshwright.config.schema import TokenizerFlags
 from meshwright.data.tokenizers import build_tokenizer
 from meshwright.data.vocabularies import TikToken, WordPiece
 
-WORDS = "<s> </s> <|endoftext|> [SEP] ##a \u2581 <0x0A> don't e\u0301 \ufb01 \uff12\uff13 the".split()
+WORDS = (
+    "<s> </s> <|endoftext|> [SEP] ##a \u2581 <0x0A> don't e\u0301 \ufb01 \uff12\uff13 the".split()
+)
 SPACES = " \t\n\r\u00a0\u3000\u200b\u2028\x0b\x0c\x85"
-RANGES = ((32, 127), (0xA0, 0x600), (0x4E00, 0x9FFF), (0x1F300, 0x1F700), (0, 0xD800), (0xE000, 0x110000))
+RANGES = (
+    (32, 127),
+    (0xA0, 0x600),
+    (0x4E00, 0x9FFF),
+    (0x1F300, 0x1F700),
+    (0, 0xD800),
+    (0xE000, 0x110000),
+)
 
 
 def random_texts(count: int) -> Iterator[str]:
@@ -41,7 +50,9 @@ def random_texts(count: int) -> Iterator[str]:
         yield "".join(draw.choice(some)() for _ in range(draw.randrange(60)))
 
 
-def original(name: str, ours: Any, bert: Path | None) -> tuple[Callable[[str], Any], Callable[[Any], str] | None]:
+def original(
+    name: str, ours: Any, bert: Path | None
+) -> tuple[Callable[[str], Any], Callable[[Any], str] | None]:
     """Return the original's encoder and, if decoding brings back a text, its decoder."""
     if isinstance(ours, TikToken):
         import tiktoken
@@ -51,13 +62,17 @@ def original(name: str, ours: Any, bert: Path | None) -> tuple[Callable[[str], A
         else:
             settings = json.loads(ours.made["encoding.json"])
             ranks, form = tiktoken.load.load_tiktoken_bpe(name), settings["normalization"]
-            library = tiktoken.Encoding(name, pat_str=settings["pattern"], mergeable_ranks=ranks, special_tokens={})
+            library = tiktoken.Encoding(
+                name, pat_str=settings["pattern"], mergeable_ranks=ranks, special_tokens={}
+            )
         prepare = (lambda text: unicodedata.normalize(form, text)) if form else str
         return lambda text: library.encode_ordinary(prepare(text)), library.decode
     if isinstance(ours, WordPiece):
         if bert is None:
             raise SystemExit(f"{name}: give --bert FOLDER")
-        google = load_bert(bert).FullTokenizer(name, do_lower_case=ours.name == "BertWordPieceLowerCase")
+        google = load_bert(bert).FullTokenizer(
+            name, do_lower_case=ours.name == "BertWordPieceLowerCase"
+        )
         return lambda text: google.convert_tokens_to_ids(google.tokenize(text)), None
     import sentencepiece
 
@@ -87,7 +102,9 @@ def main() -> int:
     parser.add_argument("names", nargs="+")
     parser.add_argument("--bert", type=Path)
     options = parser.parse_args()
-    documents = [json.loads(line)["text"] for line in options.text.read_text(encoding="utf-8").splitlines()]
+    documents = [
+        json.loads(line)["text"] for line in options.text.read_text(encoding="utf-8").splitlines()
+    ]
     size = sum(len(text.encode()) for text in documents)
     print(f"{len(documents):,} documents, {size:,} bytes; 10,000 random strings")
     texts, failed = [*documents, *random_texts(10_000)], False

@@ -19,8 +19,14 @@ STYLE = (
 
 def floors() -> list[list[str]]:
     """Return the folders and files of each layer, from the top."""
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    [layers] = [c["layers"] for c in contracts if c["type"] == "layers" and c["containers"] == ["meshwright"]]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
+    [layers] = [
+        c["layers"]
+        for c in contracts
+        if c["type"] == "layers" and c["containers"] == ["meshwright"]
+    ]
     return [[room.strip() for room in re.split("[:|]", layer)] for layer in layers]
 
 
@@ -33,7 +39,9 @@ def count_lines(room: str) -> int:
 def draw() -> str:
     """Return the picture: a row per layer, each folder as wide as the root of its lines."""
     rows = [[(room, round(count_lines(room), -2)) for room in floor] for floor in floors()]
-    unit = (WIDTH - LEFT) / max(sum(max(lines, 100) ** 0.5 + 34 for _, lines in row) for row in rows)
+    unit = (WIDTH - LEFT) / max(
+        sum(max(lines, 100) ** 0.5 + 34 for _, lines in row) for row in rows
+    )
     height = TOP * 2 + len(rows) * (HEIGHT + GAP)
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '

@@ -33,7 +33,10 @@ START_COLUMNS = {
 
 # event -> when it is written, and its columns
 EVENTS: dict[str, tuple[str, dict[str, str]]] = {
-    "start": ("an attempt begins to train; it replaces earlier rows from its iteration on", START_COLUMNS),
+    "start": (
+        "an attempt begins to train; it replaces earlier rows from its iteration on",
+        START_COLUMNS,
+    ),
     "evaluate": ("an attempt begins with --skip-train; it replaces no rows", START_COLUMNS),
     "step": ("a step is done", {column.name: column.meaning for column in STEP_COLUMNS}),
     "validation": (
@@ -76,12 +79,18 @@ EVENTS: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "save": (
         "a checkpoint is saved, or its background save has begun",
-        {"seconds": "time that the training waited", "background": "whether it is still being written"},
+        {
+            "seconds": "time that the training waited",
+            "background": "whether it is still being written",
+        },
     ),
     "save-failed": ("a checkpoint could not be saved, with --save-error warn", {"reason": "error"}),
     "used": (
         "a checkpoint is saved, or the training ends",
-        {"consumed_samples": "samples since the run began", "samples": "of these, the number of each data set"},
+        {
+            "consumed_samples": "samples since the run began",
+            "samples": "of these, the number of each data set",
+        },
     ),
     "skip": (
         "iterations of --skip-train-iteration-range are passed over",
@@ -103,7 +112,11 @@ EVENTS: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "spike": (
         "the loss rose above --spike-factor deviations of the steps before",
-        {"loss": "its loss", "median": "median of the steps before", "deviation": "their deviation"},
+        {
+            "loss": "its loss",
+            "median": "median of the steps before",
+            "deviation": "their deviation",
+        },
     ),
     "rollback": (
         "the run went back to a checkpoint",
@@ -158,7 +171,11 @@ def describe_columns() -> str:
     """Return the page."""
 
     def make_table(head: str, rows: list[tuple[str, ...]]) -> str:
-        lines = [head, "|" + "---|" * head.count(" | ") + "---|", *(f"| {' | '.join(row)} |" for row in rows)]
+        lines = [
+            head,
+            "|" + "---|" * head.count(" | ") + "---|",
+            *(f"| {' | '.join(row)} |" for row in rows),
+        ]
         return "\n".join(lines)
 
     def make_rows(columns: dict[str, str]) -> list[tuple[str, ...]]:

@@ -34,7 +34,9 @@ def sent(preset: str, dimension: str, pieces: int = 1, **parallel: Any) -> int:
     c = config.TrainConfig(
         model=m,
         data=config.Data(seq_length=seq),
-        training=config.Training(micro_batch_size=MICRO_TOKENS // seq, global_batch_size=TOKENS // seq),
+        training=config.Training(
+            micro_batch_size=MICRO_TOKENS // seq, global_batch_size=TOKENS // seq
+        ),
         precision=config.Precision(bf16=True),
         parallel=config.Parallel(world_size=RANKS, **parallel),
     )
@@ -53,20 +55,30 @@ def table(rows: dict[str, tuple[str, dict[str, Any]]]) -> str:
 def tables() -> dict[str, str]:
     layout = Layout(pp=2, shard=2, tp=2)
     order = ["| group | ranks |", "|---|---|"]
-    for name, dimensions in (("tensor", ("tp",)), ("data", ("replicas", "shard")), ("pipeline", ("pp",))):
-        order.append(f"| {name} | {', '.join('-'.join(map(str, g)) for g in layout.members(*dimensions))} |")
+    for name, dimensions in (
+        ("tensor", ("tp",)),
+        ("data", ("replicas", "shard")),
+        ("pipeline", ("pp",)),
+    ):
+        order.append(
+            f"| {name} | {', '.join('-'.join(map(str, g)) for g in layout.members(*dimensions))} |"
+        )
     stages = {"pipeline_model_parallel_size": RANKS}
     return {
         "order": "\n".join(order),
         "data": table({f"ZeRO {stage}": ("data", {"zero_stage": stage}) for stage in range(4)}),
-        "tensor": table({"`--tensor-model-parallel-size 4`": ("tensor", {"tensor_model_parallel_size": RANKS})}),
+        "tensor": table(
+            {"`--tensor-model-parallel-size 4`": ("tensor", {"tensor_model_parallel_size": RANKS})}
+        ),
         "pipeline": table(
             {
                 "`--pipeline-model-parallel-size 4`": ("pipeline", stages),
                 "and two pieces on each rank": ("pipeline", stages | {"pieces": 2}),
             }
         ),
-        "context": table({"`--context-parallel-size 4`": ("context", {"context_parallel_size": RANKS})}),
+        "context": table(
+            {"`--context-parallel-size 4`": ("context", {"context_parallel_size": RANKS})}
+        ),
     }
 
 
@@ -74,7 +86,9 @@ def page() -> str:
     """Return the page with new tables, each from the comment with its name up to an empty line."""
     text = PAGE.read_text(encoding="utf-8")
     for name, lines in tables().items():
-        text, found = re.subn(rf"(<!-- table: {name} -->\n).*?(?=\n\n)", lambda m, s=lines: m[1] + s, text, flags=re.S)  # type: ignore[misc]
+        text, found = re.subn(
+            rf"(<!-- table: {name} -->\n).*?(?=\n\n)", lambda m, s=lines: m[1] + s, text, flags=re.S
+        )  # type: ignore[misc]
         assert found == 1, name
     return text
 
@@ -90,7 +104,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def canvas(width: float, height: float, rows: int = 1, columns: int = 1, **where: float) -> tuple[Figure, list[Axes]]:
+def canvas(
+    width: float, height: float, rows: int = 1, columns: int = 1, **where: float
+) -> tuple[Figure, list[Axes]]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height))
@@ -103,7 +119,14 @@ def canvas(width: float, height: float, rows: int = 1, columns: int = 1, **where
 
 
 def box(
-    axes: Axes, x: float, y: float, w: float, h: float, colour: str = plot.INK, alpha: float = 0.0, **more: Any
+    axes: Axes,
+    x: float,
+    y: float,
+    w: float,
+    h: float,
+    colour: str = plot.INK,
+    alpha: float = 0.0,
+    **more: Any,
 ) -> None:
     from matplotlib import patches
 
@@ -115,7 +138,9 @@ def box(
 
 
 def write(axes: Axes, x: float, y: float, text: str, size: float = 8, **more: Any) -> None:
-    axes.text(x, y, text, **{"fontsize": size, "ha": "center", "va": "center", "color": plot.INK, **more})
+    axes.text(
+        x, y, text, **{"fontsize": size, "ha": "center", "va": "center", "color": plot.INK, **more}
+    )
 
 
 def data() -> Figure:
@@ -134,10 +159,22 @@ def data() -> Figure:
                 box(one, rank + 0.1, top - size, 0.8, size, plot.INK, alpha=0.07)
                 part = size / RANKS if cut else size
                 begin = top - (rank + 1) * part if cut else top - size
-                box(one, rank + 0.1, begin, 0.8, part, plot.LINE if kind < 2 else plot.POINT, (0.75, 0.4, 0.6)[kind])
+                box(
+                    one,
+                    rank + 0.1,
+                    begin,
+                    0.8,
+                    part,
+                    plot.LINE if kind < 2 else plot.POINT,
+                    (0.75, 0.4, 0.6)[kind],
+                )
             if stage == 0:
                 write(
-                    one, -0.3, top - size / 2, f"{name},\n{size} bytes each" if size > 2 else f"{name}, 2", ha="right"
+                    one,
+                    -0.3,
+                    top - size / 2,
+                    f"{name},\n{size} bytes each" if size > 2 else f"{name}, 2",
+                    ha="right",
                 )
             top -= size + 0.45
         for rank in range(RANKS):
@@ -182,7 +219,15 @@ def tensor() -> Figure:
         x = 0.1
         for part in parts:
             if isinstance(part, str):
-                box(one, x + 0.2, 0.3, 0.3, 4.2, plot.POINT, 0.75 if sequence or part == "leave" else 0.35)
+                box(
+                    one,
+                    x + 0.2,
+                    0.3,
+                    0.3,
+                    4.2,
+                    plot.POINT,
+                    0.75 if sequence or part == "leave" else 0.35,
+                )
                 write(one, x + 0.35, -0.3, signs[part][sequence], 6.5)
                 x += 0.8
                 continue
@@ -191,7 +236,9 @@ def tensor() -> Figure:
             for rank in range(2):
                 y = 2.5 - 2.1 * rank
                 low, height = (
-                    (y + 0.9 * (1 - rank), 0.9) if cut == "rows" or (cut == "stream" and sequence) else (y, 1.8)
+                    (y + 0.9 * (1 - rank), 0.9)
+                    if cut == "rows" or (cut == "stream" and sequence)
+                    else (y, 1.8)
                 )
                 left, width = (x + 0.625 * rank, 0.625) if cut == "columns" else (x, 1.25)
                 box(one, x, y, 1.25, 1.8, plot.INK, 0.07)
@@ -222,7 +269,9 @@ def pipeline() -> Figure:
                 colour = plot.LINE if op == "F" else plot.POINT
                 box(one, start, -rank - 0.95, end - start, 0.9, colour, 0.35 if chunk else 0.75)
                 box(one, start, -rank - 0.95, end - start, 0.9, plot.FAINT)
-                write(one, (start + end) / 2, -rank - 0.5, str(microbatch), 7 if chunks == 1 else 5.5)
+                write(
+                    one, (start + end) / 2, -rank - 0.5, str(microbatch), 7 if chunks == 1 else 5.5
+                )
     return figure
 
 
@@ -246,7 +295,11 @@ def context() -> Figure:
         write(one, -0.2, 2, "heads", 8, rotation=90)
         if step < 2:
             one.annotate(
-                "", (4.95, 2), (4.1, 2), annotation_clip=False, arrowprops={"arrowstyle": "->", "color": plot.INK}
+                "",
+                (4.95, 2),
+                (4.1, 2),
+                annotation_clip=False,
+                arrowprops={"arrowstyle": "->", "color": plot.INK},
             )
             write(one, 4.5, 2.4, "all to\nall", 7)
     return figure

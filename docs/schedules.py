@@ -24,10 +24,19 @@ SOLID, DASHED, DOTTED, MIXED = "-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 1.5, 1, 
 def config(**optimizer: Any) -> TrainConfig:
     """Return the settings of the pictured run, with these flags of the optimizer."""
     training = Training(
-        micro_batch_size=1, global_batch_size=BATCH, train_samples=SAMPLES, rampup_batch_size=[20, 20, 30_000]
+        micro_batch_size=1,
+        global_batch_size=BATCH,
+        train_samples=SAMPLES,
+        rampup_batch_size=[20, 20, 30_000],
     )
-    lengths = {"lr_warmup_samples": 10_000, "lr_decay_samples": 90_000, "lr_wsd_decay_samples": 30_000}
-    return TrainConfig(training=training, optimizer=Optimizer(lr=1e-3, min_lr=1e-4, **lengths, **optimizer))
+    lengths = {
+        "lr_warmup_samples": 10_000,
+        "lr_decay_samples": 90_000,
+        "lr_wsd_decay_samples": 30_000,
+    }
+    return TrainConfig(
+        training=training, optimizer=Optimizer(lr=1e-3, min_lr=1e-4, **lengths, **optimizer)
+    )
 
 
 def plot_curve(axes: Axes, label: str, f: Callable[[int], float], colour: str, line: Any) -> None:
@@ -43,7 +52,12 @@ def draw_rates(axes: Axes) -> None:
         ("cosine", plot.LINE, DASHED),
     ):
         plot_curve(axes, style, build_schedule(config(lr_decay_style=style)).lr, colour, line)
-    for style, line in (("exponential", SOLID), ("linear", DASHED), ("cosine", MIXED), ("minus_sqrt", DOTTED)):
+    for style, line in (
+        ("exponential", SOLID),
+        ("linear", DASHED),
+        ("cosine", MIXED),
+        ("minus_sqrt", DOTTED),
+    ):
         wsd = build_schedule(config(lr_decay_style="WSD", lr_wsd_decay_style=style))
         plot_curve(axes, f"WSD, {style}", wsd.lr, plot.POINT, line)
 
@@ -66,7 +80,14 @@ def draw_scales(axes: Axes) -> None:
         scale.update(step in OVERFLOWS)
         samples.append(step * BATCH)
         scales.append(scale.scale)
-    axes.plot(samples, scales, label="window 200,\nhysteresis 2", color=plot.LINE, lw=1.6, drawstyle="steps-post")
+    axes.plot(
+        samples,
+        scales,
+        label="window 200,\nhysteresis 2",
+        color=plot.LINE,
+        lw=1.6,
+        drawstyle="steps-post",
+    )
     axes.set_yscale("log", base=2)
     x, y = [n * BATCH for n in sorted(OVERFLOWS)], [min(scales) / 2] * len(OVERFLOWS)
     axes.plot(x, y, "x", color=plot.BAD, label="overflow", ms=6)

@@ -41,7 +41,18 @@ if TYPE_CHECKING:
 PICTURES = Path(__file__).with_name("screens")
 WIDTH, HEIGHT = 80, 24
 THEMES = {"dark": SVG_EXPORT_THEME, "light": DEFAULT_TERMINAL_THEME}
-LIBRARY = ("asyncio", "concurrent", "email", "html", "http", "importlib", "json", "logging", "unittest", "xml")
+LIBRARY = (
+    "asyncio",
+    "concurrent",
+    "email",
+    "html",
+    "http",
+    "importlib",
+    "json",
+    "logging",
+    "unittest",
+    "xml",
+)
 RECIPE = """--data-path corpus_text_document --split 90,10,0 --num-layers 4 --hidden-size 128
     --num-attention-heads 4 --seq-length 128 --hidden-dropout 0 --attention-dropout 0 --init-method-std 0.05
     --micro-batch-size 8 --train-iters 200 --lr 4e-3 --min-lr 4e-5 --lr-decay-style cosine --lr-warmup-iters 20
@@ -51,8 +62,16 @@ SCREENS = {
     "help": ("meshwright --help", "meshwright", 0),
     "train-help": ("meshwright train --help", "meshwright train --help", 0),
     "doctor": ("meshwright doctor", "meshwright doctor", 0),
-    "quickstart": ("meshwright quickstart texts --minutes 2", "meshwright quickstart texts --minutes 2", HEIGHT),
-    "vocabulary": ("meshwright train-tokenizer --input texts --vocab-size 4096 --output vocabulary", "", HEIGHT),
+    "quickstart": (
+        "meshwright quickstart texts --minutes 2",
+        "meshwright quickstart texts --minutes 2",
+        HEIGHT,
+    ),
+    "vocabulary": (
+        "meshwright train-tokenizer --input texts --vocab-size 4096 --output vocabulary",
+        "",
+        HEIGHT,
+    ),
     "preprocess": (
         "meshwright preprocess --input texts --output-prefix corpus --tokenizer vocabulary --append-eod",
         "meshwright preprocess --input texts --tokenizer vocabulary ...",
@@ -69,7 +88,8 @@ SCREENS = {
         HEIGHT,
     ),
 }
-TYPED = {"chat": ["class Server:", "/tokens", "/set temperature 0.5", "/retry"]}  # at the prompts of a dialogue
+# at the prompts of a dialogue
+TYPED = {"chat": ["class Server:", "/tokens", "/set temperature 0.5", "/retry"]}
 NEEDED = {"preprocess": {"vocabulary"}, "train": {"vocabulary", "preprocess"}}
 NEEDED["watch"] = {*NEEDED["train"], "train"}
 SAMPLED = "--sample-interval 50 --sample-length 40 --sample-prompts import 'def '"
@@ -136,7 +156,10 @@ class Terminal:
 
     def lines(self) -> list[str]:
         """Return the rows as text with colours, without empty ones at the end."""
-        out = ["".join(map(_coloured, itertools.groupby(row, lambda cell: cell[1]))) for row in self.rows]
+        out = [
+            "".join(map(_coloured, itertools.groupby(row, lambda cell: cell[1])))
+            for row in self.rows
+        ]
         while out and not out[-1].strip():
             out.pop()
         return out
@@ -154,10 +177,16 @@ def run(command: str, folder: Path, typed: Sequence[str] = ()) -> Terminal:
     """
     lines = [f"{line}\n" for line in typed] + (["\x04"] if typed else [])
     words = [sys.executable, "-m", *shlex.split(command)]
-    environment = os.environ | {"COLUMNS": str(WIDTH), "LINES": str(HEIGHT), "TERM": "xterm-256color"}
+    environment = os.environ | {
+        "COLUMNS": str(WIDTH),
+        "LINES": str(HEIGHT),
+        "TERM": "xterm-256color",
+    }
     main, side = pty.openpty()
     fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
-    with subprocess.Popen(words, stdin=side, stdout=side, stderr=side, cwd=folder, env=environment) as process:
+    with subprocess.Popen(
+        words, stdin=side, stdout=side, stderr=side, cwd=folder, env=environment
+    ) as process:
         os.close(side)
         received = b""
         while select.select([main], [], [], 600)[0]:
@@ -175,7 +204,10 @@ def run(command: str, folder: Path, typed: Sequence[str] = ()) -> Terminal:
     terminal = Terminal()
     terminal.write(received.decode(errors="replace"))
     if process.returncode:
-        raise SystemExit(f"{command} ended with status {process.returncode}:\n" + "\n".join(terminal.lines()[-20:]))
+        raise SystemExit(
+            f"{command} ended with status {process.returncode}:\n"
+            + "\n".join(terminal.lines()[-20:])
+        )
     return terminal
 
 
@@ -187,26 +219,38 @@ def draw(name: str, title: str, lines: Sequence[str]) -> None:
             console.print(Text.from_ansi(line), soft_wrap=True)
         picture = console.export_svg(title=title, theme=colours, unique_id=f"{name}-{theme}")
         picture = re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.S)
-        picture = picture.replace("rgba(255,255,255,0.35)", "rgba(127,127,127,0.6)")  # a frame on white too
+        # a frame on white too
+        picture = picture.replace("rgba(255,255,255,0.35)", "rgba(127,127,127,0.6)")
         (PICTURES / f"{name}-{theme}.svg").write_text(picture, encoding="utf-8")
 
 
 def last(lines: list[str], rows: int) -> list[str]:
     """Return the last rows (0: all); at most three fewer, to begin after an empty line."""
     shown = lines[-rows:]
-    empty = [n for n, line in enumerate(shown[:3]) if not line.strip()] if len(lines) > len(shown) else []
+    empty = (
+        [n for n, line in enumerate(shown[:3]) if not line.strip()]
+        if len(lines) > len(shown)
+        else []
+    )
     return shown[empty[-1] + 1 :] if empty else shown
 
 
 def photograph(page: Path) -> None:
     """Take the run's page with Chromium, dark and light."""
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    chromium = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if chromium is None:
         raise SystemExit("the picture of the page needs chromium")
     for theme, scheme in (("dark", 0), ("light", 1)):
         target = PICTURES / f"page-{theme}.png"
         flags = f"--headless --no-sandbox --hide-scrollbars --window-size=1000,1100 --screenshot={target}"
-        words = [chromium, *flags.split(), f"--blink-settings=preferredColorScheme={scheme}", page.as_uri()]
+        words = [
+            chromium,
+            *flags.split(),
+            f"--blink-settings=preferredColorScheme={scheme}",
+            page.as_uri(),
+        ]
         subprocess.run(words, check=True, capture_output=True)
 
 
@@ -216,9 +260,14 @@ def browsing(command: str, folder: Path) -> Iterator[Callable[..., Page]]:
     from playwright.sync_api import sync_playwright
 
     words = [sys.executable, "-um", *shlex.split(command)]
-    with subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, text=True) as server, sync_playwright() as p:
+    with (
+        subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, text=True) as server,
+        sync_playwright() as p,
+    ):
         assert server.stdout is not None
-        address = next(found[0] for line in server.stdout if (found := re.search(r"http://\S+", line)))
+        address = next(
+            found[0] for line in server.stdout if (found := re.search(r"http://\S+", line))
+        )
         browser = p.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
 
         def open_page(scheme: str, language: str, width: int, height: int) -> Page:
@@ -243,14 +292,19 @@ def save(page: Page, picture: str) -> None:
 
 def photograph_live(folder: Path) -> None:
     """Take the page of `watch` with two runs: dark, light, and on a phone in Chinese."""
-    run(f"meshwright train {RECIPE.replace('--lr 4e-3', '--lr 1e-3')} {SAMPLED} --save lower-rate", folder)
+    run(
+        f"meshwright train {RECIPE.replace('--lr 4e-3', '--lr 1e-3')} {SAMPLED} --save lower-rate",
+        folder,
+    )
     pictures = {"dark": ("en-US", 1000), "light": ("en-US", 1000), "phone": ("zh-CN", 390)}
     with browsing("meshwright watch my-model lower-rate --port 0", folder) as open_page:
         for name, (language, width) in pictures.items():
             page = open_page("light" if name == "light" else "dark", language, width, 800)
             page.locator("#runs tbody tr").nth(1).wait_for()
             page.wait_for_timeout(3000)  # until the curves are drawn
-            page.locator("figure[data-key=loss] .u-over").hover(position={"x": 0.55 * width, "y": 100})
+            page.locator("figure[data-key=loss] .u-over").hover(
+                position={"x": 0.55 * width, "y": 100}
+            )
             page.wait_for_timeout(500)
             save(page, f"watch-{name}")
 
@@ -283,7 +337,9 @@ def main(wanted: set[str]) -> None:
         (folder / "texts").mkdir()
         sources = (path for package in LIBRARY for path in (library / package).rglob("*.py"))
         for source in filter(lambda path: path.stat().st_size, sources):
-            (folder / "texts" / f"{'.'.join(source.relative_to(library).parts)}.txt").write_bytes(source.read_bytes())
+            (folder / "texts" / f"{'.'.join(source.relative_to(library).parts)}.txt").write_bytes(
+                source.read_bytes()
+            )
         for picture, (command, title, rows) in SCREENS.items():
             if wanted and picture not in wanted.union(*(NEEDED.get(one, set()) for one in wanted)):
                 continue

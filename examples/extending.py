@@ -48,7 +48,9 @@ def z_loss(logits, batch):
     The z-loss pulls the logits' normaliser towards 1, which keeps it from drifting.
     """
     logits = logits.float()
-    entropy = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none").view(batch.labels.shape)
+    entropy = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none").view(
+        batch.labels.shape
+    )
     return entropy + 1e-4 * logits.logsumexp(-1) ** 2  # [B, T]; the caller masks and averages it
 
 
@@ -79,14 +81,26 @@ def settings(folder, steps, exit_interval=None):
     """Return the settings; each field is a flag of the same name."""
     return schema.TrainConfig(
         model=schema.Model(
-            num_layers=2, hidden_size=64, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0
+            num_layers=2,
+            hidden_size=64,
+            num_attention_heads=4,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
         ),
         tokenizer=schema.TokenizerFlags(tokenizer_type="ByteTokenizer"),
-        data=schema.Data(seq_length=SEQ, eod_mask_loss=True, reset_position_ids=True, reset_attention_mask=True),
-        training=schema.Training(
-            micro_batch_size=16, train_iters=steps, exit_interval=exit_interval, eval_interval=100, eval_iters=2
+        data=schema.Data(
+            seq_length=SEQ, eod_mask_loss=True, reset_position_ids=True, reset_attention_mask=True
         ),
-        optimizer=schema.Optimizer(lr=4e-3, min_lr=4e-4, lr_decay_style="cosine", lr_warmup_fraction=0.05),
+        training=schema.Training(
+            micro_batch_size=16,
+            train_iters=steps,
+            exit_interval=exit_interval,
+            eval_interval=100,
+            eval_iters=2,
+        ),
+        optimizer=schema.Optimizer(
+            lr=4e-3, min_lr=4e-4, lr_decay_style="cosine", lr_warmup_fraction=0.05
+        ),
         checkpoint=schema.Checkpoint(save=folder, load=folder),
         logging=schema.Logging(log_interval=50, tensorboard=False),
     )

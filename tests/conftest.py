@@ -58,7 +58,11 @@ mend_interpreter()
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Import no file whose tests are all left out."""
-    return True if "not whole" in config.option.markexpr and selection.is_slow(collection_path) else None
+    return (
+        True
+        if "not whole" in config.option.markexpr and selection.is_slow(collection_path)
+        else None
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -131,9 +135,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for name, text in report.user_properties if report.when == "call" else ():
             if name == "table":
                 terminalreporter.write_line(f"\n{text}\n")
-    ends = [terminalreporter.getreports(outcome) for outcome in ("passed", "failed", "error", "skipped")]
+    ends = [
+        terminalreporter.getreports(outcome) for outcome in ("passed", "failed", "error", "skipped")
+    ]
     # A module that is skipped while it is collected has a report of another kind.
-    of_tests = (report for reports in ends for report in reports if hasattr(report, "user_properties"))
+    of_tests = (
+        report for reports in ends for report in reports if hasattr(report, "user_properties")
+    )
     for line in summary.lines(of_tests):
         terminalreporter.write_line(line)
     later: dict[int, set[str]] = {}
@@ -142,4 +150,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             if fields.is_not_yet(f):
                 later.setdefault(f.metadata["step"], set()).add(fields.spelling(f.name))
     for step, names in sorted(later.items()):
-        terminalreporter.write_line(f"not yet, step {step}: {len(names)} flags: {' '.join(sorted(names))}")
+        terminalreporter.write_line(
+            f"not yet, step {step}: {len(names)} flags: {' '.join(sorted(names))}"
+        )

@@ -35,9 +35,23 @@ class Recorder:
         s = self.store
         states = [x for piece in s.update_ranges for x in piece.state.values()]
         casts = [] if s.scales is None else [each.cast for each in s.scales.products]
-        scaled = [] if s.scales is None else [*s.scales.tensors(), *(x for cast in casts for x in cast[:2])]
+        scaled = (
+            []
+            if s.scales is None
+            else [*s.scales.tensors(), *(x for cast in casts for x in cast[:2])]
+        )
         averaged = [] if s.average is None else [*s.average.values, s.average.count]
-        return [s.weights, s.gradients, s.share, s.master, self.totals, *states, *s._adam_steps(), *scaled, *averaged]
+        return [
+            s.weights,
+            s.gradients,
+            s.share,
+            s.master,
+            self.totals,
+            *states,
+            *s._adam_steps(),
+            *scaled,
+            *averaged,
+        ]
 
     def python(self):
         buckets = [(set(b.seen), b.is_summed) for b in self.store.buckets.values()]
@@ -97,7 +111,11 @@ class Recorded(graph.Graphs):
 
 def stand_in(monkeypatch):
     """Let every run but those with `--cuda-graphs off` use graphs by a Recorder."""
-    monkeypatch.setattr(graph_rule, "reason_against", lambda c, *_: "off" if c.training.cuda_graphs == "off" else None)
+    monkeypatch.setattr(
+        graph_rule,
+        "reason_against",
+        lambda c, *_: "off" if c.training.cuda_graphs == "off" else None,
+    )
     monkeypatch.setattr(network, "CudaGraphs", lambda device: None)
     monkeypatch.setattr(network.devices, "new_stream", lambda device: None)
     monkeypatch.setattr(graph, "Graphs", Recorded)

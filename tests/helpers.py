@@ -25,7 +25,9 @@ from meshwright.data import tokenizers
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.files.writer import Writer
 
-TINY = settings.Model(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=16)
+TINY = settings.Model(
+    num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=16
+)
 
 # Flags of a run that takes a fraction of a second.
 TINY_FLAGS = (
@@ -127,7 +129,9 @@ def train_on_texts(folder: Path, texts: list[str], tokenizer: list[str], flags: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("meshwright.training.run.write_report", lambda folder: None)
         assert main(["preprocess", *files, *tokenizer]) == 0
-        assert main(["train", *flags, *run, "--data-path", f"{prefix}_text_document", *tokenizer]) == 0
+        assert (
+            main(["train", *flags, *run, "--data-path", f"{prefix}_text_document", *tokenizer]) == 0
+        )
     return folder / "run"
 
 
@@ -135,7 +139,9 @@ def spaced_words(folder: Path) -> tokenizers.HuggingFace:
     """Return a vocabulary of words with a space, which it leaves out where a text begins."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    library = Tokenizer(models.BPE(vocab={"▁a": 0, "▁b": 1, "</s>": 2}, merges=[], ignore_merges=True))
+    library = Tokenizer(
+        models.BPE(vocab={"▁a": 0, "▁b": 1, "</s>": 2}, merges=[], ignore_merges=True)
+    )
     library.pre_tokenizer, library.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     library.save(str(folder / "tokenizer.json"))
     return tokenizers.HuggingFace(folder)
@@ -194,7 +200,12 @@ def random_boxes(shape: tuple[int, ...], rng: random.Random) -> list[Box]:
         d = rng.choice(dims)
         n = rng.randrange(1, size[d])
         boxes.append((offset, size[:d] + (n,) + size[d + 1 :]))
-        boxes.append((offset[:d] + (offset[d] + n,) + offset[d + 1 :], size[:d] + (size[d] - n,) + size[d + 1 :]))
+        boxes.append(
+            (
+                offset[:d] + (offset[d] + n,) + offset[d + 1 :],
+                size[:d] + (size[d] - n,) + size[d + 1 :],
+            )
+        )
     rng.shuffle(boxes)
     return boxes
 
@@ -211,7 +222,8 @@ def box_elements(full: torch.Tensor, boxes: list[Box]) -> torch.Tensor:
 def blank(named: native.TensorBoxes) -> dict[str, BoxedTensor]:
     """Return the same entries with other values, to be loaded into."""
     return {
-        name: BoxedTensor(shape, boxes, torch.full_like(tensor, 77)) for name, (shape, boxes, tensor) in named.items()
+        name: BoxedTensor(shape, boxes, torch.full_like(tensor, 77))
+        for name, (shape, boxes, tensor) in named.items()
     }
 
 

@@ -43,7 +43,9 @@ FLAGS = """
 
 @functools.cache
 def parse(line: str) -> TrainConfig:
-    return flags.parse_settings(TrainConfig, [*FLAGS.split(), *line.split()], "meshwright test").config
+    return flags.parse_settings(
+        TrainConfig, [*FLAGS.split(), *line.split()], "meshwright test"
+    ).config
 
 
 # Runs and their records
@@ -57,10 +59,14 @@ def untouched(name: str, trainer: Any, step: int) -> contextlib.AbstractContextM
     return contextlib.nullcontext()
 
 
-def trained(config: TrainConfig, steps: int, around: Around = untouched, name: str = "", connect: Any = None) -> Any:
+def trained(
+    config: TrainConfig, steps: int, around: Around = untouched, name: str = "", connect: Any = None
+) -> Any:
     """Train for some steps and validate; return the trainer."""
     team = make_team() if config.world > 1 else Team()
-    trainer = small_run.start_trainer(config, RankSetup(team, connect=connect or (lambda layout: layout)))
+    trainer = small_run.start_trainer(
+        config, RankSetup(team, connect=connect or (lambda layout: layout))
+    )
     for step in range(steps):
         with around(name, trainer, step):
             trainer.step()
@@ -69,7 +75,11 @@ def trained(config: TrainConfig, steps: int, around: Around = untouched, name: s
 
 
 def _train_all(
-    folder: str, jobs: list[tuple[str, TrainConfig]], steps: int, around: Around, read: Callable[[Any], Any]
+    folder: str,
+    jobs: list[tuple[str, TrainConfig]],
+    steps: int,
+    around: Around,
+    read: Callable[[Any], Any],
 ) -> None:
     console.set_stream(None)
     team = make_team()
@@ -103,7 +113,9 @@ def run_all(
             run_ranks(_train_all, world, folder, jobs, steps, around, read)
         except BaseException as error:
             now = Path(folder, "now")
-            error.add_note(f"{world} ranks were at: {now.read_text() if now.exists() else 'the start'}")
+            error.add_note(
+                f"{world} ranks were at: {now.read_text() if now.exists() else 'the start'}"
+            )
             raise
         results = json.loads(Path(folder, "results").read_text())
     return dict(zip((name for name, _ in jobs), results, strict=True))
@@ -120,20 +132,26 @@ def sizes(config: TrainConfig) -> tuple[int, ...]:
     )
 
 
-def compared(lines: list[str], steps: int = 10, around: Around = untouched) -> dict[str, tuple[list[Rows], Rows]]:
+def compared(
+    lines: list[str], steps: int = 10, around: Around = untouched
+) -> dict[str, tuple[list[Rows], Rows]]:
     """Return, for each line of flags, the rows of its ranks and those of one process."""
     configs = {line: parse(line) for line in lines}
     ones = {repr(alone(c)): alone(c) for c in configs.values()}
     plain = run_all(ones, 1, steps, around)
     got: dict[str, list[Rows]] = {}
     for world in sorted({c.world for c in configs.values()}):
-        got |= run_all({line: c for line, c in configs.items() if c.world == world}, world, steps, around)
+        got |= run_all(
+            {line: c for line, c in configs.items() if c.world == world}, world, steps, around
+        )
     return {line: (got[line], plain[repr(alone(c))][0]) for line, c in configs.items()}
 
 
 def furthest(got: Rows, want: Rows) -> float:
     """Return the largest relative difference."""
-    return max(itertools.starmap(relative, zip(itertools.chain(*got), itertools.chain(*want), strict=True)))
+    return max(
+        itertools.starmap(relative, zip(itertools.chain(*got), itertools.chain(*want), strict=True))
+    )
 
 
 def column(name: str, rows: Rows) -> list[float]:
@@ -165,7 +183,12 @@ LAYOUT = {
     "pipeline": {str(n): f"--pipeline-model-parallel-size {n}" if n > 1 else "" for n in (1, 2, 4)},
     "context": {str(n): f"--context-parallel-size {n}" if n > 1 else "" for n in (1, 2)},
     "data": {str(n): "" for n in (1, 2, 4)},
-    "zero": {"0": "", "1": "--use-distributed-optimizer", "2": "--zero-stage 2", "3": "--zero-stage 3"},
+    "zero": {
+        "0": "",
+        "1": "--use-distributed-optimizer",
+        "2": "--zero-stage 2",
+        "3": "--zero-stage 3",
+    },
     "sequence": {"whole": "", "parallel": "--sequence-parallel"},
     "schedule": {
         "1f1b": "",
@@ -216,14 +239,19 @@ def ranks_of(case: Case) -> int:
 
 def line_of(case: Case) -> str:
     return " ".join(
-        [f"--world-size {ranks_of(case)}", *(DIMENSIONS[n][v] for n, v in case.items() if DIMENSIONS[n][v])]
+        [
+            f"--world-size {ranks_of(case)}",
+            *(DIMENSIONS[n][v] for n, v in case.items() if DIMENSIONS[n][v]),
+        ]
     )
 
 
 @functools.cache
 def settings(line: str) -> dict[str, dict[str, Any]]:
     """Return group -> setting -> value for what these flags change."""
-    got = flags.parse_settings(TrainConfig, [*FLAGS.split(), *line.split()], "meshwright test", check=False).config
+    got = flags.parse_settings(
+        TrainConfig, [*FLAGS.split(), *line.split()], "meshwright test", check=False
+    ).config
     out: dict[str, dict[str, Any]] = {}
     for f in dataclasses.fields(TrainConfig):
         group, plain = getattr(got, f.name), getattr(parse(""), f.name)
@@ -240,7 +268,10 @@ def config_of(case: Case, more: str = "") -> TrainConfig:
         for group, values in settings(line).items():
             changed[group] = changed.get(group, {}) | values
     return dataclasses.replace(
-        parse(""), **{g: dataclasses.replace(getattr(parse(""), g), **values) for g, values in changed.items()}
+        parse(""),
+        **{
+            g: dataclasses.replace(getattr(parse(""), g), **values) for g, values in changed.items()
+        },
     )
 
 
@@ -253,11 +284,19 @@ def is_legal(case: Case) -> bool:
 def legal_layouts() -> list[Case]:
     names = [n for n in LAYOUT if n not in ("tensor", "pipeline", "context", "data")]
     out = []
-    for t, p, c, d in itertools.product(*(LAYOUT[n] for n in ("tensor", "pipeline", "context", "data"))):
+    for t, p, c, d in itertools.product(
+        *(LAYOUT[n] for n in ("tensor", "pipeline", "context", "data"))
+    ):
         if int(t) * int(p) * int(c) * int(d) > MOST_RANKS:
             continue
         for values in itertools.product(*(LAYOUT[n] for n in names)):
-            case = {"tensor": t, "pipeline": p, "context": c, "data": d, **dict(zip(names, values, strict=True))}
+            case = {
+                "tensor": t,
+                "pipeline": p,
+                "context": c,
+                "data": d,
+                **dict(zip(names, values, strict=True)),
+            }
             if is_legal(case):
                 out.append(case)
     return out
@@ -296,7 +335,8 @@ def legal_pairs(layouts: list[Case]) -> list[Pair]:
 def covering_cases() -> list[Case]:
     """Return legal cases that cover every legal pair, as `python tests/layouts.py` wrote them."""
     cases: list[Case] = [
-        dict(zip(DIMENSIONS, line.split("|"), strict=True)) for line in COVERING.read_text().splitlines()
+        dict(zip(DIMENSIONS, line.split("|"), strict=True))
+        for line in COVERING.read_text().splitlines()
     ]
     return cases
 
@@ -322,7 +362,10 @@ def make_covering() -> tuple[list[Case], list[Pair]]:
         case = next(c for c in fits if is_legal({**c, **FIRST, **fixed}))
         for name in (n for n in OTHERS if n not in fixed):
             legal = [v for v in OTHERS[name] if is_legal({**FIRST, **fixed, **case, name: v})]
-            case = {**case, name: max(reversed(legal), key=lambda v: gain({**case, **fixed, name: v}))}
+            case = {
+                **case,
+                name: max(reversed(legal), key=lambda v: gain({**case, **fixed, name: v})),
+            }
         case = {n: {**case, **fixed}[n] for n in DIMENSIONS}
         cases.append(case)
         for p in pairs(case):

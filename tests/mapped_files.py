@@ -51,12 +51,16 @@ class Memory:
         return self.file(dist.get_rank(), size, dtype)
 
     def file(self, rank, size, dtype):
-        return torch.from_file(os.path.join(self.folder, f"{self.newest}-{rank}"), True, size, dtype=dtype)
+        return torch.from_file(
+            os.path.join(self.folder, f"{self.newest}-{rank}"), True, size, dtype=dtype
+        )
 
     def rendezvous(self, own, name):
         group = _resolve_process_group(name)
         return SimpleNamespace(
-            get_buffer=lambda rank, shape, dtype: self.file(dist.get_global_rank(group, rank), *shape, dtype),
+            get_buffer=lambda rank, shape, dtype: self.file(
+                dist.get_global_rank(group, rank), *shape, dtype
+            ),
             barrier=lambda channel: self.others_come and dist.barrier(group),
         )
 
@@ -80,5 +84,7 @@ class Memory:
             stack.enter_context(mock.patch.object(agree, "devices", SimpleNamespace(NVIDIA="cpu")))
             for name in ("new_stream", "current_stream"):
                 stack.enter_context(mock.patch.object(devices, name, lambda device: Stream()))
-            stack.enter_context(mock.patch.object(devices, "use_stream", lambda stream: contextlib.nullcontext()))
+            stack.enter_context(
+                mock.patch.object(devices, "use_stream", lambda stream: contextlib.nullcontext())
+            )
             yield

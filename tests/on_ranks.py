@@ -52,7 +52,9 @@ def make_team() -> Team:
     return TEAMS[world]
 
 
-def _rank(rank: int, body: Callable[..., None], world: int, store: str, args: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, body: Callable[..., None], world: int, store: str, args: tuple[Any, ...]
+) -> None:
     faulthandler.enable()  # a rank that dies prints its stack
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
@@ -93,7 +95,9 @@ def _finished(processes: list[Any]) -> list[int]:
     return [-1 if p.exitcode is None else p.exitcode for p in processes]
 
 
-def _program(script: Path, argv: list[str], environ: dict[str, str], folder: Path, log: Path) -> None:
+def _program(
+    script: Path, argv: list[str], environ: dict[str, str], folder: Path, log: Path
+) -> None:
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -106,21 +110,31 @@ def _program(script: Path, argv: list[str], environ: dict[str, str], folder: Pat
     runpy.run_path(str(script), run_name="__main__")
 
 
-def train_on_ranks(world: int, flags: list[str], folder: Path, prepare: Callable[[int], None]) -> list[int]:
+def train_on_ranks(
+    world: int, flags: list[str], folder: Path, prepare: Callable[[int], None]
+) -> list[int]:
     """Run `meshwright train` on ranks that first call `prepare`; return the exit statuses.
 
     Rank N prints into the file log-N of the folder.
     """
     port = free_port()
-    started = [FORK.Process(target=_train, args=(r, world, port, flags, folder, prepare)) for r in range(world)]
+    started = [
+        FORK.Process(target=_train, args=(r, world, port, flags, folder, prepare))
+        for r in range(world)
+    ]
     return _finished(started)
 
 
-def _train(rank: int, world: int, port: int, flags: list[str], folder: Path, prepare: Callable[[int], None]) -> None:
+def _train(
+    rank: int, world: int, port: int, flags: list[str], folder: Path, prepare: Callable[[int], None]
+) -> None:
     with (folder / f"log-{rank}").open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    place = {"RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port} | {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
+    place = {"RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port} | {
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": world,
+    }
     os.environ.update({name: str(n) for name, n in place.items()} | {"MASTER_ADDR": "127.0.0.1"})
     torch.set_num_threads(1)
     import meshwright.training.run

@@ -51,10 +51,14 @@ def one_sample(w: Weights, m: Model, tokens, places, documents, drop) -> np.ndar
         y = norm(w, m, f"h.{i}.ln_1", x)
         branch = attention(w, m, i, y, places, documents, drop.get(~i))
         before = x
-        x = (y if m.apply_residual_connection_post_layernorm else x) + branch * drop.get(2 * i + 1, 1.0)
+        x = (y if m.apply_residual_connection_post_layernorm else x) + branch * drop.get(
+            2 * i + 1, 1.0
+        )
         y = norm(w, m, f"h.{i}.ln_2", before if m.use_parallel_residual else x)
         branch = mlp(w, m, f"h.{i}.mlp", y)
-        x = (y if m.apply_residual_connection_post_layernorm else x) + branch * drop.get(2 * i + 2, 1.0)
+        x = (y if m.apply_residual_connection_post_layernorm else x) + branch * drop.get(
+            2 * i + 2, 1.0
+        )
     head = w["lm_head.weight"] if m.untie_embeddings_and_output_weights else w["wte.weight"]
     out = norm(w, m, "ln_f", x) @ head.T
     cap = m.final_logit_softcapping
@@ -81,10 +85,12 @@ def attention(w: Weights, m: Model, layer: int, x, places, documents, drop) -> n
     heads, d = m.num_attention_heads, m.kv_channels or m.hidden_size // m.num_attention_heads
     groups = m.num_query_groups or (1 if m.group_query_attention else heads)
     per_group = heads // groups
-    rows = linear(w, f"{name}.qkv", x, m.add_bias_linear or m.add_qkv_bias)  # [T, groups (per_group + 2) d]
+    # [T, groups (per_group + 2) d]
+    rows = linear(w, f"{name}.qkv", x, m.add_bias_linear or m.add_qkv_bias)
     out = []
     for head in range(heads):
-        start = head // per_group * (per_group + 2) * d  # of this head's group: its queries, its key, its value
+        # of this head's group: its queries, its key, its value
+        start = head // per_group * (per_group + 2) * d
         at = start + head % per_group * d
         q = rows[:, at : at + d]
         k = rows[:, start + per_group * d : start + (per_group + 1) * d]
@@ -129,17 +135,26 @@ def rotated(x: np.ndarray, places: np.ndarray, m: Model) -> np.ndarray:
 
 def scaled_frequency(m: Model, i: int, rotating: int) -> float:
     """Return the frequency of pair i: as it is if fast, divided if slow, a mean of both between."""
-    frequency, factor, before = m.rotary_base ** (-2 * i / rotating), m.rope_scaling_factor, m.original_positions
+    frequency, factor, before = (
+        m.rotary_base ** (-2 * i / rotating),
+        m.rope_scaling_factor,
+        m.original_positions,
+    )
     if m.rope_scaling == "none":
         return frequency
     slowness = 1.0
     if m.rope_scaling == "llama3":
         longest, shortest = before / m.rope_low_freq_factor, before / m.rope_high_freq_factor
         wave = 2 * math.pi / frequency
-        between = (before / wave - m.rope_low_freq_factor) / (m.rope_high_freq_factor - m.rope_low_freq_factor)
+        between = (before / wave - m.rope_low_freq_factor) / (
+            m.rope_high_freq_factor - m.rope_low_freq_factor
+        )
         slowness = 0.0 if wave < shortest else 1.0 if wave > longest else 1 - between
     if m.rope_scaling == "yarn":
-        ends = [rotating / 2 * math.log(before / (2 * math.pi * b), m.rotary_base) for b in (m.beta_fast, m.beta_slow)]
+        ends = [
+            rotating / 2 * math.log(before / (2 * math.pi * b), m.rotary_base)
+            for b in (m.beta_fast, m.beta_slow)
+        ]
         first, last = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), rotating - 1)
         slowness = min(max((i - first) / (last - first), 0.0), 1.0)
     return frequency / factor * slowness + frequency * (1 - slowness)
@@ -150,16 +165,21 @@ def slope_of(head: int, heads: int) -> float:
     n = 1
     while 2 * n <= heads:
         n *= 2
-    return 2.0 ** (-8 * (head + 1) / n) if head < n else 2.0 ** (-8 * (2 * (head - n) + 1) / (2 * n))
+    return (
+        2.0 ** (-8 * (head + 1) / n) if head < n else 2.0 ** (-8 * (2 * (head - n) + 1) / (2 * n))
+    )
 
 
 def mlp(w: Weights, m: Model, name: str, x: np.ndarray) -> np.ndarray:
     gate_kind = m.glu_activation or ("swiglu" if m.swiglu else None)
     if gate_kind and not m.squared_relu:
-        weight, bias = w[f"{name}.fc.weight"], w.get(f"{name}.fc.bias", np.zeros((2, 1)))  # [2, F, H], [2, F]
+        # [2, F, H], [2, F]
+        weight, bias = w[f"{name}.fc.weight"], w.get(f"{name}.fc.bias", np.zeros((2, 1)))
         assert (f"{name}.fc.bias" in w) == m.add_bias_linear
         gate, up = x @ weight[0].T + bias[0], x @ weight[1].T + bias[1]
-        y = {"swiglu": silu, "geglu": gelu_erf, "reglu": relu, "liglu": lambda x: x}[gate_kind](gate) * up
+        y = {"swiglu": silu, "geglu": gelu_erf, "reglu": relu, "liglu": lambda x: x}[gate_kind](
+            gate
+        ) * up
     else:
         y = linear(w, f"{name}.fc", x, m.add_bias_linear)
         y = relu(y) ** 2 if m.squared_relu else gelu_tanh(y) if m.bias_gelu_fusion else gelu_erf(y)
@@ -181,12 +201,15 @@ def gelu_tanh(x: np.ndarray) -> np.ndarray:
 def gelu_erf(x: np.ndarray) -> np.ndarray:
     z = x / math.sqrt(2)
     erf = np.vectorize(math.erf)(z.real)
-    if np.iscomplexobj(z):  # the first terms of its Taylor series, whose next is of the order of the step's square
+    # the first terms of its Taylor series, whose next is of the order of the step's square
+    if np.iscomplexobj(z):
         erf = erf + 1j * z.imag * 2 / math.sqrt(math.pi) * np.exp(-(z.real**2))
     return 0.5 * x * (1 + erf)
 
 
-def loss(w: Weights, m: Model, tokens: np.ndarray, labels: np.ndarray, mask: np.ndarray, **where) -> complex | float:
+def loss(
+    w: Weights, m: Model, tokens: np.ndarray, labels: np.ndarray, mask: np.ndarray, **where
+) -> complex | float:
     """Return the mean cross entropy over the tokens whose mask is 1."""
     total = 0.0
     for x, label, counted in zip(logits(w, m, tokens, **where), labels, mask, strict=True):

@@ -140,7 +140,9 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
         if self.headers.get("If-None-Match") == "*" and content is not None:
             return self.answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
-        if (wanted := self.headers.get("If-Match")) and (content is None or self.server.tag(key, content) != wanted):
+        if (wanted := self.headers.get("If-Match")) and (
+            content is None or self.server.tag(key, content) != wanted
+        ):
             return self.answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
         self.server.objects[key] = data
         return self.answer(200, **self.server.marks(key, data))
@@ -190,7 +192,11 @@ def serving_bucket(patch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     bucket = Bucket()
     thread = threading.Thread(target=bucket.serve_forever, args=(0.01,))
     thread.start()
-    for name, value in {"ENDPOINT_URL": bucket.url, "ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "y"}.items():
+    for name, value in {
+        "ENDPOINT_URL": bucket.url,
+        "ACCESS_KEY_ID": "x",
+        "SECRET_ACCESS_KEY": "y",
+    }.items():
         patch.setenv(f"AWS_{name}", value)
     patch.setenv("AWS_REGION", "us-east-1")
     patch.setattr(store, "PAUSE", datetime.timedelta(milliseconds=5))

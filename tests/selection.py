@@ -79,7 +79,13 @@ def mark(names: list[str]) -> list[str]:
     for name in names:
         seen[name] += 1
         is_left_out = name in THINNED and (seen[name] - 1) % THINNED[name] != 0
-        out.append("long" if is_left_out else "whole" if SLOW_NAMES & {name, name.partition("::")[0]} else "")
+        out.append(
+            "long"
+            if is_left_out
+            else "whole"
+            if SLOW_NAMES & {name, name.partition("::")[0]}
+            else ""
+        )
     return out
 
 
@@ -95,7 +101,9 @@ def measure(log: Path) -> None:
         names = [f"{path.name}::{name}" for name in re.findall(r"^ *def (test_\w+)", source, re.M)]
         if path.name == "test_imports.py":  # the rules of the structure are always checked
             continue
-        if slow.issuperset(names) or re.search(r"^pytestmark = .*\bmark\.(whole|long)\b", source, re.M):
+        if slow.issuperset(names) or re.search(
+            r"^pytestmark = .*\bmark\.(whole|long)\b", source, re.M
+        ):
             names = [path.name]
         out += [name for name in sorted(names) if name in slow or "::" not in name]
     SLOW.write_text("".join(f"{name}\n" for name in out))

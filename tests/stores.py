@@ -15,7 +15,9 @@ from meshwright.parallel.store import StoreSpec
 
 CPU = torch.device("cpu")
 VOCAB = 61
-GATED = dataclasses.replace(TINY, swiglu=True, num_query_groups=2, untie_embeddings_and_output_weights=True)
+GATED = dataclasses.replace(
+    TINY, swiglu=True, num_query_groups=2, untie_embeddings_and_output_weights=True
+)
 
 
 def tokens(b=3, t=16, vocab=VOCAB):
@@ -52,7 +54,9 @@ def take_step(model, store, batches=None, lr=1e-2, decay=0.1, scale=1.0, loss=No
 
 def snapshot(store):
     """Copy everything that a checkpoint would hold, and Adam's t."""
-    return {n: t.clone() for n, (_, _, t) in store.named_state().items()} | {"t": torch.tensor(store.steps)}
+    return {n: t.clone() for n, (_, _, t) in store.named_state().items()} | {
+        "t": torch.tensor(store.steps)
+    }
 
 
 def is_equal(a, b):
@@ -98,7 +102,9 @@ def kinds(store):
     found = {}
     for bucket in store.buckets.values():
         for name, (offset, _) in bucket.spans.items():
-            (found[name],) = (k.treatment for k, begin, end in bucket.kinds if begin <= offset < end)
+            (found[name],) = (
+                k.treatment for k, begin, end in bucket.kinds if begin <= offset < end
+            )
     return found
 
 

@@ -16,7 +16,9 @@ from meshwright.runtime.ranks.team import Team, tree_of
 class Group:
     """A group of threads in the place of gloo's, which counts what each rank receives."""
 
-    def __init__(self, lines: dict[tuple[int, int], queue.SimpleQueue[Any]], ranks: range, rank: int) -> None:
+    def __init__(
+        self, lines: dict[tuple[int, int], queue.SimpleQueue[Any]], ranks: range, rank: int
+    ) -> None:
         self.lines, self.ranks, self.own, self.received = lines, ranks, rank, list[int]()
 
     def rank(self) -> int:

@@ -24,7 +24,9 @@ from meshwright.__main__ import main
 from meshwright.training.log.screen import NotebookScreen
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
-FLAGS = [f for f in TINY_FLAGS if not f.startswith("--vocab-size")] + ["--tokenizer-type=ByteTokenizer"]
+FLAGS = [f for f in TINY_FLAGS if not f.startswith("--vocab-size")] + [
+    "--tokenizer-type=ByteTokenizer"
+]
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +56,15 @@ def test_loading_prints_warnings_only(run, tmp_path, capsys):
 
 def test_a_notebook_shows_twelve_lines(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)  # as IPython's kernel does
-    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)  # rich then displays what it forms
-    many = ["--train-iters=40", "--eval-interval=10", f"--save={tmp_path}", "--save-interval=10", "--keep-last=1"]
+    # rich then displays what it forms
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    many = [
+        "--train-iters=40",
+        "--eval-interval=10",
+        f"--save={tmp_path}",
+        "--save-interval=10",
+        "--keep-last=1",
+    ]
     assert not NotebookScreen().console.is_jupyter
     meshwright.train([*FLAGS, *many])
     out, err = capsys.readouterr()
@@ -64,12 +73,21 @@ def test_a_notebook_shows_twelve_lines(tmp_path, capsys, monkeypatch):
     assert lines[0].startswith(f"Meshwright {meshwright.__version__}: ") and "40 steps" in lines[0]
     steps = [int(line.split()[0]) for line in lines[2:-3]]
     assert steps == [7, 14, 21, 28, 35, 40]
-    assert [line.split()[0] for line in lines[-3:]] == ["done", "loss", "folder"] and "in validation" in lines[-2]
+    assert [line.split()[0] for line in lines[-3:]] == [
+        "done",
+        "loss",
+        "folder",
+    ] and "in validation" in lines[-2]
     assert "iteration       39/" in (tmp_path / "log.txt").read_text()
 
 
 def test_quiet(tmp_path, capsys):
-    assert meshwright.train(FLAGS, train_iters=2, save=str(tmp_path), sample_prompts=["a"], quiet=True).status == 0
+    assert (
+        meshwright.train(
+            FLAGS, train_iters=2, save=str(tmp_path), sample_prompts=["a"], quiet=True
+        ).status
+        == 0
+    )
     assert capsys.readouterr() == ("", "")
     assert "iteration        2/" in (tmp_path / "log.txt").read_text()
     meshwright.train(FLAGS, train_iters=1)
@@ -121,15 +139,24 @@ def test_train_takes_flags_keywords_and_a_config(run, tmp_path):
         (lambda: meshwright.train(preset="gpt2-117"), "no preset 'gpt2-117'.*gpt2-117m"),
         (lambda: meshwright.train("--help"), "belongs to the command line"),
         (lambda: meshwright.train(train_iters="many"), "train_iters: 'many' is not a whole number"),
-        (lambda: meshwright.train(FLAGS, train_iters="many"), "^train_iters: 'many' is not a whole number"),
+        (
+            lambda: meshwright.train(FLAGS, train_iters="many"),
+            "^train_iters: 'many' is not a whole number",
+        ),
         (lambda: meshwright.train(FLAGS, num_gpus_per_node=2), "meshwright launch"),
         (lambda: meshwright.train(meshwright.TrainConfig(), seed=1), "beside a TrainConfig"),
         (lambda: meshwright.load("nowhere"), "nowhere"),
         (lambda: meshwright.load("nowhere", device="abacus"), "^device abacus: torch sees no such"),
         (lambda: meshwright.load("nowhere", dtype="nn"), "dtype 'nn' is unknown"),
         (lambda: meshwright.load("nowhere", bf16=True), "load\\(\\) does not use bf16"),
-        (lambda: meshwright.load("nowhere", num_attention_heads=-1), "^num_attention_heads=-1 must"),
-        (lambda: meshwright.convert("nowhere", "there", temperature=0.5), "does not use temperature"),
+        (
+            lambda: meshwright.load("nowhere", num_attention_heads=-1),
+            "^num_attention_heads=-1 must",
+        ),
+        (
+            lambda: meshwright.convert("nowhere", "there", temperature=0.5),
+            "does not use temperature",
+        ),
         (lambda: meshwright.evaluate("nowhere", "text"), "give a list of documents"),
         (lambda: meshwright.convert("nowhere", "there", to="onnx"), "native, torch or huggingface"),
     ],
@@ -147,21 +174,55 @@ WRITTEN = ["--lr", "fast", "--seq-length=8"]
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: meshwright.train(preset="gpt2-117m"), "data_path is needed (a prefix written by `meshwright prep"),
+        (
+            lambda: meshwright.train(preset="gpt2-117m"),
+            "data_path is needed (a prefix written by `meshwright prep",
+        ),
         (lambda: meshwright.train(preset="gpt2-117m"), "or mock_data=True"),
-        (lambda: meshwright.train(bf16=True, fp16=True), "fp16=True and bf16=True cannot be combined"),
-        (lambda: meshwright.train(num_layers=2, mock_data=True), "(or preset, which gives a whole architecture)"),
-        (lambda: meshwright.train(batch_size=2, lora=True), "no setting batch_size; here it is micro_batch_size"),
-        (lambda: meshwright.train(lora=True), "lora is refused: load=DIR with finetune=True trains"),
+        (
+            lambda: meshwright.train(bf16=True, fp16=True),
+            "fp16=True and bf16=True cannot be combined",
+        ),
+        (
+            lambda: meshwright.train(num_layers=2, mock_data=True),
+            "(or preset, which gives a whole architecture)",
+        ),
+        (
+            lambda: meshwright.train(batch_size=2, lora=True),
+            "no setting batch_size; here it is micro_batch_size",
+        ),
+        (
+            lambda: meshwright.train(lora=True),
+            "lora is refused: load=DIR with finetune=True trains",
+        ),
         (lambda: meshwright.train(epochs=2), "unknown setting 'epochs'; here it is train_epochs"),
         (lambda: meshwright.train(WRITTEN, num_layers=0), "--lr: 'fast' is not a number"),
-        (lambda: meshwright.train(WRITTEN, num_layers=0), "hidden_size, num_attention_heads, micro_batch_size, "),
-        (lambda: meshwright.train(WRITTEN), "--num-layers, --hidden-size"),  # as the caller writes them
-        (lambda: meshwright.convert("nowhere", "x", num_attention_heads=0), "num_attention_heads=0 must be above 0"),
-        (lambda: meshwright.convert("a", "b", tensor_parallel=2), "leave the target's sizes out, or choose torch"),
-        (lambda: meshwright.convert("a", "b", to="torch", tensor_parallel=0), "tensor and of pipeline ranks must be"),
-        (lambda: meshwright.generate("a/--save/flag", "x"), "there is no folder a/--save/flag; give the save folder"),
-        (lambda: meshwright.evaluate("a/flags.d", ["x"]), "there is no folder a/flags.d; give the save folder"),
+        (
+            lambda: meshwright.train(WRITTEN, num_layers=0),
+            "hidden_size, num_attention_heads, micro_batch_size, ",
+        ),
+        # as the caller writes them
+        (lambda: meshwright.train(WRITTEN), "--num-layers, --hidden-size"),
+        (
+            lambda: meshwright.convert("nowhere", "x", num_attention_heads=0),
+            "num_attention_heads=0 must be above 0",
+        ),
+        (
+            lambda: meshwright.convert("a", "b", tensor_parallel=2),
+            "leave the target's sizes out, or choose torch",
+        ),
+        (
+            lambda: meshwright.convert("a", "b", to="torch", tensor_parallel=0),
+            "tensor and of pipeline ranks must be",
+        ),
+        (
+            lambda: meshwright.generate("a/--save/flag", "x"),
+            "there is no folder a/--save/flag; give the save folder",
+        ),
+        (
+            lambda: meshwright.evaluate("a/flags.d", ["x"]),
+            "there is no folder a/flags.d; give the save folder",
+        ),
     ],
 )
 def test_errors_name_what_the_caller_wrote(call, said):
@@ -175,7 +236,9 @@ def test_load(run):
     assert isinstance(m, meshwright.LanguageModel) and m.step == 6 and m.seq_length == 16
     logits = m.logits("abc")
     assert logits.shape == (3, 257) and logits.dtype == torch.float64
-    assert torch.equal(logits, m.logits(m.encode("abc"))) and torch.equal(logits, m.logits(torch.tensor([97, 98, 99])))
+    assert torch.equal(logits, m.logits(m.encode("abc"))) and torch.equal(
+        logits, m.logits(torch.tensor([97, 98, 99]))
+    )
     assert m.generate("a", max_new_tokens=4, seed=3) == m.generate("a", max_new_tokens=4, seed=3)
     greedy = m.generate("a", max_new_tokens=1, greedy=True)
     # The continuation is what it adds to the prompt's text, not its own tokens' text.
@@ -224,11 +287,19 @@ def test_generate_refuses_what_makes_no_sense(run, options, message):
 
 def test_options_of_transformers_are_answered_with_ours(run):
     m = meshwright.load(run.folder)
-    words = {"do_sample": "greedy", "max_length": "max_new_tokens", "num_beams": "`meshwright generate --beam-width`"}
+    words = {
+        "do_sample": "greedy",
+        "max_length": "max_new_tokens",
+        "num_beams": "`meshwright generate --beam-width`",
+    }
     for name, ours in words.items():
-        with pytest.raises(TypeError, match=rf"^generate\(\) has no {name}; here it is {re.escape(ours)}"):
+        with pytest.raises(
+            TypeError, match=rf"^generate\(\) has no {name}; here it is {re.escape(ours)}"
+        ):
             m.generate("a", **{name: 1})
-    with pytest.raises(TypeError, match=r" has no max_new_token; did you mean max_new_tokens\?; has no q$"):
+    with pytest.raises(
+        TypeError, match=r" has no max_new_token; did you mean max_new_tokens\?; has no q$"
+    ):
         m.generate("a", q=1, max_new_token=2)
 
 
@@ -239,11 +310,16 @@ def test_generate_takes_a_list(run, tmp_path):
     assert len(texts) == 4 and texts[0] == m.generate("ab", **options) != texts[2]
     assert texts == m.generate(["ab", "c", "ab", ""], batch_size=1, **options)
     assert texts == m.generate([list(b"ab"), [99], list(b"ab"), []], **options)
-    assert meshwright.generate(run.folder, ["ab", "c"], **options) == texts[:2] and m.generate([]) == []
+    assert (
+        meshwright.generate(run.folder, ["ab", "c"], **options) == texts[:2]
+        and m.generate([]) == []
+    )
     (tmp_path / "prompts.txt").write_text("ab\nc\nab\n")
     argv = f"generate {run.folder} --prompts {tmp_path}/prompts.txt --output {tmp_path}/o.jsonl --max-new-tokens 4"
     assert main([*argv.split(), "--seed=3", "--device=cpu"]) == 0
-    assert [json.loads(line)["text"] for line in (tmp_path / "o.jsonl").read_text().splitlines()] == texts[:3]
+    assert [
+        json.loads(line)["text"] for line in (tmp_path / "o.jsonl").read_text().splitlines()
+    ] == texts[:3]
 
 
 def test_evaluate(run):
@@ -251,7 +327,11 @@ def test_evaluate(run):
     score = meshwright.evaluate(m, ["abc"])
     ids = [m.tokenizer.eod, *b"abc"]
     expected = -m.logits(ids[:-1]).log_softmax(-1)[range(3), ids[1:]].mean()
-    assert score.loss == pytest.approx(float(expected)) and (score.tokens, score.bytes, score.documents) == (3, 3, 1)
+    assert score.loss == pytest.approx(float(expected)) and (
+        score.tokens,
+        score.bytes,
+        score.documents,
+    ) == (3, 3, 1)
 
 
 def test_training_in_a_thread(tmp_path):
@@ -265,7 +345,9 @@ def test_training_in_a_thread(tmp_path):
         results.append(trained.status)
         checkpoint = dataclasses.replace(trained.config.checkpoint, run_dir=str(tmp_path / "s"))
         again = dataclasses.replace(trained.config, checkpoint=checkpoint)
-        results.append(meshwright.training.run.run(again, meshwright.training.run.Caller(handle_signals=True)))
+        results.append(
+            meshwright.training.run.run(again, meshwright.training.run.Caller(handle_signals=True))
+        )
 
     thread = threading.Thread(target=work)
     thread.start()

@@ -16,7 +16,9 @@ from meshwright.base.errors import USAGE
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(180)]
 ROOT = Path(__file__).parents[1]
-MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --micro-batch-size 2"
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --micro-batch-size 2"
+)
 STEPS = "--global-batch-size 8 --lr 1e-2 --eval-iters 1 --eval-interval 4 --log-interval 1"
 
 
@@ -28,7 +30,10 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "src", clone / "src", ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", clone)
     lines = (
-        f"the {a} {b} sits on the {c}." for a in ("old", "new") for b in ("cat", "dog", "owl") for c in ("mat", "log")
+        f"the {a} {b} sits on the {c}."
+        for a in ("old", "new")
+        for b in ("cat", "dog", "owl")
+        for c in ("mat", "log")
     )
     texts = [" ".join([line] * 30) for line in lines] * 10
     (clone / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -37,7 +42,9 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(clone: Path, *argv: str, status: int = 0) -> str:
     """Run a command there, and return what it printed."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MESHWRIGHT_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("MESHWRIGHT_")
+    }
     environment |= {"PYTHONPATH": str(clone / "src"), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-m", "meshwright", *argv]
     done = subprocess.run(words, cwd=clone, env=environment, capture_output=True, text=True)
@@ -46,17 +53,33 @@ def run(clone: Path, *argv: str, status: int = 0) -> str:
 
 
 def test_text_to_a_model_that_is_exported(core: Path) -> None:
-    run(core, "train-tokenizer", "--input", "text.jsonl", "--vocab-size", "300", "--output", "words")
-    run(core, "preprocess", "--input", "text.jsonl", "--output-prefix", "text", "--tokenizer", "words", "--append-eod")
+    run(
+        core, "train-tokenizer", "--input", "text.jsonl", "--vocab-size", "300", "--output", "words"
+    )
+    run(
+        core,
+        "preprocess",
+        "--input",
+        "text.jsonl",
+        "--output-prefix",
+        "text",
+        "--tokenizer",
+        "words",
+        "--append-eod",
+    )
     training = f"train {MODEL} {STEPS} --data-path text_text_document --tokenizer words --save run --load run".split()
     ranks = ["launch", "--nproc-per-node", "2", "--master-port", str(free_port())]
     assert "iteration        4/       4" in run(core, *ranks, *training, "--train-iters", "4")
     more = ["--override-opt_param-scheduler"]
     resumed = run(core, *training, "--train-iters", "8", *more)  # on one rank
     assert "iteration        8/       8" in resumed and "iteration        4/" not in resumed
-    assert "sits" in run(core, "generate", "run", "--prompt", "the old cat sits", "--max-new-tokens", "4")
+    assert "sits" in run(
+        core, "generate", "run", "--prompt", "the old cat sits", "--max-new-tokens", "4"
+    )
     run(core, "convert", "run", "exported", "--to", "huggingface")
-    assert (core / "exported/config.json").exists() and "GPT" in (core / "exported/config.json").read_text()
+    assert (core / "exported/config.json").exists() and "GPT" in (
+        core / "exported/config.json"
+    ).read_text()
     run(core, "inspect", "run")
 
 

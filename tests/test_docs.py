@@ -29,8 +29,14 @@ ONLY_PRINT = ("help", "completion", "presets", "doctor")  # commands that may be
 # Flags of argparse, of Megatron's answers, and of other programs that the pages name as such.
 MORE_FLAGS = {"--help", "--help-all", "--version", *NO_EFFECT, *REFUSED}
 MORE_FLAGS |= {"--data_path", "--model_size", "--train_iters", "--FLAG"}  # of Ascend's scripts
-MORE_FLAGS |= {f"--{flag}" for flag in "num_nodes num_gpus ssh_port launcher module exclude no_ssh".split()}  # and of
-MORE_FLAGS |= {f"--{flag}" for flag in "no_python autotuning elastic_training bind_cores_to_rank".split()}  # DeepSpeed
+# and of
+MORE_FLAGS |= {
+    f"--{flag}" for flag in "num_nodes num_gpus ssh_port launcher module exclude no_ssh".split()
+}
+# DeepSpeed
+MORE_FLAGS |= {
+    f"--{flag}" for flag in "no_python autotuning elastic_training bind_cores_to_rank".split()
+}
 
 
 class Stop(Exception):
@@ -63,7 +69,9 @@ def known_flags(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Return every flag of every command."""
     found: set[str] = set(MORE_FLAGS)
 
-    def collect(cls: type, argv: list[str], prog: str, positional: str | None = None, **_: Any) -> None:
+    def collect(
+        cls: type, argv: list[str], prog: str, positional: str | None = None, **_: Any
+    ) -> None:
         found.update(syntax_of(cls, positional).options)
         raise Stop
 
@@ -94,9 +102,16 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("page", [*GUIDE, *READMES], ids=name)
-def test_commands_parse(page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_parse(
+    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for words in commands(page):
-        if words[1] in ONLY_PRINT or "--help" in words or len(words) == 2 and words[1].startswith("-"):
+        if (
+            words[1] in ONLY_PRINT
+            or "--help" in words
+            or len(words) == 2
+            and words[1].startswith("-")
+        ):
             continue
         line = re.sub(r" --config \S+", "", shlex.join(words[1:]))
         check(shlex.split(line), monkeypatch)
@@ -109,7 +124,9 @@ def test_flags_and_commands_in_prose_exist(page: Path, monkeypatch: pytest.Monke
         words = span.split()
         if words[0] == "meshwright" and words[1].islower() and words[1].isascii():
             assert words[1] in COMMANDS, span
-            assert words[1] != "data" or not words[2:] or words[2] in verbs() or words[2] == "VERB", span
+            assert (
+                words[1] != "data" or not words[2:] or words[2] in verbs() or words[2] == "VERB"
+            ), span
         for flag in re.findall(r"(?<!\S)--[a-zA-Z][\w-]*(?![\w.-])", span):  # not `--valid-...`
             assert flag in known or flag.replace("--no-", "--", 1) in known, f"{flag} in `{span}`"
 
@@ -162,8 +179,12 @@ def test_commits_that_records_name_are_in_the_history() -> None:
     named = {
         (name(path), commit)
         for path in texts
-        for place in re.finditer(r"(?i)\bcommits?\b(.{0,80})", path.read_text(encoding="utf-8", errors="replace"), re.S)
+        for place in re.finditer(
+            r"(?i)\bcommits?\b(.{0,80})", path.read_text(encoding="utf-8", errors="replace"), re.S
+        )
         for commit in re.findall(r"\b[0-9a-f]{7,40}\b", place[1])
     }
     assert len(named) >= 10
-    assert [pair for pair in sorted(named) if not any(one.startswith(pair[1]) for one in history)] == []
+    assert [
+        pair for pair in sorted(named) if not any(one.startswith(pair[1]) for one in history)
+    ] == []

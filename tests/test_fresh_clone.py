@@ -17,9 +17,15 @@ ROOT = Path(__file__).parents[1]
 def test_fresh_clone(tmp_path_factory: pytest.TempPathFactory, target: str) -> None:
     clone = tmp_path_factory.mktemp("fresh") / "clone"
     subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
-    done = subprocess.run(["make", "-C", clone, target, f"PYTHON={sys.executable}"], capture_output=True, text=True)
+    done = subprocess.run(
+        ["make", "-C", clone, target, f"PYTHON={sys.executable}"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     if target == "demo":
-        assert "the GPT is better" in done.stdout and (clone / "demo" / "run" / "report.html").exists()
-    left = subprocess.run(["git", "-C", clone, "status", "--porcelain"], capture_output=True, text=True, check=True)
+        assert (
+            "the GPT is better" in done.stdout and (clone / "demo" / "run" / "report.html").exists()
+        )
+    left = subprocess.run(
+        ["git", "-C", clone, "status", "--porcelain"], capture_output=True, text=True, check=True
+    )
     assert left.stdout == ""  # what they make is ignored by git

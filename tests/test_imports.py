@@ -128,7 +128,10 @@ NO_TORCH = [
 def test_imports_go_one_way() -> None:
     """The contracts of `[tool.importlinter]`: floors, and no circle between files or folders."""
     done = subprocess.run(
-        [Path(sys.executable).with_name("lint-imports"), "--no-cache"], cwd=ROOT, capture_output=True, text=True
+        [Path(sys.executable).with_name("lint-imports"), "--no-cache"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -141,7 +144,9 @@ def test_package_files_are_empty() -> None:
 def test_the_model_knows_no_ranks() -> None:
     for path in [*(SOURCE / "model").glob("*.py"), *(SOURCE / "kernels").rglob("*.py")]:
         code = re.sub(r'"""(.|\n)*?"""|#.*', "", path.read_text())
-        found = re.findall(r"\b(rank|ranks|world_size|process_group|mesh|distributed|dist|DTensor)\b", code)
+        found = re.findall(
+            r"\b(rank|ranks|world_size|process_group|mesh|distributed|dist|DTensor)\b", code
+        )
         assert not found, f"{path.name}: {found}"
 
 
@@ -168,11 +173,17 @@ def test_training_imports_torch_numpy_and_rich_only(tmp_path: Path) -> None:
         "print(set(sys.modules) & "
         "{'tiktoken', 'tokenizers', 'orjson', 'yaml', 'matplotlib', 'regex', 'sympy', 'torch._dynamo'})"
     )
-    done = subprocess.run([sys.executable, "-c", code, *flags.split()], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.endswith("set()\n"), done.stdout[-500:] + done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", code, *flags.split()], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout.endswith("set()\n"), (
+        done.stdout[-500:] + done.stderr
+    )
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_package_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A clone that runs without an install may lack them; any other module is our own defect."""
 
     def fail(name: str, argv: list[str]) -> int:

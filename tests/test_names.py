@@ -18,7 +18,10 @@ PAIRED = SOURCE / "kernels" / "triton"
 
 @functools.cache
 def modules() -> dict[str, ast.Module]:
-    return {str(path.relative_to(SOURCE)): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+    return {
+        str(path.relative_to(SOURCE)): ast.parse(path.read_text())
+        for path in sorted(SOURCE.rglob("*.py"))
+    }
 
 
 def repeated_classes() -> dict[str, list[str]]:

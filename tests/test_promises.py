@@ -27,10 +27,16 @@ def marks(kind: str) -> list[tuple[str, Path, str]]:
     for path in TESTS.rglob("test_*.py"):
         source = path.read_text(encoding="utf-8")
         # Functions start in the first column, and so do their decorators.
-        for test in re.findall(r"^(?:@.*\n(?:[ )\]}].*\n)*)*def test_(?:.*\n(?=[ )\n]))*.*", source, re.M):
-            for arguments in re.findall(rf"^@pytest\.mark\.{kind}(\((?:[^\n]*|\n.*?\n)\))$", test, re.M | re.S):
+        for test in re.findall(
+            r"^(?:@.*\n(?:[ )\]}].*\n)*)*def test_(?:.*\n(?=[ )\n]))*.*", source, re.M
+        ):
+            for arguments in re.findall(
+                rf"^@pytest\.mark\.{kind}(\((?:[^\n]*|\n.*?\n)\))$", test, re.M | re.S
+            ):
                 value = ast.literal_eval(arguments)
-                found += [(name, path, test) for name in ((value,) if isinstance(value, str) else value)]
+                found += [
+                    (name, path, test) for name in ((value,) if isinstance(value, str) else value)
+                ]
     return found
 
 
@@ -44,7 +50,9 @@ def test_every_sentence_about_security_is_tested() -> None:
     for block in (TESTS.parent / "SECURITY.md").read_text().split("\n\n"):
         if block.startswith("* "):
             for item in re.split(r"^\* ", block, flags=re.MULTILINE)[1:]:
-                sentences += re.split(r"(?<=\.) (?=[A-Z`])", " ".join(item.replace("**", "").split()))
+                sentences += re.split(
+                    r"(?<=\.) (?=[A-Z`])", " ".join(item.replace("**", "").split())
+                )
         else:  # a sentence belongs into a list, where it needs a test
             assert block.startswith(("#", "Meshwright trusts the machine", "Please report")), block
     tested: set[str] = set()
@@ -57,11 +65,17 @@ def test_every_sentence_about_security_is_tested() -> None:
 
 def test_every_flag_is_observed() -> None:
     """Except those that are planned. The mark has GROUP.NAME if several groups have the name."""
-    every = {(g, n): f for config in fields.every_config() for n, (g, f, _) in fields.config_fields(config).items()}
+    every = {
+        (g, n): f
+        for config in fields.every_config()
+        for n, (g, f, _) in fields.config_fields(config).items()
+    }
     groups = Counter(name for _, name in every)
     working = [key for key, f in every.items() if not fields.is_not_yet(f)]
     named = [name for names, *_ in marks("flag") for name in names.split()]
-    assert sorted(named) == sorted(name if groups[name] == 1 else f"{group}.{name}" for group, name in working)
+    assert sorted(named) == sorted(
+        name if groups[name] == 1 else f"{group}.{name}" for group, name in working
+    )
 
 
 @pytest.mark.parametrize("file", ["test_flag_effects.py", "test_train.py", "test_generate.py"])

@@ -26,11 +26,18 @@ def documented(name: str, section: str = "") -> list[str]:
     if section:
         text = text.split(f"\n## {section}\n")[1].split("\n## ")[0]
     blocks = re.findall(r"```bash\n(.*?)```", text, re.S)
-    return [line for block in blocks for line in re.sub(r" *\\\n *", " ", block).splitlines() if line.strip()]
+    return [
+        line
+        for block in blocks
+        for line in re.sub(r" *\\\n *", " ", block).splitlines()
+        if line.strip()
+    ]
 
 
 def test_both_languages_have_the_same_commands() -> None:
-    assert documented("README.md") == documented("README.zh.md") and len(documented("README.md")) >= 10
+    assert (
+        documented("README.md") == documented("README.zh.md") and len(documented("README.md")) >= 10
+    )
     assert documented("docs/runs.md") == documented("docs/zh/runs.md") != []
     assert documented(*MORE[1]) == documented("docs/zh/from-megatron.md", "在仓库根目录") != []
 
@@ -59,11 +66,19 @@ def test_a_readme_says_how_to_go_on(page: str) -> None:
 def test_every_exit_status_is_listed(page: str) -> None:
     rows = re.findall(r"^\| ([\d、, ]+) \|", (ROOT / page).read_text(encoding="utf-8"), re.M)
     listed = {int(status) for row in rows for status in re.findall(r"\d+", row)}
-    assert listed == {errors.DONE, *errors.MEANINGS, errors.SIGINT, errors.SIGTERM, *(128 + n for n in errors.WARNINGS)}
+    assert listed == {
+        errors.DONE,
+        *errors.MEANINGS,
+        errors.SIGINT,
+        errors.SIGTERM,
+        *(128 + n for n in errors.WARNINGS),
+    }
 
 
 @pytest.mark.pictures
-def test_readme_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_readme_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Run the commands in order, and the README's Python."""
     place = fill(tmp_path)
     home = place / "readme"
@@ -74,10 +89,13 @@ def test_readme_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     (home / "corpus.jsonl").symlink_to(place / "oscar-1GB.jsonl")
     (home / "my-texts").mkdir()
     for n in range(30):
-        (home / "my-texts" / f"{n}.md").write_text(f"Document {n}. The quick brown fox jumps over {n * n} dogs.\n" * 9)
+        (home / "my-texts" / f"{n}.md").write_text(
+            f"Document {n}. The quick brown fox jumps over {n * n} dogs.\n" * 9
+        )
     (home / "my-texts" / "0.md").rename(home / "held-out.txt")
     for line in [*documented("README.md"), *(line for page in MORE for line in documented(*page))]:
-        line = line.replace("--tokenizer gpt2 ", "--tokenizer gpt2-vocab.json ")  # without a network
+        # without a network
+        line = line.replace("--tokenizer gpt2 ", "--tokenizer gpt2-vocab.json ")
         words = shlex.split(line)
         if "--preset" in words:  # later flags win over the preset's
             chosen = {k: v for k, v in SMALLER.items() if k != "save-interval" or "--save" in words}
@@ -91,14 +109,23 @@ def test_readme_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
             out = capsys.readouterr().out
         if "generate" in words or "chat" in words:  # a dialogue prints its answer alone
             assert "The" in out or ("chat" in words and out.strip())
-    assert (home / "gpt2-345m" / "report.html").exists() and (home / "output" / "iter_0000006").is_dir()
+    assert (home / "gpt2-345m" / "report.html").exists() and (
+        home / "output" / "iter_0000006"
+    ).is_dir()
     assert (home / "plain" / "compare.html").exists()
-    exec(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)[0], {})
+    exec(
+        re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)[
+            0
+        ],
+        {},
+    )
     assert float(capsys.readouterr().out.split()[-1]) > 0  # bits per byte
 
 
 def test_make_targets_exist() -> None:
     """`make demo` and `make test` themselves run in `make test-long`, in a fresh clone."""
     for target, what in (("demo", "meshwright demo"), ("test", "pytest")):
-        done = subprocess.run(["make", "-n", "-C", ROOT, target], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["make", "-n", "-C", ROOT, target], capture_output=True, text=True, check=True
+        )
         assert what in done.stdout

@@ -36,9 +36,20 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[object
         raise OSError("no network here")
 
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((socket.socket, "connect"), (socket.socket, "connect_ex"), (socket, "getaddrinfo")):
+        for owner, name in (
+            (socket.socket, "connect"),
+            (socket.socket, "connect_ex"),
+            (socket, "getaddrinfo"),
+        ):
             patch.setattr(owner, name, refuse)
-        argv = [*TINY_FLAGS, "--tensorboard", "--train-iters=2", "--eval-iters=0", "--save", str(folder)]
+        argv = [
+            *TINY_FLAGS,
+            "--tensorboard",
+            "--train-iters=2",
+            "--eval-iters=0",
+            "--save",
+            str(folder),
+        ]
         assert main(["train", *argv]) == 0
     return folder, asked
 
@@ -86,7 +97,11 @@ def test_a_cached_index_runs_nothing(tmp_path: Path) -> None:
     for path in paths:
         np.load(path, allow_pickle=False)  # written anew
         assert b"marker" not in path.read_bytes()
-    np.save(tmp_path / "again.npy", np.array([Payload(tmp_path / "marker")], dtype=object), allow_pickle=True)
+    np.save(
+        tmp_path / "again.npy",
+        np.array([Payload(tmp_path / "marker")], dtype=object),
+        allow_pickle=True,
+    )
     np.load(tmp_path / "again.npy", allow_pickle=True)
     assert (tmp_path / "marker").exists()  # the payload works
 
@@ -98,11 +113,20 @@ def test_names_in_archives_are_no_paths(tmp_path: Path) -> None:
     with zipfile.ZipFile(folder / "z.zip", "w") as pack:
         for name in ("../up.txt", "../../far.txt", f"{tmp_path}/absolute.txt"):
             pack.writestr(name, f"the text of {name}")
-    argv = ["--input", f"{folder}/z.zip", "--output-prefix", f"{folder}/out", "--tokenizer-type", "ByteTokenizer"]
+    argv = [
+        "--input",
+        f"{folder}/z.zip",
+        "--output-prefix",
+        f"{folder}/out",
+        "--tokenizer-type",
+        "ByteTokenizer",
+    ]
     before = {path for path in tmp_path.rglob("*")}
     assert main(["preprocess", *argv, "--workers=1"]) == 0
     new = {path for path in tmp_path.rglob("*")} - before
-    assert new and all(str(path.relative_to(folder)).startswith("out_text_document") for path in new)
+    assert new and all(
+        str(path.relative_to(folder)).startswith("out_text_document") for path in new
+    )
     assert len(Indexed(folder / "out_text_document")) == 3
 
 
@@ -110,10 +134,14 @@ def test_names_in_archives_are_no_paths(tmp_path: Path) -> None:
 def test_a_report_loads_nothing(trained: tuple[Path, list[object]]) -> None:
     page = (trained[0] / "report.html").read_text()
     assert "<h1>" in page
-    assert not re.search(r"""(?:src|href|action|data)=["']?(?!data:|#)[^>]*//|@import|url\(""", page)
+    assert not re.search(
+        r"""(?:src|href|action|data)=["']?(?!data:|#)[^>]*//|@import|url\(""", page
+    )
 
 
-@pytest.mark.promise("Checksums are no signatures", "Whoever can write to a folder can replace a checkpoint")
+@pytest.mark.promise(
+    "Checksums are no signatures", "Whoever can write to a folder can replace a checkpoint"
+)
 def test_checksums_are_no_signatures(tmp_path: Path) -> None:
     publish.write_step(tmp_path, 1, {"state.json": lambda write: write(b'{"step": 1}')})
     folder = steps.step_folder(tmp_path, 1)
@@ -127,7 +155,10 @@ def test_checksums_are_no_signatures(tmp_path: Path) -> None:
 
 def test_a_template_may_loop(tmp_path: Path) -> None:
     text = "{% for i in range(300) %}{% for j in range(300) %}x{% endfor %}{% endfor %}"
-    assert len(templates.ChatTemplate(tmp_path / "x", text).render([{"role": "user", "content": "a"}])) == 90_000
+    assert (
+        len(templates.ChatTemplate(tmp_path / "x", text).render([{"role": "user", "content": "a"}]))
+        == 90_000
+    )
 
 
 # Network
@@ -179,7 +210,9 @@ PICKLES = re.compile(
 @pytest.mark.promise("What ranks send one another is tensors and JSON")
 def test_only_readers_of_other_formats_know_pickle() -> None:
     source = ROOT / "src" / "meshwright"
-    known = {source / "checkpoint" / "pickle" / name for name in ("child.py", "pickles.py", "writer.py")}
+    known = {
+        source / "checkpoint" / "pickle" / name for name in ("child.py", "pickles.py", "writer.py")
+    }
     found = {path: PICKLES.findall(path.read_text()) for path in source.rglob("*.py")}
     assert {path for path, uses in found.items() if uses} == known
     # torch.load is what --trust-pickle runs; what we write takes no function of torch.
@@ -187,7 +220,8 @@ def test_only_readers_of_other_formats_know_pickle() -> None:
 
 
 @pytest.mark.promise(
-    "Nothing is sent or downloaded unless you ask for it", "A training run of files that are here opens no connection"
+    "Nothing is sent or downloaded unless you ask for it",
+    "A training run of files that are here opens no connection",
 )
 def test_training_opens_no_connection(trained: tuple[Path, list[object]]) -> None:
     assert not trained[1]
@@ -199,7 +233,10 @@ def test_the_server_speaks_plain_http_and_logs_no_text(capfd: pytest.CaptureFixt
     from serve.sites import site
 
     with site() as running:
-        assert running.complete(prompt="confidential", max_tokens=12)["choices"][0]["text"] == "confidential"
+        assert (
+            running.complete(prompt="confidential", max_tokens=12)["choices"][0]["text"]
+            == "confidential"
+        )
         assert running.error(prompt="confidential", bogus="confidential")[0] == 400
         assert b"HTTP/1.1 200" in running.exchange(
             b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"

@@ -70,7 +70,13 @@ REACHED = {
     "torch.distributed.ProcessGroupGloo._Options._devices": "ranks/gloo",
     **{
         f"{AGENT}.{name}": "launch/agent, members"
-        for name in ("_monitor_workers", "_exit_barrier", "_shutdown", "_assign_worker_ranks", "_stop_workers")
+        for name in (
+            "_monitor_workers",
+            "_exit_barrier",
+            "_shutdown",
+            "_assign_worker_ranks",
+            "_stop_workers",
+        )
     },
 }
 AGENT_FIELDS = ("_pcontext", "_remaining_restarts", "_worker_group")  # set by its __init__
@@ -93,12 +99,18 @@ def used(path: Path) -> Iterator[str]:
                 )
                 yield alias.name
         elif isinstance(node, ast.ImportFrom) and node.module:
-            modules |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            modules |= {
+                alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names
+            }
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
     inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
     for node in nodes:
         parts: list[str] = []
-        top: ast.expr = node if isinstance(node, ast.Attribute) and id(node) not in inner else ast.Constant(None)
+        top: ast.expr = (
+            node
+            if isinstance(node, ast.Attribute) and id(node) not in inner
+            else ast.Constant(None)
+        )
         while isinstance(top, ast.Attribute):
             parts.insert(0, top.attr)
             top = top.value

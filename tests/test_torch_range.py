@@ -15,7 +15,16 @@ from meshwright.apps.doctor import facts as doctor
 
 FIRST, LAST = ("{}.{}".format(*version) for version in doctor.TESTED)
 NEWEST = re.search(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.M)[1]  # type: ignore[index]
-OF_MAKE = ("MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "MFLAGS", "PYTHON", "TORCH", "TORCH_INDEX", "VENV")
+OF_MAKE = (
+    "MAKEFLAGS",
+    "MAKEOVERRIDES",
+    "MAKELEVEL",
+    "MFLAGS",
+    "PYTHON",
+    "TORCH",
+    "TORCH_INDEX",
+    "VENV",
+)
 # Pages that state the range, and how many times; docs/known-issues.md is about older versions.
 PAGES = {
     "README.md": 1,
@@ -39,7 +48,9 @@ def test_the_installation_takes_the_range() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_states_the_range(page: str) -> None:
-    stated = re.findall(r"torch (2\.\d+)\s(?:to|至|到)\s(2\.\d+)", (ROOT / page).read_text(encoding="utf-8"))
+    stated = re.findall(
+        r"torch (2\.\d+)\s(?:to|至|到)\s(2\.\d+)", (ROOT / page).read_text(encoding="utf-8")
+    )
     assert stated == [(FIRST, LAST)] * PAGES[page]
 
 

@@ -17,8 +17,20 @@ from meshwright.base.errors import DONE, SIGINT
 PAGE = ROOT / "docs" / "tutorial.md"
 # Applied to a documented flag where it appears; the other flags stay as documented.
 # The steps are so many that a busy machine stops the training before its last one.
-SIZES = {"num_layers": 2, "seq_length": 32, "log_interval": 1, "eval_interval": 150, "train_iters": 300}
-SIZES |= {"eval_iters": 1, "lr_warmup_iters": 5, "save_interval": 150, "vocab_size": 320, "max_new_tokens": 8}
+SIZES = {
+    "num_layers": 2,
+    "seq_length": 32,
+    "log_interval": 1,
+    "eval_interval": 150,
+    "train_iters": 300,
+}
+SIZES |= {
+    "eval_iters": 1,
+    "lr_warmup_iters": 5,
+    "save_interval": 150,
+    "vocab_size": 320,
+    "max_new_tokens": 8,
+}
 COMMANDS = {
     "train-tokenizer": "320 ids",
     "preprocess": "Processed 30 documents",
@@ -62,11 +74,16 @@ def stop_training(words: list[str], step: int, number: signal.Signals) -> None:
 
 @pytest.mark.whole
 @pytest.mark.timeout(120)
-def test_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tutorial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").mkdir()
     for n in range(30):
-        text = f"Document {n}. The quick brown fox jumps over {n * n} lazy dogs, once upon a time.\n" * 20
+        text = (
+            f"Document {n}. The quick brown fox jumps over {n * n} lazy dogs, once upon a time.\n"
+            * 20
+        )
         (tmp_path / "texts" / f"{n}.txt").write_text(text)
     (tmp_path / "held-out.txt").write_text("A quick brown dog. " * 30)
 

@@ -28,7 +28,12 @@ MOST_FILES, MOST_LINES, MOST_FILES_OF_A_STEP = 8, 452, 37
 MODEL = ("model/", "kernels/")
 LOOKED_UP = ("parallel/layout", "base/device", "config/", "runtime/ranks/pulse")
 ASIDE = {
-    *("State.is_done", "Trainer.reason_to_stop", "Trainer.skip_iterations", "Trainer.validate_and_save"),
+    *(
+        "State.is_done",
+        "Trainer.reason_to_stop",
+        "Trainer.skip_iterations",
+        "Trainer.validate_and_save",
+    ),
     *("Trainer.step_settings", "InFlight.add", "Trainer.settle", "Timers.time"),
     *("profiler.<locals>.before_step", "Replicas.after", "Store.note_time"),
 }
@@ -88,7 +93,9 @@ def by_file(seen: set[CodeType]) -> dict[str, dict[str, int]]:
         outer = code.co_qualname.partition(".<locals>")[0]
         is_inside = code.co_qualname != outer and any(outer == other.co_qualname for other in seen)
         if not is_inside and not code.co_name.startswith("<"):
-            files.setdefault(file_of(code), {})[code.co_qualname] = len(inspect.getsourcelines(code)[0])
+            files.setdefault(file_of(code), {})[code.co_qualname] = len(
+                inspect.getsourcelines(code)[0]
+            )
     return files
 
 

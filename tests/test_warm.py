@@ -23,12 +23,19 @@ raise SystemExit({"text": "a reason", "none": None}.get(sys.argv[1], 7))
 """
 
 
-@pytest.mark.parametrize(("word", "status"), [("number", 7), ("none", 0), ("text", 1), ("kill", -9)])
+@pytest.mark.parametrize(
+    ("word", "status"), [("number", 7), ("none", 0), ("text", 1), ("kill", -9)]
+)
 def test_a_program(word: str, status: int, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     words = [warm.python(), "-u", "script.py", word, "a b"]
     done = subprocess.run(
-        words, input="in", cwd=tmp_path, env=os.environ | {"WORD": "é"}, capture_output=True, text=True
+        words,
+        input="in",
+        cwd=tmp_path,
+        env=os.environ | {"WORD": "é"},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == status
     assert done.stdout == f"{[word, 'a b']} é {tmp_path} in python\n"
@@ -37,8 +44,12 @@ def test_a_program(word: str, status: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL])
 def test_signals_reach_the_fork(number: signal.Signals, tmp_path: Path) -> None:
-    (tmp_path / "wait.py").write_text("import os, signal\nprint(os.getpid(), flush=True)\nsignal.pause()\n")
-    with subprocess.Popen([warm.python(), str(tmp_path / "wait.py")], stdout=subprocess.PIPE, text=True) as program:
+    (tmp_path / "wait.py").write_text(
+        "import os, signal\nprint(os.getpid(), flush=True)\nsignal.pause()\n"
+    )
+    with subprocess.Popen(
+        [warm.python(), str(tmp_path / "wait.py")], stdout=subprocess.PIPE, text=True
+    ) as program:
         assert program.stdout
         fork = int(program.stdout.readline())
         program.send_signal(number)

@@ -63,7 +63,9 @@ if status < 0:
     os.kill(os.getpid(), -status)
 os._exit(status)
 """
-PASSED_ON = [int(n) for n in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)]
+PASSED_ON = [
+    int(n) for n in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+]
 
 
 @functools.cache
@@ -74,13 +76,19 @@ def programs() -> Path:
     address = f"{folder.name}/socket"
     passed_on = [int(signal.SIGINT), *PASSED_ON]
     client = CLIENT.format(
-        python=sys.executable, scripts=list(SCRIPTS), packages=PACKAGES, address=address, signals=passed_on
+        python=sys.executable,
+        scripts=list(SCRIPTS),
+        packages=PACKAGES,
+        address=address,
+        signals=passed_on,
     )
     for name in ("python", "python3", *SCRIPTS):
         Path(folder.name, name).write_text(client)
         Path(folder.name, name).chmod(0o755)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, "meshwright.runtime.launch.agent", "torch.distributed.run"])
+    context.set_forkserver_preload(
+        [*PRELOAD, "meshwright.runtime.launch.agent", "torch.distributed.run"]
+    )
     server = context.Process(target=serve, args=(address,), daemon=True)
     server.start()
     while not os.path.exists(address):
@@ -130,7 +138,8 @@ def serve(address: str) -> None:
                     os.close(file)
             elif key.data in clients:
                 numbers = clients[key.data].recv(64)
-                for number in numbers or [signal.SIGKILL]:  # without its client, a program is killed
+                # without its client, a program is killed
+                for number in numbers or [signal.SIGKILL]:
                     os.kill(key.data, number)
                 if not numbers:
                     selector.unregister(key.fileobj)
@@ -192,7 +201,9 @@ def forget_parent() -> None:
     current.name, current._config, process._parent_process = "MainProcess", {}, None  # type: ignore[attr-defined]
     multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]
     server = forkserver._forkserver  # type: ignore[attr-defined]
-    server._forkserver_pid = server._forkserver_address = server._forkserver_alive_fd = server._inherited_fds = None
+    server._forkserver_pid = server._forkserver_address = server._forkserver_alive_fd = (
+        server._inherited_fds
+    ) = None
 
 
 def run_program(argv: list[str]) -> int:

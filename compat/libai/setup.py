@@ -5,4 +5,9 @@ from pathlib import Path
 from setuptools import setup
 
 clone = Path(__file__).resolve().parents[2].as_uri()
-setup(name="libai-by-meshwright", version="0.0", py_modules=[], install_requires=[f"meshwright @ {clone}"])
+setup(
+    name="libai-by-meshwright",
+    version="0.0",
+    py_modules=[],
+    install_requires=[f"meshwright @ {clone}"],
+)

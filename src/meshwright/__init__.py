@@ -50,7 +50,9 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("meshwright.apps"):
             raise
-        raise AttributeError(f"meshwright.{name} is of apps/, which this installation lacks in part") from None
+        raise AttributeError(
+            f"meshwright.{name} is of apps/, which this installation lacks in part"
+        ) from None
 
 
 def __dir__() -> list[str]:

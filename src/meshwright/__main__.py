@@ -13,7 +13,16 @@ from pathlib import Path
 
 from meshwright.base import registry
 from meshwright.base.console import fit
-from meshwright.base.errors import BAD_DATA, DONE, IO, SIGINT, UNAVAILABLE, USAGE, UnfitFile, UserError
+from meshwright.base.errors import (
+    BAD_DATA,
+    DONE,
+    IO,
+    SIGINT,
+    UNAVAILABLE,
+    USAGE,
+    UnfitFile,
+    UserError,
+)
 from meshwright.base.host import MORE_MEMORY, describe_lack
 from meshwright.base.storage.addresses import shown
 from meshwright.runtime.ranks.orphans import die_with_launcher
@@ -68,11 +77,18 @@ PRINTS = {"-h", "--help", "--help-all", "--print-config", "--dry-run"}
 
 # What to do about common errors of the system.
 ADVICE = {errno.ENOSPC: "; free space there, or choose another folder"}
-ADVICE |= {errno.EDQUOT: ADVICE[errno.ENOSPC], errno.EROFS: "; choose a folder that can be written to"}
-ADVICE |= dict.fromkeys((errno.EACCES, errno.EPERM), "; choose another folder, or change its permissions")
+ADVICE |= {
+    errno.EDQUOT: ADVICE[errno.ENOSPC],
+    errno.EROFS: "; choose a folder that can be written to",
+}
+ADVICE |= dict.fromkeys(
+    (errno.EACCES, errno.EPERM), "; choose another folder, or change its permissions"
+)
 
 # The import names of the packages that every installation has.
-PACKAGES = set("torch numpy safetensors tokenizers tiktoken orjson rich yaml matplotlib jinja2".split())
+PACKAGES = set(
+    "torch numpy safetensors tokenizers tiktoken orjson rich yaml matplotlib jinja2".split()
+)
 
 
 def main(argv: list[str] | None = None, spellings: Mapping[str, str] | None = None) -> int:
@@ -101,21 +117,30 @@ def main(argv: list[str] | None = None, spellings: Mapping[str, str] | None = No
     except KeyboardInterrupt:
         _print_error("interrupted")
         return SIGINT
-    except ModuleNotFoundError as e:  # a clone runs without an install, but not without the packages
+    # a clone runs without an install, but not without the packages
+    except ModuleNotFoundError as e:
         if e.name not in PACKAGES:
             raise
         clone = Path(__file__).parents[2]
         what = clone if (clone / "pyproject.toml").exists() else "--force-reinstall meshwright"
-        _print_error(f"meshwright {name}: error: {sys.executable} has no package {e.name}; pip install {what}")
+        _print_error(
+            f"meshwright {name}: error: {sys.executable} has no package {e.name}; pip install {what}"
+        )
         return UNAVAILABLE
     except BrokenPipeError:  # the reader of our output, such as head, is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        writes = any(word.startswith(("--genfile", "--sample-input-file", "--output")) for word in argv)
-        only_prints = {name, " ".join(argv[:2])} & READ_ONLY or {word.partition("=")[0] for word in argv} & PRINTS
+        writes = any(
+            word.startswith(("--genfile", "--sample-input-file", "--output")) for word in argv
+        )
+        only_prints = {name, " ".join(argv[:2])} & READ_ONLY or {
+            word.partition("=")[0] for word in argv
+        } & PRINTS
         return DONE if only_prints or (name in ("generate", "chat") and not writes) else IO
     except Exception as e:
         if (lack := describe_lack(e)) is not None:
-            _print_error(f"meshwright {name}: error: out of memory on this machine: {lack}; {MORE_MEMORY}")
+            _print_error(
+                f"meshwright {name}: error: out of memory on this machine: {lack}; {MORE_MEMORY}"
+            )
             return USAGE
         if not isinstance(e, OSError):
             raise
@@ -144,11 +169,14 @@ def _run(name: str, argv: list[str]) -> int:
         hint = near or "; `meshwright help` lists the commands"
         print(f"meshwright: no command {name!r}{hint}", file=sys.stderr)
         return USAGE
-    with contextlib.suppress(ImportError, ValueError, OSError):  # a blend of hundreds of files has thousands of maps
+    # a blend of hundreds of files has thousands of maps
+    with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1 << 20) if hard > 0 else 1 << 20, hard))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (min(hard, 1 << 20) if hard > 0 else 1 << 20, hard)
+        )
     # Idle threads sleep soon: spinning, GNU OpenMP's default, halves the speed of a busy machine.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     return command(argv) or DONE
@@ -188,7 +216,9 @@ def commands() -> dict[str, str]:
     """Return what each command of this installation does; other packages' come last."""
     places = registry.entries("commands")
     ours = {name: about for name, about in COMMANDS.items() if name in places or name == "help"}
-    return ours | {name: _about(name, place) for name, place in places.items() if name not in COMMANDS}
+    return ours | {
+        name: _about(name, place) for name, place in places.items() if name not in COMMANDS
+    }
 
 
 def _about(name: str, place: str) -> str:
@@ -200,21 +230,30 @@ def _about(name: str, place: str) -> str:
 def usage() -> str:
     """Return the commands in the order of the work, a line each, for 80 columns and 24 rows."""
     known = commands()
-    listed = {heading: [n for n in names.split() if n in known] for heading, names in GROUPS.items()}
+    listed = {
+        heading: [n for n in names.split() if n in known] for heading, names in GROUPS.items()
+    }
     listed["More"] = [name for name in known if name not in " ".join(GROUPS.values()).split()]
     lines = ["usage: meshwright COMMAND [flags]; flags and examples: meshwright help COMMAND"]
     for heading, names in listed.items():
         shared = {k: v for k, v in SHARED.items() if {*k.split(", ")} <= {*names}}
         merged = ", ".join(shared).split(", ")
         rows = {name: known[name] for name in names if name not in merged} | shared
-        lines += [f"{heading * (n == 0):<6} {name:<16} {text}" for n, (name, text) in enumerate(rows.items())]
+        lines += [
+            f"{heading * (n == 0):<6} {name:<16} {text}"
+            for n, (name, text) in enumerate(rows.items())
+        ]
     return "\n".join(lines)
 
 
 def version(with_torch: bool = False) -> str:
     from meshwright.base.version import installed_version, our_version
 
-    more = f", torch {installed_version('torch')}, Python {sys.version.split()[0]}" if with_torch else ""
+    more = (
+        f", torch {installed_version('torch')}, Python {sys.version.split()[0]}"
+        if with_torch
+        else ""
+    )
     return f"meshwright {our_version()}{more}"
 
 

@@ -80,12 +80,22 @@ def train(
     from meshwright.training.run import Caller, run
 
     if handle_signals and threading.current_thread() is not threading.main_thread():
-        raise UserError("handle_signals=True works in the main thread only; leave it out in this one")
-    given = config if isinstance(config, TrainConfig) else shlex.split(config) if isinstance(config, str) else [*config]
+        raise UserError(
+            "handle_signals=True works in the main thread only; leave it out in this one"
+        )
+    given = (
+        config
+        if isinstance(config, TrainConfig)
+        else shlex.split(config)
+        if isinstance(config, str)
+        else [*config]
+    )
     with console.quiet(quiet):
         config, idle, words = _complete(given, settings, has_data=datasets is not None)
         if launch_flags_of(config.parallel) is not None:
-            raise UserError("train() runs in this process; start several ranks with `meshwright launch` or torchrun")
+            raise UserError(
+                "train() runs in this process; start several ranks with `meshwright launch` or torchrun"
+            )
         with in_words(words):
             status = run(config, Caller(model, loss, datasets, handle_signals), idle=idle)
     folder = config.checkpoint.run_dir or config.checkpoint.save
@@ -100,11 +110,17 @@ def _complete(
 
     if isinstance(config, TrainConfig):
         if settings:
-            raise UserError(f"settings {', '.join(settings)} were given beside a TrainConfig; put them into it")
+            raise UserError(
+                f"settings {', '.join(settings)} were given beside a TrainConfig; put them into it"
+            )
         return config, {}, KEYWORDS
     if only_prints := {"-h", "--help", "--print-config", "--dry-run"}.intersection(config):
-        raise UserError(f"{', '.join(sorted(only_prints))} belongs to the command line, not to train()")
-    parsed = flags.parse_settings(TrainConfig, config, "meshwright.train", values=settings, check=not has_data)
+        raise UserError(
+            f"{', '.join(sorted(only_prints))} belongs to the command line, not to train()"
+        )
+    parsed = flags.parse_settings(
+        TrainConfig, config, "meshwright.train", values=settings, check=not has_data
+    )
     with in_words(parsed.words):
         completed = complete_settings(parsed)
     note_export(parsed, completed)
@@ -114,7 +130,11 @@ def _complete(
 
 @in_words(KEYWORDS)
 def load(
-    path: str | os.PathLike[str], *, device: str | None = None, dtype: DType = "float32", **settings: Any
+    path: str | os.PathLike[str],
+    *,
+    device: str | None = None,
+    dtype: DType = "float32",
+    **settings: Any,
 ) -> LanguageModel:
     """Load the newest complete step of a checkpoint folder, or the step folder that `path` names.
 
@@ -134,7 +154,9 @@ def load(
     values = {**settings, "load": os.fspath(path)}
     parsed = flags.parse_settings(GenerateConfig, [], "meshwright.load", values=values, check=False)
     if idle := settings.keys() - DESCRIBING - {"device"}:
-        raise UserError(f"load() does not use {', '.join(sorted(idle))}; leave it out (precision is dtype=)")
+        raise UserError(
+            f"load() does not use {', '.join(sorted(idle))}; leave it out (precision is dtype=)"
+        )
     c = parsed.config
     require(check_values.unusable(c))
     where = devices.open_device(c.parallel.device)
@@ -145,9 +167,13 @@ def load(
 
 
 @overload
-def generate(model: LanguageModel | str | os.PathLike[str], prompt: str = "", **options: Any) -> str: ...
+def generate(
+    model: LanguageModel | str | os.PathLike[str], prompt: str = "", **options: Any
+) -> str: ...
 @overload
-def generate(model: LanguageModel | str | os.PathLike[str], prompt: list[str], **options: Any) -> list[str]: ...
+def generate(
+    model: LanguageModel | str | os.PathLike[str], prompt: list[str], **options: Any
+) -> list[str]: ...
 @in_words(KEYWORDS)
 def generate(
     model: LanguageModel | str | os.PathLike[str], prompt: str | list[str] = "", **options: Any
@@ -175,7 +201,9 @@ def evaluate(
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("meshwright.apps"):
             raise
-        raise UserError(f"evaluate() has nothing to score with: {registry.LACKING}", UNAVAILABLE) from None
+        raise UserError(
+            f"evaluate() has nothing to score with: {registry.LACKING}", UNAVAILABLE
+        ) from None
     if isinstance(texts, str):
         raise UserError("texts is one string; give a list of documents")
     m = load(model) if isinstance(model, str | os.PathLike) else model
@@ -184,5 +212,7 @@ def evaluate(
         raise bad_data("there is no text to score")
     advance = m.seq_length // 2 or 1 if stride is None else stride
     if not 0 < advance <= m.seq_length or batch_size < 1:
-        raise UserError(f"stride {advance} must be 1 to {m.seq_length} and batch_size {batch_size} above 0")
+        raise UserError(
+            f"stride {advance} must be 1 to {m.seq_length} and batch_size {batch_size} above 0"
+        )
     return score_texts(m.scorer, m.tokenizer, documents, m.seq_length, advance, batch_size)

@@ -29,7 +29,9 @@ def test_lines_break_at_words(monkeypatch):
     open_terminal(monkeypatch)
     for line in (LONG, f"  {LONG}", f"  perplexity       {LONG}"):
         broken = console.fit(line).split("\n")
-        assert max(map(len, broken)) <= 80 and " ".join(" ".join(broken).split()) == " ".join(line.split())
+        assert max(map(len, broken)) <= 80 and " ".join(" ".join(broken).split()) == " ".join(
+            line.split()
+        )
     assert broken[1][:19].isspace()  # below the value
     assert console.fit(LONG, io.StringIO()) == LONG and console.fit("short") == "short"
 

@@ -44,7 +44,11 @@ def find_kinds(path):
     prose = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
     for node in ast.walk(tree):
         words = [getattr(node, name, None) for name in ("id", "attr", "arg", "name", "module")]
-        if isinstance(node, ast.Constant) and id(node) not in prose and " " not in str(node.value).strip():
+        if (
+            isinstance(node, ast.Constant)
+            and id(node) not in prose
+            and " " not in str(node.value).strip()
+        ):
             words.append(node.value)
         for word in words:
             if (
@@ -60,7 +64,12 @@ def test_one_file_names_the_kinds_of_accelerator():
     """Others hold what CUDA alone has: graphs (whose name and flag are allowed everywhere), waits
     of streams, and kernels that start before the ones before them end. Old pickles name its module.
     """
-    others = "runtime/cuda_graphs.py", "parallel/barrier.py", "kernels/triton/decode.py", "checkpoint/pickle/child.py"
+    others = (
+        "runtime/cuda_graphs.py",
+        "parallel/barrier.py",
+        "kernels/triton/decode.py",
+        "checkpoint/pickle/child.py",
+    )
     those = [SOURCE / name for name in ("base/device.py", *others)]
     found = [x for path in SOURCE.rglob("*.py") if path not in those for x in find_kinds(path)]
     assert not found, "\n".join(found)
@@ -96,10 +105,14 @@ def machine(monkeypatch):
 
     def arrange(kind, count):
         there = torch.device(kind) if kind else None
-        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: there)
+        monkeypatch.setattr(
+            torch.accelerator, "current_accelerator", lambda check_available=False: there
+        )
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: there is not None)
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
-        monkeypatch.setattr(torch.accelerator, "set_device_index", lambda d: used.append((d, threading.get_ident())))
+        monkeypatch.setattr(
+            torch.accelerator, "set_device_index", lambda d: used.append((d, threading.get_ident()))
+        )
         return used
 
     return arrange
@@ -107,7 +120,12 @@ def machine(monkeypatch):
 
 def test_without_an_accelerator(machine):
     machine(None, 0)
-    assert devices.open_device("auto") == devices.open_device("cpu", 3) == devices.open_device("cpu:0") == CPU
+    assert (
+        devices.open_device("auto")
+        == devices.open_device("cpu", 3)
+        == devices.open_device("cpu:0")
+        == CPU
+    )
     assert devices.count_accelerators() == 0
     for wanted, words in (
         ("cuda", "device cuda: torch sees no GPU (nvidia-smi shows"),
@@ -130,11 +148,17 @@ def test_each_process_takes_its_own(machine, kind):
         == devices.open_device(f"{kind}:3")
         == torch.device(kind, 3)
     )
-    with pytest.raises(UserError, match=f"device {kind}:3 names one device, but this is process 1 of several"):
+    with pytest.raises(
+        UserError, match=f"device {kind}:3 names one device, but this is process 1 of several"
+    ):
         devices.open_device(f"{kind}:3", 1)
     assert [d for d, _ in used] == [torch.device(kind, 3)] * 3
     assert devices.open_device(kind) == torch.device(kind, 0)
-    assert devices.open_device("cpu", 3) == CPU and len(used) == 4 and devices.count_accelerators() == 4
+    assert (
+        devices.open_device("cpu", 3) == CPU
+        and len(used) == 4
+        and devices.count_accelerators() == 4
+    )
 
 
 def test_triton_may_fuse_products_and_sums(machine, monkeypatch):
@@ -152,10 +176,13 @@ def test_triton_may_fuse_products_and_sums(machine, monkeypatch):
 def test_too_many_processes_and_another_kind(machine):
     machine("cuda", 2)
     with pytest.raises(
-        UserError, match=r"process 2 .* wants cuda:2, but torch sees 2 .* CUDA_VISIBLE_DEVICES hides some"
+        UserError,
+        match=r"process 2 .* wants cuda:2, but torch sees 2 .* CUDA_VISIBLE_DEVICES hides some",
     ):
         devices.open_device("auto", 2)
-    with pytest.raises(UserError, match=r"process 0 .* wants cuda:7, but torch sees 2 .*--nproc-per-node 2"):
+    with pytest.raises(
+        UserError, match=r"process 0 .* wants cuda:7, but torch sees 2 .*--nproc-per-node 2"
+    ):
         devices.open_device("cuda:7")
     with pytest.raises(UserError, match=r"device xpu: torch sees cuda devices"):
         devices.open_device("xpu")
@@ -174,7 +201,10 @@ def test_a_dry_run_says_that_this_machine_cannot_run_it(machine, monkeypatch, ca
 
     machine(None, 0)
     plan, missing, _ = last_lines("--device=cuda")
-    assert missing.startswith("this machine cannot run it: device cuda: torch sees no GPU") and "CPU" not in plan
+    assert (
+        missing.startswith("this machine cannot run it: device cuda: torch sees no GPU")
+        and "CPU" not in plan
+    )
     assert "cannot run" not in "".join(last_lines("--device=cpu", "--world-size=8"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(devices, "ask_nvidia_smi", lambda *words: "0\n1\n")
@@ -184,8 +214,15 @@ def test_a_dry_run_says_that_this_machine_cannot_run_it(machine, monkeypatch, ca
     used = machine("cuda", 2)
     assert last_lines("--device=cuda", "--world-size=8")[1] == few and not used
     assert "wants cuda:7, but torch sees 2" in last_lines("--device=cuda:7")[1]
-    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "first"}
-    for name, value in (launched | {"MASTER_PORT": "29500"}).items():  # two ranks on each of four machines
+    launched = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "first",
+    }
+    # two ranks on each of four machines
+    for name, value in (launched | {"MASTER_PORT": "29500"}).items():
         monkeypatch.setenv(name, value)
     assert "cannot run" not in "".join(last_lines("--device=auto"))
 
@@ -193,7 +230,9 @@ def test_a_dry_run_says_that_this_machine_cannot_run_it(machine, monkeypatch, ca
 def test_apples_gpu_is_not_used(machine):
     machine("mps", 1)
     assert (
-        devices.open_device("auto") == CPU and devices.count_accelerators() == 0 and devices.list_accelerators() == []
+        devices.open_device("auto") == CPU
+        and devices.count_accelerators() == 0
+        and devices.list_accelerators() == []
     )
     assert devices.unfit_accelerator() == "Apple's GPU"
     with pytest.raises(UserError, match="device mps: .* give cpu"):
@@ -252,7 +291,10 @@ def with_torch_npu(folder, package, program):
     (folder / "torch_npu.py").write_text(package)
     path = os.pathsep.join([str(folder), str(SOURCE.parent)])
     done = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
     )
     return done.returncode, done.stderr
 
@@ -264,13 +306,15 @@ def test_ascend_through_torch_npu(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "error", ["ImportError('libascend_hal.so: no such file')", "RuntimeError('two accelerators\\nmore')"]
+    "error",
+    ["ImportError('libascend_hal.so: no such file')", "RuntimeError('two accelerators\\nmore')"],
 )
 def test_a_torch_npu_that_does_not_load(monkeypatch, tmp_path, error):
     (tmp_path / "torch_npu.py").write_text(f"raise {error}")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(
-        UserError, match=r"^device npu: torch_npu does not load: (libascend_hal.so: no such file|two acc\w+)$"
+        UserError,
+        match=r"^device npu: torch_npu does not load: (libascend_hal.so: no such file|two acc\w+)$",
     ):
         devices.open_device("npu")
     assert "torch_npu" not in sys.modules
@@ -331,7 +375,10 @@ def test_container_memory_excludes_cached_files(tmp_path, monkeypatch, files):
     stat.write_text("anon 5\ninactive_file 300\nactive_file 200\n")
     used.write_text("1500\n")
     limit.write_text("4000\n")
-    assert devices.total_memory(CPU) == 4000 and devices.free_memory(CPU) == host.free_host_memory() == 3000
+    assert (
+        devices.total_memory(CPU) == 4000
+        and devices.free_memory(CPU) == host.free_host_memory() == 3000
+    )
     limit.write_text(f"{physical * 2}\n")
     assert devices.total_memory(CPU) == physical and devices.free_memory(CPU) <= physical
     limit.write_text("max\n")
@@ -348,7 +395,9 @@ def test_free_memory_without_proc_is_half_of_all(monkeypatch):
 
 
 def test_kernels_and_profiles_by_kind():
-    assert devices.has_kernels(torch.device("cuda", 1)) and not devices.has_kernels(torch.device("xpu"))
+    assert devices.has_kernels(torch.device("cuda", 1)) and not devices.has_kernels(
+        torch.device("xpu")
+    )
     kinds = torch.profiler.ProfilerActivity
     assert devices.profiler_activities(torch.device("cuda")) == [kinds.CPU, kinds.CUDA]
     assert devices.profiler_activities(torch.device("xpu")) == [kinds.CPU, kinds.XPU]
@@ -356,7 +405,9 @@ def test_kernels_and_profiles_by_kind():
 
 def test_out_of_memory_in_every_wording():
     assert devices.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert devices.is_out_of_memory(RuntimeError("NPU out of memory. Tried to allocate 52.00 MiB (NPU 0; 60.96 GiB"))
+    assert devices.is_out_of_memory(
+        RuntimeError("NPU out of memory. Tried to allocate 52.00 MiB (NPU 0; 60.96 GiB")
+    )
     assert not devices.is_out_of_memory(RuntimeError("a defect"))
 
 
@@ -375,7 +426,12 @@ def test_the_reading_thread_works_on_the_same_device(machine, monkeypatch):
 
     used = machine("cuda", 4)
     monkeypatch.setattr("meshwright.data.loader.Batch.pin", lambda batch: batch)
-    batches = iter(Loader(Numbers(), LoaderSpec(2, lambda consumed: 2, 9, workers=2, device=torch.device("cuda", 3))))
+    batches = iter(
+        Loader(
+            Numbers(),
+            LoaderSpec(2, lambda consumed: 2, 9, workers=2, device=torch.device("cuda", 3)),
+        )
+    )
     next(batches)
     batches.close()
     (device, thread), *others = used
@@ -390,13 +446,15 @@ def test_the_log_shows_an_accelerators_memory(monkeypatch, capsys):
     names += ("reserved_bytes.all.current", "reserved_bytes.all.peak")
     counts = dict(zip(names, (1, 3, 4, 5), strict=True))
     monkeypatch.setattr(devices, "peak_memory", lambda device: 3 << 30)
-    monkeypatch.setattr(devices, "memory_stats", lambda device: {name: n << 20 for name, n in counts.items()})
-    assert main(["train", *TINY_FLAGS, "--log-interval=1", "--train-iters=2", "--eval-iters=0"]) == 0
+    monkeypatch.setattr(
+        devices, "memory_stats", lambda device: {name: n << 20 for name, n in counts.items()}
+    )
+    assert (
+        main(["train", *TINY_FLAGS, "--log-interval=1", "--train-iters=2", "--eval-iters=0"]) == 0
+    )
     out = capsys.readouterr().out
     assert out.count("| memory (GiB): 3.00 |") == 2
-    line = (
-        "(after 1 iterations) memory (MB) | allocated: 1.0 | max allocated: 3.0 | reserved: 4.0 | max reserved: 5.0\n"
-    )
+    line = "(after 1 iterations) memory (MB) | allocated: 1.0 | max allocated: 3.0 | reserved: 4.0 | max reserved: 5.0\n"
     assert out.count("[Rank 0]") == out.count(f"[Rank 0] {line}") == 1
 
 
@@ -410,7 +468,10 @@ def test_the_log_shows_an_accelerators_memory(monkeypatch, capsys):
         (RuntimeError("can't start new thread"), "can't start new thread"),
         (RuntimeError("std::bad_alloc"), "std::bad_alloc"),
         (RuntimeError("Resource temporarily unavailable"), "Resource temporarily unavailable"),
-        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "libtorch_cpu.so: failed to map"),
+        (
+            ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+            "libtorch_cpu.so: failed to map",
+        ),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "[Errno 12] Cannot allocate memory"),
         (ValueError("a program's mistake"), None),
         (ImportError("cannot import name 'x'"), None),
@@ -419,7 +480,10 @@ def test_the_log_shows_an_accelerators_memory(monkeypatch, capsys):
 )
 @pytest.mark.fault("F19")
 def test_the_host_refuses_memory(
-    error: Exception, words: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception,
+    words: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Any command ends with one sentence and status 2, also if a later error hides the first."""
     monkeypatch.setattr(host, "address_limit", lambda: 1_000_000_000)
@@ -429,7 +493,11 @@ def test_the_host_refuses_memory(
     later.__context__ = error
     for met in (error, later):
         found = host.describe_lack(met)
-        assert found is None if words is None else found is not None and found.startswith(words) and limit in found
+        assert (
+            found is None
+            if words is None
+            else found is not None and found.startswith(words) and limit in found
+        )
     if isinstance(error, ImportError):  # part of a module is missing, and memory is used up
         monkeypatch.setattr(host, "peak_address_space", lambda: 950_000_000)
         assert limit in (host.describe_lack(error) or "")
@@ -446,13 +514,17 @@ def test_the_host_refuses_memory(
 
 def test_a_limit_below_what_torch_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host.resource, "getrlimit", lambda which: (700_000_000, -1))
-    with pytest.raises(UserError, match=r"700,000,000 bytes of address space .* torch needs 800,000,000") as caught:
+    with pytest.raises(
+        UserError, match=r"700,000,000 bytes of address space .* torch needs 800,000,000"
+    ) as caught:
         devices.open_device("cpu")
     assert caught.value.status == USAGE
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kilobytes", [300_000, 700_000, 800_000, 850_000, 900_000, 1_000_000, 1_200_000])
+@pytest.mark.parametrize(
+    "kilobytes", [300_000, 700_000, 800_000, 850_000, 900_000, 1_000_000, 1_200_000]
+)
 @pytest.mark.parametrize("words", ["train", "launch --nproc-per-node 2 train"])
 @pytest.mark.fault("F19")
 def test_limits_on_address_space(kilobytes: int, words: str) -> None:
@@ -462,9 +534,13 @@ def test_limits_on_address_space(kilobytes: int, words: str) -> None:
     status 2, in 1 s; up to 1,300 MB status 2 after 4 to 30 s or, for one rank, 0 or OpenBLAS's own
     sentence with its status 1; from 1,500 MB to 4,000 MB status 0 for one and two ranks.
     """
-    script = f"ulimit -v {kilobytes}; exec {sys.executable} -m meshwright {words} {' '.join(TINY_FLAGS)}"
+    script = (
+        f"ulimit -v {kilobytes}; exec {sys.executable} -m meshwright {words} {' '.join(TINY_FLAGS)}"
+    )
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=100, env=environ)
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, timeout=100, env=environ
+    )
     is_blas = "OpenBLAS error" in done.stderr
     assert done.returncode in (0, USAGE) or is_blas, done.stderr
     assert "Traceback" not in done.stderr

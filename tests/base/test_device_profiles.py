@@ -21,7 +21,10 @@ def test_every_file_is_a_profile_with_sources(name):
     profile = load_profile(name)
     assert profile.sources and profile.memory_bytes > 4 << 30 and profile.bandwidth > 1e9
     assert all(0 < share <= 1 for share in profile.reached.values())
-    assert profile.links.gpus_per_node >= 1 and profile.links.within.bandwidth >= profile.links.between.bandwidth
+    assert (
+        profile.links.gpus_per_node >= 1
+        and profile.links.within.bandwidth >= profile.links.between.bandwidth
+    )
     assert profile.kind != "cuda" or profile.flops("float16") < profile.peaks["float16"]
 
 
@@ -30,7 +33,9 @@ def test_one_time_of_a_launch_scales_the_others():
     twice = launch_times({"launch": 2 * SECONDS["launch"], "launch_node": 1e-5})
     assert twice["launch_node"] == 1e-5 and twice["launch_view"] == 2 * SECONDS["launch_view"]
     assert twice["prepare"] == 2 * SECONDS["prepare"] and twice["step"] == SECONDS["step"]
-    layer = sum(n * SECONDS[LAUNCHES[kind]] for way in LAYER_LAUNCHES["fused"] for kind, n in way.items())
+    layer = sum(
+        n * SECONDS[LAUNCHES[kind]] for way in LAYER_LAUNCHES["fused"] for kind, n in way.items()
+    )
     assert layer == pytest.approx(28 * SECONDS["launch"], rel=0.05)
 
 
@@ -77,16 +82,24 @@ def test_other_devices_have_no_profile(title):
         ("t4", 16, 320, 65.0),
     ],
 )
-def test_the_cards_of_workstations_have_the_figures_of_their_sheets(name, gib, gigabytes_per_second, half):
+def test_the_cards_of_workstations_have_the_figures_of_their_sheets(
+    name, gib, gigabytes_per_second, half
+):
     """Dense, not with the sparsity that doubles them; torch gives less memory than they say."""
     profile = load_profile(name)
-    assert 0.9 * gib < profile.memory_bytes / 2**30 < gib and profile.bandwidth == gigabytes_per_second * 1e9
+    assert (
+        0.9 * gib < profile.memory_bytes / 2**30 < gib
+        and profile.bandwidth == gigabytes_per_second * 1e9
+    )
     assert profile.peaks["float16"] == half * 1e12 and not profile.measured
     assert ("bfloat16" in profile.peaks) == (name != "t4")
 
 
 def test_mistakes_in_names_and_files_are_answered(tmp_path):
-    with pytest.raises(UserError, match="no profile of a device, and no file of .*, is named h20; did you mean h200"):
+    with pytest.raises(
+        UserError,
+        match="no profile of a device, and no file of .*, is named h20; did you mean h200",
+    ):
         load_profile("h20")
     with pytest.raises(UserError, match="cannot be read: No such file"):
         load_profile(str(tmp_path / "none.toml"))

@@ -51,14 +51,19 @@ def elsewhere(tmp_path: Path) -> Path:
 
 def is_untouched(elsewhere: Path) -> bool:
     inner = elsewhere / "folder"
-    names = sorted(path.name for path in elsewhere.iterdir()), [path.name for path in inner.iterdir()]
+    names = (
+        sorted(path.name for path in elsewhere.iterdir()),
+        [path.name for path in inner.iterdir()],
+    )
     texts = {path.read_text() for path in (elsewhere / "secret", inner / "log.txt")}
     return names == (["folder", "secret"], ["log.txt"]) and texts == {SECRET}
 
 
 @pytest.mark.promise("writes through no link")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_of_ours_is_not_written_through_a_link(tmp_path: Path, elsewhere: Path, kind: str) -> None:
+def test_a_file_of_ours_is_not_written_through_a_link(
+    tmp_path: Path, elsewhere: Path, kind: str
+) -> None:
     path = tmp_path / "run" / "latest_checkpointed_iteration.txt"
     plant(kind, path, elsewhere)
     ways = [
@@ -71,10 +76,14 @@ def test_a_file_of_ours_is_not_written_through_a_link(tmp_path: Path, elsewhere:
     ]
     what = "not a regular file" if kind == "pipe" else "a link, which is not followed"
     for way in ways:
-        with pytest.raises(UnfitFile, match=f"{what}, so nothing is written there; put the file") as refused:
+        with pytest.raises(
+            UnfitFile, match=f"{what}, so nothing is written there; put the file"
+        ) as refused:
             way()
         assert refused.value.filename == str(path)
-    assert is_untouched(elsewhere) and [found.name for found in path.parent.iterdir()] == [path.name]
+    assert is_untouched(elsewhere) and [found.name for found in path.parent.iterdir()] == [
+        path.name
+    ]
 
 
 @pytest.mark.promise("A path that you type may be a link")
@@ -110,8 +119,18 @@ def test_two_threads_that_write_one_file_do_not_share_its_temporary_one(tmp_path
 
 
 def write_run(folder: Path) -> None:
-    start = {"event": "start", "attempt": 1, "iteration": 0, "time": 1.0, "version": "1", "command": [], "world": 1}
-    step = dict.fromkeys("consumed_samples loss grad_norm lr ms tokens_per_second skipped time".split(), 1.0)
+    start = {
+        "event": "start",
+        "attempt": 1,
+        "iteration": 0,
+        "time": 1.0,
+        "version": "1",
+        "command": [],
+        "world": 1,
+    }
+    step = dict.fromkeys(
+        "consumed_samples loss grad_norm lr ms tokens_per_second skipped time".split(), 1.0
+    )
     folder.mkdir(exist_ok=True)
     (folder / "metrics.jsonl").write_text(
         f"{json.dumps(start)}\n{json.dumps({'event': 'step', 'iteration': 1} | step)}\n"
@@ -120,7 +139,11 @@ def write_run(folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_report_is_not_written_through_a_link(
-    tmp_path: Path, elsewhere: Path, kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    elsewhere: Path,
+    kind: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for module in ("page", "compare"):  # drawing is slow
         monkeypatch.setattr(f"meshwright.apps.report.{module}.page", lambda *_: "<!doctype html>")
@@ -144,7 +167,11 @@ def test_a_report_is_not_written_through_a_link(
         page.unlink()
 
 
-TRAIN = [word for word in TINY_FLAGS if not word.startswith(("--vocab", "--no-tensorboard", "--train-iters"))]
+TRAIN = [
+    word
+    for word in TINY_FLAGS
+    if not word.startswith(("--vocab", "--no-tensorboard", "--train-iters"))
+]
 TRAIN += ["--tokenizer=byte", "--tensorboard", "--keep-best", "--train-iters=3"]
 
 
@@ -162,14 +189,20 @@ NAMES = {
     "metrics.jsonl": (BAD_DATA, "metrics.jsonl: a link out of"),
     ".lock": (IO, f"cannot lock {{run}}/.lock: {LINK}\n"),
     "latest_checkpointed_iteration.txt": (IO, f"latest_checkpointed_iteration.txt: {LINK}\n"),
-    "best_checkpointed_iteration.txt": (IO, "best_checkpointed_iteration.txt: a link, which is not followed"),
+    "best_checkpointed_iteration.txt": (
+        IO,
+        "best_checkpointed_iteration.txt: a link, which is not followed",
+    ),
     "tokenizer": (BAD_DATA, "tokenizer: a link, which is not followed"),
     "tokenizer/meta.json": (BAD_DATA, "tokenizer/meta.json cannot be read: a link out of"),
     "tensorboard": (BAD_DATA, "tensorboard: a link, which is not followed"),
     "tensorboard/samples": (BAD_DATA, "tensorboard/samples: a link, which is not followed"),
     "iter_0000003.tmp": (DONE, ""),
     "iter_0000003": (DONE, ""),
-    "log.txt": (DONE, "log.txt: a link, which is not followed, so nothing is written there; put the file"),
+    "log.txt": (
+        DONE,
+        "log.txt: a link, which is not followed, so nothing is written there; put the file",
+    ),
 }
 
 
@@ -180,7 +213,9 @@ def test_a_training_writes_through_no_link_in_its_folder(
     run = tmp_path / "run"
     shutil.copytree(trained, run)
     plant(
-        "folder" if name.startswith(("iter", "tensorboard", "tokenizer")) and "." not in name else "link",
+        "folder"
+        if name.startswith(("iter", "tensorboard", "tokenizer")) and "." not in name
+        else "link",
         run / name,
         elsewhere,
     )
@@ -199,7 +234,10 @@ def test_a_training_waits_for_no_pipe_in_its_folder(
     shutil.copytree(trained, run)
     plant("pipe", run / "log.txt", elsewhere)
     assert main(["train", *TRAIN, f"--save={run}", f"--load={run}"]) == 0
-    assert "log.txt: not a regular file, so nothing is written there; put the file" in capsys.readouterr().err
+    assert (
+        "log.txt: not a regular file, so nothing is written there; put the file"
+        in capsys.readouterr().err
+    )
 
 
 # Every place that writes
@@ -239,11 +277,21 @@ def writing_calls(source: str) -> list[ast.Call]:
     found = []
     for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
         is_method = isinstance(call.func, ast.Attribute)
-        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        name = (
+            call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        )
         inner = [part for argument in (*call.args, *call.keywords) for part in ast.walk(argument)]
-        modes = {part.value for part in inner if isinstance(part, ast.Constant) and isinstance(part.value, str)}
-        opens = name == "open" and any(mode[:1] in "wax" or "+" in mode for mode in modes if 0 < len(mode) <= 3)
-        flags = name == "open" and any(isinstance(part, ast.Attribute) and part.attr in WRITING_FLAGS for part in inner)
+        modes = {
+            part.value
+            for part in inner
+            if isinstance(part, ast.Constant) and isinstance(part.value, str)
+        }
+        opens = name == "open" and any(
+            mode[:1] in "wax" or "+" in mode for mode in modes if 0 < len(mode) <= 3
+        )
+        flags = name == "open" and any(
+            isinstance(part, ast.Attribute) and part.attr in WRITING_FLAGS for part in inner
+        )
         own = any(keyword.arg == "opener" for keyword in call.keywords)
         if (opens or flags or (is_method and name in WRITES)) and not own:
             found.append(call)
@@ -253,5 +301,9 @@ def writing_calls(source: str) -> list[ast.Call]:
 def test_every_file_of_ours_is_opened_without_following_links() -> None:
     """A new place that writes uses `replacing` or `opener=own_file`, or is listed with a reason."""
     sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
-    some = {path: source for path, source in sources.items() if any(f"{name}(" in source for name in {*WRITES, "open"})}
+    some = {
+        path: source
+        for path, source in sources.items()
+        if any(f"{name}(" in source for name in {*WRITES, "open"})
+    }
     assert {path for path, source in some.items() if writing_calls(source)} == {*OTHERS}

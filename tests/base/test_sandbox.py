@@ -72,14 +72,19 @@ def test_limits(what: str, amount: int, says: str, call: Sandbox) -> None:
     assert call(["take", 3])[1] == 3
 
 
-@pytest.mark.promise("A system without a limit of memory for a process, such as macOS, bounds only the time")
+@pytest.mark.promise(
+    "A system without a limit of memory for a process, such as macOS, bounds only the time"
+)
 def test_a_system_without_a_limit_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise ValueError("current limit exceeds maximum limit")
 
     monkeypatch.setattr(sandboxed.resource, "setrlimit", refuse)
     sandboxed.limit_addresses(1 << 20)
-    assert sandboxed.answer(work, b'["take", 3]', 1 << 20) == json.dumps({"result": [os.getpid(), 3]}).encode()
+    assert (
+        sandboxed.answer(work, b'["take", 3]', 1 << 20)
+        == json.dumps({"result": [os.getpid(), 3]}).encode()
+    )
 
 
 def test_an_answer_that_never_comes(call: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +93,9 @@ def test_an_answer_that_never_comes(call: Sandbox, monkeypatch: pytest.MonkeyPat
         call(["sleep", 3600])
 
 
-def test_an_interrupted_call_leaves_no_answer_to_the_next(call: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_call_leaves_no_answer_to_the_next(
+    call: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(*_: Any) -> Any:
         raise KeyboardInterrupt
 

@@ -23,7 +23,9 @@ def root(tmp_path_factory):
     folder, random = tmp_path_factory.mktemp("averages"), torch.Generator().manual_seed(1)
     for step in NUMBERS:
         names = [name + end for name in SHAPES for end in ("", "/exp_avg", "/ema")]
-        named = {n: undivided(torch.randn(SHAPES[n.partition("/")[0]], generator=random)) for n in names}
+        named = {
+            n: undivided(torch.randn(SHAPES[n.partition("/")[0]], generator=random)) for n in names
+        }
         state = {"iteration": step, "true_vocab_size": 13, "positions": 16}
         native.save_step(folder, step, named, state, {"num_layers": 1})
     return folder
@@ -49,10 +51,14 @@ def read_on(root, team, options, dtype=torch.float32):
     """Read a rank's boxes; return each with what it should be compared with."""
 
     def want(source):
-        assert set(source.tensors) == SHAPES.keys() and not source.state and not source.has_optimizer
+        assert (
+            set(source.tensors) == SHAPES.keys() and not source.state and not source.has_optimizer
+        )
         for name, shape in SHAPES.items():
             boxes = boxes_of(name, team.rank, team.size)
-            wanted[name] = BoxedTensor(shape, boxes, torch.empty(boxes[0][1], dtype=dtype).flatten())
+            wanted[name] = BoxedTensor(
+                shape, boxes, torch.empty(boxes[0][1], dtype=dtype).flatten()
+            )
         return wanted
 
     wanted = {}
@@ -66,11 +72,15 @@ def read_on(root, team, options, dtype=torch.float32):
 def test_the_mean_of_the_last_steps(root, monkeypatch, ranks, number):
     """It is the float64 mean, whatever the ranks read of it and however large the pieces are."""
     monkeypatch.setattr(averages, "PIECE", 4)
-    results, _ = on_threads(ranks, lambda team: read_on(root, team, OpenOptions(average_last=number)))
+    results, _ = on_threads(
+        ranks, lambda team: read_on(root, team, OpenOptions(average_last=number))
+    )
     for wanted in results:
         assert not isinstance(wanted, Exception), wanted
         for name, (_, boxes, x) in wanted.items():
-            mean = torch.stack([stored(root, step, name).double() for step in NUMBERS[-number:]]).mean(0)
+            mean = torch.stack(
+                [stored(root, step, name).double() for step in NUMBERS[-number:]]
+            ).mean(0)
             assert torch.equal(x, box_elements(mean.float(), boxes).flatten()), name
 
 
@@ -80,7 +90,9 @@ def test_the_average_of_ema(root, ranks):
     for wanted in results:
         assert not isinstance(wanted, Exception), wanted
         for name, (_, boxes, x) in wanted.items():
-            assert torch.equal(x, box_elements(stored(root, 9, f"{name}/ema"), boxes).flatten()), name
+            assert torch.equal(x, box_elements(stored(root, 9, f"{name}/ema"), boxes).flatten()), (
+                name
+            )
 
 
 def test_the_step_that_a_path_names_is_the_last(root):
@@ -91,7 +103,9 @@ def test_the_step_that_a_path_names_is_the_last(root):
 def refusal(path, **options):
     with pytest.raises(UserError) as caught:
         source = loading.require_checkpoint(path, OpenOptions(**options))
-        source.fill({name: undivided(torch.empty(info.shape)) for name, info in source.tensors.items()})
+        source.fill(
+            {name: undivided(torch.empty(info.shape)) for name, info in source.tensors.items()}
+        )
     assert caught.value.status == BAD_DATA
     return str(caught.value)
 
@@ -99,7 +113,11 @@ def refusal(path, **options):
 def test_refusals(root, tmp_path):
     assert "reads the newest 5 saved steps, and" in refusal(root, average_last=5)
     for step in (1, 2, 3):
-        named = {"x": undivided(torch.full((9,), float(step)))} if step > 1 else {"y": undivided(torch.ones(3))}
+        named = (
+            {"x": undivided(torch.full((9,), float(step)))}
+            if step > 1
+            else {"y": undivided(torch.ones(3))}
+        )
         native.save_step(tmp_path, step, named, {"iteration": step}, {})
     assert "holds no average of --ema" in refusal(tmp_path, weights="ema")
     assert "hold different networks" in refusal(tmp_path, average_last=3)
@@ -120,7 +138,10 @@ def evaluated(folder, tmp_path, capsys, *more):
     text = tmp_path / "text.txt"
     text.write_text("a text of some words to score")
     capsys.readouterr()
-    assert main(["evaluate", str(folder), "--input", str(text), "--device", "cpu", "--json", *more]) == 0
+    assert (
+        main(["evaluate", str(folder), "--input", str(text), "--device", "cpu", "--json", *more])
+        == 0
+    )
     return capsys.readouterr().out
 
 
@@ -140,7 +161,13 @@ def test_a_run_ends_with_the_mean_and_both_averages_are_converted(trained, tmp_p
         losses = [line.partition('"loss": ')[2].partition(",")[0] for line in (*scored, plain)]
         assert losses[0] == losses[1] != losses[2]
     flags = [*TINY_FLAGS, "--tokenizer-type=ByteTokenizer", "--vocab-size=none", "--train-iters=1"]
-    begun = [f"--load={trained}", "--finetune", "--weights=ema", f"--save={tmp_path / 'new'}", "--save-at-start"]
+    begun = [
+        f"--load={trained}",
+        "--finetune",
+        "--weights=ema",
+        f"--save={tmp_path / 'new'}",
+        "--save-at-start",
+    ]
     assert main(["train", *flags, *begun]) == 0
     got, want = open_step(tmp_path / "new", 0), open_step(trained, 6)
     for name, info in got.tensors.items():
@@ -156,7 +183,13 @@ def test_a_mean_in_the_network_is_that_of_the_files(trained, tmp_path, capsys):
     [row] = read_rows(trained, "average")
     out = tmp_path / "mean"
     assert main(["convert", str(trained), str(out), "--to", "native", "--average-last", "3"]) == 0
-    flags = [*TINY_FLAGS, "--tokenizer-type=ByteTokenizer", "--vocab-size=none", "--skip-train", f"--load={out}"]
+    flags = [
+        *TINY_FLAGS,
+        "--tokenizer-type=ByteTokenizer",
+        "--vocab-size=none",
+        "--skip-train",
+        f"--load={out}",
+    ]
     assert main(["train", *flags, f"--run-dir={tmp_path / 'run'}"]) == 0
     [first, *_] = read_rows(tmp_path / "run", "validation")
     assert first["loss"] == row["loss"]
@@ -173,5 +206,9 @@ def test_a_run_with_too_few_steps_says_so(tmp_path, capsys):
 def test_the_page_of_a_run_shows_both(trained):
     assert main(["report", str(trained)]) == 0
     page = (trained / "report.html").read_text()
-    for words in ("validation, average", "validation loss of the average", "loss of the mean of 3 saved steps"):
+    for words in (
+        "validation, average",
+        "validation loss of the average",
+        "loss of the mean of 3 saved steps",
+    ):
         assert words in page, words

@@ -56,7 +56,10 @@ def test_a_save_holds_the_numbers_of_its_own_step(
     real = publish.write_file
 
     def slow(path: Path, produce: publish.Produce) -> object:
-        if threading.current_thread() is not threading.main_thread() and path.suffix == ".safetensors":
+        if (
+            threading.current_thread() is not threading.main_thread()
+            and path.suffix == ".safetensors"
+        ):
             threading.Event().wait(0.05)
         return real(path, produce)
 
@@ -64,7 +67,9 @@ def test_a_save_holds_the_numbers_of_its_own_step(
     assert train(tmp_path / "continues", "--async-save", *more) == 0
     seen = set()
     for step in range(1, 7):
-        one, two = (files(steps.step_folder(tmp_path / name, step)) for name in ("waits", "continues"))
+        one, two = (
+            files(steps.step_folder(tmp_path / name, step)) for name in ("waits", "continues")
+        )
         assert one == two, step
         seen.add(one["rank_00000.safetensors"])
     assert len(seen) == 6
@@ -74,7 +79,10 @@ def test_a_save_holds_the_numbers_of_its_own_step(
 def test_a_change_after_the_save_began_is_not_written() -> None:
     background, go, wrote = Background(Team(), CPU), threading.Event(), list[float]()
     dtypes = (torch.float32, torch.bfloat16, torch.float64)
-    tensors = {str(n): native.undivided(torch.full((3, 5), n, dtype=dtype)) for n, dtype in enumerate(dtypes, 1)}
+    tensors = {
+        str(n): native.undivided(torch.full((3, 5), n, dtype=dtype))
+        for n, dtype in enumerate(dtypes, 1)
+    }
 
     def write(named: native.TensorBoxes, team: Team) -> None:
         assert go.wait(10)
@@ -109,7 +117,9 @@ def test_one_save_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert events == ["begin", "end"] * 6 and steps.latest(tmp_path)[0] == 6
 
 
-def test_a_save_is_reported_after_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_is_reported_after_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said = list[tuple[str, bool]]()
     folder = steps.step_folder(tmp_path, 6)
     real = console.say
@@ -121,9 +131,18 @@ def test_a_save_is_reported_after_the_rename(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("meshwright.base.console.say", say)
     monkeypatch.setattr("meshwright.training.state.saver.say", say)
     assert train(tmp_path, "--async-save") == 0
-    lines = [(line.split()[0], there) for line, there in said if "checkpoint at iteration       6" in line]
+    lines = [
+        (line.split()[0], there)
+        for line, there in said
+        if "checkpoint at iteration       6" in line
+    ]
     # The last step is reported after its save, and again at the end of the run.
-    assert lines == [("saving", False), ("successfully", True), ("saving", True), ("successfully", True)]
+    assert lines == [
+        ("saving", False),
+        ("successfully", True),
+        ("saving", True),
+        ("successfully", True),
+    ]
 
 
 def failing(*at: int) -> object:
@@ -153,7 +172,9 @@ def test_a_failure_is_reported_within_one_step(
 
 
 @pytest.mark.flag("save_error")
-@pytest.mark.parametrize("how", ["async-save", pytest.param("no-async-save", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "how", ["async-save", pytest.param("no-async-save", marks=pytest.mark.long)]
+)
 @pytest.mark.fault("F6")
 def test_going_on_after_a_failed_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
@@ -171,7 +192,9 @@ def test_going_on_after_a_failed_save(
     assert "<b>Saving failed</b> at steps 2, 3; the run went on" in page
 
 
-@pytest.mark.parametrize("how", [pytest.param("async-save", marks=pytest.mark.long), "no-async-save"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("async-save", marks=pytest.mark.long), "no-async-save"]
+)
 @pytest.mark.fault("F6")
 def test_the_last_save_must_succeed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
@@ -235,7 +258,10 @@ def on_ranks(folder: Path) -> None:
         trainer.state.saver.wait()
     dist.barrier()
     for step in range(1, 5):
-        one, two = (files(steps.step_folder(folder / name, step)) for name in ("no-async-save", "async-save"))
+        one, two = (
+            files(steps.step_folder(folder / name, step))
+            for name in ("no-async-save", "async-save")
+        )
         assert one == two and len(one) == 3
     if rank == 1:
         publish.write_file = failing(1)  # type: ignore[assignment]
@@ -266,7 +292,9 @@ def test_ranks_save_together_and_share_a_failure(tmp_path: Path) -> None:
 @pytest.mark.fault("F15")
 def test_a_save_has_the_state_of_its_step(tmp_path: Path) -> None:
     """The list of skipped samples grows while the step before is still being written."""
-    config = flags.parse_settings(TrainConfig, [*TINY_FLAGS, "--save", str(tmp_path), "--async-save"], "test").config
+    config = flags.parse_settings(
+        TrainConfig, [*TINY_FLAGS, "--save", str(tmp_path), "--async-save"], "test"
+    ).config
     saver, go = Saver(config, Layout(), Team(), CPU), threading.Event()
     real = saver.write
     saver.write = lambda *args: (go.wait(10), real(*args))  # type: ignore[method-assign, assignment, return-value]
@@ -281,7 +309,9 @@ def test_a_save_has_the_state_of_its_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("F14")
-def test_a_failure_is_reported_when_something_else_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_is_reported_when_something_else_ends_the_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     background = Background(Team(), CPU)
 
     def fails(named: native.TensorBoxes, team: Team) -> None:

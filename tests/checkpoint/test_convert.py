@@ -40,15 +40,33 @@ class Made(Source):
     def of(cls, layers, width, heads, vocab, positions, optimizer=False):
         known = {"wte.weight": (vocab, width), "wpe.weight": (positions, width)}
         for i in range(layers):
-            for name, out, into in (("attn.qkv", 3, 1), ("attn.proj", 1, 1), ("mlp.fc", 4, 1), ("mlp.proj", 1, 4)):
-                known |= {f"h.{i}.{name}.weight": (out * width, into * width), f"h.{i}.{name}.bias": (out * width,)}
-            known |= {f"h.{i}.{norm}.{kind}": (width,) for norm in ("ln_1", "ln_2") for kind in ("weight", "bias")}
+            for name, out, into in (
+                ("attn.qkv", 3, 1),
+                ("attn.proj", 1, 1),
+                ("mlp.fc", 4, 1),
+                ("mlp.proj", 1, 4),
+            ):
+                known |= {
+                    f"h.{i}.{name}.weight": (out * width, into * width),
+                    f"h.{i}.{name}.bias": (out * width,),
+                }
+            known |= {
+                f"h.{i}.{norm}.{kind}": (width,)
+                for norm in ("ln_1", "ln_2")
+                for kind in ("weight", "bias")
+            }
         known |= {"ln_f.weight": (width,), "ln_f.bias": (width,)}
         if optimizer:
-            known |= {f"{name}/{kind}": shape for name, shape in known.items() for kind in ("exp_avg", "exp_avg_sq")}
+            known |= {
+                f"{name}/{kind}": shape
+                for name, shape in known.items()
+                for kind in ("exp_avg", "exp_avg_sq")
+            }
         config = {"num_layers": layers, "hidden_size": width, "num_attention_heads": heads}
         config |= {"ffn_hidden_size": 4 * width, "max_position_embeddings": positions}
-        made = cls("made", Path("made"), 7, config=config, vocab=vocab, state=STATE if optimizer else {})
+        made = cls(
+            "made", Path("made"), 7, config=config, vocab=vocab, state=STATE if optimizer else {}
+        )
         made.known = {name: TensorInfo(shape, "float32") for name, shape in known.items()}
         return made
 
@@ -60,10 +78,15 @@ class Made(Source):
         for name, (_, boxes, tensor) in want.items():
             seed = sum(map(ord, name)) % 100
             for box, flat in split_boxes(boxes, tensor.view(-1)):
-                rows, columns = torch.arange(box.size[0], dtype=torch.float32) + box.offset[0], torch.zeros(1)
+                rows, columns = (
+                    torch.arange(box.size[0], dtype=torch.float32) + box.offset[0],
+                    torch.zeros(1),
+                )
                 if len(box.size) > 1:
                     columns = torch.arange(box.size[1], dtype=torch.float32) + box.offset[1]
-                flat.view(len(rows), len(columns)).copy_(torch.outer(rows + seed, 1 / (columns + 3)) / 1e5)
+                flat.view(len(rows), len(columns)).copy_(
+                    torch.outer(rows + seed, 1 / (columns + 3)) / 1e5
+                )
 
     def of_vocabulary(self, size):
         return self
@@ -88,7 +111,10 @@ def values(path):
     source = loading.open_checkpoint(path, report=lambda line: None)
     assert source is not None
     source = source if source.vocab else source.of_vocabulary(61)
-    out = {name: torch.empty(known.shape, dtype=getattr(torch, known.dtype)) for name, known in source.tensors.items()}
+    out = {
+        name: torch.empty(known.shape, dtype=getattr(torch, known.dtype))
+        for name, known in source.tensors.items()
+    }
     source.fill({name: native.undivided(t) for name, t in out.items()})
     return out, source
 
@@ -130,7 +156,9 @@ def test_a_circle_of_conversions_ends_with_the_same_file(folder, tmp_path):
     convert(tmp_path / "c", tmp_path / "d", "--to", "huggingface")
     for name in ("a", "b", "c", "d"):
         assert_equal(values(tmp_path / name)[0], values(folder)[0])
-    assert filecmp.cmp(folder / "model.safetensors", tmp_path / "d" / "model.safetensors", shallow=False)
+    assert filecmp.cmp(
+        folder / "model.safetensors", tmp_path / "d" / "model.safetensors", shallow=False
+    )
 
 
 @pytest.mark.flag("no_optimizer")
@@ -144,7 +172,9 @@ def test_optimizer_state_and_counters_are_converted(tmp_path):
     convert(tmp_path / "torch", tmp_path / "back", "--to=native")
     a, b = values(start), values(tmp_path / "back")
     assert_equal(a[0], b[0])
-    assert any("/exp_avg_sq" in name for name in a[0]) and a[1].state == b[1].state and b[1].step == 3
+    assert (
+        any("/exp_avg_sq" in name for name in a[0]) and a[1].state == b[1].state and b[1].step == 3
+    )
     more = ["--load", str(tmp_path / "back"), "--save", str(tmp_path / "on")]
     assert main(["train", *TINY_FLAGS, *more]) == DONE
     assert_equal(values(tmp_path / "run")[0], values(tmp_path / "on")[0])
@@ -155,9 +185,14 @@ def test_optimizer_state_and_counters_are_converted(tmp_path):
 
 def test_lions_state_has_no_place_in_megatrons_tree(tmp_path):
     run, lion = tmp_path / "run", ["--optimizer=lion"]
-    assert main(["train", *TINY_FLAGS, *lion, "--save", str(run), "--save-hf", str(tmp_path / "hf")]) == DONE
+    assert (
+        main(["train", *TINY_FLAGS, *lion, "--save", str(run), "--save-hf", str(tmp_path / "hf")])
+        == DONE
+    )
     said = joined(convert(run, tmp_path / "torch", "--to=torch", status=USAGE))
-    assert "(exp_avg) is not Adam's: add --no-optimizer" in said and not (tmp_path / "torch").exists()
+    assert (
+        "(exp_avg) is not Adam's: add --no-optimizer" in said and not (tmp_path / "torch").exists()
+    )
     want = {name: t for name, t in values(run)[0].items() if "/" not in name}
     convert(run, tmp_path / "torch", "--to=torch", "--no-optimizer")
     for folder in ("torch", "hf"):
@@ -165,7 +200,10 @@ def test_lions_state_has_no_place_in_megatrons_tree(tmp_path):
     convert(run, tmp_path / "native", "--to=native")
     assert_equal(values(tmp_path / "native")[0], values(run)[0])
     adam = str(tmp_path / "adam")
-    assert main(["train", *TINY_FLAGS, "--exit-interval=3", "--save", adam, "--ckpt-format=torch"]) == DONE
+    assert (
+        main(["train", *TINY_FLAGS, "--exit-interval=3", "--save", adam, "--ckpt-format=torch"])
+        == DONE
+    )
     assert main(["train", *TINY_FLAGS, *lion, "--load", adam]) == BAD_DATA
     assert main(["train", *TINY_FLAGS, *lion, "--load", adam, "--no-load-optim"]) == DONE
 
@@ -185,9 +223,19 @@ def write_release(weights, root):
     folder = root / "release" / "mp_rank_00"
     folder.mkdir(parents=True)
     (root / "latest_checkpointed_iteration.txt").write_text("release")
-    names = {"attn.qkv": "attention.query_key_value", "attn.proj": "attention.dense", "mlp.fc": "mlp.dense_h_to_4h"}
-    names |= {"mlp.proj": "mlp.dense_4h_to_h", "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm"}
-    inner = {f"final_layernorm.{kind}": weights[f"ln_f.{kind}"].half() for kind in ("weight", "bias")}
+    names = {
+        "attn.qkv": "attention.query_key_value",
+        "attn.proj": "attention.dense",
+        "mlp.fc": "mlp.dense_h_to_4h",
+    }
+    names |= {
+        "mlp.proj": "mlp.dense_4h_to_h",
+        "ln_1": "input_layernorm",
+        "ln_2": "post_attention_layernorm",
+    }
+    inner = {
+        f"final_layernorm.{kind}": weights[f"ln_f.{kind}"].half() for kind in ("weight", "bias")
+    }
     for i in range(2):
         for ours, theirs in names.items():
             for kind in ("weight", "bias"):
@@ -205,7 +253,9 @@ def write_release(weights, root):
 def test_flags_describe_a_release_of_2019(folder, tmp_path):
     weights, src = values(folder)[0], tmp_path / "release"
     write_release(weights, src)
-    assert "--num-attention-heads" in joined(convert(src, tmp_path / "x", "--to=huggingface", status=BAD_DATA))
+    assert "--num-attention-heads" in joined(
+        convert(src, tmp_path / "x", "--to=huggingface", status=BAD_DATA)
+    )
     said = convert(src, tmp_path / "x", "--to=native", "--num-attention-heads=4", status=USAGE)
     assert "--true-vocab-size" in joined(said)
     flags = ["--num-attention-heads=4", "--true-vocab-size=61"]
@@ -257,7 +307,9 @@ def test_impossible_conversions_are_refused(folder, tmp_path):
 
 def saved(tmp_path):
     source = Made.of(2, 32, 4, 61, 16, optimizer=True)
-    named = {name: native.undivided(torch.empty(known.shape)) for name, known in source.tensors.items()}
+    named = {
+        name: native.undivided(torch.empty(known.shape)) for name, known in source.tensors.items()
+    }
     source.fill(named)
     native.save_step(tmp_path / "saved", 7, named, STATE, source.config)
     return tmp_path / "saved"
@@ -285,7 +337,10 @@ def test_inspection_of_a_megatron_step_reads_no_numbers_without_full(folder, tmp
     wte = values(folder)[0]["wte.weight"].numpy().tobytes()[:100]
     raw = path.read_bytes()
     path.write_bytes(raw.replace(wte, bytes(100)))
-    for words, status, text in (([], DONE, "contents not checked"), (["--full"], BAD_DATA, "verified: NO")):
+    for words, status, text in (
+        ([], DONE, "contents not checked"),
+        (["--full"], BAD_DATA, "verified: NO"),
+    ):
         with captured_output() as said:
             assert main(["inspect", str(tmp_path / "a"), *words]) == status
         assert text in joined(said)
@@ -294,7 +349,9 @@ def test_inspection_of_a_megatron_step_reads_no_numbers_without_full(folder, tmp
 def test_a_known_vocabulary_is_not_cut(folder, tmp_path):
     """A Hugging Face folder counts the padding of its table, so fewer ids may be true."""
     _, notices = convert(folder, tmp_path / "a", "--to=native", "--true-vocab-size=60")
-    assert any("1 of 61 rows for tokens are cut off, the vocabulary has 60 ids" in line for line in notices)
+    assert any(
+        "1 of 61 rows for tokens are cut off, the vocabulary has 60 ids" in line for line in notices
+    )
     assert values(tmp_path / "a")[0]["wte.weight"].shape == (60, 32)
     source = Made.of(2, 32, 4, 61, 16)
     for kind, size in (("Megatron", 60), ("Megatron", 62), (HUGGING_FACE, 62), (NATIVE, 60)):
@@ -318,13 +375,19 @@ def test_the_tokenizer_is_converted(vocabulary, tmp_path):
     _, notices = convert(tmp_path / "hf", tmp_path / "bare", "--to=huggingface")
     assert "no tokenizer is written" in notices[0]
     convert(tmp_path / "hf", tmp_path / "a", "--to=native", *files)
-    assert tokenizers.is_same(kept, tmp_path / "a/tokenizer") and (tmp_path / "a/tokenizer/meta.json").exists()
+    assert (
+        tokenizers.is_same(kept, tmp_path / "a/tokenizer")
+        and (tmp_path / "a/tokenizer/meta.json").exists()
+    )
     convert(tmp_path / "a", tmp_path / "b", "--to=huggingface")
     assert json.loads((tmp_path / "b" / "config.json").read_text())["eos_token_id"] == kept.eod
     convert(tmp_path / "b", tmp_path / "c", "--to=torch")
     assert tokenizers.is_same(kept, tmp_path / "c" / "tokenizer")
     for name in ("a", "b"):
-        words, vocab = ["--out-seq-length=4", "--prompt=the cat", "--device=cpu"], files if name == "b" else []
+        words, vocab = (
+            ["--out-seq-length=4", "--prompt=the cat", "--device=cpu"],
+            files if name == "b" else [],
+        )
         with captured_output() as said:
             assert main(["generate", str(tmp_path / name), *words, *map(str, vocab)]) == DONE, said
     huggingface_writer.write_huggingface(Made.of(2, 32, 4, 300, 16), tmp_path / "wide")
@@ -335,7 +398,11 @@ def test_the_tokenizer_is_converted(vocabulary, tmp_path):
 def commands_of(page):
     """Return the lines of its shell blocks."""
     blocks = re.findall(r"```sh\n(.*?)```", page.read_text(), re.S)
-    words = [shlex.split(line, comments=True) for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    words = [
+        shlex.split(line, comments=True)
+        for block in blocks
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
     return [line for line in words if line]
 
 
@@ -366,7 +433,11 @@ def anonymous(status):
 
 def most_memory(*words):
     """Return the most anonymous memory of the command while it runs, and its seconds."""
-    began, most, argv = time.perf_counter(), 0, [sys.executable, "-m", "meshwright", *map(str, words)]
+    began, most, argv = (
+        time.perf_counter(),
+        0,
+        [sys.executable, "-m", "meshwright", *map(str, words)],
+    )
     process = subprocess.Popen(argv, env=os.environ | {"OMP_NUM_THREADS": "2"})
     while process.poll() is None:
         with contextlib.suppress(OSError):
@@ -402,10 +473,16 @@ def test_memory(optimizer, tmp_path, record_property):
     allowed = base + 2 * largest + 200e6
     before = first = tmp_path / "0"
     (write_made if optimizer else huggingface_writer.write_huggingface)(source, first)
-    for number, to in enumerate(["torch", "native"] if optimizer else ["native", "torch", "huggingface"], start=1):
+    for number, to in enumerate(
+        ["torch", "native"] if optimizer else ["native", "torch", "huggingface"], start=1
+    ):
         after = tmp_path / str(number)
-        most, took = most_memory("convert", before, after, "--to", to, *(FOUR_RANKS if to == "torch" else ()))
-        rows.append(f"to {to:12} {most / 1e6:6.0f} MB of {allowed / 1e6:.0f} allowed, {size / took / 1e6:5.0f} MB/s")
+        most, took = most_memory(
+            "convert", before, after, "--to", to, *(FOUR_RANKS if to == "torch" else ())
+        )
+        rows.append(
+            f"to {to:12} {most / 1e6:6.0f} MB of {allowed / 1e6:.0f} allowed, {size / took / 1e6:5.0f} MB/s"
+        )
         if before != first:
             shutil.rmtree(before)
         before = after

@@ -49,11 +49,15 @@ class Disk:
         """Fail unless all of a file or folder is on the disk."""
         inode = path.stat().st_ino
         if path.is_dir():
-            assert self.folders.get(inode) == names_in(path), f"the names in {path} are not on the disk"
+            assert self.folders.get(inode) == names_in(path), (
+                f"the names in {path} are not on the disk"
+            )
             for child in path.iterdir():
                 self.require(child)
         else:
-            assert self.files.get(inode) == path.read_bytes(), f"the bytes of {path} are not on the disk"
+            assert self.files.get(inode) == path.read_bytes(), (
+                f"the bytes of {path} are not on the disk"
+            )
 
     def has_name(self, path: Path) -> bool:
         return self.folders.get(path.parent.stat().st_ino, {}).get(path.name) == path.stat().st_ino
@@ -80,7 +84,9 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 @pytest.mark.parametrize("names", [["a.bin", "b.bin"], ["mp_rank_00/a.bin", "mp_rank_01/b.bin"]])
-def test_a_published_step_survives_a_power_cut(names: list[str], disk: Disk, tmp_path: Path) -> None:
+def test_a_published_step_survives_a_power_cut(
+    names: list[str], disk: Disk, tmp_path: Path
+) -> None:
     root = tmp_path / "run"
 
     def check_tracker(target: Path) -> None:
@@ -89,7 +95,9 @@ def test_a_published_step_survives_a_power_cut(names: list[str], disk: Disk, tmp
             assert disk.has_name(root / "iter_0000005"), "the tracker may be there without its step"
 
     disk.before_rename = check_tracker
-    publish.write_step(root, 5, {name: lambda write, name=name: write(name.encode() * 1000) for name in names})
+    publish.write_step(
+        root, 5, {name: lambda write, name=name: write(name.encode() * 1000) for name in names}
+    )
     left = disk.cut_power(root, tmp_path / "left")
     assert verify_step(left / "iter_0000005", True)
     assert (left / TRACKER).read_text() == "5" and latest(left) == (5, [])
@@ -98,7 +106,10 @@ def test_a_published_step_survives_a_power_cut(names: list[str], disk: Disk, tmp
 def test_a_file_is_replaced_by_bytes_on_the_disk(disk: Disk, tmp_path: Path) -> None:
     with replacing(tmp_path / "file", durably=True) as file:
         file.write(b"new")
-    with pytest.raises(AssertionError, match="not on the disk"), replacing(tmp_path / "file") as file:
+    with (
+        pytest.raises(AssertionError, match="not on the disk"),
+        replacing(tmp_path / "file") as file,
+    ):
         file.write(b"newer")
 
 

@@ -13,7 +13,11 @@ from meshwright.base.errors import UNAVAILABLE
 from meshwright.checkpoint import formats, steps
 from meshwright.checkpoint.convert import ConversionTarget
 
-ZOO = (formats.Format("Zoo", reader="zoo:read", files=(r"zoo\.pt",), tracker="zoo.txt", steps=r"zoo\d+"),)
+ZOO = (
+    formats.Format(
+        "Zoo", reader="zoo:read", files=(r"zoo\.pt",), tracker="zoo.txt", steps=r"zoo\d+"
+    ),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +32,9 @@ def register(monkeypatch: pytest.MonkeyPatch, **entries: str) -> None:
 
 
 def test_they_are_tried_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = "Megatron Megatron-Core universal DeepSpeed litgpt Hugging Face LiBai OneFlow-GPT nanoGPT"
+    known = (
+        "Megatron Megatron-Core universal DeepSpeed litgpt Hugging Face LiBai OneFlow-GPT nanoGPT"
+    )
     assert " ".join(formats.all_formats()) == known
     formats.all_formats.cache_clear()
     register(monkeypatch, zoo=f"{__name__}:ZOO", compat="meshwright.compat.formats.table:FORMATS")

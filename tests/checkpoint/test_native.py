@@ -42,7 +42,10 @@ from meshwright.training.state.resume import checkpoint_architecture, difference
 
 def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, BoxedTensor]:
     shapes = {"wte.weight": (50, 8), "h.0.attn.qkv.weight": (24, 8), "ln_f.bias": (8,)}
-    out = {name: undivided(random_tensor(shape, dtype, seed + i)) for i, (name, shape) in enumerate(shapes.items())}
+    out = {
+        name: undivided(random_tensor(shape, dtype, seed + i))
+        for i, (name, shape) in enumerate(shapes.items())
+    }
     return out | {f"{name}/exp_avg": undivided(e.tensor / 2) for name, e in out.items()}
 
 
@@ -72,7 +75,8 @@ def test_any_boxes_load_into_any_boxes(tmp_path: Path, monkeypatch: pytest.Monke
             boxes = random_boxes(shape, rng)
             boxes = boxes[: rng.randrange(1, len(boxes) + 1)]
             expected[name] = box_elements(full, boxes)
-            buffer = torch.full((expected[name].numel() + 7,), 1).to(dtype)  # a slice of a flat buffer
+            # a slice of a flat buffer
+            buffer = torch.full((expected[name].numel() + 7,), 1).to(dtype)
             want[name] = BoxedTensor(shape, boxes, buffer[3:-4])
         native.save_step(tmp_path, trial, saved, {})
         loading.load_checkpoint(tmp_path, want)
@@ -89,14 +93,18 @@ def test_safetensors_reads_our_files(tmp_path: Path) -> None:
     named |= {"scalar": undivided(torch.tensor(3.0)), "empty": undivided(torch.empty(0, 4))}
     full = random_tensor((4, 6), torch.bfloat16)
     boxes = [((0, 0), (3, 6)), ((3, 1), (1, 5)), ((0, 0), (0, 6)), ((3, 0), (1, 1))]
-    native.save_step(tmp_path, 1, named | {"part": BoxedTensor((4, 6), boxes, box_elements(full, boxes))}, {})
+    native.save_step(
+        tmp_path, 1, named | {"part": BoxedTensor((4, 6), boxes, box_elements(full, boxes))}, {}
+    )
     with safe_open(tmp_path / "iter_0000001" / "rank_00000.safetensors", "pt") as file:
         assert set(file.keys()) == {*named, "part[0:3,0:6]", "part[3:4,0:1]", "part[3:4,1:6]"}
         for name, entry in named.items():
             read = file.get_tensor(name)
             assert torch.equal(read, entry.tensor) and read.dtype == entry.tensor.dtype
         assert torch.equal(file.get_tensor("part[3:4,1:6]"), full[3:4, 1:6])
-    index = manifests.parse_json((tmp_path / "iter_0000001" / native.INDEX).read_bytes(), tmp_path)["tensors"]
+    index = manifests.parse_json((tmp_path / "iter_0000001" / native.INDEX).read_bytes(), tmp_path)[
+        "tensors"
+    ]
     for tensor in index.values():  # every element aligned, for readers that map the file
         assert all(box["begin"] % native.SIZES[tensor["dtype"]] == 0 for box in tensor["boxes"])
 
@@ -108,7 +116,10 @@ def test_the_lines_of_a_save_and_a_load(tmp_path: Path) -> None:
     named = model()
     native.save_step(tmp_path, 5000, named, state(5000))
     where = f"checkpoint at iteration    5000 to {tmp_path}"
-    assert native.save_messages(tmp_path, 5000) == (f"saving {where}\n", f"  successfully saved {where}")
+    assert native.save_messages(tmp_path, 5000) == (
+        f"saving {where}\n",
+        f"  successfully saved {where}",
+    )
     want = blank(named)
     with captured_output() as (said, _):
         loaded = loading.load_checkpoint(tmp_path, want)
@@ -139,7 +150,10 @@ def test_200_bit_flips_never_load(tmp_path: Path, figures: Callable[..., None]) 
             with captured_output() as (said, _):
                 loaded = loading.load_checkpoint(tmp_path, want, options=OpenOptions(verify))
             assert loaded is not None and loaded.step == 1 and hold_equal(good, want)
-            assert any(line.startswith("WARNING: skipping iter_0000002") and path.name in line for line in said)
+            assert any(
+                line.startswith("WARNING: skipping iter_0000002") and path.name in line
+                for line in said
+            )
         flip_bit(path, bit)
     loaded = loading.load_checkpoint(tmp_path, blank(good))
     assert loaded is not None and loaded.step == 2
@@ -147,18 +161,26 @@ def test_200_bit_flips_never_load(tmp_path: Path, figures: Callable[..., None]) 
 
 
 @pytest.mark.flag("verify")
-def test_reading_leaves_other_chunks_alone_and_full_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_leaves_other_chunks_alone_and_full_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(manifests, "CHUNK", 64)
     named = save(tmp_path, 1)
     path = steps.step_folder(tmp_path, 1) / "rank_00000.safetensors"
     flip_bit(path, 8 * (path.stat().st_size - 1))  # wte.weight/exp_avg is written last
     want = {name: entry for name, entry in blank(named).items() if "/" not in name}
-    assert loading.load_checkpoint(tmp_path, want, options=OpenOptions(optimizer=False)) and hold_equal(want, named)
+    assert loading.load_checkpoint(
+        tmp_path, want, options=OpenOptions(optimizer=False)
+    ) and hold_equal(want, named)
     assert path.name in error_of(
-        lambda: loading.load_checkpoint(tmp_path, want, options=OpenOptions("full", optimizer=False))
+        lambda: loading.load_checkpoint(
+            tmp_path, want, options=OpenOptions("full", optimizer=False)
+        )
     )
     assert path.name in error_of(lambda: loading.load_checkpoint(tmp_path, blank(named)))
-    assert path.name in error_of(lambda: loading.load_checkpoint(steps.step_folder(tmp_path, 1), blank(named)))
+    assert path.name in error_of(
+        lambda: loading.load_checkpoint(steps.step_folder(tmp_path, 1), blank(named))
+    )
 
 
 def test_names_and_shapes_must_agree(tmp_path: Path) -> None:
@@ -173,7 +195,9 @@ def test_names_and_shapes_must_agree(tmp_path: Path) -> None:
     assert "h.1.ln_1.weight: the model has (3,), the checkpoint has none" in message
     assert "ln_f.bias/exp_avg: the model has none, the checkpoint has (8,)" in message
     assert not want["wte.weight"].tensor.any()  # compared before anything was read
-    message = error_of(lambda: loading.load_checkpoint(tmp_path, want, options=OpenOptions(optimizer=False)))
+    message = error_of(
+        lambda: loading.load_checkpoint(tmp_path, want, options=OpenOptions(optimizer=False))
+    )
     assert "ln_f.bias/exp_avg" not in message
 
 
@@ -192,14 +216,22 @@ def edit_index(folder: Path, change: dict[str, object]) -> None:
     index["tensors"]["wte.weight"].update(change)
     manifest = manifests.read_manifest(folder)
     (folder / native.INDEX).unlink()
-    manifest[native.INDEX] = publish.write_file(folder / native.INDEX, lambda write: write(native.as_json(index)))
+    manifest[native.INDEX] = publish.write_file(
+        folder / native.INDEX, lambda write: write(native.as_json(index))
+    )
     (folder / manifests.MANIFEST).write_bytes(manifests.encode_manifest(manifest))
 
 
 @pytest.mark.fault("F9")
 def test_a_hostile_index_is_damaged(tmp_path: Path) -> None:
     named = save(tmp_path, 1)
-    good = {"file": "rank_00000.safetensors", "offset": [0, 0], "size": [50, 8], "begin": 0, "end": 1600}
+    good = {
+        "file": "rank_00000.safetensors",
+        "offset": [0, 0],
+        "size": [50, 8],
+        "begin": 0,
+        "end": 1600,
+    }
     index = (steps.step_folder(tmp_path, 1) / native.INDEX).read_text()
     bad_boxes = [
         {"begin": 10**9, "end": 10**9 + 1600},  # past the end
@@ -213,11 +245,15 @@ def test_a_hostile_index_is_damaged(tmp_path: Path) -> None:
     changes = [{"boxes": 5}, {"dtype": "F128"}, {"shape": [10**30, 8]}, {"shape": [1] * 1000}]
     for change in [{"boxes": [good | bad]} for bad in bad_boxes] + changes:
         edit_index(steps.step_folder(tmp_path, 1), change)
-        assert native.INDEX in error_of(lambda: loading.load_checkpoint(tmp_path, blank(named))), change
+        assert native.INDEX in error_of(lambda: loading.load_checkpoint(tmp_path, blank(named))), (
+            change
+        )
         edit_index(steps.step_folder(tmp_path, 1), json.loads(index)["tensors"]["wte.weight"])
     assert loading.load_checkpoint(tmp_path, blank(named))
     edit_index(steps.step_folder(tmp_path, 1), {"shape": [10**9, 10**9]})  # compared, not allocated
-    assert "(1000000000, 1000000000)" in error_of(lambda: loading.load_checkpoint(tmp_path, blank(named)))
+    assert "(1000000000, 1000000000)" in error_of(
+        lambda: loading.load_checkpoint(tmp_path, blank(named))
+    )
 
 
 @pytest.mark.fault("F28")
@@ -239,7 +275,8 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     loading.load_checkpoint(tmp_path, {"x": BoxedTensor((6250, 8000), halves[1:], want)})
     assert bool((want == 1).all())
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert grown < 160 << 10  # KiB: 64 MiB read ahead, one being read, one joined, and what threads of 16 cores keep
+    # KiB: 64 MiB read ahead, one being read, one joined, and what threads of 16 cores keep
+    assert grown < 160 << 10
 
 
 def test_entries_that_do_not_fit_are_not_saved(tmp_path: Path) -> None:
@@ -263,32 +300,47 @@ def test_entries_that_do_not_fit_are_not_saved(tmp_path: Path) -> None:
     assert steps.list_steps(tmp_path) == []
 
 
-def test_inspect_shows_steps_tensors_and_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_steps_tensors_and_damage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save(tmp_path, 1)
     save(tmp_path, 2)
     assert inspect.main([str(tmp_path)]) == 0
     capsys.readouterr()
     (steps.step_folder(tmp_path, 1) / native.STATE).unlink()
-    error_of(lambda: inspect.main([str(tmp_path), "--tensors"]))  # one damaged step: the status says so too
+    # one damaged step: the status says so too
+    error_of(lambda: inspect.main([str(tmp_path), "--tensors"]))
     shown = capsys.readouterr().out
     assert "iter_0000002  sizes: ok, contents not checked (--full does)" in shown
     assert "iteration 2 | consumed samples 16" in shown
-    for part in ("iter_0000001  verified: NO", "parameters 600 |", "num_layers 1", "wte.weight/exp_avg", "50x8  F32"):
+    for part in (
+        "iter_0000001  verified: NO",
+        "parameters 600 |",
+        "num_layers 1",
+        "wte.weight/exp_avg",
+        "50x8  F32",
+    ):
         assert part in shown, part
     assert "1,600 bytes" in shown
     assert inspect.main([str(tmp_path / "iter_0000002"), "--full"]) == 0
     assert "every byte" in capsys.readouterr().out
     error_of(lambda: inspect.main([str(tmp_path), "--step", "1"]))
     assert "iter_0000001" in capsys.readouterr().out
-    assert f"no step 7 in {tmp_path}; there are 1, 2" in error_of(lambda: inspect.main([str(tmp_path), "--step", "7"]))
-    assert f"there is no folder {tmp_path}/none" in error_of(lambda: inspect.main([str(tmp_path / "none")]))
+    assert f"no step 7 in {tmp_path}; there are 1, 2" in error_of(
+        lambda: inspect.main([str(tmp_path), "--step", "7"])
+    )
+    assert f"there is no folder {tmp_path}/none" in error_of(
+        lambda: inspect.main([str(tmp_path / "none")])
+    )
     (tmp_path / "tok").mkdir()
     for name in ("tok", "none"):  # a --run-dir alone has no checkpoint
         message = error_of(lambda name=name: inspect.main([str(tmp_path / name)]))
         assert f"{tmp_path}/{name}" in message and message.endswith(
             "; give the save folder of a training, or another program's checkpoint"
         )
-    assert f"{tmp_path}/tok holds no checkpoint;" in error_of(lambda: inspect.main([str(tmp_path / "tok")]))
+    assert f"{tmp_path}/tok holds no checkpoint;" in error_of(
+        lambda: inspect.main([str(tmp_path / "tok")])
+    )
     assert open_step(tmp_path, 2).state == state(2)
     assert open_step(tmp_path, 2).config == native.UNRECORDED | {"num_layers": 1}
 
@@ -318,9 +370,14 @@ def test_overlaps_are_found() -> None:
         assert not overlapping(boxes)
         if rng.random() < 0.5:
             low = tuple(rng.randrange(n) for n in shape)
-            boxes.append((low, tuple(rng.randrange(a, n + 1) for a, n in zip(low, shape, strict=True))))
+            boxes.append(
+                (low, tuple(rng.randrange(a, n + 1) for a, n in zip(low, shape, strict=True)))
+            )
         pairs = itertools.combinations(boxes, 2)
-        expected = any(geometry.not_empty(tuple(map(max, a, c)), tuple(map(min, b, d))) for (a, b), (c, d) in pairs)
+        expected = any(
+            geometry.not_empty(tuple(map(max, a, c)), tuple(map(min, b, d)))
+            for (a, b), (c, d) in pairs
+        )
         assert overlapping(boxes) == expected
         found += expected
     assert 300 < found < 1500
@@ -331,7 +388,9 @@ def test_overlaps_are_found() -> None:
 
 def test_a_step_of_an_older_release_has_no_later_settings(tmp_path: Path) -> None:
     save(tmp_path, 7)
-    config = flags.parse_settings(TrainConfig, ["--preset", "llama3.2-1b", "--load", str(tmp_path)], "test").config
+    config = flags.parse_settings(
+        TrainConfig, ["--preset", "llama3.2-1b", "--load", str(tmp_path)], "test"
+    ).config
     assert config.model.rope_scaling == "llama3"
     assert checkpoint_architecture(config, set()).model.rope_scaling == "none"
     for flag in (
@@ -340,5 +399,9 @@ def test_a_step_of_an_older_release_has_no_later_settings(tmp_path: Path) -> Non
         "--final-logit-softcapping=30",
         "--window-size=3",
     ):
-        config = flags.parse_settings(TrainConfig, ["--mock-data", "--num-layers=1", flag], "test", check=False).config
-        assert "contradict" in error_of(lambda config=config: differences(config, open_step(tmp_path, 7).config)), flag
+        config = flags.parse_settings(
+            TrainConfig, ["--mock-data", "--num-layers=1", flag], "test", check=False
+        ).config
+        assert "contradict" in error_of(
+            lambda config=config: differences(config, open_step(tmp_path, 7).config)
+        ), flag

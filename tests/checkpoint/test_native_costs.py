@@ -80,7 +80,12 @@ def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setattr(os, name, call)
 
-    for name, counter in (("stat", "stats"), ("lstat", "stats"), ("listdir", "listings"), ("scandir", "listings")):
+    for name, counter in (
+        ("stat", "stats"),
+        ("lstat", "stats"),
+        ("listdir", "listings"),
+        ("scandir", "listings"),
+    ):
         wrap(name, counter)
     FOLDERS.add(str(tmp_path))
     yield
@@ -90,7 +95,10 @@ def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def share(team: Team) -> dict[str, BoxedTensor]:
     """Return a rank's rows of every tensor."""
     begin, end = ROWS * team.rank // team.size, ROWS * (team.rank + 1) // team.size
-    fulls = {name: torch.arange(ROWS * 8, dtype=torch.float32).view(ROWS, 8) + n for n, name in enumerate(NAMES)}
+    fulls = {
+        name: torch.arange(ROWS * 8, dtype=torch.float32).view(ROWS, 8) + n
+        for n, name in enumerate(NAMES)
+    }
     return {
         name: BoxedTensor((ROWS, 8), [((begin, 0), (end - begin, 8))], full[begin:end].clone())
         for name, full in fulls.items()
@@ -124,7 +132,11 @@ def test_costs_of_a_rank_do_not_grow_with_the_ranks(tmp_path: Path, act: str) ->
             counts = counted(size, lambda team, root=root: load(root, team, act))
         costs.append(largest(counts))
     few, many = costs
-    assert not many["listings"] and many["opens"] <= few["opens"] <= 5 and many["stats"] <= few["stats"] <= 8
+    assert (
+        not many["listings"]
+        and many["opens"] <= few["opens"] <= 5
+        and many["stats"] <= few["stats"] <= 8
+    )
     assert many["bytes received"] <= few["bytes received"] * 1.05
 
 
@@ -140,7 +152,8 @@ def test_another_layout_reads_what_it_shares(tmp_path: Path) -> None:
 def test_chunks_are_divided_evenly(ranks: int) -> None:
     sizes = [0, 1, 30, 5, 0, 4]
     manifest = {
-        f"f{n}": manifests.File(size, "".join(f"{n:032d}{k:032d}" for k in range(size))) for n, size in enumerate(sizes)
+        f"f{n}": manifests.File(size, "".join(f"{n:032d}{k:032d}" for k in range(size)))
+        for n, size in enumerate(sizes)
     }
     shares = manifests.divide_chunks(manifest, ranks)
     joined = [digests for share in shares for *_, digests in share]
@@ -148,10 +161,15 @@ def test_chunks_are_divided_evenly(ranks: int) -> None:
     counts = [sum(len(digests) // 64 for *_, digests in share) for share in shares]
     assert max(counts) - min(counts) <= 1
     for name, size, first, digests in (row for share in shares for row in share):
-        assert (size, digests) == (manifest[name].size, manifest[name].sha256[64 * first :][: len(digests)])
+        assert (size, digests) == (
+            manifest[name].size,
+            manifest[name].sha256[64 * first :][: len(digests)],
+        )
 
 
-def test_settings_are_read_without_a_look_at_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_are_read_without_a_look_at_every_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before they have met, ranks look for a checkpoint's settings, and not at its files."""
     counted(4, lambda team: save(tmp_path, team))
     seen = Counter[str]()
@@ -166,8 +184,16 @@ def test_settings_are_read_without_a_look_at_every_file(tmp_path: Path, monkeypa
     monkeypatch.setattr(manifests, "check_size", lambda path, file: looked_at.append(path.name))
     monkeypatch.setattr(native, "read_index", lambda *_: pytest.fail("the index"))
     source = loading.open_checkpoint(tmp_path, OpenOptions("none"))
-    assert source is not None and source.config["of"] == 4 and steps.find_step(tmp_path, sizes=False)[0] is not None
-    assert seen[tmp_path.name] <= 4 and "iter_0000001" not in seen and set(looked_at) == {native.STATE, native.CONFIG}
+    assert (
+        source is not None
+        and source.config["of"] == 4
+        and steps.find_step(tmp_path, sizes=False)[0] is not None
+    )
+    assert (
+        seen[tmp_path.name] <= 4
+        and "iter_0000001" not in seen
+        and set(looked_at) == {native.STATE, native.CONFIG}
+    )
 
 
 @pytest.mark.parametrize("shape", [(), (40,), (30, 8), (6, 5, 4)])
@@ -175,16 +201,29 @@ def test_boxes_that_meet_are_found_with_the_bytes_they_share(shape: tuple[int, .
     rng = random.Random(len(shape))
     elements = torch.arange(math.prod(shape)).view(shape)
     for _ in range(40):
-        stored, wanted = ([box for box in random_boxes(shape, rng) if rng.random() < 0.6] for _ in range(2))
+        stored, wanted = (
+            [box for box in random_boxes(shape, rng) if rng.random() < 0.6] for _ in range(2)
+        )
         rows = [("f", 1000 * n, *box) for n, box in enumerate(stored)]
         tensor = native.parse_boxes(len(shape), "F32", rows)
         expected = []
         for row, (offset, size) in enumerate(wanted):
             inside = set(box_elements(elements, [(offset, size)]).flatten().tolist())
             for number, box in enumerate(stored):
-                places = [k for k, x in enumerate(box_elements(elements, [box]).flatten().tolist()) if x in inside]
+                places = [
+                    k
+                    for k, x in enumerate(box_elements(elements, [box]).flatten().tolist())
+                    if x in inside
+                ]
                 if places:
-                    expected.append((row, number, 1000 * number + 4 * places[0], 1000 * number + 4 * places[-1] + 4))
+                    expected.append(
+                        (
+                            row,
+                            number,
+                            1000 * number + 4 * places[0],
+                            1000 * number + 4 * places[-1] + 4,
+                        )
+                    )
         found = zip(*(values.tolist() for values in native.meetings(tensor, wanted)), strict=True)
         assert sorted(found) == expected
 
@@ -219,7 +258,9 @@ def test_tensors_that_many_ranks_have_are_described_once() -> None:
 
     def act(team: Team) -> native.Described:
         own = share(team)
-        return team.collect_merged(lambda: native.describe_wanted(own, team.rank), native.merge_described)
+        return team.collect_merged(
+            lambda: native.describe_wanted(own, team.rank), native.merge_described
+        )
 
     described, received = on_threads(32, act)
     assert native.kinds_of(described[0]) == {name: ((ROWS, 8), "F32") for name in NAMES}
@@ -235,7 +276,9 @@ def test_ranks_that_write_nothing_of_megatrons_format_read_nothing(
     written = list[Any]()
     monkeypatch.setattr(native, "save_step", lambda *_, **more: None)
     monkeypatch.setattr(native, "open_native", lambda *_: pytest.fail("the step was opened"))
-    monkeypatch.setattr(publish, "write_step", lambda root, step, files, **more: written.append(files))
+    monkeypatch.setattr(
+        publish, "write_step", lambda root, step, files, **more: written.append(files)
+    )
     layout = Layout(shard=4, rank=2)
     config = with_settings(TrainConfig(), ckpt_format="torch")
     saver = Saver(config, layout, Team(), torch.device("cpu"))

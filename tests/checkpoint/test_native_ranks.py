@@ -20,7 +20,17 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import on_ranks
-from helpers import DTYPES, Box, blank, box_elements, captured_output, flip_bit, hold_equal, random_boxes, random_tensor
+from helpers import (
+    DTYPES,
+    Box,
+    blank,
+    box_elements,
+    captured_output,
+    flip_bit,
+    hold_equal,
+    random_boxes,
+    random_tensor,
+)
 from meshwright.base import console
 from meshwright.base.errors import BAD_DATA, IO, LOCKED, UNEXPECTED, USAGE, UserError
 from meshwright.checkpoint import boxes as geometry
@@ -57,7 +67,9 @@ def error_of(call: Callable[[], object], status: int = BAD_DATA) -> str:
 
 
 def entry(full: torch.Tensor, boxes: list[Box]) -> BoxedTensor:
-    return BoxedTensor(tuple(full.shape), boxes, box_elements(full, boxes) if boxes else full.new_empty(0))
+    return BoxedTensor(
+        tuple(full.shape), boxes, box_elements(full, boxes) if boxes else full.new_empty(0)
+    )
 
 
 def sharded(shape: tuple[int, ...], dim: int, tp: int, zero: int, rank: int) -> list[Box]:
@@ -73,7 +85,11 @@ def sharded(shape: tuple[int, ...], dim: int, tp: int, zero: int, rank: int) -> 
 def any_cutting(root: Path) -> None:
     everybody = team()
     some_of_us = {n: dist.new_group(list(range(n))) for n in (2, 3)}
-    teams = [ALONE, *(Team(everybody.rank, n, (group,)) for n, group in some_of_us.items()), everybody]
+    teams = [
+        ALONE,
+        *(Team(everybody.rank, n, (group,)) for n, group in some_of_us.items()),
+        everybody,
+    ]
     for trial in range(8):
         how = ("one rank", "random boxes", "slices", "columns and slices")[trial % 4]
         common, own = random.Random(trial), random.Random(100 * trial + everybody.rank)
@@ -87,7 +103,11 @@ def any_cutting(root: Path) -> None:
             if how == "one rank":
                 boxes: list[Box] = undivided(full).boxes * everybody.is_lead  # type: ignore[operator]
             elif how == "random boxes" or not shape:
-                boxes = [box for box in random_boxes(shape, common) if common.randrange(4) == everybody.rank]
+                boxes = [
+                    box
+                    for box in random_boxes(shape, common)
+                    if common.randrange(4) == everybody.rank
+                ]
             elif how == "slices":
                 boxes = sharded(shape, 0, 1, 4, everybody.rank)
             else:
@@ -96,16 +116,22 @@ def any_cutting(root: Path) -> None:
                 saved[f"t{i}"] = entry(full, boxes)
         native.save_step(root, trial, saved, {"iteration": trial}, team=everybody)
         for number, holds in enumerate(everybody.gather(any(e.boxes for e in saved.values()))):
-            assert (steps.step_folder(root, trial) / f"rank_{number:05d}.safetensors").exists() == holds
+            assert (
+                steps.step_folder(root, trial) / f"rank_{number:05d}.safetensors"
+            ).exists() == holds
         for t, verify in [(t, common.choice(["read", "full"])) for t in teams]:
             if everybody.rank < t.size:
                 want = {}
                 for name, full in fulls.items():
-                    boxes = [box for box in random_boxes(tuple(full.shape), own) if own.random() < 0.7]
+                    boxes = [
+                        box for box in random_boxes(tuple(full.shape), own) if own.random() < 0.7
+                    ]
                     if boxes or t.is_lead or own.random() < 0.5:
                         want[name] = entry(full, boxes)
                 filled = blank(want)
-                assert loading.load_checkpoint(root, filled, options=OpenOptions(verify), team=t)[:2] == (
+                assert loading.load_checkpoint(root, filled, options=OpenOptions(verify), team=t)[
+                    :2
+                ] == (
                     trial,
                     {"iteration": trial},
                 )
@@ -122,7 +148,10 @@ def test_any_cutting_to_any_other(tmp_path: Path) -> None:
 def model(seed: int = 0) -> dict[str, torch.Tensor]:
     shapes = {"wte.weight": (48, 8), "h.0.mlp.fc.weight": (2, 16, 8)}
     shapes |= {"h.1.mlp.fc.weight": (2, 16, 8), "ln_f.bias": (8,)}  # type: ignore[dict-item]
-    return {name: random_tensor(shape, torch.float32, seed + i) for i, (name, shape) in enumerate(shapes.items())}
+    return {
+        name: random_tensor(shape, torch.float32, seed + i)
+        for i, (name, shape) in enumerate(shapes.items())
+    }
 
 
 def mine(t: Team, seed: int = 0) -> dict[str, BoxedTensor]:
@@ -151,7 +180,9 @@ def a_step_again(root: Path) -> None:
     save(root, 5, mine(t))
     written = steps.step_folder(root, 5).stat().st_ino
     assert "never overwritten" in error_of(lambda: save(root, 5, mine(t, 1)), LOCKED)
-    assert "never overwritten" in error_of(lambda: save(root, 5, full_entries() if t.is_lead else {}), LOCKED)
+    assert "never overwritten" in error_of(
+        lambda: save(root, 5, full_entries() if t.is_lead else {}), LOCKED
+    )
     assert steps.step_folder(root, 5).stat().st_ino == written
     t.wait()
     if t.is_lead:
@@ -159,7 +190,9 @@ def a_step_again(root: Path) -> None:
     t.wait()
     with captured_output() as (said, _):
         save(root, 5, mine(t))
-    assert [line for line in said if "WARNING" in line and "rank_00002" in line] == said[:1] * t.is_lead
+    assert [line for line in said if "WARNING" in line and "rank_00002" in line] == said[
+        :1
+    ] * t.is_lead
     assert (root / "iter_0000005.damaged").is_dir()
     manifests.verify_step(steps.step_folder(root, 5), full=True)
 
@@ -180,7 +213,9 @@ def disk_full(root: Path) -> None:
     assert needed == sum(t.gather(sum(e.tensor.numel() * 4 for e in mine(t).values())))
     assert "iter_0000002.tmp/rank_00002.safetensors while saving iteration 2" in message
     assert "iter_0000001, is intact" in message
-    assert needed < int(message.split("needs ")[1].split(" bytes")[0].replace(",", "")) < needed + 8000
+    assert (
+        needed < int(message.split("needs ")[1].split(" bytes")[0].replace(",", "")) < needed + 8000
+    )
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     t.wait()
     assert steps.listing(root) == ["iter_0000001", steps.TRACKER]
@@ -199,7 +234,8 @@ def defects(root: Path) -> None:
     t = team()
 
     def refused(named: native.TensorBoxes, *words: str) -> None:
-        with pytest.raises(ValueError if t.is_lead else UserError) as caught:  # rank 0 compares what all have
+        # rank 0 compares what all have
+        with pytest.raises(ValueError if t.is_lead else UserError) as caught:
             save(root, 1, named)
         assert all(word in str(caught.value) for word in words), caught.value
 
@@ -208,12 +244,18 @@ def defects(root: Path) -> None:
     refused({"x": entry(full, [((0, 0), (48, 8))] if t.rank > 7 else [])}, "384 elements", "hold 0")
     refused({"x": entry(full, [((24 * t.rank, 0), (24, 7))])}, "384 elements", "336")
     refused({"x": entry(full[: 48 - t.rank], [])}, "[47, 8] F32 on rank 1", "48, 8")
-    refused({"x": entry(full.to([torch.float32, torch.float16][t.rank]), [])}, "F16 on rank 1", "F32")
+    refused(
+        {"x": entry(full.to([torch.float32, torch.float16][t.rank]), [])}, "F16 on rank 1", "F32"
+    )
     bad = {"x": BoxedTensor((4,), [((0,), (3,))], torch.zeros(4))} if t.rank == 1 else {}
-    with pytest.raises(ValueError if t.rank == 1 else UserError) as caught:  # its own defect has its traceback
+    # its own defect has its traceback
+    with pytest.raises(ValueError if t.rank == 1 else UserError) as caught:
         save(root, 1, bad)
     if t.is_lead:
-        assert str(caught.value).startswith("rank 1: ValueError: x") and caught.value.status == UNEXPECTED  # type: ignore[union-attr,attr-defined]
+        assert (
+            str(caught.value).startswith("rank 1: ValueError: x")
+            and caught.value.status == UNEXPECTED
+        )  # type: ignore[union-attr,attr-defined]
     t.wait()
     assert steps.listing(root) == []
 
@@ -242,14 +284,25 @@ def loads(root: Path) -> None:
     with captured_output() as (said, _):
         loaded = loading.load_checkpoint(root, want, accept=accept, team=t)
     assert (
-        loaded is not None and loaded[:2] == (2, {"iteration": 2}) and hold_equal(mine(t, 20), want) and seen == [3, 2]
+        loaded is not None
+        and loaded[:2] == (2, {"iteration": 2})
+        and hold_equal(mine(t, 20), want)
+        and seen == [3, 2]
     )
-    assert len([line for line in said if "skipping iter_0000003" in line and "rank_00002" in line]) == t.is_lead
-    assert "rank_00002" in error_of(lambda: loading.load_checkpoint(steps.step_folder(root, 3), want, team=t))
+    assert (
+        len([line for line in said if "skipping iter_0000003" in line and "rank_00002" in line])
+        == t.is_lead
+    )
+    assert "rank_00002" in error_of(
+        lambda: loading.load_checkpoint(steps.step_folder(root, 3), want, team=t)
+    )
     if t.is_lead:  # full verification is shared, and finds what no rank reads
         flip_bit(steps.step_folder(root, 2) / native.CONFIG, 8)
     t.wait()
-    assert loading.load_checkpoint(root, want, options=OpenOptions("full"), team=t)[:2] == (1, {"iteration": 1})
+    assert loading.load_checkpoint(root, want, options=OpenOptions("full"), team=t)[:2] == (
+        1,
+        {"iteration": 1},
+    )
     assert hold_equal(mine(t, 10), want)
 
     def refuse(source: Source) -> Source:
@@ -257,15 +310,23 @@ def loads(root: Path) -> None:
             raise UserError("not this one", 2)
         return source
 
-    assert error_of(lambda: loading.load_checkpoint(root, want, accept=refuse, team=t), 2) == "not this one"
+    assert (
+        error_of(lambda: loading.load_checkpoint(root, want, accept=refuse, team=t), 2)
+        == "not this one"
+    )
     if t.rank == 1:
         want["x"] = undivided(torch.zeros(3))
     if t.rank > 1:
         del want["ln_f.bias"]
     message = error_of(lambda: loading.load_checkpoint(root, want, team=t))
     assert "x: the model has (3,), the checkpoint has none" in message
-    assert "ln_f.bias: the model has none, the checkpoint has (8,)" in message and message.count("\n") == 2
-    half = {n: BoxedTensor(e.shape, e.boxes, e.tensor.bfloat16()) for n, e in blank(mine(t)).items()}
+    assert (
+        "ln_f.bias: the model has none, the checkpoint has (8,)" in message
+        and message.count("\n") == 2
+    )
+    half = {
+        n: BoxedTensor(e.shape, e.boxes, e.tensor.bfloat16()) for n, e in blank(mine(t)).items()
+    }
     with captured_output() as (said, _):
         loading.load_checkpoint(steps.step_folder(root, 1), half, team=t)
     assert (" 4 tensors converted from F32 to BF16" in said) == t.is_lead
@@ -299,7 +360,9 @@ def not_shared(root: Path) -> None:
     assert not t.is_lead or not list(here.iterdir())  # rank 0 looks: it goes on to save there
     native.save_step(root / "node0", 1, full_entries(), {}) if t.is_lead else None
     t.wait()
-    with pytest.raises(UserError, match=r"rank 1 on .* does not see .*iter_0000001.*all nodes share"):
+    with pytest.raises(
+        UserError, match=r"rank 1 on .* does not see .*iter_0000001.*all nodes share"
+    ):
         loading.load_checkpoint(here, blank(mine(t)), team=t)
     if t.rank:
         native.save_step(here, 1, full_entries(1), {})
@@ -332,10 +395,18 @@ def killed(root: Path, who: int, point: str) -> None:
 
 
 POINTS = ("begin", "after_mkdir", "written_unsynced", "shard_done")
-OF_RANK_0 = ("manifest_unsynced", "before_rename", "after_rename", "before_tracker", "after_tracker")
+OF_RANK_0 = (
+    "manifest_unsynced",
+    "before_rename",
+    "after_rename",
+    "before_tracker",
+    "after_tracker",
+)
 
 
-@pytest.mark.parametrize(("who", "point"), [*((0, p) for p in POINTS + OF_RANK_0), *((1, p) for p in POINTS)])
+@pytest.mark.parametrize(
+    ("who", "point"), [*((0, p) for p in POINTS + OF_RANK_0), *((1, p) for p in POINTS)]
+)
 @pytest.mark.fault("F2")
 def test_a_rank_is_killed_while_others_wait(tmp_path: Path, who: int, point: str) -> None:
     root, files = tmp_path / "run", str(tmp_path / "store")
@@ -343,11 +414,14 @@ def test_a_rank_is_killed_while_others_wait(tmp_path: Path, who: int, point: str
     context = mp.start_processes(on_ranks._rank, args, 2, join=False, start_method="forkserver")
     for process in context.processes:
         process.join(30)
-    assert [p.exitcode for p in context.processes] == [-signal.SIGKILL if n == who else 1 for n in range(2)]
+    assert [p.exitcode for p in context.processes] == [
+        -signal.SIGKILL if n == who else 1 for n in range(2)
+    ]
     step, _ = steps.latest(root)
     assert step == (2 if point in OF_RANK_0[2:] else 1)
     manifests.verify_step(steps.step_folder(root, step), full=True)
-    native.save_step(root, step + 1, full_entries(7), {"iteration": step + 1})  # as the run does that continues
+    # as the run does that continues
+    native.save_step(root, step + 1, full_entries(7), {"iteration": step + 1})
     assert steps.latest(root)[0] == step + 1 and not list(root.glob("*.tmp"))
     loading.load_checkpoint(root, want := blank(full_entries()))
     assert hold_equal(full_entries(7), want)
@@ -357,7 +431,9 @@ def write(root: Path) -> None:
     save(root, 1, mine(team()))
 
 
-def test_inspect_shows_the_boxes_of_all_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_the_boxes_of_all_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_ranks(write, 4, tmp_path)
     assert inspect.main([str(tmp_path), "--boxes", "--full"]) == 0
     shown = capsys.readouterr().out
@@ -382,9 +458,13 @@ def other_files(folder: Path) -> None:
         config, vocabulary, problem = look_at_files(config, World(t.rank, t.size))
         preflight.require_equal_ranks(t, identity_of(config, vocabulary), problem)
 
-    with pytest.raises(UserError, match=r"SHA-256 of the tokenizer's tokenizer.json: \w+ on rank 0, \w+") as caught:
+    with pytest.raises(
+        UserError, match=r"SHA-256 of the tokenizer's tokenizer.json: \w+ on rank 0, \w+"
+    ) as caught:
         require_equal(config)
-    assert re.search(r"--data-path a \(its files\): \w+ on rank 0, \w+ on rank 1", str(caught.value))
+    assert re.search(
+        r"--data-path a \(its files\): \w+ on rank 0, \w+ on rank 1", str(caught.value)
+    )
     assert "data_fingerprint" not in str(caught.value) and "run_dir" not in str(caught.value)
     shared = replace(config, tokenizer=replace(given, tokenizer_model="none.json"))
     assert "none.json cannot be read: No such file" in error_of(lambda: require_equal(shared))
@@ -394,7 +474,9 @@ def test_files_that_differ_between_nodes_are_refused(tmp_path: Path) -> None:
     for rank, eod in enumerate(["</s>", "<eos>"]):
         (tmp_path / f"node{rank}").mkdir()
         model = {"type": "WordLevel", "vocab": {"x": 0, eod: 1}, "unk_token": "x"}
-        (tmp_path / f"node{rank}" / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+        (tmp_path / f"node{rank}" / "tokenizer.json").write_text(
+            json.dumps({"version": "1.0", "model": model})
+        )
         for end in (".idx", ".bin"):
             (tmp_path / f"node{rank}" / f"a{end}").write_bytes(b"x" * (rank + 1))
     run_ranks(other_files, 2, tmp_path)
@@ -409,7 +491,9 @@ def refused_alike(folder: Path) -> None:
     assert "no checkpoint found" in error_of(lambda: State.load(state))  # type: ignore[arg-type]
     bare = Data(eod_mask_loss=True)
     assert "need a tokenizer" in error_of(lambda: datasets.make_document_ends(bare, None), USAGE)
-    bare_state = SimpleNamespace(config=TrainConfig(), vocab=9, team=t, will_train=True, progress=Progress())
+    bare_state = SimpleNamespace(
+        config=TrainConfig(), vocab=9, team=t, will_train=True, progress=Progress()
+    )
     own = {"train": [1] if t.rank else {}}
     assert "has no locate" in error_of(lambda: open_feed(bare_state, None, own))  # type: ignore[arg-type]
 

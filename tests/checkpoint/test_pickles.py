@@ -43,11 +43,16 @@ def tree() -> dict[str, Any]:
         "transposed": w.t(),
         "row": w[2],
         "parameter": torch.nn.Parameter(torch.ones(3)),
-        "dtypes": [torch.arange(3).to(getattr(torch, name)) for name in "bfloat16 half double int bool".split()],
+        "dtypes": [
+            torch.arange(3).to(getattr(torch, name))
+            for name in "bfloat16 half double int bool".split()
+        ],
         "empty": torch.empty(0, 3),
         "scalar": torch.tensor(3.0),
         "bytes": torch.get_rng_state()[:9],
-        "args": argparse.Namespace(lr=1.5e-4, layers=[1, 2], params_dtype=torch.bfloat16, name="größe", none=None),
+        "args": argparse.Namespace(
+            lr=1.5e-4, layers=[1, 2], params_dtype=torch.bfloat16, name="größe", none=None
+        ),
         "ordered": collections.OrderedDict(x=1),
         "default": collections.defaultdict(list, {0: [1]}),
         "set": {1, 2},
@@ -86,10 +91,15 @@ def test_files_of_torch_save_come_back_as_views_of_the_file(tmp_path: Path, zipp
     assert equals(read, saved)
     assert read["tied"].data_ptr() == read["w"].data_ptr() == read["transposed"].data_ptr()
     lines = Path("/proc/self/maps").read_text().splitlines()
-    mapped = [[int(x, 16) for x in line.split()[0].split("-")] for line in lines if line.endswith(str(path))]
+    mapped = [
+        [int(x, 16) for x in line.split()[0].split("-")]
+        for line in lines
+        if line.endswith(str(path))
+    ]
     for tensor in (read["w"], read["row"], *read["dtypes"]):
         assert any(low <= tensor.data_ptr() < high for low, high in mapped)
-    assert len(mapped) == 1 and pickles.load_pickle(path)["w"].data_ptr() == read["w"].data_ptr()  # mapped once
+    # mapped once
+    assert len(mapped) == 1 and pickles.load_pickle(path)["w"].data_ptr() == read["w"].data_ptr()
 
 
 @pytest.mark.parametrize("protocol", (2, 3, 4, 5))
@@ -102,20 +112,26 @@ def test_plain_pickles(tmp_path: Path, protocol: int) -> None:
     } | {"long": bytes(range(256)) * 300}
     (tmp_path / "plain").write_bytes(pickle.dumps(saved, protocol))
     read = pickles.load_pickle(tmp_path / "plain")
-    assert read["long"] == saved["long"] and isinstance(read["long"], memoryview if protocol > 2 else bytes)
+    assert read["long"] == saved["long"] and isinstance(
+        read["long"], memoryview if protocol > 2 else bytes
+    )
     assert equals(read | {"long": saved["long"]}, saved)
 
 
 def test_numpy_arrays_that_are_large_stay_in_the_file(tmp_path: Path) -> None:
     for protocol in (4, 5):
         array = np.arange(200_000, dtype=np.float32).reshape(400, 500)
-        (tmp_path / f"{protocol}").write_bytes(pickle.dumps({"w": array, "f": np.asfortranarray(array)}, protocol))
+        (tmp_path / f"{protocol}").write_bytes(
+            pickle.dumps({"w": array, "f": np.asfortranarray(array)}, protocol)
+        )
         read = pickles.load_pickle(tmp_path / f"{protocol}")
         assert equals(read, {"w": array, "f": array})
         assert str(tmp_path / f"{protocol}") in next(
             line
             for line in Path("/proc/self/maps").read_text().splitlines()
-            if int(line.split("-")[0], 16) <= read["w"].data_ptr() < int(line.split()[0].split("-")[1], 16)
+            if int(line.split("-")[0], 16)
+            <= read["w"].data_ptr()
+            < int(line.split()[0].split("-")[1], 16)
         )
 
 
@@ -138,7 +154,12 @@ def test_classes_of_known_packages_are_inert(tmp_path: Path) -> None:
     for kind in (Mode, Scaler, Settings):
         kind.__module__ = "megatron.core.nowhere"
     try:
-        body = {"mode": Mode.CAUSAL, "scaler": Scaler(), "settings": Settings(a=1), "io": io.BytesIO(b"abc")}
+        body = {
+            "mode": Mode.CAUSAL,
+            "scaler": Scaler(),
+            "settings": Settings(a=1),
+            "io": io.BytesIO(b"abc"),
+        }
         pickler = pickle._Pickler  # type: ignore[attr-defined]  # the C one insists on importing what it names
         file = io.BytesIO()
         with pytest.MonkeyPatch.context() as patch:
@@ -220,7 +241,9 @@ def test_files_that_are_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no pickle at all")
     (tmp_path / "tar").write_bytes(bytes(257) + b"ustar" + bytes(300))
     (tmp_path / "safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}              ")
-    (tmp_path / "big").write_bytes(archive_of({"archive/data.pkl": pickle.dumps({}, 2), "archive/byteorder": b"big"}))
+    (tmp_path / "big").write_bytes(
+        archive_of({"archive/data.pkl": pickle.dumps({}, 2), "archive/byteorder": b"big"})
+    )
     says = {
         ".": "not a file",
         "absent": "No such file",
@@ -236,13 +259,16 @@ def test_files_that_are_no_checkpoint(tmp_path: Path) -> None:
 
 def archive_of(entries: dict[str, bytes]) -> bytes:
     out = bytearray()
-    writer.write_archive(out.extend, ((name, lambda data=data: data) for name, data in entries.items()))
+    writer.write_archive(
+        out.extend, ((name, lambda data=data: data) for name, data in entries.items())
+    )
     return bytes(out)
 
 
 @pytest.mark.fault("F27")
 @pytest.mark.promise(
-    "A name in it stands for a function of ours or for an inert record", "Nothing falls back to that without the flag"
+    "A name in it stands for a function of ours or for an inert record",
+    "Nothing falls back to that without the flag",
 )
 def test_an_unknown_class_is_refused_by_name_and_only_trust_runs_it(tmp_path: Path) -> None:
     class Secret:
@@ -255,7 +281,9 @@ def test_an_unknown_class_is_refused_by_name_and_only_trust_runs_it(tmp_path: Pa
             path.write_bytes(pickle.dumps(Secret()))
         else:
             torch.save({"x": Secret()}, path, _use_new_zipfile_serialization=name == "zip")
-        with pytest.raises(UserError, match=rf"{name}: .*it names builtins.print.*--trust-pickle runs it"):
+        with pytest.raises(
+            UserError, match=rf"{name}: .*it names builtins.print.*--trust-pickle runs it"
+        ):
             pickles.load_pickle(path)
         assert pickles.load_pickle(path, trust=True) in ({"x": None}, None)
 
@@ -306,7 +334,9 @@ LIES = {
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.fault("F28")
 @pytest.mark.promise("Its answer is not trusted: a place outside of the file is refused")
-def test_the_child_is_not_trusted(lie: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_child_is_not_trusted(
+    lie: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever it answers is refused unless it lies within the file."""
     path = tmp_path / "x"
     path.write_bytes(bytes(100))
@@ -318,7 +348,9 @@ def test_the_child_is_not_trusted(lie: str, tmp_path: Path, monkeypatch: pytest.
 
 def test_the_child_imports_neither_torch_nor_ours(tmp_path: Path) -> None:
     code = f"import sys; sys.path.insert(0, {str(Path(child.__file__).parent)!r}); import child; print(*sys.modules)"
-    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    modules = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert "child" in modules and not {"torch", "numpy", "meshwright"} & set(modules)
 
 
@@ -333,7 +365,10 @@ def written(path: Path, body: Any) -> Path:
 
 def test_torch_load_reads_what_we_write(tmp_path: Path) -> None:
     body = tree() | {"later": writer.Later((2, 3), torch.half, lambda: torch.ones(2, 3).half())}
-    for key in (*"numpy numpy_scalar fortran default size parameter ordered set raw".split(), (torch.float32, 0)):
+    for key in (
+        *"numpy numpy_scalar fortran default size parameter ordered set raw".split(),
+        (torch.float32, 0),
+    ):
         del body[key]
     path = written(tmp_path / "ours.pt", body)
     expected = body | {"later": torch.ones(2, 3).half()}
@@ -343,8 +378,11 @@ def test_torch_load_reads_what_we_write(tmp_path: Path) -> None:
     read = torch.load(path, weights_only=False, mmap=True)
     assert equals(read, expected) and equals(pickles.load_pickle(path), expected)
     assert read["tied"].data_ptr() == read["w"].data_ptr()
-    in_file = [tensor for tensor in pickles.load_pickle(path).values() if isinstance(tensor, torch.Tensor)]
-    assert len(in_file) > 5 and all(tensor.data_ptr() % 64 == 0 for tensor in in_file)  # files begin at a page
+    in_file = [
+        tensor for tensor in pickles.load_pickle(path).values() if isinstance(tensor, torch.Tensor)
+    ]
+    # files begin at a page
+    assert len(in_file) > 5 and all(tensor.data_ptr() % 64 == 0 for tensor in in_file)
 
 
 def test_one_tensor_at_a_time(tmp_path: Path) -> None:
@@ -375,7 +413,9 @@ def test_archives_of_more_than_4_gib(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with open(tmp_path / "zeros", "wb") as zeros:
         zeros.truncate(size)
     table = torch.from_file(str(tmp_path / "zeros"), True, size, dtype=torch.uint8)
-    monkeypatch.setattr(zipfile, "crc32", lambda part, crc=0: 0 if len(part) == size else crc32(part, crc))
+    monkeypatch.setattr(
+        zipfile, "crc32", lambda part, crc=0: 0 if len(part) == size else crc32(part, crc)
+    )
     with open(tmp_path / "x.pt", "wb") as file:
 
         def write(data: bytes | bytearray | memoryview) -> None:
@@ -387,6 +427,13 @@ def test_archives_of_more_than_4_gib(tmp_path: Path, monkeypatch: pytest.MonkeyP
         writer.write_torch_file({"table": table, "after": torch.arange(3)}, write)
 
     for read in (pickles.load_pickle(tmp_path / "x.pt"), torch.load(tmp_path / "x.pt", mmap=True)):
-        assert read["table"].shape == (size,) and read["table"][-1] == 0 and torch.equal(read["after"], torch.arange(3))
+        assert (
+            read["table"].shape == (size,)
+            and read["table"][-1] == 0
+            and torch.equal(read["after"], torch.arange(3))
+        )
     with zipfile.ZipFile(tmp_path / "x.pt") as other:
-        assert other.getinfo("archive/data/0").file_size == size and len(other.read("archive/data/1")) == 24
+        assert (
+            other.getinfo("archive/data/0").file_size == size
+            and len(other.read("archive/data/1")) == 24
+        )

@@ -38,7 +38,10 @@ def content(step: int) -> dict[str, publish.Produce]:
         for i in range(0, len(data), 150):  # not aligned with chunks
             write(data[i : i + 150])
 
-    return {"rank_00000.safetensors": produce, "state.json": lambda write: write(json.dumps({"step": step}).encode())}
+    return {
+        "rank_00000.safetensors": produce,
+        "state.json": lambda write: write(json.dumps({"step": step}).encode()),
+    }
 
 
 def write_step(root: Path, step: int, seed: int | None = None) -> None:
@@ -62,7 +65,8 @@ def damaged(folder: Path) -> str:
 def in_child(body: Callable[[], object]) -> int:
     """Run in a forked process; return its wait status."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads: the child uses none of them
+        # a fork beside threads: the child uses none of them
+        warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         try:
@@ -93,7 +97,11 @@ def killed_at(point: str, occurrence: int, body: Callable[[], object]) -> bool:
     return status == signal.SIGKILL
 
 
-CASES = [(point, case) for point in POINTS for case in ("first step", "a further step", "a damaged step again")]
+CASES = [
+    (point, case)
+    for point in POINTS
+    for case in ("first step", "a further step", "a damaged step again")
+]
 
 
 @pytest.mark.parametrize(("point", "case"), [*CASES, ("moved_aside", "a damaged step again")])
@@ -147,7 +155,9 @@ def test_damage_names_file_and_offset(tmp_path: Path) -> None:
     folder = steps.step_folder(tmp_path, 1)
     flip_bit(folder / "rank_00000.safetensors", 8 * 700)
     assert steps.latest(tmp_path) == (1, [])  # manifest and sizes hold
-    assert "rank_00000.safetensors: bytes 640 to 704" in error_of(lambda: manifests.verify_step(folder, full=True))
+    assert "rank_00000.safetensors: bytes 640 to 704" in error_of(
+        lambda: manifests.verify_step(folder, full=True)
+    )
 
 
 def test_only_the_chunks_read_are_hashed(tmp_path: Path) -> None:
@@ -166,7 +176,9 @@ def test_only_the_chunks_read_are_hashed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["rank_00000.safetensors", "state.json", manifests.MANIFEST])
 @pytest.mark.parametrize("harm", ["truncated", "empty", "missing", "longer", "link", "folder"])
 @pytest.mark.fault("F9")
-def test_a_damaged_step_falls_back_to_the_previous_one(tmp_path: Path, name: str, harm: str) -> None:
+def test_a_damaged_step_falls_back_to_the_previous_one(
+    tmp_path: Path, name: str, harm: str
+) -> None:
     write_step(tmp_path, 1)
     write_step(tmp_path, 2)
     path = steps.step_folder(tmp_path, 2) / name
@@ -232,13 +244,19 @@ def test_a_manifest_cannot_name_files_outside_its_folder(tmp_path: Path) -> None
     (tmp_path / "iter_0000001").mkdir()
     entry = publish.write_file(tmp_path / "other", lambda write: write(b"x" * 10))
     for name in ("../secret", str(tmp_path / "secret"), "..", "a/b", ".hidden", ""):
-        (tmp_path / "iter_0000001" / manifests.MANIFEST).write_bytes(manifests.encode_manifest({name: entry}))
+        (tmp_path / "iter_0000001" / manifests.MANIFEST).write_bytes(
+            manifests.encode_manifest({name: entry})
+        )
         assert "plain name" in error_of(lambda: manifests.verify_step(tmp_path / "iter_0000001"))
 
 
 @pytest.mark.fault("F9")
 def test_a_hostile_manifest_is_damaged(tmp_path: Path) -> None:
-    entries = ['{"size": 1e999, "sha256": ""}', f'{{"size": {"9" * 5000}, "sha256": ""}}', '{"size": -1, "sha256": 5}']
+    entries = [
+        '{"size": 1e999, "sha256": ""}',
+        f'{{"size": {"9" * 5000}, "sha256": ""}}',
+        '{"size": -1, "sha256": 5}',
+    ]
     bodies = ["NaN", "[1]", *(f'{{"a": {entry}}}' for entry in entries)]
     texts = ["[" * 100_000, '"\xff"', "null", '{"format": "meshwright checkpoint 9"}']
     for raw in texts + [f'{{"files": {body}}}' for body in bodies]:
@@ -259,7 +277,11 @@ def test_a_complete_step_is_never_overwritten(tmp_path: Path) -> None:
     folder = steps.step_folder(tmp_path, 1)
     written = folder.stat().st_ino
     message = error_of(lambda: write_step(tmp_path, 1, seed=2), LOCKED)
-    assert "iter_0000001" in message and "--save-overwrite" in message and folder.stat().st_ino == written
+    assert (
+        "iter_0000001" in message
+        and "--save-overwrite" in message
+        and folder.stat().st_ino == written
+    )
     manifests.verify_step(folder, full=True)
 
 
@@ -358,11 +380,21 @@ def test_checkpoints_of_other_programs_are_found_and_kept(tmp_path: Path) -> Non
     (tmp_path / "b" / steps.TRACKER).write_text("release")
     assert "no checkpoint in" in error_of(lambda: steps.find_step(tmp_path / "b"))
     (tmp_path / "b/release/mp_rank_00").mkdir(parents=True)
-    assert steps.find_step(tmp_path / "b")[0] == (table.MEGATRON, tmp_path / "b/release", 0, tmp_path / "b")
+    assert steps.find_step(tmp_path / "b")[0] == (
+        table.MEGATRON,
+        tmp_path / "b/release",
+        0,
+        tmp_path / "b",
+    )
     (tmp_path / "c/global_step500").mkdir(parents=True)
     (tmp_path / "c/global_step500/layer_01-model_00-model_states.pt").touch()
     (tmp_path / "c/latest").write_text("global_step500")
-    assert steps.find_step(tmp_path / "c")[0] == (table.DEEPSPEED, tmp_path / "c/global_step500", 500, tmp_path / "c")
+    assert steps.find_step(tmp_path / "c")[0] == (
+        table.DEEPSPEED,
+        tmp_path / "c/global_step500",
+        500,
+        tmp_path / "c",
+    )
     write_step(tmp_path / "c", 400)
     message = error_of(lambda: steps.find_step(tmp_path / "c"))
     assert "500 of DeepSpeed" in message and "400" in message
@@ -373,7 +405,12 @@ def test_checkpoints_of_other_programs_are_found_and_kept(tmp_path: Path) -> Non
     for name in ("config.json", "model.safetensors"):
         (tmp_path / "hf").mkdir(exist_ok=True)
         (tmp_path / "hf" / name).touch()
-    assert steps.find_step(tmp_path / "hf")[0] == (formats.HUGGING_FACE, tmp_path / "hf", 0, tmp_path / "hf")
+    assert steps.find_step(tmp_path / "hf")[0] == (
+        formats.HUGGING_FACE,
+        tmp_path / "hf",
+        0,
+        tmp_path / "hf",
+    )
 
 
 @pytest.mark.fault("F13")
@@ -384,7 +421,9 @@ def test_a_second_writer_learns_who_has_the_folder(tmp_path: Path) -> None:
 
     with owner.lock_folder(tmp_path):
         begin = time.monotonic()
-        assert os.waitstatus_to_exitcode(in_child(second)) == LOCKED and time.monotonic() - begin < 2
+        assert (
+            os.waitstatus_to_exitcode(in_child(second)) == LOCKED and time.monotonic() - begin < 2
+        )
         assert f"process {os.getpid()} on {os.uname().nodename}" in error_of(second, LOCKED)
     assert in_child(second) == 0
 
@@ -423,19 +462,28 @@ def test_failures_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fail)
         message = error_of(lambda: write_step(tmp_path, 2), IO)
-    for part in (os.strerror(code), str(tmp_path / "iter_0000002.tmp"), "1,010 bytes", "iter_0000001, is intact"):
+    for part in (
+        os.strerror(code),
+        str(tmp_path / "iter_0000002.tmp"),
+        "1,010 bytes",
+        "iter_0000001, is intact",
+    ):
         assert part in message
     assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000001"]
 
 
 @pytest.mark.fault("F7")
-def test_a_folder_is_checked_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_checked_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     publish.check_writable(tmp_path / "new", 1000)
     assert not list((tmp_path / "new").iterdir())
     message = error_of(lambda: publish.check_writable(tmp_path, 1 << 60), IO)
     assert f"{1 << 60:,}" in message and f"{2 << 60:,}" in message and str(tmp_path) in message
     (tmp_path / "file").touch()
-    assert str(tmp_path / "file") in error_of(lambda: publish.check_writable(tmp_path / "file", 0), IO)
+    assert str(tmp_path / "file") in error_of(
+        lambda: publish.check_writable(tmp_path / "file", 0), IO
+    )
     error_of(lambda: write_step(tmp_path / "file", 1), IO)
     error_of(lambda: steps.latest(tmp_path / "file"))
 
@@ -452,11 +500,17 @@ def test_checkpoints_are_moved_aside(tmp_path: Path) -> None:
     assert owner.move_aside(tmp_path) != aside
 
 
-def test_a_lock_under_which_nothing_was_written_leaves_the_folders_as_they_were(tmp_path: Path) -> None:
+def test_a_lock_under_which_nothing_was_written_leaves_the_folders_as_they_were(
+    tmp_path: Path,
+) -> None:
     for existing in (tmp_path, tmp_path / "there"):
         existing.mkdir(exist_ok=True)
         before = sorted(tmp_path.rglob("*"))
-        with pytest.raises(OSError), owner.lock_folder(existing / "a"), owner.lock_folder(existing / "a/b/c"):
+        with (
+            pytest.raises(OSError),
+            owner.lock_folder(existing / "a"),
+            owner.lock_folder(existing / "a/b/c"),
+        ):
             raise OSError
         assert sorted(tmp_path.rglob("*")) == before
     (tmp_path / "there/.lock").touch()  # an earlier owner's

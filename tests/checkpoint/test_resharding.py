@@ -47,7 +47,9 @@ def samples(trainer):
 
 
 @pytest.mark.parametrize(
-    "arrows", [FEW, pytest.param(FEW + PAIRS, marks=pytest.mark.long)], ids=lambda arrows: f"{len(arrows)} pairs"
+    "arrows",
+    [FEW, pytest.param(FEW + PAIRS, marks=pytest.mark.long)],
+    ids=lambda arrows: f"{len(arrows)} pairs",
 )
 @pytest.mark.fault("F5")
 def test_a_checkpoint_continues_in_another_layout(tmp_path, arrows):
@@ -56,12 +58,16 @@ def test_a_checkpoint_continues_in_another_layout(tmp_path, arrows):
     for world in sorted({c.world for c in first.values()}):
         run_all({n: c for n, c in first.items() if c.world == world}, world, STEPS, read=save)
     second = {
-        f"{a} -> {b}": parse(f"{MORE} {LAYOUTS[b]} --load {tmp_path / a} --exit-on-missing-checkpoint")
+        f"{a} -> {b}": parse(
+            f"{MORE} {LAYOUTS[b]} --load {tmp_path / a} --exit-on-missing-checkpoint"
+        )
         for a, b in pairs
     }
     got = {}
     for world in sorted({c.world for c in second.values()}):
-        got |= run_all({n: c for n, c in second.items() if c.world == world}, world, STEPS, read=samples)
+        got |= run_all(
+            {n: c for n, c in second.items() if c.world == world}, world, STEPS, read=samples
+        )
     ((want, _),) = run_all({"": alone(parse(MORE))}, 1, 2 * STEPS, read=samples)[""]
     wrong, most = [], 0.0
     for pair, ranks in got.items():

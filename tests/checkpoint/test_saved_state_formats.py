@@ -40,7 +40,9 @@ def test_files_hold_the_formats_and_resume_is_exact(tmp_path, capsys, rule):
         folder = path / "iter_0000002"
         index = json.loads((folder / "index.json").read_text())["tensors"]
         kinds = {name.partition("/")[2]: entry["dtype"] for name, entry in index.items()}
-        codes = {"float32": ("F32", "F32"), "bfloat16": ("BF16", "BF16"), "float8": ("I8", "U8")}[dtype]
+        codes = {"float32": ("F32", "F32"), "bfloat16": ("BF16", "BF16"), "float8": ("I8", "U8")}[
+            dtype
+        ]
         assert (kinds[""], kinds["exp_avg"], kinds["exp_avg_sq"]) == ("F32", *codes)
         assert kinds.get("momentum", codes[0]) == codes[0]
         sizes[dtype] = (folder / "rank_00000.safetensors").stat().st_size
@@ -50,7 +52,10 @@ def test_files_hold_the_formats_and_resume_is_exact(tmp_path, capsys, rule):
             take_step(m, s)
         assert is_equal(snapshot(again), snapshot(store))
     sixteen, eight = (0.72, 0.56) if rule == "adam" else (0.8, 0.7)
-    assert sizes["bfloat16"] < sixteen * sizes["float32"] and sizes["float8"] < eight * sizes["float32"]
+    assert (
+        sizes["bfloat16"] < sixteen * sizes["float32"]
+        and sizes["float8"] < eight * sizes["float32"]
+    )
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -65,7 +70,9 @@ def test_a_run_may_go_on_in_another_format(tmp_path, capsys, dtype):
         for name, (_, _, got) in again.named_state().items():
             want, got = moments.expanded(before[name]), moments.expanded(got)
             floor = 2.0**-28 if other == "float8" else 0.0
-            assert ((got - want).abs() <= (bound if "/" in name else 0) * want.abs() + floor).all(), name
+            assert (
+                (got - want).abs() <= (bound if "/" in name else 0) * want.abs() + floor
+            ).all(), name
         assert math.isfinite(take_step(model, again).item()) and again.steps == 3
 
 
@@ -75,8 +82,14 @@ def test_an_export_to_megatron_has_float32(tmp_path):
     path, _, store = made(tmp_path, "float8")
     source = loading.open_checkpoint(path)
     source.vocab = stores.VOCAB
-    target = type("Target", (), {"tensors": source.tensors, "source": source, "padded": 64, "t": 1, "model": GATED})
+    target = type(
+        "Target",
+        (),
+        {"tensors": source.tensors, "source": source, "padded": 64, "t": 1, "model": GATED},
+    )
     for key in ("exp_avg", "exp_avg_sq"):
         part = writer.rank_part(target, f"h.0.attn.proj.weight/{key}", 0).make()
         assert part.dtype is torch.float32
-        assert torch.equal(part, moments.expanded(store.named_state()[f"h.0.attn.proj.weight/{key}"][2]))
+        assert torch.equal(
+            part, moments.expanded(store.named_state()[f"h.0.attn.proj.weight/{key}"][2])
+        )

@@ -52,7 +52,9 @@ def lose_disk() -> None:
     shutil.rmtree(addresses.default_root())
 
 
-def test_resume_from_storage_alone(bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_from_storage_alone(
+    bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train(steps=6, run=str(tmp_path / "plain")) == 0
     assert train(steps=4) == 0
     there = {key for key in bucket.objects if "iter_" in key}
@@ -73,7 +75,10 @@ def test_steps_are_removed_from_storage_too(bucket: Bucket) -> None:
 
     def look(method: str, key: str) -> None:
         for name in [name for name in bucket.objects if name.endswith("/manifest.json")]:
-            wanted = (name.replace("manifest.json", file) for file in json.loads(bucket.objects[name])["files"])
+            wanted = (
+                name.replace("manifest.json", file)
+                for file in json.loads(bucket.objects[name])["files"]
+            )
             lacking.extend(set(wanted) - set(bucket.objects))
 
     bucket.faults = look
@@ -111,10 +116,14 @@ def test_an_object_that_changes_while_it_is_read_is_read_again(bucket: Bucket) -
     assert (store.store_of("s3://bucket").get("a/b") or [b""])[0] == b"abcdefghij"
 
 
-def test_a_large_object_is_not_read_at_once(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_object_is_not_read_at_once(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bucket.objects["a/b"] = b"0123456789"
     monkeypatch.setattr(store, "SMALL", 9)
-    assert "10 bytes, above the limit of 9" in error_of(lambda: store.store_of("s3://bucket").get("a/b"), IO)
+    assert "10 bytes, above the limit of 9" in error_of(
+        lambda: store.store_of("s3://bucket").get("a/b"), IO
+    )
 
 
 @pytest.mark.fault("F37")
@@ -122,7 +131,9 @@ def test_changed_bytes_are_read_again_and_refused_if_they_stay(bucket: Bucket) -
     assert train(steps=2) == 0
     lose_disk()
     wrong = iter(["flip"])
-    bucket.faults = lambda method, key: next(wrong, None) if method == "GET" and "rank_" in key else None
+    bucket.faults = lambda method, key: (
+        next(wrong, None) if method == "GET" and "rank_" in key else None
+    )
     assert train(steps=4) == 0
     bucket.faults = lambda method, key: "flip" if method == "GET" and "rank_" in key else None
     lose_disk()
@@ -158,12 +169,18 @@ def test_a_step_is_saved_here_before_a_failed_upload_ends_the_run(bucket: Bucket
 
 
 def test_steps_are_removed_from_storage_after_a_failure_too(bucket: Bucket) -> None:
-    bucket.faults = lambda method, key: 403 if method == "PUT" and "iter_0000004/index" in key else None
+    bucket.faults = lambda method, key: (
+        403 if method == "PUT" and "iter_0000004/index" in key else None
+    )
     assert train("--save-error=warn", "--keep-last=1", steps=6) == 0
-    assert {key.split("/")[2] for key in bucket.objects if key.endswith("manifest.json")} == {"iter_0000006"}
+    assert {key.split("/")[2] for key in bucket.objects if key.endswith("manifest.json")} == {
+        "iter_0000006"
+    }
 
 
-def test_a_run_that_waits_for_its_upload_gives_signs_of_life(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_waits_for_its_upload_gives_signs_of_life(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Other ranks wait in a collective meanwhile, for as long as rank 0 makes progress."""
     sender, ticks = upload.Uploader(local(), []), pulse.ticks
     monkeypatch.setattr(sender, "send", lambda: time.sleep(0.2))
@@ -183,7 +200,9 @@ def write_step(root: Path, step: int) -> None:
     publish.write_step(root, step, {"rank_00000.safetensors": produce, "state.json": produce})
 
 
-@pytest.mark.parametrize(("point", "sent_again"), [("before_file", 2), ("before_manifest", 0), ("after_manifest", 0)])
+@pytest.mark.parametrize(
+    ("point", "sent_again"), [("before_file", 2), ("before_manifest", 0), ("after_manifest", 0)]
+)
 @pytest.mark.fault("F36")
 def test_an_upload_that_was_killed_goes_on(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, point: str, sent_again: int
@@ -197,10 +216,15 @@ def test_an_upload_that_was_killed_goes_on(
         with monkeypatch.context() as patch, pytest.raises(Killed):
             patch.setattr(publish, "crash_point", kill)
             upload.Uploader(local(), []).send_step(1)
-        assert ("runs/a/iter_0000001/manifest.json" in bucket.objects) == (point == "after_manifest")
+        assert ("runs/a/iter_0000001/manifest.json" in bucket.objects) == (
+            point == "after_manifest"
+        )
         bucket.log.clear()
         upload.Uploader(local(), []).send_step(1)
-    assert len([1 for method, key in bucket.log if method == "PUT" and re.search("rank_|state", key)]) == sent_again
+    assert (
+        len([1 for method, key in bucket.log if method == "PUT" and re.search("rank_|state", key)])
+        == sent_again
+    )
     lose_disk()
     mirror.refresh(local())
     assert steps.latest(local())[0] == 1
@@ -231,7 +255,9 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], P
 
 
 @pytest.mark.fault("F38")
-def test_a_second_writer_is_refused_with_the_name_of_the_first(bucket: Bucket, elsewhere: Callable[[], Path]) -> None:
+def test_a_second_writer_is_refused_with_the_name_of_the_first(
+    bucket: Bucket, elsewhere: Callable[[], Path]
+) -> None:
     with mirror.leased(local()):
         other = elsewhere()
         error = error_of(lambda: lease.Lease(other), LOCKED)
@@ -241,7 +267,9 @@ def test_a_second_writer_is_refused_with_the_name_of_the_first(bucket: Bucket, e
 
 
 @pytest.mark.fault("F38")
-def test_a_writer_without_a_sign_of_life_is_replaced_and_stops(bucket: Bucket, elsewhere: Callable[[], Path]) -> None:
+def test_a_writer_without_a_sign_of_life_is_replaced_and_stops(
+    bucket: Bucket, elsewhere: Callable[[], Path]
+) -> None:
     first = local()
     lease.Lease(first).record()  # and never renew it
     write_step(first, 1)
@@ -256,9 +284,17 @@ def test_a_writer_without_a_sign_of_life_is_replaced_and_stops(bucket: Bucket, e
         (first / "metrics.jsonl").write_text("of the first")
         write_step(first, 3)
         before = dict(bucket.objects)
-        for act in (uploader.send, uploader.send_files, lambda: uploader.remove([9]), lambda: uploader.send_step(3)):
+        for act in (
+            uploader.send,
+            uploader.send_files,
+            lambda: uploader.remove([9]),
+            lambda: uploader.send_step(3),
+        ):
             assert "taken over" in error_of(act, LOCKED)
-        assert {**bucket.objects, "runs/a/.owner.json": b""} == {**before, "runs/a/.owner.json": b""}
+        assert {**bucket.objects, "runs/a/.owner.json": b""} == {
+            **before,
+            "runs/a/.owner.json": b"",
+        }
     with mirror.leased(first):  # what was never in storage does not count
         assert steps.list_steps(first) == [3, 1]
 
@@ -269,7 +305,8 @@ def test_a_writer_that_is_replaced_leaves_the_address_alone_at_its_end(
 ) -> None:
     first = local()
     with mirror.leased(first):
-        monkeypatch.setattr(lease.Lease, "renew", lambda self, released=False: None)  # as if it were stopped
+        # as if it were stopped
+        monkeypatch.setattr(lease.Lease, "renew", lambda self, released=False: None)
         (first / "metrics.jsonl").write_text("of the first")
         lease.Lease(elsewhere()).record()
     assert "runs/a/metrics.jsonl" not in bucket.objects
@@ -299,7 +336,9 @@ def test_a_log_in_storage_is_sent_after_each_save(bucket: Bucket, tmp_path: Path
     bucket.faults = lambda method, key: (
         sent.append(bucket.objects.get(key, b"")) if key.endswith("metrics.jsonl") else None
     )
-    assert train("--run-dir=s3://bucket/log", "--keep-last=1", run=str(tmp_path / "run"), steps=4) == 0
+    assert (
+        train("--run-dir=s3://bucket/log", "--keep-last=1", run=str(tmp_path / "run"), steps=4) == 0
+    )
     assert b'"iteration": 2' in sent[-1] and not [key for key in bucket.objects if "iter_" in key]
 
 
@@ -326,7 +365,9 @@ def test_files_that_vanish_meanwhile_do_not_end_an_upload(bucket: Bucket) -> Non
 def test_a_folder_in_a_run_keeps_its_own_owner(bucket: Bucket) -> None:
     assert train(f"--run-dir={RUN}/log", steps=2) == 0
     assert train(f"--run-dir={RUN}/log", steps=4) == 0
-    assert {key for key in bucket.objects if key.startswith("runs/a/log/.")} == {"runs/a/log/.owner.json"}
+    assert {key for key in bucket.objects if key.startswith("runs/a/log/.")} == {
+        "runs/a/log/.owner.json"
+    }
 
 
 def write_tokens(folder: Path, bucket: Bucket) -> None:
@@ -335,20 +376,31 @@ def write_tokens(folder: Path, bucket: Bucket) -> None:
             writer.add(np.random.default_rng(seed).integers(0, 64, 100_000))
             writer.end_document()
     for ending in ("bin", "idx"):
-        bucket.objects[f"data/text_document.{ending}"] = (folder / f"text_document.{ending}").read_bytes()
+        bucket.objects[f"data/text_document.{ending}"] = (
+            folder / f"text_document.{ending}"
+        ).read_bytes()
 
 
-def test_token_files_are_read_block_by_block(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_files_are_read_block_by_block(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(copies, "BLOCK", 16384)
     write_tokens(tmp_path, bucket)
     given = [word for word in TINY_FLAGS if word != "--mock-data"]
-    for place, prefix in (("a", str(tmp_path / "text_document")), ("b", "s3://bucket/data/text_document")):
+    for place, prefix in (
+        ("a", str(tmp_path / "text_document")),
+        ("b", "s3://bucket/data/text_document"),
+    ):
         copies.sparse_copy.cache_clear()
         words = ["--data-path", prefix, "--run-dir", str(tmp_path / place), "--split", "90,10,0"]
         faulty(bucket, 5, 503)
         assert main(["train", *given, *words]) == 0
     assert read_losses(tmp_path / "a") == read_losses(tmp_path / "b")
-    marks = copies.map_of(local("s3://bucket/data") / "text_document.bin").read_bytes().partition(b"\n")[2]
+    marks = (
+        copies.map_of(local("s3://bucket/data") / "text_document.bin")
+        .read_bytes()
+        .partition(b"\n")[2]
+    )
     present = [any(marks[at : at + copies.MARK]) for at in range(0, len(marks), copies.MARK)]
     assert 0 < sum(present) < len(present) / 2
     copies.sparse_copy.cache_clear()
@@ -366,11 +418,16 @@ def test_all_bytes_of_token_files_arrive(bucket: Bucket, tmp_path: Path) -> None
 
 
 def test_a_run_continues_on_data_in_storage_from_another_folder(
-    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bucket: Bucket,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The local folders of two machines differ; the settings of a run name addresses alone."""
     write_tokens(tmp_path, bucket)
-    monkeypatch.setitem(globals(), "TINY_FLAGS", [word for word in TINY_FLAGS if word != "--mock-data"])
+    monkeypatch.setitem(
+        globals(), "TINY_FLAGS", [word for word in TINY_FLAGS if word != "--mock-data"]
+    )
     words = ["--data-path", "s3://bucket/data/text_document", "--split=90,10,0", "--eval-iters=0"]
     assert train(*words, steps=2) == 0
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
@@ -380,16 +437,28 @@ def test_a_run_continues_on_data_in_storage_from_another_folder(
     out = capsys.readouterr().out
     assert "resuming at step 2" in out and "data_path is" not in out and "have changed" not in out
     assert not [
-        key for key, data in bucket.objects.items() if key.startswith("runs/") and b"meshwright-storage" in data
+        key
+        for key, data in bucket.objects.items()
+        if key.startswith("runs/") and b"meshwright-storage" in data
     ]
     copies.sparse_copy.cache_clear()
 
 
-def test_a_dry_run_finds_what_is_in_storage(bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_finds_what_is_in_storage(
+    bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_tokens(tmp_path, bucket)
     assert train(steps=2) == 0
     given = [word for word in TINY_FLAGS if word != "--mock-data"]
-    words = ["--data-path", "s3://bucket/data/text_document", "--split=90,10,0", "--save", RUN, "--load", RUN]
+    words = [
+        "--data-path",
+        "s3://bucket/data/text_document",
+        "--split=90,10,0",
+        "--save",
+        RUN,
+        "--load",
+        RUN,
+    ]
     lose_disk()
     mirror.fetch.cache_clear()
     store.forget()
@@ -464,13 +533,17 @@ def test_missing_credentials_are_said_before_anything_is_asked(
     objects.bucket = f"{scheme}://bucket"
 
     def ask_role() -> None:
-        raise PermissionError(f"PUT http://{store.CREDENTIALS[scheme][1]}/latest/api/token: 403 Forbidden")
+        raise PermissionError(
+            f"PUT http://{store.CREDENTIALS[scheme][1]}/latest/api/token: 403 Forbidden"
+        )
 
     with pytest.raises(UserError, match=f"gives none.; set {variable}"):
         objects.ask("x", ask_role)
 
 
-def test_a_run_is_kept_in_googles_storage(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_kept_in_googles_storage(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     account = dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
     account |= {"gcs_base_url": bucket.url, "disable_oauth": True}
     (tmp_path / "key.json").write_text(json.dumps(account))

@@ -52,8 +52,18 @@ def both(
         printed = []
         for name in (f"{runs[1]}/a", RUN):
             with captured_output() as (out, _):
-                assert main([name if word == "RUN" else word.replace("RUN", name) for word in command.split()]) == 0
-            printed.append([line.replace(name, "RUN").replace(f"{runs[1]}/a", "RUN") for line in out])
+                assert (
+                    main(
+                        [
+                            name if word == "RUN" else word.replace("RUN", name)
+                            for word in command.split()
+                        ]
+                    )
+                    == 0
+                )
+            printed.append(
+                [line.replace(name, "RUN").replace(f"{runs[1]}/a", "RUN") for line in out]
+            )
         return printed[0], printed[1]
 
     yield run
@@ -82,7 +92,9 @@ def test_a_command_prints_the_same(
 
 
 def test_pages_and_conversions_are_written_here(
-    both: Callable[[str], tuple[list[str], list[str]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    both: Callable[[str], tuple[list[str], list[str]]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["report", RUN]) == USAGE
     assert "--output is needed" in capsys.readouterr().err
@@ -136,4 +148,7 @@ def test_the_page_of_watch_follows_a_run(
 
 def test_an_address_to_write_to_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", "in", RUN, "--to", "native"]) == USAGE
-    assert "DST s3://bucket/runs/a is an address, not a path of this machine" in capsys.readouterr().err
+    assert (
+        "DST s3://bucket/runs/a is an address, not a path of this machine"
+        in capsys.readouterr().err
+    )

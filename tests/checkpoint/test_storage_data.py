@@ -38,7 +38,9 @@ def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Bucket]:
 @pytest.fixture
 def versions(bucket: Bucket, tmp_path: Path) -> dict[str, dict[str, bytes]]:
     """Return two pairs of token files of the same lengths, of which storage has the first."""
-    made = {name: write_pair(tmp_path / name, seed) for seed, name in enumerate(("first", "second"))}
+    made = {
+        name: write_pair(tmp_path / name, seed) for seed, name in enumerate(("first", "second"))
+    }
     bucket.objects |= made["first"]
     return made
 
@@ -101,7 +103,10 @@ def test_an_index_that_is_replaced_while_it_is_copied_is_refused(
 
 
 def test_a_run_trains_on_one_version_or_ends(
-    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bucket: Bucket,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     first, second = (write_pair(tmp_path / name, seed, 100_000) for seed, name in enumerate("ab"))
     bucket.objects |= first
@@ -118,7 +123,9 @@ def test_a_run_trains_on_one_version_or_ends(
     assert "s3://bucket/data/text.bin has changed while it was read" in capsys.readouterr().err
 
 
-def test_a_copy_without_its_map_is_refused_and_made_anew(bucket: Bucket, versions: dict[str, dict[str, bytes]]) -> None:
+def test_a_copy_without_its_map_is_refused_and_made_anew(
+    bucket: Bucket, versions: dict[str, dict[str, bytes]]
+) -> None:
     read(start(), 0, 10)
     copies.map_of(Path(f"{local()}.bin")).unlink()
     copies.sparse_copy.cache_clear()
@@ -180,7 +187,10 @@ def test_blocks_are_always_summed_where_the_time_of_the_start_is_unknown(
 
 
 def test_a_copy_of_the_folder_that_lacks_blocks_reads_them_again(
-    bucket: Bucket, versions: dict[str, dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bucket: Bucket,
+    versions: dict[str, dict[str, bytes]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another process has filled it meanwhile: the .bin was copied before its map."""
     read(start())
@@ -190,7 +200,9 @@ def test_a_copy_of_the_folder_that_lacks_blocks_reads_them_again(
     assert read(start()) == versions["first"]["data/text.bin"]
 
 
-def test_files_beside_a_pair_leave_its_blocks_here(bucket: Bucket, versions: dict[str, dict[str, bytes]]) -> None:
+def test_files_beside_a_pair_leave_its_blocks_here(
+    bucket: Bucket, versions: dict[str, dict[str, bytes]]
+) -> None:
     """Neighbours may have the same beginning, also as large files; the tokenizer is copied anew."""
     tokenizer = "data/text.tokenizer/meta.json"
     bucket.objects[tokenizer] = b"first"
@@ -245,23 +257,31 @@ def test_a_copy_that_is_replaced_after_it_was_mapped_is_not_read_as_zeros(
     assert "was replaced while it was read" in error_of(lambda: read(indexed), BAD_DATA)
 
 
-def test_ranks_compare_the_objects_that_they_have_copied(bucket: Bucket, versions: dict[str, dict[str, bytes]]) -> None:
+def test_ranks_compare_the_objects_that_they_have_copied(
+    bucket: Bucket, versions: dict[str, dict[str, bytes]]
+) -> None:
     config = TrainConfig(data=Data(data_path=[local()]))
     start()
     before = identity_of(config, NO_VOCABULARY)
     bucket.salts["data/text.bin"] = b"another version"
     start()
-    differing = {name for name, value in identity_of(config, NO_VOCABULARY).items() if before[name] != value}
+    differing = {
+        name for name, value in identity_of(config, NO_VOCABULARY).items() if before[name] != value
+    }
     assert differing == {f"--data-path {ADDRESS} (its objects)"}
 
 
-def test_documents_are_read_before_they_are_scored(bucket: Bucket, versions: dict[str, dict[str, bytes]]) -> None:
+def test_documents_are_read_before_they_are_scored(
+    bucket: Bucket, versions: dict[str, dict[str, bytes]]
+) -> None:
     indexed = start()
     documents = [indexed.document(n).tobytes() for n in range(8)]
     assert b"".join(documents) == versions["first"]["data/text.bin"]
 
 
-def test_a_map_of_an_earlier_release_is_not_believed(bucket: Bucket, versions: dict[str, dict[str, bytes]]) -> None:
+def test_a_map_of_an_earlier_release_is_not_believed(
+    bucket: Bucket, versions: dict[str, dict[str, bytes]]
+) -> None:
     start()
     copies.map_of(Path(f"{local()}.bin")).write_bytes(b"\1" * 20)
     copies.sparse_copy.cache_clear()

@@ -32,16 +32,31 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
 
 def train(folder: Path, run: str, count: int) -> str:
     """Train on two ranks, each with a cache of its own; return what they print."""
-    given = [word for word in TINY_FLAGS if "--train-iters" not in word and "batch-size" not in word]
+    given = [
+        word for word in TINY_FLAGS if "--train-iters" not in word and "batch-size" not in word
+    ]
     words = f"--micro-batch-size 2 --global-batch-size 4 --train-iters {count} --lr-decay-iters 6 --save-interval 2"
     words += f" --zero-stage 1 --async-save --keep-last 2 --save {run} --load {run} --start-timeout-seconds 60"
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    shared |= {name: value for name, value in os.environ.items() if name.startswith("AWS_")}  # this test's server
+    shared = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
+    # this test's server
+    shared |= {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     places = [
-        {"RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "XDG_CACHE_HOME": f"{folder}/machine{rank}"}
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "XDG_CACHE_HOME": f"{folder}/machine{rank}",
+        }
         for rank in range(2)
     ]
-    status, outputs = run_programs(SCRIPT, [[*given, *words.split()]] * 2, [shared | each for each in places], folder)
+    status, outputs = run_programs(
+        SCRIPT, [[*given, *words.split()]] * 2, [shared | each for each in places], folder
+    )
     assert status == [0, 0], "\n".join(outputs)
     return "\n".join(outputs)
 
@@ -51,7 +66,9 @@ def test_a_run_goes_on_without_a_shared_folder(bucket: Bucket, tmp_path: Path) -
     train(tmp_path, RUN, 4)
     assert not wrong_steps(bucket)
     kept = [key for key in bucket.objects if "iter_" in key]
-    assert {f"runs/a/iter_{n:07d}/rank_{rank:05d}.safetensors" for n in (2, 4) for rank in (0, 1)} <= set(kept)
+    assert {
+        f"runs/a/iter_{n:07d}/rank_{rank:05d}.safetensors" for n in (2, 4) for rank in (0, 1)
+    } <= set(kept)
     assert not [key for key in kept if upload.RECEIPT in key]
     here = [local(tmp_path / f"machine{rank}") / "iter_0000004" for rank in range(2)]
     files = [{path.name for path in folder.glob("*.safetensors")} for folder in here]
@@ -75,9 +92,14 @@ def uploaders(folder: Path, step: int) -> list[upload.Uploader]:
     for rank, root in enumerate(roots):
         for name in (0, 1):
             (root / f"iter_{step:07d}.tmp").mkdir(parents=True, exist_ok=True)
-            (root / f"iter_{step:07d}.tmp" / f"rank_{name:05d}.safetensors").write_bytes(bytes([step, name]) * 100)
+            (root / f"iter_{step:07d}.tmp" / f"rank_{name:05d}.safetensors").write_bytes(
+                bytes([step, name]) * 100
+            )
         content = {
-            f"rank_{n:05d}.safetensors": manifests.File(200, manifests.sha256([bytes([step, n]) * 100])) for n in (0, 1)
+            f"rank_{n:05d}.safetensors": manifests.File(
+                200, manifests.sha256([bytes([step, n]) * 100])
+            )
+            for n in (0, 1)
         }
         (root / f"iter_{step:07d}.tmp" / f"rank_{1 - rank:05d}.safetensors").unlink()
         publish.commit(root, step, content)
@@ -119,7 +141,9 @@ def test_a_machine_that_sends_nothing_ends_the_wait(
     monkeypatch.setattr(upload, "PATIENCE", 0.05)
     with mirror.leased(local(tmp_path / "machine0")):
         first, second = uploaders(tmp_path, 1)
-        assert "another machine has not sent its files of step 1" in error_of(lambda: first.send_step(1), IO)
+        assert "another machine has not sent its files of step 1" in error_of(
+            lambda: first.send_step(1), IO
+        )
         assert "runs/a/iter_0000001/manifest.json" not in bucket.objects
         second.confirm()
         owner = json.loads(bucket.objects[f"runs/a/{lease.OWNER}"])

@@ -40,7 +40,11 @@ def on_machine(cache: Path) -> Path:
 
 def save(root: Path, step: int, content: bytes = b"") -> None:
     content = content or bytes([step]) * 100
-    publish.write_step(root, step, {name: lambda write: write(content) for name in ("index.json", "rank.safetensors")})
+    publish.write_step(
+        root,
+        step,
+        {name: lambda write: write(content) for name in ("index.json", "rank.safetensors")},
+    )
 
 
 def send(root: Path) -> None:
@@ -80,10 +84,15 @@ def test_steps_that_were_never_uploaded_are_kept_and_named(
     for step in (2, 3):
         assert manifests.verify_step(root / f"replaced-1/iter_{step:07d}", full=True)
     error = capsys.readouterr().err
-    assert "does not have iter_0000003, iter_0000002 as this machine does" in error and "kept as replaced-1" in error
+    assert (
+        "does not have iter_0000003, iter_0000002 as this machine does" in error
+        and "kept as replaced-1" in error
+    )
 
 
-def test_steps_that_another_run_has_removed_leave_nothing(root: Path, tmp_path: Path, bucket: Bucket) -> None:
+def test_steps_that_another_run_has_removed_leave_nothing(
+    root: Path, tmp_path: Path, bucket: Bucket
+) -> None:
     with mirror.leased(root):
         save(root, 1)
         save(root, 2)
@@ -119,7 +128,9 @@ def test_machines_that_alternate_keep_no_steps_that_were_pruned(
     assert not list(tmp_path.glob("**/replaced-*")) and "WARNING" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("what", ["files are there", "one file is there", "saved anew", "never sent"])
+@pytest.mark.parametrize(
+    "what", ["files are there", "one file is there", "saved anew", "never sent"]
+)
 def test_only_steps_that_were_removed_from_storage_are_removed_here(
     root: Path, tmp_path: Path, bucket: Bucket, what: str
 ) -> None:
@@ -130,7 +141,10 @@ def test_only_steps_that_were_removed_from_storage_are_removed_here(
         if what == "saved anew":
             shutil.rmtree(steps.step_folder(root, 1))
             save(root, 1, b"other bytes")
-    stay = {"files are there": ("index.json", "rank.safetensors"), "one file is there": ("rank.safetensors",)}
+    stay = {
+        "files are there": ("index.json", "rank.safetensors"),
+        "one file is there": ("rank.safetensors",),
+    }
     with mirror.leased(on_machine(tmp_path / "b")):
         for key in [key for key in bucket.objects if key.startswith(FIRST)]:
             if not key.endswith(stay.get(what, ())):
@@ -156,11 +170,15 @@ def test_an_old_folder_does_not_overwrite_steps_where_the_owner_was_removed(
     with mirror.leased(root):
         assert steps.list_steps(root) == [3, 2, 1] and not is_whole_here(root, 1)
         send(root)
-    assert content_there(bucket, 1) == {b"of the second"} and content_there(bucket, 3) == {b"\3" * 100}
+    assert content_there(bucket, 1) == {b"of the second"} and content_there(bucket, 3) == {
+        b"\3" * 100
+    }
     assert (root / "replaced-1/iter_0000001/rank.safetensors").exists()
 
 
-def test_a_manifest_is_kept_as_long_as_storage_has_the_files(root: Path, tmp_path: Path, bucket: Bucket) -> None:
+def test_a_manifest_is_kept_as_long_as_storage_has_the_files(
+    root: Path, tmp_path: Path, bucket: Bucket
+) -> None:
     with mirror.leased(root):
         save(root, 1)
         save(root, 2)
@@ -168,7 +186,9 @@ def test_a_manifest_is_kept_as_long_as_storage_has_the_files(root: Path, tmp_pat
     with mirror.leased(on_machine(tmp_path / "b")):
         remove_manifest(bucket)
     mirror.refresh(root)
-    assert steps.list_steps(root) == [2] and (root / "replaced-1/iter_0000001/manifest.json").exists()
+    assert (
+        steps.list_steps(root) == [2] and (root / "replaced-1/iter_0000001/manifest.json").exists()
+    )
 
 
 def remove_manifest(bucket: Bucket) -> None:
@@ -233,7 +253,9 @@ def test_the_tracker_follows_a_step_whose_upload_was_killed(
     assert bucket.objects[f"{RUN}/latest_checkpointed_iteration.txt"] == b"1"
 
 
-def test_a_file_that_is_replaced_before_the_manifest_does_not_count(root: Path, bucket: Bucket) -> None:
+def test_a_file_that_is_replaced_before_the_manifest_does_not_count(
+    root: Path, bucket: Bucket
+) -> None:
     def replace(method: str, key: str) -> None:
         if key == "" and f"{FIRST}/rank.safetensors" in bucket.objects:
             replace_file(bucket)
@@ -241,14 +263,18 @@ def test_a_file_that_is_replaced_before_the_manifest_does_not_count(root: Path, 
     with mirror.leased(root):
         save(root, 1)
         bucket.faults = replace
-        assert "rank.safetensors is not there, or not as it was sent" in error_of(lambda: send(root), IO)
+        assert "rank.safetensors is not there, or not as it was sent" in error_of(
+            lambda: send(root), IO
+        )
         assert f"{FIRST}/manifest.json" not in bucket.objects
         bucket.faults = lambda method, key: None
         send(root)
     assert content_there(bucket, 1) == {b"\1" * 100}
 
 
-def test_a_manifest_that_another_run_writes_meanwhile_is_not_overwritten(root: Path, bucket: Bucket) -> None:
+def test_a_manifest_that_another_run_writes_meanwhile_is_not_overwritten(
+    root: Path, bucket: Bucket
+) -> None:
     def write(method: str, key: str) -> None:
         if method == "PUT" and key == f"{FIRST}/manifest.json":
             bucket.objects[key] = b"of another run"
@@ -260,7 +286,9 @@ def test_a_manifest_that_another_run_writes_meanwhile_is_not_overwritten(root: P
     assert bucket.objects[f"{FIRST}/manifest.json"] == b"of another run"
 
 
-def test_a_step_loses_its_manifest_first_though_the_list_lacks_it(root: Path, bucket: Bucket) -> None:
+def test_a_step_loses_its_manifest_first_though_the_list_lacks_it(
+    root: Path, bucket: Bucket
+) -> None:
     with mirror.leased(root):
         save(root, 1)
         send(root)
@@ -281,7 +309,9 @@ def test_each_look_at_a_step_asks_storage_anew(root: Path, bucket: Bucket) -> No
         assert "rank.safetensors" in error_of(lambda: manifests.verify_step(folder), BAD_DATA)
 
 
-def test_a_copy_of_the_folder_is_not_the_writer_with_its_id(root: Path, tmp_path: Path, bucket: Bucket) -> None:
+def test_a_copy_of_the_folder_is_not_the_writer_with_its_id(
+    root: Path, tmp_path: Path, bucket: Bucket
+) -> None:
     with mirror.leased(root):
         save(root, 1)
         send(root)
@@ -315,7 +345,9 @@ def test_a_process_goes_by_its_own_name_and_not_by_the_folders(root: Path, bucke
     with mirror.leased(root):
         others = json.loads((root / lease.OWNER).read_text()) | {"start": "another"}
         (root / lease.OWNER).write_text(json.dumps(others))
-        bucket.objects[f"{RUN}/{lease.OWNER}"] = json.dumps(others | {"beat": "1", "released": False}).encode()
+        bucket.objects[f"{RUN}/{lease.OWNER}"] = json.dumps(
+            others | {"beat": "1", "released": False}
+        ).encode()
         assert "was taken over" in error_of(lambda: lease.confirm(root), LOCKED)
 
 
@@ -369,12 +401,16 @@ def test_a_list_that_is_out_of_date_does_not_start_a_run_over(
         bucket.faults = lambda method, key: setattr(bucket, "listed", None)
         send(root)
     bucket.faults = lambda method, key: None
-    bucket.listed = {k: v for k, v in bucket.objects.items() if "0000001" in k} if shown == "step 1" else {}
+    bucket.listed = (
+        {k: v for k, v in bucket.objects.items() if "0000001" in k} if shown == "step 1" else {}
+    )
     message = error_of(lambda: mirror.refresh(on_machine(tmp_path / "b")), IO)
     assert "lacks iter_0000002/manifest.json, which is there: the list is out of date" in message
 
 
-def test_a_run_that_goes_on_meanwhile_is_looked_at_again(root: Path, tmp_path: Path, bucket: Bucket) -> None:
+def test_a_run_that_goes_on_meanwhile_is_looked_at_again(
+    root: Path, tmp_path: Path, bucket: Bucket
+) -> None:
     with mirror.leased(root):
         (root / "metrics.jsonl").write_text("row 1\n")
     rows = iter([b"row 1\nrow 2\n", b"row 1\nrow 2\nrow 3\n"])
@@ -390,7 +426,9 @@ def test_a_run_that_goes_on_meanwhile_is_looked_at_again(root: Path, tmp_path: P
     assert next(rows, None) is None
 
 
-def test_files_of_a_folder_that_has_written_since_are_copied_anew(root: Path, tmp_path: Path, bucket: Bucket) -> None:
+def test_files_of_a_folder_that_has_written_since_are_copied_anew(
+    root: Path, tmp_path: Path, bucket: Bucket
+) -> None:
     other = on_machine(tmp_path / "b")
     with mirror.leased(other):
         (other / "metrics.jsonl").write_text("row 1\n")

@@ -55,9 +55,13 @@ def fill(folder: Path) -> Path:
 
     for name in ("pretrain_gpt.py", "tools", "src"):
         (folder / name).symlink_to(ROOT / name)
-    texts = [f"Document {n}. The quick brown fox jumps over the lazy dog {n * n} times; 你好。" * 9 for n in range(60)]
+    texts = [
+        f"Document {n}. The quick brown fox jumps over the lazy dog {n * n} times; 你好。" * 9
+        for n in range(60)
+    ]
     lines = [
-        json.dumps({"src": "x", "text": t, "type": "Eng", "id": str(n), "title": "T"}) for n, t in enumerate(texts)
+        json.dumps({"src": "x", "text": t, "type": "Eng", "id": str(n), "title": "T"})
+        for n, t in enumerate(texts)
     ]
     for name in ("oscar-1GB.jsonl", "my-corpus.json"):
         (folder / name).write_text("\n".join(lines) + "\n")
@@ -74,7 +78,9 @@ def environment() -> dict[str, str]:
 
 
 def shell(place: Path, script: str, status: int = 0) -> str:
-    done = subprocess.run(["bash", "-c", script], cwd=place, capture_output=True, text=True, env=environment())
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=place, capture_output=True, text=True, env=environment()
+    )
     assert done.returncode == status, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
 
@@ -99,7 +105,11 @@ Step = tuple[float, float, bool]  # loss, gradient norm, skipped
 
 def steps(folder: Path) -> list[Step]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(float(r["loss"]), float(r["grad_norm"]), r["skipped"]) for r in rows if r["event"] == "step"]
+    return [
+        (float(r["loss"]), float(r["grad_norm"]), r["skipped"])
+        for r in rows
+        if r["event"] == "step"
+    ]
 
 
 def with_values(flags: list[str], **values: object) -> list[str]:
@@ -114,15 +124,26 @@ def as_one_process(place: Path, flags: list[str], monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.chdir(place)
     folder = f"single-{len(list(place.iterdir()))}"
-    one = dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_gpus_per_node"), 1)
-    assert main(["train", *with_values(flags, save=folder, load=folder, tensorboard_dir=folder, **one)]) == 0
+    one = dict.fromkeys(
+        ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_gpus_per_node"), 1
+    )
+    assert (
+        main(
+            ["train", *with_values(flags, save=folder, load=folder, tensorboard_dir=folder, **one)]
+        )
+        == 0
+    )
     return steps(place / folder)
 
 
 def assert_same(ours: list[Step], single: list[Step], within: float) -> None:
     assert len(ours) == len(single) > 0 and not all(skipped for _, _, skipped in ours)
     for (loss, norm, skipped), (loss_1, norm_1, skipped_1) in zip(ours, single, strict=True):
-        assert math.isfinite(loss) and loss == pytest.approx(loss_1, rel=within) and skipped == skipped_1
+        assert (
+            math.isfinite(loss)
+            and loss == pytest.approx(loss_1, rel=within)
+            and skipped == skipped_1
+        )
         assert skipped or norm == pytest.approx(norm_1, rel=within)
 
 
@@ -159,7 +180,9 @@ def run(place: Path, *scripts: str) -> list[str]:
     return logs
 
 
-def by_deepspeed(place: Path, nodes: list[list[str]], each: int, script: str = SCRIPT) -> tuple[list[int], list[str]]:
+def by_deepspeed(
+    place: Path, nodes: list[list[str]], each: int, script: str = SCRIPT
+) -> tuple[list[int], list[str]]:
     """As the deepspeed launcher starts `each` ranks on each node with that node's flags."""
     port = str(free_port())
     environ, argv = [], []

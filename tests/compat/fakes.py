@@ -31,7 +31,15 @@ def put_first(folder: Path, files: Path, **more: str) -> str:
     """
     folder.mkdir()
     python = PYTHON.replace("PROGRAM", warm.python())
-    scripts = {"wget": WGET, "git": GIT, "pip": "", "pip3": "", "python": python, "python3": python, **more}
+    scripts = {
+        "wget": WGET,
+        "git": GIT,
+        "pip": "",
+        "pip3": "",
+        "python": python,
+        "python3": python,
+        **more,
+    }
     for name, script in scripts.items():
         (folder / name).write_text(RECORD + script)
         (folder / name).chmod(0o755)

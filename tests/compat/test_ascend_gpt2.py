@@ -81,7 +81,9 @@ def test_seed_001(
         "wall_clock_breakdown": False,
     }
     (place / "ds_config.json").write_text(json.dumps(file))
-    text = SEED_001.format(tp=tp, pp=pp, layers=4, hidden=64, heads=heads, seq=32, micro=micro, batch=batch)
+    text = SEED_001.format(
+        tp=tp, pp=pp, layers=4, hidden=64, heads=heads, seq=32, micro=micro, batch=batch
+    )
     text = smaller(text, num_attention_heads=heads, hidden_size=64, num_layers=4, log_interval=1)
     if scale:
         text = text.replace("--deepspeed-activation-checkpointing", "")
@@ -138,7 +140,9 @@ def recorded(system: Path, tmp_path: Path) -> str:
     """Shell lines after which the scripts start no rank; $ARGS has what they would start."""
     lines = [f"steps: {n} loss: 3.0 iter time (s): 0.1 samples/sec: {n}.000" for n in range(1, 251)]
     lines[:0] = ["  seq_length ...................................... 1024"]
-    lines[100:100] = [" validation loss at iteration 100 | lm loss value: 3.4E+00 | lm loss PPL: 2.65E+01 | "]
+    lines[100:100] = [
+        " validation loss at iteration 100 | lm loss value: 3.4E+00 | lm loss PPL: 2.65E+01 | "
+    ]
     lines += [
         " validation loss at iteration 200 | lm loss value: NAN | lm loss PPL: NAN | ",
         " validation loss at the end of training for val data | lm loss value: 3.5E+00 | lm loss PPL: 3.3E+01 | ",
@@ -150,11 +154,14 @@ def recorded(system: Path, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("devices", ["--num_gpus 8", "--include localhost:0,1,2,3,4,5,6,7"])
-def test_run_py_is_deepspeeds_launcher(system: Path, monkeypatch: pytest.MonkeyPatch, devices: str) -> None:
+def test_run_py_is_deepspeeds_launcher(
+    system: Path, monkeypatch: pytest.MonkeyPatch, devices: str
+) -> None:
     """As the published scripts call it."""
     ran: list[tuple[LaunchPlan, list[str]]] = []
     monkeypatch.setattr(
-        "meshwright.runtime.launch.agent.launch_ranks", lambda plan, program: ran.append((plan, program)) or 0
+        "meshwright.runtime.launch.agent.launch_ranks",
+        lambda plan, program: ran.append((plan, program)) or 0,
     )
     monkeypatch.chdir(system)
     script = [str(system / "pretrain_gpt.py"), "--deepspeed", "--deepspeed_config=./ds_config.json"]
@@ -162,17 +169,25 @@ def test_run_py_is_deepspeeds_launcher(system: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(SystemExit) as end:
         runpy.run_path("run.py", run_name="__main__")
     ((plan, program),) = ran
-    assert end.value.code == 0 and (plan.processes, plan.nodes) == (8, 1) and program == ["-u", *script]
+    assert (
+        end.value.code == 0
+        and (plan.processes, plan.nodes) == (8, 1)
+        and program == ["-u", *script]
+    )
 
 
 def test_the_environment_of_an_npu(system: Path) -> None:
     """The published scripts source it, on a machine without CANN too."""
-    out = shell(system, "set -e\nsource ./test/env_npu.sh\necho $HCCL_CONNECT_TIMEOUT $HCCL_EXEC_TIMEOUT")
+    out = shell(
+        system, "set -e\nsource ./test/env_npu.sh\necho $HCCL_CONNECT_TIMEOUT $HCCL_EXEC_TIMEOUT"
+    )
     assert out == "1800 1200\n"
 
 
 def train_block(place: Path) -> str:
-    script = block("ascend-gpt2/train").replace("--train_iters=$train_iters", f"--train_iters=$train_iters{SMALL}")
+    script = block("ascend-gpt2/train").replace(
+        "--train_iters=$train_iters", f"--train_iters=$train_iters{SMALL}"
+    )
     return f"export RANK_SIZE=2 real_data_path={place}/data selected_model_size=345M train_iters=5\n{script}"
 
 
@@ -195,7 +210,10 @@ def test_train(place: Path, system: Path, tmp_path: Path, recorded: str) -> None
     for run in runs:
         ends, logs = by_deepspeed(system, [run], 2)
         assert ends == [0, 0], "\n".join(logs)
-        assert "data-parallel-size: 1, tensor-model-parallel size: 1, pipeline-model-parallel size: 2" in logs[0]
+        assert (
+            "data-parallel-size: 1, tensor-model-parallel size: 1, pipeline-model-parallel size: 2"
+            in logs[0]
+        )
         assert len(re.findall(r"^steps: \d loss: .* samples/sec: ", logs[0], re.M)) == 5
         (tmp_path / "lines").write_text(logs[0])
     assert_finals(shell(system, f"{recorded}{train_block(place)}"))
@@ -217,21 +235,37 @@ def test_train_by_the_launcher(place: Path, system: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["full", "performance"])
 @pytest.mark.parametrize("size", TABLE)
-def test_settings_of_each_size(place: Path, system: Path, tmp_path: Path, recorded: str, size: str, kind: str) -> None:
+def test_settings_of_each_size(
+    place: Path, system: Path, tmp_path: Path, recorded: str, size: str, kind: str
+) -> None:
     shutil.rmtree(system / "ckpts", ignore_errors=True)
     script = f"{recorded} bash ./test/train_{kind}_8p.sh --data_path={place}/data --model_size"
     out = shell(system, f"{script}={size}")
     assert (
-        f"| NAME | params | PPL | samples/s | seq_len | Steps |\n| 8p | {size} | 26.5 | 200.5 | 1024 | 250 |\n" in out
+        f"| NAME | params | PPL | samples/s | seq_len | Steps |\n| 8p | {size} | 26.5 | 200.5 | 1024 | 250 |\n"
+        in out
     )
-    assert "samples/sec : 200.5\nFinal Train lm loss PPL(accuracy): 26.5\n" in out  # the last hundred, the least
+    # the last hundred, the least
+    assert "samples/sec : 200.5\nFinal Train lm loss PPL(accuracy): 26.5\n" in out
     words = (tmp_path / "args").read_text().split("\0")[:-2]
     assert words[:6] == ["-m", "meshwright", "launch", "--nproc-per-node", "8", "train"]
     argv = [str(system / w) if w.startswith(("ckpts/", "test/")) else w for w in words[6:]]
     c = flags.parse_settings(TrainConfig, [*argv, "--world-size", "8"], "meshwright train").config
     m, t, p = c.model, c.training, c.parallel
-    got = (p.tensor_model_parallel_size, p.pipeline_model_parallel_size, m.hidden_size, m.num_layers)
-    got += (c.data.seq_length, m.num_attention_heads, c.global_batch, c.micro_batch, c.optimizer.lr, c.optimizer.min_lr)
+    got = (
+        p.tensor_model_parallel_size,
+        p.pipeline_model_parallel_size,
+        m.hidden_size,
+        m.num_layers,
+    )
+    got += (
+        c.data.seq_length,
+        m.num_attention_heads,
+        c.global_batch,
+        c.micro_batch,
+        c.optimizer.lr,
+        c.optimizer.min_lr,
+    )
     assert (*got, t.recompute_granularity, c.precision.loss_scale) == TABLE[size]
     assert (c.precision.initial_loss_scale, c.precision.loss_scale_window) == (4096, 500)
     length = {"full": (500000, 320000), "performance": (300, 300)}[kind]
@@ -242,25 +276,51 @@ def test_settings_of_each_size(place: Path, system: Path, tmp_path: Path, record
         c.optimizer.weight_decay,
         c.optimizer.clip_grad,
     )
-    assert common == ("cosine", 0.01, 0.01, 1.0) and (m.hidden_dropout, m.attention_dropout, t.seed) == (0, 0, 1234)
-    assert (str(c.data.split), c.data.num_workers, p.zero_stage, c.precision.fp16) == ("949,50,1", 16, 0, True)
-    assert (t.eval_interval, t.eval_iters, c.logging.log_interval, c.logging.steps_per_print) == (1000, 10, 100, 1)
+    assert common == ("cosine", 0.01, 0.01, 1.0) and (
+        m.hidden_dropout,
+        m.attention_dropout,
+        t.seed,
+    ) == (0, 0, 1234)
+    assert (str(c.data.split), c.data.num_workers, p.zero_stage, c.precision.fp16) == (
+        "949,50,1",
+        16,
+        0,
+        True,
+    )
+    assert (t.eval_interval, t.eval_iters, c.logging.log_interval, c.logging.steps_per_print) == (
+        1000,
+        10,
+        100,
+        1,
+    )
     saved = ("ckpts/ckpts_tmp", 100000) if kind == "full" else (None, None)
     if kind == "full":
         other = "1.3B" if size == "345M" else "345M"
-        assert f"ckpts_tmp holds a run of {size}, not {other}: move" in shell(system, f"{script}={other}", 1)
-    assert (c.checkpoint.save and str(Path(c.checkpoint.save).relative_to(system)), c.checkpoint.save_interval) == saved
+        assert f"ckpts_tmp holds a run of {size}, not {other}: move" in shell(
+            system, f"{script}={other}", 1
+        )
+    assert (
+        c.checkpoint.save and str(Path(c.checkpoint.save).relative_to(system)),
+        c.checkpoint.save_interval,
+    ) == saved
 
 
-def test_train_iters_count_in_both_scripts(place: Path, system: Path, tmp_path: Path, recorded: str) -> None:
+def test_train_iters_count_in_both_scripts(
+    place: Path, system: Path, tmp_path: Path, recorded: str
+) -> None:
     """The original's performance script ignores them. Another --data_path than ./data is read."""
     other = tmp_path / "other data"
     other.mkdir()
     shutil.rmtree(system / "ckpts", ignore_errors=True)
     for kind in ("full", "performance"):
-        out = shell(system, f"{recorded} bash test/train_{kind}_8p.sh --data_path='{other}' --train_iters=7")
+        out = shell(
+            system, f"{recorded} bash test/train_{kind}_8p.sh --data_path='{other}' --train_iters=7"
+        )
         words = (tmp_path / "args").read_text().split("\0\0")[-2].split("\0")
-        assert words[words.index("--train-iters") + 1] == "7" and f"{other}/my-gpt_text_sentence" in words
+        assert (
+            words[words.index("--train-iters") + 1] == "7"
+            and f"{other}/my-gpt_text_sentence" in words
+        )
         assert f"./data is there already, and another folder: training reads {other}" in out
 
 
@@ -274,11 +334,17 @@ def test_errors(place: Path, system: Path, recorded: str, kind: str) -> None:
     assert shell(system, f"{script} {data} --model_size=7B", 1) == choose
     missing = shell(system, f"{script} --data_path=./none", 1)
     assert f"is no folder, seen from {system}; test/dataset_preprocess_gpt.sh makes" in missing
-    assert "--data_path needs a value: --data_path=..." in shell(system, f"{script} --data_path x", 2)
+    assert "--data_path needs a value: --data_path=..." in shell(
+        system, f"{script} --data_path x", 2
+    )
     assert "x is no option" in shell(system, f"{script} x", 2)
     assert f"bash test/train_{kind}_8p.sh --data_path=DIR" in shell(system, f"{script} --help")
     out = shell(system, f"{recorded} STATUS=70 {script} {data}", 70)  # the training's
-    assert "training ended with status 70" in out and "samples/sec: 250.000" in out and "Final" not in out
+    assert (
+        "training ended with status 70" in out
+        and "samples/sec: 250.000" in out
+        and "Final" not in out
+    )
     (system / "test/output/0/train_0.log").unlink()  # else it may be a run's that continues
     out = shell(system, f"{recorded} LINES=/dev/null {script} {data}", 1)
     assert "Final Performance samples/sec : no step is in" in out and "no validation is in" in out
@@ -336,7 +402,9 @@ def test_preprocess(place: Path, tmp_path: Path) -> None:
     dump = "enwiki-latest-pages-articles.xml.bz2"
     (tmp_path / "web" / dump).write_bytes(bz2.compress(DUMP.encode()))
     with served(tmp_path / "web") as address:
-        made = shell(system, f"export DUMP_URL={address}/{dump}\n" + block("ascend-gpt2/preprocess"))
+        made = shell(
+            system, f"export DUMP_URL={address}/{dump}\n" + block("ascend-gpt2/preprocess")
+        )
     assert "3 documents, 9 sequences" in made and (system / dump).exists()
     names = set(re.findall(r"[\w-]+\.\w+", block("ascend-gpt2/data-folder")))
     assert len(names) == 4 and names <= {path.name for path in (system / "data").iterdir()}
@@ -347,14 +415,21 @@ def test_preprocess(place: Path, tmp_path: Path) -> None:
     assert tokenizer["<|endoftext|>"] not in tokens
     again = shell(system, "bash test/dataset_preprocess_gpt.sh")  # without a download
     assert "is already there" in again
-    assert "[Error] nothing: no such file or folder" in shell(system, "bash test/dataset_preprocess_gpt.sh nothing", 1)
+    assert "[Error] nothing: no such file or folder" in shell(
+        system, "bash test/dataset_preprocess_gpt.sh nothing", 1
+    )
     own = shell(system, f"bash test/dataset_preprocess_gpt.sh '{place}/my-corpus.json'", 73)
     assert "my-gpt_text_sentence.idx exist already" in own and "--overwrite" in own
-    own = shell(system, f"bash test/dataset_preprocess_gpt.sh '{place}/my-corpus.json' --overwrite --lang chinese")
+    own = shell(
+        system,
+        f"bash test/dataset_preprocess_gpt.sh '{place}/my-corpus.json' --overwrite --lang chinese",
+    )
     assert "60 documents" in own
 
 
-SOURCES = "reference-sources ascend-sources clone requirements deepspeed original-sources enter".split()
+SOURCES = (
+    "reference-sources ascend-sources clone requirements deepspeed original-sources enter".split()
+)
 
 
 @covers(*(f"ascend-gpt2/{name}" for name in SOURCES))
@@ -371,7 +446,11 @@ def test_sources_and_installs(place: Path, system: Path, tmp_path: Path) -> None
     script = fakes.put_first(tmp_path / "bin", tmp_path / "files") + "set -e\n"
     script += "".join(text[name] for name in ("reference-sources", "ascend-sources", "clone"))
     script += f"(cd GPT-2_for_PyTorch\n{text['requirements']})\n"
-    script += "".join(f"({text[name]})\n" for name in ("deepspeed", "original-sources")) + text["enter"] + "ls; pwd -P"
+    script += (
+        "".join(f"({text[name]})\n" for name in ("deepspeed", "original-sources"))
+        + text["enter"]
+        + "ls; pwd -P"
+    )
     out = shell(tmp_path, script)
     assert out.endswith(f"{system}\n") and "pretrain_gpt.py" in out
     assert (tmp_path / "bin/calls").read_text().splitlines() == [

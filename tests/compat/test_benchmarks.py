@@ -12,7 +12,16 @@ import pytest
 
 import fakes
 from blocks import block, covers
-from documents import ROOT, ROUNDING, as_one_process, assert_same, by_deepspeed, shell, started, steps
+from documents import (
+    ROOT,
+    ROUNDING,
+    as_one_process,
+    assert_same,
+    by_deepspeed,
+    shell,
+    started,
+    steps,
+)
 from helpers import free_port
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(180)]
@@ -20,9 +29,11 @@ pytestmark = [pytest.mark.whole, pytest.mark.timeout(180)]
 SYSTEM = ROOT / "compat/megatron-deepspeed"
 SCRIPTS = ("args_deepspeed_gpt.sh", "args_distributed_gpt.sh")
 # The parameters after the document's ten, and flags: sizes for a CPU.
-SMALL = "4 01b1d32 6 2 checkpoints/003 gpt2-vocab.json gpt2-merges.txt my-gpt2_text_document --hidden-size 32 \
+SMALL = (
+    "4 01b1d32 6 2 checkpoints/003 gpt2-vocab.json gpt2-merges.txt my-gpt2_text_document --hidden-size 32 \
     --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --eval-iters 1 --lr-warmup-fraction 0.1 \
     --lr-decay-iters 40 --no-tensorboard"
+)
 NOTHING = "python3() { :; }\nexport -f python3\n"
 
 
@@ -30,7 +41,11 @@ def lines(place: Path, ranks: int, **numbers: str) -> list[str]:
     """Return the document's two lines with fewer ranks a node, smaller batches and sizes."""
     for name in SCRIPTS:
         shutil.copy(SYSTEM / name, place)
-    text = block("benchmarks/run-deepspeed").replace('"10.10.0.8"', "127.0.0.1").replace("2 8 ", f"2 {ranks} ")
+    text = (
+        block("benchmarks/run-deepspeed")
+        .replace('"10.10.0.8"', "127.0.0.1")
+        .replace("2 8 ", f"2 {ranks} ")
+    )
     for old, new in {"32 512": "2 8", "32 1024": "2 16", **numbers}.items():
         text = text.replace(old, new)
     return [f"{line} {SMALL}" for line in text.splitlines()]
@@ -51,7 +66,9 @@ def test_seed_003(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ends, logs = by_deepspeed(place, [first, second], 4)
     assert ends == [0] * 8, "\n".join(logs)
     assert "loss scale: 4096.0" in logs[0]
-    assert_same(steps(place / "checkpoints/003"), as_one_process(place, first, monkeypatch), ROUNDING)
+    assert_same(
+        steps(place / "checkpoints/003"), as_one_process(place, first, monkeypatch), ROUNDING
+    )
 
 
 @pytest.mark.long
@@ -64,10 +81,16 @@ def test_both_lines_of_the_document_end_in_the_refusal(place: Path) -> None:
     scripts = lines(place, 1, **{"2 4 true": "2 1 true"})
     port = f"export MASTER_PORT={free_port()}\n"
     with started(place, *(port + script for script in scripts)) as processes:
-        assert [process.wait(timeout=100) for process in processes] == [2, 2], (place / "log-0").read_text()
+        assert [process.wait(timeout=100) for process in processes] == [2, 2], (
+            place / "log-0"
+        ).read_text()
     for n, batch in enumerate((8, 16)):
         name = rf"Megatron-Deepspeed_gpt2_nl4_nah16_hs1024_FP16_actrue_mp2_pp1_mb2_gb{batch}_2n1g_\d+_\w+\.log"
-        (log,) = (path for path in (place / "test_logs/01b1d32/2n1g").iterdir() if re.fullmatch(name, path.name))
+        (log,) = (
+            path
+            for path in (place / "test_logs/01b1d32/2n1g").iterdir()
+            if re.fullmatch(name, path.name)
+        )
         assert "global_batch_size: 8 on rank 0, 16 on rank 1" in log.read_text()
         assert log.read_text() == (place / f"log-{n}").read_text()
 
@@ -78,12 +101,16 @@ def test_one_benchmark_after_the_other(place: Path, monkeypatch: pytest.MonkeyPa
 
     lines(place, 1)
     monkeypatch.chdir(place)
-    one = f"args_distributed_gpt.sh 1 1 0 localhost 1 1 false false 2 4 {SMALL}".replace("003", "in-a-row")
+    one = f"args_distributed_gpt.sh 1 1 0 localhost 1 1 false false 2 4 {SMALL}".replace(
+        "003", "in-a-row"
+    )
     flags = flags_of(place, f"bash {one}")
     assert not {"--fp16", "--deepspeed", "--checkpoint-activations"} & set(flags)
     for _ in range(2):
         assert main(["train", *flags]) == 0
-    assert [path.name for path in (place / "checkpoints/in-a-row").glob("iter_*")] == ["iter_0000006"]
+    assert [path.name for path in (place / "checkpoints/in-a-row").glob("iter_*")] == [
+        "iter_0000006"
+    ]
     flags = flags_of(place, f"bash {one}", "export SAVE=false\n")
     assert "--save" not in flags and "checkpoints/in-a-row" not in flags
 
@@ -106,7 +133,9 @@ def test_parameters_are_checked(place: Path, given: str, words: str) -> None:
 
 def test_the_status_is_the_trainings(place: Path) -> None:
     lines(place, 1)
-    assert "Run cmd" in shell(place, f"python3() {{ return 70; }}; export -f python3; bash {SCRIPTS[0]}", status=70)
+    assert "Run cmd" in shell(
+        place, f"python3() {{ return 70; }}; export -f python3; bash {SCRIPTS[0]}", status=70
+    )
 
 
 def test_the_grid_of_the_result_tables(place: Path) -> None:
@@ -117,19 +146,27 @@ def test_the_grid_of_the_result_tables(place: Path) -> None:
     place.mkdir()
     lines(place, 1)
     fails_once = """python3() { case "$*" in *"parallel-size 8"*) return 2;; esac; cat; }; export -f python3\n"""
-    out = shell(place, fails_once + loop.replace("cd compat/megatron-deepspeed", "NODE_RANK=0 MASTER_ADDR=10.10.0.8"))
+    out = shell(
+        place,
+        fails_once
+        + loop.replace("cd compat/megatron-deepspeed", "NODE_RANK=0 MASTER_ADDR=10.10.0.8"),
+    )
     assert out.count("Run cmd") == 7 and out.count("not run to its end: 8 1 true 32 512") == 1
     names = "".join(log.name for log in (place / "test_logs/01b1d32/2n8g").iterdir())
     assert names.count("mp2_pp4_mb32_gb512_2n8g") == 1 and "acfalse_mp1_pp1_mb4_gb64" in names
 
 
-@pytest.mark.skipif(shutil.which("xz") is None, reason="the document's commands unpack by xz, which is not here")
+@pytest.mark.skipif(
+    shutil.which("xz") is None, reason="the document's commands unpack by xz, which is not here"
+)
 @covers("benchmarks/installation", "benchmarks/data")
 def test_installation_and_data(place: Path, tmp_path: Path) -> None:
     """Downloads are stood in for; what they leave is enough for the benchmark's first step."""
     files = tmp_path / "files"
     files.mkdir()
-    (files / "oscar-1GB.jsonl.xz").write_bytes(lzma.compress((place / "oscar-1GB.jsonl").read_bytes()))
+    (files / "oscar-1GB.jsonl.xz").write_bytes(
+        lzma.compress((place / "oscar-1GB.jsonl").read_bytes())
+    )
     for name in ("gpt2-vocab.json", "gpt2-merges.txt"):
         shutil.copy(place / name, files)
     system = files / "Megatron-DeepSpeed"
@@ -140,10 +177,16 @@ def test_installation_and_data(place: Path, tmp_path: Path) -> None:
         else:
             (system / path.name).symlink_to(path)
     first = fakes.put_first(tmp_path / "bin", files)
-    out = shell(tmp_path, f"set -e\n{first}{block('benchmarks/installation')}{block('benchmarks/data')}")
+    out = shell(
+        tmp_path, f"set -e\n{first}{block('benchmarks/installation')}{block('benchmarks/data')}"
+    )
     assert "Processed 60 documents" in out
     calls = (tmp_path / "bin/calls").read_text()
-    assert calls.count("git clone") == 3 and calls.count("pip install") == 3 and calls.count("wget ") == 3
+    assert (
+        calls.count("git clone") == 3
+        and calls.count("pip install") == 3
+        and calls.count("wget ") == 3
+    )
     there = tmp_path / "Megatron-DeepSpeed"
     flags = flags_of(there, block("benchmarks/run-deepspeed").splitlines()[0])
     for name in ("vocab_file", "merge_file"):

@@ -29,9 +29,11 @@ pytestmark = [pytest.mark.whole, pytest.mark.timeout(180)]
 SYSTEM = ROOT / "compat/libai"
 CONFIG = "configs/gpt2_nl24_nah16_hs1024.py"
 # The parameters after the document's eleven, and changes of the config: sizes for a CPU.
-SMALL = "4 01b1d32 6 2 model.cfg.hidden_size=32 model.cfg.ffn_hidden_size=64 model.cfg.num_attention_heads=4 \
+SMALL = (
+    "4 01b1d32 6 2 model.cfg.hidden_size=32 model.cfg.ffn_hidden_size=64 model.cfg.num_attention_heads=4 \
     model.cfg.max_seq_length=32 dataloader.train.dataset[0].max_seq_length=32 train.evaluation.eval_iter=2 \
     --no-tensorboard"
+)
 # As train.sh starts them, without a launcher
 PRINT = """python3() { printf '%q ' "$@"; echo; }\nexport -f python3\n"""
 
@@ -57,7 +59,9 @@ def tool(monkeypatch: pytest.MonkeyPatch, clone: Path) -> Any:
     return train_net
 
 
-def flags_of(tool: Any, words: list[str], config: str = CONFIG, world: int = 1) -> tuple[list[str], list[str]]:
+def flags_of(
+    tool: Any, words: list[str], config: str = CONFIG, world: int = 1
+) -> tuple[list[str], list[str]]:
     base = tool.resolve(str(SYSTEM / "configs/gpt2_pretrain.py"), [])
     flags, notes = tool.to_flags(tool.resolve(config, words), base, world)
     return flags, notes
@@ -65,7 +69,11 @@ def flags_of(tool: Any, words: list[str], config: str = CONFIG, world: int = 1) 
 
 def lines(ranks: int, **numbers: str) -> list[str]:
     """Return the document's two lines with fewer ranks a node, smaller batches and sizes."""
-    text = block("benchmarks/run-libai").replace('"10.10.0.8"', "127.0.0.1").replace("2 8 ", f"2 {ranks} ")
+    text = (
+        block("benchmarks/run-libai")
+        .replace('"10.10.0.8"', "127.0.0.1")
+        .replace("2 8 ", f"2 {ranks} ")
+    )
     for old, new in {"32 512": "2 8", "60 1920": "4 32", **numbers}.items():
         text = text.replace(old, new)
     return [f"{line} {SMALL}" for line in text.splitlines()]
@@ -80,12 +88,18 @@ def given_to_ranks(clone: Path, line: str) -> list[str]:
 
 def test_two_nodes_with_equal_arguments(clone: Path, tool: Any) -> None:
     """PP4 on two nodes of two ranks: fp16, recomputing, each layer on its stage."""
-    first, second = (given_to_ranks(clone, line) for line in lines(2, **{"60 1920": "2 8", "2 4 true": "1 4 true"}))
-    first, second = ([word for word in words if "output_dir" not in word] for words in (first, second))
+    first, second = (
+        given_to_ranks(clone, line)
+        for line in lines(2, **{"60 1920": "2 8", "2 4 true": "1 4 true"})
+    )
+    first, second = (
+        [word for word in words if "output_dir" not in word] for words in (first, second)
+    )
     assert first == second and first[1] == CONFIG and "train.dist.pipeline_parallel_size=4" in first
     stages = block("benchmarks/libai-pipeline-stages").replace(" * 6", "").replace(" ", "").strip()
     own = [*first, "train.output_dir=logs/two", stages]
-    nodes = [[*own, f"train.output_dir=logs/two_20261122_10000000{node}"] for node in range(2)]  # by their clocks
+    # by their clocks
+    nodes = [[*own, f"train.output_dir=logs/two_20261122_10000000{node}"] for node in range(2)]
     ends, logs = by_deepspeed(clone, nodes, 2, "tools/train_net.py")
     assert ends == [0] * 4, "\n".join(logs)
     assert "tensor-model-parallel size: 1, pipeline-model-parallel size: 4" in logs[0]
@@ -103,18 +117,28 @@ def test_oneflows_launcher(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """Its module is found in the folder of the scripts, with its flags and its defaults."""
     ran: list[tuple[Any, list[str]]] = []
     monkeypatch.setattr(
-        "meshwright.runtime.launch.agent.launch_ranks", lambda plan, program: ran.append((plan, program)) or 0
+        "meshwright.runtime.launch.agent.launch_ranks",
+        lambda plan, program: ran.append((plan, program)) or 0,
     )
     monkeypatch.chdir(clone)
     monkeypatch.syspath_prepend(str(clone))
     script = ["tools/train_net.py", "--config-file", CONFIG, "train.seed=1"]
-    for flags in ("--nproc_per_node 8 --nnodes 2 --node_rank 1 --master_addr 10.0.0.1 --master_port 12345", ""):
+    for flags in (
+        "--nproc_per_node 8 --nnodes 2 --node_rank 1 --master_addr 10.0.0.1 --master_port 12345",
+        "",
+    ):
         monkeypatch.setattr("sys.argv", ["launch.py", *flags.split(), *script])
         with pytest.raises(SystemExit) as end:
             runpy.run_module("oneflow.distributed.launch", run_name="__main__")
         assert end.value.code == 0
     (two, program), (one, _) = ran
-    assert (two.processes, two.nodes, two.node, two.address, two.port) == (8, 2, 1, "10.0.0.1", 12345)
+    assert (two.processes, two.nodes, two.node, two.address, two.port) == (
+        8,
+        2,
+        1,
+        "10.0.0.1",
+        12345,
+    )
     assert (one.processes, one.nodes) == (1, 1) and program == ["-u", *script]
 
 
@@ -138,32 +162,49 @@ def test_a_script_with_oneflows_launcher(clone: Path) -> None:
     shell(clone, f"PORT={free_port()} bash own.sh configs/of_ones_own.py 2 2")
     (log,) = clone.glob("test_logs/commit/1n2g/*/output.log")
     assert re.findall(r"iteration: (\d)/4", log.read_text()) == ["1", "3"]
-    assert "tensor-model-parallel size: 2" in log.read_text() and (log.parent / "iter_0000004").is_dir()
+    assert (
+        "tensor-model-parallel size: 2" in log.read_text()
+        and (log.parent / "iter_0000004").is_dir()
+    )
 
 
 @pytest.mark.long
-@covers("benchmarks/run-libai", "benchmarks/libai-switch-off-saving", "benchmarks/libai-show-memory")
+@covers(
+    "benchmarks/run-libai", "benchmarks/libai-switch-off-saving", "benchmarks/libai-show-memory"
+)
 def test_the_benchmark_under_its_launcher(clone: Path, tmp_path: Path) -> None:
     """Its folder of logs: LiBai's lines, memory after 6 steps, the config; nothing is saved."""
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/nvidia-smi").write_text("#!/bin/sh\necho 'name, memory.used [MiB]'\necho 'A100, 12345 MiB'\n")
+    (tmp_path / "bin/nvidia-smi").write_text(
+        "#!/bin/sh\necho 'name, memory.used [MiB]'\necho 'A100, 12345 MiB'\n"
+    )
     (tmp_path / "bin/nvidia-smi").chmod(0o755)
     port = f"export PATH={tmp_path / 'bin'}:$PATH PORT={free_port()}\n"
-    logs = run(clone, *(port + line for line in lines(1, **{"60 1920": "2 8", "2 4 true": "2 1 true"})))
+    logs = run(
+        clone, *(port + line for line in lines(1, **{"60 1920": "2 8", "2 4 true": "2 1 true"}))
+    )
     folders = [clone / log.splitlines()[0].removeprefix("LOG_FILENAME=") for log in logs]
     name = r"LibAI_gpt2_nl4_nah16_hs1024_FP16_actrue_mp2_pp1_mb2_gb8_2n1g_\d+_\d+"
-    assert all(re.fullmatch(name, folder.name) and folder.parent.name == "2n1g" for folder in folders)
+    assert all(
+        re.fullmatch(name, folder.name) and folder.parent.name == "2n1g" for folder in folders
+    )
     assert "iteration:" not in logs[1]
     lead = folders[0]
     (log,) = lead.glob("output.log")
     shown = log.read_text()
     assert logs[0].endswith(shown)
-    found = re.findall(r"^ eta: \S+  iteration: (\d)/6  consumed_samples: (\d+)  total_loss: \d", shown, re.M)
+    found = re.findall(
+        r"^ eta: \S+  iteration: (\d)/6  consumed_samples: (\d+)  total_loss: \d", shown, re.M
+    )
     assert found == [("1", "16"), ("3", "32"), ("5", "48")]
     assert "A100, 12345 MiB" in shown and not [*lead.glob("iter_*"), *lead.glob("model*")]
     output = lead.with_name(re.sub(r"_\d+_\d+$", "", lead.name))  # both machines' one
-    assert yaml.safe_load((output / "config.yaml").read_text())["train"]["output_dir"] == str(output.relative_to(clone))
-    assert "nl4_fp16_1x2x1_ac_mb2_gb8_2n1g" in shell(clone, f"python tools/extract_logs.py {log.relative_to(clone)}")
+    assert yaml.safe_load((output / "config.yaml").read_text())["train"]["output_dir"] == str(
+        output.relative_to(clone)
+    )
+    assert "nl4_fp16_1x2x1_ac_mb2_gb8_2n1g" in shell(
+        clone, f"python tools/extract_logs.py {log.relative_to(clone)}"
+    )
 
 
 def test_the_documents_unequal_lines_are_refused_on_all_ranks(clone: Path) -> None:
@@ -173,7 +214,10 @@ def test_the_documents_unequal_lines_are_refused_on_all_ranks(clone: Path) -> No
     ends, logs = by_deepspeed(clone, given, 1, "tools/train_net.py")
     assert ends == [2, 2]
     for log in logs:
-        assert "global_batch_size: 8 on rank 0, 32 on rank 1" in log and "micro_batch_size: 2 on rank 0, 4" in log
+        assert (
+            "global_batch_size: 8 on rank 0, 32 on rank 1" in log
+            and "micro_batch_size: 2 on rank 0, 4" in log
+        )
 
 
 @covers("benchmarks/libai-pipeline-stages")
@@ -218,20 +262,30 @@ def test_settings_become_flags(tool: Any, words: str) -> None:
     flags, notes = flags_of(tool, words.split(), world=4)
     assert CHANGES[words] in " ".join(flags)
     assert notes == (
-        ["the decay starts after the warm-up, as Megatron's; LiBai's starts at step 0"] * ("ratio" in words)
+        ["the decay starts after the warm-up, as Megatron's; LiBai's starts at step 0"]
+        * ("ratio" in words)
     )
 
 
 def test_a_length_in_epochs(tool: Any) -> None:
     """LiBai's: the larger of the steps and of the readings, whose last step may be partial."""
-    words = ["train.global_batch_size=7", "train.train_epoch=2", "dataloader.train.dataset[0].max_seq_length=32"]
+    words = [
+        "train.global_batch_size=7",
+        "train.train_epoch=2",
+        "dataloader.train.dataset[0].max_seq_length=32",
+    ]
     tokens = Indexed("my-gpt2_text_document").tokens_of(0, 57)  # split 949,50,1 of 60 documents
     steps = math.ceil((tokens - 1) // 32 * 2 / 7)
     for length, want in ((0, steps), (3, steps), (10**6, 10**6)):
-        flags, notes = flags_of(tool, [*words, f"train.train_iter={length}", "train.warmup_ratio=0.1"])
+        flags, notes = flags_of(
+            tool, [*words, f"train.train_iter={length}", "train.warmup_ratio=0.1"]
+        )
         assert flags[flags.index("--train-iters") + 1] == str(want)
         assert flags[flags.index("--lr-warmup-iters") + 1] == str(math.ceil(want * 0.1))
-        assert f"train.train_iter, {length} steps, and train.train_epoch, {steps} steps of this data" in notes[0]
+        assert (
+            f"train.train_iter, {length} steps, and train.train_epoch, {steps} steps of this data"
+            in notes[0]
+        )
 
 
 REFUSED = {
@@ -299,10 +353,20 @@ def test_a_config_of_ones_own(tool: Any, capsys: pytest.CaptureFixture[str]) -> 
     start = ["--config-file", "configs/own.py", "--no-tensorboard"]
     assert tool.train(start) == 0
     assert "iteration: 3/4" in capsys.readouterr().out
-    assert sorted(path.name for path in Path("own").glob("iter_*")) == ["iter_0000002", "iter_0000004"]
-    assert tool.train([*start, "--resume", "train.train_iter=5", "--override-opt_param-scheduler"]) == 0
+    assert sorted(path.name for path in Path("own").glob("iter_*")) == [
+        "iter_0000002",
+        "iter_0000004",
+    ]
+    assert (
+        tool.train([*start, "--resume", "train.train_iter=5", "--override-opt_param-scheduler"])
+        == 0
+    )
     assert "iteration: 4/5" in capsys.readouterr().out
-    evaluation = ["train.train_iter=5", "train.evaluation.enabled=True", "train.evaluation.eval_iter=1"]
+    evaluation = [
+        "train.train_iter=5",
+        "train.evaluation.enabled=True",
+        "train.evaluation.eval_iter=1",
+    ]
     assert tool.train([*start, "--resume", "--eval-only", *evaluation]) == 0
     assert " validation loss at " in capsys.readouterr().out and len(steps(Path("own"))) == 5
     assert tool.train([*start, "train.train_iter=2"]) == 0
@@ -310,13 +374,19 @@ def test_a_config_of_ones_own(tool: Any, capsys: pytest.CaptureFixture[str]) -> 
     assert math.isfinite(steps(Path("own"))[-1][0]) and len(steps(Path("own"))) == 2
 
 
-def test_bad_input_ends_in_a_sentence(clone: Path, tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_ends_in_a_sentence(
+    clone: Path, tool: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     (clone / "configs/bad.py").write_text("import os\nos.system('touch hacked')\n")
     script = "python3() { return 70; }\nexport -f python3\nbash tools/args_libai_gpt2.sh "
     for words, said, status in (
         ("", "0 parameters; give CONFIG", 2),
         ("none.py", "there is no config none.py", 2),
-        (f"{CONFIG} 1 1 0 a 1 1 yes", "USE_FP16 is yes and ACTIVATION_CHECKPOINT false; give true or false", 2),
+        (
+            f"{CONFIG} 1 1 0 a 1 1 yes",
+            "USE_FP16 is yes and ACTIVATION_CHECKPOINT false; give true or false",
+            2,
+        ),
         (f"{CONFIG} 1 1 0 a 1 1 true true 4 4 24 a/b", "RUN_COMMIT is a/b", 2),
         (f"{CONFIG} 1 1 0 a 1 1 true true 4 4 24 c x", "TRAIN_ITERS is x", 2),
         (f"{CONFIG} 1 1", "LOG_FILENAME=", 70),  # the training's
@@ -335,9 +405,13 @@ def test_bad_input_ends_in_a_sentence(clone: Path, tool: Any, capsys: pytest.Cap
         with pytest.raises(UserError, match="lacks a setting, or has one of another kind"):
             tool.train(["--config-file", CONFIG, word])
     (clone / "configs/few.py").write_text("train = dict()")
-    with pytest.raises(UserError, match="few.py has no dataloader and no model and no optim and no tokenization"):
+    with pytest.raises(
+        UserError, match="few.py has no dataloader and no model and no optim and no tokenization"
+    ):
         tool.train(["--config-file", "configs/few.py"])
-    assert tool.train(["--config-file", CONFIG, "train.train_micro_batch_size=-3", "--dry-run"]) == 2
+    assert (
+        tool.train(["--config-file", CONFIG, "train.train_micro_batch_size=-3", "--dry-run"]) == 2
+    )
     assert "train.train_micro_batch_size -3 must be above 0" in capsys.readouterr().err
 
 
@@ -359,11 +433,15 @@ def test_installation(tmp_path: Path, place: Path) -> None:
     shell(tmp_path, f"set -e\n{first}{block('benchmarks/libai-installation')}pwd; test -f setup.py")
     assert "pip install -e ." in (tmp_path / "bin/calls").read_text()
     made = subprocess.run(
-        [sys.executable, "setup.py", "-q", "egg_info", "-e", str(tmp_path)], cwd=SYSTEM, capture_output=True, text=True
+        [sys.executable, "setup.py", "-q", "egg_info", "-e", str(tmp_path)],
+        cwd=SYSTEM,
+        capture_output=True,
+        text=True,
     )
     assert made.returncode == 0, made.stderr
     (asked,) = tmp_path.glob("*.egg-info/requires.txt")
-    requirement = Requirement(asked.read_text().strip())  # releases of setuptools space it in their own ways
+    # releases of setuptools space it in their own ways
+    requirement = Requirement(asked.read_text().strip())
     assert (requirement.name, requirement.url) == ("meshwright", ROOT.as_uri())
 
 
@@ -380,7 +458,9 @@ def test_overrides(tool: Any) -> None:
     ]
     tool.override(config, words)
     sets = [{"path": "./gpt=2"}, 0.001]
-    assert config == {"a": {"b": [0, 0], "sets": sets, "amp": {"enabled": True}, "c": None, "d": "", "e": "1"}}
+    assert config == {
+        "a": {"b": [0, 0], "sets": sets, "amp": {"enabled": True}, "c": None, "d": "", "e": "1"}
+    }
     for word in ("a=1", "c.b=1", "a.b.0.c=1", "a.sets.2=1", "a.sets.x.y=1", "a.c.d=1"):
         with pytest.raises(UserError, match=f"{word}(:| is not a setting)"):
             tool.override(config, [word])

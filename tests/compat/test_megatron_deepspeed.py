@@ -44,8 +44,17 @@ pytestmark = [pytest.mark.whole, pytest.mark.timeout(180)]
 def seed_000(name: str = "pretrain-one-node", **more: object) -> str:
     """Return a script of the document with GPUS_PER_NODE of one replica."""
     script = block(f"megatron-deepspeed/{name}").replace("GPUS_PER_NODE=8", "GPUS_PER_NODE=4")
-    script = script.replace("PORT=6000", f"PORT={free_port()}").replace("checkpoints/gpt2", f"checkpoints/{name}")
-    return smaller(script, num_layers=4, micro_batch_size=2, global_batch_size=4, train_iters=18, eval_interval=9)
+    script = script.replace("PORT=6000", f"PORT={free_port()}").replace(
+        "checkpoints/gpt2", f"checkpoints/{name}"
+    )
+    return smaller(
+        script,
+        num_layers=4,
+        micro_batch_size=2,
+        global_batch_size=4,
+        train_iters=18,
+        eval_interval=9,
+    )
 
 
 def flags_of(place: Path, script: str) -> list[str]:
@@ -53,7 +62,9 @@ def flags_of(place: Path, script: str) -> list[str]:
     return given[given.index(SCRIPT) + 1 :]
 
 
-@pytest.mark.skipif(shutil.which("xz") is None, reason="the document's commands unpack by xz, which is not here")
+@pytest.mark.skipif(
+    shutil.which("xz") is None, reason="the document's commands unpack by xz, which is not here"
+)
 @covers(
     "megatron-deepspeed/downloads-and-container",
     "megatron-deepspeed/installation",
@@ -65,7 +76,9 @@ def test_from_the_downloads_to_the_data(place: Path, tmp_path: Path) -> None:
     served, home = tmp_path / "served", tmp_path / "home"
     for folder in (served, home):
         folder.mkdir()
-    (served / "oscar-1GB.jsonl.xz").write_bytes(lzma.compress((place / "oscar-1GB.jsonl").read_bytes()))
+    (served / "oscar-1GB.jsonl.xz").write_bytes(
+        lzma.compress((place / "oscar-1GB.jsonl").read_bytes())
+    )
     for name in ("gpt2-vocab.json", "gpt2-merges.txt"):
         shutil.copy(place / name, served)
     (served / "Megatron-DeepSpeed").mkdir()
@@ -75,10 +88,14 @@ def test_from_the_downloads_to_the_data(place: Path, tmp_path: Path) -> None:
     shell(home, first + block("megatron-deepspeed/downloads-and-container"))
     names = ["gpt2-merges.txt", "gpt2-vocab.json", "oscar-1GB.jsonl"]
     assert sorted(path.name for path in (home / "datasets").iterdir()) == names
-    assert (home / "datasets/oscar-1GB.jsonl").read_bytes() == (place / "oscar-1GB.jsonl").read_bytes()
+    assert (home / "datasets/oscar-1GB.jsonl").read_bytes() == (
+        place / "oscar-1GB.jsonl"
+    ).read_bytes()
     shell(home, first + block("megatron-deepspeed/installation"))
     assert [
-        line for line in (tmp_path / "bin/calls").read_text().splitlines() if not line.startswith(("wget", "git"))
+        line
+        for line in (tmp_path / "bin/calls").read_text().splitlines()
+        if not line.startswith(("wget", "git"))
     ] == [
         "docker pull nvcr.io/nvidia/pytorch:23.12-py3",
         re.search(r"^docker run .*", block("megatron-deepspeed/downloads-and-container"), re.M)[0],  # type: ignore[index]
@@ -96,7 +113,12 @@ def test_from_the_downloads_to_the_data(place: Path, tmp_path: Path) -> None:
     assert "Processed 60 documents" in shell(inside, block("megatron-deepspeed/preprocess"))
     shell(inside, block("megatron-deepspeed/move-the-data"))
     held = {path.name for path in (inside / "data").iterdir()}
-    assert {"meg-gpt2_text_document.bin", "meg-gpt2_text_document.idx", "gpt2-vocab.json", "gpt2-merges.txt"} <= held
+    assert {
+        "meg-gpt2_text_document.bin",
+        "meg-gpt2_text_document.idx",
+        "gpt2-vocab.json",
+        "gpt2-merges.txt",
+    } <= held
     assert not list(inside.glob("meg-gpt2*"))
 
 
@@ -113,7 +135,10 @@ def test_seed_000_on_one_node_and_its_samples(place: Path, monkeypatch: pytest.M
     """TP2 x PP2 under torch.distributed.launch."""
     script = seed_000()
     (log,) = run(place, script)
-    assert "data-parallel-size: 1, tensor-model-parallel size: 2, pipeline-model-parallel size: 2" in log
+    assert (
+        "data-parallel-size: 1, tensor-model-parallel size: 2, pipeline-model-parallel size: 2"
+        in log
+    )
     assert log.count("--distributed-backend nccl has no effect") == 1
     single = as_one_process(place, flags_of(place, script), monkeypatch)
     assert_same(steps(place / "checkpoints/pretrain-one-node"), single, ROUNDING)
@@ -136,11 +161,20 @@ def test_seed_000_on_two_nodes(
     commands = [f"bash pretrain_gpt2.sh {n}" for n in range(2)]
     if where == "two namespaces":
         names = request.getfixturevalue("machines")
-        commands = [f"ip netns exec {name} {command}" for name, command in zip(names, commands, strict=True)]
+        commands = [
+            f"ip netns exec {name} {command}" for name, command in zip(names, commands, strict=True)
+        ]
     logs = run(place, *commands)
-    assert "tensor-model-parallel size: 2, pipeline-model-parallel size: 4" in logs[0] and " iteration " not in logs[1]
+    assert (
+        "tensor-model-parallel size: 2, pipeline-model-parallel size: 4" in logs[0]
+        and " iteration " not in logs[1]
+    )
     flags = flags_of(place, script)
-    assert_same(steps(place / flags[flags.index("--save") + 1]), as_one_process(place, flags, monkeypatch), ROUNDING)
+    assert_same(
+        steps(place / flags[flags.index("--save") + 1]),
+        as_one_process(place, flags, monkeypatch),
+        ROUNDING,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -156,21 +190,33 @@ def trained(place: Path) -> tuple[list[str], list[str]]:
 
 
 @covers("megatron-deepspeed/pretrain-one-node-many-gpus")
-def test_seed_000_exactly(place: Path, trained: tuple[list[str], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seed_000_exactly(
+    place: Path, trained: tuple[list[str], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     flags, logs = trained
     assert "data-parallel-size: 2" in logs[0]
     folder = place / "checkpoints/pretrain-one-node-many-gpus"
     assert_same(steps(folder), as_one_process(place, flags, monkeypatch), 1e-9)
 
 
-@covers("megatron-deepspeed/generate", "megatron-deepspeed/run-generate", "megatron-deepspeed/show-samples")
-def test_samples_from_the_checkpoint_of_eight_ranks(place: Path, trained: tuple[list[str], list[str]]) -> None:
+@covers(
+    "megatron-deepspeed/generate",
+    "megatron-deepspeed/run-generate",
+    "megatron-deepspeed/show-samples",
+)
+def test_samples_from_the_checkpoint_of_eight_ranks(
+    place: Path, trained: tuple[list[str], list[str]]
+) -> None:
     """One rank writes samples from the checkpoint of TP2 x PP2, which nobody converted."""
     script = smaller(block("megatron-deepspeed/generate"), num_layers=4)
-    (place / "generate_text.sh").write_text(script.replace("gpt2\n", "pretrain-one-node-many-gpus\n"))
+    (place / "generate_text.sh").write_text(
+        script.replace("gpt2\n", "pretrain-one-node-many-gpus\n")
+    )
     shell(place, block("megatron-deepspeed/run-generate"))
     samples = shell(place, block("megatron-deepspeed/show-samples")).splitlines()
-    assert len(samples) == 2 and all({"text", "length", "finished"} <= set(json.loads(line)) for line in samples)
+    assert len(samples) == 2 and all(
+        {"text", "length", "finished"} <= set(json.loads(line)) for line in samples
+    )
 
 
 # As the launcher of DeepSpeed: a process for each GPU, which have its variables and one input.
@@ -192,12 +238,21 @@ def test_a_dialogue_through_the_deepspeed_launcher(
     first = put_first(tmp_path / "bin", tmp_path, deepspeed=DEEPSPEED)
     script = smaller(block("megatron-deepspeed/interactive"), num_layers=4, out_seq_length=4)
     script = script.replace("/workspace/Megatron-DeepSpeed", shlex.quote(str(place)))
-    (place / "interactive_text.sh").write_text(script.replace("gpt2_345m", "pretrain-one-node-many-gpus"))
+    (place / "interactive_text.sh").write_text(
+        script.replace("gpt2_345m", "pretrain-one-node-many-gpus")
+    )
     (tmp_path / "said").write_text("The quick brown\n\nDocument 7\nstop\n")
     command = f"{block('megatron-deepspeed/run-interactive').strip()} < {shlex.quote(str(tmp_path / 'said'))}"
     out = shell(place, first + command)
-    assert out.count("Context prompt (stop to exit) >>> ") == 4 and "Prompt should not be empty!" in out
-    assert "Context: The quick brown" in out and "Context: Document 7" in out and out.count("Megatron-LM:") >= 2
+    assert (
+        out.count("Context prompt (stop to exit) >>> ") == 4
+        and "Prompt should not be empty!" in out
+    )
+    assert (
+        "Context: The quick brown" in out
+        and "Context: Document 7" in out
+        and out.count("Megatron-LM:") >= 2
+    )
     assert "generation runs on rank 0; this rank has nothing to do" in out
 
 
@@ -234,7 +289,11 @@ def given_to(program: str, tmp_path: Path, command: str, status: int = 0) -> lis
 
 def pairs(flags: list[str]) -> dict[str, str]:
     """Return flags with their values, "" for none."""
-    return {a: "" if b.startswith("--") else b for a, b in zip(flags, [*flags[1:], "--"], strict=True) if a[0] == "-"}
+    return {
+        a: "" if b.startswith("--") else b
+        for a, b in zip(flags, [*flags[1:], "--"], strict=True)
+        if a[0] == "-"
+    }
 
 
 def test_its_scripts_say_what_the_document_says(place: Path, tmp_path: Path) -> None:
@@ -243,11 +302,19 @@ def test_its_scripts_say_what_the_document_says(place: Path, tmp_path: Path) -> 
     document = pairs(words(place, block("megatron-deepspeed/pretrain-two-nodes"), "python")[2:])
     ours = "MASTER_ADDR=192.168.0.1 NNODES=2 PP=4 bash pretrain_gpt2.sh 1 --log-interval 5"
     want = {k.replace("_", "-"): v for k, v in document.items() if k not in kept_beside_the_data}
-    assert pairs(given_to("python", tmp_path, ours)[4:]) == want | {"--node-rank": "1", "--log-interval": "5"}
+    assert pairs(given_to("python", tmp_path, ours)[4:]) == want | {
+        "--node-rank": "1",
+        "--log-interval": "5",
+    }
     assert given_to("python", tmp_path, "bash pretrain_gpt2.sh --log-interval", 2) == []
     for name, program in (("generate", "python"), ("interactive", "deepspeed")):
-        document = pairs(words(place, block(f"megatron-deepspeed/{name}"), program)) | {"--load": "checkpoints/gpt2"}
-        assert pairs(given_to("python", tmp_path, f"sh ./{name}_text.sh")[2:]).items() <= document.items()
+        document = pairs(words(place, block(f"megatron-deepspeed/{name}"), program)) | {
+            "--load": "checkpoints/gpt2"
+        }
+        assert (
+            pairs(given_to("python", tmp_path, f"sh ./{name}_text.sh")[2:]).items()
+            <= document.items()
+        )
 
 
 CONVERT = TREE / "tools/convert_checkpoint"
@@ -267,21 +334,45 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     return run_script
 
 
-def test_tools_for_checkpoints(script: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tools_for_checkpoints(
+    script: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A DeepSpeed folder of TP2 x PP3 goes to Megatron's tree, one rank and Hugging Face."""
     (tmp_path / "ds").mkdir()
     step = deepspeed_files.write(tmp_path / "ds", deepspeed_files.model(), tp=2, pp=3)
     (tmp_path / "ds/latest").write_text(step.name)
     into = ("--input_folder", tmp_path / "ds", "--output_folder")
-    assert script("convert_checkpoint/deepspeed_to_megatron.py", *into, tmp_path / "meg", "--target_tp", 2) == 0
+    assert (
+        script(
+            "convert_checkpoint/deepspeed_to_megatron.py", *into, tmp_path / "meg", "--target_tp", 2
+        )
+        == 0
+    )
     ranks = sorted(path.name for path in (tmp_path / "meg/iter_0000030").iterdir() if path.is_dir())
     assert ranks == ["mp_rank_00", "mp_rank_01"]
     sizes = ("--tensor-model-parallel-size", 2, "--target-pipeline-model-parallel-size", 3)
-    assert script("merge_mp_partitions.py", "--load", tmp_path / "meg", "--save", tmp_path / "joined", *sizes) == 0
+    assert (
+        script(
+            "merge_mp_partitions.py",
+            "--load",
+            tmp_path / "meg",
+            "--save",
+            tmp_path / "joined",
+            *sizes,
+        )
+        == 0
+    )
     assert "the sizes given have no effect" in capsys.readouterr().err
-    ranks = sorted(path.name for path in (tmp_path / "joined/iter_0000030").iterdir() if path.is_dir())
+    ranks = sorted(
+        path.name for path in (tmp_path / "joined/iter_0000030").iterdir() if path.is_dir()
+    )
     assert ranks == ["mp_rank_00_000", "mp_rank_00_001", "mp_rank_00_002"]
-    assert script("convert_checkpoint/deepspeed_to_megatron.py", *into, tmp_path / "rel", "--for_release") == 0
+    assert (
+        script(
+            "convert_checkpoint/deepspeed_to_megatron.py", *into, tmp_path / "rel", "--for_release"
+        )
+        == 0
+    )
     size = [sum(f.stat().st_size for f in (tmp_path / n).rglob("*.pt")) for n in ("meg", "rel")]
     assert size[0] > 2 * size[1]
     assert script("convert_checkpoint/deepspeed_to_transformers.py", *into, tmp_path / "hf") == 0
@@ -295,9 +386,21 @@ def test_tools_for_checkpoints(script: Callable[..., int], tmp_path: Path, capsy
         assert script(f"convert_checkpoint/{name}", *argv) == 0
         assert "h.2.mlp.proj.weight" in capsys.readouterr().out
     for name, argv, message in (
-        ("deepspeed_to_transformers.py", (*into, "x", "--target_tp", 2), "--target_tp 2 --target_pp 1: a folder for"),
-        ("deepspeed_to_deepspeed.py", (*into, "x", "--target_pp", 4), "--pipeline-model-parallel-size 4 continues"),
-        ("ds_to_universal.py", (*into, "x"), "ds_to_universal.py: error: a universal checkpoint is not written"),
+        (
+            "deepspeed_to_transformers.py",
+            (*into, "x", "--target_tp", 2),
+            "--target_tp 2 --target_pp 1: a folder for",
+        ),
+        (
+            "deepspeed_to_deepspeed.py",
+            (*into, "x", "--target_pp", 4),
+            "--pipeline-model-parallel-size 4 continues",
+        ),
+        (
+            "ds_to_universal.py",
+            (*into, "x"),
+            "ds_to_universal.py: error: a universal checkpoint is not written",
+        ),
         ("inspect_checkpoint.py", ("nowhere",), "there is no file nowhere"),
         ("inspect_checkpoint.py", (), "a file of a checkpoint is needed"),
         ("deepspeed_to_megatron.py", (), "the following arguments are required: --input_folder"),
@@ -305,7 +408,16 @@ def test_tools_for_checkpoints(script: Callable[..., int], tmp_path: Path, capsy
         assert script(f"convert_checkpoint/{name}", *argv) == 2
         err = capsys.readouterr().err
         assert message in err and "Traceback" not in err
-    assert script("convert_checkpoint/deepspeed_to_megatron.py", "--input_folder", "no", "--output_folder", "x") == 65
+    assert (
+        script(
+            "convert_checkpoint/deepspeed_to_megatron.py",
+            "--input_folder",
+            "no",
+            "--output_folder",
+            "x",
+        )
+        == 65
+    )
 
 
 def test_the_harness() -> None:
@@ -313,5 +425,7 @@ def test_the_harness() -> None:
     script = runpy.run_path(str(TREE / "tasks/eval_harness/evaluate.py"))
     argv = "--load run --task_list piqa,boolq --results_path out.json --fp16 --adaptive_seq_len --bootstrap_iters 2"
     words = script["command"](f"{argv} --micro_bs_multiplier 4".split())
-    assert words == "evaluate --harness piqa,boolq --results-path out.json --load run --fp16".split()
+    assert (
+        words == "evaluate --harness piqa,boolq --results-path out.json --load run --fp16".split()
+    )
     assert "--fp16" not in script["command"]([*argv.split(), "--eval_fp32"])

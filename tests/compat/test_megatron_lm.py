@@ -174,7 +174,9 @@ def workspace(place: Path) -> Path:
         (root / folder).mkdir(parents=True)
         for path in place.glob(names):
             (root / folder / path.name).symlink_to(path.resolve())
-    form = Form(ffn=128, vocab=320, padded=384, positions=32, version=None, words="2019", args=False)
+    form = Form(
+        ffn=128, vocab=320, padded=384, positions=32, version=None, words="2019", args=False
+    )
     models = root / "model/megatron-models"
     write(models / "megatron/release", form, plain(form))
     (models / "megatron/latest_checkpointed_iteration.txt").write_text("release\n")
@@ -182,7 +184,10 @@ def workspace(place: Path) -> Path:
 
 
 @covers(
-    "megatron-lm/release-folder", "megatron-lm/pretrain-345m", "megatron-lm/run-and-log", "megatron-lm/saved-folder"
+    "megatron-lm/release-folder",
+    "megatron-lm/pretrain-345m",
+    "megatron-lm/run-and-log",
+    "megatron-lm/saved-folder",
 )
 def test_the_document(place: Path, workspace: Path) -> None:
     """A release, finetuned by the document's script, stopped, resumed and finished; at last the
@@ -201,7 +206,9 @@ def test_the_document(place: Path, workspace: Path) -> None:
         f"  successfully loaded checkpoint from {models}/345m at iteration 0",
     ]
     assert [line for line in first.splitlines() if line in expected] == expected
-    assert re.search(r"^ iteration        2/      18 \| consumed samples:            4 \|", first, re.M)
+    assert re.search(
+        r"^ iteration        2/      18 \| consumed samples:            4 \|", first, re.M
+    )
 
     given = words(place, typed, "torchrun")
     assert script(*given) == 0
@@ -221,7 +228,8 @@ def test_the_document(place: Path, workspace: Path) -> None:
     )
     assert again.returncode == 0, again.stderr
     ours = again.stdout.replace(str(workspace), "/workspace")
-    ours = re.sub(r"^ > (?!building dataset index)[a-z ,]+ \.\.\.\n", "", ours, flags=re.M)  # waits of a slow machine
+    # waits of a slow machine
+    ours = re.sub(r"^ > (?!building dataset index)[a-z ,]+ \.\.\.\n", "", ours, flags=re.M)
     theirs = compared(block("megatron-lm/run-and-log"), ONLY_THERE)
     assert compared(ours, ONLY_HERE | own_arguments(ours)) == theirs
     assert listed(models / "345m") == without_sizes(block("megatron-lm/saved-folder"))
@@ -240,7 +248,10 @@ def test_values_of_arguments(tmp_path: Path) -> None:
     """The document's flags give its block of arguments, numbers included."""
     argv = words(tmp_path, block("megatron-lm/pretrain-345m"), "torchrun")[1:]
     parsed = flags.parse_settings(TrainConfig, argv, "train")
-    ours = {name: str(value) for name, value in dumped_arguments(parsed.config, parsed.idle, "nccl").items()}
+    ours = {
+        name: str(value)
+        for name, value in dumped_arguments(parsed.config, parsed.idle, "nccl").items()
+    }
     theirs = dict(re.findall(r"^  (\w+) \.+ (.*)$", block("megatron-lm/run-and-log"), re.M))
     other = {name for name, value in theirs.items() if ours[name] != value}
     assert len(theirs) == 225 and other == set(OTHER_VALUES) - {"distributed_backend"}
@@ -252,7 +263,9 @@ def test_values_of_arguments(tmp_path: Path) -> None:
 def test_names_of_the_tree() -> None:
     """Scripts that are the root's are links to them, and none is broken."""
     files = {str(path.relative_to(COMPAT)): path for path in COMPAT.rglob("*") if path.is_file()}
-    links = {name: path.resolve().relative_to(ROOT) for name, path in files.items() if path.is_symlink()}
+    links = {
+        name: path.resolve().relative_to(ROOT) for name, path in files.items() if path.is_symlink()
+    }
     assert not [path for path in COMPAT.rglob("*") if path.is_symlink() and not path.exists()]
     for name in ("preprocess_data.py", "merge_datasets.py", "generate_samples_gpt.py"):
         assert links[f"tools/{name}"] == Path("tools", name)
@@ -260,7 +273,9 @@ def test_names_of_the_tree() -> None:
         assert links[f"tools/{name}"] == Path("tools", name)
     assert links["pretrain_gpt2.py"] == (COMPAT / "pretrain_gpt.py").relative_to(ROOT)
     assert script("pretrain_gpt2.py", "--batch-size", "4") == 2
-    code = [path for path in files.values() if path.suffix in (".py", ".sh") and not path.is_symlink()]
+    code = [
+        path for path in files.values() if path.suffix in (".py", ".sh") and not path.is_symlink()
+    ]
     assert sum(len(path.read_text().splitlines()) for path in code) <= 310
     assert (COMPAT / (COMPAT / "requirements.txt").read_text().strip()).resolve() == ROOT
 
@@ -270,14 +285,33 @@ def test_checkpoint_util(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     form = Form(state="masters")
     write(tmp_path / "a/iter_0000007", form, *(plain(form, seed) for seed in (1, 2, 3)))
     (tmp_path / "a/latest_checkpointed_iteration.txt").write_text("7")
-    both = ["--model-type", "GPT", "--loader", "megatron", "--saver", "megatron", "--max-queue-size", 50]
-    cut = ["--target-tensor-parallel-size", 2, "--target-pipeline-parallel-size", 2, "--no-checking"]
+    both = [
+        "--model-type",
+        "GPT",
+        "--loader",
+        "megatron",
+        "--saver",
+        "megatron",
+        "--max-queue-size",
+        50,
+    ]
+    cut = [
+        "--target-tensor-parallel-size",
+        2,
+        "--target-pipeline-parallel-size",
+        2,
+        "--no-checking",
+    ]
     util = "tools/checkpoint_util.py"
-    assert script(util, *both, "--load-dir", tmp_path / "a", "--save-dir", tmp_path / "b", *cut) == 0
+    assert (
+        script(util, *both, "--load-dir", tmp_path / "a", "--save-dir", tmp_path / "b", *cut) == 0
+    )
     assert script(util, *both, "--load-dir", tmp_path / "b", "--save-dir", tmp_path / "c") == 0
     before = megatron.open_megatron(tmp_path / "a/iter_0000007").of_vocabulary(form.vocab)
     for folder in ("b", "c"):
-        assert_reads(megatron.open_megatron(tmp_path / folder / "iter_0000007"), read_tensors(before))
+        assert_reads(
+            megatron.open_megatron(tmp_path / folder / "iter_0000007"), read_tensors(before)
+        )
         ranks = sorted(path.name for path in (tmp_path / folder / "iter_0000007").glob("mp_*"))
         assert ranks == [f"mp_rank_0{t}_00{p}" for t in (0, 1) for p in (0, 1)]
 
@@ -286,8 +320,19 @@ def test_checkpoint_util(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     (tmp_path / "r/latest_checkpointed_iteration.txt").write_text("release")
     vocab = tmp_path / "vocab.json"
     vocab.write_text(json.dumps({str(n): n for n in range(61)}))
-    given = [*both, "--load-dir", tmp_path / "r", "--save-dir", tmp_path / "d", "--vocab-file", tmp_path / "vocab.json"]
-    assert script("tools/checkpoint/util.py", *given) == 65 and "--num-attention-heads" in capsys.readouterr().err
+    given = [
+        *both,
+        "--load-dir",
+        tmp_path / "r",
+        "--save-dir",
+        tmp_path / "d",
+        "--vocab-file",
+        tmp_path / "vocab.json",
+    ]
+    assert (
+        script("tools/checkpoint/util.py", *given) == 65
+        and "--num-attention-heads" in capsys.readouterr().err
+    )
     assert script(util, *given, "--num-attention-heads", 4) == 0
     assert megatron.open_megatron(tmp_path / "d/iter_0000001").vocab == 61
 
@@ -300,19 +345,27 @@ def test_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = ["one fox jumps over two dogs and three cats"] * 20
     flags = "--num-layers=1 --hidden-size=16 --num-attention-heads=2 --seq-length=16 --micro-batch-size=2 --lr=1e-2"
     more = "--max-position-embeddings=16 --train-iters=2"
-    run = train_on_texts(tmp_path, texts, ["--tokenizer-type=ByteTokenizer"], [*flags.split(), *more.split()])
+    run = train_on_texts(
+        tmp_path, texts, ["--tokenizer-type=ByteTokenizer"], [*flags.split(), *more.split()]
+    )
     (tmp_path / "wiki.test.tokens").write_text(" one fox , over two dogs . \n" * 3)
     (tmp_path / "lambada_test.jsonl").write_text('{"text": "one fox jumps over two dogs"}\n')
     model = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16"
     common = f"--batch-size 8 --checkpoint-activations --log-interval 10 --no-load-optim --no-load-rng {model}"
     for task, file, load in (
         ("WIKITEXT103", "wiki.test.tokens", "--load"),
-        ("LAMBADA --strict-lambada", "lambada_test.jsonl", "--keep-last --epochs 0 --pretrained-checkpoint"),
+        (
+            "LAMBADA --strict-lambada",
+            "lambada_test.jsonl",
+            "--keep-last --epochs 0 --pretrained-checkpoint",
+        ),
     ):
         words = f"--task {task} --valid-data {tmp_path / file} {load} {run} {common} --device cpu"
         assert script("tasks/main.py", *words.split()) == 0
         shown = capsys.readouterr().out
-        assert f" validation results on {task.split()[0]} | " in shown and shown.endswith("done :-)\n")
+        assert f" validation results on {task.split()[0]} | " in shown and shown.endswith(
+            "done :-)\n"
+        )
     assert script("tasks/main.py", "--task", "RACE", "--load", run) == 2
     assert "--task: 'RACE' is none of LAMBADA, WIKITEXT103" in capsys.readouterr().err
 
@@ -325,7 +378,11 @@ class Api(BaseHTTPRequestHandler):
         (prompt,), tokens = asked["prompts"], asked["tokens_to_generate"]
         good = self.path == "/api" and prompt and self.headers["Content-Type"] == "application/json"
         key = self.headers.get("Authorization", "")
-        answer = {"text": [f"{prompt}{' é' * tokens}{key}"]} if good else {"message": "prompts[0] is empty"}
+        answer = (
+            {"text": [f"{prompt}{' é' * tokens}{key}"]}
+            if good
+            else {"message": "prompts[0] is empty"}
+        )
         self.send_response(200 if good else 400)
         self.end_headers()
         self.wfile.write(json.dumps(answer).encode())
@@ -334,9 +391,14 @@ class Api(BaseHTTPRequestHandler):
         pass
 
 
-def test_the_client_of_the_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_client_of_the_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It asks for a prompt and a length and prints the answer, as Megatron-LM's does."""
-    client, asks = "tools/text_generation_cli.py", "Enter prompt: Enter number of tokens to generate: "
+    client, asks = (
+        "tools/text_generation_cli.py",
+        "Enter prompt: Enter number of tokens to generate: ",
+    )
     with ThreadingHTTPServer(("127.0.0.1", 0), Api) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"localhost:{server.server_port}"
@@ -345,9 +407,13 @@ def test_the_client_of_the_server(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         # The empty prompt is refused; nobody is there to type another one.
         assert script(client, address) == 1
         out, err = capsys.readouterr()
-        assert out == f"{asks}Megatron Response: \nhello é é\n{asks}'bye' is not a whole number from 0\n" + (
-            "Enter number of tokens to generate: 'many' is not a whole number from 0\n"
-            "Enter number of tokens to generate: Megatron Response: \n"
+        assert (
+            out
+            == f"{asks}Megatron Response: \nhello é é\n{asks}'bye' is not a whole number from 0\n"
+            + (
+                "Enter number of tokens to generate: 'many' is not a whole number from 0\n"
+                "Enter number of tokens to generate: Megatron Response: \n"
+            )
         )
         assert err == f"{address}: Error 400: prompts[0] is empty\n"
         monkeypatch.setattr(sys, "stdin", io.StringIO("a\n1\nb\n"))
@@ -364,10 +430,16 @@ def launched(workspace: Path, name: str, *argv: str, **env: str) -> tuple[list[s
     fake.parent.mkdir(exist_ok=True)
     fake.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
     fake.chmod(0o755)
-    before = {name: value for name, value in environment().items() if name != "CUDA_VISIBLE_DEVICES"}
+    before = {
+        name: value for name, value in environment().items() if name != "CUDA_VISIBLE_DEVICES"
+    }
     path = {"PATH": f"{fake.parent}:{before['PATH']}"}
     done = subprocess.run(
-        ["sh", f"examples/{name}", *argv], cwd=COMPAT, capture_output=True, text=True, env=before | path | env
+        ["sh", f"examples/{name}", *argv],
+        cwd=COMPAT,
+        capture_output=True,
+        text=True,
+        env=before | path | env,
     )
     assert done.returncode == 0, done.stderr
     given = done.stdout.split("\0")[:-1]
@@ -375,7 +447,9 @@ def launched(workspace: Path, name: str, *argv: str, **env: str) -> tuple[list[s
     assert (COMPAT / given[at]).resolve() == COMPAT / "pretrain_gpt.py"
     nodes = int(given[given.index("--nnodes") + 1]) if "--nnodes" in given else 1
     world = nodes * int(given[given.index("--nproc_per_node") + 1])
-    return given[:at], flags.parse_settings(TrainConfig, [*given[at + 1 :], f"--world-size={world}"], "train").config
+    return given[:at], flags.parse_settings(
+        TrainConfig, [*given[at + 1 :], f"--world-size={world}"], "train"
+    ).config
 
 
 def test_scripts_of_examples(workspace: Path) -> None:
@@ -384,18 +458,36 @@ def test_scripts_of_examples(workspace: Path) -> None:
         _, config = launched(workspace, "pretrain_gpt.sh", **paths, CUDA_VISIBLE_DEVICES=devices)
         assert config.world == count
     _, config = launched(workspace, "pretrain_gpt.sh", "--train-iters", "7")
-    assert config.training.train_iters == 7 and config.checkpoint.load == "/workspace/model/megatron-models/345m"
+    assert (
+        config.training.train_iters == 7
+        and config.checkpoint.load == "/workspace/model/megatron-models/345m"
+    )
 
-    first, config = launched(workspace, "pretrain_gpt_distributed.sh", **paths, NNODES="2", NODE_RANK="1")
+    first, config = launched(
+        workspace, "pretrain_gpt_distributed.sh", **paths, NNODES="2", NODE_RANK="1"
+    )
     assert first[first.index("--node_rank") + 1] == "1"
-    assert (config.world, config.micro_batch, config.global_batch, config.steps) == (16, 8, 64, 500000)
+    assert (config.world, config.micro_batch, config.global_batch, config.steps) == (
+        16,
+        8,
+        64,
+        500000,
+    )
     _, config = launched(workspace, "pretrain_gpt_distributed_with_mp.sh", **paths)
     p = config.parallel
-    assert (p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.sequence_parallel) == (2, 2, True)
+    assert (p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.sequence_parallel) == (
+        2,
+        2,
+        True,
+    )
     assert (config.dp, config.micro_batch, config.global_batch) == (2, 4, 16)
 
     missing = subprocess.run(
-        ["sh", "examples/pretrain_gpt_distributed.sh"], cwd=COMPAT, capture_output=True, text=True, env=environment()
+        ["sh", "examples/pretrain_gpt_distributed.sh"],
+        cwd=COMPAT,
+        capture_output=True,
+        text=True,
+        env=environment(),
     )
     assert missing.returncode and "set CHECKPOINT_PATH to the folder" in missing.stderr
 
@@ -407,7 +499,10 @@ def test_the_shorter_way_of_the_page(tmp_path: Path) -> None:
     assert found
     shorter = shlex.split(found[1].replace("\\\n", " "))
     given = words(tmp_path, block("megatron-lm/pretrain-345m"), "torchrun")[1:]
-    one, other = (flags.to_dict(flags.parse_settings(TrainConfig, argv, "train").config) for argv in (shorter, given))
+    one, other = (
+        flags.to_dict(flags.parse_settings(TrainConfig, argv, "train").config)
+        for argv in (shorter, given)
+    )
     files = {"data_path", "vocab_file", "merge_file", "save", "load"}
     assert {name for name in one if one[name] != other[name]} == files
 
@@ -426,8 +521,12 @@ def test_the_way_of_the_page(place: Path, tmp_path: Path) -> None:
     shutil.copy(place / "oscar-1GB.jsonl", clone / "compat/megatron-lm/corpus.jsonl")
     page = (ROOT / "docs/from-megatron.md").read_text()
     way, small, *_ = re.findall(r"^```bash\n(.*?)^```", page, re.S | re.M)
-    way = re.sub(r"^git clone.*\n", "", way).replace("CUDA_VISIBLE_DEVICES=0 sh examples/pretrain_gpt.sh\n", small)
-    out = shell(clone / "compat/megatron-lm", "set -e\n" + put_first(tmp_path / "fakes", files) + way)
+    way = re.sub(r"^git clone.*\n", "", way).replace(
+        "CUDA_VISIBLE_DEVICES=0 sh examples/pretrain_gpt.sh\n", small
+    )
+    out = shell(
+        clone / "compat/megatron-lm", "set -e\n" + put_first(tmp_path / "fakes", files) + way
+    )
     samples = [json.loads(line)["text"] for line in out.splitlines() if line.startswith('{"text"')]
     assert len(samples) == 3 and all("Document" in text or "lazy dog" in text for text in samples)
     assert (tmp_path / "fakes/calls").read_text().count("wget") == 2

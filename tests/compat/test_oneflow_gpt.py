@@ -50,7 +50,13 @@ ENGINE = """
 case $1 in run|exec) for word; do file=$word; done; exec bash "$file";; esac
 """
 TINY = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --micro-batch-size 1 --train-iters 1 --vocab-size 9"
-SMALL = {"NUM_LAYERS": 2, "HIDDEN_SIZE": 32, "NUM_ATTENTION_HEADS": 4, "SEQ_LENGTH": 32, "TRAIN_ITERS": 4}
+SMALL = {
+    "NUM_LAYERS": 2,
+    "HIDDEN_SIZE": 32,
+    "NUM_ATTENTION_HEADS": 4,
+    "SEQ_LENGTH": 32,
+    "TRAIN_ITERS": 4,
+}
 SMALL |= {"LOG_INTERVAL": 2, "SAVE_INTERVAL": 3, "INIT_LOSS_SCALE": 1}
 
 
@@ -89,7 +95,11 @@ def planned(argv: list[str]) -> dict[str, Any]:
     """Return the settings that the program resolves."""
     argv = ["--config", str(SYSTEM / "oneflow_gpt/defaults.toml"), *argv, "--dry-run"]
     config = flags.parse_settings(TrainConfig, argv, "", check=False).config
-    more = {"dp": config.dp, "batch": config.global_batch, "micro_batches": config.micro_batches(config.global_batch)}
+    more = {
+        "dp": config.dp,
+        "batch": config.global_batch,
+        "micro_batches": config.micro_batches(config.global_batch),
+    }
     return flags.to_dict(config) | more
 
 
@@ -103,16 +113,26 @@ def test_pretrain_345m(gpt: Path) -> None:
     """The script with smaller sizes, from an empty folder."""
     out = shell(gpt, sizes() + block("oneflow-gpt/pretrain-345m"))
     head, rule, *rows = table(out)
-    assert head == "step micro_batches samples throughput latency loss".split() and set("".join(rule)) == {"-"}
+    assert head == "step micro_batches samples throughput latency loss".split() and set(
+        "".join(rule)
+    ) == {"-"}
     assert [row[:3] for row in rows] == [["2", "2", "16"], ["4", "4", "32"]]
     lines = out.splitlines()
-    assert " > padded vocab (size: 320) with 64 dummy tokens (new size: 384)" in lines and "Training..." in lines
+    assert (
+        " > padded vocab (size: 320) with 64 dummy tokens (new size: 384)" in lines
+        and "Training..." in lines
+    )
     assert "validation loss" not in out and "arguments ---" in out
-    assert sorted(path.name for path in (gpt / "checkpoint").glob("iter_*")) == ["iter_0000003", "iter_0000004"]
+    assert sorted(path.name for path in (gpt / "checkpoint").glob("iter_*")) == [
+        "iter_0000003",
+        "iter_0000004",
+    ]
 
 
 @covers("oneflow-gpt/training")
-def test_training(gpt: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_training(
+    gpt: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The document's flags, from a missing folder, and once more from its own checkpoint."""
     given = words(gpt, smaller(block("oneflow-gpt/training"), vocab_size=320), "python3")
     assert given[:2] == ["-m", "oneflow_gpt.training"]
@@ -120,8 +140,15 @@ def test_training(gpt: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
     assert train(monkeypatch, gpt, argv) == 0
     first = capfd.readouterr()
     assert "could not find the metadata file" in first.out
-    assert [row[:3] for row in table(first.out)[2:]] == [["2", "4", "16"], ["4", "8", "32"], ["6", "12", "48"]]
-    assert train(monkeypatch, gpt, [*argv, "--train-iters", "8", "--metric-print-format", "normal"]) == 0
+    assert [row[:3] for row in table(first.out)[2:]] == [
+        ["2", "4", "16"],
+        ["4", "8", "32"],
+        ["6", "12", "48"],
+    ]
+    assert (
+        train(monkeypatch, gpt, [*argv, "--train-iters", "8", "--metric-print-format", "normal"])
+        == 0
+    )
     again = capfd.readouterr().out
     assert "successfully loaded checkpoint from trained at iteration 6" in again
     assert "step=8,micro_batches=16,samples=64,throughput=" in again and not table(again)
@@ -135,15 +162,36 @@ def test_without_the_packages(gpt: Path) -> None:
 
 def test_its_own_defaults(gpt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
-    monkeypatch.setattr("meshwright.__main__.main", lambda argv: seen.update(planned(argv[1:])) or 0)
+    monkeypatch.setattr(
+        "meshwright.__main__.main", lambda argv: seen.update(planned(argv[1:])) or 0
+    )
     required = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --micro-batch-size 3 --train-iters 20"
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     bare = f"{required} --num-accumulation-steps 2".split()
     assert train(monkeypatch, gpt, [*bare, "--dataset", "elsewhere"]) == 0
-    expected = dict(lr=1e-3, seed=12345, log_interval=100, split="969, 30, 1", vocab_size=50257, seq_length=1024)
-    expected |= dict(make_vocab_size_divisible_by=128, log_format="table", eval_iters=0, min_lr=0.0, adam_eps=1e-8)
-    expected |= dict(initial_loss_scale=2.0**32, loss_scale_window=1000, bias_gelu_fusion=False, nvidia_smi_at=[10])
-    expected |= dict(micro_batches=2, lr_decay_style="linear", clip_grad=1.0, weight_decay=0.01, hidden_dropout=0.1)
+    expected = dict(
+        lr=1e-3, seed=12345, log_interval=100, split="969, 30, 1", vocab_size=50257, seq_length=1024
+    )
+    expected |= dict(
+        make_vocab_size_divisible_by=128,
+        log_format="table",
+        eval_iters=0,
+        min_lr=0.0,
+        adam_eps=1e-8,
+    )
+    expected |= dict(
+        initial_loss_scale=2.0**32,
+        loss_scale_window=1000,
+        bias_gelu_fusion=False,
+        nvidia_smi_at=[10],
+    )
+    expected |= dict(
+        micro_batches=2,
+        lr_decay_style="linear",
+        clip_grad=1.0,
+        weight_decay=0.01,
+        hidden_dropout=0.1,
+    )
     assert {name: seen[name] for name in expected} == expected
     # Token files that know their vocabulary need no size; what is given wins.
     dataset = "--dataset=gpt_sample_dataset_text_document"
@@ -154,7 +202,10 @@ def test_its_own_defaults(gpt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_snapshot_of_oneflow_is_gone_on_with(
-    gpt: Path, weights: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    gpt: Path,
+    weights: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The largest number in the folder; later steps go beside it, and are what is loaded next."""
     for number in (20, 500):
@@ -162,13 +213,24 @@ def test_a_snapshot_of_oneflow_is_gone_on_with(
     argv = "--num-layers 2 --hidden-size 24 --num-attention-heads 3 --seq-length 12 --vocab-size 50 --mock-data"
     argv += " --micro-batch-size 2 --train-iters 2 --load snapshots --save snapshots --save-init"
     assert train(monkeypatch, gpt, argv.split()) == 0
-    assert "successfully loaded checkpoint from snapshots at iteration 500" in capfd.readouterr().out
+    assert (
+        "successfully loaded checkpoint from snapshots at iteration 500" in capfd.readouterr().out
+    )
     assert {"iter_0000000", "iter_0000002"} <= {path.name for path in (gpt / "snapshots").iterdir()}
-    assert train(monkeypatch, gpt, [*argv.split(), "--train-iters", "3", "--override-opt_param-scheduler"]) == 0
+    assert (
+        train(
+            monkeypatch,
+            gpt,
+            [*argv.split(), "--train-iters", "3", "--override-opt_param-scheduler"],
+        )
+        == 0
+    )
     assert "successfully loaded checkpoint from snapshots at iteration 2" in capfd.readouterr().out
 
 
-def test_an_interrupted_training_says_so(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_training_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("meshwright.__main__.main", lambda argv: 130)
     assert train(monkeypatch, ROOT, []) == 130 and capfd.readouterr().out == "interrupted\n"
     monkeypatch.setenv("RANK", "1")
@@ -182,19 +244,30 @@ def test_tools_beside_the_training(
     argv = flags_of(gpt, "bash examples/pretrain_117M.sh", **SMALL)
     megatron = [*argv, "--ckpt-format", "torch"]
     assert train(monkeypatch, gpt, with_values(megatron, save="megatron", load="megatron")) == 0
-    tool(monkeypatch, "convert_py_model_to_of", "--py_model_dir", "megatron/iter_0000004/mp_rank_00/model_optim_rng.pt")
+    tool(
+        monkeypatch,
+        "convert_py_model_to_of",
+        "--py_model_dir",
+        "megatron/iter_0000004/mp_rank_00/model_optim_rng.pt",
+    )
     argv = with_values(argv, save="both", load="convert_pt_to_of_gpt_release")
     assert train(monkeypatch, gpt, [*argv, "--finetune"]) == 0
-    assert "successfully loaded checkpoint from convert_pt_to_of_gpt_release" in capfd.readouterr().out
+    assert (
+        "successfully loaded checkpoint from convert_pt_to_of_gpt_release" in capfd.readouterr().out
+    )
     tool(monkeypatch, "compare_loss", "megatron", "both", "--json")
     assert json.loads(capfd.readouterr().out)
-    (gpt / "lambada_test.jsonl").write_text('{"text": "The quick brown fox jumps over the lazy dog"}\n')
+    (gpt / "lambada_test.jsonl").write_text(
+        '{"text": "The quick brown fox jumps over the lazy dog"}\n'
+    )
     script = "bash examples/lambada_cloze_accuracy.sh"
     given = given_to_python(gpt, script, CHECKPOINT_PATH="both", VALID_DATA="lambada_test.jsonl")
     assert given[:2] == ["-m", "meshwright"] and main([*given[2:], "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["values"]["examples"] == 1
     assert "set CHECKPOINT_PATH" in shell(gpt, script, status=2)
-    assert "not needed: clone this repository" in shell(gpt, "bash tools/prepare_distribute.sh -n all", status=2)
+    assert "not needed: clone this repository" in shell(
+        gpt, "bash tools/prepare_distribute.sh -n all", status=2
+    )
 
 
 def tool(monkeypatch: pytest.MonkeyPatch, name: str, *argv: str) -> None:
@@ -212,12 +285,23 @@ def test_the_small_model_of_the_page(
     training, sample = re.findall(
         r"^(python3 -m oneflow_gpt.*?[^\\]$|meshwright generate small [^\n]*)", page, re.S | re.M
     )
-    assert train(monkeypatch, gpt, [*shlex.split(training.replace("\\\n", ""))[3:], "--train-iters", "31"]) == 0
+    assert (
+        train(
+            monkeypatch,
+            gpt,
+            [*shlex.split(training.replace("\\\n", ""))[3:], "--train-iters", "31"],
+        )
+        == 0
+    )
     capfd.readouterr()
-    assert main(shlex.split(sample)[1:]) == 0 and capfd.readouterr().out.startswith("The quick brown fox")
+    assert main(shlex.split(sample)[1:]) == 0 and capfd.readouterr().out.startswith(
+        "The quick brown fox"
+    )
     named = re.search("begin with `ONEFLOW_GPT_`: (.*?) \\(also", page, re.S)
     script = (SYSTEM / "examples/pretrain.sh").read_text()
-    assert named and set(re.findall("ONEFLOW_GPT_([A-Z_]+)", script)) == set(re.findall("[A-Z_]{3,}", named[1]))
+    assert named and set(re.findall("ONEFLOW_GPT_([A-Z_]+)", script)) == set(
+        re.findall("[A-Z_]{3,}", named[1])
+    )
 
 
 @covers("oneflow-gpt/container", "oneflow-gpt/image")
@@ -231,22 +315,36 @@ def test_container(gpt: Path, tmp_path: Path) -> None:
         + f"export HOME={tmp_path} MESHWRIGHT_TENSORBOARD=false\n"
     )
     script = smaller(block("oneflow-gpt/container"), vocab_size=320, initial_loss_scale=1)
-    script = script.replace("--load checkpoint", "--load contained").replace("--save checkpoint", "--save contained")
+    script = script.replace("--load checkpoint", "--load contained").replace(
+        "--save checkpoint", "--save contained"
+    )
     out = shell(gpt, f"set -e\n{first}{block('oneflow-gpt/image')}{script}")
-    assert [row[0] for row in table(out)[2:]] == ["2", "4", "6"] and (gpt / "contained/iter_0000006").is_dir()
+    assert [row[0] for row in table(out)[2:]] == ["2", "4", "6"] and (
+        gpt / "contained/iter_0000006"
+    ).is_dir()
     load, _, started, _, install, training = (tmp_path / "bin/calls").read_text().splitlines()[1:7]
     assert load == "docker load -i oneflow-manylinux2014-cuda11.2-0.1.tar.gz"
     assert started.startswith("docker run --rm --gpus all --network host --shm-size=8g")
-    assert "--privileged" not in started and " -it " not in started and " python:3.12 bash " in started
-    assert install == f"python3 -m pip install --quiet -e {gpt}" and training.startswith("python3 -m oneflow_gpt")
-    for told in ("--py 3.7: Meshwright needs Python 3.11", "glibc 2.17", "cp37m-manylinux2014_x86_64.whl is not"):
+    assert (
+        "--privileged" not in started and " -it " not in started and " python:3.12 bash " in started
+    )
+    assert install == f"python3 -m pip install --quiet -e {gpt}" and training.startswith(
+        "python3 -m oneflow_gpt"
+    )
+    for told in (
+        "--py 3.7: Meshwright needs Python 3.11",
+        "glibc 2.17",
+        "cp37m-manylinux2014_x86_64.whl is not",
+    ):
         assert told in out
     (gpt / "oneflow-manylinux2014-cuda11.2-0.1.tar.gz").unlink()
 
 
 def launch(folder: Path, *argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, str(SYSTEM / "tools/launch_container.py"), *argv]
-    return subprocess.run(words, cwd=folder, capture_output=True, text=True, env=environment() | environ)
+    return subprocess.run(
+        words, cwd=folder, capture_output=True, text=True, env=environment() | environ
+    )
 
 
 @pytest.mark.parametrize("engine", ["docker", "podman", "apptainer"])
@@ -254,17 +352,33 @@ def test_container_paths_and_commands_keep_their_words(tmp_path: Path, engine: s
     """Folders with spaces and quotes, a command with quotes, its status, and a proxy."""
     here = tmp_path / 'it\'s a "folder" $HOME'
     link(here / "of mine")
-    fakes.put_first(tmp_path / "bin", tmp_path, **{engine: 'printf "%s\\n" "$@" > "$FAKES/words"' + ENGINE})
+    fakes.put_first(
+        tmp_path / "bin", tmp_path, **{engine: 'printf "%s\\n" "$@" > "$FAKES/words"' + ENGINE}
+    )
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
     environ = {"PATH": path, "FAKES": str(tmp_path / "bin"), "HOME": str(tmp_path)}
     cmd = "printf '<%s>' \"$PWD\" 'a  b' \"c'd\"; exit 7"
-    given = ["--src", "of mine", "--engine", engine, "--cmd", cmd, "--proxy", "http://p:1", "--privileged"]
+    given = [
+        "--src",
+        "of mine",
+        "--engine",
+        engine,
+        "--cmd",
+        cmd,
+        "--proxy",
+        "http://p:1",
+        "--privileged",
+    ]
     done = launch(here, *given, **environ)
     assert done.returncode == 7, done.stderr
-    assert done.stdout.endswith(f"<{here}><a  b><c'd>") and done.stdout.startswith("tempfile name: ")
+    assert done.stdout.endswith(f"<{here}><a  b><c'd>") and done.stdout.startswith(
+        "tempfile name: "
+    )
     passed = (tmp_path / "bin/words").read_text().splitlines()
     assert f"{here}:{here}" in passed and f"{here / 'of mine'}:{here / 'of mine'}" in passed
-    assert {f"{n}=http://p:1" for n in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")} <= set(passed)
+    assert {
+        f"{n}=http://p:1" for n in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
+    } <= set(passed)
     gpus = {"docker": "--gpus", "podman": "nvidia.com/gpu=all", "apptainer": "--nv"}
     assert gpus[engine] in passed and ("--privileged" in passed) == (engine != "apptainer")
     assert ("docker://python:3.12" in passed) == (engine == "apptainer")
@@ -279,7 +393,11 @@ def test_container_paths_and_commands_keep_their_words(tmp_path: Path, engine: s
 @pytest.mark.parametrize(
     ("given", "status", "told"),
     [
-        (["--cmd", "true"], 69, "docker is not installed; install one of docker, podman, apptainer"),
+        (
+            ["--cmd", "true"],
+            69,
+            "docker is not installed; install one of docker, podman, apptainer",
+        ),
         (["--src", "."], 2, "has no setup.py"),
         (["--py", "three"], 2, "--py three is not a version such as 3.12"),
         (["--wheel", "meshwright-1.whl"], 2, "--wheel meshwright-1.whl does not exist"),
@@ -308,7 +426,12 @@ def test_installation(tmp_path: Path) -> None:
     link(tmp_path / "OneFlow-Benchmark/LanguageModeling/GPT")
     wheel = "oneflow-0.3.5%2Bcu112.git.75f11b825-cp37-cp37m-manylinux2014_x86_64.whl"
     (tmp_path / wheel).touch()
-    shell(tmp_path, "set -e\n" + fakes.put_first(tmp_path / "bin", tmp_path) + block("oneflow-gpt/installation"))
+    shell(
+        tmp_path,
+        "set -e\n"
+        + fakes.put_first(tmp_path / "bin", tmp_path)
+        + block("oneflow-gpt/installation"),
+    )
     calls = (tmp_path / "bin/calls").read_text().splitlines()
     assert calls[-1] == "python3 -m pip install -e ." and len(calls) == 3
 
@@ -319,7 +442,9 @@ def test_installation_from_the_clone_alone(tmp_path: Path) -> None:
     """pip refuses OneFlow's wheel, and installs this folder and the clone without an index."""
     clone = tmp_path / "a clone"
     for name in ("src", "compat/oneflow-gpt"):
-        shutil.copytree(ROOT / name, clone / name, symlinks=True, ignore=shutil.ignore_patterns("*.egg-info"))
+        shutil.copytree(
+            ROOT / name, clone / name, symlinks=True, ignore=shutil.ignore_patterns("*.egg-info")
+        )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, clone)
     (tmp_path / "OneFlow-Benchmark/LanguageModeling").mkdir(parents=True)
@@ -337,12 +462,16 @@ def given_to_python(folder: Path, script: str, **variables: object) -> list[str]
     (folder / "bin/python3").write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
     (folder / "bin/python3").chmod(0o755)
     lines = "".join(f"export {name}={value}\n" for name, value in variables.items())
-    return shell(folder, f"exec 2>/dev/null\nexport PATH=$PWD/bin:$PATH\n{lines}{script}").split("\0")[:-1]
+    return shell(folder, f"exec 2>/dev/null\nexport PATH=$PWD/bin:$PATH\n{lines}{script}").split(
+        "\0"
+    )[:-1]
 
 
 def flags_of(folder: Path, script: str, **variables: object) -> list[str]:
     """Return the flags that a script of the examples gives the program."""
-    given = given_to_python(folder, script, **{f"ONEFLOW_GPT_{name}": value for name, value in variables.items()})
+    given = given_to_python(
+        folder, script, **{f"ONEFLOW_GPT_{name}": value for name, value in variables.items()}
+    )
     assert given[:2] == ["-m", "oneflow_gpt.training"]
     return given[2:]
 
@@ -360,7 +489,9 @@ def test_the_sizes_of_the_examples(gpt: Path) -> None:
     names = "num_layers hidden_size num_attention_heads seq_length micro_batch_size batch dp"
     for script, sizes in expected.items():
         seen = planned(flags_of(gpt, f"bash examples/{script}", NODE_IPS="10.0.0.1,10.0.0.2"))
-        assert tuple(seen[name] for name in [*names.split(), "tensor_model_parallel_size"]) == sizes, script
+        assert (
+            tuple(seen[name] for name in [*names.split(), "tensor_model_parallel_size"]) == sizes
+        ), script
     (block_flags,) = [flags_of(gpt, block("oneflow-gpt/one-node-eight-devices"))]
     assert planned(block_flags)["num_gpus_per_node"] == 8
 
@@ -371,11 +502,24 @@ def test_the_plan_of_four_nodes(gpt: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ips = [f"10.11.0.{n}" for n in (2, 3, 4, 5)]
     argv = flags_of(gpt, block("oneflow-gpt/four-nodes"), NODE_IPS=",".join(ips))
     seen = planned(argv)
-    expected = {"num_layers": 24, "hidden_size": 2304, "num_attention_heads": 24, "seq_length": 2048, "dp": 2}
-    expected |= {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 4, "batch": 512, "micro_batches": 32}
+    expected = {
+        "num_layers": 24,
+        "hidden_size": 2304,
+        "num_attention_heads": 24,
+        "seq_length": 2048,
+        "dp": 2,
+    }
+    expected |= {
+        "tensor_model_parallel_size": 4,
+        "pipeline_model_parallel_size": 4,
+        "batch": 512,
+        "micro_batches": 32,
+    }
     assert {name: seen[name] for name in expected} == expected
     parallel = flags.parse_settings(TrainConfig, argv, "").config.parallel
-    given = flags.parse_settings(launcher.LaunchConfig, launcher.launch_flags_of(parallel) or [], "").config
+    given = flags.parse_settings(
+        launcher.LaunchConfig, launcher.launch_flags_of(parallel) or [], ""
+    ).config
     for number, ip in enumerate(ips):
         monkeypatch.setattr(launcher, "_is_own", lambda address, ip=ip: address == ip)
         plan = launcher.make_plan(given)
@@ -393,7 +537,9 @@ def test_the_examples_have_addresses(gpt: Path, monkeypatch: pytest.MonkeyPatch)
         given = launcher.launch_flags_of(parallel) or []
         assert given[given.index("--node-ips") + 1] == ips
     monkeypatch.setattr(launcher, "_is_own", lambda address: False)
-    with pytest.raises(UserError, match=r"none of --node-ips 10.11.0.2,10.11.0.3 is .* give the machines' own, or"):
+    with pytest.raises(
+        UserError, match=r"none of --node-ips 10.11.0.2,10.11.0.3 is .* give the machines' own, or"
+    ):
         launcher.make_plan(flags.parse_settings(launcher.LaunchConfig, given, "").config)
 
 
@@ -416,18 +562,30 @@ def test_addresses_that_one_machine_does_not_need(gpt: Path) -> None:
 @covers("oneflow-gpt/one-node-eight-devices")
 def test_one_node_eight_devices(gpt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The script itself on eight ranks, against one process: two replicas of four tensor ranks."""
-    more = {"MICRO_BATCH_SIZE": 1, "GLOBAL_BATCH_SIZE": 4, "SAVE_PATH": "eight", "LOAD_PATH": "eight"}
+    more = {
+        "MICRO_BATCH_SIZE": 1,
+        "GLOBAL_BATCH_SIZE": 4,
+        "SAVE_PATH": "eight",
+        "LOAD_PATH": "eight",
+    }
     (log,) = run(gpt, sizes(**more) + block("oneflow-gpt/one-node-eight-devices"))
     assert "data-parallel-size: 2, tensor-model-parallel size: 4" in log and len(table(log)) == 4
     argv = flags_of(gpt, block("oneflow-gpt/one-node-eight-devices"), **SMALL, **more)
     defaults = ["--config", str(SYSTEM / "oneflow_gpt/defaults.toml")]
-    assert_same(steps(gpt / "eight"), as_one_process(gpt, [*defaults, *argv], monkeypatch), ROUNDING)
+    assert_same(
+        steps(gpt / "eight"), as_one_process(gpt, [*defaults, *argv], monkeypatch), ROUNDING
+    )
 
 
 @pytest.mark.long  # two network namespaces, with two ranks each
 def test_two_nodes(gpt: Path, machines: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The script for four machines, smaller, on two: each is given the same command."""
-    more = {"NUM_NODES": 2, "NUM_GPUS_PER_NODE": 2, "NODE_IPS": ",".join(ADDRESSES), "GLOBAL_BATCH_SIZE": 4}
+    more = {
+        "NUM_NODES": 2,
+        "NUM_GPUS_PER_NODE": 2,
+        "NODE_IPS": ",".join(ADDRESSES),
+        "GLOBAL_BATCH_SIZE": 4,
+    }
     more |= {"MICRO_BATCH_SIZE": 1, "SAVE_PATH": "nodes", "LOAD_PATH": "nodes"}
     more |= {"TENSOR_MODEL_PARALLEL_SIZE": 2, "PIPELINE_MODEL_PARALLEL_SIZE": 2}
     script = sizes(**more) + block("oneflow-gpt/four-nodes").replace("bash", "exec bash")
@@ -437,14 +595,23 @@ def test_two_nodes(gpt: Path, machines: tuple[str, str], monkeypatch: pytest.Mon
     argv = with_values(argv, num_nodes=1)
     del argv[argv.index("--node-ips") : argv.index("--use-rdma") + 1]
     defaults = ["--config", str(SYSTEM / "oneflow_gpt/defaults.toml")]
-    assert_same(steps(gpt / "nodes"), as_one_process(gpt, [*defaults, *argv], monkeypatch), ROUNDING)
+    assert_same(
+        steps(gpt / "nodes"), as_one_process(gpt, [*defaults, *argv], monkeypatch), ROUNDING
+    )
 
 
 @pytest.mark.long  # real launchers, whose ranks import torch one by one
 def test_seed_004_starts_its_own_ranks(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Data and tensor parallelism on one node by OneFlow's flags, in Megatron's script."""
-    sizes = {"tensor_model_parallel_size": 2, "num_gpus_per_node": 4, "micro_batch_size": 2, "global_batch_size": 8}
-    flags = with_values(smaller(SEED_004, train_iters=18, vocab_size=320).split() + ["--eval-iters", "1"], **sizes)
+    sizes = {
+        "tensor_model_parallel_size": 2,
+        "num_gpus_per_node": 4,
+        "micro_batch_size": 2,
+        "global_batch_size": 8,
+    }
+    flags = with_values(
+        smaller(SEED_004, train_iters=18, vocab_size=320).split() + ["--eval-iters", "1"], **sizes
+    )
     (log,) = run(place, f"python {SCRIPT} {' '.join(flags)}")
     assert "data-parallel-size: 2, tensor-model-parallel size: 2" in log
     assert_same(steps(place / "checkpoint"), as_one_process(place, flags, monkeypatch), ROUNDING)

@@ -17,14 +17,26 @@ from documents import ROOT, environment
 
 COMPAT = ROOT / "compat"
 SCRIPTS = sorted(p.relative_to(COMPAT) for p in COMPAT.rglob("*.sh") if not p.is_symlink())
-PASS_IT_ON = ("megatron-lm/examples", "megatron-deepspeed/generate_text.sh", "megatron-deepspeed/interactive_text.sh")
-INNER = ("ascend-gpt2/test/train_8p.sh", "ascend-gpt2/test/env_npu.sh", "oneflow-gpt/tools/prepare_distribute.sh")
+PASS_IT_ON = (
+    "megatron-lm/examples",
+    "megatron-deepspeed/generate_text.sh",
+    "megatron-deepspeed/interactive_text.sh",
+)
+INNER = (
+    "ascend-gpt2/test/train_8p.sh",
+    "ascend-gpt2/test/env_npu.sh",
+    "oneflow-gpt/tools/prepare_distribute.sh",
+)
 
 
-@pytest.mark.parametrize("script", [s for s in SCRIPTS if not str(s).startswith((*PASS_IT_ON, *INNER))], ids=str)
+@pytest.mark.parametrize(
+    "script", [s for s in SCRIPTS if not str(s).startswith((*PASS_IT_ON, *INNER))], ids=str
+)
 def test_help_starts_nothing(script: Path, tmp_path: Path) -> None:
     bare = environment() | {"PATH": "/usr/bin:/bin"}
-    done = subprocess.run(["bash", COMPAT / script, "--help"], cwd=tmp_path, env=bare, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", COMPAT / script, "--help"], cwd=tmp_path, env=bare, capture_output=True, text=True
+    )
     assert done.returncode == 0 and not done.stderr and ".sh" in done.stdout
     assert not list(tmp_path.iterdir())
 
@@ -33,14 +45,18 @@ def test_shellcheck_finds_nothing() -> None:
     checker = shutil.which("shellcheck", path=environment()["PATH"])
     if checker is None:
         pytest.skip("shellcheck is not installed (the extra `test`)")
-    found = subprocess.run([checker, "-S", "warning", *SCRIPTS], cwd=COMPAT, capture_output=True, text=True)
+    found = subprocess.run(
+        [checker, "-S", "warning", *SCRIPTS], cwd=COMPAT, capture_output=True, text=True
+    )
     assert found.returncode == 0, found.stdout
 
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     """The stand-in for DeepSpeed's launcher, without the machine's hostfile, and without ranks."""
-    loader = importlib.machinery.SourceFileLoader("stand_in", str(COMPAT / "megatron-deepspeed/bin/deepspeed"))
+    loader = importlib.machinery.SourceFileLoader(
+        "stand_in", str(COMPAT / "megatron-deepspeed/bin/deepspeed")
+    )
     spec = importlib.util.spec_from_loader("stand_in", loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
@@ -70,7 +86,11 @@ SCRIPT = "pretrain_gpt.py --deepspeed --num-layers 2 -i x"
         ),
         ("-H hosts -i worker-1", "4 --master-port 29500 --nnodes 1 --node-rank 0", "0,1,2,3"),
         ("-H hosts --include worker-1:3", "1 --master-port 29500 --nnodes 1 --node-rank 0", "3"),
-        ("-H hosts --num_nodes 1 --num_gpus 2", "2 --master-port 29500 --nnodes 1 --node-rank 0", None),
+        (
+            "-H hosts --num_nodes 1 --num_gpus 2",
+            "2 --master-port 29500 --nnodes 1 --node-rank 0",
+            None,
+        ),
         (
             "-H hosts --no_ssh --node_rank 1 -e worker-0:0@worker-1:3",
             "3 --master-port 29500 --nnodes 2 --node-rank 1 --master-addr worker-0",
@@ -82,7 +102,10 @@ def test_a_stand_in_for_deepspeeds_launcher(
     stand_in: ModuleType, flags: str, launched: str, devices: str | None
 ) -> None:
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    assert stand_in.start([*flags.split(), *SCRIPT.split()]) == f"launch --nproc-per-node {launched} {SCRIPT}"
+    assert (
+        stand_in.start([*flags.split(), *SCRIPT.split()])
+        == f"launch --nproc-per-node {launched} {SCRIPT}"
+    )
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == (devices or before)
 
 
@@ -96,11 +119,17 @@ def test_it_generates_in_one_process(stand_in: ModuleType, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("-i worker-0", "worker-0 is not in a hostfile; name it in --hostfile FILE, as `worker-0 slots=8`"),
+        (
+            "-i worker-0",
+            "worker-0 is not in a hostfile; name it in --hostfile FILE, as `worker-0 slots=8`",
+        ),
         ("-H hosts -i worker-7", "worker-7 is not in the hostfile, which has worker-0, worker-1"),
         ("-H hosts -i worker-0:9", "worker-0 has no device 9"),
         ("-H hosts -i worker-0:a", "`worker-0:a` is not HOST or HOST:0,1,...; join several by @"),
-        ("-H hosts -i worker-0@worker-1:0,2", "the same number of devices, not worker-0 4, worker-1 2"),
+        (
+            "-H hosts -i worker-0@worker-1:0,2",
+            "the same number of devices, not worker-0 4, worker-1 2",
+        ),
         ("-H hosts -e worker-0@worker-1", "leaves no device; exclude less"),
         ("-H hosts --num_nodes 3", "the hostfile has 2 machines"),
         ("-H hosts --no_ssh", "--no_ssh needs --node_rank, the number of this machine from 0 to 1"),
@@ -108,14 +137,25 @@ def test_it_generates_in_one_process(stand_in: ModuleType, monkeypatch: pytest.M
         ("-H bad", "line 1: `worker-0` is not HOST slots=N"),
         ("-H twice", "line 2: `a slots=1` names a a second time"),
         ("-i a -e b", "--include and --exclude contradict each other"),
-        ("-i localhost --num_gpus 2", "--include and --exclude contradict --num_nodes and --num_gpus"),
+        (
+            "-i localhost --num_gpus 2",
+            "--include and --exclude contradict --num_nodes and --num_gpus",
+        ),
         ("--num_nodes 2", "only this machine is known; name them in --hostfile FILE"),
-        ("--launcher slurm", "--launcher slurm is refused: it starts ranks itself: give it `python SCRIPT ...`"),
+        (
+            "--launcher slurm",
+            "--launcher slurm is refused: it starts ranks itself: give it `python SCRIPT ...`",
+        ),
         ("--num_gpus two", "--num_gpus two is not a whole number"),
-        ("--elastic_training", "--elastic_training is refused; use `meshwright launch --min-ranks N`"),
+        (
+            "--elastic_training",
+            "--elastic_training is refused; use `meshwright launch --min-ranks N`",
+        ),
     ],
 )
-def test_what_it_refuses(stand_in: ModuleType, flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_it_refuses(
+    stand_in: ModuleType, flags: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("bad").write_text("worker-0\n")
     Path("twice").write_text("a slots=1\na slots=1\n")
     assert stand_in.start([*flags.split(), *SCRIPT.split()]) == 2
@@ -149,16 +189,23 @@ def test_it_starts_the_machines_of_a_hostfile_through_ssh(
         line = command[-1]
         assert line.startswith(f"cd {tmp_path} && env ") and "NCCL_DEBUG=INFO" in line
         assert f"CUDA_VISIBLE_DEVICES={device} " in line and f"PYTHONPATH={tmp_path}:" in line
-        assert f"--nproc-per-node 1 --master-port 29500 --nnodes 2 --node-rank {node} --master-addr worker-0" in line
+        assert (
+            f"--nproc-per-node 1 --master-port 29500 --nnodes 2 --node-rank {node} --master-addr worker-0"
+            in line
+        )
         assert line.endswith(SCRIPT)
 
 
-@pytest.mark.parametrize("page", ["README.md", "bin/deepspeed", "pretrain_gpt2.sh", "args_deepspeed_gpt.sh"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "bin/deepspeed", "pretrain_gpt2.sh", "args_deepspeed_gpt.sh"]
+)
 def test_the_line_that_puts_it_first_in_path_is_said(page: str) -> None:
     assert 'export PATH="$PWD/bin:$PATH"' in (COMPAT / "megatron-deepspeed" / page).read_text()
 
 
-def test_megatron_deepspeed_starts_anew_over_an_earlier_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_megatron_deepspeed_starts_anew_over_an_earlier_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """--save without --load moves the checkpoints of the run before aside; --load continues it."""
     ran: list[list[str]] = []
     monkeypatch.setattr("meshwright.__main__.main", ran.append)

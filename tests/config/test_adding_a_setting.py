@@ -27,7 +27,9 @@ def test_every_keyword_of_a_flag_is_explained() -> None:
 
 
 def test_files_and_commands_exist(capsys) -> None:
-    for path in set(re.findall(r"`((?:settings|model|parallel|checkpoint|training)/[\w/.]*)`", PAGE)):
+    for path in set(
+        re.findall(r"`((?:settings|model|parallel|checkpoint|training)/[\w/.]*)`", PAGE)
+    ):
         assert (ROOT / "src" / "meshwright" / path).exists(), path
     for path in set(re.findall(r"`((?:tests|src|docs)/[\w/.-]*)`", PAGE)):
         assert (ROOT / path).exists(), path

@@ -13,7 +13,10 @@ from meshwright.config.schema import TrainConfig
 
 def dump(*words: str) -> dict[str, str]:
     parsed = flags.parse_settings(TrainConfig, [*TINY_FLAGS, *words], "train")
-    return {name: str(value) for name, value in dumped_arguments(parsed.config, parsed.idle, "gloo").items()}
+    return {
+        name: str(value)
+        for name, value in dumped_arguments(parsed.config, parsed.idle, "gloo").items()
+    }
 
 
 def test_no_setting_is_missing_or_hidden_by_the_table() -> None:
@@ -30,11 +33,17 @@ def test_no_setting_is_missing_or_hidden_by_the_table() -> None:
 @pytest.mark.parametrize(
     "words, shown",
     [
-        ("", "params_dtype=torch.float32 start_weight_decay=0.01 kv_channels=8 rampup_batch_size=None"),
+        (
+            "",
+            "params_dtype=torch.float32 start_weight_decay=0.01 kv_channels=8 rampup_batch_size=None",
+        ),
         ("--fp16", "params_dtype=torch.float16 initial_loss_scale=4294967296"),
         ("--fp16 --initial-loss-scale 65536", "initial_loss_scale=65536.0"),
         ("--bf16", "params_dtype=torch.bfloat16"),
-        ("--position-embedding-type rope", "add_position_embedding=False use_rotary_position_embeddings=True"),
+        (
+            "--position-embedding-type rope",
+            "add_position_embedding=False use_rotary_position_embeddings=True",
+        ),
         ("--checkpoint-activations", "recompute_granularity=full recompute_method=uniform"),
         ("--recompute-activations", "recompute_granularity=selective recompute_method=None"),
         ("--ffn-hidden-size 48", "ffn_hidden_size=48"),
@@ -47,9 +56,15 @@ def test_no_setting_is_missing_or_hidden_by_the_table() -> None:
         ("--vocab-file v.json --merge-file m.txt", "tokenizer_type=GPT2BPETokenizer"),
         ("--tokenizer byte", "tokenizer=byte tokenizer_type=None"),
         # Flags without effect are shown as given.
-        ("--DDP-impl torch --no-masked-softmax-fusion", "DDP_impl=torch masked_softmax_fusion=False"),
+        (
+            "--DDP-impl torch --no-masked-softmax-fusion",
+            "DDP_impl=torch masked_softmax_fusion=False",
+        ),
         ("--no-load-rng --no-initialization", "no_load_rng=True perform_initialization=False"),
-        ("--no-persist-layer-norm --use-flash-attn", "no_persist_layer_norm=True use_flash_attn=True"),
+        (
+            "--no-persist-layer-norm --use-flash-attn",
+            "no_persist_layer_norm=True use_flash_attn=True",
+        ),
         ("--no-contiguous-buffers-in-local-ddp", "use_contiguous_buffers_in_local_ddp=False"),
         ("--profile-ranks 0 1 --log-progress", "profile_ranks=['0', '1'] log_progress=True"),
         ("--no-mmap-bin-files", "no_mmap_bin_files=True"),

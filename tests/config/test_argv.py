@@ -35,9 +35,18 @@ def syntax(*positionals: Positional, names_follow: bool = False) -> Syntax:
         (["--lr=", "--save-to", ""], {"lr": "", "save_to": ""}),
         # A negative number and what has blanks are values; what is joined by = is one anyway.
         (["--lr", "-1", "--save-to", "- a b"], {"lr": "-1", "save_to": "- a b"}),
-        (["--lr", "-.5e-3", "--save-to=-x", "--top_p", "-"], {"lr": "-.5e-3", "save_to": "-x", "top_p": "-"}),
-        (["--paths", "a", "-2", "--fp16", "--keys", "c"], {"paths": ["a", "-2"], "fp16": True, "keys": ["c"]}),
-        (["--paths", "--pair", "a", "b", "--no_fp16"], {"paths": [], "pair": ["a", "b"], "fp16": False}),
+        (
+            ["--lr", "-.5e-3", "--save-to=-x", "--top_p", "-"],
+            {"lr": "-.5e-3", "save_to": "-x", "top_p": "-"},
+        ),
+        (
+            ["--paths", "a", "-2", "--fp16", "--keys", "c"],
+            {"paths": ["a", "-2"], "fp16": True, "keys": ["c"]},
+        ),
+        (
+            ["--paths", "--pair", "a", "b", "--no_fp16"],
+            {"paths": [], "pair": ["a", "b"], "fp16": False},
+        ),
         (["--paths", "a", "--paths", "b"], {"paths": ["b"]}),
         (["--top_p", "1", "--top-p", "2"], {"top_p": "2"}),
     ],
@@ -53,12 +62,18 @@ def test_flags_and_their_values(argv: list[str], values: dict[str, object]) -> N
     [
         (["--lr"], "argument --lr: expected one argument"),
         (["--lr", "--fp16"], "argument --lr: expected one argument"),
-        (["--lr", "-1,0"], "argument --lr: expected one argument; a value that begins with - is written --lr=-1,0"),
+        (
+            ["--lr", "-1,0"],
+            "argument --lr: expected one argument; a value that begins with - is written --lr=-1,0",
+        ),
         (["--keys", "--fp16"], "argument --keys: expected one argument"),
         (["--pair", "a"], "argument --pair: expected 2 arguments"),
         (["--pair=a"], "argument --pair: expected 2 arguments"),
         (["--fp16=1"], "--fp16=1: this flag takes no value; write it alone, or leave it out"),
-        (["--no_fp16", "True"], "--no-fp16 True: this flag takes no value; write it alone, or leave it out"),
+        (
+            ["--no_fp16", "True"],
+            "--no-fp16 True: this flag takes no value; write it alone, or leave it out",
+        ),
         (
             ["--lr", "1", "--learning_rate", "2"],
             "--lr and --learning-rate are names of one setting, with different values; give one",
@@ -76,7 +91,9 @@ def test_one_value_by_two_names_is_no_mistake() -> None:
 
 def test_every_mistake_is_found() -> None:
     typed = read_argv(["--lr", "--num-lay", "3", "--pair", "x", "-q", "--fp16=0"], syntax())
-    assert typed.unknown == ["--num-lay", "-q"] and typed.words == ["3"] and len(typed.problems) == 3
+    assert (
+        typed.unknown == ["--num-lay", "-q"] and typed.words == ["3"] and len(typed.problems) == 3
+    )
 
 
 def test_words_without_a_flag() -> None:
@@ -84,12 +101,19 @@ def test_words_without_a_flag() -> None:
     for argv in (["a", "b", "--lr", "1"], ["a", "--lr", "1", "b"], ["--lr", "1", "a", "b"]):
         assert read_argv(argv, both).values == {"first": "a", "second": "b", "lr": "1"}
     assert read_argv(["a", "b", "c"], both).words == ["c"]
-    assert read_argv(["a", "--paths", "c", "--fp16", "b"], syntax(MANY)).values["paths"] == ["a", "b", "c"]
+    assert read_argv(["a", "--paths", "c", "--fp16", "b"], syntax(MANY)).values["paths"] == [
+        "a",
+        "b",
+        "c",
+    ]
     assert read_argv(["--fp16"], both).missing(both) == {"first": "FIRST"}
 
 
 def test_two_dashes_end_the_flags() -> None:
-    assert read_argv(["--fp16", "--", "--lr"], syntax(ONE)).values == {"fp16": True, "first": "--lr"}
+    assert read_argv(["--fp16", "--", "--lr"], syntax(ONE)).values == {
+        "fp16": True,
+        "first": "--lr",
+    }
     assert read_argv(["--fp16", "--", "--lr", "1"], syntax()).unknown == ["--"]
 
 

@@ -41,7 +41,9 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def bash(scripts: Path, line: str) -> list[str]:
     program = DRIVER.format(script=scripts / "bash", line=shlex.quote(line))
-    done = subprocess.run(["bash", "-c", program], cwd=scripts, capture_output=True, text=True, env={"PATH": "/bin"})
+    done = subprocess.run(
+        ["bash", "-c", program], cwd=scripts, capture_output=True, text=True, env={"PATH": "/bin"}
+    )
     assert not done.stderr, done.stderr
     return done.stdout.split("\n")[:-1]
 
@@ -50,7 +52,10 @@ def bash(scripts: Path, line: str) -> list[str]:
     "line, want",
     [
         ("meshwright tra", {"train", "train-tokenizer"}),
-        ("meshwright train --lr-wa", {f"--lr-warmup-{x}" for x in "fraction init iters samples tokens".split()}),
+        (
+            "meshwright train --lr-wa",
+            {f"--lr-warmup-{x}" for x in "fraction init iters samples tokens".split()},
+        ),
         ("meshwright train --lr-decay-style c", {"cosine", "constant"}),
         ("meshwright train --lr-decay-style=c", {"cosine", "constant"}),
         ("meshwright train --preset gpt2-345", {"gpt2-345m"}),
@@ -74,7 +79,9 @@ def test_bash(scripts: Path, line: str, want: set[str]) -> None:
     assert set(bash(scripts, line)) == want
 
 
-def test_bash_completes_every_command_and_flag_but_those_of_old_command_lines(scripts: Path) -> None:
+def test_bash_completes_every_command_and_flag_but_those_of_old_command_lines(
+    scripts: Path,
+) -> None:
     assert set(COMMANDS) <= set(bash(scripts, "meshwright "))
     flags = set(bash(scripts, "meshwright train --"))
     known = {e.flag for e in help.entries(help.Command(TrainConfig, "meshwright train"))}
@@ -94,17 +101,26 @@ def test_fish(scripts: Path) -> None:
         ("meshwright data ver", {"verify"}),
     ):
         program = f"source {scripts}/fish; complete -C {shlex.quote(line)}"
-        done = subprocess.run(["fish", "--no-config", "-c", program], capture_output=True, text=True, check=True)
-        assert {word.split("\t")[0] for word in done.stdout.splitlines()} == want and not done.stderr
+        done = subprocess.run(
+            ["fish", "--no-config", "-c", program], capture_output=True, text=True, check=True
+        )
+        assert {
+            word.split("\t")[0] for word in done.stdout.splitlines()
+        } == want and not done.stderr
 
 
 def test_zsh(scripts: Path) -> None:
     text = (scripts / "zsh").read_text()
-    assert text.startswith("#compdef meshwright\n") and len(re.findall(r"^        '.*'\)$", text, re.M)) > 15
+    assert (
+        text.startswith("#compdef meshwright\n")
+        and len(re.findall(r"^        '.*'\)$", text, re.M)) > 15
+    )
     assert "'--lr-decay-style[learning rate schedule]:NAME:(linear cosine" in text
     if shutil.which("zsh"):
         subprocess.run(["zsh", "-f", "-n", str(scripts / "zsh")], check=True)
-        program = f"autoload -U compinit; compinit -u -D; source {scripts}/zsh; print $_comps[meshwright]"
+        program = (
+            f"autoload -U compinit; compinit -u -D; source {scripts}/zsh; print $_comps[meshwright]"
+        )
         done = subprocess.run(["zsh", "-f", "-c", program], capture_output=True, text=True)
         assert done.stdout == "_meshwright\n", done.stderr
 

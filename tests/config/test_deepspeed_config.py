@@ -56,11 +56,27 @@ def refusal(parse):
         ({"gradient_clipping": 0.5}, "clip_grad", 0.5),
         ({"zero_optimization": {"stage": 2}}, "zero_stage", 2),
         ({"zero_optimization": True}, "zero_stage", 1),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True}}}, "cpu_optimizer", True),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True}}},
+            "cpu_optimizer",
+            True,
+        ),
         ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, "cpu_optimizer", True),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "remote_device", "cpu"),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "none"}}}, "remote_device", "none"),
-        ({"zero_optimization": {"stage": 3, "offload_param": None, "offload_optimizer": {}}}, "remote_device", "none"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+            "remote_device",
+            "cpu",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "none"}}},
+            "remote_device",
+            "none",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": None, "offload_optimizer": {}}},
+            "remote_device",
+            "none",
+        ),
         ({"fp16": {"enabled": True}}, "fp16", True),
         ({"fp16": {"enabled": True, "loss_scale": 128}}, "loss_scale", 128.0),
         ({"fp16": {"enabled": True, "loss_scale": 0}}, "loss_scale", None),
@@ -73,9 +89,17 @@ def refusal(parse):
         ({"bfloat16": {"enabled": True}}, "bf16", True),
         ({"steps_per_print": 5}, "steps_per_print", 5),
         ({"steps_per_print": math.inf}, "steps_per_print", 2**31 - 1),
-        ({"activation_checkpointing": {"cpu_checkpointing": True, "profile": True}}, "checkpoint_in_cpu", True),
+        (
+            {"activation_checkpointing": {"cpu_checkpointing": True, "profile": True}},
+            "checkpoint_in_cpu",
+            True,
+        ),
         ({"wall_clock_breakdown": True}, "timing_log_level", "1"),
-        ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}, "gradient_clipping": "auto"}, "fp16", False),
+        (
+            {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}, "gradient_clipping": "auto"},
+            "fp16",
+            False,
+        ),
     ],
 )
 def test_taken(parse, file, name, want):
@@ -86,10 +110,23 @@ def test_taken(parse, file, name, want):
 
 
 def test_config_of_seed_003(parse):
-    got = parse(CONFIG_003.replace("$MICRO", "2").replace("$GLOBAL", "8"), "--world-size 2 --zero-stage 1 --fp16")
+    got = parse(
+        CONFIG_003.replace("$MICRO", "2").replace("$GLOBAL", "8"),
+        "--world-size 2 --zero-stage 1 --fp16",
+    )
     p = got.config.precision
-    assert (p.fp16, p.loss_scale, p.initial_loss_scale, p.loss_scale_window, p.hysteresis) == (True, None, 4096, 500, 2)
-    assert (got.config.parallel.zero_stage, got.config.global_batch, got.config.micro_batch) == (1, 8, 2)
+    assert (p.fp16, p.loss_scale, p.initial_loss_scale, p.loss_scale_window, p.hysteresis) == (
+        True,
+        None,
+        4096,
+        500,
+        2,
+    )
+    assert (got.config.parallel.zero_stage, got.config.global_batch, got.config.micro_batch) == (
+        1,
+        8,
+        2,
+    )
     assert got.notices == [
         "ds.json sets --micro-batch-size 2, --global-batch-size 8, --loss-scale-window 500, --initial-loss-scale 4096, "
         "--steps-per-print 2000"
@@ -104,13 +141,19 @@ def test_wall_clock_breakdown_agrees_with_any_timing(parse):
 
 def test_fp16_from_the_file_alone_is_reported(parse):
     """Seed 003's script omits --fp16 for USE_FP16=false; DeepSpeed would train in fp16 silently."""
-    got = parse(CONFIG_003.replace("$MICRO", "2").replace("$GLOBAL", "8"), "--world-size 2 --zero-stage 1")
+    got = parse(
+        CONFIG_003.replace("$MICRO", "2").replace("$GLOBAL", "8"), "--world-size 2 --zero-stage 1"
+    )
     assert got.config.precision.fp16
-    assert 'ds.json: "fp16.enabled" is true and --fp16 is not given: this run is fp16' in got.notices
+    assert (
+        'ds.json: "fp16.enabled" is true and --fp16 is not given: this run is fp16' in got.notices
+    )
 
 
 def test_the_file_alone_gives_the_batch(parse):
-    got = parse({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, "--world-size 4").config
+    got = parse(
+        {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, "--world-size 4"
+    ).config
     assert (got.global_batch, got.micro_batch, got.micro_batches(24)) == (24, 2, 3)
     got = parse({"train_batch_size": 24, "gradient_accumulation_steps": 3}, "--world-size 4").config
     assert (got.global_batch, got.micro_batch, got.micro_batches(24)) == (24, 2, 3)
@@ -134,18 +177,34 @@ def test_hugging_face_style(parse):
         "amp": {"enabled": False},
     }
     got = parse(file, "--bf16 --micro-batch-size 2 --global-batch-size 4 --world-size 2")
-    assert got.config.precision.bf16 and not got.config.precision.fp16 and got.config.parallel.zero_stage == 2
+    assert (
+        got.config.precision.bf16
+        and not got.config.precision.fp16
+        and got.config.parallel.zero_stage == 2
+    )
     idle = [n for n in got.notices if "without effect here" in n]
-    assert len(idle) == 1 and "zero_optimization.overlap_comm" in idle[0] and "activation_checkpointing" in idle[0]
-    assert 'ds.json: the section "optimizer" is not read: --optimizer and its flags count' in got.notices
-    assert 'ds.json: the section "scheduler" is not read: --lr-decay-style and its flags count' in got.notices
+    assert (
+        len(idle) == 1
+        and "zero_optimization.overlap_comm" in idle[0]
+        and "activation_checkpointing" in idle[0]
+    )
+    assert (
+        'ds.json: the section "optimizer" is not read: --optimizer and its flags count'
+        in got.notices
+    )
+    assert (
+        'ds.json: the section "scheduler" is not read: --lr-decay-style and its flags count'
+        in got.notices
+    )
 
 
 def test_a_saved_configuration_reads_back(parse, tmp_path):
     """Then every setting is given, and agrees with the file."""
     got = parse(CONFIG_003.replace("$MICRO", "2").replace("$GLOBAL", "8"), "--world-size 2")
     (tmp_path / "c.toml").write_text(flags.to_toml(got.config))
-    again = flags.parse_settings(TrainConfig, ["--config", str(tmp_path / "c.toml")], "meshwright test")
+    again = flags.parse_settings(
+        TrainConfig, ["--config", str(tmp_path / "c.toml")], "meshwright test"
+    )
     assert again.config == got.config
 
 
@@ -158,7 +217,10 @@ def test_print_config_names_the_file(parse, tmp_path, capsys):
 def test_a_dry_run_reads_the_file_too(parse, tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps(BATCHES))
     argv = [*SMALL, "--deepspeed_config", "ds.json", "--dry-run"]
-    assert flags.parse_settings(TrainConfig, argv, "meshwright test", check=False).config.micro_batch == 2
+    assert (
+        flags.parse_settings(TrainConfig, argv, "meshwright test", check=False).config.micro_batch
+        == 2
+    )
 
 
 def test_without_a_file_nothing_changes():
@@ -168,9 +230,14 @@ def test_without_a_file_nothing_changes():
 
 def test_the_loss_scale_of_the_file_counts(parse):
     """BigScience's run.sh gives `--loss-scale 12`, which DeepSpeed does not read."""
-    got = parse(json.dumps(BATCHES | {"fp16": {"enabled": True, "loss_scale": 0}}), "--fp16 --loss-scale 12")
+    got = parse(
+        json.dumps(BATCHES | {"fp16": {"enabled": True, "loss_scale": 0}}), "--fp16 --loss-scale 12"
+    )
     assert got.config.precision.loss_scale is None
-    assert 'ds.json: "fp16.loss_scale" is dynamic, which counts instead of --loss-scale 12' in got.notices
+    assert (
+        'ds.json: "fp16.loss_scale" is dynamic, which counts instead of --loss-scale 12'
+        in got.notices
+    )
 
 
 # Contradictions between a key and a flag, with both values
@@ -180,13 +247,20 @@ def test_the_loss_scale_of_the_file_counts(parse):
 
 
 def test_all_at_once(refusal):
-    message = refusal(BATCHES | {"xyzzy": 1, "amp": {"opt_level": "O1"}, "fp16": {"enabled": 1}}, "--bogus")
+    message = refusal(
+        BATCHES | {"xyzzy": 1, "amp": {"opt_level": "O1"}, "fp16": {"enabled": 1}}, "--bogus"
+    )
     assert message.count("--deepspeed_config ds.json: ") == 3 and "unknown flag --bogus" in message
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("none.json", "No such file"), (".", "directory"), ("odd", "not UTF-8 text"), ("deep", "nested too deeply")],
+    [
+        ("none.json", "No such file"),
+        (".", "directory"),
+        ("odd", "not UTF-8 text"),
+        ("deep", "nested too deeply"),
+    ],
 )
 @pytest.mark.fault("F29")
 @pytest.mark.promise("TOML, JSON and YAML's safe loader make no objects")
@@ -194,26 +268,51 @@ def test_unreadable(tmp_path, monkeypatch, name, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "odd").write_bytes(b'{"\xff": 1}')
     (tmp_path / "deep").write_text('{"a": ' + "[" * 100_000)
-    message = settings_refusal(*SMALL, "--micro-batch-size=1", "--deepspeed_config", name, check=True)
-    assert message.startswith(f"--deepspeed_config {name}: ") and words in message and "\n" not in message
+    message = settings_refusal(
+        *SMALL, "--micro-batch-size=1", "--deepspeed_config", name, check=True
+    )
+    assert (
+        message.startswith(f"--deepspeed_config {name}: ")
+        and words in message
+        and "\n" not in message
+    )
 
 
 def test_every_key_is_of_one_kind_and_every_setting_is_real():
-    tables = [deepspeed_json.MAPPED, deepspeed_json.IDLE, deepspeed_json.REFUSED, deepspeed_json.OURS]
+    tables = [
+        deepspeed_json.MAPPED,
+        deepspeed_json.IDLE,
+        deepspeed_json.REFUSED,
+        deepspeed_json.OURS,
+    ]
     assert sum(map(len, tables)) == len(set().union(*tables))
-    assert {name for name, _ in deepspeed_json.MAPPED.values()} <= fields.config_fields(TrainConfig).keys()
+    assert {name for name, _ in deepspeed_json.MAPPED.values()} <= fields.config_fields(
+        TrainConfig
+    ).keys()
 
 
 def test_from_python_the_file_counts_too(tmp_path, capsys):
     """run(config) reads it; settings not at their default must agree with it."""
     (tmp_path / "ds.json").write_text(json.dumps({"gradient_clipping": 0.5, "train_batch_size": 4}))
-    argv = [*SMALL, "--micro-batch-size=2", "--eval-iters=0", "--device=cpu", "--run-dir", str(tmp_path / "run")]
+    argv = [
+        *SMALL,
+        "--micro-batch-size=2",
+        "--eval-iters=0",
+        "--device=cpu",
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
     config = flags.parse_settings(TrainConfig, argv, "meshwright test").config
     parallel = replace(config.parallel, deepspeed_config=str(tmp_path / "ds.json"))
     assert run(replace(config, parallel=parallel)) == 0
     out, err = capsys.readouterr()
-    assert "ds.json sets --clip-grad 0.5, --global-batch-size 4" in err and "global batch size:     4 " in out
-    clipped = replace(config, parallel=parallel, optimizer=replace(config.optimizer, clip_grad=0.25))
+    assert (
+        "ds.json sets --clip-grad 0.5, --global-batch-size 4" in err
+        and "global batch size:     4 " in out
+    )
+    clipped = replace(
+        config, parallel=parallel, optimizer=replace(config.optimizer, clip_grad=0.25)
+    )
     with pytest.raises(UserError, match="but --clip-grad is 0.25"):
         run(clipped)
     line = [*argv[:-1], str(tmp_path / "other"), "--deepspeed_config", str(tmp_path / "ds.json")]

@@ -24,7 +24,13 @@ OF_ZOO = Dialect(
     read=lambda path: {"lr": path.read_text()},
     arguments=lambda config, idle, backend: {"lr": config.optimizer.lr, "backend": backend, **idle},
 )
-CACHES = dialects.dialects, dialects.equal, dialects.old_switches, dialects.no_effect, argv.syntax_of
+CACHES = (
+    dialects.dialects,
+    dialects.equal,
+    dialects.old_switches,
+    dialects.no_effect,
+    argv.syntax_of,
+)
 
 
 @pytest.fixture
@@ -49,7 +55,11 @@ def test_another_package_s_dialect(register, tmp_path: Path) -> None:
     words = ["--zoo-sgd", "--zoo-bf16", "--zoo-cages", "3", "--config", str(tmp_path / "s.zoo")]
     parsed = parse(*words)
     config = parsed.config
-    assert (config.optimizer.optimizer, config.precision.bf16, config.optimizer.lr) == ("sgd", True, 0.5)
+    assert (config.optimizer.optimizer, config.precision.bf16, config.optimizer.lr) == (
+        "sgd",
+        True,
+        0.5,
+    )
     assert "--zoo-cages is accepted and has no effect: there are none" in parsed.notices
     assert "--animal-food is for animals" in error_of(lambda: parse("--animal-food", "hay"), USAGE)
     shown = dialects.shown_arguments(config, parsed.idle, "gloo")

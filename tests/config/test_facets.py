@@ -28,7 +28,9 @@ from meshwright.config.pages import PAGES
 from meshwright.config.schema import TrainConfig
 
 TESTS = Path(__file__).parents[1]
-EVERY = [pkgutil.resolve_name(name) for name in dict.fromkeys(page.config for page in PAGES.values())]
+EVERY = [
+    pkgutil.resolve_name(name) for name in dict.fromkeys(page.config for page in PAGES.values())
+]
 
 
 def every_flag() -> dict[str, tuple[dataclasses.Field[Any], Any]]:
@@ -60,7 +62,9 @@ def test_a_setting_of_training_joins_the_fuzz_or_says_that_it_does_not() -> None
         is_drawn = any(re.search(re.escape(word) + r"(?![\w-])", drawn) for word in flag_words)
         if "fuzz" in f.metadata["proof"] and not is_not_yet(f) and not is_drawn:
             missing.append(name)
-    assert not missing, f"tests/fuzz/cases.py does not draw {missing}: add them, or proof= without fuzz"
+    assert not missing, (
+        f"tests/fuzz/cases.py does not draw {missing}: add them, or proof= without fuzz"
+    )
 
 
 def test_a_new_setting_is_copied_by_the_twin() -> None:
@@ -90,19 +94,27 @@ def test_a_new_setting_is_copied_by_the_twin() -> None:
 def test_prompts_are_any_text(words: str) -> None:
     """Neither an address in them nor an empty one, a sample from nothing, is a mistake."""
     first, *rest = words.split("|")
-    config = flags.parse_settings(TrainConfig, [*first.split(), *rest], "meshwright train", check=False).config
+    config = flags.parse_settings(
+        TrainConfig, [*first.split(), *rest], "meshwright train", check=False
+    ).config
     assert config.logging.sample_prompts == rest and not check_values.unusable(config)
 
 
-def test_settings_of_other_commands_are_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_settings_of_other_commands_are_passed_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A shell or a file may hold settings for several commands: each leaves those of the others."""
     for config in every_config():
         for name, (_, f, _) in config_fields(config).items():
             if f.metadata["value"] == "WORDS" or name in config_fields(TrainConfig):
                 continue
             monkeypatch.setenv(f"MESHWRIGHT_{name.upper()}", "1")
-    (tmp_path / "c.toml").write_text("top = 5\nthreshold = 0.8\n[conversion]\nno_optimizer = true\n")
-    parsed = flags.parse_settings(TrainConfig, [f"--config={tmp_path}/c.toml"], "meshwright train", check=False)
+    (tmp_path / "c.toml").write_text(
+        "top = 5\nthreshold = 0.8\n[conversion]\nno_optimizer = true\n"
+    )
+    parsed = flags.parse_settings(
+        TrainConfig, [f"--config={tmp_path}/c.toml"], "meshwright train", check=False
+    )
     assert set(parsed.sources.values()) == {"default"}
     monkeypatch.setenv("MESHWRIGHT_TOPP", "5")
     with pytest.raises(UserError, match="unknown setting 'MESHWRIGHT_TOPP'"):
@@ -119,5 +131,11 @@ def test_paths_are_offered_where_a_path_is_wanted() -> None:
     }
     for (command, name), value in wanted.items():
         config = pkgutil.resolve_name(PAGES[command].config)
-        entry = next(e for e in help.entries(help.Command(config, f"meshwright {command}")) if e.flag == name)
-        assert entry.value == value and completion.Words.kind(entry) in ("dirs", "files", "prefixes")
+        entry = next(
+            e for e in help.entries(help.Command(config, f"meshwright {command}")) if e.flag == name
+        )
+        assert entry.value == value and completion.Words.kind(entry) in (
+            "dirs",
+            "files",
+            "prefixes",
+        )

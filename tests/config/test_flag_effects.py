@@ -45,7 +45,14 @@ def parameters(
     return vocab * h * (2 if untied else 1) + positions * h + layers * block + norm * h + more
 
 
-RAMP = ["--weight-decay-incr-style", "linear", "--start-weight-decay", "0.1", "--end-weight-decay", "0.9"]
+RAMP = [
+    "--weight-decay-incr-style",
+    "linear",
+    "--start-weight-decay",
+    "0.1",
+    "--end-weight-decay",
+    "0.9",
+]
 ROPE = ["--position-embedding-type", "rope", "--rotary-base", "10"]
 LLAMA3 = [*ROPE, "--use-rope-scaling", "--original-max-position-embeddings", "64"]
 YARN = [*ROPE, "--rope-scaling", "yarn", "--original-max-position-embeddings", "64"]
@@ -84,7 +91,9 @@ YARN = [*ROPE, "--rope-scaling", "yarn", "--original-max-position-embeddings", "
 )
 def test_sizes(run, flags, want):
     """The number of parameters equals a formula written independently."""
-    assert run("--train-iters", "1", "--eval-iters", "0", *flags).column("parameters", "start") == [want]
+    assert run("--train-iters", "1", "--eval-iters", "0", *flags).column("parameters", "start") == [
+        want
+    ]
 
 
 @pytest.mark.flag(
@@ -142,7 +151,15 @@ def test_changes_the_losses(run, base, flags):
     got = run(*flags)
     assert got.status == 0 and len(got.losses) == len(base) and got.losses != base
     # these act from the second step on
-    first = ("weight-decay", "clip-grad", "adam", "optimizer", "z-loss", "embedding-lr", "vector-lr")
+    first = (
+        "weight-decay",
+        "clip-grad",
+        "adam",
+        "optimizer",
+        "z-loss",
+        "embedding-lr",
+        "vector-lr",
+    )
     assert (got.losses[0] == base[0]) == flags[0].strip("-").startswith(first)
 
 
@@ -156,7 +173,14 @@ def test_changes_the_losses(run, base, flags):
         ["--optimizer", "adamw"],
         ["--data-impl", "infer"],
         ["--num-workers", "2"],
-        ["--distributed-backend", "gloo", "--distributed-timeout-minutes", "3", "--local-rank", "0"],
+        [
+            "--distributed-backend",
+            "gloo",
+            "--distributed-timeout-minutes",
+            "3",
+            "--local-rank",
+            "0",
+        ],
         ["--micro-batch-size", "2", "--make-vocab-size-divisible-by", "1"],
     ],
     ids=lambda flags: flags[0].strip("-"),
@@ -194,7 +218,10 @@ def test_leaves_the_losses_equal(run, base, flags):
         (["--muon-num-ns-steps", "2"], ["--optimizer", "muon"]),
         (["--muon-split-qkv", "on"], ["--optimizer", "muon"]),
         (["--muon-split-qkv", "groups"], ["--optimizer", "muon", "--muon-split-qkv", "on"]),
-        (["--lr-wsd-decay-style", "linear"], ["--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "4"]),
+        (
+            ["--lr-wsd-decay-style", "linear"],
+            ["--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "4"],
+        ),
         (["--lr-wsd-decay-iters", "3"], ["--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "4"]),
         (["--lr-warmup-init", "0.001"], ["--lr-warmup-iters", "3"]),
         (["--head-lr", "1e-3"], ["--untie-embeddings-and-output-weights"]),
@@ -236,20 +263,36 @@ def test_lengths_in_samples_and_tokens(run, flags):
 
 @pytest.mark.flag("lr_wsd_decay_samples")
 def test_wsd_in_samples(run):
-    a = run("--train-iters", "none", "--train-samples", "24", "--lr-decay-style", "WSD", "--lr-wsd-decay-samples", "8")
-    assert a.column("lr") == run("--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "2").column("lr")
+    a = run(
+        "--train-iters",
+        "none",
+        "--train-samples",
+        "24",
+        "--lr-decay-style",
+        "WSD",
+        "--lr-wsd-decay-samples",
+        "8",
+    )
+    assert a.column("lr") == run("--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "2").column(
+        "lr"
+    )
 
 
 @pytest.mark.flag("init_method_std")
 def test_smaller_initial_weights(run):
-    assert run("--init-method-std", "1e-5", "--train-iters", "1").losses[0] == pytest.approx(math.log(64), abs=1e-4)
+    assert run("--init-method-std", "1e-5", "--train-iters", "1").losses[0] == pytest.approx(
+        math.log(64), abs=1e-4
+    )
 
 
 @pytest.mark.flag("make_vocab_size_divisible_by pad_vocab_size_to")
 def test_padded_vocabulary(run):
     few = ["--train-iters", "1", "--eval-iters", "0"]
     assert "with 64 dummy tokens (new size: 128)" in run(*few).out
-    assert "with 16 dummy tokens (new size: 80)" in run(*few, "--make-vocab-size-divisible-by", "40").out
+    assert (
+        "with 16 dummy tokens (new size: 80)"
+        in run(*few, "--make-vocab-size-divisible-by", "40").out
+    )
     assert "with 192 dummy tokens (new size: 256)" in run(*few, "--pad-vocab-size-to", "256").out
 
 
@@ -259,17 +302,26 @@ def test_batch_sizes(run):
     assert "setting number of micro-batches to constant 3\n" in got.out
     assert got.column("consumed_samples") == [12, 24]
     got = run("--global-batch-size", "none", "--train-iters", "2")
-    assert "setting global batch size to 2\n" in got.out and got.column("consumed_samples") == [2, 4]
+    assert "setting global batch size to 2\n" in got.out and got.column("consumed_samples") == [
+        2,
+        4,
+    ]
 
 
 @pytest.mark.flag("train_iters eval_interval eval_iters logging.log_interval")
 def test_length_and_validations(run):
-    got = run("--train-iters", "5", "--eval-interval", "2", "--eval-iters", "3", "--log-interval", "2")
+    got = run(
+        "--train-iters", "5", "--eval-interval", "2", "--eval-iters", "3", "--log-interval", "2"
+    )
     assert got.column("iteration") == [1, 2, 3, 4, 5]
     assert got.column("iteration", "validation") == [2, 4, 5, 5]
     assert got.column("name", "validation") == ["validation"] * 3 + ["test"]
     assert f"    validation: {3 * 3 * 4}\n    test:       {3 * 4}\n" in got.out
-    shown = [line.split("/")[0].split()[1] for line in got.out.splitlines() if line.startswith(" iteration ")]
+    shown = [
+        line.split("/")[0].split()[1]
+        for line in got.out.splitlines()
+        if line.startswith(" iteration ")
+    ]
     assert shown == ["2", "4", "5"]  # and the last
 
 
@@ -293,7 +345,11 @@ def test_learning_rates(run, flags, schedule):
     want = []
     for n in range(0, 24, 4):
         left = 1 - min(1, (n - s["warmup"]) / (s["decay"] - s["warmup"]))
-        shape = {"linear": left, "cosine": 0.5 * (1 + math.cos(math.pi * (1 - left))), "constant": 1.0}[s["style"]]
+        shape = {
+            "linear": left,
+            "cosine": 0.5 * (1 + math.cos(math.pi * (1 - left))),
+            "constant": 1.0,
+        }[s["style"]]
         lr = s["min_lr"] + shape * (s["max_lr"] - s["min_lr"])
         want.append(s["max_lr"] * n / s["warmup"] if n < s["warmup"] else lr)
     assert run(*flags).column("lr") == pytest.approx(want, rel=1e-9, abs=1e-12)
@@ -309,13 +365,21 @@ def test_dynamic_loss_scale(run):
     got = run("--fp16", "--initial-loss-scale", "256", "--loss-scale-window", "2")
     assert got.column("loss_scale") == [256.0, 256.0, 512.0, 512.0, 1024.0, 1024.0]
     assert run("--fp16", "--train-iters", "3").column("loss_scale") == [2.0**32, 2.0**32, 2.0**31]
-    assert run("--fp16", "--train-iters", "3", "--hysteresis", "1").column("loss_scale") == [2.0**32, 2.0**31, 2.0**30]
+    assert run("--fp16", "--train-iters", "3", "--hysteresis", "1").column("loss_scale") == [
+        2.0**32,
+        2.0**31,
+        2.0**30,
+    ]
 
 
 @pytest.mark.flag("min_loss_scale")
 def test_least_loss_scale(run):
     got = run("--fp16", "--hysteresis", "1", "--min-loss-scale", str(2.0**31))
-    assert got.status == 70 and "smallest loss scale" in got.err and got.column("loss_scale") == [2.0**32, 2.0**31]
+    assert (
+        got.status == 70
+        and "smallest loss scale" in got.err
+        and got.column("loss_scale") == [2.0**32, 2.0**31]
+    )
 
 
 @pytest.mark.flag("recompute_granularity recompute_method recompute_num_layers")
@@ -325,8 +389,28 @@ def test_least_loss_scale(run):
         (["--checkpoint-activations"], 2),
         (["--deepspeed-activation-checkpointing"], 2),
         (["--recompute-granularity", "full"], 2),
-        (["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "2"], 2),
-        (["--recompute-granularity", "full", "--recompute-method", "block", "--checkpoint-num-layers", "1"], 1),
+        (
+            [
+                "--recompute-granularity",
+                "full",
+                "--recompute-method",
+                "uniform",
+                "--recompute-num-layers",
+                "2",
+            ],
+            2,
+        ),
+        (
+            [
+                "--recompute-granularity",
+                "full",
+                "--recompute-method",
+                "block",
+                "--checkpoint-num-layers",
+                "1",
+            ],
+            1,
+        ),
         (["--recompute-activations"], 0),
         ([], 0),
     ],
@@ -335,7 +419,10 @@ def test_recompute_runs_blocks_again(run, monkeypatch, flags, again):
     """Full recomputation runs layers again; selective recomputation only their attention."""
     from meshwright.model import attention, gpt
 
-    calls, real = {"block": 0, "attention": 0}, {"block": gpt.Block.forward, "attention": attention.reference}
+    calls, real = (
+        {"block": 0, "attention": 0},
+        {"block": gpt.Block.forward, "attention": attention.reference},
+    )
 
     def counting(name):
         def call(*a, **k):
@@ -364,12 +451,15 @@ def test_inputs_of_recomputed_layers_in_host_memory(run, monkeypatch):
         kept.append(tuple(tensor.shape))
         return tensor
 
-    monkeypatch.setattr(gpt, "save_on_cpu", lambda pin_memory: saved_tensors_hooks(pack, lambda tensor: tensor))
+    monkeypatch.setattr(
+        gpt, "save_on_cpu", lambda pin_memory: saved_tensors_hooks(pack, lambda tensor: tensor)
+    )
     without = run(*full)
     assert not kept
     assert run(*full, "--checkpoint-in-cpu").losses == without.losses
     # Two steps of two micro-batches; the first layer has no residual yet, the second one has.
-    assert [shape for shape in kept if shape != (0,)] == [(2, 16, 32)] * (2 * 2 * 3)  # torch 2.11 keeps empty ones, too
+    # torch 2.11 keeps empty ones, too
+    assert [shape for shape in kept if shape != (0,)] == [(2, 16, 32)] * (2 * 2 * 3)
     monkeypatch.undo()
     assert run(*full, "--checkpoint-in-cpu").losses == without.losses
 
@@ -387,7 +477,10 @@ def test_compile(run, base, monkeypatch):
     assert made == [{"dynamic": False}] * 2 and "running the compiled PyTorch block" in got.out
     assert got.losses == run(*fused).losses
     out = run("--compile", "on").out
-    assert "--compile on has no effect on layers with the reference attention" in out and len(made) == 2
+    assert (
+        "--compile on has no effect on layers with the reference attention" in out
+        and len(made) == 2
+    )
 
 
 @pytest.mark.flag("fused_kernels")
@@ -424,12 +517,19 @@ def test_loss_mean_weighs_tokens_or_micro_batches():
         params = FlatStore([model], StoreSpec(Optimizer(lr=1.0), torch.float32, cpu, 64))
         params.initialise(lambda masters: initialise(masters, TINY, 64, 1))
         params.publish_weights()
-        batches = [Batch(tokens[i], (tokens[i] + 1) % 64, torch.tensor([2 * i, 2 * i + 1]), masks[i]) for i in parts]
+        batches = [
+            Batch(tokens[i], (tokens[i] + 1) % 64, torch.tensor([2 * i, 2 * i + 1]), masks[i])
+            for i in parts
+        ]
         flag = ["--loss-mean", how] if how in ("global", "microbatch") else []
-        mean = parse_settings(TrainConfig, flag, "meshwright train", check=False).config.training.loss_mean
+        mean = parse_settings(
+            TrainConfig, flag, "meshwright train", check=False
+        ).config.training.loss_mean
         settings = StepSettings(1, 0.0, 0.0, loss_mean=mean)
         losses[how] = float(
-            train_step(Network(parts=[model], store=params, loss=loss, device=cpu), batches, settings)[0]
+            train_step(
+                Network(parts=[model], store=params, loss=loss, device=cpu), batches, settings
+            )[0]
         )
     assert losses["microbatch"] == pytest.approx((losses["first"] + losses["second"]) / 2)
     assert losses["global"] == pytest.approx((32 * losses["first"] + 2 * losses["second"]) / 34)
@@ -443,9 +543,13 @@ def test_exit_signal_handler(run, monkeypatch, flag):
     from meshwright.training import loop
 
     seen, real, before = [], loop.train_step, signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(loop, "train_step", lambda *a: seen.append(signal.getsignal(signal.SIGTERM)) or real(*a))
+    monkeypatch.setattr(
+        loop, "train_step", lambda *a: seen.append(signal.getsignal(signal.SIGTERM)) or real(*a)
+    )
     assert run(flag, "--train-iters", "1").status == 0
-    assert (seen[0] is before) == flag.startswith("--no-") and signal.getsignal(signal.SIGTERM) is before
+    assert (seen[0] is before) == flag.startswith("--no-") and signal.getsignal(
+        signal.SIGTERM
+    ) is before
 
 
 @pytest.mark.flag("save load save_interval run_dir")
@@ -487,18 +591,30 @@ def files(tmp_path_factory):
     for name in "ab":
         lines = [json.dumps({"text": f"document {n} of {name}, " * 4}) for n in range(40)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
-        settings = Preprocess(input=[str(folder / f"{name}.jsonl")], output_prefix=str(folder / name), append_eod=True)
+        settings = Preprocess(
+            input=[str(folder / f"{name}.jsonl")], output_prefix=str(folder / name), append_eod=True
+        )
         preprocess.preprocess(
-            PreprocessConfig(settings, TokenizerFlags(tokenizer_type="ByteTokenizer")), io.StringIO(), io.StringIO()
+            PreprocessConfig(settings, TokenizerFlags(tokenizer_type="ByteTokenizer")),
+            io.StringIO(),
+            io.StringIO(),
         )
     return folder
 
 
 @pytest.mark.flag("eod_mask_loss reset_position_ids reset_attention_mask")
-@pytest.mark.parametrize("flag", ["--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask"])
+@pytest.mark.parametrize(
+    "flag", ["--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask"]
+)
 def test_ends_of_documents(run, files, flag):
     """Each changes the losses, and needs a tokenizer with an end of document."""
-    flags = ["--no-mock-data", "--tokenizer-type", "ByteTokenizer", "--data-path", str(files / "a_text_document")]
+    flags = [
+        "--no-mock-data",
+        "--tokenizer-type",
+        "ByteTokenizer",
+        "--data-path",
+        str(files / "a_text_document"),
+    ]
     flags += ["--vocab-size", "none", "--seq-length", "40", "--max-position-embeddings", "40"]
     a, b = run(*flags), run(*flags, flag)
     assert a.status == b.status == 0 and a.losses != b.losses
@@ -511,7 +627,15 @@ def test_ends_of_documents(run, files, flag):
 
 @pytest.mark.flag("data_path split data_impl train_data_path valid_data_path test_data_path")
 def test_data_path_and_split(run, files):
-    flags = ["--no-mock-data", "--tokenizer-type", "ByteTokenizer", "--vocab-size", "none", "--split", "80,10,10"]
+    flags = [
+        "--no-mock-data",
+        "--tokenizer-type",
+        "ByteTokenizer",
+        "--vocab-size",
+        "none",
+        "--split",
+        "80,10,10",
+    ]
     a = run(*flags, "--data-path", str(files / "a_text_document"))
     b = run(*flags, "--data-path", str(files / "b_text_document"))
     assert a.status == b.status == 0 and a.losses[0] != b.losses[0]
@@ -526,9 +650,23 @@ def test_data_path_and_split(run, files):
         ["--test-data-path", str(files / "a_text_document")],
     )
     apart = run(*flags, *train, *valid, *test)
-    assert apart.column("name", "validation") == ["validation"] * 3 + ["test"] and apart.losses != a.losses
+    assert (
+        apart.column("name", "validation") == ["validation"] * 3 + ["test"]
+        and apart.losses != a.losses
+    )
     assert run(*flags, *train).column("name", "validation") == []
-    blend = run(*flags, "--data-path", "0.3", str(files / "a_text_document"), "0.7", str(files / "b_text_document"))
-    assert blend.status == 0 and blend.losses not in (a.losses, b.losses) and "dataset 1, input: 0.7" in blend.out
+    blend = run(
+        *flags,
+        "--data-path",
+        "0.3",
+        str(files / "a_text_document"),
+        "0.7",
+        str(files / "b_text_document"),
+    )
+    assert (
+        blend.status == 0
+        and blend.losses not in (a.losses, b.losses)
+        and "dataset 1, input: 0.7" in blend.out
+    )
     infer = run(*flags, "--data-path", str(files / "a_text_document"), "--data-impl", "infer")
     assert infer.losses == a.losses

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from meshwright.base.errors import UserError
-from meshwright.compat.flags.megatron_flags import EQUAL, NO_EFFECT, OLD_SWITCHES, OTHER_MODELS, REFUSED, RETIRED
+from meshwright.compat.flags.megatron_flags import (
+    EQUAL,
+    NO_EFFECT,
+    OLD_SWITCHES,
+    OTHER_MODELS,
+    REFUSED,
+    RETIRED,
+)
 from meshwright.config import fields, flags
 from meshwright.config.fields import choices_of, inner_type, not_yet
 from meshwright.config.problem import FLAGS
@@ -41,7 +48,9 @@ def test_not_yet_is_refused_by_name(cls):
         return
     with pytest.raises(UserError) as caught:
         flags.parse_settings(cls, argv, "meshwright test")
-    refused = [line.split()[0] for line in str(caught.value).splitlines() if " is not yet in" in line]
+    refused = [
+        line.split()[0] for line in str(caught.value).splitlines() if " is not yet in" in line
+    ]
     assert sorted(refused) == sorted(wanted)
 
 
@@ -63,12 +72,22 @@ does not have, and what it answers. `*` stands for any ending.
 def reference() -> str:
     """Return docs/flags.md: a table for each group of settings."""
     out = [HEAD]
-    for name, group in {name: group for cls in CONFIGS for name, group in fields.config_groups(cls).items()}.items():
-        out += [f"## {name.capitalize().replace('_', ' ')}", "", (group.__doc__ or "").splitlines()[0], ""]
+    for name, group in {
+        name: group for cls in CONFIGS for name, group in fields.config_groups(cls).items()
+    }.items():
+        out += [
+            f"## {name.capitalize().replace('_', ' ')}",
+            "",
+            (group.__doc__ or "").splitlines()[0],
+            "",
+        ]
         out += ["| flag | other spellings | default | meaning |", "|---|---|---|---|"]
         kinds = typing.get_type_hints(group)
         for f in dataclasses.fields(group):
-            aliases, default = " ".join(f"`{a}`" for a in f.metadata["aliases"]), fields.default_of(f)
+            aliases, default = (
+                " ".join(f"`{a}`" for a in f.metadata["aliases"]),
+                fields.default_of(f),
+            )
             shown = "" if default in (None, []) else f"`{json.dumps(fields.as_text(default))}`"
             lacking = not_yet(f, kinds[f.name])
             meaning = fields.help_of(f) + (f" *({lacking})*" if lacking else "")
@@ -90,17 +109,24 @@ def elsewhere() -> list[str]:
     for name, (setting, value) in (EQUAL | OLD_SWITCHES).items():
         flag = name if name in EQUAL else fields.spelling(name)
         same.setdefault(f"{fields.spelling(setting)} {value}", []).append(flag)
-    models = {f"for {model}": [f"--{s}*" for s in starts.split()] for model, starts in OTHER_MODELS.items()}
+    models = {
+        f"for {model}": [f"--{s}*" for s in starts.split()]
+        for model, starts in OTHER_MODELS.items()
+    }
     tables = {
         "Not yet": {reason: names for reason, names in refused.items() if "not yet" in reason},
-        "Refused": {reason: names for reason, names in refused.items() if "not yet" not in reason} | models,
+        "Refused": {reason: names for reason, names in refused.items() if "not yet" not in reason}
+        | models,
         "Without effect": idle,
         "Renamed": {f"use {new}": [old] for old, new in RETIRED.items()} | same,
     }
     out = OTHERS.splitlines()
     for heading, table in tables.items():
         out += ["", f"### {heading}", "", "| flags | answer |", "|---|---|"]
-        rows = [f"| {' '.join(f'`{name}`' for name in names)} | {reason} |" for reason, names in table.items()]
+        rows = [
+            f"| {' '.join(f'`{name}`' for name in names)} | {reason} |"
+            for reason, names in table.items()
+        ]
         out += map(FLAGS.render, rows)
     return [*out, ""]
 

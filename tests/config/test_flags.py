@@ -32,7 +32,9 @@ CONFIGS = fields.every_config()
 
 def test_precedence(tmp_path, monkeypatch):
     file = tmp_path / "c.toml"
-    file.write_text("[model]\nnum_layers = 3\nhidden_size = 48\nnum_attention_heads = 4\nhidden_dropout = 0.2\n")
+    file.write_text(
+        "[model]\nnum_layers = 3\nhidden_size = 48\nnum_attention_heads = 4\nhidden_dropout = 0.2\n"
+    )
     monkeypatch.setenv("MESHWRIGHT_HIDDEN_SIZE", "64")
     monkeypatch.setenv("MESHWRIGHT_NUM_ATTENTION_HEADS", "8")
     got = parse("--preset", "gpt2-117m", "--config", str(file), "--num-attention-heads", "2")
@@ -76,14 +78,19 @@ def test_aliases_in_files_and_environment(tmp_path, monkeypatch):
     file.write_text("learning_rate = 0.5\nnorm-epsilon = 1e-6\n")
     monkeypatch.setenv("MESHWRIGHT_MERGES_FILE", "m.txt")
     c = parse("--config", str(file)).config
-    assert (c.optimizer.lr, c.model.layernorm_epsilon, c.tokenizer.merge_file) == (0.5, 1e-6, "m.txt")
+    assert (c.optimizer.lr, c.model.layernorm_epsilon, c.tokenizer.merge_file) == (
+        0.5,
+        1e-6,
+        "m.txt",
+    )
 
 
 def test_settings_of_the_environment_are_named(monkeypatch, capsys):
     for name in ("LR_WARMUP_ITERS", "SEED", "LR", "TRAIN_SAMPLES"):
         monkeypatch.setenv(f"MESHWRIGHT_{name}", "1")
     line = "note: from the environment: MESHWRIGHT_SEED, MESHWRIGHT_LR_WARMUP_ITERS\n"
-    assert main(["train", *TINY_FLAGS, "--dry-run"]) == 0  # --lr and --train-iters of the command line win
+    # --lr and --train-iters of the command line win
+    assert main(["train", *TINY_FLAGS, "--dry-run"]) == 0
     assert capsys.readouterr().err == line
     monkeypatch.delenv("MESHWRIGHT_SEED")
     monkeypatch.delenv("MESHWRIGHT_LR_WARMUP_ITERS")
@@ -93,15 +100,30 @@ def test_settings_of_the_environment_are_named(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "notice"),
     [
-        ("--window-size 15", "--window-size 15 has no effect in this training: a sample has only 16 tokens"),
+        (
+            "--window-size 15",
+            "--window-size 15 has no effect in this training: a sample has only 16 tokens",
+        ),
         ("--window-size 14", ""),
         ("--window-size=-1,0", ""),
-        ("--window-size 3 --window-attn-skip-freq [0,0]", "--window-size 3 has no effect: --window-attn-skip-freq"),
-        ("--rope-scaling linear", "--rope-scaling has no effect without --position-embedding-type rope"),
-        ("ROPE --rope-scaling linear --rope-scaling-factor 1", "--rope-scaling linear has no effect with --rope-sc"),
+        (
+            "--window-size 3 --window-attn-skip-freq [0,0]",
+            "--window-size 3 has no effect: --window-attn-skip-freq",
+        ),
+        (
+            "--rope-scaling linear",
+            "--rope-scaling has no effect without --position-embedding-type rope",
+        ),
+        (
+            "ROPE --rope-scaling linear --rope-scaling-factor 1",
+            "--rope-scaling linear has no effect with --rope-sc",
+        ),
         ("ROPE --rope-scaling yarn --rope-scaling-factor 1 --rope-attention-factor 2", ""),
         ("ROPE --rope-scaling linear", ""),
-        ("--cautious-weight-decay --weight-decay 0", "--cautious-weight-decay has no effect with --weight-decay 0"),
+        (
+            "--cautious-weight-decay --weight-decay 0",
+            "--cautious-weight-decay has no effect with --weight-decay 0",
+        ),
         ("--cautious-weight-decay", ""),
         (
             "--optimizer sgd --sgd-momentum 0 --optimizer-state-dtype bfloat16",
@@ -110,35 +132,93 @@ def test_settings_of_the_environment_are_named(monkeypatch, capsys):
     ],
 )
 def test_what_others_leave_without_effect_is_noticed(words, notice):
-    notices = parse(*TINY_FLAGS, *words.replace("ROPE", "--position-embedding-type rope").split()).notices
-    assert len(notices) == bool(notice) and all(line.startswith(notice) for line in notices), notices
+    notices = parse(
+        *TINY_FLAGS, *words.replace("ROPE", "--position-embedding-type rope").split()
+    ).notices
+    assert len(notices) == bool(notice) and all(line.startswith(notice) for line in notices), (
+        notices
+    )
 
 
 def test_the_notices_of_a_loaded_run_know_its_checkpoint(tmp_path, capsys):
-    rope = ["--position-embedding-type", "rope", "--rope-scaling", "linear", "--rope-scaling-factor", "4"]
-    run = ["train", *TINY_FLAGS, "--eval-iters", "0", "--save", str(tmp_path / "a"), "--exit-interval", "1"]
+    rope = [
+        "--position-embedding-type",
+        "rope",
+        "--rope-scaling",
+        "linear",
+        "--rope-scaling-factor",
+        "4",
+    ]
+    run = [
+        "train",
+        *TINY_FLAGS,
+        "--eval-iters",
+        "0",
+        "--save",
+        str(tmp_path / "a"),
+        "--exit-interval",
+        "1",
+    ]
     assert main([*run, *rope]) == 0
     capsys.readouterr()
-    assert main([*run, "--load", str(tmp_path / "a"), "--rope-scaling-factor", "4", "--dry-run"]) == 0
+    assert (
+        main([*run, "--load", str(tmp_path / "a"), "--rope-scaling-factor", "4", "--dry-run"]) == 0
+    )
     assert "has no effect" not in capsys.readouterr().err
 
 
 def test_settings_that_amount_to_the_same_are_no_difference():
-    both = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "global_batch_size": 4}
-    first = {"train_iters": 6, "lr_warmup_fraction": 0.5, "lr_decay_iters": None, "save": "a", "hidden_dropout": 0.2}
-    same = {"train_samples": 24, "lr_warmup_iters": 3, "lr_decay_iters": 6, "save": "a", "run_dir": "a"}
-    same |= {"hidden_dropout": 0.2, "embedding_dropout": 0.2, "max_position_embeddings": 16, "ffn_hidden_size": 128}
+    both = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "seq_length": 16,
+        "global_batch_size": 4,
+    }
+    first = {
+        "train_iters": 6,
+        "lr_warmup_fraction": 0.5,
+        "lr_decay_iters": None,
+        "save": "a",
+        "hidden_dropout": 0.2,
+    }
+    same = {
+        "train_samples": 24,
+        "lr_warmup_iters": 3,
+        "lr_decay_iters": 6,
+        "save": "a",
+        "run_dir": "a",
+    }
+    same |= {
+        "hidden_dropout": 0.2,
+        "embedding_dropout": 0.2,
+        "max_position_embeddings": 16,
+        "ffn_hidden_size": 128,
+    }
     assert flags.differing([both | first, both | same]) == []
     other = same | {"train_samples": 28, "ffn_hidden_size": 64, "embedding_dropout": 0.1}
     wanted = ["train_iters", "train_samples", "embedding_dropout", "ffn_hidden_size"]
     assert flags.differing([both | first, both | other]) == wanted
-    assert flags.differing([both | first, both | same | {"num_layers": "many"}])[-1] == "ffn_hidden_size"
+    assert (
+        flags.differing([both | first, both | same | {"num_layers": "many"}])[-1]
+        == "ffn_hidden_size"
+    )
 
 
 def test_print_config_names_sources_and_reads_back(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("MESHWRIGHT_SEED", "7")
     odd = "a b/'\"\\ é 中 😀 \x7f\t#.txt"
-    argv = ["train", *TINY_FLAGS, "--save", odd, "--data-path", "x y", "--adam-eps", "1e-16", "--fp16"]
+    argv = [
+        "train",
+        *TINY_FLAGS,
+        "--save",
+        odd,
+        "--data-path",
+        "x y",
+        "--adam-eps",
+        "1e-16",
+        "--fp16",
+    ]
     assert main([*argv, "--print-config"]) == 0
     shown = capsys.readouterr().out
     assert "seed = 7  # environment" in shown and "num_layers = 2  # command line" in shown
@@ -151,11 +231,16 @@ def test_print_config_names_sources_and_reads_back(tmp_path, capsys, monkeypatch
 
 
 def test_saved_settings_of_an_older_or_newer_release():
-    got = flags.from_saved(TrainConfig, {"lr": 0.1, "of_the_future": 3, "num_layers": 2}, "checkpoint")
+    got = flags.from_saved(
+        TrainConfig, {"lr": 0.1, "of_the_future": 3, "num_layers": 2}, "checkpoint"
+    )
     assert got == {"lr": 0.1, "num_layers": 2}
     with pytest.raises(UserError) as caught:
         flags.from_saved(TrainConfig, {"lr": "x"}, "checkpoint 5")
-    assert caught.value.status == BAD_DATA and str(caught.value) == "lr in checkpoint 5: 'x' is not a number"
+    assert (
+        caught.value.status == BAD_DATA
+        and str(caught.value) == "lr in checkpoint 5: 'x' is not a number"
+    )
 
 
 # Spellings
@@ -171,12 +256,19 @@ def test_every_field_has_help_and_no_two_flags_collide():
             for spelling in {fields.spelling(f.name), *f.metadata["aliases"]}:
                 assert seen.setdefault(spelling, f.name) == f.name, spelling
         for spelling in seen:
-            assert spelling not in foreign_flags.RETIRED or (cls, spelling) == (MergeConfig, "--datasets")
+            assert spelling not in foreign_flags.RETIRED or (cls, spelling) == (
+                MergeConfig,
+                "--datasets",
+            )
             # `train` refuses DeepSpeed's --include and Megatron's --chat-template.
             is_other = cls is not TrainConfig and spelling in ("--include", "--chat-template")
             assert spelling not in foreign_flags.REFUSED or is_other
         if cls is TrainConfig:
-            padding = {"--make-vocab-size-divisible-by", "--pad-vocab-size-to", "--padded-vocab-size"}
+            padding = {
+                "--make-vocab-size-divisible-by",
+                "--pad-vocab-size-to",
+                "--padded-vocab-size",
+            }
             assert not set(seen) & set(foreign_flags.NO_EFFECT) - padding
 
 
@@ -193,10 +285,15 @@ def test_every_alias_sets_its_field():
 
 def test_both_x_and_no_x():
     for cls in CONFIGS:
-        names = [n for n, (_, _, kind) in fields.config_fields(cls).items() if kind is bool and not n.startswith("no_")]
+        names = [
+            n
+            for n, (_, _, kind) in fields.config_fields(cls).items()
+            if kind is bool and not n.startswith("no_")
+        ]
         on = [fields.spelling(n) for n in names]
         off = ["--no-" + flag[2:] for flag in on]
-        for argv, want in ((on, True), (off, False), (on + off, False), (off + on, True)):  # the last one counts
+        # the last one counts
+        for argv, want in ((on, True), (off, False), (on + off, False), (off + on, True)):
             got = flags.to_dict(parse(*argv, cls=cls).config)
             assert {got[n] for n in names} <= {want}, cls
     c = parse("--no-load-optim").config.checkpoint
@@ -204,13 +301,23 @@ def test_both_x_and_no_x():
 
 
 def test_equals_sign_and_blanks():
-    c = parse("--lr=1e-3", "--save=a b=c", "--data-path", "one two", "three", "--split=949, 50, 1", "--seed=1e3").config
+    c = parse(
+        "--lr=1e-3",
+        "--save=a b=c",
+        "--data-path",
+        "one two",
+        "three",
+        "--split=949, 50, 1",
+        "--seed=1e3",
+    ).config
     assert (c.optimizer.lr, c.checkpoint.save, c.training.seed) == (1e-3, "a b=c", 1000)
     assert (c.data.data_path, str(c.data.split)) == (["one two", "three"], "949, 50, 1")
 
 
 def test_underscores_for_hyphens():
-    got = parse("--seq_length", "8", "--train_iters=5", "--no_progress", "--data_path", "a_b", "c").config
+    got = parse(
+        "--seq_length", "8", "--train_iters=5", "--no_progress", "--data_path", "a_b", "c"
+    ).config
     assert (got.data.seq_length, got.training.train_iters, got.logging.progress) == (8, 5, False)
     assert got.data.data_path == ["a_b", "c"]
 
@@ -225,14 +332,28 @@ def test_positional():
 @pytest.mark.parametrize(
     ("asked", "saved", "words"),
     [
-        ({"num_attention_heads": 8}, {"num_attention_heads": 4}, "--num-attention-heads 8, the checkpoint has 4"),
-        ({"num_query_groups": 2}, {"num_query_groups": 4}, "--num-query-groups 2, the checkpoint has 4"),
-        ({"num_query_groups": None}, {"num_query_groups": 4}, "--num-query-groups none, the checkpoint has 4"),
+        (
+            {"num_attention_heads": 8},
+            {"num_attention_heads": 4},
+            "--num-attention-heads 8, the checkpoint has 4",
+        ),
+        (
+            {"num_query_groups": 2},
+            {"num_query_groups": 4},
+            "--num-query-groups 2, the checkpoint has 4",
+        ),
+        (
+            {"num_query_groups": None},
+            {"num_query_groups": 4},
+            "--num-query-groups none, the checkpoint has 4",
+        ),
     ],
 )
 def test_a_contradiction_names_the_flag_that_differs(asked, saved, words):
     """And not --group-query-attention, which decides the same number together with it."""
-    ours, theirs = (schema.Model(**{"num_attention_heads": 8} | values) for values in (asked, saved))
+    ours, theirs = (
+        schema.Model(**{"num_attention_heads": 8} | values) for values in (asked, saved)
+    )
     assert [*map(str, check_model.contradictions(ours, theirs))] == [words]
     if "num_query_groups" in asked and asked["num_query_groups"]:
         both = [dataclasses.replace(m, group_query_attention=True) for m in (ours, theirs)]
@@ -240,7 +361,9 @@ def test_a_contradiction_names_the_flag_that_differs(asked, saved, words):
 
 
 def test_largest_seed_is_taken():
-    assert parse(*TINY_FLAGS, "--seed", str(2**32 - 3), check=True).config.training.seed == 2**32 - 3
+    assert (
+        parse(*TINY_FLAGS, "--seed", str(2**32 - 3), check=True).config.training.seed == 2**32 - 3
+    )
 
 
 @pytest.mark.fault("F29")
@@ -250,7 +373,10 @@ def test_all_problems_at_once(tmp_path, monkeypatch, capsys):
     file.write_text("seed = 'x'\nunheard_of = 1\n")
     monkeypatch.setenv("MESHWRIGHT_CLIP_GRAD", "much")
     argv = "--num-layer 2 --lr fast --batch-size 4 --bert-load x --hidden-size 30 --num-attention-heads 4"
-    assert main(["train", "--config", str(file), *argv.split(), "--num-experts", "4", "--mock-data"]) == USAGE
+    assert (
+        main(["train", "--config", str(file), *argv.split(), "--num-experts", "4", "--mock-data"])
+        == USAGE
+    )
     err = capsys.readouterr().err
     for words in (
         "seed in",
@@ -272,20 +398,30 @@ def test_unknown_environment(monkeypatch):
     monkeypatch.setenv("MESHWRIGHT_APPEND_EOD", "1")  # another command's
     parse()
     monkeypatch.setenv("MESHWRIGHT_NUM_LAYER", "1")
-    assert "unknown setting 'MESHWRIGHT_NUM_LAYER'; did you mean MESHWRIGHT_NUM_LAYERS?" in refusal()
+    assert (
+        "unknown setting 'MESHWRIGHT_NUM_LAYER'; did you mean MESHWRIGHT_NUM_LAYERS?" in refusal()
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "raw", "words"),
     [
-        ("a.yaml", b"!!python/object/apply:os.system ['touch hacked']", "could not determine a constructor"),
+        (
+            "a.yaml",
+            b"!!python/object/apply:os.system ['touch hacked']",
+            "could not determine a constructor",
+        ),
         ("a.yaml", b"lr: !!python/name:os.system ''", "could not determine a constructor"),
         ("a.yaml", b"- 1\n- 2\n", "not a table of settings"),
         ("a.yaml", b"just words", "not a table of settings"),
         ("a.yaml", b"1: 2\n", "unknown setting '1'"),
         ("a.yaml", b"lr: {a: 1}\n", "lr in a.yaml: "),
         ("a.yaml", b"data_path: {a: 1}\n", "data_path in a.yaml: "),
-        ("a.yaml", b"lr: &a [1]\nfp16: *a\nsave: *a\nlr_decay_style: *a", "[1] is not true or false"),
+        (
+            "a.yaml",
+            b"lr: &a [1]\nfp16: *a\nsave: *a\nlr_decay_style: *a",
+            "[1] is not true or false",
+        ),
         ("a.yaml", b"[" * 5000, "--config"),
         ("a.yaml", b"a: [", "--config"),
         ("a.yaml", b"lr: \x00", "--config"),
@@ -296,20 +432,38 @@ def test_unknown_environment(monkeypatch):
         ("a.toml", b"fp16 = 'perhaps'", "is not true or false"),
         ("a.toml", b"model = 3", "unknown setting 'model'"),
         ("a.toml", b"[nodel]\nnum_layers = 2", "unknown setting 'nodel'"),
-        ("a.toml", b"batch_size = 2", "no setting batch_size in a.toml; here it is --micro-batch-size"),
+        (
+            "a.toml",
+            b"batch_size = 2",
+            "no setting batch_size in a.toml; here it is --micro-batch-size",
+        ),
         ("a.toml", b"lr = 1\nlr = 2", "--config"),
         ("a.toml", b"lr = " + b"[" * 5000, "--config"),
-        ("a.toml", b"a." * 100_000 + b"a = 1", "a.toml: a key has more than 8 parts; no file of settings needs that"),
+        (
+            "a.toml",
+            b"a." * 100_000 + b"a = 1",
+            "a.toml: a key has more than 8 parts; no file of settings needs that",
+        ),
         ("a.toml", b"lr = 1\n[" + b"a . " * 100_000 + b"a]\n", "a key has more than 8 parts"),
-        ("a.toml", b"lr = 1 # '\n" + b'\'\'."\\"".' * 50_000 + b"a = 1", "a key has more than 8 parts"),
+        (
+            "a.toml",
+            b"lr = 1 # '\n" + b'\'\'."\\"".' * 50_000 + b"a = 1",
+            "a key has more than 8 parts",
+        ),
         ("a.toml", b"lr = [{" + b"a." * 100_000 + b"a = 1}]", "a key has more than 8 parts"),
-        ("a.toml", b"".join(b"[a%d]\n" % i for i in range(20_000)), "20,000 keys and tables; at most 10,000 are read"),
+        (
+            "a.toml",
+            b"".join(b"[a%d]\n" % i for i in range(20_000)),
+            "20,000 keys and tables; at most 10,000 are read",
+        ),
         ("a.toml", bytes(range(256)), "not UTF-8 text"),
         ("a.toml", b"\x00", "--config"),
     ],
 )
 @pytest.mark.fault("F29")
-@pytest.mark.promise("Configuration holds settings only", "TOML, JSON and YAML's safe loader make no objects")
+@pytest.mark.promise(
+    "Configuration holds settings only", "TOML, JSON and YAML's safe loader make no objects"
+)
 def test_hostile_files(tmp_path, monkeypatch, name, raw, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).write_bytes(raw)
@@ -323,12 +477,24 @@ QUOTE = "'"
 def test_text_in_toml_may_have_dots_and_brackets(tmp_path):
     """Only keys and tables are counted, and an open string takes no longer than a closed one."""
     dots, path = "a.b.c.d.e.f.g.h.i.j [[ = " * 4_000, tmp_path / "a.toml"
-    forms = [f'"{dots}"', f"'{dots}'", f'"""\n{dots}"\n\\"""{dots}"""', f"'''\n{dots}'\n'''", f'"" # {dots}']
+    forms = [
+        f'"{dots}"',
+        f"'{dots}'",
+        f'"""\n{dots}"\n\\"""{dots}"""',
+        f"'''\n{dots}'\n'''",
+        f'"" # {dots}',
+    ]
     for text in forms:
         path.write_text(f"save = {text}\nseed = 7\n")
         assert parse("--config", str(path)).config.training.seed == 7
     escaped = '\\"' * 200_000
-    for text in (f'"""{escaped}', f'"""{escaped}\\', '"""' * 200_001, f"{3 * QUOTE}{200_000 * QUOTE}", f'"{escaped}'):
+    for text in (
+        f'"""{escaped}',
+        f'"""{escaped}\\',
+        '"""' * 200_001,
+        f"{3 * QUOTE}{200_000 * QUOTE}",
+        f'"{escaped}',
+    ):
         path.write_text(f"lr = {text}")
         assert "--config" in refusal("--config", str(path))
 
@@ -362,7 +528,9 @@ def test_a_prompt_may_hold_an_address():
 def test_a_file_that_stands_for_gigabytes(tmp_path):
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
-    (tmp_path / "a.yaml").write_text("\n".join([*lines, "lr: *a11", "save: *a11", "data_path: *a11", "fp16: *a11"]))
+    (tmp_path / "a.yaml").write_text(
+        "\n".join([*lines, "lr: *a11", "save: *a11", "data_path: *a11", "fp16: *a11"])
+    )
     assert len(refusal("--config", str(tmp_path / "a.yaml"))) < 10_000
 
 
@@ -385,7 +553,9 @@ def test_flags_without_effect_are_reported_once(capsys):
     flags.print_notices(got)
     err = capsys.readouterr().err.splitlines()
     assert len(err) == 3 and got.config == TrainConfig()
-    assert err[0].startswith("note: --DDP-impl is accepted and has no effect: gradients lie in flat buffers")
+    assert err[0].startswith(
+        "note: --DDP-impl is accepted and has no effect: gradients lie in flat buffers"
+    )
     without = "--local-dir has no effect without an address such as s3://bucket/run"
     assert parse("--local-dir", "d", "--save", "r").notices == [without]
     assert parse("--local-dir", "d", "--data-path", "s3://b/x", "--save", "r").notices == []
@@ -393,7 +563,10 @@ def test_flags_without_effect_are_reported_once(capsys):
 
 
 def test_no_effect_takes_its_values():
-    counts = {name: 3 if count == "*" else int(count) for name, (count, _) in foreign_flags.NO_EFFECT.items()}
+    counts = {
+        name: 3 if count == "*" else int(count)
+        for name, (count, _) in foreign_flags.NO_EFFECT.items()
+    }
     argv = [word for name, count in counts.items() for word in (name, *["1"] * count)]
     for cls in CONFIGS:
         options = syntax_of(cls).options
@@ -408,7 +581,9 @@ def test_no_effect_takes_its_values():
 def test_padding_is_real_in_training_and_idle_in_preprocessing():
     got = parse("--make-vocab-size-divisible-by", "8", "--pad-vocab-size-to", "80")
     assert got.notices == [] and got.config.model.make_vocab_size_divisible_by == 8
-    got = parse("--make-vocab-size-divisible-by", "8", "--pad-vocab-size-to", "80", cls=PreprocessConfig)
+    got = parse(
+        "--make-vocab-size-divisible-by", "8", "--pad-vocab-size-to", "80", cls=PreprocessConfig
+    )
     assert len(got.notices) == 2
 
 
@@ -420,11 +595,20 @@ def test_a_length_replaces_that_of_the_preset_or_file(tmp_path):
     argv = ["--preset", "gpt2-117m", "--mock-data", "--vocab-size", "64", "--train-iters", "2000"]
     o = parse(*argv, "--lr-warmup-iters", "200").config.optimizer
     assert (o.lr_warmup_fraction, o.lr_warmup_iters, o.lr_decay_iters) == (None, 200, 1280)
-    argv[-2:] = ["--train-samples", "9000", "--lr-decay-iters", "none", "--lr-warmup-samples", "100"]
+    argv[-2:] = [
+        "--train-samples",
+        "9000",
+        "--lr-decay-iters",
+        "none",
+        "--lr-warmup-samples",
+        "100",
+    ]
     c = parse(*argv).config
     assert (c.training.train_iters, c.warmup_samples, c.decay_samples) == (None, 100, 9000)
     (tmp_path / "c.toml").write_text("train_samples = 9000")
-    assert parse("--config", str(tmp_path / "c.toml"), "--train-epochs", "2").config.lengths == ["train_epochs"]
+    assert parse("--config", str(tmp_path / "c.toml"), "--train-epochs", "2").config.lengths == [
+        "train_epochs"
+    ]
     with pytest.raises(UserError, match="both set the warm-up"):
         parse(*argv, "--lr-warmup-fraction", "0.1", check=True)
 
@@ -445,7 +629,11 @@ assert not heavy, heavy
 
 
 YARDSTICK = "import argparse, concurrent.futures, inspect, logging, tomllib, unittest.mock; print('0' * 200)"
-STARTS = [["--help"], *([name, "--help"] for name in COMMANDS), *(["data", verb, "--help"] for verb in verbs())]
+STARTS = [
+    ["--help"],
+    *([name, "--help"] for name in COMMANDS),
+    *(["data", verb, "--help"] for verb in verbs()),
+]
 
 
 @pytest.mark.parametrize(
@@ -457,13 +645,16 @@ def test_starts_at_once_and_without_heavy_imports(argv):
 
     def seconds(*words):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run([sys.executable, "-c", *words], capture_output=True, text=True, env=os.environ)
+        done = subprocess.run(
+            [sys.executable, "-c", *words], capture_output=True, text=True, env=os.environ
+        )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert done.returncode == 0 and len(done.stdout) > 150, done.stderr
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     took = []
-    while len(took) < 5 and min(took, default=limit) >= limit:  # the first run may have to compile files
+    # the first run may have to compile files
+    while len(took) < 5 and min(took, default=limit) >= limit:
         took.append(seconds(PLAIN, *argv))
         if took[-1] >= limit:
             took[-1] *= min(1, 0.08 / seconds(YARDSTICK))
@@ -578,7 +769,15 @@ def test_flags_of_the_other_programs_are_known(flag):
 def test_a_negative_learning_rate_is_one_mistake(capsys):
     """The rates below it are not compared with it."""
     argv = "train --lr -1 --mock-data --vocab-size 100 --num-layers 1 --hidden-size 32 --num-attention-heads 2"
-    assert main([*argv.split(), *"--seq-length 16 --micro-batch-size 1 --train-iters 3 --dry-run".split()]) == 2
+    assert (
+        main(
+            [
+                *argv.split(),
+                *"--seq-length 16 --micro-batch-size 1 --train-iters 3 --dry-run".split(),
+            ]
+        )
+        == 2
+    )
     err = capsys.readouterr().err
     assert "--lr -1 must be above 0" in err and "is above" not in err
 
@@ -614,8 +813,11 @@ def test_no_file_or_shell_gives_a_flag_for_one_start(tmp_path, monkeypatch):
             with monkeypatch.context() as shell:
                 shell.setenv(f"MESHWRIGHT_{name.upper()}", str(value))
                 assert refusal(cls=cls) == f"MESHWRIGHT_{name.upper()}: {why}"
-    path.write_text("trust_pickle = false\n[checkpoint]\nweights = 'plain'\n")  # as --print-config writes them
+    # as --print-config writes them
+    path.write_text("trust_pickle = false\n[checkpoint]\nweights = 'plain'\n")
     assert not parse("--config", str(path)).config.checkpoint.trust_pickle
     path.write_text("[checkpoint]\noverride-lr-scheduler = true\n")
-    assert refusal("--config", str(path)).startswith(f"override-lr-scheduler in {path}: it is for one start")
+    assert refusal("--config", str(path)).startswith(
+        f"override-lr-scheduler in {path}: it is for one start"
+    )
     assert parse(values={"trust_pickle": True}).config.checkpoint.trust_pickle  # Python

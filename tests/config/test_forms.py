@@ -50,14 +50,19 @@ def test_every_form_leaves_as_its_text(tmp_path: Path) -> None:
 
     (tmp_path / "config.toml").write_text(flags.to_toml(config))
     assert parse("--config", str(tmp_path / "config.toml")).config == config
-    again = flags.build_config(TrainConfig, [("", flags.from_saved(TrainConfig, saved, "a checkpoint"))])[0]
+    again = flags.build_config(
+        TrainConfig, [("", flags.from_saved(TrainConfig, saved, "a checkpoint"))]
+    )[0]
     assert again == config and isinstance(again.training.on_spike, OnSpike)
-    assert repr(config.data.blend_stages) == repr(TEXTS["blend_stages"])  # as the block of arguments prints a list
+    # as the block of arguments prints a list
+    assert repr(config.data.blend_stages) == repr(TEXTS["blend_stages"])
 
 
 def test_settings_that_are_built_in_python_are_read_too() -> None:
     data = Data(split="1", blend_stages=["5: a"])  # type: ignore[arg-type, list-item]
-    assert data.split == Split("1", (1.0, 0.0, 0.0)) and data.blend_stages == [BlendStage.read("5: a")]
+    assert data.split == Split("1", (1.0, 0.0, 0.0)) and data.blend_stages == [
+        BlendStage.read("5: a")
+    ]
     assert dataclasses.replace(Model(), window_size="3,0").window_size == AttentionWindow("3,0", 3)
     with pytest.raises(ValueError, match="^window_size: '3,1' is neither L nor L,0"):
         Model(window_size="3,1")  # type: ignore[arg-type]
@@ -72,7 +77,10 @@ def test_settings_that_are_built_in_python_are_read_too() -> None:
         (BatchSchedule.read("0:2 .25K:1.5k"), {"stages": ((0, 2), (250, 1500))}),
         (PipelineLayout.read("[0]*2+[1]"), {"ids": (0, 0, 1), "counts": ()}),
         (PipelineLayout.read(" 2, 1"), {"ids": (), "counts": (2, 1)}),
-        (BlendStage.read("60%: 0.5 a 0.5 b"), {"begin": 60.0, "unit": "%", "weights": (("a", 0.5), ("b", 0.5))}),
+        (
+            BlendStage.read("60%: 0.5 a 0.5 b"),
+            {"begin": 60.0, "unit": "%", "weights": (("a", 0.5), ("b", 0.5))},
+        ),
         (AttentionWindow.read("-1,0"), {"reach": 0}),
     ],
     ids=str,

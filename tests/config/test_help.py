@@ -23,7 +23,9 @@ from meshwright.config.pages import PAGES, SHORT
 from meshwright.config.schema import TrainConfig
 
 ROOT = Path(__file__).parents[2]
-PAGED = [name for name in COMMANDS if name not in ("data", "help")] + [f"data {verb}" for verb in verbs()]
+PAGED = [name for name in COMMANDS if name not in ("data", "help")] + [
+    f"data {verb}" for verb in verbs()
+]
 TRAIN = help.Command(TrainConfig, "meshwright train")
 
 
@@ -36,7 +38,9 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 @pytest.mark.parametrize("name", PAGED)
-def test_the_help_of_a_command_fits_two_screens(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_a_command_fits_two_screens(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = run(capsys, *name.split(), "--help").splitlines()
     assert lines[0].startswith(f"usage: meshwright {name}")
     assert len(lines) <= 48 and max(map(len, lines)) <= 80
@@ -55,14 +59,22 @@ def test_pages_name_what_their_commands_have(name: str, monkeypatch: pytest.Monk
     with pytest.raises(SystemExit):
         main([*name.split(), "--help"])
     page = PAGES[name]
-    assert (pkgutil.resolve_name(page.config), page.positional) == (seen[0].config, seen[0].positional)
+    assert (pkgutil.resolve_name(page.config), page.positional) == (
+        seen[0].config,
+        seen[0].positional,
+    )
     known = {entry.name for entry in help.entries(seen[0])}
     assert {field for fields in page.common.values() for field in fields.split()} <= known | PLANNED
 
 
 def test_pages_are_of_commands_that_exist() -> None:
     assert set(PAGES) == set(PAGED), "config/pages.toml has a page for each command"
-    shown = {field for page in PAGES.values() for fields in page.common.values() for field in fields.split()}
+    shown = {
+        field
+        for page in PAGES.values()
+        for fields in page.common.values()
+        for field in fields.split()
+    }
     assert set(SHORT) <= shown, "a short line is for a common flag"
     for page in PAGES.values():
         for command in re.findall(r"meshwright (\S+)", " ".join(page.examples)):
@@ -71,7 +83,10 @@ def test_pages_are_of_commands_that_exist() -> None:
 
 def test_every_flag_is_found_in_all_ways(capsys: pytest.CaptureFixture[str]) -> None:
     everything = run(capsys, "train", "--help-all")
-    listed = {group: "\n".join(help.help_lines(TRAIN, group)) for group in fields.config_groups(TrainConfig)}
+    listed = {
+        group: "\n".join(help.help_lines(TRAIN, group))
+        for group in fields.config_groups(TrainConfig)
+    }
     for entry in help.entries(TRAIN):
         if entry.field:
             page = help.explain_flag(TRAIN, entry)
@@ -81,9 +96,19 @@ def test_every_flag_is_found_in_all_ways(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_one_flag_in_full(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["train", "--help", "lr"], ["train", "--help=--LR"], ["help", "train", "learning_rate"]):
+    for words in (
+        ["train", "--help", "lr"],
+        ["train", "--help=--LR"],
+        ["help", "train", "learning_rate"],
+    ):
         out = run(capsys, *words)
-        for part in ("peak learning rate", "number, above 0", "--learning-rate", "MESHWRIGHT_LR", "schedules.md"):
+        for part in (
+            "peak learning rate",
+            "number, above 0",
+            "--learning-rate",
+            "MESHWRIGHT_LR",
+            "schedules.md",
+        ):
             assert part in out
     assert "train --help optimizer" in out and "in [optimizer] of --config" in out
     assert "--position-embedding-type rope" in run(capsys, "train", "--help", "--rotary-base")
@@ -110,7 +135,9 @@ def test_groups_and_searches(capsys: pytest.CaptureFixture[str]) -> None:
     name, (_, why) = next(iter(NO_EFFECT.items()))
     assert why in help.help_lines(TRAIN, name)[0]
     assert "--micro-batch-size" in help.help_lines(TRAIN, "batch-size")[0]
-    assert help.help_lines(TRAIN, "--use-distributed-optimizer") == ["--use-distributed-optimizer is --zero-stage 1."]
+    assert help.help_lines(TRAIN, "--use-distributed-optimizer") == [
+        "--use-distributed-optimizer is --zero-stage 1."
+    ]
 
 
 def test_where_docs_explain() -> None:
@@ -120,7 +147,9 @@ def test_where_docs_explain() -> None:
             words = {spelling(name), "--no-" + spelling(name)[2:], *f.metadata["aliases"]}
             for page in f.metadata["docs"].split():
                 text = (ROOT / "docs" / f"{page}.md").read_text()
-                assert any(re.search(rf"{re.escape(w)}\b", text) for w in words), f"docs/{page}.md lacks {name}"
+                assert any(re.search(rf"{re.escape(w)}\b", text) for w in words), (
+                    f"docs/{page}.md lacks {name}"
+                )
 
 
 @pytest.mark.parametrize(
@@ -139,9 +168,13 @@ def test_what_is_asked(argv: str, topic: str | None) -> None:
 
 
 def test_launch_leaves_what_follows_to_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert help.requested_topic("--nproc-per-node 2 train --help".split(), names_follow=True) is None
+    assert (
+        help.requested_topic("--nproc-per-node 2 train --help".split(), names_follow=True) is None
+    )
     assert help.requested_topic("--nproc-per-node 2 --help".split(), names_follow=True) == ""
-    assert run(capsys, "launch", "--nproc-per-node", "2", "train", "--help").startswith("usage: meshwright train")
+    assert run(capsys, "launch", "--nproc-per-node", "2", "train", "--help").startswith(
+        "usage: meshwright train"
+    )
 
 
 def test_the_list_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,28 +188,43 @@ def test_the_list_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2 and capsys.readouterr().out == out == usage() + "\n"
 
 
-def test_versions(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_versions(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     import meshwright
     from meshwright.base import version as versions
 
     version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]  # type: ignore[index]
-    assert run(capsys, "--version") == f"meshwright {version}\n" and meshwright.__version__ == version
+    assert (
+        run(capsys, "--version") == f"meshwright {version}\n" and meshwright.__version__ == version
+    )
     assert re.fullmatch(rf"meshwright {version}, torch 2\.\S+, Python 3\.\S+\n", run(capsys, "-V"))
     monkeypatch.setattr(versions, "PROJECT", tmp_path / "pyproject.toml")
     assert versions.our_version() == versions.installed_version("meshwright") or "uninstalled"
-    (tmp_path / "pyproject.toml").write_text('name = "another"\nversion = "9.9"\n')  # a project that vendors us
+    # a project that vendors us
+    (tmp_path / "pyproject.toml").write_text('name = "another"\nversion = "9.9"\n')
     assert versions.our_version() != "9.9"
 
 
 def test_help_inside_help(capsys: pytest.CaptureFixture[str]) -> None:
     everything = run(capsys, "train", "--help-all")
-    assert run(capsys, "help", "train", "--help-all") == run(capsys, "train", "-h", "--help-all") == everything
+    assert (
+        run(capsys, "help", "train", "--help-all")
+        == run(capsys, "train", "-h", "--help-all")
+        == everything
+    )
     assert run(capsys, "help", "train", "--help") == run(capsys, "train", "--help")
     assert run(capsys, "data", "help", "verify") == run(capsys, "data", "verify", "--help")
-    assert run(capsys, "data", "--help-all") == run(capsys, "data", "--help") == run(capsys, "data", "help")
+    assert (
+        run(capsys, "data", "--help-all")
+        == run(capsys, "data", "--help")
+        == run(capsys, "data", "help")
+    )
 
 
-def test_one_rank_prints_the_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_prints_the_help(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in {
         "RANK": "1",
         "WORLD_SIZE": "2",
@@ -188,7 +236,9 @@ def test_one_rank_prints_the_help(capsys: pytest.CaptureFixture[str], monkeypatc
     assert main(["train", "--help", "lr"]) == 0 and capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("words, status", [("train --help=lr", 0), ("train --help-all", 0), ("data plan -h", 0)])
+@pytest.mark.parametrize(
+    "words, status", [("train --help=lr", 0), ("train --help-all", 0), ("data plan -h", 0)]
+)
 def test_a_reader_that_is_gone(words: str, status: int) -> None:
     read, write = os.pipe()
     os.close(read)
@@ -212,7 +262,11 @@ def on_terminal(argv: list[str], **more: str) -> str:
     import termios
 
     fcntl.ioctl(follow, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    env = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "PAGER", "LESS")}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("NO_COLOR", "PAGER", "LESS")
+    }
     env |= {"TERM": "xterm", **more}
     words = [sys.executable, "-m", "meshwright", *argv]
     with subprocess.Popen(words, stdin=follow, stdout=follow, stderr=follow, env=env) as child:

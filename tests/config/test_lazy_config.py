@@ -63,7 +63,10 @@ alias = None
         "seed": 1,
         "stages": [0, 0, 1, 1],
     }
-    assert read["model"] == {"cfg": {"layers": 2, "width": 64}, "_target_": "libai.models.GPTForPreTraining"}
+    assert read["model"] == {
+        "cfg": {"layers": 2, "width": 64},
+        "_target_": "libai.models.GPTForPreTraining",
+    }
     assert read["optim"] == {"_target_": "libai.optim.AdamW"}
     assert read["data"]["sets"] == [{"length": 9, "_target_": "libai.optim.Set"}, {"length": 9}]
     assert (read["helper"], read["alias"]) == ("ab", None)
@@ -133,7 +136,9 @@ HOSTILE = {
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:30])
 @pytest.mark.fault("F29")
 @pytest.mark.promise("Python files of settings, as LiBai has them, are read and not run")
-def test_anything_else_is_refused_soon(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_anything_else_is_refused_soon(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, "x = 1", "outside/d.py")
     write(tmp_path, "table = dict(abc=1)", "in/fine.py")
     path = write(tmp_path, text, "in/c.py")
@@ -173,9 +178,15 @@ def test_values_of_the_command_line() -> None:
 
 
 def test_settings_of_ours_in_a_python_file(tmp_path: Path) -> None:
-    path = write(tmp_path, "layers = 2\nmodel = dict(num_layers=layers, hidden_size=16 * layers)\nlr = 3e-4\n", "s.py")
+    path = write(
+        tmp_path,
+        "layers = 2\nmodel = dict(num_layers=layers, hidden_size=16 * layers)\nlr = 3e-4\n",
+        "s.py",
+    )
     with pytest.raises(UserError, match="unknown setting 'layers' in .*s.py"):
-        flags.parse_settings(TrainConfig, ["--config", str(path), "--dry-run"], "meshwright train", check=False)
+        flags.parse_settings(
+            TrainConfig, ["--config", str(path), "--dry-run"], "meshwright train", check=False
+        )
     path.write_text(path.read_text().replace("layers = 2\n", "").replace("layers", "2"))
     path.write_text(path.read_text().replace("num_2", "num_layers"))
     config = flags.parse_settings(

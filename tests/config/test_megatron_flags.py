@@ -9,25 +9,42 @@ from parsing import parse
 
 from meshwright.base.errors import UserError
 from meshwright.checkpoint.saved_model import model_settings
-from meshwright.compat.flags.megatron_flags import EQUAL, NO_EFFECT, OTHER_MODELS, REFUSED, RETIRED, known_elsewhere
+from meshwright.compat.flags.megatron_flags import (
+    EQUAL,
+    NO_EFFECT,
+    OTHER_MODELS,
+    REFUSED,
+    RETIRED,
+    known_elsewhere,
+)
 from meshwright.config import fields, flags
 from meshwright.config.argv import syntax_of
 from meshwright.config.schema import TrainConfig
 
 # Names and numbers of values (*: any), from Megatron-LM's megatron/training/arguments.py of early
 # 2026 and the dataclasses from which Megatron-Core 0.16 makes the rest.
-MEGATRON = dict(line.split() for line in Path(__file__).with_name("megatron_core_flags.txt").read_text().splitlines())
+MEGATRON = dict(
+    line.split()
+    for line in Path(__file__).with_name("megatron_core_flags.txt").read_text().splitlines()
+)
 
 
 def test_the_list_is_whole():
-    assert len(MEGATRON) > 700 and {"--log-progress", "--no-rope-fusion", "--moe-router-topk"} <= MEGATRON.keys()
+    assert (
+        len(MEGATRON) > 700
+        and {"--log-progress", "--no-rope-fusion", "--moe-router-topk"} <= MEGATRON.keys()
+    )
 
 
 def test_every_flag_of_megatron_has_an_answer():
     ours = syntax_of(TrainConfig).options
-    unknown = [name for name in MEGATRON if name not in ours and known_elsewhere(name, name) is None]
+    unknown = [
+        name for name in MEGATRON if name not in ours and known_elsewhere(name, name) is None
+    ]
     assert unknown == []
-    assert not [name for name in MEGATRON if name in NO_EFFECT and (name in REFUSED or name in RETIRED)]
+    assert not [
+        name for name in MEGATRON if name in NO_EFFECT and (name in REFUSED or name in RETIRED)
+    ]
 
 
 def test_flags_of_megatrons_server_name_ours():
@@ -41,8 +58,14 @@ def test_idle_flags_take_megatrons_values():
 
 def test_idle_flags_leave_the_next_flag_alone():
     words = [
-        [name, *["1"] * (2 if NO_EFFECT[name][0] == "*" else int(NO_EFFECT[name][0])), "--seed", "7"]
-        for name in NO_EFFECT.keys() & MEGATRON.keys() - {"--make-vocab-size-divisible-by", "--padded-vocab-size"}
+        [
+            name,
+            *["1"] * (2 if NO_EFFECT[name][0] == "*" else int(NO_EFFECT[name][0])),
+            "--seed",
+            "7",
+        ]
+        for name in NO_EFFECT.keys()
+        & MEGATRON.keys() - {"--make-vocab-size-divisible-by", "--padded-vocab-size"}
     ]
     for argv in words:
         parsed = parse(*argv)
@@ -57,13 +80,24 @@ def test_a_switch_that_is_one_of_our_settings(tmp_path):
         group = fields.config_fields(TrainConfig)[field][0]
         parsed = parse("--loss-mean", "microbatch", "--bf16", name)
         assert getattr(getattr(parsed.config, group), field) == value and parsed.notices == []
-        (tmp_path / "c.yaml").write_text(f"loss_mean: microbatch\nbf16: true\n{name[2:].replace('-', '_')}: true\n")
-        assert getattr(getattr(parse("--config", str(tmp_path / "c.yaml")).config, group), field) == value
+        (tmp_path / "c.yaml").write_text(
+            f"loss_mean: microbatch\nbf16: true\n{name[2:].replace('-', '_')}: true\n"
+        )
+        assert (
+            getattr(getattr(parse("--config", str(tmp_path / "c.yaml")).config, group), field)
+            == value
+        )
 
 
 def test_other_spellings():
-    got = parse("--padded-vocab-size", "640", "--persistent-save-interval", "5", "--most-recent-k", "2").config
-    assert (got.model.pad_vocab_size_to, got.checkpoint.save_interval, got.checkpoint.keep_last) == (640, 5, 2)
+    got = parse(
+        "--padded-vocab-size", "640", "--persistent-save-interval", "5", "--most-recent-k", "2"
+    ).config
+    assert (
+        got.model.pad_vocab_size_to,
+        got.checkpoint.save_interval,
+        got.checkpoint.keep_last,
+    ) == (640, 5, 2)
     assert parse("--override-opt-param-scheduler").config.optimizer.override_opt_param_scheduler
 
 
@@ -77,10 +111,15 @@ def test_older_switches_are_settings_with_a_value(tmp_path: Path) -> None:
     """On the command line, in a file or an older checkpoint, and turned off again."""
 
     def resolve(*words: str) -> TrainConfig:
-        return flags.parse_settings(TrainConfig, list(words), "meshwright train", check=False).config
+        return flags.parse_settings(
+            TrainConfig, list(words), "meshwright train", check=False
+        ).config
 
     got = resolve(
-        "--checkpoint-activations", "--use-rotary-position-embeddings", "--no-bias-gelu-fusion", "--openai-gelu"
+        "--checkpoint-activations",
+        "--use-rotary-position-embeddings",
+        "--no-bias-gelu-fusion",
+        "--openai-gelu",
     )
     assert (got.training.recompute_granularity, got.model.position, got.model.activation) == (
         "full",
@@ -94,20 +133,39 @@ def test_older_switches_are_settings_with_a_value(tmp_path: Path) -> None:
         "use_distributed_optimizer = true\npartition_activations = false\ndeepspeed = false\n"
     )
     file = f"--config={tmp_path}/c.toml"
-    parsed = flags.parse_settings(TrainConfig, [file, "--world-size=2"], "meshwright train", check=False)
-    assert (parsed.config.training.recompute_granularity, parsed.config.parallel.zero_stage) == ("selective", 1)
-    assert not parsed.notices and parsed.sources["zero_stage"].endswith("c.toml (--use-distributed-optimizer)")
+    parsed = flags.parse_settings(
+        TrainConfig, [file, "--world-size=2"], "meshwright train", check=False
+    )
+    assert (parsed.config.training.recompute_granularity, parsed.config.parallel.zero_stage) == (
+        "selective",
+        1,
+    )
+    assert not parsed.notices and parsed.sources["zero_stage"].endswith(
+        "c.toml (--use-distributed-optimizer)"
+    )
     assert resolve(file, "--zero-stage=3").parallel.zero_stage == 3
     assert resolve(file, "--checkpoint-activations").training.recompute_granularity == "full"
     assert resolve(file, "--no-recompute-activations").training.recompute_granularity is None
-    assert resolve(file, "--no-checkpoint-activations").training.recompute_granularity == "selective"
+    assert (
+        resolve(file, "--no-checkpoint-activations").training.recompute_granularity == "selective"
+    )
     every = "checkpoint_activations = {}\nrecompute_activations = {}\ndeepspeed_activation_checkpointing = {}\n"
-    for values, want in (("true false false", "full"), ("false false true", "full"), ("false true false", "selective")):
+    for values, want in (
+        ("true false false", "full"),
+        ("false false true", "full"),
+        ("false true false", "selective"),
+    ):
         (tmp_path / "d.toml").write_text(every.format(*values.split()))
         assert resolve(f"--config={tmp_path}/d.toml").training.recompute_granularity == want
     with pytest.raises(UserError, match="contradicts full recomputation"):
         resolve("--recompute-granularity=selective", "--checkpoint-activations")
-    saved = {"position_embedding_type": "learned_absolute", "use_rotary_position_embeddings": True, "zero_stage": 2}
-    found = flags.from_saved(TrainConfig, saved | {"use_distributed_optimizer": True, "openai_gelu": False}, "a step")
+    saved = {
+        "position_embedding_type": "learned_absolute",
+        "use_rotary_position_embeddings": True,
+        "zero_stage": 2,
+    }
+    found = flags.from_saved(
+        TrainConfig, saved | {"use_distributed_optimizer": True, "openai_gelu": False}, "a step"
+    )
     assert found == {"position_embedding_type": "rope", "zero_stage": 2}
     assert model_settings(saved, "a step").position == "rope"

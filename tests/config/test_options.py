@@ -21,8 +21,17 @@ from meshwright.model.positions import Positions
 
 VOCAB, PADDED, POSITIONS, B, T, SEED = 13, 16, 10, 2, 8, 2**40 + 7
 
-LLAMA3 = {"rope_scaling": "llama3", "rope_scaling_factor": 4.0, "original_max_position_embeddings": 64}
-YARN = LLAMA3 | {"rope_scaling": "yarn", "beta_fast": 4.0, "beta_slow": 0.5, "rope_attention_factor": 1.25}
+LLAMA3 = {
+    "rope_scaling": "llama3",
+    "rope_scaling_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = LLAMA3 | {
+    "rope_scaling": "yarn",
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+    "rope_attention_factor": 1.25,
+}
 LLAMA3 |= {"rope_low_freq_factor": 0.5, "rope_high_freq_factor": 2.0}
 WORDS = {
     "rope": {"position_embedding_type": "rope"},
@@ -135,7 +144,9 @@ def build(m: Model, options: Options | None = None) -> GPT:
 def weights(model: GPT) -> reference_gpt.Weights:
     """Return weights by name, without the padding of tables."""
     tables = ("wte.weight", "lm_head.weight")
-    return {n: p.detach().numpy()[: VOCAB if n in tables else None] for n, p in model.named_parameters()}
+    return {
+        n: p.detach().numpy()[: VOCAB if n in tables else None] for n, p in model.named_parameters()
+    }
 
 
 @functools.cache
@@ -188,7 +199,10 @@ def mean_loss(model: GPT, where: Positions) -> torch.Tensor:
 
 
 def training_loss(model: GPT, places: str = "one document") -> torch.Tensor:
-    return mean_loss(model.train(), where_of(PLACES[places], samples=torch.arange(3, 3 + B), seed=SEED, first_sample=3))
+    return mean_loss(
+        model.train(),
+        where_of(PLACES[places], samples=torch.arange(3, 3 + B), seed=SEED, first_sample=3),
+    )
 
 
 def test_every_option_meets_others():
@@ -198,7 +212,11 @@ def test_every_option_meets_others():
     for f in dataclasses.fields(Model):
         if f.name in ELSEWHERE:
             continue
-        users = [words for words in TABLE if getattr(config_of(words), f.name) != getattr(default, f.name)]
+        users = [
+            words
+            for words in TABLE
+            if getattr(config_of(words), f.name) != getattr(default, f.name)
+        ]
         assert len(users) >= 2, f"--{f.name} is in {users} only"
     for word in WORDS:
         company = [frozenset(words.split()) - {word} for words in TABLE if word in words.split()]
@@ -214,7 +232,9 @@ def test_the_reference_differentiates_itself():
     w = weights(build(m))
     d = np.random.default_rng(2).normal(size=w["h.0.attn.qkv.weight"].shape)
     ends = [
-        reference_gpt.loss({**w, "h.0.attn.qkv.weight": w["h.0.attn.qkv.weight"] + h * d}, m, tokens, labels, mask)
+        reference_gpt.loss(
+            {**w, "h.0.attn.qkv.weight": w["h.0.attn.qkv.weight"] + h * d}, m, tokens, labels, mask
+        )
         for h in (1e-5, -1e-5)
     ]
     got = reference_gpt.slope(w, "h.0.attn.qkv.weight", d, m, tokens, labels, mask)
@@ -259,7 +279,8 @@ def test_gradients_equal_the_reference(words):
         grad = p.grad[: len(w[name])].numpy()
         directions = [random.normal(size=grad.shape), np.zeros(grad.shape), np.zeros(grad.shape)]
         for single in directions[1:]:
-            used = random.choice(np.flatnonzero(grad)) if grad.any() else 0  # most tokens' rows have none
+            # most tokens' rows have none
+            used = random.choice(np.flatnonzero(grad)) if grad.any() else 0
             single.flat[used] = 1
         for d in directions:
             want = reference_gpt.slope(w, name, d, m, *batch(), **where)
@@ -279,7 +300,9 @@ def test_dropout_is_where_the_reference_has_it(words):
 
 @every
 @impls
-@pytest.mark.parametrize("chunks", [[1] * T, [3, 1, 4], [T]], ids=["one by one", "chunks", "prompt"])
+@pytest.mark.parametrize(
+    "chunks", [[1] * T, [3, 1, 4], [T]], ids=["one by one", "chunks", "prompt"]
+)
 def test_a_cache_changes_nothing(words, impl, chunks):
     m = dataclasses.replace(config_of(words), attention_impl=impl)
     model, tokens = build(m).eval(), torch.from_numpy(batch()[0])
@@ -287,7 +310,9 @@ def test_a_cache_changes_nothing(words, impl, chunks):
     with torch.inference_mode():
         at_once = model(tokens, Positions())
         for n in chunks:
-            cached = ContinuedTexts(cache, torch.arange(B), torch.full((B,), start), start + n if start else 0)
+            cached = ContinuedTexts(
+                cache, torch.arange(B), torch.full((B,), start), start + n if start else 0
+            )
             where = Positions(cached=cached)
             parts.append(model(tokens[:, start : start + n], where))
             start += n
@@ -296,7 +321,8 @@ def test_a_cache_changes_nothing(words, impl, chunks):
     torch.testing.assert_close(last, at_once[:, -1:], rtol=0, atol=1e-10)
 
 
-RECOMPUTED = {  # Options -> how often each of three layers' attentions runs, and how often their inner part
+# Options -> how often each of three layers' attentions runs, and how often their inner part
+RECOMPUTED = {
     Options(): ([1, 1, 1], 3),
     Options("selective"): ([1, 1, 1], 6),
     Options("full"): ([2, 2, 2], 6),
@@ -327,7 +353,9 @@ def test_recomputation_changes_no_bit(words, impl, monkeypatch):
     for options, (runs, inner_runs) in RECOMPUTED.items():
         model, inner, seen = build(m, options), 0, [0, 0, 0]
         for i in range(3):
-            model.h[str(i)].attn.qkv.register_forward_hook(lambda *_, i=i, seen=seen: seen.__setitem__(i, seen[i] + 1))
+            model.h[str(i)].attn.qkv.register_forward_hook(
+                lambda *_, i=i, seen=seen: seen.__setitem__(i, seen[i] + 1)
+            )
         torch.manual_seed(len(first))  # whatever state the generator is in
         loss = training_loss(model, "both")
         loss.backward()

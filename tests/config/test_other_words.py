@@ -36,7 +36,9 @@ def documented() -> dict[str, str]:
     """Return the flags in the left columns of coming-from.md -> their answers."""
     out = {}
     for row in re.findall(r"^\| (`.*?) \| (.*) \|$", COMING_FROM, re.M):
-        for name in re.findall(r"(?<=[` ])--[a-z][\w.-]+|(?<=`)(?:[a-z]+(?:_[a-z]+)+|optim|fsdp)(?=`)", row[0]):
+        for name in re.findall(
+            r"(?<=[` ])--[a-z][\w.-]+|(?<=`)(?:[a-z]+(?:_[a-z]+)+|optim|fsdp)(?=`)", row[0]
+        ):
             out["--" + name.lstrip("-").replace("_", "-")] = row[1]
     return out
 
@@ -48,7 +50,9 @@ def test_the_documented_flags_of_other_programs_are_answered_as_documented():
         wanted = re.findall(r"--[a-z][a-z_-]+", answer)
         if name in ours or not wanted or set(wanted) <= {"--nproc-per-node"}:
             continue
-        said = " ".join(str(answer_unknown(name, syntax_of(cls))) for cls in (TrainConfig, GenerateConfig))
+        said = " ".join(
+            str(answer_unknown(name, syntax_of(cls))) for cls in (TrainConfig, GenerateConfig)
+        )
         assert any(re.search(rf"{flag}(?![a-z-])", said) for flag in wanted), (name, said, answer)
 
 
@@ -57,13 +61,20 @@ def test_a_word_without_a_flag_is_answered(tmp_path, monkeypatch, capsys):
     Path("c.toml").write_text("lr = 0.1\nseq_length = 16\n")
     said = refusal("c.toml", check=True)
     assert (
-        "'c.toml'; give it to --config" in said and "--lr" not in said and said.endswith(" --data-path are needed too")
+        "'c.toml'; give it to --config" in said
+        and "--lr" not in said
+        and said.endswith(" --data-path are needed too")
     )
     for name in ("held-out.txt", "more.jsonl"):
         Path(name).write_text("a")
-    assert "'held-out.txt'; give the file to --prompts" in refusal("held-out.txt", cls=GenerateConfig)
+    assert "'held-out.txt'; give the file to --prompts" in refusal(
+        "held-out.txt", cls=GenerateConfig
+    )
     one, two = "held-out.txt is a file of text", "held-out.txt more.jsonl are files of text"
-    for typed, line in (("run held-out.txt", f"{one}, not a checkpoint; give it"), ("held-out.txt more.jsonl", two)):
+    for typed, line in (
+        ("run held-out.txt", f"{one}, not a checkpoint; give it"),
+        ("held-out.txt more.jsonl", two),
+    ):
         assert main(["evaluate", *typed.split()]) == 2
         err = capsys.readouterr().err
         assert line in err and " to --input" in err and "needed" not in err
@@ -79,7 +90,10 @@ def test_kubernetes_has_a_short_name():
     ("words", "line"),
     [
         ("train windows", "  --window-size TEXT"),
-        ("train windws", "no group or flag of `meshwright train` is named 'windws'; did you mean --window-size?"),
+        (
+            "train windws",
+            "no group or flag of `meshwright train` is named 'windws'; did you mean --window-size?",
+        ),
     ],
 )
 def test_help_of_a_word_says_what_works(words, line, capsys):
@@ -91,15 +105,38 @@ def test_help_of_a_word_says_what_works(words, line, capsys):
 
 def test_errors_name_the_typed_spelling(capsys):
     rest = [flag for flag in TINY_FLAGS if not flag.startswith("--lr")]
-    words = ["train", *rest, "--learning-rate=0", "--min_lr", "-1", "--eval-only", "--eval-iters=0", "--n_embd=3"]
+    words = [
+        "train",
+        *rest,
+        "--learning-rate=0",
+        "--min_lr",
+        "-1",
+        "--eval-only",
+        "--eval-iters=0",
+        "--n_embd=3",
+    ]
     assert main(words) == 2
     said = capsys.readouterr().err
-    for line in ("--learning-rate 0 must", "--min_lr -1 must", "  --eval-only with --eval-iters 0", "--n_embd;"):
+    for line in (
+        "--learning-rate 0 must",
+        "--min_lr -1 must",
+        "  --eval-only with --eval-iters 0",
+        "--n_embd;",
+    ):
         assert line in said
 
 
 def test_a_missing_value_hides_no_other_mistake():
-    said = refusal("--compile", "--learning_rat", "3", "--n_embd=3", "--window-size", "-1,0", "--lr", check=True)
+    said = refusal(
+        "--compile",
+        "--learning_rat",
+        "3",
+        "--n_embd=3",
+        "--window-size",
+        "-1,0",
+        "--lr",
+        check=True,
+    )
     for line in (
         "argument --compile: expected one argument\n",
         "unknown flag --learning_rat; ",
@@ -117,8 +154,16 @@ def test_a_missing_value_hides_no_other_mistake():
 def test_a_mistake_is_not_lost_above_the_flags_that_are_missing(typed):
     mistake, missing = refusal(*typed.split(), check=True).strip().splitlines()
     assert typed.split()[0] in mistake
-    needed = {"--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--micro-batch-size"}
-    assert needed < set(re.findall(r"--[\w-]+", missing)) and missing.endswith(" --data-path are needed too")
+    needed = {
+        "--num-layers",
+        "--hidden-size",
+        "--num-attention-heads",
+        "--seq-length",
+        "--micro-batch-size",
+    }
+    assert needed < set(re.findall(r"--[\w-]+", missing)) and missing.endswith(
+        " --data-path are needed too"
+    )
 
 
 def test_gguf_is_made_of_an_export():
@@ -129,23 +174,43 @@ def test_gguf_is_made_of_an_export():
 
 def used_flags(cls: type) -> set[str]:
     syntax = syntax_of(cls)
-    return {name for name, option in syntax.options.items() if syntax.used is None or option.target in syntax.used}
+    return {
+        name
+        for name, option in syntax.options.items()
+        if syntax.used is None or option.target in syntax.used
+    }
 
 
 def test_every_answer_exists():
     assert hints.our_word("flags", "epochs", {"temperature"}) == ""
-    configs = [TrainConfig, GenerateConfig, PreprocessConfig, EvaluateConfig, LaunchConfig, BenchConfig, DedupConfig]
+    configs = [
+        TrainConfig,
+        GenerateConfig,
+        PreprocessConfig,
+        EvaluateConfig,
+        LaunchConfig,
+        BenchConfig,
+        DedupConfig,
+    ]
     commands = [used_flags(cls) for cls in configs]
     known = {name for own in commands for name in own} | {"system"}
     known |= {option.target for cls in configs for option in syntax_of(cls).options.values()}
     options = {"prompt", *TextOptions.__annotations__}
-    for kind, names in (("flags", known), ("commands", COMMANDS), ("presets", PRESETS), ("generate", options)):
+    for kind, names in (
+        ("flags", known),
+        ("commands", COMMANDS),
+        ("presets", PRESETS),
+        ("generate", options),
+    ):
         for answer, words in WORDS[kind].items():
             first = words.split()[0]
             assert hints.our_word(kind, first, names), (answer, first)
-            for own in commands if kind == "flags" else ():  # of another command the word may be a flag
+            # of another command the word may be a flag
+            for own in commands if kind == "flags" else ():
                 assert not any(
-                    f"--{word}" in own for word in words.split() if set(FLAGS.render(answer).split()) & set(own)
+                    f"--{word}" in own
+                    for word in words.split()
+                    if set(FLAGS.render(answer).split()) & set(own)
                 ), answer
             assert kind == "flags" or not any(word in names for word in words.split()), answer
 
@@ -154,12 +219,17 @@ def test_a_length_in_epochs_is_refused_in_its_words() -> None:
     """A run makes samples of it, which nobody typed."""
 
     def refused(typed: str) -> str:
-        error = SettingsError("{train_samples} (2 samples) counts from the beginning; raise {train_samples}")
+        error = SettingsError(
+            "{train_samples} (2 samples) counts from the beginning; raise {train_samples}"
+        )
         _name_as_typed(error, ["train", *typed.split()], {})
         return str(error)
 
     words = "(2 samples) counts from the beginning; raise"
-    for typed, name in {"--train-epochs 1": "--train-epochs", "--num_train_epochs=1": "--num_train_epochs"}.items():
+    for typed, name in {
+        "--train-epochs 1": "--train-epochs",
+        "--num_train_epochs=1": "--num_train_epochs",
+    }.items():
         assert refused(typed) == f"{name} {words} {name}"
     for typed in ("--train-samples 2", "--train_samples 2 --train-epochs 1"):
         assert "epochs" not in refused(typed)
@@ -168,23 +238,41 @@ def test_a_length_in_epochs_is_refused_in_its_words() -> None:
 @pytest.mark.parametrize("of", ["command line", "file", "Python"])
 def test_a_setting_under_another_name_counts_as_given(of, tmp_path):
     """Only its name is reported, not also that it is missing."""
-    words = {"epochs": 2, "n_layer": 2, "n_embd": 64, "n_head": 2, "block_size": 16, "batch_size": 8}
+    words = {
+        "epochs": 2,
+        "n_layer": 2,
+        "n_embd": 64,
+        "n_head": 2,
+        "block_size": 16,
+        "batch_size": 8,
+    }
     others = ["--lr", "1e-3", "--mock-data", "--vocab-size", "64"]
     if of == "command line":
         said = refusal(*others, *(f"--{name}={value}" for name, value in words.items()), check=True)
     elif of == "file":
-        (tmp_path / "c.toml").write_text("".join(f"{name} = {value}\n" for name, value in words.items()))
+        (tmp_path / "c.toml").write_text(
+            "".join(f"{name} = {value}\n" for name, value in words.items())
+        )
         said = refusal(*others, "--config", str(tmp_path / "c.toml"), check=True)
     else:
         with pytest.raises(UserError) as caught:
             flags.parse_settings(TrainConfig, others, "x", values=words)
         said = str(caught.value)
-    assert said.count("here it is") == len(words) == len(said.splitlines()) - 1 and "needed" not in said
+    assert (
+        said.count("here it is") == len(words) == len(said.splitlines()) - 1
+        and "needed" not in said
+    )
 
 
 def test_a_choice_of_on_and_off_takes_true_and_false():
-    assert [parse(f"--compile={word}").config.training.compile for word in ("True", "false")] == ["on", "off"]
-    assert parse("--learning_rate=1e-3", "--lr", "1e-3", "--lr=2e-3", "--lr=1e-3").config.optimizer.lr == 1e-3
+    assert [parse(f"--compile={word}").config.training.compile for word in ("True", "false")] == [
+        "on",
+        "off",
+    ]
+    assert (
+        parse("--learning_rate=1e-3", "--lr", "1e-3", "--lr=2e-3", "--lr=1e-3").config.optimizer.lr
+        == 1e-3
+    )
 
 
 def test_the_longest_warm_up_that_fits_is_named():

@@ -18,7 +18,9 @@ SMALL = """--num-layers=4 --hidden-size=32 --num-attention-heads=4 --seq-length=
 
 
 def parse(line="", cls=TrainConfig):
-    return flags.parse_settings(cls, [*SMALL, *line.split()] if cls is TrainConfig else line.split(), "meshwright test")
+    return flags.parse_settings(
+        cls, [*SMALL, *line.split()] if cls is TrainConfig else line.split(), "meshwright test"
+    )
 
 
 def refusal(line, cls=TrainConfig):
@@ -36,12 +38,17 @@ def sized(layers=4, **parallel):
 
 @pytest.mark.flag("muon_tp_mode")
 def test_muon_never_takes_a_tensor_ranks_block_for_a_matrix():
-    assert parse("--optimizer muon --muon-tp-mode duplicated").config.optimizer.muon_tp_mode == "duplicated"
+    assert (
+        parse("--optimizer muon --muon-tp-mode duplicated").config.optimizer.muon_tp_mode
+        == "duplicated"
+    )
     assert "give distributed" in refusal("--optimizer muon --muon-tp-mode blockwise")
 
 
 def test_world_and_data_parallel_ranks():
-    c = parse("--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2").config
+    c = parse(
+        "--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    ).config
     assert (c.world, c.dp, c.parallel.model_ranks) == (8, 2, 4)
     c = parse("--world-size 8 --context-parallel-size 2 --attention-dropout 0").config
     assert (c.world, c.dp) == (8, 4)
@@ -50,7 +57,9 @@ def test_world_and_data_parallel_ranks():
 
 def test_oneflow_flags_give_the_number_of_ranks():
     """The number of started ranks takes precedence."""
-    c = parse("--num-gpus-per-node 4 --num-nodes 2 --node-ips 10.0.0.1,10.0.0.2 --tensor-model-parallel-size 2").config
+    c = parse(
+        "--num-gpus-per-node 4 --num-nodes 2 --node-ips 10.0.0.1,10.0.0.2 --tensor-model-parallel-size 2"
+    ).config
     assert (c.world, c.dp) == (8, 4)
     assert parse("--num-gpus-per-node 4 --num-nodes 2 --world-size 2").config.world == 2
 
@@ -106,7 +115,11 @@ def test_zero_and_offloading(line, zero, offloads):
     ],
 )
 def test_extra_layers_go_to_the_middle(layers, stages, want):
-    assert split_layers(None, layers, stages) == want == sized(layers, pipeline_model_parallel_size=stages).stages
+    assert (
+        split_layers(None, layers, stages)
+        == want
+        == sized(layers, pipeline_model_parallel_size=stages).stages
+    )
     assert sum(want) == layers
 
 
@@ -125,7 +138,9 @@ def test_pipeline_layout(layout):
     c = sized(24, pipeline_model_parallel_size=4, pipeline_layout=layout)
     assert c.stages == [6, 6, 6, 6] and c.chunks == 1
     small = ["--num-layers", "24", "--pipeline-model-parallel-size", "4", "--world-size", "4"]
-    got = flags.parse_settings(TrainConfig, [*SMALL, *small, "--custom-pipeline-stage-id", layout], "meshwright test")
+    got = flags.parse_settings(
+        TrainConfig, [*SMALL, *small, "--custom-pipeline-stage-id", layout], "meshwright test"
+    )
     assert got.config.stages == [6, 6, 6, 6]
 
 
@@ -155,9 +170,21 @@ PP2 = f"{W} 2 {PP} 2"
 
 
 def test_all_wrong_sizes_at_once():
-    message = refusal(f"{W} 9 {TP} 3 {PP} 5 {CP} 2 --seq-length 17 --zero-stage 7 --global-batch-size 7")
-    numbers = ("9 ranks are", "--num-attention-heads 4 is", "--ffn-hidden-size 128 is", "--seq-length 17 is")
-    sizes = ("give --attention-dropout 0", "above --num-layers 4", "--zero-stage 7", "--global-batch-size 7")
+    message = refusal(
+        f"{W} 9 {TP} 3 {PP} 5 {CP} 2 --seq-length 17 --zero-stage 7 --global-batch-size 7"
+    )
+    numbers = (
+        "9 ranks are",
+        "--num-attention-heads 4 is",
+        "--ffn-hidden-size 128 is",
+        "--seq-length 17 is",
+    )
+    sizes = (
+        "give --attention-dropout 0",
+        "above --num-layers 4",
+        "--zero-stage 7",
+        "--global-batch-size 7",
+    )
     assert all(message.count(words) == 1 for words in numbers + sizes), message
 
 
@@ -165,7 +192,10 @@ def test_all_wrong_sizes_at_once():
     "words",
     [
         *(f"--device {device}" for device in "auto cpu cuda cuda:3 npu npu:0 xpu mps".split()),
-        *(f"--distributed-backend {backend}" for backend in "nccl gloo hccl xccl NCCL cpu:gloo,cuda:nccl".split()),
+        *(
+            f"--distributed-backend {backend}"
+            for backend in "nccl gloo hccl xccl NCCL cpu:gloo,cuda:nccl".split()
+        ),
     ],
 )
 def test_devices_and_backends(words):
@@ -176,7 +206,9 @@ def test_generation_uses_one_copy():
     """More ranks than one copy of the model needs have nothing to do."""
     parse(f"--load x {TP} 2 {PP} 2 {W} 7", GenerateConfig)
     assert "1 rank is not a multiple of" in refusal(f"--load x {TP} 2", GenerateConfig)
-    assert "which generate makes token by token; give 1" in refusal(f"--load x {CP} 2 {W} 2", GenerateConfig)
+    assert "which generate makes token by token; give 1" in refusal(
+        f"--load x {CP} 2 {W} 2", GenerateConfig
+    )
 
 
 def test_evaluation_uses_all_ranks():
@@ -194,16 +226,34 @@ def test_evaluation_uses_all_ranks():
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--sequence-parallel", "--sequence-parallel has no effect without --tensor-model-parallel-size above 1"),
+        (
+            "--sequence-parallel",
+            "--sequence-parallel has no effect without --tensor-model-parallel-size above 1",
+        ),
         ("--zero-stage 2", "--zero-stage has no effect without several data-parallel ranks"),
-        ("--use-distributed-optimizer", "--zero-stage has no effect without several data-parallel ranks"),
-        (f"{W} 2 --use-distributed-optimizer --zero-stage 3", "is --zero-stage 1; --zero-stage 3 goes further"),
+        (
+            "--use-distributed-optimizer",
+            "--zero-stage has no effect without several data-parallel ranks",
+        ),
+        (
+            f"{W} 2 --use-distributed-optimizer --zero-stage 3",
+            "is --zero-stage 1; --zero-stage 3 goes further",
+        ),
         ("--pipeline-schedule gpipe", "--pipeline-schedule has no effect without"),
-        (f"{PP2} --num-layers-per-virtual-pipeline-stage 2", "has no effect without several pieces on a pipeline rank"),
+        (
+            f"{PP2} --num-layers-per-virtual-pipeline-stage 2",
+            "has no effect without several pieces on a pipeline rank",
+        ),
         ("--partition-activations", "has no effect: --sequence-parallel splits activations"),
         ("--deepspeed", "--deepspeed is accepted and has no effect: --deepspeed_config"),
-        ("--deepspeed-activation-checkpointing", "--deepspeed-activation-checkpointing recomputes whole layers"),
-        ("--distributed-backend gloo", "--distributed-backend has no effect without several processes"),
+        (
+            "--deepspeed-activation-checkpointing",
+            "--deepspeed-activation-checkpointing recomputes whole layers",
+        ),
+        (
+            "--distributed-backend gloo",
+            "--distributed-backend has no effect without several processes",
+        ),
     ],
 )
 def test_notices(line, words):
@@ -229,12 +279,22 @@ def test_no_notices(line):
 
 
 def test_recompute_by_deepspeeds_name():
-    assert parse("--deepspeed-activation-checkpointing").config.training.recompute_granularity == "full"
-    assert "contradicts full" in refusal("--deepspeed-activation-checkpointing --recompute-activations")
+    assert (
+        parse("--deepspeed-activation-checkpointing").config.training.recompute_granularity
+        == "full"
+    )
+    assert "contradicts full" in refusal(
+        "--deepspeed-activation-checkpointing --recompute-activations"
+    )
 
 
 def test_tiny_flags_fit_many_layouts():
-    for more in (f"{W} 2 {TP} 2", PP2, f"{W} 2 --zero-stage 3", f"{W} 2 {CP} 2 --attention-dropout 0"):
+    for more in (
+        f"{W} 2 {TP} 2",
+        PP2,
+        f"{W} 2 --zero-stage 3",
+        f"{W} 2 {CP} 2 --attention-dropout 0",
+    ):
         got = flags.parse_settings(TrainConfig, [*TINY_FLAGS, *more.split()], "meshwright test")
         assert got.config.world == 2 and dataclasses.replace(got.config) == got.config
 
@@ -262,7 +322,9 @@ def test_seed_000(more, ranks, dp, stages):
         ("345m-without-mp", 1, 1, 1024, 24, 1024, 16, 64, 8, 1),
     ],
 )
-def test_seed_001(tmp_path, monkeypatch, name, tp, pp, hidden, layers, seq, heads, batch, micro, steps):
+def test_seed_001(
+    tmp_path, monkeypatch, name, tp, pp, hidden, layers, seq, heads, batch, micro, steps
+):
     monkeypatch.chdir(tmp_path)
     file = {
         "train_batch_size": batch,
@@ -271,29 +333,67 @@ def test_seed_001(tmp_path, monkeypatch, name, tp, pp, hidden, layers, seq, head
         "zero_optimization": {"stage": 0},
         "gradient_clipping": 1.0,
         "prescale_gradients": True,
-        "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1},
+        "fp16": {
+            "enabled": True,
+            "loss_scale": 0,
+            "loss_scale_window": 500,
+            "hysteresis": 2,
+            "min_loss_scale": 1,
+        },
         "wall_clock_breakdown": False,
     }
     file["fp16"]["initial_scale_power"] = 12
     (tmp_path / "ds_config.json").write_text(json.dumps(file))
-    text = SEED_001.format(tp=tp, pp=pp, hidden=hidden, layers=layers, seq=seq, heads=heads, batch=batch, micro=micro)
+    text = SEED_001.format(
+        tp=tp, pp=pp, hidden=hidden, layers=layers, seq=seq, heads=heads, batch=batch, micro=micro
+    )
     c = command(text, "--world-size", "8", "--local_rank=0")
     assert (c.dp, c.micro_batches(c.global_batch)) == (8 // tp // pp, steps)
-    assert (c.precision.initial_loss_scale, c.precision.loss_scale_window, c.parallel.zero_stage) == (4096, 500, 0)
-    sizes = ["--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp), "--world-size", "8"]
+    assert (
+        c.precision.initial_loss_scale,
+        c.precision.loss_scale_window,
+        c.parallel.zero_stage,
+    ) == (4096, 500, 0)
+    sizes = [
+        "--tensor-model-parallel-size",
+        str(tp),
+        "--pipeline-model-parallel-size",
+        str(pp),
+        "--world-size",
+        "8",
+    ]
     preset = command("", "--preset", f"ascend-{name}", *sizes, "--mock-data", "--vocab-size", "99")
-    assert (preset.dp, preset.stages, preset.model.hidden_size) == (c.dp, c.stages, c.model.hidden_size)
+    assert (preset.dp, preset.stages, preset.model.hidden_size) == (
+        c.dp,
+        c.stages,
+        c.model.hidden_size,
+    )
     assert (preset.global_batch, preset.micro_batch) == (c.global_batch, c.micro_batch)
 
 
-@pytest.mark.parametrize(("micro", "batch", "steps"), [(32, 512, 8), (32, 1024, 16), (80, 1280, 8), (60, 1920, 16)])
+@pytest.mark.parametrize(
+    ("micro", "batch", "steps"), [(32, 512, 8), (32, 1024, 16), (80, 1280, 8), (60, 1920, 16)]
+)
 def test_seed_003(tmp_path, monkeypatch, micro, batch, steps):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "ds_config.json").write_text(CONFIG_003.replace("$MICRO", str(micro)).replace("$GLOBAL", str(batch)))
+    (tmp_path / "ds_config.json").write_text(
+        CONFIG_003.replace("$MICRO", str(micro)).replace("$GLOBAL", str(batch))
+    )
     text = SEED_003.format(micro=micro, batch=batch)
     c = command(text, "--world-size", "16", "--fp16", "--checkpoint-activations", "--local-rank=7")
-    assert (c.dp, c.stages, c.micro_batches(batch), c.parallel.zero_stage) == (2, [6, 6, 6, 6], steps, 1)
-    libai = command(text, "--world-size", "16", "--custom-pipeline-stage-id", "[0] * 6 + [1] * 6 + [2] * 6 + [3] * 6")
+    assert (c.dp, c.stages, c.micro_batches(batch), c.parallel.zero_stage) == (
+        2,
+        [6, 6, 6, 6],
+        steps,
+        1,
+    )
+    libai = command(
+        text,
+        "--world-size",
+        "16",
+        "--custom-pipeline-stage-id",
+        "[0] * 6 + [1] * 6 + [2] * 6 + [3] * 6",
+    )
     assert libai.stages == c.stages
 
 
@@ -320,7 +420,8 @@ def test_seed_004(more, dp, steps):
 
 
 @pytest.mark.parametrize(
-    ("preset", "pp", "ranks", "batch", "steps"), [("24x2304", 4, 32, 512, 32), ("16x1536", 1, 8, 16, 1)]
+    ("preset", "pp", "ranks", "batch", "steps"),
+    [("24x2304", 4, 32, 512, 32), ("16x1536", 1, 8, 16, 1)],
 )
 def test_oneflow_presets(preset, pp, ranks, batch, steps):
     sizes = f"{TP} 4 {PP} {pp} {W} {ranks} --mock-data --vocab-size 99"

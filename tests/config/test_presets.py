@@ -43,11 +43,33 @@ PUBLISHED = {
 }
 # Those of the papers' tables and of the scripts, and within which share ours agree.
 ABOUT = {
-    **{"gpt3-125m": (125e6, 0.01), "gpt3-350m": (356e6, 0.01), "gpt3-760m": (760e6, 0.01), "gpt3-1.3b": (1.3e9, 0.02)},
-    **{"gpt3-2.7b": (2.7e9, 0.02), "gpt3-6.7b": (6.7e9, 0.01), "gpt3-13b": (13e9, 0.02), "gpt3-175b": (174.6e9, 0.001)},
-    **{"ascend-345m": (354.82e6, 0.0001), "ascend-1.3b": (1.31e9, 0.01), "ascend-2.7b": (2.65e9, 0.01)},
-    **{"ascend-3.7b": (3.79e9, 0.01), "ascend-345m-without-mp": (354.82e6, 0.0001), "oneflow-117m": (124.4e6, 0.001)},
-    **{"oneflow-345m": (354.82e6, 0.0001), "oneflow-16x1536": (533.7e6, 0.01), "oneflow-24x2304": (1.65e9, 0.01)},
+    **{
+        "gpt3-125m": (125e6, 0.01),
+        "gpt3-350m": (356e6, 0.01),
+        "gpt3-760m": (760e6, 0.01),
+        "gpt3-1.3b": (1.3e9, 0.02),
+    },
+    **{
+        "gpt3-2.7b": (2.7e9, 0.02),
+        "gpt3-6.7b": (6.7e9, 0.01),
+        "gpt3-13b": (13e9, 0.02),
+        "gpt3-175b": (174.6e9, 0.001),
+    },
+    **{
+        "ascend-345m": (354.82e6, 0.0001),
+        "ascend-1.3b": (1.31e9, 0.01),
+        "ascend-2.7b": (2.65e9, 0.01),
+    },
+    **{
+        "ascend-3.7b": (3.79e9, 0.01),
+        "ascend-345m-without-mp": (354.82e6, 0.0001),
+        "oneflow-117m": (124.4e6, 0.001),
+    },
+    **{
+        "oneflow-345m": (354.82e6, 0.0001),
+        "oneflow-16x1536": (533.7e6, 0.01),
+        "oneflow-24x2304": (1.65e9, 0.01),
+    },
 }
 NAMES = [name for one in FAMILIES for name in one.presets]
 
@@ -79,23 +101,40 @@ def test_each_builds(name):
     vocab = family_of(name).vocabulary
     with torch.device("meta"):
         model = GPT(c.model, vocab, vocab, positions(c))
-    assert sum(p.numel() for p in model.parameters()) == counts.parameters(c.model, vocab, positions(c))
+    assert sum(p.numel() for p in model.parameters()) == counts.parameters(
+        c.model, vocab, positions(c)
+    )
     parse("--preset", name, "--mock-data", "--vocab-size", "64", check=True)
 
 
-@pytest.mark.parametrize("name", [n for n in PUBLISHED if n.startswith(("smol", "tiny", "llama", "qwen"))])
+@pytest.mark.parametrize(
+    "name", [n for n in PUBLISHED if n.startswith(("smol", "tiny", "llama", "qwen"))]
+)
 def test_shapes_are_those_of_transformers(name):
     """The class of the published model counts as many, layer by layer."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     c = settings(name)
     m = c.model
-    kind, config = (Qwen3ForCausalLM, Qwen3Config) if name.startswith("qwen3") else (LlamaForCausalLM, LlamaConfig)
-    sizes = {"hidden_size": m.hidden_size, "intermediate_size": m.ffn, "num_hidden_layers": 1, "head_dim": m.head_dim}
+    kind, config = (
+        (Qwen3ForCausalLM, Qwen3Config)
+        if name.startswith("qwen3")
+        else (LlamaForCausalLM, LlamaConfig)
+    )
+    sizes = {
+        "hidden_size": m.hidden_size,
+        "intermediate_size": m.ffn,
+        "num_hidden_layers": 1,
+        "head_dim": m.head_dim,
+    }
     heads = {"num_attention_heads": m.num_attention_heads, "num_key_value_heads": m.groups}
     tied = not m.untie_embeddings_and_output_weights
     with torch.device("meta"):
-        theirs = kind(config(**sizes, **heads, vocab_size=family_of(name).vocabulary, tie_word_embeddings=tied))
+        theirs = kind(
+            config(
+                **sizes, **heads, vocab_size=family_of(name).vocabulary, tie_word_embeddings=tied
+            )
+        )
     one_layer = sum(p.numel() for p in theirs.model.layers.parameters())
     rest = sum(p.numel() for p in theirs.parameters()) - one_layer
     assert rest + m.num_layers * one_layer == PUBLISHED[name]
@@ -111,7 +150,9 @@ def test_aliases_are_the_same_presets():
 
 def test_a_shorter_run_has_a_shorter_schedule():
     """2,000 steps do not end inside the 3,200 steps of warm-up that 500,000 steps have."""
-    c = settings("gpt2-117m", "--train-iters", "2000", "--global-batch-size", "8", "--micro-batch-size", "8")
+    c = settings(
+        "gpt2-117m", "--train-iters", "2000", "--global-batch-size", "8", "--micro-batch-size", "8"
+    )
     assert c.optimizer.lr_decay_iters == 1280 and c.warmup_samples == pytest.approx(12.8 * 8)
     assert settings("gpt2-117m").optimizer.lr_decay_iters == 320_000
     c = settings("gpt3-125m", "--train-tokens", str(10**9))
@@ -132,13 +173,18 @@ def test_the_last_length_counts(monkeypatch):
 def test_a_given_schedule_stays():
     o = settings("gpt2-117m", "--train-iters", "2000", "--lr-decay-iters", "9000").optimizer
     assert o.lr_decay_iters == 9000
-    assert settings("ascend-345m", "--train-iters", "300").optimizer.lr_decay_iters == 320_000  # as its script
+    # as its script
+    assert settings("ascend-345m", "--train-iters", "300").optimizer.lr_decay_iters == 320_000
 
 
 def test_every_preset_runs_at_other_lengths():
     for name in NAMES:
         if not family_of(name).is_script:
-            for length in (["--train-iters", "500"], ["--train-samples", "60000"], ["--train-tokens", str(10**9)]):
+            for length in (
+                ["--train-iters", "500"],
+                ["--train-samples", "60000"],
+                ["--train-tokens", str(10**9)],
+            ):
                 parse("--preset", name, "--mock-data", "--vocab-size", "64", *length, check=True)
 
 
@@ -172,10 +218,16 @@ def test_flags_and_file_say_the_same_as_the_preset(name, capsys, tmp_path):
 def test_on_a_terminal_the_flags_can_be_pasted(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     out = printed(capsys, "tiny").out
-    assert out.startswith("--num-layers 6 \\\n    --hidden-size 256 \\\n") and not out.endswith("\\\n")
+    assert out.startswith("--num-layers 6 \\\n    --hidden-size 256 \\\n") and not out.endswith(
+        "\\\n"
+    )
 
 
 def test_json(capsys):
     one = json.loads(printed(capsys, "qwen3-0.6b", "--json").out)
-    assert (one["parameters"], one["vocabulary"], one["settings"]["num_layers"]) == (596_049_920, 151_936, 28)
+    assert (one["parameters"], one["vocabulary"], one["settings"]["num_layers"]) == (
+        596_049_920,
+        151_936,
+        28,
+    )
     assert [p["name"] for p in json.loads(printed(capsys, "--json").out)] == NAMES

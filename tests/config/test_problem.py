@@ -32,7 +32,11 @@ LENGTH = "--micro-batch-size=1 --global-batch-size=8 --train-iters=6".split()
         ("{lr=0.1} is above 0", "--lr 0.1 is above 0", "lr=0.1 is above 0"),
         ("{optimizer=sgd}", "--optimizer sgd", "optimizer='sgd'"),
         ("give {save=DIR}", "give --save DIR", "give save=DIR"),
-        ("{fp16=True} or {mock_data=False}", "--fp16 or --no-mock-data", "fp16=True or mock_data=False"),
+        (
+            "{fp16=True} or {mock_data=False}",
+            "--fp16 or --no-mock-data",
+            "fp16=True or mock_data=False",
+        ),
         ("{config_file=a.toml}", "--config a.toml", "config_file='a.toml'"),
         ('a table {"train": [...]}', 'a table {"train": [...]}', 'a table {"train": [...]}'),
     ],
@@ -76,7 +80,10 @@ def test_a_switch_of_a_file_is_written_as_there() -> None:
 
 
 def test_several_missing_settings_share_the_last_line() -> None:
-    first, last = Problem(("lr",), "{lr} is needed: a", "missing"), Problem(("save",), "{save} is needed: b", "missing")
+    first, last = (
+        Problem(("lr",), "{lr} is needed: a", "missing"),
+        Problem(("save",), "{save} is needed: b", "missing"),
+    )
     wrong = Problem(("seed",), "{seed=-1} is below 0")
     assert [*map(str, with_missing_last([first, wrong, last]))] == [
         "--seed -1 is below 0",
@@ -97,25 +104,55 @@ def test_each_source_has_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     words = [*SMALL, *LENGTH, "--lr_warmup_init", "0.7", "--config", str(tmp_path / "a.yaml")]
     said = refusal(*words, check=True)
     of_file = f"learning_rate = 0.1 in {tmp_path / 'a.yaml'}"
-    assert said == f"\n  MESHWRIGHT_MIN_LR=0.5 is above {of_file}\n  --lr_warmup_init 0.7 is above {of_file}"
+    assert (
+        said
+        == f"\n  MESHWRIGHT_MIN_LR=0.5 is above {of_file}\n  --lr_warmup_init 0.7 is above {of_file}"
+    )
 
 
 def test_a_name_of_another_program_is_answered_where_it_stands(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text("batch_size = 8\n")
     said = refusal(*SMALL, *LENGTH, "--lr=1", "--config", str(tmp_path / "a.toml"))
-    assert said.startswith(f"no setting batch_size in {tmp_path / 'a.toml'}; here it is --micro-batch-size")
+    assert said.startswith(
+        f"no setting batch_size in {tmp_path / 'a.toml'}; here it is --micro-batch-size"
+    )
 
 
 def test_a_mistake_is_not_hidden_by_advice() -> None:
     """A setting that another problem only advises is checked all the same."""
-    said = refusal(*SMALL, *LENGTH, "--lr=1", "--clip-grad=x", "--on-spike=rollback:2", "--no-save-optim", check=True)
-    assert "--clip-grad: 'x' is not a number" in said and "--on-spike rollback:2 goes back to a checkpoint" in said
+    said = refusal(
+        *SMALL,
+        *LENGTH,
+        "--lr=1",
+        "--clip-grad=x",
+        "--on-spike=rollback:2",
+        "--no-save-optim",
+        check=True,
+    )
+    assert (
+        "--clip-grad: 'x' is not a number" in said
+        and "--on-spike rollback:2 goes back to a checkpoint" in said
+    )
 
 
 def test_python_names_keyword_arguments() -> None:
-    sizes = {"num_layers": 2, "hidden_size": 30, "num_attention_heads": 4, "mock_data": True, "vocab_size": 64}
+    sizes = {
+        "num_layers": 2,
+        "hidden_size": 30,
+        "num_attention_heads": 4,
+        "mock_data": True,
+        "vocab_size": 64,
+    }
     with pytest.raises(meshwright.UserError) as caught:
-        meshwright.train(**sizes, seq_length=16, micro_batch_size=1, train_iters=1, lr=1e-3, optimizer="sgd", ema=2)
+        meshwright.train(
+            **sizes,
+            seq_length=16,
+            micro_batch_size=1,
+            train_iters=1,
+            lr=1e-3,
+            optimizer="sgd",
+            ema=2,
+        )
     assert str(caught.value) == (
         "\n  ema=2 is not in [0, 1)"
         "\n  hidden_size=30 is not a multiple of num_attention_heads=4; change one or set kv_channels"

@@ -45,9 +45,13 @@ def value(config: TrainConfig, name: str) -> Any:
 @pytest.mark.parametrize("row", BY_DEPTH, ids=lambda row: f"depth {row[0]}")
 def test_depth_decides_everything(row: tuple[Any, ...]) -> None:
     parsed = parse("--depth", str(row[0]), *MOCK, check=True)
-    assert {name: value(parsed.config, name) for name in COLUMNS} == dict(zip(COLUMNS, row, strict=True))
+    assert {name: value(parsed.config, name) for name in COLUMNS} == dict(
+        zip(COLUMNS, row, strict=True)
+    )
     assert parsed.config.optimizer.optimizer == "muon" and parsed.recipe == "modern"
-    assert flags.to_dict(parse("--recipe=modern", "--depth", str(row[0]), *MOCK).config) == flags.to_dict(parsed.config)
+    assert flags.to_dict(
+        parse("--recipe=modern", "--depth", str(row[0]), *MOCK).config
+    ) == flags.to_dict(parsed.config)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +65,12 @@ def test_depth_decides_everything(row: tuple[Any, ...]) -> None:
             # share 1.084 x 20^-0.527 = 0.2236; 1.5 / (0.2236 x 0.002 x 25,920) = 0.129. Validation:
             # 3 x 1 % x 25,920 / 10 = 77.8 batches.
             "--depth 12",
-            {"hidden_size": 768, "num_attention_heads": 6, "train_tokens": 1_698_693_120, "global_batch_size": 64}
+            {
+                "hidden_size": 768,
+                "num_attention_heads": 6,
+                "train_tokens": 1_698_693_120,
+                "global_batch_size": 64,
+            }
             | {"lr": 0.002, "lr_warmup_fraction": 0.02, "embedding_lr": 0.006, "vector_lr": 0.006}
             | {"weight_decay": 0.13, "eval_interval": 2592, "eval_iters": 78},
         ),
@@ -71,15 +80,32 @@ def test_depth_decides_everything(row: tuple[Any, ...]) -> None:
             # 64; steps 60,293,120 / 16,384 = 3,680. Rate: 0.002 x 768 / 256. Decay: 1.5 / (0.2236 x
             # 0.006 x 3,680) = 0.304, at most 0.3. 11.04 batches.
             "--depth 4",
-            {"hidden_size": 256, "num_attention_heads": 4, "train_tokens": 60_293_120, "global_batch_size": 64}
-            | {"lr": 0.006, "lr_warmup_fraction": 0.02, "weight_decay": 0.3, "eval_interval": 368, "eval_iters": 11},
+            {
+                "hidden_size": 256,
+                "num_attention_heads": 4,
+                "train_tokens": 60_293_120,
+                "global_batch_size": 64,
+            }
+            | {
+                "lr": 0.006,
+                "lr_warmup_fraction": 0.02,
+                "weight_decay": 0.3,
+                "eval_interval": 368,
+                "eval_iters": 11,
+            },
         ),
         (
             # Twice the batch: rate 0.002 x root of 2 = 0.0028, the others' 0.006 x 1.4 = 0.0084,
             # half the steps: 12,960. Decay: 1.5 / (0.2236 x 0.0028 x 12,960) = 0.185. Validation:
             # 0.03 x 1,296 = 38.9 batches.
             "--depth 12 --global-batch-size 128",
-            {"lr": 0.0028, "embedding_lr": 0.0084, "weight_decay": 0.18, "eval_interval": 1296, "eval_iters": 39},
+            {
+                "lr": 0.0028,
+                "embedding_lr": 0.0084,
+                "weight_decay": 0.18,
+                "eval_interval": 1296,
+                "eval_iters": 39,
+            },
         ),
         (
             # AdamW: 0.0006 x 768 / 256, a warm-up of a tenth; decay 1.5 / (0.2236 x 0.0018 x 3,680)
@@ -98,39 +124,77 @@ def test_the_page_has_this_table() -> None:
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     for row in BY_DEPTH:
         layers, width, heads, length, tokens, batch, lr, decay, _ = row
-        cells = (layers, width, heads, length, recipes._short(tokens), batch, f"{lr:g}", f"{decay:g}")
+        cells = (
+            layers,
+            width,
+            heads,
+            length,
+            recipes._short(tokens),
+            batch,
+            f"{lr:g}",
+            f"{decay:g}",
+        )
         assert f"| {' | '.join(map(str, cells))} |" in lines
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ("--depth 12 --lr 1e-3", {"lr": 1e-3, "embedding_lr": 0.003, "vector_lr": 0.003, "weight_decay": 0.26}),
+        (
+            "--depth 12 --lr 1e-3",
+            {"lr": 1e-3, "embedding_lr": 0.003, "vector_lr": 0.003, "weight_decay": 0.26},
+        ),
         ("--depth 12 --seq-length 512", {"seq_length": 512, "global_batch_size": 128, "lr": 0.002}),
         # The batch follows the tokens; the rate the root of a batch that is given, at most twice.
-        ("--depth 12 --train-tokens 15e6", {"global_batch_size": 8, "lr": 0.002, "train_tokens": 15_000_000}),
-        ("--depth 12 --train-tokens 15e6 --global-batch-size 32", {"lr": 0.004, "global_batch_size": 32}),
+        (
+            "--depth 12 --train-tokens 15e6",
+            {"global_batch_size": 8, "lr": 0.002, "train_tokens": 15_000_000},
+        ),
+        (
+            "--depth 12 --train-tokens 15e6 --global-batch-size 32",
+            {"lr": 0.004, "global_batch_size": 32},
+        ),
         ("--depth 12 --train-tokens 15e6 --global-batch-size 512", {"lr": 0.004}),
         ("--depth 12 --train-samples 14648", {"global_batch_size": 8, "train_tokens": None}),
-        ("--depth 12 --train-iters 1831", {"global_batch_size": 8, "train_iters": 1831, "train_tokens": None}),
+        (
+            "--depth 12 --train-iters 1831",
+            {"global_batch_size": 8, "train_iters": 1831, "train_tokens": None},
+        ),
         ("--depth 12 --train-iters 292", {"log_interval": 7}),  # a curve of at least 40 points
         ("--depth 12 --train-iters 20", {"log_interval": 1}),
         ("--depth 12 --train-iters 9999", {"log_interval": 100}),  # as without a recipe
         ("--depth 12 --train-iters 292 --log-interval 50", {"log_interval": 50}),
         ("--depth 12 --num-attention-heads 12", {"num_attention_heads": 12, "hidden_size": 768}),
-        ("--recipe modern --num-layers 6 --hidden-size 192", {"num_attention_heads": 3, "seq_length": 128}),
+        (
+            "--recipe modern --num-layers 6 --hidden-size 192",
+            {"num_attention_heads": 3, "seq_length": 128},
+        ),
         ("--recipe modern --num-layers 6 --hidden-size 200", {"num_attention_heads": 25}),
         ("--depth 12 --squared-relu", {"squared_relu": True, "swiglu": False}),
         ("--depth 12 --glu-activation geglu", {"glu_activation": "geglu", "swiglu": False}),
         (
             "--depth 12 --lr-warmup-iters 10",
-            {"lr_warmup_iters": 10, "lr_warmup_fraction": None, "train_iters": 25_920, "train_tokens": None},
+            {
+                "lr_warmup_iters": 10,
+                "lr_warmup_fraction": None,
+                "train_iters": 25_920,
+                "train_tokens": None,
+            },
         ),
         (
             "--depth 12 --optimizer adam",
-            {"lr": 6e-4, "lr_warmup_fraction": 0.1, "muon_split_qkv": "off", "embedding_lr": None, "vector_lr": None},
+            {
+                "lr": 6e-4,
+                "lr_warmup_fraction": 0.1,
+                "muon_split_qkv": "off",
+                "embedding_lr": None,
+                "vector_lr": None,
+            },
         ),
-        ("--depth 12 --optimizer lion --lr 1e-4", {"adam_beta2": 0.999, "lr": 1e-4, "lr_warmup_fraction": None}),
+        (
+            "--depth 12 --optimizer lion --lr 1e-4",
+            {"adam_beta2": 0.999, "lr": 1e-4, "lr_warmup_fraction": None},
+        ),
         ("--depth 12 --optimizer sgd --lr 0.1", {"cautious_weight_decay": False, "lr": 0.1}),
         # The rates and the decay are those of the base, which µP carries over.
         (
@@ -138,9 +202,15 @@ def test_the_page_has_this_table() -> None:
             {"lr": 0.006, "embedding_lr": 0.006, "weight_decay": 0.043, "hidden_size": 768},
         ),
         ("--depth 12 --weight-decay-incr-style constant", {"weight_decay": 0.086}),
-        ("--depth 12 --tensor-model-parallel-size 2 --world-size 2", {"micro_batch_size": 8, "global_batch_size": 64}),
+        (
+            "--depth 12 --tensor-model-parallel-size 2 --world-size 2",
+            {"micro_batch_size": 8, "global_batch_size": 64},
+        ),
         ("--depth 12 --zero-stage 2 --world-size 32", {"micro_batch_size": 2}),
-        ("--depth 12 --num-accumulation-steps 4", {"micro_batch_size": None, "global_batch_size": 64}),
+        (
+            "--depth 12 --num-accumulation-steps 4",
+            {"micro_batch_size": None, "global_batch_size": 64},
+        ),
     ],
 )
 def test_what_is_given_wins_and_the_rules_follow_it(given: str, expected: dict[str, Any]) -> None:
@@ -161,14 +231,25 @@ def test_files_and_the_environment_win_too(tmp_path: Path, monkeypatch: pytest.M
 def test_nothing_changes_without_a_recipe() -> None:
     sizes = "--num-layers 2 --hidden-size 128 --num-attention-heads 2 --seq-length 64 --lr 1e-3 --train-iters 5"
     parsed = parse(*sizes.split(), *MOCK)
-    assert not parsed.recipe and not any("recipe" in line for line in [*parsed.notices, *parsed.sources.values()])
+    assert not parsed.recipe and not any(
+        "recipe" in line for line in [*parsed.notices, *parsed.sources.values()]
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("recipe", list(recipes.RECIPES))
 def test_every_preset_gives_sizes_and_the_recipe_all_else(name: str, recipe: str) -> None:
-    alone, both = parse("--preset", name).config, parse("--preset", name, "--recipe", recipe, *MOCK, check=True).config
-    for size in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "seq_length"):
+    alone, both = (
+        parse("--preset", name).config,
+        parse("--preset", name, "--recipe", recipe, *MOCK, check=True).config,
+    )
+    for size in (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "seq_length",
+    ):
         assert value(both, size) == value(alone, size)
     for row, (wanted, _) in recipes.RECIPES[recipe]["rows"].items():
         assert value(both, row) == wanted
@@ -182,11 +263,20 @@ def test_every_preset_gives_sizes_and_the_recipe_all_else(name: str, recipe: str
 
 def test_the_recipe_of_gpt2_is_the_documents_one() -> None:
     for depth, preset in ((12, "gpt2-117m"),):
-        for length in ([], ["--train-iters", "2000"], ["--train-tokens", "1e9"], ["--train-tokens", "auto"]):
+        for length in (
+            [],
+            ["--train-iters", "2000"],
+            ["--train-tokens", "1e9"],
+            ["--train-tokens", "auto"],
+        ):
             theirs = flags.to_dict(parse("--preset", preset, *length).config)
             ours = flags.to_dict(parse("--recipe=gpt2", f"--depth={depth}", *length).config)
-            assert ours == theirs | {"max_position_embeddings": None}  # as many as tokens of a sample
-    assert parse("--preset", "gpt2-345m", "--recipe", "gpt2").config == parse("--preset", "gpt2-345m").config
+            # as many as tokens of a sample
+            assert ours == theirs | {"max_position_embeddings": None}
+    assert (
+        parse("--preset", "gpt2-345m", "--recipe", "gpt2").config
+        == parse("--preset", "gpt2-345m").config
+    )
 
 
 def test_tokens_are_bounded_by_readings_of_the_data(tmp_path: Path) -> None:
@@ -194,7 +284,12 @@ def test_tokens_are_bounded_by_readings_of_the_data(tmp_path: Path) -> None:
     assert recipes.training_tokens(Data(data_path=[prefix], split="1,0,0")) == 10_000
     assert recipes.training_tokens(Data(data_path=[prefix], split="80,10,10")) == 8_000
     assert recipes.training_tokens(Data(train_data_path=[prefix])) == 10_000
-    for unknown in (Data(), Data(mock_data=True), Data(data_path=["s3://b/x"]), Data(data_path=[str(tmp_path / "no")])):
+    for unknown in (
+        Data(),
+        Data(mock_data=True),
+        Data(data_path=["s3://b/x"]),
+        Data(data_path=[str(tmp_path / "no")]),
+    ):
         assert recipes.training_tokens(unknown) is None
     parsed = parse("--depth", "4", "--data-path", prefix, "--split", "1,0,0")
     assert parsed.config.training.train_tokens == 40_000
@@ -205,15 +300,24 @@ def test_tokens_alone_can_follow_from_the_size(tmp_path: Path) -> None:
     sizes = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --lr 1e-3 --micro-batch-size 4"
     parsed = parse(*sizes.split(), "--train-tokens", "auto", *MOCK, check=True)
     assert parsed.config.training.train_tokens == 20 * 2 * 12 * 64**2
-    assert parsed.sources["train_tokens"] == "command line (auto: 20 for each of 98.3k parameters of the layers)"
+    assert (
+        parsed.sources["train_tokens"]
+        == "command line (auto: 20 for each of 98.3k parameters of the layers)"
+    )
     assert any("--train-tokens auto is 1,966,080: 20 for each" in line for line in parsed.notices)
     without_sizes = refusal("--train-tokens", "auto")
     assert "--train-tokens auto counts the parameters" in without_sizes
     assert without_sizes.count("--hidden-size") == 1  # it is not said to be needed once more
     file = tmp_path / "own.toml"
     file.write_text('train_tokens = "auto"\n')
-    assert parse(*sizes.split(), "--config", str(file)).config == parse(*sizes.split(), "--train-tokens=auto").config
-    assert parse("--config", str(file), "--train-iters=5", *sizes.split()).config.training.train_tokens is None
+    assert (
+        parse(*sizes.split(), "--config", str(file)).config
+        == parse(*sizes.split(), "--train-tokens=auto").config
+    )
+    assert (
+        parse("--config", str(file), "--train-iters=5", *sizes.split()).config.training.train_tokens
+        is None
+    )
     with_recipe = parse("--depth", "2", "--train-tokens", "auto", *MOCK).config
     assert with_recipe == parse("--depth", "2", *MOCK).config
 
@@ -221,9 +325,17 @@ def test_tokens_alone_can_follow_from_the_size(tmp_path: Path) -> None:
 BATCH = "--global-batch-size 64 (chosen by --recipe modern; --global-batch-size overrides it) is not a multiple of"
 
 
-def test_an_error_of_a_start_says_so_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_start_says_so_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Found only when the number of ranks is known."""
-    found = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
+    found = {
+        "RANK": "0",
+        "WORLD_SIZE": "3",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29511",
+    }
     for name, value in found.items():
         monkeypatch.setenv(name, value)
     assert main(["train", "--depth=4", *MOCK]) == USAGE
@@ -237,29 +349,44 @@ def test_every_choice_has_a_reason_that_is_printed() -> None:
     [lines] = [line.splitlines() for line in parsed.notices if line.startswith("--recipe")]
     assert lines[0] == "--recipe modern sets, for 84.9M parameters in 12 layers:"
     assert max(map(len, lines)) <= 100
-    for row in ("--hidden-size 768 +64 x the layers", "--no-add-bias-linear +biases", "--lr 0.001 +recipe: 0.002"):
+    for row in (
+        "--hidden-size 768 +64 x the layers",
+        "--no-add-bias-linear +biases",
+        "--lr 0.001 +recipe: 0.002",
+    ):
         assert any(re.match(f"  {row}", line) for line in lines), row
     known = config_fields(TrainConfig)
     for recipe in recipes.RECIPES.values():
-        assert all(name in known and len(reason) > 5 for name, (_, reason) in recipe["rows"].items())
+        assert all(
+            name in known and len(reason) > 5 for name, (_, reason) in recipe["rows"].items()
+        )
     from_recipe = [source for source in parsed.sources.values() if source.startswith("recipe")]
-    assert len(from_recipe) > 25 and all(source.startswith("recipe modern: ") for source in from_recipe)
+    assert len(from_recipe) > 25 and all(
+        source.startswith("recipe modern: ") for source in from_recipe
+    )
 
 
-def test_the_model_can_be_exported_or_a_start_says_that_it_cannot(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_model_can_be_exported_or_a_start_says_that_it_cannot(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for size in ["--depth=1", "--depth=12", *(f"--preset={name}" for name in NAMES)]:
         model = parse("--recipe=modern", size).config.model
         assert exports.obstacles(model, "llama") == [] == export_notices(model), size
     assert main(["train", "--depth=1", "--squared-relu", *MOCK, "--dry-run"]) == 0
     said = capsys.readouterr().err
     assert "note: --recipe modern sets" in said
-    assert "cannot be exported to Hugging Face's format: Qwen3ForCausalLM cannot express the activation" in said
+    assert (
+        "cannot be exported to Hugging Face's format: Qwen3ForCausalLM cannot express the activation"
+        in said
+    )
     assert "squared-relu; --swiglu has one" in said
     assert main(["train", "--depth=1", *MOCK, "--dry-run"]) == 0
     assert "cannot be exported" not in capsys.readouterr().err
 
 
-def test_a_resumed_run_keeps_what_its_file_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_keeps_what_its_file_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its config.toml has values, no recipe, so that other numbers of a recipe do not reach it."""
     first = parse("--depth", "4", *MOCK).config
     file = tmp_path / "config.toml"
@@ -269,13 +396,17 @@ def test_a_resumed_run_keeps_what_its_file_records(tmp_path: Path, monkeypatch: 
     assert parse("--depth", "4", *MOCK).config != first
     assert parse("--config", str(file)).config == first
     again = parse("--depth", "4", "--config", str(file), "--lr-decay-style", "cosine").config
-    assert again == dataclasses.replace(first, optimizer=dataclasses.replace(first.optimizer, lr_decay_style="cosine"))
+    assert again == dataclasses.replace(
+        first, optimizer=dataclasses.replace(first.optimizer, lr_decay_style="cosine")
+    )
     assert checks.problems(first) == []
 
 
 def test_sweeps_and_plans_take_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grid = ["--grid", "depth=1,2 recipe=modern,gpt2", "--dry-run"]
-    assert main(["sweep", str(tmp_path / "sizes"), *grid, "--", *MOCK, "--micro-batch-size", "1"]) == 0
+    assert (
+        main(["sweep", str(tmp_path / "sizes"), *grid, "--", *MOCK, "--micro-batch-size", "1"]) == 0
+    )
     out = capsys.readouterr().out
     assert out.count("--depth=") == 4 == out.count("--recipe=") and "depth=2,recipe=gpt2" in out
     assert main(["plan", "--depth=12", "--bf16", "--gpus=2", "--gpu=h100", "--best=1"]) == 0

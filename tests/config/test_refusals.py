@@ -43,7 +43,9 @@ class Refusal:
 @functools.cache
 def refusals() -> list[Refusal]:
     table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
-    return [read_row(table["words"], group, row) for group in table["group"] for row in group["rows"]]
+    return [
+        read_row(table["words"], group, row) for group in table["group"] for row in group["rows"]
+    ]
 
 
 def read_row(names: dict[str, str], group: dict[str, Any], row: list[str]) -> Refusal:
@@ -56,7 +58,11 @@ def read_row(names: dict[str, str], group: dict[str, Any], row: list[str]) -> Re
 
 def spelled(names: dict[str, str], words: list[str]) -> list[str]:
     """Return words with those that a name of the table stands for."""
-    return [part for word in words for part in (spelled(names, names[word].split()) if word in names else [word])]
+    return [
+        part
+        for word in words
+        for part in (spelled(names, names[word].split()) if word in names else [word])
+    ]
 
 
 def described(refusal: Refusal) -> str:

@@ -8,11 +8,22 @@ from meshwright.base.hints import near_path
 
 def test_a_path_that_does_not_exist_brings_up_what_is_named_like_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("my-text_text_document.idx", "my-text_text_document.bin", "other.idx", "my-texts", ".my-texts2"):
+    for name in (
+        "my-text_text_document.idx",
+        "my-text_text_document.bin",
+        "other.idx",
+        "my-texts",
+        ".my-texts2",
+    ):
         (tmp_path / name).touch()
     for wrong in ("my-text", "my-txt_text_document", "my-text_text_docment"):
         assert near_path(wrong, ".idx") == "; did you mean my-text_text_document?"
-    assert near_path("other", ".idx") == near_path("nothing", ".idx") == near_path("none/x", ".idx") == ""
+    assert (
+        near_path("other", ".idx")
+        == near_path("nothing", ".idx")
+        == near_path("none/x", ".idx")
+        == ""
+    )
     assert near_path(f"{tmp_path}/my-textz") == f"; did you mean {tmp_path}/my-texts?"
 
 
@@ -36,15 +47,27 @@ def test_the_prefix_that_preprocess_was_given_is_no_dead_end(words, tmp_path, mo
 
 
 def test_help_without_a_command_searches_the_flags_of_train(capsys):
-    for topic, known in (("lr", "--lr"), ("--lr", "--lr"), ("resume", "--load"), ("learning", "--lr")):
+    for topic, known in (
+        ("lr", "--lr"),
+        ("--lr", "--lr"),
+        ("resume", "--load"),
+        ("learning", "--lr"),
+    ):
         with pytest.raises(SystemExit) as end:
             main(["help", topic])
         out = capsys.readouterr().out
-        assert end.value.code == 0 and known in out and f"this is `meshwright help train {topic}`" in out
+        assert (
+            end.value.code == 0
+            and known in out
+            and f"this is `meshwright help train {topic}`" in out
+        )
 
 
 def test_words_of_other_programs_bring_up_ours(tmp_path, capsys):
-    assert main(["train", "--max-tokens", "5"]) == 2 and "--max-new-tokens" not in capsys.readouterr().err
+    assert (
+        main(["train", "--max-tokens", "5"]) == 2
+        and "--max-new-tokens" not in capsys.readouterr().err
+    )
     assert main(["convert", str(tmp_path / "none"), str(tmp_path / "out"), "--to", "hf"]) == 65
 
 
@@ -70,10 +93,32 @@ def test_auto_names_only_what_was_given(capsys):
 def test_dry_run_warns_of_a_step_larger_than_the_data(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text('{"text": "just a few words"}\n')
     prefix = str(tmp_path / "a")
-    assert main(["preprocess", "--input", f"{prefix}.jsonl", "--output-prefix", prefix, "--tokenizer", "byte"]) == 0
+    assert (
+        main(
+            [
+                "preprocess",
+                "--input",
+                f"{prefix}.jsonl",
+                "--output-prefix",
+                prefix,
+                "--tokenizer",
+                "byte",
+            ]
+        )
+        == 0
+    )
     small = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --train-iters 1 --lr 1 --seq-length 8 --dry-run"
-    words = ["train", *small.split(), "--max-position-embeddings", "8", "--data-path", f"{prefix}_text_document"]
-    assert main([*words, "--micro-batch-size", "1"]) == 0 and "warning" not in capsys.readouterr().out
+    words = [
+        "train",
+        *small.split(),
+        "--max-position-embeddings",
+        "8",
+        "--data-path",
+        f"{prefix}_text_document",
+    ]
+    assert (
+        main([*words, "--micro-batch-size", "1"]) == 0 and "warning" not in capsys.readouterr().out
+    )
     assert main([*words, "--micro-batch-size", "9"]) == 0
     assert "warning: one step reads more than the 16 tokens of the data" in capsys.readouterr().out
 
@@ -86,6 +131,14 @@ def test_a_text_where_another_thing_is_expected(tmp_path, monkeypatch, capsys):
     small = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --micro-batch-size 1 --train-iters 1 --seq-length 8"
     words = f"train --data-path corpus.jsonl {small} --lr 1 --tokenizer byte --dry-run"
     assert main(words.split()) == 65
-    assert "; make token files of it: meshwright preprocess --input corpus.jsonl" in capsys.readouterr().err
-    words = f"train --mock-data --vocab-size 8 --tensorboard-dir corpus.jsonl {small} --lr 1 --dry-run"
-    assert main(words.split()) == 2 and "--tensorboard-dir corpus.jsonl is a file" in capsys.readouterr().err
+    assert (
+        "; make token files of it: meshwright preprocess --input corpus.jsonl"
+        in capsys.readouterr().err
+    )
+    words = (
+        f"train --mock-data --vocab-size 8 --tensorboard-dir corpus.jsonl {small} --lr 1 --dry-run"
+    )
+    assert (
+        main(words.split()) == 2
+        and "--tensorboard-dir corpus.jsonl is a file" in capsys.readouterr().err
+    )

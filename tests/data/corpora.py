@@ -31,10 +31,22 @@ def write_pair(prefix: str | os.PathLike[str], documents: Any, dtype: Any = np.u
 
 def data_config(**given: Any) -> TrainConfig:
     """Return the settings of a short training on these data."""
-    training = {"micro_batch_size": 1, "global_batch_size": 2, "train_iters": 20, "eval_interval": 10, "eval_iters": 2}
-    inner = {k: given.pop(k) for k in list(given) if k in {*training, "train_samples", "skip_train", "seed"}}
+    training = {
+        "micro_batch_size": 1,
+        "global_batch_size": 2,
+        "train_iters": 20,
+        "eval_interval": 10,
+        "eval_iters": 2,
+    }
+    inner = {
+        k: given.pop(k)
+        for k in list(given)
+        if k in {*training, "train_samples", "skip_train", "seed"}
+    }
     data = Data(**{"seq_length": 8, "split": "700,200,100", **given})
-    return TrainConfig(data=data, training=Training(**{**training, **inner}), tokenizer=TokenizerFlags())
+    return TrainConfig(
+        data=data, training=Training(**{**training, **inner}), tokenizer=TokenizerFlags()
+    )
 
 
 def build_and_capture(config: TrainConfig, vocab: int = 1000) -> tuple[Any, list[str], list[str]]:
@@ -45,10 +57,17 @@ def build_and_capture(config: TrainConfig, vocab: int = 1000) -> tuple[Any, list
 
 
 def preprocess_inputs(
-    output: Any, *inputs: Any, stderr: Any = None, tokenizer: TokenizerFlags = BYTES, **settings: Any
+    output: Any,
+    *inputs: Any,
+    stderr: Any = None,
+    tokenizer: TokenizerFlags = BYTES,
+    **settings: Any,
 ) -> tuple[str, str]:
     """Preprocess the inputs; return what was printed."""
-    p = Preprocess(input=list(map(str, inputs)), **{"output_prefix": str(output), "overwrite": True, **settings})
+    p = Preprocess(
+        input=list(map(str, inputs)),
+        **{"output_prefix": str(output), "overwrite": True, **settings},
+    )
     stdout, stderr = io.StringIO(), stderr or io.StringIO()
     preprocess.preprocess(PreprocessConfig(p, tokenizer), stdout, stderr)
     return stdout.getvalue(), stderr.getvalue()
@@ -57,7 +76,9 @@ def preprocess_inputs(
 def texts_in(prefix: str | os.PathLike[str]) -> list[str]:
     """Return the documents of the ByteTokenizer as text, by the document index."""
     data = Indexed(prefix)
-    sequences = [bytes(ids[ids < 256].tolist()) for ids in (tokens_of(data, i) for i in range(len(data)))]
+    sequences = [
+        bytes(ids[ids < 256].tolist()) for ids in (tokens_of(data, i) for i in range(len(data)))
+    ]
     borders = data.doc_idx.tolist()
     return [b"".join(sequences[a:b]).decode() for a, b in zip(borders, borders[1:], strict=False)]
 

@@ -34,7 +34,9 @@ def sizes_of(shape: str, rng: np.random.Generator) -> list[int]:
         "short": lambda: rng.integers(1, 9, n),
         "long": lambda: rng.integers(200, 900, n),
         "mixed": lambda: (10 ** rng.uniform(0, 3.3, n)).astype(int),
-        "empty ones": lambda: rng.integers(0, 3, n) * rng.integers(0, 60, n) + np.eye(1, n, n - 1, dtype=int)[0],
+        "empty ones": lambda: (
+            rng.integers(0, 3, n) * rng.integers(0, 60, n) + np.eye(1, n, n - 1, dtype=int)[0]
+        ),
         "one": lambda: rng.integers(40, 400, 1),
     }[shape]().tolist()
 
@@ -47,17 +49,33 @@ def index_cases(seeds: range) -> list[dict[str, Any]]:
         shape = SHAPES[seed % len(SHAPES)]
         sizes = sizes_of(shape, rng)
         first = int(rng.integers(0, len(sizes)))
-        documents = [0, len(sizes)] if seed % 3 else [first, int(rng.integers(first, len(sizes))) + 1]
+        documents = (
+            [0, len(sizes)] if seed % 3 else [first, int(rng.integers(first, len(sizes))) + 1]
+        )
         tokens = sum(sizes[documents[0] : documents[1]])
         length = int(rng.choice([2, 7, 16, 64]))
         wanted = int(
             rng.choice(
-                [1, tokens // length, 3 * tokens // (2 * length), 2 * tokens // length + 1, 5 * tokens // length + 3]
+                [
+                    1,
+                    tokens // length,
+                    3 * tokens // (2 * length),
+                    2 * tokens // length + 1,
+                    5 * tokens // length + 3,
+                ]
             )
         )
         wanted = min(max(wanted, 1), 20_000)
         if tokens > 1:  # megatron-core never ends where there is no token
-            out.append({"sizes": sizes, "documents": documents, "samples": wanted, "length": length, "seed": 7 * seed})
+            out.append(
+                {
+                    "sizes": sizes,
+                    "documents": documents,
+                    "samples": wanted,
+                    "length": length,
+                    "seed": 7 * seed,
+                }
+            )
     return out
 
 
@@ -66,8 +84,15 @@ def blend_cases(seeds: range) -> list[dict[str, Any]]:
     for seed in seeds:
         rng = np.random.default_rng(1000 + seed)
         n = int(rng.choice([1, 2, 3, 10, 100]))
-        weights = [rng.random(n), rng.integers(1, 5, n) / 10, np.ones(n), 10.0 ** rng.integers(-7, 1, n)][seed % 4]
-        out.append({"weights": (weights / weights.sum()).tolist(), "size": int(rng.integers(1, 5000))})
+        weights = [
+            rng.random(n),
+            rng.integers(1, 5, n) / 10,
+            np.ones(n),
+            10.0 ** rng.integers(-7, 1, n),
+        ][seed % 4]
+        out.append(
+            {"weights": (weights / weights.sum()).tolist(), "size": int(rng.integers(1, 5000))}
+        )
     return out
 
 
@@ -85,7 +110,9 @@ def write(prefix: Path, sizes: list[int], seed: int = 0) -> Indexed:
 
 def our_index(case: dict[str, Any], folder: Path) -> list[Any]:
     indexed = write(folder / "x", case["sizes"])
-    made = Samples(indexed, range(*case["documents"]), case["samples"], case["length"], case["seed"])
+    made = Samples(
+        indexed, range(*case["documents"]), case["samples"], case["length"], case["seed"]
+    )
     return [made.doc_idx, made.sample_idx, made.shuffle_idx]
 
 
@@ -118,7 +145,9 @@ def megatron_dataset(case: dict[str, Any], folder: Path) -> Any:
         write(folder / "x", case["sizes"])
         documents = np.arange(*case["documents"], dtype=np.int32)
         indexed = IndexedDataset(str(folder / "x"), mmap=True)
-        return GPTDataset(indexed, str(folder / "x"), documents, case["samples"], Split.train, settings)
+        return GPTDataset(
+            indexed, str(folder / "x"), documents, case["samples"], Split.train, settings
+        )
 
 
 def megatron_index(case: dict[str, Any], folder: Path) -> list[Any]:
@@ -132,12 +161,17 @@ def megatron_blend(case: dict[str, Any]) -> list[Any]:
         from megatron.core.datasets import helpers
     which, number = np.zeros(case["size"], np.int16), np.zeros(case["size"], np.int64)
     weights = np.array(case["weights"])
-    helpers.build_blending_indices(which, number, weights / weights.sum(), len(weights), case["size"], False)
+    helpers.build_blending_indices(
+        which, number, weights / weights.sum(), len(weights), case["size"], False
+    )
     return [which, number]
 
 
 def digest(arrays: list[Any]) -> list[str]:
-    return [hashlib.sha256(f"{x.dtype} {x.shape} ".encode() + x.tobytes()).hexdigest()[:24] for x in arrays]
+    return [
+        hashlib.sha256(f"{x.dtype} {x.shape} ".encode() + x.tobytes()).hexdigest()[:24]
+        for x in arrays
+    ]
 
 
 def main() -> None:

@@ -47,7 +47,8 @@ def test_order_on_random_cases(monkeypatch):
     monkeypatch.setattr(blend, "walk", lambda *a: walks.append(len(a[1])) or real(*a))
     rng = np.random.default_rng(1)
     for case in range(200):
-        monkeypatch.setattr(blend, "ROWS", int(rng.choice([2, 5, 40])))  # so that small cases have several blocks
+        # so that small cases have several blocks
+        monkeypatch.setattr(blend, "ROWS", int(rng.choice([2, 5, 40])))
         monkeypatch.setattr(blend, "PIECES", int(rng.choice([1, 3, 20])))
         n = int(rng.integers(1, 12))
         weights = [
@@ -99,7 +100,9 @@ def test_a_blend_is_its_parts_in_order(files):
     ):
         shares = [0.75, 0.25]
         parts = [
-            Samples(Indexed(files / f"p{n}"), documents[n], math.ceil(size * shares[n] * 1.005), 8, 1234)
+            Samples(
+                Indexed(files / f"p{n}"), documents[n], math.ceil(size * shares[n] * 1.005), 8, 1234
+            )
             for n in range(2)
         ]
         assert len(made[name]) == size
@@ -110,19 +113,26 @@ def test_a_blend_is_its_parts_in_order(files):
             with pytest.raises(IndexError):
                 made[name][k]
     records = [json.loads(path.read_text()) for path in (files / "index-cache").glob("*.json")]
-    assert {r["samples"] for r in records if r.get("name") == "train"} == {31, 11}  # 30.15 and 10.05, rounded up
+    # 30.15 and 10.05, rounded up
+    assert {r["samples"] for r in records if r.get("name") == "train"} == {31, 11}
     assert [line for line in lines if line.startswith(("Single", "data_prefix", "Separate"))] == [
         "Single data path provided for train, valid & test",
         f"data_prefix: {paths(files, 3, 'p0', 1, 'p1')}",
     ]
-    assert lines.count("    number of documents: 20") == lines.count("    number of documents: 10") == 1
+    assert (
+        lines.count("    number of documents: 20")
+        == lines.count("    number of documents: 10")
+        == 1
+    )
     at = lines.index(" > building indices for blendable datasets ...")
     assert lines[at + 1 : at + 4] == [
         " > sample ratios:",
         "   dataset 0, input: 0.75, achieved: 0.75",
         "   dataset 1, input: 0.25, achieved: 0.25",
     ]
-    assert re.fullmatch(r"> elapsed time for building blendable dataset indices: \d+\.\d\d \(sec\)", lines[at + 4])
+    assert re.fullmatch(
+        r"> elapsed time for building blendable dataset indices: \d+\.\d\d \(sec\)", lines[at + 4]
+    )
     assert "> size of blendable dataset: 40 samples" in lines
 
 
@@ -140,7 +150,11 @@ def test_parts_never_run_out(monkeypatch):
 
 def test_without_weights_the_tokens_of_the_split_decide(files):
     made, _, _ = build(data_path=paths(files, "p0", "p1", "p2"), train_iters=100)
-    for name, tokens in (("train", [420, 350, 196]), ("valid", [120, 100, 56]), ("test", [60, 50, 28])):
+    for name, tokens in (
+        ("train", [420, 350, 196]),
+        ("valid", [120, 100, 56]),
+        ("test", [60, 50, 28]),
+    ):
         size = len(made[name])
         assert made[name].dataset_idx.tolist() == blend_rule(normalise(tokens), size)[0]
     weighed, _, _ = build(data_path=paths(files, 420, "p0", 350, "p1", 196, "p2"), train_iters=100)
@@ -149,7 +163,9 @@ def test_without_weights_the_tokens_of_the_split_decide(files):
 
 def test_what_is_empty_drops_out_with_its_weight(files):
     write_counting(files / "one", [40], 2500)
-    made, _, notices = build(data_path=paths(files, 0.5, "one", 0.3, "p0", 0, "p1", 0.2, "p2"), split="8,1,1")
+    made, _, notices = build(
+        data_path=paths(files, 0.5, "one", 0.3, "p0", 0, "p1", 0.2, "p2"), split="8,1,1"
+    )
     assert len(made["train"].parts) == 3
     assert np.bincount(made["train"].dataset_idx).tolist() == [20, 12, 8]
     for name in ("valid", "test"):
@@ -158,36 +174,52 @@ def test_what_is_empty_drops_out_with_its_weight(files):
         assert [part.indexed.prefix for part in made[name].parts] == paths(files, "p0", "p2")
     empty, zero = f"{files}/one of 1 documents is empty", f"{files}/p1 has the weight 0"
     left_out = [("train", zero), ("valid", empty), ("valid", zero), ("test", empty), ("test", zero)]
-    assert notices == [f"--split 8,1,1: the {name} split of {why}, so it is left out" for name, why in left_out]
+    assert notices == [
+        f"--split 8,1,1: the {name} split of {why}, so it is left out" for name, why in left_out
+    ]
     made, _, notices = build(data_path=paths(files, 1, "p0", 1, "p1"), split="9,1,0")
     assert made["test"] is None and len(made["valid"]) == 12
     assert not notices  # nothing was asked for
     message = error_of(lambda: build(data_path=paths(files, 1, "p0", 1, "p1"), split="0,1,0"))
-    assert re.search(r"training split \(0 of 30 documents\) has 0 tokens.* another --split", message)
+    assert re.search(
+        r"training split \(0 of 30 documents\) has 0 tokens.* another --split", message
+    )
     write_counting(files / "short", [5])
     made, _, notices = build(data_path=paths(files, 1, "p0", 1, "short"), split="1,0,0")
     assert len(made["train"]) == 40
-    assert f"the train split of {files}/short has 5 tokens: each sample of 8 + 1 repeats" in notices[0]
+    assert (
+        f"the train split of {files}/short has 5 tokens: each sample of 8 + 1 repeats" in notices[0]
+    )
 
 
 def test_separate_paths_are_whole_files(files):
     made, lines, notices = build(
-        train_data_path=paths(files, "p0"), valid_data_path=paths(files, 1, "p1", 1, "p2"), eval_iters=3
+        train_data_path=paths(files, "p0"),
+        valid_data_path=paths(files, 1, "p1", 1, "p2"),
+        eval_iters=3,
     )
     assert notices == []
     assert made["train"].doc_idx[:20].max() == 19 and len(made["train"]) >= 40
     assert isinstance(made["valid"], Blend) and len(made["valid"]) == 18
     assert made["test"] is None
-    assert "Separate data paths provided for train, valid & test. Split string will be ignored." in lines
+    assert (
+        "Separate data paths provided for train, valid & test. Split string will be ignored."
+        in lines
+    )
     assert [line for line in lines if "document indices" in line] == [
         f"     document indices in [0, {n}) total of {n} documents" for n in (20, 10, 40)
     ]
     whole, _, _ = build(data_path=paths(files, "p0"), split="1,0,0")
     assert all(np.array_equal(made["train"][k], whole["train"][k]) for k in range(40))
     write_counting(files / "none", [0, 0])
-    made, _, [notice] = build(train_data_path=paths(files, "p0"), test_data_path=paths(files, "none"))
+    made, _, [notice] = build(
+        train_data_path=paths(files, "p0"), test_data_path=paths(files, "none")
+    )
     assert made["test"] is None
-    assert notice == f"--test-data-path: the test split of {files}/none of 2 documents is empty, so it is left out"
+    assert (
+        notice
+        == f"--test-data-path: the test split of {files}/none of 2 documents is empty, so it is left out"
+    )
     message = error_of(lambda: build(train_data_path=paths(files, "none")))
     assert re.search(r"\(2 of 2 documents\) has 0 tokens.* another --train-data-path", message)
 
@@ -200,19 +232,24 @@ def test_only_what_is_needed_is_built(files):
         made, _, more = build(**where, eval_iters=0)
         assert [name for name in made if made[name] is None] == ["valid", "test"]
         assert notices == more == []
-    made, _, _ = build(train_data_path=["not there"], valid_data_path=paths(files, "p0"), skip_train=True)
+    made, _, _ = build(
+        train_data_path=["not there"], valid_data_path=paths(files, "p0"), skip_train=True
+    )
     assert made["train"] is None and made["valid"]
 
 
 def test_target_in_samples(files):
     made, lines, _ = build(data_path=paths(files, 1, "p0"), train_iters=None, train_samples=51)
-    assert lines[2:5] == ["    train:      51", "    validation: 12", "    test:       4"]  # 25 steps
+    # 25 steps
+    assert lines[2:5] == ["    train:      51", "    validation: 12", "    test:       4"]
     assert len(made["train"]) == 51
 
 
 @pytest.mark.parametrize("source", ["files", "mock"])
 def test_cyclic_wraps_every_split(files, source):
-    where = {"mock_data": True} if source == "mock" else {"data_path": paths(files, 1, "p0", 2, "p1")}
+    where = (
+        {"mock_data": True} if source == "mock" else {"data_path": paths(files, 1, "p0", 2, "p1")}
+    )
     plain, _, _ = build(**where)
     made, _, _ = build(**where, dataloader_type="cyclic")
     for name in made:
@@ -225,13 +262,17 @@ def test_cyclic_wraps_every_split(files, source):
 
 
 def test_missing_files_and_foreign_ids_name_the_file(files):
-    assert "nowhere.idx does not exist" in error_of(lambda: build(data_path=paths(files, 1, "p0", 1, "nowhere")))
+    assert "nowhere.idx does not exist" in error_of(
+        lambda: build(data_path=paths(files, 1, "p0", 1, "nowhere"))
+    )
     message = error_of(lambda: build(vocab=1400, data_path=paths(files, 1, "p0", 1, "p1")))
     assert re.search(rf"{files}/p1.bin has id 1400 in document 8, .* 0 ... 1399", message)
     parts = [Samples(Indexed(files / f"p{n}"), range(10), 20, 8, 1) for n in range(2)]
     loader = Loader(Blend(parts, [0.5, 0.5], 40), LoaderSpec(1, lambda _: 1, 1000))
     message = error_of(lambda: list(islice(loader, 2)))
-    assert re.search(rf"sample 1 has id 1\d+ \(token \d+ of document \d in {files}/p1\), .* 0 ... 999", message)
+    assert re.search(
+        rf"sample 1 has id 1\d+ \(token \d+ of document \d in {files}/p1\), .* 0 ... 999", message
+    )
 
 
 def test_cache_is_used_checked_and_keyed(tmp_path, monkeypatch):

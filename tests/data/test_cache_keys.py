@@ -47,13 +47,23 @@ LENGTHS = [30, 20, 10, 40, 25, 7]
 def files(tmp_path: Path) -> dict[str, Indexed]:
     """Token files by what is different in their lengths."""
     made = {}
-    for name, lengths in {"base": LENGTHS, "other": [30, 20, 40, 10, 25, 7], "longer": [31, *LENGTHS[1:]]}.items():
+    for name, lengths in {
+        "base": LENGTHS,
+        "other": [30, 20, 40, 10, 25, 7],
+        "longer": [31, *LENGTHS[1:]],
+    }.items():
         write_counting(tmp_path / name, lengths)
         made[name] = Indexed(str(tmp_path / name))
     return made
 
 
-ORDER: dict[str, Any] = {"indexed": "base", "documents": range(6), "num_samples": 20, "seq_length": 8, "seed": 1}
+ORDER: dict[str, Any] = {
+    "indexed": "base",
+    "documents": range(6),
+    "num_samples": 20,
+    "seq_length": 8,
+    "seed": 1,
+}
 FILES, PARTS = ["other", "longer"], [range(5), range(1, 6)]
 # What makes the arrays, its inputs, and other values of each input; None if it changes no array.
 CACHED: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, list[Any] | None]]] = {
@@ -73,7 +83,13 @@ CACHED: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, list[Any] 
     "Packed": (
         Packed,
         ORDER,
-        {"indexed": FILES, "documents": PARTS, "num_samples": [1, 100], "seq_length": [7, 9, 30], "seed": [0, 2]},
+        {
+            "indexed": FILES,
+            "documents": PARTS,
+            "num_samples": [1, 100],
+            "seq_length": [7, 9, 30],
+            "seed": [0, 2],
+        },
     ),
     "pack_files": (
         pack_files,
@@ -95,13 +111,19 @@ NO_INPUT = {"self", "cache_dir"}
 
 def arrays(made: Any) -> list[Any]:
     """Return all index arrays of a data set, or those that a function returned."""
-    found = made if isinstance(made, list) else [x for x in vars(made).values() if isinstance(x, np.ndarray)]
+    found = (
+        made
+        if isinstance(made, list)
+        else [x for x in vars(made).values() if isinstance(x, np.ndarray)]
+    )
     assert found
     return [(x.dtype, x.tolist()) for x in found]
 
 
 @pytest.mark.parametrize("name", CACHED)
-def test_index_arrays_depend_on_each_input(name: str, files: dict[str, Indexed], tmp_path: Path) -> None:
+def test_index_arrays_depend_on_each_input(
+    name: str, files: dict[str, Indexed], tmp_path: Path
+) -> None:
     """One folder serves all variations, and each as if it had been the only one."""
     make, base, changes = CACHED[name]
     parameters = set(inspect.signature(make).parameters) - NO_INPUT
@@ -109,12 +131,18 @@ def test_index_arrays_depend_on_each_input(name: str, files: dict[str, Indexed],
 
     def build(given: dict[str, Any], folder: Path | None) -> list[Any]:
         return arrays(
-            make(**{n: files.get(v, v) if isinstance(v, str) else v for n, v in given.items()}, cache_dir=folder)
+            make(
+                **{n: files.get(v, v) if isinstance(v, str) else v for n, v in given.items()},
+                cache_dir=folder,
+            )
         )
 
     with captured_output():
         plain = build(base, None)
-        variations = [base, *({**base, n: value} for n, values in changes.items() for value in values or ())]
+        variations = [
+            base,
+            *({**base, n: value} for n, values in changes.items() for value in values or ()),
+        ]
         for given in [*variations, *variations[::-1]]:
             without = build(given, None)
             assert build(given, tmp_path / "cache") == without, given
@@ -144,7 +172,9 @@ def test_entries_hold_all_of_their_key_and_differ_by_each_part_of_it(tmp_path: P
             )
         assert made[0].tolist() == [number]
     records = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
-    assert len(records) == 1 + len(others) and all({"version", "data"} <= record.keys() for record in records)
+    assert len(records) == 1 + len(others) and all(
+        {"version", "data"} <= record.keys() for record in records
+    )
 
 
 def test_token_files_are_known_by_their_lengths(tmp_path: Path) -> None:
@@ -169,16 +199,33 @@ def test_token_files_are_known_by_their_lengths(tmp_path: Path) -> None:
 
 # Orders of a run: every setting that is read on the way to them
 
-CORPORA = {"a": [12, 9, 17, 8, 11, 30, 5, 14, 22, 9], "b": [20, 18, 7, 9, 16, 4, 25], "c": [40, 4, 13, 21, 6]}
-TRAINING: dict[str, Any] = {"micro_batch_size": 1, "global_batch_size": 2, "train_iters": 12, "eval_interval": 6}
+CORPORA = {
+    "a": [12, 9, 17, 8, 11, 30, 5, 14, 22, 9],
+    "b": [20, 18, 7, 9, 16, 4, 25],
+    "c": [40, 4, 13, 21, 6],
+}
+TRAINING: dict[str, Any] = {
+    "micro_batch_size": 1,
+    "global_batch_size": 2,
+    "train_iters": 12,
+    "eval_interval": 6,
+}
 TRAINING |= {"eval_iters": 1}
 DATA: dict[str, Any] = {"seq_length": 8, "split": "60,20,20"}
 BASES: dict[str, dict[str, Any]] = {
     "stream": {"data_path": ["a"]},
     "packed": {"data_path": ["a"], "packing": "best-fit"},
     "blend": {"data_path": ["0.3", "a", "0.7", "b"]},
-    "apart": {"train_data_path": ["a"], "valid_data_path": ["1", "b", "1", "c"], "test_data_path": ["c"]},
-    "several": {"train_data_path": ["a"], "valid_data_path": ["b", "c"], "multiple_validation_sets": True},
+    "apart": {
+        "train_data_path": ["a"],
+        "valid_data_path": ["1", "b", "1", "c"],
+        "test_data_path": ["c"],
+    },
+    "several": {
+        "train_data_path": ["a"],
+        "valid_data_path": ["b", "c"],
+        "multiple_validation_sets": True,
+    },
     "parts": {
         "train_weighted_split_paths": ["t: 0.4 0:0.5 a, 0.6 0:1 b"],
         "valid_weighted_split_paths": ["v: 1 0.5:1 a"],
@@ -204,9 +251,19 @@ CHANGES: dict[str, dict[str, list[Any]]] = {
         "mock_data": [True],
         "skip_train": [True],
     },
-    "packed": {"data_path": [["b"]], "seq_length": [7, 9], "split": ["50,30,20"], "seed": [1], "train_iters": [90]},
+    "packed": {
+        "data_path": [["b"]],
+        "seq_length": [7, 9],
+        "split": ["50,30,20"],
+        "seed": [1],
+        "train_iters": [90],
+    },
     "blend": {
-        "data_path": [["0.31", "a", "0.69", "b"], ["0.3", "a", "0.7", "c"], ["0.3", "b", "0.7", "a"]],
+        "data_path": [
+            ["0.31", "a", "0.69", "b"],
+            ["0.3", "a", "0.7", "c"],
+            ["0.3", "b", "0.7", "a"],
+        ],
         "seed": [1],
         "train_iters": [13],
         "blend_stages": [["10: 1 a 1 b"]],
@@ -219,7 +276,10 @@ CHANGES: dict[str, dict[str, list[Any]]] = {
     },
     "several": {"multiple_validation_sets": [False], "valid_data_path": [["b", "a"]]},
     "parts": {
-        "train_weighted_split_paths": [["t: 0.4 0:0.6 a, 0.6 0:1 b"], ["t: 0.5 0:0.5 a, 0.5 0:1 b"]],
+        "train_weighted_split_paths": [
+            ["t: 0.4 0:0.6 a, 0.6 0:1 b"],
+            ["t: 0.5 0:0.5 a, 0.5 0:1 b"],
+        ],
         "valid_weighted_split_paths": [["v: 1 0.4:1 a"], ["v: 1 0.5:0.9 a"]],
         "test_weighted_split_paths": [["x: 1 0:0.8 c"]],
     },
@@ -237,7 +297,8 @@ BORDERS = {"split_arithmetic"}  # has a test of its own, as its values rarely di
 LENGTHS_OF_RUNS = set(
     "train_tokens train_epochs rampup_batch_size step_batch_size_schedule num_accumulation_steps".split()
 )
-REACTIONS = {"on_nonfinite", "on_spike"}  # read with the other small languages when settings are made
+# read with the other small languages when settings are made
+REACTIONS = {"on_nonfinite", "on_spike"}
 
 
 @pytest.fixture(scope="module")
@@ -254,14 +315,21 @@ def orders(cache: Path, given: dict[str, Any]) -> dict[str, Any]:
     training = Training(**TRAINING | {n: v for n, v in given.items() if n in of_training})
     if training.train_samples:
         training = dataclasses.replace(training, train_iters=None)
-    data = Data(**DATA | {n: v for n, v in given.items() if n not in of_training}, data_cache_path=str(cache))
+    data = Data(
+        **DATA | {n: v for n, v in given.items() if n not in of_training},
+        data_cache_path=str(cache),
+    )
     with captured_output():
         made = build_datasets(TrainConfig(data=data, training=training), 9999)
-    samples = {n: [d[k].tolist() for k in range(min(len(d), 90))] for n, d in made.items() if d is not None}
+    samples = {
+        n: [d[k].tolist() for k in range(min(len(d), 90))] for n, d in made.items() if d is not None
+    }
     return {name: [len(each), each] for name, each in samples.items()}
 
 
-@pytest.mark.parametrize(("base", "field"), [(base, field) for base, changes in CHANGES.items() for field in changes])
+@pytest.mark.parametrize(
+    ("base", "field"), [(base, field) for base, changes in CHANGES.items() for field in changes]
+)
 def test_an_order_depends_on_each_setting(
     base: str, field: str, corpora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,19 +366,27 @@ def test_every_setting_on_the_way_to_an_order_is_changed_above(
     assert {field.name for field in dataclasses.fields(Data)} - known == set()
     of_training = {field.name for field in dataclasses.fields(Training)}
     assert {"seed", "train_iters"} <= read & of_training
-    assert (read & of_training) - known - LENGTHS_OF_RUNS - REACTIONS - {"micro_batch_size"} == set()
+    assert (read & of_training) - known - LENGTHS_OF_RUNS - REACTIONS - {
+        "micro_batch_size"
+    } == set()
 
 
-def test_files_that_changed_in_place_have_another_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_changed_in_place_have_another_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the same sizes of both files and the same times."""
     monkeypatch.chdir(tmp_path)
     times = None
-    for packing, lengths in itertools.product(("stream", "best-fit"), (CORPORA["a"], CORPORA["a"][::-1])):
+    for packing, lengths in itertools.product(
+        ("stream", "best-fit"), (CORPORA["a"], CORPORA["a"][::-1])
+    ):
         write_counting("a", lengths)
         times = times or os.stat("a.idx").st_mtime_ns
         os.utime("a.idx", ns=(times, times))
         given = {"data_path": ["a"], "packing": packing}
-        assert orders(tmp_path / "shared", given) == orders(tmp_path / f"{packing}{lengths[0]}", given)
+        assert orders(tmp_path / "shared", given) == orders(
+            tmp_path / f"{packing}{lengths[0]}", given
+        )
 
 
 # What token files and vocabularies were made from
@@ -337,7 +413,12 @@ PREPROCESS: dict[str, Any] = {
     "keep_newlines": True,
     "lang": "german",
 }
-IDLE: dict[str, Any] = {"output_prefix": "elsewhere", "dataset_impl": "lazy", "overwrite": True, "workers": 3}
+IDLE: dict[str, Any] = {
+    "output_prefix": "elsewhere",
+    "dataset_impl": "lazy",
+    "overwrite": True,
+    "workers": 3,
+}
 IDLE |= {"log_interval": 7}
 
 
@@ -357,7 +438,8 @@ def preparation(tokenizer: TokenizerFlags = BYTES, **given: Any) -> Preparation:
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Preprocess)])
 def test_token_files_are_made_from_each_setting(name: str, texts: Path) -> None:
     value = PREPROCESS[name]
-    sentences = {"split_sentences": True} if name in ("keep_newlines", "lang") else {}  # Punkt needs a download
+    # Punkt needs a download
+    sentences = {"split_sentences": True} if name in ("keep_newlines", "lang") else {}
     if name == "table":
         with contextlib.closing(sqlite3.connect("t.db")) as base:
             base.execute("create table t (text text)")
@@ -365,41 +447,66 @@ def test_token_files_are_made_from_each_setting(name: str, texts: Path) -> None:
     if value is None:
         assert preparation(**{name: IDLE[name]}).made_from == preparation().made_from
         return
-    before, now = preparation(**sentences).made_from, preparation(**sentences, **{name: value}).made_from
-    assert now != before and [key for key in now if now[key] != before[key]] in (["inputs"], ["settings"])
+    before, now = (
+        preparation(**sentences).made_from,
+        preparation(**sentences, **{name: value}).made_from,
+    )
+    assert now != before and [key for key in now if now[key] != before[key]] in (
+        ["inputs"],
+        ["settings"],
+    )
 
 
 def test_token_files_are_made_from_their_texts_and_vocabulary(texts: Path) -> None:
     """From content, order and names of the texts, and from what the vocabulary's files say."""
     every = [preparation().made_from, preparation(input=["text.jsonl", "other.jsonl"]).made_from]
     every.append(preparation(input=["other.jsonl", "text.jsonl"]).made_from)
-    Path("text.jsonl").write_text(json.dumps({"text": "of text.jsonk", "title": "t"}) + "\n")  # as long
+    # as long
+    Path("text.jsonl").write_text(json.dumps({"text": "of text.jsonk", "title": "t"}) + "\n")
     every.append(preparation().made_from)
-    every.append(preparation(TokenizerFlags(tokenizer_type="NullTokenizer", vocab_size=99)).made_from)
-    every.append(preparation(TokenizerFlags(tokenizer_type="NullTokenizer", vocab_size=98)).made_from)
+    every.append(
+        preparation(TokenizerFlags(tokenizer_type="NullTokenizer", vocab_size=99)).made_from
+    )
+    every.append(
+        preparation(TokenizerFlags(tokenizer_type="NullTokenizer", vocab_size=98)).made_from
+    )
     for pair in ("a b", "b a"):  # as many ids, and as many bytes
         words = [*byte_symbols(), pair.replace(" ", ""), "<|endoftext|>"]
         Path("vocab.json").write_text(json.dumps({word: n for n, word in enumerate(words)}))
         Path("merges.txt").write_text(f"#version: 0.2\n{pair}\n")
-        every.append(preparation(TokenizerFlags(vocab_file="vocab.json", merge_file="merges.txt")).made_from)
+        every.append(
+            preparation(TokenizerFlags(vocab_file="vocab.json", merge_file="merges.txt")).made_from
+        )
     assert len({json.dumps(made_from) for made_from in every}) == len(every)
 
 
 def test_a_vocabulary_is_made_from_each_setting() -> None:
     needed = {"input": ["a"], "vocab_size": 300, "output": Path("out")}
     before = recorded_settings(TrainTokenizerConfig(**needed))
-    idle = {"input": ["b"], "output": Path("other"), "overwrite": True}  # the texts are known by their contents
+    # the texts are known by their contents
+    idle = {"input": ["b"], "output": Path("other"), "overwrite": True}
     for field in dataclasses.fields(TrainTokenizerConfig):
         change = {"vocab_size": 301, **idle}.get(field.name, PREPROCESS.get(field.name))
         now = recorded_settings(TrainTokenizerConfig(**needed | {field.name: change}))
         assert (now == before) == (field.name in idle), field.name
 
 
-def test_other_files_of_an_archive_are_another_vocabulary(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_files_of_an_archive_are_another_vocabulary(
+    texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with zipfile.ZipFile("texts.zip", "w") as archive:
         for name in ("a.txt", "b.md"):
             archive.writestr(name, f"the text of {name} " * 9)
-    train = ["train-tokenizer", "--input", "texts.zip", "--output", "v", "--vocab-size", "258", "--exclude"]
+    train = [
+        "train-tokenizer",
+        "--input",
+        "texts.zip",
+        "--output",
+        "v",
+        "--vocab-size",
+        "258",
+        "--exclude",
+    ]
     assert main([*train, "*.md"]) == 0 and main([*train, "*.md"]) == 0
     assert "already there, unchanged" in capsys.readouterr().out
     assert main([*train, "*.txt"]) == LOCKED

@@ -34,16 +34,30 @@ from meshwright.data.text import limits
 
 ROOT = Path(__file__).parents[2]
 EOD = 256
-TRAIN = ["--seq-length", "16", "--train-samples", "400", "--micro-batch-size", "2", "--global-batch-size", "8"]
+TRAIN = [
+    "--seq-length",
+    "16",
+    "--train-samples",
+    "400",
+    "--micro-batch-size",
+    "2",
+    "--global-batch-size",
+    "8",
+]
 TRAIN += ["--eval-iters", "2", "--eval-interval", "20"]
 
 
-def make_documents(count: int, seed: int = 0, eod: int | None = EOD, most: int = 3) -> list[list[list[int]]]:
+def make_documents(
+    count: int, seed: int = 0, eod: int | None = EOD, most: int = 3
+) -> list[list[list[int]]]:
     """Return documents of 0 to `most` sequences of letters, each document with its end."""
     rng = np.random.RandomState(seed)
     out = []
     for _ in range(count):
-        sequences = [rng.randint(97, 123, rng.randint(1, 40)).tolist() for _ in range(rng.randint(0, most + 1))]
+        sequences = [
+            rng.randint(97, 123, rng.randint(1, 40)).tolist()
+            for _ in range(rng.randint(0, most + 1))
+        ]
         if sequences and eod is not None:
             sequences[-1].append(eod)
         out.append(sequences)
@@ -78,18 +92,30 @@ def test_intact_files_and_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for name in "ab":
         write_pair(Path(name), make_documents(50, ord(name)))
     sums = str(tmp_path / "sums")
-    status, out, _ = run_data("verify", "a", "b", "--checksums", sums, "--tokenizer-type", "ByteTokenizer")
+    status, out, _ = run_data(
+        "verify", "a", "b", "--checksums", sums, "--tokenizer-type", "ByteTokenizer"
+    )
     lines = out.splitlines()
-    assert status == 0 and len(lines) == 3 and all(": intact: 50 documents" in line for line in lines[:2])
+    assert (
+        status == 0
+        and len(lines) == 3
+        and all(": intact: 50 documents" in line for line in lines[:2])
+    )
     assert "all of the documents end with 256" in lines[0]
     names = ("a.idx", "a.bin", "b.idx", "b.bin")
     expected = {f"{hashlib.sha256(Path(name).read_bytes()).hexdigest()}  {name}" for name in names}
     assert set(Path(sums).read_text().splitlines()) == expected
     assert run_data("verify", "a", "b", "--checksums", sums)[0] == 0  # compared now
     kept = Path("b.bin").read_bytes()
-    Path("b.bin").write_bytes(kept[:-4] + bytes([kept[-4] ^ 1]) + kept[-3:])  # still an id of the vocabulary
+    # still an id of the vocabulary
+    Path("b.bin").write_bytes(kept[:-4] + bytes([kept[-4] ^ 1]) + kept[-3:])
     status, out, err = run_data("verify", "a", "b", "--checksums", sums)
-    assert status == 65 and "b.bin has the SHA-256" in out and "a: intact" in out and "1 problem, listed above" in err
+    assert (
+        status == 65
+        and "b.bin has the SHA-256" in out
+        and "a: intact" in out
+        and "1 problem, listed above" in err
+    )
 
 
 def test_several_problems_are_reported_together(tmp_path: Path) -> None:
@@ -118,7 +144,11 @@ def test_uncounted_ends_of_documents_are_recognised(tmp_path: Path) -> None:
     Path(tmp_path / "b.bin").write_bytes(Path(f"{prefix}.bin").read_bytes())
     for extra in ([], ["--tokenizer-type", "ByteTokenizer"]):
         status, out, _ = run_data("verify", str(tmp_path / "b"), *extra)
-        assert status == 65 and f"the {len(documents)} end-of-document ids (256) are in .bin, but in no length" in out
+        assert (
+            status == 65
+            and f"the {len(documents)} end-of-document ids (256) are in .bin, but in no length"
+            in out
+        )
     ids = np.fromfile(tmp_path / "b.bin", np.uint16)
     ids[-1] = 5  # so many ids too many, but not all are ends
     ids.tofile(tmp_path / "b.bin")
@@ -133,7 +163,10 @@ def test_share_of_documents_that_end(tmp_path: Path) -> None:
     assert status == 0 and f"{ended / there:.2%} of the documents end with 256" in out
     assert f"{there - ended} of {there} documents do not end with 256" in err
     b = write_pair(tmp_path / "b", make_documents(30, 3, eod=None))
-    assert "none of the documents end with 256" in run_data("verify", b, "--tokenizer-type", "ByteTokenizer")[1]
+    assert (
+        "none of the documents end with 256"
+        in run_data("verify", b, "--tokenizer-type", "ByteTokenizer")[1]
+    )
 
 
 def test_small_blocks_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,11 +204,17 @@ def test_counts_lengths_and_frequent_tokens(tmp_path: Path) -> None:
     prefix = write_pair(tmp_path / "a", documents)
     lengths = sorted(sum(map(len, d)) for d in documents)
     tokens = Counter(i for d in documents for s in d for i in s)
-    status, out, _ = run_data("inspect", prefix, "--json", "--top", "5", "--tokenizer-type", "ByteTokenizer")
+    status, out, _ = run_data(
+        "inspect", prefix, "--json", "--top", "5", "--tokenizer-type", "ByteTokenizer"
+    )
     facts = json.loads(out)
     assert status == 0 and (facts["documents"], facts["tokens"]) == (100, sum(lengths))
-    assert facts["sequences"] == sum(map(len, documents)) and facts["mean_length"] == pytest.approx(np.mean(lengths))
-    assert [facts["quantiles"][q] for q in ("0", "0.5", "0.95", "1")] == [lengths[k] for k in (0, 49, 94, 99)]
+    assert facts["sequences"] == sum(map(len, documents)) and facts["mean_length"] == pytest.approx(
+        np.mean(lengths)
+    )
+    assert [facts["quantiles"][q] for q in ("0", "0.5", "0.95", "1")] == [
+        lengths[k] for k in (0, 49, 94, 99)
+    ]
     assert {(o["id"], o["count"]) for o in facts["most_frequent"]} == set(tokens.most_common(5))
     assert all(o["text"] == (chr(o["id"]) if o["id"] < 256 else "") for o in facts["most_frequent"])
     assert sum(count for *_, count in facts["histogram"]) == 100
@@ -190,8 +229,19 @@ def test_quantiles_are_lengths_that_occur(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("meshwright.data.statistics.QUANTILES", shares)
     facts = describe_lengths(np.array([3, 7, 90]), np.array([1, 2, 1]))
     assert facts["quantiles"] == dict(zip(map(str, shares), [3, 3, 7, 7, 90, 90], strict=True))
-    assert facts["histogram"] == [(2, 3, 1), (4, 7, 2), (8, 15, 0), (16, 31, 0), (32, 63, 0), (64, 127, 1)]
-    assert describe_lengths(np.array([0, 1, 2]), np.array([5, 1, 1]))["histogram"] == [(0, 0, 5), (1, 1, 1), (2, 3, 1)]
+    assert facts["histogram"] == [
+        (2, 3, 1),
+        (4, 7, 2),
+        (8, 15, 0),
+        (16, 31, 0),
+        (32, 63, 0),
+        (64, 127, 1),
+    ]
+    assert describe_lengths(np.array([0, 1, 2]), np.array([5, 1, 1]))["histogram"] == [
+        (0, 0, 5),
+        (1, 1, 1),
+        (2, 3, 1),
+    ]
     assert describe_lengths(np.array([]), np.array([]))["mean_length"] == 0
 
 
@@ -203,7 +253,10 @@ def test_a_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     prefix = write_pair(tmp_path / "name-of-it", make_documents(20))
     merging = ["merge", prefix, "--output-prefix", f"{prefix}2"]
     for argv, told in ((["verify", prefix], "name-of-it"), (merging, "merging")):
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(Terminal()) as err:
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(Terminal()) as err,
+        ):
             assert main(["data", *argv]) == 0
         assert told in err.getvalue() and "kB" in err.getvalue()
 
@@ -214,7 +267,9 @@ def test_inspect_may_lose_its_reader(tmp_path: Path) -> None:
     for verb, status in (("inspect", 0), ("verify", 74)):
         end, pipe = os.pipe()
         os.close(end)
-        done = subprocess.run([sys.executable, "-m", "meshwright", "data", verb, prefix], stdout=pipe)
+        done = subprocess.run(
+            [sys.executable, "-m", "meshwright", "data", verb, prefix], stdout=pipe
+        )
         os.close(pipe)
         assert done.returncode == status, verb
 
@@ -234,7 +289,9 @@ def test_one_document(tmp_path: Path) -> None:
     prefix = write_pair(tmp_path / "a", documents)
     number = max(range(20), key=lambda n: len(documents[n]))
     ids = [i for s in documents[number] for i in s]
-    _, out, _ = run_data("inspect", prefix, "--document", str(number), "--tokenizer-type", "ByteTokenizer")
+    _, out, _ = run_data(
+        "inspect", prefix, "--document", str(number), "--tokenizer-type", "ByteTokenizer"
+    )
     assert out == bytes(i for i in ids if i < 256).decode() + "\n"
     facts = json.loads(run_data("inspect", prefix, "--document", str(number))[1])
     assert facts["ids"] == ids and facts["sequences"] == len(documents[number])
@@ -260,8 +317,12 @@ def test_one_training_sample(tmp_path: Path) -> None:
         dataset = expected[name]
         assert status == 0 and dataset is not None and facts["ids"] == dataset[7].tolist()
         for piece in facts["pieces"]:
-            token, number, prefix = re.fullmatch(r"token (\d+) of document (\d+) in (.*)", piece["from"]).groups()  # type: ignore[union-attr]
-            held = tokens_of(Indexed(prefix), int(number))[int(token) : int(token) + piece["tokens"]].tolist()
+            token, number, prefix = re.fullmatch(
+                r"token (\d+) of document (\d+) in (.*)", piece["from"]
+            ).groups()  # type: ignore[union-attr]
+            held = tokens_of(Indexed(prefix), int(number))[
+                int(token) : int(token) + piece["tokens"]
+            ].tolist()
             assert held == facts["ids"][piece["position"] : piece["position"] + piece["tokens"]]
         assert sum(piece["tokens"] for piece in facts["pieces"]) == 17
     _, out, _ = run_data("inspect", a, "--sample", "3", *TRAIN, "--tokenizer-type", "ByteTokenizer")
@@ -277,18 +338,31 @@ def test_stretches_are_at_their_reported_places(tmp_path: Path, how: str) -> Non
     from meshwright.data.blend import Blend, Chain, Remainder
     from meshwright.data.loader import Cyclic, Mock, Samples
 
-    prefixes = [write_pair(tmp_path / name, [[], *make_documents(30, n), []]) for n, name in enumerate("ab")]
+    prefixes = [
+        write_pair(tmp_path / name, [[], *make_documents(30, n), []]) for n, name in enumerate("ab")
+    ]
     a, b = (Samples(Indexed(prefix), range(len(Indexed(prefix))), 60, 64, 5) for prefix in prefixes)
-    kinds: dict[str, Any] = {"one pair": a, "blend": Blend([a, Remainder(b, 3)], [0.6, 0.4], 50), "cyclic": Cyclic(b)}
+    kinds: dict[str, Any] = {
+        "one pair": a,
+        "blend": Blend([a, Remainder(b, 3)], [0.6, 0.4], 50),
+        "cyclic": Cyclic(b),
+    }
     dataset = {**kinds, "chain": Chain([a, Remainder(b, 7)]), "random": Mock(9, 60, 64, 1)}[how]
     for k in range(50):
         ids, found = dataset[k].tolist(), ahead.find_stretches(dataset, k)
-        assert [first for first, *_ in found] == [0, *(stop for _, stop, _ in found[:-1])] and found[-1][1] == len(ids)
+        assert [first for first, *_ in found] == [
+            0,
+            *(stop for _, stop, _ in found[:-1]),
+        ] and found[-1][1] == len(ids)
         for first, stop, told in found if how != "random" else ():
             assert told == dataset.locate(k, first)
-            token, sequence, prefix = re.fullmatch(r"token (\d+) of document (\d+) in (.*)", told).groups()  # type: ignore[union-attr]
+            token, sequence, prefix = re.fullmatch(
+                r"token (\d+) of document (\d+) in (.*)", told
+            ).groups()  # type: ignore[union-attr]
             start = int(Indexed(prefix).pointers[int(sequence)]) // 2 + int(token)
-            assert Indexed(prefix).sequence_at(start) == Indexed(prefix).sequence_at(start + stop - first - 1)
+            assert Indexed(prefix).sequence_at(start) == Indexed(prefix).sequence_at(
+                start + stop - first - 1
+            )
             assert Indexed(prefix).tokens[start : start + stop - first].tolist() == ids[first:stop]
 
 
@@ -299,11 +373,20 @@ def test_a_file_name_stands_for_its_prefix(tmp_path: Path) -> None:
         assert run_data("verify", a + end)[1].startswith(f"{a}: intact: 20 documents")
         assert json.loads(run_data("inspect", a + end, "--json")[1])["prefix"] == a
     assert len(run_data("verify", f"{a}.bin", f"{a}.idx", odd)[1].splitlines()) == 2
-    status, told, _ = run_data("merge", f"{a}.bin", f"{a}.idx", odd, odd, "--output-prefix", str(tmp_path / "x"))
+    status, told, _ = run_data(
+        "merge", f"{a}.bin", f"{a}.idx", odd, odd, "--output-prefix", str(tmp_path / "x")
+    )
     assert status == 0 and "merged 3 datasets" in told and "30 documents" in told
-    for argv in (["inspect", f"{a}2"], ["merge", a, f"{a}2", "--output-prefix", str(tmp_path / "y")]):
+    for argv in (
+        ["inspect", f"{a}2"],
+        ["merge", a, f"{a}2", "--output-prefix", str(tmp_path / "y")],
+    ):
         status, _, err = run_data(*argv)
-        assert status == 65 and f"{a}2.idx does not exist; {a}2 must be the prefix" in err and "--data-path" not in err
+        assert (
+            status == 65
+            and f"{a}2.idx does not exist; {a}2 must be the prefix" in err
+            and "--data-path" not in err
+        )
     assert (
         f"{a}2.idx does not exist; {a}2 must be the prefix of a .bin and an .idx\n"
         in run_data("verify", f"{a}2.bin")[1]
@@ -312,7 +395,12 @@ def test_a_file_name_stands_for_its_prefix(tmp_path: Path) -> None:
 
 def test_verify_asks_whether_a_similar_name_was_meant(tmp_path: Path) -> None:
     a = write_pair(tmp_path / "out_text_document", make_documents(2, 1))
-    for typed in ("out", "out_text_documen", "out_text_document.tokenizer", "out_text_document.json"):
+    for typed in (
+        "out",
+        "out_text_documen",
+        "out_text_document.tokenizer",
+        "out_text_document.json",
+    ):
         line = f"{tmp_path / typed}.idx does not exist; did you mean {a}?\n"
         assert run_data("verify", str(tmp_path / typed))[:2] == (65, line)
     write_pair(tmp_path / "out_text_document2", make_documents(2, 1))
@@ -330,43 +418,82 @@ def test_indices_built_ahead_are_the_trainings(tmp_path: Path) -> None:
     argv += "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --lr 1e-3 --tokenizer-type ByteTokenizer".split()
     argv += ["--device", "cpu", "--no-tensorboard"]
     status, out, _ = run_data("index", *argv, "--bf16", "--save", "nowhere", "--clip-grad", "1")
-    assert status == 0 and re.search(r"built \d+ indices", out) and "building the indices on rank 0" in out
+    assert (
+        status == 0
+        and re.search(r"built \d+ indices", out)
+        and "building the indices on rank 0" in out
+    )
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "index-cache").iterdir()}
     assert "nothing to build" in run_data("index", *argv)[1]
-    with contextlib.redirect_stdout(io.StringIO()) as log, contextlib.redirect_stderr(io.StringIO()):
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as log,
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
         assert main(["train", *argv]) == 0
-    assert "iteration        2/" in log.getvalue() and "building the indices on rank 0" not in log.getvalue()
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "index-cache").iterdir()} == before
+    assert (
+        "iteration        2/" in log.getvalue()
+        and "building the indices on rank 0" not in log.getvalue()
+    )
+    assert {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "index-cache").iterdir()
+    } == before
     assert not Path("nowhere").exists()
 
 
 def test_index_needs_only_what_decides_it(tmp_path: Path) -> None:
     a = write_pair(tmp_path / "a", make_documents(60))
     status, _, err = run_data("index", "--data-path", a)
-    assert status == 2 and all(f"--{name}" in err for name in ("seq-length", "train-iters", "global-batch-size"))
-    large = ["index", "--data-path", a, "--seq-length", "16", "--train-iters", "4", "--micro-batch-size", "2"]
+    assert status == 2 and all(
+        f"--{name}" in err for name in ("seq-length", "train-iters", "global-batch-size")
+    )
+    large = [
+        "index",
+        "--data-path",
+        a,
+        "--seq-length",
+        "16",
+        "--train-iters",
+        "4",
+        "--micro-batch-size",
+        "2",
+    ]
     large += ["--tensor-model-parallel-size", "8", "--pipeline-model-parallel-size", "4"]
     status, _, err = run_data(*large)
     assert status == 2 and "will run on 32 ranks" in err
     assert run_data(*large, "--global-batch-size", "8")[0] == 0
     if os.geteuid():
         (tmp_path / "no").mkdir(mode=0o500)
-        assert run_data("index", "--data-path", a, *TRAIN, "--data-cache-path", str(tmp_path / "no" / "x"))[0] == 74
+        assert (
+            run_data(
+                "index", "--data-path", a, *TRAIN, "--data-cache-path", str(tmp_path / "no" / "x")
+            )[0]
+            == 74
+        )
     (tmp_path / "file").write_text("")
-    status, _, err = run_data("index", "--data-path", a, *TRAIN, "--data-cache-path", str(tmp_path / "file"))
+    status, _, err = run_data(
+        "index", "--data-path", a, *TRAIN, "--data-cache-path", str(tmp_path / "file")
+    )
     assert status == 74 and "cannot write to" in err and "--data-cache-path" in err
 
 
-def test_indices_that_stayed_in_memory_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_indices_that_stayed_in_memory_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever kept them out of the cache, with or without older ones there."""
     from meshwright.data.index_cache import Storage
 
     a = write_pair(tmp_path / "a", make_documents(60))
     assert run_data("index", "--data-path", a, *TRAIN)[0] == 0
     assert "nothing to build: all 6 index arrays" in run_data("index", "--data-path", a, *TRAIN)[1]
-    monkeypatch.setattr("meshwright.data.loader.cached_indices", lambda folder, key, parts, build: build(Storage()))
+    monkeypatch.setattr(
+        "meshwright.data.loader.cached_indices", lambda folder, key, parts, build: build(Storage())
+    )
     status, out, err = run_data("index", "--data-path", a, *TRAIN)
-    assert status == 74 and "6 of 6 index arrays are in memory alone" in err and "nothing to build" not in out
+    assert (
+        status == 74
+        and "6 of 6 index arrays are in memory alone" in err
+        and "nothing to build" not in out
+    )
 
 
 @pytest.mark.flag("planning.json")
@@ -377,7 +504,18 @@ def test_plan_counts_what_the_training_reads(tmp_path: Path) -> None:
     from meshwright.data.datasets import build_datasets
 
     prefixes = [write_pair(tmp_path / name, make_documents(60, n)) for n, name in enumerate("abc")]
-    argv = ["--data-path", "5", prefixes[0], "0.3", prefixes[1], "2", prefixes[2], *TRAIN, "--split", "80,20,0"]
+    argv = [
+        "--data-path",
+        "5",
+        prefixes[0],
+        "0.3",
+        prefixes[1],
+        "2",
+        prefixes[2],
+        *TRAIN,
+        "--split",
+        "80,20,0",
+    ]
     status, out, _ = run_data("plan", *argv, "--json")
     facts = json.loads(out)
     sets = {one["set"]: one for one in facts["sets"]}
@@ -385,8 +523,14 @@ def test_plan_counts_what_the_training_reads(tmp_path: Path) -> None:
         data = build_datasets(flags.parse_settings(PlanConfig, argv, "test").config, 257)
     for name in ("train", "valid"):
         blend, sources = data[name], sets[name]["sources"]
-        assert status == 0 and isinstance(blend, Blend) and sets[name]["counted"] == "in the real order"
-        assert [s["samples"] for s in sources] == np.bincount(blend.dataset_idx, minlength=3).tolist()
+        assert (
+            status == 0
+            and isinstance(blend, Blend)
+            and sets[name]["counted"] == "in the real order"
+        )
+        assert [s["samples"] for s in sources] == np.bincount(
+            blend.dataset_idx, minlength=3
+        ).tolist()
         for source, part in zip(sources, blend.parts, strict=True):
             mine = part.indexed.sizes[source["first_document"] :][: source["documents"]]  # type: ignore[attr-defined]
             epochs = source["samples"] * 16 / mine.sum()
@@ -415,15 +559,46 @@ def test_a_length_in_epochs(tmp_path: Path) -> None:
     status, out, _ = run_data("plan", *blend, "--train-epochs", "2")
     assert status == 0 and f"train: {samples:,} samples" in out
     model = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --lr 1e-3 --tokenizer-type ByteTokenizer"
-    argv = ["train", "--data-path", a, *rest, *model.split(), "--device", "cpu", "--eval-iters", "0", "--dry-run"]
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as err:
+    argv = [
+        "train",
+        "--data-path",
+        a,
+        *rest,
+        *model.split(),
+        "--device",
+        "cpu",
+        "--eval-iters",
+        "0",
+        "--dry-run",
+    ]
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
         assert main([*argv, "--train-epochs", "0.5"]) == 0
         assert "--train-epochs 0.5 of this data: --train-samples " in err.getvalue()
         refused = {
             ("--train-epochs", "1e-9"): "is 0 samples of this data, less than one global batch of",
-            ("--train-epochs", "1", "--train-iters", "3"): "--train-iters and --train-epochs both set the length",
-            ("--train-epochs", "1", "--lr-warmup-iters", "3"): "cannot be mixed with --train-epochs",
-            ("--train-epochs", "1", "--lr-decay-samples", "1", "--lr-warmup-samples", "3"): "--lr-warmup-samples",
+            (
+                "--train-epochs",
+                "1",
+                "--train-iters",
+                "3",
+            ): "--train-iters and --train-epochs both set the length",
+            (
+                "--train-epochs",
+                "1",
+                "--lr-warmup-iters",
+                "3",
+            ): "cannot be mixed with --train-epochs",
+            (
+                "--train-epochs",
+                "1",
+                "--lr-decay-samples",
+                "1",
+                "--lr-warmup-samples",
+                "3",
+            ): "--lr-warmup-samples",
         }
         for flags, reason in refused.items():
             assert main([*argv, *flags]) != 0 and reason in err.getvalue().splitlines()[-1]
@@ -434,19 +609,27 @@ def test_plan_of_a_set_without_a_document(tmp_path: Path) -> None:
     status, out, err = run_data("plan", "--data-path", a, *TRAIN, "--split", "99,0.01,0")
     assert status == 0 and out.count("tokens read") == 1
     assert (
-        "valid: none; --split 99,0.01,0 leaves it no document\n\ntest: none; --split 99,0.01,0 gives it no share" in out
+        "valid: none; --split 99,0.01,0 leaves it no document\n\ntest: none; --split 99,0.01,0 gives it no share"
+        in out
     )
-    assert "valid is no set of this training: --split 99,0.01,0 leaves it no document" in err and "test is" not in err
+    assert (
+        "valid is no set of this training: --split 99,0.01,0 leaves it no document" in err
+        and "test is" not in err
+    )
 
 
-def test_plan_of_more_samples_than_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_of_more_samples_than_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     a, b = two_pairs(tmp_path)
     argv = ["--data-path", "5", a, "1", b, *TRAIN, "--json"]
     exact = json.loads(run_data("plan", *argv)[1])["sets"][0]["sources"]
     monkeypatch.setattr(forecast, "EXACT", 10)
     told = json.loads(run_data("plan", *argv)[1])["sets"][0]
     assert told["counted"].startswith("from the shares")
-    assert all(abs(a["samples"] - b["samples"]) <= 1 for a, b in zip(exact, told["sources"], strict=True))
+    assert all(
+        abs(a["samples"] - b["samples"]) <= 1 for a, b in zip(exact, told["sources"], strict=True)
+    )
 
 
 # merge
@@ -484,18 +667,32 @@ def test_merged_files_are_megatrons(tmp_path: Path, how: str) -> None:
 @pytest.mark.flag("merging.input")
 def test_merge_of_a_folder_and_its_script(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
-    prefixes = [write_pair(tmp_path / "in" / name, make_documents(10, n)) for n, name in enumerate(["b", "a", "c"])]
+    prefixes = [
+        write_pair(tmp_path / "in" / name, make_documents(10, n))
+        for n, name in enumerate(["b", "a", "c"])
+    ]
     out = tmp_path / "in" / "merged"
     for _ in range(2):  # its own output is not read the second time
-        status, _, _ = run_data("merge", "--input", str(tmp_path / "in"), "--output-prefix", str(out))
-        assert status == 0 and Path(f"{out}.bin").read_bytes() == megatrons_merge(sorted(prefixes))[0]
+        status, _, _ = run_data(
+            "merge", "--input", str(tmp_path / "in"), "--output-prefix", str(out)
+        )
+        assert (
+            status == 0 and Path(f"{out}.bin").read_bytes() == megatrons_merge(sorted(prefixes))[0]
+        )
     Path(tmp_path / "in" / "d.idx").write_bytes(b"")
-    status, _, err = run_data("merge", "--input", str(tmp_path / "in"), "--output-prefix", str(tmp_path / "x"))
-    assert status == 65 and "d is a .idx without a .bin" in err and not (tmp_path / "x.idx").exists()
+    status, _, err = run_data(
+        "merge", "--input", str(tmp_path / "in"), "--output-prefix", str(tmp_path / "x")
+    )
+    assert (
+        status == 65 and "d is a .idx without a .bin" in err and not (tmp_path / "x.idx").exists()
+    )
 
 
 def test_merge_refuses_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = (write_pair(tmp_path / "a", make_documents(5)), write_pair(tmp_path / "b", make_documents(5), np.int32))
+    a, b = (
+        write_pair(tmp_path / "a", make_documents(5)),
+        write_pair(tmp_path / "b", make_documents(5), np.int32),
+    )
     status, _, err = run_data("merge", a, b, "--output-prefix", str(tmp_path / "x"))
     assert status == 65 and f"{a} has uint16 tokens and {b} int32" in err
     status, _, err = run_data("merge", a, "--output-prefix", a)
@@ -532,16 +729,31 @@ def test_several_are_copied_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
         copy(*given)
 
     monkeypatch.setattr(merge, "copy_tokens", together)
-    assert run_data("merge", *prefixes, "--output-prefix", str(tmp_path / "out"), "--merge", "distributed")[0] == 0
+    assert (
+        run_data(
+            "merge", *prefixes, "--output-prefix", str(tmp_path / "out"), "--merge", "distributed"
+        )[0]
+        == 0
+    )
     assert Path(tmp_path / "out.bin").read_bytes() == megatrons_merge(prefixes)[0]
     with pytest.raises(threading.BrokenBarrierError):
-        run_data("merge", *prefixes, "--output-prefix", str(tmp_path / "out"), "--merge", "serial", "--overwrite")
+        run_data(
+            "merge",
+            *prefixes,
+            "--output-prefix",
+            str(tmp_path / "out"),
+            "--merge",
+            "serial",
+            "--overwrite",
+        )
 
 
 def test_merged_bytes_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prefixes = [write_pair(tmp_path / f"in{n}", make_documents(50, n)) for n in range(2)]
     monkeypatch.setattr(
-        merge, "copy_tokens", lambda _, target, place, size, advance: os.pwrite(target, bytes(size), place)
+        merge,
+        "copy_tokens",
+        lambda _, target, place, size, advance: os.pwrite(target, bytes(size), place),
     )
     with pytest.raises(UserError, match="differs from .*in0.bin at token 0"):
         merge.merge_pairs(prefixes, str(tmp_path / "out"), False)
@@ -550,10 +762,21 @@ def test_merged_bytes_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_one_of_several_processes_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a = write_pair(tmp_path / "a", make_documents(5))
     for rank in ("1", "0"):
-        for name, value in {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        for name, value in {
+            "RANK": rank,
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "1",
+        }.items():
             monkeypatch.setenv(name, value)
         status, out, _ = run_data(
-            "merge", "--datasets", a, "--output-prefix", str(tmp_path / "x"), "--merge", "distributed"
+            "merge",
+            "--datasets",
+            a,
+            "--output-prefix",
+            str(tmp_path / "x"),
+            "--merge",
+            "distributed",
         )
         assert status == 0 and (tmp_path / "x.idx").exists() == bool(out) == (rank == "0")
 
@@ -566,8 +789,12 @@ def test_loose_files_become_one(tmp_path: Path) -> None:
     place = tmp_path / "in"
     place.mkdir()
     # Without a final newline:
-    (place / "b.json").write_bytes(b'{"text": "two"}\n\n{"text": bad}\r\n{"text": "three", "n": NaN}')
-    (place / "a.json").write_bytes(b'\xef\xbb\xbf{"text": "one \xc3\xa4"}\r\n[1]\n{"text": "\xff"}\n')
+    (place / "b.json").write_bytes(
+        b'{"text": "two"}\n\n{"text": bad}\r\n{"text": "three", "n": NaN}'
+    )
+    (place / "a.json").write_bytes(
+        b'\xef\xbb\xbf{"text": "one \xc3\xa4"}\r\n[1]\n{"text": "\xff"}\n'
+    )
     (place / "c.txt").write_text("first line\n\nsecond \u00e4\n", encoding="utf-8")
     (place / "d.txt").write_text("  \n")
     (place / "e.md").write_text("not read")
@@ -575,10 +802,18 @@ def test_loose_files_become_one(tmp_path: Path) -> None:
     (place / "deeper").mkdir()
     (place / "deeper" / "f.txt").write_text("not read")
     status, told, err = run_data("merge-json", "--data_path", str(place), "--output_file", str(out))
-    assert "passed over 2 files: 1 in folders of this one, 1 with other suffixes (.md); `meshwright preproc" in err
+    assert (
+        "passed over 2 files: 1 in folders of this one, 1 with other suffixes (.md); `meshwright preproc"
+        in err
+    )
     lines = out.read_bytes().splitlines()
     assert status == 0 and lines[0] == b'{"text": "one \xc3\xa4"}'
-    assert [json.loads(line)["text"] for line in lines] == ["one ä", "two", "three", "first line\n\nsecond ä\n"]
+    assert [json.loads(line)["text"] for line in lines] == [
+        "one ä",
+        "two",
+        "three",
+        "first line\n\nsecond ä\n",
+    ]
     assert "4 documents of 4 files; left out 3" in told
     kinds = ("1 not a JSON object, first", "1 not UTF-8", f"1 not JSON, first {place / 'b.json'}:3")
     assert all(kind in told for kind in kinds)
@@ -588,14 +823,19 @@ def test_loose_files_become_one(tmp_path: Path) -> None:
     assert status == 73 and "another content, which is kept; add --overwrite" in err
     assert out.read_bytes().splitlines() == lines and os.listdir(out.parent) == [out.name]
     assert run_data(*again, "--each-line", "--overwrite")[0] == 0
-    assert [json.loads(line)["text"] for line in out.read_text().splitlines()[3:]] == ["first line\n", "second ä\n"]
+    assert [json.loads(line)["text"] for line in out.read_text().splitlines()[3:]] == [
+        "first line\n",
+        "second ä\n",
+    ]
     (tmp_path / "empty").mkdir()
     assert run_data("merge-json", "--json_path", str(tmp_path / "empty"))[0] == 65
 
 
 def test_only_line_feeds_end_a_line(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.txt").write_bytes("\ufeffa\u2028b\fc\x85d\re\n\x1cf\r\n".encode() + b"\xff\n g")
+    (tmp_path / "in" / "a.txt").write_bytes(
+        "\ufeffa\u2028b\fc\x85d\re\n\x1cf\r\n".encode() + b"\xff\n g"
+    )
     (tmp_path / "in" / "b.jsonl").write_bytes('{"text": "a\u2028b\x85c"}\n'.encode())
     out = tmp_path / "out.json"
     status, told, _ = run_data(
@@ -615,10 +855,14 @@ def test_lines_too_long_for_memory_are_counted(
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_bytes(b"one\n" + b"x" * 11 + b"\n0123456789\ntwo")
     (tmp_path / "in" / "b.txt").write_bytes(b"123456789\n")
-    (tmp_path / "in" / "c.json").write_bytes(b'{"text": "%s"}\n{"t": 1}\n' % (b"x" * 99) + b"[" * 99)
+    (tmp_path / "in" / "c.json").write_bytes(
+        b'{"text": "%s"}\n{"t": 1}\n' % (b"x" * 99) + b"[" * 99
+    )
     out = tmp_path / "out.json"
     given = ["--each-line"] if each_line else []
-    status, told, _ = run_data("merge-json", "--json-path", str(tmp_path / "in"), "--output-file", str(out), *given)
+    status, told, _ = run_data(
+        "merge-json", "--json-path", str(tmp_path / "in"), "--output-file", str(out), *given
+    )
     texts = [json.loads(line).get("text") for line in out.read_text().splitlines()]
     if each_line:  # the line of ten and its line feed are eleven
         assert texts == ["one\n", "two", "123456789\n", None] and "left out 4 bad lines: " in told
@@ -640,7 +884,9 @@ def test_lines_too_long_for_memory_are_counted(
 def test_scripts_of_megatrons_names(tmp_path: Path, words: str) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.json").write_text('{"text": "x"}')
-    prefixes = [write_pair(tmp_path / "in" / name, make_documents(5, n)) for n, name in enumerate("ab")]
+    prefixes = [
+        write_pair(tmp_path / "in" / name, make_documents(5, n)) for n, name in enumerate("ab")
+    ]
     subprocess.run([sys.executable, *f"{ROOT}/tools/{words}".split()], cwd=tmp_path, check=True)
     if "json" in words:
         assert (tmp_path / "out.json").read_text() == '{"text": "x"}\n'
@@ -713,9 +959,15 @@ def test_fetch_continues_where_it_was_cut(tmp_path: Path, server: Server) -> Non
     argv = ["fetch", server.url, "--output", str(tmp_path / "new"), "--sha256"]
     status, out, err = run_data(*argv, DIGEST)
     assert status == 0 and (tmp_path / "new" / "data.bin").read_bytes() == CONTENT
-    assert server.asked == [None, "bytes=999-"] and "ended after 1,000 of 102,400 bytes" in err and "verified" in out
+    assert (
+        server.asked == [None, "bytes=999-"]
+        and "ended after 1,000 of 102,400 bytes" in err
+        and "verified" in out
+    )
     assert os.listdir(tmp_path / "new") == ["data.bin"]
-    assert "there already, SHA-256 verified" in run_data(*argv, DIGEST)[1] and len(server.asked) == 2
+    assert (
+        "there already, SHA-256 verified" in run_data(*argv, DIGEST)[1] and len(server.asked) == 2
+    )
     assert run_data(*argv, "0" * 64)[0] == 65
 
 
@@ -762,12 +1014,16 @@ def test_passing_and_lasting_failures(tmp_path: Path, server: Server) -> None:
     server.status = [503, 429]
     assert run_data("fetch", server.url, "--output", str(tmp_path))[0] == 0
     server.status = [404]
-    status, _, err = run_data("fetch", server.url.replace("data", "else"), "--output", str(tmp_path))
+    status, _, err = run_data(
+        "fetch", server.url.replace("data", "else"), "--output", str(tmp_path)
+    )
     assert status == 69 and "404" in err and str(tmp_path / "else.bin") in err
     moved = server.url.replace("/files/", "/moved/")
     os.remove(tmp_path / "data.bin")
     assert run_data("fetch", moved, "--output", str(tmp_path))[0] == 0
-    status, _, err = run_data("fetch", moved.replace("data.bin", "file.bin"), "--output", str(tmp_path))
+    status, _, err = run_data(
+        "fetch", moved.replace("data.bin", "file.bin"), "--output", str(tmp_path)
+    )
     assert status != 0 and not (tmp_path / "file.bin").exists()
 
 
@@ -776,13 +1032,19 @@ def test_offline_says_what_to_do_by_hand(tmp_path: Path, monkeypatch: pytest.Mon
     with Server() as gone:
         url = gone.url
     status, _, err = run_data("fetch", url, "--output", str(tmp_path))
-    assert status == 69 and f"download that address elsewhere and put the file at {tmp_path / 'data.bin'}" in err
+    assert (
+        status == 69
+        and f"download that address elsewhere and put the file at {tmp_path / 'data.bin'}" in err
+    )
     assert not os.listdir(tmp_path)
 
 
 def test_known_files() -> None:
     _, out, _ = run_data("fetch")
-    assert "https://s3.amazonaws.com/models.huggingface.co/bert/gpt2-vocab.json" in out and "oscar-1GB.jsonl.xz" in out
+    assert (
+        "https://s3.amazonaws.com/models.huggingface.co/bert/gpt2-vocab.json" in out
+        and "oscar-1GB.jsonl.xz" in out
+    )
     _, out, _ = run_data("fetch", "gpt2", "--dry-run", "--output", "x")
     assert "x/gpt2-vocab.json" in out and "x/gpt2-merges.txt" in out
     assert all(name in fetch.KNOWN for names in fetch.FILE_SETS.values() for name in names)

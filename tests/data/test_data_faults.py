@@ -35,7 +35,9 @@ def hostile(seed, lines=4000):
         elif what < 0.2:
             out.append(rng.choice([b"", b" ", b"\r", b"\t \r"]))
         else:
-            form = rng.choice(["document {} é", "{} \u2028 \x00 \U0001f642", "{}" + "z" * rng.randrange(300)])
+            form = rng.choice(
+                ["document {} é", "{} \u2028 \x00 \U0001f642", "{}" + "z" * rng.randrange(300)]
+            )
             good.append(form.format(n))
             record = json.dumps({"n": n, "text": good[-1]}, ensure_ascii=rng.random() < 0.5)
             out.append(record.encode() + b"\r" * rng.randrange(2))
@@ -62,7 +64,9 @@ def test_bad_lines(tmp_path, monkeypatch, figures):
     kept, report = run(tmp_path, tmp_path / "in.jsonl", workers=2)
     assert kept == good
     count = sum(map(len, bad.values()))
-    assert report.startswith(f"left out {count} bad lines: ") and bad.keys() == {kind for kind, _ in BAD.values()}
+    assert report.startswith(f"left out {count} bad lines: ") and bad.keys() == {
+        kind for kind, _ in BAD.values()
+    }
     for kind, numbers in bad.items():
         assert f"{len(numbers)} {kind}, first {tmp_path / 'in.jsonl'}:{numbers[0]}" in report
     packed = gzip.compress(content, 1)
@@ -88,7 +92,8 @@ def is_good(content):
 
 @pytest.mark.fault("F24")
 @pytest.mark.promise(
-    "Token files are checked before the first step", "Sizes, pointers and types that contradict one another are refused"
+    "Token files are checked before the first step",
+    "Sizes, pointers and types that contradict one another are refused",
 )
 def test_damaged_files_are_refused(tmp_path, figures):
     """F24: damage is refused before training reads anything, and `data verify` reports it."""
@@ -109,7 +114,11 @@ def test_damaged_files_are_refused(tmp_path, figures):
         "another type": (magic, version, 4, n, m),
     }.items():
         cases[name] = (HEADER.pack(*header) + whole[HEADER.size :], tokens)
-    for name, values in {"one byte short": tokens[:-1], "empty": b"", "two bytes more": tokens + b"xx"}.items():
+    for name, values in {
+        "one byte short": tokens[:-1],
+        "empty": b"",
+        "two bytes more": tokens + b"xx",
+    }.items():
         cases[f".bin {name}"] = (whole, values)
     for at in (0, 1, n // 2, n - 1):  # a size, a pointer, a border
         for what, offset, width in (

@@ -20,12 +20,19 @@ OF_THE_CORE = ["verify", "inspect", "index", "merge"]
 def without_apps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the registry find nothing of apps/, as where the folder was deleted."""
     is_there = registry.is_there
-    monkeypatch.setattr(registry, "is_there", lambda place: ".apps." not in place and is_there(place))
+    monkeypatch.setattr(
+        registry, "is_there", lambda place: ".apps." not in place and is_there(place)
+    )
 
 
 def test_every_verb_has_a_page_of_help() -> None:
-    assert {f"data {name}" for name in data.verbs()} == {name for name in PAGES if name.startswith("data ")}
-    assert all(verb.config is pkgutil.resolve_name(PAGES[f"data {name}"].config) for name, verb in data.verbs().items())
+    assert {f"data {name}" for name in data.verbs()} == {
+        name for name in PAGES if name.startswith("data ")
+    }
+    assert all(
+        verb.config is pkgutil.resolve_name(PAGES[f"data {name}"].config)
+        for name, verb in data.verbs().items()
+    )
 
 
 @pytest.mark.usefixtures("without_apps")
@@ -41,7 +48,9 @@ def test_verbs_of_apps_are_missing_without_them(capsys: pytest.CaptureFixture[st
 def test_a_verb_of_another_package_is_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(registry, "_others", lambda: {"data_commands": {"join": "meshwright.cli.data:MERGE"}})
+    monkeypatch.setattr(
+        registry, "_others", lambda: {"data_commands": {"join": "meshwright.cli.data:MERGE"}}
+    )
     assert list(data.verbs())[-1] == "join"
     assert main(["data", "join", "a", "--output-prefix", "b", "--dry-run"]) == 65
     assert "a.idx does not exist" in capsys.readouterr().err
@@ -51,7 +60,9 @@ def test_a_verb_of_another_package_is_found(
 
 
 @pytest.mark.usefixtures("without_apps")
-def test_commands_of_apps_are_neither_explained_nor_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_of_apps_are_neither_explained_nor_completed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pages = known_pages()
     assert {"train", "generate", "data merge"} <= pages.keys()
     assert pages.keys().isdisjoint({"plan", "watch", "report", "data fetch"})

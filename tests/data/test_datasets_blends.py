@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 from corpora import build_and_capture, data_config
 
-from helpers import TINY_FLAGS, blend_rule, captured_output, error_of, open_step, read_rows, write_counting
+from helpers import (
+    TINY_FLAGS,
+    blend_rule,
+    captured_output,
+    error_of,
+    open_step,
+    read_rows,
+    write_counting,
+)
 from meshwright.__main__ import main
 from meshwright.base.errors import IO, USAGE
 from meshwright.base.files import allow_open_files
@@ -59,48 +67,79 @@ def test_bigscience_groups():
             test_weighted_split_paths=["Z: D"],
         )
     )
-    assert train.sources == (TokenFiles("A", 0.6, 0.0, 0.6), TokenFiles("B", 0.3), TokenFiles("C", 0.1))
+    assert train.sources == (
+        TokenFiles("A", 0.6, 0.0, 0.6),
+        TokenFiles("B", 0.3),
+        TokenFiles("C", 0.1),
+    )
     assert (train.key, one.key, two.key, test.key) == ("train", "valid/X", "valid/Y", "test/Z")
     assert one.sources == (TokenFiles("A", 0.6, 0.6, 0.8), TokenFiles("B", 0.4))
-    assert two.sources == (TokenFiles("C", None, 0.8, 1.0),)  # alone, as in bigscience, it is read without a blend
+    # alone, as in bigscience, it is read without a blend
+    assert two.sources == (TokenFiles("C", None, 0.8, 1.0),)
     assert test.sources == (TokenFiles("D"),) and not test.divided
 
 
-@pytest.mark.flag("train_weighted_split_paths_path valid_weighted_split_paths_path test_weighted_split_paths_path")
+@pytest.mark.flag(
+    "train_weighted_split_paths_path valid_weighted_split_paths_path test_weighted_split_paths_path"
+)
 def test_groups_from_a_file(files):
     """bigscience's form, one line in quotes; several lines are read too."""
     (files / "valid.txt").write_text('"X: 0.6 0:0.5 p0, 0.4 0:1 p1" "Y: p2"\n')
     (files / "train.txt").write_text('"T: p3"\n')
     [train, x, y] = path_sets(
-        Data(valid_weighted_split_paths_path="valid.txt", train_weighted_split_paths_path="train.txt")
+        Data(
+            valid_weighted_split_paths_path="valid.txt", train_weighted_split_paths_path="train.txt"
+        )
     )
     assert train == PathSet("train", None, (TokenFiles("p3"),), "{train_weighted_split_paths_path}")
-    assert x.sources == (TokenFiles("p0", 0.6, 0.0, 0.5), TokenFiles("p1", 0.4)) and y.sources == (TokenFiles("p2"),)
+    assert x.sources == (TokenFiles("p0", 0.6, 0.0, 0.5), TokenFiles("p1", 0.4)) and y.sources == (
+        TokenFiles("p2"),
+    )
     (files / "test.txt").write_text('"Z: p1"\n')
-    [_, z] = path_sets(Data(train_weighted_split_paths=["T: p3"], test_weighted_split_paths_path="test.txt"))
+    [_, z] = path_sets(
+        Data(train_weighted_split_paths=["T: p3"], test_weighted_split_paths_path="test.txt")
+    )
     assert z.key == "test/Z"
     (files / "valid.txt").write_text('"X: p0')
-    message = problems(train_weighted_split_paths=["T: p3"], valid_weighted_split_paths_path="valid.txt")
-    assert "valid.txt: No closing quotation; it holds what --valid-weighted-split-paths would, in quotes" in message
+    message = problems(
+        train_weighted_split_paths=["T: p3"], valid_weighted_split_paths_path="valid.txt"
+    )
+    assert (
+        "valid.txt: No closing quotation; it holds what --valid-weighted-split-paths would, in quotes"
+        in message
+    )
 
 
 @pytest.mark.flag("data_args_path per_split_data_args_path")
 def test_paths_from_files(files):
     (files / "paths").write_text("0.7 p0\n0.3 p1\n")
     assert path_sets(Data(data_args_path="paths")) == [
-        PathSet(split, None, (TokenFiles("p0", 0.7), TokenFiles("p1", 0.3)), "{data_args_path}", True)
+        PathSet(
+            split, None, (TokenFiles("p0", 0.7), TokenFiles("p1", 0.3)), "{data_args_path}", True
+        )
         for split in ("train", "valid", "test")
     ]
-    (files / "split.json").write_text(json.dumps({"train": ["0.7", "p0", 0.3, "p1"], "valid": "p2", "test": None}))
+    (files / "split.json").write_text(
+        json.dumps({"train": ["0.7", "p0", 0.3, "p1"], "valid": "p2", "test": None})
+    )
     assert path_sets(Data(per_split_data_args_path="split.json")) == [
-        PathSet("train", None, (TokenFiles("p0", 0.7), TokenFiles("p1", 0.3)), "{per_split_data_args_path}"),
+        PathSet(
+            "train",
+            None,
+            (TokenFiles("p0", 0.7), TokenFiles("p1", 0.3)),
+            "{per_split_data_args_path}",
+        ),
         PathSet("valid", None, (TokenFiles("p2"),), "{per_split_data_args_path}"),
     ]
     by_flags = build(data_path=["0.7", "p0", "0.3", "p1"])[0]
     by_file = build(data_args_path="paths")[0]
     assert all(np.array_equal(by_flags["train"][k], by_file["train"][k]) for k in range(40))
     apart = build(per_split_data_args_path="split.json")[0]
-    assert isinstance(apart["train"], Blend) and isinstance(apart["valid"], Samples) and apart["test"] is None
+    assert (
+        isinstance(apart["train"], Blend)
+        and isinstance(apart["valid"], Samples)
+        and apart["test"] is None
+    )
 
 
 def test_a_list_of_paths_is_text(files):
@@ -138,7 +177,11 @@ def test_groups_are_ranges_of_documents(files):
     assert all(np.array_equal(made["valid/TWO"][k], alone[k]) for k in range(12))
     alone = Samples(Indexed("p2"), range(40), 4, SEQ, 1234)
     assert all(np.array_equal(made["test/LAST"][k], alone[k]) for k in range(4))
-    said = [(lines[n - 1].strip(), line.strip()) for n, line in enumerate(lines) if "document indices" in line]
+    said = [
+        (lines[n - 1].strip(), line.strip())
+        for n, line in enumerate(lines)
+        if "document indices" in line
+    ]
     assert ("ONE:", "document indices in [15, 20) total of 5 documents") in said
     assert ("ONE:", "document indices in [0, 13) total of 13 documents") in said
     assert lines.count(" > building dataset index ...") == 3  # each pair of files once
@@ -166,8 +209,13 @@ def test_many_sources(tmp_path, sources):
 
 def test_more_files_than_the_limit_of_open_ones(tmp_path):
     """Five stay open for each data set; the usual limit is 1,024."""
-    prefixes = [write_counting(tmp_path / f"s{n}", [20] * 5, n * 100) or str(tmp_path / f"s{n}") for n in range(20)]
-    config = data_config(data_path=[word for prefix in prefixes for word in ("1", prefix)], split="1")
+    prefixes = [
+        write_counting(tmp_path / f"s{n}", [20] * 5, n * 100) or str(tmp_path / f"s{n}")
+        for n in range(20)
+    ]
+    config = data_config(
+        data_path=[word for prefix in prefixes for word in ("1", prefix)], split="1"
+    )
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = max(map(int, os.listdir("/dev/fd"))) + 50
     try:
@@ -198,7 +246,9 @@ def test_multiple_validation_sets(files):
     assert all(np.array_equal(made["valid/p2"][k], alone[k]) for k in range(12))
     named = build(**given, multiple_validation_sets=True, validation_set_names=["a", "b"])[0]
     assert {"valid/a", "valid/b"} < set(named)
-    numbers = build(train_data_path=["p0"], valid_data_path=["p1", "other/p1"], multiple_validation_sets=True)[0]
+    numbers = build(
+        train_data_path=["p0"], valid_data_path=["p1", "other/p1"], multiple_validation_sets=True
+    )[0]
     assert {"valid/0", "valid/1"} < set(numbers)
     one = build(train_data_path=["p0"], valid_data_path=["p1"], multiple_validation_sets=True)[0]
     assert list(one) == ["train", "valid", "test"]
@@ -216,7 +266,8 @@ def test_full_validation_has_every_sample_once(files):
     made = build(**given)[0]["valid"]
     assert isinstance(made, Chain) and len(made) == (500 - 1) // SEQ + (280 - 1) // SEQ
     assert len(set(samples_of(made))) == len(made)
-    assert build(**given, dataloader_type="cyclic")[0]["valid"].__class__ is Chain  # whose length is its own
+    # whose length is its own
+    assert build(**given, dataloader_type="cyclic")[0]["valid"].__class__ is Chain
     apart = build(**given, multiple_validation_sets=True)[0]
     assert samples_of(made) == sorted(samples_of(apart["valid/p1"]) + samples_of(apart["valid/p2"]))
     assert len(build(data_path=["p0"], full_validation=True)[0]["valid"]) == (4 * 30 - 1) // SEQ
@@ -224,7 +275,9 @@ def test_full_validation_has_every_sample_once(files):
         with pytest.raises(IndexError):
             made[k]
     write_counting(files / "short", [5])
-    _, _, [notice] = build(train_data_path=["p0"], valid_data_path=["p1", "short"], full_validation=True)
+    _, _, [notice] = build(
+        train_data_path=["p0"], valid_data_path=["p1", "short"], full_validation=True
+    )
     assert "short has 5 tokens, less than one sample of 8 + 1, so it is left out" in notice
 
 
@@ -233,7 +286,9 @@ def test_full_validation_has_every_sample_once(files):
 def test_samples_that_fill_the_last_batch_are_masked(ranks, columns):
     data, seen, counted = Mock(50, 11, SEQ, 1), Counter(), 0
     for rank in range(ranks):
-        spec = LoaderSpec(2, lambda _: 4, 50, rank=rank, ranks=ranks, columns=columns, at_end="mask")
+        spec = LoaderSpec(
+            2, lambda _: 4, 50, rank=rank, ranks=ranks, columns=columns, at_end="mask"
+        )
         for micro in islice(Loader(data, spec), 3):
             for batch in micro:
                 counted += batch.unmasked
@@ -242,7 +297,9 @@ def test_samples_that_fill_the_last_batch_are_masked(ranks, columns):
                     weight = 1.0 if batch.loss_mask is None else float(batch.loss_mask[row].mean())
                     assert weight == (k < 11)
                     seen[k] += weight
-    assert {k: n for k, n in seen.items() if n} == dict.fromkeys(range(11), 1) and counted == 11 * SEQ
+    assert {k: n for k, n in seen.items() if n} == dict.fromkeys(
+        range(11), 1
+    ) and counted == 11 * SEQ
 
 
 # A blend that changes
@@ -272,7 +329,9 @@ def by_hand(files, segments, first_needs):
 
     def sample(name, k):
         indexed = Indexed(name)
-        parts = made.setdefault(name, [Samples(indexed, range(len(indexed)), first_needs[name], SEQ, 1234)])
+        parts = made.setdefault(
+            name, [Samples(indexed, range(len(indexed)), first_needs[name], SEQ, 1234)]
+        )
         for n in range(100):
             if n == len(parts):
                 epoch = (int(indexed.sizes.sum()) - 1) // SEQ
@@ -304,16 +363,22 @@ def test_a_run_with_two_changes_and_interruptions(files):
     got += more
     more, state, _, _ = run_of(100, 61, 90, state, data_path=two)  # no flag: the state remembers
     got += more
-    more, state, _, _ = run_of(100, 90, 130, state, data_path=three, blend_change_at="110")  # later than now
+    # later than now
+    more, state, _, _ = run_of(100, 90, 130, state, data_path=three, blend_change_at="110")
     got += more
     earlier = state
-    more, state, data, _ = run_of(100, 130, 200, state, data_path=["1", "p3", "1", "p1"])  # another order of the same
+    # another order of the same
+    more, state, data, _ = run_of(100, 130, 200, state, data_path=["1", "p3", "1", "p1"])
     got += more
     asked = {"p0": (200, 0.7), "p1": (200, 0.3), "p2": (150, 0.5), "p3": (150, 0.3)}
     needs = {name: samples_needed(*of) for name, of in asked.items()}
     wanted, used = by_hand(
         files,
-        [(50, {"p0": 0.7, "p1": 0.3}), (60, {"p0": 0.2, "p2": 0.5, "p3": 0.3}), (90, {"p1": 0.5, "p3": 0.5})],
+        [
+            (50, {"p0": 0.7, "p1": 0.3}),
+            (60, {"p0": 0.2, "p2": 0.5, "p3": 0.3}),
+            (90, {"p1": 0.5, "p3": 0.5}),
+        ],
         needs,
     )
     assert got == wanted
@@ -321,12 +386,18 @@ def test_a_run_with_two_changes_and_interruptions(files):
     assert len(set(got)) == 200 and Counter(f"p{s[0] // 10_000}" for s in got) == used
     for n, name in enumerate(("p0", "p1", "p2", "p3")):  # the first ones of each order
         order = Samples(Indexed(name), range(len(Indexed(name))), needs[name], SEQ, 1234)
-        assert [s for s in got if s[0] // 10_000 == n] == [sample_of(order[k]) for k in range(used[name])]
-    again, _, _, _ = run_of(100, 50, 200, earlier, data_path=three)  # from an earlier step, without a flag
+        assert [s for s in got if s[0] // 10_000 == n] == [
+            sample_of(order[k]) for k in range(used[name])
+        ]
+    # from an earlier step, without a flag
+    again, _, _, _ = run_of(100, 50, 200, earlier, data_path=three)
     assert again == wanted[50:]
 
 
-STAGES = {"data_path": ["0.7", "p0", "0.3", "p1", "0", "p2"], "blend_stages": ["40%: 0.5 p1 0.5 p2", "70: 1 p0"]}
+STAGES = {
+    "data_path": ["0.7", "p0", "0.3", "p1", "0", "p2"],
+    "blend_stages": ["40%: 0.5 p1 0.5 p2", "70: 1 p0"],
+}
 
 
 @pytest.mark.flag("blend_stages")
@@ -349,14 +420,26 @@ def test_stages_are_blends_from_their_samples_on(files):
 
 def test_other_stages_than_before_are_refused(files):
     _, state, _, _ = run_of(50, 0, 50, None, **STAGES)
-    for stages in (STAGES["blend_stages"][:1], ["40: 0.6 p1 0.4 p2", "70: p0"], ["50%: 0.5 p1 0.5 p2", "70: p0"]):
-        message = error_of(lambda stages=stages: run_of(50, 50, 60, state, **STAGES | {"blend_stages": stages}), USAGE)
-        assert "the stages are not the checkpoint's" in message and "blend from sample 40 on" in message
+    for stages in (
+        STAGES["blend_stages"][:1],
+        ["40: 0.6 p1 0.4 p2", "70: p0"],
+        ["50%: 0.5 p1 0.5 p2", "70: p0"],
+    ):
+        message = error_of(
+            lambda stages=stages: run_of(50, 50, 60, state, **STAGES | {"blend_stages": stages}),
+            USAGE,
+        )
+        assert (
+            "the stages are not the checkpoint's" in message
+            and "blend from sample 40 on" in message
+        )
     longer = STAGES | {"blend_stages": ["40: 0.5 p1 0.5 p2", "70: p0"]}
     assert run_of(90, 50, 100, state, **longer)[0] == run_of(50, 50, 100, state, **STAGES)[0]
     changed = {"data_path": ["1", "p1", "3", "p2"], "blend_change_at": "60"}
     assert [phase.begin for phase in run_of(50, 50, 100, state, **changed)[1].blends] == [0, 40, 60]
-    message = error_of(lambda: run_of(50, 0, 9, None, **STAGES | {"blend_stages": ["80: p0", "70%: p1"]}), USAGE)
+    message = error_of(
+        lambda: run_of(50, 0, 9, None, **STAGES | {"blend_stages": ["80: p0", "70%: p1"]}), USAGE
+    )
     assert "the stage from 70% on begins at sample 70, the blend before it at 80" in message
 
 
@@ -364,11 +447,15 @@ def test_further_epochs_follow_in_full(files):
     """p1 has 62 samples and gives 21 of the first 40; then all come from it."""
     first, state, _, _ = run_of(20, 0, 10, None, data_path=["0.5", "p0", "0.5", "p1"])
     more, state, data, _ = run_of(120, 10, 240, state, data_path=["p1"], blend_change_at="now")
-    wanted, used = by_hand(files, [(10, {"p0": 0.5, "p1": 0.5}), (230, {"p1": 1.0})], {"p0": 21, "p1": 21})
+    wanted, used = by_hand(
+        files, [(10, {"p0": 0.5, "p1": 0.5}), (230, {"p1": 1.0})], {"p0": 21, "p1": 21}
+    )
     assert first + more == wanted and used["p1"] == 235
     seen = [s for s in first + more if s[0] // 1000 == 1]
     for epoch in range(3):
-        assert len(set(seen[62 * epoch : 62 * (epoch + 1)])) == 62, "each epoch in full, none of its samples twice"
+        assert len(set(seen[62 * epoch : 62 * (epoch + 1)])) == 62, (
+            "each epoch in full, none of its samples twice"
+        )
     longer, _, _, _ = run_of(400, 10, 240, state, data_path=["p1"])
     assert longer == more  # a longer run has the same order: further samples come after it
 
@@ -387,7 +474,9 @@ def test_samples_asked_of_each_source(files):
     assert [k.samples for k in state.sources.values()] == [400]
     _, state, _, _ = run_of(200, 0, 10, None, data_path=["1", "p0"])
     assert [k.samples for k in state.sources.values()] == [402]
-    _, state, _, _ = run_of(200, 10, 11, state, data_path=["1", "p0", "1", "p1"], blend_change_at="300")
+    _, state, _, _ = run_of(
+        200, 10, 11, state, data_path=["1", "p0", "1", "p1"], blend_change_at="300"
+    )
     assert [k.samples for k in state.sources.values()] == [402, 51]
 
 
@@ -396,7 +485,8 @@ def test_a_dropped_source_may_be_gone(files):
     _, state, _, _ = run_of(20, 10, 20, state, data_path=["p0"], blend_change_at="10")
     (files / "p1.bin").rename(files / "elsewhere")
     assert len(run_of(20, 20, 40, state, data_path=["p0"])[0]) == 20
-    message = error_of(lambda: run_of(20, 5, 20, state, data_path=["p0"]))  # an earlier step reads it again
+    # an earlier step reads it again
+    message = error_of(lambda: run_of(20, 5, 20, state, data_path=["p0"]))
     assert "p1.bin does not exist" in message
 
 
@@ -416,7 +506,10 @@ def test_files_that_moved_are_the_same(files):
             {"data_path": ["0.6", "p0", "0.4", "p1"]},
             "p0 has the share 0.6, it had 0.5; p1 has the share 0.4, it had 0.5. Read",
         ),
-        ({"data_path": ["p0"]}, "not blended as in the checkpoint: p1 is not in it; p0 has the share 1, it had 0.5"),
+        (
+            {"data_path": ["p0"]},
+            "not blended as in the checkpoint: p1 is not in it; p0 has the share 1, it had 0.5",
+        ),
         ({"data_path": ["p0", "p1", "p2"]}, "p2 is new"),
         (
             {"data_path": ["p0"], "blend_change_at": "9"},
@@ -446,11 +539,16 @@ def test_a_planned_change_can_be_taken_back(files):
     assert got == plain[20:] and [b.begin for b in back.blends] == [0]
     got, twice, _, _ = run_of(20, 20, 40, pending, data_path=["p1"], blend_change_at="25")
     assert [b.begin for b in twice.blends] == [0, 25]
-    assert run_of(20, 20, 40, pending, data_path=["p0"], blend_change_at="now")[1].blends[-1].begin == 30
+    assert (
+        run_of(20, 20, 40, pending, data_path=["p0"], blend_change_at="now")[1].blends[-1].begin
+        == 30
+    )
 
 
 def test_a_checkpoint_without_a_history(files):
-    message = error_of(lambda: run_of(20, 10, 20, None, data_path=["p0"], blend_change_at="now"), USAGE)
+    message = error_of(
+        lambda: run_of(20, 10, 20, None, data_path=["p0"], blend_change_at="now"), USAGE
+    )
     assert "the checkpoint is too old to remember its blend" in message
     assert run_of(20, 10, 20, None, data_path=["p0"])[1].blends[0].begin == 0
 
@@ -464,13 +562,28 @@ FLAGS += ["--vocab-size=4000", "--lr-decay-iters=6", "--seq-length=8"]
 def test_each_validation_set_has_its_line(files, capsys):
     groups = ["--valid-weighted-split-paths", "ONE: 0.5 0.5:1 p0, 0.5 0:1 p2", "TWO: p3"]
     groups += ["--test-weighted-split-paths", "LAST: p2"]
-    run = ["train", *FLAGS, "--train-iters=6", "--train-weighted-split-paths", "T: 1 0:0.5 p0, 1 0:1 p1", *groups]
+    run = [
+        "train",
+        *FLAGS,
+        "--train-iters=6",
+        "--train-weighted-split-paths",
+        "T: 1 0:0.5 p0, 1 0:1 p1",
+        *groups,
+    ]
     assert main([*run, "--save", "run", "--load", "run", "--keep-best"]) == 0
     out = capsys.readouterr().out
     for name in ("ONE", "TWO"):
         assert out.count(f" validation loss at iteration 3 on {name} | lm loss value: ") == 1
-        assert out.count(f" validation loss at the end of training for val data on {name} | lm loss value: ") == 1
-    assert out.count(" validation loss at the end of training for test data on LAST | lm loss value: ") == 1
+        assert (
+            out.count(
+                f" validation loss at the end of training for val data on {name} | lm loss value: "
+            )
+            == 1
+        )
+    assert (
+        out.count(" validation loss at the end of training for test data on LAST | lm loss value: ")
+        == 1
+    )
     assert out.count("validation loss at") == 7
     found = [(r["iteration"], r["name"], r["set"]) for r in read_rows(files / "run", "validation")]
     sets = [(n, "validation", name) for n in (3, 6, 6) for name in ("ONE", "TWO")]
@@ -479,7 +592,17 @@ def test_each_validation_set_has_its_line(files, capsys):
     assert losses[0] != losses[1] and losses[2] != losses[3]
     state = open_step(files / "run", 6).state
     assert state["best_loss"] in (sum(losses[:2]) / 2, sum(losses[2:4]) / 2)
-    again = main(["train", *FLAGS, "--train-iters=6", "--skip-train", "--load", "run", *run[len(FLAGS) + 2 :]])
+    again = main(
+        [
+            "train",
+            *FLAGS,
+            "--train-iters=6",
+            "--skip-train",
+            "--load",
+            "run",
+            *run[len(FLAGS) + 2 :],
+        ]
+    )
     assert again == 0 and capsys.readouterr().out.count("validation loss at") == 3
     used = read_rows(files / "run", "used")[-1]
     assert used["samples"] == {"p0": 12, "p1": 12} and used["consumed_samples"] == 24
@@ -489,7 +612,12 @@ def test_each_validation_set_has_its_line(files, capsys):
 @pytest.mark.flag("full_validation")
 def test_full_validation_is_the_mean_over_all(files):
     """--eval-iters and the batch size have no effect."""
-    run = ["train", *FLAGS, "--train-iters=3", *"--train-data-path p0 --valid-data-path p2 --full-validation".split()]
+    run = [
+        "train",
+        *FLAGS,
+        "--train-iters=3",
+        *"--train-data-path p0 --valid-data-path p2 --full-validation".split(),
+    ]
     assert main([*run, "--run-dir", "a", "--save", "a"]) == 0
     load = [*run, "--skip-train", "--load", "a", "--eval-interval=1000"]
     assert main([*load, "--run-dir", "b", "--eval-iters=3"]) == 0
@@ -503,39 +631,84 @@ def test_a_resumed_run_goes_on_with_its_blends(files, capsys):
     """Losses are bit-equal with interruptions; the state and config.toml hold the change."""
     run = ["train", *FLAGS, "--split", "1", "--eval-iters=0", "--save-interval=1"]
     one, two = ["--data-path", "0.5", "p0", "0.5", "p1"], ["--data-path", "0.2", "p0", "0.8", "p3"]
-    assert main([*run, *one, "--train-iters=6", "--exit-interval=2", "--save", "a", "--load", "a"]) == 0
+    assert (
+        main([*run, *one, "--train-iters=6", "--exit-interval=2", "--save", "a", "--load", "a"])
+        == 0
+    )
     refused = main([*run, *two, "--train-iters=6", "--save", "a", "--load", "a"])
     assert refused == 2 and "--blend-change-at now" in capsys.readouterr().err
-    assert main([*run, *two, "--train-iters=6", "--save", "a", "--load", "a", "--blend-change-at=now"]) == 0
+    assert (
+        main([*run, *two, "--train-iters=6", "--save", "a", "--load", "a", "--blend-change-at=now"])
+        == 0
+    )
     assert 'blend_change_at = "8"' in (files / "a" / "config.toml").read_text()
     losses = [r["loss"] for r in read_rows(files / "a", "step")]
     assert main([*run, *two, "--train-iters=6", "--save", "b", "--load", "a/iter_0000003"]) == 0
     assert [r["loss"] for r in read_rows(files / "b", "step")] == losses[3:]
-    assert main([*run, *two, "--train-iters=6", "--save", "c", "--load", "a/iter_0000002", "--blend-change-at=8"]) == 0
+    assert (
+        main(
+            [
+                *run,
+                *two,
+                "--train-iters=6",
+                "--save",
+                "c",
+                "--load",
+                "a/iter_0000002",
+                "--blend-change-at=8",
+            ]
+        )
+        == 0
+    )
     assert [r["loss"] for r in read_rows(files / "c", "step")] == losses[2:]
-    assert main(["train", "--config", "a/config.toml", "--device=cpu"]) == 0  # the run is done already
+    # the run is done already
+    assert main(["train", "--config", "a/config.toml", "--device=cpu"]) == 0
     kept = (files / "a" / "config.toml").read_text()
     rows = (files / "a" / "metrics.jsonl").read_text()
-    assert main([*run, *one, "--train-iters=6", "--save", "a", "--load", "a"]) == 2  # a finished run refuses it too
+    # a finished run refuses it too
+    assert main([*run, *one, "--train-iters=6", "--save", "a", "--load", "a"]) == 2
     assert "are not blended as in the checkpoint" in capsys.readouterr().err
     assert (files / "a" / "metrics.jsonl").read_text() == rows
-    flags = [*two, "--train-iters=5", "--save", "a", "--load", "a", "--override-opt_param-scheduler"]
+    flags = [
+        *two,
+        "--train-iters=5",
+        "--save",
+        "a",
+        "--load",
+        "a",
+        "--override-opt_param-scheduler",
+    ]
     assert main([*run, *flags]) == 2 and (files / "a" / "config.toml").read_text() == kept
     assert open_step(files / "a", 6).state["blends"]["blends"][1][0] == 8
     assert 'blend_change_at = "8"' in (files / "a" / "config.toml").read_text()
     capsys.readouterr()
-    dry = ["--train-iters=9", "--save", "a", "--load", "a", "--dry-run", "--tokenizer-type=NullTokenizer"]
+    dry = [
+        "--train-iters=9",
+        "--save",
+        "a",
+        "--load",
+        "a",
+        "--dry-run",
+        "--tokenizer-type=NullTokenizer",
+    ]
     assert main([*run, *one, *dry]) == 2 and "--blend-change-at now" in capsys.readouterr().err
     assert main([*run, *one, *dry, "--blend-change-at=30"]) == 0
     assert "blend from sample 30 on: 0.5 p0, 0.5 p1" in capsys.readouterr().out
     assert main(["inspect", "a"]) == 0
     shown = capsys.readouterr().out
-    assert "  blend from sample 0 on: 0.5 p0, 0.5 p1\n  blend from sample 8 on: 0.2 p0, 0.8 p3" in shown
+    assert (
+        "  blend from sample 0 on: 0.5 p0, 0.5 p1\n  blend from sample 8 on: 0.2 p0, 0.8 p3"
+        in shown
+    )
 
 
 def test_validation_on_training_data_is_reported():
     def reports(**given):
-        return [line for line in notices.without_effect(data_config(**given)) if "not of unseen text" in line]
+        return [
+            line
+            for line in notices.without_effect(data_config(**given))
+            if "not of unseen text" in line
+        ]
 
     group = {"train_weighted_split_paths": ["T: 1 0:0.9 a, 1 0:1 b"]}
     assert reports(**group, valid_weighted_split_paths=["V: 1 0.9:1 a, 1 0:1 c"]) == []
@@ -549,10 +722,15 @@ def test_validation_on_training_data_is_reported():
 
 def test_a_split_without_validation_is_reported():
     def reports(**given):
-        return [line for line in notices.without_effect(data_config(**given)) if "validation" in line]
+        return [
+            line for line in notices.without_effect(data_config(**given)) if "validation" in line
+        ]
 
     [line] = reports(data_path=["a"], split="100,0,0")
-    assert line == "--split 100,0,0 leaves nothing for validation, so there is none; raise its second number"
+    assert (
+        line
+        == "--split 100,0,0 leaves nothing for validation, so there is none; raise its second number"
+    )
     assert reports(data_path=["a"], split="1") and not reports(data_path=["a"])
     assert not reports(data_path=["a"], split="1", eval_iters=0)  # none is wanted
     assert not reports(data_path=["a"], split="1", mock_data=True)
@@ -569,13 +747,20 @@ def test_several_sets_in_the_report(files):
     found = [{"event": "start", "attempt": 1, "iteration": 0}]
     found += [{"event": "step", "iteration": n, **step} for n in (1, 2)]
     check = {"event": "validation", "attempt": 1, "name": "validation", "ppl": 2.0}
-    found += [{**check, "iteration": n, "set": s, "loss": n + len(s)} for n in (1, 2) for s in ("a<b", "wiki")]
+    found += [
+        {**check, "iteration": n, "set": s, "loss": n + len(s)}
+        for n in (1, 2)
+        for s in ("a<b", "wiki")
+    ]
     (files / "metrics.jsonl").write_text("\n".join(map(json.dumps, found)) + "\n")
     read = read_history(files)
     found = [(v.iteration, v.dataset, v.loss) for v in read.validations]
     assert found == [(1, "a<b", 4), (1, "wiki", 5), (2, "a<b", 5), (2, "wiki", 6)]
     shown = dict(page.headlines(read, {}))
-    assert shown["final validation loss on wiki"] == "6.0000" and shown["best validation loss on a<b"] == "4.0000 at 1"
+    assert (
+        shown["final validation loss on wiki"] == "6.0000"
+        and shown["best validation loss on a<b"] == "4.0000 at 1"
+    )
     text = page.page(files, read, {}, now=0.0)
     assert "validation on wiki" in text and "validation on a&lt;b" in text and "on a<b" not in text
 
@@ -589,7 +774,11 @@ def test_each_set_has_its_own_tag():
 
 def test_without_files_of_its_own(files):
     d = Data(valid_data_path=["a", "b"], train_data_path=["c"], data_cache_path="x")
-    assert data_paths.path_settings(data_paths.without(d)) == [] and data_paths.without(d).data_cache_path == "x"
     assert (
-        data_paths.prefixes(d) == ["c", "a", "b"] and data_paths.prefixes(Data(data_path=["a"], mock_data=True)) == []
+        data_paths.path_settings(data_paths.without(d)) == []
+        and data_paths.without(d).data_cache_path == "x"
+    )
+    assert (
+        data_paths.prefixes(d) == ["c", "a", "b"]
+        and data_paths.prefixes(Data(data_path=["a"], mock_data=True)) == []
     )

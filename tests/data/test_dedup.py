@@ -22,7 +22,9 @@ from meshwright.base.progress import SkippedLines
 
 
 def write(path: Path, texts: list[str]) -> str:
-    lines = [json.dumps({"id": n, "text": text}, ensure_ascii=False) for n, text in enumerate(texts)]
+    lines = [
+        json.dumps({"id": n, "text": text}, ensure_ascii=False) for n, text in enumerate(texts)
+    ]
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return str(path)
 
@@ -39,13 +41,17 @@ def make_texts(families: int, seed: int) -> list[str]:
     for _ in range(families):
         text = rng.choices(words, k=rng.randint(15, 60))
         for share in rng.choices([0, 0.02, 0.05, 0.1, 0.2, 0.5], k=rng.randint(1, 4)):
-            out.append(" ".join(rng.choice(words) if rng.random() < share else word for word in text))
+            out.append(
+                " ".join(rng.choice(words) if rng.random() < share else word for word in text)
+            )
     rng.shuffle(out)
     return out
 
 
 def test_more_files_than_16_bits_can_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dedup, "map_lines", lambda path: b'{"text": "x"}' if path == "last" else b"")
+    monkeypatch.setattr(
+        dedup, "map_lines", lambda path: b'{"text": "x"}' if path == "last" else b""
+    )
     documents = dedup.JsonDocuments([*[""] * (1 << 16), "last"], "text", SkippedLines())
     assert list(documents.scan(lambda count: None)) == ["x"]
     assert documents.place(0) == "last:1" and documents.text(0) == "x"
@@ -57,7 +63,9 @@ def test_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for n, path in enumerate(paths):
         path.write_text(json.dumps({"text": f"{n % 30} " * 9}) + "\n")
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/dev/fd"))) + 20, limits[1]))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/dev/fd"))) + 20, limits[1])
+    )
     try:
         dedup.deduplicate(list(map(str, paths)), str(tmp_path / "out"), Similarity())
     finally:
@@ -85,13 +93,19 @@ def twin(texts: list[str], rule: Similarity) -> dict[int, tuple[int, float]]:
 
 
 @pytest.mark.flag("threshold shingle num_seeds num_bands deduplication.seed")
-@pytest.mark.parametrize("threshold, shingle, bands", [(0.7, 5, 20), (0.85, 5, 20), (0.4, 3, 100), (1, 8, 10)])
-def test_removes_what_comparing_all_pairs_removes(tmp_path: Path, threshold: float, shingle: int, bands: int) -> None:
+@pytest.mark.parametrize(
+    "threshold, shingle, bands", [(0.7, 5, 20), (0.85, 5, 20), (0.4, 3, 100), (1, 8, 10)]
+)
+def test_removes_what_comparing_all_pairs_removes(
+    tmp_path: Path, threshold: float, shingle: int, bands: int
+) -> None:
     rule = Similarity(threshold=threshold, shingle=shingle, bands=bands)
     texts = [*make_texts(80, 5), "", "ab", "ab", "", "abc", "数据", "数据"]
     expected = twin(texts, rule)
     assert 20 < len(expected) < len(texts) - 20
-    found = dedup.deduplicate([write(tmp_path / "in.jsonl", texts)], str(tmp_path / "out.jsonl"), rule)
+    found = dedup.deduplicate(
+        [write(tmp_path / "in.jsonl", texts)], str(tmp_path / "out.jsonl"), rule
+    )
     assert found.removed == expected and found.documents == len(texts)
     assert read(tmp_path / "out.jsonl") == [i for i in range(len(texts)) if i not in expected]
 
@@ -101,14 +115,18 @@ def test_signatures_estimate_the_index(length: int) -> None:
     rule = Similarity(seeds=1500, seed=3)
     texts = ["".join(map(chr, range(begin, begin + length))) for begin in (300, 300 + length // 3)]
     a, b = (dedup.shingles(text, rule) for text in texts)
-    share = (dedup.signature(a, dedup.spares(rule)) == dedup.signature(b, dedup.spares(rule))).mean()
+    share = (
+        dedup.signature(a, dedup.spares(rule)) == dedup.signature(b, dedup.spares(rule))
+    ).mean()
     assert 0.4 < dedup.jaccard(a, b) < 0.55
     assert abs(share - dedup.jaccard(a, b)) < 0.15 if length < 100 else 0.05
 
 
 def test_every_part_has_its_own_order() -> None:
     order = dedup.spares(Similarity(seeds=50))
-    assert (order[:, 0] == range(50)).all() and all(sorted(row) == list(range(50)) for row in order.tolist())
+    assert (order[:, 0] == range(50)).all() and all(
+        sorted(row) == list(range(50)) for row in order.tolist()
+    )
     assert len(set(order[:, 1].tolist())) > 25
 
 
@@ -118,17 +136,25 @@ def test_files_and_their_lines(tmp_path: Path) -> None:
     text = "a text that is long enough to be compared with others, one piece after the other"
     first = b'\xef\xbb\xbf{"text": "%b", "n": 1e400}\r\n\n{"text": 5}\nnot json\n' % text.encode()
     (tmp_path / "a.jsonl").write_bytes(first + b'{ "text" : "quite another one, with \\u00e9" }')
-    (tmp_path / "b.jsonl").write_bytes(b'{"text": "%b", "url": "copy"}\n' % text.replace("one", "a").encode())
+    (tmp_path / "b.jsonl").write_bytes(
+        b'{"text": "%b", "url": "copy"}\n' % text.replace("one", "a").encode()
+    )
     (tmp_path / "empty.jsonl").touch()
     given = [str(tmp_path / name) for name in ("a.jsonl", "empty.jsonl", "b.jsonl")]
     out, removed = tmp_path / "new/out.jsonl", tmp_path / "removed.jsonl"
     again = [*given, "--output-file", str(out), "--removed-file", str(removed)]
     status, told, err = run_data("dedup", *again)
     assert (
-        status == DONE and "kept 2 of 3 documents" in told and "0 with the same pieces" in told and "1 similar" in told
+        status == DONE
+        and "kept 2 of 3 documents" in told
+        and "0 with the same pieces" in told
+        and "1 similar" in told
     )
     assert "left out 2 bad lines" in err and f"{given[0]}:3" in err and f"{given[0]}:4" in err
-    lines = b'{"text": "%b", "n": 1e400}\n{ "text" : "quite another one, with \\u00e9" }\n' % text.encode()
+    lines = (
+        b'{"text": "%b", "n": 1e400}\n{ "text" : "quite another one, with \\u00e9" }\n'
+        % text.encode()
+    )
     assert out.read_bytes() == lines
     (row,) = map(json.loads, removed.read_text().splitlines())
     index = len(pieces(text, 5) & pieces(text.replace("one", "a"), 5)) / len(
@@ -150,16 +176,28 @@ def test_files_and_their_lines(tmp_path: Path) -> None:
     [
         (["none.jsonl", "--output-file", "out"], BAD_DATA, "none.jsonl: No such file"),
         ([".", "--output-file", "out"], BAD_DATA, "merge-json"),
-        (["a.jsonl.gz", "--output-file", "out"], BAD_DATA, "is packed (gzip), and its lines are read more than once; "),
+        (
+            ["a.jsonl.gz", "--output-file", "out"],
+            BAD_DATA,
+            "is packed (gzip), and its lines are read more than once; ",
+        ),
         (["a.jsonl.gz", "--output-file", "out"], BAD_DATA, "unpack it: gunzip -k a.jsonl.gz\n"),
-        (["a.parquet", "--output-file", "out"], BAD_DATA, "write its rows as lines of JSON: python -c"),
+        (
+            ["a.parquet", "--output-file", "out"],
+            BAD_DATA,
+            "write its rows as lines of JSON: python -c",
+        ),
         (
             ["a.sqlite", "--output-file", "out"],
             BAD_DATA,
             "has no lines of JSON (sqlite); write its rows as lines of JSON",
         ),
         (["a.jsonl", "--output-file", "a.jsonl"], USAGE, "choose another name"),
-        (["a.jsonl", "--output-file", "out", "--removed-file", "./a.jsonl"], USAGE, "choose another name"),
+        (
+            ["a.jsonl", "--output-file", "out", "--removed-file", "./a.jsonl"],
+            USAGE,
+            "choose another name",
+        ),
         (
             ["a.jsonl", "--output-file", "out", "--json-key", "content"],
             BAD_DATA,
@@ -167,7 +205,11 @@ def test_files_and_their_lines(tmp_path: Path) -> None:
         ),
         (["a.jsonl"], USAGE, "--output-file is needed"),
         (["--output-file", "out"], USAGE, "files of JSON lines are needed"),
-        (["a.jsonl", "--output-file", "out", "--threshold", "1.5"], USAGE, "--threshold 1.5 is above 1"),
+        (
+            ["a.jsonl", "--output-file", "out", "--threshold", "1.5"],
+            USAGE,
+            "--threshold 1.5 is above 1",
+        ),
         (
             ["a.jsonl", "--output-file", "out", "--num-bands", "30"],
             USAGE,
@@ -175,7 +217,9 @@ def test_files_and_their_lines(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_mistakes(words: list[str], status: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes(
+    words: list[str], status: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     write(Path("a.jsonl"), ["text"])
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"{}"))
@@ -187,13 +231,19 @@ def test_mistakes(words: list[str], status: int, message: str, tmp_path: Path, m
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_the_command_that_takes_lines_from_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_that_takes_lines_from_parquet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet")
     monkeypatch.chdir(tmp_path)
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["some text", "another"], "n": [1, 2]}), "my table.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": ["some text", "another"], "n": [1, 2]}), "my table.parquet"
+    )
     command = (
-        run_data("dedup", "my table.parquet", "--output-file", "out")[2].splitlines()[-1].partition(": python ")[2]
+        run_data("dedup", "my table.parquet", "--output-file", "out")[2]
+        .splitlines()[-1]
+        .partition(": python ")[2]
     )
     words = shlex.split(command)
     assert words[-2:] == [">", "my table.jsonl"]

@@ -18,9 +18,7 @@ from meshwright.data.text.formats import TextFormat
 from meshwright.data.text.records import Document, ReadOptions, Record
 from meshwright.data.text.splitting import build_splitter
 
-ARTICLE = (
-    "<mediawiki>\n<page><title>A</title><ns>0</ns><revision><text>''Hello''</text></revision></page>\n</mediawiki>\n"
-)
+ARTICLE = "<mediawiki>\n<page><title>A</title><ns>0</ns><revision><text>''Hello''</text></revision></page>\n</mediawiki>\n"
 
 
 def animals(lines: Slice, options: ReadOptions) -> Iterator[Record]:
@@ -64,7 +62,10 @@ def test_another_package_s_dumps(register, tmp_path: Path) -> None:
     register(zoo=f"{__name__}:ZOO")
     (tmp_path / "d.txt").write_text("<zoo>\nlion;\nape;\n")
     assert read(tmp_path / "d.txt") == ["lion", "ape"]
-    assert inputs.find_inputs(TextInputs(input=[str(tmp_path / "d.txt")])).describe() == "1 of zoo dumps"
+    assert (
+        inputs.find_inputs(TextInputs(input=[str(tmp_path / "d.txt")])).describe()
+        == "1 of zoo dumps"
+    )
     assert formats.but_for_dumps("XML") == "XML other than zoo dumps"
 
 

@@ -18,7 +18,9 @@ from meshwright.config.text_inputs import TextInputs
 from meshwright.data.text import charsets, journal, limits, reading
 from meshwright.data.text.inputs import find_inputs
 
-NOVEL = "第一回　宴桃园豪杰三结义\n话说天下大势，分久必合，合久必分。\n周末七国分争，并入于秦。\n" * 20
+NOVEL = (
+    "第一回　宴桃园豪杰三结义\n话说天下大势，分久必合，合久必分。\n周末七国分争，并入于秦。\n" * 20
+)
 FRENCH = "Le café où il était né n'existe plus.\nOn l'a brûlé à la fin de l'été.\n" * 20
 
 
@@ -60,7 +62,9 @@ def test_few_characters_at_the_beginning_may_be_utf8_by_chance(tmp_path, monkeyp
     """The bytes of "一" in GB 18030 are a Cyrillic letter in UTF-8; later ones show which it is."""
     monkeypatch.setattr(limits, "PIECE", 100)
     texts = ["one is 一", "x" * 5000, "天下"]
-    (tmp_path / "a.jsonl").write_bytes(b"".join(f'{{"text": "{text}"}}\n'.encode("gb18030") for text in texts))
+    (tmp_path / "a.jsonl").write_bytes(
+        b"".join(f'{{"text": "{text}"}}\n'.encode("gb18030") for text in texts)
+    )
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
     (tmp_path / "c.txt").write_bytes("\n".join(texts).encode("gb18030"))
     want = [*texts, *texts, "\n".join(texts)]
@@ -70,7 +74,11 @@ def test_few_characters_at_the_beginning_may_be_utf8_by_chance(tmp_path, monkeyp
 
 def test_what_a_text_looks_like():
     assert charsets.guess(FRENCH.encode("latin-1")) == charsets.guess(b"caf\xe9") == "cp1252"
-    assert charsets.guess(NOVEL.encode("gb18030")) == charsets.guess(NOVEL.encode("gb2312", "ignore")) == "gb18030"
+    assert (
+        charsets.guess(NOVEL.encode("gb18030"))
+        == charsets.guess(NOVEL.encode("gb2312", "ignore"))
+        == "gb18030"
+    )
     for text, name in (
         (NOVEL[:900], "utf-8"),
         ("Привет, мир. Как дела? " * 9, "cp1251"),
@@ -102,23 +110,45 @@ def test_skip_loses_the_broken_line_alone(tmp_path):
     paths = broken(tmp_path)
     want = ["één\ntwé\nvièr", "\ntwoéé\n", "a", "b", "a", "b", "A\n\nx\n"]
     documents, err = preprocess(tmp_path, *paths, on_error="skip", workers=1)
-    assert documents == want and "left out 5 bad lines: 5 not UTF-8, first " in err and "a.txt:3" in err
+    assert (
+        documents == want
+        and "left out 5 bad lines: 5 not UTF-8, first " in err
+        and "a.txt:3" in err
+    )
     documents, (left_out,) = read(*paths, on_error="skip")
-    assert documents == want and left_out == f"left out 5 bad lines: 5 not UTF-8, first {paths[0]}:3"
-    assert read(tmp_path, on_error="skip", include=["a.txt"])[0] == want[:1]  # as a file of a folder, too
+    assert (
+        documents == want and left_out == f"left out 5 bad lines: 5 not UTF-8, first {paths[0]}:3"
+    )
+    # as a file of a folder, too
+    assert read(tmp_path, on_error="skip", include=["a.txt"])[0] == want[:1]
 
 
 def test_replace_keeps_the_rest_of_the_line(tmp_path):
     paths = broken(tmp_path)
-    want = ["één\ntwé\ndr�i\nvièr", "o�\n\ntwoéé\n", "a", "�", "b", "a", "�", "b", "A\n\nx\n", "B\n\nx�\n"]
+    want = [
+        "één\ntwé\ndr�i\nvièr",
+        "o�\n\ntwoéé\n",
+        "a",
+        "�",
+        "b",
+        "a",
+        "�",
+        "b",
+        "A\n\nx\n",
+        "B\n\nx�\n",
+    ]
     documents, err = preprocess(tmp_path, *paths, on_error="replace", workers=1)
     assert documents == want and f"mended 5 bad lines: 5 not UTF-8, first {paths[0]}:3\n" in err
     documents, (mended,) = read(*paths, on_error="replace")
     assert documents == want and mended.startswith("mended 5 bad lines: 5 not UTF-8, first ")
-    (tmp_path / "c.jsonl").write_bytes(b'{"text": "\xe9"}\n{"text": 3}')  # other mistakes still stop
+    # other mistakes still stop
+    (tmp_path / "c.jsonl").write_bytes(b'{"text": "\xe9"}\n{"text": 3}')
     for how in (preprocess, lambda _, *paths, **flags: read(*paths, **flags)):
         message = error_of(lambda how=how: how(tmp_path, tmp_path / "c.jsonl", on_error="replace"))
-        assert "c.jsonl:2: no text under 'text' (int); mend the line, or leave such lines out" in message
+        assert (
+            "c.jsonl:2: no text under 'text' (int); mend the line, or leave such lines out"
+            in message
+        )
 
 
 def test_the_message_names_byte_line_and_both_ways(tmp_path, monkeypatch):
@@ -149,10 +179,16 @@ def test_a_folder_suggests_what_a_file_does(tmp_path):
     lines, first = content.count(b"\n"), content.count(b"\n", 0, odd[0]) + 1
     for encoding, line_number, cure in (
         ("", 1, "it looks like gb18030, which --encoding gb18030 reads"),
-        ("gb18030", first, f"3 of {lines} lines are not gb18030: --on-error replace keeps the rest"),
+        (
+            "gb18030",
+            first,
+            f"3 of {lines} lines are not gb18030: --on-error replace keeps the rest",
+        ),
         ("big5", 1, "360 of 540 lines are not: --encoding names another encoding"),
     ):
-        message = error_of(lambda encoding=encoding: list(documents_of(tmp_path, encoding=encoding)))
+        message = error_of(
+            lambda encoding=encoding: list(documents_of(tmp_path, encoding=encoding))
+        )
         assert f"1 not UTF-8 ({tmp_path}/novel.txt:{line_number}); {cure}" in message
         assert ("novel.txt reads like gb18030, not big5" in message) == (encoding == "big5")
     (tmp_path / "sql.txt").write_text("a")
@@ -160,7 +196,9 @@ def test_a_folder_suggests_what_a_file_does(tmp_path):
     assert [text.count("�") for text in mended] == [3, 0]
     want = [f"mended 3 bad lines: 3 not gb18030, first {tmp_path}/novel.txt:{first}"]
     assert mended.left_out() == want == read(tmp_path, encoding="gb18030", on_error="replace")[1]
-    _, err = preprocess(tmp_path, tmp_path / "novel.txt", encoding="gb18030", on_error="replace", workers=1)
+    _, err = preprocess(
+        tmp_path, tmp_path / "novel.txt", encoding="gb18030", on_error="replace", workers=1
+    )
     assert want[0] in err
 
 
@@ -173,7 +211,10 @@ def test_any_byte_that_cannot_be_decoded_is_named():
         marked = charsets.to_utf8(b"a" + bytes([byte]) + b"b", "ascii")
         with pytest.raises(UnicodeDecodeError) as caught:
             marked.decode()
-        assert charsets.broken_byte(caught.value) == byte and marked.decode("utf-8-sig", "replace") == "a�b"
+        assert (
+            charsets.broken_byte(caught.value) == byte
+            and marked.decode("utf-8-sig", "replace") == "a�b"
+        )
 
 
 def test_an_interrupted_run_with_another_on_error_starts_over(tmp_path, monkeypatch):
@@ -181,7 +222,9 @@ def test_an_interrupted_run_with_another_on_error_starts_over(tmp_path, monkeypa
     monkeypatch.setattr(journal, "NOTE_EVERY", 0)
     monkeypatch.setattr(limits, "PIECE", 50)
     real, notes = journal.Journal.note, []
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "\xe9"}\n' + b"\n".join(line(str(n)) for n in range(50)))
+    (tmp_path / "a.jsonl").write_bytes(
+        b'{"text": "\xe9"}\n' + b"\n".join(line(str(n)) for n in range(50))
+    )
 
     def interrupted(self, state):
         real(self, state)
@@ -203,7 +246,10 @@ def test_a_pdf_is_named(tmp_path):
     (tmp_path / "a b.pdf").write_bytes(b"%PDF-1.7\n1 0 obj\n" + b"text " * 200)
     (tmp_path / "b.gz").write_bytes(gzip.compress(b"%PDF-1.7\n"))
     message = error_of(lambda: read(tmp_path / "a b.pdf"))
-    assert "a b.pdf is a PDF; convert it to text first: pdftotext '" in message and message.endswith("a b.txt'")
+    assert (
+        "a b.pdf is a PDF; convert it to text first: pdftotext '" in message
+        and message.endswith("a b.txt'")
+    )
     assert "b.gz is a PDF" in error_of(lambda: read(tmp_path / "b.gz"))
     (tmp_path / "a.txt").write_text("a")
     assert read(tmp_path, include=["*.pdf", "*.txt"]) == (
@@ -220,7 +266,14 @@ def test_front_matter_stays(tmp_path):
 
 def test_train_tokenizer_takes_both(tmp_path, capsys):
     (tmp_path / "a.txt").write_bytes(FRENCH.encode("latin-1"))
-    common = ["train-tokenizer", "--input", str(tmp_path / "a.txt"), "--vocab-size", "260", "--output"]
+    common = [
+        "train-tokenizer",
+        "--input",
+        str(tmp_path / "a.txt"),
+        "--vocab-size",
+        "260",
+        "--output",
+    ]
     assert main([*common, str(tmp_path / "v"), "--encoding", "latin-1"]) == 0
     record = json.loads((tmp_path / "v" / "vocab.origin.json").read_text())
     assert record["made_from"]["settings"]["encoding"] == "latin-1"
@@ -229,7 +282,9 @@ def test_train_tokenizer_takes_both(tmp_path, capsys):
     assert "mended 40 bad lines: 40 not UTF-8" in capsys.readouterr().err
 
 
-TRADITIONAL = "第一回　宴桃園豪傑三結義\n話說天下大勢，分久必合，合久必分。\n周末七國分爭，並入於秦。\n" * 20
+TRADITIONAL = (
+    "第一回　宴桃園豪傑三結義\n話說天下大勢，分久必合，合久必分。\n周末七國分爭，並入於秦。\n" * 20
+)
 
 
 def novels(folder):
@@ -241,7 +296,11 @@ def novels(folder):
 
 
 def test_each_file_has_a_guess_of_its_own(tmp_path):
-    assert charsets.guess(TRADITIONAL.encode("big5")) == charsets.guess(TRADITIONAL.encode("cp950")) == "big5"
+    assert (
+        charsets.guess(TRADITIONAL.encode("big5"))
+        == charsets.guess(TRADITIONAL.encode("cp950"))
+        == "big5"
+    )
     assert charsets.guess(TRADITIONAL.encode("gb18030")) == "gb18030"
     (line,) = read(novels(tmp_path / "in"))[1]
     assert "new.txt:1: it looks like gb18030, which --encoding gb18030 reads\n" in line
@@ -254,7 +313,9 @@ def test_each_file_has_a_guess_of_its_own(tmp_path):
 def test_a_text_that_reads_like_another_encoding(tmp_path, encoding, name, other):
     *_, warning = read(novels(tmp_path / "in"), encoding=encoding, on_error="replace")[1]
     start = f"warning: {tmp_path}/in/{name} reads like {other}, not {encoding}: of the first "
-    assert warning.startswith(start) and re.search(rf"lines {other} decodes (\d+), {encoding} decodes \d+$", warning)
+    assert warning.startswith(start) and re.search(
+        rf"lines {other} decodes (\d+), {encoding} decodes \d+$", warning
+    )
 
 
 @pytest.mark.parametrize("encoding", ["gb2312", "GBK"])
@@ -283,7 +344,10 @@ def test_dry_run_checks_a_file_that_was_named(tmp_path, capsys):
     size = f"would read {(folder / 'utf.txt').stat().st_size:,} bytes"
     assert f"{size} with " in capsys.readouterr().out
     assert main(["preprocess", "--dry-run", "--input", str(folder)]) == 0
-    assert f"{size}: 3 of plain text" in (out := capsys.readouterr().out) and "a tokenizer is needed" in out
+    assert (
+        f"{size}: 3 of plain text" in (out := capsys.readouterr().out)
+        and "a tokenizer is needed" in out
+    )
 
 
 def test_guesses_say_how_many_lines_they_decode(tmp_path):
@@ -306,7 +370,10 @@ def test_many_mended_or_dropped_lines_get_a_warning(tmp_path, how):
     """Above three percent, and ten lines; of lines of plain text as of those of JSON."""
     for name, form in (("a.txt", b"caf%b\n"), ("b.jsonl", b'{"text": "caf%b\\n\\n"}\n')):
         path, preprocessed = tmp_path / name, tmp_path / f"{name}-{how}"
-        for bad, warning in ((40, "warning: 4% of 1,000 lines are not UTF-8; the likely cause is another"), (20, "")):
+        for bad, warning in (
+            (40, "warning: 4% of 1,000 lines are not UTF-8; the likely cause is another"),
+            (20, ""),
+        ):
             path.write_bytes(form % b"\xe9" * bad + form % b"e" * (1000 - bad))
             left_out = read(path, on_error=how)[1]
             assert len(left_out) == 1 + bool(warning) and left_out[-1].startswith(warning)

@@ -31,7 +31,12 @@ FILES = {
 
 
 def entry(path):
-    return {"type": "file", "path": path, "oid": hashlib.sha1(FILES[path]).hexdigest(), "size": len(FILES[path])}
+    return {
+        "type": "file",
+        "path": path,
+        "oid": hashlib.sha1(FILES[path]).hexdigest(),
+        "size": len(FILES[path]),
+    }
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -39,23 +44,41 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
-        kind, _, rest = path.removeprefix("/api").removeprefix("/datasets/org/name").strip("/").partition("/")
+        kind, _, rest = (
+            path.removeprefix("/api").removeprefix("/datasets/org/name").strip("/").partition("/")
+        )
         inside = rest.partition("/")[2]
         if path.startswith("/api/datasets/org/name") and kind in ("", "revision"):
-            about = {"id": "org/name", "sha": REVISION, "siblings": [{"rfilename": name} for name in FILES]}
+            about = {
+                "id": "org/name",
+                "sha": REVISION,
+                "siblings": [{"rfilename": name} for name in FILES],
+            }
             self.answer(200, json.dumps(about).encode())
         elif kind == "tree" and inside == "data":
             self.answer(200, json.dumps([entry(path) for path in FILES]).encode())
         elif kind == "tree":
-            self.answer(200, json.dumps([{"type": "directory", "path": "data", "oid": "0" * 40, "size": 0}]).encode())
+            self.answer(
+                200,
+                json.dumps(
+                    [{"type": "directory", "path": "data", "oid": "0" * 40, "size": 0}]
+                ).encode(),
+            )
         elif kind == "resolve" and inside in FILES:
-            content, asked = FILES[inside], self.headers.get("Range", "bytes=0-").removeprefix("bytes=")
+            content, asked = (
+                FILES[inside],
+                self.headers.get("Range", "bytes=0-").removeprefix("bytes="),
+            )
             begin, _, last = asked.partition("-")
             part = content[int(begin) : int(last or len(content)) + 1]
             where = f"bytes {begin}-{int(begin) + len(part) - 1}/{len(content)}"
             self.answer(206 if "Range" in self.headers else 200, part, {"Content-Range": where})
         else:
-            self.answer(404, b"", {"X-Error-Code": "EntryNotFound" if "org/name" in path else "RepoNotFound"})
+            self.answer(
+                404,
+                b"",
+                {"X-Error-Code": "EntryNotFound" if "org/name" in path else "RepoNotFound"},
+            )
 
     do_HEAD = do_GET
 
@@ -99,7 +122,9 @@ if "hf://org/name" in sys.argv:
 def texts_of(folder, endpoint, *addresses, **more):
     """Read in a process of its own: the libraries read their address when they are imported."""
     env = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(folder), **more}
-    done = subprocess.run([sys.executable, "-c", SCRIPT, *addresses], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *addresses], env=env, capture_output=True, text=True
+    )
     assert not done.returncode, done.stderr
     return json.loads(done.stdout), done.stderr
 
@@ -108,12 +133,23 @@ def test_streamed_from_a_server_and_then_from_the_cache(tmp_path):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     endpoint, name = f"http://127.0.0.1:{server.server_port}", "hf://org/name"
-    got, said = texts_of(tmp_path, endpoint, name, f"{name}:test", f"{name}[:2]", f"{name}:x", "hf://org/other")
+    got, said = texts_of(
+        tmp_path, endpoint, name, f"{name}:test", f"{name}[:2]", f"{name}:x", "hf://org/other"
+    )
     assert got[:3] == [["a", "b é", "c"], ["t"], ["a", "b é"]]
     assert got[3] == "--input hf://org/name:x: Bad split: x. Available splits: ['train', 'test']"
-    assert got[4].startswith("--input hf://org/other: the Hub has no data set org/other; check the name")
+    assert got[4].startswith(
+        "--input hf://org/other: the Hub has no data set org/other; check the name"
+    )
     server.shutdown()
     server.server_close()
-    (texts, message), said_offline = texts_of(tmp_path, endpoint, name, "hf://org/other", HF_HUB_OFFLINE="1")
-    assert texts == ["a", "b é", "c"] and "to read it without a network, put it into the cache first" in message
-    assert "hf://org/name: the Hub cannot be asked (" in said_offline and "cannot be asked" not in said
+    (texts, message), said_offline = texts_of(
+        tmp_path, endpoint, name, "hf://org/other", HF_HUB_OFFLINE="1"
+    )
+    assert (
+        texts == ["a", "b é", "c"]
+        and "to read it without a network, put it into the cache first" in message
+    )
+    assert (
+        "hf://org/name: the Hub cannot be asked (" in said_offline and "cannot be asked" not in said
+    )

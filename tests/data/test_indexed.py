@@ -34,8 +34,10 @@ def test_every_byte(tmp_path):
         b"\x03\x00\x00\x00\x00\x00\x00\x00"  # sequences
         b"\x04\x00\x00\x00\x00\x00\x00\x00"  # documents + 1
         b"\x03\x00\x00\x00\x01\x00\x00\x00\x01\x00\x00\x00"  # sizes
-        b"\x00\x00\x00\x00\x00\x00\x00\x00\x06\x00\x00\x00\x00\x00\x00\x00\x08\x00\x00\x00\x00\x00\x00\x00"  # pointers
-        b"\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\x00\x00\x00\x00\x00\x00"  # document index: the second one is empty
+        # pointers
+        b"\x00\x00\x00\x00\x00\x00\x00\x00\x06\x00\x00\x00\x00\x00\x00\x00\x08\x00\x00\x00\x00\x00\x00\x00"
+        # document index: the second one is empty
+        b"\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\x00\x00\x00\x00\x00\x00"
         b"\x02\x00\x00\x00\x00\x00\x00\x00\x03\x00\x00\x00\x00\x00\x00\x00"
     )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.bin", "x.idx"]
@@ -114,7 +116,11 @@ def test_truncated_everywhere(pair, full):
         (34 + 4 * 20, b"\x02", "sequence 0 has a pointer"),
         (34 + 4 * 20 + 8 * 10 + 7, b"\x80", "sequence 10 has a pointer"),
         (34 + 12 * 20, b"\x01", "the document borders run from 1 to 20, not from 0 to the 20"),
-        (34 + 12 * 20 + 8 * 5, b"\x63", "document border 5 lies before the one before it or beyond the sequences"),
+        (
+            34 + 12 * 20 + 8 * 5,
+            b"\x63",
+            "document border 5 lies before the one before it or beyond the sequences",
+        ),
         (34 + 12 * 20 + 8 * 20, b"\x13", "run from 0 to 19, not from 0 to the 20 sequences"),
     ],
 )
@@ -133,7 +139,8 @@ def test_other_inconsistencies(pair):
     content = idx.read_bytes()
     idx.write_bytes(content + b"\x00" * 20)
     refused("multimodal", prefix)
-    changed = bytearray(content)  # the last size has no pointer after it: only the .bin's length tells
+    # the last size has no pointer after it: only the .bin's length tells
+    changed = bytearray(content)
     changed[34 + 4 * 19] = 2
     idx.write_bytes(changed)
     refused("describes 118", prefix)
@@ -159,7 +166,9 @@ def test_large_files_are_checked_in_places(tmp_path, monkeypatch):
     idx, whole = tmp_path / "x.idx", (tmp_path / "x.idx").read_bytes()
     reads = []
     real = indexed_module.FileColumn.read
-    monkeypatch.setattr(indexed_module.FileColumn, "read", lambda *a: reads.append(len(x := real(*a))) or x)
+    monkeypatch.setattr(
+        indexed_module.FileColumn, "read", lambda *a: reads.append(len(x := real(*a))) or x
+    )
     monkeypatch.setattr(indexed_module, "FULL", 1000)
     quick = Indexed(prefix)
     assert sum(reads) < 3 * 64 * 9 + 9
@@ -177,10 +186,18 @@ def test_large_files_are_checked_in_places(tmp_path, monkeypatch):
         content[34 + 12 * n + 8 * at : 34 + 12 * n + 8 * at + 8] = b"\xff" * 8
         idx.write_bytes(content)
         refused("document border|the document borders run from", prefix, in_full=True)
-    assert [first for first, _ in indexed_module.ranges_to_check(1000, False)] == list(range(0, 1000, 100))
+    assert [first for first, _ in indexed_module.ranges_to_check(1000, False)] == list(
+        range(0, 1000, 100)
+    )
     assert len(indexed_module.ranges_to_check(1001, False)) == 64
     monkeypatch.setattr(indexed_module, "FULL", 0)
-    assert [indexed_module.ranges_to_check(m, False)[-1][1] for m in (1, 7, 8, 9, 5000)] == [1, 7, 8, 9, 5000]
+    assert [indexed_module.ranges_to_check(m, False)[-1][1] for m in (1, 7, 8, 9, 5000)] == [
+        1,
+        7,
+        8,
+        9,
+        5000,
+    ]
 
 
 def test_a_hundred_million_documents_open_immediately(tmp_path):
@@ -220,7 +237,9 @@ def test_fingerprint_tells_data_apart_but_not_times(tmp_path):
         lengths = np.ones(100_000, dtype=np.int64)  # an .idx above the size that is hashed in full
         lengths[changed] = 2
         with Writer(tmp_path / "big", np.uint8) as writer:
-            writer.append(np.zeros(lengths.sum(), np.uint8), lengths, np.arange(1, len(lengths) + 1))
+            writer.append(
+                np.zeros(lengths.sum(), np.uint8), lengths, np.arange(1, len(lengths) + 1)
+            )
         marks.append(fingerprint(tmp_path / "big"))
     assert len(set(marks)) == 3
 
@@ -244,7 +263,9 @@ def test_disk_full(pair):
     for size in (5_000_000, 500):  # fails in add; fails in the last flush
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (400, old[1]))
-            refused_write = pytest.raises(UserError, match="cannot be written .*nothing was published")
+            refused_write = pytest.raises(
+                UserError, match="cannot be written .*nothing was published"
+            )
             with refused_write as caught, Writer(prefix, np.uint16) as writer:
                 writer.add(np.zeros(size, np.uint16))
         finally:
@@ -288,7 +309,9 @@ def test_killed_at_every_point_of_publishing(pair):
     seen, environment = [], {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     for limit in range(1, 20):
         write_pair(prefix, [[[i, i, i]] for i in range(20)])
-        ended = subprocess.run([sys.executable, "-c", KILLED, str(prefix), str(limit)], env=environment, check=False)
+        ended = subprocess.run(
+            [sys.executable, "-c", KILLED, str(prefix), str(limit)], env=environment, check=False
+        )
         seen.append("no .idx" if not idx.exists() else f"{len(Indexed(prefix))} sequences")
         if ended.returncode == 0:
             break

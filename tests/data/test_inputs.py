@@ -76,11 +76,27 @@ FILES = {
     "s.tex.zst": zstandard.compress(b"s\n"),
     "t.jsonl.gz": gzip.compress(b'{"text": "t"}'),
 }
-READ = ["# b\n", "l3", "l1", "l2", "one & two\n", "print()\n", "b\n", "p\n", "q\n", "r\n", "s\n", "t", "x"]
+READ = [
+    "# b\n",
+    "l3",
+    "l1",
+    "l2",
+    "one & two\n",
+    "print()\n",
+    "b\n",
+    "p\n",
+    "q\n",
+    "r\n",
+    "s\n",
+    "t",
+    "x",
+]
 
 
 def test_the_line_of_passed_files_names_three_that_are_not_utf8():
-    passed, more = (SkipReport(Counter(n)) for n in ({"broken links": 1, "pipes or devices": 2}, {"empty": 3}))
+    passed, more = (
+        SkipReport(Counter(n)) for n in ({"broken links": 1, "pipes or devices": 2}, {"empty": 3})
+    )
     passed.add(Rejected("not UTF-8", TextPlace("a.txt")))
     assert passed.line().startswith(
         "passed over 4 files: 2 pipes or devices, 1 broken link, 1 not UTF-8 (a.txt); --enc"
@@ -89,7 +105,9 @@ def test_the_line_of_passed_files_names_three_that_are_not_utf8():
         more.add(Rejected("not UTF-8", TextPlace(f"{name}.txt")))
         more.add(Rejected("not UTF-8", TextPlace(f"{name}.txt")))
     passed += more
-    assert passed.line().startswith("passed over 13 files: 7 not UTF-8 (a.txt, b.txt, c.txt, ...), 3 empty")
+    assert passed.line().startswith(
+        "passed over 13 files: 7 not UTF-8 (a.txt, b.txt, c.txt, ...), 3 empty"
+    )
 
 
 @pytest.mark.flag("preprocess.include preprocess.exclude evaluate.include evaluate.exclude")
@@ -102,12 +120,18 @@ def test_a_folder(tmp_path):
     kinds += "2 with other suffixes (no suffix, .css)"
     assert passed.startswith("passed over 9 files: ") and passed.endswith("; choose with --include")
     found, named = re.subn(r"2 not UTF-8 \(([^()]+:1, [^()]+:1)\)", "2 not UTF-8", passed)
-    assert named == 1 and sorted(found.split(": ")[1].split("; ")[0].split(", ")) == sorted(kinds.split(", "))
+    assert named == 1 and sorted(found.split(": ")[1].split("; ")[0].split(", ")) == sorted(
+        kinds.split(", ")
+    )
     documents, out, err = preprocess(tmp_path, tmp_path / "in")
     assert documents == READ and f"Opening {tmp_path / 'in'}: 16 files\n" in out
     assert err.count("passed over") == 1 and passed in err.splitlines()
     assert read(tmp_path / "in", include=["*.css", "a/*.md"])[0] == ["# b\n", "p {}"]
-    assert read(tmp_path / "in", include=["L*", ".x.txt", ".hidden"])[0] == ["hidden", "hidden", "free"]
+    assert read(tmp_path / "in", include=["L*", ".x.txt", ".hidden"])[0] == [
+        "hidden",
+        "hidden",
+        "free",
+    ]
     everything = read(tmp_path / "in", include=["*"], exclude=["a", "[p-t].*"])
     assert everything[0] == ["free", "b\n", "p {}", "x"]
     assert "not chosen by --include and --exclude" in everything[1]
@@ -122,7 +146,12 @@ def test_a_folder(tmp_path):
 
 def test_a_small_text_in_a_folder_is_opened_once(tmp_path, monkeypatch):
     """By the worker, who finds JSON lines there, too; a bad line is named."""
-    files = {"a.txt": "a", "b.txt": '{"text": "l1"}\n{"text": "l2"}\n', "c.md": '{"key": 1}', "d.py": "d"}
+    files = {
+        "a.txt": "a",
+        "b.txt": '{"text": "l1"}\n{"text": "l2"}\n',
+        "c.md": '{"key": 1}',
+        "d.py": "d",
+    }
     folder, opened, real = fill(tmp_path / "in", files), [], open
 
     def counting(path, *how, **more):
@@ -132,7 +161,9 @@ def test_a_small_text_in_a_folder_is_opened_once(tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.open", counting)
     monkeypatch.setattr("meshwright.base.origin.SMALL", 0)
     assert preprocess(tmp_path, folder)[0] == ["a", "l1", "l2", '{"key": 1}', "d"]
-    assert [path for path in opened if path.startswith(str(folder))] == [f"{folder}/{name}" for name in files]
+    assert [path for path in opened if path.startswith(str(folder))] == [
+        f"{folder}/{name}" for name in files
+    ]
     fill(folder, {"b.txt": '{"text": "l1"}\n{"text": 2}\n'})
     assert "b.txt:2: no text under 'text'" in error_of(lambda: preprocess(tmp_path, folder))
 
@@ -143,7 +174,10 @@ def test_workers_and_continuing_give_the_same_bytes_of_a_folder(tmp_path, monkey
     rng = random.Random(0)
     for n in range(300):
         fill(tmp_path / "in", {f"{n % 7}/{n}.txt": f"{n} " + "é" * rng.randrange(60)})
-    fill(tmp_path / "in", {"3/big.txt": "x" * 1000, "5/l.jsonl": '{"text": "l"}', "6/b.txt": b"x" * 600 + b"\0"})
+    fill(
+        tmp_path / "in",
+        {"3/big.txt": "x" * 1000, "5/l.jsonl": '{"text": "l"}', "6/b.txt": b"x" * 600 + b"\0"},
+    )
     want = preprocess(tmp_path, tmp_path / "in", workers=1)
     assert len(want[0]) == 302 and want[2].endswith("passed over 1 file: 1 binary\n")
     got = preprocess(tmp_path, tmp_path / "in", workers=2)
@@ -152,7 +186,10 @@ def test_workers_and_continuing_give_the_same_bytes_of_a_folder(tmp_path, monkey
     whole = list(pieces.cut_inputs(find_inputs(given).inputs, given))
     assert len(whole) > 30
     for size in (2, 3, 7):
-        parts = [list(pieces.cut_inputs(find_inputs(given).inputs, given, rank, size)) for rank in range(size)]
+        parts = [
+            list(pieces.cut_inputs(find_inputs(given).inputs, given, rank, size))
+            for rank in range(size)
+        ]
         assert [piece for part in parts for piece in part] == whole and min(map(len, parts)) > 1
 
 
@@ -169,7 +206,9 @@ def test_a_file_that_vanishes_or_changes_while_it_is_read(tmp_path, monkeypatch)
         monkeypatch.setattr(pieces.WholeFile, "read", changing)
         return lambda: preprocess(tmp_path, folder)
 
-    assert "in has changed while it was read" in error_of(act(lambda: (folder / "b.txt").write_text("bb")), BAD_DATA)
+    assert "in has changed while it was read" in error_of(
+        act(lambda: (folder / "b.txt").write_text("bb")), BAD_DATA
+    )
     message = error_of(act(lambda: (folder / "b.txt").unlink()), IO)
     assert "b.txt cannot be read: it has vanished; start again" in message
 
@@ -189,8 +228,14 @@ def test_odd_things_in_a_folder(tmp_path, monkeypatch):
     assert "in holds no text; nothing is there" in error_of(lambda: read(folder))
     fill(folder, {"a.txt": PHOTO, "b.bin": b""})
     message = error_of(lambda: preprocess(tmp_path, folder))
-    assert "passed over 2 files: 1 binary, 1 with other suffixes (.bin); choose with --include" in message
-    fill(folder, {"a.txt": b"\xef\xbb\xbfa\r\nb\r\n", "new\nline.txt": "n", "sub/with space.txt": "s"})
+    assert (
+        "passed over 2 files: 1 binary, 1 with other suffixes (.bin); choose with --include"
+        in message
+    )
+    fill(
+        folder,
+        {"a.txt": b"\xef\xbb\xbfa\r\nb\r\n", "new\nline.txt": "n", "sub/with space.txt": "s"},
+    )
     os.symlink(folder, folder / "sub" / "up")
     os.symlink("gone", folder / "gone.txt")
     os.symlink("self.txt", folder / "self.txt")
@@ -207,8 +252,16 @@ def test_odd_things_in_a_folder(tmp_path, monkeypatch):
     assert "1 damaged file, first " in preprocess(tmp_path, folder, on_error="skip")[2]
     fill(folder, {"z.txt.gz": "no", "l.jsonl": '{"text": "l"}\n{"text": 1}'})
     assert "l.jsonl:2: no text under 'text'" in error_of(lambda: preprocess(tmp_path, folder))
-    assert preprocess(tmp_path, folder, on_error="skip")[0] == ["a\nb\n", "l", *documents[1:], "no", "q"]
-    monkeypatch.setattr(folders.os, "listdir", lambda place: (_ for _ in ()).throw(PermissionError(13, "denied")))
+    assert preprocess(tmp_path, folder, on_error="skip")[0] == [
+        "a\nb\n",
+        "l",
+        *documents[1:],
+        "no",
+        "q",
+    ]
+    monkeypatch.setattr(
+        folders.os, "listdir", lambda place: (_ for _ in ()).throw(PermissionError(13, "denied"))
+    )
     assert "cannot be read: denied; make it readable, or leave it out with --exclude" in error_of(
         lambda: read(folder), IO
     )
@@ -237,9 +290,20 @@ def test_files_given_by_name(tmp_path):
     """JSON lines under any name; anything else is one document, and what is no text an error."""
     folder = fill(
         tmp_path,
-        {"a": '\n{"text": "json"}', "b.css": "p {}\r\n", "c.py": "{\n}", "d.json": '{"text": "d"}', "e": PHOTO},
+        {
+            "a": '\n{"text": "json"}',
+            "b.css": "p {}\r\n",
+            "c.py": "{\n}",
+            "d.json": '{"text": "d"}',
+            "e": PHOTO,
+        },
     )
-    assert read(*(folder / name for name in ("c.py", "b.css", "a", "d.json")))[0] == ["{\n}", "p {}\n", "json", "d"]
+    assert read(*(folder / name for name in ("c.py", "b.css", "a", "d.json")))[0] == [
+        "{\n}",
+        "p {}\n",
+        "json",
+        "d",
+    ]
     assert "e: binary (NUL byte at 8)" in error_of(lambda: read(folder / "e"))
 
 
@@ -248,7 +312,12 @@ def noise(size, least=1):
     return bytes(rng.randrange(least, 256) for _ in range(size))
 
 
-PHOTOS = {"small": PHOTO + noise(500), "large": PHOTO + noise(5000), "without NUL": noise(3000), "short": PHOTO}
+PHOTOS = {
+    "small": PHOTO + noise(500),
+    "large": PHOTO + noise(5000),
+    "without NUL": noise(3000),
+    "short": PHOTO,
+}
 
 
 @pytest.mark.parametrize("content", PHOTOS.values(), ids=PHOTOS)
@@ -260,7 +329,10 @@ def test_a_photo_among_texts_is_called_binary(tmp_path, monkeypatch, content):
     paths = [tmp_path / "a.txt", tmp_path / "b.png"]
     for flags in ({}, {"document_separator": ""}, {"encoding": "gb18030"}, {"on_error": "replace"}):
         given = TextInputs(input=[*map(str, paths)], **flags)
-        for act in (lambda given=given: find_inputs(given), lambda given=given: InputDocuments(given, 1e9)):
+        for act in (
+            lambda given=given: find_inputs(given),
+            lambda given=given: InputDocuments(given, 1e9),
+        ):
             assert re.search(r"b\.png: binary \(.*\); " + cure, error_of(act)), flags
         assert read(*paths, **flags, exclude=["*.png"])[0] == ["a"]
         assert read(tmp_path / "in", **flags) == (["a"], "passed over 1 file: 1 binary")
@@ -273,8 +345,9 @@ def test_what_is_no_text_is_refused_by_its_kind(tmp_path, capsys):
     """A device may never end; token files and an output without a name are slips."""
     assert "/dev/zero is a device; give" in error_of(lambda: read("/dev/zero"))
     fill(tmp_path, {"t.txt": "text", "x.bin": "\0", "x.idx": "\0"})
-    assert f"x.bin holds tokens already; give the text, or train on them: --data-path {tmp_path / 'x'}" in error_of(
-        lambda: read(tmp_path / "x.bin")
+    assert (
+        f"x.bin holds tokens already; give the text, or train on them: --data-path {tmp_path / 'x'}"
+        in error_of(lambda: read(tmp_path / "x.bin"))
     )
     out = ["--output-prefix", f"{tmp_path}/", "--tokenizer", "byte"]
     assert main(["preprocess", "--input", str(tmp_path / "t.txt"), *out]) == USAGE
@@ -292,7 +365,9 @@ def test_separators(tmp_path, monkeypatch, separator):
         monkeypatch.setattr("meshwright.data.text.limits.CHUNK", rng.choice([5, 30]))
         for _ in range(20):
             words = ["", "word", separator + "x", " " + separator, "é" * 9, separator, separator]
-            content = "\n".join(rng.choice(words) for _ in range(rng.randrange(1, 40))) + "\n" * rng.randrange(2)
+            content = "\n".join(
+                rng.choice(words) for _ in range(rng.randrange(1, 40))
+            ) + "\n" * rng.randrange(2)
             lines, want = content.splitlines(keepends=True), [""]
             for line in lines:
                 if line.rstrip("\n") == separator:
@@ -305,7 +380,11 @@ def test_separators(tmp_path, monkeypatch, separator):
             with tarfile.open(tmp_path / "c.tar", "w") as tar:
                 tar.add(tmp_path / "a.txt", "c.txt")
             for name in ("a.txt", "b", "c.tar"):
-                assert read(tmp_path / name, document_separator=separator)[0] == want, (size, name, content)
+                assert read(tmp_path / name, document_separator=separator)[0] == want, (
+                    size,
+                    name,
+                    content,
+                )
 
 
 def with_pages(count, first):
@@ -321,14 +400,22 @@ def with_pages(count, first):
 @pytest.mark.parametrize(("count", "first"), [(12, 0), (12, 3), (1, 0)])
 @pytest.mark.parametrize("separator", ["<|endoftext|>", ""])
 @pytest.mark.parametrize("size", [60, 1000, 1 << 20])
-def test_each_document_is_a_page_or_a_text_by_itself(tmp_path, monkeypatch, size, separator, count, first):
+def test_each_document_is_a_page_or_a_text_by_itself(
+    tmp_path, monkeypatch, size, separator, count, first
+):
     """The same documents in a file, packed, in a stream or an archive, wherever pieces begin."""
     monkeypatch.setattr(limits, "PIECE", size)
     monkeypatch.setattr("meshwright.data.text.limits.CHUNK", 70)
     documents, texts = with_pages(count, first)
     content = f"{separator}\n".join(documents).encode()
-    fill(tmp_path, {"in/a.txt": content, "b.gz": gzip.compress(content), "c.txt": charsets.BOM + content})
-    fill(tmp_path, {"d.txt": content.decode().encode("utf-16"), "e.txt": content.replace(b"\n", b"\r\n")})
+    fill(
+        tmp_path,
+        {"in/a.txt": content, "b.gz": gzip.compress(content), "c.txt": charsets.BOM + content},
+    )
+    fill(
+        tmp_path,
+        {"d.txt": content.decode().encode("utf-16"), "e.txt": content.replace(b"\n", b"\r\n")},
+    )
     with tarfile.open(tmp_path / "f.tar", "w") as tar:
         tar.add(tmp_path / "in" / "a.txt", "a")
     for name in ("in/a.txt", "in", "b.gz", "c.txt", "d.txt", "e.txt", "f.tar"):
@@ -341,12 +428,16 @@ def test_pages_of_a_divided_text_may_each_have_their_charset(tmp_path, monkeypat
     """Unless --encoding names that of the file; a file that is named as a page is one."""
     monkeypatch.setattr(limits, "PIECE", 30)
     pages = [
-        f"<html><meta charset={name}>".encode() + "é朱"[n].encode(name) for n, name in enumerate(["cp1252", "gbk"])
+        f"<html><meta charset={name}>".encode() + "é朱"[n].encode(name)
+        for n, name in enumerate(["cp1252", "gbk"])
     ]
     plain_text = "朱镕基\n".encode("gbk")
     fill(
         tmp_path,
-        {"a.txt": b"\n<|endoftext|>\n".join([*pages, "é".encode()]), "b.html": pages[0] + b"\n<|endoftext|>\na"},
+        {
+            "a.txt": b"\n<|endoftext|>\n".join([*pages, "é".encode()]),
+            "b.html": pages[0] + b"\n<|endoftext|>\na",
+        },
     )
     fill(tmp_path, {"c.txt": b"\n<|endoftext|>\n".join([plain_text, pages[1], plain_text])})
     assert read(tmp_path / "a.txt") == (["é \n", "朱 \n", "é"], "")
@@ -365,7 +456,10 @@ def test_a_text_too_long_without_separators(tmp_path, monkeypatch):
     fill(tmp_path, {"a.txt": content, "b.gz": gzip.compress(content)})
     for name in ("a.txt", "b.gz"):
         message = error_of(lambda name=name: read(tmp_path / name))
-        assert "longer than 1,000 bytes (divide it: lines '<|endoftext|>', or --document-separator)" in message
+        assert (
+            "longer than 1,000 bytes (divide it: lines '<|endoftext|>', or --document-separator)"
+            in message
+        )
         documents, _, err = preprocess(tmp_path, tmp_path / name, on_error="skip", workers=1)
         assert documents == ["a\n", "b\n"] and "2 longer than 1,000 bytes" in err
     assert "a.txt:3: longer" in error_of(lambda: read(tmp_path / "a.txt"))
@@ -392,7 +486,10 @@ def test_archives(tmp_path):
     for name in ("z.zip", "z.tgz"):
         documents, passed = read(tmp_path / name)
         assert sorted(documents) == ["a", "b", "c\n", "f", "g"]
-        assert passed == "passed over 3 files: 1 binary, 1 not JSON lines, 1 empty" or "3 files" in passed
+        assert (
+            passed == "passed over 3 files: 1 binary, 1 not JSON lines, 1 empty"
+            or "3 files" in passed
+        )
         assert sorted(read(tmp_path / name, exclude=["*.jsonl", "[a-b]*"])[0]) == ["c\n", "g"]
     fill(tmp_path, {"z.zip.gz": gzip.compress((tmp_path / "z.zip").read_bytes())})
     assert "z.zip.gz is a zip archive in a stream" in error_of(lambda: read(tmp_path / "z.zip.gz"))
@@ -400,7 +497,12 @@ def test_archives(tmp_path):
     content[34] ^= 255  # of the first member
     fill(tmp_path, {"bad.zip": bytes(content), "cut.zip": bytes(content[:300])})
     assert "bad.zip:p/a.txt: damaged member" in error_of(lambda: read(tmp_path / "bad.zip"))
-    assert sorted(preprocess(tmp_path, tmp_path / "bad.zip", on_error="skip")[0]) == ["b", "c\n", "f", "g"]
+    assert sorted(preprocess(tmp_path, tmp_path / "bad.zip", on_error="skip")[0]) == [
+        "b",
+        "c\n",
+        "f",
+        "g",
+    ]
     assert "cut.zip is cut short or damaged" in error_of(lambda: read(tmp_path / "cut.zip"))
 
 
@@ -414,7 +516,11 @@ def test_html():
 
 
 @pytest.mark.parametrize(
-    "how", ["preprocess --tokenizer byte --output-prefix out", "train-tokenizer --vocab-size 257 --output out"]
+    "how",
+    [
+        "preprocess --tokenizer byte --output-prefix out",
+        "train-tokenizer --vocab-size 257 --output out",
+    ],
 )
 def test_blank_lines_separate_on_the_command_line(tmp_path, monkeypatch, capsys, how):
     monkeypatch.chdir(tmp_path)
@@ -425,12 +531,21 @@ def test_blank_lines_separate_on_the_command_line(tmp_path, monkeypatch, capsys,
 
 def test_dry_run_names_what_is_not_utf8_and_needs_no_output(tmp_path, capsys):
     fill(
-        tmp_path / "in", {"a.txt": "a", "b.txt": b"caf\xe9\n" * 9, "c.txt": PHOTO, "d.txt": b"x" * (1 << 20) + b"\xe9"}
+        tmp_path / "in",
+        {
+            "a.txt": "a",
+            "b.txt": b"caf\xe9\n" * 9,
+            "c.txt": PHOTO,
+            "d.txt": b"x" * (1 << 20) + b"\xe9",
+        },
     )
     argv = ["preprocess", "--input", str(tmp_path / "in"), "--tokenizer", "byte", "--dry-run"]
     assert main(argv) == 0
     out = capsys.readouterr().out
-    assert f"passed over 3 files: 2 not UTF-8 ({tmp_path}/in/b.txt:1, {tmp_path}/in/d.txt:1), 1 binary; it looks" in out
+    assert (
+        f"passed over 3 files: 2 not UTF-8 ({tmp_path}/in/b.txt:1, {tmp_path}/in/d.txt:1), 1 binary; it looks"
+        in out
+    )
     assert "would write" not in out
     assert main(argv[:-1]) == 2 and "--output-prefix is needed" in capsys.readouterr().err
 
@@ -438,11 +553,22 @@ def test_dry_run_names_what_is_not_utf8_and_needs_no_output(tmp_path, capsys):
 def test_dry_run_and_the_tokenizers_input(tmp_path, capsys):
     fill(tmp_path / "in", FILES)
     common = ["--input", str(tmp_path / "in"), "--exclude", "a"]
-    byte = ["--tokenizer-type", "ByteTokenizer", "--output-prefix", str(tmp_path / "x"), "--dry-run"]
+    byte = [
+        "--tokenizer-type",
+        "ByteTokenizer",
+        "--output-prefix",
+        str(tmp_path / "x"),
+        "--dry-run",
+    ]
     assert main(["preprocess", *common, *byte]) == 0
     out = capsys.readouterr().out
-    assert "with 257 ids: 10 of plain text, 1 of archives or streams" in out and "passed over" in out
+    assert (
+        "with 257 ids: 10 of plain text, 1 of archives or streams" in out and "passed over" in out
+    )
     assert not list(tmp_path.glob("x*"))
-    assert main(["train-tokenizer", *common, "--vocab-size", "257", "--output", str(tmp_path / "v")]) == 0
+    assert (
+        main(["train-tokenizer", *common, "--vocab-size", "257", "--output", str(tmp_path / "v")])
+        == 0
+    )
     assert "passed over" in capsys.readouterr().err
     json.loads((tmp_path / "v" / "vocab.json").read_text())

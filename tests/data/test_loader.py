@@ -51,7 +51,9 @@ def read_ahead_threads():
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_tokens_labels_and_order(workers):
     steps = list(islice(loader(Counting(), 2, 6, consumed=12, workers=workers), 3))
-    assert numbers(steps) == [[[n, n + 1] for n in range(first, first + 6, 2)] for first in (12, 18, 24)]
+    assert numbers(steps) == [
+        [[n, n + 1] for n in range(first, first + 6, 2)] for first in (12, 18, 24)
+    ]
     batch = steps[0][1]
     assert batch.tokens.tolist() == [[140, 141, 142, 143], [150, 151, 152, 153]]
     assert batch.labels.tolist() == [[141, 142, 143, 144], [151, 152, 153, 154]]
@@ -68,13 +70,21 @@ def test_ranks_cut_each_block_of_micro_batches():
     assert of_rank(1, 3) == [[[14, 15], [20, 21]], [[26, 27], [32, 33]]]
     for ranks in (1, 2, 3, 6):
         parts = [of_rank(rank, ranks) for rank in range(ranks)]
-        for step, first in enumerate((12, 24)):  # together the same samples, for any number of ranks
-            together = [n for micro in zip(*[p[step] for p in parts], strict=True) for part in micro for n in part]
+        # together the same samples, for any number of ranks
+        for step, first in enumerate((12, 24)):
+            together = [
+                n
+                for micro in zip(*[p[step] for p in parts], strict=True)
+                for part in micro
+                for n in part
+            ]
             assert together == list(range(first, first + 12))
 
 
 RAMP = TrainConfig(
-    training=Training(micro_batch_size=2, global_batch_size=24, rampup_batch_size=[8, 8, 60], train_samples=200)
+    training=Training(
+        micro_batch_size=2, global_batch_size=24, rampup_batch_size=[8, 8, 60], train_samples=200
+    )
 )
 
 
@@ -135,7 +145,10 @@ def test_cyclic_is_megatrons_with_one_rank(consumed):
 @pytest.mark.fault("F5")
 def test_cyclic_epochs_do_not_depend_on_the_layout(micro, ranks):
     n = 7  # no multiple of a batch: some steps lie in two epochs
-    of_ranks = [first_ids(islice(loader(Cyclic(Counting(n)), micro, 4, rank=r, ranks=ranks), 14)) for r in range(ranks)]
+    of_ranks = [
+        first_ids(islice(loader(Cyclic(Counting(n)), micro, 4, rank=r, ranks=ranks), 14))
+        for r in range(ranks)
+    ]
     ids = [k // 10 for blocks in zip(*of_ranks, strict=True) for part in blocks for k in part]
     epochs = [ids[start : start + n] for start in range(0, 56, n)]
     assert all(sorted(epoch) == list(range(n)) for epoch in epochs)
@@ -148,7 +161,9 @@ def test_cyclic_epochs_do_not_depend_on_the_layout(micro, ranks):
 
 def test_cyclic_keeps_few_orders(monkeypatch):
     drawn, real = [], torch.randperm
-    monkeypatch.setattr(torch, "randperm", lambda n, generator: drawn.append(n) or real(n, generator=generator))
+    monkeypatch.setattr(
+        torch, "randperm", lambda n, generator: drawn.append(n) or real(n, generator=generator)
+    )
     data = Cyclic(Counting(10))
     for k in [*range(100), *range(89, 92)]:
         data[k]
@@ -174,7 +189,8 @@ def test_reading_ahead_is_bounded_and_in_a_thread_that_ends():
 @pytest.mark.parametrize("workers", [0, 2])
 def test_running_out(workers):
     steps = iter(loader(Counting(7), workers=workers))
-    assert numbers(islice(steps, 3)) == [[[0, 1]], [[2, 3]], [[4, 5]]]  # the last, partial block is not used
+    # the last, partial block is not used
+    assert numbers(islice(steps, 3)) == [[[0, 1]], [[2, 3]], [[4, 5]]]
     assert "needs samples 6 to 7, but the data set has 7" in error_of(lambda: next(steps))
     around = list(islice(loader(Counting(7), workers=workers, at_end="wrap"), 5))
     assert numbers(around) == [[[0, 1]], [[2, 3]], [[4, 5]], [[6, 7]], [[8, 9]]]
@@ -188,7 +204,9 @@ def test_running_out(workers):
 def test_an_id_outside_the_vocabulary_names_sample_and_place(workers):
     steps = iter(loader(Counting(bad=5), workers=workers))
     assert len(list(islice(steps, 2))) == 2  # read ahead, but raised when its step is asked for
-    assert re.search(r"sample 5 has id 99999 \(place 5/2\).*ids are 0 ... 999", error_of(lambda: next(steps)))
+    assert re.search(
+        r"sample 5 has id 99999 \(place 5/2\).*ids are 0 ... 999", error_of(lambda: next(steps))
+    )
     steps = iter(loader(Counting(bad=0, ids=(0, 1, 2, 3, -1)), workers=workers))
     assert "sample 0 has id -1 (place 0/4)" in error_of(lambda: next(steps))
     assert not read_ahead_threads()
@@ -204,7 +222,9 @@ def test_an_id_outside_the_vocabulary_names_sample_and_place(workers):
     ],
 )
 def test_a_sample_that_is_not_s_plus_1_ids_is_named(ids, words):
-    data = type("Own", (Counting,), {"__getitem__": lambda self, k: np.arange(5) if k != 1 else ids})()
+    data = type(
+        "Own", (Counting,), {"__getitem__": lambda self, k: np.arange(5) if k != 1 else ids}
+    )()
     assert re.search(words, error_of(lambda: next(iter(loader(data, length=5)))))
 
 
@@ -218,7 +238,9 @@ def test_ids_of_any_integer_type_are_read(ids):
 def test_to_moves_what_is_there():
     [batch] = next(iter(loader(Counting())))
     moved = Batch(batch.tokens, batch.labels, batch.sample_ids, doc_ids=batch.tokens).to("meta")
-    assert {t.device.type for t in (moved.tokens, moved.labels, moved.sample_ids, moved.doc_ids)} == {"meta"}
+    assert {
+        t.device.type for t in (moved.tokens, moved.labels, moved.sample_ids, moved.doc_ids)
+    } == {"meta"}
     assert moved.loss_mask is None and moved.position_ids is None
     assert batch.to("cpu") is batch
 
@@ -228,7 +250,9 @@ def test_to_moves_what_is_there():
 def test_to_a_gpu(device):
     """Batches for a GPU are pinned; the step copies them."""
     batches = [b for [b] in islice(loader(Counting(), workers=2, device=device), 5)]
-    assert all(b.tokens.is_pinned() == (device is not None) and not b.tokens.is_cuda for b in batches)
+    assert all(
+        b.tokens.is_pinned() == (device is not None) and not b.tokens.is_cuda for b in batches
+    )
     expected = [b.tokens.tolist() for [b] in islice(loader(Counting(), workers=2), 5)]
     assert [b.to("cuda").tokens.tolist() for b in batches] == expected
     assert [b.first_sample for b in batches] == [0, 2, 4, 6, 8]

@@ -20,7 +20,9 @@ from meshwright.data.files.writer import Writer
 from meshwright.data.loader import Samples
 from meshwright.data.samples import split_bounds
 
-beside = pytest.mark.skipif(not HAS_CORE, reason="megatron-core cannot be imported (the extra `peers`)")
+beside = pytest.mark.skipif(
+    not HAS_CORE, reason="megatron-core cannot be imported (the extra `peers`)"
+)
 
 
 @pytest.fixture(params=["numpy", "fast"])
@@ -48,7 +50,13 @@ def test_the_cases_cover_what_matters():
         tokens = sum(case["sizes"][first:stop])
         epochs, apart = samples.epochs_needed(tokens, case["samples"], case["length"], 0.8)
         seen.add((min(epochs, 3), apart, 0 in case["sizes"], tokens <= case["length"]))
-    assert {(e, a) for e, a, *_ in seen} == {(1, False), (2, False), (2, True), (3, False), (3, True)}
+    assert {(e, a) for e, a, *_ in seen} == {
+        (1, False),
+        (2, False),
+        (2, True),
+        (3, False),
+        (3, True),
+    }
     assert {empty for *_, empty, _ in seen} == {short for *_, short in seen} == {False, True}
 
 
@@ -73,8 +81,12 @@ def test_more_tokens_than_31_bits_count(path):
     sizes = np.array([2**31 - 1, 3, 2**30, 2**31 - 1, 0, 2**31 - 1], np.int32)
     tokens = int(sizes.sum(dtype=np.int64))
     for length in (2**20, 10**6 + 3, 2**30):
-        doc_idx, rows, _ = samples.build_indices(sizes, range(6), tokens, 2 * tokens // length, length, 1, 0.8)
-        theirs = helpers.build_sample_idx(sizes, np.asarray(doc_idx), length, len(doc_idx) // 6, tokens)
+        doc_idx, rows, _ = samples.build_indices(
+            sizes, range(6), tokens, 2 * tokens // length, length, 1, 0.8
+        )
+        theirs = helpers.build_sample_idx(
+            sizes, np.asarray(doc_idx), length, len(doc_idx) // 6, tokens
+        )
         assert rows.dtype == theirs.dtype and np.array_equal(rows, theirs)
 
 
@@ -84,7 +96,9 @@ def test_the_tokens_of_each_sample(tmp_path):
         (tmp_path / str(n)).mkdir()
         theirs = cases.megatron_dataset(case, tmp_path / str(n))
         mine = Indexed(tmp_path / str(n) / "x")
-        ours = Samples(mine, range(*case["documents"]), case["samples"], case["length"], case["seed"])
+        ours = Samples(
+            mine, range(*case["documents"]), case["samples"], case["length"], case["seed"]
+        )
         assert len(ours) == len(theirs)
         for k in range(min(len(ours), 50)):
             text, _ = theirs._query_document_sample_shuffle_indices(k)
@@ -124,5 +138,9 @@ def test_splits_by_its_arithmetic():
         for size in (1, 2, 5, 50, 99, 500, 1001, 79_000):
             bounds = split_bounds(Split.read(split), size, "cumulative")
             for part, first, stop in zip(matrix, bounds, bounds[1:], strict=False):
-                theirs = None if part is None else tuple(int(round(share * float(size))) for share in part)
+                theirs = (
+                    None
+                    if part is None
+                    else tuple(int(round(share * float(size))) for share in part)
+                )
                 assert theirs == (first, stop) if part else first == stop, (split, size)

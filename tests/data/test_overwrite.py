@@ -27,7 +27,9 @@ def here(tmp_path, monkeypatch):
 
 
 def write(name, texts):
-    Path(name).write_text("".join(json.dumps({"text": text, "title": "t"}) + "\n" for text in texts))
+    Path(name).write_text(
+        "".join(json.dumps({"text": text, "title": "t"}) + "\n" for text in texts)
+    )
 
 
 def call(capsys, *words):
@@ -36,7 +38,17 @@ def call(capsys, *words):
 
 
 def preprocess(capsys, name, *more):
-    return call(capsys, "preprocess", "--input", name, "--output-prefix", "out", "--tokenizer", "byte", *more)
+    return call(
+        capsys,
+        "preprocess",
+        "--input",
+        name,
+        "--output-prefix",
+        "out",
+        "--tokenizer",
+        "byte",
+        *more,
+    )
 
 
 def files(folder="."):
@@ -53,24 +65,40 @@ def test_the_same_preprocess_again_changes_nothing(here, capsys):
     os.utime("long.jsonl", (1, 1))
     for more in ([], ["--workers", "2"], ["--log-interval", "7"]):
         status, out, _ = preprocess(capsys, "long.jsonl", *more)
-        assert status == 0 and "out_text_document.bin/.idx is already there, unchanged" in out and "wrote" not in out
+        assert (
+            status == 0
+            and "out_text_document.bin/.idx is already there, unchanged" in out
+            and "wrote" not in out
+        )
     os.utime("long.jsonl", ns=(before["long.jsonl"][1],) * 2)
     assert files() == before
 
 
 def test_dry_run_says_what_would_become_of_the_output(here, capsys):
     status, out, _ = preprocess(capsys, "long.jsonl", "--dry-run")
-    assert status == 0 and out.endswith("would write out_text_document.bin/.idx\n") and not list(here.glob("out*"))
+    assert (
+        status == 0
+        and out.endswith("would write out_text_document.bin/.idx\n")
+        and not list(here.glob("out*"))
+    )
     assert preprocess(capsys, "long.jsonl")[0] == 0
     before = files()
     status, out, _ = preprocess(capsys, "long.jsonl", "--dry-run")
-    assert status == 0 and "out_text_document.bin/.idx is already there, unchanged" in out and "would write" not in out
+    assert (
+        status == 0
+        and "out_text_document.bin/.idx is already there, unchanged" in out
+        and "would write" not in out
+    )
     status, _, err = preprocess(capsys, "short.jsonl", "--dry-run")
     assert (
         status == LOCKED
-        and "made with other inputs (long.jsonl then, short.jsonl now): they are kept; add --overwrite" in err
+        and "made with other inputs (long.jsonl then, short.jsonl now): they are kept; add --overwrite"
+        in err
     )
-    assert "would write" in preprocess(capsys, "short.jsonl", "--dry-run", "--overwrite")[1] and files() == before
+    assert (
+        "would write" in preprocess(capsys, "short.jsonl", "--dry-run", "--overwrite")[1]
+        and files() == before
+    )
 
 
 def test_the_next_command_reads_the_same_text(here, capsys):
@@ -78,7 +106,16 @@ def test_the_next_command_reads_the_same_text(here, capsys):
     Path("my text/a.css").write_text("a\n---\nb\n---\n")
     Path("my text/b.css").write_text("no")
     flags = ["--include", "*.css", "--exclude", "b.*", "--document-separator=---"]
-    train = ["train-tokenizer", "--input", "my text", *flags, "--vocab-size", "257", "--output", "vocabulary"]
+    train = [
+        "train-tokenizer",
+        "--input",
+        "my text",
+        *flags,
+        "--vocab-size",
+        "257",
+        "--output",
+        "vocabulary",
+    ]
     status, _, err = call(capsys, *train)
     assert status == 0
     following = shlex.split(err.splitlines()[-1].removeprefix("next: meshwright "))
@@ -103,7 +140,10 @@ def test_preprocess_replaces_other_data_only_with_overwrite(here, capsys):
         ),
     ):
         status, _, err = preprocess(capsys, name, *more)
-        assert status == LOCKED and "out_text_document.bin and out_text_document.idx exist already, " in err
+        assert (
+            status == LOCKED
+            and "out_text_document.bin and out_text_document.idx exist already, " in err
+        )
         assert words in err and files() == before
     status, _, err = call(
         capsys,
@@ -112,9 +152,15 @@ def test_preprocess_replaces_other_data_only_with_overwrite(here, capsys):
     assert status == LOCKED and "made with other tokenizer" in err and files() == before
     with Path("short.jsonl").open("ab") as file:  # a bad input never costs the old data
         file.write(b"{")
-    assert preprocess(capsys, "short.jsonl", "--overwrite")[0] == 65 and len(Indexed("out_text_document")) == 20
+    assert (
+        preprocess(capsys, "short.jsonl", "--overwrite")[0] == 65
+        and len(Indexed("out_text_document")) == 20
+    )
     write("short.jsonl", SHORT)
-    assert preprocess(capsys, "short.jsonl", "--overwrite")[0] == 0 and len(Indexed("out_text_document")) == 2
+    assert (
+        preprocess(capsys, "short.jsonl", "--overwrite")[0] == 0
+        and len(Indexed("out_text_document")) == 2
+    )
     assert "unchanged" in preprocess(capsys, "short.jsonl")[1]
     assert preprocess(capsys, "long.jsonl")[0] == LOCKED
 
@@ -122,7 +168,10 @@ def test_preprocess_replaces_other_data_only_with_overwrite(here, capsys):
 def test_what_has_changed_is_named(here, capsys):
     assert preprocess(capsys, "long.jsonl")[0] == 0
     write("long.jsonl", SHORT)
-    assert "inputs (of the same names, but changed): they are kept" in preprocess(capsys, "long.jsonl")[2]
+    assert (
+        "inputs (of the same names, but changed): they are kept"
+        in preprocess(capsys, "long.jsonl")[2]
+    )
     Path("texts").mkdir()
     for n in range(5):
         Path(f"texts/{n}.txt").write_text("text")
@@ -140,9 +189,17 @@ def test_what_has_changed_is_named(here, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "kinds"), [("a.txt", "plain text"), ("a.txt.gz", "plain text and CSV"), ("a.csv", "CSV"), ("a.jsonl", "")]
+    ("name", "kinds"),
+    [
+        ("a.txt", "plain text"),
+        ("a.txt.gz", "plain text and CSV"),
+        ("a.csv", "CSV"),
+        ("a.jsonl", ""),
+    ],
 )
-def test_what_an_earlier_release_read_otherwise_is_not_called_unchanged(here, capsys, monkeypatch, name, kinds):
+def test_what_an_earlier_release_read_otherwise_is_not_called_unchanged(
+    here, capsys, monkeypatch, name, kinds
+):
     """Neither tokens nor a vocabulary; a reader that has not changed since is not in the record."""
     content = b'{"text": "one"}\n' if name == "a.jsonl" else b"text\none\n"
     Path(name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
@@ -154,7 +211,9 @@ def test_what_an_earlier_release_read_otherwise_is_not_called_unchanged(here, ca
     said = f"(the same files, but another release read {kinds} in another way): they are kept; add --overwrite"
     for status, _, err in (preprocess(capsys, *words), call(capsys, *train)):
         assert (status, said in err) == ((LOCKED, True) if kinds else (0, False))
-    assert preprocess(capsys, *words, "--overwrite")[0] == call(capsys, *train, "--overwrite")[0] == 0
+    assert (
+        preprocess(capsys, *words, "--overwrite")[0] == call(capsys, *train, "--overwrite")[0] == 0
+    )
     assert "unchanged" in preprocess(capsys, *words)[1] and "unchanged" in call(capsys, *train)[1]
 
 
@@ -222,18 +281,27 @@ def test_output_within_the_folder_of_the_text_is_not_read(here, capsys):
 def test_a_vocabulary_is_never_replaced_in_silence(here, capsys):
     train = ["train-tokenizer", "--input", "long.jsonl", "--output", "vocabulary", "--vocab-size"]
     status, _, err = call(capsys, *train, "260")
-    following = (
-        "next: meshwright preprocess --input long.jsonl --tokenizer vocabulary --append-eod --output-prefix PREFIX"
-    )
+    following = "next: meshwright preprocess --input long.jsonl --tokenizer vocabulary --append-eod --output-prefix PREFIX"
     assert status == 0 and following in err
     before = files("vocabulary")
-    assert sorted(before) == [f"vocabulary/{name}" for name in ("merges.txt", "vocab.json", "vocab.origin.json")]
+    assert sorted(before) == [
+        f"vocabulary/{name}" for name in ("merges.txt", "vocab.json", "vocab.origin.json")
+    ]
     status, out, _ = call(capsys, *train, "260")
-    assert status == 0 and "vocabulary/vocab.json and vocabulary/merges.txt are already there, unchanged" in out
+    assert (
+        status == 0
+        and "vocabulary/vocab.json and vocabulary/merges.txt are already there, unchanged" in out
+    )
     status, _, err = call(capsys, *train, "261")
-    assert status == LOCKED and "made with other settings (--vocab-size): they are kept; add --overwrite" in err
+    assert (
+        status == LOCKED
+        and "made with other settings (--vocab-size): they are kept; add --overwrite" in err
+    )
     assert files("vocabulary") == before
-    assert call(capsys, *train, "261", "--overwrite")[0] == 0 and "unchanged" in call(capsys, *train, "261")[1]
+    assert (
+        call(capsys, *train, "261", "--overwrite")[0] == 0
+        and "unchanged" in call(capsys, *train, "261")[1]
+    )
     Path("vocabulary/vocab.origin.json").unlink()
     Path("vocabulary/merges.txt").unlink()
     status, _, err = call(capsys, *train, "261")
@@ -252,6 +320,10 @@ def test_data_merge_replaces_other_data_only_with_overwrite(here, capsys):
     status, out, _ = call(capsys, *merge, "a", "b")
     assert status == 0 and out == "m.bin/.idx is already there, unchanged\n" and files() == before
     status, _, err = call(capsys, *merge, "b", "a")
-    assert status == LOCKED and "m.bin and m.idx exist already, made with other inputs" in err and files() == before
+    assert (
+        status == LOCKED
+        and "m.bin and m.idx exist already, made with other inputs" in err
+        and files() == before
+    )
     assert call(capsys, *merge, "b", "a", "--overwrite")[0] == 0
     assert Path("m.bin").read_bytes() == Path("b.bin").read_bytes() + Path("a.bin").read_bytes()

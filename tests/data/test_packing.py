@@ -48,7 +48,9 @@ def test_packing_is_best_fit_and_loses_no_token(seed):
 
 
 def test_packed_samples_are_full():
-    lengths = np.minimum(np.random.default_rng(0).lognormal(5, 1, 20_000).astype(np.int64) + 2, 1025)
+    lengths = np.minimum(
+        np.random.default_rng(0).lognormal(5, 1, 20_000).astype(np.int64) + 2, 1025
+    )
     _, counts = fill_bins(lengths, 1025)
     assert lengths.sum() / (1025 * len(counts)) > 0.998 and counts.sum() == len(lengths)
 
@@ -77,7 +79,10 @@ def test_samples_hold_documents_in_an_order_of_their_own_in_each_epoch(prefix):
             positions += range(size)
         padding = [0] * (17 - len(tokens))
         assert sample.tolist() == [tokens + padding, positions + padding] == long[k].tolist()
-        assert long.locate(k, 0) == f"token {bins[first[k]][0][1]} of document {bins[first[k]][0][0]} in {prefix}"
+        assert (
+            long.locate(k, 0)
+            == f"token {bins[first[k]][0][1]} of document {bins[first[k]][0][0]} in {prefix}"
+        )
 
 
 def test_batches_of_packed_samples(prefix):
@@ -85,7 +90,10 @@ def test_batches_of_packed_samples(prefix):
     spec = LoaderSpec(2, lambda _: 2, 100, length=17, packed=True)
     for (batch,) in islice(Loader(data, spec), 8):
         tokens, places = np.stack([data[int(k)] for k in batch.sample_ids]).swapaxes(0, 1)
-        assert batch.tokens.tolist() == tokens[:, :-1].tolist() and batch.labels.tolist() == tokens[:, 1:].tolist()
+        assert (
+            batch.tokens.tolist() == tokens[:, :-1].tolist()
+            and batch.labels.tolist() == tokens[:, 1:].tolist()
+        )
         assert batch.position_ids.tolist() == places[:, :-1].tolist()
         assert batch.loss_mask.tolist() == (places[:, 1:] > 0).tolist()
         begins = np.diff(batch.doc_ids.numpy(), axis=1, prepend=0)
@@ -100,7 +108,9 @@ def test_a_document_is_read_alone(prefix):
     from meshwright.model.positions import Positions
 
     for position in ("learned", "rope", "alibi"):
-        m = Model(num_layers=2, hidden_size=16, num_attention_heads=2, position_embedding_type=position)
+        m = Model(
+            num_layers=2, hidden_size=16, num_attention_heads=2, position_embedding_type=position
+        )
         torch.manual_seed(0)
         model = GPT(m, 100, 104, 17).double().eval()
         for p in model.parameters():
@@ -108,7 +118,9 @@ def test_a_document_is_read_alone(prefix):
         data = Packed(Indexed(prefix), range(60), 8, 16, 1)
         (batch,) = next(iter(Loader(data, LoaderSpec(3, lambda _: 3, 100, length=17, packed=True))))
         with torch.no_grad():
-            out = model(batch.tokens, Positions(position_ids=batch.position_ids, documents=batch.doc_ids))
+            out = model(
+                batch.tokens, Positions(position_ids=batch.position_ids, documents=batch.doc_ids)
+            )
             for row, k in enumerate(batch.sample_ids.tolist()):
                 at = 0
                 for _, _, size in data.pieces(k):
@@ -119,35 +131,78 @@ def test_a_document_is_read_alone(prefix):
 
 @pytest.mark.flag("packing")
 def test_a_training_is_built_of_packed_sets(prefix, tmp_path):
-    given = {"packing": "best-fit", "seq_length": 16, "data_cache_path": str(tmp_path), "full_validation": True}
+    given = {
+        "packing": "best-fit",
+        "seq_length": 16,
+        "data_cache_path": str(tmp_path),
+        "full_validation": True,
+    }
     config = data_config(data_path=[prefix], train_iters=20, split="70,30,0", **given)
     made, lines, _ = build_and_capture(config)
-    assert isinstance(made["train"], Packed) and isinstance(made["valid"], Packed) and made["valid"].epochs == 1
-    share = count_predicted(Indexed(prefix).sizes, range(42)) / (len(made["train"].bin_idx) - 1) / 16
-    assert f"    packed {len(made['train'].piece_idx)} pieces of documents; the samples are {share:.2%} full" in lines
+    assert (
+        isinstance(made["train"], Packed)
+        and isinstance(made["valid"], Packed)
+        and made["valid"].epochs == 1
+    )
+    share = (
+        count_predicted(Indexed(prefix).sizes, range(42)) / (len(made["train"].bin_idx) - 1) / 16
+    )
+    assert (
+        f"    packed {len(made['train'].piece_idx)} pieces of documents; the samples are {share:.2%} full"
+        in lines
+    )
     again, lines, _ = build_and_capture(config)
     assert not any("could not find" in line for line in lines)
     assert again["train"].shuffle_idx.tolist() == made["train"].shuffle_idx.tolist()
     bins = len(made["train"].bin_idx) - 1
-    by_epochs = replace(config, training=replace(config.training, train_iters=None, train_epochs=2.5))
+    by_epochs = replace(
+        config, training=replace(config.training, train_iters=None, train_epochs=2.5)
+    )
     assert count_epochs(by_epochs).training.train_samples == int(2.5 * bins)
 
 
 def test_the_cyclic_order_does_not_depend_on_the_length_of_the_run(prefix, tmp_path):
-    given = {"packing": "best-fit", "seq_length": 16, "data_cache_path": str(tmp_path), "dataloader_type": "cyclic"}
+    given = {
+        "packing": "best-fit",
+        "seq_length": 16,
+        "data_cache_path": str(tmp_path),
+        "dataloader_type": "cyclic",
+    }
     short, long = (
-        build_and_capture(data_config(data_path=[prefix], train_iters=n, split="100,0,0", **given))[0]["train"]
+        build_and_capture(data_config(data_path=[prefix], train_iters=n, split="100,0,0", **given))[
+            0
+        ]["train"]
         for n in (20, 200)
     )
     bins = len(pack(Indexed(prefix).sizes.tolist(), range(60), 16, 1234))
     epochs = [[long.resolve(k)[1] for k in range(n * bins, (n + 1) * bins)] for n in range(2)]
     assert all(sorted(epoch) == list(range(bins)) for epoch in epochs) and epochs[0] != epochs[1]
-    assert epochs == [[short.resolve(k)[1] for k in range(n * bins, (n + 1) * bins)] for n in range(2)]
+    assert epochs == [
+        [short.resolve(k)[1] for k in range(n * bins, (n + 1) * bins)] for n in range(2)
+    ]
 
 
 def test_commands_on_packed_data(prefix, tmp_path):
-    flags = ["--data-path", prefix, "--packing", "best-fit", "--seq-length", "16", "--split", "100,0,0"]
-    flags += ["--micro-batch-size", "1", "--global-batch-size", "2", "--train-iters", "20", "--eval-iters", "0"]
+    flags = [
+        "--data-path",
+        prefix,
+        "--packing",
+        "best-fit",
+        "--seq-length",
+        "16",
+        "--split",
+        "100,0,0",
+    ]
+    flags += [
+        "--micro-batch-size",
+        "1",
+        "--global-batch-size",
+        "2",
+        "--train-iters",
+        "20",
+        "--eval-iters",
+        "0",
+    ]
     flags += [f"--data-cache-path={tmp_path}", "--vocab-size=100", "--tokenizer-type=NullTokenizer"]
     status, out, _ = run_data("plan", *flags, "--json")
     assert status == 0
@@ -155,7 +210,9 @@ def test_commands_on_packed_data(prefix, tmp_path):
     assert f'"epochs": {40 / bins}' in out
     assert run_data("index", *flags)[0] == 0 and "nothing to build" in run_data("index", *flags)[1]
     status, out, _ = run_data("inspect", *flags, "--sample", "3")
-    assert status == 0 and "and so is the last of each piece" in out and " tokens from token " in out
+    assert (
+        status == 0 and "and so is the last of each piece" in out and " tokens from token " in out
+    )
 
 
 def test_documents_of_one_token_cannot_be_packed(tmp_path):

@@ -36,7 +36,9 @@ def work(tmp_path, given, tokenizer="ByteTokenizer", vocab_size=None, **settings
         (tmp_path / "in.jsonl").write_bytes(given)
         given = [str(tmp_path / "in.jsonl")]
     flags = TokenizerFlags(tokenizer_type=tokenizer, vocab_size=vocab_size)
-    return preprocess_inputs(settings.pop("output_prefix", tmp_path / "out"), *given, tokenizer=flags, **settings)
+    return preprocess_inputs(
+        settings.pop("output_prefix", tmp_path / "out"), *given, tokenizer=flags, **settings
+    )
 
 
 def require_refusal(status, words, act):
@@ -68,8 +70,14 @@ def test_documents_in_order_with_eod(tmp_path):
     )
     notice, *processed = stderr.splitlines()
     assert notice == "--dataset-impl lazy: written as mmap, which every loader reads"
-    assert [w.split("(")[0] for w in processed] == ["Processed 2 documents ", f"note: 2 documents: {FEW}"]
-    assert lines[5].removeprefix("Time to startup: ").partition(".")[2].isdigit() and len(lines[5].split(".")[1]) == 2
+    assert [w.split("(")[0] for w in processed] == [
+        "Processed 2 documents ",
+        f"note: 2 documents: {FEW}",
+    ]
+    assert (
+        lines[5].removeprefix("Time to startup: ").partition(".")[2].isdigit()
+        and len(lines[5].split(".")[1]) == 2
+    )
 
 
 @pytest.mark.flag("document_length")
@@ -79,13 +87,24 @@ def test_a_book_is_cut_into_documents(tmp_path):
     (tmp_path / "book.txt").write_text(book)
     advice = "note: 1 document: no --split can keep text of it for validation; --document-length 4000 cuts longer "
     assert advice in preprocess_inputs(tmp_path / "x", tmp_path / "book.txt")[1]
-    out, err = preprocess_inputs(tmp_path / "x", tmp_path / "book.txt", document_length=500, append_eod=True)
+    out, err = preprocess_inputs(
+        tmp_path / "x", tmp_path / "book.txt", document_length=500, append_eod=True
+    )
     parts = texts_in(tmp_path / "x_text_document")
-    assert "".join(parts) == book and all(len(part) <= 500 and part.endswith("\n\n") for part in parts)
-    assert len(parts) > 15 and f" {len(parts)} documents, {len(parts)} sequences" in out and "note:" not in err
+    assert "".join(parts) == book and all(
+        len(part) <= 500 and part.endswith("\n\n") for part in parts
+    )
+    assert (
+        len(parts) > 15
+        and f" {len(parts)} documents, {len(parts)} sequences" in out
+        and "note:" not in err
+    )
     assert Indexed(tmp_path / "x_text_document").doc_idx.tolist() == list(range(len(parts) + 1))
     _, err = preprocess_inputs(tmp_path / "x", tmp_path / "book.txt", document_separator="")
-    assert "note: 100 documents, half of them of 153 tokens or fewer" not in err and "100 documents" in err
+    assert (
+        "note: 100 documents, half of them of 153 tokens or fewer" not in err
+        and "100 documents" in err
+    )
 
 
 def test_short_documents_are_remarked(tmp_path):
@@ -104,8 +123,14 @@ def test_a_document_of_more_than_a_million_tokens_is_named(tmp_path, monkeypatch
         (tmp_path / name).write_bytes(line(text) if name == "a.jsonl" else text.encode())
         out, err = preprocess_inputs(tmp_path / "x", tmp_path / name)
         assert f"1 documents, 1 sequences, {size} tokens (the largest document has {size}), " in out
-        cure = "give each a line or row" if name == "a.jsonl" else "divide them by lines <|endoftext|>, or name"
-        warning = f"warning: the largest document has 100 tokens; if it was meant as several, {cure}"
+        cure = (
+            "give each a line or row"
+            if name == "a.jsonl"
+            else "divide them by lines <|endoftext|>, or name"
+        )
+        warning = (
+            f"warning: the largest document has 100 tokens; if it was meant as several, {cure}"
+        )
         assert (warning in err) == is_long == ("warning" in err)
 
 
@@ -113,16 +138,27 @@ def test_blanks_of_a_key_and_rows_without_text(tmp_path):
     rows = [{"review text": text} for text in ("good", "", "bad", "")]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out, err = preprocess_inputs(tmp_path / "x", tmp_path / "in.jsonl", json_keys=["review text"])
-    assert "x_review_text_document.bin/.idx: 4 documents (2 without text, which have no sequence), 2 sequences" in out
+    assert (
+        "x_review_text_document.bin/.idx: 4 documents (2 without text, which have no sequence), 2 sequences"
+        in out
+    )
     assert "note: in the names of the files, _ stands for the blanks of review text" in err
-    message = error_of(lambda: preprocess_inputs(tmp_path / "x", tmp_path / "in.jsonl", json_keys=["a b", "a_b"]), 2)
+    message = error_of(
+        lambda: preprocess_inputs(tmp_path / "x", tmp_path / "in.jsonl", json_keys=["a b", "a_b"]),
+        2,
+    )
     assert message.startswith("--json-keys 'a b' 'a_b' differ in blanks alone")
 
 
 def test_a_terminal_is_spared_megatrons_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(io, "StringIO", type("Terminal", (io.StringIO,), {"isatty": lambda self: True}))
+    monkeypatch.setattr(
+        io, "StringIO", type("Terminal", (io.StringIO,), {"isatty": lambda self: True})
+    )
     stdout, _ = work(tmp_path, line("ab"))
-    assert [text.split(" ")[0] for text in stdout.splitlines() if text[0] != " "] == ["Opening", "wrote"]
+    assert [text.split(" ")[0] for text in stdout.splitlines() if text[0] != " "] == [
+        "Opening",
+        "wrote",
+    ]
 
 
 def test_large_vocabulary_is_int32(tmp_path):
@@ -150,7 +186,14 @@ def test_good_lines_of_any_shape_are_kept(tmp_path):
     )
     _, stderr = work(tmp_path, content)
     assert "left out" not in stderr
-    wanted = ["bom", "crlf", "nan elsewhere", "half elsewhere", "pair \U0001f642", "line\u2028separator \u0085 \x00"]
+    wanted = [
+        "bom",
+        "crlf",
+        "nan elsewhere",
+        "half elsewhere",
+        "pair \U0001f642",
+        "line\u2028separator \u0085 \x00",
+    ]
     assert texts_in(tmp_path / "out_text_document") == [*wanted, big, "last, without a line feed"]
 
 
@@ -158,7 +201,8 @@ BAD = {
     b'{"text": "caf\xe9"}': ("not UTF-8", "byte 0xe9 at column 14"),
     b'{"text": "x"': ("not JSON", "Expecting ',' delimiter at column 13"),
     b"[" * 100_000: ("not JSON", "recursion"),
-    b"\xef\xbb\xbf" + line("x"): ("not JSON", "column 1"),  # a byte order mark in the middle of a file
+    # a byte order mark in the middle of a file
+    b"\xef\xbb\xbf" + line("x"): ("not JSON", "column 1"),
     b'["text"]': ("not a JSON object", "but a list"),
     b'{"body": "x"}': ("no key 'text'", "keys: body"),
     b'{"text": null}': ("null under 'text'", "NoneType"),
@@ -176,7 +220,10 @@ def test_a_bad_line_stops_by_default(tmp_path, bad):
 
 def test_the_key_is_wrong(tmp_path):
     """The first line says which keys there are, with or without text; a later one is a bad line."""
-    wrong, skip = b'{"body": "x", "n": 1, "title": "y"}\n', "leave such lines out with --on-error skip"
+    wrong, skip = (
+        b'{"body": "x", "n": 1, "title": "y"}\n',
+        "leave such lines out with --on-error skip",
+    )
     choose = "choose one of text with --json-keys (body, title)"
     first = f"in.jsonl:1: no key 'text' (keys: body, n, title); {choose}, or {skip} (nothing was written)"
     assert error_of(lambda: work(tmp_path, wrong)).endswith(first)
@@ -191,22 +238,37 @@ def test_the_key_is_wrong(tmp_path):
     assert error_of(lambda: work(tmp_path, [str(tmp_path / "in")])).endswith(want)
 
 
-@pytest.mark.parametrize("names, keys", [(("role", "content"), ["text"]), (("from", "value"), ["my chat"])])
+@pytest.mark.parametrize(
+    "names, keys", [(("role", "content"), ["text"]), (("from", "value"), ["my chat"])]
+)
 def test_lists_of_chat_messages_get_the_command_that_makes_texts_of_them(tmp_path, names, keys):
-    chat = [dict(zip(names, message, strict=True)) for message in (("user", "Why?"), ("assistant", 'It\'s "so".\n'))]
+    chat = [
+        dict(zip(names, message, strict=True))
+        for message in (("user", "Why?"), ("assistant", 'It\'s "so".\n'))
+    ]
     content = json.dumps({"id": 1, "my chat": chat}).encode()
     message = error_of(lambda: work(tmp_path, content, json_keys=keys))
-    assert "'my chat' lists the messages of a chat; make one text of each line first: jq -c '" in message
+    assert (
+        "'my chat' lists the messages of a chat; make one text of each line first: jq -c '"
+        in message
+    )
     command = message.partition("first: ")[2].partition(", or leave")[0]
     if shutil.which("jq"):
-        made = subprocess.run(shlex.split(command), input=content, capture_output=True, check=True).stdout
+        made = subprocess.run(
+            shlex.split(command), input=content, capture_output=True, check=True
+        ).stdout
         assert json.loads(made) == {"text": 'user: Why?\nassistant: It\'s "so".\n'}
-    assert "lists the messages" not in error_of(lambda: work(tmp_path, b'{"messages": [{"role": 1}]}'))
+    assert "lists the messages" not in error_of(
+        lambda: work(tmp_path, b'{"messages": [{"role": 1}]}')
+    )
 
 
 def test_plain_text_named_like_json_lines_gets_a_hint(tmp_path):
     path = tmp_path / "in.jsonl"
-    for read in (lambda: list(reading.read_texts(TextInputs(input=[str(path)]))), lambda: work(tmp_path, [str(path)])):
+    for read in (
+        lambda: list(reading.read_texts(TextInputs(input=[str(path)]))),
+        lambda: work(tmp_path, [str(path)]),
+    ):
         path.write_text("\nOnce upon a time\nthere was.\n\nThe end.\n")
         hint = r'in.jsonl:2: not JSON .*one {"text": "..."} a line is expected; plain text is called .txt'
         require_refusal(BAD_DATA, hint, read)
@@ -225,8 +287,12 @@ def test_a_line_that_the_tokenizer_refuses_is_bad(tmp_path):
 
 @pytest.mark.flag("preprocess.json_keys")
 def test_keys_stay_aligned_when_a_text_is_empty(tmp_path):
-    content = b"\n".join([line("a", title="A"), line("", title="B"), line("c", title="C"), b'{"text": "d"}'])
-    stdout, _ = work(tmp_path, content, json_keys=["text", "title", "text"], append_eod=True, on_error="skip")
+    content = b"\n".join(
+        [line("a", title="A"), line("", title="B"), line("c", title="C"), b'{"text": "d"}']
+    )
+    stdout, _ = work(
+        tmp_path, content, json_keys=["text", "title", "text"], append_eod=True, on_error="skip"
+    )
     assert texts_in(tmp_path / "out_text_document") == ["a", "", "c"]
     assert texts_in(tmp_path / "out_title_document") == ["A", "B", "C"]
     assert Indexed(tmp_path / "out_text_document").doc_idx.tolist() == [0, 1, 1, 2]
@@ -242,7 +308,12 @@ def test_several_inputs_patterns_and_standard_input(tmp_path, monkeypatch):
     given = [str(tmp_path / "b*.json"), "-", str(tmp_path / "a.json")]
     stdout, _ = work(tmp_path, given)
     assert texts_in(tmp_path / "out_text_document") == ["b0", "b1", "stdin", "a"]
-    assert [w.split("/")[-1] for w in stdout.splitlines()[:4]] == ["b0.json", "b1.json", "Opening -", "a.json"]
+    assert [w.split("/")[-1] for w in stdout.splitlines()[:4]] == [
+        "b0.json",
+        "b1.json",
+        "Opening -",
+        "a.json",
+    ]
 
 
 def test_a_pipe_is_read_from_its_start(tmp_path):
@@ -264,7 +335,9 @@ def test_inputs_that_cannot_be_used(tmp_path):
         (BAD_DATA, "no token under 'text' .*1 bad line: 1 not JSON", b"{", {"on_error": "skip"}),
         (IO, "cannot be written", line("x"), {"output_prefix": within}),
     ):
-        require_refusal(status, words, lambda given=given, settings=settings: work(tmp_path, given, **settings))
+        require_refusal(
+            status, words, lambda given=given, settings=settings: work(tmp_path, given, **settings)
+        )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "in.jsonl"]
 
 
@@ -287,10 +360,25 @@ def test_megatrons_command_line(tmp_path):
 
     def call(*command):
         return subprocess.run(
-            [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+            [sys.executable, *command],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
 
-    trained = call("-m", "meshwright", "train-tokenizer", "--input", "in.jsonl", "--vocab-size", "270", "--output", ".")
+    trained = call(
+        "-m",
+        "meshwright",
+        "train-tokenizer",
+        "--input",
+        "in.jsonl",
+        "--vocab-size",
+        "270",
+        "--output",
+        ".",
+    )
     following = "next: meshwright preprocess --input in.jsonl --tokenizer . --append-eod --output-prefix PREFIX\n"
     assert (trained.returncode, trained.stderr) == (0, following)
     assert trained.stdout == "wrote vocab.json and merges.txt: 270 ids\n"
@@ -305,10 +393,14 @@ def test_megatrons_command_line(tmp_path):
         written.append([f.read_bytes() for f in files])
     assert written[0] == written[1]
     t = tokenizers.build_tokenizer(
-        TokenizerFlags(vocab_file=str(tmp_path / "vocab.json"), merge_file=str(tmp_path / "merges.txt"))
+        TokenizerFlags(
+            vocab_file=str(tmp_path / "vocab.json"), merge_file=str(tmp_path / "merges.txt")
+        )
     )
     data = Indexed(tmp_path / "meg-gpt2_text_document")
-    assert [tokens_of(data, n).tolist() for n in range(50)] == [[*t.encode(f"the theme {n}"), 269] for n in range(50)]
+    assert [tokens_of(data, n).tolist() for n in range(50)] == [
+        [*t.encode(f"the theme {n}"), 269] for n in range(50)
+    ]
     (tmp_path / "in.jsonl").write_bytes(b"{}\n")
     stopped = call(*tool, "--overwrite")
     assert stopped.returncode == BAD_DATA
@@ -318,7 +410,11 @@ def test_megatrons_command_line(tmp_path):
 
 
 def test_the_speed_of_tables_counts_bytes(tmp_path):
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["中文字", "abc", "é"]}), tmp_path / "t.parquet")
-    [piece] = pieces.cut_inputs(find_inputs(given := TextInputs(input=[str(tmp_path / "t.parquet")])).inputs, given)
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": ["中文字", "abc", "é"]}), tmp_path / "t.parquet"
+    )
+    [piece] = pieces.cut_inputs(
+        find_inputs(given := TextInputs(input=[str(tmp_path / "t.parquet")])).inputs, given
+    )
     encoded, _ = Encoder(lambda text: [1], None, ReadOptions(), np.uint16)(piece)
     assert encoded.bytes == 9 + 3 + 2

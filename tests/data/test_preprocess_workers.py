@@ -45,7 +45,14 @@ def write_corpus(path, documents=2000, seed=0, bad=0.0):
     rng = random.Random(seed)
     lines = []
     for n in range(documents):
-        lines.append(json.dumps({"text": f"document {n} " + "x" * rng.randrange(200), "title": "t" * rng.randrange(3)}))
+        lines.append(
+            json.dumps(
+                {
+                    "text": f"document {n} " + "x" * rng.randrange(200),
+                    "title": "t" * rng.randrange(3),
+                }
+            )
+        )
         if rng.random() < bad:
             lines[-1] = lines[-1][:-2]
     path.write_text("\n".join(lines))
@@ -59,7 +66,9 @@ def write_folder(path, documents=1500):
         file = path / f"part {n % 9}" / f"{n}.{rng.choice(['txt', 'md', 'py'])}"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(
-            rng.choice([f"file {n} " + "ü" * rng.randrange(200), f'{{"text": "{n}"}}\n{{"text": "b"}}', ""])
+            rng.choice(
+                [f"file {n} " + "ü" * rng.randrange(200), f'{{"text": "{n}"}}\n{{"text": "b"}}', ""]
+            )
         )
     write_corpus(path / "part 4" / "many.jsonl", 200)
     (path / "part 1" / "1.css").write_text("p {}")
@@ -73,12 +82,18 @@ def run(folder, output, *inputs, **settings):
 
 
 def output_bytes(folder, output, *keys):
-    files = [f"{output}_{key}_document.{end}" for key in keys or ("text",) for end in ("bin", "idx")]
+    files = [
+        f"{output}_{key}_document.{end}" for key in keys or ("text",) for end in ("bin", "idx")
+    ]
     return [(folder / name).read_bytes() for name in files]
 
 
 def leftovers(folder, output=""):
-    return sorted(p.name for p in folder.glob(f"{output}*") if p.suffix in (".tmp", ".progress") or ".part" in p.name)
+    return sorted(
+        p.name
+        for p in folder.glob(f"{output}*")
+        if p.suffix in (".tmp", ".progress") or ".part" in p.name
+    )
 
 
 @pytest.mark.flag("workers")
@@ -88,10 +103,16 @@ def test_workers_write_the_bytes_of_one(tmp_path, small, size, monkeypatch):
     a, b = write_corpus(tmp_path / "a", bad=0.05), write_corpus(tmp_path / "b", 700, seed=1)
     subprocess.run(["gzip", str(b)], check=True)
     pools, real = [], workers.ProcessPoolExecutor
-    monkeypatch.setattr(workers, "ProcessPoolExecutor", lambda n, *given: (pools.append(n), real(n, *given))[1])
+    monkeypatch.setattr(
+        workers, "ProcessPoolExecutor", lambda n, *given: (pools.append(n), real(n, *given))[1]
+    )
     settings = {"json_keys": ["text", "title"], "on_error": "skip"}
-    printed = [run(tmp_path, f"by{n}", a, tmp_path / "b.gz", a, workers=n, **settings) for n in (1, size)]
-    assert output_bytes(tmp_path, "by1", "text", "title") == output_bytes(tmp_path, f"by{size}", "text", "title")
+    printed = [
+        run(tmp_path, f"by{n}", a, tmp_path / "b.gz", a, workers=n, **settings) for n in (1, size)
+    ]
+    assert output_bytes(tmp_path, "by1", "text", "title") == output_bytes(
+        tmp_path, f"by{size}", "text", "title"
+    )
     assert printed[0].splitlines()[-1] == printed[1].splitlines()[-1] and "bad lines" in printed[0]
     assert leftovers(tmp_path) == [] and pools == [size]
 
@@ -99,7 +120,9 @@ def test_workers_write_the_bytes_of_one(tmp_path, small, size, monkeypatch):
 def test_workers_divide_a_text_as_one_does(tmp_path, small, monkeypatch):
     """Pages among its documents, some of them larger than a piece; packed, too."""
     monkeypatch.setattr(limits, "PIECE", 3000)
-    documents = [f"<html><p>{n}\n" if n % 5 == 0 else f"<p>{n} {'x' * (n * n % 7000)}\n" for n in range(99)]
+    documents = [
+        f"<html><p>{n}\n" if n % 5 == 0 else f"<p>{n} {'x' * (n * n % 7000)}\n" for n in range(99)
+    ]
     content = "<|endoftext|>\n".join(documents).encode()
     (tmp_path / "a.txt").write_bytes(content)
     (tmp_path / "b.gz").write_bytes(gzip.compress(content))
@@ -115,10 +138,14 @@ def test_results_wait_in_bounded_numbers(small, monkeypatch):
     """While the first piece is slow, the pieces read ahead and their results stay few."""
     taken = []
     monkeypatch.setattr(
-        encoder.Encoder, "__call__", lambda self, piece, stop: (piece.number, [time.sleep(0.3 * (piece.number == 0))])
+        encoder.Encoder,
+        "__call__",
+        lambda self, piece, stop: (piece.number, [time.sleep(0.3 * (piece.number == 0))]),
     )
     some = (taken.append(n) or pieces.Piece(n, "", ()) for n in range(50))
-    results = workers.encode_pieces(some, lambda: encoder.Encoder(None, None, ReadOptions(), "u2"), 2, False)
+    results = workers.encode_pieces(
+        some, lambda: encoder.Encoder(None, None, ReadOptions(), "u2"), 2, False
+    )
     for number, (piece, encoded, _) in enumerate(results):
         assert piece.number == encoded == number and len(taken) <= number + workers.AHEAD * 2
 
@@ -126,7 +153,9 @@ def test_results_wait_in_bounded_numbers(small, monkeypatch):
 def test_the_first_bad_line_of_the_input_is_reported(tmp_path, small):
     """Whichever worker finds one first."""
     a = write_corpus(tmp_path / "a", bad=0.2, seed=3)
-    first = next(n for n, line in enumerate(a.read_bytes().splitlines(), 1) if not line.endswith(b"}"))
+    first = next(
+        n for n, line in enumerate(a.read_bytes().splitlines(), 1) if not line.endswith(b"}")
+    )
     for size in (1, 4):
         message = error_of(lambda size=size: run(tmp_path, "out", a, workers=size))
         assert f"/a:{first}: not JSON " in message and "mend the line" in message
@@ -144,7 +173,9 @@ def test_a_bad_line_late_in_the_input_loses_nothing(tmp_path, small):
             run(tmp_path, "out", a, workers=size)
         assert leftovers(tmp_path, "out")
         stderr = run(tmp_path, "out", a, workers=size, on_error="skip")
-        assert "continuing after" in stderr and "1 not JSON, first " in stderr and "/a:2001" in stderr
+        assert (
+            "continuing after" in stderr and "1 not JSON, first " in stderr and "/a:2001" in stderr
+        )
         assert output_bytes(tmp_path, "out") == output_bytes(tmp_path, "skip")
         assert leftovers(tmp_path, "out") == []
 
@@ -164,13 +195,20 @@ def test_a_full_disk_while_the_index_is_written(tmp_path, small, monkeypatch):
     assert leftovers(tmp_path, "out") and not (tmp_path / "out_text_document.idx").exists()
     stderr = run(tmp_path, "out", a, workers=2)
     assert "continuing after 2,000 documents" in stderr or "continuing after 1," in stderr
-    assert output_bytes(tmp_path, "out") == output_bytes(tmp_path, "complete") and leftovers(tmp_path, "out") == []
+    assert (
+        output_bytes(tmp_path, "out") == output_bytes(tmp_path, "complete")
+        and leftovers(tmp_path, "out") == []
+    )
 
 
 def test_another_output_that_begins_alike_is_left_alone(tmp_path, small):
     """A finished run removes the ranks' files of its own output; another's may be hours of work."""
     a = write_corpus(tmp_path / "a", 50)
-    names = ("{}_text_document.part00001.bin.tmp", "{}_text_document.part00001.bin", "{}.part00001.progress")
+    names = (
+        "{}_text_document.part00001.bin.tmp",
+        "{}_text_document.part00001.bin",
+        "{}.part00001.progress",
+    )
     for name in names:
         for output in ("out", "out-b"):
             (tmp_path / name.format(output)).touch()
@@ -183,7 +221,9 @@ def test_many_small_inputs(tmp_path, small, monkeypatch):
     inputs = [write_corpus(tmp_path / f"in-{n:03}", 3, seed=n) for n in range(300)]
     sizes, real = [], journal.Journal.note
     monkeypatch.setattr(
-        journal.Journal, "note", lambda self, state: (real(self, state), sizes.append(self.path.stat().st_size))
+        journal.Journal,
+        "note",
+        lambda self, state: (real(self, state), sizes.append(self.path.stat().st_size)),
     )
     run(tmp_path, "out", *inputs, workers=2)
     assert len(Indexed(tmp_path / "out_text_document")) == 900
@@ -199,7 +239,9 @@ def test_a_journal_is_replaced_in_one_step(tmp_path, monkeypatch):
             progress.note({"n": n})
     complete = path.read_bytes()
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(journal.os, "replace", lambda *paths: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(
+            journal.os, "replace", lambda *paths: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         with journal.open_journal(path, {"b": 2}, printed) as progress:
             assert progress.state is None
             progress.note({"n": 9})  # killed here: another command's state is gone by now
@@ -216,13 +258,23 @@ def test_a_stream_cut_short(tmp_path, small):
     """It stops the run by default; --on-error skip keeps its complete lines and counts it."""
     tokens = {}
     for name, documents in (("a", 2000), ("b", 50)):
-        run(tmp_path, f"only-{name}", write_corpus(tmp_path / name, documents, seed=documents), workers=1)
+        run(
+            tmp_path,
+            f"only-{name}",
+            write_corpus(tmp_path / name, documents, seed=documents),
+            workers=1,
+        )
         tokens[name] = output_bytes(tmp_path, f"only-{name}")[0]
-    packed = subprocess.run(["gzip", "-c", str(tmp_path / "a")], capture_output=True, check=True).stdout
+    packed = subprocess.run(
+        ["gzip", "-c", str(tmp_path / "a")], capture_output=True, check=True
+    ).stdout
     inputs = [tmp_path / "cut.gz", tmp_path / "b"]
     inputs[0].write_bytes(packed[: len(packed) // 2])
     for size in (1, 3):
-        with pytest.raises(UserError, match=r"cut.gz is cut short or damaged \(Compressed file ended.*on-error skip"):
+        with pytest.raises(
+            UserError,
+            match=r"cut.gz is cut short or damaged \(Compressed file ended.*on-error skip",
+        ):
             run(tmp_path, "out", *inputs, workers=size)
         stderr = run(tmp_path, "out", *inputs, workers=size, on_error="skip")
         assert "left out 1 bad line: 1 input cut short, first " in stderr
@@ -237,7 +289,9 @@ def start(folder, log, *inputs, delay, **settings):
     def child():
         os.setsid()
         real = encoder.Encoder.__call__
-        encoder.Encoder.__call__ = lambda *given, **more: (time.sleep(delay), real(*given, **more))[1]
+        encoder.Encoder.__call__ = lambda *given, **more: (time.sleep(delay), real(*given, **more))[
+            1
+        ]
         try:
             (folder / log).write_text(run(folder, "out", *inputs, **settings))
         except UserError as error:
@@ -259,12 +313,18 @@ def kill_group(process, progress):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("form", ["lines", "folder", pytest.param("packed", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "form", ["lines", "folder", pytest.param("packed", marks=pytest.mark.long)]
+)
 @pytest.mark.fault("F23")
 def test_killed_at_any_moment_it_continues_and_ends_with_the_same_bytes(tmp_path, small, form):
     """kill -9 of all its processes at seeded moments; never an .idx beside an incomplete .bin."""
     rng, resumed = random.Random(form), 0
-    source = write_folder(tmp_path / "in") if form == "folder" else write_corpus(tmp_path / "in.jsonl", 3000)
+    source = (
+        write_folder(tmp_path / "in")
+        if form == "folder"
+        else write_corpus(tmp_path / "in.jsonl", 3000)
+    )
     if form == "packed":
         subprocess.run(["gzip", str(source)], check=True)
         source = tmp_path / "in.jsonl.gz"
@@ -310,7 +370,9 @@ def test_killed_alone(tmp_path, small, victim):
     if victim == "worker":
         assert "a worker process was ended by signal 9" in (tmp_path / "log").read_text()
     until = time.monotonic() + 10
-    while any(os.path.exists(f"/proc/{child}/exe") for child in children) and time.monotonic() < until:
+    while (
+        any(os.path.exists(f"/proc/{child}/exe") for child in children) and time.monotonic() < until
+    ):
         time.sleep(0.01)
     assert not any(os.path.exists(f"/proc/{child}/exe") for child in children)
     assert leftovers(tmp_path, "out") and not (tmp_path / "out_text_document.idx").exists()
@@ -324,7 +386,10 @@ def rank_main(argv, environ, log, killed):
     os.environ.update(environ)
     limits.PIECE, preprocess.MIB, journal.NOTE_EVERY = 3000, 1, 0
     if killed:
-        owner, name = {"count": (preprocess.Totals, "add_piece"), "merge": (preprocess, "join_pairs")}[killed]
+        owner, name = {
+            "count": (preprocess.Totals, "add_piece"),
+            "merge": (preprocess, "join_pairs"),
+        }[killed]
         setattr(owner, name, lambda *given, **more: os.kill(os.getpid(), signal.SIGKILL))
     with open(log, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         status = main(["preprocess", "--tokenizer-type", "ByteTokenizer", "--append-eod", *argv])
@@ -333,8 +398,17 @@ def rank_main(argv, environ, log, killed):
 
 def run_as_ranks(folder, commands, killed=(None, None, None)):
     """Run a command on each rank; return the exit statuses and what the ranks printed."""
-    port, size, context = random.randrange(20000, 32000), str(len(commands)), multiprocessing.get_context("forkserver")
-    common = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    port, size, context = (
+        random.randrange(20000, 32000),
+        str(len(commands)),
+        multiprocessing.get_context("forkserver"),
+    )
+    common = {
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     logs = [folder / f"log{rank}" for rank in range(len(commands))]
     processes = []
     for n, argv in enumerate(commands):
@@ -349,15 +423,31 @@ def run_as_ranks(folder, commands, killed=(None, None, None)):
 @pytest.mark.whole
 def test_ranks_share_the_input_and_make_the_same_files(tmp_path):
     """Also after a kill of one rank in its work, and of rank 0 before it merges."""
-    a, b = write_corpus(tmp_path / "a.jsonl", 800, bad=0.02), write_corpus(tmp_path / "b.jsonl", 400, seed=1)
+    a, b = (
+        write_corpus(tmp_path / "a.jsonl", 800, bad=0.02),
+        write_corpus(tmp_path / "b.jsonl", 400, seed=1),
+    )
     subprocess.run(["gzip", str(b)], check=True)
     keys, inputs = ["text", "title"], [a, tmp_path / "b.jsonl.gz", a]
     alone = run(tmp_path, "alone", *inputs, json_keys=keys, on_error="skip", workers=1)
-    flags = ["--input", *map(str, inputs), "--json-keys", *keys, "--on-error", "skip", "--workers", "1"]
+    flags = [
+        "--input",
+        *map(str, inputs),
+        "--json-keys",
+        *keys,
+        "--on-error",
+        "skip",
+        "--workers",
+        "1",
+    ]
     flags += ["--output-prefix", str(tmp_path / "ranks")]
     for killed in ((None, "count", None), ("merge", None, None)):
         statuses, _ = run_as_ranks(tmp_path, [flags] * 3, killed)
-        assert 0 not in statuses and leftovers(tmp_path, "ranks") and not list(tmp_path.glob("ranks*document.idx"))
+        assert (
+            0 not in statuses
+            and leftovers(tmp_path, "ranks")
+            and not list(tmp_path.glob("ranks*document.idx"))
+        )
     statuses, printed = run_as_ranks(tmp_path, [flags] * 3)
     assert statuses == [0, 0, 0], printed
     assert output_bytes(tmp_path, "ranks", *keys) == output_bytes(tmp_path, "alone", *keys)
@@ -374,8 +464,13 @@ def test_ranks_share_a_folder(tmp_path):
     flags = ["--input", str(folder), "--workers", "1", "--output-prefix", str(tmp_path / "ranks")]
     statuses, printed = run_as_ranks(tmp_path, [flags] * 2, (None, None))
     assert statuses == [0, 0], printed
-    assert output_bytes(tmp_path, "ranks") == output_bytes(tmp_path, "alone") and leftovers(tmp_path, "ranks") == []
-    assert alone.splitlines()[-1].startswith("passed over ") and alone.splitlines()[-1] in printed[0]
+    assert (
+        output_bytes(tmp_path, "ranks") == output_bytes(tmp_path, "alone")
+        and leftovers(tmp_path, "ranks") == []
+    )
+    assert (
+        alone.splitlines()[-1].startswith("passed over ") and alone.splitlines()[-1] in printed[0]
+    )
 
 
 @pytest.mark.whole
@@ -383,12 +478,19 @@ def test_ranks_that_are_not_alike_are_refused(tmp_path):
     """Another flag; another input; and a rank whose input is missing ends the other one too."""
     a, b = write_corpus(tmp_path / "a.jsonl", 300), write_corpus(tmp_path / "b.jsonl", 310)
     for output, own, words, status in (
-        ("out0", [str(a), "--json-keys", "text", "title"], '--json-keys: ["text"] on rank 0, ["text", "title"]', 2),
+        (
+            "out0",
+            [str(a), "--json-keys", "text", "title"],
+            '--json-keys: ["text"] on rank 0, ["text", "title"]',
+            2,
+        ),
         ("out1", [str(b)], "--input 1: ", 2),
         ("out2", ["nowhere"], "nowhere does not exist", BAD_DATA),
     ):
         common = ["--output-prefix", str(tmp_path / output), "--input"]
-        statuses, printed = run_as_ranks(tmp_path, [[*common, str(a)], [*common, *own]], (None, None))
+        statuses, printed = run_as_ranks(
+            tmp_path, [[*common, str(a)], [*common, *own]], (None, None)
+        )
         assert statuses == [status, status], printed
         assert words in "".join(printed) and "Traceback" not in "".join(printed)
 
@@ -396,7 +498,9 @@ def test_ranks_that_are_not_alike_are_refused(tmp_path):
 def new_share(config):
     world = preprocess.World(0, 2)
     return preprocess.Share(
-        preprocess.Preparation(config, io.StringIO(), io.StringIO(), world), io.StringIO(), io.StringIO()
+        preprocess.Preparation(config, io.StringIO(), io.StringIO(), world),
+        io.StringIO(),
+        io.StringIO(),
     )
 
 
@@ -445,7 +549,10 @@ def test_an_interrupted_run_of_another_command_is_not_continued(tmp_path, small,
         assert leftovers(tmp_path, "out")
 
     run(tmp_path, "complete", a, workers=1)
-    for settings, words in (({}, "continuing after"), ({"json_keys": ["text", "title"]}, "is of another command")):
+    for settings, words in (
+        ({}, "continuing after"),
+        ({"json_keys": ["text", "title"]}, "is of another command"),
+    ):
         interrupt(**settings)
         assert words in run(tmp_path, "out", a, workers=1)
         assert output_bytes(tmp_path, "out") == output_bytes(tmp_path, "complete")
@@ -480,7 +587,9 @@ def test_a_closed_stdout(tmp_path):
     write_corpus(tmp_path / "a", 10)
     flags = "--tokenizer-type ByteTokenizer --output-prefix out --input a"
     command = f"{sys.executable} -m meshwright preprocess {flags} >&-"
-    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out_text_document.idx").exists()
 

@@ -26,7 +26,10 @@ pytest.importorskip("obstore")
 
 
 def lines(count: int, first: int = 0) -> bytes:
-    return b"".join(json.dumps({"text": f"line {n} " + "é" * (n % 50)}).encode() + b"\n" for n in range(first, count))
+    return b"".join(
+        json.dumps({"text": f"line {n} " + "é" * (n % 50)}).encode() + b"\n"
+        for n in range(first, count)
+    )
 
 
 def zip_of(files: dict[str, bytes]) -> bytes:
@@ -72,20 +75,40 @@ def documents(*inputs: str, **flags: list[str]) -> tuple[list[str], Inputs]:
 
 @pytest.mark.parametrize(
     "pattern",
-    ["a.jsonl", "", "deep", "*.jsonl*", "**/*.jsonl*", "d*", "?.jsonl", "deep/[c-e].*", "deep/f.zip", "*/*.zst"],
+    [
+        "a.jsonl",
+        "",
+        "deep",
+        "*.jsonl*",
+        "**/*.jsonl*",
+        "d*",
+        "?.jsonl",
+        "deep/[c-e].*",
+        "deep/f.zip",
+        "*/*.zst",
+    ],
 )
 def test_documents_are_those_of_a_disk(bucket: Bucket, tmp_path: Path, pattern: str) -> None:
     ours, found = documents(f"s3://bucket/corpus/{pattern}")
     theirs, local = documents(f"{tmp_path}/corpus/{pattern}")
     assert ours == theirs and ours
     if pattern != "":
-        assert {kind: n for kind, n in found.passed.counts.items() if "folders" not in kind} == local.passed.counts
+        assert {
+            kind: n for kind, n in found.passed.counts.items() if "folders" not in kind
+        } == local.passed.counts
     assert all(source.path.startswith("s3://bucket/corpus/") for source in found.inputs)
 
 
 def test_names_are_chosen_as_on_a_disk(bucket: Bucket, tmp_path: Path) -> None:
-    for flags in ({"include": ["*.txt"]}, {"exclude": ["deep"]}, {"exclude": ["deep/*.zst", "*.csv"]}):
-        assert documents("s3://bucket/corpus", **flags)[0] == documents(f"{tmp_path}/corpus", **flags)[0]
+    for flags in (
+        {"include": ["*.txt"]},
+        {"exclude": ["deep"]},
+        {"exclude": ["deep/*.zst", "*.csv"]},
+    ):
+        assert (
+            documents("s3://bucket/corpus", **flags)[0]
+            == documents(f"{tmp_path}/corpus", **flags)[0]
+        )
 
 
 @pytest.mark.parametrize("fault", [503, "cut"])
@@ -104,7 +127,15 @@ def test_preprocess_writes_the_same_token_files(bucket: Bucket, tmp_path: Path) 
     assert workers.start_method() == "spawn"  # the library's threads would be missing in a fork
     assert "Opening s3://bucket/corpus: 6 files, 1 of them an archive (f.zip)" in printed[0]
     assert len(texts_in(tmp_path / "a_text_document")) > 1_000
-    words = ["preprocess", "--input", "s3://bucket/corpus", "--tokenizer", "byte", "--output-prefix", f"{tmp_path}/a"]
+    words = [
+        "preprocess",
+        "--input",
+        "s3://bucket/corpus",
+        "--tokenizer",
+        "byte",
+        "--output-prefix",
+        f"{tmp_path}/a",
+    ]
     bucket.objects["corpus/deep/d.txt"] += b"more\n"
     with captured_output() as (_, err):
         assert main(words) != 0
@@ -128,7 +159,10 @@ def test_an_object_that_is_replaced_meanwhile_is_refused(bucket: Bucket) -> None
     found = find_inputs(given)
     bucket.objects["corpus/a.jsonl"] = lines(1_000, 1)
     reason = error_of(lambda: list(reading.read_texts(given, found)), BAD_DATA)
-    assert reason == "s3://bucket/corpus/a.jsonl has changed while it was read; start again when it is complete"
+    assert (
+        reason
+        == "s3://bucket/corpus/a.jsonl has changed while it was read; start again when it is complete"
+    )
 
 
 def test_what_cannot_be_read_is_named(bucket: Bucket) -> None:
@@ -138,7 +172,9 @@ def test_what_cannot_be_read_is_named(bucket: Bucket) -> None:
     bucket.objects["paper.pdf"] = b"%PDF-1.4"
     assert "pdftotext" in error_of(lambda: documents("s3://bucket/paper.pdf"), BAD_DATA)
     bucket.faults = lambda method, key: 403
-    assert "the credentials may not do this" in error_of(lambda: documents("s3://bucket/corpus"), IO)
+    assert "the credentials may not do this" in error_of(
+        lambda: documents("s3://bucket/corpus"), IO
+    )
 
 
 def test_other_commands_read_texts_in_storage(bucket: Bucket, tmp_path: Path) -> None:
@@ -152,6 +188,7 @@ def test_other_commands_read_texts_in_storage(bucket: Bucket, tmp_path: Path) ->
 
 def test_quickstart_reads_texts_in_storage(bucket: Bucket, tmp_path: Path) -> None:
     ours, theirs = (
-        list(InputDocuments(TextInputs(input=[place]), 1e9)) for place in ("s3://bucket/corpus", f"{tmp_path}/corpus")
+        list(InputDocuments(TextInputs(input=[place]), 1e9))
+        for place in ("s3://bucket/corpus", f"{tmp_path}/corpus")
     )
     assert ours == theirs and len(ours) > 1_000

@@ -35,7 +35,9 @@ def read(*paths, **flags):
 def table_of(texts, **form):
     """Return texts as CSV, in the second of three columns."""
     out = io.StringIO()
-    csv.writer(out, **form).writerows([["id", "review", "stars"], *([n, text, 5] for n, text in enumerate(texts))])
+    csv.writer(out, **form).writerows(
+        [["id", "review", "stars"], *([n, text, 5] for n, text in enumerate(texts))]
+    )
     return out.getvalue().encode()
 
 
@@ -51,7 +53,9 @@ def test_csv_and_tsv_are_tables(tmp_path, monkeypatch, size):
     folder.mkdir()
     (folder / "a.csv").write_bytes(table_of(texts))
     (tmp_path / "b.csv.gz").write_bytes(gzip.compress(table_of(texts, delimiter=";")))
-    (tmp_path / "c.TSV").write_bytes(b"\xef\xbb\xbf" + table_of(texts, delimiter="\t", lineterminator="\n"))
+    (tmp_path / "c.TSV").write_bytes(
+        b"\xef\xbb\xbf" + table_of(texts, delimiter="\t", lineterminator="\n")
+    )
     (tmp_path / "d.csv").write_bytes(table_of(texts).decode().encode("utf-16"))
     with zipfile.ZipFile(tmp_path / "e.zip", "w") as pack:
         pack.writestr("reviews.csv", table_of(texts))
@@ -59,9 +63,14 @@ def test_csv_and_tsv_are_tables(tmp_path, monkeypatch, size):
     (folder / "other.csv").write_bytes(b"id,note\n1,2\n")
     for path in (folder / "a.csv", tmp_path / "b.csv.gz", tmp_path / "c.TSV", tmp_path / "d.csv"):
         assert read(path, json_keys=["review"]) == (texts, [])
-    passed = ["passed over 1 file: 1 table with no column 'review'; choose one of text with --json-keys (id, note)"]
+    passed = [
+        "passed over 1 file: 1 table with no column 'review'; choose one of text with --json-keys (id, note)"
+    ]
     assert read(folder, json_keys=["review"]) == (texts, passed)
-    assert read(tmp_path / "e.zip", json_keys=["review"]) == (texts, [passed[0].replace("id, note", "id")])
+    assert read(tmp_path / "e.zip", json_keys=["review"]) == (
+        texts,
+        [passed[0].replace("id, note", "id")],
+    )
     (folder / "a.csv").write_bytes(table_of(texts, lineterminator="\r", quoting=csv.QUOTE_ALL))
     assert read(folder, json_keys=["review"]) == (texts, passed)
     (tmp_path / "f.csv").write_bytes(b"id;review\r1;a, b, c\r")
@@ -71,19 +80,33 @@ def test_csv_and_tsv_are_tables(tmp_path, monkeypatch, size):
     preprocess_inputs(tmp_path / "x", folder / "a.csv", json_keys=["review"], workers=1)
     assert texts_in(tmp_path / "x_review_document") == texts
     message = error_of(lambda: read(folder / "a.csv"))
-    assert "a.csv has no column 'text'; choose one of text with --json-keys (id, review, stars)" in message
+    assert (
+        "a.csv has no column 'text'; choose one of text with --json-keys (id, review, stars)"
+        in message
+    )
     (tmp_path / "h.csv").write_bytes(b"id,review text\n1,a\n")
     message = error_of(lambda: read(tmp_path / "h.csv", json_keys=["review", "text"]))
-    assert message.endswith("with --json-keys (id, review text); did you mean 'review text' in quotes?")
+    assert message.endswith(
+        "with --json-keys (id, review text); did you mean 'review text' in quotes?"
+    )
 
 
 def test_bad_rows(tmp_path):
     """Fields too many or too few, quotes that do not close, bytes that are not UTF-8."""
     good, path = table_of(["a", "b"]), tmp_path / "a.csv"
     for bad, what in (
-        (b"3,so, what,5\n", "too many fields, probably because a ',' in a text lacks quotes (4 instead of 3); mend"),
-        (b"3\n", "too few fields, probably because a line break in a text lacks quotes (1 instead of 3); mend"),
-        (b"3,so\n", "too few fields, probably because a line break in a text lacks quotes (2 instead of 3); mend"),
+        (
+            b"3,so, what,5\n",
+            "too many fields, probably because a ',' in a text lacks quotes (4 instead of 3); mend",
+        ),
+        (
+            b"3\n",
+            "too few fields, probably because a line break in a text lacks quotes (1 instead of 3); mend",
+        ),
+        (
+            b"3,so\n",
+            "too few fields, probably because a line break in a text lacks quotes (2 instead of 3); mend",
+        ),
         (b'3,"a"b,5\n', "not CSV ("),
         (b"3,\xe9,5\n", "not UTF-8 (byte 0xe9 at 0 under 'review')"),
     ):
@@ -93,14 +116,18 @@ def test_bad_rows(tmp_path):
         assert documents == ["a", "b", "c"] and left_out[0].endswith(f"first {path}: row 3")
     assert read(path, json_keys=["review"], on_error="replace")[0] == ["a", "b", "�", "c"]
     path.write_bytes(good + b'3,"open,5\n4,c,5\n')
-    assert "a.csv: row 3: not CSV (unexpected end of data)" in error_of(lambda: read(path, json_keys=["review"]))
+    assert "a.csv: row 3: not CSV (unexpected end of data)" in error_of(
+        lambda: read(path, json_keys=["review"])
+    )
 
 
 def test_the_rows_before_damage_are_kept(tmp_path):
     path, rows = tmp_path / "a.csv.gz", [f"{random.Random(n).random()},{n}\n" for n in range(500)]
     path.write_bytes(gzip.compress(("text,n\n" + "".join(rows)).encode())[:-9])
     documents = read(path, on_error="skip")[0]
-    assert len(documents) > 100 and documents == [row.partition(",")[0] for row in rows[: len(documents)]]
+    assert len(documents) > 100 and documents == [
+        row.partition(",")[0] for row in rows[: len(documents)]
+    ]
 
 
 @pytest.fixture
@@ -122,23 +149,34 @@ def test_sqlite(tmp_path, database):
         made.execute("INSERT INTO odd VALUES (CAST(x'e9' AS TEXT))")
     made.close()
     assert read(database, table="short")[0] == read(tmp_path, table="short")[0] == ["one\n"]
-    assert 'has the tables my "posts, short, odd; name one of them with --table' in error_of(lambda: read(database))
+    assert 'has the tables my "posts, short, odd; name one of them with --table' in error_of(
+        lambda: read(database)
+    )
     assert "has the tables" in error_of(lambda: read(database, table="none"))
     assert "has no column 'text'; choose one of text with --json-keys (body)" in error_of(
         lambda: read(database, table='my "posts')
     )
     assert "a b?.db: row 2: null under 'text'" in error_of(lambda: read(database, table="odd"))
     documents, (left_out,) = read(database, table="odd", on_error="skip")
-    assert documents[0] == "a" and "1 not UTF-8" in left_out and "2 no text under 'text', first" in left_out
+    assert (
+        documents[0] == "a"
+        and "1 not UTF-8" in left_out
+        and "2 no text under 'text', first" in left_out
+    )
     (tmp_path / "a.txt").write_text("a")
     assert read(tmp_path) == (["a"], ["passed over 1 file: 1 SQLite database, which needs --table"])
     assert "--table x names a table of an SQLite database, but no --input is one" in error_of(
         lambda: read(tmp_path / "a.txt", table="x"), USAGE
     )
     sqlite3.connect(tmp_path / "none.db").execute("PRAGMA user_version = 1").connection.close()
-    assert error_of(lambda: read(tmp_path / "none.db")) == f"{tmp_path / 'none.db'} has no table; name another file"
+    assert (
+        error_of(lambda: read(tmp_path / "none.db"))
+        == f"{tmp_path / 'none.db'} has no table; name another file"
+    )
     (tmp_path / "cut.db").write_bytes(database.read_bytes()[:5000])
-    assert "cut.db is cut short or damaged (" in error_of(lambda: read(tmp_path / "cut.db", table="short"))
+    assert "cut.db is cut short or damaged (" in error_of(
+        lambda: read(tmp_path / "cut.db", table="short")
+    )
     (tmp_path / "z.gz").write_bytes(gzip.compress(database.read_bytes()))
     assert "z.gz is a table (sqlite) in a stream" in error_of(lambda: read(tmp_path / "z.gz"))
 
@@ -148,7 +186,10 @@ def test_a_database_that_needs_a_table_and_a_column_says_both(database):
         made.execute("CREATE TABLE users (name VARCHAR(9), born DATE, note)")
     made.close()
     message = error_of(lambda: read(database))
-    assert 'has the tables my "posts (body), users (name, note); name one of them with --table, and its' in message
+    assert (
+        'has the tables my "posts (body), users (name, note); name one of them with --table, and its'
+        in message
+    )
     assert message.endswith("its column of text with --json-keys")
     message = error_of(lambda: read(database, json_keys=["body"]))
     assert message.endswith('has the tables my "posts, users; name one of them with --table')
@@ -164,12 +205,19 @@ def several_keys(folder, form):
     if form == "jsonl":
         path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     elif form in ("csv", "tsv"):  # a row of too many fields, for the null
-        lines = [f"{r['body']},{r['my title']},{r['n']}" if r["body"] is not None else ",,,,x" for r in records]
-        path.write_text("\n".join(["body,my title,n", *lines]).replace(",", "\t" if form == "tsv" else ","))
+        lines = [
+            f"{r['body']},{r['my title']},{r['n']}" if r["body"] is not None else ",,,,x"
+            for r in records
+        ]
+        path.write_text(
+            "\n".join(["body,my title,n", *lines]).replace(",", "\t" if form == "tsv" else ",")
+        )
     elif form == "sqlite":
         with sqlite3.connect(path) as made:
             made.execute('CREATE TABLE posts (n INTEGER, body TEXT, "my title" TEXT)')
-            made.executemany("INSERT INTO posts VALUES (?, ?, ?)", [tuple(record.values()) for record in records])
+            made.executemany(
+                "INSERT INTO posts VALUES (?, ?, ?)", [tuple(record.values()) for record in records]
+            )
         made.close()
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
@@ -179,16 +227,35 @@ def several_keys(folder, form):
 @pytest.mark.parametrize("form", ["jsonl", "csv", "tsv", "sqlite", "parquet"])
 def test_several_keys_of_a_table_are_those_of_json_lines(tmp_path, capsys, form):
     """Each in files of its own, aligned; a row without one of the texts is left out of both."""
-    path, prefixes = several_keys(tmp_path, form), [str(tmp_path / f"o_{key}_document") for key in ("body", "my_title")]
-    argv = ["preprocess", "--input", str(path), "--tokenizer", "byte", "--output-prefix", str(tmp_path / "o")]
+    path, prefixes = (
+        several_keys(tmp_path, form),
+        [str(tmp_path / f"o_{key}_document") for key in ("body", "my_title")],
+    )
+    argv = [
+        "preprocess",
+        "--input",
+        str(path),
+        "--tokenizer",
+        "byte",
+        "--output-prefix",
+        str(tmp_path / "o"),
+    ]
     assert main([*argv, "--json-keys", "body", "my title", "body", "--on-error", "skip"]) == 0
-    assert [texts_in(prefix) for prefix in prefixes] == [["one", "", "three", "five"], ["A", "B", "C", ""]]
+    assert [texts_in(prefix) for prefix in prefixes] == [
+        ["one", "", "three", "five"],
+        ["A", "B", "C", ""],
+    ]
     err = capsys.readouterr().err
     assert f"next: meshwright train --data-path {' '.join(prefixes)} --save RUN ...\n" in err
     assert "left out 1 bad line:" in err and "--document-separator" not in err
-    assert main([*argv, "--json-keys", "body", "head", "--output-prefix", str(tmp_path / "other")]) == 65
+    assert (
+        main([*argv, "--json-keys", "body", "head", "--output-prefix", str(tmp_path / "other")])
+        == 65
+    )
     err = capsys.readouterr().err
-    assert re.search(r"no (key|column) 'head'.*; choose one of text with --json-keys \(body, my title", err)
+    assert re.search(
+        r"no (key|column) 'head'.*; choose one of text with --json-keys \(body, my title", err
+    )
 
 
 class StandIn(types.ModuleType):
@@ -198,7 +265,9 @@ class StandIn(types.ModuleType):
         super().__init__("datasets")
         self.content, self.asked = content, []
         self.config = types.SimpleNamespace()
-        self.utils = types.SimpleNamespace(logging=types.SimpleNamespace(set_verbosity_error=lambda: None))
+        self.utils = types.SimpleNamespace(
+            logging=types.SimpleNamespace(set_verbosity_error=lambda: None)
+        )
 
     def disable_progress_bars(self):
         pass
@@ -233,7 +302,9 @@ def library(monkeypatch):
     made = StandIn([{"id": n, "text": f"text {n}\n"} for n in range(9)])
     monkeypatch.setitem(sys.modules, "datasets", made)
     monkeypatch.setattr("meshwright.base.hub.require_address", lambda endpoint: None)
-    monkeypatch.setattr("huggingface_hub.dataset_info", lambda name, timeout: types.SimpleNamespace(sha="c0ffee"))
+    monkeypatch.setattr(
+        "huggingface_hub.dataset_info", lambda name, timeout: types.SimpleNamespace(sha="c0ffee")
+    )
     return made
 
 
@@ -251,12 +322,28 @@ def test_data_sets_of_the_hub(library, address, asked, count):
 
 def test_a_data_set_of_the_hub_to_tokens(tmp_path, library, capsys, monkeypatch):
     """The same revision is not read again; another one is other data."""
-    argv = ["preprocess", "--input", "hf://org/name", "--output-prefix", str(tmp_path / "x"), "--tokenizer", "byte"]
-    assert main([*argv, "--dry-run"]) == 0 and "1 of the Hugging Face Hub" in capsys.readouterr().out
+    argv = [
+        "preprocess",
+        "--input",
+        "hf://org/name",
+        "--output-prefix",
+        str(tmp_path / "x"),
+        "--tokenizer",
+        "byte",
+    ]
+    assert (
+        main([*argv, "--dry-run"]) == 0 and "1 of the Hugging Face Hub" in capsys.readouterr().out
+    )
     assert main([*argv, "--workers", "1"]) == 0 and not library.asked[1:]
     assert texts_in(tmp_path / "x_text_document") == [f"text {n}\n" for n in range(9)]
-    assert main(argv) == 0 and "already there, unchanged" in capsys.readouterr().out and not library.asked[1:]
-    monkeypatch.setattr("huggingface_hub.dataset_info", lambda name, timeout: types.SimpleNamespace(sha="bad"))
+    assert (
+        main(argv) == 0
+        and "already there, unchanged" in capsys.readouterr().out
+        and not library.asked[1:]
+    )
+    monkeypatch.setattr(
+        "huggingface_hub.dataset_info", lambda name, timeout: types.SimpleNamespace(sha="bad")
+    )
     assert main(argv) == 73 and "hf://org/name@bad" not in library.asked
     assert "name@c0ffee then, name@bad now" in capsys.readouterr().err
     assert str(quickstart.default_folder("hf://org/name/config:train[:9]")) == "config-model"
@@ -264,18 +351,24 @@ def test_a_data_set_of_the_hub_to_tokens(tmp_path, library, capsys, monkeypatch)
 
 def test_what_goes_wrong_with_the_hub(library, monkeypatch):
     for address in ("hf://name", "hf://org/name:train[5%]", "hf://org/name/"):
-        assert f"{address} is not the name of a data set; write hf://org/name[/config][:split]" in error_of(
-            lambda address=address: read(address), USAGE
+        assert (
+            f"{address} is not the name of a data set; write hf://org/name[/config][:split]"
+            in error_of(lambda address=address: read(address), USAGE)
         )
-    assert "hf://org/name has no column 'body'; choose one of text with --json-keys (id, text)" in error_of(
-        lambda: read("hf://org/name", json_keys=["body"])
+    assert (
+        "hf://org/name has no column 'body'; choose one of text with --json-keys (id, text)"
+        in error_of(lambda: read("hf://org/name", json_keys=["body"]))
     )
     library.content[3] = {"id": 3, "text": None}
     assert "hf://org/name: row 4: null under 'text'" in error_of(lambda: read("hf://org/name"))
     library.content[3] = ConnectionError("gone\nnow")
-    assert "hf://org/name cannot be read to its end: gone; start" in error_of(lambda: read("hf://org/name"), IO)
+    assert "hf://org/name cannot be read to its end: gone; start" in error_of(
+        lambda: read("hf://org/name"), IO
+    )
     library.content = ValueError("Bad split: x. Available splits: ['train']")
-    assert "--input hf://org/name:x: Bad split: x. Available splits" in error_of(lambda: read("hf://org/name:x"))
+    assert "--input hf://org/name:x: Bad split: x. Available splits" in error_of(
+        lambda: read("hf://org/name:x")
+    )
 
     def unreachable(endpoint):
         raise OSError
@@ -283,7 +376,10 @@ def test_what_goes_wrong_with_the_hub(library, monkeypatch):
     monkeypatch.setattr("meshwright.base.hub.require_address", unreachable)
     library.content = ConnectionError("Couldn't reach 'org/name' on the Hub")
     message = error_of(lambda: read("hf://org/name"), UNAVAILABLE)
-    assert "is not available (Couldn't reach 'org/name' on the Hub); to read it without a network, put" in message
+    assert (
+        "is not available (Couldn't reach 'org/name' on the Hub); to read it without a network, put"
+        in message
+    )
     assert library.asked[-1] == ("org/name", None, "train", None) and library.config.HF_HUB_OFFLINE
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert "needs the package datasets: pip install 'meshwright[datasets]'" in error_of(

@@ -30,7 +30,9 @@ def data(prefix, sizes, vocab=1000, dtype=np.uint16):
 
 
 def build(sizes, documents, *arguments):
-    return build_indices(sizes, documents, int(sizes[documents.start : documents.stop].sum()), *arguments)
+    return build_indices(
+        sizes, documents, int(sizes[documents.start : documents.stop].sum()), *arguments
+    )
 
 
 def seven_steps(sizes, documents, num_samples, length, seed, cutoff):
@@ -86,17 +88,27 @@ def test_seven_steps_on_random_cases(monkeypatch, loops):
         documents = range(start, int(rng.integers(start, len(sizes))) + 1)
         if not sizes[documents.start : documents.stop].sum():
             continue
-        arguments = (int(rng.integers(0, 80)), int(rng.choice([1, 2, 7, 30])), int(rng.integers(0, 9)))
+        arguments = (
+            int(rng.integers(0, 80)),
+            int(rng.choice([1, 2, 7, 30])),
+            int(rng.integers(0, 9)),
+        )
         cutoff = float(rng.choice([0.80, 0.95]))
-        doc, rows, shuffle, epochs, apart = seven_steps(sizes.tolist(), documents, *arguments, cutoff)
+        doc, rows, shuffle, epochs, apart = seven_steps(
+            sizes.tolist(), documents, *arguments, cutoff
+        )
         got = build(sizes.astype(np.int32), documents, *arguments, cutoff)
         assert got[0].tolist() == doc
         assert got[1].tolist() == [list(row) for row in rows]
         assert got[2].tolist() == shuffle
-        assert epochs_needed(tokens := int(sizes[documents].sum()), *arguments[:2], cutoff) == (epochs, apart), tokens
+        assert epochs_needed(tokens := int(sizes[documents].sum()), *arguments[:2], cutoff) == (
+            epochs,
+            apart,
+        ), tokens
         assert [a.dtype for a in got] == [np.int32, np.int32, np.uint32]
         seen.add((apart, min(epochs, 3), cutoff))
-    assert len(seen) == 10  # 1, 2 or more epochs, the last apart or not (a single one never is), both cutoffs
+    # 1, 2 or more epochs, the last apart or not (a single one never is), both cutoffs
+    assert len(seen) == 10
 
 
 @pytest.mark.parametrize("n", [2, 511, 512, 513, 1025, 70_000])
@@ -112,7 +124,9 @@ def test_numbas_shuffle_is_numpys(n):
         assert a.randn() == b.randn() and a.randint(2**31) == b.randint(2**31)
 
 
-@pytest.mark.parametrize("limit", [5, 255, 256, 2**31 - 1, 2**31, 2**32 - 2, 2**32 + 300, 2**40 + 7])
+@pytest.mark.parametrize(
+    "limit", [5, 255, 256, 2**31 - 1, 2**31, 2**32 - 2, 2**32 + 300, 2**40 + 7]
+)
 def test_numbas_random_numbers_are_numpys(limit):
     """Numbers up to i, i - 1, ..., also for arrays too large to be shuffled in a test."""
     fast = pytest.importorskip("meshwright.data.numba_indices", reason="numba is not installed")
@@ -120,10 +134,15 @@ def test_numbas_random_numbers_are_numpys(limit):
         rng = np.random.RandomState(seed)
         rng.random_sample(7)
         _, key, at, *_ = rng.get_state()
-        key, words, out = key.copy(), np.empty(624, np.uint32), np.empty(min(1000, limit) + 1, np.int64)
+        key, words, out = (
+            key.copy(),
+            np.empty(624, np.uint32),
+            np.empty(min(1000, limit) + 1, np.int64),
+        )
         fast._temper(key, words)
         at = fast.draw_numbers(key, words, at, limit, out)
-        for k, got in enumerate(out[:-1].tolist()):  # RandomState.randint draws as its shuffle does, width by width
+        # RandomState.randint draws as its shuffle does, width by width
+        for k, got in enumerate(out[:-1].tolist()):
             top = limit - k + 1
             assert got == rng.randint(0, top, dtype=np.uint32 if top <= 2**32 else np.uint64), k
         assert (at, key.tolist()) == (rng.get_state()[2], rng.get_state()[1].tolist())
@@ -137,16 +156,23 @@ def test_widths_of_numbers():
 def test_places_beyond_31_bits(loops):
     """One document, 2^31 + 8 times, without an array of that size."""
     many = np.broadcast_to(np.int32(0), 2**31 + 8)
-    assert [b.dtype for b in samples.cut_samples(np.array([5]), range(1), many[:3], 1, 7)] == [np.int32, np.int32]
+    assert [b.dtype for b in samples.cut_samples(np.array([5]), range(1), many[:3], 1, 7)] == [
+        np.int32,
+        np.int32,
+    ]
     if loops == "fast":
         from meshwright.data import numba_indices as fast
 
         rows = np.zeros((9, 2), np.int64)
         made, place, offset = fast.cut_samples(np.array([5], np.int32), many, 2**31 - 2, 1, 7, rows)
-        assert rows[:made].tolist() == [[2**31 - 2 + (1 + 7 * k) // 5, (1 + 7 * k) % 5] for k in range(made)]
+        assert rows[:made].tolist() == [
+            [2**31 - 2 + (1 + 7 * k) // 5, (1 + 7 * k) % 5] for k in range(made)
+        ]
         assert (made, place, offset) == (7, 2**31 + 8, 0)
     else:
-        assert next(iter(samples.cut_samples(np.array([5]), range(1), many, 1, 7))).dtype == np.int64
+        assert (
+            next(iter(samples.cut_samples(np.array([5]), range(1), many, 1, 7))).dtype == np.int64
+        )
 
 
 def test_sums_beyond_31_bits(loops):
@@ -160,7 +186,9 @@ def test_sums_beyond_31_bits(loops):
 
 
 def test_lengths_that_contradict_the_pointers(loops):
-    message = error_of(lambda: build_indices(np.array([10, 5], np.int32), range(2), 40, 4, 4, 1, 0.8))
+    message = error_of(
+        lambda: build_indices(np.array([10, 5], np.int32), range(2), 40, 4, 4, 1, 0.8)
+    )
     assert "sizes of the .idx give 3 samples, its pointers 9; it is damaged" in message
 
 
@@ -194,7 +222,9 @@ def test_samples_are_the_stream_cut_every_s_tokens(tmp_path):
         assert made[k].dtype == np.int64
         assert made.read([k]).tolist() == [made[k].tolist()]
         for position, token in enumerate(made[k].tolist()):
-            at, document = re.match(r"token (\d+) of document (\d+) in ", made.locate(k, position)).groups()
+            at, document = re.match(
+                r"token (\d+) of document (\d+) in ", made.locate(k, position)
+            ).groups()
             assert tokens_of(indexed, int(document))[int(at)] == token
     numbers = np.random.default_rng(1).permutation(len(made)).tolist()
     assert made.read(numbers).tolist() == [made[k].tolist() for k in numbers]
@@ -284,7 +314,11 @@ data_prefix: \['{tmp_path}/x'\]
     assert len(lines) == len(pattern)
     for line, wanted in zip(lines, pattern, strict=True):
         assert re.fullmatch(wanted, line), (wanted, line)
-    built = [line for line in first if line not in lines and "loaded" not in line and "finished" not in line]
+    built = [
+        line
+        for line in first
+        if line not in lines and "loaded" not in line and "finished" not in line
+    ]
     assert built[:6] == [
         " > WARNING: could not find index map files, building the indices on rank 0 ...",
         " > only one epoch required, setting separate_last_epoch to False",
@@ -294,7 +328,9 @@ data_prefix: \['{tmp_path}/x'\]
         built[5],
     ]
     for line, part in ((built[2], "doc"), (built[3], "sample"), (built[5], "shuffle")):
-        assert re.fullmatch(rf" > elasped time to build and save {part}-idx mapping \(seconds\): \d\.\d{{6}}", line)
+        assert re.fullmatch(
+            rf" > elasped time to build and save {part}-idx mapping \(seconds\): \d\.\d{{6}}", line
+        )
 
 
 @pytest.mark.flag("last_epoch_cutoff")
@@ -324,7 +360,10 @@ def cache_files(folder):
 
 
 def has_equal_indices(a, b):
-    return all(np.array_equal(getattr(a, f), getattr(b, f)) for f in ("doc_idx", "sample_idx", "shuffle_idx"))
+    return all(
+        np.array_equal(getattr(a, f), getattr(b, f))
+        for f in ("doc_idx", "sample_idx", "shuffle_idx")
+    )
 
 
 @pytest.mark.fault("F25")
@@ -341,13 +380,27 @@ def test_cache_is_used_and_never_stale(tmp_path, monkeypatch):
     assert has_equal_indices(first, make(indexed))
     assert len(calls) == 1
     assert not isinstance(first.doc_idx, np.memmap)
-    changes = [{"documents": range(0, 3)}, {"documents": range(1, 4)}, {"wanted": 13}, {"length": 9}]
+    changes = [
+        {"documents": range(0, 3)},
+        {"documents": range(1, 4)},
+        {"wanted": 13},
+        {"length": 9},
+    ]
     changes += [{"seed": 2}, {"cutoff": 0.95}, {"name": "valid"}]
     for n, change in enumerate(changes):
         made = make(indexed, **change)
         assert len(calls) == 2 + n, change
-        uncached = {"indexed": indexed, "documents": range(0, 4), "num_samples": 12, "seq_length": 8, "seed": 1}
-        renamed = {{"wanted": "num_samples", "length": "seq_length"}.get(k, k): v for k, v in change.items()}
+        uncached = {
+            "indexed": indexed,
+            "documents": range(0, 4),
+            "num_samples": 12,
+            "seq_length": 8,
+            "seed": 1,
+        }
+        renamed = {
+            {"wanted": "num_samples", "length": "seq_length"}.get(k, k): v
+            for k, v in change.items()
+        }
         assert has_equal_indices(made, Samples(**{**uncached, **renamed}))
         calls.pop()
     rebuilt = data(prefix, [30, 20, 40, 10])  # the same sizes of files, in place
@@ -371,7 +424,11 @@ def test_damaged_caches_are_rebuilt(tmp_path):
 
     good, _ = make()
     files = cache_files(cache)
-    assert [p.name[33:] for p in files if p.suffix == ".npy"] == ["doc_idx.npy", "sample_idx.npy", "shuffle_idx.npy"]
+    assert [p.name[33:] for p in files if p.suffix == ".npy"] == [
+        "doc_idx.npy",
+        "sample_idx.npy",
+        "shuffle_idx.npy",
+    ]
     for path in files:
         whole = path.read_bytes()
         [foreign] = [p for p in cache_files(other) if p.name[32:] == path.name[32:]]
@@ -417,13 +474,20 @@ def test_processes_of_one_machine_build_once_and_machines_each(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", BUILD, str(tmp_path / folder)], stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, "-c", BUILD, str(tmp_path / folder)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
         for folder in ("one", "one", "one", "two")
     ]
     out = [process.communicate(timeout=60)[0].splitlines() for process in started]
     assert [process.returncode for process in started] == [0] * 4
-    builders = [folder for folder, lines in zip(("one", "one", "one", "two"), out, strict=True) if "builds" in lines]
+    builders = [
+        folder
+        for folder, lines in zip(("one", "one", "one", "two"), out, strict=True)
+        if "builds" in lines
+    ]
     assert builders == ["one", "two"]
     assert {lines[-1] for lines in out} == {"[7, 7, 7]"}
     for folder in ("one", "two"):
@@ -441,7 +505,8 @@ def test_without_locks_several_build_equal_indices(tmp_path, monkeypatch):
     def twice(*a):
         if not inner:
             inner.append(None)
-            inner[0] = Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=cache)  # another builder, done before this one
+            # another builder, done before this one
+            inner[0] = Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=cache)
         return real(*a)
 
     monkeypatch.setattr(loader, "build_indices", twice)
@@ -521,17 +586,28 @@ def test_no_sample_can_be_cached(tmp_path):
 def test_small_splits(tmp_path):
     data(tmp_path / "x", [30] * 10 + [5])
     made, _, notices = build_and_capture(config(tmp_path / "x", split="10,1,0"))
-    assert made["test"] is None and len(made["valid"]) >= 12  # 5 tokens again and again, as in Megatron
+    # 5 tokens again and again, as in Megatron
+    assert made["test"] is None and len(made["valid"]) >= 12
     (notice,) = notices  # and none of the test split, of which 0 was asked
     assert re.search("the valid split of .*/x has 5 tokens", notice)
     _, _, notices = build_and_capture(config(tmp_path / "x", split="100,10,1"))
-    assert re.match("--split 100,10,1: the test split of .*/x of 11 documents is empty, so it is left", notices[-1])
+    assert re.match(
+        "--split 100,10,1: the test split of .*/x of 11 documents is empty, so it is left",
+        notices[-1],
+    )
 
-    message = error_of(lambda: build_and_capture(config(tmp_path / "x", split="10,1", seq_length=300)))
-    assert "training split (10 of 11 documents) has 300 tokens, " in message and "--seq-length 300 + 1" in message
+    message = error_of(
+        lambda: build_and_capture(config(tmp_path / "x", split="10,1", seq_length=300))
+    )
+    assert (
+        "training split (10 of 11 documents) has 300 tokens, " in message
+        and "--seq-length 300 + 1" in message
+    )
     message = error_of(lambda: build_and_capture(config(tmp_path / "x", split="0,1,1")))
     assert "training split (0 of 11 documents) has 0 tokens" in message
-    assert build_and_capture(config(tmp_path / "x", split="10,1", seq_length=299, train_iters=1))[0]["train"]
+    assert build_and_capture(config(tmp_path / "x", split="10,1", seq_length=299, train_iters=1))[
+        0
+    ]["train"]
 
 
 def test_ids_of_another_vocabulary(tmp_path):
@@ -541,7 +617,9 @@ def test_ids_of_another_vocabulary(tmp_path):
     check_vocabulary(indexed, top + 1)
     message = error_of(lambda: check_vocabulary(indexed, top))
     assert re.search(f"id {top} in document {at // 10}, .* ids are 0 ... {top - 1}", message)
-    assert "another tokenizer" in error_of(lambda: build_and_capture(config(tmp_path / "x"), vocab=top))
+    assert "another tokenizer" in error_of(
+        lambda: build_and_capture(config(tmp_path / "x"), vocab=top)
+    )
     negative = Indexed(write_pair(tmp_path / "neg", [[[1, -1]]], np.int32))
     assert "id -1 in document 0" in error_of(lambda: check_vocabulary(negative, 10))
     tokens = np.zeros(3_000_000, np.uint16)
@@ -555,7 +633,10 @@ def test_mock_data():
     settings = config("", mock_data=True, data_path=[])
     made, lines, _ = build_and_capture(settings, vocab=11)
     assert {name: len(d) for name, d in made.items()} == {"train": 40, "valid": 12, "test": 4}
-    assert lines[0].startswith("> building train") and lines[-1] == "> finished creating GPT datasets ..."
+    assert (
+        lines[0].startswith("> building train")
+        and lines[-1] == "> finished creating GPT datasets ..."
+    )
     train = made["train"]
     assert train[7].tolist() == Mock(11, 100, 8, 1234)[7].tolist()
     assert train[7].shape == (9,) and train[7].dtype == np.int64

@@ -58,7 +58,8 @@ def rules(language="english", keep=False):
 )
 def test_english(line):
     expected = line.split("|")
-    if "Inc. The" in line:  # an abbreviation that may end a sentence does before a word that begins one
+    # an abbreviation that may end a sentence does before a word that begins one
+    if "Inc. The" in line:
         expected = ["He works for Acme Inc.", "The pay is good."]
     assert rules()(line.replace("|", " ")) == expected
 
@@ -71,7 +72,11 @@ def test_languages(language):
 
 
 def test_paragraphs_and_small_letters():
-    assert rules()("CHAPTER I\n\nCall me\nIshmael.\r\n\r\nYes") == ["CHAPTER I", "Call me\nIshmael.", "Yes"]
+    assert rules()("CHAPTER I\n\nCall me\nIshmael.\r\n\r\nYes") == [
+        "CHAPTER I",
+        "Call me\nIshmael.",
+        "Yes",
+    ]
     assert rules()("hello there. how are you? fine.") == ["hello there.", "how are you?", "fine."]
     assert rules()(" \n ") == rules()("") == [] and rules(keep=True)(" \n ") == [" \n "]
 
@@ -79,7 +84,28 @@ def test_paragraphs_and_small_letters():
 def test_no_text_is_lost():
     """Joined with their white space the sentences are the text; without it they have its words."""
     draw = random.Random(1)
-    parts = ["a", "Bc", "Dr", "U.S", "I", "7", ".", ".", "!", "?", "…", "。", '"', "”", "(", ")", "--", "—", "é", "好"]
+    parts = [
+        "a",
+        "Bc",
+        "Dr",
+        "U.S",
+        "I",
+        "7",
+        ".",
+        ".",
+        "!",
+        "?",
+        "…",
+        "。",
+        '"',
+        "”",
+        "(",
+        ")",
+        "--",
+        "—",
+        "é",
+        "好",
+    ]
     parts += [" ", " ", " ", "\n", "\n\n", "\r\n", "\t", "\u3000", "\ud800", "\x1c", "e.g.", "..."]
     for _ in range(3000):
         text = "".join(draw.choices(parts, k=draw.randint(0, 40)))
@@ -87,7 +113,9 @@ def test_no_text_is_lost():
             kept = rules(language, True)(text)
             assert "".join(kept) == text and "" not in kept
             cut = rules(language)(text)
-            assert "".join("".join(cut).split()) == "".join(text.split()) and all(s == s.strip() != "" for s in cut)
+            assert "".join("".join(cut).split()) == "".join(text.split()) and all(
+                s == s.strip() != "" for s in cut
+            )
             assert [s.strip() for s in kept if s.strip()] == cut
 
 
@@ -125,14 +153,23 @@ def test_each_is_a_sequence(tmp_path, punkt):
     content = "Dr. Who is here. He left!\n\nWhy? No answer"
     ways = {"punkt": punkt, "rules": "english"}
     for splitter, lang in ways.items():
-        assert build_splitter(splitter, lang, False)(content) == ["Dr. Who is here.", "He left!", "Why?", "No answer"]
+        assert build_splitter(splitter, lang, False)(content) == [
+            "Dr. Who is here.",
+            "He left!",
+            "Why?",
+            "No answer",
+        ]
         assert "".join(build_splitter(splitter, lang, True)(content)) == content
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in (content, "", "One.")))
+    (tmp_path / "in.jsonl").write_text(
+        "".join(json.dumps({"text": t}) + "\n" for t in (content, "", "One."))
+    )
 
     def make(splitter, keep, lang, overwrite=True):
         how = {"append_eod": True, "lang": lang, "split_sentences": True, "keep_newlines": keep}
         how |= {"sentence_splitter": splitter, "overwrite": overwrite}
-        p = Preprocess(input=[str(tmp_path / "in.jsonl")], output_prefix=str(tmp_path / "out"), **how)
+        p = Preprocess(
+            input=[str(tmp_path / "in.jsonl")], output_prefix=str(tmp_path / "out"), **how
+        )
         tokenizer = TokenizerFlags(tokenizer_type="ByteTokenizer")
         preprocess.preprocess(PreprocessConfig(p, tokenizer), io.StringIO(), io.StringIO())
 
@@ -142,19 +179,31 @@ def test_each_is_a_sequence(tmp_path, punkt):
             data = Indexed(tmp_path / "out_text_sentence")
             assert data.doc_idx.tolist() == [0, 4, 4, 5]
             assert bytes(tokens_of(data, 0).tolist()) == first
-            assert [tokens_of(data, n).tolist()[-1] == 256 for n in range(5)] == [False, False, False, True, True]
+            assert [tokens_of(data, n).tolist()[-1] == 256 for n in range(5)] == [
+                False,
+                False,
+                False,
+                True,
+                True,
+            ]
     make("punkt", False, punkt)
-    assert "sentence_splitter" not in (tmp_path / "out_text_sentence.origin.json").read_text()  # as before 0.8
+    # as before 0.8
+    assert "sentence_splitter" not in (tmp_path / "out_text_sentence.origin.json").read_text()
     message = error_of(lambda: make("rules", False, "english", False), LOCKED)
     assert "made with other" in message and "--overwrite" in message
 
 
 def test_missing_models(punkt, monkeypatch):
-    command = "pip install nltk; python -m nltk.downloader punkt_tab; or use --sentence-splitter rules"
+    command = (
+        "pip install nltk; python -m nltk.downloader punkt_tab; or use --sentence-splitter rules"
+    )
     message = error_of(lambda: build_splitter("punkt", "klingon", False), UNAVAILABLE)
     assert f"needs NLTK's model of klingon: {command}" in message
     monkeypatch.setitem(sys.modules, "nltk.tokenize.punkt", None)
     message = error_of(lambda: build_splitter("punkt", "english", False), UNAVAILABLE)
     assert f"needs NLTK and its model of english: {command}" in message
     message = error_of(lambda: build_splitter("rules", "turkish", False), USAGE)
-    assert "--lang turkish: there are rules for english, german" in message and "--sentence-splitter punkt" in message
+    assert (
+        "--lang turkish: there are rules for english, german" in message
+        and "--sentence-splitter punkt" in message
+    )

@@ -48,7 +48,9 @@ def test_pieces_of_a_file_hold_each_line_once(tmp_path, monkeypatch, size):
     """Wherever lines and pieces begin, the lines of all pieces together are those of the file."""
     rng = random.Random(size)
     for _ in range(50):
-        content = b"\n".join(b"x" * rng.choice([0, 0, 1, 2, 5, 40]) for _ in range(rng.randrange(12)))
+        content = b"\n".join(
+            b"x" * rng.choice([0, 0, 1, 2, 5, 40]) for _ in range(rng.randrange(12))
+        )
         content += b"\n" * rng.randrange(2)
         path = tmp_path / "in"
         path.write_bytes(content)
@@ -57,7 +59,9 @@ def test_pieces_of_a_file_hold_each_line_once(tmp_path, monkeypatch, size):
         slices = [divide.read_range(str(path), begin, end, LINES) for begin, end in borders]
         assert b"".join(one.content for one in slices) == content
         lines = content.removesuffix(b"\n").split(b"\n") if content else []
-        assert [bytes(line) for one in slices for line in lines_of(one.data, one.first, one.stop)] == lines
+        assert [
+            bytes(line) for one in slices for line in lines_of(one.data, one.first, one.stop)
+        ] == lines
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv"])
@@ -83,15 +87,25 @@ def test_a_stream_is_cut_at_line_ends(size):
         found = list(divide.cut_stream(chunks, size, LINES, Slice("")))
         assert b"".join(cut.content for cut in found) == content
         assert all(cut.content.endswith(b"\n") for cut in found[:-1])
-        assert [cut.byte for cut in found] == [0, *accumulate(len(cut.content) for cut in found)][: len(found)]
+        assert [cut.byte for cut in found] == [0, *accumulate(len(cut.content) for cut in found)][
+            : len(found)
+        ]
         assert [cut.line for cut in found] == [content.count(b"\n", 0, cut.byte) for cut in found]
 
 
-PACK = {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress, "zst": zstandard.ZstdCompressor().compress}
+PACK = {
+    "gz": gzip.compress,
+    "xz": lzma.compress,
+    "bz2": bz2.compress,
+    "zst": zstandard.ZstdCompressor().compress,
+}
 
 
 def kinds_and_places(path):
-    return [(getattr(one, "reason", one), place.removeprefix(f"{path}:")) for one, place in units_in(path)]
+    return [
+        (getattr(one, "reason", one), place.removeprefix(f"{path}:"))
+        for one, place in units_in(path)
+    ]
 
 
 @pytest.mark.parametrize("kind", PACK)
@@ -99,7 +113,13 @@ def test_what_follows_a_compressed_stream_is_reported(tmp_path, kind):
     """Plain lines or a damaged stream are reported after the complete part; zeros are padding."""
     first, second = PACK[kind](line("a") + b"\n"), PACK[kind](line("b"))
     path = tmp_path / "a"
-    for behind in (line("b"), b"\0" * 8 + line("b"), b"?" + second[1:], second[:3], second[: len(second) // 2]):
+    for behind in (
+        line("b"),
+        b"\0" * 8 + line("b"),
+        b"?" + second[1:],
+        second[:3],
+        second[: len(second) // 2],
+    ):
         path.write_bytes(first + behind)
         whole, (why, _) = units_in(path)
         assert whole == ("a", f"{path}:1") and why
@@ -111,7 +131,9 @@ def test_what_follows_a_compressed_stream_is_reported(tmp_path, kind):
     assert why.reason == CUT_SHORT and why.detail
 
 
-@pytest.mark.parametrize("content", [b"BZh is how bzip2 begins", b"PAR1 too", "BZh é".encode() * 200])
+@pytest.mark.parametrize(
+    "content", [b"BZh is how bzip2 begins", b"PAR1 too", "BZh é".encode() * 200]
+)
 def test_a_text_that_begins_like_another_kind(tmp_path, content):
     (tmp_path / "a.tar").write_bytes(archive({"a.txt": content, "b.txt": b"b"}))
     assert texts_of(tmp_path / "a.tar") == [content.decode(), "b"]
@@ -144,7 +166,10 @@ def test_archives_of_text_files(tmp_path):
     assert records_in(tmp_path / "cut.tar.xz")[-1].reason == CUT_SHORT
     (tmp_path / "latin.tar").write_bytes(archive({"x.txt": b"caf\xe9"}))
     ((unit, where),) = units_in(tmp_path / "latin.tar")
-    assert str(unit).startswith("not UTF-8 at byte 3 (0xe9") and where == f"{tmp_path / 'latin.tar'}:x.txt:1"
+    assert (
+        str(unit).startswith("not UTF-8 at byte 3 (0xe9")
+        and where == f"{tmp_path / 'latin.tar'}:x.txt:1"
+    )
 
 
 @pytest.mark.parametrize("mode", ["w", "w:gz"])
@@ -156,10 +181,17 @@ def test_an_archive_ends_with_its_zeros(tmp_path, mode):
     assert len(whole) == 30 * 1024 + 1024 or not whole[30 * 1024 :].strip(b"\0")
     flipped = bytearray(whole)
     flipped[20 * 1024 + 130] ^= 1
-    for content in (bytes(flipped), whole[: 20 * 1024], whole[: 20 * 1024 + 100], whole[: 20 * 1024 + 513]):
+    for content in (
+        bytes(flipped),
+        whole[: 20 * 1024],
+        whole[: 20 * 1024 + 100],
+        whole[: 20 * 1024 + 513],
+    ):
         path.write_bytes(pack(content))
         *kept, (why, where) = units_in(path)
-        assert [one for one, _ in kept] == [str(n) for n in range(20)] and where == str(path) and why
+        assert (
+            [one for one, _ in kept] == [str(n) for n in range(20)] and where == str(path) and why
+        )
     for behind in (b"", bytes(1 << 15)):
         path.write_bytes(pack(whole + behind + whole))
         assert texts_of(path) == [str(n) for n in range(30)] * 2
@@ -184,14 +216,21 @@ def test_a_damaged_member_costs_itself(tmp_path):
     assert places == ("a.txt", "b.txt.gz", "c.jsonl.gz", "d.tar/x.txt", "d.tar", "e.txt", "f.bz2")
     path.write_bytes(archive({"a.txt": b"a", "b.tar": archive({"b.txt.gz": packed})})[:9000])
     found = units_in(path)
-    assert [one for one, _ in found][:1] == ["a"] and [where for _, where in found[1:]] == [str(path)]
+    assert [one for one, _ in found][:1] == ["a"] and [where for _, where in found[1:]] == [
+        str(path)
+    ]
 
 
 def test_slow_pipes(tmp_path, monkeypatch):
     """The kind is recognised however few bytes arrive at once."""
     content = line("a") + b"\n" + line("b")
     tar = archive({"a.txt": b"a", "b.txt": b"b"})
-    slow = {1: gzip.compress(content), 2: b"\xef\xbb\xbf" + content, 30: gzip.compress(tar), 100: tar}
+    slow = {
+        1: gzip.compress(content),
+        2: b"\xef\xbb\xbf" + content,
+        30: gzip.compress(tar),
+        100: tar,
+    }
     for first, given in slow.items():
         read, write = os.pipe()
 
@@ -211,7 +250,9 @@ def test_slow_pipes(tmp_path, monkeypatch):
 
 def test_no_standard_input(monkeypatch):
     monkeypatch.setattr("sys.stdin", None)
-    assert "--input - cannot be read: the standard input is closed" in error_of(lambda: texts_of("-"), IO)
+    assert "--input - cannot be read: the standard input is closed" in error_of(
+        lambda: texts_of("-"), IO
+    )
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path):
@@ -232,23 +273,35 @@ def test_tables(tmp_path):
     pyarrow.parquet.write_table(table.slice(1000), folder / "deeper" / "b.parquet")
     assert texts_of(folder / "a.parquet") == rows[:1000]
     assert texts_of(folder) == rows
-    assert texts_of(folder / "a.parquet", keys=("title", "text"))[:4] == ["ROW 0 É", "row 0 é", "ROW 1 É", "row 1 é"]
+    assert texts_of(folder / "a.parquet", keys=("title", "text"))[:4] == [
+        "ROW 0 É",
+        "row 0 é",
+        "ROW 1 É",
+        "row 1 é",
+    ]
     saved = tmp_path / "saved"
     saved.mkdir()
     for n, part in enumerate((table.slice(0, 1700), table.slice(1700))):
         with pyarrow.ipc.new_stream(str(saved / f"data-{n}.arrow"), table.schema) as out:
             out.write_table(part, max_chunksize=100)
-    (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": f"data-{n}.arrow"} for n in range(2)]}))
+    (saved / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": f"data-{n}.arrow"} for n in range(2)]})
+    )
     assert texts_of(saved) == rows
     several = tmp_path / "several"
     several.mkdir()
     (several / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(UserError, match="holds several data sets; name one of them, such as .*several/train"):
+    with pytest.raises(
+        UserError, match="holds several data sets; name one of them, such as .*several/train"
+    ):
         texts_of(several)
-    with pytest.raises(UserError, match="has no column 'body'; choose one of text with --json-keys .text, title.$"):
+    with pytest.raises(
+        UserError, match="has no column 'body'; choose one of text with --json-keys .text, title.$"
+    ):
         texts_of(folder / "a.parquet", keys=("body",))
     with pytest.raises(
-        UserError, match="2 files: 2 tables with no column 'body'; choose one of text with --json-keys .text, title.$"
+        UserError,
+        match="2 files: 2 tables with no column 'body'; choose one of text with --json-keys .text, title.$",
     ):
         texts_of(folder, keys=("body",))
     nulls = pyarrow.table({"text": ["a", None, "b"]})
@@ -274,24 +327,34 @@ def test_a_column_of_lists_is_refused_by_its_type(tmp_path, kind):
 
     write(lists, tmp_path / f"lists.{kind}")
     choose = r"choose one of text with --json-keys \(id\), or write its text as a column first"
-    with pytest.raises(UserError, match=rf"lists.{kind} has list<.*string> in column 'text'; {choose}"):
+    with pytest.raises(
+        UserError, match=rf"lists.{kind} has list<.*string> in column 'text'; {choose}"
+    ):
         texts_of(tmp_path / f"lists.{kind}")
     with pytest.raises(UserError, match="has int64 in column 'n'; "):
         texts_of(tmp_path / f"lists.{kind}", keys=("n",))
     write(lists.select(["n"]), tmp_path / f"numbers.{kind}")
-    write(pyarrow.table({"text": pyarrow.array(["a", "b"]).dictionary_encode()}), tmp_path / f"texts.{kind}")
+    write(
+        pyarrow.table({"text": pyarrow.array(["a", "b"]).dictionary_encode()}),
+        tmp_path / f"texts.{kind}",
+    )
     assert texts_of(tmp_path) == ["a", "b"]
     passed = find_inputs(TextInputs(input=[str(tmp_path)])).passed.line()
     counts, *cures = passed.splitlines()
     assert re.fullmatch(
-        r"passed .*: 1 table with list<.*string> in column 'text', 1 table with no column 'text'", counts
+        r"passed .*: 1 table with list<.*string> in column 'text', 1 table with no column 'text'",
+        counts,
     )
     assert re.fullmatch(rf"    .*/lists.{kind}: {choose}", cures[0])
     assert cures[1:] == [f"    {tmp_path}/numbers.{kind}: none of its columns is text: n"]
 
 
 def records_in(path):
-    return [record for piece in pieces_of(path) for record in piece.read(ReadOptions(separator=SEPARATOR))]
+    return [
+        record
+        for piece in pieces_of(path)
+        for record in piece.read(ReadOptions(separator=SEPARATOR))
+    ]
 
 
 def units_in(path):
@@ -318,7 +381,9 @@ def table(monkeypatch):
     monkeypatch.setattr(limits, "PIECE", 20_000)
     monkeypatch.setattr(tables, "BATCH_BYTES", 3000)
     rng = random.Random(0)
-    return pyarrow.table({"text": [f"{n} {rng.randbytes(50).hex()}" for n in range(5000)], "n": range(5000)})
+    return pyarrow.table(
+        {"text": [f"{n} {rng.randbytes(50).hex()}" for n in range(5000)], "n": range(5000)}
+    )
 
 
 def write_table(table, path, kind, cuts=(0, 3, 3, 2000, 2030, 2070, 5000)):
@@ -337,13 +402,17 @@ def test_pieces_of_a_table_are_alike_and_read_in_one_pass(tmp_path, table, kind,
     write_table(table, path, kind)
     whole = pieces_of(path)
     ranges = [rows_of(piece) for piece in whole]
-    assert [one.start for one in ranges] == [0, *(one.stop for one in ranges[:-1])] and ranges[-1].stop == 5000
+    assert [one.start for one in ranges] == [0, *(one.stop for one in ranges[:-1])] and ranges[
+        -1
+    ].stop == 5000
     assert len(whole) > 20 and max(map(len, ranges)) <= 200
     assert [one.done for one in whole] == sorted(one.done for one in whole)
     assert whole[-1].done >= path.stat().st_size - 8  # the end mark of a stream
     entered, real = [], tables._TableReader._enter
     monkeypatch.setattr(
-        tables._TableReader, "_enter", lambda self, start: (entered.append(start), real(self, start))[1]
+        tables._TableReader,
+        "_enter",
+        lambda self, start: (entered.append(start), real(self, start))[1],
     )
     tables._reader.cache_clear()
     for step in (1, 3):
@@ -366,7 +435,9 @@ def test_a_damaged_row_group_costs_what_follows_in_it(tmp_path, table, monkeypat
     (tmp_path / "t").write_bytes(content)
     entered, real = [], tables._TableReader._enter
     monkeypatch.setattr(
-        tables._TableReader, "_enter", lambda self, start: (entered.append(start), real(self, start))[1]
+        tables._TableReader,
+        "_enter",
+        lambda self, start: (entered.append(start), real(self, start))[1],
     )
     found = units_in(tmp_path / "t")
     assert len(entered) == 2  # what is known to be damaged is not read again for each piece
@@ -375,12 +446,16 @@ def test_a_damaged_row_group_costs_what_follows_in_it(tmp_path, table, monkeypat
     first = next(n for n, (one, _) in enumerate(found) if isinstance(one, Rejected))
     assert kept == rows[:first] + rows[2400:] and bad
     assert {one.reason for one, _ in bad} == {"damaged table"}
-    assert bad[0][1] == f"{tmp_path / 't'}: row {first + 1}" and f"from row {first + 1:,} on" in str(bad[0][0])
+    assert bad[0][
+        1
+    ] == f"{tmp_path / 't'}: row {first + 1}" and f"from row {first + 1:,} on" in str(bad[0][0])
     whole = pieces_of(tmp_path / "t")
     for order in (whole[1::2] + whole[::2], whole[::-1]):
         again = {one.begin: list(one.read(ReadOptions())) for one in order}
         assert again == {one.begin: list(one.read(ReadOptions())) for one in whole}
-    with pytest.raises(UserError, match=rf"/t: row {first + 1}: damaged table \(unreadable from row"):
+    with pytest.raises(
+        UserError, match=rf"/t: row {first + 1}: damaged table \(unreadable from row"
+    ):
         texts_of(tmp_path / "t")
 
 
@@ -409,9 +484,13 @@ def test_a_table_with_two_columns_of_a_name(tmp_path):
     message = error_of(lambda: texts_of(tmp_path / "t"))
     assert "t has 2 columns 'text'; choose one of text with --json-keys (id)" in message
     assert "t has no column 'body'" in error_of(lambda: texts_of(tmp_path / "t", keys=("body",)))
-    assert "did you mean text id, with spaces?" in error_of(lambda: texts_of(tmp_path / "t", keys=("text,id",)))
+    assert "did you mean text id, with spaces?" in error_of(
+        lambda: texts_of(tmp_path / "t", keys=("text,id",))
+    )
     (tmp_path / "t.csv").write_text("text,text\na,b\n")
-    assert "2 columns 'text'; give them different names" in error_of(lambda: texts_of(tmp_path / "t.csv"))
+    assert "2 columns 'text'; give them different names" in error_of(
+        lambda: texts_of(tmp_path / "t.csv")
+    )
     assert texts_of(tmp_path / "t", keys=("id",)) == ["c"]
 
 
@@ -426,16 +505,22 @@ def test_a_table_that_was_replaced_is_read_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "foreign", ['{"a": 1}', "[1]", "{", "", '{"_data_files": 3, "splits": "x"}', '{"_data_files": [{}]}']
+    "foreign",
+    ['{"a": 1}', "[1]", "{", "", '{"_data_files": 3, "splits": "x"}', '{"_data_files": [{}]}'],
 )
 def test_a_folder_with_files_of_other_programs(tmp_path, foreign):
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "t.parquet")
     for name in ("state.json", "dataset_dict.json"):
         (tmp_path / name).write_text(foreign)
     assert texts_of(tmp_path) == ["a"]
-    (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "t.parquet"}, {"filename": "gone.arrow"}]}')
+    (tmp_path / "state.json").write_text(
+        '{"_data_files": [{"filename": "t.parquet"}, {"filename": "gone.arrow"}]}'
+    )
     message = error_of(lambda: texts_of(tmp_path))
-    assert f"state.json names 2 files, of which 1 are missing, such as {tmp_path}/gone.arrow" in message
+    assert (
+        f"state.json names 2 files, of which 1 are missing, such as {tmp_path}/gone.arrow"
+        in message
+    )
 
 
 def test_json_lines_in_an_archive(tmp_path, monkeypatch):
@@ -443,12 +528,17 @@ def test_json_lines_in_an_archive(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "PIECE", 2000)
     monkeypatch.setattr(limits, "CHUNK", 500)
     wanted = {
-        name: [f"{name} {n} " + "x" * n for n in range(60)] for name in ("a.jsonl", "b.JSON", "c.jsonl.xz", "d.json.gz")
+        name: [f"{name} {n} " + "x" * n for n in range(60)]
+        for name in ("a.jsonl", "b.JSON", "c.jsonl.xz", "d.json.gz")
     }
     files = {name: b"".join(line(one) + b"\n" for one in those) for name, those in wanted.items()}
     files["b.JSON"] = files["b.JSON"][:-9]
     files = {name: PACK.get(name[-2:], bytes)(content) for name, content in files.items()}
-    files |= {"../e.txt": b'{"text": "a document of its own"}', "f.json": b'{"text": "small"}', "g.json": b"\n[]"}
+    files |= {
+        "../e.txt": b'{"text": "a document of its own"}',
+        "f.json": b'{"text": "small"}',
+        "g.json": b"\n[]",
+    }
     (tmp_path / "t.tar").write_bytes(archive(files))
     with tarfile.open(tmp_path / "t.tar", "a") as tar:
         for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE):
@@ -456,14 +546,19 @@ def test_json_lines_in_an_archive(tmp_path, monkeypatch):
             member.type, member.linkname = kind, "/etc/passwd"
             tar.addfile(member)
     found = units_in(tmp_path / "t.tar")
-    expected = [(one, f"{name}:{n}") for name, those in wanted.items() for n, one in enumerate(those, 1)]
+    expected = [
+        (one, f"{name}:{n}") for name, those in wanted.items() for n, one in enumerate(those, 1)
+    ]
     expected += [('{"text": "a document of its own"}', "../e.txt"), ("small", "f.json:1")]
     assert len(found) == len(expected) + 1
     for (one, place), (right, where) in zip(found, expected, strict=False):
         assert place == f"{tmp_path / 't.tar'}:{where}"
         assert one == right or (where == "b.JSON:60" and one.reason == "not JSON")
     assert found[-1][0].reason == "not a JSON object" and found[-1][1].endswith(":g.json:2")
-    assert max(sum(part.size for part in piece.parts) for piece in pieces_of(tmp_path / "t.tar")) < 5000
+    assert (
+        max(sum(part.size for part in piece.parts) for piece in pieces_of(tmp_path / "t.tar"))
+        < 5000
+    )
 
 
 def test_a_text_of_an_archive_that_is_too_long_or_not_utf8(tmp_path, monkeypatch):
@@ -480,7 +575,10 @@ def test_a_text_of_an_archive_that_is_too_long_or_not_utf8(tmp_path, monkeypatch
 
 def test_skippable_frames_of_zstd(tmp_path):
     """They may be anywhere; pzstd writes one first."""
-    packed = [zstandard.compress(b"".join(line(f"{m} {n}") + b"\n" for n in range(5000))) for m in range(2)]
+    packed = [
+        zstandard.compress(b"".join(line(f"{m} {n}") + b"\n" for n in range(5000)))
+        for m in range(2)
+    ]
     for number in (0, 15):
         skipped = (0x184D2A50 + number).to_bytes(4, "little") + (3).to_bytes(4, "little") + b"abc"
         (tmp_path / "a").write_bytes(skipped + packed[0] + skipped + skipped + packed[1] + skipped)
@@ -509,11 +607,15 @@ def test_a_small_file_that_unpacks_to_much(tmp_path, monkeypatch, kind):
         "xz": lambda: lzma.LZMACompressor(preset=0),
         "zst": lambda: zstandard.ZstdCompressor(level=1).compressobj(),
     }[kind]()
-    packed = packer.compress(line("a") + b"\n") + b"".join(packer.compress(bytes(1 << 20)) for _ in range(300))
+    packed = packer.compress(line("a") + b"\n") + b"".join(
+        packer.compress(bytes(1 << 20)) for _ in range(300)
+    )
     (tmp_path / "a").write_bytes(packed + packer.compress(b"\n" + line("b")) + packer.flush())
     monkeypatch.setattr(limits, "LONGEST", 1 << 22)
     largest, real = [0], containers.chunks
-    monkeypatch.setattr(containers, "chunks", lambda file: (largest.append(len(one)) or one for one in real(file)))
+    monkeypatch.setattr(
+        containers, "chunks", lambda file: (largest.append(len(one)) or one for one in real(file))
+    )
     tracemalloc.start()
     try:
         kinds = [kind for kind, _ in kinds_and_places(tmp_path / "a")]
@@ -545,7 +647,8 @@ def claims(kind, size, body=b""):
 
 @pytest.mark.parametrize("size", [1 << 62, 1 << 85, 1 << 40], ids=str)
 @pytest.mark.parametrize(
-    "kind", [tarfile.REGTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.CHRTYPE, b"S", b"?"]
+    "kind",
+    [tarfile.REGTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.CHRTYPE, b"S", b"?"],
 )
 @pytest.mark.fault("F28")
 @pytest.mark.promise("What a small file unpacks to is read in pieces of bounded size")
@@ -555,7 +658,9 @@ def test_a_member_of_an_archive_that_claims_much(tmp_path, kind, size):
     path.write_bytes(whole + claims(kind, size, b"b" * 600))
     began = time.process_time()
     found = units_in(path)
-    assert found[0] == ("x", f"{path}:x.txt") and all(where.startswith(str(path)) for _, where in found)
+    assert found[0] == ("x", f"{path}:x.txt") and all(
+        where.startswith(str(path)) for _, where in found
+    )
     assert time.process_time() - began < 1
 
 
@@ -563,7 +668,9 @@ def test_a_header_that_unpacks_to_much(tmp_path):
     """A name of a hundred megabytes, packed to a few kilobytes, and holes of an exabyte."""
     path = tmp_path / "a.tar.gz"
     packer = zlib.compressobj(1, wbits=31)
-    packed = packer.compress(archive({"x.txt": b"x"})[:1024] + claims(tarfile.GNUTYPE_LONGNAME, 1 << 30))
+    packed = packer.compress(
+        archive({"x.txt": b"x"})[:1024] + claims(tarfile.GNUTYPE_LONGNAME, 1 << 30)
+    )
     packed += b"".join(packer.compress(b"n" * (1 << 20)) for _ in range(100))
     path.write_bytes(packed + packer.flush())
     tracemalloc.start()
@@ -572,19 +679,28 @@ def test_a_header_that_unpacks_to_much(tmp_path):
         assert tracemalloc.get_traced_memory()[1] < 20 << 20
     finally:
         tracemalloc.stop()
-    assert kept == "x" and "a header of more than 1,048,576 bytes" in str(why) and where == str(path)
+    assert (
+        kept == "x" and "a header of more than 1,048,576 bytes" in str(why) and where == str(path)
+    )
 
 
 def repeating(path, text, rows, **how):
     """Write a table whose rows all repeat one text, which is stored once."""
-    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * rows, pyarrow.int32()), pyarrow.array([text]))
+    texts = pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array([0] * rows, pyarrow.int32()), pyarrow.array([text])
+    )
     table = pyarrow.table({"text": texts})
     if path.suffix == ".arrow":
-        with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as writer:
+        with (
+            pyarrow.OSFile(str(path), "wb") as file,
+            pyarrow.ipc.new_file(file, table.schema) as writer,
+        ):
             writer.write_table(table)
     else:
         sizes = {"data_page_size": 1 << 30, "dictionary_pagesize_limit": 1 << 30}
-        pyarrow.parquet.write_table(table, path, store_schema=False, write_statistics=False, **sizes, **how)
+        pyarrow.parquet.write_table(
+            table, path, store_schema=False, write_statistics=False, **sizes, **how
+        )
 
 
 @pytest.mark.parametrize("kind", ["zstd", "brotli", "gzip", "snappy", "none", "arrow"])
@@ -597,7 +713,9 @@ def test_a_table_that_repeats_a_long_text(tmp_path, kind):
     pieces = pieces_of(path)
     assert len(pieces) == 8192 // tables.UNPACKED and rows_of(pieces[-1]).stop == 8192
     assert {len(rows_of(piece)) for piece in pieces} == {tables.UNPACKED}
-    assert [len(record.texts[0]) for record in islice(pieces[1].read(ReadOptions()), 2)] == [1 << 20] * 2
+    assert [len(record.texts[0]) for record in islice(pieces[1].read(ReadOptions()), 2)] == [
+        1 << 20
+    ] * 2
 
 
 @pytest.mark.parametrize("text, dictionary", [("a" * (80 << 20), True), ("a" * (80 << 20), False)])
@@ -605,7 +723,11 @@ def test_a_column_that_unpacks_to_much(tmp_path, text, dictionary):
     """Neither is unpacked: a dictionary of 80 MB, and a page of 80 MB in a few bytes."""
     path = tmp_path / "a.parquet"
     texts = pyarrow.table({"text": [text]})
-    options = {"use_dictionary": dictionary, "dictionary_pagesize_limit": 1 << 30, "write_statistics": False}
+    options = {
+        "use_dictionary": dictionary,
+        "dictionary_pagesize_limit": 1 << 30,
+        "write_statistics": False,
+    }
     pyarrow.parquet.write_table(texts, path, compression="brotli", **options)
     (record,) = records_in(path)
     assert record.reason == CUT_SHORT and "would unpack to" in record.detail
@@ -613,8 +735,15 @@ def test_a_column_that_unpacks_to_much(tmp_path, text, dictionary):
 
 def test_a_json_array_is_reported_once(tmp_path):
     many = [{"text": str(n)} for n in range(5)]
-    for content in (json.dumps(many), json.dumps(many, indent=1), " \n[\n" + ",\n".join(map(json.dumps, many)) + "]"):
-        for path, given in (("a.json", content.encode()), ("a.gz", gzip.compress(content.encode()))):
+    for content in (
+        json.dumps(many),
+        json.dumps(many, indent=1),
+        " \n[\n" + ",\n".join(map(json.dumps, many)) + "]",
+    ):
+        for path, given in (
+            ("a.json", content.encode()),
+            ("a.gz", gzip.compress(content.encode())),
+        ):
             (tmp_path / path).write_bytes(given)
             bad = [one for one, _ in units_in(tmp_path / path) if isinstance(one, Rejected)]
             assert "one object a line is needed: jq -c '.[]'" in str(bad[0])

@@ -60,7 +60,9 @@ def article(title: str, text: str) -> str:
 
 PAGE = "<html><head><title>T &amp; é</title></head><p>one<br>three</html>\n"
 PAGE_TEXT = "T & é\n\none\nthree \n"
-ARTICLES = "".join(article(*one) for one in (("A", "one é"), ("R", "#redirect [[A]]"), ("B", "三 | < four")))
+ARTICLES = "".join(
+    article(*one) for one in (("A", "one é"), ("R", "#redirect [[A]]"), ("B", "三 | < four"))
+)
 ARTICLE_TEXTS = ["A\n\none é\n", "B\n\n三 | < four\n"]
 LINES = "".join(json.dumps({"id": 1, "text": text}, ensure_ascii=False) + "\n" for text in TEXTS)
 KINDS = {
@@ -77,9 +79,21 @@ KINDS = {
     "CSV": ("a.csv", table(TEXTS, ","), TEXTS),
     "semicolons": ("a.csv", table(TEXTS, ";"), TEXTS),
     "TSV": ("a.TSV", table(TEXTS, "\t"), TEXTS),
-    "dump": ("a.xml", f"<?xml version='1.0'?>\n<mediawiki>\n{ARTICLES}</mediawiki>\n", ARTICLE_TEXTS),
-    "crlf dump": ("a.xml", f"<mediawiki>\n{ARTICLES}</mediawiki>\n".replace("\n", "\r\n"), ARTICLE_TEXTS),
-    "dump in a line": ("a.xml", f"<mediawiki>{ARTICLES}</mediawiki>".replace("\n", ""), ARTICLE_TEXTS),
+    "dump": (
+        "a.xml",
+        f"<?xml version='1.0'?>\n<mediawiki>\n{ARTICLES}</mediawiki>\n",
+        ARTICLE_TEXTS,
+    ),
+    "crlf dump": (
+        "a.xml",
+        f"<mediawiki>\n{ARTICLES}</mediawiki>\n".replace("\n", "\r\n"),
+        ARTICLE_TEXTS,
+    ),
+    "dump in a line": (
+        "a.xml",
+        f"<mediawiki>{ARTICLES}</mediawiki>".replace("\n", ""),
+        ARTICLE_TEXTS,
+    ),
     "pages of a dump": ("a.xml", ARTICLES, ARTICLE_TEXTS),
 }
 
@@ -91,10 +105,22 @@ PACKERS: dict[str, Callable[[bytes], bytes]] = {
     "zst": zstandard.ZstdCompressor().compress,
 }
 ARCHIVES = ("tar", "tgz", "zip")
-CONTAINERS = ("file", "unnamed", "folder", "stdin", "packed stdin", "layers", *PACKERS, "members", *ARCHIVES)
+CONTAINERS = (
+    "file",
+    "unnamed",
+    "folder",
+    "stdin",
+    "packed stdin",
+    "layers",
+    *PACKERS,
+    "members",
+    *ARCHIVES,
+)
 
 
-def put(container: str, folder: Path, name: str, content: bytes, monkeypatch: pytest.MonkeyPatch) -> object:
+def put(
+    container: str, folder: Path, name: str, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> object:
     """Write a file in a container; return what --input names."""
     path = folder / name
     if container == "folder":
@@ -106,11 +132,17 @@ def put(container: str, folder: Path, name: str, content: bytes, monkeypatch: py
         path, content = folder / f"{name}.gz", PACKERS[container](content)
     elif container == "members":  # of one stream
         half = len(content) // 2
-        path, content = folder / f"{name}.gz", gzip.compress(content[:half]) + gzip.compress(content[half:])
+        path, content = (
+            folder / f"{name}.gz",
+            gzip.compress(content[:half]) + gzip.compress(content[half:]),
+        )
     elif container == "layers":
         path, content = folder / f"{name}.gz", gzip.compress(lzma.compress(content))
     elif container in ("tar", "tgz"):
-        path, content = folder / f"all.{container}", tar_of(name, content, "w:gz" if container == "tgz" else "w")
+        path, content = (
+            folder / f"all.{container}",
+            tar_of(name, content, "w:gz" if container == "tgz" else "w"),
+        )
     elif container == "zip":
         path = folder / "all.zip"
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -153,7 +185,9 @@ def is_held(kind: str, container: str) -> bool:
     )
 
 
-MATRIX = [(kind, container) for kind in KINDS for container in CONTAINERS if is_held(kind, container)]
+MATRIX = [
+    (kind, container) for kind in KINDS for container in CONTAINERS if is_held(kind, container)
+]
 
 
 @pytest.mark.parametrize(("kind", "container"), MATRIX)
@@ -168,13 +202,18 @@ def test_the_documents_do_not_depend_on_container_encoding_and_pieces(
             monkeypatch.setattr(limits, "CHUNK", 7 if size == 40 else 1 << 18)
             path = put(container, tmp_path, name, (mark + text).encode(codec), monkeypatch)
             documents, rejected = read(path, **flags)
-            assert [document.texts for document in documents] == [(text,) for text in want], (codec, size)
+            assert [document.texts for document in documents] == [(text,) for text in want], (
+                codec,
+                size,
+            )
             assert rejected == [], (codec, size)
 
 
 PAGES = {
     '<meta charset="gb2312"><p>朱镕基'.encode("gb18030"): "朱镕基\n",
-    '<META content="text/html; charset=iso-8859-1" http-equiv=Content-Type>“é”'.encode("cp1252"): "“é”\n",
+    '<META content="text/html; charset=iso-8859-1" http-equiv=Content-Type>“é”'.encode(
+        "cp1252"
+    ): "“é”\n",
     '<?xml version="1.0" encoding="ISO-8859-2"?><html>ł'.encode("iso-8859-2"): "ł\n",
     "<meta charset=utf-16>é".encode(): "é\n",  # cannot be true of ASCII
     "<meta charset=hex>é".encode(): "é\n",
@@ -190,7 +229,11 @@ def test_a_page_has_the_charset_that_it_declares(
     """Whatever --encoding names."""
     for page, want in PAGES.items():
         path = put(container, tmp_path, "a.html", page, monkeypatch)
-        for flags in ({}, {"encoding": "utf-16-le"}) if b"charset=u" not in page and b"hex" not in page else ({},):
+        for flags in (
+            ({}, {"encoding": "utf-16-le"})
+            if b"charset=u" not in page and b"hex" not in page
+            else ({},)
+        ):
             documents, rejected = read(path, **flags)
             assert ([document.texts[0] for document in documents], rejected) == ([want], []), page
 
@@ -227,14 +270,26 @@ DAMAGES = {
     ),
     "no JSON": Damage(
         "a.jsonl",
-        b'{"text": "a"}\nnot JSON\n[1]\n{"text": "\\ud800"}\n{"text": "b", "x": NaN, "\\ud800": 1}\n' + b"[" * 99,
+        b'{"text": "a"}\nnot JSON\n[1]\n{"text": "\\ud800"}\n{"text": "b", "x": NaN, "\\ud800": 1}\n'
+        + b"[" * 99,
         ["a", "b"],
-        [("not JSON", 2), ("not a JSON object", 3), ("lone surrogate under 'text'", 4), ("not JSON", 6)],
+        [
+            ("not JSON", 2),
+            ("not a JSON object", 3),
+            ("lone surrogate under 'text'", 4),
+            ("not JSON", 6),
+        ],
     ),
     "a line that is not UTF-8": Damage(
-        "a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n{"text": "b"}', ["a", "b"], [("not UTF-8", 2)], ["a", "�", "b"]
+        "a.jsonl",
+        b'{"text": "a"}\n{"text": "\xe9"}\n{"text": "b"}',
+        ["a", "b"],
+        [("not UTF-8", 2)],
+        ["a", "�", "b"],
     ),
-    "an array": Damage("a.json", b'[{"text": "a"}, {"text": "b"}]', [], [("part of a JSON array", 1)]),
+    "an array": Damage(
+        "a.json", b'[{"text": "a"}, {"text": "b"}]', [], [("part of a JSON array", 1)]
+    ),
     "a long line": Damage(
         "a.jsonl",
         b'{"text": "a"}\n{"text": "%s"}\n{"text": "b"}\nno\n{"text": "%s"}'
@@ -244,10 +299,17 @@ DAMAGES = {
         longest=80,
     ),
     "a line of text that is not UTF-8": Damage(
-        "a.txt", b"a\n<|endoftext|>\nb\nc\xe9c\nd\n", ["a\n", "b\nd\n"], [("not UTF-8", 4)], ["a\n", "b\nc�c\nd\n"]
+        "a.txt",
+        b"a\n<|endoftext|>\nb\nc\xe9c\nd\n",
+        ["a\n", "b\nd\n"],
+        [("not UTF-8", 4)],
+        ["a\n", "b\nc�c\nd\n"],
     ),
     "a document that is no text": Damage(
-        "a.txt", b"a\n<|endoftext|>\nb\0\n<|endoftext|>\nand then c\n", ["a\n", "and then c\n"], [("binary", 3)]
+        "a.txt",
+        b"a\n<|endoftext|>\nb\0\n<|endoftext|>\nand then c\n",
+        ["a\n", "and then c\n"],
+        [("binary", 3)],
     ),
     "a long document": Damage(
         "a.txt",
@@ -260,22 +322,41 @@ DAMAGES = {
         "a.html", b"<p>o\xe9<p>two\xc3\xa9", ["\ntwoé\n"], [("not UTF-8", 1)], ["o�\n\ntwoé\n"]
     ),
     "other numbers of fields": Damage(
-        "a.csv", csv_of("1,a,5", "2,so, what,5", "3", "4,so", "5,b,5"), ["a", "b"], [(MANY, 2), (FEW, 3), (FEW, 4)]
+        "a.csv",
+        csv_of("1,a,5", "2,so, what,5", "3", "4,so", "5,b,5"),
+        ["a", "b"],
+        [(MANY, 2), (FEW, 3), (FEW, 4)],
     ),
     "a quote that does not close": Damage(
-        "a.csv", csv_of("1,a,5", '2,"open,5', "3,c,5"), ["a"], [("not CSV (unexpected end of data)", 2)]
+        "a.csv",
+        csv_of("1,a,5", '2,"open,5', "3,c,5"),
+        ["a"],
+        [("not CSV (unexpected end of data)", 2)],
     ),
     "a row that is not UTF-8": Damage(
-        "a.csv", csv_of("1,a,5", "2,\udce9,5", "3,b,5"), ["a", "b"], [("not UTF-8", 2)], ["a", "�", "b"]
+        "a.csv",
+        csv_of("1,a,5", "2,\udce9,5", "3,b,5"),
+        ["a", "b"],
+        [("not UTF-8", 2)],
+        ["a", "�", "b"],
     ),
     "a line break in the first column": Damage(
-        "a.csv", csv_of("a,0", "one", "two,1", "b,2", header="text,n"), ["a", "b"], [(FEW, 2), (HALF, 3)]
+        "a.csv",
+        csv_of("a,0", "one", "two,1", "b,2", header="text,n"),
+        ["a", "b"],
+        [(FEW, 2), (HALF, 3)],
     ),
     "a line break in the last column": Damage(
-        "a.csv", csv_of("0,a", "1,one", "two", "2,b", header="n,text"), ["a", "b"], [(HALF, 2), (FEW, 3)]
+        "a.csv",
+        csv_of("0,a", "1,one", "two", "2,b", header="n,text"),
+        ["a", "b"],
+        [(HALF, 2), (FEW, 3)],
     ),
     "a line break between": Damage(
-        "a.csv", csv_of("0,a,5", "1,one", "", "two", "three,5", "2,b,5"), ["a", "b"], [(FEW, 2), (FEW, 3), (FEW, 4)]
+        "a.csv",
+        csv_of("0,a,5", "1,one", "", "two", "three,5", "2,b,5"),
+        ["a", "b"],
+        [(FEW, 2), (FEW, 3), (FEW, 4)],
     ),
     "empty fields at the end": Damage(
         "a.csv",
@@ -283,10 +364,17 @@ DAMAGES = {
         ["a", "b", "c", "", "d"],
         [],
     ),
-    "fields without a column": Damage("a.csv", csv_of("1", "2,b,,,x", header="id,text,,"), [], [(FEW, 1), (MANY, 2)]),
+    "fields without a column": Damage(
+        "a.csv", csv_of("1", "2,b,,,x", header="id,text,,"), [], [(FEW, 1), (MANY, 2)]
+    ),
     "pages that are damaged": Damage(
         "a.xml",
-        ("<mediawiki>\n" + article("A", "a") + article("B", "b").replace("</text>", "") + article("C", "c")).encode()
+        (
+            "<mediawiki>\n"
+            + article("A", "a")
+            + article("B", "b").replace("</text>", "")
+            + article("C", "c")
+        ).encode()
         + article("", "d").replace("</title>", "").encode()
         + article("E", "e").encode()[:-20],
         ["A\n\na\n", "C\n\nc\n"],
@@ -294,7 +382,8 @@ DAMAGES = {
     ),
     "a page of a dump that is not UTF-8": Damage(
         "a.xml",
-        ("<mediawiki>\n" + article("A", "a")).encode() + article("B", "b\udce9").encode("utf-8", "surrogateescape"),
+        ("<mediawiki>\n" + article("A", "a")).encode()
+        + article("B", "b\udce9").encode("utf-8", "surrogateescape"),
         ["A\n\na\n"],
         [("not UTF-8", 9)],
         ["A\n\na\n", "B\n\nb�\n"],
@@ -310,7 +399,9 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_wrong_is_named_wherever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+def test_what_is_wrong_is_named_wherever_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
     """The neighbours are kept, in a file and in its pieces, in a stream and in an archive."""
     name, content, want, reasons, repaired, longest = DAMAGES[damage]
     monkeypatch.setattr(limits, "LONGEST", longest)
@@ -333,16 +424,23 @@ def test_what_is_wrong_is_named_wherever_it_is(tmp_path: Path, monkeypatch: pyte
                 about = (container, size, how)
                 assert [document.texts[0] for document in documents] == expected, about
                 if how == "replace":
-                    assert [d.repaired for d in documents] == ["�" in d.texts[0] for d in documents] and not rejected
+                    assert [d.repaired for d in documents] == [
+                        "�" in d.texts[0] for d in documents
+                    ] and not rejected
                     continue
                 assert [one.reason for one in rejected] == [reason for reason, _ in reasons], about
                 # A text that is read as a whole names its line for a bad byte alone.
                 numbers = [int(re.search(r"\d*$", str(one.place))[0] or 0) for one in rejected]
                 is_whole = name in ("a.txt", "a.xml") and (container != "file" or size > 40)
-                lines = [n if n or not is_whole else line for n, (_, line) in zip(numbers, reasons, strict=True)]
+                lines = [
+                    n if n or not is_whole else line
+                    for n, (_, line) in zip(numbers, reasons, strict=True)
+                ]
                 assert lines == [line for _, line in reasons], about
                 is_named = container not in ("folder", "tar", "zip")
-                assert all(one.is_error == (is_named or one.reason != "binary") for one in rejected), about
+                assert all(
+                    one.is_error == (is_named or one.reason != "binary") for one in rejected
+                ), about
 
 
 @pytest.mark.parametrize("packer", PACKERS)
@@ -365,7 +463,9 @@ def test_what_precedes_a_cut_is_kept(tmp_path: Path, kind: str, packer: str) -> 
     for share in (0.0, 0.2, 0.5, 0.9, 0.999):
         path.write_bytes(packed[: max(int(len(packed) * share), 40)])
         kept, (last,) = read(path, on_error="skip")
-        assert [one.texts for one in kept] == [one.texts for one in whole[: len(kept)]] and last.reason == CUT_SHORT
+        assert [one.texts for one in kept] == [
+            one.texts for one in whole[: len(kept)]
+        ] and last.reason == CUT_SHORT
         assert packer != "gz" or share < 0.9 or len(kept) > 500
 
 

@@ -68,17 +68,37 @@ LONG_MAP = base64.b64encode(bytes(4) + b"a" * 400).decode()
 CRASHES = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
 
 
-@pytest.mark.promise("One that encodes a text differently each time, makes it much longer or fails is refused")
+@pytest.mark.promise(
+    "One that encodes a text differently each time, makes it much longer or fails is refused"
+)
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        ({"model": {"dropout": 0.1}}, "dropout 0.1 gives a text other tokens each time; set dropout to null"),
-        ({"normalizer": {"type": "Sequence", "normalizers": [GROWS] * 8}}, "up to 256 times as long"),
+        (
+            {"model": {"dropout": 0.1}},
+            "dropout 0.1 gives a text other tokens each time; set dropout to null",
+        ),
+        (
+            {"normalizer": {"type": "Sequence", "normalizers": [GROWS] * 8}},
+            "up to 256 times as long",
+        ),
         ({"decoder": {"type": "Sequence", "decoders": [GROWS] * 8}}, "up to 256 times as long"),
-        ({"normalizer": {"type": "Prepend", "prepend": "a" * 999}}, "its normalizer makes a text up to 1e"),
-        ({"normalizer": {"type": "Replace", "pattern": {"Regex": "b*"}, "content": "a" * 200}}, "up to 201 times"),
-        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": LONG_MAP}}, "times as long"),
-        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}}, "not a tokenizer.json: Precompiled"),
+        (
+            {"normalizer": {"type": "Prepend", "prepend": "a" * 999}},
+            "its normalizer makes a text up to 1e",
+        ),
+        (
+            {"normalizer": {"type": "Replace", "pattern": {"Regex": "b*"}, "content": "a" * 200}},
+            "up to 201 times",
+        ),
+        (
+            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": LONG_MAP}},
+            "times as long",
+        ),
+        (
+            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}},
+            "not a tokenizer.json: Precompiled",
+        ),
         ({"model": {"continuing_subword_prefix": "ééé"}}, "is not a tokenizer.json: range end"),
         ({"normalizer": {"type": "Sequence"}}, "is not a tokenizer.json"),
     ],
@@ -89,7 +109,9 @@ def test_a_hostile_tokenizer_json_is_refused(bpe, tmp_path, capfd, parts, words)
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.promise("One that encodes a text differently each time, makes it much longer or fails is refused")
+@pytest.mark.promise(
+    "One that encodes a text differently each time, makes it much longer or fails is refused"
+)
 def test_a_tokenizer_that_panics_is_explained(bpe, tmp_path):
     """A panic is a BaseException, which no `except Exception` would catch."""
     shutil.copytree(bpe, tmp_path / "t")
@@ -117,9 +139,14 @@ def test_tokenizer_files_are_regular_and_bounded(tmp_path, target):
 
 def test_missing_speed_is_named_where_it_would_help(bpe, monkeypatch):
     t = build_tokenizer(flags(bpe))
-    assert (tokenizers.missing_speed(t) is None) == (importlib.util.find_spec("gigatoken") is not None)
+    assert (tokenizers.missing_speed(t) is None) == (
+        importlib.util.find_spec("gigatoken") is not None
+    )
     monkeypatch.setitem(sys.modules, "gigatoken", None)
-    assert "`pip install 'gigatoken==0.10.*'` makes this about eight times as fast" in tokenizers.missing_speed(t)
+    assert (
+        "`pip install 'gigatoken==0.10.*'` makes this about eight times as fast"
+        in tokenizers.missing_speed(t)
+    )
     assert tokenizers.missing_speed(build_tokenizer(Flags(tokenizer_type="ByteTokenizer"))) is None
 
 
@@ -173,9 +200,13 @@ def test_white_space_that_overflows_tiktokens_stack(bpe):
     assert t.decode(t.encode(text)) == text
 
 
-@pytest.mark.skipif(not (GPT2 / "gpt2-vocab.json").exists(), reason="needs GPT-2's two files, see GPT2_VOCABULARY")
+@pytest.mark.skipif(
+    not (GPT2 / "gpt2-vocab.json").exists(), reason="needs GPT-2's two files, see GPT2_VOCABULARY"
+)
 def test_gpt2_ids():
-    t = build_tokenizer(Flags(vocab_file=str(GPT2 / "gpt2-vocab.json"), merge_file=str(GPT2 / "gpt2-merges.txt")))
+    t = build_tokenizer(
+        Flags(vocab_file=str(GPT2 / "gpt2-vocab.json"), merge_file=str(GPT2 / "gpt2-merges.txt"))
+    )
     assert t.tiktoken is not None
     assert (t.size, t.eod) == (50257, 50256)
     assert t.encode("Hello world") == [15496, 995]
@@ -193,7 +224,8 @@ def test_tokenizer_json_of_a_file_or_folder(bpe, name):
         t = build_tokenizer(Flags(tokenizer_type=name, tokenizer_model=str(given)))
         assert (t.size, t.eod) == (300, 299)
         ids = t.encode(TEXT)
-        assert ids == reference.encode(TEXT)  # complete, and <|endoftext|> in a text stays plain text
+        # complete, and <|endoftext|> in a text stays plain text
+        assert ids == reference.encode(TEXT)
         assert t.decode(ids) == TEXT
         assert t.decode_bytes(t.encode("\u0416")[:1]) == b"\xd0"
 
@@ -249,7 +281,9 @@ def test_merges_need_no_line_of_a_version(bpe, tmp_path):
     (tmp_path / "merges.txt").write_text("".join(lines))
     first = lines[0].replace(" ", "").strip().replace("Ġ", " ")  # what the first merge makes
     assert len(build_tokenizer(flags(bpe)).encode(first)) == 1
-    assert build_tokenizer(flags(tmp_path)).encode(first) == build_tokenizer(flags(bpe)).encode(first)
+    assert build_tokenizer(flags(tmp_path)).encode(first) == build_tokenizer(flags(bpe)).encode(
+        first
+    )
 
 
 @pytest.mark.promise("A damaged one is refused")
@@ -262,7 +296,9 @@ def test_a_changed_file_in_a_run_folder_is_refused(bpe, tmp_path):
     refused(BAD_DATA, "SHA-256 differs", lambda: build_tokenizer(Flags(), tmp_path))
     merges.unlink()
     refused(BAD_DATA, "cannot be read", lambda: build_tokenizer(Flags(), tmp_path))
-    (tmp_path / "meta.json").write_text('{"type": "GPT2BPETokenizer", "vocab_size": 3, "sha256": {"../x": "0"}}')
+    (tmp_path / "meta.json").write_text(
+        '{"type": "GPT2BPETokenizer", "vocab_size": 3, "sha256": {"../x": "0"}}'
+    )
     refused(BAD_DATA, "names '../x'", lambda: build_tokenizer(Flags(), tmp_path))
     (tmp_path / "meta.json").write_text("{}")
     refused(BAD_DATA, "damaged", lambda: build_tokenizer(Flags(), tmp_path))
@@ -271,9 +307,16 @@ def test_a_changed_file_in_a_run_folder_is_refused(bpe, tmp_path):
 def test_resolve_finds_what_flags_or_folders_name(bpe, tmp_path):
     assert resolve_tokenizer(Flags()) is None and tokenizers.find_saved(None, tmp_path) is None
     assert resolve_tokenizer(Flags(tokenizer_type="ByteTokenizer")).size == 257
-    refused(USAGE, "needs --tokenizer-model", lambda: resolve_tokenizer(Flags(tokenizer_type="HFTokenizer")))
+    refused(
+        USAGE,
+        "needs --tokenizer-model",
+        lambda: resolve_tokenizer(Flags(tokenizer_type="HFTokenizer")),
+    )
     save_tokenizer(build_tokenizer(Flags(tokenizer_type="ByteTokenizer")), tmp_path / "tokenizer")
-    assert tokenizers.find_saved(None, tmp_path, bpe) == tmp_path / "tokenizer" and tokenizers.find_saved(bpe) == bpe
+    assert (
+        tokenizers.find_saved(None, tmp_path, bpe) == tmp_path / "tokenizer"
+        and tokenizers.find_saved(bpe) == bpe
+    )
     assert resolve_tokenizer(Flags(), tmp_path / "tokenizer").size == 257
     assert resolve_tokenizer(flags(bpe), tmp_path / "tokenizer").size == 300  # flags come first
     refused(
@@ -287,14 +330,20 @@ def test_resolve_finds_what_flags_or_folders_name(bpe, tmp_path):
 def test_missing_flags_and_broken_files(bpe, tmp_path):
     ways = "a tokenizer is needed: --tokenizer with a folder that `meshwright train-tokenizer` .* gpt2, or byte"
     refused(USAGE, ways, lambda: build_tokenizer(Flags(), tmp_path))
-    refused(USAGE, "needs --merge-file too; or give --tokenizer", lambda: build_tokenizer(Flags(vocab_file="x")))
+    refused(
+        USAGE,
+        "needs --merge-file too; or give --tokenizer",
+        lambda: build_tokenizer(Flags(vocab_file="x")),
+    )
     swapped = Flags(vocab_file=str(bpe / "merges.txt"), merge_file=str(bpe / "vocab.json"))
     refused(
         BAD_DATA,
         "--vocab-file .*merges.txt and --merge-file .*vocab.json are swapped",
         lambda: build_tokenizer(swapped),
     )
-    refused(USAGE, "--tokenizer-model", lambda: build_tokenizer(Flags(tokenizer_type="HFTokenizer")))
+    refused(
+        USAGE, "--tokenizer-model", lambda: build_tokenizer(Flags(tokenizer_type="HFTokenizer"))
+    )
     refused(USAGE, "--vocab-size", lambda: build_tokenizer(Flags(tokenizer_type="NullTokenizer")))
     vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
     good = json.loads((bpe / "vocab.json").read_text())
@@ -335,14 +384,25 @@ def test_a_vocabulary_size_beside_files_is_compared(bpe, tmp_path):
     refused(USAGE, words, lambda: build_tokenizer(replace(given, vocab_size=9999)))
     save_tokenizer(built, tmp_path)
     refused(USAGE, words, lambda: build_tokenizer(Flags(vocab_size=9999), tmp_path))
-    refused(USAGE, "has 257 ids", lambda: build_tokenizer(Flags(tokenizer_type="ByteTokenizer", vocab_size=256)))
-    for kind in (Flags(tokenizer_type="NullTokenizer", vocab_size=7), Flags(tokenizer_type="ByteTokenizer")):
+    refused(
+        USAGE,
+        "has 257 ids",
+        lambda: build_tokenizer(Flags(tokenizer_type="ByteTokenizer", vocab_size=256)),
+    )
+    for kind in (
+        Flags(tokenizer_type="NullTokenizer", vocab_size=7),
+        Flags(tokenizer_type="ByteTokenizer"),
+    ):
         save_tokenizer(build_tokenizer(kind), tmp_path / kind.tokenizer_type)
         assert build_tokenizer(kind, tmp_path / kind.tokenizer_type).size in (8, 257)
 
 
 def test_tokenizer_model_needs_its_type():
-    refused(USAGE, "--tokenizer-type HuggingFaceTokenizer", lambda: build_tokenizer(Flags(tokenizer_model="F")))
+    refused(
+        USAGE,
+        "--tokenizer-type HuggingFaceTokenizer",
+        lambda: build_tokenizer(Flags(tokenizer_model="F")),
+    )
 
 
 def test_the_home_of_a_user_who_does_not_exist():
@@ -362,7 +422,12 @@ def test_one_argument_names_any_folder_or_file(bpe, tmp_path, monkeypatch):
         (tmp_path / "megatron" / f"gpt2-{name}").write_bytes(content)
     save_tokenizer(build_tokenizer(flags(bpe)), tmp_path / "run" / "tokenizer")
     (tmp_path / "json" / "tokenizer.json").write_bytes(tokenizer_json(bpe).read_bytes())
-    files = ["trained/vocab.json", "trained/merges.txt", "megatron/gpt2-vocab.json", "megatron/gpt2-merges.txt"]
+    files = [
+        "trained/vocab.json",
+        "trained/merges.txt",
+        "megatron/gpt2-vocab.json",
+        "megatron/gpt2-merges.txt",
+    ]
     for name in ["trained", "megatron", "run", "run/tokenizer", *files]:
         t = named(tmp_path / name)
         assert (t.name, t.size, t.encode(TEXT)) == ("GPT2BPETokenizer", 300, expected)
@@ -373,10 +438,13 @@ def test_one_argument_names_any_folder_or_file(bpe, tmp_path, monkeypatch):
     assert named("trained").size == 300 and named("byte").size == 257
     save_tokenizer(named("byte"), tmp_path / "bytes" / "tokenizer")
     assert named("bytes").name == named("bytes/tokenizer").name == "ByteTokenizer"
-    assert resolve_tokenizer(Flags(tokenizer="byte"), tmp_path / "run" / "tokenizer").size == 257  # flags come first
+    # flags come first
+    assert resolve_tokenizer(Flags(tokenizer="byte"), tmp_path / "run" / "tokenizer").size == 257
 
 
-def test_token_files_name_the_tokenizer_that_is_kept_beside_them(bpe, tmp_path, monkeypatch, capsys):
+def test_token_files_name_the_tokenizer_that_is_kept_beside_them(
+    bpe, tmp_path, monkeypatch, capsys
+):
     """Each prefix is accepted, that of the pair and that of the command; the Hub is not asked."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tokenizers, "_find_on_hub", lambda name: pytest.fail("asked the Hub"))
@@ -389,14 +457,24 @@ def test_token_files_name_the_tokenizer_that_is_kept_beside_them(bpe, tmp_path, 
     capsys.readouterr()
     assert named(tmp_path / "my.out").size == 300
     kept = tmp_path / "my.out_text_document.tokenizer"
-    assert capsys.readouterr().err == f"--tokenizer {tmp_path / 'my.out'}: the one in {kept}, which preprocess kept\n"
+    assert (
+        capsys.readouterr().err
+        == f"--tokenizer {tmp_path / 'my.out'}: the one in {kept}, which preprocess kept\n"
+    )
     tokenizers.keep_beside(named("byte"), "my.out_title_sentence")
-    refused(BAD_DATA, "were made with different tokenizers, my.out_text_document.tokenizer", lambda: named("my.out"))
+    refused(
+        BAD_DATA,
+        "were made with different tokenizers, my.out_text_document.tokenizer",
+        lambda: named("my.out"),
+    )
 
 
 def test_one_argument_that_cannot_be_used(bpe, tmp_path):
     for more, words in (
-        (dict(vocab_file="v", merge_file="m"), "--tokenizer byte and --vocab-file v, --merge-file m both name"),
+        (
+            dict(vocab_file="v", merge_file="m"),
+            "--tokenizer byte and --vocab-file v, --merge-file m both name",
+        ),
         (dict(tokenizer_model="t"), "and --tokenizer-model t both name a tokenizer; give only one"),
         (dict(tokenizer_type="NullTokenizer"), "and --tokenizer-type NullTokenizer both name"),
     ):
@@ -406,14 +484,18 @@ def test_one_argument_that_cannot_be_used(bpe, tmp_path):
         "--vocab-size 9, but ByteTokenizer has 257",
         lambda: build_tokenizer(Flags(tokenizer="byte", vocab_size=9)),
     )
-    refused(BAD_DATA, "nope.json does not exist; name a folder", lambda: named(tmp_path / "nope.json"))
+    refused(
+        BAD_DATA, "nope.json does not exist; name a folder", lambda: named(tmp_path / "nope.json")
+    )
     refused(BAD_DATA, "holds no tokenizer.json, nor vocab.json", lambda: named(tmp_path))
     (tmp_path / "vocab.json").write_bytes((bpe / "vocab.json").read_bytes())
     refused(BAD_DATA, "no merges.txt is beside it", lambda: named(tmp_path / "vocab.json"))
     (tmp_path / "vocab.json").rename(tmp_path / "my.json")
     (tmp_path / "my.txt").touch()
     refused(
-        BAD_DATA, "give its merges too: --vocab-file .*my.json --merge-file FILE", lambda: named(tmp_path / "my.json")
+        BAD_DATA,
+        "give its merges too: --vocab-file .*my.json --merge-file FILE",
+        lambda: named(tmp_path / "my.json"),
     )
 
 
@@ -433,7 +515,11 @@ def hub_server(bpe, tmp_path, monkeypatch):
             content = (bpe / file).read_bytes() if is_there else b""
             self.send_response(200 if is_there else 404)
             code = "EntryNotFound" if name in ("team/bpe", "team/empty") else "RepoNotFound"
-            headers = {"ETag": f'"{file}"', "X-Repo-Commit": "a" * 40} if is_there else {"X-Error-Code": code}
+            headers = (
+                {"ETag": f'"{file}"', "X-Repo-Commit": "a" * 40}
+                if is_there
+                else {"X-Error-Code": code}
+            )
             for key, value in (headers | {"Content-Length": str(len(content))}).items():
                 self.send_header(key, value)
             self.end_headers()
@@ -460,14 +546,25 @@ def hub_server(bpe, tmp_path, monkeypatch):
 @pytest.mark.promise("A tokenizer named like a repository is downloaded from the Hugging Face Hub")
 def test_a_name_is_downloaded_once_from_the_hub(bpe, hub_server, tmp_path, capsys):
     t = named("team/bpe")
-    assert (t.name, t.encode(TEXT)) == ("GPT2BPETokenizer", build_tokenizer(flags(bpe)).encode(TEXT))
+    assert (t.name, t.encode(TEXT)) == (
+        "GPT2BPETokenizer",
+        build_tokenizer(flags(bpe)).encode(TEXT),
+    )
     printed = capsys.readouterr().err.splitlines()
     assert len(printed) == 1 and "team/bpe" in printed[0] and str(tmp_path / "cache") in printed[0]
     asked = len(hub_server)
     assert asked and named("team/bpe").size == 300
     assert len(hub_server) == asked and not capsys.readouterr().err
-    refused(BAD_DATA, "no such folder or file here, and .* has no such name", lambda: named("team/other"))
-    refused(BAD_DATA, "team/empty on the Hugging Face Hub has no tokenizer.json", lambda: named("team/empty"))
+    refused(
+        BAD_DATA,
+        "no such folder or file here, and .* has no such name",
+        lambda: named("team/other"),
+    )
+    refused(
+        BAD_DATA,
+        "team/empty on the Hugging Face Hub has no tokenizer.json",
+        lambda: named("team/empty"),
+    )
 
 
 def test_a_name_without_a_network(hub_server, monkeypatch):
@@ -482,11 +579,15 @@ def test_a_name_without_a_network(hub_server, monkeypatch):
     assert not hub_server
 
 
-def test_a_folder_with_a_near_name_is_suggested_before_the_hub_is_asked(hub_server, tmp_path, monkeypatch, capsys):
+def test_a_folder_with_a_near_name_is_suggested_before_the_hub_is_asked(
+    hub_server, tmp_path, monkeypatch, capsys
+):
     (tmp_path / "vocabulary").mkdir()
     monkeypatch.chdir(tmp_path)
     refused(
-        BAD_DATA, "vocab: no such folder or file here; did you mean vocabulary. and .* no such", lambda: named("vocab")
+        BAD_DATA,
+        "vocab: no such folder or file here; did you mean vocabulary. and .* no such",
+        lambda: named("vocab"),
     )
     assert capsys.readouterr().err.startswith(
         "vocab: no such folder or file here; did you mean vocabulary? asking http"
@@ -498,16 +599,29 @@ def test_padded_size():
     assert sizes == [50304, 50432, 50688, 51200]
     assert counts.padded_size(50304, 128, 1, None) == 50304
     assert counts.padded_size(50257, 128, 2, 51200) == 51200
-    refused(USAGE, "50176 is below the tokenizer's 50257", lambda: counts.padded_size(50257, 128, 1, 50176))
     refused(
-        USAGE, "50304 is not a multiple of 256 .* the next one is 50432", lambda: counts.padded_size(9, 128, 2, 50304)
+        USAGE,
+        "50176 is below the tokenizer's 50257",
+        lambda: counts.padded_size(50257, 128, 1, 50176),
+    )
+    refused(
+        USAGE,
+        "50304 is not a multiple of 256 .* the next one is 50432",
+        lambda: counts.padded_size(9, 128, 2, 50304),
     )
     line = " > padded vocab (size: 50257) with 47 dummy tokens (new size: 50304)"
     assert tokenizers.padding_line(50257, 50304) == line
 
 
 def test_training_a_vocabulary_below_the_bytes_is_refused(tmp_path, capsys):
-    words = ["train-tokenizer", "--input", "text", "--output", str(tmp_path / "never"), "--vocab-size"]
+    words = [
+        "train-tokenizer",
+        "--input",
+        "text",
+        "--output",
+        str(tmp_path / "never"),
+        "--vocab-size",
+    ]
     assert main([*words, "256"]) == USAGE and "at least 257" in capsys.readouterr().err
     assert not (tmp_path / "never").exists()
     tokenizers.train_bpe(["x"], 400, tmp_path)  # nothing to merge: smaller than requested

@@ -23,9 +23,7 @@ from meshwright.data import tokenizers, vocabularies
 from meshwright.data.tokenizers import build_tokenizer, find_saved, save_tokenizer
 from meshwright.generation.text import TokenText
 
-TEXT = (
-    "It's the year 2024:  don't panic.\n\n  Indented\tλόγος 你好，世界 🙂 naïve </s> x=1;\r\n the theme of the thesis"
-)
+TEXT = "It's the year 2024:  don't panic.\n\n  Indented\tλόγος 你好，世界 🙂 naïve </s> x=1;\r\n the theme of the thesis"
 PATTERN = r"""(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] the ##me ##s of un ##want ##ed ' . , ! don t 你 好 naive 2024".split()
 
@@ -50,7 +48,9 @@ def random_texts(count):
 def train_sentencepiece(path, kind, **more):
     content = io.BytesIO()
     lines = [TEXT.replace("\n", " "), "the other theme, then", "你好 世界 你们 好的"] * 20
-    fixed = dict(vocab_size=340, byte_fallback=True, minloglevel=2, num_threads=1, hard_vocab_limit=False)
+    fixed = dict(
+        vocab_size=340, byte_fallback=True, minloglevel=2, num_threads=1, hard_vocab_limit=False
+    )
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines), model_writer=content, model_type=kind, **fixed | more
     )
@@ -64,7 +64,9 @@ def llama(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
     plain = dict(normalization_rule_name="identity", remove_extra_whitespaces=False)
     train_sentencepiece(folder / "tokenizer.model", "bpe", **plain)
-    size = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model")).get_piece_size()
+    size = sentencepiece.SentencePieceProcessor(
+        model_file=str(folder / "tokenizer.model")
+    ).get_piece_size()
     (folder / "added_tokens.json").write_text(json.dumps({"<|im_end|>": size}))
     (folder / "tokenizer_config.json").write_text(json.dumps({"legacy": False}))
     return folder
@@ -73,10 +75,20 @@ def llama(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     path = tmp_path_factory.mktemp("tiktoken") / "tiny.tiktoken"
-    tokens = [bytes([n]) for n in range(256)] + [b"th", b"the", b" the", "你".encode()[:2], "你".encode()]
-    path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)))
+    tokens = [bytes([n]) for n in range(256)] + [
+        b"th",
+        b"the",
+        b" the",
+        "你".encode()[:2],
+        "你".encode(),
+    ]
+    path.write_bytes(
+        b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
+    )
     special = {"<|endoftext|>": 300, "<|im_end|>": 301}
-    path.with_name("encoding.json").write_text(json.dumps({"pattern": PATTERN, "special_tokens": special}))
+    path.with_name("encoding.json").write_text(
+        json.dumps({"pattern": PATTERN, "special_tokens": special})
+    )
     return path
 
 
@@ -97,14 +109,22 @@ def stream(tokenizer, ids):
     "rules",
     [
         {},  # NFKC, one space for many
-        dict(normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False),
+        dict(
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+        ),
         dict(byte_fallback=False, vocab_size=100),
     ],
 )
 def test_sentencepiece_has_its_library_s_ids_and_text(tmp_path, kind, rules):
     path = train_sentencepiece(tmp_path / "tokenizer.model", kind, **rules)
     original, ours = sentencepiece.SentencePieceProcessor(model_file=str(path)), named(path)
-    assert (ours.size, ours.eod, ours.name) == (original.get_piece_size(), 2, "SentencePieceTokenizer")
+    assert (ours.size, ours.eod, ours.name) == (
+        original.get_piece_size(),
+        2,
+        "SentencePieceTokenizer",
+    )
     for text in [TEXT, "", " ", "\n", *random_texts(200)]:
         ids = ours.encode(text)
         assert ids == original.encode(text) and ours.eod not in ids
@@ -123,12 +143,19 @@ def test_another_programs_model_is_no_vocabulary(tmp_path):
 def test_pieces_of_a_llama_folder(llama, tmp_path):
     ours = named(llama)
     assert build_tokenizer(Flags(), find_saved(llama)).encode(TEXT) == ours.encode(TEXT)
-    assert ours.size == max(ours.special.values()) + 1 and ours.decode([ours.size - 1]) == "<|im_end|>"
+    assert (
+        ours.size == max(ours.special.values()) + 1 and ours.decode([ours.size - 1]) == "<|im_end|>"
+    )
     ids = ours.encode("🙂")
-    assert b"".join(ours.decode_bytes([i]) for i in ids) == "🙂".encode()  # bytes, of which none is a character
+    # bytes, of which none is a character
+    assert b"".join(ours.decode_bytes([i]) for i in ids) == "🙂".encode()
     # A continuation keeps its space; a text at the beginning or after another's end has none.
     the = ours.encode("the")
-    assert [ours.decode(ids) for ids in (the, [*the, *the], [ours.eod, *the])] == ["the", "the the", "</s>the"]
+    assert [ours.decode(ids) for ids in (the, [*the, *the], [ours.eod, *the])] == [
+        "the",
+        "the the",
+        "</s>the",
+    ]
     text = TokenText(ours, before=the)
     assert text.push(*the) == " the"
 
@@ -139,7 +166,8 @@ def test_special_tokens_of_a_llama_folder_in_a_dialogue(llama, tmp_path):
     assert end not in ours.encode("a<|im_end|>")
     assert ours.encode_special("the</s><|im_end|>") == [*the, ours.eod, end]
     after = ours.encode_special("<|im_end|>the")[1:]
-    assert after != the and ours.decode([*the, *after]) == "thethe"  # "legacy": false puts no space there
+    # "legacy": false puts no space there
+    assert after != the and ours.decode([*the, *after]) == "thethe"
     (tmp_path / "tokenizer.model").write_bytes((llama / "tokenizer.model").read_bytes())
     assert named(tmp_path).encode_special("</s>the")[1:] == the
 
@@ -156,7 +184,9 @@ def test_tiktoken_by_file_and_by_name(ranks, tmp_path, monkeypatch):
         assert (ours.size, ours.eod, ours.name) == (302, 300, "TikTokenizer")
         for text in [TEXT, *random_texts(200)]:
             ids = ours.encode(text)
-            assert ids == original.encode_ordinary(text) and ours.decode(ids) == text == stream(ours, ids)
+            assert ids == original.encode_ordinary(text) and ours.decode(ids) == text == stream(
+                ours, ids
+            )
         assert ours.encode_special("the<|im_end|>") == [257, 301] != ours.encode("the<|im_end|>")
         assert ours.decode([299, 301]) == "<|im_end|>"  # 299 is free
     save_tokenizer(named("tiny_base"), tmp_path / "kept")
@@ -173,7 +203,9 @@ def test_a_name_of_tiktoken_without_a_network_is_refused_in_a_sentence(monkeypat
         try:
             raise OSError("[Errno -3] Temporary failure in name resolution")
         except OSError as error:
-            raise OSError(f"HTTPSConnectionPool(host='x', port=443): Max retries exceeded ... ({error})") from None
+            raise OSError(
+                f"HTTPSConnectionPool(host='x', port=443): Max retries exceeded ... ({error})"
+            ) from None
 
     monkeypatch.setattr(tiktoken, "get_encoding", fetch)
     words = (
@@ -186,11 +218,22 @@ def test_a_name_of_tiktoken_without_a_network_is_refused_in_a_sentence(monkeypat
 def test_the_published_files_need_no_pattern(ranks, tmp_path, monkeypatch):
     bare = tmp_path / "tokenizer.model"  # Llama 3 calls its ranks so
     bare.write_bytes(ranks.read_bytes())
-    refused(BAD_DATA, "no pattern, and is none of the published files; .*encoding.json", lambda: named(bare))
-    encoding = vocabularies.PUBLISHED["82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55"]
-    assert encoding.special_tokens["<|eot_id|>"] == 128009 and max(encoding.special_tokens.values()) == 128255
+    refused(
+        BAD_DATA,
+        "no pattern, and is none of the published files; .*encoding.json",
+        lambda: named(bare),
+    )
+    encoding = vocabularies.PUBLISHED[
+        "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55"
+    ]
+    assert (
+        encoding.special_tokens["<|eot_id|>"] == 128009
+        and max(encoding.special_tokens.values()) == 128255
+    )
     known = vocabularies.Encoding(PATTERN, {"<|endoftext|>": 261}, "NFC")
-    monkeypatch.setitem(vocabularies.PUBLISHED, vocabularies.hashlib.sha256(bare.read_bytes()).hexdigest(), known)
+    monkeypatch.setitem(
+        vocabularies.PUBLISHED, vocabularies.hashlib.sha256(bare.read_bytes()).hexdigest(), known
+    )
     assert named(bare).encode("e\u0301") == list("é".encode()) and named(tmp_path).size == 262
     save_tokenizer(named(bare), tmp_path / "kept")
     monkeypatch.undo()
@@ -209,7 +252,11 @@ MEGATRON_WORDS = "<unk> <s> </s> <mask> <pad> <cls> <sep>".split()
 
 def write_rank_list(path, tokens):
     entries = [
-        {"rank": n, "token_bytes": base64.b64encode(token).decode(), "token_str": token.decode(errors="replace")}
+        {
+            "rank": n,
+            "token_bytes": base64.b64encode(token).decode(),
+            "token_str": token.decode(errors="replace"),
+        }
         for n, token in enumerate(tokens)
     ]
     path.write_text(json.dumps(entries))
@@ -243,9 +290,13 @@ def test_megatron_s_list_of_ranks(ranks, tmp_path, name, given, words):
     ours = build_tokenizer(flags)
     save_tokenizer(ours, tmp_path / "tokenizer")
     for mine in (ours, build_tokenizer(Flags(), tmp_path / "tokenizer")):
-        assert (mine.size, mine.eod) == (first + len(kept), 2)  # the eod is </s>, whatever else there is
+        # the eod is </s>, whatever else there is
+        assert (mine.size, mine.eod) == (first + len(kept), 2)
         for text in [TEXT, "a<SPECIAL_9></s>", *random_texts(100)]:
-            assert mine.encode(text) == original.encode_ordinary(text) and mine.decode(mine.encode(text)) == text
+            assert (
+                mine.encode(text) == original.encode_ordinary(text)
+                and mine.decode(mine.encode(text)) == text
+            )
             assert mine.encode_special(text) == original.encode(text, allowed_special="all")
     assert tokenizers.is_same(ours, tmp_path / "tokenizer")
 
@@ -256,7 +307,10 @@ def test_a_list_of_ranks_that_megatron_would_not_take(ranks, tmp_path):
     words = r"give --tokenizer-type TikTokenizer --tokenizer-model .*vocab.json --tiktoken-pattern v1 or v2"
     refused(BAD_DATA, words, lambda: named(path))
     for given, words in (
-        (dict(vocab_size=2000), r"--vocab-size 2000, but .* gives 1256 to 1261 ids: 1000 special .* and 261 ranks"),
+        (
+            dict(vocab_size=2000),
+            r"--vocab-size 2000, but .* gives 1256 to 1261 ids: 1000 special .* and 261 ranks",
+        ),
         (dict(tiktoken_special_tokens=["<s>"]), "lacks <unk> </s>"),
         (dict(tiktoken_num_special_tokens=5), "7 words; each may be given once, and there are 5"),
         (dict(tiktoken_special_tokens=[*MEGATRON_WORDS, "<s>"]), "8 words; each may be given once"),
@@ -266,7 +320,11 @@ def test_a_list_of_ranks_that_megatron_would_not_take(ranks, tmp_path):
     flags = Flags(tokenizer_type="TikTokenizer", tokenizer_model=path)
     for wrong in (tokens[1:], [*tokens, b"th"], []):
         write_rank_list(tmp_path / "vocab.json", wrong)
-        refused(BAD_DATA, "is not a list of ranks as Megatron's TikTokenizer has it", lambda: build_tokenizer(flags))
+        refused(
+            BAD_DATA,
+            "is not a list of ranks as Megatron's TikTokenizer has it",
+            lambda: build_tokenizer(flags),
+        )
 
 
 def test_llama2_s_texts_begin_with_bos(llama, tmp_path):
@@ -284,7 +342,9 @@ def test_llama2_s_texts_begin_with_bos(llama, tmp_path):
     assert ours.encode_special("the</s>the")[: len(the) + 2] == [original.bos_id(), *the, ours.eod]
     assert ours.encode_inside("the") == the
     train_sentencepiece(tmp_path / "tokenizer.model", "bpe", bos_id=-1)
-    flags = Flags(tokenizer_type="Llama2Tokenizer", tokenizer_model=str(tmp_path / "tokenizer.model"))
+    flags = Flags(
+        tokenizer_type="Llama2Tokenizer", tokenizer_model=str(tmp_path / "tokenizer.model")
+    )
     refused(BAD_DATA, "has no BOS, .*; give SentencePieceTokenizer", lambda: build_tokenizer(flags))
 
 
@@ -300,7 +360,8 @@ def test_wordpiece(bert, tmp_path):
     )
     assert tokens("NAÏVE don't 2024x " + "s" * 201) == "naive don ' t [UNK] [UNK]"
     looked_for = ours._split.cache_info().misses
-    assert tokens("s" * 2_000) == "[UNK]" and ours._split.cache_info().misses == looked_for  # too long for that
+    # too long for that
+    assert tokens("s" * 2_000) == "[UNK]" and ours._split.cache_info().misses == looked_for
     ids = ours.encode("The themes, unwanted! 你好 the")
     assert ours.decode(ids) == stream(ours, ids) == "the themes, unwanted!你好the"
     assert ours.encode_special("[CLS] the[SEP]") == [2, 5, 3]
@@ -316,8 +377,13 @@ def test_wordpiece(bert, tmp_path):
 def test_a_run_folder_keeps_each_with_its_hash(request, tmp_path, kind):
     path, folder = request.getfixturevalue(kind.removesuffix("2")), tmp_path / "tokenizer"
     given = {
-        "llama": Flags(tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=str(path / "tokenizer.model")),
-        "llama2": Flags(tokenizer_type="Llama2Tokenizer", tokenizer_model=str(path / "tokenizer.model")),
+        "llama": Flags(
+            tokenizer_type="GPTSentencePieceTokenizer",
+            tokenizer_model=str(path / "tokenizer.model"),
+        ),
+        "llama2": Flags(
+            tokenizer_type="Llama2Tokenizer", tokenizer_model=str(path / "tokenizer.model")
+        ),
         "ranks": Flags(tokenizer_type="TikTokenizer", tokenizer_model=str(path)),
         "bert": Flags(tokenizer_type="BertWordPieceCase", vocab_file=str(path)),
     }
@@ -332,7 +398,11 @@ def test_a_run_folder_keeps_each_with_its_hash(request, tmp_path, kind):
             ours.encode(TEXT),
         )
     assert tokenizers.is_same(ours, folder)
-    refused(USAGE, "leave it out", lambda: build_tokenizer(Flags(tokenizer_type="ByteTokenizer"), folder))
+    refused(
+        USAGE,
+        "leave it out",
+        lambda: build_tokenizer(Flags(tokenizer_type="ByteTokenizer"), folder),
+    )
     changed = folder / next(iter(ours.files))
     changed.write_bytes(changed.read_bytes() + b"\n")
     refused(BAD_DATA, "SHA-256 differs", lambda: build_tokenizer(Flags(), folder))
@@ -345,7 +415,21 @@ def test_from_text_to_a_model_that_continues_it(request, tmp_path, capsys, kind)
     length = "--micro-batch-size 2 --global-batch-size 2 --train-iters 1 --lr 1e-3"
     run = train_on_texts(tmp_path, [TEXT] * 8, ["--tokenizer", given], f"{shape} {length}".split())
     capsys.readouterr()
-    assert main(["generate", "--load", str(run), "--prompt", "the", "--max-new-tokens", "4", "--device=cpu"]) == 0
+    assert (
+        main(
+            [
+                "generate",
+                "--load",
+                str(run),
+                "--prompt",
+                "the",
+                "--max-new-tokens",
+                "4",
+                "--device=cpu",
+            ]
+        )
+        == 0
+    )
     assert capsys.readouterr().out.startswith("the")
 
 
@@ -375,16 +459,26 @@ def test_an_export_for_transformers_has_the_same_ids(llama, bert, tmp_path, kind
 
 def test_an_export_says_what_transformers_cannot_read(tmp_path):
     """Its file is not where AutoTokenizer would take it for another tokenizer's."""
-    ours, notes, out = named(train_sentencepiece(tmp_path / "tokenizer.model", "unigram")), [], tmp_path / "out"
+    ours, notes, out = (
+        named(train_sentencepiece(tmp_path / "tokenizer.model", "unigram")),
+        [],
+        tmp_path / "out",
+    )
     out.mkdir()
     huggingface_writer.write_tokenizer(out, EXPORTED, ours, notes)
     assert (
-        len(notes) == 1 and "tokenizer.model in its tokenizer/" in notes[0] and notes[0].endswith("are for Meshwright")
+        len(notes) == 1
+        and "tokenizer.model in its tokenizer/" in notes[0]
+        and notes[0].endswith("are for Meshwright")
     )
-    assert [path.name for path in out.iterdir()] == ["tokenizer"] and named(out).encode(TEXT) == ours.encode(TEXT)
+    assert [path.name for path in out.iterdir()] == ["tokenizer"] and named(out).encode(
+        TEXT
+    ) == ours.encode(TEXT)
 
 
-@pytest.mark.parametrize("pattern", [PATTERN, vocabularies.R50K, vocabularies.CL100K, vocabularies.O200K])
+@pytest.mark.parametrize(
+    "pattern", [PATTERN, vocabularies.R50K, vocabularies.CL100K, vocabularies.O200K]
+)
 @pytest.mark.parametrize("normalization", [None, "NFC"])
 def test_an_export_of_tiktoken_s_has_the_same_ids(ranks, tmp_path, normalization, pattern):
     transformers = pytest.importorskip("transformers")
@@ -397,20 +491,28 @@ def test_an_export_of_tiktoken_s_has_the_same_ids(ranks, tmp_path, normalization
     out.mkdir()
     huggingface_writer.write_tokenizer(out, EXPORTED, ours, notes)
     theirs, again = transformers.AutoTokenizer.from_pretrained(out), named(out)
-    assert not notes and (again.size, again.eod) == (ours.size, ours.eod) == (302, theirs.eos_token_id)
+    assert not notes and (again.size, again.eod) == (ours.size, ours.eod) == (
+        302,
+        theirs.eos_token_id,
+    )
     for text in [TEXT, "", *random_texts(300)]:
         ids = ours.encode(text)
         assert ids == again.encode(text) == theirs.encode(text, add_special_tokens=False)
         assert ours.decode(ids) == again.decode(ids)
     for digits in ("1" * 8, "the 20241.5"):
-        assert theirs.tokenize(digits) and theirs.encode(digits, add_special_tokens=False) == ours.encode(digits)
+        assert theirs.tokenize(digits) and theirs.encode(
+            digits, add_special_tokens=False
+        ) == ours.encode(digits)
 
 
 @pytest.mark.parametrize("count", ["{1,3}+", "{2}+", "{1,}+"])
 def test_an_export_keeps_a_possessive_count_or_is_refused(ranks, tmp_path, count):
     """`tokenizers` takes it for a repetition; in a group, the + changes what follows."""
     shutil.copy(ranks, tmp_path)
-    for pattern, is_equal in ((rf"\p{{L}}+|\p{{N}}{count}", True), (rf"(?:\p{{N}}{count}|x)\p{{N}}|\p{{L}}+", False)):
+    for pattern, is_equal in (
+        (rf"\p{{L}}+|\p{{N}}{count}", True),
+        (rf"(?:\p{{N}}{count}|x)\p{{N}}|\p{{L}}+", False),
+    ):
         encoding = {"pattern": rf"{pattern}|[\x{{20}}+]|\s", "special_tokens": {"</s>": 300}}
         (tmp_path / "encoding.json").write_text(json.dumps(encoding))
         ours = named(tmp_path / "tiny.tiktoken")
@@ -424,16 +526,27 @@ def test_what_cannot_be_read(llama, ranks, bert, tmp_path, monkeypatch):
     broken = tmp_path / "tokenizer.model"
     broken.write_bytes(b"\n\x0e")
     for name in (tmp_path, broken):
-        refused(BAD_DATA, "tokenizer.model is not a model of SentencePiece", lambda name=name: named(name))
+        refused(
+            BAD_DATA,
+            "tokenizer.model is not a model of SentencePiece",
+            lambda name=name: named(name),
+        )
     broken.write_text("dGhl 0\nthe one\n")
-    refused(BAD_DATA, "tokenizer.model:2 is not a token in base64 and its rank", lambda: named(broken))
+    refused(
+        BAD_DATA, "tokenizer.model:2 is not a token in base64 and its rank", lambda: named(broken)
+    )
     broken.unlink()
     (tmp_path / "vocab.txt").write_text("a\nb\n")
     refused(BAD_DATA, r"is not a vocabulary of BERT: it has no \[UNK\]", lambda: named(tmp_path))
     (tmp_path / "vocab.txt").write_text("a\n[UNK]\n")
     refused(BAD_DATA, "none of the usual end-of-document tokens", lambda: named(tmp_path))
-    for kind, flag in (("SentencePieceTokenizer", "tokenizer-model"), ("BertWordPieceCase", "vocab-file")):
-        refused(USAGE, f"needs --{flag}", lambda kind=kind: build_tokenizer(Flags(tokenizer_type=kind)))
+    for kind, flag in (
+        ("SentencePieceTokenizer", "tokenizer-model"),
+        ("BertWordPieceCase", "vocab-file"),
+    ):
+        refused(
+            USAGE, f"needs --{flag}", lambda kind=kind: build_tokenizer(Flags(tokenizer_type=kind))
+        )
     copied = tmp_path / "ranks" / "tiny.tiktoken"
     copied.parent.mkdir()
     copied.write_bytes(ranks.read_bytes())

@@ -110,7 +110,9 @@ PAGES = [
     page("Old", "#redirect [[A]]"),
     page("Code", "{}", model="json"),
     page("Empty", "{{only a template}}"),
-    page("Two", "revisions").replace("<revision>", "<revision><text>earlier</text></revision>\n    <revision>"),
+    page("Two", "revisions").replace(
+        "<revision>", "<revision><text>earlier</text></revision>\n    <revision>"
+    ),
     page("None", "x").replace('xml:space="preserve">x</text>', "/>"),
     page("中文", "'''中文'''"),
 ]
@@ -127,7 +129,11 @@ def multistream(pieces):
 
 
 MULTISTREAM = multistream(
-    [HEAD.encode(), *("".join(PAGES[n : n + 2]).encode() for n in range(0, 10, 2)), b"</mediawiki>\n"]
+    [
+        HEAD.encode(),
+        *("".join(PAGES[n : n + 2]).encode() for n in range(0, 10, 2)),
+        b"</mediawiki>\n",
+    ]
 )
 
 
@@ -135,8 +141,14 @@ def test_ranks_share_a_dump(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "PIECE", 256)
     fill(tmp_path, {"d.xml": DUMP})
     given = TextInputs(input=[str(tmp_path / "d.xml")])
-    parts = [piece for rank in range(3) for piece in pieces.cut_inputs(find_inputs(given).inputs, given, rank, 3)]
-    assert [document.texts[0] for piece in parts for document in piece.read(ReadOptions())] == ARTICLES
+    parts = [
+        piece
+        for rank in range(3)
+        for piece in pieces.cut_inputs(find_inputs(given).inputs, given, rank, 3)
+    ]
+    assert [
+        document.texts[0] for piece in parts for document in piece.read(ReadOptions())
+    ] == ARTICLES
 
 
 def test_workers_and_a_folder(tmp_path):
@@ -144,7 +156,9 @@ def test_workers_and_a_folder(tmp_path):
     files = {"a.xml.bz2": MULTISTREAM, "b.xml": "<svg/>", "c.txt": "c"}
     folder = fill(tmp_path / "in", files)
     documents, out, err = preprocess(tmp_path, folder, workers=2)
-    assert documents == [*ARTICLES, "c"] and "passed over 1 file: 1 XML other than wiki dumps" in err
+    assert (
+        documents == [*ARTICLES, "c"] and "passed over 1 file: 1 XML other than wiki dumps" in err
+    )
     assert read(folder, include=["*.xml"])[0] == ["<svg/>"]
     with zipfile.ZipFile(tmp_path / "in.zip", "w") as archive:
         archive.writestr("d.xml", DUMP)
@@ -155,7 +169,14 @@ def test_workers_and_a_folder(tmp_path):
 
 def test_dry_run_names_it(tmp_path, capsys):
     fill(tmp_path, {"d.xml": DUMP})
-    given = ["--input", str(tmp_path / "d.xml"), "--output-prefix", str(tmp_path / "x"), "--tokenizer", "byte"]
+    given = [
+        "--input",
+        str(tmp_path / "d.xml"),
+        "--output-prefix",
+        str(tmp_path / "x"),
+        "--tokenizer",
+        "byte",
+    ]
     assert main(["preprocess", *given, "--dry-run"]) == 0
     assert "1 of wiki dumps" in capsys.readouterr().out
 
@@ -170,7 +191,11 @@ DAMAGES = {
     ),
     "no text": ("d.xml", DUMP.replace(b"</text>", b"", 1), "damaged page (no text in"),
     "no title": ("d.xml", DUMP.replace(b"</title>", b"", 1), "damaged page (no title in"),
-    "no UTF-8": ("d.xml", DUMP.replace("'''中文'''".encode(), b"\xe4\xb8"), "not UTF-8 (byte 0xe4 in a page)"),
+    "no UTF-8": (
+        "d.xml",
+        DUMP.replace("'''中文'''".encode(), b"\xe4\xb8"),
+        "not UTF-8 (byte 0xe4 in a page)",
+    ),
 }
 
 
@@ -182,7 +207,9 @@ def test_damage_is_reported(tmp_path, damage):
     assert message in error_of(lambda: preprocess(tmp_path, tmp_path / name, workers=1), BAD_DATA)
     if damage != "a stream that is cut":  # one block of bzip2, so nothing comes out of it
         documents, _, err = preprocess(tmp_path, tmp_path / name, on_error="skip", workers=1)
-        assert set(documents) <= set(ARTICLES) and "left out" in err and message.split(" (")[0] in err
+        assert (
+            set(documents) <= set(ARTICLES) and "left out" in err and message.split(" (")[0] in err
+        )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the unit of ru_maxrss")
@@ -200,7 +227,9 @@ for path in sys.argv[1:]:
     paths = [tmp_path / f"{pages}.xml.bz2" for pages in (1, 40)]
     for path in paths:
         path.write_bytes(bz2.compress(HEAD.encode()) + chunk * int(path.stem.removesuffix(".xml")))
-    done = subprocess.run([sys.executable, "-c", code, *map(str, paths)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, paths)], capture_output=True, text=True, check=True
+    )
     few, small, many, large = map(int, done.stdout.split())
     assert (few, many) == (1, 40) and large - small < 20
 
@@ -209,7 +238,9 @@ def test_wikiextractor_folders(tmp_path):
     """Files without a suffix are read if they hold JSON lines with the text, else passed over."""
 
     def lines(*names):
-        rows = ({"id": "1", "revid": "2", "url": "u", "title": n, "text": f"{n}\n\ntext"} for n in names)
+        rows = (
+            {"id": "1", "revid": "2", "url": "u", "title": n, "text": f"{n}\n\ntext"} for n in names
+        )
         return "".join(json.dumps(row) + "\n" for row in rows)
 
     files = {
@@ -223,4 +254,7 @@ def test_wikiextractor_folders(tmp_path):
     }
     documents, passed = read(fill(tmp_path, files))
     assert documents == [f"{n}\n\ntext" for n in "abcd"]
-    assert passed == "passed over 4 files: 4 with other suffixes (3 no suffix, 1 .gz); choose with --include"
+    assert (
+        passed
+        == "passed over 4 files: 4 with other suffixes (3 no suffix, 1 .gz); choose with --include"
+    )

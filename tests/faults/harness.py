@@ -28,7 +28,9 @@ from meshwright.data.files.writer import Writer
 from on_ranks import PRELOAD
 
 FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload([*PRELOAD, "meshwright.runtime.launch.agent", "torch.distributed.run", "faults.harness"])
+FORK.set_forkserver_preload(
+    [*PRELOAD, "meshwright.runtime.launch.agent", "torch.distributed.run", "faults.harness"]
+)
 
 LAUNCHERS = ("meshwright", "torchrun")
 STARTED_BY = "FAULTS_LAUNCHER"  # variable of a forked rank
@@ -39,7 +41,10 @@ LAYOUTS = {
     "zero3": "--zero-stage 3",
 }
 # The scale of fp16 doubles every 4 clean steps and overflows now and then.
-PRECISIONS = {"fp32": "", "fp16": "--fp16 --initial-loss-scale 65536 --loss-scale-window 4 --hysteresis 2"}
+PRECISIONS = {
+    "fp32": "",
+    "fp16": "--fp16 --initial-loss-scale 65536 --loss-scale-window 4 --hysteresis 2",
+}
 FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
  --global-batch-size 8 --lr 1e-2 --lr-warmup-fraction .2 --hidden-dropout .1 --attention-dropout .1 --eval-interval 10
  --eval-iters 1 --log-interval 10 --vocab-size 64 --device cpu --save-interval 3 --keep-last 2 --split 80,10,10
@@ -57,7 +62,16 @@ class Case:
 
     def argv(self, data: Path, run: Path) -> list[str]:
         words = f"{FLAGS} {LAYOUTS[self.layout]} {PRECISIONS[self.precision]} --train-iters {self.steps} {self.more}"
-        return ["train", *words.split(), "--data-path", str(data), "--save", str(run), "--load", str(run)]
+        return [
+            "train",
+            *words.split(),
+            "--data-path",
+            str(data),
+            "--save",
+            str(run),
+            "--load",
+            str(run),
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +81,8 @@ class Harm:
     after: float | None = None  # seconds, until one of its processes is killed
     rows: int = 0  # of metrics that are waited for before these seconds
     victim: float = 0.0  # which of them, from 0 to 1: the launcher, then the ranks
-    point: str = ""  # of the save protocol, where one rank kills itself, in the first launch that gets there
+    # of the save protocol, where one rank kills itself, in the first launch that gets there
+    point: str = ""
     rank: int = 0
     forget: str = ""  # what this launch does not restore
     slow: Slow | None = None  # what takes long
@@ -95,10 +110,17 @@ class Totals:
     def add(self, other: Totals) -> None:
         for field in dataclasses.fields(self):
             own, others = getattr(self, field.name), getattr(other, field.name)
-            setattr(self, field.name, max(own, others) if field.name in ("steps_kept", "disk_mb") else own + others)
+            setattr(
+                self,
+                field.name,
+                max(own, others) if field.name in ("steps_kept", "disk_mb") else own + others,
+            )
 
     def figures(self) -> dict[str, Any]:
-        plain = {name: getattr(self, name) for name in ("kills", "launcher_kills", "launches", "recomputed", "orphans")}
+        plain = {
+            name: getattr(self, name)
+            for name in ("kills", "launcher_kills", "launches", "recomputed", "orphans")
+        }
         return plain | {"differing": f"{self.differing}/{self.losses}", "mttr": self.mttr}
 
 
@@ -151,7 +173,9 @@ def _launcher(name: str, argv: list[str], harm: Harm, folder: Path) -> None:
     from meshwright.runtime.launch.launcher import LaunchPlan
 
     def popen(self: object, words: tuple[str, ...], environ: dict[str, str]) -> Forked:
-        return Forked(list(words[words.index("meshwright") + 1 :]), environ | {STARTED_BY: name}, harm, folder)
+        return Forked(
+            list(words[words.index("meshwright") + 1 :]), environ | {STARTED_BY: name}, harm, folder
+        )
 
     handlers.SubprocessHandler._popen = popen  # type: ignore[method-assign,assignment]
     status = 1
@@ -159,7 +183,13 @@ def _launcher(name: str, argv: list[str], harm: Harm, folder: Path) -> None:
         if name == "meshwright":
             status = agent.launch_ranks(LaunchPlan(2), ["-u", "-m", "meshwright", *argv])
         else:
-            words = ["--standalone", "--nproc-per-node=2", "--monitor-interval=0.05", "-m", "meshwright"]
+            words = [
+                "--standalone",
+                "--nproc-per-node=2",
+                "--monitor-interval=0.05",
+                "-m",
+                "meshwright",
+            ]
             torch.distributed.run.main([*words, *argv])
             status = 0
     finally:
@@ -207,10 +237,15 @@ def _prepare(harm: Harm, folder: Path) -> None:
 
     def step(*args: Any) -> Any:
         calls.append(1)
-        if len(calls) == 3:  # what a process takes in its third step must not grow with the launches
-            memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        # what a process takes in its third step must not grow with the launches
+        if len(calls) == 3:
+            memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf(
+                "SC_PAGE_SIZE"
+            )
             with open(folder / f"resources-{rank}", "a") as file:
-                file.write(f"{os.environ[STARTED_BY]} {len(os.listdir('/proc/self/fd'))} {memory}\n")
+                file.write(
+                    f"{os.environ[STARTED_BY]} {len(os.listdir('/proc/self/fd'))} {memory}\n"
+                )
         return real(*args)
 
     loop.train_step = step
@@ -261,7 +296,11 @@ def _forget_moments() -> None:
     loading.load_checkpoint = weights_alone  # type: ignore[assignment]
 
 
-FORGET = {"data": _forget_data, "random numbers": _forget_random_numbers, "moments": _forget_moments}
+FORGET = {
+    "data": _forget_data,
+    "random numbers": _forget_random_numbers,
+    "moments": _forget_moments,
+}
 
 
 # Launches
@@ -286,12 +325,21 @@ class Launch:
     """One launch of two ranks, by forks or, with `programs`, by programs."""
 
     def __init__(
-        self, launcher: str, argv: list[str], folder: Path, harm: Harm | None = None, programs: bool = False
+        self,
+        launcher: str,
+        argv: list[str],
+        folder: Path,
+        harm: Harm | None = None,
+        programs: bool = False,
     ) -> None:
         self.folder, self.programs = folder.resolve(), programs
         harm = harm or Harm()
         if programs:
-            name = ["meshwright", "launch"] if launcher == "meshwright" else ["torch.distributed.run", "--standalone"]
+            name = (
+                ["meshwright", "launch"]
+                if launcher == "meshwright"
+                else ["torch.distributed.run", "--standalone"]
+            )
             words = [sys.executable, "-m", *name, "--nproc-per-node=2", "-m", "meshwright", *argv]
             if launcher == "meshwright":
                 words = [word for n, word in enumerate(words) if n not in (5, 6)]
@@ -335,14 +383,18 @@ class Launch:
 class Run:
     """A run in a folder of its own, launched until it ends; `totals` counts what happens to it."""
 
-    def __init__(self, case: Case, data: Path, folder: Path, clean: list[tuple[Any, ...]] | None = None) -> None:
+    def __init__(
+        self, case: Case, data: Path, folder: Path, clean: list[tuple[Any, ...]] | None = None
+    ) -> None:
         self.case, self.folder, self.clean, self.totals = case, folder, clean, Totals()
         folder.mkdir(parents=True)
         self.path = folder / "run"
         self.argv = case.argv(data, self.path)
         self.killed_at: list[float] = []  # and not yet recovered from
 
-    def launch(self, launcher: str = "meshwright", harm: Harm | None = None, programs: bool = False) -> int:
+    def launch(
+        self, launcher: str = "meshwright", harm: Harm | None = None, programs: bool = False
+    ) -> int:
         harm = harm or Harm()
         launch = Launch(launcher, self.argv, self.folder, harm, programs)
         self.totals.launches += 1
@@ -368,7 +420,9 @@ class Run:
             self.killed_at.pop()
         return status
 
-    def finish(self, launcher: str = "meshwright", harm: Harm | None = None, programs: bool = False) -> None:
+    def finish(
+        self, launcher: str = "meshwright", harm: Harm | None = None, programs: bool = False
+    ) -> None:
         status = self.launch(launcher, harm, programs)
         assert status == 0, self.log()
 
@@ -411,7 +465,9 @@ def draw_harm(rng: random.Random, rows: int, seconds: float) -> Harm:
     return Harm(after=rng.uniform(0, 0.1), rows=rng.randint(1, rows), victim=rng.random())
 
 
-def kill_at_random(run: Run, rng: random.Random, kills: int, seconds: float, launcher: str, programs: bool) -> Totals:
+def kill_at_random(
+    run: Run, rng: random.Random, kills: int, seconds: float, launcher: str, programs: bool
+) -> Totals:
     """Kill a run `kills` times, while it starts or after some steps, and finish it."""
     status = 1
     while status and run.totals.kills < kills:

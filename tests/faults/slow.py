@@ -68,8 +68,12 @@ class Slow:
         )
         watchdog.SIGN_SECONDS /= SPEED
         make, init = gloo.make_group, dist.init_process_group
-        gloo.make_group = lambda store, rank, size, timeout: make(store, rank, size, timeout / SPEED)
-        dist.init_process_group = lambda *a, timeout, **more: init(*a, timeout=timeout / SPEED, **more)
+        gloo.make_group = lambda store, rank, size, timeout: make(
+            store, rank, size, timeout / SPEED
+        )
+        dist.init_process_group = lambda *a, timeout, **more: init(
+            *a, timeout=timeout / SPEED, **more
+        )
         if rank and not self.everywhere:
             return
 

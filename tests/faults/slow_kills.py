@@ -43,15 +43,26 @@ class SlowRun(Run):
     def newest(self) -> int:
         """Return the newest complete step, 0 if there is none."""
         local = [path.parent.name for path in self.path.glob("iter_*[0-9]/manifest.json")]
-        prefix, names = f"{self.folder.name}/iter_", list(self.bucket.objects) if self.bucket else []
-        there = [name.split("/")[1] for name in names if name.startswith(prefix) and name.endswith("/manifest.json")]
+        prefix, names = (
+            f"{self.folder.name}/iter_",
+            list(self.bucket.objects) if self.bucket else [],
+        )
+        there = [
+            name.split("/")[1]
+            for name in names
+            if name.startswith(prefix) and name.endswith("/manifest.json")
+        ]
         return max((int(name.removeprefix("iter_")) for name in local + there), default=0)
 
     def launch_slowly(self, rng: random.Random, kills: bool) -> int:
         """Launch once, and count what this launch has lost."""
         kinds = KINDS if self.bucket is not None else ("disk", "data")
         slow = Slow(
-            rng.choice(kinds), rng.uniform(45, 300), rng.random() < 0.3, self.folder / "clock", rng.randrange(99)
+            rng.choice(kinds),
+            rng.uniform(45, 300),
+            rng.random() < 0.3,
+            self.folder / "clock",
+            rng.randrange(99),
         )
         names = [name for name in os.environ if name.startswith("AWS_")]
         environ = {name: os.environ[name] for name in names} | {"XDG_CACHE_HOME": str(self.cache)}
@@ -78,10 +89,15 @@ class SlowRun(Run):
         return [row["iteration"] for row in rows if row["event"] == "start" and row["time"] > began]
 
 
-def kill_one(number: int, kills: int, seed: int, folder: Path, bucket: Bucket) -> tuple[SlowRun, int]:
+def kill_one(
+    number: int, kills: int, seed: int, folder: Path, bucket: Bucket
+) -> tuple[SlowRun, int]:
     """Kill a run so often, let it end, and compare its losses; return it and its differing ones."""
     rng, layouts = random.Random(f"{seed}/{number}"), list(LAYOUTS)
-    case, data = Case(layouts[number % len(layouts)], steps=STEPS), write_data(folder / f"data{number}")
+    case, data = (
+        Case(layouts[number % len(layouts)], steps=STEPS),
+        write_data(folder / f"data{number}"),
+    )
     clean = Run(case, data, folder / f"clean{number}")
     clean.finish()
     run = SlowRun(case, data, folder / f"run{number}", bucket if number % 2 else None)
@@ -97,11 +113,17 @@ def kill_one(number: int, kills: int, seed: int, folder: Path, bucket: Bucket) -
 def kill_slow_runs(kills: int, jobs: int, seed: int, folder: Path) -> dict[str, int]:
     """Make so many kills; return the figures."""
     kept = {"kills": 0, "runs": 0, "launches": 0, "lost": 0, "differing": 0}
-    with pytest.MonkeyPatch.context() as patch, serving_bucket(patch) as bucket, ThreadPoolExecutor(jobs) as pool:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        serving_bucket(patch) as bucket,
+        ThreadPoolExecutor(jobs) as pool,
+    ):
         number = 0
         while kept["kills"] < kills and not kept["lost"]:
             each = min(KILLS, kills - kept["kills"])
-            work = [pool.submit(kill_one, number + n, each, seed, folder, bucket) for n in range(jobs)]
+            work = [
+                pool.submit(kill_one, number + n, each, seed, folder, bucket) for n in range(jobs)
+            ]
             number += jobs
             for run, differing in (one.result() for one in work):
                 kept["kills"] += run.totals.kills
@@ -115,7 +137,9 @@ def kill_slow_runs(kills: int, jobs: int, seed: int, folder: Path) -> dict[str, 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--seed", type=int, default=1)

@@ -40,8 +40,13 @@ def slope(values: list[float], kinds: list[str]) -> list[float]:
     """
     if len(values) < 5:
         return []
-    numbers: dict[str, list[int]] = {kind: [n for n, k in enumerate(kinds) if k == kind] for kind in kinds}
-    middle = {kind: (statistics.mean(rows), statistics.mean(values[n] for n in rows)) for kind, rows in numbers.items()}
+    numbers: dict[str, list[int]] = {
+        kind: [n for n, k in enumerate(kinds) if k == kind] for kind in kinds
+    }
+    middle = {
+        kind: (statistics.mean(rows), statistics.mean(values[n] for n in rows))
+        for kind, rows in numbers.items()
+    }
     points = [(n - middle[kind][0], values[n] - middle[kind][1]) for n, kind in enumerate(kinds)]
     spread = sum(x * x for x, _ in points)
     return [sum(x * y for x, y in points) / spread] if spread else []
@@ -52,7 +57,10 @@ def worker(number: int, given: argparse.Namespace, folder: Path, until: float) -
     share, rng = Totals(), random.Random(f"{given.seed}/{number}")
     wanted = given.kills * (number + 1) // given.jobs - given.kills * number // given.jobs
     data = write_data(folder / f"data{number}")
-    cases = [Case(layout, precision, given.steps) for layout, precision in itertools.product(LAYOUTS, PRECISIONS)]
+    cases = [
+        Case(layout, precision, given.steps)
+        for layout, precision in itertools.product(LAYOUTS, PRECISIONS)
+    ]
     for turn in itertools.count(number):
         if share.kills >= wanted or time.time() > until:
             return share
@@ -77,7 +85,9 @@ def share_count(count: Any) -> None:
     _kills = count
 
 
-def soak(run: Run, share: Totals, rng: random.Random, wanted: int, programs: float, until: float) -> None:
+def soak(
+    run: Run, share: Totals, rng: random.Random, wanted: int, programs: float, until: float
+) -> None:
     """Kill one run until it ends, or has to."""
     status = 1
     while status and share.kills + run.totals.kills < wanted and time.time() < until:
@@ -103,10 +113,14 @@ def soak(run: Run, share: Totals, rng: random.Random, wanted: int, programs: flo
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--jobs", type=int, default=max(len(os.sched_getaffinity(0)) * 3 // 4, 1))
-    parser.add_argument("--seconds", type=float, default=400, help="begin no further launch after these")
+    parser.add_argument(
+        "--seconds", type=float, default=400, help="begin no further launch after these"
+    )
     parser.add_argument("--steps", type=int, default=300, help="steps of each run")
     parser.add_argument("--programs", type=float, default=0.1, help="share of launches by programs")
     parser.add_argument("--seed", type=int, default=1)
@@ -118,7 +132,10 @@ def main() -> int:
         tempfile.TemporaryDirectory() as folder,
         ProcessPoolExecutor(given.jobs, context, share_count, (kills,)) as pool,
     ):
-        work = [pool.submit(worker, n, given, Path(folder), began + given.seconds) for n in range(given.jobs)]
+        work = [
+            pool.submit(worker, n, given, Path(folder), began + given.seconds)
+            for n in range(given.jobs)
+        ]
         while wait(work, timeout=30).not_done:
             print(f"{time.time() - began:5.0f} s: {kills.value} of {given.kills} kills", flush=True)
         for share in work:
@@ -142,8 +159,12 @@ def conclude(given: argparse.Namespace, total: Totals, seconds: float) -> int:
         machine["python"] = platform.python_version()
         record = {"settings": vars(given) | {"json": str(given.json)}, **machine, **figures}
         given.json.write_text(json.dumps(record, indent=1))
-    good = total.kills >= given.kills and total.differing == total.orphans == 0 and not total.failures
-    return 0 if good and total.steps_kept <= MOST_STEPS and fds < FD_SLOPE and rss < RSS_SLOPE else 1
+    good = (
+        total.kills >= given.kills and total.differing == total.orphans == 0 and not total.failures
+    )
+    return (
+        0 if good and total.steps_kept <= MOST_STEPS and fds < FD_SLOPE and rss < RSS_SLOPE else 1
+    )
 
 
 if __name__ == "__main__":

@@ -63,23 +63,37 @@ def lines(reports: Iterable[Any]) -> list[str]:
     outcomes: dict[str, dict[str, str]] = {}  # by fault and node
     figures: dict[str, dict[str, list[dict[str, Any]]]] = {}  # by name and node
     names: dict[str, list[str]] = {}  # of the tests of each fault
-    for report in (r for r in reports if hasattr(r, "user_properties")):  # a skipped module has none
+    # a skipped module has none
+    for report in (r for r in reports if hasattr(r, "user_properties")):
         name = name_of(report.nodeid)
-        for fault in (fault for key, faults in report.user_properties if key == "faults" for fault in faults):
+        for fault in (
+            fault for key, faults in report.user_properties if key == "faults" for fault in faults
+        ):
             ends = outcomes.setdefault(fault, {})
             if report.outcome != "passed" or report.when == "call" and report.nodeid not in ends:
                 ends[report.nodeid] = report.outcome
             if report.when == "call":
-                figures.setdefault(name, {})[report.nodeid] = [v for k, v in report.user_properties if k == "figures"]
+                figures.setdefault(name, {})[report.nodeid] = [
+                    v for k, v in report.user_properties if k == "figures"
+                ]
                 names.setdefault(fault, []).append(name)
     out, held = list[str](), 0
     for fault, title in TITLES.items():
         if not (ends := list(outcomes.get(fault, {}).values())):
             continue
         held += (good := "failed" not in ends and "passed" in ends)
-        counts = " ".join(f"{ends.count(end)} {end}" for end in ("passed", "failed", "skipped") if end in ends)
-        own = [one for name in dict.fromkeys(names.get(fault, [])) for each in figures[name].values() for one in each]
-        out.append(f"{fault:4}{'held  ' if good else 'FAILED'} {title}: {counts} {write_figures(own)}".rstrip())
+        counts = " ".join(
+            f"{ends.count(end)} {end}" for end in ("passed", "failed", "skipped") if end in ends
+        )
+        own = [
+            one
+            for name in dict.fromkeys(names.get(fault, []))
+            for each in figures[name].values()
+            for one in each
+        ]
+        out.append(
+            f"{fault:4}{'held  ' if good else 'FAILED'} {title}: {counts} {write_figures(own)}".rstrip()
+        )
     if out:
         every = [one for name in sorted(figures) for each in figures[name].values() for one in each]
         out.append(f"faults={held}/{len(out)} {write_figures(every)}".rstrip())

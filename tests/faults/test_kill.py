@@ -15,7 +15,16 @@ from typing import Any
 
 import pytest
 
-from faults.harness import LAUNCHERS, LAYOUTS, PRECISIONS, Case, Harm, Run, kill_at_random, write_data
+from faults.harness import (
+    LAUNCHERS,
+    LAYOUTS,
+    PRECISIONS,
+    Case,
+    Harm,
+    Run,
+    kill_at_random,
+    write_data,
+)
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(300)]
 
@@ -64,9 +73,14 @@ def test_kills_at_random_moments(runs: Runs, case: Case, figures: Callable[..., 
     """Kill launcher or rank, under both launchers; the short case has fewer kills."""
     for launcher, kills in zip(LAUNCHERS, (2, 1) if case in SHORT else (3, 3), strict=True):
         run, seconds = runs.of(case)
-        totals = kill_at_random(run, random.Random(f"{case}{launcher}"), kills, seconds, launcher, programs=False)
+        totals = kill_at_random(
+            run, random.Random(f"{case}{launcher}"), kills, seconds, launcher, programs=False
+        )
         figures(**totals.figures())
-        assert totals.kills == kills and totals.differing == totals.orphans == 0, (totals, run.log())
+        assert totals.kills == kills and totals.differing == totals.orphans == 0, (
+            totals,
+            run.log(),
+        )
 
 
 @pytest.mark.long
@@ -84,12 +98,17 @@ def test_kills_of_programs(runs: Runs, launcher: str, figures: Callable[..., Non
     assert totals.differing == totals.orphans == 0 and totals.kills, (totals, run.log())
 
 
-@pytest.mark.parametrize(("rank", "point"), [*((0, point) for point in POINTS), *((1, point) for point in OF_RANK_1)])
+@pytest.mark.parametrize(
+    ("rank", "point"), [*((0, point) for point in POINTS), *((1, point) for point in OF_RANK_1)]
+)
 @pytest.mark.fault("F2")
-def test_kill_at_each_point_of_the_save(runs: Runs, rank: int, point: str, figures: Callable[..., None]) -> None:
+def test_kill_at_each_point_of_the_save(
+    runs: Runs, rank: int, point: str, figures: Callable[..., None]
+) -> None:
     run, _ = runs.of(SHORT[0])
     (run.path / "tokenizer").mkdir(parents=True)
-    for left in ("config.toml.4711.tmp", "tokenizer/meta.json.4711.tmp"):  # where a kill may fall as well
+    # where a kill may fall as well
+    for left in ("config.toml.4711.tmp", "tokenizer/meta.json.4711.tmp"):
         (run.path / left).touch()
     run.launch(harm=Harm(point=point, rank=rank))
     run.finish()
@@ -116,7 +135,9 @@ def test_kills_during_the_recovery(runs: Runs, launcher: str, figures: Callable[
 
 @pytest.mark.parametrize("forget", ["random numbers", "data", "moments"])
 @pytest.mark.fault("F3")
-def test_control_without_restoring_differs(runs: Runs, forget: str, figures: Callable[..., None]) -> None:
+def test_control_without_restoring_differs(
+    runs: Runs, forget: str, figures: Callable[..., None]
+) -> None:
     """If this passed with equal losses, the tests above would prove nothing."""
     run, _ = runs.of(SHORT[0])
     run.launch(harm=Harm(point="after_tracker"))

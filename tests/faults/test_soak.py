@@ -21,7 +21,9 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.fault("F35")
 def test_soak(tmp_path: Path, figures: Callable[..., None]) -> None:
     words = "--kills 12 --jobs 2 --seconds 400 --steps 100 --programs 0 --json".split()
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ("src", "tests"))}
+    environ = os.environ | {
+        "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ("src", "tests"))
+    }
     done = subprocess.run(
         [sys.executable, "-m", "faults.soak", *words, str(tmp_path / "figures")],
         env=environ,
@@ -42,4 +44,6 @@ def test_the_slope_compares_launches_of_one_launcher() -> None:
     assert slope(files, kinds) == [0.0]
     growing = [number + 0.5 * n for n, number in enumerate(files)]
     assert slope(growing, kinds) == [pytest.approx(0.5)]
-    assert slope([54.0, 54.0, 54.0, 54.0], kinds[:4]) == [] == slope([1.0, 2, 3, 4, 5], list("abcde"))
+    assert (
+        slope([54.0, 54.0, 54.0, 54.0], kinds[:4]) == [] == slope([1.0, 2, 3, 4, 5], list("abcde"))
+    )

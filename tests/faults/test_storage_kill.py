@@ -28,7 +28,9 @@ def train(run: str, cache: Path, environment: dict[str, str]) -> None:
     os.environ.update(environment, XDG_CACHE_HOME=str(cache))
     lease.BEAT, lease.DURATION = 0.1, 0.4
     sys.stdout = sys.stderr = open(cache.with_suffix(".log"), "a")
-    given = [word for word in TINY_FLAGS if "--train-iters" not in word and "--eval-iters" not in word]
+    given = [
+        word for word in TINY_FLAGS if "--train-iters" not in word and "--eval-iters" not in word
+    ]
     sys.exit(main(["train", *given, *WORDS, "--save", run, "--load", run]))
 
 
@@ -53,7 +55,9 @@ def wrong_steps(bucket: Bucket) -> list[str]:
 
 @pytest.mark.fault("F36")
 @pytest.mark.parametrize("kills", [1, pytest.param(200, marks=pytest.mark.long)])
-def test_kills(kills: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, figures: Callable[..., None]) -> None:
+def test_kills(
+    kills: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, figures: Callable[..., None]
+) -> None:
     rng, done, runs = random.Random(0), 0, 0
     kills = int(os.environ.get("KILLS", kills))
     with serving_bucket(monkeypatch) as bucket:
@@ -69,7 +73,9 @@ def test_kills(kills: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, figu
             run = f"s3://bucket/run{runs}"
             while True:
                 began = len(bucket.log)
-                bucket.faults = lambda method, key: rng.choice([503, "cut"]) if rng.random() < 0.03 else None
+                bucket.faults = lambda method, key: (
+                    rng.choice([503, "cut"]) if rng.random() < 0.03 else None
+                )
                 process = FORK.Process(target=train, args=(run, tmp_path / "cache", environment))
                 process.start()
                 until = began + rng.randrange(1, 120) if done < kills else sys.maxsize
@@ -98,9 +104,23 @@ def test_ranks_wait_for_an_upload_that_takes_longer_than_their_timeout(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     given = [word for word in TINY_FLAGS if "--train-iters" not in word]
     words = "--train-iters 2 --lr-decay-iters 2 --save-interval 1 --distributed-timeout-minutes 0.04".split()
-    command = [sys.executable, "-m", "meshwright", "launch", "--nproc-per-node=2", "train", *given, *words]
+    command = [
+        sys.executable,
+        "-m",
+        "meshwright",
+        "launch",
+        "--nproc-per-node=2",
+        "train",
+        *given,
+        *words,
+    ]
     with serving_bucket(monkeypatch) as bucket:
-        bucket.faults = lambda method, key: time.sleep(6) if method == "PUT" and "rank_00000" in key else None
+        bucket.faults = lambda method, key: (
+            time.sleep(6) if method == "PUT" and "rank_00000" in key else None
+        )
         done = subprocess.run([*command, "--save=s3://bucket/run"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "waiting for the upload" in done.stdout and "run/iter_0000002/manifest.json" in bucket.objects
+    assert (
+        "waiting for the upload" in done.stdout
+        and "run/iter_0000002/manifest.json" in bucket.objects
+    )

@@ -7,13 +7,18 @@ from types import SimpleNamespace
 from faults import summary
 
 
-def report(node: str, fault: str, outcome: str = "passed", when: str = "call", **figures: object) -> SimpleNamespace:
+def report(
+    node: str, fault: str, outcome: str = "passed", when: str = "call", **figures: object
+) -> SimpleNamespace:
     properties = [("figures", figures), *([("faults", [fault])] if fault else [])]
     return SimpleNamespace(nodeid=node, outcome=outcome, when=when, user_properties=properties)
 
 
 def test_lines() -> None:
-    one, two = "checkpoint/test_native.py::test_200_bit_flips_never_load", "test_kill.py::test_kills_at_random_moments"
+    one, two = (
+        "checkpoint/test_native.py::test_200_bit_flips_never_load",
+        "test_kill.py::test_kills_at_random_moments",
+    )
     reports = [report(one, "F8", flips="200/200"), report(one, "F8", when="teardown")]
     reports += [report("test_other.py::test_x", "", flips="1/1")]
     reports += [report(f"{two}[a]", "F1", kills=8, differing="0/160", mttr=[1.0, 3.0])]
@@ -33,6 +38,9 @@ def test_a_failure_counts_at_any_stage() -> None:
     for when in ("setup", "call", "teardown"):
         ends = [report(node, "F8")] if when == "teardown" else []
         first, last = summary.lines([*ends, report(node, "F8", "failed", when)])
-        assert first == "F8  FAILED one bit flipped in a checkpoint: 1 failed" and last == "faults=0/1"
+        assert (
+            first == "F8  FAILED one bit flipped in a checkpoint: 1 failed" and last == "faults=0/1"
+        )
     skipped, last = summary.lines([report(node, "F8", "skipped", "setup")])
-    assert skipped == "F8  FAILED one bit flipped in a checkpoint: 1 skipped"  # what did not run did not hold
+    # what did not run did not hold
+    assert skipped == "F8  FAILED one bit flipped in a checkpoint: 1 skipped"

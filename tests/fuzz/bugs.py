@@ -28,7 +28,9 @@ def missing_reduction() -> AbstractContextManager[Any]:
     def finish_sums(store: Any) -> None:
         skipped = store.layout.group("replicas")
         total = comm.total
-        with mock.patch.object(comm, "total", lambda x, group: x if group is skipped else total(x, group)):
+        with mock.patch.object(
+            comm, "total", lambda x, group: x if group is skipped else total(x, group)
+        ):
             plain(store)
 
     return mock.patch.object(FlatStore, "finish_sums", finish_sums)
@@ -45,7 +47,9 @@ def wrong_dropout_offset() -> AbstractContextManager[Any]:
         if samples is None:
             return at
         rows = b.tokens.numel() // net.layout.tp
-        return dataclasses.replace(at, samples=samples.repeat_interleave(b.tokens.shape[1])[:rows][None])
+        return dataclasses.replace(
+            at, samples=samples.repeat_interleave(b.tokens.shape[1])[:rows][None]
+        )
 
     return mock.patch.object(Network, "stream_of", stream_of)
 

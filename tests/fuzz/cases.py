@@ -123,7 +123,9 @@ def parse(flags_of_run: tuple[str, ...]) -> TrainConfig:
     words = [word for f in flags_of_run if name_of(f) not in OURS for word in shlex.split(f)]
     has_files = not given.isdisjoint(("--data-path", "--train-data-path"))
     size = f"--vocab-size={WORDS if has_files else WORDS + 1}"
-    return flags.parse_settings(TrainConfig, [*ALWAYS, size, *out, *words], "meshwright test", check=False).config
+    return flags.parse_settings(
+        TrainConfig, [*ALWAYS, size, *out, *words], "meshwright test", check=False
+    ).config
 
 
 def configs(case: Case) -> list[TrainConfig]:
@@ -177,13 +179,19 @@ def refusals(case: Case) -> tuple[str, ...]:
 def beyond_settings(config: TrainConfig) -> list[str]:
     """Return why a legal run cannot be trained here, or cannot equal one process."""
     m, out = config.model, []
-    is_drawn_apart = m.attention_impl == "sdpa" or (m.attention_impl == "auto" and config.parallel.device != "cpu")
+    is_drawn_apart = m.attention_impl == "sdpa" or (
+        m.attention_impl == "auto" and config.parallel.device != "cpu"
+    )
     if m.attention_dropout and is_drawn_apart:
         out.append("torch's fused attention draws its own dropout, which depends on the layout")
     if m.glu_activation == "reglu" and config.precision.dtype != "float64":
-        out.append("the slope of relu jumps, so a rounding at 0 can change a gradient by any amount")
+        out.append(
+            "the slope of relu jumps, so a rounding at 0 can change a gradient by any amount"
+        )
     if config.optimizer.optimizer_state_dtype != "float32" and config.precision.dtype != "float64":
-        out.append("a rounding of float32 can move a number of the optimizer's state by a step of its format")
+        out.append(
+            "a rounding of float32 can move a number of the optimizer's state by a step of its format"
+        )
     return out
 
 
@@ -191,7 +199,9 @@ def beyond_settings(config: TrainConfig) -> list[str]:
 
 Chances = dict[str, int]  # flags -> weight
 ARCHITECTURE: dict[str, Chances] = {
-    "layers": {f"--num-layers {n}": w for n, w in {1: 1, 2: 4, 3: 2, 4: 5, 5: 1, 6: 1, 8: 1}.items()},
+    "layers": {
+        f"--num-layers {n}": w for n, w in {1: 1, 2: 4, 3: 2, 4: 5, 5: 1, 6: 1, 8: 1}.items()
+    },
     "heads": {
         "--hidden-size 16 --num-attention-heads 2": 3,
         "--hidden-size 32 --num-attention-heads 8": 5,
@@ -245,7 +255,11 @@ ARCHITECTURE: dict[str, Chances] = {
     "norm of heads": {"": 2, "--qk-layernorm": 1},
     "bias": {"": 3, "--disable-bias-linear": 1, "--disable-bias-linear --add-qkv-bias": 1},
     "norm of embeddings": {"": 3, "--embed-layernorm": 1},
-    "residual": {"": 3, "--apply-residual-connection-post-layernorm": 1, "--use-parallel-residual": 1},
+    "residual": {
+        "": 3,
+        "--apply-residual-connection-post-layernorm": 1,
+        "--use-parallel-residual": 1,
+    },
     "initial": {
         "": 3,
         "--init-method-xavier-uniform": 1,
@@ -260,7 +274,12 @@ ARCHITECTURE: dict[str, Chances] = {
     },
     "logits": {"": 3, "--final-logit-softcapping 2": 1},
     "head": {"": 2, "--untie-embeddings-and-output-weights": 1},
-    "sequence": {"--seq-length 8": 4, "--seq-length 16": 3, "--seq-length 12": 3, "--seq-length 9": 1},
+    "sequence": {
+        "--seq-length 8": 4,
+        "--seq-length 16": 3,
+        "--seq-length 12": 3,
+        "--seq-length 9": 1,
+    },
 }
 TRAINING: dict[str, Chances] = {
     "format": {
@@ -274,7 +293,11 @@ TRAINING: dict[str, Chances] = {
         "--fp16 --initial-loss-scale 8 --loss-scale-window 1 --hysteresis 2": 4,
         "--fp16 --loss-scale 128 --fp32-residual-connection": 1,
     },
-    "hidden dropout": {"--hidden-dropout 0": 1, "--hidden-dropout 0.1": 2, "--hidden-dropout 0.3": 1},
+    "hidden dropout": {
+        "--hidden-dropout 0": 1,
+        "--hidden-dropout 0.1": 2,
+        "--hidden-dropout 0.3": 1,
+    },
     "attention dropout": {"--attention-dropout 0": 4, "--attention-dropout 0.1": 1},
     "embedding dropout": {"": 3, "--embedding-dropout 0.2": 1},
     "z-loss": {"": 3, "--z-loss-coef 0.1": 1},
@@ -303,7 +326,12 @@ TRAINING: dict[str, Chances] = {
         "--train-data-path 1 small 0 large --valid-data-path tiny --blend-stages '17 tokens: 1 large 2 small'": 1,
     },
     "last epoch": {"": 2, "--last-epoch-cutoff 1": 1, "--last-epoch-cutoff 0.5": 1},
-    "validation": {"--eval-iters 0": 1, "": 2, "--eval-iters 2 --eval-interval 2": 2, "--full-validation": 1},
+    "validation": {
+        "--eval-iters 0": 1,
+        "": 2,
+        "--eval-iters 2 --eval-interval 2": 2,
+        "--full-validation": 1,
+    },
     "skipped": {
         "": 8,
         "--skip-train-iteration-range 1-1": 1,
@@ -324,7 +352,12 @@ TRAINING: dict[str, Chances] = {
         "--optimizer muon --lr 1e-2 --muon-split-qkv on": 1,
         "--optimizer muon --lr 1e-2 --muon-split-qkv groups": 1,
     },
-    "rates": {"": 5, "--embedding-lr 2e-3 --vector-lr 5e-3": 1, "--embedding-lr 0": 1, "--head-lr 3e-3": 1},
+    "rates": {
+        "": 5,
+        "--embedding-lr 2e-3 --vector-lr 5e-3": 1,
+        "--embedding-lr 0": 1,
+        "--head-lr 3e-3": 1,
+    },
     "state": {"": 8, "--optimizer-state-dtype bfloat16": 1, "--optimizer-state-dtype float8": 1},
     "schedule": {
         "--lr-decay-style constant": 3,
@@ -384,7 +417,11 @@ LAYOUT: dict[str, Chances] = {
         "--make-vocab-size-divisible-by 128": 1,
         "--pad-vocab-size-to 48": 1,
     },
-    "schedule on resume": {"": 6, "--use-checkpoint-opt_param-scheduler": 1, "--override-opt_param-scheduler": 1},
+    "schedule on resume": {
+        "": 6,
+        "--use-checkpoint-opt_param-scheduler": 1,
+        "--override-opt_param-scheduler": 1,
+    },
     "products": {"": 3, "--tp-overlap off": 1},
     "kernels": {"": 2, "--fused-kernels on": 1},
 }
@@ -408,8 +445,17 @@ ON_GPU: dict[str, Chances] = {
     },
     "window": {"": 24, "--window-size 3,0": 1},
     "norm of heads": {"": 8, "--qk-layernorm": 1},
-    "residual": {"": 8, "--apply-residual-connection-post-layernorm": 1, "--use-parallel-residual": 1},
-    "sequence": {"--seq-length 16": 3, "--seq-length 32": 4, "--seq-length 64": 1, "--seq-length 24": 1},
+    "residual": {
+        "": 8,
+        "--apply-residual-connection-post-layernorm": 1,
+        "--use-parallel-residual": 1,
+    },
+    "sequence": {
+        "--seq-length 16": 3,
+        "--seq-length 32": 4,
+        "--seq-length 64": 1,
+        "--seq-length 24": 1,
+    },
     "format": {
         "--bf16": 4,
         "--bf16 --fp32-residual-connection": 1,
@@ -422,7 +468,10 @@ ON_GPU: dict[str, Chances] = {
         "--params-dtype float32": 2,
         "--params-dtype float64": 1,
     },
-    "attention dropout": {"--attention-dropout 0": 8, "--attention-dropout 0.1 --attention-impl reference": 1},
+    "attention dropout": {
+        "--attention-dropout 0": 8,
+        "--attention-dropout 0.1 --attention-impl reference": 1,
+    },
     "marks": {
         "": 12,
         "--eod-mask-loss": 3,
@@ -437,7 +486,11 @@ ON_GPU: dict[str, Chances] = {
         "--optimizer sgd --lr 0.3": 1,
     },
     "host": {"": 14, "--cpu-optimizer": 1},
-    "kernels": {"--compile off": 6, "--compile off --fused-kernels off": 2, "--compile off --no-triton": 1},
+    "kernels": {
+        "--compile off": 6,
+        "--compile off --fused-kernels off": 2,
+        "--compile off --no-triton": 1,
+    },
     "graphs": {"--cuda-graphs on": 6, "": 1, "--cuda-graphs off": 1},
     "zero": {
         "": 3,
@@ -449,7 +502,8 @@ ON_GPU: dict[str, Chances] = {
 }
 # A layout of one rank, and one of two that share a GPU: only gloo lets them.
 ALONE: dict[str, Chances] = {
-    name: {"": 1} for name in ("copies", "sequence parallelism", "pipeline schedule", "stages", "products")
+    name: {"": 1}
+    for name in ("copies", "sequence parallelism", "pipeline schedule", "stages", "products")
 }
 SHARED_GPU = ALONE | {
     "graphs": {"--distributed-backend gloo --cuda-graphs off --data-parallel-sums collectives": 1},
@@ -468,8 +522,12 @@ class Drawing:
     def __init__(self, seed: str, gpus: int = 0) -> None:
         self.gpus = gpus
         own = ON_GPU if gpus else {}
-        self.common = {name: own.get(name, chances) for name, chances in (ARCHITECTURE | TRAINING).items()}
-        self.layout = LAYOUT | {name: chances for name, chances in own.items() if name not in self.common}
+        self.common = {
+            name: own.get(name, chances) for name, chances in (ARCHITECTURE | TRAINING).items()
+        }
+        self.layout = LAYOUT | {
+            name: chances for name, chances in own.items() if name not in self.common
+        }
         if gpus > 1:
             self.layout |= {"zero": LAYOUT["zero"], "decoder": {"": 1}}
         self.random = random.Random(seed)
@@ -505,16 +563,26 @@ class Drawing:
             length = f"--train-tokens {8 * most + r.randrange(8)}"
         if unit == "samples" and batch > 2 and r.random() < 0.5:
             start = r.choice([n for n in range(1, batch) if batch % n == 0])
-            chosen["ramp"] = f"--rampup-batch-size {start} {r.choice([start, batch - start])} {r.randint(1, most)}"
+            chosen["ramp"] = (
+                f"--rampup-batch-size {start} {r.choice([start, batch - start])} {r.randint(1, most)}"
+            )
         chosen["warm-up"] = self.pick(
-            "warm-up", {"": 3, f"--lr-warmup-{unit} {each}": 2, "--lr-warmup-fraction 0.3 --lr-warmup-init 1e-4": 1}
+            "warm-up",
+            {
+                "": 3,
+                f"--lr-warmup-{unit} {each}": 2,
+                "--lr-warmup-fraction 0.3 --lr-warmup-init 1e-4": 1,
+            },
         )
         if r.random() < 0.15:
             style = r.choice(["exponential", "linear", "cosine", "minus_sqrt"])
             wsd = f"--lr-wsd-decay-style {style} --lr-wsd-decay-{unit} {each}"
             chosen["schedule"] = f"--lr-decay-style WSD {wsd}"
         if self.gpus:
-            chosen |= {"device": "--device cuda", "fault": self._fault(batch, steps, "fp8" in chosen["format"])}
+            chosen |= {
+                "device": "--device cuda",
+                "fault": self._fault(batch, steps, "fp8" in chosen["format"]),
+            }
         elif r.random() < (0.5 if "--fp16" in chosen["format"] else 0.2):
             samples = range(most if unit == "samples" else most * batch)
             some = " ".join(str(n) for n in sorted(set(r.choices(samples, k=r.choice([1, 2, 4])))))
@@ -532,25 +600,34 @@ class Drawing:
     def _fault(self, batch: int, steps: int, is_fp8: bool) -> str:
         """Return what goes wrong, mostly in steps that are CUDA graphs, and what is done."""
         # What fp8 clamps of a spike depends on the micro-batches before it, so on the layout.
-        how = self.pick("fault", {"": 4, "--poison": 2, "--spoil": 6} | ({} if is_fp8 else {"--spike": 1}))
+        how = self.pick(
+            "fault", {"": 4, "--poison": 2, "--spoil": 6} | ({} if is_fp8 else {"--spike": 1})
+        )
         if not how:
             return ""
-        r, saves = self.random, f"--save saved --save-at-start --save-interval {self.random.choice([1, 2, 3])}"
+        r, saves = (
+            self.random,
+            f"--save saved --save-at-start --save-interval {self.random.choice([1, 2, 3])}",
+        )
         sample = r.randrange(batch * min(r.choice([0, 3, 3, 9]), steps - 1), batch * steps)
         if how == "--spike":
-            return f"--spike {sample} --on-spike rollback:2 --spike-window 8 --spike-factor 30 {saves}"
+            return (
+                f"--spike {sample} --on-spike rollback:2 --spike-window 8 --spike-factor 30 {saves}"
+            )
         reaction = r.choice(["--on-nonfinite skip:9", f"--on-nonfinite rollback:2 {saves}"])
         return f"{how} {sample} {reaction}"
 
     def _legs(self, common: tuple[str, ...], values: list[tuple[str, str]]) -> list[Leg] | None:
         r, steps = self.random, steps_of(Case(common, (Leg(()),)))
-        saved = parse(common).checkpoint.save_interval or 1  # a run goes back to what one process has saved too
+        # a run goes back to what one process has saved too
+        saved = parse(common).checkpoint.save_interval or 1
         ends = range(saved, steps, saved)
         stops = sorted(r.sample(ends, min(len(ends), r.choices([0, 1, 2], [4, 5, 2])[0])))
         legs: list[Leg] = []
         for end in [*stops, 0]:
             if legs and r.random() < 0.25:
-                found: tuple[str, ...] | None = legs[-1].flags  # the same layout again must give the same bits
+                # the same layout again must give the same bits
+                found: tuple[str, ...] | None = legs[-1].flags
                 again = [("layout", "as before")]
             else:
                 found, again = self._layout(common)
@@ -560,10 +637,15 @@ class Drawing:
             is_lost = end and r.random() < 0.4 and not goes_back(parse(common))
             lost = r.randint(1, steps - end) if is_lost else 0
             legs.append(Leg(found, end, lost))
-        values += [("legs", str(len(legs))), *(("lost steps", str(leg.lost > 0)) for leg in legs[:-1])]
+        values += [
+            ("legs", str(len(legs))),
+            *(("lost steps", str(leg.lost > 0)) for leg in legs[:-1]),
+        ]
         return legs
 
-    def _layout(self, common: tuple[str, ...]) -> tuple[tuple[str, ...] | None, list[tuple[str, str]]]:
+    def _layout(
+        self, common: tuple[str, ...]
+    ) -> tuple[tuple[str, ...] | None, list[tuple[str, str]]]:
         """Return the flags of a legal layout and what was drawn; None if 50 draws found none."""
         for attempt in range(60):
             if attempt % 12 == 0:  # else keep the sizes, so that rarer ones get their chance
@@ -578,7 +660,9 @@ class Drawing:
             found = [f"--world-size {math.prod(sizes)}"]
             found += [f"--{n}-size {k}" for n, k in zip(names, sizes, strict=False) if k > 1]
             shown = dict(chosen)
-            chosen["stages"] = self._stages(common, sizes[1], chosen) if chosen["stages"] == "drawn" else ""
+            chosen["stages"] = (
+                self._stages(common, sizes[1], chosen) if chosen["stages"] == "drawn" else ""
+            )
             if any(f.startswith("--loss-mean") for f in common):
                 del chosen["micro-batch"], shown["micro-batch"]
             found += [f for text in chosen.values() for f in split_flags(text)]
@@ -607,12 +691,20 @@ class Drawing:
         """Return uneven stages for as many layers and ranks."""
         layers = parse(common).model.num_layers or 1
         found = re.search(r"virtual-pipeline-stage (\d)", chosen["pipeline schedule"])
-        chunks = layers // (pipeline * int(found[1])) if found else 2 if "zbv" in chosen["pipeline schedule"] else 1
+        chunks = (
+            layers // (pipeline * int(found[1]))
+            if found
+            else 2
+            if "zbv" in chosen["pipeline schedule"]
+            else 1
+        )
         count = pipeline * max(1, chunks)
         if pipeline == 1 or count > layers:
             return ""
         borders = [0, *sorted(self.random.sample(range(1, layers), count - 1)), layers]
-        return "--pipeline-layout " + ",".join(str(b - a) for a, b in zip(borders, borders[1:], strict=False))
+        return "--pipeline-layout " + ",".join(
+            str(b - a) for a, b in zip(borders, borders[1:], strict=False)
+        )
 
 
 def draw(seed: int, number: int, gpus: int = 0) -> tuple[Case, Drawing]:
@@ -640,7 +732,11 @@ def _simpler(case: Case) -> Iterator[Case]:
         yield from (replace(case, flags=f) for f in change(case.flags))
         for n, leg in enumerate(legs):
             yield from (_with_leg(case, n, replace(leg, flags=f)) for f in change(leg.flags))
-    yield from (_with_leg(case, n, replace(leg, end=leg.end - 1)) for n, leg in enumerate(legs) if leg.end > 1)
+    yield from (
+        _with_leg(case, n, replace(leg, end=leg.end - 1))
+        for n, leg in enumerate(legs)
+        if leg.end > 1
+    )
 
 
 def _with_leg(case: Case, n: int, leg: Leg) -> Case:
@@ -658,7 +754,12 @@ def _changed(some: Flags, change: Callable[[int], int]) -> list[Flags]:
     out = []
     for n, flag in enumerate(some):
         name, *values = flag.split()
-        if len(values) == 1 and values[0].isdigit() and change(int(values[0])) >= 1 and name != "--seed":
+        if (
+            len(values) == 1
+            and values[0].isdigit()
+            and change(int(values[0])) >= 1
+            and name != "--seed"
+        ):
             out.append((*some[:n], f"{name} {change(int(values[0]))}", *some[n + 1 :]))
     return out
 

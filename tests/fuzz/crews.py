@@ -38,7 +38,10 @@ multiprocessing.set_forkserver_preload(
     meshwright.compat.formats.megatron.writer meshwright.compat.formats.megatron.reader fuzz.trials""".split()
 )
 # A process that was forked from one that has asked for GPUs may not use them.
-CONTEXTS = {"cpu": multiprocessing.get_context("forkserver"), "cuda": multiprocessing.get_context("spawn")}
+CONTEXTS = {
+    "cpu": multiprocessing.get_context("forkserver"),
+    "cuda": multiprocessing.get_context("spawn"),
+}
 LIMIT = 180.0  # seconds of a leg
 LIVES = 100  # cases of a crew
 
@@ -67,7 +70,12 @@ def write_data(folder: Path) -> None:
     from meshwright.data.files.writer import Writer
 
     rng = np.random.RandomState(0)
-    kinds = {"tiny": (12, 3, 12), "small": (120, 3, 12), "large": (300, 1, 40), "ends": (200, 3, 30)}
+    kinds = {
+        "tiny": (12, 3, 12),
+        "small": (120, 3, 12),
+        "large": (300, 1, 40),
+        "ends": (200, 3, 30),
+    }
     for name, (documents, least, most) in kinds.items():
         made = []
         for n in range(documents):
@@ -82,7 +90,9 @@ def write_data(folder: Path) -> None:
                     writer.add(document)
                     writer.end_document()
         merge_pairs(parts, str(folder / name), True)
-        np.savez(folder / name, tokens=np.concatenate(made), sizes=[len(document) for document in made])
+        np.savez(
+            folder / name, tokens=np.concatenate(made), sizes=[len(document) for document in made]
+        )
 
 
 # In a rank
@@ -143,7 +153,9 @@ class LegResult(NamedTuple):
     graphs: str
 
 
-def run_leg(traces: list[Any], case: Case, number: int, place: tuple[int, int], folder: str, bug: str) -> LegResult:
+def run_leg(
+    traces: list[Any], case: Case, number: int, place: tuple[int, int], folder: str, bug: str
+) -> LegResult:
     """Run a leg and compare it; `traces` holds those of the legs before."""
     from fuzz import trials
     from meshwright.training.graph_rule import reason_against
@@ -151,7 +163,11 @@ def run_leg(traces: list[Any], case: Case, number: int, place: tuple[int, int], 
     rank, world = place
     if not number:
         traces.clear()
-    config, leg, bare = trials.leg_config(case, number, Path(folder, "run")), case.legs[number], None
+    config, leg, bare = (
+        trials.leg_config(case, number, Path(folder, "run")),
+        case.legs[number],
+        None,
+    )
     with joined(config, leg, rank, world, folder, number) as (team, layout):
         if not reason_against(config, trials.open_device(config, rank).type):
             without = Path(folder, f"bare{number}")  # where it begins as the leg does
@@ -160,7 +176,9 @@ def run_leg(traces: list[Any], case: Case, number: int, place: tuple[int, int], 
             bare = trials.train(plain, team, layout, leg.end if leg.lost else 0, case.spoilt)
         with BUGS[bug]() if bug else contextlib.nullcontext():
             write = trials.write_texts if "--decode" in leg.flags else None
-            trace = trials.train(config, team, layout, leg.end if leg.lost else 0, case.spoilt, write=write)
+            trace = trials.train(
+                config, team, layout, leg.end if leg.lost else 0, case.spoilt, write=write
+            )
     del team, layout
     gc.collect()  # a trainer has cycles, and its groups' threads live as long as it
     distances = trials.Distances(config)
@@ -171,7 +189,9 @@ def run_leg(traces: list[Any], case: Case, number: int, place: tuple[int, int], 
     if bare is not None:
         distances.repeated(trace, bare, "with CUDA graphs")
     if trace.written and trace.written[0] != trace.written[1]:
-        distances.wrong.append(f"a decoder with CUDA graphs writes {trace.written[1]}, without {trace.written[0]}")
+        distances.wrong.append(
+            f"a decoder with CUDA graphs writes {trace.written[1]}, without {trace.written[0]}"
+        )
     if trace.graphs.startswith("off"):
         distances.wrong.append(f"CUDA graphs are {trace.graphs}")
     traces.append(trace)
@@ -184,7 +204,9 @@ def copy_run(run: Path, to: Path) -> None:
 
 
 @contextlib.contextmanager
-def joined(config: Any, leg: Leg, rank: int, world: int, folder: str, number: int) -> Iterator[tuple[Any, Any]]:
+def joined(
+    config: Any, leg: Leg, rank: int, world: int, folder: str, number: int
+) -> Iterator[tuple[Any, Any]]:
     """Connect the ranks of a leg; yield this one's team and layout."""
     import torch.distributed as dist
 
@@ -203,11 +225,15 @@ def joined(config: Any, leg: Leg, rank: int, world: int, folder: str, number: in
             if backend != "gloo":
                 backend = f"cpu:gloo,{device.type}:{backend}"
             store = f"file://{folder}/store{number}"
-            dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=limit)
+            dist.init_process_group(
+                backend, init_method=store, rank=rank, world_size=world, timeout=limit
+            )
         if world > 1:
             team, layout = make_team(), connect(layout, limit)
         elif has_group:
-            layout = dataclasses.replace(layout, groups=dict.fromkeys(("gradients", "shard"), dist.group.WORLD))
+            layout = dataclasses.replace(
+                layout, groups=dict.fromkeys(("gradients", "shard"), dist.group.WORLD)
+            )
         try:
             yield team, layout
         finally:
@@ -227,7 +253,9 @@ def share_gpu(traces: list[Any], rank: int, store: str) -> None:
     from meshwright.parallel import comm
 
     limit = datetime.timedelta(seconds=LIMIT)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit
+    )
     try:
         x, part, both = (torch.arange(n, device="cuda:0", dtype=torch.float32) for n in (4, 2, 8))
         total = x + rank
@@ -261,7 +289,9 @@ class Crew:
         while len(self.ranks) < count:
             mine, theirs = self.context.Pipe()
             log = self.folder / f"rank{len(self.ranks)}"
-            process = self.context.Process(target=serve, args=(theirs, str(log), str(self.data)), daemon=True)
+            process = self.context.Process(
+                target=serve, args=(theirs, str(log), str(self.data)), daemon=True
+            )
             process.start()
             theirs.close()
             self.ranks.append((process, mine, log))
@@ -313,13 +343,21 @@ class Crew:
             return Outcome("differs", ("one process:", *first[0][:8]))
         most, place, captured = 0.0, "", 0
         for number, config in enumerate(configs(case)):
-            asked = [("leg", case, number, (rank, config.world), str(where), bug) for rank in range(config.world)]
+            asked = [
+                ("leg", case, number, (rank, config.world), str(where), bug)
+                for rank in range(config.world)
+            ]
             got = self._ask(asked)
             name = f"leg {number + 1}, {case.legs[number]}"
             if isinstance(got, Outcome):
                 return dataclasses.replace(got, lines=(name, *got.lines))
-            wrong = [f"rank {rank}: {line}" for rank, result in enumerate(got) for line in result.wrong]
-            others = [rank for rank, result in enumerate(got) if repr(result.rows) != repr(got[0].rows)]  # NaN is NaN
+            wrong = [
+                f"rank {rank}: {line}" for rank, result in enumerate(got) for line in result.wrong
+            ]
+            # NaN is NaN
+            others = [
+                rank for rank, result in enumerate(got) if repr(result.rows) != repr(got[0].rows)
+            ]
             wrong += [f"rank {rank} records other numbers than rank 0" for rank in others]
             if wrong:
                 return Outcome("differs", (name, *wrong[:8]))
@@ -337,7 +375,9 @@ class Crew:
         answers: dict[int, Any] = {}
         until = time.monotonic() + self.limit
         while len(answers) < len(asked) and time.monotonic() < until:
-            waiting = {p: n for n, (_, p, _) in enumerate(self.ranks[: len(asked)]) if n not in answers}
+            waiting = {
+                p: n for n, (_, p, _) in enumerate(self.ranks[: len(asked)]) if n not in answers
+            }
             for pipe in connection.wait(list(waiting), timeout=max(0.0, until - time.monotonic())):
                 n = waiting[pipe]  # type: ignore[index]
                 try:
@@ -372,4 +412,7 @@ class Crew:
         """Return the innermost lines of the last stack of a rank's main thread."""
         text = self.ranks[n][2].read_text(errors="replace")
         mine = text[text.rfind("Current thread") :] if "Current thread" in text else text[-2000:]
-        return " < ".join(line.strip().removeprefix("File ") for line in mine.splitlines()[1:9]) or "no output"
+        return (
+            " < ".join(line.strip().removeprefix("File ") for line in mine.splitlines()[1:9])
+            or "no output"
+        )

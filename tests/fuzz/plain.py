@@ -30,7 +30,8 @@ def beyond(config: Any) -> str:
     d, m, t = config.data, config.model, config.training
     cannot = {
         "the cyclic order": d.dataloader_type == "cyclic",
-        "a blend without weights": len(d.data_path) > 1 and not d.data_path[0].replace(".", "").isdigit(),
+        "a blend without weights": len(d.data_path) > 1
+        and not d.data_path[0].replace(".", "").isdigit(),
         "means of micro-batches that may be empty": t.loss_mean == "microbatch" and d.eod_mask_loss,
         "the slope of relu at 0": m.glu_activation == "reglu",
     }
@@ -54,14 +55,20 @@ def linear(w: Weights, name: str, x: Tensor) -> Tensor:
 
 def frequencies(m: Any, rotating: int) -> Tensor:
     n = torch.arange(0, rotating, 2, dtype=torch.float64)
-    plain, factor, before = m.rotary_base ** (-n / rotating), m.rope_scaling_factor, m.original_max_position_embeddings
+    plain, factor, before = (
+        m.rotary_base ** (-n / rotating),
+        m.rope_scaling_factor,
+        m.original_max_position_embeddings,
+    )
     if m.rope_scaling == "none":
         return plain
     if m.rope_scaling == "linear":
         return plain / factor
     if m.rope_scaling == "llama3":
         turns = before * plain / (2 * math.pi)
-        keep = ((turns - m.rope_low_freq_factor) / (m.rope_high_freq_factor - m.rope_low_freq_factor)).clamp(0, 1)
+        keep = (
+            (turns - m.rope_low_freq_factor) / (m.rope_high_freq_factor - m.rope_low_freq_factor)
+        ).clamp(0, 1)
     else:
         low, high = (
             rotating * math.log(before / (2 * math.pi * beta)) / (2 * math.log(m.rotary_base))
@@ -91,7 +98,9 @@ def slopes(heads: int) -> Tensor:
         return [2 ** (-8 * (i + 1) / n) for i in range(n)]
 
     closest = 2 ** math.floor(math.log2(heads))
-    return torch.tensor(of_power(closest) + of_power(2 * closest)[::2][: heads - closest], dtype=torch.float64)
+    return torch.tensor(
+        of_power(closest) + of_power(2 * closest)[::2][: heads - closest], dtype=torch.float64
+    )
 
 
 def window(m: Any, layer: int) -> int:
@@ -103,12 +112,19 @@ def window(m: Any, layer: int) -> int:
     return 1 << 30 if is_full else int(str(m.window_size).split(",")[0])
 
 
-def attention(w: Weights, m: Any, layer: int, x: Tensor, places: Tensor, documents: Tensor) -> Tensor:
+def attention(
+    w: Weights, m: Any, layer: int, x: Tensor, places: Tensor, documents: Tensor
+) -> Tensor:
     name, (batch, length, _) = f"h.{layer}.attn", x.shape
     heads, d = m.num_attention_heads, m.kv_channels or m.hidden_size // m.num_attention_heads
     groups = m.num_query_groups or (1 if m.group_query_attention else heads)
-    rows = linear(w, f"{name}.qkv", x).view(batch, length, groups, heads // groups + 2, d).permute(0, 2, 3, 1, 4)
-    q, k, v = rows[:, :, :-2], rows[:, :, -2:-1], rows[:, :, -1:]  # [B, groups, heads of the group, T, d]
+    rows = (
+        linear(w, f"{name}.qkv", x)
+        .view(batch, length, groups, heads // groups + 2, d)
+        .permute(0, 2, 3, 1, 4)
+    )
+    # [B, groups, heads of the group, T, d]
+    q, k, v = rows[:, :, :-2], rows[:, :, -2:-1], rows[:, :, -1:]
     if m.qk_layernorm:
         q, k = norm(w, m, f"{name}.ln_q", q), norm(w, m, f"{name}.ln_k", k)
     k, v = k.expand_as(q), v.expand_as(q)
@@ -119,7 +135,11 @@ def attention(w: Weights, m: Any, layer: int, x: Tensor, places: Tensor, documen
     back = torch.arange(length)[:, None] - torch.arange(length)
     if m.position_embedding_type == "alibi":
         scores = scores - slopes(heads)[:, None, None] * back
-    hidden = (back < 0) | (back > window(m, layer)) | (documents[:, :, None] != documents[:, None, :])[:, None]
+    hidden = (
+        (back < 0)
+        | (back > window(m, layer))
+        | (documents[:, :, None] != documents[:, None, :])[:, None]
+    )
     mixed = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
     return linear(w, f"{name}.proj", mixed.transpose(1, 2).reshape(batch, length, heads * d))
 
@@ -128,13 +148,23 @@ def mlp(w: Weights, m: Any, name: str, x: Tensor) -> Tensor:
     gated = m.glu_activation or ("swiglu" if m.swiglu else "")
     if gated and not m.squared_relu:
         gate, up = (
-            F.linear(x, w[f"{name}.fc.weight"][i], w[f"{name}.fc.bias"][i] if f"{name}.fc.bias" in w else None)
+            F.linear(
+                x,
+                w[f"{name}.fc.weight"][i],
+                w[f"{name}.fc.bias"][i] if f"{name}.fc.bias" in w else None,
+            )
             for i in (0, 1)
         )
-        y = {"swiglu": F.silu, "geglu": F.gelu, "reglu": F.relu, "liglu": lambda gate: gate}[gated](gate) * up
+        y = {"swiglu": F.silu, "geglu": F.gelu, "reglu": F.relu, "liglu": lambda gate: gate}[gated](
+            gate
+        ) * up
     else:
         y = linear(w, f"{name}.fc", x)
-        y = F.relu(y) ** 2 if m.squared_relu else F.gelu(y, approximate="tanh" if m.bias_gelu_fusion else "none")
+        y = (
+            F.relu(y) ** 2
+            if m.squared_relu
+            else F.gelu(y, approximate="tanh" if m.bias_gelu_fusion else "none")
+        )
     return linear(w, f"{name}.proj", y)
 
 
@@ -164,7 +194,9 @@ def read_documents(prefix: str) -> list[Sample]:
     return np.split(drawn["tokens"], drawn["sizes"].cumsum()[:-1])
 
 
-def order_of(documents: list[Sample], first: int, stop: int, wanted: int, config: Any) -> list[Sample]:
+def order_of(
+    documents: list[Sample], first: int, stop: int, wanted: int, config: Any
+) -> list[Sample]:
     """Return Megatron's samples: documents are shuffled, joined, cut, and shuffled again."""
     length = config.data.seq_length
     rng = np.random.RandomState(config.training.seed)
@@ -174,7 +206,9 @@ def order_of(documents: list[Sample], first: int, stop: int, wanted: int, config
         epochs += 1
     total, before = ((e * per_epoch - 1) // length for e in (epochs, epochs - 1))
     missing = wanted - before
-    is_apart = epochs > 1 and missing < int(config.data.last_epoch_cutoff * ((per_epoch - 1) // length))
+    is_apart = epochs > 1 and missing < int(
+        config.data.last_epoch_cutoff * ((per_epoch - 1) // length)
+    )
     order: list[int] = []
     for count in (epochs - 1, 1) if is_apart else (epochs,):
         part = np.array(list(range(first, stop)) * count, dtype=np.int32)
@@ -196,7 +230,11 @@ def pack(sizes: list[int], documents: range, length: int, seed: int) -> list[lis
     """Put each piece, the longest first, into the sample with the least room that suffices."""
     order = np.array(documents)
     np.random.RandomState(seed).shuffle(order)
-    pieces = [(n, at, min(length + 1, sizes[n] - at)) for n in order.tolist() for at in range(0, sizes[n] - 1, length)]
+    pieces = [
+        (n, at, min(length + 1, sizes[n] - at))
+        for n in order.tolist()
+        for at in range(0, sizes[n] - 1, length)
+    ]
     samples: list[list[Piece]] = []
     rooms: dict[int, list[int]] = {}  # samples by their room, in the order in which they came to it
     for piece in sorted(pieces, key=lambda piece: -piece[2]):
@@ -211,7 +249,9 @@ def pack(sizes: list[int], documents: range, length: int, seed: int) -> list[lis
     return samples
 
 
-def packed_order_of(documents: list[Sample], first: int, stop: int, wanted: int, config: Any) -> list[Sample]:
+def packed_order_of(
+    documents: list[Sample], first: int, stop: int, wanted: int, config: Any
+) -> list[Sample]:
     """Return packed samples, in another order in each epoch: tokens and their positions."""
     length, seed = config.data.seq_length, config.training.seed
     out: list[Sample] = []
@@ -245,7 +285,9 @@ def samples_of(config: Any, wanted: int, vocabulary: int) -> Any:
         train = round(len(documents) * split[0] / sum(split))
         some = sum(math.ceil(count * shares.get(prefix, 0) * 1.005) for count, shares in stages)
         order = order_of if d.packing == "stream" else packed_order_of
-        parts[prefix] = iter(order(documents, 0, train, wanted if len(prefixes) == 1 else max(some, 1), config))
+        parts[prefix] = iter(
+            order(documents, 0, train, wanted if len(prefixes) == 1 else max(some, 1), config)
+        )
     chosen = []
     for count, shares in stages:
         taken = dict.fromkeys(shares, 0)
@@ -256,7 +298,9 @@ def samples_of(config: Any, wanted: int, vocabulary: int) -> Any:
     return lambda k: chosen[k]
 
 
-def blends_of(config: Any, prefixes: list[str], words: list[str], wanted: int) -> list[tuple[int, dict[str, float]]]:
+def blends_of(
+    config: Any, prefixes: list[str], words: list[str], wanted: int
+) -> list[tuple[int, dict[str, float]]]:
     """Return the blends of a run one after the other: samples of each, and shares by prefix."""
     begins, blends = [0], [dict(zip(prefixes, map(float, words[::2]), strict=True))]
     for text in map(str, config.data.blend_stages):
@@ -266,12 +310,22 @@ def blends_of(config: Any, prefixes: list[str], words: list[str], wanted: int) -
             begins.append(round(wanted * float(begin[:-1]) / 100))
         else:
             number, *unit = begin.split()
-            begins.append(math.ceil(int(number) / config.data.seq_length) if unit == ["tokens"] else int(number))
+            begins.append(
+                math.ceil(int(number) / config.data.seq_length)
+                if unit == ["tokens"]
+                else int(number)
+            )
         blends.append(dict(zip(pairs[1::2], map(float, pairs[::2]), strict=True)))
     stages = []
     for begin, end, blend in zip(begins, [*begins[1:], wanted], blends, strict=True):
         weights = np.array([blend[prefix] for prefix in prefixes if blend.get(prefix)])
-        shares = dict(zip([prefix for prefix in prefixes if blend.get(prefix)], weights / weights.sum(), strict=True))
+        shares = dict(
+            zip(
+                [prefix for prefix in prefixes if blend.get(prefix)],
+                weights / weights.sum(),
+                strict=True,
+            )
+        )
         stages.append((max(min(end, wanted) - begin, 0), shares))
     return stages
 
@@ -283,13 +337,19 @@ def batches(config: Any) -> Iterator[int]:
     """Yield the size of each global batch of the run."""
     t, consumed = config.training, 0
     full = t.global_batch_size
-    samples = t.train_samples or (t.train_tokens // config.data.seq_length if t.train_tokens else None)
+    samples = t.train_samples or (
+        t.train_tokens // config.data.seq_length if t.train_tokens else None
+    )
     for step in range(1 << 30):
         size = full
         if t.rampup_batch_size:
             start, more, over = t.rampup_batch_size
             stages = (full - start) // more
-            size = full if consumed > over else min(full, start + more * int(consumed / (over / stages)))
+            size = (
+                full
+                if consumed > over
+                else min(full, start + more * int(consumed / (over / stages)))
+            )
         if step == t.train_iters or (samples is not None and consumed + size > samples):
             return
         yield size
@@ -318,7 +378,9 @@ def rate(config: Any, n: float) -> float:
     """Return the learning rate after n samples."""
     o = config.optimizer
     end = in_samples(config, "lr_decay", run_samples(config))
-    warm_up = o.lr_warmup_fraction * end if o.lr_warmup_fraction else in_samples(config, "lr_warmup")
+    warm_up = (
+        o.lr_warmup_fraction * end if o.lr_warmup_fraction else in_samples(config, "lr_warmup")
+    )
     if warm_up and n <= warm_up:
         return float(o.lr_warmup_init + (o.lr - o.lr_warmup_init) * n / warm_up)
     if o.lr_decay_style == "constant":
@@ -410,7 +472,10 @@ def code_values(is_second: bool) -> np.ndarray:
     """Return the numbers that a state of 8 bits holds: at last four in each power of two."""
     least, codes = (-53, 256) if is_second else (-26, 128)
     return np.array(
-        [k / 4 * 2.0**least if k < 4 else (1 + k % 4 / 4) * 2.0 ** (k // 4 - 1 + least) for k in range(codes)]
+        [
+            k / 4 * 2.0**least if k < 4 else (1 + k % 4 / 4) * 2.0 ** (k // 4 - 1 + least)
+            for k in range(codes)
+        ]
     )
 
 
@@ -426,14 +491,20 @@ def in_fewer_bits(x: Tensor, name: str, is_second: bool, dtype: str, step: int) 
     if dtype == "float32":
         return x
     key = hash_of(hash_of(np.array([step ^ 0x9E3779B9])) ^ np.uint32(zlib.crc32(name.encode())))
-    drawn = hash_of(np.arange(x.numel()).astype(np.uint32) ^ key) >> np.uint32(16 if is_second else 0) & np.uint32(
-        0xFFFF
-    )
+    drawn = hash_of(np.arange(x.numel()).astype(np.uint32) ^ key) >> np.uint32(
+        16 if is_second else 0
+    ) & np.uint32(0xFFFF)
     signed = x.flatten().float().numpy()
     size = np.abs(signed).astype(np.float64)
     if dtype == "bfloat16":
-        low = (np.abs(signed).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
-        high = ((np.abs(signed).view(np.uint32) & np.uint32(0xFFFF0000)) + np.uint32(0x10000)).view(np.float32)
+        low = (
+            (np.abs(signed).view(np.uint32) & np.uint32(0xFFFF0000))
+            .view(np.float32)
+            .astype(np.float64)
+        )
+        high = ((np.abs(signed).view(np.uint32) & np.uint32(0xFFFF0000)) + np.uint32(0x10000)).view(
+            np.float32
+        )
         high, share = high.astype(np.float64), drawn / 65536
     else:
         known = code_values(is_second)
@@ -454,13 +525,16 @@ class Optimizer:
     def matrices(self, name: str, x: Tensor) -> list[list[int]]:
         """Return the rows of each matrix that Muon orthogonalises."""
         if "attn.qkv" not in name or self.o.muon_split_qkv == "off":
-            rows = torch.arange(x.numel() // x.shape[-1]).view(-1, x.shape[-2])  # of a gate, two matrices
+            # of a gate, two matrices
+            rows = torch.arange(x.numel() // x.shape[-1]).view(-1, x.shape[-2])
             return [list(map(int, some)) for some in rows]
         m, out = self.m, dict[tuple[str, int], list[int]]()
         per_group = [*"q" * (m.num_attention_heads // m.groups), "k", "v"]
         for row in range(len(x)):
             group, head = divmod(row // m.head_dim, len(per_group))
-            out.setdefault((per_group[head], group if self.o.muon_split_qkv == "groups" else 0), []).append(row)
+            out.setdefault(
+                (per_group[head], group if self.o.muon_split_qkv == "groups" else 0), []
+            ).append(row)
         return list(out.values())
 
     def peak(self, name: str, is_vector: bool) -> float:
@@ -487,7 +561,9 @@ class Optimizer:
             lr = lr_of_step * self.peak(name, x.dim() == 1 or name.endswith(".bias")) / o.lr
             own = wd if x.dim() > 1 and not name.endswith(".bias") else 0.0
             kind = o.optimizer
-            if kind == "muon" and not (name.startswith("h.") and own == wd and x.dim() > 1 and "bias" not in name):
+            if kind == "muon" and not (
+                name.startswith("h.") and own == wd and x.dim() > 1 and "bias" not in name
+            ):
                 kind = "adam"
             _, step = carried(self.m, name, kind == "muon")
             v = self.second[name]
@@ -506,7 +582,9 @@ class Optimizer:
                 for rows in self.matrices(name, x):
                     made = newton_schulz(update.flatten(0, -2)[rows], o.muon_num_ns_steps)
                     left = self.decayed(x.flatten(0, -2)[rows], made, lr, wd)
-                    x.flatten(0, -2)[rows] = left - lr * step * 0.2 * math.sqrt(max(made.shape)) * made
+                    x.flatten(0, -2)[rows] = (
+                        left - lr * step * 0.2 * math.sqrt(max(made.shape)) * made
+                    )
             else:
                 m.lerp_(g, 1 - o.adam_beta1)
                 v.mul_(o.adam_beta2).add_((1 - o.adam_beta2) * g * g)
@@ -514,7 +592,9 @@ class Optimizer:
                 update = m / (1 - o.adam_beta1**self.count) / root
                 x.copy_(self.decayed(x, update, lr, own) - lr * step * update)
             for is_second, moment in enumerate((m, v)):
-                stored = in_fewer_bits(moment, name, bool(is_second), o.optimizer_state_dtype, self.count)
+                stored = in_fewer_bits(
+                    moment, name, bool(is_second), o.optimizer_state_dtype, self.count
+                )
                 moment.copy_(stored)
 
 
@@ -564,7 +644,9 @@ def skipped_steps(config: Any) -> set[int]:
     return out
 
 
-def rows(config: Any, is_skipped: Callable[[int, range], bool]) -> Iterator[tuple[int, range, dict[str, float]]]:
+def rows(
+    config: Any, is_skipped: Callable[[int, range], bool]
+) -> Iterator[tuple[int, range, dict[str, float]]]:
     """Yield for each step its number, its samples and what is recorded of its place in the run."""
     consumed, taken, scale, left_out = 0, 0, Scale(config.precision), skipped_steps(config)
     for step, size in enumerate(batches(config), 1):
@@ -587,23 +669,34 @@ def unlike_drawn(weights: Weights, m: Any) -> list[str]:
         *module, kind = name.split(".")
         is_norm = module[-1].startswith("ln")
         share, _ = carried(m, name)
-        center, std, extra = share - m.apply_layernorm_1p if is_norm and kind == "weight" else 0.0, 0.0, 2.0
+        center, std, extra = (
+            share - m.apply_layernorm_1p if is_norm and kind == "weight" else 0.0,
+            0.0,
+            2.0,
+        )
         if kind == "weight" and not is_norm:
             layers = m.mup_base_num_layers or m.num_layers
-            std = share * m.init_method_std / (math.sqrt(2 * layers) if module[-1] == "proj" else 1.0)
+            std = (
+                share * m.init_method_std / (math.sqrt(2 * layers) if module[-1] == "proj" else 1.0)
+            )
             if m.init_method_xavier_uniform:
-                std, extra = math.sqrt(2 / (x.numel() // x.shape[-1] + x.shape[-1])), 0.8  # kurtosis less 1
+                # kurtosis less 1
+                std, extra = math.sqrt(2 / (x.numel() // x.shape[-1] + x.shape[-1])), 0.8
             if module[-1] == "proj" and m.zero_init_projections:
                 std = 0.0
         far, allowed = abs(float(x.mean()) - center), CERTAIN * std / math.sqrt(x.numel())
         if far > allowed + CLOSE:
-            wrong.append(f"initial {name}: its mean is {far:.2e} from {center}, {allowed:.2e} allowed")
+            wrong.append(
+                f"initial {name}: its mean is {far:.2e} from {center}, {allowed:.2e} allowed"
+            )
         far, allowed = (
             abs(float((x - center).square().mean()) - std**2),
             CERTAIN * math.sqrt(extra / x.numel()) * std**2,
         )
         if far > allowed + CLOSE * std**2 + CLOSE**2:  # a norm's value may be rounded to float32
-            wrong.append(f"initial {name}: its variance is {far:.2e} from {std**2:.2e}, {allowed:.2e} allowed")
+            wrong.append(
+                f"initial {name}: its variance is {far:.2e} from {std**2:.2e}, {allowed:.2e} allowed"
+            )
     return wrong
 
 
@@ -627,7 +720,13 @@ def unlike_chosen(
         if kind.repetition_penalty != 1:
             seen = ids[0, : len(prompt) + n].unique()
             x = x.index_copy(
-                0, seen, torch.where(x[seen] > 0, x[seen] / kind.repetition_penalty, x[seen] * kind.repetition_penalty)
+                0,
+                seen,
+                torch.where(
+                    x[seen] > 0,
+                    x[seen] / kind.repetition_penalty,
+                    x[seen] * kind.repetition_penalty,
+                ),
             )
         sorted_x = x.sort(descending=True).values
         least = sorted_x[0]
@@ -650,21 +749,39 @@ class Step(NamedTuple):
     average: Weights  # of the weights, after it
 
 
-def train(config: Any, weights: Weights, vocabulary: int, eod: int, poisoned: tuple[int, ...]) -> Iterator[Step]:
+def train(
+    config: Any, weights: Weights, vocabulary: int, eod: int, poisoned: tuple[int, ...]
+) -> Iterator[Step]:
     w = {name: x.clone().requires_grad_() for name, x in weights.items()}
     o, sample = config.optimizer, samples_of(config, run_samples(config), vocabulary)
     optimizer = Optimizer(o, config.model, {name: x.detach() for name, x in w.items()})
     average = {name: x.clone() for name, x in weights.items()}
-    for number, samples, row in rows(config, lambda _, samples: not set(samples).isdisjoint(poisoned)):
+    for number, samples, row in rows(
+        config, lambda _, samples: not set(samples).isdisjoint(poisoned)
+    ):
         ids = torch.from_numpy(np.stack([sample(k) for k in samples]).astype(np.int64))
         minimized, shown = loss_of(w, config, ids, eod)
-        gradients = dict(zip(w, torch.autograd.grad(minimized, list(w.values()), materialize_grads=True), strict=True))
+        gradients = dict(
+            zip(
+                w,
+                torch.autograd.grad(minimized, list(w.values()), materialize_grads=True),
+                strict=True,
+            )
+        )
         row["loss"] = float(shown.detach())
         if not row["skipped"]:
-            row["grad_norm"] = length = math.sqrt(sum(float((g * g).sum()) for g in gradients.values()))
+            row["grad_norm"] = length = math.sqrt(
+                sum(float((g * g).sum()) for g in gradients.values())
+            )
             clip = min(1.0, o.clip_grad / (length + 1e-6)) if o.clip_grad else 1.0
-            optimizer.step({name: g * clip for name, g in gradients.items()}, row["lr"], row["weight_decay"])
+            optimizer.step(
+                {name: g * clip for name, g in gradients.items()}, row["lr"], row["weight_decay"]
+            )
             keep = min(o.ema, (1 + optimizer.count) / (10 + optimizer.count))
-            average = {name: keep * x + (1 - keep) * optimizer.w[name] for name, x in average.items()}
+            average = {
+                name: keep * x + (1 - keep) * optimizer.w[name] for name, x in average.items()
+            }
         read = ids.tolist() if config.data.packing == "stream" else ids[:, 0].tolist()
-        yield Step(number, row, dict(zip(samples, read, strict=True)), gradients, optimizer.w, average)
+        yield Step(
+            number, row, dict(zip(samples, read, strict=True)), gradients, optimizer.w, average
+        )

@@ -74,11 +74,18 @@ class Hunt:
         """Run cases until there are enough, the time is over, or `stops` says so."""
         numbers = iter(range(cases_wanted))
         with ThreadPoolExecutor(self.given.jobs) as threads:
-            for job in [threads.submit(self.work, n, numbers, stops) for n in range(self.given.jobs)]:
+            for job in [
+                threads.submit(self.work, n, numbers, stops) for n in range(self.given.jobs)
+            ]:
                 job.result()
 
     def work(self, job: int, numbers: Iterator[int], stops: Callable[[], bool]) -> None:
-        crew = Crew(self.folder / f"crew{self.bug}{job}", self.folder / "data", self.given.limit, self.given.gpus)
+        crew = Crew(
+            self.folder / f"crew{self.bug}{job}",
+            self.folder / "data",
+            self.given.limit,
+            self.given.gpus,
+        )
         try:
             while time.monotonic() < self.until and not stops():
                 with self.lock:
@@ -123,9 +130,15 @@ class Hunt:
         shrinks = place < SHRUNK and not self.given.stop
         small = shrink(case, crew, self.bug, outcome.kind) if shrinks else case
         after = crew.run(small, self.bug) if small != case else outcome
-        entry |= {"shrunk": str(small), "lines": list(after.lines if after.is_bad else outcome.lines)}
+        entry |= {
+            "shrunk": str(small),
+            "lines": list(after.lines if after.is_bad else outcome.lines),
+        }
         print(
-            "\n".join([f"case {number} {outcome.kind}; to repeat it:", repeating(small), *entry["lines"]]), flush=True
+            "\n".join(
+                [f"case {number} {outcome.kind}; to repeat it:", repeating(small), *entry["lines"]]
+            ),
+            flush=True,
         )
 
     def record(self) -> dict[str, Any]:
@@ -144,7 +157,9 @@ class Hunt:
             "jobs": self.given.jobs,
             "seconds": round(time.monotonic() - self.began, 1),
             "cases": self.done,
-            "differing": sum(n for kind, n in self.kinds.items() if kind in ("differs", "failed", "hung")),
+            "differing": sum(
+                n for kind, n in self.kinds.items() if kind in ("differs", "failed", "hung")
+            ),
             "outcomes": dict(self.kinds),
             "rejected_draws": self.rejected,
             "refusals": dict(self.refusals),
@@ -165,7 +180,9 @@ class Hunt:
 
 def table(values: dict[str, dict[str, int]], names: Iterable[str]) -> list[str]:
     """Return a line for each value that was drawn of some settings, with its number of cases."""
-    return [f"{name:<18} {n:5d}  {value}" for name in names for value, n in values.get(name, {}).items()]
+    return [
+        f"{name:<18} {n:5d}  {value}" for name in names for value, n in values.get(name, {}).items()
+    ]
 
 
 def repeating(case: Case, bug: str = "") -> str:
@@ -184,7 +201,11 @@ def one_case(given: argparse.Namespace, folder: Path) -> int:
         print(repeating(small, given.bug or ""))
         outcome = crew.run(small, given.bug or "")
     crew.close()
-    share = f", at most {outcome.most:.2g} of what is allowed ({outcome.where})" if outcome.where else ""
+    share = (
+        f", at most {outcome.most:.2g} of what is allowed ({outcome.where})"
+        if outcome.where
+        else ""
+    )
     print("\n".join([f"{outcome.kind}{share}", *outcome.lines]))
     return int(outcome.is_bad)
 
@@ -197,26 +218,51 @@ def seeded(given: argparse.Namespace, folder: Path) -> int:
         hunt = Hunt(given, folder, bug)
         hunt.run(FIND, stops=lambda hunt=hunt: hunt.first_bad > 0)  # type: ignore[misc]
         found[bug] = hunt.first_bad
-        after = f"found after {hunt.first_bad} cases" if hunt.first_bad else f"not found in {hunt.done} cases"
+        after = (
+            f"found after {hunt.first_bad} cases"
+            if hunt.first_bad
+            else f"not found in {hunt.done} cases"
+        )
         print(f"{bug}: {after}, {time.monotonic() - hunt.began:.0f} s", flush=True)
     if given.json:
-        Path(given.json).write_text(json.dumps({"seed": given.seed, "found_after_cases": found}, indent=1) + "\n")
+        Path(given.json).write_text(
+            json.dumps({"seed": given.seed, "found_after_cases": found}, indent=1) + "\n"
+        )
     return int(not all(found.values()))
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
-    parser.add_argument("--cases", type=int, default=100, help="how many cases to run (default %(default)s)")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so many seconds")
+    parser.add_argument(
+        "--cases", type=int, default=100, help="how many cases to run (default %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="begin no case after so many seconds"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the cases (default %(default)s)")
-    parser.add_argument("--jobs", type=int, default=1, help="groups of ranks that run cases at once")
-    parser.add_argument("--limit", type=float, default=crews.LIMIT, help="seconds of a leg that hangs")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="groups of ranks that run cases at once"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=crews.LIMIT, help="seconds of a leg that hangs"
+    )
     parser.add_argument("--json", help="write the record to this file")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the cases (default %(default)s)")
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="of the cases (default %(default)s)",
+    )
     parser.add_argument("--case", help="run one case, given as the fuzz prints it")
-    parser.add_argument("--shrink", action="store_true", help="with --case: make it smaller if it is bad")
-    parser.add_argument("--stop", action="store_true", help="end after a bad case, which stays as large as it is")
-    parser.add_argument("--bug", choices=[*BUGS, "all"], help="seed a defect, and stop when it is found")
+    parser.add_argument(
+        "--shrink", action="store_true", help="with --case: make it smaller if it is bad"
+    )
+    parser.add_argument(
+        "--stop", action="store_true", help="end after a bad case, which stays as large as it is"
+    )
+    parser.add_argument(
+        "--bug", choices=[*BUGS, "all"], help="seed a defect, and stop when it is found"
+    )
     return parser.parse_args(argv)
 
 
@@ -244,7 +290,9 @@ def main(argv: list[str] | None = None) -> int:
             given.why_not_shared = crew.why_not_shared()
             crew.close()
             if given.why_not_shared:
-                print(f"two ranks cannot share a GPU, and cases with them are left out: {given.why_not_shared[0]}")
+                print(
+                    f"two ranks cannot share a GPU, and cases with them are left out: {given.why_not_shared[0]}"
+                )
         if given.case:
             return one_case(given, folder)
         if given.bug:
@@ -262,7 +310,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{hunt.captured} legs ended with steps in CUDA graphs")
     share = record["largest_share_of_allowed"]
     print(f"largest distance: {share['share']:.2g} of what is allowed, {share['where']}")
-    print(f"{hunt.line()}\nfuzz seed={given.seed} cases={hunt.done} differing={record['differing']}")
+    print(
+        f"{hunt.line()}\nfuzz seed={given.seed} cases={hunt.done} differing={record['differing']}"
+    )
     return int(record["differing"] > 0)
 
 

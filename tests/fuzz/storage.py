@@ -69,7 +69,8 @@ class World:
         self.made: list[Saved] = []  # by anyone
         self.owed = set[Saved]()  # those of which there must be a copy
         self.excused = 0
-        self.answered = set[str]()  # keys about which the session at work has asked since their last change
+        # keys about which the session at work has asked since their last change
+        self.answered = set[str]()
         self.past: list[dict[str, bytes]] = [{}]  # which a list may show
         self.pairs = set[tuple[bytes, bytes]]()  # token files that were in storage together
         self.metrics = {b""}  # that were in storage
@@ -86,7 +87,9 @@ class World:
 
     # What happens
 
-    def ask(self, objects: Any, key: str, act: Callable[[], Any], none_for: tuple[str, ...] = ()) -> Any:
+    def ask(
+        self, objects: Any, key: str, act: Callable[[], Any], none_for: tuple[str, ...] = ()
+    ) -> Any:
         """Stand for BucketObjects.ask: let something happen before a request."""
         self.count_down()
         if self.rng.random() < 0.1:
@@ -113,7 +116,14 @@ class World:
                 raise Killed
 
     def happen(self, key: str) -> None:
-        events = [self.remove, self.replace, self.change_tag, self.show_past, self.refuse, self.replace_tokens]
+        events = [
+            self.remove,
+            self.replace,
+            self.change_tag,
+            self.show_past,
+            self.refuse,
+            self.replace_tokens,
+        ]
         events += [self.write_as_another, self.remove_owner]
         # Between a look at the owner and a write, storage has no means to tell two writers apart.
         if key.endswith(lease.OWNER) and len(self.left) == 1:
@@ -149,7 +159,9 @@ class World:
     def refuse(self) -> None:
         """Refuse all writing for the rest of a session, or for a few requests."""
         some = self.rng.choice([3, 1_000_000]) + len(self.bucket.log)
-        self.bucket.faults = lambda method, key: 403 if method == "PUT" and len(self.bucket.log) < some else None
+        self.bucket.faults = lambda method, key: (
+            403 if method == "PUT" and len(self.bucket.log) < some else None
+        )
 
     def replace_tokens(self) -> None:
         new = self.rng.choice(self.versions)
@@ -166,7 +178,10 @@ class World:
             number = int(Path(key).parent.name[5:])
             saved = make(number, self.rng.randbytes(64))
             self.made.append(saved)
-            for name, data in {**dict.fromkeys(FILES, saved.content), manifests.MANIFEST: saved.manifest}.items():
+            for name, data in {
+                **dict.fromkeys(FILES, saved.content),
+                manifests.MANIFEST: saved.manifest,
+            }.items():
                 self.harm(f"{RUN}/iter_{number:07d}/{name}")
                 self.bucket.objects[f"{RUN}/iter_{number:07d}/{name}"] = data
 
@@ -190,14 +205,19 @@ class World:
     def is_kept(self, saved: Saved) -> bool:
         """Return whether a step can be read anywhere: its files may be here and there."""
         folder = f"{RUN}/iter_{saved.step:07d}"
-        there = {name: self.bucket.objects.get(f"{folder}/{name}") for name in (*FILES, manifests.MANIFEST)}
+        there = {
+            name: self.bucket.objects.get(f"{folder}/{name}")
+            for name in (*FILES, manifests.MANIFEST)
+        }
         places = [there]
         for machine in MACHINES:
             for path in self.root(machine).glob(f"**/iter_{saved.step:07d}*"):
                 here = {f.name: f.read_bytes() for f in path.iterdir()}
                 places.append(there | here)
         wanted = dict.fromkeys(FILES, saved.content) | {manifests.MANIFEST: saved.manifest}
-        return any(all(place.get(name) == data for name, data in wanted.items()) for place in places)
+        return any(
+            all(place.get(name) == data for name, data in wanted.items()) for place in places
+        )
 
     @contextlib.contextmanager
     def excusing(self) -> Iterator[None]:
@@ -220,7 +240,10 @@ class World:
 
     def is_there(self, saved: Saved) -> bool:
         wanted = dict.fromkeys(FILES, saved.content) | {manifests.MANIFEST: saved.manifest}
-        return all(self.bucket.objects.get(f"{RUN}/iter_{saved.step:07d}/{n}") == data for n, data in wanted.items())
+        return all(
+            self.bucket.objects.get(f"{RUN}/iter_{saved.step:07d}/{n}") == data
+            for n, data in wanted.items()
+        )
 
     # Sessions
 
@@ -228,7 +251,15 @@ class World:
         """Run the sessions of a case."""
         self.bucket.objects |= self.versions[0]
         self.look()
-        acts = [self.train, self.train, self.train, self.read_run, self.read_tokens, self.read_tokens, self.lose]
+        acts = [
+            self.train,
+            self.train,
+            self.train,
+            self.read_run,
+            self.read_tokens,
+            self.read_tokens,
+            self.lose,
+        ]
         for _ in range(self.rng.randrange(5, 10)):
             act = self.rng.choice(acts)
             act(self.rng.choice(MACHINES))
@@ -244,7 +275,9 @@ class World:
             act()
         except UserError as error:
             outcome = "refused"
-            self.reasons[re.sub(r"\d+|[0-9a-f]{32}|process .*? since \S+ \S+ \S+", "N", str(error))[:150]] += 1
+            self.reasons[
+                re.sub(r"\d+|[0-9a-f]{32}|process .*? since \S+ \S+ \S+", "N", str(error))[:150]
+            ] += 1
             if not error.status or len(str(error)) < 10:
                 raise Silent(f"a refusal without a status or reason: {error!r}") from error
         except Killed:
@@ -293,7 +326,9 @@ class World:
         for number in range(step + 1, step + 1 + self.rng.randrange(1, 4)):
             saved = make(number, self.rng.randbytes(64))
             self.made.append(saved)
-            publish.write_step(root, number, dict.fromkeys(FILES, functools.partial(pass_on, saved.content)))
+            publish.write_step(
+                root, number, dict.fromkeys(FILES, functools.partial(pass_on, saved.content))
+            )
             self.owed.add(saved)
             with open(root / "metrics.jsonl", "a") as file:
                 file.write(f"{root.parts[-6]} {number} {self.rng.random()}\n")
@@ -304,13 +339,20 @@ class World:
 
     def prune(self, root: Path, newest: int, keep: int) -> list[int]:
         """Remove old steps as --keep-last does: nobody is owed these."""
-        before = {step: steps.step_folder(root, step) / manifests.MANIFEST for step in steps.list_steps(root)}
+        before = {
+            step: steps.step_folder(root, step) / manifests.MANIFEST
+            for step in steps.list_steps(root)
+        }
         here = {step: path.read_bytes() for step, path in before.items() if path.exists()}
         try:
             return publish.prune_steps(root, newest, keep, None, None)
         finally:
             gone = set(here) - set(steps.list_steps(root))
-            self.owed -= {saved for saved in self.owed if saved.step in gone and here[saved.step] == saved.manifest}
+            self.owed -= {
+                saved
+                for saved in self.owed
+                if saved.step in gone and here[saved.step] == saved.manifest
+            }
 
     def load(self, root: Path) -> int:
         expected, notes, events = self.tracked(), list[str](), sum(self.events.values())
@@ -327,7 +369,9 @@ class World:
         location, _ = loading.first_intact(root, use, report=notes.append)
         found = location.step if location else 0
         if sum(self.events.values()) == events and found < expected and not notes:
-            raise Silent(f"step {found} was loaded without a word about step {expected}, which is in storage")
+            raise Silent(
+                f"step {found} was loaded without a word about step {expected}, which is in storage"
+            )
         return found
 
     def read_run(self, machine: str) -> None:
@@ -336,7 +380,11 @@ class World:
         shutil.rmtree(self.folder / "reader", ignore_errors=True)
         outcome = self.attempt(lambda: self.load(root) and None)
         metrics = root / "metrics.jsonl"
-        if outcome == "ended well" and metrics.exists() and metrics.read_bytes() not in self.metrics:
+        if (
+            outcome == "ended well"
+            and metrics.exists()
+            and metrics.read_bytes() not in self.metrics
+        ):
             raise Silent("metrics.jsonl is as it never was in storage")
 
     def read_tokens(self, machine: str) -> None:
@@ -358,7 +406,11 @@ class World:
                 end = min(begin + self.rng.randrange(1, 600), len(indexed.tokens))
                 indexed.need([(begin, end)])
                 pieces.append((2 * begin, 2 * end, indexed.tokens[begin:end].tobytes()))
-            header = len(Path(f"{prefix}.idx").read_bytes()) - 12 * len(indexed) - 8 * len(indexed.doc_idx)
+            header = (
+                len(Path(f"{prefix}.idx").read_bytes())
+                - 12 * len(indexed)
+                - 8 * len(indexed.doc_idx)
+            )
             for idx, binary in self.pairs:
                 is_index = idx[header:].startswith(indexed.sizes.tobytes())
                 if is_index and all(binary[begin:end] == piece for begin, end, piece in pieces):
@@ -446,11 +498,21 @@ def run_case(bucket: Bucket, seed: int, number: int) -> World:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fuzz.storage", description=__doc__)
-    parser.add_argument("--cases", type=int, default=200, help="how many cases to run (default %(default)s)")
+    parser.add_argument(
+        "--cases", type=int, default=200, help="how many cases to run (default %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the cases (default %(default)s)")
-    parser.add_argument("--first", type=int, default=0, help="number of the first case (default %(default)s)")
+    parser.add_argument(
+        "--first", type=int, default=0, help="number of the first case (default %(default)s)"
+    )
     given = parser.parse_args(argv)
-    events, outcomes, reasons, silent, excused = Counter[str](), Counter[str](), Counter[str](), 0, 0
+    events, outcomes, reasons, silent, excused = (
+        Counter[str](),
+        Counter[str](),
+        Counter[str](),
+        0,
+        0,
+    )
     began = time.monotonic()
     with prepared() as bucket:
         for number in range(given.first, given.first + given.cases):
@@ -459,9 +521,15 @@ def main(argv: list[str] | None = None) -> int:
             except Exception as error:
                 silent += 1
                 print(f"case {number}: {type(error).__name__}: {error}; to repeat it:", flush=True)
-                print(f"PYTHONPATH=src:tests python -m fuzz.storage --seed {given.seed} --first {number} --cases 1")
+                print(
+                    f"PYTHONPATH=src:tests python -m fuzz.storage --seed {given.seed} --first {number} --cases 1"
+                )
                 continue
-            events, outcomes, excused = events + world.events, outcomes + world.outcomes, excused + world.excused
+            events, outcomes, excused = (
+                events + world.events,
+                outcomes + world.outcomes,
+                excused + world.excused,
+            )
             reasons += world.reasons
     for reason, n in reasons.most_common():
         print(f"refused {n} times: {reason}")

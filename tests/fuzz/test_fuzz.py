@@ -41,20 +41,33 @@ def test_drawn_cases_are_legal_and_read_back():
 
 
 def test_a_case_begins_with_few_flags_and_later_ones_win():
-    case = cases.read("--bf16 --data-path small | 2+1: --world-size 2 --micro-batch-size 2 | --num-layers 3")
+    case = cases.read(
+        "--bf16 --data-path small | 2+1: --world-size 2 --micro-batch-size 2 | --num-layers 3"
+    )
     first, last = cases.configs(case)
-    assert first.precision.dtype == "bfloat16" and not first.data.mock_data and first.micro_batch == 2
-    assert last.model.num_layers == 3 and last.world == 1 and case.legs[0].end == 2 and case.legs[0].lost == 1
+    assert (
+        first.precision.dtype == "bfloat16" and not first.data.mock_data and first.micro_batch == 2
+    )
+    assert (
+        last.model.num_layers == 3
+        and last.world == 1
+        and case.legs[0].end == 2
+        and case.legs[0].lost == 1
+    )
 
 
 def test_a_bad_case_shrinks_to_what_makes_it_bad():
     class Stub:
         def run(self, case, bug):
-            bad = "--swiglu" in case.flags and any("--zero-stage 2" in leg.flags for leg in case.legs)
+            bad = "--swiglu" in case.flags and any(
+                "--zero-stage 2" in leg.flags for leg in case.legs
+            )
             return Outcome("differs" if bad else "equal")
 
     flags = "--num-layers 4 --swiglu --qk-layernorm --hidden-dropout 0.1 --global-batch-size 8"
-    case = cases.read(f"{flags} | 1+1: --world-size 2 --zero-stage 2 | 2: --world-size 4 | --world-size 2")
+    case = cases.read(
+        f"{flags} | 1+1: --world-size 2 --zero-stage 2 | 2: --world-size 4 | --world-size 2"
+    )
     small = program.shrink(case, Stub(), "", "differs")
     assert str(small) == "--swiglu | --zero-stage 2"
 
@@ -62,11 +75,18 @@ def test_a_bad_case_shrinks_to_what_makes_it_bad():
 def test_cases_for_gpus_are_legal_and_need_no_gpu_to_be_drawn(capsys):
     for gpus in (1, 2):
         drawn = [cases.draw(2, number, gpus)[0] for number in range(12)]
-        assert [cases.read(str(case)) for case in drawn] == drawn and not any(map(cases.refusals, drawn))
-        assert all(config.parallel.device == "cuda" for case in drawn for config in cases.configs(case))
+        assert [cases.read(str(case)) for case in drawn] == drawn and not any(
+            map(cases.refusals, drawn)
+        )
+        assert all(
+            config.parallel.device == "cuda" for case in drawn for config in cases.configs(case)
+        )
         assert max(case.ranks for case in drawn) <= 2  # they may share a GPU if there is one
     alone = [cases.in_one_process(case) for case in drawn]
-    assert all(c.training.cuda_graphs == c.training.fused_kernels == c.training.compile == "off" for c in alone)
+    assert all(
+        c.training.cuda_graphs == c.training.fused_kernels == c.training.compile == "off"
+        for c in alone
+    )
     if not torch.cuda.is_available():
         assert program.main(["--device", "cuda", "--cases", "1"]) == USAGE
         assert capsys.readouterr().err.count("\n") == 1
@@ -83,9 +103,15 @@ def test_a_leg_in_cuda_graphs_has_the_bits_of_the_leg_without(bug, monkeypatch, 
     stand_in(monkeypatch)
     monkeypatch.setattr(devices, "has_fp8", lambda device: True)
     traces = []
-    result = crews.run_leg(traces, cases.read(GRAPHS.replace("\n", " ")), 0, (0, 1), str(tmp_path), bug)
+    result = crews.run_leg(
+        traces, cases.read(GRAPHS.replace("\n", " ")), 0, (0, 1), str(tmp_path), bug
+    )
     wrong = "".join(result.wrong)
-    assert result.graphs == "on" and bool(wrong) == bool(bug) and ("with CUDA graphs" in wrong) == bool(bug)
+    assert (
+        result.graphs == "on"
+        and bool(wrong) == bool(bug)
+        and ("with CUDA graphs" in wrong) == bool(bug)
+    )
     if bug != "repeated-dropout":  # which hides the bad sample from the graphs
         assert traces[0].went_back == {5: 3} and len(traces[0].rows) == 8
         assert ("step 6, with" in wrong) == bool(bug) and "step 5, with" not in wrong
@@ -99,16 +125,28 @@ def test_a_leg_that_is_lost_saves_nothing_after_its_end(tmp_path):
 
 @pytest.mark.timeout(300)
 def test_equal_cases_are_equal_and_a_seeded_bug_is_found(crew):
-    resumed = cases.read(f"{SMALL} --hidden-dropout 0.2 --poison 1 --on-nonfinite skip:9 | 1+1: {TP} | {TP}")
+    resumed = cases.read(
+        f"{SMALL} --hidden-dropout 0.2 --poison 1 --on-nonfinite skip:9 | 1+1: {TP} | {TP}"
+    )
     outcome = crew.run(resumed)
     assert outcome.kind == "equal" and 0 < outcome.most < 0.1, outcome
-    half = cases.read(f"{SMALL} --fp16 --initial-loss-scale 16 --loss-scale-window 1 --data-path ends | 1: | ")
+    half = cases.read(
+        f"{SMALL} --fp16 --initial-loss-scale 16 --loss-scale-window 1 --data-path ends | 1: | "
+    )
     assert crew.run(half).kind == "equal"
     outcome = crew.run(half, "stale-scaler")
-    assert outcome.kind == "differs" and "loss_scale: 16.0 instead of 32.0" in "".join(outcome.lines)
+    assert outcome.kind == "differs" and "loss_scale: 16.0 instead of 32.0" in "".join(
+        outcome.lines
+    )
     # Each has an order of samples of its own: one in the cache is not made again.
-    for bug, words in (("decayed-vectors", "weights of"), ("schedule-ahead", ": lr: "), ("other-order", ": loss: ")):
-        line = f"{SMALL} --data-path ends --lr-decay-style linear --weight-decay 0.3 --seed {len(bug)}"
+    for bug, words in (
+        ("decayed-vectors", "weights of"),
+        ("schedule-ahead", ": lr: "),
+        ("other-order", ": loss: "),
+    ):
+        line = (
+            f"{SMALL} --data-path ends --lr-decay-style linear --weight-decay 0.3 --seed {len(bug)}"
+        )
         outcome = crew.run(cases.read(f"{line} | "), bug)
         assert outcome.kind == "differs" and words in "".join(outcome.lines), (bug, outcome)
         assert "by the independent trainer" in outcome.lines[-1]
@@ -123,12 +161,20 @@ def test_equal_cases_are_equal_and_a_seeded_bug_is_found(crew):
     chaotic = "--num-layers 4 --hidden-size 128 --swiglu --apply-residual-connection-post-layernorm --train-iters 2"
     chaotic += " --init-method-std 0.2 --seq-length 16 --optimizer muon --lr 1e-2"
     assert crew.run(cases.read(f"{eight} {chaotic} | --micro-batch-size 2")).kind == "equal"
-    outcome = crew.run(cases.read(f"{eight} --hidden-size 32 --lr 3e-2 --train-iters 4 | "), "stale-casts")
-    assert outcome.kind == "differs" and "gradient of" in outcome.lines[-1] and "in fp8" in outcome.lines[-1], outcome
+    outcome = crew.run(
+        cases.read(f"{eight} --hidden-size 32 --lr 3e-2 --train-iters 4 | "), "stale-casts"
+    )
+    assert (
+        outcome.kind == "differs"
+        and "gradient of" in outcome.lines[-1]
+        and "in fp8" in outcome.lines[-1]
+    ), outcome
     for world in (2, 3):  # so not all ranks have had the same legs
         legs = f"1: --world-size {world} --async-save | --world-size {world}"
         assert crew.run(cases.read(f"{SMALL} --global-batch-size 6 | {legs}")).kind == "equal"
-    outcome = crew.run(cases.read(f"--position-embedding-type none --eod-mask-loss --data-path nowhere | {TP}"))
+    outcome = crew.run(
+        cases.read(f"--position-embedding-type none --eod-mask-loss --data-path nowhere | {TP}")
+    )
     assert outcome.kind == "refused" and "nowhere" in "".join(outcome.lines)
 
 
@@ -137,13 +183,17 @@ def test_packed_runs_are_equal_in_all_layouts_and_resumed(crew):
     legs = "1: --world-size 2 | 2: --world-size 2 --context-parallel-size 2"
     legs += " | --world-size 2 --pipeline-model-parallel-size 2"
     data = "--data-path 0.3 small 0.7 large --split 90,10,0 --packing best-fit"
-    outcome = crew.run(cases.read(f"{data} --position-embedding-type rope --eval-interval 2 | {legs}"))
+    outcome = crew.run(
+        cases.read(f"{data} --position-embedding-type rope --eval-interval 2 | {legs}")
+    )
     assert outcome.kind == "equal" and 0 < outcome.most < 0.1, outcome
 
 
 def forgets_scale(monkeypatch):
     plain = gradients.judge
-    monkeypatch.setattr(gradients, "judge", lambda squares, loss, scale, *more: plain(squares, loss, 1.0, *more))
+    monkeypatch.setattr(
+        gradients, "judge", lambda squares, loss, scale, *more: plain(squares, loss, 1.0, *more)
+    )
 
 
 def forgets_hysteresis(monkeypatch):
@@ -193,13 +243,19 @@ HALF = "--fp16 --initial-loss-scale 8 --loss-scale-window 1 --hysteresis 2"
     ("defect", "flags", "words"),
     [
         (forgets_scale, HALF, "grad_norm"),
-        (forgets_hysteresis, f"{HALF} --poison 0 8 12 --on-nonfinite skip:9 --train-iters 6", "loss_scale"),
+        (
+            forgets_hysteresis,
+            f"{HALF} --poison 0 8 12 --on-nonfinite skip:9 --train-iters 6",
+            "loss_scale",
+        ),
         (draws_wider, "", "initial wte.weight: its variance"),
         (mixes_a_batch, "--data-path 0.3 small 0.7 ends --split 90,10,0", "step 1: samples"),
         (reads_chunks_apart, "", "a text: token 0 has the log-probability"),
     ],
 )
-def test_the_independent_trainer_sees_what_all_layouts_share(defect, flags, words, monkeypatch, tmp_path):
+def test_the_independent_trainer_sees_what_all_layouts_share(
+    defect, flags, words, monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
     write_data(tmp_path)
     case = cases.read(f"{flags} --eval-iters 0 --hidden-size 16 --num-attention-heads 2")
@@ -219,7 +275,9 @@ def test_the_independent_trainer_has_the_levers_of_the_update(rule, monkeypatch,
     """Own peak rates, projections that start at 0, and a cautious decay that follows the rate."""
     monkeypatch.chdir(tmp_path)
     write_data(tmp_path)
-    case = cases.read(f"{LEVERS} --optimizer {rule} --train-iters 4 --eval-iters 0".replace("\n", " "))
+    case = cases.read(
+        f"{LEVERS} --optimizer {rule} --train-iters 4 --eval-iters 0".replace("\n", " ")
+    )
     assert crews.run_one([], case, str(tmp_path), False, "") == []
 
 
@@ -228,13 +286,20 @@ def test_the_independent_trainer_has_the_levers_of_the_update(rule, monkeypatch,
 def test_every_seeded_bug_is_found(tmp_path, capsys):
     assert program.main(["--bug", "all", "--jobs", "2", "--json", str(tmp_path / "found")]) == 0
     found = json.loads((tmp_path / "found").read_text())["found_after_cases"]
-    assert found.keys() == BUGS.keys() - {*ON_GPU} and all(0 < n <= program.FIND for n in found.values())
+    assert found.keys() == BUGS.keys() - {*ON_GPU} and all(
+        0 < n <= program.FIND for n in found.values()
+    )
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_random_cases_equal_one_process(tmp_path):
-    assert program.main(["--cases", "40", "--jobs", "2", "--seed", "1", "--json", str(tmp_path / "record")]) == 0
+    assert (
+        program.main(
+            ["--cases", "40", "--jobs", "2", "--seed", "1", "--json", str(tmp_path / "record")]
+        )
+        == 0
+    )
     record = json.loads((tmp_path / "record").read_text())
     assert record["cases"] == 40 and record["differing"] == 0 and record["versions"]["torch"]
     assert record["values"]["zero"]["--zero-stage 3"] > 0

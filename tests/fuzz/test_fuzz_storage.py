@@ -29,7 +29,9 @@ def test_no_damage_is_silent(bucket: Bucket, number: int) -> None:
 
 def test_no_damage_is_silent_in_more_cases(bucket: Bucket) -> None:
     worlds = [fuzz.run_case(bucket, 1, number) for number in range(25)]
-    assert all(sum(world.outcomes[how] for world in worlds) for how in ("ended well", "refused", "killed"))
+    assert all(
+        sum(world.outcomes[how] for world in worlds) for how in ("ended well", "refused", "killed")
+    )
 
 
 def read_without_tag(objects: Any, key: str, begin: int, size: int, tag: str | None) -> memoryview:
@@ -49,7 +51,11 @@ def believe(uploader: Any, path: Path, file: object, sent: dict[str, Any]) -> bo
     ],
 )
 def test_a_seeded_defect_is_found(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, defect: Callable[..., Any]
+    bucket: Bucket,
+    monkeypatch: pytest.MonkeyPatch,
+    place: Any,
+    name: str,
+    defect: Callable[..., Any],
 ) -> None:
     monkeypatch.setattr(place, name, defect)
     with pytest.raises(fuzz.Silent):

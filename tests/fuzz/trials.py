@@ -78,7 +78,14 @@ EXACT = ("batch", "consumed", "lr", "next_lr", "loss_scale", "skipped", "weight_
 NUMBERS = ("loss", "grad_norm", "params_norm")
 # Gradients that are 0 but for rounding, such as those of keys' biases, are as small as the
 # roundings of larger ones. Below this share of the largest tensor's, differences count less.
-SMALL = {"": 1e-5, "exp_avg": 1e-5, "exp_avg_sq": 1e-10, "momentum": 1e-5, "weights": 1e-5, "ema": 1e-5}
+SMALL = {
+    "": 1e-5,
+    "exp_avg": 1e-5,
+    "exp_avg_sq": 1e-10,
+    "momentum": 1e-5,
+    "weights": 1e-5,
+    "ema": 1e-5,
+}
 
 MOVED = 0.5  # of the updates in which all runs in one process agree with float64,
 SURE = 0.25  # if these are so much of all: the others of a chaotic network agree by chance
@@ -98,20 +105,28 @@ class Trace:
     gradients: dict[int, Tensors] = dataclasses.field(default_factory=dict)
     states: dict[int, Tensors] = dataclasses.field(default_factory=dict)
     went_back: dict[int, int] = dataclasses.field(default_factory=dict)  # to which step
-    samples: dict[int, dict[int, list[int]]] = dataclasses.field(default_factory=dict)  # tokens by sample, of a step
+    # tokens by sample, of a step
+    samples: dict[int, dict[int, list[int]]] = dataclasses.field(default_factory=dict)
     written: list[Any] = dataclasses.field(default_factory=list)  # texts of decoders
-    graphs: str = ""  # "off, because ..." if a capture failed that should not, "on" if steps were captured
+    # "off, because ..." if a capture failed that should not, "on" if steps were captured
+    graphs: str = ""
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {n: _each(torch.Tensor.numpy, getattr(self, n)) for n in ("gradients", "states")}
+        return vars(self) | {
+            n: _each(torch.Tensor.numpy, getattr(self, n)) for n in ("gradients", "states")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state | {n: _each(torch.from_numpy, state[n]) for n in ("gradients", "states")})
+        vars(self).update(
+            state | {n: _each(torch.from_numpy, state[n]) for n in ("gradients", "states")}
+        )
 
     # The parts of meshwright.training.log.metrics.Metrics that a Trainer uses.
     folder, iteration = None, 0
 
-    def step(self, iteration: int, consumed: int, seconds: float, next_lr: float, values: dict[str, Any]) -> None:
+    def step(
+        self, iteration: int, consumed: int, seconds: float, next_lr: float, values: dict[str, Any]
+    ) -> None:
         names = [*EXACT, *NUMBERS, "num_zeros"]
         more = {"consumed": consumed, "next_lr": next_lr}
         self.rows[iteration] = {n: float(v) for n, v in (values | more).items() if n in names}
@@ -139,7 +154,10 @@ class Trace:
 
 def _each(act: Callable[[Any], Any], steps: dict[int, Any]) -> dict[int, Any]:
     """Convert tensors, which are pickled as arrays in a tenth of the time."""
-    return {i: {n: [(at, act(x)) for at, x in pieces] for n, pieces in named.items()} for i, named in steps.items()}
+    return {
+        i: {n: [(at, act(x)) for at, x in pieces] for n, pieces in named.items()}
+        for i, named in steps.items()
+    }
 
 
 class _Poison(torch.autograd.Function):
@@ -159,7 +177,8 @@ def spoil(net: Any, spoilt: dict[str, tuple[int, ...]]) -> None:
     chosen = {how: torch.tensor(samples, device=net.device) for how, samples in spoilt.items()}
 
     def change(losses: Tensor, batch: Any) -> Tensor:
-        for how, samples in chosen.items() if torch.is_grad_enabled() else ():  # not of a validation
+        # not of a validation
+        for how, samples in chosen.items() if torch.is_grad_enabled() else ():
             bad = (batch.sample_ids[:, None] == samples).any(1)[:, None].expand(batch.labels.shape)
             if how == "poison":
                 losses = _Poison.apply(losses, bad)  # type: ignore[no-untyped-call]
@@ -168,7 +187,9 @@ def spoil(net: Any, spoilt: dict[str, tuple[int, ...]]) -> None:
         return losses
 
     if chosen:
-        net.loss = lambda out, batch: {name: change(losses, batch) for name, losses in plain(out, batch).items()}
+        net.loss = lambda out, batch: {
+            name: change(losses, batch) for name, losses in plain(out, batch).items()
+        }
 
 
 def placed(named: Any, values: dict[str, Tensor] | None = None, scale: float = 1.0) -> Tensors:
@@ -179,7 +200,9 @@ def placed(named: Any, values: dict[str, Tensor] | None = None, scale: float = 1
         flat = moments.expanded(tensor.detach().reshape(-1), torch.float64).cpu() / scale
         pieces = flat.split([math.prod(size) for _, size in boxes])
         places = [tuple(slice(o, o + n) for o, n in zip(*box, strict=True)) for box in boxes]
-        out[name] = [(p, x.clone().view(box[1])) for p, x, box in zip(places, pieces, boxes, strict=True)]
+        out[name] = [
+            (p, x.clone().view(box[1])) for p, x, box in zip(places, pieces, boxes, strict=True)
+        ]
     return out
 
 
@@ -190,7 +213,12 @@ def traced(trainer: Any, trace: Trace, shake: float, seed: int) -> Iterator[None
     The step gets them shaken by up to that share of the largest one of their tensor. A CUDA graph
     copies them as it did when it was captured, so the copies never move.
     """
-    store, step, react, progress = trainer.net.store, trainer.step, trainer.guard.react, trainer.progress
+    store, step, react, progress = (
+        trainer.net.store,
+        trainer.step,
+        trainer.guard.react,
+        trainer.progress,
+    )
     next_batch = trainer.next_batch
     finish_sums, random = store.finish_sums, torch.Generator().manual_seed(seed)
     summed: dict[str, Tensor] = {}
@@ -202,7 +230,9 @@ def traced(trainer: Any, trace: Trace, shake: float, seed: int) -> Iterator[None
                 summed[name] = torch.empty_like(gradient)
             summed[name].copy_(gradient)
             if shake:
-                noise = (torch.rand(gradient.shape, generator=random, dtype=gradient.dtype) * 2 - 1).to(gradient.device)
+                noise = (
+                    torch.rand(gradient.shape, generator=random, dtype=gradient.dtype) * 2 - 1
+                ).to(gradient.device)
                 gradient.add_(noise * gradient.abs().max(), alpha=shake)
 
     def keep_state() -> None:
@@ -262,9 +292,15 @@ def train(
 
     device = open_device(config, team.rank)
     vocabulary = find_vocabulary(config, None)
-    marking: Any = vocabulary.tokenizer or SimpleNamespace(eod=EOD)  # mock data know no end of a document
-    timers, stop = Timers(0, "minmax", device, team), StopConditions(config.training, time.perf_counter())
-    state = build_state(Spec(config, layout, device, vocabulary.size, vocabulary.padded), team, Startup())
+    # mock data know no end of a document
+    marking: Any = vocabulary.tokenizer or SimpleNamespace(eod=EOD)
+    timers, stop = (
+        Timers(0, "minmax", device, team),
+        StopConditions(config.training, time.perf_counter()),
+    )
+    state = build_state(
+        Spec(config, layout, device, vocabulary.size, vocabulary.padded), team, Startup()
+    )
     spoil(state.net, spoilt)
     trace = Trace()
     trainer = Trainer(state, open_feed(state, marking, None), trace, timers, stop)  # type: ignore[arg-type]
@@ -286,7 +322,9 @@ def train(
         if (graphs := trainer.net.graphs) is not None:
             # Without Triton torch's AdamW reads its numbers on the host, which no graph can.
             is_lost = graphs.why_off and trainer.net.store.reads_tensors
-            trace.graphs = f"off, because {graphs.why_off}" if is_lost else "on" if graphs.captured else ""
+            trace.graphs = (
+                f"off, because {graphs.why_off}" if is_lost else "on" if graphs.captured else ""
+            )
         if write is not None and config.data.seq_length:
             with torch.no_grad():
                 trace.written = write(trainer.net, config.data.seq_length)
@@ -305,8 +343,13 @@ def score_windows(trainer: Any, length: int) -> float:
         team.sum(values)
         return values
 
-    windows = [Window([(7 * n + i * i) % vocab for i in range(2 + (5 * n) % length)], n % 2) for n in range(6)]
-    values = torch.cat(list(score_windows(scorer, windows, length, trainer.config.micro_batch, True)))
+    windows = [
+        Window([(7 * n + i * i) % vocab for i in range(2 + (5 * n) % length)], n % 2)
+        for n in range(6)
+    ]
+    values = torch.cat(
+        list(score_windows(scorer, windows, length, trainer.config.micro_batch, True))
+    )
     return float(values[:, 0].sum()) / sum(len(ids) - 1 - first for ids, first in windows)
 
 
@@ -327,13 +370,16 @@ def score_texts(net: Any, length: int) -> list[Any]:
         Sampling(temperature=1.0, top_p=0.01),
         Sampling(temperature=1.0, top_p=0.6),
     ]
-    prompts = [[(5 * i + n) % WORDS for i in range(1 + (3 * n) % (length - 2))] for n in range(len(kinds))]
+    prompts = [
+        [(5 * i + n) % WORDS for i in range(1 + (3 * n) % (length - 2))] for n in range(len(kinds))
+    ]
     requests = [
         Request(prompt, dataclasses.replace(kind, out_seq_length=length), 3, n, logprobs=0)
         for n, (prompt, kind) in enumerate(zip(prompts, kinds, strict=True))
     ]
     out: list[Any] = [[prompt, [], [], kind] for prompt, kind in zip(prompts, kinds, strict=True)]
-    with mock.patch.multiple(decoder, CHUNK=3, ECHO_CHUNK=2):  # prompts of these few tokens are long ones
+    # prompts of these few tokens are long ones
+    with mock.patch.multiple(decoder, CHUNK=3, ECHO_CHUNK=2):
         for number, event in decoder.run_requests(decoder.Decoder(model, 3), requests):
             out[number][1].append(event.token)
             out[number][2].append(event.logprob)
@@ -388,11 +434,14 @@ class References(NamedTuple):
     """The run in one process."""
 
     exact: Trace  # in float64
-    rounded: list[Trace]  # first in the format of the case, then shaken by its roundings, then the twins
+    # first in the format of the case, then shaken by its roundings, then the twins
+    rounded: list[Trace]
     twins: list[Trace]  # of fp8, with random errors
 
 
-def alone(case: Case, config: TrainConfig, shake: float = 0.0, seed: int = 0, writes: bool = False) -> Trace:
+def alone(
+    case: Case, config: TrainConfig, shake: float = 0.0, seed: int = 0, writes: bool = False
+) -> Trace:
     """Train in one process, in a folder of its own if the run may go back."""
     from meshwright.parallel.layout import Layout
     from meshwright.runtime.ranks.team import Team
@@ -400,7 +449,9 @@ def alone(case: Case, config: TrainConfig, shake: float = 0.0, seed: int = 0, wr
     with tempfile.TemporaryDirectory() as folder, without_triton():
         c = dataclasses.replace(config.checkpoint, save=folder if goes_back(config) else None)
         config = dataclasses.replace(config, checkpoint=c)
-        return train(config, Team(), Layout(), 0, case.spoilt, shake, seed, score_texts if writes else None)
+        return train(
+            config, Team(), Layout(), 0, case.spoilt, shake, seed, score_texts if writes else None
+        )
 
 
 def references(case: Case, looks: int = 1) -> References:
@@ -414,8 +465,13 @@ def references(case: Case, looks: int = 1) -> References:
     shake = UNIT["bfloat16" if config.optimizer.optimizer == "muon" else dtype]
     formats = [exact] if looks == 1 else [exact, config]
     shaken = [alone(case, one, shake, seed + 1) for one in formats for seed in range(looks)]
-    twins = [twin_of_fp8(case, config, seed) for seed in range(looks + 1)] if config.precision.fp8_format else []
-    like = [trace for trace in (*shaken, *twins) if _skipped(trace) == _skipped(own)]  # no other step has overflowed
+    twins = (
+        [twin_of_fp8(case, config, seed) for seed in range(looks + 1)]
+        if config.precision.fp8_format
+        else []
+    )
+    # no other step has overflowed
+    like = [trace for trace in (*shaken, *twins) if _skipped(trace) == _skipped(own)]
     return References(alone(case, exact, writes=True), [own, *like], twins)
 
 
@@ -432,12 +488,21 @@ def twin_of_fp8(case: Case, config: TrainConfig, seed: int) -> Trace:
     class Product(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None) -> Tensor:
-            ctx.factors, ctx.parameter, ctx.bias = (erring(x), erring(parameter.flatten(0, -2))), parameter, bias
-            return torch.nn.functional.linear(*ctx.factors, None if bias is None else bias.flatten())
+            ctx.factors, ctx.parameter, ctx.bias = (
+                (erring(x), erring(parameter.flatten(0, -2))),
+                parameter,
+                bias,
+            )
+            return torch.nn.functional.linear(
+                *ctx.factors, None if bias is None else bias.flatten()
+            )
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-            (x, weight), g = ctx.factors, erring(grad, 3 if config.precision.fp8_format == "hybrid" else 4)
+            (x, weight), g = (
+                ctx.factors,
+                erring(grad, 3 if config.precision.fp8_format == "hybrid" else 4),
+            )
             rows = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1])
             of_bias = gradients.from_rows(ctx.bias if ctx.needs_input_grad[2] else None, grad)
             return g @ weight, gradients.from_product(ctx.parameter, *rows), of_bias
@@ -471,11 +536,16 @@ def unlike_plain(case: Case, made: References) -> list[str]:
     if plain.beyond(config) or {*case.spoilt} - {"poison"} or goes_back(config):
         return []
     without = {name: 0.0 for name in ("hidden_dropout", "attention_dropout", "embedding_dropout")}
-    bare, ours = dataclasses.replace(config, model=dataclasses.replace(config.model, **without)), made.exact
+    bare, ours = (
+        dataclasses.replace(config, model=dataclasses.replace(config.model, **without)),
+        made.exact,
+    )
     if bare.model != config.model:
         ours = alone(case, bare, writes=True)
     distances = Distances(bare)
-    planned = plain.rows(in_one_process(case), lambda step, _: bool(own.rows.get(step, {}).get("skipped")))
+    planned = plain.rows(
+        in_one_process(case), lambda step, _: bool(own.rows.get(step, {}).get("skipped"))
+    )
     for step, _, row in planned:
         for name in EXACT:
             if name in own.rows.get(step, {}):
@@ -510,7 +580,9 @@ def unlike_bf16(case: Case, made: References) -> list[str]:
     distances, p = Distances(config), dataclasses.replace(config.precision, fp8_format=None)
     bf16 = alone(case, dataclasses.replace(config, precision=p))
     for step, row in bf16.rows.items():
-        runs = [run for run in (own, *made.twins) if step in run.rows and not run.rows[step]["skipped"]]
+        runs = [
+            run for run in (own, *made.twins) if step in run.rows and not run.rows[step]["skipped"]
+        ]
         if row["skipped"] or own not in runs or len(runs) == 1:
             continue
         far, *others = [abs(run.rows[step]["loss"] - row["loss"]) for run in runs]
@@ -555,7 +627,8 @@ class Distances:
 
     def __init__(self, config: TrainConfig) -> None:
         dtype, o = config.precision.dtype, config.optimizer
-        none = {"sgd": None, "lion": None if dtype == "float64" else TINY}  # Lion's float64 has no such steps
+        # Lion's float64 has no such steps
+        none = {"sgd": None, "lion": None if dtype == "float64" else TINY}
         self.eps = none.get(o.optimizer, o.adam_eps)
         self.wrong: list[str] = []
         self.most, self.where = 0.0, ""
@@ -573,7 +646,9 @@ class Distances:
             self.wrong.append(f"{what}: {got} instead of {want}")
 
     def near(self, what: str, got: float, want: float) -> None:
-        self.note(what, abs(got - want), LIKE * max(abs(want), LIKE), f" ({got!r} instead of {want!r})")
+        self.note(
+            what, abs(got - want), LIKE * max(abs(want), LIKE), f" ({got!r} instead of {want!r})"
+        )
 
     def like(self, what: str, got: Tensors, want: dict[str, Tensor]) -> None:
         """Compare a run in one process with another program's, whose roundings are its own."""
@@ -592,7 +667,9 @@ class Distances:
             allowed = SPREAD * max(self.unit * abs(exact), *(abs(x - exact) for x in rounded))
         self.note(what, abs(got - exact), allowed, f" ({got!r} instead of {exact!r})")
 
-    def tensors(self, what: str, got: Tensors, one: References, of: Callable[[Trace], Tensors], free: Free) -> None:
+    def tensors(
+        self, what: str, got: Tensors, one: References, of: Callable[[Trace], Tensors], free: Free
+    ) -> None:
         exact, rounded = of(one.exact), list(map(of, one.rounded))
         sizes = {name: float(x.abs().max()) for name, ((_, x),) in exact.items()}
         apart = {
@@ -617,7 +694,10 @@ class Distances:
                 allowed = max(allowed, free.weights)
             if kind == "exp_avg_sq" and self.dtype != "float64":
                 allowed = max(allowed, of_squares(sizes[name], apart[name]))
-            far = max((float((x - true[place]).abs().max()) for place, x in pieces if x.numel()), default=0.0)
+            far = max(
+                (float((x - true[place]).abs().max()) for place, x in pieces if x.numel()),
+                default=0.0,
+            )
             self.note(f"{what} of {name}", far, allowed)
 
     def compare(self, got: Trace, one: References) -> None:
@@ -633,7 +713,13 @@ class Distances:
                 if self.dtype == "float64" and "num_zeros" in row:
                     self.zeros(i, row["num_zeros"], exact.gradients[i])
                 free = Free("", bool(before))
-                self.tensors(f"step {i}: gradient", got.gradients[i], one, lambda t, i=i: t.gradients[i], free)  # type: ignore[misc]
+                self.tensors(
+                    f"step {i}: gradient",
+                    got.gradients[i],
+                    one,
+                    lambda t, i=i: t.gradients[i],
+                    free,
+                )  # type: ignore[misc]
             errors = before + self.step_errors([i], exact, own)
             free = Free("weights", bool(errors), sum(errors))
             self.tensors(f"step {i}: state", got.states[i], one, lambda t, i=i: t.states[i], free)  # type: ignore[misc]
@@ -648,9 +734,15 @@ class Distances:
     def masters(self, i: int, got: Trace, one: References, is_late: bool) -> None:
         """Compare a step's updates, and whether masters have what 16 bits would lose."""
         exact, own, dtype = one.exact, one.rounded[0], getattr(torch, self.dtype)
-        largest = max(float(x.abs().max()) for name, ((_, x),) in exact.states[i].items() if "/" not in name)
+        largest = max(
+            float(x.abs().max()) for name, ((_, x),) in exact.states[i].items() if "/" not in name
+        )
         rounding = ROUNDINGS * UNIT["float32"] * largest
-        made, true, similar = updates(got, i), updates(exact, i), [updates(run, i) for run in one.rounded]
+        made, true, similar = (
+            updates(got, i),
+            updates(exact, i),
+            [updates(run, i) for run in one.rounded],
+        )
         free = Free("weights", is_late, rounding + sum(self.step_errors([i], exact, own)))
         self.tensors(f"step {i}: update", made, one, lambda trace: updates(trace, i), free)
         moved = wanted = total = 0.0
@@ -667,7 +759,11 @@ class Distances:
                 fitting -= int((master[place].to(dtype) == master[place]).sum())
             fitting += sum(int((x.to(dtype) == x).sum()) for _, x in got.states[i][name])
             count = sum(x.numel() for _, x in pieces)
-            self.note(f"step {i}: masters of {name} in 16 bits", max(fitting, 0), FITTING * count + ROUNDINGS)
+            self.note(
+                f"step {i}: masters of {name} in 16 bits",
+                max(fitting, 0),
+                FITTING * count + ROUNDINGS,
+            )
         if wanted > SURE * total:
             self.note(f"step {i}: share of the update", abs(moved / wanted - 1), MOVED)
 
@@ -680,14 +776,20 @@ class Distances:
         for i in steps if self.eps is not None else ():
             if i in own.rows and not own.rows[i]["skipped"]:
                 largest = max(float(x.abs().max()) for ((_, x),) in exact.gradients[i].values())
-                out.append(own.rows[i]["lr"] * min(STRIDE, ROUNDINGS * self.unit * largest / self.eps))
+                out.append(
+                    own.rows[i]["lr"] * min(STRIDE, ROUNDINGS * self.unit * largest / self.eps)
+                )
         return out
 
     def zeros(self, i: int, got: float, exact: Tensors) -> None:
         """Check the number of gradients that are 0: others may be 0 or a rounding of it."""
         largest = max(float(x.abs().max()) for ((_, x),) in exact.values())
         small = sum(int((x.abs() <= 1e-13 * largest).sum()) for ((_, x),) in exact.values())
-        unused = sum(int((x == 0).all(-1).sum()) * x.shape[-1] for n, ((_, x),) in exact.items() if n == "wte.weight")
+        unused = sum(
+            int((x == 0).all(-1).sum()) * x.shape[-1]
+            for n, ((_, x),) in exact.items()
+            if n == "wte.weight"
+        )
         if not unused <= got <= small:
             self.wrong.append(f"step {i}: {got:g} gradients are 0, not {unused} to {small}")
 
@@ -709,7 +811,9 @@ class Distances:
                 mine, theirs = getattr(got, kind)[i], getattr(before, kind)[i]
                 wrong = [name for name in mine if not equal(mine[name], theirs[name])]
                 if wrong and not (kind == "gradients" and got.rows[i]["skipped"]):
-                    where = ", ".join(f"{name} ({difference(mine[name], theirs[name])})" for name in wrong[:4])
+                    where = ", ".join(
+                        f"{name} ({difference(mine[name], theirs[name])})" for name in wrong[:4]
+                    )
                     self.wrong.append(f"step {i}, {how}: other {kind} of {where}")
 
 
@@ -730,4 +834,7 @@ def difference(a: Pieces, b: Pieces) -> str:
 def equal(a: Pieces, b: Pieces) -> bool:
     """Whether all numbers are the same; NaN equals NaN."""
     pairs = zip(a, b, strict=True)
-    return all(torch.equal(x, y) or bool(((x == y) | (x.isnan() & y.isnan())).all()) for (_, x), (_, y) in pairs)
+    return all(
+        torch.equal(x, y) or bool(((x == y) | (x.isnan() & y.isnan())).all())
+        for (_, x), (_, y) in pairs
+    )

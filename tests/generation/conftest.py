@@ -24,7 +24,9 @@ def program(run, capsys, monkeypatch):
 
     def call(command, *argv, load=run, typed=None):
         if typed is not None:
-            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode("utf-8", "surrogateescape"))))
+            monkeypatch.setattr(
+                sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode("utf-8", "surrogateescape")))
+            )
         capsys.readouterr()
         status = main([command, str(load), "--device=cpu", *map(str, argv)])
         captured = capsys.readouterr()

@@ -51,15 +51,32 @@ def test_lines_of_a_file_and_of_standard_input(generate, tmp_path):
     out, err = generate("--greedy", "--prompts", tmp_path / "p")
     assert out == expected and "4 texts, " in err and err.endswith(" tokens/s\n")
     assert generate("--greedy", "--prompts=-", typed="the c\n\na d\nein B")[0] == expected
-    assert generate("--greedy", "--prompts=-", "--micro-batch-size=1", typed="the c\n\na d\nein B")[0] == expected
+    assert (
+        generate("--greedy", "--prompts=-", "--micro-batch-size=1", typed="the c\n\na d\nein B")[0]
+        == expected
+    )
 
 
 @pytest.mark.flag("texts.json")
 def test_json_lines(rows):
     found = rows(["the c", "a d"], "--greedy", "--out-seq-length=7")
     assert found == [
-        dict(index=0, sequence=0, prompt="the c", text="at sat.", tokens=[*b"at sat."], finish_reason="length"),
-        dict(index=1, sequence=0, prompt="a d", text="og ran.", tokens=[*b"og ran."], finish_reason="length"),
+        dict(
+            index=0,
+            sequence=0,
+            prompt="the c",
+            text="at sat.",
+            tokens=[*b"at sat."],
+            finish_reason="length",
+        ),
+        dict(
+            index=1,
+            sequence=0,
+            prompt="a d",
+            text="og ran.",
+            tokens=[*b"og ran."],
+            finish_reason="length",
+        ),
     ]
     assert [row["finish_reason"] for row in rows(["the c", "a d"], "--greedy")] == ["stop", "stop"]
 
@@ -75,9 +92,15 @@ def test_each_line_has_options_of_its_own(rows):
     ]
     a, b, c, d, e, f = rows(given, "--greedy", "--stop", "t.")
     assert a["text"] == "at " and a["id"] == {"a": 1} and "id" not in e
-    assert b["text"] not in ("at sat.", "at sa") and f["text"] == "at sa" and f["finish_reason"] == "stop"
+    assert (
+        b["text"] not in ("at sat.", "at sa")
+        and f["text"] == "at sa"
+        and f["finish_reason"] == "stop"
+    )
     assert c["text"] == d["text"] == "at " and [c["sequence"], d["sequence"]] == [0, 1]
-    assert len(c["logprobs"]) == len(c["tokens"]) and "top_logprobs" not in c and "logprobs" not in e
+    assert (
+        len(c["logprobs"]) == len(c["tokens"]) and "top_logprobs" not in c and "logprobs" not in e
+    )
     assert e["text"] == "og" and [row["index"] for row in (a, b, c, d, e, f)] == [0, 1, 2, 2, 3, 4]
 
 
@@ -85,12 +108,17 @@ def test_a_seed_of_its_own_makes_a_prompt_independent(rows):
     """Otherwise a text depends on its number, and never on the batch."""
     one = {"prompt": "a", "temperature": 9, "max_tokens": 9, "n": 3, "seed": 5}
     alone = [row["text"] for row in rows([one])]
-    assert len(set(alone)) == 3 and [row["text"] for row in rows([one | {"seed": 6}, one])][3:] == alone
+    assert (
+        len(set(alone)) == 3
+        and [row["text"] for row in rows([one | {"seed": 6}, one])][3:] == alone
+    )
     flags = ["--temperature=9", "--out-seq-length=9", "--num-return-sequences=2"]
     many = [row["text"] for row in rows(["a"] * 5, *flags)]
     assert len(set(many)) == 10
     for size in (1, 3, 64):
-        assert [row["text"] for row in rows(["a"] * 5, *flags, f"--micro-batch-size={size}")] == many
+        assert [
+            row["text"] for row in rows(["a"] * 5, *flags, f"--micro-batch-size={size}")
+        ] == many
     assert [row["text"] for row in rows(["a"] * 5, *flags, "--seed=2")] != many
 
 
@@ -99,11 +127,15 @@ def test_many_prompts_of_unequal_lengths_in_few_slots(run):
     m = meshwright.load(run, device="cpu")
     draw = random.Random(1)
     given = [
-        Prompt("the cat sat."[: draw.randrange(12)], Sampling(greedy=True), count=draw.randrange(1, 4))
+        Prompt(
+            "the cat sat."[: draw.randrange(12)], Sampling(greedy=True), count=draw.randrange(1, 4)
+        )
         for _ in range(20)
     ]
     advanced = []
-    jobs = list(batches.generate_texts(m, batches.encode_prompts(m, given, "x"), 0, 3, advanced.append))
+    jobs = list(
+        batches.generate_texts(m, batches.encode_prompts(m, given, "x"), 0, 3, advanced.append)
+    )
     assert [job.prompt for job in jobs] == given and len(advanced) == sum(p.count for p in given)
     for job in jobs:
         alone = m.generate(job.prompt.text, greedy=True)
@@ -112,7 +144,9 @@ def test_many_prompts_of_unequal_lengths_in_few_slots(run):
 
 def test_a_reader_that_stops_leaves_no_request(run):
     m = meshwright.load(run, device="cpu")
-    texts = batches.generate_texts(m, batches.encode_prompts(m, [Prompt("the c", Sampling())] * 9, "x"), 0, 4)
+    texts = batches.generate_texts(
+        m, batches.encode_prompts(m, [Prompt("the c", Sampling())] * 9, "x"), 0, 4
+    )
     next(texts)
     texts.close()
     (decoder,) = m.decoders.values()
@@ -129,7 +163,10 @@ def test_several_texts_of_a_prompt(generate):
 def test_stop_strings(generate):
     """A text ends before the first of them, whichever tokens it has."""
     assert generate("--greedy", "--prompt", "the c", "--stop", "xx", "sat", "t.")[0] == "the cat \n"
-    assert generate("--greedy", "--prompts=-", "--stop", "\\n", "sa", typed="the c\na d\n")[0] == f"the cat \n{DOG}\n"
+    assert (
+        generate("--greedy", "--prompts=-", "--stop", "\\n", "sa", typed="the c\na d\n")[0]
+        == f"the cat \n{DOG}\n"
+    )
     out, err = generate("--greedy", "--prompt", "the c", "--stop", "sat")
     assert "sequence length" not in err and "1 text, 6 tokens in" in err
 
@@ -140,17 +177,23 @@ def test_log_probabilities_are_the_models(rows, run):
     (row,) = rows(["the c"], "--temperature=2", "--logprobs=2")
     ids = [*b"the c", *row["tokens"]]
     every = m.logits(ids)[4:-1].log_softmax(-1)
-    assert row["logprobs"] == pytest.approx(every[range(len(row["tokens"])), row["tokens"]].tolist(), abs=1e-5)
+    assert row["logprobs"] == pytest.approx(
+        every[range(len(row["tokens"])), row["tokens"]].tolist(), abs=1e-5
+    )
     for position, top in zip(every, row["top_logprobs"], strict=True):
         values, ids = position.topk(2)
-        assert list(map(int, top)) == ids.tolist() and [*top.values()] == pytest.approx(values.tolist(), abs=1e-5)
+        assert list(map(int, top)) == ids.tolist() and [*top.values()] == pytest.approx(
+            values.tolist(), abs=1e-5
+        )
 
 
 @pytest.mark.flag("beam_width length_penalty")
 def test_beam_search(rows, generate):
     found = rows(["the", "a d"], "--beam-width=3", "--num-return-sequences=2", "--logprobs=0")
     assert [row["index"] for row in found] == [0, 0, 1, 1] and found[0]["text"] == " cat sat."
-    assert found[0]["score"] > found[1]["score"] and len(found[0]["logprobs"]) == len(found[0]["tokens"])
+    assert found[0]["score"] > found[1]["score"] and len(found[0]["logprobs"]) == len(
+        found[0]["tokens"]
+    )
     mean = sum(found[0]["logprobs"]) / (len(found[0]["tokens"]) + 1)
     assert found[0]["score"] == pytest.approx(mean, rel=0.5)
     (row,) = rows(["the"], "--beam-width=3", "--length-penalty=0", "--logprobs=0")
@@ -162,7 +205,10 @@ def test_beam_search(rows, generate):
 def test_output_appears_complete(generate, tmp_path, monkeypatch):
     """A *.jsonl file holds JSON lines; a run that fails leaves no file."""
     out, err = generate("--prompt=the c", "--greedy", "--output", tmp_path / "a.txt")
-    assert (out, (tmp_path / "a.txt").read_text()) == ("", f"{CAT}\n") and f"wrote {tmp_path / 'a.txt'}" in err
+    assert (out, (tmp_path / "a.txt").read_text()) == (
+        "",
+        f"{CAT}\n",
+    ) and f"wrote {tmp_path / 'a.txt'}" in err
     generate("--prompts=-", "--greedy", "--output", tmp_path / "b.jsonl", typed="ein B")
     assert json.loads((tmp_path / "b.jsonl").read_text())["text"] == "är."
     monkeypatch.setattr(batches, "as_text", lambda m, job: 1 / 0)
@@ -186,16 +232,25 @@ def test_a_bar_on_a_terminal(generate, monkeypatch):
         ('{"prompt": "a", }', "not JSON: "),
         ('{"prompt": "a", "temprature": 1}', "supplied: temprature; did you mean temperature?"),
         ('{"prompt": "a", "label": 1}', "supplied: label; leave it out"),
-        ('{"prompt": "a", "max_tokens": 1, "max_new_tokens": 2}', "'max_new_tokens' is given twice"),
+        (
+            '{"prompt": "a", "max_tokens": 1, "max_new_tokens": 2}',
+            "'max_new_tokens' is given twice",
+        ),
         ('{"prompt": "a", "max_tokens": 0}', "out_seq_length 0 must be above 0"),
-        ('{"prompt": "a", "max_tokens": 1.5}', "out_seq_length is a number; it must be a whole number"),
+        (
+            '{"prompt": "a", "max_tokens": 1.5}',
+            "out_seq_length is a number; it must be a whole number",
+        ),
         ('{"prompt": "a", "temperature": true}', "temperature is a boolean; it must be a number"),
         ('{"prompt": "a", "greedy": 1}', "greedy is a number; it must be true or false"),
         ('{"prompt": "a", "top_p": 2}', "top_p 2 must be from 0 to 1"),
         ('{"prompt": "a", "n": 0}', "num_return_sequences 0 must be from 1"),
         ('{"prompt": "a", "seed": "x"}', "seed is a string; it must be a whole number"),
         ('{"prompt": "a", "logprobs": true}', "logprobs is a boolean; it must be a whole number"),
-        ('{"prompt": "a", "stop": [""]}', "stop must be a string, or a list of strings, none of them empty"),
+        (
+            '{"prompt": "a", "stop": [""]}',
+            "stop must be a string, or a list of strings, none of them empty",
+        ),
     ],
 )
 def test_bad_lines_are_refused(line, message):
@@ -209,10 +264,15 @@ def test_all_bad_lines_are_listed(generate, tmp_path):
     file = tmp_path / "p"
     file.write_text('{"prompt": "a"}\n\n{"prompt": 2}\n[]\n')
     _, err = generate("--prompts", file, "--output", tmp_path / "o", status=BAD_DATA)
-    assert f"--prompts {file}:3: " in err and f"--prompts {file}:4: " in err and "loading" not in err
+    assert (
+        f"--prompts {file}:3: " in err and f"--prompts {file}:4: " in err and "loading" not in err
+    )
     file.write_text("a\n" + f"{'x' * LENGTH}\n" * 30)
     _, err = generate("--prompts", file, "--output", tmp_path / "o", status=BAD_DATA)
-    assert f"--prompts {file}, prompt 2 has {LENGTH} tokens; the model reads {LENGTH}, give a shorter one" in err
+    assert (
+        f"--prompts {file}, prompt 2 has {LENGTH} tokens; the model reads {LENGTH}, give a shorter one"
+        in err
+    )
     assert err.count("prompt ") == 20 and "and 10 more" in err and not (tmp_path / "o").exists()
     assert "no such file" in generate("--prompts", tmp_path / "none", status=BAD_DATA)[1]
 

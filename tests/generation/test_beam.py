@@ -74,7 +74,9 @@ def test_equals_transformers(pair, width, penalty):
             found = beam.search_beams(mine, request(prompt, most), BeamOptions(width, penalty))
             texts, scores = expected(theirs, prompt, most, width, penalty)
             assert [f.tokens for f in found] == texts
-            torch.testing.assert_close(torch.tensor([f.score for f in found]), scores, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                torch.tensor([f.score for f in found]), scores, rtol=1e-4, atol=1e-4
+            )
             ends |= {f.finish for f in found}
     assert ends == {"stop", "length"}
 
@@ -136,5 +138,8 @@ def test_another_token_may_end_the_texts(pair):
     usual = beam.search_beams(mine, request([1, 2], 8), BeamOptions(4))
     first = usual[0].tokens[1]
     assert any(
-        text.ended for text in beam.search_beams(mine, request([1, 2], 8), BeamOptions(4, 1.0, stop_token=first))
+        text.ended
+        for text in beam.search_beams(
+            mine, request([1, 2], 8), BeamOptions(4, 1.0, stop_token=first)
+        )
     )

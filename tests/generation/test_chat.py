@@ -51,19 +51,31 @@ def test_a_text_that_has_not_ended_goes_on(chat):
 
 
 def test_several_lines_make_one_input(chat):
-    assert chat('the\\\n c\n/reset\n"""the\n c"""\n/reset\n"""\nthe\n c\n"""\n')[0] == chat("the\\\n c\n")[0] * 3
+    assert (
+        chat('the\\\n c\n/reset\n"""the\n c"""\n/reset\n"""\nthe\n c\n"""\n')[0]
+        == chat("the\\\n c\n")[0] * 3
+    )
     assert chat('"""the c')[0] == ["at sat."]  # the input ended first
     assert chat("//\n/quit\nthe c\n")[1] == []
 
 
 def test_settings_are_changed(chat):
-    typed = (
-        "/set temperature 3\n/set max-tokens=4\n/set stop x \\n\n/set seed 5\n/set top_p .5\n/set greedy true\n/show\n"
-    )
+    typed = "/set temperature 3\n/set max-tokens=4\n/set stop x \\n\n/set seed 5\n/set top_p .5\n/set greedy true\n/show\n"
     _, err = chat(typed)
-    assert err[:6] == ["temperature 3.0", "max_tokens 4", 'stop "x" "\\n"', "seed 5", "top_p 0.5", "greedy True"]
+    assert err[:6] == [
+        "temperature 3.0",
+        "max_tokens 4",
+        'stop "x" "\\n"',
+        "seed 5",
+        "top_p 0.5",
+        "greedy True",
+    ]
     shown = dict(line.split(maxsplit=1) for line in err[6:])
-    assert shown["stop"] == '"x" "\\n"' and shown["turns"] == "0" and shown["template"].startswith("none")
+    assert (
+        shown["stop"] == '"x" "\\n"'
+        and shown["turns"] == "0"
+        and shown["template"].startswith("none")
+    )
     assert chat("/set stop sat\nthe c\n/set stop none\n/reset\nthe c\n")[0] == ["at ", "at sat."]
 
 
@@ -99,13 +111,23 @@ def test_undo_and_retry(chat):
     typed = "/set temperature 3\na\n/retry\n/retry\n/show\n"
     out, err = chat(typed, "--out-seq-length=6")
     assert len(set(out)) == 3 and "turns              2" in err
-    assert out == chat(typed, "--out-seq-length=6")[0] != chat(typed, "--out-seq-length=6", "--seed=2")[0]
+    assert (
+        out
+        == chat(typed, "--out-seq-length=6")[0]
+        != chat(typed, "--out-seq-length=6", "--seed=2")[0]
+    )
 
 
 def test_tokens_and_their_probabilities(chat):
     _, err = chat("the c\n/tokens\n")
-    assert len(err) == len("at sat.") + 1 and all(" 9" in line[:3] or "100" in line[:3] for line in err)
-    assert err[0].split()[1] == '"a"' and err[-1].startswith(" 9") and "the end" in err[-1].split("%")[1]
+    assert len(err) == len("at sat.") + 1 and all(
+        " 9" in line[:3] or "100" in line[:3] for line in err
+    )
+    assert (
+        err[0].split()[1] == '"a"'
+        and err[-1].startswith(" 9")
+        and "the end" in err[-1].split("%")[1]
+    )
     shares = [float(word.strip().split()[-1]) for word in err[0].split("%")[:-1]]
     assert shares == sorted(shares, reverse=True) and len(shares) == 4 and max(map(len, err)) <= 79
 
@@ -114,16 +136,30 @@ def test_a_dialogue_is_saved_and_goes_on(chat, tmp_path):
     file = tmp_path / "d.json"
     chat(f"/system be brief\na d\n/save {file}\n")
     messages = json.loads(file.read_text())["messages"]
-    assert [m["role"] for m in messages] == ["system", "user", "assistant"] and messages[2]["ended"] is True
+    assert [m["role"] for m in messages] == ["system", "user", "assistant"] and messages[2][
+        "ended"
+    ] is True
     assert messages[0]["content"] == "be brief" and messages[1]["content"] == "a d"
     _, err = chat(f"/load {file}\n/show\n/system\n/save {file}\n")
-    assert "(read 2 turns from" in err[0] and "turns              2" in err and "system: 'be brief'" in err
+    assert (
+        "(read 2 turns from" in err[0]
+        and "turns              2" in err
+        and "system: 'be brief'" in err
+    )
     assert json.loads(file.read_text())["messages"] == messages
     other = tmp_path / "other.json"
-    for content, message in (("[1]", "message 1 is not a"), ("{", "not JSON"), ('{"messages": 5}', "message 1")):
+    for content, message in (
+        ("[1]", "message 1 is not a"),
+        ("{", "not JSON"),
+        ('{"messages": 5}', "message 1"),
+    ):
         other.write_text(content)
         out, err = chat(f"/load {other}\n/save {other}\nthe c\n")
-        assert message in err[0] and "holds no dialogue; name another file" in err[1] and out == ["at sat."]
+        assert (
+            message in err[0]
+            and "holds no dialogue; name another file" in err[1]
+            and out == ["at sat."]
+        )
         assert other.read_text() == content
     other.write_text('[{"role": "user", "content": "the c"}]')
     assert "turns              1" in chat(f"/load {other}\n/show\n")[1]
@@ -142,13 +178,23 @@ def test_bytes_that_are_not_utf8(chat):
 
 def test_generate_without_a_prompt_is_a_dialogue(program):
     """`stop` leaves it, as in earlier releases."""
-    assert program("generate", "--greedy", typed="a dog\nthe c\n stop \nthe dog\n")[:2] == (0, " ran.\nat sat.\n")
-    assert program("generate", "--greedy", "--interactive", "--stop=r", typed="a dog\n")[:2] == (0, " \n")
+    assert program("generate", "--greedy", typed="a dog\nthe c\n stop \nthe dog\n")[:2] == (
+        0,
+        " ran.\nat sat.\n",
+    )
+    assert program("generate", "--greedy", "--interactive", "--stop=r", typed="a dog\n")[:2] == (
+        0,
+        " \n",
+    )
 
 
 def test_flags_and_dry_run(program, tmp_path):
     status, out, err = program("chat", "--top_p=2", "--tensor-model-parallel-size=2")
-    assert status == 2 and "--top_p 2 must be from 0 to 1" in err and "start 2 (meshwright launch" in err
+    assert (
+        status == 2
+        and "--top_p 2 must be from 0 to 1" in err
+        and "start 2 (meshwright launch" in err
+    )
     status, out, err = program("chat", "--dry-run", f"--chat-template={tmp_path}")
     assert status == 65 and "holds neither chat_template.jinja nor" in err
     (tmp_path / "bad.jinja").write_text("{% if %}")
@@ -163,7 +209,9 @@ def test_flags_and_dry_run(program, tmp_path):
 @pytest.fixture
 def template(tmp_path):
     """A template that shows all turns, in a folder; a full stop ends an answer."""
-    (tmp_path / "chat_template.jinja").write_text("{{ messages | map(attribute='content') | join('|') }}")
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ messages | map(attribute='content') | join('|') }}"
+    )
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "."}')
     return tmp_path
 
@@ -186,8 +234,12 @@ def test_the_runs_own_template_is_found(program, run, template, tmp_path):
 
 
 def test_old_turns_are_left_out(chat, template):
-    _, err = chat("one one\ntwo two\nthree\nf" + "o" * 30 + "\n/show\n", f"--chat-template={template}")
-    assert any(f"the model reads {LENGTH} tokens: the oldest 2 turns are left out" in line for line in err)
+    _, err = chat(
+        "one one\ntwo two\nthree\nf" + "o" * 30 + "\n/show\n", f"--chat-template={template}"
+    )
+    assert any(
+        f"the model reads {LENGTH} tokens: the oldest 2 turns are left out" in line for line in err
+    )
     assert any("tokens; the model reads" in line for line in err)  # one input alone is too long
     assert "turns              6" in err
 
@@ -226,7 +278,10 @@ def test_the_oldest_turns_go_first():
         d.add(USER, str(n) * 4)
         d.add(ASSISTANT, "x" * n)
     d.add(USER, "last")
-    assert bytes(d.prompt(10)) == b"S" + b"6666xxxxxx7777xxxxxxx8888xxxxxxxx"[-25:].lstrip(b"x") + b"last"
+    assert (
+        bytes(d.prompt(10))
+        == b"S" + b"6666xxxxxx7777xxxxxxx8888xxxxxxxx"[-25:].lstrip(b"x") + b"last"
+    )
     assert d.left_out == 14
     assert d.undo() == "last" and d.undo() == "8888" and d.left_out == 0
     d.reset()
@@ -275,7 +330,13 @@ class Typist:
     def __init__(self, words, environment):
         self.main, side = pty.openpty()
         self.process = subprocess.Popen(
-            words, stdin=side, stdout=side, stderr=side, env=environment, start_new_session=True, preexec_fn=control
+            words,
+            stdin=side,
+            stdout=side,
+            stderr=side,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=control,
         )
         os.close(side)
         self.shown = ""
@@ -315,7 +376,8 @@ def control():
     import signal
     import termios
 
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a suite in the background of a shell may ignore it
+    # a suite in the background of a shell may ignore it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
@@ -340,10 +402,12 @@ def test_in_a_terminal(run, tmp_path):
         person.wait_for("> ")
         person.type("half a line")
         person.wait_for("half a line")
-        while "(Ctrl-D or /quit leaves)" not in person.shown:  # Python may miss one just before it waits for a key
+        # Python may miss one just before it waits for a key
+        while "(Ctrl-D or /quit leaves)" not in person.shown:
             assert person.process.poll() is None, person.shown
             person.type("\x03")
-            end = time.monotonic() + 5  # its echo comes at once, and a second one too early would end the program
+            # its echo comes at once, and a second one too early would end the program
+            end = time.monotonic() + 5
             while "(Ctrl-D or /quit leaves)" not in person.shown and time.monotonic() < end:
                 person.look(1)
         person.wait_for("(Ctrl-D or /quit leaves)")

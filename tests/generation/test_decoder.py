@@ -22,11 +22,16 @@ VOCAB, LENGTH, EOD = 11, 20, 10
 GREEDY = Sampling(greedy=True, out_seq_length=12)
 SHAPES = {
     "gpt2": Model(),
-    "llama": Model(position_embedding_type="rope", num_query_groups=1, normalization="RMSNorm", swiglu=True),
+    "llama": Model(
+        position_embedding_type="rope", num_query_groups=1, normalization="RMSNorm", swiglu=True
+    ),
     "neox": Model(position_embedding_type="rope", rotary_percent=0.5, use_parallel_residual=True),
     "nanogpt": Model(add_bias_linear=False, layernorm_bias=False, bias_gelu_fusion=False),
     "yarn": Model(
-        position_embedding_type="rope", rotary_base=50.0, rope_scaling="yarn", original_max_position_embeddings=8
+        position_embedding_type="rope",
+        rotary_base=50.0,
+        rope_scaling="yarn",
+        original_max_position_embeddings=8,
     ),
     "alibi": Model(position_embedding_type="alibi"),
     "capped": Model(final_logit_softcapping=1.0),
@@ -35,7 +40,9 @@ SHAPES = {
 
 
 def little(shape="gpt2", seed=1, dtype=torch.float64):
-    m = dataclasses.replace(SHAPES[shape], num_layers=2, hidden_size=16, num_attention_heads=2, init_method_std=1.0)
+    m = dataclasses.replace(
+        SHAPES[shape], num_layers=2, hidden_size=16, num_attention_heads=2, init_method_std=1.0
+    )
     model = GPT(m, VOCAB, 16, LENGTH)
     initialise(model.named_parameters(), m, VOCAB, seed)
     model.requires_grad_(False)
@@ -94,7 +101,9 @@ SETTINGS = {
     "greedy": GREEDY,
     "hot": Sampling(temperature=2.0, out_seq_length=12),
     "top-p": Sampling(top_p=0.8, out_seq_length=12),
-    "penalty": Sampling(temperature=1.5, repetition_penalty=1.5, min_p=0.01, top_k=9, out_seq_length=12),
+    "penalty": Sampling(
+        temperature=1.5, repetition_penalty=1.5, min_p=0.01, top_k=9, out_seq_length=12
+    ),
 }
 
 
@@ -109,7 +118,9 @@ def test_cache_and_batch_change_nothing(name, shape):
         assert (a.tokens, a.finish) == (b.tokens, b.finish)
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-9)
     for slots in (1, 3):
-        assert [c.tokens for c in complete(model, requests(settings), slots)] == [c.tokens for c in together]
+        assert [c.tokens for c in complete(model, requests(settings), slots)] == [
+            c.tokens for c in together
+        ]
     assert len(together[3].tokens) <= 2 and len(together[4].tokens) <= 1
 
 
@@ -144,7 +155,12 @@ def test_each_row_ends_separately(monkeypatch):
     prompts = [[0], [1] + [2] * 16, [2] * 4, [3]]
     rows = complete(model, requests(Sampling(greedy=True, out_seq_length=5), prompts), 4)
     assert [r.tokens for r in rows] == [[4, 4], [5] * 3, [], [6] * 5]
-    assert [(r.finish, r.ended) for r in rows] == [("stop", True), ("length", False), ("stop", True), ("length", False)]
+    assert [(r.finish, r.ended) for r in rows] == [
+        ("stop", True),
+        ("length", False),
+        ("stop", True),
+        ("length", False),
+    ]
     rows = complete(model, requests(Sampling(greedy=True, out_seq_length=999), [[3]]), 4)
     assert rows[0].tokens == [6] * 19
 
@@ -152,7 +168,10 @@ def test_each_row_ends_separately(monkeypatch):
 def test_slots_are_reused_and_requests_cancelled():
     """Two slots, six requests, one of which is cancelled waiting and one after its second token."""
     model = little()
-    wanted = {i: c.tokens for i, c in enumerate(complete(model, requests(GREEDY, [[i] for i in range(6)]), 6))}
+    wanted = {
+        i: c.tokens
+        for i, c in enumerate(complete(model, requests(GREEDY, [[i] for i in range(6)]), 6))
+    }
     decoder, some = Decoder(model, 2), requests(GREEDY, [[i] for i in range(6)])
     got = [Completion(model.tokenizer, request) for request in some]
     for request in some:
@@ -205,16 +224,24 @@ def test_echo_scores_the_prompt_as_a_full_forward(k, monkeypatch):
     for new in (0, 1):
         settings = Sampling(greedy=True, out_seq_length=new)
         (done,) = complete(model, [Request(prompt, settings, logprobs=k, echo=True)], 1)
-        assert done.prompt_tokens == prompt and done.prompt_logprobs[0] is None and done.prompt_tops[0] == []
+        assert (
+            done.prompt_tokens == prompt
+            and done.prompt_logprobs[0] is None
+            and done.prompt_tops[0] == []
+        )
         exact = [float(want[i, t]) for i, t in enumerate(prompt[1:])]
         assert done.prompt_logprobs[1:] == pytest.approx(exact, abs=1e-9)
         for top, row in zip(done.prompt_tops[1:], want, strict=False):
             assert [i for i, _ in top] == row.argsort(descending=True)[:k].tolist()
-            assert [x for _, x in top] == pytest.approx(row.sort(descending=True).values[:k].tolist(), abs=1e-9)
+            assert [x for _, x in top] == pytest.approx(
+                row.sort(descending=True).values[:k].tolist(), abs=1e-9
+            )
         assert len(done.tokens) == len(done.logprobs) == new and done.finish == "length"
         if new:
             assert done.logprobs[0] == pytest.approx(float(want[-1].max()), abs=1e-9)
-    (full,) = complete(model, [Request([1] * LENGTH, Sampling(out_seq_length=0), logprobs=0, echo=True)], 1)
+    (full,) = complete(
+        model, [Request([1] * LENGTH, Sampling(out_seq_length=0), logprobs=0, echo=True)], 1
+    )
     assert len(full.prompt_logprobs) == LENGTH and full.tokens == []
 
 
@@ -225,7 +252,9 @@ def test_echo_beside_others():
     some[3] = dataclasses.replace(some[3], echo=True)
     mixed = complete(model, some, 8)
     assert [c.tokens for c in mixed] == [c.tokens for c in complete(model, requests(GREEDY), 8)]
-    assert all(len(top) == 2 for top in mixed[1].tops) and mixed[0].logprobs == [None] * len(mixed[0].tokens)
+    assert all(len(top) == 2 for top in mixed[1].tops) and mixed[0].logprobs == [None] * len(
+        mixed[0].tokens
+    )
     assert mixed[3].prompt_tokens == PROMPTS[3] and set(mixed[3].prompt_logprobs) == {None}
 
 
@@ -286,7 +315,10 @@ def test_precisions(dtype):
         complete(little(dtype=dtype), requests(GREEDY, logprobs=1), 8),
         strict=True,
     ):
-        same = next((n for n, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y), len(b.tokens))
+        same = next(
+            (n for n, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y),
+            len(b.tokens),
+        )
         assert b.logprobs[:same] == pytest.approx(a.logprobs[:same], abs=near)
         compared += same
     assert compared > 20
@@ -322,9 +354,14 @@ def fused(monkeypatch):
 def test_the_fused_step_changes_nothing(shape, slots, fused):
     """Captured, for one row and for several, with all kinds of choices in one batch."""
     model = little(shape)
-    some = [dataclasses.replace(r, options=s) for r, s in zip(requests(GREEDY), [*SETTINGS.values()] * 2, strict=True)]
+    some = [
+        dataclasses.replace(r, options=s)
+        for r, s in zip(requests(GREEDY), [*SETTINGS.values()] * 2, strict=True)
+    ]
     some[2] = dataclasses.replace(some[2], logprobs=3)
-    again = [dataclasses.replace(r, options=dataclasses.replace(r.options, recompute=True)) for r in some]
+    again = [
+        dataclasses.replace(r, options=dataclasses.replace(r.options, recompute=True)) for r in some
+    ]
     want, decoder = complete(model, again, 8), Decoder(model, slots)
     assert decoder.steps is not None
     decoder.steps.captures = True
@@ -358,7 +395,13 @@ def test_captured_on_a_gpu(slots, cap):
 
     The last one is driven by a thread of its own after its first steps, as a server does.
     """
-    m = Model(num_layers=2, hidden_size=256, num_attention_heads=4, init_method_std=0.1, final_logit_softcapping=cap)
+    m = Model(
+        num_layers=2,
+        hidden_size=256,
+        num_attention_heads=4,
+        init_method_std=0.1,
+        final_logit_softcapping=cap,
+    )
     network = GPT(m, 500, 512, 300)
     initialise(network.named_parameters(), m, 500, 1)
     model = LanguageModel(network.eval().requires_grad_(False).cuda(), Null(499), 0, 300)
@@ -406,7 +449,9 @@ def test_why_a_network_has_no_fused_step():
     from meshwright.model.decode import reason_against
 
     assert "no Triton kernels" in reason_against(little().model)
-    with pytest.raises(UserError, match="cannot be captured in CUDA graphs: the device has no Triton kernels"):
+    with pytest.raises(
+        UserError, match="cannot be captured in CUDA graphs: the device has no Triton kernels"
+    ):
         Decoder(little(), 1, graphs="on")
 
 
@@ -427,7 +472,9 @@ def test_top_p_decays_to_its_least():
         assert [t for t in tokens if t != EOD] == text
 
 
-@pytest.mark.parametrize("settings", [GREEDY, Sampling(temperature=3.0, out_seq_length=12)], ids=["greedy", "hot"])
+@pytest.mark.parametrize(
+    "settings", [GREEDY, Sampling(temperature=3.0, out_seq_length=12)], ids=["greedy", "hot"]
+)
 def test_a_token_that_may_not_follow_another(settings):
     """The prompt's last token counts too; other texts do not change."""
     model, changed = little(), 0
@@ -442,6 +489,8 @@ def test_a_token_that_may_not_follow_another(settings):
             found = complete(model, others, 3)
             now = [whole[0], *found[n].tokens]
             assert pair not in zip(now, now[1:], strict=False)
-            assert [c.tokens for c in found[:n] + found[n + 1 :]] == [c.tokens for c in usual[:n] + usual[n + 1 :]]
+            assert [c.tokens for c in found[:n] + found[n + 1 :]] == [
+                c.tokens for c in usual[:n] + usual[n + 1 :]
+            ]
             changed += 1
     assert changed > 2

@@ -35,7 +35,10 @@ def samples(generate, tmp_path):
         path = tmp_path / "samples.json"
         status, out, err = generate("--num-samples", n, "--genfile", path, *argv)
         assert status == 0, err
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").removesuffix("\n").split("\n")]
+        return [
+            json.loads(line)
+            for line in path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        ]
 
     return call
 
@@ -85,7 +88,9 @@ def test_repetition_penalty(generate):
     """A strong one forbids a letter that the text has; 1 changes nothing."""
     plain = generate("--greedy", "--prompt", "the c")[1]
     assert generate("--greedy", "--prompt", "the c", "--repetition_penalty", "1")[1] == plain
-    text = generate("--greedy", "--prompt", "the c", "--repetition-penalty", "1000", "--max-new-tokens=4")[1]
+    text = generate(
+        "--greedy", "--prompt", "the c", "--repetition-penalty", "1000", "--max-new-tokens=4"
+    )[1]
     assert text != plain and len(set(text[:-1])) == len(text) - 1 - "the c".count("e") + 1
 
 
@@ -102,9 +107,9 @@ def test_samples_depend_on_no_batch_and_no_cache(samples, flag):
 @pytest.mark.parametrize("flag", ["--fp16", "--bf16", "--params-dtype=float64"])
 def test_precision(generate, flag):
     for more in ("--greedy", "--top_p=0.1", "--recompute"):
-        assert generate(flag, more, "--top_k=1" if more == "--recompute" else "--seed=1", "--prompt", "the c")[1] == (
-            f"{CAT}\n"
-        )
+        assert generate(
+            flag, more, "--top_k=1" if more == "--recompute" else "--seed=1", "--prompt", "the c"
+        )[1] == (f"{CAT}\n")
 
 
 # Lengths
@@ -140,8 +145,15 @@ def test_num_samples_and_genfile(generate, tmp_path):
     path.write_text("old\n" * 100)
     for n in (1, 7, 8, 9):
         status, out, _ = generate("--num-samples", n, "--genfile", path, "--micro-batch-size", "4")
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").removesuffix("\n").split("\n")]
-        assert status == 0 and len(rows) == n and all(set(r) == {"text", "length", "finished"} for r in rows)
+        rows = [
+            json.loads(line)
+            for line in path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        ]
+        assert (
+            status == 0
+            and len(rows) == n
+            and all(set(r) == {"text", "length", "finished"} for r in rows)
+        )
         assert len(re.findall(r"^Avg s/batch: \d+\.\d+$", out, re.M)) == -(-n // 4)
     status, _, err = generate("--num-samples", "2")
     assert status == 2 and "--genfile" in err
@@ -154,7 +166,13 @@ def test_sample_input_file(generate, tmp_path):
     path.write_bytes("the cat\r\n\na dog\nstop\nein Bä".encode())
     assert generate("--greedy", "--sample-input-file", path)[0] == 0
     blocks = (tmp_path / "prompts.txt.out").read_text(encoding="utf-8").split("\nContext:")[1:]
-    assert [b.split("\n\nMegatron-LM:")[0] for b in blocks] == ["the cat", "", "a dog", "stop", "ein Bä"]
+    assert [b.split("\n\nMegatron-LM:")[0] for b in blocks] == [
+        "the cat",
+        "",
+        "a dog",
+        "stop",
+        "ein Bä",
+    ]
     answers = [b.split("\n\nMegatron-LM:")[1] for b in blocks]
     assert [answers[i] for i in (0, 1, 2, 4)] == [" sat.\n", f"{CAT}\n", " ran.\n", "r.\n"]
 
@@ -165,7 +183,12 @@ def test_sample_output_file(generate, tmp_path):
     path.write_text("the ca\nthe c\na\n")
     contents = set()
     for size in (1, 2, 3):  # prompts of different lengths in one batch: each as if alone
-        assert generate("--sample-input-file", path, "--sample-output-file", out, "--micro-batch-size", size)[0] == 0
+        assert (
+            generate(
+                "--sample-input-file", path, "--sample-output-file", out, "--micro-batch-size", size
+            )[0]
+            == 0
+        )
         contents.add(out.read_text(encoding="utf-8"))
     assert len(contents) == 1 and not (tmp_path / "p.out").exists()
     status, _, err = generate("--sample-input-file", path, "--sample-output-file", path)
@@ -210,7 +233,10 @@ def test_interactive(generate):
     assert status == 0 and out.count("\nContext prompt (stop to exit) >>> ") == 6
     assert out.count("Prompt should not be empty!\n") == 2
     assert "Context: don't stop\n" in out
-    assert f"\nContext length {LENGTH // 2} \nPlease give smaller context (half of the sequence length)!\n" in out
+    assert (
+        f"\nContext length {LENGTH // 2} \nPlease give smaller context (half of the sequence length)!\n"
+        in out
+    )
     assert "\nContext: the cat\n\nMegatron-LM:  sat.\n" in out
     assert "the dog" not in out and "Press Enter" not in out and "\033" not in out
 
@@ -228,7 +254,11 @@ def test_interactive_in_a_terminal(generate, monkeypatch):
     monkeypatch.setattr(io, "TextIOWrapper", Terminal)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     status, out, _ = generate("--greedy", "--dialogue=megatron", typed="a dog\n\nthe cat\n")
-    assert status == 0 and out.count("\nPress Enter to continue >>>") == 2 and out.count("\033[2J\033[H") == 2
+    assert (
+        status == 0
+        and out.count("\nPress Enter to continue >>>") == 2
+        and out.count("\033[2J\033[H") == 2
+    )
 
 
 def test_bare_ids(tmp_path, capsys, monkeypatch):
@@ -240,11 +270,25 @@ def test_bare_ids(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\n99\n1 2\n"))
     assert main(["generate", str(tmp_path / "r"), "--device=cpu"]) == 2
     flags = capsys.readouterr().err.split("bare ids, ")[1].split()
-    assert main(["generate", str(tmp_path / "r"), "--device=cpu", "--out-seq-length=5", *flags]) == 0
+    assert (
+        main(["generate", str(tmp_path / "r"), "--device=cpu", "--out-seq-length=5", *flags]) == 0
+    )
     out, err = capsys.readouterr()
     assert "integers separated by white space" in err and "id 99 is not in 0 ... " in err
     assert re.fullmatch(r"\d+( \d+)*\n", out)
-    assert main(["generate", str(tmp_path / "r"), "--device=cpu", "--out-seq-length=5", "--prompt=1 2", *flags]) == 0
+    assert (
+        main(
+            [
+                "generate",
+                str(tmp_path / "r"),
+                "--device=cpu",
+                "--out-seq-length=5",
+                "--prompt=1 2",
+                *flags,
+            ]
+        )
+        == 0
+    )
     assert re.fullmatch(r"1 2( \d+)*\n", capsys.readouterr().out)
 
 
@@ -268,34 +312,53 @@ def test_terminal_bytes_that_are_not_utf8(generate):
 
 
 def test_contradicting_flags_are_listed_together(generate):
-    status, _, err = generate("--num-layers=3", "--hidden-size=64", "--seq-length=99", "--num-attention-heads=4")
+    status, _, err = generate(
+        "--num-layers=3", "--hidden-size=64", "--seq-length=99", "--num-attention-heads=4"
+    )
     assert status == 65 and "--num-layers 3, the checkpoint has 2" in err
     assert "--hidden-size 64, the checkpoint has 32" in err
     assert f"--seq-length 99, the checkpoint has {LENGTH} positions" in err and "heads" not in err
 
 
 def test_flags_that_agree_with_the_checkpoint_are_accepted(generate):
-    assert generate(*SHAPE, "--ffn-hidden-size=128", "--kv-channels=8", "--greedy", "--prompt", "a d")[0] == 0
+    assert (
+        generate(*SHAPE, "--ffn-hidden-size=128", "--kv-channels=8", "--greedy", "--prompt", "a d")[
+            0
+        ]
+        == 0
+    )
 
 
 def test_missing_tokenizer(generate, run, tmp_path):
     shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("tokenizer"))
     status, _, err = generate("--prompt", "a", load=tmp_path / "run")
     assert status == 2 and "--tokenizer DIR" in err and "NullTokenizer" in err
-    assert generate("--greedy", "--prompt=a d", "--tokenizer-type=ByteTokenizer", load=tmp_path / "run")[1] == (
-        f"{DOG}\n"
+    assert generate(
+        "--greedy", "--prompt=a d", "--tokenizer-type=ByteTokenizer", load=tmp_path / "run"
+    )[1] == (f"{DOG}\n")
+    status, _, err = generate(
+        "--tokenizer-type=NullTokenizer", "--vocab-size=9", load=tmp_path / "run"
     )
-    status, _, err = generate("--tokenizer-type=NullTokenizer", "--vocab-size=9", load=tmp_path / "run")
-    assert status == 65 and "the vocabulary has 10 ids" in err and "end-of-document id, the checkpoint 257" in err
+    assert (
+        status == 65
+        and "the vocabulary has 10 ids" in err
+        and "end-of-document id, the checkpoint 257" in err
+    )
 
 
 def test_another_vocabulary_of_the_same_size(generate, run, tmp_path):
     """It is refused: the same ids would mean other text."""
     tokenizers.train_bpe([" ".join(SENTENCES)] * 3, 270, tmp_path)
-    named = ["--vocab-file", str(tmp_path / "vocab.json"), "--merge-file", str(tmp_path / "merges.txt")]
+    named = [
+        "--vocab-file",
+        str(tmp_path / "vocab.json"),
+        "--merge-file",
+        str(tmp_path / "merges.txt"),
+    ]
     shutil.copytree(run, tmp_path / "run")
     tokenizers.save_tokenizer(
-        tokenizers.GPT2BPE(tmp_path / "vocab.json", tmp_path / "merges.txt"), tmp_path / "run" / "tokenizer"
+        tokenizers.GPT2BPE(tmp_path / "vocab.json", tmp_path / "merges.txt"),
+        tmp_path / "run" / "tokenizer",
     )
     vocab = json.loads((tmp_path / "vocab.json").read_text())
     a, b = list(vocab)[:2]
@@ -305,7 +368,9 @@ def test_another_vocabulary_of_the_same_size(generate, run, tmp_path):
 
 
 def test_reaching_the_sequence_length_is_noted(generate):
-    _, _, err = generate("--greedy", "--prompt", "a d", "--out-seq-length", "999", "--seq-length", "8")
+    _, _, err = generate(
+        "--greedy", "--prompt", "a d", "--out-seq-length", "999", "--seq-length", "8"
+    )
     assert "the text ends at the model's sequence length, 8 tokens" in err
     assert "ends" not in generate("--greedy", "--prompt", "a d", "--out-seq-length", "2")[2]
 
@@ -314,7 +379,8 @@ def test_damaged_checkpoint(generate, run, tmp_path):
     """One flipped bit in the weights is refused."""
     shutil.copytree(run, tmp_path / "run")
     (weights,) = (tmp_path / "run").glob("iter_*/*.safetensors")
-    flip_bit(weights, 8 * weights.stat().st_size - 70)  # the optimizer's, perhaps: --verify full reads all
+    # the optimizer's, perhaps: --verify full reads all
+    flip_bit(weights, 8 * weights.stat().st_size - 70)
     status, _, err = generate("--prompt", "a", "--verify=full", load=tmp_path / "run")
     assert status == 65 and weights.name in err and "Traceback" not in err
     weights.unlink()
@@ -422,11 +488,17 @@ def test_documents_commands(tmp_path, monkeypatch, capsys):
         return left.value.code, *capsys.readouterr()
 
     status, out, _ = script(UNCONDITIONAL)
-    rows = [json.loads(line) for line in Path("unconditional_samples.json").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in Path("unconditional_samples.json").read_text().splitlines()
+    ]
     assert status == 0 and len(rows) == 2 and "Avg s/batch: " in out
 
     Path("unconditional_samples.json").write_text("kept")
-    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+    for name, value in {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\nstop\n"))
@@ -447,5 +519,10 @@ def test_a_terminal_sees_nothing_of_the_loading(program, monkeypatch):
 
 
 def test_more_tokens_than_the_model_reads_are_announced(program):
-    assert "before --max-new-tokens 5000" in program("generate", "--prompt=a", "--max-new-tokens=5000")[2]
-    assert "before --max-new-tokens" not in program("generate", "--prompt=a", "--max-new-tokens=1")[2]
+    assert (
+        "before --max-new-tokens 5000"
+        in program("generate", "--prompt=a", "--max-new-tokens=5000")[2]
+    )
+    assert (
+        "before --max-new-tokens" not in program("generate", "--prompt=a", "--max-new-tokens=1")[2]
+    )

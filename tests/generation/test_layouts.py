@@ -35,7 +35,12 @@ SHAPES = {
     "window": "--position-embedding-type=rope --window-size=5,0 --window-attn-skip-freq=2",
 }
 LAYOUTS = {
-    2: ["--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2", "", "--context-parallel-size=2"],
+    2: [
+        "--tensor-model-parallel-size=2",
+        "--pipeline-model-parallel-size=2",
+        "",
+        "--context-parallel-size=2",
+    ],
     4: [
         "--tensor-model-parallel-size=2 --pipeline-model-parallel-size=2",
         "--tensor-model-parallel-size=2",
@@ -71,7 +76,9 @@ def on_ranks(load, lines, out, cls, work):
         words = ["--load", str(load), "--device=cpu", f"--world-size={team.size}", *line.split()]
         parsed = flags.parse_settings(cls, words, "test", check=False)
         given = flags.given_settings(parsed)
-        ranks.serve_ranks(parsed.config, given, lambda m: results.append(work(m)), torch.device("cpu"), team)
+        ranks.serve_ranks(
+            parsed.config, given, lambda m: results.append(work(m)), torch.device("cpu"), team
+        )
     if team.is_lead:
         Path(out).write_text(json.dumps(results))
 
@@ -104,9 +111,15 @@ def test_evaluation_in_any_layout(runs, shape, world, tmp_path):
     load, lines = runs(shape), LAYOUTS[world]
     wanted = {dtype: figures(alone(load, dtype)) for dtype in (torch.float64, torch.float32)}
     lines = [f"{line} --params-dtype=float64" for line in lines] + lines[:1]
-    for line, got in zip(lines, run_layouts(load, world, lines, tmp_path, EvaluateConfig, figures), strict=True):
-        want, near = (wanted[torch.float64], 1e-9) if "float64" in line else (wanted[torch.float32], 1e-5)
-        near_want = {name: pytest.approx(want[name], rel=near) for name in ("total_loss", "by_position")}
+    for line, got in zip(
+        lines, run_layouts(load, world, lines, tmp_path, EvaluateConfig, figures), strict=True
+    ):
+        want, near = (
+            (wanted[torch.float64], 1e-9) if "float64" in line else (wanted[torch.float32], 1e-5)
+        )
+        near_want = {
+            name: pytest.approx(want[name], rel=near) for name in ("total_loss", "by_position")
+        }
         assert got == want | near_want, line
 
 
@@ -118,19 +131,31 @@ PROMPTS = [[*b"the c"], [*b"a"], [*b"ein B"], [*b"dog ran. a dog ran"]]
 
 def completions(m):
     """Complete more requests than there are slots, in every way to read a prompt and to choose."""
-    requests = [Request(p, s, 7, i, logprobs=1) for s in (GREEDY, SAMPLED) for i, p in enumerate(PROMPTS)]
-    requests += [Request(PROMPTS[0], GREEDY, echo=True, logprobs=2), Request(PROMPTS[3], GREEDY, stop=("the",))]
+    requests = [
+        Request(p, s, 7, i, logprobs=1) for s in (GREEDY, SAMPLED) for i, p in enumerate(PROMPTS)
+    ]
+    requests += [
+        Request(PROMPTS[0], GREEDY, echo=True, logprobs=2),
+        Request(PROMPTS[3], GREEDY, stop=("the",)),
+    ]
     requests += [Request(PROMPTS[0], dataclasses.replace(GREEDY, recompute=True))]
     requests += [Request(PROMPTS[1], dataclasses.replace(SAMPLED, repetition_penalty=1.5))]
     found = beam.search_beams(m, Request(PROMPTS[0], GREEDY), beam.BeamOptions(3))
     names = "tokens finish text prompt_tokens logprobs prompt_logprobs".split()
-    return [{name: getattr(text, name) for name in names} for text in [*decoder.complete(m, requests, 3), *found]]
+    return [
+        {name: getattr(text, name) for name in names}
+        for text in [*decoder.complete(m, requests, 3), *found]
+    ]
 
 
 def assert_equal_texts(got, want):
     assert [one["tokens"] for one in got] == [one["tokens"] for one in want]
     for a, b in zip(got, want, strict=True):
-        assert (a["finish"], a["text"], a["prompt_tokens"]) == (b["finish"], b["text"], b["prompt_tokens"])
+        assert (a["finish"], a["text"], a["prompt_tokens"]) == (
+            b["finish"],
+            b["text"],
+            b["prompt_tokens"],
+        )
         for name in ("logprobs", "prompt_logprobs"):
             for x, y in zip(a[name], b[name], strict=True):
                 assert x is y is None or x == pytest.approx(y, abs=1e-4)
@@ -140,7 +165,11 @@ def assert_equal_texts(got, want):
 def test_generation_in_any_layout(runs, shape, world, tmp_path):
     """All layouts write the texts of one process, in float32."""
     load = runs(shape)
-    lines = [line for line in LAYOUTS[world] if "context" not in line and line and (world == 2 or "pipeline" in line)]
+    lines = [
+        line
+        for line in LAYOUTS[world]
+        if "context" not in line and line and (world == 2 or "pipeline" in line)
+    ]
     want = completions(alone(load, torch.float32))
     assert len({tuple(one["tokens"]) for one in want}) > 4
     for got in run_layouts(load, world, lines, tmp_path, GenerateConfig, completions):
@@ -158,10 +187,13 @@ def test_equals_transformers(runs, shape, tmp_path):
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
         how = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "eos_token_id": 256}
-        out = theirs.generate(ids, do_sample=False, max_new_tokens=12, **how)[0, len(prompt) :].tolist()
+        out = theirs.generate(ids, do_sample=False, max_new_tokens=12, **how)[
+            0, len(prompt) :
+        ].tolist()
         want.append(out[: out.index(256)] if 256 in out else out)
     assert greedy(alone(load, torch.float32)) == want
-    lines = ["--tensor-model-parallel-size=2 --tokenizer-type=ByteTokenizer"]  # the folder names none
+    # the folder names none
+    lines = ["--tensor-model-parallel-size=2 --tokenizer-type=ByteTokenizer"]
     assert run_layouts(folder, 2, lines, tmp_path, GenerateConfig, greedy) == [want]
 
 
@@ -180,20 +212,35 @@ def begin(*words):
     """Start a command with pipes, in a session of its own so that a signal reaches it alone."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.Popen(words, **pipes, text=True, start_new_session=True, env=kept | {"OMP_NUM_THREADS": "1"})
+    return subprocess.Popen(
+        words, **pipes, text=True, start_new_session=True, env=kept | {"OMP_NUM_THREADS": "1"}
+    )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("start", "layout"),
-    [(LAUNCH, TP2), (TORCHRUN, PP2), ([sys.executable, "-m", "meshwright"], f"{TP2} --num-gpus-per-node=2")],
+    [
+        (LAUNCH, TP2),
+        (TORCHRUN, PP2),
+        ([sys.executable, "-m", "meshwright"], f"{TP2} --num-gpus-per-node=2"),
+    ],
 )
 def test_a_dialogue_on_several_ranks(runs, start, layout):
     """Rank 0 reads and answers, started by either launcher or by OneFlow's flag."""
     load = runs("gpt2")
     answers = greedy(alone(load, torch.float32))
-    first, _, third, _ = (bytes([*prompt, *new[:9]]).decode() for prompt, new in zip(PROMPTS, answers, strict=True))
-    words = ["generate", str(load), "--device=cpu", "--greedy", "--max-new-tokens=9", *layout.split()]
+    first, _, third, _ = (
+        bytes([*prompt, *new[:9]]).decode() for prompt, new in zip(PROMPTS, answers, strict=True)
+    )
+    words = [
+        "generate",
+        str(load),
+        "--device=cpu",
+        "--greedy",
+        "--max-new-tokens=9",
+        *layout.split(),
+    ]
     out, err = begin(*start, *words).communicate("the c\nein B\nstop\n", timeout=100)
     assert out == f"{first[len('the c') :]}\n{third[len('ein B') :]}\n", err
     assert err.count("successfully loaded") == 1
@@ -205,7 +252,11 @@ def test_an_error_ends_all_ranks(runs):
     words = ["generate", str(runs("gpt2")), "--device=cpu", "--prompt", "x" * LENGTH, PP2]
     process = begin(*LAUNCH, *words)
     _, err = process.communicate(timeout=100)
-    assert process.returncode == 2 and err.count(f"--prompt has {LENGTH} tokens") == 1 and "Traceback" not in err
+    assert (
+        process.returncode == 2
+        and err.count(f"--prompt has {LENGTH} tokens") == 1
+        and "Traceback" not in err
+    )
 
 
 @pytest.mark.long
@@ -236,7 +287,11 @@ def test_a_server_on_several_ranks(runs, number):
     """It answers as one process does; a signal ends it in order, and the other rank with it."""
     pytest.importorskip("uvicorn")
     process = begin(*LAUNCH, "serve", str(runs("gpt2")), "--device=cpu", "--port=0", PP2)
-    address = next(line for line in process.stdout if line.startswith("serving ")).split(" on ")[1].split()[0]
+    address = (
+        next(line for line in process.stdout if line.startswith("serving "))
+        .split(" on ")[1]
+        .split()[0]
+    )
     body = {"model": "run", "prompt": "a", "max_tokens": 9, "temperature": 1, "seed": 5}
     request = urllib.request.Request(f"{address}/v1/completions", json.dumps(body).encode())
     request.add_header("Content-Type", "application/json")
@@ -276,7 +331,15 @@ def test_the_model_must_fit_the_layout(runs, capsys):
     """More ranks than started, and heads that cannot be shared out, are refused with numbers."""
     text = ["--input", str(Path(__file__))]
     assert main(["evaluate", str(runs("gpt2")), "--tensor-model-parallel-size=2", *text]) == 2
-    assert "1 rank is not a multiple of --tensor-model-parallel-size 2 = 2: start 2" in capsys.readouterr().err
+    assert (
+        "1 rank is not a multiple of --tensor-model-parallel-size 2 = 2: start 2"
+        in capsys.readouterr().err
+    )
     layout, cpu = Layout(tp=3), torch.device("cpu")
-    with pytest.raises(UserError, match="--num-attention-heads 4 is not a multiple of --tensor-model-parallel-size 3"):
-        language_model.load_model(str(runs("gpt2")), {}, TokenizerFlags(), torch.float32, cpu, layout=layout)
+    with pytest.raises(
+        UserError,
+        match="--num-attention-heads 4 is not a multiple of --tensor-model-parallel-size 3",
+    ):
+        language_model.load_model(
+            str(runs("gpt2")), {}, TokenizerFlags(), torch.float32, cpu, layout=layout
+        )

@@ -18,7 +18,9 @@ def cases(n=200):
     random = torch.Generator().manual_seed(0)
     for _ in range(n):
         size = int(torch.randint(1, 40, (), generator=random))
-        logits = torch.randn(size, generator=random) * 10 ** float(torch.rand((), generator=random) * 3 - 1)
+        logits = torch.randn(size, generator=random) * 10 ** float(
+            torch.rand((), generator=random) * 3 - 1
+        )
         if torch.rand((), generator=random) < 0.4:
             logits = logits.round()  # ties
         if size > 1 and torch.rand((), generator=random) < 0.3:
@@ -40,7 +42,9 @@ def choose(logits, settings, n=1, seed=1):
     numbers = [torch.full((n,), x, dtype=torch.float64) for x in sampling.control_numbers(settings)]
     k, key = (torch.full((n,), x) for x in (settings.top_k, sampling.stream_key(seed, 0)))
     rows = logits.expand(n, -1)
-    return sampling.sample_tokens(rows, ChoiceParts.of(settings), Controls(*numbers, k, key), torch.arange(n)).tolist()
+    return sampling.sample_tokens(
+        rows, ChoiceParts.of(settings), Controls(*numbers, k, key), torch.arange(n)
+    ).tolist()
 
 
 def kept(logits):
@@ -51,7 +55,9 @@ def test_top_k_keeps_the_largest_and_their_equals():
     for logits, random in cases():
         k = int(torch.randint(1, len(logits) + 3, (), generator=random))
         border = sorted(logits.tolist(), reverse=True)[min(k, len(logits)) - 1]
-        assert kept(filtered(logits, k)) == {i for i, x in enumerate(logits.tolist()) if x >= border and x > -INF}
+        assert kept(filtered(logits, k)) == {
+            i for i, x in enumerate(logits.tolist()) if x >= border and x > -INF
+        }
     assert kept(filtered(torch.tensor([1.0, 2.0, 2.0, 0.0]), 1)) == {1, 2}
     assert torch.equal(filtered(logits, 1000), logits)
 
@@ -68,12 +74,21 @@ def test_top_p_keeps_the_smallest_set_that_passes_p():
         mass = math.fsum(probabilities[i] for i in stay)
         assert mass >= p - 1e-5
         assert mass - min(probabilities[i] for i in stay) <= p + 1e-5  # one fewer would not pass
-        assert min(probabilities[i] for i in stay) >= max([probabilities[i] for i in order if i not in stay], default=0)
+        assert min(probabilities[i] for i in stay) >= max(
+            [probabilities[i] for i in order if i not in stay], default=0
+        )
 
 
 def test_top_p_by_hand():
     logits = torch.tensor([0.1, 0.5, 0.15, 0.25]).log()
-    for p, want in ((0.01, {1}), (0.49, {1}), (0.51, {1, 3}), (0.74, {1, 3}), (0.76, {1, 2, 3}), (0.95, {0, 1, 2, 3})):
+    for p, want in (
+        (0.01, {1}),
+        (0.49, {1}),
+        (0.51, {1, 3}),
+        (0.74, {1, 3}),
+        (0.76, {1, 2, 3}),
+        (0.95, {0, 1, 2, 3}),
+    ):
         assert kept(filtered(logits, top_p=p)) == want, p
     assert kept(filtered(logits, top_p=1.0)) == {0, 1, 2, 3}
     assert kept(filtered(torch.zeros(4), top_p=0.4)) == {0, 1}  # ties: in the order of their ids
@@ -96,14 +111,19 @@ def test_min_p_keeps_a_share_of_the_likeliest():
 
 
 def test_the_penalty():
-    logits, seen = torch.tensor([[2.0, -2.0, 1.0, -1.0]]), torch.tensor([[True, True, False, False]])
+    logits, seen = (
+        torch.tensor([[2.0, -2.0, 1.0, -1.0]]),
+        torch.tensor([[True, True, False, False]]),
+    )
     assert sampling.penalise(logits, seen, row(4.0)).tolist() == [[0.5, -8.0, 1.0, -1.0]]
     assert torch.equal(sampling.penalise(logits, seen, row(1.0)), logits)
 
 
 def test_penalties_by_count():
     logits, counts = torch.tensor([[2.0, 2.0, -1.0]]), torch.tensor([[0, 1, 3]])
-    assert sampling.penalise_counts(logits, counts, row(0.5), row(0.25)).tolist() == [[2.0, 1.25, -2.25]]
+    assert sampling.penalise_counts(logits, counts, row(0.5), row(0.25)).tolist() == [
+        [2.0, 1.25, -2.25]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -143,22 +163,39 @@ def test_an_impossible_token_is_never_drawn():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_large_logits(dtype):
     logits = torch.tensor([0.0, 60000.0, 59000.0], dtype=dtype)
-    for settings in (Sampling(greedy=True), Sampling(), Sampling(top_p=0.9), Sampling(temperature=0.1, top_k=2)):
+    for settings in (
+        Sampling(greedy=True),
+        Sampling(),
+        Sampling(top_p=0.9),
+        Sampling(temperature=0.1, top_k=2),
+    ):
         assert choose(logits, settings) == [1]
 
 
 def test_a_row_depends_on_no_other():
     """Rows with different flags in one call, under the kind that some of them need, and alone."""
-    every = [Sampling(greedy=True), Sampling(), Sampling(temperature=0.7, top_k=3), Sampling(top_p=0.5, min_p=0.2)]
+    every = [
+        Sampling(greedy=True),
+        Sampling(),
+        Sampling(temperature=0.7, top_k=3),
+        Sampling(top_p=0.5, min_p=0.2),
+    ]
     random = torch.Generator().manual_seed(3)
     logits, at = torch.randn(4, 30, generator=random), torch.tensor([5, 5, 8, 9])
     key = torch.tensor([sampling.stream_key(1, i) for i in range(4)])
-    controls = [torch.tensor([sampling.control_numbers(s)[i] for s in every]).double() for i in range(3)]
+    controls = [
+        torch.tensor([sampling.control_numbers(s)[i] for s in every]).double() for i in range(3)
+    ]
     controls += [torch.tensor([s.top_k for s in every]), key]
-    together = sampling.sample_tokens(logits, ChoiceParts(False, True, True), Controls(*controls), at)
+    together = sampling.sample_tokens(
+        logits, ChoiceParts(False, True, True), Controls(*controls), at
+    )
     for i, s in enumerate(every):
         mine = Controls(*(x[i : i + 1] for x in controls))
-        assert sampling.sample_tokens(logits[i : i + 1], ChoiceParts.of(s), mine, at[i : i + 1]) == together[i]
+        assert (
+            sampling.sample_tokens(logits[i : i + 1], ChoiceParts.of(s), mine, at[i : i + 1])
+            == together[i]
+        )
 
 
 def test_uniform_numbers():
@@ -168,7 +205,8 @@ def test_uniform_numbers():
     u = torch.stack([draws.uniforms(key, torch.full_like(key, at), 50) for at in range(4)])
     assert len(u.unique()) == u.numel() == 24_000 and u.min() > 0 and u.max() < 1
     counts = torch.histc(u, 20, 0, 1)
-    assert ((counts - 1200) ** 2 / 1200).sum() < 45  # chi squared, 19 degrees of freedom, 1 in 1,000
+    # chi squared, 19 degrees of freedom, 1 in 1,000
+    assert ((counts - 1200) ** 2 / 1200).sum() < 45
     assert abs(torch.corrcoef(u.flatten(0, 1).T).fill_diagonal_(0)).max() < 0.2
     known = draws.uniforms(torch.tensor([sampling.stream_key(1234, 7)]), torch.tensor([5]), 3)
     assert [round(x, 12) for x in known[0].tolist()] == KNOWN

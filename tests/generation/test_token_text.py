@@ -64,7 +64,10 @@ def test_nothing_of_a_stop_string_is_shown():
     """Its beginning waits, however often it begins; what only looked like it comes later."""
     assert cut("aabab.c", "abab.") == (["", "a", "", "", "", "", ""], "", True)
     assert cut("aababc", "abab.") == (["", "a", "", "", "", "ababc"], "", False)
-    assert cut("one\n\ntwo", "\n\n", "tw")[1:] == ("", True) and "".join(cut("one\n\ntwo", "tw", "\n\n")[0]) == "one"
+    assert (
+        cut("one\n\ntwo", "\n\n", "tw")[1:] == ("", True)
+        and "".join(cut("one\n\ntwo", "tw", "\n\n")[0]) == "one"
+    )
     assert cut("ab", "abc") == (["", ""], "ab", False)
     assert cut("Bä.", "ä")[0] == ["B", "", "", ""]
     assert cut("x", "")[0] == ["x"]  # an empty string ends nothing
@@ -74,7 +77,10 @@ def test_a_stop_string_within_one_token():
     many = FixedTokens([b"one st", b"op two", b"three"], False)
     assert text_until_stop(many, Request([], stop=("stop",)), range(3)) == ("one ", True)
     assert text_until_stop(many, Request([], stop=("two", "op")), range(3)) == ("one st", True)
-    assert text_until_stop(many, Request([], stop=("four",)), range(3)) == ("one stop twothree", False)
+    assert text_until_stop(many, Request([], stop=("four",)), range(3)) == (
+        "one stop twothree",
+        False,
+    )
 
 
 @pytest.fixture
@@ -95,13 +101,20 @@ def test_one_text_until_stop_a_prompt(spaced, monkeypatch):
     monkeypatch.setattr(network, "forward", lambda tokens, where, last_only: likely_a(tokens))
     for texts in (
         [model.generate([1], greedy=True, max_new_tokens=2)],
-        [t.text for t in complete(model, [Request([1], Sampling(greedy=True, out_seq_length=2))], 1)],
+        [
+            t.text
+            for t in complete(model, [Request([1], Sampling(greedy=True, out_seq_length=2))], 1)
+        ],
         [search_beams(model, Request([1], Sampling(out_seq_length=2)), BeamOptions(1))[0].text],
     ):
         assert texts == [" a a"]
-    (text,) = complete(model, [Request([1], Sampling(greedy=True, out_seq_length=9), stop=(" a",))], 1)
+    (text,) = complete(
+        model, [Request([1], Sampling(greedy=True, out_seq_length=9), stop=(" a",))], 1
+    )
     assert (text.text, text.tokens, text.finish) == ("", [0], "stop")
-    (text,) = complete(model, [Request([1], Sampling(greedy=True, out_seq_length=2), is_alone=True)], 1)
+    (text,) = complete(
+        model, [Request([1], Sampling(greedy=True, out_seq_length=2), is_alone=True)], 1
+    )
     assert text.text == "a a"
 
 

@@ -14,4 +14,6 @@ def learn(folder, steps, *tokenizer):
     """Train on documents of one sentence: 6 of 11 the first, 3 the second, 2 the third."""
     texts = random.Random(0).choices(SENTENCES, [6, 3, 2], k=4000)
     flags = "--micro-batch-size=16 --lr=1e-2 --lr-warmup-iters=5 --hidden-dropout=0 --attention-dropout=0"
-    return train_on_texts(folder, texts, [*tokenizer], [*SHAPE, *flags.split(), f"--train-iters={steps}"])
+    return train_on_texts(
+        folder, texts, [*tokenizer], [*SHAPE, *flags.split(), f"--train-iters={steps}"]
+    )

@@ -80,8 +80,13 @@ def hashes():  # type: ignore[no-untyped-def]
 def norms() -> None:
     for width in (1024, 2560):
         weights = norm.NormWeights(take(width), take(width), 1e-5)
-        backward(*norm.add_norm(take(8, width), take(8, width), take(width), hashes(), 0.1, weights))
-    weights, wide = norm.NormWeights(take(1024), None, 1e-5, 1.0, centers=False), take(8, 1024, dtype=torch.float32)
+        backward(
+            *norm.add_norm(take(8, width), take(8, width), take(width), hashes(), 0.1, weights)
+        )
+    weights, wide = (
+        norm.NormWeights(take(1024), None, 1e-5, 1.0, centers=False),
+        take(8, 1024, dtype=torch.float32),
+    )
     backward(*norm.add_norm(wide, take(8, 1024), None, None, 0.0, weights))
 
 
@@ -89,7 +94,9 @@ def norms_of_all_widths() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for width in (64, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 8192):
             weights = norm.NormWeights(take(width, dtype=dtype), take(width, dtype=dtype), 1e-5)
-            x, pending, bias = (take(*shape, dtype=dtype) for shape in ((8, width), (8, width), (width,)))
+            x, pending, bias = (
+                take(*shape, dtype=dtype) for shape in ((8, width), (8, width), (width,))
+            )
             backward(*norm.add_norm(x, pending, bias, hashes(), 0.1, weights))
             backward(*norm.add_norm(x, pending, bias, None, 0.0, weights))
 
@@ -121,7 +128,9 @@ def activations() -> None:
 def splits() -> None:
     angles = tuple(torch.zeros(1, 8, 1, 32) for _ in range(2))
     for rotation in (None, angles):
-        backward(*heads.split_heads(take(2, 8, 1536), heads.HeadSizes(4, 4, 64), rotation, take(1536)))
+        backward(
+            *heads.split_heads(take(2, 8, 1536), heads.HeadSizes(4, 4, 64), rotation, take(1536))
+        )
 
 
 def symmetric_products() -> None:
@@ -144,7 +153,10 @@ def muons() -> None:
 
 def updates() -> None:
     settings, cpu = adamw.AdamWConstants(0.9, 0.95, 1e-8), torch.device("cpu")
-    table, one = adamw.make_table([adamw.FlatRange(0, 4096)], cpu), torch.ones((), dtype=torch.float64)
+    table, one = (
+        adamw.make_table([adamw.FlatRange(0, 4096)], cpu),
+        torch.ones((), dtype=torch.float64),
+    )
     flats = [torch.zeros(4096) for _ in range(4)]
     adamw.sum_squares(flats[0], table)
     for loss in (one, one.float()):
@@ -157,16 +169,25 @@ def updates() -> None:
     draws = moments.make_block_draws([(moments.Place(1, 0, 0, 64, 64), 32)], torch.ones(()))
     for formats in ((torch.bfloat16, torch.bfloat16), (torch.int8, torch.uint8)):
         codes = [flats[0].to(dtype) for dtype in formats]
-        adamw.update_blocks(adamw.AdamWBuffers(flats[0], *codes, flats[1], None), table, settings, decision, draws)
+        adamw.update_blocks(
+            adamw.AdamWBuffers(flats[0], *codes, flats[1], None), table, settings, decision, draws
+        )
         for code in codes:
             moments.store(
-                flats[0], code, moments.PlaceDraws(moments.Place(1, 0, 0, 64, 64), torch.ones(())), torch.zeros(())
+                flats[0],
+                code,
+                moments.PlaceDraws(moments.Place(1, 0, 0, 64, 64), torch.ones(())),
+                torch.zeros(()),
             )
 
 
 def tables() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        embedding.add_rows(torch.zeros(64, 1024), torch.zeros(8, dtype=torch.int64), torch.zeros(8, 1024, dtype=dtype))
+        embedding.add_rows(
+            torch.zeros(64, 1024),
+            torch.zeros(8, dtype=torch.int64),
+            torch.zeros(8, 1024, dtype=dtype),
+        )
 
 
 def casts() -> None:
@@ -195,7 +216,13 @@ def casts_in_kernels() -> None:
     angles = tuple(torch.zeros(1, 8, 1, 32) for _ in range(2))
     for rotation in (None, angles):
         into = fp8.Into(torch.empty(16, 3072, dtype=torch.float8_e4m3fn), one, one)
-        heads.pack([take(2, 8, 16, 64).detach() for _ in range(3)], heads.HeadSizes(16, 1, 64), rotation, True, into)
+        heads.pack(
+            [take(2, 8, 16, 64).detach() for _ in range(3)],
+            heads.HeadSizes(16, 1, 64),
+            rotation,
+            True,
+            into,
+        )
 
 
 def decoding() -> None:
@@ -212,14 +239,23 @@ def decoding() -> None:
     for draws in (None, decode.Draws(slots.double(), slots)):
         decode.choose_tokens(take(1, 50304), 50257, slots, state, 50256, draws)
     for weights, kind in zip(norms, ("gelu-tanh", "swiglu", ""), strict=True):
-        decode.linear(x, decode.DecodeLinear(take(4096, 1024), take(4096), weights, kind), None if kind else x)
+        decode.linear(
+            x, decode.DecodeLinear(take(4096, 1024), take(4096), weights, kind), None if kind else x
+        )
     decode.linear(x, decode.DecodeLinear(take(50304, 1024), None, norms[0]))
     for rows in (1, 64):
         for groups, per_group, head in ((16, 1, 64), (4, 4, 128), (2, 1, 96)):
-            caches = [torch.zeros(rows + 1, 320, groups, head, dtype=torch.bfloat16) for _ in range(2)]
+            caches = [
+                torch.zeros(rows + 1, 320, groups, head, dtype=torch.bfloat16) for _ in range(2)
+            ]
             texts = decode.CachedTexts(*caches, torch.arange(rows), torch.arange(rows + 1), 256)
             qkv = take(rows, groups * (per_group + 2) * head)
-            decode.attend(qkv, texts, heads.HeadSizes(groups, per_group, head), angles if groups == 4 else None)
+            decode.attend(
+                qkv,
+                texts,
+                heads.HeadSizes(groups, per_group, head),
+                angles if groups == 4 else None,
+            )
 
 
 def clocks() -> None:
@@ -254,7 +290,9 @@ def usage(cubin: bytes) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
 
 
@@ -263,7 +301,11 @@ def main(names: list[str]) -> None:
     for name in names or CALLS:
         (CALLS | MORE)[name]()
     for kernel in compiled.values():
-        file, took, facts = Path(inspect.getfile(kernel.src.fn.fn)).stem, usage(kernel.asm["cubin"]), kernel.metadata
+        file, took, facts = (
+            Path(inspect.getfile(kernel.src.fn.fn)).stem,
+            usage(kernel.asm["cubin"]),
+            kernel.metadata,
+        )
         print(
             f"{file}.{facts.name}: {facts.num_warps} warps, {took['REG']} registers, {facts.shared} bytes of shared "
             f"memory, {took['STACK'] + took['LOCAL']} spilled"

@@ -120,7 +120,8 @@ def test_without_a_bias_recomputed_and_without_gradients(with_kernels):
         assert not activate("gelu-tanh", u, bias).requires_grad
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's, in the interpreter
+# numpy's, in the interpreter
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_large_numbers_and_nan(kind, with_kernels):
     """Large inputs give no NaN; a NaN is not hidden, so that a bad loss is seen."""

@@ -31,7 +31,10 @@ def draw(*shape, seed=0, dtype=torch.float32):
 
 
 def numbers(total, loss=1.0, lr=1e-2, weight_decay=0.1, scale=1.0):
-    values = [torch.tensor(x, dtype=torch.float64, device=DEVICE) for x in (total, loss, lr, weight_decay, scale)]
+    values = [
+        torch.tensor(x, dtype=torch.float64, device=DEVICE)
+        for x in (total, loss, lr, weight_decay, scale)
+    ]
     return tuple(values)
 
 
@@ -40,7 +43,9 @@ def make(dtype, low):
     table = adamw.make_table(RANGES, DEVICE)
     state = [torch.zeros(table.shape[1] * 128, dtype=dtype, device=DEVICE) for _ in range(2)]
     weights = None if low is None else torch.full((SIZE,), math.nan, dtype=low, device=DEVICE)
-    return adamw.AdamWBuffers(draw(SIZE, dtype=dtype), *state, draw(SIZE, seed=1, dtype=dtype), weights), table
+    return adamw.AdamWBuffers(
+        draw(SIZE, dtype=dtype), *state, draw(SIZE, seed=1, dtype=dtype), weights
+    ), table
 
 
 def owned():
@@ -65,7 +70,10 @@ def test_steps_equal_torchs(low, clip, scale):
             {"params": [p], "weight_decay": 0.1 * KINDS[kind][1]}
             for p, (_, _, kind, _) in zip(pieces, RANGES, strict=True)
         ]
-        theirs[dtype] = torch.optim.AdamW(groups, betas=SETTINGS[:2], eps=SETTINGS.eps, fused=True), pieces
+        theirs[dtype] = (
+            torch.optim.AdamW(groups, betas=SETTINGS[:2], eps=SETTINGS.eps, fused=True),
+            pieces,
+        )
     first = ours.master.clone()
     for i in range(5):
         gradient = draw(SIZE, seed=10 + i) * 10.0 ** (2 * i - 9)
@@ -78,7 +86,9 @@ def test_steps_equal_torchs(low, clip, scale):
         decision = adamw.decide(constants, numbers(total.item(), lr=lr, scale=scale), step)
         adamw.update_blocks(ours, table, SETTINGS, decision)
         if is_bad:
-            assert all(map(torch.equal, kept, ours[1:4])) and step == 2 and not decision[adamw.FINITE]
+            assert (
+                all(map(torch.equal, kept, ours[1:4])) and step == 2 and not decision[adamw.FINITE]
+            )
             continue
         exact = gradient[owned()].double().norm()
         assert decision[adamw.NORM].item() == pytest.approx(exact.item(), rel=2e-7)
@@ -100,7 +110,9 @@ def test_steps_equal_torchs(low, clip, scale):
                 (ours.exp_avg_sq[at : at + b - a], state["exp_avg_sq"]),
                 (ours.master[a:b], p.detach()),
             ):
-                torch.testing.assert_close(got.to(dtype), want, rtol=1e-6, atol=3e-7 * float(want.abs().max()))
+                torch.testing.assert_close(
+                    got.to(dtype), want, rtol=1e-6, atol=3e-7 * float(want.abs().max())
+                )
                 assert (got - want).norm() < BOUND * want.norm()
             at += b - a
     assert torch.equal(ours.master[~owned()], first[~owned()])
@@ -108,7 +120,9 @@ def test_steps_equal_torchs(low, clip, scale):
         got = torch.cat([ours.weights[target : target + b - a] for a, b, _, target in RANGES])
         want = torch.cat([ours.master[a:b] for a, b, *_ in RANGES]).to(low)
         assert torch.equal(got, want) or low is torch.bfloat16  # which the interpreter truncates
-        torch.testing.assert_close(got, want, rtol=0 if DEVICE.type != "cpu" else torch.finfo(low).eps, atol=0)
+        torch.testing.assert_close(
+            got, want, rtol=0 if DEVICE.type != "cpu" else torch.finfo(low).eps, atol=0
+        )
         assert ours.weights.isnan().sum() == SIZE - owned().sum()
 
 
@@ -116,7 +130,9 @@ def test_steps_equal_torchs(low, clip, scale):
 def test_twins_agree(monkeypatch, is_cautious):
     settings, both = SETTINGS._replace(is_cautious=is_cautious), []
     for uses_kernels in (True, False):
-        monkeypatch.setattr(devices, "has_kernels", lambda device, uses_kernels=uses_kernels: uses_kernels)
+        monkeypatch.setattr(
+            devices, "has_kernels", lambda device, uses_kernels=uses_kernels: uses_kernels
+        )
         buffers, table = make(torch.float32, torch.bfloat16)
         constants = adamw.make_constants(SETTINGS, 1.0, DEVICE, KINDS)
         step = torch.zeros((), device=DEVICE)
@@ -138,7 +154,10 @@ def test_a_cautious_decay_spares_what_the_update_turns_away_from_0(monkeypatch, 
     """Compare three steps with a step without decay and the decay of the elements that have one."""
     monkeypatch.setattr(devices, "has_kernels", lambda device: uses_kernels)
     buffers, table = make(torch.float32, None)
-    constants, step = adamw.make_constants(SETTINGS, 0.0, DEVICE, KINDS), torch.zeros((), device=DEVICE)
+    constants, step = (
+        adamw.make_constants(SETTINGS, 0.0, DEVICE, KINDS),
+        torch.zeros((), device=DEVICE),
+    )
     factors = torch.zeros(SIZE, device=DEVICE)
     for begin, end, kind, _ in RANGES:
         factors[begin:end] = math.prod(KINDS[kind])
@@ -166,11 +185,14 @@ def test_state_in_fewer_bits(monkeypatch, formats):
 
     The masters follow the moments before these are rounded.
     """
-    cut = moments.place_of("h.0.attn.proj.weight", (40, 48), (0, 16), (40, 16))  # rows of 16 in blocks of 128
+    # rows of 16 in blocks of 128
+    cut = moments.place_of("h.0.attn.proj.weight", (40, 48), (0, 16), (40, 16))
     full = moments.place_of("wte.weight", (2176,), (0,), (2176,))
     both = []
     for uses_kernels in (True, False):
-        monkeypatch.setattr(devices, "has_kernels", lambda device, uses_kernels=uses_kernels: uses_kernels)
+        monkeypatch.setattr(
+            devices, "has_kernels", lambda device, uses_kernels=uses_kernels: uses_kernels
+        )
         buffers, table = make(torch.float32, torch.bfloat16)
         codes = [draw(x.numel(), seed=7 + k).square() for k, x in enumerate(buffers[1:3])]
         step = torch.zeros((), device=DEVICE)
@@ -206,7 +228,13 @@ def test_state_in_fewer_bits(monkeypatch, formats):
 
 @pytest.mark.parametrize(
     ("total", "loss", "applied"),
-    [(1.0, 1.0, 1), (math.nan, 1.0, 0), (math.inf, 1.0, 0), (1.0, math.nan, 0), (1.0, -math.inf, 0)],
+    [
+        (1.0, 1.0, 1),
+        (math.nan, 1.0, 0),
+        (math.inf, 1.0, 0),
+        (1.0, math.nan, 0),
+        (1.0, -math.inf, 0),
+    ],
 )
 @pytest.mark.parametrize("uses_kernels", [True, False])
 def test_only_finite_steps_count(total, loss, applied, uses_kernels, monkeypatch):
@@ -217,7 +245,9 @@ def test_only_finite_steps_count(total, loss, applied, uses_kernels, monkeypatch
     norm, shrink, is_finite = gradients.judge(values[0], values[1], 4.0, 0.1, torch.float32)
     assert step == applied == decision[adamw.FINITE] == is_finite
     if applied:
-        torch.testing.assert_close(decision[[adamw.NORM, adamw.SHRINK]], torch.stack([norm, shrink]))
+        torch.testing.assert_close(
+            decision[[adamw.NORM, adamw.SHRINK]], torch.stack([norm, shrink])
+        )
 
 
 @pytest.mark.parametrize("ranges", [[], RANGES[1:2], RANGES])

@@ -66,7 +66,9 @@ def test_as_exact_as_torchs_kernel(sizes, spread, monkeypatch):
 
 def test_the_same_bits_each_time():
     inputs, grad = draw(2, 200, 4, 2, 32)
-    for first, second in zip(*(results(causal.attend, inputs, grad) for _ in range(2)), strict=True):
+    for first, second in zip(
+        *(results(causal.attend, inputs, grad) for _ in range(2)), strict=True
+    ):
         assert first.equal(second)
 
 
@@ -96,7 +98,13 @@ def test_where_it_is_chosen(length, dtype, impl, p, window, expected, monkeypatc
     monkeypatch.setattr(causal, "has_products", lambda: True)
     monkeypatch.setattr(causal, "attend", lambda q, k, v: calls.append(1) or q)
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **_: q)
-    m = Model(num_layers=1, hidden_size=32, num_attention_heads=2, attention_impl=impl, attention_dropout=p)
+    m = Model(
+        num_layers=1,
+        hidden_size=32,
+        num_attention_heads=2,
+        attention_impl=impl,
+        attention_dropout=p,
+    )
     where = Positions(samples=torch.arange(2), columns=torch.arange(length))
     shared = Shared(where)
     if window:
@@ -124,7 +132,11 @@ def test_recomputation_changes_no_bit(monkeypatch):
 
 @pytest.mark.parametrize(
     "capabilities, expected",
-    [({"avx512_bf16": True}, True), ({"avx512_bf16": True, "amx_bf16": True}, False), ({"bf16": True}, False)],
+    [
+        ({"avx512_bf16": True}, True),
+        ({"avx512_bf16": True, "amx_bf16": True}, False),
+        ({"bf16": True}, False),
+    ],
 )
 def test_processors_with_products(capabilities, expected, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)

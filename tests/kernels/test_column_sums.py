@@ -39,7 +39,8 @@ def test_several_vectors(adds, form):
     for p, got, want in ((first, out[0], exact[0]), (last, out[2], exact[2].view(2, 3))):
         if adds is None:
             assert got.dtype is p.dtype
-            torch.testing.assert_close(got.double(), want, rtol=2**-7, atol=0)  # the interpreter truncates
+            # the interpreter truncates
+            torch.testing.assert_close(got.double(), want, rtol=2**-7, atol=0)
         else:
             assert got is None and p.sink.ended == 1
             torch.testing.assert_close(p.sink.total, (want + (3.0 if adds else 0.0)).float())
@@ -53,7 +54,8 @@ def test_a_matrix(adds, form):
     got = gradients.from_rows(p, grad)
     want = grad.double().sum(0)
     if adds is None:
-        torch.testing.assert_close(got.double(), want, rtol=2**-7, atol=0)  # the interpreter truncates
+        # the interpreter truncates
+        torch.testing.assert_close(got.double(), want, rtol=2**-7, atol=0)
     else:
         assert got is None
         torch.testing.assert_close(p.sink.total, (want + (3.0 if adds else 0.0)).float())
@@ -64,11 +66,15 @@ def test_a_matrix(adds, form):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_shapes(shape, dtype, form):
     """One and several programs along both axes, rows and columns beyond the end, row strides."""
-    x = torch.randn(shape[0], 2 * shape[1], generator=torch.Generator().manual_seed(0)).to(form, dtype)
+    x = torch.randn(shape[0], 2 * shape[1], generator=torch.Generator().manual_seed(0)).to(
+        form, dtype
+    )
     for matrix in (x[:, : shape[1]], x[:, ::2], x[:, : shape[1]].contiguous()):
         total = torch.full(shape[1:], 3.0, device=form)
         gradients.reduce_into([(total, True)], gradients.column_sums(matrix)[None])
-        torch.testing.assert_close(total.double(), matrix.double().sum(0) + 3.0, rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(
+            total.double(), matrix.double().sum(0) + 3.0, rtol=1e-6, atol=1e-5
+        )
 
 
 class OneRank:
@@ -93,9 +99,13 @@ def test_sums_kept_with_a_gradient(product, monkeypatch):
     torch.manual_seed(0)
     weights = norm.NormWeights(torch.ones(24), torch.zeros(24), 1e-5)
     grads, summed, real = [], [], gradients.column_sums
-    monkeypatch.setattr(gradients, "column_sums", lambda x: summed.append(hasattr(x, "column_sums")) or real(x))
+    monkeypatch.setattr(
+        gradients, "column_sums", lambda x: summed.append(hasattr(x, "column_sums")) or real(x)
+    )
     for changed in (False, True):
-        x, bias, residual = (torch.randn(shape, requires_grad=True) for shape in ((1, 10, 24), (24,), (1, 10, 24)))
+        x, bias, residual = (
+            torch.randn(shape, requires_grad=True) for shape in ((1, 10, 24), (24,), (1, 10, 24))
+        )
         pending = product(x, bias)
         if changed:
             pending.register_hook(lambda grad: grad.mul_(2.0))

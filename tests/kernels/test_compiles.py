@@ -20,9 +20,13 @@ SPILLED = 64  # bytes of a thread; a few cost little
 def test_every_kernel_compiles():
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-W", "error", SCRIPT], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", SCRIPT], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = re.findall(r"^(\w+)\.(\w+): .* (\d+) bytes of shared memory, (\d+) spilled$", done.stdout, re.M)
+    rows = re.findall(
+        r"^(\w+)\.(\w+): .* (\d+) bytes of shared memory, (\d+) spilled$", done.stdout, re.M
+    )
     assert rows, done.stdout
     for file, name, shared, spilled in rows:
         assert int(shared) <= SHARED and int(spilled) <= SPILLED, (file, name, shared, spilled)

@@ -30,7 +30,9 @@ def assert_same(ours, exact):
 def test_rms_norm_equals_torchs(dtype, shape):
     torch.manual_seed(0)
     x, weight, grad = (torch.randn(s).to(dtype) for s in (shape, shape[-1:], shape))
-    exact = gradients_of(lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), grad.double(), x.double(), weight.double())
+    exact = gradients_of(
+        lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), grad.double(), x.double(), weight.double()
+    )
     strided = grad.transpose(0, 1).contiguous().transpose(0, 1)
     for given in (grad, strided):
         ours = gradients_of(lambda x, w: rms_norm(x, w, 1e-5), given, x, weight)

@@ -48,8 +48,11 @@ def compare(logits, labels, factors, vocab):
     full = torch.float64 if logits.dtype is torch.float64 else torch.float32
     assert losses.dtype is full and grad.dtype is logits.dtype
     torch.testing.assert_close(losses, want_losses, rtol=UNIT[full], atol=UNIT[full])
-    least = 2e-7 if logits.dtype is torch.float16 else 1e-7 if full is torch.float32 else 1e-13  # float16's is 6e-8
-    torch.testing.assert_close(grad, want_grad.to(grad.dtype), rtol=4 * UNIT[logits.dtype], atol=least)
+    # float16's is 6e-8
+    least = 2e-7 if logits.dtype is torch.float16 else 1e-7 if full is torch.float32 else 1e-13
+    torch.testing.assert_close(
+        grad, want_grad.to(grad.dtype), rtol=4 * UNIT[logits.dtype], atol=least
+    )
     assert (grad[:, vocab:] == 0).all()
 
 
@@ -92,7 +95,10 @@ ODD = {
 def test_odd_logits_as_torch_has_them(odd, device):
     logits, labels, factors = case(4, 37, 40, torch.float32, device)
     ODD[odd](logits[:, :37])
-    (losses, grad), (want_losses, want) = ours(logits, labels, factors, 37), wanted(logits, labels, factors, 37)
+    (losses, grad), (want_losses, want) = (
+        ours(logits, labels, factors, 37),
+        wanted(logits, labels, factors, 37),
+    )
     torch.testing.assert_close(losses, want_losses, equal_nan=True)
     torch.testing.assert_close(grad[:, :37], want[:, :37], equal_nan=True)
     assert (grad[:, 37:] == 0).all()
@@ -175,13 +181,17 @@ def test_logits_that_are_a_slice():
     x = logits.view(2, 5, 40).clone().requires_grad_()
     token_losses(x[:, :-1], labels.view(2, 5)[:, 1:], 37).sum().backward()
     y = logits.view(2, 5, 40).clone().requires_grad_()
-    F.cross_entropy(y[:, :-1, :37].transpose(1, 2), labels.view(2, 5)[:, 1:], reduction="sum").backward()
+    F.cross_entropy(
+        y[:, :-1, :37].transpose(1, 2), labels.view(2, 5)[:, 1:], reduction="sum"
+    ).backward()
     torch.testing.assert_close(x.grad, y.grad)
     assert torch.equal(x.detach(), logits.view(2, 5, 40))
 
 
 @gpu
-@pytest.mark.parametrize(("vocab", "padded"), [(50257, 50304), (17, 128), (4096, 4096), (4097, 4224)])
+@pytest.mark.parametrize(
+    ("vocab", "padded"), [(50257, 50304), (17, 128), (4096, 4096), (4097, 4224)]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_triton_equals_plain(vocab, padded, dtype):
     from meshwright.kernels.triton import cross_entropy as kernel
@@ -238,7 +248,9 @@ def test_normalisers_have_a_gradient(kernels, parts, monkeypatch):
         losses, normalisers = module.losses_and_normalisers(part * 1.0, labels, 37, first, whole)
         torch.testing.assert_close(normalisers, lse)
         ((losses + 0.3 * normalisers.square()) * factors).sum().backward()
-        torch.testing.assert_close(part.grad, want.grad[:, first : first + 40 // parts], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            part.grad, want.grad[:, first : first + 40 // parts], rtol=1e-5, atol=1e-5
+        )
 
 
 @gpu

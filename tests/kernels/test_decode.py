@@ -12,7 +12,8 @@ from meshwright.kernels.decode import BAD, NONE, CachedTexts, DecodeLinear, Draw
 from meshwright.kernels.heads import HeadSizes
 from meshwright.kernels.norm import NormWeights
 
-ERROR = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 3e-2}  # the interpreter cuts bfloat16 off
+# the interpreter cuts bfloat16 off
+ERROR = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 3e-2}
 WORST = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # it has no products of bfloat16
 
 
@@ -44,7 +45,9 @@ def layer_of(name, n, k, dtype):
     width = n * (1 + kind.endswith("glu"))
     shift = draw(k, dtype=dtype) if norm == "layer" else None
     weights = (
-        None if norm is None else NormWeights(draw(k, dtype=dtype), shift, 1e-5, float(norm == "rms"), norm != "rms")
+        None
+        if norm is None
+        else NormWeights(draw(k, dtype=dtype), shift, 1e-5, float(norm == "rms"), norm != "rms")
     )
     bias = draw(width, dtype=dtype) if has_bias else None
     return DecodeLinear(draw(width, k, dtype=dtype) * k**-0.5, bias, weights, kind), has_residual
@@ -91,7 +94,9 @@ def case(shape, dtype, room=256):
     groups, per_group, dim, half = SHAPES[shape]
     sizes, slots = HeadSizes(groups, per_group, dim), torch.tensor([4, 0, 5, 2], device=DEVICE)
     keys, values = (draw(6, room, groups, dim, dtype=dtype) for _ in range(2))
-    used = torch.full((6,), 7, device=DEVICE).index_copy(0, slots, torch.tensor(LENGTHS, device=DEVICE))
+    used = torch.full((6,), 7, device=DEVICE).index_copy(
+        0, slots, torch.tensor(LENGTHS, device=DEVICE)
+    )
     texts = CachedTexts(keys, values, slots, used, 256)
     angles = torch.randn(room, half, device=DEVICE)
     rotation = (angles.cos(), angles.sin()) if half else None
@@ -105,7 +110,10 @@ def test_attend(shape, processors, dtype, monkeypatch):
     monkeypatch.setattr(twins, "is_triton", lambda x: True)
     monkeypatch.setattr("meshwright.base.device.processors", lambda device: processors)
     qkv, texts, sizes, rotation = case(shape, dtype)
-    exact, again = doubled(texts), CachedTexts(*(x.clone() if isinstance(x, torch.Tensor) else x for x in texts))
+    exact, again = (
+        doubled(texts),
+        CachedTexts(*(x.clone() if isinstance(x, torch.Tensor) else x for x in texts)),
+    )
     want = decode.attend.plain(qkv.double(), exact, sizes, rotation)
     for _ in range(2):  # the counters are 0 again
         got = decode.attend(qkv, texts, sizes, rotation)
@@ -118,7 +126,9 @@ def test_attend(shape, processors, dtype, monkeypatch):
 def rows_of(slots):
     token, used = torch.randint(0, 60, (slots,)), torch.randint(0, 9, (slots,))
     active = torch.arange(slots) % 3 > 0
-    return TextState(*(x.to(DEVICE) for x in (token, used, used + 1 + torch.arange(slots) % 4, active)))
+    return TextState(
+        *(x.to(DEVICE) for x in (token, used, used + 1 + torch.arange(slots) % 4, active))
+    )
 
 
 @pytest.mark.parametrize("dtype", ERROR)
@@ -143,13 +153,19 @@ def test_pick(dtype, is_drawn, monkeypatch):
     logits[0, [4100, 77, 2100]] = 9  # a tie
     logits[2, 4999], logits[3, 10] = 9, 9
     logits[4, 3000], logits[5, 0], logits[6] = float("nan"), float("inf"), float("-inf")
-    temperature = torch.tensor([0, 0.5, 1, 3e30, 0, 0.1, 1e-38, 2, 1, 1, 0, 1.5], dtype=torch.float64, device=DEVICE)
+    temperature = torch.tensor(
+        [0, 0.5, 1, 3e30, 0, 0.1, 1e-38, 2, 1, 1, 0, 1.5], dtype=torch.float64, device=DEVICE
+    )
     draws = Draws(temperature, torch.arange(12, device=DEVICE) * -(2**59) + 5) if is_drawn else None
     for eod in (10, -1):
         rows = rows_of(12)
         want = TextState(*(x.clone() for x in rows))
         report = decode.choose_tokens.plain(logits, vocab, slots, want, eod, draws)
-        assert report[0] == (77 if not is_drawn else report[0]) and BAD in report.tolist() and NONE in report.tolist()
+        assert (
+            report[0] == (77 if not is_drawn else report[0])
+            and BAD in report.tolist()
+            and NONE in report.tolist()
+        )
         assert torch.equal(decode.choose_tokens(logits, vocab, slots, rows, eod, draws), report)
         for name in ("used", "limit", "active"):
             assert torch.equal(getattr(rows, name), getattr(want, name)), name
@@ -163,7 +179,10 @@ def test_each_decoder_has_its_counters():
 
     one, other = rows_of(3).used, rows_of(3).used
     assert kernels.counters(one, 4) is kernels.counters(one, 4) is not kernels.counters(other, 4)
-    assert kernels.counters(one, 8).tolist() == [0] * 8 and kernels.counters(one, 4).tolist() == [0] * 4
+    assert (
+        kernels.counters(one, 8).tolist() == [0] * 8
+        and kernels.counters(one, 4).tolist() == [0] * 4
+    )
 
 
 def test_each_text_has_its_counter(monkeypatch):
@@ -178,5 +197,7 @@ def test_each_text_has_its_counter(monkeypatch):
     monkeypatch.setattr(kernels, "COUNTERS", 4)
     monkeypatch.setattr(kernels, "counters", counters)
     for rows in (3, 9):
-        kernels.choose_tokens(draw(rows, 10), 10, torch.arange(rows, device=DEVICE), rows_of(12), -1)
+        kernels.choose_tokens(
+            draw(rows, 10), 10, torch.arange(rows, device=DEVICE), rows_of(12), -1
+        )
     assert asked == [4, 16]

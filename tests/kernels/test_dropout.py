@@ -23,7 +23,10 @@ def test_share_and_scale():
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_neighbours_are_independent(axis):
     keep = dropout.keep(rows(1, 0), 256, 0.5).float()
-    a, b = keep.narrow(axis, 0, keep.shape[axis] - 1) - 0.5, keep.narrow(axis, 1, keep.shape[axis] - 1) - 0.5
+    a, b = (
+        keep.narrow(axis, 0, keep.shape[axis] - 1) - 0.5,
+        keep.narrow(axis, 1, keep.shape[axis] - 1) - 0.5,
+    )
     assert abs((a * b).mean().item() / 0.25) < 5 / a.numel() ** 0.5
 
 
@@ -57,7 +60,10 @@ def test_sites_in_one_kernel(seed, monkeypatch):
     """Triton's hashes are the twin's, also for numbers beyond 32 bits."""
     pytest.importorskip("triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    every, columns = torch.tensor([0, 5, 2**31, 2**32 + 5, 2**40], device=device)[:, None], torch.arange(301)
+    every, columns = (
+        torch.tensor([0, 5, 2**31, 2**32 + 5, 2**40], device=device)[:, None],
+        torch.arange(301),
+    )
     columns = columns.to(device)
     monkeypatch.setattr(twins, "is_triton", lambda x: True)
     for samples in (every, every[1:2]):
@@ -76,7 +82,9 @@ def test_backward_uses_the_same_mask():
     x = torch.randn(4, 64, 16, dtype=torch.float64, requires_grad=True)
     y = dropout.dropout(x, rows(1, 7), 0.3)
     y.sum().backward()
-    torch.testing.assert_close(x.grad, dropout.keep(rows(1, 7), 16, 0.3) / torch.tensor(0.7, dtype=torch.float64))
+    torch.testing.assert_close(
+        x.grad, dropout.keep(rows(1, 7), 16, 0.3) / torch.tensor(0.7, dtype=torch.float64)
+    )
     assert torch.equal(y.detach(), dropout.mask_and_scale(x.detach(), rows(1, 7), 0.3))
 
 

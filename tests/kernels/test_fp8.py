@@ -23,7 +23,9 @@ def casts(quantise, x, scale, dtype, is_transposed=True, is_recorded=True, amax=
         if y is not None:
             y.view(torch.uint8).fill_(0x55)
     high = torch.tensor([amax], device=x.device)
-    quantise(x, torch.tensor([scale], device=x.device), high if is_recorded else None, out, transposed)
+    quantise(
+        x, torch.tensor([scale], device=x.device), high if is_recorded else None, out, transposed
+    )
     return out, transposed, high.item()
 
 
@@ -34,7 +36,9 @@ def bits(x):
 def some(n, c, dtype, scale, is_exact):
     """Return bfloat16 numbers, some beyond the largest; exact ones are rounded by no cast."""
     x = torch.randn(n, c, device=KERNELS).mul(LARGEST[dtype] / 2)
-    return ((x.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype).float() if is_exact else x) / scale).bfloat16()
+    return (
+        (x.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype).float() if is_exact else x) / scale
+    ).bfloat16()
 
 
 # Triton's interpreter loses the carry of a rounding (1.94 becomes 1), so it gets exact numbers.
@@ -44,7 +48,9 @@ KINDS = pytest.mark.parametrize(("quantise", "is_exact"), BOTH)
 
 @KINDS
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize(("n", "c", "scale"), [(64, 128, 1.0), (70, 136, 32.0), (3, 16, 2.0**-9), (130, 264, 2.0**20)])
+@pytest.mark.parametrize(
+    ("n", "c", "scale"), [(64, 128, 1.0), (70, 136, 32.0), (3, 16, 2.0**-9), (130, 264, 2.0**20)]
+)
 def test_cast_is_torchs_in_both_layouts(quantise, is_exact, dtype, n, c, scale):
     x = some(n, c, dtype, scale, is_exact)
     x[0, 0] = 3 * LARGEST[dtype] / scale
@@ -52,11 +58,15 @@ def test_cast_is_torchs_in_both_layouts(quantise, is_exact, dtype, n, c, scale):
     wanted = (x.float() * scale).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
     assert torch.equal(bits(out), bits(wanted))
     assert transposed.shape == (c, -(-n // 16) * 16)
-    assert torch.equal(bits(transposed[:, :n]), bits(wanted.t())) and not bits(transposed[:, n:]).any()
+    assert (
+        torch.equal(bits(transposed[:, :n]), bits(wanted.t())) and not bits(transposed[:, n:]).any()
+    )
     assert amax == max(0.25, x.abs().max().item())
 
 
-@pytest.mark.parametrize("quantise", [fp8_triton.quantise, fp8.quantise.plain], ids=["triton", "plain"])
+@pytest.mark.parametrize(
+    "quantise", [fp8_triton.quantise, fp8.quantise.plain], ids=["triton", "plain"]
+)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_nothing_infinite_becomes_finite(quantise, dtype):
     x = torch.tensor([[1.0, torch.inf, -torch.inf, torch.nan] * 4], device=KERNELS)
@@ -64,15 +74,21 @@ def test_nothing_infinite_becomes_finite(quantise, dtype):
     assert torch.equal(out.float().isfinite(), x.isfinite()) and amax == 1.0
 
 
-@pytest.mark.parametrize("quantise", [fp8_triton.quantise, fp8.quantise.plain], ids=["triton", "plain"])
+@pytest.mark.parametrize(
+    "quantise", [fp8_triton.quantise, fp8.quantise.plain], ids=["triton", "plain"]
+)
 def test_what_is_not_asked_for_stays(quantise):
     x = torch.full((20, 16), 0.125, device=KERNELS).t()  # not contiguous
-    out, transposed, amax = casts(quantise, x, 1.0, E4M3, is_transposed=False, is_recorded=False, amax=0.0)
+    out, transposed, amax = casts(
+        quantise, x, 1.0, E4M3, is_transposed=False, is_recorded=False, amax=0.0
+    )
     assert transposed is None and amax == 0.0 and bool((out.float() == 0.125).all())
     assert casts(quantise, x, 1.0, E4M3)[2] == 0.25  # a smaller amax does not lower it
 
 
-@pytest.mark.parametrize("transpose", [fp8_triton.transpose_into, fp8.transpose_into.plain], ids=["triton", "plain"])
+@pytest.mark.parametrize(
+    "transpose", [fp8_triton.transpose_into, fp8.transpose_into.plain], ids=["triton", "plain"]
+)
 @pytest.mark.parametrize(("n", "c"), [(128, 128), (70, 136), (3, 16), (133, 272)])
 def test_transpose(transpose, n, c):
     q = torch.randint(256, (n, c), dtype=torch.uint8, device=KERNELS)
@@ -89,7 +105,10 @@ def test_every_tile_gives_the_same_bytes(monkeypatch, pack, down):
     for name in ("CAST", "TRANSPOSE"):
         monkeypatch.setattr(fp8_triton, name, fp8_triton.CastTile(32, 16, 2, pack, down))
     got = casts(fp8_triton.quantise, x, 1.0, E4M3)
-    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got[:2], wanted[:2], strict=True)) and got[2] == wanted[2]
+    assert (
+        all(torch.equal(bits(a), bits(b)) for a, b in zip(got[:2], wanted[:2], strict=True))
+        and got[2] == wanted[2]
+    )
 
 
 PLAIN = Recipe()
@@ -107,7 +126,8 @@ def network(recipe=PLAIN, inside=32, outside=48, rows=40, dtype=torch.bfloat16):
 
 def emulated(x, dtype):
     """Return x as it is after a cast by its own amax."""
-    scale = torch.tensor(LARGEST[dtype]) / x.float().abs().max()  # a number / x is a product with 1 / x
+    # a number / x is a product with 1 / x
+    scale = torch.tensor(LARGEST[dtype]) / x.float().abs().max()
     return (x.float() * scale).to(dtype).float() / scale
 
 
@@ -125,7 +145,9 @@ def test_products(hybrid, biased):
     torch.testing.assert_close(x.grad.flatten(0, 1).float(), q_g @ q_w, **near)
     torch.testing.assert_close(weight.grad.float(), q_g.t() @ q_x, **near)
     if biased:
-        torch.testing.assert_close(bias.grad.double(), grad.double().sum((0, 1)), rtol=2**-7, atol=1e-6)
+        torch.testing.assert_close(
+            bias.grad.double(), grad.double().sum((0, 1)), rtol=2**-7, atol=1e-6
+        )
     # e4m3 has 3 bits behind the point and rounds by at most 2^-4 of a number, e5m2 by 2^-3; in a
     # sum of products they add up as independent errors do.
     exact = grad.double().flatten(0, 1).t() @ x.detach().double().flatten(0, 1)
@@ -179,11 +201,15 @@ def test_zeros_choose_no_scale():
         product(x, weight).backward(grad * factor)
         scales.update()
         assert scales.is_settled == is_settled
-    assert chosen(scales, "gradient") == pytest.approx(448 / (grad.abs().max().item() * 1e-3), rel=1e-2)
+    assert chosen(scales, "gradient") == pytest.approx(
+        448 / (grad.abs().max().item() * 1e-3), rel=1e-2
+    )
     assert weight.grad.isnan().any() and x.grad.isnan().any()  # of the step with NaN
     weight.grad = None
     product(x, weight).backward(grad * 1e-3)
-    error = weight.grad.double() - 1e-3 * grad.double().flatten(0, 1).t() @ x.detach().double().flatten(0, 1)
+    error = weight.grad.double() - 1e-3 * grad.double().flatten(
+        0, 1
+    ).t() @ x.detach().double().flatten(0, 1)
     assert error.norm() < 0.05 * weight.grad.double().norm()
 
 
@@ -267,7 +293,10 @@ def test_casts_of_many_weights_in_one_launch(monkeypatch):
     """After a weight has moved too."""
     scales = Scales(PLAIN, torch.device(KERNELS))
     maps = list(scales.add(["a", "b", "c", "unused"]).values())[:3]
-    weights = [torch.randn(r, c, device=KERNELS).to(E4M3).bfloat16() for r, c in ((32, 16), (16, 160), (144, 48))]
+    weights = [
+        torch.randn(r, c, device=KERNELS).to(E4M3).bfloat16()
+        for r, c in ((32, 16), (16, 160), (144, 48))
+    ]
     for weight in weights:
         weight[0, 0] = 7.0  # a scale of 64
     monkeypatch.setattr(fp8_triton, "CAST", fp8_triton.CastTile(32, 64, 2))
@@ -286,7 +315,11 @@ def test_casts_of_many_weights_in_one_launch(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(devices, "has_kernels", lambda device: True)
             launch = fp8_triton.quantise_many
-            patch.setattr(fp8_triton, "quantise_many", lambda *a, launch=launch: (launched.append(a), launch(*a)))
+            patch.setattr(
+                fp8_triton,
+                "quantise_many",
+                lambda *a, launch=launch: (launched.append(a), launch(*a)),
+            )
             scales.refresh()
             first = scales.weight_casts
             scales.refresh()
@@ -381,7 +414,9 @@ def test_a_trial_leaves_casts_where_they_are():
     cast, kept = product.cast, [t.float() for t in (product.cast.rows, product.cast.transposed)]
     with scales.trial():
         product(x * 100, weight).backward(grad)
-    assert product.cast is cast and all(map(torch.equal, kept, (cast.rows.float(), cast.transposed.float())))
+    assert product.cast is cast and all(
+        map(torch.equal, kept, (cast.rows.float(), cast.transposed.float()))
+    )
 
 
 def test_recomputation_changes_nothing():
@@ -391,7 +426,11 @@ def test_recomputation_changes_nothing():
     for recompute in (False, True):
         torch.manual_seed(0)
         scales, product, weight, bias, x, grad = network()
-        y = checkpoint(product, x, weight, bias, use_reentrant=False) if recompute else product(x, weight, bias)
+        y = (
+            checkpoint(product, x, weight, bias, use_reentrant=False)
+            if recompute
+            else product(x, weight, bias)
+        )
         y.backward(grad)
         results.append([y.detach(), x.grad, weight.grad, bias.grad, scales.amax, scales.scale])
     for a, b in zip(*results, strict=True):

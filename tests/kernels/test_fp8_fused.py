@@ -10,7 +10,8 @@ from meshwright.kernels.fp8 import E4M3, E5M2, LARGEST, Into
 from meshwright.kernels.norm import NormWeights, Operands
 
 pytestmark = pytest.mark.whole  # Triton's interpreter takes seconds
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # there Triton's interpreter runs the kernels
+# there Triton's interpreter runs the kernels
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(params=["plain", "triton"], autouse=True)
@@ -23,12 +24,20 @@ def form(request, monkeypatch):
     for name in ("empty", "empty_like"):
         empty = getattr(torch, name)
         monkeypatch.setattr(
-            torch, name, lambda *a, empty=empty, **k: poison(empty(*a, **k)) if k.get("dtype") else empty(*a, **k)
+            torch,
+            name,
+            lambda *a, empty=empty, **k: (
+                poison(empty(*a, **k)) if k.get("dtype") else empty(*a, **k)
+            ),
         )
 
 
 def poison(x):
-    return x.view(torch.uint8).fill_(0x55).view(x.dtype) if x.element_size() == 1 else x.fill_(float("nan"))
+    return (
+        x.view(torch.uint8).fill_(0x55).view(x.dtype)
+        if x.element_size() == 1
+        else x.fill_(float("nan"))
+    )
 
 
 def draw(*shape):
@@ -50,7 +59,9 @@ def same(make, shape, dtype, amax):
             assert got.data_ptr() == out.data_ptr()
             for a, b in zip(rest, again, strict=True):
                 # a GPU adds columns up in tiles of another shape
-                torch.testing.assert_close(a, b, rtol=0, atol=0 if DEVICE == "cpu" else 1e-5 * float(a.abs().max()))
+                torch.testing.assert_close(
+                    a, b, rtol=0, atol=0 if DEVICE == "cpu" else 1e-5 * float(a.abs().max())
+                )
         else:
             into.fill(y)
         results.append((out.view(torch.uint8), torch.zeros(1) if high is None else high))
@@ -67,11 +78,17 @@ GRADIENT = pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("kind", ["LayerNorm", "unbiased", "RMSNorm"])
 @pytest.mark.parametrize(("n", "width"), [(5, 48), (3, 1024)])
 def test_norm(n, width, kind, amax):
-    residual, weight, shift = draw(n, width), draw(width), draw(width) if kind == "LayerNorm" else None
+    residual, weight, shift = (
+        draw(n, width),
+        draw(width),
+        draw(width) if kind == "LayerNorm" else None,
+    )
     if shift is not None:  # only in rows beyond the last, where x is 0, is y 40
         residual[:, 0], weight[0], shift[0] = -100.0, 8.0, 40.0
     weights = NormWeights(weight, shift, 1e-5, centers=kind != "RMSNorm")
-    join = Operands(residual, draw(n, width), None, dropout.rows(1, torch.arange(n, device=DEVICE)), 0.1)
+    join = Operands(
+        residual, draw(n, width), None, dropout.rows(1, torch.arange(n, device=DEVICE)), 0.1
+    )
 
     def make(into):
         x, y, mean, rstd = norm.forward(join, weights, into)
@@ -84,7 +101,12 @@ def test_norm(n, width, kind, amax):
 @pytest.mark.parametrize("kind", ["gelu-tanh", "swiglu"])
 def test_activation(kind, amax):
     u = draw(5, 96)
-    same(lambda into: (activation.forward(kind, u, into),), (5, 48 if kind == "swiglu" else 96), E4M3, amax)
+    same(
+        lambda into: (activation.forward(kind, u, into),),
+        (5, 48 if kind == "swiglu" else 96),
+        E4M3,
+        amax,
+    )
 
 
 @AMAX
@@ -112,5 +134,7 @@ def test_nothing_infinite_becomes_finite(value):
     u[1, 3] = value
     out, _ = fp8.empty_casts((4, 32), E4M3, u.device, False)
     high = torch.zeros(1, device=DEVICE)
-    activation.backward("squared-relu", u, torch.ones_like(u), False, Into(out, torch.ones(1, device=DEVICE), high))
+    activation.backward(
+        "squared-relu", u, torch.ones_like(u), False, Into(out, torch.ones(1, device=DEVICE), high)
+    )
     assert bool(out.float()[1, 3].isfinite()) == (value == -torch.inf) and 0 < high < torch.inf

@@ -32,7 +32,9 @@ def case(shape, dtype, rows=(2, 5), own_positions=False):
     full = torch.float64 if dtype is torch.float64 else torch.float32
     angles = torch.randn(b if own_positions else 1, t, 1, rotating // 2, dtype=full, device=DEVICE)
     rotation = (angles.cos(), angles.sin()) if rotating else None
-    grads = tuple(torch.randn(b, t, n, d).to(DEVICE, dtype) for n in (groups * per_group, groups, groups))
+    grads = tuple(
+        torch.randn(b, t, n, d).to(DEVICE, dtype) for n in (groups * per_group, groups, groups)
+    )
     return qkv, bias, rotation, grads
 
 
@@ -58,7 +60,9 @@ def compare(shape, dtype, rows, own_positions):
     torch.autograd.backward(outputs, grads)
     want, dqkv = wanted(shape, qkv, rotation, grads)
     for got, exact in zip(outputs, want, strict=True):
-        assert got.dtype is dtype and got.shape == exact.shape and distance(got, exact) < ERROR[dtype]
+        assert (
+            got.dtype is dtype and got.shape == exact.shape and distance(got, exact) < ERROR[dtype]
+        )
     assert qkv.grad.dtype is bias.grad.dtype is dtype and distance(qkv.grad, dqkv) < ERROR[dtype]
     assert distance(bias.grad, dqkv.sum((0, 1))) < 2 * ERROR[dtype]
 
@@ -88,7 +92,12 @@ def test_kernels(shape, monkeypatch):
 
 
 def test_views_where_nothing_moves(with_kernels):
-    for shape, viewed in {"gpt": "qkv", "one-group-plain": "qkv", "grouped": "kv", "grouped-rope": "v"}.items():
+    for shape, viewed in {
+        "gpt": "qkv",
+        "one-group-plain": "qkv",
+        "grouped": "kv",
+        "grouped-rope": "v",
+    }.items():
         qkv, bias, rotation, _ = case(shape, torch.float32)
         for name, x in zip("qkv", run(shape, qkv, rotation, bias), strict=True):
             same = x.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr()
@@ -103,7 +112,12 @@ def test_the_bias_has_a_sink(adds, with_kernels):
     bias.sink = Total(bias, adds)
     torch.autograd.backward(run("grouped-rope", qkv, rotation, bias), grads)
     assert bias.grad is None and bias.sink.ended == 1
-    assert distance(bias.sink.total - 3 * adds, wanted("grouped-rope", qkv, rotation, grads)[1].sum((0, 1))) < 1e-5
+    assert (
+        distance(
+            bias.sink.total - 3 * adds, wanted("grouped-rope", qkv, rotation, grads)[1].sum((0, 1))
+        )
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize("shape", ["gpt", "grouped-rope"])

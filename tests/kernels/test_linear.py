@@ -57,6 +57,8 @@ def test_a_deferred_gradient_frees_its_factors_before_the_next():
     inputs, left = [weakref.ref(x) for x in given], list[int]()
     waiting = [(w, torch.randn(6, 4), x) for x in given]
     del given
-    w.register_post_accumulate_grad_hook(lambda _: left.append(sum(x() is not None for x in inputs)))
+    w.register_post_accumulate_grad_hook(
+        lambda _: left.append(sum(x() is not None for x in inputs))
+    )
     compute(waiting)
     assert left == [2, 1] and not waiting

@@ -38,7 +38,9 @@ def stored(values, dtype, number=1, place=PLACE, is_second=None):
 def spread(count, dtype, seed=0):
     """Return numbers of all sizes that a format has, and beyond."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(count, generator=generator) * 2.0 ** torch.empty(count).uniform_(-60, 12, generator=generator)
+    x = torch.randn(count, generator=generator) * 2.0 ** torch.empty(count).uniform_(
+        -60, 12, generator=generator
+    )
     return (x.abs() if dtype is torch.uint8 else x).to(DEVICE)
 
 
@@ -55,7 +57,9 @@ def test_stored_numbers_keep_their_codes(with_kernels, dtype):
         half = values[values >= 0].unique()
         assert len(half) == (128 if dtype is torch.int8 else 256) and half[0] == 0
         steps = half[5:] / half[4:-1]
-        assert steps.min().item() == pytest.approx(8 / 7) and steps.max().item() == pytest.approx(1.25)
+        assert steps.min().item() == pytest.approx(8 / 7) and steps.max().item() == pytest.approx(
+            1.25
+        )
     least, largest = (values[values > 0].min().item(), values.max().item())
     if dtype is torch.int8:
         assert (least, largest) == (2.0**-28, 28.0)
@@ -73,7 +77,9 @@ def test_rounding_is_to_a_neighbour_and_right_in_the_mean(with_kernels, dtype):
     low, high = known[at - 1], known[at]
     low = torch.where(within == high, high, low)
     times = 64 if with_kernels else 512
-    got = torch.stack([moments.expanded(stored(values, dtype, number)) for number in range(1, times + 1)])
+    got = torch.stack(
+        [moments.expanded(stored(values, dtype, number)) for number in range(1, times + 1)]
+    )
     assert ((got == low) | (got == high)).all()
     apart = (got.double().mean(0) - within.double()).abs()
     bound = 5 * (high - low).double() / (2 * math.sqrt(times))
@@ -84,7 +90,11 @@ def test_rounding_is_to_a_neighbour_and_right_in_the_mean(with_kernels, dtype):
         assert not stored(torch.full((99,), moments.NOTHING, device=DEVICE), dtype).any()
     assert fits.all()
     distant = (within - low) / (high - low)
-    assert (got != got[0]).any(0)[(distant > 0.2) & (distant < 0.8) & (values.abs() > known[known > 0][0])].all()
+    assert (
+        (got != got[0])
+        .any(0)[(distant > 0.2) & (distant < 0.8) & (values.abs() > known[known > 0][0])]
+        .all()
+    )
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -94,7 +104,11 @@ def test_kernels_store_the_codes_of_their_twin(monkeypatch, dtype):
     values, codes = spread(5000, dtype), []
     for uses_kernels in (False, True):
         monkeypatch.setattr(twins, "is_triton", lambda x, uses_kernels=uses_kernels: uses_kernels)
-        for place in (PLACE, Place(2**32 - 1, 2**33 + 5, 2**31 + 7, 1 << 31, 0), Place(0, 0, 0, 1, 2)):
+        for place in (
+            PLACE,
+            Place(2**32 - 1, 2**33 + 5, 2**31 + 7, 1 << 31, 0),
+            Place(0, 0, 0, 1, 2),
+        ):
             codes.append([stored(values, dtype, 77, place, second) for second in (False, True)])
     for plain, kernel in zip(codes[:3], codes[3:], strict=True):
         assert torch.equal(plain[0], kernel[0]) and torch.equal(plain[1], kernel[1])
@@ -104,7 +118,12 @@ def test_kernels_store_the_codes_of_their_twin(monkeypatch, dtype):
 
 def test_a_skipped_step_stores_nothing(with_kernels):
     code = torch.full((300,), 7, dtype=torch.int8, device=DEVICE)
-    moments.store(torch.ones(300, device=DEVICE), code, PlaceDraws(PLACE, step()), torch.ones((), device=DEVICE))
+    moments.store(
+        torch.ones(300, device=DEVICE),
+        code,
+        PlaceDraws(PLACE, step()),
+        torch.ones((), device=DEVICE),
+    )
     assert (code == 7).all()
 
 
@@ -170,12 +189,17 @@ def test_two_cuts_that_leave_gaps_of_two_lengths_are_refused():
 def test_a_first_moment_changes_its_format(source, target):
     """By rounding to the nearest, without any draw."""
     x = spread(1000, torch.int8).clamp(-28, 28)
-    before, after = torch.empty(1000, dtype=source, device=DEVICE), torch.empty(1000, dtype=target, device=DEVICE)
+    before, after = (
+        torch.empty(1000, dtype=source, device=DEVICE),
+        torch.empty(1000, dtype=target, device=DEVICE),
+    )
     moments.assign(before, x)
     moments.assign(after, before)
     want, got = moments.expanded(before), moments.expanded(after)
     eps = {torch.float32: 0, torch.bfloat16: 2**-8, torch.int8: 2**-3}
-    assert ((got - want).abs() <= eps[target] * want.abs() + (2.0**-29 if target is torch.int8 else 0)).all()
+    assert (
+        (got - want).abs() <= eps[target] * want.abs() + (2.0**-29 if target is torch.int8 else 0)
+    ).all()
     assert source is not target or torch.equal(before, after)
 
 

@@ -7,7 +7,9 @@ import torch
 
 from meshwright.kernels import muon
 
-muon_triton = pytest.importorskip("meshwright.kernels.triton.muon", reason="Triton is not installed")
+muon_triton = pytest.importorskip(
+    "meshwright.kernels.triton.muon", reason="Triton is not installed"
+)
 
 # more than a block, and addresses that 16 divides or not
 CASES = [((4, 8), 0), ((64, 65), 4), ((64, 65), 1), ((3, 5), 0)]
@@ -52,12 +54,17 @@ def test_advance(shape, gap, skipped, momentum):
         torch.testing.assert_close(twin, x, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(ahead, want, rtol=0.01, atol=1e-5)
     torch.testing.assert_close(norms, ahead.double().norm(dim=(1, 2)).float())
-    torch.testing.assert_close(norms, want_norms, rtol=1 / 128, atol=0)  # the interpreter rounds towards 0
+    # the interpreter rounds towards 0
+    torch.testing.assert_close(norms, want_norms, rtol=1 / 128, atol=0)
 
 
-@pytest.mark.parametrize(("shape", "rows"), [((4, 8), 8), ((64, 65), 64), ((64, 80), 70), ((3, 5), 4)])
+@pytest.mark.parametrize(
+    ("shape", "rows"), [((4, 8), 8), ((64, 65), 64), ((64, 80), 70), ((3, 5), 4)]
+)
 @pytest.mark.parametrize("scale", [1.0, 1e-9])
-@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float16), (torch.float16, torch.float32)])
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16, torch.float16), (torch.float16, torch.float32)]
+)
 def test_normalise(shape, rows, scale, dtypes):
     """Both round alike: norms and quotients to the format of x, and only then to the other."""
     x = (torch.randn(3, rows, shape[1]) * scale).to(dtypes[0])[:, : shape[0]]
@@ -94,7 +101,9 @@ def test_subtract(shape, gap, skipped, dtype, is_cautious):
 
 def test_a_table_of_addresses_is_made_once():
     a, b = matrices((4, 8)), matrices((4, 8))
-    assert muon_triton.addresses(a) is muon_triton.addresses(list(a)) is not muon_triton.addresses(b)
+    assert (
+        muon_triton.addresses(a) is muon_triton.addresses(list(a)) is not muon_triton.addresses(b)
+    )
     assert muon_triton.addresses(a).tolist() == [x.data_ptr() for x in a]
 
 

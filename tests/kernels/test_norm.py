@@ -23,13 +23,24 @@ class Case:
     """Random inputs on which the function and its reference, in float64, run."""
 
     def __init__(
-        self, shape, dtype, residual=None, biased=True, p=0.1, kind="LayerNorm", plus=0.0, seed=0, device="cpu"
+        self,
+        shape,
+        dtype,
+        residual=None,
+        biased=True,
+        p=0.1,
+        kind="LayerNorm",
+        plus=0.0,
+        seed=0,
+        device="cpu",
     ):
         random = torch.Generator().manual_seed(seed)
         width = shape[-1]
 
         def draw(shape, dtype, mean=0.0):
-            return (torch.randn(shape, generator=random, dtype=torch.float64) + mean).to(device, dtype)
+            return (torch.randn(shape, generator=random, dtype=torch.float64) + mean).to(
+                device, dtype
+            )
 
         self.p, self.eps, self.plus, self.centers = p, 1e-5, plus, kind != "RMSNorm"
         self.tensors = {
@@ -40,7 +51,11 @@ class Case:
             "shift": draw((width,), dtype) if kind == "LayerNorm" else None,
         }
         self.grads = draw(shape, residual or dtype), draw(shape, dtype)
-        self.rows = dropout.rows(seed, torch.arange(shape[:-1].numel(), device=device).view(shape[:-1])) if p else None
+        self.rows = (
+            dropout.rows(seed, torch.arange(shape[:-1].numel(), device=device).view(shape[:-1]))
+            if p
+            else None
+        )
 
     def leaves(self, dtype=None):
         return {
@@ -57,13 +72,17 @@ class Case:
         x, y = (run or self.run)(t)
         grad_x, grad_y = self.grads
         torch.autograd.backward([x, y] if grads else [y], [grad_x, grad_y] if grads else [grad_y])
-        return {"x": x.detach(), "y": y.detach()} | {name: v.grad for name, v in t.items() if v is not None}
+        return {"x": x.detach(), "y": y.detach()} | {
+            name: v.grad for name, v in t.items() if v is not None
+        }
 
     def wanted(self, grads=True):
         """Return what the modules give in float64; y of x as it is stored."""
         t = self.leaves(torch.float64)
         kind = "LayerNorm" if self.centers else "RMSNorm"
-        m = Model(normalization=kind, apply_layernorm_1p=bool(self.plus), layernorm_epsilon=self.eps)
+        m = Model(
+            normalization=kind, apply_layernorm_1p=bool(self.plus), layernorm_epsilon=self.eps
+        )
         m = dataclasses.replace(m, layernorm_bias=t["shift"] is not None)
         layer = Norm(m, t["weight"].shape[0])
         layer.weight = torch.nn.Parameter(t["weight"])
@@ -76,16 +95,23 @@ class Case:
         y = layer(stored)
         grad_x, grad_y = (g.double() for g in self.grads)
         torch.autograd.backward([x, y] if grads else [y], [grad_x, grad_y] if grads else [grad_y])
-        return {"x": x.detach(), "y": y.detach()} | {name: v.grad for name, v in t.items() if v is not None}
+        return {"x": x.detach(), "y": y.detach()} | {
+            name: v.grad for name, v in t.items() if v is not None
+        }
 
 
 def compare(ours, wanted, case):
     assert ours.keys() == wanted.keys()
     for name, exact in wanted.items():
         got = ours[name]
-        like = case.grads[0] if name == "x" else case.grads[1] if name == "y" else case.tensors[name]
+        like = (
+            case.grads[0] if name == "x" else case.grads[1] if name == "y" else case.tensors[name]
+        )
         assert got.dtype is like.dtype and got.shape == exact.shape
-        worst = 3 * UNIT[got.dtype] + 20 * UNIT[torch.float32 if got.dtype is not torch.float64 else got.dtype]
+        worst = (
+            3 * UNIT[got.dtype]
+            + 20 * UNIT[torch.float32 if got.dtype is not torch.float64 else got.dtype]
+        )
         error = ((got.double() - exact).norm() / exact.norm()).item()
         assert error < worst, f"{name}: {error:.1e}, more than {worst:.1e}"
 
@@ -108,7 +134,11 @@ CASES = {
 def make(name, dtype, shape=(3, 5, 40), device="cpu"):
     options = CASES[name] | {"device": device}
     residual = options.get("residual")
-    return Case(torch.Size(shape), dtype, **options | {"residual": dtype if residual == "same" else residual})
+    return Case(
+        torch.Size(shape),
+        dtype,
+        **options | {"residual": dtype if residual == "same" else residual},
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "float32" not in name])
@@ -134,7 +164,9 @@ def triton(monkeypatch):
         monkeypatch.setattr(gradients_triton, "REDUCED_COLUMNS", 1024)
     for name in ("empty", "empty_like"):
         empty = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda *a, empty=empty, **k: empty(*a, **k).fill_(float("nan")))
+        monkeypatch.setattr(
+            torch, name, lambda *a, empty=empty, **k: empty(*a, **k).fill_(float("nan"))
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -144,7 +176,9 @@ def test_triton(name, dtype, triton):
     compare(case.ours(), case.wanted(), case)
 
 
-@pytest.mark.parametrize("shape", [(1, 64), (37, 64), (3, 1000), (2, 1024), (9, 1536), (2, 2560), (2, 8192)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 64), (37, 64), (3, 1000), (2, 1024), (9, 1536), (2, 2560), (2, 8192)], ids=str
+)
 def test_triton_shapes(shape, triton):
     """One and several rows a program, one and several programs, and masked rows and columns."""
     case = make("middle", torch.bfloat16, shape, KERNELS)
@@ -164,9 +198,13 @@ def test_y_is_the_norm_of_x_as_it_is_stored(form, request):
         request.getfixturevalue("triton")
     t = make("middle", torch.bfloat16, device=KERNELS).leaves()
     weight, shift = t["weight"].float(), t["shift"].float()
-    x, y = add_norm(t["residual"], t["pending"], t["bias"], None, 0.0, NormWeights(weight, shift, 1e-5))
+    x, y = add_norm(
+        t["residual"], t["pending"], t["bias"], None, 0.0, NormWeights(weight, shift, 1e-5)
+    )
     assert x.dtype is torch.bfloat16 and y.dtype is torch.float32
-    torch.testing.assert_close(y, torch.nn.functional.layer_norm(x.float(), weight.shape, weight, shift))
+    torch.testing.assert_close(
+        y, torch.nn.functional.layer_norm(x.float(), weight.shape, weight, shift)
+    )
 
 
 def test_gradient_of_y_alone():
@@ -195,14 +233,20 @@ def test_gradients_go_into_the_totals(triton):
     torch.autograd.backward(case.run(t), list(case.grads))
     assert t["bias"].grad is t["shift"].grad is t["weight"].grad is None
     assert [t[name].sink.ended for name in ("bias", "shift", "weight")] == [1, 1, 0]
-    torch.testing.assert_close(t["bias"].sink.total.double(), wanted["bias"] + 3.0, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(t["shift"].sink.total.double(), wanted["shift"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        t["bias"].sink.total.double(), wanted["bias"] + 3.0, rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(
+        t["shift"].sink.total.double(), wanted["shift"], rtol=1e-5, atol=1e-5
+    )
 
 
 def test_norm_alone():
     case = make("nothing to add", torch.float32)
     t = case.leaves()
-    _, y = add_norm(None, t["pending"], None, None, 0.0, NormWeights(t["weight"], t["shift"], case.eps))
+    _, y = add_norm(
+        None, t["pending"], None, None, 0.0, NormWeights(t["weight"], t["shift"], case.eps)
+    )
     assert torch.equal(y, case.ours()["y"])
 
 

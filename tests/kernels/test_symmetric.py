@@ -5,7 +5,9 @@ import torch
 
 from meshwright.kernels import symmetric, twins
 
-kernel = pytest.importorskip("meshwright.kernels.triton.symmetric", reason="Triton is not installed")
+kernel = pytest.importorskip(
+    "meshwright.kernels.triton.symmetric", reason="Triton is not installed"
+)
 
 TILES = [
     kernel.SymmetricTiles(32, 32, 16, 4, 2),

@@ -20,7 +20,9 @@ from sinks import Total
 
 pytestmark = pytest.mark.whole
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-LLAMA = dict(position_embedding_type="rope", normalization="RMSNorm", swiglu=True, add_bias_linear=False)
+LLAMA = dict(
+    position_embedding_type="rope", normalization="RMSNorm", swiglu=True, add_bias_linear=False
+)
 MODELS = {
     "gpt2": {},
     "no-dropout": {"hidden_dropout": 0.0, "apply_layernorm_1p": True},
@@ -55,7 +57,9 @@ def steps(m, is_fused, with_sinks, options):
     out = []
     for i in range(6):
         tokens = torch.randint(61, (3, 17), generator=random).to(DEVICE)
-        where = Positions(samples=torch.arange(5 + i, 8 + i, device=DEVICE), seed=9, first_sample=5 + i)
+        where = Positions(
+            samples=torch.arange(5 + i, 8 + i, device=DEVICE), seed=9, first_sample=5 + i
+        )
         model.train(0 < i < 5)
         with torch.set_grad_enabled(0 < i < 5):
             losses = token_losses(model(tokens[:, :-1], where), tokens[:, 1:], 61)
@@ -87,7 +91,9 @@ def test_equals_the_separate_functions(name, with_sinks, options):
     # A GPU's attention adds up gradients in any order, and so may round a few to the next in fp8.
     most = 0.0 if DEVICE.type == "cpu" else 0.02
     for i, (a, b) in enumerate(zip(apart, fused, strict=True)):
-        assert a.isfinite().all() and (a.double() - b.double()).norm() <= most * a.double().norm(), i
+        assert (
+            a.isfinite().all() and (a.double() - b.double()).norm() <= most * a.double().norm()
+        ), i
 
 
 def test_which_blocks_are_fused():
@@ -98,13 +104,16 @@ def test_which_blocks_are_fused():
     both = ["enter", "transform"]
     assert fused() == [both, both] and fused(block=Block) == [[], []]
     assert fused(num_layers_at_end_in_bf16=0, first_last_layers_bf16=True) == [[], both]
-    assert fused(dataclasses.replace(TINY, apply_residual_connection_post_layernorm=True)) == [[], []]
+    assert fused(dataclasses.replace(TINY, apply_residual_connection_post_layernorm=True)) == [
+        [],
+        [],
+    ]
 
 
 def test_collectives_around_products_stay():
     model, _ = build(TINY, Options(), Precision(bf16=True))
-    model.h["0"].attn.qkv.product = model.h["0"].mlp.fc.product = lambda x, weight, bias=None, by=None: by(
-        x, weight, bias
+    model.h["0"].attn.qkv.product = model.h["0"].mlp.fc.product = (
+        lambda x, weight, bias=None, by=None: by(x, weight, bias)
     )
     fp8.attach_fp8([model], HYBRID, DEVICE)
     assert not vars(model.h["0"]).keys() & {"enter", "transform"}
@@ -115,8 +124,13 @@ def test_collectives_around_products_stay():
 def test_what_is_added_does_not_stay_in_memory():
     model, _ = build(TINY, Options())
     block = model.h["0"]
-    leaf = torch.randn(2, 16, TINY.hidden_size, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
-    for join in (lambda x, y: block.enter(x, y, None, Shared(Positions())), lambda x, y: block.transform(x, y, None)):
+    leaf = torch.randn(
+        2, 16, TINY.hidden_size, dtype=torch.bfloat16, device=DEVICE, requires_grad=True
+    )
+    for join in (
+        lambda x, y: block.enter(x, y, None, Shared(Positions())),
+        lambda x, y: block.transform(x, y, None),
+    ):
         residual, pending = leaf.neg(), leaf.neg()
         out, gone = join(residual, pending), [weakref.ref(residual), weakref.ref(pending)]
         del residual, pending

@@ -28,7 +28,12 @@ MODELS = {
     "llama": LLAMA,
     "partial-rotation": {**LLAMA, "rotary_percent": 0.5, "hidden_dropout": 0.0},
     "no-norm-bias": {"layernorm_bias": False, "add_bias_linear": False},
-    "yarn": {**LLAMA, "rope_scaling": "yarn", "original_max_position_embeddings": 8, "hidden_dropout": 0.0},
+    "yarn": {
+        **LLAMA,
+        "rope_scaling": "yarn",
+        "original_max_position_embeddings": 8,
+        "hidden_dropout": 0.0,
+    },
     "1p": {"apply_layernorm_1p": True, "add_qkv_bias": True},
     "post-norm": {"apply_residual_connection_post_layernorm": True, "squared_relu": True},
     "one-query-group": {"num_query_groups": 1},
@@ -79,14 +84,26 @@ def test_kernels_on_a_gpu_are_as_exact_as_the_plain_block(name, dtype):
     want = results(m, Block, gpu, torch.float64)
     plain, fused = results(m, Block, gpu, dtype), results(m, FusedBlock, gpu, dtype)
     for part, x in want.items():
-        theirs, ours = ((y[part].double() - x.double()).norm() / x.double().norm() for y in (plain, fused))
-        assert ours <= 1.5 * theirs + (1e-5 if dtype is torch.float32 else 2e-3), (part, ours, theirs)
+        theirs, ours = (
+            (y[part].double() - x.double()).norm() / x.double().norm() for y in (plain, fused)
+        )
+        assert ours <= 1.5 * theirs + (1e-5 if dtype is torch.float32 else 2e-3), (
+            part,
+            ours,
+            theirs,
+        )
 
 
 def test_choice():
-    t, p, cpu, gpu = schema.Training(), schema.Precision(), torch.device("cpu"), torch.device("cuda")
+    t, p, cpu, gpu = (
+        schema.Training(),
+        schema.Precision(),
+        torch.device("cpu"),
+        torch.device("cuda"),
+    )
     assert (
-        not options(t, TINY, p, cpu).fused and options(dataclasses.replace(t, fused_kernels="on"), TINY, p, cpu).fused
+        not options(t, TINY, p, cpu).fused
+        and options(dataclasses.replace(t, fused_kernels="on"), TINY, p, cpu).fused
     )
     assert options(t, TINY, p, gpu).fused and not options(t, TINY, p, gpu).compiled
     for change in ({"fused_kernels": "off"}, {"compile": "on"}):

@@ -60,7 +60,9 @@ def test_by_hand():
 def test_random_samples(length, kinds):
     rows = np.random.default_rng(length + kinds).integers(0, kinds, (60, length + 1))
     rows[:3], rows[3:6, -1] = EOD, EOD  # only ends; an end among the labels only
-    for first, batch in zip(range(0, 60, 4), batches(rows, 4, DocumentEnds(EOD, True, True, True)), strict=True):
+    for first, batch in zip(
+        range(0, 60, 4), batches(rows, 4, DocumentEnds(EOD, True, True, True)), strict=True
+    ):
         wanted = [marks_of(row) for row in rows[first : first + 4].tolist()]
         got = (batch.position_ids, batch.doc_ids, batch.loss_mask)
         for field, part in zip(got, zip(*wanted, strict=True), strict=True):
@@ -74,4 +76,8 @@ def test_marks_that_are_off_are_none(on):
     fields = (batch.loss_mask, batch.position_ids, batch.doc_ids)
     assert tuple(field is not None for field in fields) == on
     moved = batch.to("meta")
-    assert all(f.device.type == "meta" for f in (moved.loss_mask, moved.position_ids, moved.doc_ids) if f is not None)
+    assert all(
+        f.device.type == "meta"
+        for f in (moved.loss_mask, moved.position_ids, moved.doc_ids)
+        if f is not None
+    )

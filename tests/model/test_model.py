@@ -25,7 +25,9 @@ def compiling(test):
     """Mark a test as a GPU test with slow compilation and foreign warnings."""
     for mark in (pytest.mark.timeout(500), pytest.mark.filterwarnings("ignore")):
         test = mark(test)
-    return pytest.mark.skipif(not torch.cuda.is_available(), reason="compiled layers are for a GPU")(test)
+    return pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="compiled layers are for a GPU"
+    )(test)
 
 
 def make(m=TINY, vocab=61, padded=64, positions=16, dtype=torch.float32, seed=1, options=None):
@@ -43,7 +45,8 @@ def randomise(model, std=0.3):
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(
-                torch.randn(p.shape, generator=g, dtype=torch.float64) * std + (".ln_" in f".{name}" and p.ndim == 1)
+                torch.randn(p.shape, generator=g, dtype=torch.float64) * std
+                + (".ln_" in f".{name}" and p.ndim == 1)
             )
             if name in ("wte.weight", "lm_head.weight"):
                 p[model.vocab :] = 0
@@ -103,7 +106,9 @@ def test_names_and_shapes_are_those_of_the_checkpoint():
         add_bias_linear=False,
         add_qkv_bias=True,
     )
-    assert {n: tuple(p.shape) for n, p in make(everything).named_parameters() if ".1." not in n} == {
+    assert {
+        n: tuple(p.shape) for n, p in make(everything).named_parameters() if ".1." not in n
+    } == {
         "wte.weight": (64, 32),
         "ln_emb.weight": (32,),
         "h.0.ln_1.weight": (32,),
@@ -144,20 +149,29 @@ def test_logits_and_gradients_equal_transformers_gpt2(gelu):
     with torch.no_grad():
         for name, p in ours.named_parameters():
             value = p.detach()[:61] if name == "wte.weight" else p.detach()
-            where = "transformer." + name.replace("attn.qkv", "attn.c_attn").replace("attn.proj", "attn.c_proj")
+            where = "transformer." + name.replace("attn.qkv", "attn.c_attn").replace(
+                "attn.proj", "attn.c_proj"
+            )
             where = where.replace("mlp.fc", "mlp.c_fc").replace("mlp.proj", "mlp.c_proj")
             if "qkv" in name:  # rows [head, 3, d] -> [3, head, d]
                 value = value.view(4, 3, 8, -1).transpose(0, 1).reshape(96, -1).squeeze(-1)
-            state[where].copy_(value.T if value.ndim == 2 and ("attn" in name or "mlp" in name) else value)
+            state[where].copy_(
+                value.T if value.ndim == 2 and ("attn" in name or "mlp" in name) else value
+            )
     x = tokens()
     mine, want = ours(x, Positions()), theirs(x).logits
     torch.testing.assert_close(mine[..., :61], want, rtol=1e-10, atol=1e-10)
     token_losses(mine[:, :-1], x[:, 1:], 61).mean().backward()
     torch.nn.functional.cross_entropy(want[:, :-1].flatten(0, 1), x[:, 1:].flatten()).backward()
-    torch.testing.assert_close(ours.wte.weight.grad[:61], theirs.transformer.wte.weight.grad, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        ours.wte.weight.grad[:61], theirs.transformer.wte.weight.grad, rtol=1e-9, atol=1e-12
+    )
     assert (ours.wte.weight.grad[61:] == 0).all()
     torch.testing.assert_close(
-        ours.h["0"].mlp.fc.weight.grad.T, theirs.transformer.h[0].mlp.c_fc.weight.grad, rtol=1e-9, atol=1e-12
+        ours.h["0"].mlp.fc.weight.grad.T,
+        theirs.transformer.h[0].mlp.c_fc.weight.grad,
+        rtol=1e-9,
+        atol=1e-12,
     )
 
 
@@ -205,7 +219,8 @@ def llama(base, untied, dtype):
     put("model.norm.weight", w["ln_f.weight"])
     for i in range(2):
         there = f"model.layers.{i}."
-        qkv = w[f"h.{i}.attn.qkv.weight"].view(2, 4, 8, 32)  # [group, its two queries, its key, its value]
+        # [group, its two queries, its key, its value]
+        qkv = w[f"h.{i}.attn.qkv.weight"].view(2, 4, 8, 32)
         put(there + "self_attn.q_proj.weight", qkv[:, :2].reshape(32, 32))
         put(there + "self_attn.k_proj.weight", qkv[:, 2].reshape(16, 32))
         put(there + "self_attn.v_proj.weight", qkv[:, 3].reshape(16, 32))
@@ -231,14 +246,20 @@ def test_logits_and_gradients_equal_transformers_llama(base, untied, monkeypatch
     ours, theirs = llama(base, untied, torch.float32)
     x = tokens()
     with torch.no_grad():
-        torch.testing.assert_close(ours(x, Positions())[..., :61], theirs(x).logits, rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(
+            ours(x, Positions())[..., :61], theirs(x).logits, rtol=1e-5, atol=2e-5
+        )
     ours, theirs = llama(base, untied, torch.float64)
     with torch.no_grad():
-        torch.testing.assert_close(ours(x, Positions())[..., :61], theirs(x).logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            ours(x, Positions())[..., :61], theirs(x).logits, rtol=1e-5, atol=1e-5
+        )
     from transformers.models.llama import modeling_llama
 
     def norm(self, x):
-        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon))
+        return self.weight * (
+            x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        )
 
     def angles(self, x, position_ids):
         frequencies = 1 / base ** (torch.arange(0, 8, 2, dtype=torch.float64) / 8)
@@ -251,11 +272,16 @@ def test_logits_and_gradients_equal_transformers_llama(base, untied, monkeypatch
     mine = ours(x, Positions())
     torch.testing.assert_close(mine[..., :61], theirs(x).logits, rtol=1e-10, atol=1e-10)
     token_losses(mine[:, :-1], x[:, 1:], 61).mean().backward()
-    torch.nn.functional.cross_entropy(theirs(x).logits[:, :-1].flatten(0, 1), x[:, 1:].flatten()).backward()
+    torch.nn.functional.cross_entropy(
+        theirs(x).logits[:, :-1].flatten(0, 1), x[:, 1:].flatten()
+    ).backward()
     layer, there = ours.h["0"], theirs.model.layers[0]
     for a, b in (
         (ours.wte.weight.grad[:61], theirs.model.embed_tokens.weight.grad),
-        (layer.attn.qkv.weight.grad.view(2, 4, 8, 32)[:, 2].reshape(16, 32), there.self_attn.k_proj.weight.grad),
+        (
+            layer.attn.qkv.weight.grad.view(2, 4, 8, 32)[:, 2].reshape(16, 32),
+            there.self_attn.k_proj.weight.grad,
+        ),
         (layer.mlp.fc.weight.grad[0], there.mlp.gate_proj.weight.grad),
         (layer.ln_2.weight.grad, there.post_attention_layernorm.weight.grad),
     ):
@@ -315,14 +341,20 @@ def test_dropout_is_on_in_training_only():
     model, x = make(), tokens()
     assert not torch.equal(model.train()(x, training()), model.eval()(x, training()))
     assert torch.equal(model.train()(x, training()), model.train()(x, training()))
-    assert not torch.equal(model(x, training()), model(x, Positions(samples=torch.arange(3) + 1, seed=9)))
+    assert not torch.equal(
+        model(x, training()), model(x, Positions(samples=torch.arange(3) + 1, seed=9))
+    )
     assert not torch.equal(model(x, training()), model(x, training(seed=10)))
-    assert torch.equal(model(x, Positions()), model.eval()(x, Positions()))  # without sample numbers there is none
+    # without sample numbers there is none
+    assert torch.equal(model(x, Positions()), model.eval()(x, Positions()))
 
 
 def test_fused_dropout_depends_on_the_first_sample_and_the_layer():
     """The kernel's generator is seeded for each layer, so a resumed run draws the same."""
-    model, x = make(dataclasses.replace(TINY, attention_impl="sdpa", hidden_dropout=0.0)).train(), tokens()
+    model, x = (
+        make(dataclasses.replace(TINY, attention_impl="sdpa", hidden_dropout=0.0)).train(),
+        tokens(),
+    )
     a = model(x, training(first_sample=5))
     torch.rand(7)
     assert torch.equal(a, model(x, training(first_sample=5)))
@@ -370,13 +402,16 @@ def test_each_layer_draws_its_dropout_after_the_layer_before(monkeypatch, recomp
     each = x.numel() * m.num_attention_heads
     (seed, _), *_ = generator.places
     assert generator.places[:2] == [(seed, 0), (seed, each)]
-    assert set(generator.places[2:]) == (set(generator.places[:2]) if recompute == "full" else set())
+    assert set(generator.places[2:]) == (
+        set(generator.places[:2]) if recompute == "full" else set()
+    )
     stage = make(m).train()
     stage.keep(range(1, 2), has_embedding=False, has_head=True)
     generator.places.clear()
     for _ in range(2):
         stage(x, training(first_sample=5), stream=torch.zeros(*x.shape, m.hidden_size))
-    assert generator.places == [(seed, 0), (seed, each), (seed, each)]  # the first shows how many a layer draws
+    # the first shows how many a layer draws
+    assert generator.places == [(seed, 0), (seed, each), (seed, each)]
     model(x, training(first_sample=6))
     assert generator.places[-1][0] != seed
     windows = make(dataclasses.replace(m, window_size="3,0", window_attn_skip_freq="2")).train()
@@ -390,7 +425,10 @@ def test_nothing_is_seeded_while_a_graph_is_captured(monkeypatch):
     m = dataclasses.replace(TINY, attention_impl="sdpa", hidden_dropout=0.0)
     make(m).train()(tokens(), training(first_sample=5))
     assert [number for number, _ in generator.places] == [0, 0]
-    assert [offset for _, offset in generator.places] == [0, tokens().numel() * m.num_attention_heads]
+    assert [offset for _, offset in generator.places] == [
+        0,
+        tokens().numel() * m.num_attention_heads,
+    ]
 
 
 def test_dropout_does_not_depend_on_the_micro_batch():
@@ -418,7 +456,9 @@ def test_query_key_layer_scaling_changes_nothing():
         want = torch.einsum("bnts,bsnd->btnd", probabilities, v)
         ours = attention.reference(q, k, v, None, Positions(), 0.0, layer - 1)
         torch.testing.assert_close(ours, want, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(attention.fused(q, k, v, None, None, 0.0), want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            attention.fused(q, k, v, None, None, 0.0), want, rtol=1e-5, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -435,7 +475,9 @@ def test_scores_of_the_reference_are_float32(dtype):
         assert got[0, 1, 0, 0] > 0.5
 
 
-@pytest.mark.parametrize("kind", [{}, {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True}])
+@pytest.mark.parametrize(
+    "kind", [{}, {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True}]
+)
 def test_a_float32_residual_stream(kind):
     """In bfloat16, only the residual stream is float32, and the logits are more accurate."""
     m = dataclasses.replace(STILL, num_layers=8, **kind)
@@ -449,7 +491,9 @@ def test_a_float32_residual_stream(kind):
         model = make(m, dtype=torch.bfloat16, options=Options(fp32_residual=wide)).train()
         model.load_state_dict(rounded)
         for block in model.h.values():
-            block.register_forward_hook(lambda block, args, out: formats.append(tuple(o.dtype for o in out)))
+            block.register_forward_hook(
+                lambda block, args, out: formats.append(tuple(o.dtype for o in out))
+            )
         logits = model(x, training())
         errors.append((logits[..., :61].double() - want).square().mean().sqrt().item())
         assert logits.dtype is torch.bfloat16
@@ -472,7 +516,9 @@ def test_a_float32_residual_under_recomputation_and_dropout():
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-@pytest.mark.parametrize("more", [{}, {"swiglu": True, "apply_layernorm_1p": True}, {"normalization": "RMSNorm"}])
+@pytest.mark.parametrize(
+    "more", [{}, {"swiglu": True, "apply_layernorm_1p": True}, {"normalization": "RMSNorm"}]
+)
 def test_a_model_outside_of_a_run_is_initialised(more):
     """GPT(...) alone has usable weights, like every torch module."""
     torch.use_deterministic_algorithms(True)  # torch then fills new memory with NaN
@@ -491,7 +537,8 @@ def test_initial_weights_depend_on_name_and_seed_only():
         n = min(len(p), len(q))
         assert torch.equal(p[:n].double(), q[:n]), name
     assert a.wte.weight[:61].std().item() == pytest.approx(0.02, rel=0.1)
-    assert a.h["0"].mlp.proj.weight.std().item() == pytest.approx(0.01, rel=0.1)  # 0.02 / sqrt(2 x 2 layers)
+    # 0.02 / sqrt(2 x 2 layers)
+    assert a.h["0"].mlp.proj.weight.std().item() == pytest.approx(0.01, rel=0.1)
     assert not torch.equal(make(seed=2).wte.weight, a.wte.weight)
     assert (a.wte.weight[61:] == 0).all()
 
@@ -508,14 +555,19 @@ GOLDEN = [0.004147826693952084, -0.012225081212818623, 0.009814441204071045]
 def test_initial_weights_by_kind():
     """Biases are 0, norms 1 (stored as 0 with 1p); Xavier's bound is sqrt(6 / (in + out))."""
     for one, norms in ((False, 1.0), (True, 0.0)):
-        m = dataclasses.replace(TINY, apply_layernorm_1p=one, qk_layernorm=True, embed_layernorm=True)
+        m = dataclasses.replace(
+            TINY, apply_layernorm_1p=one, qk_layernorm=True, embed_layernorm=True
+        )
         for name, p in make(m).named_parameters():
             if p.ndim == 1:
                 assert (p == (0.0 if name.endswith("bias") else norms)).all(), name
     drawn = dict(make(TINY).named_parameters())
     for name, p in make(dataclasses.replace(TINY, zero_init_projections=True)).named_parameters():
         is_zero = name.endswith("proj.weight")
-        assert torch.equal(p, torch.zeros_like(p) if is_zero else drawn[name]) and drawn[name].any() >= is_zero, name
+        assert (
+            torch.equal(p, torch.zeros_like(p) if is_zero else drawn[name])
+            and drawn[name].any() >= is_zero
+        ), name
     m = dataclasses.replace(TINY, init_method_xavier_uniform=True, swiglu=True, ffn_hidden_size=48)
     for name, p in make(m, padded=61).named_parameters():
         if name.endswith("weight") and p.ndim > 1:
@@ -529,21 +581,37 @@ def test_initial_weights_by_kind():
 COMPILED = {
     "gpt2": {},
     "no dropout": {"hidden_dropout": 0.0},
-    "llama": {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "num_query_groups": 2},
+    "llama": {
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "num_query_groups": 2,
+    },
     "alibi": {"position_embedding_type": "alibi"},
-    "postnorm": {"apply_residual_connection_post_layernorm": True, "squared_relu": True, "qk_layernorm": True},
+    "postnorm": {
+        "apply_residual_connection_post_layernorm": True,
+        "squared_relu": True,
+        "qk_layernorm": True,
+    },
 }
 
 
 def compiled_case(kind, documents, length=200):
     """Return a configuration, tokens and their positions; documents of 70 tokens span blocks."""
     m = dataclasses.replace(
-        TINY, hidden_size=64, max_position_embeddings=length, attention_dropout=0.0, num_layers=3, **COMPILED[kind]
+        TINY,
+        hidden_size=64,
+        max_position_embeddings=length,
+        attention_dropout=0.0,
+        num_layers=3,
+        **COMPILED[kind],
     )
     x = torch.randint(0, 61, (3, length), generator=torch.Generator().manual_seed(0)).cuda()
 
     def where(step=0):
-        out = Positions(samples=torch.arange(3, device="cuda") + 3 * step, seed=9, first_sample=3 * step)
+        out = Positions(
+            samples=torch.arange(3, device="cuda") + 3 * step, seed=9, first_sample=3 * step
+        )
         if documents:
             places = torch.arange(length, device="cuda").expand(3, length) + step
             out.documents, out.position_ids = places // 70, places % 70
@@ -553,7 +621,9 @@ def compiled_case(kind, documents, length=200):
 
 
 def on_gpu(m, options):
-    model = randomise(make(m, positions=m.max_position_embeddings, options=options), 0.1).cuda().train()
+    model = (
+        randomise(make(m, positions=m.max_position_embeddings, options=options), 0.1).cuda().train()
+    )
     if options.compiled:
         pick.compile_blocks(model)
     return model
@@ -592,8 +662,12 @@ def test_compiled_blocks_equal_plain_ones(kind, documents, recompute):
     results = []
     for compiled in (False, True):
         mask = positions.share(m, where(), x, torch.float32, compiled).mask
-        assert type(mask).__name__ == ("BlockMask" if flex and compiled else "Tensor" if flex else "NoneType")
-        results.append(losses_and_gradients(on_gpu(m, Options(recompute, compiled=compiled)), x, where()))
+        assert type(mask).__name__ == (
+            "BlockMask" if flex and compiled else "Tensor" if flex else "NoneType"
+        )
+        results.append(
+            losses_and_gradients(on_gpu(m, Options(recompute, compiled=compiled)), x, where())
+        )
     assert_near(*results)
 
 
@@ -618,7 +692,9 @@ def test_flex_attention_in_plain_blocks(kind, recompute, monkeypatch):
     for step in range(3):
         want = losses_and_gradients(model, x, where(step))
         with monkeypatch.context() as patch:
-            patch.setattr(gpt, "share", lambda *arguments: positions.share(*arguments[:-1], flex=True))
+            patch.setattr(
+                gpt, "share", lambda *arguments: positions.share(*arguments[:-1], flex=True)
+            )
             assert isinstance(gpt.share(m, where(), x, torch.float32, False).mask, BlockMask)
             graphs.clear()
             assert_near(losses_and_gradients(model, x, where(step)), want)
@@ -661,7 +737,9 @@ def test_a_window_is_megatrons(queries):
         want = ones.triu(16 - queries - left).tril(16 - queries)
         cached = ContinuedTexts(Cache(1, 16), torch.tensor([0]), torch.tensor([16 - queries]), 16)
         where, m = Positions(cached=cached), dataclasses.replace(TINY, window_size=f"{left},0")
-        shared = positions.share(m, where, torch.zeros(1, queries, dtype=torch.int64), torch.float32, False)
+        shared = positions.share(
+            m, where, torch.zeros(1, queries, dtype=torch.int64), torch.float32, False
+        )
         assert torch.equal(shared.window_mask[0, 0], want) and shared.mask[0, 0, -1].all()
 
 
@@ -676,10 +754,28 @@ def test_blocks_of_a_window(documents):
         marked = torch.zeros(*indices.shape[:3], 6).scatter(
             3, torch.where(torch.arange(5) < counts[..., None], indices, 5).long(), 1.0
         )
-        return marked[:, 0, :, :5].bool().repeat_interleave(block, 1).repeat_interleave(block, 2)[:, :length, :length]
+        return (
+            marked[:, 0, :, :5]
+            .bool()
+            .repeat_interleave(block, 1)
+            .repeat_interleave(block, 2)[:, :length, :length]
+        )
 
-    for window in (0, 1, block - 2, block - 1, block, block + 1, 2 * block - 1, 2 * block, 3 * block, length):
-        want = positions.dense_mask(TINY, where, (places - places[:, None])[None], torch.float32, window)[:, 0]
+    for window in (
+        0,
+        1,
+        block - 2,
+        block - 1,
+        block,
+        block + 1,
+        2 * block - 1,
+        2 * block,
+        3 * block,
+        length,
+    ):
+        want = positions.dense_mask(
+            TINY, where, (places - places[:, None])[None], torch.float32, window
+        )[:, 0]
         mask = positions.block_mask(where.documents, length, places.device, window)
         some = by_element(mask.kv_num_blocks, mask.kv_indices)
         full = by_element(mask.full_kv_num_blocks, mask.full_kv_indices)
@@ -687,7 +783,9 @@ def test_blocks_of_a_window(documents):
         assert torch.equal(full | (some & exact), want), window
         if window and not documents:  # no block is visited in vain
             visited = (some | full)[0, ::block, ::block]
-            assert visited.tolist() == [[bool(x.any()) for x in y.split(block, 1)] for y in want[0].split(block)]
+            assert visited.tolist() == [
+                [bool(x.any()) for x in y.split(block, 1)] for y in want[0].split(block)
+            ]
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["whole", "documents"])
@@ -701,7 +799,9 @@ def test_blocks_are_compiled_once(kind, documents):
     graphs = torch._dynamo.utils.counters["stats"]
     graphs.clear()
     for step in range(4):
-        assert_near(losses_and_gradients(model, x, where(step)), losses_and_gradients(plain, x, where(step)))
+        assert_near(
+            losses_and_gradients(model, x, where(step)), losses_and_gradients(plain, x, where(step))
+        )
         assert graphs["unique_graphs"] == 2, f"step {step}"
 
 
@@ -736,7 +836,12 @@ def test_blocks_share_two_graphs(monkeypatch, more):
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **how: real(f, backend="aot_eager", **how))
     m = config.Model(
-        num_layers=4, hidden_size=32, num_attention_heads=4, attention_dropout=0.0, attention_impl="sdpa", **more
+        num_layers=4,
+        hidden_size=32,
+        num_attention_heads=4,
+        attention_dropout=0.0,
+        attention_impl="sdpa",
+        **more,
     )
     runs = []
     for compiled in (False, True):

@@ -50,12 +50,17 @@ NO_TESTS = (4, 5)  # statuses of pytest where a tier has none of the named tests
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", re.M)
 
 
-def commands(tier: str, tests: Sequence[str], left_out: Sequence[str], seed: int) -> list[list[str]]:
+def commands(
+    tier: str, tests: Sequence[str], left_out: Sequence[str], seed: int
+) -> list[list[str]]:
     """Return the commands of a tier, without the interpreter: the first that fails has found it."""
     if tier == "fuzz":
         return [[*FUZZ.split(), str(seed)]]
     if tier == "verify":
-        return [["-m", "meshwright", "verify-layout", "--device", "cpu", *flags.split()] for flags in VERIFY]
+        return [
+            ["-m", "meshwright", "verify-layout", "--device", "cpu", *flags.split()]
+            for flags in VERIFY
+        ]
     words = [*PYTEST, "-m", SELECTED[tier]]
     words += [f"--deselect={test}" for test in left_out]
     named = [[*words, *tests]] if tests else []
@@ -65,7 +70,11 @@ def commands(tier: str, tests: Sequence[str], left_out: Sequence[str], seed: int
 def run(command: list[str], tree: Path, seconds: float) -> tuple[int | None, str]:
     """Run Python in a copy; return the status, None after so many seconds, and the output."""
     path = os.pathsep.join([str(tree / "src"), str(tree / "tests")])
-    environment = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": path,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
     with open(tree.parent / "output", "w+", errors="replace") as output:
         child = subprocess.Popen(
             [sys.executable, *command],
@@ -124,7 +133,11 @@ class Measurement:
         """Look at an untouched copy, by all of a tier's tests."""
         if CONTROL in self.results:
             return
-        tests = list(dict.fromkeys(test for m in mutants for test in m.tests)) if self.tier == NAMED else []
+        tests = (
+            list(dict.fromkeys(test for m in mutants for test in m.tests))
+            if self.tier == NAMED
+            else []
+        )
         more = ["-n", str(self.given.jobs)] if self.tier in SELECTED and self.given.jobs > 1 else []
         self.note(CONTROL, self.look(None, tests, [], more))
 
@@ -132,9 +145,14 @@ class Measurement:
         if mutant.name not in self.results:
             tests = self.given.tests.split() if self.given.tests else mutant.tests
             left_out = self.results[CONTROL].get("failing", []) if self.tier in SELECTED else []
-            self.note(mutant.name, self.look(mutant, tests, left_out, ["-x"] if self.tier in SELECTED else []))
+            self.note(
+                mutant.name,
+                self.look(mutant, tests, left_out, ["-x"] if self.tier in SELECTED else []),
+            )
 
-    def look(self, mutant: Mutant | None, tests: Sequence[str], left_out: list[str], more: list[str]) -> dict[str, Any]:
+    def look(
+        self, mutant: Mutant | None, tests: Sequence[str], left_out: list[str], more: list[str]
+    ) -> dict[str, Any]:
         """Return who has found a defect, or what fails without any, in a copy of its own."""
         began, until = time.monotonic(), time.monotonic() + LIMITS[self.tier]
         with tempfile.TemporaryDirectory(prefix="m", ignore_cleanup_errors=True) as name:
@@ -146,7 +164,12 @@ class Measurement:
             every = commands(self.tier, tests, left_out, self.given.seed)
             for command in every:
                 status, text = run([*command, *more], tree, until - time.monotonic())
-                while mutant and status == 1 and (failing := FAILED.findall(text)) and not fails_again(failing, tree):
+                while (
+                    mutant
+                    and status == 1
+                    and (failing := FAILED.findall(text))
+                    and not fails_again(failing, tree)
+                ):
                     command = [*command, *(f"--deselect={test}" for test in failing)]
                     status, text = run([*command, *more], tree, until - time.monotonic())
                 is_empty = status in NO_TESTS and command is not every[-1]
@@ -167,7 +190,8 @@ def fails_again(failing: list[str], tree: Path) -> bool:
 def judge(tier: str, command: list[str], status: int | None, text: str) -> dict[str, Any]:
     """Return what a command says that has not ended well."""
     ended = "did not end" if status is None else f"ended with status {status}"
-    if status is None or (status == 2 if tier == "verify" else status != 1):  # such as no test at all
+    # such as no test at all
+    if status is None or (status == 2 if tier == "verify" else status != 1):
         return {"outcome": "unclear", "by": ended, "output": text[-3000:]}
     failing = sorted(set(FAILED.findall(text)))
     result = {"outcome": "found", "by": ", ".join(failing[:5]), "failing": failing}
@@ -180,7 +204,9 @@ def judge(tier: str, command: list[str], status: int | None, text: str) -> dict[
 
 
 def describe(result: dict[str, Any]) -> str:
-    return f"{result['outcome']}, {result['seconds']:.0f} s" + (f", {result['by']}" if "by" in result else "")
+    return f"{result['outcome']}, {result['seconds']:.0f} s" + (
+        f", {result['by']}" if "by" in result else ""
+    )
 
 
 def show(mutants: list[Mutant], measured: dict[str, dict[str, Any]]) -> None:
@@ -192,31 +218,52 @@ def show(mutants: list[Mutant], measured: dict[str, dict[str, Any]]) -> None:
         print(f"{m.room:13}{m.name:34}" + "".join(f"{outcome:10}" for outcome in outcomes).rstrip())
     for tier in tiers:
         outcomes = [measured[tier].get(m.name, {}).get("outcome") for m in mutants]
-        print(f"{tier}: {outcomes.count('found')} of {len(mutants)} found, {outcomes.count(None)} not looked for")
+        print(
+            f"{tier}: {outcomes.count('found')} of {len(mutants)} found, {outcomes.count(None)} not looked for"
+        )
 
 
 def update_table(measured: dict[str, dict[str, Any]]) -> None:
     """Write into the table who has found what; a tier that has not looked stays as it is."""
     text = TABLE.read_text()
     for m in read_table():
-        looked = {tier: measured[tier][m.name]["outcome"] for tier in TIERS if m.name in measured.get(tier, {})}
-        finding = [tier for tier in TIERS if looked.get(tier, "found" if tier in m.tiers else "") == "found"]
+        looked = {
+            tier: measured[tier][m.name]["outcome"]
+            for tier in TIERS
+            if m.name in measured.get(tier, {})
+        }
+        finding = [
+            tier
+            for tier in TIERS
+            if looked.get(tier, "found" if tier in m.tiers else "") == "found"
+        ]
         if "check" in finding and "test" not in finding:
             finding.insert(1, "test")
         tiers, before = " ".join(finding), " ".join(m.tiers)
-        text, count = re.subn(rf'(name = "{m.name}"\n(?:(?!\[\[).*\n)*?tiers = )"{before}"', rf'\1"{tiers}"', text)
+        text, count = re.subn(
+            rf'(name = "{m.name}"\n(?:(?!\[\[).*\n)*?tiers = )"{before}"', rf'\1"{tiers}"', text
+        )
         assert count == 1, m.name
     TABLE.write_text(text)
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m mutants", description=__doc__.partition("\n")[0])
-    parser.add_argument("--tier", choices=[NAMED, *TIERS], default=NAMED, help="who looks (default: the named tests)")
+    parser = argparse.ArgumentParser(
+        prog="python -m mutants", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument(
+        "--tier",
+        choices=[NAMED, *TIERS],
+        default=NAMED,
+        help="who looks (default: the named tests)",
+    )
     parser.add_argument("--only", help="names or rooms, separated by commas")
     parser.add_argument("--shard", default="1/1", help="i/n: the i-th of n parts of the table")
     parser.add_argument("--jobs", type=int, default=1, help="defects that are looked for at once")
     parser.add_argument("--json", help="keep results in this file, and leave out those that it has")
-    parser.add_argument("--update", action="store_true", help="write into the table what --json has")
+    parser.add_argument(
+        "--update", action="store_true", help="write into the table what --json has"
+    )
     parser.add_argument("--tests", help="instead of the named tests, files or tests")
     parser.add_argument("--seed", type=int, default=0, help="of the fuzz")
     return parser.parse_args(argv)

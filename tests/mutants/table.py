@@ -37,7 +37,10 @@ class Mutant:
 
 def read_table() -> list[Mutant]:
     rows = tomllib.loads(TABLE.read_text())["mutant"]
-    return [Mutant(**row | {name: tuple(row[name].split()) for name in ("tiers", "tests")}) for row in rows]
+    return [
+        Mutant(**row | {name: tuple(row[name].split()) for name in ("tiers", "tests")})
+        for row in rows
+    ]
 
 
 def mutated(mutant: Mutant, root: Path = ROOT) -> str:

@@ -18,13 +18,17 @@ def test_every_defect_fits_the_code():
         assert mutated(m) and "test" in m.tiers and set(m.tiers) <= set(TIERS)
         for test in m.tests:
             file, _, name = test.partition("::")
-            assert f"def {name.partition('[')[0].rpartition('::')[2]}(" in (ROOT / file).read_text(), test
+            assert (
+                f"def {name.partition('[')[0].rpartition('::')[2]}(" in (ROOT / file).read_text()
+            ), test
 
 
 def test_a_text_that_occurs_twice_or_never_is_refused():
     m = read_table()[0]
     for old, count in ((" = ", "[0-9]+"), ("no such text", "0")):
-        with pytest.raises(ValueError, match=f"{m.name}: its old text occurs {count} times in {m.file}, not once"):
+        with pytest.raises(
+            ValueError, match=f"{m.name}: its old text occurs {count} times in {m.file}, not once"
+        ):
             mutated(dataclasses.replace(m, old=old))
 
 
@@ -45,6 +49,6 @@ def test_a_defect_is_found_and_a_harmless_change_is_not(tmp_path, monkeypatch, c
 def test_a_test_that_fails_without_a_defect_is_left_out():
     for words in program.commands("check", ["tests/test_z.py"], ["tests/test_x.py::test_y"], 0):
         assert "--deselect=tests/test_x.py::test_y" in words
-    assert program.FAILED.findall("FAILED tests/a.py::test_b[1] - assert 0\nERROR tests/c.py\n") == [
-        "tests/a.py::test_b[1]"
-    ]
+    assert program.FAILED.findall(
+        "FAILED tests/a.py::test_b[1] - assert 0\nERROR tests/c.py\n"
+    ) == ["tests/a.py::test_b[1]"]

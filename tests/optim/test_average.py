@@ -54,7 +54,9 @@ def test_it_is_the_plain_recurrence(rule, decay):
 @pytest.mark.parametrize("offload", [False, True])
 def test_it_changes_no_step_and_a_swap_no_bit(dtype, offload, monkeypatch):
     monkeypatch.setattr(average, "SWAP_CHUNK", 100)
-    plain, averaged = (make(GATED, Optimizer(ema=ema), dtype, offload=offload) for ema in (0.0, 0.9))
+    plain, averaged = (
+        make(GATED, Optimizer(ema=ema), dtype, offload=offload) for ema in (0.0, 0.9)
+    )
     for step in range(3):
         for model, store in (plain, averaged):
             take_step(model, store, [(tokens() + step) % 61])
@@ -82,7 +84,10 @@ def test_a_tensor_decides_about_an_update():
     average.update(torch.tensor(False))
     assert average.values[0].tolist() == [1.0] * 3 and average.count == 0
     average.update(torch.tensor(True))
-    assert average.values[0].tolist() == pytest.approx([2 / 11 + 9 / 11 * 3] * 3) and average.count == 1
+    assert (
+        average.values[0].tolist() == pytest.approx([2 / 11 + 9 / 11 * 3] * 3)
+        and average.count == 1
+    )
 
 
 @pytest.mark.flag("ema")
@@ -92,22 +97,30 @@ def test_a_run_validates_it_beside_its_weights(run, more):
     bare, got = (run(*more, *flags) for flags in ([], ["--ema", "0.9"]))
     assert got.losses == bare.losses
     rows, plain = (read_rows(x.folder, "validation") for x in (got, bare))
-    assert [r["loss"] for r in rows] == [r["loss"] for r in plain] and all("ema_loss" not in r for r in plain)
+    assert [r["loss"] for r in rows] == [r["loss"] for r in plain] and all(
+        "ema_loss" not in r for r in plain
+    )
     assert all(0 < abs(r["ema_loss"] - r["loss"]) < 0.2 for r in rows)
 
 
 def losses(folder):
-    return [r["loss"] for r in read_rows(folder)] + [r["ema_loss"] for r in read_rows(folder, "validation")]
+    return [r["loss"] for r in read_rows(folder)] + [
+        r["ema_loss"] for r in read_rows(folder, "validation")
+    ]
 
 
-@pytest.mark.parametrize("more", [[], ["--no-save-optim", "--optimizer", "sgd", "--sgd-momentum", "0"]])
+@pytest.mark.parametrize(
+    "more", [[], ["--no-save-optim", "--optimizer", "sgd", "--sgd-momentum", "0"]]
+)
 def test_a_resumed_run_has_the_same_average(tmp_path, more):
     flags = [*TINY_FLAGS, "--ema", "0.9", *more]
     for name, stops in {"whole": [6], "parts": [2, 6]}.items():
         for stop in stops:
             stopping = ["--exit-interval", str(stop)] if stop < 6 else []
             where = [f"--save={tmp_path / name}", f"--load={tmp_path / name}"]
-            loading_weights = ["--no-load-optim"] if "--no-save-optim" in more and stops[0] < stop else []
+            loading_weights = (
+                ["--no-load-optim"] if "--no-save-optim" in more and stops[0] < stop else []
+            )
             assert main(["train", *flags, *where, *stopping, *loading_weights]) == 0
     assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
     whole, parts = (open_step(tmp_path / name, 6) for name in ("whole", "parts"))
@@ -152,4 +165,7 @@ def test_its_loss_has_a_name_in_lines_and_trackers():
     line = Check(10, "validation", 2.0, ema_loss=1.5).in_megatrons_form()
     assert "| lm loss PPL: 7.389056E+00 | lm loss value of the average: 1.500000E+00 | " in line
     row = {"name": "validation", "loss": 2.0, "ppl": 7.4, "ema_loss": 1.5}
-    assert validation_tags(Logging(), row) == {"lm loss validation": 2.0, "lm loss validation ema": 1.5}
+    assert validation_tags(Logging(), row) == {
+        "lm loss validation": 2.0,
+        "lm loss validation ema": 1.5,
+    }

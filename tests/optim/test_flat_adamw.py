@@ -73,12 +73,16 @@ def test_the_store_equals_torchs(uses_kernels, rule, dtype, scale, clip):
     o = dataclasses.replace(o, cautious_weight_decay=rule == "cautious")
     pair = Pair(uses_kernels, GATED, o, dtype)
     store = pair.flat[1]
-    assert store.flat is not None and store.updates.keys() == ({("muon", 1, 1)} if rule == "muon" else set())
+    assert store.flat is not None and store.updates.keys() == (
+        {("muon", 1, 1)} if rule == "muon" else set()
+    )
     owned = sum(p.numel() for n, p in masters(store) if kinds(store)[n][0] == "adamw")
     assert owned <= store.flat.buffers.exp_avg.numel() < owned + 128 * 30
     for i in range(4):
         before, weights = snapshot(store), store.weights.clone()
-        want, got = pair.step(i, Numbers(1e-2 / (i + 1), 0.1 * i, scale), "h.1.ln_2.weight" if i == 1 else None)
+        want, got = pair.step(
+            i, Numbers(1e-2 / (i + 1), 0.1 * i, scale), "h.1.ln_2.weight" if i == 1 else None
+        )
         assert got.isfinite() == (i != 1)
         torch.testing.assert_close(got, want, rtol=3e-7, atol=0, equal_nan=True)
         if i == 1:
@@ -86,9 +90,12 @@ def test_the_store_equals_torchs(uses_kernels, rule, dtype, scale, clip):
     assert store.steps == pair.plain[1].steps == 3
     ours, theirs = snapshot(store), snapshot(pair.plain[1])
     assert ours.keys() == theirs.keys()
-    owned_names = {n for n, (owner, *_) in kinds(store).items() if owner == "adamw"}  # Muon's tests are elsewhere
+    # Muon's tests are elsewhere
+    owned_names = {n for n, (owner, *_) in kinds(store).items() if owner == "adamw"}
     for name, x in ((n, x) for n, x in theirs.items() if n.partition("/")[0] in owned_names):
-        torch.testing.assert_close(ours[name], x, rtol=2e-6, atol=float(x.abs().max()) * 1e-6, msg=name)
+        torch.testing.assert_close(
+            ours[name], x, rtol=2e-6, atol=float(x.abs().max()) * 1e-6, msg=name
+        )
     copy = store.weights.float()
     torch.testing.assert_close(copy, store.master, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
     for name, p in masters(store):  # the interpreter truncates bfloat16
@@ -108,7 +115,9 @@ def test_numbers_on_the_device_equal_floats(uses_kernels):
             losses_of(model, [tokens() + 0], values.scale)
             uses_kernels(True)
             if on_device:
-                values = Numbers(*(torch.tensor(x, dtype=torch.float64, device=DEVICE) for x in values))
+                values = Numbers(
+                    *(torch.tensor(x, dtype=torch.float64, device=DEVICE) for x in values)
+                )
             store.step(values, torch.tensor([1.0, 0.0], dtype=torch.float64, device=DEVICE))
             uses_kernels(False)
         outcomes.append(snapshot(store))

@@ -74,7 +74,12 @@ def test_equals_torchs(momentum, steps):
     theirs = copies(ours)
     mine = Muon(ours, momentum, steps)
     torchs = torch.optim.Muon(
-        theirs, lr=0.02, weight_decay=0.1, momentum=momentum, ns_steps=steps, adjust_lr_fn="match_rms_adamw"
+        theirs,
+        lr=0.02,
+        weight_decay=0.1,
+        momentum=momentum,
+        ns_steps=steps,
+        adjust_lr_fn="match_rms_adamw",
     )
     set_rates(mine)
     for i in range(4):
@@ -84,7 +89,9 @@ def test_equals_torchs(momentum, steps):
         mine.step()
         torchs.step()
         for p, q, old in zip(ours, theirs, before, strict=True):
-            torch.testing.assert_close(mine.state[p]["momentum_buffer"], torchs.state[q]["momentum_buffer"])
+            torch.testing.assert_close(
+                mine.state[p]["momentum_buffer"], torchs.state[q]["momentum_buffer"]
+            )
             moved = (q - old).norm()
             assert moved > 0 and (p - q).norm() < 8 * ROUNDING * (i + 1) * moved, (i, p.shape)
 
@@ -107,7 +114,10 @@ def test_chunks():
     params = parameters()
 
     def cut(size):
-        return [[p for _, p in some] for some in chunks([("", p) for p in params], lambda *_: None, size)]
+        return [
+            [p for _, p in some]
+            for some in chunks([("", p) for p in params], lambda *_: None, size)
+        ]
 
     found = [[tuple(p.shape) for p in matrices] for matrices in cut(400)]
     assert found == [[(24, 8)] * 2, [(8, 24)] * 2, [(16, 16)], [(12, 8)] * 3, [(7, 13)]]
@@ -214,7 +224,9 @@ def test_both_forms_orthogonalise(steps, is_gram, tall):
 @pytest.mark.parametrize("tall", [False, True])
 def test_products_of_which_one_half_is_computed(monkeypatch, is_gram, tall):
     """With the kernel for every symmetric product, the result is as close to float64's."""
-    kernel = pytest.importorskip("meshwright.kernels.triton.symmetric", reason="Triton is not installed")
+    kernel = pytest.importorskip(
+        "meshwright.kernels.triton.symmetric", reason="Triton is not installed"
+    )
     monkeypatch.setattr(kernel, "TILES", kernel.SymmetricTiles(32, 32, 32, 4, 2))
     calls, real = [], kernel.half_product
     monkeypatch.setattr(kernel, "half_product", lambda *args: calls.append(args) or real(*args))

@@ -19,7 +19,13 @@ from meshwright.optim.rule_table import treatment_of
 from stores import VOCAB, kinds, make, take_step, tokens
 
 # Width 4 times and depth 3 times that of the base.
-GROWN = Model(num_layers=3, hidden_size=64, num_attention_heads=4, mup_base_hidden_size=16, mup_base_num_layers=1)
+GROWN = Model(
+    num_layers=3,
+    hidden_size=64,
+    num_attention_heads=4,
+    mup_base_hidden_size=16,
+    mup_base_num_layers=1,
+)
 UNTIED = dataclasses.replace(GROWN, untie_embeddings_and_output_weights=True)
 
 # Parameter -> rate and decay by AdamW, rate and decay by Muon.
@@ -42,12 +48,16 @@ TIED_END = {"ln_f.weight": (1 / 4, 0, 1 / 4, 0), "ln_f.bias": (1 / 4, 0, 1 / 4, 
 UNTIED_END = {"ln_f.weight": (1, 0, 1, 0), "lm_head.weight": (1 / 4, 4, 1 / 4, 4)}
 
 
-@pytest.mark.parametrize(("m", "end"), [(GROWN, TIED_END), (UNTIED, UNTIED_END)], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    ("m", "end"), [(GROWN, TIED_END), (UNTIED, UNTIED_END)], ids=["tied", "untied"]
+)
 def test_treatments(m, end):
     for name, want in (TABLE | end).items():
         dimensions = 1 if name.endswith("bias") or ".ln_" in f".{name}" else 2
         for kind, expected in (("adamw", want[:2]), ("lion", want[:2]), ("muon", want[2:])):
-            assert treatment_of(Optimizer(optimizer=kind), m, name, dimensions)[1:] == pytest.approx(expected), name
+            assert treatment_of(Optimizer(optimizer=kind), m, name, dimensions)[
+                1:
+            ] == pytest.approx(expected), name
 
 
 def test_every_parameter_is_treated_so_in_a_store():
@@ -100,8 +110,12 @@ def test_training_is_that_with_multipliers_in_the_network(m):
     model, store = make(m, Optimizer(clip_grad=0.0, adam_eps=1e-14), torch.float64, model=m)
     with torch.device("meta"):
         plain = GPT(m, VOCAB, 64, 16)
-    factor = {name: multipliers.get(name.split(".")[-2], 1.0) for name, _ in plain.named_parameters()}
-    own = {name: (p.detach() / factor[name]).requires_grad_() for name, p in model.named_parameters()}
+    factor = {
+        name: multipliers.get(name.split(".")[-2], 1.0) for name, _ in plain.named_parameters()
+    }
+    own = {
+        name: (p.detach() / factor[name]).requires_grad_() for name, p in model.named_parameters()
+    }
     first, second = ({name: torch.zeros_like(x) for name, x in own.items()} for _ in range(2))
     for step in range(3):
         batch = (tokens() + step) % VOCAB
@@ -109,7 +123,9 @@ def test_training_is_that_with_multipliers_in_the_network(m):
         weights = {name: x * factor[name] for name, x in own.items()}
         logits = functional_call(plain.eval(), weights, (batch, Positions()))
         loss = loss_sum(token_losses(logits, batch, VOCAB), None) / 50
-        for (name, x), g in zip(own.items(), torch.autograd.grad(loss, list(own.values())), strict=True):
+        for (name, x), g in zip(
+            own.items(), torch.autograd.grad(loss, list(own.values())), strict=True
+        ):
             is_hidden = name.startswith("h.") and x.ndim > 1
             rate, decay = (lr / width, wd * width) if is_hidden else (lr, wd * (x.ndim > 1))
             first[name].lerp_(g, 0.1)
@@ -123,7 +139,9 @@ def test_training_is_that_with_multipliers_in_the_network(m):
 
 
 def parse(words):
-    return flags.parse_settings(TrainConfig, [*TINY_FLAGS, *words.split()], "meshwright test", check=False).config
+    return flags.parse_settings(
+        TrainConfig, [*TINY_FLAGS, *words.split()], "meshwright test", check=False
+    ).config
 
 
 @pytest.mark.parametrize(
@@ -131,10 +149,19 @@ def parse(words):
     [
         ("--mup-base-hidden-size 16 --optimizer sgd", "no factors for --optimizer sgd"),
         ("--mup-base-num-layers 1 --init-method-xavier-uniform", "spread of initial weights"),
-        ("--mup-base-num-layers 1 --apply-residual-connection-post-layernorm", "adds to the residual stream"),
-        ("--mup-base-hidden-size 16 --optimizer muon --muon-split-qkv groups", "do not grow with the width"),
+        (
+            "--mup-base-num-layers 1 --apply-residual-connection-post-layernorm",
+            "adds to the residual stream",
+        ),
+        (
+            "--mup-base-hidden-size 16 --optimizer muon --muon-split-qkv groups",
+            "do not grow with the width",
+        ),
         ("--mup-base-hidden-size 16 --apply-layernorm-1p --bf16", "in 16 bits too coarse"),
-        ("--mup-base-hidden-size 16 --ckpt-format torch --save x", "has no place for --mup-base-hidden-size"),
+        (
+            "--mup-base-hidden-size 16 --ckpt-format torch --save x",
+            "has no place for --mup-base-hidden-size",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(words, said):
@@ -145,7 +172,14 @@ def test_what_cannot_work_is_refused(words, said):
 def test_a_resumed_run_has_the_same_base(tmp_path, capsys, monkeypatch):
     """It takes over what the checkpoint says; another base is for --finetune."""
     monkeypatch.setattr("meshwright.training.run.write_report", lambda folder: None)
-    run = ["train", *TINY_FLAGS, "--eval-iters=0", "--lr-decay-iters=9", "--save", str(tmp_path / "run")]
+    run = [
+        "train",
+        *TINY_FLAGS,
+        "--eval-iters=0",
+        "--lr-decay-iters=9",
+        "--save",
+        str(tmp_path / "run"),
+    ]
     assert main([*run, "--mup-base-hidden-size=8", "--train-iters=2"]) == 0
     assert main([*run, "--load", str(tmp_path / "run"), "--train-iters=3"]) == 0
     assert open_step(tmp_path / "run", 3).config["mup_base_hidden_size"] == 8

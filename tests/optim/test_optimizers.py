@@ -79,11 +79,16 @@ def test_every_parameter_has_its_rule():
     model, store = make(m, Optimizer(optimizer="muon"))
     found = kinds(store)
     layers = [f"h.{i}" for i in range(2)]
-    matrices = {f"{i}.{n}.weight" for i in layers for n in ("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj")}
+    matrices = {
+        f"{i}.{n}.weight" for i in layers for n in ("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj")
+    }
     tables = {"wte.weight", "wpe.weight", "lm_head.weight"}
     vectors = {f"{n}.{p}" for n in ("ln_f", "ln_emb") for p in ("weight", "bias")}
     vectors |= {
-        f"{i}.{n}.{p}" for i in layers for n in ("ln_1", "ln_2", "attn.ln_q", "attn.ln_k") for p in ("weight", "bias")
+        f"{i}.{n}.{p}"
+        for i in layers
+        for n in ("ln_1", "ln_2", "attn.ln_q", "attn.ln_k")
+        for p in ("weight", "bias")
     }
     vectors |= {n.replace("weight", "bias") for n in matrices}
     assert found == (
@@ -91,11 +96,16 @@ def test_every_parameter_has_its_rule():
         | dict.fromkeys(tables, ("adamw", 1, 1))
         | dict.fromkeys(vectors, ("adamw", 1, 0))
     )
-    assert model.get_parameter("h.0.mlp.fc.bias").ndim == 2 == len(model.get_parameter("h.0.mlp.fc.bias"))
+    assert (
+        model.get_parameter("h.0.mlp.fc.bias").ndim
+        == 2
+        == len(model.get_parameter("h.0.mlp.fc.bias"))
+    )
     for rule, torchs in (("sgd", "sgd"), ("lion", "lion"), ("adam", "adamw"), ("adamw", "adamw")):
         _, store = make(m, Optimizer(optimizer=rule))
         assert kinds(store) == (
-            dict.fromkeys(matrices | tables, (torchs, 1, 1)) | dict.fromkeys(vectors, (torchs, 1, 0))
+            dict.fromkeys(matrices | tables, (torchs, 1, 1))
+            | dict.fromkeys(vectors, (torchs, 1, 0))
         )
         assert store.updates.keys() == {(torchs, 1, 1), (torchs, 1, 0)}
         for kind, update in store.updates.items():  # each parameter is updated once
@@ -118,7 +128,9 @@ def test_kinds_of_parameters_have_their_own_rates(rule):
             steps(other, alone, 1, lr=rate / 2)
             for (name, p), (_, want) in zip(masters(store), masters(alone), strict=True):
                 is_vector = p.ndim == 1 or name.endswith("bias")
-                table = {"wte": "embedding_lr", "wpe": "embedding_lr", "lm_head": "head_lr"}.get(name.split(".")[0], "")
+                table = {"wte": "embedding_lr", "wpe": "embedding_lr", "lm_head": "head_lr"}.get(
+                    name.split(".")[0], ""
+                )
                 if kind == ("vector_lr" if is_vector else table):
                     torch.testing.assert_close(p, want, rtol=1e-12, atol=1e-15, msg=name)
                     assert torch.equal(p, start[name]) == (kind == "vector_lr"), name
@@ -132,7 +144,9 @@ def test_a_gate_is_two_matrices():
     assert len(rules.matrices(p[0])) == 1
     _, store = make(GATED, Optimizer(optimizer="muon"))
     shapes = [tuple(p.shape) for p in the_muon(store).param_groups[0]["params"]]
-    assert shapes.count((64, 32)) == 6 and shapes.count((32, 32)) == 2 and shapes.count((32, 64)) == 2
+    assert (
+        shapes.count((64, 32)) == 6 and shapes.count((32, 32)) == 2 and shapes.count((32, 64)) == 2
+    )
 
 
 # SGD
@@ -143,19 +157,29 @@ def test_a_gate_is_two_matrices():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_sgd_equals_torchs(momentum, clip, dtype):
     """Compare ten clipped steps with torch.optim.SGD, whose decay is added to the gradient."""
-    lr = 0.3 if dtype is torch.float64 else 0.03  # at a higher rate, roundings grow from step to step
-    ours, store = make(o=Optimizer(optimizer="sgd", sgd_momentum=momentum, clip_grad=clip), dtype=dtype)
+    # at a higher rate, roundings grow from step to step
+    lr = 0.3 if dtype is torch.float64 else 0.03
+    ours, store = make(
+        o=Optimizer(optimizer="sgd", sgd_momentum=momentum, clip_grad=clip), dtype=dtype
+    )
     plain = separate(ours)
     named = dict(plain.named_parameters())
-    kinds = [(0.1, [p for p in named.values() if p.ndim > 1]), (0.0, [p for p in named.values() if p.ndim == 1])]
-    sgd = torch.optim.SGD([{"params": p, "weight_decay": wd} for wd, p in kinds], lr=lr, momentum=momentum)
+    kinds = [
+        (0.1, [p for p in named.values() if p.ndim > 1]),
+        (0.0, [p for p in named.values() if p.ndim == 1]),
+    ]
+    sgd = torch.optim.SGD(
+        [{"params": p, "weight_decay": wd} for wd, p in kinds], lr=lr, momentum=momentum
+    )
     for i in range(10):
         steps(ours, store, 1, lr, 0.1, i)
         sgd.zero_grad()
         losses_of(plain, batches(i))
         torch.nn.utils.clip_grad_norm_(named.values(), clip or math.inf)
         sgd.step()
-    tolerance = {"rtol": 1e-10, "atol": 1e-13} if dtype is torch.float64 else {"rtol": 1e-4, "atol": 1e-6}
+    tolerance = (
+        {"rtol": 1e-10, "atol": 1e-13} if dtype is torch.float64 else {"rtol": 1e-4, "atol": 1e-6}
+    )
     moved = store.named_state()
     for name, p in masters(store):
         torch.testing.assert_close(p, named[name].detach(), **tolerance, msg=name)
@@ -170,7 +194,9 @@ def test_sgd_equals_torchs(momentum, clip, dtype):
 
 
 @pytest.mark.parametrize("rule", CAUTIOUS)
-@pytest.mark.parametrize(("dtype", "offload"), [(torch.float64, False), (torch.float32, False), (torch.bfloat16, True)])
+@pytest.mark.parametrize(
+    ("dtype", "offload"), [(torch.float64, False), (torch.float32, False), (torch.bfloat16, True)]
+)
 def test_a_cautious_decay_follows_its_formula(rule, dtype, offload):
     """Two steps without decay, and a third in which one of two stores decays."""
     lr, wd, scale = 0.01, 0.5, 1024.0
@@ -182,7 +208,9 @@ def test_a_cautious_decay_follows_its_formula(rule, dtype, offload):
         before = {name: p.clone() for name, p in masters(store)}
         steps(model, store, 1, lr, decay, first=2, scale=scale)
         found.append({name: p.clone() for name, p in masters(store)})
-    exact = {"rtol": 1e-12, "atol": 1e-15} if dtype is torch.float64 else {"rtol": 1e-5, "atol": 1e-7}
+    exact = (
+        {"rtol": 1e-12, "atol": 1e-15} if dtype is torch.float64 else {"rtol": 1e-5, "atol": 1e-7}
+    )
     for name, w in before.items():
         moved, got = found[0][name], found[1][name]
         is_decayed = (w - moved) * w >= 0
@@ -191,8 +219,11 @@ def test_a_cautious_decay_follows_its_formula(rule, dtype, offload):
             continue
         rows = VOCAB if name in ("wte.weight", "lm_head.weight") else len(w)
         assert 0.1 < is_decayed[:rows].float().mean() < (1 if name == "wpe.weight" else 0.9), name
-        clear = (dtype is torch.float64) | ((w - moved).abs() > 1e-6 * w.abs())  # else a rounding hides the update
-        torch.testing.assert_close(got[clear], (moved - lr * wd * w * is_decayed)[clear], **exact, msg=name)
+        # else a rounding hides the update
+        clear = (dtype is torch.float64) | ((w - moved).abs() > 1e-6 * w.abs())
+        torch.testing.assert_close(
+            got[clear], (moved - lr * wd * w * is_decayed)[clear], **exact, msg=name
+        )
 
 
 # Lion
@@ -221,7 +252,9 @@ def test_lion_follows_its_formula(monkeypatch, chunk, betas, clip, dtype):
     model, store = make(GATED, o, dtype=dtype)
     named = {n: (p.clone(), torch.zeros_like(p)) for n, p in masters(store)}
     lr, wd, scale = 0.01, 0.3, 1024.0
-    exact = {"rtol": 1e-12, "atol": 1e-15} if dtype is torch.float64 else {"rtol": 1e-5, "atol": 1e-8}
+    exact = (
+        {"rtol": 1e-12, "atol": 1e-15} if dtype is torch.float64 else {"rtol": 1e-5, "atol": 1e-8}
+    )
     for i in range(10):
         store.clear_gradients()
         losses_of(model, batches(i), scale)
@@ -240,7 +273,9 @@ def test_lion_follows_its_formula(monkeypatch, chunk, betas, clip, dtype):
             assert name.endswith("qkv.bias") or clear.float().mean() > 0.99, name
             torch.testing.assert_close(p[clear], want[clear], **exact, msg=name)
             assert ((p - weight).abs() <= lr * (1.001 + wd * weight.abs())).all()
-            torch.testing.assert_close(state(store, name)["exp_avg"][: len(weight)], want_m, **exact, msg=name)
+            torch.testing.assert_close(
+                state(store, name)["exp_avg"][: len(weight)], want_m, **exact, msg=name
+            )
             named[name] = p.clone(), want_m
     assert store.steps == 0  # Adam's t
 
@@ -250,7 +285,10 @@ def test_lion_gives_roundings_no_sign_in_float64():
     for dtype, moved in ((torch.float64, [0.0, -1.0]), (torch.float32, [-1.0, -1.0])):
         p = nn.Parameter(torch.zeros(2, dtype=dtype))
         update = elementwise.Lion([p])
-        update.state[p]["exp_avg"], p.grad = torch.zeros_like(p), torch.tensor([1e-14, 1e-8], dtype=dtype)
+        update.state[p]["exp_avg"], p.grad = (
+            torch.zeros_like(p),
+            torch.tensor([1e-14, 1e-8], dtype=dtype),
+        )
         update.param_groups[0]["lr"] = 1.0
         update.step()
         assert p.tolist() == moved
@@ -307,7 +345,10 @@ def test_muon_follows_its_formula(m, dtype):
         norm = math.sqrt(float(store.gradients.double().square().sum()))
         shrink = min(1.0, 0.5 / (norm + 1e-6))
         before = {
-            n: [x.double().clone() for x in (view(store, store.master, n), gradient(store, n), momentum(store, n))]
+            n: [
+                x.double().clone()
+                for x in (view(store, store.master, n), gradient(store, n), momentum(store, n))
+            ]
             for n in names
         }
         assert store.step(Numbers(lr, wd, 1.0)) == pytest.approx(norm, rel=1e-5)
@@ -322,7 +363,9 @@ def test_muon_follows_its_formula(m, dtype):
                 update = lr * 0.2 * math.sqrt(max(w.shape))  # of each singular value, roughly
                 moved = (exact - w * (1 - lr * wd)).norm()
                 close = 0.02 if dtype is torch.float32 else 1e-10
-                assert (new - rounded).norm() < close * moved and (new - exact).norm() < 0.25 * moved, name
+                assert (new - rounded).norm() < close * moved and (
+                    new - exact
+                ).norm() < 0.25 * moved, name
                 singular = torch.linalg.svdvals((w * (1 - lr * wd) - new).double()) / update
                 assert 0.6 < singular.max() < 1.3, name
 
@@ -330,14 +373,24 @@ def test_muon_follows_its_formula(m, dtype):
 @pytest.mark.parametrize("m", [TINY, GATED], ids=["plain", "gated"])
 def test_muon_equals_torchs(m):
     """Compare with torch.optim.Muon within bfloat16's rounding, and with AdamW; no clipping."""
-    o = Optimizer(optimizer="muon", clip_grad=0.0, muon_momentum=0.9, muon_num_ns_steps=4, adam_beta2=0.95)
+    o = Optimizer(
+        optimizer="muon", clip_grad=0.0, muon_momentum=0.9, muon_num_ns_steps=4, adam_beta2=0.95
+    )
     ours, store = make(m, o)
     named = {n: p.detach().clone() for n, p in ours.named_parameters()}
     split = {n: list(p.unbind()) if p.ndim == 3 else [p] for n, p in named.items()}
     kind_of = kinds(store)
-    groups = {kind: [p for n in kind_of if kind_of[n] == kind for p in split[n]] for kind in set(kind_of.values())}
+    groups = {
+        kind: [p for n in kind_of if kind_of[n] == kind for p in split[n]]
+        for kind in set(kind_of.values())
+    }
     muon = torch.optim.Muon(
-        groups["muon", 1, 1], lr=0.02, weight_decay=0.1, momentum=0.9, ns_steps=4, adjust_lr_fn="match_rms_adamw"
+        groups["muon", 1, 1],
+        lr=0.02,
+        weight_decay=0.1,
+        momentum=0.9,
+        ns_steps=4,
+        adjust_lr_fn="match_rms_adamw",
     )
     others = [{"params": groups["adamw", 1, d], "weight_decay": 0.1 * d} for d in (1, 0)]
     adamw = torch.optim.AdamW(others, lr=0.02, betas=(0.9, 0.95), eps=1e-8)
@@ -365,7 +418,9 @@ def test_muon_settings_reach_torch(run):
     base = run("--optimizer", "muon").losses
     for flags in (["--muon-momentum", "0.5"], ["--muon-num-ns-steps", "2"]):
         got = run("--optimizer", "muon", *flags).losses
-        assert got[0] == base[0] and all(a != b for a, b in zip(got[1:], base[1:], strict=True)), flags
+        assert got[0] == base[0] and all(a != b for a, b in zip(got[1:], base[1:], strict=True)), (
+            flags
+        )
     _, store = make(o=Optimizer(optimizer="muon", muon_momentum=0.7, muon_num_ns_steps=3))
     settings = the_muon(store).param_groups[0]
     assert (settings["momentum"], settings["ns_steps"]) == (0.7, 3)
@@ -383,8 +438,15 @@ def test_a_loaded_store_continues_bit_for_bit(rule, dtype, tmp_path):
     native.save_step(tmp_path, 3, store.named_state(), {"iteration": 3}, {})
     named = store.named_state()
     names = {n for n, _ in model.named_parameters()}
-    want = {"adamw": {"exp_avg", "exp_avg_sq"}, "sgd": {"momentum"}, "lion": {"exp_avg"}, "muon": {"momentum"}}
-    assert named.keys() == names | {f"{n}/{suffix}" for n, (rule, *_) in kinds(store).items() for suffix in want[rule]}
+    want = {
+        "adamw": {"exp_avg", "exp_avg_sq"},
+        "sgd": {"momentum"},
+        "lion": {"exp_avg"},
+        "muon": {"momentum"},
+    }
+    assert named.keys() == names | {
+        f"{n}/{suffix}" for n, (rule, *_) in kinds(store).items() for suffix in want[rule]
+    }
     assert all(t.any() for n, (_, _, t) in named.items() if "/" in n and not n.startswith("wpe"))
     assert all(t.dtype is torch.float32 for _, _, t in named.values())
 
@@ -394,11 +456,14 @@ def test_a_loaded_store_continues_bit_for_bit(rule, dtype, tmp_path):
     again.steps = store.steps
     assert is_equal(snapshot(store), snapshot(again))
     assert steps(model, store, 3, first=3) == steps(other, again, 3, first=3)
-    assert is_equal(snapshot(store), snapshot(again)) and again.steps == (0 if rule in ("sgd", "lion") else 6)
+    assert is_equal(snapshot(store), snapshot(again)) and again.steps == (
+        0 if rule in ("sgd", "lion") else 6
+    )
 
 
 @pytest.mark.parametrize(
-    "rule", [*RULES, "adam --cautious-weight-decay --weight-decay-incr-style rate --embedding-lr 3e-3"]
+    "rule",
+    [*RULES, "adam --cautious-weight-decay --weight-decay-incr-style rate --embedding-lr 3e-3"],
 )
 def test_a_run_resumes_with_its_momentum(run, tmp_path, rule):
     """Three steps and three more equal six."""
@@ -441,15 +506,21 @@ def test_non_finite_gradients_change_nothing(rule, offload, dtype):
 
 
 @pytest.mark.parametrize("rule", [*RULES, "cautious"])
-@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 1.0), (torch.bfloat16, 1.0), (torch.float16, 256.0)])
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [(torch.float32, 1.0), (torch.bfloat16, 1.0), (torch.float16, 256.0)]
+)
 def test_offload_on_a_cpu_changes_nothing(rule, dtype, scale):
     """Offload gives the same checkpoint and weights bit for bit, with separate masters."""
     outcomes = []
     for offload in (False, True):
         model, store = make(GATED, optimizer_of(rule, clip_grad=0.5), dtype=dtype, offload=offload)
         losses = steps(model, store, 5, scale=scale)
-        outcomes.append((losses, snapshot(store), {n: p.detach().clone() for n, p in model.named_parameters()}))
-        assert (store.master.data_ptr() == store.weights.data_ptr()) == (not offload and dtype is torch.float32)
+        outcomes.append(
+            (losses, snapshot(store), {n: p.detach().clone() for n, p in model.named_parameters()})
+        )
+        assert (store.master.data_ptr() == store.weights.data_ptr()) == (
+            not offload and dtype is torch.float32
+        )
         assert (store.host_share.data_ptr() == store.share.data_ptr()) == (not offload)
     (a, kept_a, weights_a), (b, kept_b, weights_b) = outcomes
     assert a == b and a[-1] < a[0] and is_equal(kept_a, kept_b) and is_equal(weights_a, weights_b)
@@ -488,8 +559,15 @@ def test_offload_from_a_gpu(rule, dtype):
     device = torch.device("cuda")
     outcomes = []
     for offload in (False, True):
-        model, store = make(o=Optimizer(optimizer=rule), dtype=dtype, device=device, offload=offload)
-        assert store.weights.device.type == store.gradients.device.type == store.share.device.type == "cuda"
+        model, store = make(
+            o=Optimizer(optimizer=rule), dtype=dtype, device=device, offload=offload
+        )
+        assert (
+            store.weights.device.type
+            == store.gradients.device.type
+            == store.share.device.type
+            == "cuda"
+        )
         assert store.host_share.is_pinned() == offload
         for p in store.update_ranges:
             kept = [store.master, store.host_share, p.master, p.master.grad, *p.state.values()]
@@ -498,7 +576,12 @@ def test_offload_from_a_gpu(rule, dtype):
         first = {n: p.detach().cpu().clone() for n, p in masters(store)}
         losses = steps(model, store, 8, device=device)
         assert {p.device.type for p in model.parameters()} == {"cuda"}
-        outcomes.append((losses, torch.cat([(p.detach().cpu() - first[n]).flatten() for n, p in masters(store)])))
+        outcomes.append(
+            (
+                losses,
+                torch.cat([(p.detach().cpu() - first[n]).flatten() for n, p in masters(store)]),
+            )
+        )
         assert torch.equal(store.weights.cpu(), store.master.to(dtype).cpu())
     (a, moved_a), (b, moved_b) = outcomes
     exact = dtype is torch.float32
@@ -549,8 +632,11 @@ def test_zeros_and_norm_count_no_gaps(rule, dtype):
 
 def test_zeros_and_norm_in_a_run(run):
     """Zeros exclude padded rows; the norm is that of the weights after the step."""
-    got = run("--log-num-zeros-in-grad", "--log-params-norm", "--train-iters", "2", "--eval-iters", "0")
-    assert all(0 <= n < 64 * 32 for n in got.column("num_zeros"))  # fewer than 64 padded rows would have
+    got = run(
+        "--log-num-zeros-in-grad", "--log-params-norm", "--train-iters", "2", "--eval-iters", "0"
+    )
+    # fewer than 64 padded rows would have
+    assert all(0 <= n < 64 * 32 for n in got.column("num_zeros"))
     norms = got.column("params_norm")
     assert len(set(norms)) == 2 and all(0 < n < 100 for n in norms)
     assert "num zeros: " in got.out and "params norm: " in got.out

@@ -47,11 +47,17 @@ class ByHand:
                 self.scale *= 2
 
 
-@pytest.mark.parametrize(("window", "hysteresis", "least"), [(3, 2, 1.0), (7, 1, 1.0), (1000, 2, 1.0), (2, 3, 64.0)])
+@pytest.mark.parametrize(
+    ("window", "hysteresis", "least"), [(3, 2, 1.0), (7, 1, 1.0), (1000, 2, 1.0), (2, 3, 64.0)]
+)
 def test_dynamic_scale(window, hysteresis, least):
     """Compare 4,000 random overflows and clean steps, with a resume in the middle."""
     p = Precision(
-        fp16=True, loss_scale_window=window, hysteresis=hysteresis, initial_loss_scale=2.0**10, min_loss_scale=least
+        fp16=True,
+        loss_scale_window=window,
+        hysteresis=hysteresis,
+        initial_loss_scale=2.0**10,
+        min_loss_scale=least,
     )
     ours, want = LossScale(p), ByHand(2.0**10, least, window, hysteresis)
     rng = random.Random(0)
@@ -59,7 +65,11 @@ def test_dynamic_scale(window, hysteresis, least):
         overflow = rng.random() < 0.2
         ours.update(overflow)
         want.update(overflow)
-        assert (ours.scale, ours.clean, ours.hysteresis) == (want.scale, want.growth, want.hysteresis), step
+        assert (ours.scale, ours.clean, ours.hysteresis) == (
+            want.scale,
+            want.growth,
+            want.hysteresis,
+        ), step
         if step == 2000:
             state = json.loads(json.dumps(ours.state()))
             ours = LossScale(p)
@@ -88,7 +98,11 @@ def test_a_scale_of_another_kind_is_not_taken_over():
 
 
 def test_constant_scale_and_other_formats_never_move():
-    for p, want in ((Precision(fp16=True, loss_scale=128.0), 128.0), (Precision(bf16=True), 1.0), (Precision(), 1.0)):
+    for p, want in (
+        (Precision(fp16=True, loss_scale=128.0), 128.0),
+        (Precision(bf16=True), 1.0),
+        (Precision(), 1.0),
+    ):
         s = LossScale(p)
         for overflow in (True, False, True):
             s.update(overflow)
@@ -111,7 +125,9 @@ def test_forced_overflows(rule):
     model = One()
     p = Precision(fp16=True, initial_loss_scale=2.0**32, loss_scale_window=5, hysteresis=2)
     store, ours = (
-        FlatStore([model], StoreSpec(Optimizer(optimizer=rule, clip_grad=1.0), torch.float16, CPU, 2)),
+        FlatStore(
+            [model], StoreSpec(Optimizer(optimizer=rule, clip_grad=1.0), torch.float16, CPU, 2)
+        ),
         LossScale(p),
     )
     for _, master in masters(store):
@@ -127,7 +143,9 @@ def test_forced_overflows(rule):
         x = torch.tensor([[0.25 + step % 7, -0.5, 1.0]], dtype=torch.float16)
         store.clear_gradients()
         scale = ours.scale
-        (nn.functional.linear(x, model.line.weight, model.line.bias).float().sin().sum() * scale).backward()
+        (
+            nn.functional.linear(x, model.line.weight, model.line.bias).float().sin().sum() * scale
+        ).backward()
         if inject:
             at = gradient(store, rng.choice(names)).view(-1)
             at[rng.randrange(2)] = rng.choice([math.inf, -math.inf, math.nan])
@@ -140,7 +158,11 @@ def test_forced_overflows(rule):
         assert store.steps == t + (rule not in ("sgd", "lion") and not overflow), step
         ours.update(overflow)
         want.update(overflow)
-        assert (ours.scale, ours.clean, ours.hysteresis) == (want.scale, want.growth, want.hysteresis), step
+        assert (ours.scale, ours.clean, ours.hysteresis) == (
+            want.scale,
+            want.growth,
+            want.hysteresis,
+        ), step
         applied += not overflow
         overflows += overflow
         too_high += overflow and not inject
@@ -166,7 +188,8 @@ def breaking(monkeypatch):
             if not torch.is_grad_enabled():
                 return total
             calls.append(total)
-            hit = (len(calls) + 1) // 2 in iterations and len(calls) % 2 == 0  # the second of two micro-batches
+            # the second of two micro-batches
+            hit = (len(calls) + 1) // 2 in iterations and len(calls) % 2 == 0
             return (total + value if alone else total * value) if hit else total
 
         monkeypatch.setattr(training_step, "loss_sum", broken)
@@ -213,10 +236,15 @@ def test_a_bad_loss_never_reaches_the_weights(run, breaking, tmp_path, flags, va
     breaking({3}, value, alone)
     got = run(*BASE, *flags, "--train-iters", "4", "--on-nonfinite", "skip:1", *saving(tmp_path))
     assert got.status == 0 and got.column("skipped") == [False, False, True, False]
-    assert got.losses[2] == str(value) and all(isinstance(x, float) for x in got.losses[:2] + got.losses[3:])
+    assert got.losses[2] == str(value) and all(
+        isinstance(x, float) for x in got.losses[:2] + got.losses[3:]
+    )
     (a, before), (b, after), (c, end) = (saved(tmp_path, i) for i in (2, 3, 4))
     assert is_equal(a, b) and not is_equal(b, c) and all(x.isfinite().all() for x in c.values())
-    counters = [(s["iteration"], s["consumed_train_samples"], s["schedule_samples"]) for s in (before, after, end)]
+    counters = [
+        (s["iteration"], s["consumed_train_samples"], s["schedule_samples"])
+        for s in (before, after, end)
+    ]
     assert counters == [(2, 8, 8), (3, 12, 8), (4, 16, 12)]
     assert (
         before["optimizer_steps"]
@@ -225,7 +253,12 @@ def test_a_bad_loss_never_reaches_the_weights(run, breaking, tmp_path, flags, va
     )
     assert [s["nonfinite_in_a_row"] for s in (before, after, end)] == [0, 1, 0]
     lines = [line for line in got.out.splitlines() if line.startswith(" iteration ")]
-    assert ["skipped iterations:   1" in x and "nan iterations:   1" in x for x in lines] == [False, False, True, False]
+    assert ["skipped iterations:   1" in x and "nan iterations:   1" in x for x in lines] == [
+        False,
+        False,
+        True,
+        False,
+    ]
     assert f" | lm loss: {value} | loss scale: " in lines[2]
 
 
@@ -237,13 +270,19 @@ def test_stop(run, breaking, tmp_path, flags):
     breaking({4})
     got = run(*BASE, *flags, *saving(tmp_path))
     assert got.status == 70 and got.column("skipped") == [False, False, False, True]
-    assert "iteration 4 (samples up to 16): the loss is nan, so this step was not applied" in got.err
+    assert (
+        "iteration 4 (samples up to 16): the loss is nan, so this step was not applied" in got.err
+    )
     assert (
         f"the checkpoints in {tmp_path} are unchanged; continue" in got.err
         and "computed again, it is finite" in got.err
     )
     assert got.column("status", "end") == [70]
-    assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000001", "iter_0000002", "iter_0000003"]
+    assert sorted(p.name for p in tmp_path.glob("iter_*")) == [
+        "iter_0000001",
+        "iter_0000002",
+        "iter_0000003",
+    ]
     breaking(set())
     rest = run(*BASE, *flags, "--load", str(tmp_path))
     assert rest.losses == clean.losses[3:] and len(rest.losses) == 3
@@ -258,7 +297,9 @@ def test_on_nonfinite(run, breaking, tmp_path):
     assert got.status == 0 and got.column("skipped") == [i in (2, 3, 5, 6) for i in range(1, 8)]
     breaking({2, 3, 4})
     got = run(*BASE, "--on-nonfinite", "skip:2", "--train-iters", "7", *saving(tmp_path / "a"))
-    assert got.status == 70 and got.column("iteration") == [1, 2, 3, 4] and "iteration 4 " in got.err
+    assert (
+        got.status == 70 and got.column("iteration") == [1, 2, 3, 4] and "iteration 4 " in got.err
+    )
     breaking({2})
     assert run(*BASE, "--train-iters", "7").status == 70  # stop
     save = str(tmp_path / "b")
@@ -276,29 +317,55 @@ def test_on_nonfinite(run, breaking, tmp_path):
 def test_an_overflow_is_not_a_non_finite_step(run):
     """fp16 from 2^32 skips steps even under `stop`; samples count, the schedule does not move."""
     got = run(
-        "--fp16", "--train-iters", "24", "--eval-iters", "0", "--lr-decay-style", "constant", "--lr-warmup-iters", "8"
+        "--fp16",
+        "--train-iters",
+        "24",
+        "--eval-iters",
+        "0",
+        "--lr-decay-style",
+        "constant",
+        "--lr-warmup-iters",
+        "8",
     )
     skipped, scales = got.column("skipped"), got.column("loss_scale")
     first = skipped.index(False)
     assert got.status == 0 and 5 < first < 23 and skipped == [True] * first + [False] * (24 - first)
-    assert scales == [2.0 ** (32 - max(0, i - 1)) for i in range(first)] + [2.0 ** (33 - first)] * (24 - first)
+    assert scales == [2.0 ** (32 - max(0, i - 1)) for i in range(first)] + [2.0 ** (33 - first)] * (
+        24 - first
+    )
     assert got.column("consumed_samples") == [4 * i for i in range(1, 25)]
-    assert got.column("lr") == pytest.approx([0.01 * min(1, max(0, i - first) / 8) for i in range(24)])
+    assert got.column("lr") == pytest.approx(
+        [0.01 * min(1, max(0, i - first) / 8) for i in range(24)]
+    )
     assert all(isinstance(x, float) for x in got.losses)
     lines = [line for line in got.out.splitlines() if line.startswith(" iteration ")]  # one a step
-    assert [f" | lm loss: {loss:.6E} | " in line for line, loss in zip(lines, got.losses, strict=True)] == [True] * 24
+    assert [
+        f" | lm loss: {loss:.6E} | " in line for line, loss in zip(lines, got.losses, strict=True)
+    ] == [True] * 24
 
 
 def test_a_constant_scale_that_never_fits(run):
     """Nineteen overflows in a row are skipped; the twentieth ends the run."""
     got = run("--fp16", "--loss-scale", str(2.0**40), "--train-iters", "30", "--eval-iters", "0")
-    assert got.status == 70 and got.column("loss_scale") == [2.0**40] * 20 and "the gradient norm is" in got.err
+    assert (
+        got.status == 70
+        and got.column("loss_scale") == [2.0**40] * 20
+        and "the gradient norm is" in got.err
+    )
 
 
 def test_a_step_with_a_bad_loss_is_not_clean(run, breaking, tmp_path):
     """The scale doubles after three applied steps, not after two and a NaN."""
     breaking({2})
-    flags = ("--fp16", "--initial-loss-scale", "256", "--loss-scale-window", "3", "--on-nonfinite", "skip:1")
+    flags = (
+        "--fp16",
+        "--initial-loss-scale",
+        "256",
+        "--loss-scale-window",
+        "3",
+        "--on-nonfinite",
+        "skip:1",
+    )
     got = run(*BASE, *flags, "--train-iters", "3", *saving(tmp_path))
     assert got.status == 0 and got.column("skipped") == [False, True, False]
     state = open_step(tmp_path, 3).state["loss_scale"]

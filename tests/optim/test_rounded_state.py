@@ -14,7 +14,19 @@ from meshwright.config.schema import Optimizer, TrainConfig
 from meshwright.kernels import moments
 from meshwright.optim import elementwise
 from meshwright.optim.rules import Numbers
-from stores import GATED, VOCAB, gradient, is_equal, kinds, losses_of, make, masters, snapshot, state, tokens
+from stores import (
+    GATED,
+    VOCAB,
+    gradient,
+    is_equal,
+    kinds,
+    losses_of,
+    make,
+    masters,
+    snapshot,
+    state,
+    tokens,
+)
 
 FORMATS = ["bfloat16", "float8"]
 RULES = ["adam", "sgd", "lion", "muon"]
@@ -39,7 +51,10 @@ def rounded_at(values, name, key, dtype, number):
     place = moments.Place(zlib.crc32(name.encode()), 0, 0, values.numel(), 0)
     bits = moments.draw(place, torch.tensor(float(number)), values.numel())
     half = (bits >> 16 if key == "exp_avg_sq" else bits) & 0xFFFF
-    code = {"bfloat16": torch.bfloat16, "float8": torch.uint8 if key == "exp_avg_sq" else torch.int8}[dtype]
+    code = {
+        "bfloat16": torch.bfloat16,
+        "float8": torch.uint8 if key == "exp_avg_sq" else torch.int8,
+    }[dtype]
     return moments.rounded(values.flatten(), code, half).view(values.shape)
 
 
@@ -68,7 +83,9 @@ def test_moments_follow_a_plain_formula(monkeypatch, rule, dtype):
             if chosen[name] == "adamw":
                 m, v = moment["exp_avg"].lerp(g, 0.1), moment["exp_avg_sq"] * 0.999 + 0.001 * g * g
                 want = {"exp_avg": m, "exp_avg_sq": v}
-                new = old - 1e-2 * (decays * old + m / (1 - 0.9**i) / ((v / (1 - 0.999**i)).sqrt() + 1e-8))
+                new = old - 1e-2 * (
+                    decays * old + m / (1 - 0.9**i) / ((v / (1 - 0.999**i)).sqrt() + 1e-8)
+                )
             elif chosen[name] == "sgd":
                 want = {"momentum_buffer": 0.9 * moment["momentum_buffer"] + g + decays * old}
                 new = old - 1e-2 * want["momentum_buffer"]
@@ -81,7 +98,8 @@ def test_moments_follow_a_plain_formula(monkeypatch, rule, dtype):
                 expected = rounded_at(values, name, key, dtype, i)
                 assert codes[key].dtype is expected.dtype
                 apart = (moments.expanded(codes[key]) != moments.expanded(expected)).float().mean()
-                assert apart <= 2e-3 or name.endswith("qkv.bias"), (name, key, apart)  # float32's last bit may differ
+                # float32's last bit may differ
+                assert apart <= 2e-3 or name.endswith("qkv.bias"), (name, key, apart)
             if new is not None and not name.endswith("qkv.bias"):
                 torch.testing.assert_close(p, new, rtol=1e-9, atol=1e-12)
     assert store.steps == 3
@@ -104,7 +122,9 @@ def test_a_step_that_is_not_finite_changes_nothing_and_resume_is_exact(rule, dty
     for i in (2, 3):
         for m, s in ((model, store), (other, undisturbed), (again, resumed)):
             step(m, s, i)
-    assert is_equal(snapshot(undisturbed), snapshot(store)) and is_equal(snapshot(resumed), snapshot(store))
+    assert is_equal(snapshot(undisturbed), snapshot(store)) and is_equal(
+        snapshot(resumed), snapshot(store)
+    )
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -122,7 +142,10 @@ def test_the_first_steps_are_near_float32s(rule):
     for dtype, bound in (("bfloat16", 0.02), ("float8", 0.25)):
         apart, moved = (
             sum(x.square().sum() for x in values)
-            for values in ([ends[dtype][n] - x for n, x in ends["float32"].items()], ends["float32"].values())
+            for values in (
+                [ends[dtype][n] - x for n, x in ends["float32"].items()],
+                ends["float32"].values(),
+            )
         )
         bound = bound if rule != "lion" else 0.6  # a sign near 0 turns
         assert 0 < (apart / moved).sqrt() < bound, (dtype, (apart / moved).sqrt())
@@ -135,15 +158,22 @@ def test_kernels_round_as_torch_does(monkeypatch, rule, dtype):
     pytest.importorskip("triton", reason="Triton is not installed")
     outcomes = []
     for uses_kernels in (True, False):
-        monkeypatch.setattr(devices, "has_kernels", lambda device, uses_kernels=uses_kernels: uses_kernels)
+        monkeypatch.setattr(
+            devices, "has_kernels", lambda device, uses_kernels=uses_kernels: uses_kernels
+        )
         model, store = make(GATED, settings(rule, dtype), device=GPU_OR_CPU)
         assert (store.flat is not None) == uses_kernels
-        grads = torch.randn(store.size, generator=torch.Generator().manual_seed(3)).to(GPU_OR_CPU) * 1e-3
+        grads = (
+            torch.randn(store.size, generator=torch.Generator().manual_seed(3)).to(GPU_OR_CPU)
+            * 1e-3
+        )
         for i in range(2):
             store.clear_gradients()
             monkeypatch.setattr(devices, "has_kernels", lambda device: False)
             losses_of(model, [tokens()], device=GPU_OR_CPU)
-            monkeypatch.setattr(devices, "has_kernels", lambda device, uses_kernels=uses_kernels: uses_kernels)
+            monkeypatch.setattr(
+                devices, "has_kernels", lambda device, uses_kernels=uses_kernels: uses_kernels
+            )
             for name in store.shapes:
                 view = stores.view(store, store.gradients, name)
                 view.copy_(grads[: view.numel()].view(view.shape) * (i + 1))
@@ -165,13 +195,16 @@ def test_padded_rows_and_gaps_stay_empty():
         step(model, store, i)
     for part in store.update_ranges:
         for key, values in part.state.items():
-            assert torch.equal(part.master.grad == 0, values == 0) or key == "exp_avg" or values.any()
+            assert (
+                torch.equal(part.master.grad == 0, values == 0) or key == "exp_avg" or values.any()
+            )
     for name in ("wte.weight", "lm_head.weight"):
         assert not any(x[VOCAB:].any() for x in state(store, name).values())
 
 
 @pytest.mark.parametrize(
-    ("line", "fits"), [("--adam-eps 1e-10", False), ("", True), ("--optimizer lion --adam-eps 1e-10", True)]
+    ("line", "fits"),
+    [("--adam-eps 1e-10", False), ("", True), ("--optimizer lion --adam-eps 1e-10", True)],
 )
 def test_float8_needs_a_term_that_its_second_moments_do_not_fall_below(line, fits):
     words = ["--num-layers", "1", "--optimizer-state-dtype", "float8", *line.split()]

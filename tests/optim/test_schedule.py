@@ -10,7 +10,13 @@ import pytest
 from meshwright.base.errors import UserError
 from meshwright.config import checks
 from meshwright.config import schema as config
-from meshwright.optim.schedule import VALUES, Schedule, build_schedule, resume_schedule, warn_of_idle_steps
+from meshwright.optim.schedule import (
+    VALUES,
+    Schedule,
+    build_schedule,
+    resume_schedule,
+    warn_of_idle_steps,
+)
 
 LR, LEAST = 1.5e-4, 1e-5
 
@@ -62,7 +68,9 @@ def megatron_wd(n, style, start, end, length):
     if n > length or style == "constant":
         return end
     r = n / length
-    return start + (end - start) * (r if style == "linear" else 0.5 * (math.cos(math.pi * (1 - r)) + 1.0))
+    return start + (end - start) * (
+        r if style == "linear" else 0.5 * (math.cos(math.pi * (1 - r)) + 1.0)
+    )
 
 
 def near(value):
@@ -83,7 +91,13 @@ def test_curve(style, wsd, warmup, init):
     """Compare every sample from the warm-up to beyond the decay."""
     more = {"lr_wsd_decay_style": wsd, "lr_wsd_decay_iters": 25} if wsd else {}
     c = settings(
-        batch=4, iters=100, lr_decay_style=style, lr_warmup_iters=warmup, lr_decay_iters=80, lr_warmup_init=init, **more
+        batch=4,
+        iters=100,
+        lr_decay_style=style,
+        lr_warmup_iters=warmup,
+        lr_decay_iters=80,
+        lr_warmup_init=init,
+        **more,
     )
     assert not [p for p in map(str, checks.problems(c)) if "--lr" in p]
     s = build_schedule(c)
@@ -106,11 +120,17 @@ def test_borders():
         assert at(20, lr_decay_style=style, lr_warmup_init=1e-4) == near(1.25e-4)
     for style in ("linear", "cosine"):
         assert at(180, lr_decay_style=style) == near((LR + LEAST) / 2)  # half-way from 40 to 320
-        assert at(320, lr_decay_style=style) == near(LEAST) and at(321, lr_decay_style=style) == LEAST
+        assert (
+            at(320, lr_decay_style=style) == near(LEAST) and at(321, lr_decay_style=style) == LEAST
+        )
         assert at(41, lr_decay_style=style) < LR and at(319, lr_decay_style=style) > LEAST
     assert at(320, lr_decay_style="constant") == at(10**9, lr_decay_style="constant") == LR
     root = {"lr_decay_style": "inverse-square-root"}
-    assert at(160, **root) == near(LR / 2) and at(320, **root) == near(LR / 8**0.5) and at(321, **root) == LEAST
+    assert (
+        at(160, **root) == near(LR / 2)
+        and at(320, **root) == near(LR / 8**0.5)
+        and at(321, **root) == LEAST
+    )
     assert at(160, **root, min_lr=1.4e-4) == 1.4e-4
     assert at(0, **root, lr_warmup_iters=0) == at(1, **root, lr_warmup_iters=0) == LR
     middle = {"exponential": 2**0.5 - 1, "linear": 0.5, "cosine": 0.5, "minus_sqrt": 1 - 0.5**0.5}
@@ -136,19 +156,33 @@ def test_weight_decay_ramp(style):
     s = build_schedule(settings(batch=4, iters=100, **ramp))
     for n in range(500):
         assert s.wd(n) == near(megatron_wd(n, style, 0.1, 0.9, 400)), n
-    assert s.wd(0) == near(0.1) and s.wd(200) == near(0.5) and s.wd(400) == near(0.9) and s.wd(401) == 0.9
+    assert (
+        s.wd(0) == near(0.1)
+        and s.wd(200) == near(0.5)
+        and s.wd(400) == near(0.9)
+        and s.wd(401) == 0.9
+    )
     assert (s.wd(100) == near(0.3)) == (style == "linear")
     assert build_schedule(settings(samples=777, **ramp)).wd_samples == 777
-    down = build_schedule(settings(batch=4, iters=100, **ramp | {"start_weight_decay": 0.9, "end_weight_decay": 0.0}))
+    down = build_schedule(
+        settings(batch=4, iters=100, **ramp | {"start_weight_decay": 0.9, "end_weight_decay": 0.0})
+    )
     assert down.wd(200) == near(0.45) and down.wd(400) == pytest.approx(0, abs=1e-15)
 
 
 @pytest.mark.parametrize("style", ["linear", "cosine", "WSD", "constant"])
 def test_weight_decay_in_proportion_to_the_rate(style):
     """It warms up and falls with the rate, and is --weight-decay at the peak."""
-    how = {"lr_decay_style": style, "lr_warmup_iters": 10, "lr_decay_iters": 80, "lr_wsd_decay_iters": 30}
+    how = {
+        "lr_decay_style": style,
+        "lr_warmup_iters": 10,
+        "lr_decay_iters": 80,
+        "lr_wsd_decay_iters": 30,
+    }
     s = build_schedule(
-        settings(iters=100, weight_decay=0.3, weight_decay_incr_style="rate", lr_warmup_init=1e-6, **how)
+        settings(
+            iters=100, weight_decay=0.3, weight_decay_incr_style="rate", lr_warmup_init=1e-6, **how
+        )
     )
     for n in range(0, 210):
         assert s.wd(n) == near(0.3 * s.lr(n) / LR), n
@@ -161,7 +195,9 @@ def test_weight_decay_in_proportion_has_no_length():
     saved = dataclasses.replace(FULL, wd_style="rate", start_wd=0.3, end_wd=0.3)
     longer = dataclasses.replace(saved, wd_samples=4 * saved.wd_samples)
     assert resume_schedule(longer, dataclasses.asdict(saved), settings())[0] == longer
-    problems = map(str, checks.problems(settings(seq=8, weight_decay_incr_style="rate", end_weight_decay=0.1)))
+    problems = map(
+        str, checks.problems(settings(seq=8, weight_decay_incr_style="rate", end_weight_decay=0.1))
+    )
     assert "--end-weight-decay needs --weight-decay-incr-style linear or cosine" in problems
 
 
@@ -169,7 +205,9 @@ def test_weight_decay_in_proportion_has_no_length():
 
 
 def test_golden_numbers_of_the_345m_run():
-    s = build_schedule(settings(lr_decay_iters=320000, lr_warmup_fraction=0.01, lr_decay_style="cosine"))
+    s = build_schedule(
+        settings(lr_decay_iters=320000, lr_warmup_fraction=0.01, lr_decay_style="cosine")
+    )
     assert (s.warmup, s.decay, s.wd_samples) == (6400.0, 640000, 10000)
 
 
@@ -195,7 +233,9 @@ def test_golden_numbers_of_the_345m_run():
 def test_lengths(given, want):
     """Batches have 4 samples of 10 tokens; an incomplete sample does not count."""
     c = settings(batch=4, seq=10, **given)
-    assert not [p for p in map(str, checks.problems(c)) if "--lr" in p or "--train" in p or "--rampup" in p]
+    assert not [
+        p for p in map(str, checks.problems(c)) if "--lr" in p or "--train" in p or "--rampup" in p
+    ]
     s = build_schedule(c)
     assert (s.warmup, s.decay, s.wsd_samples, s.wd_samples) == pytest.approx(want)
 
@@ -253,10 +293,19 @@ def test_a_run_follows_schedule_and_ramp(run):
     sizes = megatron_batches(2, 2, 8, 6, 41)
     assert sizes == [2, 2, 4, 6, 6, 6, 6, 6]
     before = list(itertools.accumulate(sizes, initial=0))
-    assert got.status == 0 and got.column("batch") == sizes and got.column("consumed_samples") == before[1:]
-    want = [megatron_lr(n, "WSD", 5, 37, (14, "minus_sqrt"), (0.001, 0.01, 0.002)) for n in before[:-1]]
+    assert (
+        got.status == 0
+        and got.column("batch") == sizes
+        and got.column("consumed_samples") == before[1:]
+    )
+    want = [
+        megatron_lr(n, "WSD", 5, 37, (14, "minus_sqrt"), (0.001, 0.01, 0.002)) for n in before[:-1]
+    ]
     assert got.column("lr") == near(want)
-    assert f"iteration {len(sizes):8d}/{len(sizes):8d} | consumed samples: {before[-1]:12d} |" in got.out
+    assert (
+        f"iteration {len(sizes):8d}/{len(sizes):8d} | consumed samples: {before[-1]:12d} |"
+        in got.out
+    )
 
 
 # Changed schedules on resume
@@ -297,7 +346,11 @@ ONE_BY_ONE = [
 
 
 def test_every_value_is_listed():
-    assert [n for n, _, _ in ONE_BY_ONE] == [f.name for f in dataclasses.fields(Schedule)] == list(VALUES)
+    assert (
+        [n for n, _, _ in ONE_BY_ONE]
+        == [f.name for f in dataclasses.fields(Schedule)]
+        == list(VALUES)
+    )
 
 
 @pytest.mark.parametrize(("name", "value", "flag"), ONE_BY_ONE)
@@ -308,21 +361,31 @@ def test_each_value_alone_needs_a_decision(name, value, flag):
         resume_schedule(ours, saved, settings())
     head, difference, way_out, anew = str(e.value).split("\n")
     assert e.value.status == 2 and "differs from the checkpoint's" in head
-    assert head.startswith("to train longer, add --override") == (name == "decay" and value > FULL.decay)
-    before, now = (f"{x:,.10g} samples = " if VALUES[name].length else x for x in (getattr(FULL, name), value))
+    assert head.startswith("to train longer, add --override") == (
+        name == "decay" and value > FULL.decay
+    )
+    before, now = (
+        f"{x:,.10g} samples = " if VALUES[name].length else x for x in (getattr(FULL, name), value)
+    )
     assert (
         f"the checkpoint has {before}" in difference
         and f", the settings say {now}" in difference
         and flag in difference
     )
-    assert "--override-opt_param-scheduler" in way_out and "--use-checkpoint-opt_param-scheduler" in way_out
+    assert (
+        "--override-opt_param-scheduler" in way_out
+        and "--use-checkpoint-opt_param-scheduler" in way_out
+    )
     assert "add --finetune" in anew
 
     kept, lines = resume_schedule(ours, saved, settings(override_opt_param_scheduler=True))
     assert kept == ours and all(line.startswith(" > overriding ") for line in lines)
     assert sum(line.endswith(f" value to {value}") for line in lines) == 1
     kept, lines = resume_schedule(ours, saved, settings(use_checkpoint_opt_param_scheduler=True))
-    assert kept == FULL and sum(f" checkpoint value {getattr(FULL, name)} for " in line for line in lines) >= 1
+    assert (
+        kept == FULL
+        and sum(f" checkpoint value {getattr(FULL, name)} for " in line for line in lines) >= 1
+    )
     assert resume_schedule(FULL, saved, settings())[0] == FULL
 
 
@@ -343,7 +406,10 @@ def test_a_changed_schedule_needs_a_decision():
     assert resume_schedule(build_schedule(ours), saved, ours)[0].max_lr == 3e-4
     theirs = settings(lr=3e-4, use_checkpoint_opt_param_scheduler=True)
     s, lines = resume_schedule(build_schedule(theirs), saved, theirs)
-    assert s == dataclasses.replace(Schedule(**saved), wd_samples=s.wd_samples) and "0.00015" in lines[0]
+    assert (
+        s == dataclasses.replace(Schedule(**saved), wd_samples=s.wd_samples)
+        and "0.00015" in lines[0]
+    )
 
 
 def test_the_checkpoints_ramp_has_the_checkpoints_length():
@@ -365,7 +431,9 @@ def test_an_anneal_without_wsd_needs_none():
     saved = dataclasses.asdict(dataclasses.replace(FULL, style="linear"))
     ours = dataclasses.replace(FULL, style="linear", wsd_samples=1, wsd_style="linear")
     s, lines = resume_schedule(ours, saved, settings())
-    assert len(lines) == 9 and [s.lr(n) for n in range(230)] == [Schedule(**saved).lr(n) for n in range(230)]
+    assert len(lines) == 9 and [s.lr(n) for n in range(230)] == [
+        Schedule(**saved).lr(n) for n in range(230)
+    ]
 
 
 def test_checkpoints_from_before_the_newer_three():
@@ -380,15 +448,23 @@ def test_checkpoints_from_before_the_newer_three():
         resume_schedule(dataclasses.replace(before, init_lr=1e-6), saved, settings())
 
 
-@pytest.mark.parametrize("flag", ["--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler", None])
+@pytest.mark.parametrize(
+    "flag", ["--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler", None]
+)
 def test_resume_by_command(run, tmp_path, flag):
     """A resumed run with another rate uses the one that the flag selects."""
     save = str(tmp_path / "save")
     base = ("--lr-decay-style", "constant", "--eval-iters", "0")
     assert run(*base, "--train-iters", "2", "--lr", "0.01", "--save", save).status == 0
-    got = run(*base, "--train-iters", "4", "--lr", "0.002", "--load", save, *([flag] if flag else []))
+    got = run(
+        *base, "--train-iters", "4", "--lr", "0.002", "--load", save, *([flag] if flag else [])
+    )
     if flag is None:
-        assert got.status == 2 and "has 0.01, the settings say 0.002 (--lr)" in got.err and not got.losses
+        assert (
+            got.status == 2
+            and "has 0.01, the settings say 0.002 (--lr)" in got.err
+            and not got.losses
+        )
     else:
         assert got.status == 0 and got.column("lr") == [0.002 if "override" in flag else 0.01] * 2
 
@@ -407,15 +483,28 @@ def rates(c):
 @pytest.mark.parametrize("decay", [5, 9, 11, 12, 13, 20])
 def test_steps_at_rate_0_are_counted(style, ramp, decay):
     more = {"lr_wsd_decay_iters": 2} if style == "WSD" else {}
-    c = settings(8, 12, ramp=ramp, lr_decay_iters=decay, min_lr=0.0, lr_decay_style=style, lr_warmup_iters=2, **more)
+    c = settings(
+        8,
+        12,
+        ramp=ramp,
+        lr_decay_iters=decay,
+        min_lr=0.0,
+        lr_decay_style=style,
+        lr_warmup_iters=2,
+        **more,
+    )
     zeros = [number for number, rate in enumerate(rates(c), 1) if rate == 0 and number > 1]
     (line,) = warn_of_idle_steps(build_schedule(c), c, c.steps) or [None]
     if zeros:
-        assert line.startswith(f"steps {zeros[0]} to 12 ({len(zeros)} steps) would run at learning rate 0")
+        assert line.startswith(
+            f"steps {zeros[0]} to 12 ({len(zeros)} steps) would run at learning rate 0"
+        )
         assert "--lr-decay-iters 12 or a --min-lr above 0" in line and "override" not in line
     else:
         assert line is None
-    c = settings(8, 12, ramp=ramp, lr_decay_iters=decay, lr_decay_style=style, lr_warmup_iters=2, **more)
+    c = settings(
+        8, 12, ramp=ramp, lr_decay_iters=decay, lr_decay_style=style, lr_warmup_iters=2, **more
+    )
     assert not warn_of_idle_steps(build_schedule(c), c, c.steps)  # min_lr is above 0
 
 
@@ -423,12 +512,16 @@ def test_all_steps_left_at_rate_0():
     """Issue 13, line 2: --train-iters is raised, --lr-decay-iters kept."""
     c = settings(4, 20, min_lr=0.0, lr_decay_iters=10)
     (line,) = warn_of_idle_steps(build_schedule(c), c, 20, 10, 40, 40)
-    assert line.startswith("all 10 steps would run at learning rate 0: the decay ends after 10 steps")
+    assert line.startswith(
+        "all 10 steps would run at learning rate 0: the decay ends after 10 steps"
+    )
     assert "--lr-decay-iters 20" in line and line.endswith("with --override-opt_param-scheduler")
     by_samples = settings(4, samples=80, min_lr=0.0, lr_decay_samples=40)
     (line,) = warn_of_idle_steps(build_schedule(by_samples), by_samples, 20)
     assert line.startswith("steps 11 to 20 (10 steps)") and "--lr-decay-samples 80" in line
-    (line,) = warn_of_idle_steps(build_schedule(still := settings(lr=0.0, min_lr=0.0)), still, still.steps)
+    (line,) = warn_of_idle_steps(
+        build_schedule(still := settings(lr=0.0, min_lr=0.0)), still, still.steps
+    )
     assert line == "all 5,000 steps would run at learning rate 0: --lr is 0"
 
 

@@ -43,7 +43,12 @@ def test_no_rank_leaves_before_all_have_come(ranks):
 def test_operations_are_as_cuda_reads_them():
     """CUstreamBatchMemOpParams is a union of 48 bytes; its members begin as these two do."""
     assert ctypes.sizeof(Operation) == 48
-    assert [getattr(Operation, name).offset for name in ("kind", "address", "value", "flags")] == [0, 8, 16, 24]
+    assert [getattr(Operation, name).offset for name in ("kind", "address", "value", "flags")] == [
+        0,
+        8,
+        16,
+        24,
+    ]
 
 
 def old_library(name):
@@ -74,7 +79,9 @@ def refusing_library(name):
 )
 def test_what_cannot_wait_in_the_stream_takes_kernels(monkeypatch, kind, load, has_operations):
     monkeypatch.setattr(ctypes, "CDLL", load)
-    monkeypatch.setattr(barrier.devices, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(
+        barrier.devices, "current_stream", lambda device: SimpleNamespace(cuda_stream=0)
+    )
     monkeypatch.setattr(barrier.devices, "NVIDIA", "cpu" if kind == "cuda" else "cuda")
     words = [torch.zeros(barrier.count_words(2), dtype=torch.int32) for _ in range(2)]
     assert (barrier.stream_barrier(words, 0) is not None) == has_operations

@@ -18,7 +18,9 @@ from meshwright.parallel.layout import DIMENSIONS, GROUPS, LANES, Layout, connec
 from meshwright.parallel.shard import Sharding
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1), (3, 1, 2, 1, 2), (2, 2, 3, 2, 1), (2, 1, 2, 2, 2)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 1, 1), (3, 1, 2, 1, 2), (2, 2, 3, 2, 1), (2, 1, 2, 2, 2)]
+)
 def test_members_differ_in_their_dimensions_only(shape: tuple[int, ...]) -> None:
     layouts = [Layout(*shape, rank) for rank in range(Layout(*shape).world)]
     for number in range(len(DIMENSIONS) + 1):
@@ -29,7 +31,9 @@ def test_members_differ_in_their_dimensions_only(shape: tuple[int, ...]) -> None
                 groups.setdefault(elsewhere, []).append(layout.rank)
             assert layouts[0].members(*names) == list(groups.values())
             for layout in layouts:
-                assert layout.peers(*names) == next(group for group in groups.values() if layout.rank in group)
+                assert layout.peers(*names) == next(
+                    group for group in groups.values() if layout.rank in group
+                )
 
 
 @pytest.fixture
@@ -50,10 +54,13 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
 def test_a_rank_makes_only_its_own_groups(made: list[list[int]]) -> None:
     began = time.thread_time()
     layout = connect(Layout(pp=4, replicas=2, shard=64, cp=2, tp=4, rank=21), timedelta(seconds=9))
-    assert time.thread_time() - began < 0.2  # it was above 0.8 seconds when all ranks made all groups
+    # it was above 0.8 seconds when all ranks made all groups
+    assert time.thread_time() - began < 0.2
     expected = {name: layout.peers(*dimensions) for name, dimensions in GROUPS.items()}
     expected |= {"embedding": [21, 21 + 3 * 1024]} | dict.fromkeys(LANES, layout.peers("pp"))
-    assert {name: dist.get_process_group_ranks(group) for name, group in layout.groups.items()} == expected
+    assert {
+        name: dist.get_process_group_ranks(group) for name, group in layout.groups.items()
+    } == expected
     assert made == list(expected.values())
 
 
@@ -74,7 +81,10 @@ def test_the_names_of_groups_do_not_depend_on_worlds_before(made: list[list[int]
 
 def test_a_rank_may_hold_no_row_of_the_vocabulary() -> None:
     """257 ids, padded to 512, on four tensor ranks: the third saves one row, the last none."""
-    parts = [Sharding(Layout(tp=4, rank=rank), 257).saved_part("wte.weight", torch.Size((128, 8))) for rank in range(4)]
+    parts = [
+        Sharding(Layout(tp=4, rank=rank), 257).saved_part("wte.weight", torch.Size((128, 8)))
+        for rank in range(4)
+    ]
     assert [full for full, _, _ in parts] == [[257, 8]] * 4
     assert [(offsets, part) for _, offsets, part in parts] == [
         ([0, 0], [128, 8]),

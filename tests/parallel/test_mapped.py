@@ -41,7 +41,11 @@ def run(monkeypatch):
     def run_all(ranks, work):
         torch.manual_seed(ranks)
         buffers = [torch.randint(-99, 99, (SIZE,)).float() for _ in range(ranks)]
-        before, barrier, failures = [x.clone() for x in buffers], threading.Barrier(ranks, timeout=20), []
+        before, barrier, failures = (
+            [x.clone() for x in buffers],
+            threading.Barrier(ranks, timeout=20),
+            [],
+        )
 
         def one(rank):
             try:
@@ -76,7 +80,9 @@ def test_total(run, ranks, span):
     inside = slice(begin, begin + size)
     for old, new in zip(before, after, strict=True):
         assert torch.equal(new[inside], sum(x[inside] for x in before))
-        assert torch.equal(new[:begin], old[:begin]) and torch.equal(new[begin + size :], old[begin + size :])
+        assert torch.equal(new[:begin], old[:begin]) and torch.equal(
+            new[begin + size :], old[begin + size :]
+        )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -106,7 +112,9 @@ def test_choice(monkeypatch):
         ("auto", "the device is not an NVIDIA GPU"),
     ):
         assert mapped.choose_mapper(wanted, object(), cpu) == (None, reason)
-    with pytest.raises(UserError, match="--data-parallel-sums copies: the device is not .*; give .* auto"):
+    with pytest.raises(
+        UserError, match="--data-parallel-sums copies: the device is not .*; give .* auto"
+    ):
         mapped.choose_mapper("copies", object(), cpu)
 
 
@@ -117,7 +125,9 @@ def test_each_stage_of_zero(monkeypatch, zero, group):
     for wanted in ("auto", "copies"):
         words = f"{FLAGS} --world-size 2 --zero-stage {zero} --data-parallel-sums {wanted}".split()
         config = flags.parse_settings(TrainConfig, words, "test").config
-        refusal = pytest.raises(UserError, match=f"copies is for ZeRO 0 and 1, not {zero}; leave it out")
+        refusal = pytest.raises(
+            UserError, match=f"copies is for ZeRO 0 and 1, not {zero}; leave it out"
+        )
         with refusal if group is None and wanted == "copies" else contextlib.nullcontext():
             chosen = network.sums_by_copies(config, layout, torch.device("cpu"))
             assert chosen == (group and "mapper")
@@ -131,5 +141,8 @@ def test_a_wrong_sum_is_refused(monkeypatch):
     monkeypatch.setattr(mapped.dist, "all_reduce", lambda x, group: None)
     for error in (0, 1):
         buffer = mock.Mock(device=torch.device("cpu"), own=torch.zeros(mapped.TRIAL_SIZE))
-        buffer.total.side_effect = lambda *_, own=buffer.own, error=error: (own[-1].add_(error), mock.Mock())[1]
+        buffer.total.side_effect = lambda *_, own=buffer.own, error=error: (
+            own[-1].add_(error),
+            mock.Mock(),
+        )[1]
         assert mapped.sums_are_right(buffer, None) == (error == 0)

@@ -27,7 +27,9 @@ def test_every_picture_is_tested():
 
 
 def test_tables_match_the_code():
-    assert document.PAGE.read_text(encoding="utf-8") == document.page(), "update the tables: python docs/parallelism.py"
+    assert document.PAGE.read_text(encoding="utf-8") == document.page(), (
+        "update the tables: python docs/parallelism.py"
+    )
 
 
 def test_flags_exist():
@@ -41,4 +43,7 @@ def test_the_threshold_of_overlap_is_the_codes():
     words = f"{overlap.WORTHWHILE_BYTES >> 20} MiB of rows"
     assert overlap.WORTHWHILE_BYTES % 2**20 == 0
     assert f"`auto` needs at least {words} on a rank" in document.PAGE.read_text(encoding="utf-8")
-    assert f"from {words}" in fields.config_fields(config.TrainConfig)["tp_overlap"][1].metadata["help"]
+    assert (
+        f"from {words}"
+        in fields.config_fields(config.TrainConfig)["tp_overlap"][1].metadata["help"]
+    )

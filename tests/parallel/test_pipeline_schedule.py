@@ -22,7 +22,9 @@ def test_complete_in_order_and_free_of_deadlock(kind, chunks, pp):
     for m in microbatches(pp, chunks):
         lists = [schedule(kind, pp, rank, m, chunks) for rank in range(pp)]
         for todo in lists:
-            assert sorted(todo) == sorted(Action(op, c, i) for op in "FB" for c in range(chunks) for i in range(m))
+            assert sorted(todo) == sorted(
+                Action(op, c, i) for op in "FB" for c in range(chunks) for i in range(m)
+            )
             for op in "FB":
                 for c in range(chunks):
                     assert [a.microbatch for a in todo if a[:2] == (op, c)] == list(range(m))
@@ -30,7 +32,9 @@ def test_complete_in_order_and_free_of_deadlock(kind, chunks, pp):
         assert [list(ran) for ran in timeline.spans] == lists
         for ran in timeline.spans:
             ends = [0.0, *(end for _, end in ran.values())]
-            assert all(start >= end for (start, _), end in zip(ran.values(), ends[:-1], strict=True))
+            assert all(
+                start >= end for (start, _), end in zip(ran.values(), ends[:-1], strict=True)
+            )
 
 
 @pytest.mark.parametrize("pp", SIZES[1:])
@@ -43,7 +47,10 @@ def test_messages_are_received_in_the_order_of_sending(kind, chunks, pp):
         for rank in range(pp):
             for op, chunk, i in schedule(kind, pp, rank, m, chunks):
                 stage, step = chunk * pp + rank, 1 if op == "F" else -1
-                for messages, begin, end in ((sent, stage, stage + step), (received, stage - step, stage)):
+                for messages, begin, end in (
+                    (sent, stage, stage + step),
+                    (received, stage - step, stage),
+                ):
                     if 0 <= begin <= last and 0 <= end <= last:
                         channel = (begin % pp, end % pp, op, max(begin, end) % pp == 0)
                         messages.setdefault(channel, []).append((end, i))
@@ -92,7 +99,9 @@ def ends_with(kind, pp, m, chunks, kept):
 
 
 @pytest.mark.parametrize("pp", [*SIZES[1:], 12, 16])
-@pytest.mark.parametrize(("kind", "chunks"), [*CASES, ("zero-bubble", 1), ("zero-bubble", 2), ("zbv", 2)])
+@pytest.mark.parametrize(
+    ("kind", "chunks"), [*CASES, ("zero-bubble", 1), ("zero-bubble", 2), ("zbv", 2)]
+)
 def test_waiting_for_old_messages_ends_and_costs_nothing(kind, chunks, pp):
     for m in [pp * n for n in (1, 2, 3)]:
         waiting = ends_with(kind, pp, m, chunks, most_sent(kind, pp, chunks))
@@ -125,18 +134,28 @@ def test_a_long_step_lasts_as_its_repeating_rounds_do(kind, chunks, pp):
     forward = [1.0 + 0.1 * (s % 2) for s in range(stages)]
     forward[-1] += 0.7
     weights = tuple(forward) if split else ()
-    times = StageTimes(tuple(forward), tuple((1 if split else 2) * f for f in forward), weights, 0.05)
+    times = StageTimes(
+        tuple(forward), tuple((1 if split else 2) * f for f in forward), weights, 0.05
+    )
     for m in (pp, 6 * pp, 9 * pp + (0 if chunks > 1 and kind == "1f1b" else 1)):
-        assert makespan(kind, pp, m, chunks, times) == pytest.approx(simulate(kind, pp, m, chunks, times).total)
+        assert makespan(kind, pp, m, chunks, times) == pytest.approx(
+            simulate(kind, pp, m, chunks, times).total
+        )
 
 
 @pytest.mark.parametrize(("kind", "chunks"), [*CASES, ("zero-bubble", 1), ("zbv", 2)])
-@pytest.mark.parametrize(("pp", "backward", "message"), [(4, 2.0, 0.3), (4, 1.0, 0.05), (2, 2.6, 0.05)])
+@pytest.mark.parametrize(
+    ("pp", "backward", "message"), [(4, 2.0, 0.3), (4, 1.0, 0.05), (2, 2.6, 0.05)]
+)
 def test_rounds_that_repeat_late_are_off_by_a_percent_at_most(kind, chunks, pp, backward, message):
     forward, is_split = (1.0,) * pp * chunks, kind in ("zero-bubble", "zbv")
     half = (backward / 2,) * pp * chunks
-    times = StageTimes(forward, half if is_split else (backward,) * pp * chunks, half if is_split else (), message)
-    assert makespan(kind, pp, 64, chunks, times) == pytest.approx(simulate(kind, pp, 64, chunks, times).total, rel=0.01)
+    times = StageTimes(
+        forward, half if is_split else (backward,) * pp * chunks, half if is_split else (), message
+    )
+    assert makespan(kind, pp, 64, chunks, times) == pytest.approx(
+        simulate(kind, pp, 64, chunks, times).total, rel=0.01
+    )
 
 
 @pytest.mark.parametrize("pp", SIZES)
@@ -150,7 +169,9 @@ def test_live_activations(pp):
 
 
 def test_refused():
-    with pytest.raises(ValueError, match=r"micro-batches \(6\) that are a multiple of the stages \(4\)"):
+    with pytest.raises(
+        ValueError, match=r"micro-batches \(6\) that are a multiple of the stages \(4\)"
+    ):
         schedule("1f1b", 4, 0, 6, 2)
     with pytest.raises(ValueError, match="gpipe has one chunk"):
         schedule("gpipe", 4, 0, 8, 2)
@@ -167,7 +188,9 @@ def test_deadlock_is_detected(monkeypatch):
 
 def plain(actions, pp):
     """Convert torch's actions to ours, without its idle slots."""
-    found = [(a.computation_type.value, a.stage_index // pp, a.microbatch_index) for a in actions if a]
+    found = [
+        (a.computation_type.value, a.stage_index // pp, a.microbatch_index) for a in actions if a
+    ]
     return [Action(*a) for a in found if a[0] in "FB"]
 
 
@@ -178,15 +201,24 @@ def test_same_lists_as_torch(chunks, pp):
 
     for m in microbatches(pp, 2):
         for rank in range(pp):
-            oracle = object.__new__(torchs.ScheduleInterleaved1F1B)  # its constructor wants a process group
+            # its constructor wants a process group
+            oracle = object.__new__(torchs.ScheduleInterleaved1F1B)
             oracle.pp_group_size, oracle.n_local_stages, oracle._n_microbatches = pp, chunks, m
             oracle.number_of_rounds, oracle.microbatches_per_round = m // pp, pp
             if chunks > 1:
                 theirs = oracle._calculate_single_rank_operations(rank)
-            else:  # torch's interleaved schedule warms up too long with one chunk; use its 1F1B helper
+            # torch's interleaved schedule warms up too long with one chunk; use its 1F1B helper
+            else:
                 ahead = min(m, pp - rank - 1)
                 theirs = torchs._get_1f1b_rank_ops(
-                    1, pp, ahead, m - ahead, ahead, rank, lambda k, rank=rank: rank, lambda k, rank=rank: rank
+                    1,
+                    pp,
+                    ahead,
+                    m - ahead,
+                    ahead,
+                    rank,
+                    lambda k, rank=rank: rank,
+                    lambda k, rank=rank: rank,
                 )
             assert plain(theirs, pp) == schedule("1f1b", pp, rank, m, chunks)
 
@@ -201,17 +233,22 @@ def test_same_order_as_torchs_1f1b_and_gpipe(pp):
         for rank, theirs in oracle._get_pipeline_order().items():
             ours, theirs = schedule(kind, pp, rank, 3 * pp), plain(theirs, 2 * pp)
             assert [a.op for a in ours] == [a.op for a in theirs]
-            if rank < pp - 1 or kind == "gpipe":  # torch 2.13 numbers the last rank's forwards of 1F1B from 1
+            # torch 2.13 numbers the last rank's forwards of 1F1B from 1
+            if rank < pp - 1 or kind == "gpipe":
                 assert ours == theirs
 
 
 @pytest.mark.parametrize("pp", SIZES[1:])
-@pytest.mark.parametrize(("kind", "chunks"), [("zero-bubble", 1), ("zero-bubble", 2), ("zero-bubble", 3), ("zbv", 2)])
+@pytest.mark.parametrize(
+    ("kind", "chunks"), [("zero-bubble", 1), ("zero-bubble", 2), ("zero-bubble", 3), ("zbv", 2)]
+)
 def test_zero_bubble_lists(kind, chunks, pp):
     """They are torch's; each micro-batch has all passes in order, and there is no deadlock."""
     from torch.distributed.pipelining import schedules as torchs
 
-    oracle = object.__new__(torchs.ScheduleZBVZeroBubble if kind == "zbv" else torchs.ScheduleInterleavedZeroBubble)
+    oracle = object.__new__(
+        torchs.ScheduleZBVZeroBubble if kind == "zbv" else torchs.ScheduleInterleavedZeroBubble
+    )
     oracle.pp_group_size, oracle.n_local_stages, oracle.num_stages = pp, chunks, pp * chunks
     oracle.microbatches_per_round = pp
     stages = [stages_of(kind, rank, pp, chunks) for rank in range(pp)]
@@ -230,5 +267,7 @@ def test_zero_bubble_lists(kind, chunks, pp):
                 for chunk in range(chunks):
                     assert [a.microbatch for a in actions if a[:2] == (op, chunk)] == list(range(m))
             assert len(actions) == 3 * chunks * m
-            assert all(actions.index(a._replace(op="I")) < n for n, a in enumerate(actions) if a.op == "W")
+            assert all(
+                actions.index(a._replace(op="I")) < n for n, a in enumerate(actions) if a.op == "W"
+            )
         assert len(list(happening(lists, stages))) == sum(map(len, lists))

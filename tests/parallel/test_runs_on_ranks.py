@@ -27,21 +27,29 @@ def on_ranks(world, *flags, folder):
     """Run `pretrain_gpt.py` on `world` ranks; return exit statuses and outputs."""
     shared = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environ = [shared | {"RANK": str(r), "LOCAL_RANK": str(r), "OMP_NUM_THREADS": "1"} for r in range(world)]
+    environ = [
+        shared | {"RANK": str(r), "LOCAL_RANK": str(r), "OMP_NUM_THREADS": "1"}
+        for r in range(world)
+    ]
     return run_programs(SCRIPT, [[*FLAGS, *map(str, flags)]] * world, environ, folder)
 
 
 def curve(folder):
     """Return the last attempt's losses and norms, and validations, by iteration."""
     steps = {r["iteration"]: (r["loss"], r["grad_norm"]) for r in read_rows(folder)}
-    valid = {r["iteration"]: r["loss"] for r in read_rows(folder, "validation") if r["name"] == "validation"}
+    valid = {
+        r["iteration"]: r["loss"]
+        for r in read_rows(folder, "validation")
+        if r["name"] == "validation"
+    }
     return steps, valid
 
 
 def sampled(cases, quick):
     """Return the cases as parameters; those not named in `quick` are for `make test-long`."""
     return [
-        pytest.param(case, id=name, marks=[] if name in quick else pytest.mark.long) for name, case in cases.items()
+        pytest.param(case, id=name, marks=[] if name in quick else pytest.mark.long)
+        for name, case in cases.items()
     ]
 
 
@@ -52,7 +60,11 @@ def uninterrupted(tmp_path_factory):
     return curve(folder)
 
 
-TP2, PP2, CP2 = "--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2", "--context-parallel-size=2"
+TP2, PP2, CP2 = (
+    "--tensor-model-parallel-size=2",
+    "--pipeline-model-parallel-size=2",
+    "--context-parallel-size=2",
+)
 CHAINS = {
     "tp2pp2-zero2-one": [(4, f"{TP2} {PP2}"), (2, "--zero-stage=2"), (1, "")],
     "one-zero3tp2-pp2": [(1, ""), (4, f"--zero-stage=3 {TP2} --sequence-parallel"), (2, PP2)],
@@ -65,7 +77,14 @@ CHAINS = {
 def test_a_run_continues_in_another_layout(tmp_path, uninterrupted, chain):
     """Three attempts in different layouts have the losses, norms and validations of one process."""
     for n, (world, layout) in enumerate(chain, 1):
-        flags = [*layout.split(), "--save", "run", "--load", "run", *(["--exit-interval=3"] if n < len(chain) else [])]
+        flags = [
+            *layout.split(),
+            "--save",
+            "run",
+            "--load",
+            "run",
+            *(["--exit-interval=3"] if n < len(chain) else []),
+        ]
         statuses, outputs = on_ranks(world, *flags, folder=tmp_path)
         assert statuses == [0] * world, outputs[0][-3000:]
         assert not any(text.strip() for text in outputs[1:]), outputs[1]  # only rank 0 prints
@@ -98,9 +117,14 @@ def test_full_validation_on_ranks(tmp_path, case):
     data += ["--valid-data-path", f"{tmp_path}/d0", f"{tmp_path}/d1", "--multiple-validation-sets"]
     one = [flag for flag in layout.split() if flag.startswith("--global")]
     assert main(["train", *FLAGS, *data, *one, "--run-dir", str(tmp_path / "one")]) == 0
-    statuses, outputs = on_ranks(world, *data, *layout.split(), "--run-dir", "many", folder=tmp_path)
+    statuses, outputs = on_ranks(
+        world, *data, *layout.split(), "--run-dir", "many", folder=tmp_path
+    )
     assert statuses == [0] * world, outputs[0][-3000:]
-    want, got = ([(r["set"], r["loss"]) for r in read_rows(tmp_path / name, "validation")] for name in ("one", "many"))
+    want, got = (
+        [(r["set"], r["loss"]) for r in read_rows(tmp_path / name, "validation")]
+        for name in ("one", "many")
+    )
     assert [name for name, _ in got] == ["d0", "d1"] * 2 == [name for name, _ in want]
     assert [loss for _, loss in got] == pytest.approx([loss for _, loss in want], rel=1e-9)
 
@@ -154,9 +178,14 @@ def test_not_finite_on_all_ranks(tmp_path):
 def test_validation_without_training(tmp_path, uninterrupted):
     """A pipeline validates and tests a checkpoint of one process without a step."""
     assert main(["train", *FLAGS, "--save", str(tmp_path / "run")]) == 0
-    statuses, outputs = on_ranks(2, PP2, "--skip-train", "--load=run", "--run-dir=again", folder=tmp_path)
+    statuses, outputs = on_ranks(
+        2, PP2, "--skip-train", "--load=run", "--run-dir=again", folder=tmp_path
+    )
     assert statuses == [0] * 2, outputs[0][-3000:]
-    want, got = ({r["name"]: r["loss"] for r in read_rows(tmp_path / name, "validation")} for name in ("run", "again"))
+    want, got = (
+        {r["name"]: r["loss"] for r in read_rows(tmp_path / name, "validation")}
+        for name in ("run", "again")
+    )
     assert got["test"] == pytest.approx(want["test"], rel=1e-9) and math.isfinite(got["validation"])
     assert not read_rows(tmp_path / "again")
 
@@ -167,4 +196,6 @@ def test_a_killed_rank_is_reported(tmp_path):
     thread = strike(tmp_path, signal.SIGKILL)
     statuses, outputs = on_ranks(2, *ENDLESS, "--run-dir=run", "--eval-iters=0", folder=tmp_path)
     thread.join(10)
-    assert sorted(statuses) == [-9, 75] and any("rank" in text and "answer" in text for text in outputs), outputs
+    assert sorted(statuses) == [-9, 75] and any(
+        "rank" in text and "answer" in text for text in outputs
+    ), outputs

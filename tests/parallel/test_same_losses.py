@@ -45,7 +45,9 @@ from meshwright.config import checks, notices
 # Every layout
 
 
-SIZES = [s for s in itertools.product("124", "124", "12", "124") if math.prod(map(int, s)) <= MOST_RANKS]
+SIZES = [
+    s for s in itertools.product("124", "124", "12", "124") if math.prod(map(int, s)) <= MOST_RANKS
+]
 
 
 def layout(sizes, stage):
@@ -56,7 +58,8 @@ def layout(sizes, stage):
     ("more", "legal"),
     [
         ("", 27),  # all combinations
-        ("--num-query-groups 4", 26),  # without tensor 4 x context 2, which would divide 4 groups by 8
+        # without tensor 4 x context 2, which would divide 4 groups by 8
+        ("--num-query-groups 4", 26),
         ("--num-query-groups 2", 20),  # without tensor 4, and without tensor 2 x context 2
         ("--num-layers 3", 23),  # without pipeline 4
         ("--seq-length 15", 17),  # without context 2
@@ -76,7 +79,11 @@ def test_every_layout_is_listed():
 
 
 def of_sizes(sizes):
-    return [line_of(layout(sizes, stage)) for stage in range(4) if not checks.problems(config_of(layout(sizes, stage)))]
+    return [
+        line_of(layout(sizes, stage))
+        for stage in range(4)
+        if not checks.problems(config_of(layout(sizes, stage)))
+    ]
 
 
 @pytest.mark.long
@@ -91,7 +98,10 @@ def test_every_layout(sizes):
 
 def halves(lines, quick):
     """Parametrize by two lists: those whose places are in `quick` for `make test`, and the rest."""
-    chosen, rest = ([line for n, line in enumerate(lines) if (n in quick) == is_quick] for is_quick in (True, False))
+    chosen, rest = (
+        [line for n, line in enumerate(lines) if (n in quick) == is_quick]
+        for is_quick in (True, False)
+    )
     long = pytest.param(rest, id="rest", marks=pytest.mark.long)
     return pytest.mark.parametrize("lines", [pytest.param(chosen, id="quick"), long])
 
@@ -99,7 +109,10 @@ def halves(lines, quick):
 def test_covering_cases_are_legal():
     """No flag is refused or without effect, and the file covers as many pairs as there are."""
     cases = covering_cases()
-    assert all(parse(line_of(c)) == config_of(c) and not notices.without_effect(config_of(c)) for c in cases)
+    assert all(
+        parse(line_of(c)) == config_of(c) and not notices.without_effect(config_of(c))
+        for c in cases
+    )
     assert (len(cases), len(set().union(*map(pairs, cases)))) == (40, 862)
 
 
@@ -280,7 +293,9 @@ def traced(name, trainer, step):
         torch._dynamo.config.recompile_limit = 32
         for part in trainer.net.parts:
             for block in part.h.children():
-                block.forward = torch.compile(block.forward, dynamic=False, backend="aot_eager", fullgraph=True)
+                block.forward = torch.compile(
+                    block.forward, dynamic=False, backend="aot_eager", fullgraph=True
+                )
     yield
 
 
@@ -306,9 +321,13 @@ def test_compiled_layers_are_whole_graphs(line):
         "--world-size 4 --tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1 --swiglu "
         "--ffn-hidden-size 48 --position-embedding-type rope",
         "--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble --global-batch-size 8",
-        pytest.param("--world-size 2 --zero-stage 3 --recompute-granularity full", marks=pytest.mark.long),
+        pytest.param(
+            "--world-size 2 --zero-stage 3 --recompute-granularity full", marks=pytest.mark.long
+        ),
         pytest.param("--world-size 2 --zero-stage 2", marks=pytest.mark.long),
-        pytest.param("--world-size 2 --context-parallel-size 2 --num-query-groups 2", marks=pytest.mark.long),
+        pytest.param(
+            "--world-size 2 --context-parallel-size 2 --num-query-groups 2", marks=pytest.mark.long
+        ),
     ],
 )
 def test_fused_blocks(line):
@@ -334,7 +353,9 @@ def test_uneven_vocabulary(lines):
     (want,) = run_all({"": alone(parse("--global-batch-size 2"))}, 1, 2)[""]
     (untied,) = run_all({"": alone(parse(f"--global-batch-size 2 {UNTIED}"))}, 1, 2)[""]
     per_rank = {1: (40, [0, 0, 0, 3]), 8: (64, [0, 0, 11, 16]), 32: (128, [0, 27, 32, 32])}
-    for line, ranks in run_all({line: parse(line) for line in lines}, 4, 2, read=rows_and_padding).items():
+    for line, ranks in run_all(
+        {line: parse(line) for line in lines}, 4, 2, read=rows_and_padding
+    ).items():
         padded, padding = per_rank[parse(line).model.make_vocab_size_divisible_by]
         for (rows, *table), beyond in zip(ranks, padding, strict=True):
             assert table == [padded // 4, beyond, 0.0], line
@@ -346,12 +367,21 @@ def rows_and_padding(trainer):
     table, vocab = trainer.net.parts[0].wte.weight, trainer.state.vocab
     first = trainer.net.layout.at("tp") * len(table)
     beyond = table[min(max(vocab - first, 0), len(table)) :]
-    return [trainer.metrics.rows, len(table), len(beyond), float(beyond.abs().max()) if len(beyond) else 0.0]
+    return [
+        trainer.metrics.rows,
+        len(table),
+        len(beyond),
+        float(beyond.abs().max()) if len(beyond) else 0.0,
+    ]
 
 
 # A further term of the loss
 
-TP, PP, CP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
+TP, PP, CP = (
+    "--tensor-model-parallel-size 2",
+    "--pipeline-model-parallel-size 2",
+    "--context-parallel-size 2",
+)
 
 
 def with_second_term(name, trainer, step):
@@ -374,10 +404,18 @@ def with_second_term(name, trainer, step):
 
 def test_a_further_term_of_the_loss():
     """Every layout adds up its gradients and its value as one process does."""
-    lines = [f"{TP} {PP} --sequence-parallel", f"{PP} {CP} --pipeline-schedule zero-bubble", f"{CP} --zero-stage 2"]
+    lines = [
+        f"{TP} {PP} --sequence-parallel",
+        f"{PP} {CP} --pipeline-schedule zero-bubble",
+        f"{CP} --zero-stage 2",
+    ]
     (want,) = run_all({"": alone(parse(""))}, 1, 2, with_second_term)[""]
     (plain,) = run_all({"": alone(parse(""))}, 1, 2)[""]
-    assert want[0][-1] == pytest.approx(want[0][0] / 2) and want[0][0] == plain[0][0] and want[1][0] != plain[1][0]
+    assert (
+        want[0][-1] == pytest.approx(want[0][0] / 2)
+        and want[0][0] == plain[0][0]
+        and want[1][0] != plain[1][0]
+    )
     runs = {line: parse(f"{line} --world-size 4") for line in lines}
     for line, ranks in run_all(runs, 4, 2, with_second_term).items():
         assert all(furthest(rows, want) < NEAR for rows in ranks), line
@@ -503,7 +541,10 @@ def infinite(name, trainer, step):
         def spoil(module, inputs, output):
             output.register_hook(lambda grad: grad * math.inf)
 
-        hooks = [block.mlp.fc.register_forward_hook(spoil) for block in trainer.net.parts[-1].h.children()]
+        hooks = [
+            block.mlp.fc.register_forward_hook(spoil)
+            for block in trainer.net.parts[-1].h.children()
+        ]
     yield
     for hook in hooks:
         hook.remove()
@@ -516,18 +557,25 @@ def infinite(name, trainer, step):
 def test_an_overflow_on_one_rank_is_skipped_by_all(lines):
     for line, (ranks, want) in compared([f"{line} {FP16}" for line in lines], 8, infinite).items():
         assert all(is_same_record(rows, ranks[0]) for rows in ranks), line
-        if "--zero-stage 3" in line:  # rounds gradients to float16, so it overflows at smaller scales
-            assert column("skipped", ranks[0])[BROKEN_STEP - 1 : BROKEN_STEP + 1] == [0, 1], (line, ranks[0])
+        # rounds gradients to float16, so it overflows at smaller scales
+        if "--zero-stage 3" in line:
+            assert column("skipped", ranks[0])[BROKEN_STEP - 1 : BROKEN_STEP + 1] == [0, 1], (
+                line,
+                ranks[0],
+            )
             continue
         for got, one in zip(ranks[0], want, strict=True):
             (loss, norm, skipped), (loss_of_one, norm_of_one, _) = (
-                [column(name, [row])[0] for name in ("loss", "grad_norm", "skipped")] for row in (got, one)
+                [column(name, [row])[0] for name in ("loss", "grad_norm", "skipped")]
+                for row in (got, one)
             )
             for name in ("loss_scale", "skipped"):
                 assert column(name, [got]) == column(name, [one]), (line, ranks[0], want)
             assert loss == pytest.approx(loss_of_one, rel=1e-3), line
             assert skipped or norm == pytest.approx(norm_of_one, rel=1e-2, abs=0), line
-            assert skipped or column("z_loss", [got]) == pytest.approx(column("z_loss", [one]), rel=1e-3), line
+            assert skipped or column("z_loss", [got]) == pytest.approx(
+                column("z_loss", [one]), rel=1e-3
+            ), line
         scales = column("loss_scale", want[:-1])
         assert column("skipped", want[:-1]) == [1] * 4 + [0, 0, 1, 0], want
         assert [scale / scales[4] for scale in scales] == [16, 8, 4, 2, 1, 1, 2, 1], want
@@ -535,7 +583,10 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(lines):
 
 def is_same_record(a, b):
     """Compare two records; NaN equals NaN."""
-    return all(x == y or (x != x and y != y) for x, y in zip(itertools.chain(*a), itertools.chain(*b), strict=True))
+    return all(
+        x == y or (x != x and y != y)
+        for x, y in zip(itertools.chain(*a), itertools.chain(*b), strict=True)
+    )
 
 
 # Messages
@@ -558,8 +609,12 @@ class Sent(TorchDispatchMode):
         self.counts = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace in ("c10d", "_c10d_functional") and not function._opname.startswith(("wait", "_wrap")):
-            self.counts[next((k for k, names in KINDS.items() if function._opname in names), str(function))] += 1
+        if function.namespace in ("c10d", "_c10d_functional") and not function._opname.startswith(
+            ("wait", "_wrap")
+        ):
+            self.counts[
+                next((k for k, names in KINDS.items() if function._opname in names), str(function))
+            ] += 1
         return function(*args, **(kwargs or {}))
 
 
@@ -585,7 +640,8 @@ def formula(c, layout):
     mine = range(at("pp"), len(c.stages), layout.pp)
     l, first, last = sum(c.stages[s] for s in mine), at("pp") == 0, at("pp") == layout.pp - 1  # noqa: E741
     sequence = p.sequence_parallel and layout.tp > 1
-    n["all-reduce"] += 2 * (layout.world > 1)  # loss, gradient norm and stop request; norm of weights
+    # loss, gradient norm and stop request; norm of weights
+    n["all-reduce"] += 2 * (layout.world > 1)
     if layout.tp > 1:  # twice per layer entering and leaving; after the embedding, before the head
         rows = m * (4 * l + first + last)
         if sequence:
@@ -597,7 +653,9 @@ def formula(c, layout):
             n["all-reduce"] += rows
         n["all-reduce"] += 2 * m * last  # the loss
     n["all-to-all"] += 4 * m * l * (layout.cp > 1)
-    n["send"] = n["receive"] = m * sum((s > 0) + (s < len(c.stages) - 1) for s in mine) * (layout.pp > 1)
+    n["send"] = n["receive"] = (
+        m * sum((s > 0) + (s < len(c.stages) - 1) for s in mine) * (layout.pp > 1)
+    )
     n["all-reduce"] += layout.pp > 1 and (first or last)  # the shared token table
     n["all-reduce"] += c.data.eod_mask_loss and layout.dp > 1  # number of unmasked tokens
     if layout.dp * layout.cp == 1:
@@ -617,7 +675,8 @@ def formula(c, layout):
             n["all-reduce"] += buckets
         else:
             late = sequence  # buckets that ZeRO 2 sums once
-            if p.zero_stage == 2 and p.pipeline_schedule == "zero-bubble":  # norms and biases of layers are another
+            # norms and biases of layers are another
+            if p.zero_stage == 2 and p.pipeline_schedule == "zero-bubble":
                 late, buckets = late + 1, buckets + 1
             n["all-gather"] += buckets
             n["reduce-scatter"] += buckets if p.zero_stage == 1 else m * (buckets - late) + late
@@ -659,7 +718,10 @@ def test_messages_equal_the_formula(record_property, lines):
     """Count the messages of every rank and print a table."""
     from meshwright.parallel.layout import layout_of
 
-    table = [f"sent by one rank in a step of {parse('').global_batch} samples:", " ".join(f"{k:>14}" for k in KINDS)]
+    table = [
+        f"sent by one rank in a step of {parse('').global_batch} samples:",
+        " ".join(f"{k:>14}" for k in KINDS),
+    ]
     for world in (2, 4, 8):
         configs = {line: parse(line) for line in lines if parse(line).world == world}
         for line, ranks in run_all(configs, world, 2, counting, sent_by).items():

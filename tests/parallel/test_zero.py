@@ -33,7 +33,9 @@ from stores import (
     tokens,
 )
 
-FORMATS = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+FORMATS = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+)
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.1, 1e9])
@@ -67,11 +69,15 @@ def test_low_precision_keeps_full_masters(dtype):
     exact, a = make(dtype=torch.float64)
     low, b = make(dtype=dtype)
     scales = (exact, a, 1.0), (low, b, 256.0 if dtype is torch.float16 else 1.0)
-    norms = [take_step(m, store, [tokens()] * 2, 1e-3, 0.0, scale).item() for m, store, scale in scales]
+    norms = [
+        take_step(m, store, [tokens()] * 2, 1e-3, 0.0, scale).item() for m, store, scale in scales
+    ]
     assert norms[1] == pytest.approx(norms[0], rel=0.03)
     assert b.master.dtype is b.gradients.dtype is b.share.dtype is torch.float32
     for piece in b.update_ranges:
-        assert {x.dtype for x in (piece.master, piece.master.grad, *piece.state.values())} == {torch.float32}
+        assert {x.dtype for x in (piece.master, piece.master.grad, *piece.state.values())} == {
+            torch.float32
+        }
     for (name, p), (_, q) in zip(masters(a), masters(b), strict=True):
         assert (p - q).abs().max() < 2.2e-3, name  # Adam's first step is +-lr
     assert torch.equal(low.wte.weight, dict(masters(b))["wte.weight"].to(dtype))
@@ -94,7 +100,9 @@ def test_a_non_finite_number_changes_nothing(dtype, where):
         if where == "loss":
             loss.fill_(bad)
         else:
-            name = next(n for n, kind in kinds(store).items() if kind == ("adamw", 1, where == "matrix"))
+            name = next(
+                n for n, kind in kinds(store).items() if kind == ("adamw", 1, where == "matrix")
+            )
             gradient(store, name).view(-1)[3] = bad
         assert store.step(Numbers(1e-2, 0.1, 1.0), loss).isfinite() == (where == "loss")
         assert is_equal(before, snapshot(store)) and store.steps == 1
@@ -123,7 +131,8 @@ def test_gradients_are_summed_in_full_precision_and_reset(dtype):
         for i in some:
             want += alone[i]
         assert store.gradients.dtype is full
-        begin, shape = span(store, "wte.weight")  # the head's part and each token's row are added one by one
+        # the head's part and each token's row are added one by one
+        begin, shape = span(store, "wte.weight")
         table = slice(begin, begin + shape.numel())
         torch.testing.assert_close(store.gradients[table], want[table], rtol=1e-6, atol=1e-8)
         want[table] = store.gradients[table]
@@ -141,21 +150,29 @@ def test_parameters_are_aligned_views(dtype):
     """Parameters are views at multiples of ALIGN that do not overlap; the gaps stay 0."""
     model, store = make(dtype=dtype)
     names = [name for bucket in store.buckets.values() for name in bucket.spans]
-    assert sorted(names) == sorted(n for n, _ in model.named_parameters()) and len(set(names)) == len(names)
+    assert sorted(names) == sorted(n for n, _ in model.named_parameters()) and len(
+        set(names)
+    ) == len(names)
     taken = torch.zeros(store.size, dtype=torch.int)
     for name in names:
         begin, shape = span(store, name)
         p = model.get_parameter(name)
-        assert p.data_ptr() == store.weights.data_ptr() + begin * dtype.itemsize and begin % ALIGN == 0
+        assert (
+            p.data_ptr() == store.weights.data_ptr() + begin * dtype.itemsize and begin % ALIGN == 0
+        )
         assert p.shape == shape and p.is_contiguous() and p.dtype is dtype
         taken[begin : begin + p.numel()] += 1
     assert taken.max() == 1 and store.size == store.weights.numel() == store.master.numel()
     end = 0
     for bucket in store.buckets.values():  # contiguous, each made of its kinds
-        assert bucket.begin == end and bucket.gradients.data_ptr() == store.gradients[end:].data_ptr()
+        assert (
+            bucket.begin == end and bucket.gradients.data_ptr() == store.gradients[end:].data_ptr()
+        )
         end += bucket.size
         ends = [0, *(high for _, _, high in bucket.kinds)]
-        assert [low for _, low, _ in bucket.kinds] == ends[:-1] and bucket.size - ALIGN < ends[-1] <= bucket.size
+        assert [low for _, low, _ in bucket.kinds] == ends[:-1] and bucket.size - ALIGN < ends[
+            -1
+        ] <= bucket.size
     assert end == store.size
     for _ in range(2):
         take_step(model, store)
@@ -217,7 +234,9 @@ def test_padded_rows_stay_zero_and_are_not_saved(rule):
         assert (p[VOCAB:] == 0).all() and p[:VOCAB].abs().min() > 0
     named = store.named_state()
     for name in ("wte.weight", "lm_head.weight"):
-        for suffix in {"sgd": ("", "/momentum"), "lion": ("", "/exp_avg")}.get(rule, ("", "/exp_avg", "/exp_avg_sq")):
+        for suffix in {"sgd": ("", "/momentum"), "lion": ("", "/exp_avg")}.get(
+            rule, ("", "/exp_avg", "/exp_avg_sq")
+        ):
             shape, boxes, tensor = named[name + suffix]
             assert shape == tuple(tensor.shape) == (VOCAB, 32) and boxes == [((0, 0), (VOCAB, 32))]
     assert store.named_state(False).keys() == {n for n, _ in model.named_parameters()}

@@ -30,7 +30,10 @@ def sampled(names, *axes, quick):
     cases = []
     for places in itertools.product(*(range(len(axis)) for axis in axes)):
         values = [axis[place] for axis, place in zip(axes, places, strict=True)]
-        label = "-".join("x".join(f"{k}{n}" for k, n in v.items()) if isinstance(v, dict) else str(v) for v in values)
+        label = "-".join(
+            "x".join(f"{k}{n}" for k, n in v.items()) if isinstance(v, dict) else str(v)
+            for v in values
+        )
         marks = [] if places in quick else [pytest.mark.long]
         cases.append(pytest.param(*values, id=label.replace("torch.", ""), marks=marks))
     return pytest.mark.parametrize(names, cases)
@@ -48,7 +51,9 @@ UNUSED = {
     "in the last": lambda step, k, micro: SOME | LAYER if k == micro - 1 else set(),
     "in all but one": lambda step, k, micro: SOME if k != step % micro else set(),
     "ever": lambda step, k, micro: SOME | LAYER,
-    "in turn": lambda step, k, micro: {n for i, n in enumerate(sorted(SOME)) if i % 3 == (k + step) % 3},
+    "in turn": lambda step, k, micro: {
+        n for i, n in enumerate(sorted(SOME)) if i % 3 == (k + step) % 3
+    },
 }
 
 
@@ -67,7 +72,9 @@ def work(step, layout, micro, unused="none"):
     """Return each data rank's micro-batches: (batch, parameters it leaves out)."""
 
     def micro_batch(r, k):
-        return (tokens() + 5 * (micro * (step * layout.dp + r) + k)) % VOCAB, UNUSED[unused](step, k, micro)
+        return (tokens() + 5 * (micro * (step * layout.dp + r) + k)) % VOCAB, UNUSED[unused](
+            step, k, micro
+        )
 
     return [[micro_batch(r, k) for k in range(micro)] for r in range(layout.dp)]
 
@@ -96,12 +103,18 @@ def assembled(parts):
             value = values.setdefault(name, torch.zeros(shape, dtype=tensor.dtype))
             count = counts.setdefault(name, torch.zeros(shape, dtype=torch.int))
             assert value.shape == shape and value.dtype == tensor.dtype
-            numbers = tensor.flatten().split([math.prod(size) for _, size in boxes]) if boxes else [tensor]
+            numbers = (
+                tensor.flatten().split([math.prod(size) for _, size in boxes])
+                if boxes
+                else [tensor]
+            )
             assert boxes or tensor.numel() == 0
             for (offsets, size), x in zip(boxes, numbers, strict=False):
                 box = tuple(slice(o, o + n) for o, n in zip(offsets, size, strict=True))
                 assert count[box].shape == size
-                assert torch.equal(torch.where(count[box] == 0, x.view(size), value[box]), x.view(size)), name
+                assert torch.equal(
+                    torch.where(count[box] == 0, x.view(size), value[box]), x.view(size)
+                ), name
                 value[box] = x.view(size)
                 count[box] += 1
     return values, counts
@@ -110,9 +123,14 @@ def assembled(parts):
 def all_ranks(layout, named):
     """Gather each rank's dictionary of tuples that end in a tensor."""
     parts = [None] * layout.world  # as arrays, which are pickled faster
-    arrays = {name: (*more, x if x.dtype is torch.bfloat16 else x.numpy()) for name, (*more, x) in named.items()}
+    arrays = {
+        name: (*more, x if x.dtype is torch.bfloat16 else x.numpy())
+        for name, (*more, x) in named.items()
+    }
     dist.all_gather_object(parts, arrays)
-    return [{name: (*more, torch.as_tensor(x)) for name, (*more, x) in part.items()} for part in parts]
+    return [
+        {name: (*more, torch.as_tensor(x)) for name, (*more, x) in part.items()} for part in parts
+    ]
 
 
 def everything(store, with_optimizer=True):
@@ -120,10 +138,16 @@ def everything(store, with_optimizer=True):
     held, saved = store.named_state(with_optimizer), store.named_state(with_optimizer, to_save=True)
     for name, (shape, boxes, x) in saved.items():
         assert (shape, boxes) == held[name][:2] and torch.equal(x, held[name][2])
-    parts = all_ranks(store.layout, {name: (*held[name][:2], name in saved, held[name][2]) for name in held})
-    values, counts = assembled([{n: (s, b, x) for n, (s, b, _, x) in part.items()} for part in parts])
+    parts = all_ranks(
+        store.layout, {name: (*held[name][:2], name in saved, held[name][2]) for name in held}
+    )
+    values, counts = assembled(
+        [{n: (s, b, x) for n, (s, b, _, x) in part.items()} for part in parts]
+    )
     assert all((c == store.layout.world // store.shard_count).all() for c in counts.values())
-    once, counts = assembled([{n: (s, b, x) for n, (s, b, mine, x) in part.items() if mine} for part in parts])
+    once, counts = assembled(
+        [{n: (s, b, x) for n, (s, b, mine, x) in part.items() if mine} for part in parts]
+    )
     assert is_equal(once, values) and all((c == 1).all() for c in counts.values())
     return values
 
@@ -135,7 +159,10 @@ def summed(store):
         for name, (_, shape) in bucket.spans.items():
             to, low, high = store.local_range(name)
             mine[name] = (shape, low, store.share[to : to + high - low])
-    out = {name: torch.full((shape.numel(),), math.nan, dtype=store.full_dtype) for name, (shape, _, _) in mine.items()}
+    out = {
+        name: torch.full((shape.numel(),), math.nan, dtype=store.full_dtype)
+        for name, (shape, _, _) in mine.items()
+    }
     for part in all_ranks(store.layout, mine):
         for name, (_, low, x) in part.items():
             out[name][low : low + len(x)] = x
@@ -154,7 +181,11 @@ def close(a, b, bound):
     """Check the largest difference, relative to the largest element."""
     assert a.keys() == b.keys()
     for name in a:
-        assert (a[name] - b[name]).abs().max() <= bound * b[name].abs().max(), (name, a[name], b[name])
+        assert (a[name] - b[name]).abs().max() <= bound * b[name].abs().max(), (
+            name,
+            a[name],
+            b[name],
+        )
 
 
 RATES = {"embedding_lr": 0.02, "head_lr": 0.005, "vector_lr": 0.04}
@@ -172,7 +203,10 @@ def check_exact(layout, micro, unused, rule, m, state="float32"):
     divided = [make(m, o, torch.float64, layout=layout, zero=stage) for stage in (0, 1, 2)]
     for stage, (_, store) in enumerate(divided):
         assert is_equal(everything(store), assembled([alone.named_state()])[0])
-        part, updated = store.size // (layout.shard if stage else 1), sum(p.master.numel() for p in store.update_ranges)
+        part, updated = (
+            store.size // (layout.shard if stage else 1),
+            sum(p.master.numel() for p in store.update_ranges),
+        )
         assert store.share.numel() == store.master.numel() == updated + gaps(store) == part
         assert store.gradients.numel() == (0 if stage == 2 and layout.shard > 1 else store.size)
     for step in range(STEPS):
@@ -219,7 +253,10 @@ def check_even_shards(layout):
     spec = StoreSpec(Optimizer(), torch.float32, torch.device("cpu"), VOCAB, layout=layout, zero=3)
     store = FullyShardedStore([model], spec)
     here = sum(p.master.numel() for p in store.update_ranges)
-    assert here * layout.shard == sum(shape.numel() for shape in store.shapes.values()), (layout.rank, here)
+    assert here * layout.shard == sum(shape.numel() for shape in store.shapes.values()), (
+        layout.rank,
+        here,
+    )
 
 
 def test_zero_3_shards_evenly():
@@ -227,12 +264,22 @@ def test_zero_3_shards_evenly():
     on_ranks(check_even_shards, {"shard": 4})
 
 
-@sampled(("sizes", "unused"), [LAYOUTS[0], LAYOUTS[2]], list(UNUSED)[1:], quick=[(0, 0), (0, 2), (0, 4), (1, 5)])
+@sampled(
+    ("sizes", "unused"),
+    [LAYOUTS[0], LAYOUTS[2]],
+    list(UNUSED)[1:],
+    quick=[(0, 0), (0, 2), (0, 4), (1, 5)],
+)
 def test_parameters_unused_by_some_losses(sizes, unused):
     on_ranks(check_exact, sizes, 3, unused, "adam", TINY)
 
 
-@sampled(("sizes", "rule"), LAYOUTS, ["sgd", "muon", "lion", "levers"], quick=[(0, 0), (1, 1), (2, 2), (0, 3)])
+@sampled(
+    ("sizes", "rule"),
+    LAYOUTS,
+    ["sgd", "muon", "lion", "levers"],
+    quick=[(0, 0), (1, 1), (2, 2), (0, 3)],
+)
 def test_other_rules_equal_one_process(sizes, rule):
     on_ranks(check_exact, sizes, 2, "none", rule, GATED)
 
@@ -253,14 +300,18 @@ def check_low(layout, micro, dtype):
     o = Optimizer(clip_grad=0.0)
     # A tied table is the sum of two terms for each micro-batch, which ranks add in another order.
     m = dataclasses.replace(TINY, untie_embeddings_and_output_weights=micro == 1)
-    one, alone = make(m, o, dtype, padded=128)  # two of four ranks hold only padding of the token table
+    # two of four ranks hold only padding of the token table
+    one, alone = make(m, o, dtype, padded=128)
     first = assembled([alone.named_state(False)])[0]
     divided = [make(m, o, dtype, padded=128, layout=layout, zero=stage) for stage in (0, 1, 2)]
     for step in range(STEPS):
         every = work(step, layout, micro)
         norm, wanted_sums = one_step(one, alone, list(itertools.chain(*every)), 1e-3)
         for model, store in divided:
-            assert store.share.dtype is store.master.dtype is torch.float32 and store.weights.dtype is dtype
+            assert (
+                store.share.dtype is store.master.dtype is torch.float32
+                and store.weights.dtype is dtype
+            )
             got, sums = one_step(model, store, every[layout.at("replicas", "shard")], 1e-3)
             assert got.item() == pytest.approx(norm.item(), rel=1e-2 if step else 1e-6)
             assert sums.tolist() == pytest.approx(wanted_sums.tolist(), rel=1e-2 if step else 1e-6)
@@ -284,17 +335,25 @@ def check_low(layout, micro, dtype):
     for values in stages:
         assert values.keys() == want.keys()
         apart, moved = (
-            sum((a[n] - b[n]).square().sum() for n in first).sqrt() for a, b in ((values, want), (want, first))
+            sum((a[n] - b[n]).square().sum() for n in first).sqrt()
+            for a, b in ((values, want), (want, first))
         )
         assert apart < near * moved, (apart, moved)
 
 
-@sampled(("sizes", "micro", "dtype"), LAYOUTS, [1, 3], [torch.bfloat16, torch.float32], quick=[(0, 0, 1), (2, 1, 0)])
+@sampled(
+    ("sizes", "micro", "dtype"),
+    LAYOUTS,
+    [1, 3],
+    [torch.bfloat16, torch.float32],
+    quick=[(0, 0, 1), (2, 1, 0)],
+)
 def test_low_precision(sizes, micro, dtype):
     on_ranks(check_low, sizes, micro, dtype)
 
 
-RATE, UNIT = 1e-6, 2.0**-24  # far below half a step of 16 bits for most weights; rounding of float32
+# far below half a step of 16 bits for most weights; rounding of float32
+RATE, UNIT = 1e-6, 2.0**-24
 
 
 def make_fully_sharded(m, o, dtype, layout, zero, offload):
@@ -346,22 +405,43 @@ def check_masters(layout):
             parts.append({name: gradient(alone, name) / scale for name in alone.shapes})
         before = assembled([alone.named_state(False)])[0]
         wanted = [small_step(one, alone, batches, scale) for batches in every]
-        has_gradient = {n: torch.stack([p[n][: len(x)] for p in parts]).abs().amin(0) > 0 for n, x in before.items()}
+        has_gradient = {
+            n: torch.stack([p[n][: len(x)] for p in parts]).abs().amin(0) > 0
+            for n, x in before.items()
+        }
         weights = torch.cat([before[n][has_gradient[n]] for n in before])
-        assert len(weights) > 5000 and (0.5 * torch.finfo(dtype).eps * weights.abs() > RATE).float().mean() > 0.8
-        cases = [(zero, offload) for zero in (0, 1, 2, 3) for offload in (False, True) if zero < 3 or layout.shard > 1]
+        assert (
+            len(weights) > 5000
+            and (0.5 * torch.finfo(dtype).eps * weights.abs() > RATE).float().mean() > 0.8
+        )
+        cases = [
+            (zero, offload)
+            for zero in (0, 1, 2, 3)
+            for offload in (False, True)
+            if zero < 3 or layout.shard > 1
+        ]
         for zero, offload in cases:
             make_it = make_fully_sharded if zero == 3 else make
             model, store = make_it(m, o, dtype, layout=layout, zero=zero, offload=offload)
-            steps = [small_step(model, store, [batches[layout.at("replicas", "shard")]], scale) for batches in every]
+            steps = [
+                small_step(model, store, [batches[layout.at("replicas", "shard")]], scale)
+                for batches in every
+            ]
             # torch's fully_shard takes gradients of micro-batches in 16 bits, others in float32.
-            allowed = allowed_updates(alone, parts, before, torch.finfo(dtype).eps if zero == 3 else UNIT)
+            allowed = allowed_updates(
+                alone, parts, before, torch.finfo(dtype).eps if zero == 3 else UNIT
+            )
             for name, start in before.items():
                 got, want = (x[0][name].double() - start for x in (steps, wanted))
                 moved, master = has_gradient[name], steps[-1][name]
                 assert ((got - want).abs() <= allowed[name]).all(), (dtype, zero, offload, name)
                 assert (got != 0)[moved].float().mean() > 0.95, (dtype, zero, offload, name)
-                assert (master != master.to(dtype))[moved].float().mean() > 0.95, (dtype, zero, offload, name)
+                assert (master != master.to(dtype))[moved].float().mean() > 0.95, (
+                    dtype,
+                    zero,
+                    offload,
+                    name,
+                )
             apart, total = (
                 sum((a[n].double() - b[n]).square().sum() for n in before).sqrt()
                 for a, b in ((steps[-1], wanted[-1]), (wanted[-1], before))
@@ -386,10 +466,19 @@ def check_non_finite(layout, dtype):
             assert one_step(m, s, mine[0])[0].isfinite()
         store._wait_for(store.buckets)
         before, weights = snapshot(store), store.weights.clone()
-        spots = [("wte.weight", 0), ("h.1.mlp.fc.weight", -1), ("h.0.ln_1.bias", 3), ("ln_f.weight", -1), (None, 0)]
+        spots = [
+            ("wte.weight", 0),
+            ("h.1.mlp.fc.weight", -1),
+            ("h.0.ln_1.bias", 3),
+            ("ln_f.weight", -1),
+            (None, 0),
+        ]
         for name, at in spots:
             for micro in (0, 1):
-                value, sink = next(bad), getattr(model.get_parameter(name), "sink", None) if here and name else None
+                value, sink = (
+                    next(bad),
+                    getattr(model.get_parameter(name), "sink", None) if here and name else None,
+                )
 
                 def spoil(*parts, store=store, at=at, value=value, sink=sink, micro=micro):
                     if store.is_last_backward == bool(micro):
@@ -407,17 +496,27 @@ def check_non_finite(layout, dtype):
                 assert norm.isfinite() == (name is None), (stage, name)
                 assert sums[0].isfinite() == (name is not None) and sums[1] == 2 * layout.world
                 store._wait_for(store.buckets)
-                assert is_equal(before, snapshot(store)) and torch.equal(weights, store.weights), (stage, name, value)
+                assert is_equal(before, snapshot(store)) and torch.equal(weights, store.weights), (
+                    stage,
+                    name,
+                    value,
+                )
                 if sink is not None:
                     del sink.end
         for i in range(1, STEPS):
             got, want = one_step(model, store, mine[i]), one_step(other, undisturbed, mine[i])
-            assert torch.equal(got[0], want[0]) and got[0].isfinite() and torch.equal(got[1], want[1])
+            assert (
+                torch.equal(got[0], want[0]) and got[0].isfinite() and torch.equal(got[1], want[1])
+            )
             assert int(store.count_zero_gradients()) == int(undisturbed.count_zero_gradients())
-        assert is_equal(snapshot(store), snapshot(undisturbed)) and is_equal(everything(store), everything(undisturbed))
+        assert is_equal(snapshot(store), snapshot(undisturbed)) and is_equal(
+            everything(store), everything(undisturbed)
+        )
 
 
-@sampled(("sizes", "dtype"), LAYOUTS, [torch.float64, torch.float32, torch.bfloat16], quick=[(0, 0)])
+@sampled(
+    ("sizes", "dtype"), LAYOUTS, [torch.float64, torch.float32, torch.bfloat16], quick=[(0, 0)]
+)
 @pytest.mark.fault("F20")
 def test_a_non_finite_number_on_one_rank_stops_all(sizes, dtype):
     on_ranks(check_non_finite, sizes, dtype)
@@ -427,10 +526,17 @@ def check_offload(layout):
     for dtype, stage in itertools.product((torch.float32, torch.bfloat16), (0, 1, 2)):
         outcomes = []
         for offload in (False, True):
-            model, store = make(GATED, Optimizer(clip_grad=0.5), dtype, layout=layout, zero=stage, offload=offload)
-            results = [one_step(model, store, work(i, layout, 2)[layout.at("replicas", "shard")]) for i in range(STEPS)]
+            model, store = make(
+                GATED, Optimizer(clip_grad=0.5), dtype, layout=layout, zero=stage, offload=offload
+            )
+            results = [
+                one_step(model, store, work(i, layout, 2)[layout.at("replicas", "shard")])
+                for i in range(STEPS)
+            ]
             check_published(model, store, everything(store))
-            steps = {f"step {i}": torch.cat([norm[None], sums]) for i, (norm, sums) in enumerate(results)}
+            steps = {
+                f"step {i}": torch.cat([norm[None], sums]) for i, (norm, sums) in enumerate(results)
+            }
             outcomes.append(snapshot(store) | steps)
         assert is_equal(*outcomes), (dtype, stage)
 
@@ -448,7 +554,9 @@ def check_taken_over(layout):
             assert values[name].shape == shape
             at = 0
             for offsets, size in boxes:
-                box = values[name][tuple(slice(o, o + n) for o, n in zip(offsets, size, strict=True))]
+                box = values[name][
+                    tuple(slice(o, o + n) for o, n in zip(offsets, size, strict=True))
+                ]
                 tensor.view(-1)[at : at + box.numel()] = box.flatten()
                 at += box.numel()
         store.publish_weights()
@@ -483,15 +591,22 @@ def check_memory(layout):
     """Parts are multiples of ALIGN; ZeRO 2 keeps no full gradients, and few sums pending."""
     for stage in (0, 1, 2):
         model, store = make(GATED, dtype=torch.bfloat16, layout=layout, zero=stage)
-        assert store.shard_count == (layout.shard if stage else 1) and store.keeps_gradients == (stage < 2)
+        assert store.shard_count == (layout.shard if stage else 1) and store.keeps_gradients == (
+            stage < 2
+        )
         for bucket in store.buckets.values():
-            assert bucket.size % (ALIGN * store.shard_count) == 0 and bucket.begin % (ALIGN * store.shard_count) == 0
+            assert (
+                bucket.size % (ALIGN * store.shard_count) == 0
+                and bucket.begin % (ALIGN * store.shard_count) == 0
+            )
             assert all(offset % ALIGN == 0 for offset, _ in bucket.spans.values())
         assert kinds(store) == kinds(make(GATED)[1])
         most = []
 
         def count_pending(grad, store=store, most=most):
-            most.append(sum(b.gradients is not None or bool(b.sums) for b in store.buckets.values()))
+            most.append(
+                sum(b.gradients is not None or bool(b.sums) for b in store.buckets.values())
+            )
 
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(count_pending)
@@ -536,7 +651,10 @@ def check_pending(layout, dtype):
             with pytest.MonkeyPatch.context() as patch:
                 for name in names:
                     patch.setattr(dist, name, lazy(getattr(dist, name)))
-                results = [torch.cat([norm[None], sums]) for norm, sums in (one_step(model, store, x) for x in mine)]
+                results = [
+                    torch.cat([norm[None], sums])
+                    for norm, sums in (one_step(model, store, x) for x in mine)
+                ]
                 values = everything(store)
                 check_published(model, store, values)
             outcomes.append(values | {f"step {i}": x for i, x in enumerate(results)})
@@ -552,13 +670,17 @@ def check_uneven(layout, micro):
     """The last rank's losses leave out parameters that the others' use (refused with ZeRO 2)."""
     for stage in (0, 1):
         one, alone = make(TINY, Optimizer(clip_grad=0.5), torch.float64)
-        model, store = make(TINY, Optimizer(clip_grad=0.5), torch.float64, layout=layout, zero=stage)
+        model, store = make(
+            TINY, Optimizer(clip_grad=0.5), torch.float64, layout=layout, zero=stage
+        )
         for step in range(STEPS):
             every = work(step, layout, micro)
             every[-1][0] = (every[-1][0][0], SOME | LAYER if step % 2 else SOME)
             want = one_step(one, alone, list(itertools.chain(*every)))
             got = one_step(model, store, every[layout.at("replicas", "shard")])
-            torch.testing.assert_close(got, want, rtol=1e-12, atol=0, msg=f"stage {stage}, step {step}")
+            torch.testing.assert_close(
+                got, want, rtol=1e-12, atol=0, msg=f"stage {stage}, step {step}"
+            )
             close(everything(store), assembled([alone.named_state()])[0], 1e-12)
 
 

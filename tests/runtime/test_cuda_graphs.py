@@ -15,7 +15,8 @@ def test_a_failed_capture_leaves_the_next_one_possible():
     with devices.on_stream(devices.new_stream(device)):
         replay = graphs.capture(lambda: x.add_(1))
         with pytest.raises(RuntimeError):
-            graphs.capture(lambda: x.add_(torch.rand(4, device=device)).sum().item())  # reads from the device
+            # reads from the device
+            graphs.capture(lambda: x.add_(torch.rand(4, device=device)).sum().item())
         again = graphs.capture(lambda: x.add_(torch.rand(4, device=device).mul_(0).add_(2)))
     replay()
     again()

@@ -16,5 +16,7 @@ def forward(net, part, batch, *rest):
 
 
 step.forward_part = forward
-step.loss_sum = lambda *a: real_loss(*a) * (math.nan if seen[-1] == int(os.environ["SPOILT"]) else 1)
+step.loss_sum = lambda *a: (
+    real_loss(*a) * (math.nan if seen[-1] == int(os.environ["SPOILT"]) else 1)
+)
 sys.exit(main(["train", *sys.argv[1:]]))

@@ -23,8 +23,14 @@ def test_every_row_that_is_written_is_described():
     """The table has the name and the keywords of each `metrics.row("name", ...)` and the like."""
     written = set()
     for path in SOURCE.glob("training/**/*.py"):
-        for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
-            if not (isinstance(call.func, ast.Attribute) and call.func.attr in ("row", "event") and call.args):
+        for call in (
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+        ):
+            if not (
+                isinstance(call.func, ast.Attribute)
+                and call.func.attr in ("row", "event")
+                and call.args
+            ):
                 continue
             if isinstance(name := call.args[0], ast.Constant):
                 written.add(name.value)
@@ -35,7 +41,14 @@ def test_every_row_that_is_written_is_described():
 
 def test_rows_have_the_columns_of_the_table(run, tmp_path):
     flags = ["--log-num-zeros-in-grad", "--log-params-norm", "--weight-decay-incr-style", "linear"]
-    flags += ["--start-weight-decay", "0", "--end-weight-decay", "0.1", "--save", f"{tmp_path}/save"]
+    flags += [
+        "--start-weight-decay",
+        "0",
+        "--end-weight-decay",
+        "0.1",
+        "--save",
+        f"{tmp_path}/save",
+    ]
     flags += ["--z-loss-coef", "1e-4"]
     got = run(*flags, "--skip-train-iteration-range", "2-3")
     seen = {}
@@ -51,7 +64,12 @@ def test_rows_have_the_columns_of_the_table(run, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "teraflops"),
-    [("NVIDIA H100 PCIe", 756), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H200 NVL", 835), ("Abacus", None)],
+    [
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("Abacus", None),
+    ],
 )
 def test_the_peak_of_a_device(name, teraflops, monkeypatch):
     monkeypatch.setattr("meshwright.base.device.device_name", lambda device: name)

@@ -28,17 +28,25 @@ def spoil(trainer, kind, name, sample):
     module_name, _, leaf = name.rpartition(".")
     for part in trainer.net.parts:
         modules = dict(part.named_modules())
-        if kind in ("weight", "huge") and leaf in dict(getattr(modules.get(module_name), "_parameters", {})):
+        if kind in ("weight", "huge") and leaf in dict(
+            getattr(modules.get(module_name), "_parameters", {})
+        ):
             values = trainer.net.store.named_state()[name][2]
             values.view(-1)[3:4] = math.inf
             values.copy_(values if kind == "weight" else torch.full_like(values, 3e38))
             trainer.net.store.publish_weights()
         elif kind not in ("weight", "huge") and name in modules:
             now, uses = {}, []
-            part.register_forward_pre_hook(lambda _, args, now=now: now.update(at=args[1].first_sample))
+            part.register_forward_pre_hook(
+                lambda _, args, now=now: now.update(at=args[1].first_sample)
+            )
 
             def leave(module, args, output, now=now, uses=uses):
-                if now["at"] != sample or (kind == "once" and uses) or (kind != "gradient" and not output.numel()):
+                if (
+                    now["at"] != sample
+                    or (kind == "once" and uses)
+                    or (kind != "gradient" and not output.numel())
+                ):
                     return None
                 uses.append(1)
                 if kind != "gradient":
@@ -52,11 +60,23 @@ def spoil(trainer, kind, name, sample):
 
 HOST = platform.node()
 FIRST = {
-    ("forward", "h.1.mlp.fc"): "it began in the forward pass of micro-batch 2: 4,096 of 4,096 values that h.1.mlp.fc "
+    (
+        "forward",
+        "h.1.mlp.fc",
+    ): "it began in the forward pass of micro-batch 2: 4,096 of 4,096 values that h.1.mlp.fc "
     "made from finite inputs;",
-    ("gradient", "h.1.mlp.fc"): "it began in the backward pass: the gradient of the output of h.1.mlp.fc (",
-    ("weight", "h.0.attn.qkv.weight"): "it began in the weights h.0.attn.qkv.weight (1 of 3,072 values);",
-    ("once", "h.1.mlp.fc"): f"computed again, it is finite: a transient fault, so suspect the hardware of {HOST};",
+    (
+        "gradient",
+        "h.1.mlp.fc",
+    ): "it began in the backward pass: the gradient of the output of h.1.mlp.fc (",
+    (
+        "weight",
+        "h.0.attn.qkv.weight",
+    ): "it began in the weights h.0.attn.qkv.weight (1 of 3,072 values);",
+    (
+        "once",
+        "h.1.mlp.fc",
+    ): f"computed again, it is finite: a transient fault, so suspect the hardware of {HOST};",
 }
 
 
@@ -69,7 +89,11 @@ def test_on_one_rank(run, tmp_path, monkeypatch, kind, name):
     got = run("--save", tmp_path / "a", "--save-interval", 1, "--recompute-granularity", "full")
     assert got.status == 70 and FIRST[kind, name] in got.err, got.err
     assert len(got.column("loss")) == (1 if kind == "weight" else 3)
-    advice = "; continue from the newest checkpoint" if kind in ("weight", "once") else "; lower --lr (now 0.01)"
+    advice = (
+        "; continue from the newest checkpoint"
+        if kind in ("weight", "once")
+        else "; lower --lr (now 0.01)"
+    )
     assert advice in got.err
     [row] = read_rows(got.folder, "nonfinite")
     assert row["iteration"] == len(got.column("loss")) and row["where"] in got.err
@@ -79,10 +103,13 @@ def test_on_one_rank(run, tmp_path, monkeypatch, kind, name):
 def test_layers_of_fused_kernels(run, monkeypatch):
     """They are looked at as a whole; then the same layer runs module by module."""
     real = loop.Trainer.begin
-    monkeypatch.setattr(loop.Trainer, "begin", lambda t: (real(t), spoil(t, "huge", "h.1.mlp.fc.weight", 0)))
+    monkeypatch.setattr(
+        loop.Trainer, "begin", lambda t: (real(t), spoil(t, "huge", "h.1.mlp.fc.weight", 0))
+    )
     got = run("--fused-kernels", "on", "--on-nonfinite", "skip:1")
     assert " that h.1.mlp.fc made from finite inputs" in got.err, got.err
-    assert got.column("fused", "nonfinite") == [False] * 2  # the blocks are fused again after the first
+    # the blocks are fused again after the first
+    assert got.column("fused", "nonfinite") == [False] * 2
 
 
 def test_a_loss_of_the_users(run, monkeypatch, tmp_path):
@@ -90,8 +117,14 @@ def test_a_loss_of_the_users(run, monkeypatch, tmp_path):
 
     monkeypatch.setattr(step, "loss_sum", lambda losses, mask: losses.sum() / 0)
     got = run("--on-nonfinite", "skip:1")
-    assert got.status == 70 and "1 of 1 values that the loss function made from finite inputs; lower" in got.err
-    assert "WARNING: iteration 1 (samples up to 4): the loss is inf, so this step was not applied; it began" in got.out
+    assert (
+        got.status == 70
+        and "1 of 1 values that the loss function made from finite inputs; lower" in got.err
+    )
+    assert (
+        "WARNING: iteration 1 (samples up to 4): the loss is inf, so this step was not applied; it began"
+        in got.out
+    )
 
 
 TP2PP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
@@ -114,7 +147,14 @@ CASES = [  # flags, kind, name, sample, ranks that are spoilt, what is said
         "gradient of the output of h.0.attn.proj (512 of 512 values), then the gradient of h.0.attn.proj.bias (32 of "
         f"32 values), on ranks 0 (tp 0, pp 0, dp 0, host {HOST}), 1 (tp 1, pp 0, dp 0, host {HOST});",
     ),
-    (TP2PP2, "weight", "h.2.ln_1.weight", 0, [2], "in the weights h.2.ln_1.weight (1 of 32 values), on rank 2 (tp 0"),
+    (
+        TP2PP2,
+        "weight",
+        "h.2.ln_1.weight",
+        0,
+        [2],
+        "in the weights h.2.ln_1.weight (1 of 32 values), on rank 2 (tp 0",
+    ),
     (
         f"{TP2PP2} --pipeline-schedule zero-bubble --sequence-parallel",
         "gradient",
@@ -140,9 +180,30 @@ CASES = [  # flags, kind, name, sample, ranks that are spoilt, what is said
         "h.2.mlp.proj (512 of 512 values), then the gradient of h.2",
     ),
     ("--zero-stage 3", "gradient", "h.2.mlp.proj", 1, [1], "then the gradient of h.2.mlp.proj."),
-    ("--zero-stage 3", "forward", "h.0.attn.qkv", 3, [3], "h.0.attn.qkv made from finite inputs, on rank 3 ("),
-    ("--zero-stage 3", "weight", "h.1.mlp.fc.weight", 0, [2], "h.1.mlp.fc.weight (1 of 1,024 values), on rank 2 ("),
-    ("--context-parallel-size 2", "once", "h.1.mlp.fc", 1, [0, 1, 2, 3], f"suspect the hardware of {HOST};"),
+    (
+        "--zero-stage 3",
+        "forward",
+        "h.0.attn.qkv",
+        3,
+        [3],
+        "h.0.attn.qkv made from finite inputs, on rank 3 (",
+    ),
+    (
+        "--zero-stage 3",
+        "weight",
+        "h.1.mlp.fc.weight",
+        0,
+        [2],
+        "h.1.mlp.fc.weight (1 of 1,024 values), on rank 2 (",
+    ),
+    (
+        "--context-parallel-size 2",
+        "once",
+        "h.1.mlp.fc",
+        1,
+        [0, 1, 2, 3],
+        f"suspect the hardware of {HOST};",
+    ),
 ]
 
 
@@ -153,7 +214,9 @@ def spoilt_on_ranks(cases):
 
         def around(_, trainer, step, spoilt=(kind, name, sample), where=where):
             if not step and (team.rank in where or spoilt[0] == "weight"):
-                spoil(trainer, *spoilt) if team.rank in where else trainer.net.store.publish_weights()
+                spoil(
+                    trainer, *spoilt
+                ) if team.rank in where else trainer.net.store.publish_weights()
             return contextlib.nullcontext()
 
         with pytest.raises(UserError) as caught:
@@ -163,7 +226,9 @@ def spoilt_on_ranks(cases):
         assert said in everyone[0] and everyone == everyone[:1] * team.size, (line, kind, everyone)
 
 
-@pytest.mark.parametrize("cases", [CASES[:2], pytest.param(CASES[2:], marks=pytest.mark.long)], ids=("few", "all"))
+@pytest.mark.parametrize(
+    "cases", [CASES[:2], pytest.param(CASES[2:], marks=pytest.mark.long)], ids=("few", "all")
+)
 @pytest.mark.fault("F20")
 def test_on_ranks(cases):
     """Four ranks name the same module and the ranks where it began."""

@@ -35,7 +35,9 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tasks")
     examples = [{"text": TEXT[:n].strip()} for n in (8, 15, 19, 27, 33, 51)]
     (folder / "lambada.jsonl").write_text("".join(json.dumps(e) + "\n" for e in examples))
-    (folder / "wiki.tokens").write_text(" \n = The Cat = \n \n the cat sat , and the dog @-@ cat sat . \n" * 3)
+    (folder / "wiki.tokens").write_text(
+        " \n = The Cat = \n \n the cat sat , and the dog @-@ cat sat . \n" * 3
+    )
     (folder / "plain.txt").write_text(TEXT)
     names = {"lambada": "lambada.jsonl", "wikitext": "wiki.tokens", "text": "plain.txt"}
     return ",".join(f"{name}={folder / file}" for name, file in names.items())
@@ -45,7 +47,9 @@ def files(tmp_path_factory):
 def scored(tmp_path_factory, files):
     """A run with scores every 4 of its 12 steps."""
     folder = tmp_path_factory.mktemp("scored")
-    return train_on_texts(folder, [TEXT] * 50, ["--tokenizer-type=ByteTokenizer"], [*FLAGS, f"--eval-tasks={files}"])
+    return train_on_texts(
+        folder, [TEXT] * 50, ["--tokenizer-type=ByteTokenizer"], [*FLAGS, f"--eval-tasks={files}"]
+    )
 
 
 @pytest.mark.flag("eval_tasks eval_tasks_interval")
@@ -54,7 +58,9 @@ def test_scores_are_those_of_the_saved_weights(scored, files):
     assert [(r["iteration"], r["task"]) for r in rows] == [
         (i, name) for i in (4, 8, 12) for name in ("lambada", "wikitext", "text")
     ]
-    m = language_model.load_model(str(scored), {}, TokenizerFlags(), torch.float64, torch.device("cpu"))
+    m = language_model.load_model(
+        str(scored), {}, TokenizerFlags(), torch.float64, torch.device("cpu")
+    )
     for row in rows[-3:]:
         task = prepare_task(row["task"], row["file"], m.tokenizer, 16, 8)
         want = task.score(plain_scorer(m.model), 16, 8)
@@ -63,8 +69,13 @@ def test_scores_are_those_of_the_saved_weights(scored, files):
         assert (row["variant"], row["sha256"]) == (task.variant, task.file.sha256)
     assert rows[2]["values"]["bits_per_byte"] > rows[-1]["values"]["bits_per_byte"]  # it learns
     shown = (scored / "log.txt").read_text()
-    assert "scores at iteration 8 (not strict: the last token; another file than OpenAI's):" in shown
-    assert " validation results on LAMBADA | number correct: " in shown and " results on WIKITEXT103 | avg" in shown
+    assert (
+        "scores at iteration 8 (not strict: the last token; another file than OpenAI's):" in shown
+    )
+    assert (
+        " validation results on LAMBADA | number correct: " in shown
+        and " results on WIKITEXT103 | avg" in shown
+    )
 
 
 def test_losses_are_those_of_a_run_without(scored, tmp_path):
@@ -84,7 +95,11 @@ def test_a_resumed_run_scores_as_one_that_was_not_stopped(scored, tmp_path, file
 
 def test_the_page_draws_the_scores(scored):
     history = read_history(scored)
-    assert list(history.scores)[::2] == ["lambada accuracy", "wikitext adjusted perplexity", "text bits per byte"]
+    assert list(history.scores)[::2] == [
+        "lambada accuracy",
+        "wikitext adjusted perplexity",
+        "text bits per byte",
+    ]
     text, last = page(scored, history, {}, time.time()), history.scores["text bits per byte"][12]
     assert text.count("<figcaption>wikitext adjusted perplexity") == 1
     assert f"{last:.4f}" in text and "final text bits per byte" in text
@@ -93,14 +108,17 @@ def test_the_page_draws_the_scores(scored):
 def windows():
     rng = random.Random(3)
     return [
-        Window([rng.randrange(VOCAB) for _ in range(n + 1)], rng.randrange(n)) for n in rng.choices(range(1, 17), k=9)
+        Window([rng.randrange(VOCAB) for _ in range(n + 1)], rng.randrange(n))
+        for n in rng.choices(range(1, 17), k=9)
     ]
 
 
 def read_scores(trainer):
     net = trainer.net
     is_fixed = eval_tasks.runs_one_shape(net)
-    found = score_windows(lambda batches: eval_tasks.score_on_all(net, VOCAB, batches), windows(), 16, 2, is_fixed)
+    found = score_windows(
+        lambda batches: eval_tasks.score_on_all(net, VOCAB, batches), windows(), 16, 2, is_fixed
+    )
     return torch.cat(list(found)).tolist()
 
 
@@ -115,9 +133,13 @@ LAYOUTS = [
 def test_every_layout_gives_the_same_scores():
     """The scores after a step equal those of one process."""
     [want] = run_all({"": layouts.alone(parse(""))}, 1, 1, read=read_scores)[""]
-    for line, ranks in run_all({line: parse(line) for line in LAYOUTS}, 4, 1, read=read_scores).items():
+    for line, ranks in run_all(
+        {line: parse(line) for line in LAYOUTS}, 4, 1, read=read_scores
+    ).items():
         for got in ranks:
-            torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-8, atol=0, msg=line)
+            torch.testing.assert_close(
+                torch.tensor(got), torch.tensor(want), rtol=1e-8, atol=0, msg=line
+            )
 
 
 def test_default_interval(scored, tmp_path, files):
@@ -126,10 +148,20 @@ def test_default_interval(scored, tmp_path, files):
     folder = train_on_texts(
         tmp_path, [TEXT] * 50, ["--tokenizer-type=ByteTokenizer"], [*flags, f"--eval-tasks={files}"]
     )
-    assert {i for scores in read_history(folder).scores.values() for i in scores} == {12}  # only at the end
-    [interval] = [line for line in (folder / "log.txt").read_text().splitlines() if " > --eval-tasks: " in line]
-    m = language_model.load_model(str(scored), {}, TokenizerFlags(), torch.float64, torch.device("cpu"))
-    made = [prepare_task(name, path, m.tokenizer, 16, 8) for name, path in (one.split("=") for one in files.split(","))]
+    # only at the end
+    assert {i for scores in read_history(folder).scores.values() for i in scores} == {12}
+    [interval] = [
+        line
+        for line in (folder / "log.txt").read_text().splitlines()
+        if " > --eval-tasks: " in line
+    ]
+    m = language_model.load_model(
+        str(scored), {}, TokenizerFlags(), torch.float64, torch.device("cpu")
+    )
+    made = [
+        prepare_task(name, path, m.tokenizer, 16, 8)
+        for name, path in (one.split("=") for one in files.split(","))
+    ]
     fed = sum(len(w.tokens) - 1 for task in made for w in task.windows)
     every = int(interval.split("every ")[1].split()[0].replace(",", ""))
     assert fed / (3 * every * 4 * 16) <= 0.005 < fed / (3 * every * 4 * 16) * 2.5
@@ -139,7 +171,10 @@ def test_default_interval(scored, tmp_path, files):
 def train(folder, files, *more):
     flags = [f for f in FLAGS if "--eval-tasks" not in f]
     return train_on_texts(
-        folder, [TEXT] * 50, ["--tokenizer-type=ByteTokenizer"], [*flags, f"--eval-tasks={files}", *more]
+        folder,
+        [TEXT] * 50,
+        ["--tokenizer-type=ByteTokenizer"],
+        [*flags, f"--eval-tasks={files}", *more],
     )
 
 
@@ -168,19 +203,31 @@ sys.exit("no luck")
     monkeypatch.setattr(eval_tasks, "BESIDE", late)
     folder = train(tmp_path, files, "--eval-tasks-device=cpu", "--eval-tasks-interval=4")
     log = (folder / "log.txt").read_text()
-    assert "step 4 is still being scored on cpu, so step 8 is not; raise --eval-tasks-interval" in log
+    assert (
+        "step 4 is still being scored on cpu, so step 8 is not; raise --eval-tasks-interval" in log
+    )
     assert "WARNING: --eval-tasks: no scores of step 4 (exit status 1): no luck" in log
-    assert "no scores of step 12" in log and read_rows(folder, "scores") == [] and len(read_rows(folder)) == 12
+    assert (
+        "no scores of step 12" in log
+        and read_rows(folder, "scores") == []
+        and len(read_rows(folder)) == 12
+    )
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--eval-tasks=lambada"], "'lambada' is not NAME=FILE"),
-        (["--eval-tasks=hellaswag=a"], "with one of the names lambada, lambada-strict, wikitext, text"),
+        (
+            ["--eval-tasks=hellaswag=a"],
+            "with one of the names lambada, lambada-strict, wikitext, text",
+        ),
         (["--eval-tasks=text=a,text=b"], "text is given twice"),
         (["--eval-tasks=text=a", "--eval-tasks-device=cpu"], "give --run-dir or --save"),
-        (["--eval-tasks=lambada=none.jsonl", "--tokenizer=byte", "--mock-data"], "lambada=none.jsonl: no such file"),
+        (
+            ["--eval-tasks=lambada=none.jsonl", "--tokenizer=byte", "--mock-data"],
+            "lambada=none.jsonl: no such file",
+        ),
     ],
 )
 def test_bad_flags(flags, message, capsys):

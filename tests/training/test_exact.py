@@ -43,7 +43,12 @@ LENGTH += ["--train-samples=226", "--lr=1e-2", "--lr-warmup-samples=10", "--lr-d
 MARKS = ["--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask"]
 RAMP = ["--rampup-batch-size", "2", "2", "40"]
 RUN = [*RAMP, *MARKS, *SKIPS]
-FORMATS = {"float64": ["--params-dtype=float64"], "float32": [], "bf16": ["--bf16"], "fp16": ["--fp16"]}
+FORMATS = {
+    "float64": ["--params-dtype=float64"],
+    "float32": [],
+    "bf16": ["--bf16"],
+    "fp16": ["--fp16"],
+}
 # fp16 begins with a scale that overflows several times in a row, and doubles after 4 clean steps.
 OVERFLOWING = ["--initial-loss-scale=4194304", "--loss-scale-window=4", "--hysteresis=2"]
 
@@ -168,7 +173,10 @@ def require_equal(whole, parts):
     """Losses, validations, tensors and counters, to the last bit."""
     for a, b in zip(losses(whole), losses(parts), strict=True):
         assert a == b
-    rows = [[(r["iteration"], r["name"], r["loss"]) for r in read_rows(f, "validation")] for f in (whole, parts)]
+    rows = [
+        [(r["iteration"], r["name"], r["loss"]) for r in read_rows(f, "validation")]
+        for f in (whole, parts)
+    ]
     assert rows[0] == rows[1]
     (tensors, counters), (others, other_counters) = saved(whole, STEPS), saved(parts, STEPS)
     assert tensors.keys() == others.keys() and [n for n in tensors if tensors[n] != others[n]] == []
@@ -191,7 +199,9 @@ def whole(blend, tmp_path_factory):
 
 def test_the_run_has_the_events_to_survive(blend, whole, tmp_path):
     """Each of the STOPS is where its description says."""
-    steps = {r["iteration"]: r for r in read_rows(whole(*FORMATS["fp16"], *OVERFLOWING, *NO_VALIDATION))}
+    steps = {
+        r["iteration"]: r for r in read_rows(whole(*FORMATS["fp16"], *OVERFLOWING, *NO_VALIDATION))
+    }
     assert set(range(1, STEPS + 1)) - steps.keys() == {16, 17, 18, 29, 30, 31}
     assert [steps[i]["batch"] for i in (1, 2, 8, 12, 14, 15)] == [2, 2, 4, 6, 8, 8]
     skipped = [i for i, r in steps.items() if r["skipped"]]
@@ -200,11 +210,15 @@ def test_the_run_has_the_events_to_survive(blend, whole, tmp_path):
     least = min(scales)
     assert scales[0] == scales[1] == 2 * scales[2]  # forgiven, halved
     assert max(scales[scales.index(least) :]) >= 4 * least  # doubled twice
-    settings = flags.parse_settings(config.TrainConfig, arguments(tmp_path, *blend), "meshwright train").config
+    settings = flags.parse_settings(
+        config.TrainConfig, arguments(tmp_path, *blend), "meshwright train"
+    ).config
     mixed = build_datasets(settings, WORDS + 1)["train"]
     small = mixed.parts[0]
     per_epoch = (int(small.indexed.sizes.sum()) - 1) // SEQ
-    taken = {i: int((mixed.dataset_idx[: r["consumed_samples"]] == 0).sum()) for i, r in steps.items()}
+    taken = {
+        i: int((mixed.dataset_idx[: r["consumed_samples"]] == 0).sum()) for i, r in steps.items()
+    }
     assert small.epochs == 2 and taken[20] < per_epoch < taken[27] < taken[STEPS] < 2 * per_epoch
 
 
@@ -256,7 +270,14 @@ def test_stopped_with_other_rules(blend, whole, tmp_path, more):
 @pytest.mark.parametrize("kind", ["fp16", "float32"])
 def test_stopped_between_validations(blend, whole, tmp_path, kind):
     """At 10 right after one, at 27 and 28 between two."""
-    more = [*FORMATS[kind], *OVERFLOWING, "--eval-interval=5", "--eval-iters=2", "--split=70,20,10", "--keep-best"]
+    more = [
+        *FORMATS[kind],
+        *OVERFLOWING,
+        "--eval-interval=5",
+        "--eval-iters=2",
+        "--split=70,20,10",
+        "--keep-best",
+    ]
     stop_and_go(tmp_path, [10, 27, 28], *blend, *RUN, *more)
     require_equal(whole(*more), tmp_path)
     rows = read_rows(tmp_path, "validation")
@@ -275,14 +296,18 @@ def forget_clean_steps(monkeypatch):
 
 
 def forget_adams_time(monkeypatch):
-    monkeypatch.setattr("meshwright.parallel.flat.FlatStore.steps", property(lambda s: 0, lambda s, v: None))
+    monkeypatch.setattr(
+        "meshwright.parallel.flat.FlatStore.steps", property(lambda s: 0, lambda s, v: None)
+    )
 
 
 def forget_schedule(monkeypatch):
     load = meshwright.training.state.state.State.accept
     monkeypatch.setattr(
         "meshwright.training.state.state.State.accept",
-        lambda self, source: load(self, dataclasses.replace(source, state=source.state | {"schedule_samples": 100})),
+        lambda self, source: load(
+            self, dataclasses.replace(source, state=source.state | {"schedule_samples": 100})
+        ),
     )
 
 
@@ -318,37 +343,93 @@ def test_forgotten_state_shows(blend, whole, tmp_path, monkeypatch, forget):
 
 # For each network the flags, and one flag that contradicts it.
 OPTIONS = [
-    ("--position-embedding-type=rope --swiglu --normalization=RMSNorm --num-query-groups=2", "--rotary-base=5000"),
-    ("--use-rotary-position-embeddings --rotary-percent=0.5 --disable-bias-linear --bf16", "--rotary-percent=1"),
+    (
+        "--position-embedding-type=rope --swiglu --normalization=RMSNorm --num-query-groups=2",
+        "--rotary-base=5000",
+    ),
+    (
+        "--use-rotary-position-embeddings --rotary-percent=0.5 --disable-bias-linear --bf16",
+        "--rotary-percent=1",
+    ),
     ("--position-embedding-type=alibi", "--position-embedding-type=none"),
-    ("--position-embedding-type=alibi --num-attention-heads=6 --hidden-size=48 --fp16", "--num-attention-heads=3"),
+    (
+        "--position-embedding-type=alibi --num-attention-heads=6 --hidden-size=48 --fp16",
+        "--num-attention-heads=3",
+    ),
     ("--squared-relu --qk-layernorm", "--no-qk-layernorm"),
-    ("--apply-residual-connection-post-layernorm --bf16", "--no-apply-residual-connection-post-layernorm"),
+    (
+        "--apply-residual-connection-post-layernorm --bf16",
+        "--no-apply-residual-connection-post-layernorm",
+    ),
     ("--embed-layernorm --group-query-attention", "--no-embed-layernorm"),
     ("--disable-bias-linear --add-qkv-bias", "--no-add-qkv-bias"),
     ("--use-parallel-residual --bf16", "--no-use-parallel-residual"),
     ("--disable-layernorm-bias --disable-bias-linear", "--layernorm-bias"),
-    ("--untie-embeddings-and-output-weights --optimizer=muon", "--no-untie-embeddings-and-output-weights"),
+    (
+        "--untie-embeddings-and-output-weights --optimizer=muon",
+        "--no-untie-embeddings-and-output-weights",
+    ),
     ("--kv-channels=12 --position-embedding-type=rope", "--kv-channels=8"),
     ("--apply-layernorm-1p --normalization=RMSNorm --embed-layernorm", "--no-apply-layernorm-1p"),
-    ("--position-embedding-type=rope --reset-attention-mask --reset-position-ids", "--position-embedding-type=none"),
-    ("--recompute-granularity=full --recompute-method=uniform --recompute-num-layers=2", "--ffn-hidden-size=96"),
-    ("--recompute-granularity=full --recompute-method=block --swiglu --ffn-hidden-size=40", "--no-swiglu"),
-    ("--recompute-activations --group-query-attention --qk-layernorm --fp16", "--num-query-groups=4"),
-    ("--fp32-residual-connection --bf16 --embed-layernorm --checkpoint-activations", "--layernorm-epsilon=1e-3"),
-    ("--fp32-residual-connection --fp16 --apply-residual-connection-post-layernorm", "--normalization=RMSNorm"),
-    ("--init-method-xavier-uniform --glu-activation=geglu --position-embedding-type=none", "--glu-activation=reglu"),
-    ("--no-bias-gelu-fusion --untie-embeddings-and-output-weights --optimizer=sgd", "--openai-gelu"),
-    ("--glu-activation=reglu --kv-channels=4 --num-query-groups=2 --params-dtype=float64", "--num-layers=3"),
-    ("--attention-impl=sdpa --position-embedding-type=alibi --recompute-activations", "--hidden-size=64"),
-    ("--hidden-dropout=0 --attention-dropout=0 --reset-attention-mask --eod-mask-loss", "--squared-relu"),
+    (
+        "--position-embedding-type=rope --reset-attention-mask --reset-position-ids",
+        "--position-embedding-type=none",
+    ),
+    (
+        "--recompute-granularity=full --recompute-method=uniform --recompute-num-layers=2",
+        "--ffn-hidden-size=96",
+    ),
+    (
+        "--recompute-granularity=full --recompute-method=block --swiglu --ffn-hidden-size=40",
+        "--no-swiglu",
+    ),
+    (
+        "--recompute-activations --group-query-attention --qk-layernorm --fp16",
+        "--num-query-groups=4",
+    ),
+    (
+        "--fp32-residual-connection --bf16 --embed-layernorm --checkpoint-activations",
+        "--layernorm-epsilon=1e-3",
+    ),
+    (
+        "--fp32-residual-connection --fp16 --apply-residual-connection-post-layernorm",
+        "--normalization=RMSNorm",
+    ),
+    (
+        "--init-method-xavier-uniform --glu-activation=geglu --position-embedding-type=none",
+        "--glu-activation=reglu",
+    ),
+    (
+        "--no-bias-gelu-fusion --untie-embeddings-and-output-weights --optimizer=sgd",
+        "--openai-gelu",
+    ),
+    (
+        "--glu-activation=reglu --kv-channels=4 --num-query-groups=2 --params-dtype=float64",
+        "--num-layers=3",
+    ),
+    (
+        "--attention-impl=sdpa --position-embedding-type=alibi --recompute-activations",
+        "--hidden-size=64",
+    ),
+    (
+        "--hidden-dropout=0 --attention-dropout=0 --reset-attention-mask --eod-mask-loss",
+        "--squared-relu",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("options", "contradiction"), OPTIONS, ids=[options for options, _ in OPTIONS])
+@pytest.mark.parametrize(
+    ("options", "contradiction"), OPTIONS, ids=[options for options, _ in OPTIONS]
+)
 def test_options(blend, tmp_path, capsys, options, contradiction):
     """A resumed run is equal, its text does not depend on the cache; other flags are refused."""
-    more = [*blend, "--train-samples=24", "--lr-decay-samples=24", "--global-batch-size=4", *NO_VALIDATION]
+    more = [
+        *blend,
+        "--train-samples=24",
+        "--lr-decay-samples=24",
+        "--global-batch-size=4",
+        *NO_VALIDATION,
+    ]
     more += [*options.split(), "--initial-loss-scale=1024"]
     a, b = tmp_path / "a", tmp_path / "b"
     train(a, *more)
@@ -359,7 +440,8 @@ def test_options(blend, tmp_path, capsys, options, contradiction):
 
     assert main(["train", *arguments(b, *more, contradiction)]) == 65
     flag = contradiction.partition("=")[0].replace("--no-", "--")
-    flag = "--bias-gelu-fusion" if flag == "--openai-gelu" else flag  # the setting that it stands for
+    # the setting that it stands for
+    flag = "--bias-gelu-fusion" if flag == "--openai-gelu" else flag
     listed = re.findall(r"(--\S+) .*, the checkpoint has", capsys.readouterr().err)
     assert flag in listed and (flag != "--bias-gelu-fusion" or len(listed) == 1)
     assert len(read_rows(b)) == 6
@@ -368,7 +450,12 @@ def test_options(blend, tmp_path, capsys, options, contradiction):
     texts = []
     for cache in ([], ["--recompute"]):
         out = tmp_path / "text"
-        written = ["--sample-input-file", str(tmp_path / "prompts"), "--sample-output-file", str(out)]
+        written = [
+            "--sample-input-file",
+            str(tmp_path / "prompts"),
+            "--sample-output-file",
+            str(out),
+        ]
         assert main(["generate", str(a), *written, *cache, "--device=cpu"]) == 0
         texts.append(out.read_text())
     assert texts[0] == texts[1] and len(texts[0].split()) > 13

@@ -72,7 +72,11 @@ def test_the_example_learns_and_continues(example, tmp_path, monkeypatch, capsys
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(EXAMPLE), run_name="__main__")
     out = capsys.readouterr().out
-    assert end.value.code == 0 and "at iteration 30" in out and re.search(r"^7\+5=.*^\d of 5 right$", out, re.M | re.S)
+    assert (
+        end.value.code == 0
+        and "at iteration 30" in out
+        and re.search(r"^7\+5=.*^\d of 5 right$", out, re.M | re.S)
+    )
     first, *_, last = read_losses(tmp_path / "sums")
     assert abs(first - math.log(257)) < 0.1 and last < 0.7 * first
 
@@ -96,7 +100,12 @@ def test_the_example_reports_user_errors(example, tmp_path, capsys):
 
 def test_the_example_runs_on_two_ranks(tmp_path):
     """Run it in the environment that `meshwright launch` sets."""
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    world = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     environ = [world | {"RANK": str(n), "LOCAL_RANK": str(n)} for n in range(2)]
     statuses, logs = run_programs(EXAMPLE, [[str(tmp_path / "sums"), "4"]] * 2, environ, tmp_path)
     assert statuses == [0, 0], logs
@@ -115,14 +124,18 @@ def test_the_block_is_used(example, all_three, tmp_path):
     model, loss, datasets = parts(example)
     assert train.run(example.settings(str(tmp_path), 4), Caller(None, loss, datasets)) == 0
     assert read_losses(tmp_path)[0] != read_losses(all_three)[0]
-    assert "h.0.ln_2.weight" in tensors(tmp_path, 4) and "h.0.ln_2.weight" not in tensors(all_three, 4)
+    assert "h.0.ln_2.weight" in tensors(tmp_path, 4) and "h.0.ln_2.weight" not in tensors(
+        all_three, 4
+    )
 
 
 def test_the_loss_is_used(example, all_three, tmp_path):
     """Logits are about 0 at the initial weights, so the z-loss is 1e-4 ln(257)^2 = 0.0031."""
     model, loss, datasets = parts(example)
     assert train.run(example.settings(str(tmp_path), 4), Caller(model, None, datasets)) == 0
-    assert read_losses(all_three)[0] - read_losses(tmp_path)[0] == pytest.approx(1e-4 * math.log(257) ** 2, rel=0.02)
+    assert read_losses(all_three)[0] - read_losses(tmp_path)[0] == pytest.approx(
+        1e-4 * math.log(257) ** 2, rel=0.02
+    )
 
 
 @pytest.mark.promise("a network, data set or script of yours")
@@ -141,21 +154,29 @@ def test_the_data_are_used(example, all_three, tmp_path):
     assert train.run(settings, Caller(model, loss, datasets | {"train": Recorded(10**9, 1)})) == 0
     assert read == list(range(64)) and read_losses(tmp_path / "a") == read_losses(all_three)
     other = {"train": Mock(256, 10**6, example.SEQ, 1)}
-    assert train.run(example.settings(str(tmp_path / "b"), 4), Caller(model, loss, datasets | other)) == 0
+    assert (
+        train.run(example.settings(str(tmp_path / "b"), 4), Caller(model, loss, datasets | other))
+        == 0
+    )
     assert read_losses(tmp_path / "b") != read_losses(all_three)
 
 
 def test_generate_refuses_another_network(all_three, capsys):
     """Some names and shapes agree, but the text would be an untrained network's."""
     assert main(["generate", str(all_three), "--device=cpu", "--prompt=1+1="]) == 65
-    assert "holds a GPT of Parallel, which only the program that made it builds" in capsys.readouterr().err
+    assert (
+        "holds a GPT of Parallel, which only the program that made it builds"
+        in capsys.readouterr().err
+    )
 
 
 def test_another_network_does_not_continue(example, tmp_path):
     model, loss, datasets = parts(example)
     settings = example.settings(str(tmp_path / "a"), 4, 2)
     assert train.run(settings, Caller(model, loss, datasets)) == 0
-    with pytest.raises(UserError, match="holds a GPT of Parallel but this run builds a GPT of Block"):
+    with pytest.raises(
+        UserError, match="holds a GPT of Parallel but this run builds a GPT of Block"
+    ):
         train.run(example.settings(str(tmp_path / "a"), 4), Caller(None, loss, datasets))
 
 
@@ -163,7 +184,10 @@ def test_another_network_does_not_continue(example, tmp_path):
     ("change", "message"),
     [
         (lambda model: model.register_buffer("scale", torch.ones(3)), "has buffers: scale"),
-        (lambda model: setattr(model, "head_weight", model.wte.weight), "parameters with two names"),
+        (
+            lambda model: setattr(model, "head_weight", model.wte.weight),
+            "parameters with two names",
+        ),
         (lambda model: model.wte.weight.requires_grad_(False), "without requires_grad: wte"),
         (lambda model: setattr(model, "drop", nn.Dropout(0.1)), "has drop, whose"),
     ],
@@ -191,15 +215,25 @@ def test_data_without_the_three_methods_are_refused_by_name(example):
 
 def test_samples_of_another_length_are_refused(example):
     with pytest.raises(UserError, match=r"sample 0 .* of shape \(48,\); give 49 int64"):
-        train.run(example.settings(None, 2), Caller(datasets={"train": Mock(256, 10**6, example.SEQ - 1, 1)}))
+        train.run(
+            example.settings(None, 2),
+            Caller(datasets={"train": Mock(256, 10**6, example.SEQ - 1, 1)}),
+        )
 
 
 def test_a_network_without_h_is_compiled_as_one(example, monkeypatch):
     made = []
-    monkeypatch.setattr(torch, "compile", lambda f, **how: made.append(type(f.__self__).__name__) or f)
+    monkeypatch.setattr(
+        torch, "compile", lambda f, **how: made.append(type(f.__self__).__name__) or f
+    )
     settings = example.settings(None, 2)
     t = dataclasses.replace(settings.training, compile="on", eval_iters=0)
-    assert train.run(dataclasses.replace(settings, training=t), Caller(bigram(), None, parts(example)[2])) == 0
+    assert (
+        train.run(
+            dataclasses.replace(settings, training=t), Caller(bigram(), None, parts(example)[2])
+        )
+        == 0
+    )
     assert made == ["Bigram"]
 
 
@@ -209,15 +243,21 @@ def test_a_network_is_compiled_on_a_gpu(example):
     for made, compiled in ((None, False), (bigram(), True)):
         options = Spec(settings, Layout(), torch.device("cuda"), 257, 384, made).options
         assert options.compiled == compiled and options.fused != compiled
-    settings = dataclasses.replace(settings, training=dataclasses.replace(settings.training, fused_kernels="on"))
+    settings = dataclasses.replace(
+        settings, training=dataclasses.replace(settings.training, fused_kernels="on")
+    )
     with pytest.raises(UserError, match="--fused-kernels on is for the layers of our own models"):
         train.run(settings, Caller(bigram(), None, parts(example)[2]))
 
 
 def test_a_network_has_no_factors_of_mup(example):
     settings = example.settings(None, 2)
-    settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, mup_base_hidden_size=8))
-    with pytest.raises(UserError, match="--mup-base-hidden-size is for the layers of our own models"):
+    settings = dataclasses.replace(
+        settings, model=dataclasses.replace(settings.model, mup_base_hidden_size=8)
+    )
+    with pytest.raises(
+        UserError, match="--mup-base-hidden-size is for the layers of our own models"
+    ):
         train.run(settings, Caller(bigram(), None, parts(example)[2]))
 
 
@@ -262,7 +302,9 @@ def test_answer(example):
 
         def forward(self, tokens, where, last_only):
             following = {ord("="): ord("4"), ord("4"): ord("2"), ord("2"): 256}
-            return nn.functional.one_hot(torch.tensor([[following[int(tokens[0, -1])]]]), 257).float()
+            return nn.functional.one_hot(
+                torch.tensor([[following[int(tokens[0, -1])]]]), 257
+            ).float()
 
     assert example.answer(Knows(), "40+2=") == "42"
 
@@ -329,11 +371,15 @@ def test_first_weights_are_drawn_by_name(example, tmp_path):
 def test_our_own_block_as_argument_changes_nothing(example, tmp_path):
     """A run with our own block as an argument equals one without."""
     settings = example.settings(None, 4)
-    settings = dataclasses.replace(settings, data=dataclasses.replace(settings.data, mock_data=True))
+    settings = dataclasses.replace(
+        settings, data=dataclasses.replace(settings.data, mock_data=True)
+    )
     runs = []
     for given in ({}, {"model": lambda *sizes, options: GPT(*sizes, block=Block, options=options)}):
         folder = tmp_path / str(len(runs))
-        c = dataclasses.replace(settings, checkpoint=dataclasses.replace(settings.checkpoint, save=str(folder)))
+        c = dataclasses.replace(
+            settings, checkpoint=dataclasses.replace(settings.checkpoint, save=str(folder))
+        )
         c = dataclasses.replace(c, training=dataclasses.replace(c.training, eval_iters=0))
         assert train.run(c, Caller(**given)) == 0
         runs.append(read_losses(folder))
@@ -343,7 +389,9 @@ def test_our_own_block_as_argument_changes_nothing(example, tmp_path):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_a_loss_of_another_shape_is_refused(example, reduction):
     def loss(logits, batch):
-        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch.labels.flatten(), reduction=reduction)
+        return nn.functional.cross_entropy(
+            logits.flatten(0, 1).float(), batch.labels.flatten(), reduction=reduction
+        )
 
     with pytest.raises(UserError, match="one loss for each token"):
         train.run(example.settings(None, 2), Caller(None, loss, parts(example)[2]))
@@ -351,7 +399,9 @@ def test_a_loss_of_another_shape_is_refused(example, reduction):
 
 def test_a_loss_beside_our_z_loss_is_refused(example):
     settings = example.settings(None, 2)
-    settings = dataclasses.replace(settings, training=dataclasses.replace(settings.training, z_loss_coef=1e-4))
+    settings = dataclasses.replace(
+        settings, training=dataclasses.replace(settings.training, z_loss_coef=1e-4)
+    )
     with pytest.raises(UserError, match="z_loss_coef is a term of our own loss"):
         meshwright.train(settings, loss=example.z_loss, datasets=parts(example)[2])
 
@@ -363,7 +413,9 @@ def test_too_few_samples_are_refused(example):
 
 def test_muon_without_layers_is_refused(example):
     settings = example.settings(None, 2)
-    settings = dataclasses.replace(settings, optimizer=dataclasses.replace(settings.optimizer, optimizer="muon"))
+    settings = dataclasses.replace(
+        settings, optimizer=dataclasses.replace(settings.optimizer, optimizer="muon")
+    )
     with pytest.raises(UserError, match="but this model has none"):
         train.run(settings, Caller(bigram(), None, parts(example)[2]))
 
@@ -372,14 +424,21 @@ def test_muon_without_layers_is_refused(example):
 def test_a_rate_for_tables_that_the_model_lacks_is_refused(setting):
     names = {"h.0.weight", "head.weight"}
     require_rated_tables(Optimizer(), names)
-    require_rated_tables(Optimizer(embedding_lr=1e-3, head_lr=1e-3), {"wte.weight", "lm_head.weight"})
+    require_rated_tables(
+        Optimizer(embedding_lr=1e-3, head_lr=1e-3), {"wte.weight", "lm_head.weight"}
+    )
     with pytest.raises(UserError, match="which this model lacks; leave it out"):
         require_rated_tables(Optimizer(**{setting: 1e-3}), names)
 
 
 def test_custom_data_needs_no_files(tmp_path: Path) -> None:
     """Paths of token files in the settings are neither opened nor saved."""
-    argv = [f for f in TINY_FLAGS if f != "--mock-data"] + ["--data-path", "none", "--save", str(tmp_path)]
+    argv = [f for f in TINY_FLAGS if f != "--mock-data"] + [
+        "--data-path",
+        "none",
+        "--save",
+        str(tmp_path),
+    ]
     config = flags.parse_settings(TrainConfig, argv, "test").config
     data = {"train": Mock(64, 24, 16, 1), "valid": Mock(64, 24, 16, 2), "test": None}
     assert train.run(config, Caller(datasets=data)) == 0

@@ -20,7 +20,9 @@ from meshwright.training.health.stop import StopConditions
 pytestmark = pytest.mark.whole  # seconds, not moments
 
 CPU, GIB = torch.device("cpu"), 2**30
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="running out of a GPU's memory needs a GPU")
+gpu = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="running out of a GPU's memory needs a GPU"
+)
 FEW = ("--train-iters", "2", "--eval-iters", "0", "--global-batch-size", "12", "--micro-batch-size")
 
 
@@ -68,13 +70,20 @@ def test_follows_the_memory(run, memory):
         assert chosen(run(*one_step)) == smaller
     memory(2**60)
     got = run(*one_step)
-    assert chosen(got) == 12 and f"one sample takes {one / 2**20:,.1f} MiB, {2**30:,.1f} GiB are free" in got.out
+    assert (
+        chosen(got) == 12
+        and f"one sample takes {one / 2**20:,.1f} MiB, {2**30:,.1f} GiB are free" in got.out
+    )
 
 
-@pytest.mark.parametrize(("ramp", "want"), [(("4", "4", "12"), 4), (("6", "3", "12"), 3), (("2", "5", "12"), 1)])
+@pytest.mark.parametrize(
+    ("ramp", "want"), [(("4", "4", "12"), 4), (("6", "3", "12"), 3), (("2", "5", "12"), 1)]
+)
 def test_divides_every_size_of_a_ramp(run, memory, ramp, want):
     memory(2**60)
-    got = run(*FEW, "auto", "--train-iters", "none", "--train-samples", "48", "--rampup-batch-size", *ramp)
+    got = run(
+        *FEW, "auto", "--train-iters", "none", "--train-samples", "48", "--rampup-batch-size", *ramp
+    )
     sizes = got.column("batch")
     assert chosen(got) == want and len(set(sizes)) > 1 and all(n % want == 0 for n in sizes)
 
@@ -93,7 +102,10 @@ def test_attempts_leave_no_trace(run, memory, tmp_path, flags):
     byhand = run(*FEW, "4", *flags, "--save", str(tmp_path / "hand"))
     assert chosen(auto) == 4 and auto.losses == byhand.losses and len(auto.losses) == 2
     assert auto.column("grad_norm") == byhand.column("grad_norm")
-    files = [{p.name: p.read_bytes() for p in (tmp_path / n).rglob("*.safetensors")} for n in ("auto", "hand")]
+    files = [
+        {p.name: p.read_bytes() for p in (tmp_path / n).rglob("*.safetensors")}
+        for n in ("auto", "hand")
+    ]
     assert files[0] == files[1] and files[0]
 
 
@@ -107,7 +119,10 @@ def test_saved_and_kept_on_resume(run, memory, tmp_path):
     first = run(*flags, "--save", str(save))
     assert chosen(first) == 4
     settings = tomllib.loads((save.parent / "run1" / "config.toml").read_text())
-    assert settings["training"]["micro_batch_size"] == 4 and settings["training"]["global_batch_size"] == 12
+    assert (
+        settings["training"]["micro_batch_size"] == 4
+        and settings["training"]["global_batch_size"] == 12
+    )
 
     def again(*more):
         return run(*flags, "--load", str(save), "--train-iters", "4", *more)
@@ -116,7 +131,8 @@ def test_saved_and_kept_on_resume(run, memory, tmp_path):
     resumed = again()
     assert chosen(resumed) == 4 and resumed.column("iteration") == [3, 4]
     assert chosen(again("--finetune")) == 12  # another run
-    assert chosen(again("--global-batch-size", "18", "--override-opt_param-scheduler")) == 18  # 4 does not divide it
+    # 4 does not divide it
+    assert chosen(again("--global-batch-size", "18", "--override-opt_param-scheduler")) == 18
     memory(2.5 * one / fit.MEMORY_SHARE)
     assert chosen(again()) == 2
     whole = run(*FEW, "4", "--lr-decay-iters", "6", "--train-iters", "4")
@@ -176,7 +192,8 @@ def test_peak_bytes_counts_what_lives_and_each_storage_once():
         del b
         return c.transpose(0, 1) if n else None
 
-    assert [fit.peak_bytes(attempt, n) for n in (1, 10, 10)] == [80, 800, 800]  # a and b; b and c are 76
+    # a and b; b and c are 76
+    assert [fit.peak_bytes(attempt, n) for n in (1, 10, 10)] == [80, 800, 800]
 
     def twice(n):
         for _ in range(5):
@@ -196,7 +213,11 @@ def test_peak_bytes_knows_a_peak_of_the_backward_pass():
 
     def attempt(n, recomputed):
         x = torch.ones(n, 100, requires_grad=True)
-        y = torch.utils.checkpoint.checkpoint(layers, x, use_reentrant=False) if recomputed else layers(x)
+        y = (
+            torch.utils.checkpoint.checkpoint(layers, x, use_reentrant=False)
+            if recomputed
+            else layers(x)
+        )
         y.sum().backward()
 
     plain, recomputed = (fit.peak_bytes(lambda n, r=r: attempt(n, r), 50) for r in (False, True))
@@ -216,7 +237,9 @@ class Card:
             "mem_get_info": lambda d: (int((have - held) * GIB), int(have * GIB)),
             "memory_reserved": lambda d: held * GIB,
             "reset_peak_memory_stats": lambda d: setattr(self, "peak", 0),
-            "memory_stats_as_nested_dict": lambda d: {"allocated_bytes": {"all": {"peak": self.peak}}},
+            "memory_stats_as_nested_dict": lambda d: {
+                "allocated_bytes": {"all": {"peak": self.peak}}
+            },
             "empty_cache": lambda: setattr(self, "cleared", self.cleared + 1),
         }
         for name, function in cuda.items():
@@ -236,7 +259,14 @@ class Card:
 
 @pytest.mark.parametrize(
     ("have", "want"),
-    [(1000, 24), (34 / 0.92 + 0.01, 24), (34 / 0.92 - 0.01, 12), (18 / 0.92 - 0.01, 6), (13.1, 2), (12.5, 1)],
+    [
+        (1000, 24),
+        (34 / 0.92 + 0.01, 24),
+        (34 / 0.92 - 0.01, 12),
+        (18 / 0.92 - 0.01, 6),
+        (13.1, 2),
+        (12.5, 1),
+    ],
 )
 def test_the_largest_divisor_below_the_line(monkeypatch, have, want):
     """Two attempts give the line, 10 + n; the third is the choice. 92 % may be filled."""
@@ -314,7 +344,10 @@ def test_on_a_gpu():
     before = torch.cuda.memory_allocated(device)
     one, two = fit.try_size(attempt, 1, device), fit.try_size(attempt, 2, device)
     assert two - one == 1 << 26
-    assert fit.try_size(attempt, 1 << 20, device) is None and torch.cuda.memory_allocated(device) == before
+    assert (
+        fit.try_size(attempt, 1 << 20, device) is None
+        and torch.cuda.memory_allocated(device) == before
+    )
     size, _ = fit.find_largest(attempt, [1 << 20], device, None)
     have = sum(torch.cuda.mem_get_info(device)[:1]) + torch.cuda.memory_reserved(device)
     assert size << 26 <= fit.MEMORY_SHARE * have * 1.01 < size << 28
@@ -357,7 +390,9 @@ def test_kill_switch_file(clock, tmp_path):
 def test_signal(clock, tmp_path, monkeypatch, capfd, number, status):
     """A signal is noted and wins over other reasons; a second one exits; handlers are restored."""
     before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
-    end = StopConditions(Training(kill_switch_path=str(tmp_path), exit_duration_in_mins=1.0), 0.0, "run")
+    end = StopConditions(
+        Training(kill_switch_path=str(tmp_path), exit_duration_in_mins=1.0), 0.0, "run"
+    )
     saved = [1200, 600]
     monkeypatch.setattr("meshwright.checkpoint.steps.list_steps", lambda folder: saved)
     with end.handle_signals():
@@ -387,7 +422,12 @@ def test_a_warning(clock, monkeypatch, capfd, first):
     with end.handle_signals():
         for number in (first, first, signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2):
             signal.raise_signal(number)
-        assert end.signal is first and end.reason() == first.name and end.status == 128 + first and not left
+        assert (
+            end.signal is first
+            and end.reason() == first.name
+            and end.status == 128 + first
+            and not left
+        )
         assert capfd.readouterr().err == f"{first.name}: finishing this step and saving\n"
         signal.raise_signal(signal.SIGTERM)
     assert left == [143] and "stopped at once" in capfd.readouterr().err
@@ -403,7 +443,11 @@ def test_exit_signal():
     ):
         before = {name: signal.getsignal(signal.Signals[name]) for name in names}
         with StopConditions(given, 0.0).handle_signals():
-            changed = {n for n, handler in before.items() if signal.getsignal(signal.Signals[n]) is not handler}
+            changed = {
+                n
+                for n, handler in before.items()
+                if signal.getsignal(signal.Signals[n]) is not handler
+            }
         assert changed == {*caught}
         assert before == {name: signal.getsignal(signal.Signals[name]) for name in names}
 
@@ -431,6 +475,8 @@ def test_order_of_reasons(clock, tmp_path):
     for there, late in itertools.product((False, True), repeat=2):
         clock[0] = 1061.0 if late else 1001.0
         path = tmp_path if there else tmp_path / "none"
-        reason = StopConditions(Training(kill_switch_path=str(path), exit_duration_in_mins=1.0), 1000.0).reason()
+        reason = StopConditions(
+            Training(kill_switch_path=str(path), exit_duration_in_mins=1.0), 1000.0
+        ).reason()
         assert (reason or "").startswith("kill switch" if there else "1.02 minutes" if late else "")
         assert (reason is None) == (not there and not late)

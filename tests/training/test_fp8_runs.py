@@ -48,9 +48,7 @@ def counting(tmp_path_factory):
             writer.add(np.arange(60))
             writer.end_document()
     data = f"--no-mock-data --data-path {prefix} --split 100,0,0 --eval-iters 0 --train-iters 30 --lr 1e-2"
-    return (
-        f"{data} --tokenizer-type NullTokenizer --num-layers 3 --bf16 --hidden-dropout 0 --attention-dropout 0".split()
-    )
+    return f"{data} --tokenizer-type NullTokenizer --num-layers 3 --bf16 --hidden-dropout 0 --attention-dropout 0".split()
 
 
 @pytest.fixture(scope="module")
@@ -107,12 +105,21 @@ def test_each_flag_changes_the_losses(run, losses, more):
 
 def test_which_layers():
     def layers(**given):
-        return [i for i in range(6) if Precision(bf16=True, fp8_format="e4m3", **given).multiplies_fp8(i, 6)]
+        return [
+            i
+            for i in range(6)
+            if Precision(bf16=True, fp8_format="e4m3", **given).multiplies_fp8(i, 6)
+        ]
 
     assert layers() == [0, 1, 2, 3, 4, 5]
     assert layers(first_last_layers_bf16=True) == [1, 2, 3, 4]
     ends = dict(num_layers_at_start_in_bf16=2, num_layers_at_end_in_bf16=0)
-    assert layers(**ends) == [0, 1, 2, 3, 4, 5] and layers(first_last_layers_bf16=True, **ends) == [2, 3, 4, 5]
+    assert layers(**ends) == [0, 1, 2, 3, 4, 5] and layers(first_last_layers_bf16=True, **ends) == [
+        2,
+        3,
+        4,
+        5,
+    ]
 
 
 @pytest.mark.flag("fp8_recipe")
@@ -122,21 +129,39 @@ def test_which_layers():
         ("", "needs bfloat16 around it, and all else is float32; give --bf16"),
         ("--fp16", "needs bfloat16 around it, and --fp16 scales the loss for its own range"),
         ("--bf16 --fp8-recipe mxfp8", "--fp8-recipe"),
-        ("--bf16 --tensor-model-parallel-size 4", "the width of the heads 8 on each tensor rank is not a multiple of"),
+        (
+            "--bf16 --tensor-model-parallel-size 4",
+            "the width of the heads 8 on each tensor rank is not a multiple of",
+        ),
         ("--bf16 --zero-stage 3 --world-size 2", "ZeRO 3, which keeps no weights to be cast"),
-        ("--bf16 --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble", "--pipeline-schedule zero-bubble"),
+        (
+            "--bf16 --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
+            "--pipeline-schedule zero-bubble",
+        ),
         ("--bf16 --ffn-hidden-size 40", "--ffn-hidden-size 40 is not a multiple of 16"),
         ("--bf16 --first-last-layers-bf16", "leaves none of 2 layers"),
     ],
 )
 def test_refusals(argv, message):
     with pytest.raises(UserError) as caught:
-        flags.parse_settings(TrainConfig, [*TINY_FLAGS, "--fp8-format=e4m3", *argv.split()], "meshwright train")
+        flags.parse_settings(
+            TrainConfig, [*TINY_FLAGS, "--fp8-format=e4m3", *argv.split()], "meshwright train"
+        )
     assert message in str(caught.value)
 
 
 def train(folder, *more):
-    argv = [*TINY_FLAGS, *FP8, *HISTORY, "--train-iters=8", "--save", str(folder), "--load", str(folder), *more]
+    argv = [
+        *TINY_FLAGS,
+        *FP8,
+        *HISTORY,
+        "--train-iters=8",
+        "--save",
+        str(folder),
+        "--load",
+        str(folder),
+        *more,
+    ]
     assert main(["train", *argv]) == 0
 
 
@@ -174,14 +199,25 @@ def test_without_saved_scales_it_begins_anew(tmp_path, whole, monkeypatch):
 
 def test_a_checkpoint_is_that_of_bfloat16(tmp_path, whole):
     assert all(x.dtype is torch.float32 for x in saved(whole)[0].values())
-    argv = [*TINY_FLAGS, "--bf16", "--train-iters=9", "--load", str(whole), "--save", str(tmp_path / "run")]
+    argv = [
+        *TINY_FLAGS,
+        "--bf16",
+        "--train-iters=9",
+        "--load",
+        str(whole),
+        "--save",
+        str(tmp_path / "run"),
+    ]
     assert main(["train", *argv, "--override-opt_param-scheduler"]) == 0
 
 
-@pytest.mark.parametrize("more", ["--recompute-granularity=full --recompute-method=uniform", "--micro-batch-size=auto"])
+@pytest.mark.parametrize(
+    "more", ["--recompute-granularity=full --recompute-method=uniform", "--micro-batch-size=auto"]
+)
 def test_how_it_is_run_changes_nothing(run, losses, monkeypatch, more):
     monkeypatch.setattr(
-        "meshwright.training.before.memory.find_largest", lambda attempt, *rest: (attempt(4), 2)[1:] * 2
+        "meshwright.training.before.memory.find_largest",
+        lambda attempt, *rest: (attempt(4), 2)[1:] * 2,
     )
     assert run(*FP8, *more.split()).losses == losses
 
@@ -197,7 +233,8 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(x, marks=[pytest.mark.long] * (x not in ("zero1", "tp2sp"))) for x in LAYOUTS]
+    "layout",
+    [pytest.param(x, marks=[pytest.mark.long] * (x not in ("zero1", "tp2sp"))) for x in LAYOUTS],
 )
 def test_layouts_have_the_same_scales(tmp_path, whole, layout):
     """Two ranks of a sample each multiply as one with two; only the order of sums differs."""
@@ -206,14 +243,31 @@ def test_layouts_have_the_same_scales(tmp_path, whole, layout):
         "import sys\nfrom meshwright.base import device\nfrom meshwright.__main__ import main\n"
         "device.has_fp8 = lambda device: True\nsys.exit(main(['train', *sys.argv[1:]]))\n"
     )
-    environ = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    argv = [*TINY_FLAGS, *FP8, *HISTORY, "--train-iters=8", "--micro-batch-size=1", *LAYOUTS[layout].split()]
+    environ = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    argv = [
+        *TINY_FLAGS,
+        *FP8,
+        *HISTORY,
+        "--train-iters=8",
+        "--micro-batch-size=1",
+        *LAYOUTS[layout].split(),
+    ]
     argv += ["--save", str(tmp_path / "two")]
-    each = [environ | {"RANK": str(r), "LOCAL_RANK": str(r), "OMP_NUM_THREADS": "1"} for r in range(2)]
+    each = [
+        environ | {"RANK": str(r), "LOCAL_RANK": str(r), "OMP_NUM_THREADS": "1"} for r in range(2)
+    ]
     statuses, outputs = run_programs(script, [argv] * 2, each, tmp_path)
     assert statuses == [0, 0], outputs[0][-3000:]
     assert read_losses(tmp_path / "two") == pytest.approx(read_losses(whole), abs=2e-3)
-    one, two = (json.loads((step_folder(x, 8) / "state.json").read_text())["fp8"] for x in (whole, tmp_path / "two"))
+    one, two = (
+        json.loads((step_folder(x, 8) / "state.json").read_text())["fp8"]
+        for x in (whole, tmp_path / "two")
+    )
     assert two["recipe"] == one["recipe"] and two["scales"].keys() == one["scales"].keys()
     for name, row in one["scales"].items():
         assert two["scales"][name] == pytest.approx(row, rel=0.1), name

@@ -40,7 +40,13 @@ from meshwright.training.step import StepSettings
 
 CPU = torch.device("cpu")
 SAVED, BAD, BATCH = 2, 4, 4  # the run goes back from step 4 to the weights of step 2
-FLAGS = [*TINY_FLAGS, "--num-layers=1", "--micro-batch-size=4", "--train-iters=20", "--log-interval=100"]
+FLAGS = [
+    *TINY_FLAGS,
+    "--num-layers=1",
+    "--micro-batch-size=4",
+    "--train-iters=20",
+    "--log-interval=100",
+]
 FLAGS += [f"--save-interval={SAVED}", f"--eval-interval={BAD + SAVED}"]
 NEXT = 4.21  # about the loss of the first steps
 NONFINITE, SPIKE = "--on-nonfinite=rollback:2", "--on-spike=rollback:2 --spike-window=8"
@@ -61,8 +67,27 @@ OF_A_START = {
 LOGGED = (".metrics.run.", ".metrics.since_line", ".metrics.recent")  # what this start has logged
 WITHIN_A_STEP = (".state.net.",)  # what each step writes before it reads it
 
-ATOMS = (bool, int, float, str, bytes, type(None), Path, torch.dtype, torch.device, torch.Size, range, slice)
-FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type, functools.partial)
+ATOMS = (
+    bool,
+    int,
+    float,
+    str,
+    bytes,
+    type(None),
+    Path,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    range,
+    slice,
+)
+FUNCTIONS = (
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    type,
+    functools.partial,
+)
 Found = dict[str, Any]
 
 
@@ -111,7 +136,9 @@ def everything(trainer: Trainer) -> Found:
 def different(a: Found, b: Found, left_out: tuple[str, ...] = ()) -> list[str]:
     """Return the ways to what differs in the state of two runs."""
     paths = [
-        path for path in a.keys() | b.keys() if path not in OF_A_START and not path.startswith((*LOGGED, *left_out))
+        path
+        for path in a.keys() | b.keys()
+        if path not in OF_A_START and not path.startswith((*LOGGED, *left_out))
     ]
     return sorted(path for path in paths if a.get(path, "missing") != b.get(path, "missing"))
 
@@ -127,7 +154,9 @@ def start(folder: Path, words: list[str]) -> Trainer:
         open_feed(state, vocabulary.tokenizer, None),
         Metrics(None, config, sizes_of_run(state), timers, ALONE),
     )
-    return Trainer(state, feed, metrics, timers, StopConditions(config.training, time.perf_counter()))
+    return Trainer(
+        state, feed, metrics, timers, StopConditions(config.training, time.perf_counter())
+    )
 
 
 def train_to(trainer: Trainer, iteration: int) -> None:
@@ -154,7 +183,9 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, float], None]:
     return lambda iteration, by: bad.update({(iteration - 1) * BATCH: by})
 
 
-def go_back_and_load(folder: Path, words: list[str], spoil: Callable[[int, float], None], by: float) -> None:
+def go_back_and_load(
+    folder: Path, words: list[str], spoil: Callable[[int, float], None], by: float
+) -> None:
     with silence():
         live = start(folder / "live", words)
         live.state.losses.extend([NEXT + 0.01 * (-1) ** n for n in range(8)])  # the window is full
@@ -187,7 +218,9 @@ def overwrite(trainer: Trainer, number: int) -> None:
     for _, _, x in store.named_state().values():
         x.copy_(torch.rand(x.shape, generator=generator))
     counters: list[tuple[Any, str]] = [(p, field.name) for field in fields(p)]
-    counters += [(state.scaler, name) for name in vars(state.scaler) if name not in ("p", "dynamic")]
+    counters += [
+        (state.scaler, name) for name in vars(state.scaler) if name not in ("p", "dynamic")
+    ]
     counters += [(store, "steps"), (trainer.guard, "since")]
     for n, (owner, name) in enumerate(counters):
         setattr(owner, name, 10 * number + n)
@@ -208,7 +241,9 @@ def test_a_run_that_went_back_is_the_one_that_was_loaded(tmp_path: Path) -> None
         shutil.copytree(tmp_path / "live", tmp_path / "loaded")
         overwrite(live, 2)
         settings = StepSettings(0, 1.0, 0.0, 1.0, "global", False)
-        live.guard.roll_back(Submitted(30, 120, 116, 4, settings, 0.0, (), None, list), "a spike", "--on-spike", 99)
+        live.guard.roll_back(
+            Submitted(30, 120, 116, 4, settings, 0.0, (), None, list), "a spike", "--on-spike", 99
+        )
         loaded = start(tmp_path / "loaded", words)
     loaded.progress.iteration, loaded.progress.consumed_train_samples = 30, 120
     loaded.progress.nonfinite_in_a_row, loaded.progress.rollbacks = 0, 25
@@ -220,17 +255,33 @@ def test_a_run_that_went_back_is_the_one_that_was_loaded(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("words", "by"),
     [
-        (f"--fp16 --initial-loss-scale=256 --loss-scale-window=3 --ema=0.9 --optimizer=muon {SPIKE}", 50.0),
+        (
+            f"--fp16 --initial-loss-scale=256 --loss-scale-window=3 --ema=0.9 --optimizer=muon {SPIKE}",
+            50.0,
+        ),
         (f"--ema=0.9 {NONFINITE} --on-spike=warn --spike-window=8", math.nan),
         (f"{FP8} --ema=0.9 {NONFINITE}", math.nan),
-        (f"--bf16 --optimizer-state-dtype=float8 --cautious-weight-decay --cpu-optimizer {NONFINITE}", math.nan),
+        (
+            f"--bf16 --optimizer-state-dtype=float8 --cautious-weight-decay --cpu-optimizer {NONFINITE}",
+            math.nan,
+        ),
         (f"--bf16 --zero-stage=3 --optimizer=lion --ema=0.9 {SPIKE}", 50.0),
-        (f"--params-dtype=float64 --optimizer=sgd --swiglu --skip-train-iteration-range=3-3 {SPIKE}", 50.0),
-        (f"--fp16 --ema=0.5 --hidden-dropout=0.3 --loss-scale=4 {NONFINITE} --async-save", math.nan),
+        (
+            f"--params-dtype=float64 --optimizer=sgd --swiglu --skip-train-iteration-range=3-3 {SPIKE}",
+            50.0,
+        ),
+        (
+            f"--fp16 --ema=0.5 --hidden-dropout=0.3 --loss-scale=4 {NONFINITE} --async-save",
+            math.nan,
+        ),
     ],
 )
 def test_trained_on_it_stays_so(
-    tmp_path: Path, spoil: Callable[[int, float], None], monkeypatch: pytest.MonkeyPatch, words: str, by: float
+    tmp_path: Path,
+    spoil: Callable[[int, float], None],
+    monkeypatch: pytest.MonkeyPatch,
+    words: str,
+    by: float,
 ) -> None:
     monkeypatch.setattr(devices, "has_fp8", lambda device: True)
     go_back_and_load(tmp_path, words.split(), spoil, by)

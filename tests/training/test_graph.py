@@ -17,10 +17,23 @@ from meshwright.training import graphs as graph
 from meshwright.training.step import Network, StepSettings, train_step
 from stores import CPU, VOCAB, is_equal, make, snapshot
 
-MASKS = ["--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask", "--tokenizer-type", "ByteTokenizer"]
+MASKS = [
+    "--eod-mask-loss",
+    "--reset-position-ids",
+    "--reset-attention-mask",
+    "--tokenizer-type",
+    "ByteTokenizer",
+]
 MASKS += ["--vocab-size", "none"]  # the tokenizer's
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
-LEVERS = ["--embedding-lr", 3e-3, "--vector-lr", 1e-4, "--cautious-weight-decay", "--zero-init-projections"]
+LEVERS = [
+    "--embedding-lr",
+    3e-3,
+    "--vector-lr",
+    1e-4,
+    "--cautious-weight-decay",
+    "--zero-init-projections",
+]
 LEVERS += ["--weight-decay", 0.3, "--weight-decay-incr-style", "rate"]
 
 
@@ -33,12 +46,15 @@ def recorded(monkeypatch):
 
 def both(run, *flags):
     """Run without and with graphs; check that the numbers are equal; return the second run."""
-    plain, graphed = (run(*flags, "--cuda-graphs", how, "--eval-iters", "1") for how in ("off", "auto"))
+    plain, graphed = (
+        run(*flags, "--cuda-graphs", how, "--eval-iters", "1") for how in ("off", "auto")
+    )
     assert plain.status == graphed.status == 0
     for name in ("loss", "grad_norm", "lr", "skipped", "loss_scale"):
         assert plain.column(name) == graphed.column(name), name
     validations = [
-        [(r["loss"], r.get("ema_loss")) for r in read_rows(x.folder, "validation")] for x in (plain, graphed)
+        [(r["loss"], r.get("ema_loss")) for r in read_rows(x.folder, "validation")]
+        for x in (plain, graphed)
     ]
     assert validations[0] == validations[1] != []
     return graphed
@@ -71,10 +87,28 @@ def test_a_step_is_up_to_three_pieces(run, recorded, accumulated):
         ["--lr-warmup-iters", 3, "--weight-decay-incr-style", "linear", "--start-weight-decay", 0.1]
         + ["--end-weight-decay", 0.5],
         ["--log-params-norm", "--log-num-zeros-in-grad", "--recompute-granularity", "full"],
-        ["--bf16", "--fp8-format", "hybrid", "--fp8-amax-history-len", 2, "--fp8-amax-compute-algo", "max"]
+        [
+            "--bf16",
+            "--fp8-format",
+            "hybrid",
+            "--fp8-amax-history-len",
+            2,
+            "--fp8-amax-compute-algo",
+            "max",
+        ]
         + ["--ema", 0.9],
     ],
-    ids=["fp16", "muon", "lion", "levers", "levers of muon", "masks", "schedule", "statistics", "fp8"],
+    ids=[
+        "fp16",
+        "muon",
+        "lion",
+        "levers",
+        "levers of muon",
+        "masks",
+        "schedule",
+        "statistics",
+        "fp8",
+    ],
 )
 def test_every_kind_of_run_computes_the_same(run, recorded, monkeypatch, flags):
     monkeypatch.setattr(network.devices, "has_fp8", lambda device: True)
@@ -98,7 +132,9 @@ def test_a_further_term_of_the_loss(run, recorded, monkeypatch):
         return compute_both, (*names, "half_loss")
 
     monkeypatch.setattr(network, "make_loss", make_two_terms)
-    got = both(run, "--train-iters", 6, "--micro-batch-size", 2, "--global-batch-size", 4, "--clip-grad", 0)
+    got = both(
+        run, "--train-iters", 6, "--micro-batch-size", 2, "--global-batch-size", 4, "--clip-grad", 0
+    )
     assert got.column("half_loss") == pytest.approx([loss / 2 for loss in got.losses])
     assert got.losses[0] == pytest.approx(alone.losses[0])
     assert got.column("grad_norm")[0] == pytest.approx(1.5 * alone.column("grad_norm")[0], rel=1e-5)
@@ -108,7 +144,18 @@ def test_a_further_term_of_the_loss(run, recorded, monkeypatch):
 
 
 def test_a_growing_batch_warms_up_each_kind_of_step(run, recorded):
-    flags = ["--train-iters", "none", "--train-samples", 48, "--micro-batch-size", 2, "--rampup-batch-size", 2, 2, 24]
+    flags = [
+        "--train-iters",
+        "none",
+        "--train-samples",
+        48,
+        "--micro-batch-size",
+        2,
+        "--rampup-batch-size",
+        2,
+        2,
+        24,
+    ]
     done = both(run, *flags, "--global-batch-size", 6)
     sizes = done.column("batch")
     calls = kinds(Recorder.made[0].calls)
@@ -120,7 +167,10 @@ def test_a_growing_batch_warms_up_each_kind_of_step(run, recorded):
 @pytest.mark.parametrize(
     ("prepared", "reason"),
     [
-        ({"fails": 1}, "the capture failed: RuntimeError: operation not permitted when stream is capturing"),
+        (
+            {"fails": 1},
+            "the capture failed: RuntimeError: operation not permitted when stream is capturing",
+        ),
         ({"room": False}, "a step takes so much memory that none would be left for a validation"),
     ],
 )
@@ -128,9 +178,16 @@ def test_without_a_capture_the_steps_run_as_usual(run, recorded, prepared, reaso
     """The failed capture leaves no state behind, and there is no second attempt."""
     recorded.update(prepared)
     done = both(run, "--train-iters", 6, "--micro-batch-size", 2, "--global-batch-size", 4)
-    assert done.out.count("CUDA graphs: off, because") == 1 and f"CUDA graphs: off, because {reason}\n" in done.out
+    assert (
+        done.out.count("CUDA graphs: off, because") == 1
+        and f"CUDA graphs: off, because {reason}\n" in done.out
+    )
     (recorder,) = Recorder.made
-    assert kinds(recorder.calls) == ["prepare", *["capture"] * (2 * ("fails" in prepared)), "discard"]
+    assert kinds(recorder.calls) == [
+        "prepare",
+        *["capture"] * (2 * ("fails" in prepared)),
+        "discard",
+    ]
     assert all(p.grad is None for p in recorder.store_parameters())
 
 
@@ -162,18 +219,28 @@ def test_steps_of_another_shape_between_replays():
 
 
 def reason(*flags, kind="cuda", custom=False):
-    config = parse_settings(TrainConfig, list(map(str, [*TINY_FLAGS, *flags])), "meshwright train", check=False).config
+    config = parse_settings(
+        TrainConfig, list(map(str, [*TINY_FLAGS, *flags])), "meshwright train", check=False
+    ).config
     return graph_rule.reason_against(config, kind, custom)
 
 
 def test_reasons_against_graphs():
     still = ["--attention-dropout", 0]
     assert reason() is None and reason("--bf16", *still, "--recompute-granularity", "full") is None
-    assert "recomputed" in reason("--attention-dropout", 0.1, "--recompute-granularity", "selective")
-    assert "off" in reason("--cuda-graphs", "off") and "NVIDIA" in reason(kind="cpu") and "NVIDIA" in reason(kind="xpu")
+    assert "recomputed" in reason(
+        "--attention-dropout", 0.1, "--recompute-granularity", "selective"
+    )
+    assert (
+        "off" in reason("--cuda-graphs", "off")
+        and "NVIDIA" in reason(kind="cpu")
+        and "NVIDIA" in reason(kind="xpu")
+    )
     double = "--params-dtype", "float64"
     assert "in float64" in reason(*double) and reason(*double, "--optimizer", "lion") is None
-    assert "SGD" in reason("--optimizer", "sgd") and "timing-log-level" in reason("--timing-log-level", 1)
+    assert "SGD" in reason("--optimizer", "sgd") and "timing-log-level" in reason(
+        "--timing-log-level", 1
+    )
     assert "optimizer" in reason("--cpu-optimizer")
     assert "inputs" in reason(*still, "--recompute-granularity", "full", "--checkpoint-in-cpu")
     assert reason(custom=True) and reason("--cuda-graphs", "on", custom=True) is None
@@ -181,7 +248,10 @@ def test_reasons_against_graphs():
 
 
 def test_graphs_that_are_asked_for_and_impossible(run):
-    assert "CUDA graphs: off, because the device is not an NVIDIA GPU" in run("--cuda-graphs", "on").out
+    assert (
+        "CUDA graphs: off, because the device is not an NVIDIA GPU"
+        in run("--cuda-graphs", "on").out
+    )
     assert "CUDA graphs" not in run().out
 
 
@@ -217,7 +287,9 @@ def on_gpu(folder, *flags):
     ids=lambda flags: " ".join(map(str, flags)),
 )
 def test_on_and_off_are_equal_on_a_gpu(tmp_path, capsys, flags):
-    size = [] if "--micro-batch-size" in flags else ["--micro-batch-size", 1, "--global-batch-size", 1]
+    size = (
+        [] if "--micro-batch-size" in flags else ["--micro-batch-size", 1, "--global-batch-size", 1]
+    )
     plain = on_gpu(tmp_path / "off", *size, *flags, "--cuda-graphs", "off")
     capsys.readouterr()
     graphed = on_gpu(tmp_path / "on", *size, *flags, "--cuda-graphs", "on")
@@ -243,7 +315,9 @@ def test_resume_in_the_middle_on_a_gpu(tmp_path):
 @gpu
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("flags", [[], ["--fp8-format", "hybrid"], ["--optimizer", "muon"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "flags", [[], ["--fp8-format", "hybrid"], ["--optimizer", "muon"]], ids=" ".join
+)
 def test_a_rollback_on_a_gpu(tmp_path, monkeypatch, flags):
     """A replayed step meets a NaN; the run goes back and on as one without graphs does."""
     real = loop.Trainer.train
@@ -259,9 +333,21 @@ def test_a_rollback_on_a_gpu(tmp_path, monkeypatch, flags):
         return real(trainer, *arguments)
 
     monkeypatch.setattr(loop.Trainer, "train", spoilt)
-    more = ["--bf16", "--micro-batch-size", 1, "--global-batch-size", 2, "--save-interval", 4, *flags]
+    more = [
+        "--bf16",
+        "--micro-batch-size",
+        1,
+        "--global-batch-size",
+        2,
+        "--save-interval",
+        4,
+        *flags,
+    ]
     more += ["--on-nonfinite", "rollback:1"]
-    on, off = (on_gpu(tmp_path / x, *more, "--save", tmp_path / x, "--cuda-graphs", x) for x in ("on", "off"))
+    on, off = (
+        on_gpu(tmp_path / x, *more, "--save", tmp_path / x, "--cuda-graphs", x)
+        for x in ("on", "off")
+    )
     [row] = read_rows(tmp_path / "on", "rollback")
     assert (row["iteration"], row["to"]) == (11, 8) and on == off and len(on) > 17
 

@@ -16,7 +16,16 @@ from on_ranks import run_programs
 
 pytestmark = pytest.mark.whole  # seconds, not moments
 
-BASE = ("--eval-iters", "0", "--train-iters", "9", "--lr-decay-style", "constant", "--lr-decay-iters", "9")
+BASE = (
+    "--eval-iters",
+    "0",
+    "--train-iters",
+    "9",
+    "--lr-decay-style",
+    "constant",
+    "--lr-decay-iters",
+    "9",
+)
 
 
 @pytest.fixture
@@ -50,14 +59,24 @@ def test_rollback(run, spoiling, tmp_path, flags):
     assert got.status == 0 and got.column("iteration") == list(range(1, 10))
     assert got.column("skipped") == [i == 6 for i in range(1, 10)]
     [row] = read_rows(got.folder, "rollback")
-    assert (row["iteration"], row["to"], row["from_sample"], row["to_sample"], row["rollbacks"]) == (6, 4, 16, 24, 1)
     assert (
-        "rolled back to step 4, passing over iterations 5 to 6 and their samples 16 to 24: rollback 1 of 1" in got.out
+        row["iteration"],
+        row["to"],
+        row["from_sample"],
+        row["to_sample"],
+        row["rollbacks"],
+    ) == (6, 4, 16, 24, 1)
+    assert (
+        "rolled back to step 4, passing over iterations 5 to 6 and their samples 16 to 24: rollback 1 of 1"
+        in got.out
     )
     assert [s.iteration for s in read_history(got.folder).steps] == [1, 2, 3, 4, 7, 8, 9]
     state = open_step(save, 9).state
     assert state["skips"] == [[16, "rolled back, passed over to 24"]] and state["rollbacks"] == 0
-    assert state["schedule_samples"] == 28 == 4 * state["optimizer_steps"] and state["consumed_train_samples"] == 36
+    assert (
+        state["schedule_samples"] == 28 == 4 * state["optimizer_steps"]
+        and state["consumed_train_samples"] == 36
+    )
     # The same as a run that was never there: it passes over iterations 5 and 6.
     spoiling()
     want = run(*BASE, *flags, "--skip-train-iteration-range", "5-6")
@@ -73,11 +92,21 @@ def test_rollback(run, spoiling, tmp_path, flags):
 def test_rollbacks_are_counted_until_there_is_a_further_checkpoint(run, spoiling, tmp_path):
     spoiling(12, 16, 20)  # iterations 4, 5, 6: each goes back to the weights of step 3
     got = run(*BASE, "--on-nonfinite", "rollback:2", *saving(tmp_path / "a", 3))
-    assert got.status == 70 and got.column("to", "rollback") == [3, 4] and got.column("iteration")[-1] == 6
-    assert "gone back 2 times without saving a checkpoint of further steps (--on-nonfinite rollback:2)" in got.err
-    resumed = run(*BASE, "--on-nonfinite", "rollback:2", "--load", tmp_path / "a")  # the count is kept
+    assert (
+        got.status == 70
+        and got.column("to", "rollback") == [3, 4]
+        and got.column("iteration")[-1] == 6
+    )
+    assert (
+        "gone back 2 times without saving a checkpoint of further steps (--on-nonfinite rollback:2)"
+        in got.err
+    )
+    # the count is kept
+    resumed = run(*BASE, "--on-nonfinite", "rollback:2", "--load", tmp_path / "a")
     assert resumed.status == 2 and "give --save" in resumed.err
-    resumed = run(*BASE, "--on-nonfinite", "rollback:2", "--load", tmp_path / "a", *saving(tmp_path / "a", 3))
+    resumed = run(
+        *BASE, "--on-nonfinite", "rollback:2", "--load", tmp_path / "a", *saving(tmp_path / "a", 3)
+    )
     assert resumed.status == 70 and resumed.column("iteration") == [6]
     spoiling(12, 20)  # after iteration 5 a further step is saved at 6 ... but that one is bad again
     got = run(*BASE, "--on-nonfinite", "rollback:1", *saving(tmp_path / "b", 1))
@@ -88,7 +117,10 @@ def test_rollbacks_are_counted_until_there_is_a_further_checkpoint(run, spoiling
 def test_rollback_without_a_checkpoint(run, spoiling, tmp_path):
     spoiling(4)
     got = run(*BASE, "--on-nonfinite", "rollback:3", *saving(tmp_path / "a", 5))
-    assert got.status == 70 and "holds no checkpoint yet (--save-interval is 5; --save-at-start" in got.err
+    assert (
+        got.status == 70
+        and "holds no checkpoint yet (--save-interval is 5; --save-at-start" in got.err
+    )
     got = run(*BASE, "--on-nonfinite", "rollback:3", "--save-at-start", *saving(tmp_path / "b", 5))
     assert got.status == 0 and got.column("to", "rollback") == [0]
 
@@ -123,22 +155,31 @@ def test_a_spike(run, spoiling, tmp_path, flags):
     flags = (*SPIKE, *flags)
     got, off = run(*flags), run(*flags, "--on-spike", "off")
     assert got.losses == off.losses and got.out.count("WARNING") == 1 and "WARNING" not in off.out
-    assert "WARNING: iteration 11 (samples up to 44): the loss 12." in got.out and "median of the 8 before" in got.out
+    assert (
+        "WARNING: iteration 11 (samples up to 44): the loss 12." in got.out
+        and "median of the 8 before" in got.out
+    )
     [row] = read_rows(got.folder, "spike")
     assert row["iteration"] == 11 and (row["loss"] - row["median"]) / row["deviation"] > 10
     stopped = run(*flags, "--on-spike", "stop", *saving(tmp_path / "a"))
     assert (
-        stopped.status == 70 and stopped.losses == got.losses[:11] and "(--on-spike stop); the checkpoi" in stopped.err
+        stopped.status == 70
+        and stopped.losses == got.losses[:11]
+        and "(--on-spike stop); the checkpoi" in stopped.err
     )
     assert max(steps.list_steps(tmp_path / "a")) == 10
     back = run(*flags, "--on-spike", "rollback:2", *saving(tmp_path / "b", 4))
     assert back.status == 0 and back.column("to", "rollback") == [8, 11]  # to one set of weights
-    assert back.column("from_sample", "rollback") == [32, 44] and back.column("to_sample", "rollback") == [44, 48]
+    assert back.column("from_sample", "rollback") == [32, 44] and back.column(
+        "to_sample", "rollback"
+    ) == [44, 48]
     assert len(open_step(tmp_path / "b", 14).state["losses"]) == 8
     spoiling()
     for n in (12, 14):
         (steps.step_folder(tmp_path / "b", n) / "index.json").unlink()
-    resumed = run(*flags, "--on-spike", "rollback:2", "--load", tmp_path / "b", "--save", tmp_path / "b")
+    resumed = run(
+        *flags, "--on-spike", "rollback:2", "--load", tmp_path / "b", "--save", tmp_path / "b"
+    )
     assert resumed.column("iteration") == [12, 13, 14]
 
 
@@ -152,9 +193,13 @@ def test_what_is_a_spike(run, spoiling):
     spoiling(40, by=1.05)
     assert run(*SPIKE, "--spike-factor", "0.1").out.count("the loss") > 0
     assert run(*SPIKE, "--spike-factor", "1000").out.count("the loss") == 0
-    assert run(*SPIKE, "--spike-window", "14", "--spike-factor", "0.001").out.count("the loss") == 0  # too few
+    # too few
+    assert run(*SPIKE, "--spike-window", "14", "--spike-factor", "0.001").out.count("the loss") == 0
     refused = run(*SPIKE, "--spike-window", "4", "--on-spike", "skip:1")
-    assert "--spike-window 4 is not in 8 to 10000" in refused.err and "neither off, warn, stop nor roll" in refused.err
+    assert (
+        "--spike-window 4 is not in 8 to 10000" in refused.err
+        and "neither off, warn, stop nor roll" in refused.err
+    )
 
 
 def test_the_first_line_of_a_recovery(run, tmp_path, monkeypatch):
@@ -170,29 +215,57 @@ def test_the_first_line_of_a_recovery(run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(loop.Trainer, "step", die)
     assert run(*saved).status == 130
-    rows = [line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"end"' not in line]
-    (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")  # killed, so nothing says how it ended
+    rows = [
+        line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"end"' not in line
+    ]
+    # killed, so nothing says how it ended
+    (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")
     flip_bit(next(steps.step_folder(save, 6).glob("*.safetensors")), 4000)
     (save / "iter_0000008.tmp").mkdir()
     monkeypatch.setattr(loop.Trainer, "step", real)
     got = run(*saved, "--load", save)
     [line] = [line for line in got.out.splitlines() if line.startswith(" > found steps")]
     start, damage, left, verified, end = line.split("; ")
-    assert start == f" > found steps 6, 4, 2 in {save}" and left == "iter_0000008.tmp was never finished"
-    assert damage.startswith("6: skipped, damaged (") and "rank_00000.safetensors: bytes 0 to" in damage
+    assert (
+        start == f" > found steps 6, 4, 2 in {save}"
+        and left == "iter_0000008.tmp was never finished"
+    )
+    assert (
+        damage.startswith("6: skipped, damaged (")
+        and "rank_00000.safetensors: bytes 0 to" in damage
+    )
     assert verified.startswith("4: verified (4 files, 0.4 MB, ") and verified.endswith(" s)")
-    assert end == "resuming at step 4, redoing 3 steps since: the attempt before was killed after step 7"
-    again = run(*saved, "--load", save, "--train-iters", "10", "--override-opt_param-scheduler", "--verify", "full")
+    assert (
+        end
+        == "resuming at step 4, redoing 3 steps since: the attempt before was killed after step 7"
+    )
+    again = run(
+        *saved,
+        "--load",
+        save,
+        "--train-iters",
+        "10",
+        "--override-opt_param-scheduler",
+        "--verify",
+        "full",
+    )
     assert "; 9: verified in full (" in again.out and "; resuming at step 9\n" in again.out
 
 
 @pytest.mark.long
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("layout", ["--zero-stage=1", "--zero-stage=3", "--pipeline-model-parallel-size=2"])
+@pytest.mark.parametrize(
+    "layout", ["--zero-stage=1", "--zero-stage=3", "--pipeline-model-parallel-size=2"]
+)
 def test_rollback_on_ranks(run, tmp_path, layout):
     """Only the samples of one rank are bad; all go back, and on as one process would."""
     script = Path(__file__).with_name("spoilt_run.py")
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     environ = [shared | {"RANK": str(r), "LOCAL_RANK": str(r), "SPOILT": "22"} for r in range(2)]
     exact = ("--params-dtype=float64", "--attention-dropout=0")
     flags = (*TINY_FLAGS, *BASE, *exact, layout, "--on-nonfinite=rollback:1", *saving("a"))

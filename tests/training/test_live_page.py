@@ -30,7 +30,9 @@ def test_a_process_draws_it(started):
     assert page.next >= page.begun + page.EVERY
     page.next = 0.0
     page.update()  # the time of the next one follows from what this one took
-    assert page.process is None and page.next == pytest.approx(page.begun + max(30.0, 50 * used), abs=1)
+    assert page.process is None and page.next == pytest.approx(
+        page.begun + max(30.0, 50 * used), abs=1
+    )
 
 
 @pytest.mark.pictures
@@ -57,7 +59,9 @@ def test_a_run_keeps_its_page_up_to_date(tmp_path, capsys, monkeypatch):
     assert TinyRun(tmp_path / "b", capsys, "--skip-train").status == 0 and drawn == []
 
 
-@pytest.mark.parametrize("error, status", [(OSError(28, "disk full"), 1), (KeyboardInterrupt(), 130)])
+@pytest.mark.parametrize(
+    "error, status", [(OSError(28, "disk full"), 1), (KeyboardInterrupt(), 130)]
+)
 def test_a_failure_is_recorded(tmp_path, capsys, monkeypatch, error, status):
     from meshwright.training.loop import Trainer
 

@@ -66,7 +66,8 @@ def test_kill_switch(run, after, tmp_path):
     assert got.status == 0 and got.column("iteration") == [1, 2] and steps_in(save) == [2]
     assert f"exiting program at iteration 2: kill switch {switch}" in got.out
     assert got.column("reason", "end") == [f"kill switch {switch}"]
-    again = run("--kill-switch-file", switch, "--save", save, "--load", save)  # still there: nothing is trained
+    # still there: nothing is trained
+    again = run("--kill-switch-file", switch, "--save", save, "--load", save)
     assert again.status == 0 and again.column("iteration") == [] and steps_in(save) == [2]
 
 
@@ -76,8 +77,15 @@ def test_exit_duration_in_mins(run, after, tmp_path, monkeypatch):
     monkeypatch.setattr("time.perf_counter", lambda: real() + clock[0])
     after(3, lambda: clock.__setitem__(0, 61.0))
     got = run("--exit-duration-in-mins", "1", "--save", tmp_path / "save")
-    assert got.status == 0 and got.column("iteration") == [1, 2, 3] and steps_in(tmp_path / "save") == [3]
-    assert re.search(r"exiting program at iteration 3: 1\.\d+ minutes, more than --exit-duration-in-mins 1\n", got.out)
+    assert (
+        got.status == 0
+        and got.column("iteration") == [1, 2, 3]
+        and steps_in(tmp_path / "save") == [3]
+    )
+    assert re.search(
+        r"exiting program at iteration 3: 1\.\d+ minutes, more than --exit-duration-in-mins 1\n",
+        got.out,
+    )
 
 
 def test_exit_interval_does_not_leave_where_it_began(run, tmp_path):
@@ -88,7 +96,9 @@ def test_exit_interval_does_not_leave_where_it_began(run, tmp_path):
 
 def test_a_signal_before_the_first_step_trains_nothing(run, monkeypatch, tmp_path):
     real = loop.Trainer.train
-    monkeypatch.setattr(loop.Trainer, "train", lambda *a: signal.raise_signal(signal.SIGTERM) or real(*a))
+    monkeypatch.setattr(
+        loop.Trainer, "train", lambda *a: signal.raise_signal(signal.SIGTERM) or real(*a)
+    )
     got = run("--save", tmp_path / "save")
     assert got.status == 143 and got.column("iteration") == [] and steps_in(tmp_path / "save") == []
 
@@ -111,15 +121,32 @@ def test_evaluation_only(run, tmp_path, flag):
 @pytest.mark.flag("skip_train_iteration_range")
 def test_skipped_iterations_use_up_their_samples(run, tmp_path, monkeypatch):
     """Iterations 3 and 4 are skipped; 5 sees its own samples; the schedule is two steps behind."""
-    flags = ("--lr", "1e-2", "--lr-decay-style", "constant", "--hidden-dropout", "0", "--attention-dropout", "0")
+    flags = (
+        "--lr",
+        "1e-2",
+        "--lr-decay-style",
+        "constant",
+        "--hidden-dropout",
+        "0",
+        "--attention-dropout",
+        "0",
+    )
     got = run(*flags, "--skip-train-iteration-range", "3-4", "--save", tmp_path / "s")
-    assert got.column("iteration") == [1, 2, 5, 6] and got.column("consumed_samples") == [4, 8, 20, 24]
+    assert got.column("iteration") == [1, 2, 5, 6] and got.column("consumed_samples") == [
+        4,
+        8,
+        20,
+        24,
+    ]
     assert "Skipped iterations 3 to 4 due to --skip-train-iteration-range flag." in got.out
     state = open_step(tmp_path / "s", 6).state
     assert state["schedule_samples"] == 16 and state["optimizer_steps"] == 4
     assert state["skips"] == [[8, "passed over to 16"]]
     whole = run(*flags)
-    assert got.column("loss")[:2] == whole.column("loss")[:2] and got.column("loss")[2] != whole.column("loss")[4]
+    assert (
+        got.column("loss")[:2] == whole.column("loss")[:2]
+        and got.column("loss")[2] != whole.column("loss")[4]
+    )
     samples, real = [], loop.train_step
 
     def noting(net, batches, *rest):
@@ -133,7 +160,11 @@ def test_skipped_iterations_use_up_their_samples(run, tmp_path, monkeypatch):
 
 def test_skipping_the_rest_of_the_run(run):
     got = run("--skip-train-iteration-range", "4-100")
-    assert got.status == 0 and got.column("iteration") == [1, 2, 3] and got.column("iteration", "skip") == [6]
+    assert (
+        got.status == 0
+        and got.column("iteration") == [1, 2, 3]
+        and got.column("iteration", "skip") == [6]
+    )
 
 
 # Lengths and batches
@@ -154,16 +185,32 @@ def test_rampup_batch_size(run):
     """2, then 3, then 4 samples, each for half of 8 consumed ones."""
     flags = ("--train-iters", "none", "--train-samples", "20", "--micro-batch-size", "1")
     got = run(*flags, "--rampup-batch-size", "2", "1", "8")
-    assert got.column("batch") == [2, 2, 3, 3, 4, 4] and got.column("consumed_samples") == [2, 4, 7, 10, 14, 18]
-    assert "will use batch size rampup starting from global batch size 2 to global batch size 4" in got.out
-    assert [int(b) for b in re.findall(r"global batch size: +(\d+) \|", got.out)] == got.column("batch")
+    assert got.column("batch") == [2, 2, 3, 3, 4, 4] and got.column("consumed_samples") == [
+        2,
+        4,
+        7,
+        10,
+        14,
+        18,
+    ]
+    assert (
+        "will use batch size rampup starting from global batch size 2 to global batch size 4"
+        in got.out
+    )
+    assert [int(b) for b in re.findall(r"global batch size: +(\d+) \|", got.out)] == got.column(
+        "batch"
+    )
 
 
 @pytest.mark.flag("num_accumulation_steps")
 def test_accumulation_steps(run):
     base = run()
-    assert run("--global-batch-size", "none", "--num-accumulation-steps", "2").column("loss") == base.column("loss")
-    assert run("--micro-batch-size", "none", "--num-accumulation-steps", "2").column("loss") == base.column("loss")
+    assert run("--global-batch-size", "none", "--num-accumulation-steps", "2").column(
+        "loss"
+    ) == base.column("loss")
+    assert run("--micro-batch-size", "none", "--num-accumulation-steps", "2").column(
+        "loss"
+    ) == base.column("loss")
 
 
 # Checkpoints
@@ -203,7 +250,18 @@ def test_keep_best(run, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "evaluate", lambda *a: next(made_up))
     save = tmp_path / "save"
     skip = ("--on-nonfinite", "skip:1")
-    got = run("--save", save, "--save-interval", 3, "--eval-interval", 1, "--keep-best", "--keep-last", 1, *skip)
+    got = run(
+        "--save",
+        save,
+        "--save-interval",
+        3,
+        "--eval-interval",
+        1,
+        "--keep-best",
+        "--keep-last",
+        1,
+        *skip,
+    )
     assert got.status == 0 and steps_in(save) == [2, 6]
     assert (save / steps.BEST).read_text() == "2"
     state = open_step(save, 6).state
@@ -220,7 +278,11 @@ def test_steps_that_a_killed_run_did_not_remove_go_before_the_next_save(run, tmp
     real = loop.train_step
     monkeypatch.setattr(loop, "train_step", lambda *a: kept.append(steps_in(save)) or real(*a))
     flags = ("--keep-last", 2, "--train-iters", 7, "--override-opt_param-scheduler")
-    assert run("--save", save, "--load", save, *flags).status == 0 and kept == [[4, 6]] and steps_in(save) == [6, 7]
+    assert (
+        run("--save", save, "--load", save, *flags).status == 0
+        and kept == [[4, 6]]
+        and steps_in(save) == [6, 7]
+    )
     assert not (save / steps.BEST).exists()
 
 
@@ -235,10 +297,16 @@ def test_a_damaged_step_is_neither_counted_nor_removed(run, tmp_path):
 def test_finetune_takes_the_weights_alone(run, tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
     run("--save", a)
-    got = run("--finetune", "--load", a, "--save", b, "--lr", "1e-3", "--train-iters", 1)  # with another schedule
-    assert got.status == 0 and got.column("iteration") == [1] and got.column("consumed_samples") == [4]
-    last = run("--load", a, "--save", tmp_path / "c", "--train-iters", 7, "--override-opt_param-scheduler")
-    assert got.column("loss") != last.column("loss") and got.column("loss")[0] < 4.2  # other samples, trained weights
+    # with another schedule
+    got = run("--finetune", "--load", a, "--save", b, "--lr", "1e-3", "--train-iters", 1)
+    assert (
+        got.status == 0 and got.column("iteration") == [1] and got.column("consumed_samples") == [4]
+    )
+    last = run(
+        "--load", a, "--save", tmp_path / "c", "--train-iters", 7, "--override-opt_param-scheduler"
+    )
+    # other samples, trained weights
+    assert got.column("loss") != last.column("loss") and got.column("loss")[0] < 4.2
     refused = run("--finetune", "--load", a, "--save", a)
     assert refused.status == 73 and "--finetune starts a new run" in refused.err
 
@@ -254,7 +322,12 @@ def test_a_start_that_may_be_a_new_run_is_refused(run, tmp_path):
 
     assert start(first, "--save", a).status == 0
     longer = ("--train-iters", 9, "--lr", 1)
-    for data, more in ((first, ()), (first, ("--train-iters", 2)), (other, longer), (other, longer[2:])):
+    for data, more in (
+        (first, ()),
+        (first, ("--train-iters", 2)),
+        (other, longer),
+        (other, longer[2:]),
+    ):
         for again in ([], ["--dry-run"]):
             refused = start(data, "--load", a, "--save", b, *more, *again)
             assert refused.status == 2 and "to begin anew, add --finetune" in refused.err
@@ -262,7 +335,9 @@ def test_a_start_that_may_be_a_new_run_is_refused(run, tmp_path):
             assert ("add --blend-change-at now" in refused.err) == (data == other)
     refused = start(first, "--load", a, "--save", a, "--train-iters", 2)
     assert refused.status == 2 and "raise --train-iters" in refused.err
-    blend = start(1, first, 1, other, "--load", a, "--save", b, "--train-iters", 8, "--lr-decay-iters", 6)
+    blend = start(
+        1, first, 1, other, "--load", a, "--save", b, "--train-iters", 8, "--lr-decay-iters", 6
+    )
     assert blend.status == 2 and "is new" in blend.err and "--finetune" in blend.err
     tuned = start(other, "--load", a, "--save", b, "--train-iters", 2, "--lr", "1e-3", "--finetune")
     assert tuned.status == 0 and tuned.column("iteration") == [1, 2]
@@ -273,14 +348,27 @@ def test_a_run_that_stops_within_a_stage_goes_on_in_it(run, tmp_path):
     first, other, a, b = (tmp_path / name for name in ("first", "other", "a", "b"))
     write_counting(first, [60])
     write_counting(other, [58], first=1)
-    files = ("--no-mock-data", "--split=1", "--eval-iters=0", "--train-iters", 6, "--data-path", 1, first, 0, other)
+    files = (
+        "--no-mock-data",
+        "--split=1",
+        "--eval-iters=0",
+        "--train-iters",
+        6,
+        "--data-path",
+        1,
+        first,
+        0,
+        other,
+    )
     # From samples 10 and 19 on, both within a batch of 4.
     stages = (*files, "--blend-stages", f"10: 1 {first} 3 {other}", f"80%: {other}")
     whole = run(*stages, "--save", a)
     assert whole.status == 0 and " > blend from sample 10 on: 0.25 " in whole.out
     parts = []
     for stop in (3, 5, 7):
-        again = ("--no-mock-data", "--config", parts[0].folder / "config.toml") if stop == 5 else stages
+        again = (
+            ("--no-mock-data", "--config", parts[0].folder / "config.toml") if stop == 5 else stages
+        )
         parts.append(run(*again, "--save", b, "--load", b, "--exit-interval", stop))
     assert [part.column("iteration") for part in parts] == [[1, 2, 3], [4, 5], [6]]
     assert [loss for part in parts for loss in part.column("loss")] == whole.column("loss")
@@ -297,7 +385,10 @@ def test_no_load_optim(run, tmp_path):
     assert got.status == 0 and got.column("iteration") == [7, 8]
     assert open_step(tmp_path / "b", 8).state["optimizer_steps"] == 2
     whole = run("--load", save, *flags)
-    assert got.column("loss")[0] == whole.column("loss")[0] and got.column("loss")[1] != whole.column("loss")[1]
+    assert (
+        got.column("loss")[0] == whole.column("loss")[0]
+        and got.column("loss")[1] != whole.column("loss")[1]
+    )
 
 
 @pytest.mark.flag("no_save_optim")
@@ -308,7 +399,9 @@ def test_no_save_optim(run, tmp_path):
     assert names and not [n for n in names if "/" in n]
     refused = run("--load", save, "--override-opt_param-scheduler")
     assert refused.status == 65 and "--no-load-optim or --finetune" in refused.err
-    assert run("--load", save, "--no-load-optim", "--override-opt_param-scheduler").column("iteration") == [4, 5, 6]
+    assert run("--load", save, "--no-load-optim", "--override-opt_param-scheduler").column(
+        "iteration"
+    ) == [4, 5, 6]
 
 
 def test_another_optimizer_is_refused(run, tmp_path):
@@ -317,21 +410,51 @@ def test_another_optimizer_is_refused(run, tmp_path):
         run("--save", tmp_path / rule, "--train-iters", 3, "--optimizer", rule)
     for saved, chosen in itertools.permutations(rules, 2):
         more = ["--dry-run"] * (saved != "sgd")  # a dry run says the same
-        refused = run("--load", tmp_path / saved, "--optimizer", chosen, "--override-opt_param-scheduler", *more)
+        refused = run(
+            "--load",
+            tmp_path / saved,
+            "--optimizer",
+            chosen,
+            "--override-opt_param-scheduler",
+            *more,
+        )
         assert refused.status == 65 and "another --optimizer" in refused.err, (saved, chosen)
 
 
 @pytest.mark.flag("use_checkpoint_args")
 def test_use_checkpoint_args(run, tmp_path, capsys):
     save = tmp_path / "a"
-    run("--save", save, "--train-iters", 3, "--swiglu", "--position-embedding-type", "rope", "--num-query-groups", 2)
+    run(
+        "--save",
+        save,
+        "--train-iters",
+        3,
+        "--swiglu",
+        "--position-embedding-type",
+        "rope",
+        "--num-query-groups",
+        2,
+    )
     rest = "--micro-batch-size=2 --global-batch-size=4 --lr=1e-2 --train-iters=4 --mock-data --eval-iters=0".split()
-    rest += ["--device=cpu", "--use-checkpoint-args", "--override-opt_param-scheduler", "--load", str(save)]
+    rest += [
+        "--device=cpu",
+        "--use-checkpoint-args",
+        "--override-opt_param-scheduler",
+        "--load",
+        str(save),
+    ]
     assert main(["train", *rest, "--run-dir", str(tmp_path / "b")]) == 0
     text = (tmp_path / "b" / "config.toml").read_text()
-    assert "swiglu = true" in text and "num_query_groups = 2" in text and 'position_embedding_type = "rope"' in text
+    assert (
+        "swiglu = true" in text
+        and "num_query_groups = 2" in text
+        and 'position_embedding_type = "rope"' in text
+    )
     capsys.readouterr()
-    assert main(["train", *rest, "--dry-run"]) == 0 and "continue from step 3" in capsys.readouterr().out
+    assert (
+        main(["train", *rest, "--dry-run"]) == 0
+        and "continue from step 3" in capsys.readouterr().out
+    )
     assert main(["train", *rest, "--num-layers", "3"]) == 65
     assert "--num-layers 3, the checkpoint has 2" in capsys.readouterr().err
     assert main(["train", *rest[:-1], str(tmp_path / "none")]) == 65
@@ -346,7 +469,9 @@ def test_num_zeros_and_params_norm(run):
     zeros, norms = got.column("num_zeros"), got.column("params_norm")
     assert len(zeros) == 6 and all(z == int(z) and z >= 0 for z in zeros) and len(set(norms)) == 6
     assert [f"{z:.1f}" for z in zeros] == re.findall(r"num zeros: ([\d.]+) \| params norm", got.out)
-    assert [f"{n:.3f}" for n in norms] == re.findall(r"params norm: ([\d.]+) \| number of skipped", got.out)
+    assert [f"{n:.3f}" for n in norms] == re.findall(
+        r"params norm: ([\d.]+) \| number of skipped", got.out
+    )
     assert "num_zeros" not in read_rows(run().folder)[0]
 
 
@@ -381,15 +506,32 @@ def test_timers(run, level, option, names, form):
 def test_tensorboard(run, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    flags = [f"--log-{x}-to-tensorboard" for x in ("batch-size", "world-size", "validation-ppl", "timers", "memory")]
+    flags = [
+        f"--log-{x}-to-tensorboard"
+        for x in ("batch-size", "world-size", "validation-ppl", "timers", "memory")
+    ]
     flags += "--no-log-loss-scale-to-tensorboard --timing-log-level=1 --tensorboard-log-interval=2".split()
-    got = run("--tensorboard", "--tensorboard-dir", tmp_path / "tb", *flags, "--tensorboard-queue-size=3")
+    got = run(
+        "--tensorboard", "--tensorboard-dir", tmp_path / "tb", *flags, "--tensorboard-queue-size=3"
+    )
     found = EventAccumulator(str(tmp_path / "tb")).Reload()
-    names = {"lm loss", "lm loss validation", "lm loss validation ppl", "lm loss test", "lm loss test ppl"}
+    names = {
+        "lm loss",
+        "lm loss validation",
+        "lm loss validation ppl",
+        "lm loss test",
+        "lm loss test ppl",
+    }
     names |= set("grad-norm learning-rate batch-size world-size".split())
-    assert set(found.Tags()["scalars"]) == names | {"iteration-time", "forward-backward-time", "optimizer-time"}
+    assert set(found.Tags()["scalars"]) == names | {
+        "iteration-time",
+        "forward-backward-time",
+        "optimizer-time",
+    }
     points = {e.step: e.value for e in found.Scalars("lm loss")}
-    assert points == pytest.approx({i: x for i, x in enumerate(got.column("loss"), 1) if i % 2 == 0})
+    assert points == pytest.approx(
+        {i: x for i, x in enumerate(got.column("loss"), 1) if i % 2 == 0}
+    )
     run("--tensorboard")  # without a folder of its own: beside the run
     assert list((tmp_path / "run1" / "tensorboard").glob("events*"))
 
@@ -412,8 +554,14 @@ def test_deepspeeds_lines(run, tmp_path):
     """Every --steps-per-print steps, with the speed of the steps since the line before."""
     small = ("--num-layers", 1, "--eval-iters", 0, "--train-iters", 7, "--log-interval", 100)
     out = run(*small, "--steps-per-print", 3).out
-    found = re.findall(r"^steps: (\d+) loss: (\d\.\d{4}) iter time \(s\): (\d+\.\d{3}) samples/sec: (\S+)$", out, re.M)
-    rows = [json.loads(line) for line in (tmp_path / "run0" / "metrics.jsonl").read_text().splitlines()]
+    found = re.findall(
+        r"^steps: (\d+) loss: (\d\.\d{4}) iter time \(s\): (\d+\.\d{3}) samples/sec: (\S+)$",
+        out,
+        re.M,
+    )
+    rows = [
+        json.loads(line) for line in (tmp_path / "run0" / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [row for row in rows if row["event"] == "step"]
     assert [int(number) for number, *_ in found] == [3, 6]
     for number, loss, seconds, speed in found:
@@ -421,7 +569,8 @@ def test_deepspeeds_lines(run, tmp_path):
         spent = sum(row["ms"] for row in last) / 1e3
         assert float(loss) == pytest.approx(last[-1]["loss"], abs=1e-4)
         assert float(seconds) == pytest.approx(spent / 3, abs=1e-3)
-        assert float(speed) == pytest.approx(sum(row["batch"] for row in last) / spent, rel=1e-3)  # of rounded times
+        # of rounded times
+        assert float(speed) == pytest.approx(sum(row["batch"] for row in last) / spent, rel=1e-3)
     assert "samples/sec" not in run(*small).out
 
 
@@ -434,7 +583,9 @@ def test_nvidia_smi(run, tmp_path, monkeypatch, capsys):
     assert got.column("ms")[2] < 500  # it counts in no step's time
     lines = got.out.splitlines()
     at = lines.index("2026/11/22 15:00:00.123, NVIDIA H200, 1234 MiB")
-    assert lines[at - 1].startswith("timestamp, name") and lines[at - 2].startswith(" iteration        2/")
+    assert lines[at - 1].startswith("timestamp, name") and lines[at - 2].startswith(
+        " iteration        2/"
+    )
     assert lines[at] in (tmp_path / "run0" / "log.txt").read_text().splitlines()
     monkeypatch.setenv("PATH", str(tmp_path))
     got = run(*small, "--nvidia-smi-at", 1, 2, 9)
@@ -446,7 +597,13 @@ def test_nvidia_smi_of_other_machines(tmp_path, monkeypatch, capsys):
     """A machine's first rank prints; a failure, and one that hangs, are reported in one line."""
     mine = object.__new__(metrics.Metrics)
     mine.is_lead, mine.gpus_are_hidden, mine.config = False, False, schema.TrainConfig()
-    place = {"RANK": "4", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "10.10.0.8", "MASTER_PORT": "6000"}
+    place = {
+        "RANK": "4",
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "10.10.0.8",
+        "MASTER_PORT": "6000",
+    }
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     fake_smi(tmp_path / "bin", monkeypatch, SMI)
@@ -456,7 +613,10 @@ def test_nvidia_smi_of_other_machines(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("1234 MiB\n") == 1
     monkeypatch.setattr(device, "SMI_SECONDS", 0.2)
     for script, why in (
-        ("echo 'Driver/library version mismatch'; exit 18", "with status 18: Driver/library version mismatch"),
+        (
+            "echo 'Driver/library version mismatch'; exit 18",
+            "with status 18: Driver/library version mismatch",
+        ),
         ("sleep 30", "no answer in 0.2 s"),
     ):
         mine.gpus_are_hidden = False
@@ -484,7 +644,11 @@ def test_keep_last_after_falling_back(run, tmp_path):
     got = run("--save", save, "--load", save, "--keep-last", 2, "--exit-interval", 5)
     assert got.status == 0 and "skipping iter_0000006" in got.out and steps_in(save) == [4, 5, 6]
     got = run("--save", save, "--load", save, "--keep-last", 1)
-    assert got.column("iteration") == [6] and steps_in(save) == [6] and (save / "iter_0000006.damaged").is_dir()
+    assert (
+        got.column("iteration") == [6]
+        and steps_in(save) == [6]
+        and (save / "iter_0000006.damaged").is_dir()
+    )
 
 
 def config_of(folder):
@@ -504,7 +668,17 @@ def test_the_saved_settings_continue_the_run(tmp_path, capsys):
     for _ in range(2):
         assert main(["train", "--config", str(a / "config.toml"), "--exit-interval", "none"]) == 0
     assert steps_in(a) == [2, 4, 6] and len(list(a.glob("replaced-*"))) == 1
-    tuned = ["--finetune", "--load", str(a), "--save", str(b), "--exit-interval", "3", "--local-rank", "0"]
+    tuned = [
+        "--finetune",
+        "--load",
+        str(a),
+        "--save",
+        str(b),
+        "--exit-interval",
+        "3",
+        "--local-rank",
+        "0",
+    ]
     assert main([*train, *tuned]) == 0
     capsys.readouterr()
     assert "local_rank" not in config_of(b)["parallel"]
@@ -516,13 +690,26 @@ def test_an_overridden_schedule_is_for_one_start(run, tmp_path):
     """The next start that changes the rate is asked about it again."""
     a = tmp_path / "a"
     assert run("--save", a, "--run-dir", a, "--exit-interval", 2).status == 0
-    assert run("--load", a, "--save", a, "--run-dir", a, "--lr=2e-2", "--override-lr-scheduler").status == 0
-    again = ["train", "--config", str(a / "config.toml"), "--train-iters=7", "--lr-decay-iters=6", "--dry-run"]
+    assert (
+        run("--load", a, "--save", a, "--run-dir", a, "--lr=2e-2", "--override-lr-scheduler").status
+        == 0
+    )
+    again = [
+        "train",
+        "--config",
+        str(a / "config.toml"),
+        "--train-iters=7",
+        "--lr-decay-iters=6",
+        "--dry-run",
+    ]
     assert main(again) == 0
     assert main([*again, "--lr=0.5"]) == 2
     written = {name: value for group in config_of(a).values() for name, value in group.items()}
     for name in schema.flags_with(schema.TrainConfig, "once", True):
-        assert written[name] in (False, "refuse", "plain") and f"`{spelling(name)}`" in CHECKPOINTS.read_text()
+        assert (
+            written[name] in (False, "refuse", "plain")
+            and f"`{spelling(name)}`" in CHECKPOINTS.read_text()
+        )
 
 
 @pytest.mark.fault("F4")
@@ -564,7 +751,20 @@ def test_evaluating_an_older_step_undoes_nothing(run, tmp_path, capsys):
     rows = report.read_history(c)
     assert [s.iteration for s in rows.steps] == [1, 2, 3, 4, 5, 6]
     assert len(rows.attempts) == 1 and rows.attempts[0].end["attempt"] == 1
-    main(["train", *TINY_FLAGS, "--save", str(c), "--load", str(c), "--train-iters", "7", "--lr-decay-iters", "6"])
+    main(
+        [
+            "train",
+            *TINY_FLAGS,
+            "--save",
+            str(c),
+            "--load",
+            str(c),
+            "--train-iters",
+            "7",
+            "--lr-decay-iters",
+            "6",
+        ]
+    )
     assert [a.number for a in report.read_history(c).attempts] == [1, 3]
 
 
@@ -587,7 +787,12 @@ def test_keep_best_turned_on_later(run, tmp_path, monkeypatch):
 def test_skipped_ranges_leave_no_threads(run, after):
     """Each range starts a new reader; the thread of the one before must have ended."""
     alive = []
-    after(3, lambda: alive.extend(t.name for t in threading.enumerate() if t.name.startswith("read-ahead")))
+    after(
+        3,
+        lambda: alive.extend(
+            t.name for t in threading.enumerate() if t.name.startswith("read-ahead")
+        ),
+    )
     ranges = [f"{n}-{n}" for n in (2, 4)]
     got = run("--num-workers", 2, "--skip-train-iteration-range", *ranges, "--eval-iters", 0)
     assert got.column("iteration") == [1, 3, 5, 6] and len(alive) == 1
@@ -595,12 +800,17 @@ def test_skipped_ranges_leave_no_threads(run, after):
 
 def test_the_last_line_of_another_batch_size(run, tmp_path):
     """Half of the samples were read in batches of 2, so the total is 6 + 3 steps, not 6."""
-    save, samples = tmp_path / "save", ("--train-iters", "none", "--train-samples", 24, "--log-interval", 100)
+    save, samples = (
+        tmp_path / "save",
+        ("--train-iters", "none", "--train-samples", 24, "--log-interval", 100),
+    )
     first = run(*samples, "--global-batch-size", 2, "--save", save, "--exit-interval", 6)
     assert first.column("consumed_samples")[-1] == 12
     got = run(*samples, "--load", save, "--save", save)
     assert got.column("iteration") == [7, 8, 9]
-    assert re.findall(r"^ iteration +(\d+)/ +(\d+) \|.* ETA: (\S+)", got.out, re.M) == [("9", "9", "0:00:00")]
+    assert re.findall(r"^ iteration +(\d+)/ +(\d+) \|.* ETA: (\S+)", got.out, re.M) == [
+        ("9", "9", "0:00:00")
+    ]
 
 
 def test_a_longer_context_begins_from_the_same_weights(run, tmp_path):
@@ -609,11 +819,17 @@ def test_a_longer_context_begins_from_the_same_weights(run, tmp_path):
     run("--save", a, *rope)
     more = ("--rotary-base", 500000, "--norm-epsilon", 1e-6)
     got = run("--finetune", "--load", a, "--save", tmp_path / "b", *rope, *more)
-    assert got.status == 0 and "note: rotary_base is 500000.0, the checkpoint was trained with 10000.0" in got.out
+    assert (
+        got.status == 0
+        and "note: rotary_base is 500000.0, the checkpoint was trained with 10000.0" in got.out
+    )
     assert "note: layernorm_epsilon is 1e-06" in got.out
     yarn = ("--rope-scaling", "yarn", "--original-max-position-embeddings", 16)
     got = run("--finetune", "--load", a, "--save", tmp_path / "c", *rope, *yarn)
-    assert got.status == 0 and "note: rope_scaling is yarn, the checkpoint was trained with none" in got.out
+    assert (
+        got.status == 0
+        and "note: rope_scaling is yarn, the checkpoint was trained with none" in got.out
+    )
     for flags in (("--rotary-base", 500000), yarn):
         refused = run("--load", a, *rope, *flags)
         assert refused.status == 65 and " ".join(map(str, flags[:2])) in refused.err
@@ -629,7 +845,10 @@ def test_the_refusal_names_a_step(run, tmp_path):
     assert refused.status == 73 and "already holds iter_0000006: add --load" in refused.err
     assert run("--load", tmp_path / "a", "--finetune", "--save", tmp_path / "b").status == 0
     refused = run("--load", tmp_path / "a", "--finetune", "--save", tmp_path / "b")
-    assert refused.status == 73 and f"give --load {tmp_path / 'b'} and no --finetune to continue it" in refused.err
+    assert (
+        refused.status == 73
+        and f"give --load {tmp_path / 'b'} and no --finetune to continue it" in refused.err
+    )
 
 
 def token_files(tmp_path):
@@ -646,9 +865,14 @@ def test_more_epochs_are_another_order(run, tmp_path):
     more = (*data, "--save", save, "--load", save, "--lr-decay-iters", 6)
     run(*more)
     assert open_step(save, 6).state["epochs"] == [[1, False]]
-    assert "epoch" not in "".join(line for line in run(*more, "--train-iters", 7).out.splitlines() if "note:" in line)
+    assert "epoch" not in "".join(
+        line for line in run(*more, "--train-iters", 7).out.splitlines() if "note:" in line
+    )
     got = run(*more, "--train-iters", 8)
-    now, before = "now 2 epochs, the last one shuffled separately", "at the checkpoint it was 1 epoch:"
+    now, before = (
+        "now 2 epochs, the last one shuffled separately",
+        "at the checkpoint it was 1 epoch:",
+    )
     assert f"note: the training set is {now}; {before}" in got.out
     assert open_step(save, 8).state["epochs"] == [[2, True]]
 
@@ -662,7 +886,9 @@ def test_mock_data_asks_for_no_files(run, tmp_path):
 def test_a_folder_whose_name_is_not_utf8(tmp_path, monkeypatch):
     """With a standard output that is strict UTF-8, as in most terminals."""
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="strict"))
+    monkeypatch.setattr(
+        sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="strict")
+    )
     assert main(["train", *TINY_FLAGS, "--save", folder, "--load", folder, "--tensorboard"]) == 0
     assert "caf\\udce9" in sys.stdout.buffer.getvalue().decode()
     assert "caf\udce9" in report.read_settings(Path(folder))["checkpoint"]["save"]
@@ -679,7 +905,11 @@ def test_a_better_validation_at_the_end_is_no_other_checkpoint(run, tmp_path, mo
     monkeypatch.setattr(loop, "evaluate", lambda *a: next(made_up))
     save = tmp_path / "save"
     got = run("--save", save, "--save-interval", every)
-    assert got.status == 0 and steps_in(save)[-1] == 6 and got.column("reason", "end") == ["all iterations done"]
+    assert (
+        got.status == 0
+        and steps_in(save)[-1] == 6
+        and got.column("reason", "end") == ["all iterations done"]
+    )
     assert open_step(save, 6).state["best_loss"] == 4.0  # of the loop's validations
 
 
@@ -704,7 +934,9 @@ def test_a_missing_checkpoint_is_refused_where_one_is_needed(run, tmp_path, flag
 
 def test_evaluation_compares_no_schedule(run, tmp_path):
     run("--save", tmp_path / "a")
-    got = run("--load", tmp_path / "a", "--skip-train", "--lr", "none", "--lr-decay-style", "cosine")
+    got = run(
+        "--load", tmp_path / "a", "--skip-train", "--lr", "none", "--lr-decay-style", "cosine"
+    )
     assert got.status == 0 and len(got.column("loss", "validation")) == 2
 
 
@@ -719,14 +951,22 @@ def test_all_tokens_masked(run, monkeypatch):
 
     monkeypatch.setattr(loader.Batch, "__post_init__", masked)
     got = run()
-    assert got.status == 65 and "every token is masked in the global batch that starts at sample 0;" in got.err
+    assert (
+        got.status == 65
+        and "every token is masked in the global batch that starts at sample 0;" in got.err
+    )
 
 
 def test_the_vocabulary_comes_from_what_is_loaded(run, tmp_path):
     """A run into another folder uses the loaded run's tokenizer/ without a flag."""
     train_bpe(["the quick brown fox"] * 9, 270, tmp_path / "v")
     data = (*token_files(tmp_path), "--vocab-size", "none")
-    files = ("--vocab-file", tmp_path / "v" / "vocab.json", "--merge-file", tmp_path / "v" / "merges.txt")
+    files = (
+        "--vocab-file",
+        tmp_path / "v" / "vocab.json",
+        "--merge-file",
+        tmp_path / "v" / "merges.txt",
+    )
     assert run(*data, *files, "--save", tmp_path / "a", "--run-dir", tmp_path / "a").status == 0
     got = run(*data, "--load", tmp_path / "a", "--finetune", "--save", tmp_path / "b")
     assert got.status == 0 and (tmp_path / "a" / "tokenizer").is_dir()
@@ -739,7 +979,9 @@ def test_a_step_of_minutes_is_announced(monkeypatch, capsys):
     monkeypatch.setattr(DeviceProfile, "flops", lambda *_: 6e10)
     forecast = PlanForecast()
     assert forecast.describe_long_step(3e12) is None
-    assert "a step is 7 TFLOP, about 2 minutes on these 2 CPU cores" in forecast.describe_long_step(7.2e12)
+    assert "a step is 7 TFLOP, about 2 minutes on these 2 CPU cores" in forecast.describe_long_step(
+        7.2e12
+    )
     monkeypatch.setattr(DeviceProfile, "flops", lambda *_: 1.0)
     assert main(["train", *TINY_FLAGS, "--train-iters", "1"]) == 0
     printed = capsys.readouterr()
@@ -751,20 +993,41 @@ def test_a_step_of_minutes_is_announced(monkeypatch, capsys):
 
 def test_the_log_of_a_device_that_computes_by_itself(run, monkeypatch, tmp_path):
     """The same lines and rows in the same order, whatever comes between the steps."""
-    flags = ["--eval-interval", 2, "--save-interval", 3, "--exit-interval", 7, "--log-interval", 1, "--train-iters", 9]
+    flags = [
+        "--eval-interval",
+        2,
+        "--save-interval",
+        3,
+        "--exit-interval",
+        7,
+        "--log-interval",
+        1,
+        "--train-iters",
+        9,
+    ]
     flags += ["--skip-train-iteration-range", "5-5"]
 
     def record(folder):
         got = run(*flags, "--save", tmp_path / folder)
-        events = [json.loads(line) for line in (got.folder / "metrics.jsonl").read_text().splitlines()]
-        kept = [(e["event"], e["iteration"], e.get("loss"), e.get("consumed_samples")) for e in events]
+        events = [
+            json.loads(line) for line in (got.folder / "metrics.jsonl").read_text().splitlines()
+        ]
+        kept = [
+            (e["event"], e["iteration"], e.get("loss"), e.get("consumed_samples")) for e in events
+        ]
         heads = [re.split(r"\d|/", line.strip())[0] for line in got.out.splitlines()]
-        return kept, [head for head in heads if head.startswith(("iteration", "validation", "saving", "Skipped"))]
+        return kept, [
+            head
+            for head in heads
+            if head.startswith(("iteration", "validation", "saving", "Skipped"))
+        ]
 
     at_once = record("a")
     written = []
     real = inflight.InFlight.write_log
-    monkeypatch.setattr(inflight.InFlight, "write_log", lambda t: (written.append(t.unwritten is None), real(t)))
+    monkeypatch.setattr(
+        inflight.InFlight, "write_log", lambda t: (written.append(t.unwritten is None), real(t))
+    )
     monkeypatch.setattr(device, "is_asynchronous", lambda d: True)
     assert record("b") == at_once
     assert [event for event, *_ in at_once[0]].count("step") == 6 and written.count(False) == 6
@@ -781,7 +1044,9 @@ class SlowDevice:
         monkeypatch.setattr(device, "is_asynchronous", lambda d: True)
         monkeypatch.setattr(loop, "train_step", functools.partial(self.submit, loop.train_step))
         monkeypatch.setattr(loop, "evaluate", self.validate)
-        monkeypatch.setattr(device, "start_read", lambda x: functools.partial(self.wait, self.free_at, real(x)))
+        monkeypatch.setattr(
+            device, "start_read", lambda x: functools.partial(self.wait, self.free_at, real(x))
+        )
         monkeypatch.setattr(device, "mark", lambda d: max(self.host, self.free_at))
         monkeypatch.setattr("time.perf_counter", lambda: self.host)
 
@@ -802,7 +1067,18 @@ class SlowDevice:
 def test_the_time_of_each_step_is_that_between_ends_on_the_device(run, monkeypatch):
     """Also of the last step, and of those before and after a validation and a save."""
     SlowDevice(monkeypatch)
-    flags = ("--train-iters", 7, "--eval-interval", 3, "--eval-iters", 1, "--save-interval", 5, "--log-interval", 1)
+    flags = (
+        "--train-iters",
+        7,
+        "--eval-interval",
+        3,
+        "--eval-iters",
+        1,
+        "--save-interval",
+        5,
+        "--log-interval",
+        1,
+    )
     got = run(*flags)
     assert got.status == 0 and got.column("ms") == [2000.0] * 7
     assert re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", got.out) == ["2000.0"] * 7
@@ -820,7 +1096,9 @@ def test_a_step_that_is_not_finite_when_the_next_has_begun(run, monkeypatch, tmp
 
     monkeypatch.setattr(loop, "train_step", third_is_bad)
     monkeypatch.setattr(device, "is_asynchronous", lambda d: ahead)
-    got = run("--save", tmp_path / "save", "--save-interval", 2, "--train-iters", 6, "--eval-interval", 9)
+    got = run(
+        "--save", tmp_path / "save", "--save-interval", 2, "--train-iters", 6, "--eval-interval", 9
+    )
     assert got.status == 70 and len(taken) == 3 + ahead and steps_in(tmp_path / "save") == [2]
     assert got.column("iteration") == [1, 2, 3] and got.column("iteration", "end") == [3]
     assert "iteration 3 (samples up to 12): the loss is nan" in got.err
@@ -844,7 +1122,26 @@ def test_a_data_error_after_a_submitted_step_logs_the_step(run, monkeypatch):
 @pytest.mark.flag("step_batch_size_schedule")
 def test_step_batch_size_schedule(run):
     """2 samples until 64 tokens of 16 a sample are read, 3 until 0.16 K, then 4."""
-    flags = ("--train-iters", "none", "--train-samples", "20", "--micro-batch-size", "1", "--global-batch-size", "none")
+    flags = (
+        "--train-iters",
+        "none",
+        "--train-samples",
+        "20",
+        "--micro-batch-size",
+        "1",
+        "--global-batch-size",
+        "none",
+    )
     got = run(*flags, "--step-batch-size-schedule", "0:2 64:3,0.16K:4")
-    assert got.column("batch") == [2, 2, 3, 3, 4, 4] and got.column("consumed_samples") == [2, 4, 7, 10, 14, 18]
-    assert "will use the global batch sizes 2 from 0 samples on, 3 from 4 samples on, 4 from 10 samples on." in got.out
+    assert got.column("batch") == [2, 2, 3, 3, 4, 4] and got.column("consumed_samples") == [
+        2,
+        4,
+        7,
+        10,
+        14,
+        18,
+    ]
+    assert (
+        "will use the global batch sizes 2 from 0 samples on, 3 from 4 samples on, 4 from 10 samples on."
+        in got.out
+    )

@@ -54,7 +54,9 @@ def test_means_are_those_of_single_tokens(masked, restarts):
         places = torch.arange(LENGTH).expand(3, -1) % 4 if restarts else None
         ids = torch.zeros(3, LENGTH, dtype=torch.int64)
         parts.add(samples, Batch(ids, ids, torch.tensor(samples), mask, places), losses)
-        for (b, t), loss in ((at, float(losses[at])) for at in ((b, t) for b in range(3) for t in range(LENGTH))):
+        for (b, t), loss in (
+            (at, float(losses[at])) for at in ((b, t) for b in range(3) for t in range(LENGTH))
+        ):
             if mask is None or mask[b, t]:
                 by_position[int(places[b, t]) if restarts else t].append(loss)
                 by_data["ab"[blend.resolve(samples[b] % 10)[0].prefix == "b"]].append(loss)
@@ -64,7 +66,9 @@ def test_means_are_those_of_single_tokens(masked, restarts):
         if each := [x for p in range(int(a), int(b or a) + 1) for x in by_position[p]]:
             want[name] = sum(each) / len(each)
     assert parts.by_position == pytest.approx(want, rel=1e-12)
-    assert parts.by_data == pytest.approx({n: sum(x) / len(x) for n, x in by_data.items()}, rel=1e-12)
+    assert parts.by_data == pytest.approx(
+        {n: sum(x) / len(x) for n, x in by_data.items()}, rel=1e-12
+    )
 
 
 def test_context_ranks_have_columns_of_their_own():
@@ -75,7 +79,11 @@ def test_context_ranks_have_columns_of_their_own():
     for rank in range(2):
         part = parts_of(Numbered("a"), SimpleNamespace(at=lambda *names, rank=rank: rank, world=1))
         columns = slice(5 * rank, 5 * rank + 5)
-        part.add([0, 1], Batch(ids[:, columns], ids[:, columns], torch.tensor([0, 1])), losses[:, columns])
+        part.add(
+            [0, 1],
+            Batch(ids[:, columns], ids[:, columns], torch.tensor([0, 1])),
+            losses[:, columns],
+        )
         sums.append(part.sums)
     torch.testing.assert_close(sum(sums), whole.sums)
     assert whole.by_data == {} and list(whole.by_position) == ["0", "1", "2-3", "4-7", "8-10"]
@@ -87,7 +95,10 @@ def test_sources_of_composed_sets():
     assert chain.list_sources() == ["a", "b"]
     assert [chain.source_of(k) for k in (0, 19, 20, 40, 59)] == ["a", "a", "b", "a", "a"]
     cyclic = Cyclic(chain)
-    assert cyclic.list_sources() == ["a", "b"] and {cyclic.source_of(k) for k in range(60)} == {"a", "b"}
+    assert cyclic.list_sources() == ["a", "b"] and {cyclic.source_of(k) for k in range(60)} == {
+        "a",
+        "b",
+    }
     assert OrderedSamples().list_sources() == [""]  # random tokens
 
 
@@ -100,5 +111,7 @@ def test_a_run_records_them(run):
         names = list(row["by_position"])
         assert names == range_names(int(names[-1].rpartition("-")[2]) + 1)
         sizes = [int(n.rpartition("-")[2]) - int(n.partition("-")[0]) + 1 for n in names]
-        mean = sum(n * x for n, x in zip(sizes, row["by_position"].values(), strict=True)) / sum(sizes)
+        mean = sum(n * x for n, x in zip(sizes, row["by_position"].values(), strict=True)) / sum(
+            sizes
+        )
         assert mean == pytest.approx(row["loss"], rel=1e-6)

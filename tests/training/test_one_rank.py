@@ -64,7 +64,9 @@ def test_a_rank_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
         assert said in capsys.readouterr().err
 
 
-def test_it_names_the_files_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_names_the_files_of_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     saved = tmp_path / "run"
     TinyRun(tmp_path / "log", capsys, "--save", saved, "--train-iters=1")
     words = ["--load", str(saved), "--rank=1", "--world-size=4", "--finetune"]

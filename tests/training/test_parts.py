@@ -31,7 +31,9 @@ def register(monkeypatch):
         found = {name.replace("_", "-"): place for name, place in entries.items()}
         ours = registry._ours() | {group: found}
         monkeypatch.setattr(registry, "_ours", lambda: ours)
-        monkeypatch.setattr(registry, "entries", lambda other: found if other == group else all_of(other))
+        monkeypatch.setattr(
+            registry, "entries", lambda other: found if other == group else all_of(other)
+        )
 
     return replace
 
@@ -52,7 +54,11 @@ def test_a_run_without_parts(register, tmp_path, capsys):
     assert forecast.find_forecast() is None and folder.find_page() is None
     assert main(["train", *SHORT, "--save", str(tmp_path / "run")]) == 0
     printed = capsys.readouterr().out
-    assert "(log.txt)" in printed and "report.html" not in printed and "meshwright report" not in printed
+    assert (
+        "(log.txt)" in printed
+        and "report.html" not in printed
+        and "meshwright report" not in printed
+    )
     assert not (tmp_path / "run" / "report.html").exists() and read_rows(tmp_path / "run", "end")
     assert main(["train", *SHORT, "--dry-run"]) == 0
     assert "plan on" not in capsys.readouterr().out
@@ -65,7 +71,9 @@ def test_what_was_asked_for_is_refused(register, capsys):
     register("parts")
     register("tasks")
     assert main(["train", *SHORT, "--verify-layout", "2"]) == UNAVAILABLE
-    assert "--verify-layout cannot compare layouts: this installation lacks" in capsys.readouterr().err
+    assert (
+        "--verify-layout cannot compare layouts: this installation lacks" in capsys.readouterr().err
+    )
     assert main(["train", *SHORT, "--eval-tasks", "text=a.txt"]) == 2
     assert "there is no task: this installation lacks the part for it" in capsys.readouterr().err
 
@@ -73,7 +81,9 @@ def test_what_was_asked_for_is_refused(register, capsys):
 def test_an_installation_without_evaluate(monkeypatch):
     registry.load("commands")  # errors look through the settings of all commands
     monkeypatch.setitem(sys.modules, "meshwright.apps.evaluate.perplexity", None)
-    with pytest.raises(UserError, match="evaluate.. has nothing to score with: this installation lacks"):
+    with pytest.raises(
+        UserError, match="evaluate.. has nothing to score with: this installation lacks"
+    ):
         meshwright.evaluate(SimpleNamespace(), ["text"])
     with pytest.raises(AttributeError, match="meshwright.Score is of apps/"):
         meshwright.__getattr__("Score")
@@ -94,7 +104,11 @@ def draw(run_dir):
 
 
 STRANGE = dataclasses.replace(
-    TEXT, name="strange", title="STRANGE", metrics=(Metric("loss", "nats", "lower"),), words=lambda values: "a line"
+    TEXT,
+    name="strange",
+    title="STRANGE",
+    metrics=(Metric("loss", "nats", "lower"),),
+    words=lambda values: "a line",
 )
 
 
@@ -103,7 +117,10 @@ def test_a_strangers_parts(register, tmp_path, capsys):
     register("parts", plan=f"{__name__}:Strange", report=f"{__name__}:draw")
     assert main(["train", *SHORT, "--save", str(tmp_path / "run")]) == 0
     printed = capsys.readouterr()
-    assert "WARNING: a strange step" in printed.out and (tmp_path / "run" / "report.html").read_text() == "strange"
+    assert (
+        "WARNING: a strange step" in printed.out
+        and (tmp_path / "run" / "report.html").read_text() == "strange"
+    )
     assert main(["train", *SHORT, "--dry-run"]) == 2
     assert "no room for " in capsys.readouterr().out
 
@@ -114,12 +131,29 @@ def test_a_strangers_task(register, tmp_path, capsys):
     EvalTasks.read(f"strange={tmp_path}/a.txt").check()
     with pytest.raises(ValueError, match="one of the names strange, other"):
         EvalTasks.read("lambada=FILE").check()
-    words = [word for word in SHORT[:-2] if not word.startswith("--vocab-size")] + ["--tokenizer-type", "ByteTokenizer"]
-    assert main(["train", *words, "--save", str(tmp_path / "run"), "--eval-tasks", f"strange={tmp_path}/a.txt"]) == 0
+    words = [word for word in SHORT[:-2] if not word.startswith("--vocab-size")] + [
+        "--tokenizer-type",
+        "ByteTokenizer",
+    ]
+    assert (
+        main(
+            [
+                "train",
+                *words,
+                "--save",
+                str(tmp_path / "run"),
+                "--eval-tasks",
+                f"strange={tmp_path}/a.txt",
+            ]
+        )
+        == 0
+    )
     [row] = read_rows(tmp_path / "run", "scores")
     assert row["task"] == "strange" and row["scores"] == {"strange loss": row["values"]["loss"]}
     assert "validation results on STRANGE | a line" in capsys.readouterr().out
-    with pytest.raises(UserError, match="other in the group meshwright.tasks is no record of a task of this name"):
+    with pytest.raises(
+        UserError, match="other in the group meshwright.tasks is no record of a task of this name"
+    ):
         find_task("other")  # a record has one name
     with pytest.raises(UserError, match="there is no task missing; install"):
         find_task("missing")

@@ -32,12 +32,25 @@ def test_shares_of_a_device(tmp_path):
     ]
     found = profile.summarise(write(tmp_path / "t.json.gz", events), 2)
     assert found is not None and found.ms == 0.05
-    expected = {"matrix products": 0.5, "attention": 0.1, "memory-bound": 0.2, "communication": 0.1, "idle": 0.1}
-    assert found.shares == pytest.approx(expected) and found.hidden_communication == pytest.approx(0.05)
-    assert [(k.name[:5], k.ms, k.calls) for k in found.kernels][:2] == [("nvjet", 0.025, 1.0), ("void ", 0.01, 0.5)]
+    expected = {
+        "matrix products": 0.5,
+        "attention": 0.1,
+        "memory-bound": 0.2,
+        "communication": 0.1,
+        "idle": 0.1,
+    }
+    assert found.shares == pytest.approx(expected) and found.hidden_communication == pytest.approx(
+        0.05
+    )
+    assert [(k.name[:5], k.ms, k.calls) for k in found.kernels][:2] == [
+        ("nvjet", 0.025, 1.0),
+        ("void ", 0.01, 0.5),
+    ]
     assert sum(k.share for k in found.kernels) == pytest.approx(1)
     lines = found.lines()
-    assert lines[0].startswith("0.05 ms a step: matrix products 50.0%, attention 10.0%, memory-bound 20.0%, ")
+    assert lines[0].startswith(
+        "0.05 ms a step: matrix products 50.0%, attention 10.0%, memory-bound 20.0%, "
+    )
     assert any(line.endswith("elementwise_kernel<128, 4> (memory-bound)") for line in lines)
 
 
@@ -57,7 +70,12 @@ def test_own_time_of_operators_on_a_cpu(tmp_path):
         "aten::gelu": (10, 1),
         "aten::bmm": (10, 1),
     }
-    expected = {"matrix products": 60 / 120, "attention": 0, "memory-bound": 55 / 120, "communication": 0}
+    expected = {
+        "matrix products": 60 / 120,
+        "attention": 0,
+        "memory-bound": 55 / 120,
+        "communication": 0,
+    }
     assert found.shares == pytest.approx(expected | {"idle": 5 / 120})
 
 
@@ -65,7 +83,10 @@ def test_own_time_of_operators_on_a_cpu(tmp_path):
     "name, kind",
     [
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matrix products"),
-        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16>", "matrix products"),
+        (
+            "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16>",
+            "matrix products",
+        ),
         ("void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128>>", "attention"),
         ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
         ("aten::addmm", "matrix products"),
@@ -97,7 +118,10 @@ def test_profile(run, tmp_path):
     folder = tmp_path / "run0" / "profile"
     assert json.loads(gzip.open(folder / "trace_2_3.json.gz").read())["traceEvents"]
     summary = json.loads((folder / "summary.json").read_text())
-    assert sum(summary["shares"].values()) == pytest.approx(1) and summary["shares"]["matrix products"] > 0
+    assert (
+        sum(summary["shares"].values()) == pytest.approx(1)
+        and summary["shares"]["matrix products"] > 0
+    )
     assert len(summary["kernels"]) == 15 and 0 < summary["ms"] < got.column("ms")[1]
     assert (folder / "summary.txt").read_text() in got.out
     assert "Self CPU" in run(*small, "--profile-step-start", 3, "--profile-step-end", 100).out

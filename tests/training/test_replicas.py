@@ -42,7 +42,11 @@ def train(tmp_path, world, flags, wrong, at=2, name="h.1.mlp.fc.weight"):
     """Return the exit statuses, the first rank's output, and the steps that were logged."""
     argv = [*FLAGS, f"--global-batch-size={world}", f"--save={tmp_path / 'run'}", *flags]
     statuses = train_on_ranks(world, argv, tmp_path, functools.partial(flip, wrong, at, name))
-    return statuses, (tmp_path / "log-0").read_text(), [row["iteration"] for row in read_rows(tmp_path / "run")]
+    return (
+        statuses,
+        (tmp_path / "log-0").read_text(),
+        [row["iteration"] for row in read_rows(tmp_path / "run")],
+    )
 
 
 @pytest.mark.flag("check_replicas_interval")
@@ -51,16 +55,27 @@ def test_the_rank_that_differs_is_named_within_the_interval(tmp_path):
     statuses, out, logged = train(tmp_path, 3, ["--check-replicas-interval=4"], wrong=1)
     assert statuses == [UNEXPECTED] * 3
     assert re.search(
-        r"iteration 4: rank 1 \(\S+\) holds weights that differ from the other 2 copies, first in h\.1\.ml", out
+        r"iteration 4: rank 1 \(\S+\) holds weights that differ from the other 2 copies, first in h\.1\.ml",
+        out,
     )
-    assert "Traceback" not in out and logged == [1, 2, 3, 4] and list(steps.list_steps(tmp_path / "run")) == []
+    assert (
+        "Traceback" not in out
+        and logged == [1, 2, 3, 4]
+        and list(steps.list_steps(tmp_path / "run")) == []
+    )
     assert read_rows(tmp_path / "run", "end")[0]["status"] == UNEXPECTED
 
 
 @pytest.mark.parametrize(
     ("world", "flags", "name", "what"),
     [
-        pytest.param(2, ["--bf16"], "wte.weight", "different weights, and no majority", marks=pytest.mark.long),
+        pytest.param(
+            2,
+            ["--bf16"],
+            "wte.weight",
+            "different weights, and no majority",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             4,
             ["--bf16", "--zero-stage=1", "--num-distributed-optimizer-instances=2"],
@@ -68,9 +83,19 @@ def test_the_rank_that_differs_is_named_within_the_interval(tmp_path):
             "rank 3 .* holds weights that differ from the other 3 copies",
             marks=pytest.mark.long,
         ),
-        pytest.param(2, ["--tensor-model-parallel-size=2"], "ln_f.weight", "different weights", marks=pytest.mark.long),
         pytest.param(
-            2, ["--pipeline-model-parallel-size=2"], "wte.weight", "different token tables", marks=pytest.mark.long
+            2,
+            ["--tensor-model-parallel-size=2"],
+            "ln_f.weight",
+            "different weights",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            2,
+            ["--pipeline-model-parallel-size=2"],
+            "wte.weight",
+            "different token tables",
+            marks=pytest.mark.long,
         ),
         pytest.param(
             4,
@@ -86,7 +111,9 @@ def test_the_rank_that_differs_is_named_within_the_interval(tmp_path):
 def test_a_save_compares(tmp_path, world, flags, name, what):
     """The interval is long, so the save at the end is the first to look."""
     statuses, out, _ = train(tmp_path, world, flags, wrong=world - 1, at=8, name=name)
-    assert statuses == [UNEXPECTED] * world and re.search(rf"iteration 8: .*{what}.*first in {name}", out)
+    assert statuses == [UNEXPECTED] * world and re.search(
+        rf"iteration 8: .*{what}.*first in {name}", out
+    )
     assert list(steps.list_steps(tmp_path / "run")) == []
 
 
@@ -96,13 +123,13 @@ def test_copies_that_are_equal_again_are_no_riddle():
     replicas = object.__new__(Replicas)
     replicas.team, replicas.saves_to = everyone, "run"
     error = replicas.explain(7, Copies("weights", [[0]], {"w": torch.zeros(3)}))
-    text = (
-        "the copies of the weights differed and are equal again: suspect the memory of a GPU; nothing was saved since"
-    )
+    text = "the copies of the weights differed and are equal again: suspect the memory of a GPU; nothing was saved since"
     assert str(error).startswith(f"iteration 7: {text}") and error.everywhere
     assert name_ranks([1], ["a", "b"]) == "rank 1 (b) holds"
     assert name_ranks([1, 2], ["a", "b", "c"]) == "ranks 1 (b) and 2 (c) hold"
-    assert name_ranks(list(range(6)), ["a"] * 6) == "ranks 0 (a), 1 (a), 2 (a), 3 (a) and 2 more hold"
+    assert (
+        name_ranks(list(range(6)), ["a"] * 6) == "ranks 0 (a), 1 (a), 2 (a), 3 (a) and 2 more hold"
+    )
 
 
 @pytest.mark.long
@@ -122,8 +149,15 @@ def test_copies_that_are_equal_again_are_no_riddle():
 @pytest.mark.fault("F21")
 def test_equal_copies_are_no_alarm(tmp_path, flags):
     world = 4
-    argv = [*FLAGS, f"--global-batch-size={world}", "--check-replicas-interval=1", f"--run-dir={tmp_path / 'run'}"]
-    statuses = train_on_ranks(world, [*argv, *flags], tmp_path, functools.partial(flip, None, 0, ""))
+    argv = [
+        *FLAGS,
+        f"--global-batch-size={world}",
+        "--check-replicas-interval=1",
+        f"--run-dir={tmp_path / 'run'}",
+    ]
+    statuses = train_on_ranks(
+        world, [*argv, *flags], tmp_path, functools.partial(flip, None, 0, "")
+    )
     assert statuses == [0] * world, (tmp_path / "log-0").read_text()
 
 
@@ -156,7 +190,10 @@ def test_hashing_is_fast():
     flat = torch.randn(25_000_000)
     copy = torch.empty_like(flat)
     took = {}
-    for name, act in (("hash", lambda: digest([flat], flat.device)), ("copy", lambda: copy.copy_(flat))):
+    for name, act in (
+        ("hash", lambda: digest([flat], flat.device)),
+        ("copy", lambda: copy.copy_(flat)),
+    ):
         act()
         begun = time.perf_counter()
         for _ in range(5):

@@ -94,7 +94,9 @@ def test_on_a_terminal_the_screen_is_short(tmp_path, columns):
     table = [row.split() for row in rows[head + 1 : rows.index("", head)]]
     assert [row[0] for row in table if row[0] != "saved"] == list("1233456666")
     assert sum("validation" in row for row in rows[head : rows.index("", head)]) == 3
-    assert "  saved step 6" in rows and not any("iteration" in row or "arguments" in row for row in rows)
+    assert "  saved step 6" in rows and not any(
+        "iteration" in row or "arguments" in row for row in rows
+    )
     assert "\x1b[1m" in shown
     end = rows[rows.index("next:") :]
     assert any("inspect" in row for row in end) and any("report" in row for row in end)
@@ -106,7 +108,9 @@ def test_without_colours(tmp_path):
 
 
 def test_the_z_loss_has_a_column(tmp_path):
-    _, shown = on_terminal(80, f"--run-dir={tmp_path}", "--no-progress", "--z-loss-coef=0.1", NO_COLOR="1")
+    _, shown = on_terminal(
+        80, f"--run-dir={tmp_path}", "--no-progress", "--z-loss-coef=0.1", NO_COLOR="1"
+    )
     rows = [line.split() for line in shown.splitlines()]
     head = next(i for i, row in enumerate(rows) if row[:4] == ["step", "loss", "z", "loss"])
     assert float(rows[head + 1][2]) == pytest.approx(0.1 * float(rows[head + 1][1]) ** 2, rel=0.02)
@@ -114,7 +118,9 @@ def test_the_z_loss_has_a_column(tmp_path):
 
 @pytest.mark.flag("log_format")
 def test_megatrons_log_on_a_terminal(tmp_path):
-    status, shown = on_terminal(80, f"--run-dir={tmp_path}", "--log-format=megatron", "--no-progress")
+    status, shown = on_terminal(
+        80, f"--run-dir={tmp_path}", "--log-format=megatron", "--no-progress"
+    )
     assert status == 0 and shown.replace("\r\n", "\n") == (tmp_path / "log.txt").read_text()
 
 
@@ -132,33 +138,47 @@ def test_oneflows_table_in_the_log(run, tmp_path, flag):
     assert all(len(row) == len(rows[0]) for row in rows)
     means = [sum(shown.losses[n : n + 2]) / 2 for n in (0, 2, 4)]
     assert [row[5] for row in cells] == [f"{mean:.5f}" for mean in means]
-    assert all(float(row[3]) * float(row[4]) == pytest.approx(4, rel=1e-2) for row in cells)  # samples of a step
+    # samples of a step
+    assert all(float(row[3]) * float(row[4]) == pytest.approx(4, rel=1e-2) for row in cells)
     lines = shown.out.splitlines()
     assert "Training..." in lines and "training ..." not in lines and "arguments ----" in shown.out
-    for line in (" validation loss at iteration 3 |", "successfully saved checkpoint at iteration       4"):
+    for line in (
+        " validation loss at iteration 3 |",
+        "successfully saved checkpoint at iteration       4",
+    ):
         assert line in shown.out
     log = (tmp_path / "run0" / "log.txt").read_text()
-    assert log.count(" iteration        ") == 3 and "| step" not in log and " iteration        2/" not in shown.out
+    assert (
+        log.count(" iteration        ") == 3
+        and "| step" not in log
+        and " iteration        2/" not in shown.out
+    )
 
 
 def test_oneflows_normal_form(run):
     shown = run("--log-format=normal", "--log-interval=3")
     figures = r"throughput=\d+\.\d{5},latency=\d+\.\d{5},loss=\d\.\d{5},"
     lines = [line for line in shown.out.splitlines() if line.startswith("step=")]
-    for line, counts in zip(lines, ("step=3,micro_batches=6,samples=12,", "step=6,micro_batches=12,"), strict=True):
+    for line, counts in zip(
+        lines, ("step=3,micro_batches=6,samples=12,", "step=6,micro_batches=12,"), strict=True
+    ):
         assert line.startswith(counts) and re.search(figures + "$", line)
 
 
 def test_libais_line(run):
     shown = run("--log-format=libai", "--log-interval=3")
     lines = [line for line in shown.out.splitlines() if line.startswith(" eta: 0:00:")]
-    found = [re.search(r"  iteration: (\S+)  consumed_samples: (\d+)  total_loss: (\S+)  time: ", x) for x in lines]
+    found = [
+        re.search(r"  iteration: (\S+)  consumed_samples: (\d+)  total_loss: (\S+)  time: ", x)
+        for x in lines
+    ]
     means = [f"{sum(shown.losses[n : n + 3]) / 3:.4g}" for n in (0, 3)]
     assert [x.groups() for x in found] == [("2/6", "12", means[0]), ("5/6", "24", means[1])]
     assert all(re.search(r" lr: \d\.\d\de[-+]\d\d  $", line) for line in lines)
     words = lines[1].split(" ")  # an extractor of LiBai's users counts them
     at = words.index("time:")
-    assert float(words[at + 1]) * float(words[at + 8]) == pytest.approx(4, rel=2e-2)  # samples of a step
+    # samples of a step
+    assert float(words[at + 1]) * float(words[at + 8]) == pytest.approx(4, rel=2e-2)
     assert 0 <= float(words[at + 5]) <= float(words[at + 1]) and words[at + 9] == "samples/s"
 
 
@@ -204,24 +224,46 @@ def test_a_log_that_cannot_be_written_ends_no_run(run, tmp_path, monkeypatch, wh
         monkeypatch.setattr(console.os, "write", full)
     got = run()
     reason = os.strerror(errno.EISDIR if why == "folder" else errno.ENOSPC)
-    assert got.status == 0 and got.err == f"{tmp_path}/run0/log.txt: {reason}; the run continues without this file\n"
+    assert (
+        got.status == 0
+        and got.err == f"{tmp_path}/run0/log.txt: {reason}; the run continues without this file\n"
+    )
 
 
 def test_steps_that_were_skipped_and_a_validation_worse_than_the_best():
-    values = {"loss": math.nan, "grad_norm": 1.0, "loss_scale": 4096.0, "batch": 8, "skipped": True, "data_ms": 10.0}
+    values = {
+        "loss": math.nan,
+        "grad_norm": 1.0,
+        "loss_scale": 4096.0,
+        "batch": 8,
+        "skipped": True,
+        "data_ms": 10.0,
+    }
     table = screen.LineScreen(has_status=False)
     run = lines.RunSizes(100, None, 16, 8, 1, 1e9 / 128, 2e9)
     step = lines.Interval(run, 50, 400, 0.1, [values] * 50, 50.0, None)
     head, row, note = table.step(step).splitlines()
     assert head.split() == "step loss gradient rate tokens/s MFU elapsed left".split()
-    assert row.split()[:7] == "50 nan 1.000 1.00e-01 128 50.0% 0:00".split() and row.endswith("0:50")
+    assert row.split()[:7] == "50 nan 1.000 1.00e-01 128 50.0% 0:00".split() and row.endswith(
+        "0:50"
+    )
     assert note == "  50 of these 50 steps were skipped: not finite, loss scale 4096"
-    shown = [table.validation(lines.Check(i, "validation", loss)) for i, loss in ((1, 3.0), (2, 2.5), (3, 2.75))]
+    shown = [
+        table.validation(lines.Check(i, "validation", loss))
+        for i, loss in ((1, 3.0), (2, 2.5), (3, 2.75))
+    ]
     assert ["the lowest so far" in line for line in shown] == [False, True, False]
-    assert table.results() == [("validation", "2.7500, perplexity 15.64; the lowest was 2.5000 at step 2")]
-    at_end = [lines.Check(4, "validation", loss, is_end) for loss, is_end in ((2.0, False), (2.25, True))]
+    assert table.results() == [
+        ("validation", "2.7500, perplexity 15.64; the lowest was 2.5000 at step 2")
+    ]
+    at_end = [
+        lines.Check(4, "validation", loss, is_end) for loss, is_end in ((2.0, False), (2.25, True))
+    ]
     shown = [table.validation(check) for check in at_end]
-    assert "the lowest so far" in shown[0] and "validation at the end, on other batches, perplexity 9.49" in shown[1]
+    assert (
+        "the lowest so far" in shown[0]
+        and "validation at the end, on other batches, perplexity 9.49" in shown[1]
+    )
     assert table.results() == [("validation", "2.2500, perplexity 9.49; 2.0000 on other batches")]
 
 
@@ -254,7 +296,9 @@ def test_the_line_of_the_set_up_says_what_is_being_done():
         startup = Startup()
         with startup.time("train/valid/test-data-iterators-setup"):
             pass
-        startup.print_times(Logging(timing_log_option="all"), Team(), "train/valid/test-data-iterators-setup")
+        startup.print_times(
+            Logging(timing_log_option="all"), Team(), "train/valid/test-data-iterators-setup"
+        )
         console.say_time("after dataloaders are built")
         console.say_arguments({"adam_beta1": 0.9})
         console.say(" > building dataset index ...")
@@ -264,7 +308,10 @@ def test_the_line_of_the_set_up_says_what_is_being_done():
 
 
 def test_long_texts():
-    assert screen.shorten("/a/very/long/path/of/a/run", 11) == "/a/ve…a/run" and screen.shorten("abc", 3) == "abc"
+    assert (
+        screen.shorten("/a/very/long/path/of/a/run", 11) == "/a/ve…a/run"
+        and screen.shorten("abc", 3) == "abc"
+    )
     assert screen.broken(["meshwright", "train", "--config", "a b"], 14) == [
         "meshwright train \\",
         "  --config \\",
@@ -290,7 +337,9 @@ def test_a_first_start_warns_of_nothing(monkeypatch, capsys):
 
     for shown in (Recording(), console.Warnings()):
         console.set_stream("stdout", shown)
-        console.remark("WARNING: could not find the metadata file", on_screen="run holds no checkpoint yet")
+        console.remark(
+            "WARNING: could not find the metadata file", on_screen="run holds no checkpoint yet"
+        )
         console.remark("another remark")
         console.set_stream("stdout")
         assert capsys.readouterr().out == "run holds no checkpoint yet\nanother remark\n"

@@ -23,7 +23,9 @@ PHASES = "tokenizer torch ranks modules model weights data".split()
 def test_a_run_records_its_phases(run):
     got = run("--train-iters", 1, "--eval-iters", 0)
     (row,) = read_rows(got.folder, "start")
-    assert list(row["startup"]) == PHASES and all(seconds >= 0 for seconds in row["startup"].values())
+    assert list(row["startup"]) == PHASES and all(
+        seconds >= 0 for seconds in row["startup"].values()
+    )
     assert " > ready to train after " in got.out
 
 
@@ -31,7 +33,9 @@ def test_a_run_records_its_phases(run):
 def test_a_rank_without_the_data_says_so_when_all_have_met(tmp_path, length):
     words = "--num-layers=1 --hidden-size=8 --num-attention-heads=1 --seq-length=8 --max-position-embeddings=8 --lr=1"
     data = ["--micro-batch-size=1", "--tokenizer=byte", f"--data-path={tmp_path / 'text'}", length]
-    config = flags.parse_settings(TrainConfig, [*words.split(), *data], "meshwright train", check=False).config
+    config = flags.parse_settings(
+        TrainConfig, [*words.split(), *data], "meshwright train", check=False
+    ).config
     resolved = resolve(config, World(rank=1, size=2), command=[])
     assert "missing" in str(resolved.problem) and not resolved.identity
     with pytest.raises(UserError, match="missing"):
@@ -56,7 +60,9 @@ def test_a_long_phase_is_named_once(capsys, monkeypatch):
     time.sleep(0.05)
     say(one.line())
     out = capsys.readouterr().out
-    assert out.count("\n") == 2 and out.startswith(" > drawing the weights ...\n > ready to train after 0.")
+    assert out.count("\n") == 2 and out.startswith(
+        " > drawing the weights ...\n > ready to train after 0."
+    )
     assert out.endswith("s: weights 0.1\n") and set(one.seconds) == {"weights", "data"}
 
 

@@ -11,7 +11,12 @@ from meshwright.training.health.stragglers import Stragglers
 from on_ranks import train_on_ranks
 
 FLAGS = [f for f in TINY_FLAGS if not f.startswith(("--global", "--train-iters", "--eval"))]
-FLAGS += ["--global-batch-size=4", "--train-iters=24", "--log-interval=4", "--distributed-timeout-minutes=0.05"]
+FLAGS += [
+    "--global-batch-size=4",
+    "--train-iters=24",
+    "--log-interval=4",
+    "--distributed-timeout-minutes=0.05",
+]
 
 
 def sleep_in(name, until, rank):
@@ -31,18 +36,31 @@ def sleep_in(name, until, rank):
 @pytest.mark.fault("F18")
 def test_a_slow_rank_is_named_and_the_run_goes_on(tmp_path):
     argv = [*FLAGS, f"--run-dir={tmp_path / 'run'}"]
-    assert train_on_ranks(2, argv, tmp_path, functools.partial(sleep_in, "step_settings", 24)) == [0, 0]
+    assert train_on_ranks(2, argv, tmp_path, functools.partial(sleep_in, "step_settings", 24)) == [
+        0,
+        0,
+    ]
     out = (tmp_path / "log-0").read_text()
     rows = read_rows(tmp_path / "run", "straggler")
-    assert [(row["rank"], row["slow"]) for row in rows] == [(1, True)] and rows[0]["ratio"] > 1.5, out
+    assert [(row["rank"], row["slow"]) for row in rows] == [(1, True)] and rows[0]["ratio"] > 1.5, (
+        out
+    )
     assert f" > WARNING: {rows[0]['text']}\n" in out and out.count("x the median step time") == 1
     assert len(read_rows(tmp_path / "run")) == 24
 
 
 @pytest.mark.long
 def test_a_rank_that_waits_for_data_and_gets_well(tmp_path):
-    argv = [*FLAGS, f"--run-dir={tmp_path / 'run'}", "--tensor-model-parallel-size=2", "--train-iters=60"]
-    assert train_on_ranks(2, argv, tmp_path, functools.partial(sleep_in, "next_batch", 24)) == [0, 0]
+    argv = [
+        *FLAGS,
+        f"--run-dir={tmp_path / 'run'}",
+        "--tensor-model-parallel-size=2",
+        "--train-iters=60",
+    ]
+    assert train_on_ranks(2, argv, tmp_path, functools.partial(sleep_in, "next_batch", 24)) == [
+        0,
+        0,
+    ]
     rows = read_rows(tmp_path / "run", "straggler")
     assert [(row["rank"], row["slow"]) for row in rows] == [(1, True), (1, False)]
     assert "of it for data" in rows[0]["text"] and "no longer slow" in rows[1]["text"]
@@ -51,7 +69,10 @@ def test_a_rank_that_waits_for_data_and_gets_well(tmp_path):
 @pytest.mark.long
 def test_no_straggler_is_named_without_the_flag_or_without_one(tmp_path):
     argv = [*FLAGS, f"--run-dir={tmp_path / 'run'}", "--no-log-straggler"]
-    assert train_on_ranks(2, argv, tmp_path, functools.partial(sleep_in, "step_settings", 24)) == [0, 0]
+    assert train_on_ranks(2, argv, tmp_path, functools.partial(sleep_in, "step_settings", 24)) == [
+        0,
+        0,
+    ]
     assert read_rows(tmp_path / "run", "straggler") == []
 
 
@@ -73,7 +94,10 @@ def test_named_once_and_when_well_again():
     board = Board()
     stragglers = Stragglers(board, 1)
     for times, said in (
-        ([10, 10.5, 9.8, 29], ["rank 3 (d) takes 2.9 x the median step time: 29.0 ms; the median is 10.0 ms"]),
+        (
+            [10, 10.5, 9.8, 29],
+            ["rank 3 (d) takes 2.9 x the median step time: 29.0 ms; the median is 10.0 ms"],
+        ),
         ([10, 10, 10, 31], []),
         ([10, 10, 10, 13], []),  # below 1.5, but not below 1.25
         ([10, 10, 10, 12], ["rank 3 (d) is no longer slow: 1.2 x the median step time"]),

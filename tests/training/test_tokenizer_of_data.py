@@ -19,7 +19,10 @@ from meshwright.training.state.folder import as_continued
 
 TEXTS = ["the theme of the thesis, the other then " * 8, "a hundred and one words in one row " * 8]
 SIZES = "--num-layers=1 --hidden-size=16 --num-attention-heads=2 --seq-length=16 --micro-batch-size=2 --lr=1e-3"
-TRAIN = [*SIZES.split(), *"--train-iters=2 --eval-iters=0 --num-workers=0 --device=cpu --no-tensorboard".split()]
+TRAIN = [
+    *SIZES.split(),
+    *"--train-iters=2 --eval-iters=0 --num-workers=0 --device=cpu --no-tensorboard".split(),
+]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +39,17 @@ def made(tmp_path_factory):
 
 def preprocess(folder, prefix, *flags):
     assert (
-        main(["preprocess", "--input", str(folder / "t.jsonl"), "--output-prefix", str(folder / prefix), *flags]) == 0
+        main(
+            [
+                "preprocess",
+                "--input",
+                str(folder / "t.jsonl"),
+                "--output-prefix",
+                str(folder / prefix),
+                *flags,
+            ]
+        )
+        == 0
     )
 
 
@@ -55,10 +68,17 @@ def train(made, capsys, monkeypatch):
 
 def test_preprocess_keeps_its_tokenizer_beside_the_data(made):
     folder = made / "a_text_document.tokenizer"
-    assert sorted(path.name for path in folder.iterdir()) == ["merges.txt", "meta.json", "vocab.json"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "merges.txt",
+        "meta.json",
+        "vocab.json",
+    ]
     assert (folder / "vocab.json").read_bytes() == (made / "one" / "vocab.json").read_bytes()
     assert json.loads((folder / "meta.json").read_text())["vocab_size"] == 266
-    assert json.loads((made / "bytes_text_document.tokenizer" / "meta.json").read_text())["type"] == "ByteTokenizer"
+    assert (
+        json.loads((made / "bytes_text_document.tokenizer" / "meta.json").read_text())["type"]
+        == "ByteTokenizer"
+    )
 
 
 def test_training_finds_the_tokenizer_beside_the_data(train, made, tmp_path):
@@ -77,10 +97,16 @@ def test_training_finds_the_tokenizer_beside_the_data(train, made, tmp_path):
         status, out, err = train(*data, "--save", tmp_path / str(n))
         assert status == 0, err
         assert "> building GPT2BPETokenizer tokenizer ..." in out and "(size: 266)" in out
-        assert "tokenizer: GPT2BPETokenizer with 266 ids, found in " in err and "_text_document.tokenizer" in err
-        assert tokenizers.is_same(tokenizers.build_tokenizer(Flags(tokenizer="one")), tmp_path / str(n) / "tokenizer")
+        assert (
+            "tokenizer: GPT2BPETokenizer with 266 ids, found in " in err
+            and "_text_document.tokenizer" in err
+        )
+        assert tokenizers.is_same(
+            tokenizers.build_tokenizer(Flags(tokenizer="one")), tmp_path / str(n) / "tokenizer"
+        )
     status, _, err = train("--data-path", "a_text_document", "--load", tmp_path / "0", "--finetune")
-    assert status == 0 and f"found in {tmp_path / '0' / 'tokenizer'}" in err  # the run's own comes first
+    # the run's own comes first
+    assert status == 0 and f"found in {tmp_path / '0' / 'tokenizer'}" in err
     status, out, _ = train("--data-path", "bytes_text_document", "--dry-run")
     assert status == 0 and "tokenizer: ByteTokenizer, 257 ids" in out
 
@@ -92,8 +118,13 @@ def test_a_run_says_how_many_bytes_a_token_has(made, train):
         assert train("--data-path", prefix, "--save", f"sized-{prefix}", *more)[0] == 0
         return read_rows(made / f"sized-{prefix}", "start")[0]["bytes_per_token"]
 
-    encoded = [len(tokenizers.build_tokenizer(Flags(tokenizer=str(made / "one"))).encode(text)) for text in TEXTS]
-    assert size_of("a_text_document") == pytest.approx(sum(map(len, TEXTS)) / sum(encoded), abs=1e-3)
+    encoded = [
+        len(tokenizers.build_tokenizer(Flags(tokenizer=str(made / "one"))).encode(text))
+        for text in TEXTS
+    ]
+    assert size_of("a_text_document") == pytest.approx(
+        sum(map(len, TEXTS)) / sum(encoded), abs=1e-3
+    )
     assert size_of("bytes_text_document") == 1.0
 
 
@@ -101,7 +132,9 @@ def test_an_id_that_its_vocabulary_lacks_has_no_bytes(made, train):
     """The reader of the batches refuses such an id where it comes, and nobody before it."""
     prefix = str(made / "bytes_text_document")
     config = TrainConfig(data=Data(data_path=[prefix]))
-    wrong = types.SimpleNamespace(size=98, eod=0, decode_bytes=lambda ids: bytes(ids) if max(ids) < 98 else None)
+    wrong = types.SimpleNamespace(
+        size=98, eod=0, decode_bytes=lambda ids: bytes(ids) if max(ids) < 98 else None
+    )
     assert bytes_per_token(config, wrong) == 1.0
 
 
@@ -109,16 +142,26 @@ def test_another_tokenizer_than_that_of_the_data_is_refused(train, made, tmp_pat
     # All have 266 ids: nothing but the record beside the data can tell.
     old = ["--vocab-file", "two/vocab.json", "--merge-file", "two/merges.txt"]
     for flags in (["--tokenizer", "two"], old, ["--tokenizer-type", "ByteTokenizer"]):
-        status, out, err = train("--data-path", "a_text_document", *flags, "--save", tmp_path / "refused")
+        status, out, err = train(
+            "--data-path", "a_text_document", *flags, "--save", tmp_path / "refused"
+        )
         assert status == BAD_DATA and " iteration " not in out
-        assert "the flags name another tokenizer (" in err and "a_text_document.tokenizer: GPT2BPETokenizer" in err
+        assert (
+            "the flags name another tokenizer (" in err
+            and "a_text_document.tokenizer: GPT2BPETokenizer" in err
+        )
         assert "leave out the tokenizer flags, or remove a_text_document.tokenizer" in err
     for flags in ([], ["--tokenizer", "one"]):
         status, _, err = train("--data-path", "a_text_document", "c_text_document", *flags)
         assert status == BAD_DATA
-        assert "different tokenizers, a_text_document.tokenizer (GPT2BPE" in err and "c_text_document.tokenizer" in err
+        assert (
+            "different tokenizers, a_text_document.tokenizer (GPT2BPE" in err
+            and "c_text_document.tokenizer" in err
+        )
     assert train("--data-path", "a_text_document", "--save", tmp_path / "run")[0] == 0
-    status, _, err = train("--data-path", "c_text_document", "--load", tmp_path / "run", "--save", tmp_path / "new")
+    status, _, err = train(
+        "--data-path", "c_text_document", "--load", tmp_path / "run", "--save", tmp_path / "new"
+    )
     assert status == BAD_DATA and f"{tmp_path / 'run' / 'tokenizer'} keeps another tokenizer" in err
     # A new run in a folder where one was killed before its first checkpoint takes the data's.
     shutil.rmtree(tmp_path / "run" / "iter_0000002")
@@ -143,7 +186,9 @@ def test_one_vocabulary_in_two_forms_is_the_same(made, tmp_path):
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers
 
-    library = Library(models.BPE.from_file(str(made / "one" / "vocab.json"), str(made / "one" / "merges.txt")))
+    library = Library(
+        models.BPE.from_file(str(made / "one" / "vocab.json"), str(made / "one" / "merges.txt"))
+    )
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens(["<|endoftext|>"])
@@ -161,12 +206,16 @@ def test_data_commands_know_the_tokenizer(made, monkeypatch, capsys, tmp_path):
     assert main(["data", "inspect", a]) == 0
     out = capsys.readouterr().out
     assert (
-        "tokenizer: GPT2BPETokenizer, 266 ids, SHA-256 " in out and f"in {a}.tokenizer" in out and "'Ġthe'" not in out
+        "tokenizer: GPT2BPETokenizer, 266 ids, SHA-256 " in out
+        and f"in {a}.tokenizer" in out
+        and "'Ġthe'" not in out
     )
     assert main(["data", "inspect", a, "--document", "0"]) == 0
     assert capsys.readouterr().out.rstrip("\n") == TEXTS[0]
     assert main(["data", "merge", a, b, "--output-prefix", str(tmp_path / "m")]) == 0
-    assert tokenizers.is_same(tokenizers.build_tokenizer(Flags(tokenizer="one")), tmp_path / "m.tokenizer")
+    assert tokenizers.is_same(
+        tokenizers.build_tokenizer(Flags(tokenizer="one")), tmp_path / "m.tokenizer"
+    )
     assert main(["data", "verify", str(tmp_path / "m"), c]) == 0
     assert main(["data", "merge", a, c, "--output-prefix", str(tmp_path / "n")]) == BAD_DATA
     assert "different tokenizers" in capsys.readouterr().err and not (tmp_path / "n.idx").exists()
@@ -176,7 +225,10 @@ def test_data_commands_know_the_tokenizer(made, monkeypatch, capsys, tmp_path):
     assert f"{vocab} is not the file that meta.json beside it describes" in capsys.readouterr().out
     for end in (".bin", ".idx"):
         shutil.copy(f"{b}{end}", tmp_path / f"old{end}")
-    assert main(["data", "merge", a, str(tmp_path / "old"), "--output-prefix", str(tmp_path / "o")]) == 0
+    assert (
+        main(["data", "merge", a, str(tmp_path / "old"), "--output-prefix", str(tmp_path / "o")])
+        == 0
+    )
     assert "does not say which tokenizer made it" in capsys.readouterr().err
     assert not (tmp_path / "o.tokenizer").exists()
 

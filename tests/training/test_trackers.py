@@ -15,14 +15,37 @@ from meshwright.config import fields
 from meshwright.config import schema as config
 from meshwright.runtime.ranks.team import Team
 from meshwright.training.log.timers import Timers
-from meshwright.training.log.trackers import TAGS, RunToDraw, Tracker, open_trackers, tags, validation_tags
+from meshwright.training.log.trackers import (
+    TAGS,
+    RunToDraw,
+    Tracker,
+    open_trackers,
+    tags,
+    validation_tags,
+)
 
-ROW = {"iteration": 6, "loss": 2.5, "grad_norm": 0.5, "lr": 0.25, "loss_scale": 8.0, "ms": 500.0, "memory": 4096}
-ROW |= {"batch": 16, "params_norm": 3.0, "num_zeros": 7, "reserved": 8192, "allocated_count": 9, "world_size": 2}
+ROW = {
+    "iteration": 6,
+    "loss": 2.5,
+    "grad_norm": 0.5,
+    "lr": 0.25,
+    "loss_scale": 8.0,
+    "ms": 500.0,
+    "memory": 4096,
+}
+ROW |= {
+    "batch": 16,
+    "params_norm": 3.0,
+    "num_zeros": 7,
+    "reserved": 8192,
+    "allocated_count": 9,
+    "world_size": 2,
+}
 ROW |= {"timers": {"optimizer": 125.0}}
 CHECK = {"name": "validation", "loss": 2.0, "ppl": 7.5}
 EVERYTHING = {
-    f"log_{what}_to_tensorboard": True for what in ("timers", "batch_size", "memory", "world_size", "validation_ppl")
+    f"log_{what}_to_tensorboard": True
+    for what in ("timers", "batch_size", "memory", "world_size", "validation_ppl")
 }
 
 
@@ -36,7 +59,9 @@ def read(folder):
 
     found = EventAccumulator(str(folder))
     found.Reload()
-    return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}, found
+    return {
+        tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]
+    }, found
 
 
 def test_names_are_megatrons():
@@ -55,7 +80,10 @@ def test_names_are_megatrons():
         "iteration-time": 0.5,
         "optimizer-time": 0.125,
     }
-    assert validation_tags(logging(**EVERYTHING), CHECK) == {"lm loss validation": 2.0, "lm loss validation ppl": 7.5}
+    assert validation_tags(logging(**EVERYTHING), CHECK) == {
+        "lm loss validation": 2.0,
+        "lm loss validation ppl": 7.5,
+    }
 
 
 @pytest.mark.flag("log_learning_rate_to_tensorboard")
@@ -65,18 +93,26 @@ def test_flags_choose():
     none = logging(log_learning_rate_to_tensorboard=False, log_loss_scale_to_tensorboard=False)
     assert tags(none, ROW).keys() == always
     assert validation_tags(logging(), CHECK) == {"lm loss validation": 2.0}
-    assert {flag for _, flag in TAGS.values() if flag} <= fields.config_fields(config.TrainConfig).keys()
+    assert {flag for _, flag in TAGS.values() if flag} <= fields.config_fields(
+        config.TrainConfig
+    ).keys()
 
 
 def test_missing_values_are_left_out_and_a_skipped_step_has_no_loss():
     assert tags(logging(**EVERYTHING), {"loss": 1.0, "memory": None}) == {"lm loss": 1.0}
-    assert tags(logging(tensorboard_log_interval=3), ROW) and not tags(logging(tensorboard_log_interval=4), ROW)
-    skipped = tags(logging(), {**ROW, "skipped": True, "loss": float("inf"), "grad_norm": float("nan")})
+    assert tags(logging(tensorboard_log_interval=3), ROW) and not tags(
+        logging(tensorboard_log_interval=4), ROW
+    )
+    skipped = tags(
+        logging(), {**ROW, "skipped": True, "loss": float("inf"), "grad_norm": float("nan")}
+    )
     assert "lm loss" not in skipped and "grad-norm" not in skipped and skipped["loss-scale"] == 8.0
 
 
 def test_tensorboard_files(tmp_path):
-    (tracker,) = open_trackers(RunToDraw(logging(), tmp_path, {"lr": 0.1, "data_path": ["a"]}, "run"))
+    (tracker,) = open_trackers(
+        RunToDraw(logging(), tmp_path, {"lr": 0.1, "data_path": ["a"]}, "run")
+    )
     tracker.scalars({"lm loss": 2.5}, 1, 4)
     tracker.scalars({}, 2, 8)
     tracker.scalars({"lm loss": 1.5}, 3, 12)
@@ -85,7 +121,9 @@ def test_tensorboard_files(tmp_path):
     assert curves == {"lm loss": [(1, 2.5), (3, 1.5)]}
     text = found.Tensors("arguments/text_summary")[0].tensor_proto.string_val[0].decode()
     assert text == '    lr: 0.1\n    data_path: ["a"]'
-    assert read(tmp_path / "tensorboard" / "samples")[0] == {"lm loss vs samples": [(4, 2.5), (12, 1.5)]}
+    assert read(tmp_path / "tensorboard" / "samples")[0] == {
+        "lm loss vs samples": [(4, 2.5), (12, 1.5)]
+    }
 
 
 def test_a_resumed_run_continues_at_its_checkpoint(tmp_path, monkeypatch):
@@ -95,7 +133,9 @@ def test_a_resumed_run_continues_at_its_checkpoint(tmp_path, monkeypatch):
         # Later by seconds, as attempts are: TensorBoard orders its files by name, and
         # those of one second by a number as text.
         monkeypatch.setattr(time, "time", lambda later=10 * first: real() + later)
-        (tracker,) = open_trackers(RunToDraw(logging(), tmp_path, {}, "run", first, 4 * (first - 1)))
+        (tracker,) = open_trackers(
+            RunToDraw(logging(), tmp_path, {}, "run", first, 4 * (first - 1))
+        )
         for i in range(first, last + 1):
             tracker.scalars({"lm loss": loss}, i, 4 * i)
         tracker.close()
@@ -107,14 +147,20 @@ def test_a_resumed_run_continues_at_its_checkpoint(tmp_path, monkeypatch):
 
 def test_folders_and_missing_packages(tmp_path, monkeypatch):
     assert open_trackers(RunToDraw(logging(tensorboard=False), tmp_path, {}, "run")) == []
-    assert open_trackers(RunToDraw(logging(), None, {}, "run")) == [] and not list(tmp_path.iterdir())
-    open_trackers(RunToDraw(logging(tensorboard_dir=str(tmp_path / "here")), None, {}, "run"))[0].close()
+    assert open_trackers(RunToDraw(logging(), None, {}, "run")) == [] and not list(
+        tmp_path.iterdir()
+    )
+    open_trackers(RunToDraw(logging(tensorboard_dir=str(tmp_path / "here")), None, {}, "run"))[
+        0
+    ].close()
     assert any((tmp_path / "here").glob("events*"))
     for name in [n for n in sys.modules if n.startswith("torch.utils.tensorboard")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it were not installed
     assert open_trackers(RunToDraw(logging(), tmp_path, {}, "run")) == []
-    with pytest.raises(UserError, match=r"--tensorboard-dir needs .*pip install 'meshwright\[log\]'") as e:
+    with pytest.raises(
+        UserError, match=r"--tensorboard-dir needs .*pip install 'meshwright\[log\]'"
+    ) as e:
         open_trackers(RunToDraw(logging(tensorboard_dir="x"), tmp_path, {}, "run"))
     assert e.value.status == 69
 
@@ -135,7 +181,10 @@ def test_a_tracker_that_fails_says_so_once_and_is_off(tmp_path, capsys, monkeypa
     tracker.close()
     tracker.close()
     assert calls == [1]
-    assert capsys.readouterr().err == "TensorBoard failed and is now off; the run continues (OSError: disk full)\n"
+    assert (
+        capsys.readouterr().err
+        == "TensorBoard failed and is now off; the run continues (OSError: disk full)\n"
+    )
     tracker.over_iterations.close(), tracker.over_samples.close()
 
 
@@ -175,7 +224,13 @@ def test_wandb(tmp_path, wandb):
     assert wandb.logged == [(3, {"lm loss": 2.5, "samples": 12})] and wandb.finished == 1
     (init,) = wandb.inits
     known = init.pop("id")
-    assert init == {"project": "gpt", "name": "first", "dir": str(tmp_path), "config": {"lr": 0.1}, "resume": "allow"}
+    assert init == {
+        "project": "gpt",
+        "name": "first",
+        "dir": str(tmp_path),
+        "config": {"lr": 0.1},
+        "resume": "allow",
+    }
     open_trackers(RunToDraw(asked, tmp_path, {}, "run", first=4))  # resumed: the same run there
     open_trackers(RunToDraw(asked, tmp_path, {}, "run"))  # begun anew: another
     again, anew = (i["id"] for i in wandb.inits[1:])
@@ -183,7 +238,9 @@ def test_wandb(tmp_path, wandb):
 
 
 def test_wandb_beside_tensorboard_with_defaults_and_without_a_folder(tmp_path, wandb):
-    both = open_trackers(RunToDraw(logging(wandb_project="gpt", wandb_save_dir="there"), tmp_path, {}, "run"))
+    both = open_trackers(
+        RunToDraw(logging(wandb_project="gpt", wandb_save_dir="there"), tmp_path, {}, "run")
+    )
     assert [t.name for t in both] == ["TensorBoard", "Weights & Biases"]
     both[0].close()
     assert (wandb.inits[0]["name"], wandb.inits[0]["dir"]) == ("run", "there")
@@ -222,17 +279,26 @@ def test_trackio(tmp_path, trackio, capsys):
     tracker.scalars({"lm loss": 2.5}, 3, 12)
     tracker.text("sample 0", "words", 3)
     tracker.close()
-    assert trackio.logged == [(3, {"lm loss": 2.5, "samples": 12}), (3, {"sample 0": "markdown words"})]
+    assert trackio.logged == [
+        (3, {"lm loss": 2.5, "samples": 12}),
+        (3, {"sample 0": "markdown words"}),
+    ]
     open_trackers(RunToDraw(asked, tmp_path, {}, "run", first=4))
     asked_for = [(i["project"], i["name"], i["config"], i["resume"]) for i in trackio.inits]
-    assert asked_for == [("gpt", "run", {"lr": 0.1}, "never"), ("gpt", "run", {}, "allow")] and trackio.finished == 1
+    assert (
+        asked_for == [("gpt", "run", {"lr": 0.1}, "never"), ("gpt", "run", {}, "allow")]
+        and trackio.finished == 1
+    )
     out, err = capsys.readouterr()
     assert out == "" and "* Trackio" in err and "* Run finished" in err  # stdout has the log alone
 
 
 @pytest.mark.parametrize(
     ("name", "refusal", "way_out"),
-    [("wandb", "no API key", r"WANDB_MODE=offline"), ("trackio", "no such space", "leave it out to go on without")],
+    [
+        ("wandb", "no API key", r"WANDB_MODE=offline"),
+        ("trackio", "no such space", "leave it out to go on without"),
+    ],
 )
 def test_a_missing_or_refusing_package_is_reported_before_the_first_step(
     tmp_path, wandb, trackio, monkeypatch, name, refusal, way_out
@@ -253,11 +319,21 @@ def test_a_missing_or_refusing_package_is_reported_before_the_first_step(
 
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
-def test_a_missing_package_is_reported_before_the_data_are_opened(tmp_path, monkeypatch, capsys, more):
+def test_a_missing_package_is_reported_before_the_data_are_opened(
+    tmp_path, monkeypatch, capsys, more
+):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.setattr("meshwright.training.run.run_resolved", lambda *_: pytest.fail("the run has begun"))
-    assert main(["train", *TINY_FLAGS, "--wandb-project", "gpt", "--run-dir", str(tmp_path), *more]) == 69
-    assert "--wandb-project needs wandb: install it with pip install 'meshwright[wandb]'" in capsys.readouterr().err
+    monkeypatch.setattr(
+        "meshwright.training.run.run_resolved", lambda *_: pytest.fail("the run has begun")
+    )
+    assert (
+        main(["train", *TINY_FLAGS, "--wandb-project", "gpt", "--run-dir", str(tmp_path), *more])
+        == 69
+    )
+    assert (
+        "--wandb-project needs wandb: install it with pip install 'meshwright[wandb]'"
+        in capsys.readouterr().err
+    )
 
 
 def test_timers_wait_for_their_own_work_alone(monkeypatch):
@@ -288,7 +364,9 @@ def test_another_packages_tracker_is_opened(tmp_path, monkeypatch):
         def add_scalars(self, values, iteration, samples):
             self.points.append((values, iteration, samples))
 
-    monkeypatch.setattr(registry, "load", lambda group: {"own": Own, "not asked for": lambda run: None})
+    monkeypatch.setattr(
+        registry, "load", lambda group: {"own": Own, "not asked for": lambda run: None}
+    )
     (tracker,) = open_trackers(RunToDraw(logging(), tmp_path, {"lr": 0.1}, "run", first=3))
     tracker.scalars({"lm loss": 1.5}, 3, 12)
     assert tracker.run.first == 3 and tracker.points == [({"lm loss": 1.5}, 3, 12)]

@@ -57,7 +57,10 @@ def test_loss_falls_and_everything_is_written(tmp_path, capsys):
         "config.toml latest_checkpointed_iteration.txt log.txt metrics.jsonl report.html".split()
     )
     assert (run / "latest_checkpointed_iteration.txt").read_text() == "30"
-    assert len(read_rows(run, "validation")) == 10 + 2 and read_rows(run, "end")[0]["reason"] == "all iterations done"
+    assert (
+        len(read_rows(run, "validation")) == 10 + 2
+        and read_rows(run, "end")[0]["reason"] == "all iterations done"
+    )
     out = capsys.readouterr().out
     assert len(re.findall(r"^ iteration +\d+/ +30 \|", out, re.M)) == 3
 
@@ -127,10 +130,16 @@ def test_finished_run_again_takes_no_step(tmp_path, capsys):
     status, steps = train(tmp_path, "--load", str(tmp_path / "run"))
     out = capsys.readouterr().out
     assert status == 0 and len(steps) == 6
-    assert "successfully loaded checkpoint" in out and " iteration " not in out.replace("at iteration ", "")
-    places = [out.index(s) for s in ("for val data", "saved checkpoint at iteration       6", "for test data")]
+    assert "successfully loaded checkpoint" in out and " iteration " not in out.replace(
+        "at iteration ", ""
+    )
+    places = [
+        out.index(s)
+        for s in ("for val data", "saved checkpoint at iteration       6", "for test data")
+    ]
     assert places == sorted(places)
-    assert (tmp_path / "run/iter_0000006/manifest.json").stat().st_mtime_ns == before  # the same, not written again
+    # the same, not written again
+    assert (tmp_path / "run/iter_0000006/manifest.json").stat().st_mtime_ns == before
 
 
 def test_without_save_nothing_is_written(tmp_path, monkeypatch):
@@ -151,7 +160,9 @@ def test_gradient_accumulation_changes_nothing(tmp_path):
 def test_precisions_agree(tmp_path):
     curves = {}
     for flag in ("--params-dtype=float64", "--params-dtype=float32", "--bf16", "--fp16"):
-        _, steps = train(tmp_path, flag, "--initial-loss-scale", "1024", "--lr", "1e-3", save=flag.strip("-"))
+        _, steps = train(
+            tmp_path, flag, "--initial-loss-scale", "1024", "--lr", "1e-3", save=flag.strip("-")
+        )
         curves[flag] = [s["loss"] for s in steps]
     exact = curves["--params-dtype=float64"]
     assert curves["--params-dtype=float32"] == pytest.approx(exact, rel=1e-5)
@@ -164,8 +175,12 @@ def test_fp16_overflow_is_skipped_and_counted(tmp_path, capsys):
     skipped = [s["skipped"] for s in steps]
     assert skipped[0] and not all(skipped)
     n = skipped.index(False)
-    assert [s["loss_scale"] for s in steps[: n + 1]] == [2.0**32, *(2.0 ** (32 - k) for k in range(n))]
-    assert all(s["lr"] == 0 for s in steps[: n + 1]) and steps[n + 1]["lr"] > 0  # the schedule waits
+    assert [s["loss_scale"] for s in steps[: n + 1]] == [
+        2.0**32,
+        *(2.0 ** (32 - k) for k in range(n)),
+    ]
+    # the schedule waits
+    assert all(s["lr"] == 0 for s in steps[: n + 1]) and steps[n + 1]["lr"] > 0
     assert steps[n]["consumed_samples"] == 4 * (n + 1)  # the data does not
     assert "number of skipped iterations:   1" in capsys.readouterr().out
 
@@ -173,7 +188,9 @@ def test_fp16_overflow_is_skipped_and_counted(tmp_path, capsys):
 def test_recompute_is_bit_equal(tmp_path):
     _, a = train(tmp_path, save="a")
     _, b = train(tmp_path, "--checkpoint-activations", save="b")
-    _, c = train(tmp_path, "--recompute-granularity", "full", "--recompute-method", "uniform", save="c")
+    _, c = train(
+        tmp_path, "--recompute-granularity", "full", "--recompute-method", "uniform", save="c"
+    )
     assert [s["loss"] for s in a] == [s["loss"] for s in b] == [s["loss"] for s in c]
 
 
@@ -188,8 +205,15 @@ def test_non_finite_loss_stops_with_70(tmp_path, capsys, monkeypatch):
     status, steps = train(tmp_path, "--save-interval", "2", "--eval-iters", "0")
     captured = capsys.readouterr()
     assert status == 70 and steps[-1]["loss"] == "nan" and len(steps) == 3
-    assert "lm loss" not in captured.out.splitlines()[-1] or "nan" in captured.out.splitlines()[-1].lower()
-    assert "iteration 3" in captured.err and "not applied" in captured.err and "--bf16" not in captured.err
+    assert (
+        "lm loss" not in captured.out.splitlines()[-1]
+        or "nan" in captured.out.splitlines()[-1].lower()
+    )
+    assert (
+        "iteration 3" in captured.err
+        and "not applied" in captured.err
+        and "--bf16" not in captured.err
+    )
     assert sorted(p.name for p in (tmp_path / "run").glob("iter_*")) == ["iter_0000002"]
 
 
@@ -207,7 +231,9 @@ def test_second_run_on_the_folder_is_refused(tmp_path, capsys, monkeypatch):
     """Before torch is imported, which takes seconds."""
     from meshwright.checkpoint import owner
 
-    monkeypatch.setattr(meshwright.training.run.devices, "open_device", lambda *_: pytest.fail("too late"))
+    monkeypatch.setattr(
+        meshwright.training.run.devices, "open_device", lambda *_: pytest.fail("too late")
+    )
     (tmp_path / "run").mkdir()
     with owner.lock_folder(tmp_path / "run"):
         status = main(["train", *TINY_FLAGS, "--save", str(tmp_path / "run")])
@@ -260,7 +286,9 @@ def test_a_folder_of_texts_is_noted_before_a_run_lies_in_it(tmp_path, capsys):
     for name in ("a.txt", "b.jsonl"):
         (run / name).write_text("{}")
     assert train(tmp_path, "--dry-run")[0] == 0 and note in capsys.readouterr().out
-    assert train(tmp_path, "--exit-interval", "1")[0] == 0 and capsys.readouterr().out.count(note) == 1
+    assert (
+        train(tmp_path, "--exit-interval", "1")[0] == 0 and capsys.readouterr().out.count(note) == 1
+    )
     assert train(tmp_path, "--load", str(run), "--exit-interval", "2")[0] == 0
     assert "holds texts" not in capsys.readouterr().out
 
@@ -277,7 +305,10 @@ def test_exit_interval_saves_and_leaves(tmp_path, capsys):
     ("flags", "words"),
     [
         (["--device", "cuda"], "torch sees no GPU"),
-        (["--micro-batch-size", "100000000", "--global-batch-size", "100000000"], "for the logits of 100000000 x 16"),
+        (
+            ["--micro-batch-size", "100000000", "--global-batch-size", "100000000"],
+            "for the logits of 100000000 x 16",
+        ),
         (["--hidden-size", "1000000000"], "the device has"),
     ],
 )
@@ -296,11 +327,18 @@ def test_half_an_environment_is_refused(monkeypatch, capsys):
 
 @pytest.mark.flag("exit_on_missing_checkpoint")
 def test_missing_checkpoint_can_be_an_error(tmp_path, capsys):
-    status = main(["train", *TINY_FLAGS, "--load", str(tmp_path / "none"), "--exit-on-missing-checkpoint"])
-    assert status == 65 and "no such folder, but --exit-on-missing-checkpoint needs one" in capsys.readouterr().err
+    status = main(
+        ["train", *TINY_FLAGS, "--load", str(tmp_path / "none"), "--exit-on-missing-checkpoint"]
+    )
+    assert (
+        status == 65
+        and "no such folder, but --exit-on-missing-checkpoint needs one" in capsys.readouterr().err
+    )
     (tmp_path / "none").mkdir()
     assert main(["train", "--load", str(tmp_path / "none"), "--mock-data", "--hidden-size=8"]) == 65
-    message = "no checkpoint found, and without one --num-layers, --num-attention-heads must be given"
+    message = (
+        "no checkpoint found, and without one --num-layers, --num-attention-heads must be given"
+    )
     assert message in capsys.readouterr().err
 
 
@@ -312,22 +350,38 @@ def test_contradicting_architecture_is_refused(tmp_path, capsys):
     assert "32" in err and "64" in err
     assert main(["train", *TINY_FLAGS, "--load", run, "--num-attention-heads", "2"]) == 65
     err = capsys.readouterr().err
-    assert "--num-attention-heads 2, the checkpoint has 4" in err and "group-query" not in err  # which follows
+    # which follows
+    assert "--num-attention-heads 2, the checkpoint has 4" in err and "group-query" not in err
     unsized = [flag for flag in TINY_FLAGS if not flag.startswith(("--max-position", "--hidden"))]
     assert main(["train", *unsized, "--load", run, "--seq-length", "64"]) == 2
-    assert f"the model of {run} was made for 16 positions, and --seq-length 64 is more: " in capsys.readouterr().err
+    assert (
+        f"the model of {run} was made for 16 positions, and --seq-length 64 is more: "
+        in capsys.readouterr().err
+    )
     assert main(["train", *unsized, "--load", run, "--num-attention-heads", "5"]) == 2
-    assert f"--hidden-size 32 of {run} is not a multiple of --num-attention-heads 5" in capsys.readouterr().err
+    assert (
+        f"--hidden-size 32 of {run} is not a multiple of --num-attention-heads 5"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_length_that_a_loaded_model_reads_is_named(tmp_path, capsys):
     """An exported model states its positions, but not the length of its samples."""
     llama = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --eval-iters=0"
-    train(tmp_path, *llama.split(), "--train-iters=1", "--tokenizer-type=NullTokenizer", "--vocab-size=63")
+    train(
+        tmp_path,
+        *llama.split(),
+        "--train-iters=1",
+        "--tokenizer-type=NullTokenizer",
+        "--vocab-size=63",
+    )
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to=huggingface"]) == 0
     words = [f for f in TINY_FLAGS if f[2:5] not in ("num", "hid", "seq", "max")]
     assert main(["train", *words, "--load", str(tmp_path / "hf"), "--finetune"]) == 2
-    assert "--seq-length is needed: tokens of one sample; the model reads up to 16" in capsys.readouterr().err
+    assert (
+        "--seq-length is needed: tokens of one sample; the model reads up to 16"
+        in capsys.readouterr().err
+    )
 
 
 def test_config_toml_from_another_folder_says_where_to_run(tmp_path, capsys, monkeypatch):
@@ -336,13 +390,21 @@ def test_config_toml_from_another_folder_says_where_to_run(tmp_path, capsys, mon
     write_counting(tmp_path / "start" / "x", [30] * 9)
     monkeypatch.chdir(tmp_path / "start")
     flags = [f for f in TINY_FLAGS if f not in ("--mock-data", "--vocab-size=64")]
-    flags += ["--data-path=x", "--tokenizer-type=NullTokenizer", "--vocab-size=270", "--eval-iters=0"]
+    flags += [
+        "--data-path=x",
+        "--tokenizer-type=NullTokenizer",
+        "--vocab-size=270",
+        "--eval-iters=0",
+    ]
     assert main(["train", *flags, "--save", "run", "--load", "run", "--exit-interval=1"]) == 0
     monkeypatch.chdir(tmp_path / "other")
     for more in ([], ["--dry-run"]):
         assert main(["train", "--config", "../start/run/config.toml", *more]) == 65
         err = capsys.readouterr().err
-        assert "relative paths in ../start/run/config.toml count from the folder where the run was started" in err
+        assert (
+            "relative paths in ../start/run/config.toml count from the folder where the run was started"
+            in err
+        )
         assert f"; run it there: cd {tmp_path}/start" in err
 
 
@@ -368,7 +430,11 @@ def test_a_finetuning_lists_what_a_new_run_changes_in_one_line():
         " > note: with --finetune, these settings are not the checkpoint's: train_iters, seed, clip_grad",
     ]
     resumed = parse_settings(TrainConfig, [*given, *changes[1:]], "train").config
-    assert [line.split()[2] for line in differences(resumed, saved)] == ["train_iters", "seed", "clip_grad"]
+    assert [line.split()[2] for line in differences(resumed, saved)] == [
+        "train_iters",
+        "seed",
+        "clip_grad",
+    ]
 
 
 def test_a_batch_that_follows_the_ranks_is_said_and_kept(tmp_path, capsys):
@@ -384,24 +450,43 @@ def test_a_batch_that_follows_the_ranks_is_said_and_kept(tmp_path, capsys):
             in capsys.readouterr().err
         )
     assert main(["train", *TINY_FLAGS, *follows, *run, "--global-batch-size=4"]) == 0
-    config = TrainConfig(training=Training(micro_batch_size=2, train_iters=1), parallel=Parallel(world_size=3))
+    config = TrainConfig(
+        training=Training(micro_batch_size=2, train_iters=1), parallel=Parallel(world_size=3)
+    )
     capsys.readouterr()
     print_settings(Resolved(config, NO_VOCABULARY))
-    assert "a step has 6 samples, 2 from each of 3 data-parallel ranks; --global-batch-size" in capsys.readouterr().out
+    assert (
+        "a step has 6 samples, 2 from each of 3 data-parallel ranks; --global-batch-size"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
     ("ranks", "before", "words"),
     [
-        (2, 8, "would be 16 now (--micro-batch-size 8 x 2 data-parallel ranks); add --global-batch-size 8 --micro-bat"),
-        (2, 8, "--micro-batch-size 4 to continue with the same batch, which keeps the losses, or add --global-batch-"),
+        (
+            2,
+            8,
+            "would be 16 now (--micro-batch-size 8 x 2 data-parallel ranks); add --global-batch-size 8 --micro-bat",
+        ),
+        (
+            2,
+            8,
+            "--micro-batch-size 4 to continue with the same batch, which keeps the losses, or add --global-batch-",
+        ),
         (1, 16, "add --global-batch-size 16 to continue"),
         (2, 24, "add --global-batch-size 24 --micro-batch-size 6 to continue"),
-        (3, 8, "take a number of data-parallel ranks that divides 8 to keep the batch and the losses"),
+        (
+            3,
+            8,
+            "take a number of data-parallel ranks that divides 8 to keep the batch and the losses",
+        ),
     ],
 )
 def test_more_ranks_keep_the_losses_by_a_smaller_micro_batch(ranks, before, words):
-    config = TrainConfig(training=Training(micro_batch_size=8, train_iters=1), parallel=Parallel(world_size=ranks))
+    config = TrainConfig(
+        training=Training(micro_batch_size=8, train_iters=1), parallel=Parallel(world_size=ranks)
+    )
     with pytest.raises(UserError, match=re.escape(words)):
         require_chosen_batch(config, before)
 
@@ -415,9 +500,19 @@ def test_z_loss_and_cap_are_taken_over(tmp_path, capsys):
     capsys.readouterr()
     assert main(["train", *TINY_FLAGS, "--load", part, "--save", part]) == 0
     assert "z loss: " in capsys.readouterr().out
-    columns = [[(row["loss"], row["z_loss"]) for row in read_rows(tmp_path / name)] for name in ("part", "whole")]
+    columns = [
+        [(row["loss"], row["z_loss"]) for row in read_rows(tmp_path / name)]
+        for name in ("part", "whole")
+    ]
     assert columns[0] == columns[1] and len(whole) == len(columns[0])
-    again = ["train", *TINY_FLAGS, "--load", capped, "--train-iters=7", "--override-opt_param-scheduler"]
+    again = [
+        "train",
+        *TINY_FLAGS,
+        "--load",
+        capped,
+        "--train-iters=7",
+        "--override-opt_param-scheduler",
+    ]
     assert main([*again, "--z-loss-coef=0"]) == 0
     assert "z_loss_coef is 0.0, the checkpoint was trained with 0.1" in capsys.readouterr().out
     assert main([*again, "--final-logit-softcapping=0"]) == 65
@@ -432,9 +527,26 @@ def test_printed_config_runs_again(tmp_path, capsys):
     assert main(["train", *TINY_FLAGS, "--print-config"]) == 0
     shown.write_text(capsys.readouterr().out)
     assert main(["train", "--config", str(shown), "--save", str(tmp_path / "again")]) == 0
-    assert [r["loss"] for r in read_rows(tmp_path / "again")] == [r["loss"] for r in read_rows(tmp_path / "run")]
-    assert main(["train", "--config", str(tmp_path / "run/config.toml"), "--save", third, "--load", third]) == 0
-    assert [r["loss"] for r in read_rows(tmp_path / "third")] == [r["loss"] for r in read_rows(tmp_path / "run")]
+    assert [r["loss"] for r in read_rows(tmp_path / "again")] == [
+        r["loss"] for r in read_rows(tmp_path / "run")
+    ]
+    assert (
+        main(
+            [
+                "train",
+                "--config",
+                str(tmp_path / "run/config.toml"),
+                "--save",
+                third,
+                "--load",
+                third,
+            ]
+        )
+        == 0
+    )
+    assert [r["loss"] for r in read_rows(tmp_path / "third")] == [
+        r["loss"] for r in read_rows(tmp_path / "run")
+    ]
 
 
 def test_loss_mean_microbatch_equals_global_without_masks(tmp_path):
@@ -443,7 +555,9 @@ def test_loss_mean_microbatch_equals_global_without_masks(tmp_path):
     assert [s["loss"] for s in a] == pytest.approx([s["loss"] for s in b], rel=1e-6)
 
 
-@pytest.mark.parametrize(("number", "want"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)])
+@pytest.mark.parametrize(
+    ("number", "want"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)]
+)
 @pytest.mark.fault("F16")
 def test_signal_finishes_the_step_and_saves(tmp_path, capfd, monkeypatch, number, want):
     real, calls = meshwright.training.loop.train_step, []
@@ -460,15 +574,23 @@ def test_signal_finishes_the_step_and_saves(tmp_path, capfd, monkeypatch, number
     assert status == want and f"exiting program after receiving {number.name}." in captured.out
     again = "" if number == signal.SIGUSR1 else "; send it again to stop at once"
     assert captured.err == f"{number.name}: finishing this step and saving{again}\n"
-    assert len(steps) == 4 and (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "4"
+    assert (
+        len(steps) == 4
+        and (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "4"
+    )
 
 
 @pytest.mark.parametrize("handle_signals", [False, True])
 def test_run_in_a_thread_leaves_signals_alone(tmp_path, handle_signals):
     """Python allows no handlers there, and a notebook or a service has its own."""
-    config = parse_settings(TrainConfig, [*TINY_FLAGS, "--save", str(tmp_path / "run")], "test").config
+    config = parse_settings(
+        TrainConfig, [*TINY_FLAGS, "--save", str(tmp_path / "run")], "test"
+    ).config
     before = signal.getsignal(signal.SIGTERM)
-    run, caller = meshwright.training.run.run, meshwright.training.run.Caller(handle_signals=handle_signals)
+    run, caller = (
+        meshwright.training.run.run,
+        meshwright.training.run.Caller(handle_signals=handle_signals),
+    )
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(run, config, caller).result() == 0
     assert len(read_rows(tmp_path / "run")) == 6 and signal.getsignal(signal.SIGTERM) is before
@@ -495,20 +617,36 @@ def test_dry_run_writes_nothing_and_needs_no_torch(tmp_path):
     )
     start = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-c", code, "train", "--dry-run", "--preset", "gpt3-175b", "--save", str(tmp_path / "x")],
+        [
+            sys.executable,
+            "-c",
+            code,
+            "train",
+            "--dry-run",
+            "--preset",
+            "gpt3-175b",
+            "--save",
+            str(tmp_path / "x"),
+        ],
         capture_output=True,
         text=True,
     )
     print(f"dry run: {time.perf_counter() - start:.2f} s")
     assert done.returncode == 2, done.stderr  # no machine's memory holds it
-    assert "174,6" in done.stdout and "--data-path is needed" in done.stdout and not (tmp_path / "x").exists()
+    assert (
+        "174,6" in done.stdout
+        and "--data-path is needed" in done.stdout
+        and not (tmp_path / "x").exists()
+    )
 
 
 def test_validation_loss_is_the_models(tmp_path):
     """Perplexity is exp(loss), and an untrained loss is near ln(vocabulary)."""
     train(tmp_path, "--lr", "1e-9")
     for r in read_rows(tmp_path / "run", "validation"):
-        assert r["ppl"] == pytest.approx(math.exp(r["loss"])) and r["loss"] == pytest.approx(math.log(64), abs=0.05)
+        assert r["ppl"] == pytest.approx(math.exp(r["loss"])) and r["loss"] == pytest.approx(
+            math.log(64), abs=0.05
+        )
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
@@ -532,11 +670,19 @@ def test_save_folder_of_another_run_is_refused(tmp_path, capsys):
     """Giving --load another folder, or a misspelt one, does not allow the --save."""
     train(tmp_path, save="a")
     train(tmp_path, "--train-iters", "3", save="b")
-    for load, wanted, words in (("b", 73, "--save-overwrite"), ("misspelt", 65, "there is no such folder")):
+    for load, wanted, words in (
+        ("b", 73, "--save-overwrite"),
+        ("misspelt", 65, "there is no such folder"),
+    ):
         status, steps = train(tmp_path, "--load", str(tmp_path / load), save="a")
         assert status == wanted and len(steps) == 6 and words in capsys.readouterr().err
     status, _ = train(
-        tmp_path, "--load", str(tmp_path / "b"), "--save-overwrite", "--override-opt_param-scheduler", save="a"
+        tmp_path,
+        "--load",
+        str(tmp_path / "b"),
+        "--save-overwrite",
+        "--override-opt_param-scheduler",
+        save="a",
     )
     assert status == 0 and (tmp_path / "a" / "replaced-1" / "iter_0000006").is_dir()
     assert read_rows(tmp_path / "a", "start")[-1]["iteration"] == 3
@@ -544,9 +690,20 @@ def test_save_folder_of_another_run_is_refused(tmp_path, capsys):
 
 def test_one_step_can_be_loaded_by_its_folder(tmp_path, capsys):
     train(tmp_path, "--save-interval", "2")
-    status = main(["train", *TINY_FLAGS, "--load", str(tmp_path / "run/iter_0000002"), "--save", str(tmp_path / "b")])
+    status = main(
+        [
+            "train",
+            *TINY_FLAGS,
+            "--load",
+            str(tmp_path / "run/iter_0000002"),
+            "--save",
+            str(tmp_path / "b"),
+        ]
+    )
     assert status == 0 and "at iteration 2\n" in capsys.readouterr().out
-    assert [r["loss"] for r in read_rows(tmp_path / "b")] == [r["loss"] for r in read_rows(tmp_path / "run")][2:]
+    assert [r["loss"] for r in read_rows(tmp_path / "b")] == [
+        r["loss"] for r in read_rows(tmp_path / "run")
+    ][2:]
 
 
 def test_overwriting_waits_until_the_run_can_begin(tmp_path):
@@ -576,7 +733,16 @@ def test_a_constant_scale_that_always_overflows_stops(tmp_path, capsys):
 
 def test_fp16_continues_bf16_with_a_scale_of_its_own(tmp_path):
     train(tmp_path, "--bf16")
-    _, steps = train(tmp_path, "--fp16", "--load", str(tmp_path / "run"), "--train-iters", "8", "--lr-decay-iters", "6")
+    _, steps = train(
+        tmp_path,
+        "--fp16",
+        "--load",
+        str(tmp_path / "run"),
+        "--train-iters",
+        "8",
+        "--lr-decay-iters",
+        "6",
+    )
     assert steps[6]["loss_scale"] == 2.0**32
 
 
@@ -586,11 +752,16 @@ def test_another_vocabulary_of_the_same_size_is_refused(tmp_path, capsys):
     for name, text in (("a", "some words to learn from"), ("b", "quite other letters, zz")):
         train_bpe([text * 50], 262, tmp_path / name)
     size = "--vocab-size=262"
-    files = [[f"--vocab-file={tmp_path}/{n}/vocab.json", f"--merge-file={tmp_path}/{n}/merges.txt", size] for n in "ab"]
+    files = [
+        [f"--vocab-file={tmp_path}/{n}/vocab.json", f"--merge-file={tmp_path}/{n}/merges.txt", size]
+        for n in "ab"
+    ]
     assert train(tmp_path, *files[0])[0] == 0
     kept = (tmp_path / "run/tokenizer/merges.txt").read_bytes()
     more = ["--load", str(tmp_path / "run"), "--train-iters", "8", "--lr-decay-iters", "6"]
-    assert train(tmp_path, *files[1], *more)[0] == 65 and "vocabulary files" in capsys.readouterr().err
+    assert (
+        train(tmp_path, *files[1], *more)[0] == 65 and "vocabulary files" in capsys.readouterr().err
+    )
     assert (tmp_path / "run/tokenizer/merges.txt").read_bytes() == kept
     assert train(tmp_path, *files[0], *more)[0] == 0
 
@@ -599,13 +770,26 @@ def test_a_finished_run_with_other_settings_is_left_alone(tmp_path, capsys):
     train(tmp_path)
     before = (tmp_path / "run/iter_0000006").stat().st_ino
     capsys.readouterr()
-    more = ["--load", str(tmp_path / "run"), "--clip-grad", "0.5", "--lr", "1", "--override-opt_param-scheduler"]
+    more = [
+        "--load",
+        str(tmp_path / "run"),
+        "--clip-grad",
+        "0.5",
+        "--lr",
+        "1",
+        "--override-opt_param-scheduler",
+    ]
     assert train(tmp_path, *more)[0] == 0
-    assert capsys.readouterr().out.count("  successfully saved checkpoint at iteration       6 to ") == 1
+    assert (
+        capsys.readouterr().out.count("  successfully saved checkpoint at iteration       6 to ")
+        == 1
+    )
     assert (tmp_path / "run/iter_0000006").stat().st_ino == before
 
 
-@pytest.mark.parametrize("flags", [["--vocab-size", "0"], ["--micro-batch-size", "0", "--global-batch-size", "4"]])
+@pytest.mark.parametrize(
+    "flags", [["--vocab-size", "0"], ["--micro-batch-size", "0", "--global-batch-size", "4"]]
+)
 def test_dry_run_finds_what_the_run_would(tmp_path, capsys, flags):
     for more in (["--dry-run"], []):
         assert main(["train", *TINY_FLAGS, *flags, *more]) == 2
@@ -625,7 +809,9 @@ def test_a_run_outlives_the_reader_of_its_log(tmp_path):
     """Forked by a server that has imported torch, so that the start takes no seconds."""
     os.mkfifo(tmp_path / "pipe")
     argv = [*TINY_FLAGS, "--save", str(tmp_path / "run")]
-    process = multiprocessing.get_context("forkserver").Process(target=_train_into, args=(tmp_path / "pipe", argv))
+    process = multiprocessing.get_context("forkserver").Process(
+        target=_train_into, args=(tmp_path / "pipe", argv)
+    )
     process.start()
     with open(tmp_path / "pipe") as log:
         assert log.readline().startswith("using world size")
@@ -636,12 +822,18 @@ def test_a_run_outlives_the_reader_of_its_log(tmp_path):
 @pytest.mark.whole
 def test_an_unread_result_is_no_failure_but_lost_work_is(tmp_path):
     shell = f"{sys.executable} -m meshwright"
-    bash = functools.partial(subprocess.run, executable="/bin/bash", shell=True, capture_output=True, text=True)
+    bash = functools.partial(
+        subprocess.run, executable="/bin/bash", shell=True, capture_output=True, text=True
+    )
     assert bash(f"{shell} --help | true; echo ${{PIPESTATUS[0]}}").stdout == "0\n"
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n')
     work = f"cd {tmp_path}; {shell} preprocess --input x.jsonl --output-prefix x --tokenizer-type ByteTokenizer"
     done = bash(f"{work} | (exec <&-; sleep 2); echo ${{PIPESTATUS[0]}}")
-    assert done.stdout == "0\n" if (tmp_path / "x_text_document.idx").exists() else done.stdout == "74\n"
+    assert (
+        done.stdout == "0\n"
+        if (tmp_path / "x_text_document.idx").exists()
+        else done.stdout == "74\n"
+    )
 
 
 @pytest.mark.parametrize("damage", [{"data_sets": [[]]}, {"data_fingerprint": 5}])
@@ -670,13 +862,23 @@ def test_changed_data_is_refused_on_resume(tmp_path, capsys):
 
     write(1, 1)
     flags = [f for f in TINY_FLAGS if f != "--mock-data"] + ["--data-path", str(tmp_path / "data")]
-    flags += ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run"), "--lr-decay-iters", "6"]
+    flags += [
+        "--save",
+        str(tmp_path / "run"),
+        "--load",
+        str(tmp_path / "run"),
+        "--lr-decay-iters",
+        "6",
+    ]
     assert main(["train", *flags]) == main(["train", *flags, "--train-iters", "7"]) == 0
     assert "have changed" not in capsys.readouterr().out
     again = ["train", *flags, "--train-iters", "8"]
     write(1, 2)  # the same lengths
     assert main(again) == main([*again, "--dry-run"]) == 65
-    assert "data.bin has as many tokens as" in (error := capsys.readouterr().err) and "--data-changed ok" in error
+    assert (
+        "data.bin has as many tokens as" in (error := capsys.readouterr().err)
+        and "--data-changed ok" in error
+    )
     write(1, 2, "moved")  # another path, so that the blend is compared by its files
     assert main([*again, "--data-path", str(tmp_path / "moved")]) == 65
     assert re.search(r"moved\.bin has as many tokens as .*/data\.bin had", capsys.readouterr().err)
@@ -684,10 +886,15 @@ def test_changed_data_is_refused_on_resume(tmp_path, capsys):
     assert main([*again, "--data-path", str(tmp_path / "moved")]) == 0
     write(2, 1, "moved")
     longer = [*again, "--data-path", str(tmp_path / "moved"), "--train-iters", "9"]
-    assert main(longer) == 65 and "moved.idx has other documents than before" in capsys.readouterr().err
+    assert (
+        main(longer) == 65
+        and "moved.idx has other documents than before" in capsys.readouterr().err
+    )
     assert main([*longer, "--data-changed", "ok"]) == 0
     assert "have changed since the checkpoint: " in capsys.readouterr().out
-    assert json.loads((tmp_path / "run/iter_0000009/config.json").read_text())["data_changed"] == "ok"
+    assert (
+        json.loads((tmp_path / "run/iter_0000009/config.json").read_text())["data_changed"] == "ok"
+    )
     assert 'data_changed = "refuse"' in (tmp_path / "run/config.toml").read_text()
 
 
@@ -727,13 +934,20 @@ def test_dry_run_knows_the_runs_own_vocabulary(tmp_path, capsys):
     files = [f"--vocab-file={tmp_path}/a/vocab.json", f"--merge-file={tmp_path}/a/merges.txt"]
     assert train(tmp_path, *files, "--vocab-size=262")[0] == 0
     bare = [f for f in TINY_FLAGS if f not in ("--mock-data", "--vocab-size=64")]
-    assert main(["train", *bare, "--save", f"{tmp_path}/run", "--load", f"{tmp_path}/run", "--dry-run"]) == 0
+    assert (
+        main(
+            ["train", *bare, "--save", f"{tmp_path}/run", "--load", f"{tmp_path}/run", "--dry-run"]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "(vocabulary 262 padded" in out and "--tokenizer is needed" not in out
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-@pytest.mark.parametrize("more", [[], ["--untie-embeddings-and-output-weights", "--swiglu", "--embed-layernorm"]])
+@pytest.mark.parametrize(
+    "more", [[], ["--untie-embeddings-and-output-weights", "--swiglu", "--embed-layernorm"]]
+)
 def test_parameters_of_each_pipeline_rank_are_those_it_builds(schedule, more):
     """The ends of the model have more parameters; tensor ranks share those that the table cuts."""
     from meshwright.model.gpt import GPT, Options
@@ -742,16 +956,30 @@ def test_parameters_of_each_pipeline_rank_are_those_it_builds(schedule, more):
     from meshwright.parallel.shard import rule
     from meshwright.training.parameters import parameters_of_ranks
 
-    argv = ["--world-size=4", "--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2", "--num-layers=5"]
-    argv += [f"--pipeline-schedule={schedule}", "--num-query-groups=2", "--group-query-attention", "--qk-layernorm"]
+    argv = [
+        "--world-size=4",
+        "--tensor-model-parallel-size=2",
+        "--pipeline-model-parallel-size=2",
+        "--num-layers=5",
+    ]
+    argv += [
+        f"--pipeline-schedule={schedule}",
+        "--num-query-groups=2",
+        "--group-query-attention",
+        "--qk-layernorm",
+    ]
     c = parse_settings(TrainConfig, [*TINY_FLAGS, *argv, *more], "train", check=False).config
     counted = []
     for rank in range(2):
         layout = Layout(2, 1, 1, 1, 1, rank)
         with torch.device("meta"):
-            parts = stages(lambda: GPT(c.model, 64, 128, 16, options=Options()), c.stages, layout, schedule)
+            parts = stages(
+                lambda: GPT(c.model, 64, 128, 16, options=Options()), c.stages, layout, schedule
+            )
         own = dict(named for part in parts for named in part.named_parameters())
-        counted.append(sum(p.numel() // (2 if rule(n).cut is not None else 1) for n, p in own.items()))
+        counted.append(
+            sum(p.numel() // (2 if rule(n).cut is not None else 1) for n, p in own.items())
+        )
     assert parameters_of_ranks(c, 128) == counted and counted[0] != counted[1]
 
 
@@ -762,12 +990,22 @@ def test_a_pipeline_schedule_without_a_pipeline_has_no_effect(tmp_path):
 def test_dry_run_prints_sizes(tmp_path, capsys):
     assert main(["train", *TINY_FLAGS, "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "2 micro-batches\n" in out and "optimizer: 0.5 MiB, activations" in out and "data: random ids" in out
+    assert (
+        "2 micro-batches\n" in out
+        and "optimizer: 0.5 MiB, activations" in out
+        and "data: random ids" in out
+    )
     more = ["--world-size=8", "--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2"]
     assert main(["train", *TINY_FLAGS, *more, "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "1 micro-batch\n" in out and "8 ranks = 2 data x 2 tensor x 2 pipeline; layers of each stage: 1 1" in out
-    assert "parameters on pipeline rank 0, the largest" in out and "MiB on pipeline rank 0, activations apart" in out
+    assert (
+        "1 micro-batch\n" in out
+        and "8 ranks = 2 data x 2 tensor x 2 pipeline; layers of each stage: 1 1" in out
+    )
+    assert (
+        "parameters on pipeline rank 0, the largest" in out
+        and "MiB on pipeline rank 0, activations apart" in out
+    )
 
 
 def test_dry_run_says_what_does_not_fit_the_device(monkeypatch, capsys):
@@ -775,9 +1013,13 @@ def test_dry_run_says_what_does_not_fit_the_device(monkeypatch, capsys):
     for have, words in ((2**30, False), (2**10, True)):
         monkeypatch.setattr("meshwright.base.host.physical_memory", lambda have=have: have)
         assert main(["train", *flags]) == (2 if words else 0)
-        assert ("it does not fit this device (0.0 GiB), where the run" in capsys.readouterr().out) is words
+        assert (
+            "it does not fit this device (0.0 GiB), where the run" in capsys.readouterr().out
+        ) is words
     monkeypatch.setattr(device, "ask_nvidia_smi", lambda *words: "24064\n24064\n")
-    assert main(["train", "--preset=gpt3-175b", "--mock-data", "--vocab-size=50257", "--dry-run"]) == 2
+    assert (
+        main(["train", "--preset=gpt3-175b", "--mock-data", "--vocab-size=50257", "--dry-run"]) == 2
+    )
     assert "does not fit this device (23.5 GiB)" in capsys.readouterr().out
 
 
@@ -788,15 +1030,27 @@ def test_dry_run_refuses_the_vocabulary_that_training_refuses(tmp_path, capsys):
         writer.add(list(range(200)))
         writer.end_document()
     flags = [f for f in TINY_FLAGS if f not in ("--mock-data", "--vocab-size=64")]
-    flags += ["--data-path", str(tmp_path / "x"), "--tokenizer-type=NullTokenizer", "--vocab-size=63"]
+    flags += [
+        "--data-path",
+        str(tmp_path / "x"),
+        "--tokenizer-type=NullTokenizer",
+        "--vocab-size=63",
+    ]
     for more in (["--dry-run"], []):
         assert main(["train", *flags, *more]) == 65
-        assert "x.bin has id 64 in document 0, but the tokenizer's ids are 0 ... 63" in capsys.readouterr().err
+        assert (
+            "x.bin has id 64 in document 0, but the tokenizer's ids are 0 ... 63"
+            in capsys.readouterr().err
+        )
 
 
 @pytest.mark.parametrize("what", ["--dry-run", "--print-config"])
 def test_rank_0_alone_prints(monkeypatch, capsys, what):
-    for name, value in (("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29999")):
+    for name, value in (
+        ("WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "localhost"),
+        ("MASTER_PORT", "29999"),
+    ):
         monkeypatch.setenv(name, value)
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
@@ -807,24 +1061,41 @@ def test_rank_0_alone_prints(monkeypatch, capsys, what):
 def test_incomplete_settings_are_printed_and_then_refused(capsys):
     assert main(["train", "--preset", "gpt2-345m", "--print-config"]) == 2
     shown = capsys.readouterr()
-    assert "num_layers = 24  # preset gpt2-345m" in shown.out and "--data-path is needed" in shown.err
+    assert (
+        "num_layers = 24  # preset gpt2-345m" in shown.out and "--data-path is needed" in shown.err
+    )
     assert main(["train", "--preset", "gpt2-345m", "--print-config", "--nonsense"]) == 2
     shown = capsys.readouterr()
     assert shown.out == "" and "--nonsense" in shown.err and "--data-path is needed" in shown.err
 
 
-CPU = "[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+CPU = (
+    "[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+)
 CPU_TRIED = "tried to allocate 4398046511104 bytes"
-GPU_TRIED = "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 4.00 GiB of which 1.00 GiB is free"
+GPU_TRIED = (
+    "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 4.00 GiB of which 1.00 GiB is free"
+)
 
 
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (RuntimeError(f"{CPU}{CPU_TRIED}. Error code 12 (Cannot allocate memory)"), f"out of memory: {CPU_TRIED}: "),
-        (torch.OutOfMemoryError(f"CUDA out of memory. {GPU_TRIED}. Including non-PyTorch memory"), f"{GPU_TRIED}: "),
+        (
+            RuntimeError(f"{CPU}{CPU_TRIED}. Error code 12 (Cannot allocate memory)"),
+            f"out of memory: {CPU_TRIED}: ",
+        ),
+        (
+            torch.OutOfMemoryError(
+                f"CUDA out of memory. {GPU_TRIED}. Including non-PyTorch memory"
+            ),
+            f"{GPU_TRIED}: ",
+        ),
         (MemoryError(), "out of memory: a smaller "),
-        (RuntimeError("can't start new thread"), "out of memory: can't start new thread: a smaller "),
+        (
+            RuntimeError("can't start new thread"),
+            "out of memory: can't start new thread: a smaller ",
+        ),
     ],
 )
 def test_running_out_of_memory_is_explained(monkeypatch, capsys, error, message):
@@ -835,13 +1106,18 @@ def test_running_out_of_memory_is_explained(monkeypatch, capsys, error, message)
     assert main(["train", *TINY_FLAGS]) == 2
     shown = capsys.readouterr().err
     assert message in shown and "Including" not in shown and "Error code" not in shown
-    assert "smaller --micro-batch-size (now 2) or --seq-length (now 16), or --recompute-granularity full needs" in shown
+    assert (
+        "smaller --micro-batch-size (now 2) or --seq-length (now 16), or --recompute-granularity full needs"
+        in shown
+    )
     monkeypatch.setattr(meshwright.training.loop, "train_step", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["train", *TINY_FLAGS])
 
 
-@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError(f"CUDA out of memory. {GPU_TRIED}")])
+@pytest.mark.parametrize(
+    "error", [MemoryError(), torch.OutOfMemoryError(f"CUDA out of memory. {GPU_TRIED}")]
+)
 def test_memory_that_is_not_the_trainings_has_other_advice(monkeypatch, capsys, error):
     """A smaller micro-batch would not help a file that is read."""
 
@@ -869,7 +1145,9 @@ def test_a_full_disk_under_the_log_does_not_end_the_run(monkeypatch, capsys):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     opened = io.StringIO()
-    null = SimpleNamespace(open=lambda *a: 0, devnull="", O_WRONLY=0, dup2=lambda *a: setattr(sys, "stdout", opened))
+    null = SimpleNamespace(
+        open=lambda *a: 0, devnull="", O_WRONLY=0, dup2=lambda *a: setattr(sys, "stdout", opened)
+    )
     monkeypatch.setattr(console, "os", null)
     monkeypatch.setattr(sys, "stdout", Full())
     console.say("one")
@@ -886,7 +1164,12 @@ def test_letters_that_the_encoding_does_not_have(monkeypatch):
 
 
 def test_a_wrong_world_size_is_refused_before_the_batch_is_divided(monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="--world-size 3, but started as 2"):
         meshwright.cli.train.main([*TINY_FLAGS, "--global-batch-size=4", "--world-size", "3"])
@@ -898,10 +1181,17 @@ def test_a_load_that_holds_nothing_is_refused(tmp_path, capsys):
         (tmp_path / "empty").mkdir(exist_ok=True)
         status, _ = train(tmp_path, "--load", str(tmp_path / load), save="new")
         out, err = capsys.readouterr()
-        assert status == 65 and f"--load {tmp_path / load}" in err and "leave --load out" in err and not out
+        assert (
+            status == 65
+            and f"--load {tmp_path / load}" in err
+            and "leave --load out" in err
+            and not out
+        )
         assert main(["train", *TINY_FLAGS, "--load", str(tmp_path / load), "--dry-run"]) == 65
     assert not (tmp_path / "new").exists()
-    config = parse_settings(TrainConfig, [*TINY_FLAGS, "--load", str(tmp_path / "nope")], "meshwright train").config
+    config = parse_settings(
+        TrainConfig, [*TINY_FLAGS, "--load", str(tmp_path / "nope")], "meshwright train"
+    ).config
     with pytest.raises(UserError, match="no such folder"):  # from Python
         meshwright.training.run.run(config)
     assert train(tmp_path, "--load", f"{tmp_path}/./new", save="new")[0] == 0
@@ -917,10 +1207,25 @@ def test_steps_at_rate_0_are_announced(tmp_path, capsys):
     status, steps = train(tmp_path, *more)
     assert "WARNING: all 2 steps would run at learning rate 0" in capsys.readouterr().err
     assert status == 0 and [row["lr"] for row in steps[6:]] == [0, 0]
-    more = ["--load", str(tmp_path / "run"), "--train-iters", "12", "--override-opt_param-scheduler"]
+    more = [
+        "--load",
+        str(tmp_path / "run"),
+        "--train-iters",
+        "12",
+        "--override-opt_param-scheduler",
+    ]
     status, steps = train(tmp_path, *more)
-    assert status == 0 and min(row["lr"] for row in steps[8:]) > 0 and "WARNING" not in capsys.readouterr().err
-    assert main(["train", *TINY_FLAGS, "--lr-warmup-iters", "9", "--lr-decay-iters", "20", "--dry-run"]) == 0
+    assert (
+        status == 0
+        and min(row["lr"] for row in steps[8:]) > 0
+        and "WARNING" not in capsys.readouterr().err
+    )
+    assert (
+        main(
+            ["train", *TINY_FLAGS, "--lr-warmup-iters", "9", "--lr-decay-iters", "20", "--dry-run"]
+        )
+        == 0
+    )
     assert "WARNING: the run ends within its warm-up" in capsys.readouterr().out
 
 
@@ -930,20 +1235,37 @@ def test_the_curves_of_another_run_are_not_hidden(tmp_path, capsys):
     again = ["train", *TINY_FLAGS, "--run-dir", plain]
     assert main(again) == 0
     before = {path.name: path.read_bytes() for path in Path(plain).glob("[!.]*") if path.is_file()}
-    for argv in (again, [*again, "--dry-run"], [*again, "--save", other, "--load", other], [*TINY_FLAGS]):
+    for argv in (
+        again,
+        [*again, "--dry-run"],
+        [*again, "--save", other, "--load", other],
+        [*TINY_FLAGS],
+    ):
         argv = argv if argv[0] == "train" else ["train", *argv, "--save", plain]
         capsys.readouterr()
         assert main(argv) == 73
         assert "another folder, or --save-overwrite" in capsys.readouterr().err
-    assert before == {path.name: path.read_bytes() for path in Path(plain).glob("[!.]*") if path.is_file()}
+    assert before == {
+        path.name: path.read_bytes() for path in Path(plain).glob("[!.]*") if path.is_file()
+    }
     assert main([*again, "--save-overwrite", "--train-iters", "4"]) == 0
-    assert len(read_rows(tmp_path / "plain")) == 4 and len(read_rows(tmp_path / "plain" / "replaced-1")) == 6
+    assert (
+        len(read_rows(tmp_path / "plain")) == 4
+        and len(read_rows(tmp_path / "plain" / "replaced-1")) == 6
+    )
     assert (tmp_path / "plain" / "replaced-1" / "config.toml").read_bytes() == before["config.toml"]
 
 
 def test_a_run_goes_on_beside_its_checkpoints(tmp_path):
     """With --save elsewhere, the run folder belongs to the run that saved there."""
-    run = ["train", *TINY_FLAGS, "--run-dir", str(tmp_path / "run"), "--save", str(tmp_path / "save")]
+    run = [
+        "train",
+        *TINY_FLAGS,
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--save",
+        str(tmp_path / "save"),
+    ]
     assert main([*run, "--exit-interval", "2"]) == 0
     assert main([*run, "--load", str(tmp_path / "save")]) == 0
     assert len(read_rows(tmp_path / "run")) == 6 and len(read_rows(tmp_path / "run", "start")) == 2
@@ -956,12 +1278,27 @@ def test_the_same_wrong_folder_is_reported_alike(tmp_path, capsys):
     """generate, evaluate, inspect, convert and report: the same words, the same status."""
     (tmp_path / "file").write_text("text")
     (tmp_path / "empty").mkdir()
-    for name, words in (("none", "there is no folder"), ("file", "is a file"), ("empty", "holds no")):
+    for name, words in (
+        ("none", "there is no folder"),
+        ("file", "is a file"),
+        ("empty", "holds no"),
+    ):
         folder, said = str(tmp_path / name), set()
-        for command in ("generate --prompt a", f"evaluate --input {tmp_path}/file", "inspect", "report"):
+        for command in (
+            "generate --prompt a",
+            f"evaluate --input {tmp_path}/file",
+            "inspect",
+            "report",
+        ):
             first, *more = command.split()
             assert main([first, folder, *more]) == 65
-            said.add(capsys.readouterr().err.partition("error: ")[2].split(";")[0].split(",")[0].split(" no ")[0])
+            said.add(
+                capsys.readouterr()
+                .err.partition("error: ")[2]
+                .split(";")[0]
+                .split(",")[0]
+                .split(" no ")[0]
+            )
         assert main(["convert", folder, str(tmp_path / "new"), "--to", "huggingface"]) == 65
         assert len(said) == 1 and words in capsys.readouterr().err
 
@@ -971,13 +1308,24 @@ def test_a_folder_that_holds_a_run_or_a_tokenizer_is_recognised(tmp_path, capsys
     for name in ("tour/run/config.toml", "vocabulary/tokenizer.json"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).touch()
-    words = {"tour": f"; did you mean {tmp_path}/tour/run?", "vocabulary": "; it is a tokenizer, not a model"}
+    words = {
+        "tour": f"; did you mean {tmp_path}/tour/run?",
+        "vocabulary": "; it is a tokenizer, not a model",
+    }
     for folder, hint in words.items():
-        commands = ["generate --prompt a", "chat", "inspect", "report", f"train {' '.join(TINY_FLAGS)} --load"]
+        commands = [
+            "generate --prompt a",
+            "chat",
+            "inspect",
+            "report",
+            f"train {' '.join(TINY_FLAGS)} --load",
+        ]
         for command in commands:
             first, *more = command.split()
             argv = (
-                [first, *more, str(tmp_path / folder)] if first == "train" else [first, str(tmp_path / folder), *more]
+                [first, *more, str(tmp_path / folder)]
+                if first == "train"
+                else [first, str(tmp_path / folder), *more]
             )
             assert main(argv) == 65
             assert hint in capsys.readouterr().err, command
@@ -1006,11 +1354,18 @@ def test_an_error_of_the_disk_names_its_file(tmp_path, capsys, monkeypatch):
 
 
 def test_the_name_of_a_token_file_stands_for_the_pair(tmp_path):
-    assert [TokenFiles(f"a/b{end}").prefix for end in ("", ".bin", ".idx", ".txt")] == ["a/b", "a/b", "a/b", "a/b.txt"]
+    assert [TokenFiles(f"a/b{end}").prefix for end in ("", ".bin", ".idx", ".txt")] == [
+        "a/b",
+        "a/b",
+        "a/b",
+        "a/b.txt",
+    ]
     write_counting(tmp_path / "a.bin", [9])  # a prefix that ends so is kept
     assert TokenFiles(str(tmp_path / "a.bin")).prefix == str(tmp_path / "a.bin")
     data = parse_settings(
-        TrainConfig, [*TINY_FLAGS, "--data-path", "0.5", "b.bin", "0.5", "c.idx"], "meshwright train"
+        TrainConfig,
+        [*TINY_FLAGS, "--data-path", "0.5", "b.bin", "0.5", "c.idx"],
+        "meshwright train",
     ).config.data
     assert data.data_path == ["0.5", "b", "0.5", "c"]
 
@@ -1028,7 +1383,27 @@ def test_a_token_file_cut_short_under_a_run(tmp_path, capsys, monkeypatch, endin
         return step(self)
 
     monkeypatch.setattr(meshwright.training.loop.Trainer, "step", cut_and_step)
-    flags = [f for f in TINY_FLAGS if f != "--mock-data"] + ["--vocab-size", "800", "--save-interval", "2"]
-    assert main(["train", *flags, "--data-path", str(tmp_path / "data"), "--save", str(tmp_path / "run")]) == 74
-    assert f"data{ending} was cut short while it was in use: 100 bytes are left" in capsys.readouterr().err
+    flags = [f for f in TINY_FLAGS if f != "--mock-data"] + [
+        "--vocab-size",
+        "800",
+        "--save-interval",
+        "2",
+    ]
+    assert (
+        main(
+            [
+                "train",
+                *flags,
+                "--data-path",
+                str(tmp_path / "data"),
+                "--save",
+                str(tmp_path / "run"),
+            ]
+        )
+        == 74
+    )
+    assert (
+        f"data{ending} was cut short while it was in use: 100 bytes are left"
+        in capsys.readouterr().err
+    )
     assert (tmp_path / "run/iter_0000002").is_dir()

@@ -20,7 +20,10 @@ BYTES = ["--tokenizer=byte", "--vocab-size=257", "--sample-interval=2"]
 
 
 def samples(run):
-    return [(row["iteration"], row["number"], row["prompt"], row["text"]) for row in read_rows(run.folder, "sample")]
+    return [
+        (row["iteration"], row["number"], row["prompt"], row["text"])
+        for row in read_rows(run.folder, "sample")
+    ]
 
 
 @pytest.mark.flag("sample_interval sample_prompts sample_length sample_temperature")
@@ -30,20 +33,29 @@ def test_flags(run, tmp_path):
     saved = run(*BYTES, *prompts, "--hidden-dropout=0.1", f"--save={tmp_path}/saved")
     assert saved.status == 0, saved.err
     found = samples(saved)
-    assert [row[:3] for row in found] == [(i, n, p) for i in (2, 4, 6) for n, p in ((0, "a b"), (1, "c"))]
+    assert [row[:3] for row in found] == [
+        (i, n, p) for i in (2, 4, 6) for n, p in ((0, "a b"), (1, "c"))
+    ]
     plain = run(*BYTES[:2], "--hidden-dropout=0.1")
     assert [x.hex() for x in plain.losses] == [x.hex() for x in saved.losses]
     assert plain.column("loss", "validation") == saved.column("loss", "validation")
     assert " > sample at iteration 6: a b|" in saved.out and not samples(plain)
     model = meshwright.load(f"{tmp_path}/saved")
     options = Sampling(temperature=0.8, out_seq_length=9)
-    requests = [Request(model.encode(prompt), options, 1234, n) for n, prompt in enumerate(("a b", "c"))]
+    requests = [
+        Request(model.encode(prompt), options, 1234, n) for n, prompt in enumerate(("a b", "c"))
+    ]
     assert [new.text.removesuffix("�") for new in complete(model, requests, 2)] == [
         text for i, *_, text in found if i == 6
     ]
-    likeliest = run(*BYTES, "--sample-prompts=a b", "--sample-temperature=0", "--hidden-dropout=0.1")
-    (new,) = complete(model, [Request(model.encode("a b"), Sampling(greedy=True, out_seq_length=64))], 1)
-    assert samples(likeliest)[-1][3] == new.text and len(new.tokens) == 13  # up to the sequence length
+    likeliest = run(
+        *BYTES, "--sample-prompts=a b", "--sample-temperature=0", "--hidden-dropout=0.1"
+    )
+    (new,) = complete(
+        model, [Request(model.encode("a b"), Sampling(greedy=True, out_seq_length=64))], 1
+    )
+    # up to the sequence length
+    assert samples(likeliest)[-1][3] == new.text and len(new.tokens) == 13
 
 
 @pytest.mark.promise("Samples in the log cannot move the cursor of a terminal")
@@ -53,9 +65,15 @@ def test_a_terminal_is_safe():
 
 def test_refused_and_noted(run):
     without = run("--sample-interval=2")
-    assert without.status == USAGE and "--sample-interval writes text, for which the run needs a tok" in without.err
+    assert (
+        without.status == USAGE
+        and "--sample-interval writes text, for which the run needs a tok" in without.err
+    )
     long = run(*BYTES, "--sample-prompts", "sixteen letters!")
-    assert long.status == USAGE and "'sixteen letters!' has 16 tokens; the model reads 16, shorten it" in long.err
+    assert (
+        long.status == USAGE
+        and "'sixteen letters!' has 16 tokens; the model reads 16, shorten it" in long.err
+    )
     nothing = run(*BYTES, "--sample-length=1")
     assert [prompt for _, _, prompt, _ in samples(nothing)] == [""] * 3
     idle = run("--sample-prompts=a", "--train-iters=1")
@@ -66,7 +84,9 @@ def test_the_text_continues_the_prompt(tmp_path, monkeypatch):
     """With the space before its first word, which a SentencePiece model leaves out of a text."""
     monkeypatch.setattr(written, "runs_one_shape", lambda net: True)
     line = "--seq-length 8 --sample-interval 1 --sample-prompts|a||".split("|")
-    config = flags.parse_settings(TrainConfig, [*line[0].split(), *line[1:-1]], "meshwright test", check=False).config
+    config = flags.parse_settings(
+        TrainConfig, [*line[0].split(), *line[1:-1]], "meshwright test", check=False
+    ).config
     samples, rows = SampleWriter(config, None, 3, spaced_words(tmp_path)), []
     monkeypatch.setattr(samples, "generate", lambda: [[0, 1], [0, 1]])
     samples.write(3, SimpleNamespace(sample=lambda *row: rows.append(row)))
@@ -106,11 +126,15 @@ LAYOUTS = [
 def test_layouts():
     def config(line, world):
         more = f"{line} --world-size {world} --sample-interval 1 --sample-length 7 --sample-prompts".split()
-        return flags.parse_settings(TrainConfig, [*FLAGS.split(), *more, *PROMPTS], "meshwright test").config
+        return flags.parse_settings(
+            TrainConfig, [*FLAGS.split(), *more, *PROMPTS], "meshwright test"
+        ).config
 
     ((logits, plain),) = run_all({"": config("--micro-batch-size 4", 1)}, 1, 1, read=texts_of)[""]
     assert all(text for text in plain) and len(set(map(str, plain))) == len(PROMPTS)
-    for line, ranks in run_all({line: config(line, 2) for line in LAYOUTS}, 2, 1, read=texts_of).items():
+    for line, ranks in run_all(
+        {line: config(line, 2) for line in LAYOUTS}, 2, 1, read=texts_of
+    ).items():
         for found, texts in ranks:
             np.testing.assert_allclose(found, logits, rtol=0, atol=1e-9, err_msg=line)
             assert texts == plain, line

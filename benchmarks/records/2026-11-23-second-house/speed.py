@@ -7,4 +7,10 @@ import sys
 for folder in sys.argv[1:]:
     with open(f"{folder}/metrics.jsonl") as file:
         steps = [row for row in map(json.loads, file) if row["event"] == "step"][10:]
-    print(folder, "ms median", statistics.median(row["ms"] for row in steps), "loss", steps[-1]["loss"])
+    print(
+        folder,
+        "ms median",
+        statistics.median(row["ms"] for row in steps),
+        "loss",
+        steps[-1]["loss"],
+    )

@@ -30,7 +30,9 @@ def measure(save: str, cache: Path) -> dict[str, float]:
     total = time.time() - began
     assert done.returncode == 0, done.stderr
     folder = (
-        cache / "meshwright/meshwright-storage/s3/bucket" / save.rpartition("/")[2] if "://" in save else Path(save)
+        cache / "meshwright/meshwright-storage/s3/bucket" / save.rpartition("/")[2]
+        if "://" in save
+        else Path(save)
     )
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["event"] == "step"]
@@ -52,8 +54,13 @@ def main() -> None:
             for kind in ("local", "s3") if number % 2 else ("s3", "local"):
                 folder = Path(tempfile.mkdtemp())
                 bucket.objects.clear()
-                out = measure(str(folder / "run") if kind == "local" else f"s3://bucket/run{number}", folder / "cache")
-                print(number, kind, json.dumps({k: round(v, 3) for k, v in out.items()}), flush=True)
+                out = measure(
+                    str(folder / "run") if kind == "local" else f"s3://bucket/run{number}",
+                    folder / "cache",
+                )
+                print(
+                    number, kind, json.dumps({k: round(v, 3) for k, v in out.items()}), flush=True
+                )
                 if number:
                     results[kind].append(out)
                 shutil.rmtree(folder)

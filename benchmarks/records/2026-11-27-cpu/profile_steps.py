@@ -22,4 +22,6 @@ if __name__ == "__main__":
         total = sum(row.self_cpu_time_total for row in rows)
         print(f"{name}: {total / STEPS / 1e3:.0f} ms a step")
         for row in rows[:15]:
-            print(f"{row.self_cpu_time_total / STEPS / 1e3:8.1f} ms {row.self_cpu_time_total / total:6.1%}  {row.key}")
+            print(
+                f"{row.self_cpu_time_total / STEPS / 1e3:8.1f} ms {row.self_cpu_time_total / total:6.1%}  {row.key}"
+            )

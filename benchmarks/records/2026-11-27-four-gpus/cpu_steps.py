@@ -44,7 +44,9 @@ STEPS, TURNS = 5, 2
 
 def milliseconds(run: learning.Run) -> list[float]:
     """Train a few steps on random tokens; return their times but for the first two."""
-    given = Namespace(most=32, points=1, held_out=1e5, data="", tokenizer="", flags="--bf16 --device cpu")
+    given = Namespace(
+        most=32, points=1, held_out=1e5, data="", tokenizer="", flags="--bf16 --device cpu"
+    )
     command = learning.command_of(run, given)
     for flag in ("--data-path", "--tokenizer", "--eval-iters", "--eval-interval", "--log-interval"):
         place = command.index(flag)
@@ -59,18 +61,28 @@ def main(out: Path) -> None:
     from matplotlib.figure import Figure
 
     out.mkdir(parents=True, exist_ok=True)
-    runs = {(size, word): learning.parse_run(word, 0, size, 1) for size, words in RUNS.items() for word in words}
+    runs = {
+        (size, word): learning.parse_run(word, 0, size, 1)
+        for size, words in RUNS.items()
+        for word in words
+    }
     times: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
     for _ in range(TURNS):
         for key, run in runs.items():
             times[key] += milliseconds(run)
     rows = [json.loads(line) for line in (HERE / "small.jsonl").read_text().splitlines()]
     figure = Figure(figsize=(10, 3.4), layout="constrained")
-    lines = ["size  run, steps of the whole run, median ms, minutes of a run, bits per byte at its end (three seeds)"]
+    lines = [
+        "size  run, steps of the whole run, median ms, minutes of a run, bits per byte at its end (three seeds)"
+    ]
     for axes, size in zip(figure.subplots(1, 3), RUNS, strict=True):
         for n, word in enumerate(RUNS[size]):
             run = runs[size, word]
-            found = [row for row in rows if (row["size"], row["run"], row["tokens"]) == (size, run.name, run.tokens)]
+            found = [
+                row
+                for row in rows
+                if (row["size"], row["run"], row["tokens"]) == (size, run.name, run.tokens)
+            ]
             ms = statistics.median(times[size, word])
             ends = [BITS * row["loss"] for row in found]
             lines.append(
@@ -78,9 +90,18 @@ def main(out: Path) -> None:
                 f"{statistics.mean(ends):.3f} ({min(ends):.3f} to {max(ends):.3f})"
             )
             for row in found:
-                minutes, bits = zip(*((step * ms / 60e3, BITS * loss) for step, loss in row["curve"]), strict=True)
-                label = word.partition(",")[0].replace("@", ", ").replace("e6", "M tokens").replace("tuned", "AdamW")
-                axes.plot(minutes, bits, color=f"C{n}", lw=1, label=label if row is found[0] else None)
+                minutes, bits = zip(
+                    *((step * ms / 60e3, BITS * loss) for step, loss in row["curve"]), strict=True
+                )
+                label = (
+                    word.partition(",")[0]
+                    .replace("@", ", ")
+                    .replace("e6", "M tokens")
+                    .replace("tuned", "AdamW")
+                )
+                axes.plot(
+                    minutes, bits, color=f"C{n}", lw=1, label=label if row is found[0] else None
+                )
         axes.set(title=size, xlabel="minutes of two cores", xscale="log")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7)

@@ -64,7 +64,10 @@ def main() -> None:
             pairs.append((found[by_torch], found[causal.attend]))
         pairs = pairs[1:]
         theirs, ours = (
-            " + ".join(f"{statistics.median(pair[i][part] for pair in pairs):.2f}" for part in (0, 1)) for i in (0, 1)
+            " + ".join(
+                f"{statistics.median(pair[i][part] for pair in pairs):.2f}" for part in (0, 1)
+            )
+            for i in (0, 1)
         )
         ratio = statistics.median(sum(a) / sum(b) for a, b in pairs)
         print(f"| {name} | {theirs} | {ours} | {ratio:.2f} |", flush=True)

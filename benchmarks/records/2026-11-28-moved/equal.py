@@ -45,19 +45,25 @@ def run(source: str, folder: Path) -> dict[str, object]:
     for command in COMMANDS:
         argv = [sys.executable, "-m", "meshwright", *shlex.split(command)]
         subprocess.run(argv, cwd=folder, env=environment, check=True, capture_output=True)
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix in ENDINGS]
+    files = [
+        path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix in ENDINGS
+    ]
     found: dict[str, object] = {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
     }
     for path in sorted(folder.glob("*/metrics.jsonl")):
         rows = map(json.loads, path.read_text().splitlines())
-        found[str(path.relative_to(folder))] = [(r["event"], r["iteration"], r["loss"]) for r in rows if "loss" in r]
+        found[str(path.relative_to(folder))] = [
+            (r["event"], r["iteration"], r["loss"]) for r in rows if "loss" in r
+        ]
     return found
 
 
 if __name__ == "__main__":
     old, new = (
-        run(source, Path(sys.argv[3], name)) for name, source in zip(("old", "new"), sys.argv[1:3], strict=True)
+        run(source, Path(sys.argv[3], name))
+        for name, source in zip(("old", "new"), sys.argv[1:3], strict=True)
     )
     unequal = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
     print(f"{len(old)} files and curves, unequal: {unequal or 'none'}")

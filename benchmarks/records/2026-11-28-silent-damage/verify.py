@@ -14,7 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 GPT = "--preset gpt2-345m --micro-batch-size 2 --global-batch-size 8"
-LLAMA = f"{GPT} --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
+LLAMA = (
+    f"{GPT} --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
+)
 LLAMA += " --group-query-attention --num-query-groups 4 --untie-embeddings-and-output-weights"
 TP = "--tensor-model-parallel-size 2"
 PP = "--pipeline-model-parallel-size 2"
@@ -53,13 +55,17 @@ LAYOUTS = {
 def verify(name: str, folder: Path, device: list[str]) -> str:
     """Run one layout; return its line: status, seconds, device, the rows that tell most."""
     launched = (
-        ["launch", "--nproc-per-node", "2", "verify-layout"] if not device else ["verify-layout", "--world-size=2"]
+        ["launch", "--nproc-per-node", "2", "verify-layout"]
+        if not device
+        else ["verify-layout", "--world-size=2"]
     )
     begin = time.monotonic()
     log = folder / f"{re.sub('[^a-zA-Z0-9]+', '-', name)}.txt"
     with log.open("w") as file:
         command = [sys.executable, "-m", "meshwright", *launched, *LAYOUTS[name].split(), *device]
-        status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False, timeout=300).returncode
+        status = subprocess.run(
+            command, stdout=file, stderr=subprocess.STDOUT, check=False, timeout=300
+        ).returncode
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     marks = "gloo on", "nccl on", "optimizer state", "differs", "error"
     told = [" ".join(line.split()) for line in lines if any(mark in line for mark in marks)]

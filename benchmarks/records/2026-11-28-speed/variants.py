@@ -38,7 +38,9 @@ VARIANTS: dict[str, Replacements] = {
     "each kernel after the one before": [("devices.is_hopper_or_later(", "bool(0) and (")],
     "without attention (wrong)": [("        _attend[b, groups", "        0 and _attend[b, groups")],
     "without norms (wrong)": [("= layer.norm or (", "= (")],
-    "attention in parts of 64 places": [("max(64, min(16384 // width, power_of_2(longest)))", "64")],
+    "attention in parts of 64 places": [
+        ("max(64, min(16384 // width, power_of_2(longest)))", "64")
+    ],
     "64 weights a thread": [("(1 + gated) // 4096", "(1 + gated) // 2048")],
     "three programs a multiprocessor": [(TILES, TILES.replace(">= 2", ">= 3"))],
     "again": [],
@@ -79,7 +81,10 @@ CLOCKED: Replacements = [
     ("    row, group, part", f"    begun = {NOW}\n    row, group, part"),
     ("    head = qkv", f"    arrived = {NOW}\n    head = qkv"),
     (END_ATTEND, END_ATTEND + write("(row * GROUPS + group) * tl.num_programs(2) + part")),
-    ("_attend[b, groups, parts](", "_attend[b, groups, parts](slot('attention', b * groups * parts), "),
+    (
+        "_attend[b, groups, parts](",
+        "_attend[b, groups, parts](slot('attention', b * groups * parts), ",
+    ),
     ("@triton.jit\ndef _embed_tokens", SLOTS + "@triton.jit\ndef _embed_tokens"),
 ]
 
@@ -138,12 +143,18 @@ def stages(model: LanguageModel) -> None:
         clocks = module.CLOCKS[at : at + 3 * count].view(-1, 3).cpu()
         at += 3 * count
         if before is not None:
-            found = [float(f(clocks[:, i]) - before) for i in range(3) for f in (torch.amin, torch.amax)]
+            found = [
+                float(f(clocks[:, i]) - before) for i in range(3) for f in (torch.amin, torch.amax)
+            ]
             rows.setdefault(name, []).append(found)
         before = clocks[:, 2].amax()
     print("  ns after the end of the stage before: first and last program start, go on, end")
     for name, values in rows.items():
-        print(f"  {name:14s}", *(f"{statistics.median(v[i] for v in values):8.0f}" for i in range(6)), flush=True)
+        print(
+            f"  {name:14s}",
+            *(f"{statistics.median(v[i] for v in values):8.0f}" for i in range(6)),
+            flush=True,
+        )
 
 
 def main() -> None:

@@ -30,7 +30,9 @@ CHINESE = "第一回　宴桃园豪杰三结义\n话说天下大势，分久必�
 
 def words(count: int, seed: int) -> str:
     chance = random.Random(seed)
-    return " ".join(chance.choice(("alpha", "béta", "中文", "delta", "x" * 9)) for _ in range(count))
+    return " ".join(
+        chance.choice(("alpha", "béta", "中文", "delta", "x" * 9)) for _ in range(count)
+    )
 
 
 def texts(count: int = 40) -> list[str]:
@@ -38,7 +40,9 @@ def texts(count: int = 40) -> list[str]:
 
 
 def json_lines(documents: list[str]) -> bytes:
-    return b"".join(json.dumps({"id": n, "text": text}).encode() + b"\n" for n, text in enumerate(documents))
+    return b"".join(
+        json.dumps({"id": n, "text": text}).encode() + b"\n" for n, text in enumerate(documents)
+    )
 
 
 def table(documents: list[str], sign: str = ",") -> bytes:
@@ -47,13 +51,19 @@ def table(documents: list[str], sign: str = ",") -> bytes:
 
 
 def page(text: str, charset: str = "utf-8") -> bytes:
-    return f"<html><head><meta charset={charset}></head><body><p>{text}<br>é</body></html>\n".encode(charset)
+    return (
+        f"<html><head><meta charset={charset}></head><body><p>{text}<br>é</body></html>\n".encode(
+            charset
+        )
+    )
 
 
 def dump(documents: list[str]) -> bytes:
     article = "<page><title>T{}</title><ns>0</ns><revision><text>''{}''</text></revision></page>\n"
     return (
-        "<mediawiki>\n" + "".join(article.format(n, t) for n, t in enumerate(documents)) + "</mediawiki>\n"
+        "<mediawiki>\n"
+        + "".join(article.format(n, t) for n, t in enumerate(documents))
+        + "</mediawiki>\n"
     ).encode()
 
 
@@ -81,7 +91,9 @@ def forms() -> dict[str, bytes]:
         "utf16.txt": plain.decode().encode("utf-16"),
         "utf32.jsonl": json_lines(documents).decode().encode("utf-32"),
         "chinese.txt": (CHINESE * 30).encode("gb18030"),
-        "chinese-bad.txt": (CHINESE * 30).encode("gb18030") + b"\x81\n" + (CHINESE * 30).encode("gb18030"),
+        "chinese-bad.txt": (CHINESE * 30).encode("gb18030")
+        + b"\x81\n"
+        + (CHINESE * 30).encode("gb18030"),
         "chinese.jsonl": '{"text": "天下"}\n'.encode("gb18030") * 5,
         "chinese.csv": f"id,text\n1,{CHINESE.split()[0]}\n".encode("gb18030"),
         "latin.txt": b"caf\xe9\n" * 50 + plain,
@@ -151,7 +163,11 @@ def write_zoo(folder: Path) -> None:
     made["wide.tar"] = archive({"a.txt": forms()["large.txt"], "b.jsonl": forms()["large.jsonl"]})
     made["cut.tar"] = archive(small)[:30_000]
     made["large.tar"] = archive(
-        {"a.txt": forms()["large.txt"], "b.jsonl": forms()["large.jsonl"], "c.csv": forms()["large.csv"]}
+        {
+            "a.txt": forms()["large.txt"],
+            "b.jsonl": forms()["large.jsonl"],
+            "c.csv": forms()["large.csv"],
+        }
     )
     inner = archive({"x.txt": b"x", "y.jsonl": json_lines(["y"])})
     made["nested.tar"] = archive(
@@ -176,7 +192,9 @@ def write_zoo(folder: Path) -> None:
         path.write_bytes(content)
     texts_of_rows = [text if n % 17 else None for n, text in enumerate(texts(3000))]
     pyarrow.parquet.write_table(
-        pyarrow.table({"id": range(3000), "text": texts_of_rows}), folder / "rows.parquet", row_group_size=700
+        pyarrow.table({"id": range(3000), "text": texts_of_rows}),
+        folder / "rows.parquet",
+        row_group_size=700,
     )
     good = pyarrow.table({"text": texts(500)})
     with pyarrow.ipc.new_file(str(folder / "rows.arrow"), good.schema) as out:
@@ -192,9 +210,23 @@ def write_zoo(folder: Path) -> None:
 # Flags that some of the inputs are also read with.
 FLAGS = ((), ("--on-error", "skip"), ("--on-error", "replace"))
 MORE = {
-    "chinese": (("--encoding", "gb18030"), ("--encoding", "gb18030", "--on-error", "replace"), ("--encoding", "big5")),
-    "lines": (("--json-keys", "text", "id"), ("--json-keys", "body"), ("--workers", "2"), ("--split-sentences",)),
-    "plain": (("--document-separator", ""), ("--workers", "2"), ("--document-length", "50"), ("--append-eod",)),
+    "chinese": (
+        ("--encoding", "gb18030"),
+        ("--encoding", "gb18030", "--on-error", "replace"),
+        ("--encoding", "big5"),
+    ),
+    "lines": (
+        ("--json-keys", "text", "id"),
+        ("--json-keys", "body"),
+        ("--workers", "2"),
+        ("--split-sentences",),
+    ),
+    "plain": (
+        ("--document-separator", ""),
+        ("--workers", "2"),
+        ("--document-length", "50"),
+        ("--append-eod",),
+    ),
     "large": (("--workers", "2"),),
     "mixed": (("--document-separator", ""),),
     "folder": (
@@ -204,7 +236,10 @@ MORE = {
         ("--workers", "2", "--on-error", "skip"),
     ),
     "wide": (("--workers", "2"),),
-    "all": (("--exclude", "*.csv", "--on-error", "skip"), ("--encoding", "gb18030", "--on-error", "skip")),
+    "all": (
+        ("--exclude", "*.csv", "--on-error", "skip"),
+        ("--encoding", "gb18030", "--on-error", "skip"),
+    ),
     "rows": (("--json-keys", "id", "text"), ("--workers", "2", "--on-error", "skip")),
 }
 
@@ -221,7 +256,10 @@ def cases(zoo: Path) -> Iterator[tuple[str, list[str], bytes | None]]:
         "several",
         [
             "--input",
-            *(str(zoo / name) for name in ("plain.txt", "lines.jsonl.gz", "table.csv", "page.html")),
+            *(
+                str(zoo / name)
+                for name in ("plain.txt", "lines.jsonl.gz", "table.csv", "page.html")
+            ),
             "--on-error",
             "skip",
         ],
@@ -271,7 +309,10 @@ if __name__ == "__main__":
     write_zoo(folder / "zoo")
     made = []
     for name, source in zip(("old", "new"), sys.argv[1:3], strict=True):
-        environment = os.environ | {"PYTHONPATH": os.path.abspath(source), "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = os.environ | {
+            "PYTHONPATH": os.path.abspath(source),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
         result = folder / f"{name}.json"
         subprocess.run(
             [sys.executable, __file__, "run", str(folder / "zoo"), str(folder / name), str(result)],
@@ -282,8 +323,12 @@ if __name__ == "__main__":
     old, new = made
     tokens = [name for name in old if old[name]["files"] != new[name]["files"]]
     rest = [name for name in old if old[name] != new[name] and name not in tokens]
-    print(f"{len(old)} cases, {sum(bool(case['files']) for case in old.values())} of them write tokens")
-    print(f"{len(tokens)} with other tokens: {tokens}\n{len(rest)} with another status or other words: {rest}")
+    print(
+        f"{len(old)} cases, {sum(bool(case['files']) for case in old.values())} of them write tokens"
+    )
+    print(
+        f"{len(tokens)} with other tokens: {tokens}\n{len(rest)} with another status or other words: {rest}"
+    )
     for name in [*tokens, *rest]:
         for side, case in (("old", old[name]), ("new", new[name])):
             other = (new if side == "old" else old)[name]["printed"]

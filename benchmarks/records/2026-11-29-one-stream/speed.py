@@ -49,7 +49,10 @@ if __name__ == "__main__":
     print(*(f"{Path(name).name} {os.path.getsize(name) / 1e6:.0f} MB" for name in names))
     for _ in range(2):
         for side, source in (("old", old), ("new", new)):
-            environment = os.environ | {"PYTHONPATH": os.path.abspath(source), "OMP_NUM_THREADS": "1"}
+            environment = os.environ | {
+                "PYTHONPATH": os.path.abspath(source),
+                "OMP_NUM_THREADS": "1",
+            }
             argv = [sys.executable, "-c", CODE, f"{where}/{side}", *(workers or ["1"]), *names]
             done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
             print(side, done.stdout, flush=True)

@@ -36,14 +36,24 @@ FLAGS = {
 }
 # Reason -> keys whose other values would give another result, and the value.
 _FIXED: dict[str, dict[str, Any]] = {
-    "the last matrices of a layer are always drawn smaller": {"model.cfg.use_scaled_init_for_output_weights": True},
+    "the last matrices of a layer are always drawn smaller": {
+        "model.cfg.use_scaled_init_for_output_weights": True
+    },
     "AdamW's bias correction is always on": {"optim.do_bias_correction": True},
     "the gradient is clipped by its Euclidean norm": {"optim.params.clip_grad_norm_type": 2},
-    "only matrices decay": {"optim.params.weight_decay_norm": 0, "optim.params.weight_decay_bias": 0},
+    "only matrices decay": {
+        "optim.params.weight_decay_norm": 0,
+        "optim.params.weight_decay_bias": 0,
+    },
     "the length is train.train_iter or train.train_epoch": {"train.train_samples": None},
-    "--resume goes on where the run ended": {"train.start_iter": 0, "train.consumed_train_samples": 0},
+    "--resume goes on where the run ended": {
+        "train.start_iter": 0,
+        "train.consumed_train_samples": 0,
+    },
     "the warm-up is linear": {"train.scheduler.warmup_method": "linear"},
-    "validation and test set are parts of the training's files; see splits": {"dataloader.test": []},
+    "validation and test set are parts of the training's files; see splits": {
+        "dataloader.test": []
+    },
 }
 FIXED = {key: (value, why) for why, keys in _FIXED.items() for key, value in keys.items()}
 # Reason -> keys that change nothing here.
@@ -66,30 +76,44 @@ _IDLE = {
     "it is the only one": "dataloader.train._target_ optim.params._target_ tokenization._target_",
 }
 IDLE = {key: why for why, keys in _IDLE.items() for key in keys.split()}
-READ = ("train.resume", "train.scheduler.eta_min", "train.scheduler.end_learning_rate")  # beside the defaults
+# beside the defaults
+READ = ("train.resume", "train.scheduler.eta_min", "train.scheduler.end_learning_rate")
 # Style, and the name and default of the last rate: LiBai's alpha is a fraction of the first.
-SCHEDULES = {"WarmupCosineLR": ("cosine", "alpha", 0.0), "WarmupCosineAnnealingLR": ("cosine", "eta_min", 0.0)}
+SCHEDULES = {
+    "WarmupCosineLR": ("cosine", "alpha", 0.0),
+    "WarmupCosineAnnealingLR": ("cosine", "eta_min", 0.0),
+}
 SCHEDULES["WarmupPolynomialLR"] = ("linear", "end_learning_rate", 1e-4)
 DATASET = {"_target_", "name", "data_prefix", "indexed_dataset", "max_seq_length", "seed"}
 
 
-def to_flags(config: dict[str, Any], defaults: dict[str, Any], world: int) -> tuple[list[str], list[str]]:
+def to_flags(
+    config: dict[str, Any], defaults: dict[str, Any], world: int
+) -> tuple[list[str], list[str]]:
     """Return the flags of a resolved config, and notes on settings without effect."""
-    settings, usual = (dict(flattened({t: c.get(t, {}) for t in TABLES})) for c in (config, defaults))
-    settings = {key.replace("optim.parameters.", "optim.params."): value for key, value in settings.items()}
+    settings, usual = (
+        dict(flattened({t: c.get(t, {}) for t in TABLES})) for c in (config, defaults)
+    )
+    settings = {
+        key.replace("optim.parameters.", "optim.params."): value for key, value in settings.items()
+    }
     sizes = (settings[f"train.dist.{way}_parallel_size"] for way in ("tensor", "pipeline"))
     copies = max(1, world // math.prod(sizes))
     given, wrong, notes = dict[str, str](), list[str](), dict[str, None]()
     if epochs := settings.pop("train.train_epoch", 0):
         length, steps = settings["train.train_iter"] or 0, steps_of(epochs, settings, copies)
         settings["train.train_iter"] = max(length, steps)
-        said = f"train.train_iter, {length} steps, and train.train_epoch, {steps} steps of this data"
+        said = (
+            f"train.train_iter, {length} steps, and train.train_epoch, {steps} steps of this data"
+        )
         notes[f"the length is the larger of {said}"] = None
     for key, value in settings.items():
         ignored = next((k for k in IDLE if key == k or key.startswith(f"{k}.")), None)
         if flag := FLAGS.get(key):
             if value is not None and given.setdefault(flag, str(value)) != str(value):
-                wrong.append(f"{key} is {value}, but {flag} is {given[flag]} by another key; give one")
+                wrong.append(
+                    f"{key} is {value}, but {flag} is {given[flag]} by another key; give one"
+                )
         elif key in FIXED:
             if value != FIXED[key][0]:
                 wrong.append(f"{key}={value!r} is refused: {FIXED[key][1]}; give {FIXED[key][0]!r}")
@@ -97,7 +121,9 @@ def to_flags(config: dict[str, Any], defaults: dict[str, Any], world: int) -> tu
             if usual.get(key, value if key.endswith("_target_") else None) != value:
                 notes[f"{ignored} has no effect: {IDLE[ignored]}"] = None
         elif key not in (known := {*usual, *READ}):
-            wrong.append(f"{key} is no setting here{did_you_mean(key, [*known, *FLAGS, *FIXED, *IDLE], 0.8)}")
+            wrong.append(
+                f"{key} is no setting here{did_you_mean(key, [*known, *FLAGS, *FIXED, *IDLE], 0.8)}"
+            )
     if wrong:
         raise UserError("\n  ".join(wrong))
     out = [word for pair in given.items() for word in pair]
@@ -118,14 +144,22 @@ def model(s: dict[str, Any]) -> list[str]:
     target(s, "model._target_", {"GPTForPreTraining": "gpt"})
     target(s, "tokenization.tokenizer._target_", {"GPT2Tokenizer": "gpt2"})
     layers = s.get("model.cfg.num_layers", s.get("model.cfg.hidden_layers"))
-    stages, size = s.get("train.dist.custom_pipeline_stage_id"), s["train.dist.pipeline_parallel_size"]
+    stages, size = (
+        s.get("train.dist.custom_pipeline_stage_id"),
+        s["train.dist.pipeline_parallel_size"],
+    )
     if (other := s.get("train.dist.pipeline_num_layers")) not in (None, layers):
-        raise UserError(f"train.dist.pipeline_num_layers {other!r} must be model.cfg.num_layers {layers!r}")
-    if stages is None and size >= 4 and layers >= 8 and layers % size == 0:  # LiBai's: fewer on the last stage
+        raise UserError(
+            f"train.dist.pipeline_num_layers {other!r} must be model.cfg.num_layers {layers!r}"
+        )
+    # LiBai's: fewer on the last stage
+    if stages is None and size >= 4 and layers >= 8 and layers % size == 0:
         many = layers + min(size - 1, layers // size)
         counts = [many // size + (n >= size - many % size) for n in range(size)]
         stages = [n for n, count in enumerate(counts) for _ in range(count)][:layers]
-    out = ["--apply-residual-connection-post-layernorm"] * bool(s.get("model.cfg.apply_residual_post_layernorm"))
+    out = ["--apply-residual-connection-post-layernorm"] * bool(
+        s.get("model.cfg.apply_residual_post_layernorm")
+    )
     out += ["--pipeline-layout", str(stages)] if stages and size > 1 else []
     return [*out, "--no-bias-gelu-fusion"]  # OneFlow's GELU is the exact one
 
@@ -136,7 +170,9 @@ def update(s: dict[str, Any], copies: int) -> list[str]:
         out += ["--adam-beta1", str(s["optim.betas"][0]), "--adam-beta2", str(s["optim.betas"][1])]
     style, key, low = target(s, "train.scheduler._target_", SCHEDULES)
     if other := [k for _, k, _ in SCHEDULES.values() if k != key and f"train.scheduler.{k}" in s]:
-        raise UserError(f"train.scheduler.{other[0]} is no setting of this schedule, whose last rate is {key}")
+        raise UserError(
+            f"train.scheduler.{other[0]} is no setting of this schedule, whose last rate is {key}"
+        )
     low = s.get(f"train.scheduler.{key}", low) * (s["optim.lr"] if key == "alpha" else 1)
     out += ["--lr-decay-style", style, "--min-lr", f"{low:.10g}"]
     if warmup := math.ceil(s["train.train_iter"] * s.get("train.warmup_ratio", 0)):
@@ -180,12 +216,24 @@ def data(s: dict[str, Any]) -> list[str]:
     sets, splits = s["dataloader.train.dataset"], s["dataloader.train.splits"]
     weights = s.get("dataloader.train.weights") or [1.0]
     if not sets or any(split != splits[0] for split in splits) or len(weights) != len(sets):
-        raise UserError("dataloader.train needs a dataset, a weight for each, and the same splits for all")
+        raise UserError(
+            "dataloader.train needs a dataset, a weight for each, and the same splits for all"
+        )
     if more := {key for one in sets for key in one} - DATASET:
         raise UserError(f"dataloader.train.dataset: {', '.join(sorted(more))} is no setting here")
-    words = [str(x) for w, one in zip(weights, sets, strict=True) for x in (w, one["indexed_dataset"]["data_prefix"])]
+    words = [
+        str(x)
+        for w, one in zip(weights, sets, strict=True)
+        for x in (w, one["indexed_dataset"]["data_prefix"])
+    ]
     words = ["--data-path", *(words[1:] if len(sets) == 1 else words)]
-    return [*words, "--split", ",".join(map(str, splits[0])), "--seq-length", str(sets[0]["max_seq_length"])]
+    return [
+        *words,
+        "--split",
+        ",".join(map(str, splits[0])),
+        "--seq-length",
+        str(sets[0]["max_seq_length"]),
+    ]
 
 
 def override(config: dict[str, Any], words: Collection[str]) -> None:
@@ -197,7 +245,9 @@ def override(config: dict[str, Any], words: Collection[str]) -> None:
     for word in words:
         key, _, text = word.lstrip("+").partition("=")
         parts = re.sub(r"\[(\d+)\]", r".\1", key).split(".")
-        names: list[Any] = [int(name) if re.fullmatch("[0-9]{1,6}", name) else name for name in parts]
+        names: list[Any] = [
+            int(name) if re.fullmatch("[0-9]{1,6}", name) else name for name in parts
+        ]
         if len(names) < 2:
             raise UserError(f"{word} is not a setting; give TABLE.KEY=VALUE")
         table: Any = config

@@ -31,34 +31,54 @@ def resolve(path: str, words: list[str]) -> dict[str, dict]:
     config = {name: found[name] for name in TABLES if isinstance(found.get(name), dict)}
     config.setdefault("graph", {})
     if missing := set(TABLES) - set(config):
-        raise UserError(f"{path} has no {' and no '.join(sorted(missing))}; import LiBai's defaults as its configs do")
+        raise UserError(
+            f"{path} has no {' and no '.join(sorted(missing))}; import LiBai's defaults as its configs do"
+        )
     override(config, words)
     return config
 
 
 def train(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(usage="%(prog)s --config-file FILE [flags] [key=value ...]", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s --config-file FILE [flags] [key=value ...]", allow_abbrev=False
+    )
     parser.epilog = "Other flags are those of `meshwright train`, such as --device cpu."
-    parser.add_argument("--config-file", required=True, metavar="FILE", help="LiBai's Python file of settings")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in train.output_dir")
-    parser.add_argument("--eval-only", action="store_true", help="validate and test train.load_weight")
-    parser.add_argument("--fast-dev-run", action="store_true", help="20 steps, each logged, validated every ten")
+    parser.add_argument(
+        "--config-file", required=True, metavar="FILE", help="LiBai's Python file of settings"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the run in train.output_dir"
+    )
+    parser.add_argument(
+        "--eval-only", action="store_true", help="validate and test train.load_weight"
+    )
+    parser.add_argument(
+        "--fast-dev-run", action="store_true", help="20 steps, each logged, validated every ten"
+    )
     words = [word for word in argv if re.match(r"\+{0,2}[a-z_]\w*[.\[][^=]*=", word)]
     given, more = parser.parse_known_args([word for word in argv if word not in words])
     words += FAST * given.fast_dev_run + ["train.resume=True"] * given.resume
     config, world = resolve(given.config_file, words), find_world(os.environ, None)
     if world.size > world.local_size:  # scripts name the folder by each machine's clock
-        config["train"]["output_dir"] = re.sub(r"_\d{8}_\d{6,}$", "", str(config["train"]["output_dir"]))
+        config["train"]["output_dir"] = re.sub(
+            r"_\d{8}_\d{6,}$", "", str(config["train"]["output_dir"])
+        )
     try:
-        flags, notes = to_flags(config, resolve(str(HERE.parent / "configs/gpt2_pretrain.py"), []), world.size)
+        flags, notes = to_flags(
+            config, resolve(str(HERE.parent / "configs/gpt2_pretrain.py"), []), world.size
+        )
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-        raise UserError(f"{given.config_file} lacks a setting, or has one of another kind: {error!r}") from None
+        raise UserError(
+            f"{given.config_file} lacks a setting, or has one of another kind: {error!r}"
+        ) from None
     print("".join(f"note: {note}\n" for note in notes if not world.rank), end="", file=sys.stderr)
     if not (world.rank or {"--dry-run", "--print-config"} & set(more)):
         folder = Path(str(config["train"]["output_dir"]))
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(folder / "config.yaml") as file:  # json: a name's reference is a text there
-            file.write(yaml.safe_dump(json.loads(json.dumps(config)), default_flow_style=None).encode())
+            file.write(
+                yaml.safe_dump(json.loads(json.dumps(config)), default_flow_style=None).encode()
+            )
     named = [key for key, value in flattened(config) if key in FLAGS and value is not None]
     keys = {FLAGS[key].removeprefix("--").replace("-", "_"): key for key in named}
     return main(["train", *flags, *["--skip-train"] * given.eval_only, *more], spellings=keys)
@@ -68,6 +88,7 @@ if __name__ == "__main__":
     try:
         sys.exit(train(sys.argv[1:]))
     except (UserError, OSError) as error:
-        time.sleep(3 * (os.environ.get("LOCAL_RANK", "0") != "0"))  # the machine's first rank says it
+        # the machine's first rank says it
+        time.sleep(3 * (os.environ.get("LOCAL_RANK", "0") != "0"))
         print(f"train_net.py: error: {error}", file=sys.stderr)
         sys.exit(getattr(error, "status", 74))

@@ -5,7 +5,8 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "src"))  # runs from a clone too, without an install
+# runs from a clone too, without an install
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "src"))
 
 from meshwright.__main__ import main  # noqa: E402
 from meshwright.base.errors import UserError  # noqa: E402
@@ -27,7 +28,9 @@ def command(argv: list[str]) -> list[str]:
     parser.add_argument("--true-vocab-size", type=int)
     parser.add_argument("--vocab-file", help="vocab.json, whose number of entries is the true size")
     parser.add_argument("--max-queue-size", help="no effect: tensors pass one by one")
-    parser.add_argument("--no-checking", action="store_true", help="no effect: checking costs nothing")
+    parser.add_argument(
+        "--no-checking", action="store_true", help="no effect: checking costs nothing"
+    )
     parser.add_argument("--megatron-path", help="no effect: no other program is needed")
     args, rest = parser.parse_known_args(argv)
     size = args.true_vocab_size
@@ -37,9 +40,21 @@ def command(argv: list[str]) -> list[str]:
         except (OSError, ValueError, TypeError) as error:
             parser.error(f"--vocab-file {args.vocab_file}: {error}")
     before = ranks_of(args.load_dir)
-    tp, pp = args.target_tensor_parallel_size or before[0], args.target_pipeline_parallel_size or before[1]
-    words = ["convert", args.load_dir, args.save_dir, "--to", "torch", f"--target-tensor-parallel-size={tp}"]
-    words += [f"--target-pipeline-parallel-size={pp}"] + ([] if size is None else [f"--true-vocab-size={size}"])
+    tp, pp = (
+        args.target_tensor_parallel_size or before[0],
+        args.target_pipeline_parallel_size or before[1],
+    )
+    words = [
+        "convert",
+        args.load_dir,
+        args.save_dir,
+        "--to",
+        "torch",
+        f"--target-tensor-parallel-size={tp}",
+    ]
+    words += [f"--target-pipeline-parallel-size={pp}"] + (
+        [] if size is None else [f"--true-vocab-size={size}"]
+    )
     return words + rest
 
 

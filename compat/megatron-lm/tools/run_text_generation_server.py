@@ -4,7 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "src"))  # runs from a clone too, without an install
+# runs from a clone too, without an install
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "src"))
 
 from meshwright.__main__ import main  # noqa: E402
 
@@ -15,5 +16,7 @@ if __name__ == "__main__":
         parser.add_argument(flag)
     given, rest = parser.parse_known_args()
     if any(vars(given).values()):
-        print("note: flags of sampling have no effect here: each request has its own", file=sys.stderr)
+        print(
+            "note: flags of sampling have no effect here: each request has its own", file=sys.stderr
+        )
     sys.exit(main(["serve", "--port", "5000", *rest]))

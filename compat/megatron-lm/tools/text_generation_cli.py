@@ -18,7 +18,9 @@ def generate(address: str, prompt: str, tokens: int, api_key: str | None) -> str
     # Directly: a proxy of the environment is for other addresses.
     connect = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
     connection = connect(url.hostname or "localhost", url.port)
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+    headers = {"Content-Type": "application/json"} | (
+        {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    )
     try:
         body = json.dumps({"prompts": [prompt], "tokens_to_generate": tokens})
         connection.request("PUT", f"{url.path.rstrip('/').removesuffix('/api')}/api", body, headers)
@@ -48,14 +50,22 @@ def ask(question: str) -> str | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("address", metavar="HOST:PORT", help="of `meshwright serve`, for example localhost:5000")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--api-key", default=os.environ.get("MESHWRIGHT_API_KEY"), help="key of a server that needs one"
+        "address", metavar="HOST:PORT", help="of `meshwright serve`, for example localhost:5000"
+    )
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("MESHWRIGHT_API_KEY"),
+        help="key of a server that needs one",
     )
     args = parser.parse_args()
     while (prompt := ask("Enter prompt: ")) is not None:
-        while (count := ask("Enter number of tokens to generate: ")) is not None and not count.strip().isdecimal():
+        while (
+            count := ask("Enter number of tokens to generate: ")
+        ) is not None and not count.strip().isdecimal():
             print(f"{count!r} is not a whole number from 0")
         if count is None:
             break

@@ -17,12 +17,19 @@ def defaults(argv: list[str]) -> list[str]:
     """Return the flags before those that are given, which win."""
     out = ["--config", str(HERE / "defaults.toml")]
     words = [part for word in argv for part in word.split("=", 1)]
-    data = [word for name, word in zip(words, words[1:], strict=False) if name in ("--dataset", "--data-path")]
+    data = [
+        word
+        for name, word in zip(words, words[1:], strict=False)
+        if name in ("--dataset", "--data-path")
+    ]
     with contextlib.suppress(ModuleNotFoundError):  # numpy; `main` says so
         from meshwright.data.tokenizers import find_of_data
 
-        if not any("vocab-" in word or "tokenizer" in word for word in argv) and not find_of_data(data):
-            out += ["--vocab-size", "50257"]  # token files that do not say whose ids they hold: GPT-2's
+        if not any("vocab-" in word or "tokenizer" in word for word in argv) and not find_of_data(
+            data
+        ):
+            # token files that do not say whose ids they hold: GPT-2's
+            out += ["--vocab-size", "50257"]
     if "--micro-batch-size" not in words and "--num-accumulation-steps" not in words:
         out += ["--num-accumulation-steps", "1"]
     return [*out, "--nvidia-smi-at", "10"] if shutil.which("nvidia-smi") else out

@@ -17,7 +17,8 @@ from pathlib import Path
 SOURCE = Path(__file__).resolve().parents[1]
 CLONE = SOURCE.parents[1]
 ENGINES = ("docker", "podman", "apptainer")
-OLDEST, PYTHON = "3.11", "3.12"  # the oldest version for Meshwright, and that of the image without --py
+# the oldest version for Meshwright, and that of the image without --py
+OLDEST, PYTHON = "3.11", "3.12"
 
 SCRIPT = f"""set -e
 export PIP_CACHE_DIR=/var/cache/pip PYTHONUSERBASE=/var/cache/python PIP_ROOT_USER_ACTION=ignore
@@ -43,15 +44,21 @@ def note(message: str) -> None:
 def script(given: argparse.Namespace) -> str:
     """Return the program of the container's shell."""
     if not any((given.src / name).is_file() for name in ("setup.py", "pyproject.toml")):
-        fail(f"--src {given.src} has no setup.py; give the folder that holds oneflow_gpt/, such as {SOURCE}")
+        fail(
+            f"--src {given.src} has no setup.py; give the folder that holds oneflow_gpt/, such as {SOURCE}"
+        )
     packages = ["-e", str(given.src)]
     if given.wheel and given.wheel.name.startswith("oneflow-"):
-        note(f"--wheel {given.wheel.name} is not installed: Meshwright, from --src, trains in its place")
+        note(
+            f"--wheel {given.wheel.name} is not installed: Meshwright, from --src, trains in its place"
+        )
     elif given.wheel:
         if not given.wheel.is_file():
             fail(f"--wheel {given.wheel} does not exist")
         packages = [str(given.wheel.resolve()), *packages]
-    return SCRIPT.format(tag="cp" + given.py.replace(".", ""), packages=shlex.join(packages), cmd=given.cmd)
+    return SCRIPT.format(
+        tag="cp" + given.py.replace(".", ""), packages=shlex.join(packages), cmd=given.cmd
+    )
 
 
 def command(given: argparse.Namespace, engine: str, file: str) -> list[str]:
@@ -60,33 +67,71 @@ def command(given: argparse.Namespace, engine: str, file: str) -> list[str]:
     if wrong := [path for path in mounts if ":" in path or "," in path]:
         fail(f"{wrong[0]}: {engine} cannot mount a path with ':' or ','")
     pairs = [f"{path}:{path}" for path in mounts] + [f"{given.cache}:/var/cache"]
-    values = [f"{n}={given.proxy}" for n in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY") if given.proxy]
+    values = [
+        f"{n}={given.proxy}"
+        for n in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
+        if given.proxy
+    ]
     if engine == "apptainer":
         image = given.image if Path(given.image).exists() else f"docker://{given.image}"
         words = ["apptainer", "exec", "--nv", *(w for v in values for w in ("--env", v))]
-        return [*words, *(w for p in pairs for w in ("--bind", p)), "--pwd", os.getcwd(), image, "bash", file]
+        return [
+            *words,
+            *(w for p in pairs for w in ("--bind", p)),
+            "--pwd",
+            os.getcwd(),
+            image,
+            "bash",
+            file,
+        ]
     gpus = ["--gpus", "all"]
     if engine == "podman":
         gpus = ["--device", "nvidia.com/gpu=all", "--security-opt", "label=disable"]
-    words = [engine, "run", *(["-it"] if given.interactive and sys.stdin.isatty() else []), "--rm", *gpus]
-    words += ["--privileged"] * given.privileged + ["--network", "host", "--shm-size=8g", "--ulimit", "memlock=-1"]
+    words = [
+        engine,
+        "run",
+        *(["-it"] if given.interactive and sys.stdin.isatty() else []),
+        "--rm",
+        *gpus,
+    ]
+    words += ["--privileged"] * given.privileged + [
+        "--network",
+        "host",
+        "--shm-size=8g",
+        "--ulimit",
+        "memlock=-1",
+    ]
     words += [w for v in values for w in ("-e", v)] + [w for p in pairs for w in ("-v", p)]
     return [*words, "-w", os.getcwd(), "--name", "oneflow_gpt", given.image, "bash", file]
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--cmd", default="bash", help="what to run (default: a shell)")
-    parser.add_argument("--src", type=Path, default=SOURCE, help="folder to install with pip install -e")
+    parser.add_argument(
+        "--src", type=Path, default=SOURCE, help="folder to install with pip install -e"
+    )
     parser.add_argument("--image", help=f"image (default: python:{PYTHON}, or the version of --py)")
-    parser.add_argument("--wheel", type=Path, help="wheel to install before --src; OneFlow's is left out")
-    parser.add_argument("--extra-mount", type=Path, help="another folder to mount (default: /data, if there)")
+    parser.add_argument(
+        "--wheel", type=Path, help="wheel to install before --src; OneFlow's is left out"
+    )
+    parser.add_argument(
+        "--extra-mount", type=Path, help="another folder to mount (default: /data, if there)"
+    )
     parser.add_argument("--py", default=PYTHON, help="Python version")
     parser.add_argument("--proxy", help="HTTP proxy of the container")
-    parser.add_argument("--no-interactive", action="store_false", dest="interactive", help="without a terminal")
+    parser.add_argument(
+        "--no-interactive", action="store_false", dest="interactive", help="without a terminal"
+    )
     parser.add_argument("--engine", choices=ENGINES, help="default: the first that is installed")
-    parser.add_argument("--privileged", action="store_true", help="give the container all of the machine's devices")
-    parser.add_argument("--dry-run", action="store_true", help="print the script and the command, and start nothing")
+    parser.add_argument(
+        "--privileged", action="store_true", help="give the container all of the machine's devices"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the script and the command, and start nothing"
+    )
     return parser.parse_args()
 
 
@@ -99,7 +144,9 @@ def main() -> int:
         note(f"--py {given.py}: Meshwright needs Python {OLDEST} or later; {PYTHON} is used")
         given.py = PYTHON
     if old_image := (given.image or "").startswith("oneflow-manylinux2014"):
-        note(f"--image {given.image} has Python 3.7 and glibc 2.17, too old for torch; python:{given.py} is used")
+        note(
+            f"--image {given.image} has Python 3.7 and glibc 2.17, too old for torch; python:{given.py} is used"
+        )
     given.image = f"python:{given.py}" if old_image or not given.image else given.image
     if given.extra_mount and not given.extra_mount.is_dir():
         fail(f"--extra-mount {given.extra_mount} is not a folder")
@@ -112,7 +159,10 @@ def main() -> int:
         print(f"# SCRIPT\n{text}\n{shlex.join(command(given, engine, 'SCRIPT'))}")
         return 0
     if not shutil.which(engine):
-        fail(f"{engine} is not installed; install one of {', '.join(ENGINES)}, or see the command with --dry-run", 69)
+        fail(
+            f"{engine} is not installed; install one of {', '.join(ENGINES)}, or see the command with --dry-run",
+            69,
+        )
     given.cache.mkdir(exist_ok=True)
     with tempfile.NamedTemporaryFile("w", prefix="oneflow_gpt-", suffix=".sh") as file:
         file.write(text)
@@ -120,7 +170,8 @@ def main() -> int:
         words = command(given, engine, file.name)
         print(f"tempfile name: {file.name}\n{shlex.join(words)}", flush=True)
         with subprocess.Popen(words) as process:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the engine too, which ends the container
+            # Ctrl-C reaches the engine too, which ends the container
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             return process.wait()
 
 

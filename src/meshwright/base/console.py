@@ -72,7 +72,9 @@ def only_warnings() -> Iterator[None]:
 @contextlib.contextmanager
 def shortened() -> Iterator[None]:
     """Print only warnings and remarks of the block if the lines go to a terminal, beside text."""
-    with only_warnings() if _stream == "stderr" and sys.stderr.isatty() else contextlib.nullcontext():
+    with (
+        only_warnings() if _stream == "stderr" and sys.stderr.isatty() else contextlib.nullcontext()
+    ):
         yield
 
 
@@ -143,7 +145,9 @@ def _release(remarks_only: bool = False) -> None:
                 show(line)
 
 
-def say(line: str = "", shown: str | None = None, is_figure: bool = False, is_remark: bool = False) -> None:
+def say(
+    line: str = "", shown: str | None = None, is_figure: bool = False, is_remark: bool = False
+) -> None:
     """Add one line to the log: print it immediately, unless there is a short screen.
 
     `shown` is printed in its place, and the log's file has the line itself. A short screen does
@@ -169,7 +173,11 @@ def say(line: str = "", shown: str | None = None, is_figure: bool = False, is_re
 def remark(line: str, on_screen: str = "") -> None:
     """Add a line to the log that a person needs too; `on_screen` replaces it on a short screen."""
     say(line, is_figure=bool(on_screen), is_remark=True)
-    if _stream is not None and _screen is not None and (text := _screen.format_remark(on_screen or line)):
+    if (
+        _stream is not None
+        and _screen is not None
+        and (text := _screen.format_remark(on_screen or line))
+    ):
         show(text)
 
 
@@ -188,7 +196,9 @@ def show(line: str) -> None:
         if isinstance(error, BrokenPipeError):
             notice("the reader of the log is gone; the run continues")
         else:
-            notice(f"standard output: {error.strerror}; the run continues; its log is in its folder only")
+            notice(
+                f"standard output: {error.strerror}; the run continues; its log is in its folder only"
+            )
 
 
 def notice(line: str) -> None:
@@ -264,7 +274,8 @@ def logged_to(path: Path | None) -> Iterator[Callable[[], None]]:
 
 
 NAME_COLUMN = re.compile(r" *\S+(?: \S+)* {2,}(?=\S)")  # before a value in a table of two columns
-COMMAND = re.compile(r"(\$ | *)meshwright (?![\w -]*: )")  # a line to be copied, not a message that begins so
+# a line to be copied, not a message that begins so
+COMMAND = re.compile(r"(\$ | *)meshwright (?![\w -]*: )")
 WIDEST_NAME = 40
 
 
@@ -278,7 +289,9 @@ def fit(text: str, stream: Any = None) -> str:
     if not stream.isatty():
         return text
     width = shutil.get_terminal_size().columns
-    return "\n".join(line if len(line) <= width else _break_line(line, width) for line in text.split("\n"))
+    return "\n".join(
+        line if len(line) <= width else _break_line(line, width) for line in text.split("\n")
+    )
 
 
 def _break_line(line: str, width: int) -> str:

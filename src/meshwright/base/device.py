@@ -37,7 +37,11 @@ TOOLS = {NVIDIA: "nvidia-smi", "npu": "npu-smi info", "xpu": "xpu-smi discovery"
 SMI_SECONDS = 20  # until nvidia-smi must have answered; a hung driver never lets it
 # Apple's GPUs lack float64, in which losses are summed, and torch says little of their memory.
 UNFIT = {"mps": "Apple's GPU"}
-HIDES = {NVIDIA: "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
+HIDES = {
+    NVIDIA: "CUDA_VISIBLE_DEVICES",
+    "npu": "ASCEND_RT_VISIBLE_DEVICES",
+    "xpu": "ZE_AFFINITY_MASK",
+}
 # Triton 3.9 warns without it, and 3.10 would round products before they are added.
 FUSED_MULTIPLY_ADD = "TRITON_DEFAULT_FP_FUSION", "1"
 
@@ -81,7 +85,11 @@ def find_device(wanted: str, local_rank: int = 0) -> torch.device:
         # srun shows each process only its own device; join_ranks checks that none is shared.
         number = 0
     if number >= count:
-        hides = f", or check whether {HIDES[accelerator.type]} hides some" if accelerator.type in HIDES else ""
+        hides = (
+            f", or check whether {HIDES[accelerator.type]} hides some"
+            if accelerator.type in HIDES
+            else ""
+        )
         raise UserError(
             f"process {local_rank} of this machine wants {accelerator.type}:{number}, but torch sees {count} of them; "
             f"start at most {count} here (--nproc-per-node {count}){hides}"
@@ -97,7 +105,11 @@ def missing_here(wanted: str, ranks: int) -> str:
     kind = wanted.partition(":")[0]
     try:
         if kind == "auto":
-            count = 0 if HIDES[NVIDIA] in os.environ else len(ask_nvidia_smi("index", "csv,noheader").split())
+            count = (
+                0
+                if HIDES[NVIDIA] in os.environ
+                else len(ask_nvidia_smi("index", "csv,noheader").split())
+            )
         else:
             count = 0 if find_device(wanted).type == "cpu" else count_accelerators()
     except UserError as error:
@@ -154,11 +166,15 @@ def show_answering(wanted: int) -> int:
     if accelerator is None or variable is None:
         return wanted
     if variable not in _visible:
-        _visible[variable] = os.environ.get(variable) or ",".join(map(str, range(count_accelerators())))
+        _visible[variable] = os.environ.get(variable) or ",".join(
+            map(str, range(count_accelerators()))
+        )
     test = f"import torch; torch.ones(1, device={accelerator.type!r}).sum().item()"
     silent: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     tries = {
-        name: subprocess.Popen([sys.executable, "-c", test], env=os.environ | {variable: name}, **silent)
+        name: subprocess.Popen(
+            [sys.executable, "-c", test], env=os.environ | {variable: name}, **silent
+        )
         for name in _visible[variable].split(",")
     }
     until, working = time.monotonic() + TRY_SECONDS, []
@@ -193,7 +209,11 @@ def has_fp8(device: torch.device) -> bool:
     """Return whether its matrix units multiply fp8 (NVIDIA from compute capability 8.9)."""
     import torch
 
-    return device.type == NVIDIA and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+    return (
+        device.type == NVIDIA
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (8, 9)
+    )
 
 
 @functools.cache
@@ -204,13 +224,21 @@ def is_hopper_or_later(device: torch.device) -> bool:
     """
     import torch
 
-    return device.type == NVIDIA and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return (
+        device.type == NVIDIA
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+    )
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
     """Return the number of multiprocessors; 2 on a CPU, which runs kernels in tests only."""
-    return 2 if device.type == "cpu" else int(_module(device).get_device_properties(device).multi_processor_count)
+    return (
+        2
+        if device.type == "cpu"
+        else int(_module(device).get_device_properties(device).multi_processor_count)
+    )
 
 
 def set_current(device: torch.device | None) -> None:
@@ -369,7 +397,10 @@ def profiler_activities(device: torch.device) -> list[ProfilerActivity]:
 
     if device.type == "cpu":
         return [ProfilerActivity.CPU]
-    return [ProfilerActivity.CPU, getattr(ProfilerActivity, device.type.upper(), ProfilerActivity.PrivateUse1)]
+    return [
+        ProfilerActivity.CPU,
+        getattr(ProfilerActivity, device.type.upper(), ProfilerActivity.PrivateUse1),
+    ]
 
 
 def use_deterministic_algorithms() -> None:
@@ -387,7 +418,11 @@ def torch_build() -> str:
     """Return the kind of accelerator that this torch was built for."""
     import torch
 
-    kinds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": getattr(torch.version, "xpu", None)}
+    kinds = {
+        "CUDA": torch.version.cuda,
+        "ROCm": torch.version.hip,
+        "XPU": getattr(torch.version, "xpu", None),
+    }
     return next((f"{kind} {version}" for kind, version in kinds.items() if version), "CPU only")
 
 
@@ -439,7 +474,9 @@ def ask_nvidia_smi(fields: str, form: str = "csv") -> str:
     tool = TOOLS[NVIDIA]
     words = [tool, f"--query-gpu={fields}", f"--format={form}"]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=SMI_SECONDS)
+        done = subprocess.run(
+            words, capture_output=True, text=True, errors="replace", timeout=SMI_SECONDS
+        )
     except FileNotFoundError:
         raise RuntimeError(f"there is no {tool} here") from None
     except OSError as error:
@@ -487,7 +524,9 @@ def memory_without_torch(wanted: str) -> tuple[int, bool]:
     """
     if wanted.partition(":")[0] in ("auto", NVIDIA):
         with contextlib.suppress(RuntimeError, ValueError):
-            return min(map(int, ask_nvidia_smi("memory.total", "csv,noheader,nounits").split())) << 20, False
+            return min(
+                map(int, ask_nvidia_smi("memory.total", "csv,noheader,nounits").split())
+            ) << 20, False
     return (host.physical_memory(), True) if wanted in ("auto", "cpu") else (0, False)
 
 
@@ -507,8 +546,13 @@ def free_memory(device: torch.device) -> int:
 
 def peak_memory(device: torch.device) -> int | None:
     """Return the most bytes that tensors held at once, or None on a CPU, which does not count."""
-    stats = getattr(_module(device), "memory_stats_as_nested_dict", None)  # ten times as fast as max_memory_allocated()
-    return int(stats(device)["allocated_bytes"]["all"]["peak"]) + _mapped if stats is not None else None
+    # ten times as fast as max_memory_allocated()
+    stats = getattr(_module(device), "memory_stats_as_nested_dict", None)
+    return (
+        int(stats(device)["allocated_bytes"]["all"]["peak"]) + _mapped
+        if stats is not None
+        else None
+    )
 
 
 def count_mapped(size: int) -> None:
@@ -554,7 +598,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether the error is torch's out-of-memory; torch_npu's may be a RuntimeError."""
     import torch
 
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory. Tried to allocate" in str(error)
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory. Tried to allocate" in str(
+        error
+    )
 
 
 def _module(device: torch.device) -> Any:

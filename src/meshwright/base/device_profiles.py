@@ -86,17 +86,23 @@ class DeviceProfile:
     def attention(self, width: int, dtype: str) -> tuple[float, float]:
         """Return the FLOP/s of attention forward and backward for heads of a width and a format."""
         if dtype in ("float32", "float64"):  # other kernels, near the same shares of their own peak
-            peak = self.flops(dtype) / self.reached.get(f"products_{dtype}", self.reached["products"])
+            peak = self.flops(dtype) / self.reached.get(
+                f"products_{dtype}", self.reached["products"]
+            )
         else:
             peak = self.peaks.get("bfloat16") or self.peaks.get("float16") or self.peaks["float32"]
         size = "64" if width <= 64 else "128"
-        return peak * self.reached[f"attention_{size}"], peak * self.reached[f"attention_{size}_backward"]
+        return peak * self.reached[f"attention_{size}"], peak * self.reached[
+            f"attention_{size}_backward"
+        ]
 
 
 # What a profile says of how much is reached, with what is assumed where a file is silent.
 REACHED = {
-    "products": 0.65,  # of the peak, by large matrix products; products_fp8 and so on for one format
-    "attention_64": 0.4,  # of the half-precision peak, by the attention kernel with heads of this width
+    # of the peak, by large matrix products; products_fp8 and so on for one format
+    "products": 0.65,
+    # of the half-precision peak, by the attention kernel with heads of this width
+    "attention_64": 0.4,
     "attention_64_backward": 0.35,
     "attention_128": 0.55,
     "attention_128_backward": 0.45,
@@ -126,7 +132,8 @@ SECONDS = {
 }
 
 # What `bench --calibrate` divides measurements by, and `plan` multiplies a profile's figures by.
-ATTENTION_ROWS = 128  # rows of a block of the attention kernel, which computes blocks on the diagonal in full
+# rows of a block of the attention kernel, which computes blocks on the diagonal in full
+ATTENTION_ROWS = 128
 ATTENTION_PASSES = 7  # over the heads, of its backward pass: sums in float32, and their casts
 ATTENTION_STARTS = 3  # blocks of keys that the begin and the end of a block of rows cost
 # Which time of the host each launch takes: of a Triton kernel, an operation of torch with a kernel,
@@ -140,7 +147,10 @@ LAUNCHES = {
 }
 # How many of each a layer is, forward and backward, by the kind of block; a test counts them.
 LAYER_LAUNCHES = {
-    "fused": ({"triton": 3, "torch": 5, "view": 50}, {"triton": 9, "torch": 9, "view": 80, "node": 14}),
+    "fused": (
+        {"triton": 3, "torch": 5, "view": 50},
+        {"triton": 9, "torch": 9, "view": 80, "node": 14},
+    ),
     "plain": ({"torch": 10, "view": 28}, {"triton": 8, "torch": 19, "view": 70, "node": 22}),
 }
 
@@ -153,8 +163,12 @@ def this_cpu() -> DeviceProfile:
     """Return the profile of this machine's CPU, each core as fast as one is measured to be."""
     guessed, cores, speed = load_profile("cpu"), host.cores(), product_speed()
     faster = cores * speed / guessed.peaks["float32"]
-    title = f"this CPU of {cores} core{'s' * (cores > 1)}, {speed / 1e9:.0f} GFLOP/s measured of one"
-    return replace(guessed, title=title, peaks={dtype: faster * peak for dtype, peak in guessed.peaks.items()})
+    title = (
+        f"this CPU of {cores} core{'s' * (cores > 1)}, {speed / 1e9:.0f} GFLOP/s measured of one"
+    )
+    return replace(
+        guessed, title=title, peaks={dtype: faster * peak for dtype, peak in guessed.peaks.items()}
+    )
 
 
 def product_speed() -> float:
@@ -174,7 +188,9 @@ def product_speed() -> float:
 
 def profile_names() -> list[str]:
     folder = resources.files("meshwright").joinpath(FOLDER)
-    return sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
+    return sorted(
+        f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")
+    )
 
 
 @functools.cache
@@ -187,13 +203,19 @@ def load_profile(name_or_path: str) -> DeviceProfile:
     if path.suffix != ".toml":
         known = profile_names()
         hint = did_you_mean(name, known) or f"; there are {' '.join(known)}"
-        raise UserError(f"no profile of a device, and no file of `bench --calibrate`, is named {name_or_path}{hint}")
+        raise UserError(
+            f"no profile of a device, and no file of `bench --calibrate`, is named {name_or_path}{hint}"
+        )
     try:
         return read_profile(path.stem, parse_toml(path.read_text(encoding="utf-8")))
     except OSError as error:
-        raise UserError(f"the profile {path} cannot be read: {error.strerror}; give another file") from error
+        raise UserError(
+            f"the profile {path} cannot be read: {error.strerror}; give another file"
+        ) from error
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is no profile of a device: {error}; `bench --calibrate` writes one") from error
+        raise UserError(
+            f"{path} is no profile of a device: {error}; `bench --calibrate` writes one"
+        ) from error
 
 
 def profile_of(product: str) -> DeviceProfile | None:
@@ -201,15 +223,25 @@ def profile_of(product: str) -> DeviceProfile | None:
 
     A laptop's GPU is another one than the card that it is named after.
     """
-    named = [(part, profile) for profile in map(load_profile, profile_names()) for part in profile.names]
-    fitting = [pair for pair in named if re.search(rf"\b{re.escape(pair[0])}\b(?! Laptop)", product, re.IGNORECASE)]
+    named = [
+        (part, profile) for profile in map(load_profile, profile_names()) for part in profile.names
+    ]
+    fitting = [
+        pair
+        for pair in named
+        if re.search(rf"\b{re.escape(pair[0])}\b(?! Laptop)", product, re.IGNORECASE)
+    ]
     return max(fitting, key=lambda pair: len(pair[0]))[1] if fitting else None
 
 
 def launch_times(given: Mapping[str, float]) -> dict[str, float]:
     """Return the fixed times; the host's others are as much slower as its time of a launch."""
     scale = given.get("launch", SECONDS["launch"]) / SECONDS["launch"]
-    return SECONDS | {key: scale * SECONDS[key] for key in (*LAUNCHES.values(), "prepare")} | dict(given)
+    return (
+        SECONDS
+        | {key: scale * SECONDS[key] for key in (*LAUNCHES.values(), "prepare")}
+        | dict(given)
+    )
 
 
 def read_profile(name: str, table: Mapping[str, Any]) -> DeviceProfile:
@@ -217,7 +249,9 @@ def read_profile(name: str, table: Mapping[str, Any]) -> DeviceProfile:
     cores = host.cores() if table.get("per_core") else 1
     measured, assumed = table.get("measured", {}), table.get("assumed", {})
     given = assumed | measured
-    if unknown := [key for key in given if key not in REACHED | SECONDS and not key.startswith("products_")]:
+    if unknown := [
+        key for key in given if key not in REACHED | SECONDS and not key.startswith("products_")
+    ]:
         raise ValueError(f"unknown {unknown[0]}{did_you_mean(unknown[0], REACHED | SECONDS)}")
     shares = {key: value for key, value in given.items() if key not in SECONDS}
     seconds = {key: value for key, value in given.items() if key in SECONDS}
@@ -233,7 +267,9 @@ def read_profile(name: str, table: Mapping[str, Any]) -> DeviceProfile:
         reached=REACHED | shares,
         seconds=launch_times(seconds),
         measured=frozenset(measured),
-        links=Links(int(links["gpus_per_node"]), LinkSpeed(**links["within"]), LinkSpeed(**links["between"])),
+        links=Links(
+            int(links["gpus_per_node"]), LinkSpeed(**links["within"]), LinkSpeed(**links["between"])
+        ),
         storage=STORAGE | table.get("storage", {}),
         names=tuple(table.get("names", ())),
         sources=tuple(table.get("sources", ())),

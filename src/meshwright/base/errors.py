@@ -13,7 +13,8 @@ NON_FINITE = 70  # the loss or a gradient became NaN or infinite, or --on-spike 
 LOCKED = 73  # another run owns the folder, or it holds checkpoints that would be overwritten
 IO = 74  # reading or writing failed, disk full
 HANG = 75  # a time-out: trying again makes sense
-UNEQUAL = 76  # two computations that must give the same result do not, such as a layout and one process
+# two computations that must give the same result do not, such as a layout and one process
+UNEQUAL = 76
 SIGINT = 130  # this and the next: stopped by a signal, after saving; SIGUSR1 is 138, SIGUSR2 140
 SIGTERM = 143
 

@@ -14,7 +14,9 @@ from meshwright.base.hints import did_you_mean
 class Refusal(Exception):
     """A request that cannot be answered: the status, and what OpenAI's error object says."""
 
-    def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+    def __init__(
+        self, message: str, param: str | None = None, code: str | None = None, status: int = 400
+    ) -> None:
         super().__init__(message)
         self.message, self.param, self.code, self.status = message, param, code, status
         self.headers: dict[str, str] = {}
@@ -57,7 +59,9 @@ class Fields:
             raise Refusal(f"{name} {value} must be from {low} to {high}", name)
         return value
 
-    def number(self, name: str, default: float, low: float = -math.inf, high: float = math.inf) -> float:
+    def number(
+        self, name: str, default: float, low: float = -math.inf, high: float = math.inf
+    ) -> float:
         value = self.take(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise Refusal(f"{name} is {_kind(value)}; it must be a number", name)
@@ -77,23 +81,32 @@ class Fields:
             raise Refusal(f"{name} is {_kind(value)}; it must be a string", name)
         return value
 
-    def strings(self, name: str, most: int, longest: int, default: Collection[str] = ()) -> tuple[str, ...]:
+    def strings(
+        self, name: str, most: int, longest: int, default: Collection[str] = ()
+    ) -> tuple[str, ...]:
         """Return a string or a list of strings as a tuple."""
         value = self.take(name, list(default))
         values = [value] if isinstance(value, str) else value
         if not isinstance(values, list) or not all(isinstance(v, str) and v for v in values):
-            raise Refusal(f"{name} must be a string, or a list of strings, none of them empty", name)
+            raise Refusal(
+                f"{name} must be a string, or a list of strings, none of them empty", name
+            )
         if len(values) > most:
             raise Refusal(f"{name} has {len(values)} strings; give at most {most}", name)
         if any(len(v) > longest for v in values):
-            raise Refusal(f"{name} has a string of {max(map(len, values))} characters; give at most {longest}", name)
+            raise Refusal(
+                f"{name} has a string of {max(map(len, values))} characters; give at most {longest}",
+                name,
+            )
         return tuple(values)
 
     def only(self, name: str, neutral: Collection[Any], why: str) -> None:
         """Refuse a field that has no effect here, unless its value asks for none."""
         value = self.take(name)
         if value is not None and not any(value == v and type(value) is type(v) for v in neutral):
-            raise Refusal(f"{name} is not supported: {why}; leave it out", name, "unsupported_parameter")
+            raise Refusal(
+                f"{name} is not supported: {why}; leave it out", name, "unsupported_parameter"
+            )
 
     def refuse_rest(self) -> None:
         """Refuse what was not taken."""
@@ -101,9 +114,17 @@ class Fields:
             names = ", ".join(sorted(self._left)[:5])[:200]
             first = next(iter(self._left))[:64]
             hint = did_you_mean(first, self._taken)
-            raise Refusal(f"unrecognized request argument supplied: {names}{hint or '; leave it out'}", first)
+            raise Refusal(
+                f"unrecognized request argument supplied: {names}{hint or '; leave it out'}", first
+            )
 
 
 def _kind(value: Any) -> str:
-    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string"}
+    names = {
+        type(None): "null",
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+        str: "a string",
+    }
     return names.get(type(value)) or ("a list" if isinstance(value, list) else "an object")

@@ -62,16 +62,23 @@ def open_plain(path: str | Path, folder: Path | None = None) -> BufferedReader:
     Raise UnfitFile for others: a device may have no end, and a pipe nobody who writes.
     """
     # A link to itself stays as it is here, and fails when it is opened; Path.resolve raises for it.
-    if folder is not None and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
-        raise UnfitFile(path, f"a link out of {folder}, which is not followed; put the file itself there")
-    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb")  # a pipe opens at once
+    if folder is not None and not Path(os.path.realpath(path)).is_relative_to(
+        os.path.realpath(folder)
+    ):
+        raise UnfitFile(
+            path, f"a link out of {folder}, which is not followed; put the file itself there"
+        )
+    # a pipe opens at once
+    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise UnfitFile(path, "not a regular file, so it is not read")
     return file
 
 
-def read_small(path: str | Path, limit: int, folder: Path | None = None, pipes: bool = False) -> bytes:
+def read_small(
+    path: str | Path, limit: int, folder: Path | None = None, pipes: bool = False
+) -> bytes:
     """Return the content of a regular file, or of a pipe if `pipes`, of at most `limit` bytes.
 
     See open_plain.
@@ -125,11 +132,16 @@ def require_unlinked(path: Path) -> None:
     except FileNotFoundError:
         return
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise unwritable(path, "a link, which is not followed" if stat.S_ISLNK(mode) else "not a regular file")
+        raise unwritable(
+            path, "a link, which is not followed" if stat.S_ISLNK(mode) else "not a regular file"
+        )
 
 
 def unwritable(path: object, what: str) -> UnfitFile:
-    return UnfitFile(path, f"{what}, so nothing is written there; put the file or folder itself there, or remove it")
+    return UnfitFile(
+        path,
+        f"{what}, so nothing is written there; put the file or folder itself there, or remove it",
+    )
 
 
 def own_file(path: str | Path, flags: int, mode: int = 0o666) -> int:
@@ -137,7 +149,8 @@ def own_file(path: str | Path, flags: int, mode: int = 0o666) -> int:
 
     Raise UnfitFile for a link, a pipe or a device; see require_unlinked.
     """
-    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # a pipe without a reader opens at once
+    # a pipe without a reader opens at once
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
         fd = os.open(path, flags, mode)
     except OSError as error:
@@ -209,7 +222,9 @@ def write_lines(path: Path, lines: Iterable[bytes], overwrite: bool, flag: str) 
                 raise _Unchanged
             if path.is_file() and not overwrite:
                 message = f"{path} exists already, with another content, which is kept"
-                raise UserError(f"{message}; add --overwrite to replace it, or choose another {flag}", LOCKED)
+                raise UserError(
+                    f"{message}; add --overwrite to replace it, or choose another {flag}", LOCKED
+                )
     except _Unchanged:
         return False
     return True
@@ -258,7 +273,9 @@ def open_locked(path: Path, patience: float = 0.0) -> tuple[int, bool]:
                 if error.errno != errno.EWOULDBLOCK:
                     raise
                 if time.monotonic() > until:
-                    owner = path.read_text(errors="replace").strip() or "a process that gives no name"
+                    owner = (
+                        path.read_text(errors="replace").strip() or "a process that gives no name"
+                    )
                     raise BlockingIOError(errno.EWOULDBLOCK, owner, str(path)) from None
                 time.sleep(0.05)
                 continue
@@ -277,7 +294,9 @@ def make_folder(folder: Path, flag: str, needed: int = 0) -> None:
         with tempfile.TemporaryFile(dir=folder):
             free = shutil.disk_usage(folder).free
     except OSError as error:
-        raise UserError(f"cannot write to {folder} ({error.strerror or error}); choose another {flag}", IO) from None
+        raise UserError(
+            f"cannot write to {folder} ({error.strerror or error}); choose another {flag}", IO
+        ) from None
     if free < needed:
         shortage = f"{folder} has {free:,} bytes free, but {needed:,} are needed"
         raise UserError(f"{shortage}; free space, or choose another {flag}", IO)
@@ -347,10 +366,14 @@ def sample_ranges(length: int, size: int, count: int) -> list[tuple[int, int]]:
 def crc32(path: Path) -> int:
     """Return the CRC-32 of a file."""
     with path.open("rb") as file:
-        return functools.reduce(lambda crc, block: zlib.crc32(block, crc), iter(lambda: file.read(BLOCK), b""), 0)
+        return functools.reduce(
+            lambda crc, block: zlib.crc32(block, crc), iter(lambda: file.read(BLOCK), b""), 0
+        )
 
 
-def checksums(file: BinaryIO, hashed: bool, inspect: Callable[[int, bytes], None]) -> tuple[str, str]:
+def checksums(
+    file: BinaryIO, hashed: bool, inspect: Callable[[int, bytes], None]
+) -> tuple[str, str]:
     """Return a file's CRC-32 and, if `hashed`, SHA-256; call inspect(offset, block) on the way."""
     crc, sha = 0, hashlib.sha256()
     file.seek(0)

@@ -24,7 +24,11 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the known word that `did_you_mean` suggests, or an empty string."""
-    near = (other for other in difflib.get_close_matches(word, list(known), 5, cutoff) if _is_alike(word, other))
+    near = (
+        other
+        for other in difflib.get_close_matches(word, list(known), 5, cutoff)
+        if _is_alike(word, other)
+    )
     return next(near, "")
 
 
@@ -57,7 +61,11 @@ def near_path(path: str, ending: str = "") -> str:
     """
     folder, name = os.path.split(path)
     with contextlib.suppress(OSError):
-        there = [n.removesuffix(ending) for n in sorted(os.listdir(folder or "."))[:10_000] if n.endswith(ending)]
+        there = [
+            n.removesuffix(ending)
+            for n in sorted(os.listdir(folder or "."))[:10_000]
+            if n.endswith(ending)
+        ]
         others = [n for n in there if n != name and n.isprintable() and not n.startswith(".")]
         longer = [n for n in others if name and n.startswith(name)]
         shorter = [n for n in others if name.startswith(f"{n}.")]
@@ -75,7 +83,9 @@ def _is_alike(word: str, other: str) -> bool:
     parts, others = (re.split("[-_ ]+", w.lstrip("-")) for w in (word, other))
     if (parts[0] in ("no", "disable")) != (others[0] in ("no", "disable")):
         return False
-    mine, theirs = ("-".join(p for p in a if p not in b) for a, b in ((parts, others), (others, parts)))
+    mine, theirs = (
+        "-".join(p for p in a if p not in b) for a, b in ((parts, others), (others, parts))
+    )
     return mine == theirs or difflib.SequenceMatcher(None, mine, theirs).ratio() >= 0.5
 
 

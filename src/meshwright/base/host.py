@@ -30,7 +30,9 @@ REFUSED = re.compile(
 
 
 @contextlib.contextmanager
-def handled(signals: Iterable[int], handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+def handled(
+    signals: Iterable[int], handler: Callable[[int, FrameType | None], Any]
+) -> Iterator[None]:
     """Have these signals handled so during the block."""
     before = {number: signal.signal(number, handler) for number in signals}
     try:
@@ -89,7 +91,9 @@ def free_host_memory() -> int:
     """Return what Linux can give without swapping in this container; elsewhere half of all."""
     try:
         with open("/proc/meminfo") as file:
-            free = next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
+            free = next(
+                int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable")
+            )
     except (OSError, StopIteration):
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     limit, used = container_memory()
@@ -106,7 +110,9 @@ def container_memory() -> tuple[int | None, int]:
             most = (CGROUP / limit).read_text().strip()
             counts = dict(line.split() for line in (CGROUP / stat).read_text().splitlines())
             cached = sum(int(counts.get(name, 0)) for name in ("inactive_file", "active_file"))
-            return (None if most == "max" else int(most)), max(int((CGROUP / used).read_text()) - cached, 0)
+            return (None if most == "max" else int(most)), max(
+                int((CGROUP / used).read_text()) - cached, 0
+            )
         except (OSError, ValueError):
             continue
     return None, 0
@@ -123,7 +129,9 @@ def require_address_space() -> None:
     limit = address_limit()
     if limit is not None and limit < ADDRESS_SPACE:
         has = f"this process may have {limit:,} bytes of address space (ulimit -v)"
-        raise UserError(f"{has}, and torch needs {ADDRESS_SPACE:,} for the smallest run; raise that limit")
+        raise UserError(
+            f"{has}, and torch needs {ADDRESS_SPACE:,} for the smallest run; raise that limit"
+        )
 
 
 MORE_MEMORY = "end other programs, start fewer ranks, or raise the limits of this machine"
@@ -131,7 +139,9 @@ MORE_MEMORY = "end other programs, start fewer ranks, or raise the limits of thi
 
 def refused_request(error: BaseException) -> str:
     """Return how much memory was asked for, such as "Tried to allocate 2.00 GiB", or ""."""
-    request = re.search(r"tried to allocate .*?(?= Including| Error code|$)", str(error), re.I | re.M)
+    request = re.search(
+        r"tried to allocate .*?(?= Including| Error code|$)", str(error), re.I | re.M
+    )
     return request[0].rstrip(".") if request else ""
 
 
@@ -143,14 +153,21 @@ def describe_lack(error: BaseException) -> str | None:
         if isinstance(cause, MemoryError) or REFUSED.search(str(cause)):
             line = refused_request(cause) or (str(cause).splitlines() or [""])[0][:200]
             limit = address_limit()
-            most = f"the limit on address space is {limit:,} bytes (ulimit -v)" if limit is not None else ""
+            most = (
+                f"the limit on address space is {limit:,} bytes (ulimit -v)"
+                if limit is not None
+                else ""
+            )
             return "; ".join(filter(None, [line.rstrip("."), most]))
         seen.append(cause)
         cause = cause.__cause__ or cause.__context__
-    is_odd = isinstance(error, ImportError | AttributeError | SystemError)  # a part of torch is missing
+    # a part of torch is missing
+    is_odd = isinstance(error, ImportError | AttributeError | SystemError)
     is_odd |= isinstance(error, OSError) and error.errno is None
     if is_odd and (limit := address_limit()) is not None and peak_address_space() > 0.9 * limit:
-        return f"the limit on address space is {limit:,} bytes (ulimit -v), and nearly all are in use"
+        return (
+            f"the limit on address space is {limit:,} bytes (ulimit -v), and nearly all are in use"
+        )
     return None
 
 

@@ -34,7 +34,10 @@ def find_folder(name: str, *files: str, is_needed: bool = True, near: str = "") 
         notice(f"{name}: {here}{asking}")
     try:
         pairs = zip(files, cached, strict=True)
-        paths = [Path(path) if isinstance(path, str) else _download(name, file, near) for file, path in pairs]
+        paths = [
+            Path(path) if isinstance(path, str) else _download(name, file, near)
+            for file, path in pairs
+        ]
     except UserError:
         if is_needed:
             raise
@@ -57,8 +60,12 @@ def _download(name: str, file: str, near: str) -> Path | None:
         return Path(hf_hub_download(name, file))
     except errors.RepositoryNotFoundError as error:
         is_gated = isinstance(error, errors.GatedRepoError)
-        what = "requires you to accept its terms" if is_gated else "has no such name, or it is private"
-        raise bad_data(f"{where} {constants.ENDPOINT} {what}; log in with `hf auth login`, {ELSE}") from None
+        what = (
+            "requires you to accept its terms" if is_gated else "has no such name, or it is private"
+        )
+        raise bad_data(
+            f"{where} {constants.ENDPOINT} {what}; log in with `hf auth login`, {ELSE}"
+        ) from None
     except errors.LocalEntryNotFoundError as error:
         reason = error.__cause__ or error
     except errors.EntryNotFoundError:

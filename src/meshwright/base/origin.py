@@ -29,7 +29,8 @@ def digest_of(paths: Sequence[str | Path]) -> str:
     abouts = [_stat(path) for path in paths]
     is_small = sum(about.st_size for about in abouts if about) <= SMALL
     states = [
-        [os.path.basename(path), *_state_of(path, about, is_small)] for path, about in zip(paths, abouts, strict=True)
+        [os.path.basename(path), *_state_of(path, about, is_small)]
+        for path, about in zip(paths, abouts, strict=True)
     ]
     return hashlib.sha256(json.dumps(states).encode()).hexdigest()
 
@@ -54,7 +55,11 @@ def _changed(name: str, before: Any, now: Any) -> str:
     if before.get("names") == now["names"]:
         return f"{name} (of the same names, but changed)"
     then, these = (_listed(inputs) for inputs in (before, now))
-    return f"{name} (others of the same first names)" if then == these else f"{name} ({then} then, {these} now)"
+    return (
+        f"{name} (others of the same first names)"
+        if then == these
+        else f"{name} ({then} then, {these} now)"
+    )
 
 
 def _listed(inputs: dict[str, Any]) -> str:
@@ -90,7 +95,9 @@ def write_origin(record: Path, made_from: dict[str, Any], sizes: dict[str, int])
         file.write(json.dumps({"made_from": made_from, "bytes": sizes}, indent=1).encode() + b"\n")
 
 
-def is_done(record: Path, made_from: dict[str, Any], paths: Sequence[Path], overwrite: bool, flag: str) -> bool:
+def is_done(
+    record: Path, made_from: dict[str, Any], paths: Sequence[Path], overwrite: bool, flag: str
+) -> bool:
     """Return whether these files were made from this already, and are unchanged.
 
     Raise UserError if they exist and were made from something else, unless `overwrite`; `flag`
@@ -101,7 +108,10 @@ def is_done(record: Path, made_from: dict[str, Any], paths: Sequence[Path], over
         return False
     try:
         recorded = json.loads(files.read_small(record, files.RECORD_LIMIT))
-        before, sizes = dict(recorded["made_from"]), {str(name): int(size) for name, size in recorded["bytes"].items()}
+        before, sizes = (
+            dict(recorded["made_from"]),
+            {str(name): int(size) for name, size in recorded["bytes"].items()},
+        )
     except (OSError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
         before, sizes = {}, {}
     if before == made_from:
@@ -111,7 +121,9 @@ def is_done(record: Path, made_from: dict[str, Any], paths: Sequence[Path], over
             return True
     other = [name for name in made_from if before.get(name) != made_from[name]]
     changes = " and ".join(_changed(name, before.get(name), made_from[name]) for name in other)
-    how = f"made with other {changes}" if before and other else "and nothing says how they were made"
+    how = (
+        f"made with other {changes}" if before and other else "and nothing says how they were made"
+    )
     names = " and ".join(map(str, existing))
     message = f"{names} {'exists' if len(existing) == 1 else 'exist'} already, {how}: they are kept"
     raise UserError(f"{message}; add --overwrite to replace them, or choose another {flag}", LOCKED)

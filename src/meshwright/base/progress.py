@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 
-def new_bar(*columns: str, total: int | None, file: TextIO | None = None, **fields: Any) -> tuple[Progress, TaskID]:
+def new_bar(
+    *columns: str, total: int | None, file: TextIO | None = None, **fields: Any
+) -> tuple[Progress, TaskID]:
     """Make a progress bar, to be started, of rich's columns by the names below, or of templates."""
     from rich import progress as rich
     from rich.console import Console
@@ -28,12 +30,16 @@ def new_bar(*columns: str, total: int | None, file: TextIO | None = None, **fiel
     shown = [kinds[column]() if column in kinds else rich.TextColumn(column) for column in columns]
     # Lines printed meanwhile go above the bar on a terminal, and unchanged into a pipe.
     console = Console(file=file or sys.stderr)
-    bar = rich.Progress(*shown, console=console, transient=True, redirect_stdout=sys.stdout.isatty())
+    bar = rich.Progress(
+        *shown, console=console, transient=True, redirect_stdout=sys.stdout.isatty()
+    )
     return bar, bar.add_task("", total=total, **fields)
 
 
 @contextmanager
-def progress_bar(description: str, total: int | None, of: str = "bytes") -> Iterator[Callable[[float], None]]:
+def progress_bar(
+    description: str, total: int | None, of: str = "bytes"
+) -> Iterator[Callable[[float], None]]:
     """Show a bar of bytes, of a "count" or its "percent" on a terminal; yield what advances it."""
     if not sys.stderr.isatty() or (total is not None and total < 2 and of != "percent"):
         yield lambda count: None
@@ -74,6 +80,8 @@ class SkippedLines(dict[str, tuple[int, str]]):
         self[kind] = (before + count, first)
 
     def __str__(self) -> str:
-        kinds = "; ".join(f"{count:,} {kind}, first {place}" for kind, (count, place) in self.items())
+        kinds = "; ".join(
+            f"{count:,} {kind}, first {place}" for kind, (count, place) in self.items()
+        )
         total = sum(count for count, _ in self.values())
         return f"{total:,} bad {'line' if total == 1 else 'lines'}: {kinds}"

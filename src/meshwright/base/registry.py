@@ -33,7 +33,9 @@ LACKING = "this installation lacks the part for it; install Meshwright as a whol
 def entries(group: str) -> dict[str, str]:
     """Return name -> "module:attribute" of a group: ours in order, then other packages'."""
     ours = {name: place for name, place in _ours().get(group, {}).items() if is_there(place)}
-    return ours | {name: place for name, place in _others().get(group, {}).items() if name not in ours}
+    return ours | {
+        name: place for name, place in _others().get(group, {}).items() if name not in ours
+    }
 
 
 def find(group: str, name: str) -> Any:
@@ -58,7 +60,9 @@ def resolve(group: str, name: str, place: str) -> Any:
             raise
         what = f"{name} = {place}, which an installed package registers in {PREFIX}{group}, cannot be imported"
         advice = f"mend or uninstall {place.partition('.')[0].partition(':')[0]}"
-        raise UserError(f"{what} ({type(error).__name__}: {error}); {advice}", UNAVAILABLE) from error
+        raise UserError(
+            f"{what} ({type(error).__name__}: {error}); {advice}", UNAVAILABLE
+        ) from error
 
 
 @functools.cache
@@ -81,7 +85,9 @@ def _ours() -> Groups:
     for name, groups in _installed():
         if name.startswith("meshwright-"):
             return groups
-    what = f"{Path(__file__).parents[1]} is neither installed nor in a clone with its pyproject.toml"
+    what = (
+        f"{Path(__file__).parents[1]} is neither installed nor in a clone with its pyproject.toml"
+    )
     raise UserError(f"{what}; run `pip install meshwright`", UNAVAILABLE)
 
 
@@ -108,4 +114,7 @@ def _installed() -> Iterator[tuple[str, Groups]]:
             if not parser.sections():
                 continue
             sections = (name for name in parser.sections() if name.startswith(PREFIX))
-            yield path.parent.name, {name.removeprefix(PREFIX): dict(parser[name]) for name in sections}
+            yield (
+                path.parent.name,
+                {name.removeprefix(PREFIX): dict(parser[name]) for name in sections},
+            )

@@ -42,7 +42,8 @@ class Sandbox:
     def __call__(self, request: Any) -> Any:
         line = json.dumps(request).encode() + b"\n"
         with self.lock:
-            if self.child is None or self.child.poll() is not None:  # in a fork of this process, poll() says 0
+            # in a fork of this process, poll() says 0
+            if self.child is None or self.child.poll() is not None:
                 self.start()
             try:
                 answer = json.loads(self.exchange(line))
@@ -50,7 +51,8 @@ class Sandbox:
                 self.stop()
                 limits = f"{self.seconds} s or {self.memory >> 20} MiB, or writes more than {ANSWER >> 20} MiB"
                 raise ValueError(f"it takes more than {limits}") from None
-            except BaseException:  # such as Ctrl-C: the answer that is still due is not the next call's
+            # such as Ctrl-C: the answer that is still due is not the next call's
+            except BaseException:
                 self.stop()
                 raise
         if "result" not in answer:
@@ -75,7 +77,9 @@ class Sandbox:
         self.child.stdin.flush()
         got, until = bytearray(), time.monotonic() + PATIENCE
         while not got.endswith(b"\n") and len(got) < ANSWER:
-            is_ready = select.select([self.child.stdout], [], [], max(0, until - time.monotonic()))[0]
+            is_ready = select.select([self.child.stdout], [], [], max(0, until - time.monotonic()))[
+                0
+            ]
             if not is_ready or not (part := os.read(self.child.stdout.fileno(), 1 << 20)):
                 break
             got += part
@@ -88,7 +92,11 @@ class Sandbox:
         # -P: the files beside the program are no modules of it.
         words = [sys.executable, "-P", sandboxed.__file__, code.co_filename, code.co_name, *limits]
         self.child = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
 
     def stop(self) -> None:

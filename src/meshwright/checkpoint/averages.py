@@ -56,14 +56,20 @@ class MovingAverageOf(WeightsOf):
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        return {name.partition("/")[0]: info for name, info in self.inner[0].tensors.items() if is_average(name)}
+        return {
+            name.partition("/")[0]: info
+            for name, info in self.inner[0].tensors.items()
+            if is_average(name)
+        }
 
     def parts(self, name: str) -> list[tuple[str, Box]]:
         return self.inner[0].parts(stored_name(name))
 
     def share(self, wanted: Described, team: Team) -> None:
         kinds = {stored_name(name): kind for name, kind in wanted.kinds.items()}
-        boxes = [[(list(map(stored_name, names)), own) for names, own in rows] for rows in wanted.boxes]
+        boxes = [
+            [(list(map(stored_name, names)), own) for names, own in rows] for rows in wanted.boxes
+        ]
         self.inner[0].share(Described(kinds, boxes), team)
 
     def fill(self, want: TensorBoxes) -> None:
@@ -88,9 +94,11 @@ class MeanOf(WeightsOf):
                 for source in self.inner:
                     try:
                         source.fill({name: (shape, [(offset, size)], read)})
-                    except DamagedCheckpoint as damage:  # else an older step would be read in place of the newest
+                    # else an older step would be read in place of the newest
+                    except DamagedCheckpoint as damage:
                         raise SettingsError(
-                            f"a step of {{average_last}} is damaged: {damage}; name an older one", BAD_DATA
+                            f"a step of {{average_last}} is damaged: {damage}; name an older one",
+                            BAD_DATA,
                         ) from damage
                     total += read
                 target.copy_(total / len(self.inner))
@@ -132,21 +140,29 @@ Open = Callable[[StepLocation], NativeSource]
 def moving_average_of(source: Source) -> Source:
     """Return the average that --ema kept in a step."""
     if not isinstance(source, NativeSource) or not has_average(source):
-        raise SettingsError(f"{source.folder} holds no average of {{ema}}; leave {{weights=ema}} out", BAD_DATA)
+        raise SettingsError(
+            f"{source.folder} holds no average of {{ema}}; leave {{weights=ema}} out", BAD_DATA
+        )
     return MovingAverageOf(**as_weights(source), inner=[source])
 
 
-def mean_of(source: Source, location: StepLocation, number: int, reopen: Open, team: Team) -> Source:
+def mean_of(
+    source: Source, location: StepLocation, number: int, reopen: Open, team: Team
+) -> Source:
     """Return the mean of a step and the ones before it, `number` in all; `reopen` opens these."""
     if not isinstance(source, NativeSource):
         raise SettingsError(
-            f"{source.folder}: {{average_last}} reads our own steps, not {source.kind}'s; leave it out", BAD_DATA
+            f"{source.folder}: {{average_last}} reads our own steps, not {source.kind}'s; leave it out",
+            BAD_DATA,
         )
-    numbers: list[int] = team.run_on_lead(lambda: [n for n in steps.list_steps(location.root) if n < location.step])
+    numbers: list[int] = team.run_on_lead(
+        lambda: [n for n in steps.list_steps(location.root) if n < location.step]
+    )
     if len(numbers) < number - 1:
         has = f"{location.root} has {len(numbers) + 1} up to step {location.step:,}"
         raise SettingsError(
-            f"{{average_last={number}}} reads the newest {number} saved steps, and {has}; give a smaller one", BAD_DATA
+            f"{{average_last={number}}} reads the newest {number} saved steps, and {has}; give a smaller one",
+            BAD_DATA,
         )
     opened = [source]
     for step in numbers[: number - 1]:
@@ -157,10 +173,14 @@ def mean_of(source: Source, location: StepLocation, number: int, reopen: Open, t
             why = f"--average-last {number} reads {folder.name} too, which is damaged: {damage}"
             raise bad_data(f"{why}; name another step, or give a smaller number") from damage
     for other in opened[1:]:
-        shapes = [{n: info.shape for n, info in each.tensors.items() if "/" not in n} for each in (source, other)]
+        shapes = [
+            {n: info.shape for n, info in each.tensors.items() if "/" not in n}
+            for each in (source, other)
+        ]
         if shapes[0] != shapes[1]:
             raise SettingsError(
-                f"{source.folder} and {other.folder.name} hold different networks; give {{average_last=0}}", BAD_DATA
+                f"{source.folder} and {other.folder.name} hold different networks; give {{average_last=0}}",
+                BAD_DATA,
             )
     return MeanOf(**as_weights(source), inner=opened)
 
@@ -170,4 +190,7 @@ def as_weights(source: NativeSource) -> dict[str, Any]:
     common = {f.name: getattr(source, f.name) for f in dataclasses.fields(Source)}
     positions, network = source.state.get("positions"), source.state.get("network", GPT_NETWORK)
     known = {"max_position_embeddings": positions} if positions else {}
-    return common | {"config": source.config | known, "state": {} if network == GPT_NETWORK else {"network": network}}
+    return common | {
+        "config": source.config | known,
+        "state": {} if network == GPT_NETWORK else {"network": network},
+    }

@@ -20,7 +20,8 @@ from meshwright.base.console import notice, say
 from meshwright.checkpoint.sources import TensorBoxes
 from meshwright.runtime.ranks.team import Team
 
-PATIENCE = datetime.timedelta(days=1)  # for the slowest rank's disk; if a rank dies, its launcher ends all
+# for the slowest rank's disk; if a rank dies, its launcher ends all
+PATIENCE = datetime.timedelta(days=1)
 ALIGNED = 64  # bytes
 
 
@@ -70,7 +71,9 @@ class Background:
 
     @property
     def failed(self) -> bool:
-        return self.flying is not None and self.flying.done() and self.flying.exception() is not None
+        return (
+            self.flying is not None and self.flying.done() and self.flying.exception() is not None
+        )
 
     def wait(self) -> None:
         """Wait for the save in flight, and raise its failure."""

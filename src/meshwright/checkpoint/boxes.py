@@ -24,7 +24,10 @@ def check_cover(index: Mapping[str, Any]) -> None:
     """Check that the boxes of each tensor in the index hold every element exactly once."""
     for name, tensor in index.items():
         form = len(tensor["boxes"]), len(tensor["shape"])
-        low, sizes = (np.array([b[key] for b in tensor["boxes"]], np.int64).reshape(form) for key in ("offset", "size"))
+        low, sizes = (
+            np.array([b[key] for b in tensor["boxes"]], np.int64).reshape(form)
+            for key in ("offset", "size")
+        )
         covered, size = int(sizes.prod(axis=1).sum()), math.prod(tensor["shape"])
         overlap = overlapping(low, low + sizes)
         if covered != size or overlap:
@@ -52,7 +55,9 @@ def intersection(a: Box, b: Box) -> tuple[Shape, Shape]:
     return tuple(map(max, a.offset, b.offset)), tuple(ends)
 
 
-def split_boxes(boxes: Iterable[tuple[Shape, Shape]], flat: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+def split_boxes(
+    boxes: Iterable[tuple[Shape, Shape]], flat: torch.Tensor
+) -> Iterator[tuple[Box, torch.Tensor]]:
     """Yield each box with its part of a flat tensor that holds one box after the other."""
     start = 0
     for box in (Box(tuple(offset), tuple(size)) for offset, size in boxes):
@@ -73,7 +78,11 @@ def overlapping(low: npt.NDArray[np.int64], high: npt.NDArray[np.int64]) -> bool
     low, high = low[order], high[order]
     ends = np.searchsorted(low[:, d], high[:, d])
     return any(
-        bool((np.maximum(low[i], low[i + 1 : end]) < np.minimum(high[i], high[i + 1 : end])).all(axis=1).any())
+        bool(
+            (np.maximum(low[i], low[i + 1 : end]) < np.minimum(high[i], high[i + 1 : end]))
+            .all(axis=1)
+            .any()
+        )
         for i, end in enumerate(ends.tolist())
     )
 

@@ -26,7 +26,9 @@ def claimed(value: Any, what: str, most: int, least: int = 0, why: str = "") -> 
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not least <= value <= most or value != int(value):
         reason = f": {why}" if why else ""
-        raise FalseClaim(f"{what} is {value!r:.50}, not a whole number from {least:,} to {most:,}{reason}")
+        raise FalseClaim(
+            f"{what} is {value!r:.50}, not a whole number from {least:,} to {most:,}{reason}"
+        )
     return int(value)
 
 

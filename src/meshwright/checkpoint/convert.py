@@ -30,8 +30,22 @@ from meshwright.checkpoint.saved_model import SavedModel, describe_model
 from meshwright.checkpoint.sources import Source, TensorBoxes, TensorInfo
 from meshwright.config import check_values, fields, flags
 from meshwright.config.fields import spelling
-from meshwright.config.problem import KEYWORDS, Problem, SettingsError, in_words, listed, plain, require
-from meshwright.config.schema import ARCHITECTURE, DESCRIBING, STATED, GenerateConfig, TokenizerFlags
+from meshwright.config.problem import (
+    KEYWORDS,
+    Problem,
+    SettingsError,
+    in_words,
+    listed,
+    plain,
+    require,
+)
+from meshwright.config.schema import (
+    ARCHITECTURE,
+    DESCRIBING,
+    STATED,
+    GenerateConfig,
+    TokenizerFlags,
+)
 from meshwright.data import tokenizers
 from meshwright.model import counts
 
@@ -104,7 +118,9 @@ def convert(
     for path in (source, target):
         if address := find_address(os.fspath(path)):
             raise UserError(refuse_address(address))
-    wanted = ConversionTarget(Path(target), to, dtype, optimizer, tensor_parallel, pipeline_parallel)
+    wanted = ConversionTarget(
+        Path(target), to, dtype, optimizer, tensor_parallel, pipeline_parallel
+    )
     return prepare_conversion(Path(source), wanted, settings).run()
 
 
@@ -127,7 +143,9 @@ class PreparedConversion:
         return Converted(tensors, size, time.perf_counter() - began)
 
 
-def prepare_conversion(source: str | Path, target: ConversionTarget, settings: Mapping[str, Any]) -> PreparedConversion:
+def prepare_conversion(
+    source: str | Path, target: ConversionTarget, settings: Mapping[str, Any]
+) -> PreparedConversion:
     """Open the source and check that it, the settings and its tokenizer fit together."""
     if unknown := settings.keys() - fields.config_fields(GenerateConfig).keys():
         raise UserError(f"unknown settings: {', '.join(sorted(unknown))}")
@@ -136,7 +154,9 @@ def prepare_conversion(source: str | Path, target: ConversionTarget, settings: M
     require(check_values.unusable(config) + check_values.planned_values(config))
     c = config.checkpoint
     heads = config.model.num_attention_heads
-    options = OpenOptions(c.verify, c.trust_pickle, heads, target.wants_optimizer, c.weights, c.average_last)
+    options = OpenOptions(
+        c.verify, c.trust_pickle, heads, target.wants_optimizer, c.weights, c.average_last
+    )
     opened = loading.require_checkpoint(source, options)
     for note in opened.notes:
         notice(note)
@@ -163,14 +183,20 @@ def complete_source(
     saved, where = describe_model(source, given), source.folder
     tokenizer = find_tokenizer(saved, t)
     own = tokenizer.size if tokenizer else None
-    size = (own if tokenizer and tokenizer.name == tokenizers.Null.name else t.vocab_size) or source.vocab or own
+    size = (
+        (own if tokenizer and tokenizer.name == tokenizers.Null.name else t.vocab_size)
+        or source.vocab
+        or own
+    )
     most = source.vocab or saved.rows
     wrong = saved.contradictions(given)
     if size is not None and (size > most or (size < most and not source.counts_padding)):
         text = f"a vocabulary of {size:,} ids, the checkpoint has {most:,}{'' if source.vocab else ' rows'}"
         wrong.append(Problem(("vocab_size",), text))
     if wrong:
-        heading = f"these settings contradict {plain(where)} (leave out what the checkpoint says itself):"
+        heading = (
+            f"these settings contradict {plain(where)} (leave out what the checkpoint says itself):"
+        )
         raise SettingsError(listed(wrong, heading), BAD_DATA)
     if size is None:
         raise UserError(
@@ -178,14 +204,18 @@ def complete_source(
             f"(GPT-2: 50257; {saved.rows} if there is none), or the files of its vocabulary"
         )
     if (rows := source.vocab) and size < rows:
-        notice(f"{rows - size:,} of {rows:,} rows for tokens are cut off, the vocabulary has {size:,} ids")
+        notice(
+            f"{rows - size:,} of {rows:,} rows for tokens are cut off, the vocabulary has {size:,} ids"
+        )
     source = source.of_vocabulary(size)
     source.config = {name: given[name] for name in ARCHITECTURE if name in given} | source.config
     source.config |= {name: given[name] for name in STATED if name in given}
     if saved.positions is not None:
         source.config.setdefault("max_position_embeddings", saved.positions)
     if missing := [spelling(name) for name in REQUIRED if not source.config.get(name)]:
-        raise UserError(f"{where} does not describe its network completely; give {', '.join(missing)}")
+        raise UserError(
+            f"{where} does not describe its network completely; give {', '.join(missing)}"
+        )
     return source, tokenizer
 
 
@@ -216,7 +246,9 @@ class Selection(Source):
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         return {
-            name: TensorInfo(info.shape, self.dtype or info.dtype if "/" not in name else info.dtype)
+            name: TensorInfo(
+                info.shape, self.dtype or info.dtype if "/" not in name else info.dtype
+            )
             for name, info in self.inner.tensors.items()
             if "/" not in name or (self.average if is_average(name) else self.optimizer)
         }
@@ -229,14 +261,19 @@ class Selection(Source):
 
     @property
     def bytes(self) -> int:
-        return sum(math.prod(info.shape) * native.SIZES[native.NAMES[info.dtype]] for info in self.tensors.values())
+        return sum(
+            math.prod(info.shape) * native.SIZES[native.NAMES[info.dtype]]
+            for info in self.tensors.values()
+        )
 
     def fill(self, want: TensorBoxes) -> None:
         self.inner.fill(want)
         self.advance(native.bytes_of(want))
 
 
-def select(source: Source, optimizer: bool = True, dtype: str | None = None, average: bool = True) -> Selection:
+def select(
+    source: Source, optimizer: bool = True, dtype: str | None = None, average: bool = True
+) -> Selection:
     common = {f.name: getattr(source, f.name) for f in dataclasses.fields(Source)}
     return Selection(**common, inner=source, optimizer=optimizer, dtype=dtype, average=average)
 
@@ -256,12 +293,16 @@ def write_target(conversion: PreparedConversion) -> tuple[int, int]:
     half = target.to == "torch" and optimizer and target.dtype != "float32"
     average = target.optimizer and target.to == "native"
     if target.optimizer and not average and has_average(source):
-        notice("the average of --ema is left out; --weights ema converts it in the place of the weights")
+        notice(
+            "the average of --ema is left out; --weights ema converts it in the place of the weights"
+        )
     chosen = select(source, optimizer, None if half else target.dtype, average)
     total = chosen.bytes
     with progress_bar("convert", total) as chosen.advance:
         if target.to == "huggingface":
-            for note in huggingface_writer.write_huggingface(chosen, target.folder, tokenizer=conversion.tokenizer):
+            for note in huggingface_writer.write_huggingface(
+                chosen, target.folder, tokenizer=conversion.tokenizer
+            ):
                 notice(note)
         else:
             write_step(chosen, conversion)
@@ -274,11 +315,17 @@ def write_step(source: Selection, conversion: PreparedConversion) -> None:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} exists and is not a folder; give another one", LOCKED)
     # A conversion that was killed leaves a lock and a step that was never finished.
-    existing = [path.name for path in folder.glob("*") if path.name != ".lock" and path.suffix != ".tmp"]
+    existing = [
+        path.name for path in folder.glob("*") if path.name != ".lock" and path.suffix != ".tmp"
+    ]
     if existing:
         what = f"{folder} already holds {min(existing)}, and nothing is overwritten"
         raise UserError(f"{what}; give another folder, or remove this one", LOCKED)
-    files = native_files(source) if conversion.target.to == "native" else files_for_megatron(source, conversion)
+    files = (
+        native_files(source)
+        if conversion.target.to == "native"
+        else files_for_megatron(source, conversion)
+    )
     step = source.step or int(conversion.target.to == "torch")  # Megatron takes no iteration 0
     is_new = not folder.exists()
     try:
@@ -298,7 +345,9 @@ def save_tokenizer(tokenizer: tokenizers.Tokenizer | None, source: Source, folde
     elif tokenizer is not None:
         can_cut = source.counts_padding and tokenizer.size < source.vocab
         cure = f"; --true-vocab-size {tokenizer.size} cuts the rest off" if can_cut else ""
-        notice(f"no tokenizer is kept: it has {tokenizer.size:,} ids, the table {source.vocab:,} rows{cure}")
+        notice(
+            f"no tokenizer is kept: it has {tokenizer.size:,} ids, the table {source.vocab:,} rows{cure}"
+        )
 
 
 def native_files(source: Source) -> dict[str, Produce]:
@@ -306,12 +355,23 @@ def native_files(source: Source) -> dict[str, Produce]:
     import torch
 
     shapes = {
-        name: native.undivided(torch.empty(info.shape, dtype=getattr(torch, info.dtype), device="meta"))
+        name: native.undivided(
+            torch.empty(info.shape, dtype=getattr(torch, info.dtype), device="meta")
+        )
         for name, info in source.tensors.items()
     }
-    sizes = {"true_vocab_size": source.vocab, "positions": describe_model(source).require_positions()}
-    config = source.config if source.state else source.config | {"max_position_embeddings": sizes["positions"]}
-    return native.step_files(shapes, sizes | source.state, config, functools.partial(read_extent, source))[0]
+    sizes = {
+        "true_vocab_size": source.vocab,
+        "positions": describe_model(source).require_positions(),
+    }
+    config = (
+        source.config
+        if source.state
+        else source.config | {"max_position_embeddings": sizes["positions"]}
+    )
+    return native.step_files(
+        shapes, sizes | source.state, config, functools.partial(read_extent, source)
+    )[0]
 
 
 def read_extent(source: Source, extent: native.BoxToWrite) -> torch.Tensor:
@@ -331,7 +391,9 @@ def files_for_megatron(source: Selection, conversion: PreparedConversion) -> dic
         source.config |= {"fp16": target.dtype == "float16", "bf16": target.dtype == "bfloat16"}
     t, p = target.tensor_parallel, target.pipeline_parallel
     assert source.vocab
-    padded = counts.padded_size(source.vocab, model.make_vocab_size_divisible_by, t, model.pad_vocab_size_to)
+    padded = counts.padded_size(
+        source.vocab, model.make_vocab_size_divisible_by, t, model.pad_vocab_size_to
+    )
     write = formats.require_written(target.to).load_writer()
     files: dict[str, Produce] = write(source, t, p, padded, source.has_optimizer)
     return files

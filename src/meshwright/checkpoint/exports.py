@@ -31,7 +31,8 @@ class Export(NamedTuple):
 
 
 TENSORS = Expression()  # the names and shapes of the tensors say it
-TRAINING = Expression()  # it concerns training or this package: the network computes the same without
+# it concerns training or this package: the network computes the same without
+TRAINING = Expression()
 ELSEWHERE = Expression()  # another field's row says it
 SAME = Expression()  # Megatron's or BigScience's argument of this name means the same
 
@@ -76,17 +77,29 @@ def _no_groups(m: Model) -> str:
 
 def _width_for_llama(m: Model) -> str:
     heads = m.num_attention_heads or 1
-    return f"a width of {m.hidden_size}, not a multiple of {heads} heads" if (m.hidden_size or 0) % heads else ""
+    return (
+        f"a width of {m.hidden_size}, not a multiple of {heads} heads"
+        if (m.hidden_size or 0) % heads
+        else ""
+    )
 
 
 def _norm(allowed: str) -> Expression:
-    return refuse(lambda m: "" if m.normalization == allowed else f"--normalization {m.normalization}")
+    return refuse(
+        lambda m: "" if m.normalization == allowed else f"--normalization {m.normalization}"
+    )
 
 
 _POSITIONS = refuse(
-    lambda m: f"--position-embedding-type {m.position_embedding_type}" if m.position in ("alibi", "none") else ""
+    lambda m: (
+        f"--position-embedding-type {m.position_embedding_type}"
+        if m.position in ("alibi", "none")
+        else ""
+    )
 )
-_ROTARY_PERCENT = refuse(lambda m: f"--rotary-percent {m.rotary_percent}" if m.rotating != m.head_dim else "")
+_ROTARY_PERCENT = refuse(
+    lambda m: f"--rotary-percent {m.rotary_percent}" if m.rotating != m.head_dim else ""
+)
 _QK_NORM = refuse(lambda m: "--qk-layernorm with biases" if m.qk_layernorm and m.qkv_bias else "")
 _TIED = setting("tie_word_embeddings", lambda saved: "lm_head.weight" not in saved.source.tensors)
 _GELU = Expression(
@@ -95,31 +108,48 @@ _GELU = Expression(
     _activation("gelu-tanh", "gelu"),
 )
 _SILU = Expression(("hidden_act",), lambda saved: "silu", _activation("swiglu"))
-_ROTATION = from_model("rope_theta", "rotary_base")  # rope_parameters, which transformers 5 reads, repeats it
-_SCALING_OF_MEGATRON = refuse(lambda m: "" if has_megatrons_scaling(m) else f"this --rope-scaling {m.rope_scaling}")
+# rope_parameters, which transformers 5 reads, repeats it
+_ROTATION = from_model("rope_theta", "rotary_base")
+_SCALING_OF_MEGATRON = refuse(
+    lambda m: "" if has_megatrons_scaling(m) else f"this --rope-scaling {m.rope_scaling}"
+)
 _SCALING = setting("rope_scaling", lambda saved: rope_scaling(saved.model))
 _LENGTH = SavedModel.require_positions
 _NORM_1P = refuse_switch("--apply-layernorm-1p", "apply_layernorm_1p")
 _NORM_BIAS = refuse(
-    lambda m: "--disable-layernorm-bias" if m.normalization == "LayerNorm" and not m.layernorm_bias else ""
+    lambda m: (
+        "--disable-layernorm-bias"
+        if m.normalization == "LayerNorm" and not m.layernorm_bias
+        else ""
+    )
 )
 _EMBED_NORM = refuse_switch("--embed-layernorm", "embed_layernorm")
-_POST_NORM = refuse_switch("--apply-residual-connection-post-layernorm", "apply_residual_connection_post_layernorm")
+_POST_NORM = refuse_switch(
+    "--apply-residual-connection-post-layernorm", "apply_residual_connection_post_layernorm"
+)
 _SOFTCAP = refuse(
-    lambda m: f"--final-logit-softcapping {m.final_logit_softcapping:g}" if m.final_logit_softcapping else ""
+    lambda m: (
+        f"--final-logit-softcapping {m.final_logit_softcapping:g}"
+        if m.final_logit_softcapping
+        else ""
+    )
 )
 _NO_QK_NORM = refuse_switch("--qk-layernorm", "qk_layernorm")
 _ALL_BIASES = refuse_switch("--disable-bias-linear", "add_bias_linear", False)
 _PARALLEL = refuse_switch("--use-parallel-residual", "use_parallel_residual")
 _WINDOW = refuse(lambda m: f"--window-size {m.window_size}" if m.windowed_layers else "")
-_WINDOW_WITH_BIASES = refuse(lambda m: "--window-size with biases" if m.windowed_layers and m.add_bias_linear else "")
+_WINDOW_WITH_BIASES = refuse(
+    lambda m: "--window-size with biases" if m.windowed_layers and m.add_bias_linear else ""
+)
 _EXPERTS = refuse(lambda m: "--num-experts" if m.num_experts else "")
 
 # Kinds of Hugging Face's rope_scaling, which are ours -> their settings -> our fields.
 _FACTOR = {"factor": "rope_scaling_factor"}
 _LENGTHS = _FACTOR | {"original_max_position_embeddings": "original_max_position_embeddings"}
 SCALINGS = {"linear": _FACTOR}
-SCALINGS["llama3"] = _LENGTHS | {f"{end}_freq_factor": f"rope_{end}_freq_factor" for end in ("low", "high")}
+SCALINGS["llama3"] = _LENGTHS | {
+    f"{end}_freq_factor": f"rope_{end}_freq_factor" for end in ("low", "high")
+}
 SCALINGS["yarn"] = _LENGTHS | {"beta_fast": "beta_fast", "beta_slow": "beta_slow"}
 SCALINGS["yarn"] |= {"attention_factor": "rope_attention_factor"}
 
@@ -133,7 +163,9 @@ EXPORTS = {
     ),
     "num_attention_heads": expressed("n_head", "num_attention_heads", "num_attention_heads"),
     "ffn_hidden_size": expressed("n_inner", "intermediate_size", "ffn"),
-    "kv_channels": Export(refuse(_equal_heads), from_model("head_dim", "head_dim"), refuse(_equal_heads), SAME),
+    "kv_channels": Export(
+        refuse(_equal_heads), from_model("head_dim", "head_dim"), refuse(_equal_heads), SAME
+    ),
     "max_position_embeddings": Export(
         setting("n_positions n_ctx", _LENGTH),  # llama.cpp reads the second
         setting("max_position_embeddings", _LENGTH),
@@ -150,10 +182,15 @@ EXPORTS = {
     ),
     "init_method_std": expressed("initializer_range", "initializer_range", "init_method_std"),
     "hidden_dropout": Export(
-        from_model("resid_pdrop", "hidden_dropout"), TRAINING, from_model("hidden_dropout", "hidden_dropout"), SAME
+        from_model("resid_pdrop", "hidden_dropout"),
+        TRAINING,
+        from_model("hidden_dropout", "hidden_dropout"),
+        SAME,
     ),
     "attention_dropout": expressed("attn_pdrop", "attention_dropout", "attention_dropout"),
-    "embedding_dropout": Export(from_model("embd_pdrop", "dropout_of_embeddings"), TRAINING, TRAINING, TRAINING),
+    "embedding_dropout": Export(
+        from_model("embd_pdrop", "dropout_of_embeddings"), TRAINING, TRAINING, TRAINING
+    ),
     "untie_embeddings_and_output_weights": Export(_TIED, _TIED, _TIED, SAME),
     "bias_gelu_fusion": Export(_GELU, ELSEWHERE, _GELU._replace(keys=("hidden_act",)), SAME),
     "attention_impl": Export(TRAINING, TRAINING, TRAINING, TRAINING),
@@ -162,10 +199,16 @@ EXPORTS = {
     ),
     "group_query_attention": Export(ELSEWHERE, ELSEWHERE, ELSEWHERE, SAME),
     "position_embedding_type": Export(_POSITIONS, _POSITIONS, _POSITIONS, SAME),
-    "rotary_percent": Export(TRAINING, _ROTARY_PERCENT, from_model("rotary_pct", "rotary_percent"), SAME),
+    "rotary_percent": Export(
+        TRAINING, _ROTARY_PERCENT, from_model("rotary_pct", "rotary_percent"), SAME
+    ),
     "rotary_base": Export(TRAINING, _ROTATION, from_model("rotary_emb_base", "rotary_base"), SAME),
     "rope_scaling": Export(TRAINING, _SCALING, _SCALING, _SCALING_OF_MEGATRON),
-    **{name: Export(TRAINING, *[ELSEWHERE] * 3) for table in SCALINGS.values() for name in table.values()},
+    **{
+        name: Export(TRAINING, *[ELSEWHERE] * 3)
+        for table in SCALINGS.values()
+        for name in table.values()
+    },
     "window_size": Export(_WINDOW, _WINDOW_WITH_BIASES, _WINDOW, _WINDOW),
     "window_attn_skip_freq": Export(*[ELSEWHERE] * 4),
     "swiglu": Export(ELSEWHERE, _SILU, ELSEWHERE, SAME),
@@ -175,12 +218,17 @@ EXPORTS = {
     "layernorm_bias": Export(_NORM_BIAS, TRAINING, _NORM_BIAS, _NORM_BIAS),
     "apply_layernorm_1p": Export(_NORM_1P, _NORM_1P, _NORM_1P, SAME),
     "qk_layernorm": Export(_NO_QK_NORM, _QK_NORM, _NO_QK_NORM, TENSORS),
-    "add_bias_linear": Export(_ALL_BIASES, from_model("attention_bias mlp_bias", "add_bias_linear"), _ALL_BIASES, SAME),
+    "add_bias_linear": Export(
+        _ALL_BIASES, from_model("attention_bias mlp_bias", "add_bias_linear"), _ALL_BIASES, SAME
+    ),
     "add_qkv_bias": Export(TENSORS, TENSORS, TENSORS, SAME),
     "embed_layernorm": Export(_EMBED_NORM, _EMBED_NORM, _EMBED_NORM, SAME),
     "apply_residual_connection_post_layernorm": Export(_POST_NORM, _POST_NORM, _POST_NORM, SAME),
     "use_parallel_residual": Export(
-        _PARALLEL, _PARALLEL, from_model("use_parallel_residual", "use_parallel_residual"), _PARALLEL
+        _PARALLEL,
+        _PARALLEL,
+        from_model("use_parallel_residual", "use_parallel_residual"),
+        _PARALLEL,
     ),
     "init_method_xavier_uniform": Export(TRAINING, TRAINING, TRAINING, SAME),
     "zero_init_projections": Export(TRAINING, TRAINING, TRAINING, TRAINING),
@@ -195,7 +243,9 @@ def rope_scaling(m: Model) -> dict[str, Any] | None:
     """Return Hugging Face's settings of a scaling; None if there is none."""
     if m.rope_scaling == "none":
         return None
-    values = {key: getattr(m, OUTCOME.get(name, name)) for key, name in SCALINGS[m.rope_scaling].items()}
+    values = {
+        key: getattr(m, OUTCOME.get(name, name)) for key, name in SCALINGS[m.rope_scaling].items()
+    }
     return {"rope_type": m.rope_scaling} | values
 
 
@@ -216,8 +266,15 @@ def sliding_window(m: Model, kind: str) -> dict[str, Any]:
     window = {"sliding_window": m.window + 1}
     if kind == "mistral":
         return window
-    kinds = ["sliding_attention" if i in m.windowed_layers else "full_attention" for i in range(m.num_layers or 0)]
-    return window | {"use_sliding_window": True, "layer_types": kinds, "max_window_layers": m.windowed_layers[0]}
+    kinds = [
+        "sliding_attention" if i in m.windowed_layers else "full_attention"
+        for i in range(m.num_layers or 0)
+    ]
+    return window | {
+        "use_sliding_window": True,
+        "layer_types": kinds,
+        "max_window_layers": m.windowed_layers[0],
+    }
 
 
 def settings_of(saved: SavedModel, target: str) -> dict[str, Any]:

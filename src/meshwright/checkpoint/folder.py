@@ -40,21 +40,35 @@ class ForeignFolder:
         self.used: set[str] = set()
 
     def refused(self, what: str, cure: str) -> UserError:
-        return bad_data(f"{self.folder / self.file}: {what}, which this package does not compute; {cure}")
+        return bad_data(
+            f"{self.folder / self.file}: {what}, which this package does not compute; {cure}"
+        )
 
-    def get(self, key: str, bound: Bound, default: float | None = None, among: Mapping[str, Any] | None = None) -> Any:
+    def get(
+        self,
+        key: str,
+        bound: Bound,
+        default: float | None = None,
+        among: Mapping[str, Any] | None = None,
+    ) -> Any:
         """Return a number of the settings, or of a part of them, that keeps its bound."""
         settings = self.config if among is None else among
         value = default if settings.get(key) is None else settings[key]
         if isinstance(value, bool) or not isinstance(value, bound.kinds) or not bound.holds(value):
-            raise bad_data(f"{self.folder / self.file}: {key} is {repr(value)[:100]}; it must be {bound.text}")
+            raise bad_data(
+                f"{self.folder / self.file}: {key} is {repr(value)[:100]}; it must be {bound.text}"
+            )
         return bound.kinds[0](value)
 
     def sizes(self, width: str, heads: str, layers: str) -> tuple[int, int, int]:
         """Return the numbers under these keys, of layers at most as many as there are tensors."""
         most, why = len(self.tensors), "it has no more tensors"
         count = claimed(self.get(layers, COUNT), f"{layers} of {self.file}", most, why=why)
-        return self.get(width, COUNT), claimed_heads(count, self.get(heads, COUNT), self.file), count
+        return (
+            self.get(width, COUNT),
+            claimed_heads(count, self.get(heads, COUNT), self.file),
+            count,
+        )
 
     def note_defaults(self, **defaults: float) -> None:
         """Note which of these keys the file leaves to transformers' defaults."""
@@ -68,7 +82,9 @@ class ForeignFolder:
         """Return a setting that must have one of these values."""
         value = self.config.get(key, default)
         if value not in good:
-            raise self.refused(f"{key} is {str(value)[:100]}", f"{' or '.join(map(str, good))} would do")
+            raise self.refused(
+                f"{key} is {str(value)[:100]}", f"{' or '.join(map(str, good))} would do"
+            )
         return value
 
     def has(self, name: str) -> bool:
@@ -80,11 +96,17 @@ class ForeignFolder:
             raise bad_data(f"{self.folder} has no tensor {name}")
         tensor = self.tensors[name]
         self.used.add(name)
-        if len(shape) != tensor.ndim or any(b not in (a, None) for a, b in zip(tensor.shape, shape, strict=True)):
+        if len(shape) != tensor.ndim or any(
+            b not in (a, None) for a, b in zip(tensor.shape, shape, strict=True)
+        ):
             wanted = [size or "any" for size in shape]
-            raise bad_data(f"{self.folder}: {name} is {list(tensor.shape)}, by {self.file} it is {wanted}")
+            raise bad_data(
+                f"{self.folder}: {name} is {list(tensor.shape)}, by {self.file} it is {wanted}"
+            )
         if not tensor.is_floating_point() or tensor.element_size() < 2:
-            raise bad_data(f"{self.folder}: {name} holds {tensor.dtype}; quantised weights are not read")
+            raise bad_data(
+                f"{self.folder}: {name} holds {tensor.dtype}; quantised weights are not read"
+            )
         return tensor
 
     def add_head(self, pieces: Views, wte: torch.Tensor, tied: bool, name: str = "lm_head") -> bool:
@@ -103,7 +125,13 @@ class ForeignFolder:
     def check_used(self) -> None:
         """Refuse tensors of another network; buffers that old versions saved do not count."""
         buffer = r"(.*\.)?((attn|attention)\.(masked_)?bias|rotary_emb\.inv_freq)"
-        left = [name for name in self.tensors if name not in self.used and not re.fullmatch(buffer, name)]
+        left = [
+            name
+            for name in self.tensors
+            if name not in self.used and not re.fullmatch(buffer, name)
+        ]
         if left:
             shown = ", ".join(left[:5]) + ", ..." * (len(left) > 5)
-            raise bad_data(f"{self.folder}: {len(left)} tensors have no place in this network: {shown}")
+            raise bad_data(
+                f"{self.folder}: {len(left)} tensors have no place in this network: {shown}"
+            )

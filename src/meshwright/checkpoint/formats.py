@@ -97,4 +97,6 @@ def require_written(target: str) -> Format:
     for record in all_formats().values():
         if record.writer and record.target == target:
             return record
-    raise UserError(f"the format {target} cannot be written: {registry.LACKING}, or choose native", UNAVAILABLE)
+    raise UserError(
+        f"the format {target} cannot be written: {registry.LACKING}, or choose native", UNAVAILABLE
+    )

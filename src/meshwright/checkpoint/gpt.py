@@ -19,7 +19,9 @@ from meshwright.config.schema import Model
 
 # The kinds of parts of a network, each as a GPT-2 has it: what a program's files do not speak of.
 _KINDS = "swiglu squared_relu glu_activation num_query_groups group_query_attention position_embedding_type "
-_KINDS += "rotary_percent rope_scaling window_size window_attn_skip_freq normalization layernorm_bias "
+_KINDS += (
+    "rotary_percent rope_scaling window_size window_attn_skip_freq normalization layernorm_bias "
+)
 _KINDS += "apply_layernorm_1p qk_layernorm add_bias_linear add_qkv_bias embed_layernorm use_parallel_residual "
 _KINDS += "untie_embeddings_and_output_weights final_logit_softcapping"
 PLAIN: dict[str, Any] = {name: getattr(Model(), name) for name in _KINDS.split()}
@@ -31,13 +33,21 @@ def rename_tensors(
     """Return the tensors under our names; refuse one for which `our_name` has none."""
     ours = {name: our_name(name) for name in tensors}
     unknown = [name for name, our in ours.items() if our is None]
-    if unknown or not any(our == "wte.weight" and tensors[name].ndim == 2 for name, our in ours.items()):
-        what = f"{', '.join(unknown[:5])} has no place in a GPT" if unknown else "it has no table of tokens"
+    if unknown or not any(
+        our == "wte.weight" and tensors[name].ndim == 2 for name, our in ours.items()
+    ):
+        what = (
+            f"{', '.join(unknown[:5])} has no place in a GPT"
+            if unknown
+            else "it has no table of tokens"
+        )
         raise bad_data(f"{folder}: not a GPT: {what}")
     return {our: tensors[name] for name, our in ours.items() if our is not None}
 
 
-def measure_gpt(folder: Path, weights: Mapping[str, torch.Tensor], biased: bool = True) -> dict[str, Any]:
+def measure_gpt(
+    folder: Path, weights: Mapping[str, torch.Tensor], biased: bool = True
+) -> dict[str, Any]:
     """Return the settings that the shapes prove, once all weights are there, [out, in], and fit.
 
     The number of heads and the kind of GELU do not follow from shapes; GELU is exact here.
@@ -46,9 +56,15 @@ def measure_gpt(folder: Path, weights: Mapping[str, torch.Tensor], biased: bool 
     rows, width = weights["wte.weight"].shape
     fc, wpe = weights.get("h.0.mlp.fc.weight"), weights.get("wpe.weight")
     ffn, positions = (0 if t is None or t.ndim != 2 else t.shape[0] for t in (fc, wpe))
-    parts: dict[str, Shape] = {"ln_1": (width,), "attn.qkv": (3 * width, width), "attn.proj": (width, width)}
+    parts: dict[str, Shape] = {
+        "ln_1": (width,),
+        "attn.qkv": (3 * width, width),
+        "attn.proj": (width, width),
+    }
     parts |= {"ln_2": (width,), "mlp.fc": (ffn, width), "mlp.proj": (width, ffn)}
-    modules = {f"h.{i}.{name}": shape for i in range(layers) for name, shape in parts.items()} | {"ln_f": (width,)}
+    modules = {f"h.{i}.{name}": shape for i in range(layers) for name, shape in parts.items()} | {
+        "ln_f": (width,)
+    }
     shapes: dict[str, Shape] = {"wte.weight": (rows, width), "wpe.weight": (positions, width)}
     for name, shape in modules.items():
         shapes |= {f"{name}.weight": shape} | ({f"{name}.bias": shape[:1]} if biased else {})
@@ -60,8 +76,17 @@ def measure_gpt(folder: Path, weights: Mapping[str, torch.Tensor], biased: bool 
     ]
     if wrong:
         raise bad_data("\n  ".join([f"{folder} is not a complete GPT:", *wrong[:10]]))
-    sizes = {"num_layers": layers, "hidden_size": width, "ffn_hidden_size": ffn, "max_position_embeddings": positions}
-    return PLAIN | sizes | {"bias_gelu_fusion": False, "add_bias_linear": biased, "layernorm_bias": biased}
+    sizes = {
+        "num_layers": layers,
+        "hidden_size": width,
+        "ffn_hidden_size": ffn,
+        "max_position_embeddings": positions,
+    }
+    return (
+        PLAIN
+        | sizes
+        | {"bias_gelu_fusion": False, "add_bias_linear": biased, "layernorm_bias": biased}
+    )
 
 
 def one_view(tensor: torch.Tensor) -> list[TensorView]:
@@ -69,7 +94,9 @@ def one_view(tensor: torch.Tensor) -> list[TensorView]:
     return [TensorView((0,) * tensor.ndim, tensor)]
 
 
-def qkv_views(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: int, head: int) -> list[TensorView]:
+def qkv_views(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: int, head: int
+) -> list[TensorView]:
     """Join the rows of all queries, keys and values by head, as our attn.qkv has them.
 
     Each group has its queries, then its key and value; without grouped queries a group is a head.
@@ -78,6 +105,8 @@ def qkv_views(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: int, he
     views, at = [], 0
     for group in range(groups):
         for tensor, rows in ((q, queries), (k, head), (v, head)):
-            views.append(TensorView((at,) + (0,) * (q.ndim - 1), tensor[group * rows : (group + 1) * rows]))
+            views.append(
+                TensorView((at,) + (0,) * (q.ndim - 1), tensor[group * rows : (group + 1) * rows])
+            )
             at += rows
     return views

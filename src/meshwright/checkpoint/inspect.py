@@ -31,14 +31,18 @@ class Detail:
 
 
 def describe_folder(
-    path: str | Path, step: int | None = None, detail: Detail = Detail(), options: OpenOptions = loading.PLAIN
+    path: str | Path,
+    step: int | None = None,
+    detail: Detail = Detail(),
+    options: OpenOptions = loading.PLAIN,
 ) -> tuple[list[str], bool]:
     """Describe every step in a folder, or one; return the lines and whether all is undamaged."""
     root, named = steps.split_path(path)
     number = named if step is None else step
     if not root.exists():
         raise not_a_run(root, "checkpoint")
-    is_file = named is None and Path(path).is_file()  # another program's; steps of ours may be beside it
+    # another program's; steps of ours may be beside it
+    is_file = named is None and Path(path).is_file()
     present = [] if is_file else steps.list_steps(root)[::-1]
     if present and (number is None or number in present):
         return describe_steps(root, number, detail, options)
@@ -46,7 +50,9 @@ def describe_folder(
         few = f"{len(present)}, from {present[0]} to {present[-1]}"
         if len(present) < 10:
             few = ", ".join(map(str, present))
-        raise bad_data(f"no step {step} in {root}; there {'is' if len(present) == 1 else 'are'} {few}")
+        raise bad_data(
+            f"no step {step} in {root}; there {'is' if len(present) == 1 else 'are'} {few}"
+        )
     folder = Path(path) if step is None else steps.step_folder(root, step)
     if not folder.exists():
         raise bad_data(f"there is no {folder}; name another program's step by its folder")
@@ -56,13 +62,21 @@ def describe_folder(
 def describe_foreign(source: Source, detail: Detail) -> list[str]:
     contents = "weights and optimizer state" if source.has_optimizer else "weights"
     layout = f", {source.layout}" if source.layout else ""
-    lines = [f"{source.folder}", f"  {source.kind} checkpoint{layout}: {contents}", summarize(source)]
+    lines = [
+        f"{source.folder}",
+        f"  {source.kind} checkpoint{layout}: {contents}",
+        summarize(source),
+    ]
     lines += [f"    {note.strip()}" for note in source.notes]
-    lines += ["    --full: it has no checksums, so its bytes cannot be verified"] if detail.full else []
+    lines += (
+        ["    --full: it has no checksums, so its bytes cannot be verified"] if detail.full else []
+    )
     return lines + list_contents(source, detail)
 
 
-def describe_steps(root: Path, step: int | None, detail: Detail, options: OpenOptions) -> tuple[list[str], bool]:
+def describe_steps(
+    root: Path, step: int | None, detail: Detail, options: OpenOptions
+) -> tuple[list[str], bool]:
     """Describe our steps, the newest undamaged in detail; also return whether all are undamaged."""
     contents: list[str] | None = None
     undamaged = True
@@ -72,14 +86,24 @@ def describe_steps(root: Path, step: int | None, detail: Detail, options: OpenOp
         kind = steps.kind_of_folder(folder) or steps.NATIVE
         try:
             manifest = verify_step(folder, detail.full)
-            source = loading.open_step(StepLocation(kind, folder, number, root), options._replace(verify="none"))
+            source = loading.open_step(
+                StepLocation(kind, folder, number, root), options._replace(verify="none")
+            )
         except DamagedCheckpoint as damage:
             lines.append(f"  {folder.name}  verified: NO, {damage}")
             undamaged = False
             continue
-        how = "verified: yes, every byte" if detail.full else "sizes: ok, contents not checked (--full does)"
+        how = (
+            "verified: yes, every byte"
+            if detail.full
+            else "sizes: ok, contents not checked (--full does)"
+        )
         ranks = sum(name.startswith("rank_") for name in manifest)
-        by = f"written by {ranks} rank{'s' * (ranks != 1)}" if ranks else f"{source.kind}'s tree: {source.layout}"
+        by = (
+            f"written by {ranks} rank{'s' * (ranks != 1)}"
+            if ranks
+            else f"{source.kind}'s tree: {source.layout}"
+        )
         size = sum(file.size for file in manifest.values())
         lines += [f"  {folder.name}  {how}", f"{summarize(source)} | {size:,} bytes, {by}"]
         contents = list_contents(source, detail) if contents is None else contents
@@ -87,10 +111,16 @@ def describe_steps(root: Path, step: int | None, detail: Detail, options: OpenOp
 
 
 def summarize(source: Source) -> str:
-    parameters = sum(math.prod(info.shape) for name, info in source.tensors.items() if "/" not in name)
+    parameters = sum(
+        math.prod(info.shape) for name, info in source.tensors.items() if "/" not in name
+    )
     step = source.state.get("iteration", source.step)
     samples = source.state.get("consumed_train_samples", "not recorded")
-    progress = f"iteration {step} | consumed samples {samples}" if step or source.state else "no step recorded"
+    progress = (
+        f"iteration {step} | consumed samples {samples}"
+        if step or source.state
+        else "no step recorded"
+    )
     return f"    {progress} | parameters {parameters:,}"
 
 
@@ -114,7 +144,11 @@ def list_settings(saved: Mapping[str, Any]) -> list[str]:
     lines = []
     for group, kind in fields.config_groups(TrainConfig).items():
         names = (f.name for f in dataclasses.fields(kind))
-        changed = [f"{name} {saved[name]}" for name in names if name in saved and saved[name] != defaults[name]]
+        changed = [
+            f"{name} {saved[name]}"
+            for name in names
+            if name in saved and saved[name] != defaults[name]
+        ]
         if changed:
             lines.append(f"  {group}: {', '.join(changed)}")
     return lines
@@ -123,12 +157,16 @@ def list_settings(saved: Mapping[str, Any]) -> list[str]:
 # Two checkpoints
 
 
-def compare_checkpoints(first: str | Path, second: str | Path, options: OpenOptions = loading.PLAIN) -> list[str]:
+def compare_checkpoints(
+    first: str | Path, second: str | Path, options: OpenOptions = loading.PLAIN
+) -> list[str]:
     """List the settings and tensors in which two checkpoints differ, one tensor at a time."""
     a, b = (loading.require_checkpoint(path, options) for path in (first, second))
     lines = []
     common = a.config.keys() & b.config.keys()
-    for name in sorted(common.intersection(flags.differing([recorded_settings(source) for source in (a, b)]))):
+    for name in sorted(
+        common.intersection(flags.differing([recorded_settings(source) for source in (a, b)]))
+    ):
         lines.append(f"setting {name}: {a.config[name]} | {b.config[name]}")
     optimizer, equal = a.has_optimizer and b.has_optimizer, 0
     if a.has_optimizer != b.has_optimizer:

@@ -33,7 +33,8 @@ BEAT = 20.0  # seconds
 DURATION = 90.0  # seconds
 KEYS = ("id", "process", "beat")
 
-_held: dict[Path, dict[str, str]] = {}  # what this process is called at the addresses of its folders
+# what this process is called at the addresses of its folders
+_held: dict[Path, dict[str, str]] = {}
 
 
 def identity(root: Path) -> str:
@@ -45,7 +46,9 @@ def wrote_last(root: Path, owner: dict[str, Any] | None) -> bool:
     """Return whether this folder was the last that wrote to its address: it may be ahead of it."""
     note = read_note(root / OWNER)
     starts = [note.get(name, "") for name in ("start", "before")]
-    return bool(note) and (owner is None or owner["id"] == note.get("id") and owner["start"] in starts)
+    return bool(note) and (
+        owner is None or owner["id"] == note.get("id") and owner["start"] in starts
+    )
 
 
 def read_owner(store: BucketObjects, key: str) -> dict[str, Any] | None:
@@ -59,7 +62,9 @@ def read_owner(store: BucketObjects, key: str) -> dict[str, Any] | None:
         return named | {"start": start, "released": bool(owner["released"]), "tag": raw[1]}
     except (ValueError, KeyError, TypeError):
         path = f"{store.bucket}/{key}/{OWNER}"
-        raise UserError(f"{path} is not as a run writes it; remove it if no run writes there", IO) from None
+        raise UserError(
+            f"{path} is not as a run writes it; remove it if no run writes there", IO
+        ) from None
 
 
 class Lease:
@@ -73,11 +78,16 @@ class Lease:
         self.store, self.key = locate(root)
         root.mkdir(parents=True, exist_ok=True)
         process = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %z')}"
-        self.name = {"id": identity(root) or uuid.uuid4().hex, "process": process, "start": uuid.uuid4().hex}
+        self.name = {
+            "id": identity(root) or uuid.uuid4().hex,
+            "process": process,
+            "start": uuid.uuid4().hex,
+        }
         self.before = before = self.wait_for_other()
         mode: Any = "create" if before is None else {"e_tag": before["tag"]}
         if not wrote_last(root, before):
-            (root / OWNER).unlink(missing_ok=True)  # what is here is not what is there, until `record`
+            # what is here is not what is there, until `record`
+            (root / OWNER).unlink(missing_ok=True)
         else:  # whether or not a kill comes before the object is written
             write_note(root / OWNER, self.name | {"before": before["start"] if before else ""})
         self.tag = self.put(mode)
@@ -104,7 +114,9 @@ class Lease:
         first = owner = read_owner(self.store, self.key)
         if first is None or first["released"] or (self.is_locked and wrote_last(self.root, first)):
             return first
-        notice(f"{address_of(self.root)} was written by {first['process']}: waiting {DURATION:.0f} s for a sign of it")
+        notice(
+            f"{address_of(self.root)} was written by {first['process']}: waiting {DURATION:.0f} s for a sign of it"
+        )
         until = time.monotonic() + DURATION
         while time.monotonic() < until:
             time.sleep(min(1.0, DURATION / 10))
@@ -114,20 +126,27 @@ class Lease:
                 return owner
             if owner["beat"] != first["beat"]:
                 raise self.in_use(owner)
-        remark(f" > {address_of(self.root)} is taken over from {first['process']}: no sign for {DURATION:.0f} s")
+        remark(
+            f" > {address_of(self.root)} is taken over from {first['process']}: no sign for {DURATION:.0f} s"
+        )
         return owner
 
     def in_use(self, owner: dict[str, Any] | None) -> UserError:
         who = owner["process"] if owner else "another run"
         return SettingsError(
-            f"{address_of(self.root)} is in use by {who}: wait for it, end it, or change {{save}}", LOCKED
+            f"{address_of(self.root)} is in use by {who}: wait for it, end it, or change {{save}}",
+            LOCKED,
         )
 
     def put(self, mode: Any, released: bool = False) -> str | None:
         """Write the object and return its tag, None if another process has written it."""
         data = json.dumps({**self.name, "beat": uuid.uuid4().hex, "released": released}).encode()
         tag = self.store.put(f"{self.key}/{OWNER}", data, mode)
-        if tag is None and (now := read_owner(self.store, self.key)) and now.items() >= self.name.items():
+        if (
+            tag is None
+            and (now := read_owner(self.store, self.key))
+            and now.items() >= self.name.items()
+        ):
             return str(now["tag"])  # it was written, now or before, and the answer was lost
         return tag
 
@@ -149,7 +168,8 @@ def confirm(root: Path) -> str:
     if owner is None or name is None or not owner.items() >= name.items():
         who = owner["process"] if owner else "someone who removed its owner's object"
         raise UserError(
-            f"{address_of(root)} was taken over by {who}; this run's later steps are on this machine alone", LOCKED
+            f"{address_of(root)} was taken over by {who}; this run's later steps are on this machine alone",
+            LOCKED,
         )
     return name["start"]
 

@@ -43,7 +43,8 @@ class LoadedStep(NamedTuple):
 class OpenOptions(NamedTuple):
     """How a checkpoint is opened."""
 
-    verify: str = "read"  # hash the chunks that are read; "full": every byte; "none": nothing, only look
+    # hash the chunks that are read; "full": every byte; "none": nothing, only look
+    verify: str = "read"
     trust: bool = False  # run the code in its pickles
     heads: int | None = None  # attention heads of the model, for checkpoints that do not say
     optimizer: bool = True  # the optimizer's state is wanted too, so it is checked
@@ -61,7 +62,11 @@ Search = tuple[StepLocation | None, list[str]]  # and the notes to print
 
 
 def first_intact(
-    path: Path, use: Callable[[StepLocation], T], team: Team = ALONE, report: Report = say, sizes: bool = True
+    path: Path,
+    use: Callable[[StepLocation], T],
+    team: Team = ALONE,
+    report: Report = say,
+    sizes: bool = True,
 ) -> tuple[T | None, list[PassedStep]]:
     """Use the step that a path means or, while steps of ours prove damaged, the next older one.
 
@@ -85,7 +90,9 @@ def first_intact(
             location, notes = search_on_lead(path, older, team)
 
 
-def find_older(path: Path, location: StepLocation, damage: DamagedCheckpoint, note: str, report: Report) -> Search:
+def find_older(
+    path: Path, location: StepLocation, damage: DamagedCheckpoint, note: str, report: Report
+) -> Search:
     """Find the step before a damaged one; raise the damage if no other may be taken."""
     if not location.ours or path.resolve() == location.folder.resolve():
         raise damage
@@ -101,23 +108,31 @@ def search_on_lead(path: Path, search: Callable[[], Search], team: Team) -> Sear
 
     def act() -> Any:
         location, notes = search()
-        below = [os.path.relpath(p, path) for p in (location.folder, location.root)] if location else []
+        below = (
+            [os.path.relpath(p, path) for p in (location.folder, location.root)] if location else []
+        )
         return [[location.kind, location.step, *below] if location else None, notes]
 
     parts, notes = team.run_on_lead(act)
     if parts is None:
         return None, notes
     kind, step, folder, root = parts
-    return StepLocation(kind, Path(os.path.normpath(path / folder)), step, Path(os.path.normpath(path / root))), notes
+    return StepLocation(
+        kind, Path(os.path.normpath(path / folder)), step, Path(os.path.normpath(path / root))
+    ), notes
 
 
 # Open
 
 
-def open_checkpoint(path: str | Path, options: OpenOptions = PLAIN, report: Report = say) -> Source | None:
+def open_checkpoint(
+    path: str | Path, options: OpenOptions = PLAIN, report: Report = say
+) -> Source | None:
     """Open what `load_checkpoint` would read in one process; return None without any checkpoint."""
     sizes = options.verify != "none"
-    return first_intact(Path(path), lambda location: open_step(location, options), report=report, sizes=sizes)[0]
+    return first_intact(
+        Path(path), lambda location: open_step(location, options), report=report, sizes=sizes
+    )[0]
 
 
 def require_checkpoint(path: str | Path, options: OpenOptions = PLAIN) -> Source:
@@ -130,7 +145,11 @@ def require_checkpoint(path: str | Path, options: OpenOptions = PLAIN) -> Source
 
 def open_step(location: StepLocation, options: OpenOptions = PLAIN, team: Team = ALONE) -> Source:
     """Open a step with its reader; files of ours that are not hashed when read are hashed now."""
-    source = open_own(location, options, team) if location.kind == NATIVE else open_foreign(location, options, team)
+    source = (
+        open_own(location, options, team)
+        if location.kind == NATIVE
+        else open_foreign(location, options, team)
+    )
     if options.weights == "ema":
         return averages.moving_average_of(source)
     if options.average_last > 1:
@@ -155,10 +174,19 @@ def open_foreign(location: StepLocation, options: OpenOptions, team: Team) -> So
         manifests.verify_step(folder, full=True)
     try:
         with pickles.READ.kept():  # one child for all files
-            source: Source = all_formats()[kind].load_reader()(folder, options.trust, options.heads, options.optimizer)
+            source: Source = all_formats()[kind].load_reader()(
+                folder, options.trust, options.heads, options.optimizer
+            )
     except FalseClaim as claim:
         raise bad_data(f"{folder}: {claim}; it is damaged, or made to mislead") from claim
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise bad_data(f"{folder}: not laid out as {kind}'s checkpoints: {error!r:.300}") from error
     number = location.step if location.is_numbered else source.state.get("iteration", 0)
     source.kind, source.root, source.step = kind, location.root, number if source.state else 0
@@ -182,7 +210,9 @@ def load_checkpoint(
     `options.optimizer` the optimizer's tensors (`name/exp_avg` ...) may stay unread. `accept`
     raises to refuse a source before any tensor is read, or returns the source to read.
     """
-    loaded, passed_over = first_intact(Path(path), lambda at: load_step(at, want, options, accept, team), team)
+    loaded, passed_over = first_intact(
+        Path(path), lambda at: load_step(at, want, options, accept, team), team
+    )
     return loaded._replace(passed_over=tuple(passed_over)) if loaded else None
 
 
@@ -205,11 +235,15 @@ def load_step(
         say(opened.version_note)
     source = team.run_on_all(lambda: accept(opened))
     named = want(source) if callable(want) else want
-    wanted = team.collect_merged(lambda: native.describe_wanted(named, team.rank), native.merge_described)
+    wanted = team.collect_merged(
+        lambda: native.describe_wanted(named, team.rank), native.merge_described
+    )
 
     def compare() -> list[str]:
         asked = native.kinds_of(wanted)
-        check_names(location.folder, source.tensors, asked, options.optimizer and bool(source.state))
+        check_names(
+            location.folder, source.tensors, asked, options.optimizer and bool(source.state)
+        )
         return conversions(source.tensors, asked)
 
     for note in team.run_on_lead(compare):
@@ -217,7 +251,9 @@ def load_step(
     if isinstance(source, native.NativeSource | averages.WeightsOf):
         source.share(wanted, team)
     team.run_on_all(lambda: source.fill(named))
-    say(f"  successfully loaded checkpoint from {location.root}{' at iteration 0' if release else at}")
+    say(
+        f"  successfully loaded checkpoint from {location.root}{' at iteration 0' if release else at}"
+    )
     return LoadedStep(source.step, source.state)
 
 
@@ -226,7 +262,9 @@ def open_together(location: StepLocation, options: OpenOptions, team: Team) -> S
 
     Rank 0 alone reads the manifest and the index of ours; another program's files are read by all.
     """
-    team.run_on_all(lambda: None if team.is_lead else publish.wait_until_visible(location.folder, team))
+    team.run_on_all(
+        lambda: None if team.is_lead else publish.wait_until_visible(location.folder, team)
+    )
     if location.kind == NATIVE:
         source = open_step(location, options, team)
     else:
@@ -249,7 +287,10 @@ def open_together(location: StepLocation, options: OpenOptions, team: Team) -> S
 
 
 def check_names(
-    folder: Path, stored: Mapping[str, TensorInfo], want: Mapping[str, tuple[Shape, str]], optimizer: bool
+    folder: Path,
+    stored: Mapping[str, TensorInfo],
+    want: Mapping[str, tuple[Shape, str]],
+    optimizer: bool,
 ) -> None:
     """Compare names and shapes, and report all differences together.
 
@@ -268,11 +309,17 @@ def check_names(
         shown = out[:20] + [f"and {len(out) - 20} more"] * (len(out) > 20)
         missing = [name for name in want if name not in stored]
         if missing and all("/" in name for name in missing):
-            shown.append("saved with --no-save-optim, or by another --optimizer? add --no-load-optim or --finetune")
+            shown.append(
+                "saved with --no-save-optim, or by another --optimizer? add --no-load-optim or --finetune"
+            )
         message = "\n  ".join([f"{folder} does not fit the model that the flags describe:", *shown])
         raise UserError(message, BAD_DATA, everywhere=True)
 
 
-def conversions(stored: Mapping[str, TensorInfo], want: Mapping[str, tuple[Shape, str]]) -> list[str]:
+def conversions(
+    stored: Mapping[str, TensorInfo], want: Mapping[str, tuple[Shape, str]]
+) -> list[str]:
     kinds = Counter((native.NAMES[stored[name].dtype], dtype) for name, (_, dtype) in want.items())
-    return [f" {n} tensors converted from {a} to {b}" for (a, b), n in sorted(kinds.items()) if a != b]
+    return [
+        f" {n} tensors converted from {a} to {b}" for (a, b), n in sorted(kinds.items()) if a != b
+    ]

@@ -50,7 +50,11 @@ def unreadable(path: Path, error: OSError, rest: str = "") -> UserError:
     Examples of the second are missing permission and a failing disk.
     """
     message = f"{path}: {error.strerror}{rest}"
-    return DamagedCheckpoint(message) if error.errno in (errno.ENOENT, errno.ENOTDIR) else UserError(message, IO)
+    return (
+        DamagedCheckpoint(message)
+        if error.errno in (errno.ENOENT, errno.ENOTDIR)
+        else UserError(message, IO)
+    )
 
 
 class File(NamedTuple):
@@ -106,11 +110,21 @@ def read_manifest(folder: Path) -> Manifest:
     body = parse_json(raw, path)
     if not isinstance(body, dict):
         raise DamagedCheckpoint(f"{path}: not a manifest")
-    if isinstance(body.get("format"), str) and body["format"].startswith("meshwright") and body["format"] != FORMAT:
-        raise DamagedCheckpoint(f"{path}: written in the format {body['format']!r}, but this version reads {FORMAT!r}")
+    if (
+        isinstance(body.get("format"), str)
+        and body["format"].startswith("meshwright")
+        and body["format"] != FORMAT
+    ):
+        raise DamagedCheckpoint(
+            f"{path}: written in the format {body['format']!r}, but this version reads {FORMAT!r}"
+        )
     try:
-        manifest = {name: File(file["size"], file["sha256"]) for name, file in body["files"].items()}
-        valid = all(isinstance(n, int) and len(sha) == 64 * (-(-n // CHUNK)) for n, sha in manifest.values())
+        manifest = {
+            name: File(file["size"], file["sha256"]) for name, file in body["files"].items()
+        }
+        valid = all(
+            isinstance(n, int) and len(sha) == 64 * (-(-n // CHUNK)) for n, sha in manifest.values()
+        )
     except (KeyError, TypeError, AttributeError):
         valid = False
     if not valid or raw != encode_manifest(manifest):
@@ -150,7 +164,8 @@ def verify_step(folder: str | Path, full: bool = False) -> Manifest:
     return manifest
 
 
-Share = list[tuple[str, int, int, str]]  # of each file: its name and size, a first chunk, digests from there
+# of each file: its name and size, a first chunk, digests from there
+Share = list[tuple[str, int, int, str]]
 
 
 def verify_together(folder: Path, team: Team) -> None:
@@ -169,7 +184,9 @@ def divide_chunks(manifest: Manifest, ranks: int) -> list[Share]:
         while done < file.chunks:
             rank = ((number + done + 1) * ranks - 1) // total
             count = min(file.chunks - done, (rank + 1) * total // ranks - number - done)
-            shares[rank].append((name, file.size, done, file.sha256[64 * done : 64 * (done + count)]))
+            shares[rank].append(
+                (name, file.size, done, file.sha256[64 * done : 64 * (done + count)])
+            )
             done += count
         number += file.chunks
     return shares
@@ -191,15 +208,21 @@ def plain_size(path: Path, expected: str = "") -> int:
         if error.errno == errno.ENOENT and (size := store.size_of(path)) is not None:
             return size
         raise unreadable(path, error, expected) from error
-    if not stat.S_ISREG(status.st_mode) or (path.parent.name.startswith("mp_rank_") and path.parent.is_symlink()):
-        raise DamagedCheckpoint(f"{path}: not a plain file (a link, or something else), so it is not read")
+    if not stat.S_ISREG(status.st_mode) or (
+        path.parent.name.startswith("mp_rank_") and path.parent.is_symlink()
+    ):
+        raise DamagedCheckpoint(
+            f"{path}: not a plain file (a link, or something else), so it is not read"
+        )
     return status.st_size
 
 
 def check_size(path: Path, file: File | FilePart) -> None:
     size = plain_size(path, f"; the manifest says {file.size:,} bytes")
     if size != file.size:
-        raise DamagedCheckpoint(f"{path} is {size:,} bytes long, but the manifest says {file.size:,}")
+        raise DamagedCheckpoint(
+            f"{path} is {size:,} bytes long, but the manifest says {file.size:,}"
+        )
 
 
 class VerifiedReader:
@@ -210,7 +233,11 @@ class VerifiedReader:
     """
 
     def __init__(
-        self, path: Path, file: File | FilePart, ahead: Iterable[int] = (), last: Chunks | None = None
+        self,
+        path: Path,
+        file: File | FilePart,
+        ahead: Iterable[int] = (),
+        last: Chunks | None = None,
     ) -> None:
         self.path, self.file, self.last = path, file, {} if last is None else last
         self.ahead = deque(index for index in ahead if (path, index) not in self.last)
@@ -241,7 +268,9 @@ class VerifiedReader:
         joined = memoryview(bytearray(end - begin))
         for index in range(first, last + 1):
             low, high = max(begin, index * CHUNK), min(end, (index + 1) * CHUNK)
-            joined[low - begin : high - begin] = memoryview(self.chunk(index))[low % CHUNK : high - index * CHUNK]
+            joined[low - begin : high - begin] = memoryview(self.chunk(index))[
+                low % CHUNK : high - index * CHUNK
+            ]
         return joined
 
     def chunk(self, index: int) -> bytearray:
@@ -288,21 +317,29 @@ class VerifiedReader:
             while got < len(data):
                 count = os.preadv(self.fd, [memoryview(data)[got:]], begin + got)
                 if not count:
-                    raise DamagedCheckpoint(f"{self.path}: ends at byte {begin + got:,} of {self.file.size:,}")
+                    raise DamagedCheckpoint(
+                        f"{self.path}: ends at byte {begin + got:,} of {self.file.size:,}"
+                    )
                 got += count
         except OSError as error:
             raise unreadable(self.path, error, f" at byte {begin + got:,}") from error
 
 
-def read_json(folder: Path, manifest: Mapping[str, File | FilePart], name: str, limit: int = JSON_LIMIT) -> Any:
+def read_json(
+    folder: Path, manifest: Mapping[str, File | FilePart], name: str, limit: int = JSON_LIMIT
+) -> Any:
     """Read a JSON file of a step, verified."""
     path = folder / name
     if name not in manifest:
         raise DamagedCheckpoint(f"{path}: not in the manifest")
     if manifest[name].size > limit:
-        raise DamagedCheckpoint(f"{path}: {manifest[name].size:,} bytes of JSON, above the limit of {limit:,}")
+        raise DamagedCheckpoint(
+            f"{path}: {manifest[name].size:,} bytes of JSON, above the limit of {limit:,}"
+        )
     with VerifiedReader(path, manifest[name]) as reader:
-        return parse_json(bytes(reader.read(0, manifest[name].size)) if manifest[name].size else b"", path)
+        return parse_json(
+            bytes(reader.read(0, manifest[name].size)) if manifest[name].size else b"", path
+        )
 
 
 def parse_json(raw: bytes, path: Path) -> Any:

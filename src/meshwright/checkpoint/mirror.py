@@ -24,14 +24,30 @@ from meshwright.base.runs.rows import METRICS
 from meshwright.base.storage.addresses import address_of
 from meshwright.base.storage.copies import download, read_note, write_note
 from meshwright.base.storage.store import BucketObjects, ChangedObject, Entry, locate
-from meshwright.checkpoint.lease import Lease, confirm, identity, noting_failure, read_owner, wrote_last
+from meshwright.checkpoint.lease import (
+    Lease,
+    confirm,
+    identity,
+    noting_failure,
+    read_owner,
+    wrote_last,
+)
 from meshwright.checkpoint.manifests import MANIFEST, DamagedCheckpoint, read_manifest, sha256
-from meshwright.checkpoint.steps import OUR_STEP, TRACKER, list_steps, make_aside, split_path, step_folder
+from meshwright.checkpoint.steps import (
+    OUR_STEP,
+    TRACKER,
+    list_steps,
+    make_aside,
+    split_path,
+    step_folder,
+)
 from meshwright.runtime.ranks.pulse import pulse
 
 FETCHED = ".fetched.json"  # the tags of objects that were copied here
-SENT = ".sent.json"  # what was sent from here: the tags of steps' files, the hashes of their manifests
-LEFT_OUT = r"(tensorboard|wandb|profile|replaced-\d+|logs)/.*"  # of a run, when another machine goes on with it
+# what was sent from here: the tags of steps' files, the hashes of their manifests
+SENT = ".sent.json"
+# of a run, when another machine goes on with it
+LEFT_OUT = r"(tensorboard|wandb|profile|replaced-\d+|logs)/.*"
 LOOKS = 5  # at a run whose objects change while they are copied
 NOT_SENT = r"(.*/)?\..*|(iter_\d|replaced-\d).*|.*\.tmp(/.*)?"
 
@@ -48,7 +64,9 @@ def fetch_runs(path: Path) -> None:
     if address_of(path) is None:
         return
     store, key = locate(path)
-    runs = {os.path.dirname(name) for name in store.entries(key) if os.path.basename(name) == METRICS}
+    runs = {
+        os.path.dirname(name) for name in store.entries(key) if os.path.basename(name) == METRICS
+    }
     if not runs:
         raise not_a_run(path, METRICS)
     for run in sorted(runs):
@@ -103,7 +121,9 @@ def bring(root: Path, below: str, objects: dict[str, Entry], had_owner: bool) ->
         name: entry
         for name, entry in wanted_files(objects, ours, owner is not None, below).items()
         if not (root / name).exists()
-        or not (is_ahead or (kept.get(name) == entry.tag and (root / name).stat().st_size == entry.size))
+        or not (
+            is_ahead or (kept.get(name) == entry.tag and (root / name).stat().st_size == entry.size)
+        )
     }
     total = sum(entry.size for entry in lacking.values())
     with progress_bar(f"reading {address_of(root)}", total) as advance:
@@ -119,13 +139,21 @@ def bring(root: Path, below: str, objects: dict[str, Entry], had_owner: bool) ->
         write_note(root / FETCHED, kept)
 
 
-def wanted_files(objects: dict[str, Entry], ours: set[str], has_owner: bool, below: str) -> dict[str, Entry]:
+def wanted_files(
+    objects: dict[str, Entry], ours: set[str], has_owner: bool, below: str
+) -> dict[str, Entry]:
     """Return the objects to copy: of a run what it keeps beside its steps, and their manifests."""
     if ours or has_owner:
-        beside = {n: e for n, e in objects.items() if not re.match(rf"({OUR_STEP}/|{LEFT_OUT}|\.)", n)}
+        beside = {
+            n: e for n, e in objects.items() if not re.match(rf"({OUR_STEP}/|{LEFT_OUT}|\.)", n)
+        }
         return beside | {name: objects[name] for name in sorted(ours)}
     prefix = "" if below == "." else f"{below}/"
-    return {n: e for n, e in objects.items() if n.startswith(prefix) or "/" not in n or n.startswith("tokenizer/")}
+    return {
+        n: e
+        for n, e in objects.items()
+        if n.startswith(prefix) or "/" not in n or n.startswith("tokenizer/")
+    }
 
 
 def set_steps_aside(root: Path, keeps_unsent: bool) -> None:
@@ -149,7 +177,9 @@ def set_steps_aside(root: Path, keeps_unsent: bool) -> None:
         kept.append(folder.name)
     if aside:
         what = f"{address_of(root)} does not have {', '.join(kept)} as this machine does: another run has written there"
-        notice(f"WARNING: {what} since; what is here is kept as {aside.name} in the local copy, and not used")
+        notice(
+            f"WARNING: {what} since; what is here is kept as {aside.name} in the local copy, and not used"
+        )
 
 
 def is_of_use(folder: Path, published: str | None) -> bool:

@@ -82,7 +82,9 @@ def undivided(tensor: torch.Tensor) -> BoxedTensor:
 
 def bytes_of(named: TensorBoxes, team: Team = ALONE) -> int:
     """Return the size of a checkpoint of these tensors on all ranks."""
-    return team.total(sum(tensor.numel() * tensor.element_size() for _, _, tensor in named.values()))
+    return team.total(
+        sum(tensor.numel() * tensor.element_size() for _, _, tensor in named.values())
+    )
 
 
 # Saving
@@ -146,13 +148,20 @@ def step_files(
         check_cover(index)
         text = json.dumps({"tensors": index}, sort_keys=True, separators=(",", ":")).encode()
         if len(text) > INDEX_LIMIT:
-            raise UserError(f"{INDEX} would have {len(text):,} bytes, more than the {INDEX_LIMIT:,} we read", IO)
+            raise UserError(
+                f"{INDEX} would have {len(text):,} bytes, more than the {INDEX_LIMIT:,} we read", IO
+            )
         texts.update({STATE: as_json(state), CONFIG: as_json(config), INDEX: text})
-        return sum(box["end"] - box["begin"] for tensor in index.values() for box in tensor["boxes"])
+        return sum(
+            box["end"] - box["begin"] for tensor in index.values() for box in tensor["boxes"]
+        )
 
     described = team.collect_merged(describe, merge_described)
     size = team.run_on_lead(describe_all)
-    files: dict[str, Produce] = {name: lambda write, text=text: write(text) for name, text in texts.items()}  # type: ignore[misc]
+    files: dict[str, Produce] = {
+        name: lambda write, text=text: write(text)
+        for name, text in texts.items()  # type: ignore[misc]
+    }  # type: ignore[misc]
     if extents:
         files[rank_file(team.rank)] = tensors
     return files, size + len(head) + sum(map(len, texts.values()))
@@ -178,13 +187,17 @@ Rows = list[tuple[list[str], list[tuple[int, Shape, Shape]]]]
 class Described(NamedTuple):
     """What some ranks hold or want. Most have the tensors of many others, which are sent once."""
 
-    kinds: dict[str, list[Any]]  # by tensor: each different [shape, type, first rank that has it so]
+    # by tensor: each different [shape, type, first rank that has it so]
+    kinds: dict[str, list[Any]]
     boxes: list[Rows]  # by rank
 
 
 def describe_tensors(named: TensorBoxes, boxes: Rows, rank: int) -> Described:
     """Describe one rank's tensors; their boxes are those to save, or none where none is held."""
-    kinds = {name: [[list(shape), dtype_name(tensor), rank]] for name, (shape, _, tensor) in named.items()}
+    kinds = {
+        name: [[list(shape), dtype_name(tensor), rank]]
+        for name, (shape, _, tensor) in named.items()
+    }
     return Described(kinds, [boxes])
 
 
@@ -212,13 +225,21 @@ def kinds_of(described: Described) -> dict[str, tuple[Shape, str]]:
 def make_index(described: Described) -> dict[str, Any]:
     """Return the index of what all ranks hold."""
     kinds = kinds_of(described)
-    tensors: dict[str, Any] = {n: {"shape": shape, "dtype": dtype, "boxes": []} for n, (shape, dtype) in kinds.items()}
+    tensors: dict[str, Any] = {
+        n: {"shape": shape, "dtype": dtype, "boxes": []} for n, (shape, dtype) in kinds.items()
+    }
     for rank, rows in enumerate(described.boxes):
         file = rank_file(rank)
         for [name], boxes in rows:
             itemsize = SIZES[kinds[name][1]]
             tensors[name]["boxes"] += [
-                {"file": file, "begin": at, "end": at + math.prod(size) * itemsize, "offset": offset, "size": size}
+                {
+                    "file": file,
+                    "begin": at,
+                    "end": at + math.prod(size) * itemsize,
+                    "offset": offset,
+                    "size": size,
+                }
                 for at, offset, size in boxes
             ]
     return tensors
@@ -234,7 +255,9 @@ def lay_out(named: TensorBoxes) -> tuple[bytes, list[BoxToWrite]]:
             elif flat.numel():  # a rank's slice of a flat buffer may be empty
                 extents.append(BoxToWrite(name + ranges(box), dtype_name(tensor), box, flat))
     extents.sort(key=lambda extent: (-SIZES[extent.dtype], extent.key))
-    return safetensors_header((extent.key, extent.dtype, extent.box.size) for extent in extents), extents
+    return safetensors_header(
+        (extent.key, extent.dtype, extent.box.size) for extent in extents
+    ), extents
 
 
 def safetensors_header(tensors: Iterable[tuple[str, str, Shape]]) -> bytes:
@@ -257,7 +280,9 @@ def boxes_of(extents: list[BoxToWrite], begin: int) -> Rows:
     """Return the boxes of a file whose first extent begins there."""
     boxes: dict[str, list[tuple[int, Shape, Shape]]] = {}
     for extent in extents:
-        boxes.setdefault(extent.key.partition("[")[0], []).append((begin, extent.box.offset, extent.box.size))
+        boxes.setdefault(extent.key.partition("[")[0], []).append(
+            (begin, extent.box.offset, extent.box.size)
+        )
         begin += extent.flat.numel() * SIZES[extent.dtype]
     return [([name], rows) for name, rows in boxes.items()]
 
@@ -267,16 +292,26 @@ def describe_wanted(named: TensorBoxes, rank: int) -> Described:
     names: dict[tuple[tuple[Shape, Shape], ...], list[str]] = {}
     for name, (_, boxes, _) in named.items():
         if boxes:
-            names.setdefault(tuple((tuple(offset), tuple(size)) for offset, size in boxes), []).append(name)
+            names.setdefault(
+                tuple((tuple(offset), tuple(size)) for offset, size in boxes), []
+            ).append(name)
     rows = [(own, [(0, offset, size) for offset, size in boxes]) for boxes, own in names.items()]
     return describe_tensors(named, rows, rank)
 
 
-def flatten(name: str, shape: Shape, boxes: Sequence[tuple[Shape, Shape]], tensor: torch.Tensor) -> torch.Tensor:
+def flatten(
+    name: str, shape: Shape, boxes: Sequence[tuple[Shape, Shape]], tensor: torch.Tensor
+) -> torch.Tensor:
     """Flatten a tensor, after checking that it has the elements that its boxes describe."""
     described = sum(math.prod(size) for _, size in boxes)
-    if described != tensor.numel() or not all(inside(Box(tuple(o), tuple(n)), shape) for o, n in boxes) or "[" in name:
-        raise ValueError(f"{name} {tuple(shape)}: boxes {boxes} do not describe a tensor of {tensor.numel()} elements")
+    if (
+        described != tensor.numel()
+        or not all(inside(Box(tuple(o), tuple(n)), shape) for o, n in boxes)
+        or "[" in name
+    ):
+        raise ValueError(
+            f"{name} {tuple(shape)}: boxes {boxes} do not describe a tensor of {tensor.numel()} elements"
+        )
     return tensor.detach().view(-1)
 
 
@@ -382,9 +417,14 @@ class NativeSource(Source):
         if team.size == 1:
             return
         boxes, files = team.deal(lambda: deal_boxes(self.index[1], self.manifest, wanted.boxes))
-        self.manifest = {name: FilePart(size, dict(digests)) for name, (size, digests) in files.items()}
+        self.manifest = {
+            name: FilePart(size, dict(digests)) for name, (size, digests) in files.items()
+        }
         kinds = {name: (len(info.shape), NAMES[info.dtype]) for name, info in self.tensors.items()}
-        self.index = self.index[0], {n: parse_boxes(*kind, boxes.get(n, [])) for n, kind in kinds.items()}
+        self.index = (
+            self.index[0],
+            {n: parse_boxes(*kind, boxes.get(n, [])) for n, kind in kinds.items()},
+        )
 
 
 def open_native(folder: Path, step: int, verify: str = "read", team: Team = ALONE) -> NativeSource:
@@ -396,15 +436,21 @@ def open_native(folder: Path, step: int, verify: str = "read", team: Team = ALON
     opened: list[NativeSource] = []
 
     def act() -> list[Any]:
-        manifest = manifests.read_manifest(folder) if verify == "none" else manifests.verify_step(folder)
+        manifest = (
+            manifests.read_manifest(folder) if verify == "none" else manifests.verify_step(folder)
+        )
         if INDEX not in manifest:  # saved with --ckpt-format, by an installation with more formats
-            raise UserError(f"{folder} has another format than ours: {registry.LACKING}", UNAVAILABLE)
+            raise UserError(
+                f"{folder} has another format than ours: {registry.LACKING}", UNAVAILABLE
+            )
         state, config = (manifests.read_json(folder, manifest, name) for name in (STATE, CONFIG))
         for name, value in ((STATE, state), (CONFIG, config)):
             if not isinstance(value, dict):
                 raise DamagedCheckpoint(f"{folder / name}: not a JSON object")
         check_saved_state(state, folder / STATE)
-        opened.append(NativeSource(NATIVE, folder, step, config=config, state=state, manifest=manifest))
+        opened.append(
+            NativeSource(NATIVE, folder, step, config=config, state=state, manifest=manifest)
+        )
         return [config, state, list(opened[0].tensors.items()) if verify != "none" else []]
 
     config, state, infos = team.run_on_lead(act)
@@ -420,7 +466,9 @@ def open_native(folder: Path, step: int, verify: str = "read", team: Team = ALON
     return source
 
 
-def deal_boxes(stored: StoredBoxes, manifest: Mapping[str, File | FilePart], wanted: Sequence[Rows]) -> list[Any]:
+def deal_boxes(
+    stored: StoredBoxes, manifest: Mapping[str, File | FilePart], wanted: Sequence[Rows]
+) -> list[Any]:
     """Return for each rank the stored boxes that meet the ones it wants, and their files' digests.
 
     Tensor by tensor, the boxes that all ranks want are compared with all that are stored at once.
@@ -436,7 +484,9 @@ def deal_boxes(stored: StoredBoxes, manifest: Mapping[str, File | FilePart], wan
                 all_wanted += [(offset, size) for _, offset, size in own]
     for name, (ranks, all_wanted) in by_name.items():
         tensor = stored[name]
-        for row, number, begin, end in zip(*(x.tolist() for x in meetings(tensor, all_wanted)), strict=True):
+        for row, number, begin, end in zip(
+            *(x.tolist() for x in meetings(tensor, all_wanted)), strict=True
+        ):
             rank, file = ranks[row], tensor.files[number]
             own_boxes = boxes[rank].setdefault(name, {})
             if number not in own_boxes:
@@ -457,7 +507,9 @@ def deal_boxes(stored: StoredBoxes, manifest: Mapping[str, File | FilePart], wan
     ]
 
 
-def meetings(stored: StoredTensor, wanted: Sequence[tuple[Shape, Shape]]) -> tuple[Ints, Ints, Ints, Ints]:
+def meetings(
+    stored: StoredTensor, wanted: Sequence[tuple[Shape, Shape]]
+) -> tuple[Ints, Ints, Ints, Ints]:
     """Return for each wanted and stored box that share elements their numbers and the bytes shared.
 
     The bytes are those from the first to the last shared element in the stored box's file. Boxes
@@ -475,13 +527,19 @@ def meetings(stored: StoredTensor, wanted: Sequence[tuple[Shape, Shape]]) -> tup
         rows = np.repeat(np.arange(count), counts)
         numbers = order[np.arange(len(rows)) + np.repeat(first - counts.cumsum() + counts, counts)]
     begin, end = np.maximum(low, 0)[rows], (low + size)[rows]
-    begin, end = np.maximum(begin, stored.low[numbers]), np.minimum(end, (stored.low + stored.size)[numbers])
+    begin, end = (
+        np.maximum(begin, stored.low[numbers]),
+        np.minimum(end, (stored.low + stored.size)[numbers]),
+    )
     meet = (begin < end).all(axis=1)
     rows, numbers, begin, end = rows[meet], numbers[meet], begin[meet], end[meet]
     inner = np.ones_like(stored.size)  # elements from one place of a dimension to the next
     inner[:, :-1] = stored.size[:, :0:-1].cumprod(axis=1)[:, ::-1]
     shift, steps, itemsize = stored.low[numbers], inner[numbers], SIZES[stored.dtype]
-    at, last = (stored.begins[numbers] + ((p - shift) * steps).sum(axis=1) * itemsize for p in (begin, end - 1))
+    at, last = (
+        stored.begins[numbers] + ((p - shift) * steps).sum(axis=1) * itemsize
+        for p in (begin, end - 1)
+    )
     return rows, numbers, at, last + itemsize
 
 
@@ -498,13 +556,17 @@ def read_pieces(
     """Yield the wanted elements in pieces: those of the file, and their place in our tensor."""
     by_file: dict[str, list[BoxCopy]] = {}
     for name, (shape, boxes, tensor) in want.items():
-        for copy in plan_copies(folder, name, stored[name], flatten(name, shape, boxes, tensor), boxes):
+        for copy in plan_copies(
+            folder, name, stored[name], flatten(name, shape, boxes, tensor), boxes
+        ):
             by_file.setdefault(copy.stored.file, []).append(copy)
     for file, copies in sorted(by_file.items()):
         yield from read_file(folder / file, manifest[file], copies, last)
 
 
-def read_file(path: Path, file: File | FilePart, copies: list[BoxCopy], last: manifests.Chunks) -> Iterator[Pair]:
+def read_file(
+    path: Path, file: File | FilePart, copies: list[BoxCopy], last: manifests.Chunks
+) -> Iterator[Pair]:
     """Yield the pieces of one file from its beginning to its end."""
     import torch
 
@@ -544,7 +606,11 @@ def pieces(copy: BoxCopy) -> Iterator[tuple[Shape, Shape]]:
 
 
 def plan_copies(
-    folder: Path, name: str, stored: StoredTensor, target: torch.Tensor, boxes: Sequence[tuple[Shape, Shape]]
+    folder: Path,
+    name: str,
+    stored: StoredTensor,
+    target: torch.Tensor,
+    boxes: Sequence[tuple[Shape, Shape]],
 ) -> list[BoxCopy]:
     """Plan which part of which stored box fills which part of the wanted boxes."""
     copies: list[BoxCopy] = []
@@ -558,12 +624,16 @@ def plan_copies(
         covered = sum(math.prod(minus(copy.high, copy.low)) for copy in own)
         if covered != flat.numel():
             where = f"{folder / INDEX}: {name} from {wanted.offset}, size {wanted.size}"
-            raise DamagedCheckpoint(f"{where}, has {flat.numel():,} elements, but the stored boxes give {covered:,}")
+            raise DamagedCheckpoint(
+                f"{where}, has {flat.numel():,} elements, but the stored boxes give {covered:,}"
+            )
         copies += own
     return copies
 
 
-def read_index(folder: Path, manifest: Mapping[str, File | FilePart]) -> tuple[dict[str, TensorInfo], StoredBoxes]:
+def read_index(
+    folder: Path, manifest: Mapping[str, File | FilePart]
+) -> tuple[dict[str, TensorInfo], StoredBoxes]:
     """Read the index and check every box against its tensor and its file."""
     path = folder / INDEX
     index = manifests.read_json(folder, manifest, INDEX, INDEX_LIMIT)
@@ -575,13 +645,18 @@ def read_index(folder: Path, manifest: Mapping[str, File | FilePart]) -> tuple[d
             if math.prod(shape) >= 1 << 60:
                 raise ValueError(f"{str(shape)[:100]} is not a shape")
             rows = [(box["file"], box["begin"], box["offset"], box["size"]) for box in raw]
-            infos[name], own = TensorInfo(tuple(shape), TORCH[dtype]), parse_boxes(len(shape), dtype, rows)
+            infos[name], own = (
+                TensorInfo(tuple(shape), TORCH[dtype]),
+                parse_boxes(len(shape), dtype, rows),
+            )
             ends = parse_sizes([[box["end"]] for box in raw], 1)[:, 0]
             limits = np.array([manifest[file].size for file in own.files], np.int64)
             fits = (own.low + own.size <= np.array(shape, np.int64)).all(axis=1)
             fits &= (ends - own.begins == own.size.prod(axis=1) * SIZES[dtype]) & (ends <= limits)
             if not fits.all():
-                raise DamagedCheckpoint(f"{path}: a box of {name[:100]!r} lies outside its tensor or its file")
+                raise DamagedCheckpoint(
+                    f"{path}: a box of {name[:100]!r} lies outside its tensor or its file"
+                )
             boxes[name] = own
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         why = f"{type(error).__name__} {str(error)[:200]}"
@@ -592,13 +667,19 @@ def read_index(folder: Path, manifest: Mapping[str, File | FilePart]) -> tuple[d
 def parse_boxes(dimensions: int, dtype: str, rows: Sequence[Any]) -> StoredTensor:
     """Return the boxes of (file, first byte, offset, size) of a tensor."""
     low, size = (parse_sizes([row[k] for row in rows], dimensions) for k in (2, 3))
-    return StoredTensor(dtype, [row[0] for row in rows], parse_sizes([[row[1]] for row in rows], 1)[:, 0], low, size)
+    return StoredTensor(
+        dtype, [row[0] for row in rows], parse_sizes([[row[1]] for row in rows], 1)[:, 0], low, size
+    )
 
 
 def parse_sizes(values: Sequence[Sequence[int]], length: int) -> Ints:
     """Return lists of so many sizes or offsets as an array."""
     array = np.array(values) if len(values) * length else np.empty((len(values), length), np.int64)
     is_of_ints = array.dtype == np.int64 and array.shape == (len(values), length)
-    if length > 16 or not is_of_ints or (array.size and not 0 <= array.min() <= array.max() < 1 << 60):
+    if (
+        length > 16
+        or not is_of_ints
+        or (array.size and not 0 <= array.min() <= array.max() < 1 << 60)
+    ):
         raise ValueError(f"{str(values)[:100]} is not a shape")
     return array

@@ -36,9 +36,13 @@ def lock_folder(root: str | Path, remedy: str = "change --save") -> Iterator[Non
         except UnfitFile as error:  # its reason says what to do
             raise UserError(f"cannot lock {error.filename}: {error.strerror}", IO) from error
         except OSError as error:
-            raise UserError(f"cannot lock {root}: {error.strerror or error}; {remedy}", IO) from error
+            raise UserError(
+                f"cannot lock {root}: {error.strerror or error}; {remedy}", IO
+            ) from error
         if not has_locks:
-            remark(f"WARNING: the file system of {root} has no locks: a second run there would not be noticed")
+            remark(
+                f"WARNING: the file system of {root} has no locks: a second run there would not be noticed"
+            )
         stack.enter_context(mirror.leased(root, has_locks))
         try:
             yield
@@ -63,7 +67,9 @@ def require_unlocked(root: str | Path) -> None:
 
 
 def in_use(root: Path, error: BlockingIOError, remedy: str = "change --save") -> UserError:
-    return UserError(f"{root} is in use by {error.strerror}: wait for it, end it, or {remedy}", LOCKED)
+    return UserError(
+        f"{root} is in use by {error.strerror}: wait for it, end it, or {remedy}", LOCKED
+    )
 
 
 def move_aside(root: str | Path, others: Sequence[str] = ()) -> Path:

@@ -95,7 +95,10 @@ def write_step(
             parts = team.run_on_lead(lambda: parts)
         manifest = {name: manifests.File(*file) for part in parts for name, file in part.items()}
         names_here = [
-            name for rank, part in enumerate(parts) if not users or users[rank] == users[team.rank] for name in part
+            name
+            for rank, part in enumerate(parts)
+            if not users or users[rank] == users[team.rank]
+            for name in part
         ]
         team.run_on_all(explained(finish) if is_first else nothing)
     except UserError:
@@ -109,7 +112,9 @@ def commit(root: Path, step: int, manifest: manifests.Manifest) -> None:
     folder, target = root / f"iter_{step:07d}.tmp", step_folder(root, step)
     raw = manifests.encode_manifest(manifest)
     if len(raw) > (limit := manifests.MANIFEST_LIMIT):
-        raise UserError(f"{folder}: a manifest of {len(raw):,} bytes is above the {limit:,} we read", IO)
+        raise UserError(
+            f"{folder}: a manifest of {len(raw):,} bytes is above the {limit:,} we read", IO
+        )
     is_foreign_tree = any("/" in name for name in manifest)  # Megatron's mp_rank_00/
     name = manifests.HIDDEN if is_foreign_tree else manifests.MANIFEST
     write_durably(folder / name, raw, "manifest_unsynced")
@@ -137,7 +142,9 @@ def refuse_overwriting(root: Path, step: int, team: Team) -> None:
         try:
             manifests.verify_together(target, team)
         except manifests.DamagedCheckpoint as damage:
-            remark(f"WARNING: {damage}; writing the step again and keeping the damaged one as {target.name}.damaged")
+            remark(
+                f"WARNING: {damage}; writing the step again and keeping the damaged one as {target.name}.damaged"
+            )
             return
     raise SettingsError(
         f"{target} holds {'a Megatron' if foreign else 'another'} checkpoint, which is never overwritten; "
@@ -154,7 +161,8 @@ def find_users(root: Path, team: Team) -> Users:
     def claim() -> int:
         root.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
-            os.symlink(str(team.rank), mark)  # at once with its content, on network file systems too
+            # at once with its content, on network file systems too
+            os.symlink(str(team.rank), mark)
         return int(os.readlink(mark))
 
     claimed = team.gather(team.run_on_all(explain_failures(root, 0)(claim)))
@@ -187,7 +195,11 @@ def write_file(path: Path, produce: Produce) -> manifests.File:
     digests: list[Future[str]] = []
     parts: list[memoryview] = []  # of the current chunk
     size = 0
-    with ThreadPoolExecutor(manifests.THREADS) as pool, naming_file(path), open(path, "xb", buffering=0) as file:
+    with (
+        ThreadPoolExecutor(manifests.THREADS) as pool,
+        naming_file(path),
+        open(path, "xb", buffering=0) as file,
+    ):
 
         def send() -> None:
             begin = size - sum(map(len, parts))
@@ -249,7 +261,9 @@ def write_tracker(root: str | Path, step: int, name: str = TRACKER) -> None:
     crash_point("after_tracker")
 
 
-def prune_steps(root: str | Path, newest: int, keep_last: int, keep_every: int | None, best: int | None) -> list[int]:
+def prune_steps(
+    root: str | Path, newest: int, keep_last: int, keep_every: int | None, best: int | None
+) -> list[int]:
     """Remove steps before `newest`, which was just saved, and return their numbers.
 
     The caller holds the lock. The newest `keep_last` complete steps stay, as do multiples of
@@ -264,7 +278,11 @@ def prune_steps(root: str | Path, newest: int, keep_last: int, keep_every: int |
             if step != newest:  # of which other machines may still be sending their files
                 manifests.verify_step(step_folder(root, step))
             complete.append(step)
-    removed = [n for n in complete[keep_last:] if n != best and not (keep_every and n and n % keep_every == 0)]
+    removed = [
+        n
+        for n in complete[keep_last:]
+        if n != best and not (keep_every and n and n % keep_every == 0)
+    ]
     for step in removed:
         unnamed = root / f"iter_{step:07d}.tmp"
         step_folder(root, step).rename(unnamed)
@@ -276,7 +294,9 @@ def prune_steps(root: str | Path, newest: int, keep_last: int, keep_every: int |
 
 def clear_unfinished(root: Path) -> None:
     for path in list(root.iterdir()):
-        if re.fullmatch(rf"(iter_\d{{7,}}|({re.escape(TRACKER)}|{re.escape(BEST)})\.[\da-f.]+)\.tmp", path.name):
+        if re.fullmatch(
+            rf"(iter_\d{{7,}}|({re.escape(TRACKER)}|{re.escape(BEST)})\.[\da-f.]+)\.tmp", path.name
+        ):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
@@ -298,14 +318,18 @@ def explain_failures(root: Path, step: int, bytes_needed: int = 0) -> Iterator[N
             rest = f"{step_folder(root, step).name} itself is complete"
         else:
             rest = f"the previous checkpoint, {step_folder(root, newest).name}, is intact"
-        what = f"{error.strerror or error} at {error.filename or root} while saving iteration {step}"
+        what = (
+            f"{error.strerror or error} at {error.filename or root} while saving iteration {step}"
+        )
         room = f", which needs {bytes_needed:,} bytes" if bytes_needed else ""
         with contextlib.suppress(OSError):
             room += f" ({shutil.disk_usage(root).free:,} bytes are free)"
         raise UserError(f"{what}{room}; {rest}", IO) from error
 
 
-def check_writable(root: str | Path, bytes_needed: int, team: Team = ALONE, copies: int = 2, users: Users = ()) -> None:
+def check_writable(
+    root: str | Path, bytes_needed: int, team: Team = ALONE, copies: int = 2, users: Users = ()
+) -> None:
     """Check that all ranks can write here and see each other's files, and that `copies` fit."""
     root = Path(root)
     mark = team.run_on_lead(lambda: f".write-test-{os.getpid()}")
@@ -320,7 +344,9 @@ def check_writable(root: str | Path, bytes_needed: int, team: Team = ALONE, copi
         except UnfitFile as error:  # its reason says what to do
             raise UserError(f"cannot write to {error.filename}: {error.strerror}", IO) from error
         except OSError as error:
-            raise SettingsError(f"cannot write to {root}: {error.strerror or error}; change {{save}}", IO) from error
+            raise SettingsError(
+                f"cannot write to {root}: {error.strerror or error}; change {{save}}", IO
+            ) from error
 
     def measure_free_space() -> int:
         # The first user of a folder looks for the files of all, the others for the first one's.

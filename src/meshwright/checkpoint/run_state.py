@@ -47,7 +47,11 @@ class RunState:
         state: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.loss_scale is not None:
             state |= dict.fromkeys(("best_iteration", "best_loss", "epochs", "blends"))
-            state |= {"nonfinite_in_a_row": 0, "skips": [], "loss_scale": dataclasses.asdict(self.loss_scale)}
+            state |= {
+                "nonfinite_in_a_row": 0,
+                "skips": [],
+                "loss_scale": dataclasses.asdict(self.loss_scale),
+            }
             state |= {"positions": self.positions, "padded_vocab_size": self.padded_vocab_size}
         if self.schedule is not None:
             state["schedule"] = dataclasses.asdict(self.schedule)
@@ -71,12 +75,19 @@ def check_json(value: Any, where: object) -> None:
 def check_saved_state(state: Any, where: object) -> None:
     """Refuse a state that is not as a run saves it, with the types that a run needs."""
     check_json(state, where)
-    wrong = [name for name in COUNTERS if type(n := state.get(name, 0)) is not int or not 0 <= n <= STEPS]
-    losses, scale = state.get("losses", []), state.get("loss_scale", dataclasses.asdict(LossScaleState()))
+    wrong = [
+        name for name in COUNTERS if type(n := state.get(name, 0)) is not int or not 0 <= n <= STEPS
+    ]
+    losses, scale = (
+        state.get("losses", []),
+        state.get("loss_scale", dataclasses.asdict(LossScaleState())),
+    )
     if not isinstance(losses, list) or any(type(x) not in (int, float) for x in losses):
         wrong.append("losses")
     required = ("dynamic", "scale", "growth_tracker", "hysteresis_tracker")
-    if not isinstance(scale, dict) or any(type(scale.get(name)) not in (bool, int, float) for name in required):
+    if not isinstance(scale, dict) or any(
+        type(scale.get(name)) not in (bool, int, float) for name in required
+    ):
         wrong.append("loss_scale")
     if "schedule" in state and (fault := schedule_fault(state["schedule"])):
         wrong.append(f"schedule ({fault})")

@@ -47,13 +47,17 @@ class SavedModel:
         if self.positions is None:
             cure = "give {max_position_embeddings} or {seq_length}"
             folder = plain(self.source.folder)
-            raise SettingsError(f"{folder} does not say how long its sequences are; {cure}", BAD_DATA)
+            raise SettingsError(
+                f"{folder} does not say how long its sequences are; {cure}", BAD_DATA
+            )
         return self.positions
 
     def contradictions(self, given: Mapping[str, Any]) -> list[Problem]:
         """List the architecture flags in `given` that differ from the checkpoint."""
         named = {name: given[name] for name in ARCHITECTURE if name in given}
-        return check_model.contradictions(dataclasses.replace(self.model, **named), self.model, named)
+        return check_model.contradictions(
+            dataclasses.replace(self.model, **named), self.model, named
+        )
 
 
 def describe_model(source: Source, given: Mapping[str, Any] | None = None) -> SavedModel:
@@ -61,15 +65,22 @@ def describe_model(source: Source, given: Mapping[str, Any] | None = None) -> Sa
     given = given or {}
     network = source.state.get("network", GPT_NETWORK)
     if network != GPT_NETWORK:
-        raise bad_data(f"{source.folder} holds a {network}, which only the program that made it builds")
+        raise bad_data(
+            f"{source.folder} holds a {network}, which only the program that made it builds"
+        )
     recorded = recorded_settings(source)
-    flags_only = {name: given[name] for name in ARCHITECTURE if name in given and name not in recorded}
+    flags_only = {
+        name: given[name] for name in ARCHITECTURE if name in given and name not in recorded
+    }
     seq_length = _positive(recorded.get("seq_length"))
     lengths = (recorded.get("max_position_embeddings"), flags_only.get("max_position_embeddings"))
     candidates = map(_positive, (*lengths, given.get("seq_length"), seq_length))
     positions = next((length for length in candidates if length), None)
     run_dir = recorded.get("run_dir")
-    folders = [source.root or source.folder, *([Path(run_dir)] if isinstance(run_dir, str) and run_dir else [])]
+    folders = [
+        source.root or source.folder,
+        *([Path(run_dir)] if isinstance(run_dir, str) and run_dir else []),
+    ]
     return SavedModel(
         source,
         model_settings(recorded | flags_only, source.folder),
@@ -83,7 +94,9 @@ def describe_model(source: Source, given: Mapping[str, Any] | None = None) -> Sa
 def recorded_settings(source: Source) -> dict[str, Any]:
     """Return the settings that a step records, with the positions that its state counts."""
     positions = source.state.get("positions")
-    return flags.current_names(source.config) | ({"max_position_embeddings": positions} if positions else {})
+    return flags.current_names(source.config) | (
+        {"max_position_embeddings": positions} if positions else {}
+    )
 
 
 def model_settings(recorded: Mapping[str, Any], where: object, default: Model = Model()) -> Model:  # noqa: B008

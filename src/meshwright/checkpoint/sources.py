@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.base.errors import bad_data
 from meshwright.base.files import sample
-from meshwright.checkpoint.boxes import Box, Shape, check_cover, intersection, minus, not_empty, plus, split_boxes
+from meshwright.checkpoint.boxes import (
+    Box,
+    Shape,
+    check_cover,
+    intersection,
+    minus,
+    not_empty,
+    plus,
+    split_boxes,
+)
 from meshwright.checkpoint.formats import all_formats
 from meshwright.optim.rule_table import AVERAGE
 from meshwright.parallel import shard
@@ -51,7 +60,8 @@ class Source(abc.ABC):
     version: str = "3.0"  # Megatron's format number, for the log
     version_note: str = ""  # a line of the log, behind the version
     config: dict[str, Any] = field(default_factory=dict)  # the known settings, under our names
-    state: dict[str, Any] = field(default_factory=dict)  # as a run saves it (run_state.py); empty for weights alone
+    # as a run saves it (run_state.py); empty for weights alone
+    state: dict[str, Any] = field(default_factory=dict)
     vocab: int | None = None  # the true size, or None if unknown: then the tables may be padded
     notes: list[str] = field(default_factory=list)  # to be printed
     layout: str = ""  # the ranks over which its files are split, for people
@@ -72,13 +82,17 @@ class Source(abc.ABC):
     def of_vocabulary(self, size: int) -> Source:
         """Return this source without the rows that only pad its tables, of which ours have none."""
         if size != self.vocab:
-            raise bad_data(f"{self.folder} was made with a vocabulary of {self.vocab:,} ids, not {size:,}")
+            raise bad_data(
+                f"{self.folder} was made with a vocabulary of {self.vocab:,} ids, not {size:,}"
+            )
         return self
 
     @property
     def identity(self) -> str:
         """A text that is equal on two nodes only if they see the same files."""
-        return repr((sorted(self.tensors.items()), sorted(self.state.items()), sorted(self.config.items())))
+        return repr(
+            (sorted(self.tensors.items()), sorted(self.state.items()), sorted(self.config.items()))
+        )
 
     @property
     def counts_padding(self) -> bool:
@@ -123,7 +137,9 @@ class MappedSource(Source):
         except ValueError as error:
             raise bad_data(f"{self.folder}: parts are missing or duplicated: {error}") from error
         self._tensors = {
-            name: TensorInfo(index[name]["shape"], str(views[0].tensor.dtype).removeprefix("torch."))
+            name: TensorInfo(
+                index[name]["shape"], str(views[0].tensor.dtype).removeprefix("torch.")
+            )
             for name, views in self.views.items()
         }
 
@@ -134,7 +150,10 @@ class MappedSource(Source):
     @property
     def identity(self) -> str:
         """With the files' names, sizes and ends: other numbers make another checkpoint."""
-        facts = [(str(p.relative_to(self.folder)), p.stat().st_size, sample(p, EDGE, 2)) for p in files_in(self.folder)]
+        facts = [
+            (str(p.relative_to(self.folder)), p.stat().st_size, sample(p, EDGE, 2))
+            for p in files_in(self.folder)
+        ]
         return repr((super().identity, facts))
 
     def fill(self, want: TensorBoxes) -> None:
@@ -149,7 +168,10 @@ class MappedSource(Source):
             low, high = intersection(box, Box(offset, tuple(stored.shape)))
             if not_empty(low, high):
                 source, into = (
-                    tuple(slice(a, b) for a, b in zip(minus(low, begin), minus(high, begin), strict=True))
+                    tuple(
+                        slice(a, b)
+                        for a, b in zip(minus(low, begin), minus(high, begin), strict=True)
+                    )
                     for begin in (offset, box.offset)
                 )
                 moments.assign(target[into], aligned(stored[source]))
@@ -165,8 +187,14 @@ class MappedSource(Source):
                 continue
             rows = self.tensors[name].shape[0]
             if rows < size:
-                raise bad_data(f"{self.folder}: {name} has {rows:,} rows, the vocabulary {size:,} ids")
-            cut[name] = [TensorView(v.offset, v.tensor[: size - v.offset[0]]) for v in views if v.offset[0] < size]
+                raise bad_data(
+                    f"{self.folder}: {name} has {rows:,} rows, the vocabulary {size:,} ids"
+                )
+            cut[name] = [
+                TensorView(v.offset, v.tensor[: size - v.offset[0]])
+                for v in views
+                if v.offset[0] < size
+            ]
         return dataclasses.replace(self, vocab=size, views=cut)
 
 
@@ -174,8 +202,14 @@ def files_in(folder: Path) -> list[Path]:
     """List the first files in the order of their names; a checkpoint may also be a single file."""
     if folder.is_file():
         return [folder]
-    candidates = (path for path in sorted(folder.rglob("*")) if path.suffix in ENDINGS and path.name[0] != ".")
-    return list(itertools.islice((path for path in candidates if path.is_file() and os.access(path, os.R_OK)), FILES))
+    candidates = (
+        path for path in sorted(folder.rglob("*")) if path.suffix in ENDINGS and path.name[0] != "."
+    )
+    return list(
+        itertools.islice(
+            (path for path in candidates if path.is_file() and os.access(path, os.R_OK)), FILES
+        )
+    )
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,13 @@ from typing import NamedTuple
 from meshwright.base.errors import bad_data, not_a_run
 from meshwright.base.files import open_plain
 from meshwright.checkpoint.formats import all_formats
-from meshwright.checkpoint.manifests import MANIFEST, DamagedCheckpoint, find_manifest, read_manifest, verify_step
+from meshwright.checkpoint.manifests import (
+    MANIFEST,
+    DamagedCheckpoint,
+    find_manifest,
+    read_manifest,
+    verify_step,
+)
 
 TRACKER = "latest_checkpointed_iteration.txt"  # as Megatron's, for its readers
 BEST = "best_checkpointed_iteration.txt"  # ours: the step with the lowest validation loss
@@ -64,7 +70,9 @@ def folder_meant(path: Path) -> Path:
     """Return the folder that a path means: of the step that has this file or rank in it."""
     if path.suffix in (".pt", ".pth") and path.is_file():  # mp_rank_00/model_optim_rng.pt
         path = path.parent
-    is_rank = any(record.ranks and re.fullmatch(record.ranks, path.name) for record in all_formats().values())
+    is_rank = any(
+        record.ranks and re.fullmatch(record.ranks, path.name) for record in all_formats().values()
+    )
     return path.parent if is_rank else path
 
 
@@ -75,7 +83,9 @@ def split_path(path: str | Path) -> tuple[Path, int | None]:
     return (path.parent, int(match[1])) if match else (path, None)
 
 
-def find_step(path: str | Path, below: int | None = None, sizes: bool = True) -> tuple[StepLocation | None, list[str]]:
+def find_step(
+    path: str | Path, below: int | None = None, sizes: bool = True
+) -> tuple[StepLocation | None, list[str]]:
     """Return the step that a path means, or None without any checkpoint, and the notes to print.
 
     In a folder of steps the newest is meant, or with `below` the newest one before that. Without
@@ -90,7 +100,9 @@ def find_step(path: str | Path, below: int | None = None, sizes: bool = True) ->
     is_step = step is not None or (kind is not None and (given.is_file() or not steps_beside(path)))
     if below is None and is_step:
         if theirs and not theirs.is_numbered:
-            if given != path and not any(re.fullmatch(pattern, given.name) for pattern in theirs.files):
+            if given != path and not any(
+                re.fullmatch(pattern, given.name) for pattern in theirs.files
+            ):
                 raise bad_data(
                     f"{given} is not the {theirs.name} model in {path}; move it to a folder of its own, and rename it"
                 )
@@ -115,12 +127,17 @@ def kind_of_folder(folder: Path) -> str | None:
         names = os.listdir(folder)
     except OSError:
         return None
-    return next((record.name for record in all_formats().values() if record.matches(folder.name, names)), None)
+    return next(
+        (record.name for record in all_formats().values() if record.matches(folder.name, names)),
+        None,
+    )
 
 
 def find_foreign(root: Path) -> StepLocation | None:
     """Return the step that another program's tracker names; raise if none does."""
-    names = [n for n in listing(root) if not re.fullmatch(r"iter_\d+(\.\w+)?", n) or is_foreign(root / n)]
+    names = [
+        n for n in listing(root) if not re.fullmatch(r"iter_\d+(\.\w+)?", n) or is_foreign(root / n)
+    ]
     if not names:
         return None
     for tracker in trackers():
@@ -129,7 +146,11 @@ def find_foreign(root: Path) -> StepLocation | None:
     for record in all_formats().values():
         if record.tracker:
             continue
-        numbered = {int(re.findall(r"\d+", name)[-1]): name for name in names if re.fullmatch(record.steps, name)}
+        numbered = {
+            int(re.findall(r"\d+", name)[-1]): name
+            for name in names
+            if re.fullmatch(record.steps, name)
+        }
         if numbered:
             newest = max(numbered)
             return StepLocation(record.name, root / numbered[newest], newest, root)
@@ -145,7 +166,9 @@ def find_tracked(root: Path, tracker: str, text: str) -> StepLocation:
     name = text
     if tracker == TRACKER and text != "release":
         if not re.fullmatch(r"\d{1,15}", text, re.ASCII):
-            raise bad_data(f"{root / tracker} says {text!r}, not an iteration, and there is no checkpoint")
+            raise bad_data(
+                f"{root / tracker} says {text!r}, not an iteration, and there is no checkpoint"
+            )
         name = step_folder(root, int(text)).name
     if not re.fullmatch(r"[\w-][\w.-]*", name):
         raise bad_data(f"{root / tracker} says {text!r}, which is no folder's name")
@@ -165,7 +188,9 @@ def read_tracker(path: Path) -> str:
 # Ours
 
 
-def latest(root: str | Path, below: int | None = None, sizes: bool = True) -> tuple[int | None, list[str]]:
+def latest(
+    root: str | Path, below: int | None = None, sizes: bool = True
+) -> tuple[int | None, list[str]]:
     """Return our newest step whose manifest and sizes hold, and notes to print about newer ones.
 
     Return None if none was ever finished. It is an error, never a fresh start, if all are damaged
@@ -175,20 +200,30 @@ def latest(root: str | Path, below: int | None = None, sizes: bool = True) -> tu
     names = listing(root)
     notes: list[str] = []
     check_trackers(root, names, notes)
-    damages = [f"{root / name} was found damaged and moved aside" for name in names if name.endswith(".damaged")]
+    damages = [
+        f"{root / name} was found damaged and moved aside"
+        for name in names
+        if name.endswith(".damaged")
+    ]
     ours = sorted(our_numbers(root, OUR_STEP, names), reverse=True)
     for step in (n for n in ours if below is None or n < below):
         try:
             (verify_step if sizes else read_manifest)(step_folder(root, step))
             return step, notes
         except DamagedCheckpoint as damage:
-            notes.append(f"WARNING: skipping {step_folder(root, step).name}, it is damaged: {damage}")
+            notes.append(
+                f"WARNING: skipping {step_folder(root, step).name}, it is damaged: {damage}"
+            )
             damages.append(str(damage))
     if damages:
         raise DamagedCheckpoint(f"no undamaged checkpoint in {root}: {'; '.join(damages)}")
     if below is not None:
         raise DamagedCheckpoint(f"there is no older checkpoint in {root}")
-    notes += [f"WARNING: {root / name} was never finished and is ignored" for name in names if name.endswith(".tmp")]
+    notes += [
+        f"WARNING: {root / name} was never finished and is ignored"
+        for name in names
+        if name.endswith(".tmp")
+    ]
     return None, notes
 
 
@@ -213,7 +248,10 @@ def listing(root: Path) -> list[str]:
         raise not_a_run(root, "checkpoint") from None
     except OSError as error:
         raise bad_data(f"cannot read the folder {root}: {error.strerror}") from error
-    steps = [rf"{OUR_STEP}(\.tmp|\.damaged)?", *(record.steps for record in all_formats().values() if record.steps)]
+    steps = [
+        rf"{OUR_STEP}(\.tmp|\.damaged)?",
+        *(record.steps for record in all_formats().values() if record.steps),
+    ]
     pattern = "|".join([*steps, *map(re.escape, (BEST, *trackers()))])
     return sorted(name for name in names if re.fullmatch(pattern, name))
 

@@ -42,7 +42,9 @@ class Uploader:
     there, and then a receipt for the step; rank 0 waits for all receipts before the manifest.
     """
 
-    def __init__(self, root: Path, others: list[Path], team: Team = ALONE, users: publish.Users = ()) -> None:
+    def __init__(
+        self, root: Path, others: list[Path], team: Team = ALONE, users: publish.Users = ()
+    ) -> None:
         self.root, self.others, self.rank = root, others, team.rank
         self.senders = sorted({0, *users})
         self.saved: int | None = None  # the step that other machines are sending too
@@ -114,7 +116,11 @@ class Uploader:
         if not here:
             return False  # it was sent, or read from storage
         is_published = mirror.is_published(folder)
-        if len(here) < len(manifest) and not is_published and (step != self.saved or len(self.senders) == 1):
+        if (
+            len(here) < len(manifest)
+            and not is_published
+            and (step != self.saved or len(self.senders) == 1)
+        ):
             return False  # its other files are nowhere
         lacking = [name for name in here if not self.is_sent(folder / name, here[name], sent)]
         if is_published and not lacking:
@@ -122,13 +128,18 @@ class Uploader:
         self.confirm()
         if not is_published and not self.rank:
             others = sorted(
-                name for name in store.entries(key) if name not in manifest and not name.startswith(RECEIPT)
+                name
+                for name in store.entries(key)
+                if name not in manifest and not name.startswith(RECEIPT)
             )
             store.delete([f"{key}/{name}" for name in dict.fromkeys([MANIFEST, *others])])
         for name in lacking:
             self.confirm()
             publish.crash_point("before_file")
-            sent[f"{folder.name}/{name}"] = [here[name].sha256, store.put(f"{key}/{name}", folder / name)]
+            sent[f"{folder.name}/{name}"] = [
+                here[name].sha256,
+                store.put(f"{key}/{name}", folder / name),
+            ]
             write_note(self.root / SENT, sent)
         if not is_published:
             self.publish(step, manifest, raw, sent)
@@ -147,7 +158,11 @@ class Uploader:
         """Return whether an object is the one that this machine has sent, of this file's bytes."""
         known = sent.get(f"{path.parent.name}/{path.name}")
         store, key = locate(path)
-        return known is not None and known[0] == file.sha256 and store.entry(key) == Entry(file.size, known[1])
+        return (
+            known is not None
+            and known[0] == file.sha256
+            and store.entry(key) == Entry(file.size, known[1])
+        )
 
     def publish(self, step: int, manifest: Manifest, raw: bytes, sent: dict[str, Any]) -> None:
         """Put the manifest of a step whose files this machine has sent; other ranks, a receipt."""
@@ -162,18 +177,29 @@ class Uploader:
         until = time.monotonic() + PATIENCE
         while lacking and any((store.get(name) or [None])[0] != receipt for name in lacking):
             if time.monotonic() > until:
-                raise UserError(f"another machine has not sent its files of step {step:,} for {PATIENCE:.0f} s", IO)
+                raise UserError(
+                    f"another machine has not sent its files of step {step:,} for {PATIENCE:.0f} s",
+                    IO,
+                )
             time.sleep(LOOK)
         there = store.entries(key)
         for name, file in manifest.items():
             entry, known = there.get(name), sent.get(f"{folder.name}/{name}")
-            if entry is None or entry.size != file.size or (known and known[1] not in (None, entry.tag)):
+            if (
+                entry is None
+                or entry.size != file.size
+                or (known and known[1] not in (None, entry.tag))
+            ):
                 what = f"{store.bucket}/{key}/{name} is not there, or not as it was sent"
                 raise UserError(f"{what}; does another program write there?", IO)
         self.confirm()
         publish.crash_point("before_manifest")
-        if store.put(f"{key}/{MANIFEST}", raw, "create") is None and not mirror.is_published(folder):
-            raise UserError(f"{store.bucket}/{key}/{MANIFEST} was written by another run meanwhile", IO)
+        if store.put(f"{key}/{MANIFEST}", raw, "create") is None and not mirror.is_published(
+            folder
+        ):
+            raise UserError(
+                f"{store.bucket}/{key}/{MANIFEST} was written by another run meanwhile", IO
+            )
         store.delete(lacking)
 
     def confirm(self) -> None:
@@ -204,6 +230,12 @@ class Uploader:
             confirm(self.root)
             folder = step_folder(self.root, step)
             store, key = locate(folder)
-            store.delete([f"{key}/{name}" for name in dict.fromkeys([MANIFEST, *store.entries(key)])])
-            sent = {name: value for name, value in sent.items() if not name.startswith(f"{folder.name}/")}
+            store.delete(
+                [f"{key}/{name}" for name in dict.fromkeys([MANIFEST, *store.entries(key)])]
+            )
+            sent = {
+                name: value
+                for name, value in sent.items()
+                if not name.startswith(f"{folder.name}/")
+            }
         write_note(self.root / SENT, sent)

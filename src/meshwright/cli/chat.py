@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 class ChatFlags:
     """The dialogue."""
 
-    system: str | None = flag(None, "words that come before the dialogue", value="WORDS", docs="generation")
+    system: str | None = flag(
+        None, "words that come before the dialogue", value="WORDS", docs="generation"
+    )
     chat_template: str | None = flag(
         None,
         "plain, or a Jinja file or its folder (none: the one beside the tokenizer; without one, plain)",
@@ -35,7 +37,9 @@ class ChatFlags:
         value="NAME",
         docs="generation",
     )
-    history: bool = flag(True, "keep the lines that are typed for the next dialogue", docs="generation")
+    history: bool = flag(
+        True, "keep the lines that are typed for the next dialogue", docs="generation"
+    )
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,11 @@ class ChatConfig(ReadConfig):
     sampling: Sampling = Sampling()
 
     USES: ClassVar[frozenset[str]] = frozenset(
-        {f.name for group in (ChatFlags, Sampling, TokenizerFlags) for f in dataclasses.fields(group)}
+        {
+            f.name
+            for group in (ChatFlags, Sampling, TokenizerFlags)
+            for f in dataclasses.fields(group)
+        }
         | {*READING, "seed", "deterministic_mode"} - {"micro_batch_size"}
     )
 
@@ -72,9 +80,12 @@ def prepare_chat(parsed: flags.Parsed[ChatConfig], is_lead: bool) -> ReadingTask
         template = choose_template(c.chat.chat_template, m.tokenizer, m.tokenizer_folder)
         accept_any_text()
         dialogue = Dialogue(m.tokenizer, template, m.seq_length, c.chat.system or "")
-        Chat(m, dialogue, c.sampling, tuple(map(unescape, c.chat.stop)), c.training.seed).run(c.chat.history)
+        Chat(m, dialogue, c.sampling, tuple(map(unescape, c.chat.stop)), c.training.seed).run(
+            c.chat.history
+        )
 
-    return ReadingTask(work, "a smaller --seq-length, or --bf16,", check=check)  # stdout is for the dialogue
+    # stdout is for the dialogue
+    return ReadingTask(work, "a smaller --seq-length, or --bf16,", check=check)
 
 
 main = ReadingCommand("chat", ChatConfig, ABOUT, "the dialogue", prepare_chat).main

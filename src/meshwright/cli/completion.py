@@ -20,7 +20,9 @@ class CompletionConfig:
 
 
 def main(argv: list[str]) -> int:
-    shell = flags.parse_settings(CompletionConfig, argv, "meshwright completion", about=ABOUT).config.shell
+    shell = flags.parse_settings(
+        CompletionConfig, argv, "meshwright completion", about=ABOUT
+    ).config.shell
     from meshwright.config import completion
 
     print(completion.completion_script(shell))

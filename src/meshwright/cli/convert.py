@@ -40,7 +40,9 @@ class ConversionFlags:
     )
     target_tensor_parallel_size: int = flag(1, "tensor-parallel ranks, for --to torch", bound=">0")
     target_pipeline_parallel_size: int = flag(1, "pipeline stages, for --to torch", bound=">0")
-    dtype: Literal["float32", "float16", "bfloat16"] | None = flag(None, "type of the weights (none: unchanged)")
+    dtype: Literal["float32", "float16", "bfloat16"] | None = flag(
+        None, "type of the weights (none: unchanged)"
+    )
     no_optimizer: bool = flag(False, "leave optimizer state out, and the average of --ema")
 
 
@@ -55,7 +57,11 @@ class ConvertConfig:
     checkpoint: Checkpoint = Checkpoint()
 
     USES: ClassVar[frozenset[str]] = frozenset(
-        {f.name for group in (ConversionFlags, Model, TokenizerFlags) for f in dataclasses.fields(group)}
+        {
+            f.name
+            for group in (ConversionFlags, Model, TokenizerFlags)
+            for f in dataclasses.fields(group)
+        }
         | {"seq_length", "verify", "trust_pickle", "weights", "average_last"}
     )
 
@@ -63,10 +69,14 @@ class ConvertConfig:
         is_complete = len(self.conversion.paths) == 2 and self.conversion.to
         form = "meshwright convert SRC DST --to native|torch|huggingface"
         if not is_complete:
-            return [Problem(("to", "paths"), f"{{to}} and two folders are needed: {form}", "missing")]
+            return [
+                Problem(("to", "paths"), f"{{to}} and two folders are needed: {form}", "missing")
+            ]
         address = find_address(self.conversion.paths[1])
         out = averages_problems(self.checkpoint)
-        return [Problem(("paths",), f"DST {plain(refuse_address(address))}"), *out] if address else out
+        return (
+            [Problem(("paths",), f"DST {plain(refuse_address(address))}"), *out] if address else out
+        )
 
 
 def main(argv: list[str]) -> int:
@@ -84,7 +94,9 @@ def main(argv: list[str]) -> int:
     job = prepare_conversion(c.paths[0], target, given)
     source, folder = job.source, target.folder
     if parsed.dry_run:
-        print(f"{source.folder} ({source.kind}) would become {folder} ({target.to}); nothing was written")
+        print(
+            f"{source.folder} ({source.kind}) would become {folder} ({target.to}); nothing was written"
+        )
         return DONE
     done = job.run()
     say(

@@ -34,7 +34,11 @@ class Verification:
     """Token files to check."""
 
     prefixes: list[str] = flag(
-        [], "prefixes of .bin/.idx pairs, as for --data-path", "--prefix", value="PREFIX", word="PREFIX"
+        [],
+        "prefixes of .bin/.idx pairs, as for --data-path",
+        "--prefix",
+        value="PREFIX",
+        word="PREFIX",
     )
     checksums: str | None = flag(
         None,
@@ -63,19 +67,28 @@ class VerifyConfig:
 class Inspection:
     """Part of token files to show."""
 
-    prefix: str | None = flag(None, "prefix of a .bin/.idx pair, as for --data-path", value="PREFIX", docs="")
+    prefix: str | None = flag(
+        None, "prefix of a .bin/.idx pair, as for --data-path", value="PREFIX", docs=""
+    )
     document: int | None = flag(None, "show only this document, counted from 0", bound=">=0")
     sample: int | None = flag(
-        None, "show this sample, counted from 0 in the order of the training whose flags are given", bound=">=0"
+        None,
+        "show this sample, counted from 0 in the order of the training whose flags are given",
+        bound=">=0",
     )
     sample_set: str | None = flag(
         None,
         "set that --sample counts in: train (the default), valid, test, or valid/NAME if there are several",
         value="FORM",
     )
-    top: int | None = flag(None, "number of most frequent tokens to show (none: 20; 0: skip counting)", bound=">=0")
+    top: int | None = flag(
+        None, "number of most frequent tokens to show (none: 20; 0: skip counting)", bound=">=0"
+    )
     picture: str | None = flag(
-        None, "write a histogram of document lengths to this .png, .svg or .pdf", value="FILE", docs="data evaluation"
+        None,
+        "write a histogram of document lengths to this .png, .svg or .pdf",
+        value="FILE",
+        docs="data evaluation",
     )
     json: bool = flag(False, "print one line of JSON instead of a table")
 
@@ -95,14 +108,20 @@ class InspectConfig(TrainConfig):
             text = f"{stated(i, 'document')} and {stated(i, 'sample')} exclude each other; give one"
             out.append(Problem(("document", "sample"), text))
         if i.sample is None and i.sample_set is not None:
-            text = f"{stated(i, 'sample_set')} needs {{sample}}; say which sample of the set to show"
+            text = (
+                f"{stated(i, 'sample_set')} needs {{sample}}; say which sample of the set to show"
+            )
             out.append(Problem(("sample_set",), text))
         others = [other for other in ("top", "picture") if getattr(i, other) is not None]
         for name in ("document", "sample"):
             if others and getattr(i, name) is not None:
                 text = f"{{{name}}} shows nothing else, but {named(others)} covers all documents; leave one out"
                 out.append(Problem((name, *others), text))
-        return out if i.sample is None else out + checks.forecast_problems(self, needs_data=not i.prefix)
+        return (
+            out
+            if i.sample is None
+            else out + checks.forecast_problems(self, needs_data=not i.prefix)
+        )
 
 
 @dataclass(frozen=True)
@@ -117,14 +136,23 @@ class IndexConfig(TrainConfig):
 class Merging:
     """Token files to merge into one pair."""
 
-    datasets: list[str] = flag([], "prefixes of .bin/.idx pairs, joined in this order", "--prefixes", value="PREFIX")
-    input: str | None = flag(
-        None, "folder whose pairs are all merged, sorted by name", value="PATH", docs="data evaluation"
+    datasets: list[str] = flag(
+        [], "prefixes of .bin/.idx pairs, joined in this order", "--prefixes", value="PREFIX"
     )
-    output_prefix: str | None = flag(None, "prefix of the output files", value="PREFIX", docs="data")
+    input: str | None = flag(
+        None,
+        "folder whose pairs are all merged, sorted by name",
+        value="PATH",
+        docs="data evaluation",
+    )
+    output_prefix: str | None = flag(
+        None, "prefix of the output files", value="PREFIX", docs="data"
+    )
     overwrite: bool = flag(False, "replace token files that were merged from others")
     merge: Literal["serial", "distributed"] = flag(
-        "serial", "copy one file at a time, or several at once, which is faster on network disks", docs="data"
+        "serial",
+        "copy one file at a time, or several at once, which is faster on network disks",
+        docs="data",
     )
 
 
@@ -149,7 +177,8 @@ class Verb:
 
     config: type[Any]  # its settings
     about: str  # a line of the help
-    work: Callable[[Any, bool], None]  # takes the settings, and whether only to say what it would do
+    # takes the settings, and whether only to say what it would do
+    work: Callable[[Any, bool], None]
     positional: str | None = None  # the setting that words without a flag give
 
 
@@ -190,7 +219,9 @@ def strip_endings(words: list[str], must_exist: bool = True) -> list[str]:
     out = list[str]()
     for word in words:
         prefix = prefix_of(word)
-        lost = next((end for end in (".idx", ".bin") if must_exist and not Path(prefix + end).exists()), "")
+        lost = next(
+            (end for end in (".idx", ".bin") if must_exist and not Path(prefix + end).exists()), ""
+        )
         if lost:
             raise bad_data(f"{prefix}{lost} does not exist{near_prefix(prefix)}")
         if address_of(prefix) is not None:
@@ -209,7 +240,9 @@ def check_files(config: VerifyConfig, dry: bool) -> None:
     prefixes = strip_endings(v.prefixes, must_exist=False)
     checksums = Path(v.checksums) if v.checksums else None
     if dry:
-        also = f" and {'compare' if checksums.exists() else 'write'} {checksums}" if checksums else ""
+        also = (
+            f" and {'compare' if checksums.exists() else 'write'} {checksums}" if checksums else ""
+        )
         print(f"would check {', '.join(prefixes)}{also}")
         return
     if tokenizers.is_named(t) or t.tokenizer_type != TokenizerFlags().tokenizer_type:
@@ -244,10 +277,18 @@ def inspect(config: InspectConfig, dry: bool) -> None:
         print(json.dumps(facts, ensure_ascii=False) if text is None else text)
         return
     facts = statistics.summary(indexed, TOP if i.top is None else i.top, tokenizer)
-    facts |= {"tokenizer": tokenizers.describe_folder(folder), "tokenizer_folder": str(folder)} if folder else {}
+    facts |= (
+        {"tokenizer": tokenizers.describe_folder(folder), "tokenizer_folder": str(folder)}
+        if folder
+        else {}
+    )
     if i.picture:
         statistics.draw_histogram(facts, Path(i.picture))
-    print(json.dumps(facts, ensure_ascii=False) if i.json else "\n".join(statistics.format_summary(facts)))
+    print(
+        json.dumps(facts, ensure_ascii=False)
+        if i.json
+        else "\n".join(statistics.format_summary(facts))
+    )
 
 
 def with_prefix(config: InspectConfig, prefix: str | None) -> InspectConfig:
@@ -261,7 +302,9 @@ def with_prefix(config: InspectConfig, prefix: str | None) -> InspectConfig:
 def index(config: IndexConfig, dry: bool) -> None:
     from meshwright.data import ahead, tokenizers
 
-    tokenizer = tokenizers.resolve_for_data(config.tokenizer, tokenizers.find_of_data(data_paths.prefixes(config.data)))
+    tokenizer = tokenizers.resolve_for_data(
+        config.tokenizer, tokenizers.find_of_data(data_paths.prefixes(config.data))
+    )
     ahead.build_index(config, tokenizer.size if tokenizer else config.tokenizer.vocab_size, dry)
 
 
@@ -274,7 +317,9 @@ def merge_command(config: MergeConfig, dry: bool) -> None:
     if world.rank:
         return
     if world.size > 1:
-        notice(f"note: {world.size} processes were started; only this one merges, because the disk sets the speed")
+        notice(
+            f"note: {world.size} processes were started; only this one merges, because the disk sets the speed"
+        )
     prefixes = strip_endings(m.datasets) or work.find_pairs(m.input or "", m.output_prefix)
     if dry:
         print(f"would merge {', '.join(prefixes)} into {m.output_prefix}")
@@ -289,7 +334,21 @@ def merge_command(config: MergeConfig, dry: bool) -> None:
     print(f"{head}: {counts} ({made.dtype.name}), {clock.speed(size)}")
 
 
-VERIFY = Verb(VerifyConfig, "check token files completely and list everything that is wrong", check_files, "prefixes")
-INSPECT = Verb(InspectConfig, "counts, lengths, frequent tokens; one document or training sample", inspect, "prefix")
-INDEX = Verb(IndexConfig, "build a training's sample indices ahead of it: give all of its flags", index)
-MERGE = Verb(MergeConfig, "join pairs of token files, in the order given", merge_command, "datasets")
+VERIFY = Verb(
+    VerifyConfig,
+    "check token files completely and list everything that is wrong",
+    check_files,
+    "prefixes",
+)
+INSPECT = Verb(
+    InspectConfig,
+    "counts, lengths, frequent tokens; one document or training sample",
+    inspect,
+    "prefix",
+)
+INDEX = Verb(
+    IndexConfig, "build a training's sample indices ahead of it: give all of its flags", index
+)
+MERGE = Verb(
+    MergeConfig, "join pairs of token files, in the order given", merge_command, "datasets"
+)

@@ -12,7 +12,12 @@ from meshwright.cli.reading import ReadingCommand, ReadingTask
 from meshwright.config import flags
 from meshwright.config.grammar import unescape
 from meshwright.config.schema import GenerateConfig
-from meshwright.generation.prompts import Prompt, prompts_of_lines, read_prompt_file, read_prompt_text
+from meshwright.generation.prompts import (
+    Prompt,
+    prompts_of_lines,
+    read_prompt_file,
+    read_prompt_text,
+)
 from meshwright.generation.terminal import replace_surrogates
 
 if TYPE_CHECKING:
@@ -39,10 +44,15 @@ def prepare_generate(parsed: flags.Parsed[GenerateConfig], is_lead: bool) -> Rea
             console.notice(f"note: {short}; a text ends there, before --max-new-tokens {most}")
         write_output(c, m, prompts, output)
 
-    is_megatrons = t.num_samples or t.sample_input_file or (t.dialogue == "megatron" and not prompts)
+    is_megatrons = (
+        t.num_samples or t.sample_input_file or (t.dialogue == "megatron" and not prompts)
+    )
     batch, most = c.training.micro_batch_size or 8, c.sampling.out_seq_length
-    less = f"a smaller --micro-batch-size (now {batch}) or --max-new-tokens (now {most}), or --bf16,"
-    return ReadingTask(work, less, "stdout" if is_megatrons else "stderr")  # else stdout is for text
+    less = (
+        f"a smaller --micro-batch-size (now {batch}) or --max-new-tokens (now {most}), or --bf16,"
+    )
+    # else stdout is for text
+    return ReadingTask(work, less, "stdout" if is_megatrons else "stderr")
 
 
 def gather_prompts(c: GenerateConfig) -> list[Prompt]:
@@ -57,4 +67,6 @@ def gather_prompts(c: GenerateConfig) -> list[Prompt]:
     return read_prompt_file(t.prompts, usual) if t.prompts else []
 
 
-main = ReadingCommand("generate", GenerateConfig, "Write text with a model.", "generation", prepare_generate).main
+main = ReadingCommand(
+    "generate", GenerateConfig, "Write text with a model.", "generation", prepare_generate
+).main

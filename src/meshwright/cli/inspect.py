@@ -21,10 +21,16 @@ class InspectCheckpointConfig:
         positional=True,
         remote=True,
     )
-    other: Path | None = flag(None, "a second one: print only the differences", positional=True, remote=True)
-    step: int | None = flag(None, "show only this step (none: all steps, with details of the newest)")
+    other: Path | None = flag(
+        None, "a second one: print only the differences", positional=True, remote=True
+    )
+    step: int | None = flag(
+        None, "show only this step (none: all steps, with details of the newest)"
+    )
     tensors: bool = flag(False, "list every tensor with its shape, type and size")
-    boxes: bool = flag(False, "list also where each part of a tensor lies: its file and ranges of elements")
+    boxes: bool = flag(
+        False, "list also where each part of a tensor lies: its file and ranges of elements"
+    )
     full: bool = flag(False, "verify every byte")
     num_attention_heads: int | None = flag(
         None, "attention heads of the model, if the checkpoint does not say", docs="checkpoints"
@@ -38,13 +44,19 @@ class InspectCheckpointConfig:
     def problems(self) -> list[Problem]:
         if self.other is not None and (self.step is not None or self.tensors or self.boxes):
             one = "{step}, {tensors=True} and {boxes=True} are for one checkpoint"
-            return [Problem(("step", "tensors", "boxes"), f"{one}; to compare two steps give their folders")]
+            return [
+                Problem(
+                    ("step", "tensors", "boxes"), f"{one}; to compare two steps give their folders"
+                )
+            ]
         return []
 
 
 def main(argv: list[str]) -> int:
     about = "Show what a checkpoint of any program holds, or how two checkpoints differ."
-    c = flags.parse_settings(InspectCheckpointConfig, argv, "meshwright inspect", about=about).config
+    c = flags.parse_settings(
+        InspectCheckpointConfig, argv, "meshwright inspect", about=about
+    ).config
     from meshwright.checkpoint import mirror, steps
     from meshwright.checkpoint.inspect import Detail, compare_checkpoints, describe_folder
     from meshwright.checkpoint.loading import OpenOptions

@@ -33,7 +33,9 @@ def main(argv: list[str]) -> int:
     config = parsed.config
     words = config.command
     if not words:
-        raise UserError(f"nothing to start; name {', '.join(LAUNCHED)} with its flags, or a Python script")
+        raise UserError(
+            f"nothing to start; name {', '.join(LAUNCHED)} with its flags, or a Python script"
+        )
     if words[0] in LAUNCHED and help.requested_topic(words) is not None:
         return int(registry.find("commands", words[0])(words[1:]))
     if config.write is not None and config.engine != "torch":
@@ -70,7 +72,9 @@ def require_room(config: LaunchConfig, words: list[str]) -> None:
         return
     if (forecast := find_forecast()) is None:
         return
-    training = parse_train([*words, "--dry-run"], int(config.nproc_per_node) * (config.nnodes or 1), complete_settings)
+    training = parse_train(
+        [*words, "--dry-run"], int(config.nproc_per_node) * (config.nnodes or 1), complete_settings
+    )
     if reason := forecast.why_too_large(training, None if config.gpu == "auto" else config.gpu):
         raise SettingsError(f"{reason}; {{gpu}} any writes it all the same")
 
@@ -81,7 +85,11 @@ def run_elastic(plan: LaunchPlan, program: list[str], words: list[str]) -> int:
     from meshwright.runtime.launch.elastic import find_shapes
     from meshwright.training.before.resolve import complete_settings
 
-    shapes = find_shapes(words, plan.least_ranks, plan.most_ranks, complete_settings) if plan.node == 0 else []
+    shapes = (
+        find_shapes(words, plan.least_ranks, plan.most_ranks, complete_settings)
+        if plan.node == 0
+        else []
+    )
     return members.launch_elastic(dataclasses.replace(plan, shapes=tuple(shapes)), program)
 
 
@@ -89,10 +97,14 @@ def run_on_ray(config: LaunchConfig, words: list[str]) -> int:
     """Launch on a Ray cluster: that of RAY_ADDRESS, one that runs here, or a new local one."""
     for name in ("node_rank", "master_addr", "master_port", "node_ips"):
         if getattr(config, name) is not None:
-            raise SettingsError(f"{{engine=ray}} and {{{name}}}: Ray places the ranks; leave {{{name}}} out")
+            raise SettingsError(
+                f"{{engine=ray}} and {{{name}}}: Ray places the ranks; leave {{{name}}} out"
+            )
     count = config.nproc_per_node
     if config.max_ranks is None and not re.fullmatch("[1-9][0-9]{0,3}", count):
-        raise SettingsError("{engine=ray} needs {max_ranks}, or {nproc_per_node} and {nnodes} as numbers")
+        raise SettingsError(
+            "{engine=ray} needs {max_ranks}, or {nproc_per_node} and {nnodes} as numbers"
+        )
     least, most = find_bounds(config, config.max_ranks or int(count) * (config.nnodes or 1))
     try:
         from meshwright.runtime.launch import on_ray
@@ -103,7 +115,9 @@ def run_on_ray(config: LaunchConfig, words: list[str]) -> int:
 
     workers = (least, most) if most else int(count) * (config.nnodes or 1)
     uses_gpu = on_ray.has_gpus() and not re.search(r"--device[= ]cpu", " ".join(words))
-    return on_ray.fit(words, workers, use_gpu=uses_gpu, failures=config.max_restarts, complete=complete_settings)
+    return on_ray.fit(
+        words, workers, use_gpu=uses_gpu, failures=config.max_restarts, complete=complete_settings
+    )
 
 
 def run_rank(argv: list[str], command_line: Callable[[list[str], World], int]) -> int:
@@ -113,11 +127,15 @@ def run_rank(argv: list[str], command_line: Callable[[list[str], World], int]) -
     in the flags, which are the same on all ranks.
     """
     world = find_world(os.environ, None)
-    if world.rank and (help.requested_topic(argv) is not None or {"--dry-run", "--print-config"}.intersection(argv)):
+    if world.rank and (
+        help.requested_topic(argv) is not None or {"--dry-run", "--print-config"}.intersection(argv)
+    ):
         return DONE
     try:
         words = argv if world.size == 1 else [f"--world-size={world.size}", *argv]
-        if world.size > 1 and (said := re.search(r"--world-size[= ](\d{1,9})( |$)", " ".join(argv))):
+        if world.size > 1 and (
+            said := re.search(r"--world-size[= ](\d{1,9})( |$)", " ".join(argv))
+        ):
             require_world_size(world, int(said[1]))  # before the batch size is divided by it
         return command_line(words, world)
     except UserError as error:

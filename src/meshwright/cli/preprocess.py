@@ -28,7 +28,9 @@ def main(argv: list[str]) -> int:
     try:
         prefixes = preprocess(parsed.config, sys.stdout, sys.stderr, world)
     except RuntimeError as error:
-        raise (explain_lost_rank(error, WAIT_MINUTES) if world.size > 1 else None) or error from None
+        raise (
+            explain_lost_rank(error, WAIT_MINUTES) if world.size > 1 else None
+        ) or error from None
     finally:
         if world.size > 1:
             leave_ranks()
@@ -58,4 +60,6 @@ def show_inputs(config: PreprocessConfig) -> None:
     if preparation is None:
         print("a tokenizer is needed to write tokens: --tokenizer")
     elif config.preprocess.output_prefix and not preparation.is_done(sys.stdout, dry_run=True):
-        print(f"would write {' and '.join(f'{prefix}.bin/.idx' for prefix in preparation.prefixes)}")
+        print(
+            f"would write {' and '.join(f'{prefix}.bin/.idx' for prefix in preparation.prefixes)}"
+        )

@@ -32,7 +32,9 @@ Recipes set all else from the size of a preset, or of --depth N alone:"""
 class PresetsConfig:
     """Settings of `meshwright presets`."""
 
-    name: str | None = flag(None, "preset to print as flags (none: list all)", positional=True, value="NAME")
+    name: str | None = flag(
+        None, "preset to print as flags (none: list all)", positional=True, value="NAME"
+    )
     toml: bool = flag(False, "print it as a file for --config")
     json: bool = flag(False, "print it, or all, as JSON", docs="data")
 
@@ -51,7 +53,9 @@ def main(argv: list[str]) -> int:
     if c.json:
         print(
             json.dumps(
-                describe_preset(c.name) if c.name else [describe_preset(n) for f in FAMILIES for n in f.presets],
+                describe_preset(c.name)
+                if c.name
+                else [describe_preset(n) for f in FAMILIES for n in f.presets],
                 indent=2,
             )
         )
@@ -93,7 +97,9 @@ def describe_preset(name: str) -> dict[str, Any]:
 
 def list_presets() -> list[str]:
     """Return the list of all presets, within 80 columns."""
-    out = [f"{'preset':<24}{'parameters':>10}{'layers':>8}{'width':>7}{'heads':>8}{'context':>9}{'memory':>13}"]
+    out = [
+        f"{'preset':<24}{'parameters':>10}{'layers':>8}{'width':>7}{'heads':>8}{'context':>9}{'memory':>13}"
+    ]
     for one in FAMILIES:
         out += ["", one.source]
         for name, s in one.presets.items():
@@ -104,7 +110,13 @@ def list_presets() -> list[str]:
             out.append(f"{left}{heads:>8}{s['seq_length']:>9,}{memory:>13}")
     others = ", ".join(f"{alias} = {name}" for alias, name in ALIASES.items())
     also = textwrap.wrap(f"also: {others}", 80, subsequent_indent="  ")
-    return [*out, "", *also, FOOT, *(f"  --recipe {name:<9}{recipe['about']}" for name, recipe in RECIPES.items())]
+    return [
+        *out,
+        "",
+        *also,
+        FOOT,
+        *(f"  --recipe {name:<9}{recipe['about']}" for name, recipe in RECIPES.items()),
+    ]
 
 
 def preset_as_flags(name: str) -> list[str]:

@@ -70,13 +70,18 @@ class ReadingCommand(Generic[C]):
 
     def run(self, argv: list[str], words: list[str], world: World) -> int:
         is_lead = world.rank == 0
-        parsed = command.settings(self.config, words, self.name, self.about, self.positional, prints=is_lead)
+        parsed = command.settings(
+            self.config, words, self.name, self.about, self.positional, prints=is_lead
+        )
         if parsed is None:
             return DONE
         c = parsed.config
         if not self.copies and is_idle(world, c.parallel.model_ranks, self.noun):
             return DONE
-        if not parsed.dry_run and (status := launch.relaunch(c.parallel, [self.name, *argv])) is not None:
+        if (
+            not parsed.dry_run
+            and (status := launch.relaunch(c.parallel, [self.name, *argv])) is not None
+        ):
             return status
         task = self.prepare(parsed, is_lead)
 
@@ -90,9 +95,13 @@ class ReadingCommand(Generic[C]):
                 model = language_model.open_checked(folder, given, c.tokenizer)
                 task.check(model)
                 where = shown(str(model.source.root))
-                print(f"{task.input}the flags fit step {model.source.step} in {where}; nothing was loaded")
+                print(
+                    f"{task.input}the flags fit step {model.source.step} in {where}; nothing was loaded"
+                )
             return DONE
         if c.precision.deterministic_mode:
             devices.use_deterministic_algorithms()
         with task.context, command.explain_out_of_memory(task.less):
-            return ranks.run_on_ranks(c, given, task.work, copies=self.copies, stops=task.stops, folders=folders)
+            return ranks.run_on_ranks(
+                c, given, task.work, copies=self.copies, stops=task.stops, folders=folders
+            )

@@ -18,12 +18,16 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
     dry, prints = "--dry-run" in argv, "--print-config" in argv
     try:
         about = "Pre-train a GPT. Without --save nothing is written."
-        parsed = flags.parse_settings(TrainConfig, words, "meshwright train", check=not dry, about=about)
+        parsed = flags.parse_settings(
+            TrainConfig, words, "meshwright train", check=not dry, about=about
+        )
     except UserError as error:
         if not prints:
             raise
         try:  # print the settings before the error
-            parsed = flags.parse_settings(TrainConfig, [*words, "--dry-run"], "meshwright train", check=False)
+            parsed = flags.parse_settings(
+                TrainConfig, [*words, "--dry-run"], "meshwright train", check=False
+            )
         except UserError:
             raise error from None
         print(flags.to_toml(parsed.config, parsed.sources))

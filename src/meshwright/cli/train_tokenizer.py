@@ -31,7 +31,9 @@ FILES, RECORD = ("vocab.json", "merges.txt"), "vocab.origin.json"
 class TrainTokenizerConfig(TextInputs):
     """Settings of `meshwright train-tokenizer`."""
 
-    vocab_size: int = flag(MISSING, "size of the vocabulary, with the bytes and <|endoftext|>", docs="checkpoints data")
+    vocab_size: int = flag(
+        MISSING, "size of the vocabulary, with the bytes and <|endoftext|>", docs="checkpoints data"
+    )
     output: Path = flag(MISSING, "folder for vocab.json and merges.txt", docs="tutorial")
     overwrite: bool = flag(False, "replace a vocabulary that was made from other text or settings")
 
@@ -44,7 +46,9 @@ class TrainTokenizerConfig(TextInputs):
 
 
 def main(argv: list[str]) -> int:
-    given = flags.parse_settings(TrainTokenizerConfig, argv, "meshwright train-tokenizer", about="Learn a BPE.").config
+    given = flags.parse_settings(
+        TrainTokenizerConfig, argv, "meshwright train-tokenizer", about="Learn a BPE."
+    ).config
     from meshwright.data.text.inputs import find_inputs
     from meshwright.data.text.reading import why_nothing
     from meshwright.data.tokenizers import GPT2BPE, train_bpe
@@ -56,7 +60,11 @@ def main(argv: list[str]) -> int:
         reason = "".join(f" ({line})" for line in why_nothing(inputs, given))
         raise bad_data(f"{', '.join(given.input)}: no text to learn from{reason}")
     vocabulary = [given.output / name for name in FILES]
-    made_from = {"command": "train-tokenizer", "inputs": inputs.identity(), "settings": recorded_settings(given)}
+    made_from = {
+        "command": "train-tokenizer",
+        "inputs": inputs.identity(),
+        "settings": recorded_settings(given),
+    }
     if origin.is_done(given.output / RECORD, made_from, vocabulary, given.overwrite, "--output"):
         print(f"{' and '.join(map(str, vocabulary))} are already there, unchanged")
     else:
@@ -70,7 +78,9 @@ def main(argv: list[str]) -> int:
         built = GPT2BPE(*vocabulary)
         print(fit(f"wrote {vocabulary[0]} and {vocabulary[1]}: {built.size} ids"))
         if built.size < given.vocab_size:
-            print(f"fewer than --vocab-size {given.vocab_size}: the text has no more pairs to merge")
+            print(
+                f"fewer than --vocab-size {given.vocab_size}: the text has no more pairs to merge"
+            )
     for line in inputs.left_out(given.on_error, given.encoding):
         notice(line)
     words = ["meshwright", "preprocess", *given.words(), "--tokenizer", str(given.output)]
@@ -81,7 +91,9 @@ def main(argv: list[str]) -> int:
 def recorded_settings(given: TrainTokenizerConfig) -> dict[str, Any]:
     """Return the settings that decide what is learned; records name most of them only if given."""
     defaults, always = asdict(TextInputs()), ("vocab_size", "json_keys", "document_separator")
-    chosen = [name for name in defaults if name != "input" and getattr(given, name) != defaults[name]]
+    chosen = [
+        name for name in defaults if name != "input" and getattr(given, name) != defaults[name]
+    ]
     return {name: getattr(given, name) for name in dict.fromkeys((*always, *chosen))}
 
 

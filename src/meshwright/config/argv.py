@@ -86,8 +86,14 @@ def syntax_of(cls: type, positional: str | None = None) -> Syntax:
         options |= _control_options(cls) | _foreign_options(by_name)
     names_follow = any(f.metadata["positional"] == "rest" for _, f, _ in by_name.values())
     # A flag of ours wins over another program's of the same name.
-    idle = {} if is_flat(cls) else {name: Option(name, *_idle(count)) for name, (count, _) in no_effect().items()}
-    return Syntax(idle | options, tuple(positionals), required, names_follow, getattr(cls, "USES", None))
+    idle = (
+        {}
+        if is_flat(cls)
+        else {name: Option(name, *_idle(count)) for name, (count, _) in no_effect().items()}
+    )
+    return Syntax(
+        idle | options, tuple(positionals), required, names_follow, getattr(cls, "USES", None)
+    )
 
 
 def _positional_of(f: dataclasses.Field[Any], kind: Any) -> Positional:
@@ -98,7 +104,9 @@ def _options_of(f: dataclasses.Field[Any], kind: Any) -> dict[str, Option]:
     """Return the flags of one field."""
     if inner_type(kind) is bool:
         on, off = switches(f)
-        return dict.fromkeys(on, Option(f.name, 0, True)) | dict.fromkeys(off, Option(f.name, 0, False))
+        return dict.fromkeys(on, Option(f.name, 0, True)) | dict.fromkeys(
+            off, Option(f.name, 0, False)
+        )
     count: Count = 1
     if is_list(kind):
         count = "+" if default_of(f) is dataclasses.MISSING else "*"
@@ -110,13 +118,20 @@ def _control_options(cls: type) -> dict[str, Option]:
     options = {"--preset": Option("preset"), "--config": Option("config_file")}
     if issubclass(cls, TrainConfig):
         options |= {"--recipe": Option("recipe"), "--depth": Option("depth")}
-    options |= {"--print-config": Option("print_config", 0, True), "--dry-run": Option("dry_run", 0, True)}
+    options |= {
+        "--print-config": Option("print_config", 0, True),
+        "--dry-run": Option("dry_run", 0, True),
+    }
     return options
 
 
 def _foreign_options(by_name: Mapping[str, Any]) -> dict[str, Option]:
     """Return the switches of other programs that stand for settings of this command."""
-    options = {name: Option(target, 0, value) for name, (target, value) in equal().items() if target in by_name}
+    options = {
+        name: Option(target, 0, value)
+        for name, (target, value) in equal().items()
+        if target in by_name
+    }
     for switch, (target, _) in old_switches().items():
         if target in by_name:
             name = spelling(switch)
@@ -138,7 +153,8 @@ def _idle(count: int | str) -> tuple[Count, Any]:
 class Typed:
     """A command line, taken apart."""
 
-    values: dict[str, Any] = field(default_factory=dict)  # setting -> text, list of texts or a switch's value
+    # setting -> text, list of texts or a switch's value
+    values: dict[str, Any] = field(default_factory=dict)
     words: list[str] = field(default_factory=list)  # without a flag
     unknown: list[str] = field(default_factory=list)  # flags that the command does not have
     problems: list[Problem] = field(default_factory=list)
@@ -193,7 +209,9 @@ def _is_flag(word: str, syntax: Syntax) -> bool:
     return not NEGATIVE_NUMBER.fullmatch(word) and " " not in word
 
 
-def _read_flag(typed: Typed, name: str, joined: str | None, after: Sequence[str], syntax: Syntax) -> int:
+def _read_flag(
+    typed: Typed, name: str, joined: str | None, after: Sequence[str], syntax: Syntax
+) -> int:
     """Note what a flag sets, and return how many of the words after it are its values.
 
     Args:
@@ -213,7 +231,12 @@ def _read_flag(typed: Typed, name: str, joined: str | None, after: Sequence[str]
         said = f"{plain(written)}: this flag takes no value; write it alone, or leave it out"
         typed.problems.append(Problem((option.target,), said))
         values = values[:1]
-    elif isinstance(option.count, int) and len(values) < option.count or option.count == "+" and not values:
+    elif (
+        isinstance(option.count, int)
+        and len(values) < option.count
+        or option.count == "+"
+        and not values
+    ):
         typed.problems.append(Problem((option.target,), _too_few(name, option.count, after)))
     elif option.count == 1:
         values = values[:1]
@@ -236,7 +259,10 @@ def _too_few(name: str, count: Count, after: Sequence[str]) -> str:
 def _given_twice(typed: Typed) -> list[Problem]:
     """Report settings that are given by two names, with different values."""
     return [
-        Problem((target,), f"{' and '.join(values)} are names of one setting, with different values; give one")
+        Problem(
+            (target,),
+            f"{' and '.join(values)} are names of one setting, with different values; give one",
+        )
         for target, values in typed.names.items()
         if len(set(values.values())) > 1
     ]
@@ -266,9 +292,15 @@ def answer_unknown(word: str, syntax: Syntax) -> Problem:
         return Problem(names_in(answer), answer)
 
     unknown = f"unknown flag {plain(name)}"
-    known = {f: o.target for f, o in syntax.options.items() if syntax.used is None or o.target in syntax.used}
+    known = {
+        f: o.target
+        for f, o in syntax.options.items()
+        if syntax.used is None or o.target in syntax.used
+    }
     if ours := our_word("flags", hyphenated[2:], {*known, *known.values()}):
         return Problem(names_in(ours), f"{unknown}; here it is {ours}")
     if near := nearest(hyphenated, known, cutoff=0.8):
         return Problem((known[near],), f"{unknown}; did you mean {near}?")
-    return Problem((), f"{unknown}; {'flags of COMMAND go after it' if syntax.names_follow else 'see --help'}")
+    return Problem(
+        (), f"{unknown}; {'flags of COMMAND go after it' if syntax.names_follow else 'see --help'}"
+    )

@@ -16,7 +16,9 @@ def data_problems(d: Data, needed: bool) -> list[Problem]:
     if d.num_workers > 1024:
         out.append(Problem(("num_workers",), f"{stated(d, 'num_workers')} is above 1024; lower it"))
     if not 0 <= d.last_epoch_cutoff <= 1:
-        out.append(Problem(("last_epoch_cutoff",), f"{stated(d, 'last_epoch_cutoff')} is not in [0, 1]"))
+        out.append(
+            Problem(("last_epoch_cutoff",), f"{stated(d, 'last_epoch_cutoff')} is not in [0, 1]")
+        )
     try:
         trains = any(one.split == "train" for one in data_paths.path_sets(d))
         if needed and not trains and not d.mock_data:

@@ -22,7 +22,10 @@ def parallel_problems(c: TrainConfig) -> list[Problem]:
         except (OSError, ValueError) as error:
             reason = plain(getattr(error, "strerror", error))
             out.append(Problem(("deepspeed_config",), f"{stated(p, 'deepspeed_config')}: {reason}"))
-    for name, least, most in (("distributed_timeout_minutes", 0.01, 10**5), ("start_timeout_seconds", 1, 10**5)):
+    for name, least, most in (
+        ("distributed_timeout_minutes", 0.01, 10**5),
+        ("start_timeout_seconds", 1, 10**5),
+    ):
         if not least <= getattr(p, name) <= most:
             out.append(Problem((name,), f"{stated(p, name)} is not between {least} and {most}"))
     if out_of_bounds(p) or out_of_bounds(m) or out_of_bounds(c.data):
@@ -71,7 +74,9 @@ def naming_problems(p: Parallel) -> list[Problem]:
     if not re.fullmatch(r"auto|(?!auto|gpu)[a-z]+(:[0-9]{1,4})?", p.device):
         text = f"{{device}} {plain(repr(p.device))} is not auto, cpu, cuda, npu ..., or one device as cuda:1"
         out.append(Problem(("device",), text))
-    if p.distributed_backend is not None and not re.fullmatch(r"[A-Za-z0-9_:,]+", p.distributed_backend):
+    if p.distributed_backend is not None and not re.fullmatch(
+        r"[A-Za-z0-9_:,]+", p.distributed_backend
+    ):
         text = f"{plain(repr(p.distributed_backend))} is not a name such as nccl, gloo or hccl"
         out.append(Problem(("distributed_backend",), f"{{distributed_backend}} {text}"))
     return out
@@ -99,7 +104,9 @@ def pipeline_problems(c: TrainConfig) -> list[Problem]:
     if not layers:
         return []
     if pp > layers:
-        text = f"{stated(p, 'pipeline_model_parallel_size')} is above {stated(c.model, 'num_layers')}"
+        text = (
+            f"{stated(p, 'pipeline_model_parallel_size')} is above {stated(c.model, 'num_layers')}"
+        )
         about = ("pipeline_model_parallel_size", "num_layers")
         return [Problem(about, f"{text}: a stage would have no layer")]
     if problem := _schedule_problem(c) or _virtual_problem(c):
@@ -124,9 +131,13 @@ def _schedule_problem(c: TrainConfig) -> Problem | None:
     if kind == "zbv" and (p.num_layers_per_virtual_pipeline_stage or layers < 2 * pp):
         least = f"{stated(c.model, 'num_layers')} must be at least 2 x {stated(p, 'pipeline_model_parallel_size')}"
         rule = f"{least}, without {{num_layers_per_virtual_pipeline_stage}}"
-        return Problem(("pipeline_schedule", "num_layers"), f"{schedule} gives each rank two stages: {rule}")
+        return Problem(
+            ("pipeline_schedule", "num_layers"), f"{schedule} gives each rank two stages: {rule}"
+        )
     if p.zero_stage == 3 or c.training.compile == "on":
-        name, other = ("zero_stage", "{zero_stage=3}") if p.zero_stage == 3 else ("compile", "{compile=on}")
+        name, other = (
+            ("zero_stage", "{zero_stage=3}") if p.zero_stage == 3 else ("compile", "{compile=on}")
+        )
         advice = "give {pipeline_schedule=1f1b}"
         text = f"{schedule} with {other}: weight gradients are computed separately; {advice}"
         return Problem(("pipeline_schedule", name), text)
@@ -145,7 +156,9 @@ def _virtual_problem(c: TrainConfig) -> Problem | None:
         return Problem((name,), f"{by_virtual} needs {{pipeline_model_parallel_size}} above 1")
     if layers % (pp * virtual):
         product = f"{stated(p, 'pipeline_model_parallel_size')} x {by_virtual} = {pp * virtual}"
-        return Problem(("num_layers", name), f"{stated(c.model, 'num_layers')} is not a multiple of {product}")
+        return Problem(
+            ("num_layers", name), f"{stated(c.model, 'num_layers')} is not a multiple of {product}"
+        )
     if c.chunks > 1 and p.pipeline_schedule == "gpipe":
         text = f"{{pipeline_schedule=gpipe}} contradicts {by_virtual}, which interleaves 1f1b; leave one out"
         return Problem(("pipeline_schedule", name), text)
@@ -165,7 +178,11 @@ def _micro_batches_problems(c: TrainConfig) -> list[Problem]:
             growing = "rampup_batch_size" if t.rampup_batch_size else "step_batch_size_schedule"
             name = growing if size != c.global_batch else "global_batch_size"
             is_virtual = p.num_layers_per_virtual_pipeline_stage
-            user = "{num_layers_per_virtual_pipeline_stage}" if is_virtual else stated(p, "pipeline_schedule")
+            user = (
+                "{num_layers_per_virtual_pipeline_stage}"
+                if is_virtual
+                else stated(p, "pipeline_schedule")
+            )
             count = f"{with_value(name, size)} makes {number} micro-batches for each rank"
             text = f"{count}, not a multiple of {stated(p, 'pipeline_model_parallel_size')}, as {user} needs"
             out.append(Problem((name, "pipeline_model_parallel_size"), text))
@@ -178,9 +195,13 @@ def zero_problems(c: TrainConfig) -> list[Problem]:
     if p.zero_stage not in (0, 1, 2, 3):
         return [Problem(("zero_stage",), f"{stated(p, 'zero_stage')} is none of 0, 1, 2, 3")]
     if copies > 1 and not p.zero_stage:
-        out.append(Problem((name, "zero_stage"), f"{stated(p, name)} needs {{zero_stage=1}}, 2 or 3"))
+        out.append(
+            Problem((name, "zero_stage"), f"{stated(p, name)} needs {{zero_stage=1}}, 2 or 3")
+        )
     elif c.dp % copies:
-        out.append(Problem((name,), f"{stated(p, name)} does not divide the {c.dp} data-parallel ranks"))
+        out.append(
+            Problem((name,), f"{stated(p, name)} does not divide the {c.dp} data-parallel ranks")
+        )
     if p.remote_device == "cpu" and p.zero_stage != 3:
         other = "{cpu_optimizer=True} works with every stage"
         text = f"{{remote_device=cpu}} needs {{zero_stage=3}}, not {p.zero_stage}; {other}"
@@ -202,10 +223,14 @@ def fp8_problems(c: TrainConfig) -> list[Problem]:
         out.append(Problem(("fp8_format", "pipeline_schedule"), text))
     if m.hidden_size and m.num_attention_heads:
         out += [
-            Problem(("fp8_format",), f"{fp8}: {width} is not a multiple of 16, as fp8 products need")
+            Problem(
+                ("fp8_format",), f"{fp8}: {width} is not a multiple of 16, as fp8 products need"
+            )
             for width in _uneven_widths(m, p.tensor_model_parallel_size)
         ]
-    if (layers := m.num_layers) and not any(c.precision.multiplies_fp8(i, layers) for i in range(layers)):
+    if (layers := m.num_layers) and not any(
+        c.precision.multiplies_fp8(i, layers) for i in range(layers)
+    ):
         text = (
             f"{fp8}: {{first_last_layers_bf16=True}} leaves none of {layers} layers; "
             "lower {num_layers_at_start_in_bf16}"
@@ -221,7 +246,10 @@ def _uneven_widths(m: Model, tp: int) -> list[str]:
         with_value("hidden_size", m.hidden_size): m.hidden_size or 0,
         with_value("ffn_hidden_size", m.ffn // tp): m.ffn // tp,
     }
-    for what, width in (("the heads", heads * m.head_dim), ("keys and values", 2 * m.groups * m.head_dim)):
+    for what, width in (
+        ("the heads", heads * m.head_dim),
+        ("keys and values", 2 * m.groups * m.head_dim),
+    ):
         widths[f"the width of {what} {width // tp}"] = width // tp
     on = " on each tensor rank" if tp > 1 else ""
     return [f"{name}{on}" for name, width in widths.items() if width % 16]

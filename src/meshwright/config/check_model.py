@@ -15,9 +15,17 @@ def architecture_problems(m: Model, d: Data) -> list[Problem]:
             text = f"{{{name}}} is needed (or {{preset}}, which gives a whole architecture)"
             out.append(Problem((name,), text, "missing"))
     if d.seq_length is None:
-        most = f"; the model reads up to {m.max_position_embeddings}" if m.max_position_embeddings else ""
+        most = (
+            f"; the model reads up to {m.max_position_embeddings}"
+            if m.max_position_embeddings
+            else ""
+        )
         out.append(missing("seq_length", f"tokens of one sample{most}"))
-    elif m.position == "learned" and m.max_position_embeddings and m.max_position_embeddings < d.seq_length:
+    elif (
+        m.position == "learned"
+        and m.max_position_embeddings
+        and m.max_position_embeddings < d.seq_length
+    ):
         text = (
             f"{stated(m, 'max_position_embeddings')} is below {stated(d, 'seq_length')}: "
             "positions past the table have no embedding; lower {seq_length}, or give a new model a longer table"
@@ -31,8 +39,15 @@ def heads_problems(m: Model) -> list[Problem]:
     out = []
     width, heads, groups = m.hidden_size, m.num_attention_heads, m.num_query_groups
     if width and heads and heads > 0 and not m.kv_channels and width % heads:
-        product = f"{stated(m, 'hidden_size')} is not a multiple of {stated(m, 'num_attention_heads')}"
-        out.append(Problem(("hidden_size", "num_attention_heads"), f"{product}; change one or set {{kv_channels}}"))
+        product = (
+            f"{stated(m, 'hidden_size')} is not a multiple of {stated(m, 'num_attention_heads')}"
+        )
+        out.append(
+            Problem(
+                ("hidden_size", "num_attention_heads"),
+                f"{product}; change one or set {{kv_channels}}",
+            )
+        )
     if heads and groups and groups > 0 and heads % groups:
         text = f"{stated(m, 'num_attention_heads')} is not a multiple of {stated(m, 'num_query_groups')}"
         out.append(Problem(("num_attention_heads", "num_query_groups"), text))
@@ -70,7 +85,11 @@ def rope_problems(m: Model) -> list[Problem]:
 def has_megatrons_scaling(m: Model) -> bool:
     """Return whether Megatron's arguments can express the scaling of rotary frequencies."""
     constants = m.rope_low_freq_factor, m.rope_high_freq_factor, m.original_positions
-    expressed = {"none": True, "linear": m.rope_scaling_factor % 1 == 0, "llama3": constants == (1.0, 4.0, 8192)}
+    expressed = {
+        "none": True,
+        "linear": m.rope_scaling_factor % 1 == 0,
+        "llama3": constants == (1.0, 4.0, 8192),
+    }
     return m.position != "rope" or expressed.get(m.rope_scaling, False)
 
 
@@ -80,7 +99,9 @@ def window_problems(m: Model) -> list[Problem]:
     try:
         _ = m.windowed_layers
     except ValueError as error:
-        return [Problem((name,), f"{with_value(name, str(m.window_attn_skip_freq)[:100])}: {error}")]
+        return [
+            Problem((name,), f"{with_value(name, str(m.window_attn_skip_freq)[:100])}: {error}")
+        ]
     return []
 
 
@@ -102,11 +123,17 @@ def kernel_problems(t: Training, m: Model) -> list[Problem]:
     if m.use_parallel_residual and m.apply_residual_connection_post_layernorm:
         both = ("use_parallel_residual", "apply_residual_connection_post_layernorm")
         text = "{use_parallel_residual=True} and {apply_residual_connection_post_layernorm=True} cannot be combined"
-        out.append(Problem(both, f"{text}: one adds to the stream, the other to the norm's output; give one"))
+        out.append(
+            Problem(
+                both, f"{text}: one adds to the stream, the other to the norm's output; give one"
+            )
+        )
     return out
 
 
-def contradictions(asked: Model, saved: Model, names: Collection[str] = ARCHITECTURE) -> list[Problem]:
+def contradictions(
+    asked: Model, saved: Model, names: Collection[str] = ARCHITECTURE
+) -> list[Problem]:
     """Describe each of these settings that differs from the checkpoint's."""
     defaults = Model()
     out: list[Problem] = []

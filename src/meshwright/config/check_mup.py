@@ -29,7 +29,9 @@ def mup_problems(c: TrainConfig) -> list[Problem]:
             "{mup_base_num_layers} divides what a branch adds to the residual stream, which "
             "{apply_residual_connection_post_layernorm=True} norms in each layer; give one of them"
         )
-        out.append(Problem(("mup_base_num_layers", "apply_residual_connection_post_layernorm"), text))
+        out.append(
+            Problem(("mup_base_num_layers", "apply_residual_connection_post_layernorm"), text)
+        )
     if m.mup_base_hidden_size is None:
         return out
     if o.optimizer == "muon" and o.muon_split_qkv == "groups":

@@ -19,12 +19,18 @@ IN_OTHER_UNITS = (
     "lr_wsd_decay_samples",
 )
 # What a batch that grows asks of the length of the run.
-IN_SAMPLES = "needs the length in samples: {train_samples} or {train_tokens} instead of {train_iters}"
+IN_SAMPLES = (
+    "needs the length in samples: {train_samples} or {train_tokens} instead of {train_iters}"
+)
 
 
 def state_problems(o: Optimizer) -> list[Problem]:
     """Check that the format of the optimizer's state holds what the rule divides by."""
-    if o.optimizer_state_dtype == "float8" and o.optimizer not in ("sgd", "lion") and o.adam_eps < LEAST_EPS:
+    if (
+        o.optimizer_state_dtype == "float8"
+        and o.optimizer not in ("sgd", "lion")
+        and o.adam_eps < LEAST_EPS
+    ):
         text = (
             f"{stated(o, 'adam_eps')} with {{optimizer_state_dtype=float8}}, whose second moments end at the square of "
             f"5e-9: give {with_value('adam_eps', LEAST_EPS)} or more, or {{optimizer_state_dtype=bfloat16}}"
@@ -35,7 +41,9 @@ def state_problems(o: Optimizer) -> list[Problem]:
 
 def kept_by(batch: int, c: TrainConfig) -> int | None:
     """Return the largest micro-batch, up to that of `c`, of which its ranks can make a batch."""
-    return next((micro for micro in range(c.micro_batch, 0, -1) if batch % (micro * c.dp) == 0), None)
+    return next(
+        (micro for micro in range(c.micro_batch, 0, -1) if batch % (micro * c.dp) == 0), None
+    )
 
 
 def batch_problems(c: TrainConfig) -> list[Problem]:
@@ -48,15 +56,27 @@ def batch_problems(c: TrainConfig) -> list[Problem]:
     out = _sizes_problems(c)
     if not c.lengths:
         others = ", ".join(f"{{{name}}}" for name in LENGTHS[1:])
-        out.append(Problem(LENGTHS, f"{{train_iters}} is needed: how many steps (or one of {others})", "missing"))
+        out.append(
+            Problem(
+                LENGTHS,
+                f"{{train_iters}} is needed: how many steps (or one of {others})",
+                "missing",
+            )
+        )
     elif len(c.lengths) > 1:
         both = "both" if len(c.lengths) == 2 else "all"
-        out.append(Problem(tuple(c.lengths), f"{named(c.lengths)} {both} set the length of the run; give one"))
+        out.append(
+            Problem(
+                tuple(c.lengths), f"{named(c.lengths)} {both} set the length of the run; give one"
+            )
+        )
     if t.step_batch_size_schedule is not None:
         out += batch_schedule_problems(c)
     elif t.rampup_batch_size:
         out += rampup_problems(c)
-    is_counted = not out and c.lengths[0] not in ("train_iters", "train_epochs") and t.train_tokens != "auto"
+    is_counted = (
+        not out and c.lengths[0] not in ("train_iters", "train_epochs") and t.train_tokens != "auto"
+    )
     if is_counted and c.steps == 0:
         least = f"{c.batch(0)} samples"
         if c.lengths[0] == "train_tokens":
@@ -74,9 +94,13 @@ def _measured_problem(c: TrainConfig) -> Problem | None:
         both = f"{micro} contradicts {stated(t, 'num_accumulation_steps')}; give {{global_batch_size}} instead"
         return Problem(("micro_batch_size", "num_accumulation_steps"), both)
     if t.global_batch_size is None:
-        return Problem(("global_batch_size",), f"{micro} needs {{global_batch_size}}: samples of one step")
+        return Problem(
+            ("global_batch_size",), f"{micro} needs {{global_batch_size}}: samples of one step"
+        )
     if p.model_ranks > 1 or p.zero_stage > 1:
-        layout = f"ZeRO {p.zero_stage}" if p.model_ranks == 1 else f"a model on {p.model_ranks} ranks"
+        layout = (
+            f"ZeRO {p.zero_stage}" if p.model_ranks == 1 else f"a model on {p.model_ranks} ranks"
+        )
         text = f"{micro} with {layout}: each rank measures alone what fits; give a number"
         return Problem(("micro_batch_size",), text)
     return None
@@ -100,7 +124,11 @@ def _sizes_problems(c: TrainConfig) -> list[Problem]:
     factor = "num_accumulation_steps" if micro is None else "micro_batch_size"
     product = f"{stated(t, factor)}{ranks} = {unit}" if ranks else stated(t, factor)
     less = kept_by(batch, c) if isinstance(micro, int) else None
-    keeps = f"{with_value('micro_batch_size', less)} keeps the batch and its losses, and " if less else ""
+    keeps = (
+        f"{with_value('micro_batch_size', less)} keeps the batch and its losses, and "
+        if less
+        else ""
+    )
     nearest = max(1, round(batch / unit)) * unit
     text = f"{stated(t, 'global_batch_size')} is not a multiple of {product}; {keeps}the nearest multiple is {nearest}"
     return [Problem(("global_batch_size", factor), text)]
@@ -167,7 +195,9 @@ def schedule_problems(c: TrainConfig, has_length: bool) -> list[Problem]:
     out += mixed
     warmups = _warmups(o)
     if len(warmups) > 1:
-        out.append(Problem(tuple(warmups), f"{named(sorted(warmups))} both set the warm-up; give one"))
+        out.append(
+            Problem(tuple(warmups), f"{named(sorted(warmups))} both set the warm-up; give one")
+        )
     if o.lr_decay_samples and o.lr_decay_tokens:
         both = ("lr_decay_samples", "lr_decay_tokens")
         out.append(Problem(both, f"{named(both)} both set the decay; give one"))
@@ -175,7 +205,9 @@ def schedule_problems(c: TrainConfig, has_length: bool) -> list[Problem]:
         text = f"{stated(o, 'muon_num_ns_steps')} must be below 100; 5 are enough"
         out.append(Problem(("muon_num_ns_steps",), text))
     if o.muon_tp_mode == "blockwise":
-        text = "{muon_tp_mode=blockwise} would make the result depend on the layout; give distributed"
+        text = (
+            "{muon_tp_mode=blockwise} would make the result depend on the layout; give distributed"
+        )
         out.append(Problem(("muon_tp_mode",), text))
     if out or out_of_bounds(o) or not has_length or not c.steps:
         return out
@@ -198,14 +230,20 @@ def _rates_problems(c: TrainConfig) -> list[Problem]:
         out.append(Problem(("head_lr",), text))
     if o.cautious_weight_decay and o.optimizer == "sgd":
         text = "SGD adds its decay to the gradient; choose another {optimizer} or leave it out"
-        out.append(Problem(("cautious_weight_decay", "optimizer"), f"{{cautious_weight_decay=True}}: {text}"))
+        out.append(
+            Problem(
+                ("cautious_weight_decay", "optimizer"), f"{{cautious_weight_decay=True}}: {text}"
+            )
+        )
     return out
 
 
 def _units_problems(c: TrainConfig) -> list[Problem]:
     """Check that a run in steps has a schedule in steps, and one in samples or tokens none."""
     in_steps = "train_iters" in c.lengths
-    wrong = [name for name in (IN_OTHER_UNITS if in_steps else BY_STEPS) if getattr(c.optimizer, name)]
+    wrong = [
+        name for name in (IN_OTHER_UNITS if in_steps else BY_STEPS) if getattr(c.optimizer, name)
+    ]
     if not wrong or not c.lengths:
         return []
     advice = f"give all lengths in {'steps' if in_steps else 'samples'}"
@@ -215,7 +253,11 @@ def _units_problems(c: TrainConfig) -> list[Problem]:
 
 def _warmups(o: Optimizer) -> list[str]:
     """Return the settings that give the length of the warm-up."""
-    out = [name for name in ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens") if getattr(o, name)]
+    out = [
+        name
+        for name in ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens")
+        if getattr(o, name)
+    ]
     return out + ["lr_warmup_fraction"] * (o.lr_warmup_fraction is not None)
 
 
@@ -231,7 +273,10 @@ def _decay_problems(c: TrainConfig, warmups: Sequence[str]) -> list[Problem]:
         most = f" to {fitting} or less" if warmups[0] == "lr_warmup_iters" and fitting > 0 else ""
         text = f"the warm-up of {warmup} is not below the decay's {decay}; shorten it{most}"
         out.append(Problem((warmups[0],), f"{{{warmups[0]}}}: {text}"))
-    if c.optimizer.lr_decay_style == "WSD" and not 0 < c.wsd_samples <= c.decay_samples - c.warmup_samples:
+    if (
+        c.optimizer.lr_decay_style == "WSD"
+        and not 0 < c.wsd_samples <= c.decay_samples - c.warmup_samples
+    ):
         text = (
             "{lr_decay_style=WSD} needs {lr_wsd_decay_iters} or {lr_wsd_decay_samples}, the length of its last part "
             "between the warm-up and the end of the decay"
@@ -245,7 +290,11 @@ def _weight_decay_problems(o: Optimizer) -> list[Problem]:
     ends = ("start_weight_decay", "end_weight_decay")
     if not o.ramps_decay:
         needed = "needs {weight_decay_incr_style=linear} or cosine"
-        return [Problem((name,), f"{{{name}}} {needed}") for name in ends if getattr(o, name) is not None]
+        return [
+            Problem((name,), f"{{{name}}} {needed}")
+            for name in ends
+            if getattr(o, name) is not None
+        ]
     if o.start_weight_decay is None or o.end_weight_decay is None:
         text = f"{stated(o, 'weight_decay_incr_style')} needs {named(ends)}"
         return [Problem(("weight_decay_incr_style", *ends), text)]

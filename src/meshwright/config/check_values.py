@@ -27,8 +27,15 @@ def planned_values(config: Any) -> list[Problem]:
         for f in dataclasses.fields(group):
             value, only = getattr(group, f.name), f.metadata["only"]
             if only is not None and value not in only:
-                works = ", or ".join(f"give {v}" for v in only if v not in (None, False)) or "leave it out"
-                out.append(Problem((f.name,), f"{stated(group, f.name)} is not yet in this version; {works}"))
+                works = (
+                    ", or ".join(f"give {v}" for v in only if v not in (None, False))
+                    or "leave it out"
+                )
+                out.append(
+                    Problem(
+                        (f.name,), f"{stated(group, f.name)} is not yet in this version; {works}"
+                    )
+                )
     return out
 
 
@@ -46,7 +53,11 @@ def unusable(config: Any) -> list[Problem]:
                 out.append(Problem((f.name,), text))
             most = 2**62 if f.name.endswith(("_samples", "_tokens")) else 2**31
             if type(value) is int and abs(value) >= most and f.name != "seed":
-                out.append(Problem((f.name,), f"{with_value(f.name, str(value)[:20])} must be below {most}"))
+                out.append(
+                    Problem(
+                        (f.name,), f"{with_value(f.name, str(value)[:20])} must be below {most}"
+                    )
+                )
     return out
 
 
@@ -59,7 +70,11 @@ def remote_paths(config: Any) -> list[Problem]:
     for group in group_values(config):
         for f in dataclasses.fields(group):
             value = getattr(group, f.name)
-            if value is None or isinstance(value, int | float) or f.metadata["value"] in ("NAME", "WORDS"):
+            if (
+                value is None
+                or isinstance(value, int | float)
+                or f.metadata["value"] in ("NAME", "WORDS")
+            ):
                 continue
             for one in value if isinstance(value, list) else [value]:
                 text = addresses.as_typed(one)
@@ -88,4 +103,8 @@ def out_of_bounds(group: Any) -> list[Problem]:
 @cached
 def bounds_of(group: type) -> list[tuple[str, Callable[[float], bool], str]]:
     """Return each field with a bound, whether a number is within it, and the rule in words."""
-    return [(f.name, *BOUNDS[bound]) for f in dataclasses.fields(group) if (bound := f.metadata["bound"]) is not None]
+    return [
+        (f.name, *BOUNDS[bound])
+        for f in dataclasses.fields(group)
+        if (bound := f.metadata["bound"]) is not None
+    ]

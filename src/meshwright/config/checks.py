@@ -8,7 +8,11 @@ from typing import Any
 from meshwright.base.storage import addresses
 from meshwright.config.check_data import data_problems
 from meshwright.config.check_layout import naming_problems, parallel_problems, ranks_problems
-from meshwright.config.check_model import architecture_problems, has_megatrons_scaling, kernel_problems
+from meshwright.config.check_model import (
+    architecture_problems,
+    has_megatrons_scaling,
+    kernel_problems,
+)
 from meshwright.config.check_mup import given_bases, mup_problems
 from meshwright.config.check_steps import batch_problems, schedule_problems, state_problems
 from meshwright.config.check_values import out_of_bounds, planned_values, unusable
@@ -41,16 +45,32 @@ def training_problems(c: TrainConfig, needs_data: bool) -> list[Problem]:
     t, o = c.training, c.optimizer
     sizes = batch_problems(c)
     has_length = not sizes and not out_of_bounds(t) and c.lengths != ["train_epochs"]
-    out = architecture_problems(c.model, c.data) + parallel_problems(c) + precision_problems(c.precision) + sizes
-    out += schedule_problems(c, has_length) + kernel_problems(t, c.model) + data_problems(c.data, needs_data)
+    out = (
+        architecture_problems(c.model, c.data)
+        + parallel_problems(c)
+        + precision_problems(c.precision)
+        + sizes
+    )
+    out += (
+        schedule_problems(c, has_length)
+        + kernel_problems(t, c.model)
+        + data_problems(c.data, needs_data)
+    )
     out += mup_problems(c) + logging_problems(c.logging) + eval_tasks_problems(c.logging)
     if c.logging.eval_tasks_device and not (c.checkpoint.run_dir or c.checkpoint.save):
-        text = "{eval_tasks_device} reads a snapshot from the run's folder; give {run_dir} or {save}"
+        text = (
+            "{eval_tasks_device} reads a snapshot from the run's folder; give {run_dir} or {save}"
+        )
         out.append(Problem(("eval_tasks_device",), text))
     if t.seed >= 2**32 - 2:
         limit = f"must be below {2**32 - 2}: numpy takes 32 bits, and up to 2 is added"
         out.append(Problem(("seed",), f"{stated(t, 'seed')} {limit}"))
-    out += state_problems(o) + reaction_problems(t, c.checkpoint) + torch_format_problems(c) + averaging_problems(c)
+    out += (
+        state_problems(o)
+        + reaction_problems(t, c.checkpoint)
+        + torch_format_problems(c)
+        + averaging_problems(c)
+    )
     return out + saving_problems(c) + loading_problems(c)
 
 
@@ -63,7 +83,11 @@ def saving_problems(c: TrainConfig) -> list[Problem]:
     if k.save_hf and c.training.skip_train:
         text = "{save_hf} exports at the end of training, which {skip_train=True} leaves out; use meshwright convert"
         out.append(Problem(("save_hf", "skip_train"), text))
-    if k.save_overwrite and k.save and (address := addresses.address_of(addresses.localize(k.save))):
+    if (
+        k.save_overwrite
+        and k.save
+        and (address := addresses.address_of(addresses.localize(k.save)))
+    ):
         text = f"{{save_overwrite=True}} would have to move what is at {address}; give another address to {{save}}"
         out.append(Problem(("save_overwrite", "save"), text))
     if k.save_hf and not k.save:
@@ -131,7 +155,10 @@ def torch_format_problems(c: TrainConfig) -> list[Problem]:
         "final_logit_softcapping": ("{final_logit_softcapping}", m.final_logit_softcapping),
         "use_parallel_residual": ("{use_parallel_residual=True}", m.use_parallel_residual),
         "window_size": ("{window_size}", m.window_size),
-        "layernorm_bias": ("{layernorm_bias=False}", m.normalization == "LayerNorm" and not m.layernorm_bias),
+        "layernorm_bias": (
+            "{layernorm_bias=False}",
+            m.normalization == "LayerNorm" and not m.layernorm_bias,
+        ),
         "ema": ("the average of {ema}", c.optimizer.ema),
         **{name: (f"{{{name}}}", True) for name in given_bases(m)},
     }
@@ -140,13 +167,19 @@ def torch_format_problems(c: TrainConfig) -> list[Problem]:
         reasons["optimizer"] = f"holds Adam's state, not {kind}'s ({{optimizer}})"
     if (m.num_layers or 0) % c.parallel.pipeline_model_parallel_size:
         stages = stated(c.parallel, "pipeline_model_parallel_size")
-        reasons["num_layers"] = f"needs equal stages, but {stated(m, 'num_layers')} is not a multiple of {stages}"
+        reasons["num_layers"] = (
+            f"needs equal stages, but {stated(m, 'num_layers')} is not a multiple of {stages}"
+        )
     out = [
-        Problem(("ckpt_format", name), f"{{ckpt_format=torch}} {reason}; give {{ckpt_format=native}}")
+        Problem(
+            ("ckpt_format", name), f"{{ckpt_format=torch}} {reason}; give {{ckpt_format=native}}"
+        )
         for name, reason in reasons.items()
     ]
     if k.save and (address := addresses.address_of(addresses.localize(k.save))):
-        text = f"does not work with {with_value('save', address)}; save natively, and convert the run"
+        text = (
+            f"does not work with {with_value('save', address)}; save natively, and convert the run"
+        )
         out.append(Problem(("ckpt_format", "save"), f"{{ckpt_format=torch}} {text}"))
     return out
 
@@ -158,7 +191,9 @@ def reaction_problems(t: Training, k: Checkpoint) -> list[Problem]:
         text = f"{with_value('exit_signal', unknown)}: give some of {', '.join(EXIT_SIGNALS)}"
         out.append(Problem(("exit_signal",), text))
     if not 8 <= t.spike_window <= 10_000:
-        text = f"{stated(t, 'spike_window')} is not in 8 to 10000: a median of few losses says little"
+        text = (
+            f"{stated(t, 'spike_window')} is not in 8 to 10000: a median of few losses says little"
+        )
         out.append(Problem(("spike_window",), text))
     for name, reaction in (("on_nonfinite", t.on_nonfinite), ("on_spike", t.on_spike)):
         if reaction.word == "rollback" and not k.save:
@@ -166,7 +201,11 @@ def reaction_problems(t: Training, k: Checkpoint) -> list[Problem]:
             out.append(Problem((name,), text))
         elif reaction.word == "rollback" and k.no_save_optim:
             state = "the optimizer's state, which {no_save_optim=True} leaves out"
-            out.append(Problem((name, "no_save_optim"), f"{stated(t, name)} needs {state}; give one of them"))
+            out.append(
+                Problem(
+                    (name, "no_save_optim"), f"{stated(t, name)} needs {state}; give one of them"
+                )
+            )
     return out
 
 
@@ -176,13 +215,21 @@ def precision_problems(p: Precision) -> list[Problem]:
         text = f"{stated(p, 'min_loss_scale')} is above {stated(p, 'initial_loss_scale')}"
         out.append(Problem(("min_loss_scale", "initial_loss_scale"), text))
     if p.fp16 and p.bf16:
-        out.append(Problem(("fp16", "bf16"), "{fp16=True} and {bf16=True} cannot be combined; give one"))
+        out.append(
+            Problem(("fp16", "bf16"), "{fp16=True} and {bf16=True} cannot be combined; give one")
+        )
     if (p.fp16 or p.bf16) and p.params_dtype == "float64":
         other = "fp16" if p.fp16 else "bf16"
-        out.append(Problem(("params_dtype", other), f"{{params_dtype=float64}} contradicts {{{other}=True}}"))
+        out.append(
+            Problem(
+                ("params_dtype", other), f"{{params_dtype=float64}} contradicts {{{other}=True}}"
+            )
+        )
     if p.fp8_format and not p.bf16:
         other = "{fp16=True} scales the loss for its own range" if p.fp16 else "all else is float32"
-        text = f"{stated(p, 'fp8_format')} needs bfloat16 around it, and {other}; give {{bf16=True}}"
+        text = (
+            f"{stated(p, 'fp8_format')} needs bfloat16 around it, and {other}; give {{bf16=True}}"
+        )
         out.append(Problem(("fp8_format", "bf16", "fp16"), text))
     return out
 
@@ -234,7 +281,11 @@ def reading_problems(c: Any, command: str, copies: bool = False) -> list[Problem
     """
     p, out = c.parallel, precision_problems(c.precision)
     if c.training.micro_batch_size == "auto":
-        out.append(Problem(("micro_batch_size",), "{micro_batch_size=auto} is only for training; give a number"))
+        out.append(
+            Problem(
+                ("micro_batch_size",), "{micro_batch_size=auto} is only for training; give a number"
+            )
+        )
     out += naming_problems(p)
     if not out_of_bounds(p):
         cp, world = p.context_parallel_size, p.world_size or p.num_gpus_per_node * p.num_nodes
@@ -259,7 +310,13 @@ def generation_problems(c: GenerateConfig) -> list[Problem]:
         text = "{sample_output_file} holds continuations; name the prompts with {sample_input_file}"
         out.append(Problem(("sample_output_file",), text))
     has_prompts = t.prompt is not None or t.prompts is not None
-    modes = [bool(t.num_samples), bool(t.sample_input_file), t.interactive, t.prompt is not None, t.prompts is not None]
+    modes = [
+        bool(t.num_samples),
+        bool(t.sample_input_file),
+        t.interactive,
+        t.prompt is not None,
+        t.prompts is not None,
+    ]
     if sum(modes) > 1:
         names = "{num_samples}, {sample_input_file}, {prompt}, {prompts} and {interactive=True}"
         about = ("num_samples", "sample_input_file", "prompt", "prompts", "interactive")
@@ -269,14 +326,22 @@ def generation_problems(c: GenerateConfig) -> list[Problem]:
     others = [name for name in of_prompts if getattr(t, name) != getattr(default, name)]
     others += [name for name in ("beam_width", "length_penalty") if getattr(t, name) is not None]
     if others and not has_prompts:
-        out += [Problem((n,), f"{{{n}}} is for {{prompt}} and {{prompts}}; give one of them") for n in others]
+        out += [
+            Problem((n,), f"{{{n}}} is for {{prompt}} and {{prompts}}; give one of them")
+            for n in others
+        ]
     if t.stop and (t.num_samples or t.sample_input_file or t.dialogue == "megatron"):
         text = "{stop} is for {prompt}, {prompts} and a plain dialogue; leave it out"
         out.append(Problem(("stop",), text))
     if t.length_penalty is not None and t.beam_width is None:
         text = f"{stated(t, 'length_penalty')} is for beam search; give {{beam_width}} too"
         out.append(Problem(("length_penalty", "beam_width"), text))
-    if t.logprobs is not None and has_prompts and not t.json and not (t.output or "").endswith(".jsonl"):
+    if (
+        t.logprobs is not None
+        and has_prompts
+        and not t.json
+        and not (t.output or "").endswith(".jsonl")
+    ):
         text = f"{stated(t, 'logprobs')} writes numbers beside the text; give {{json=True}} too"
         out.append(Problem(("logprobs", "json"), text))
     return out + (beam_problems(c) if t.beam_width is not None else [])

@@ -15,13 +15,20 @@ C = TypeVar("C")
 
 
 def settings(
-    cls: type[C], argv: list[str], name: str, about: str, positional: str | None = None, prints: bool = True
+    cls: type[C],
+    argv: list[str],
+    name: str,
+    about: str,
+    positional: str | None = None,
+    prints: bool = True,
 ) -> flags.Parsed[C] | None:
     """Return parsed settings after printing notices, or None after --print-config.
 
     Of several ranks one `prints`.
     """
-    parsed = flags.parse_settings(cls, argv, f"meshwright {name}", positional=positional, about=about)
+    parsed = flags.parse_settings(
+        cls, argv, f"meshwright {name}", positional=positional, about=about
+    )
     if parsed.print_config:
         print(flags.to_toml(parsed.config, parsed.sources))
         return None
@@ -50,7 +57,9 @@ def out_of_memory(error: Exception, less: str | None = None) -> UserError | None
         return None
     lack = lack or host.refused_request(error)
     if less is None:
-        return UserError(f"out of memory on this machine: {lack or 'a request was refused'}; {host.MORE_MEMORY}")
+        return UserError(
+            f"out of memory on this machine: {lack or 'a request was refused'}; {host.MORE_MEMORY}"
+        )
     return UserError(f"out of memory{': ' * bool(lack)}{lack}: {less} needs less")
 
 

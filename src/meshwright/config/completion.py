@@ -41,7 +41,10 @@ def command_texts() -> dict[str, str]:
 
 
 def verb_texts() -> dict[str, str]:
-    return {name: verb.about for name, verb in pkgutil.resolve_name("meshwright.cli.data:verbs")().items()}
+    return {
+        name: verb.about
+        for name, verb in pkgutil.resolve_name("meshwright.cli.data:verbs")().items()
+    }
 
 
 def launched() -> list[str]:
@@ -55,7 +58,9 @@ def words_of_commands() -> list[Words]:
     for name, page in PAGES.items():
         if name.split()[0] not in known:
             continue
-        found = entries(Command(pkgutil.resolve_name(page.config), f"meshwright {name}", "", page.positional))
+        found = entries(
+            Command(pkgutil.resolve_name(page.config), f"meshwright {name}", "", page.positional)
+        )
         flags = {e.flag: e for e in found if e.group != "arguments" and not _is_hidden(e)}
         bare = next((e for e in found if e.group == "arguments"), None)
         kind = (" ".join(bare.choices) or bare_words.get(bare.flag, "dirs")) if bare else ""
@@ -87,11 +92,18 @@ def _bash() -> str:
             f"            flags='{' '.join(e.flag for e in w.flags)}'",
             f"            bare='{w.positional}' many='{many}'",
             "            case $flag in",
-            *(f"                {' | '.join(flags)}) kind='{kind}' ;;" for kind, flags in by_kind.items()),
+            *(
+                f"                {' | '.join(flags)}) kind='{kind}' ;;"
+                for kind, flags in by_kind.items()
+            ),
             "            esac",
             "            ;;",
         ]
-    names = {"COMMANDS": " ".join(command_texts()), "VERBS": " ".join(verb_texts()), "LAUNCHED": " | ".join(launched())}
+    names = {
+        "COMMANDS": " ".join(command_texts()),
+        "VERBS": " ".join(verb_texts()),
+        "LAUNCHED": " | ".join(launched()),
+    }
     return _filled("bash", CASES="\n".join(cases), **names)
 
 
@@ -110,10 +122,15 @@ def _zsh() -> str:
             value = f":{e.value.split()[0]}:{actions.get(kind, f'({kind})')}" if kind else ""
             cases.append(f"                {_quoted(f'{e.flag}[{_escaped(e.text)}]{value}')} \\")
         bare = f" '*: :{actions.get(w.positional, f'({w.positional})')}'" if w.positional else ""
-        cases.append(f"                '--help[show the common flags]' '--help-all[show all flags]'{bare}")
+        cases.append(
+            f"                '--help[show the common flags]' '--help-all[show all flags]'{bare}"
+        )
         cases.append("            ;;")
     listed = {"COMMANDS": command_texts(), "VERBS": verb_texts()}
-    values = {key: " ".join(_quoted(f"{n}:{text}") for n, text in names.items()) for key, names in listed.items()}
+    values = {
+        key: " ".join(_quoted(f"{n}:{text}") for n, text in names.items())
+        for key, names in listed.items()
+    }
     return _filled("zsh", CASES="\n".join(cases), **values)
 
 
@@ -126,7 +143,12 @@ def _quoted(text: str) -> str:
 
 
 def _fish_lines() -> Iterator[str]:
-    values = {"dirs": "-x -a '(__fish_complete_directories)'", "files": "-r -F", "prefixes": "-r -F", "any": "-x"}
+    values = {
+        "dirs": "-x -a '(__fish_complete_directories)'",
+        "files": "-r -F",
+        "prefixes": "-r -F",
+        "any": "-x",
+    }
     for name, text in command_texts().items():
         yield f"complete -c meshwright -n '__meshwright_words 1' -a {name} -d {_fish_quoted(text)}"
         if name != "help":
@@ -141,7 +163,12 @@ def _fish_lines() -> Iterator[str]:
             value = values.get(kind, f"-x -a {_fish_quoted(kind)}") if kind else ""
             yield f"{start} -l {e.flag[2:]} {value} -d {_fish_quoted(e.text)}"
         if w.positional:
-            words = {"dirs": "-a '(__fish_complete_directories)'", "files": "-F", "prefixes": "-F", "any": ""}
+            words = {
+                "dirs": "-a '(__fish_complete_directories)'",
+                "files": "-F",
+                "prefixes": "-F",
+                "any": "",
+            }
             yield f"{start} {words.get(w.positional, f'-a {_fish_quoted(w.positional)}')}"
 
 

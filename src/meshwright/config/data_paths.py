@@ -31,7 +31,9 @@ SPLITS = ("train", "valid", "test")
 # The settings of each way; the last one names a file that holds the values of the others.
 BLEND_FLAGS = ("data_path", "data_args_path")
 SET_FLAGS = (*(f"{split}_data_path" for split in SPLITS), "per_split_data_args_path")
-GROUP_FLAGS = tuple(f"{split}_weighted_split_paths{end}" for split in SPLITS for end in ("", "_path"))
+GROUP_FLAGS = tuple(
+    f"{split}_weighted_split_paths{end}" for split in SPLITS for end in ("", "_path")
+)
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,19 @@ def path_settings(d: Data) -> list[str]:
 
 
 def without(d: Data) -> Data:
-    nothing: dict[str, Any] = {n: [] if isinstance(getattr(d, n), list) else None for n in path_settings(d)}
+    nothing: dict[str, Any] = {
+        n: [] if isinstance(getattr(d, n), list) else None for n in path_settings(d)
+    }
     return dataclasses.replace(d, **nothing)
 
 
 def prefixes(d: Data) -> list[str]:
     """Return every pair of token files that is read, once."""
-    return [] if d.mock_data else list(dict.fromkeys(s.prefix for path_set in path_sets(d) for s in path_set.sources))
+    return (
+        []
+        if d.mock_data
+        else list(dict.fromkeys(s.prefix for path_set in path_sets(d) for s in path_set.sources))
+    )
 
 
 def path_sets(d: Data) -> list[PathSet]:
@@ -85,7 +93,9 @@ def path_sets(d: Data) -> list[PathSet]:
     used = [(named(way), meaning) for way, meaning in zip(ways, meanings, strict=True) if way]
     if len(used) > 1:
         (first, meaning), *others = used
-        raise ValueError(f"{first}, which {meaning}, contradicts {' and '.join(n for n, _ in others)}; give either")
+        raise ValueError(
+            f"{first}, which {meaning}, contradicts {' and '.join(n for n, _ in others)}; give either"
+        )
     if len(ways[0]) > 1 or (SET_FLAGS[-1] in ways[1] and len(ways[1]) > 1):
         raise ValueError(f"{used[0][0]} say the same thing twice; give one")
     out = _together(d) if ways[0] else _apart(d) if ways[1] else _groups(d)
@@ -128,7 +138,9 @@ def _each_alone(sources: tuple[TokenFiles, ...], d: Data, flag: str) -> list[Pat
         return [PathSet("valid", None, sources, flag)] if sources else []
     names = d.validation_set_names or [Path(s.prefix).name for s in sources]
     if len(names) != len(sources):
-        raise ValueError(f"{{validation_set_names}} has {len(names)} names, but {flag} has {len(sources)} paths")
+        raise ValueError(
+            f"{{validation_set_names}} has {len(names)} names, but {flag} has {len(sources)} paths"
+        )
     if not d.validation_set_names and len(set(names)) < len(names):
         names = [str(n) for n in range(len(sources))]
     return [PathSet("valid", name, (s,), flag) for name, s in zip(names, sources, strict=True)]
@@ -186,7 +198,9 @@ def _weighted_group(text: str) -> tuple[str, tuple[TokenFiles, ...]]:
         # A single source needs no weight.
         sources.append(TokenFiles(prefix, weights[-1] if len(parts) > 1 else None, begin, end))
     if len(parts) > 1 and not 0 < sum(weights) < math.inf:
-        raise ValueError(f": the weights {' '.join(f'{w:g}' for w in weights)[:200]} must have a finite sum above 0")
+        raise ValueError(
+            f": the weights {' '.join(f'{w:g}' for w in weights)[:200]} must have a finite sum above 0"
+        )
     return name, tuple(sources)
 
 
@@ -210,12 +224,16 @@ def _per_split(path: str, flag: str) -> dict[str, list[str]]:
     if not isinstance(found, dict):
         raise ValueError(f"{flag} {plain(path)}: {form}")
     if unknown := [str(key) for key in found if key not in SPLITS]:
-        raise ValueError(f"{flag} {plain(path)}: unknown key {plain(', '.join(unknown)[:200])}; {form}")
+        raise ValueError(
+            f"{flag} {plain(path)}: unknown key {plain(', '.join(unknown)[:200])}; {form}"
+        )
     out = {}
     for split in SPLITS:
         value = found.get(split)
         words = value.split() if isinstance(value, str) else [] if value is None else value
-        if not isinstance(words, list) or any(type(word) not in (str, int, float) for word in words):
+        if not isinstance(words, list) or any(
+            type(word) not in (str, int, float) for word in words
+        ):
             raise ValueError(
                 f"{flag} {plain(path)}: {split} must be a list of weights and prefixes, or one string of them"
             )
@@ -241,7 +259,9 @@ def _read(path: str, flag: str) -> str:
     try:
         text = read_small(path, PATHS_LIMIT, pipes=True).decode()
     except OSError as error:
-        raise ValueError(f"{flag} {plain(path)} cannot be read: {error.strerror or error}") from None
+        raise ValueError(
+            f"{flag} {plain(path)} cannot be read: {error.strerror or error}"
+        ) from None
     except ValueError:
         raise ValueError(f"{flag} {plain(path)} is no UTF-8 text") from None
     if address := find_address(text):
@@ -265,15 +285,29 @@ def _require_once(path_set: PathSet) -> None:
 def _check_validation(d: Data, sets: list[PathSet]) -> None:
     for key, number in Counter(path_set.key for path_set in sets).items():
         if number > 1:
-            raise ValueError(f"{number} sets are named {plain(key.partition('/')[2])}; give each its own name")
+            raise ValueError(
+                f"{number} sets are named {plain(key.partition('/')[2])}; give each its own name"
+            )
     for path_set in sets:
         if path_set.name and ("/" in path_set.name or not path_set.name.isprintable()):
             raise ValueError(
                 f"the set's name {plain(repr(path_set.name))} becomes a part of tags; give printable letters without /"
             )
-    if (d.multiple_validation_sets or d.validation_set_names) and not any(n in SET_FLAGS for n in path_settings(d)):
-        flag = "{multiple_validation_sets=True}" if d.multiple_validation_sets else "{validation_set_names}"
-        raise ValueError(f"{flag} needs {{valid_data_path}}, or the valid of {{per_split_data_args_path}}")
-    blends = [path_set for path_set in sets if path_set.split == "valid" and len(path_set.sources) > 1]
+    if (d.multiple_validation_sets or d.validation_set_names) and not any(
+        n in SET_FLAGS for n in path_settings(d)
+    ):
+        flag = (
+            "{multiple_validation_sets=True}"
+            if d.multiple_validation_sets
+            else "{validation_set_names}"
+        )
+        raise ValueError(
+            f"{flag} needs {{valid_data_path}}, or the valid of {{per_split_data_args_path}}"
+        )
+    blends = [
+        path_set for path_set in sets if path_set.split == "valid" and len(path_set.sources) > 1
+    ]
     if d.full_validation and any(path_set.sources[0].weight is not None for path_set in blends):
-        raise ValueError("{full_validation=True} reads every sample once; leave out the weights of the validation set")
+        raise ValueError(
+            "{full_validation=True} reads every sample once; leave out the weights of the validation set"
+        )

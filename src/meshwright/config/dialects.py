@@ -55,7 +55,9 @@ def equal() -> dict[str, tuple[str, Any]]:
 
 @functools.cache
 def old_switches() -> dict[str, tuple[str, Any]]:
-    return {name: setting for dialect in dialects() for name, setting in dialect.old_switches.items()}
+    return {
+        name: setting for dialect in dialects() for name, setting in dialect.old_switches.items()
+    }
 
 
 @functools.cache
@@ -98,4 +100,6 @@ def shown_arguments(config: TrainConfig, idle: Mapping[str, Any], backend: str) 
     for dialect in dialects():
         if dialect.arguments:
             return dialect.arguments(config, idle, backend)
-    return {name: value for group in group_values(config) for name, value in vars(group).items()} | dict(idle)
+    return {
+        name: value for group in group_values(config) for name, value in vars(group).items()
+    } | dict(idle)

@@ -101,7 +101,8 @@ class Evaluator:
         self.limits.deeper(1)
         out = self.evaluate(e)
         self.limits.deeper(-1)
-        is_huge = isinstance(out, int) and abs(out) > NUMBER  # first: isfinite takes no int above a float's range
+        # first: isfinite takes no int above a float's range
+        is_huge = isinstance(out, int) and abs(out) > NUMBER
         if is_huge or (isinstance(out, float) and not math.isfinite(out)):
             raise RefusedExpression(f"the number is above {NUMBER}")
         if isinstance(out, list | str) and len(out) > ITEMS:
@@ -122,7 +123,9 @@ class Evaluator:
                 return -number if isinstance(sign, ast.USub) else number
             case ast.BinOp():
                 return self.arithmetic(e)
-        raise RefusedExpression(f"a value is a literal, a name, arithmetic or a table, not {kind(e)}")
+        raise RefusedExpression(
+            f"a value is a literal, a name, arithmetic or a table, not {kind(e)}"
+        )
 
     def key(self, key: ast.expr | None) -> str | int:
         if not isinstance(key, ast.Constant) or not isinstance(key.value, str | int):
@@ -137,7 +140,9 @@ class Evaluator:
     def arithmetic(self, e: ast.BinOp) -> Any:
         left, right = self.expression(e.left), self.expression(e.right)
         kinds = {type(left), type(right)}
-        if isinstance(e.op, ast.Add) and (kinds == {list} or all(isinstance(value, str) for value in (left, right))):
+        if isinstance(e.op, ast.Add) and (
+            kinds == {list} or all(isinstance(value, str) for value in (left, right))
+        ):
             self.limits.spend(len(left) + len(right))
             return left + right
         if isinstance(e.op, ast.Mult) and kinds == {list, int}:

@@ -25,7 +25,8 @@ class Facets(TypedDict, total=False):
     step: int  # release in which the other values are planned
     bound: Literal[">0", ">=0", "[0,1)", "[0,1]"] | None  # range of a number
     needs: str | tuple[str, ...]  # keys of `notices.CONDITIONS`, without which it has no effect
-    positional: Literal[True, "rest"] | None  # a word without a flag; "rest": all that follow; in flat classes
+    # a word without a flag; "rest": all that follow; in flat classes
+    positional: Literal[True, "rest"] | None
     word: str  # placeholder of a positional argument, if it is not the field's name
     # What a flag of text holds. Only words may be empty; paths and forms hold no address.
     value: Literal["DIR", "FILE", "PATH", "PREFIX", "FORM", "NAME", "WORDS"] | None
@@ -35,9 +36,11 @@ class Facets(TypedDict, total=False):
     # A resumed run may not change it, may with --finetune, notes the change, or is free to.
     resume: Literal["refuse", "tune", "note", "free"]
     inherited: bool  # a run that loads a checkpoint takes it over, unless a flag is given
-    once: bool  # for one start of a run: typed, never from a file or the environment, nor in its config.toml
+    # for one start of a run: typed, never from a file or the environment, nor in its config.toml
+    once: bool
     outcome: str  # property that it decides with others or by a default; that is compared on resume
-    proof: Literal["twin fuzz", "twin", "fuzz", ""]  # drawn by the tests' fuzz, copied by verify-layout's twin
+    # drawn by the tests' fuzz, copied by verify-layout's twin
+    proof: Literal["twin fuzz", "twin", "fuzz", ""]
     read: Literal["model", "run", ""]  # commands that read a model use it, to describe or to run it
 
 
@@ -59,11 +62,15 @@ class TextForm:
 
 
 PATHS = ("DIR", "FILE", "PATH", "PREFIX")
-DEFAULTS: dict[str, Any] = dict.fromkeys(Facets.__annotations__) | {"needs": (), "step": 0} | {"proof": "twin fuzz"}
+DEFAULTS: dict[str, Any] = (
+    dict.fromkeys(Facets.__annotations__) | {"needs": (), "step": 0} | {"proof": "twin fuzz"}
+)
 DEFAULTS |= {"resume": "note"} | dict.fromkeys(("word", "docs", "outcome", "read"), "")
 
 
-def flag(default: Any, text: str | Callable[[], str], *aliases: str, **facets: Unpack[Facets]) -> Any:
+def flag(
+    default: Any, text: str | Callable[[], str], *aliases: str, **facets: Unpack[Facets]
+) -> Any:
     """Return a dataclass field that is a flag; the default `MISSING` makes it required.
 
     A text that depends on installed packages is a function, which `help_of` calls.
@@ -89,7 +96,9 @@ def group(**facets: Unpack[Facets]) -> Callable[[type[T]], type[T]]:
     def decorate(cls: type[T]) -> type[T]:
         for f in vars(cls).values():
             if isinstance(f, dataclasses.Field):
-                stated = {name: value for name, value in facets.items() if name not in f.metadata["own"]}
+                stated = {
+                    name: value for name, value in facets.items() if name not in f.metadata["own"]
+                }
                 f.metadata = types.MappingProxyType({**f.metadata, **stated})
         return cls
 
@@ -112,12 +121,18 @@ def is_flat(config: Any) -> bool:
 
 def group_values(config: Any) -> list[Any]:
     """Return the groups of settings of a configuration; a flat one is its own only group."""
-    return [config] if is_flat(config) else [getattr(config, f.name) for f in dataclasses.fields(config)]
+    return (
+        [config]
+        if is_flat(config)
+        else [getattr(config, f.name) for f in dataclasses.fields(config)]
+    )
 
 
 def every_config() -> list[type]:
     """Return the configurations whose settings a file or the environment may hold."""
-    configs = [pkgutil.resolve_name(name) for name in dict.fromkeys(page.config for page in PAGES.values())]
+    configs = [
+        pkgutil.resolve_name(name) for name in dict.fromkeys(page.config for page in PAGES.values())
+    ]
     return [config for config in configs if not is_flat(config)]
 
 
@@ -143,8 +158,15 @@ def with_settings(config: T, /, **values: Any) -> T:
         before = getattr(getattr(config, group), name)
         if before != value or type(before) is not type(value):  # 1 is not True
             groups.setdefault(group, {})[name] = value
-    changed = {group: dataclasses.replace(getattr(config, group), **given) for group, given in groups.items()}
-    return typing.cast(T, dataclasses.replace(typing.cast(Any, config), **changed)) if changed else config
+    changed = {
+        group: dataclasses.replace(getattr(config, group), **given)
+        for group, given in groups.items()
+    }
+    return (
+        typing.cast(T, dataclasses.replace(typing.cast(Any, config), **changed))
+        if changed
+        else config
+    )
 
 
 def twin_settings(group: Any) -> dict[str, Any]:
@@ -178,7 +200,9 @@ def not_yet(f: dataclasses.Field[Any], kind: Any) -> str:
     """Return "not yet", with the values that do not work if others do; empty if all work."""
     if is_not_yet(f):
         return "not yet"
-    lacking = [str(c) for c in choices_of(kind) if f.metadata["only"] and c not in f.metadata["only"]]
+    lacking = [
+        str(c) for c in choices_of(kind) if f.metadata["only"] and c not in f.metadata["only"]
+    ]
     return f"not yet: {', '.join(lacking)}" if lacking else ""
 
 
@@ -218,7 +242,11 @@ def read_forms(group: Any) -> None:
 
     for name, form in forms_in(type(group)).items():
         value = getattr(group, name)
-        found = [read(name, form, each) for each in value] if isinstance(value, list) else read(name, form, value)
+        found = (
+            [read(name, form, each) for each in value]
+            if isinstance(value, list)
+            else read(name, form, value)
+        )
         object.__setattr__(group, name, found)
 
 
@@ -276,10 +304,16 @@ def typed_flags(cls: type, argv: Collection[str]) -> dict[str, str]:
     """
     typed, out = [word.partition("=")[0] for word in argv if word.startswith("--")], {}
     for name, (_, f, kind) in config_fields(cls).items():
-        names = switches(f)[0] if inner_type(kind) is bool else [spelling(name), *f.metadata["aliases"]]
+        names = (
+            switches(f)[0] if inner_type(kind) is bool else [spelling(name), *f.metadata["aliases"]]
+        )
         plain = {word.replace("_", "-") for word in names}
         # If it is typed twice, the last one counts.
-        if (given := next((word for word in reversed(typed) if word.replace("_", "-") in plain), None)) is not None:
+        if (
+            given := next(
+                (word for word in reversed(typed) if word.replace("_", "-") in plain), None
+            )
+        ) is not None:
             out[name] = given
     if "train_epochs" in out:
         out.setdefault("train_samples", out["train_epochs"])

@@ -69,15 +69,22 @@ C = TypeVar("C")
 # Units of one length: a unit given in a higher layer removes the others from lower layers.
 REPLACES = {
     f"{kind}_{unit}": [f"{kind}_{other}" for other in units.split() if other != unit]
-    for kind, units in {"train": "iters samples tokens epochs", "lr_warmup": "fraction iters samples tokens"}.items()
+    for kind, units in {
+        "train": "iters samples tokens epochs",
+        "lr_warmup": "fraction iters samples tokens",
+    }.items()
     for unit in units.split()
 }
 REPLACES["step_batch_size_schedule"] = ["global_batch_size", "rampup_batch_size"]
 
 # Words of other programs for values of ours, too different for a suggestion by spelling.
 OTHER_VALUES = {"hf": "huggingface", "k8s": "kubernetes", "GPT2Tokenizer": "GPT2BPETokenizer"}
-SWITCHED = {"true": "on", "false": "off"}  # for choices that have these words; YAML reads `on` as True
-NOT_WRITTEN = {"nanogpt": "; its ckpt.pt is read, not written", "litgpt": "; its folders are read, not written"}
+# for choices that have these words; YAML reads `on` as True
+SWITCHED = {"true": "on", "false": "off"}
+NOT_WRITTEN = {
+    "nanogpt": "; its ckpt.pt is read, not written",
+    "litgpt": "; its folders are read, not written",
+}
 NOT_WRITTEN["gguf"] = "; llama.cpp's convert_hf_to_gguf.py makes it of a huggingface folder"
 
 
@@ -92,7 +99,8 @@ class Parsed(Generic[C]):
     dry_run: bool
     print_config: bool
     recipe: str = ""
-    words: Wording = dataclasses.field(default_factory=Wording)  # in which problems name the settings
+    # in which problems name the settings
+    words: Wording = dataclasses.field(default_factory=Wording)
 
 
 class SwitchSource(str):
@@ -118,26 +126,40 @@ def parse_settings(
         help.show_help(help.Command(cls, prog, about, positional), topic)
         raise SystemExit(DONE)
     reader = LayerReader(cls)
-    words = Wording("keywords" if values or (values is not None and not argv) else "flags", reader.given)
+    words = Wording(
+        "keywords" if values or (values is not None and not argv) else "flags", reader.given
+    )
     with in_words(words):
         return _resolve(reader, argv, syntax, check, values or {}, words)
 
 
 def _resolve(
-    reader: LayerReader, argv: list[str], syntax: Syntax, check: bool, values: Mapping[str, Any], words: Wording
+    reader: LayerReader,
+    argv: list[str],
+    syntax: Syntax,
+    check: bool,
+    values: Mapping[str, Any],
+    words: Wording,
 ) -> Parsed[Any]:
     """Read the layers, lay them over each other and check the outcome."""
     cls, problems = reader.cls, reader.problems
     typed = {name: GivenAs(flag) for name, flag in typed_flags(cls, argv).items()}
     reader.given.update(typed)
     cli, values = _read_command_line(reader, argv, syntax), dict(values)
-    control = {k: cli.pop(k, None) for k in CONTROL} | {k: values.pop(k) for k in CONTROL[:4] if k in values}
+    control = {k: cli.pop(k, None) for k in CONTROL} | {
+        k: values.pop(k) for k in CONTROL[:4] if k in values
+    }
 
     # The layers, each over those before it.
     layers = _layers_below(reader, control["preset"], control["config_file"])
     problems += _for_one_start(reader, layers, {*cli, *values})
     of_command_line = reader.convert_all(cli, lambda name: typed.get(name, GivenAs(spelling(name))))
-    layers.append(("command line", of_command_line | reader.convert_all(values, lambda name: GivenAs(name, "="))))
+    layers.append(
+        (
+            "command line",
+            of_command_line | reader.convert_all(values, lambda name: GivenAs(name, "=")),
+        )
+    )
     recipe, choices = _fit_layers(reader, control, layers)
     if is_flat(cls):
         require(problems)
@@ -154,7 +176,9 @@ def _resolve(
         built = _with_deepspeed(built, sources, reader)
     # A checkpoint completes the settings of a run that loads one; they are checked after that.
     is_complete = not (isinstance(built, TrainConfig) and built.checkpoint.load)
-    reader.notices += _from_environment(sources) + (notices.without_effect(built) if is_complete else [])
+    reader.notices += _from_environment(sources) + (
+        notices.without_effect(built) if is_complete else []
+    )
     reader.notices += _unused(cls, layers[-1][1])
     if choices and isinstance(built, TrainConfig):
         reader.notices.append("\n".join(recipes.describe(recipe, choices, built)))
@@ -189,13 +213,17 @@ def _read_command_line(reader: LayerReader, argv: list[str], syntax: Syntax) -> 
     if stray and not problems:
         advice = _advice_of_word(stray[0], reader)
         problems.append(Problem((), f"unexpected argument {plain(repr(stray[0]))}{advice}"))
-        if "{config_file}" in advice and os.path.isfile(stray[0]):  # read it, so that nothing in it is missed
+        # read it, so that nothing in it is missed
+        if "{config_file}" in advice and os.path.isfile(stray[0]):
             typed.values.setdefault("config_file", stray[0])
     return typed.values
 
 
 def _relevant(
-    found: Sequence[Problem], problems: Sequence[Problem], control: Mapping[str, Any], is_recipe_refused: bool
+    found: Sequence[Problem],
+    problems: Sequence[Problem],
+    control: Mapping[str, Any],
+    is_recipe_refused: bool,
 ) -> list[Problem]:
     """Return the problems of the outcome that do not only follow from other problems."""
     # Nothing reliable is known of a setting that was given and could not be read.
@@ -203,7 +231,8 @@ def _relevant(
     out = [problem for problem in found if unread.isdisjoint(problem.about)]
     if control["dry_run"]:  # it writes nothing
         out = [problem for problem in out if "output_prefix" not in problem.about]
-    if is_recipe_refused and (control["recipe"] or control["depth"] is not None):  # so that it sets nothing
+    # so that it sets nothing
+    if is_recipe_refused and (control["recipe"] or control["depth"] is not None):
         out = [problem for problem in out if problem.kind != "missing"]
     return out
 
@@ -212,7 +241,9 @@ def _for_one_start(
     reader: LayerReader, layers: Sequence[tuple[str, dict[str, Any]]], typed: Collection[str]
 ) -> list[Problem]:
     """Refuse flags for one start, such as --trust-pickle, where the user may not see them."""
-    once = {name for name, (_, f, _) in reader.fields.items() if f.metadata["once"]}.difference(typed)
+    once = {name for name, (_, f, _) in reader.fields.items() if f.metadata["once"]}.difference(
+        typed
+    )
     return [
         Problem(
             (name,),
@@ -255,19 +286,31 @@ def _fit_layers(
         return "", {}
     choices: dict[str, recipes.Choice] = {}
     is_auto = issubclass(cls, TrainConfig) and above.get("train_tokens") == "auto"
-    if is_auto and (others := [name for name in LENGTHS if name != "train_tokens" and above.get(name)]):
+    if is_auto and (
+        others := [name for name in LENGTHS if name != "train_tokens" and above.get(name)]
+    ):
         both = f"{{{others[0]}}} and {{train_tokens=auto}} both set the length of the run; give one"
         reader.problems.append(Problem((others[0], "train_tokens"), both))
         return "", {}
     if recipe or is_auto:
-        given = {name: value for name, value in above.items() if value != "auto" or name != "train_tokens"}
+        given = {
+            name: value
+            for name, value in above.items()
+            if value != "auto" or name != "train_tokens"
+        }
         draft: Any = build_config(cls, [*base, ("", given)])[0]
-        if outside := [problem for group in group_values(draft) for problem in check_values.out_of_bounds(group)]:
+        if outside := [
+            problem
+            for group in group_values(draft)
+            for problem in check_values.out_of_bounds(group)
+        ]:
             reader.problems += outside
             return "", {}
         if recipe:
             try:
-                choices = recipes.apply_recipe(recipe, draft, recipes.Given(given, depth, preset, is_auto))
+                choices = recipes.apply_recipe(
+                    recipe, draft, recipes.Given(given, depth, preset, is_auto)
+                )
             except OverflowError:
                 text = f"{with_value('recipe', recipe)}: no run can have these sizes; give smaller ones"
                 reader.problems.append(Problem(("recipe",), text))
@@ -283,18 +326,31 @@ def _fit_layers(
                 layer["train_tokens"] = above["train_tokens"]
     if preset:
         fitted = presets.fitted(preset, above)
-        layers[0] = (layers[0][0], {name: value for name, value in fitted.items() if name in reader.fields})
+        layers[0] = (
+            layers[0][0],
+            {name: value for name, value in fitted.items() if name in reader.fields},
+        )
     if recipe:
-        layers.insert(len(base), (f"recipe {recipe}", {name: choice.value for name, choice in choices.items()}))
+        layers.insert(
+            len(base),
+            (f"recipe {recipe}", {name: choice.value for name, choice in choices.items()}),
+        )
     return recipe, choices
 
 
-def _layers_below(reader: LayerReader, preset: str | None, file: str | None) -> list[tuple[str, dict[str, Any]]]:
+def _layers_below(
+    reader: LayerReader, preset: str | None, file: str | None
+) -> list[tuple[str, dict[str, Any]]]:
     """Return the layers that the command line overrides."""
     layers = []
     if preset:
         presets.require_preset(preset, "{preset}: ")
-        layers.append((f"preset {preset}", {k: v for k, v in presets.PRESETS[preset].items() if k in reader.fields}))
+        layers.append(
+            (
+                f"preset {preset}",
+                {k: v for k, v in presets.PRESETS[preset].items() if k in reader.fields},
+            )
+        )
     if file:
         if address := find_address(file):
             raise SettingsError(f"{{config_file}} {plain(refuse_address(address))}")
@@ -307,18 +363,26 @@ def _layers_below(reader: LayerReader, preset: str | None, file: str | None) -> 
 def _unused(cls: type, typed: Mapping[str, Any]) -> list[str]:
     """Report flags of the command line that the command accepts and does not use."""
     used, by_name = getattr(cls, "USES", None), config_fields(cls)
-    defaults = {name: default_of(f) for name, (_, f, _) in by_name.items()} | dict.fromkeys(old_switches(), False)
+    defaults = {name: default_of(f) for name, (_, f, _) in by_name.items()} | dict.fromkeys(
+        old_switches(), False
+    )
     return [
         f"{spelling(name)} has no effect on this command"
         for name, value in typed.items()
-        if used is not None and old_switches().get(name, (name,))[0] not in used and value != defaults[name]
+        if used is not None
+        and old_switches().get(name, (name,))[0] not in used
+        and value != defaults[name]
     ]
 
 
 def _advice_of_word(word: str, reader: LayerReader) -> str:
     """Return which flag takes an argument that stands without one, or an empty string."""
     if "prompt" in reader.fields:
-        return "; give the file to {prompts}" if os.path.isfile(word) else "; give the text to {prompt}"
+        return (
+            "; give the file to {prompts}"
+            if os.path.isfile(word)
+            else "; give the text to {prompt}"
+        )
     if "input" in reader.fields and os.path.exists(word):
         return "; give it to {input}"
     is_settings = not is_flat(reader.cls) and word.endswith((".toml", ".yaml", ".yml", ".py"))
@@ -327,7 +391,11 @@ def _advice_of_word(word: str, reader: LayerReader) -> str:
 
 def _from_environment(sources: Mapping[str, str]) -> list[str]:
     """Name the settings that the environment decides, which no command line shows."""
-    names = [f"MESHWRIGHT_{name.upper()}" for name, source in sources.items() if source.startswith(ENVIRONMENT)]
+    names = [
+        f"MESHWRIGHT_{name.upper()}"
+        for name, source in sources.items()
+        if source.startswith(ENVIRONMENT)
+    ]
     return [f"from the environment: {', '.join(names)}"] if names else []
 
 
@@ -338,21 +406,29 @@ def _with_deepspeed(config: Any, sources: dict[str, str], reader: LayerReader) -
         given.remove("zero_stage")
     filled, notices, problems = dialects.fill_from_file(config, given)
     before, after = to_dict(config), to_dict(filled)
-    sources.update({n: str(config.parallel.deepspeed_config) for n in after if after[n] != before[n]})
+    sources.update(
+        {n: str(config.parallel.deepspeed_config) for n in after if after[n] != before[n]}
+    )
     if config.parallel.deepspeed_config:  # the switch beside it says the same
-        reader.notices = [notice for notice in reader.notices if not notice.startswith("--deepspeed is accepted")]
+        reader.notices = [
+            notice for notice in reader.notices if not notice.startswith("--deepspeed is accepted")
+        ]
     reader.notices += notices
     reader.problems += problems
     return filled
 
 
-def build_config(cls: type[C], layers: list[tuple[str, dict[str, Any]]]) -> tuple[C, dict[str, str]]:
+def build_config(
+    cls: type[C], layers: list[tuple[str, dict[str, Any]]]
+) -> tuple[C, dict[str, str]]:
     """Lay the layers over the defaults; return the configuration and each value's source."""
     by_name = config_fields(cls)
     values: dict[str, dict[str, Any]] = {g: {} for g in config_groups(cls)}
     sources = dict.fromkeys(by_name, "default")
     for label, layer in layers:
-        for name in {other for length in layer for other in REPLACES.get(length, ())} - layer.keys():
+        for name in {
+            other for length in layer for other in REPLACES.get(length, ())
+        } - layer.keys():
             if name in by_name:
                 values[by_name[name][0]].pop(name, None)
                 sources[name] = "default"
@@ -360,7 +436,9 @@ def build_config(cls: type[C], layers: list[tuple[str, dict[str, Any]]]) -> tupl
             values[by_name[name][0]][name] = layer[name]
             sources[name] = label
         # Those that are off first: one that is on wins over another name for the same.
-        for switch in sorted(layer.keys() & old_switches().keys(), key=lambda name: (layer[name], name)):
+        for switch in sorted(
+            layer.keys() & old_switches().keys(), key=lambda name: (layer[name], name)
+        ):
             name, value = old_switches()[switch]
             group = values[by_name[name][0]]
             if layer[switch]:
@@ -400,7 +478,11 @@ def switches_in_effect(config: Any, given: Mapping[str, Any]) -> dict[str, bool]
     """Return the given older switches whose meaning is the configuration's."""
     values = to_dict(config)
     switches = {switch: setting for switch, setting in old_switches().items() if given.get(switch)}
-    return {s: True for s, (name, value) in switches.items() if _with_switch(values[name], value) == values[name]}
+    return {
+        s: True
+        for s, (name, value) in switches.items()
+        if _with_switch(values[name], value) == values[name]
+    }
 
 
 # Values.
@@ -416,7 +498,9 @@ def words_in(text: str) -> list[str]:
 
 def convert_value(kind: Any, value: Any) -> Any:
     """Return a value of any layer as the field's type; raise ValueError if it is not one."""
-    words = [typing.get_args(k) for k in typing.get_args(kind) if typing.get_origin(k) is typing.Literal]
+    words = [
+        typing.get_args(k) for k in typing.get_args(kind) if typing.get_origin(k) is typing.Literal
+    ]
     if words and value in words[0]:  # beside numbers, as in `int | Literal["auto"]`
         return value
     choices, inner = choices_of(kind), inner_type(kind)
@@ -427,14 +511,22 @@ def convert_value(kind: Any, value: Any) -> Any:
         word = word if word in choices else OTHER_VALUES.get(word, SWITCHED.get(word.lower(), word))
         if word in choices:
             return word
-        raise ValueError(f"{_short(value)} is none of {', '.join(map(str, choices))}{NOT_WRITTEN.get(word, '')}")
+        raise ValueError(
+            f"{_short(value)} is none of {', '.join(map(str, choices))}{NOT_WRITTEN.get(word, '')}"
+        )
     if inner is bool:
         word = str(value).lower() if isinstance(value, bool | int | str) else ""
         if word in ("1", "true", "yes", "0", "false", "no"):
             return word in ("1", "true", "yes")
         raise ValueError(f"{_short(value)} is not true or false")
     if typing.get_origin(inner) is list:
-        values = words_in(value) if isinstance(value, str) else value if isinstance(value, list) else [value]
+        values = (
+            words_in(value)
+            if isinstance(value, str)
+            else value
+            if isinstance(value, list)
+            else [value]
+        )
         return [convert_value(typing.get_args(inner)[0], v) for v in values]
     if (form := form_of(inner)) is not None:
         if isinstance(value, bool | list | dict):
@@ -443,17 +535,27 @@ def convert_value(kind: Any, value: Any) -> Any:
             raise ValueError("it is empty; leave it out, or is a shell variable unset?")
         return form.read(str(value))
     try:
-        if inner is int and isinstance(value, float | str) and not str(value).lstrip("+-").isdigit():
+        if (
+            inner is int
+            and isinstance(value, float | str)
+            and not str(value).lstrip("+-").isdigit()
+        ):
             as_float = float(value)  # 1e6 and 2000.0 are whole numbers too
             if as_float != int(as_float):
                 raise ValueError
             return int(as_float)
-        if isinstance(value, bool | list | dict) or (inner is float and not math.isfinite(float(value))):
+        if isinstance(value, bool | list | dict) or (
+            inner is float and not math.isfinite(float(value))
+        ):
             raise ValueError
         return inner(value)
     except (ValueError, TypeError, OverflowError):
         wanted = {"int": "a whole number", "float": "a number", "str": "text"}[inner.__name__]
-        large = re.fullmatch(r"([\d.]{1,20}) ?([kmbtg])", value.strip(), re.I) if isinstance(value, str) else None
+        large = (
+            re.fullmatch(r"([\d.]{1,20}) ?([kmbtg])", value.strip(), re.I)
+            if isinstance(value, str)
+            else None
+        )
         advice = f"; write {large[1]}e{POWERS[large[2].lower()]}" if large else ""
         raise ValueError(f"{_short(value)} is not {wanted}{advice}") from None
 
@@ -476,17 +578,23 @@ class LayerReader:
         self.idle: dict[str, Any] = {}
         self.given: dict[str, GivenAs] = {}
         self.aliases = {
-            _key(alias.lstrip("-")): n for n, (_, f, _) in self.fields.items() for alias in f.metadata["aliases"]
+            _key(alias.lstrip("-")): n
+            for n, (_, f, _) in self.fields.items()
+            for alias in f.metadata["aliases"]
         }
 
-    def convert_all(self, values: Mapping[Any, Any], how: Callable[[str], GivenAs]) -> dict[str, Any]:
+    def convert_all(
+        self, values: Mapping[Any, Any], how: Callable[[str], GivenAs]
+    ) -> dict[str, Any]:
         """Return names and values of one layer as fields and values of their types.
 
         `how` returns how the layer names a setting.
         """
         out = {}
         idle = {_key(name.lstrip("-")): name for name in no_effect()}
-        switches = {_key(name.lstrip("-")): pair for name, pair in equal().items() if pair[0] in self.fields}
+        switches = {
+            _key(name.lstrip("-")): pair for name, pair in equal().items() if pair[0] in self.fields
+        }
         for key, value in values.items():
             given = how(str(key)[:100])
             name = _key(str(key))
@@ -494,7 +602,9 @@ class LayerReader:
             if name in switches and value is True:
                 name, value = switches[name]
             if name in self.fields:
-                if (word := word_of(self.fields[name][1])) and self.fields[name][1].metadata["positional"]:
+                if (word := word_of(self.fields[name][1])) and self.fields[name][1].metadata[
+                    "positional"
+                ]:
                     given = given._replace(name=word)
                 self.given[name] = given
                 try:
@@ -507,7 +617,9 @@ class LayerReader:
             elif name in idle:
                 if value is not False:
                     self.note_idle(idle[name], value, given.place)
-            elif answer := known_elsewhere("--" + name.replace("_", "-"), plain(given.name + given.place)):
+            elif answer := known_elsewhere(
+                "--" + name.replace("_", "-"), plain(given.name + given.place)
+            ):
                 self.problems.append(Problem(names_in(answer), answer))
             else:
                 self._refuse_unknown(name, given, how)
@@ -521,22 +633,32 @@ class LayerReader:
         """Refuse a name that no setting has; suggest one."""
         ours = our_word("flags", name.replace("_", "-"), self.fields)
         near = nearest(name, self.fields)
-        hint = f"; here it is {ours}" if ours else f"; did you mean {how(near).name}?" if near else ""
+        hint = (
+            f"; here it is {ours}" if ours else f"; did you mean {how(near).name}?" if near else ""
+        )
         text = f"unknown setting {plain(repr(given.name))}{plain(given.place)}{hint}"
         self.problems.append(Problem(names_in(ours) or ((near,) if near else ()), text))
 
     def _check_switches(self, layer: Mapping[str, Any]) -> None:
         """Report what older switches of one layer contradict or include."""
         on = [name for name in old_switches() if layer.get(name)]
-        recomputed = {old_switches()[name][1] for name in on if old_switches()[name][0] == "recompute_granularity"}
+        recomputed = {
+            old_switches()[name][1]
+            for name in on
+            if old_switches()[name][0] == "recompute_granularity"
+        }
         if recomputed and len({*recomputed, layer.get("recompute_granularity")} - {None}) > 1:
             text = "{recompute_granularity=selective} contradicts full recomputation; give one"
             self.problems.append(Problem(("recompute_granularity",), text))
         if "deepspeed_activation_checkpointing" in on and "checkpoint_activations" not in on:
             also = "Megatron-DeepSpeed does so only with --checkpoint-activations"
-            self.notices.append(f"--deepspeed-activation-checkpointing recomputes whole layers; {also}")
+            self.notices.append(
+                f"--deepspeed-activation-checkpointing recomputes whole layers; {also}"
+            )
         if "use_distributed_optimizer" in on and (stage := layer.get("zero_stage", 0)) > 1:
-            self.notices.append(f"--use-distributed-optimizer is --zero-stage 1; --zero-stage {stage} goes further")
+            self.notices.append(
+                f"--use-distributed-optimizer is --zero-stage 1; --zero-stage {stage} goes further"
+            )
 
     def _read_switch(self, out: dict[str, Any], name: str, value: Any, given: GivenAs) -> None:
         if old_switches()[name][0] not in self.fields:
@@ -560,11 +682,15 @@ class LayerReader:
             return self._of_file(settings, path)
         file = with_value("config_file", path)
         if path.suffix == ".py":
-            raise SettingsError(f"{file}: Python files cannot be read: {registry.LACKING}", UNAVAILABLE)
+            raise SettingsError(
+                f"{file}: Python files cannot be read: {registry.LACKING}", UNAVAILABLE
+            )
         try:
             text = read_small(path, SETTINGS_LIMIT, pipes=True).decode()
         except (OSError, UnicodeDecodeError) as e:
-            raise SettingsError(f"{file}: {e.strerror if isinstance(e, OSError) else 'not UTF-8 text'}") from None
+            raise SettingsError(
+                f"{file}: {e.strerror if isinstance(e, OSError) else 'not UTF-8 text'}"
+            ) from None
         try:
             if path.suffix in (".yaml", ".yml"):
                 import yaml
@@ -572,7 +698,8 @@ class LayerReader:
                 data = yaml.safe_load(text) or {}
             else:
                 data = parse_toml(text)
-        except Exception as e:  # a hostile file can break a reader in many ways, such as by deep nesting
+        # a hostile file can break a reader in many ways, such as by deep nesting
+        except Exception as e:
             raise SettingsError(f"{file}: {plain(e)}; {SETTINGS_ARE}") from None
         if not isinstance(data, dict):
             raise SettingsError(f"{file}: not a table of settings; {SETTINGS_ARE}")
@@ -591,14 +718,20 @@ class LayerReader:
 
     def read_environment(self) -> dict[str, Any]:
         prefix = "MESHWRIGHT_"
-        values = {k[len(prefix) :].lower(): v for k, v in os.environ.items() if k.startswith(prefix)}
-        return self.convert_all(self._without_others(values), lambda key: GivenAs(prefix + key.upper(), "="))
+        values = {
+            k[len(prefix) :].lower(): v for k, v in os.environ.items() if k.startswith(prefix)
+        }
+        return self.convert_all(
+            self._without_others(values), lambda key: GivenAs(prefix + key.upper(), "=")
+        )
 
     def _without_others(self, values: dict[Any, Any]) -> dict[Any, Any]:
         """Leave out settings of other commands: a file or a shell may hold settings for several."""
         if all(_key(str(k)) in self.fields for k in values):
             return values
-        others = {name for other in every_config() for name in config_fields(other)} - set(self.fields)
+        others = {name for other in every_config() for name in config_fields(other)} - set(
+            self.fields
+        )
         return {k: v for k, v in values.items() if _key(str(k)) not in others}
 
 
@@ -614,7 +747,11 @@ def given_settings(parsed: Parsed[Any]) -> dict[str, Any]:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Return flat name -> value, as saved with a checkpoint."""
-    return {n: as_text(v) for f in dataclasses.fields(config) for n, v in vars(getattr(config, f.name)).items()}
+    return {
+        n: as_text(v)
+        for f in dataclasses.fields(config)
+        for n, v in vars(getattr(config, f.name)).items()
+    }
 
 
 def localized(config: Any) -> Any:
@@ -625,11 +762,17 @@ def localized(config: Any) -> Any:
         if isinstance(value, list):
             return [localize(each) for each in value]
         text = addresses.as_typed(value)
-        return type(value)(addresses.localize(str(text), root)) if addresses.is_address(text) else value
+        return (
+            type(value)(addresses.localize(str(text), root))
+            if addresses.is_address(text)
+            else value
+        )
 
     def of_group(group: Any) -> Any:
         names = [f.name for f in dataclasses.fields(group) if f.metadata["remote"]]
-        return dataclasses.replace(group, **{name: localize(getattr(group, name)) for name in names})
+        return dataclasses.replace(
+            group, **{name: localize(getattr(group, name)) for name in names}
+        )
 
     if is_flat(config):
         return of_group(config)
@@ -637,7 +780,9 @@ def localized(config: Any) -> Any:
     return dataclasses.replace(config, **groups)
 
 
-def to_toml(config: Any, sources: Mapping[str, str] | None = None, only: Collection[str] | None = None) -> str:
+def to_toml(
+    config: Any, sources: Mapping[str, str] | None = None, only: Collection[str] | None = None
+) -> str:
     """Return a file that --config reads back, with the sources of values as comments.
 
     `only` are the names of the settings to list, instead of all.
@@ -679,10 +824,15 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """
     recorded = [*map(current_names, settings)]
     names = [
-        n for n in dict.fromkeys(itertools.chain(*recorded)) if any(s.get(n) != recorded[0].get(n) for s in recorded)
+        n
+        for n in dict.fromkeys(itertools.chain(*recorded))
+        if any(s.get(n) != recorded[0].get(n) for s in recorded)
     ]
     try:
-        configs = [build_config(TrainConfig, [("", from_saved(TrainConfig, s, "the settings"))])[0] for s in recorded]
+        configs = [
+            build_config(TrainConfig, [("", from_saved(TrainConfig, s, "the settings"))])[0]
+            for s in recorded
+        ]
     except UserError:  # edited by hand
         return names
     return [n for n in names if n not in {*AMOUNTS, *OUTCOME} or not _amounts_equal(n, configs)]
@@ -690,7 +840,10 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _amounts_equal(name: str, configs: Sequence[TrainConfig]) -> bool:
     try:
-        amounts = [AMOUNTS[name](c) if name in AMOUNTS else getattr(c.model, OUTCOME[name]) for c in configs]
+        amounts = [
+            AMOUNTS[name](c) if name in AMOUNTS else getattr(c.model, OUTCOME[name])
+            for c in configs
+        ]
     except (TypeError, ArithmeticError, ValueError):  # edited by hand
         return False
     return all(amount == amounts[0] for amount in amounts)

@@ -56,7 +56,9 @@ def blend(values: list[str]) -> tuple[list[float] | None, list[str]]:
         return None, values
     weights, prefixes = numbers[::2], values[1::2]
     if len(values) % 2 or None in weights:
-        raise ValueError(f"{' '.join(values)[:200]}: a blend is WEIGHT PREFIX WEIGHT PREFIX ..., or prefixes alone")
+        raise ValueError(
+            f"{' '.join(values)[:200]}: a blend is WEIGHT PREFIX WEIGHT PREFIX ..., or prefixes alone"
+        )
     kept = [w for w in weights if w is not None]
     if min(kept) < 0 or not 0 < sum(kept) < float("inf"):
         raise ValueError(f"the weights {' '.join(values[::2])[:200]} must not be below 0 nor all 0")
@@ -90,12 +92,16 @@ class BlendStage(TextForm):
 
     @classmethod
     def read(cls, text: str) -> Self:
-        found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)\s*(%|tokens|samples|)\s*:\s+(\S.*)", text)
+        found = re.fullmatch(
+            r"\s*([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)\s*(%|tokens|samples|)\s*:\s+(\S.*)", text
+        )
         if found is None:
             raise ValueError(f"{text!r} is not of the form BEGIN: WEIGHT PREFIX WEIGHT PREFIX ...")
         begin, unit = float(found[1]), found[2] or "samples"
         if not (begin < 100 if unit == "%" else begin.is_integer()):
-            raise ValueError(f"{text!r} begins at {found[1]} {unit}; give a whole number, or less than 100 %")
+            raise ValueError(
+                f"{text!r} begins at {found[1]} {unit}; give a whole number, or less than 100 %"
+            )
         weights, prefixes = blend(found[3].split())
         if weights is None and len(prefixes) > 1:
             raise ValueError(f"{text!r} has no weights; give WEIGHT PREFIX WEIGHT PREFIX ...")
@@ -139,7 +145,9 @@ class Reaction(TextForm):
         if word in cls.forms and not colon:
             return cls(text, word, 0)
         *others, last = cls.forms
-        raise ValueError(f"{text!r} is neither {', '.join(others)} nor {last}; K is a whole number above 0")
+        raise ValueError(
+            f"{text!r} is neither {', '.join(others)} nor {last}; K is a whole number above 0"
+        )
 
 
 class OnNonfinite(Reaction):
@@ -171,7 +179,9 @@ class EvalTasks(TextForm):
             if not name or not path:
                 raise ValueError(wrong_task(one))
             if name in tasks:
-                raise ValueError(f"{name} is given twice; evaluate another file with `meshwright evaluate`")
+                raise ValueError(
+                    f"{name} is given twice; evaluate another file with `meshwright evaluate`"
+                )
             tasks[name] = path
         return cls(text, tuple(tasks.items()))
 
@@ -203,7 +213,9 @@ class PipelineLayout(TextForm):
             ids = evaluate_list(text)
             for layer, (before, stage) in enumerate(zip(ids, ids[1:], strict=False), 1):
                 if stage < before:
-                    raise ValueError(f"{text[:50]!r}: layer {layer} goes back from stage {before} to {stage}")
+                    raise ValueError(
+                        f"{text[:50]!r}: layer {layer} goes back from stage {before} to {stage}"
+                    )
             return cls(text, ids=tuple(ids))
         if re.fullmatch(r"\s*[0-9]{1,9}\s*(,\s*[0-9]{1,9}\s*)*", text):
             return cls(text, counts=tuple(int(n) for n in text.split(",")))
@@ -219,7 +231,9 @@ def split_layers(layout: PipelineLayout | None, layers: int, stages: int) -> lis
     if layout is None:
         # Extra layers go to the middle, later stages first: the last stage has the head, the first
         # the embedding, and under 1F1B earlier stages hold more activations.
-        order = sorted(range(stages), key=lambda i: (i == stages - 1, i == 0, abs(2 * i - stages + 1), -i))
+        order = sorted(
+            range(stages), key=lambda i: (i == stages - 1, i == 0, abs(2 * i - stages + 1), -i)
+        )
         more = order[: layers % stages]
         return [layers // stages + (i in more) for i in range(stages)]
     counts = list(layout.counts)
@@ -232,7 +246,9 @@ def split_layers(layout: PipelineLayout | None, layers: int, stages: int) -> lis
     if len(counts) != stages:
         raise ValueError(f"{len(counts)} stages, but {PARTS} gives {stages}")
     if 0 in counts:
-        raise ValueError(f"stage {counts.index(0)} has no layer (a list of each layer's stage stands in brackets)")
+        raise ValueError(
+            f"stage {counts.index(0)} has no layer (a list of each layer's stage stands in brackets)"
+        )
     if sum(counts) != layers:
         raise ValueError(f"{sum(counts)} layers, but {{num_layers}} is {layers}")
     return counts
@@ -253,7 +269,9 @@ class BatchSchedule(TextForm):
         for word in text.replace(",", " ").split():
             match = re.fullmatch(f"{number}:{number}", word.upper())
             if match is None:
-                raise ValueError(f"{word[:50]!r} is not TOKENS:BATCH; write for example '0:768 250B:1536'")
+                raise ValueError(
+                    f"{word[:50]!r} is not TOKENS:BATCH; write for example '0:768 250B:1536'"
+                )
             tokens, batch = (int(float(match[n]) * units[match[n + 1]]) for n in (1, 3))
             stages.append((tokens, batch))
         if not stages:
@@ -272,7 +290,9 @@ class AttentionWindow(TextForm):
     def read(cls, text: str) -> Self:
         parts = re.fullmatch(r"\(?\s*(-1|[0-9]{1,9})\s*(?:,\s*(?:0|-1)\s*)?\)?", text)
         if not parts or int(parts[1]) == 0:
-            forms = "neither L nor L,0: L tokens before each, from 1 on, or -1 for all; 0 on the right"
+            forms = (
+                "neither L nor L,0: L tokens before each, from 1 on, or -1 for all; 0 on the right"
+            )
             raise ValueError(f"{text!r} is {forms}")
         return cls(text, max(int(parts[1]), 0))
 
@@ -323,7 +343,11 @@ def evaluate_list(text: str) -> list[int]:
 
     with contextlib.suppress(ValueError):
         out = read_expression(text.strip())
-        if isinstance(out, list) and out and all(type(number) is int and number >= 0 for number in out):
+        if (
+            isinstance(out, list)
+            and out
+            and all(type(number) is int and number >= 0 for number in out)
+        ):
             return out
     raise ValueError(f"{text[:50]!r} is not a list of numbers such as [1,1,0] or ([1]*5+[0])*4")
 

@@ -51,14 +51,22 @@ OF_TRAINING = ("recipe", "depth")  # controls of commands with the settings of a
 LEFT, COMMON = 32, 27  # columns of a flag and its value: in lists of all flags, and of common ones
 CONTROL = "settings"  # the group of the flags below, which no dataclass holds
 CONTROLS = {
-    "preset": ("--preset", "NAME", "architecture and recipe of a known model; `meshwright presets` lists them"),
+    "preset": (
+        "--preset",
+        "NAME",
+        "architecture and recipe of a known model; `meshwright presets` lists them",
+    ),
     "recipe": (
         "--recipe",
         "NAME",
         "all settings from the size; modern: Muon, rotary positions, rates and batch that fit; gpt2: the documents' "
         "recipe; a preset gives only sizes beside it, and flags win",
     ),
-    "depth": ("--depth", "N", "layers, the only size to give; all else follows; means --recipe modern without one"),
+    "depth": (
+        "--depth",
+        "N",
+        "layers, the only size to give; all else follows; means --recipe modern without one",
+    ),
     "config_file": ("--config", "FILE", "TOML or YAML file of settings"),
     "print_config": ("--print-config", "", "print all settings and where each comes from"),
     "dry_run": ("--dry-run", "", "check everything, write nothing; then exit"),
@@ -101,7 +109,9 @@ class HelpEntry:
     @property
     def right(self) -> str:
         """Return the whole text: help, other spellings and default."""
-        listed = self.choices and not all(re.search(rf"\b{re.escape(c)}\b", self.text) for c in self.choices)
+        listed = self.choices and not all(
+            re.search(rf"\b{re.escape(c)}\b", self.text) for c in self.choices
+        )
         parts = [self.text, f" ({', '.join(self.choices)})" if listed else ""]
         parts.append(f" [{self.default}]" if self.default else "")
         return "".join(parts)
@@ -111,7 +121,11 @@ class HelpEntry:
         default = f" [{self.default}]" if self.default else ""
         whole = SHORT.get(self.name, self.text)
         cuts = [whole[: m.start()] for m in re.finditer(r"[;:] | \(|$", whole)]
-        fitting = [text for text in cuts if len(text + default) <= width and text.count("(") == text.count(")")]
+        fitting = [
+            text
+            for text in cuts
+            if len(text + default) <= width and text.count("(") == text.count(")")
+        ]
         text = max(fitting, key=len, default=whole)
         listed = f": {', '.join(self.choices)}" if self.choices and text == self.text else ""
         return text + (listed if len(text + listed + default) <= width else "") + default
@@ -128,7 +142,11 @@ def requested_topic(argv: list[str], names_follow: bool = False) -> str | None:
             return None
         name, _, value = word.partition("=")
         if name in WORDS:
-            return ALL if "--help-all" in argv[i:] else value or next((w for w in argv[i + 1 :] if w not in WORDS), "")
+            return (
+                ALL
+                if "--help-all" in argv[i:]
+                else value or next((w for w in argv[i + 1 :] if w not in WORDS), "")
+            )
     return None
 
 
@@ -143,7 +161,8 @@ def show_help(command: Command, topic: str) -> None:
 
         pager = os.environ.get("PAGER", "less")
         if pager.strip() not in ("", "cat") and shutil.which(pager.split()[0]):
-            os.environ.setdefault("LESS", "FRX")  # as git has it: colours, and no pager for what fits
+            # as git has it: colours, and no pager for what fits
+            os.environ.setdefault("LESS", "FRX")
             with host.handled([signal.SIGINT], lambda *_: None):  # Ctrl-C is for the pager
                 pydoc.pipepager(text, pager)
             return
@@ -156,7 +175,11 @@ def help_lines(command: Command, topic: str = "") -> list[str]:
     shown = entries(command)
     if not topic:
         lines = all_flags(command, shown, full=False)
-        return lines if len(lines) <= LINES or not command.page.common else common_flags(command, shown)
+        return (
+            lines
+            if len(lines) <= LINES or not command.page.common
+            else common_flags(command, shown)
+        )
     if topic == ALL:
         return all_flags(command, shown, full=True)
     names = {_key(e.group): e.group for e in shown}
@@ -164,7 +187,10 @@ def help_lines(command: Command, topic: str = "") -> list[str]:
         group = names[_key(topic)]
         lines = _section(group, [e for e in shown if e.group == group], command)
         if any(_key(e.flag) == _key(topic) for e in shown):
-            lines += ["", f"`{command.prog} --help --{_key(topic)}` explains the flag of this name."]
+            lines += [
+                "",
+                f"`{command.prog} --help --{_key(topic)}` explains the flag of this name.",
+            ]
         return lines
     for entry in sorted(entries(command, hidden=True), key=lambda e: not e.flag.startswith("-")):
         if _key(topic) in {_key(word) for word in (entry.name, entry.flag, *entry.also)}:
@@ -179,11 +205,17 @@ def help_lines(command: Command, topic: str = "") -> list[str]:
     return find_flags(command, shown, topic, names)
 
 
-def find_flags(command: Command, shown: list[HelpEntry], topic: str, names: dict[str, str]) -> list[str]:
+def find_flags(
+    command: Command, shown: list[HelpEntry], topic: str, names: dict[str, str]
+) -> list[str]:
     """Return the flags whose name or text has the word."""
     word = _key(topic)
     for stem in dict.fromkeys((word, word.removesuffix("s"))):
-        found = [e for e in shown if stem in _key(e.flag) or re.search(rf"\b{re.escape(stem)}", e.right.lower())]
+        found = [
+            e
+            for e in shown
+            if stem in _key(e.flag) or re.search(rf"\b{re.escape(stem)}", e.right.lower())
+        ]
         if found:
             break
     if found and len(word) > 2:
@@ -205,7 +237,13 @@ def entries(command: Command, hidden: bool = False) -> list[HelpEntry]:
         text = f"{text}; same as {spelling(command.positional)}"
         word = word_of(f)
         out.append(
-            HelpEntry(command.positional, "arguments", word, "..." if is_list(kind) and " " not in word else "", text)
+            HelpEntry(
+                command.positional,
+                "arguments",
+                word,
+                "..." if is_list(kind) and " " not in word else "",
+                text,
+            )
         )
     if not is_flat(command.config):
         for name, (flag, value, text) in CONTROLS.items():
@@ -223,7 +261,11 @@ def _entry(group: str, f: dataclasses.Field[Any], kind: Any) -> HelpEntry:
     default, meta = default_of(f), f.metadata
     lacking = not_yet(f, kind)
     text = help_of(f) + (f" [{lacking}]" if lacking else "")
-    shown = "" if default is None or isinstance(default, bool) or default is dataclasses.MISSING else str(default)
+    shown = (
+        ""
+        if default is None or isinstance(default, bool) or default is dataclasses.MISSING
+        else str(default)
+    )
     if isinstance(default, float):
         shown = f"{default:g}"
     if isinstance(default, list):
@@ -231,7 +273,9 @@ def _entry(group: str, f: dataclasses.Field[Any], kind: Any) -> HelpEntry:
     rest: dict[str, Any] = {"field": f, "kind": kind}
     rest["choices"] = tuple(map(str, choices_of(kind)))
     if meta["positional"]:
-        return HelpEntry(f.name, "arguments", word_of(f), "..." if is_list(kind) else "", text, **rest)
+        return HelpEntry(
+            f.name, "arguments", word_of(f), "..." if is_list(kind) else "", text, **rest
+        )
     if inner_type(kind) is bool:
         on, off = switches(f)
         names, others = (off, on) if default is True else (on, off)
@@ -239,7 +283,9 @@ def _entry(group: str, f: dataclasses.Field[Any], kind: Any) -> HelpEntry:
         return HelpEntry(f.name, group, names[0], "", text, "", (*names[1:], *others), **rest)
     if default is dataclasses.MISSING:
         text += " (required)"
-    return HelpEntry(f.name, group, spelling(f.name), placeholder(f, kind), text, shown, meta["aliases"], **rest)
+    return HelpEntry(
+        f.name, group, spelling(f.name), placeholder(f, kind), text, shown, meta["aliases"], **rest
+    )
 
 
 # Screens.
@@ -249,13 +295,22 @@ def usage_lines(command: Command, shown: list[HelpEntry]) -> list[str]:
     words = [_shape(e) for e in shown if e.group == "arguments"]
     lines = [" ".join(["usage:", command.prog, "[flags]", *words])]
     about, *notes = command.about.split("\n\n")
-    return [*lines, "", *textwrap.wrap(about, _width()), *(line for note in notes for line in ("", *note.split("\n")))]
+    return [
+        *lines,
+        "",
+        *textwrap.wrap(about, _width()),
+        *(line for note in notes for line in ("", *note.split("\n"))),
+    ]
 
 
 def _shape(e: HelpEntry) -> str:
     """Return a positional argument for the usage: [WORD] if it may be missing."""
     needed = e.field is not None and default_of(e.field) is dataclasses.MISSING
-    return e.left if needed or (e.field and e.field.metadata["positional"] == "rest") else f"[{e.left}]"
+    return (
+        e.left
+        if needed or (e.field and e.field.metadata["positional"] == "rest")
+        else f"[{e.left}]"
+    )
 
 
 def common_flags(command: Command, shown: list[HelpEntry]) -> list[str]:
@@ -272,7 +327,12 @@ def common_flags(command: Command, shown: list[HelpEntry]) -> list[str]:
     lines += _examples(command)
     names = ", ".join(dict.fromkeys(e.group for e in shown if e.group != "arguments"))
     listed = textwrap.wrap(names, _width() - 17)
-    lines += ["", "More:", f"  --help GROUP   {listed[0]}", *(" " * 17 + line for line in listed[1:])]
+    lines += [
+        "",
+        "More:",
+        f"  --help GROUP   {listed[0]}",
+        *(" " * 17 + line for line in listed[1:]),
+    ]
     lines.append("  --help FLAG    one flag in full, such as --help save; or any word")
     return [*lines, f"  --help-all     all {len(shown)} flags"]
 
@@ -299,7 +359,10 @@ def _section(group: str, rows: list[HelpEntry], command: Command) -> list[str]:
         if doc and "(" not in doc[0] and group not in doc[0].lower()
         else ""
     )
-    return [*textwrap.wrap(f"{group.capitalize().replace('_', ' ')}:{about}", _width()), *_rows(rows)]
+    return [
+        *textwrap.wrap(f"{group.capitalize().replace('_', ' ')}:{about}", _width()),
+        *_rows(rows),
+    ]
 
 
 def _rows(rows: list[HelpEntry]) -> list[str]:
@@ -317,7 +380,9 @@ def _rows(rows: list[HelpEntry]) -> list[str]:
 
 def _examples(command: Command) -> list[str]:
     texts = [f"  {line}" for text in command.page.examples for line in text.split("\n")]
-    return ["", "Examples:" if len(command.page.examples) > 1 else "Example:", *texts] if texts else []
+    return (
+        ["", "Examples:" if len(command.page.examples) > 1 else "Example:", *texts] if texts else []
+    )
 
 
 def explain_flag(command: Command, e: HelpEntry) -> list[str]:
@@ -354,7 +419,12 @@ def _values(e: HelpEntry) -> str:
     kind = {"N": "whole number", "X": "number", "TEXT": "text"}.get(word, "path")
     kind = f"{kind}s, separated by spaces" if many and kind != "text" else "words" if many else kind
     bound = e.field.metadata["bound"] if e.field else None
-    bounds = {">0": "above 0", ">=0": "0 or more", "[0,1)": "from 0 to below 1", "[0,1]": "from 0 to 1"}
+    bounds = {
+        ">0": "above 0",
+        ">=0": "0 or more",
+        "[0,1)": "from 0 to below 1",
+        "[0,1]": "from 0 to 1",
+    }
     return f"{kind}, {bounds[bound]}" if bound else kind
 
 
@@ -386,5 +456,7 @@ def _width() -> int:
 def _styled(line: str) -> str:
     """Make headings bold, on terminals only."""
     heading = re.match(r"[^ `].*?:(?= |$)", line)
-    has_style = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    has_style = (
+        sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    )
     return f"\033[1m{heading[0]}\033[0m{line[heading.end() :]}" if heading and has_style else line

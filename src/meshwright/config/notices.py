@@ -74,11 +74,13 @@ def without_effect(config: Any) -> list[str]:
     is_late = g.profile and t.train_iters is not None and g.profile_step_start > t.train_iters
     beyond = [n for n in g.nvidia_smi_at if t.train_iters is not None and n > t.train_iters]
     others = {
-        "--swiglu and --glu-activation are both given; --glu-activation is used": m.swiglu and m.glu_activation,
+        "--swiglu and --glu-activation are both given; --glu-activation is used": m.swiglu
+        and m.glu_activation,
         "--cautious-weight-decay has no effect with --weight-decay 0": o.cautious_weight_decay
         and not o.ramps_decay
         and not o.weight_decay,
-        f"{state} has no effect with --sgd-momentum 0, which keeps none": o.optimizer_state_dtype != "float32"
+        f"{state} has no effect with --sgd-momentum 0, which keeps none": o.optimizer_state_dtype
+        != "float32"
         and o.optimizer == "sgd"
         and not o.sgd_momentum,
         "--mock-data: the files of --data-path and similar flags are not read": d.mock_data
@@ -92,7 +94,9 @@ def without_effect(config: Any) -> list[str]:
         out += data_paths.overlaps(d)
         is_divided = not d.mock_data and (d.data_path or d.data_args_path)
         if t.eval_iters and is_divided and not d.split.shares[1]:
-            out.append(f"--split {d.split} leaves nothing for validation, so there is none; raise its second number")
+            out.append(
+                f"--split {d.split} leaves nothing for validation, so there is none; raise its second number"
+            )
     with contextlib.suppress(ValueError):
         out += idle_long_context(m, d)
     return out + [line for line, applies in others.items() if applies]
@@ -100,9 +104,16 @@ def without_effect(config: Any) -> list[str]:
 
 def has_address(config: Any) -> bool:
     """Return whether a path is an address of object storage or the local folder of one."""
-    fields = [(group, f) for group in group_values(config) for f in dataclasses.fields(group) if f.metadata["remote"]]
+    fields = [
+        (group, f)
+        for group in group_values(config)
+        for f in dataclasses.fields(group)
+        if f.metadata["remote"]
+    ]
     values = [getattr(group, f.name) for group, f in fields]
-    paths = [path for value in values for path in (value if isinstance(value, list) else [value]) if path]
+    paths = [
+        path for value in values for path in (value if isinstance(value, list) else [value]) if path
+    ]
     return any(addresses.address_of(addresses.localize(path)) for path in paths)
 
 

@@ -8,7 +8,16 @@ from meshwright.base import registry
 from meshwright.base.files import read_table
 
 # Commands that `launch` starts as several ranks.
-LAUNCHED = ("train", "verify-layout", "preprocess", "evaluate", "generate", "chat", "serve", "doctor")
+LAUNCHED = (
+    "train",
+    "verify-layout",
+    "preprocess",
+    "evaluate",
+    "generate",
+    "chat",
+    "serve",
+    "doctor",
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +38,10 @@ SHORT: dict[str, str] = _TABLES.pop("short")  # field: its line among the common
 def known_pages() -> dict[str, Page]:
     """Return the pages of the commands whose configuration is part of this installation."""
     known = {name: page for name, page in _TABLES.items() if registry.is_there(page["config"])}
-    return {name: Page(**page | {"examples": tuple(page.get("examples", ()))}) for name, page in known.items()}
+    return {
+        name: Page(**page | {"examples": tuple(page.get("examples", ()))})
+        for name, page in known.items()
+    }
 
 
 PAGES = known_pages()

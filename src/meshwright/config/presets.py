@@ -33,16 +33,29 @@ def _families() -> tuple[Family, ...]:
         shared = tables["recipes"].get(family.get("recipe"), {}) | family["settings"]
         for name, cells in family["presets"].items():
             row = {column: cell for column, cell in zip(columns, cells, strict=True) if cell != ""}
-            values = row | {setting: value for setting, value in shared.items() if setting not in row}
-            presets[name] = {setting: None if value == "none" else value for setting, value in values.items()}
-        out.append(Family(family["source"], family["vocabulary"], presets, family.get("is_script", False)))
+            values = row | {
+                setting: value for setting, value in shared.items() if setting not in row
+            }
+            presets[name] = {
+                setting: None if value == "none" else value for setting, value in values.items()
+            }
+        out.append(
+            Family(family["source"], family["vocabulary"], presets, family.get("is_script", False))
+        )
     return tuple(out)
 
 
 FAMILIES = _families()
 # Other names in use.
-ALIASES = {"gpt2-124m": "gpt2-117m", "gpt2-355m": "gpt2-345m", "gpt2-774m": "gpt2-762m", "gpt2-1558m": "gpt2-1.5b"}
-PRESETS: dict[str, dict[str, Any]] = {name: values for family in FAMILIES for name, values in family.presets.items()}
+ALIASES = {
+    "gpt2-124m": "gpt2-117m",
+    "gpt2-355m": "gpt2-345m",
+    "gpt2-774m": "gpt2-762m",
+    "gpt2-1558m": "gpt2-1.5b",
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    name: values for family in FAMILIES for name, values in family.presets.items()
+}
 PRESETS |= {alias: PRESETS[name] for alias, name in ALIASES.items()}
 
 
@@ -78,7 +91,9 @@ def fitted(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     for part, share in parts.items():
         del out[part]
         if not any(part.replace("iters", u) in given for u in units):
-            out[part if in_steps else part.replace("iters", "samples")] = max(1, round(length * share))
+            out[part if in_steps else part.replace("iters", "samples")] = max(
+                1, round(length * share)
+            )
     if not in_steps:
         del out["train_iters"]
     return out

@@ -175,7 +175,9 @@ class SettingsError(UserError):
 
     words: Wording | None = None  # also of an error that another rank sent
 
-    def __init__(self, text: str, status: int = USAGE, everywhere: bool = False, words: Wording | None = None) -> None:
+    def __init__(
+        self, text: str, status: int = USAGE, everywhere: bool = False, words: Wording | None = None
+    ) -> None:
         super().__init__(text, status, everywhere)
         self.words = words
 

@@ -23,7 +23,14 @@ from meshwright.base.files import read_table
 from meshwright.base.hints import did_you_mean, find_address
 from meshwright.config import presets
 from meshwright.config.data_paths import path_sets, path_settings
-from meshwright.config.fields import config_fields, default_of, inner_type, spelling, switches, with_settings
+from meshwright.config.fields import (
+    config_fields,
+    default_of,
+    inner_type,
+    spelling,
+    switches,
+    with_settings,
+)
 from meshwright.config.notices import CONDITIONS
 from meshwright.config.problem import Problem, plain, with_value
 from meshwright.config.schema import LENGTHS, Data, Model, TrainConfig
@@ -35,7 +42,8 @@ SIZES = (
     "num_layers hidden_size num_attention_heads num_query_groups kv_channels seq_length max_position_embeddings"
 ).split()
 BY_STEPS = ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
-ACTIVATIONS = {"swiglu", "squared_relu", "glu_activation"}  # one of them given replaces the recipe's
+# one of them given replaces the recipe's
+ACTIVATIONS = {"swiglu", "squared_relu", "glu_activation"}
 # Settings of a preset that belong to its own network or schedule.
 RESET = (
     "swiglu squared_relu glu_activation ffn_hidden_size rotary_percent add_qkv_bias use_parallel_residual "
@@ -92,7 +100,9 @@ class Given(NamedTuple):
     is_auto: bool = False  # --train-tokens auto, which `settings` leave out
 
 
-def problems(recipe: str, depth: int | None, preset: str | None, given: Mapping[str, Any]) -> list[Problem]:
+def problems(
+    recipe: str, depth: int | None, preset: str | None, given: Mapping[str, Any]
+) -> list[Problem]:
     """Return what is wrong with a recipe or a depth; `given` are settings above a preset."""
     out = []
     if recipe not in RECIPES:
@@ -110,7 +120,12 @@ def problems(recipe: str, depth: int | None, preset: str | None, given: Mapping[
             out.append(Problem(("depth", "num_layers"), both))
     elif not preset and "num_layers" not in given:
         wanted = "{depth=N}, or {preset=NAME}, or {num_layers} and {hidden_size}"
-        out.append(Problem(("recipe",), f"{with_value('recipe', recipe)} needs the size of the model: give {wanted}"))
+        out.append(
+            Problem(
+                ("recipe",),
+                f"{with_value('recipe', recipe)} needs the size of the model: give {wanted}",
+            )
+        )
     return out
 
 
@@ -127,8 +142,13 @@ def apply_recipe(name: str, config: TrainConfig, given: Given) -> dict[str, Choi
     for setting, (value, reason) in recipe["rows"].items():
         if setting == "cautious_weight_decay" and draft.value("optimizer") == "sgd":
             continue  # which has none
-        has_effect = all(CONDITIONS[name](draft.config) for name in _field(setting).metadata["needs"])
-        if has_effect and (setting not in ACTIVATIONS or not any(given.settings.get(other) for other in ACTIVATIONS)):
+        has_effect = all(
+            CONDITIONS[name](draft.config) for name in _field(setting).metadata["needs"]
+        )
+        if has_effect and (
+            setting not in ACTIVATIONS
+            or not any(given.settings.get(other) for other in ACTIVATIONS)
+        ):
             draft.choose(setting, value, reason)
     _choose_width(draft, given.depth, numbers)
     if "like" in recipe:
@@ -151,7 +171,9 @@ def _reset(draft: Draft, name: str) -> None:
     for setting in RESET:
         default = default_of(_field(setting))
         if setting not in draft.given and draft.value(setting) != default:
-            draft.choose(setting, default, f"the preset's; recipe {name} has its own network and schedule")
+            draft.choose(
+                setting, default, f"the preset's; recipe {name} has its own network and schedule"
+            )
 
 
 def _choose_width(draft: Draft, depth: int | None, n: Mapping[str, Any]) -> None:
@@ -159,25 +181,37 @@ def _choose_width(draft: Draft, depth: int | None, n: Mapping[str, Any]) -> None
         draft.choose("num_layers", depth, "--depth")
     layers, unit = draft.value("num_layers"), n["width_unit"]
     width = math.ceil(layers * n["width_of_layer"] / unit) * unit
-    draft.choose("hidden_size", width, f"{n['width_of_layer']} x the layers, in multiples of {unit}")
+    draft.choose(
+        "hidden_size", width, f"{n['width_of_layer']} x the layers, in multiples of {unit}"
+    )
     width = draft.value("hidden_size")
     head = n["wide_head"] if width >= n["wide_from"] else n["narrow_head"]
     head = next((size for size in (head, n["narrow_head"], 32, 16, 8) if width % size == 0), width)
-    reason = f"heads of {head}" + (": fewer and wide ones are faster on a GPU" if head >= 128 else "")
+    reason = f"heads of {head}" + (
+        ": fewer and wide ones are faster on a GPU" if head >= 128 else ""
+    )
     draft.choose("num_attention_heads", width // head, reason)
 
 
 def _choose_head(draft: Draft, n: Mapping[str, Any]) -> None:
     is_untied = draft.value("hidden_size") >= n["untie_from"]
-    reason = "a head of its own: 10 % fewer tokens to a loss at 124M in the records of modded-nanogpt"
+    reason = (
+        "a head of its own: 10 % fewer tokens to a loss at 124M in the records of modded-nanogpt"
+    )
     if not is_untied:
         reason = f"below a width of {n['untie_from']} the token table learns faster as the head: loss 2.43, not 2.53"
     draft.choose("untie_embeddings_and_output_weights", is_untied, reason)
 
 
 def _choose_length(draft: Draft, n: Mapping[str, Any]) -> None:
-    length = next(length for width, length in reversed(n["lengths"]) if draft.value("hidden_size") >= width)
-    draft.choose("seq_length", length, f"at a width of {draft.value('hidden_size')}: wider models use longer contexts")
+    length = next(
+        length for width, length in reversed(n["lengths"]) if draft.value("hidden_size") >= width
+    )
+    draft.choose(
+        "seq_length",
+        length,
+        f"at a width of {draft.value('hidden_size')}: wider models use longer contexts",
+    )
 
 
 def layer_parameters(m: Model) -> int:
@@ -236,7 +270,9 @@ def _tokens(draft: Draft, batch: int | None = None) -> float | None:
         batch = batch or t.global_batch_size
         return None if batch is None else t.train_iters * batch * length
     if t.train_epochs is not None:
-        return t.train_epochs * (training_tokens(draft.config.data) or auto_tokens(draft.config).value)
+        return t.train_epochs * (
+            training_tokens(draft.config.data) or auto_tokens(draft.config).value
+        )
     return t.train_samples * length if t.train_samples else int(t.train_tokens or 1)
 
 
@@ -251,7 +287,9 @@ def _best_batch(draft: Draft, n: Mapping[str, Any]) -> int:
         best = n["batch_tokens"] * (tokens / n["batch_at"]) ** n["batch_power"]
     else:
         steps = draft.config.training.train_iters or 1
-        best = (n["batch_tokens"] * (steps / n["batch_at"]) ** n["batch_power"]) ** (1 / (1 - n["batch_power"]))
+        best = (n["batch_tokens"] * (steps / n["batch_at"]) ** n["batch_power"]) ** (
+            1 / (1 - n["batch_power"])
+        )
     return int(2 ** max(0, round(math.log2(best / length))))
 
 
@@ -270,7 +308,9 @@ def _choose_steps(draft: Draft) -> None:
     """Choose a length in steps in place of tokens, as a schedule that is given in steps needs."""
     if "train_tokens" in draft.choices and draft.given.intersection(BY_STEPS):
         tokens, reason = draft.choices.pop("train_tokens")
-        steps = tokens // ((draft.config.data.seq_length or 1) * (draft.config.training.global_batch_size or 1))
+        steps = tokens // (
+            (draft.config.data.seq_length or 1) * (draft.config.training.global_batch_size or 1)
+        )
         draft.config = with_settings(draft.config, train_tokens=None)
         draft.choose("train_iters", max(1, steps), f"{_short(tokens)} tokens: {reason}")
 
@@ -284,7 +324,9 @@ def _choose_micro_batch(draft: Draft, n: Mapping[str, Any]) -> None:
     total, size = draft.config.training.global_batch_size or 1, 1
     while 2 * size * length <= n["micro_tokens"] and total % (2 * size * dp) == 0:
         size *= 2
-    draft.choose("micro_batch_size", size, f"up to {n['micro_tokens']:,} tokens, which keep a device busy")
+    draft.choose(
+        "micro_batch_size", size, f"up to {n['micro_tokens']:,} tokens, which keep a device busy"
+    )
 
 
 def _choose_rates(draft: Draft, n: Mapping[str, Any]) -> None:
@@ -302,7 +344,10 @@ def _choose_rates(draft: Draft, n: Mapping[str, Any]) -> None:
     if ratio != 1:
         reason += f"; and with the root of the batch, which is {ratio:g} times {best}"
     draft.choose("lr", _rounded(rate * factor), reason)
-    reason = {"muon": "Muon needs little warm-up", "adam": "AdamW at this rate needs a long warm-up"}[rule]
+    reason = {
+        "muon": "Muon needs little warm-up",
+        "adam": "AdamW at this rate needs a long warm-up",
+    }[rule]
     draft.choose("lr_warmup_fraction", n["warmup"][rule], reason)
     if rule == "muon":
         other = _rounded(n["other_lr"] * (draft.config.optimizer.lr or rate) / rate)
@@ -326,7 +371,9 @@ def _choose_decay(draft: Draft, n: Mapping[str, Any]) -> None:
     factor = n["falling_decay"] if o.weight_decay_incr_style == "rate" else 1
     low, high = n["weight_decay_range"]
     decay = _rounded(min(max(factor / (share * o.lr * steps), low), high))
-    reason = f"weights forget after {share:.2g} times the run, best at {ratio:.2g} tokens a parameter"
+    reason = (
+        f"weights forget after {share:.2g} times the run, best at {ratio:.2g} tokens a parameter"
+    )
     draft.choose("weight_decay", decay, f"{reason}; from {low:g} to {high:g}")
 
 
@@ -336,10 +383,14 @@ def _choose_lines(draft: Draft, n: Mapping[str, Any]) -> None:
     steps = int((_tokens(draft) or 1) / (length * (t.global_batch_size or 1)))
     interval = min(max(1, steps // n["log_lines"]), default_of(_field("log_interval")))
     draft.choose("log_interval", interval, f"{n['log_lines']} lines or more")
-    draft.choose("eval_interval", max(1, steps // n["validations"]), f"{n['validations']} validations")
+    draft.choose(
+        "eval_interval", max(1, steps // n["validations"]), f"{n['validations']} validations"
+    )
     # A step takes about as long as three forward passes.
     batches = round(3 * n["validation_share"] * steps / n["validations"])
-    draft.choose("eval_iters", min(max(batches, 1), 100), f"about {n['validation_share']:.0%} of the time")
+    draft.choose(
+        "eval_iters", min(max(batches, 1), 100), f"about {n['validation_share']:.0%} of the time"
+    )
 
 
 def _follow_preset(draft: Draft, like: str, given: Given) -> None:
@@ -352,10 +403,16 @@ def _follow_preset(draft: Draft, like: str, given: Given) -> None:
         settings["train_tokens"] = draft.choices["train_tokens"].value
     for name, value in presets.fitted(like, settings).items():
         if name not in SIZES:
-            draft.choose(name, value, draft.choices[name].reason if name in draft.choices else f"as preset {like}")
+            draft.choose(
+                name,
+                value,
+                draft.choices[name].reason if name in draft.choices else f"as preset {like}",
+            )
 
 
-def explained(recipe: str, choices: Mapping[str, Choice], sources: Mapping[str, str]) -> dict[str, str]:
+def explained(
+    recipe: str, choices: Mapping[str, Choice], sources: Mapping[str, str]
+) -> dict[str, str]:
     """Return the sources of what a recipe or --train-tokens auto decides, with the reasons."""
     label, out = f"recipe {recipe}", {}
     for name, (_, reason) in choices.items():
@@ -380,7 +437,9 @@ def remarks(sources: Mapping[str, str], config: Any) -> dict[str, tuple[Any, str
 
 def describe(recipe: str, choices: Mapping[str, Choice], config: TrainConfig) -> list[str]:
     """Return lines about a recipe: what it sets, why, and what is given instead."""
-    used = {name: choice for name, choice in choices.items() if _value(config, name) == choice.value}
+    used = {
+        name: choice for name, choice in choices.items() if _value(config, name) == choice.value
+    }
     if not recipe:
         return [f"--train-tokens auto is {value:,}: {reason}" for value, reason in used.values()]
     layers = config.model.num_layers
@@ -390,7 +449,9 @@ def describe(recipe: str, choices: Mapping[str, Choice], config: TrainConfig) ->
     out += _aligned(rows)
     if others := [name for name in choices if name not in used]:
         out.append("these are given instead of its values:")
-        out += _aligned([(as_flag(n, _value(config, n)), f"recipe: {_shown(choices[n].value)}") for n in others])
+        out += _aligned(
+            [(as_flag(n, _value(config, n)), f"recipe: {_shown(choices[n].value)}") for n in others]
+        )
     return out
 
 
@@ -398,7 +459,9 @@ def _aligned(rows: list[tuple[str, str]]) -> list[str]:
     left = max(len(words) for words, _ in rows) + 4
     wrapped = [(words, textwrap.wrap(reason, max(WIDTH - left, 30))) for words, reason in rows]
     return [
-        f"{f'  {words}' if n == 0 else '':<{left}}{line}" for words, lines in wrapped for n, line in enumerate(lines)
+        f"{f'  {words}' if n == 0 else '':<{left}}{line}"
+        for words, lines in wrapped
+        for n, line in enumerate(lines)
     ]
 
 
@@ -416,7 +479,9 @@ def as_flag(name: str, value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return (
+        "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
 
 
 def _rounded(number: float) -> float:

@@ -35,18 +35,30 @@ from meshwright.config.grammar import (
 # Facets that several flags share.
 DROPOUT: dict[str, Any] = {"bound": "[0,1)", "resume": "note", "inherited": True}
 TIKTOKEN: dict[str, Any] = {"needs": "--tokenizer-type TikTokenizer", "docs": "data"}
-ROTARY: dict[str, Any] = {"needs": "--position-embedding-type rope", "docs": "checkpoints", "resume": "tune"}
+ROTARY: dict[str, Any] = {
+    "needs": "--position-embedding-type rope",
+    "docs": "checkpoints",
+    "resume": "tune",
+}
 SCALED = ROTARY | {"needs": "--rope-scaling"}
 WINDOW: dict[str, Any] = {"value": "FORM", "docs": "checkpoints", "resume": "tune"}
-LLAMA3, YARN = ROTARY | {"needs": "--rope-scaling llama3"}, ROTARY | {"needs": "--rope-scaling yarn"}
+LLAMA3, YARN = (
+    ROTARY | {"needs": "--rope-scaling llama3"},
+    ROTARY | {"needs": "--rope-scaling yarn"},
+)
 UNPROVEN: dict[str, Any] = {"resume": "free", "proof": ""}  # changes no number of a step
-RECOMPUTED: dict[str, Any] = {"needs": "--recompute-granularity full", "docs": "memory", "resume": "free"}
+RECOMPUTED: dict[str, Any] = {
+    "needs": "--recompute-granularity full",
+    "docs": "memory",
+    "resume": "free",
+}
 SCHEDULE: dict[str, Any] = {"resume": "free", "proof": "fuzz"}
 LOSS_SCALE: dict[str, Any] = {"needs": "--fp16", "docs": "schedules"}
 FP8: dict[str, Any] = {"needs": "--fp8-format", "docs": "memory"}
 FP8_ENDS: dict[str, Any] = {"needs": "--first-last-layers-bf16", "docs": "memory", "proof": ""}
 MUP: dict[str, Any] = {"docs": "tuning", "resume": "tune"}
-START: dict[str, Any] = {"docs": "", "proof": "twin", "read": "run"}  # where ranks are, and how they meet
+# where ranks are, and how they meet
+START: dict[str, Any] = {"docs": "", "proof": "twin", "read": "run"}
 EVAL_TASKS: dict[str, Any] = {"needs": "--eval-tasks", "docs": "evaluation"}
 DECAY_RAMPS = ("linear", "cosine")  # styles of the weight decay that lead from one value to another
 WSD, DATA_PARALLEL = "--lr-decay-style WSD", "several data-parallel ranks"
@@ -59,16 +71,26 @@ class Model:
     """The network: GPT-2's architecture by default."""
 
     num_layers: int | None = flag(None, "number of transformer layers", bound=">0", docs="data")
-    hidden_size: int | None = flag(None, "width of the residual stream", bound=">0", docs="tutorial")
-    num_attention_heads: int | None = flag(None, "number of attention heads", bound=">0", docs="checkpoints")
+    hidden_size: int | None = flag(
+        None, "width of the residual stream", bound=">0", docs="tutorial"
+    )
+    num_attention_heads: int | None = flag(
+        None, "number of attention heads", bound=">0", docs="checkpoints"
+    )
     ffn_hidden_size: int | None = flag(
         None, "width of the MLP's hidden layer (none: 4 x hidden size)", bound=">0", outcome="ffn"
     )
     kv_channels: int | None = flag(
-        None, "width of a head (none: hidden size / attention heads)", bound=">0", outcome="head_dim"
+        None,
+        "width of a head (none: hidden size / attention heads)",
+        bound=">0",
+        outcome="head_dim",
     )
     max_position_embeddings: int | None = flag(
-        None, "rows of the position table (none: sequence length)", "--max-absolute-position-embeddings", bound=">0"
+        None,
+        "rows of the position table (none: sequence length)",
+        "--max-absolute-position-embeddings",
+        bound=">0",
     )
     make_vocab_size_divisible_by: int = flag(
         128, "pad the vocabulary to a multiple of this", bound=">0", resume="free", read="model"
@@ -77,37 +99,79 @@ class Model:
         None, "pad the vocabulary to exactly this size", "--padded-vocab-size", resume="free"
     )
     layernorm_epsilon: float = flag(
-        1e-5, "added to the variance in the norm", "--norm-epsilon", bound=">0", docs="checkpoints", resume="tune"
+        1e-5,
+        "added to the variance in the norm",
+        "--norm-epsilon",
+        bound=">0",
+        docs="checkpoints",
+        resume="tune",
     )
     init_method_std: float = flag(
-        0.02, "standard deviation of the initial weights", bound=">0", docs="extending", resume="free", inherited=True
+        0.02,
+        "standard deviation of the initial weights",
+        bound=">0",
+        docs="extending",
+        resume="free",
+        inherited=True,
     )
-    hidden_dropout: float = flag(0.1, "dropout of each branch's output, and of embeddings", docs="tutorial", **DROPOUT)
-    attention_dropout: float = flag(0.1, "dropout probability of attention", docs="tutorial", **DROPOUT)
-    embedding_dropout: float | None = flag(None, "dropout of embeddings (none: --hidden-dropout)", **DROPOUT)
-    untie_embeddings_and_output_weights: bool = flag(False, "use a separate weight for the output layer")
+    hidden_dropout: float = flag(
+        0.1, "dropout of each branch's output, and of embeddings", docs="tutorial", **DROPOUT
+    )
+    attention_dropout: float = flag(
+        0.1, "dropout probability of attention", docs="tutorial", **DROPOUT
+    )
+    embedding_dropout: float | None = flag(
+        None, "dropout of embeddings (none: --hidden-dropout)", **DROPOUT
+    )
+    untie_embeddings_and_output_weights: bool = flag(
+        False, "use a separate weight for the output layer"
+    )
     bias_gelu_fusion: bool = flag(
-        True, "tanh approximation of GELU; else the exact one", needs="a GELU activation", outcome="activation"
+        True,
+        "tanh approximation of GELU; else the exact one",
+        needs="a GELU activation",
+        outcome="activation",
     )
     attention_impl: Literal["auto", "sdpa", "reference"] = flag(
-        "auto", "auto: fastest, or reference on CPU with dropout", docs="memory randomness", resume="note", read="model"
+        "auto",
+        "auto: fastest, or reference on CPU with dropout",
+        docs="memory randomness",
+        resume="note",
+        read="model",
     )
     num_query_groups: int | None = flag(
-        None, "number of key/value heads; enables --group-query-attention", bound=">0", outcome="groups"
+        None,
+        "number of key/value heads; enables --group-query-attention",
+        bound=">0",
+        outcome="groups",
     )
     group_query_attention: bool = flag(
-        False, "share key/value heads: one group unless --num-query-groups is given", outcome="groups"
+        False,
+        "share key/value heads: one group unless --num-query-groups is given",
+        outcome="groups",
     )
-    position_embedding_type: Literal["learned_absolute", "absolute", "rope", "rotary", "alibi", "none"] = flag(
-        "learned_absolute", "position encoding: a learned table, rotary embeddings, ALiBi or none", outcome="position"
+    position_embedding_type: Literal[
+        "learned_absolute", "absolute", "rope", "rotary", "alibi", "none"
+    ] = flag(
+        "learned_absolute",
+        "position encoding: a learned table, rotary embeddings, ALiBi or none",
+        outcome="position",
     )
     rotary_percent: float = flag(1.0, "fraction of each head that is rotated", bound=">0", **ROTARY)
-    rotary_base: float = flag(10000.0, "base of rotary frequencies", "--rope-theta", bound=">0", **ROTARY)
+    rotary_base: float = flag(
+        10000.0, "base of rotary frequencies", "--rope-theta", bound=">0", **ROTARY
+    )
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] = flag(
-        "none", "scaling of rotary frequencies for longer texts: all, or the slow ones as in Llama 3 or YaRN", **ROTARY
+        "none",
+        "scaling of rotary frequencies for longer texts: all, or the slow ones as in Llama 3 or YaRN",
+        **ROTARY,
     )
     rope_scaling_factor: float = flag(
-        8.0, "divide the scaled frequencies by this", "--rotary-scaling-factor", bound=">0", **SCALED
+        8.0,
+        "divide the scaled frequencies by this",
+        "--rotary-scaling-factor",
+        bound=">0",
+        **SCALED,
     )
     original_max_position_embeddings: int | None = flag(
         None,
@@ -116,15 +180,23 @@ class Model:
         **SCALED | {"needs": "--rope-scaling llama3 or yarn", "outcome": "original_positions"},
     )
     rope_low_freq_factor: float = flag(
-        1.0, "llama3: pairs that turn fewer times in the original positions are slow", bound=">0", **LLAMA3
+        1.0,
+        "llama3: pairs that turn fewer times in the original positions are slow",
+        bound=">0",
+        **LLAMA3,
     )
     rope_high_freq_factor: float = flag(
         4.0, "llama3: pairs that turn more often than this are not scaled", bound=">0", **LLAMA3
     )
     beta_fast: float = flag(
-        32.0, "yarn: pairs that turn more often in the original positions are not scaled", bound=">0", **YARN
+        32.0,
+        "yarn: pairs that turn more often in the original positions are not scaled",
+        bound=">0",
+        **YARN,
     )
-    beta_slow: float = flag(1.0, "yarn: pairs that turn fewer times than this are slow", bound=">0", **YARN)
+    beta_slow: float = flag(
+        1.0, "yarn: pairs that turn fewer times than this are slow", bound=">0", **YARN
+    )
     rope_attention_factor: float | None = flag(
         None,
         "yarn: multiply rotated queries and keys by this (none: 0.1 ln(factor) + 1)",
@@ -142,7 +214,9 @@ class Model:
         **WINDOW | {"needs": "--window-size", "outcome": "windowed_layers"},
     )
     swiglu: bool = flag(
-        False, "use a SwiGLU MLP of width 8/3 x hidden size, in multiples of 64 as in Megatron", outcome="activation"
+        False,
+        "use a SwiGLU MLP of width 8/3 x hidden size, in multiples of 64 as in Megatron",
+        outcome="activation",
     )
     squared_relu: bool = flag(False, "use squared ReLU in the MLP", outcome="activation")
     glu_activation: Literal["geglu", "liglu", "reglu", "swiglu"] | None = flag(
@@ -150,21 +224,34 @@ class Model:
     )
     normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", "type of norm")
     layernorm_bias: bool = flag(
-        True, "add biases in LayerNorm", "--disable-layernorm-bias", needs="LayerNorm", outcome="norm_bias"
+        True,
+        "add biases in LayerNorm",
+        "--disable-layernorm-bias",
+        needs="LayerNorm",
+        outcome="norm_bias",
     )
     apply_layernorm_1p: bool = flag(False, "store norm weights minus one", docs="extending")
     qk_layernorm: bool = flag(False, "normalize each head's queries and keys", docs="checkpoints")
     add_bias_linear: bool = flag(True, "add biases in linear layers", "--disable-bias-linear")
     add_qkv_bias: bool = flag(
-        False, "add biases to queries, keys and values even with --disable-bias-linear", outcome="qkv_bias"
+        False,
+        "add biases to queries, keys and values even with --disable-bias-linear",
+        outcome="qkv_bias",
     )
     embed_layernorm: bool = flag(False, "apply a norm after the token embedding")
-    apply_residual_connection_post_layernorm: bool = flag(False, "take the residual from the norm's output")
+    apply_residual_connection_post_layernorm: bool = flag(
+        False, "take the residual from the norm's output"
+    )
     use_parallel_residual: bool = flag(
-        False, "let attention and MLP read the same stream and add both to it, as in GPT-NeoX", "--gpt-j-residual"
+        False,
+        "let attention and MLP read the same stream and add both to it, as in GPT-NeoX",
+        "--gpt-j-residual",
     )
     init_method_xavier_uniform: bool = flag(
-        False, "draw initial weights from Xavier's uniform distribution", docs="extending", resume="free"
+        False,
+        "draw initial weights from Xavier's uniform distribution",
+        docs="extending",
+        resume="free",
     )
     zero_init_projections: bool = flag(
         False,
@@ -192,7 +279,9 @@ class Model:
         docs="checkpoints faq",
         resume="tune",
     )
-    num_experts: int | None = flag(None, "number of experts per layer", only=(None,), step=9, resume="note")
+    num_experts: int | None = flag(
+        None, "number of experts per layer", only=(None,), step=9, resume="note"
+    )
 
     def __post_init__(self) -> None:
         read_forms(self)
@@ -201,7 +290,9 @@ class Model:
     def ffn(self) -> int:
         """Width of the MLP; that of SwiGLU, with its third matrix, is 2/3, in multiples of 64."""
         h = self.hidden_size or 0
-        return self.ffn_hidden_size or (4 * h * 2 // 3 // 64 * 64 if self.swiglu and h >= 24 else 4 * h)
+        return self.ffn_hidden_size or (
+            4 * h * 2 // 3 // 64 * 64 if self.swiglu and h >= 24 else 4 * h
+        )
 
     @property
     def head_dim(self) -> int:
@@ -220,7 +311,9 @@ class Model:
     @property
     def groups(self) -> int:
         """Number of key/value heads."""
-        return self.num_query_groups or (1 if self.group_query_attention else self.num_attention_heads or 1)
+        return self.num_query_groups or (
+            1 if self.group_query_attention else self.num_attention_heads or 1
+        )
 
     @property
     def position(self) -> Literal["learned", "rope", "alibi", "none"]:
@@ -248,7 +341,9 @@ class Model:
         """Factor of rotated queries and keys, which only YaRN has."""
         if self.rope_scaling != "yarn":
             return 1.0
-        return self.rope_attention_factor or 0.1 * math.log(max(self.rope_scaling_factor, 1.0)) + 1.0
+        return (
+            self.rope_attention_factor or 0.1 * math.log(max(self.rope_scaling_factor, 1.0)) + 1.0
+        )
 
     @property
     def window(self) -> int:
@@ -258,7 +353,11 @@ class Model:
     @property
     def windowed_layers(self) -> tuple[int, ...]:
         """Numbers of the layers with a window."""
-        return layers_with_window(self.window_attn_skip_freq, self.num_layers or 0) if self.window else ()
+        return (
+            layers_with_window(self.window_attn_skip_freq, self.num_layers or 0)
+            if self.window
+            else ()
+        )
 
     @property
     def activation(self) -> str:
@@ -315,8 +414,12 @@ class TokenizerFlags:
         value="PATH",
         docs="",
     )
-    tokenizer_type: TokenizerType = flag("GPT2BPETokenizer", "type of tokenizer", "--tokenizer-name", docs="")
-    vocab_file: str | None = flag(None, "path to GPT-2's vocab.json or BERT's vocab.txt", "--vocab", value="FILE")
+    tokenizer_type: TokenizerType = flag(
+        "GPT2BPETokenizer", "type of tokenizer", "--tokenizer-name", docs=""
+    )
+    vocab_file: str | None = flag(
+        None, "path to GPT-2's vocab.json or BERT's vocab.txt", "--vocab", value="FILE"
+    )
     merge_file: str | None = flag(None, "path to GPT-2's merges.txt", "--merges-file", value="FILE")
     tokenizer_model: str | None = flag(
         None,
@@ -326,10 +429,17 @@ class TokenizerFlags:
         docs="data",
     )
     vocab_size: int | None = flag(
-        None, "true size, for NullTokenizer, mock data and Megatron's ranks", "--true-vocab-size", bound=">0"
+        None,
+        "true size, for NullTokenizer, mock data and Megatron's ranks",
+        "--true-vocab-size",
+        bound=">0",
     )
-    tiktoken_pattern: Literal["v1", "v2"] = flag("v2", "how text is split before Megatron's ranks are used", **TIKTOKEN)
-    tiktoken_num_special_tokens: int = flag(1000, "ids before Megatron's ranks", bound=">0", **TIKTOKEN)
+    tiktoken_pattern: Literal["v1", "v2"] = flag(
+        "v2", "how text is split before Megatron's ranks are used", **TIKTOKEN
+    )
+    tiktoken_num_special_tokens: int = flag(
+        1000, "ids before Megatron's ranks", bound=">0", **TIKTOKEN
+    )
     tiktoken_special_tokens: list[str] = flag(
         [],
         "the first of these ids (none: <unk> <s> </s> <mask> <pad> <cls> <sep>); <SPECIAL_7> and so on follow",
@@ -356,7 +466,12 @@ class Data:
         docs="data evaluation",
     )
     seq_length: int | None = flag(
-        None, "tokens of one sample", "--encoder-seq-length", bound=">0", docs="checkpoints", read="model"
+        None,
+        "tokens of one sample",
+        "--encoder-seq-length",
+        bound=">0",
+        docs="checkpoints",
+        read="model",
     )
     split: Split = flag(
         Split.read("969, 30, 1"),
@@ -365,37 +480,66 @@ class Data:
         docs="data evaluation",
     )
     split_arithmetic: Literal["rounded", "cumulative"] = flag(
-        "rounded", "borders of the split: rounded (Megatron 2019-2023) or cumulative (since October 2023)", proof=""
+        "rounded",
+        "borders of the split: rounded (Megatron 2019-2023) or cumulative (since October 2023)",
+        proof="",
     )
-    last_epoch_cutoff: float = flag(0.80, "shuffle the last epoch separately if less of it is used (bigscience: 0.95)")
+    last_epoch_cutoff: float = flag(
+        0.80, "shuffle the last epoch separately if less of it is used (bigscience: 0.95)"
+    )
     data_cache_path: str | None = flag(
-        None, "folder for sample indices (none: index-cache beside the data)", value="DIR", **UNPROVEN
+        None,
+        "folder for sample indices (none: index-cache beside the data)",
+        value="DIR",
+        **UNPROVEN,
     )
     mock_data: bool = flag(False, "train on random tokens instead of files", docs="")
     data_impl: Literal["mmap", "infer", "lazy", "cached"] = flag(
         "mmap", "format of token files", only=("mmap", "infer"), docs="", **UNPROVEN
     )
-    mmap_warmup: bool = flag(False, "read the token files once before training", docs="", **UNPROVEN)
-    dataloader_type: Literal["single", "cyclic"] = flag("single", "single, or cyclic: reshuffle all samples each epoch")
+    mmap_warmup: bool = flag(
+        False, "read the token files once before training", docs="", **UNPROVEN
+    )
+    dataloader_type: Literal["single", "cyclic"] = flag(
+        "single", "single, or cyclic: reshuffle all samples each epoch"
+    )
     num_workers: int = flag(
-        2, "batches that a background thread reads ahead (0: no thread)", bound=">=0", docs="", resume="free"
+        2,
+        "batches that a background thread reads ahead (0: no thread)",
+        bound=">=0",
+        docs="",
+        resume="free",
     )
     train_data_path: list[str] = flag(
-        [], "prefix or blend of the training set; whole files, instead of --split", value="PREFIX", remote=True
+        [],
+        "prefix or blend of the training set; whole files, instead of --split",
+        value="PREFIX",
+        remote=True,
     )
-    valid_data_path: list[str] = flag([], "prefix or blend of the validation set", value="PREFIX", remote=True)
-    test_data_path: list[str] = flag([], "prefix or blend of the test set", value="PREFIX", remote=True, proof="")
-    data_args_path: str | None = flag(None, "file with the value of --data-path", value="FILE", proof="")
+    valid_data_path: list[str] = flag(
+        [], "prefix or blend of the validation set", value="PREFIX", remote=True
+    )
+    test_data_path: list[str] = flag(
+        [], "prefix or blend of the test set", value="PREFIX", remote=True, proof=""
+    )
+    data_args_path: str | None = flag(
+        None, "file with the value of --data-path", value="FILE", proof=""
+    )
     per_split_data_args_path: str | None = flag(
         None, 'JSON file {"train": [...], "valid": [...], "test": [...]}', value="FILE", proof=""
     )
     train_weighted_split_paths: list[str] = flag(
-        [], "'NAME: WEIGHT START:END PREFIX, ...': training on parts of files", value="FORM", proof=""
+        [],
+        "'NAME: WEIGHT START:END PREFIX, ...': training on parts of files",
+        value="FORM",
+        proof="",
     )
     valid_weighted_split_paths: list[str] = flag(
         [], "'NAME: ...' 'NAME2: ...': validation sets, with a loss each", value="FORM", proof=""
     )
-    test_weighted_split_paths: list[str] = flag([], "test sets, in the same form", value="FORM", proof="")
+    test_weighted_split_paths: list[str] = flag(
+        [], "test sets, in the same form", value="FORM", proof=""
+    )
     train_weighted_split_paths_path: str | None = flag(
         None, "file with the value of --train-weighted-split-paths", value="FILE", proof=""
     )
@@ -405,9 +549,15 @@ class Data:
     test_weighted_split_paths_path: str | None = flag(
         None, "file with the value of --test-weighted-split-paths", value="FILE", docs="", proof=""
     )
-    multiple_validation_sets: bool = flag(False, "evaluate each path separately", needs="--eval-iters above 0")
-    validation_set_names: list[str] = flag([], "names of these sets (none: their file names)", value="FORM", proof="")
-    full_validation: bool = flag(False, "evaluate once on the whole validation set", needs="--eval-iters above 0")
+    multiple_validation_sets: bool = flag(
+        False, "evaluate each path separately", needs="--eval-iters above 0"
+    )
+    validation_set_names: list[str] = flag(
+        [], "names of these sets (none: their file names)", value="FORM", proof=""
+    )
+    full_validation: bool = flag(
+        False, "evaluate once on the whole validation set", needs="--eval-iters above 0"
+    )
     blend_stages: list[BlendStage] = flag(
         [],
         "further blends of the training set, each from a point of the run on: 'BEGIN: WEIGHT PREFIX WEIGHT PREFIX ...' "
@@ -416,7 +566,11 @@ class Data:
         resume="free",
     )
     blend_change_at: str | None = flag(
-        None, "on resume, sample at which the new blend starts, or now", needs="--load", value="FORM", **UNPROVEN
+        None,
+        "on resume, sample at which the new blend starts, or now",
+        needs="--load",
+        value="FORM",
+        **UNPROVEN,
     )
     data_changed: Literal["refuse", "ok"] = flag(
         "refuse",
@@ -432,7 +586,10 @@ class Data:
         "samples with whole documents, each of which is read alone",
     )
     eod_mask_loss: bool = flag(
-        False, "mask the loss of the token that follows an end of document", needs="--packing stream", proof="twin fuzz"
+        False,
+        "mask the loss of the token that follows an end of document",
+        needs="--packing stream",
+        proof="twin fuzz",
     )
     reset_position_ids: bool = flag(
         False,
@@ -441,7 +598,10 @@ class Data:
         proof="twin fuzz",
     )
     reset_attention_mask: bool = flag(
-        False, "mask attention across ends of documents", needs="--packing stream", proof="twin fuzz"
+        False,
+        "mask attention across ends of documents",
+        needs="--packing stream",
+        proof="twin fuzz",
     )
     skip_train_iteration_range: list[Iterations] = flag(
         [], "ranges A-B of iterations that consume samples untrained", value="FORM"
@@ -480,13 +640,18 @@ class Training:
         read="run",
     )
     global_batch_size: int | None = flag(
-        None, "samples of one step (none: one micro-batch per rank)", bound=">0", docs="schedules data"
+        None,
+        "samples of one step (none: one micro-batch per rank)",
+        bound=">0",
+        docs="schedules data",
     )
     num_accumulation_steps: int | None = flag(
         None, "micro-batches of one step, in place of a batch size", bound=">0", proof="fuzz"
     )
     train_iters: int | None = flag(None, "number of steps", bound=">0", docs="tutorial")
-    train_samples: int | None = flag(None, "number of samples, instead of --train-iters", bound=">0")
+    train_samples: int | None = flag(
+        None, "number of samples, instead of --train-iters", bound=">0"
+    )
     train_tokens: int | Literal["auto"] | None = flag(
         None,
         "number of tokens, instead of --train-iters; auto: 20 for each parameter of the layers, and at most 4 readings "
@@ -504,7 +669,9 @@ class Training:
         proof="",
     )
     rampup_batch_size: list[int] = flag(
-        [], "START INCREMENT SAMPLES: grow from START by INCREMENT over SAMPLES", docs="schedules data"
+        [],
+        "START INCREMENT SAMPLES: grow from START by INCREMENT over SAMPLES",
+        docs="schedules data",
     )
     step_batch_size_schedule: BatchSchedule | None = flag(
         None,
@@ -514,10 +681,16 @@ class Training:
         proof="",
     )
     seed: int = flag(1234, "random seed of weights, dropout and sample order", bound=">=0")
-    eval_interval: int = flag(1000, "steps between validations", bound=">0", docs="tutorial", proof="fuzz")
+    eval_interval: int = flag(
+        1000, "steps between validations", bound=">0", docs="tutorial", proof="fuzz"
+    )
     eval_iters: int = flag(100, "global batches of one validation", bound=">=0", docs="data")
-    exit_interval: int | None = flag(None, "save and exit at a step divisible by this", bound=">0", **UNPROVEN)
-    exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes", bound=">0", **UNPROVEN)
+    exit_interval: int | None = flag(
+        None, "save and exit at a step divisible by this", bound=">0", **UNPROVEN
+    )
+    exit_duration_in_mins: float | None = flag(
+        None, "save and exit after this many minutes", bound=">0", **UNPROVEN
+    )
     exit_signal_handler: bool = flag(
         True, "on SIGTERM or SIGINT finish the step, save and exit with 143 or 130", **UNPROVEN
     )
@@ -531,7 +704,11 @@ class Training:
         None, "save and exit when this file appears", "--kill-switch-file", value="FILE", **UNPROVEN
     )
     skip_train: bool = flag(
-        False, "load, validate and test without training", "--eval-only", docs="checkpoints", **UNPROVEN
+        False,
+        "load, validate and test without training",
+        "--eval-only",
+        docs="checkpoints",
+        **UNPROVEN,
     )
     verify_layout: int = flag(
         0,
@@ -541,7 +718,8 @@ class Training:
         **UNPROVEN,
     )
     loss_mean: Literal["global", "microbatch"] = flag(
-        "global", "global: mean over the unmasked tokens of a batch; microbatch: Megatron's mean of micro-batch means"
+        "global",
+        "global: mean over the unmasked tokens of a batch; microbatch: Megatron's mean of micro-batch means",
     )
     z_loss_coef: float = flag(
         0.0,
@@ -571,16 +749,24 @@ class Training:
         needs=SPIKE,
         **UNPROVEN,
     )
-    spike_window: int = flag(128, "recent losses from which the median is computed", needs=SPIKE, **UNPROVEN)
+    spike_window: int = flag(
+        128, "recent losses from which the median is computed", needs=SPIKE, **UNPROVEN
+    )
     recompute_granularity: Literal["full", "selective"] | None = flag(
         None, "recompute whole layers, or attention only", docs="parallelism memory", resume="free"
     )
     recompute_method: Literal["uniform", "block"] | None = flag(
-        None, "uniform: save one input per --recompute-num-layers; block: recompute only that many layers", **RECOMPUTED
+        None,
+        "uniform: save one input per --recompute-num-layers; block: recompute only that many layers",
+        **RECOMPUTED,
     )
-    recompute_num_layers: int = flag(1, "layers for the method", "--checkpoint-num-layers", bound=">0", **RECOMPUTED)
+    recompute_num_layers: int = flag(
+        1, "layers for the method", "--checkpoint-num-layers", bound=">0", **RECOMPUTED
+    )
     checkpoint_in_cpu: bool = flag(
-        False, "keep in host memory what recomputation starts from: less device memory, slower", **RECOMPUTED
+        False,
+        "keep in host memory what recomputation starts from: less device memory, slower",
+        **RECOMPUTED,
     )
     fused_kernels: Literal["auto", "on", "off"] = flag(
         "auto",
@@ -616,12 +802,18 @@ class Optimizer:
         "optimizer; adam is AdamW; muon: Muon for matrices of the layers, AdamW for all other parameters",
         docs="schedules parallelism",
     )
-    lr: float | None = flag(None, "peak learning rate", "--learning-rate", bound=">0", resume="free")
+    lr: float | None = flag(
+        None, "peak learning rate", "--learning-rate", bound=">0", resume="free"
+    )
     embedding_lr: float | None = flag(
         None, "peak learning rate of the token and position tables (none: --lr)", bound=">=0"
     )
-    head_lr: float | None = flag(None, "peak learning rate of an untied output layer (none: --lr)", bound=">=0")
-    vector_lr: float | None = flag(None, "peak learning rate of biases and norms (none: --lr)", bound=">=0")
+    head_lr: float | None = flag(
+        None, "peak learning rate of an untied output layer (none: --lr)", bound=">=0"
+    )
+    vector_lr: float | None = flag(
+        None, "peak learning rate of biases and norms (none: --lr)", bound=">=0"
+    )
     min_lr: float = flag(0.0, "learning rate at the end of the decay", bound=">=0", **SCHEDULE)
     lr_decay_style: Literal["linear", "cosine", "constant", "inverse-square-root", "WSD"] = flag(
         "linear", "learning rate schedule", resume="free"
@@ -629,12 +821,18 @@ class Optimizer:
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag(
         "exponential", "shape of the final decay of WSD", needs=WSD, **SCHEDULE
     )
-    lr_wsd_decay_iters: int | None = flag(None, "steps of the final decay of WSD", bound=">0", needs=WSD, **SCHEDULE)
+    lr_wsd_decay_iters: int | None = flag(
+        None, "steps of the final decay of WSD", bound=">0", needs=WSD, **SCHEDULE
+    )
     lr_wsd_decay_samples: int | None = flag(
         None, "samples of the final decay of WSD", bound=">0", needs=WSD, **SCHEDULE
     )
-    lr_decay_iters: int | None = flag(None, "steps until --min-lr (none: --train-iters)", bound=">0", **UNPROVEN)
-    lr_decay_samples: int | None = flag(None, "samples until --min-lr (none: --train-samples)", bound=">0", **UNPROVEN)
+    lr_decay_iters: int | None = flag(
+        None, "steps until --min-lr (none: --train-iters)", bound=">0", **UNPROVEN
+    )
+    lr_decay_samples: int | None = flag(
+        None, "samples until --min-lr (none: --train-samples)", bound=">0", **UNPROVEN
+    )
     lr_decay_tokens: int | None = flag(None, "tokens until --min-lr", bound=">0", **UNPROVEN)
     lr_warmup_fraction: float | None = flag(
         None, "fraction of the decay used for linear warm-up", bound="[0,1)", **SCHEDULE
@@ -651,8 +849,12 @@ class Optimizer:
         bound=">=0",
         resume="free",
     )
-    start_weight_decay: float | None = flag(None, "weight decay at the start of its ramp", bound=">=0", **SCHEDULE)
-    end_weight_decay: float | None = flag(None, "weight decay at the end of its ramp", bound=">=0", **SCHEDULE)
+    start_weight_decay: float | None = flag(
+        None, "weight decay at the start of its ramp", bound=">=0", **SCHEDULE
+    )
+    end_weight_decay: float | None = flag(
+        None, "weight decay at the end of its ramp", bound=">=0", **SCHEDULE
+    )
     weight_decay_incr_style: Literal["constant", "linear", "cosine", "rate"] = flag(
         "constant",
         "linear or cosine: ramp from --start-weight-decay to --end-weight-decay; rate: in proportion to the learning "
@@ -662,15 +864,29 @@ class Optimizer:
     cautious_weight_decay: bool = flag(
         False, "decay only the elements whose update and weight have the same sign (not with SGD)"
     )
-    clip_grad: float = flag(1.0, "maximum global gradient norm (0: no clipping)", bound=">=0", docs="")
+    clip_grad: float = flag(
+        1.0, "maximum global gradient norm (0: no clipping)", bound=">=0", docs=""
+    )
     adam_beta1: float = flag(
-        0.9, "decay rate of the first moment", bound="[0,1)", needs="--optimizer adam, adamw or muon", docs=""
+        0.9,
+        "decay rate of the first moment",
+        bound="[0,1)",
+        needs="--optimizer adam, adamw or muon",
+        docs="",
     )
     adam_beta2: float = flag(
-        0.999, "decay rate of the second moment", bound="[0,1)", needs="--optimizer adam, adamw or muon", docs=""
+        0.999,
+        "decay rate of the second moment",
+        bound="[0,1)",
+        needs="--optimizer adam, adamw or muon",
+        docs="",
     )
     adam_eps: float = flag(
-        1e-8, "term added to Adam's denominator", bound=">0", needs="--optimizer adam, adamw or muon", docs=""
+        1e-8,
+        "term added to Adam's denominator",
+        bound=">0",
+        needs="--optimizer adam, adamw or muon",
+        docs="",
     )
     optimizer_state_dtype: Literal["float32", "bfloat16", "float8"] = flag(
         "float32",
@@ -680,11 +896,18 @@ class Optimizer:
     )
     sgd_momentum: float = flag(0.9, "momentum of SGD", bound="[0,1)", needs="--optimizer sgd")
     lion_beta1: float = flag(
-        0.9, "share of the momentum in Lion's update, the rest is the gradient", bound="[0,1)", needs="--optimizer lion"
+        0.9,
+        "share of the momentum in Lion's update, the rest is the gradient",
+        bound="[0,1)",
+        needs="--optimizer lion",
     )
-    lion_beta2: float = flag(0.99, "decay rate of Lion's momentum", bound="[0,1)", needs="--optimizer lion")
+    lion_beta2: float = flag(
+        0.99, "decay rate of Lion's momentum", bound="[0,1)", needs="--optimizer lion"
+    )
     muon_momentum: float = flag(0.95, "momentum of Muon", bound="[0,1)", needs="--optimizer muon")
-    muon_num_ns_steps: int = flag(5, "Newton-Schulz iterations of Muon", bound=">0", needs="--optimizer muon")
+    muon_num_ns_steps: int = flag(
+        5, "Newton-Schulz iterations of Muon", bound=">0", needs="--optimizer muon"
+    )
     muon_split_qkv: Literal["off", "on", "groups"] = flag(
         "off",
         "orthogonalise queries, keys and values apart: on, as Megatron does; groups, also those of each query group",
@@ -732,14 +955,27 @@ class Precision:
     """Number formats."""
 
     fp16: bool = flag(False, "train in float16 with loss scaling", docs="schedules", read="run")
-    bf16: bool = flag(False, "train in bfloat16 with float32 master weights and gradients", docs="tutorial", read="run")
+    bf16: bool = flag(
+        False,
+        "train in bfloat16 with float32 master weights and gradients",
+        docs="tutorial",
+        read="run",
+    )
     params_dtype: Literal["float32", "float64"] = flag(
         "float32", "type without --fp16 or --bf16; float64 is for tests", read="run"
     )
-    loss_scale: float | None = flag(None, "constant loss scale (none: dynamic)", bound=">0", **LOSS_SCALE)
-    initial_loss_scale: float = flag(2.0**32, "initial dynamic loss scale", bound=">0", resume="free", **LOSS_SCALE)
-    min_loss_scale: float = flag(1.0, "minimum dynamic loss scale", bound=">0", proof="", **LOSS_SCALE)
-    loss_scale_window: float = flag(1000, "steps without overflow before the scale doubles", bound=">0", **LOSS_SCALE)
+    loss_scale: float | None = flag(
+        None, "constant loss scale (none: dynamic)", bound=">0", **LOSS_SCALE
+    )
+    initial_loss_scale: float = flag(
+        2.0**32, "initial dynamic loss scale", bound=">0", resume="free", **LOSS_SCALE
+    )
+    min_loss_scale: float = flag(
+        1.0, "minimum dynamic loss scale", bound=">0", proof="", **LOSS_SCALE
+    )
+    loss_scale_window: float = flag(
+        1000, "steps without overflow before the scale doubles", bound=">0", **LOSS_SCALE
+    )
     hysteresis: int = flag(2, "overflows before the loss scale halves", bound=">0", **LOSS_SCALE)
     deterministic_mode: bool = flag(
         False,
@@ -748,19 +984,33 @@ class Precision:
         resume="free",
         proof="twin",
     )
-    fp32_residual_connection: bool = flag(False, "keep the residual stream in float32", needs="--fp16 or --bf16")
+    fp32_residual_connection: bool = flag(
+        False, "keep the residual stream in float32", needs="--fp16 or --bf16"
+    )
     fp8_format: Literal["e4m3", "hybrid"] | None = flag(
-        None, "multiply in 8 bits in all layers: e4m3, or hybrid, with gradients in e5m2; needs --bf16", docs="memory"
+        None,
+        "multiply in 8 bits in all layers: e4m3, or hybrid, with gradients in e5m2; needs --bf16",
+        docs="memory",
     )
     fp8_recipe: Literal["delayed", "tensorwise", "mxfp8", "blockwise"] = flag(
-        "delayed", "fp8 scales: one a tensor, from earlier steps", only=("delayed",), needs="--fp8-format", proof=""
+        "delayed",
+        "fp8 scales: one a tensor, from earlier steps",
+        only=("delayed",),
+        needs="--fp8-format",
+        proof="",
     )
     fp8_margin: int = flag(0, "divide fp8 scales by 2^margin", proof="", **FP8)
-    fp8_amax_history_len: int = flag(1, "steps whose largest values are kept for fp8 scales", bound=">0", **FP8)
-    fp8_amax_compute_algo: Literal["most_recent", "max"] = flag(
-        "most_recent", "largest value that decides an fp8 scale: the latest, or the largest kept", **FP8
+    fp8_amax_history_len: int = flag(
+        1, "steps whose largest values are kept for fp8 scales", bound=">0", **FP8
     )
-    first_last_layers_bf16: bool = flag(False, "multiply the first and last layers in bfloat16", proof="", **FP8)
+    fp8_amax_compute_algo: Literal["most_recent", "max"] = flag(
+        "most_recent",
+        "largest value that decides an fp8 scale: the latest, or the largest kept",
+        **FP8,
+    )
+    first_last_layers_bf16: bool = flag(
+        False, "multiply the first and last layers in bfloat16", proof="", **FP8
+    )
     num_layers_at_start_in_bf16: int = flag(1, "first layers in bfloat16", bound=">=0", **FP8_ENDS)
     num_layers_at_end_in_bf16: int = flag(1, "last layers in bfloat16", bound=">=0", **FP8_ENDS)
 
@@ -786,13 +1036,24 @@ class Parallel:
         1, "number of pipeline stages, each with a part of the layers", bound=">0", read="run"
     )
     context_parallel_size: int = flag(
-        1, "number of ranks that split each sequence", bound=">0", docs="parallelism randomness", read="run"
+        1,
+        "number of ranks that split each sequence",
+        bound=">0",
+        docs="parallelism randomness",
+        read="run",
     )
     cp_comm_type: Literal["a2a", "p2p"] = flag(
-        "a2a", "a2a: exchange tokens for heads around attention; p2p: a ring", only=("a2a",), proof="twin", docs=""
+        "a2a",
+        "a2a: exchange tokens for heads around attention; p2p: a ring",
+        only=("a2a",),
+        proof="twin",
+        docs="",
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None, "layers of a virtual stage, for interleaving", bound=">0", needs="several pieces on a pipeline rank"
+        None,
+        "layers of a virtual stage, for interleaving",
+        bound=">0",
+        needs="several pieces on a pipeline rank",
     )
     pipeline_layout: PipelineLayout | None = flag(
         None,
@@ -807,7 +1068,9 @@ class Parallel:
         needs="--pipeline-model-parallel-size above 1",
     )
     sequence_parallel: bool = flag(
-        False, "split activations outside of matrices over tensor ranks", needs="--tensor-model-parallel-size above 1"
+        False,
+        "split activations outside of matrices over tensor ranks",
+        needs="--tensor-model-parallel-size above 1",
     )
     tp_overlap: Literal["auto", "on", "off"] = flag(
         "auto",
@@ -821,16 +1084,28 @@ class Parallel:
         proof="twin",
     )
     zero_stage: int = flag(
-        0, "shard over data-parallel ranks: 1 optimizer state, 2 also gradients, 3 also weights", needs=DATA_PARALLEL
+        0,
+        "shard over data-parallel ranks: 1 optimizer state, 2 also gradients, 3 also weights",
+        needs=DATA_PARALLEL,
     )
     num_distributed_optimizer_instances: int = flag(
-        1, "number of groups of data-parallel ranks, each with one complete copy (hybrid sharding)", bound=">0"
+        1,
+        "number of groups of data-parallel ranks, each with one complete copy (hybrid sharding)",
+        bound=">0",
     )
     deepspeed_config: str | None = flag(
-        None, "DeepSpeed JSON file for what no flag sets", "--deepspeed-config", value="FILE", docs="", proof="twin"
+        None,
+        "DeepSpeed JSON file for what no flag sets",
+        "--deepspeed-config",
+        value="FILE",
+        docs="",
+        proof="twin",
     )
     remote_device: Literal["none", "cpu", "nvme"] = flag(
-        "none", "cpu: keep ZeRO 3's shards of weights and optimizer state in host memory", only=("none", "cpu"), docs=""
+        "none",
+        "cpu: keep ZeRO 3's shards of weights and optimizer state in host memory",
+        only=("none", "cpu"),
+        docs="",
     )
     cpu_optimizer: bool = flag(
         False,
@@ -841,9 +1116,14 @@ class Parallel:
     num_gpus_per_node: int = flag(
         1, "number of processes to start on this machine, one per device", bound=">0", **START
     )
-    num_nodes: int = flag(1, "number of machines; give each of them the same command", bound=">0", **START)
+    num_nodes: int = flag(
+        1, "number of machines; give each of them the same command", bound=">0", **START
+    )
     node_ips: Machines | None = flag(
-        None, "comma-separated addresses of the machines, the leading one first", value="FORM", **START
+        None,
+        "comma-separated addresses of the machines, the leading one first",
+        value="FORM",
+        **START,
     )
     world_size: int | None = flag(
         None,
@@ -853,7 +1133,10 @@ class Parallel:
         read="run",
     )
     rank: int | None = flag(
-        None, "rank of --world-size that --dry-run sets up, without its device (none: no rank)", bound=">=0", **START
+        None,
+        "rank of --world-size that --dry-run sets up, without its device (none: no rank)",
+        bound=">=0",
+        **START,
     )
     device: str = flag(
         "auto",
@@ -862,7 +1145,11 @@ class Parallel:
         **START,
     )
     distributed_backend: str | None = flag(
-        None, "nccl, gloo ... (none: the device's)", needs="several processes", value="FORM", **START
+        None,
+        "nccl, gloo ... (none: the device's)",
+        needs="several processes",
+        value="FORM",
+        **START,
     )
     distributed_timeout_minutes: float = flag(10, "minutes to wait for another rank", **START)
     start_timeout_seconds: float = flag(30, "seconds to wait at the start for all ranks", **START)
@@ -884,7 +1171,11 @@ class Parallel:
     @property
     def model_ranks(self) -> int:
         """Number of ranks that hold one copy of the model together."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+        return (
+            self.tensor_model_parallel_size
+            * self.pipeline_model_parallel_size
+            * self.context_parallel_size
+        )
 
     @property
     def offloads(self) -> bool:
@@ -930,32 +1221,56 @@ class Checkpoint:
         docs="tutorial",
     )
     save_overwrite: bool = flag(
-        False, "start a new run, moving the one in --save and --run-dir aside", needs="--save or --run-dir", once=True
+        False,
+        "start a new run, moving the one in --save and --run-dir aside",
+        needs="--save or --run-dir",
+        once=True,
     )
     verify: Literal["read", "full"] = flag(
         "read", "on load, verify checksums of the chunks read, or of every byte", read="model"
     )
     trust_pickle: bool = flag(
-        False, "run a checkpoint's code; only if you trust its author", needs="--load", read="model", once=True
+        False,
+        "run a checkpoint's code; only if you trust its author",
+        needs="--load",
+        read="model",
+        once=True,
     )
-    exit_on_missing_checkpoint: bool = flag(False, "fail if --load has no checkpoint", needs="--load", docs="")
+    exit_on_missing_checkpoint: bool = flag(
+        False, "fail if --load has no checkpoint", needs="--load", docs=""
+    )
     ckpt_format: Literal["native", "torch"] = flag(
         "native", "native, or torch: Megatron-LM's files", needs="--save", proof="twin fuzz"
     )
     save_hf: str | None = flag(
-        None, "at the end of training, export the model to this folder in Hugging Face format", value="DIR"
+        None,
+        "at the end of training, export the model to this folder in Hugging Face format",
+        value="DIR",
     )
-    finetune: bool = flag(False, "load only the weights and start at step 0", needs="--load", once=True)
+    finetune: bool = flag(
+        False, "load only the weights and start at step 0", needs="--load", once=True
+    )
     no_load_optim: bool = flag(
-        False, "do not load optimizer state; the step and the schedule continue", needs="--load", once=True
+        False,
+        "do not load optimizer state; the step and the schedule continue",
+        needs="--load",
+        once=True,
     )
-    no_save_optim: bool = flag(False, "save no optimizer state: smaller, but resuming is not exact", needs="--save")
+    no_save_optim: bool = flag(
+        False, "save no optimizer state: smaller, but resuming is not exact", needs="--save"
+    )
     use_checkpoint_args: bool = flag(
         False, "require a checkpoint; its architecture is used with or without this flag", once=True
     )
-    save_at_start: bool = flag(False, "save a checkpoint before the first step", "--save-init", needs="--save", docs="")
+    save_at_start: bool = flag(
+        False, "save a checkpoint before the first step", "--save-init", needs="--save", docs=""
+    )
     keep_last: int | None = flag(
-        None, "number of newest checkpoints to keep (none: all)", "--most-recent-k", bound=">0", needs="--save"
+        None,
+        "number of newest checkpoints to keep (none: all)",
+        "--most-recent-k",
+        bound=">0",
+        needs="--save",
     )
     keep_every: int | None = flag(
         None,
@@ -985,7 +1300,10 @@ class Checkpoint:
         docs="checkpoints data",
     )
     async_save: bool | None = flag(
-        None, "save in the background (none: only on accelerators)", needs="--save", proof="twin fuzz"
+        None,
+        "save in the background (none: only on accelerators)",
+        needs="--save",
+        proof="twin fuzz",
     )
     save_error: Literal["stop", "warn"] = flag(
         "stop",
@@ -1016,21 +1334,31 @@ class Logging:
         "--metric-print-format",
     )
     steps_per_print: int | None = flag(
-        None, "steps between DeepSpeed's lines `steps: ... samples/sec: ...` (none: off)", bound=">0"
+        None,
+        "steps between DeepSpeed's lines `steps: ... samples/sec: ...` (none: off)",
+        bound=">0",
     )
     progress: bool = flag(True, "show a progress bar on stderr if it is a terminal")
-    tensorboard: bool = flag(True, "write TensorBoard files, if TensorBoard is installed and the run has a folder")
+    tensorboard: bool = flag(
+        True, "write TensorBoard files, if TensorBoard is installed and the run has a folder"
+    )
     tensorboard_dir: str | None = flag(
         None, "folder for TensorBoard files (none: tensorboard/ in the run's folder)", value="DIR"
     )
     tensorboard_log_interval: int = flag(1, "steps between TensorBoard points", bound=">0")
-    tensorboard_queue_size: int = flag(1000, "TensorBoard points held before they are written", bound=">0")
+    tensorboard_queue_size: int = flag(
+        1000, "TensorBoard points held before they are written", bound=">0"
+    )
     log_timers_to_tensorboard: bool = flag(False, "log timers to TensorBoard")
     log_batch_size_to_tensorboard: bool = flag(False, "log the batch size to TensorBoard")
     # The alias has Megatron's own misspelling.
-    log_learning_rate_to_tensorboard: bool = flag(True, "log the learning rate", "--no-log-learnig-rate-to-tensorboard")
+    log_learning_rate_to_tensorboard: bool = flag(
+        True, "log the learning rate", "--no-log-learnig-rate-to-tensorboard"
+    )
     log_loss_scale_to_tensorboard: bool = flag(True, "log the loss scale to TensorBoard")
-    log_validation_ppl_to_tensorboard: bool = flag(False, "log validation perplexity to TensorBoard")
+    log_validation_ppl_to_tensorboard: bool = flag(
+        False, "log validation perplexity to TensorBoard"
+    )
     log_memory_to_tensorboard: bool = flag(False, "log device memory to TensorBoard")
     log_world_size_to_tensorboard: bool = flag(False, "log the number of ranks to TensorBoard")
     log_params_norm: bool = flag(False, "log the norm of the parameters")
@@ -1040,7 +1368,9 @@ class Logging:
         "timers to log: 1 forward-backward and optimizer, 2 also their parts; each waits for the device",
         docs="memory",
     )
-    timing_log_option: Literal["max", "minmax", "all"] = flag("minmax", "maximum over ranks, both ends, or all")
+    timing_log_option: Literal["max", "minmax", "all"] = flag(
+        "minmax", "maximum over ranks, both ends, or all"
+    )
     wandb_project: str | None = flag(None, "Weights & Biases project to log to", value="FORM")
     wandb_exp_name: str | None = flag(
         None, "Weights & Biases run name (none: the name of the run's folder)", value="FORM"
@@ -1051,13 +1381,18 @@ class Logging:
     trackio_project: str | None = flag(
         None, "Trackio project to log to, under the name of the run's folder", value="FORM"
     )
-    sample_interval: int | None = flag(None, "steps between samples of text from the model (none: off)", bound=">0")
+    sample_interval: int | None = flag(
+        None, "steps between samples of text from the model (none: off)", bound=">0"
+    )
     sample_prompts: list[str] = flag(
         [], "beginnings of these samples (none: one from nothing)", needs=SAMPLES, value="WORDS"
     )
     sample_length: int = flag(64, "most new tokens of such a sample", bound=">0", needs=SAMPLES)
     sample_temperature: float = flag(
-        0.8, "temperature of these samples (0: always the likeliest token)", bound=">=0", needs=SAMPLES
+        0.8,
+        "temperature of these samples (0: always the likeliest token)",
+        bound=">=0",
+        needs=SAMPLES,
     )
     profile: bool = flag(
         False,
@@ -1069,7 +1404,10 @@ class Logging:
     profile_step_end: int = flag(12, "step before which profiling ends", needs="--profile")
     eval_tasks: EvalTasks | None = flag(None, describe_eval_tasks, value="FORM", docs="evaluation")
     eval_tasks_interval: int | None = flag(
-        None, "steps between these scores (none: such that they take under 1 % of the time)", bound=">0", **EVAL_TASKS
+        None,
+        "steps between these scores (none: such that they take under 1 % of the time)",
+        bound=">0",
+        **EVAL_TASKS,
     )
     eval_tasks_device: str | None = flag(
         None,
@@ -1080,7 +1418,9 @@ class Logging:
     )
     log_straggler: bool = flag(True, "name ranks that take 1.5 x the median time of a step or more")
     nvidia_smi_at: list[int] = flag(
-        [], "after these iterations, print nvidia-smi's use and memory of each machine's GPUs", bound=">0"
+        [],
+        "after these iterations, print nvidia-smi's use and memory of each machine's GPUs",
+        bound=">0",
     )
 
     def __post_init__(self) -> None:
@@ -1095,9 +1435,14 @@ class Sampling:
     temperature: float = flag(1.0, "divide the logits by this (0: as --greedy)", bound=">=0")
     greedy: bool = flag(False, "always take the most likely token")
     top_k: int = flag(0, "sample from the k most likely tokens (0: all)", "--top_k", bound=">=0")
-    top_p: float = flag(0.0, "sample from the top tokens of this probability (0: all)", "--top_p", bound="[0,1]")
+    top_p: float = flag(
+        0.0, "sample from the top tokens of this probability (0: all)", "--top_p", bound="[0,1]"
+    )
     min_p: float = flag(
-        0.0, "sample from tokens of at least this share of the likeliest one's probability", "--min_p", bound="[0,1]"
+        0.0,
+        "sample from tokens of at least this share of the likeliest one's probability",
+        "--min_p",
+        bound="[0,1]",
     )
     repetition_penalty: float = flag(
         1.0,
@@ -1120,30 +1465,51 @@ class TextFlags:
         "continue each line of this file, or each JSON line {prompt: TEXT, max_tokens: 9, ...}; - is stdin",
         value="FILE",
     )
-    output: str | None = flag(None, "file for the texts (none: standard output)", value="PATH", docs="tutorial")
+    output: str | None = flag(
+        None, "file for the texts (none: standard output)", value="PATH", docs="tutorial"
+    )
     json: bool = flag(False, "write JSON lines with tokens; the default for *.jsonl", docs="data")
-    num_return_sequences: int = flag(1, "number of continuations of each prompt", "--num_return_sequences", bound=">0")
-    stop: list[str] = flag([], "end a text before any of these strings; \\n and \\t stand for characters", value="NAME")
+    num_return_sequences: int = flag(
+        1, "number of continuations of each prompt", "--num_return_sequences", bound=">0"
+    )
+    stop: list[str] = flag(
+        [], "end a text before any of these strings; \\n and \\t stand for characters", value="NAME"
+    )
     logprobs: int | None = flag(
-        None, "with --json: log-probabilities of the tokens, and of this many likeliest ones", bound=">=0"
+        None,
+        "with --json: log-probabilities of the tokens, and of this many likeliest ones",
+        bound=">=0",
     )
     beam_width: int | None = flag(
-        None, "search for the likeliest texts, keeping this many candidates", "--num-beams", bound=">0"
+        None,
+        "search for the likeliest texts, keeping this many candidates",
+        "--num-beams",
+        bound=">0",
     )
     length_penalty: float | None = flag(
         None, "power of the length by which --beam-width divides the log-probability (none: 1)"
     )
-    interactive: bool = flag(False, "read prompts interactively; the default if no other flag gives them", docs="")
+    interactive: bool = flag(
+        False, "read prompts interactively; the default if no other flag gives them", docs=""
+    )
     dialogue: Literal["plain", "megatron"] = flag(
         "plain", "form of --interactive: plain, or Megatron's script's", docs=""
     )
-    num_samples: int = flag(0, "number of unconditional samples to write to --genfile (0: prompts)", bound=">=0")
+    num_samples: int = flag(
+        0, "number of unconditional samples to write to --genfile (0: prompts)", bound=">=0"
+    )
     genfile: str | None = flag(None, "output file of --num-samples, in JSON lines", value="FILE")
     sample_input_file: str | None = flag(
-        None, "file with one prompt per line; the output is in Megatron's form", value="FILE", docs=""
+        None,
+        "file with one prompt per line; the output is in Megatron's form",
+        value="FILE",
+        docs="",
     )
     sample_output_file: str | None = flag(
-        None, "file for the continuations (none: the name of the input file + .out)", value="FILE", docs=""
+        None,
+        "file for the continuations (none: the name of the input file + .out)",
+        value="FILE",
+        docs="",
     )
 
 
@@ -1185,7 +1551,11 @@ class TrainConfig:
     def stages(self) -> list[int]:
         """Layers of each stage in model order; stage s is on rank s modulo their number."""
         p = self.parallel
-        return split_layers(p.pipeline_layout, self.model.num_layers or 0, p.pipeline_model_parallel_size * self.chunks)
+        return split_layers(
+            p.pipeline_layout,
+            self.model.num_layers or 0,
+            p.pipeline_model_parallel_size * self.chunks,
+        )
 
     @functools.cached_property
     def batch_schedule(self) -> list[tuple[int, int]]:
@@ -1196,7 +1566,13 @@ class TrainConfig:
     @property
     def batches(self) -> list[int]:
         """Numbers of samples by which every global batch can be divided if these can."""
-        return sorted({self.global_batch, *self.training.rampup_batch_size[:2], *(n for _, n in self.batch_schedule)})
+        return sorted(
+            {
+                self.global_batch,
+                *self.training.rampup_batch_size[:2],
+                *(n for _, n in self.batch_schedule),
+            }
+        )
 
     @property
     def micro_batch(self) -> int:
@@ -1219,7 +1595,9 @@ class TrainConfig:
     def batch(self, consumed: int) -> int:
         """Return the samples of the step after `consumed` ones: the ramp-up, by Megatron's rule."""
         if self.batch_schedule:
-            return next(batch for start, batch in reversed(self.batch_schedule) if consumed >= start)
+            return next(
+                batch for start, batch in reversed(self.batch_schedule) if consumed >= start
+            )
         if not self.training.rampup_batch_size:
             return self.global_batch
         start, increment, samples = self.training.rampup_batch_size
@@ -1246,7 +1624,9 @@ class TrainConfig:
         if self.samples is None:
             return self.training.train_iters or 0
         steps = consumed = 0
-        while (size := self.batch(consumed)) < self.global_batch and consumed + size <= self.samples:
+        while (
+            size := self.batch(consumed)
+        ) < self.global_batch and consumed + size <= self.samples:
             consumed += size
             steps += 1
         return steps + (self.samples - consumed) // self.global_batch
@@ -1257,9 +1637,15 @@ class TrainConfig:
             return step >= self.steps
         return consumed + self.batch(consumed) > self.samples
 
-    def in_samples(self, steps: int | None, samples: int | None = None, tokens: int | None = None) -> int:
+    def in_samples(
+        self, steps: int | None, samples: int | None = None, tokens: int | None = None
+    ) -> int:
         """Return a length of the schedule in samples, from whichever unit is given."""
-        return samples or (tokens or 0) // (self.data.seq_length or 1) or (steps or 0) * self.global_batch
+        return (
+            samples
+            or (tokens or 0) // (self.data.seq_length or 1)
+            or (steps or 0) * self.global_batch
+        )
 
     @property
     def decay_samples(self) -> int:
@@ -1276,7 +1662,9 @@ class TrainConfig:
 
     @property
     def wsd_samples(self) -> int:
-        return self.in_samples(self.optimizer.lr_wsd_decay_iters, self.optimizer.lr_wsd_decay_samples)
+        return self.in_samples(
+            self.optimizer.lr_wsd_decay_iters, self.optimizer.lr_wsd_decay_samples
+        )
 
 
 def flags_with(config: type, facet: str, *values: object) -> tuple[str, ...]:
@@ -1289,13 +1677,20 @@ ARCHITECTURE = flags_with(TrainConfig, "resume", "refuse", "tune")
 # Settings that a checkpoint states and a run that loads it takes over, unless a flag gives another.
 STATED = flags_with(TrainConfig, "inherited", True)
 # Settings that decide a property together, or by a default: the property is compared.
-OUTCOME = {f.name: f.metadata["outcome"] for f in dataclasses.fields(Model) if f.metadata["outcome"]}
+OUTCOME = {
+    f.name: f.metadata["outcome"] for f in dataclasses.fields(Model) if f.metadata["outcome"]
+}
 # Settings in several units, and settings that take another's value where they are left open,
 # with the amount that is compared.
 AMOUNTS: dict[str, Callable[[TrainConfig], Any]] = {
     **dict.fromkeys(("train_iters", "train_samples", "train_tokens"), lambda c: c.steps),
-    **dict.fromkeys(("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"), lambda c: c.decay_samples),
-    **dict.fromkeys((f"lr_warmup_{u}" for u in "fraction iters samples tokens".split()), lambda c: c.warmup_samples),
+    **dict.fromkeys(
+        ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"), lambda c: c.decay_samples
+    ),
+    **dict.fromkeys(
+        (f"lr_warmup_{u}" for u in "fraction iters samples tokens".split()),
+        lambda c: c.warmup_samples,
+    ),
     "max_position_embeddings": lambda c: c.model.max_position_embeddings or c.data.seq_length,
     "embedding_dropout": lambda c: c.model.dropout_of_embeddings,
     "run_dir": lambda c: c.checkpoint.run_dir or c.checkpoint.save,
@@ -1331,6 +1726,10 @@ class GenerateConfig(ReadConfig):
 
     # Megatron's generation takes every training flag; these are the ones that matter here.
     USES: ClassVar[frozenset[str]] = frozenset(
-        {f.name for group in (TextFlags, Sampling, TokenizerFlags) for f in dataclasses.fields(group)}
+        {
+            f.name
+            for group in (TextFlags, Sampling, TokenizerFlags)
+            for f in dataclasses.fields(group)
+        }
         | {*READING, "seed", "deterministic_mode"}
     )

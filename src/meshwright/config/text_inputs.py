@@ -17,7 +17,8 @@ SEPARATOR = "<|endoftext|>"
 def text_codec(name: str) -> str:
     """Return Python's name of an encoding of text, "" for another word."""
     try:
-        b"a".decode(name, "backslashreplace")  # raises for codecs of other things, such as hex and punycode
+        # raises for codecs of other things, such as hex and punycode
+        b"a".decode(name, "backslashreplace")
         return codecs.lookup(name).name
     except (LookupError, ValueError):
         return ""
@@ -35,7 +36,9 @@ class TextInputs:
         docs="data evaluation storage",
     )
     include: list[str] = flag(
-        [], "patterns of the files to read in folders and archives, whatever their suffix", value="NAME"
+        [],
+        "patterns of the files to read in folders and archives, whatever their suffix",
+        value="NAME",
     )
     exclude: list[str] = flag([], "patterns of files and folders to leave out", value="NAME")
     json_keys: list[str] = flag(
@@ -45,7 +48,9 @@ class TextInputs:
         value="NAME",
         docs="data",
     )
-    table: str | None = flag(None, "table of an SQLite database (none: its only one)", value="NAME", docs="data")
+    table: str | None = flag(
+        None, "table of an SQLite database (none: its only one)", value="NAME", docs="data"
+    )
     document_separator: str = flag(
         SEPARATOR, "line between the documents of a plain text; '' for a blank line", value="WORDS"
     )
@@ -79,7 +84,9 @@ class TextInputs:
         if not self.json_keys:
             out.append(Problem(("json_keys",), "{json_keys} names no key; give at least one"))
         if set("\r\n") & set(self.document_separator):
-            out.append(Problem(("document_separator",), "{document_separator} must be a single line"))
+            out.append(
+                Problem(("document_separator",), "{document_separator} must be a single line")
+            )
         if self.encoding and not text_codec(self.encoding):
             text = f"{stated(self, 'encoding')} is not known; name one such as gb18030 or latin-1"
             out.append(Problem(("encoding",), text))
@@ -91,7 +98,10 @@ class Preprocess(TextInputs):
     """Text to .bin/.idx."""
 
     output_prefix: str | None = flag(
-        None, "prefix of the output files <prefix>_<key>_document.bin and .idx", value="PREFIX", docs="data"
+        None,
+        "prefix of the output files <prefix>_<key>_document.bin and .idx",
+        value="PREFIX",
+        docs="data",
     )
     document_length: int | None = flag(
         None,
@@ -101,17 +111,29 @@ class Preprocess(TextInputs):
         docs="data tutorial",
     )
     append_eod: bool = flag(False, "append the end-of-document token to each document", docs="data")
-    dataset_impl: Literal["mmap", "lazy", "cached"] = flag("mmap", "output format; lazy and cached are written as mmap")
-    overwrite: bool = flag(False, "replace token files that were made from other inputs or settings")
-    workers: int | None = flag(None, "worker processes (none: one per core)", bound=">0", docs="data")
+    dataset_impl: Literal["mmap", "lazy", "cached"] = flag(
+        "mmap", "output format; lazy and cached are written as mmap"
+    )
+    overwrite: bool = flag(
+        False, "replace token files that were made from other inputs or settings"
+    )
+    workers: int | None = flag(
+        None, "worker processes (none: one per core)", bound=">0", docs="data"
+    )
     log_interval: int = flag(1000, "documents between progress lines", bound=">0", docs="tutorial")
     split_sentences: bool = flag(
-        False, "split documents into sentences and write <prefix>_<key>_sentence.bin and .idx", docs="data"
+        False,
+        "split documents into sentences and write <prefix>_<key>_sentence.bin and .idx",
+        docs="data",
     )
     sentence_splitter: Literal["rules", "punkt"] = flag(
-        "rules", "with --split-sentences: rules need no download; punkt is NLTK's model, as in Megatron", docs="data"
+        "rules",
+        "with --split-sentences: rules need no download; punkt is NLTK's model, as in Megatron",
+        docs="data",
     )
-    keep_newlines: bool = flag(False, "with --split-sentences, keep the white space between sentences")
+    keep_newlines: bool = flag(
+        False, "with --split-sentences, keep the white space between sentences"
+    )
     lang: str = flag("english", "language for --split-sentences", value="FORM", docs="data")
 
 
@@ -131,7 +153,9 @@ class PreprocessConfig:
             text = f"{stated(p, 'output_prefix')} ends in /; give the beginning of the files' names too"
             out.append(Problem(("output_prefix",), text))
         if p.document_length is not None and len(set(p.json_keys)) != 1:
-            out.append(Problem(("document_length",), "{document_length} needs a single one of {json_keys}"))
+            out.append(
+                Problem(("document_length",), "{document_length} needs a single one of {json_keys}")
+            )
         if p.split_sentences:
             return out
         needing = {
@@ -140,4 +164,8 @@ class PreprocessConfig:
             "sentence_splitter": p.sentence_splitter != type(p).sentence_splitter,
         }
         needs = "needs {split_sentences=True}"
-        return out + [Problem((name,), f"{{{name}}} {needs}") for name, is_given in needing.items() if is_given]
+        return out + [
+            Problem((name,), f"{{{name}}} {needs}")
+            for name, is_given in needing.items()
+            if is_given
+        ]

@@ -23,7 +23,8 @@ from meshwright.data.sets import cache_folder, count_epochs, needed_sets
 from meshwright.data.statistics import decode_ids
 from meshwright.data.tokenizers import Tokenizer
 
-INDEX_ARRAYS = ("doc_idx", "sample_idx", "shuffle_idx", "dataset_idx", "piece_idx", "bin_idx")  # of data sets
+# of data sets
+INDEX_ARRAYS = ("doc_idx", "sample_idx", "shuffle_idx", "dataset_idx", "piece_idx", "bin_idx")
 ANY_ID = 2**31  # without a tokenizer ids are not compared with one
 
 
@@ -37,7 +38,11 @@ def build_index(config: TrainConfig, vocab: int | None, dry: bool) -> None:
     config = count_epochs(config)
     from meshwright.data.datasets import build_datasets
 
-    folders = list(dict.fromkeys(cache_folder(config.data, prefix) for prefix in data_paths.prefixes(config.data)))
+    folders = list(
+        dict.fromkeys(
+            cache_folder(config.data, prefix) for prefix in data_paths.prefixes(config.data)
+        )
+    )
     shown_folders = ", ".join(map(str, folders))
     if dry:
         print(f"would build the indices of {len(needed_sets(config))} sets in {shown_folders}")
@@ -52,16 +57,27 @@ def build_index(config: TrainConfig, vocab: int | None, dry: bool) -> None:
     lost = sum(array.flags.owndata for array in needed)  # not views of files
     if lost:
         where = f"{lost} of {len(needed)} index arrays are in memory alone, not in {shown_folders}"
-        raise UserError(f"{where}; see the notice above for the reason: the training would build them again", IO)
+        raise UserError(
+            f"{where}; see the notice above for the reason: the training would build them again", IO
+        )
     after = find_entries(folders)
     new = [record for record in after if after[record] != before.get(record)]
     seconds = perf_counter() - start
     if not new:
-        print(f"nothing to build: all {len(needed)} index arrays are in {shown_folders} ({seconds:.1f} s)")
+        print(
+            f"nothing to build: all {len(needed)} index arrays are in {shown_folders} ({seconds:.1f} s)"
+        )
         return
-    size = sum(p.stat().st_size for record in new for p in record.parent.glob(f"{record.stem}*") if p.is_file())
+    size = sum(
+        p.stat().st_size
+        for record in new
+        for p in record.parent.glob(f"{record.stem}*")
+        if p.is_file()
+    )
     written = ", ".join(sorted({str(record.parent) for record in new}))
-    print(f"built {len(new)} indices, {size:,} bytes, in {written} ({seconds:.1f} s): the training finds them there")
+    print(
+        f"built {len(new)} indices, {size:,} bytes, in {written} ({seconds:.1f} s): the training finds them there"
+    )
 
 
 def list_arrays(datasets: Iterable[Any]) -> list[Any]:
@@ -76,13 +92,17 @@ def list_arrays(datasets: Iterable[Any]) -> list[Any]:
 
 def find_entries(folders: Sequence[Path]) -> dict[Path, int]:
     """Return the entries of caches, and when each was written."""
-    return {record: record.stat().st_mtime_ns for folder in folders for record in folder.glob("*.json")}
+    return {
+        record: record.stat().st_mtime_ns for folder in folders for record in folder.glob("*.json")
+    }
 
 
 # inspect --sample
 
 
-def show_sample(config: TrainConfig, tokenizer: Tokenizer | None, number: int, name: str, as_json: bool) -> None:
+def show_sample(
+    config: TrainConfig, tokenizer: Tokenizer | None, number: int, name: str, as_json: bool
+) -> None:
     """Print one sample as the training reads it, and the document of each stretch of it."""
     from meshwright.data.datasets import build_datasets
 
@@ -95,20 +115,28 @@ def show_sample(config: TrainConfig, tokenizer: Tokenizer | None, number: int, n
         console.set_stream("stdout")
     if (dataset := sets.get(name)) is None:
         names = ", ".join(key for key, dataset in sets.items() if dataset is not None)
-        raise SettingsError(f"{{sample_set={name}}}: there is no such set; there are {names or 'none'}", BAD_DATA)
+        raise SettingsError(
+            f"{{sample_set={name}}}: there is no such set; there are {names or 'none'}", BAD_DATA
+        )
     if number >= len(dataset):
         raise SettingsError(
-            f"{{sample={number}}}: {name} has {len(dataset):,} samples, 0 to {len(dataset) - 1}", BAD_DATA
+            f"{{sample={number}}}: {name} has {len(dataset):,} samples, 0 to {len(dataset) - 1}",
+            BAD_DATA,
         )
     stretches = find_stretches(dataset, number)
     ids = [int(i) for i in np.atleast_2d(dataset[number])[0, : stretches[-1][1]]]  # without padding
     if as_json:
-        pieces = [{"position": first, "tokens": stop - first, "from": place} for first, stop, place in stretches]
+        pieces = [
+            {"position": first, "tokens": stop - first, "from": place}
+            for first, stop, place in stretches
+        ]
         facts = {"set": name, "sample": number, "ids": ids, "pieces": pieces}
         print(json.dumps({**facts, "text": decode_ids(tokenizer, ids)} if tokenizer else facts))
         return
     is_packed = ", and so is the last of each piece" * (config.data.packing != "stream")
-    print(f"sample {number:,} of {name}: {len(ids):,} tokens, the last of which is only predicted{is_packed}")
+    print(
+        f"sample {number:,} of {name}: {len(ids):,} tokens, the last of which is only predicted{is_packed}"
+    )
     for first, stop, place in stretches:
         stretch = ids[first:stop]
         print(f"--- {len(stretch):,} tokens from {place}")
@@ -123,4 +151,8 @@ def find_stretches(dataset: Dataset, number: int) -> list[tuple[int, int, str]]:
     if not isinstance(part, FileSamples):  # random tokens
         return [(0, len(dataset[number]), dataset.locate(number, 0))]
     ends = accumulate((length for *_, length in part.pieces(k)), initial=0)
-    return [(first, stop, dataset.locate(number, first)) for first, stop in pairwise(ends) if first < stop]
+    return [
+        (first, stop, dataset.locate(number, first))
+        for first, stop in pairwise(ends)
+        if first < stop
+    ]

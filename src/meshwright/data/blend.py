@@ -40,7 +40,9 @@ class Composite(OrderedSamples):
         raise NotImplementedError
 
     def list_sources(self) -> list[str]:
-        sources = [part.list_sources() if isinstance(part, OrderedSamples) else [""] for part in self.parts]
+        sources = [
+            part.list_sources() if isinstance(part, OrderedSamples) else [""] for part in self.parts
+        ]
         return list(dict.fromkeys(itertools.chain.from_iterable(sources)))
 
     def source_of(self, k: int) -> str:
@@ -60,13 +62,20 @@ class Blend(Composite):
     """`size` samples out of `parts`; `weights` add up to 1 up to rounding."""
 
     def __init__(
-        self, parts: Sequence[Dataset], weights: Sequence[float], size: int, cache_dir: str | Path | None = None
+        self,
+        parts: Sequence[Dataset],
+        weights: Sequence[float],
+        size: int,
+        cache_dir: str | Path | None = None,
     ) -> None:
         if len(parts) > MOST_PARTS:
-            raise UserError(f"a blend of {len(parts):,} data sets; at most {MOST_PARTS:,} can be numbered: merge some")
+            raise UserError(
+                f"a blend of {len(parts):,} data sets; at most {MOST_PARTS:,} can be numbered: merge some"
+            )
         self.parts = parts
         shares = np.array(weights, dtype=np.float64)
-        shares /= shares.sum()  # once more, as Megatron does: a last bit can decide between two data sets
+        # once more, as Megatron does: a last bit can decide between two data sets
+        shares /= shares.sum()
 
         def build(storage: Storage) -> list[Ints]:
             start = perf_counter()
@@ -75,11 +84,16 @@ class Blend(Composite):
             say(" > sample ratios:")
             for d, count in enumerate(count_parts(which, len(parts))):
                 say(f"   dataset {d}, input: {shares[d]:g}, achieved: {count / size:g}")
-            say(f"> elapsed time for building blendable dataset indices: {perf_counter() - start:.2f} (sec)")
+            say(
+                f"> elapsed time for building blendable dataset indices: {perf_counter() - start:.2f} (sec)"
+            )
             return [which, number]
 
-        key = {"version": VERSION, "weights": shares.tolist(), "samples": size}  # the order depends on nothing else
-        self.dataset_idx, self.sample_idx = cached_indices(cache_dir, key, ("dataset", "dataset_sample"), build)
+        # the order depends on nothing else
+        key = {"version": VERSION, "weights": shares.tolist(), "samples": size}
+        self.dataset_idx, self.sample_idx = cached_indices(
+            cache_dir, key, ("dataset", "dataset_sample"), build
+        )
         say(f"> size of blendable dataset: {size} samples")
 
     def __len__(self) -> int:
@@ -94,14 +108,22 @@ class Blend(Composite):
         return count_parts(self.dataset_idx[: max(end, 0)], len(self.parts))
 
     def count_used(self, consumed: int) -> Counter[str]:
-        used, prefixes = Counter[str](), [part.prefix for part in self.parts if isinstance(part, OrderedSamples)]
+        used, prefixes = (
+            Counter[str](),
+            [part.prefix for part in self.parts if isinstance(part, OrderedSamples)],
+        )
         if len(prefixes) == len(self.parts) and all(prefixes):
             for prefix, count in zip(prefixes, self.count_parts(consumed), strict=True):
                 used[prefix] += count
         return used
 
     def list_epochs(self) -> list[list[Any]]:
-        return [epochs for part in self.parts if isinstance(part, OrderedSamples) for epochs in part.list_epochs()]
+        return [
+            epochs
+            for part in self.parts
+            if isinstance(part, OrderedSamples)
+            for epochs in part.list_epochs()
+        ]
 
 
 def count_parts(which: Ints, parts: int) -> list[int]:
@@ -161,7 +183,10 @@ def blend_order(shares: Floats, size: int, storage: Storage = IN_MEMORY) -> tupl
     Sample i is the next one of the data set that is furthest behind, the d of the largest share_d x
     max(i, 1) - taken_d, and the first of equals; float64 as in Megatron, so that ties fall alike.
     """
-    which, number = storage.array("dataset", size, np.int16), storage.array("dataset_sample", size, np.int64)
+    which, number = (
+        storage.array("dataset", size, np.int16),
+        storage.array("dataset_sample", size, np.int64),
+    )
     compiled = compiled_loops(size)
     if compiled is None:
         walk_side_by_side(shares, which, number)
@@ -189,10 +214,15 @@ def walk_side_by_side(shares: Floats, which: Ints, number: Ints) -> None:
         begin += places < starts - begin.sum(axis=0)
         begin[:, 0] = taken
         end = np.empty_like(begin)
-        chosen, numbers = np.empty((rows, len(starts)), np.int16), np.empty((rows, len(starts)), np.int64)
+        chosen, numbers = (
+            np.empty((rows, len(starts)), np.int16),
+            np.empty((rows, len(starts)), np.int64),
+        )
         again = np.arange(len(starts))
         while len(again):
-            chosen[:, again], numbers[:, again], end[:, again] = walk(shares, starts[again], begin[:, again], rows)
+            chosen[:, again], numbers[:, again], end[:, again] = walk(
+                shares, starts[again], begin[:, again], rows
+            )
             again = 1 + np.flatnonzero((begin[:, 1:] != end[:, :-1]).any(axis=0))
             begin[:, again] = end[:, again - 1]
         which[done : done + chosen.size] = chosen.T.reshape(-1)[:left]
@@ -202,7 +232,10 @@ def walk_side_by_side(shares: Floats, which: Ints, number: Ints) -> None:
 
 def walk(shares: Floats, starts: Ints, taken: Floats, rows: int) -> tuple[Ints, Ints, Floats]:
     """Apply the rule `rows` times from each start; return choices, numbers and counts."""
-    chosen, numbers = np.empty((rows, len(starts)), np.int16), np.empty((rows, len(starts)), np.int64)
+    chosen, numbers = (
+        np.empty((rows, len(starts)), np.int16),
+        np.empty((rows, len(starts)), np.int64),
+    )
     columns = np.arange(len(starts))
     for row in range(rows):
         behind = shares[:, None] * np.maximum(starts + row, 1) - taken  # [data sets, pieces]

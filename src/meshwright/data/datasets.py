@@ -40,7 +40,8 @@ TITLES = {"train": "train", "valid": "validation", "test": "test"}
 
 def make_document_ends(d: Data, tokenizer: Tokenizer | None) -> DocumentEnds | None:
     """Return the effects of document ends that the flags ask for, or None if there are none."""
-    if d.packing != "stream" or not any(d.document_effects):  # packed samples say where documents begin
+    # packed samples say where documents begin
+    if d.packing != "stream" or not any(d.document_effects):
         return None
     if tokenizer is None:
         raise SettingsError(
@@ -51,7 +52,9 @@ def make_document_ends(d: Data, tokenizer: Tokenizer | None) -> DocumentEnds | N
     return DocumentEnds(tokenizer.eod, *d.document_effects)
 
 
-def check_datasets(config: TrainConfig, data: Datasets, own: bool, at: tuple[int, int] | None) -> None:
+def check_datasets(
+    config: TrainConfig, data: Datasets, own: bool, at: tuple[int, int] | None
+) -> None:
     """Refuse data that do not reach to the end of the run.
 
     `own`: they are the user's own data sets, not what the flags name. `at`: the iterations and
@@ -59,11 +62,16 @@ def check_datasets(config: TrainConfig, data: Datasets, own: bool, at: tuple[int
     """
     if own and config.data.packing != "stream":
         raise SettingsError(
-            f"{{packing={config.data.packing}}} packs token files, not data sets of your own; leave it out", BAD_DATA
+            f"{{packing={config.data.packing}}} packs token files, not data sets of your own; leave it out",
+            BAD_DATA,
         )
     methods = {"len": "__len__", "[k]": "__getitem__", "locate": "locate"}
     for name, dataset in data.items() if own else ():
-        lacking = [shown for shown, method in methods.items() if dataset is not None and not hasattr(dataset, method)]
+        lacking = [
+            shown
+            for shown, method in methods.items()
+            if dataset is not None and not hasattr(dataset, method)
+        ]
         if lacking:
             why = f"a {type(dataset).__name__}, has no {' and no '.join(lacking)}"
             raise bad_data(f'datasets["{name}"], {why}; docs/extending.md describes each')
@@ -109,7 +117,9 @@ def continue_datasets(
     if d.mock_data:
         needed = needed_sizes(config)
         for n, name in enumerate(sizes):
-            out[name] = Mock(vocab_size, sizes[name], d.seq_length, t.seed + n) if name in needed else None
+            out[name] = (
+                Mock(vocab_size, sizes[name], d.seq_length, t.seed + n) if name in needed else None
+            )
     else:
         for spec, parts in open_parts(config, vocab_size):
             if spec.key != spec.paths.split:
@@ -143,7 +153,9 @@ def open_parts(config: TrainConfig, vocab_size: int) -> list[tuple[SetSpec, list
     for spec in sets:
         for source in spec.paths.sources:
             if source.prefix not in opened:
-                indexed = opened[source.prefix] = open_indexed(source.prefix, d.mmap_warmup, vocab_size)
+                indexed = opened[source.prefix] = open_indexed(
+                    source.prefix, d.mmap_warmup, vocab_size
+                )
                 if spec.paths.divided:
                     say(" > dataset split:")
                     bounds = split_bounds(d.split, len(indexed), d.split_arithmetic)
@@ -151,13 +163,17 @@ def open_parts(config: TrainConfig, vocab_size: int) -> list[tuple[SetSpec, list
                         say_documents(TITLES[name], range(a, b))
             if not spec.paths.divided:
                 title = spec.paths.name or TITLES[spec.paths.split]
-                say_documents(title, document_range(d, spec.paths, source, len(opened[source.prefix])))
+                say_documents(
+                    title, document_range(d, spec.paths, source, len(opened[source.prefix]))
+                )
     return [(spec, find_parts(config, spec, opened.__getitem__)) for spec in sets]
 
 
 def say_documents(title: str, documents: range) -> None:
     say(f"    {title}:")
-    say(f"     document indices in [{documents.start}, {documents.stop}) total of {len(documents)} documents")
+    say(
+        f"     document indices in [{documents.start}, {documents.stop}) total of {len(documents)} documents"
+    )
 
 
 def build_set(config: TrainConfig, spec: SetSpec, parts: list[SetPart]) -> Dataset | None:
@@ -169,16 +185,27 @@ def build_set(config: TrainConfig, spec: SetSpec, parts: list[SetPart]) -> Datas
         return made[0]
     if spec.in_full:
         return Chain(made)
-    return Blend(made, [p.share for p in parts], spec.samples, cache_folder(config.data, parts[0].prefix))
+    return Blend(
+        made, [p.share for p in parts], spec.samples, cache_folder(config.data, parts[0].prefix)
+    )
 
 
 def build_train(
-    config: TrainConfig, spec: SetSpec, parts: list[SetPart], history: BlendHistory, consumed: int, vocab_size: int
+    config: TrainConfig,
+    spec: SetSpec,
+    parts: list[SetPart],
+    history: BlendHistory,
+    consumed: int,
+    vocab_size: int,
 ) -> Dataset | None:
     """Return the training set: one blend, as for any set, or a blend that changes."""
     by_name = dict(zip(unique_names(parts), parts, strict=True))
     if len(history.blends) == 1:
-        return build_set(config, spec, [replace(by_name[n], share=share) for n, share in history.blends[0].shares])
+        return build_set(
+            config,
+            spec,
+            [replace(by_name[n], share=share) for n, share in history.blends[0].shares],
+        )
     opened = {name: part.indexed for name, part in by_name.items()}
 
     def build_more(name: str, made: int) -> FileSamples:
@@ -188,7 +215,9 @@ def build_train(
         number = 1 if made else source.samples  # of one sample or more, an epoch has all
         return build_samples(config, "train", opened[name], range(*source.documents), number, made)
 
-    return build_phases(history, spec.samples, consumed, build_more, cache_folder(config.data, parts[0].prefix))
+    return build_phases(
+        history, spec.samples, consumed, build_more, cache_folder(config.data, parts[0].prefix)
+    )
 
 
 class Phases(Chain):
@@ -200,14 +229,20 @@ class Phases(Chain):
 
     def count_used(self, consumed: int) -> Counter[str]:
         used = Counter[str]()
-        for blend, prefixes, begin in zip(self.blends, self.prefixes, [0, *self.ends[:-1]], strict=True):
+        for blend, prefixes, begin in zip(
+            self.blends, self.prefixes, [0, *self.ends[:-1]], strict=True
+        ):
             for prefix, count in zip(prefixes, blend.count_parts(consumed - begin), strict=True):
                 used[prefix] += count
         return used
 
 
 def build_phases(
-    history: BlendHistory, size: int, consumed: int, build_more: Callable[[str, int], FileSamples], folder: Path | None
+    history: BlendHistory,
+    size: int,
+    consumed: int,
+    build_more: Callable[[str, int], FileSamples],
+    folder: Path | None,
 ) -> Phases:
     """Return the run's `size` samples.
 
@@ -224,7 +259,12 @@ def build_phases(
         blends.append(Blend(tails, [share for _, share in phase.shares], end - phase.begin, folder))
         for name, count in zip(names, blends[-1].count_parts(end - phase.begin), strict=True):
             used[name] += count
-    still_read = {name for phase, end in zip(phases, ends, strict=True) if end > consumed for name, _ in phase.shares}
+    still_read = {
+        name
+        for phase, end in zip(phases, ends, strict=True)
+        if end > consumed
+        for name, _ in phase.shares
+    }
     for name, chain in chains.items():
         if name not in still_read:
             continue
@@ -232,7 +272,9 @@ def build_phases(
         # More samples are needed than the first order has: all of it, then further epochs.
         while len(chain) < used[name]:
             chain.append(build_more(name, len(chain.parts)))
-    return Phases(blends, [[history.sources[name].prefix for name, _ in phase.shares] for phase in phases])
+    return Phases(
+        blends, [[history.sources[name].prefix for name, _ in phase.shares] for phase in phases]
+    )
 
 
 def build_samples(

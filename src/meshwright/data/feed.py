@@ -34,14 +34,24 @@ class Feed:
         self, dataset: Dataset, consumed: int, step_size: int, at_end: Literal["wrap", "mask"]
     ) -> Generator[list[Batch], None, None]:
         """Yield the micro-batches of each step of a validation, without end."""
-        return self.steps(dataset, consumed, replace(self.spec, step_size=lambda consumed: step_size, at_end=at_end))
+        return self.steps(
+            dataset,
+            consumed,
+            replace(self.spec, step_size=lambda consumed: step_size, at_end=at_end),
+        )
 
-    def steps(self, dataset: Dataset, consumed: int, spec: LoaderSpec) -> Generator[list[Batch], None, None]:
+    def steps(
+        self, dataset: Dataset, consumed: int, spec: LoaderSpec
+    ) -> Generator[list[Batch], None, None]:
         return iter(Loader(dataset, spec, consumed))
 
     def sets_of(self, split: str) -> dict[str, Dataset]:
         """Return the data sets of "valid" or "test" by their keys."""
-        return {key: d for key, d in self.datasets.items() if d is not None and key.split("/")[0] == split}
+        return {
+            key: d
+            for key, d in self.datasets.items()
+            if d is not None and key.split("/")[0] == split
+        }
 
     @property
     def train_set(self) -> Dataset:

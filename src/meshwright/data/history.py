@@ -51,8 +51,13 @@ class BlendHistory:
 
     def state(self) -> dict[str, Any]:
         """Return the history as JSON, for a checkpoint."""
-        sources = {n: [s.prefix, list(s.documents), s.weight, s.samples] for n, s in self.sources.items()}
-        return {"sources": sources, "blends": [[b.begin, [list(pair) for pair in b.shares]] for b in self.blends]}
+        sources = {
+            n: [s.prefix, list(s.documents), s.weight, s.samples] for n, s in self.sources.items()
+        }
+        return {
+            "sources": sources,
+            "blends": [[b.begin, [list(pair) for pair in b.shares]] for b in self.blends],
+        }
 
     @classmethod
     def from_state(cls, state: dict[str, Any] | None) -> BlendHistory | None:
@@ -60,8 +65,14 @@ class BlendHistory:
         if state is None:
             return None
         saved = state["sources"].items()
-        sources = {n: BlendSource(prefix, (a, b), weight, count) for n, (prefix, (a, b), weight, count) in saved}
-        return cls(sources, tuple(BlendPhase(begin, tuple(map(tuple, pairs))) for begin, pairs in state["blends"]))
+        sources = {
+            n: BlendSource(prefix, (a, b), weight, count)
+            for n, (prefix, (a, b), weight, count) in saved
+        }
+        return cls(
+            sources,
+            tuple(BlendPhase(begin, tuple(map(tuple, pairs))) for begin, pairs in state["blends"]),
+        )
 
     def lines(self) -> list[str]:
         """Describe each blend in a line."""
@@ -80,13 +91,17 @@ def unique_names(parts: Sequence[SetPart]) -> list[str]:
     """Return a name for each part; parts with equal files are numbered in their order."""
     names = [fingerprint(part.prefix) for part in parts]
     counts = [names[: n + 1].count(name) for n, name in enumerate(names)]
-    return [name if count == 1 else f"{name}#{count}" for name, count in zip(names, counts, strict=True)]
+    return [
+        name if count == 1 else f"{name}#{count}" for name, count in zip(names, counts, strict=True)
+    ]
 
 
 def begin_history(parts: Sequence[SetPart], size: int, d: Data) -> BlendHistory:
     """Return the blends that the flags give a run of `size` samples."""
     named = dict(zip(unique_names(parts), parts, strict=True))
-    phases = [BlendPhase(0, tuple((name, part.share) for name, part in named.items() if part.share))]
+    phases = [
+        BlendPhase(0, tuple((name, part.share) for name, part in named.items() if part.share))
+    ]
     for stage in d.blend_stages:
         begin = stage.first_sample(size, d.seq_length or 1)
         if begin <= phases[-1].begin:
@@ -95,13 +110,22 @@ def begin_history(parts: Sequence[SetPart], size: int, d: Data) -> BlendHistory:
                 f"{phases[-1].begin}; give stages in their order"
             )
         given = dict(stage.weights)
-        weights = [(name, weight) for name, part in named.items() if (weight := given.get(part.source.prefix))]
+        weights = [
+            (name, weight)
+            for name, part in named.items()
+            if (weight := given.get(part.source.prefix))
+        ]
         if not weights:
             raise SettingsError(
                 f"{{blend_stages}}: no data set of the stage from {stage.start} on has documents for training"
             )
         shares = normalise([weight for _, weight in weights])
-        phases.append(BlendPhase(begin, tuple((name, share) for (name, _), share in zip(weights, shares, strict=True))))
+        phases.append(
+            BlendPhase(
+                begin,
+                tuple((name, share) for (name, _), share in zip(weights, shares, strict=True)),
+            )
+        )
     needed = dict.fromkeys(named, 0)
     ends = [min(phase.begin, size) for phase in phases[1:]] + [size]
     for phase, end in zip(phases, ends, strict=True):
@@ -144,18 +168,28 @@ def continue_history(
                 "the flag out, or give another blend"
             )
         return update_paths(past, now)
-    if len(past.blends) == 1 and change_at is None and prefixes_and_weights(past) == prefixes_and_weights(now):
+    if (
+        len(past.blends) == 1
+        and change_at is None
+        and prefixes_and_weights(past) == prefixes_and_weights(now)
+    ):
         return now  # the same files with other contents: resume.py reports that
     if change_at is None:
         raise UserError(explain_refusal(past, now, consumed))
-    return change_blend(past, now, size, consumed, consumed if change_at == "now" else int(change_at))
+    return change_blend(
+        past, now, size, consumed, consumed if change_at == "now" else int(change_at)
+    )
 
 
-def continue_stages(past: BlendHistory | None, now: BlendHistory, size: int, consumed: int) -> BlendHistory:
+def continue_stages(
+    past: BlendHistory | None, now: BlendHistory, size: int, consumed: int
+) -> BlendHistory:
     """Return the history of a run with --blend-stages, which is new or has had them before."""
     for phase in now.blends:
         if phase.begin >= size:
-            notice(f"--blend-stages: the stage from sample {phase.begin} on is not reached; the run has {size} samples")
+            notice(
+                f"--blend-stages: the stage from sample {phase.begin} on is not reached; the run has {size} samples"
+            )
     if past is None:
         if consumed:
             raise SettingsError(
@@ -166,7 +200,9 @@ def continue_stages(past: BlendHistory | None, now: BlendHistory, size: int, con
             remark(f" > {line}")
         return now
     pairs = list(zip(past.blends, now.blends, strict=False))
-    if len(past.blends) != len(now.blends) or not all(a.begin == b.begin and is_same_blend(a, b) for a, b in pairs):
+    if len(past.blends) != len(now.blends) or not all(
+        a.begin == b.begin and is_same_blend(a, b) for a, b in pairs
+    ):
         raise SettingsError(
             f"{{blend_stages}}: the stages are not the checkpoint's: {'; '.join(past.lines())}; now: "
             f"{'; '.join(now.lines())}. Give the same ones (with BEGIN as a sample if the run's length has changed), "
@@ -174,14 +210,19 @@ def continue_stages(past: BlendHistory | None, now: BlendHistory, size: int, con
         )
     for name, source in now.sources.items():
         require_same_documents(past.sources[name], source)
-    kept = {name: replace(source, prefix=now.sources[name].prefix) for name, source in past.sources.items()}
+    kept = {
+        name: replace(source, prefix=now.sources[name].prefix)
+        for name, source in past.sources.items()
+    }
     return BlendHistory(kept, past.blends)
 
 
 def is_same_blend(a: BlendPhase, b: BlendPhase) -> bool:
     """Return whether both have the same data sets in the same proportions, in any order."""
     ours, theirs = dict(a.shares), dict(b.shares)
-    return ours.keys() == theirs.keys() and all(math.isclose(ours[n], theirs[n], rel_tol=1e-12) for n in ours)
+    return ours.keys() == theirs.keys() and all(
+        math.isclose(ours[n], theirs[n], rel_tol=1e-12) for n in ours
+    )
 
 
 def prefixes_and_weights(history: BlendHistory) -> list[tuple[str, float | None]]:
@@ -196,11 +237,16 @@ def update_paths(past: BlendHistory, now: BlendHistory) -> BlendHistory:
         require_same_documents(past.sources[name], source)
     if len(past.blends) == 1:  # given in another order: the past order decides between equals
         return BlendHistory({n: now.sources[n] for n in past.sources}, past.blends)
-    sources = {n: replace(k, prefix=now.sources[n].prefix) if n in now.sources else k for n, k in past.sources.items()}
+    sources = {
+        n: replace(k, prefix=now.sources[n].prefix) if n in now.sources else k
+        for n, k in past.sources.items()
+    }
     return BlendHistory(sources, past.blends)
 
 
-def change_blend(past: BlendHistory, now: BlendHistory, size: int, consumed: int, at: int) -> BlendHistory:
+def change_blend(
+    past: BlendHistory, now: BlendHistory, size: int, consumed: int, at: int
+) -> BlendHistory:
     """Return the history with another blend from sample `at` on, and no later changes."""
     if at < consumed:
         raise SettingsError(
@@ -216,7 +262,9 @@ def change_blend(past: BlendHistory, now: BlendHistory, size: int, consumed: int
         sources[name] = replace(now.sources[name], samples=samples)
     earlier = tuple(b for b in past.blends if b.begin < at)
     new = BlendPhase(at, now.blends[0].shares)
-    out = BlendHistory(sources, earlier if earlier and is_same_blend(earlier[-1], new) else (*earlier, new))
+    out = BlendHistory(
+        sources, earlier if earlier and is_same_blend(earlier[-1], new) else (*earlier, new)
+    )
     remark(f" > the blend changes at sample {at}:")
     for line in out.lines():
         remark(f" >   {line}")

@@ -38,7 +38,9 @@ class Storage:
         """Return an array to be filled in any order."""
         return np.empty(length, dtype)
 
-    def stream(self, part: str, shape: tuple[int, ...], dtype: npt.DTypeLike, blocks: Iterable[Ints]) -> Ints:
+    def stream(
+        self, part: str, shape: tuple[int, ...], dtype: npt.DTypeLike, blocks: Iterable[Ints]
+    ) -> Ints:
         """Return the blocks one after the other; together they have this shape."""
         out, done = np.empty(shape, dtype), 0
         for block in blocks:
@@ -55,8 +57,11 @@ class OnDisk(Storage):
     """Arrays in files under temporary names."""
 
     def __init__(self, paths: dict[str, Path]) -> None:
-        self.paths, word = paths, secrets.token_hex(4)  # the word keeps writers on several machines apart
-        self.temporary = {part: path.with_name(f"{path.name}.{word}.tmp") for part, path in paths.items()}
+        # the word keeps writers on several machines apart
+        self.paths, word = paths, secrets.token_hex(4)
+        self.temporary = {
+            part: path.with_name(f"{path.name}.{word}.tmp") for part, path in paths.items()
+        }
 
     def array(self, part: str, length: int, dtype: npt.DTypeLike) -> Ints:
         path = self.temporary[part]
@@ -67,18 +72,23 @@ class OnDisk(Storage):
                 os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
         return np.asarray(array)
 
-    def stream(self, part: str, shape: tuple[int, ...], dtype: npt.DTypeLike, blocks: Iterable[Ints]) -> Ints:
+    def stream(
+        self, part: str, shape: tuple[int, ...], dtype: npt.DTypeLike, blocks: Iterable[Ints]
+    ) -> Ints:
         path = self.temporary[part]
         with path.open("wb") as file:
             descr = np.lib.format.dtype_to_descr(np.dtype(dtype))
-            np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
+            np.lib.format.write_array_header_1_0(
+                file, {"descr": descr, "fortran_order": False, "shape": shape}
+            )
             for block in blocks:
                 file.write(np.ascontiguousarray(block, dtype).data)
         return open_array(path)
 
     def publish(self, record: Path, key: dict[str, Any]) -> None:
         for part, path in self.paths.items():
-            if self.temporary[part].stat().st_size > SMALL:  # a smaller one's checksum shows what a power cut has lost
+            # a smaller one's checksum shows what a power cut has lost
+            if self.temporary[part].stat().st_size > SMALL:
                 with self.temporary[part].open("rb") as file:
                     os.fsync(file.fileno())
             os.replace(self.temporary[part], path)
@@ -102,7 +112,9 @@ def open_array(path: Path) -> Ints:
     return array
 
 
-def cached_indices(folder: str | Path | None, key: dict[str, Any], parts: Sequence[str], build: Build) -> list[Ints]:
+def cached_indices(
+    folder: str | Path | None, key: dict[str, Any], parts: Sequence[str], build: Build
+) -> list[Ints]:
     """Return the arrays from the cache; build and store them where they are missing or damaged.
 
     Without a folder they are built in memory.
@@ -119,11 +131,14 @@ def cached_indices(folder: str | Path | None, key: dict[str, Any], parts: Sequen
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with lock(folder / f"{name}.lock") as is_locked:
-            for left in folder.glob(f"{name}_*.tmp") if is_locked else ():  # by a process that was killed
+            # by a process that was killed
+            for left in folder.glob(f"{name}_*.tmp") if is_locked else ():
                 left.unlink(missing_ok=True)
             arrays = find_entry(record, parts)  # another process may have built it meanwhile
             if arrays is None:
-                say(" > WARNING: could not find index map files, building the indices on rank 0 ...")
+                say(
+                    " > WARNING: could not find index map files, building the indices on rank 0 ..."
+                )
                 built = build(files)
                 files.publish(record, key)
                 arrays = find_entry(record, parts) or built  # another process may have removed it
@@ -158,7 +173,8 @@ def find_entry(record: Path, parts: Sequence[str]) -> list[Ints] | None:
     return arrays
 
 
-INVALID = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError)  # raised by a damaged entry
+# raised by a damaged entry
+INVALID = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError)
 
 
 def open_entry(record: Path, in_full: bool = False) -> dict[str, Ints]:
@@ -167,7 +183,8 @@ def open_entry(record: Path, in_full: bool = False) -> dict[str, Ints]:
     arrays = {}
     for part, crc in facts["crc32"].items():
         path = array_path(record, part)
-        size, is_current = path.stat().st_size, "bytes" in facts  # 0.5 kept no sizes, and sampled large files
+        # 0.5 kept no sizes, and sampled large files
+        size, is_current = path.stat().st_size, "bytes" in facts
         if size <= SMALL or (in_full and is_current):
             if crc32(path) != crc:
                 raise ValueError(f"the checksum of {path.name} differs")

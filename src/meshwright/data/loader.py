@@ -65,14 +65,25 @@ class Samples(FileSamples):
         tokens = indexed.tokens_of(documents.start, documents.stop)
 
         def build(storage: Storage) -> list[Ints]:
-            return build_indices(indexed.sizes, documents, tokens, num_samples, seq_length, seed, cutoff, storage)
+            return build_indices(
+                indexed.sizes, documents, tokens, num_samples, seq_length, seed, cutoff, storage
+            )
 
-        key = {"version": VERSION, "data": fingerprint(indexed.prefix), "name": name, "samples": num_samples}
+        key = {
+            "version": VERSION,
+            "data": fingerprint(indexed.prefix),
+            "name": name,
+            "samples": num_samples,
+        }
         key |= {"first": documents.start, "end": documents.stop}
         key |= {"seq_length": seq_length, "seed": seed, "cutoff": cutoff}
         names = ("doc", "sample", "shuffle")
-        self.doc_idx, self.sample_idx, self.shuffle_idx = cached_indices(cache_dir, key, names, build)
-        self.epochs, self.last_epoch_separate = epochs_needed(tokens, num_samples, seq_length, cutoff)
+        self.doc_idx, self.sample_idx, self.shuffle_idx = cached_indices(
+            cache_dir, key, names, build
+        )
+        self.epochs, self.last_epoch_separate = epochs_needed(
+            tokens, num_samples, seq_length, cutoff
+        )
         say(f"    total number of samples: {len(self.sample_idx)}")
         say(f"    total number of epochs: {self.epochs}")
 
@@ -85,7 +96,9 @@ class Samples(FileSamples):
     def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
         indexed, itemsize = self.indexed, self.indexed.dtype.itemsize
         self.require_whole()
-        places = [(int(indexed.pointers[d]) // itemsize + offset, n) for d, offset, n in self.pieces(k)]
+        places = [
+            (int(indexed.pointers[d]) // itemsize + offset, n) for d, offset, n in self.pieces(k)
+        ]
         if indexed.is_sparse:
             indexed.need((at, at + n) for at, n in places)
         return np.concatenate([indexed.tokens[at : at + n] for at, n in places], dtype=np.int64)
@@ -126,7 +139,12 @@ class Mock(OrderedSamples):
     """Random tokens; a sample depends on the seed and its number alone."""
 
     def __init__(self, vocab_size: int, num_samples: int, seq_length: int, seed: int) -> None:
-        self.vocab_size, self.num_samples, self.seq_length, self.seed = vocab_size, num_samples, seq_length, seed
+        self.vocab_size, self.num_samples, self.seq_length, self.seed = (
+            vocab_size,
+            num_samples,
+            seq_length,
+            seed,
+        )
 
     def __len__(self) -> int:
         return self.num_samples
@@ -209,7 +227,8 @@ class Batch:
     sample_ids: Tensor  # [B] int64: global sample numbers
     loss_mask: Tensor | None = None  # [B, S] float32; None: all ones
     position_ids: Tensor | None = None  # [B, S] int64; None: 0 ... S - 1
-    doc_ids: Tensor | None = None  # [B, S] int32; None: one document, causal attention over all of it
+    # [B, S] int32; None: one document, causal attention over all of it
+    doc_ids: Tensor | None = None
     first_sample: int = -1  # sample_ids[0], read while the batch is on the host
     unmasked: int = -1  # tokens that count in the loss, counted on the host too
 
@@ -222,12 +241,16 @@ class Batch:
     def select(self, columns: slice) -> Batch:
         """Return some columns of each sample; `doc_ids` and `unmasked` stay as they are."""
         cut = {n: getattr(self, n) for n in ("tokens", "labels", "loss_mask", "position_ids")}
-        return replace(self, **{n: x[:, columns].contiguous() for n, x in cut.items() if x is not None})
+        return replace(
+            self, **{n: x[:, columns].contiguous() for n, x in cut.items() if x is not None}
+        )
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on a device; accelerators copy from pinned memory, without a wait."""
         device = torch.device(device)
-        if self.tokens.device == device or (device.index is None and self.tokens.device.type == device.type):
+        if self.tokens.device == device or (
+            device.index is None and self.tokens.device.type == device.type
+        ):
             return self
         return self._each(lambda x: devices.send(x, device))
 
@@ -254,7 +277,8 @@ class LoaderSpec:
     columns: slice | None = None  # of each sample, where several ranks share it
     length: int | None = None  # tokens of a sample, including the last label; None: any
     packed: bool = False  # samples are [2, length]: tokens and their positions in their documents
-    device: torch.device | None = None  # where batches will be sent; for accelerators they are pinned
+    # where batches will be sent; for accelerators they are pinned
+    device: torch.device | None = None
     # At the end of the data set: raise an error; or wrap to the first sample, for validation
     # (sample numbers continue); or wrap, but mask what has been read before (--full-validation).
     at_end: Literal["raise", "wrap", "mask"] = "raise"
@@ -275,7 +299,9 @@ class Loader:
             yield from starmap(self.read_step, steps)
         thread = ThreadPoolExecutor(1, "read-ahead", devices.set_current, (self.spec.device,))
         try:
-            ahead = deque(thread.submit(self.read_step, *step) for step in islice(steps, self.spec.workers))
+            ahead = deque(
+                thread.submit(self.read_step, *step) for step in islice(steps, self.spec.workers)
+            )
             for step in steps:
                 batches = ahead.popleft().result()
                 ahead.append(thread.submit(self.read_step, *step))
@@ -311,12 +337,18 @@ class Loader:
         tokens = text[:, 0] if self.spec.packed else text
         if tokens.min() < 0 or tokens.max() >= self.spec.vocab_size:
             raise self.unknown_id(numbers, tokens)
-        return [self.make_batch(numbers[k : k + size], text[k : k + size]) for k in range(0, len(numbers), size)]
+        return [
+            self.make_batch(numbers[k : k + size], text[k : k + size])
+            for k in range(0, len(numbers), size)
+        ]
 
     def read_tokens(self, numbers: list[int]) -> npt.NDArray[np.int64]:
         """Return the samples of a step, stacked; read at once where the data set can."""
         places = [k % len(self.dataset) for k in numbers]
-        if isinstance(self.dataset, FileSamples) and self.spec.length in (None, self.dataset.seq_length + 1):
+        if isinstance(self.dataset, FileSamples) and self.spec.length in (
+            None,
+            self.dataset.seq_length + 1,
+        ):
             return self.dataset.read(places)
         samples = [np.asarray(self.dataset[k]) for k in places]
         shape = (2,) * self.spec.packed + (self.spec.length or samples[0].shape[-1],)
@@ -335,15 +367,27 @@ class Loader:
         if spec.at_end == "mask" and numbers[-1] >= len(self.dataset):
             mask = fields.setdefault("loss_mask", torch.ones(tokens.shape))
             mask[torch.tensor(numbers) >= len(self.dataset)] = 0.0
-        batch = Batch(torch.from_numpy(tokens), torch.from_numpy(labels), torch.tensor(numbers), **fields)
+        batch = Batch(
+            torch.from_numpy(tokens), torch.from_numpy(labels), torch.tensor(numbers), **fields
+        )
         if spec.columns is not None:
             batch = batch.select(spec.columns)
         # The step copies it to the device on its own stream.
-        return batch.pin() if spec.device is not None and devices.is_accelerator(spec.device) else batch
+        return (
+            batch.pin()
+            if spec.device is not None and devices.is_accelerator(spec.device)
+            else batch
+        )
 
     def wrong_shape(self, k: int, ids: npt.NDArray[Any]) -> UserError:
-        wanted = f"{self.spec.length} int64, --seq-length + 1" if self.spec.length else "one row of int64"
-        return bad_data(f"sample {k} of the data set has {ids.dtype} of shape {ids.shape}; give {wanted}")
+        wanted = (
+            f"{self.spec.length} int64, --seq-length + 1"
+            if self.spec.length
+            else "one row of int64"
+        )
+        return bad_data(
+            f"sample {k} of the data set has {ids.dtype} of shape {ids.shape}; give {wanted}"
+        )
 
     def unknown_id(self, numbers: list[int], text: npt.NDArray[np.int64]) -> UserError:
         row, column = np.argwhere((text < 0) | (text >= self.spec.vocab_size))[0].tolist()

@@ -80,14 +80,16 @@ def draw_numbers(key: Any, words: Any, at: int, i: Any, out: Any) -> int:
         mask = 1
         while mask < i:
             mask = 2 * mask + 1
-        low = max(mask >> 1, i - (count - done))  # above it, the mask stays and there are places left
+        # above it, the mask stays and there are places left
+        low = max(mask >> 1, i - (count - done))
         while i > low:
             if at == WORDS:
                 _twist(key)
                 _temper(key, words)
                 at = 0
             stop = min(WORDS, at + i - low)
-            for k in range(at, stop):  # without a branch: it would be mispredicted in every third case
+            # without a branch: it would be mispredicted in every third case
+            for k in range(at, stop):
                 j = np.int64(words[k]) & mask
                 out[done] = j
                 taken = np.int64(j <= i)
@@ -116,7 +118,9 @@ def _shuffle(x: Any, key: Any, at: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def cut_samples(sizes: Any, doc_idx: Any, place: Any, offset: Any, seq_length: int, rows: Any) -> tuple[int, int, int]:
+def cut_samples(
+    sizes: Any, doc_idx: Any, place: Any, offset: Any, seq_length: int, rows: Any
+) -> tuple[int, int, int]:
     """Fill rows from a place on; return their number, and place and offset for the next call.
 
     The next sample begins `offset` tokens after that document's start, possibly behind its end.

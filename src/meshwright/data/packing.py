@@ -26,7 +26,14 @@ from meshwright.base.console import say
 from meshwright.base.errors import bad_data
 from meshwright.data.files.indexed import Indexed, fingerprint
 from meshwright.data.index_cache import IN_MEMORY, Ints, Storage, cached_indices
-from meshwright.data.samples import BLOCK, FileSamples, compiled_loops, fill_rows, require_sample, shuffle
+from meshwright.data.samples import (
+    BLOCK,
+    FileSamples,
+    compiled_loops,
+    fill_rows,
+    require_sample,
+    shuffle,
+)
 
 VERSION = 1  # of the algorithm below: part of the cache's key
 WINDOW = 1 << 20  # pieces that are packed together, more or less
@@ -52,10 +59,13 @@ class Packed(FileSamples):
         self.piece_idx, self.bin_idx = pack_files(indexed, documents, seq_length, seed, cache_dir)
         bins = len(self.bin_idx) - 1
         self.epochs = max(1, -(-num_samples // bins))
-        key = {"version": VERSION, "packed": bins, "epochs": self.epochs, "seed": seed}  # it depends on nothing else
+        # it depends on nothing else
+        key = {"version": VERSION, "packed": bins, "epochs": self.epochs, "seed": seed}
 
         def build(storage: Storage) -> list[Ints]:
-            order = storage.array("shuffle", bins * self.epochs, np.uint32 if bins < 2**32 else np.int64)
+            order = storage.array(
+                "shuffle", bins * self.epochs, np.uint32 if bins < 2**32 else np.int64
+            )
             rows = order.reshape(self.epochs, bins)
             fill_rows(rows, 0)
             for epoch, row in enumerate(rows):
@@ -64,7 +74,9 @@ class Packed(FileSamples):
 
         (self.shuffle_idx,) = cached_indices(cache_dir, key, ("shuffle",), build)
         share = count_predicted(indexed.sizes, documents) / (bins * seq_length)
-        say(f"    packed {len(self.piece_idx)} pieces of documents; the samples are {share:.2%} full")
+        say(
+            f"    packed {len(self.piece_idx)} pieces of documents; the samples are {share:.2%} full"
+        )
         say(f"    total number of samples: {len(self)}")
         say(f"    total number of epochs: {self.epochs}")
 
@@ -113,7 +125,9 @@ def pack_files(
         start = time.perf_counter()
         if not count_predicted(indexed.sizes, documents):
             where = f"{indexed.prefix}: documents {documents.start} to {documents.stop}"
-            raise bad_data(f"{where} have one token each or none, so nothing can be packed; leave them out")
+            raise bad_data(
+                f"{where} have one token each or none, so nothing can be packed; leave them out"
+            )
         arrays = pack_documents(indexed.sizes, documents, seq_length, seed, storage)
         say(f" > elapsed time to pack documents (seconds): {time.perf_counter() - start:4f}")
         return arrays
@@ -123,20 +137,32 @@ def pack_files(
 
 def count_predicted(sizes: Ints, documents: range) -> int:
     """Return the tokens that have one before them in their document."""
-    parts = (sizes[k : min(k + BLOCK, documents.stop)] for k in range(documents.start, documents.stop, BLOCK))
+    parts = (
+        sizes[k : min(k + BLOCK, documents.stop)]
+        for k in range(documents.start, documents.stop, BLOCK)
+    )
     return sum(int(np.maximum(part - 1, 0).sum(dtype=np.int64)) for part in parts)
 
 
 def pack_documents(
-    sizes: Ints, documents: range, seq_length: int, seed: int, storage: Storage = IN_MEMORY, window: int = WINDOW
+    sizes: Ints,
+    documents: range,
+    seq_length: int,
+    seed: int,
+    storage: Storage = IN_MEMORY,
+    window: int = WINDOW,
 ) -> list[Ints]:
     """Return the pieces in the order of their bins, and where each bin's begin."""
     order: Ints = np.empty(len(documents), np.int32 if documents.stop <= 2**31 else np.int64)
     fill_rows(order.reshape(1, -1), documents.start)
     shuffle(np.random.RandomState(seed), order, len(order), compiled_loops(len(order)))
-    predicted = np.array(sizes[documents.start : documents.stop])  # in the file they are not aligned
+    # in the file they are not aligned
+    predicted = np.array(sizes[documents.start : documents.stop])
     np.maximum(predicted - 1, 0, out=predicted)
-    total = sum(int((-(-predicted[k : k + BLOCK] // seq_length)).sum()) for k in range(0, len(predicted), BLOCK))
+    total = sum(
+        int((-(-predicted[k : k + BLOCK] // seq_length)).sum())
+        for k in range(0, len(predicted), BLOCK)
+    )
     counts: list[Ints] = []
 
     def pack_windows() -> Iterator[Ints]:
@@ -154,18 +180,23 @@ def pack_documents(
     return [piece_idx, bins]
 
 
-def cut_windows(order: Ints, predicted: Ints, first: int, seq_length: int, window: int) -> Iterator[Ints]:
+def cut_windows(
+    order: Ints, predicted: Ints, first: int, seq_length: int, window: int
+) -> Iterator[Ints]:
     """Yield stretches of the documents; each gives about `window` pieces, or is one document."""
     for begin in range(0, len(order), window):
         part = order[begin : begin + window]
         pieces = np.cumsum(-(-predicted[part - first] // seq_length), dtype=np.int64)
-        yield from filter(len, np.split(part, np.searchsorted(pieces, np.arange(window, int(pieces[-1]), window))))
+        yield from filter(
+            len, np.split(part, np.searchsorted(pieces, np.arange(window, int(pieces[-1]), window)))
+        )
 
 
 def cut_pieces(documents: Ints, predicted: Ints, seq_length: int) -> tuple[Ints, Ints]:
     """Return the pieces of some documents as (document, first token), and the tokens of each."""
     counts = -(-predicted // seq_length)
-    numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # within the document
+    # within the document
+    numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     offsets = numbers * seq_length
     rows = np.stack((np.repeat(documents, counts), offsets.astype(documents.dtype)), axis=1)
     return rows, np.minimum(np.repeat(predicted, counts) - offsets, seq_length) + 1
@@ -177,7 +208,9 @@ def fill_bins(lengths: Ints, capacity: int) -> tuple[Ints, Ints]:
     Pieces of one length go into bins of one room in groups, which makes it fast: a group is
     (first bin, bins, pieces in each).
     """
-    order = np.argsort((capacity - lengths).astype(np.uint16 if capacity < 2**16 else np.int64), kind="stable")
+    order = np.argsort(
+        (capacity - lengths).astype(np.uint16 if capacity < 2**16 else np.int64), kind="stable"
+    )
     waiting: dict[int, deque[tuple[int, int]]] = defaultdict(deque)  # by room: (first bin, bins)
     rooms: list[int] = []  # for which bins wait, in ascending order
     groups, bins = list[tuple[int, int, int]](), 0

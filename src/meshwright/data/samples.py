@@ -105,14 +105,18 @@ class FileSamples(OrderedSamples):
 
     def require_whole(self) -> None:
         """Refuse files that were cut short since they were opened: SIGBUS would end a read."""
-        if cut := [path for path, mapped in self.indexed.maps.items() if mapped.size() < len(mapped)]:
+        if cut := [
+            path for path, mapped in self.indexed.maps.items() if mapped.size() < len(mapped)
+        ]:
             raise cut_short(cut[0])
 
 
 def cut_short(path: str) -> UserError:
     left = os.path.getsize(path)
     advice = "restore the file, and continue from the last checkpoint"
-    return UserError(f"{path} was cut short while it was in use: {left:,} bytes are left; {advice}", IO)
+    return UserError(
+        f"{path} was cut short while it was in use: {left:,} bytes are left; {advice}", IO
+    )
 
 
 def require_sample(k: int, length: int) -> None:
@@ -136,7 +140,8 @@ def compiled_loops(elements: int) -> ModuleType | None:
         return None
     try:
         from meshwright.data import numba_indices
-    except (ImportError, RuntimeError):  # not installed, built for another numpy, or no folder for compiled code
+    # not installed, built for another numpy, or no folder for compiled code
+    except (ImportError, RuntimeError):
         return None
     return numba_indices
 
@@ -170,7 +175,8 @@ def build_indices(
             f"{last_epoch_separate}"
         )
     places = epochs * len(documents)
-    rng = np.random.RandomState(seed)  # the same for every split; numpy promises never to change its stream
+    # the same for every split; numpy promises never to change its stream
+    rng = np.random.RandomState(seed)
     compiled = compiled_loops(places + total)
 
     doc_dtype, row_dtype, shuffle_dtype = index_dtypes(documents.stop, places, total)
@@ -183,7 +189,9 @@ def build_indices(
         fill_rows(doc_idx.reshape(epochs, -1), documents.start)
         shuffle(rng, doc_idx, places - len(documents) if last_epoch_separate else places, compiled)
         # "elasped" is Megatron's own misspelling; people's scripts read these lines.
-        say(f" > elasped time to build and save doc-idx mapping (seconds): {time.perf_counter() - start:4f}")
+        say(
+            f" > elasped time to build and save doc-idx mapping (seconds): {time.perf_counter() - start:4f}"
+        )
 
         first = before_last if last_epoch_separate else total
         filled.result()
@@ -191,12 +199,16 @@ def build_indices(
         start = time.perf_counter()
         rows = cut_samples(sizes, documents, doc_idx, total, seq_length, compiled)
         sample_idx = storage.stream("sample", (total + 1, 2), row_dtype, rows)
-        say(f" > elasped time to build and save sample-idx mapping (seconds): {time.perf_counter() - start:4f}")
+        say(
+            f" > elasped time to build and save sample-idx mapping (seconds): {time.perf_counter() - start:4f}"
+        )
 
         start = time.perf_counter()
         say(f" > building shuffle index with split [0, {first}) and [{first}, {total}) ...")
         shuffled.result()
-        say(f" > elasped time to build and save shuffle-idx mapping (seconds): {time.perf_counter() - start:4f}")
+        say(
+            f" > elasped time to build and save shuffle-idx mapping (seconds): {time.perf_counter() - start:4f}"
+        )
     return [doc_idx, sample_idx, shuffle_idx]
 
 
@@ -223,7 +235,9 @@ def shuffle(rng: np.random.RandomState, x: Ints, border: int, compiled: ModuleTy
             rng.shuffle(part) if compiled is None else compiled.shuffle(rng, part)
 
 
-def epochs_needed(tokens: int, num_samples: int, seq_length: int, cutoff: float) -> tuple[int, bool]:
+def epochs_needed(
+    tokens: int, num_samples: int, seq_length: int, cutoff: float
+) -> tuple[int, bool]:
     """Return the number of epochs, and whether the last one is shuffled apart from the others.
 
     It is shuffled apart where only a small part of it is needed, so that its documents don't crowd
@@ -232,15 +246,23 @@ def epochs_needed(tokens: int, num_samples: int, seq_length: int, cutoff: float)
     # The smallest number of epochs with (epochs x tokens - 1) // S >= num_samples
     epochs = max(1, -(-(num_samples * seq_length + 1) // tokens))
     before_last = ((epochs - 1) * tokens - 1) // seq_length
-    return epochs, epochs > 1 and num_samples - before_last < int(cutoff * ((tokens - 1) // seq_length))
+    return epochs, epochs > 1 and num_samples - before_last < int(
+        cutoff * ((tokens - 1) // seq_length)
+    )
 
 
 def cut_samples(
-    sizes: Ints, documents: range, doc_idx: Ints, samples: int, seq_length: int, compiled: ModuleType | None = None
+    sizes: Ints,
+    documents: range,
+    doc_idx: Ints,
+    samples: int,
+    seq_length: int,
+    compiled: ModuleType | None = None,
 ) -> Iterator[Ints]:
     """Yield blocks of rows: at which place of doc_idx, and token of it, each sample begins."""
     dtype, done = index_dtypes(0, len(doc_idx), samples)[1], 1
-    yield np.zeros((1, 2), dtype)  # row 0 is (0, 0) even where the first documents are empty, as in Megatron
+    # row 0 is (0, 0) even where the first documents are empty, as in Megatron
+    yield np.zeros((1, 2), dtype)
     if compiled is None:
         blocks = cut_with_numpy(sizes, documents, doc_idx, samples, seq_length, dtype)
     else:
@@ -256,20 +278,28 @@ def cut_samples(
 
 
 def cut_with_numpy(
-    sizes: Ints, documents: range, doc_idx: Ints, samples: int, seq_length: int, dtype: npt.DTypeLike
+    sizes: Ints,
+    documents: range,
+    doc_idx: Ints,
+    samples: int,
+    seq_length: int,
+    dtype: npt.DTypeLike,
 ) -> Iterator[Ints]:
     """Yield the rows from sample 1 on.
 
     Sample k begins at token k x S of the stream: each document's place is repeated as often as
     there are multiples of S inside it.
     """
-    aligned = np.array(sizes[documents.start : documents.stop])  # in the file they are not: twice as slow
+    # in the file they are not: twice as slow
+    aligned = np.array(sizes[documents.start : documents.stop])
     done, position = 1, 0
-    block = max(1, min(BLOCK, BLOCK * len(doc_idx) // (samples + 1)))  # documents that give about BLOCK rows
+    # documents that give about BLOCK rows
+    block = max(1, min(BLOCK, BLOCK * len(doc_idx) // (samples + 1)))
     for begin in range(0, len(doc_idx), block):
         lengths = aligned[doc_idx[begin : begin + block] - documents.start]
         ends = position + np.cumsum(lengths, dtype=np.int64)
-        last = np.clip((ends - 1) // seq_length, done - 1, samples)  # the last sample that begins before each end
+        # the last sample that begins before each end
+        last = np.clip((ends - 1) // seq_length, done - 1, samples)
         places = np.repeat(np.arange(len(lengths), dtype=dtype), np.diff(last, prepend=done - 1))
         rows = np.empty((len(places), 2), dtype)
         rows[:, 0] = begin + places

@@ -69,7 +69,11 @@ def needed_sets(config: TrainConfig) -> list[SetSpec]:
         sets = path_sets(d)
     except ValueError as error:  # a file that the flags name has changed since they were checked
         raise SettingsError(str(error)) from None
-    return [SetSpec(s, sizes[s.split], d.full_validation and s.split == "valid") for s in sets if s.split in sizes]
+    return [
+        SetSpec(s, sizes[s.split], d.full_validation and s.split == "valid")
+        for s in sets
+        if s.split in sizes
+    ]
 
 
 def document_range(d: Data, paths: PathSet, source: TokenFiles, n: int) -> range:
@@ -77,21 +81,31 @@ def document_range(d: Data, paths: PathSet, source: TokenFiles, n: int) -> range
     if paths.divided:
         bounds, i = split_bounds(d.split, n, d.split_arithmetic), SPLITS.index(paths.split)
         return range(bounds[i], bounds[i + 1])
-    return range(round(source.begin * float(n)), round(source.end * float(n)))  # bigscience's rounding
+    # bigscience's rounding
+    return range(round(source.begin * float(n)), round(source.end * float(n)))
 
 
-def find_parts(config: TrainConfig, spec: SetSpec, open_files: Callable[[str], Indexed]) -> list[SetPart]:
+def find_parts(
+    config: TrainConfig, spec: SetSpec, open_files: Callable[[str], Indexed]
+) -> list[SetPart]:
     """Return the parts of one set, without those that have no token or no weight."""
     d, paths = config.data, spec.paths
     assert d.seq_length
     weighed: list[tuple[float, SetPart]] = []
     total_documents = used_documents = 0
     flag = "{split}" if paths.divided else paths.flag
-    later = {prefix for stage in d.blend_stages for prefix, _ in stage.weights} if spec.key == "train" else ()
+    later = (
+        {prefix for stage in d.blend_stages for prefix, _ in stage.weights}
+        if spec.key == "train"
+        else ()
+    )
     for source in paths.sources:
         indexed = open_files(source.prefix)
         documents = document_range(d, paths, source, len(indexed))
-        total_documents, used_documents = total_documents + len(indexed), used_documents + len(documents)
+        total_documents, used_documents = (
+            total_documents + len(indexed),
+            used_documents + len(documents),
+        )
         tokens = indexed.tokens_of(documents.start, documents.stop)
         weight = float(tokens) if source.weight is None else source.weight
         if not tokens:
@@ -115,7 +129,10 @@ def find_parts(config: TrainConfig, spec: SetSpec, open_files: Callable[[str], I
             BAD_DATA,
         )
     shares = normalise([weight for weight, _ in weighed]) if weighed else []
-    return [size_part(config, spec, part, share) for share, (_, part) in zip(shares, weighed, strict=True)]
+    return [
+        size_part(config, spec, part, share)
+        for share, (_, part) in zip(shares, weighed, strict=True)
+    ]
 
 
 def samples_of_epochs(config: TrainConfig) -> int:
@@ -130,7 +147,10 @@ def samples_of_epochs(config: TrainConfig) -> int:
     with silence():  # the run says which parts are left out
         parts = find_parts(config, SetSpec(paths, 0), Indexed) if paths else []
         if d.packing != "stream":
-            return int(epochs * sum(samples_of_epoch(config, part.indexed, part.documents) for part in parts))
+            return int(
+                epochs
+                * sum(samples_of_epoch(config, part.indexed, part.documents) for part in parts)
+            )
     tokens = sum(part.tokens for part in parts)
     return max(int(epochs * tokens) - 1, 0) // d.seq_length
 
@@ -141,7 +161,13 @@ def samples_of_epoch(config: TrainConfig, indexed: Indexed, documents: range) ->
     assert d.seq_length
     if d.packing == "stream":
         return (indexed.tokens_of(documents.start, documents.stop) - 1) // d.seq_length
-    bins = pack_files(indexed, documents, d.seq_length, config.training.seed % 2**32, cache_folder(d, indexed.prefix))
+    bins = pack_files(
+        indexed,
+        documents,
+        d.seq_length,
+        config.training.seed % 2**32,
+        cache_folder(d, indexed.prefix),
+    )
     return len(bins[1]) - 1
 
 

@@ -42,19 +42,34 @@ def describe_lengths(lengths: Ints, counts: Ints) -> dict[str, Any]:
     Its rows are (first, last, documents) for lengths 0, 1, 2-3, 4-7 and so on.
     """
     if not len(lengths):
-        return {"mean_length": 0.0, "quantiles": {f"{share:g}": 0 for share in QUANTILES}, "histogram": []}
-    quantiles = np.quantile(lengths, QUANTILES, weights=counts, method="inverted_cdf").astype(np.int64)
+        return {
+            "mean_length": 0.0,
+            "quantiles": {f"{share:g}": 0 for share in QUANTILES},
+            "histogram": [],
+        }
+    quantiles = np.quantile(lengths, QUANTILES, weights=counts, method="inverted_cdf").astype(
+        np.int64
+    )
     bits = np.frexp(lengths)[1]
     table = np.bincount(bits, weights=counts).astype(np.int64).tolist()
     rows = [((1 << n) >> 1, (1 << n) - 1, table[n]) for n in range(int(bits[0]), len(table))]
-    named = {f"{share:g}": length for share, length in zip(QUANTILES, quantiles.tolist(), strict=True)}
-    return {"mean_length": float(np.average(lengths, weights=counts)), "quantiles": named, "histogram": rows}
+    named = {
+        f"{share:g}": length for share, length in zip(QUANTILES, quantiles.tolist(), strict=True)
+    }
+    return {
+        "mean_length": float(np.average(lengths, weights=counts)),
+        "quantiles": named,
+        "histogram": rows,
+    }
 
 
 def token_counts(indexed: Indexed) -> Ints:
     """Return how often each id occurs."""
     counts, prefix = np.zeros(0, np.int64), indexed.prefix
-    with open(f"{prefix}.bin", "rb") as file, progress_bar("counting tokens", indexed.tokens.nbytes) as advance:
+    with (
+        open(f"{prefix}.bin", "rb") as file,
+        progress_bar("counting tokens", indexed.tokens.nbytes) as advance,
+    ):
         for _, ids in FileColumn(file, indexed.dtype, len(indexed.tokens)).blocks():
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= 1 << 26:
@@ -69,7 +84,9 @@ def token_counts(indexed: Indexed) -> Ints:
 
 def summary(indexed: Indexed, top: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Return all facts about a pair of files, as JSON can hold them."""
-    out: dict[str, Any] = dict(prefix=indexed.prefix, dtype=indexed.dtype.name, documents=len(indexed.doc_idx) - 1)
+    out: dict[str, Any] = dict(
+        prefix=indexed.prefix, dtype=indexed.dtype.name, documents=len(indexed.doc_idx) - 1
+    )
     out |= dict(sequences=len(indexed), tokens=len(indexed.tokens), bytes=indexed.tokens.nbytes)
     out |= describe_lengths(*document_lengths(indexed))
     if top:
@@ -77,7 +94,11 @@ def summary(indexed: Indexed, top: int, tokenizer: Tokenizer | None) -> dict[str
         order = np.argsort(-counts, kind="stable")[:top]
         out["distinct_tokens"] = int(np.count_nonzero(counts))
         out["most_frequent"] = [
-            {"id": int(i), "count": int(counts[i]), **({"text": decode_ids(tokenizer, [int(i)])} if tokenizer else {})}
+            {
+                "id": int(i),
+                "count": int(counts[i]),
+                **({"text": decode_ids(tokenizer, [int(i)])} if tokenizer else {}),
+            }
             for i in order
             if counts[i]
         ]
@@ -89,7 +110,9 @@ def decode_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     for i in ids:
         if not 0 <= i < tokenizer.size:
             last = tokenizer.size - 1
-            raise bad_data(f"id {i} is none of the tokenizer's 0 ... {last}; the data was made with another one")
+            raise bad_data(
+                f"id {i} is none of the tokenizer's 0 ... {last}; the data was made with another one"
+            )
     return tokenizer.decode(ids)
 
 
@@ -97,20 +120,33 @@ def format_summary(facts: dict[str, Any]) -> list[str]:
     out = [
         f"{facts['prefix']}: {facts['documents']:,} documents, {facts['sequences']:,} sequences, {facts['tokens']:,} "
         f"tokens ({facts['dtype']}, {facts['bytes']:,} bytes)",
-        *([f"tokenizer: {facts['tokenizer']}, in {facts['tokenizer_folder']}"] if "tokenizer" in facts else []),
+        *(
+            [f"tokenizer: {facts['tokenizer']}, in {facts['tokenizer_folder']}"]
+            if "tokenizer" in facts
+            else []
+        ),
         "",
         f"document length in tokens: mean {facts['mean_length']:,.1f}; percentiles:",
-        "  " + "  ".join(f"{float(share):.0%} {value:,}" for share, value in facts["quantiles"].items()),
+        "  "
+        + "  ".join(f"{float(share):.0%} {value:,}" for share, value in facts["quantiles"].items()),
         "",
     ]
-    most, documents = max((count for *_, count in facts["histogram"]), default=1), max(facts["documents"], 1)
+    most, documents = (
+        max((count for *_, count in facts["histogram"]), default=1),
+        max(facts["documents"], 1),
+    )
     for first, last, count in facts["histogram"]:
         length = f"{first:,}" if first == last else f"{first:,}-{last:,}"
-        out.append(f"  {length:>21} {count:>14,} {count / documents:>7.2%} {'#' * round(40 * count / most)}")
+        out.append(
+            f"  {length:>21} {count:>14,} {count / documents:>7.2%} {'#' * round(40 * count / most)}"
+        )
     if "most_frequent" in facts:
         out += ["", f"most frequent of {facts['distinct_tokens']:,} distinct tokens"]
         for token in facts["most_frequent"]:
-            text, share = f"  {token['text']!r}" if "text" in token else "", token["count"] / max(facts["tokens"], 1)
+            text, share = (
+                f"  {token['text']!r}" if "text" in token else "",
+                token["count"] / max(facts["tokens"], 1),
+            )
             out.append(f"  {token['id']:>8} {token['count']:>16,} {share:>7.2%}{text}")
     return out
 
@@ -140,5 +176,11 @@ def describe_document(indexed: Indexed, number: int, tokenizer: Tokenizer | None
         raise SettingsError(f"{{document={number}}}: {indexed.prefix} has {have}", BAD_DATA)
     first, end = (int(border) for border in indexed.doc_idx[number : number + 2])
     start, ids = indexed.tokens_of(0, first), indexed.document(number).tolist()
-    out = dict(document=number, first_sequence=first, sequences=end - first, first_token=start, tokens=len(ids))
+    out = dict(
+        document=number,
+        first_sequence=first,
+        sequences=end - first,
+        first_token=start,
+        tokens=len(ids),
+    )
     return {**out, "text": decode_ids(tokenizer, ids)} if tokenizer else {**out, "ids": ids}

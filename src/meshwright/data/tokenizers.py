@@ -65,7 +65,8 @@ OWN_NAMES = {  # of the types, by Megatron's other names for them
     "HFTokenizer": "HuggingFaceTokenizer",
     "GPTSentencePieceTokenizer": SentencePiece.name,
 }
-KEPT_BESIDE = ".tokenizer"  # ends the name of the folder beside token files that keeps their tokenizer
+# ends the name of the folder beside token files that keeps their tokenizer
+KEPT_BESIDE = ".tokenizer"
 
 
 class GPT2BPE(Tokenizer):
@@ -75,7 +76,10 @@ class GPT2BPE(Tokenizer):
 
     def __init__(self, vocab_file: Path, merge_file: Path) -> None:
         self.files = {"vocab.json": vocab_file, "merges.txt": merge_file}
-        if [vocabularies.read_text(file)[:1] == "{" for file in (vocab_file, merge_file)] == [False, True]:
+        if [vocabularies.read_text(file)[:1] == "{" for file in (vocab_file, merge_file)] == [
+            False,
+            True,
+        ]:
             raise SettingsError(
                 f"{{vocab_file={vocab_file}}} and {{merge_file={merge_file}}} are swapped; "
                 "the vocabulary is the JSON file",
@@ -88,7 +92,9 @@ class GPT2BPE(Tokenizer):
         self.special = {END_OF_TEXT: self.eod}
         symbols = vocabularies.byte_symbols()
         if missing := len(symbols.keys() - vocab.keys()):
-            raise bad_data(f"{vocab_file} is not a byte-level BPE: {missing} of the 256 bytes are missing")
+            raise bad_data(
+                f"{vocab_file} is not a byte-level BPE: {missing} of the 256 bytes are missing"
+            )
         if not merges and self.size > 257:
             raise bad_data(
                 f"{merge_file} has no merges, {vocab_file} has {self.size} tokens; they do not belong together"
@@ -112,7 +118,9 @@ class GPT2BPE(Tokenizer):
             return None
         ranks, special = {self._bytes[i]: i for i in self._ranked_ids}, {END_OF_TEXT: self.eod}
         pattern = vocabularies.R50K
-        encoding = tiktoken.Encoding(self.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+        encoding = tiktoken.Encoding(
+            self.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
+        )
         return encoding.encode_ordinary
 
     @functools.cached_property
@@ -125,7 +133,12 @@ class GPT2BPE(Tokenizer):
         if not self._ranked_ids:
             return None
         with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
-            file.write(b"".join(b"%s %d\n" % (base64.b64encode(self._bytes[i]), i) for i in sorted(self._ranked_ids)))
+            file.write(
+                b"".join(
+                    b"%s %d\n" % (base64.b64encode(self._bytes[i]), i)
+                    for i in sorted(self._ranked_ids)
+                )
+            )
             file.flush()
             return BPETokenizer.from_tiktoken(file.name, "gpt2", {}).encode
 
@@ -134,7 +147,11 @@ class GPT2BPE(Tokenizer):
         """All ids except the end of document; none unless they are merge ranks, in order."""
         merged = [self._vocab[left + right] for left, right in self._merges]
         is_ordered = all(a < b for a, b in pairwise(merged))
-        return [self._vocab[symbol] for symbol in vocabularies.byte_symbols()] + merged if is_ordered else []
+        return (
+            [self._vocab[symbol] for symbol in vocabularies.byte_symbols()] + merged
+            if is_ordered
+            else []
+        )
 
     def _make_library(self) -> Any:
         from tokenizers import Tokenizer as Library
@@ -188,7 +205,9 @@ class HuggingFace(Tokenizer):
         added = self._library.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items() if token.special}
         # Only a byte-level vocabulary gives the bytes of a token that is half a character.
-        self._bytes = _token_bytes(vocab, vocabularies.byte_symbols()) if decoder == "ByteLevel" else []
+        self._bytes = (
+            _token_bytes(vocab, vocabularies.byte_symbols()) if decoder == "ByteLevel" else []
+        )
 
     def encode(self, text: str) -> list[int]:
         with vocabularies.explain_failures(f"{self._path}: the tokenizer fails"):
@@ -239,10 +258,13 @@ class Null(Tokenizer):
         try:
             ids = [int(word) for word in text.split()]
         except ValueError as error:
-            raise bad_data(f"NullTokenizer reads integers separated by white space: {error}") from None
+            raise bad_data(
+                f"NullTokenizer reads integers separated by white space: {error}"
+            ) from None
         if wrong := [i for i in ids if not 0 <= i < self.size]:
             raise SettingsError(
-                f"NullTokenizer: id {wrong[0]} is not in 0 ... {self.size - 1} ({{vocab_size}})", BAD_DATA
+                f"NullTokenizer: id {wrong[0]} is not in 0 ... {self.size - 1} ({{vocab_size}})",
+                BAD_DATA,
             )
         return ids
 
@@ -268,10 +290,19 @@ FILE_KINDS = {
     SentencePiece.name: FileKind("tokenizer_model", _PIECES, MODEL, SentencePiece),
     Llama2.name: FileKind("tokenizer_model", _PIECES, MODEL, Llama2),
     TikToken.name: FileKind("tokenizer_model", _RANKS, vocabularies.RANKS, vocabularies.load_ranks),
-    "BertWordPieceLowerCase": FileKind("vocab_file", _WORDS, WORDS, lambda path: WordPiece(path, lower_case=True)),
-    "BertWordPieceCase": FileKind("vocab_file", _WORDS, WORDS, lambda path: WordPiece(path, lower_case=False)),
+    "BertWordPieceLowerCase": FileKind(
+        "vocab_file", _WORDS, WORDS, lambda path: WordPiece(path, lower_case=True)
+    ),
+    "BertWordPieceCase": FileKind(
+        "vocab_file", _WORDS, WORDS, lambda path: WordPiece(path, lower_case=False)
+    ),
 }
-FILES = (*GPT2_FILES, *(k.kept for k in FILE_KINDS.values()), vocabularies.ADDED_TOKENS, vocabularies.ENCODING)
+FILES = (
+    *GPT2_FILES,
+    *(k.kept for k in FILE_KINDS.values()),
+    vocabularies.ADDED_TOKENS,
+    vocabularies.ENCODING,
+)
 
 
 def fastest_encoder(tokenizer: Tokenizer) -> Callable[[str], Sequence[int] | npt.NDArray[Any]]:
@@ -290,7 +321,9 @@ def require_steady(path: Path, settings: Mapping[str, Any]) -> None:
         )
     for part in ("normalizer", "pre_tokenizer", "decoder"):
         if (growth := _growth(settings.get(part))) > MOST_GROWTH:
-            raise bad_data(f"{path}: its {part} makes a text up to {growth:.3g} times as long; name another tokenizer")
+            raise bad_data(
+                f"{path}: its {part} makes a text up to {growth:.3g} times as long; name another tokenizer"
+            )
 
 
 def _growth(step: Any) -> float:
@@ -299,18 +332,24 @@ def _growth(step: Any) -> float:
         return 1
     kind, content = step.get("type"), str(step.get("content", "")).encode()
     if kind == "Sequence":
-        parts: list[Any] = next(step[name] for name in ("normalizers", "pretokenizers", "decoders") if name in step)
+        parts: list[Any] = next(
+            step[name] for name in ("normalizers", "pretokenizers", "decoders") if name in step
+        )
         return math.prod(map(_growth, parts))
     if kind == "Replace":
         pattern = step["pattern"]
         literal = str(pattern.get("String", "")).encode()
-        is_empty = re.fullmatch(pattern.get("Regex", ""), "") is not None and not literal  # it matches between letters
+        # it matches between letters
+        is_empty = re.fullmatch(pattern.get("Regex", ""), "") is not None and not literal
         return max(1, is_empty + len(content) / max(1, len(literal)))
     if kind == "Prepend":
         return 1 + len(str(step.get("prepend", "")).encode())
-    if kind == "Precompiled":  # SentencePiece's: the size of a trie, the trie, and strings that end with a zero
+    # SentencePiece's: the size of a trie, the trie, and strings that end with a zero
+    if kind == "Precompiled":
         charsmap = base64.b64decode(str(step.get("precompiled_charsmap", "")))
-        return max(1, *map(len, charsmap[4 + int.from_bytes(charsmap[:4], "little") :].split(b"\0")))
+        return max(
+            1, *map(len, charsmap[4 + int.from_bytes(charsmap[:4], "little") :].split(b"\0"))
+        )
     return 2 if kind == "ByteLevel" else 1
 
 
@@ -330,7 +369,11 @@ def find_saved(*folders: Path | None) -> Path | None:
     for folder in filter(None, folders):
         if (folder / "tokenizer").is_dir():
             return folder / "tokenizer"
-        if _has_files(folder, "tokenizer.json") or _has_files(folder, *GPT2_FILES) or _find_model(folder):
+        if (
+            _has_files(folder, "tokenizer.json")
+            or _has_files(folder, *GPT2_FILES)
+            or _find_model(folder)
+        ):
             return folder
     return None
 
@@ -339,7 +382,9 @@ def _find_model(folder: Path) -> Path | None:
     """Return a model of SentencePiece, ranks of tiktoken, or BERT's or GPT-2's vocabulary."""
     patterns = (MODEL, "spiece.model", "tiktoken.model", "*.tiktoken", WORDS, "gpt2-vocab.json")
     named = (path for pattern in patterns for path in sorted(folder.glob(pattern)))
-    return next(named, None) or next(filter(vocabularies.is_model_file, sorted(folder.glob("*.model"))), None)
+    return next(named, None) or next(
+        filter(vocabularies.is_model_file, sorted(folder.glob("*.model"))), None
+    )
 
 
 def resolve_tokenizer(t: TokenizerFlags, saved: Path | None = None) -> Tokenizer | None:
@@ -355,7 +400,9 @@ def build_tokenizer(t: TokenizerFlags, saved: Path | None = None) -> Tokenizer:
     ids = tokenizer.size - (tokenizer.name == Null.name)  # without the end of document that it adds
     if t.vocab_size not in (None, ids, tokenizer.size):
         where = ", ".join(map(str, tokenizer.files.values())) or tokenizer.name
-        raise SettingsError(f"{{vocab_size={t.vocab_size}}}, but {where} has {ids} ids; leave it out")
+        raise SettingsError(
+            f"{{vocab_size={t.vocab_size}}}, but {where} has {ids} ids; leave it out"
+        )
     return tokenizer
 
 
@@ -392,7 +439,9 @@ def _build(t: TokenizerFlags) -> Tokenizer:
         if not (t.vocab_file or t.merge_file):
             raise SettingsError(f"a tokenizer is needed: {{tokenizer}} {WAYS}")
         missing = "{merge_file}" if t.vocab_file else "{vocab_file}"
-        raise SettingsError(f"GPT2BPETokenizer needs {missing} too; or give {{tokenizer}} and the folder of both files")
+        raise SettingsError(
+            f"GPT2BPETokenizer needs {missing} too; or give {{tokenizer}} and the folder of both files"
+        )
     kind = OWN_NAMES.get(t.tokenizer_type, t.tokenizer_type)
     if kind in FILE_KINDS:
         flag, what, _, load = FILE_KINDS[kind]
@@ -415,7 +464,9 @@ def _build_named(name: str, t: TokenizerFlags) -> Tokenizer:
     others = {n: value for n in fields if (value := getattr(t, n)) and value != DEFAULT_TYPE}
     if others:
         flags = ", ".join(f"{spelling(n)} {value}" for n, value in others.items())
-        raise SettingsError(f"{{tokenizer={name}}} and {flags} both name a tokenizer; give only one of them")
+        raise SettingsError(
+            f"{{tokenizer={name}}} and {flags} both name a tokenizer; give only one of them"
+        )
     path = Path(os.path.expanduser(name))  # unlike Path.expanduser, for unknown users too
     if name == "byte":
         return Bytes()
@@ -425,7 +476,11 @@ def _build_named(name: str, t: TokenizerFlags) -> Tokenizer:
         return _build_saved(TokenizerFlags(), kept)
     if not path.exists() and vocabularies.is_encoding_name(name):
         return vocabularies.load_encoding(name)
-    if path.exists() or path.suffix in (".json", ".txt", ".model", ".tiktoken") or not hub.is_name(name):
+    if (
+        path.exists()
+        or path.suffix in (".json", ".txt", ".model", ".tiktoken")
+        or not hub.is_name(name)
+    ):
         return _build_file(path)
     return _build_folder(_find_on_hub(name))
 
@@ -434,8 +489,14 @@ def _find_kept(prefix: str) -> Path | None:
     """Return the tokenizer beside token files, named by their prefix or by --output-prefix."""
     if kept := find_of_data([prefix_of(prefix)]):
         return kept
-    patterns = (f"{glob.escape(prefix)}_*_{level}{KEPT_BESIDE}" for level in ("document", "sentence"))
-    kept = find_of_data(path.removesuffix(KEPT_BESIDE) for pattern in patterns for path in sorted(glob.glob(pattern)))
+    patterns = (
+        f"{glob.escape(prefix)}_*_{level}{KEPT_BESIDE}" for level in ("document", "sentence")
+    )
+    kept = find_of_data(
+        path.removesuffix(KEPT_BESIDE)
+        for pattern in patterns
+        for path in sorted(glob.glob(pattern))
+    )
     if kept:
         notice(f"--tokenizer {prefix}: the one in {kept}, which preprocess kept")
     return kept
@@ -444,7 +505,8 @@ def _find_kept(prefix: str) -> Path | None:
 def _find_on_hub(name: str) -> Path:
     """Return the folder of the Hub's cache with the vocabulary of a repository."""
     if folder := hub.find_folder(name, "tokenizer.json", near=near_path(name)):
-        if _splits_as_gpt2(folder / "tokenizer.json"):  # tiktoken, which is faster, reads GPT-2's own files
+        # tiktoken, which is faster, reads GPT-2's own files
+        if _splits_as_gpt2(folder / "tokenizer.json"):
             hub.find_folder(name, *GPT2_FILES, is_needed=False)
         return folder
     for names in (GPT2_FILES, (MODEL,), (WORDS,)):
@@ -460,7 +522,9 @@ def _build_folder(folder: Path) -> Tokenizer:
     if saved := folder if (folder / "meta.json").is_file() else find_saved(folder):
         return _build_saved(TokenizerFlags(), saved)
     wanted = "tokenizer.json, nor vocab.json and merges.txt, *.model, *.tiktoken, vocab.txt or a run's tokenizer/"
-    raise SettingsError(f"{{tokenizer={folder}}} holds no {wanted}; name {WAYS.removeprefix('with ')}", BAD_DATA)
+    raise SettingsError(
+        f"{{tokenizer={folder}}} holds no {wanted}; name {WAYS.removeprefix('with ')}", BAD_DATA
+    )
 
 
 def _build_file(path: Path) -> Tokenizer:
@@ -473,7 +537,9 @@ def _build_file(path: Path) -> Tokenizer:
         return WordPiece(path)
     vocab = path.with_name(path.name.replace("merges.txt", "vocab.json"))
     if not path.exists():
-        raise SettingsError(f"{{tokenizer={path}}} does not exist; name {WAYS.removeprefix('with ')}", BAD_DATA)
+        raise SettingsError(
+            f"{{tokenizer={path}}} does not exist; name {WAYS.removeprefix('with ')}", BAD_DATA
+        )
     content = vocabularies.read_json(vocab)
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
         return HuggingFace(path)
@@ -504,7 +570,8 @@ def _splits_as_gpt2(path: Path) -> bool:
         added = {token["content"] for token in settings.get("added_tokens", [])}
         split = settings["pre_tokenizer"]
         return bool(
-            (split["type"], split["add_prefix_space"], split.get("use_regex", True)) == ("ByteLevel", False, True)
+            (split["type"], split["add_prefix_space"], split.get("use_regex", True))
+            == ("ByteLevel", False, True)
             and settings.get("normalizer") is None
             and added <= {END_OF_TEXT}
         )
@@ -522,14 +589,22 @@ def _build_saved(t: TokenizerFlags, folder: Path) -> Tokenizer:
         if _has_files(folder, *GPT2_FILES) and (not path.is_file() or _splits_as_gpt2(path)):
             return GPT2BPE(*pair)
         return HuggingFace(folder) if path.is_file() else _build_file(_find_model(folder) or path)
-    kind, vocab_size, hashes = (meta := _read_meta(folder))["type"], meta["vocab_size"], meta["sha256"]
+    kind, vocab_size, hashes = (
+        (meta := _read_meta(folder))["type"],
+        meta["vocab_size"],
+        meta["sha256"],
+    )
     if asked not in (kind, DEFAULT_TYPE):  # the default says nothing about the user's wish
-        raise SettingsError(f"{{tokenizer_type={t.tokenizer_type}}}, but {folder} holds a {kind}; leave it out")
+        raise SettingsError(
+            f"{{tokenizer_type={t.tokenizer_type}}}, but {folder} holds a {kind}; leave it out"
+        )
     for name, expected in hashes.items():
         if name not in FILES:
             raise bad_data(f"{folder / 'meta.json'} names {name!r}, which is not a tokenizer file")
         if _sha256(folder / name, folder) != expected:
-            raise bad_data(f"{folder / name} is not the file that meta.json beside it describes: its SHA-256 differs")
+            raise bad_data(
+                f"{folder / name} is not the file that meta.json beside it describes: its SHA-256 differs"
+            )
     if kind == GPT2BPE.name:
         return GPT2BPE(*pair)
     if kind in FILE_KINDS:
@@ -544,8 +619,15 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     files.own_folder(folder)
-    beside = {source.parent / name for source in tokenizer.files.values() for name in (CHAT_TEMPLATE, CHAT_CONFIG)}
-    for name, source in {**tokenizer.files, **{path.name: path for path in beside if path.is_file()}}.items():
+    beside = {
+        source.parent / name
+        for source in tokenizer.files.values()
+        for name in (CHAT_TEMPLATE, CHAT_CONFIG)
+    }
+    for name, source in {
+        **tokenizer.files,
+        **{path.name: path for path in beside if path.is_file()},
+    }.items():
         target = folder / name
         if not target.exists() or _sha256(target) != _sha256(source):
             with files.replacing(target) as file:
@@ -581,11 +663,17 @@ def find_of_data(prefixes: Iterable[str]) -> Path | None:
 
     Raise UserError if they were made with several.
     """
-    folders = [folder for prefix in prefixes if ((folder := tokenizer_folder(prefix)) / "meta.json").is_file()]
+    folders = [
+        folder
+        for prefix in prefixes
+        if ((folder := tokenizer_folder(prefix)) / "meta.json").is_file()
+    ]
     for other in folders[1:]:
         is_equal = _read_meta(other) == _read_meta(folders[0])
         if not is_equal and not is_same(build_tokenizer(TokenizerFlags(), folders[0]), other):
-            both = " and ".join(f"{folder} ({describe_folder(folder)})" for folder in (folders[0], other))
+            both = " and ".join(
+                f"{folder} ({describe_folder(folder)})" for folder in (folders[0], other)
+            )
             raise SettingsError(
                 f"the token files were made with different tokenizers, {both}: the same ids would mean other text; "
                 f"preprocess one of them with {{tokenizer}} and the other's folder",
@@ -595,7 +683,9 @@ def find_of_data(prefixes: Iterable[str]) -> Path | None:
     return folders[0] if folders else None
 
 
-def resolve_for_data(t: TokenizerFlags, data: Path | None, saved: Path | None = None) -> Tokenizer | None:
+def resolve_for_data(
+    t: TokenizerFlags, data: Path | None, saved: Path | None = None
+) -> Tokenizer | None:
     """Return the tokenizer that the flags name, or `saved`'s, or that of the `data`, or None.
 
     Raise UserError if it is not the one that the token files were made with.
@@ -603,11 +693,17 @@ def resolve_for_data(t: TokenizerFlags, data: Path | None, saved: Path | None = 
     if data is None or (saved is None and t == TokenizerFlags()):
         return resolve_tokenizer(t, saved or data)
     is_type = not is_named(t) and t.tokenizer_type in (Bytes.name, Null.name)
-    tokenizer = resolve_tokenizer(t, saved) if is_type or is_named(t) or saved else build_tokenizer(t, data)
+    tokenizer = (
+        resolve_tokenizer(t, saved) if is_type or is_named(t) or saved else build_tokenizer(t, data)
+    )
     if tokenizer is not None and not is_same(tokenizer, data):
         has_flags = is_type or is_named(t)
         whose = "the flags name" if has_flags else f"{saved} keeps"
-        cure = "leave out the tokenizer flags" if has_flags else f"preprocess the text with --tokenizer {saved}"
+        cure = (
+            "leave out the tokenizer flags"
+            if has_flags
+            else f"preprocess the text with --tokenizer {saved}"
+        )
         raise UserError(
             f"{whose} another tokenizer ({describe_meta(_meta(tokenizer))}) than the one that the data were made with "
             f"({data}: {describe_folder(data)}): the same ids would mean other text; {cure}, or remove {data} if the "
@@ -647,7 +743,9 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         hashes = {str(name): str(sha256) for name, sha256 in meta["sha256"].items()}
         return {"type": str(meta["type"]), "vocab_size": int(meta["vocab_size"]), "sha256": hashes}
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise bad_data(f"{folder / 'meta.json'} is damaged; name the tokenizer with its flags") from None
+        raise bad_data(
+            f"{folder / 'meta.json'} is damaged; name the tokenizer with its flags"
+        ) from None
 
 
 def file_hashes(tokenizer: Tokenizer) -> dict[str, str]:
@@ -671,7 +769,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out: Path) -> None:
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=vocab_size - 1,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     library.train_from_iterator(texts, trainer)
     out.mkdir(parents=True, exist_ok=True)

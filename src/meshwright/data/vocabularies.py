@@ -38,7 +38,8 @@ CHINESE = re.compile(
 SHIELD = "\ufdd1"  # no character, for use within a program; see Tokenizer.shield
 FILE_LIMIT = 128 << 20  # bytes of a file
 MOST_BRACKETS = 4_000_000  # in JSON, as each makes an object
-NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"  # protobuf: normalizer_spec (3) with add_dummy_prefix (3) false
+# protobuf: normalizer_spec (3) with add_dummy_prefix (3) false
+NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
 
 class Tokenizer(ABC):
@@ -85,7 +86,9 @@ class Tokenizer(ABC):
 
     def shield(self, text: str) -> str:
         """Mark special tokens in a text as plain letters for encode_special."""
-        return self._special_words.sub(lambda word: "".join(SHIELD + letter for letter in word[0]), text)
+        return self._special_words.sub(
+            lambda word: "".join(SHIELD + letter for letter in word[0]), text
+        )
 
     def encode_special(self, text: str) -> list[int]:
         """Encode a text in which special tokens are themselves, except shielded ones."""
@@ -109,7 +112,11 @@ class Tokenizer(ABC):
 
         words = sorted(self.special, key=self.special.__getitem__)
         library.add_special_tokens([AddedToken(word, normalized=False) for word in words])
-        return library if all(library.token_to_id(word) == self.special[word] for word in words) else None
+        return (
+            library
+            if all(library.token_to_id(word) == self.special[word] for word in words)
+            else None
+        )
 
 
 class SentencePiece(Tokenizer):
@@ -126,11 +133,17 @@ class SentencePiece(Tokenizer):
         pieces, added = model.id_to_piece(ids), _read_added_tokens(path.parent)
         self.size = max([len(ids), *(i + 1 for i in added.values())])
         require_dense(path, len(ids), self.size)
-        controls = {pieces[i]: i for i, is_control in zip(ids, model.is_control(ids), strict=True) if is_control}
+        controls = {
+            pieces[i]: i
+            for i, is_control in zip(ids, model.is_control(ids), strict=True)
+            if is_control
+        }
         self.special = controls | added
         end = model.eos_id() if model.eos_id() >= 0 else None
         self.eod = find_end(path, self.special, end)
-        self._bytes = [piece.replace(SPACE, " ").encode() for piece in pieces] + [b""] * (self.size - len(ids))
+        self._bytes = [piece.replace(SPACE, " ").encode() for piece in pieces] + [b""] * (
+            self.size - len(ids)
+        )
         for i, is_byte in zip(ids, model.is_byte(ids), strict=True):
             if is_byte:  # <0x0A>
                 self._bytes[i] = bytes([int(pieces[i][3:5], 16)])
@@ -163,12 +176,18 @@ class SentencePiece(Tokenizer):
 
         model, ids = self._model, list(range(self._model.get_piece_size()))
         pieces = model.id_to_piece(ids)
-        normal = [i for i in ids if not (model.is_control(i) or model.is_unknown(i) or model.is_byte(i))]
+        normal = [
+            i for i in ids if not (model.is_control(i) or model.is_unknown(i) or model.is_byte(i))
+        ]
         is_bpe = [model.get_score(i) for i in normal] == [float(-n) for n in range(len(normal))]
         letters = "a  \ufb01 e\u0301 \uff21\u3000\u200b\t\n b "
         normalized = model.normalize(letters)
         prefix = SPACE if normalized.startswith(SPACE) else ""
-        if not is_bpe or normalized != prefix + letters.replace(" ", SPACE) or any(map(model.is_unused, ids)):
+        if (
+            not is_bpe
+            or normalized != prefix + letters.replace(" ", SPACE)
+            or any(map(model.is_unused, ids))
+        ):
             return None
         known, merges = {pieces[i] for i in normal}, []
         for i in normal:
@@ -176,10 +195,14 @@ class SentencePiece(Tokenizer):
             merges += [(a, b) for a, b in halves if a in known and b in known]
         vocab, unknown = {piece: i for i, piece in enumerate(pieces)}, pieces[model.unk_id()]
         falls_back = any(map(model.is_byte, ids))
-        bpe = models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=falls_back)
+        bpe = models.BPE(
+            vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=falls_back
+        )
         library = Library(bpe)
         replace = normalizers.Replace(" ", SPACE)
-        library.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), replace]) if prefix else replace
+        library.normalizer = (
+            normalizers.Sequence([normalizers.Prepend(SPACE), replace]) if prefix else replace
+        )
         strip = [decoders.Strip(" ", 1, 0)] if prefix else []
         library.decoder = decoders.Sequence(
             [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
@@ -207,7 +230,9 @@ class Llama2(SentencePiece):
         super().__init__(path)
         self.bos = self._model.bos_id()
         if self.bos < 0:
-            raise bad_data(f"{path} has no BOS, which {self.name} puts before each text; give {SentencePiece.name}")
+            raise bad_data(
+                f"{path} has no BOS, which {self.name} puts before each text; give {SentencePiece.name}"
+            )
         self._bytes[self.bos] = b""
 
     def as_library(self) -> Any:
@@ -215,7 +240,9 @@ class Llama2(SentencePiece):
 
         if (library := super().as_library()) is not None:
             word = library.id_to_token(self.bos)
-            library.post_processor = TemplateProcessing(single=[word, "$A"], special_tokens=[(word, self.bos)])
+            library.post_processor = TemplateProcessing(
+                single=[word, "$A"], special_tokens=[(word, self.bos)]
+            )
         return library
 
     def encode(self, text: str) -> list[int]:
@@ -270,8 +297,13 @@ LLAMA3_WORDS = (
 QWEN_WORDS = [END_OF_TEXT, "<|im_start|>", "<|im_end|>", *(f"<|extra_{n}|>" for n in range(205))]
 # The published files of ranks, by SHA-256: a file says nothing of its pattern.
 PUBLISHED = {
-    "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930": Encoding(R50K, {END_OF_TEXT: 50256}),
-    "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069": Encoding(R50K, {END_OF_TEXT: 50256}),  # p50k
+    "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930": Encoding(
+        R50K, {END_OF_TEXT: 50256}
+    ),
+    # p50k
+    "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069": Encoding(
+        R50K, {END_OF_TEXT: 50256}
+    ),
     "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7": Encoding(
         CL100K, FILL_IN | {"<|endofprompt|>": 100276}
     ),
@@ -301,14 +333,18 @@ class TikToken(Tokenizer):
 
     name = "TikTokenizer"
 
-    def __init__(self, origin: str, ranks: Mapping[bytes, int], encoding: Encoding, path: Path | None = None) -> None:
+    def __init__(
+        self, origin: str, ranks: Mapping[bytes, int], encoding: Encoding, path: Path | None = None
+    ) -> None:
         import tiktoken
 
         self.files = {} if path is None else {RANKS: path}
         self.made = {ENCODING: encoding.as_json()}
         if path is None:
             ordered = sorted(ranks.items(), key=lambda item: item[1])
-            self.made[RANKS] = b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ordered)
+            self.made[RANKS] = b"".join(
+                b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ordered
+            )
         self.special, self._normalization = encoding.special_tokens, encoding.normalization
         tokens = [*ranks.items(), *((word.encode(), i) for word, i in self.special.items())]
         self.size = max(i for _, i in tokens) + 1
@@ -321,7 +357,10 @@ class TikToken(Tokenizer):
             self._bytes[i] = token
         try:
             library = tiktoken.Encoding(
-                origin, pat_str=encoding.pattern, mergeable_ranks=dict(ranks), special_tokens=dict(self.special)
+                origin,
+                pat_str=encoding.pattern,
+                mergeable_ranks=dict(ranks),
+                special_tokens=dict(self.special),
             )
         except Exception as error:  # a pattern that is none, a byte that is missing, an id twice
             raise bad_data(f"{self._origin}: tiktoken refuses it: {error}") from None
@@ -365,7 +404,9 @@ def _without_possessive_counts(pattern: str) -> str | None:
     the + may go. Within a group something may follow.
     """
     depth, parts = 0, list[str]()
-    for match in re.finditer(r"\\[xuUpP]\{[^}]*\}|\\.|\[(?:\\.|[^\]\\])*\]|(\{\d*,?\d*\})([+?])|.", pattern, re.DOTALL):
+    for match in re.finditer(
+        r"\\[xuUpP]\{[^}]*\}|\\.|\[(?:\\.|[^\]\\])*\]|(\{\d*,?\d*\})([+?])|.", pattern, re.DOTALL
+    ):
         part, count, suffix = match[0], match[1], match[2]
         depth += (part == "(") - (part == ")")
         if count and (suffix == "+" or "," not in count):
@@ -389,13 +430,19 @@ class WordPiece(Tokenizer):
         self._vocab = {token: i for i, token in enumerate(tokens)}
         if "[UNK]" not in self._vocab:
             raise bad_data(f"{path} is not a vocabulary of BERT: it has no [UNK]")
-        marks = {token: i for token, i in self._vocab.items() if re.fullmatch(r"\[[A-Z]+\]|<[a-z]+>", token)}
+        marks = {
+            token: i
+            for token, i in self._vocab.items()
+            if re.fullmatch(r"\[[A-Z]+\]|<[a-z]+>", token)
+        }
         self.special = marks | _read_added_tokens(path.parent)
         self.size = max([len(tokens), *(i + 1 for i in self.special.values())])
         require_dense(path, len(tokens), self.size)
         self.eod = find_end(path, self.special, self._vocab.get("[SEP]"))
         if lower_case is None:
-            has_capitals = any(token != token.lower() for token in self._vocab.keys() - marks.keys())
+            has_capitals = any(
+                token != token.lower() for token in self._vocab.keys() - marks.keys()
+            )
             lower_case = bool(read_chat_config(path.parent).get("do_lower_case", not has_capitals))
         self.name = "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"
         self._lower_case = lower_case
@@ -409,15 +456,23 @@ class WordPiece(Tokenizer):
         if self._lower_case:
             text = unicodedata.normalize("NFD", text.lower()).translate(_UNMARKED)
         words, unknown = text.translate(_PUNCTUATED).split(), (self._vocab["[UNK]"],)
-        return [i for word in words for i in (unknown if len(word) > LONGEST_WORD else self._split(word))]
+        return [
+            i
+            for word in words
+            for i in (unknown if len(word) > LONGEST_WORD else self._split(word))
+        ]
 
     def as_library(self) -> Any:
         from tokenizers import Tokenizer as Library
         from tokenizers import decoders, models, normalizers, pre_tokenizers
 
         vocab = {word: i for i, word in enumerate(self._words) if word}
-        library = Library(models.WordPiece(vocab=vocab, unk_token="[UNK]", max_input_chars_per_word=LONGEST_WORD))
-        library.normalizer = normalizers.BertNormalizer(lowercase=self._lower_case, strip_accents=self._lower_case)
+        library = Library(
+            models.WordPiece(vocab=vocab, unk_token="[UNK]", max_input_chars_per_word=LONGEST_WORD)
+        )
+        library.normalizer = normalizers.BertNormalizer(
+            lowercase=self._lower_case, strip_accents=self._lower_case
+        )
         library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         library.decoder = decoders.WordPiece(cleanup=False)
         return self.add_special(library)
@@ -442,7 +497,9 @@ class WordPiece(Tokenizer):
             word = self._words[i]
             if text and word.startswith("##"):
                 word = word[2:]
-            elif text and word and not (word[0] in ".,!?" or _is_wide(text[-1]) or _is_wide(word[0])):
+            elif (
+                text and word and not (word[0] in ".,!?" or _is_wide(text[-1]) or _is_wide(word[0]))
+            ):
                 word = " " + word
             text += word
         return text.encode()
@@ -470,15 +527,28 @@ def _clean(character: str) -> str:
 
 
 def _punctuate(character: str) -> str:
-    is_symbol = character.isascii() and character.isprintable() and not character.isalnum() and character != " "
-    return f" {character} " if is_symbol or unicodedata.category(character).startswith("P") else character
+    is_symbol = (
+        character.isascii()
+        and character.isprintable()
+        and not character.isalnum()
+        and character != " "
+    )
+    return (
+        f" {character} "
+        if is_symbol or unicodedata.category(character).startswith("P")
+        else character
+    )
 
 
 def _unmark(character: str) -> str:
     return "" if unicodedata.category(character) == "Mn" else character
 
 
-_CLEANED, _UNMARKED, _PUNCTUATED = _Characters(_clean), _Characters(_unmark), _Characters(_punctuate)
+_CLEANED, _UNMARKED, _PUNCTUATED = (
+    _Characters(_clean),
+    _Characters(_unmark),
+    _Characters(_punctuate),
+)
 
 
 def _is_wide(character: str) -> bool:
@@ -494,10 +564,16 @@ def load_ranks(path: Path) -> TikToken:
             token, rank = line.split() if line else (b"", -1)
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError:
-            raise bad_data(f"{path}:{number} is not a token in base64 and its rank, as tiktoken writes them") from None
+            raise bad_data(
+                f"{path}:{number} is not a token in base64 and its rank, as tiktoken writes them"
+            ) from None
     ranks.pop(b"", None)
     beside = path.with_name(ENCODING)
-    encoding = _read_encoding(beside) if beside.is_file() else PUBLISHED.get(hashlib.sha256(content).hexdigest())
+    encoding = (
+        _read_encoding(beside)
+        if beside.is_file()
+        else PUBLISHED.get(hashlib.sha256(content).hexdigest())
+    )
     if encoding is None:
         raise bad_data(
             f"{path} has ranks, but no pattern, and is none of the published files; write it beside them, {beside}: "
@@ -512,12 +588,18 @@ def _read_encoding(path: Path) -> Encoding:
     content = read_json(path)
     try:
         tokens = {str(word): int(i) for word, i in content["special_tokens"].items()}
-        encoding = Encoding(str(content["pattern"]), tokens, content.get("normalization"), content.get("end"))
+        encoding = Encoding(
+            str(content["pattern"]), tokens, content.get("normalization"), content.get("end")
+        )
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise bad_data(f"{path} is damaged: it needs a pattern, and special_tokens with their ids") from None
+        raise bad_data(
+            f"{path} is damaged: it needs a pattern, and special_tokens with their ids"
+        ) from None
     is_form = encoding.normalization in (None, "NFC", "NFD", "NFKC", "NFKD")
     if not is_form or encoding.end not in (None, *tokens) or min(tokens.values(), default=0) < 0:
-        raise bad_data(f"{path} is damaged: normalization {encoding.normalization!r}, special tokens {tokens}")
+        raise bad_data(
+            f"{path} is damaged: normalization {encoding.normalization!r}, special tokens {tokens}"
+        )
     return encoding
 
 
@@ -529,12 +611,18 @@ def load_rank_list(path: Path, t: TokenizerFlags) -> TikToken:
         ordered = [entry["rank"] for entry in listed] == list(range(len(tokens)))
     except (KeyError, TypeError, ValueError):
         tokens, ordered = [], False
-    if not ordered or tokens[:256] != [bytes([n]) for n in range(256)] or len(set(tokens)) < len(tokens):
+    if (
+        not ordered
+        or tokens[:256] != [bytes([n]) for n in range(256)]
+        or len(set(tokens)) < len(tokens)
+    ):
         form = '[{"rank": 0, "token_bytes": "AA==", "token_str": ...}, ...], the 256 bytes first'
         raise bad_data(f"{path} is not a list of ranks as Megatron's TikTokenizer has it: {form}")
     words = list(t.tiktoken_special_tokens or MEGATRON_WORDS)
     if missing := [word for word in MEGATRON_WORDS[:3] if word not in words]:
-        raise SettingsError(f"{{tiktoken_special_tokens}} lacks {' '.join(missing)}, which Megatron needs")
+        raise SettingsError(
+            f"{{tiktoken_special_tokens}} lacks {' '.join(missing)}, which Megatron needs"
+        )
     if len(set(words)) < len(words) or len(words) > first:
         raise SettingsError(
             f"{{tiktoken_special_tokens}}: {len(words)} words; each may be given once, and there are {first} "
@@ -548,7 +636,9 @@ def load_rank_list(path: Path, t: TokenizerFlags) -> TikToken:
         )
     special = _count_from(0, words + [f"<SPECIAL_{n}>" for n in range(len(words), first)])
     ranks = {token: first + n for n, token in enumerate(tokens[: size - first])}
-    return TikToken(str(path), ranks, Encoding(MEGATRON_PATTERNS[t.tiktoken_pattern], special, end="</s>"))
+    return TikToken(
+        str(path), ranks, Encoding(MEGATRON_PATTERNS[t.tiktoken_pattern], special, end="</s>")
+    )
 
 
 def is_encoding_name(name: str) -> bool:
@@ -568,7 +658,8 @@ def load_encoding(name: str) -> TikToken:
         encoding = tiktoken.get_encoding(name)
     except (OSError, ValueError) as error:  # no network, no space, a damaged download
         cause: BaseException = error
-        while cause.__context__ is not None:  # requests and urllib3 wrap the reason in lines of their own
+        # requests and urllib3 wrap the reason in lines of their own
+        while cause.__context__ is not None:
             cause = cause.__context__
         raise SettingsError(
             f"{{tokenizer={name}}}: tiktoken does not have it in its cache and cannot download it "
@@ -576,7 +667,9 @@ def load_encoding(name: str) -> TikToken:
             f"{name}.tiktoken",
             UNAVAILABLE,
         ) from None
-    return TikToken(name, encoding._mergeable_ranks, Encoding(encoding._pat_str, encoding._special_tokens))
+    return TikToken(
+        name, encoding._mergeable_ranks, Encoding(encoding._pat_str, encoding._special_tokens)
+    )
 
 
 def is_model_file(path: Path) -> bool:
@@ -586,7 +679,9 @@ def is_model_file(path: Path) -> bool:
             begin = file.read(1000)
     except OSError:
         return True  # said where it is read
-    return (begin[:1], begin[2:3]) == (b"\n", b"\n") or re.match(rb"[A-Za-z0-9+/=]+ \d+\s", begin) is not None
+    return (begin[:1], begin[2:3]) == (b"\n", b"\n") or re.match(
+        rb"[A-Za-z0-9+/=]+ \d+\s", begin
+    ) is not None
 
 
 def load_model_file(path: Path) -> SentencePiece | TikToken:
@@ -599,7 +694,9 @@ def _load_model(path: Path, content: bytes) -> Any:
     try:
         from sentencepiece import SentencePieceProcessor
     except ImportError:
-        raise UserError(f"{path} needs the package sentencepiece: pip install 'meshwright[sentencepiece]'") from None
+        raise UserError(
+            f"{path} needs the package sentencepiece: pip install 'meshwright[sentencepiece]'"
+        ) from None
     try:
         model = SentencePieceProcessor(model_proto=content)
         if content and 0 <= model.unk_id() < model.get_piece_size():
@@ -635,7 +732,9 @@ def _read_added_tokens(folder: Path) -> dict[str, int]:
     try:
         return dict(listed) | {token["content"]: int(i) for i, token in decoder.items()}
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise bad_data(f"the added tokens in {folder} ({ADDED_TOKENS}, {CHAT_CONFIG}) are damaged") from None
+        raise bad_data(
+            f"the added tokens in {folder} ({ADDED_TOKENS}, {CHAT_CONFIG}) are damaged"
+        ) from None
 
 
 def read_chat_config(folder: Path) -> dict[str, Any]:
@@ -661,7 +760,9 @@ def byte_symbols() -> dict[str, int]:
 
 def has_long_space(text: str) -> bool:
     """Return whether a run of white space may overflow tiktoken's stack (at a million)."""
-    return len(text) > LONG_SPACE and any(len(run[0]) > LONG_SPACE for run in re.finditer(r"\s+", text))
+    return len(text) > LONG_SPACE and any(
+        len(run[0]) > LONG_SPACE for run in re.finditer(r"\s+", text)
+    )
 
 
 @contextlib.contextmanager
@@ -698,7 +799,9 @@ def read_bytes(path: Path) -> bytes:
 def read_json(path: Path) -> Any:
     text = read_text(path)
     if (brackets := text.count("[") + text.count("{")) > MOST_BRACKETS:
-        raise bad_data(f"{path} has {brackets:,} lists and objects; at most {MOST_BRACKETS:,} are read")
+        raise bad_data(
+            f"{path} has {brackets:,} lists and objects; at most {MOST_BRACKETS:,} are read"
+        )
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -34,7 +34,9 @@ def document_windows(ids: Sequence[int], length: int, stride: int) -> Iterator[W
         yield Window(ids[begin : end + 1], first - begin)
 
 
-def window_spans(n: int, length: int, stride: int, at_multiples: bool = False) -> Iterator[tuple[int, int, int]]:
+def window_spans(
+    n: int, length: int, stride: int, at_multiples: bool = False
+) -> Iterator[tuple[int, int, int]]:
     """Yield (begin, first counted, end) over n predictions: each counted once, in <= `length`.
 
     The last window begins as early as `length` allows, or, with `at_multiples` (as in Megatron's

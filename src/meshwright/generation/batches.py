@@ -64,14 +64,20 @@ def encode_prompts(m: LanguageModel, prompts: Sequence[Prompt], where: str) -> l
             faults.append(f"{name}: {error}")
             continue
         if len(ids) >= m.seq_length:
-            faults.append(f"{name} has {len(ids)} tokens; the model reads {m.seq_length}, give a shorter one")
+            faults.append(
+                f"{name} has {len(ids)} tokens; the model reads {m.seq_length}, give a shorter one"
+            )
         jobs.append(PromptTexts(number - 1, prompt, ids))
     refuse_all(faults, BAD_DATA if len(prompts) > 1 else USAGE)
     return jobs
 
 
 def generate_texts(
-    m: LanguageModel, jobs: Sequence[PromptTexts], seed: int, slots: int, advance: Advance = lambda texts: None
+    m: LanguageModel,
+    jobs: Sequence[PromptTexts],
+    seed: int,
+    slots: int,
+    advance: Advance = lambda texts: None,
 ) -> Iterator[PromptTexts]:
     """Yield the jobs in their order, with their texts; call `advance` after each text."""
     longest = max((max(1, len(j.ids)) + j.prompt.options.out_seq_length for j in jobs), default=1)
@@ -99,7 +105,10 @@ def generate_texts(
 
 
 def search_texts(
-    m: LanguageModel, jobs: Iterable[PromptTexts], beam: BeamOptions, advance: Advance = lambda texts: None
+    m: LanguageModel,
+    jobs: Iterable[PromptTexts],
+    beam: BeamOptions,
+    advance: Advance = lambda texts: None,
 ) -> Iterator[PromptTexts]:
     """Yield the jobs with the best texts of a beam search."""
     for job in jobs:
@@ -116,7 +125,9 @@ def as_text(m: LanguageModel, job: PromptTexts) -> str:
 
 def as_megatron(m: LanguageModel, job: PromptTexts) -> str:
     """Return a text in the form of Megatron-DeepSpeed's script."""
-    return "".join(f"\nContext:{job.prompt.text}\n\nMegatron-LM:{text.text}\n" for text in job.texts)
+    return "".join(
+        f"\nContext:{job.prompt.text}\n\nMegatron-LM:{text.text}\n" for text in job.texts
+    )
 
 
 def as_json(m: LanguageModel, job: PromptTexts) -> str:
@@ -124,7 +135,12 @@ def as_json(m: LanguageModel, job: PromptTexts) -> str:
     lines = []
     for number, text in enumerate(job.texts):
         row: dict[str, Any] = {"id": job.prompt.id} if job.prompt.id is not None else {}
-        row |= {"index": job.number, "sequence": number, "prompt": job.prompt.text, "text": text.text}
+        row |= {
+            "index": job.number,
+            "sequence": number,
+            "prompt": job.prompt.text,
+            "text": text.text,
+        }
         row |= {"tokens": text.tokens, "finish_reason": text.finish}
         if isinstance(text, BeamText):
             row["score"] = text.score
@@ -193,13 +209,21 @@ def write_texts(c: GenerateConfig, m: LanguageModel, prompts: list[Prompt], is_j
     jobs = encode_prompts(m, prompts, where)
     form = as_json if is_json else as_text
     speed = Speed()
-    with progress_bar("texts", sum(p.count for p in prompts), "count") as advance, opened(t.output) as write_out:
+    with (
+        progress_bar("texts", sum(p.count for p in prompts), "count") as advance,
+        opened(t.output) as write_out,
+    ):
         if t.beam_width:
             done = search_texts(
-                m, jobs, BeamOptions(t.beam_width, 1.0 if t.length_penalty is None else t.length_penalty), advance
+                m,
+                jobs,
+                BeamOptions(t.beam_width, 1.0 if t.length_penalty is None else t.length_penalty),
+                advance,
             )
         else:
-            done = generate_texts(m, jobs, c.training.seed, int(c.training.micro_batch_size or 8), advance)
+            done = generate_texts(
+                m, jobs, c.training.seed, int(c.training.micro_batch_size or 8), advance
+            )
         for job in done:
             write_out(form(m, job))
             speed.count(job.texts)

@@ -68,14 +68,18 @@ def search_beams(m: LanguageModel, request: Request, beam: BeamOptions) -> list[
             return texts
 
 
-def begin_beam_search(m: LanguageModel, request: Request, beam: BeamOptions) -> Generator[None, None, list[BeamText]]:
+def begin_beam_search(
+    m: LanguageModel, request: Request, beam: BeamOptions
+) -> Generator[None, None, list[BeamText]]:
     """Yield after each step of a search, and return what `search_beams` does."""
     prompt, options = request.prompt or [m.tokenizer.eod], request.options
     eod = m.tokenizer.eod if beam.stop_token is None else beam.stop_token
     if beam.width < 1:
         raise UserError(f"a beam width of {beam.width} is too small; give 1 or more")
     if len(prompt) >= m.seq_length:
-        raise UserError(f"the prompt has {len(prompt)} tokens; the model reads {m.seq_length}, shorten the prompt")
+        raise UserError(
+            f"the prompt has {len(prompt)} tokens; the model reads {m.seq_length}, shorten the prompt"
+        )
     most = min(options.out_seq_length, m.seq_length - len(prompt))
     done: list[tuple[float, Candidate]] = []
     running = [Candidate()]
@@ -91,7 +95,9 @@ def begin_beam_search(m: LanguageModel, request: Request, beam: BeamOptions) -> 
         best = zip(candidates[: beam.width], ended, strict=False)
         done += [(c.score(beam.length_penalty), c) for (_, c), is_ended in best if is_ended]
         done = sorted(done, key=lambda pair: -pair[0])[: beam.width]
-        goes_on = [pair for pair, is_ended in zip(candidates, ended, strict=True) if not is_ended][: beam.width]
+        goes_on = [pair for pair, is_ended in zip(candidates, ended, strict=True) if not is_ended][
+            : beam.width
+        ]
         if not goes_on:
             break
         if len(done) == beam.width and goes_on[0][1].score(beam.length_penalty) <= done[-1][0]:
@@ -144,9 +150,13 @@ class _Steps:
         before, self.used = self.used, self.used + len(tokens[0])
         slots = self._send(list(range(len(tokens))))
         where = Positions(
-            cached=ContinuedTexts(self.cache, slots, torch.full_like(slots, before), self.used if before else 0)
+            cached=ContinuedTexts(
+                self.cache, slots, torch.full_like(slots, before), self.used if before else 0
+            )
         )
-        return self.m.forward(self._send(tokens), where, last_only=True)[:, -1, : self.m.model.vocab]
+        return self.m.forward(self._send(tokens), where, last_only=True)[
+            :, -1, : self.m.model.vocab
+        ]
 
     def _send(self, x: list[int] | list[list[int]]) -> Tensor:
         return devices.send(torch.tensor(x), self.m.device)

@@ -20,7 +20,13 @@ from meshwright.generation.decoder import run_request
 from meshwright.generation.dialogue import ASSISTANT, USER, Dialogue
 from meshwright.generation.language_model import LanguageModel
 from meshwright.generation.requests import Completion, Event, Request
-from meshwright.generation.terminal import Terminal, history_file, interruptible, line_editing, report_errors
+from meshwright.generation.terminal import (
+    Terminal,
+    history_file,
+    interruptible,
+    line_editing,
+    report_errors,
+)
 
 LONGEST_NAME = 11  # letters of a token in the table of /tokens, which fits 80 columns
 LIKELIEST = 4  # likeliest tokens that /tokens shows beside the chosen one
@@ -69,8 +75,16 @@ class Chat:
                 pass
             return
         template = self.dialogue.template
-        form = f"the chat template {template.path}" if template else "no chat template: the model continues the text"
-        stops = "stops an answer" if self.model.sharded is None else "ends the program, which runs on several ranks"
+        form = (
+            f"the chat template {template.path}"
+            if template
+            else "no chat template: the model continues the text"
+        )
+        stops = (
+            "stops an answer"
+            if self.model.sharded is None
+            else "ends the program, which runs on several ranks"
+        )
         self.terminal.note(f"{form}. /help lists the commands; Ctrl-C {stops}, Ctrl-D leaves.")
         with line_editing(self.complete_word, file):
             while self.turn():
@@ -133,7 +147,15 @@ class Chat:
             )
         stop = (*self.stop, *(d.template.stop if d.template else ()))
         # Behind a template an answer is a text of its own; without one it continues the prompt.
-        request = Request(prompt, self.options, self.seed, self.answers, stop, LIKELIEST, is_alone=bool(d.template))
+        request = Request(
+            prompt,
+            self.options,
+            self.seed,
+            self.answers,
+            stop,
+            LIKELIEST,
+            is_alone=bool(d.template),
+        )
         text, self.last = Completion(d.tokenizer, request), []
         events = run_request(self.model, request)
         with interruptible(self.terminal.is_person and self.model.sharded is None) as is_stopped:
@@ -158,7 +180,11 @@ class Chat:
             self.terminal.note(f"(stopped{go_on})")
         elif self.last[-1].finish == "length":
             full = length >= d.positions
-            why = f"the model's {d.positions:,} positions are full" if full else "/set max_tokens allows more"
+            why = (
+                f"the model's {d.positions:,} positions are full"
+                if full
+                else "/set max_tokens allows more"
+            )
             self.terminal.note(f"({len(self.last):,} tokens; {why}{go_on})")
         elif self.last[-1].token == d.tokenizer.eod and d.template is None:
             self.terminal.note("(the text ended; the next line begins another one)")
@@ -175,7 +201,9 @@ class Chat:
                 f"unknown command /{name}{hint or '; /help lists the commands'}; // sends a text that begins with /"
             )
         needed = usages[name].split()[1:]
-        if (needed and not words.strip() and name not in ("system", "set")) or (words and not needed):
+        if (needed and not words.strip() and name not in ("system", "set")) or (
+            words and not needed
+        ):
             raise UserError(f"/{usages[name]}: {COMMANDS[usages[name]]}")
         run: Callable[..., None] = getattr(self, f"do_{name}")
         run(words.strip()) if needed else run()
@@ -184,7 +212,9 @@ class Chat:
         for usage, about in COMMANDS.items():
             more = ", ".join(SETTINGS) if usage.startswith("set ") else ""
             self.terminal.note(f"/{usage:15} {about}{more}")
-        self.terminal.note(f"A line that ends with \\ goes on in the next one; {QUOTES} begins and ends several lines.")
+        self.terminal.note(
+            f"A line that ends with \\ goes on in the next one; {QUOTES} begins and ends several lines."
+        )
 
     def do_reset(self) -> None:
         self.dialogue.reset()
@@ -192,7 +222,9 @@ class Chat:
 
     def do_undo(self) -> None:
         taken = self.dialogue.undo()
-        self.terminal.note("(there is nothing to take back)" if taken is None else f"(took back: {taken})")
+        self.terminal.note(
+            "(there is nothing to take back)" if taken is None else f"(took back: {taken})"
+        )
 
     def do_retry(self) -> None:
         taken = self.dialogue.undo()
@@ -217,7 +249,9 @@ class Chat:
     def change(self, name: str, value: str) -> None:
         """Give a setting a value; raise UserError if it cannot have it."""
         if name == "stop":
-            self.stop = () if value.lower() == "none" else tuple(unescape(word) for word in value.split())
+            self.stop = (
+                () if value.lower() == "none" else tuple(unescape(word) for word in value.split())
+            )
             return
         target = SETTINGS[name]
         kind = typing.get_type_hints(Sampling)[target] if target else int
@@ -234,14 +268,26 @@ class Chat:
         self.options = options
 
     def settings(self) -> dict[str, object]:
-        own = {"stop": " ".join(json.dumps(s, ensure_ascii=False) for s in self.stop) or "none", "seed": self.seed}
-        return {name: getattr(self.options, target) if target else own[name] for name, target in SETTINGS.items()}
+        own = {
+            "stop": " ".join(json.dumps(s, ensure_ascii=False) for s in self.stop) or "none",
+            "seed": self.seed,
+        }
+        return {
+            name: getattr(self.options, target) if target else own[name]
+            for name, target in SETTINGS.items()
+        }
 
     def do_show(self) -> None:
         d = self.dialogue
         used = len(d.prompt(1)) if d.turns else 0
-        rows: dict[str, object] = {"template": d.template.path if d.template else "none: the text goes on"}
-        rows |= {"system": repr(d.system), "turns": len(d.turns), "tokens": f"{used:,} of {d.positions:,}"}
+        rows: dict[str, object] = {
+            "template": d.template.path if d.template else "none: the text goes on"
+        }
+        rows |= {
+            "system": repr(d.system),
+            "turns": len(d.turns),
+            "tokens": f"{used:,} of {d.positions:,}",
+        }
         rows |= {"step": f"{self.model.step:,}"} | self.settings()
         for name, value in rows.items():
             self.terminal.note(f"{name:18} {value}")
@@ -253,7 +299,9 @@ class Chat:
             others = [(i, p) for i, p in event.top if i != event.token][: LIKELIEST - 1]
             chances = [(event.token, event.logprob), *others]
             shown = [f"{math.exp(p or 0.0):6.1%} {self.name_token(i)}" for i, p in chances]
-            self.terminal.note(" ".join([f"{shown[0]:22}", *(f"{word:18}" for word in shown[1:])]).rstrip())
+            self.terminal.note(
+                " ".join([f"{shown[0]:22}", *(f"{word:18}" for word in shown[1:])]).rstrip()
+            )
 
     def name_token(self, i: int) -> str:
         t = self.dialogue.tokenizer

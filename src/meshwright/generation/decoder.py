@@ -74,7 +74,11 @@ class Decoder:
     """
 
     def __init__(
-        self, model: Decodable, slots: int, length: int | None = None, graphs: Literal["auto", "on", "off"] = "auto"
+        self,
+        model: Decodable,
+        slots: int,
+        length: int | None = None,
+        graphs: Literal["auto", "on", "off"] = "auto",
     ) -> None:
         if slots < 1:
             raise UserError(f"a decoder needs slots; {slots} are given")
@@ -103,17 +107,25 @@ class Decoder:
 
     def submit(self, request: Request) -> int:
         """Add a request, which waits until a slot is free, and return its number."""
-        prompt, vocab, wanted = request.prompt or [self.eod], self.model.model.vocab, request.options.out_seq_length
+        prompt, vocab, wanted = (
+            request.prompt or [self.eod],
+            self.model.model.vocab,
+            request.options.out_seq_length,
+        )
         if problem := request.problem():
             raise UserError(problem)
         for i in prompt:
             if not 0 <= i < vocab:
                 raise UserError(f"token id {i} is outside of the vocabulary, 0 ... {vocab - 1}")
         if len(prompt) + min(wanted, 1) > self.length:
-            raise UserError(f"the prompt has {len(prompt)} tokens; the model reads {self.length}, shorten the prompt")
+            raise UserError(
+                f"the prompt has {len(prompt)} tokens; the model reads {self.length}, shorten the prompt"
+            )
         count = min(wanted, self.length - len(prompt))
         text = request.new_text(self.model.tokenizer) if request.stop else None
-        self._queue.append(DecoderRow(self._next, request, prompt, count, count, parts_of(request), text))
+        self._queue.append(
+            DecoderRow(self._next, request, prompt, count, count, parts_of(request), text)
+        )
         self._next += 1
         return self._next - 1
 
@@ -186,7 +198,11 @@ class Decoder:
             logits = self._recompute(rows, echoes)
         else:
             logits = self._read_prompts(rows, slots, echoes)
-        pending = self._choose(rows, slots, logits) if rows[0].left else self._collect(rows, Outputs(slots))
+        pending = (
+            self._choose(rows, slots, logits)
+            if rows[0].left
+            else self._collect(rows, Outputs(slots))
+        )
         pending.echoes = echoes
         return pending
 
@@ -204,7 +220,9 @@ class Decoder:
         for start in range(0, longest, chunk):
             parts = [row.prompt[start : start + chunk] for row in rows[done:]]
             width = max(map(len, parts))
-            tokens = self.state.send(torch.tensor([part + [0] * (width - len(part)) for part in parts]))
+            tokens = self.state.send(
+                torch.tensor([part + [0] * (width - len(part)) for part in parts])
+            )
             ends = self.state.send(torch.tensor([len(part) - 1 for part in parts]))
             used = torch.full_like(ends, start)
             seen = min(self.cache.room, start + width) if start else 0
@@ -223,7 +241,9 @@ class Decoder:
         tokens = row.prompt[start + 1 : start + 1 + len(logits)]
         if tokens:
             k = row.request.logprobs or 0
-            echoes.append(score_tokens(logits[: len(tokens)], self.state.send(torch.tensor(tokens)), k))
+            echoes.append(
+                score_tokens(logits[: len(tokens)], self.state.send(torch.tensor(tokens)), k)
+            )
 
     def _recompute(self, rows: list[DecoderRow], echoes: list[Outputs] | None = None) -> Tensor:
         """Return the logits [B, V] behind the rows' texts, without a cache."""
@@ -231,7 +251,9 @@ class Decoder:
         for row in rows:
             echo = echoes is not None and row.request.echo and row.request.logprobs is not None
             tokens = self.state.send(torch.tensor([row.prompt + row.tokens]))
-            logits = self.model.forward(tokens, Positions(), last_only=not echo)[0, :, : self.state.vocab]
+            logits = self.model.forward(tokens, Positions(), last_only=not echo)[
+                0, :, : self.state.vocab
+            ]
             if echo and echoes is not None:
                 self._echo(logits, row, 0, echoes)
             logits_of_rows.append(logits[-1])
@@ -244,7 +266,9 @@ class Decoder:
         rows = [row for row in rows if not row.request.options.recompute]
         if self.steps is not None and not again:
             longest = max(row.length for row in rows)
-            return self._collect(rows, self.steps.run([row.slot for row in rows], longest, *self._wanted(rows)))
+            return self._collect(
+                rows, self.steps.run([row.slot for row in rows], longest, *self._wanted(rows))
+            )
         slots = s.send(torch.tensor([row.slot for row in rows + again]))
         cached = slots[: len(rows)]
         logits = []
@@ -289,12 +313,20 @@ class Decoder:
             pending = self._pending.popleft()
             if pending.ready is not None:
                 pending.ready.synchronize()
-            if pending.rows[0].request.echo and not pending.rows[0].is_done and not pending.rows[0].tokens:
+            if (
+                pending.rows[0].request.echo
+                and not pending.rows[0].is_done
+                and not pending.rows[0].tokens
+            ):
                 events += self._echoed(pending.rows[0], pending.echoes)
             tokens = pending.outputs.tokens.tolist()
             for i, row in enumerate(pending.rows):
                 if not row.is_done and tokens[i] != NONE:
-                    events.append(self._report(row, tokens[i], *pending.outputs.of_row(i, row.request.logprobs)))
+                    events.append(
+                        self._report(
+                            row, tokens[i], *pending.outputs.of_row(i, row.request.logprobs)
+                        )
+                    )
         return events
 
     def _echoed(self, row: DecoderRow, echoes: list[Outputs]) -> list[Event]:
@@ -328,10 +360,20 @@ class Decoder:
 
 def steps_of(model: Decodable, cache: Cache, state: SlotState, graphs: str) -> CapturedSteps | None:
     """Return the captured steps, unless this network or device has none."""
-    reason = "the model is cut over several ranks" if model.sharded is not None else reason_against(model.model)
+    reason = (
+        "the model is cut over several ranks"
+        if model.sharded is not None
+        else reason_against(model.model)
+    )
     if graphs == "on" and reason:
-        raise UserError(f"decoding cannot be captured in CUDA graphs: {reason}; leave graphs at auto")
-    return None if reason or graphs == "off" else CapturedSteps(model.model, cache, state, model.tokenizer.eod)
+        raise UserError(
+            f"decoding cannot be captured in CUDA graphs: {reason}; leave graphs at auto"
+        )
+    return (
+        None
+        if reason or graphs == "off"
+        else CapturedSteps(model.model, cache, state, model.tokenizer.eod)
+    )
 
 
 def to_pinned(x: Tensor) -> Tensor:
@@ -344,7 +386,9 @@ def parts_of(request: Request) -> ChoiceParts:
     parts = ChoiceParts.of(request.options)
     decaying = parts.filtered and request.top_p_decay != 1
     counting = bool(request.presence_penalty or request.frequency_penalty)
-    return parts._replace(decaying=decaying, counting=counting, avoiding=request.forbidden_pair is not None)
+    return parts._replace(
+        decaying=decaying, counting=counting, avoiding=request.forbidden_pair is not None
+    )
 
 
 def stops(row: DecoderRow, token: int) -> bool:
@@ -355,7 +399,9 @@ def stops(row: DecoderRow, token: int) -> bool:
     return row.text.stopped
 
 
-def run_requests(decoder: Decoder, requests: Iterable[Request]) -> Generator[tuple[int, Event], None, None]:
+def run_requests(
+    decoder: Decoder, requests: Iterable[Request]
+) -> Generator[tuple[int, Event], None, None]:
     """Yield the events of requests as they come, each with its request's number.
 
     Requests are taken as slots become free. Closing the generator cancels those at work.
@@ -364,7 +410,9 @@ def run_requests(decoder: Decoder, requests: Iterable[Request]) -> Generator[tup
     try:
         while True:
             # Some wait, so that a slot that becomes free is filled in the same step.
-            for number, request in itertools.islice(numbered, max(0, decoder.slots - decoder.waiting)):
+            for number, request in itertools.islice(
+                numbered, max(0, decoder.slots - decoder.waiting)
+            ):
                 numbers[decoder.submit(request)] = number
             if not numbers:
                 return
@@ -378,7 +426,9 @@ def run_requests(decoder: Decoder, requests: Iterable[Request]) -> Generator[tup
 
 def complete(model: Decodable, requests: Sequence[Request], slots: int) -> list[Completion]:
     """Return the completions of requests, of which at most `slots` are computed at once."""
-    decoder = model.decoder(max(1, min(slots, len(requests))), max((r.longest for r in requests), default=1))
+    decoder = model.decoder(
+        max(1, min(slots, len(requests))), max((r.longest for r in requests), default=1)
+    )
     texts = [Completion(model.tokenizer, request) for request in requests]
     for number, event in run_requests(decoder, requests):
         texts[number].add(event)

@@ -40,7 +40,8 @@ class Dialogue:
     positions: int
     system: str = ""
     turns: list[ChatTurn] = field(default_factory=list)
-    left_out: int = 0  # the oldest turns, or tokens of the text, that the last prompt was too short for
+    # the oldest turns, or tokens of the text, that the last prompt was too short for
+    left_out: int = 0
 
     def add(self, role: str, content: str, ended: bool = False) -> None:
         self.turns.append(ChatTurn(role, content, ended))
@@ -87,7 +88,9 @@ class Dialogue:
         ids = self.encode_from(self.left_out)
         later = [n for n, turn in enumerate(self.turns) if n > self.left_out and turn.role == USER]
         if len(ids) > room and later:
-            at = bisect.bisect_left(later, True, key=lambda first: len(self.encode_from(first)) <= room)
+            at = bisect.bisect_left(
+                later, True, key=lambda first: len(self.encode_from(first)) <= room
+            )
             self.left_out = later[min(at, len(later) - 1)]
             ids = self.encode_from(self.left_out)
         return ids
@@ -109,10 +112,17 @@ class Dialogue:
                 read_dialogue(path)
             except UserError:
                 raise UserError(f"{path} exists and holds no dialogue; name another file") from None
-        turns = [{k: v for k, v in asdict(turn).items() if v or k != "ended"} for turn in self.turns]
-        messages = [*({"role": SYSTEM, "content": self.system} for _ in range(bool(self.system))), *turns]
+        turns = [
+            {k: v for k, v in asdict(turn).items() if v or k != "ended"} for turn in self.turns
+        ]
+        messages = [
+            *({"role": SYSTEM, "content": self.system} for _ in range(bool(self.system))),
+            *turns,
+        ]
         with replacing(path, typed=True) as file:
-            file.write(json.dumps({"messages": messages}, ensure_ascii=False, indent=1).encode() + b"\n")
+            file.write(
+                json.dumps({"messages": messages}, ensure_ascii=False, indent=1).encode() + b"\n"
+            )
 
     def load(self, path: Path) -> None:
         """Replace the turns by a file's: {"messages": [...]}, or the list alone."""

@@ -80,14 +80,19 @@ class LanguageModel:
     tokenizer: Tokenizer
     step: int
     seq_length: int
-    sharded: ShardedModel | None = None  # of a model that is cut over several ranks, whose `model` is one part
+    # of a model that is cut over several ranks, whose `model` is one part
+    sharded: ShardedModel | None = None
     tokenizer_folder: Path | None = None
-    decoders: dict[int, decoder.Decoder] = field(default_factory=dict, repr=False, compare=False)  # by slots
-    lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)  # of the cache and graphs
+    # by slots
+    decoders: dict[int, decoder.Decoder] = field(default_factory=dict, repr=False, compare=False)
+    # of the cache and graphs
+    lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy in this or another process needs; it makes its own cache and lock."""
-        return {name: value for name, value in vars(self).items() if name not in ("decoders", "lock")}
+        return {
+            name: value for name, value in vars(self).items() if name not in ("decoders", "lock")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, decoders={}, lock=threading.RLock())
@@ -121,10 +126,14 @@ class LanguageModel:
         try:
             ids = [operator.index(i) for i in text]
         except TypeError as error:
-            raise UserError(f"{str(text)[:60]} is neither a text nor a list of token ids ({error})") from None
+            raise UserError(
+                f"{str(text)[:60]} is neither a text nor a list of token ids ({error})"
+            ) from None
         for i in ids:
             if not 0 <= i < self.model.vocab:
-                raise UserError(f"token id {i} is outside of the vocabulary, 0 ... {self.model.vocab - 1}")
+                raise UserError(
+                    f"token id {i} is outside of the vocabulary, 0 ... {self.model.vocab - 1}"
+                )
         return ids
 
     @torch.inference_mode()
@@ -135,7 +144,9 @@ class LanguageModel:
         """
         ids = self.encode(text)
         if not 0 < len(ids) <= self.seq_length:
-            raise UserError(f"the text has {len(ids)} tokens; the model reads 1 to {self.seq_length}")
+            raise UserError(
+                f"the text has {len(ids)} tokens; the model reads 1 to {self.seq_length}"
+            )
         with self.lock:
             out = self.forward(torch.tensor([ids], device=self.device), Positions())
         return out[0, :, : self.model.vocab]
@@ -143,7 +154,9 @@ class LanguageModel:
     @overload
     def generate(self, prompt: TextOrIds = "", **options: Unpack[TextOptions]) -> str: ...
     @overload
-    def generate(self, prompt: list[str] | list[list[int]], **options: Unpack[TextOptions]) -> list[str]: ...
+    def generate(
+        self, prompt: list[str] | list[list[int]], **options: Unpack[TextOptions]
+    ) -> list[str]: ...
     def generate(
         self,
         prompt: TextOrIds | list[str] | list[list[int]] = "",
@@ -169,7 +182,9 @@ class LanguageModel:
             raise UserError(f"batch_size {batch_size} must be above 0")
         options = Sampling(temperature, greedy, out_seq_length=max_new_tokens, **filters)
         ends = (stop,) if isinstance(stop, str) else tuple(stop)
-        is_list = isinstance(prompt, list | tuple) and all(isinstance(p, str | list | tuple) for p in prompt)
+        is_list = isinstance(prompt, list | tuple) and all(
+            isinstance(p, str | list | tuple) for p in prompt
+        )
         prompts: Any = prompt if is_list else [prompt]
         requests = [Request(self.encode(p), options, seed, n, ends) for n, p in enumerate(prompts)]
         for number, request in enumerate(requests):
@@ -234,7 +249,10 @@ def open_options(given: Mapping[str, Any]) -> OpenOptions:
 
 
 def check_model(
-    saved: SavedModel, given: Mapping[str, Any], vocabulary: TokenizerFlags, layout: Layout = ONE_RANK
+    saved: SavedModel,
+    given: Mapping[str, Any],
+    vocabulary: TokenizerFlags,
+    layout: Layout = ONE_RANK,
 ) -> CheckedModel:
     """Refuse later versions' models, and flags, a vocabulary or a layout that do not fit."""
     source, where = saved.source, saved.source.folder
@@ -252,7 +270,9 @@ def check_model(
         text = f"{with_value('seq_length', given['seq_length'])}, the checkpoint has {positions} positions"
         wrong.append(Problem(("seq_length",), text))
     if wrong:
-        heading = f"these settings contradict {plain(where)}; leave them out, the checkpoint has them:"
+        heading = (
+            f"these settings contradict {plain(where)}; leave them out, the checkpoint has them:"
+        )
         raise SettingsError(listed(wrong, heading), BAD_DATA)
     if tokenizer.size > saved.rows or (source.kind == NATIVE and tokenizer.size != vocab):
         null = ", including --tokenizer-type NullTokenizer's end-of-document id"
@@ -260,13 +280,23 @@ def check_model(
         message = f"the vocabulary has {size}, the checkpoint {vocab}; {where} was trained with another vocabulary"
         raise bad_data(message)
     saved = dataclasses.replace(saved, source=source.of_vocabulary(vocab))
-    p = Parallel(layout.tp, layout.pp, layout.cp, pipeline_layout=given.get("pipeline_layout"), world_size=layout.world)
+    p = Parallel(
+        layout.tp,
+        layout.pp,
+        layout.cp,
+        pipeline_layout=given.get("pipeline_layout"),
+        world_size=layout.world,
+    )
     config = TrainConfig(
-        model=dataclasses.replace(model, attention_dropout=0.0), parallel=p, data=Data(seq_length=positions)
+        model=dataclasses.replace(model, attention_dropout=0.0),
+        parallel=p,
+        data=Data(seq_length=positions),
     )
     if wrong := check_layout.parallel_problems(config):
         raise SettingsError(listed(wrong, f"{plain(where)} cannot be divided so:"))
-    padded = counts.padded_size(vocab, model.make_vocab_size_divisible_by, layout.tp, model.pad_vocab_size_to)
+    padded = counts.padded_size(
+        vocab, model.make_vocab_size_divisible_by, layout.tp, model.pad_vocab_size_to
+    )
     return CheckedModel(saved, model, vocab, padded, positions, tokenizer, config.stages)
 
 
@@ -299,7 +329,9 @@ def load_model(
     def accept(source: Source) -> Source:
         checked = check_model(describe_model(source, given), given, vocabulary, layout)
         sizes = checked.vocab, checked.padded, checked.positions
-        opened.append((checked, build_cut_model(checked.model, sizes, checked.layers, layout, dtype, device)))
+        opened.append(
+            (checked, build_cut_model(checked.model, sizes, checked.layers, layout, dtype, device))
+        )
         return checked.source
 
     def want(source: Source) -> TensorBoxes:
@@ -312,11 +344,16 @@ def load_model(
             out[name] = native.BoxedTensor(tuple(full), [box] if shape[0] else [], p[: shape[0]])
         return out
 
-    if loading.load_checkpoint(folder, want, options=open_options(given), accept=accept, team=team) is None:
+    if (
+        loading.load_checkpoint(folder, want, options=open_options(given), accept=accept, team=team)
+        is None
+    ):
         raise not_a_run(folder, "checkpoint")
     checked, model = opened[-1]
     model.open_pipeline()
     length = given.get("seq_length") or checked.saved.seq_length or checked.positions
     length, tokenizer_folder = min(length, checked.positions), checked.saved.tokenizer_folder
     sharded = ShardedModel(model, checked.padded, team) if team.size > 1 else None
-    return LanguageModel(model.parts[0], checked.tokenizer, checked.source.step, length, sharded, tokenizer_folder)
+    return LanguageModel(
+        model.parts[0], checked.tokenizer, checked.source.step, length, sharded, tokenizer_folder
+    )

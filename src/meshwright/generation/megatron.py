@@ -15,7 +15,9 @@ from meshwright.generation.requests import Completion, Request
 from meshwright.generation.terminal import replace_surrogates
 
 
-def write_samples(m: LanguageModel, path: str, count: int, options: Sampling, seed: int, batch: int) -> None:
+def write_samples(
+    m: LanguageModel, path: str, count: int, options: Sampling, seed: int, batch: int
+) -> None:
     """Write `count` JSON lines {"text", "length", "finished"}, a micro-batch at a time.
 
     `length` counts the tokens before the end-of-document one; `finished` is whether that came.
@@ -24,7 +26,10 @@ def write_samples(m: LanguageModel, path: str, count: int, options: Sampling, se
     with open(path, "w", encoding="utf-8") as out:
         for first in range(0, count, batch):
             start = time.perf_counter()
-            requests = [Request([], options, seed, number) for number in range(first, min(first + batch, count))]
+            requests = [
+                Request([], options, seed, number)
+                for number in range(first, min(first + batch, count))
+            ]
             for text in complete(m, requests, batch):
                 line = {"text": text.text, "length": len(text.tokens), "finished": text.ended}
                 out.write(json.dumps(line, ensure_ascii=False) + "\n")
@@ -49,7 +54,9 @@ def talk(m: LanguageModel, options: Sampling, seed: int) -> None:
             print(error)
             continue
         if len(ids) >= max(m.seq_length // 2, 2):
-            print(f"\nContext length {len(ids)} \nPlease give smaller context (half of the sequence length)!")
+            print(
+                f"\nContext length {len(ids)} \nPlease give smaller context (half of the sequence length)!"
+            )
             continue
         if is_terminal:
             print("\033[2J\033[H", end="")

@@ -17,7 +17,11 @@ from meshwright.config.problem import NAMES
 from meshwright.config.schema import Sampling
 
 # Keys of a JSON line: those of Sampling by other names, too, and these.
-RENAMED = {"max_tokens": "out_seq_length", "max_new_tokens": "out_seq_length", "n": "num_return_sequences"}
+RENAMED = {
+    "max_tokens": "out_seq_length",
+    "max_new_tokens": "out_seq_length",
+    "n": "num_return_sequences",
+}
 OPTIONS = [f.name for f in dataclasses.fields(Sampling) if f.name != "recompute"]
 MOST_LISTED = 20  # faults
 LARGEST = 2**63 - 1
@@ -99,7 +103,8 @@ def parse_prompt(line: str, usual: Prompt) -> Prompt:
         values[name] = value
     options = usual.options
     if values.get("temperature") is not None:
-        options = dataclasses.replace(options, greedy=False)  # its own temperature wins over --greedy
+        # its own temperature wins over --greedy
+        options = dataclasses.replace(options, greedy=False)
     f = Fields(values)
     prompt = Prompt(
         f.take("prompt"),

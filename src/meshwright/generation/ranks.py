@@ -54,14 +54,17 @@ def run_on_ranks(
     world = dataclasses.replace(world, size=size, local_size=min(world.local_size, size))
     device = devices.open_device(p.device, world.local_rank)
     if world.size > 1 and threading.current_thread() is threading.main_thread():
-        if not stops:  # Ctrl-C ends every rank at once; Python's handler would wait for a collective to return
+        # Ctrl-C ends every rank at once; Python's handler would wait for a collective to return
+        if not stops:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         elif world.rank:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
     with reporting(world, p.distributed_timeout_minutes):
         backend = pick_backend(p, device, world.rank == 0)
-        team = join_ranks(world, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds)
+        team = join_ranks(
+            world, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds
+        )
         if not team.is_lead:
             console.set_stream(None)
         serve_ranks(c, given, work, device, team, folders)
@@ -79,7 +82,11 @@ def serve_ranks(
     """Load this rank's part of each folder's model and call `work` on rank 0; the others follow."""
     p, settings = c.parallel, flags.to_dict(c)
     require_equal(team, {name: value for name, value in settings.items() if name != "local_rank"})
-    tp, pp, cp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
+    tp, pp, cp = (
+        p.tensor_model_parallel_size,
+        p.pipeline_model_parallel_size,
+        p.context_parallel_size,
+    )
     layout = connect(Layout(pp, 1, team.size // p.model_ranks, cp, tp, team.rank), team.timeout)
     for folder in folders or [c.checkpoint.load or ""]:
         with console.shortened():

@@ -14,7 +14,8 @@ from meshwright.config.schema import Sampling
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.generation.text import TokenText
 
-Finish = Literal["stop", "length"]  # an end-of-document token or a stop string; the number of tokens
+# an end-of-document token or a stop string; the number of tokens
+Finish = Literal["stop", "length"]
 Top = list[tuple[int, float]]  # the likeliest tokens with their log-probabilities, the best first
 
 
@@ -102,7 +103,11 @@ class Completion:
 
     def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
         self.tokens, self.logprobs, self.tops = list[int](), list[float | None](), list[Top]()
-        self.prompt_tokens, self.prompt_logprobs, self.prompt_tops = list[int](), list[float | None](), list[Top]()
+        self.prompt_tokens, self.prompt_logprobs, self.prompt_tops = (
+            list[int](),
+            list[float | None](),
+            list[Top](),
+        )
         self.text = ""
         self.finish: Finish | None = None
         self.ended = False
@@ -115,7 +120,9 @@ class Completion:
             self.ended = True
         else:
             echoed = self.prompt_tokens, self.prompt_logprobs, self.prompt_tops
-            tokens, logprobs, tops = echoed if event.echoed else (self.tokens, self.logprobs, self.tops)
+            tokens, logprobs, tops = (
+                echoed if event.echoed else (self.tokens, self.logprobs, self.tops)
+            )
             tokens.append(event.token)
             logprobs.append(event.logprob)
             tops.append(event.top)
@@ -138,7 +145,9 @@ def not_finite_error() -> UserError:
     return UserError(message, NON_FINITE)
 
 
-def text_until_stop(tokenizer: Tokenizer, request: Request, tokens: Sequence[int]) -> tuple[str, bool]:
+def text_until_stop(
+    tokenizer: Tokenizer, request: Request, tokens: Sequence[int]
+) -> tuple[str, bool]:
     """Return the text of a continuation up to a stop string, and whether there is one."""
     stream = request.new_text(tokenizer)
     text = stream.push(*tokens)

@@ -33,7 +33,9 @@ class ChoiceParts(NamedTuple):
     @staticmethod
     def of(s: Sampling) -> ChoiceParts:
         sampled = not is_greedy(s)
-        return ChoiceParts(s.repetition_penalty != 1, sampled, sampled and bool(s.top_k or s.top_p or s.min_p))
+        return ChoiceParts(
+            s.repetition_penalty != 1, sampled, sampled and bool(s.top_k or s.top_p or s.min_p)
+        )
 
     def __or__(self, other: ChoiceParts) -> ChoiceParts:
         return ChoiceParts(*(a or b for a, b in zip(self, other, strict=True)))
@@ -88,7 +90,9 @@ def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
     drop = ordered < ordered.gather(-1, last[:, None])
     probabilities = ordered.masked_fill(drop, -INF).softmax(-1)
     p = torch.where(top_p > 0, top_p, INF)[:, None]
-    drop |= (probabilities.cumsum(-1) - probabilities > p) | (probabilities < min_p[:, None] * probabilities[:, :1])
+    drop |= (probabilities.cumsum(-1) - probabilities > p) | (
+        probabilities < min_p[:, None] * probabilities[:, :1]
+    )
     return logits.masked_fill(torch.zeros_like(drop).scatter(-1, ids, drop), -INF)
 
 

@@ -25,8 +25,13 @@ class ShardedModel:
 
     def __init__(self, model: CutModel, padded: int, team: Team) -> None:
         self.model, self.padded, self.calls = model, padded, Calls(team)
-        self.calls.actions |= {"forward": self._forward, "rearrange": self._rearrange, "score": self._score}
-        self.numbers: WeakKeyDictionary[Cache, int] = WeakKeyDictionary()  # of the caches in use on rank 0
+        self.calls.actions |= {
+            "forward": self._forward,
+            "rearrange": self._rearrange,
+            "score": self._score,
+        }
+        # of the caches in use on rank 0
+        self.numbers: WeakKeyDictionary[Cache, int] = WeakKeyDictionary()
         self.fresh = itertools.count()
         self.caches: dict[int, Cache] = {}  # this rank's parts of them
 
@@ -36,10 +41,17 @@ class ShardedModel:
         if cached is not None:
             if cached.cache not in self.numbers:
                 self.numbers[cached.cache] = next(self.fresh)
-            head += [self.numbers[cached.cache], cached.cache.slots, cached.cache.length, cached.seen]
+            head += [
+                self.numbers[cached.cache],
+                cached.cache.slots,
+                cached.cache.length,
+                cached.seen,
+            ]
             rest = [torch.tensor(list(self.numbers.values())), cached.slots, cached.used]
             rest += [cached.ends] if cached.ends is not None else []
-        logits: Tensor = self.calls.call("forward", torch.tensor(head), tokens.cpu(), *(x.cpu() for x in rest))
+        logits: Tensor = self.calls.call(
+            "forward", torch.tensor(head), tokens.cpu(), *(x.cpu() for x in rest)
+        )
         return logits
 
     @torch.inference_mode()
@@ -54,7 +66,9 @@ class ShardedModel:
             at, used, *ends = (x.to(model.device) for x in rows)
             where.cached = ContinuedTexts(cache, at, used, seen, *ends)
         inputs = [ModelInput(tokens.to(model.device), where)]
-        logits = model.run_passes(inputs, lambda logits, i: model.gather_ids(logits), bool(last_only))
+        logits = model.run_passes(
+            inputs, lambda logits, i: model.gather_ids(logits), bool(last_only)
+        )
         shape = (len(tokens), 1 if last_only else tokens.shape[1], self.padded)
         return model.send_to_lead(logits[0] if logits else None, shape)
 
@@ -69,11 +83,16 @@ class ShardedModel:
     def score(self, batches: list[WindowBatch]) -> Tensor:
         """Score micro-batches as a `Scorer` does; copies of the model share them out."""
         ranges = torch.tensor([rows.ranges for rows in batches])
-        values: Tensor = self.calls.call("score", ranges, *(x.long() for rows in batches for x in rows[:3]))
+        values: Tensor = self.calls.call(
+            "score", ranges, *(x.long() for rows in batches for x in rows[:3])
+        )
         return values
 
     @torch.inference_mode()
     def _score(self, ranges: Tensor, *tensors: Tensor) -> Tensor:
         rows = zip(tensors[::3], tensors[1::3], tensors[2::3], ranges.tolist(), strict=True)
-        batches = [WindowBatch(tokens, labels, counted.bool(), count) for tokens, labels, counted, count in rows]
+        batches = [
+            WindowBatch(tokens, labels, counted.bool(), count)
+            for tokens, labels, counted, count in rows
+        ]
         return self.calls.sum(score_part(self.model, self.model.parts[0].vocab, batches).cpu())

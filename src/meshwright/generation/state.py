@@ -44,10 +44,11 @@ class SlotState:
 
     def __init__(self, slots: int, vocab: int, device: torch.device) -> None:
         self.vocab, self.device = vocab, device
-        self.token, self.used, self.limit, self.top_k, self.key = torch.zeros(5, slots + 1, dtype=torch.int64).to(
-            device
-        )
-        self.avoid = torch.full((2, slots + 1), -1).to(device)  # a token, and the one that may not follow it
+        self.token, self.used, self.limit, self.top_k, self.key = torch.zeros(
+            5, slots + 1, dtype=torch.int64
+        ).to(device)
+        # a token, and the one that may not follow it
+        self.avoid = torch.full((2, slots + 1), -1).to(device)
         self.numbers = torch.zeros(8, slots + 1, dtype=torch.float64, device=device)
         self.active = torch.zeros(slots + 1, dtype=torch.bool, device=device)
         # [slots + 1, vocab], if a penalty needs it: tokens of texts; how often a new part has each.
@@ -68,19 +69,44 @@ class SlotState:
         for r in rows:
             name = sampling.stream_key(r.request.seed, r.request.stream)
             length, pair = len(r.prompt), r.request.forbidden_pair or (-1, -1)
-            words.append([r.slot, length, length + r.count, r.request.options.top_k, name, r.prompt[-1], *pair])
+            words.append(
+                [
+                    r.slot,
+                    length,
+                    length + r.count,
+                    r.request.options.top_k,
+                    name,
+                    r.prompt[-1],
+                    *pair,
+                ]
+            )
             decay, floor = r.request.top_p_decay, max(r.request.top_p_floor, SMALLEST_TOP_P)
-            penalties = r.request.options.repetition_penalty, r.request.presence_penalty, r.request.frequency_penalty
+            penalties = (
+                r.request.options.repetition_penalty,
+                r.request.presence_penalty,
+                r.request.frequency_penalty,
+            )
             numbers.append([*sampling.control_numbers(r.request.options), decay, floor, *penalties])
-        slots, used, limit, top_k, key, token, *pairs = self.send(torch.tensor(words).T.contiguous())
-        self.used[slots], self.limit[slots], self.top_k[slots], self.key[slots] = used, limit, top_k, key
+        slots, used, limit, top_k, key, token, *pairs = self.send(
+            torch.tensor(words).T.contiguous()
+        )
+        self.used[slots], self.limit[slots], self.top_k[slots], self.key[slots] = (
+            used,
+            limit,
+            top_k,
+            key,
+        )
         self.token[slots], self.avoid[:, slots] = token, torch.stack(pairs)
         self.numbers[:, slots] = self.send(torch.tensor(numbers, dtype=torch.float64).T)
         self.active[slots] = limit > used
         if any(r.kind.penalised for r in rows) and self.seen is None:
-            self.seen = torch.zeros(len(self.token), self.vocab, dtype=torch.bool, device=self.device)
+            self.seen = torch.zeros(
+                len(self.token), self.vocab, dtype=torch.bool, device=self.device
+            )
         if any(r.kind.counting for r in rows) and self.counts is None:
-            self.counts = torch.zeros(len(self.token), self.vocab, dtype=torch.int32, device=self.device)
+            self.counts = torch.zeros(
+                len(self.token), self.vocab, dtype=torch.int32, device=self.device
+            )
         if self.counts is not None:
             self.counts[slots] = 0
         if self.seen is not None:
@@ -110,7 +136,9 @@ class Outputs:
         if k is None or self.logprobs is None:
             return None, []
         assert self.values is not None and self.ids is not None
-        return float(self.logprobs[i]), list(zip(self.ids[i, :k].tolist(), self.values[i, :k].tolist(), strict=True))
+        return float(self.logprobs[i]), list(
+            zip(self.ids[i, :k].tolist(), self.values[i, :k].tolist(), strict=True)
+        )
 
 
 def score_tokens(logits: Tensor, tokens: Tensor, k: int) -> Outputs:
@@ -120,7 +148,9 @@ def score_tokens(logits: Tensor, tokens: Tensor, k: int) -> Outputs:
     return Outputs(tokens, logprobs.gather(-1, tokens[:, None])[:, 0], values, ids)
 
 
-def choose_next(s: SlotState, slots: Tensor, logits: Tensor, kind: ChoiceParts, k: int, eod: int) -> Outputs:
+def choose_next(
+    s: SlotState, slots: Tensor, logits: Tensor, kind: ChoiceParts, k: int, eod: int
+) -> Outputs:
     """Choose the next token of the slots' rows, and begin each row's next step.
 
     With k >= 0 return log-probabilities too. Nothing here waits for the device, so that it can be
@@ -146,7 +176,8 @@ def choose_next(s: SlotState, slots: Tensor, logits: Tensor, kind: ChoiceParts, 
     outputs = Outputs(new) if k < 0 else score_tokens(logits, new, k)
     s.token[slots] = new
     if s.seen is not None:
-        s.seen[slots, new] = torch.ones_like(new, dtype=torch.bool)  # True alone would be copied from the host
+        # True alone would be copied from the host
+        s.seen[slots, new] = torch.ones_like(new, dtype=torch.bool)
     s.active[slots] = active & is_finite & (new != eod) & (position + 1 < s.limit[slots])
     outputs.tokens = torch.where(active, torch.where(is_finite, new, BAD), NONE)
     return outputs

@@ -31,7 +31,8 @@ from meshwright.runtime.cuda_graphs import CudaGraphs
 SHORTEST_TEXT = 256  # length of the shortest steps
 NARROWEST_PROMPT = 64  # width of prompts that a graph reads
 MOST_PROMPT_TOKENS = 4096  # that a graph reads
-Key = tuple[int, int, ChoiceParts, int] | tuple[int, int]  # rows, length, choice, log-probabilities; of prompts
+# rows, length, choice, log-probabilities; of prompts
+Key = tuple[int, int, ChoiceParts, int] | tuple[int, int]
 
 
 class CapturedSteps:
@@ -69,12 +70,18 @@ class CapturedSteps:
 
         None if they are so many tokens that the device, not the host, limits the speed.
         """
-        rows, width = power_of_2(len(slots)), max(NARROWEST_PROMPT, power_of_2(max(map(len, prompts))))
+        rows, width = (
+            power_of_2(len(slots)),
+            max(NARROWEST_PROMPT, power_of_2(max(map(len, prompts)))),
+        )
         if rows * width > MOST_PROMPT_TOKENS:
             return None
         padded = [*prompts, *[[0]] * (rows - len(slots))]
         names = slots + [len(self.state.token) - 1] * (rows - len(slots))
-        lines = [[name, len(p) - 1, *p, *[0] * (width - len(p))] for name, p in zip(names, padded, strict=True)]
+        lines = [
+            [name, len(p) - 1, *p, *[0] * (width - len(p))]
+            for name, p in zip(names, padded, strict=True)
+        ]
         new = self.state.send(torch.tensor(lines))
         prompt_buffer = self.prompts.setdefault((rows, width), torch.empty_like(new)).copy_(new)
         logits: torch.Tensor = self.call((rows, width), lambda: self.read_buffer(prompt_buffer))
@@ -83,7 +90,9 @@ class CapturedSteps:
     def read_buffer(self, prompt_buffer: torch.Tensor) -> torch.Tensor:
         """Read prompts from [B, slot, place of the last token, tokens]."""
         slots, ends, tokens = prompt_buffer[:, 0], prompt_buffer[:, 1], prompt_buffer[:, 2:]
-        where = Positions(cached=ContinuedTexts(self.cache, slots, torch.zeros_like(slots), 0, ends))
+        where = Positions(
+            cached=ContinuedTexts(self.cache, slots, torch.zeros_like(slots), 0, ends)
+        )
         logits: torch.Tensor = self.model(tokens, where, last_only=True)
         return logits[:, 0, : self.state.vocab]
 
@@ -91,7 +100,11 @@ class CapturedSteps:
         s, slots = self.state, self.slots[rows]
         logits = self.step(s.rows, slots, longest)
         if not (kind.filtered or kind.penalised or kind.counting or kind.avoiding) and k < 0:
-            return Outputs(choose_tokens(logits, s.vocab, slots, s.rows, self.eod, s.draws if kind.sampled else None))
+            return Outputs(
+                choose_tokens(
+                    logits, s.vocab, slots, s.rows, self.eod, s.draws if kind.sampled else None
+                )
+            )
         s.used[slots] += s.active[slots]
         return choose_next(s, slots, logits[:, : s.vocab], kind, k, self.eod)
 
@@ -99,7 +112,8 @@ class CapturedSteps:
         """Run a function: as it is a thread's first time, and captured from the second time on."""
         if self.thread != threading.get_ident():
             self.thread, self.ready = threading.get_ident(), set()
-        with torch.accelerator.device_index(self.state.device.index):  # a thread of its own begins on device 0
+        # a thread of its own begins on device 0
+        with torch.accelerator.device_index(self.state.device.index):
             if key in self.ready and key not in self.tried and self.captures:
                 self.tried.add(key)
                 self.runs[key] = self.capture(function)
@@ -111,12 +125,17 @@ class CapturedSteps:
         outputs: list[Any] = []
         try:
             if self.graphs is None:
-                self.graphs, self.stream = CudaGraphs(self.state.device), devices.new_stream(self.state.device)
+                self.graphs, self.stream = (
+                    CudaGraphs(self.state.device),
+                    devices.new_stream(self.state.device),
+                )
             self.graphs.prepare()
             with devices.on_stream(self.stream):
                 replay = self.graphs.capture(lambda: outputs.append(function()))
         except RuntimeError as error:
-            remark(f" > decoding: a step runs without a CUDA graph, whose capture failed: {first_line(error)}")
+            remark(
+                f" > decoding: a step runs without a CUDA graph, whose capture failed: {first_line(error)}"
+            )
             return function
 
         def replayed() -> Any:

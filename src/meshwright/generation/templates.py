@@ -44,9 +44,13 @@ class ChatTemplate:
         try:
             return str(RENDER({"template": self.text, "values": values}))
         except ValueError as error:
-            raise bad_data(f"{self.path}: the chat template cannot write these turns: {error}") from None
+            raise bad_data(
+                f"{self.path}: the chat template cannot write these turns: {error}"
+            ) from None
 
-    def encode(self, tokenizer: Tokenizer, messages: Messages, begin_answer: bool = True) -> list[int]:
+    def encode(
+        self, tokenizer: Tokenizer, messages: Messages, begin_answer: bool = True
+    ) -> list[int]:
         """Return the dialogue as tokens; special tokens of messages are letters."""
         shielded = [{**m, "content": tokenizer.shield(str(m["content"]))} for m in messages]
         return tokenizer.encode_special(self.render(shielded, begin_answer))
@@ -63,7 +67,9 @@ def find_template(tokenizer: Tokenizer, folder: Path | None) -> ChatTemplate | N
     return next(filter(None, map(read_template, filter(None, folders))), None)
 
 
-def choose_template(name: str | None, tokenizer: Tokenizer, folder: Path | None) -> ChatTemplate | None:
+def choose_template(
+    name: str | None, tokenizer: Tokenizer, folder: Path | None
+) -> ChatTemplate | None:
     """Return the template of --chat-template: a file or folder; None for `plain`.
 
     Without a name, it is that of `find_template`.
@@ -77,7 +83,8 @@ def choose_template(name: str | None, tokenizer: Tokenizer, folder: Path | None)
         if template := read_template(path):
             return template
         raise SettingsError(
-            f"{{chat_template={name}}} holds neither {CHAT_TEMPLATE} nor a {CHAT_CONFIG} with a chat_template", BAD_DATA
+            f"{{chat_template={name}}} holds neither {CHAT_TEMPLATE} nor a {CHAT_CONFIG} with a chat_template",
+            BAD_DATA,
         )
     run_template = find_template(tokenizer, folder)
     beside = _tokens(read_chat_config(path.parent)) or (run_template.tokens if run_template else {})
@@ -93,12 +100,20 @@ def read_template(folder: Path) -> ChatTemplate | None:
     if isinstance(text, list):  # several, by their names
         by_name = {t.get("name"): t.get("template") for t in text if isinstance(t, dict)}
         text = by_name.get("default") or next(iter(by_name.values()), None)
-    return ChatTemplate(folder / CHAT_CONFIG, text, _tokens(config)) if isinstance(text, str) and text else None
+    return (
+        ChatTemplate(folder / CHAT_CONFIG, text, _tokens(config))
+        if isinstance(text, str) and text
+        else None
+    )
 
 
 def _tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the special tokens of a tokenizer_config.json: strings, or objects with a content."""
-    contents = {k: v.get("content") if isinstance(v, dict) else v for k, v in config.items() if k.endswith("_token")}
+    contents = {
+        k: v.get("content") if isinstance(v, dict) else v
+        for k, v in config.items()
+        if k.endswith("_token")
+    }
     return {name: content for name, content in contents.items() if isinstance(content, str)}
 
 

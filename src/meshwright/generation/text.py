@@ -21,13 +21,16 @@ class TokenText:
         decoded: number of characters so far, with those that are held back.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = ()
+    ) -> None:
         self.tokenizer, self.stop = tokenizer, [s for s in stop if s]
         self.stopped, self.decoded = False, 0
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         # The tokens of the last piece, and those after it; between bare ids stands `gap`.
         self._window = [] if gap(tokenizer) else list(before[-1:])
-        self._done = len(tokenizer.decode_bytes(self._window))  # bytes of the window that were decoded
+        # bytes of the window that were decoded
+        self._done = len(tokenizer.decode_bytes(self._window))
         self._held = ""
 
     def push(self, *tokens: int) -> str:
@@ -58,7 +61,9 @@ class TokenText:
         if ends:
             self.stopped, self._held = True, ""
             return text[: min(ends)]
-        held = max((n for s in self.stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+        held = max(
+            (n for s in self.stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0
+        )
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 

@@ -37,7 +37,11 @@ class _Activate(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         (u,) = ctx.saved_tensors
         du, partials = backward(ctx.kind, u, grad, ctx.needs_input_grad[1])
-        return du, None if partials is None else gradients.from_columns(ctx.parameter, partials), None
+        return (
+            du,
+            None if partials is None else gradients.from_columns(ctx.parameter, partials),
+            None,
+        )
 
 
 def _input(kind: str, u: Tensor, *_: Any) -> Tensor:

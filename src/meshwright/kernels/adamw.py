@@ -62,7 +62,10 @@ class AdamWConstants(NamedTuple):
 
 
 def make_constants(
-    settings: AdamWConstants, clip: float, device: torch.device, kinds: Sequence[tuple[float, float]]
+    settings: AdamWConstants,
+    clip: float,
+    device: torch.device,
+    kinds: Sequence[tuple[float, float]],
 ) -> Tensor:
     """Return the constants of the decision, float64 [35].
 
@@ -70,7 +73,9 @@ def make_constants(
     rate and decay of each kind.
     """
     if len(kinds) > KINDS:
-        raise ValueError(f"AdamW over flat buffers has {KINDS} kinds of parameters, not {len(kinds)}")
+        raise ValueError(
+            f"AdamW over flat buffers has {KINDS} kinds of parameters, not {len(kinds)}"
+        )
     values = [math.log(beta) if beta else -math.inf for beta in settings[:2]]
     factors = [*itertools.chain(*kinds), *[0.0] * 2 * (KINDS - len(kinds))]
     return torch.tensor([*values, clip, *factors], dtype=torch.float64, device=device)
@@ -80,7 +85,9 @@ def make_table(ranges: list[FlatRange], device: torch.device) -> Tensor:
     rows = [torch.empty(2, 0, dtype=torch.int64)]
     for r in ranges:
         blocks = torch.arange((r.end - r.begin) // BLOCK)
-        rows.append(torch.stack([(blocks + r.begin // BLOCK) * KINDS + r.kind, blocks + r.target // BLOCK]))
+        rows.append(
+            torch.stack([(blocks + r.begin // BLOCK) * KINDS + r.kind, blocks + r.target // BLOCK])
+        )
     return torch.cat(rows, 1).to(device, torch.int32)
 
 
@@ -105,8 +112,12 @@ def decide(constants: Tensor, numbers: tuple[Tensor, ...], step: Tensor) -> Tens
     step += is_finite
     t = step.double().clamp(min=1.0)  # 0 if no step was finite yet
     root = (1 - (t * log2).exp()).rsqrt()
-    of_kinds = torch.stack([lr * rate * (weight_decay * decay), lr * rate / (1 - (t * log1).exp())], 1)
-    return torch.cat([torch.stack([norm, shrink, is_finite.double(), shrink / scale, root]), of_kinds.view(-1)]).float()
+    of_kinds = torch.stack(
+        [lr * rate * (weight_decay * decay), lr * rate / (1 - (t * log1).exp())], 1
+    )
+    return torch.cat(
+        [torch.stack([norm, shrink, is_finite.double(), shrink / scale, root]), of_kinds.view(-1)]
+    ).float()
 
 
 @twin("adamw.update_blocks", of=lambda buffers, *_: buffers.master)

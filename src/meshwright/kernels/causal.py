@@ -35,7 +35,9 @@ def has_products() -> bool:
 
 def suits(q: Tensor, k: Tensor) -> bool:
     """Return whether `attend` is faster than torch's for q [B, T, n, d] and k [B, S, g, d]."""
-    applies = q.device.type == "cpu" and q.dtype is torch.bfloat16 and q.shape[1] == k.shape[1] in LENGTHS
+    applies = (
+        q.device.type == "cpu" and q.dtype is torch.bfloat16 and q.shape[1] == k.shape[1] in LENGTHS
+    )
     return applies and has_products() and not torch.compiler.is_compiling()
 
 
@@ -51,10 +53,16 @@ class _Causal(torch.autograd.Function):
         o, largest = q.new_empty(q.shape), q.new_empty(b, n, t, 1)
         scores = ScoreBlocks(q)
         for samples in scores.samples:
-            keys, values, offsets = by_head(k[samples], n), by_head(v[samples], n), largest[samples].flatten(0, 1)
+            keys, values, offsets = (
+                by_head(k[samples], n),
+                by_head(v[samples], n),
+                largest[samples].flatten(0, 1),
+            )
             for rows, seen in scores.blocks:
                 queries = by_head(q[samples, rows], n)
-                torch.amax(scores.of(queries, keys[:, seen]), -1, keepdim=True, out=offsets[:, rows])
+                torch.amax(
+                    scores.of(queries, keys[:, seen]), -1, keepdim=True, out=offsets[:, rows]
+                )
                 p = scores.probabilities(queries, keys[:, seen], offsets[:, rows])
                 put_by_token(o[samples, rows], p @ values[:, seen])
         ctx.save_for_backward(q, k, v, largest)
@@ -66,7 +74,11 @@ class _Causal(torch.autograd.Function):
         n, grads = q.shape[2], tuple(x.new_empty(x.shape) for x in (q, k, v))
         scores, gradients = ScoreBlocks(q), ScoreBlocks(q)
         for samples in scores.samples:
-            keys, values, offsets = by_head(k[samples], n), by_head(v[samples], n), largest[samples].flatten(0, 1)
+            keys, values, offsets = (
+                by_head(k[samples], n),
+                by_head(v[samples], n),
+                largest[samples].flatten(0, 1),
+            )
             dk, dv = torch.empty_like(keys), torch.empty_like(values)
             for rows, seen in reversed(scores.blocks):
                 first = seen.stop == q.shape[1]  # the last queries, which see all keys

@@ -16,7 +16,9 @@ from meshwright.base import device as devices
 
 def new_times(count: int, device: torch.device) -> Tensor | None:
     """Return memory for times in nanoseconds [count] int64, or None if there is no such clock."""
-    has_clock = device.type == "cpu" or (device.type == devices.NVIDIA and torch.version.hip is None)
+    has_clock = device.type == "cpu" or (
+        device.type == devices.NVIDIA and torch.version.hip is None
+    )
     return torch.zeros(count, dtype=torch.int64, device=device) if has_clock else None
 
 

@@ -21,7 +21,9 @@ PORTION = 1 << 20  # elements that the plain twin processes at a time; they fit 
 Combine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, vocab: int, first: int = 0, combine: Combine | None = None) -> Tensor:
+def cross_entropy(
+    logits: Tensor, labels: Tensor, vocab: int, first: int = 0, combine: Combine | None = None
+) -> Tensor:
     """Map logits [N, padded] and labels [N] to losses [N]; backward overwrites the logits."""
     return losses_and_normalisers(logits, labels, vocab, first, combine)[0]
 
@@ -40,7 +42,9 @@ def losses_and_normalisers(
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab: int, combine: Combine | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, vocab: int, combine: Combine | None
+    ) -> tuple[Tensor, Tensor]:
         ctx.vocab, ctx.used = vocab, False
         ctx.set_materialize_grads(False)
         lse, picked = log_sum_exp(logits, labels, vocab)
@@ -52,7 +56,9 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, of_lse: Tensor | None) -> tuple[Tensor, None, None, None]:
         if ctx.used:
-            raise RuntimeError("a second backward pass through this loss: the first one overwrote its logits")
+            raise RuntimeError(
+                "a second backward pass through this loss: the first one overwrote its logits"
+            )
         ctx.used = True
         logits, labels, lse = ctx.saved_tensors
         overwrite(logits, labels, lse, grad, ctx.vocab, of_lse)
@@ -68,11 +74,15 @@ def log_sum_exp(logits: Tensor, labels: Tensor, vocab: int) -> tuple[Tensor, Ten
     """Return log-sum-exps and the labels' logits, 0 for a label that is not here."""
     lses, picked = [], []
     for i in portions(logits) if vocab else ():
-        x, label = upcast(logits[i : i + portions(logits).step, :vocab]), labels[i : i + portions(logits).step]
+        x, label = (
+            upcast(logits[i : i + portions(logits).step, :vocab]),
+            labels[i : i + portions(logits).step],
+        )
         index, is_label = at_labels(label, vocab)
         picked.append(x.gather(1, index).squeeze(1).where(is_label, 0.0))
         high = x.amax(-1, keepdim=True)
-        shifted = x - high if x.dtype is logits.dtype else x.sub_(high)  # in a copy that is needed no more
+        # in a copy that is needed no more
+        shifted = x - high if x.dtype is logits.dtype else x.sub_(high)
         lses.append(shifted.exp_().sum(-1).log_() + high.squeeze(1))
     if not vocab:  # these logits are all padding
         none = upcast(logits.new_zeros(len(logits)))
@@ -82,7 +92,12 @@ def log_sum_exp(logits: Tensor, labels: Tensor, vocab: int) -> tuple[Tensor, Ten
 
 @twin("cross_entropy.overwrite")
 def overwrite(
-    logits: Tensor, labels: Tensor, lse: Tensor, grad: Tensor, vocab: int, of_lse: Tensor | None = None
+    logits: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    vocab: int,
+    of_lse: Tensor | None = None,
 ) -> None:
     """Set logits to (softmax - 1 at the label) * grad, and to 0 beyond the vocabulary.
 
@@ -90,7 +105,8 @@ def overwrite(
     """
     for i in portions(logits):
         x = logits[i : i + portions(logits).step]
-        p = upcast(x[:, :vocab]).sub_(lse[i : i + len(x), None]).exp_()  # in the logits, or in a copy
+        # in the logits, or in a copy
+        p = upcast(x[:, :vocab]).sub_(lse[i : i + len(x), None]).exp_()
         more = None if of_lse is None else p * of_lse[i : i + len(x), None]
         if vocab:
             index, is_label = at_labels(labels[i : i + len(x)], vocab)

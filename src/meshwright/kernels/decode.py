@@ -75,7 +75,12 @@ def embed(state: TextState, slots: Tensor, wte: Tensor, wpe: Tensor | None) -> T
 
 @twin("decode.choose_tokens")
 def choose_tokens(
-    logits: Tensor, vocab: int, slots: Tensor, state: TextState, eod: int, draws: Draws | None = None
+    logits: Tensor,
+    vocab: int,
+    slots: Tensor,
+    state: TextState,
+    eod: int,
+    draws: Draws | None = None,
 ) -> Tensor:
     """Choose among the first `vocab` logits [B, padded], and begin the next step.
 
@@ -115,12 +120,15 @@ linear_of_row = twin("decode.linear_of_row")(linear_of_rows)
 def expand(x: Tensor, layer: DecodeLinear) -> Tensor:
     """Return activation(x W^T + bias) of several rows."""
     if layer.kind == "gelu-tanh" and layer.bias is not None and x.device.type == NVIDIA:
-        return torch._addmm_activation(layer.bias, x, layer.weight.t(), use_gelu=True)  # in one kernel of cuBLAS
+        # in one kernel of cuBLAS
+        return torch._addmm_activation(layer.bias, x, layer.weight.t(), use_gelu=True)
     return activation.forward(layer.kind, F.linear(x, layer.weight, layer.bias))
 
 
 @twin("decode.attend")
-def attend(qkv: Tensor, texts: CachedTexts, sizes: HeadSizes, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+def attend(
+    qkv: Tensor, texts: CachedTexts, sizes: HeadSizes, rotation: tuple[Tensor, Tensor] | None
+) -> Tensor:
     """Return the attention [B, heads head_dim] of new tokens, whose keys and values join the cache.
 
     qkv [B, columns] as heads.py splits them; `rotation` are cosines and sines [positions, half] in
@@ -136,5 +144,7 @@ def attend(qkv: Tensor, texts: CachedTexts, sizes: HeadSizes, rotation: tuple[Te
     k, v = texts.keys[texts.slots, :end], texts.values[texts.slots, :end]
     seen = torch.arange(end, device=qkv.device) <= used[:, None]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None], enable_gqa=sizes.per_group > 1)
+    o = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen[:, None, None], enable_gqa=sizes.per_group > 1
+    )
     return o.transpose(1, 2).flatten(1)

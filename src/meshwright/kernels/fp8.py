@@ -90,7 +90,9 @@ def fp8_arguments(into: Into | None) -> tuple[Tensor | None, Tensor | None, floa
 
 
 @twin("fp8.quantise")
-def quantise(x: Tensor, scale: Tensor, amax: Tensor | None, out: Tensor, transposed: Tensor | None) -> None:
+def quantise(
+    x: Tensor, scale: Tensor, amax: Tensor | None, out: Tensor, transposed: Tensor | None
+) -> None:
     """Cast x [N, C] * scale to the format of `out`; raise the amax, if any, to that of x.
 
     `transposed` [C, padded N], if not None, takes the transposed cast.
@@ -135,7 +137,9 @@ def multiply(
     `is_fast` lets the GPU round partial sums, which the weights' long sums over tokens forbid.
     """
     if devices.has_kernels(a.device):
-        return torch._scaled_mm(a, b.t(), *scales, bias=bias, out_dtype=dtype, use_fast_accum=is_fast, out=out)
+        return torch._scaled_mm(
+            a, b.t(), *scales, bias=bias, out_dtype=dtype, use_fast_accum=is_fast, out=out
+        )
     y = (a.float() @ b.float().t()) * (scales[0] * scales[1])
     y = (y if bias is None else y + bias.float()).to(dtype)
     return y if out is None else out.copy_(y)
@@ -158,11 +162,15 @@ class Scales:
     def add(self, names: Iterable[str]) -> dict[str, Fp8Product]:
         """Allocate the tensors of the named linear maps, and return these."""
         self.products = [Fp8Product(self, name, 3 * i) for i, name in enumerate(names)]
-        self.slots = {f"{m.name}.{role}": m.first + r for m in self.products for r, role in enumerate(ROLES)}
+        self.slots = {
+            f"{m.name}.{role}": m.first + r for m in self.products for r, role in enumerate(ROLES)
+        }
         formats = [self.recipe.format(role) for _ in self.products for role in ROLES]
         n, where = len(self.slots), dict[str, Any](device=self.device)
         self.largest = torch.tensor([LARGEST[f] for f in formats], **where)
-        self.amax, self.scale, self.inverse = (torch.full((n, 4), x, **where) for x in (0.0, 1.0, 1.0))
+        self.amax, self.scale, self.inverse = (
+            torch.full((n, 4), x, **where) for x in (0.0, 1.0, 1.0)
+        )
         self.history = torch.zeros(n, self.recipe.history, **where)
         self.is_set = [False] * n  # on the host: whether a scale has been chosen
         self.begun: set[int] = set()  # slots whose first scale was chosen in this step
@@ -177,12 +185,18 @@ class Scales:
         scale, inverse, amax = self.views[slot]
         if not self.is_set[slot]:
             self._begin(slot, x, is_recorded)
-        out, transposed = empty_casts((len(x), x.shape[1]), self.format(slot), self.device, is_transposed)
+        out, transposed = empty_casts(
+            (len(x), x.shape[1]), self.format(slot), self.device, is_transposed
+        )
         quantise(x, scale, amax if is_recorded else None, out, transposed)
         return Cast(out, transposed, inverse)
 
     def write(
-        self, slot: int, shape: tuple[int, int], make: Callable[[Into | None], tuple[Tensor, Rest]], is_training: bool
+        self,
+        slot: int,
+        shape: tuple[int, int],
+        make: Callable[[Into | None], tuple[Tensor, Rest]],
+        is_training: bool,
     ) -> tuple[Cast, Rest]:
         """Return a matrix in fp8 that `make` computes, and what else that returns.
 
@@ -328,10 +342,15 @@ class Scales:
             self.history[i, : len(saved)] = saved
         self.inverse[:, 0] = 1 / self.scale[:, 0]
         self.is_settled = all(self.is_set) or self.steps >= BEGINNING
-        self.amax.zero_()  # of a step that is undone; casts, which CUDA graphs read, are refreshed in place
+        # of a step that is undone; casts, which CUDA graphs read, are refreshed in place
+        self.amax.zero_()
 
     def _kind(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self.recipe).items() if name in ("hybrid", "margin")}
+        return {
+            name: value
+            for name, value in asdict(self.recipe).items()
+            if name in ("hybrid", "margin")
+        }
 
 
 class Fp8Product:
@@ -390,7 +409,12 @@ class Fp8Product:
 class _Multiply(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, product: Fp8Product, is_training: bool
+        ctx: Any,
+        x: Tensor,
+        parameter: Tensor,
+        bias: Tensor | None,
+        product: Fp8Product,
+        is_training: bool,
     ) -> Tensor:
         q = product.scales.cast(product.first, x.reshape(-1, x.shape[-1]), is_training, is_training)
         if is_training:
@@ -408,7 +432,9 @@ class _Multiply(torch.autograd.Function):
         return back.view(*grad.shape[:-1], -1), of_weight, of_bias, None, None
 
 
-def give_gradient(parameter: Tensor, grad: Tensor, x: Tensor, scales: tuple[Tensor, Tensor]) -> Tensor | None:
+def give_gradient(
+    parameter: Tensor, grad: Tensor, x: Tensor, scales: tuple[Tensor, Tensor]
+) -> Tensor | None:
     """Give a parameter the gradient grad [out, N] @ x [in, N]^T, as gradients.from_product does."""
     sink = sink_of(parameter)
     if sink is None:

@@ -38,7 +38,11 @@ class Fp8Linear(NamedTuple):
 
 
 def norm_heads(
-    operands: Operands, weights: NormWeights, qkv: Fp8Linear, sizes: HeadSizes, rotation: Rotation | None
+    operands: Operands,
+    weights: NormWeights,
+    qkv: Fp8Linear,
+    sizes: HeadSizes,
+    rotation: Rotation | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return x, q, k and v; `sizes` and `rotation` are those of heads.split_heads."""
     front = _Front(qkv.with_cast(), operands.rows if operands.p else None, operands.p, *weights[2:])
@@ -68,13 +72,17 @@ class _Front(NamedTuple):
     plus: float
     centers: bool
 
-    def forward(self, ctx: Any, tensors: tuple[Any, ...], is_training: bool) -> tuple[Tensor, Tensor, list[Any]]:
+    def forward(
+        self, ctx: Any, tensors: tuple[Any, ...], is_training: bool
+    ) -> tuple[Tensor, Tensor, list[Any]]:
         """Return x, the product's output [N, C], and tensors that backward needs."""
         residual, pending, added, weight, shift, _, bias = tensors[:7]
         operands = norm.operands_of(residual, pending, added, self.rows, self.p)
 
         def make(into: Into | None) -> tuple[Tensor, list[Any]]:
-            x, y, *of_rows = norm.forward(operands, NormWeights(weight, shift, self.eps, self.plus, self.centers), into)
+            x, y, *of_rows = norm.forward(
+                operands, NormWeights(weight, shift, self.eps, self.plus, self.centers), into
+            )
             return y, [x, *of_rows]
 
         shape, product = (len(operands.pending), pending.shape[-1]), self.product
@@ -82,9 +90,15 @@ class _Front(NamedTuple):
         x = x.view(pending.shape) if operands.adds else pending
         ctx.rest = self.p, self.plus, residual is not None, pending.dtype
         ctx.parameters = tensors[2:]  # not the activations before, which would stay in memory
-        return x, product.multiply(y, bias, weight.dtype), [x, *of_rows, operands.rows, weight, y.transposed]
+        return (
+            x,
+            product.multiply(y, bias, weight.dtype),
+            [x, *of_rows, operands.rows, weight, y.transposed],
+        )
 
-    def backward(self, ctx: Any, tensors: tuple[Any, ...], dx: Tensor, q: Cast, partials: Tensor | None) -> Grads:
+    def backward(
+        self, ctx: Any, tensors: tuple[Any, ...], dx: Tensor, q: Cast, partials: Tensor | None
+    ) -> Grads:
         """Return its tensors' gradients from those of x and its output, q with partial sums."""
         x, *saved, transposed = tensors
         added, weight, shift, parameter, bias = ctx.parameters[:5]
@@ -93,14 +107,21 @@ class _Front(NamedTuple):
         needs = ctx.needs_input_grad[6:9]  # after four other arguments, residual and pending
         vectors = [t if needs[i] else None for i, t in ((1, weight), (2, shift), (0, added))]
         rows = SavedRows(norm.as_rows(x), *saved, *ctx.rest)
-        of_residual, of_pending, of_weight, of_shift, of_added = norm.differentiate(dx, dy, rows, vectors, x.shape)
+        of_residual, of_pending, of_weight, of_shift, of_added = norm.differentiate(
+            dx, dy, rows, vectors, x.shape
+        )
         return of_residual, of_pending, of_added, of_weight, of_shift, of_parameter, of_bias
 
 
 class _NormHeads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, front: _Front, sizes: HeadSizes, rotation: Rotation | None, is_training: bool, *tensors: Any
+        ctx: Any,
+        front: _Front,
+        sizes: HeadSizes,
+        rotation: Rotation | None,
+        is_training: bool,
+        *tensors: Any,
     ) -> tuple[Tensor, ...]:
         x, qkv, saved = front.forward(ctx, tensors, is_training)
         ctx.save_for_backward(*saved)
@@ -109,7 +130,8 @@ class _NormHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor, *grads: Tensor) -> Grads:
-        product, sizes, saved = ctx.front.product, ctx.sizes, ctx.saved_tensors  # to be read only once
+        # to be read only once
+        product, sizes, saved = ctx.front.product, ctx.sizes, ctx.saved_tensors
         is_summed = ctx.needs_input_grad[-1]
         columns = sizes.groups * (sizes.per_group + 2) * sizes.head_dim
 
@@ -149,4 +171,12 @@ class _NormMLP(torch.autograd.Function):
             return activation.backward(ctx.kind, u, da, is_summed, into)
 
         q, partials = product.scales.write(product.first + 2, (len(u), u.shape[-1]), make, True)
-        return None, None, None, None, *ctx.front.backward(ctx, saved, dx, q, partials), of_weight, of_bias
+        return (
+            None,
+            None,
+            None,
+            None,
+            *ctx.front.backward(ctx, saved, dx, q, partials),
+            of_weight,
+            of_bias,
+        )

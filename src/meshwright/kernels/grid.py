@@ -55,7 +55,8 @@ def norm_programs(width: int, count: int, processors: int) -> int:
     return min(launch.programs * processors, cdiv(count, launch.rows * norm_tile(width)[0]))
 
 
-SUM_COLUMNS, SUM_ROWS, SUM_PROGRAMS = 128, 32, 8  # of sums of rows: the tile, and programs a multiprocessor
+# of sums of rows: the tile, and programs a multiprocessor
+SUM_COLUMNS, SUM_ROWS, SUM_PROGRAMS = 128, 32, 8
 
 
 def sum_slab(count: int, width: int, processors: int) -> int:
@@ -69,7 +70,8 @@ def summed_rows(count: int, slab: int) -> int:
     return max(1, cdiv(count, max(1, slab)))
 
 
-ACTIVATION_ROWS = 128, 32  # that a program of the activation's backward pass sums: many, or few for more programs
+# that a program of the activation's backward pass sums: many, or few for more programs
+ACTIVATION_ROWS = 128, 32
 
 
 def activation_rows(rows: int) -> int:

@@ -44,7 +44,12 @@ def split_heads(
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, bias: Tensor | None, cos: Tensor | None, sin: Tensor | None, sizes: HeadSizes
+        ctx: Any,
+        qkv: Tensor,
+        bias: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        sizes: HeadSizes,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.parameter, ctx.sizes = bias, sizes
@@ -52,7 +57,9 @@ class _Split(torch.autograd.Function):
         return split_and_rotate(qkv.detach(), sizes, _rotation(cos, sin))
 
     @staticmethod
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(
+        ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor
+    ) -> tuple[Tensor, Tensor | None, None, None, None]:
         rotation = _rotation(*ctx.saved_tensors)
         grad, partials = pack((dq, dk, dv), ctx.sizes, rotation, ctx.needs_input_grad[1])
         of_bias = None if partials is None else gradients.from_columns(ctx.parameter, partials)
@@ -63,7 +70,9 @@ def _rotation(cos: Tensor | None, sin: Tensor | None) -> Rotation | None:
     return None if cos is None or sin is None else (cos, sin)
 
 
-def split_and_rotate(qkv: Tensor, sizes: HeadSizes, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+def split_and_rotate(
+    qkv: Tensor, sizes: HeadSizes, rotation: Rotation | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v, views of qkv where no element changes or moves."""
     q, k, v = split(qkv, sizes.per_group, sizes.head_dim)
     return (q, k, v) if rotation is None else (*rotate_qk(qkv, sizes, rotation), v)
@@ -78,7 +87,11 @@ def rotate_qk(qkv: Tensor, sizes: HeadSizes, rotation: Rotation) -> tuple[Tensor
 
 @twin("heads.pack", of=lambda grads, *_: grads[0])
 def pack(
-    grads: Sequence[Tensor], sizes: HeadSizes, rotation: Rotation | None, summed: bool, into: Into | None = None
+    grads: Sequence[Tensor],
+    sizes: HeadSizes,
+    rotation: Rotation | None,
+    summed: bool,
+    into: Into | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of qkv and, if asked for, partial sums [n, columns] of it."""
     dq, dk, dv = (upcast(x) for x in grads)
@@ -95,7 +108,11 @@ def split(qkv: Tensor, per_group: int, head_dim: int) -> tuple[Tensor, Tensor, T
     """Split columns [group, its queries then k then v, head_dim]; q is a copy if it must be."""
     b, t, _ = qkv.shape
     q, k, v = torch.split(qkv.view(b, t, -1, per_group + 2, head_dim), [per_group, 1, 1], dim=3)
-    return q.reshape(b, t, -1, head_dim), k.reshape(b, t, -1, head_dim), v.reshape(b, t, -1, head_dim)
+    return (
+        q.reshape(b, t, -1, head_dim),
+        k.reshape(b, t, -1, head_dim),
+        v.reshape(b, t, -1, head_dim),
+    )
 
 
 class _Rotate(torch.autograd.Function):
@@ -132,4 +149,6 @@ def rotate_pairs(x: Tensor, rotation: Rotation) -> Tensor:
     cos, sin = rotation
     half = cos.shape[-1]
     a, b, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
-    return torch.cat(((a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), rest), dim=-1)
+    return torch.cat(
+        ((a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), rest), dim=-1
+    )

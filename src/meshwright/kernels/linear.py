@@ -17,7 +17,8 @@ from torch import Tensor
 from meshwright.kernels import gradients
 from meshwright.kernels.products import affine, product
 
-Waiting = list[tuple[Tensor, Tensor, Tensor]]  # parameter, gradient of the outputs [N, out], inputs [N, in]
+# parameter, gradient of the outputs [N, out], inputs [N, in]
+Waiting = list[tuple[Tensor, Tensor, Tensor]]
 _waiting: Waiting | None = None
 
 
@@ -56,7 +57,11 @@ class _Linear(torch.autograd.Function):
             _waiting.append((ctx.parameter, flat, rows))
         else:
             of_weight = gradients.from_product(ctx.parameter, flat, rows)
-        return of_x, of_weight, gradients.from_rows(ctx.bias, grad) if ctx.needs_input_grad[2] else None
+        return (
+            of_x,
+            of_weight,
+            gradients.from_rows(ctx.bias, grad) if ctx.needs_input_grad[2] else None,
+        )
 
 
 def linear(x: Tensor, parameter: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -91,7 +91,9 @@ def place_of(name: str, full: Sequence[int], offsets: Sequence[int], sizes: Sequ
         raise ValueError(f"{name}: a part {list(sizes)} of {list(full)} has no simple place")
     first = sum(at * math.prod(full[d + 1 :]) for d, at in enumerate(offsets))
     run = max(1, math.prod(sizes[cut:]))
-    return Place(zlib.crc32(name.encode()), first, 0, run, math.prod(full[cut:]) - run if cut else 0)
+    return Place(
+        zlib.crc32(name.encode()), first, 0, run, math.prod(full[cut:]) - run if cut else 0
+    )
 
 
 def draw(place: Place, step: Tensor, count: int) -> Tensor:
@@ -154,11 +156,15 @@ def assign(target: Tensor, values: Tensor) -> None:
         wide = expanded(values).to(target.device).contiguous()
         target.copy_(encoded(wide, target.dtype, 1 << LOW_BITS - 1))
     else:
-        target.copy_(expanded(values, target.dtype) if values.dtype in (torch.int8, torch.uint8) else values)
+        target.copy_(
+            expanded(values, target.dtype) if values.dtype in (torch.int8, torch.uint8) else values
+        )
 
 
 @twin("moments.store", of=lambda values, *_: values)
-def store(values: Tensor, code: Tensor, draws: PlaceDraws, skipped: Tensor, is_second: bool = False) -> None:
+def store(
+    values: Tensor, code: Tensor, draws: PlaceDraws, skipped: Tensor, is_second: bool = False
+) -> None:
     """Round values into `code`, both contiguous, unless `skipped` is not 0."""
     flat, out = values.reshape(-1), code.view(-1)
     for begin in range(0, len(flat), CHUNK):

@@ -58,14 +58,21 @@ def normalise(x: Tensor, norms: Tensor, dtype: torch.dtype) -> Tensor:
 
 @twin("muon.subtract", of=lambda weights, *_: weights[0])
 def subtract(
-    weights: list[Tensor], updates: Tensor, decay: Tensor, rate: Tensor, skipped: Tensor, is_cautious: bool = False
+    weights: list[Tensor],
+    updates: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    skipped: Tensor,
+    is_cautious: bool = False,
 ) -> None:
     """Set each weight to decay * weight - rate * its update.
 
     A cautious decay leaves out elements whose update has the other sign.
     """
     for weight, update in zip(weights, updates, strict=True):
-        weight.copy_(torch.where(skipped > 0, weight, moved(weight, update, decay, rate, is_cautious)))
+        weight.copy_(
+            torch.where(skipped > 0, weight, moved(weight, update, decay, rate, is_cautious))
+        )
 
 
 def moved(weight: Tensor, update: Tensor, decay: Tensor, rate: Tensor, is_cautious: bool) -> Tensor:

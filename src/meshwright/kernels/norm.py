@@ -61,7 +61,12 @@ class SavedRows(NamedTuple):
 
 
 def add_norm(
-    residual: Tensor | None, pending: Tensor, bias: Tensor | None, rows: Tensor | None, p: float, norm: NormWeights
+    residual: Tensor | None,
+    pending: Tensor,
+    bias: Tensor | None,
+    rows: Tensor | None,
+    p: float,
+    norm: NormWeights,
 ) -> tuple[Tensor, Tensor]:
     """Return x, in the residual's format if there is one, and y, in the weight's.
 
@@ -97,8 +102,12 @@ class _AddNorm(torch.autograd.Function):
         saved = SavedRows(as_rows(x), *others, *ctx.rest)
         dy = torch.zeros(x.shape, dtype=saved.weight.dtype, device=x.device) if dy is None else dy
         needed = [ctx.needs_input_grad[i] for i in (5, 6, 2)]
-        parameters = [t if is_needed else None for t, is_needed in zip(ctx.parameters, needed, strict=True)]
-        of_residual, of_pending, of_weight, of_shift, of_bias = differentiate(dx, dy, saved, parameters, x.shape)
+        parameters = [
+            t if is_needed else None for t, is_needed in zip(ctx.parameters, needed, strict=True)
+        ]
+        of_residual, of_pending, of_weight, of_shift, of_bias = differentiate(
+            dx, dy, saved, parameters, x.shape
+        )
         return of_residual, of_pending, of_bias, None, None, of_weight, of_shift, None, None, None
 
 
@@ -110,11 +119,17 @@ def as_rows(x: Any) -> Any:
 def operands_of(
     residual: Tensor | None, pending: Tensor, bias: Tensor | None, rows: Tensor | None, p: float
 ) -> Operands:
-    return Operands(as_rows(residual), as_rows(pending), bias, None if rows is None else rows.reshape(-1), p)
+    return Operands(
+        as_rows(residual), as_rows(pending), bias, None if rows is None else rows.reshape(-1), p
+    )
 
 
 def differentiate(
-    dx: Tensor | None, dy: Tensor, saved: SavedRows, parameters: Sequence[Tensor | None], shape: torch.Size
+    dx: Tensor | None,
+    dy: Tensor,
+    saved: SavedRows,
+    parameters: Sequence[Tensor | None],
+    shape: torch.Size,
 ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of residual, pending, and of the norm's weight, its bias, the bias.
 
@@ -123,7 +138,13 @@ def differentiate(
     of_residual, of_pending, partials = backward(as_rows(dx), as_rows(dy), saved)
     of_weight, of_shift, of_bias = gradients.from_several(parameters, partials)
     of_residual = None if of_residual is None else of_residual.view(shape)
-    return of_residual, gradients.with_sums(of_pending.view(shape), partials[2]), of_weight, of_shift, of_bias
+    return (
+        of_residual,
+        gradients.with_sums(of_pending.view(shape), partials[2]),
+        of_weight,
+        of_shift,
+        of_bias,
+    )
 
 
 @twin("norm.forward", of=lambda operands, *_: operands.pending)
@@ -149,7 +170,9 @@ def forward(
 
 
 @twin("norm.backward", of=lambda dx, dy, saved: saved.x)
-def backward(dx: Tensor | None, dy: Tensor, saved: SavedRows) -> tuple[Tensor | None, Tensor, Tensor]:
+def backward(
+    dx: Tensor | None, dy: Tensor, saved: SavedRows
+) -> tuple[Tensor | None, Tensor, Tensor]:
     """Return the gradients of residual and pending, and partial sums [3, n, width].
 
     The three are those of the norm's weight, of its bias and of the bias.

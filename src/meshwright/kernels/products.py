@@ -55,7 +55,11 @@ def multiply_into(total: Tensor, a: Tensor, b: Tensor, adds: bool) -> None:
     if a.dtype is total.dtype and not adds:
         torch.mm(a, b, out=total)
         return
-    if devices.has_kernels(a.device) and a.dtype in (torch.bfloat16, torch.float16) and total.dtype is torch.float32:
+    if (
+        devices.has_kernels(a.device)
+        and a.dtype in (torch.bfloat16, torch.float16)
+        and total.dtype is torch.float32
+    ):
         aten: Any = torch.ops.aten
         if adds:
             aten.addmm.dtype_out(total, a, b, torch.float32, out=total)
@@ -77,5 +81,7 @@ def put_into(total: Tensor, found: Tensor, adds: bool) -> None:
     elif total.device.type != "cpu" or found.dtype is total.dtype or not found.is_contiguous():
         total.add_(found)
     else:
-        for to, piece in zip(torch.split(total.view(-1), PIECE), torch.split(found.view(-1), PIECE), strict=True):
+        for to, piece in zip(
+            torch.split(total.view(-1), PIECE), torch.split(found.view(-1), PIECE), strict=True
+        ):
             to.add_(piece.to(to.dtype))

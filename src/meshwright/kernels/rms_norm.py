@@ -35,7 +35,9 @@ class _RMSNorm(torch.autograd.Function):
         dy, wide, zero = dy.contiguous(), upcast(weight), torch.zeros_like(rstd)
         aten: Any = torch.ops.aten
         needed = [True, True, False]
-        dx, of_weight, _ = aten.native_layer_norm_backward(dy, x, weight.shape, zero, rstd, wide, None, needed)
+        dx, of_weight, _ = aten.native_layer_norm_backward(
+            dy, x, weight.shape, zero, rstd, wide, None, needed
+        )
         means = (dy @ weight)[..., None] / x.shape[-1]
         return dx.add_((means * rstd).to(dx.dtype)), of_weight.to(weight.dtype), None
 

@@ -17,17 +17,26 @@ MULTIPLE = 16  # of the rows and columns of what the kernel takes
 
 
 def symmetric_product(
-    a: Tensor, b: Tensor, c: Tensor | None = None, scale: float = 1.0, keep: float = 0.0, diagonal: float = 0.0
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None = None,
+    scale: float = 1.0,
+    keep: float = 0.0,
+    diagonal: float = 0.0,
 ) -> Tensor:
     """Return scale a b^T + keep c + diagonal I, for a, b [n, m, k] whose product is symmetric."""
     _, m, k = a.shape
-    is_halved = m >= SMALLEST and m % MULTIPLE == k % MULTIPLE == 0 and devices.is_hopper_or_later(a.device)
+    is_halved = (
+        m >= SMALLEST and m % MULTIPLE == k % MULTIPLE == 0 and devices.is_hopper_or_later(a.device)
+    )
     multiply = half_product if is_halved else half_product.plain  # type: ignore[attr-defined]
     return multiply(a, b, c, scale, keep, diagonal)
 
 
 @twin("symmetric.half_product")
-def half_product(a: Tensor, b: Tensor, c: Tensor | None, scale: float, keep: float, diagonal: float) -> Tensor:
+def half_product(
+    a: Tensor, b: Tensor, c: Tensor | None, scale: float, keep: float, diagonal: float
+) -> Tensor:
     """Return the same from one half of the products; this twin computes both.
 
     The kernel rounds once, the twin a second time where it adds the diagonal.

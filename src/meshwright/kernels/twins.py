@@ -36,7 +36,9 @@ def launcher(kernel: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(f"meshwright.kernels.triton.{module}"), name)  # type: ignore[no-any-return]
 
 
-def twin(kernel: str, of: Callable[..., Tensor] = _first) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def twin(
+    kernel: str, of: Callable[..., Tensor] = _first
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let `kernel`, such as "norm.forward" of kernels/triton/, run where there is Triton.
 
     `of` takes the arguments and returns the tensor whose device and format decide; without it, that

@@ -24,7 +24,11 @@ class Attention(nn.Module):
     def __init__(self, m: Model, layer: int, recompute: bool) -> None:
         super().__init__()
         assert m.hidden_size and m.num_attention_heads
-        self.layer, self.head_dim, self.per_group = layer, m.head_dim, m.num_attention_heads // m.groups
+        self.layer, self.head_dim, self.per_group = (
+            layer,
+            m.head_dim,
+            m.num_attention_heads // m.groups,
+        )
         width = m.num_attention_heads * m.head_dim
         # Rows [group, its queries then k then v, head_dim].
         self.qkv = Linear(m.hidden_size, width + 2 * m.groups * m.head_dim, m.qkv_bias)
@@ -50,7 +54,12 @@ class Attend(nn.Module):
 
     def __init__(self, m: Model, layer: int, recompute: bool) -> None:
         super().__init__()
-        self.layer, self.recompute, self.p, self.impl = layer, recompute, m.attention_dropout, m.attention_impl
+        self.layer, self.recompute, self.p, self.impl = (
+            layer,
+            recompute,
+            m.attention_dropout,
+            m.attention_impl,
+        )
         self.windowed = layer in m.windowed_layers
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> Tensor:
@@ -99,7 +108,9 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, slopes: Tensor | None, p:
     t, s, grouped = q.shape[1], k.shape[1], q.shape[2] != k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if mask is None:
-        o = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=t == s and t > 1, enable_gqa=grouped)
+        o = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=p, is_causal=t == s and t > 1, enable_gqa=grouped
+        )
     elif isinstance(mask, Tensor):
         mask = mask if mask.dtype is torch.bool else mask.to(q.dtype)
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p, enable_gqa=grouped)
@@ -138,7 +149,9 @@ def compile_each_shape(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, mask: Mask, where: Positions, p: float, layer: int) -> Tensor:
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, where: Positions, p: float, layer: int
+) -> Tensor:
     """Softmax attention; dropout is a function of (seed, layer, sample, head, query, key)."""
     t, s = q.shape[1], k.shape[1]
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))

@@ -43,8 +43,10 @@ class ContinuedTexts:
     cache: Cache
     slots: Tensor  # [B] of the rows
     used: Tensor  # [B] tokens of each text before this pass
-    seen: int  # places of the cache that attention reads, above every row's last; 0: the texts begin here
-    ends: Tensor | None = None  # [B] place in this pass of each row's last token, which `last_only` means
+    # places of the cache that attention reads, above every row's last; 0: the texts begin here
+    seen: int
+    # [B] place in this pass of each row's last token, which `last_only` means
+    ends: Tensor | None = None
     at: Tensor | None = None  # [B T] the tokens' places in the flat cache, for all layers
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,8 +55,15 @@ class ContinuedTexts:
         if self.at is None:
             places = self.places(k.shape[1]).clamp(max=self.cache.room - 1)
             self.at = (self.slots[:, None] * self.cache.room + places).flatten()
-        keys.flatten(0, 1)[self.at], values.flatten(0, 1)[self.at] = k.flatten(0, 1), v.flatten(0, 1)
-        return (keys[self.slots, : self.seen], values[self.slots, : self.seen]) if self.seen else (k, v)
+        keys.flatten(0, 1)[self.at], values.flatten(0, 1)[self.at] = (
+            k.flatten(0, 1),
+            v.flatten(0, 1),
+        )
+        return (
+            (keys[self.slots, : self.seen], values[self.slots, : self.seen])
+            if self.seen
+            else (k, v)
+        )
 
     def places(self, t: int) -> Tensor:
         """Return the places [B, T] in their texts of a pass's tokens."""

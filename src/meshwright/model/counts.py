@@ -25,7 +25,8 @@ def layer_shapes(m: Model) -> dict[str, tuple[int, ...]]:
     assert m.hidden_size
     out: dict[str, tuple[int, ...]] = {}
     for name, (outputs, inputs) in layer_matrices(m).items():
-        rows = (2, m.ffn) if m.gated and name == "mlp.fc" else (outputs,)  # a gate's matrices are a stack
+        # a gate's matrices are a stack
+        rows = (2, m.ffn) if m.gated and name == "mlp.fc" else (outputs,)
         out[f"{name}.weight"] = (*rows, inputs)
         if m.qkv_bias if name == "attn.qkv" else m.add_bias_linear:
             out[f"{name}.bias"] = rows
@@ -48,7 +49,9 @@ def outer_shapes(m: Model, vocab: int, positions: int) -> dict[str, tuple[int, .
 
 
 def _norm(m: Model, name: str, width: int) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.{part}": (width,) for part in (("weight", "bias") if m.norm_bias else ("weight",))}
+    return {
+        f"{name}.{part}": (width,) for part in (("weight", "bias") if m.norm_bias else ("weight",))
+    }
 
 
 def parameters(m: Model, vocab: int, positions: int) -> int:
@@ -80,8 +83,12 @@ def flops_per_token(m: Model, vocab: int, seq: int, recompute: str | None = None
     """
     assert m.num_layers
     windowed = len(m.windowed_layers)
-    attention = (m.num_layers - windowed) * attention_flops(m, seq) + windowed * attention_flops(m, seq, True)
-    products = m.num_layers * sum(2 * outputs * inputs for outputs, inputs in layer_matrices(m).values())
+    attention = (m.num_layers - windowed) * attention_flops(m, seq) + windowed * attention_flops(
+        m, seq, True
+    )
+    products = m.num_layers * sum(
+        2 * outputs * inputs for outputs, inputs in layer_matrices(m).values()
+    )
     again = {"full": products + attention, "selective": attention}.get(recompute or "", 0)
     return 3 * (products + attention) + again + 3 * head_flops(m, vocab)
 

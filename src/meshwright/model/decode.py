@@ -34,7 +34,9 @@ class DecodeStep:
         self.rotation: tuple[Tensor, Tensor] | None = None
         if model.m.position == "rope":
             ids = torch.arange(cache.room, device=weight.device)[:, None]
-            cos, sin = rotations(model.m, ids, torch.float64 if weight.dtype is torch.float64 else torch.float32)
+            cos, sin = rotations(
+                model.m, ids, torch.float64 if weight.dtype is torch.float64 else torch.float32
+            )
             self.rotation = cos.contiguous(), sin.contiguous()
         blocks = [(int(i), block) for i, block in model.h.items()]
         self.layers = [(i, *layers_of(block), sizes_of(block)) for i, block in blocks]  # type: ignore[arg-type]
@@ -50,7 +52,9 @@ class DecodeStep:
         x = decode.embed(state, slots, model.wte.weight, None if wpe is None else wpe.weight)
         return (self.run_row if len(slots) == 1 else self.run_rows)(x, slots, state.used, longest)
 
-    def texts(self, layer: int, x: Tensor, sizes: HeadSizes, slots: Tensor, used: Tensor, longest: int) -> CachedTexts:
+    def texts(
+        self, layer: int, x: Tensor, sizes: HeadSizes, slots: Tensor, used: Tensor, longest: int
+    ) -> CachedTexts:
         like = x.new_empty(1, 1, sizes.groups, sizes.head_dim)
         return CachedTexts(*self.cache.of_layer(layer, like), slots, used, longest)
 
@@ -76,7 +80,9 @@ class DecodeStep:
             else:
                 residual, y = add_norm(residual, linear(o, proj.weight), proj.bias, fc)
             pending, bias = linear(decode.expand(y, fc), out.weight), out.bias
-        return self.model.finish(linear(add_norm(residual, pending, bias, self.head)[1], self.head.weight))
+        return self.model.finish(
+            linear(add_norm(residual, pending, bias, self.head)[1], self.head.weight)
+        )
 
 
 def add_norm(
@@ -110,12 +116,16 @@ def reason_against(model: GPT) -> str | None:
         return "the network is a custom one"
     m, weight = model.m, next(model.parameters())
     blocks = list(model.h.children())
-    products = {model.product, *(block.attn.qkv.product for block in blocks if isinstance(block, Block))}
+    products = {
+        model.product,
+        *(block.attn.qkv.product for block in blocks if isinstance(block, Block)),
+    }
     reasons = {
         "the device has no Triton kernels": not devices.has_kernels(weight.device),
         "weights are float64": weight.dtype is torch.float64,
         "blocks are custom ones": bool({*map(type, blocks)} - {Block, FusedBlock}),
-        "the network is divided": products != {linear} or not (model.has_embedding and model.has_head),
+        "the network is divided": products != {linear}
+        or not (model.has_embedding and model.has_head),
         "layers have windows": bool(m.windowed_layers),
         "queries and keys are normalised": m.qk_layernorm,
         f"positions are of the kind {m.position}": m.position not in ("learned", "rope", "none"),

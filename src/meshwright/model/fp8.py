@@ -70,13 +70,23 @@ def enter(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Replace FusedBlock.enter."""
     operands, qkv = Operands(residual, pending, None, rows, block.p), block.attn.qkv
-    return norm_heads(operands, weights_of(block.ln_1), fp8_linear(qkv), block.sizes(len(qkv.weight)), shared.rotation)
+    return norm_heads(
+        operands,
+        weights_of(block.ln_1),
+        fp8_linear(qkv),
+        block.sizes(len(qkv.weight)),
+        shared.rotation,
+    )
 
 
-def transform(block: FusedBlock, base: Tensor, branch: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+def transform(
+    block: FusedBlock, base: Tensor, branch: Tensor, rows: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Replace FusedBlock.transform."""
     operands, mlp = Operands(base, branch, block.attn.proj.bias, rows, block.p), block.mlp
-    return norm_mlp(operands, weights_of(block.ln_2), mlp.activation, fp8_linear(mlp.fc), fp8_linear(mlp.proj))
+    return norm_mlp(
+        operands, weights_of(block.ln_2), mlp.activation, fp8_linear(mlp.fc), fp8_linear(mlp.proj)
+    )
 
 
 def fp8_linear(layer: Any) -> Fp8Linear:

@@ -21,7 +21,12 @@ from meshwright.model.positions import Shared
 
 class FusedBlock(Block):
     def forward(
-        self, residual: Tensor | None, pending: Tensor, shared: Shared, before: Tensor | None, after: Tensor | None
+        self,
+        residual: Tensor | None,
+        pending: Tensor,
+        shared: Shared,
+        before: Tensor | None,
+        after: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         base, q, k, v = self.enter(residual, pending, before, shared)
         if shared.where.cached is not None:
@@ -31,7 +36,9 @@ class FusedBlock(Block):
         return self.transform(base, branch, after)
 
     @staticmethod
-    def end(residual: Tensor | None, pending: Tensor, rows: Tensor | None, p: float, norm: Norm) -> Tensor:
+    def end(
+        residual: Tensor | None, pending: Tensor, rows: Tensor | None, p: float, norm: Norm
+    ) -> Tensor:
         return add_norm(residual, pending, None, rows, p, weights_of(norm))[1]
 
     def enter(
@@ -49,12 +56,16 @@ class FusedBlock(Block):
         x, z = add_norm(base, branch, self.attn.proj.bias, rows, self.p, weights_of(self.ln_2))
         mlp = self.mlp
         a = activate(mlp.activation, apply_unbiased(mlp.fc, z), mlp.fc.bias)
-        return z.to(x.dtype) if self.post_norm else x, mlp.proj.product(a, mlp.proj.weight, mlp.proj.bias)
+        return z.to(x.dtype) if self.post_norm else x, mlp.proj.product(
+            a, mlp.proj.weight, mlp.proj.bias
+        )
 
     def sizes(self, columns: int) -> HeadSizes:
         """Return the sizes of so many outputs of attention's first product."""
         attn = self.attn
-        return HeadSizes(columns // ((attn.per_group + 2) * attn.head_dim), attn.per_group, attn.head_dim)
+        return HeadSizes(
+            columns // ((attn.per_group + 2) * attn.head_dim), attn.per_group, attn.head_dim
+        )
 
 
 def apply_unbiased(layer: nn.Module, x: Tensor) -> Tensor:

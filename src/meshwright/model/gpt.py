@@ -65,7 +65,12 @@ class Block(nn.Module):
         self.mlp = MLP(m)
 
     def forward(
-        self, residual: Tensor | None, pending: Tensor, shared: Shared, before: Tensor | None, after: Tensor | None
+        self,
+        residual: Tensor | None,
+        pending: Tensor,
+        shared: Shared,
+        before: Tensor | None,
+        after: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """`before` and `after` are the dropout rows of the two joins; None is no dropout."""
         x = join(residual, pending, before, self.p)
@@ -75,7 +80,9 @@ class Block(nn.Module):
         return z.to(x.dtype) if self.post_norm else stream, self.mlp(z)
 
     @staticmethod
-    def end(residual: Tensor | None, pending: Tensor, rows: Tensor | None, p: float, norm: Norm) -> Tensor:
+    def end(
+        residual: Tensor | None, pending: Tensor, rows: Tensor | None, p: float, norm: Norm
+    ) -> Tensor:
         """Add the last branch to the stream and return its norm, which the head multiplies."""
         return norm(join(residual, pending, rows, p))  # type: ignore[no-any-return]
 
@@ -109,7 +116,8 @@ class GPT(nn.Module):
         self.h = nn.ModuleDict({str(i): block(m, i, self.options) for i in range(m.num_layers)})
         self.end = getattr(block, "end", Block.end)
         self.has_embedding = self.has_head = True
-        self.drawn: dict[tuple[int, int, bool], int] = {}  # shape -> numbers that a layer's attention draws
+        # shape -> numbers that a layer's attention draws
+        self.drawn: dict[tuple[int, int, bool], int] = {}
         self.ln_f = Norm(m, m.hidden_size)
         untied = m.untie_embeddings_and_output_weights
         self.lm_head = Linear(m.hidden_size, padded, bias=False) if untied else None
@@ -128,7 +136,11 @@ class GPT(nn.Module):
             del self.wte
 
     def forward(
-        self, tokens: Tensor, where: Positions | None = None, last_only: bool = False, stream: Tensor | None = None
+        self,
+        tokens: Tensor,
+        where: Positions | None = None,
+        last_only: bool = False,
+        stream: Tensor | None = None,
     ) -> Tensor:
         """Map tokens [B, T] to logits [B, T, padded], or [B, 1, padded] with `last_only`.
 
@@ -139,14 +151,19 @@ class GPT(nn.Module):
         if where is None:
             return self.forward(tokens, Positions(), last_only, stream)[..., : self.vocab]
         shared = share(
-            self.m, where, tokens, next(self.parameters()).dtype, self.options.compiled or self.options.fused
+            self.m,
+            where,
+            tokens,
+            next(self.parameters()).dtype,
+            self.options.compiled or self.options.fused,
         )
         sites = self.dropout_rows(where)
         here = [int(i) for i in self.h]
         if stream is not None:
             sites[2 * here[0]] = None  # the previous stage has added its last branch
         residual, pending = None, self.embed(tokens, where) if stream is None else stream
-        if stream is None and self.m.embedding_dropout is not None:  # else the first join drops as all do
+        # else the first join drops as all do
+        if stream is None and self.m.embedding_dropout is not None:
             pending, sites[0] = join(None, pending, sites[0], self.m.embedding_dropout), None
         for layers, again in self.stretches():
             if self.training and again:  # dropout has no state to keep
@@ -169,7 +186,11 @@ class GPT(nn.Module):
         y = self.end(residual, pending, rows, p, self.ln_f)
         if last_only:
             ends = None if where.cached is None else where.cached.ends
-            y = y[:, -1:] if ends is None else y.gather(1, ends[:, None, None].expand(-1, 1, y.shape[-1]))
+            y = (
+                y[:, -1:]
+                if ends is None
+                else y.gather(1, ends[:, None, None].expand(-1, 1, y.shape[-1]))
+            )
         return self.head(y)
 
     def embed(self, tokens: Tensor, where: Positions) -> Tensor:
@@ -193,20 +214,35 @@ class GPT(nn.Module):
 
     def keep_inputs(self, pinned: bool) -> contextlib.AbstractContextManager[Any]:
         """Return the context that decides where the inputs of recomputed layers are kept."""
-        return save_on_cpu(pin_memory=pinned) if self.options.inputs_on_host else contextlib.nullcontext()
+        return (
+            save_on_cpu(pin_memory=pinned)
+            if self.options.inputs_on_host
+            else contextlib.nullcontext()
+        )
 
     def run(
-        self, residual: Tensor | None, pending: Tensor, shared: Shared, sites: list[Tensor | None], layers: list[int]
+        self,
+        residual: Tensor | None,
+        pending: Tensor,
+        shared: Shared,
+        sites: list[Tensor | None],
+        layers: list[int],
     ) -> tuple[Tensor | None, Tensor]:
         p = self.m.attention_dropout if self.training and shared.where.samples is not None else 0.0
         draws = p > 0 and not is_reference(self.m.attention_impl, p, pending.device)
         for i in layers:
-            layer = functools.partial(self.h[str(i)], residual, pending, shared, sites[2 * i], sites[2 * i + 1])
+            layer = functools.partial(
+                self.h[str(i)], residual, pending, shared, sites[2 * i], sites[2 * i + 1]
+            )
             residual, pending = self.seeded(i, layer, shared, pending.device) if draws else layer()
         return residual, pending
 
     def seeded(
-        self, i: int, layer: Callable[[], tuple[Tensor, Tensor]], shared: Shared, device: torch.device
+        self,
+        i: int,
+        layer: Callable[[], tuple[Tensor, Tensor]],
+        shared: Shared,
+        device: torch.device,
     ) -> tuple[Tensor, Tensor]:
         """Run layer i, whose attention draws from the device's generator.
 
@@ -238,10 +274,14 @@ class GPT(nn.Module):
             assert where.columns is not None
             rows = dropout.site_rows(where.seed, count, where.samples[:, None], where.columns)
         sites = list(rows.unbind())
-        return [rows if (branches if site else embedding) else None for site, rows in enumerate(sites)]
+        return [
+            rows if (branches if site else embedding) else None for site, rows in enumerate(sites)
+        ]
 
     def head(self, y: Tensor) -> Tensor:
-        return self.finish(self.product(y, self.wte.weight if self.lm_head is None else self.lm_head.weight))
+        return self.finish(
+            self.product(y, self.wte.weight if self.lm_head is None else self.lm_head.weight)
+        )
 
     def finish(self, logits: Tensor) -> Tensor:
         """Return the logits as losses and sampling take them; any way to compute them ends here."""
@@ -278,7 +318,10 @@ def initialise(masters: Iterable[tuple[str, Tensor]], m: Model, vocab: int, seed
             p.fill_(factor - 1.0 if m.apply_layernorm_1p and kind.startswith("ln_") else factor)
         else:
             true_rows = vocab if kind in ("wte", "lm_head") else p.shape[0]
-            name_seed = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1
+            name_seed = (
+                int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
+                >> 1
+            )
             random = torch.Generator().manual_seed(name_seed)
             is_own = p.dtype == torch.float32 and p.device.type == "cpu" and p.is_contiguous()
             draw = p[:true_rows] if is_own else torch.empty(true_rows, *p.shape[1:])
@@ -286,7 +329,9 @@ def initialise(masters: Iterable[tuple[str, Tensor]], m: Model, vocab: int, seed
                 bound = math.sqrt(6 / (draw.numel() // draw.shape[-1] + draw.shape[-1]))
                 draw.uniform_(-bound, bound, generator=random)
             else:
-                std = m.init_method_std / (2 * layers) ** 0.5 if kind == "proj" else m.init_method_std
+                std = (
+                    m.init_method_std / (2 * layers) ** 0.5 if kind == "proj" else m.init_method_std
+                )
                 draw.normal_(0, std * factor, generator=random)
             if not is_own:
                 p[:true_rows] = draw.to(p.device)

@@ -22,4 +22,8 @@ def block_kind(t: Training, m: Model, p: Precision, kind: str) -> BlockKind:
     if suits if t.fused_kernels == "auto" else t.fused_kernels == "on":
         return "fused"
     wanted = has_kernels if t.compile == "auto" else t.compile == "on"
-    return "compiled" if wanted and not uses_reference(m.attention_impl, m.attention_dropout, kind) else "plain"
+    return (
+        "compiled"
+        if wanted and not uses_reference(m.attention_impl, m.attention_dropout, kind)
+        else "plain"
+    )

@@ -71,7 +71,9 @@ class Gated(nn.Module):
 
     def __init__(self, hidden: int, ffn: int, bias: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(Linear(hidden, 2 * ffn, bias=False).weight.detach().view(2, ffn, hidden))
+        self.weight = nn.Parameter(
+            Linear(hidden, 2 * ffn, bias=False).weight.detach().view(2, ffn, hidden)
+        )
         self.bias = nn.Parameter(torch.zeros(2, ffn)) if bias else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

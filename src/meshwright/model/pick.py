@@ -16,7 +16,12 @@ def options(t: Training, m: Model, p: Precision, device: torch.device) -> Option
     """Return how to run the network on this device."""
     kind = block_kind(t, m, p, device.type)
     fp32_residual = p.fp32_residual_connection and (p.fp16 or p.bf16)
-    recompute = (t.recompute_granularity, t.recompute_method, t.recompute_num_layers, t.checkpoint_in_cpu)
+    recompute = (
+        t.recompute_granularity,
+        t.recompute_method,
+        t.recompute_num_layers,
+        t.checkpoint_in_cpu,
+    )
     return Options(*recompute, fp32_residual, kind == "compiled", kind == "fused")
 
 

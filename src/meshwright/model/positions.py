@@ -33,7 +33,8 @@ class Positions:
     position_ids: Tensor | None = None  # [B, T] if positions restart; None is `columns`
     documents: Tensor | None = None  # [B, T] numbers of documents; attention stays within one
     # Set if only a part of the network's work is done here:
-    stream: StreamPositions | None = None  # if the residual stream is laid out differently from attention
+    # if the residual stream is laid out differently from attention
+    stream: StreamPositions | None = None
     length: int | None = None  # tokens that attention sees, if `columns` are only some of them
     heads: range | None = None  # of the model's heads
     cached: ContinuedTexts | None = None  # generation: the texts that the rows continue
@@ -48,7 +49,8 @@ class StreamPositions:
     position_ids: Tensor | None
 
 
-Mask: TypeAlias = "Tensor | BlockMask | None"  # None: causal; bool; float if ALiBi is added to the scores
+# None: causal; bool; float if ALiBi is added to the scores
+Mask: TypeAlias = "Tensor | BlockMask | None"
 
 
 @dataclass
@@ -72,14 +74,20 @@ def share(m: Model, where: Positions, tokens: Tensor, dtype: torch.dtype, flex: 
     if where.columns is None:
         where.columns = torch.arange(t, device=device)
     shared, cached = Shared(where), where.cached
-    if cached is not None and where.position_ids is None:  # padding behind a text has a position, too
+    # padding behind a text has a position, too
+    if cached is not None and where.position_ids is None:
         where.position_ids = cached.places(t).clamp(max=cached.cache.length - 1)
     if m.position == "rope":
-        ids = (where.columns if where.position_ids is None else where.position_ids).view(-1, t, 1, 1)
-        shared.rotation = rotations(m, ids, torch.float64 if dtype is torch.float64 else torch.float32)
+        ids = (where.columns if where.position_ids is None else where.position_ids).view(
+            -1, t, 1, 1
+        )
+        shared.rotation = rotations(
+            m, ids, torch.float64 if dtype is torch.float64 else torch.float32
+        )
     allows_flex = flex and m.attention_impl != "reference"
     seen = cached.seen if cached is not None else 0
-    window = m.window if m.windowed_layers and (seen or length) > m.window + 1 else 0  # one of all keys is none
+    # one of all keys is none
+    window = m.window if m.windowed_layers and (seen or length) > m.window + 1 else 0
     dropped = m.attention_dropout > 0 and where.samples is not None
     # With a window's mask, other layers that drop have one too: another kernel draws other numbers.
     marked = m.position == "alibi" or where.documents is not None or bool(window and dropped)
@@ -89,7 +97,8 @@ def share(m: Model, where: Positions, tokens: Tensor, dtype: torch.dtype, flex: 
         make = functools.partial(dense_mask, m, where, distance, dtype)
     elif not (marked or window):
         return shared
-    elif allows_flex and devices.has_kernels(device) and cached is None and not dropped:  # trained nowhere else
+    # trained nowhere else
+    elif allows_flex and devices.has_kernels(device) and cached is None and not dropped:
         make = functools.partial(block_mask, where.documents, length, device)
         shared.slopes = slopes_of(m, where.heads, device).float() if m.position == "alibi" else None
     else:
@@ -100,7 +109,9 @@ def share(m: Model, where: Positions, tokens: Tensor, dtype: torch.dtype, flex: 
     return shared
 
 
-def block_mask(documents: Tensor | None, t: int, device: torch.device, window: int = 0) -> BlockMask:
+def block_mask(
+    documents: Tensor | None, t: int, device: torch.device, window: int = 0
+) -> BlockMask:
     """Make a mask for FlexAttention, which skips blocks of scores that no query sees.
 
     Document numbers never decrease along a sample, so a block's first and last suffice; torch's
@@ -117,7 +128,10 @@ def block_mask(documents: Tensor | None, t: int, device: torch.device, window: i
     behind = (number[:, None] - number)[None, None]  # [1, 1, query, key]
     some, full = behind >= 0, behind > 0
     if window:
-        some, full = some & (FLEX_BLOCK * (behind - 1) < window), full & (FLEX_BLOCK * (behind + 1) <= window + 1)
+        some, full = (
+            some & (FLEX_BLOCK * (behind - 1) < window),
+            full & (FLEX_BLOCK * (behind + 1) <= window + 1),
+        )
     if documents is not None:
         first = documents[:, ::FLEX_BLOCK]
         last = documents[:, (FLEX_BLOCK * (number + 1) - 1).clamp(max=t - 1)]
@@ -129,11 +143,17 @@ def block_mask(documents: Tensor | None, t: int, device: torch.device, window: i
         return chosen.sum(-1, dtype=torch.int32), order.int()
 
     return BlockMask.from_kv_blocks(
-        *indices(some & ~full), *indices(full), BLOCK_SIZE=FLEX_BLOCK, mask_mod=seen, seq_lengths=(t, t)
+        *indices(some & ~full),
+        *indices(full),
+        BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=seen,
+        seq_lengths=(t, t),
     )
 
 
-def dense_mask(m: Model, where: Positions, distance: Tensor, dtype: torch.dtype, window: int = 0) -> Tensor:
+def dense_mask(
+    m: Model, where: Positions, distance: Tensor, dtype: torch.dtype, window: int = 0
+) -> Tensor:
     """Return a mask [1 or B, 1 or heads, T, S]: bool, or float to be added to the scores.
 
     `distance` [1 or B, T, S] is the key's place minus the query's, at most 0 if the key is seen.

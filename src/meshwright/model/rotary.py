@@ -51,7 +51,11 @@ def _slowness_of_yarn(m: Model, plain: Tensor) -> Tensor:
     """
 
     def pair(turns: float) -> float:
-        return m.rotating * math.log(m.original_positions / (turns * 2 * math.pi)) / (2 * math.log(m.rotary_base))
+        return (
+            m.rotating
+            * math.log(m.original_positions / (turns * 2 * math.pi))
+            / (2 * math.log(m.rotary_base))
+        )
 
     first = max(math.floor(pair(m.beta_fast)), 0)
     last = min(math.ceil(pair(m.beta_slow)), m.rotating - 1)

@@ -9,7 +9,14 @@ from meshwright.base import device as devices
 from meshwright.config.schema import Optimizer
 from meshwright.kernels import adamw
 from meshwright.kernels.moments import Place, make_block_draws
-from meshwright.optim.rules import Numbers, Treatment, Verdict, adamw_constants, is_rounded, state_dtype
+from meshwright.optim.rules import (
+    Numbers,
+    Treatment,
+    Verdict,
+    adamw_constants,
+    is_rounded,
+    state_dtype,
+)
 
 
 class FlatAdamW:
@@ -31,15 +38,21 @@ class FlatAdamW:
         gradients, master, weights = flats
         device, sizes = master.device, [r.end - r.begin for r in ranges]
         self.settings = adamw_constants(o)
-        self.constants = adamw.make_constants(self.settings, o.clip_grad, device, [t[1:] for t in treatments])
+        self.constants = adamw.make_constants(
+            self.settings, o.clip_grad, device, [t[1:] for t in treatments]
+        )
         self.table = adamw.make_table(ranges, device)
         self.step = torch.zeros((), device=device)
         formats = (state_dtype(o, key, master.dtype) for key in ("exp_avg", "exp_avg_sq"))
-        exp_avg, exp_avg_sq = (torch.zeros(sum(sizes), dtype=dtype, device=device) for dtype in formats)
+        exp_avg, exp_avg_sq = (
+            torch.zeros(sum(sizes), dtype=dtype, device=device) for dtype in formats
+        )
         self.draws = make_block_draws(places, self.step) if is_rounded(o) else None
         self.buffers = adamw.AdamWBuffers(gradients, exp_avg, exp_avg_sq, master, weights)
         parts = zip(torch.split(exp_avg, sizes), torch.split(exp_avg_sq, sizes), strict=True)
-        self.states = {r: {"exp_avg": m, "exp_avg_sq": v} for r, (m, v) in zip(ranges, parts, strict=True)}
+        self.states = {
+            r: {"exp_avg": m, "exp_avg_sq": v} for r, (m, v) in zip(ranges, parts, strict=True)
+        }
         self.counted = self.table[:, :0]
 
     def count(self, ranges: list[adamw.FlatRange]) -> None:

@@ -50,7 +50,12 @@ class ElementwiseRule(OwnRule):
                     draws = draws and draws.after(len(weight))
 
     def _update(
-        self, weight: Tensor, gradient: Tensor, stored: list[Tensor], draws: PlaceDraws | None, group: dict[str, Any]
+        self,
+        weight: Tensor,
+        gradient: Tensor,
+        stored: list[Tensor],
+        draws: PlaceDraws | None,
+        group: dict[str, Any],
     ) -> None:
         skipped = scalar(self.found_inf, weight)
         now = gradient / scalar(self.grad_scale, weight)
@@ -74,7 +79,9 @@ class AdamW(ElementwiseRule):
 
     keys = tuple(STATE["adamw"])
 
-    def __init__(self, params: Iterable[nn.Parameter], constants: adamw.AdamWConstants, counter: Tensor) -> None:
+    def __init__(
+        self, params: Iterable[nn.Parameter], constants: adamw.AdamWConstants, counter: Tensor
+    ) -> None:
         super().__init__(params)
         self.constants, self.counter = constants, counter
 
@@ -99,7 +106,11 @@ class SGD(ElementwiseRule):
     def advance(
         self, weight: Tensor, gradient: Tensor, state: list[Tensor], group: dict[str, Any]
     ) -> tuple[Tensor, ...]:
-        ahead = (weight * scalar(group["weight_decay"], weight)).add_(gradient).add_(state[0] * self.momentum)
+        ahead = (
+            (weight * scalar(group["weight_decay"], weight))
+            .add_(gradient)
+            .add_(state[0] * self.momentum)
+        )
         return weight - ahead * scalar(group["lr"], weight), ahead
 
 
@@ -112,7 +123,11 @@ class Lion(ElementwiseRule):
     keys = tuple(STATE["lion"])
 
     def __init__(
-        self, params: Iterable[nn.Parameter], beta1: float = 0.9, beta2: float = 0.99, is_cautious: bool = False
+        self,
+        params: Iterable[nn.Parameter],
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        is_cautious: bool = False,
     ) -> None:
         super().__init__(params)
         self.beta1, self.beta2, self.is_cautious = beta1, beta2, is_cautious

@@ -62,9 +62,13 @@ class Exchange(Protocol):
     @property
     def rounds(self) -> list[Any]: ...
 
-    def collect(self, one_round: Any, ahead: Iterable[tuple[int, Tensor]], like: Tensor) -> Stacks: ...
+    def collect(
+        self, one_round: Any, ahead: Iterable[tuple[int, Tensor]], like: Tensor
+    ) -> Stacks: ...
 
-    def give_back(self, one_round: Any, updates: Stacks, like: Tensor) -> Iterator[list[tuple[int, Tensor]]]: ...
+    def give_back(
+        self, one_round: Any, updates: Stacks, like: Tensor
+    ) -> Iterator[list[tuple[int, Tensor]]]: ...
 
 
 @dataclass(frozen=True)
@@ -94,8 +98,12 @@ class Muon(OwnRule):
         chunk: int = MUON_CHUNK,
         is_cautious: bool = False,
     ) -> None:
-        super().__init__(params, {"lr": 0.0, "weight_decay": 0.0, "momentum": momentum, "ns_steps": ns_steps})
-        self.spread = spread or Spread([MatrixForm(tuple(p.shape)) for p in params], params[0].device)
+        super().__init__(
+            params, {"lr": 0.0, "weight_decay": 0.0, "momentum": momentum, "ns_steps": ns_steps}
+        )
+        self.spread = spread or Spread(
+            [MatrixForm(tuple(p.shape)) for p in params], params[0].device
+        )
         self.chunk, self.is_cautious = chunk, is_cautious
 
     @torch.no_grad()
@@ -105,10 +113,14 @@ class Muon(OwnRule):
             self._update_at_homes(self.spread.exchange, group)
             return
         pairs = zip(self.spread.forms, group["params"], strict=True)
-        for some in chunks((pair for pair in pairs if pair[1].grad is not None), lambda form, _: form, self.chunk):
+        for some in chunks(
+            (pair for pair in pairs if pair[1].grad is not None), lambda form, _: form, self.chunk
+        ):
             self._update([p for _, p in some], some[0][0], group)
 
-    def _update(self, matrices: list[nn.Parameter], form: MatrixForm, group: dict[str, Any]) -> None:
+    def _update(
+        self, matrices: list[nn.Parameter], form: MatrixForm, group: dict[str, Any]
+    ) -> None:
         ahead, norms = self._advance(matrices, group)
         if form.sections or ahead.device != self.spread.device:
             x = orthogonalise_all(ahead.to(self.spread.device), form, group["ns_steps"])
@@ -122,18 +134,26 @@ class Muon(OwnRule):
         parameters, forms, steps = group["params"], self.spread.forms, group["ns_steps"]
         ahead_like, update_like = formats(parameters[0].dtype, self.spread.device)
         for one_round in exchange.rounds:
-            stacks = exchange.collect(one_round, self._look_ahead(one_round.members, group), ahead_like)
+            stacks = exchange.collect(
+                one_round, self._look_ahead(one_round.members, group), ahead_like
+            )
             updates: Stacks = {}
             for form in list(stacks):
                 numbers, ahead = stacks.pop(form)
                 updates[form] = numbers, self._orthogonalise_chunks(ahead, form, steps)
                 del ahead
             for parts in exchange.give_back(one_round, updates, update_like):
-                for some in chunks(parts, lambda i, _: (forms[i].scale, parameters[i].shape), self.chunk):
-                    x = torch.stack([update for _, update in some]).view(-1, *parameters[some[0][0]].shape)
+                for some in chunks(
+                    parts, lambda i, _: (forms[i].scale, parameters[i].shape), self.chunk
+                ):
+                    x = torch.stack([update for _, update in some]).view(
+                        -1, *parameters[some[0][0]].shape
+                    )
                     self._subtract([parameters[i] for i, _ in some], x, forms[some[0][0]], group)
 
-    def _look_ahead(self, numbers: list[int], group: dict[str, Any]) -> Iterator[tuple[int, Tensor]]:
+    def _look_ahead(
+        self, numbers: list[int], group: dict[str, Any]
+    ) -> Iterator[tuple[int, Tensor]]:
         """Advance the momentum of parts; yield their look-aheads."""
         parts = [(i, p) for i in numbers if (p := group["params"][i]).numel()]
         for some in chunks(parts, lambda *_: None, self.chunk):
@@ -145,9 +165,13 @@ class Muon(OwnRule):
         if len(ahead) <= count:
             return orthogonalise_all(ahead, form, steps)
         sizes = [min(count, len(ahead) - begin) for begin in range(0, len(ahead), count)]
-        return torch.cat([orthogonalise_all(some, form, steps) for some in ahead.split_with_sizes(sizes)])
+        return torch.cat(
+            [orthogonalise_all(some, form, steps) for some in ahead.split_with_sizes(sizes)]
+        )
 
-    def _advance(self, matrices: list[nn.Parameter], group: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def _advance(
+        self, matrices: list[nn.Parameter], group: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
         first = matrices[0]
         gradients = [p.grad for p in matrices if p.grad is not None]
         moments = [self._moment(p) for p in matrices]
@@ -155,11 +179,15 @@ class Muon(OwnRule):
         scale, skipped = scalar(self.grad_scale, first), scalar(self.found_inf, first)
         return passes.advance(gradients, moments, scale, skipped, group["momentum"], draws)
 
-    def _subtract(self, matrices: list[nn.Parameter], x: Tensor, form: MatrixForm, group: dict[str, Any]) -> None:
+    def _subtract(
+        self, matrices: list[nn.Parameter], x: Tensor, form: MatrixForm, group: dict[str, Any]
+    ) -> None:
         first, lr = matrices[0], group["lr"]
         decay, rate = scalar(1 - lr * group["weight_decay"], first), scalar(lr * form.scale, first)
         weights, updates = [p.detach() for p in matrices], x.to(first.device)
-        passes.subtract(weights, updates, decay, rate, scalar(self.found_inf, first), self.is_cautious)
+        passes.subtract(
+            weights, updates, decay, rate, scalar(self.found_inf, first), self.is_cautious
+        )
 
     def _moment(self, p: nn.Parameter) -> Tensor:
         state = self.state[p]
@@ -168,7 +196,9 @@ class Muon(OwnRule):
         return state["momentum_buffer"]  # type: ignore[no-any-return]
 
 
-def chunks(items: Iterable[tuple[T, V]], kind: Callable[[T, V], Hashable], size: int) -> Iterator[list[tuple[T, V]]]:
+def chunks(
+    items: Iterable[tuple[T, V]], kind: Callable[[T, V], Hashable], size: int
+) -> Iterator[list[tuple[T, V]]]:
     """Yield tensors of one kind and shape: at most `size` elements, but at least one tensor."""
     kinds: dict[tuple[Hashable, torch.Size], list[tuple[T, V]]] = {}
     for key, x in items:
@@ -183,7 +213,9 @@ def formats(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     if dtype is torch.float64:
         return (torch.empty(0, dtype=dtype, device=device),) * 2
     low = torch.float16 if devices.has_kernels(device) else torch.bfloat16
-    return torch.empty(0, dtype=torch.bfloat16, device=device), torch.empty(0, dtype=low, device=device)
+    return torch.empty(0, dtype=torch.bfloat16, device=device), torch.empty(
+        0, dtype=low, device=device
+    )
 
 
 def normalised(x: Tensor, norms: Tensor) -> Tensor:
@@ -195,13 +227,17 @@ def orthogonalise_all(ahead: Tensor, form: MatrixForm, steps: int) -> Tensor:
     """Return the update [n, *shape] of parameters of one form, for the scale of the form."""
     out = []
     for x in divide(ahead, form):
-        norms = torch.linalg.vector_norm(x, dim=(1, 2), dtype=None if x.dtype is torch.float64 else torch.float32)
+        norms = torch.linalg.vector_norm(
+            x, dim=(1, 2), dtype=None if x.dtype is torch.float64 else torch.float32
+        )
         x = orthogonalise_either(normalised(x, norms), steps)
         ratio = math.sqrt(max(x.shape[1:]) / max(form.shape[-2:]))
         out.append(x if ratio == 1 else x * ratio)
     if not form.sections:
         return out[0].view(ahead.shape)
-    by_group = [x.view(len(ahead), -1, n, x.shape[-1]) for x, n in zip(out, form.sections, strict=True)]
+    by_group = [
+        x.view(len(ahead), -1, n, x.shape[-1]) for x, n in zip(out, form.sections, strict=True)
+    ]
     return torch.cat(by_group, dim=2).view(ahead.shape)
 
 

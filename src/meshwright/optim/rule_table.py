@@ -20,7 +20,11 @@ STATE = {
 AVERAGE = "ema"  # the average of --ema, in a checkpoint beside the state of any rule
 
 # Tables with a peak rate of their own -> its setting.
-OWN_RATES = {"wte.weight": "embedding_lr", "wpe.weight": "embedding_lr", "lm_head.weight": "head_lr"}
+OWN_RATES = {
+    "wte.weight": "embedding_lr",
+    "wpe.weight": "embedding_lr",
+    "lm_head.weight": "head_lr",
+}
 
 MUON_CHUNK = 1 << 27  # elements that Muon updates at a time: four copies in 16 bits are 1 GB
 MUON_RESTART = 3  # iterations of Muon's gram form, after which it begins again with a new R
@@ -50,7 +54,8 @@ class Treatment(NamedTuple):
 
     rule: Rule
     rate: float  # factor of the step's learning rate
-    decay: float  # factor of the step's weight decay, which its rule multiplies by the parameter's rate
+    # factor of the step's weight decay, which its rule multiplies by the parameter's rate
+    decay: float
 
 
 def treatment_of(o: Optimizer, m: Model | None, name: str, dimensions: int) -> Treatment:
@@ -96,7 +101,10 @@ class MatrixForm(NamedTuple):
         if not self.sections:
             return [(math.prod(stack), rows, columns)]
         groups = rows // sum(self.sections)
-        return [(groups, n, columns) if self.by_group else (1, groups * n, columns) for n in self.sections]
+        return [
+            (groups, n, columns) if self.by_group else (1, groups * n, columns)
+            for n in self.sections
+        ]
 
     @property
     def scale(self) -> float:
@@ -106,7 +114,9 @@ class MatrixForm(NamedTuple):
     def cost(self, steps: int) -> float:
         """Return the operations of the iterations; products of small matrices are slower."""
         sizes = [(n, min(rows, columns), max(rows, columns)) for n, rows, columns in self.matrices]
-        return sum(n * muon_flops(short, long, steps) * (1 + MUON_HALF / short) for n, short, long in sizes)
+        return sum(
+            n * muon_flops(short, long, steps) * (1 + MUON_HALF / short) for n, short, long in sizes
+        )
 
 
 def form_of(o: Optimizer, m: Model | None, name: str, shape: tuple[int, ...]) -> MatrixForm:

@@ -78,7 +78,13 @@ def make_optimizer(
     `counter` is the number of the update, if torch lacks this AdamW.
     """
     if rule == "muon":  # updates of AdamW's size, so that one learning rate serves both
-        return Muon(parameters, o.muon_momentum, o.muon_num_ns_steps, spread, is_cautious=o.cautious_weight_decay)
+        return Muon(
+            parameters,
+            o.muon_momentum,
+            o.muon_num_ns_steps,
+            spread,
+            is_cautious=o.cautious_weight_decay,
+        )
     if rule == "lion":
         return elementwise.Lion(parameters, o.lion_beta1, o.lion_beta2, o.cautious_weight_decay)
     if rule == "sgd":

@@ -40,7 +40,10 @@ class Schedule:
         if samples > self.decay:
             return self.min_lr
         if self.style == "inverse-square-root":
-            return max(self.min_lr, self.max_lr * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(samples, 1)))
+            return max(
+                self.min_lr,
+                self.max_lr * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(samples, 1)),
+            )
         return self.min_lr + (self.max_lr - self.min_lr) * self._left(samples)
 
     def _left(self, samples: int) -> float:
@@ -98,7 +101,9 @@ VALUES = {
     "max_lr": ScheduleValue("learning rate", "{lr}"),
     "min_lr": ScheduleValue("minimum learning rate", "{min_lr}"),
     "warmup": ScheduleValue(
-        "warmup iterations", "{lr_warmup_fraction}, -iters or -samples", length="length of the warm-up"
+        "warmup iterations",
+        "{lr_warmup_fraction}, -iters or -samples",
+        length="length of the warm-up",
     ),
     "decay": ScheduleValue(
         "total number of iterations",
@@ -116,14 +121,22 @@ VALUES = {
     "wd_style": ScheduleValue("weight decay incr style", "{weight_decay_incr_style}"),
     "init_lr": ScheduleValue("initial learning rate", "{lr_warmup_init}", is_megatrons=False),
     "wsd_samples": ScheduleValue(
-        "WSD decay", "{lr_wsd_decay_iters} or -samples", length="length of WSD's decay", is_megatrons=False
+        "WSD decay",
+        "{lr_wsd_decay_iters} or -samples",
+        length="length of WSD's decay",
+        is_megatrons=False,
     ),
     "wsd_style": ScheduleValue("WSD decay style", "{lr_wsd_decay_style}", is_megatrons=False),
 }
 
 
 def warn_of_idle_steps(
-    s: Schedule, c: TrainConfig, total: int, iteration: int = 0, consumed: int = 0, scheduled: int = 0
+    s: Schedule,
+    c: TrainConfig,
+    total: int,
+    iteration: int = 0,
+    consumed: int = 0,
+    scheduled: int = 0,
 ) -> list[str]:
     """Return a warning if steps to come run at learning rate 0, or the run ends within its warm-up.
 
@@ -133,24 +146,45 @@ def warn_of_idle_steps(
     if c.optimizer.lr is None or c.training.skip_train:
         return []
     size, never = c.global_batch, 1 << 62
-    zero = s.decay + (s.style == "inverse-square-root") if not s.min_lr and s.style != "constant" else never
+    zero = (
+        s.decay + (s.style == "inverse-square-root")
+        if not s.min_lr and s.style != "constant"
+        else never
+    )
     zero = zero if s.max_lr else 0  # the first number of samples at which the rate is 0
     step, now = iteration, scheduled
     while step < total and now < zero and (batch := c.batch(consumed - scheduled + now)) < size:
         step, now = step + 1, now + batch
     first = min(total, step + max(0, math.ceil((zero - now) / size)))
-    by_steps, override = c.samples is None, ", with --override-opt_param-scheduler" if iteration else ""
+    by_steps, override = (
+        c.samples is None,
+        ", with --override-opt_param-scheduler" if iteration else "",
+    )
     if first < total:
-        which = f"all {total - iteration:,} steps" if first == iteration else f"steps {first + 1:,} to {total:,}"
+        which = (
+            f"all {total - iteration:,} steps"
+            if first == iteration
+            else f"steps {first + 1:,} to {total:,}"
+        )
         flag = f"--lr-decay-iters {total}" if by_steps else f"--lr-decay-samples {c.samples}"
         why = f"the decay ends after {s.decay / size:,.10g} steps and --min-lr is 0; give {flag} or a --min-lr above 0"
         count = "" if first == iteration else f" ({total - first:,} steps)"
-        return [f"{which}{count} would run at learning rate 0: {why if s.max_lr else '--lr is 0'}{override}"]
+        return [
+            f"{which}{count} would run at learning rate 0: {why if s.max_lr else '--lr is 0'}{override}"
+        ]
     end = now + (total - step) * size
     if iteration < total and s.init_lr < s.max_lr and end <= s.warmup:
-        flag = f"--lr-warmup-iters {max(1, total // 10)}" if by_steps else f"--lr-warmup-samples {max(1, end // 10)}"
+        flag = (
+            f"--lr-warmup-iters {max(1, total // 10)}"
+            if by_steps
+            else f"--lr-warmup-samples {max(1, end // 10)}"
+        )
         share = c.optimizer.lr_warmup_fraction
-        now_by = f" (now --lr-warmup-fraction {share:g} of {s.decay / size:,.10g} steps)" if share else ""
+        now_by = (
+            f" (now --lr-warmup-fraction {share:g} of {s.decay / size:,.10g} steps)"
+            if share
+            else ""
+        )
         return [
             f"the run ends within its warm-up: it has {total:,} steps, the warm-up {s.warmup / size:,.10g}, so the "
             f"learning rate only reaches {s.lr(end):.3g} of --lr {s.max_lr:g}; give, say, {flag}{override}{now_by}"
@@ -158,18 +192,25 @@ def warn_of_idle_steps(
     return []
 
 
-def resume_schedule(ours: Schedule, saved: dict[str, Any], c: TrainConfig) -> tuple[Schedule, list[str]]:
+def resume_schedule(
+    ours: Schedule, saved: dict[str, Any], c: TrainConfig
+) -> tuple[Schedule, list[str]]:
     """Return the schedule to continue with and Megatron's nine log lines.
 
     A difference raises UserError unless one of the two flags decides about it.
     """
     lines, different, values = [], [], {}
     before = Schedule(**saved)
-    overrides, takes_saved = c.optimizer.override_opt_param_scheduler, c.optimizer.use_checkpoint_opt_param_scheduler
+    overrides, takes_saved = (
+        c.optimizer.override_opt_param_scheduler,
+        c.optimizer.use_checkpoint_opt_param_scheduler,
+    )
     has_ramp = (before if takes_saved else ours).wd_style in DECAY_RAMPS
     for name, value in VALUES.items():
         new, old = getattr(ours, name), getattr(before, name)
-        if not value.is_megatrons and (new == old or (name != "init_lr" and "WSD" not in (ours.style, before.style))):
+        if not value.is_megatrons and (
+            new == old or (name != "init_lr" and "WSD" not in (ours.style, before.style))
+        ):
             continue
         if overrides:
             values[name] = new
@@ -181,7 +222,10 @@ def resume_schedule(ours: Schedule, saved: dict[str, Any], c: TrainConfig) -> tu
         values[name] = old if matters else new
         lines.append(f" > using checkpoint value {old} for {value.title}")
     if different:
-        head, override = "the schedule differs from the checkpoint's", "add {override_opt_param_scheduler=True}"
+        head, override = (
+            "the schedule differs from the checkpoint's",
+            "add {override_opt_param_scheduler=True}",
+        )
         if ours.decay > before.decay:
             head = f"to train longer, {override} (this stretches the decay); {head}"
         saved_one = "with the checkpoint's, {use_checkpoint_opt_param_scheduler=True}"

@@ -49,13 +49,19 @@ def map_memory_of(group: ProcessGroup) -> Any:
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     import torch.distributed._symmetric_memory as symmetric
 
-    if not hasattr(symmetric.enable_symm_mem_for_group, "__deprecated__"):  # newer torch needs no call
+    # newer torch needs no call
+    if not hasattr(symmetric.enable_symm_mem_for_group, "__deprecated__"):
         symmetric.enable_symm_mem_for_group(group.group_name)
     return symmetric
 
 
 def to_map_memory(
-    flag: str, wanted: str, group: ProcessGroup, device: torch.device, steps: list[Step], unworthy: str = ""
+    flag: str,
+    wanted: str,
+    group: ProcessGroup,
+    device: torch.device,
+    steps: list[Step],
+    unworthy: str = "",
 ) -> str:
     """Return "" if the steps, which map memory and compare results, succeed on all ranks, or why.
 

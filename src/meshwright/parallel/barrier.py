@@ -21,7 +21,8 @@ from torch import Tensor
 
 from meshwright.base import device as devices
 
-WAIT, WRITE, IS_EQUAL = 1, 2, 1  # CU_STREAM_MEM_OP_WAIT_VALUE_32, ..._WRITE_VALUE_32, CU_STREAM_WAIT_VALUE_EQ
+# CU_STREAM_MEM_OP_WAIT_VALUE_32, ..._WRITE_VALUE_32, CU_STREAM_WAIT_VALUE_EQ
+WAIT, WRITE, IS_EQUAL = 1, 2, 1
 
 
 class Operation(ctypes.Structure):
@@ -58,8 +59,13 @@ class StreamBarrier:
     `kept` lives as long as the object.
     """
 
-    def __init__(self, listed: list[tuple[int, int, int]], device: torch.device, kept: Any = None) -> None:
-        batch = [Operation(kind, address, value, IS_EQUAL * (kind == WAIT)) for kind, address, value in listed]
+    def __init__(
+        self, listed: list[tuple[int, int, int]], device: torch.device, kept: Any = None
+    ) -> None:
+        batch = [
+            Operation(kind, address, value, IS_EQUAL * (kind == WAIT))
+            for kind, address, value in listed
+        ]
         self.count, self.device, self.kept = len(batch), device, kept
         self.batch = (Operation * self.count)(*batch)
         self.submit = ctypes.CDLL("libcuda.so.1").cuStreamBatchMemOp_v2

@@ -51,7 +51,9 @@ class Calls:
     def _send(self, name: str, tensors: tuple[Tensor, ...]) -> None:
         head = json.dumps([name, *(list(x.shape) for x in tensors)]).encode()
         head += b" " * (-len(head) % 8)
-        body = torch.cat([torch.frombuffer(bytearray(head), dtype=torch.int64), *(x.flatten() for x in tensors)])
+        body = torch.cat(
+            [torch.frombuffer(bytearray(head), dtype=torch.int64), *(x.flatten() for x in tensors)]
+        )
         self.team.broadcast(torch.tensor([len(head) // 8, len(body)]))
         self.team.broadcast(body)
 

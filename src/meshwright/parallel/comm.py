@@ -23,7 +23,9 @@ Collective = Callable[[Tensor, "ProcessGroup"], Tensor]
 
 # Names in torch 2.13, then those in 2.11 and 2.12.
 _gather: Any = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
-_scatter: Any = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+_scatter: Any = (
+    getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+)
 gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -45,7 +47,9 @@ def wait_for(started: Started) -> Tensor:
     return started.result
 
 
-def start_all_reduce(x: Tensor, group: ProcessGroup, op: str = "sum", waits: bool = False) -> Started:
+def start_all_reduce(
+    x: Tensor, group: ProcessGroup, op: str = "sum", waits: bool = False
+) -> Started:
     if torch.compiler.is_compiling():
         return Started(functional.all_reduce(x.contiguous(), op, group), None)
     y = x.clone(memory_format=torch.contiguous_format)
@@ -109,7 +113,9 @@ class _Pair(torch.autograd.Function):
     """One collective for the value, another for the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, collective: Collective, back: Collective) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, group: ProcessGroup, collective: Collective, back: Collective
+    ) -> Tensor:
         ctx.group, ctx.back = group, back
         return collective(x, group)
 

@@ -57,7 +57,9 @@ class CutModel:
         """Return the positions of this rank's part of a micro-batch; no seed means no dropout."""
         t, device, layout = b.tokens.shape[1], b.tokens.device, self.layout
         samples = None if seed is None else b.sample_ids
-        w = Positions(samples, None, seed or 0, b.first_sample, b.position_ids, b.doc_ids, heads=self.heads)
+        w = Positions(
+            samples, None, seed or 0, b.first_sample, b.position_ids, b.doc_ids, heads=self.heads
+        )
         first = layout.at("cp") * t
         if layout.cp > 1:
             w.columns, w.length = torch.arange(first, first + t, device=device), t * layout.cp
@@ -71,9 +73,13 @@ class CutModel:
         rows = b.tokens.numel() // self.layout.tp
         n = torch.arange(rank * rows, (rank + 1) * rows, device=b.tokens.device)
         ids = None if b.position_ids is None else b.position_ids.flatten()[n][None]
-        return StreamPositions(None if samples is None else samples[n // t][None], (first + n % t)[None], ids)
+        return StreamPositions(
+            None if samples is None else samples[n // t][None], (first + n % t)[None], ids
+        )
 
-    def infer(self, batches: Sequence[Batch], finish: Finish, seed: int | None = None) -> list[Tensor]:
+    def infer(
+        self, batches: Sequence[Batch], finish: Finish, seed: int | None = None
+    ) -> list[Tensor]:
         """Return what `finish` makes of each micro-batch's logits; no seed means no dropout.
 
         Ranks without the model's head return nothing.
@@ -82,16 +88,22 @@ class CutModel:
             if part.training != (seed is not None):
                 part.train(seed is not None)
         on_device = [batch.to(self.device) for batch in batches]
-        return self.run_passes([ModelInput(b.tokens, self.where(b, seed)) for b in on_device], finish)
+        return self.run_passes(
+            [ModelInput(b.tokens, self.where(b, seed)) for b in on_device], finish
+        )
 
     @torch.no_grad()
-    def run_passes(self, inputs: Sequence[ModelInput], finish: Finish, last_only: bool = False) -> list[Tensor]:
+    def run_passes(
+        self, inputs: Sequence[ModelInput], finish: Finish, last_only: bool = False
+    ) -> list[Tensor]:
         """Run the passes of `infer`; with `last_only` the logits are those of the last tokens."""
         options = {"last_only": True} if last_only else {}
 
         def run_part(part: Any, i: int, stream: Tensor | None) -> Tensor:
             tokens, where = inputs[i]
-            out: Tensor = part(tokens, where, **(options if stream is None else options | {"stream": stream}))
+            out: Tensor = part(
+                tokens, where, **(options if stream is None else options | {"stream": stream})
+            )
             return finish(out, i) if self.pipeline is None or part.has_head else out
 
         if self.pipeline is not None:
@@ -106,14 +118,20 @@ class CutModel:
         if self.layout.pp > 1:
             (part,) = self.parts
             dtype = next(part.parameters()).dtype
-            self.pipeline = Pipeline(self.layout, "1f1b", self.parts, part.m.hidden_size, False, dtype)
+            self.pipeline = Pipeline(
+                self.layout, "1f1b", self.parts, part.m.hidden_size, False, dtype
+            )
             self.pipeline.open(self.device)
             self.send_to_lead(torch.zeros(1, dtype=dtype, device=self.device), (1,))
 
     def gather_ids(self, logits: Tensor) -> Tensor:
         """Return the logits of all ids, from every tensor rank's own."""
         group = self.layout.group("tp")
-        return logits if group is None else torch.cat(comm.all_gather(logits, group).chunk(self.layout.tp), -1)
+        return (
+            logits
+            if group is None
+            else torch.cat(comm.all_gather(logits, group).chunk(self.layout.tp), -1)
+        )
 
     def send_to_lead(self, x: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
         """Pass a tensor of the last stage to rank 0; return it there, as on one stage alone."""
@@ -131,7 +149,12 @@ class CutModel:
 
 
 def build_cut_model(
-    m: Model, sizes: tuple[int, int, int], layers: list[int], layout: Layout, dtype: torch.dtype, device: torch.device
+    m: Model,
+    sizes: tuple[int, int, int],
+    layers: list[int],
+    layout: Layout,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> CutModel:
     """Build this rank's part of a model to evaluate or generate with; its weights are not set.
 

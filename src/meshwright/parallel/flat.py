@@ -87,8 +87,10 @@ class Bucket:
     partial: bool  # gradients must be summed over the tensor ranks too
     is_late: bool  # they are summed after the last micro-batch
     size: int = 0
-    spans: dict[str, tuple[int, torch.Size]] = field(default_factory=dict)  # name -> offset in the bucket, shape
-    kinds: list[tuple[UpdateKind, int, int]] = field(default_factory=list)  # kind, first offset, end
+    # name -> offset in the bucket, shape
+    spans: dict[str, tuple[int, torch.Size]] = field(default_factory=dict)
+    # kind, first offset, end
+    kinds: list[tuple[UpdateKind, int, int]] = field(default_factory=list)
     gradients: Tensor | None = None  # full, not sharded
     seen: set[str] = field(default_factory=set)  # gradients received in this backward pass
     parts_received: dict[str, int] = field(default_factory=dict)  # of each gradient
@@ -102,8 +104,11 @@ class FlatStore(Store):
 
     def __init__(self, models: list[nn.Module], spec: StoreSpec) -> None:
         is_sharded = spec.zero > 0 and spec.layout.group("shard") is not None
-        super().__init__(spec, ("replicas",) if is_sharded else ("replicas", "shard", "cp"), is_sharded)
-        self.keeps_gradients = spec.zero < 2 or not self.is_sharded  # full ones, from micro-batch to micro-batch
+        super().__init__(
+            spec, ("replicas",) if is_sharded else ("replicas", "shard", "cp"), is_sharded
+        )
+        # full ones, from micro-batch to micro-batch
+        self.keeps_gradients = spec.zero < 2 or not self.is_sharded
         self.keeps_vectors = spec.defers_products and not self.keeps_gradients
         self.shard_count = self.layout.size("shard", "cp") if self.is_sharded else 1
         self.shard_index = self.layout.at("shard", "cp") if self.is_sharded else 0
@@ -119,7 +124,9 @@ class FlatStore(Store):
         for part in models:
             self._take_over(part)
         self._make_update_ranges()
-        self.average = MovingAverage(self.optimizer.ema, [self.master]) if self.optimizer.ema else None
+        self.average = (
+            MovingAverage(self.optimizer.ema, [self.master]) if self.optimizer.ema else None
+        )
         self.begin_backward(is_last=True)
 
     # Memory layout
@@ -128,7 +135,9 @@ class FlatStore(Store):
         units: dict[str, dict[UpdateKind, dict[str, torch.Size]]] = {}
         for name, p in itertools.chain(*(part.named_parameters() for part in models)):
             unit = shard.bucket(name, self.layout.tp, self.sharding.sequence, self.keeps_vectors)
-            kind = UpdateKind(rules.treatment(self.optimizer, self.model, name, p), not self.sharding.is_cut(name))
+            kind = UpdateKind(
+                rules.treatment(self.optimizer, self.model, name, p), not self.sharding.is_cut(name)
+            )
             units.setdefault(unit, {}).setdefault(kind, {})[name] = p.shape
         begin = 0
         for unit, kinds in units.items():
@@ -145,23 +154,39 @@ class FlatStore(Store):
         self.size = begin
 
     def _allocate(self, mapper: BufferMapper | None) -> None:
-        def zeros(size: int, dtype: torch.dtype, device: torch.device, pinned: bool = False) -> Tensor:
+        def zeros(
+            size: int, dtype: torch.dtype, device: torch.device, pinned: bool = False
+        ) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device, pin_memory=pinned)
 
         part = self.size // self.shard_count
         self.mapped = mapper.zeros(self.size, self.full_dtype) if mapper else None  # gradients
-        self.mapped_weights = mapper.zeros(self.size, self.dtype) if mapper and self.is_sharded else None
+        self.mapped_weights = (
+            mapper.zeros(self.size, self.dtype) if mapper and self.is_sharded else None
+        )
         if self.mapped:
             self.mapped.reserve(max(bucket.size for bucket in self.buckets.values()))
             self.gradients = self.mapped.own
         else:
-            self.gradients = zeros(self.size if self.keeps_gradients else 0, self.full_dtype, self.device)
-        self.weights = self.mapped_weights.own if self.mapped_weights else zeros(self.size, self.dtype, self.device)
-        self.share = zeros(part, self.full_dtype, self.device) if self.is_sharded else self.gradients
+            self.gradients = zeros(
+                self.size if self.keeps_gradients else 0, self.full_dtype, self.device
+            )
+        self.weights = (
+            self.mapped_weights.own
+            if self.mapped_weights
+            else zeros(self.size, self.dtype, self.device)
+        )
+        self.share = (
+            zeros(part, self.full_dtype, self.device) if self.is_sharded else self.gradients
+        )
         is_separate = self.dtype is not self.full_dtype or self.offload or self.is_sharded
-        self.master = zeros(part, self.full_dtype, self.update_device) if is_separate else self.weights
+        self.master = (
+            zeros(part, self.full_dtype, self.update_device) if is_separate else self.weights
+        )
         pinned = self.offload and self.device.type != "cpu"  # for fast copies
-        self.host_share = zeros(part, self.full_dtype, self.update_device, pinned) if self.offload else self.share
+        self.host_share = (
+            zeros(part, self.full_dtype, self.update_device, pinned) if self.offload else self.share
+        )
         # New weights, to be copied to the device.
         self.outgoing = zeros(part if self.offload else 0, self.dtype, self.update_device, pinned)
         for bucket in self.buckets.values():
@@ -187,7 +212,9 @@ class FlatStore(Store):
             rest = [u for u in self.buckets if "." not in u or not isinstance(model, GPT)]
             model.register_forward_pre_hook(lambda *_: self._wait_for(rest))
             for unit in layers:
-                model.get_submodule(unit).register_forward_pre_hook(lambda *_, unit=unit: self._wait_for([unit]))
+                model.get_submodule(unit).register_forward_pre_hook(
+                    lambda *_, unit=unit: self._wait_for([unit])
+                )
 
     def own_part(self, bucket: Bucket, index: int | None = None) -> tuple[int, int, int]:
         """Return where a rank's part begins, in the bucket and in sharded buffers, and its size.
@@ -195,7 +222,11 @@ class FlatStore(Store):
         Without `index`, it is this rank's.
         """
         size = bucket.size // self.shard_count
-        return (self.shard_index if index is None else index) * size, bucket.begin // self.shard_count, size
+        return (
+            (self.shard_index if index is None else index) * size,
+            bucket.begin // self.shard_count,
+            size,
+        )
 
     def own_share(self, bucket: Bucket) -> Tensor:
         """Return this rank's part of the summed gradients."""
@@ -211,18 +242,34 @@ class FlatStore(Store):
                 low, high = max(kind_begin, first), min(kind_end, first + size)
                 if low < high:
                     sharded = begin + low - first, begin + high - first
-                    yield bucket, kind, adamw.FlatRange(*sharded, numbers.get(kind.treatment, 0), bucket.begin + low)
+                    yield (
+                        bucket,
+                        kind,
+                        adamw.FlatRange(
+                            *sharded, numbers.get(kind.treatment, 0), bucket.begin + low
+                        ),
+                    )
 
     def _adamw_treatments(self) -> list[rules.Treatment]:
-        treatments = {kind.treatment for bucket in self.buckets.values() for kind, *_ in bucket.kinds}
+        treatments = {
+            kind.treatment for bucket in self.buckets.values() for kind, *_ in bucket.kinds
+        }
         return sorted(treatment for treatment in treatments if treatment.rule == "adamw")
 
     def _make_update_ranges(self) -> None:
         """Make a piece of each range, and hand it to its optimizer."""
         self.update_ranges = []
         updated: Updated = {}
-        is_flat = devices.has_kernels(self.device) and self.full_dtype is torch.float32 and not self.offload
-        adamws = [(bucket, r) for bucket, kind, r in self._ranges() if kind.treatment.rule == "adamw" and is_flat]
+        is_flat = (
+            devices.has_kernels(self.device)
+            and self.full_dtype is torch.float32
+            and not self.offload
+        )
+        adamws = [
+            (bucket, r)
+            for bucket, kind, r in self._ranges()
+            if kind.treatment.rule == "adamw" and is_flat
+        ]
         if own := [r for _, r in adamws]:
             weights = None if self.master is self.weights else self.weights
             flats = (self.share, self.master, weights)
@@ -244,20 +291,28 @@ class FlatStore(Store):
             begin = next(begin for k, begin, _ in bucket.kinds if k == kind)
             first = next(n for n, (at, _) in bucket.spans.items() if begin <= at)
             if rule != "muon" and (self.flat is None or rule != "adamw"):
-                updated.setdefault(kind.treatment, []).extend(self._members(bucket, r, first, master, state))
+                updated.setdefault(kind.treatment, []).extend(
+                    self._members(bucket, r, first, master, state)
+                )
             is_counted = self.sharding.is_counted(first)
             counted += [r] * is_counted
-            self.update_ranges.append(UpdateRange(is_counted, r.begin, master, state, rule, r.target))
+            self.update_ranges.append(
+                UpdateRange(is_counted, r.begin, master, state, rule, r.target)
+            )
         if self.flat is not None:
             self.flat.count(counted)
         for bucket in self.buckets.values():
             for kind, begin, end in bucket.kinds:
                 is_muon = kind.treatment.rule == "muon"
-                for name in (n for n, (at, _) in bucket.spans.items() if is_muon and begin <= at < end):
+                for name in (
+                    n for n, (at, _) in bucket.spans.items() if is_muon and begin <= at < end
+                ):
                     updated.setdefault(kind.treatment, []).extend(self._matrices(name))
         self.make_updates(updated)
 
-    def _parts_of(self, bucket: Bucket, r: adamw.FlatRange) -> Iterator[tuple[str, int, int, Place]]:
+    def _parts_of(
+        self, bucket: Bucket, r: adamw.FlatRange
+    ) -> Iterator[tuple[str, int, int, Place]]:
         """Yield a range's parameters: name, elements in the sharded buffers, place of the first.
 
         The gap behind a parameter counts as its elements.
@@ -280,7 +335,12 @@ class FlatStore(Store):
         for name, begin, end, place in parts:
             values = nn.Parameter(self.master[begin:end])
             values.grad = self.host_share[begin:end]
-            yield Member(name, values, {key: x[begin - r.begin : end - r.begin] for key, x in state.items()}, place)
+            yield Member(
+                name,
+                values,
+                {key: x[begin - r.begin : end - r.begin] for key, x in state.items()},
+                place,
+            )
 
     def _matrices(self, name: str) -> list[Member]:
         """Return views of this rank's part of a parameter and its state, as Muon updates them.
@@ -289,10 +349,15 @@ class FlatStore(Store):
         """
         to, low, high = self.local_range(name)
         (key,) = rules.STATE["muon"]
-        owned = next((p for p in self.update_ranges if low < high and 0 <= to - p.begin < p.master.numel()), None)
+        owned = next(
+            (p for p in self.update_ranges if low < high and 0 <= to - p.begin < p.master.numel()),
+            None,
+        )
         none = self.new_state("muon", self.master[:0])[key]
         moments = none if owned is None else owned.state[key][to - owned.begin :]
-        views = [[x.detach()[: high - low]] for x in (self.master[to:], self.host_share[to:], moments)]
+        views = [
+            [x.detach()[: high - low]] for x in (self.master[to:], self.host_share[to:], moments)
+        ]
         if high - low == self.shapes[name].numel():
             views = [[x.view(self.shapes[name]) for x in view] for view in views]
             if self.layout.group("matrices") is None:
@@ -309,11 +374,17 @@ class FlatStore(Store):
 
     def set_master(self, name: str, tensor: Tensor) -> None:
         to, low, high = self.local_range(name)
-        self.master[to : to + high - low].copy_(tensor.flatten()[low:high])  # without a copy on the device
+        # without a copy on the device
+        self.master[to : to + high - low].copy_(tensor.flatten()[low:high])
 
     def weights_by_name(self) -> dict[str, Tensor]:
-        places = ((name, bucket.begin, bucket.spans[name]) for name, bucket in self.bucket_of.items())
-        return {name: _view(self.weights, (begin + offset, shape)) for name, begin, (offset, shape) in places}
+        places = (
+            (name, bucket.begin, bucket.spans[name]) for name, bucket in self.bucket_of.items()
+        )
+        return {
+            name: _view(self.weights, (begin + offset, shape))
+            for name, begin, (offset, shape) in places
+        }
 
     def local_range(self, name: str, index: int | None = None) -> tuple[int, int, int]:
         """Return where a rank's part is in its sharded buffers, and its range of elements.
@@ -343,7 +414,8 @@ class FlatStore(Store):
             self.scales.refresh()
 
     def _copy_all(self) -> None:
-        new = self.outgoing.copy_(self.master) if self.offload else self.master  # copy the lower precision
+        # copy the lower precision
+        new = self.outgoing.copy_(self.master) if self.offload else self.master
         if not self.is_sharded:
             self.weights.copy_(new, non_blocking=True)
             return
@@ -360,7 +432,10 @@ class FlatStore(Store):
         """Start to gather the ranks' parts, in place."""
         # Buckets outside the layers come first: all are waited for before the first layer.
         for _, bucket in sorted(self.buckets.items(), key=lambda item: "." in item[0]):
-            full, own = self.weights[bucket.begin : bucket.begin + bucket.size], self._own_weights(bucket)
+            full, own = (
+                self.weights[bucket.begin : bucket.begin + bucket.size],
+                self._own_weights(bucket),
+            )
             if self.mapped_weights:
                 work = self.mapped_weights.gather(bucket.begin, bucket.size)
             else:
@@ -397,7 +472,9 @@ class FlatStore(Store):
             bucket.seen.clear()
             bucket.parts_received.clear()
 
-    def _accumulate_into(self, bucket: Bucket, name: str, parameter: nn.Parameter, uses: int) -> None:
+    def _accumulate_into(
+        self, bucket: Bucket, name: str, parameter: nn.Parameter, uses: int
+    ) -> None:
         """Have each new gradient added to its total: by a hook that then frees it, or by kernels.
 
         Kernels do so in one part for each of the parameter's `uses` in the network; 0 is unknown.
@@ -468,7 +545,8 @@ class FlatStore(Store):
 
     def finish_sums(self) -> None:
         for bucket in self.sum_order:
-            has_none = bucket.gradients is None and bucket.spans.keys() <= self.added  # ZeRO 2: all sums have started
+            # ZeRO 2: all sums have started
+            has_none = bucket.gradients is None and bucket.spans.keys() <= self.added
             if not (bucket.is_summed if self.keeps_gradients else has_none):
                 self._complete(bucket)
         for bucket in self.buckets.values():
@@ -501,21 +579,31 @@ class FlatStore(Store):
     def each_gradient(self) -> Iterator[tuple[str, Tensor]]:
         for name in self.shapes:
             to, low, high = self.local_range(name)
-            high = max(low, min(high, math.prod(self.sharding.saved_part(name, self.shapes[name])[2])))
+            high = max(
+                low, min(high, math.prod(self.sharding.saved_part(name, self.shapes[name])[2]))
+            )
             yield name, self.share[to : to + high - low]
 
     def boxes_of(self, name: str, data: int, tensor: int) -> list[shard.Box]:
         _, low, high = self.local_range(name, data if self.is_sharded else 0)
         offsets = self.sharding.offsets(name, self.shapes[name], tensor)
-        return [(tuple(map(operator.add, o, offsets)), n) for o, n in shard.boxes(self.shapes[name], low, high)]
+        return [
+            (tuple(map(operator.add, o, offsets)), n)
+            for o, n in shard.boxes(self.shapes[name], low, high)
+        ]
 
     def state_of(self, name: str) -> tuple[tuple[int, ...], list[shard.Box], Tensor, RuleState]:
         bucket, (to, low, high) = self.bucket_of[name], self.local_range(name)
         full, offsets, part = self.sharding.saved_part(name, self.shapes[name])
         high = max(low, min(high, math.prod(part)))
-        boxes = [(tuple(map(operator.add, o, offsets)), n) for o, n in shard.boxes(tuple(part), low, high)]
+        boxes = [
+            (tuple(map(operator.add, o, offsets)), n)
+            for o, n in shard.boxes(tuple(part), low, high)
+        ]
         kind = next(kind for kind, a, b in bucket.kinds if a <= bucket.spans[name][0] < b)
-        owned = next((p for p in self.update_ranges if p.begin <= to < p.begin + p.master.numel()), None)
+        owned = next(
+            (p for p in self.update_ranges if p.begin <= to < p.begin + p.master.numel()), None
+        )
 
         def cut(flat: Tensor, begin: int) -> Tensor:
             values = flat[to - begin : to - begin + high - low].detach()
@@ -535,7 +623,8 @@ class GradientSink:
     def __init__(self, store: FlatStore, bucket: Bucket, name: str, uses: int) -> None:
         self.store, self.bucket, self.name, self.uses = store, bucket, name, uses
         self.span = bucket.spans[name]
-        self.view: tuple[Tensor, Tensor] | None = None  # kept gradients of the bucket, and the part of them
+        # kept gradients of the bucket, and the part of them
+        self.view: tuple[Tensor, Tensor] | None = None
 
     def begin(self) -> tuple[Tensor, bool]:
         store, bucket = self.store, self.bucket
@@ -551,7 +640,9 @@ class GradientSink:
         """Count the parts of a gradient; start the sums of buckets that have all of theirs."""
         store, bucket = self.store, self.bucket
         store.added.add(self.name)
-        received = bucket.parts_received[self.name] = bucket.parts_received.get(self.name, 0) + parts
+        received = bucket.parts_received[self.name] = (
+            bucket.parts_received.get(self.name, 0) + parts
+        )
         if received >= self.uses:
             bucket.seen.add(self.name)
             if len(bucket.seen) == len(bucket.spans) and not bucket.is_late:
@@ -565,7 +656,11 @@ def uses_of(model: nn.Module, name: str) -> int:
     """Return in how many places the network uses a parameter; 0 if unknown, as in custom models."""
     if not isinstance(model, GPT):
         return 0
-    return 2 if name == "wte.weight" and model.has_embedding and model.has_head and model.lm_head is None else 1
+    return (
+        2
+        if name == "wte.weight" and model.has_embedding and model.has_head and model.lm_head is None
+        else 1
+    )
 
 
 def _view(flat: Tensor, span: tuple[int, torch.Size]) -> Tensor:

@@ -41,7 +41,9 @@ class FullyShardedStore(Store):
         mesh, self.ranks = make_mesh(layout, device), layout.size("shard", "cp")
         low = dtype if dtype is not self.full_dtype else None
         # The residual stream may be wider than the weights, so inputs are not cast.
-        precision = MixedPrecisionPolicy(low, self.full_dtype if low else None, cast_forward_inputs=False)
+        precision = MixedPrecisionPolicy(
+            low, self.full_dtype if low else None, cast_forward_inputs=False
+        )
         arguments: dict[str, Any] = {}
         if spec.offload:
             arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
@@ -62,7 +64,8 @@ class FullyShardedStore(Store):
                 fully_shard(block, reshard_after_forward=True, **arguments)
             fully_shard(last, reshard_after_forward=self.layout.pp > 1, **arguments)
             fully_shard(model, reshard_after_forward=self.layout.pp > 1, **arguments)
-            for block, following in itertools.pairwise([*blocks, last]):  # gather the next before this one runs
+            # gather the next before this one runs
+            for block, following in itertools.pairwise([*blocks, last]):
                 block.set_modules_to_forward_prefetch([following])
             for module in model.modules():
                 if isinstance(module, FSDPModule):  # losses are already divided by the tokens
@@ -88,7 +91,9 @@ class FullyShardedStore(Store):
             state = self.new_state(treatment.rule, local)
             owned = self.named[name] = UpdateRange(self.sharding.is_counted(name), 0, master, state)
             self.update_ranges.append(owned)
-            updated.setdefault(treatment, []).append(Member(name, master, state, self.place_of(name)))
+            updated.setdefault(treatment, []).append(
+                Member(name, master, state, self.place_of(name))
+            )
         self.make_updates(updated)
         masters = [owned.master.detach() for owned in self.update_ranges]
         if self.optimizer.ema:
@@ -97,19 +102,26 @@ class FullyShardedStore(Store):
 
     def place_of(self, name: str) -> Place:
         full = self.sharding.full_shape(name, self.shapes[name])
-        for offsets, sizes in self.boxes_of(name, self.layout.at("shard", "cp"), self.layout.at("tp")):
+        for offsets, sizes in self.boxes_of(
+            name, self.layout.at("shard", "cp"), self.layout.at("tp")
+        ):
             return place_of(name, full, offsets, sizes)
         return place_of(name, full, (0,) * len(full), full)  # of no element
 
     def rows(self, name: str, position: int | None = None) -> tuple[int, int, int]:
         """Return a rank's (none: this one's) rows: dimension, start, length."""
         return shard.rows(
-            self.shapes[name], self.ranks, self.layout.at("shard", "cp") if position is None else position
+            self.shapes[name],
+            self.ranks,
+            self.layout.at("shard", "cp") if position is None else position,
         )
 
     def boxes_of(self, name: str, data: int, tensor: int) -> list[shard.Box]:
         dimension, first, size = self.rows(name, data)
-        offsets, part = self.sharding.offsets(name, self.shapes[name], tensor), list(self.shapes[name])
+        offsets, part = (
+            self.sharding.offsets(name, self.shapes[name], tensor),
+            list(self.shapes[name]),
+        )
         offsets[dimension] += first
         part[dimension] = size
         return [(tuple(offsets), tuple(part))] if size else []
@@ -124,7 +136,9 @@ class FullyShardedStore(Store):
         """Do nothing: the shards are the weights, and the next forward pass gathers them."""
 
     def forget_gathered(self) -> None:
-        for module in (m for model in self.models for m in model.modules() if isinstance(m, FSDPModule)):
+        for module in (
+            m for model in self.models for m in model.modules() if isinstance(m, FSDPModule)
+        ):
             module.reshard()
 
     def clear_gradients(self) -> None:
@@ -164,7 +178,12 @@ class FullyShardedStore(Store):
         boxes = [(tuple(offsets), tuple(part))] if all(part) else []
         kept = owned.state if self.average is None else owned.state | {AVERAGE: self.averages[name]}
         state = {key: values.narrow(dimension, 0, part[dimension]) for key, values in kept.items()}
-        return tuple(full), boxes, owned.master.detach().narrow(dimension, 0, part[dimension]), state
+        return (
+            tuple(full),
+            boxes,
+            owned.master.detach().narrow(dimension, 0, part[dimension]),
+            state,
+        )
 
 
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
@@ -176,4 +195,6 @@ def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
         return DeviceMesh.from_group(group, kind)
     ranks = layout.peers("replicas", "shard", "cp")
     table = torch.tensor(ranks).view(layout.replicas, -1)
-    return DeviceMesh.from_group([replicas, group], kind, mesh=table, mesh_dim_names=("replicas", "shard"))
+    return DeviceMesh.from_group(
+        [replicas, group], kind, mesh=table, mesh_dim_names=("replicas", "shard")
+    )

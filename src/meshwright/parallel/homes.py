@@ -63,7 +63,8 @@ class Sharers:
     data: int  # data-parallel and context ranks
     tensor: int
     is_sharded: bool  # each data rank has a part
-    boxes_of: Callable[[str, int, int], list[shard.Box]]  # parameter, data rank, tensor rank -> its part
+    # parameter, data rank, tensor rank -> its part
+    boxes_of: Callable[[str, int, int], list[shard.Box]]
 
     @property
     def size(self) -> int:
@@ -79,7 +80,10 @@ class Sharers:
 
     def sends(self, p: SharedParameter, rank: int, home: int) -> bool:
         """Whether a rank sends its part home; of equal parts only the nearest is sent."""
-        (data, tensor), (home_data, home_tensor) = divmod(rank, self.tensor), divmod(home, self.tensor)
+        (data, tensor), (home_data, home_tensor) = (
+            divmod(rank, self.tensor),
+            divmod(home, self.tensor),
+        )
         return (self.is_sharded or data == home_data) and (p.is_cut or tensor == home_tensor)
 
 
@@ -111,10 +115,15 @@ class Homes:
     """The homes of an optimizer's parameters."""
 
     def __init__(
-        self, parameters: list[SharedParameter], sharers: Sharers, steps: int, limit: int = MUON_CHUNK
+        self,
+        parameters: list[SharedParameter],
+        sharers: Sharers,
+        steps: int,
+        limit: int = MUON_CHUNK,
     ) -> None:
         self.parameters, self.sharers = parameters, sharers
-        self.boxes = functools.cache(lambda i, rank: sharers.boxes(parameters[i], rank))  # each step needs them
+        # each step needs them
+        self.boxes = functools.cache(lambda i, rank: sharers.boxes(parameters[i], rank))
         self.homes = dict[int, int]()
         sizes = [math.prod(p.form.shape) for p in parameters]
         loads = [0.0] * sharers.size
@@ -138,10 +147,18 @@ class Homes:
             members,
             Parcels(s.size, [(self.homes[i], i, mine[i]) for i in members if sends(s.rank, i)]),
             Parcels(s.size, [content for content in at_home(members) if sends(*content[:2])]),
-            [(Parcels(s.size, at_home(p)), Parcels(s.size, [(self.homes[i], i, mine[i]) for i in p])) for p in pieces],
+            [
+                (
+                    Parcels(s.size, at_home(p)),
+                    Parcels(s.size, [(self.homes[i], i, mine[i]) for i in p]),
+                )
+                for p in pieces
+            ],
         )
 
-    def collect(self, one_round: Round, ahead: Iterable[tuple[int, Tensor]], like: Tensor) -> Stacks:
+    def collect(
+        self, one_round: Round, ahead: Iterable[tuple[int, Tensor]], like: Tensor
+    ) -> Stacks:
         """Bring look-aheads home; return those of this home's parameters, stacked by form.
 
         `ahead` yields the look-ahead of this rank's part of each member, `like` has their format
@@ -152,25 +169,40 @@ class Homes:
             if (place := one_round.sent.places.get((self.homes[i], i))) is not None:
                 sent[place] = values.flatten()
         if self.sharers.parts > 1:
-            sent = comm.exchange(sent, one_round.sent.sizes, one_round.received.sizes, self.sharers.group)
+            sent = comm.exchange(
+                sent, one_round.sent.sizes, one_round.received.sizes, self.sharers.group
+            )
         own: dict[MatrixForm, list[int]] = {}
         for i in (i for i in one_round.members if self.homes[i] == self.sharers.rank):
             own.setdefault(self.parameters[i].form, []).append(i)
-        stacks = {form: (numbers, like.new_empty(len(numbers), *form.shape)) for form, numbers in own.items()}
+        stacks = {
+            form: (numbers, like.new_empty(len(numbers), *form.shape))
+            for form, numbers in own.items()
+        }
         copy_all(self._views(stacks, one_round.received, sent))
         return stacks
 
-    def give_back(self, one_round: Round, updates: Stacks, like: Tensor) -> Iterator[list[tuple[int, Tensor]]]:
+    def give_back(
+        self, one_round: Round, updates: Stacks, like: Tensor
+    ) -> Iterator[list[tuple[int, Tensor]]]:
         """Send the updates from their homes; yield those of this rank's parts, some at a time."""
         for sent, received in one_round.returns:
             out = like.new_empty(sent.total)
             copy_all((to, value) for value, to in self._views(updates, sent, out))
             values = comm.exchange(out, sent.sizes, received.sizes, self.sharers.group)
-            yield [(i, values[place]) for (_, i), place in received.places.items() if place.start < place.stop]
+            yield [
+                (i, values[place])
+                for (_, i), place in received.places.items()
+                if place.start < place.stop
+            ]
 
-    def _views(self, stacks: Stacks, parcels: Parcels, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _views(
+        self, stacks: Stacks, parcels: Parcels, flat: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each box of stacked parameters, and where its values are in the parcels."""
-        own = {i: x for numbers, stack in stacks.values() for i, x in zip(numbers, stack, strict=True)}
+        own = {
+            i: x for numbers, stack in stacks.values() for i, x in zip(numbers, stack, strict=True)
+        }
         for (rank, i), place in parcels.places.items():
             if i not in own:
                 continue

@@ -89,13 +89,18 @@ class Layout:
         for name, size in zip(DIMENSIONS, self.shape, strict=True):
             stride //= size
             if name in names:
-                numbers = [number + stride * position for number in numbers for position in range(size)]
+                numbers = [
+                    number + stride * position for number in numbers for position in range(size)
+                ]
         return numbers
 
     def members(self, *names: str) -> list[list[int]]:
         """Return all groups of ranks that differ in these dimensions only, each in order."""
         offsets = self.offsets(*names)
-        return [[first + n for n in offsets] for first in self.offsets(*(d for d in DIMENSIONS if d not in names))]
+        return [
+            [first + n for n in offsets]
+            for first in self.offsets(*(d for d in DIMENSIONS if d not in names))
+        ]
 
     def peers(self, *names: str) -> list[int]:
         """Return this rank's group among `members`."""
@@ -128,9 +133,16 @@ def connect(layout: Layout, timeout: timedelta | None = None) -> Layout:
     ranks |= dict.fromkeys(LANES, pipeline)  # one direction each, so that messages cannot deadlock
     if ranks["matrices"] in (ranks["shard"], ranks["tp"]):
         del ranks["matrices"]
-    own = {name: members for name, members in ranks.items() if len(members) > 1 and layout.rank in members}
+    own = {
+        name: members
+        for name, members in ranks.items()
+        if len(members) > 1 and layout.rank in members
+    }
     return replace(
-        layout, groups={name: new_group(f"{name} {number}", members, timeout) for name, members in own.items()}
+        layout,
+        groups={
+            name: new_group(f"{name} {number}", members, timeout) for name, members in own.items()
+        },
     )
 
 

@@ -50,8 +50,16 @@ class Arrival:
 class MappedBuffer:
     """A flat buffer of this rank, `own`, and those of all ranks of the group, by rank."""
 
-    def __init__(self, buffers: list[Tensor], rank: int, barrier: Callable[[], None], stream: Any) -> None:
-        self.all, self.own, self.rank, self.barrier, self.stream = buffers, buffers[rank], rank, barrier, stream
+    def __init__(
+        self, buffers: list[Tensor], rank: int, barrier: Callable[[], None], stream: Any
+    ) -> None:
+        self.all, self.own, self.rank, self.barrier, self.stream = (
+            buffers,
+            buffers[rank],
+            rank,
+            barrier,
+            stream,
+        )
         self.device = self.own.device
         self.fetched = self.own.new_empty(0)
 
@@ -88,7 +96,8 @@ class MappedBuffer:
         self.barrier()
         total = self.own[part]
         fetched = self.fetched[: len(total)]
-        for k in range(1, len(self.all)):  # another rank first, so that no rank is asked by all at once
+        # another rank first, so that no rank is asked by all at once
+        for k in range(1, len(self.all)):
             fetched.copy_(self.all[(self.rank + k) % len(self.all)][part], non_blocking=True)
             total = torch.add(total, fetched, out=out)
         if len(self.all) == 1:
@@ -114,7 +123,11 @@ class BufferMapper:
     """Makes the mapped buffers of one group of ranks."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        self.symmetric, self.group, self.stream = map_memory_of(group), group, devices.new_stream(device)
+        self.symmetric, self.group, self.stream = (
+            map_memory_of(group),
+            group,
+            devices.new_stream(device),
+        )
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         words, by_kernel = self.map(count_words(self.ranks), torch.int32)
         self.barrier = stream_barrier(words, self.rank) or by_kernel
@@ -128,13 +141,18 @@ class BufferMapper:
         own: Tensor = self.symmetric.empty(size, dtype=dtype, device=self.stream.device).zero_()
         devices.count_mapped(own.nbytes)
         handle: Any = self.symmetric.rendezvous(own, self.group.group_name)
-        buffers = [own if r == self.rank else handle.get_buffer(r, (size,), dtype) for r in range(self.ranks)]
+        buffers = [
+            own if r == self.rank else handle.get_buffer(r, (size,), dtype)
+            for r in range(self.ranks)
+        ]
         barrier = functools.partial(handle.barrier, channel=0)
         barrier()  # no rank may read what another has yet to clear
         return buffers, barrier
 
 
-def choose_mapper(wanted: str, group: ProcessGroup | None, device: torch.device) -> tuple[BufferMapper | None, str]:
+def choose_mapper(
+    wanted: str, group: ProcessGroup | None, device: torch.device
+) -> tuple[BufferMapper | None, str]:
     """Return a way to map memory of a group's ranks, or None and the reason.
 
     Every rank of the group must call this; all get the same answer.

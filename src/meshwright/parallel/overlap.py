@@ -64,7 +64,9 @@ class PlainProducts:
         """Start to gather all ranks' rows, which are valid until the next gather."""
         return comm.start_all_gather(x, self.group)
 
-    def multiply_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> comm.Started:
+    def multiply_scatter(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> comm.Started:
         """Start to sum x @ weight^T over the ranks, plus bias; this rank keeps its rows."""
         own_bias = bias if dist.get_rank(self.group) == 0 else None
         return comm.start_reduce_scatter(affine(x, weight, own_bias), self.group)
@@ -100,7 +102,11 @@ class OverlappedProducts(PlainProducts):
 
     def __init__(self, group: ProcessGroup, room: int, device: torch.device) -> None:
         super().__init__(group)
-        self.rank, self.ranks, self.device = dist.get_rank(group), dist.get_world_size(group), device
+        self.rank, self.ranks, self.device = (
+            dist.get_rank(group),
+            dist.get_world_size(group),
+            device,
+        )
         self.room = room
         mapper = BufferMapper(group, device)
         memory = mapper.zeros(room * (self.ranks + MORE_ROOMS), torch.uint8)
@@ -124,7 +130,11 @@ class OverlappedProducts(PlainProducts):
         """
         n, width = x.shape
         # Those of all ranks are consecutive.
-        rows = self.memory[self.rank][: self.ranks * x.nbytes].view(x.dtype).view(self.ranks * n, width)
+        rows = (
+            self.memory[self.rank][: self.ranks * x.nbytes]
+            .view(x.dtype)
+            .view(self.ranks * n, width)
+        )
         arrivals = Arrivals(x)
         with self.submitting(self.stream):
             self.barrier()  # all ranks have used the rows of the last gather
@@ -160,7 +170,9 @@ class OverlappedProducts(PlainProducts):
         arrivals.wait()
         return y, rows
 
-    def multiply_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> comm.Started:
+    def multiply_scatter(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> comm.Started:
         if not self.fits(len(x) // self.ranks, len(weight), x):
             return super().multiply_scatter(x, weight, bias)
         return self.scatter(x, weight.t(), bias)
@@ -178,7 +190,10 @@ class OverlappedProducts(PlainProducts):
         before = (self.rank - 1) % self.ranks
         # A round's sums are where those of the last but one were: fetched before this one's begin.
         sums, others = (
-            [self.mapped(rank, self.ranks + k % 2, n, width, x).chunk(PIECES) for k in range(self.ranks - 1)]
+            [
+                self.mapped(rank, self.ranks + k % 2, n, width, x).chunk(PIECES)
+                for k in range(self.ranks - 1)
+            ]
             for rank in (self.rank, before)
         )
         sums.append(y.chunk(PIECES))
@@ -241,7 +256,9 @@ def choose_products(
 
     if not unworthy and room < WORTHWHILE_BYTES:
         unworthy = f"the rows of a micro-batch are few: {room >> 20} MiB on a rank, of {WORTHWHILE_BYTES >> 20}"
-    reason = to_map_memory("tensor --tp-overlap off on", wanted, group, device, [map_memory, compare], unworthy)
+    reason = to_map_memory(
+        "tensor --tp-overlap off on", wanted, group, device, [map_memory, compare], unworthy
+    )
     return chosen[0 if reason else -1], reason
 
 
@@ -253,14 +270,17 @@ def largest_difference(chosen: PlainProducts, device: torch.device) -> float:
     leave, show. Rows of 1 MiB take longer to copy than small products to begin.
     """
     plain, ranks = PlainProducts(chosen.group), dist.get_world_size(chosen.group)
-    own, common = (torch.Generator(device).manual_seed(n) for n in (1 + dist.get_rank(chosen.group), 0))
+    own, common = (
+        torch.Generator(device).manual_seed(n) for n in (1 + dist.get_rank(chosen.group), 0)
+    )
     width = 64
     rows = TRIAL_BYTES // (2 * width)
     results: list[list[Tensor]] = [[], []]
     for _ in range(2):
         bias = torch.randn(width, generator=common, device=device).bfloat16()
         x, weight, wide = (
-            torch.randn(count, width, generator=own, device=device).bfloat16() for count in (rows, width, rows * ranks)
+            torch.randn(count, width, generator=own, device=device).bfloat16()
+            for count in (rows, width, rows * ranks)
         )
         for by, found in zip((plain, chosen), results, strict=True):
             found.append(by.gather_multiply(x, weight, bias)[0])
@@ -269,4 +289,7 @@ def largest_difference(chosen: PlainProducts, device: torch.device) -> float:
             started = by.start_gather(x)
             found.append(comm.wait_for(by.back_multiply_scatter(wide, weight)))
             found.append(comm.wait_for(started).clone())
-    return max(float((a.float() - b.float()).norm() / a.float().norm()) for a, b in zip(*results, strict=True))
+    return max(
+        float((a.float() - b.float()).norm() / a.float().norm())
+        for a, b in zip(*results, strict=True)
+    )

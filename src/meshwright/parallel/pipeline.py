@@ -52,7 +52,13 @@ class Pipeline:
     """The stages of one rank: `parts`, one per chunk of layers."""
 
     def __init__(
-        self, layout: Layout, name: ScheduleName, parts: list[GPT], hidden: int, sequence: bool, dtype: torch.dtype
+        self,
+        layout: Layout,
+        name: ScheduleName,
+        parts: list[GPT],
+        hidden: int,
+        sequence: bool,
+        dtype: torch.dtype,
     ) -> None:
         """`hidden`, `sequence` (parallelism) and `dtype` describe the stream that is sent."""
         self.layout, self.schedule, self.parts = layout, name, parts
@@ -60,7 +66,8 @@ class Pipeline:
         self.rank, self.size = layout.at("pp"), layout.pp
         self.ranks = layout.peers("pp")
         self.stages = stages_of(name, self.rank, self.size, len(parts))
-        self.local: dict[tuple[int, int, int], Tensor] = {}  # passed between two stages of this rank
+        # passed between two stages of this rank
+        self.local: dict[tuple[int, int, int], Tensor] = {}
         self.sent: list[tuple[Any, Tensor]] = []  # messages on their way
 
     def open(self, device: torch.device) -> None:
@@ -79,7 +86,11 @@ class Pipeline:
                     dist.recv(x, self.ranks[source], group=self._lane(begin, way))
 
     def train(
-        self, tokens: Sequence[Tensor], forward: Forward, scale: float, before_backward: Callable[[bool], None]
+        self,
+        tokens: Sequence[Tensor],
+        forward: Forward,
+        scale: float,
+        before_backward: Callable[[bool], None],
     ) -> list[Tensor]:
         """Run forward and backward of micro-batches [B, T]; return the last stage's losses.
 
@@ -89,7 +100,10 @@ class Pipeline:
         losses: list[Tensor] = []
         waiting: dict[tuple[int, int], Waiting] = {}
         actions = schedule(self.schedule, self.size, self.rank, len(tokens), len(self.parts))
-        is_split, most = self.schedule in SPLIT_BACKWARD, most_sent(self.schedule, self.size, len(self.parts))
+        is_split, most = (
+            self.schedule in SPLIT_BACKWARD,
+            most_sent(self.schedule, self.size, len(self.parts)),
+        )
         queue: Waiting = []
 
         def run_action(action: Action, received: Tensor | None) -> None:
@@ -138,15 +152,21 @@ class Pipeline:
                 results.append(output)
             else:
                 self._send_and_keep(output, self.stages[action.chunk], 1, action.microbatch)
-                while self.sent and self.sent[0][0].is_completed():  # the receiver may need another one first
+                # the receiver may need another one first
+                while self.sent and self.sent[0][0].is_completed():
                     self.sent.pop(0)
 
-        order = [Action("F", chunk, i) for chunk in range(len(self.parts)) for i in range(len(tokens))]
+        order = [
+            Action("F", chunk, i) for chunk in range(len(self.parts)) for i in range(len(tokens))
+        ]
         self._run(order, tokens, run_action)
         return results
 
     def _run(
-        self, actions: list[Action], tokens: Sequence[Tensor], run_action: Callable[[Action, Tensor | None], None]
+        self,
+        actions: list[Action],
+        tokens: Sequence[Tensor],
+        run_action: Callable[[Action, Tensor | None], None],
     ) -> None:
         for action in actions:
             run_action(action, self._receive(action, tokens[action.microbatch]))
@@ -194,7 +214,9 @@ class Pipeline:
         return self.layout.groups[("forward" if way > 0 else "backward") + " around" * around]
 
 
-def stages(make: Callable[[], GPT], layers: list[int], layout: Layout, name: ScheduleName = "1f1b") -> list[GPT]:
+def stages(
+    make: Callable[[], GPT], layers: list[int], layout: Layout, name: ScheduleName = "1f1b"
+) -> list[GPT]:
     """Return this rank's stages: full networks with the other stages' layers deleted.
 
     `layers` holds the number of layers of each stage, in order.

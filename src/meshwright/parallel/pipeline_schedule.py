@@ -13,7 +13,8 @@ from collections import Counter
 from typing import Literal, NamedTuple
 
 ScheduleName = Literal["1f1b", "gpipe", "zero-bubble", "zbv"]
-SPLIT_BACKWARD = ("zero-bubble", "zbv")  # the gradients of weights are computed in passes of their own
+# the gradients of weights are computed in passes of their own
+SPLIT_BACKWARD = ("zero-bubble", "zbv")
 V_SHAPED = ("zbv",)  # rank r has the stages r and 2 pp - 1 - r
 Op = Literal["F", "B", "I", "W"]  # I and W: backward for activations, and later for weights
 
@@ -33,7 +34,9 @@ def most_sent(name: ScheduleName, pp: int, chunks: int) -> int:
     return max(2 * chunks, -(-pp // 2)) if name == "zero-bubble" and chunks > 1 else 2 * chunks
 
 
-def schedule(name: ScheduleName, pp: int, rank: int, microbatches: int, chunks: int = 1) -> list[Action]:
+def schedule(
+    name: ScheduleName, pp: int, rank: int, microbatches: int, chunks: int = 1
+) -> list[Action]:
     """Return one rank's actions: GPipe, 1F1B, zero-bubble (ZB-H1) or ZBV.
 
     With several chunks 1F1B is Megatron's interleaved 1F1B.
@@ -43,13 +46,16 @@ def schedule(name: ScheduleName, pp: int, rank: int, microbatches: int, chunks: 
     if name == "zbv":
         return v_schedule(pp, rank, microbatches)
     if chunks > 1 and microbatches % pp:
-        raise ValueError(f"interleaving needs micro-batches ({microbatches}) that are a multiple of the stages ({pp})")
+        raise ValueError(
+            f"interleaving needs micro-batches ({microbatches}) that are a multiple of the stages ({pp})"
+        )
     total, is_split = microbatches * chunks, name in SPLIT_BACKWARD
     if name == "gpipe":
         ahead = total
     elif chunks == 1:
         ahead = pp - rank - 1  # as many as the first micro-batch needs to come back
-    else:  # Megatron's: twice as far, since forward and backward of a step belong to different chunks
+    # Megatron's: twice as far, since forward and backward of a step belong to different chunks
+    else:
         ahead = (1 if is_split else 2) * (pp - rank - 1) + (chunks - 1) * pp
 
     def forward(k: int) -> Action:
@@ -68,7 +74,8 @@ def schedule(name: ScheduleName, pp: int, rank: int, microbatches: int, chunks: 
         if ahead + k < total:
             actions.append(forward(ahead + k))
         actions.append(backward("I" if is_split else "B", k))
-        if is_split and k >= rank:  # the first stages wait least, the last ones have the most to fill in
+        # the first stages wait least, the last ones have the most to fill in
+        if is_split and k >= rank:
             actions.append(backward("W", k - rank))
     return actions + [backward("W", k) for k in range(max(total - rank, 0), total) if is_split]
 

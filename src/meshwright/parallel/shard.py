@@ -38,7 +38,8 @@ CUTS = {
     r"wpe\.weight": CutRule(None),
     r"ln_(emb|f)\.(weight|bias)": CutRule(None),
     r"h\.\d+\.ln_[12]\.(weight|bias)": CutRule(None),
-    r"h\.\d+\.attn\.qkv\.weight": CutRule(-2),  # rows [group, its queries then k then v, head_dim]: cut between groups
+    # rows [group, its queries then k then v, head_dim]: cut between groups
+    r"h\.\d+\.attn\.qkv\.weight": CutRule(-2),
     r"h\.\d+\.attn\.qkv\.bias": CutRule(-1),
     r"h\.\d+\.attn\.ln_[qk]\.(weight|bias)": CutRule(None, "always"),
     r"h\.\d+\.attn\.proj\.weight": CutRule(-1),
@@ -50,7 +51,9 @@ CUTS = {
 
 
 def rule(name: str) -> CutRule:
-    return next((r for pattern, r in CUTS.items() if re.fullmatch(pattern, name)), CutRule(None, "never"))
+    return next(
+        (r for pattern, r in CUTS.items() if re.fullmatch(pattern, name)), CutRule(None, "never")
+    )
 
 
 def is_partial(name: str, tp: int, sequence: bool) -> bool:

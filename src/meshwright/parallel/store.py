@@ -34,13 +34,16 @@ from meshwright.parallel.homes import Homes, SharedParameter, Sharers
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.mapped import BufferMapper
 
-HAS_GRADIENTS, ALL_MET = 0, 1  # times of a step: when a rank has its own gradients, and when all ranks have met
+# times of a step: when a rank has its own gradients, and when all ranks have met
+HAS_GRADIENTS, ALL_MET = 0, 1
 DRAWING_THREADS = 16  # most tensors of initial weights that are drawn at once
 DRAWN_BYTES = 8 << 30  # most bytes of initial weights that are drawn at once
 Named = dict[str, tuple[tuple[int, ...], list[shard.Box], Tensor]]
 Draw = Callable[[Iterable[tuple[str, Tensor]]], None]
 RuleState = dict[str, Tensor]
-SAVED_AS = {key: saved_as for names in rules.STATE.values() for key, saved_as in names.items()} | {AVERAGE: AVERAGE}
+SAVED_AS = {key: saved_as for names in rules.STATE.values() for key, saved_as in names.items()} | {
+    AVERAGE: AVERAGE
+}
 
 
 class Member(NamedTuple):
@@ -97,18 +100,31 @@ class Store:
     shapes: dict[str, torch.Size]  # of this tensor rank's part of each parameter
     flat: FlatAdamW | None = None  # the update of what AdamW owns, where Triton runs
     average: MovingAverage | None = None  # of the masters: --ema
-    counter: Tensor | None = None  # of updates, float32 [] on their device, where torch lacks our AdamW
-    reads_tensors = False  # whether `step` takes tensors as its numbers, so that a CUDA graph can hold it
+    # of updates, float32 [] on their device, where torch lacks our AdamW
+    counter: Tensor | None = None
+    # whether `step` takes tensors as its numbers, so that a CUDA graph can hold it
+    reads_tensors = False
 
-    def __init__(self, spec: StoreSpec, replicated: tuple[str, ...], is_sharded: bool = True) -> None:
+    def __init__(
+        self, spec: StoreSpec, replicated: tuple[str, ...], is_sharded: bool = True
+    ) -> None:
         self.layout, self.model, self.is_sharded = spec.layout, spec.model, is_sharded
-        self.sharding = shard.Sharding(spec.layout, spec.vocab, spec.sequence_parallel, spec.tied, replicated)
-        self.optimizer, self.dtype, self.device, self.offload = spec.optimizer, spec.dtype, spec.device, spec.offload
+        self.sharding = shard.Sharding(
+            spec.layout, spec.vocab, spec.sequence_parallel, spec.tied, replicated
+        )
+        self.optimizer, self.dtype, self.device, self.offload = (
+            spec.optimizer,
+            spec.dtype,
+            spec.device,
+            spec.offload,
+        )
         self.full_dtype = torch.float64 if spec.dtype is torch.float64 else torch.float32
         self.update_device = torch.device("cpu") if spec.offload else spec.device
         self.scales: Scales | None = None  # of fp8 products
-        self.observer: Callable[[], None] | None = None  # sees or replaces the summed gradients of each step
-        self.times = clock.new_times(2, spec.device) if spec.layout.world > 1 else None  # of the last step, in ns
+        # sees or replaces the summed gradients of each step
+        self.observer: Callable[[], None] | None = None
+        # of the last step, in ns
+        self.times = clock.new_times(2, spec.device) if spec.layout.world > 1 else None
 
     # Weights
 
@@ -124,7 +140,9 @@ class Store:
             self.average.restart()
 
     def _draw_masters(self, draw: Draw, threads: int) -> None:
-        shapes = {name: self.sharding.full_shape(name, shape) for name, shape in self.shapes.items()}
+        shapes = {
+            name: self.sharding.full_shape(name, shape) for name, shape in self.shapes.items()
+        }
 
         def fill(names: Iterable[str]) -> None:
             full = {name: torch.zeros(shapes[name]) for name in names}
@@ -157,20 +175,30 @@ class Store:
         """Create torch's optimizers and their state, which a checkpoint may then fill."""
         self.updates = {}
         if rules.is_beyond_torch(self.optimizer):
-            self.counter = torch.zeros((), device=self.update_device) if self.flat is None else self.flat.step
+            self.counter = (
+                torch.zeros((), device=self.update_device) if self.flat is None else self.flat.step
+            )
         for treatment, updated in members.items():
             spread = self._spread(updated) if treatment.rule == "muon" else None
             parameters = [member.values for member in updated]
-            update = rules.make_optimizer(self.optimizer, treatment.rule, parameters, self.counter, spread)
+            update = rules.make_optimizer(
+                self.optimizer, treatment.rule, parameters, self.counter, spread
+            )
             self.updates[treatment] = update
             if self.counter is not None and rules.is_rounded(self.optimizer):
                 assert isinstance(update, OwnRule)
-                update.rounding = Rounding({member.values: member.place for member in updated}, self.counter)
+                update.rounding = Rounding(
+                    {member.values: member.place for member in updated}, self.counter
+                )
             for _, p, state, _ in updated:
                 update.state[p] = dict(state)
                 if treatment.rule == "adamw" and self.counter is None:
-                    update.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=self.update_device)
-        self.reads_tensors = not self.offload and all(isinstance(x, OwnRule) for x in self.updates.values())
+                    update.state[p]["step"] = torch.zeros(
+                        (), dtype=torch.float32, device=self.update_device
+                    )
+        self.reads_tensors = not self.offload and all(
+            isinstance(x, OwnRule) for x in self.updates.values()
+        )
 
     def _spread(self, members: list[Member]) -> Spread:
         """Return the forms of Muon's parameters, and their homes if several ranks share them."""
@@ -178,24 +206,37 @@ class Store:
         names = [name for name, *_ in members]
         full = [self.sharding.full_shape(name, self.shapes[name]) for name in names]
         if group is None:  # matrix by matrix, also of a gate
-            forms = [form_of(self.optimizer, self.model, name, tuple(p.shape)) for name, p, *_ in members]
+            forms = [
+                form_of(self.optimizer, self.model, name, tuple(p.shape)) for name, p, *_ in members
+            ]
             return Spread(forms, self.device)
-        forms = [form_of(self.optimizer, self.model, name, shape) for name, shape in zip(names, full, strict=True)]
+        forms = [
+            form_of(self.optimizer, self.model, name, shape)
+            for name, shape in zip(names, full, strict=True)
+        ]
         at, data = layout.at("shard", "cp", "tp"), layout.size("shard", "cp")
         sharers = Sharers(group, at, data, layout.tp, self.is_sharded, self.boxes_of)
         parameters = [
-            SharedParameter(name, form, self.sharding.is_cut(name)) for name, form in zip(names, forms, strict=True)
+            SharedParameter(name, form, self.sharding.is_cut(name))
+            for name, form in zip(names, forms, strict=True)
         ]
-        return Spread(forms, self.device, Homes(parameters, sharers, self.optimizer.muon_num_ns_steps))
+        return Spread(
+            forms, self.device, Homes(parameters, sharers, self.optimizer.muon_num_ns_steps)
+        )
 
     def place_of(self, name: str) -> Place:
         """Return where this tensor rank's part of a parameter is in the full one."""
         offsets = self.sharding.offsets(name, self.shapes[name], self.layout.at("tp"))
-        return place_of(name, self.sharding.full_shape(name, self.shapes[name]), offsets, self.shapes[name])
+        return place_of(
+            name, self.sharding.full_shape(name, self.shapes[name]), offsets, self.shapes[name]
+        )
 
     def new_state(self, rule: rules.Rule, like: Tensor) -> RuleState:
         """Return the state of a rule before the first step."""
-        formats = {key: rules.state_dtype(self.optimizer, key, self.full_dtype) for key in rules.STATE[rule]}
+        formats = {
+            key: rules.state_dtype(self.optimizer, key, self.full_dtype)
+            for key in rules.STATE[rule]
+        }
         return {key: torch.zeros_like(like, dtype=dtype) for key, dtype in formats.items()}
 
     def boxes_of(self, name: str, data: int, tensor: int) -> list[shard.Box]:
@@ -291,14 +332,18 @@ class Store:
         loss = sums.view(-1)[0]
         if flat is None:
             clip = self.optimizer.clip_grad
-            verdict = rules.Verdict(*gradients.judge(squares, loss, numbers.scale, clip, self.full_dtype))
+            verdict = rules.Verdict(
+                *gradients.judge(squares, loss, numbers.scale, clip, self.full_dtype)
+            )
             if self.counter is not None:
                 self.counter += verdict.is_finite.to(self.update_device)
         else:
             verdict = flat.judge(squares, loss, numbers)
         self.take_gradients()
         for (_, rate, decay), update in self.updates.items():
-            update.param_groups[0].update(lr=numbers.lr * rate, weight_decay=numbers.weight_decay * decay)
+            update.param_groups[0].update(
+                lr=numbers.lr * rate, weight_decay=numbers.weight_decay * decay
+            )
             self._update(update, verdict, numbers.scale)
         if flat is not None:
             self.wait_for_weights()
@@ -320,11 +365,16 @@ class Store:
         if self.times is not None:
             clock.stamp(self.times, moment)
 
-    def _update(self, update: torch.optim.Optimizer, verdict: rules.Verdict, scale: float | Tensor) -> None:
+    def _update(
+        self, update: torch.optim.Optimizer, verdict: rules.Verdict, scale: float | Tensor
+    ) -> None:
         # torch's fused kernels divide by a float32, too coarse for float64 tests.
         if not isinstance(update, OwnRule) and self.full_dtype is torch.float64:
-            factor = (verdict.shrink / scale).where(verdict.is_finite, 0.0)  # the gaps between parameters stay 0
-            torch._foreach_mul_([p.grad for p in update.param_groups[0]["params"]], factor.to(self.update_device))
+            # the gaps between parameters stay 0
+            factor = (verdict.shrink / scale).where(verdict.is_finite, 0.0)
+            torch._foreach_mul_(
+                [p.grad for p in update.param_groups[0]["params"]], factor.to(self.update_device)
+            )
         else:  # torch's interface to its fused kernels: divide by grad_scale, skip if found_inf
             update.grad_scale = (scale / verdict.shrink).to(self.update_device)  # type: ignore[attr-defined]
         update.found_inf = (~verdict.is_finite).float().to(self.update_device)  # type: ignore[attr-defined]
@@ -335,7 +385,12 @@ class Store:
             return [self.flat.step]
         if self.counter is not None:
             return [self.counter]
-        return [s["step"] for t, u in self.updates.items() if t.rule == "adamw" for s in u.state.values()]
+        return [
+            s["step"]
+            for t, u in self.updates.items()
+            if t.rule == "adamw"
+            for s in u.state.values()
+        ]
 
     @property
     def steps(self) -> int:
@@ -381,7 +436,9 @@ class Store:
     def set_scales(self, scales: Scales | None) -> None:
         """Update the scales of the products with each step, alike on ranks with the same layers."""
         self.scales = scales
-        groups = [group for name in ("gradients", "tp") if (group := self.layout.group(name)) is not None]
+        groups = [
+            group for name in ("gradients", "tp") if (group := self.layout.group(name)) is not None
+        ]
 
         def combine(amax: Tensor) -> None:
             for group in groups:
@@ -394,9 +451,13 @@ class Store:
 
     def count_zero_gradients(self) -> Tensor:
         """Count the gradients that are exactly 0, without the gaps between parameters."""
-        counts = [torch.sum(x == 0) for name, x in self.each_gradient() if self.sharding.is_counted(name)]
+        counts = [
+            torch.sum(x == 0) for name, x in self.each_gradient() if self.sharding.is_counted(name)
+        ]
         none = torch.zeros((), dtype=torch.float64, device=self.device)
-        return self._sum_over_ranks(torch.stack([x.to(none) for x in counts]).sum() if counts else none)
+        return self._sum_over_ranks(
+            torch.stack([x.to(none) for x in counts]).sum() if counts else none
+        )
 
     def weight_norm(self) -> Tensor:
         squares = self.squares([p.master.detach() for p in self.update_ranges if p.is_counted])
@@ -420,5 +481,8 @@ class Store:
         norms: list[Tensor] = []
         for x in (x.flatten() for x in flats):
             rows, rest = len(x) // shard.ALIGN, x[len(x) - len(x) % shard.ALIGN :]
-            norms += [x[: rows * shard.ALIGN].view(rows, shard.ALIGN).norm(dim=1), rest.norm()[None]]
+            norms += [
+                x[: rows * shard.ALIGN].view(rows, shard.ALIGN).norm(dim=1),
+                rest.norm()[None],
+            ]
         return torch.cat(norms).double().square().sum().to(self.device)

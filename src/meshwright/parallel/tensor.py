@@ -59,7 +59,9 @@ class _ColumnParallel(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, group: ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, group: ProcessGroup
+    ) -> Tensor:
         ctx.save_for_backward(x, parameter)
         ctx.group, ctx.parameter, ctx.bias = group, parameter, bias
         return affine(x, parameter.flatten(0, -2), bias)
@@ -77,7 +79,9 @@ class _GatheredColumnParallel(torch.autograd.Function):
     """The same where rows are cut too; backward gathers the other ranks' rows again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, by: PlainProducts) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, by: PlainProducts
+    ) -> Tensor:
         ctx.save_for_backward(x, parameter)
         ctx.by, ctx.parameter, ctx.bias = by, parameter, bias
         return by.gather_multiply(x, parameter.flatten(0, -2), bias)[0]
@@ -96,7 +100,9 @@ class _RowParallel(torch.autograd.Function):
     """x @ W + b with this rank's rows of W: the sum over the ranks, cut into rows [1, n, H]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, by: PlainProducts) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, by: PlainProducts
+    ) -> Tensor:
         ctx.save_for_backward(x, parameter)
         ctx.by, ctx.parameter, ctx.bias = by, parameter, bias
         return comm.wait_for(by.multiply_scatter(x, parameter, bias)).unsqueeze(0)
@@ -104,7 +110,8 @@ class _RowParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, parameter = ctx.saved_tensors
-        of_bias = gradients.from_rows(ctx.bias, grad) if ctx.needs_input_grad[2] else None  # which may know its sums
+        # which may know its sums
+        of_bias = gradients.from_rows(ctx.bias, grad) if ctx.needs_input_grad[2] else None
         back, rows = ctx.by.back_gather_multiply(grad[0], parameter)
         return back, gradients.from_product(ctx.parameter, rows, x), of_bias, None
 
@@ -134,7 +141,11 @@ class Exchanged(nn.Module):
         parts = [x.view(b, t, n, -1, d).permute(2, 0, 1, 3, 4) for x in (q, k, v)]
         # Sent [destination, B, T / n, heads and groups / n, d], received [source, B, ...]; a name
         # would keep either through attention.
-        columns = comm.exchanged(torch.cat(parts, dim=3), self.group).transpose(0, 1).reshape(b, n * t, -1, d)
+        columns = (
+            comm.exchanged(torch.cat(parts, dim=3), self.group)
+            .transpose(0, 1)
+            .reshape(b, n * t, -1, d)
+        )
         q, k, v = columns.split([x.shape[3] for x in parts], dim=2)  # type: ignore[no-untyped-call]
         o = self.attend(q, k, v, shared)  # [B, T, heads / n, d]
         # [rank whose heads these are, B, T / n, heads / n, d]
@@ -142,7 +153,9 @@ class Exchanged(nn.Module):
         return o.permute(1, 2, 0, 3, 4).reshape(b, t, -1, d)
 
 
-def cut_layers(model: GPT, layout: Layout, by_rows: PlainProducts | None, columns: int) -> range | None:
+def cut_layers(
+    model: GPT, layout: Layout, by_rows: PlainProducts | None, columns: int
+) -> range | None:
     """Cut the model (on the meta device) to this rank's part; return the heads it computes.
 
     `by_rows` multiplies with sequence parallelism, None is without. `columns` is the number of
@@ -163,7 +176,9 @@ def cut_layers(model: GPT, layout: Layout, by_rows: PlainProducts | None, column
     if tp is None:
         return heads
 
-    def column_parallel(x: Tensor, parameter: Tensor, bias: Tensor | None = None, by: Multiply = linear) -> Tensor:
+    def column_parallel(
+        x: Tensor, parameter: Tensor, bias: Tensor | None = None, by: Multiply = linear
+    ) -> Tensor:
         """Multiply as a layer's first products and the head do; `by` may be another product."""
         rows = x.flatten(0, -2)
         y: Tensor
@@ -178,7 +193,9 @@ def cut_layers(model: GPT, layout: Layout, by_rows: PlainProducts | None, column
     def add_up(y: Tensor) -> Tensor:
         return comm.scattered(y.flatten(0, 1), tp).unsqueeze(0) if sequence else comm.summed(y, tp)
 
-    def row_parallel(x: Tensor, parameter: Tensor, bias: Tensor | None = None, by: Multiply = linear) -> Tensor:
+    def row_parallel(
+        x: Tensor, parameter: Tensor, bias: Tensor | None = None, by: Multiply = linear
+    ) -> Tensor:
         """Multiply as a layer's second products do: partial sums, added up before the bias."""
         if not sequence or is_deferred() or by is not linear:
             return add_bias(add_up(by(x, parameter)), bias)
@@ -190,7 +207,9 @@ def cut_layers(model: GPT, layout: Layout, by_rows: PlainProducts | None, column
             shape = list(p.shape)
             shape[rule.cut] //= layout.tp
             owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, nn.Parameter(torch.empty(shape, device=p.device)))
+            setattr(
+                model.get_submodule(owner), leaf, nn.Parameter(torch.empty(shape, device=p.device))
+            )
     for block in blocks:
         block.attn.qkv.product = block.mlp.fc.product = column_parallel
         block.attn.proj.product = block.mlp.proj.product = row_parallel

@@ -46,7 +46,12 @@ Scorer = Callable[[list[WindowBatch]], Tensor]
 
 
 def score_windows(
-    scorer: Scorer, windows: Iterable[Window], length: int, batch: int, fixed: bool = False, ranges: int = 0
+    scorer: Scorer,
+    windows: Iterable[Window],
+    length: int,
+    batch: int,
+    fixed: bool = False,
+    ranges: int = 0,
 ) -> Iterator[Tensor]:
     """Yield [n, 2 + ranges], what the scorer returns for each window in order, some at a time.
 
@@ -62,10 +67,13 @@ def score_windows(
             longest = max(1, len(portion[order[at]].tokens) - 1)
             width = length if fixed else min(length, -(-longest // WIDTH) * WIDTH)
             count = batch * length // width
-            rows = make_rows([portion[i] for i in order[at : at + count]], count if fixed else 0, width)
+            rows = make_rows(
+                [portion[i] for i in order[at : at + count]], count if fixed else 0, width
+            )
             batches.append(rows._replace(ranges=ranges))
             at += count
-        values = scorer(batches)[: len(portion)]  # after these come the rows that fill the last micro-batch
+        # after these come the rows that fill the last micro-batch
+        values = scorer(batches)[: len(portion)]
         ordered = values.new_empty(values.shape)
         ordered[order] = values
         yield ordered
@@ -73,7 +81,9 @@ def score_windows(
 
 def make_rows(windows: list[Window], at_least: int, width: int) -> WindowBatch:
     """Return a micro-batch of these windows, and of empty rows if they are fewer than asked for."""
-    tokens, labels = (torch.zeros(max(len(windows), at_least), width, dtype=torch.int64) for _ in range(2))
+    tokens, labels = (
+        torch.zeros(max(len(windows), at_least), width, dtype=torch.int64) for _ in range(2)
+    )
     counted = torch.zeros(tokens.shape, dtype=torch.bool)
     for row, (ids, first) in enumerate(windows):
         window, n = torch.as_tensor(ids, dtype=torch.int64), len(ids) - 1
@@ -89,7 +99,10 @@ def plain_scorer(model: GPT) -> Scorer:
         model.eval()
         with torch.inference_mode():
             return torch.cat(
-                [count_hits(model(b.tokens.to(device), Positions()), b, model.vocab) for b in batches]
+                [
+                    count_hits(model(b.tokens.to(device), Positions()), b, model.vocab)
+                    for b in batches
+                ]
             ).cpu()
 
     return run
@@ -108,10 +121,18 @@ def score_part(net: CutModel, vocab: int, batches: list[WindowBatch]) -> Tensor:
 
     def count_part(logits: Tensor, i: int) -> Tensor:
         column = layout.at("cp") * logits.shape[1]
-        return count_hits(logits, cut[i], vocab, layout.at("tp") * logits.shape[-1], layout.group("tp"), column)
+        return count_hits(
+            logits, cut[i], vocab, layout.at("tp") * logits.shape[-1], layout.group("tp"), column
+        )
 
-    results = net.infer([Batch(rows.tokens, rows.labels, torch.arange(len(rows.tokens))) for rows in cut], count_part)
-    out = [torch.zeros(len(rows.tokens), 2 + rows.ranges, dtype=torch.float64, device=net.device) for rows in batches]
+    results = net.infer(
+        [Batch(rows.tokens, rows.labels, torch.arange(len(rows.tokens))) for rows in cut],
+        count_part,
+    )
+    out = [
+        torch.zeros(len(rows.tokens), 2 + rows.ranges, dtype=torch.float64, device=net.device)
+        for rows in batches
+    ]
     for i, values in zip(numbers, results, strict=True) if net.has_results else ():
         if i < len(batches):
             out[i] = values
@@ -120,7 +141,9 @@ def score_part(net: CutModel, vocab: int, batches: list[WindowBatch]) -> Tensor:
 
 def cut_columns(rows: WindowBatch, layout: Layout) -> WindowBatch:
     """Return the micro-batch with this context rank's columns."""
-    tokens, labels, counted = (columns_of(x, layout) for x in (rows.tokens, rows.labels, rows.counted))
+    tokens, labels, counted = (
+        columns_of(x, layout) for x in (rows.tokens, rows.labels, rows.counted)
+    )
     return WindowBatch(tokens, labels, counted, rows.ranges)
 
 
@@ -132,7 +155,12 @@ def columns_of(x: Tensor, layout: Layout) -> Tensor:
 
 
 def count_hits(
-    logits: Tensor, rows: WindowBatch, vocab: int, first: int = 0, group: ProcessGroup | None = None, column: int = 0
+    logits: Tensor,
+    rows: WindowBatch,
+    vocab: int,
+    first: int = 0,
+    group: ProcessGroup | None = None,
+    column: int = 0,
 ) -> Tensor:
     """Return [B, 2] float64: the nats of each row's counted predictions, and how many are right.
 
@@ -143,7 +171,8 @@ def count_hits(
     """
     flat, labels = logits.flatten(0, 1), rows.labels.flatten().to(logits.device)
     places = rows.counted.flatten().nonzero().squeeze(1).to(logits.device)
-    if 2 * len(places) < len(flat):  # else a copy would take more time and memory than what it saves
+    # else a copy would take more time and memory than what it saves
+    if 2 * len(places) < len(flat):
         flat, labels = flat[places], labels[places]
     losses = right = flat.new_zeros(len(flat))
     if len(flat):

@@ -11,7 +11,8 @@ import torch
 from meshwright.base import device as devices
 from meshwright.base import host
 
-MEMORY_SHARE = 0.92  # of free memory; the rest is for the gaps of the allocator and for other libraries
+# of free memory; the rest is for the gaps of the allocator and for other libraries
+MEMORY_SHARE = 0.92
 
 
 class CudaGraphs:
@@ -30,7 +31,10 @@ class CudaGraphs:
 
         A validation cannot use the graphs' memory, and needs at most as much as a step does.
         """
-        peak, allocated = devices.peak_memory(self.device) or 0, torch.cuda.memory_allocated(self.device)
+        peak, allocated = (
+            devices.peak_memory(self.device) or 0,
+            torch.cuda.memory_allocated(self.device),
+        )
         return 2 * peak - allocated <= MEMORY_SHARE * devices.free_memory(self.device)
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
@@ -43,7 +47,8 @@ class CudaGraphs:
             except BaseException:
                 with contextlib.suppress(RuntimeError):
                     self.end(graph)
-                self.pool = torch.cuda.graph_pool_handle()  # torch may still count the old one as in use
+                # torch may still count the old one as in use
+                self.pool = torch.cuda.graph_pool_handle()
                 raise
             self.end(graph)
         return graph.replay

@@ -38,13 +38,17 @@ class Forecast(Protocol):
     def why_too_large(self, config: TrainConfig, device: str | None) -> str | None:
         """Return why a run cannot fit a device, by default this machine's accelerator."""
 
-    def memory_of_rank(self, config: TrainConfig, padded: int, pipeline_rank: int) -> dict[str, int]:
+    def memory_of_rank(
+        self, config: TrainConfig, padded: int, pipeline_rank: int
+    ) -> dict[str, int]:
         """Return the bytes of a pipeline rank at the peak of a step, by kind."""
 
     def planned_bytes(self, config: TrainConfig, padded: int, size: int) -> int:
         """Return the most bytes of tensors during a micro-batch of `size` samples."""
 
-    def compare_steps(self, config: TrainConfig, vocabulary: int, product: str) -> StepComparison | None:
+    def compare_steps(
+        self, config: TrainConfig, vocabulary: int, product: str
+    ) -> StepComparison | None:
         """Return a comparison with the first steps on a device, by its product's name."""
 
     def describe_long_step(self, flops: float) -> str | None:

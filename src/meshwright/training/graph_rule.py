@@ -29,11 +29,13 @@ def reason_against(config: TrainConfig, kind: str, is_custom: bool = False) -> s
         "the optimizer runs on the host": p.offloads,
         "inputs of recomputed layers are kept on the host": t.checkpoint_in_cpu,
         "SGD takes the learning rate from the host": o.optimizer == "sgd" and not is_rounded(o),
-        "AdamW in float64 takes the learning rate from the host": config.precision.dtype == "float64"
+        "AdamW in float64 takes the learning rate from the host": config.precision.dtype
+        == "float64"
         and o.optimizer != "lion"
         and not is_rounded(o),
         "--timing-log-level times the parts of a step": config.logging.timing_log_level != "0",
-        "what is recomputed seeds its attention dropout anew": sampled and t.recompute_granularity is not None,
+        "what is recomputed seeds its attention dropout anew": sampled
+        and t.recompute_granularity is not None,
     }
     is_large = rows(config) * (m.hidden_size or 0) ** 2 > HOST_BOUND
     unasked = {

@@ -53,7 +53,8 @@ class Position(NamedTuple):
     is_last: bool
 
 
-MicroStep = Callable[[Batch, Tensor, Tensor, Position], None]  # batch, its numbers, the step's totals
+# batch, its numbers, the step's totals
+MicroStep = Callable[[Batch, Tensor, Tensor, Position], None]
 StepShape = tuple[Any, ...]  # of steps that the same pieces can run
 
 
@@ -89,9 +90,12 @@ class Captured:
 class Graphs:
     """The captured pieces of a run's steps."""
 
-    def __init__(self, backend: Backend, parts: list[Any], store: FlatStore, needs_room: bool, totals: int) -> None:
+    def __init__(
+        self, backend: Backend, parts: list[Any], store: FlatStore, needs_room: bool, totals: int
+    ) -> None:
         self.backend, self.parts, self.store, self.needs_room = backend, parts, store, needs_room
-        self.totals = torch.zeros(totals, dtype=torch.float64, device=store.device)  # see step.Update
+        # see step.Update
+        self.totals = torch.zeros(totals, dtype=torch.float64, device=store.device)
         self.seen: Counter[StepShape] = Counter()
         self.captured: dict[StepShape, Captured] = {}
         self.why_off = ""  # why steps run as usual since a capture failed
@@ -113,7 +117,11 @@ class Graphs:
 
         def find_room() -> str:
             is_full = self.needs_room and not self.backend.has_room()
-            return "a step takes so much memory that none would be left for a validation" if is_full else ""
+            return (
+                "a step takes so much memory that none would be left for a validation"
+                if is_full
+                else ""
+            )
 
         def try_recording() -> str:
             try:
@@ -146,7 +154,10 @@ class Graphs:
         numbers = torch.ones(NUMBERS, dtype=torch.float64, device=device)
         end = len(batches) - 1
         positions = [Position(i == 0, i == end) for i in sorted({0, min(1, end), end})]
-        replays = [self.backend.capture(lambda at=at: run(batch, numbers, self.totals, at)) for at in positions]  # type: ignore[misc]
+        replays = [
+            self.backend.capture(lambda at=at: run(batch, numbers, self.totals, at))  # type: ignore[misc]
+            for at in positions
+        ]
         return Captured(batch, numbers, replays)
 
 
@@ -160,7 +171,10 @@ def copy_into(to: Batch, batch: Batch) -> None:
 
 def shape_of(batches: list[Batch]) -> StepShape | None:
     """Return the shapes of a step's batches, and whether it has a middle; None if they differ."""
-    shapes = {tuple(None if (x := getattr(b, n)) is None else (x.shape, x.dtype) for n in TENSORS) for b in batches}
+    shapes = {
+        tuple(None if (x := getattr(b, n)) is None else (x.shape, x.dtype) for n in TENSORS)
+        for b in batches
+    }
     return (*shapes.pop(), min(len(batches), 3)) if len(shapes) == 1 else None
 
 

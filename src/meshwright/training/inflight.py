@@ -55,27 +55,47 @@ class InFlight:
     """At most `ahead` submitted steps; each is settled once and logged once, in order."""
 
     def __init__(
-        self, state: State, metrics: Metrics, stragglers: Stragglers | None, replicas: Replicas | None
+        self,
+        state: State,
+        metrics: Metrics,
+        stragglers: Stragglers | None,
+        replicas: Replicas | None,
     ) -> None:
-        self.state, self.metrics, self.stragglers, self.replicas = state, metrics, stragglers, replicas
+        self.state, self.metrics, self.stragglers, self.replicas = (
+            state,
+            metrics,
+            stragglers,
+            replicas,
+        )
         c, is_asynchronous = state.config, devices.is_asynchronous(state.net.device)
         self.ahead = int(is_asynchronous and inflight_rule.runs_ahead(c))
-        self.logs_late = is_asynchronous and not self.ahead  # while the device computes the next step
+        # while the device computes the next step
+        self.logs_late = is_asynchronous and not self.ahead
         self.submitted = deque[Submitted]()
         self.unwritten: Callable[[], None] | None = None  # writes the log of the last settled step
-        self.ended: Any = devices.mark(state.net.device)  # of the last step, or of the last pause since then
+        # of the last step, or of the last pause since then
+        self.ended: Any = devices.mark(state.net.device)
         self.spent = 0.0  # seconds of the next step before that pause
 
     def add(self, update: Update, settings: StepSettings, data_ms: float) -> None:
         """Count a step as applied, which `settle` corrects, and begin to read its numbers."""
-        p, store, g, extras = self.state.progress, self.state.net.store, self.state.config.logging, {}
+        p, store, g, extras = (
+            self.state.progress,
+            self.state.net.store,
+            self.state.config.logging,
+            {},
+        )
         if g.log_num_zeros_in_grad:
             extras["num_zeros"] = store.count_zero_gradients()
         if g.log_params_norm:
             extras["params_norm"] = store.weight_norm()
         if (times := store.times) is not None:
             extras |= {"arrived": times[HAS_GRADIENTS], "met": times[ALL_MET]}
-        numbers = torch.cat([update, *(x.double().view(1) for x in extras.values())]) if extras else update
+        numbers = (
+            torch.cat([update, *(x.double().view(1) for x in extras.values())])
+            if extras
+            else update
+        )
         size, scheduled = self.state.config.batch(p.consumed_train_samples), p.schedule_samples
         p.iteration += 1
         p.consumed_train_samples += size
@@ -108,18 +128,29 @@ class InFlight:
         if schedule.wd_style != "constant":
             numbers["weight_decay"] = settings.weight_decay
 
-        skipped = not (math.isfinite(loss) and math.isfinite(norm))  # then the store left the weights as they were
+        # then the store left the weights as they were
+        skipped = not (math.isfinite(loss) and math.isfinite(norm))
         state.scaler.update(skipped)
         overflow = skipped and math.isfinite(loss) and state.config.precision.fp16
         harmless = overflow and state.scaler.may_overflow(settings.scale)
         scheduled = step.scheduled + (0 if skipped else step.size)
         p.nonfinite_in_a_row = p.nonfinite_in_a_row + 1 if skipped and not harmless else 0
-        row = {"batch": step.size, "loss": loss, "grad_norm": norm, "lr": settings.lr, "loss_scale": settings.scale}
+        row = {
+            "batch": step.size,
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": settings.lr,
+            "loss_scale": settings.scale,
+        }
         row |= {"skipped": skipped, "data_ms": round(step.data_ms, 3), **numbers}
         logged = step.iteration, step.consumed, self.seconds_of(step), schedule.lr(scheduled)
         self.unwritten = functools.partial(self.metrics.step, *logged, row)
         if skipped:  # whatever was submitted since then does not count
-            p.iteration, p.consumed_train_samples, p.schedule_samples = step.iteration, step.consumed, scheduled
+            p.iteration, p.consumed_train_samples, p.schedule_samples = (
+                step.iteration,
+                step.consumed,
+                scheduled,
+            )
         return Settled(step, loss, norm, not skipped, votes)
 
     def seconds_of(self, step: Submitted) -> float:
@@ -136,8 +167,12 @@ class InFlight:
         write, self.unwritten = self.unwritten, None
         if write is not None:
             write()
-        for iteration, lag in self.stragglers.changes() if self.stragglers and self.state.team.is_lead else ():
-            self.metrics.event("straggler", iteration, f" > {'WARNING: ' * lag.is_slow}{lag}", **lag.facts())
+        for iteration, lag in (
+            self.stragglers.changes() if self.stragglers and self.state.team.is_lead else ()
+        ):
+            self.metrics.event(
+                "straggler", iteration, f" > {'WARNING: ' * lag.is_slow}{lag}", **lag.facts()
+            )
 
     def drop(self) -> bool:
         """Log what is settled and forget the steps since, which do not count.

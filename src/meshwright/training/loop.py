@@ -55,14 +55,33 @@ class Trainer:
         samples: SampleWriter | None = None,
         scores: Scores | None = None,
     ) -> None:
-        self.state, self.feed, self.metrics, self.timers, self.stop = state, feed, metrics, timers, stop
-        self.config, self.progress, self.net, self.team = state.config, state.progress, state.net, state.team
+        self.state, self.feed, self.metrics, self.timers, self.stop = (
+            state,
+            feed,
+            metrics,
+            timers,
+            stop,
+        )
+        self.config, self.progress, self.net, self.team = (
+            state.config,
+            state.progress,
+            state.net,
+            state.team,
+        )
         self.samples, self.scores = samples, scores  # of --sample-interval and --eval-tasks
         logging, every = self.config.logging, self.config.parallel.check_replicas_interval
         self.time = timers.time if timers.level else untimed
-        self.stragglers = Stragglers(watchdog, logging.log_interval) if watchdog and logging.log_straggler else None
+        self.stragglers = (
+            Stragglers(watchdog, logging.log_interval)
+            if watchdog and logging.log_straggler
+            else None
+        )
         copies = copies_in(self.net.store) if every else []
-        self.replicas = Replicas(self.net, self.team, copies, every, self.config.checkpoint.save) if copies else None
+        self.replicas = (
+            Replicas(self.net, self.team, copies, every, self.config.checkpoint.save)
+            if copies
+            else None
+        )
         self.in_flight = InFlight(state, metrics, self.stragglers, self.replicas)
         self.guard = Guard(state, metrics, self.in_flight, feed)
         self.may_have_to_stop = True  # whether any rank may have a reason to
@@ -75,7 +94,11 @@ class Trainer:
         self.begin()
         with contextlib.ExitStack() as block:
             g, begun = self.config.logging, self.progress.iteration
-            profile = block.enter_context(profiler(g, self.metrics.folder, self.net.device)) if g.profile else None
+            profile = (
+                block.enter_context(profiler(g, self.metrics.folder, self.net.device))
+                if g.profile
+                else None
+            )
             gc.freeze()  # the collector need not look again at what was built so far
             block.callback(gc.unfreeze)
             block.callback(self.feed.close)
@@ -112,12 +135,16 @@ class Trainer:
         """Do what precedes the first step: print warnings and the beginning, save at the start."""
         p = self.progress
         done = (p.iteration, p.consumed_train_samples, p.schedule_samples)
-        for line in warn_of_idle_steps(self.state.schedule, self.config, self.state.total_steps(), *done):
+        for line in warn_of_idle_steps(
+            self.state.schedule, self.config, self.state.total_steps(), *done
+        ):
             notice(f"WARNING: {line}")
         say("training ...", FORMS.get(self.config.logging.log_format, MEGATRON).start)
         say_time("before the start of training step")
         if self.state.is_done:
-            remark(f" > nothing is left to train: step {p.iteration} of {self.state.total_steps()} is done")
+            remark(
+                f" > nothing is left to train: step {p.iteration} of {self.state.total_steps()} is done"
+            )
         if (c := self.config.checkpoint).save and c.save_at_start and not p.iteration:
             self.save()
 
@@ -142,7 +169,9 @@ class Trainer:
 
     def step_settings(self) -> StepSettings:
         samples, t, state = self.progress.schedule_samples, self.config.training, self.state
-        wants_stop = self.team.size > 1 and (self.stop.reason() is not None or self.has_failed_to_save)
+        wants_stop = self.team.size > 1 and (
+            self.stop.reason() is not None or self.has_failed_to_save
+        )
         lr, weight_decay = state.schedule.lr(samples), state.schedule.wd(samples)
         return StepSettings(t.seed, lr, weight_decay, state.scaler.scale, t.loss_mean, wants_stop)
 
@@ -173,7 +202,8 @@ class Trainer:
             block.callback(self.metrics.close)
             block.callback(self.state.saver.close)
             if self.net.graphs is not None:
-                block.callback(self.net.graphs.captured.clear)  # NCCL waits for graphs of its collectives
+                # NCCL waits for graphs of its collectives
+                block.callback(self.net.graphs.captured.clear)
             if self.scores is not None:
                 self.scores.close()
 
@@ -186,8 +216,12 @@ class Trainer:
         self.feed.close()
         first, begin = passed.first, p.consumed_train_samples
         self.state.pass_over(passed.last)
-        remark(f"Skipped iterations {first} to {p.iteration} due to --skip-train-iteration-range flag.")
-        self.metrics.row("skip", p.iteration, first=first, from_sample=begin, to=p.consumed_train_samples)
+        remark(
+            f"Skipped iterations {first} to {p.iteration} due to --skip-train-iteration-range flag."
+        )
+        self.metrics.row(
+            "skip", p.iteration, first=first, from_sample=begin, to=p.consumed_train_samples
+        )
         return True
 
     def reason_to_stop(self) -> str | None:
@@ -200,7 +234,8 @@ class Trainer:
             if has_failed:
                 self.wait_for_save()  # raises the failure on every rank
             self.may_have_to_stop = self.team.size == 1
-        if not reason and every and iteration % every == 0 and has_stepped:  # a resumed run would end at once
+        # a resumed run would end at once
+        if not reason and every and iteration % every == 0 and has_stepped:
             reason = f"--exit-interval {every}"
         if reason:
             self.finish()
@@ -210,11 +245,23 @@ class Trainer:
 
     def validate_and_save(self) -> None:
         """Do what follows some steps, and counts in no step's time: print GPUs, validate, save."""
-        t, c, g, p = self.config.training, self.config.checkpoint, self.config.logging, self.progress
-        is_best, saves = False, bool(c.save and c.save_interval and p.iteration % c.save_interval == 0)
+        t, c, g, p = (
+            self.config.training,
+            self.config.checkpoint,
+            self.config.logging,
+            self.progress,
+        )
+        is_best, saves = (
+            False,
+            bool(c.save and c.save_interval and p.iteration % c.save_interval == 0),
+        )
         validates, prints = p.iteration % t.eval_interval == 0, p.iteration in g.nvidia_smi_at
         samples = self.samples if p.iteration % (g.sample_interval or 1) == 0 else None
-        scores = self.scores if self.scores is not None and p.iteration % self.scores.interval == 0 else None
+        scores = (
+            self.scores
+            if self.scores is not None and p.iteration % self.scores.interval == 0
+            else None
+        )
         if self.scores is not None:
             self.scores.collect(self.metrics)
         if not (saves or validates or prints or samples or scores):
@@ -242,7 +289,12 @@ class Trainer:
         """Call one of the methods of `scores` for the weights after the last step."""
         self.finish()
         pulse.enter("scores")
-        act(self.progress.iteration, self.progress.consumed_train_samples, self.metrics, self.is_cut_short)
+        act(
+            self.progress.iteration,
+            self.progress.consumed_train_samples,
+            self.metrics,
+            self.is_cut_short,
+        )
 
     def is_cut_short(self) -> bool:
         """Return whether a signal ends what is done between steps; ranks would not agree on it."""
@@ -253,10 +305,15 @@ class Trainer:
         pulse.enter("validation")
         sets = self.feed.sets_of(name)
         averaged, seconds = self.validate_average(sets, is_at_end)
-        losses = [self.validate_set(key, data, is_at_end, averaged.get(key), seconds) for key, data in sets.items()]
+        losses = [
+            self.validate_set(key, data, is_at_end, averaged.get(key), seconds)
+            for key, data in sets.items()
+        ]
         return sum(losses) / len(losses) if losses else math.nan
 
-    def validate_average(self, sets: Mapping[str, Dataset], is_at_end: bool) -> tuple[dict[str, float], float]:
+    def validate_average(
+        self, sets: Mapping[str, Dataset], is_at_end: bool
+    ) -> tuple[dict[str, float], float]:
         """Return the losses of the average of --ema, {} without one, and the seconds of each."""
         begun, store = time.perf_counter(), self.net.store
         if store.average is None or not sets or not self.config.training.eval_iters:
@@ -282,10 +339,17 @@ class Trainer:
         which = f"the mean of the weights of steps {', '.join(f'{step:,}' for step in averaged)}"
         keep = f"meshwright convert {c.save} DIR --average-last {len(averaged)} writes it"
         line = f" > --average-last: {which} has a validation loss of {loss:.4f}, the last step {plain:.4f}; {keep}"
-        self.metrics.event("average", self.progress.iteration, line, steps=averaged, loss=loss, seconds=seconds)
+        self.metrics.event(
+            "average", self.progress.iteration, line, steps=averaged, loss=loss, seconds=seconds
+        )
 
     def validate_set(
-        self, key: str, dataset: Dataset, is_at_end: bool, averaged: float | None, more_seconds: float
+        self,
+        key: str,
+        dataset: Dataset,
+        is_at_end: bool,
+        averaged: float | None,
+        more_seconds: float,
     ) -> float:
         """Return the mean loss of one set, or NaN if it was not computed, and record it.
 
@@ -311,7 +375,9 @@ class Trainer:
             raise SettingsError(message, NON_FINITE, everywhere=True)
         return loss
 
-    def loss_on(self, key: str, dataset: Dataset, is_at_end: bool, parts: LossParts | None = None) -> float:
+    def loss_on(
+        self, key: str, dataset: Dataset, is_at_end: bool, parts: LossParts | None = None
+    ) -> float:
         """Return the mean loss of the network's weights on one set.
 
         Each validation reads the samples after those of the one before, as a function of the
@@ -320,19 +386,31 @@ class Trainer:
         t, p, size = self.config.training, self.progress, self.config.global_batch
         name = key.partition("/")[0]
         is_full = name == "valid" and self.config.data.full_validation
-        before = p.iteration // t.eval_interval - (not is_at_end) if name == "valid" and not is_full else 0
+        before = (
+            p.iteration // t.eval_interval - (not is_at_end)
+            if name == "valid" and not is_full
+            else 0
+        )
         steps = -(-len(dataset) // size) if is_full else t.eval_iters
         at_end: Literal["mask", "wrap"] = "mask" if is_full else "wrap"
-        with contextlib.closing(self.feed.validate(dataset, before * t.eval_iters * size, size, at_end)) as batches:
+        with contextlib.closing(
+            self.feed.validate(dataset, before * t.eval_iters * size, size, at_end)
+        ) as batches:
             return evaluate(self.net, itertools.islice(batches, steps), self.is_cut_short, parts)
 
     def report_samples_used(self, aloud: bool = False) -> None:
         """Log how many samples of each blended data set were used; `aloud` prints them too."""
         p = self.progress
         train = self.feed.datasets.get("train") if self.team.is_lead else None
-        used = train.count_used(p.consumed_train_samples) if isinstance(train, OrderedSamples) else dict[str, int]()
+        used = (
+            train.count_used(p.consumed_train_samples)
+            if isinstance(train, OrderedSamples)
+            else dict[str, int]()
+        )
         if used:
-            self.metrics.row("used", p.iteration, consumed_samples=p.consumed_train_samples, samples=used)
+            self.metrics.row(
+                "used", p.iteration, consumed_samples=p.consumed_train_samples, samples=used
+            )
         for prefix, number in sorted(used.items(), key=lambda item: -item[1])[:20] if aloud else ():
             say(f" > samples of each data set so far: {number:12d} {prefix}")
 
@@ -347,7 +425,9 @@ class Trainer:
         self.record_failed_saves()
         if seconds is not None:
             is_in_flight = self.state.saver.in_flight
-            self.metrics.row("save", self.progress.iteration, seconds=round(seconds, 3), background=is_in_flight)
+            self.metrics.row(
+                "save", self.progress.iteration, seconds=round(seconds, 3), background=is_in_flight
+            )
 
     def record_failed_saves(self) -> None:
         """Log the saves that failed, after which the run goes on: --save-error warn."""

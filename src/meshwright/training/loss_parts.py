@@ -34,18 +34,29 @@ class LossParts:
         positions = batch.position_ids
         if positions is None:
             columns = losses.shape[1]
-            positions = self.net.layout.at("cp") * columns + torch.arange(columns, device=losses.device)[None]
+            positions = (
+                self.net.layout.at("cp") * columns
+                + torch.arange(columns, device=losses.device)[None]
+            )
         ranges = torch.bucketize(positions, self.firsts, right=True) - 1
         in_range = F.one_hot(ranges, len(self.firsts)).double().expand(len(losses), -1, -1)
-        of_source = F.one_hot(torch.tensor([self.number_of(k) for k in samples]), self.sums.shape[1])
+        of_source = F.one_hot(
+            torch.tensor([self.number_of(k) for k in samples]), self.sums.shape[1]
+        )
         # Products, because sums by index have no fixed order on GPUs.
         by_sample = torch.einsum("vbt,btr->vbr", values, in_range)
-        self.sums += torch.einsum("vbr,bs->vsr", by_sample, of_source.to(losses.device, torch.float64))
+        self.sums += torch.einsum(
+            "vbr,bs->vsr", by_sample, of_source.to(losses.device, torch.float64)
+        )
 
     def number_of(self, sample: int) -> int:
         """Return the number of the data set that a sample of the validation comes from."""
         dataset = self.dataset
-        return self.numbers[dataset.source_of(sample % len(dataset))] if isinstance(dataset, OrderedSamples) else 0
+        return (
+            self.numbers[dataset.source_of(sample % len(dataset))]
+            if isinstance(dataset, OrderedSamples)
+            else 0
+        )
 
     def merge(self) -> None:
         """Add up the sums of all ranks."""
@@ -66,4 +77,8 @@ class LossParts:
 def named_means(names: list[str], sums: Tensor) -> dict[str, float]:
     """Return the mean of each name, from sums and counts [2, names], if its count is not 0."""
     totals, counts = sums.tolist()
-    return {name: total / count for name, total, count in zip(names, totals, counts, strict=True) if count}
+    return {
+        name: total / count
+        for name, total, count in zip(names, totals, counts, strict=True)
+        if count
+    }

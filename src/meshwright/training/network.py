@@ -49,7 +49,8 @@ class Spec:
     padded: int  # the vocabulary size of the tables
     model: Model | None = None  # the user's, in the place of GPT
     loss: Loss | None = None  # the user's, in the place of cross entropy
-    switches: Mapping[str, bool] = field(default_factory=dict)  # older names of settings, to be saved with them
+    # older names of settings, to be saved with them
+    switches: Mapping[str, bool] = field(default_factory=dict)
 
     @property
     def positions(self) -> int:
@@ -75,11 +76,14 @@ class Spec:
             t = replace(t, fused_kernels="off")  # they compute our own blocks only
         options = pick.options(t, config.model, config.precision, self.device)
         # Gradients of weights that are computed later stay outside of any compiled graph.
-        plain = self.defers_products or bool(config.precision.fp8_format)  # each product would end a graph
+        # each product would end a graph
+        plain = self.defers_products or bool(config.precision.fp8_format)
         return replace(options, compiled=False) if plain else options
 
 
-def build_network(spec: Spec, report_parameters: Callable[[int], None] = lambda number: None) -> Network:
+def build_network(
+    spec: Spec, report_parameters: Callable[[int], None] = lambda number: None
+) -> Network:
     """Build the model on the meta device, cut it to this rank's part, allocate and compile it.
 
     Calls `report_parameters` with the number of this rank's parameters before it allocates them.
@@ -91,7 +95,8 @@ def build_network(spec: Spec, report_parameters: Callable[[int], None] = lambda 
     fp8.require_fp8(config.precision, device)
     parts, heads, name, execution = build_parts(spec, options)
     tied = layout.pp > 1 and not m.untie_embeddings_and_output_weights
-    if tied and parts[0].has_embedding and parts[-1].has_head:  # a V-shaped pipeline: both ends are on the first rank
+    # a V-shaped pipeline: both ends are on the first rank
+    if tied and parts[0].has_embedding and parts[-1].has_head:
         parts[-1].wte = parts[0].wte
     tied = tied and p.pipeline_schedule not in V_SHAPED
     names = {n: x for part in parts for n, x in part.named_parameters()}
@@ -167,7 +172,12 @@ def build_parts(spec: Spec, options: Options) -> tuple[list[Any], range | None, 
             custom = spec.model(m, spec.vocab, spec.padded, spec.positions, options=options)
             name = name_of(custom)
             refuse_what_is_not_saved(custom)
-            return [custom], None, name, f"{'compiled' if options.compiled else 'plain'} {name}, a custom model"
+            return (
+                [custom],
+                None,
+                name,
+                f"{'compiled' if options.compiled else 'plain'} {name}, a custom model",
+            )
         heads = None
         block, execution = pick.pick(m, spec.device, options)
 
@@ -179,7 +189,8 @@ def build_parts(spec: Spec, options: Options) -> tuple[list[Any], range | None, 
     with torch.device("meta"):
         for part in parts:
             heads = cut_layers(part, layout, by_rows, config.data.seq_length // layout.cp)
-    return list(parts), heads, GPT_NETWORK, execution  # one name for all our blocks, which compute the same
+    # one name for all our blocks, which compute the same
+    return list(parts), heads, GPT_NETWORK, execution
 
 
 def products_by_rows(spec: Spec) -> overlap.PlainProducts:
@@ -189,23 +200,33 @@ def products_by_rows(spec: Spec) -> overlap.PlainProducts:
     tokens = config.micro_batch * (config.data.seq_length or 0) // (layout.cp * layout.tp)
     room = tokens * (config.model.hidden_size or 0) * dtype_of(config.precision).itemsize
     unworthy = "compiled layers would be cut at each product" if spec.options.compiled else ""
-    chosen, reason = overlap.choose_products(config.parallel.tp_overlap, group, spec.device, room, unworthy)
+    chosen, reason = overlap.choose_products(
+        config.parallel.tp_overlap, group, spec.device, room, unworthy
+    )
     if not reason:
         size = room * (layout.tp + MORE_ROOMS) / 2**20
-        remark(f" > tensor parallelism: products overlap the copies of rows ({size:.0f} MiB are mapped)")
+        remark(
+            f" > tensor parallelism: products overlap the copies of rows ({size:.0f} MiB are mapped)"
+        )
     elif devices.is_accelerator(spec.device):
         remark(f" > tensor parallelism: collectives before and after products, because {reason}")
     return chosen
 
 
-def sums_by_copies(config: TrainConfig, layout: Layout, device: torch.device) -> mapped.BufferMapper | None:
+def sums_by_copies(
+    config: TrainConfig, layout: Layout, device: torch.device
+) -> mapped.BufferMapper | None:
     """Choose how data-parallel ranks add up gradients, and log it."""
     wanted, zero = config.parallel.data_parallel_sums, config.parallel.zero_stage
     if zero > 1 and layout.group("shard") is not None:
         if wanted == "copies":
-            raise SettingsError(f"{{data_parallel_sums=copies}} is for ZeRO 0 and 1, not {zero}; leave it out")
+            raise SettingsError(
+                f"{{data_parallel_sums=copies}} is for ZeRO 0 and 1, not {zero}; leave it out"
+            )
         return None
-    chosen, reason = mapped.choose_mapper(wanted, layout.group("shard" if zero else "gradients"), device)
+    chosen, reason = mapped.choose_mapper(
+        wanted, layout.group("shard" if zero else "gradients"), device
+    )
     if chosen is not None:
         remark(" > data parallelism: copy engines fetch gradients from the other ranks' memory")
     elif reason and devices.is_accelerator(device):
@@ -218,7 +239,9 @@ def require_rated_tables(o: Optimizer, names: Set[str]) -> None:
     for setting in sorted(set(OWN_RATES.values())):
         tables = [table for table, own in OWN_RATES.items() if own == setting]
         if getattr(o, setting) is not None and names.isdisjoint(tables):
-            raise SettingsError(f"{{{setting}}} is for {' and '.join(tables)}, which this model lacks; leave it out")
+            raise SettingsError(
+                f"{{{setting}}} is for {' and '.join(tables)}, which this model lacks; leave it out"
+            )
 
 
 def require_own_model(spec: Spec) -> None:
@@ -237,13 +260,17 @@ def require_own_model(spec: Spec) -> None:
             "does not depend on; choose one of these"
         )
     if spec.loss and config.training.z_loss_coef:
-        raise SettingsError("{z_loss_coef} is a term of our own loss, and this one is custom; add the term there")
+        raise SettingsError(
+            "{z_loss_coef} is a term of our own loss, and this one is custom; add the term there"
+        )
     settings = {"{fp8_format}": bool(config.precision.fp8_format)}
     settings |= {"{fused_kernels=on}": config.training.fused_kernels == "on"}
     settings |= {f"{{{name}}}": True for name in given_bases(config.model)}
     for setting, is_given in settings.items():
         if spec.model and is_given:
-            raise SettingsError(f"{setting} is for the layers of our own models, and this one is custom; leave it out")
+            raise SettingsError(
+                f"{setting} is for the layers of our own models, and this one is custom; leave it out"
+            )
 
 
 def refuse_what_is_not_saved(model: nn.Module) -> None:
@@ -251,15 +278,27 @@ def refuse_what_is_not_saved(model: nn.Module) -> None:
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     if frozen:
         names = ", ".join(frozen[:5])
-        raise UserError(f"the model has parameters without requires_grad: {names}; every parameter must be trained")
-    drops = [name for name, m in model.named_modules() if "Dropout" in type(m).__name__ and getattr(m, "p", False)]
+        raise UserError(
+            f"the model has parameters without requires_grad: {names}; every parameter must be trained"
+        )
+    drops = [
+        name
+        for name, m in model.named_modules()
+        if "Dropout" in type(m).__name__ and getattr(m, "p", False)
+    ]
     if drops:
         why = "whose dropout depends on a generator's state and would not resume exactly"
-        raise UserError(f"the model has {', '.join(drops[:5])}, {why}; use model.gpt.join or kernels.dropout")
+        raise UserError(
+            f"the model has {', '.join(drops[:5])}, {why}; use model.gpt.join or kernels.dropout"
+        )
     buffers = [name for name, _ in model.named_buffers()]
     known = dict(model.named_parameters())
-    twice = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in known]
+    twice = [
+        name for name, _ in model.named_parameters(remove_duplicate=False) if name not in known
+    ]
     if buffers or twice:
         kind = "buffers" if buffers else "parameters with two names"
-        advice = "compute constants in forward" if buffers else "refer to the one parameter in forward"
+        advice = (
+            "compute constants in forward" if buffers else "refer to the one parameter in forward"
+        )
         raise UserError(f"the model has {kind}: {', '.join((buffers or twice)[:5])}; {advice}")

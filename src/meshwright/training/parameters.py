@@ -11,7 +11,8 @@ from meshwright.parallel import shard
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, stages_of
 from meshwright.parallel.shard import aligned
 
-COUNTED: dict[tuple[object, ...], list[int]] = {}  # by all that decides; a search asks thousands of times
+# by all that decides; a search asks thousands of times
+COUNTED: dict[tuple[object, ...], list[int]] = {}
 Shapes = dict[str, tuple[int, ...]]
 WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # bytes of an element
 
@@ -19,7 +20,9 @@ WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # bytes of a
 @functools.lru_cache
 def shapes_of_layer(m: Model, tp: int) -> Shapes:
     """Return the shapes of a tensor rank's part of one layer."""
-    return {name: cut_shape(f"h.0.{name}", shape, tp) for name, shape in counts.layer_shapes(m).items()}
+    return {
+        name: cut_shape(f"h.0.{name}", shape, tp) for name, shape in counts.layer_shapes(m).items()
+    }
 
 
 def cut_shape(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
@@ -33,17 +36,29 @@ def cut_shape(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
 def stage_numbers(config: TrainConfig, pipeline_rank: int) -> list[int]:
     """Return the numbers of a pipeline rank's stages."""
     p = config.parallel
-    return stages_of(p.pipeline_schedule, pipeline_rank, p.pipeline_model_parallel_size, config.chunks)
+    return stages_of(
+        p.pipeline_schedule, pipeline_rank, p.pipeline_model_parallel_size, config.chunks
+    )
 
 
-def shapes_of_rank(config: TrainConfig, padded: int, pipeline_rank: int) -> list[tuple[Shapes, int]]:
+def shapes_of_rank(
+    config: TrainConfig, padded: int, pipeline_rank: int
+) -> list[tuple[Shapes, int]]:
     """Return the units of communication of a rank, and how many are like each."""
     m, p = config.model, config.parallel
     tp, own = p.tensor_model_parallel_size, stage_numbers(config, pipeline_rank)
     first, last = 0 in own, len(config.stages) - 1 in own
-    outside = counts.outer_shapes(m, padded, m.max_position_embeddings or config.data.seq_length or 0)
+    outside = counts.outer_shapes(
+        m, padded, m.max_position_embeddings or config.data.seq_length or 0
+    )
     tied = not m.untie_embeddings_and_output_weights
-    held = {"wte": first or (last and tied), "wpe": first, "ln_emb": first, "ln_f": last, "lm_head": last}
+    held = {
+        "wte": first or (last and tied),
+        "wpe": first,
+        "ln_emb": first,
+        "ln_f": last,
+        "lm_head": last,
+    }
     layer = {f"h.0.{name}": shape for name, shape in shapes_of_layer(m, tp).items()}
     by_unit: dict[str, Shapes] = {}
     for name, shape in outside.items():
@@ -55,7 +70,12 @@ def shapes_of_rank(config: TrainConfig, padded: int, pipeline_rank: int) -> list
 def parameters_of_ranks(config: TrainConfig, padded: int) -> list[int]:
     """Return the number of parameters per pipeline rank, including embedding or head."""
     p, positions = config.parallel, config.model.max_position_embeddings or config.data.seq_length
-    cut = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.pipeline_schedule, *config.stages
+    cut = (
+        p.tensor_model_parallel_size,
+        p.pipeline_model_parallel_size,
+        p.pipeline_schedule,
+        *config.stages,
+    )
     key = (config.model, padded, positions, cut)
     if key not in COUNTED:
         ranks = range(p.pipeline_model_parallel_size)
@@ -71,7 +91,11 @@ def count(shapes: Shapes) -> int:
 def data_parts(config: TrainConfig) -> int:
     """Return the number of ranks that ZeRO shards over."""
     p = config.parallel
-    return config.dp * p.context_parallel_size // p.num_distributed_optimizer_instances if p.zero_stage else 1
+    return (
+        config.dp * p.context_parallel_size // p.num_distributed_optimizer_instances
+        if p.zero_stage
+        else 1
+    )
 
 
 def bucket_of(config: TrainConfig, name: str) -> str:

@@ -82,26 +82,45 @@ def run(
 
 def run_resolved(resolved: Resolved, caller: Caller, startup: Startup) -> int:
     """Import torch, wait for all ranks, and train; return the exit status."""
-    world, p, minutes = resolved.world, resolved.config.parallel, resolved.config.parallel.distributed_timeout_minutes
+    world, p, minutes = (
+        resolved.world,
+        resolved.config.parallel,
+        resolved.config.parallel.distributed_timeout_minutes,
+    )
     with startup.phase("torch", "importing torch and opening the device"):
         device = devices.open_device(p.device, world.local_rank)
     if resolved.config.precision.deterministic_mode:
         devices.use_deterministic_algorithms()
     with reporting(world, minutes, commands.out_of_memory):
         backend = pick_backend(p, device, world.rank == 0)
-        resolved = replace(resolved, arguments=resolved.arguments | {"distributed_backend": backend})
+        resolved = replace(
+            resolved, arguments=resolved.arguments | {"distributed_backend": backend}
+        )
         with startup.phase("ranks", "waiting for all ranks"):
-            team = join_ranks(world, backend, minutes, device, p.start_timeout_seconds, is_watched=True)
-        with watched(world, team, minutes, str(resolved.folder) if resolved.folder else None) as watchdog:
+            team = join_ranks(
+                world, backend, minutes, device, p.start_timeout_seconds, is_watched=True
+            )
+        with watched(
+            world, team, minutes, str(resolved.folder) if resolved.folder else None
+        ) as watchdog:
             status = run_on_rank(resolved, caller, device, team, startup, watchdog)
         if status > 128 and world.launcher == "torchrun" and team.is_lead:
             after = "what torchrun prints after this line, and its status 1, is its way to end after a signal"
-            print(f"the run has ended as it was asked to, with status {status}; {after}", file=sys.stderr, flush=True)
+            print(
+                f"the run has ended as it was asked to, with status {status}; {after}",
+                file=sys.stderr,
+                flush=True,
+            )
     return status
 
 
 def run_on_rank(
-    resolved: Resolved, caller: Caller, device: torch.device, team: Team, startup: Startup, watchdog: Watchdog | None
+    resolved: Resolved,
+    caller: Caller,
+    device: torch.device,
+    team: Team,
+    startup: Startup,
+    watchdog: Watchdog | None,
 ) -> int:
     """Run one rank from set-up to exit status; rank 0 prints and writes the folders.
 
@@ -121,7 +140,9 @@ def run_on_rank(
             block.callback(screen.close)
         require_equal_ranks(team, resolved.identity, resolved.problem)
         layout = connect(layout_of(config, team.rank), team.timeout)
-        open_log = block.enter_context(logged_to(folder / "log.txt" if folder and team.is_lead else None))
+        open_log = block.enter_context(
+            logged_to(folder / "log.txt" if folder and team.is_lead else None)
+        )
         team.run_on_lead(lambda: lock_folders(config, block))
         if config.training.verify_layout:
             find_rehearsal()(resolved, layout, device, team, caller)
@@ -130,8 +151,12 @@ def run_on_rank(
             say(f"time to initialize megatron (seconds): {time.perf_counter() - startup.began:.3f}")
             say_time("after megatron is initialized")
             sizes = vocabulary.size, vocabulary.padded
-            spec = Spec(config, layout, device, *sizes, caller.model, caller.loss, resolved.switches)
-            trainer = setup.build_trainer(resolved, spec, caller.datasets, team, startup, watchdog, screen)
+            spec = Spec(
+                config, layout, device, *sizes, caller.model, caller.loss, resolved.switches
+            )
+            trainer = setup.build_trainer(
+                resolved, spec, caller.datasets, team, startup, watchdog, screen
+            )
             block.callback(trainer.close)
             say(startup.line())
         open_log()
@@ -156,7 +181,8 @@ def find_rehearsal() -> Callable[[Resolved, Layout, torch.device, Team, Caller],
     rehearse = registry.find("parts", "verify-layout")
     if rehearse is None:
         raise SettingsError(
-            f"{{verify_layout}} cannot compare layouts: {registry.LACKING}, or leave it out", UNAVAILABLE
+            f"{{verify_layout}} cannot compare layouts: {registry.LACKING}, or leave it out",
+            UNAVAILABLE,
         )
     return rehearse
 
@@ -164,7 +190,8 @@ def find_rehearsal() -> Callable[[Resolved, Layout, torch.device, Team, Caller],
 def lock_folders(config: TrainConfig, block: contextlib.ExitStack) -> None:
     c = config.checkpoint
     roots = {Path(path).resolve(): path for path in (c.run_dir, c.save) if path}
-    for _, root in sorted(roots.items()):  # a folder before those in it, which are then released first
+    # a folder before those in it, which are then released first
+    for _, root in sorted(roots.items()):
         block.enter_context(owner.lock_folder(root))
         refuse_links(Path(root))
     note_kept_model(c)
@@ -197,7 +224,9 @@ def finish_run(trainer: Trainer, reason: str, tokenizer: Tokenizer | None) -> No
     trainer.state.saver.require_saved(trainer.progress.iteration)
     trainer.team.run_on_all(lambda: trainer.state.saver.end_upload(at_end=True))
     if lost := trainer.state.saver.lost:
-        remark(f" > note: saving failed at iterations {', '.join(map(str, lost))}; the last state is saved")
+        remark(
+            f" > note: saving failed at iterations {', '.join(map(str, lost))}; the last state is saved"
+        )
     if reason == ALL_DONE:
         trainer.state.saver.export(tokenizer)
         if c.average_last:
@@ -224,7 +253,9 @@ def report_end(trainer: Trainer, reason: str, folder: Path | None) -> None:
         write_report(folder)
     if metrics.screen is not None:
         metrics.stop_bar()
-        show(metrics.screen.outcome(reason, is_done, trainer.progress.iteration, metrics.final_loss))
+        show(
+            metrics.screen.outcome(reason, is_done, trainer.progress.iteration, metrics.final_loss)
+        )
 
 
 def print_settings(resolved: Resolved) -> None:
@@ -235,7 +266,10 @@ def print_settings(resolved: Resolved) -> None:
     t = config.training
     if attempt := os.environ.get(ATTEMPT):
         remark(f" > {attempt}")
-    tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    tp, pp = (
+        config.parallel.tensor_model_parallel_size,
+        config.parallel.pipeline_model_parallel_size,
+    )
     say(
         f"using world size: {config.world}, data-parallel-size: {config.dp}, tensor-model-parallel size: {tp}, "
         f"pipeline-model-parallel size: {pp} "
@@ -245,8 +279,12 @@ def print_settings(resolved: Resolved) -> None:
     if not t.global_batch_size:
         say(f"setting global batch size to {config.global_batch}")
         if config.dp > 1:
-            ranks = f"{config.global_batch // config.dp} from each of {config.dp} data-parallel ranks"
-            remark(f" > note: a step has {config.global_batch} samples, {ranks}; --global-batch-size sets their number")
+            ranks = (
+                f"{config.global_batch // config.dp} from each of {config.dp} data-parallel ranks"
+            )
+            remark(
+                f" > note: a step has {config.global_batch} samples, {ranks}; --global-batch-size sets their number"
+            )
     if t.rampup_batch_size:
         start, increment, samples = t.rampup_batch_size
         say(
@@ -254,10 +292,14 @@ def print_settings(resolved: Resolved) -> None:
             f"{config.global_batch} with batch size increments {increment} over {samples} samples."
         )
     elif t.step_batch_size_schedule:
-        steps = ", ".join(f"{batch} from {start:,} samples on" for start, batch in config.batch_schedule)
+        steps = ", ".join(
+            f"{batch} from {start:,} samples on" for start, batch in config.batch_schedule
+        )
         say(f"will use the global batch sizes {steps}.")
     elif t.micro_batch_size != "auto":
-        say(f"setting number of micro-batches to constant {config.micro_batches(config.global_batch)}")
+        say(
+            f"setting number of micro-batches to constant {config.micro_batches(config.global_batch)}"
+        )
     resolved.vocabulary.print_lines()
     say("> initializing torch distributed ...")
     say(f"> initialized tensor model parallel with size {tp}")

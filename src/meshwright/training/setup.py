@@ -57,30 +57,48 @@ def build_trainer(
     screen: LineScreen | None,
 ) -> Trainer:
     """Make all parts of a run, and print what Megatron's log has about them."""
-    c, g, tokenizer = resolved.config.checkpoint, resolved.config.logging, resolved.vocabulary.tokenizer
+    c, g, tokenizer = (
+        resolved.config.checkpoint,
+        resolved.config.logging,
+        resolved.vocabulary.tokenizer,
+    )
     with startup.time("model-and-optimizer-setup"):
         state = build_state(spec, team, startup)
     say_time("after model, optimizer, and learning rate scheduler are built")
 
-    with startup.time("train/valid/test-data-iterators-setup"), startup.phase("data", "opening the data"):
+    with (
+        startup.time("train/valid/test-data-iterators-setup"),
+        startup.phase("data", "opening the data"),
+    ):
         feed = open_feed(state, tokenizer, datasets)
-        samples = SampleWriter(state.config, state.net, state.vocab, tokenizer) if g.sample_interval else None
+        samples = (
+            SampleWriter(state.config, state.net, state.vocab, tokenizer)
+            if g.sample_interval
+            else None
+        )
         scores = open_scores(state, tokenizer)
     say_time("after dataloaders are built")
     say("done with setup ...")
-    startup.print_times(g, team, "model-and-optimizer-setup", "train/valid/test-data-iterators-setup")
+    startup.print_times(
+        g, team, "model-and-optimizer-setup", "train/valid/test-data-iterators-setup"
+    )
 
     timers = Timers(int(g.timing_log_level), g.timing_log_option, spec.device, team)
     metrics = open_log(state, resolved, timers, startup, screen)
     stop = StopConditions(state.config.training, startup.began, c.save)
     if watchdog is not None:
-        watchdog.record = lambda text: metrics.record_failure(state.progress.iteration, UserError(text, HANG))
+        watchdog.record = lambda text: metrics.record_failure(
+            state.progress.iteration, UserError(text, HANG)
+        )
     return Trainer(state, feed, metrics, timers, stop, watchdog, samples, scores)
 
 
 def build_state(spec: Spec, team: Team, startup: Startup) -> State:
     """Build the network, load or draw its weights, and resolve `--micro-batch-size auto`."""
-    with startup.phase("model", "building the model"), explain_out_of_memory(smaller_sizes(spec.config)):
+    with (
+        startup.phase("model", "building the model"),
+        explain_out_of_memory(smaller_sizes(spec.config)),
+    ):
         state = build_empty_state(spec, team)
     load_or_initialise(state, startup)
     if spec.config.training.micro_batch_size == "auto":
@@ -98,7 +116,9 @@ def build_empty_state(spec: Spec, team: Team) -> State:
 
     def report_parameters(number: int) -> None:
         for tp, pp, count in team.merge([[layout.at("tp"), layout.at("pp"), number]], unite):
-            say(f" > number of parameters on (tensor, pipeline) model parallel rank ({tp}, {pp}): {count}")
+            say(
+                f" > number of parameters on (tensor, pipeline) model parallel rank ({tp}, {pp}): {count}"
+            )
 
     net = build_network(spec, report_parameters)
     say(f" > running the {net.execution}")
@@ -129,13 +149,18 @@ def load_or_initialise(state: State, startup: Startup) -> None:
             # A custom model's own function may use one generator.
             own = getattr(state.net.parts[0], "initialise", None)
             draw, threads = own or initialise, 1 if own else min(DRAWING_THREADS, host.cores())
-            store.initialise(lambda masters: draw(masters, config.model, state.vocab, config.training.seed), threads)
+            store.initialise(
+                lambda masters: draw(masters, config.model, state.vocab, config.training.seed),
+                threads,
+            )
         store.publish_weights()
 
 
 def fit_micro_batch(state: State) -> None:
     vocab = state.vocab, state.padded
-    size, reason = memory.fit_micro_batch(state.net, state.config, vocab, state.micro_batch_before, state.team)
+    size, reason = memory.fit_micro_batch(
+        state.net, state.config, vocab, state.micro_batch_before, state.team
+    )
     remark(f" > --micro-batch-size auto: {size} ({reason})")
     state.config = with_settings(state.config, micro_batch_size=size)
 
@@ -159,13 +184,17 @@ def open_files(state: State) -> Datasets:
     others too, as it would if it went on.
     """
     past, consumed = state.blends, state.progress.consumed_train_samples
-    if state.config.training.skip_train:  # a validation starts at the first sample, whatever was trained on
+    # a validation starts at the first sample, whatever was trained on
+    if state.config.training.skip_train:
         past, consumed = None, 0
     opened, blends = continue_datasets(state.config, state.vocab, past, consumed)
     if state.will_train:
         state.blends = blends
-    last = state.blends.blends[-1].begin if state.blends and not state.config.data.blend_stages else 0
-    state.config = with_settings(state.config, blend_change_at=str(last) if last else None)  # for config.toml
+    last = (
+        state.blends.blends[-1].begin if state.blends and not state.config.data.blend_stages else 0
+    )
+    # for config.toml
+    state.config = with_settings(state.config, blend_change_at=str(last) if last else None)
     return opened
 
 
@@ -182,7 +211,9 @@ def loader_spec(state: State, document_ends: DocumentEnds | None) -> LoaderSpec:
         document_ends=document_ends,
         rank=layout.at("replicas", "shard"),
         ranks=layout.dp,
-        columns=slice(part * length // layout.cp, (part + 1) * length // layout.cp) if layout.cp > 1 else None,
+        columns=slice(part * length // layout.cp, (part + 1) * length // layout.cp)
+        if layout.cp > 1
+        else None,
         length=length + 1,
         packed=config.data.packing != "stream",
         device=state.net.device,
@@ -199,7 +230,11 @@ def open_scores(state: State, tokenizer: Tokenizer | None) -> Scores | None:
 
 
 def open_log(
-    state: State, resolved: Resolved, timers: Timers, startup: Startup, screen: LineScreen | None = None
+    state: State,
+    resolved: Resolved,
+    timers: Timers,
+    startup: Startup,
+    screen: LineScreen | None = None,
 ) -> Metrics:
     """Write the settings and the vocabulary, and open the log with its first row.
 
@@ -215,10 +250,18 @@ def open_log(
     tokens = c.global_batch * run.sequence
     if screen is not None:
         loaded = c.checkpoint.load if state.has_loaded else None
-        show(screen.begin(Beginning(c, folder, vocabulary, parameters, run, device, loaded, state.best)))
+        show(
+            screen.begin(
+                Beginning(c, folder, vocabulary, parameters, run, device, loaded, state.best)
+            )
+        )
     forecast = find_forecast() if state.will_train else None
     on_cpu = state.net.device.type == "cpu"
-    if forecast is not None and on_cpu and (long := forecast.describe_long_step(run.flops_per_token * tokens)):
+    if (
+        forecast is not None
+        and on_cpu
+        and (long := forecast.describe_long_step(run.flops_per_token * tokens))
+    ):
         remark(f"WARNING: {long}")
     metrics = Metrics(folder if team.is_lead else None, c, run, timers, team, screen)
     # The plan knows our own network alone.
@@ -250,10 +293,17 @@ def bytes_per_token(config: TrainConfig, tokenizer: Tokenizer | None) -> float |
 
     By it, losses of different vocabularies can be compared.
     """
-    if tokenizer is None or isinstance(tokenizer, Null) or config.data.mock_data or not path_settings(config.data):
+    if (
+        tokenizer is None
+        or isinstance(tokenizer, Null)
+        or config.data.mock_data
+        or not path_settings(config.data)
+    ):
         return None
     count = size = 0
-    for source in [s for paths in path_sets(config.data) if paths.split == "train" for s in paths.sources][:8]:
+    for source in [
+        s for paths in path_sets(config.data) if paths.split == "train" for s in paths.sources
+    ][:8]:
         indexed = Indexed(source.prefix)
         indexed.need([(0, COUNTED_TOKENS)])
         tokens = indexed.tokens[:COUNTED_TOKENS]
@@ -273,7 +323,9 @@ def sizes_of_run(state: State) -> RunSizes:
         sequence=length,
         micro_batch=c.micro_batch * c.dp,
         devices=state.team.size,
-        flops_per_token=counts.flops_per_token(c.model, state.padded, length, c.training.recompute_granularity),
+        flops_per_token=counts.flops_per_token(
+            c.model, state.padded, length, c.training.recompute_granularity
+        ),
         peak=peak_flops(state.net.device),
         iteration=state.progress.iteration,
         consumed=state.progress.consumed_train_samples,

@@ -28,7 +28,9 @@ BLOCK = 128  # elements of an entry in the tables of AdamW
 
 def rows(config: TrainConfig) -> int:
     """Return the tokens of a micro-batch on one context rank."""
-    return config.micro_batch * (config.data.seq_length or 0) // config.parallel.context_parallel_size
+    return (
+        config.micro_batch * (config.data.seq_length or 0) // config.parallel.context_parallel_size
+    )
 
 
 def held_bytes(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) -> dict[str, int]:
@@ -52,7 +54,11 @@ def held_bytes(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) 
             optimizer += 4 * by_rule["adamw"] // parts // BLOCK
     weights = n * low + 2 * fp8_parameters(config, pipeline_rank)
     weights *= not is_gathered  # for a pass only
-    return {"weights": weights, "gradients": full * (n * keeps_all + share * keeps_share), "optimizer": optimizer}
+    return {
+        "weights": weights,
+        "gradients": full * (n * keeps_all + share * keeps_share),
+        "optimizer": optimizer,
+    }
 
 
 def host_bytes(config: TrainConfig, padded: int, pipeline_rank: int) -> int:
@@ -62,8 +68,11 @@ def host_bytes(config: TrainConfig, padded: int, pipeline_rank: int) -> int:
         return 0
     units = shapes_of_rank(config, padded, pipeline_rank)
     full, share = max(low, 4), flat_total(units, parts) // parts
-    leaving = 0 if p.zero_stage == 3 and parts > 1 else low * share  # new weights, copied to the device
-    moments = moments_of(elements_by_rule(config, units), parts) * bytes_of_moment(config.optimizer, full)
+    # new weights, copied to the device
+    leaving = 0 if p.zero_stage == 3 and parts > 1 else low * share
+    moments = moments_of(elements_by_rule(config, units), parts) * bytes_of_moment(
+        config.optimizer, full
+    )
     kept = 2 + (config.optimizer.ema > 0)  # masters, gradients, and the average of --ema
     return full * kept * share + moments + leaving
 
@@ -93,7 +102,10 @@ def logits_bytes(config: TrainConfig, padded: int, pipeline_rank: int) -> int:
     """Return the bytes of the logits of one micro-batch; if they are capped, before and after."""
     if len(config.stages) - 1 not in stage_numbers(config, pipeline_rank):
         return 0
-    tp, copies = config.parallel.tensor_model_parallel_size, 2 if config.model.final_logit_softcapping else 1
+    tp, copies = (
+        config.parallel.tensor_model_parallel_size,
+        2 if config.model.final_logit_softcapping else 1,
+    )
     return rows(config) * padded // tp * WIDTHS[config.precision.dtype] * copies
 
 
@@ -102,7 +114,9 @@ def fp8_parameters(config: TrainConfig, pipeline_rank: int) -> int:
     m, p = config.model, config.parallel
     shapes = shapes_of_layer(m, p.tensor_model_parallel_size)
     begins = [*itertools.accumulate(config.stages, initial=0)]
-    layers = [i for s in stage_numbers(config, pipeline_rank) for i in range(begins[s], begins[s + 1])]
+    layers = [
+        i for s in stage_numbers(config, pipeline_rank) for i in range(begins[s], begins[s + 1])
+    ]
     each = sum(math.prod(shapes[f"{name}.weight"]) for name in layer_matrices(m))
     return each * sum(config.precision.multiplies_fp8(i, m.num_layers or 0) for i in layers)
 
@@ -126,14 +140,17 @@ def describe_memory(config: TrainConfig, padded: int) -> str:
     on_device = [sum(held_bytes(config, padded, rank, kind).values()) for rank in ranks]
     on_host = max(host_bytes(config, padded, rank) for rank in ranks)
     beside = f" and {_bytes(on_host)} in host memory" if on_host else ""
-    return f"{_bytes(max(on_device))}{describe_place(on_device) if config.world > 1 else ''}{beside}"
+    return (
+        f"{_bytes(max(on_device))}{describe_place(on_device) if config.world > 1 else ''}{beside}"
+    )
 
 
 def describe_lack(config: TrainConfig, padded: int) -> str:
     """Return why the run cannot fit this device; nothing if it may, or if that is unknown."""
     have, on_cpu = device.memory_without_torch(config.parallel.device)
     needed = max(
-        state_bytes(config, padded, rank, "cpu" if on_cpu else NVIDIA) + logits_bytes(config, padded, rank)
+        state_bytes(config, padded, rank, "cpu" if on_cpu else NVIDIA)
+        + logits_bytes(config, padded, rank)
         for rank in range(config.parallel.pipeline_model_parallel_size)
     )
     if not have or needed <= have:

@@ -50,7 +50,9 @@ class StepRows(Metrics):
         super().__init__(None, state.config, sizes_of_run(state), timers, state.team)
         self.rows: list[list[float]] = []  # COLUMNS
 
-    def step(self, iteration: int, consumed: int, seconds: float, next_lr: float, values: dict[str, Any]) -> None:
+    def step(
+        self, iteration: int, consumed: int, seconds: float, next_lr: float, values: dict[str, Any]
+    ) -> None:
         self.rows.append([float(values.get(name, 0.0)) for name in COLUMNS])
 
     def validation(self, consumed: int, check: Check) -> None:
@@ -86,15 +88,25 @@ def start_trainer(config: TrainConfig, setup: RankSetup) -> Trainer:
     layout = layout_of(config, team.rank)
     layout = setup.connect(layout) if layout.world > 1 else layout
     vocabulary = find_vocabulary(config, None)
-    spec = Spec(config, layout, setup.device, vocabulary.size, vocabulary.padded, setup.model, setup.loss)
+    spec = Spec(
+        config, layout, setup.device, vocabulary.size, vocabulary.padded, setup.model, setup.loss
+    )
     state, timers = build_state(spec, team, Startup()), Timers(0, "minmax", setup.device, team)
     d = config.data
     effects = d.document_effects
     assert d.seq_length
     sizes = vocabulary.size, SAMPLES, d.seq_length
     datasets = {"train": Mock(*sizes, seed=0), "valid": Mock(*sizes, seed=1)}
-    feed = RecordingFeed(datasets, loader_spec(state, DocumentEnds(EOD, *effects) if any(effects) else None))
-    return Trainer(state, feed, StepRows(state, timers), timers, StopConditions(config.training, time.perf_counter()))
+    feed = RecordingFeed(
+        datasets, loader_spec(state, DocumentEnds(EOD, *effects) if any(effects) else None)
+    )
+    return Trainer(
+        state,
+        feed,
+        StepRows(state, timers),
+        timers,
+        StopConditions(config.training, time.perf_counter()),
+    )
 
 
 class Connected:

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from meshwright.parallel.fsdp import FullyShardedStore
 
 Loss = Callable[[Tensor, Batch], Tensor]  # logits [B, T, vocab] and the batch to losses [B, T]
-Losses = Callable[[Tensor, Batch], dict[str, Tensor]]  # the same by name: what is summed for the gradients
+# the same by name: what is summed for the gradients
+Losses = Callable[[Tensor, Batch], dict[str, Tensor]]
 # A step's numbers, float64 [3 or more]: the first term of the loss, the gradients' norm before
 # clipping, the number of ranks that vote to stop the run, and the further terms of the loss. A vote
 # travels with the loss because this costs no collective of its own.
@@ -55,7 +56,8 @@ class Network(CutModel):
     store: FlatStore | FullyShardedStore
     loss: Losses
     terms: tuple[str, ...] = ("loss",)  # names of what `loss` returns, columns of metrics.jsonl
-    name: str = GPT_NETWORK  # saved in checkpoints: the kind of network that their tensors belong to
+    # saved in checkpoints: the kind of network that their tensors belong to
+    name: str = GPT_NETWORK
     execution: str = ""  # a description for the log
     is_compiled: bool = False
     stream: Any = None  # on which all steps run if some may be CUDA graphs
@@ -84,7 +86,9 @@ def untimed(name: str, level: int) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def train_step(net: Network, batches: list[Batch], settings: StepSettings, timed: Timed = untimed) -> Update:
+def train_step(
+    net: Network, batches: list[Batch], settings: StepSettings, timed: Timed = untimed
+) -> Update:
     """Update the weights from this rank's micro-batches of one global batch.
 
     With CUDA graphs the next step overwrites the result. Every unmasked token of the global batch
@@ -104,7 +108,9 @@ def train_step(net: Network, batches: list[Batch], settings: StepSettings, timed
         return totals
 
 
-def prepare_numbers(net: Network, batches: list[Batch], s: StepSettings) -> tuple[Tensor, Tensor | None]:
+def prepare_numbers(
+    net: Network, batches: list[Batch], s: StepSettings
+) -> tuple[Tensor, Tensor | None]:
     """Return the micro-batches' numbers [n, NUMBERS], and their divisor if it is on the device.
 
     The numbers are on the host, from where they can be sent. Both ways of running a step read them
@@ -114,8 +120,18 @@ def prepare_numbers(net: Network, batches: list[Batch], s: StepSettings) -> tupl
     counted = unmasked if s.loss_mean == "global" and isinstance(unmasked, Tensor) else None
     for b in batches:
         divisor = max(b.unmasked, 1) * count if s.loss_mean == "microbatch" else unmasked
-        rows.append([s.lr, s.weight_decay, s.scale, 1.0 if isinstance(divisor, Tensor) else divisor, s.wants_stop])
-    return torch.tensor(rows, dtype=torch.float64, pin_memory=devices.is_accelerator(net.device)), counted
+        rows.append(
+            [
+                s.lr,
+                s.weight_decay,
+                s.scale,
+                1.0 if isinstance(divisor, Tensor) else divisor,
+                s.wants_stop,
+            ]
+        )
+    return torch.tensor(
+        rows, dtype=torch.float64, pin_memory=devices.is_accelerator(net.device)
+    ), counted
 
 
 def accumulate(
@@ -142,7 +158,9 @@ def accumulate(
     return numbers, totals
 
 
-def replay(net: Network, batches: list[Batch], numbers: Tensor, counted: Tensor | None, seed: int) -> bool:
+def replay(
+    net: Network, batches: list[Batch], numbers: Tensor, counted: Tensor | None, seed: int
+) -> bool:
     """Take a step by its CUDA graphs; return whether it has any."""
     assert net.graphs is not None
     captured = net.graphs.find(batches, functools.partial(micro_step, net, seed))
@@ -153,12 +171,16 @@ def replay(net: Network, batches: list[Batch], numbers: Tensor, counted: Tensor 
         captured.numbers.copy_(numbers[i], non_blocking=True)
         if counted is not None:
             captured.numbers[DIVISOR] = counted
-        seed_dropout(Positions(seed=seed, first_sample=batch.first_sample, heads=net.heads), 0, net.device)
+        seed_dropout(
+            Positions(seed=seed, first_sample=batch.first_sample, heads=net.heads), 0, net.device
+        )
         captured.replay(i, len(batches))
     return True
 
 
-def micro_step(net: Network, seed: int, batch: Batch, numbers: Tensor, totals: Tensor, position: Position) -> None:
+def micro_step(
+    net: Network, seed: int, batch: Batch, numbers: Tensor, totals: Tensor, position: Position
+) -> None:
     """Run a micro-batch and, after the last, update the weights: what a CUDA graph captures."""
     forward_backward(net, seed, untimed, batch, numbers, totals, position)
     if position.is_last:
@@ -167,7 +189,13 @@ def micro_step(net: Network, seed: int, batch: Batch, numbers: Tensor, totals: T
 
 
 def forward_backward(
-    net: Network, seed: int, timed: Timed, batch: Batch, numbers: Tensor, totals: Tensor, position: Position
+    net: Network,
+    seed: int,
+    timed: Timed,
+    batch: Batch,
+    numbers: Tensor,
+    totals: Tensor,
+    position: Position,
 ) -> None:
     """Add a micro-batch's gradients to the store's and its share of the loss to the totals."""
     _, _, scale, divisor, vote = numbers.unbind()
@@ -178,7 +206,10 @@ def forward_backward(
     pulse.tick()
     with timed("forward-compute", 2):
         # A name for the logits would keep this largest tensor of a step through the backward pass.
-        terms = [term / divisor for term in sum_terms(net, batch, forward_part(net, net.parts[0], batch, seed))]
+        terms = [
+            term / divisor
+            for term in sum_terms(net, batch, forward_part(net, net.parts[0], batch, seed))
+        ]
     net.store.begin_backward(position.is_last)
     with timed("backward-compute", 2):
         (functools.reduce(torch.add, terms) * scale).backward()  # type: ignore[no-untyped-call]
@@ -187,7 +218,12 @@ def forward_backward(
 
 
 def pipeline_step(
-    net: Network, batches: list[Batch], numbers: Tensor, totals: Tensor, s: StepSettings, timed: Timed
+    net: Network,
+    batches: list[Batch],
+    numbers: Tensor,
+    totals: Tensor,
+    s: StepSettings,
+    timed: Timed,
 ) -> None:
     """Do a step's forward and backward passes with a pipeline, whose schedule mixes them."""
     assert net.pipeline is not None
@@ -203,11 +239,14 @@ def pipeline_step(
             if not part.has_head:
                 return out
             terms = [term / numbers[i, DIVISOR] for term in sum_terms(net, batches[i], out)]
-            shares[i] = [term.detach() for term in terms]  # the graph would keep each received input and its gradient
+            # the graph would keep each received input and its gradient
+            shares[i] = [term.detach() for term in terms]
             return functools.reduce(torch.add, terms)
 
     with timed("forward-backward", 1):
-        net.pipeline.train([b.tokens for b in batches], compute_loss, s.scale, net.store.begin_backward)
+        net.pipeline.train(
+            [b.tokens for b in batches], compute_loss, s.scale, net.store.begin_backward
+        )
     if net.has_results:
         for _, terms in sorted(shares.items()):  # in one order, whatever the schedule
             add_terms(totals, terms)
@@ -228,13 +267,17 @@ def update_weights(net: Network, numbers: Tensor, totals: Tensor) -> None:
     totals.copy_(torch.cat((sums[:GRAD_NORM], norm.double()[None], sums[GRAD_NORM:])))
 
 
-def forward_part(net: Network, part: Any, batch: Batch, seed: int | None, stream: Tensor | None = None) -> Tensor:
+def forward_part(
+    net: Network, part: Any, batch: Batch, seed: int | None, stream: Tensor | None = None
+) -> Tensor:
     """Return logits [B, T, padded vocabulary] or the next stage's input; no seed, no dropout."""
     where = net.where(batch, seed)
     return part(batch.tokens, where) if stream is None else part(batch.tokens, where, stream=stream)  # type: ignore[no-any-return]
 
 
-def make_loss(vocab: int, layout: Layout, custom: Loss | None, z_loss_coef: float) -> tuple[Losses, tuple[str, ...]]:
+def make_loss(
+    vocab: int, layout: Layout, custom: Loss | None, z_loss_coef: float
+) -> tuple[Losses, tuple[str, ...]]:
     """Return the function that computes each token's losses [B, T], and the names of these terms.
 
     All are added up for the gradients; the first is the loss that is reported.
@@ -254,8 +297,12 @@ def custom_losses(custom: Loss, vocab: int, logits: Tensor, batch: Batch) -> Ten
     """Compute a custom loss and refuse one that is not a number for each token."""
     losses = custom(logits[..., :vocab], batch)
     if losses.shape != batch.labels.shape:
-        shapes = f"a tensor of shape {tuple(losses.shape)}; return [B, T] = {tuple(batch.labels.shape)}"
-        raise UserError(f"the loss function returned {shapes}, one loss for each token, neither summed nor averaged")
+        shapes = (
+            f"a tensor of shape {tuple(losses.shape)}; return [B, T] = {tuple(batch.labels.shape)}"
+        )
+        raise UserError(
+            f"the loss function returned {shapes}, one loss for each token, neither summed nor averaged"
+        )
     return losses
 
 
@@ -324,5 +371,7 @@ def evaluate(
         parts.merge()
     total, tokens = sums.tolist()
     if not tokens and not is_stopped:
-        raise SettingsError(f"every token of the validation set is masked; {CHECK_MASKS}", BAD_DATA, True)
+        raise SettingsError(
+            f"every token of the validation set is masked; {CHECK_MASKS}", BAD_DATA, True
+        )
     return total / max(tokens, 1)  # type: ignore[no-any-return]

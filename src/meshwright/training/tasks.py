@@ -236,7 +236,12 @@ def describe_column(column: str) -> str:
 
 
 def prepare_task(
-    name: str, path: str, tokenizer: Tokenizer, length: int, stride: int | None = None, limit: int | None = None
+    name: str,
+    path: str,
+    tokenizer: Tokenizer,
+    length: int,
+    stride: int | None = None,
+    limit: int | None = None,
 ) -> PreparedTask[Any]:
     """Read the file of a task and cut it into windows of at most `length` predictions.
 

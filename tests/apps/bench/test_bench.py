@@ -24,7 +24,9 @@ def test_train_accepts_every_row(name, tmp_path):
     for row in rows.rows_of(name, 2):
         _, *words = [w for w in BenchPlan(tmp_path, has_profile=True).command(row) if w != "launch"]
         words = words[words.index("train") + 1 :] if "train" in words else words
-        config = flags.parse_settings(TrainConfig, [f"--world-size={row.gpus}", *words], "bench").config
+        config = flags.parse_settings(
+            TrainConfig, [f"--world-size={row.gpus}", *words], "bench"
+        ).config
         assert config.training.train_iters == row.steps + runs.TRACED_STEPS
         assert config.model.hidden_size and config.logging.profile_step_start == row.steps + 1
         assert not row.beside or row.beside in [one.name for one in rows.rows_of(name, 2)]
@@ -35,7 +37,9 @@ def test_train_accepts_fewer_steps_than_the_warm_up(name, steps, tmp_path):
     for row in rows.rows_of(name, 2):
         words = BenchPlan(tmp_path, steps=steps).command(row)
         words = words[words.index("train") + 1 :]
-        config = flags.parse_settings(TrainConfig, [f"--world-size={row.gpus}", *words], "bench").config
+        config = flags.parse_settings(
+            TrainConfig, [f"--world-size={row.gpus}", *words], "bench"
+        ).config
         assert config.training.train_iters == (steps or row.steps)
 
 
@@ -65,7 +69,10 @@ def test_help_after_the_dashes_is_that_of_train(capsys):
 def test_other_programs_are_chosen_by_name(words, names, monkeypatch, tmp_path):
     found = []
     monkeypatch.setattr(bench.Bench, "run", lambda self, rows: found.extend(self.plan.peers))
-    assert main(["bench", "cpu", "--out", str(tmp_path / "out"), *words.split()]) == 0 and found == names
+    assert (
+        main(["bench", "cpu", "--out", str(tmp_path / "out"), *words.split()]) == 0
+        and found == names
+    )
 
 
 def test_a_closed_pipe_ends_a_bench_quietly(tmp_path, monkeypatch, capsys):
@@ -80,7 +87,11 @@ def test_a_closed_pipe_ends_a_bench_quietly(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(os, "dup2", lambda *files: None)
     monkeypatch.setattr(sys, "stdout", Head())
-    monkeypatch.setattr(bench, "measure_row", lambda row, plan, say: {"name": row.name, "failed": "no", "startup": {}})
+    monkeypatch.setattr(
+        bench,
+        "measure_row",
+        lambda row, plan, say: {"name": row.name, "failed": "no", "startup": {}},
+    )
     argv = ["bench", "cpu", "--rows", "Llama", "--out", str(tmp_path / "out")]
     assert main(argv) == 0 and not capsys.readouterr().err
     (row,) = json.loads((tmp_path / "out/results.json").read_text())["rows"]
@@ -94,7 +105,10 @@ def test_random_tokens_have_the_vocabulary_of_the_preset(tmp_path):
 
 
 def test_a_row_on_several_gpus_brings_the_one_beside_it():
-    assert [one.name for one in rows.chosen(["layouts"], "ZeRO-3", 4)] == ["2.7B", "2.7B DP4 ZeRO-3"]
+    assert [one.name for one in rows.chosen(["layouts"], "ZeRO-3", 4)] == [
+        "2.7B",
+        "2.7B DP4 ZeRO-3",
+    ]
     assert rows.default_sets(0) == ["cpu"]
 
 
@@ -105,13 +119,19 @@ def test_a_run_of_the_command(tmp_path, capsys, monkeypatch):
     plan = BenchPlan(tmp_path / "out", steps=6, extra=("--log-interval", "2"))
     assert bench.Bench(plan, "meshwright bench", 0).run([bad, ROW]) == 1
     out = capsys.readouterr().out
-    assert "bad                            FAILED: --micro-batch-size 0" in out and "2 rows, 1 failed" in out
+    assert (
+        "bad                            FAILED: --micro-batch-size 0" in out
+        and "2 rows, 1 failed" in out
+    )
     found = json.loads((tmp_path / "out/results.json").read_text())
     failed, done = found["rows"]
     assert failed["status"] == 2 and done["failed"] is None and done["steps"] == 6
     assert 0 < done["first_step_seconds"] <= done["seconds"] and done["tokens_per_second"] > 0
     assert sum(done["startup"].values()) == pytest.approx(done["first_step_seconds"], abs=0.1)
-    assert done["command"].startswith("meshwright train --num-layers 1") and "--log-interval 2" in done["command"]
+    assert (
+        done["command"].startswith("meshwright train --num-layers 1")
+        and "--log-interval 2" in done["command"]
+    )
     assert "elapsed time" in (tmp_path / "out/tiny/log.txt").read_text()
     assert (tmp_path / "out/table.txt").read_text().splitlines() == out.splitlines()[:-1]
     assert (tmp_path / "out/bench.png").stat().st_size > 5000
@@ -120,9 +140,17 @@ def test_a_run_of_the_command(tmp_path, capsys, monkeypatch):
 def write_metrics(folder, speeds):
     entries = [{"event": "start", "startup": {"torch": 1.5}, "block": "plain", "parameters": 5}]
     for n, speed in enumerate(speeds):
-        row = {"tokens_per_second": speed, "ms": 1e3 / speed, "mfu": 0.5, "memory": 2**30 + n, "loss": 3.0 - n}
+        row = {
+            "tokens_per_second": speed,
+            "ms": 1e3 / speed,
+            "mfu": 0.5,
+            "memory": 2**30 + n,
+            "loss": 3.0 - n,
+        }
         entries.append({"event": "step", "iteration": n + 1, **row})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries) + '{"event": "st')
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(e) + "\n" for e in entries) + '{"event": "st'
+    )
 
 
 def fake(monkeypatch, speeds, status=0):
@@ -151,13 +179,18 @@ def test_a_run_that_was_stopped_counts_by_its_steps(tmp_path, monkeypatch):
     assert runs.measure_row(ROW, BenchPlan(tmp_path))["tokens_per_second"] == 4
     fake(monkeypatch, [1, 4], status=-15)
     assert (
-        runs.measure_row(BenchRow("two", ROW.flags), BenchPlan(tmp_path))["failed"] == "stopped after 300 s (--seconds)"
+        runs.measure_row(BenchRow("two", ROW.flags), BenchPlan(tmp_path))["failed"]
+        == "stopped after 300 s (--seconds)"
     )
 
 
 def test_the_time_of_a_row_is_limited(tmp_path):
     found = runs.measure_row(ROW, BenchPlan(tmp_path, seconds=0.05))
-    assert found["status"] and found["failed"] == "stopped after 0.05 s (--seconds)" and found["seconds"] < 15
+    assert (
+        found["status"]
+        and found["failed"] == "stopped after 0.05 s (--seconds)"
+        and found["seconds"] < 15
+    )
 
 
 def test_more_gpus_than_there_are(tmp_path):
@@ -181,7 +214,11 @@ def test_peers_beside_a_row(more, tmp_path, monkeypatch):
     script = tmp_path / "peer.py"
     script.write_text("\n".join(line.removeprefix("        ") for line in program.splitlines()))
     popen = peers.subprocess.Popen
-    monkeypatch.setattr(peers.subprocess, "Popen", lambda words, **k: popen([sys.executable, script, words[-1]], **k))
+    monkeypatch.setattr(
+        peers.subprocess,
+        "Popen",
+        lambda words, **k: popen([sys.executable, script, words[-1]], **k),
+    )
     (tmp_path / "tiny").mkdir()
     row, plan = (
         BenchRow("tiny", "--device cpu", peers=(2, 4)),
@@ -198,15 +235,23 @@ def test_the_fastest_program_is_first_and_failed_ones_are_last(tmp_path, monkeyp
     speeds = {"transformers": 10.0, "transformers-compiled": None, "megatron-core": 20.0}
 
     def run_peer(name, row, plan):
-        return {"name": name, "failed": None, "tokens_per_second": speeds[name]} if speeds[name] else {"failed": "no"}
+        return (
+            {"name": name, "failed": None, "tokens_per_second": speeds[name]}
+            if speeds[name]
+            else {"failed": "no"}
+        )
 
     monkeypatch.setattr(peers, "run_peer", run_peer)
     plan = BenchPlan(tmp_path, peers=tuple(speeds))
-    found = peers.compare_with_peers(BenchRow("tiny", ""), plan, {"tokens_per_second": 60.0}, lambda text: None)
+    found = peers.compare_with_peers(
+        BenchRow("tiny", ""), plan, {"tokens_per_second": 60.0}, lambda text: None
+    )
     assert [one.get("ratio") for one in found] == [3.0, 6.0, None]
 
 
-@pytest.mark.parametrize("words", ["", "--position-embedding-type rope --normalization RMSNorm --swiglu"])
+@pytest.mark.parametrize(
+    "words", ["", "--position-embedding-type rope --normalization RMSNorm --swiglu"]
+)
 def test_a_step_of_transformers(tmp_path, words, monkeypatch):
     """The real program, in this process: it learns its four batches by heart."""
     pytest.importorskip("transformers")
@@ -217,7 +262,10 @@ def test_a_step_of_transformers(tmp_path, words, monkeypatch):
     torch.manual_seed(0)
     more = "--disable-bias-linear --hidden-dropout 0 --attention-dropout 0" if words else ""
     argv = f"{TINY} --micro-batch-size 1 {words} {more} --lr 1e-2".split()
-    programs.main({"program": "transformers", "flags": argv, "micros": [2, 1], "steps": 12}, tmp_path / "found")
+    programs.main(
+        {"program": "transformers", "flags": argv, "micros": [2, 1], "steps": 12},
+        tmp_path / "found",
+    )
     *tried, done = map(json.loads, (tmp_path / "found").read_text().splitlines())
     assert [one["micro"] for one in tried] == [2, 1] and done["event"] == "done"
     assert done["losses"][-1] < done["losses"][0] and len(done["losses"]) == 12

@@ -27,7 +27,9 @@ def found(facts: list[Fact]) -> dict[str, Fact]:
     return {f.name: f for f in facts}
 
 
-def test_this_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
@@ -37,11 +39,18 @@ def test_this_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkey
         assert word in out
     assert main(["doctor", "--json"]) == 0
     read = json.loads(capsys.readouterr().out)
-    assert read["can_train"] and {f["section"] for f in read["facts"]} == {"Program", "Compute", "Extras", "Disk"}
+    assert read["can_train"] and {f["section"] for f in read["facts"]} == {
+        "Program",
+        "Compute",
+        "Extras",
+        "Disk",
+    }
     assert not list(tmp_path.iterdir())
 
 
-def test_a_torch_that_does_not_load(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_torch_that_does_not_load(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["doctor"]) == 69
     out = capsys.readouterr().out
@@ -53,7 +62,9 @@ def test_a_missing_package_is_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = list(doctor._program())
     assert doctor.is_fatal(facts) and "no_such_package" in doctor.conclude(facts)[1]
     monkeypatch.setattr(doctor, "NEEDED", ["numpy"])
-    monkeypatch.setattr("importlib.metadata.requires", lambda name: ["numpy>=2", "no_such_package>=1"])
+    monkeypatch.setattr(
+        "importlib.metadata.requires", lambda name: ["numpy>=2", "no_such_package>=1"]
+    )
     facts = list(doctor._program())
     assert not doctor.is_fatal(facts) and found(facts)["packages"].level == "problem"
 
@@ -62,11 +73,17 @@ def test_every_declared_package_is_looked_for(monkeypatch: pytest.MonkeyPatch) -
     """A new package of pyproject.toml is needed, or `doctor` says what it brings."""
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    lines = project["dependencies"] + [f'{line}; extra == "{name}"' for name in extras for line in extras[name]]
+    lines = project["dependencies"] + [
+        f'{line}; extra == "{name}"' for name in extras for line in extras[name]
+    ]
     monkeypatch.setattr("importlib.metadata.requires", lambda name: lines)
     declared = doctor.declared_packages()
     assert {name for name, extra in declared.items() if extra} <= set(doctor.BRINGS)
-    assert declared["jinja2"] == "" and declared["starlette"] == "serve" and declared["lm-eval"] == "eval"
+    assert (
+        declared["jinja2"] == ""
+        and declared["starlette"] == "serve"
+        and declared["lm-eval"] == "eval"
+    )
     monkeypatch.setattr(doctor, "_is_installed", lambda package: False)
     listed = " ".join(fact.text for fact in doctor._program() if fact.name == "packages")
     for name in declared:
@@ -76,15 +93,21 @@ def test_every_declared_package_is_looked_for(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_versions_outside_the_tested_ones() -> None:
-    assert [doctor._torch(v, "CPU only").level for v in ("2.10.0", "2.11.0+cpu", "2.15.1", "2.16.0")] == [
-        *("problem", "ok", "ok", "problem")
-    ]
+    assert [
+        doctor._torch(v, "CPU only").level for v in ("2.10.0", "2.11.0+cpu", "2.15.1", "2.16.0")
+    ] == [*("problem", "ok", "ok", "problem")]
 
 
 class Gpu:
     """A fake accelerator, as `device` answers for it."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, driver: str | None, build: str = "CUDA 13.0"):
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        count: int,
+        driver: str | None,
+        build: str = "CUDA 13.0",
+    ):
         there = [torch.device("cuda", n) for n in range(count)]
         answers = {
             "torch_build": lambda: build,
@@ -105,7 +128,9 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     facts = list(doctor._compute())
     rows = found(facts)
-    assert rows["cuda:0"].text == "NVIDIA H200, 139 GiB, bf16" and "use --fp16" in rows["cuda:1"].text
+    assert (
+        rows["cuda:0"].text == "NVIDIA H200, 139 GiB, bf16" and "use --fp16" in rows["cuda:1"].text
+    )
     assert rows["driver"].text == "580.1" and rows["Triton"].level == "problem"
     assert doctor.conclude(facts)[0] == "Training can start here, on NVIDIA H200."
     assert "Triton" in doctor.conclude(facts)[1]
@@ -147,7 +172,10 @@ def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_hidden_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert devices.why_no_device() == "CUDA_VISIBLE_DEVICES= hides all" and devices.torch_build() == "CUDA 13.0"
+    assert (
+        devices.why_no_device() == "CUDA_VISIBLE_DEVICES= hides all"
+        and devices.torch_build() == "CUDA 13.0"
+    )
 
 
 def test_limits_of_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -167,10 +195,15 @@ def test_limits_of_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 def test_extras_and_the_line_to_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "installed_version", lambda package: None)
     rows = found(list(doctor._packages()))
-    assert rows["pyarrow"].values["install"] == f"{sys.executable} -m pip install -e '{doctor.PROJECT.parent}[data]'"
+    assert (
+        rows["pyarrow"].values["install"]
+        == f"{sys.executable} -m pip install -e '{doctor.PROJECT.parent}[data]'"
+    )
     assert rows["transformers"].values["install"] == f"{sys.executable} -m pip install transformers"
     monkeypatch.setattr(doctor, "PROJECT", tmp_path / "none")
-    monkeypatch.setattr("importlib.metadata.requires", lambda name: ["torch>=2", 'wandb>=0.19; extra == "wandb"'])
+    monkeypatch.setattr(
+        "importlib.metadata.requires", lambda name: ["torch>=2", 'wandb>=0.19; extra == "wandb"']
+    )
     assert (
         found(list(doctor._packages()))["wandb"].values["install"]
         == f"{sys.executable} -m pip install 'meshwright[wandb]'"
@@ -185,7 +218,12 @@ def test_a_command_to_copy_is_one_line() -> None:
     in_verdict = f"/{'a' * 60}/python -m pip install -e '/b/meshwright[wandb]'"
     facts = [
         Fact("Extras", "wandb", "not installed", "note", {"install": in_verdict}),
-        Fact("Compute", "torch", f"does not load: {'a reason ' * 5}; pip install 'torch>=2.11,<2.16'", "problem"),
+        Fact(
+            "Compute",
+            "torch",
+            f"does not load: {'a reason ' * 5}; pip install 'torch>=2.11,<2.16'",
+            "problem",
+        ),
     ]
     lines = doctor.fact_table(facts, doctor.conclude(facts))
     assert f"    {in_verdict}" in lines and f"{' ' * 16}pip install 'torch>=2.11,<2.16'" in lines
@@ -194,9 +232,10 @@ def test_a_command_to_copy_is_one_line() -> None:
 def test_file_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text("a / overlay rw 0 0\nb /data nfs4 rw 0 0\nc /data/my\\040disk ext4 rw 0 0\n")
-    assert [doctor.file_system(Path(p), mounts) for p in ("/home", "/data/x", "/data/my disk/y", "/database")] == [
-        *("overlay", "nfs4", "ext4", "overlay")
-    ]
+    assert [
+        doctor.file_system(Path(p), mounts)
+        for p in ("/home", "/data/x", "/data/my disk/y", "/database")
+    ] == [*("overlay", "nfs4", "ext4", "overlay")]
     assert doctor.file_system(tmp_path, tmp_path / "none") == ""
     assert doctor._write_speed(tmp_path / "none").level == "problem"
     monkeypatch.setattr(doctor, "file_system", lambda folder: "nfs4")

@@ -19,7 +19,9 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     train_bpe([TEXT] * 3, 300, folder)
     vocabulary = [f"--vocab-file={folder}/vocab.json", f"--merge-file={folder}/merges.txt"]
-    sizes = f"--num-layers=2 --hidden-size=32 --num-attention-heads=4 --seq-length={LENGTH} --lr=1e-2"
+    sizes = (
+        f"--num-layers=2 --hidden-size=32 --num-attention-heads=4 --seq-length={LENGTH} --lr=1e-2"
+    )
     more = f"--max-position-embeddings={LENGTH} --micro-batch-size=8 --train-iters=20 --save-interval=10"
     return train_on_texts(folder, [TEXT] * 30, vocabulary, [*sizes.split(), *more.split()])
 
@@ -37,9 +39,16 @@ def files(tmp_path_factory):
     """Small files in the formats of the real sets."""
     folder = tmp_path_factory.mktemp("files")
     words = TEXT.split()
-    examples = [" ".join(words[i : i + n]) for i, n in ((0, 9), (11, 5), (3, 30), (20, 60), (40, 2), (7, 12))]
-    (folder / "lambada_test.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in examples))
+    examples = [
+        " ".join(words[i : i + n])
+        for i, n in ((0, 9), (11, 5), (3, 30), (20, 60), (40, 2), (7, 12))
+    ]
+    (folder / "lambada_test.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in examples)
+    )
     article = " \n = The Cat = \n \n {} , and the cat 's dog @-@ house ( old ) sat . \n \n = = Fire = = \n \n {} ; \n"
     (folder / "wiki.test.tokens").write_text(article.format(TEXT[:200], TEXT[100:500]))
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in (TEXT, TEXT[:50], "a cat")))
+    (folder / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": t}) + "\n" for t in (TEXT, TEXT[:50], "a cat"))
+    )
     return folder

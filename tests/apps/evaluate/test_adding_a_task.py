@@ -43,7 +43,10 @@ def installed(tmp_path_factory):
     site = tmp_path_factory.mktemp("site")
     (site / "choices.py").write_text(code)
     (site / "choices-1.0.dist-info").mkdir()
-    lines = [f"{name} = {place}\n" for name, place in tomllib.loads(entry)["project"]["entry-points"][GROUP].items()]
+    lines = [
+        f"{name} = {place}\n"
+        for name, place in tomllib.loads(entry)["project"]["entry-points"][GROUP].items()
+    ]
     (site / "choices-1.0.dist-info" / "entry_points.txt").write_text(f"[{GROUP}]\n{''.join(lines)}")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(site)
@@ -66,7 +69,13 @@ def questions(tmp_path_factory):
 def scored(installed, questions, tmp_path_factory):
     """A run that saves and scores after steps 10 and 20, with what it printed beside it."""
     folder = tmp_path_factory.mktemp("scored")
-    flags = [*SIZES.split(), "--micro-batch-size=8", "--lr=1e-2", "--train-iters=20", "--no-tensorboard"]
+    flags = [
+        *SIZES.split(),
+        "--micro-batch-size=8",
+        "--lr=1e-2",
+        "--train-iters=20",
+        "--no-tensorboard",
+    ]
     flags += ["--log-interval=10", "--save-interval=10", "--log-format=short"]
     flags += ["--eval-tasks-interval=10", f"--eval-tasks=choices={questions}"]
     with open(folder / "screen.txt", "w") as screen, contextlib.redirect_stdout(screen):
@@ -77,14 +86,27 @@ def scored(installed, questions, tmp_path_factory):
 def evaluate(scored, questions, capsys):
     def call(*flags):
         capsys.readouterr()
-        assert main(["evaluate", str(scored), "--device=cpu", f"--eval-tasks=choices={questions}", *flags]) == 0
+        assert (
+            main(
+                [
+                    "evaluate",
+                    str(scored),
+                    "--device=cpu",
+                    f"--eval-tasks=choices={questions}",
+                    *flags,
+                ]
+            )
+            == 0
+        )
         return capsys.readouterr().out
 
     return call
 
 
 def test_its_measures_are_those_of_a_plain_computation(scored, evaluate):
-    m = language_model.load_model(str(scored), {}, TokenizerFlags(), torch.float32, torch.device("cpu"))
+    m = language_model.load_model(
+        str(scored), {}, TokenizerFlags(), torch.float32, torch.device("cpu")
+    )
     right = right_by_byte = 0
     for question in QUESTIONS:
         losses = []
@@ -99,7 +121,11 @@ def test_its_measures_are_those_of_a_plain_computation(scored, evaluate):
         right += losses.index(min(losses)) == question["answer"]
         right_by_byte += by_byte.index(min(by_byte)) == question["answer"]
     got = json.loads(evaluate("--json"))
-    assert got["values"] == {"accuracy": right / 3, "accuracy_by_byte": right_by_byte / 3, "questions": 3}
+    assert got["values"] == {
+        "accuracy": right / 3,
+        "accuracy_by_byte": right_by_byte / 3,
+        "questions": 3,
+    }
     assert (got["task"], got["variant"]) == ("choices", "the most likely choice") and right > 0
     assert json.loads(evaluate("--json", "--limit=2"))["values"]["questions"] == 2
 
@@ -108,7 +134,9 @@ def test_its_columns_in_evaluate(evaluate, tmp_path):
     table = evaluate()
     assert " validation results on CHOICES | accuracy: " in table
     assert re.search(r"^  accuracy by byte +[01]\.\d{4}$", table, re.M)
-    several = evaluate("--steps=all", f"--picture={tmp_path}/a.svg", f"--results-path={tmp_path}/a.json")
+    several = evaluate(
+        "--steps=all", f"--picture={tmp_path}/a.svg", f"--results-path={tmp_path}/a.json"
+    )
     assert re.search(r"^choices: variant the most likely choice; ", several, re.M)
     assert re.search(r"^ +step +accuracy +accuracy by byte +questions$", several, re.M)
     assert "choices accuracy" in (tmp_path / "a.svg").read_text()
@@ -123,7 +151,10 @@ def test_its_columns_in_a_run_and_its_page(scored, installed, capsys):
     log = (scored / "log.txt").read_text()
     screen = (scored.parent / "screen.txt").read_text()
     assert f"20  choices: accuracy {rows[-1]['values']['accuracy']:.4f}" in screen
-    assert "scores at iteration 10 (the most likely choice):" in log and "validation results on CHOICES" in log
+    assert (
+        "scores at iteration 10 (the most likely choice):" in log
+        and "validation results on CHOICES" in log
+    )
     assert main(["report", str(scored)]) == 0
     page = (scored / "report.html").read_text()
     for column, name in COLUMNS.items():
@@ -156,7 +187,11 @@ def test_its_name_in_the_help(installed, capsys):
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [("[]", ":1: "), ('{"text": "a", "choices": ["b"], "answer": 1}', "none of them"), ("\udcff", ":1: ")],
+    [
+        ("[]", ":1: "),
+        ('{"text": "a", "choices": ["b"], "answer": 1}', "none of them"),
+        ("\udcff", ":1: "),
+    ],
 )
 def test_a_damaged_file_is_refused(installed, tmp_path, line, message):
     (tmp_path / "a.jsonl").write_text(line, errors="surrogateescape")
@@ -167,7 +202,9 @@ def test_a_damaged_file_is_refused(installed, tmp_path, line, message):
 
 def test_a_file_without_a_document_is_refused(installed, tmp_path):
     (tmp_path / "a.jsonl").write_text("")
-    with pytest.raises(UserError, match=r"choices=.*a\.jsonl: there is nothing to score; name another file"):
+    with pytest.raises(
+        UserError, match=r"choices=.*a\.jsonl: there is nothing to score; name another file"
+    ):
         prepare_task("choices", str(tmp_path / "a.jsonl"), Bytes(), 16)
 
 

@@ -44,8 +44,12 @@ metric_list: [{metric: exact_match, ignore_punctuation: true}]
 
 @pytest.fixture(scope="module")
 def harness():
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'meshwright[eval]'")
-    pytest.importorskip("datasets", reason="datasets is not installed: pip install 'meshwright[eval]'")
+    pytest.importorskip(
+        "lm_eval", reason="lm-eval is not installed: pip install 'meshwright[eval]'"
+    )
+    pytest.importorskip(
+        "datasets", reason="datasets is not installed: pip install 'meshwright[eval]'"
+    )
     from meshwright.apps.evaluate import harness
 
     return harness
@@ -95,27 +99,61 @@ def test_scores_equal_the_harness_own_backend(harness, trained, exported, folder
         bootstrap_iters=0,
     )
     results = tmp_path / "results.json"
-    flags = ["--harness", ",".join(TASKS), "--harness-path", folder, "--results-path", results, "--device=cpu"]
+    flags = [
+        "--harness",
+        ",".join(TASKS),
+        "--harness-path",
+        folder,
+        "--results-path",
+        results,
+        "--device=cpu",
+    ]
     assert main(["evaluate", str(trained), *map(str, flags)]) == 0
     ours = {r["task"]: r["values"] for r in json.loads(results.read_text())}
     assert set(ours) == set(TASKS)
     for name, values in theirs["results"].items():
-        wanted = {k.removesuffix(",none"): v for k, v in values.items() if isinstance(v, float) and "stderr" not in k}
-        assert wanted and {k: ours[name][k] for k in wanted} == pytest.approx(wanted, rel=1e-4), name
+        wanted = {
+            k.removesuffix(",none"): v
+            for k, v in values.items()
+            if isinstance(v, float) and "stderr" not in k
+        }
+        assert wanted and {k: ours[name][k] for k in wanted} == pytest.approx(wanted, rel=1e-4), (
+            name
+        )
     assert (
-        ours["small_words"]["acc"] > 0 and ours["small_choice"]["acc"] > 0 and ours["small_answer"]["exact_match"] <= 1
+        ours["small_words"]["acc"] > 0
+        and ours["small_choice"]["acc"] > 0
+        and ours["small_answer"]["exact_match"] <= 1
     )
 
 
 @pytest.mark.flag("harness harness_path num_fewshot")
 @pytest.mark.filterwarnings("ignore")
 def test_the_command(harness, trained, folder, capsys):
-    flags = ["--harness=small_words,small_choice", f"--harness-path={folder}", "--limit=2", "--num-fewshot=1"]
+    flags = [
+        "--harness=small_words,small_choice",
+        f"--harness-path={folder}",
+        "--limit=2",
+        "--num-fewshot=1",
+    ]
     assert main(["evaluate", str(trained), "--device=cpu", "--json", *flags]) == 0
-    results = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    results = [
+        json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")
+    ]
     found = {(r["task"], r["samples"], r["few_shot"]) for r in results}
     assert found == {("small_words", 2, 1), ("small_choice", 2, 1)}
-    assert main(["evaluate", str(trained), "--device=cpu", "--harness=small_wrods", f"--harness-path={folder}"]) == 65
+    assert (
+        main(
+            [
+                "evaluate",
+                str(trained),
+                "--device=cpu",
+                "--harness=small_wrods",
+                f"--harness-path={folder}",
+            ]
+        )
+        == 65
+    )
     assert "--harness small_wrods: the harness has no such task" in capsys.readouterr().err
 
 
@@ -133,12 +171,19 @@ def small_harness(monkeypatch):
         }
 
     simple_evaluate.perplexity = 3.0
-    package = {name: types.ModuleType(name) for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model")}
-    package |= {name: types.ModuleType(name) for name in ("lm_eval.models", "lm_eval.models.utils", "lm_eval.tasks")}
+    package = {
+        name: types.ModuleType(name) for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model")
+    }
+    package |= {
+        name: types.ModuleType(name)
+        for name in ("lm_eval.models", "lm_eval.models.utils", "lm_eval.tasks")
+    }
     hook = types.SimpleNamespace(add_partial=lambda *a: None)
     package["lm_eval.api.model"].TemplateLM = type("TemplateLM", (), {"cache_hook": hook})
     package["lm_eval.models.utils"].normalize_gen_kwargs = None
-    package["lm_eval.tasks"].TaskManager = lambda include_path: types.SimpleNamespace(match_tasks=lambda names: names)
+    package["lm_eval.tasks"].TaskManager = lambda include_path: types.SimpleNamespace(
+        match_tasks=lambda names: names
+    )
     package["lm_eval"].evaluator = types.SimpleNamespace(simple_evaluate=simple_evaluate)
     for name, module in package.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -149,7 +194,9 @@ def small_harness(monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["nothing", "weights", "perplexity"])
-def test_an_accuracy_does_not_hide_what_is_not_finite(small_harness, trained, monkeypatch, capsys, what):
+def test_an_accuracy_does_not_hide_what_is_not_finite(
+    small_harness, trained, monkeypatch, capsys, what
+):
     """An accuracy compares numbers that are not finite as if they were."""
     load = language_model.load_model
 
@@ -164,8 +211,14 @@ def test_an_accuracy_does_not_hide_what_is_not_finite(small_harness, trained, mo
         small_harness.perplexity = math.inf
     status = main(["evaluate", str(trained), "--device=cpu", "--json", "--harness=small"])
     out, err = capsys.readouterr()
-    assert status == (0 if what == "nothing" else 70) and ('"acc": 1.0' in out) == (what == "nothing")
-    said = {"nothing": "", "weights": "the loss is not finite", "perplexity": "perplexity of small is not finite"}
+    assert status == (0 if what == "nothing" else 70) and ('"acc": 1.0' in out) == (
+        what == "nothing"
+    )
+    said = {
+        "nothing": "",
+        "weights": "the loss is not finite",
+        "perplexity": "perplexity of small is not finite",
+    }
     assert said[what] in err
 
 

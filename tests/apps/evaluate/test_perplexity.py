@@ -32,7 +32,9 @@ def run(tmp_path_factory):
     flags = "--num-layers=2 --hidden-size=32 --num-attention-heads=4 --micro-batch-size=8 --lr=1e-2 --train-iters=30"
     lengths = [f"--seq-length={LENGTH}", f"--max-position-embeddings={LENGTH}"]
     folder = tmp_path_factory.mktemp("learn")
-    return train_on_texts(folder, [TEXT] * 50, ["--tokenizer-type=ByteTokenizer"], [*flags.split(), *lengths])
+    return train_on_texts(
+        folder, [TEXT] * 50, ["--tokenizer-type=ByteTokenizer"], [*flags.split(), *lengths]
+    )
 
 
 @pytest.fixture
@@ -41,7 +43,16 @@ def score(run, capsys):
 
     def call(*argv):
         capsys.readouterr()
-        status = main(["evaluate", str(run), "--device=cpu", "--params-dtype=float64", "--json", *map(str, argv)])
+        status = main(
+            [
+                "evaluate",
+                str(run),
+                "--device=cpu",
+                "--params-dtype=float64",
+                "--json",
+                *map(str, argv),
+            ]
+        )
         captured = capsys.readouterr()
         return status, json.loads(captured.out) if captured.out else None, captured.err
 
@@ -71,10 +82,16 @@ def test_figures_equal_a_plain_computation(score, run, tmp_path):
     path.write_text(TEXT[:50])
     status, got, _ = score("--input", path)
     raw = TEXT[:50].encode()
-    model = language_model.load_model(str(run), {}, TokenizerFlags(), torch.float64, torch.device("cpu")).model
+    model = language_model.load_model(
+        str(run), {}, TokenizerFlags(), torch.float64, torch.device("cpu")
+    ).model
     with torch.no_grad():
         nats = plain_loss(model, [256, *raw], LENGTH, LENGTH // 2)
-    assert status == 0 and (got["tokens"], got["bytes"], got["documents"]) == (len(raw), len(raw), 1)
+    assert status == 0 and (got["tokens"], got["bytes"], got["documents"]) == (
+        len(raw),
+        len(raw),
+        1,
+    )
     assert got["loss"] == pytest.approx(nats / len(raw), rel=1e-9)
     assert got["perplexity"] == pytest.approx(math.exp(nats / len(raw)), rel=1e-9)
     assert got["bits_per_byte"] == pytest.approx(nats / len(raw) / math.log(2), rel=1e-9)
@@ -86,9 +103,14 @@ def test_figures_equal_a_plain_computation(score, run, tmp_path):
 def test_each_key_of_a_line_is_a_document(score, tmp_path):
     """Blank lines are skipped, and lines may end in any way."""
     path = tmp_path / "a.jsonl"
-    path.write_bytes('{"text": "eins", "more": "saß"}\r\n\n{"text": "zwei", "more": "", "n": 3}'.encode())
+    path.write_bytes(
+        '{"text": "eins", "more": "saß"}\r\n\n{"text": "zwei", "more": "", "n": 3}'.encode()
+    )
     one, both = score("--input", path)[1], score("--input", path, "--json-keys", "text", "more")[1]
-    assert (one["documents"], one["bytes"]) == (2, 8) and (both["documents"], both["bytes"]) == (4, 12)
+    assert (one["documents"], one["bytes"]) == (2, 8) and (both["documents"], both["bytes"]) == (
+        4,
+        12,
+    )
     more = score("--input", path, "--json-key", "more")[1]
     assert both["loss"] * 12 == pytest.approx(one["loss"] * 8 + more["loss"] * 4, rel=1e-9)
 
@@ -99,7 +121,9 @@ def test_several_files_add_up(score, tmp_path):
     a, b = (score("--input", tmp_path / n)[1] for n in ("a.txt", "b.txt"))
     both = score("--input", tmp_path / "a.txt", tmp_path / "b.txt")[1]
     assert both["documents"] == 2
-    assert both["loss"] * both["tokens"] == pytest.approx(a["loss"] * a["tokens"] + b["loss"] * b["tokens"], rel=1e-9)
+    assert both["loss"] * both["tokens"] == pytest.approx(
+        a["loss"] * a["tokens"] + b["loss"] * b["tokens"], rel=1e-9
+    )
 
 
 @pytest.mark.flag("overlapping_eval")
@@ -107,11 +131,17 @@ def test_overlapping_eval(score, tmp_path):
     """The stride changes the context, not the tokens; at most it is the sequence length."""
     path = tmp_path / "a.txt"
     path.write_text(TEXT)
-    by_stride = {stride: score("--input", path, "--overlapping-eval", stride)[1] for stride in (1, 8, 16, 99)}
+    by_stride = {
+        stride: score("--input", path, "--overlapping-eval", stride)[1] for stride in (1, 8, 16, 99)
+    }
     assert len({v["tokens"] for v in by_stride.values()}) == 1
-    assert len({v["loss"] for v in by_stride.values()}) == 3 and by_stride[99]["loss"] == by_stride[16]["loss"]
+    assert (
+        len({v["loss"] for v in by_stride.values()}) == 3
+        and by_stride[99]["loss"] == by_stride[16]["loss"]
+    )
     assert [v["stride"] for v in by_stride.values()] == [1, 8, 16, 16]
-    assert score("--input", path)[1]["loss"] == by_stride[8]["loss"]  # the default is half the length
+    # the default is half the length
+    assert score("--input", path)[1]["loss"] == by_stride[8]["loss"]
     short = score("--input", path, "--seq-length", 4)[1]
     assert (short["sequence_length"], short["stride"]) == (4, 2)
 
@@ -125,8 +155,17 @@ def test_json_and_table_show_the_same_numbers(run, capsys, tmp_path):
     assert main(["evaluate", str(run), "--device=cpu", "--input", str(path), "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     positions = {f"loss at {name}": loss for name, loss in values.pop("by_position").items()}
-    assert list(positions) == ["loss at 0", "loss at 1", "loss at 2-3", "loss at 4-7", "loss at 8-15"]
-    assert list(values) == "step documents tokens bytes loss perplexity bits_per_byte sequence_length stride".split()
+    assert list(positions) == [
+        "loss at 0",
+        "loss at 1",
+        "loss at 2-3",
+        "loss at 4-7",
+        "loss at 8-15",
+    ]
+    assert (
+        list(values)
+        == "step documents tokens bytes loss perplexity bits_per_byte sequence_length stride".split()
+    )
     values |= positions
     assert main(["evaluate", str(run), "--device=cpu", "--input", str(path)]) == 0
     table = capsys.readouterr().out
@@ -139,7 +178,9 @@ def test_json_and_table_show_the_same_numbers(run, capsys, tmp_path):
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 def test_batch_size_changes_nothing(score, tmp_path, size):
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"text": TEXT[n : 3 * n]}) + "\n" for n in (0, 1, 9, 20, 2, 29)))
+    path.write_text(
+        "".join(json.dumps({"text": TEXT[n : 3 * n]}) + "\n" for n in (0, 1, 9, 20, 2, 29))
+    )
     assert score("--input", path, "--micro-batch-size", size)[1]["loss"] == pytest.approx(
         score("--input", path)[1]["loss"], rel=1e-12
     )
@@ -152,7 +193,9 @@ def test_half_precision(run, capsys, tmp_path, flag):
     got = []
     for more in ([flag], []):
         capsys.readouterr()
-        assert main(["evaluate", str(run), "--device=cpu", "--json", "--input", str(path), *more]) == 0
+        assert (
+            main(["evaluate", str(run), "--device=cpu", "--json", "--input", str(path), *more]) == 0
+        )
         got.append(json.loads(capsys.readouterr().out)["loss"])
     assert got[0] == pytest.approx(got[1], rel=2e-2) and got[0] != got[1]
 
@@ -165,7 +208,8 @@ def test_windows_count_every_token_once():
                 counted = []
                 for begin, first, end in window_spans(n, length, stride):
                     assert 0 <= begin <= first < end <= n and end - begin <= length
-                    assert begin == 0 or end - begin == length  # the context is as long as it can be
+                    # the context is as long as it can be
+                    assert begin == 0 or end - begin == length
                     counted += range(first, end)
                 assert counted == list(range(n))
 
@@ -173,17 +217,27 @@ def test_windows_count_every_token_once():
 def test_score_against_a_plain_computation():
     """Documents of many lengths, several strides, padded batches."""
     torch.manual_seed(0)
-    model = GPT(Model(num_layers=1, hidden_size=8, num_attention_heads=2), 257, 260, 9).double().eval()
+    model = (
+        GPT(Model(num_layers=1, hidden_size=8, num_attention_heads=2), 257, 260, 9).double().eval()
+    )
     documents = ["", "a", "ab", "aß" * 4, "x" * 9, "y" * 10, "zum Beispiel so", ""]
     with torch.no_grad():
         for length, stride in ((9, 9), (9, 4), (5, 1), (1, 1)):
             want = sum(plain_loss(model, [256, *d.encode()], length, stride) for d in documents)
             for batch in (1, 3, 50):
                 got = score_texts(
-                    window_losses.plain_scorer(model), tokenizers.Bytes(), documents, length, stride, batch
+                    window_losses.plain_scorer(model),
+                    tokenizers.Bytes(),
+                    documents,
+                    length,
+                    stride,
+                    batch,
                 )
                 assert got.total_loss == pytest.approx(want, rel=1e-10)
-                assert got.tokens == got.bytes == sum(len(d.encode()) for d in documents) and got.documents == 8
+                assert (
+                    got.tokens == got.bytes == sum(len(d.encode()) for d in documents)
+                    and got.documents == 8
+                )
                 by_range = defaultdict(list)
                 for d in documents:
                     for column, loss in plain_losses(model, [256, *d.encode()], length, stride):
@@ -202,12 +256,15 @@ def test_windows_are_scored_in_any_batches():
     """Nats and labels that are the likeliest token, in order, also where every shape is fixed."""
     model, rng = small_model(), random.Random(0)
     windows = [
-        Window([rng.randrange(31) for _ in range(n + 1)], rng.randrange(n + 1)) for n in rng.choices(range(10), k=300)
+        Window([rng.randrange(31) for _ in range(n + 1)], rng.randrange(n + 1))
+        for n in rng.choices(range(10), k=300)
     ]
     want = []
     with torch.no_grad():
         for ids, first in windows:
-            logits = model(torch.tensor([ids[:-1] or [0]]), Positions())[0, : len(ids) - 1, :31].log_softmax(-1)
+            logits = model(torch.tensor([ids[:-1] or [0]]), Positions())[
+                0, : len(ids) - 1, :31
+            ].log_softmax(-1)
             labels = torch.tensor(ids[1:], dtype=torch.int64)
             picked = logits.gather(1, labels[:, None])[first:].sum()
             want.append([-picked, (logits.argmax(-1) == labels)[first:].sum()])
@@ -249,7 +306,11 @@ def test_a_rank_without_ids_finds_the_likeliest_of_the_others(monkeypatch):
     whole = torch.randn(6, 257)
     high, token = whole.max(-1)
     of_others = iter([high, -token])
-    monkeypatch.setattr(window_losses.comm, "all_reduce", lambda x, *_: torch.maximum(x, next(of_others).to(x.dtype)))
+    monkeypatch.setattr(
+        window_losses.comm,
+        "all_reduce",
+        lambda x, *_: torch.maximum(x, next(of_others).to(x.dtype)),
+    )
     assert window_losses.likeliest(whole[:, 257:], 384, object()).tolist() == token.tolist()
 
 
@@ -272,7 +333,13 @@ def test_bad_input_is_refused(score, tmp_path, name, content, message):
     if content is not None:
         path.write_bytes(content)
     status, got, err = score("--input", path)
-    assert status == 65 and got is None and message in err and str(path) in err and "Traceback" not in err
+    assert (
+        status == 65
+        and got is None
+        and message in err
+        and str(path) in err
+        and "Traceback" not in err
+    )
 
 
 @pytest.mark.parametrize(
@@ -290,14 +357,22 @@ def test_bad_input_is_refused(score, tmp_path, name, content, message):
             ["--num-layers 5, the checkpoint has 2", "h 99, the checkp"],
         ),
         ("--input=FILE --load=/nowhere", 65, ["/nowhere"]),
-        ("--input=FILE --task=LAMBADA", 2, ["--input and --task cannot be combined", "--valid-data has 0"]),
+        (
+            "--input=FILE --task=LAMBADA",
+            2,
+            ["--input and --task cannot be combined", "--valid-data has 0"],
+        ),
         (
             "--input=FILE --strict-lambada --num-fewshot=3 --steps=two",
             2,
             ["belongs to --task LAMBADA", "to --harness", "two"],
         ),
         ("--input=FILE --steps=7", 65, ["--steps 7", "has no step 7; its steps: 30"]),
-        ("--input=FILE --picture=a.gif", 2, ["--picture a.gif: the name must end with .svg, .png or .pdf"]),
+        (
+            "--input=FILE --picture=a.gif",
+            2,
+            ["--picture a.gif: the name must end with .svg, .png or .pdf"],
+        ),
     ],
 )
 def test_bad_flags_are_refused(score, tmp_path, flags, status, messages):
@@ -322,8 +397,12 @@ def test_a_loss_that_is_not_finite_is_an_error(score, monkeypatch, tmp_path):
 
 @pytest.mark.flag("limit")
 def test_limit_is_that_of_documents(score, tmp_path):
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"{n} {TEXT}"}) + "\n" for n in range(5)))
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": f"{n} {TEXT}"}) + "\n" for n in range(2)))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": f"{n} {TEXT}"}) + "\n" for n in range(5))
+    )
+    (tmp_path / "b.jsonl").write_text(
+        "".join(json.dumps({"text": f"{n} {TEXT}"}) + "\n" for n in range(2))
+    )
     _, limited, _ = score("--input", tmp_path / "a.jsonl", "--limit", 2)
     _, all_of_few, _ = score("--input", tmp_path / "b.jsonl")
     assert limited == all_of_few and limited["documents"] == 2
@@ -341,7 +420,9 @@ def test_a_bar_follows_the_windows_of_each_document(score, monkeypatch, tmp_path
         yield steps.append
 
     monkeypatch.setattr("meshwright.apps.evaluate.checkpoints.progress_bar", bar)
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": TEXT * n}) + "\n" for n in (1, 3, 2)))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": TEXT * n}) + "\n" for n in (1, 3, 2))
+    )
     assert score("--input", tmp_path / "a.jsonl", "--micro-batch-size=1")[0] == 0
     head, *shares = steps
     assert head == ("scoring", 3, "percent") and len(shares) > 9 and sum(shares) == pytest.approx(3)
@@ -369,7 +450,9 @@ def test_running_out_of_memory_is_explained(monkeypatch, capsys, run, tmp_path, 
     what = ["--input", str(tmp_path / "a.txt")] if command == "evaluate" else ["--prompt", "some"]
     assert main([command, str(run), "--device=cpu", "--micro-batch-size=3", *what]) == 2
     err = capsys.readouterr().err
-    assert "out of memory: Tried to allocate 2.00 GiB" in err and "--micro-batch-size (now 3)" in err
+    assert (
+        "out of memory: Tried to allocate 2.00 GiB" in err and "--micro-batch-size (now 3)" in err
+    )
 
 
 def test_flags_without_effect_are_noted(score, tmp_path):
@@ -385,7 +468,11 @@ def test_flags_without_effect_are_noted(score, tmp_path):
     "environ",
     [
         {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
-        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+        {
+            "OMPI_COMM_WORLD_RANK": "1",
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        },
         {"PMI_RANK": "3", "PMI_SIZE": "4"},
         {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"},
     ],

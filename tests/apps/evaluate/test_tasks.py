@@ -37,7 +37,13 @@ def evaluate(trained, capsys):
 
     def call(*argv, json_lines=True):
         capsys.readouterr()
-        words = ["evaluate", str(trained), "--device=cpu", *["--json"] * json_lines, *map(str, argv)]
+        words = [
+            "evaluate",
+            str(trained),
+            "--device=cpu",
+            *["--json"] * json_lines,
+            *map(str, argv),
+        ]
         status = main(words)
         out, err = capsys.readouterr()
         return status, [json.loads(line) for line in out.splitlines()] if json_lines else out, err
@@ -50,7 +56,9 @@ def nats_and_hits(model, ids, first):
     with torch.no_grad():
         logits = model(torch.tensor([ids[:-1]])).logits[0, first:].double()
     labels = torch.tensor(ids[1:])[first:]
-    return -logits.log_softmax(-1).gather(1, labels[:, None]).sum().item(), (logits.argmax(-1) == labels).tolist()
+    return -logits.log_softmax(-1).gather(1, labels[:, None]).sum().item(), (
+        logits.argmax(-1) == labels
+    ).tolist()
 
 
 @pytest.mark.flag("task valid_data strict_lambada")
@@ -69,14 +77,28 @@ def test_lambada_equals_transformers(theirs, evaluate, files, strict):
         nats, hits = nats_and_hits(model, ids, len(ids) - 1 - len(label))
         losses.append(nats)
         right += all(hits)
-    flags = ["--task=LAMBADA", "--valid-data", files / "lambada_test.jsonl", *["--strict-lambada"] * strict]
+    flags = [
+        "--task=LAMBADA",
+        "--valid-data",
+        files / "lambada_test.jsonl",
+        *["--strict-lambada"] * strict,
+    ]
     status, [got], _ = evaluate(*flags)
     assert status == 0 and got["task"] == ("lambada-strict" if strict else "lambada")
-    assert got["variant"].startswith("strict: the whole last word" if strict else "not strict: the last token")
+    assert got["variant"].startswith(
+        "strict: the whole last word" if strict else "not strict: the last token"
+    )
     assert got["sha256"] == hashlib.sha256((files / "lambada_test.jsonl").read_bytes()).hexdigest()
-    want = {"correct": right, "examples": 6, "accuracy": right / 6, "perplexity": math.exp(sum(losses) / 6)}
+    want = {
+        "correct": right,
+        "examples": 6,
+        "accuracy": right / 6,
+        "perplexity": math.exp(sum(losses) / 6),
+    }
     assert got["values"] == pytest.approx(want, rel=1e-4) and right > 0
-    by_name, [same], _ = evaluate(f"--eval-tasks={got['task']}={files / 'lambada_test.jsonl'}", "--micro-batch-size=1")
+    by_name, [same], _ = evaluate(
+        f"--eval-tasks={got['task']}={files / 'lambada_test.jsonl'}", "--micro-batch-size=1"
+    )
     assert by_name == 0 and same["values"] == pytest.approx(got["values"], rel=1e-6)
 
 
@@ -96,8 +118,13 @@ def test_wikitext_equals_transformers(theirs, evaluate, files, stride):
     ratio = (len(ids) - 1) / (len(raw.strip().split(" ")) - 1)
     loss = total / (len(ids) - 1)
     flags = ["--overlapping-eval", stride] if stride != 32 else []
-    status, [got], _ = evaluate("--task=WIKITEXT103", "--valid-data", files / "wiki.test.tokens", *flags)
-    assert status == 0 and got["variant"] == f"wiki detokenizer, windows of 32 tokens that advance by {stride}"
+    status, [got], _ = evaluate(
+        "--task=WIKITEXT103", "--valid-data", files / "wiki.test.tokens", *flags
+    )
+    assert (
+        status == 0
+        and got["variant"] == f"wiki detokenizer, windows of 32 tokens that advance by {stride}"
+    )
     assert got["values"] == pytest.approx(
         {
             "loss": loss,
@@ -123,54 +150,89 @@ def test_perplexity_equals_transformers(theirs, evaluate, files):
     _, [by_input], _ = evaluate("--input", files / "texts.jsonl")
     _, [by_name], _ = evaluate(f"--eval-tasks=text={files / 'texts.jsonl'}")
     assert by_input["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
-    assert by_name["values"] == pytest.approx({name: by_input[name] for name in by_name["values"]}, rel=1e-6)
+    assert by_name["values"] == pytest.approx(
+        {name: by_input[name] for name in by_name["values"]}, rel=1e-6
+    )
 
 
 def test_the_documents_lines(evaluate, files):
     """Megatron's lines, which scripts read, and the figures once more."""
-    status, out, _ = evaluate("--task=LAMBADA", "--valid-data", files / "lambada_test.jsonl", json_lines=False)
+    status, out, _ = evaluate(
+        "--task=LAMBADA", "--valid-data", files / "lambada_test.jsonl", json_lines=False
+    )
     lines = out.splitlines()
-    at = next(i for i, line in enumerate(lines) if line.startswith(" validation results on LAMBADA"))
+    at = next(
+        i for i, line in enumerate(lines) if line.startswith(" validation results on LAMBADA")
+    )
     assert status == 0 and lines[at - 1] == lines[at + 1] == "-" * (len(lines[at]) + 1)
     number = r"\d\.\d{4}E[+-]\d\d"
-    said = (
-        rf" validation results on LAMBADA \| number correct: {number} \| total examples: 6.0000E\+00 \| avg accuracy: "
-    )
+    said = rf" validation results on LAMBADA \| number correct: {number} \| total examples: 6.0000E\+00 \| avg accuracy: "
     assert re.fullmatch(said + number, lines[at])
     assert f"> building lambada dataset from {files / 'lambada_test.jsonl'} ..." in lines
-    assert " > found 6 samples." in lines and "> working on iteration: 0" in lines and lines[-1] == "done :-)"
-    out = evaluate("--task=WIKITEXT103", "--valid-data", files / "wiki.test.tokens", json_lines=False)[1]
+    assert (
+        " > found 6 samples." in lines
+        and "> working on iteration: 0" in lines
+        and lines[-1] == "done :-)"
+    )
+    out = evaluate(
+        "--task=WIKITEXT103", "--valid-data", files / "wiki.test.tokens", json_lines=False
+    )[1]
     assert " validation results on WIKITEXT103 | avg loss: " in out and " | token ratio: " in out
     assert "sha256" in out and "wiki detokenizer" in out
 
 
 @pytest.mark.flag("folders evaluate.steps results_path evaluate.picture")
 def test_several_checkpoints_in_one_call(evaluate, trained, files, tmp_path):
-    tasks = f"--eval-tasks=lambada={files / 'lambada_test.jsonl'},wikitext={files / 'wiki.test.tokens'}"
+    tasks = (
+        f"--eval-tasks=lambada={files / 'lambada_test.jsonl'},wikitext={files / 'wiki.test.tokens'}"
+    )
     picture, path = tmp_path / "more" / "scores.svg", tmp_path / "results.json"
-    status, out, _ = evaluate(tasks, "--steps=all", "--results-path", path, "--picture", picture, json_lines=False)
+    status, out, _ = evaluate(
+        tasks, "--steps=all", "--results-path", path, "--picture", picture, json_lines=False
+    )
     results = json.loads(path.read_text())
     assert status == 0
-    assert [(r["step"], r["task"]) for r in results] == [(n, t) for n in (10, 20) for t in ("lambada", "wikitext")]
+    assert [(r["step"], r["task"]) for r in results] == [
+        (n, t) for n in (10, 20) for t in ("lambada", "wikitext")
+    ]
     assert results[1]["values"]["adjusted_perplexity"] > results[3]["values"]["adjusted_perplexity"]
     rows = [line.split() for line in out.splitlines()]
-    assert [f"{results[3]['values']['loss']:,.4f}" in row for row in rows if row[:1] == ["20"]] == [False, True]
+    assert [f"{results[3]['values']['loss']:,.4f}" in row for row in rows if row[:1] == ["20"]] == [
+        False,
+        True,
+    ]
     shown = picture.read_text()
     assert "lambada accuracy" in shown and "wikitext adjusted perplexity" in shown
     alone = evaluate(tasks, "--steps=10")[1]
     assert [r["values"] for r in alone] == [r["values"] for r in results[:2]]
-    both = evaluate(tasks, trained / "iter_0000010", "--picture", tmp_path / "two.png", json_lines=False)
+    both = evaluate(
+        tasks, trained / "iter_0000010", "--picture", tmp_path / "two.png", json_lines=False
+    )
     assert both[0] == 0 and str(trained) in both[1] and (tmp_path / "two.png").stat().st_size > 1000
 
 
 def on_two_ranks(run, spec, out):
     team = make_team()
-    words = ["--load", run, "--device=cpu", "--world-size=2", "--tensor-model-parallel-size=2", spec]
+    words = [
+        "--load",
+        run,
+        "--device=cpu",
+        "--world-size=2",
+        "--tensor-model-parallel-size=2",
+        spec,
+    ]
     parsed = flags.parse_settings(EvaluateConfig, words, "test", check=False)
     folders = step_folders([run], "all")
     scoring = Scoring(parsed.config.evaluate, folders, choose_measure(parsed.config, [], False, 8))
     with console.only_warnings():
-        ranks.serve_ranks(parsed.config, flags.given_settings(parsed), scoring.work, torch.device("cpu"), team, folders)
+        ranks.serve_ranks(
+            parsed.config,
+            flags.given_settings(parsed),
+            scoring.work,
+            torch.device("cpu"),
+            team,
+            folders,
+        )
     if team.is_lead:
         results.write_results(scoring.results, out)
 
@@ -181,7 +243,9 @@ def test_several_checkpoints_on_two_ranks(evaluate, trained, files, tmp_path):
     run_ranks(on_two_ranks, 2, str(trained), spec, str(tmp_path / "out.json"))
     _, want, _ = evaluate(spec, "--steps=all")
     got = json.loads((tmp_path / "out.json").read_text())
-    assert [(r["step"], r["task"]) for r in got] == [(r["step"], r["task"]) for r in want] and len(got) == 4
+    assert [(r["step"], r["task"]) for r in got] == [(r["step"], r["task"]) for r in want] and len(
+        got
+    ) == 4
     for mine, theirs in zip(got, want, strict=True):
         assert mine["values"] == pytest.approx(theirs["values"], rel=1e-5)
 
@@ -191,10 +255,18 @@ def test_detokenizers():
     raw = ' = The Valley = \n \n It was " good " , and cost 1 @,@ 000 @.@ 5 yen ; a well @-@ known ( old ) one . \n'
     want = ' = The Valley =\n\nIt was "good", and cost 1,000.5 yen; a well-known (old) one.\n'
     assert wikitext.detokenize(raw, "wiki") == want
-    assert wikitext.detokenize("b ' c ' [ d ] 4 ° N \n = = e = =\n", "wiki") == "b 'c' [d] 4°N\n== e ==\n"
+    assert (
+        wikitext.detokenize("b ' c ' [ d ] 4 ° N \n = = e = =\n", "wiki")
+        == "b 'c' [d] 4°N\n== e ==\n"
+    )
     assert wikitext.detokenize("it is n't $ 10 N \n more", "ptb") == "it isn't $10 N\nmore"
     assert wikitext.detokenize(" as it is . ", "lambada") == " as it is . "
-    paths = {"ptb/valid.txt": "ptb", "data/wiki.test.tokens": "wiki", "lambada.jsonl": "lambada", "book.txt": "wiki"}
+    paths = {
+        "ptb/valid.txt": "ptb",
+        "data/wiki.test.tokens": "wiki",
+        "lambada.jsonl": "lambada",
+        "book.txt": "wiki",
+    }
     assert {path: wikitext.pick_table(path) for path in paths} == paths
 
 
@@ -206,11 +278,19 @@ def test_the_words_that_lambada_counts():
         for task in (lambada.STRICT_LAMBADA, lambada.LAMBADA)
     )
     assert all(len(windows) == 1 for windows in (*strict, *last))
-    hits = torch.tensor([[1.0, 5.0], [2.0, 4.0], [3.0, 20.0]])  # nats, and right letters of 5, 5 and 20
+    # nats, and right letters of 5, 5 and 20
+    hits = torch.tensor([[1.0, 5.0], [2.0, 4.0], [3.0, 20.0]])
     got = lambada.LAMBADA.measure(Scored(texts, strict, hits))
-    assert got == {"correct": 2, "examples": 3, "accuracy": 2 / 3, "perplexity": pytest.approx(math.exp(2))}
+    assert got == {
+        "correct": 2,
+        "examples": 3,
+        "accuracy": 2 / 3,
+        "perplexity": pytest.approx(math.exp(2)),
+    }
     strict, last = ([window for [window] in made] for made in (strict, last))
-    assert [bytes(w.tokens[w.first + 1 :]) for w in strict] == [b" sign", b" sign", b"x" * 21][:2] + [b"x" * 20]
+    assert [bytes(w.tokens[w.first + 1 :]) for w in strict] == [b" sign", b" sign", b"x" * 21][
+        :2
+    ] + [b"x" * 20]
     assert strict[0].tokens == [*b"he saw the sign"] and strict[1].tokens[0] == 256
     assert [w.counted for w in last] == [1, 1, 1] and len(last[2].tokens) == 21
 
@@ -222,7 +302,9 @@ def test_an_infinite_loss_is_no_finite_perplexity():
 
 
 def test_limit_is_that_of_passages(evaluate, files):
-    _, [found], _ = evaluate("--task=LAMBADA", f"--valid-data={files}/lambada_test.jsonl", "--limit=2")
+    _, [found], _ = evaluate(
+        "--task=LAMBADA", f"--valid-data={files}/lambada_test.jsonl", "--limit=2"
+    )
     assert found["values"]["examples"] == 2 and found["variant"].endswith("; at most the first 2")
 
 

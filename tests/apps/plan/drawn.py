@@ -56,7 +56,10 @@ def draw(rng: random.Random, more: Sequence[str] = ()) -> tuple[list[str], int]:
             config = config_of(*words)
         except UserError:
             continue
-        if config.parallel.zero_stage == 3 and config.parallel.num_distributed_optimizer_instances > 1:
+        if (
+            config.parallel.zero_stage == 3
+            and config.parallel.num_distributed_optimizer_instances > 1
+        ):
             continue
         return words, rng.randrange(config.parallel.pipeline_model_parallel_size)
 
@@ -65,18 +68,28 @@ def draw_words(rng: random.Random) -> list[str]:
     (hidden, heads), layers = rng.choice(SHAPES), rng.choice([2, 3, 4, 4, 6, 8])
     words = f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads}".split()
     tp, cp, pp, dp = (
-        rng.choice(sizes) for sizes in ([1, 1, 1, 2, 4], [1, 1, 1, 1, 2], [1, 1, 1, 2, 3, 4], [1, 1, 2, 4])
+        rng.choice(sizes)
+        for sizes in ([1, 1, 1, 2, 4], [1, 1, 1, 1, 2], [1, 1, 1, 2, 3, 4], [1, 1, 2, 4])
     )
     micro, length = rng.choice([1, 2, 4, 8]), rng.choice([128, 256, 512, 1024])
     batch = micro * dp * rng.choice([1, 1, 2, 3] if pp == 1 else [pp, 2 * pp, 4 * pp])
     words += f"--micro-batch-size {micro} --global-batch-size {batch} --seq-length {length}".split()
     words += f"--world-size {tp * cp * pp * dp} --tensor-model-parallel-size {tp}".split()
     words += f"--context-parallel-size {cp} --pipeline-model-parallel-size {pp}".split()
-    words += ["--num-query-groups", str(rng.choice([1, 2, heads // 2, heads]))] if rng.random() < 0.3 else []
+    words += (
+        ["--num-query-groups", str(rng.choice([1, 2, heads // 2, heads]))]
+        if rng.random() < 0.3
+        else []
+    )
     words += ["--sequence-parallel"] if tp > 1 and rng.random() < 0.6 else []
-    words += ["--num-layers-per-virtual-pipeline-stage", "1"] if pp > 1 and rng.random() < 0.2 else []
+    words += (
+        ["--num-layers-per-virtual-pipeline-stage", "1"] if pp > 1 and rng.random() < 0.2 else []
+    )
     words += ["--tp-overlap", "off"]
     for name, choices in WAYS.items():
-        if name not in ("schedule", "zero", "instances") or (pp if name == "schedule" else dp * cp) > 1:
+        if (
+            name not in ("schedule", "zero", "instances")
+            or (pp if name == "schedule" else dp * cp) > 1
+        ):
             words += rng.choice(choices).split()
     return words

@@ -25,4 +25,6 @@ def config_of(*words: str) -> TrainConfig:
 
 def planned(words: str, world: int = 1) -> TrainConfig:
     """Return the configuration of a run on so many ranks."""
-    return parse_settings(TrainConfig, [*words.split(), "--world-size", str(world)], "plan", check=False).config
+    return parse_settings(
+        TrainConfig, [*words.split(), "--world-size", str(world)], "plan", check=False
+    ).config

@@ -17,7 +17,9 @@ from meshwright.config.schema import TrainConfig
 WORDS = "--preset gpt2-345m --bf16 --mock-data --micro-batch-size 8"
 
 
-def estimate(config: TrainConfig, padded: int, profile: DeviceProfile, ranks: list[int]) -> list[RankMemory]:
+def estimate(
+    config: TrainConfig, padded: int, profile: DeviceProfile, ranks: list[int]
+) -> list[RankMemory]:
     one = Prediction(config, comparison.Machine(profile, profile.links), 50_257)
     return [one.ranks[rank] for rank in ranks]
 
@@ -30,7 +32,11 @@ def test_the_term_that_is_off_is_named_after_ten_steps(monkeypatch: pytest.Monke
     monkeypatch.setattr(comparison, "measure_in_child", estimate)
     config = config_of(WORDS)
     plan = plan_of_run(config, 50_257, "NVIDIA H200")
-    assert plan is not None and plan.child is not None and plan_of_run(config, 50_257, "GeForce 256") is None
+    assert (
+        plan is not None
+        and plan.child is not None
+        and plan_of_run(config, 50_257, "GeForce 256") is None
+    )
     plan.child.join()
     assert plan.memory is not None
     memory, step = plan.memory, plan.prediction.time.seconds
@@ -45,7 +51,10 @@ def test_the_term_that_is_off_is_named_after_ten_steps(monkeypatch: pytest.Monke
         "plan: could not be compared with the first steps: KeyError: 'allocated_bytes.all.current'"
     ]
     # Gradients that other ranks map are none of torch's tensors.
-    assert plan.compare({key: size - (2 << 30) for key, size in stats.items()}, mapped=2 << 30) == lines
+    assert (
+        plan.compare({key: size - (2 << 30) for key, size in stats.items()}, mapped=2 << 30)
+        == lines
+    )
     more = stats | {"allocated_bytes.all.peak": memory.allocated + (9 << 30)}
     more["reserved_bytes.all.peak"] = memory.reserved + (9 << 30)
     slow, off = compare(plan.prediction, memory, [1.0] * 3 + [1.2 * step] * 7, more)
@@ -53,7 +62,9 @@ def test_the_term_that_is_off_is_named_after_ten_steps(monkeypatch: pytest.Monke
     assert off.endswith("; activations and other tensors of a step take +9.00 GiB")
 
 
-def test_steps_wait_for_no_measurement_and_none_that_fails_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_wait_for_no_measurement_and_none_that_fails_is_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """More steps than needed may pass until the child has ended."""
     ended = threading.Event()
     monkeypatch.setattr(comparison, "measure_in_child", lambda *_: ended.wait() and None)

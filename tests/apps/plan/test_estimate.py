@@ -42,7 +42,10 @@ PIPELINES = [
 
 
 def config_of(words: str, world: int) -> TrainConfig:
-    config = planned(f"{MODEL} --num-layers 12 --micro-batch-size 4 --global-batch-size {16 * world} {words}", world)
+    config = planned(
+        f"{MODEL} --num-layers 12 --micro-batch-size 4 --global-batch-size {16 * world} {words}",
+        world,
+    )
     assert not checks.problems(config, needs_data=False)
     return config
 
@@ -76,7 +79,10 @@ def test_memory_of_pipelines_is_near_what_is_measured() -> None:
 @pytest.mark.parametrize("words", PIPELINES)
 def test_the_seconds_of_a_pipeline_are_near_those_of_its_schedule(words: str) -> None:
     """The closed form knows the slowest rank and gaps; `step_time` runs the schedule's lists."""
-    config, machine = config_of(f"{words} --pipeline-model-parallel-size 4", 8), find_machine("h200")
+    config, machine = (
+        config_of(f"{words} --pipeline-model-parallel-size 4", 8),
+        find_machine("h200"),
+    )
     layout = layout_of(config)
     run = Run(config, PADDED, machine.profile, machine.links)
     ((seconds,),) = estimate.step_seconds(
@@ -85,15 +91,27 @@ def test_the_seconds_of_a_pipeline_are_near_those_of_its_schedule(words: str) ->
     assert seconds == pytest.approx(Prediction(config, machine, PADDED).time.seconds, rel=0.02)
 
 
-def test_parts_are_shared_by_layouts_that_do_not_differ_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_shared_by_layouts_that_do_not_differ_in_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each layout has the figures that it has if its parts are computed for itself alone."""
     config, machine = config_of("--zero-stage 1", 8), find_machine("h200")
-    shapes = ((1, 1, 1, 4), (2, 1, 2, 4), (2, 2, 1, 2), (2, 2, 2, 4), (1, 4, 0, 1), (2, 1, 1, 8), (1, 2, 3, 2))
+    shapes = (
+        (1, 1, 1, 4),
+        (2, 1, 2, 4),
+        (2, 2, 1, 2),
+        (2, 2, 2, 4),
+        (1, 4, 0, 1),
+        (2, 1, 1, 8),
+        (1, 2, 3, 2),
+    )
     layouts = [
         LayoutSizes(tp, tp > 1, 1, pp, None, micro, name, virtual, zero, recompute)
         for tp, pp, zero, micro in shapes
         for recompute in (None, "full")
-        for name, virtual in ((("1f1b", None), ("1f1b", 1), ("zbv", None)) if pp > 1 else (("1f1b", None),))
+        for name, virtual in (
+            (("1f1b", None), ("1f1b", 1), ("zbv", None)) if pp > 1 else (("1f1b", None),)
+        )
     ]
 
     def figures(run: Run, layout: LayoutSizes) -> tuple[int, float]:
@@ -106,7 +124,9 @@ def test_parts_are_shared_by_layouts_that_do_not_differ_in_them(monkeypatch: pyt
     monkeypatch.setattr(estimate, "without_passes", lambda run, layout: layout)
     monkeypatch.setattr(estimate, "without_stages", lambda layout: layout)
     # What ZeRO 3 launches in a pipeline is added to the work without it.
-    monkeypatch.setattr(estimate, "work_key", lambda run, layout: layout._replace(zero_stage=layout.zero_stage % 3))
+    monkeypatch.setattr(
+        estimate, "work_key", lambda run, layout: layout._replace(zero_stage=layout.zero_stage % 3)
+    )
     for layout, (need, seconds) in zip(layouts, shared, strict=True):
         alone = figures(Run(config, PADDED, machine.profile, machine.links), layout)
         assert alone == (need, pytest.approx(seconds, rel=0.01)), layout

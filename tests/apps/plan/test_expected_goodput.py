@@ -19,11 +19,17 @@ def test_the_interval_is_youngs_where_saves_are_short() -> None:
 
 def test_a_save_ends_before_the_next_begins() -> None:
     assert Interruptions(36_000, 0.1, 300, written=900).interval == 900
-    assert Interruptions(10, 30, 0).interval == 10, "Daly: saves longer than twice the time between failures"
+    assert Interruptions(10, 30, 0).interval == 10, (
+        "Daly: saves longer than twice the time between failures"
+    )
 
 
 def test_goodput_is_that_of_simulated_failures() -> None:
-    losses, interval, draw = Interruptions(between=5_000, stall=20, restart=200), 500.0, random.Random(1)
+    losses, interval, draw = (
+        Interruptions(between=5_000, stall=20, restart=200),
+        500.0,
+        random.Random(1),
+    )
     useful, clock, fails = 0.0, 0.0, draw.expovariate(1 / 5_000)
     while useful < 4e6:
         need = interval + losses.stall

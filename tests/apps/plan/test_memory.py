@@ -37,14 +37,20 @@ SMALL = """--num-layers 9 --hidden-size 256 --num-attention-heads 4 --seq-length
 --global-batch-size 4""".split()
 LLAMA = """--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear
 --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --bf16"""
-TWO = "--bf16 --pipeline-model-parallel-size 2 --world-size 2 --num-layers 16 --global-batch-size 12"
-FOUR = "--bf16 --pipeline-model-parallel-size 2 --world-size 4 --num-layers 16 --global-batch-size 32"
+TWO = (
+    "--bf16 --pipeline-model-parallel-size 2 --world-size 2 --num-layers 16 --global-batch-size 12"
+)
+FOUR = (
+    "--bf16 --pipeline-model-parallel-size 2 --world-size 4 --num-layers 16 --global-batch-size 32"
+)
 TP = "--tensor-model-parallel-size 2 --sequence-parallel --world-size 2"
 VIRTUAL = "--num-layers-per-virtual-pipeline-stage 2"
 FULL = "--recompute-granularity full --recompute-method"
 
 
-def account(config: TrainConfig, pipeline_rank: int = 0, padded: int = PADDED, steps: int = 2) -> tuple[int, int]:
+def account(
+    config: TrainConfig, pipeline_rank: int = 0, padded: int = PADDED, steps: int = 2
+) -> tuple[int, int]:
     """Return the bytes that a rank holds after its set-up, and most in whole steps."""
     counter = Account()
     return account_steps(config, padded, pipeline_rank, counter, steps), counter.peak
@@ -87,7 +93,10 @@ def test_few_layers_tell_what_whole_steps_allocate(line: str, rank: int) -> None
     ("line", "rank"),
     [
         ("", 0),
-        (f"--bf16 {TP} --recompute-granularity selective --fp32-residual-connection --final-logit-softcapping 30", 0),
+        (
+            f"--bf16 {TP} --recompute-granularity selective --fp32-residual-connection --final-logit-softcapping 30",
+            0,
+        ),
         ("--bf16 --fp8-format hybrid --optimizer muon", 0),
         ("--bf16 --fp8-format hybrid --first-last-layers-bf16 --swiglu", 0),
         (f"--fp16 {FULL} block --recompute-num-layers 9 --num-layers 18", 0),
@@ -108,10 +117,16 @@ def test_few_layers_tell_what_whole_steps_allocate(line: str, rank: int) -> None
         (f"{FOUR} --zero-stage 2 {VIRTUAL} --pipeline-schedule zero-bubble", 1),
         (f"{FOUR} --zero-stage 2 --pipeline-schedule zbv", 1),
         (f"{FOUR} --zero-stage 2 --num-layers 4", 1),
-        ("--bf16 --fp8-format hybrid --zero-stage 2 --world-size 2 --global-batch-size 8 --optimizer lion", 0),
+        (
+            "--bf16 --fp8-format hybrid --zero-stage 2 --world-size 2 --global-batch-size 8 --optimizer lion",
+            0,
+        ),
         (f"{FOUR} --zero-stage 3 --optimizer lion --optimizer-state-dtype float8", 1),
         (f"--bf16 --zero-stage 3 {TP} --world-size 4 --global-batch-size 8 --ema 0.9", 0),
-        (f"--bf16 --zero-stage 3 --world-size 2 {FULL} uniform --recompute-num-layers 2 --num-layers 18", 0),
+        (
+            f"--bf16 --zero-stage 3 --world-size 2 {FULL} uniform --recompute-num-layers 2 --num-layers 18",
+            0,
+        ),
     ],
 )
 def test_all_settings_are_measured(line: str, rank: int) -> None:
@@ -127,7 +142,10 @@ def test_own_models_are_measured() -> None:
             logits = super().forward(tokens, *args, **kwargs)
             return logits + torch.tanh(logits)
 
-    config, counter = config_of(*SMALL, "--bf16", "--num-layers", "3", "--fused-kernels", "off"), Account()
+    config, counter = (
+        config_of(*SMALL, "--bf16", "--num-layers", "3", "--fused-kernels", "off"),
+        Account(),
+    )
     account_steps(config, PADDED, 0, counter, model=Wider)
     assert tensors(config, model=Wider) == pytest.approx(counter.peak, rel=0.001)
     assert tensors(config, model=Wider) > tensors(config)
@@ -138,7 +156,10 @@ def test_layers_that_are_alike_are_measured_once() -> None:
 
     def chosen(*words: str) -> list[tuple[tuple[int, ...], int]]:
         config = config_of(*SMALL, *words)
-        return [(unit.layers, unit.copies) for unit in choose_units(config, range(config.model.num_layers or 0), 3)]
+        return [
+            (unit.layers, unit.copies)
+            for unit in choose_units(config, range(config.model.num_layers or 0), 3)
+        ]
 
     assert chosen("--num-layers", "9") == [((0,), 1), ((1,), 7), ((2,), 1)]
     assert chosen("--num-layers", "3") == [((0,), 1), ((1,), 1), ((2,), 1)]
@@ -153,11 +174,14 @@ def test_layers_that_are_alike_are_measured_once() -> None:
 
 def test_a_measurement_needs_no_memory_of_the_host() -> None:
     """The tables of AdamW alone would be 1 GiB."""
-    config = config_of(*SMALL, *"--bf16 --hidden-size 12288 --num-attention-heads 96 --num-layers 96".split())
+    config = config_of(
+        *SMALL, *"--bf16 --hidden-size 12288 --num-attention-heads 96 --num-layers 96".split()
+    )
     tensors(config_of(*SMALL, "--bf16"))  # imports what it needs
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert tensors(config) > 96 * 12 * 12288**2 * 18
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10  # KiB on Linux; more on macOS
+    # KiB on Linux; more on macOS
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10
 
 
 @pytest.mark.whole
@@ -193,8 +217,10 @@ def test_nothing_else_is_measured_without_triton() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "--bf16 --pipeline-model-parallel-size 3 --world-size 3 --global-batch-size 16",  # no logits on the first rank
-        "--bf16 --context-parallel-size 2 --zero-stage 1 --world-size 2 --attention-dropout 0",  # half the logits
+        # no logits on the first rank
+        "--bf16 --pipeline-model-parallel-size 3 --world-size 3 --global-batch-size 16",
+        # half the logits
+        "--bf16 --context-parallel-size 2 --zero-stage 1 --world-size 2 --attention-dropout 0",
         "--bf16 --optimizer muon --final-logit-softcapping 30",
     ],
 )
@@ -215,7 +241,16 @@ class Node(Gpu):
 
 def test_rows_of_tensor_ranks_are_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part for each rank's rows and two for sums, where memory can be mapped."""
-    words = *SMALL, "--num-layers", "2", "--world-size", "4", "--tensor-model-parallel-size", "4", "--sequence-parallel"
+    words = (
+        *SMALL,
+        "--num-layers",
+        "2",
+        "--world-size",
+        "4",
+        "--tensor-model-parallel-size",
+        "4",
+        "--sequence-parallel",
+    )
     for more, device, worthwhile, parts in (
         ("--tp-overlap on", Node(), 16 << 20, 6),
         ("--tp-overlap on", Gpu(), 16 << 20, 0),
@@ -231,20 +266,28 @@ def test_rows_of_tensor_ranks_are_mapped(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_shards_in_host_memory_take_less_of_the_device() -> None:
     words = *SMALL, "--num-layers", "3", "--world-size", "2", "--bf16", "--zero-stage", "3"
     here, there = (
-        memory.memory_of_rank(config_of(*words, *more), PADDED, 0, Gpu()).kinds for more in ((), ("--cpu-optimizer",))
+        memory.memory_of_rank(config_of(*words, *more), PADDED, 0, Gpu()).kinds
+        for more in ((), ("--cpu-optimizer",))
     )
-    assert min(there.values()) >= 0 and there["optimizer"] == 0 and sum(there.values()) < sum(here.values())
+    assert (
+        min(there.values()) >= 0
+        and there["optimizer"] == 0
+        and sum(there.values()) < sum(here.values())
+    )
 
 
 def test_shards_keep_no_gradients_of_the_step_before() -> None:
     """The second step takes no more than the first."""
-    config = config_of(*SMALL, "--num-layers", "3", "--world-size", "2", "--bf16", "--zero-stage", "3")
+    config = config_of(
+        *SMALL, "--num-layers", "3", "--world-size", "2", "--bf16", "--zero-stage", "3"
+    )
     first, second = (account(config, steps=steps)[1] for steps in (1, 2))
     assert second <= 1.001 * first
 
 
 @pytest.mark.parametrize(
-    "more", ["--bf16", "", "--bf16 --optimizer lion --ema 0.9", "--bf16 --optimizer-state-dtype float8"]
+    "more",
+    ["--bf16", "", "--bf16 --optimizer lion --ema 0.9", "--bf16 --optimizer-state-dtype float8"],
 )
 def test_offloaded_state_is_on_the_host(more: str) -> None:
     config = config_of(*SMALL, "--num-layers", "2", "--cpu-optimizer", *more.split())
@@ -273,14 +316,18 @@ def forgetful() -> Iterator[None]:
     forget()
 
 
-def test_reads_the_rule_of_the_flat_buffers(monkeypatch: pytest.MonkeyPatch, forgetful: None) -> None:
+def test_reads_the_rule_of_the_flat_buffers(
+    monkeypatch: pytest.MonkeyPatch, forgetful: None
+) -> None:
     """Wider gaps between parameters need more memory, in the plan as in training."""
     config = config_of(*SMALL, *"--num-layers 3 --bf16 --zero-stage 1 --world-size 2".split())
     before = account(config, steps=1)[0]
     monkeypatch.setattr(shard, "ALIGN", 1 << 14)
     after = account(config, steps=1)[0]
     assert after > 1.02 * before
-    assert sum(sizes.held_bytes(config, PADDED, 0, "cuda").values()) == pytest.approx(after, rel=0.002)
+    assert sum(sizes.held_bytes(config, PADDED, 0, "cuda").values()) == pytest.approx(
+        after, rel=0.002
+    )
 
 
 def counted(config: TrainConfig) -> list[tuple[int, int]]:
@@ -295,19 +342,27 @@ def counted(config: TrainConfig) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("name", [r"h\.\d+\.mlp\.fc\.weight", r"(wte|lm_head)\.weight"])
-def test_reads_the_table_of_cuts(name: str, monkeypatch: pytest.MonkeyPatch, forgetful: None) -> None:
+def test_reads_the_table_of_cuts(
+    name: str, monkeypatch: pytest.MonkeyPatch, forgetful: None
+) -> None:
     """Matrices that tensor ranks do not cut are whole in the plan, as in training."""
-    config = config_of(*SMALL, "--num-layers", "2", "--tensor-model-parallel-size", "2", "--world-size", "2")
+    config = config_of(
+        *SMALL, "--num-layers", "2", "--tensor-model-parallel-size", "2", "--world-size", "2"
+    )
     before = counted(config)
     monkeypatch.setitem(shard.CUTS, name, shard.CutRule(None))
     after = counted(config)
     assert all(planned == built for planned, built in before + after) and after[0] > before[0]
 
 
-def test_reads_where_a_schedule_puts_stages(monkeypatch: pytest.MonkeyPatch, forgetful: None) -> None:
+def test_reads_where_a_schedule_puts_stages(
+    monkeypatch: pytest.MonkeyPatch, forgetful: None
+) -> None:
     """A V-shaped schedule has both ends of the model on its first rank, planned and built."""
     words = "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --untie-embeddings-and-output-weights"
-    config = config_of(*SMALL, *words.split(), "--pipeline-model-parallel-size", "2", "--world-size", "2")
+    config = config_of(
+        *SMALL, *words.split(), "--pipeline-model-parallel-size", "2", "--world-size", "2"
+    )
     before = counted(config)
     monkeypatch.setattr(pipeline_schedule, "V_SHAPED", ("1f1b",))
     after = counted(config)
@@ -352,7 +407,9 @@ def test_streams_share_no_block() -> None:
 def test_shards_are_gathered_and_summed_in_streams_of_their_own() -> None:
     config = config_of(*SMALL, "--world-size", "2", "--bf16", "--zero-stage", "3")
     events = stages.memory_of_steps(config, PADDED, 0).events
-    sums = [event for event in events if event.stream and event.kind == "gradients" and event.size > 0]
+    sums = [
+        event for event in events if event.stream and event.kind == "gradients" and event.size > 0
+    ]
     gathered = [event for event in events if event.stream and event.kind == "weights"]
     held = sizes.held_bytes(config, PADDED, 0, "cuda")
     assert sum(event.size for event in sums) == pytest.approx(held["gradients"], rel=0.01)
@@ -365,7 +422,11 @@ def test_shards_are_gathered_and_summed_in_streams_of_their_own() -> None:
     [
         pytest.param(*each, marks=pytest.mark.long if number % 4 else ())
         for number, each in enumerate(
-            [*itertools.product(["1f1b", "zero-bubble", "zbv"], [0, 1, 2]), ("1f1b", 3), ("gpipe", 3)]
+            [
+                *itertools.product(["1f1b", "zero-bubble", "zbv"], [0, 1, 2]),
+                ("1f1b", 3),
+                ("gpipe", 3),
+            ]
         )
     ],
 )

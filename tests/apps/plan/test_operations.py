@@ -30,16 +30,21 @@ def executed(run) -> list[TracedOperation]:
     recorder = OperationRecorder()
     with Account(recorder):
         run()
-    return [op for operations in recorder.sections.values() for op in operations if op.launch != "view"]
+    return [
+        op for operations in recorder.sections.values() for op in operations if op.launch != "view"
+    ]
 
 
 def test_products_count_flops_factors_and_totals():
     a, b, bias = new(6, 8), new(8, 10), new(10)
     (plain,) = executed(lambda: torch.addmm(bias, a, b))
-    assert plain == TracedOperation("product", "addmm", "torch", 2 * 6 * 8 * 10, 2 * (48 + 80 + 60), "bfloat16")
+    assert plain == TracedOperation(
+        "product", "addmm", "torch", 2 * 6 * 8 * 10, 2 * (48 + 80 + 60), "bfloat16"
+    )
     sums = new(6, 10, dtype=torch.float32)
     (added,) = executed(lambda: torch.ops.aten.addmm.dtype_out(sums, a, b, torch.float32, out=sums))
-    assert (added.flops, added.bytes, added.totals) == (960, 2 * (48 + 80), 2 * 4 * 60)  # read and written
+    # read and written
+    assert (added.flops, added.bytes, added.totals) == (960, 2 * (48 + 80), 2 * 4 * 60)
     (batched,) = executed(lambda: torch.bmm(new(3, 6, 8), new(3, 8, 10)))
     assert batched.flops == 3 * 960
 
@@ -47,7 +52,10 @@ def test_products_count_flops_factors_and_totals():
 @pytest.mark.parametrize(
     ("run", "moved"),
     [
-        (lambda: F.layer_norm(new(16, 32), (32,), new(32), new(32)), 2 * 2 * 16 * 32 + 2 * 2 * 32 + 2 * 4 * 16),
+        (
+            lambda: F.layer_norm(new(16, 32), (32,), new(32), new(32)),
+            2 * 2 * 16 * 32 + 2 * 2 * 32 + 2 * 4 * 16,
+        ),
         (lambda: F.gelu(new(16, 32)), 2 * 2 * 16 * 32),
         (lambda: new(16, 32).add_(new(16, 32)), 3 * 2 * 16 * 32),
         (lambda: new(16, 32).copy_(new(16, 32)), 2 * 2 * 16 * 32),
@@ -85,10 +93,15 @@ def test_launches_move_what_their_arguments_hold():
     assert added.bytes == 2 * 4 * 8 * 16 + 2 * 8 * 16 + 3 * 8 * 8  # eight rows of the table
     table = new(3, dtype=torch.int64)
     numbers = [new(3, 5), *(new(1, dtype=torch.float32) for _ in range(3)), 5]
-    assert launch_of(muon._muon_subtract, [table, *numbers]).bytes == 3 * 8 + 2 * 3 * 5 * 4 + 2 * 3 * 5 + 3 * 4
+    assert (
+        launch_of(muon._muon_subtract, [table, *numbers]).bytes
+        == 3 * 8 + 2 * 3 * 5 * 4 + 2 * 3 * 5 + 3 * 4
+    )
 
 
-@pytest.mark.parametrize(("block", "flags"), [("fused", ""), ("plain", "--fused-kernels off --compile off")])
+@pytest.mark.parametrize(
+    ("block", "flags"), [("fused", ""), ("plain", "--fused-kernels off --compile off")]
+)
 def test_a_layer_launches_what_calibration_divides_by(block, flags):
     recorder = OperationRecorder()
     config = planned(f"{ONE} {flags}".replace("--num-layers 12", "--num-layers 3"))
@@ -122,7 +135,9 @@ def test_few_layers_stand_for_all(flags):
         def __init__(self, number: int) -> None:
             self.layers, self.copies = (number,), 1
 
-    ((whole,), _, whole_update) = operations_of_rank(recorder.sections, [[Layer(i) for i in range(12)]], 1.0)
+    ((whole,), _, whole_update) = operations_of_rank(
+        recorder.sections, [[Layer(i) for i in range(12)]], 1.0
+    )
     for found, wanted in zip(stage, whole, strict=True):
         assert {op: n for op, n in found.items() if n} == {op: n for op, n in wanted.items() if n}
     moved = [sum(n * op.bytes for op, n in each.items()) for each in (update, whole_update)]
@@ -132,7 +147,10 @@ def test_few_layers_stand_for_all(flags):
 def test_later_micro_batches_add_to_gradients():
     (one,), _ = operations_of_step(planned(ONE), 128)
     (four,), _ = operations_of_step(
-        planned(ONE.replace("batch-size 2 --global-batch-size 2", "batch-size 2 --global-batch-size 8")), 128
+        planned(
+            ONE.replace("batch-size 2 --global-batch-size 2", "batch-size 2 --global-batch-size 8")
+        ),
+        128,
     )
     sums = [sum(n * op.totals for op, n in each.backward.items()) for each in (one, four)]
     assert sums[1] == pytest.approx(sums[0] * (1 + 3 * 2) / 4)  # writes, then reads and writes
@@ -145,11 +163,14 @@ def test_schedules_that_defer_products_have_them_apart():
     for split, whole in zip(stages, plain, strict=True):
         assert sum(op.kind == "product" for op in split.weights) and not whole.weights
         flops = [
-            sum(n * op.flops for op, n in total([(part, 1.0) for part in each]).items()) for each in (split, whole)
+            sum(n * op.flops for op, n in total([(part, 1.0) for part in each]).items())
+            for each in (split, whole)
         ]
         assert flops[0] == pytest.approx(flops[1])
 
 
-@pytest.mark.parametrize("flags", ["--compile on", "--window-size 8,0", "--cpu-optimizer", "--reset-attention-mask"])
+@pytest.mark.parametrize(
+    "flags", ["--compile on", "--window-size 8,0", "--cpu-optimizer", "--reset-attention-mask"]
+)
 def test_what_is_compiled_or_on_the_host_is_not_measured(flags):
     assert not is_measurable(planned(f"{ONE} {flags}")) and is_measurable(planned(ONE))

@@ -65,57 +65,120 @@ def test_a_given_layout_is_predicted(capsys: pytest.CaptureFixture[str]) -> None
     assert data["checkpoint"]["bytes"] == pytest.approx(12 * 354_823_168, rel=0.01)
 
 
-def test_a_layout_that_does_not_fit_says_the_least_change(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layout_that_does_not_fit_says_the_least_change(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """The named flags, given too, make it fit; so it can be done by hand."""
-    argv = ["--preset=gpt3-6.7b", "--gpus=8", "--gpu=a100-40", "--bf16", "--tensor-model-parallel-size=2"]
+    argv = [
+        "--preset=gpt3-6.7b",
+        "--gpus=8",
+        "--gpu=a100-40",
+        "--bf16",
+        "--tensor-model-parallel-size=2",
+    ]
     text = plan(capsys, *argv, status=USAGE)
     change = re.search(r"does not fit: .*; the least change that makes it fit: (--.*?) \(", text)
     assert change
     assert "  fits, " in plan(capsys, *argv, *change[1].split())
-    hopeless = plan(capsys, "--preset=gpt3-175b", "--gpus=1", "--gpu=v100", "--zero-stage=0", status=USAGE)
+    hopeless = plan(
+        capsys, "--preset=gpt3-175b", "--gpus=1", "--gpu=v100", "--zero-stage=0", status=USAGE
+    )
     assert "no change of layout makes it fit" in hopeless
 
 
 @pytest.mark.whole
-def test_devices_that_are_too_few_are_answered_by_a_number_that_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+def test_devices_that_are_too_few_are_answered_by_a_number_that_is_enough(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """With the flags of the layout kept; a plan of that number then fits."""
-    full = "--zero-stage=3 --bf16 --micro-batch-size=1 --recompute-granularity=full --gpu=h100".split()
-    for argv in (["--preset=llama2-7b", "--gpu=h100"], ["--preset=gpt3-175b", "--tensor-model-parallel-size=8", *full]):
+    full = (
+        "--zero-stage=3 --bf16 --micro-batch-size=1 --recompute-granularity=full --gpu=h100".split()
+    )
+    for argv in (
+        ["--preset=llama2-7b", "--gpu=h100"],
+        ["--preset=gpt3-175b", "--tensor-model-parallel-size=8", *full],
+    ):
         text = plan(capsys, *argv, "--gpus=8" if full[0] in argv else "--gpus=1", status=USAGE)
-        enough = re.search(r"^  ([\d,]+) devices of this kind are enough: see (--gpus \d+)$", text, re.M)
+        enough = re.search(
+            r"^  ([\d,]+) devices of this kind are enough: see (--gpus \d+)$", text, re.M
+        )
         assert enough
         assert "  fits, " in plan(capsys, *argv, *enough[2].split())
     data = plan_json(capsys, "--preset=llama2-7b", "--gpu=h100", "--gpus=1", status=USAGE)
     assert data["enough_devices"] == data["tried_devices"] == 2
     # The nearest number, not the next power of two: with 8 tensor ranks 8, 16 ... share it.
-    data = plan_json(capsys, "--preset=gpt3-175b", "--tensor-model-parallel-size=8", *full, "--gpus=8", status=USAGE)
+    data = plan_json(
+        capsys,
+        "--preset=gpt3-175b",
+        "--tensor-model-parallel-size=8",
+        *full,
+        "--gpus=8",
+        status=USAGE,
+    )
     assert data["enough_devices"] == 48
-    alone = plan(capsys, "--preset=gpt3-175b", "--gpus=8", "--gpu=h100", "--tensor-model-parallel-size=8", status=USAGE)
-    assert "  with this layout unchanged it fits no number up to 16,384 devices of this kind\n" in alone
+    alone = plan(
+        capsys,
+        "--preset=gpt3-175b",
+        "--gpus=8",
+        "--gpu=h100",
+        "--tensor-model-parallel-size=8",
+        status=USAGE,
+    )
+    assert (
+        "  with this layout unchanged it fits no number up to 16,384 devices of this kind\n"
+        in alone
+    )
     assert "of this kind" not in plan(capsys, *LAYOUT)
 
 
-def test_a_number_of_devices_is_corrected_by_the_flag_of_this_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--preset=gpt2-345m", "--gpu=h100", "--gpus=7", "--tensor-model-parallel-size=2"]) == USAGE
+def test_a_number_of_devices_is_corrected_by_the_flag_of_this_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert (
+        main(
+            [
+                "plan",
+                "--preset=gpt2-345m",
+                "--gpu=h100",
+                "--gpus=7",
+                "--tensor-model-parallel-size=2",
+            ]
+        )
+        == USAGE
+    )
     error = capsys.readouterr().err
-    assert "7 ranks are not a multiple of --tensor-model-parallel-size 2 = 2: take --gpus 8, or change" in error
+    assert (
+        "7 ranks are not a multiple of --tensor-model-parallel-size 2 = 2: take --gpus 8, or change"
+        in error
+    )
     assert "launch" not in error
 
 
 @pytest.mark.whole
 @pytest.mark.flag("write best")
-def test_the_best_layouts_are_searched_and_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_best_layouts_are_searched_and_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """`train --config` takes the file that the search writes."""
     file = tmp_path / "plan.toml"
     data = plan_json(capsys, *SMALL, f"--write={file}", "--best=3")
     speeds = [one["time"]["tokens_per_second"] for one in data["best"]]
-    assert len(speeds) == 3 and speeds == sorted(speeds, reverse=True) and data["layout"] == data["best"][0]["layout"]
+    assert (
+        len(speeds) == 3
+        and speeds == sorted(speeds, reverse=True)
+        and data["layout"] == data["best"][0]["layout"]
+    )
     assert data["layout"]["bf16"], "the search computes in the format of the device"
     written = tomllib.loads(file.read_text())
-    assert written["model"] == {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16} | {
-        "max_position_embeddings": 1024
-    }
-    assert main(["train", "--config", str(file), "--dry-run", "--mock-data", "--vocab-size=50257"]) == 0
+    assert written["model"] == {
+        "num_layers": 24,
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+    } | {"max_position_embeddings": 1024}
+    assert (
+        main(["train", "--config", str(file), "--dry-run", "--mock-data", "--vocab-size=50257"])
+        == 0
+    )
     assert "4 ranks = " in capsys.readouterr().out
     text = plan(capsys, *SMALL, "--best=3")
     assert "the best 3 layouts" in text and "layouts that may be as fast do not fit; " in text
@@ -139,7 +202,9 @@ def test_a_search_keeps_what_is_given(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.whole
 @pytest.mark.flag("allow_fp8")
-def test_fp8_is_searched_where_the_device_has_it_and_the_user_allows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fp8_is_searched_where_the_device_has_it_and_the_user_allows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     argv = ["--preset=gpt3-6.7b", "--gpus=2", "--best=1"]
     assert plan_json(capsys, *argv, "--gpu=h200", "--allow-fp8")["layout"]["fp8_format"] == "hybrid"
     assert "fp8_format" not in plan_json(capsys, *argv, "--gpu=h200")["layout"]
@@ -149,11 +214,20 @@ def test_fp8_is_searched_where_the_device_has_it_and_the_user_allows(capsys: pyt
 def test_the_sizes_that_people_ask_for_are_presets(capsys: pytest.CaptureFixture[str]) -> None:
     for preset in ("gpt2-345m", "gpt3-1.3b", "gpt3-2.7b", "gpt3-6.7b", "gpt3-175b"):
         argv = ["--preset", preset, "--gpu=h200", "--gpus=1", "--zero-stage=0", "--bf16"]
-        assert plan_json(capsys, *argv, status=USAGE if preset in ("gpt3-175b",) else 0)["time"]["seconds"] > 0
+        assert (
+            plan_json(capsys, *argv, status=USAGE if preset in ("gpt3-175b",) else 0)["time"][
+                "seconds"
+            ]
+            > 0
+        )
 
 
 def test_a_product_has_its_profile() -> None:
-    for product, name in (("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-40GB", "a100-40"), ("Tesla V100-SXM2", "v100")):
+    for product, name in (
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("Tesla V100-SXM2", "v100"),
+    ):
         profile = profile_of(product)
         assert profile is not None and profile.name == name
     assert profile_of("NVIDIA GeForce 256") is None
@@ -166,9 +240,13 @@ def test_the_machine_and_its_failures_are_the_users(capsys: pytest.CaptureFixtur
     argv = ["--preset=gpt2-345m", "--gpus=16", "--gpu=h100", "--bf16", "--zero-stage=1"]
     before, text = plan_json(capsys, *argv), plan(capsys, *argv, "--gpus-per-node=4", "--link=10")
     assert "4 devices a machine: 450 GB/s within a machine, 10 GB/s to others" in text
-    after = plan_json(capsys, *argv, "--link=10", "--mtbf=1600", "--restart-minutes=10", "--storage-speed=0.5")
+    after = plan_json(
+        capsys, *argv, "--link=10", "--mtbf=1600", "--restart-minutes=10", "--storage-speed=0.5"
+    )
     assert after["time"]["parts"]["data"] > before["time"]["parts"]["data"]
-    assert after["goodput"]["hours_between_failures"] == 100 and after["checkpoint"]["restart"] == 600
+    assert (
+        after["goodput"]["hours_between_failures"] == 100 and after["checkpoint"]["restart"] == 600
+    )
     assert after["checkpoint"]["written"] > before["checkpoint"]["written"]
     assert after["goodput"]["share"] < before["goodput"]["share"] < 1
 
@@ -177,10 +255,18 @@ def test_the_machine_and_its_failures_are_the_users(capsys: pytest.CaptureFixtur
 @pytest.mark.flag("pictures write_page")
 def test_pictures_and_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page, folder = tmp_path / "plan.html", tmp_path / "pictures"
-    argv = ["--preset=gpt2-345m", "--gpus=4", "--gpu=h100", "--search", "--pipeline-model-parallel-size=2"]
+    argv = [
+        "--preset=gpt2-345m",
+        "--gpus=4",
+        "--gpu=h100",
+        "--search",
+        "--pipeline-model-parallel-size=2",
+    ]
     out = plan(capsys, *argv, "--best=2", f"--pictures={folder}", f"--write-page={page}")
     names = ["schedule", "memory", "layouts", "goodput"]
-    assert out.endswith("".join(f"written: {folder}/{name}.svg\n" for name in names) + f"written: {page}\n")
+    assert out.endswith(
+        "".join(f"written: {folder}/{name}.svg\n" for name in names) + f"written: {page}\n"
+    )
     assert all((folder / f"{name}.svg").read_text().count("<svg") == 1 for name in names)
     titles = Page(page.read_text()).drawings
     assert list(titles) == [
@@ -221,21 +307,34 @@ def test_what_is_measured_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_launch_refuses_to_write_what_cannot_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--write=slurm", "--nproc-per-node=8", "train", "--preset=gpt3-13b", "--mock-data", "--vocab-size=50257"]
+    argv = [
+        "--write=slurm",
+        "--nproc-per-node=8",
+        "train",
+        "--preset=gpt3-13b",
+        "--mock-data",
+        "--vocab-size=50257",
+    ]
     assert main(["launch", "--gpu=v100", *argv]) == USAGE
     error = " ".join(capsys.readouterr().err.split())
     assert "does not fit" in error and "--gpu any writes it all the same" in error
     assert main(["launch", "--gpu=any", *argv]) == 0
 
 
-def test_a_dry_run_ends_with_the_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_ends_with_the_plan(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(describe, "find_machine", lambda name: find_machine("h200"))
     argv = ["train", "--bf16", "--mock-data", "--vocab-size=50257", "--dry-run"]
     assert main([*argv, "--preset=gpt2-345m"]) == 0
-    assert re.search(r"plan on NVIDIA H200.*: fits, .* left: .*; a step takes about ", capsys.readouterr().out)
+    assert re.search(
+        r"plan on NVIDIA H200.*: fits, .* left: .*; a step takes about ", capsys.readouterr().out
+    )
 
 
-def test_a_dry_run_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_a_dry_run_that_does_not_fit_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
     """But not one of another --world-size, which is meant for other machines."""
     tiny = dataclasses.replace(load_profile("h200"), memory_bytes=1)
     monkeypatch.setattr(describe, "find_machine", lambda name: Machine(tiny, tiny.links))
@@ -252,12 +351,16 @@ def test_the_plan_of_this_cpu_is_by_its_measured_speed(monkeypatch: pytest.Monke
     this_cpu.cache_clear()
     profile = find_machine("cpu").profile
     assert profile.title == "this CPU of 3 cores, 80 GFLOP/s measured of one"
-    assert profile.peaks["float32"] == pytest.approx(240e9) and profile.peaks["float64"] == pytest.approx(120e9)
+    assert profile.peaks["float32"] == pytest.approx(240e9) and profile.peaks[
+        "float64"
+    ] == pytest.approx(120e9)
     load_profile.cache_clear()
     this_cpu.cache_clear()
 
 
-def test_the_speed_of_a_core_is_that_of_the_fastest_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_speed_of_a_core_is_that_of_the_fastest_product(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Another program delays one product, not all: 2 x 64^3 operations in 4 us, the shortest."""
     ticks = [0.0]
     for seconds in (9e-6, 4e-6, 2e-2, 6e-6, 1.0):
@@ -273,7 +376,9 @@ def test_no_launch_is_refused_for_an_estimate(monkeypatch: pytest.MonkeyPatch) -
     config = flags.parse_settings(TrainConfig, words, "meshwright train").config
     exact = estimate.memory_of_ranks
     too_much = RankMemory({"activations": 1 << 40}, 0, lambda: 1 << 40)
-    monkeypatch.setattr(estimate, "memory_of_ranks", lambda *given: [too_much for _ in exact(*given)])
+    monkeypatch.setattr(
+        estimate, "memory_of_ranks", lambda *given: [too_much for _ in exact(*given)]
+    )
     assert PlanForecast().why_too_large(config, "h200") is None
     large = with_settings(config, micro_batch_size=4096, global_batch_size=4096)
     assert "does not fit" in (PlanForecast().why_too_large(large, "h200") or "")

@@ -27,7 +27,9 @@ VOCABULARY = 50_257
 
 
 def config_of(words: str) -> TrainConfig:
-    return flags.parse_settings(TrainConfig, [*words.split(), "--mock-data"], "meshwright train").config
+    return flags.parse_settings(
+        TrainConfig, [*words.split(), "--mock-data"], "meshwright train"
+    ).config
 
 
 def searched(config: TrainConfig, machine: Machine, keep: int = 10) -> Search:
@@ -46,12 +48,17 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(config: TrainConfig, padded: int, profile: DeviceProfile) -> list[RankMemory]:
         estimated = memory_of_ranks(config, padded, profile)
         off = 1 + NEAR * random.Random(str(layout_settings(config))).uniform(-0.9, 0.9)
-        return [dataclasses.replace(rank, kinds={"all": round(rank.allocated * off)}) for rank in estimated]
+        return [
+            dataclasses.replace(rank, kinds={"all": round(rank.allocated * off)})
+            for rank in estimated
+        ]
 
     monkeypatch.setattr(prediction, "measured_operations", lambda config, padded, profile: None)
     monkeypatch.setattr(memory, "memory_of_ranks", measure)
     monkeypatch.setattr(
-        memory, "memory_of_rank", lambda config, padded, rank, profile: measure(config, padded, profile)[rank]
+        memory,
+        "memory_of_rank",
+        lambda config, padded, rank, profile: measure(config, padded, profile)[rank],
     )
 
 
@@ -74,13 +81,22 @@ def every_layout(config: TrainConfig, machine: Machine) -> list[Prediction]:
     out = []
     for chosen in itertools.product(*values.values()):
         p = dict(zip(values, chosen, strict=True))
-        model_ranks = p["tensor_model_parallel_size"] * p["context_parallel_size"] * p["pipeline_model_parallel_size"]
-        if config.world % model_ranks or (p["sequence_parallel"] and p["tensor_model_parallel_size"] == 1):
+        model_ranks = (
+            p["tensor_model_parallel_size"]
+            * p["context_parallel_size"]
+            * p["pipeline_model_parallel_size"]
+        )
+        if config.world % model_ranks or (
+            p["sequence_parallel"] and p["tensor_model_parallel_size"] == 1
+        ):
             continue
-        if p["pipeline_model_parallel_size"] == 1 and (p["pipeline_schedule"] != "1f1b" or p[list(values)[4]]):
+        if p["pipeline_model_parallel_size"] == 1 and (
+            p["pipeline_schedule"] != "1f1b" or p[list(values)[4]]
+        ):
             continue
         one = with_settings(config, **p)
-        if p["zero_stage"] and one.dp * one.parallel.context_parallel_size == 1:  # nothing to shard over
+        # nothing to shard over
+        if p["zero_stage"] and one.dp * one.parallel.context_parallel_size == 1:
             continue
         if p["num_layers_per_virtual_pipeline_stage"] and one.chunks == 1:  # the same without
             continue
@@ -90,7 +106,9 @@ def every_layout(config: TrainConfig, machine: Machine) -> list[Prediction]:
     for each in out:
         settings = layout_settings(each.config)
         if each.fits:
-            least.setdefault(str({n: v for n, v in settings.items() if n != "recompute_granularity"}), each)
+            least.setdefault(
+                str({n: v for n, v in settings.items() if n != "recompute_granularity"}), each
+            )
     return [*least.values()]
 
 
@@ -115,22 +133,30 @@ WORLDS = [  # flags, GiB of a device, and whether each is a machine of its own
     ("--world-size 2", 40, False),
     ("--world-size 2", 40, True),  # pipelines are the fastest
     ("--world-size 2", 7, False),  # recomputation and ZeRO 2 and 3 decide
-    ("--world-size 2 --num-layers 5 --hidden-dropout 0 --attention-dropout 0", 8, True),  # uneven stages
+    # uneven stages
+    ("--world-size 2 --num-layers 5 --hidden-dropout 0 --attention-dropout 0", 8, True),
     ("--world-size 4 --vocab-size 1000 --global-batch-size 4", 3, False),
-    ("--world-size 2 --seq-length 128 --hidden-size 256 --num-layers 6", 40, False),  # the host is slower
+    # the host is slower
+    ("--world-size 2 --seq-length 128 --hidden-size 256 --num-layers 6", 40, False),
 ]
 
 
 @pytest.mark.usefixtures("pretended")
 @pytest.mark.parametrize(("words", "gib", "apart"), WORLDS)
-def test_the_search_finds_the_fastest_of_all(words: str, gib: int, apart: bool, machine: Machine) -> None:
+def test_the_search_finds_the_fastest_of_all(
+    words: str, gib: int, apart: bool, machine: Machine
+) -> None:
     """The times are those of all layouts, predicted one by one: the ranking leaves none out.
 
     The fastest is found even if it is estimated to be too large. The others of the table are the
     fastest of those that are not.
     """
     config = config_of(f"{SMALL} {words}")
-    links = dataclasses.replace(machine.links.with_network(1e9), gpus_per_node=1) if apart else machine.links
+    links = (
+        dataclasses.replace(machine.links.with_network(1e9), gpus_per_node=1)
+        if apart
+        else machine.links
+    )
     limited = Machine(dataclasses.replace(machine.profile, memory_bytes=gib << 30), links)
     search = searched(config, limited)
     best = search.found.fitting
@@ -145,7 +171,9 @@ def test_the_search_finds_the_fastest_of_all(words: str, gib: int, apart: bool, 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_the_fastest_of_all_that_were_measured_comes_first(small: TrainConfig, machine: Machine) -> None:
+def test_the_fastest_of_all_that_were_measured_comes_first(
+    small: TrainConfig, machine: Machine
+) -> None:
     """Of two devices where ZeRO and recomputation decide. Times are measured too.
 
     The layouts to be measured are chosen by closed forms, so that one behind the fastest may be
@@ -156,11 +184,15 @@ def test_the_fastest_of_all_that_were_measured_comes_first(small: TrainConfig, m
     everything = sorted(every_layout(small, limited), key=lambda p: p.time.seconds)
     expected = [everything[0], *(p for p in everything[1:] if is_estimated_to_fit(p))][:10]
     assert all(one.is_measured for one in best) and best[0].config == everything[0].config
-    assert [p.time.seconds for p in best] == pytest.approx([p.time.seconds for p in expected], rel=0.02)
+    assert [p.time.seconds for p in best] == pytest.approx(
+        [p.time.seconds for p in expected], rel=0.02
+    )
 
 
 @pytest.mark.usefixtures("pretended")
-def test_refused_layouts_have_the_reasons_of_the_checks(small: TrainConfig, machine: Machine) -> None:
+def test_refused_layouts_have_the_reasons_of_the_checks(
+    small: TrainConfig, machine: Machine
+) -> None:
     found = searched(with_settings(small, attention_dropout=0.1), machine).found
     refused = [reason for _, reason in found.refusals.listed()]
     wrong = with_settings(small, attention_dropout=0.1, context_parallel_size=2, micro_batch_size=1)
@@ -171,8 +203,13 @@ def test_refused_layouts_have_the_reasons_of_the_checks(small: TrainConfig, mach
 @pytest.mark.usefixtures("pretended")
 def test_all_reasons_against_a_layout_are_found_before_it_is_ranked(machine: Machine) -> None:
     """No layout of the ranking is refused by the checks of the whole, whatever they depend on."""
-    for words in ("--world-size 8 --num-distributed-optimizer-instances 2 --zero-stage 1", "--world-size 12"):
-        search = searched(config_of(f"{SMALL} {words}".replace("batch-size 8", "batch-size 24")), machine)
+    for words in (
+        "--world-size 8 --num-distributed-optimizer-instances 2 --zero-stage 1",
+        "--world-size 12",
+    ):
+        search = searched(
+            config_of(f"{SMALL} {words}".replace("batch-size 8", "batch-size 24")), machine
+        )
         assert search.found.ranked
         assert not any(checks.problems(one.config, needs_data=False) for one in search.found.ranked)
 
@@ -181,7 +218,12 @@ def test_all_reasons_against_a_layout_are_found_before_it_is_ranked(machine: Mac
 def test_a_search_without_room_knows_the_nearest(machine: Machine) -> None:
     config = config_of("--preset gpt3-175b --world-size 2 --bf16")
     found = searched(config, machine).found
-    assert not found.fitting and found.too_large and found.nearest is not None and found.nearest.left < 0
+    assert (
+        not found.fitting
+        and found.too_large
+        and found.nearest is not None
+        and found.nearest.left < 0
+    )
 
 
 @pytest.mark.usefixtures("pretended")
@@ -192,12 +234,18 @@ def test_the_least_change_is_one_setting_if_one_is_enough(machine: Machine) -> N
     change = least_change(given)
     assert change is not None
     settings, changed = change
-    assert len(settings) == 1 and changed.fits and not checks.problems(changed.config, needs_data=False)
+    assert (
+        len(settings) == 1
+        and changed.fits
+        and not checks.problems(changed.config, needs_data=False)
+    )
 
 
 @pytest.mark.whole
 def test_ten_thousand_devices_are_ranked_without_torch() -> None:
-    words = "--preset gpt3-175b --world-size 10240 --bf16 --global-batch-size 10240 --mock-data".split()
+    words = (
+        "--preset gpt3-175b --world-size 10240 --bf16 --global-batch-size 10240 --mock-data".split()
+    )
     code = f"""
 import itertools, sys
 from meshwright.apps.plan.prediction import find_machine
@@ -221,9 +269,13 @@ def test_the_pipelines_picture_has_every_pass_of_its_micro_batches(machine: Mach
     assert timeline is not None
     drawn = pictures.DRAWN_ROUNDS * 4
     for spans in timeline.spans:
-        assert sorted((a.op, a.microbatch) for a in spans) == sorted(("BF"[k], n) for k in (0, 1) for n in range(drawn))
+        assert sorted((a.op, a.microbatch) for a in spans) == sorted(
+            ("BF"[k], n) for k in (0, 1) for n in range(drawn)
+        )
         ends = sorted(spans.values())
-        assert all(a[1] <= b[0] + 1e-12 for a, b in itertools.pairwise(ends)), "a rank does one thing at a time"
+        assert all(a[1] <= b[0] + 1e-12 for a, b in itertools.pairwise(ends)), (
+            "a rank does one thing at a time"
+        )
     alone = with_settings(config_of(words), pipeline_model_parallel_size=1)
     assert pictures.drawn_timeline(Prediction(alone, machine, VOCABULARY)) is None
 

@@ -24,7 +24,9 @@ def predicted(words: str, world: int = 1, padded: int = 50304, **more: object) -
     return step_time(planned(words, world), padded, H200, **more)
 
 
-def measured(words: str, world: int = 1, padded: int = 50304, profile: DeviceProfile = H200) -> timing.StepTime:
+def measured(
+    words: str, world: int = 1, padded: int = 50304, profile: DeviceProfile = H200
+) -> timing.StepTime:
     """Predict a step from its measured operations."""
     config = planned(words, world)
     operations = measured_operations(config, padded, profile)
@@ -37,7 +39,10 @@ def test_terms_add_up_to_the_step(predict):
     for words, world in [
         ("8", 1),
         (f"32 {PP4}", 8),
-        ("16 --tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --zero-stage 1", 8),
+        (
+            "16 --tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --zero-stage 1",
+            8,
+        ),
         ("16 --zero-stage 3 --recompute-granularity full", 8),
     ]:
         config, step = planned(f"{BATCH} {words}", world), predict(f"{BATCH} {words}", world)
@@ -65,7 +70,9 @@ def test_one_schedule_moves_training_and_plan(monkeypatch):
     passes = [("F", 0), ("F", 1), ("I", 1), ("I", 0), ("W", 0), ("W", 1)]
 
     def unlike(pp, rank, count):
-        return [pipeline_schedule.Action(op, chunk, i) for op, chunk in passes for i in range(count)]
+        return [
+            pipeline_schedule.Action(op, chunk, i) for op, chunk in passes for i in range(count)
+        ]
 
     monkeypatch.setattr(pipeline_schedule, "v_schedule", unlike)
     timeline.order.cache_clear()
@@ -78,9 +85,14 @@ def test_one_schedule_moves_training_and_plan(monkeypatch):
 
 def test_one_count_moves_training_and_plan(monkeypatch):
     config = planned(f"{BATCH} 8")
-    before, flops = predicted(f"{BATCH} 8").seconds, counts.flops_per_token(config.model, 50304, 2048)
+    before, flops = (
+        predicted(f"{BATCH} 8").seconds,
+        counts.flops_per_token(config.model, 50304, 2048),
+    )
     original = counts.layer_matrices
-    monkeypatch.setattr(counts, "layer_matrices", lambda m: original(m) | {"mlp.more": (4 * 2048, 2048)})
+    monkeypatch.setattr(
+        counts, "layer_matrices", lambda m: original(m) | {"mlp.more": (4 * 2048, 2048)}
+    )
     assert counts.flops_per_token(config.model, 50304, 2048) > 1.2 * flops  # of training's MFU
     assert predicted(f"{BATCH} 8").seconds > 1.2 * before
 
@@ -118,14 +130,20 @@ def test_without_graphs_the_host_takes_its_time_for_each_launch():
         ("launch_node", "node"),
     ):
         slower = dataclasses.replace(H200, seconds={**H200.seconds, key: H200.seconds[key] + 1e-3})
-        launches = sum(n for part in (*stage, update) for op, n in part.items() if op.launch == kind)
+        launches = sum(
+            n for part in (*stage, update) for op, n in part.items() if op.launch == kind
+        )
         assert measured(without, profile=slower).seconds - before == pytest.approx(launches * 1e-3)
-    slower = dataclasses.replace(H200, seconds={**H200.seconds, "prepare": H200.seconds["prepare"] + 1e-3})
+    slower = dataclasses.replace(
+        H200, seconds={**H200.seconds, "prepare": H200.seconds["prepare"] + 1e-3}
+    )
     assert measured(without, profile=slower).seconds - before == pytest.approx(1e-3)
 
 
 @pytest.mark.parametrize("graphs", ["on", "off"])
-@pytest.mark.parametrize("more", ["--fp16", "--bf16 --on-nonfinite skip:3", "--bf16 --timing-log-level 1"])
+@pytest.mark.parametrize(
+    "more", ["--fp16", "--bf16 --on-nonfinite skip:3", "--bf16 --timing-log-level 1"]
+)
 def test_the_device_waits_for_a_step_that_is_prepared_after_the_last_one(more, graphs):
     """The device takes longer than the host for these steps."""
     words = f"{LARGE} {STILL} --micro-batch-size 8 --global-batch-size 8".replace("--bf16", "")
@@ -138,14 +156,17 @@ def test_the_device_waits_for_a_step_that_is_prepared_after_the_last_one(more, g
 def test_float32_attends_and_multiplies_at_its_own_speed():
     half, full = (predicted(f"{BATCH} 8".replace("--bf16", more)).parts for more in ("--bf16", ""))
     peaks = H200.peaks["bfloat16"] / H200.peaks["float32"]
-    assert full["attention"] / half["attention"] == pytest.approx(peaks, rel=0.1)  # less for a kernel's fixed time
+    # less for a kernel's fixed time
+    assert full["attention"] / half["attention"] == pytest.approx(peaks, rel=0.1)
     speeds = H200.flops("bfloat16") / H200.flops("float32")
     assert full["products"] / half["products"] == pytest.approx(speeds, rel=0.05)
 
 
 def test_steps_that_cannot_be_measured_are_not():
     words = f"{BATCH} 16"
-    assert measured_operations(planned(f"{words} --compile on --cuda-graphs off"), 50304, H200) is None
+    assert (
+        measured_operations(planned(f"{words} --compile on --cuda-graphs off"), 50304, H200) is None
+    )
     assert measured_operations(planned(words), 50304, load_profile("cpu")) is None
 
 
@@ -192,10 +213,26 @@ def test_homes_share_the_work_of_muon():
     ("words", "world", "ms"),
     [
         # benchmarks/records/2026-11-22-h200-overlap
-        ("--num-layers 24 --hidden-size 1024 --micro-batch-size 32 --global-batch-size 32", 1, 148.9),
-        ("--num-layers 24 --hidden-size 1024 --micro-batch-size 32 --global-batch-size 64", 2, 154.1),
-        ("--num-layers 24 --hidden-size 2048 --micro-batch-size 16 --global-batch-size 16", 1, 237.3),
-        ("--num-layers 24 --hidden-size 2048 --micro-batch-size 32 --global-batch-size 32 --fp8-format e4m3", 1, 325.6),
+        (
+            "--num-layers 24 --hidden-size 1024 --micro-batch-size 32 --global-batch-size 32",
+            1,
+            148.9,
+        ),
+        (
+            "--num-layers 24 --hidden-size 1024 --micro-batch-size 32 --global-batch-size 64",
+            2,
+            154.1,
+        ),
+        (
+            "--num-layers 24 --hidden-size 2048 --micro-batch-size 16 --global-batch-size 16",
+            1,
+            237.3,
+        ),
+        (
+            "--num-layers 24 --hidden-size 2048 --micro-batch-size 32 --global-batch-size 32 --fp8-format e4m3",
+            1,
+            325.6,
+        ),
     ],
 )
 @pytest.mark.parametrize("predict", [predicted, measured])
@@ -208,10 +245,16 @@ def test_saves_are_the_bytes_of_the_native_format():
     small = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --bf16"
     config = planned(small)
     save = saving.save_time(config, 50304, H200)
-    assert save.bytes == pytest.approx(4_257_970_632, rel=1e-3)  # benchmarks/records/2026-11-22-cpu-file-sizes
+    # benchmarks/records/2026-11-22-cpu-file-sizes
+    assert save.bytes == pytest.approx(4_257_970_632, rel=1e-3)
     averaged = saving.save_time(planned(f"{small} --ema 0.999"), 50304, H200)
-    assert averaged.bytes == pytest.approx(save.bytes * 4 / 3)  # four numbers of a parameter in place of three
+    # four numbers of a parameter in place of three
+    assert averaged.bytes == pytest.approx(save.bytes * 4 / 3)
     # benchmarks/records/2026-11-22-h200-checkpoints: training waits 0.323 s, 7.5 s until saved
-    config = planned("--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --bf16")
+    config = planned(
+        "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --bf16"
+    )
     save = saving.save_time(config, 50304, H200)
-    assert save.stall == pytest.approx(0.323, rel=0.05) and save.seconds == pytest.approx(7.5, rel=0.1)
+    assert save.stall == pytest.approx(0.323, rel=0.05) and save.seconds == pytest.approx(
+        7.5, rel=0.1
+    )

@@ -38,7 +38,10 @@ def test_data_parallel_bytes_match_a_ring_counted_by_hand():
 def test_replicas_of_shards_add_their_own_sum():
     both = sent("--zero-stage 1 --num-distributed-optimizer-instances 2", 8)
     parameters = parameters_of_ranks(planned(SMALL), 128)[0]
-    assert both == {"data": pytest.approx(parameters * 6 / 2, abs=1), "replicas": pytest.approx(parameters * 2, abs=1)}
+    assert both == {
+        "data": pytest.approx(parameters * 6 / 2, abs=1),
+        "replicas": pytest.approx(parameters * 2, abs=1),
+    }
 
 
 def test_the_other_dimensions_by_hand():
@@ -47,7 +50,9 @@ def test_the_other_dimensions_by_hand():
     tensor = count * (2 * (4 * layers + 2) * 3 * STREAM // 4 + loss)
     assert sent("--tensor-model-parallel-size 4", 6) == {"tensor": tensor}
     again = count * 3 * STREAM // 4 * (2 * layers + 1)
-    assert sent("--tensor-model-parallel-size 4 --sequence-parallel", 6) == {"tensor": tensor + again}
+    assert sent("--tensor-model-parallel-size 4 --sequence-parallel", 6) == {
+        "tensor": tensor + again
+    }
     # To each of the three others: its heads for this rank's tokens
     context = sent("--context-parallel-size 4", 6)
     assert context["context"] == count * 2 * 4 * layers * 3 * (STREAM // 16)
@@ -63,13 +68,17 @@ class Counted:
     """Bytes that this rank's collectives and messages send in a ring, by name of the group."""
 
     def __init__(self, layout) -> None:
-        self.names = {id(group): name for name, group in layout.groups.items()} | {id(HOMES): "muon"}
+        self.names = {id(group): name for name, group in layout.groups.items()} | {
+            id(HOMES): "muon"
+        }
         self.bytes: dict[str, float] = {}
 
     def add(self, group, share: float, x) -> None:
         name = self.names.get(id(group), "world")
         part = (group.size() - 1) / group.size() if group is not None and share else 0
-        self.bytes[name] = self.bytes.get(name, 0) + (share * part if share else 1) * x.numel() * x.element_size()
+        self.bytes[name] = (
+            self.bytes.get(name, 0) + (share * part if share else 1) * x.numel() * x.element_size()
+        )
 
 
 @contextlib.contextmanager
@@ -97,7 +106,11 @@ def counting(name, trainer, step):
                 "all_to_all_single",
                 lambda out, x, *sizes, group=None: (x, group, 1) if group else (x[:0], None, 0),
             ),
-            (comm, "exchange", lambda x, sent, _, group: (x[: sum(sent) - sent[group.rank()]], HOMES, 0)),
+            (
+                comm,
+                "exchange",
+                lambda x, sent, _, group: (x[: sum(sent) - sent[group.rank()]], HOMES, 0),
+            ),
             (dist, "all_reduce", lambda x, op=None, group=None, async_op=False: (x, group, 2)),
             (dist, "isend", lambda x, to, group: (x, group, 0)),
         ]:
@@ -117,7 +130,10 @@ LAYOUTS = {
     "--world-size=2 --tensor-model-parallel-size=2 --sequence-parallel": {"tp": "tensor"},
     "--world-size=2 --tensor-model-parallel-size=2 --recompute-granularity=full": {"tp": "tensor"},
     "--world-size=2 --context-parallel-size=2": {"cp": "context"},
-    "--world-size=2 --pipeline-model-parallel-size=2": {"forward": "pipeline", "embedding": "embedding"},
+    "--world-size=2 --pipeline-model-parallel-size=2": {
+        "forward": "pipeline",
+        "embedding": "embedding",
+    },
 }
 
 
@@ -139,8 +155,13 @@ def test_predicted_bytes_of_muon_are_those_of_real_runs():
 
     Without ZeRO, where the first part of a layer may be at home more often than the others.
     """
-    for line in ("--world-size=2 --global-batch-size=4", "--world-size=2 --tensor-model-parallel-size=2"):
+    for line in (
+        "--world-size=2 --global-batch-size=4",
+        "--world-size=2 --tensor-model-parallel-size=2",
+    ):
         config = layouts.parse(f"{line} --hidden-size=128 --optimizer=muon")
-        counted = layouts.run_all({line: config}, 2, steps=1, around=counting, read=counted_bytes)[line]
+        counted = layouts.run_all({line: config}, 2, steps=1, around=counting, read=counted_bytes)[
+            line
+        ]
         sent = sum(rank.get("muon", 0) for rank in counted) / 2
         assert sent == pytest.approx(bytes_sent(config, 40)["muon"], rel=0.001), line

@@ -23,12 +23,15 @@ def documents_of(path, limit=1e9, **given):
 
 def words(number, seed=0):
     chance = random.Random(seed)
-    return "".join("abcdefgh"[chance.randrange(8)] * chance.randrange(1, 5) + " " for _ in range(number))
+    return "".join(
+        "abcdefgh"[chance.randrange(8)] * chance.randrange(1, 5) + " " for _ in range(number)
+    )
 
 
 def sides(folder):
     return [
-        [json.loads(x)["text"] for x in (folder / f"{n}.jsonl").read_text().splitlines()] for n in ("train", "held_out")
+        [json.loads(x)["text"] for x in (folder / f"{n}.jsonl").read_text().splitlines()]
+        for n in ("train", "held_out")
     ]
 
 
@@ -38,8 +41,13 @@ def test_one_twentieth_is_held_out_and_never_trained_on(tmp_path):
     train, held_out = sides(tmp_path)
     assert sorted(train + held_out) == sorted(texts) and 20 < len(held_out) < 90
     assert facts.documents == 1000 and facts.wide == 0
-    assert (facts.train_parts, facts.held_out_parts) == (len(train), len(held_out)) and "cut" not in facts.describe()
-    assert (facts.train_bytes, facts.held_out_bytes) == tuple(sum(map(len, side)) for side in (train, held_out))
+    assert (facts.train_parts, facts.held_out_parts) == (
+        len(train),
+        len(held_out),
+    ) and "cut" not in facts.describe()
+    assert (facts.train_bytes, facts.held_out_bytes) == tuple(
+        sum(map(len, side)) for side in (train, held_out)
+    )
     before = held_out
     collect.collect(reversed(texts), tmp_path)
     assert sorted(sides(tmp_path)[1]) == sorted(before)  # depends on the text alone
@@ -49,17 +57,23 @@ def test_one_long_document_is_cut_at_paragraphs(tmp_path):
     long = "\n\n".join(words(50, seed) for seed in range(2000))
     facts = collect.collect([long], tmp_path)
     train, held_out = sides(tmp_path)
-    assert 0.04 < len("".join(held_out)) / len(long) < 0.07 and all(part.endswith(" \n\n") for part in train[:-1])
+    assert 0.04 < len("".join(held_out)) / len(long) < 0.07 and all(
+        part.endswith(" \n\n") for part in train[:-1]
+    )
     assert len("".join(train + held_out)) == len(long)
     parts = len(train) + len(held_out)
-    assert facts.describe().startswith(f"1 document, cut into {parts} parts: {len(train)} to learn from (")
+    assert facts.describe().startswith(
+        f"1 document, cut into {parts} parts: {len(train)} to learn from ("
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_some_of_a_large_text_in_few_parts_is_held_out(tmp_path, monkeypatch, seed):
     """Two hundred large parts, of which two in a thousand are to be held out."""
     monkeypatch.setattr(collect, "LONGEST_PART", 400)
-    facts = collect.collect([words(130, 1000 * seed + n) for n in range(200)], tmp_path, expected=1e8)
+    facts = collect.collect(
+        [words(130, 1000 * seed + n) for n in range(200)], tmp_path, expected=1e8
+    )
     assert 1 <= facts.held_out_parts < 4 and len(sides(tmp_path)[1]) == facts.held_out_parts
 
 
@@ -98,10 +112,17 @@ def test_more_text_than_the_limit_is_sampled_from_everywhere(tmp_path, monkeypat
     assert sum(1 for _ in everything) == 8000 and not everything.is_sample
     documents = documents_of(file, 4_000_000)
     numbers = [int(one.split()[0]) for one in documents]
-    assert documents.is_sample and 1500 < len(numbers) < 6500 and min(numbers) < 1000 and max(numbers) > 7000
+    assert (
+        documents.is_sample
+        and 1500 < len(numbers) < 6500
+        and min(numbers) < 1000
+        and max(numbers) > 7000
+    )
 
 
-@pytest.mark.parametrize("name", ["one.txt", "one.txt.zst", "one.jsonl", "two/long.jsonl", "two/long.txt"])
+@pytest.mark.parametrize(
+    "name", ["one.txt", "one.txt.zst", "one.jsonl", "two/long.jsonl", "two/long.txt"]
+)
 def test_a_document_larger_than_the_limit_is_cut(tmp_path, monkeypatch, name):
     """Parts of it are drawn, from everywhere in it, whether it is the only one or not."""
     monkeypatch.setattr(limits, "PIECE", 1 << 16)
@@ -109,7 +130,9 @@ def test_a_document_larger_than_the_limit_is_cut(tmp_path, monkeypatch, name):
     file = tmp_path / name
     file.parent.mkdir(exist_ok=True)
     content = json.dumps({"text": text}) if name.endswith(".jsonl") else text
-    file.write_bytes(zstandard.compress(content.encode()) if name.endswith(".zst") else content.encode())
+    file.write_bytes(
+        zstandard.compress(content.encode()) if name.endswith(".zst") else content.encode()
+    )
     if file.parent != tmp_path:
         (file.parent / "short.md").write_text("short")
     limit = min(len(text), file.stat().st_size) // 5
@@ -168,9 +191,13 @@ def test_documents_of_archives_are_named(tmp_path):
             pack.writestr(f"{n}.md", "old " * 100)
     documents = documents_of(tmp_path)
     (tmp_path / "out").mkdir()
-    facts = dataclasses.replace(collect.collect(documents, tmp_path / "out"), archives=documents.archives)
+    facts = dataclasses.replace(
+        collect.collect(documents, tmp_path / "out"), archives=documents.archives
+    )
     assert facts.describe().startswith("33 documents, 3 of them from 1 archive (old-version.zip): ")
-    assert list(documents.inputs.opened()) == [f"{tmp_path}: 31 files, 1 of them an archive (old-version.zip)"]
+    assert list(documents.inputs.opened()) == [
+        f"{tmp_path}: 31 files, 1 of them an archive (old-version.zip)"
+    ]
 
 
 def test_a_folder_with_patterns(tmp_path):
@@ -211,5 +238,8 @@ def test_text_that_is_not_utf8_is_the_reason(tmp_path):
 
 def test_a_text_of_equal_parts_is_refused(tmp_path):
     """Parts with the same text are all on one side."""
-    with pytest.raises(UserError, match="all parts of the text are the same, so none can be held out; give other text"):
+    with pytest.raises(
+        UserError,
+        match="all parts of the text are the same, so none can be held out; give other text",
+    ):
         collect.collect(["a\n" * 100_000], tmp_path)

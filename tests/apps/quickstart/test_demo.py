@@ -22,7 +22,9 @@ def library(tmp_path, monkeypatch):
     folder = tmp_path / "lib/python3"
     for name in (*(f"p/m{n}.py" for n in range(30)), "test/test_x.py", "site-packages/y.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("".join(f"def {name[-6:-3]}{n}(self):\n    return {n}\n\n" for n in range(40)))
+        (folder / name).write_text(
+            "".join(f"def {name[-6:-3]}{n}(self):\n    return {n}\n\n" for n in range(40))
+        )
     (folder / "p/notes.txt").write_text("no Python")
     monkeypatch.setattr(demo.sysconfig, "get_path", lambda name: str(folder))
     monkeypatch.setattr(plan, "SIZES", [Size(1, 16, 2, 16, 4, 1e-2)])
@@ -38,7 +40,8 @@ def test_tour(library, tmp_path, capfd, monkeypatch):
     def interrupt(line):
         raise KeyboardInterrupt
 
-    argv = ["demo", "my demo", "--minutes", "0.05", "--device", "cpu"]  # the commands must be quoted
+    # the commands must be quoted
+    argv = ["demo", "my demo", "--minutes", "0.05", "--device", "cpu"]
     with monkeypatch.context() as m:
         m.setattr(tour, "TrainingLines", lambda: interrupt)
         assert main(argv) == 130
@@ -56,7 +59,9 @@ def test_tour(library, tmp_path, capfd, monkeypatch):
     assert "bits per byte: this GPT" in out and "report.html" in out
     assert out.count("$ meshwright generate ") == 3 and "\n  for name in" in out
     texts = [
-        json.loads(x)["text"] for n in ("train", "held_out") for x in (folder / f"{n}.jsonl").read_text().splitlines()
+        json.loads(x)["text"]
+        for n in ("train", "held_out")
+        for x in (folder / f"{n}.jsonl").read_text().splitlines()
     ]
     assert len(texts) >= 30 and not any("test_x" in text or "no Python" in text for text in texts)
 
@@ -65,7 +70,11 @@ def test_tour(library, tmp_path, capfd, monkeypatch):
     assert [c[0] for c in last] == ["chat", "report", "inspect", "convert", "quickstart", "train"]
     assert main(last[1]) == 0 and main(last[2]) == 0
     c = flags.parse_settings(TrainConfig, last[-1][1:], "meshwright train").config
-    assert (c.model.num_layers, c.training.global_batch_size, c.checkpoint.load) == (24, 512, "gpt2-345m")
+    assert (c.model.num_layers, c.training.global_batch_size, c.checkpoint.load) == (
+        24,
+        512,
+        "gpt2-345m",
+    )
     assert main(argv) == 0 and "already done" in capfd.readouterr().out
 
 
@@ -81,7 +90,12 @@ def test_it_adapts_to_the_machine_as_quickstart_does(library, monkeypatch):
     monkeypatch.setattr(start, "make_model", lambda *given: made.append(given))
     assert main(["demo", "--minutes", "7", "--device", "cpu"]) == 0
     tour, documents, _, deadline, showing = made[0]
-    assert tour.device == "cpu" and deadline.minutes == 7 and showing.resumes and len(list(documents)) == 30
+    assert (
+        tour.device == "cpu"
+        and deadline.minutes == 7
+        and showing.resumes
+        and len(list(documents)) == 30
+    )
 
 
 @pytest.mark.parametrize("steps, begun, stops", [(100, False, True), (100, True, False)])
@@ -136,10 +150,14 @@ def test_a_python_without_its_library(library, capsys):
     assert "has 18 usable .py files, but 20 are needed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("ours, verdict", [(0.1, "the GPT is better"), (7.9, "the trigram is better")])
+@pytest.mark.parametrize(
+    "ours, verdict", [(0.1, "the GPT is better"), (7.9, "the trigram is better")]
+)
 def test_the_verdict_is_honest(tmp_path, capsys, ours, verdict):
     for name in ("train", "held_out"):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": "the cat sat on the mat. "}) + "\n")
+        (tmp_path / f"{name}.jsonl").write_text(
+            json.dumps({"text": "the cat sat on the mat. "}) + "\n"
+        )
     compare_with_trigram(ours, tmp_path / "train.jsonl", tmp_path / "held_out.jsonl")
     out = capsys.readouterr().out
     assert verdict in out and f"{ours:.3f}" in out
@@ -148,6 +166,7 @@ def test_the_verdict_is_honest(tmp_path, capsys, ours, verdict):
 def test_a_command_that_fails_ends_the_tour_with_its_status(tmp_path, capfd):
     with pytest.raises(UserError, match="no-such-file does not exist") as caught:
         shell.call(
-            tmp_path / "log", ["train-tokenizer", "--input", "no-such-file", "--vocab-size", "300", "--output", "x"]
+            tmp_path / "log",
+            ["train-tokenizer", "--input", "no-such-file", "--vocab-size", "300", "--output", "x"],
         )
     assert caught.value.status == BAD_DATA

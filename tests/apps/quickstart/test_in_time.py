@@ -47,7 +47,11 @@ class Machine(tour.Tour):
 
     def train_steps(self, argv, stop, is_run):
         steps, interval = number_of(argv, "--train-iters"), number_of(argv, "--log-interval")
-        every, checked = (number_of(argv, f"--eval-{name}") for name in ("interval", "iters")) if is_run else (1, 0)
+        every, checked = (
+            (number_of(argv, f"--eval-{name}") for name in ("interval", "iters"))
+            if is_run
+            else (1, 0)
+        )
         first = self.iteration if is_run else 0
         if is_run:
             self.trained.append(argv)
@@ -83,7 +87,11 @@ def train_on_machine(tmp_path, monkeypatch, minutes, slowness):
     text = CollectedText(100, 8_000_000, 200_000, held_out_parts=PARTS)
     monkeypatch.setattr(own_text, "read_own_text", lambda *given: machine.work(2) or text)
     monkeypatch.setattr(own_text, "vocabulary_size", lambda tour: 2048)
-    monkeypatch.setattr(own_text, "expected_speed", lambda tour, vocab, profile, room, size: size.cost(vocab) ** -0.7)
+    monkeypatch.setattr(
+        own_text,
+        "expected_speed",
+        lambda tour, vocab, profile, room, size: size.cost(vocab) ** -0.7,
+    )
     monkeypatch.setattr(own_text.devices, "multiplies_bf16_fast", lambda: False)
     monkeypatch.setattr(own_text, "prompt_from", lambda file: "The")
     progress = TourProgress(tmp_path / "progress", {})
@@ -94,7 +102,9 @@ def train_on_machine(tmp_path, monkeypatch, minutes, slowness):
 
 def change(*pace):
     """Return a slowness that changes at shares of the minutes: pairs of an end and a factor."""
-    return lambda minutes: lambda now: next((slow for end, slow in pace if now < end * 60 * minutes), pace[-1][1])
+    return lambda minutes: (
+        lambda now: next((slow for end, slow in pace if now < end * 60 * minutes), pace[-1][1])
+    )
 
 
 @pytest.mark.parametrize("minutes", [2, 3, 10])
@@ -119,7 +129,10 @@ def test_it_ends_in_time(tmp_path, monkeypatch, minutes, slowness, lengths):
     assert machine.iteration == number_of(last, "--train-iters")
     schedule = build_schedule(parse_settings(TrainConfig, last, "train", check=False).config)
     assert schedule.lr(machine.iteration * number_of(last, "--micro-batch-size")) == schedule.min_lr
-    assert schedule.lr(0.9 * machine.iteration * number_of(last, "--micro-batch-size")) > schedule.min_lr
+    assert (
+        schedule.lr(0.9 * machine.iteration * number_of(last, "--micro-batch-size"))
+        > schedule.min_lr
+    )
 
 
 def test_a_machine_that_becomes_slow_near_the_end_takes_no_step_too_many(tmp_path, monkeypatch):
@@ -149,7 +162,9 @@ def test_the_share_of_the_held_out_text_that_is_scored(monkeypatch, now, slower,
 def test_the_scores_of_few_parts_are_of_the_same_parts(tmp_path, monkeypatch, capsys):
     trip, called = tour.Tour(tmp_path, "log", "cpu"), []
     for name, texts in {"train": ["abcabc " * 9], "held_out": ["abcabc", "xyz" * 99]}.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        )
     monkeypatch.setattr(trip, "call", lambda *argv: called.append(argv) or "bits per byte 1.5")
     (_, of_one), (_, of_all) = trip.evaluate(1), trip.evaluate()
     assert "--limit 1" in " ".join(called[0]) and "--limit" not in called[1]
@@ -160,7 +175,8 @@ def test_the_scores_of_few_parts_are_of_the_same_parts(tmp_path, monkeypatch, ca
 @pytest.mark.parametrize(
     "at, pace, begun, most, expected",
     [
-        (100, 0.1, 0, 9999, 1000),  # as planned: 900 steps of 0.1 s are to come, and validations of 3 s
+        # as planned: 900 steps of 0.1 s are to come, and validations of 3 s
+        (100, 0.1, 0, 9999, 1000),
         (100, 0.3, 0, 9999, 100 + 225),  # 103 s less three times as long a start and what follows
         (900, 0.1, -86, 9999, 1000),  # so late that a start takes as long as what is left
         (100, 0.05, 0, 9999, 100 + 1887),  # faster
@@ -179,11 +195,18 @@ def test_the_length_that_ends_in_time(monkeypatch, at, pace, begun, most, expect
 
 
 def test_one_odd_interval_changes_nothing():
-    watch = own_text.PaceWatch({"command": ["train", "--train-iters", "1000"], "most": 9999}, deadline_of(100), False)
+    watch = own_text.PaceWatch(
+        {"command": ["train", "--train-iters", "1000"], "most": 9999}, deadline_of(100), False
+    )
     paces = [9.0, 0.1, 0.5, 0.1, 0.5, 0.1, 0.5, 0.5]
     reasons = [watch.stop(LoggedInterval(10 * n, 1000, pace, 1)) for n, pace in enumerate(paces, 1)]
-    assert reasons[:-1] == [None] * 7 and reasons[-1].startswith("a step takes 500 ms now: it saves and goes on, to ")
-    assert number_of(watch.next_command, "--train-iters") < 1000 and own_text.NEW_LENGTH in watch.next_command
+    assert reasons[:-1] == [None] * 7 and reasons[-1].startswith(
+        "a step takes 500 ms now: it saves and goes on, to "
+    )
+    assert (
+        number_of(watch.next_command, "--train-iters") < 1000
+        and own_text.NEW_LENGTH in watch.next_command
+    )
 
 
 def test_a_pace_is_measured_as_long_as_a_start_takes():
@@ -201,5 +224,7 @@ def deadline_of(seconds, start=1.0):
 
 
 def test_less_than_a_minute_is_not_corrected():
-    watch = own_text.PaceWatch({"command": ["train", "--train-iters", "1000"], "most": 9999}, deadline_of(30), False)
+    watch = own_text.PaceWatch(
+        {"command": ["train", "--train-iters", "1000"], "most": 9999}, deadline_of(30), False
+    )
     assert [watch.stop(LoggedInterval(10 * n, 1000, 0.5, 1)) for n in range(1, 9)] == [None] * 8

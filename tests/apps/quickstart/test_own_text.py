@@ -47,14 +47,29 @@ def test_from_text_to_a_model(text, tmp_path, capfd):
     folder = tmp_path / "my notes-model"
     for n in range(1, 8):
         assert f"\n{n}. " in out
-    assert "Opening" not in out and "Vocab size" not in out and "\n  wrote " in out and "SIGTERM" not in out
-    assert "this is little text" in out and "bits per byte: this GPT" in out and "report.html" in out
+    assert (
+        "Opening" not in out
+        and "Vocab size" not in out
+        and "\n  wrote " in out
+        and "SIGTERM" not in out
+    )
+    assert (
+        "this is little text" in out and "bits per byte: this GPT" in out and "report.html" in out
+    )
     assert (folder / "run/report.html").is_file() and (folder / "quickstart.log").is_file()
 
     # It prints the commands that it runs: they work when pasted.
-    commands = [shlex.split(line)[2:] for line in out.splitlines() if line.startswith("$ meshwright ")]
+    commands = [
+        shlex.split(line)[2:] for line in out.splitlines() if line.startswith("$ meshwright ")
+    ]
     names = [c[0] for c in commands]
-    assert names == ["train-tokenizer", *2 * ["preprocess"], *2 * ["train"], "evaluate", *2 * ["generate"]]
+    assert names == [
+        "train-tokenizer",
+        *2 * ["preprocess"],
+        *2 * ["train"],
+        "evaluate",
+        *2 * ["generate"],
+    ]
     assert "--greedy" in commands[-2] and main(commands[-3]) == 0
     last = [shlex.split(line)[1:] for line in out.splitlines() if line.startswith("  meshwright ")]
     assert [c[0] for c in last] == ["chat", "report", "inspect", "convert"]
@@ -64,8 +79,15 @@ def test_from_text_to_a_model(text, tmp_path, capfd):
     before = (folder / "quickstart.log").read_bytes()
     assert quickstart_of(text) == 0
     out = capfd.readouterr().out
-    assert "already done" in out and "bits per byte" in out and "$ meshwright" not in out and "--overwrite" in out
-    assert [shlex.split(line)[1:] for line in out.splitlines() if line.startswith("  meshwright ")] == last
+    assert (
+        "already done" in out
+        and "bits per byte" in out
+        and "$ meshwright" not in out
+        and "--overwrite" in out
+    )
+    assert [
+        shlex.split(line)[1:] for line in out.splitlines() if line.startswith("  meshwright ")
+    ] == last
     assert (folder / "quickstart.log").read_bytes() == before and not (folder / "run-1").exists()
 
 
@@ -82,7 +104,9 @@ def test_after_ctrl_c_the_same_command_goes_on(text, tmp_path, capfd, monkeypatc
     assert again[:3] == ["meshwright", "quickstart", text]
     assert main(again[1:]) == 0
     out = capfd.readouterr().out
-    assert "going on" in out and "train-tokenizer" not in out and out.count("$ meshwright train ") == 1
+    assert (
+        "going on" in out and "train-tokenizer" not in out and out.count("$ meshwright train ") == 1
+    )
     # More minutes continue the model, which keeps what it has learnt.
     before = last_step(tmp_path / "out/run")
     assert main([*again[1:], "--minutes", "0.2"]) == 0
@@ -107,7 +131,8 @@ def last_step(run):
 @pytest.mark.parametrize(
     "tokens, seconds, steps",
     [
-        (10**6, 60, 200 + 460),  # at 0.1 s a step, with 10 s to start and to evaluate, and validations
+        # at 0.1 s a step, with 10 s to start and to evaluate, and validations
+        (10**6, 60, 200 + 460),
         (64 * 40, 60, 480),  # twelve readings of the text
         (64 * 10, 60, None),  # which it had
         (10**6, 1, 200 + 20),
@@ -120,7 +145,17 @@ def test_more_minutes_continue_the_model(tmp_path, monkeypatch, capsys, tokens, 
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     progress = TourProgress(tmp_path / "progress", {"minutes": 1})
-    command = ["train", "--seq-length", "16", "--micro-batch-size", "4", "--train-iters", "200", "--save", "run"]
+    command = [
+        "train",
+        "--seq-length",
+        "16",
+        "--micro-batch-size",
+        "4",
+        "--train-iters",
+        "200",
+        "--save",
+        "run",
+    ]
     progress.done["training tokens"] = tokens
     progress.finish("plan", {"command": command, "most": 999, "start": 4, "after": 6})
     progress.finish("bits per byte", (2, 3))
@@ -128,7 +163,9 @@ def test_more_minutes_continue_the_model(tmp_path, monkeypatch, capsys, tokens, 
     progress = TourProgress(tmp_path / "progress", {"minutes": 1 + seconds / 60})
     assert progress.resume()
     deadline = own_text.Deadline(1 + seconds / 60, began=0.0)
-    assert own_text.train_longer(tour.Tour(tmp_path, "log", "cpu"), progress, deadline) == (steps is not None)
+    assert own_text.train_longer(tour.Tour(tmp_path, "log", "cpu"), progress, deadline) == (
+        steps is not None
+    )
     if steps is None:
         assert "would only teach it by heart" in capsys.readouterr().out and "end" in progress.done
         return
@@ -151,7 +188,10 @@ def test_a_failed_attempt_leaves_nothing_behind(text, tmp_path, monkeypatch):
         raise UserError("no memory", BAD_DATA)
 
     monkeypatch.setattr(start, "make_model", fail)
-    assert quickstart_of(text) == BAD_DATA and (tmp_path / "my notes-model/.meshwright-quickstart").is_file()
+    assert (
+        quickstart_of(text) == BAD_DATA
+        and (tmp_path / "my notes-model/.meshwright-quickstart").is_file()
+    )
 
 
 def test_validation_is_drawn_from_all_files(tmp_path):
@@ -169,7 +209,10 @@ def test_validation_is_drawn_from_all_files(tmp_path):
     t.call = lambda *argv, **how: calls.append(argv)
     with pytest.raises(UserError):  # nothing is written
         t.tokenize()
-    assert [argv[argv.index("--output-prefix") + 1] for argv in calls] == [f"{tmp_path}/train", f"{tmp_path}/held_out"]
+    assert [argv[argv.index("--output-prefix") + 1] for argv in calls] == [
+        f"{tmp_path}/train",
+        f"{tmp_path}/held_out",
+    ]
 
 
 def test_what_a_finished_quickstart_holds_is_not_replaced(text, tmp_path, monkeypatch, capsys):
@@ -190,8 +233,14 @@ def test_what_a_finished_quickstart_holds_is_not_replaced(text, tmp_path, monkey
     assert quickstart_of(text, "--output", "out", "--minutes", "0.01") == LOCKED
     assert "other settings: --minutes was 0.05, not 0.01; --overwrite" in capsys.readouterr().err
     (tmp_path / "b.txt").write_text("other text")
-    assert main(["quickstart", "b.txt", "--minutes", "0.05", "--output", "out", "--device", "cpu"]) == LOCKED
-    assert f"the text was {tmp_path / text}, not {tmp_path / 'b.txt'}; --overwrite" in capsys.readouterr().err
+    assert (
+        main(["quickstart", "b.txt", "--minutes", "0.05", "--output", "out", "--device", "cpu"])
+        == LOCKED
+    )
+    assert (
+        f"the text was {tmp_path / text}, not {tmp_path / 'b.txt'}; --overwrite"
+        in capsys.readouterr().err
+    )
     with open(text, "a") as file:
         file.write('{"text": "one more"}\n')
     assert quickstart_of(text, "--output", "out") == LOCKED and len(made) == 2
@@ -255,7 +304,9 @@ def test_a_trial_ends_in_time(monkeypatch, capsys, start, seconds, steps, speed,
         (0.5, True, [1000], [], 1),  # no time for a second trial
     ],
 )
-def test_the_faster_precision_of_a_cpu_is_chosen(monkeypatch, capsys, minutes, fast, speeds, chosen, tried):
+def test_the_faster_precision_of_a_cpu_is_chosen(
+    monkeypatch, capsys, minutes, fast, speeds, chosen, tried
+):
     trials = []
 
     def measure(tour, size, most, how, accelerator=False):
@@ -284,13 +335,21 @@ def test_a_slow_trial_leaves_no_time_for_another(monkeypatch, capsys):
     monkeypatch.setattr(own_text, "measure_speed", measure)
     monkeypatch.setattr(own_text, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(own_text.devices, "multiplies_bf16_fast", lambda: True)
-    how, _ = own_text.choose_precision(None, plan.SIZES[0], own_text.Deadline(2, began=0.0), accelerator=False)
-    assert how == [] and trials == [[]] and "precision: fp32; its trial took 50 s" in capsys.readouterr().out
+    how, _ = own_text.choose_precision(
+        None, plan.SIZES[0], own_text.Deadline(2, began=0.0), accelerator=False
+    )
+    assert (
+        how == []
+        and trials == [[]]
+        and "precision: fp32; its trial took 50 s" in capsys.readouterr().out
+    )
 
 
 def test_an_accelerator_computes_in_bf16_without_a_choice(monkeypatch):
     given = []
-    monkeypatch.setattr(own_text, "measure_speed", lambda *how: given.append(how) or (1.0, 1.0, 1.0))
+    monkeypatch.setattr(
+        own_text, "measure_speed", lambda *how: given.append(how) or (1.0, 1.0, 1.0)
+    )
     how, _ = own_text.choose_precision(None, plan.SIZES[0], own_text.Deadline(10), accelerator=True)
     assert how == ["--bf16"] and len(given) == 1 and given[0][-1] is True
 
@@ -311,7 +370,9 @@ def test_too_few_minutes_are_said_before_the_training(monkeypatch, capsys, minut
     monkeypatch.setattr(own_text, "expected_speed", lambda *given: 1.0)
     monkeypatch.setattr(own_text.devices, "multiplies_bf16_fast", lambda: False)
     text = collect.CollectedText(100, 10**6, 50_000)
-    own_text.choose_training(trial, text, 300_000, own_text.Deadline(minutes, began=0.0), accelerator=False)
+    own_text.choose_training(
+        trial, text, 300_000, own_text.Deadline(minutes, began=0.0), accelerator=False
+    )
     out = capsys.readouterr().out
     assert ("too few for a useful model" in out) == (enough is not None)
     assert f"--minutes {enough} would do" in out or not enough
@@ -333,8 +394,12 @@ def test_the_plan_compares_sizes(tmp_path):
     assert plan.trial_size(10**9, True, none, 1e6) == grown[0]
 
 
-@pytest.mark.parametrize("place, part", [("apps.plan.prediction:", "apps/plan"), ("apps.evaluate.", "apps/evaluate")])
-def test_an_app_that_is_missing_is_named_before_the_work(text, tmp_path, monkeypatch, capsys, place, part):
+@pytest.mark.parametrize(
+    "place, part", [("apps.plan.prediction:", "apps/plan"), ("apps.evaluate.", "apps/evaluate")]
+)
+def test_an_app_that_is_missing_is_named_before_the_work(
+    text, tmp_path, monkeypatch, capsys, place, part
+):
     is_there = registry.is_there
     monkeypatch.setattr(registry, "is_there", lambda name: place not in name and is_there(name))
     assert quickstart_of(text) == UNAVAILABLE
@@ -348,7 +413,9 @@ def test_another_package_may_predict(tmp_path, monkeypatch):
     said = SimpleNamespace(need=10, tokens_per_second=7.0)
     monkeypatch.setattr(registry, "_ours", lambda: {})
     monkeypatch.setattr(registry, "_others", lambda: {"apps": {"predict": "stranger:predict"}})
-    monkeypatch.setitem(sys.modules, "stranger", SimpleNamespace(predict=lambda config, profile, vocabulary: said))
+    monkeypatch.setitem(
+        sys.modules, "stranger", SimpleNamespace(predict=lambda config, profile, vocabulary: said)
+    )
     expected = functools.partial(own_text.expected_speed, made, 1024, own_text.load_profile("h100"))
     assert expected(11.0, plan.SIZES[-1]) == 7.0 and expected(9.0, plan.SIZES[-1]) == 0.0
 
@@ -361,10 +428,14 @@ def test_what_is_passed_over_is_said(tmp_path, capsys):
     documents = InputDocuments(TextInputs(input=[str(tmp_path)]), 1e9)
     (tmp_path / "out").mkdir()
     own_text.read_own_text(
-        tour.Tour(tmp_path / "out", "log", "cpu"), documents, TourProgress(tmp_path / "progress", {})
+        tour.Tour(tmp_path / "out", "log", "cpu"),
+        documents,
+        TourProgress(tmp_path / "progress", {}),
     )
     out = capsys.readouterr().out
-    assert "passed over 2 files: 1 binary, 1 with other suffixes (.css); choose with --include" in out
+    assert (
+        "passed over 2 files: 1 binary, 1 with other suffixes (.css); choose with --include" in out
+    )
     assert "30 documents: 2" in out and " to learn from (" in out and " held out (" in out
 
 
@@ -385,11 +456,16 @@ def test_the_fewest_steps_are_explained():
     machine = plan.MeasuredSpeed(plan.SIZES[0], 1000.0, lambda size: 1.0)
     planned = plan.plan_training(10**6, machine, 3)
     said = own_text.describe_plan(planned, machine, 10**6, 512, 3)[1]
-    assert said.endswith("the fewest that make a run: they take about 20 s, and about 3 s are left for it")
+    assert said.endswith(
+        "the fewest that make a run: they take about 20 s, and about 3 s are left for it"
+    )
 
 
 def test_the_lines_of_a_training_say_each_thing_once():
-    shorten, step = shell.TrainingLines(), " iteration {}/ 20 | elapsed time per iteration (ms): 9.0 | lm loss: 5 "
+    shorten, step = (
+        shell.TrainingLines(),
+        " iteration {}/ 20 | elapsed time per iteration (ms): 9.0 | lm loss: 5 ",
+    )
     step += "| tokens per second: 10 | ETA: 1s"
     check, saved = (
         " validation loss at {} | lm loss value: 5.6E+00 | ",
@@ -408,7 +484,8 @@ def test_the_lines_of_a_training_say_each_thing_once():
 
 
 def test_the_environment_does_not_change_the_lines_that_are_read(monkeypatch):
-    monkeypatch.setenv("MESHWRIGHT_LOG_FORMAT", "short")  # no times in it: the trial's speed was infinite
+    # no times in it: the trial's speed was infinite
+    monkeypatch.setenv("MESHWRIGHT_LOG_FORMAT", "short")
     assert shell.environment()["MESHWRIGHT_LOG_FORMAT"] == "megatron"
 
 
@@ -435,11 +512,17 @@ def test_bad_inputs(text, tmp_path, capsys):
     (tmp_path / "tiny.jsonl").write_text('{"text": "three words only"}\n')
     assert quickstart_of("tiny.jsonl") == BAD_DATA
     err = capsys.readouterr().err
-    assert "16 bytes of text are too few to learn from; give at least 20,000, better some millions" in err
+    assert (
+        "16 bytes of text are too few to learn from; give at least 20,000, better some millions"
+        in err
+    )
     assert quickstart_of("nowhere") == BAD_DATA and not (tmp_path / "nowhere-model").exists()
     (tmp_path / "full").mkdir()
     (tmp_path / "full/thesis.txt").write_text("three years")
-    assert quickstart_of(text, "--output", "full") == LOCKED and quickstart_of(text, "--output", text) == LOCKED
+    assert (
+        quickstart_of(text, "--output", "full") == LOCKED
+        and quickstart_of(text, "--output", text) == LOCKED
+    )
     assert [p.name for p in (tmp_path / "full").iterdir()] == ["thesis.txt"]
 
 
@@ -460,17 +543,25 @@ def test_no_shell_and_no_command_takes_the_folder_for_something_else(text, folde
 @pytest.mark.parametrize(
     "texts, prompt",
     [
-        (["# Title\n- A line that is long enough to begin with"], "A line that is long enough to begin"),
+        (
+            ["# Title\n- A line that is long enough to begin with"],
+            "A line that is long enough to begin",
+        ),
         (["春眠不觉晓\n处处闻啼鸟，夜来风雨声\n"], "处处闻啼鸟，夜来风雨声"),
         (["\n---\n"], "The"),
     ],
 )
 def test_a_prompt_from_the_text(tmp_path, texts, prompt):
-    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "held_out.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
     assert tour.prompt_from(tmp_path / "held_out.jsonl") == prompt
 
 
 def test_a_setting_that_was_not_given_before_is_said_to_be_new():
     assert describe_changes({}, {"encoding": "gb18030"}) == "no --encoding was given, now gb18030"
-    assert describe_changes({"include": []}, {"include": ["*.md"]}) == "no --include was given, now *.md"
+    assert (
+        describe_changes({"include": []}, {"include": ["*.md"]})
+        == "no --include was given, now *.md"
+    )
     assert describe_changes({"encoding": "big5"}, {}) == "--encoding was big5, now none is given"

@@ -61,16 +61,30 @@ def test_a_slow_machine_makes_a_few_steps():
 def test_the_trial_fits_text_time_and_plan():
     """On an accelerator it has the size that the plan would choose."""
     fast, slow = (lambda size, factor=factor: factor * expected(size) for factor in (1e12, 1e9))
-    assert plan.trial_size(10**9, False, fast, 600) == SIZES[0] == plan.trial_size(1000, True, fast, 600)
+    assert (
+        plan.trial_size(10**9, False, fast, 600)
+        == SIZES[0]
+        == plan.trial_size(1000, True, fast, 600)
+    )
     assert plan.trial_size(10**9, True, fast, 600) == SIZES[5]
-    assert plan.trial_size(10**9, True, slow, 600).hidden < plan.trial_size(10**9, True, fast, 60).hidden
+    assert (
+        plan.trial_size(10**9, True, slow, 600).hidden
+        < plan.trial_size(10**9, True, fast, 60).hidden
+    )
 
 
 def test_an_accelerator_gets_larger_batches():
     """Up to 8,192 tokens, as far as the text gives enough steps."""
     small = SIZES[0]
-    assert [plan.grow(small, n).tokens for n in (300_000, 400_000, 800_000, 10**7)] == [1024, 2048, 4096, 8192]
+    assert [plan.grow(small, n).tokens for n in (300_000, 400_000, 800_000, 10**7)] == [
+        1024,
+        2048,
+        4096,
+        8192,
+    ]
     assert plan.grow(small, 10**7).lr == 2 * small.lr and plan.grow(SIZES[4], 10**9) == SIZES[4]
-    p = plan_training(900_000, MeasuredSpeed(plan.grow(small, 900_000), 300_000, expected, accelerator=True), 600)
+    p = plan_training(
+        900_000, MeasuredSpeed(plan.grow(small, 900_000), 300_000, expected, accelerator=True), 600
+    )
     assert p.size.tokens == 4096 and p.steps > plan.ENOUGH_STEPS
     assert plan_training(900_000, CPU, 600).size.tokens == 1024

@@ -45,12 +45,17 @@ def test_trigram_against_the_definition():
     for alphabet in (b"ab", b"abcdefgh ", bytes(range(256))):
         for _ in range(5):
             train = [bytes(random_.choices(alphabet, k=random_.randrange(60))) for _ in range(8)]
-            held_out = [bytes(random_.choices(alphabet + b"\0\xffz", k=random_.randrange(60))) for _ in range(4)]
+            held_out = [
+                bytes(random_.choices(alphabet + b"\0\xffz", k=random_.randrange(60)))
+                for _ in range(4)
+            ]
             got = trigram_bits_per_byte(train, held_out)
             model = WittenBell(train)
             assert got == pytest.approx(model.bits_per_byte(held_out), rel=1e-12)
             for before in (b"", train[0][:1], train[1][:2], b"qz"):
-                assert math.fsum(model.probability(before, b) for b in range(256)) == pytest.approx(1)
+                assert math.fsum(model.probability(before, b) for b in range(256)) == pytest.approx(
+                    1
+                )
 
 
 def test_trigram_limits():
@@ -63,7 +68,9 @@ def test_trigram_limits():
 
 def test_trigram_speed_and_memory():
     """Learning from 5 MB and scoring 3 MB takes seconds and bounded memory."""
-    text = b"".join(bytes(random.Random(0).choices(range(97, 123), k=99_999)) + b"\n" for _ in range(50))
+    text = b"".join(
+        bytes(random.Random(0).choices(range(97, 123), k=99_999)) + b"\n" for _ in range(50)
+    )
     tracemalloc.start()
     start = time.perf_counter()
     bits = trigram_bits_per_byte([text], [text[:3_000_000]])

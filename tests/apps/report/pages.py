@@ -7,13 +7,32 @@ import re
 
 
 def step_row(i, loss, batch=4, **more):
-    row = {"event": "step", "attempt": 1, "iteration": i, "consumed_samples": batch * i, "loss": loss}
-    row |= {"grad_norm": 0.5, "lr": 0.1 / i, "skipped": False, "ms": 10.0, "tokens_per_second": 6400.0}
+    row = {
+        "event": "step",
+        "attempt": 1,
+        "iteration": i,
+        "consumed_samples": batch * i,
+        "loss": loss,
+    }
+    row |= {
+        "grad_norm": 0.5,
+        "lr": 0.1 / i,
+        "skipped": False,
+        "ms": 10.0,
+        "tokens_per_second": 6400.0,
+    }
     return row | more
 
 
 def check_row(i, loss, name="validation"):
-    return {"event": "validation", "attempt": 1, "iteration": i, "name": name, "loss": loss, "ppl": math.exp(loss)}
+    return {
+        "event": "validation",
+        "attempt": 1,
+        "iteration": i,
+        "name": name,
+        "loss": loss,
+        "ppl": math.exp(loss),
+    }
 
 
 def page_reloads(text):
@@ -37,7 +56,9 @@ class Page(html.parser.HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         given = dict(attrs)
-        assert tag != "script" or (not given and "script" not in self.open and page_reloads(self.rawdata))
+        assert tag != "script" or (
+            not given and "script" not in self.open and page_reloads(self.rawdata)
+        )
         assert tag not in ("link", "iframe", "image", "svg")
         assert not any(name.startswith("on") or name == "href" for name in given)
         if tag == "source":  # of a narrow screen

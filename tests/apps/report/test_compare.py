@@ -48,7 +48,11 @@ def test_numbers(run, capsys):
     assert status == 0 and found["unit"] == "tokens" and found["settings"] == {}
     first, second = found["runs"]
     assert (first["name"], first["steps"], first["amount"]) == ("a", 10, 640)
-    assert (first["final_loss"], first["final_validation"], first["best_validation"]) == (2.75, 3.0, 3.0)
+    assert (first["final_loss"], first["final_validation"], first["best_validation"]) == (
+        2.75,
+        3.0,
+        3.0,
+    )
     assert (second["final_validation"], second["best_validation"]) == (3.25, 2.75)
     assert (first["tokens_per_second"], first["seconds"]) == (6400.0, pytest.approx(0.1))
     (d,) = found["differences"]
@@ -68,21 +72,33 @@ def test_numbers(run, capsys):
 
 def test_scores_of_tasks_are_compared(run, capsys):
     """The last ones; a run without a task's score has none there."""
-    scores = [{"event": "scores", "attempt": 1, "iteration": i, "scores": {"lambada/acc": i / 20}} for i in (5, 10)]
-    a, b = run("a", [*A, *scores]), run("b", [*B, {**scores[0], "scores": {"lambada/acc": 0.5, "wiki/ppl": 1234.5}}])
+    scores = [
+        {"event": "scores", "attempt": 1, "iteration": i, "scores": {"lambada/acc": i / 20}}
+        for i in (5, 10)
+    ]
+    a, b = (
+        run("a", [*A, *scores]),
+        run("b", [*B, {**scores[0], "scores": {"lambada/acc": 0.5, "wiki/ppl": 1234.5}}]),
+    )
     assert [r["scores"] for r in compared(capsys, a, b)[1]["runs"]] == [
         {"lambada/acc": 0.5},
         {"lambada/acc": 0.5, "wiki/ppl": 1234.5},
     ]
     assert main(["report", a, b]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["final", "lambada/acc", "0.5000", "0.5000"] in lines and ["final", "wiki/ppl", "-", "1,234.5000"] in lines
+    assert ["final", "lambada/acc", "0.5000", "0.5000"] in lines and [
+        "final",
+        "wiki/ppl",
+        "-",
+        "1,234.5000",
+    ] in lines
     assert "final wiki/ppl" in Page(Path(a, "compare.html").read_text()).said
 
 
 def test_mean_of_the_last_tenth_of_many(run, capsys):
     a, b = (
-        run(n, [step(i, i + (extra if i > 90 else 0)) for i in range(1, 101)]) for n, extra in (("a", 0), ("b", -0.5))
+        run(n, [step(i, i + (extra if i > 90 else 0)) for i in range(1, 101)])
+        for n, extra in (("a", 0), ("b", -0.5))
     )
     (d,) = compared(capsys, a, b)[1]["differences"]
     assert d["mean_of_last_tenth"] == -0.5 and d["largest"] == {"loss": -0.5, "iteration": 91}
@@ -100,7 +116,10 @@ def test_the_training_loss_counts_where_there_is_no_validation(run, capsys):
 
 def test_numbers_that_are_none(run, capsys):
     """Two NaNs of one iteration are equal; a NaN against a number is beyond every tolerance."""
-    a, b, c = (run(n, [step(1, 2.0), step(2, x), step(3, 1.0)]) for n, x in (("a", "nan"), ("b", "nan"), ("c", 5.0)))
+    a, b, c = (
+        run(n, [step(1, 2.0), step(2, x), step(3, 1.0)])
+        for n, x in (("a", "nan"), ("b", "nan"), ("c", 5.0))
+    )
     assert compared(capsys, a, b, "--tolerance", "0")[0] == 0
     status, found = compared(capsys, a, c, "--tolerance", "1e9")
     assert status == 1 and found["differences"][0]["largest"] == {"loss": "inf", "iteration": 2}
@@ -108,7 +127,9 @@ def test_numbers_that_are_none(run, capsys):
 
 def test_tolerance(run, capsys):
     a, b = run("a", A), run("b", B)
-    assert main(["report", a, b, "--json", "--tolerance", "0.25"]) == 0 and not capsys.readouterr().err
+    assert (
+        main(["report", a, b, "--json", "--tolerance", "0.25"]) == 0 and not capsys.readouterr().err
+    )
     assert main(["report", a, b, "--json", "--tolerance", "0.24"]) == 1
     assert "the losses differ by 0.25, more than --tolerance 0.24" in capsys.readouterr().err
     assert compared(capsys, a, a, "--tolerance", "0")[0] == 0
@@ -120,11 +141,18 @@ def test_tolerance(run, capsys):
 
 def test_the_text_of_a_comparison(run, capsys):
     common = "[data]\nseq_length = 16\n"
-    a = run("x/run", [*A, check(5, 3.5)], f'[checkpoint]\nsave = "a"\n{common}[optimizer]\nlr = 0.1\n')
-    b = run("y/run", [*B, check(5, 3.0)], f'[checkpoint]\nsave = "b"\n{common}[optimizer]\nlr = 0.2\nmin_lr = 0.1\n')
+    a = run(
+        "x/run", [*A, check(5, 3.5)], f'[checkpoint]\nsave = "a"\n{common}[optimizer]\nlr = 0.1\n'
+    )
+    b = run(
+        "y/run",
+        [*B, check(5, 3.0)],
+        f'[checkpoint]\nsave = "b"\n{common}[optimizer]\nlr = 0.2\nmin_lr = 0.1\n',
+    )
     assert main(["report", a, b]) == 0
     out = capsys.readouterr().out
-    assert out.splitlines()[0].split() == [a, b]  # the folders' names are the same, so their paths are printed
+    # the folders' names are the same, so their paths are printed
+    assert out.splitlines()[0].split() == [a, b]
     for line in (
         "steps 10 12",
         "tokens 640 768",
@@ -138,7 +166,12 @@ def test_the_text_of_a_comparison(run, capsys):
     ):
         assert line in re.sub(" +", " ", out), line
     differ = out.split("settings that differ:\n")[1].splitlines()
-    assert differ == ["  lr: 0.1 | 0.2", "  min_lr: none | 0.1", '  save: "a" | "b"', f"{a}/compare.html"]
+    assert differ == [
+        "  lr: 0.1 | 0.2",
+        "  min_lr: none | 0.1",
+        '  save: "a" | "b"',
+        f"{a}/compare.html",
+    ]
     assert main(["report", a, a]) == 0
     out = capsys.readouterr().out
     assert "none: equal to the last bit" in out and "no setting differs" in out
@@ -163,19 +196,34 @@ def test_rounding_is_no_difference(run, capsys):
 def test_page(run, tmp_path, capsys):
     evil = "<script>alert('1')</script>".replace("/", "\\")
     a = run("a" + evil, [*A, step(11, "nan"), check(5, 3.5)])
-    b = run("b", [step(i, 3 - i / 100, batch=8) for i in range(1, 101)], '[data]\nseq_length = 16\npath = "<b>"\n')
+    b = run(
+        "b",
+        [step(i, 3 - i / 100, batch=8) for i in range(1, 101)],
+        '[data]\nseq_length = 16\npath = "<b>"\n',
+    )
     target = tmp_path / "page.html"
     assert main(["report", a, b, "--output", str(target)]) == 0
     assert capsys.readouterr().out.endswith(f"{target}\n") and not list(Path(a).glob("*.html"))
     text = target.read_text()
     page = Page(text)
     assert len(page.drawings) == 3
-    for said in ("a" + evil, "b", "━ ━", "points: validation", "━━━ ●", '"<b>"', "Difference", "Learning rate"):
+    for said in (
+        "a" + evil,
+        "b",
+        "━ ━",
+        "points: validation",
+        "━━━ ●",
+        '"<b>"',
+        "Difference",
+        "Learning rate",
+    ):
         assert said in page.said, said
     assert "◆" not in page.said
     for drawing in page.drawings.values():  # b's line alone is dashed, once if it is smoothed
         assert len(re.findall(r"stroke-dasharray: [\d., ]+", drawing)) == 1
-        assert re.search(r">\s*tokens\s*<", drawing) and not re.search(r">\s*iteration\s*<", drawing)
+        assert re.search(r">\s*tokens\s*<", drawing) and not re.search(
+            r">\s*iteration\s*<", drawing
+        )
     main(["report", a, b, "--output", str(tmp_path / "again.html")])
     assert (tmp_path / "again.html").read_bytes() == target.read_bytes()
 
@@ -191,7 +239,10 @@ def test_steps_of_equal_size_are_drawn_over_iterations(run, capsys):
 def test_more_than_two_are_compared_with_the_first(run, capsys):
     folders = [run(n, [step(1, loss)]) for n, loss in (("a", 1.0), ("b", 2.0), ("c", 4.0))]
     found = compared(capsys, *folders)[1]["differences"]
-    assert [(d["runs"], d["largest"]["loss"]) for d in found] == [(["a", "b"], 1.0), (["a", "c"], 3.0)]
+    assert [(d["runs"], d["largest"]["loss"]) for d in found] == [
+        (["a", "b"], 1.0),
+        (["a", "c"], 3.0),
+    ]
 
 
 def test_many_runs(run, capsys):
@@ -200,7 +251,11 @@ def test_many_runs(run, capsys):
     later = run("later", [step(20, 1.0), check(20, 2.0)])
     assert main(["report", *folders, later]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[:2] == ["steps", "tokens"] and lines[1].split()[:3] == ["run-0", "8", "512"]
+    assert lines[0].split()[:2] == ["steps", "tokens"] and lines[1].split()[:3] == [
+        "run-0",
+        "8",
+        "512",
+    ]
     text = (Path(folders[0]) / "compare.html").read_text()
     legends = [re.findall(r"</b> ([^<]*)</span>", part) for part in text.split("<figure")[1:]]
     names = [f"run-{n}" for n in range(9)]
@@ -226,7 +281,10 @@ def test_the_best_validation_is_explained(run):
     b = run("b", [*B, check(5, 2.75), check(10, 3.25)])
     assert main(["report", a, b]) == 0
     said = Page((Path(a) / "compare.html").read_text()).said
-    assert ": Validation: the lowest loss, 3.0000, was at step 10, the last of 2: a longer training" in said
+    assert (
+        ": Validation: the lowest loss, 3.0000, was at step 10, the last of 2: a longer training"
+        in said
+    )
     assert "at step 5; the last, at step 10, is 3.2500, which is 0.5000 higher." in said
 
 
@@ -247,15 +305,29 @@ def test_the_picture_of_the_schedules_is_what_the_code_does():
     spec = importlib.util.spec_from_file_location("schedules", path)
     schedules = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(schedules)
-    assert schedules.PICTURE.read_text() == schedules.draw(), "make docs/schedules.svg anew: python docs/schedules.py"
+    assert schedules.PICTURE.read_text() == schedules.draw(), (
+        "make docs/schedules.svg anew: python docs/schedules.py"
+    )
 
 
 def test_cautions(tmp_path, capsys):
     """Steps of other sizes, and validations on other data, are noted."""
-    for name, flag in {"a": "--lr=1e-2", "b": "--global-batch-size=8", "c": "--eval-iters=2", "d": "--lr=1"}.items():
-        assert main(["train", *TINY_FLAGS, "--train-iters=3", "--run-dir", str(tmp_path / name), flag]) == 0
+    for name, flag in {
+        "a": "--lr=1e-2",
+        "b": "--global-batch-size=8",
+        "c": "--eval-iters=2",
+        "d": "--lr=1",
+    }.items():
+        assert (
+            main(["train", *TINY_FLAGS, "--train-iters=3", "--run-dir", str(tmp_path / name), flag])
+            == 0
+        )
     capsys.readouterr()
-    for name, words in (("b", "not equal tokens here"), ("c", "validated on other data (eval_iters)"), ("d", "")):
+    for name, words in (
+        ("b", "not equal tokens here"),
+        ("c", "validated on other data (eval_iters)"),
+        ("d", ""),
+    ):
         assert main(["report", str(tmp_path / "a"), str(tmp_path / name)]) == 0
         out = capsys.readouterr().out
         assert words in out and ("note:" in out) == bool(words)
@@ -265,7 +337,10 @@ def test_cautions(tmp_path, capsys):
 def test_equal_settings_are_no_difference(run, capsys):
     """A setting left open means the same as its outcome."""
     a, b = run("a", A), run("b", B)
-    for folder, text in ((a, "max_position_embeddings = 64\nffn_hidden_size = 128"), (b, "swiglu = false")):
+    for folder, text in (
+        (a, "max_position_embeddings = 64\nffn_hidden_size = 128"),
+        (b, "swiglu = false"),
+    ):
         lines = f"[model]\nhidden_size = 32\n{text}\n[data]\nseq_length = 64\n"
         Path(folder, "config.toml").write_text(lines)
     assert compared(capsys, a, b)[1]["settings"] == {}

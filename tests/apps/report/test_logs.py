@@ -81,15 +81,26 @@ def test_our_own_log(run, tmp_path, capsys):
     assert main(["report", "--logs", str(folder), "--table", "json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["runs"]
     assert row["config"] == "nl2_fp32_1x1x1_ac_mb2_gb4_1g"
-    assert row["samples_per_second"] > 0 and row["loss"] > 0 and row["ppl"] > 1 and row["tflops"] is not None
+    assert (
+        row["samples_per_second"] > 0
+        and row["loss"] > 0
+        and row["ppl"] > 1
+        and row["tflops"] is not None
+    )
 
 
 @pytest.mark.parametrize("form", ["table", "normal", "libai", "deepspeed"])
 def test_our_other_forms(run, tmp_path, form):
-    flags = ["--steps-per-print", 1, "--log-interval", 100] if form == "deepspeed" else ["--log-format", form]
+    flags = (
+        ["--steps-per-print", 1, "--log-interval", 100]
+        if form == "deepspeed"
+        else ["--log-format", form]
+    )
     got = run(*flags, "--num-layers", 1, "--eval-iters", 0, "--train-iters", 3)
     lines = got.out.splitlines()
-    (tmp_path / "a.log").write_text("\n".join(x for x in lines if not x.startswith(" iteration ")) + "\n")
+    (tmp_path / "a.log").write_text(
+        "\n".join(x for x in lines if not x.startswith(" iteration ")) + "\n"
+    )
     row = row_of(read_log(tmp_path / "a.log", "a"))
     assert row.form == {"table": "oneflow", "normal": "oneflow"}.get(form, form)
     assert row.iteration == 3 - (form == "libai") and row.lines == 2 and row.samples_per_second > 0
@@ -109,7 +120,10 @@ def test_warm_up():
         (b"", "empty"),
         (b"\n \n", "empty"),
         (bytes(range(256)) * 400, "not a text"),
-        (b"Run cmd python3\nTraceback (most recent call last):\nOSError: no " + b"x" * 200, "OSError: no xxx"),
+        (
+            b"Run cmd python3\nTraceback (most recent call last):\nOSError: no " + b"x" * 200,
+            "OSError: no xxx",
+        ),
         (DEEPSPEED[:300].encode(), "its last line: iteration      100/"),
     ],
 )
@@ -133,10 +147,15 @@ def test_odd_logs(tmp_path):
     assert file.read_text().endswith("lm loss: 6.500")
     row = row_of(read_log(file, "a"))
     assert (row.samples_per_second, row.loss, row.config) == (256.0, 7.9, "a")
-    file.write_bytes(b"  5%|#  |\r 10%|## |\r" + ENGINE.encode() + b"memory.used [MiB]\nused 12 MiB\n")
+    file.write_bytes(
+        b"  5%|#  |\r 10%|## |\r" + ENGINE.encode() + b"memory.used [MiB]\nused 12 MiB\n"
+    )
     row = row_of(read_log(file, "a"))
     assert row.iteration == 20 and row.memory_mib is None
-    file.write_text(" iteration 1/ 2 | elapsed time per iteration (ms): 0.0 | global batch size: 1..2 |\n" + NORMAL)
+    file.write_text(
+        " iteration 1/ 2 | elapsed time per iteration (ms): 0.0 | global batch size: 1..2 |\n"
+        + NORMAL
+    )
     assert row_of(read_log(file, "a")).form == "oneflow"
 
 
@@ -151,25 +170,33 @@ def test_logs_of_other_machines(tmp_path, capsys):
         (tmp_path / f"x_{NAME}_{date}.log").write_text(text)
     assert main(["report", "--logs", str(tmp_path), "--table", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [row["memory_mib"] for row in found["runs"]] == [50000.0, 34771.0] and not found["without_steps"]
+    assert [row["memory_mib"] for row in found["runs"]] == [50000.0, 34771.0] and not found[
+        "without_steps"
+    ]
     (tmp_path / f"x_{NAME}_20261122_201.log").unlink()
     assert main(["report", "--logs", str(tmp_path), "--table", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [row["memory_mib"] for row in found["runs"]] == [34771.0, 34771.0] and len(found["without_steps"]) == 1
+    assert [row["memory_mib"] for row in found["runs"]] == [34771.0, 34771.0] and len(
+        found["without_steps"]
+    ) == 1
 
 
 def test_good_logs_of_other_machines_are_no_problem(tmp_path, capsys):
     """Without nvidia-smi they have next to nothing. Failed ones and superfluous ones are named."""
     folders = [tmp_path / f"x_{NAME}_20261122_{n:09}" for n in range(3)]
-    for folder, text in zip(folders, (ENGINE, "", "Traceback (most recent call last):\nno memory\n"), strict=True):
+    for folder, text in zip(
+        folders, (ENGINE, "", "Traceback (most recent call last):\nno memory\n"), strict=True
+    ):
         folder.mkdir()
         (folder / "output.log").write_text(text)
     (tmp_path / f"x_{NAME}").mkdir()
-    (tmp_path / f"x_{NAME}/log.txt").write_text(ENGINE)  # of the same run, in the folder of all machines
+    # of the same run, in the folder of all machines
+    (tmp_path / f"x_{NAME}/log.txt").write_text(ENGINE)
     assert main(["report", "--logs", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
     assert (
-        out.count("\n") == 2 and err == f"{folders[2]}/output.log: no line of a step in it; its last line: no memory\n"
+        out.count("\n") == 2
+        and err == f"{folders[2]}/output.log: no line of a step in it; its last line: no memory\n"
     )
     (folders[2] / "output.log").write_text("")  # two for the one other machine
     assert main(["report", "--logs", str(tmp_path)]) == 0
@@ -198,7 +225,9 @@ def test_forms_of_the_table(tmp_path, capsys):
         shown[form] = capsys.readouterr().out
     assert [line.split()[0] for line in shown["text"].splitlines()] == ["config", *configs]
     assert [row["config"] for row in csv.DictReader(io.StringIO(shown["csv"]))] == configs
-    assert [line.split(" | ")[0] for line in shown["markdown"].splitlines()[2:]] == [f"| {c}" for c in configs]
+    assert [line.split(" | ")[0] for line in shown["markdown"].splitlines()[2:]] == [
+        f"| {c}" for c in configs
+    ]
     assert [row["config"] for row in json.loads(shown["json"])["runs"]] == configs
 
 
@@ -211,7 +240,11 @@ def test_picture(tmp_path, capsys, monkeypatch, ending):
     assert main(["report", "--logs", str(tmp_path), "--output", str(target)]) == 0
     assert "the first 2 of 3 logs" in capsys.readouterr().err
     data = target.read_bytes()
-    assert data.startswith(b"\x89PNG") if ending == "png" else b"samples per second" in data and b"34,771" in data
+    assert (
+        data.startswith(b"\x89PNG")
+        if ending == "png"
+        else b"samples per second" in data and b"34,771" in data
+    )
 
 
 def test_the_script(tmp_path, monkeypatch, capsys):

@@ -19,13 +19,21 @@ EVIL = "<script>alert('1')</script>"
 
 
 def start(attempt, iteration, **more):
-    row = {"event": "start", "attempt": attempt, "iteration": iteration, "time": 1.8e9, "command": ["train", EVIL]}
+    row = {
+        "event": "start",
+        "attempt": attempt,
+        "iteration": iteration,
+        "time": 1.8e9,
+        "command": ["train", EVIL],
+    }
     row |= {"parameters": 1234567, "device": "cpu" + EVIL, "dtype": "float32", "version": "0.1.0"}
     return row | more
 
 
 def step(attempt, i, loss, **more):
-    return step_row(i, loss, attempt=attempt, loss_scale=1.0, tflops=0.1, mfu=None, memory=None) | more
+    return (
+        step_row(i, loss, attempt=attempt, loss_scale=1.0, tflops=0.1, mfu=None, memory=None) | more
+    )
 
 
 def check(attempt, i, loss, name="validation"):
@@ -51,13 +59,18 @@ def run_folder(tmp_path, rows, tail=""):
     folder = tmp_path / "a run"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + tail)
-    (folder / "config.toml").write_text(f'[model]\nnum_layers = 2\n[data]\nseq_length = 16\npath = "{EVIL}"\n')
+    (folder / "config.toml").write_text(
+        f'[model]\nnum_layers = 2\n[data]\nseq_length = 16\npath = "{EVIL}"\n'
+    )
     return folder
 
 
 def test_losses_by_position_and_data_set_are_drawn(tmp_path):
     rows = [start(1, 0), *(step(1, i, 5 - i / 3) for i in range(1, 5))]
-    parts = [{"by_position": {"0": 5.0, "1": 4.0, "2-3": 3.0 - i}, "by_data": {"x/a": 2.0, "x/b": 3.5}} for i in (1, 2)]
+    parts = [
+        {"by_position": {"0": 5.0, "1": 4.0, "2-3": 3.0 - i}, "by_data": {"x/a": 2.0, "x/b": 3.5}}
+        for i in (1, 2)
+    ]
     rows += [check(1, i, 3.0) | part for i, part in zip((2, 4), parts, strict=True)]
     rows.append(rows[-1] | {"end": True})  # the last step is validated twice
     text = write_report(run_folder(tmp_path, rows)).read_text()
@@ -89,7 +102,13 @@ def test_numbers_that_are_not_finite(tmp_path, capsys):
 
 
 def test_a_later_start_undoes_what_came_after_it(tmp_path, capsys):
-    rows = [start(1, 0), *(step(1, i, 1.0) for i in range(1, 6)), check(1, 5, 0.1), start(2, 2), step(2, 3, 2.0)]
+    rows = [
+        start(1, 0),
+        *(step(1, i, 1.0) for i in range(1, 6)),
+        check(1, 5, 0.1),
+        start(2, 2),
+        step(2, 3, 2.0),
+    ]
     folder = run_folder(tmp_path, rows)
     assert [line.split()[0] for line in losses(folder, capsys)] == ["1", "2", "3"]
     assert read_history(folder).validations == []
@@ -107,7 +126,10 @@ NOT_JSON, WRONG_KIND = "it is not JSON", "a value is not of the kind that its co
     ("damage", "why"),
     [
         *((line, NOT_JSON) for line in ("garbage", "", "\0", "[" * 100_000, "\udcff")),
-        *((line, WRONG_KIND) for line in ("3", json.dumps(step(1, 2, "many")), json.dumps(step(1, 2, None)))),
+        *(
+            (line, WRONG_KIND)
+            for line in ("3", json.dumps(step(1, 2, "many")), json.dumps(step(1, 2, None)))
+        ),
         ('{"event": "step", "iteration": 2}', "'loss' is missing"),
         (json.dumps(step(1, 2, 5.0) | {"ms": "nan"}), "nan is not a time"),
         ('{"event": "start", "attempt": 2, "iteration": 2, "time": "inf"}', "inf is not a time"),
@@ -118,18 +140,28 @@ def test_any_other_damaged_line_is_an_error_that_names_it(tmp_path, capsys, dama
     folder = run_folder(tmp_path, ROWS)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     lines[2] = damage
-    (folder / "metrics.jsonl").write_bytes(("\n".join(lines) + "\n").encode(errors="surrogateescape"))
+    (folder / "metrics.jsonl").write_bytes(
+        ("\n".join(lines) + "\n").encode(errors="surrogateescape")
+    )
     assert main(["report", "--losses", str(folder)]) == 65
     said = f"metrics.jsonl:3 is not a row that a run writes: {why}; remove that line to read the others\n"
     assert said in capsys.readouterr().err
 
 
 def test_missing_folder_metrics_and_broken_settings(tmp_path, capsys):
-    assert main(["report", str(tmp_path / "none")]) == 65 and "there is no folder" in capsys.readouterr().err
-    assert main(["report", str(tmp_path)]) == 65 and "holds no metrics.jsonl" in capsys.readouterr().err
+    assert (
+        main(["report", str(tmp_path / "none")]) == 65
+        and "there is no folder" in capsys.readouterr().err
+    )
+    assert (
+        main(["report", str(tmp_path)]) == 65
+        and "holds no metrics.jsonl" in capsys.readouterr().err
+    )
     folder = run_folder(tmp_path, ROWS)
     (folder / "config.toml").write_text("[model")
-    assert main(["report", str(folder)]) == 65 and "config.toml is damaged" in capsys.readouterr().err
+    assert (
+        main(["report", str(folder)]) == 65 and "config.toml is damaged" in capsys.readouterr().err
+    )
     assert not (folder / "report.html").exists()
 
 
@@ -140,15 +172,29 @@ def test_page(tmp_path, capsys):
     assert capsys.readouterr().out == f"{folder}/report.html\n"
     text = (folder / "report.html").read_text()
     parsed = Page(text)
-    words = ["2.5000 at 3", "2027-01-15 08:00:00 UTC", "0 to 5", "3 to 6", "killed: no end recorded", EVIL]
-    words += ["all iterations done (exit status 0)", f"meshwright train --config '{folder}/config.toml'"]
+    words = [
+        "2.5000 at 3",
+        "2027-01-15 08:00:00 UTC",
+        "0 to 5",
+        "3 to 6",
+        "killed: no end recorded",
+        EVIL,
+    ]
+    words += [
+        "all iterations done (exit status 0)",
+        f"meshwright train --config '{folder}/config.toml'",
+    ]
     words += "1,234,567 3.1429 3.0000 20.09 6,400 384 resumed seq_length validation test".split()
     assert [word for word in words if word not in parsed.said] == []
     assert len(parsed.drawings) == 5 and "Peak memory" not in text
     first = (folder / "report.html").read_bytes()
     write_report(folder)
     assert (folder / "report.html").read_bytes() == first  # the same run, the same page
-    assert sorted(p.name for p in folder.iterdir()) == ["config.toml", "metrics.jsonl", "report.html"]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "config.toml",
+        "metrics.jsonl",
+        "report.html",
+    ]
 
 
 def test_a_phone_shows_labels_that_can_be_read(tmp_path):
@@ -199,7 +245,9 @@ def test_a_long_run_gives_a_small_page_and_keeps_its_spike(tmp_path):
     rows[4325]["loss"] = 99.0
     text = write_report(run_folder(tmp_path, rows)).read_text()
     assert len(text) < 400_000
-    assert "training, median of 241 steps" in text and re.search(r">\s*100\s*<", Page(text).drawings["Loss"])
+    assert "training, median of 241 steps" in text and re.search(
+        r">\s*100\s*<", Page(text).drawings["Loss"]
+    )
 
 
 def test_losses_start_without_heavy_libraries(tmp_path):
@@ -207,22 +255,40 @@ def test_losses_start_without_heavy_libraries(tmp_path):
         "import sys; from meshwright.apps.report.command import main; main(['--losses', sys.argv[1]]); "
         "assert not {'torch', 'numpy', 'matplotlib'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code, str(run_folder(tmp_path, ROWS))], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-c", code, str(run_folder(tmp_path, ROWS))],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
 
 
 def test_only_the_page_of_a_running_run_reloads_itself(tmp_path):
-    folder = run_folder(tmp_path, [start(1, 0, train_iters=100), *(step(1, i, 2.0, ms=500) for i in range(1, 11))])
+    folder = run_folder(
+        tmp_path, [start(1, 0, train_iters=100), *(step(1, i, 2.0, ms=500) for i in range(1, 11))]
+    )
     text = write_report(folder).read_text()
     said = Page(text).said
-    assert ": step 10 of 100; about 45.0 s left; updated 20" in said and "latest training loss" in said
-    assert '<progress max="100" value="10">' in text and "location.reload()" in text and 'http-equiv="refresh"' in text
+    assert (
+        ": step 10 of 100; about 45.0 s left; updated 20" in said and "latest training loss" in said
+    )
+    assert (
+        '<progress max="100" value="10">' in text
+        and "location.reload()" in text
+        and 'http-equiv="refresh"' in text
+    )
     long_ago = time.time() - PATIENCE - 1
     os.utime(folder / "metrics.jsonl", (long_ago, long_ago))
     text = write_report(folder).read_text()
-    assert "no end recorded: still running, or killed since 20" in Page(text).said and "reload" not in text
+    assert (
+        "no end recorded: still running, or killed since 20" in Page(text).said
+        and "reload" not in text
+    )
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(
-            json.dumps({"event": "end", "attempt": 1, "iteration": 10, "reason": "SIGTERM", "status": 143}) + "\n"
+            json.dumps(
+                {"event": "end", "attempt": 1, "iteration": 10, "reason": "SIGTERM", "status": 143}
+            )
+            + "\n"
         )
     text = write_report(folder).read_text()
     assert "last attempt: SIGTERM (exit status 143)" in Page(text).said
@@ -232,16 +298,34 @@ def test_only_the_page_of_a_running_run_reloads_itself(tmp_path):
 @pytest.mark.parametrize(
     "last, kept, words",
     [
-        (2.0, False, "the lowest loss, 2.0000, was at step 30, the last of 3: a longer training may lower it further."),
-        (2.51, False, "which is 0.0100 higher. The difference is within noise, since each validation reads other"),
-        (3.0, False, "(overfitting). More text, fewer steps, a lower --lr, or more dropout and weight decay help."),
+        (
+            2.0,
+            False,
+            "the lowest loss, 2.0000, was at step 30, the last of 3: a longer training may lower it further.",
+        ),
+        (
+            2.51,
+            False,
+            "which is 0.0100 higher. The difference is within noise, since each validation reads other",
+        ),
+        (
+            3.0,
+            False,
+            "(overfitting). More text, fewer steps, a lower --lr, or more dropout and weight decay help.",
+        ),
         (3.0, False, "With --keep-best, a run keeps the checkpoint of its lowest validation loss."),
         (3.0, True, "The best step is kept: run/iter_0000020."),
     ],
 )
 def test_the_best_and_the_last_validation_are_explained(tmp_path, last, kept, words):
     checks = [check(1, i, loss) for i, loss in ((10, 2.75), (20, 2.5), (30, last))]
-    end = {"event": "end", "attempt": 1, "iteration": 30, "reason": "all iterations done", "status": 0}
+    end = {
+        "event": "end",
+        "attempt": 1,
+        "iteration": 30,
+        "reason": "all iterations done",
+        "status": 0,
+    }
     folder = run_folder(tmp_path, [start(1, 0), step(1, 30, 2.0), *checks, end])
     if kept:
         (folder / "config.toml").write_text('[checkpoint]\nsave = "run"\nkeep_best = true\n')
@@ -254,7 +338,10 @@ def test_one_definition_of_each_final_figure(tmp_path, capsys):
     folder = run_folder(tmp_path, [start(1, 0), *steps, check(1, 50, 4.5), check(1, 100, 4.0)])
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(check(1, 100, 4.25) | {"end": True}) + "\n")
-        file.write(json.dumps({"event": "end", "attempt": 1, "iteration": 100, "reason": "", "status": 0}) + "\n")
+        file.write(
+            json.dumps({"event": "end", "attempt": 1, "iteration": 100, "reason": "", "status": 0})
+            + "\n"
+        )
     (folder / "config.toml").write_text("[data]\nseq_length = 16\n[logging]\nlog_interval = 4\n")
     mean = (5 - 0.96 + 5 - 0.97 + 5 - 0.98 + 5 - 1.0) / 4
     said = Page(write_report(folder).read_text()).said
@@ -272,6 +359,10 @@ def test_one_definition_of_each_final_figure(tmp_path, capsys):
 
 @pytest.mark.parametrize("losses", [["nan"], []])
 def test_the_legend_names_only_what_is_drawn(tmp_path, losses):
-    folder = run_folder(tmp_path, [start(1, 0), *(step(1, i, loss) for i, loss in enumerate(losses, 1))])
+    folder = run_folder(
+        tmp_path, [start(1, 0), *(step(1, i, loss) for i, loss in enumerate(losses, 1))]
+    )
     said = Page(write_report(folder).read_text()).said
-    assert "training" not in said.split("Learning rate")[0].split("Loss")[-1] and ("not finite" in said) == bool(losses)
+    assert "training" not in said.split("Learning rate")[0].split("Loss")[-1] and (
+        "not finite" in said
+    ) == bool(losses)

@@ -66,13 +66,19 @@ class Repeating:
                 for at, token in enumerate(request.prompt):
                     is_last = not length and at == len(request.prompt) - 1
                     scored = (None, []) if k is None or at == 0 else (LOGPROB, top(token, k))
-                    out.append(Event(row, token, *scored, "length" if is_last else None, echoed=True))
+                    out.append(
+                        Event(row, token, *scored, "length" if is_last else None, echoed=True)
+                    )
             if length:
                 token, n = request.prompt[n % len(request.prompt)], n + 1
                 text = "".join(map(chr, (request.prompt * n)[:n]))
                 finish = "stop" if token == 256 or any(s in text for s in request.stop) else None
                 finish = finish or ("length" if n == length else None)
-                out.append(Event(row, token, *((None, []) if k is None else (LOGPROB, top(token, k))), finish))
+                out.append(
+                    Event(
+                        row, token, *((None, []) if k is None else (LOGPROB, top(token, k))), finish
+                    )
+                )
                 self.rows[row] = request, n
             if not length or finish:
                 del self.rows[row]
@@ -104,13 +110,17 @@ class Site:
     def __init__(self, port: int, decoder: Any, scheduler: Scheduler, server: TextServer) -> None:
         self.port, self.decoder, self.scheduler, self.server = port, decoder, scheduler, server
 
-    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, dict[str, str]]:
+    def ask(
+        self, method: str, path: str, body: Any = None, **headers: str
+    ) -> tuple[int, Any, dict[str, str]]:
         """Return the status, the body, parsed if it is JSON, and the headers."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
         try:
             raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
             kind = {} if body is None else {"Content-Type": "application/json"}
-            connection.request(method, path, raw, kind | {k.replace("_", "-"): v for k, v in headers.items()})
+            connection.request(
+                method, path, raw, kind | {k.replace("_", "-"): v for k, v in headers.items()}
+            )
             reply = connection.getresponse()
             data = reply.read()
             found = {k.lower(): v for k, v in reply.getheaders()}
@@ -124,7 +134,9 @@ class Site:
         assert status == 200, answer
         return answer
 
-    def error(self, path: str = "/v1/completions", method: str = "POST", **body: Any) -> tuple[int, dict[str, Any]]:
+    def error(
+        self, path: str = "/v1/completions", method: str = "POST", **body: Any
+    ) -> tuple[int, dict[str, Any]]:
         status, answer, _ = self.ask(method, path, body)
         return status, answer["error"]
 
@@ -158,7 +170,11 @@ def read_all(s: socket.socket) -> bytes:
 
 @contextlib.contextmanager
 def site(
-    pause: float = 0.0, slots: int = 4, queue: int = 16, template: Any = None, limits: Limits | None = None
+    pause: float = 0.0,
+    slots: int = 4,
+    queue: int = 16,
+    template: Any = None,
+    limits: Limits | None = None,
 ) -> Iterator[Site]:
     """Run a server until the end of the block."""
     decoder, limits = Repeating(pause), limits or Limits()

@@ -36,9 +36,17 @@ def hasty() -> Iterator[Site]:
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
 
-def post(body: bytes, *headers: str, path: str = "/v1/completions", length: int | None = None) -> bytes:
+def post(
+    body: bytes, *headers: str, path: str = "/v1/completions", length: int | None = None
+) -> bytes:
     size = f"Content-Length: {len(body) if length is None else length}"
-    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", size, *headers]
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        size,
+        *headers,
+    ]
     return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
 
 
@@ -61,7 +69,10 @@ def malformed(rng: random.Random) -> bytes:
         lambda: b"GET /health HTTP/1.1\r\n\r\n",  # no Host
         lambda: b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n",
         lambda: b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 100_000 + b"\r\n\r\n",
-        lambda: rng.choice([b"PUT", b"DELETE", b"BREW"]) + b" /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        lambda: (
+            rng.choice([b"PUT", b"DELETE", b"BREW"])
+            + b" /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        ),
         lambda: post(text, path=f"/{rng.randbytes(6).hex()}"),
         lambda: post(text[: rng.randint(1, len(text) - 1)]),
         lambda: post(text, length=-5),
@@ -75,15 +86,32 @@ def malformed(rng: random.Random) -> bytes:
         lambda: post(b'{"prompt": "\xff\xfe"}'),
         lambda: post(b'{"prompt": "\\ud800"}'),
         lambda: post(json.dumps({**good, rng.choice(list(NUMBERS)): huge}).encode()),
-        lambda: post(json.dumps({**good, rng.choice(list(NUMBERS)): rng.choice([[], {}, "1", True])}).encode()),
-        lambda: post(json.dumps({**good, "prompt": rng.choice([{}, [[]], [0.5], [10**9], [None], 7])}).encode()),
+        lambda: post(
+            json.dumps(
+                {**good, rng.choice(list(NUMBERS)): rng.choice([[], {}, "1", True])}
+            ).encode()
+        ),
+        lambda: post(
+            json.dumps(
+                {**good, "prompt": rng.choice([{}, [[]], [0.5], [10**9], [None], 7])}
+            ).encode()
+        ),
         lambda: post(json.dumps({**good, "\x00": 1}).encode()),
         lambda: post(rng.choice([b"null", b"[]", b"3", b'"a"', b"", b"{}{}", b'{"prompt": NaN}'])),
     ]
     return rng.choice(kinds)()
 
 
-NUMBERS = ("n", "max_tokens", "temperature", "top_p", "logprobs", "best_of", "min_p", "repetition_penalty")
+NUMBERS = (
+    "n",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "logprobs",
+    "best_of",
+    "min_p",
+    "repetition_penalty",
+)
 
 
 def memory() -> int:
@@ -127,7 +155,9 @@ def test_errors_say_where(hasty: Site) -> None:
     assert status == 415 and "application/json" in answer["error"]["message"]
 
 
-def test_a_defect_of_ours_is_an_error_500(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_defect_of_ours_is_an_error_500(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
@@ -148,7 +178,9 @@ def test_a_large_body_is_refused_at_once(hasty: Site) -> None:
         s.sendall(post(b"", length=200 << 20))  # not a byte of it is sent
         assert status_of(s.recv(1 << 16)) == 413
     chunk = b"%x\r\n%s\r\n" % (60_000, b" " * 60_000)
-    reply = hasty.exchange(post(b"").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked") + chunk * 2)
+    reply = hasty.exchange(
+        post(b"").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked") + chunk * 2
+    )
     assert status_of(reply) == 413 and b"100000 bytes" in reply
 
 
@@ -159,7 +191,9 @@ def test_a_client_that_sends_a_large_body_reads_the_answer(hasty: Site) -> None:
     assert status == 413 and "larger than 100000 bytes" in answer["error"]["message"]
 
 
-def test_a_tokenizer_that_panics_is_an_error_of_one_request(hasty: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_that_panics_is_an_error_of_one_request(
+    hasty: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the library raises then is a BaseException, which would end the server."""
 
     class PanicException(BaseException):
@@ -172,7 +206,9 @@ def test_a_tokenizer_that_panics_is_an_error_of_one_request(hasty: Site, monkeyp
     with monkeypatch.context() as m:
         m.setattr(Bytes, "encode", encode)
         status, error = hasty.error(prompt="ab")
-        assert status == 400 and error["message"].startswith("t.json: the tokenizer fails: index out of bounds")
+        assert status == 400 and error["message"].startswith(
+            "t.json: the tokenizer fails: index out of bounds"
+        )
     assert hasty.complete(prompt="ab", max_tokens=1)
 
 
@@ -181,8 +217,14 @@ def test_a_tokenizer_that_panics_is_an_error_of_one_request(hasty: Site, monkeyp
 def test_a_large_header_is_refused(hasty: Site) -> None:
     """One that is a little too large is answered; the connection of a huge one may be reset."""
     begin = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX-1: "
-    assert status_of(hasty.exchange(begin + b"y" * (protocol.LARGEST_HEADER - 100) + b"\r\n\r\n")) == 200
-    assert status_of(hasty.exchange(begin + b"y" * (protocol.LARGEST_HEADER + 1000) + b"\r\n\r\n")) == 431
+    assert (
+        status_of(hasty.exchange(begin + b"y" * (protocol.LARGEST_HEADER - 100) + b"\r\n\r\n"))
+        == 200
+    )
+    assert (
+        status_of(hasty.exchange(begin + b"y" * (protocol.LARGEST_HEADER + 1000) + b"\r\n\r\n"))
+        == 431
+    )
     reply = hasty.exchange(begin + b"y" * (1 << 20) + b"\r\n\r\n")
     assert reply == b"" or status_of(reply) == 431
     assert hasty.ask("GET", "/health")[0] == 200
@@ -210,7 +252,9 @@ def drip(s: socket.socket, data: bytes, seconds: float) -> float:
 
 @pytest.mark.fault("F31")
 @pytest.mark.promise("Headers, bodies, time, the queue and the number of connections are limited")
-def test_slow_clients_are_closed_and_nobody_waits_for_them(hasty: Site, figures: Callable[..., None]) -> None:
+def test_slow_clients_are_closed_and_nobody_waits_for_them(
+    hasty: Site, figures: Callable[..., None]
+) -> None:
     """200 connections: silent, with a slow header, with a slow body, slow after a first request."""
     header = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     slow: list[socket.socket] = []
@@ -240,7 +284,8 @@ def test_slow_clients_are_closed_and_nobody_waits_for_them(hasty: Site, figures:
         time.sleep(0.05)
     assert not slow, len(slow)
     figures(slow_left=f"{len(slow)}/200", health_seconds=times)
-    assert sorted(times)[len(times) * 9 // 10] < 0.1, times  # not all: other programs use the cores too
+    # not all: other programs use the cores too
+    assert sorted(times)[len(times) * 9 // 10] < 0.1, times
     wait_until(lambda: hasty.scheduler.seats == 0)
 
 
@@ -270,7 +315,9 @@ def test_an_answer_that_takes_too_long() -> None:
     with site(pause=0.05, limits=Limits(answer_seconds=0.2)) as running:
         status, error = running.error(prompt="a", max_tokens=40)
         assert status == 503 and error["code"] == "timeout"
-        _, data, _ = running.ask("POST", "/v1/completions", {"prompt": "a", "max_tokens": 40, "stream": True})
+        _, data, _ = running.ask(
+            "POST", "/v1/completions", {"prompt": "a", "max_tokens": 40, "stream": True}
+        )
         assert b'"text":"a"' in data and b'"code":"timeout"' in data and b"[DONE]" not in data
         wait_until(lambda: not running.decoder.rows)
 
@@ -290,13 +337,16 @@ def test_too_many_connections(monkeypatch: pytest.MonkeyPatch, hasty: Site) -> N
 # Who asks
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]:80", "LOCALHOST:8000", "192.168.1.7", "my.name:1"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "127.0.0.1", "[::1]:80", "LOCALHOST:8000", "192.168.1.7", "my.name:1"]
+)
 def test_hosts_that_are_this_server(host: str) -> None:
     Limits(hosts=["my.name"]).check({"method": "GET", "path": "/"}, {b"host": host.encode()})
 
 
 @pytest.mark.parametrize(
-    "host", ["", "evil.example", "localhost.evil.example", "127.0.0.1.nip.io", "a:b", "[::1", "@localhost"]
+    "host",
+    ["", "evil.example", "localhost.evil.example", "127.0.0.1.nip.io", "a:b", "[::1", "@localhost"],
 )
 @pytest.mark.promise("Requests that other sites' pages send through a browser are refused")
 def test_hosts_that_are_not(fake: Site, host: str) -> None:
@@ -308,7 +358,10 @@ def test_hosts_that_are_not(fake: Site, host: str) -> None:
 def test_pages_of_other_origins(fake: Site) -> None:
     own = f"http://127.0.0.1:{fake.port}"
     body = {"prompt": "a", "max_tokens": 1}
-    assert fake.ask("POST", "/v1/completions", body, Origin=own, Sec_Fetch_Site="same-origin")[0] == 200
+    assert (
+        fake.ask("POST", "/v1/completions", body, Origin=own, Sec_Fetch_Site="same-origin")[0]
+        == 200
+    )
     for origin in (
         "http://evil.example",
         "null",
@@ -320,13 +373,21 @@ def test_pages_of_other_origins(fake: Site) -> None:
         status, answer, _ = fake.ask("POST", "/v1/completions", body, Origin=origin)
         assert status == 403 and answer["error"]["code"] == "origin_not_allowed", origin
     assert fake.ask("GET", "/v1/models", None, Sec_Fetch_Site="cross-site")[0] == 403
-    assert fake.ask("GET", "/", None, Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="navigate")[0] == 200  # a link
+    # a link
+    assert (
+        fake.ask("GET", "/", None, Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="navigate")[0] == 200
+    )
     headers = fake.ask("GET", "/", None)[2]
-    assert "access-control-allow-origin" not in headers and "default-src 'none'" in headers["content-security-policy"]
+    assert (
+        "access-control-allow-origin" not in headers
+        and "default-src 'none'" in headers["content-security-policy"]
+    )
     assert headers["x-content-type-options"] == "nosniff"
 
 
-@pytest.mark.promise("only the page itself and `/health` answer without it", "A key is all that protects a server")
+@pytest.mark.promise(
+    "only the page itself and `/health` answer without it", "A key is all that protects a server"
+)
 def test_a_key() -> None:
     with site(limits=Limits(api_key="secret-key")) as running:
         for path in ("/", "/page.js", "/health"):
@@ -334,7 +395,9 @@ def test_a_key() -> None:
         for path in ("/v1/models", "/metrics", "/v1/models/fake"):
             assert running.ask("GET", path)[0] == 401
             assert running.ask("GET", path, None, Authorization="Bearer secret-key")[0] == 200
-        status, answer, headers = running.ask("PUT", "/api", {"prompts": ["a"]}, Authorization="Bearer wrong")
+        status, answer, headers = running.ask(
+            "PUT", "/api", {"prompts": ["a"]}, Authorization="Bearer wrong"
+        )
         assert status == 401 and answer["message"] and headers["www-authenticate"] == "Bearer"
 
 
@@ -368,7 +431,10 @@ def test_load_is_answered_or_refused_and_never_mixed_up(figures: Callable[..., N
                 text = (
                     answer["choices"][0]["text"]
                     if not turn % 2
-                    else "".join(json.loads(p[6:])["choices"][0]["text"] for p in answer.decode().split("\n\n")[:-2])
+                    else "".join(
+                        json.loads(p[6:])["choices"][0]["text"]
+                        for p in answer.decode().split("\n\n")[:-2]
+                    )
                 )
                 assert text == (prompt * 30)[:30]
 
@@ -383,11 +449,19 @@ def test_load_is_answered_or_refused_and_never_mixed_up(figures: Callable[..., N
 def test_retry_after_follows_the_time_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """A full queue asks for the moving mean of a request's time, for each waiting and one more."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("meshwright.apps.serve.scheduler.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(
+        "meshwright.apps.serve.scheduler.time", SimpleNamespace(monotonic=lambda: clock.now)
+    )
     scheduler = Scheduler(Repeating(), slots=1, queue=2)
 
     def seconds_when_full() -> int:
-        with scheduler.seat(), scheduler.seat(), scheduler.seat(), pytest.raises(QueueFull) as full, scheduler.seat():
+        with (
+            scheduler.seat(),
+            scheduler.seat(),
+            scheduler.seat(),
+            pytest.raises(QueueFull) as full,
+            scheduler.seat(),
+        ):
             pass
         return int(full.value.headers["retry-after"])
 
@@ -425,7 +499,9 @@ def test_a_large_request_does_not_hold_up_a_small_one() -> None:
 def test_work_stops_when_the_client_leaves(stream: bool) -> None:
     with site(pause=0.02) as running:
         s = running.connect()
-        s.sendall(post(json.dumps({"prompt": "ab", "max_tokens": 60, "n": 3, "stream": stream}).encode()))
+        s.sendall(
+            post(json.dumps({"prompt": "ab", "max_tokens": 60, "n": 3, "stream": stream}).encode())
+        )
         wait_until(lambda: running.decoder.steps >= 3)
         s.close()
         wait_until(lambda: not running.decoder.rows)
@@ -451,7 +527,9 @@ def test_a_client_that_leaves_the_queue() -> None:
         assert len(running.decoder.submitted) == 1
 
 
-def test_logits_that_are_not_finite_end_the_texts_at_work_only(capfd: pytest.CaptureFixture[str]) -> None:
+def test_logits_that_are_not_finite_end_the_texts_at_work_only(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     from meshwright.base.errors import UserError
 
     with site() as running:
@@ -497,8 +575,14 @@ def test_metrics(fake: Site) -> None:
     fake.ask("GET", "/some/path")
     now = values()
     gained = {name: now[name] - before.get(name, 0) for name in now}
-    assert gained["meshwright_prompt_tokens_total"] == 3 and gained["meshwright_generated_tokens_total"] == 5
+    assert (
+        gained["meshwright_prompt_tokens_total"] == 3
+        and gained["meshwright_generated_tokens_total"] == 5
+    )
     assert gained['meshwright_requests_total{path="/v1/completions",status="400"}'] == 1
     assert gained['meshwright_requests_total{path="other",status="404"}'] == 1
     assert gained["meshwright_first_token_seconds_count"] == 1
-    assert now['meshwright_request_seconds_bucket{le="+Inf"}'] == now["meshwright_request_seconds_count"]
+    assert (
+        now['meshwright_request_seconds_bucket{le="+Inf"}']
+        == now["meshwright_request_seconds_count"]
+    )

@@ -22,7 +22,11 @@ def put(fake: Site, **body: Any) -> Any:
 
 def test_texts(fake: Site) -> None:
     answer = put(fake, prompts=["ab", "xyz"], tokens_to_generate=3, no_log=True)
-    assert answer == {"text": ["ababa", "xyzxyz"], "segments": [list("ababa"), list("xyzxyz")], "logprobs": None}
+    assert answer == {
+        "text": ["ababa", "xyzxyz"],
+        "segments": [list("ababa"), list("xyzxyz")],
+        "logprobs": None,
+    }
 
 
 def test_the_default_length_is_64(fake: Site) -> None:
@@ -44,10 +48,16 @@ def test_the_beginning_of_a_document(fake: Site) -> None:
 
 
 def test_ends_of_lines(fake: Site) -> None:
-    assert put(fake, prompts=["ab\nc"], tokens_to_generate=9, stop_on_eol=True)["text"] == ["ab\ncab\n"]
-    assert put(fake, prompts=["a\n\nb"], tokens_to_generate=9, stop_on_double_eol=True)["text"] == ["a\n\nba\n\n"]
+    assert put(fake, prompts=["ab\nc"], tokens_to_generate=9, stop_on_eol=True)["text"] == [
+        "ab\ncab\n"
+    ]
+    assert put(fake, prompts=["a\n\nb"], tokens_to_generate=9, stop_on_double_eol=True)["text"] == [
+        "a\n\nba\n\n"
+    ]
     # The prompt's end of line and the first new one are an empty line together.
-    assert put(fake, prompts=["\nab\n"], tokens_to_generate=9, stop_on_double_eol=True)["text"] == ["\nab\n\n"]
+    assert put(fake, prompts=["\nab\n"], tokens_to_generate=9, stop_on_double_eol=True)["text"] == [
+        "\nab\n\n"
+    ]
 
 
 def test_sampling_flags_arrive(fake: Site) -> None:
@@ -63,7 +73,11 @@ def test_rules_of_top_p_and_colons_arrive(fake: Site) -> None:
     rules = dict(top_p=0.9, top_p_decay=0.5, top_p_bound=0.2, prevent_newline_after_colon=True)
     put(fake, prompts=["a"], tokens_to_generate=2, **rules)
     request = fake.decoder.submitted[-1]
-    assert (request.top_p_decay, request.top_p_floor, request.forbidden_pair) == (0.5, 0.2, (ord(":"), ord("\n")))
+    assert (request.top_p_decay, request.top_p_floor, request.forbidden_pair) == (
+        0.5,
+        0.2,
+        (ord(":"), ord("\n")),
+    )
 
 
 REFUSED = [
@@ -98,7 +112,9 @@ REFUSED = [
 
 @pytest.mark.parametrize(("body", "word"), REFUSED, ids=lambda v: json.dumps(v)[:40])
 def test_refusals(fake: Site, body: dict[str, Any], word: str) -> None:
-    status, answer, _ = fake.ask("PUT", "/api", {"prompts": ["ab"], "tokens_to_generate": 4, **body})
+    status, answer, _ = fake.ask(
+        "PUT", "/api", {"prompts": ["ab"], "tokens_to_generate": 4, **body}
+    )
     assert status == 400 and word in answer["message"]
 
 
@@ -106,6 +122,9 @@ def test_megatrons_client(fake: Site) -> None:
     script = ROOT / "compat/megatron-lm/tools/text_generation_cli.py"
     typed = "ab\n4\n"
     done = subprocess.run(
-        [sys.executable, "-S", script, f"localhost:{fake.port}"], input=typed, capture_output=True, text=True
+        [sys.executable, "-S", script, f"localhost:{fake.port}"],
+        input=typed,
+        capture_output=True,
+        text=True,
     )
     assert "Megatron Response: \nababab\n" in done.stdout, done

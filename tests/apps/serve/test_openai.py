@@ -27,14 +27,20 @@ def test_prompts_in_all_forms(fake: Site) -> None:
     answer = fake.complete(prompt="ab", model="fake", user="me")
     assert texts(answer) == ["ab" * 8] and answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 16, "total_tokens": 18}
-    assert answer["object"] == "text_completion" and answer["id"].startswith("cmpl-") and answer["model"] == "fake"
+    assert (
+        answer["object"] == "text_completion"
+        and answer["id"].startswith("cmpl-")
+        and answer["model"] == "fake"
+    )
 
 
 def test_several_texts_and_their_random_numbers(fake: Site) -> None:
     del fake.decoder.submitted[:]
     answer = fake.complete(prompt=["ab", "cd"], n=2, seed=-5, max_tokens=2)
     assert texts(answer) == ["ab", "ab", "cd", "cd"] and answer["usage"]["prompt_tokens"] == 4
-    assert [(r.seed, r.stream) for r in fake.decoder.submitted] == [(2**63 - 5, n) for n in range(4)]
+    assert [(r.seed, r.stream) for r in fake.decoder.submitted] == [
+        (2**63 - 5, n) for n in range(4)
+    ]
     fake.complete(prompt="a")
     fake.complete(prompt="a")
     assert fake.decoder.submitted[-1].seed != fake.decoder.submitted[-2].seed
@@ -43,17 +49,33 @@ def test_several_texts_and_their_random_numbers(fake: Site) -> None:
 
 
 def test_sampling_flags_arrive(fake: Site) -> None:
-    body = dict(temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, repetition_penalty=1.2, max_tokens=3, stop=["x", "y"])
+    body = dict(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        min_p=0.1,
+        repetition_penalty=1.2,
+        max_tokens=3,
+        stop=["x", "y"],
+    )
     fake.complete(prompt="a", **body)
     request = fake.decoder.submitted[-1]
     s = request.options
-    assert (s.temperature, s.top_p, s.top_k, s.min_p, s.repetition_penalty) == (0.5, 0.9, 7, 0.1, 1.2)
+    assert (s.temperature, s.top_p, s.top_k, s.min_p, s.repetition_penalty) == (
+        0.5,
+        0.9,
+        7,
+        0.1,
+        1.2,
+    )
     assert s.out_seq_length == 3 and request.stop == ("x", "y")
     fake.complete(prompt="a", presence_penalty=-1, frequency_penalty=0.5)
     request = fake.decoder.submitted[-1]
     assert (request.presence_penalty, request.frequency_penalty) == (-1, 0.5)
     fake.complete(prompt="a", top_p=1, top_k=-1, temperature=0)
-    assert (s := fake.decoder.submitted[-1].options).top_p == 0 and s.top_k == 0 and s.temperature == 0
+    assert (
+        (s := fake.decoder.submitted[-1].options).top_p == 0 and s.top_k == 0 and s.temperature == 0
+    )
     fake.complete(prompt="a", top_p=0)
     assert 0 < fake.decoder.submitted[-1].options.top_p < 1e-9  # the likeliest token alone
 
@@ -62,13 +84,24 @@ def test_stop_strings(fake: Site) -> None:
     answer = fake.complete(prompt="abcdef", stop="de", max_tokens=20, logprobs=0)
     choice = answer["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("abc", "stop")
-    assert choice["logprobs"]["tokens"] == ["a", "b", "c"] and answer["usage"]["completion_tokens"] == 5
-    assert "".join(p["choices"][0]["text"] for p in fake.stream(prompt="abcdef", stop=["de"], max_tokens=20)) == "abc"
+    assert (
+        choice["logprobs"]["tokens"] == ["a", "b", "c"]
+        and answer["usage"]["completion_tokens"] == 5
+    )
+    assert (
+        "".join(
+            p["choices"][0]["text"]
+            for p in fake.stream(prompt="abcdef", stop=["de"], max_tokens=20)
+        )
+        == "abc"
+    )
 
 
 def test_an_end_of_document_is_no_text(fake: Site) -> None:
     choice = fake.complete(prompt=[97, 98, 256], max_tokens=9, logprobs=1)["choices"][0]
-    assert (choice["text"], choice["finish_reason"]) == ("ab", "stop") and len(choice["logprobs"]["tokens"]) == 2
+    assert (choice["text"], choice["finish_reason"]) == ("ab", "stop") and len(
+        choice["logprobs"]["tokens"]
+    ) == 2
 
 
 def test_echo_and_logprobs(fake: Site) -> None:
@@ -77,7 +110,13 @@ def test_echo_and_logprobs(fake: Site) -> None:
     assert choice["text"] == "aéa\ufffd"  # cut inside a character
     found = choice["logprobs"]
     assert found["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9", "a", "bytes:\\xc3"]
-    assert found["token_logprobs"] == [None] + [LOGPROB] * 4 and found["text_offset"] == [0, 1, 1, 2, 3]
+    assert found["token_logprobs"] == [None] + [LOGPROB] * 4 and found["text_offset"] == [
+        0,
+        1,
+        1,
+        2,
+        3,
+    ]
     assert found["top_logprobs"][0] is None
     assert found["top_logprobs"][3] == {"b": TOP[0], "a": LOGPROB}
 
@@ -86,19 +125,27 @@ def test_echo_and_logprobs(fake: Site) -> None:
 def test_what_the_evaluation_harness_reads(fake: Site, length: int) -> None:
     """lm-evaluation-harness sums [context:-1] of the answer, and compares with the likeliest."""
     ids = [[97, 98, 99, 100], [97, 98]]
-    answer = fake.complete(prompt=ids, echo=True, logprobs=1, max_tokens=length, temperature=0, seed=1234)
+    answer = fake.complete(
+        prompt=ids, echo=True, logprobs=1, max_tokens=length, temperature=0, seed=1234
+    )
     for choice, prompt in zip(answer["choices"], ids, strict=True):
         found = choice["logprobs"]
         assert len(found["token_logprobs"]) == len(found["top_logprobs"]) == len(prompt) + length
         assert found["token_logprobs"][0] is None
-        assert [max(t.values()) for t in found["top_logprobs"][1:]] == [TOP[0]] * (len(prompt) + length - 1)
+        assert [max(t.values()) for t in found["top_logprobs"][1:]] == [TOP[0]] * (
+            len(prompt) + length - 1
+        )
         assert choice["text"] == bytes(prompt + prompt[:length]).decode()
     assert answer["usage"]["completion_tokens"] == 2 * length
 
 
 def test_a_stream(fake: Site) -> None:
     parts = fake.stream(
-        prompt=["aé", "xy"], max_tokens=6, logprobs=1, echo=True, stream_options={"include_usage": True}
+        prompt=["aé", "xy"],
+        max_tokens=6,
+        logprobs=1,
+        echo=True,
+        stream_options={"include_usage": True},
     )
     assert parts[-1]["choices"] == [] and parts[-1]["usage"]["completion_tokens"] == 12
     assert all(p["usage"] is None for p in parts[:-1])
@@ -113,20 +160,38 @@ def test_a_stream(fake: Site) -> None:
 
 
 def test_chat(fake: Site) -> None:
-    turns = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
-    status, answer, _ = fake.ask("POST", "/v1/chat/completions", {"messages": turns, "max_completion_tokens": 3})
+    turns = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    ]
+    status, answer, _ = fake.ask(
+        "POST", "/v1/chat/completions", {"messages": turns, "max_completion_tokens": 3}
+    )
     assert status == 200 and answer["object"] == "chat.completion"
-    assert answer["choices"][0]["message"] == {"role": "assistant", "content": "aba", "refusal": None}
+    assert answer["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": "aba",
+        "refusal": None,
+    }
     body = {"messages": turns, "max_tokens": 2, "logprobs": True, "top_logprobs": 2}
     found = fake.ask("POST", "/v1/chat/completions", body)[1]["choices"][0]["logprobs"]["content"]
-    assert found[0]["token"] == "a" and found[0]["bytes"] == [97] and len(found[0]["top_logprobs"]) == 2
+    assert (
+        found[0]["token"] == "a"
+        and found[0]["bytes"] == [97]
+        and len(found[0]["top_logprobs"]) == 2
+    )
     parts = fake.stream("/v1/chat/completions", messages=turns, max_tokens=3)
     deltas = [p["choices"][0]["delta"] for p in parts]
     assert deltas[0] == {"role": "assistant", "content": "a"} and "role" not in deltas[1]
     assert "".join(d.get("content", "") for d in deltas) == "aba"
-    assert parts[0]["object"] == "chat.completion.chunk" and parts[-1]["choices"][0]["finish_reason"] == "length"
+    assert (
+        parts[0]["object"] == "chat.completion.chunk"
+        and parts[-1]["choices"][0]["finish_reason"] == "length"
+    )
     # Without a length, the answer may fill the model's.
-    assert fake.ask("POST", "/v1/chat/completions", {"messages": turns})[1]["usage"]["total_tokens"] == LENGTH
+    assert (
+        fake.ask("POST", "/v1/chat/completions", {"messages": turns})[1]["usage"]["total_tokens"]
+        == LENGTH
+    )
 
 
 def test_a_dialogue_without_a_template_is_one_text(fake: Site) -> None:
@@ -141,8 +206,12 @@ def test_chat_with_a_template() -> None:
         turns = [{"role": "developer", "content": "be"}, {"role": "user", "content": "so"}]
         answer = running.ask("POST", "/v1/chat/completions", {"messages": turns})[1]
         assert bytes(running.decoder.submitted[0].prompt) == b"s:be|u:so|"
-        assert answer["choices"][0]["message"]["content"] == "s:be" and answer["choices"][0]["finish_reason"] == "stop"
-        assert running.decoder.submitted[0].is_alone  # as in a terminal's chat: the first word has no space
+        assert (
+            answer["choices"][0]["message"]["content"] == "s:be"
+            and answer["choices"][0]["finish_reason"] == "stop"
+        )
+        # as in a terminal's chat: the first word has no space
+        assert running.decoder.submitted[0].is_alone
 
 
 REFUSED = [
@@ -200,7 +269,12 @@ def test_neutral_values_are_accepted(fake: Site) -> None:
     fake.complete(prompt="a", suffix=None, best_of=None, stream_options=None, metadata={}, **fixed)
     chat = {name: neutral[0] for name, (neutral, _) in openai.CHAT_NEUTRAL.items() if neutral}
     turns = [{"role": "user", "content": "a"}]
-    assert fake.ask("POST", "/v1/chat/completions", {"messages": turns, "max_tokens": 2, **fixed, **chat})[0] == 200
+    assert (
+        fake.ask(
+            "POST", "/v1/chat/completions", {"messages": turns, "max_tokens": 2, **fixed, **chat}
+        )[0]
+        == 200
+    )
 
 
 USER = {"role": "user", "content": "a"}
@@ -214,20 +288,45 @@ USER = {"role": "user", "content": "a"}
         ({"messages": ["a"]}, "messages[0] must have a role: system, developer, user, assistant"),
         ({"messages": [USER, {"role": "tool", "content": "a"}]}, "messages[1] must have a role"),
         ({"messages": [{"role": "user"}]}, "messages[0] must have text as content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0] must be"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "text": "a", "image_url": {}}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content[0] must be",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]}, "must have text as content"),
-        ({"messages": [{**USER, "tool_calls": []}]}, "messages[0] has tool_calls, which is not supported"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "image_url", "text": "a", "image_url": {}}],
+                    }
+                ]
+            },
+            "messages[0].content[0] must be",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]},
+            "must have text as content",
+        ),
+        (
+            {"messages": [{**USER, "tool_calls": []}]},
+            "messages[0] has tool_calls, which is not supported",
+        ),
         ({"messages": [{**USER, "name": "Ann"}]}, "messages[0] has name, which is not supported"),
         ({"messages": [USER], "top_logprobs": 2}, "top_logprobs needs logprobs"),
-        ({"messages": [USER], "tools": [{}]}, "tools is not supported: a pre-trained model calls no tools"),
-        ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format is not supported"),
+        (
+            {"messages": [USER], "tools": [{}]},
+            "tools is not supported: a pre-trained model calls no tools",
+        ),
+        (
+            {"messages": [USER], "response_format": {"type": "json_object"}},
+            "response_format is not supported",
+        ),
         ({"messages": [USER], "echo": True}, "argument supplied: echo"),
         ({"messages": [USER], "truncation": "middle"}, "truncation must be auto"),
-        ({"messages": [{"role": "user", "content": "a" * LENGTH}]}, f"this model reads {LENGTH} tokens"),
+        (
+            {"messages": [{"role": "user", "content": "a" * LENGTH}]},
+            f"this model reads {LENGTH} tokens",
+        ),
     ],
     ids=str,
 )
@@ -243,7 +342,9 @@ def test_old_turns_are_left_out_if_asked_for(template: Template | None) -> None:
     body = {"messages": [{"role": "system", "content": "S"}, *turns], "max_tokens": 40}
     with site(template=template) as running:
         assert running.error("/v1/chat/completions", **body)[1]["code"] == "context_length_exceeded"
-        status, answer, _ = running.ask("POST", "/v1/chat/completions", {**body, "truncation": "auto"})
+        status, answer, _ = running.ask(
+            "POST", "/v1/chat/completions", {**body, "truncation": "auto"}
+        )
         prompt = bytes(running.decoder.submitted[-1].prompt).decode()
         assert status == 200 and answer["usage"]["total_tokens"] <= LENGTH
         if template is None:
@@ -252,7 +353,9 @@ def test_old_turns_are_left_out_if_asked_for(template: Template | None) -> None:
             assert prompt == "s:S|u:" + "06" * 8 + "|"
         assert len(prompt) <= LENGTH - LENGTH // 4
         short = {"messages": turns[:1], "max_tokens": 9, "truncation": "auto"}
-        assert running.ask("POST", "/v1/chat/completions", short)[1]["usage"]["completion_tokens"] == 9
+        assert (
+            running.ask("POST", "/v1/chat/completions", short)[1]["usage"]["completion_tokens"] == 9
+        )
 
 
 def test_a_prompts_end_alone_if_asked_for(fake: Site) -> None:
@@ -266,7 +369,9 @@ def test_a_prompts_end_alone_if_asked_for(fake: Site) -> None:
 
 def test_models(fake: Site) -> None:
     listed = fake.ask("GET", "/v1/models")[1]["data"]
-    assert listed == [fake.ask("GET", "/v1/models/fake")[1]] and listed[0]["max_model_len"] == LENGTH
+    assert (
+        listed == [fake.ask("GET", "/v1/models/fake")[1]] and listed[0]["max_model_len"] == LENGTH
+    )
     assert listed[0]["has_chat_template"] is False  # the page then offers no chat
     with site(template=Template()) as running:
         assert running.ask("GET", "/v1/models")[1]["data"][0]["has_chat_template"] is True

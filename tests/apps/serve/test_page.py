@@ -13,7 +13,9 @@ from sites import Site, Template, site, wait_until
 
 from meshwright.apps.pages.guard import Limits
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed: pip install playwright"
+)
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.long
@@ -27,7 +29,9 @@ def browser() -> Iterator[Any]:
             # In a container Chromium's own sandbox is not allowed to start.
             yield p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         except playwright.Error as error:
-            pytest.skip(f"no Chromium: set CHROMIUM to it, or run `playwright install chromium` ({error})")
+            pytest.skip(
+                f"no Chromium: set CHROMIUM to it, or run `playwright install chromium` ({error})"
+            )
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +54,9 @@ def opened(browser: Any, running: Site) -> Iterator[Any]:
     page.on("console", lambda m: errors.append(m.text) if m.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: errors.append(str(error)))
     address = f"http://127.0.0.1:{running.port}/"
-    page.on("request", lambda r: None if r.url.startswith((address, "data:")) else errors.append(r.url))
+    page.on(
+        "request", lambda r: None if r.url.startswith((address, "data:")) else errors.append(r.url)
+    )
     page.goto(address)
     yield page
     page.close()

@@ -82,22 +82,35 @@ def test_texts_are_the_models(run: Path, capsys: pytest.CaptureFixture[str]) -> 
     sampled = model.generate("the", seed=5, max_new_tokens=20)
     logits = model.logits("the c").log_softmax(-1)
     ids = model.encode("the c")
-    best = beam.search_beams(model, Request(model.encode("a"), Sampling(out_seq_length=9)), beam.BeamOptions(3))
+    best = beam.search_beams(
+        model, Request(model.encode("a"), Sampling(out_seq_length=9)), beam.BeamOptions(3)
+    )
     wanted = [float(logits[at, ids[at + 1]]) for at in range(4)]
 
     def client(site: Site) -> None:
         answer = site.complete(prompt=prompts, max_tokens=9, temperature=0)
         assert [c["text"] for c in answer["choices"]] == greedy
         assert site.complete(prompt="the", max_tokens=20, seed=5)["choices"][0]["text"] == sampled
-        scored = site.complete(prompt=[ids], max_tokens=0, echo=True, logprobs=1)["choices"][0]["logprobs"]
+        scored = site.complete(prompt=[ids], max_tokens=0, echo=True, logprobs=1)["choices"][0][
+            "logprobs"
+        ]
         assert scored["token_logprobs"][1:] == pytest.approx(wanted, abs=1e-5)
-        for found, top in zip(scored["token_logprobs"][1:], scored["top_logprobs"][1:], strict=True):
+        for found, top in zip(
+            scored["token_logprobs"][1:], scored["top_logprobs"][1:], strict=True
+        ):
             assert max(top.values()) >= found
-        status, answer, _ = site.ask("PUT", "/api", {"prompts": ["a"], "tokens_to_generate": 9, "top_k": 1})
+        status, answer, _ = site.ask(
+            "PUT", "/api", {"prompts": ["a"], "tokens_to_generate": 9, "top_k": 1}
+        )
         assert status == 200 and answer["text"] == ["a" + greedy[1]]
-        status, answer, _ = site.ask("PUT", "/api", {"prompts": ["a"], "tokens_to_generate": 9, "beam_width": 3})
+        status, answer, _ = site.ask(
+            "PUT", "/api", {"prompts": ["a"], "tokens_to_generate": 9, "beam_width": 3}
+        )
         assert status == 200 and answer["text"] == ["a" + t.text for t in best]
-        assert answer["scores"] == [t.score for t in best] and "".join(answer["segments"][0]) == answer["text"][0]
+        assert (
+            answer["scores"] == [t.score for t in best]
+            and "".join(answer["segments"][0]) == answer["text"][0]
+        )
 
     assert visit(run, client) == 0
     assert "serving run, step 8, on http://127.0.0.1:" in capsys.readouterr().out
@@ -107,15 +120,28 @@ def test_the_openai_client(run: Path) -> None:
     openai = pytest.importorskip("openai", reason="the openai package is not installed")
 
     def client(site: Site) -> None:
-        with openai.OpenAI(base_url=f"http://127.0.0.1:{site.port}/v1", api_key="letters-and-digits") as c:
+        with openai.OpenAI(
+            base_url=f"http://127.0.0.1:{site.port}/v1", api_key="letters-and-digits"
+        ) as c:
             assert c.models.list().data[0].id == "run"
-            whole = c.completions.create(model="run", prompt="the", max_tokens=8, temperature=0, logprobs=1)
-            parts = c.completions.create(model="run", prompt="the", max_tokens=8, temperature=0, stream=True)
+            whole = c.completions.create(
+                model="run", prompt="the", max_tokens=8, temperature=0, logprobs=1
+            )
+            parts = c.completions.create(
+                model="run", prompt="the", max_tokens=8, temperature=0, stream=True
+            )
             assert "".join(p.choices[0].text for p in parts) == whole.choices[0].text
             turns = [{"role": "user", "content": "the"}]
-            talk = c.chat.completions.create(model="run", messages=turns, max_tokens=8, temperature=0, logprobs=True)
-            said = c.chat.completions.create(model="run", messages=turns, max_tokens=8, temperature=0, stream=True)
-            assert "".join(p.choices[0].delta.content or "" for p in said) == talk.choices[0].message.content
+            talk = c.chat.completions.create(
+                model="run", messages=turns, max_tokens=8, temperature=0, logprobs=True
+            )
+            said = c.chat.completions.create(
+                model="run", messages=turns, max_tokens=8, temperature=0, stream=True
+            )
+            assert (
+                "".join(p.choices[0].delta.content or "" for p in said)
+                == talk.choices[0].message.content
+            )
             with pytest.raises(openai.NotFoundError):
                 c.completions.create(model="other", prompt="a")
             with pytest.raises(openai.BadRequestError, match="suffix"):
@@ -131,7 +157,9 @@ def test_sigterm_lets_answers_finish(run: Path) -> None:
 
     def client(site: Site) -> None:
         s = site.connect()
-        body = json.dumps({"prompt": "a", "max_tokens": 40, "stream": True, "n": 8, "logprobs": 5}).encode()
+        body = json.dumps(
+            {"prompt": "a", "max_tokens": 40, "stream": True, "n": 8, "logprobs": 5}
+        ).encode()
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
         s.sendall(f"{head}{len(body)}\r\n\r\n".encode() + body)
         s.recv(1)
@@ -156,11 +184,15 @@ def test_sigterm_lets_answers_finish(run: Path) -> None:
     """host port api_key api_key_file allowed_hosts served_model_name serve.chat_template slots queue max_body_size
     read_timeout request_timeout"""
 )
-def test_every_flag_of_the_server_arrives(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_flag_of_the_server_arrives(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = SimpleNamespace()
 
     def note(served: Any, limits: Any, slots: int, queue: int, listening: socket.socket) -> int:
-        vars(seen).update(served=served, limits=limits, slots=slots, queue=queue, at=listening.getsockname())
+        vars(seen).update(
+            served=served, limits=limits, slots=slots, queue=queue, at=listening.getsockname()
+        )
         listening.close()
         return 0
 
@@ -174,16 +206,27 @@ def test_every_flag_of_the_server_arrives(run: Path, tmp_path: Path, monkeypatch
     assert main(["serve", str(run), *argv.split()]) == 0
     assert (seen.slots, seen.queue, seen.at) == (3, 5, ("127.0.0.2", port))
     limits = seen.limits
-    assert (limits.api_key, limits.body, limits.read_seconds, limits.answer_seconds) == ("a-long-secret", 999, 2.5, 7)
+    assert (limits.api_key, limits.body, limits.read_seconds, limits.answer_seconds) == (
+        "a-long-secret",
+        999,
+        2.5,
+        7,
+    )
     limits.check({"method": "GET", "path": "/"}, {b"host": b"box.lan"}, ["/"])
     with pytest.raises(Refusal, match="other.lan"):
         limits.check({"method": "GET", "path": "/"}, {b"host": b"other.lan"})
     assert seen.served.name == "small" and seen.served.template.path == tmp_path / "chat.jinja"
     assert main(["serve", str(run), f"--port={port}", "--device=cpu", "--api-key=another-one"]) == 0
-    assert seen.limits.api_key == "another-one" and seen.served.name == "run" and seen.served.template is None
+    assert (
+        seen.limits.api_key == "another-one"
+        and seen.served.name == "run"
+        and seen.served.template is None
+    )
 
 
-def test_the_template_beside_the_runs_tokenizer(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_template_beside_the_runs_tokenizer(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As chat uses it; a template that is none is found before the model is loaded."""
     seen: list[Any] = []
     monkeypatch.setattr(app, "run_server", lambda served, *more: seen.append(served.template) or 0)
@@ -195,7 +238,9 @@ def test_the_template_beside_the_runs_tokenizer(run: Path, tmp_path: Path, monke
 
 
 @pytest.mark.promise("`meshwright serve` listens on this machine only")
-def test_megatrons_script(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_megatrons_script(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen: list[tuple[str, int]] = []
     monkeypatch.setattr(app, "run_server", lambda *given: seen.append(given[-1].getsockname()) or 0)
     path = Path(__file__).parents[3] / "compat/megatron-lm/tools/run_text_generation_server.py"
@@ -209,13 +254,19 @@ def test_megatrons_script(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "example.lan"])
 @pytest.mark.promise("`meshwright serve` listens on this machine only")
-def test_other_machines_need_a_key(host: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_machines_need_a_key(
+    host: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["serve", str(run), "--host", host]) == USAGE
     assert "--api-key-file" in capsys.readouterr().err
 
 
-def test_damaged_weights_are_found_before_anyone_asks(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.model.gpt.GPT.forward", lambda *_, **__: torch.full((1, 1, 257), float("nan")))
+def test_damaged_weights_are_found_before_anyone_asks(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "meshwright.model.gpt.GPT.forward", lambda *_, **__: torch.full((1, 1, 257), float("nan"))
+    )
     assert main(["serve", str(run), "--device=cpu", "--port=0"]) == NON_FINITE
 
 
@@ -238,7 +289,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = ["the cat sat on the mat.", "a dog ran over the hill."] * 100
     tokenizers.train_bpe(texts, 280, folder / "tok")
     names = [f"--vocab-file={folder}/tok/vocab.json", f"--merge-file={folder}/tok/merges.txt"]
-    run = train_on_texts(folder, texts, names, SHAPE.replace("--train-iters=8", "--train-iters=30").split())
+    run = train_on_texts(
+        folder, texts, names, SHAPE.replace("--train-iters=8", "--train-iters=30").split()
+    )
     assert run == folder / "run"
     page = (Path(__file__).parents[3] / "docs/serving.md").read_text()
     [line] = [line for line in page.splitlines() if line.startswith("meshwright convert")]
@@ -267,7 +320,9 @@ def test_the_folder_for_vllm(exported: Path) -> None:
 def test_the_evaluation_harness(exported: Path) -> None:
     """lm-evaluation-harness' own client of OpenAI's servers scores as the model itself does."""
     reason = "lm-evaluation-harness is not installed with what its API models need"
-    api = pytest.importorskip("lm_eval.models.openai_completions", reason=reason, exc_type=ImportError)
+    api = pytest.importorskip(
+        "lm_eval.models.openai_completions", reason=reason, exc_type=ImportError
+    )
     for package in ("requests", "aiohttp", "tenacity"):
         pytest.importorskip(package, reason=reason)
     from lm_eval.api.instance import Instance
@@ -286,11 +341,22 @@ def test_the_evaluation_harness(exported: Path) -> None:
 
     def client(site: Site) -> None:
         address, folder = f"http://127.0.0.1:{site.port}/v1/completions", str(exported / "run-hf")
-        lm = api.LocalCompletionsAPI(model="run", base_url=address, tokenizer=folder, max_length=48, batch_size=2)
+        lm = api.LocalCompletionsAPI(
+            model="run", base_url=address, tokenizer=folder, max_length=48, batch_size=2
+        )
         asked = [Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(pairs)]
-        for (found, greedy), (score, is_greedy) in zip(lm.loglikelihood(asked, disable_tqdm=True), wanted, strict=True):
+        for (found, greedy), (score, is_greedy) in zip(
+            lm.loglikelihood(asked, disable_tqdm=True), wanted, strict=True
+        ):
             assert found == pytest.approx(score, abs=1e-4) and greedy == is_greedy
-        texts = [Instance("generate_until", {}, ("the c", {"until": ["."], "max_gen_toks": 12, "temperature": 0}), 0)]
+        texts = [
+            Instance(
+                "generate_until",
+                {},
+                ("the c", {"until": ["."], "max_gen_toks": 12, "temperature": 0}),
+                0,
+            )
+        ]
         [text] = lm.generate_until(texts, disable_tqdm=True)
         assert text == model.generate("the c", greedy=True, max_new_tokens=12, stop=".")
 

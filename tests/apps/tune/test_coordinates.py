@@ -30,13 +30,17 @@ def parse(*words: str) -> TrainConfig:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("axis", ["width", "depth"])
-def test_changes_depend_on_the_size_only_without_a_base(axis: coordinates.Axis, optimizer: str) -> None:
+def test_changes_depend_on_the_size_only_without_a_base(
+    axis: coordinates.Axis, optimizer: str
+) -> None:
     made = []
     for more in ([], [BASES[axis]]):
         config = make_small(parse("--optimizer", optimizer, *more))
         made.append(measure(config, axis, SIZES[axis], 2, torch.device("cpu"), lambda line: None))
     without, carried = made
-    judged = [name for name in ACTIVATIONS if axis == "width" or name not in coordinates.OF_BRANCHES]
+    judged = [
+        name for name in ACTIVATIONS if axis == "width" or name not in coordinates.OF_BRANCHES
+    ]
     for name in judged:
         assert all(abs(x) < 0.25 for x in carried.slopes(name)), (name, carried.slopes(name))
         assert carried.initial_slope(name) < 0.1
@@ -60,7 +64,10 @@ def test_the_command_prints_a_table_draws_and_has_a_status(
     assert lines[-2].startswith("stable") and lines[-1] == "coordinates.svg"
     drawn = (tmp_path / "coordinates.svg").read_text()
     assert drawn.startswith("<?xml") and all(name in drawn for name in ACTIVATIONS)
-    assert main([*run[:4], "--depths", "1", "2", "--json", "--picture=more/a.svg", *run[4:]]) == UNEQUAL
+    assert (
+        main([*run[:4], "--depths", "1", "2", "--json", "--picture=more/a.svg", *run[4:]])
+        == UNEQUAL
+    )
     record = json.loads(capsys.readouterr().out)
     width, depth = record["measured"]
     assert not record["is_stable"] and record["faults"] and (tmp_path / "more/a.svg").exists()
@@ -77,7 +84,10 @@ def test_slopes_and_faults() -> None:
     growth.add(flat | {"stream": 1.0, "logits": 2.0}, [flat | {"qkv": 1.0}])
     growth.add(flat | {"stream": 2.0, "logits": 1.0}, [flat | {"qkv": 0.5}])
     faults = growth.faults(0.25)
-    assert faults == ["the change of qkv goes with width^-1.00", "the initial stream goes with width^1.00"]
+    assert faults == [
+        "the change of qkv goes with width^-1.00",
+        "the initial stream goes with width^1.00",
+    ]
     growth.changes["mlp"] = [[math.nan, 1.0]]
     assert "the change of mlp goes with width^nan" in growth.faults(0.25)
 
@@ -85,6 +95,13 @@ def test_slopes_and_faults() -> None:
 def test_wider_models_keep_the_shares_of_heads_groups_and_mlp() -> None:
     m = parse("--num-query-groups=2", "--ffn-hidden-size=80").model
     wide = at_width(m, 64)
-    assert (wide.num_attention_heads, wide.num_query_groups, wide.ffn, wide.head_dim) == (8, 4, 160, 8)
-    with pytest.raises(UserError, match="--widths 40: heads of 8 and their groups need multiples of 16"):
+    assert (wide.num_attention_heads, wide.num_query_groups, wide.ffn, wide.head_dim) == (
+        8,
+        4,
+        160,
+        8,
+    )
+    with pytest.raises(
+        UserError, match="--widths 40: heads of 8 and their groups need multiples of 16"
+    ):
         at_width(m, 40)

@@ -92,14 +92,31 @@ def test_a_grid_has_every_combination_and_a_colon_joins_flags() -> None:
 
 
 def test_values_become_the_flags_that_train_reads() -> None:
-    grid = ("swiglu=true,false", "data-path=0.3 a 0.7 b|c", "split=969,30,1|9,1,0", "learning-rate=1e-3")
+    grid = (
+        "swiglu=true,false",
+        "data-path=0.3 a 0.7 b|c",
+        "split=969,30,1|9,1,0",
+        "learning-rate=1e-3",
+    )
     words = points.words_of(listed(*grid)[0])
-    assert words == ["--swiglu", "--data-path", "0.3", "a", "0.7", "b", "--split=969,30,1", "--lr=0.001"]
+    assert words == [
+        "--swiglu",
+        "--data-path",
+        "0.3",
+        "a",
+        "0.7",
+        "b",
+        "--split=969,30,1",
+        "--lr=0.001",
+    ]
     assert "--no-swiglu" in points.words_of(listed(*grid)[-1])
 
 
 def test_draws_are_log_uniform_if_positive_and_more_draws_begin_with_the_same() -> None:
-    few, many = (listed(random=("lr=1e-4..1e-2 weight-decay=0..1 num-layers=1..9",), draws=n) for n in (4, 400))
+    few, many = (
+        listed(random=("lr=1e-4..1e-2 weight-decay=0..1 num-layers=1..9",), draws=n)
+        for n in (4, 400)
+    )
     assert many[:4] == few
     rates = sorted(float(point["lr"]) for point in many)
     assert rates[0] >= 1e-4 and rates[-1] <= 1e-2
@@ -133,7 +150,9 @@ def test_done_runs_are_not_repeated_and_new_values_are_added(folder: Path) -> No
     assert states(second) == {"lr=1": "done", "lr=2": "done", "lr=3": "waiting", "lr=9": "waiting"}
     assert second.run([{}]) == 0
     assert states(second) == {"lr=1": "done", "lr=2": "done", "lr=3": "done", "lr=9": "diverged"}
-    starts = {name: (folder / name / "metrics.jsonl").read_text().count('"start"') for name in second.runs}
+    starts = {
+        name: (folder / name / "metrics.jsonl").read_text().count('"start"') for name in second.runs
+    }
     assert set(starts.values()) == {1}
 
 
@@ -150,7 +169,9 @@ def test_worse_runs_end_at_their_fraction(folder: Path) -> None:
         if len(seen) < 4:
             return ""
         why = real_reason(run)
-        if not why and sum(child.is_stopped for child in made.children.values()) + 2 >= len(made.children):
+        if not why and sum(child.is_stopped for child in made.children.values()) + 2 >= len(
+            made.children
+        ):
             (folder / "wait").unlink(missing_ok=True)
         return why
 
@@ -203,7 +224,10 @@ def test_the_table_is_sorted_and_seeds_are_one_line(folder: Path) -> None:
         run.state = "done"
         run.read(folder)
     swept = results.swept_points(list(runs.values()))
-    assert [(o.point, o.held_out, o.seeds) for o in swept] == [({"lr": "1"}, 3.25, 2), ({"lr": "2"}, 4.5, 2)]
+    assert [(o.point, o.held_out, o.seeds) for o in swept] == [
+        ({"lr": "1"}, 3.25, 2),
+        ({"lr": "2"}, 4.5, 2),
+    ]
     assert results.table(swept)[1].split() == "1 3.2500 0.3536 2 3.0000 160 0.2 s done".split()
     assert results.write_picture(folder, swept).read_text().count("lr") >= 1
 
@@ -211,7 +235,9 @@ def test_the_table_is_sorted_and_seeds_are_one_line(folder: Path) -> None:
 def test_results_may_diverge_and_have_any_letters(folder: Path) -> None:
     runs = {}
     for text, seed, loss in (("a$\\b$", "1", math.nan), ("a$\\b$", "2", 1.0), ("b$_", "1", 2.0)):
-        run = runs[text, seed] = sweep.SweepRun(f"{len(runs)}", {"data_path": text, "seed": seed}, "done")
+        run = runs[text, seed] = sweep.SweepRun(
+            f"{len(runs)}", {"data_path": text, "seed": seed}, "done"
+        )
         write_run(folder / run.name, loss)
         run.read(folder)
     swept = results.swept_points(list(runs.values()))
@@ -221,11 +247,25 @@ def test_results_may_diverge_and_have_any_letters(folder: Path) -> None:
 
 def write_run(folder: Path, loss: float) -> None:
     folder.mkdir(parents=True)
-    step = {"event": "step", "consumed_samples": 10, "loss": 3.0, "grad_norm": 1.0, "lr": 1.0, "skipped": False}
+    step = {
+        "event": "step",
+        "consumed_samples": 10,
+        "loss": 3.0,
+        "grad_norm": 1.0,
+        "lr": 1.0,
+        "skipped": False,
+    }
     rows: list[dict[str, Any]] = [
         {"event": "start", "attempt": 1, "iteration": 0, "train_iters": 1, "time": 1.0},
         {**step, "iteration": 1, "ms": 100.0, "tokens_per_second": 1.0, "attempt": 1, "time": 1.1},
-        {"event": "validation", "iteration": 1, "name": "validation", "loss": loss, "ppl": 1.0, "attempt": 1},
+        {
+            "event": "validation",
+            "iteration": 1,
+            "name": "validation",
+            "loss": loss,
+            "ppl": 1.0,
+            "attempt": 1,
+        },
         {"event": "end", "iteration": 1, "reason": "done", "status": 0, "attempt": 1, "time": 1.1},
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -243,19 +283,25 @@ def test_devices_are_divided_among_the_runs(monkeypatch: pytest.MonkeyPatch) -> 
         {"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "3,5"},
         {"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "6,7"},
     ]
-    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in sweep.find_slots(6, 1, "cuda")] == list("356735")
+    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in sweep.find_slots(6, 1, "cuda")] == list(
+        "356735"
+    )
     assert sweep.find_slots(2, 1, "cpu") == [{"OMP_NUM_THREADS": "8"}] * 2
     with pytest.raises(UserError, match="this machine has 4"):
         sweep.find_slots(None, 8, "auto")
 
 
 @pytest.mark.flag("grid seeds")
-def test_every_run_is_checked_before_one_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_run_is_checked_before_one_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["sweep", str(tmp_path / "s"), "--grid", "num-attention-heads=4,5", "--", *TINY_FLAGS]
     assert main(words) == 2
     assert "num-attention-heads=5: " in capsys.readouterr().err and not (tmp_path / "s").exists()
     assert main(["sweep", str(tmp_path / "s"), "--seeds=2", "--dry-run", "--", *TINY_FLAGS]) == 0
-    assert [line.split("--seed=")[1].split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["1235"]
+    assert [
+        line.split("--seed=")[1].split()[0] for line in capsys.readouterr().out.splitlines()[1:]
+    ] == ["1235"]
 
 
 def test_the_files_of_every_run_are_checked_before_one_starts(
@@ -266,7 +312,10 @@ def test_the_files_of_every_run_are_checked_before_one_starts(
     flags = [word for word in TINY_FLAGS if word != "--mock-data"]
     assert main(["sweep", "s", "--grid", "data-path=a,b lr=1e-3,2e-3", "--", *flags]) == 65
     error = capsys.readouterr().err
-    assert "data-path=a,lr=0.001: data a: missing a.bin and a.idx" in error and "data-path=b,lr=0.001: data b" in error
+    assert (
+        "data-path=a,lr=0.001: data a: missing a.bin and a.idx" in error
+        and "data-path=b,lr=0.001: data b" in error
+    )
     assert "lr=0.002" not in error and not (tmp_path / "s").exists()  # the same files
     assert main(["sweep", "s", "--grid", "num-attention-heads=5,7", "--", *TINY_FLAGS]) == 2
     error = capsys.readouterr().err
@@ -286,7 +335,9 @@ def test_a_start_that_trained_nothing_binds_no_later_one(folder: Path) -> None:
 
 
 @pytest.mark.flag("random draws draw_seed no_checkpoints")
-def test_draws_and_what_runs_save_follow_the_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_draws_and_what_runs_save_follow_the_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def commands(*words: str) -> list[str]:
         flags = ["--random", "lr=1e-4..1e-2", "--dry-run", *words, "--", *TINY_FLAGS]
         assert main(["sweep", str(tmp_path / "s"), *flags]) == 0
@@ -296,17 +347,23 @@ def test_draws_and_what_runs_save_follow_the_flags(tmp_path: Path, capsys: pytes
     assert len(two) == 2 and all("--save=" in line for line in two)
     assert commands("--draws=3")[:2] == two and commands("--draws=2", "--draw-seed=1")[0] != two[0]
     unsaved = commands("--draws=2", "--no-checkpoints")
-    assert len(unsaved) == 2 and all("--run-dir=" in line and "--save=none" in line for line in unsaved)
+    assert len(unsaved) == 2 and all(
+        "--run-dir=" in line and "--save=none" in line for line in unsaved
+    )
 
 
-def refusal(capsys: pytest.CaptureFixture[str], folder: Path, *words: str, train: tuple[str, ...] = ()) -> str:
+def refusal(
+    capsys: pytest.CaptureFixture[str], folder: Path, *words: str, train: tuple[str, ...] = ()
+) -> str:
     """Return the message of a sweep that is refused before anything is written."""
     assert main(["sweep", str(folder), *words, "--dry-run", "--", *TINY_FLAGS, *train]) == 2
     assert not folder.exists()
     return capsys.readouterr().err
 
 
-def test_flags_that_would_do_nothing_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_that_would_do_nothing_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "s"
     many = ",".join(map(str, range(1, 201)))
     assert "40,000 runs" in refusal(capsys, folder, "--grid", f"train-iters={many}", f"seed={many}")
@@ -368,7 +425,9 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_record_is_refused_in_words(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hostile_record_is_refused_in_words(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_record(tmp_path, [])
     record = json.loads((tmp_path / sweeps.RECORD).read_text()) | HOSTILE[name]
     (tmp_path / sweeps.RECORD).write_text(json.dumps(record))
@@ -387,14 +446,18 @@ def test_a_record_that_is_no_file_is_refused_in_words(
 
 
 @pytest.mark.promise("What allows code to run, and every other flag for one start")
-def test_a_record_gives_no_flag_for_one_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_gives_no_flag_for_one_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Whoever made the folder would have a pickle of its run read as code."""
     write_record(tmp_path, ["--mock-data", "--trust-pickle"])
     assert main(["sweep", str(tmp_path)]) == USAGE
     why = f"--trust-pickle in {tmp_path / sweeps.RECORD}: a flag for one start is taken from the command line alone"
     assert why in capsys.readouterr().err
     write_record(tmp_path, [])
-    text = (tmp_path / sweeps.RECORD).read_text().replace('{"seed": "1"}', '{"trust_pickle": "true"}')
+    text = (
+        (tmp_path / sweeps.RECORD).read_text().replace('{"seed": "1"}', '{"trust_pickle": "true"}')
+    )
     (tmp_path / sweeps.RECORD).write_text(text)
     assert main(["sweep", str(tmp_path), "--dry-run"]) == USAGE
     assert "--trust-pickle is for one start, not for a run; leave it out" in capsys.readouterr().err
@@ -405,7 +468,12 @@ def test_the_share_of_runs_that_go_on(folder: Path) -> None:
     made = make(folder, ["1", "2", "3", "4"], stop_at=(0.5,), share=0.75)
     for loss, run in enumerate(made.runs.values()):
         run.rungs[4] = float(loss)
-    assert [bool(made.reason_to_stop(run)) for run in made.runs.values()] == [False, False, False, True]
+    assert [bool(made.reason_to_stop(run)) for run in made.runs.values()] == [
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.flag("sweep.json")
@@ -417,7 +485,10 @@ def test_the_table_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
         run.state = "done"
         run.read(folder)
     show_results(folder, list(runs.values()), True)
-    assert [row["point"] for row in json.loads(capsys.readouterr().out)] == [{"lr": "1"}, {"lr": "2"}]
+    assert [row["point"] for row in json.loads(capsys.readouterr().out)] == [
+        {"lr": "1"},
+        {"lr": "2"},
+    ]
 
 
 def test_flags_of_train_stay_those_of_the_first_start(tmp_path: Path) -> None:
@@ -431,7 +502,9 @@ def test_without_checkpoints_an_interrupted_run_begins_anew(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("meshwright.training.run.write_report", lambda folder: None)
-    command = sweep.SweepPlan(tmp_path, tuple(TINY_FLAGS), checkpoints=False).command("a", {"train_iters": "2"})
+    command = sweep.SweepPlan(tmp_path, tuple(TINY_FLAGS), checkpoints=False).command(
+        "a", {"train_iters": "2"}
+    )
     for _ in range(2):
         assert main(command) == 0
     assert "holds the curves" not in capsys.readouterr().err
@@ -439,11 +512,15 @@ def test_without_checkpoints_an_interrupted_run_begins_anew(
 
 def write_record(folder: Path, train_flags: list[str]) -> None:
     (folder / sweeps.RECORD).write_text(
-        json.dumps({"words": ["--grid", "seed=1"], "train_flags": train_flags, "runs": {"seed=1": RUN}})
+        json.dumps(
+            {"words": ["--grid", "seed=1"], "train_flags": train_flags, "runs": {"seed=1": RUN}}
+        )
     )
 
 
-def test_report_compares_the_runs_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_compares_the_runs_of_a_sweep(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_record(tmp_path, [])
     record = json.loads((tmp_path / sweeps.RECORD).read_text())
     record["runs"]["seed=2"] = record["runs"]["seed=1"]
@@ -451,12 +528,18 @@ def test_report_compares_the_runs_of_a_sweep(tmp_path: Path, capsys: pytest.Capt
     for name in record["runs"]:
         write_run(tmp_path / name, 3.0)
     assert main(["report", str(tmp_path), "--json"]) == 0
-    assert [run["name"] for run in json.loads(capsys.readouterr().out)["runs"]] == ["seed=1", "seed=2"]
+    assert [run["name"] for run in json.loads(capsys.readouterr().out)["runs"]] == [
+        "seed=1",
+        "seed=2",
+    ]
 
 
 def test_a_sweep_goes_on_after_it_was_killed(tmp_path: Path) -> None:
     """The training that was going on resumes from its checkpoint."""
-    folder, rest = tmp_path / "sweep", ["--", *TINY_FLAGS, "--train-iters=120", "--save-interval=10"]
+    folder, rest = (
+        tmp_path / "sweep",
+        ["--", *TINY_FLAGS, "--train-iters=120", "--save-interval=10"],
+    )
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     start = [warm.python(), "-m", "meshwright", "sweep", str(folder)]
     process = subprocess.Popen([*start, "--grid", "lr=1e-2", *rest], env=environment)
@@ -484,7 +567,9 @@ def test_a_folder_alone_goes_on_with_the_words_of_the_first_start(
     record = {"words": ["old", "--grid", "seed=1,2"], "train_flags": TINY_FLAGS, "runs": {}}
     (folder / sweeps.RECORD).write_text(json.dumps(record))
     assert main(["sweep", str(folder), "--jobs=2", "--dry-run"]) == 0
-    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == ["--keep-last=1"] * 2
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == [
+        "--keep-last=1"
+    ] * 2
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,10 @@ def draw(word: str, draws: int = DRAWS, seed: int = 0) -> list[Point]:
 def test_the_distribution_of_draws(word: str, share_below: Callable[[float], float]) -> None:
     """It is the one that is written out here: not only its middle, but everywhere."""
     found = sorted(float(value) for point in draw(word) for value in point.values())
-    farthest = max(max(share_below(x) - n / DRAWS, (n + 1) / DRAWS - share_below(x)) for n, x in enumerate(found))
+    farthest = max(
+        max(share_below(x) - n / DRAWS, (n + 1) / DRAWS - share_below(x))
+        for n, x in enumerate(found)
+    )
     assert farthest < 1.95 / math.sqrt(DRAWS)  # as in all but one of a thousand such lists of draws
 
 
@@ -56,14 +59,20 @@ def test_whole_numbers_are_rounded_and_both_ends_occur() -> None:
         want = DRAWS * math.log(high / low) / math.log(2.5)
         assert abs(counts[number] - want) < 4 * math.sqrt(want)
     listed = Counter(point["optimizer"] for point in draw("optimizer=adam,muon,lion"))
-    assert all(abs(listed[name] - DRAWS / 3) < 4 * math.sqrt(DRAWS / 3) for name in ("adam", "muon", "lion"))
+    assert all(
+        abs(listed[name] - DRAWS / 3) < 4 * math.sqrt(DRAWS / 3)
+        for name in ("adam", "muon", "lion")
+    )
 
 
 def test_no_draw_follows_from_another() -> None:
     """Neither that of another flag, nor the one before, nor the one of another seed."""
     drawn = draw("lr=1e-4..1e-2 min-lr=1e-6..1e-4 weight-decay=0..1")
     columns = [[float(point[name]) for point in drawn] for name in ("lr", "min_lr", "weight_decay")]
-    columns += [columns[0][1:] + columns[0][:1], [float(point["lr"]) for point in draw("lr=1e-4..1e-2", seed=1)]]
+    columns += [
+        columns[0][1:] + columns[0][:1],
+        [float(point["lr"]) for point in draw("lr=1e-4..1e-2", seed=1)],
+    ]
     places = [{x: place for place, x in enumerate(sorted(column))} for column in columns]
     ranks = [[place[x] for x in column] for place, column in zip(places, columns, strict=True)]
     for a, b in itertools.combinations(ranks, 2):
@@ -77,19 +86,30 @@ def test_draws_are_those_of_every_release() -> None:
     assert [tuple(point.values()) for point in draw(word, 3)] == values
     assert [point["lr"] for point in draw("lr=1e-4..1e-2", 2, seed=7)] == ["0.000938", "0.000232"]
     for n, (rate, decay, layers) in enumerate(values):  # the definition, worked out
-        u = {name: random.Random(f"0/{n}/{name}").random() for name in ("lr", "weight_decay", "num_layers")}
+        u = {
+            name: random.Random(f"0/{n}/{name}").random()
+            for name in ("lr", "weight_decay", "num_layers")
+        }
         assert float(rate) == pytest.approx(1e-4 * 100 ** u["lr"], rel=5e-3)
         assert float(decay) == pytest.approx(0.2 * u["weight_decay"], rel=5e-3)
         assert int(layers) == round(2 * 4 ** u["num_layers"])
-    assert [point["lr"] for point in draw("weight-decay=0..0.2 lr=1e-4..1e-2", 3)] == [rate for rate, *_ in values]
+    assert [point["lr"] for point in draw("weight-decay=0..0.2 lr=1e-4..1e-2", 3)] == [
+        rate for rate, *_ in values
+    ]
 
 
 def test_a_draw_stays_within_its_ends() -> None:
     """Also where three digits, or six, would leave them."""
-    for low, high in (("0.99951", "0.99962"), ("1.234567", "1.2345678"), ("-0.0012341", "-0.001234")):
+    for low, high in (
+        ("0.99951", "0.99962"),
+        ("1.234567", "1.2345678"),
+        ("-0.0012341", "-0.001234"),
+    ):
         drawn = [float(point["weight_decay"]) for point in draw(f"weight-decay={low}..{high}", 20)]
         assert all(float(low) <= x <= float(high) for x in drawn)
-    assert {Axis(("lr",), ends=(3e-4, 3.0001e-4)).draw(str(n))["lr"] for n in range(9)} == {"0.0003"}
+    assert {Axis(("lr",), ends=(3e-4, 3.0001e-4)).draw(str(n))["lr"] for n in range(9)} == {
+        "0.0003"
+    }
 
 
 # The values that a run gets
@@ -119,7 +139,9 @@ def test_a_run_gets_exactly_the_value(flag: str, typed: str, want: Any, tmp_path
     """What is typed, what its record says and what train reads from its command are one value."""
     ours = [word for word in TINY_FLAGS if not word.startswith((f"--{flag}=", "--train-iters"))]
     ours += ["--train-iters=9"] * (not flag.startswith("train-")) + ["--bf16"]
-    plan = sweep.SweepPlan(tmp_path, tuple(word for word in ours if word != "--mock-data" or flag != "data-path"))
+    plan = sweep.SweepPlan(
+        tmp_path, tuple(word for word in ours if word != "--mock-data" or flag != "data-path")
+    )
     point = next(read_space([f"{flag}={typed}"], []).points(1, 0))
     runs = sweep.join_runs(tmp_path, [point], [])
     sweep.Sweep(plan, runs, []).write()
@@ -133,10 +155,20 @@ def test_a_run_gets_exactly_the_value(flag: str, typed: str, want: Any, tmp_path
 
 
 def test_equal_values_are_one_run_and_others_are_others() -> None:
-    assert len({points.name_of_point(point) for point in read_space(["lr=1e-4,0.0001,1.0e-04"], []).points(1, 0)}) == 1
+    assert (
+        len(
+            {
+                points.name_of_point(point)
+                for point in read_space(["lr=1e-4,0.0001,1.0e-04"], []).points(1, 0)
+            }
+        )
+        == 1
+    )
     close = ["lr=0.1,0.10000000000000002", "train-samples=9007199254740993,9007199254740992"]
     for word in close:
-        assert len({points.name_of_point(point) for point in read_space([word], []).points(1, 0)}) == 2
+        assert (
+            len({points.name_of_point(point) for point in read_space([word], []).points(1, 0)}) == 2
+        )
 
 
 # The step at which runs are compared
@@ -145,7 +177,14 @@ def test_equal_values_are_one_run_and_others_are_others() -> None:
 def rows(folder: Path, *events: dict[str, Any]) -> RunTail:
     """Write rows of a run of 100 steps, adding what every row has, and read them."""
     folder.mkdir(parents=True, exist_ok=True)
-    known = {"attempt": 1, "name": "validation", "ppl": 1.0, "seconds": 0.0, "skipped": False, "train_iters": 100}
+    known = {
+        "attempt": 1,
+        "name": "validation",
+        "ppl": 1.0,
+        "seconds": 0.0,
+        "skipped": False,
+        "train_iters": 100,
+    }
     known |= dict.fromkeys(("grad_norm", "lr", "ms", "tokens_per_second"), 1.0)
     lines = [{**known, "consumed_samples": 4 * event["iteration"], **event} for event in events]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -157,8 +196,12 @@ def rows(folder: Path, *events: dict[str, Any]) -> RunTail:
 START = {"event": "start", "iteration": 0}
 
 
-def steps(first: int, last: int, loss: Callable[[int], float] = float, **more: Any) -> list[dict[str, Any]]:
-    return [{"event": "step", "iteration": i, "loss": loss(i), **more} for i in range(first, last + 1)]
+def steps(
+    first: int, last: int, loss: Callable[[int], float] = float, **more: Any
+) -> list[dict[str, Any]]:
+    return [
+        {"event": "step", "iteration": i, "loss": loss(i), **more} for i in range(first, last + 1)
+    ]
 
 
 def check(iteration: int, loss: float, **more: Any) -> dict[str, Any]:
@@ -172,12 +215,34 @@ def test_the_loss_of_a_step(tmp_path: Path) -> None:
     assert sweep.loss_at(plain, 4) == 2.5
     long = rows(tmp_path / "b", START, *steps(1, 1000))
     assert sweep.loss_at(long, 1000) == 990.5  # a fiftieth: 981 to 1000
-    checked = rows(tmp_path / "c", START, *steps(1, 60), check(10, 3.0), check(20, 1.0), check(40, 2.0), check(60, 0.5))
-    assert [sweep.loss_at(checked, step) for step in (10, 19, 20, 39, 40, 59, 60)] == [3, 3, 1, 1, 2, 2, 0.5]
+    checked = rows(
+        tmp_path / "c",
+        START,
+        *steps(1, 60),
+        check(10, 3.0),
+        check(20, 1.0),
+        check(40, 2.0),
+        check(60, 0.5),
+    )
+    assert [sweep.loss_at(checked, step) for step in (10, 19, 20, 39, 40, 59, 60)] == [
+        3,
+        3,
+        1,
+        1,
+        2,
+        2,
+        0.5,
+    ]
     two = rows(tmp_path / "d", START, *steps(1, 9), check(5, 1.0, set="x"), check(5, 2.5, set="y"))
     assert sweep.loss_at(two, 8) == 1.75
     undone = rows(
-        tmp_path / "e", START, *steps(1, 8), check(4, 1.0), check(8, 7.0), {**START, "iteration": 4}, *steps(5, 6)
+        tmp_path / "e",
+        START,
+        *steps(1, 8),
+        check(4, 1.0),
+        check(8, 7.0),
+        {**START, "iteration": 4},
+        *steps(5, 6),
     )
     assert sweep.loss_at(undone, 6) == 1.0
     bad = rows(tmp_path / "f", START, *steps(1, 9), check(5, math.nan))
@@ -185,14 +250,27 @@ def test_the_loss_of_a_step(tmp_path: Path) -> None:
 
 
 def test_steps_that_were_not_applied_have_no_loss(tmp_path: Path) -> None:
-    skipping = rows(tmp_path, START, *steps(1, 4), *steps(5, 6, lambda i: math.nan, skipped=True), *steps(7, 8))
+    skipping = rows(
+        tmp_path, START, *steps(1, 4), *steps(5, 6, lambda i: math.nan, skipped=True), *steps(7, 8)
+    )
     assert sweep.loss_at(skipping, 8) == (1 + 2 + 3 + 4 + 7 + 8) / 6
-    assert sweep.loss_at(rows(tmp_path, START, *steps(1, 2, lambda i: math.nan, skipped=True)), 2) == math.inf
+    assert (
+        sweep.loss_at(rows(tmp_path, START, *steps(1, 2, lambda i: math.nan, skipped=True)), 2)
+        == math.inf
+    )
 
 
 @pytest.mark.parametrize(
     ("fraction", "total", "step"),
-    [(0.25, 8, 2), (0.5, 100, 50), (0.29, 100, 29), (0.57, 100, 57), (0.001, 100, 1), (0.99, 1000, 990), (0.3, 10, 3)],
+    [
+        (0.25, 8, 2),
+        (0.5, 100, 50),
+        (0.29, 100, 29),
+        (0.57, 100, 57),
+        (0.001, 100, 1),
+        (0.99, 1000, 990),
+        (0.3, 10, 3),
+    ],
 )
 def test_the_step_of_a_fraction(tmp_path: Path, fraction: float, total: int, step: int) -> None:
     plan = sweep.SweepPlan(tmp_path, stop_at=(fraction,))
@@ -220,14 +298,28 @@ def test_runs_are_compared_once_they_have_left_the_step(tmp_path: Path) -> None:
         sweep.Sweep(plan, {"a": run}, []).note_rungs(run)
         seen.append(dict(run.rungs))
     assert seen == [{}] * 7 + [{4: 8.5}] * 5
-    rows(tmp_path / "a", *written, check(8, 6.0, set="y"), {"event": "end", "iteration": 8, "reason": "", "status": 0})
+    rows(
+        tmp_path / "a",
+        *written,
+        check(8, 6.0, set="y"),
+        {"event": "end", "iteration": 8, "reason": "", "status": 0},
+    )
     sweep.Sweep(plan, {"a": run}, []).note_rungs(run)
     assert run.rungs == {4: 8.5, 8: 6.5}
 
 
 @pytest.mark.parametrize(
     ("share", "count", "best"),
-    [(0.5, 1, 1), (0.5, 2, 1), (0.5, 3, 2), (0.25, 4, 1), (0.3, 7, 3), (0.07, 100, 7), (0.28, 25, 7), (0.01, 5, 1)],
+    [
+        (0.5, 1, 1),
+        (0.5, 2, 1),
+        (0.5, 3, 2),
+        (0.25, 4, 1),
+        (0.3, 7, 3),
+        (0.07, 100, 7),
+        (0.28, 25, 7),
+        (0.01, 5, 1),
+    ],
 )
 def test_how_many_go_on(tmp_path: Path, share: float, count: int, best: int) -> None:
     plan = sweep.SweepPlan(tmp_path, stop_at=(0.5,), share=share)
@@ -242,11 +334,16 @@ def test_how_many_go_on(tmp_path: Path, share: float, count: int, best: int) -> 
 
 def test_the_table_has_last_losses_and_all_tokens(tmp_path: Path) -> None:
     end = {"event": "end", "iteration": 12, "reason": "done", "status": 0}
-    runs = [sweep.SweepRun(name, {"lr": "1", "seed": seed}, "done") for name, seed in (("a", "1"), ("b", "2"))]
+    runs = [
+        sweep.SweepRun(name, {"lr": "1", "seed": seed}, "done")
+        for name, seed in (("a", "1"), ("b", "2"))
+    ]
     for run, losses in zip(runs, ((4.0, 2.0, 3.0), (5.0, 1.0, 6.0)), strict=True):
         checks = [check(4 * n, loss) for n, loss in enumerate(losses, 1)]
         rows(tmp_path / run.name, START, *steps(1, 12), *checks, end)
-        (tmp_path / run.name / "config.toml").write_text("[data]\nseq_length = 16\n[logging]\nlog_interval = 4\n")
+        (tmp_path / run.name / "config.toml").write_text(
+            "[data]\nseq_length = 16\n[logging]\nlog_interval = 4\n"
+        )
         run.read(tmp_path)
     (one,) = results.swept_points(runs)
     assert (one.held_out, one.training, one.tokens, one.seeds) == (4.5, 10.5, 12 * 4 * 16, 2)

@@ -39,7 +39,9 @@ def compare_all(file: str, lines: list[str]) -> None:
     setup = RankSetup(team, connect=small_run.Connected())
     for line in lines:
         wrong = mock.patch.object(shard, "is_partial", lambda *_: False)
-        flags = re.sub("--(bf16|fp16)", r"--params-dtype float32 --\1", TP if line == "broken" else line)
+        flags = re.sub(
+            "--(bf16|fp16)", r"--params-dtype float32 --\1", TP if line == "broken" else line
+        )
         with wrong if line == "broken" else mock.MagicMock():
             made = compare_with_one_process(parse(flags), team, 1, None, setup)
         found[line] = certificate.certificate(parse(flags), made, setup, ["command"])
@@ -72,8 +74,14 @@ def test_a_layout_equals_one_process_and_a_missing_sum_is_named(tmp_path):
     made, broken = found[TP], found["broken"]
     require_equal(made)
     assert "saving and resuming in bf16: compared in float64" in made["not_compared"]
-    assert made["layout"]["tensor"] == 2 and made["reduced"]["hidden_size"] == 32 and made["settings"]["bf16"]
-    assert "in bfloat16, one process updated by" in made["table"] and "DIFFERENT" not in made["table"]
+    assert (
+        made["layout"]["tensor"] == 2
+        and made["reduced"]["hidden_size"] == 32
+        and made["settings"]["bf16"]
+    )
+    assert (
+        "in bfloat16, one process updated by" in made["table"] and "DIFFERENT" not in made["table"]
+    )
 
     first = broken["differences"][0]
     assert (
@@ -81,8 +89,15 @@ def test_a_layout_equals_one_process_and_a_missing_sum_is_named(tmp_path):
         and first["what"] == Quantity.GRADIENTS
         and first["where"].startswith("step 1, rank")
     )
-    assert "ln_" in first["name"] or first["name"].endswith("proj.bias") or first["name"] == "wpe.weight", first
-    assert f"gradients differ first, {first['name']} by" in broken["error"] and "DIFFERENT" in broken["table"]
+    assert (
+        "ln_" in first["name"]
+        or first["name"].endswith("proj.bias")
+        or first["name"] == "wpe.weight"
+    ), first
+    assert (
+        f"gradients differ first, {first['name']} by" in broken["error"]
+        and "DIFFERENT" in broken["table"]
+    )
 
     for values, words in (
         (made, "<b>Layout verified</b>: 36 parameters, "),
@@ -98,8 +113,13 @@ def verify_with_rounded_masters(folder: str) -> None:
     team = make_team()
     line = f"--world-size 3 --zero-stage 1 --num-layers 2 --global-batch-size 3 --verify-layout 1 --run-dir {folder}"
     config = parse(f"{line} --params-dtype float32 --bf16")
-    with BUGS["rounded-masters"](), pytest.raises(UserError, match="weights differ first.* in bfloat16") as caught:
-        certificate.verify_layout(config, RankSetup(team), ["command"], lambda comparison, line: None)
+    with (
+        BUGS["rounded-masters"](),
+        pytest.raises(UserError, match="weights differ first.* in bfloat16") as caught,
+    ):
+        certificate.verify_layout(
+            config, RankSetup(team), ["command"], lambda comparison, line: None
+        )
     assert caught.value.status == UNEQUAL
 
 
@@ -110,8 +130,17 @@ def test_masters_that_lose_their_low_bits_are_found(tmp_path):
     compared = {(one["precision"], one["what"]): one for one in made["compared"]}
     wrong = {key for key, one in compared.items() if not one["is_equal"]}
     assert wrong == {("bfloat16", "weights"), ("bfloat16", "norm of the weights")}
-    assert compared["bfloat16", "weights"]["tolerance"] == 1e-5 < 1e-3 < compared["bfloat16", "weights"]["largest"]
-    assert compared["bfloat16", "optimizer state"]["largest"] == 0 == compared["bfloat16", "loss scale"]["tolerance"]
+    assert (
+        compared["bfloat16", "weights"]["tolerance"]
+        == 1e-5
+        < 1e-3
+        < compared["bfloat16", "weights"]["largest"]
+    )
+    assert (
+        compared["bfloat16", "optimizer state"]["largest"]
+        == 0
+        == compared["bfloat16", "loss scale"]["tolerance"]
+    )
 
 
 @pytest.mark.long

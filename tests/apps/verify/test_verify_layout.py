@@ -40,7 +40,12 @@ def run(folder, argv, **more):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     ranks = [place | {"RANK": n, "LOCAL_RANK": n} | more for n in "01"]
     return run_programs(program, [argv] * 2, ranks, folder)
 
@@ -55,7 +60,10 @@ def test_a_layout_that_fails_is_a_difference(monkeypatch, capsys):
     monkeypatch.setattr(compare._Comparing, "check_cover", fail)
     assert main(["verify-layout", "--world-size=1", *TRAIN]) == UNEQUAL
     shown = capsys.readouterr().err.splitlines()[-1]
-    assert "this layout fails where one process does not, ValueError at test_verify_layout.py:" in shown
+    assert (
+        "this layout fails where one process does not, ValueError at test_verify_layout.py:"
+        in shown
+    )
     assert "zip() argument 2 is shorter, after a difference in wte.weight; do not train" in shown
 
 
@@ -81,7 +89,9 @@ def test_torchs_rounding_of_beta2_is_no_difference(beta2):
         return quantity.tolerance(settings, torch.device(device))
 
     assert apart < allowed() - compare.UPDATED < 1.5 * apart + 1e-7
-    assert compare.UPDATED == allowed("cpu") == allowed(stage=1) == allowed(cautious_weight_decay=True)
+    assert (
+        compare.UPDATED == allowed("cpu") == allowed(stage=1) == allowed(cautious_weight_decay=True)
+    )
     assert allowed(quantity=compare.Quantity.WEIGHTS) == compare.UPDATED
 
 
@@ -89,7 +99,11 @@ def test_train_verifies_before_it_begins(tmp_path):
     """A difference ends the run before its first step; the certificate says where it is."""
     statuses, (log, _) = run(tmp_path, ["train", *TRAIN, *TP, "--run-dir", "run"], BROKEN="1")
     assert statuses == [UNEQUAL, UNEQUAL], log
-    assert "gradients differ first" in log and "ln_" in log and "[before the start of training step]" not in log
+    assert (
+        "gradients differ first" in log
+        and "ln_" in log
+        and "[before the start of training step]" not in log
+    )
     assert json.loads((tmp_path / "run" / CERTIFICATE).read_text())["verdict"] == "different"
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -100,7 +114,10 @@ def test_train_begins_if_the_layout_is_equal(tmp_path):
     assert statuses == [0, 0], log
     assert log.index(" > layout verified: ") < log.index("[before the start of training step]")
     assert " > layout verified: " in (tmp_path / "run" / "log.txt").read_text()
-    assert json.loads((tmp_path / "run" / CERTIFICATE).read_text())["command"][:2] == ["meshwright", "train"]
+    assert json.loads((tmp_path / "run" / CERTIFICATE).read_text())["command"][:2] == [
+        "meshwright",
+        "train",
+    ]
 
 
 @pytest.mark.long
@@ -117,7 +134,9 @@ def test_the_command_starts_ranks_itself(tmp_path, is_broken):
     [status], [out] = run_programs(program, [argv], [{"PYTHONPATH": str(tmp_path)}], tmp_path)
     assert status == (UNEQUAL if is_broken else 0), out
     made = json.loads((tmp_path / "run" / CERTIFICATE).read_text())
-    assert made["layout"]["ranks"] == 4 and made["layout"]["data"] == 2 and made["backend"] == "gloo", made
+    assert (
+        made["layout"]["ranks"] == 4 and made["layout"]["data"] == 2 and made["backend"] == "gloo"
+    ), made
     assert ("gradients differ first" in out) == is_broken and "not compared:" in out
 
 
@@ -132,9 +151,14 @@ def test_what_is_missing_is_filled_in():
         "--packing best-fit --context-parallel-size 2",
         "--packing best-fit --tensor-model-parallel-size 2 --data-path some",
     ):
-        given = flags.parse_settings(TrainConfig, words.split(), "meshwright verify-layout", check=False).config
+        given = flags.parse_settings(
+            TrainConfig, words.split(), "meshwright verify-layout", check=False
+        ).config
         ranks = verify_layout.ranks_wanted(given)
-        assert ranks == (given.parallel.world_size or given.parallel.model_ranks * (4 if "instances" in words else 2))
+        assert ranks == (
+            given.parallel.world_size
+            or given.parallel.model_ranks * (4 if "instances" in words else 2)
+        )
         more = [f"--world-size={ranks}", *verify_layout.missing(given, ranks)]
         flags.parse_settings(TrainConfig, [*more, *words.split()], "meshwright verify-layout")
 
@@ -143,7 +167,9 @@ def test_borders_of_packed_documents_are_ends_of_random_ones():
     """A packed run's twin masks the loss, restarts positions and ends attention."""
     words = "--packing best-fit --context-parallel-size 2 --world-size 2 --data-path some --attention-dropout 0"
     words += " --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1"
-    made = make_twin(flags.parse_settings(TrainConfig, f"{words} --lr 1 --train-iters 2".split(), "train").config)
+    made = make_twin(
+        flags.parse_settings(TrainConfig, f"{words} --lr 1 --train-iters 2".split(), "train").config
+    )
     assert made.config.data.packing == "stream" and all(made.config.data.document_effects)
     assert any("packing" in line for line in made.left_out)
 

@@ -18,7 +18,9 @@ from meshwright.__main__ import main
 from meshwright.base.errors import UNAVAILABLE, USAGE
 
 for package in ("starlette", "uvicorn", "httpx"):
-    pytest.importorskip(package, reason=f"{package} is not installed: pip install 'meshwright[serve,test]'")
+    pytest.importorskip(
+        package, reason=f"{package} is not installed: pip install 'meshwright[serve,test]'"
+    )
 
 from starlette.testclient import TestClient  # noqa: E402
 
@@ -56,7 +58,9 @@ def test_the_files_and_their_headers(client):
     for address, (_, name) in application.FILES.items():
         answer = client.get(address)
         kind = kinds[name.rpartition(".")[2]]
-        assert answer.status_code == 200 and answer.headers["content-type"] == f"{kind}; charset=utf-8", name
+        assert (
+            answer.status_code == 200 and answer.headers["content-type"] == f"{kind}; charset=utf-8"
+        ), name
         policy = answer.headers["content-security-policy"]
         assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
     assert client.get("/watch").status_code == 404 and client.post("/api/state").status_code == 405
@@ -68,7 +72,8 @@ def test_the_page_has_no_outside_resources_and_nothing_inline():
     for name in ("page.html", "watch.css", "watch.js", "chart.js", "words.js"):
         text = resources.files("meshwright.apps.watch").joinpath(name).read_text()
         assert not re.search(
-            r"https?://(?!www\.w3\.org/2000/svg)|@import|url\(|innerHTML|eval\(| style=| on\w+=\"", text
+            r"https?://(?!www\.w3\.org/2000/svg)|@import|url\(|innerHTML|eval\(| style=| on\w+=\"",
+            text,
         ), name
     page = resources.files("meshwright.apps.watch").joinpath("page.html").read_text()
     script = resources.files("meshwright.apps.watch").joinpath("watch.js").read_text()
@@ -80,15 +85,22 @@ def test_the_library_for_curves_is_a_release_with_its_licence():
     """uPlot 1.6.32, as published, so that whoever reads the page's code knows whose it is."""
     folder = resources.files("meshwright.apps.watch").joinpath("vendor")
     script = folder.joinpath("uPlot.iife.min.js").read_bytes()
-    assert hashlib.sha256(script).hexdigest() == "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f"
+    assert (
+        hashlib.sha256(script).hexdigest()
+        == "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f"
+    )
     assert b"(v1.6.32)" in script and "MIT License" in folder.joinpath("LICENSE-uPlot").read_text()
-    assert not re.search(rb"https?://(?!github.com/leeoniya/uPlot)|eval\(|fetch\(|XMLHttpRequest|import\(", script)
+    assert not re.search(
+        rb"https?://(?!github.com/leeoniya/uPlot)|eval\(|fetch\(|XMLHttpRequest|import\(", script
+    )
 
 
 def test_both_languages_have_the_same_words():
     """Each word that the page uses is there in both."""
     folder = resources.files("meshwright.apps.watch")
-    english, chinese = re.findall(r"^  \w\w: \{(.*?)^  \},", folder.joinpath("words.js").read_text(), re.M | re.S)
+    english, chinese = re.findall(
+        r"^  \w\w: \{(.*?)^  \},", folder.joinpath("words.js").read_text(), re.M | re.S
+    )
     keys = [re.findall(r'(\w+): (?:"|\{)', text) for text in (english, chinese)]
     assert keys[0] == keys[1] and len(set(keys[0])) > 50
     used = set(re.findall(r'data-word="(\w+)"', folder.joinpath("page.html").read_text()))
@@ -112,10 +124,31 @@ def test_both_languages_have_the_same_words():
         ({"Origin": "http://evil.example"}, 403),
         ({"Origin": "null"}, 403),
         ({"Origin": "http://localhost:8000"}, 403),
-        ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors", "Sec-Fetch-Dest": "script"}, 403),
+        (
+            {
+                "Sec-Fetch-Site": "cross-site",
+                "Sec-Fetch-Mode": "no-cors",
+                "Sec-Fetch-Dest": "script",
+            },
+            403,
+        ),
         ({"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "cors"}, 403),
-        ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "iframe"}, 403),
-        ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}, 200),
+        (
+            {
+                "Sec-Fetch-Site": "cross-site",
+                "Sec-Fetch-Mode": "navigate",
+                "Sec-Fetch-Dest": "iframe",
+            },
+            403,
+        ),
+        (
+            {
+                "Sec-Fetch-Site": "cross-site",
+                "Sec-Fetch-Mode": "navigate",
+                "Sec-Fetch-Dest": "document",
+            },
+            200,
+        ),
     ],
 )
 @pytest.mark.promise("It has no key", "Other sites' pages cannot")
@@ -129,7 +162,9 @@ def test_who_may_ask(client, headers, status):
 def test_state_curves_and_samples(client, folder):
     (run,) = client.get("/api/state").json()["runs"]
     assert (run["name"], run["step"], run["dash"]) == ("run", 3, [])
-    found = client.get("/api/curves", params={"run": str(folder), "axis": "time", "smooth": 0}).json()
+    found = client.get(
+        "/api/curves", params={"run": str(folder), "axis": "time", "smooth": 0}
+    ).json()
     assert found[str(folder)]["lines"]["loss"]["y"] == [4.0, 3.0, 2.0]
     assert client.get("/api/samples", params={"run": str(folder), "step": 2}).json() == [
         {"number": 0, "prompt": "A", "text": "<b>b"}
@@ -139,7 +174,17 @@ def test_state_curves_and_samples(client, folder):
 
 @pytest.mark.parametrize(
     "query",
-    ["run=/etc", "axis=x", "points=1e9", "points=9999999", "begin=nan", "smooth=2", "smooth=nan", "end=x", "run="],
+    [
+        "run=/etc",
+        "axis=x",
+        "points=1e9",
+        "points=9999999",
+        "begin=nan",
+        "smooth=2",
+        "smooth=nan",
+        "end=x",
+        "run=",
+    ],
 )
 @pytest.mark.fault("F30")
 def test_nonsense_is_refused(client, query):
@@ -155,13 +200,19 @@ def test_flags(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["watch", str(tmp_path / "file"), "--port", "70000"]) == USAGE
     err = capsys.readouterr().err
-    assert main(["watch", str(tmp_path / "fil")]) == USAGE  # a page that waits for ever for a misspelt name
+    # a page that waits for ever for a misspelt name
+    assert main(["watch", str(tmp_path / "fil")]) == USAGE
     assert f"fil does not exist; did you mean {tmp_path / 'file'}?" in capsys.readouterr().err
-    assert "file is a file; give the folder of a run" in err and "--port 70000 must be at most 65535" in err
+    assert (
+        "file is a file; give the folder of a run" in err
+        and "--port 70000 must be at most 65535" in err
+    )
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["watch", str(tmp_path), "--port", str(port)]) == UNAVAILABLE
-    assert f"--port {port}: Address already in use; choose another --port" in capsys.readouterr().err
+    assert (
+        f"--port {port}: Address already in use; choose another --port" in capsys.readouterr().err
+    )
 
 
 def test_without_the_extra(tmp_path, capsys, monkeypatch):
@@ -169,7 +220,10 @@ def test_without_the_extra(tmp_path, capsys, monkeypatch):
     for name in ("watch.app", "pages.protocol"):
         monkeypatch.delitem(sys.modules, f"meshwright.apps.{name}", raising=False)
     assert main(["watch", str(tmp_path)]) == UNAVAILABLE
-    assert "watch needs uvicorn: install it with pip install 'meshwright[serve]'" in capsys.readouterr().err
+    assert (
+        "watch needs uvicorn: install it with pip install 'meshwright[serve]'"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_whole_program(folder):

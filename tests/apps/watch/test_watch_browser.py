@@ -14,11 +14,21 @@ from pages import step_row
 from helpers import TINY_FLAGS
 
 for package in ("starlette", "uvicorn"):
-    pytest.importorskip(package, reason=f"{package} is not installed: pip install 'meshwright[serve]'")
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+    pytest.importorskip(
+        package, reason=f"{package} is not installed: pip install 'meshwright[serve]'"
+    )
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed: pip install playwright"
+)
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-RUNNING = ["--train-iters=100000", "--tokenizer=byte", "--vocab-size=257", "--sample-interval=20", "--sample-length=4"]
+RUNNING = [
+    "--train-iters=100000",
+    "--tokenizer=byte",
+    "--vocab-size=257",
+    "--sample-interval=20",
+    "--sample-length=4",
+]
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +38,17 @@ def browser():
             # In a container Chromium's own sandbox is not allowed to start.
             yield p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         except playwright.Error as error:
-            pytest.skip(f"no Chromium: set CHROMIUM to it, or run `playwright install chromium` ({error})")
+            pytest.skip(
+                f"no Chromium: set CHROMIUM to it, or run `playwright install chromium` ({error})"
+            )
 
 
 @contextlib.contextmanager
 def process(*words):
     """Run a command of ours for the duration of the block; yield its first line."""
-    with subprocess.Popen([sys.executable, "-m", "meshwright", *words], stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        [sys.executable, "-m", "meshwright", *words], stdout=subprocess.PIPE, text=True
+    ) as child:
         try:
             yield child.stdout.readline().strip()
         finally:
@@ -50,7 +64,15 @@ def watched(browser, tmp_path):
     rows = [{"event": "start", "attempt": 1, "iteration": 0, "time": 1.7e9, "train_iters": 3000}]
     rows += [step_row(i, 9.0 if i == 1500 else 2.0 + 1 / i) for i in range(1, 3001)]
     rows += [{"event": "scores", "iteration": 3000, "scores": {"lambada/accuracy": 0.25}}]
-    rows += [{"event": "end", "attempt": 1, "iteration": 3000, "reason": "all iterations done", "status": 0}]
+    rows += [
+        {
+            "event": "end",
+            "attempt": 1,
+            "iteration": 3000,
+            "reason": "all iterations done",
+            "status": 0,
+        }
+    ]
     (ended / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     folders = [str(ended), str(running), str(tmp_path / "later")]
     errors = []
@@ -58,10 +80,20 @@ def watched(browser, tmp_path):
         process("watch", *folders, "--port", "0") as address,
         process("train", *TINY_FLAGS, *RUNNING, "--run-dir", str(running)),
     ):
-        page = browser.new_page(viewport={"width": 1000, "height": 1200}, color_scheme="light", locale="en-US")
-        page.on("console", lambda message: errors.append(message.text) if message.type in ("error", "warning") else 0)
+        page = browser.new_page(
+            viewport={"width": 1000, "height": 1200}, color_scheme="light", locale="en-US"
+        )
+        page.on(
+            "console",
+            lambda message: (
+                errors.append(message.text) if message.type in ("error", "warning") else 0
+            ),
+        )
         page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("request", lambda r: None if r.url.startswith((address, "data:")) else errors.append(r.url))
+        page.on(
+            "request",
+            lambda r: None if r.url.startswith((address, "data:")) else errors.append(r.url),
+        )
         page.goto(address)
         yield page
         page.close()
@@ -92,7 +124,9 @@ def test_the_page(watched):
     # The legend tells the runs by their colours, and validation by its form.
     legend = page.locator("figure[data-key=loss] .legend")
     expect(legend.locator("span")).to_have_text(["ended", "running", "training", "validation"])
-    strokes = legend.locator("line").evaluate_all("lines => lines.map((l) => l.getAttribute('stroke'))")
+    strokes = legend.locator("line").evaluate_all(
+        "lines => lines.map((l) => l.getAttribute('stroke'))"
+    )
     assert strokes[0] != strokes[1] and strokes[2:] == 2 * ["currentColor"]
     assert legend.locator("circle").count() == 1
 

@@ -18,7 +18,11 @@ def run(tmp_path):
     losses[3210], losses[1234] = 50.0, -7.0
     rows += [step_row(i, float(loss), memory=2**30) for i, loss in enumerate(losses, 1)]
     rows[100]["loss"] = "nan"
-    rows += [check_row(1000, 3.0), check_row(5000, 2.5), {"event": "scores", "iteration": 2000, "scores": {"a": 0.5}}]
+    rows += [
+        check_row(1000, 3.0),
+        check_row(5000, 2.5),
+        {"event": "scores", "iteration": 2000, "scores": {"a": 0.5}},
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "config.toml").write_text("[data]\nseq_length = 8\n")
     out = RunTail(tmp_path)
@@ -47,7 +51,11 @@ def test_axes(run):
 
 def test_a_zoom_reads_all_steps_of_its_range(run):
     loss = curves(run, View(begin=3200, end=3220, smooth=0))["lines"]["loss"]
-    assert loss["x"] == [float(i) for i in range(3199, 3222)] and "mx" not in loss and max(loss["y"]) == 50.0
+    assert (
+        loss["x"] == [float(i) for i in range(3199, 3222)]
+        and "mx" not in loss
+        and max(loss["y"]) == 50.0
+    )
     by_time = curves(run, View("time", begin=32.0, end=32.2, smooth=0))["lines"]["loss"]
     assert by_time["y"] == pytest.approx(loss["y"], abs=0.01)
     assert curves(run, View(begin=9000))["lines"]["loss"]["x"] == [5000.0]
@@ -68,8 +76,18 @@ def test_nothing_yet(tmp_path):
 @pytest.fixture
 def run_of(tmp_path):
     def read(name, size, vocabulary):
-        start = {"event": "start", "attempt": 1, "iteration": 0, "time": 1.7e9, "bytes_per_token": size}
-        rows = [start, step_row(1, 2 * math.log(2)), check_row(1, math.log(2)) | {"ema_loss": 4 * math.log(2)}]
+        start = {
+            "event": "start",
+            "attempt": 1,
+            "iteration": 0,
+            "time": 1.7e9,
+            "bytes_per_token": size,
+        }
+        rows = [
+            start,
+            step_row(1, 2 * math.log(2)),
+            check_row(1, math.log(2)) | {"ema_loss": 4 * math.log(2)},
+        ]
         folder = tmp_path / name
         folder.mkdir()
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -83,17 +101,29 @@ def run_of(tmp_path):
 
 def test_losses_of_two_vocabularies_are_drawn_in_bits_per_byte(run_of):
     a, b, other = run_of("a", 4.0, "x"), run_of("b", 2.0, "x"), run_of("c", 4.01, "x")
-    assert loss_units([a]) == ("", [1.0]) and loss_units([a, other]) == ("", [1.0, 1.0]) and loss_units([]) == ("", [])
+    assert (
+        loss_units([a]) == ("", [1.0])
+        and loss_units([a, other]) == ("", [1.0, 1.0])
+        and loss_units([]) == ("", [])
+    )
     unit, factors = loss_units([a, b])
     assert unit == "bits"
     drawn = [curves(run, View(), factor) for run, factor in zip((a, b), factors, strict=True)]
-    assert [one["lines"]["loss"]["y"] for one in drawn] == [[pytest.approx(0.5)], [pytest.approx(1.0)]]
-    assert [one["checks"]["validation"]["y"] for one in drawn] == [[pytest.approx(0.25)], [pytest.approx(0.5)]]
+    assert [one["lines"]["loss"]["y"] for one in drawn] == [
+        [pytest.approx(0.5)],
+        [pytest.approx(1.0)],
+    ]
+    assert [one["checks"]["validation"]["y"] for one in drawn] == [
+        [pytest.approx(0.25)],
+        [pytest.approx(0.5)],
+    ]
     assert drawn[0]["checks"]["validation, average"]["y"] == [pytest.approx(1.0)]
     assert drawn[0]["lines"]["lr"] == curves(a, View())["lines"]["lr"]
 
 
-@pytest.mark.parametrize(("size", "vocabulary", "unit"), [(None, "x", ""), (None, "y", "mixed"), (4.0, "y", "bits")])
+@pytest.mark.parametrize(
+    ("size", "vocabulary", "unit"), [(None, "x", ""), (None, "y", "mixed"), (4.0, "y", "bits")]
+)
 def test_losses_that_cannot_be_compared_are_said_to_be_so(run_of, size, vocabulary, unit):
     """Where a run, as of an earlier release, does not say how many bytes a token has."""
     assert loss_units([run_of("a", 4.0, "x"), run_of("b", size, vocabulary)])[0] == unit

@@ -14,7 +14,13 @@ from meshwright.base.runs.history import read_history
 
 
 def start_row(attempt=1, iteration=0, **more):
-    return {"event": "start", "attempt": attempt, "iteration": iteration, "time": 1.7e9, "train_iters": 9} | more
+    return {
+        "event": "start",
+        "attempt": attempt,
+        "iteration": iteration,
+        "time": 1.7e9,
+        "train_iters": 9,
+    } | more
 
 
 def text_of(rows):
@@ -68,7 +74,12 @@ def test_a_half_written_line_waits(tmp_path, follower):
 
 def test_a_resume_cuts_the_half_line_and_undoes_steps(tmp_path, follower):
     append(tmp_path, start_row(), *(step_row(i, 9.0) for i in range(1, 6)), check_row(4, 4.0))
-    append(tmp_path, {"event": "scores", "iteration": 4, "scores": {"a": 1.0}}, step_row(6, 9.0), cut=-20)
+    append(
+        tmp_path,
+        {"event": "scores", "iteration": 4, "scores": {"a": 1.0}},
+        step_row(6, 9.0),
+        cut=-20,
+    )
     look(follower)
     whole = (tmp_path / "metrics.jsonl").read_bytes()
     os.truncate(tmp_path / "metrics.jsonl", whole.rfind(b"\n") + 1)  # as metrics._count_starts does
@@ -83,7 +94,9 @@ def test_a_resume_cuts_the_half_line_and_undoes_steps(tmp_path, follower):
 def test_another_file_in_its_place(tmp_path, follower, how):
     append(tmp_path, start_row(), *(step_row(i, 9.0) for i in range(1, 4)))
     look(follower)
-    new = text_of([start_row(time=1.8e9), *(step_row(i, 2.0) for i in range(1, 9 if how == "longer" else 2))])
+    new = text_of(
+        [start_row(time=1.8e9), *(step_row(i, 2.0) for i in range(1, 9 if how == "longer" else 2))]
+    )
     if how == "replaced":
         (tmp_path / "new").write_text(new)
         os.replace(tmp_path / "new", tmp_path / "metrics.jsonl")
@@ -106,8 +119,17 @@ def test_damage_is_shown_and_the_rest_is_read(tmp_path, follower):
     append(tmp_path, start_row(), step_row(1, 5.0))
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write("nonsense\n[]\n\n")
-    append(tmp_path, {"event": "step", "iteration": 2}, {"event": "validation", "iteration": 2}, step_row(3, 4.0))
-    append(tmp_path, step_row(4, 4.0) | {"loss": "much"}, {"event": "scores", "iteration": 4, "scores": 5})
+    append(
+        tmp_path,
+        {"event": "step", "iteration": 2},
+        {"event": "validation", "iteration": 2},
+        step_row(3, 4.0),
+    )
+    append(
+        tmp_path,
+        step_row(4, 4.0) | {"loss": "much"},
+        {"event": "scores", "iteration": 4, "scores": 5},
+    )
     look(follower)
     assert steps(follower) == [1, 3] and len(follower.damage) == 7
     append(tmp_path, start_row(command=["\udcff"]), step_row(1, 3.0))  # a name that is not text
@@ -116,7 +138,14 @@ def test_damage_is_shown_and_the_rest_is_read(tmp_path, follower):
 
 
 def test_repeated_iterations_without_a_start(tmp_path, follower):
-    append(tmp_path, start_row(), step_row(1, 5.0), step_row(2, 5.0), step_row(2, 4.0), step_row(3, 3.0))
+    append(
+        tmp_path,
+        start_row(),
+        step_row(1, 5.0),
+        step_row(2, 5.0),
+        step_row(2, 4.0),
+        step_row(3, 3.0),
+    )
     look(follower)
     assert follower.column("loss").tolist() == [5.0, 4.0, 3.0]
     append(tmp_path, step_row(2, 1.0))
@@ -135,7 +164,9 @@ def test_blocks_and_processes_read_the_same(tmp_path, follower, monkeypatch, cor
     monkeypatch.setattr(follow.host, "cores", lambda: cores)
     assert look(follower) > 10
     assert steps(follower) == list(range(1, 300)) and follower.record.attempts[1].last == 299
-    assert follower.column("loss").tolist() == [1 + 1 / i if i <= 200 else 2 + 1 / i for i in range(1, 300)]
+    assert follower.column("loss").tolist() == [
+        1 + 1 / i if i <= 200 else 2 + 1 / i for i in range(1, 300)
+    ]
     assert len(follower.record.validations) == 1
 
 
@@ -164,11 +195,30 @@ def test_runs_below_a_folder_and_runs_that_begin_later(tmp_path):
 def test_the_state(tmp_path, monkeypatch):
     for name, lr in (("a", 1), ("b", 2)):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.toml").write_text(f"[data]\nseq_length = 16\n[optimizer]\nlr = {lr}.0\n")
-        append(tmp_path / name, start_row(), *(step_row(i, 6.0 - i) for i in range(1, 4)), check_row(2, 4.0))
+        (tmp_path / name / "config.toml").write_text(
+            f"[data]\nseq_length = 16\n[optimizer]\nlr = {lr}.0\n"
+        )
+        append(
+            tmp_path / name,
+            start_row(),
+            *(step_row(i, 6.0 - i) for i in range(1, 4)),
+            check_row(2, 4.0),
+        )
         append(tmp_path / name, check_row(3, 4.5), step_row(4, "inf", skipped=True))
-    append(tmp_path / "b", {"event": "end", "attempt": 1, "iteration": 4, "reason": "done", "status": 0, "time": 1.8e9})
-    append(tmp_path / "b", {"event": "sample", "iteration": 4, "number": 0, "prompt": "A", "text": "b"})
+    append(
+        tmp_path / "b",
+        {
+            "event": "end",
+            "attempt": 1,
+            "iteration": 4,
+            "reason": "done",
+            "status": 0,
+            "time": 1.8e9,
+        },
+    )
+    append(
+        tmp_path / "b", {"event": "sample", "iteration": 4, "number": 0, "prompt": "A", "text": "b"}
+    )
     watcher = Watcher([tmp_path / "a", tmp_path / "b"])
     watcher.search()
     watcher.update()
@@ -177,7 +227,11 @@ def test_the_state(tmp_path, monkeypatch):
     assert (a["step"], a["amount"], a["unit"], a["skipped"]) == (4, 16 * 16, "tokens", 1)
     assert (a["best"], a["validation"], a["left"]) == ([4.0, 2], 4.5, 5 * 0.01) and a["loss"] == 3.0
     assert a["seconds"] == pytest.approx(4 * 0.01)
-    assert watcher.state()["different"] == {"lr": [1.0, 2.0]} and b["samples"] == [4] and a["slow"] == []
+    assert (
+        watcher.state()["different"] == {"lr": [1.0, 2.0]}
+        and b["samples"] == [4]
+        and a["slow"] == []
+    )
     lag = {
         "event": "straggler",
         "attempt": 1,

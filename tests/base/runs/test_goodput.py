@@ -13,11 +13,21 @@ from meshwright.base.runs.history import read_history
 
 
 def start(attempt, iteration, time, ready):
-    return {"event": "start", "attempt": attempt, "iteration": iteration, "time": time, "ready": ready, "command": []}
+    return {
+        "event": "start",
+        "attempt": attempt,
+        "iteration": iteration,
+        "time": time,
+        "ready": ready,
+        "command": [],
+    }
 
 
 def step(attempt, i, time, **more):
-    return step_row(i, 5.0 - i / 9, attempt=attempt, ms=10_000.0, time=time, mfu=None, memory=None) | more
+    return (
+        step_row(i, 5.0 - i / 9, attempt=attempt, ms=10_000.0, time=time, mfu=None, memory=None)
+        | more
+    )
 
 
 def event(kind, attempt, iteration, time, **more):
@@ -47,15 +57,26 @@ def measured(folder, rows):
     if found is None:
         assert "goodput" not in page
     else:
-        assert (page["goodput"], page["recovery"]) == pytest.approx((found.share, found.mean_recovery))
+        assert (page["goodput"], page["recovery"]) == pytest.approx(
+            (found.share, found.mean_recovery)
+        )
     return found
 
 
 def test_every_second_goes_somewhere(tmp_path):
     found = measured(tmp_path, ROWS)
     assert (found.wall, found.good, found.recoveries) == (141.0, 60.0, [55.0])
-    lost = {"start-up": 30.0, "down": 25.0, "steps undone": 20.0, "steps not applied": 0.0, "saves": 2.0}
-    assert found.lost == lost | {"validations": 3.0, "other": 1.0} and found.good + sum(found.lost.values()) == 141.0
+    lost = {
+        "start-up": 30.0,
+        "down": 25.0,
+        "steps undone": 20.0,
+        "steps not applied": 0.0,
+        "saves": 2.0,
+    }
+    assert (
+        found.lost == lost | {"validations": 3.0, "other": 1.0}
+        and found.good + sum(found.lost.values()) == 141.0
+    )
     assert found.line() == (
         "goodput 42.6 %: 1 min 00 s of 2 min 21 s in steps that count; start-up 30.0 s, down 25.0 s, steps undone "
         "20.0 s, saves 2.0 s, validations 3.0 s, other 1.0 s; 1 recovery, 55.0 s from the last row to the next step"
@@ -64,12 +85,30 @@ def test_every_second_goes_somewhere(tmp_path):
 
 def test_steps_that_are_undone_or_not_applied(tmp_path):
     """A rollback takes steps 2 and 3 away, and step 3 was not applied anyway."""
-    rows = [start(1, 0, 1000.0, 0.0), step(1, 1, 1010.0), step(1, 2, 1020.0), step(1, 3, 1030.0, skipped=True)]
-    rows += [event("rollback", 1, 3, 1034.0, to=1, seconds=4.0), step(1, 4, 1044.0), step(1, 5, 1054.0, skipped=True)]
+    rows = [
+        start(1, 0, 1000.0, 0.0),
+        step(1, 1, 1010.0),
+        step(1, 2, 1020.0),
+        step(1, 3, 1030.0, skipped=True),
+    ]
+    rows += [
+        event("rollback", 1, 3, 1034.0, to=1, seconds=4.0),
+        step(1, 4, 1044.0),
+        step(1, 5, 1054.0, skipped=True),
+    ]
     found = measured(tmp_path, rows[:4])
-    assert found.good == 20.0 and found.lost["steps not applied"] == 10.0 and found.mean_recovery is None
+    assert (
+        found.good == 20.0
+        and found.lost["steps not applied"] == 10.0
+        and found.mean_recovery is None
+    )
     found = measured(tmp_path, rows)
-    assert (found.wall, found.good, found.lost["steps undone"], found.lost["rollbacks"]) == (54.0, 20.0, 20.0, 4.0)
+    assert (found.wall, found.good, found.lost["steps undone"], found.lost["rollbacks"]) == (
+        54.0,
+        20.0,
+        20.0,
+        4.0,
+    )
     assert found.lost["steps not applied"] == 10.0
     assert [line.split()[0] for line in printed_losses(tmp_path)] == ["1", "4", "5"]
 
@@ -81,22 +120,30 @@ def test_a_pause_after_the_end_is_no_loss(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "reason, is_loss", [("SIGINT", False), ("kill switch /x", False), ("--exit-interval 5", False), ("SIGTERM", True)]
+    "reason, is_loss",
+    [("SIGINT", False), ("kill switch /x", False), ("--exit-interval 5", False), ("SIGTERM", True)],
 )
 def test_a_stop_by_hand_is_no_loss(tmp_path, reason, is_loss):
     """Nobody waited for the run after it, and it recovered from nothing."""
     stopped = [*ROWS[:8], event("end", 1, 3, 1055.0, reason=reason, status=0), *ROWS[8:]]
     found = measured(tmp_path, stopped)
-    assert found.wall == (141.0 if is_loss else 116.0) and found.recoveries == ([55.0] if is_loss else [])
+    assert found.wall == (141.0 if is_loss else 116.0) and found.recoveries == (
+        [55.0] if is_loss else []
+    )
     assert found.lost["down"] == (25.0 if is_loss else 0.0)
 
 
 def test_rows_of_older_versions(tmp_path):
     """Only starts and ends had a time: the rest of an attempt lasted as long as what it did."""
-    rows = [{k: v for k, v in r.items() if k != "time" or r["event"] in ("start", "end")} for r in ROWS]
+    rows = [
+        {k: v for k, v in r.items() if k != "time" or r["event"] in ("start", "end")} for r in ROWS
+    ]
     found = measured(tmp_path, rows)
-    assert found.wall == pytest.approx(141.0) and found.recoveries == [45.0]  # to the step's beginning
-    assert measured(tmp_path, [{k: v for k, v in row.items() if k != "time"} for row in ROWS]) is None
+    # to the step's beginning
+    assert found.wall == pytest.approx(141.0) and found.recoveries == [45.0]
+    assert (
+        measured(tmp_path, [{k: v for k, v in row.items() if k != "time"} for row in ROWS]) is None
+    )
 
 
 @pytest.mark.whole

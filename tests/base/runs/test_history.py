@@ -15,7 +15,14 @@ from meshwright.apps.watch.overview import describe_run
 from meshwright.base.errors import UnfitFile, UserError
 from meshwright.base.runs.follow import RunTail
 from meshwright.base.runs.history import read_history, read_settings
-from meshwright.base.runs.rows import METRICS, ROW_LIMIT, find_last_step, holds_steps, read_new_rows, read_rows
+from meshwright.base.runs.rows import (
+    METRICS,
+    ROW_LIMIT,
+    find_last_step,
+    holds_steps,
+    read_new_rows,
+    read_rows,
+)
 from meshwright.training.log.metrics import _count_starts
 
 START = {"event": "start", "attempt": 1, "iteration": 0, "time": 1.7e9}
@@ -32,7 +39,9 @@ def two_sets(tmp_path):
     """Validated on two sets after steps 2 and 4, and again at the end."""
     losses = [(2, "a", 2.0), (2, "b", 5.0), (4, "a", 3.0), (4, "b", 3.0)]
     checks = [check_row(i, loss) | {"set": name} for i, name, loss in losses]
-    checks += [check_row(4, loss) | {"set": name, "end": True} for name, loss in (("a", 3.5), ("b", 4.5))]
+    checks += [
+        check_row(4, loss) | {"set": name, "end": True} for name, loss in (("a", 3.5), ("b", 4.5))
+    ]
     return write_rows(tmp_path, [START, *(step_row(i, 6.0 - i) for i in range(1, 5)), *checks, END])
 
 
@@ -45,7 +54,11 @@ def test_best_and_last_of_several_sets_are_means_everywhere(two_sets):
     compared = figures(read_runs([two_sets])[0])
     assert (compared["best_validation"], compared["final_validation"]) == (3.0, 4.0)
     history = read_history(two_sets)
-    assert history.best_validation() == (4, 3.0) and history.mean_validations() == [(2, 3.5), (4, 3.0), (4, 4.0)]
+    assert history.best_validation() == (4, 3.0) and history.mean_validations() == [
+        (2, 3.5),
+        (4, 3.0),
+        (4, 4.0),
+    ]
     text = write_report(two_sets).read_text()
     for name, last, best in (("a", "3.5000", "2.0000 at 2"), ("b", "4.5000", "3.0000 at 4")):
         assert f"final validation loss on {name}</dt><dd>{last}" in text
@@ -56,14 +69,21 @@ def test_the_validation_at_the_end_hides_no_other(two_sets):
     run = RunTail(two_sets)
     run.read_new(lambda: None)
     drawn = curves(run, View())["checks"]
-    assert drawn["validation on a"] == {"x": [2.0, 4.0, 4.0], "y": [2.0, 3.0, 3.5], "step": [2, 4, 4]}
+    assert drawn["validation on a"] == {
+        "x": [2.0, 4.0, 4.0],
+        "y": [2.0, 3.0, 3.5],
+        "step": [2, 4, 4],
+    }
 
 
 def test_new_rows(tmp_path, monkeypatch):
     assert read_new_rows(tmp_path) == ([], 0)
     write_rows(tmp_path, [START, step_row(1, 5.0)], '{"event": "st')
     rows, end = read_new_rows(tmp_path)
-    assert [row["event"] for row in rows] == ["start", "step"] and read_new_rows(tmp_path, end) == ([], end)
+    assert [row["event"] for row in rows] == ["start", "step"] and read_new_rows(tmp_path, end) == (
+        [],
+        end,
+    )
     write_rows(tmp_path, [START, step_row(1, 5.0), step_row(2, 4.0)], "nonsense\n[]\n")
     assert [row["iteration"] for row in read_new_rows(tmp_path, end)[0]] == [2]
     assert [row["iteration"] for row in read_new_rows(tmp_path, end + 1)[0]] == []  # within a line
@@ -89,7 +109,12 @@ def test_the_last_step_and_how_its_attempt_ended(tmp_path):
 
 def read_every_way(folder):
     """Return what each reader of a run says of its metrics.jsonl."""
-    readers = [read_history, holds_steps, _count_starts, lambda f: RunTail(f).read_new(lambda: None)]
+    readers = [
+        read_history,
+        holds_steps,
+        _count_starts,
+        lambda f: RunTail(f).read_new(lambda: None),
+    ]
     for reader in readers:
         with pytest.raises((UserError, UnfitFile)) as refused:
             reader(folder)
@@ -104,7 +129,9 @@ def test_a_hole_in_the_rows_takes_no_memory(tmp_path):
     tracemalloc.start()
     try:
         assert all("no row ends within" in why for why in read_every_way(tmp_path))
-        assert find_last_step(tmp_path) is None and tracemalloc.get_traced_memory()[1] < 8 * ROW_LIMIT
+        assert (
+            find_last_step(tmp_path) is None and tracemalloc.get_traced_memory()[1] < 8 * ROW_LIMIT
+        )
     finally:
         tracemalloc.stop()
 
@@ -114,7 +141,10 @@ def test_pipes_devices_and_links_out_of_a_run_are_not_read(tmp_path):
     folder, path = tmp_path / "run", tmp_path / "run" / METRICS
     folder.mkdir()
     os.mkfifo(path)
-    assert all("not a regular file" in why for why in read_every_way(folder)) and find_last_step(folder) is None
+    assert (
+        all("not a regular file" in why for why in read_every_way(folder))
+        and find_last_step(folder) is None
+    )
     write_rows(tmp_path, [START, step_row(1, 5.0)])
     for target in ("/dev/zero", tmp_path / METRICS):
         path.unlink()

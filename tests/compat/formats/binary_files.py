@@ -23,7 +23,10 @@ class Layout:
         self.fields = fields
 
     def read(self, content: bytes) -> Tree:
-        numbers = {name: struct.unpack_from(code, content, at)[0] for name, (code, at) in self.fields.items()}
+        numbers = {
+            name: struct.unpack_from(code, content, at)[0]
+            for name, (code, at) in self.fields.items()
+        }
         return numbers | {"content": content, "layout": self}
 
     def write(self, tree: Tree) -> bytes:
@@ -38,8 +41,20 @@ def save_layout(tree: Tree, path: Path) -> None:
 
 
 INDEX = Layout(
-    {"version": ("<Q", 9), "code": ("<B", 17), "sequences": ("<Q", 18), "documents": ("<Q", 26), "size": ("<i", 34)}
-    | {"size 1": ("<i", 38), "pointer": ("<q", 42), "pointer 1": ("<q", 50), "border": ("<q", 58), "end": ("<q", 74)}
+    {
+        "version": ("<Q", 9),
+        "code": ("<B", 17),
+        "sequences": ("<Q", 18),
+        "documents": ("<Q", 26),
+        "size": ("<i", 34),
+    }
+    | {
+        "size 1": ("<i", 38),
+        "pointer": ("<q", 42),
+        "pointer 1": ("<q", 50),
+        "border": ("<q", 58),
+        "end": ("<q", 74),
+    }
 )  # of two documents with one sequence each
 
 
@@ -54,14 +69,34 @@ def read_directory(path: Path) -> Tree:
     entry = struct.unpack_from("<I", content, end + 16)[0]
     fields = {f"local {name}": (code, at) for name, (code, at) in LOCAL.items()}
     fields |= {f"entry {name}": (code, entry + at) for name, (code, at) in ENTRY.items()}
-    return Layout(fields | {f"end {name}": (code, end + at) for name, (code, at) in END.items()}).read(content)
+    return Layout(
+        fields | {f"end {name}": (code, end + at) for name, (code, at) in END.items()}
+    ).read(content)
 
 
-LOCAL = {"flags": ("<H", 6), "method": ("<H", 8), "packed": ("<I", 18), "size": ("<I", 22), "name": ("<H", 26)}
+LOCAL = {
+    "flags": ("<H", 6),
+    "method": ("<H", 8),
+    "packed": ("<I", 18),
+    "size": ("<I", 22),
+    "name": ("<H", 26),
+}
 LOCAL |= {"extra": ("<H", 28)}
-ENTRY = {"flags": ("<H", 8), "method": ("<H", 10), "packed": ("<I", 20), "size": ("<I", 24), "name": ("<H", 28)}
+ENTRY = {
+    "flags": ("<H", 8),
+    "method": ("<H", 10),
+    "packed": ("<I", 20),
+    "size": ("<I", 24),
+    "name": ("<H", 28),
+}
 ENTRY |= {"extra": ("<H", 30), "comment": ("<H", 32), "disk": ("<H", 34), "offset": ("<I", 42)}
-END = {"disk": ("<H", 4), "here": ("<H", 8), "files": ("<H", 10), "size": ("<I", 12), "offset": ("<I", 16)}
+END = {
+    "disk": ("<H", 4),
+    "here": ("<H", 8),
+    "files": ("<H", 10),
+    "size": ("<I", 12),
+    "offset": ("<I", 16),
+}
 END |= {"comment": ("<H", 20)}
 
 

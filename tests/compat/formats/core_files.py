@@ -48,7 +48,9 @@ def without_gpu() -> None:
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.Tensor.cuda = lambda self, *_, **__: self
-    torch.Tensor.type = lambda self, *a: kind(self, *a) if a else "torch.cuda." + kind(self).split(".")[-1]
+    torch.Tensor.type = lambda self, *a: (
+        kind(self, *a) if a else "torch.cuda." + kind(self).split(".")[-1]
+    )
     # What releases of 2024 and 2025 find changed in other packages:
     numpy.product = numpy.prod
     sys.modules.setdefault("pkg_resources", types.SimpleNamespace(packaging=packaging))  # type: ignore[arg-type]
@@ -71,7 +73,9 @@ def body(folder: str, tp: int, pp: int, options: dict[str, Any]) -> None:
     parallel_state.initialize_model_parallel(tp, pp)
     model, config = build(tp, pp, options)
     sharding = options.get("optimizer")
-    metadata = {"distrib_optim_sharding_type": sharding} if sharding not in (None, "whole") else None
+    metadata = (
+        {"distrib_optim_sharding_type": sharding} if sharding not in (None, "whole") else None
+    )
     logits = model(*inputs(), None).detach() if tp * pp == 1 and not options.get("bf16") else None
     optimizer = trained(model, config, options) if sharding else None
     tree: dict[str, Any] = {"model": model.sharded_state_dict(metadata=metadata)}
@@ -85,15 +89,31 @@ def body(folder: str, tp: int, pp: int, options: dict[str, Any]) -> None:
         tree["opt_param_scheduler"] = SCHEDULER
     (Path(folder) / "iter_0000010").mkdir(exist_ok=True)
     dist.barrier()
-    truth = {"parameters": list(shares(model, optimizer, sharding)), "logits": logits, "tokens": inputs()[0]}
+    truth = {
+        "parameters": list(shares(model, optimizer, sharding)),
+        "logits": logits,
+        "tokens": inputs()[0],
+    }
     torch.save(truth, Path(folder) / f"truth_{dist.get_rank()}.pt")
     tree |= {"args": arguments(options), "iteration": 10, "checkpoint_version": 3.0}
     dist_checkpointing.save(tree, f"{folder}/iter_0000010")
     dist.barrier()
 
 
-SCHEDULER = {"max_lr": 1e-3, "min_lr": 1e-5, "lr_warmup_steps": 16, "num_steps": 80, "lr_decay_style": "cosine"}
-SCHEDULER |= {"lr_decay_steps": 800, "start_wd": 0.1, "end_wd": 0.1, "wd_incr_style": "constant", "wd_incr_steps": 800}
+SCHEDULER = {
+    "max_lr": 1e-3,
+    "min_lr": 1e-5,
+    "lr_warmup_steps": 16,
+    "num_steps": 80,
+    "lr_decay_style": "cosine",
+}
+SCHEDULER |= {
+    "lr_decay_steps": 800,
+    "start_wd": 0.1,
+    "end_wd": 0.1,
+    "wd_incr_style": "constant",
+    "wd_incr_steps": 800,
+}
 
 
 def arguments(options: dict[str, Any]) -> Namespace:
@@ -154,7 +174,9 @@ def build(tp: int, pp: int, options: dict[str, Any]) -> tuple[Any, Any]:
     with torch.no_grad():
         for n, (name, p) in enumerate(model.named_parameters()):
             if p.ndim == 1:  # norms and biases begin alike
-                p += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(n + 50 * int("layers" in name)))
+                p += 0.1 * torch.randn(
+                    p.shape, generator=torch.Generator().manual_seed(n + 50 * int("layers" in name))
+                )
     return model.to(dtype), config
 
 
@@ -168,16 +190,23 @@ def trained(model: Any, config: Any, options: dict[str, Any]) -> Any:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer
 
-    if hasattr(distrib_optimizer, "quantize_param_shard"):  # asks for Transformer Engine, for no weights at all
+    # asks for Transformer Engine, for no weights at all
+    if hasattr(distrib_optimizer, "quantize_param_shard"):
         distrib_optimizer.quantize_param_shard = lambda *_, **__: None
     distributed = options["optimizer"] != "whole"
     wrapped = DistributedDataParallel(
         config,
-        DistributedDataParallelConfig(use_distributed_optimizer=distributed, bucket_size=options.get("bucket")),
+        DistributedDataParallelConfig(
+            use_distributed_optimizer=distributed, bucket_size=options.get("bucket")
+        ),
         model,
     )
     adam = {"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.1}
-    precision = {"bf16": config.bf16, "params_dtype": config.params_dtype, "use_distributed_optimizer": distributed}
+    precision = {
+        "bf16": config.bf16,
+        "params_dtype": config.params_dtype,
+        "use_distributed_optimizer": distributed,
+    }
     optimizer = get_megatron_optimizer(OptimizerConfig(**adam, **precision), [wrapped])
     for step in range(2):
         noise = torch.Generator().manual_seed(step)
@@ -195,7 +224,8 @@ def shares(model: Any, optimizer: Any, sharding: str | None) -> Any:
     rank = parallel_state.get_tensor_model_parallel_rank()
     inner = None if optimizer is None else getattr(optimizer, "chained_optimizers", [optimizer])[0]
     for name, p in model.named_parameters():
-        if name == "output_layer.weight" and model.share_embeddings_and_output_weights:  # a later stage's copy
+        # a later stage's copy
+        if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
             continue
         if name.startswith("decoder.layers."):
             number, rest = name.removeprefix("decoder.layers.").split(".", 1)
@@ -205,12 +235,16 @@ def shares(model: Any, optimizer: Any, sharding: str | None) -> Any:
         if inner is not None and sharding == "whole":
             main = getattr(p, "main_param", p)
             values = {"": main.detach().reshape(-1)}
-            values |= {k: v.reshape(-1) for k, v in inner.optimizer.state[main].items() if k != "step"}
+            values |= {
+                k: v.reshape(-1) for k, v in inner.optimizer.state[main].items() if k != "step"
+            }
         elif inner is not None:
             if p not in inner.model_param_gbuf_map:  # another rank's
                 continue
             begin = inner._get_model_param_range_map(p)["param"].start
             group, number = inner.model_param_group_index_map[p]
             main = inner.optimizer.param_groups[group]["params"][number]
-            values = {"": main.detach().clone()} | {k: v for k, v in inner.optimizer.state[main].items() if k != "step"}
+            values = {"": main.detach().clone()} | {
+                k: v for k, v in inner.optimizer.state[main].items() if k != "step"
+            }
         yield name, cut, rank, tuple(p.shape), begin, {k: v.clone() for k, v in values.items()}

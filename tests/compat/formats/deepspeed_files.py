@@ -32,9 +32,17 @@ from torch import nn
 Values = dict[str, dict[str, torch.Tensor]]  # by kind and name
 MOMENTS = ("exp_avg", "exp_avg_sq")
 H, F, V, P, L = 8, 14, 16, 5, 3
-SCHEDULER = {"max_lr": 1e-3, "min_lr": 1e-5, "warmup_steps": 16, "num_steps": 24, "decay_style": "cosine"}
+SCHEDULER = {
+    "max_lr": 1e-3,
+    "min_lr": 1e-5,
+    "warmup_steps": 16,
+    "num_steps": 24,
+    "decay_style": "cosine",
+}
 SCHEDULER |= {"decay_steps": 800, "warmup_tokens": 0, "num_tokens": 0, "decay_tokens": None}
-ARGS = Namespace(num_attention_heads=2, weight_decay=0.1, consumed_train_samples=24, global_batch_size=8)
+ARGS = Namespace(
+    num_attention_heads=2, weight_decay=0.1, consumed_train_samples=24, global_batch_size=8
+)
 WEIGHTS: dict[str, tuple[int, ...]] = {
     "input_layernorm": (H,),
     "self_attention.query_key_value": (3 * H, H),
@@ -43,7 +51,11 @@ WEIGHTS: dict[str, tuple[int, ...]] = {
     "mlp.dense_h_to_4h": (F, H),
     "mlp.dense_4h_to_h": (H, F),
 }
-LAYER = {f"{n}.{kind}": s if kind == "weight" else s[:1] for n, s in WEIGHTS.items() for kind in ("weight", "bias")}
+LAYER = {
+    f"{n}.{kind}": s if kind == "weight" else s[:1]
+    for n, s in WEIGHTS.items()
+    for kind in ("weight", "bias")
+}
 EMBEDDING = {"word_embeddings.weight": (V, H), "position_embeddings.weight": (P, H)}
 NORM = {"weight": (H,), "bias": (H,)}
 # Which dimension tensor parallelism cuts.
@@ -74,7 +86,9 @@ class Leaf(nn.Module):
     """Parameters and a loss of them; a separate module, since ZeRO-3 gathers by module."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + sum(((p.float() * 3).sin().sum() for p in self.parameters(recurse=False)), torch.zeros(()))
+        return x + sum(
+            ((p.float() * 3).sin().sum() for p in self.parameters(recurse=False)), torch.zeros(())
+        )
 
 
 class Tree(nn.Module):
@@ -101,7 +115,9 @@ class Tree(nn.Module):
 def noise(name: str, shape: tuple[int, ...], tp: int) -> torch.Tensor:
     """Return numbers that depend on the name, and on the rank if the tensor is cut."""
     rank = dist.get_rank() % tp if cut_of(name) is not None else 0
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(map(ord, name)) * 8 + rank))
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(sum(map(ord, name)) * 8 + rank)
+    )
 
 
 class Mpu:
@@ -153,7 +169,12 @@ def body(folder: str, stage: int, options: dict[str, Any]) -> None:
     """
     warnings.simplefilter("ignore")
     rank, world = dist.get_rank(), dist.get_world_size()
-    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {
+        "DS_ACCELERATOR": "cpu",
+        "LOCAL_RANK": str(rank),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+    }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # asked for, not used
     import deepspeed
     import deepspeed.comm.torch
@@ -197,7 +218,9 @@ def body(folder: str, stage: int, options: dict[str, Any]) -> None:
     if hasattr(optimizer, "_hp_optimizer_states_linked"):  # to a state that Adam has made since
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
-    truth = {name: held(p, optimizer, stage, options) for name, p in engine.module.named_parameters()}
+    truth = {
+        name: held(p, optimizer, stage, options) for name, p in engine.module.named_parameters()
+    }
     torch.save(truth, Path(folder) / f"truth_{rank}.pt")
     client_state = {"iteration": 3, "args": ARGS, "checkpoint_version": 3.0, **settings(tp)}
     engine.save_checkpoint(folder, client_state=client_state)
@@ -240,8 +263,12 @@ def held(p: Any, optimizer: Any, stage: int, options: dict[str, Any]) -> dict[st
 def full_model(tp: int) -> nn.Module:
     shapes = {f"language_model.embedding.{name}": shape for name, shape in EMBEDDING.items()}
     for i in range(L):
-        shapes |= {f"language_model.encoder.layers.{i}.{name}": shape for name, shape in LAYER.items()}
-    shapes |= {f"language_model.encoder.final_layernorm.{name}": shape for name, shape in NORM.items()}
+        shapes |= {
+            f"language_model.encoder.layers.{i}.{name}": shape for name, shape in LAYER.items()
+        }
+    shapes |= {
+        f"language_model.encoder.final_layernorm.{name}": shape for name, shape in NORM.items()
+    }
     return Tree(shapes, tp)
 
 
@@ -250,13 +277,25 @@ def pipeline(tp: int, pp: int) -> Any:
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-    embed = TiedLayerSpec("embed", Tree, EMBEDDING, tp, "e", tied_weight_attr="word_embeddings.weight")
+    embed = TiedLayerSpec(
+        "embed", Tree, EMBEDDING, tp, "e", tied_weight_attr="word_embeddings.weight"
+    )
     tied = {"forward_fn": lambda module, x: module(x), "tied_weight_attr": "word_embeddings.weight"}
     head = TiedLayerSpec("embed", Tree, EMBEDDING, tp, "e", **tied)
     layers = [LayerSpec(Tree, LAYER, tp, str(i)) for i in range(L)]
     return PipelineModule(
-        [lambda x: x, embed, lambda x: x, *layers, lambda x: x, LayerSpec(Tree, NORM, tp, "n"), head],
-        topology=PipeModelDataParallelTopology(num_pp=pp, num_mp=tp, num_dp=dist.get_world_size() // tp // pp),
+        [
+            lambda x: x,
+            embed,
+            lambda x: x,
+            *layers,
+            lambda x: x,
+            LayerSpec(Tree, NORM, tp, "n"),
+            head,
+        ],
+        topology=PipeModelDataParallelTopology(
+            num_pp=pp, num_mp=tp, num_dp=dist.get_world_size() // tp // pp
+        ),
         loss_fn=lambda x, _: x.mean(),
         partition_method="uniform",
     )
@@ -296,7 +335,12 @@ class Address:
 
 class Scaler:
     def __init__(self) -> None:
-        self.cur_scale, self.cur_iter, self.last_overflow_iter, self.scale_window = 512.0, 30, 9, 1000
+        self.cur_scale, self.cur_iter, self.last_overflow_iter, self.scale_window = (
+            512.0,
+            30,
+            9,
+            1000,
+        )
         self.cur_hysteresis, self.delayed_shift = 2, 2
 
 
@@ -321,7 +365,10 @@ def model(gated: bool = False, untied: bool = False, embedding_norm: bool = Fals
     """Return values by kind, and by name in a model without a pipeline."""
     shapes = {f"embedding.{name}": shape for name, shape in EMBEDDING.items()}
     if embedding_norm:
-        shapes |= {"embedding.word_embeddings.norm.weight": (H,), "embedding.word_embeddings.norm.bias": (H,)}
+        shapes |= {
+            "embedding.word_embeddings.norm.weight": (H,),
+            "embedding.word_embeddings.norm.bias": (H,),
+        }
     for i in range(L):
         shapes |= {f"encoder.layers.{i}.{name}": shape for name, shape in LAYER.items()}
         if gated:
@@ -331,7 +378,10 @@ def model(gated: bool = False, untied: bool = False, embedding_norm: bool = Fals
     if untied:
         shapes["output_layer.weight"] = (V, H)
     generator = torch.Generator().manual_seed(4)
-    return {kind: {n: torch.randn(s, generator=generator) for n, s in shapes.items()} for kind in ("", *MOMENTS)}
+    return {
+        kind: {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
+        for kind in ("", *MOMENTS)
+    }
 
 
 def of_rank(name: str, tensor: torch.Tensor, tp: int, rank: int, gated: bool) -> torch.Tensor:
@@ -374,14 +424,24 @@ def write(
     stages = max(pp, 1)
     for mp in range(tp * stages):
         mine = {
-            kind: {n: of_rank(n, t, tp, mp % tp, gated) for n, t in tensors.items() if on_stage(n, mp // tp, stages)}
+            kind: {
+                n: of_rank(n, t, tp, mp % tp, gated)
+                for n, t in tensors.items()
+                if on_stage(n, mp // tp, stages)
+            }
             for kind, tensors in values.items()
         }
         called = {n: in_pipeline(n)[2] if pp else f"language_model.{n}" for n in mine[""]}
         by_dimension = [[n for n, t in mine[""].items() if t.ndim == ndim] for ndim in (2, 1)]
-        shapes = [OrderedDict((called[n], mine[""][n].shape) for n in group) for group in by_dimension]
+        shapes = [
+            OrderedDict((called[n], mine[""][n].shape) for n in group) for group in by_dimension
+        ]
         weights = {n: t.bfloat16() for n, t in mine[""].items()}
-        module = None if pp else {called[n]: torch.empty(0) if stage == 3 else t for n, t in weights.items()}
+        module = (
+            None
+            if pp
+            else {called[n]: torch.empty(0) if stage == 3 else t for n, t in weights.items()}
+        )
         state = {"module": module, "param_shapes": None if only_weights else shapes, **SAVED}
         state["checkpoint_info"] = {"original_vocab_size": V - 3}
         if pp:
@@ -390,11 +450,16 @@ def write(
             name = f"zero_pp_rank_{d}_mp_rank_{mp:02d}" if stage == 3 else f"mp_rank_{mp:02d}"
             torch.save(state, folder / f"{name}_model_states.pt")
         for d in range(0 if only_weights else dp):
-            tree = third(mine, d, dp) if stage == 3 else shared(mine, by_dimension, called, d, dp, mapping)
+            tree = (
+                third(mine, d, dp)
+                if stage == 3
+                else shared(mine, by_dimension, called, d, dp, mapping)
+            )
             with as_deepspeeds():
                 torch.save(
                     {"optimizer_state_dict": tree | {"loss_scaler": Scaler(), "zero_stage": stage}},
-                    folder / f"{'bf16_' if mapping else ''}zero_pp_rank_{d}_mp_rank_{mp:02d}_optim_states.pt",
+                    folder
+                    / f"{'bf16_' if mapping else ''}zero_pp_rank_{d}_mp_rank_{mp:02d}_optim_states.pt",
                 )
     return folder
 
@@ -417,24 +482,39 @@ def save_layers(folder: Path, weights: dict[str, torch.Tensor], tp: int) -> None
         torch.save(tensors, folder / f"layer_{number:02d}-model_{tp:02d}-model_states.pt")
 
 
-def shared(mine: Values, groups: list[list[str]], called: Any, rank: int, ranks: int, mapping: bool) -> dict[str, Any]:
+def shared(
+    mine: Values, groups: list[list[str]], called: Any, rank: int, ranks: int, mapping: bool
+) -> dict[str, Any]:
     """Return one data rank's state of ZeRO-1 and -2: an equal part of each group's padded row."""
     masters, states, mappings = [], [], []
     for group in groups:
-        rows = {kind: torch.cat([tensors[n].reshape(-1) for n in group]) for kind, tensors in mine.items()}
+        rows = {
+            kind: torch.cat([tensors[n].reshape(-1) for n in group])
+            for kind, tensors in mine.items()
+        }
         part = -(-len(rows[""]) // (2 * ranks)) * 2
         low, high = rank * part, (rank + 1) * part
-        filled = {k: nn.functional.pad(row, (0, part * ranks - len(row)))[low:high] for k, row in rows.items()}
+        filled = {
+            k: nn.functional.pad(row, (0, part * ranks - len(row)))[low:high]
+            for k, row in rows.items()
+        }
         masters.append(rows[""][low:high].clone())
-        states.append({kind: filled[kind].clone() for kind in MOMENTS} | {"step": torch.tensor(30.0)})
+        states.append(
+            {kind: filled[kind].clone() for kind in MOMENTS} | {"step": torch.tensor(30.0)}
+        )
         mappings.append(OrderedDict())
         begin = 0
         for n in group:
             end = begin + mine[""][n].numel()
             if max(begin, low) < min(end, high):
-                mappings[-1][called[n]] = Address(min(end, high) - max(begin, low), max(begin, low) - low)
+                mappings[-1][called[n]] = Address(
+                    min(end, high) - max(begin, low), max(begin, low) - low
+                )
             begin = end
-    base = {"state": dict(enumerate(states)), "param_groups": [{"params": [i], "lr": 0.1} for i in range(len(groups))]}
+    base = {
+        "state": dict(enumerate(states)),
+        "param_groups": [{"params": [i], "lr": 0.1} for i in range(len(groups))],
+    }
     saved = {"single_partition_of_fp32_groups": masters, "partition_count": [ranks] * len(groups)}
     if mapping:
         return saved | {"base_optimizer_state": base, "param_slice_mappings": mappings}
@@ -450,12 +530,17 @@ def third(mine: Values, rank: int, ranks: int) -> dict[str, Any]:
         for n in names:
             flat = mine[kind][n].reshape(-1)
             part = -(-len(flat) // ranks)
-            parts.append(torch.nn.functional.pad(flat, (0, part * ranks - len(flat)))[rank * part : (rank + 1) * part])
+            parts.append(
+                torch.nn.functional.pad(flat, (0, part * ranks - len(flat)))[
+                    rank * part : (rank + 1) * part
+                ]
+            )
         return torch.cat(parts)
 
     groups = [order[i : i + 5] for i in range(0, len(order), 5)]
     states = {
-        i: {kind: row(kind, group) for kind in MOMENTS} | {"step": torch.tensor(30.0)} for i, group in enumerate(groups)
+        i: {kind: row(kind, group) for kind in MOMENTS} | {"step": torch.tensor(30.0)}
+        for i, group in enumerate(groups)
     }
     return {
         "fp32_flat_groups": [row("", group) for group in groups],

@@ -47,7 +47,9 @@ def our_name(name: str) -> str:
 def read_tensors(source: Source, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """Return every tensor of the source, in its own dtype or this one."""
     known = source.tensors.items()
-    out = {name: torch.empty(of.shape, dtype=dtype or getattr(torch, of.dtype)) for name, of in known}
+    out = {
+        name: torch.empty(of.shape, dtype=dtype or getattr(torch, of.dtype)) for name, of in known
+    }
     source.fill({name: native.undivided(tensor) for name, tensor in out.items()})
     return out
 

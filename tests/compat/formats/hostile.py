@@ -34,7 +34,8 @@ class Case(NamedTuple):
     name: str
     opener: str  # "pickle", "native", or the name of a format
     says: str
-    write: Callable[[Path, Path], None]  # the file or folder to be made, and the marker that its code would make
+    # the file or folder to be made, and the marker that its code would make
+    write: Callable[[Path, Path], None]
     runs: bool = False
     measured: bool = False  # it is after memory or time, so it gets a process of its own
 
@@ -73,7 +74,9 @@ def storage(key: str = "0", count: int = 4, kind: str = "torch.FloatStorage") ->
 def tensor(place: bytes, size: list[int], stride: list[int], offset: int = 0) -> bytes:
     sizes, strides = many(*map(number, size)), many(*map(number, stride))
     hooks = call("collections.OrderedDict")
-    return call("torch._utils._rebuild_tensor_v2", place, number(offset), sizes, strides, b"\x89", hooks)
+    return call(
+        "torch._utils._rebuild_tensor_v2", place, number(offset), sizes, strides, b"\x89", hooks
+    )
 
 
 def program(body: bytes) -> bytes:
@@ -111,13 +114,22 @@ def zipped(path: Path, files: dict[str, bytes], kind: int = zipfile.ZIP_STORED) 
 
 
 def torch_file(path: Path, body: bytes, more: dict[str, bytes] | None = None) -> None:
-    files = {"a/data.pkl": body, "a/byteorder": b"little", "a/data/0": bytes(16), "a/version": b"3\n"}
+    files = {
+        "a/data.pkl": body,
+        "a/byteorder": b"little",
+        "a/data/0": bytes(16),
+        "a/version": b"3\n",
+    }
     zipped(path, files | (more or {}))
 
 
 def old_file(path: Path, body: bytes, keys: list[str], storages: bytes) -> None:
     """Write a file as torch.save did before 1.6."""
-    system = {"protocol_version": 1001, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}}
+    system = {
+        "protocol_version": 1001,
+        "little_endian": True,
+        "type_sizes": {"short": 2, "int": 4, "long": 4},
+    }
     head = b"".join(pickle.dumps(x, 2) for x in (0x1950A86A20F9469CFC6C, 1001, system))
     path.write_bytes(head + body + pickle.dumps(keys, 2) + storages)
 
@@ -129,15 +141,25 @@ Body = Callable[[Path], bytes]
 
 def in_zip(name: str, says: str, body: Body, runs: bool = False) -> None:
     """Declare a case: the pickle in a torch.save file."""
-    CASES.append(Case(name, "pickle", says, lambda path, marker: torch_file(path, program(body(marker))), runs))
+    CASES.append(
+        Case(
+            name, "pickle", says, lambda path, marker: torch_file(path, program(body(marker))), runs
+        )
+    )
 
 
 def in_file(name: str, says: str, content: Body, runs: bool = False) -> None:
     """Declare a case: a file as it is."""
-    CASES.append(Case(name, "pickle", says, lambda path, marker: void(path.write_bytes(content(marker))), runs))
+    CASES.append(
+        Case(
+            name, "pickle", says, lambda path, marker: void(path.write_bytes(content(marker))), runs
+        )
+    )
 
 
-def in_folder(name: str, opener: str, says: str, write: Callable[[Path, Path], Any], runs: bool = False) -> None:
+def in_folder(
+    name: str, opener: str, says: str, write: Callable[[Path, Path], Any], runs: bool = False
+) -> None:
     def prepared(path: Path, marker: Path) -> None:
         path.mkdir()
         write(path, marker)
@@ -157,29 +179,76 @@ in_zip("reduce exec", UNTRUSTED, lambda m: call("builtins.exec", python(m)), Tru
 in_zip("reduce open", UNTRUSTED, lambda m: call("io.open", text(str(m)), text("w")), True)
 in_zip("reduce __import__", UNTRUSTED, lambda m: call("builtins.__import__", text("antigravity")))
 in_zip("reduce runpy", UNTRUSTED, lambda m: call("runpy.run_path", text(str(m))))
-in_zip("subprocess", UNTRUSTED, lambda m: call("subprocess.check_call", many(text("touch"), text(str(m)))), True)
+in_zip(
+    "subprocess",
+    UNTRUSTED,
+    lambda m: call("subprocess.check_call", many(text("touch"), text(str(m)))),
+    True,
+)
 in_zip("Python 2's name of eval", UNTRUSTED, lambda m: call("__builtin__.eval", python(m)), True)
-in_zip("getattr finds os.system", UNTRUSTED, lambda m: call(attribute(named("os.path"), "x"), touch(m)))
-in_zip("getattr of a known class", "not callable", lambda m: call(attribute(named("torch.Tensor"), "__subclasses__")))
+in_zip(
+    "getattr finds os.system", UNTRUSTED, lambda m: call(attribute(named("os.path"), "x"), touch(m))
+)
+in_zip(
+    "getattr of a known class",
+    "not callable",
+    lambda m: call(attribute(named("torch.Tensor"), "__subclasses__")),
+)
 in_zip("getattr of a dict", "getattr", lambda m: attribute(b"}", "__class__"))
 in_zip("attrgetter", UNTRUSTED, lambda m: call(call("operator.attrgetter", text("system")), b"N"))
-in_zip("functools.partial", UNTRUSTED, lambda m: call(call("functools.partial", named("os.system"), touch(m))), True)
+in_zip(
+    "functools.partial",
+    UNTRUSTED,
+    lambda m: call(call("functools.partial", named("os.system"), touch(m))),
+    True,
+)
 in_zip("torch.load of a file", UNTRUSTED, lambda m: call("torch.serialization.load", text(str(m))))
 in_zip("torch.hub", UNTRUSTED, lambda m: call("torch.hub.load", text(str(m.parent)), text("x")))
 LOADS = "torch.storage._load_from_bytes"
-in_zip("a pickle in bytes, through torch's storages", UNTRUSTED, lambda m: call(LOADS, quoted(program(system(m)))))
-in_zip("pickle.loads of bytes", UNTRUSTED, lambda m: call("pickle.loads", quoted(program(system(m)))), True)
+in_zip(
+    "a pickle in bytes, through torch's storages",
+    UNTRUSTED,
+    lambda m: call(LOADS, quoted(program(system(m)))),
+)
+in_zip(
+    "pickle.loads of bytes",
+    UNTRUSTED,
+    lambda m: call("pickle.loads", quoted(program(system(m)))),
+    True,
+)
 in_zip("a class of the main program", UNTRUSTED, lambda m: call("__main__.Model"))
-in_zip("NEWOBJ", UNTRUSTED, lambda m: named("subprocess.Popen") + many(many(text("touch"), text(str(m)))) + b"\x81")
+in_zip(
+    "NEWOBJ",
+    UNTRUSTED,
+    lambda m: named("subprocess.Popen") + many(many(text("touch"), text(str(m)))) + b"\x81",
+)
 POPEN = named("subprocess.Popen")
-in_zip("NEWOBJ_EX", UNTRUSTED, lambda m: POPEN + b")}" + text("args") + text(f"touch {m}") + b"s\x92")
-in_zip("NEWOBJ_EX with keywords", "keyword", lambda m: named("megatron.x.Y") + b")}" + text("args") + b"Ns\x92")
+in_zip(
+    "NEWOBJ_EX", UNTRUSTED, lambda m: POPEN + b")}" + text("args") + text(f"touch {m}") + b"s\x92"
+)
+in_zip(
+    "NEWOBJ_EX with keywords",
+    "keyword",
+    lambda m: named("megatron.x.Y") + b")}" + text("args") + b"Ns\x92",
+)
 in_zip("INST", UNTRUSTED, lambda m: b"(" + touch(m) + b"ios\nsystem\n", True)
 in_zip("OBJ", UNTRUSTED, lambda m: b"(" + named("os.system") + touch(m) + b"o", True)
 in_zip("STACK_GLOBAL", UNTRUSTED, lambda m: dotted("os", "system") + many(touch(m)) + b"R", True)
-in_zip("STACK_GLOBAL with dots", UNTRUSTED, lambda m: call(dotted("torch.serialization", "os.system"), touch(m)))
-in_zip("globals of a function", UNTRUSTED, lambda m: dotted("collections", "OrderedDict.__init__.__globals__"))
-in_zip("a known package", "not callable", lambda m: call(call(dotted("megatron.os", "system"), touch(m)), touch(m)))
+in_zip(
+    "STACK_GLOBAL with dots",
+    UNTRUSTED,
+    lambda m: call(dotted("torch.serialization", "os.system"), touch(m)),
+)
+in_zip(
+    "globals of a function",
+    UNTRUSTED,
+    lambda m: dotted("collections", "OrderedDict.__init__.__globals__"),
+)
+in_zip(
+    "a known package",
+    "not callable",
+    lambda m: call(call(dotted("megatron.os", "system"), touch(m)), touch(m)),
+)
 
 
 def registered(marker: Path) -> bytes:
@@ -190,30 +259,64 @@ def registered(marker: Path) -> bytes:
 
 
 in_zip("EXT1, the registry of extensions", "unregistered extension", registered)
-in_zip("copyreg._reconstructor", UNTRUSTED, lambda m: call("copyreg._reconstructor", named("os.system"), b"N", b"N"))
+in_zip(
+    "copyreg._reconstructor",
+    UNTRUSTED,
+    lambda m: call("copyreg._reconstructor", named("os.system"), b"N", b"N"),
+)
 in_zip("PERSID", "reference", lambda m: b"Pos.system\n")
-in_zip("BINPERSID of another kind", "reference", lambda m: many(*map(text, ("module", "os", "system")), b"NN") + b"Q")
+in_zip(
+    "BINPERSID of another kind",
+    "reference",
+    lambda m: many(*map(text, ("module", "os", "system")), b"NN") + b"Q",
+)
 in_zip("a persistent id of tuples", "reference", lambda m: b"N" + b"\x85" * 50_000 + b"Q")
-in_zip("a factory of a defaultdict", UNTRUSTED, lambda m: call("collections.defaultdict", named("os.system")))
+in_zip(
+    "a factory of a defaultdict",
+    UNTRUSTED,
+    lambda m: call("collections.defaultdict", named("os.system")),
+)
 
 # State that is set
 
-in_zip("the state of a tensor", "slot state", lambda m: tensor(storage(), [4], [1]) + many(b"N", b"N") + b"b")
+in_zip(
+    "the state of a tensor",
+    "slot state",
+    lambda m: tensor(storage(), [4], [1]) + many(b"N", b"N") + b"b",
+)
 in_zip("the state of a list", "list.*no attribute", lambda m: b"]}" + text("__setstate__") + b"Nsb")
 in_zip(
     "the state of a function",
     "state of the function Size",
     lambda m: named("torch.Size") + b"}" + text("call") + b"Nsb",
 )
-in_zip("slots of a Namespace", "Namespace of something other", lambda m: named("argparse.Namespace") + b")\x81N}\x86b")
+in_zip(
+    "slots of a Namespace",
+    "Namespace of something other",
+    lambda m: named("argparse.Namespace") + b")\x81N}\x86b",
+)
 in_zip("a Namespace that is given itself", "Namespace", lambda m: call("argparse.Namespace", b"}"))
-in_zip("attributes that are no names", "Namespace", lambda m: named("argparse.Namespace") + b")\x81}K\1Nsb")
-in_zip("items of a Namespace", OPENS, lambda m: named("argparse.Namespace") + b")\x81" + text("a") + b"Ns")
+in_zip(
+    "attributes that are no names",
+    "Namespace",
+    lambda m: named("argparse.Namespace") + b")\x81}K\1Nsb",
+)
+in_zip(
+    "items of a Namespace",
+    OPENS,
+    lambda m: named("argparse.Namespace") + b")\x81" + text("a") + b"Ns",
+)
 in_zip("append to a stub", "no attribute 'append'", lambda m: call("megatron.x.Y") + b"Na")
 in_zip("arrays of objects", "NumPy array of 'O8'|NumPy array of O8", lambda m: array(b"]", "O8"))
-in_zip("an array in too few bytes", "NumPy array of", lambda m: array(quoted(bytes(8)), "f8", 1 << 40))
+in_zip(
+    "an array in too few bytes", "NumPy array of", lambda m: array(quoted(bytes(8)), "f8", 1 << 40)
+)
 in_zip("an array of records", "NumPy array", lambda m: array(quoted(bytes(8)), "V8"))
-in_zip("encode with another codec", "encoding", lambda m: call("_codecs.encode", text("x" * 99), text("zlib")))
+in_zip(
+    "encode with another codec",
+    "encoding",
+    lambda m: call("_codecs.encode", text("x" * 99), text("zlib")),
+)
 BOMB = zlib.compress(bytes(MEGABYTE))
 in_zip("decode a bomb", UNTRUSTED, lambda m: call("_codecs.decode", quoted(BOMB), text("zlib")))
 
@@ -224,66 +327,136 @@ def quoted(raw: bytes) -> bytes:
 
 def array(raw: bytes, code: str, count: int = 1) -> bytes:
     dtype = call("numpy.dtype", text(code), b"\x89", b"\x88")
-    empty = call("numpy.core.multiarray._reconstruct", named("numpy.ndarray"), many(b"K\0"), quoted(b"b"))
+    empty = call(
+        "numpy.core.multiarray._reconstruct", named("numpy.ndarray"), many(b"K\0"), quoted(b"b")
+    )
     return empty + many(b"K\1", many(number(count)), dtype, b"\x89", raw) + b"b"
 
 
 # Tensors that reach beyond their storage
 
-in_zip("a tensor longer than its storage", "on a storage of 4", lambda m: tensor(storage(), [1 << 20], [1]))
-in_zip("a tensor that begins beyond its storage", "on a storage of 4", lambda m: tensor(storage(), [2], [1], 1 << 40))
-in_zip("strides beyond the storage", "on a storage of 4", lambda m: tensor(storage(), [2, 2], [1 << 30, 1]))
-in_zip("a product beyond 64 bits", "on a storage of 4", lambda m: tensor(storage(), [1 << 32, 1 << 32, 16], [0, 0, 0]))
-in_zip("a number repeated for ever", "on a storage of 4", lambda m: tensor(storage(), [1 << 40], [0]))
+in_zip(
+    "a tensor longer than its storage",
+    "on a storage of 4",
+    lambda m: tensor(storage(), [1 << 20], [1]),
+)
+in_zip(
+    "a tensor that begins beyond its storage",
+    "on a storage of 4",
+    lambda m: tensor(storage(), [2], [1], 1 << 40),
+)
+in_zip(
+    "strides beyond the storage",
+    "on a storage of 4",
+    lambda m: tensor(storage(), [2, 2], [1 << 30, 1]),
+)
+in_zip(
+    "a product beyond 64 bits",
+    "on a storage of 4",
+    lambda m: tensor(storage(), [1 << 32, 1 << 32, 16], [0, 0, 0]),
+)
+in_zip(
+    "a number repeated for ever", "on a storage of 4", lambda m: tensor(storage(), [1 << 40], [0])
+)
 in_zip("a stride below zero", "something other", lambda m: tensor(storage(), [4], [-1]))
 in_zip("an offset below zero", "something other", lambda m: tensor(storage(), [1], [1], -8))
 in_zip("sizes below zero", "something other", lambda m: tensor(storage(), [-1, -4], [1, 1]))
 in_zip("a tensor of a text", "something other", lambda m: tensor(text("storage"), [1], [1]))
-in_zip("a million dimensions", "something other", lambda m: tensor(storage(), [1] * 100_000, [1] * 100_000))
-in_zip("a storage longer than its record", "has 16 bytes", lambda m: tensor(storage(count=1 << 30), [1], [1]))
+in_zip(
+    "a million dimensions",
+    "something other",
+    lambda m: tensor(storage(), [1] * 100_000, [1] * 100_000),
+)
+in_zip(
+    "a storage longer than its record",
+    "has 16 bytes",
+    lambda m: tensor(storage(count=1 << 30), [1], [1]),
+)
 in_zip("a storage that is not there", "no storage", lambda m: tensor(storage("7"), [1], [1]))
-in_zip("a storage outside of the archive", "no storage", lambda m: tensor(storage("../../../etc/passwd"), [1], [1]))
-in_zip("a storage of no type", UNTRUSTED, lambda m: tensor(storage(kind="torch.Generator"), [1], [1]))
+in_zip(
+    "a storage outside of the archive",
+    "no storage",
+    lambda m: tensor(storage("../../../etc/passwd"), [1], [1]),
+)
+in_zip(
+    "a storage of no type", UNTRUSTED, lambda m: tensor(storage(kind="torch.Generator"), [1], [1])
+)
 REBUILD = "torch._utils._rebuild_parameter"
-in_zip("a parameter that is no tensor", "not a tensor", lambda m: call(REBUILD, text("x"), b"\x89", b"N"))
+in_zip(
+    "a parameter that is no tensor",
+    "not a tensor",
+    lambda m: call(REBUILD, text("x"), b"\x89", b"N"),
+)
 in_zip("torch.Size of texts", "torch.Size", lambda m: call("torch.Size", many(text("x"))))
 in_zip(
     "a tensor of a class of its own",
     "calls a|class of its own",
-    lambda m: call("torch._tensor._rebuild_from_type_v2", named("megatron.x.f"), named("torch.Tensor"), b")", b"N"),
+    lambda m: call(
+        "torch._tensor._rebuild_from_type_v2",
+        named("megatron.x.f"),
+        named("torch.Tensor"),
+        b")",
+        b"N",
+    ),
 )
 
 # Memory and time
 
 UNMEASURED = len(CASES)
 in_file("4 GB of bytes, as declared", "MiB", lambda m: program(b"B\xff\xff\xff\xff"))
-in_file("an exabyte of text, as declared", "MiB", lambda m: program(b"\x8d" + struct.pack("<Q", 1 << 60)))
+in_file(
+    "an exabyte of text, as declared",
+    "MiB",
+    lambda m: program(b"\x8d" + struct.pack("<Q", 1 << 60)),
+)
 in_file("a number of 2 GB", "MiB", lambda m: program(b"\x8b\xff\xff\xff\x7f"))
 in_file("a memory with place 4 billion", "MiB", lambda m: program(b"Nr\xf0\xff\xff\xff"))
-in_file("a number of a million digits", "could not convert", lambda m: program(b"I" + b"9" * MEGABYTE + b"\n"))
+in_file(
+    "a number of a million digits",
+    "could not convert",
+    lambda m: program(b"I" + b"9" * MEGABYTE + b"\n"),
+)
 in_file("a name without an end", "truncated", lambda m: program(b"c" + b"a" * MEGABYTE))
 in_file("names of a megabyte", "MiB", lambda m: program(long_names(MEGABYTE, 1000)))
 in_file("20 million lists", "MiB", lambda m: program(b"]" * 20_000_000))
 in_file("20 million sets", "MiB", lambda m: program(b"\x8f" * 20_000_000))
 in_file("8 million marks", "MARK", lambda m: program(b"(" * 8_000_000))
-in_file("2 million objects", "MiB", lambda m: program(named("megatron.x.Y") + b"q\0](" + b"h\0)R" * 2_200_000 + b"e"))
+in_file(
+    "2 million objects",
+    "MiB",
+    lambda m: program(named("megatron.x.Y") + b"q\0](" + b"h\0)R" * 2_200_000 + b"e"),
+)
 in_file("8 million instructions for nothing", OPENS, lambda m: program(b"N0" * 4_000_000 + b"N"))
 in_file("8 million memories", OPENS, lambda m: program(b"N" + b"\x94" * 8_000_000))
 in_file(
-    "texts of wide letters", "MiB", lambda m: program(b"](" + text("\U0001f600" + "a" * (3 * MEGABYTE)) * 12 + b"e")
+    "texts of wide letters",
+    "MiB",
+    lambda m: program(b"](" + text("\U0001f600" + "a" * (3 * MEGABYTE)) * 12 + b"e"),
 )
 in_file("tuples in tuples", "deep", lambda m: program(b"N" + b"\x85" * 100_000))
 in_file("lists in lists", "deep", lambda m: program(b"]" * 100_000 + b"a" * 99_999))
 in_file("a list that holds itself", "hold themselves", lambda m: program(b"]2a"))
-in_file("a billion laughs", "MiB", lambda m: program(laughs(b"]q\0", b"](" + b"h\0" * 10 + b"eq\0", 9)))
-in_file("keys that laugh", "more than 10 s", lambda m: program(b"}" + laughs(b")q\0", b"h\0h\0\x86q\0", 60) + b"Ns"))
+in_file(
+    "a billion laughs", "MiB", lambda m: program(laughs(b"]q\0", b"](" + b"h\0" * 10 + b"eq\0", 9))
+)
+in_file(
+    "keys that laugh",
+    "more than 10 s",
+    lambda m: program(b"}" + laughs(b")q\0", b"h\0h\0\x86q\0", 60) + b"Ns"),
+)
 in_file("a set of long texts", "as a key", lambda m: program(b"\x8f(" + text("x" * 5000) + b"\x90"))
-in_file("numbers that all hash to zero", "a int as a key", lambda m: program(b"}" + collisions(1000)))
+in_file(
+    "numbers that all hash to zero", "a int as a key", lambda m: program(b"}" + collisions(1000))
+)
 
 
 in_file("pairs that all have one hash", "a tuple as a key", lambda m: program(b"}" + pairs(2000)))
-in_file("20,000 pairs as keys", "more than 10,000 keys", lambda m: program(b"}" + small_pairs(20_000)))
-in_file("20,000 addresses as keys", "more than 10,000 keys", lambda m: program(b"}" + addresses(20_000)))
+in_file(
+    "20,000 pairs as keys", "more than 10,000 keys", lambda m: program(b"}" + small_pairs(20_000))
+)
+in_file(
+    "20,000 addresses as keys", "more than 10,000 keys", lambda m: program(b"}" + addresses(20_000))
+)
 
 
 CASES[UNMEASURED:] = [case._replace(measured=True) for case in CASES[UNMEASURED:]]
@@ -334,7 +507,11 @@ def collisions(count: int) -> bytes:
 # Archives
 
 EVIL = program(call("os.system", text("true")))
-in_file("an archive in the place of the pickle", "damaged|reference to something outside", lambda m: nested(m))
+in_file(
+    "an archive in the place of the pickle",
+    "damaged|reference to something outside",
+    lambda m: nested(m),
+)
 
 
 def compressed(path: Path, marker: Path) -> None:
@@ -344,7 +521,9 @@ def compressed(path: Path, marker: Path) -> None:
 
 def long_entries(count: int) -> Callable[[Path, Path], None]:
     """Write entries with names of 65 kB, in which a smiley makes each letter take four bytes."""
-    return lambda path, m: zipped(path, {f"a/{i:04d}{'x' * 65_000}\N{GRINNING FACE}": b"" for i in range(count)})
+    return lambda path, m: zipped(
+        path, {f"a/{i:04d}{'x' * 65_000}\N{GRINNING FACE}": b"" for i in range(count)}
+    )
 
 
 for title, says, write in (
@@ -361,7 +540,12 @@ for title, says, other in (
     ("TorchScript, which is code", "not one of torch.save", "a/constants.pkl"),
 ):
     CASES.append(
-        Case(title, "pickle", says, lambda path, m, other=other: torch_file(path, program(b"}"), {other: b"x"}))  # type: ignore[misc]
+        Case(
+            title,
+            "pickle",
+            says,
+            lambda path, m, other=other: torch_file(path, program(b"}"), {other: b"x"}),
+        )  # type: ignore[misc]
     )
 
 
@@ -410,7 +594,11 @@ for title, says, change in (
     ("a link", OPENS, lambda raw: put(raw, entry_of(raw, b"a/byteorder") + 38, "<L", 0xA1FF0000)),
     ("entries that overlap", "overlap", with_size(b"a/data.pkl", len(HONEST) + 95)),
     ("a record beyond the end", "beyond the directory", with_size(b"a/data/0", 1 << 30)),
-    ("a record elsewhere", "not where the directory", lambda raw: put(raw, entry_of(raw, b"a/data/0") + 42, "<L", 7)),
+    (
+        "a record elsewhere",
+        "not where the directory",
+        lambda raw: put(raw, entry_of(raw, b"a/data/0") + 42, "<L", 7),
+    ),
     ("a directory of 65,535 entries", OPENS, lambda raw: put(raw, len(raw) - 12, "<H", 65535)),
     ("a directory of 2**40 entries", "directory", with_64_bits),
     ("a directory beyond the end", "directory", lambda raw: put(raw, len(raw) - 6, "<L", 1 << 31)),
@@ -431,26 +619,54 @@ CASES.append(Case("two entries of one name", "pickle", "two entries", twice))
 # The forms before the zip archive, and pickles without torch
 
 
-def old(name: str, says: str, body: Body, keys: list[str], storages: bytes, runs: bool = False) -> None:
-    CASES.append(Case(name, "pickle", says, lambda path, m: old_file(path, program(body(m)), keys, storages), runs))
+def old(
+    name: str, says: str, body: Body, keys: list[str], storages: bytes, runs: bool = False
+) -> None:
+    CASES.append(
+        Case(
+            name,
+            "pickle",
+            says,
+            lambda path, m: old_file(path, program(body(m)), keys, storages),
+            runs,
+        )
+    )
 
 
 def old_storage(view: bytes = b"N") -> bytes:
-    return many(text("storage"), named("torch.FloatStorage"), text("0"), text("cpu"), number(4), view) + b"Q"
+    return (
+        many(text("storage"), named("torch.FloatStorage"), text("0"), text("cpu"), number(4), view)
+        + b"Q"
+    )
 
 
 FOUR = struct.pack("<q", 4) + bytes(16)
 old("the old form: reduce", UNTRUSTED, system, [], b"", True)
-GOOD, VIEW = tensor(old_storage(), [4], [1]), tensor(old_storage(many(text("v"), number(3), number(99))), [1], [1])
-TWO = many(tensor(old_storage(), [1], [1]), tensor(old_storage().replace(number(4), number(9)), [1], [1]))
+GOOD, VIEW = (
+    tensor(old_storage(), [4], [1]),
+    tensor(old_storage(many(text("v"), number(3), number(99))), [1], [1]),
+)
+TWO = many(
+    tensor(old_storage(), [1], [1]), tensor(old_storage().replace(number(4), number(9)), [1], [1])
+)
 old("the old form: a view beyond its storage", "a view of elements", lambda m: VIEW, ["0"], FOUR)
 old("the old form: a storage that is cut short", "cut short", lambda m: GOOD, ["0"], FOUR[:9])
-old("the old form: another size", "numbers", lambda m: GOOD, ["0"], struct.pack("<q", -3) + bytes(16))
+old(
+    "the old form: another size",
+    "numbers",
+    lambda m: GOOD,
+    ["0"],
+    struct.pack("<q", -3) + bytes(16),
+)
 old("the old form: other storages", "not those", lambda m: GOOD, ["0", "1"], FOUR * 2)
 old("the old form: one storage of two sizes", "two sizes", lambda m: TWO, ["0"], FOUR)
-in_file("the old form: code in the place of its number", UNTRUSTED, lambda m: program(system(m)), True)
+in_file(
+    "the old form: code in the place of its number", UNTRUSTED, lambda m: program(system(m)), True
+)
 TEXTUAL = "cos\nsystem\n(S\"touch '{}'\"\ntR."
-in_file("a pickle of protocol 0", "instruction|" + UNTRUSTED, lambda m: TEXTUAL.format(m).encode(), True)
+in_file(
+    "a pickle of protocol 0", "instruction|" + UNTRUSTED, lambda m: TEXTUAL.format(m).encode(), True
+)
 in_file("a pickle of protocol 5", UNTRUSTED, lambda m: b"\x80\x05" + system(m) + b".", True)
 in_file("buffers outside of the pickle", "out-of-band", lambda m: b"\x80\x05\x97.")
 in_file("an array of objects of NumPy", "damaged", lambda m: npy(m))
@@ -514,7 +730,12 @@ def hostile_item(folder: Path, marker: Path) -> None:
 
     with_metadata(folder, relative_path="evil.distcp", offset=0, length=10**9)
     torch.save(Payload(marker), folder / "evil.distcp")
-    with_metadata(folder, relative_path="evil.distcp", offset=0, length=(folder / "evil.distcp").stat().st_size)
+    with_metadata(
+        folder,
+        relative_path="evil.distcp",
+        offset=0,
+        length=(folder / "evil.distcp").stat().st_size,
+    )
 
 
 def hostile_common(folder: Path, marker: Path) -> None:
@@ -529,14 +750,38 @@ def metadata_that_runs(folder: Path, marker: Path) -> None:
 
 
 in_folder("dcp: metadata", TORCH_DIST, UNTRUSTED, metadata_that_runs, True)
-in_folder("dcp: metadata of numbers", TORCH_DIST, "", lambda p, m: (p / ".metadata").write_bytes(program(b"K\1")))
+in_folder(
+    "dcp: metadata of numbers",
+    TORCH_DIST,
+    "",
+    lambda p, m: (p / ".metadata").write_bytes(program(b"K\1")),
+)
 in_folder("dcp: a tensor's item", TORCH_DIST, UNTRUSTED, hostile_item, True)
 in_folder("dcp: common.pt", TORCH_DIST, UNTRUSTED, hostile_common, True)
-in_folder("dcp: a file outside", TORCH_DIST, "outside", lambda p, m: with_metadata(p, relative_path="../../etc/passwd"))
-in_folder("dcp: an absolute file", TORCH_DIST, "outside", lambda p, m: with_metadata(p, relative_path="/etc/passwd"))
-in_folder("dcp: an offset below zero", TORCH_DIST, "wanted", lambda p, m: with_metadata(p, offset=-5))
-in_folder("dcp: a length beyond the file", TORCH_DIST, "wanted", lambda p, m: with_metadata(p, length=1 << 60))
-in_folder("dcp: an offset that is a text", TORCH_DIST, "", lambda p, m: with_metadata(p, offset="0"))
+in_folder(
+    "dcp: a file outside",
+    TORCH_DIST,
+    "outside",
+    lambda p, m: with_metadata(p, relative_path="../../etc/passwd"),
+)
+in_folder(
+    "dcp: an absolute file",
+    TORCH_DIST,
+    "outside",
+    lambda p, m: with_metadata(p, relative_path="/etc/passwd"),
+)
+in_folder(
+    "dcp: an offset below zero", TORCH_DIST, "wanted", lambda p, m: with_metadata(p, offset=-5)
+)
+in_folder(
+    "dcp: a length beyond the file",
+    TORCH_DIST,
+    "wanted",
+    lambda p, m: with_metadata(p, length=1 << 60),
+)
+in_folder(
+    "dcp: an offset that is a text", TORCH_DIST, "", lambda p, m: with_metadata(p, offset="0")
+)
 
 
 def with_sizes(**sizes: Any) -> Callable[[Path, Path], None]:
@@ -559,11 +804,21 @@ def with_sizes(**sizes: Any) -> Callable[[Path, Path], None]:
 STACKED = "decoder.layers.self_attention.linear_qkv.weight"
 FAR = "decoder.layers.999999999.self_attention.linear_qkv.weight"
 LONG = [1] * 20_000
-in_folder("dcp: a thousand million layers", TORCH_DIST, "no part of", with_sizes(**{STACKED: (10**9, 4, 4)}))
+in_folder(
+    "dcp: a thousand million layers",
+    TORCH_DIST,
+    "no part of",
+    with_sizes(**{STACKED: (10**9, 4, 4)}),
+)
 in_folder("dcp: a layer of a high number", TORCH_DIST, "no part of", with_sizes(**{FAR: (4, 4)}))
 in_folder("dcp: a size of 1e308", TORCH_DIST, "a size of", with_sizes(**{STACKED: (1e308, 4)}))
 in_folder("dcp: a size below zero", TORCH_DIST, "a size of", with_sizes(**{STACKED: (-4, 4)}))
-in_folder("dcp: a product beyond 64 bits", TORCH_DIST, "elements", with_sizes(**{STACKED: (1 << 40, 1 << 40)}))
+in_folder(
+    "dcp: a product beyond 64 bits",
+    TORCH_DIST,
+    "elements",
+    with_sizes(**{STACKED: (1 << 40, 1 << 40)}),
+)
 in_folder(
     "dcp: 60,000 names that share a list of sizes",
     TORCH_DIST,
@@ -579,25 +834,55 @@ def tiny(layer: int = 0) -> dict[str, Any]:
     """Return the weights of a GPT of one layer, of width 2."""
     import torch
 
-    shapes = {"input_layernorm": (2,), "self_attention.query_key_value": (6, 2), "self_attention.dense": (2, 2)}
-    shapes |= {"post_attention_layernorm": (2,), "mlp.dense_h_to_4h": (8, 2), "mlp.dense_4h_to_h": (2, 8)}
-    out = {f"encoder.layers.{layer}.{name}.weight": torch.ones(shape) for name, shape in shapes.items()}
-    out |= {f"encoder.layers.{layer}.{name}.bias": torch.ones(shape[0]) for name, shape in shapes.items()}
+    shapes = {
+        "input_layernorm": (2,),
+        "self_attention.query_key_value": (6, 2),
+        "self_attention.dense": (2, 2),
+    }
+    shapes |= {
+        "post_attention_layernorm": (2,),
+        "mlp.dense_h_to_4h": (8, 2),
+        "mlp.dense_4h_to_h": (2, 8),
+    }
+    out = {
+        f"encoder.layers.{layer}.{name}.weight": torch.ones(shape) for name, shape in shapes.items()
+    }
+    out |= {
+        f"encoder.layers.{layer}.{name}.bias": torch.ones(shape[0])
+        for name, shape in shapes.items()
+    }
     out |= {f"encoder.final_layernorm.{kind}": torch.ones(2) for kind in ("weight", "bias")}
-    return out | {f"embedding.{name}_embeddings.weight": torch.ones(4, 2) for name in ("word", "position")}
+    return out | {
+        f"embedding.{name}_embeddings.weight": torch.ones(4, 2) for name in ("word", "position")
+    }
 
 
-def megatrons(layer: int = 0, name: str = "mp_rank_00", **changes: Any) -> Callable[[Path, Path], None]:
+def megatrons(
+    layer: int = 0, name: str = "mp_rank_00", **changes: Any
+) -> Callable[[Path, Path], None]:
     """Return a writer of a folder of Megatron-LM; changes are of its arguments."""
 
     def write(folder: Path, marker: Path) -> None:
         import torch
 
-        tree = {"iteration": 1, "checkpoint_version": 3.0, "optimizer": {"param_groups": []}, "model": tiny(layer)}
+        tree = {
+            "iteration": 1,
+            "checkpoint_version": 3.0,
+            "optimizer": {"param_groups": []},
+            "model": tiny(layer),
+        }
         tree |= {key: value for key, value in changes.items() if key in tree}
-        sizes = {"num_layers": 1, "num_attention_heads": 1, "global_batch_size": 1, "consumed_train_samples": 1}
+        sizes = {
+            "num_layers": 1,
+            "num_attention_heads": 1,
+            "global_batch_size": 1,
+            "consumed_train_samples": 1,
+        }
         (folder / name).mkdir()
-        torch.save(tree | {"args": argparse.Namespace(**sizes | changes)}, folder / name / "model_optim_rng.pt")
+        torch.save(
+            tree | {"args": argparse.Namespace(**sizes | changes)},
+            folder / name / "model_optim_rng.pt",
+        )
 
     return write
 
@@ -606,7 +891,9 @@ def deepspeeds(layer: int = 0, **changes: Any) -> Callable[[Path, Path], None]:
     def write(folder: Path, marker: Path) -> None:
         import torch
 
-        args = argparse.Namespace(**{"num_layers": 1, "num_attention_heads": 1, "global_batch_size": 1} | changes)
+        args = argparse.Namespace(
+            **{"num_layers": 1, "num_attention_heads": 1, "global_batch_size": 1} | changes
+        )
         tree = {"module": tiny(layer), "args": args, "global_steps": 1, "iteration": 1} | changes
         state = {n: {"exp_avg": t, "exp_avg_sq": t} for n, t in enumerate(tree["module"].values())}
         tree["optimizer"] = {"param_groups": [{"params": list(state), "step": 1}], "state": state}
@@ -617,14 +904,39 @@ def deepspeeds(layer: int = 0, **changes: Any) -> Callable[[Path, Path], None]:
 
 SHARED = {f"encoder.layers.{i}.mlp.dense_h_to_4h.weight": LONG for i in range(60_000)}
 for title, kind, says, write in (
-    ("DeepSpeed: a thousand million layers", DEEPSPEED, "number of layers", deepspeeds(num_layers=10**9)),
+    (
+        "DeepSpeed: a thousand million layers",
+        DEEPSPEED,
+        "number of layers",
+        deepspeeds(num_layers=10**9),
+    ),
     ("DeepSpeed: 10**30 layers", DEEPSPEED, "number of layers", deepspeeds(num_layers=10**30)),
     ("DeepSpeed: a layer of a high number", DEEPSPEED, "missing", deepspeeds(999_999_999)),
-    ("DeepSpeed: 60,000 names that share a list", DEEPSPEED, "MiB", deepspeeds(param_shapes=[SHARED])),
-    ("DeepSpeed: a shape of 17 sizes", DEEPSPEED, "16 sizes", deepspeeds(param_shapes=[{"a": [1] * 17}])),
-    ("Megatron: a rank of a high number", MEGATRON, "no file", megatrons(name="mp_rank_99999_99999")),
+    (
+        "DeepSpeed: 60,000 names that share a list",
+        DEEPSPEED,
+        "MiB",
+        deepspeeds(param_shapes=[SHARED]),
+    ),
+    (
+        "DeepSpeed: a shape of 17 sizes",
+        DEEPSPEED,
+        "16 sizes",
+        deepspeeds(param_shapes=[{"a": [1] * 17}]),
+    ),
+    (
+        "Megatron: a rank of a high number",
+        MEGATRON,
+        "no file",
+        megatrons(name="mp_rank_99999_99999"),
+    ),
     ("Megatron: a layer of a high number", MEGATRON, "missing", megatrons(999_999_999)),
-    ("Megatron: a thousand million layers", MEGATRON, "10{9} in its arg", megatrons(num_layers=10**9)),
+    (
+        "Megatron: a thousand million layers",
+        MEGATRON,
+        "10{9} in its arg",
+        megatrons(num_layers=10**9),
+    ),
     ("Megatron: a thousand million heads", MEGATRON, "heads", megatrons(num_attention_heads=10**9)),
     *(
         (f"{kind}: iteration {number!r}", kind, "iteration", write(iteration=number))
@@ -636,7 +948,14 @@ for title, kind, says, write in (
 
 # Folders of Hugging Face
 
-GPT2: dict[str, Any] = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": 32, "n_ctx": 16}
+GPT2: dict[str, Any] = {
+    "n_layer": 1,
+    "n_embd": 8,
+    "n_head": 2,
+    "n_positions": 16,
+    "vocab_size": 32,
+    "n_ctx": 16,
+}
 GPT2 |= {"model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
 
 
@@ -645,7 +964,9 @@ def safetensors(header: bytes, data: bytes = bytes(64), size: int | None = None)
 
 
 def one_tensor(**changes: Any) -> bytes:
-    return json.dumps({"wte.weight": {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64]} | changes}).encode()
+    return json.dumps(
+        {"wte.weight": {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64]} | changes}
+    ).encode()
 
 
 def with_tensors(raw: bytes, name: str = "model.safetensors") -> Callable[[Path, Path], None]:
@@ -661,19 +982,33 @@ def hugging(name: str, says: str, raw: bytes, file: str = "model.safetensors") -
 
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
-OVERLAP = json.dumps({name: {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64]} for name in "ab"}).encode()
+OVERLAP = json.dumps(
+    {name: {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64]} for name in "ab"}
+).encode()
 HUGE = one_tensor(shape=[10**9] * 8)
-hugging("a header of 200 MB, as declared", "safetensors|instruction", safetensors(b"{}", size=200 * MEGABYTE))
+hugging(
+    "a header of 200 MB, as declared",
+    "safetensors|instruction",
+    safetensors(b"{}", size=200 * MEGABYTE),
+)
 hugging("a header longer than the file", "safetensors|instruction", safetensors(b"{}", size=10_000))
 hugging("a header of 2**63 bytes", "safetensors|instruction", safetensors(b"{}", size=1 << 63))
 hugging("tensors that overlap", "safetensors", safetensors(OVERLAP))
-hugging("a tensor beyond the file", "safetensors", safetensors(one_tensor(data_offsets=[0, 1 << 40], shape=[1 << 38])))
+hugging(
+    "a tensor beyond the file",
+    "safetensors",
+    safetensors(one_tensor(data_offsets=[0, 1 << 40], shape=[1 << 38])),
+)
 hugging("a shape of 10**72", "safetensors", safetensors(HUGE))
-hugging("a thousand million dimensions", "safetensors", safetensors(one_tensor(shape=[1] * 100_000)))
+hugging(
+    "a thousand million dimensions", "safetensors", safetensors(one_tensor(shape=[1] * 100_000))
+)
 hugging("offsets below zero", "safetensors", safetensors(one_tensor(data_offsets=[-64, 0])))
 hugging("a type that there is not", "safetensors", safetensors(one_tensor(dtype="OBJECT")))
 hugging("NaN as a size", "safetensors", safetensors(one_tensor(shape=[float("nan")])))
-hugging("a header of lists in lists", "safetensors|instruction", safetensors(b'{"a":' + DEEP + b"}"))
+hugging(
+    "a header of lists in lists", "safetensors|instruction", safetensors(b'{"a":' + DEEP + b"}")
+)
 NOTES = {"__metadata__": {str(i): "x" * 99 for i in range(250_000)}}
 hugging("notes of 30 MB", "", safetensors(json.dumps(NOTES).encode(), b""))
 
@@ -713,16 +1048,25 @@ def device(folder: Path, marker: Path) -> None:
     (folder / "model.safetensors").symlink_to("/dev/zero")
 
 
-def in_hugging(name: str, says: str, write: Callable[[Path, Path], Any], runs: bool = False) -> None:
+def in_hugging(
+    name: str, says: str, write: Callable[[Path, Path], Any], runs: bool = False
+) -> None:
     in_folder(f"huggingface: {name}", HUGGING_FACE, says, write, runs)
 
 
-NEOX = {"model_type": "gpt_neox", "hidden_size": 4, "num_attention_heads": 1, "num_hidden_layers": (1 << 31) - 1}
+NEOX = {
+    "model_type": "gpt_neox",
+    "hidden_size": 4,
+    "num_attention_heads": 1,
+    "num_hidden_layers": (1 << 31) - 1,
+}
 NEOX |= {"intermediate_size": 4}
 
 
 def with_honest(**changes: Any) -> Callable[[Path, Path], None]:
-    return with_files(config_json=GPT2 | changes, **{"model.safetensors": safetensors(one_tensor())})
+    return with_files(
+        config_json=GPT2 | changes, **{"model.safetensors": safetensors(one_tensor())}
+    )
 
 
 NO_NUMBERS = GPT2 | {"n_embd": {}, "n_layer": 10**30}
@@ -732,7 +1076,9 @@ in_hugging("a link out of the folder", "outside", link_out)
 in_hugging("a link to a device", "", device)
 in_hugging("an index that leads out", "outside", with_files(**index_of("../secret.safetensors")))
 in_hugging("an index with an absolute name", "outside", with_files(**index_of("/etc/passwd")))
-in_hugging("an index of lists in lists", "JSON", with_files(**{"model.safetensors_index_json": DEEP}))
+in_hugging(
+    "an index of lists in lists", "JSON", with_files(**{"model.safetensors_index_json": DEEP})
+)
 in_hugging("a config of lists in lists", "JSON", with_files(config_json=DEEP))
 in_hugging("a config of 100 MB", "bytes", with_files(config_json=b"[" + b"0," * (50 * MEGABYTE)))
 in_hugging("two thousand million layers", "n_layer", with_honest(n_layer=(1 << 31) - 1))
@@ -750,8 +1096,14 @@ def native(folder: Path, files: dict[str, bytes], more: dict[str, Any] | None = 
     """Write a step with a correct manifest, whatever its files say."""
     for name, raw in files.items():
         (folder / name).write_bytes(raw)
-    table: dict[str, Any] = {n: {"size": len(r), "sha256": hashlib.sha256(r).hexdigest()} for n, r in files.items()}
-    body: dict[str, Any] = {"format": "meshwright checkpoint 1", "chunk": 16 << 20, "files": table | (more or {})}
+    table: dict[str, Any] = {
+        n: {"size": len(r), "sha256": hashlib.sha256(r).hexdigest()} for n, r in files.items()
+    }
+    body: dict[str, Any] = {
+        "format": "meshwright checkpoint 1",
+        "chunk": 16 << 20,
+        "files": table | (more or {}),
+    }
     body["sha256"] = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     (folder / "manifest.json").write_text(json.dumps(body, sort_keys=True, indent=1))
 
@@ -760,7 +1112,13 @@ EMPTY = dict.fromkeys(("state.json", "config.json", "index.json"), b"{}")
 
 
 def with_box(**changes: Any) -> Callable[[Path, Path], None]:
-    box = {"file": "rank_00000.safetensors", "begin": 0, "end": 16, "offset": [0], "size": [4]} | changes
+    box = {
+        "file": "rank_00000.safetensors",
+        "begin": 0,
+        "end": 16,
+        "offset": [0],
+        "size": [4],
+    } | changes
     index = {"tensors": {"ln_f.weight": {"shape": [4], "dtype": "F32", "boxes": [box]}}}
     files = {"index.json": json.dumps(index).encode(), "rank_00000.safetensors": bytes(16)}
     return lambda folder, marker: native(folder, EMPTY | files)
@@ -779,10 +1137,20 @@ def in_native(name: str, says: str, write: Callable[[Path, Path], Any]) -> None:
     in_folder(f"native: {name}", "native", says, write)
 
 
-in_native("a file outside of the folder", "plain name", lambda p, m: native(p, {"state.json": b"{}"}, OUTSIDE))
+in_native(
+    "a file outside of the folder",
+    "plain name",
+    lambda p, m: native(p, {"state.json": b"{}"}, OUTSIDE),
+)
 in_native("a file that is a link", "a link", native_link)
-in_native("a manifest of lists in lists", "JSON", lambda p, m: (p / "manifest.json").write_bytes(DEEP))
-in_native("a manifest of 100 MB", "bytes", lambda p, m: (p / "manifest.json").write_bytes(bytes(100 * MEGABYTE)))
+in_native(
+    "a manifest of lists in lists", "JSON", lambda p, m: (p / "manifest.json").write_bytes(DEEP)
+)
+in_native(
+    "a manifest of 100 MB",
+    "bytes",
+    lambda p, m: (p / "manifest.json").write_bytes(bytes(100 * MEGABYTE)),
+)
 in_native("a state of lists in lists", "JSON", lambda p, m: native(p, EMPTY | {"state.json": DEEP}))
 in_native("NaN", "NaN", lambda p, m: native(p, EMPTY | {"state.json": b'{"a":NaN}'}))
 in_native("a box of 10**18 numbers", "outside", with_box(size=[10**18]))

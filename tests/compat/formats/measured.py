@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from meshwright.base.errors import BAD_DATA, UserError
 
 SECONDS = 60  # for all the work of a child, which is killed then
-ALLOWANCE = 2 << 30  # bytes of addresses beyond those of the parent: larger requests fail in the child alone
+# bytes of addresses beyond those of the parent: larger requests fail in the child alone
+ALLOWANCE = 2 << 30
 
 
 def anonymous(process: int | str) -> int:
@@ -79,7 +80,11 @@ def children_of(process: int) -> list[str]:
     try:
         children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
         # Until it runs its own program, a child shares the memory of its parent.
-        return [child for child in children if b"sandboxed.py" in Path(f"/proc/{child}/cmdline").read_bytes()]
+        return [
+            child
+            for child in children
+            if b"sandboxed.py" in Path(f"/proc/{child}/cmdline").read_bytes()
+        ]
     except (FileNotFoundError, ProcessLookupError):  # it has ended
         return []
 

@@ -71,7 +71,11 @@ def plain(f: Form, seed: int = 0) -> Plain:
     """Return a plain model of random numbers, norms and biases included."""
     g = torch.Generator().manual_seed(seed)
     h, n = f.hidden, f.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"tokens": (f.vocab, h), "positions": (f.positions, h), "norm": (h,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "tokens": (f.vocab, h),
+        "positions": (f.positions, h),
+        "norm": (h,),
+    }
     if f.place != "absolute":
         del shapes["positions"]
     shapes |= {"head": (f.vocab, h)} if f.untied else {}
@@ -90,7 +94,9 @@ def plain(f: Form, seed: int = 0) -> Plain:
     out: Plain = {}
     for name, shape in shapes.items():
         table, norm = name in ("tokens", "positions", "head"), len(shape) == 1
-        out[name if table else f"{name}.w"] = torch.randn(shape, generator=g) * (0.3 if norm else 0.12) + norm
+        out[name if table else f"{name}.w"] = (
+            torch.randn(shape, generator=g) * (0.3 if norm else 0.12) + norm
+        )
         if not table and (not f.rms if norm else f.bias):
             out[f"{name}.b"] = torch.randn(shape[:1], generator=g) * 0.3
     return out
@@ -107,7 +113,9 @@ def forward(f: Form, p: Plain, tokens: Tensor) -> Tensor:
         if f.rms:
             return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * p[f"{name}.w"]
         x = x - x.mean(-1, keepdim=True)
-        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * p[f"{name}.w"] + p[f"{name}.b"]
+        return (
+            x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * p[f"{name}.w"] + p[f"{name}.b"]
+        )
 
     def linear(x: Tensor, name: str) -> Tensor:
         return x @ p[f"{name}.w"].t() + p.get(f"{name}.b", torch.zeros(()))
@@ -148,9 +156,13 @@ def ours(f: Form, p: Plain) -> Plain:
                 if f"{i}.{name}.{kind}" in p:
                     out[f"h.{i}.{new}.{last}"] = p[f"{i}.{name}.{kind}"]
             if f.gated and f"{i}.up.{kind}" in p:
-                out[f"h.{i}.mlp.fc.{last}"] = torch.stack([p[f"{i}.gate.{kind}"], p[f"{i}.up.{kind}"]])
+                out[f"h.{i}.mlp.fc.{last}"] = torch.stack(
+                    [p[f"{i}.gate.{kind}"], p[f"{i}.up.{kind}"]]
+                )
             if f"{i}.q.{kind}" in p:
-                out[f"h.{i}.attn.qkv.{last}"] = qkv(f, *(p[f"{i}.{s}.{kind}"] for s in "qkv"), version=3.0)
+                out[f"h.{i}.attn.qkv.{last}"] = qkv(
+                    f, *(p[f"{i}.{s}.{kind}"] for s in "qkv"), version=3.0
+                )
     return out
 
 
@@ -208,19 +220,31 @@ def held(f: Form, p: Plain, tp: int, pp: int, chunk: int) -> list[tuple[str, Ten
             both(f"{attention}query", f"{i}.q", rows, rows)
             for kind, end in (("w", "weight"), ("b", "bias")):
                 if f"{i}.k.{kind}" in p:
-                    out.append((f"{attention}key_value.{end}", torch.cat([p[f"{i}.k.{kind}"], p[f"{i}.v.{kind}"]])))
+                    out.append(
+                        (
+                            f"{attention}key_value.{end}",
+                            torch.cat([p[f"{i}.k.{kind}"], p[f"{i}.v.{kind}"]]),
+                        )
+                    )
         else:
             for kind, end in (("w", "weight"), ("b", "bias")):
                 if f"{i}.q.{kind}" in p:
                     three = [rows(p[f"{i}.{s}.{kind}"]) for s in "qkv"]
-                    out.append((f"{attention}query_key_value.{end}", qkv(f, *three, version=f.version or 0)))
+                    out.append(
+                        (
+                            f"{attention}query_key_value.{end}",
+                            qkv(f, *three, version=f.version or 0),
+                        )
+                    )
         both(f"{attention}dense", f"{i}.o", columns)
         both(at + norms[1], f"{i}.norm2")
         for kind, end in (("w", "weight"), ("b", "bias")):
             if f"{i}.up.{kind}" in p:
                 halves = [f"{i}.gate.{kind}", f"{i}.up.{kind}"] if f.gated else [f"{i}.up.{kind}"]
                 halves = halves[::-1] if f.bigscience else halves
-                out.append((f"{at}mlp.dense_h_to_4h.{end}", torch.cat([rows(p[half]) for half in halves])))
+                out.append(
+                    (f"{at}mlp.dense_h_to_4h.{end}", torch.cat([rows(p[half]) for half in halves]))
+                )
         both(f"{at}mlp.dense_4h_to_h", f"{i}.down", columns)
     if last:
         both(f"{stack}.{norms[2]}", "norm")
@@ -282,9 +306,15 @@ def write_rank(folder: Path, f: Form, chunks: list[list[list[tuple[str, Tensor]]
     tree: dict[str, Any] = {"iteration": f.iteration}
     tree |= {} if f.version is None else {"checkpoint_version": f.version}
     models = [nested(f, [(name, t.to(f.dtype)) for name, t in weights]) for weights, _, _ in chunks]
-    tree |= {"model": models[0]} if f.chunks == 1 else {f"model{c}": model for c, model in enumerate(models)}
+    tree |= (
+        {"model": models[0]}
+        if f.chunks == 1
+        else {f"model{c}": model for c, model in enumerate(models)}
+    )
     if f.words == "core":
-        tree["model"]["decoder.layers.0.self_attention.linear_qkv._extra_state"] = torch.zeros(3, dtype=torch.uint8)
+        tree["model"]["decoder.layers.0.self_attention.linear_qkv._extra_state"] = torch.zeros(
+            3, dtype=torch.uint8
+        )
     rng = {
         "random_rng_state": (3, (1, 2), None),
         "np_rng_state": np.random.RandomState(1).get_state(),
@@ -296,7 +326,10 @@ def write_rank(folder: Path, f: Form, chunks: list[list[list[tuple[str, Tensor]]
         if f.args:
             tree["args"] = arguments(f)
         if f.bigscience:
-            tree["checkpoint_info"] = {"padded_vocab_size": f.padded, "original_vocab_size": f.vocab}
+            tree["checkpoint_info"] = {
+                "padded_vocab_size": f.padded,
+                "original_vocab_size": f.vocab,
+            }
         if f.state != "none":
             tree |= optimizer(folder, f, chunks)
         folder.mkdir(parents=True, exist_ok=True)
@@ -304,20 +337,47 @@ def write_rank(folder: Path, f: Form, chunks: list[list[list[tuple[str, Tensor]]
             beside = ("optimizer", "opt_param_scheduler")
             torch.save({k: x for k, x in tree.items() if k not in beside}, folder / "model_rng.pt")
         else:
-            torch.save(tree, folder / "model_optim_rng.pt", _use_new_zipfile_serialization=f.words != "2019")
+            torch.save(
+                tree,
+                folder / "model_optim_rng.pt",
+                _use_new_zipfile_serialization=f.words != "2019",
+            )
 
 
 def arguments(f: Form) -> argparse.Namespace:
-    sizes = {"num_layers": f.layers, "hidden_size": f.hidden, "num_attention_heads": f.heads, "seq_length": f.positions}
-    sizes |= {"max_position_embeddings": f.positions, "padded_vocab_size": f.padded, "world_size": f.tp * f.pp * 2}
-    options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "layernorm_epsilon": 1e-5, "weight_decay": 0.01}
+    sizes = {
+        "num_layers": f.layers,
+        "hidden_size": f.hidden,
+        "num_attention_heads": f.heads,
+        "seq_length": f.positions,
+    }
+    sizes |= {
+        "max_position_embeddings": f.positions,
+        "padded_vocab_size": f.padded,
+        "world_size": f.tp * f.pp * 2,
+    }
+    options = {
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "layernorm_epsilon": 1e-5,
+        "weight_decay": 0.01,
+    }
     options |= {"fp16": f.dtype is torch.float16, "params_dtype": f.dtype, "rank": 0}
     args = argparse.Namespace(**sizes, **options)
     if f.words == "2019":
         args.model_parallel_size, args.batch_size = f.tp * f.pp, 4
         return args
-    args.global_batch_size, args.micro_batch_size, args.consumed_train_samples = 8, 4, f.iteration * 8
-    args.train_iters, args.kv_channels, args.swiglu, args.true_vocab_size = 100, f.head_dim, f.gated, f.vocab
+    args.global_batch_size, args.micro_batch_size, args.consumed_train_samples = (
+        8,
+        4,
+        f.iteration * 8,
+    )
+    args.train_iters, args.kv_channels, args.swiglu, args.true_vocab_size = (
+        100,
+        f.head_dim,
+        f.gated,
+        f.vocab,
+    )
     args.group_query_attention, args.num_query_groups = f.groups != f.heads, f.groups
     args.bias_gelu_fusion = not f.gated
     if f.bigscience:
@@ -345,16 +405,25 @@ def megatron_classes() -> Iterator[None]:
 
 
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
-CURVE = {"max_lr": 1e-3, "min_lr": 1e-5, "lr_warmup_steps": 16.0, "num_steps": 48, "lr_decay_style": "cosine"}
+CURVE = {
+    "max_lr": 1e-3,
+    "min_lr": 1e-5,
+    "lr_warmup_steps": 16.0,
+    "num_steps": 48,
+    "lr_decay_style": "cosine",
+}
 CURVE |= {"lr_decay_steps": 800, "start_wd": 0.01, "end_wd": 0.01, "wd_incr_style": "constant"}
 CURVE_2019 = {"start_lr": 1e-3, "min_lr": 1e-5, "warmup_iter": 2, "num_iters": 6}
 CURVE_2019 |= {"decay_style": "cosine", "end_iter": 100}
 Three = tuple[Tensor, Tensor, Tensor]  # a weight and its moments
 
 
-def optimizer(folder: Path, f: Form, chunks: list[list[list[tuple[str, Tensor]]]]) -> dict[str, Any]:
+def optimizer(
+    folder: Path, f: Form, chunks: list[list[list[tuple[str, Tensor]]]]
+) -> dict[str, Any]:
     """Return the optimizer's entry; write the states that lie beside the file."""
-    everything = [list(zip(*chunk, strict=True)) for chunk in chunks]  # [((name, weight), (name, m), (name, v)), ...]
+    # [((name, weight), (name, m), (name, v)), ...]
+    everything = [list(zip(*chunk, strict=True)) for chunk in chunks]
     params = [(w[1], m[1], v[1]) for chunk in everything for w, m, v in chunk]
     groups = [[x for x in params if x[0].ndim > 1], [x for x in params if x[0].ndim == 1]]
     scaler = {"scale": torch.tensor([4096.0]), "growth_tracker": 5, "hysteresis_tracker": 1}
@@ -368,7 +437,10 @@ def optimizer(folder: Path, f: Form, chunks: list[list[list[tuple[str, Tensor]]]
         return {"optimizer": outer, "opt_param_scheduler": CURVE}
     if f.state == "sharded":
         for rank in range(f.dp):
-            tree = {"optimizer": shard(f, everything, rank) | {"grad_scaler": scaler}, "opt_param_scheduler": CURVE}
+            tree = {
+                "optimizer": shard(f, everything, rank) | {"grad_scaler": scaler},
+                "opt_param_scheduler": CURVE,
+            }
             beside = folder.with_name(f"{folder.name}_{rank:03d}")
             beside.mkdir(parents=True)
             torch.save(tree, beside / "optim.pt")
@@ -381,10 +453,16 @@ def optimizer(folder: Path, f: Form, chunks: list[list[list[tuple[str, Tensor]]]
 def optimizer_of_2019(groups: list[list[Three]]) -> dict[str, Any]:
     """Return the state of 2019: keys are addresses, as torch numbered parameters then."""
     old = sys.modules["megatron.fp16.loss_scaler"].DynamicLossScaler()  # type: ignore[attr-defined]
-    vars(old).update(cur_scale=4096.0, cur_iter=7, last_overflow_iter=1, scale_window=1000, cur_hysteresis=1)
+    vars(old).update(
+        cur_scale=4096.0, cur_iter=7, last_overflow_iter=1, scale_window=1000, cur_hysteresis=1
+    )
     keys = iter(range(140_000_000_000_000, 140_000_000_100_000, 48))
     numbered = [[(next(keys), x) for x in group] for group in groups]
-    state = {key: {"step": 6, "exp_avg": x[1], "exp_avg_sq": x[2]} for group in numbered for key, x in group}
+    state = {
+        key: {"step": 6, "exp_avg": x[1], "exp_avg_sq": x[2]}
+        for group in numbered
+        for key, x in group
+    }
     param_groups = [SETTINGS | {"params": [key for key, _ in group]} for group in numbered]
     return {
         "loss_scaler": old,
@@ -411,8 +489,15 @@ def write_buffers(folder: Path, f: Form, chunks: list[list[Any]]) -> None:
     for c, chunk in enumerate(chunks):
         kinds = enumerate(("param", "exp_avg", "exp_avg_sq"))
         values = {name: [x[k][1].flatten() for x in reversed(chunk)] for k, name in kinds}
-        split = {name: buckets(f, x, 2000 if f.state == "buckets" else 1 << 60) for name, x in values.items()}
-        out[c] = {torch.float32: split if f.state == "buckets" else {name: x[0] for name, x in split.items()}}
+        split = {
+            name: buckets(f, x, 2000 if f.state == "buckets" else 1 << 60)
+            for name, x in values.items()
+        }
+        out[c] = {
+            torch.float32: split
+            if f.state == "buckets"
+            else {name: x[0] for name, x in split.items()}
+        }
     folder.mkdir(parents=True)
     torch.save(out, folder / "distrib_optim.pt")
 

@@ -34,9 +34,12 @@ class ToyBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (
-            t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).tensor_split(3, dim=-1)
+            t.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for t in self.qkv(self.norm1(x)).tensor_split(3, dim=-1)
         )
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
@@ -57,7 +60,9 @@ def trained(steps: int = 3) -> tuple[ToyGPT, torch.optim.Optimizer]:
     torch.manual_seed(0)
     toy = ToyGPT()
     groups = [[p for p in toy.parameters() if (p.ndim > 1) == decays] for decays in (True, False)]
-    adam = torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}], lr=0.01)
+    adam = torch.optim.AdamW(
+        [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}], lr=0.01
+    )
     ids = torch.randint(0, VOCAB, (2, LENGTH))
     for _ in range(steps):
         adam.zero_grad()
@@ -67,7 +72,9 @@ def trained(steps: int = 3) -> tuple[ToyGPT, torch.optim.Optimizer]:
 
 
 @pytest.fixture
-def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ToyGPT, torch.optim.Optimizer]]:
+def toy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[ToyGPT, torch.optim.Optimizer]]:
     """Register the page's format, and write a checkpoint of it into tmp_path."""
     reader, record = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.S | re.M)
     (entry,) = re.findall(r"^```toml\n(.*?)^```", PAGE.read_text(), flags=re.S | re.M)
@@ -92,8 +99,15 @@ def test_the_page_reads_weights_moments_and_state(toy, tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "toy.pt"):
         source = loading.require_checkpoint(path)
         assert (source.kind, source.step, source.vocab) == ("ToyGPT", 3, VOCAB)
-    assert source.state == {"iteration": 3, "consumed_train_samples": 6, "schedule_samples": 6, "optimizer_steps": 3}
-    ours = GPT(Model(hidden_dropout=0.0, attention_dropout=0.0, **source.config), VOCAB, VOCAB, LENGTH).eval()
+    assert source.state == {
+        "iteration": 3,
+        "consumed_train_samples": 6,
+        "schedule_samples": 6,
+        "optimizer_steps": 3,
+    }
+    ours = GPT(
+        Model(hidden_dropout=0.0, attention_dropout=0.0, **source.config), VOCAB, VOCAB, LENGTH
+    ).eval()
     with torch.no_grad():
         source.fill({name: native.undivided(p.detach()) for name, p in ours.named_parameters()})
         ids = torch.arange(LENGTH)[None]
@@ -103,20 +117,30 @@ def test_the_page_reads_weights_moments_and_state(toy, tmp_path: Path) -> None:
     for theirs, name in (("blocks.1.up", "h.1.mlp.fc"), ("norm", "ln_f")):
         p = model.get_parameter(f"{theirs}.weight")
         assert torch.equal(tensors[f"{name}.weight/exp_avg_sq"], moments[id(p)]["exp_avg_sq"])
-    key = moments[id(model.get_parameter("blocks.0.qkv.weight"))]["exp_avg"][WIDTH : WIDTH + WIDTH // HEADS]
+    key = moments[id(model.get_parameter("blocks.0.qkv.weight"))]["exp_avg"][
+        WIDTH : WIDTH + WIDTH // HEADS
+    ]
     rows = slice(WIDTH // HEADS, 2 * WIDTH // HEADS)  # the first head's key follows its query
     assert torch.equal(tensors["h.0.attn.qkv.weight/exp_avg"][rows], key)
     weights = {name: tensor for name, tensor in tensors.items() if "/" not in name}
-    assert_reads(loading.require_checkpoint(tmp_path, loading.OpenOptions(optimizer=False)), weights)
+    assert_reads(
+        loading.require_checkpoint(tmp_path, loading.OpenOptions(optimizer=False)), weights
+    )
 
 
 def test_damage_is_refused_with_its_reason(toy, tmp_path: Path) -> None:
     tree = torch.load(tmp_path / "toy.pt")
     weights = tree["model"]
     for damaged, words in (
-        (tree | {"model": {n: t for n, t in weights.items() if "down" not in n}}, "h.0.mlp.proj.weight: missing"),
+        (
+            tree | {"model": {n: t for n, t in weights.items() if "down" not in n}},
+            "h.0.mlp.proj.weight: missing",
+        ),
         (tree | {"model": weights | {"router": torch.ones(3)}}, "router has no place in a GPT"),
-        (tree | {"optimizer": trained()[1].state_dict() | {"state": {}}}, "parameters have no state"),
+        (
+            tree | {"optimizer": trained()[1].state_dict() | {"state": {}}},
+            "parameters have no state",
+        ),
         ({"step": 3}, "not laid out as ToyGPT's checkpoints"),
     ):
         torch.save(damaged, tmp_path / "toy.pt")

@@ -40,7 +40,9 @@ FIRST = ("ZeRO-1, tp2", "ZeRO-2", "ZeRO-3", "pipeline, tp2")
 
 @pytest.mark.whole
 @pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed cannot be imported (the extra `peers`)")
-@pytest.mark.parametrize("case", [c if c in FIRST else pytest.param(c, marks=pytest.mark.long) for c in CASES])
+@pytest.mark.parametrize(
+    "case", [c if c in FIRST else pytest.param(c, marks=pytest.mark.long) for c in CASES]
+)
 def test_what_deepspeed_writes(case, tmp_path):
     stage, world, options = CASES[case]
     run_ranks(files.body, world, str(tmp_path), stage, options)
@@ -50,25 +52,33 @@ def test_what_deepspeed_writes(case, tmp_path):
     assert source.config["num_attention_heads"] == 2 and source.config["num_layers"] == files.L
     state = source.state
     assert state["iteration"] == 3 and state["consumed_train_samples"] == 24
-    assert state["optimizer_steps"] in (3, 4)  # some of its optimizers take one on zeros, to have a state
+    # some of its optimizers take one on zeros, to have a state
+    assert state["optimizer_steps"] in (3, 4)
     assert state["schedule"]["decay"] == 800 and state["schedule_samples"] == 24
     if "fp16" in options:
         assert state["loss_scale"]["dynamic"] and state["loss_scale"]["scale"] == 16.0
     if case in ("ZeRO-1", "ZeRO-2", "ZeRO-3"):
         run_ranks(files.zero_to_fp32, 1, str(tmp_path))
         masters = {pipeline_name(name): t for name, t in torch.load(tmp_path / "fp32.pt").items()}
-        assert_reads(source, masters | {name: t for name, t in read_tensors(source).items() if "/" in name})
+        assert_reads(
+            source, masters | {name: t for name, t in read_tensors(source).items() if "/" in name}
+        )
 
 
 @pytest.mark.whole
 @pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed cannot be imported (the extra `peers`)")
-@pytest.mark.parametrize("case", ["pipeline, tp2", pytest.param("ZeRO-1, tp2", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "case", ["pipeline, tp2", pytest.param("ZeRO-1, tp2", marks=pytest.mark.long)]
+)
 def test_universal_by_deepspeed(case, tmp_path):
     stage, world, options = CASES[case]
     run_ranks(files.body, world, str(tmp_path), stage, options)
     run_ranks(files.universal, 1, str(tmp_path / "global_step3"))
     source = deepspeed.open_deepspeed(tmp_path / "global_step3_universal")
-    assert_reads(source, join_ranks([torch.load(tmp_path / f"truth_{rank}.pt") for rank in range(world)], options))
+    assert_reads(
+        source,
+        join_ranks([torch.load(tmp_path / f"truth_{rank}.pt") for rank in range(world)], options),
+    )
     assert source.state["optimizer_steps"] == 3 and source.state["schedule"]["decay"] == 800
 
 
@@ -133,12 +143,24 @@ def test_forms_of_zero(form, tmp_path):
     assert_reads(source, expected_tensors(values))
     assert source.vocab == files.V - 3
     state = source.state
-    assert state["iteration"] == 30 and state["optimizer_steps"] == 30 and state["schedule"]["warmup"] == 16
-    scale = {"dynamic": True, "scale": 512.0, "growth_tracker": 20, "hysteresis_tracker": 2, "in_a_row": 0}
+    assert (
+        state["iteration"] == 30
+        and state["optimizer_steps"] == 30
+        and state["schedule"]["warmup"] == 16
+    )
+    scale = {
+        "dynamic": True,
+        "scale": 512.0,
+        "growth_tracker": 20,
+        "hysteresis_tracker": 2,
+        "in_a_row": 0,
+    }
     assert state["loss_scale"] == scale
     if "stage" not in FORMS[form]:
         source = deepspeed.open_deepspeed(source.folder, optimizer=False)
-        assert_reads(source, {name: t.bfloat16() for name, t in expected_tensors({"": values[""]}).items()})
+        assert_reads(
+            source, {name: t.bfloat16() for name, t in expected_tensors({"": values[""]}).items()}
+        )
         assert source.state["iteration"] == 30
 
 
@@ -155,7 +177,9 @@ def test_parts_that_some_models_have(options, tmp_path):
 def test_weights_only(pp, tmp_path):
     values = files.model()
     source = deepspeed.open_deepspeed(files.write(tmp_path, values, tp=2, pp=pp, only_weights=True))
-    assert_reads(source, {name: t.bfloat16() for name, t in expected_tensors({"": values[""]}).items()})
+    assert_reads(
+        source, {name: t.bfloat16() for name, t in expected_tensors({"": values[""]}).items()}
+    )
     assert not source.state
 
 
@@ -171,12 +195,22 @@ def test_fp16_of_fused_adam_without_zero(tmp_path):
     """One flat tensor of masters per group."""
     values = files.model()
     folder = files.write(tmp_path, values, only_weights=True)
-    groups = [[n for n, t in values[""].items() if (t.ndim == 1) == norms] for norms in (False, True)]
-    rows = {kind: [torch.cat([t[n].reshape(-1) for n in group]) for group in groups] for kind, t in values.items()}
+    groups = [
+        [n for n, t in values[""].items() if (t.ndim == 1) == norms] for norms in (False, True)
+    ]
+    rows = {
+        kind: [torch.cat([t[n].reshape(-1) for n in group]) for group in groups]
+        for kind, t in values.items()
+    }
     states = {i: {kind: rows[kind][i] for kind in ("exp_avg", "exp_avg_sq")} for i in (0, 1)}
     inner = {"state": states, "param_groups": [{"params": [i], "step": 30} for i in (0, 1)]}
     scale = {"cur_scale": 64.0, "cur_iter": 30, "last_overflow_iter": 9, "scale_window": 1000}
-    optimizer = {"optimizer_state_dict": inner, "fp32_groups_flat": rows[""], "dynamic_loss_scale": True, **scale}
+    optimizer = {
+        "optimizer_state_dict": inner,
+        "fp32_groups_flat": rows[""],
+        "dynamic_loss_scale": True,
+        **scale,
+    }
     change(folder / "mp_rank_00_model_states.pt", lambda tree: tree.update(optimizer=optimizer))
     source = deepspeed.open_deepspeed(folder)
     assert_reads(source, expected_tensors(values))
@@ -187,7 +221,11 @@ def test_a_pipeline_without_zero_loads_weights_only(tmp_path):
     folder = files.write(tmp_path, files.model(), pp=2, only_weights=True)
     change(folder / "mp_rank_00_model_states.pt", lambda tree: tree.update(optimizer={"state": {}}))
     source = deepspeed.open_deepspeed(folder)
-    assert not source.has_optimizer and "--no-load-optim" in source.notes[0] and source.state["iteration"] == 30
+    assert (
+        not source.has_optimizer
+        and "--no-load-optim" in source.notes[0]
+        and source.state["iteration"] == 30
+    )
 
 
 def test_universal(tmp_path):
@@ -207,11 +245,14 @@ def test_universal_of_gates_over_tensor_ranks(kind, tmp_path):
     """Halves joined separately are read; halves mixed by tensor rank are refused."""
     values = files.model(gated=True)
     folder = files.joined_by_hand(tmp_path, values)
-    assert_reads(deepspeed.open_deepspeed(folder), expected_tensors(values, files.V))  # one tensor rank
+    # one tensor rank
+    assert_reads(deepspeed.open_deepspeed(folder), expected_tensors(values, files.V))
     args = Namespace(**vars(files.ARGS), tensor_model_parallel_size=2)
     change(folder / "mp_rank_00_model_states.pt", lambda tree: tree.update(args=args))
     for path in folder.glob("zero/*dense_h_to_4h*/*.pt"):
-        if path.stem != "step" and not (path.stem == "exp_avg" and path.parent.name == f"3.mlp.dense_h_to_4h.{kind}"):
+        if path.stem != "step" and not (
+            path.stem == "exp_avg" and path.parent.name == f"3.mlp.dense_h_to_4h.{kind}"
+        ):
             saved = torch.load(path)
             saved = saved if isinstance(saved, dict) else {"param": saved}
             torch.save(saved | {"param_n_sub_params": 2}, path)
@@ -247,7 +288,10 @@ FILE = "layer_03-model_00-model_states.pt"
 SHARE = "bf16_zero_pp_rank_6_mp_rank_03_optim_states.pt"
 DAMAGES = {
     "a data rank": (without("bf16_zero_pp_rank_10_mp_rank_03_optim_states.pt"), "data rank 10"),
-    "the last data rank": (without("bf16_zero_pp_rank_11_mp_rank_03_optim_states.pt"), "elements of the master"),
+    "the last data rank": (
+        without("bf16_zero_pp_rank_11_mp_rank_03_optim_states.pt"),
+        "elements of the master",
+    ),
     "a layer": (without("layer_04-model_01-model_states.pt"), "tensor rank|missing|layer"),
     "a layer on all ranks": (
         lambda folder: [(folder / f"layer_04-model_0{t}-model_states.pt").unlink() for t in (0, 1)],
@@ -256,15 +300,30 @@ DAMAGES = {
     "a rank's file": (without("mp_rank_01_model_states.pt"), "pipeline rank 1"),
     "a stage's file": (without("mp_rank_03_model_states.pt"), "not a multiple of 2"),
     "a parameter": (changed(FILE, lambda t: t.pop("mlp.dense_h_to_4h.weight")), "mlp.fc.weight"),
-    "rows": (changed(FILE, lambda t: t.update({"mlp.dense_4h_to_h.bias": torch.ones(5)})), "mlp.proj.bias"),
-    "what no GPT has": (changed(FILE, lambda t: t.update({"mlp.gate.wg": torch.ones(5)})), "mlp.gate"),
-    "another order": (changed(SHARE, lambda t: state(t)["single_partition_of_fp32_groups"][0].neg_()), "not those of"),
+    "rows": (
+        changed(FILE, lambda t: t.update({"mlp.dense_4h_to_h.bias": torch.ones(5)})),
+        "mlp.proj.bias",
+    ),
+    "what no GPT has": (
+        changed(FILE, lambda t: t.update({"mlp.gate.wg": torch.ones(5)})),
+        "mlp.gate",
+    ),
+    "another order": (
+        changed(SHARE, lambda t: state(t)["single_partition_of_fp32_groups"][0].neg_()),
+        "not those of",
+    ),
     "a buffer cut short": (
-        changed(SHARE, lambda t: state(t)["base_optimizer_state"]["state"][0].update(exp_avg=torch.ones(3))),
+        changed(
+            SHARE,
+            lambda t: state(t)["base_optimizer_state"]["state"][0].update(exp_avg=torch.ones(3)),
+        ),
         "not laid out",
     ),
     "no state": (changed(SHARE, lambda t: t.pop("optimizer_state_dict")), "no optimizer state"),
-    "a copy that differs": (changed(FILE, lambda t: t["input_layernorm.bias"].add_(1)), "not of one checkpoint"),
+    "a copy that differs": (
+        changed(FILE, lambda t: t["input_layernorm.bias"].add_(1)),
+        "not of one checkpoint",
+    ),
 }
 
 

@@ -38,7 +38,15 @@ from meshwright.checkpoint import claims, loading, manifests, native
 from meshwright.checkpoint.formats import HUGGING_FACE
 from meshwright.checkpoint.pickle import pickles
 from meshwright.checkpoint.steps import StepLocation
-from meshwright.compat.formats.table import DEEPSPEED, LITGPT, MEGATRON, NANOGPT, ONEFLOW, TORCH_DIST, UNIVERSAL
+from meshwright.compat.formats.table import (
+    DEEPSPEED,
+    LITGPT,
+    MEGATRON,
+    NANOGPT,
+    ONEFLOW,
+    TORCH_DIST,
+    UNIVERSAL,
+)
 from meshwright.config.schema import TokenizerFlags
 from meshwright.data import tokenizers
 from meshwright.data.files.indexed import Indexed
@@ -85,7 +93,9 @@ def gpt2(folder: Path, rows: str = "in, out") -> dict[str, torch.Tensor]:
     layer = {"ln_1": (H,), "attn.c_attn": (H, 3 * H), "attn.c_proj": (H, H), "ln_2": (H,)}
     layer |= {"mlp.c_fc": (H, F), "mlp.c_proj": (F, H)}
     out = {"transformer.wte.weight": torch.ones(V, H), "transformer.wpe.weight": torch.ones(P, H)}
-    for name, shape in ({f"h.0.{name}": shape for name, shape in layer.items()} | {"ln_f": (H,)}).items():
+    for name, shape in (
+        {f"h.0.{name}": shape for name, shape in layer.items()} | {"ln_f": (H,)}
+    ).items():
         out[f"transformer.{name}.weight"] = torch.ones(shape if rows == "in, out" else shape[::-1])
         out[f"transformer.{name}.bias"] = torch.ones(shape[-1])
     return out
@@ -95,11 +105,25 @@ def write_hugging_face(config: dict[str, Any], folder: Path) -> Path:
     if config["model_type"] == "gpt2":
         tensors = gpt2(folder)
     else:
-        shapes = {"self_attn.q_proj": (H, H), "self_attn.k_proj": (2, H), "self_attn.v_proj": (2, H)}
-        shapes |= {"self_attn.o_proj": (H, H), "mlp.gate_proj": (F, H), "mlp.up_proj": (F, H), "mlp.down_proj": (H, F)}
+        shapes = {
+            "self_attn.q_proj": (H, H),
+            "self_attn.k_proj": (2, H),
+            "self_attn.v_proj": (2, H),
+        }
+        shapes |= {
+            "self_attn.o_proj": (H, H),
+            "mlp.gate_proj": (F, H),
+            "mlp.up_proj": (F, H),
+            "mlp.down_proj": (H, F),
+        }
         shapes |= {"input_layernorm": (H,), "post_attention_layernorm": (H,)}  # type: ignore[dict-item]
-        tensors = {f"model.layers.0.{name}.weight": torch.ones(shape) for name, shape in shapes.items()}
-        tensors |= {"model.embed_tokens.weight": torch.ones(V, H), "model.norm.weight": torch.ones(H)}
+        tensors = {
+            f"model.layers.0.{name}.weight": torch.ones(shape) for name, shape in shapes.items()
+        }
+        tensors |= {
+            "model.embed_tokens.weight": torch.ones(V, H),
+            "model.norm.weight": torch.ones(H),
+        }
         tensors["lm_head.weight"] = torch.ones(V, H)
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
@@ -107,9 +131,17 @@ def write_hugging_face(config: dict[str, Any], folder: Path) -> Path:
 
 
 def write_litgpt(folder: Path) -> Path:
-    shapes = {"norm_1": (H,), "norm_2": (H,), "attn.qkv": (H + 4, H), "attn.proj": (H, H), "mlp.fc_1": (F, H)}
+    shapes = {
+        "norm_1": (H,),
+        "norm_2": (H,),
+        "attn.qkv": (H + 4, H),
+        "attn.proj": (H, H),
+        "mlp.fc_1": (F, H),
+    }
     shapes |= {"mlp.fc_2": (F, H), "mlp.proj": (H, F)}
-    tensors = {f"transformer.h.0.{name}.weight": torch.ones(shape) for name, shape in shapes.items()}
+    tensors = {
+        f"transformer.h.0.{name}.weight": torch.ones(shape) for name, shape in shapes.items()
+    }
     tensors |= {"transformer.wte.weight": torch.ones(V, H), "lm_head.weight": torch.ones(V, H)}
     torch.save(tensors | {"transformer.ln_f.weight": torch.ones(H)}, folder / "lit_model.pth")
     (folder / "model_config.yaml").write_text(yaml.dump(LIT))
@@ -118,22 +150,56 @@ def write_litgpt(folder: Path) -> Path:
 
 def write_nanogpt(folder: Path) -> Path:
     model = gpt2(folder, "out, in")
-    args = {"n_layer": 1, "n_head": 2, "n_embd": H, "block_size": P, "bias": True, "vocab_size": V, "dropout": 0.0}
+    args = {
+        "n_layer": 1,
+        "n_head": 2,
+        "n_embd": H,
+        "block_size": P,
+        "bias": True,
+        "vocab_size": V,
+        "dropout": 0.0,
+    }
     decayed = [name for name, t in model.items() if t.ndim > 1]
     order = [model[name] for name in (*decayed, *(name for name in model if name not in decayed))]
-    state = {n: {"step": torch.tensor(3.0), "exp_avg": t, "exp_avg_sq": t} for n, t in enumerate(order)}
+    state = {
+        n: {"step": torch.tensor(3.0), "exp_avg": t, "exp_avg_sq": t} for n, t in enumerate(order)
+    }
     group = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    groups = [group | {"params": list(range(len(decayed)))}, group | {"params": list(range(len(decayed), len(order)))}]
-    config = {"batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-3, "min_lr": 1e-4}
-    config |= {"warmup_iters": 2, "lr_decay_iters": 7, "max_iters": 8, "decay_lr": True, "grad_clip": 1.0}
-    tree = {"model": model, "model_args": args, "config": config, "iter_num": 3, "best_val_loss": 1.0}
+    groups = [
+        group | {"params": list(range(len(decayed)))},
+        group | {"params": list(range(len(decayed), len(order)))},
+    ]
+    config = {
+        "batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-3,
+        "min_lr": 1e-4,
+    }
+    config |= {
+        "warmup_iters": 2,
+        "lr_decay_iters": 7,
+        "max_iters": 8,
+        "decay_lr": True,
+        "grad_clip": 1.0,
+    }
+    tree = {
+        "model": model,
+        "model_args": args,
+        "config": config,
+        "iter_num": 3,
+        "best_val_loss": 1.0,
+    }
     torch.save(tree | {"optimizer": {"state": state, "param_groups": groups}}, folder / "ckpt.pt")
     return folder
 
 
 def write_oneflow(folder: Path) -> Path:
     for theirs, tensor in gpt2(folder).items():
-        name = re.sub(r"^transformer\.(?:h\.0\.)?", "", theirs).replace(".weight", "-weight").replace(".bias", "-bias")
+        name = (
+            re.sub(r"^transformer\.(?:h\.0\.)?", "", theirs)
+            .replace(".weight", "-weight")
+            .replace(".bias", "-bias")
+        )
         name = re.sub(r"^(attn|mlp)\.", r"\1-", name).replace("ln_", "layernorm_")
         name = name.removesuffix("-weight") if name.startswith("w") else name
         path = folder / f"model-{'h0-' if '.h.0.' in theirs else ''}{name}"
@@ -155,14 +221,28 @@ def save_meta(tree: dict[str, Any], path: Path) -> None:
 def write_torch_dist(folder: Path) -> Path:
     import torch.distributed.checkpoint as dcp
 
-    layer = {"self_attention.linear_qkv": (3 * H, H), "self_attention.linear_proj": (H, H), "mlp.linear_fc1": (F, H)}
+    layer = {
+        "self_attention.linear_qkv": (3 * H, H),
+        "self_attention.linear_proj": (H, H),
+        "mlp.linear_fc1": (F, H),
+    }
     layer |= {"mlp.linear_fc2": (H, F), "input_layernorm": (H,), "pre_mlp_layernorm": (H,)}  # type: ignore[dict-item]
     tree = {f"decoder.layers.{name}.weight": torch.ones(2, *shape) for name, shape in layer.items()}
-    tree |= {f"embedding.{name}_embeddings.weight": torch.ones(V, H) for name in ("word", "position")}
+    tree |= {
+        f"embedding.{name}_embeddings.weight": torch.ones(V, H) for name in ("word", "position")
+    }
     tree["decoder.final_layernorm.weight"] = torch.ones(H)
     dcp.save(tree, checkpoint_id=folder, no_dist=True)
-    args = argparse.Namespace(num_attention_heads=2, global_batch_size=4, consumed_train_samples=40, weight_decay=0.1)
-    scheduler = {"max_lr": 1e-3, "min_lr": 1e-5, "lr_warmup_steps": 16, "num_steps": 80, "lr_decay_style": "cosine"}
+    args = argparse.Namespace(
+        num_attention_heads=2, global_batch_size=4, consumed_train_samples=40, weight_decay=0.1
+    )
+    scheduler = {
+        "max_lr": 1e-3,
+        "min_lr": 1e-5,
+        "lr_warmup_steps": 16,
+        "num_steps": 80,
+        "lr_decay_style": "cosine",
+    }
     scheduler |= {"lr_decay_steps": 800, "start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": 800}
     common = {"args": args, "iteration": 10, "optimizer": {"param_groups": [{"step": 10}]}}
     torch.save(common | {"opt_param_scheduler": scheduler}, folder / "common.pt")
@@ -180,8 +260,13 @@ def write_megatron(folder: Path, **how: Any) -> Path:
 
 
 def write_native(folder: Path) -> Path:
-    tensors = {"wte.weight": native.undivided(torch.ones(V, H)), "ln_f.bias": native.undivided(torch.ones(H))}
-    native.save_step(folder, 3, tensors, {"iteration": 3, "consumed_train_samples": 24}, {"num_layers": 1})
+    tensors = {
+        "wte.weight": native.undivided(torch.ones(V, H)),
+        "ln_f.bias": native.undivided(torch.ones(H)),
+    }
+    native.save_step(
+        folder, 3, tensors, {"iteration": 3, "consumed_train_samples": 24}, {"num_layers": 1}
+    )
     return folder
 
 
@@ -222,7 +307,12 @@ def write_pieces(folder: Path) -> Path:
         lines = iter(["the theme of the thesis, the other then"] * 20)
         fixed: dict[str, Any] = {"minloglevel": 2, "num_threads": 1, "hard_vocab_limit": False}
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines, model_writer=file, vocab_size=300, model_type="bpe", byte_fallback=True, **fixed
+            sentence_iterator=lines,
+            model_writer=file,
+            vocab_size=300,
+            model_type="bpe",
+            byte_fallback=True,
+            **fixed,
         )
     return folder
 
@@ -236,7 +326,10 @@ def write_ranks(folder: Path) -> Path:
 
 
 def read_ranks(path: Path) -> Any:
-    return [[token, int(rank)] for token, rank in (line.split() for line in path.read_text().splitlines())]
+    return [
+        [token, int(rank)]
+        for token, rank in (line.split() for line in path.read_text().splitlines())
+    ]
 
 
 def save_ranks(tree: Any, path: Path) -> None:
@@ -255,15 +348,57 @@ OPENERS: dict[str, Callable[[Path], Any]] = {
     "tokenizer": encode,
     "ranks": lambda path: encode(path.with_name("tiny.tiktoken")),
 }
-GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_embd": H, "n_head": 2, "n_positions": P, "vocab_size": V, "n_inner": F}
+GPT2 = {
+    "model_type": "gpt2",
+    "n_layer": 1,
+    "n_embd": H,
+    "n_head": 2,
+    "n_positions": P,
+    "vocab_size": V,
+    "n_inner": F,
+}
 GPT2 |= {"layer_norm_epsilon": 1e-5, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
-LLAMA = {"model_type": "qwen2", "hidden_size": H, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": V}
-LLAMA |= {"num_key_value_heads": 2, "head_dim": 1, "intermediate_size": F, "max_position_embeddings": P}
-LLAMA |= {"rms_norm_eps": 1e-6, "sliding_window": 3, "max_window_layers": 1, "use_sliding_window": True}  # type: ignore[dict-item]
+LLAMA = {
+    "model_type": "qwen2",
+    "hidden_size": H,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "vocab_size": V,
+}
+LLAMA |= {
+    "num_key_value_heads": 2,
+    "head_dim": 1,
+    "intermediate_size": F,
+    "max_position_embeddings": P,
+}
+LLAMA |= {
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 3,
+    "max_window_layers": 1,
+    "use_sliding_window": True,
+}  # type: ignore[dict-item]
 LLAMA |= {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 1e4}  # type: ignore[dict-item]
-LIT = {"n_layer": 1, "n_embd": H, "n_head": 4, "n_query_groups": 2, "head_size": 1, "intermediate_size": F}
-LIT |= {"block_size": P, "padded_vocab_size": V, "rotary_percentage": 1.0, "norm_eps": 1e-5, "rope_base": 10_000}
-LIT |= {"bias": False, "norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP", "parallel_residual": False}
+LIT = {
+    "n_layer": 1,
+    "n_embd": H,
+    "n_head": 4,
+    "n_query_groups": 2,
+    "head_size": 1,
+    "intermediate_size": F,
+}
+LIT |= {
+    "block_size": P,
+    "padded_vocab_size": V,
+    "rotary_percentage": 1.0,
+    "norm_eps": 1e-5,
+    "rope_base": 10_000,
+}
+LIT |= {
+    "bias": False,
+    "norm_class_name": "RMSNorm",
+    "mlp_class_name": "LLaMAMLP",
+    "parallel_residual": False,
+}
 LIT |= {"sliding_window_size": 3, "sliding_window_indices": [1], "rope_condense_ratio": 1}  # type: ignore[dict-item]
 
 
@@ -311,21 +446,40 @@ HONEST = {
     "DeepSpeed": Honest(DEEPSPEED, write_deepspeed, RANK, within=CLASSES),
     "DeepSpeed's optimizer": Honest(DEEPSPEED, write_deepspeed, DATA_RANK, within=CLASSES),
     "ZeRO-3": Honest(
-        DEEPSPEED, partial(write_deepspeed, stage=3), "zero_pp_rank_0_mp_rank_00_model_states.pt", within=CLASSES
+        DEEPSPEED,
+        partial(write_deepspeed, stage=3),
+        "zero_pp_rank_0_mp_rank_00_model_states.pt",
+        within=CLASSES,
     ),
-    "universal": Honest(UNIVERSAL, lambda p: deepspeed_files.joined_by_hand(p, deepspeed_files.model()), RANK),
+    "universal": Honest(
+        UNIVERSAL, lambda p: deepspeed_files.joined_by_hand(p, deepspeed_files.model()), RANK
+    ),
     "torch_dist": Honest(TORCH_DIST, write_torch_dist, "common.pt"),
-    "torch_dist's metadata": Honest(TORCH_DIST, write_torch_dist, ".metadata", read_pickle, save_pickle),
+    "torch_dist's metadata": Honest(
+        TORCH_DIST, write_torch_dist, ".metadata", read_pickle, save_pickle
+    ),
     "nanoGPT": Honest(NANOGPT, write_nanogpt, "ckpt.pt"),
     "litgpt": Honest(LITGPT, write_litgpt, "model_config.yaml", read_yaml, save_yaml),
-    "GPT-2": Honest(HUGGING_FACE, partial(write_hugging_face, GPT2), "config.json", read_json, save_json),
-    "Qwen": Honest(HUGGING_FACE, partial(write_hugging_face, LLAMA), "config.json", read_json, save_json),
-    "OneFlow": Honest(ONEFLOW, write_oneflow, "model-h0-attn-c_attn-weight/meta", read_meta, save_meta),
-    "our manifest": Honest("native", write_native, "iter_0000003/manifest.json", read_json, save_manifest),
+    "GPT-2": Honest(
+        HUGGING_FACE, partial(write_hugging_face, GPT2), "config.json", read_json, save_json
+    ),
+    "Qwen": Honest(
+        HUGGING_FACE, partial(write_hugging_face, LLAMA), "config.json", read_json, save_json
+    ),
+    "OneFlow": Honest(
+        ONEFLOW, write_oneflow, "model-h0-attn-c_attn-weight/meta", read_meta, save_meta
+    ),
+    "our manifest": Honest(
+        "native", write_native, "iter_0000003/manifest.json", read_json, save_manifest
+    ),
     "our index": Honest("native", write_native, "iter_0000003/index.json", read_json, save_listed),
     "our state": Honest("native", write_native, "iter_0000003/state.json", read_json, save_listed),
     "zip": Honest(
-        MEGATRON, write_megatron, "mp_rank_00/model_optim_rng.pt", binary_files.read_directory, binary_files.save_layout
+        MEGATRON,
+        write_megatron,
+        "mp_rank_00/model_optim_rng.pt",
+        binary_files.read_directory,
+        binary_files.save_layout,
     ),
     "safetensors": Honest(
         HUGGING_FACE,
@@ -334,10 +488,18 @@ HONEST = {
         binary_files.read_safetensors,
         binary_files.save_safetensors,
     ),
-    "tokens": Honest("tokens", write_tokens, "tokens.idx", binary_files.read_index, binary_files.save_layout),
-    "tokenizer.json": Honest("tokenizer", write_tokenizer_json, "tokenizer.json", read_json, save_json),
+    "tokens": Honest(
+        "tokens", write_tokens, "tokens.idx", binary_files.read_index, binary_files.save_layout
+    ),
+    "tokenizer.json": Honest(
+        "tokenizer", write_tokenizer_json, "tokenizer.json", read_json, save_json
+    ),
     "SentencePiece": Honest(
-        "tokenizer", write_pieces, "tokenizer.model", binary_files.read_protobuf, binary_files.save_protobuf
+        "tokenizer",
+        write_pieces,
+        "tokenizer.model",
+        binary_files.read_protobuf,
+        binary_files.save_protobuf,
     ),
     "tiktoken": Honest("tokenizer", write_ranks, "tiny.tiktoken", read_ranks, save_ranks),
     "tiktoken's settings": Honest("ranks", write_ranks, "encoding.json", read_json, save_json),
@@ -375,7 +537,9 @@ def replaced(tree: Any, path: Path_, value: Any) -> Any:
         out[key] = replaced(out[key], tuple(rest), value) if rest else value
         return out if isinstance(tree, list) else tuple(out)
     out_object = copy.copy(tree)
-    object.__setattr__(out_object, key, replaced(getattr(tree, key), tuple(rest), value) if rest else value)
+    object.__setattr__(
+        out_object, key, replaced(getattr(tree, key), tuple(rest), value) if rest else value
+    )
     return out_object
 
 
@@ -389,34 +553,49 @@ def lies(honest: Honest, folder: Path, sample: int) -> Iterator[tuple[str, str, 
         for place, name in cases:
             try:
                 honest.save(replaced(tree, place, LIES[name]), path)
-            except (TypeError, ValueError, OverflowError, struct.error):  # no such file can be written
+            # no such file can be written
+            except (TypeError, ValueError, OverflowError, struct.error):
                 continue
             opened: list[Any] = []
             outcome = outcome_of(lambda: opened.append(honest.open(folder)))  # noqa: B023
             state = getattr(opened[0], "state", {}) if opened else {}
             wrong = [n for n in ("iteration", "consumed_train_samples") if not is_counter(state, n)]
-            yield (f"{'.'.join(map(str, place))} = {name}", *outcome) if not wrong else (str(place), "kept", name, 0.0)
+            yield (
+                (f"{'.'.join(map(str, place))} = {name}", *outcome)
+                if not wrong
+                else (str(place), "kept", name, 0.0)
+            )
 
 
 def is_counter(state: dict[str, Any], name: str) -> bool:
     return type(state.get(name, 0)) is int and 0 <= state.get(name, 0) <= claims.STEPS
 
 
-@pytest.mark.parametrize("sample", [SAMPLE, pytest.param(1, marks=pytest.mark.long)], ids=["sample", "all"])
+@pytest.mark.parametrize(
+    "sample", [SAMPLE, pytest.param(1, marks=pytest.mark.long)], ids=["sample", "all"]
+)
 @pytest.mark.parametrize("name", HONEST)
 @pytest.mark.fault("F28")
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.promise("What a file says about sizes is checked before memory is taken", "Memory and time are bounded")
-def test_no_number_costs_memory_or_time(name: str, sample: int, tmp_path: Path, figures: Callable[..., None]) -> None:
+@pytest.mark.promise(
+    "What a file says about sizes is checked before memory is taken", "Memory and time are bounded"
+)
+def test_no_number_costs_memory_or_time(
+    name: str, sample: int, tmp_path: Path, figures: Callable[..., None]
+) -> None:
     honest = HONEST[name]
     folder = honest.write(tmp_path)
     assert outcome_of(lambda: honest.open(folder))[:2] == ("opened", "")
-    outcomes, end, memory, reader = in_child(partial(lies, honest, folder, sample), 100 if sample > 1 else 500)
+    outcomes, end, memory, reader = in_child(
+        partial(lies, honest, folder, sample), 100 if sample > 1 else 500
+    )
     wrong = [
         f"{case}: {kind} {seconds:.1f} s: {text[:200]}"
         for case, kind, text, seconds in outcomes
-        if kind not in ("refused", "opened") or (kind == "refused" and str(folder) not in text) or seconds > SECONDS
+        if kind not in ("refused", "opened")
+        or (kind == "refused" and str(folder) not in text)
+        or seconds > SECONDS
     ]
     figures(lies=f"{len(outcomes) - len(wrong)}/{len(outcomes)}", lies_mb=[memory / 1e6])
     assert not wrong and not end and memory + reader < MEMORY, "\n".join(

@@ -23,7 +23,8 @@ from meshwright.compat.formats.table import DEEPSPEED, MEGATRON, TORCH_DIST
 
 pytestmark = pytest.mark.whole
 
-MEMORY, SECONDS = 200 << 20, 12.0  # of a processor: 10 is the limit of the process that reads pickles
+# of a processor: 10 is the limit of the process that reads pickles
+MEMORY, SECONDS = 200 << 20, 12.0
 READER = 560 << 20  # bytes of the process that reads pickles: its limit, and a file of 20 MB
 
 
@@ -34,7 +35,10 @@ def open_as(kind: str, path: Path, trust: bool) -> Any:
 OPENERS: dict[str, Callable[[Path, bool], Any]] = {
     "native": lambda path, _: native.open_native(path, 1, verify="full"),
     "pickle": lambda path, trust: pickles.load_pickle(path, trust=trust),
-    **{kind: functools.partial(open_as, kind) for kind in (MEGATRON, DEEPSPEED, TORCH_DIST, HUGGING_FACE)},
+    **{
+        kind: functools.partial(open_as, kind)
+        for kind in (MEGATRON, DEEPSPEED, TORCH_DIST, HUGGING_FACE)
+    },
 }
 
 
@@ -60,7 +64,10 @@ def open_all(cases: Sequence[hostile.Case], folder: Path, trust: bool = False) -
     One process reads the pickles of all of them. Its time counts only where it reads a single file.
     """
     folder.mkdir()
-    paths = [(folder / str(number) / "file", folder / str(number) / "marker") for number in range(len(cases))]
+    paths = [
+        (folder / str(number) / "file", folder / str(number) / "marker")
+        for number in range(len(cases))
+    ]
     for case, (path, marker) in zip(cases, paths, strict=True):
         path.parent.mkdir()
         case.write(path, marker)
@@ -95,12 +102,22 @@ def test_hostile_files(tmp_path: Path, figures: Callable[..., None]) -> None:
         outcomes += open_all([case], tmp_path / str(number))
     wrong = []
     for case, path, marker, kind, text, seconds, memory, reader in outcomes:
-        refused = kind == "refused" and re.search(case.says, text) and str(path) in text and len(text) <= 1500
+        refused = (
+            kind == "refused"
+            and re.search(case.says, text)
+            and str(path) in text
+            and len(text) <= 1500
+        )
         good = kind == "opened" if case.says == hostile.OPENS else refused
         if not good or marker.exists() or memory > MEMORY or reader > READER or seconds > SECONDS:
-            wrong.append(f"{case.name}: {kind} {seconds:.1f} s, {memory >> 20} and {reader >> 20} MB: {text[:300]}")
+            wrong.append(
+                f"{case.name}: {kind} {seconds:.1f} s, {memory >> 20} and {reader >> 20} MB: {text[:300]}"
+            )
     count, executed = len(hostile.CASES), sum(outcome.marker.exists() for outcome in outcomes)
-    refused, most = sum(outcome.kind == "refused" for outcome in outcomes), max(o.memory for o in outcomes)
+    refused, most = (
+        sum(outcome.kind == "refused" for outcome in outcomes),
+        max(o.memory for o in outcomes),
+    )
     to_refuse = sum(case.says != hostile.OPENS for case in hostile.CASES)
     figures(
         hostile_refused=f"{refused}/{to_refuse}",
@@ -115,10 +132,17 @@ def test_hostile_files(tmp_path: Path, figures: Callable[..., None]) -> None:
 @pytest.mark.flag("trust_pickle")
 @pytest.mark.fault("F27")
 @pytest.mark.promise(
-    "`--trust-pickle` passes the file to `torch.load` instead", "a network, data set or script of yours"
+    "`--trust-pickle` passes the file to `torch.load` instead",
+    "a network, data set or script of yours",
 )
 def test_their_payloads_work(tmp_path: Path) -> None:
     """The same files do run where the user trusts them, so none of them is a dud."""
-    outcomes = open_all([case for case in hostile.CASES if case.runs], tmp_path / "trusted", trust=True)
-    duds = [f"{case.name}: {kind} {text}" for case, _, marker, kind, text, *_ in outcomes if not marker.exists()]
+    outcomes = open_all(
+        [case for case in hostile.CASES if case.runs], tmp_path / "trusted", trust=True
+    )
+    duds = [
+        f"{case.name}: {kind} {text}"
+        for case, _, marker, kind, text, *_ in outcomes
+        if not marker.exists()
+    ]
     assert not duds, "\n".join(duds)

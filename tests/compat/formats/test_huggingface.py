@@ -31,10 +31,27 @@ pytestmark = [pytest.mark.whole, pytest.mark.filterwarnings("ignore")]
 
 VOCAB, LENGTH = 61, 16
 ZEROS = dict.fromkeys("resid_pdrop embd_pdrop attn_pdrop bos_token_id eos_token_id".split(), 0)
-GPT2 = {"vocab_size": VOCAB, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 4, **ZEROS}
-LLAMA = {"vocab_size": VOCAB, "max_position_embeddings": LENGTH, "hidden_size": 32, "intermediate_size": 40}
+GPT2 = {
+    "vocab_size": VOCAB,
+    "n_positions": LENGTH,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    **ZEROS,
+}
+LLAMA = {
+    "vocab_size": VOCAB,
+    "max_position_embeddings": LENGTH,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+}
 LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-NEOX = {"vocab_size": VOCAB, "max_position_embeddings": LENGTH, "hidden_size": 32, "intermediate_size": 72}
+NEOX = {
+    "vocab_size": VOCAB,
+    "max_position_embeddings": LENGTH,
+    "hidden_size": 32,
+    "intermediate_size": 72,
+}
 NEOX |= {"num_hidden_layers": 2, "num_attention_heads": 4, "layer_norm_eps": 1e-4}
 SCALED = {"factor": 4.0, "rope_theta": 50.0}
 LLAMA32 = SCALED | {"rope_type": "llama3", "original_max_position_embeddings": 8}
@@ -46,32 +63,71 @@ WINDOWED = ["sliding_attention", "full_attention"]
 WINDOWS = {"use_sliding_window": True, "sliding_window": 5}
 THEIRS = {
     "gpt2": ("GPT2", GPT2),
-    "gpt2-untied-erf": ("GPT2", GPT2 | {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 72}),
-    "gpt2-epsilon": ("GPT2", GPT2 | {"layer_norm_epsilon": 1e-2, "activation_function": "gelu_pytorch_tanh"}),
+    "gpt2-untied-erf": (
+        "GPT2",
+        GPT2 | {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 72},
+    ),
+    "gpt2-epsilon": (
+        "GPT2",
+        GPT2 | {"layer_norm_epsilon": 1e-2, "activation_function": "gelu_pytorch_tanh"},
+    ),
     "llama-grouped": ("Llama", LLAMA),
-    "llama-tied": ("Llama", LLAMA | {"tie_word_embeddings": True, "num_key_value_heads": 4, "rms_norm_eps": 1e-2}),
+    "llama-tied": (
+        "Llama",
+        LLAMA | {"tie_word_embeddings": True, "num_key_value_heads": 4, "rms_norm_eps": 1e-2},
+    ),
     "llama-biases": ("Llama", LLAMA | {"attention_bias": True, "mlp_bias": True}),
     "llama-attention-bias": ("Llama", LLAMA | {"attention_bias": True}),
     "llama-mlp-bias": ("Llama", LLAMA | {"mlp_bias": True, "num_key_value_heads": 1}),
-    "llama-head": ("Llama", LLAMA | {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "llama-head": (
+        "Llama",
+        LLAMA | {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    ),
     "llama-linear": ("Llama", LLAMA | {"rope_parameters": SCALED | {"rope_type": "linear"}}),
     "llama-3.2": ("Llama", LLAMA | {"rope_parameters": LLAMA32}),
     "llama-yarn": ("Llama", LLAMA | {"rope_parameters": YARN}),
-    "qwen3-yarn": ("Qwen3", LLAMA | {"head_dim": 32, "rope_parameters": YARN | {"beta_fast": 1.5, "beta_slow": 0.1}}),
-    "mistral-yarn": ("Mistral", LLAMA | {"sliding_window": None, "rope_parameters": YARN | {"attention_factor": 0.8}}),
-    "llama-mscale": ("Llama", LLAMA | {"rope_parameters": YARN | {"mscale": 2.0, "mscale_all_dim": 0.5}}),
+    "qwen3-yarn": (
+        "Qwen3",
+        LLAMA | {"head_dim": 32, "rope_parameters": YARN | {"beta_fast": 1.5, "beta_slow": 0.1}},
+    ),
+    "mistral-yarn": (
+        "Mistral",
+        LLAMA | {"sliding_window": None, "rope_parameters": YARN | {"attention_factor": 0.8}},
+    ),
+    "llama-mscale": (
+        "Llama",
+        LLAMA | {"rope_parameters": YARN | {"mscale": 2.0, "mscale_all_dim": 0.5}},
+    ),
     "mistral": ("Mistral", LLAMA | {"sliding_window": None}),
     "mistral-window": ("Mistral", LLAMA | {"sliding_window": 5}),
     "ministral": (
         "Ministral",
-        LLAMA | {"sliding_window": 3, "layer_types": WINDOWED[::-1], "rope_parameters": ROPE, "head_dim": 8},
+        LLAMA
+        | {
+            "sliding_window": 3,
+            "layer_types": WINDOWED[::-1],
+            "rope_parameters": ROPE,
+            "head_dim": 8,
+        },
     ),
     "neox": ("GPTNeoX", NEOX),
-    "neox-tied-in-turn": ("GPTNeoX", NEOX | {"use_parallel_residual": False, "tie_word_embeddings": True}),
-    "neox-rotated": ("GPTNeoX", NEOX | {"rotary_pct": 1.0, "rotary_emb_base": 50, "hidden_act": "gelu_new"}),
-    "neox-linear": ("GPTNeoX", NEOX | {"rope_parameters": SCALED | {"rope_type": "linear"} | SHARE}),
+    "neox-tied-in-turn": (
+        "GPTNeoX",
+        NEOX | {"use_parallel_residual": False, "tie_word_embeddings": True},
+    ),
+    "neox-rotated": (
+        "GPTNeoX",
+        NEOX | {"rotary_pct": 1.0, "rotary_emb_base": 50, "hidden_act": "gelu_new"},
+    ),
+    "neox-linear": (
+        "GPTNeoX",
+        NEOX | {"rope_parameters": SCALED | {"rope_type": "linear"} | SHARE},
+    ),
     "neox-llama3": ("GPTNeoX", NEOX | {"rope_parameters": LLAMA32 | SHARE}),
-    "neox-yarn": ("GPTNeoX", NEOX | {"rope_parameters": YARN | SHARE | {"beta_fast": 1.5, "beta_slow": 0.1}}),
+    "neox-yarn": (
+        "GPTNeoX",
+        NEOX | {"rope_parameters": YARN | SHARE | {"beta_fast": 1.5, "beta_slow": 0.1}},
+    ),
     "qwen2": ("Qwen2", LLAMA),
     "qwen2-windows": ("Qwen2", LLAMA | WINDOWS | {"layer_types": WINDOWED}),
     "qwen3": ("Qwen3", LLAMA | {"head_dim": 8}),
@@ -82,21 +138,32 @@ THEIRS = {
 def theirs(name, **changes):
     """Return one of their networks, filled with random numbers."""
     kind, config = THEIRS[name]
-    architecture = getattr(transformers, f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")
-    model = architecture(getattr(transformers, f"{kind}Config")(**config | changes, attn_implementation="eager")).eval()
+    architecture = getattr(
+        transformers, f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+    )
+    model = architecture(
+        getattr(transformers, f"{kind}Config")(**config | changes, attn_implementation="eager")
+    ).eval()
     random = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in model.parameters():
-            p.copy_(torch.randn(p.shape, generator=random) * (0.2 if p.ndim > 1 else 0.5) + (p.ndim == 1))
+            p.copy_(
+                torch.randn(p.shape, generator=random) * (0.2 if p.ndim > 1 else 0.5)
+                + (p.ndim == 1)
+            )
     return model
 
 
 def ours(source):
     """Return our network with a source's settings and weights."""
-    m = dataclasses.replace(Model(), **source.config | {"hidden_dropout": 0.0, "attention_dropout": 0.0})
+    m = dataclasses.replace(
+        Model(), **source.config | {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    )
     model = GPT(m, source.vocab, source.vocab, LENGTH).eval()
     named = dict(model.named_parameters())
-    assert {n: tuple(p.shape) for n, p in named.items()} == {n: t.shape for n, t in source.tensors.items()}
+    assert {n: tuple(p.shape) for n, p in named.items()} == {
+        n: t.shape for n, t in source.tensors.items()
+    }
     with torch.no_grad():
         source.fill({name: native.undivided(p.detach()) for name, p in named.items()})
     return model
@@ -107,7 +174,9 @@ def assert_same_logits(mine, other, length=LENGTH):
     x = torch.randint(0, VOCAB, (3, length), generator=torch.Generator().manual_seed(2))
     want = other(x).logits
     assert want.std() > 0.1
-    torch.testing.assert_close(mine(x, Positions()), want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
+    torch.testing.assert_close(
+        mine(x, Positions()), want, rtol=1e-5, atol=1e-5 * float(want.abs().max())
+    )
 
 
 def as_native(root, source):
@@ -132,9 +201,13 @@ def test_both_ways(name, tmp_path):
     assert back.config == source.config
     said = json.loads((tmp_path / "b" / "config.json").read_text())
     assert said["tie_word_embeddings"] is not source.config["untie_embeddings_and_output_weights"]
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b", attn_implementation="eager")
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "b", attn_implementation="eager"
+    )
     kind = type(model).__name__
-    assert type(again).__name__ == (kind if "sliding_window" in said else kind.replace("Mistral", "Llama"))
+    assert type(again).__name__ == (
+        kind if "sliding_window" in said else kind.replace("Mistral", "Llama")
+    )
     assert_same_logits(ours(stored), again)
     missing = {"llama-attention-bias", "llama-mlp-bias"}  # where ours has zeros, theirs had nothing
     if name not in missing:
@@ -150,9 +223,19 @@ def test_what_a_folder_states_is_trained_with_and_exported(name, tmp_path, capsy
     """Issue 13, line 5: dropouts, epsilon, rotary base and initial deviation; a flag wins."""
     stated = {"attention_dropout": 0.03, "initializer_range": 0.05, "rms_norm_eps": 1e-4}
     if name == "gpt2":
-        stated = {"attn_pdrop": 0.03, "resid_pdrop": 0.07, "embd_pdrop": 0.2, "initializer_range": 0.05}
+        stated = {
+            "attn_pdrop": 0.03,
+            "resid_pdrop": 0.07,
+            "embd_pdrop": 0.2,
+            "initializer_range": 0.05,
+        }
     if name == "neox":
-        stated = {"hidden_dropout": 0.07, "attention_dropout": 0.03, "initializer_range": 0.05, "layer_norm_eps": 1e-3}
+        stated = {
+            "hidden_dropout": 0.07,
+            "attention_dropout": 0.03,
+            "initializer_range": 0.05,
+            "layer_norm_eps": 1e-3,
+        }
     theirs(name, **stated).save_pretrained(tmp_path / "a")
     run = ["train", *SHORT.split(), "--seq-length", str(LENGTH), "--load", str(tmp_path / "a")]
     assert cli.main([*run, "--save", str(tmp_path / "b"), "--save-hf", str(tmp_path / "c")]) == 0
@@ -164,12 +247,31 @@ def test_what_a_folder_states_is_trained_with_and_exported(name, tmp_path, capsy
     )
     config = json.loads((tmp_path / "c" / "config.json").read_text())
     assert {key: config[key] for key in stated} == stated
-    more = ["--attention-dropout", "0.2", "--save", str(tmp_path / "d"), "--save-hf", str(tmp_path / "e")]
+    more = [
+        "--attention-dropout",
+        "0.2",
+        "--save",
+        str(tmp_path / "d"),
+        "--save-hf",
+        str(tmp_path / "e"),
+    ]
     assert cli.main([*run, *more]) == 0
     config = json.loads((tmp_path / "e" / "config.json").read_text())
     assert config["attn_pdrop" if name == "gpt2" else "attention_dropout"] == 0.2
     to = ["--to", "huggingface", "--init-method-std", "0.01"]
-    assert cli.main(["convert", str(tmp_path / "a"), str(tmp_path / "f"), *to, "--true-vocab-size", str(VOCAB)]) == 0
+    assert (
+        cli.main(
+            [
+                "convert",
+                str(tmp_path / "a"),
+                str(tmp_path / "f"),
+                *to,
+                "--true-vocab-size",
+                str(VOCAB),
+            ]
+        )
+        == 0
+    )
     assert "next: AutoModelForCausalLM.from_pretrained('" in capsys.readouterr().err
     assert json.loads((tmp_path / "f" / "config.json").read_text()) == (
         json.loads((tmp_path / "c" / "config.json").read_text()) | {"initializer_range": 0.01}
@@ -188,9 +290,13 @@ def test_a_gpt2_states_what_theirs_does_and_what_other_programs_read(tmp_path):
     assert not set(names.split()) - stated.keys()
     assert stated["n_ctx"] == stated["n_positions"] == LENGTH
     ends = {"bos_token_id": VOCAB - 1, "eos_token_id": VOCAB - 1}
-    same_size = transformers.GPT2Config(**GPT2 | ends, architectures=["GPT2LMHeadModel"], dtype="float32").to_dict()
+    same_size = transformers.GPT2Config(
+        **GPT2 | ends, architectures=["GPT2LMHeadModel"], dtype="float32"
+    ).to_dict()
     read = transformers.AutoConfig.from_pretrained(tmp_path / "ours").to_dict()
-    differing = {name for name in read.keys() | same_size.keys() if read.get(name) != same_size.get(name)}
+    differing = {
+        name for name in read.keys() | same_size.keys() if read.get(name) != same_size.get(name)
+    }
     assert differing == {"n_ctx", "n_inner", "_name_or_path"}
     assert read["n_inner"] == 4 * read["n_embd"]  # their None
 
@@ -207,7 +313,9 @@ def test_what_a_folder_does_not_state_is_noted(tmp_path, capsys):
     again = huggingface.open_huggingface(tmp_path / "b")
     assert again.config["embedding_dropout"] == 0.2 and not again.notes
     change_config(tmp_path / "b", resid_pdrop=1.5)
-    assert "resid_pdrop is 1.5; it must be in [0, 1)" in error_of(lambda: huggingface.open_huggingface(tmp_path / "b"))
+    assert "resid_pdrop is 1.5; it must be in [0, 1)" in error_of(
+        lambda: huggingface.open_huggingface(tmp_path / "b")
+    )
 
 
 def test_files_of_every_kind(tmp_path, monkeypatch):
@@ -221,7 +329,8 @@ def test_files_of_every_kind(tmp_path, monkeypatch):
     for name in ("many", "bare"):
         assert_reads(huggingface.open_huggingface(tmp_path / name), want)
     state = {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}
-    state["transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16, dtype=torch.uint8)  # as versions before 4.28 had it
+    # as versions before 4.28 had it
+    state["transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16, dtype=torch.uint8)
     for name in ("pickle", "pickles"):
         (tmp_path / name).mkdir()
         shutil.copy(tmp_path / "one" / "config.json", tmp_path / name)
@@ -231,18 +340,24 @@ def test_files_of_every_kind(tmp_path, monkeypatch):
     for i, half in enumerate(halves):
         torch.save(half, tmp_path / "pickles" / f"pytorch_model-{i}.bin")
         where |= dict.fromkeys(half, f"pytorch_model-{i}.bin")
-    (tmp_path / "pickles" / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
+    (tmp_path / "pickles" / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"weight_map": where})
+    )
     for name in ("pickle", "pickles"):
         assert_reads(huggingface.open_huggingface(tmp_path / name), want)
     monkeypatch.setattr(huggingface_writer, "MAX_SHARD", 20_000)
-    write(select(huggingface.open_huggingface(tmp_path / "one"), dtype="bfloat16"), tmp_path / "half")
+    write(
+        select(huggingface.open_huggingface(tmp_path / "one"), dtype="bfloat16"), tmp_path / "half"
+    )
     source = huggingface.open_huggingface(tmp_path / "half")
     half = read_tensors(source)
     assert_reads(source, {k: v.bfloat16() for k, v in want.items()})
     index = json.loads((tmp_path / "half" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half")
-    assert again.dtype is torch.bfloat16 and torch.equal(again.transformer.wte.weight, half["wte.weight"])
+    assert again.dtype is torch.bfloat16 and torch.equal(
+        again.transformer.wte.weight, half["wte.weight"]
+    )
 
 
 def test_nothing_is_read_when_it_is_opened(tmp_path):
@@ -286,7 +401,9 @@ def test_a_table_with_more_rows_than_ids_and_one_that_differs(tmp_path):
     head[0, 0] += 1
     save_file(state | {"lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
     source = huggingface.open_huggingface(tmp_path)
-    assert source.config["untie_embeddings_and_output_weights"] and "stay separate" in source.notes[0]
+    assert (
+        source.config["untie_embeddings_and_output_weights"] and "stay separate" in source.notes[0]
+    )
     assert torch.equal(read_tensors(source)["lm_head.weight"], head)
 
 
@@ -300,7 +417,11 @@ def test_unsupported_options_are_refused_by_name(tmp_path):
     theirs("llama-grouped").save_pretrained(tmp_path / "llama")
     theirs("neox").save_pretrained(tmp_path / "neox")
     for folder, changes, said in [
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+        (
+            "gpt2",
+            {"scale_attn_by_inverse_layer_idx": True},
+            "scale_attn_by_inverse_layer_idx is True",
+        ),
         ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is False"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
         ("gpt2", {"activation_function": "relu"}, "activation_function is relu"),
@@ -314,29 +435,85 @@ def test_unsupported_options_are_refused_by_name(tmp_path):
         ("gpt2", {"vocab_size": 62}, "wte.weight has 61 rows, the vocabulary 62"),
         ("neox", {"hidden_act": "relu"}, "hidden_act is relu"),
         ("neox", {"attention_bias": False}, "attention_bias is False"),
-        ("neox", {"num_attention_heads": 5}, "hidden_size 32 is not a multiple of num_attention_heads 5"),
-        ("neox", {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "kind of rotation .*longrope"),
-        ("neox", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "kind of rotation .*dynamic"),
+        (
+            "neox",
+            {"num_attention_heads": 5},
+            "hidden_size 32 is not a multiple of num_attention_heads 5",
+        ),
+        (
+            "neox",
+            {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
+            "kind of rotation .*longrope",
+        ),
+        (
+            "neox",
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "kind of rotation .*dynamic",
+        ),
         ("neox", {"use_parallel_residual": "no"}, "use_parallel_residual is no"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is gelu"),
-        ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 8.0}}, "kind of rotation .*longrope"),
-        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rotation .*dynamic"),
-        ("llama", {"rope_parameters": {"rope_type": "linear"}}, "factor is None; it must be a number above 0"),
-        ("llama", {"rope_parameters": LLAMA32 | {"low_freq_factor": 2}}, "factor 0.9 must be above"),
-        ("llama", {"rope_parameters": LLAMA32 | {"original_max_position_embeddings": 8.5}}, "is 8.5; it must be an in"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "longrope", "factor": 8.0}},
+            "kind of rotation .*longrope",
+        ),
+        (
+            "llama",
+            {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rotation .*dynamic",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear"}},
+            "factor is None; it must be a number above 0",
+        ),
+        (
+            "llama",
+            {"rope_parameters": LLAMA32 | {"low_freq_factor": 2}},
+            "factor 0.9 must be above",
+        ),
+        (
+            "llama",
+            {"rope_parameters": LLAMA32 | {"original_max_position_embeddings": 8.5}},
+            "is 8.5; it must be an in",
+        ),
         ("llama", {"rope_parameters": YARN | {"truncate": False}}, "truncate is False"),
         ("llama", {"rope_parameters": YARN | {"beta_slow": 33}}, "--beta-fast 32 must be above"),
-        ("llama", {"rope_parameters": None, "rope_scaling": "default"}, "kind of rotation .*is default"),
+        (
+            "llama",
+            {"rope_parameters": None, "rope_scaling": "default"},
+            "kind of rotation .*is default",
+        ),
         ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "kind of rotation"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ("llama", {"rope_parameters": {"rope_theta": "no"}}, "rope_theta is .no.; it must be"),
         ("llama", {"use_sliding_window": True}, "use_sliding_window is True"),
-        ("llama", {"model_type": "mistral", "sliding_window": 1}, "sliding_window is 1; it must be an integer of at l"),
-        ("llama", {"model_type": "ministral", "layer_types": WINDOWED[:1]}, "layer_types is .*; it must name 2 kinds"),
-        ("llama", {"model_type": "ministral", "layer_types": ["chunked_attention"] * 2}, "names chunked_attention"),
-        ("llama", {"model_type": "mistral", "sliding_window": "8"}, "sliding_window is .8.; it must be"),
+        (
+            "llama",
+            {"model_type": "mistral", "sliding_window": 1},
+            "sliding_window is 1; it must be an integer of at l",
+        ),
+        (
+            "llama",
+            {"model_type": "ministral", "layer_types": WINDOWED[:1]},
+            "layer_types is .*; it must name 2 kinds",
+        ),
+        (
+            "llama",
+            {"model_type": "ministral", "layer_types": ["chunked_attention"] * 2},
+            "names chunked_attention",
+        ),
+        (
+            "llama",
+            {"model_type": "mistral", "sliding_window": "8"},
+            "sliding_window is .8.; it must be",
+        ),
         ("llama", {"num_key_value_heads": 3}, "4 heads are not a multiple of 3"),
-        ("llama", {"num_key_value_heads": 4}, r"k_proj.weight is \[16, 32\], by config.json it is \[32, 32\]"),
+        (
+            "llama",
+            {"num_key_value_heads": 4},
+            r"k_proj.weight is \[16, 32\], by config.json it is \[32, 32\]",
+        ),
         ("llama", {"vocab_size": None}, "vocab_size is None"),
     ]:
         shutil.copytree(tmp_path / folder, tmp_path / "x")
@@ -344,7 +521,13 @@ def test_unsupported_options_are_refused_by_name(tmp_path):
         message = error_of(lambda: huggingface.open_huggingface(tmp_path / "x"))
         assert re.search(said, message) and str(tmp_path) in message
         shutil.rmtree(tmp_path / "x")
-    change_config(tmp_path / "llama", model_type="mistral", sliding_window=LENGTH, rope_parameters=None, rope_theta=5.0)
+    change_config(
+        tmp_path / "llama",
+        model_type="mistral",
+        sliding_window=LENGTH,
+        rope_parameters=None,
+        rope_theta=5.0,
+    )
     assert huggingface.open_huggingface(tmp_path / "llama").config["rotary_base"] == 5.0
 
 
@@ -406,11 +589,31 @@ def test_settings_they_cannot_express_are_listed(tmp_path):
     theirs("gpt2").save_pretrained(tmp_path / "gpt2")
     theirs("llama-grouped").save_pretrained(tmp_path / "llama")
     for folder, changes, listed in [
-        ("gpt2", {"position_embedding_type": "alibi", "embed_layernorm": True}, ["type alibi", "--embed-layernorm"]),
-        ("gpt2", {"normalization": "RMSNorm", "squared_relu": True}, ["--normalization RMSNorm", "squared-relu"]),
-        ("gpt2", {"glu_activation": "geglu", "apply_layernorm_1p": True}, ["activation geglu", "layernorm-1p"]),
-        ("gpt2", {"qk_layernorm": True, "num_query_groups": 2}, ["--qk-layernorm", "2 groups of 4 heads"]),
-        ("gpt2", {"kv_channels": 16, "add_bias_linear": False}, ["4 heads of 16", "--disable-bias-linear"]),
+        (
+            "gpt2",
+            {"position_embedding_type": "alibi", "embed_layernorm": True},
+            ["type alibi", "--embed-layernorm"],
+        ),
+        (
+            "gpt2",
+            {"normalization": "RMSNorm", "squared_relu": True},
+            ["--normalization RMSNorm", "squared-relu"],
+        ),
+        (
+            "gpt2",
+            {"glu_activation": "geglu", "apply_layernorm_1p": True},
+            ["activation geglu", "layernorm-1p"],
+        ),
+        (
+            "gpt2",
+            {"qk_layernorm": True, "num_query_groups": 2},
+            ["--qk-layernorm", "2 groups of 4 heads"],
+        ),
+        (
+            "gpt2",
+            {"kv_channels": 16, "add_bias_linear": False},
+            ["4 heads of 16", "--disable-bias-linear"],
+        ),
         (
             "llama",
             {"rotary_percent": 0.5, "use_parallel_residual": True},
@@ -430,7 +633,9 @@ def test_settings_they_cannot_express_are_listed(tmp_path):
         source = huggingface.open_huggingface(tmp_path / folder)
         source.config |= changes
         message = error_of(lambda source=source: write(source, tmp_path / "out"))
-        assert all(words in message for words in listed) and len(message.splitlines()) == 1 + len(listed), message
+        assert all(words in message for words in listed) and len(message.splitlines()) == 1 + len(
+            listed
+        ), message
     source = huggingface.open_huggingface(tmp_path / "gpt2")
     source.state["network"] = "Mine"
     with pytest.raises(UserError, match="a Mine"):
@@ -440,7 +645,10 @@ def test_settings_they_cannot_express_are_listed(tmp_path):
 
 def test_a_window_over_all_positions_is_not_exported(tmp_path):
     """It hides nothing, so also kinds without windows can express the model."""
-    for name, window, kind in (("llama-grouped", LENGTH - 1, "llama"), ("llama-grouped", LENGTH - 2, "mistral")):
+    for name, window, kind in (
+        ("llama-grouped", LENGTH - 1, "llama"),
+        ("llama-grouped", LENGTH - 2, "mistral"),
+    ):
         theirs(name).save_pretrained(tmp_path / "a")
         source = huggingface.open_huggingface(tmp_path / "a")
         source.config |= {"window_size": f"{window},0", "max_position_embeddings": LENGTH}
@@ -470,7 +678,9 @@ def test_a_folder_is_complete_or_absent(tmp_path, monkeypatch):
     assert not list((tmp_path / "b").iterdir())
     (tmp_path / "link").symlink_to(tmp_path / "b")
     write(source, tmp_path / "link")
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "b").stat().st_mode == (tmp_path / "a").stat().st_mode
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "b").stat().st_mode == (
+        tmp_path / "a"
+    ).stat().st_mode
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "b.tmp", "link"]
     assert [p.name for p in (tmp_path / "b.tmp").iterdir()] == ["mine"]
     files = ["config.json", "generation_config.json", "model.safetensors"]
@@ -489,7 +699,9 @@ def vocabulary(tmp_path_factory):
 
 def write_with(tokenizer, folder):
     theirs("gpt2", vocab_size=300).save_pretrained(folder.with_name("source"))
-    return write(huggingface.open_huggingface(folder.with_name("source")), folder, tokenizer=tokenizer)
+    return write(
+        huggingface.open_huggingface(folder.with_name("source")), folder, tokenizer=tokenizer
+    )
 
 
 def test_tokenizer_of_two_files(vocabulary, tmp_path):
@@ -513,23 +725,35 @@ def test_a_folder_brings_its_tokenizer(vocabulary, tmp_path, capsys):
     assert cli.main(["generate", *load, *said]) == 0
     text = capsys.readouterr().out
     assert text.startswith("the cat") and len(text) > len("the cat\n")
-    assert cli.main(["generate", *load, *said, "--vocab-file", "nosuch", "--merge-file", "nosuch"]) != 0
+    assert (
+        cli.main(["generate", *load, *said, "--vocab-file", "nosuch", "--merge-file", "nosuch"])
+        != 0
+    )
     assert "nosuch" in capsys.readouterr().err
     more = "--mock-data --micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-iters 0 --num-workers 0".split()
     more += ["--device", "cpu"]
     assert cli.main(["train", *load, *more, "--dry-run"]) == 0
     printed = capsys.readouterr().out
-    assert f"(vocabulary {tokenizer.size} padded to 384)" in printed and f"one step: {LENGTH} tokens" in printed
+    assert (
+        f"(vocabulary {tokenizer.size} padded to 384)" in printed
+        and f"one step: {LENGTH} tokens" in printed
+    )
     assert "before the run can start" not in printed
     assert cli.main(["train", *load, "--save", str(tmp_path / "run"), *more]) == 0
     kept = tokenizers.build_tokenizer(TokenizerFlags(), tmp_path / "run" / "tokenizer")
     assert kept.encode(TEXT) == tokenizer.encode(TEXT)
     file = tmp_path / "out" / "tokenizer.json"
     settings = json.loads(file.read_text())
-    assert type(tokenizers.build_tokenizer(TokenizerFlags(), tmp_path / "out")) is tokenizers.GPT2BPE
-    for other in ({"pre_tokenizer": None}, {"normalizer": {"type": "NFC"}}):  # as Qwen's, which has the two files too
+    assert (
+        type(tokenizers.build_tokenizer(TokenizerFlags(), tmp_path / "out")) is tokenizers.GPT2BPE
+    )
+    # as Qwen's, which has the two files too
+    for other in ({"pre_tokenizer": None}, {"normalizer": {"type": "NFC"}}):
         file.write_text(json.dumps(settings | other))
-        assert type(tokenizers.build_tokenizer(TokenizerFlags(), tmp_path / "out")) is tokenizers.HuggingFace
+        assert (
+            type(tokenizers.build_tokenizer(TokenizerFlags(), tmp_path / "out"))
+            is tokenizers.HuggingFace
+        )
     file.unlink()
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"vocab.json", "merges.txt"}
     assert cli.main(["generate", *load, *said]) == 0 and capsys.readouterr().out.endswith(text)
@@ -544,7 +768,9 @@ def check_tokenizer(folder, tokenizer):
     assert loaded.eos_token_id == tokenizer.eod == loaded.convert_tokens_to_ids("<|endoftext|>")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eod
-    ids = model.generate(**loaded("the cat", return_tensors="pt"), max_new_tokens=3, do_sample=False)
+    ids = model.generate(
+        **loaded("the cat", return_tensors="pt"), max_new_tokens=3, do_sample=False
+    )
     assert ids.shape[1] <= len(tokenizer.encode("the cat")) + 3
 
 

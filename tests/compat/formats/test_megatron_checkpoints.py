@@ -55,14 +55,19 @@ WEIGHTS = {
     "one dictionary": Form(flat=True, tp=2, pp=2),
     "late 2023": Form(words="late 2023"),
     "core": Form(words="core", tp=2),
-    "gated, no biases, RMSNorm, untied": Form(gated=True, bias=False, rms=True, untied=True, tp=2, pp=2),
+    "gated, no biases, RMSNorm, untied": Form(
+        gated=True, bias=False, rms=True, untied=True, tp=2, pp=2
+    ),
     "gated with biases": Form(gated=True, tp=4),
     "query groups": Form(heads=8, groups=4, tp=2),
     "BigCode": Form(groups=1, multi_query=True, tp=2),
     "BigScience": Form(bigscience=True, embed_norm=True, gated=True, tp=2),
 }
 EACH = [(v, t, p) for v in VERSIONS for t, p in LAYOUTS[1:]]
-CUT = {f"version {v}, TP {t}, PP {p}": Form(layers=max(p, 2), version=v, tp=t, pp=p) for v, t, p in EACH}
+CUT = {
+    f"version {v}, TP {t}, PP {p}": Form(layers=max(p, 2), version=v, tp=t, pp=p)
+    for v, t, p in EACH
+}
 # Every layout once, with versions in turn; the full product is long.
 FEW = {f"version {VERSIONS[i % 3]}, TP {t}, PP {p}" for i, (t, p) in enumerate(LAYOUTS[1:])}
 CUT_NAMES = [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in CUT]
@@ -72,7 +77,9 @@ CUT_NAMES = [name if name in FEW else pytest.param(name, marks=pytest.mark.long)
 def test_weights_of_every_form(name: str, tmp_path: Path) -> None:
     f = (WEIGHTS | CUT)[name]
     model = plain(f)
-    source = megatron.open_megatron(write(tmp_path / "iter_0000007", f, model)).of_vocabulary(f.vocab)
+    source = megatron.open_megatron(write(tmp_path / "iter_0000007", f, model)).of_vocabulary(
+        f.vocab
+    )
     assert_reads(source, {name: t.to(f.dtype) for name, t in ours(f, model).items()})
     assert source.version == str(f.version or 0) and not source.state
 
@@ -88,7 +95,9 @@ STATES = {
     "masters, gated": Form(state="masters", gated=True, bias=False, rms=True, untied=True, tp=2),
     "masters, BigCode": Form(state="masters", groups=1, multi_query=True, tp=2),
     "sharded": Form(state="sharded"),
-    "sharded, bfloat16, 7 ranks": Form(state="sharded", dtype=torch.bfloat16, dp=7, gated=True, tp=2),
+    "sharded, bfloat16, 7 ranks": Form(
+        state="sharded", dtype=torch.bfloat16, dp=7, gated=True, tp=2
+    ),
     "sharded, TP 2, PP 2": Form(state="sharded", tp=2, pp=2),
     "sharded, virtual stages": Form(state="sharded", layers=4, pp=2, chunks=2, dp=2),
     "flat": Form(state="flat"),
@@ -102,14 +111,25 @@ STATES = {
 def test_optimizer_of_every_form(name: str, tmp_path: Path) -> None:
     f = STATES[name]
     three, expected = with_moments(f)
-    source = megatron.open_megatron(write(tmp_path / "iter_0000007", f, *three)).of_vocabulary(f.vocab)
+    source = megatron.open_megatron(write(tmp_path / "iter_0000007", f, *three)).of_vocabulary(
+        f.vocab
+    )
     assert_reads(source, expected)
     state = source.state
     assert (state["iteration"], state["optimizer_steps"], source.step) == (7, 6, 7)
     assert (state["consumed_train_samples"], state["schedule_samples"]) == (56, 48)
-    curve = {"max_lr": 1e-3, "min_lr": 1e-5, "warmup": 16, "decay": 800, "style": "cosine", "start_wd": 0.01}
+    curve = {
+        "max_lr": 1e-3,
+        "min_lr": 1e-5,
+        "warmup": 16,
+        "decay": 800,
+        "style": "cosine",
+        "start_wd": 0.01,
+    }
     assert state["schedule"] | curve | {"wd_style": "constant"} == state["schedule"]
-    scale = [state["loss_scale"][k] for k in ("dynamic", "scale", "growth_tracker", "hysteresis_tracker")]
+    scale = [
+        state["loss_scale"][k] for k in ("dynamic", "scale", "growth_tracker", "hysteresis_tracker")
+    ]
     assert scale == ([False, 1.0, 0, 2] if f.state == "fp32" else [True, 4096.0, 5, 1])
 
 
@@ -125,7 +145,9 @@ def test_weights_with_a_master_each_or_some_or_none(masters: int) -> None:
 
 
 def build_model(source: Source, f: Form) -> GPT:
-    config = {n.name: source.config[n.name] for n in dataclasses.fields(Model) if n.name in source.config}
+    config = {
+        n.name: source.config[n.name] for n in dataclasses.fields(Model) if n.name in source.config
+    }
     m = Model(**config | {"attention_impl": "reference"})
     gpt = GPT(m, f.vocab, f.vocab, f.positions)
     tensors = read_tensors(source, torch.float32)
@@ -150,11 +172,15 @@ def test_logits(name: str, tmp_path: Path) -> None:
     f = NETWORKS[name]
     model = plain(f)
     step = "iter_0000007" if f.args else "release"
-    source = megatron.open_megatron(write(tmp_path / step, f, model), heads=f.heads).of_vocabulary(f.vocab)
+    source = megatron.open_megatron(write(tmp_path / step, f, model), heads=f.heads).of_vocabulary(
+        f.vocab
+    )
     tokens = torch.randint(f.vocab, (2, f.positions), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         logits = build_model(source, f)(tokens, Positions())
-    torch.testing.assert_close(logits, forward(f, rounded(model, f.dtype), tokens), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        logits, forward(f, rounded(model, f.dtype), tokens), rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.whole
@@ -163,7 +189,13 @@ def test_the_generator_is_gpt2(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     f = Form(dtype=torch.float32)
     p = plain(f)
-    sizes = {"n_positions": f.positions, "n_embd": f.hidden, "n_layer": f.layers, "n_head": f.heads, "n_inner": f.ffn}
+    sizes = {
+        "n_positions": f.positions,
+        "n_embd": f.hidden,
+        "n_layer": f.layers,
+        "n_head": f.heads,
+        "n_inner": f.ffn,
+    }
     config = transformers.GPT2Config(vocab_size=f.vocab, **sizes, attn_implementation="eager")
     theirs = transformers.GPT2LMHeadModel(config).eval()
     state = {"transformer.wpe.weight": p["positions"]}
@@ -172,7 +204,10 @@ def test_the_generator_is_gpt2(tmp_path: Path) -> None:
         state[f"transformer.ln_f.{last}"] = p[f"norm.{kind}"]
         for i in range(f.layers):
             at = f"transformer.h.{i}."
-            state |= {f"{at}ln_1.{last}": p[f"{i}.norm1.{kind}"], f"{at}ln_2.{last}": p[f"{i}.norm2.{kind}"]}
+            state |= {
+                f"{at}ln_1.{last}": p[f"{i}.norm1.{kind}"],
+                f"{at}ln_2.{last}": p[f"{i}.norm2.{kind}"],
+            }
             state[f"{at}attn.c_attn.{last}"] = torch.cat([p[f"{i}.{s}.{kind}"] for s in "qkv"]).t()
             for name, part in (("attn.c_proj", "o"), ("mlp.c_fc", "up"), ("mlp.c_proj", "down")):
                 state[f"{at}{name}.{last}"] = p[f"{i}.{part}.{kind}"].t()
@@ -194,7 +229,9 @@ def test_the_345m_release(tmp_path: Path) -> None:
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64}
     sizes |= {"max_position_embeddings": 16, "add_bias_linear": True}
     assert source.config | sizes == source.config
-    assert_reads(source.of_vocabulary(61), {name: t.half() for name, t in ours(f, plain(f)).items()})
+    assert_reads(
+        source.of_vocabulary(61), {name: t.half() for name, t in ours(f, plain(f)).items()}
+    )
 
 
 def test_a_file_without_a_schedule_or_samples(tmp_path: Path) -> None:
@@ -205,7 +242,11 @@ def test_a_file_without_a_schedule_or_samples(tmp_path: Path) -> None:
     source = megatron.open_megatron(folder).of_vocabulary(f.vocab)
     assert_reads(source, expected)
     assert "schedule" not in source.state and source.state["schedule_samples"] == 56
-    change(lambda t: [delattr(t["args"], name) for name in ("consumed_train_samples", "global_batch_size")])(folder)
+    change(
+        lambda t: [
+            delattr(t["args"], name) for name in ("consumed_train_samples", "global_batch_size")
+        ]
+    )(folder)
     source = megatron.open_megatron(folder)
     assert not source.state and not source.has_optimizer and "how many samples" in source.notes[0]
 
@@ -214,7 +255,11 @@ def test_settings_from_arguments(tmp_path: Path) -> None:
     f = Form(bigscience=True, embed_norm=True, gated=True)
     folder = write(tmp_path / "iter_0000007", f, plain(f))
     source = megatron.open_megatron(folder)
-    stated = {"glu_activation": "geglu", "position_embedding_type": "learned_absolute", "embed_layernorm": True}
+    stated = {
+        "glu_activation": "geglu",
+        "position_embedding_type": "learned_absolute",
+        "embed_layernorm": True,
+    }
     stated |= {"fp16": True, "seq_length": 16, "layernorm_epsilon": 1e-5}
     stated |= {"num_query_groups": None, "normalization": "LayerNorm"}
     assert {name: source.config[name] for name in stated} == stated and source.vocab == 61
@@ -222,9 +267,15 @@ def test_settings_from_arguments(tmp_path: Path) -> None:
     for place, ours_ in (("alibi", "alibi"), ("rotary", "rope")):
         f = Form(bigscience=True, place=place)
         source = megatron.open_megatron(write(tmp_path / place, f, plain(f)))
-        assert source.config["position_embedding_type"] == ours_ and "max_position_embeddings" not in source.config
+        assert (
+            source.config["position_embedding_type"] == ours_
+            and "max_position_embeddings" not in source.config
+        )
     f = Form(place="none", words="late 2023")
-    assert "--position-embedding-type" in megatron.open_megatron(write(tmp_path / "unsaid", f, plain(f))).notes[0]
+    assert (
+        "--position-embedding-type"
+        in megatron.open_megatron(write(tmp_path / "unsaid", f, plain(f))).notes[0]
+    )
 
 
 def test_a_release_has_no_state(tmp_path: Path) -> None:
@@ -255,7 +306,9 @@ def load(path: Path) -> Any:
     return torch.load(path, weights_only=False)
 
 
-def change(edit: Callable[[Any], Any], rank: str = "00", name: str = "model_optim_rng.pt") -> Callable[[Path], None]:
+def change(
+    edit: Callable[[Any], Any], rank: str = "00", name: str = "model_optim_rng.pt"
+) -> Callable[[Path], None]:
     def act(folder: Path) -> None:
         path = folder / f"mp_rank_{rank}" / name
         tree = load(path)
@@ -281,34 +334,96 @@ def swap_layers(tree: Any) -> None:
 
 WEIGHT, NORM = "layers.1.mlp.dense_h_to_4h.weight", "layers.1.input_layernorm.weight"
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "no files": (lambda folder: [shutil.rmtree(x) for x in folder.iterdir()] and None, "no mp_rank"),
-    "a rank is missing": (lambda folder: shutil.rmtree(folder / "mp_rank_00"), r"no file: \(0, 0\)"),
-    "a rank twice": (lambda f: shutil.copytree(f / "mp_rank_00", f / "mp_rank_00_000") and None, "same rank"),
-    "cut short": (lambda f: (f / "mp_rank_01/model_optim_rng.pt").write_bytes(b"PK\3\4") and None, "mp_rank_01"),
+    "no files": (
+        lambda folder: [shutil.rmtree(x) for x in folder.iterdir()] and None,
+        "no mp_rank",
+    ),
+    "a rank is missing": (
+        lambda folder: shutil.rmtree(folder / "mp_rank_00"),
+        r"no file: \(0, 0\)",
+    ),
+    "a rank twice": (
+        lambda f: shutil.copytree(f / "mp_rank_00", f / "mp_rank_00_000") and None,
+        "same rank",
+    ),
+    "cut short": (
+        lambda f: (f / "mp_rank_01/model_optim_rng.pt").write_bytes(b"PK\3\4") and None,
+        "mp_rank_01",
+    ),
     "a list": (lambda f: torch.save([1], f / "mp_rank_01/model_optim_rng.pt"), "holds a list"),
     "no model": (change(lambda t: t.pop("model")), "no model"),
-    "another version": (change(lambda t: t.update(checkpoint_version=2.0), "01"), "checkpoint_version 3.0, .* has 2.0"),
+    "another version": (
+        change(lambda t: t.update(checkpoint_version=2.0), "01"),
+        "checkpoint_version 3.0, .* has 2.0",
+    ),
     "another iteration": (change(lambda t: t.update(iteration=8), "01"), "iteration 7, .* has 8"),
-    "a version in words": (change(lambda t: t.update(checkpoint_version="x")), "checkpoint_version"),
+    "a version in words": (
+        change(lambda t: t.update(checkpoint_version="x")),
+        "checkpoint_version",
+    ),
     "a layer less": (
-        change(lambda t: [encoder(t).pop(k) for k in list(encoder(t)) if k.startswith("layers.0.")]),
+        change(
+            lambda t: [encoder(t).pop(k) for k in list(encoder(t)) if k.startswith("layers.0.")]
+        ),
         "layers are missing",
     ),
-    "more layers said": (change(lambda t: setattr(t["args"], "num_layers", 5)), "2 layers in its files and 5"),
+    "more layers said": (
+        change(lambda t: setattr(t["args"], "num_layers", 5)),
+        "2 layers in its files and 5",
+    ),
     "a part less": (change(lambda t: encoder(t).pop(WEIGHT)), "not on all tensor ranks"),
-    "an unknown part": (change(lambda t: encoder(t).update({"layers.0.moe.gate.weight": torch.ones(2)})), "moe.gate"),
-    "a decoder": (change(lambda t: t["model"]["language_model"].update(decoder={"x": torch.ones(2)})), "decoder.x"),
-    "another shape": (change(lambda t: encoder(t).update({WEIGHT: torch.ones(33, 32)})), r"\(33, 32\), but \(32, 32\)"),
-    "other heads": (change(lambda t: setattr(t["args"], "num_attention_heads", 5)), "--num-attention-heads 5"),
-    "copies differ": (change(lambda t: encoder(t)[NORM].mul_(1.5), "01"), r"must hold the same h.1.ln_1.weight"),
-    "NaN in a copy": (change(lambda t: encoder(t)[NORM].fill_(float("nan")), "01"), "must hold the same"),
-    "layers of the optimizer exchanged": (change(swap_layers), "not those of the model; add --no-load-optim"),
-    "a moment less": (change(lambda t: adam(t)["state"][3].pop("exp_avg")), r"has nothing; add --no-load"),
-    "a parameter less": (change(lambda t: adam(t)["param_groups"][1]["params"].pop()), "is of 27 param"),
-    "a master too many": (change(lambda t: t["optimizer"]["fp32_from_fp16_params"][1].append(torch.ones(1))), "master"),
-    "keys that are lists": (change(lambda t: adam(t)["param_groups"][0].update(params=[[]])), "not laid"),
-    "a name that is a number": (change(lambda t: t["model"].update({3: {4: torch.ones(2)}})), "3.4 is not a known"),
-    "weights in one row": (change(lambda t: encoder(t).update({WEIGHT: torch.ones(1024).half()})), "no|follows"),
+    "an unknown part": (
+        change(lambda t: encoder(t).update({"layers.0.moe.gate.weight": torch.ones(2)})),
+        "moe.gate",
+    ),
+    "a decoder": (
+        change(lambda t: t["model"]["language_model"].update(decoder={"x": torch.ones(2)})),
+        "decoder.x",
+    ),
+    "another shape": (
+        change(lambda t: encoder(t).update({WEIGHT: torch.ones(33, 32)})),
+        r"\(33, 32\), but \(32, 32\)",
+    ),
+    "other heads": (
+        change(lambda t: setattr(t["args"], "num_attention_heads", 5)),
+        "--num-attention-heads 5",
+    ),
+    "copies differ": (
+        change(lambda t: encoder(t)[NORM].mul_(1.5), "01"),
+        r"must hold the same h.1.ln_1.weight",
+    ),
+    "NaN in a copy": (
+        change(lambda t: encoder(t)[NORM].fill_(float("nan")), "01"),
+        "must hold the same",
+    ),
+    "layers of the optimizer exchanged": (
+        change(swap_layers),
+        "not those of the model; add --no-load-optim",
+    ),
+    "a moment less": (
+        change(lambda t: adam(t)["state"][3].pop("exp_avg")),
+        r"has nothing; add --no-load",
+    ),
+    "a parameter less": (
+        change(lambda t: adam(t)["param_groups"][1]["params"].pop()),
+        "is of 27 param",
+    ),
+    "a master too many": (
+        change(lambda t: t["optimizer"]["fp32_from_fp16_params"][1].append(torch.ones(1))),
+        "master",
+    ),
+    "keys that are lists": (
+        change(lambda t: adam(t)["param_groups"][0].update(params=[[]])),
+        "not laid",
+    ),
+    "a name that is a number": (
+        change(lambda t: t["model"].update({3: {4: torch.ones(2)}})),
+        "3.4 is not a known",
+    ),
+    "weights in one row": (
+        change(lambda t: encoder(t).update({WEIGHT: torch.ones(1024).half()})),
+        "no|follows",
+    ),
     "an optimizer of another kind": (change(lambda t: adam(t).update(param_groups=3)), "laid out"),
 }
 
@@ -327,11 +442,21 @@ def test_damage_is_refused(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "edit", "words"),
     [
-        ("flat", lambda t: t[0][torch.float32].update(param=t[0][torch.float32]["param"][:500]), "differ in size"),
-        ("flat", lambda t: t[0][torch.float32]["param"].copy_(t[0][torch.float32]["param"].flip(0)), "not those of"),
         (
             "flat",
-            lambda t: [t[0][torch.float32].update({k: v[:500]}) for k, v in t[0][torch.float32].items()],
+            lambda t: t[0][torch.float32].update(param=t[0][torch.float32]["param"][:500]),
+            "differ in size",
+        ),
+        (
+            "flat",
+            lambda t: t[0][torch.float32]["param"].copy_(t[0][torch.float32]["param"].flip(0)),
+            "not those of",
+        ),
+        (
+            "flat",
+            lambda t: [
+                t[0][torch.float32].update({k: v[:500]}) for k, v in t[0][torch.float32].items()
+            ],
             "ends before",
         ),
         ("flat", lambda t: t.update(per_bucket_numel=[]), "not laid out as in 2023"),
@@ -417,7 +542,12 @@ def test_copies_that_differ_by_rounding_are_reported(tmp_path: Path) -> None:
 
 
 CONFIG = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64}
-CONFIG |= {"max_position_embeddings": 16, "layernorm_epsilon": 1e-5, "adam_beta2": 0.95, "fp16": True}
+CONFIG |= {
+    "max_position_embeddings": 16,
+    "layernorm_epsilon": 1e-5,
+    "adam_beta2": 0.95,
+    "fp16": True,
+}
 STATE = {
     "iteration": 7,
     "consumed_train_samples": 56,
@@ -426,8 +556,16 @@ STATE = {
     "skips": [[3, "x"]],
     "epochs": [[2, True]],
     "blends": None,
-    "loss_scale": {"dynamic": True, "scale": 4096.0, "growth_tracker": 5, "hysteresis_tracker": 1, "in_a_row": 0},
-    "schedule": dataclasses.asdict(Schedule(1e-3, 1e-5, 16.0, 800, "cosine", 0.01, 0.01, 800, "constant")),
+    "loss_scale": {
+        "dynamic": True,
+        "scale": 4096.0,
+        "growth_tracker": 5,
+        "hysteresis_tracker": 1,
+        "in_a_row": 0,
+    },
+    "schedule": dataclasses.asdict(
+        Schedule(1e-3, 1e-5, 16.0, 800, "cosine", 0.01, 0.01, 800, "constant")
+    ),
 }
 
 
@@ -438,14 +576,20 @@ def native_source(root: Path, f: Form, config: dict[str, Any]) -> tuple[Source, 
     return native.open_native(root / "iter_0000007", 7), tensors
 
 
-def source_of(f: Form, config: dict[str, Any], folder: Path = Path()) -> tuple[MappedSource, Tensors]:
+def source_of(
+    f: Form, config: dict[str, Any], folder: Path = Path()
+) -> tuple[MappedSource, Tensors]:
     """Return the same state in memory."""
     _, tensors = with_moments(f)
     views = {name: [TensorView((0,) * tensor.ndim, tensor)] for name, tensor in tensors.items()}
-    return MappedSource("memory", folder, 7, config=config, state=STATE, vocab=f.vocab, views=views), tensors
+    return MappedSource(
+        "memory", folder, 7, config=config, state=STATE, vocab=f.vocab, views=views
+    ), tensors
 
 
-def written(source: Source, folder: Path, t: int, p: int, padded: int = 64, optimizer: bool = True) -> Path:
+def written(
+    source: Source, folder: Path, t: int, p: int, padded: int = 64, optimizer: bool = True
+) -> Path:
     for name, produce in megatron_writer.megatron_files(source, t, p, padded, optimizer).items():
         (folder / name).parent.mkdir(parents=True)
         with open(folder / name, "wb") as file:
@@ -456,13 +600,21 @@ def written(source: Source, folder: Path, t: int, p: int, padded: int = 64, opti
 @pytest.mark.parametrize(("t", "p"), LAYOUTS)
 def test_from_native_and_back(t: int, p: int, tmp_path: Path) -> None:
     f = Form(layers=4)
-    source, tensors = native_source(tmp_path / "run", f, CONFIG) if t == p == 2 else source_of(f, CONFIG)
+    source, tensors = (
+        native_source(tmp_path / "run", f, CONFIG) if t == p == 2 else source_of(f, CONFIG)
+    )
     back = megatron.open_megatron(written(source, tmp_path / "iter_0000007", t, p))
     assert_reads(back, tensors)
     assert (back.config, back.state, back.vocab) == (source.config, source.state, source.vocab)
 
 
-LLAMA = {"swiglu": True, "normalization": "RMSNorm", "bf16": True, "fp16": False, "add_bias_linear": False}
+LLAMA = {
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "bf16": True,
+    "fp16": False,
+    "add_bias_linear": False,
+}
 LLAMA |= {"untie_embeddings_and_output_weights": True}
 ROPE = {"position_embedding_type": "rope"}
 
@@ -471,14 +623,19 @@ ROPE = {"position_embedding_type": "rope"}
     "options",
     [
         (Form(gated=True, bias=False, rms=True, untied=True), LLAMA),
-        (Form(gated=True, bigscience=True, embed_norm=True), {"glu_activation": "geglu", "embed_layernorm": True}),
+        (
+            Form(gated=True, bigscience=True, embed_norm=True),
+            {"glu_activation": "geglu", "embed_layernorm": True},
+        ),
         (Form(place="rotary"), ROPE | {"rope_scaling": "llama3", "rope_scaling_factor": 32.0}),
         (Form(place="rotary"), ROPE | {"rope_scaling": "linear", "rope_scaling_factor": 2}),
         (Form(heads=8, groups=4), {"num_attention_heads": 8, "num_query_groups": 4, "fp16": False}),
     ],
     ids=["llama", "bigscience", "llama 3.2", "linear", "float32 with groups"],
 )
-def test_other_networks_from_native_and_back(options: tuple[Form, dict[str, Any]], tmp_path: Path) -> None:
+def test_other_networks_from_native_and_back(
+    options: tuple[Form, dict[str, Any]], tmp_path: Path
+) -> None:
     f, more = options
     source, tensors = source_of(f, CONFIG | {"num_layers": 2} | more)
     folder = written(source, tmp_path / "iter_0000007", 2, 2)
@@ -499,12 +656,20 @@ def test_every_form_through_megatron_and_native(name: str, tmp_path: Path) -> No
     """Reading, writing in another layout and saving as ours change no bit."""
     f = STATES[name]
     three, expected = with_moments(f)
-    source = megatron.open_megatron(write(tmp_path / "iter_0000007", f, *three)).of_vocabulary(f.vocab)
+    source = megatron.open_megatron(write(tmp_path / "iter_0000007", f, *three)).of_vocabulary(
+        f.vocab
+    )
     t = 1 if f.multi_query else 4
-    again = megatron.open_megatron(written(source, tmp_path / "again/iter_0000007", t, 2, padded=68))
+    again = megatron.open_megatron(
+        written(source, tmp_path / "again/iter_0000007", t, 2, padded=68)
+    )
     tensors = read_tensors(again)
     native.save_step(
-        tmp_path / "run", 7, {n: native.undivided(x) for n, x in tensors.items()}, again.state, again.config
+        tmp_path / "run",
+        7,
+        {n: native.undivided(x) for n, x in tensors.items()},
+        again.state,
+        again.config,
     )
     last = native.open_native(tmp_path / "run/iter_0000007", 7)
     assert_reads(last, expected)
@@ -538,20 +703,40 @@ def test_the_tree_is_megatrons(tmp_path: Path) -> None:
         want |= {f"layers.{i}.{name}.weight": shape, f"layers.{i}.{name}.bias": shape[:1]}
     want |= {"final_layernorm.weight": (32,), "final_layernorm.bias": (32,)}
     assert list(last["model"]) == ["language_model", "word_embeddings_for_head"]
-    assert [(k, tuple(x.shape)) for k, x in last["model"]["language_model"]["encoder"].items()] == list(want.items())
-    assert torch.equal(last["model"]["word_embeddings_for_head"]["weight"][:29], tensors["wte.weight"][32:].half())
-    assert last["checkpoint_version"] == 3.0 and last["iteration"] == 7 and type(last["args"]).__name__ == "Namespace"
+    assert [
+        (k, tuple(x.shape)) for k, x in last["model"]["language_model"]["encoder"].items()
+    ] == list(want.items())
+    assert torch.equal(
+        last["model"]["word_embeddings_for_head"]["weight"][:29], tensors["wte.weight"][32:].half()
+    )
+    assert (
+        last["checkpoint_version"] == 3.0
+        and last["iteration"] == 7
+        and type(last["args"]).__name__ == "Namespace"
+    )
     args = last["args"]
-    assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.padded_vocab_size) == (2, 2, 64)
-    assert (args.consumed_train_samples, args.params_dtype, args.kv_channels) == (56, torch.float16, 8)
+    assert (
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.padded_vocab_size,
+    ) == (2, 2, 64)
+    assert (args.consumed_train_samples, args.params_dtype, args.kv_channels) == (
+        56,
+        torch.float16,
+        8,
+    )
     decayed, plain_ones = last["optimizer"]["fp32_from_fp16_params"]
-    assert [tuple(x.shape) for x in decayed] == [s for s in want.values() if len(s) == 2] + [(32, 32)]
+    assert [tuple(x.shape) for x in decayed] == [s for s in want.values() if len(s) == 2] + [
+        (32, 32)
+    ]
     assert [tuple(x.shape) for x in plain_ones] == [s for s in want.values() if len(s) == 1]
     inner = last["optimizer"]["optimizer"]
     assert [g["params"] for g in inner["param_groups"]] == [list(range(9)), list(range(9, 27))]
     settings = [(g["wd_mult"], g["step"], g["betas"]) for g in inner["param_groups"]]
     assert settings == [(w, 6, (0.9, 0.95)) for w in (1.0, 0.0)]
-    assert all(inner["state"][i]["exp_avg_sq"].shape == x.shape for i, x in enumerate(decayed + plain_ones))
+    assert all(
+        inner["state"][i]["exp_avg_sq"].shape == x.shape for i, x in enumerate(decayed + plain_ones)
+    )
     assert last["opt_param_scheduler"]["num_steps"] == 48
     assert last["optimizer"]["grad_scaler"]["scale"].tolist() == [4096.0]
 
@@ -562,7 +747,9 @@ def test_one_part_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     fill = source.fill
     monkeypatch.setattr(source, "fill", lambda want: (asked.append(len(want)), fill(want))[1])
-    produce = megatron_writer.megatron_files(source, 2, 1, 64, True)["mp_rank_00/model_optim_rng.pt"]
+    produce = megatron_writer.megatron_files(source, 2, 1, 64, True)[
+        "mp_rank_00/model_optim_rng.pt"
+    ]
     assert not asked
     produce(lambda data: None)
     assert set(asked) == {1} and len(asked) == 4 * (2 + 2 * 12 + 2)  # weights, masters, two moments
@@ -570,7 +757,9 @@ def test_one_part_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_weights_only_keep_their_dtype(tmp_path: Path) -> None:
     f = Form(version=0, args=False)
-    source = megatron.open_megatron(write(tmp_path / "release", f, plain(f)), heads=4).of_vocabulary(61)
+    source = megatron.open_megatron(
+        write(tmp_path / "release", f, plain(f)), heads=4
+    ).of_vocabulary(61)
     back = megatron.open_megatron(written(source, tmp_path / "again/release", 1, 1))
     assert_reads(back, {name: t.half() for name, t in ours(f, plain(f)).items()})
     assert back.state == {} and back.vocab == 61
@@ -597,17 +786,25 @@ def test_doubles_stay_doubles(tmp_path: Path) -> None:
     source, tensors = source_of(Form(layers=4), CONFIG | {"fp16": False})
     for name, views in source.views.items():
         source.views[name] = [TensorView(v.offset, v.tensor.double() / 3) for v in views]
-    back = megatron.open_megatron(written(dataclasses.replace(source), tmp_path / "iter_0000007", 2, 1))
+    back = megatron.open_megatron(
+        written(dataclasses.replace(source), tmp_path / "iter_0000007", 2, 1)
+    )
     assert_reads(back, {name: tensor.double() / 3 for name, tensor in tensors.items()})
 
 
-def test_an_optimizer_without_a_schedule_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_optimizer_without_a_schedule_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, tensors = source_of(Form(layers=4), CONFIG | {"lr": 0.5})
-    source.state = {"iteration": 7, "consumed_train_samples": 0, "schedule_samples": 0}  # as of Megatron-Core's
+    # as of Megatron-Core's
+    source.state = {"iteration": 7, "consumed_train_samples": 0, "schedule_samples": 0}
     folder = written(source, tmp_path / "iter_0000007", 2, 1)
     assert "does not state its schedule" in capsys.readouterr().err
     tree = load(folder / "mp_rank_00/model_optim_rng.pt")
-    assert "opt_param_scheduler" not in tree and tree["optimizer"]["optimizer"]["param_groups"][0]["lr"] == 0.5
+    assert (
+        "opt_param_scheduler" not in tree
+        and tree["optimizer"]["optimizer"]["param_groups"][0]["lr"] == 0.5
+    )
     back = megatron.open_megatron(folder)
     assert_reads(back, tensors)
     assert back.state == source.state
@@ -617,7 +814,9 @@ def test_no_master_is_rounded(tmp_path: Path) -> None:
     """Weights without an optimizer are the masters; with one they are read from it."""
     source, tensors = source_of(Form(layers=4, gated=True), CONFIG | {"swiglu": True})
     weights = {name: tensor for name, tensor in tensors.items() if "/" not in name}
-    back = megatron.open_megatron(written(source, tmp_path / "a/iter_0000007", 2, 1, optimizer=False))
+    back = megatron.open_megatron(
+        written(source, tmp_path / "a/iter_0000007", 2, 1, optimizer=False)
+    )
     assert_reads(back, weights)
     assert back.state == STATE  # counters survive --no-save-optim
     folder = written(source, tmp_path / "b/iter_0000007", 1, 2)
@@ -641,7 +840,9 @@ FALSE_WORDS: dict[str, Callable[[Any], Any]] = {
     "less than nothing": lambda own: own | {"state": STATE | {"consumed_train_samples": -1}},
     "half a step": lambda own: own | {"state": STATE | {"iteration": 7.5}},
     "another schedule": lambda own: own | {"state": STATE | {"schedule": {"x": 1}}},
-    "a rate in words": lambda own: own | {"state": STATE | {"schedule": STATE["schedule"] | {"max_lr": "1"}}},  # type: ignore[operator]
+    "a rate in words": lambda own: (
+        own | {"state": STATE | {"schedule": STATE["schedule"] | {"max_lr": "1"}}}
+    ),  # type: ignore[operator]
     "half a scale": lambda own: own | {"state": STATE | {"loss_scale": {"dynamic": True}}},
 }
 
@@ -661,7 +862,9 @@ def test_state_in_our_own_format_is_checked(tmp_path: Path) -> None:
     native.save_step(tmp_path, 7, named, STATE | {"optimizer_steps": "6"})
     with pytest.raises(UserError, match=r"state.json: not what a run saves: optimizer_steps"):
         native.open_native(tmp_path / "iter_0000007", 7)
-    curve = dataclasses.asdict(Schedule(1e-3, 0.0, 0, 80, "WSD", 0.1, 0.1, 80, "constant", wsd_samples=8))
+    curve = dataclasses.asdict(
+        Schedule(1e-3, 0.0, 0, 80, "WSD", 0.1, 0.1, 80, "constant", wsd_samples=8)
+    )
     native.save_step(tmp_path, 8, named, STATE | {"schedule": curve})
     native.open_native(tmp_path / "iter_0000008", 8)
     native.save_step(tmp_path, 9, named, STATE | {"schedule": curve | {"wsd_samples": 0}})
@@ -675,4 +878,6 @@ def test_convert_rounds_only_with_dtype(more: list[str], tmp_path: Path) -> None
     argv = [str(tmp_path / "run"), str(tmp_path / "out"), "--to=torch", "--no-optimizer", *more]
     assert convert.main(argv) == 0
     weights = megatron.open_megatron(tmp_path / "out/iter_0000007")
-    assert {known.dtype for known in weights.tensors.values()} == {"bfloat16" if more else "float32"}
+    assert {known.dtype for known in weights.tensors.values()} == {
+        "bfloat16" if more else "float32"
+    }

@@ -25,10 +25,16 @@ TREE = ["latest_checkpointed_iteration.txt", "iter_0000003/mp_rank_00/model_opti
 
 
 def losses(folder: Path) -> list[str]:
-    return [f"{r['iteration']} {float(r['loss']).hex()} {float(r['grad_norm']).hex()}" for r in read_rows(folder)]
+    return [
+        f"{r['iteration']} {float(r['loss']).hex()} {float(r['grad_norm']).hex()}"
+        for r in read_rows(folder)
+    ]
 
 
-OTHERS = [pytest.param(more, marks=pytest.mark.long) for more in (["--fp16"], ["--params-dtype", "float64"], [])]
+OTHERS = [
+    pytest.param(more, marks=pytest.mark.long)
+    for more in (["--fp16"], ["--params-dtype", "float64"], [])
+]
 
 
 @pytest.mark.flag("ckpt_format")
@@ -42,7 +48,11 @@ def test_a_run_in_megatrons_tree(tmp_path: Path, more: list[str]) -> None:
     assert all((tmp_path / "parts" / name).is_file() for name in TREE)
     assert (tmp_path / "parts" / TREE[0]).read_text() == "3"
     kept = torch.load(tmp_path / "parts" / TREE[1], weights_only=False)
-    assert kept["checkpoint_version"] == 3.0 and kept["iteration"] == 3 and kept["args"].num_layers == 2
+    assert (
+        kept["checkpoint_version"] == 3.0
+        and kept["iteration"] == 3
+        and kept["args"].num_layers == 2
+    )
     assert [getattr(kept["args"], name) for name in SWITCHES] == [False] * len(SWITCHES)
     assert "encoder" in kept["model"]["language_model"]
     assert ("fp32_from_fp16_params" in kept["optimizer"]) == (more in (["--bf16"], ["--fp16"]))
@@ -59,11 +69,15 @@ def test_switches_that_were_given_are_saved(tmp_path: Path) -> None:
     given = {"openai_gelu", "recompute_activations"}
     for form in ("torch", "native"):
         more = ["--use-distributed-optimizer"] * (form == "native")
-        assert main(["train", *run, *more, "--save", str(tmp_path / form), "--ckpt-format", form]) == 0
+        assert (
+            main(["train", *run, *more, "--save", str(tmp_path / form), "--ckpt-format", form]) == 0
+        )
         folder = tmp_path / "converted"
         if form == "native":
             assert main(["convert", str(tmp_path / form), str(folder), "--to", "torch"]) == 0
-        tree = next((tmp_path / form if form == "torch" else folder).glob("iter_0000001/mp_rank_00/*.pt"))
+        tree = next(
+            (tmp_path / form if form == "torch" else folder).glob("iter_0000001/mp_rank_00/*.pt")
+        )
         args = vars(torch.load(tree, weights_only=False)["args"])
         on = given | ({"use_distributed_optimizer"} if more else set())
         assert {name for name in SWITCHES if args[name]} == on
@@ -75,8 +89,13 @@ def test_on_ranks_and_in_another_layout(tmp_path: Path) -> None:
     cut = "--world-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
     run_all({"": parse(f"{more} {cut} --save {tmp_path / 'a'}")}, 4, 3, read=save)
     ranks = [f"mp_rank_{t:02d}_{p:03d}" for t in (0, 1) for p in (0, 1)]
-    assert sorted(p.name for p in (tmp_path / "a/iter_0000003").iterdir()) == [".manifest.json", *ranks]
-    line = f"{more} --world-size 2 --zero-stage 3 --load {tmp_path / 'a'} --exit-on-missing-checkpoint"
+    assert sorted(p.name for p in (tmp_path / "a/iter_0000003").iterdir()) == [
+        ".manifest.json",
+        *ranks,
+    ]
+    line = (
+        f"{more} --world-size 2 --zero-stage 3 --load {tmp_path / 'a'} --exit-on-missing-checkpoint"
+    )
     got = run_all({"": parse(line)}, 2, 3)[""]
     want = run_all({"": alone(parse(more))}, 1, 6)[""][0]
     assert furthest(got[0], want[3:]) < NEAR
@@ -101,7 +120,9 @@ def test_a_damaged_step_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_another_vocabulary_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", *TINY_FLAGS, "--ckpt-format", "torch", "--save", str(tmp_path / "a")]) == 0
+    assert (
+        main(["train", *TINY_FLAGS, "--ckpt-format", "torch", "--save", str(tmp_path / "a")]) == 0
+    )
     run = [*TINY_FLAGS, "--load", str(tmp_path / "a"), "--save", str(tmp_path / "b")]
     assert main(["train", *run, "--vocab-size", "40"]) == 65
     assert "40 ids" in capsys.readouterr().err and not steps.list_checkpoints(tmp_path / "b")
@@ -116,10 +137,26 @@ def test_unsupported_settings_are_refused_at_the_start(tmp_path: Path) -> None:
         ["--disable-layernorm-bias"],
         ["--window-size=3"],
     ):
-        assert main(["train", *TINY_FLAGS, "--ckpt-format", "torch", "--save", str(tmp_path), *more]) == 2
+        assert (
+            main(["train", *TINY_FLAGS, "--ckpt-format", "torch", "--save", str(tmp_path), *more])
+            == 2
+        )
     for factor, fits in (("2", True), ("1.5", False)):
-        scaling = ["--position-embedding-type=rope", "--rope-scaling=linear", f"--rope-scaling-factor={factor}"]
-        run = ["train", *TINY_FLAGS, "--ckpt-format", "torch", "--save", str(tmp_path), *scaling, "--dry-run"]
+        scaling = [
+            "--position-embedding-type=rope",
+            "--rope-scaling=linear",
+            f"--rope-scaling-factor={factor}",
+        ]
+        run = [
+            "train",
+            *TINY_FLAGS,
+            "--ckpt-format",
+            "torch",
+            "--save",
+            str(tmp_path),
+            *scaling,
+            "--dry-run",
+        ]
         assert main(run) == (0 if fits else 2)
 
 
@@ -137,8 +174,21 @@ def test_a_finished_run_in_megatrons_own_folder(tmp_path: Path) -> None:
 
 def test_a_run_in_a_hugging_face_folder(tmp_path: Path) -> None:
     """The first start loads the folder's weights, every later one the run's newest step."""
-    assert main(["train", *TINY_FLAGS, "--save", str(tmp_path / "a"), "--save-hf", str(tmp_path / "hf")]) == 0
-    run = [*TINY_FLAGS, "--save", str(tmp_path / "hf"), "--load", str(tmp_path / "hf"), "--lr-decay-iters", "6"]
+    assert (
+        main(
+            ["train", *TINY_FLAGS, "--save", str(tmp_path / "a"), "--save-hf", str(tmp_path / "hf")]
+        )
+        == 0
+    )
+    run = [
+        *TINY_FLAGS,
+        "--save",
+        str(tmp_path / "hf"),
+        "--load",
+        str(tmp_path / "hf"),
+        "--lr-decay-iters",
+        "6",
+    ]
     assert main(["train", *run, "--exit-interval", "3"]) == 0
     assert main(["train", *run]) == 0
     assert [line.split()[0] for line in losses(tmp_path / "hf")] == ["1", "2", "3", "4", "5", "6"]
@@ -146,7 +196,9 @@ def test_a_run_in_a_hugging_face_folder(tmp_path: Path) -> None:
     assert place is not None and place.step == 6
 
 
-def test_a_dry_run_refuses_what_the_run_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_refuses_what_the_run_would(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = [*TINY_FLAGS, "--save", str(tmp_path / "a")]
     assert main(["train", *run, "--no-save-optim"]) == 0
     longer = ["--train-iters", "9", "--override-opt_param-scheduler"]
@@ -154,9 +206,21 @@ def test_a_dry_run_refuses_what_the_run_would(tmp_path: Path, capsys: pytest.Cap
     for more, status, words in [
         ([], 65, "add --no-load-optim or --finetune"),
         (["--no-load-optim"], 0, ""),
-        (["--load", str(tmp_path / "none"), "--exit-on-missing-checkpoint"], 65, "no such folder, but"),
-        (["--finetune", "--save", str(tmp_path / "b"), "--save-hf", str(tmp_path / "a")], 73, "not empty"),
-        (["--finetune", "--save", str(tmp_path / "b"), "--save-hf", str(tmp_path / "b")], 2, "must differ (both are"),
+        (
+            ["--load", str(tmp_path / "none"), "--exit-on-missing-checkpoint"],
+            65,
+            "no such folder, but",
+        ),
+        (
+            ["--finetune", "--save", str(tmp_path / "b"), "--save-hf", str(tmp_path / "a")],
+            73,
+            "not empty",
+        ),
+        (
+            ["--finetune", "--save", str(tmp_path / "b"), "--save-hf", str(tmp_path / "b")],
+            2,
+            "must differ (both are",
+        ),
     ]:
         capsys.readouterr()
         assert main(["train", *load, *more]) == status, more
@@ -168,15 +232,33 @@ def test_save_hf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = [*TINY_FLAGS, "--save", str(tmp_path / "run"), "--save-hf", str(tmp_path / "hf")]
     assert main(["train", *run]) == 0
     assert json.loads((tmp_path / "hf/config.json").read_text())["model_type"] == "gpt2"
-    early = [*TINY_FLAGS, "--save", str(tmp_path / "e"), "--save-hf", str(tmp_path / "f"), "--exit-interval", "3"]
+    early = [
+        *TINY_FLAGS,
+        "--save",
+        str(tmp_path / "e"),
+        "--save-hf",
+        str(tmp_path / "f"),
+        "--exit-interval",
+        "3",
+    ]
     assert main(["train", *early]) == 0 and "meshwright convert" in capsys.readouterr().out
-    assert main(["train", *run, "--save-overwrite"]) == 73  # it exists: refused before the first step
+    # it exists: refused before the first step
+    assert main(["train", *run, "--save-overwrite"]) == 73
     assert "hf" in capsys.readouterr().err
     # A run that goes on takes its own export's place, but not if somebody has changed that.
-    load, longer = ["--load", str(tmp_path / "run")], ["--train-iters", "7", "--override-opt_param-scheduler"]
+    load, longer = (
+        ["--load", str(tmp_path / "run")],
+        ["--train-iters", "7", "--override-opt_param-scheduler"],
+    )
     before = (tmp_path / "hf/model.safetensors").read_bytes()
-    assert main(["train", *run, *load]) == 0 and (tmp_path / "hf/model.safetensors").read_bytes() == before
-    assert main(["train", *run, *load, *longer]) == 0 and (tmp_path / "hf/model.safetensors").read_bytes() != before
+    assert (
+        main(["train", *run, *load]) == 0
+        and (tmp_path / "hf/model.safetensors").read_bytes() == before
+    )
+    assert (
+        main(["train", *run, *load, *longer]) == 0
+        and (tmp_path / "hf/model.safetensors").read_bytes() != before
+    )
     assert not list(tmp_path.glob(".hf*"))
     capsys.readouterr()
     assert main(["inspect", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
@@ -191,12 +273,18 @@ def test_save_hf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in ("wte.weight: ", "numbers differ, by at most", f"of {weights} weights are equal"):
         assert words in printed
     (tmp_path / "hf/README.md").write_text("mine")
-    assert main(["train", *run, *load, *longer]) == 73 and "was changed since" in capsys.readouterr().err
+    assert (
+        main(["train", *run, *load, *longer]) == 73
+        and "was changed since" in capsys.readouterr().err
+    )
     assert main(["train", *TINY_FLAGS, "--save-hf", str(tmp_path / "b")]) == 2
     trained = ["--load", str(tmp_path / "run"), "--save", str(tmp_path / "g"), "--skip-train"]
     assert main(["train", *TINY_FLAGS, *trained, "--save-hf", str(tmp_path / "h")]) == 2
     capsys.readouterr()
-    assert main(["inspect", str(tmp_path / "hf"), "--full"]) == 0 and "no checksums" in capsys.readouterr().out
+    assert (
+        main(["inspect", str(tmp_path / "hf"), "--full"]) == 0
+        and "no checksums" in capsys.readouterr().out
+    )
     assert main(["inspect", str(tmp_path / "hf"), "--step", "3"]) == 65
     assert main(["inspect", str(tmp_path / "hf"), str(tmp_path / "run"), "--tensors"]) == 2
     flags = ["--save", str(tmp_path / "c"), "--save-hf", str(tmp_path / "d"), "--squared-relu"]

@@ -24,18 +24,39 @@ pytestmark = pytest.mark.whole
 LAYERS, WIDTH, HEADS, VOCAB, LENGTH = 2, 24, 3, 50, 12
 SAVED, MORE, BATCH, ACCUMULATED = 3, 5, 2, 2
 # The warm-up goes on after the checkpoint, and the decay ends before the last step.
-CONFIG = {"batch_size": BATCH, "gradient_accumulation_steps": ACCUMULATED, "grad_clip": 1.0, "weight_decay": 0.1}
-CONFIG |= {"learning_rate": 1e-2, "min_lr": 1e-3, "warmup_iters": 4, "lr_decay_iters": 7, "max_iters": 8}
-CONFIG |= {"beta1": 0.9, "beta2": 0.95, "decay_lr": True, "dtype": "float32", "init_from": "scratch"}
+CONFIG = {
+    "batch_size": BATCH,
+    "gradient_accumulation_steps": ACCUMULATED,
+    "grad_clip": 1.0,
+    "weight_decay": 0.1,
+}
+CONFIG |= {
+    "learning_rate": 1e-2,
+    "min_lr": 1e-3,
+    "warmup_iters": 4,
+    "lr_decay_iters": 7,
+    "max_iters": 8,
+}
+CONFIG |= {
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "decay_lr": True,
+    "dtype": "float32",
+    "init_from": "scratch",
+}
 ARGS = {"n_layer": LAYERS, "n_head": HEADS, "n_embd": WIDTH, "block_size": LENGTH, "bias": True}
 ARGS |= {"vocab_size": VOCAB, "dropout": 0.0}
 # All samples of a text that repeats itself are the same.
 SAMPLE = np.random.RandomState(0).randint(VOCAB - 1, size=LENGTH)
 
 FLAGS = "--device=cpu --no-tensorboard --num-workers=0 --log-interval=1 --split=100,0,0 --eval-iters=0".split()
-FLAGS += f"--tokenizer-type=NullTokenizer --vocab-size={VOCAB - 1} --train-iters={SAVED + MORE}".split()
+FLAGS += (
+    f"--tokenizer-type=NullTokenizer --vocab-size={VOCAB - 1} --train-iters={SAVED + MORE}".split()
+)
 RECIPE = f"--micro-batch-size={BATCH} --global-batch-size={BATCH * ACCUMULATED} --weight-decay=0.1".split()
-RECIPE += "--adam-beta2=0.95 --lr=1e-2 --min-lr=1e-3 --lr-decay-style=cosine --lr-decay-iters=7".split()
+RECIPE += (
+    "--adam-beta2=0.95 --lr=1e-2 --min-lr=1e-3 --lr-decay-style=cosine --lr-decay-iters=7".split()
+)
 RECIPE += "--lr-warmup-iters=4".split()
 READ = f"--device=cpu --tokenizer-type=NullTokenizer --vocab-size={VOCAB - 1}".split()
 
@@ -46,7 +67,9 @@ class Attention(nn.Module):
         self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH, bias), nn.Linear(WIDTH, WIDTH, bias)
 
     def forward(self, x):
-        q, k, v = (t.unflatten(2, (HEADS, -1)).transpose(1, 2) for t in self.c_attn(x).split(WIDTH, dim=2))
+        q, k, v = (
+            t.unflatten(2, (HEADS, -1)).transpose(1, 2) for t in self.c_attn(x).split(WIDTH, dim=2)
+        )
         scores = q @ k.transpose(2, 3) / math.sqrt(WIDTH / HEADS)
         scores = scores.masked_fill(torch.ones(x.shape[1], x.shape[1]).triu(1).bool(), -math.inf)
         return self.c_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
@@ -55,7 +78,10 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     def __init__(self, bias):
         super().__init__()
-        self.c_fc, self.c_proj = nn.Linear(WIDTH, 4 * WIDTH, bias), nn.Linear(4 * WIDTH, WIDTH, bias)
+        self.c_fc, self.c_proj = (
+            nn.Linear(WIDTH, 4 * WIDTH, bias),
+            nn.Linear(4 * WIDTH, WIDTH, bias),
+        )
 
     def forward(self, x):
         return self.c_proj(F.gelu(self.c_fc(x)))
@@ -76,7 +102,10 @@ class NanoGPT(nn.Module):
     def __init__(self, bias):
         super().__init__()
         parts = {"wte": nn.Embedding(VOCAB, WIDTH), "wpe": nn.Embedding(LENGTH, WIDTH)}
-        parts |= {"h": nn.ModuleList(Block(bias) for _ in range(LAYERS)), "ln_f": nn.LayerNorm(WIDTH, bias=bias)}
+        parts |= {
+            "h": nn.ModuleList(Block(bias) for _ in range(LAYERS)),
+            "ln_f": nn.LayerNorm(WIDTH, bias=bias),
+        }
         self.transformer, self.lm_head = nn.ModuleDict(parts), nn.Linear(WIDTH, VOCAB, bias=False)
         self.transformer.wte.weight = self.lm_head.weight
         for p in self.parameters():
@@ -104,11 +133,18 @@ class Trainer:
 
     def __init__(self, is_newer=True, bias=True, **config):
         torch.manual_seed(0)
-        self.model, self.config, self.is_newer, self.step = NanoGPT(bias), CONFIG | config, is_newer, 0
+        self.model, self.config, self.is_newer, self.step = (
+            NanoGPT(bias),
+            CONFIG | config,
+            is_newer,
+            0,
+        )
         self.args = ARGS | {"bias": bias}
         parameters = [p for _, p in self.model.named_parameters()]
         groups = [[p for p in parameters if (p.dim() >= 2) is decays] for decays in (True, False)]
-        groups = [{"params": g, "weight_decay": wd} for g, wd in zip(groups, (0.1, 0.0), strict=True)]
+        groups = [
+            {"params": g, "weight_decay": wd} for g, wd in zip(groups, (0.1, 0.0), strict=True)
+        ]
         self.adam = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
         self.losses, self.rates = [], []
         self.set_rate()
@@ -142,9 +178,15 @@ class Trainer:
         out = {}
         for theirs, p in self.model.named_parameters():
             name = theirs.removeprefix("transformer.").replace("c_attn", "qkv").replace("c_", "")
-            kinds = {"": p.detach()} | {f"/{kind}": self.adam.state[p][kind] for kind in ("exp_avg", "exp_avg_sq")}
+            kinds = {"": p.detach()} | {
+                f"/{kind}": self.adam.state[p][kind] for kind in ("exp_avg", "exp_avg_sq")
+            }
             for kind, tensor in kinds.items():
-                by_head = tensor.unflatten(0, (3, HEADS, -1)).transpose(0, 1).flatten(0, 2) if "qkv" in name else tensor
+                by_head = (
+                    tensor.unflatten(0, (3, HEADS, -1)).transpose(0, 1).flatten(0, 2)
+                    if "qkv" in name
+                    else tensor
+                )
                 out[name + kind] = by_head.clone()
         return out
 
@@ -176,9 +218,16 @@ def test_every_number_is_read(prefix, bias, tmp_path):
     folder = save_checkpoint(tmp_path / "out", trainer.tree(prefix))
     for path in (folder, folder / "ckpt.pt"):
         source = loading.require_checkpoint(path)
-        assert (source.kind, source.step, source.vocab, source.folder) == ("nanoGPT", SAVED, VOCAB, folder)
+        assert (source.kind, source.step, source.vocab, source.folder) == (
+            "nanoGPT",
+            SAVED,
+            VOCAB,
+            folder,
+        )
     assert_reads(source, trainer.tensors())
-    assert source.state["consumed_train_samples"] == SAVED * BATCH * ACCUMULATED and not source.notes
+    assert (
+        source.state["consumed_train_samples"] == SAVED * BATCH * ACCUMULATED and not source.notes
+    )
     weights = {name: tensor for name, tensor in trainer.tensors().items() if "/" not in name}
     assert_reads(loading.require_checkpoint(folder, loading.OpenOptions(optimizer=False)), weights)
 
@@ -198,8 +247,26 @@ def test_a_run_continues_as_torch_would(case, is_named, tmp_path, text, capsys):
     is_newer, config, flags = CASES[case]
     trainer = Trainer(is_newer, **config).train(SAVED)
     folder = save_checkpoint(tmp_path / "out", trainer.tree())
-    recipe = [*RECIPE, *flags] if is_named else [*RECIPE[:4], "--use-checkpoint-opt_param-scheduler", "--lr=1"]
-    assert main(["train", *FLAGS, *text, *recipe, "--load", str(folder), "--save", str(tmp_path / "run")]) == 0
+    recipe = (
+        [*RECIPE, *flags]
+        if is_named
+        else [*RECIPE[:4], "--use-checkpoint-opt_param-scheduler", "--lr=1"]
+    )
+    assert (
+        main(
+            [
+                "train",
+                *FLAGS,
+                *text,
+                *recipe,
+                "--load",
+                str(folder),
+                "--save",
+                str(tmp_path / "run"),
+            ]
+        )
+        == 0
+    )
     assert "contradict" not in capsys.readouterr().out
     trainer.train(MORE)
     rows = read_rows(tmp_path / "run")
@@ -209,7 +276,8 @@ def test_a_run_continues_as_torch_would(case, is_named, tmp_path, text, capsys):
     ours = read_tensors(open_step(tmp_path / "run", SAVED + MORE))
     for name, tensor in trainer.tensors().items():
         difference = ours[name] - tensor
-        if "qkv.bias" in name:  # those of keys have no gradient but rounding, of which Adam makes steps
+        # those of keys have no gradient but rounding, of which Adam makes steps
+        if "qkv.bias" in name:
             difference.view(HEADS, 3, -1)[:, 1] = 0
         assert difference.norm() <= 1e-5 * tensor.norm(), name
 
@@ -221,7 +289,16 @@ def test_every_command_reads_it(is_file, trained, tmp_path, text, capsys):
     (tmp_path / "scored.txt").write_text("1 2 3 4 5 6 7 8 9")
     for command in (
         ["train", *FLAGS, *text, *RECIPE, "--load", path, "--finetune"],
-        ["train", *FLAGS, *text, *RECIPE, "--load", path, "--no-load-optim", "--lr-warmup-init=0.002"],
+        [
+            "train",
+            *FLAGS,
+            *text,
+            *RECIPE,
+            "--load",
+            path,
+            "--no-load-optim",
+            "--lr-warmup-init=0.002",
+        ],
         ["train", *FLAGS, *text, *RECIPE, "--load", path, "--dry-run", "--lr-warmup-init=0.002"],
         ["generate", path, *READ, "--prompt", "1 2 3", "--max-new-tokens=2"],
         ["evaluate", path, *READ, "--input", str(tmp_path / "scored.txt")],
@@ -234,15 +311,29 @@ def test_every_command_reads_it(is_file, trained, tmp_path, text, capsys):
     ):
         assert main(command) == 0, command
     shown = capsys.readouterr().out
-    assert "nanoGPT checkpoint: weights and optimizer state" in shown and f"iteration {SAVED} | consumed" in shown
+    assert (
+        "nanoGPT checkpoint: weights and optimizer state" in shown
+        and f"iteration {SAVED} | consumed" in shown
+    )
     assert loading.require_checkpoint(tmp_path / "native").step == SAVED
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["activation_function"] == "gelu"
+    assert (
+        json.loads((tmp_path / "hf" / "config.json").read_text())["activation_function"] == "gelu"
+    )
 
 
 def test_a_run_in_its_folder(trained, tmp_path, text, capsys):
     """Its own steps come first from then on; the file goes on to mean nanoGPT's."""
     folder = save_checkpoint(tmp_path / "out", trained)
-    run = ["train", *FLAGS, *text, *RECIPE, "--lr-warmup-init=0.002", "--save", str(folder), "--load"]
+    run = [
+        "train",
+        *FLAGS,
+        *text,
+        *RECIPE,
+        "--lr-warmup-init=0.002",
+        "--save",
+        str(folder),
+        "--load",
+    ]
     assert main([*run, str(folder)]) == 0
     assert loading.require_checkpoint(folder).step == SAVED + MORE
     assert loading.require_checkpoint(folder / "ckpt.pt").kind == "nanoGPT"
@@ -251,7 +342,9 @@ def test_a_run_in_its_folder(trained, tmp_path, text, capsys):
     assert "nanoGPT checkpoint" in capsys.readouterr().out
     assert main([*run, str(folder / "ckpt.pt")]) == 73
     shutil.copy(folder / "ckpt.pt", folder / "ckpt_3.pt")
-    assert "is not the nanoGPT model in" in error_of(lambda: loading.open_checkpoint(folder / "ckpt_3.pt"))
+    assert "is not the nanoGPT model in" in error_of(
+        lambda: loading.open_checkpoint(folder / "ckpt_3.pt")
+    )
 
 
 def test_beside_another_programs_steps_it_means_nothing(trained, tmp_path):
@@ -265,12 +358,17 @@ def test_beside_another_programs_steps_it_means_nothing(trained, tmp_path):
 
 def test_weights_alone_and_causal_masks(trained, tmp_path):
     """Files without an optimizer, without settings, and of torch 1."""
-    masks = {f"transformer.h.{n}.attn.bias": torch.ones(1, 1, LENGTH, LENGTH).tril() for n in range(LAYERS)}
+    masks = {
+        f"transformer.h.{n}.attn.bias": torch.ones(1, 1, LENGTH, LENGTH).tril()
+        for n in range(LAYERS)
+    }
     tree = trained | {"model": trained["model"] | masks}
     without = {key: value for key, value in tree.items() if key != "optimizer"}
     for weights in (without, without | {"optimizer": None}):
         source = loading.require_checkpoint(save_checkpoint(tmp_path, weights))
-        assert not source.state and not source.has_optimizer and not source.notes and source.step == 0
+        assert (
+            not source.state and not source.has_optimizer and not source.notes and source.step == 0
+        )
     config = {key: value for key, value in CONFIG.items() if key != "batch_size"}
     source = loading.require_checkpoint(save_checkpoint(tmp_path, tree | {"config": config}))
     assert not source.state and not source.has_optimizer
@@ -284,10 +382,15 @@ def test_padding_of_the_table_may_be_cut(trained, tmp_path):
     folder = save_checkpoint(tmp_path / "out", trained)
     to = [str(tmp_path / "native"), "--to", "native", "--true-vocab-size", str(VOCAB - 3)]
     assert main(["convert", str(folder), *to]) == 0
-    assert loading.require_checkpoint(tmp_path / "native").tensors["wte.weight"].shape == (VOCAB - 3, WIDTH)
+    assert loading.require_checkpoint(tmp_path / "native").tensors["wte.weight"].shape == (
+        VOCAB - 3,
+        WIDTH,
+    )
 
 
-@pytest.mark.parametrize("state", [[3], {"muon": {}}, {"param_groups": []}, {"param_groups": [{"lr": 1e-2}]}])
+@pytest.mark.parametrize(
+    "state", [[3], {"muon": {}}, {"param_groups": []}, {"param_groups": [{"lr": 1e-2}]}]
+)
 def test_a_fork_s_other_optimizer_leaves_the_weights(state, trained, tmp_path, text, capsys):
     folder = save_checkpoint(tmp_path / "out", trained | {"optimizer": state})
     assert "; add --no-load-optim (of convert: --no-optimizer) to load" in error_of(
@@ -298,7 +401,9 @@ def test_a_fork_s_other_optimizer_leaves_the_weights(state, trained, tmp_path, t
     assert main(["generate", str(folder), *READ, "--prompt", "1 2 3", "--max-new-tokens=2"]) == 0
     assert main(["convert", str(folder), str(tmp_path / "hf"), "--to", "huggingface"]) == 0
     if state == [3]:
-        assert main(["train", *FLAGS, *text, *RECIPE, "--load", str(folder), "--no-load-optim"]) == 0
+        assert (
+            main(["train", *FLAGS, *text, *RECIPE, "--load", str(folder), "--no-load-optim"]) == 0
+        )
 
 
 class Payload:
@@ -319,10 +424,18 @@ def test_bad_files_are_refused_with_their_reason(trained, tmp_path):
     without = {name: tensor for name, tensor in model.items() if name != up}
     for part, value, words in (
         ("model_args", args | {"bias": False}, "bias has no place"),
-        ("model_args", args | {"n_kv_head": 1}, "model_args name n_kv_head, which nanoGPT does not have"),
+        (
+            "model_args",
+            args | {"n_kv_head": 1},
+            "model_args name n_kv_head, which nanoGPT does not have",
+        ),
         ("model_args", args | {"n_head": 5}, "n_head 5, which does not divide the width 24"),
         ("model_args", args | {"n_head": "3"}, "n_head '3', which does not divide"),
-        ("model_args", args | {"n_layer": 3, "dropout": math.nan}, "n_layer 3, the tensors have 2\n  dropout nan"),
+        (
+            "model_args",
+            args | {"n_layer": 3, "dropout": math.nan},
+            "n_layer 3, the tensors have 2\n  dropout nan",
+        ),
         ("model_args", [], "not nanoGPT's, it has no `model` and `model_args`"),
         ("model", model | {"router": torch.ones(3)}, "router has no place in a GPT"),
         ("model", without, "h.0.mlp.fc.weight: missing"),
@@ -336,7 +449,11 @@ def test_bad_files_are_refused_with_their_reason(trained, tmp_path):
         ("config", CONFIG | {"batch_size": 0}, "0 samples a step are no counts"),
         ("optimizer", [3], "cannot be read, it is not laid out as torch's"),
         ("optimizer", {"param_groups": [], "state": {}}, "its groups are of []"),
-        ("optimizer", adam | {"param_groups": all_in_one}, "its groups are of [28] parameters, where 10 decay and 18"),
+        (
+            "optimizer",
+            adam | {"param_groups": all_in_one},
+            "its groups are of [28] parameters, where 10 decay and 18",
+        ),
         ("optimizer", adam | {"state": {}}, "parameters have no state"),
         ("optimizer", adam | {"state": uneven}, "its parameters have had [2, 3] steps"),
         ("optimizer", adam | {"state": integers}, "wpe.weight is of type torch.int32"),
@@ -347,4 +464,6 @@ def test_bad_files_are_refused_with_their_reason(trained, tmp_path):
         assert words in said and str(folder) in said, said
     assert not Path(tmp_path / "marker").exists()
     (tmp_path / "out" / "ckpt.pt").write_bytes(b"PK\3\4")
-    assert "not a checkpoint that can be read" in error_of(lambda: loading.open_checkpoint(tmp_path / "out"))
+    assert "not a checkpoint that can be read" in error_of(
+        lambda: loading.open_checkpoint(tmp_path / "out")
+    )

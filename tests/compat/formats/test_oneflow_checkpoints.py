@@ -24,7 +24,13 @@ from meshwright.model.positions import Positions
 pytestmark = pytest.mark.whole
 
 LAYERS, WIDTH, HEADS, FFN, VOCAB, PADDED, LENGTH = 2, 24, 3, 40, 50, 64, 12
-MATRICES = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, FFN), "down": (FFN, WIDTH)}  # [in, out]
+# [in, out]
+MATRICES = {
+    "qkv": (WIDTH, 3 * WIDTH),
+    "out": (WIDTH, WIDTH),
+    "up": (WIDTH, FFN),
+    "down": (FFN, WIDTH),
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +48,12 @@ def weights():
     ]
     wte = draw(PADDED, WIDTH)
     wte[VOCAB:] = 0
-    return {"wte": wte, "wpe": draw(LENGTH, WIDTH), "final": (1 + draw(WIDTH), draw(WIDTH)), "layers": layers}
+    return {
+        "wte": wte,
+        "wpe": draw(LENGTH, WIDTH),
+        "final": (1 + draw(WIDTH), draw(WIDTH)),
+        "layers": layers,
+    }
 
 
 def logits(weights, tokens):
@@ -62,7 +73,9 @@ def logits(weights, tokens):
         q, k, v = parts.permute(3, 0, 2, 1, 4)
         scores = q @ k.transpose(-1, -2) / (WIDTH // HEADS) ** 0.5
         scores = scores.masked_fill(~torch.ones(length, length).tril().bool(), float("-inf"))
-        x = x + linear("out", (scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, WIDTH))
+        x = x + linear(
+            "out", (scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, WIDTH)
+        )
         x = x + linear("down", F.gelu(linear("up", norm(x, layer["norm2"]))))
     return norm(x, weights["final"]) @ w(weights["wte"])[:VOCAB].T
 
@@ -94,7 +107,9 @@ def write_oneflow_gpt(folder, weights):
     for i, layer in enumerate(weights["layers"]):
         pairs |= {f"h{i}-{theirs}": layer[name] for name, theirs in names.items()}
     for name, pair in pairs.items():
-        for kind, array in zip(("gamma", "beta") if "norm" in name else ("weight", "bias"), pair, strict=True):
+        for kind, array in zip(
+            ("gamma", "beta") if "norm" in name else ("weight", "bias"), pair, strict=True
+        ):
             put(f"{name}-{kind}", array)
     write_variable(folder / "System-Train-TrainStep-train", np.array([500], np.int64))
     (folder / "snapshot_done").touch()
@@ -108,12 +123,22 @@ def libai_state(weights, turned):
         "GPT_model.transformer.layernorm_f.weight": weights["final"][0],
         "GPT_model.transformer.layernorm_f.bias": weights["final"][1],
     }
-    names = {"qkv": "self_attention.query_key_value", "out": "self_attention.dense", "up": "mlp.dense_h_to_4h"}
-    names |= {"down": "mlp.dense_4h_to_h", "norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
+    names = {
+        "qkv": "self_attention.query_key_value",
+        "out": "self_attention.dense",
+        "up": "mlp.dense_h_to_4h",
+    }
+    names |= {
+        "down": "mlp.dense_4h_to_h",
+        "norm1": "input_layernorm",
+        "norm2": "post_attention_layernorm",
+    }
     for i, layer in enumerate(weights["layers"]):
         for name, theirs in names.items():
             weight, bias = layer[name]
-            out[f"GPT_model.transformer.layers.{i}.{theirs}.weight"] = weight.T if turned else weight
+            out[f"GPT_model.transformer.layers.{i}.{theirs}.weight"] = (
+                weight.T if turned else weight
+            )
             out[f"GPT_model.transformer.layers.{i}.{theirs}.bias"] = bias
     return out
 
@@ -151,10 +176,17 @@ def write_libai(root, state, flow_tensor, form, yaml=True):
         for i, (name, array) in enumerate(state.items()):
             write_variable(folder / "model" / f"global_tensor_{i}", array, stride=True)
             data[name] = flow_tensor(path=f"global_tensor_{i}")
-        (folder / "model" / "pickled_data").write_bytes(pickle.dumps({"protocol_version": 1, "data": data}))
+        (folder / "model" / "pickled_data").write_bytes(
+            pickle.dumps({"protocol_version": 1, "data": data})
+        )
     else:
-        data = {name: flow_tensor(data=np.ascontiguousarray(array), device="cpu") for name, array in state.items()}
-        (folder / "model").write_bytes(pickle.dumps({"protocol_version": 1, "oneflow": None, "data": data}))
+        data = {
+            name: flow_tensor(data=np.ascontiguousarray(array), device="cpu")
+            for name, array in state.items()
+        }
+        (folder / "model").write_bytes(
+            pickle.dumps({"protocol_version": 1, "oneflow": None, "data": data})
+        )
     (folder / "lr_scheduler").mkdir()
     (root / "last_checkpoint").write_text("model_0000499")
     if yaml:
@@ -176,7 +208,9 @@ def assert_same_logits(source, weights):
     assert named.keys() == source.tensors.keys()
     with torch.no_grad():
         source.fill({name: native.undivided(p.detach()) for name, p in named.items()})
-        torch.testing.assert_close(model(tokens, Positions()), logits(weights, tokens), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            model(tokens, Positions()), logits(weights, tokens), rtol=1e-5, atol=1e-5
+        )
 
 
 def test_oneflow_gpt(weights, tmp_path):
@@ -191,7 +225,13 @@ def test_oneflow_gpt(weights, tmp_path):
 
 def test_oneflow_gpt_is_converted(weights, tmp_path, capsys):
     write_oneflow_gpt(tmp_path / "run" / "iter500_snapshot", weights)
-    words = ["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to=huggingface", f"--true-vocab-size={VOCAB}"]
+    words = [
+        "convert",
+        str(tmp_path / "run"),
+        str(tmp_path / "hf"),
+        "--to=huggingface",
+        f"--true-vocab-size={VOCAB}",
+    ]
     assert main(words) != 0 and "give --num-attention-heads" in capsys.readouterr().err
     assert main([*words, f"--num-attention-heads={HEADS}"]) == 0
     assert_same_logits(huggingface.open_huggingface(tmp_path / "hf"), weights)
@@ -202,7 +242,11 @@ def test_oneflow_gpt_is_converted(weights, tmp_path, capsys):
 def test_libai(form, turned, weights, flow_tensor, tmp_path):
     folder = write_libai(tmp_path, libai_state(weights, turned), flow_tensor, form)
     source = oneflow.open_libai(folder)
-    assert source.kind == "LiBai" and source.config["num_attention_heads"] == HEADS and not source.notes
+    assert (
+        source.kind == "LiBai"
+        and source.config["num_attention_heads"] == HEADS
+        and not source.notes
+    )
     assert (source.config["hidden_dropout"], source.config["init_method_std"]) == (0.05, 0.03)
     assert source.config["embedding_dropout"] == 0.1
     assert_same_logits(source, weights)
@@ -240,7 +284,10 @@ def test_damage_is_refused(weights, flow_tensor, tmp_path):
 
     state, inner = libai_state(weights, True), "GPT_model.transformer."
     norm = inner + "layers.{}.input_layernorm.bias"
-    outside = {"protocol_version": 1, "data": {next(iter(state)): flow_tensor(path="../../elsewhere")}}
+    outside = {
+        "protocol_version": 1,
+        "data": {next(iter(state)): flow_tensor(path="../../elsewhere")},
+    }
     for how, said in [
         (lambda f: shutil.rmtree(f / qkv), r"h.0.attn.qkv.weight: missing"),
         (lambda f: shutil.rmtree(f / "model-wte"), "no table of tokens"),
@@ -249,15 +296,30 @@ def test_damage_is_refused(weights, flow_tensor, tmp_path):
         (link, "not a plain file"),
         (lambda f: (f / qkv / "meta").unlink(), "meta: No such file"),
         (lambda f: (f / qkv / "meta").write_text("shape {}"), "not a shape"),
-        (lambda f: (f / qkv / "meta").write_text("shape {\n dim: 1\n}\ndata_type: kOFRecord"), "not a shape"),
+        (
+            lambda f: (f / qkv / "meta").write_text("shape {\n dim: 1\n}\ndata_type: kOFRecord"),
+            "not a shape",
+        ),
         (lambda f: (f / qkv / "meta").write_text("x" * 100_000), "bytes, above the limit of"),
         (lambda f: write_variable(f / "model-h0-gate-weight", weights["wpe"]), "no place in a GPT"),
-        (lambda f: (f / "model-h1-mlp-c_fc-bias").rename(f / "model-h7-mlp-c_fc-bias"), "h.1.mlp.fc.bias: missing"),
-        (libai(state | {f"{inner}layernorm_f.bias": np.ones(3, np.float32)}), "ln_f.bias: .3., expected .24."),
+        (
+            lambda f: (f / "model-h1-mlp-c_fc-bias").rename(f / "model-h7-mlp-c_fc-bias"),
+            "h.1.mlp.fc.bias: missing",
+        ),
+        (
+            libai(state | {f"{inner}layernorm_f.bias": np.ones(3, np.float32)}),
+            "ln_f.bias: .3., expected .24.",
+        ),
         (libai(state | {norm.format(10**12): state[f"{inner}layernorm_f.bias"]}), "no place"),
         (libai(state | {norm.format("9" * 5000): np.ones(24)}, "pickle"), "no place|as a key"),
-        (libai(state, pickled_data=pickle.dumps({"protocol_version": 2, "data": {}})), "not what flow.save wrote"),
-        (libai(state, pickled_data=pickle.dumps({"protocol_version": 1, "data": {"x": 3}})), "not one of OneFlow's"),
+        (
+            libai(state, pickled_data=pickle.dumps({"protocol_version": 2, "data": {}})),
+            "not what flow.save wrote",
+        ),
+        (
+            libai(state, pickled_data=pickle.dumps({"protocol_version": 1, "data": {"x": 3}})),
+            "not one of OneFlow's",
+        ),
         (libai(state, pickled_data=pickle.dumps(outside)), "not a plain folder"),
         (libai(state, pickled_data=b"cos\nsystem\n(S'true'\ntR."), "os.system|posix.system"),
     ]:

@@ -16,7 +16,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from foreign import HAS_CORE, assert_reads, our_name, read_tensors
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from helpers import error_of
@@ -40,7 +44,12 @@ STRETCHES = "fully_sharded_model_space"  # which releases since 0.14 read and do
 # Files of megatron-core
 
 LLAMA = {
-    "cfg": {"gated_linear_unit": True, "normalization": "RMSNorm", "add_bias_linear": False, "num_query_groups": 2},
+    "cfg": {
+        "gated_linear_unit": True,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "num_query_groups": 2,
+    },
     "rope": True,
     "tied": False,
 }
@@ -52,7 +61,12 @@ CASES = {
     "dp2 by parameter": (1, 1, 2, {"optimizer": "fully_reshardable", "bf16": True}),
     "tp2 Llama by parameter": (2, 1, 1, LLAMA | {"optimizer": "fully_reshardable", "bf16": True}),
     "dp2 as in memory": (1, 1, 2, {"optimizer": "dp_reshardable", "bf16": True}),
-    "tp2 pp2 as in memory": (2, 2, 1, {"optimizer": "dp_reshardable", "bf16": True, "bucket": 9000}),
+    "tp2 pp2 as in memory": (
+        2,
+        2,
+        1,
+        {"optimizer": "dp_reshardable", "bf16": True, "bucket": 9000},
+    ),
     "tp2 Llama as in memory": (2, 1, 1, LLAMA | {"optimizer": "dp_reshardable", "bf16": True}),
     "dp2 in stretches": (1, 1, 2, {"optimizer": STRETCHES, "bf16": True}),
     "tp2 dp2 Llama in stretches": (2, 1, 2, LLAMA | {"optimizer": STRETCHES, "bf16": True}),
@@ -62,7 +76,9 @@ FIRST = ("Llama", "tp2 Llama by parameter", "tp2 pp2 as in memory", "tp2 dp2 Lla
 
 
 @pytest.mark.skipif(not HAS_CORE, reason="megatron-core cannot be imported (the extra `peers`)")
-@pytest.mark.parametrize("case", [c if c in FIRST else pytest.param(c, marks=pytest.mark.long) for c in CASES])
+@pytest.mark.parametrize(
+    "case", [c if c in FIRST else pytest.param(c, marks=pytest.mark.long) for c in CASES]
+)
 def test_what_megatron_core_writes(case, tmp_path):
     tp, pp, dp, options = CASES[case]
     kind = options.get("optimizer")
@@ -76,11 +92,18 @@ def test_what_megatron_core_writes(case, tmp_path):
     assert source.config["num_attention_heads"] == 4 and source.config["num_layers"] == 4
     if options.get("optimizer"):
         assert len(got) == 3 * len([n for n in got if "/" not in n])
-        assert source.step == source.state["iteration"] == 10 and source.state["optimizer_steps"] == 2
+        assert (
+            source.step == source.state["iteration"] == 10 and source.state["optimizer_steps"] == 2
+        )
         assert source.state["schedule"]["max_lr"] == 1e-3 and source.state["schedule_samples"] == 80
     if truths[0]["logits"] is not None:
         settings = {k: v for k, v in source.config.items() if k in Model.__dataclass_fields__}
-        model = GPT(Model(**settings | {"hidden_dropout": 0.0, "attention_dropout": 0.0}), 96, 96, core_files.POSITIONS)
+        model = GPT(
+            Model(**settings | {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
+            96,
+            96,
+            core_files.POSITIONS,
+        )
         model.load_state_dict(got)
         logits = model(truths[0]["tokens"], Positions())
         torch.testing.assert_close(logits, truths[0]["logits"].float(), atol=1e-5, rtol=0)
@@ -93,7 +116,9 @@ def join_ranks(truths, gated):
         for name, cut, rank, shape, begin, values in truth["parameters"]:
             shapes[name], cuts[name] = shape, cut
             for kind, value in values.items():
-                flat = parts.setdefault((name, kind), {}).setdefault(rank, torch.zeros(prod(shape), dtype=value.dtype))
+                flat = parts.setdefault((name, kind), {}).setdefault(
+                    rank, torch.zeros(prod(shape), dtype=value.dtype)
+                )
                 flat[begin : begin + len(value)] = value
     out = {}
     for (name, kind), by_rank in parts.items():
@@ -119,13 +144,19 @@ class Boxes:
         for at, t in self.boxes.items():
             chunk = ChunkStorageMetadata(torch.Size(at), t.shape)
             data = TensorWriteData(chunk, TensorProperties.create_from_tensor(t), self.shape)
-            yield WriteItem(MetadataIndex(fqn, torch.Size(at)), WriteItemType.SHARD, tensor_data=data)
+            yield WriteItem(
+                MetadataIndex(fqn, torch.Size(at)), WriteItemType.SHARD, tensor_data=data
+            )
 
 
 class Planner(dcp.DefaultSavePlanner):
     def lookup_object(self, index):
         found = self.state_dict[index.fqn]
-        return found.boxes[tuple(index.offset)] if isinstance(found, Boxes) else super().lookup_object(index)
+        return (
+            found.boxes[tuple(index.offset)]
+            if isinstance(found, Boxes)
+            else super().lookup_object(index)
+        )
 
 
 def noise(*shape, seed=[0]):  # noqa: B006  counts the calls
@@ -149,7 +180,10 @@ def small(gated=False):
     }
     out = {}
     for name, (n, *columns) in layer.items():
-        out[f"decoder.layers.{name}weight"], out[f"decoder.layers.{name}bias"] = noise(L, n, *columns), noise(L, n)
+        out[f"decoder.layers.{name}weight"], out[f"decoder.layers.{name}bias"] = (
+            noise(L, n, *columns),
+            noise(L, n),
+        )
     return out | {
         "embedding.word_embeddings.weight": noise(V, H),
         "embedding.position_embeddings.weight": noise(P, H),
@@ -161,7 +195,11 @@ def small(gated=False):
 def expected(weights):
     out = {}
     for name, t in weights.items():
-        mine = our_name(name.replace("linear_qkv.layer_norm_", "ln_1!").replace("linear_fc1.layer_norm_", "ln_2!"))
+        mine = our_name(
+            name.replace("linear_qkv.layer_norm_", "ln_1!").replace(
+                "linear_fc1.layer_norm_", "ln_2!"
+            )
+        )
         mine = mine.replace("self_attention.ln_1!", "ln_1.").replace("mlp.ln_2!", "ln_2.")
         for layer in range(L) if mine.startswith("h.") else [None]:
             one = t if layer is None else t[layer]
@@ -176,8 +214,12 @@ def write(folder, tree, common=None):
     shutil.rmtree(folder, ignore_errors=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that this is one process
-        dcp.save(tree, checkpoint_id=folder, planner=Planner(flatten_state_dict=False), no_dist=True)
-    args = Namespace(num_attention_heads=2, global_batch_size=4, weight_decay=0.1, consumed_train_samples=40)
+        dcp.save(
+            tree, checkpoint_id=folder, planner=Planner(flatten_state_dict=False), no_dist=True
+        )
+    args = Namespace(
+        num_attention_heads=2, global_batch_size=4, weight_decay=0.1, consumed_train_samples=40
+    )
     settings = {"args": args, "iteration": 10, "optimizer": {"param_groups": [{"step": 10}]}}
     settings |= {"opt_param_scheduler": core_files.SCHEDULER}
     torch.save(settings if common is None else common, folder / "common.pt")
@@ -189,18 +231,26 @@ def cut(t, shares):
     size = [n // k for n, k in zip(t.shape, shares, strict=True)]
     for which in torch.cartesian_prod(*map(torch.arange, shares)).view(-1, len(shares)).tolist():
         at = [i * n for i, n in zip(which, size, strict=True)]
-        yield which, at, t[tuple(slice(a, a + n) for a, n in zip(at, size, strict=True))].contiguous()
+        yield (
+            which,
+            at,
+            t[tuple(slice(a, a + n) for a, n in zip(at, size, strict=True))].contiguous(),
+        )
 
 
 @pytest.mark.parametrize("prefix", ["", "model.", "module."])
 def test_names_of_equal_and_different_layers(prefix, tmp_path):
     weights = small()
-    alike = {prefix + n: t for n, t in weights.items()} | {prefix + "decoder.layers.mlp.linear_fc1._extra_state": b"x"}
+    alike = {prefix + n: t for n, t in weights.items()} | {
+        prefix + "decoder.layers.mlp.linear_fc1._extra_state": b"x"
+    }
     assert_reads(torch_dist.open_torch_dist(write(tmp_path, alike)), expected(weights))
     apart = {}
     for n, t in weights.items():
         for layer in range(L):
-            apart[prefix + n.replace("layers.", f"layers.{layer}.")] = t[layer] if "layers." in n else t
+            apart[prefix + n.replace("layers.", f"layers.{layer}.")] = (
+                t[layer] if "layers." in n else t
+            )
     names = {"self_attention.linear_qkv.layer_norm_": "input_layernorm."}
     names |= {"mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}
     for theirs, local in names.items():
@@ -228,7 +278,9 @@ def test_optimizer_by_parameter_and_in_stretches(tmp_path):
                 rows = 4 if "fc1" in name and t.shape[1] > H else 1
                 shares = [L, rows, *[2 if "fc2.w" in name else 1] * (t.ndim - 2)]
             pieces = list(cut(t, shares))
-            by_parameter[f"optimizer.state.{kind}.{name}"] = Boxes(t.shape, [(at, piece) for _, at, piece in pieces])
+            by_parameter[f"optimizer.state.{kind}.{name}"] = Boxes(
+                t.shape, [(at, piece) for _, at, piece in pieces]
+            )
             flat = []
             for which, _, piece in pieces:
                 row = piece.reshape(-1)
@@ -256,7 +308,8 @@ def test_separate_halves_of_a_gate(tmp_path):
 
 
 BUCKET = "optimizer.distributed.dp_group_idx_{}.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_{}.{}"
-MODULES = ["linear_proj", "linear_qkv.layer", "linear_qkv", "fc1.layer", "fc1", "fc2"]  # with Transformer Engine
+# with Transformer Engine
+MODULES = ["linear_proj", "linear_qkv.layer", "linear_qkv", "fc1.layer", "fc1", "fc2"]
 
 
 def in_memory(kinds, borders):
@@ -268,8 +321,14 @@ def in_memory(kinds, borders):
     for stage in (0, 1):
         names = [n for n in kinds["param"] if "embedding" in n] if stage == 0 else []
         layer = [n for n in kinds["param"] if "layers." in n]
-        names += sorted(layer, key=lambda n: (min(i for i, m in enumerate(MODULES) if m in n), "bias" in n))
-        last = ["decoder.final_layernorm.weight", "decoder.final_layernorm.bias", "embedding.word_embeddings.weight"]
+        names += sorted(
+            layer, key=lambda n: (min(i for i, m in enumerate(MODULES) if m in n), "bias" in n)
+        )
+        last = [
+            "decoder.final_layernorm.weight",
+            "decoder.final_layernorm.bias",
+            "embedding.word_embeddings.weight",
+        ]
         names += last * stage
         for kind, tensors in kinds.items():
             rows = [torch.zeros(0)]
@@ -279,7 +338,8 @@ def in_memory(kinds, borders):
                     rows.append(torch.zeros(0))
                 rows[-1] = torch.cat([rows[-1], torch.zeros(-len(rows[-1]) % 64), flat])
             for number, row in enumerate(rows):
-                parts = [([at], row[at : at + 100]) for at in range(0, len(row), 100)]  # of data ranks
+                # of data ranks
+                parts = [([at], row[at : at + 100]) for at in range(0, len(row), 100)]
                 out[BUCKET.format(stage, number, kind)] = Boxes(row.shape, parts)
     return out
 
@@ -289,7 +349,11 @@ def test_buffers_of_the_distributed_optimizer(tmp_path):
     m, v = ({n: torch.randn_like(t) for n, t in weights.items()} for _ in range(2))
     kinds = {"param": weights, "exp_avg": m, "exp_avg_sq": v}
     half = {n: t.bfloat16() for n, t in weights.items()}
-    step = {"optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1": [{"param_groups": [{"step": 12}]}]}
+    step = {
+        "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1": [
+            {"param_groups": [{"step": 12}]}
+        ]
+    }
     tree = half | in_memory(kinds, ["word_embeddings", "fc2.weight"]) | step
     source = torch_dist.open_torch_dist(write(tmp_path, tree))
     wanted = expected(weights)
@@ -324,15 +388,26 @@ def spoil_part(tree):
 
 
 def spoil_share(tree):
-    tree["optimizer.state.exp_avg.decoder.final_layernorm.bias"] = Boxes((3, 4), [([0, 0], noise(3, 4))])
+    tree["optimizer.state.exp_avg.decoder.final_layernorm.bias"] = Boxes(
+        (3, 4), [([0, 0], noise(3, 4))]
+    )
 
 
 REFUSED = {
     "a part is missing": (spoil_part, "missing or duplicated"),
-    "a layer has no norm": (lambda t: t.pop("decoder.layers.mlp.linear_fc1.layer_norm_weight"), "missing"),
+    "a layer has no norm": (
+        lambda t: t.pop("decoder.layers.mlp.linear_fc1.layer_norm_weight"),
+        "missing",
+    ),
     "no table": (lambda t: t.pop("embedding.word_embeddings.weight"), "missing"),
-    "experts": (lambda t: t.update({"decoder.layers.mlp.router.weight": noise(L, 4, H)}), "mlp.router"),
-    "another shape": (lambda t: t.update({"decoder.layers.mlp.linear_fc2.bias": noise(L, H + 1)}), "mlp.proj.bias"),
+    "experts": (
+        lambda t: t.update({"decoder.layers.mlp.router.weight": noise(L, 4, H)}),
+        "mlp.router",
+    ),
+    "another shape": (
+        lambda t: t.update({"decoder.layers.mlp.linear_fc2.bias": noise(L, H + 1)}),
+        "mlp.proj.bias",
+    ),
     "shares that do not fit": (spoil_share, "not laid out"),
 }
 
@@ -373,7 +448,10 @@ def test_options_that_we_do_not_build_are_named(tmp_path):
         torch_dist.open_torch_dist(write(tmp_path, small(), common))
     with pytest.raises(UserError, match="--num-attention-heads"):
         torch_dist.open_torch_dist(write(tmp_path, small(), {}))
-    assert torch_dist.open_torch_dist(tmp_path / "iter_0000010", heads=4).config["num_attention_heads"] == 4
+    assert (
+        torch_dist.open_torch_dist(tmp_path / "iter_0000010", heads=4).config["num_attention_heads"]
+        == 4
+    )
 
 
 def test_a_file_that_ends_early_is_refused(tmp_path):

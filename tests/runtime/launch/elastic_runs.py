@@ -18,21 +18,36 @@ RECORDER = Path(__file__).parent / "recorder" / "pretrain_gpt.py"
 def make_flags(folder: Path) -> list[str]:
     """Return the flags of a training in float64 that ends when the file `end` appears."""
     return [
-        *(f for f in TINY_FLAGS if not f.startswith(("--train-iters", "--eval", "--global", "--micro"))),
+        *(
+            f
+            for f in TINY_FLAGS
+            if not f.startswith(("--train-iters", "--eval", "--global", "--micro"))
+        ),
         *"--global-batch-size=12 --micro-batch-size=1 --train-iters=100000 --eval-iters=0".split(),
         *f"--params-dtype=float64 --kill-switch-path={folder / 'end'}".split(),
         *f"--save={folder / 'run'} --load={folder / 'run'} --save-interval=10".split(),
     ]
 
 
-def start(folder: Path, log: str, argv: list[str], samples: str = "samples") -> subprocess.Popen[bytes]:
+def start(
+    folder: Path, log: str, argv: list[str], samples: str = "samples"
+) -> subprocess.Popen[bytes]:
     """Start Python; what its ranks read is written into the folder `samples`."""
     (folder / samples).mkdir(exist_ok=True)
-    paths = [str(Path(__file__).parents[2] / name) for name in ("", "compat")]  # of `helpers` and `documents`
-    more = {"OMP_NUM_THREADS": "1", "SAMPLES": str(folder / samples), "PYTHONPATH": os.pathsep.join(paths)}
+    # of `helpers` and `documents`
+    paths = [str(Path(__file__).parents[2] / name) for name in ("", "compat")]
+    more = {
+        "OMP_NUM_THREADS": "1",
+        "SAMPLES": str(folder / samples),
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
     with (folder / log).open("a") as file:
         return subprocess.Popen(
-            [sys.executable, *argv], stdout=file, stderr=file, env=environment() | more, start_new_session=True
+            [sys.executable, *argv],
+            stdout=file,
+            stderr=file,
+            env=environment() | more,
+            start_new_session=True,
         )
 
 
@@ -56,7 +71,8 @@ def read_order(folder: Path) -> dict[int, tuple[int, list[list[int]]]]:
 
 def compare_with_one_process(folder: Path, flags: list[str], name: str) -> list[int]:
     """Compare order and losses with those of one process; return the numbers of ranks in turn."""
-    ours = {row["iteration"]: row["loss"] for row in read_rows(folder / "run")}  # the last attempt's
+    # the last attempt's
+    ours = {row["iteration"]: row["loss"] for row in read_rows(folder / "run")}
     steps, one = len(ours), folder / "one"
     alone = f"--save={one} --load={one} --exit-interval={steps} --save-interval=100000".split()
     words = [str(RECORDER), *flags, *alone, f"--kill-switch-path={one}/end"]

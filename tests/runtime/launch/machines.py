@@ -32,7 +32,9 @@ def machines() -> Iterator[tuple[str, str]]:
                 ip(f"netns add {name}")
             ip(f"link add cable-a netns {names[0]} type veth peer name cable-b netns {names[1]}")
         except subprocess.CalledProcessError as error:
-            pytest.skip(f"this system does not let network namespaces be made: {error.stderr.strip()}")
+            pytest.skip(
+                f"this system does not let network namespaces be made: {error.stderr.strip()}"
+            )
         for name, address, cable in zip(names, ADDRESSES, ("cable-a", "cable-b"), strict=True):
             ip(f"-n {name} addr add {address}/24 dev {cable}")
             ip(f"-n {name} link set lo up")

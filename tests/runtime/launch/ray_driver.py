@@ -21,7 +21,11 @@ from ray.cluster_utils import Cluster
 
 from meshwright.runtime.launch import on_ray
 
-QUICK = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, "health_check_failure_threshold": 5}
+QUICK = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 1000,
+    "health_check_failure_threshold": 5,
+}
 
 
 def wait(ready: Callable[[], bool]) -> None:
@@ -57,7 +61,9 @@ def lose_node(folder: Path, cluster: Cluster, node: Any) -> None:
 def main(folder: Path, what: str) -> int:
     size, act = {"worker": ((2, 2), kill_worker), "node": ((2, 4), lose_node)}[what]
     cluster = Cluster()
-    cluster.add_node(num_cpus=8, resources={"rank": size[1] - 1}, include_dashboard=False, _system_config=QUICK)
+    cluster.add_node(
+        num_cpus=8, resources={"rank": size[1] - 1}, include_dashboard=False, _system_config=QUICK
+    )
     node = cluster.add_node(num_cpus=1, resources={"rank": 1})
     ray.init(address=cluster.address)
 

@@ -89,8 +89,16 @@ class CountedStore:
 
     port = 1
 
-    def __init__(self, values: dict[str, bytes], requests: Counter[int], sizes: Counter[int], machine: int) -> None:
-        self.values, self.requests, self.sizes, self.machine, self.prefix = values, requests, sizes, machine, ""
+    def __init__(
+        self, values: dict[str, bytes], requests: Counter[int], sizes: Counter[int], machine: int
+    ) -> None:
+        self.values, self.requests, self.sizes, self.machine, self.prefix = (
+            values,
+            requests,
+            sizes,
+            machine,
+            "",
+        )
 
     def under(self, prefix: str) -> CountedStore:
         view = CountedStore(self.values, self.requests, self.sizes, self.machine)
@@ -119,20 +127,29 @@ class CountedStore:
 
     def add(self, key: str, number: int) -> int:
         self.count(len(key) + 8)
-        text = self.values[self.prefix + key] = b"%d" % (int(self.values.get(self.prefix + key, 0)) + number)
+        text = self.values[self.prefix + key] = b"%d" % (
+            int(self.values.get(self.prefix + key, 0)) + number
+        )
         return int(text)
 
 
 class LostMachine:
     """A run of several machines, of which one vanishes without a word after some seconds."""
 
-    def __init__(self, machines: int, ranks: int = 8, lost_at: float = 30.0, stop_seconds: float = 5.0) -> None:
+    def __init__(
+        self, machines: int, ranks: int = 8, lost_at: float = 30.0, stop_seconds: float = 5.0
+    ) -> None:
         """`stop_seconds` is what a machine takes to end its ranks, which wait for the lost ones."""
         self.clock, self.machines, self.ranks = Clock(), machines, ranks
         self.lost_at, self.stop_seconds, self.lost = lost_at, stop_seconds, machines - 1
         self.requests, self.sizes = Counter[int](), Counter[int]()  # by machine
-        self.steady: tuple[Counter[int], Counter[int]] = Counter(), Counter()  # in the 10 s before the loss
-        self.started, self.learned, self.resumed = dict[int, float](), dict[int, float](), dict[int, float]()
+        # in the 10 s before the loss
+        self.steady: tuple[Counter[int], Counter[int]] = Counter(), Counter()
+        self.started, self.learned, self.resumed = (
+            dict[int, float](),
+            dict[int, float](),
+            dict[int, float](),
+        )
         self.lines: list[str] = []
 
     def simulate(self) -> LostMachine:
@@ -176,8 +193,21 @@ class LostMachine:
     def live(self, node: int, store: CountedStore) -> None:
         """Do what torch's agent does with the meeting of a machine."""
         whole = range(self.machines * self.ranks // 64, 0, -1)
-        shapes = tuple(Shape(64 * number, self.ranks, number * 64 // self.ranks) for number in whole)
-        plan = LaunchPlan(self.ranks, self.machines, node, "m0", 1, 0, 30.0, 64, self.machines * self.ranks, shapes)
+        shapes = tuple(
+            Shape(64 * number, self.ranks, number * 64 // self.ranks) for number in whole
+        )
+        plan = LaunchPlan(
+            self.ranks,
+            self.machines,
+            node,
+            "m0",
+            1,
+            0,
+            30.0,
+            64,
+            self.machines * self.ranks,
+            shapes,
+        )
         meeting = members.ElasticMeeting(plan, store, 30.0)  # type: ignore[arg-type]
         while True:
             meeting.next_rendezvous()

@@ -37,18 +37,30 @@ def test_the_global_batch_decides_what_fits() -> None:
     found = shapes(*ONES)
     sizes = [(s.ranks, s.dp, s.micro, s.number) for s in found]
     assert sizes == [(4, 4, 1, 3), (3, 3, 1, 4), (2, 2, 1, 6), (1, 1, 1, 12)]
-    assert found[0].describe() == ": data-parallel size 4, 3 micro-batches of 1 each" and not found[0].flags
+    assert (
+        found[0].describe() == ": data-parallel size 4, 3 micro-batches of 1 each"
+        and not found[0].flags
+    )
     smaller = shapes("--global-batch-size=12", "--micro-batch-size=3", least=2)
     flags = [(s.ranks, s.number, s.flags) for s in smaller]
     assert flags == [(4, 1, []), (3, 2, ["--micro-batch-size=2"]), (2, 2, [])]
-    assert smaller[1].describe().endswith("2 micro-batches of 2 each, so that the global batch divides")
-    assert [s.ranks for s in shapes("--global-batch-size=8")] == [4, 2, 1]  # 3 ranks have no equal share
+    assert (
+        smaller[1]
+        .describe()
+        .endswith("2 micro-batches of 2 each, so that the global batch divides")
+    )
+    # 3 ranks have no equal share
+    assert [s.ranks for s in shapes("--global-batch-size=8")] == [4, 2, 1]
     auto = shapes("--global-batch-size=12", "--micro-batch-size=auto")[0]
     assert auto.number is None and auto.describe() == ": data-parallel size 4"
 
 
 def test_the_model_keeps_its_layout() -> None:
-    layout = ["--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2", "--global-batch-size=12"]
+    layout = [
+        "--tensor-model-parallel-size=2",
+        "--pipeline-model-parallel-size=2",
+        "--global-batch-size=12",
+    ]
     found = shapes(*layout, most=12)
     assert [(s.ranks, s.dp, s.group) for s in found] == [(12, 3, 2), (8, 2, 2), (4, 1, 2)]
     # The mean over micro-batches depends on their size, so it stays.
@@ -60,11 +72,23 @@ def test_the_model_keeps_its_layout() -> None:
 @pytest.mark.parametrize(
     "command, message",
     [
-        (["train", *TINY_FLAGS], "--min-ranks and --max-ranks need --save FOLDER and --load FOLDER, the same"),
+        (
+            ["train", *TINY_FLAGS],
+            "--min-ranks and --max-ranks need --save FOLDER and --load FOLDER, the same",
+        ),
         ([*TRAIN, "--world-size=4"], "--world-size contradicts --min-ranks"),
-        ([f for f in TRAIN if "global" not in f], "--min-ranks and --max-ranks need --global-batch-size"),
-        ([*TRAIN, "--global-batch-size=5"], "--min-ranks 2 to --max-ranks 4: nothing fits the command: --global-batch"),
-        ([*TRAIN, "--tensor-model-parallel-size=8"], "no multiple of 8, the ranks of one replica, is among them"),
+        (
+            [f for f in TRAIN if "global" not in f],
+            "--min-ranks and --max-ranks need --global-batch-size",
+        ),
+        (
+            [*TRAIN, "--global-batch-size=5"],
+            "--min-ranks 2 to --max-ranks 4: nothing fits the command: --global-batch",
+        ),
+        (
+            [*TRAIN, "--tensor-model-parallel-size=8"],
+            "no multiple of 8, the ranks of one replica, is among them",
+        ),
         (["generate"], "are for train and for scripts, not for generate"),
     ],
 )
@@ -87,7 +111,8 @@ def test_a_run_in_storage_completes_the_command(run: str, is_read: bool) -> None
 
 def test_the_largest_number_that_is_there() -> None:
     sizes = [Shape(8, 2, 4), Shape(4, 2, 2)]
-    assert choose_shape(sizes, {0: 4, 1: 4, 2: 4}) == (sizes[0], {0: 4, 1: 4})  # machine 2 is a spare
+    # machine 2 is a spare
+    assert choose_shape(sizes, {0: 4, 1: 4, 2: 4}) == (sizes[0], {0: 4, 1: 4})
     assert choose_shape(sizes, {0: 4, 2: 4}) == (sizes[0], {0: 4, 2: 4})
     assert choose_shape(sizes, {0: 4, 2: 3}) == (sizes[1], {0: 4})
     assert choose_shape(sizes, {0: 3, 2: 3}) == (sizes[1], {0: 2, 2: 2})  # no pair on two machines
@@ -106,13 +131,22 @@ class Table:
         self.now, self.rows = 0.0, dict[int, dict[str, Any]]()
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         sizes = tuple(shapes(*ONES, least=2))
-        plan = LaunchPlan(1, nodes, wait=30, least_ranks=2, most_ranks=nodes, shapes=sizes, restarts=restarts)
+        plan = LaunchPlan(
+            1, nodes, wait=30, least_ranks=2, most_ranks=nodes, shapes=sizes, restarts=restarts
+        )
         self.store = HashStore()
         self.council = members.Council(plan, self.store, 30)
 
     def come(self, *nodes: int) -> None:
         for n in nodes:
-            row = {"ranks": 1, "state": "free", "beat": 0, "failed": {}, "why": "ended", "number": 0}
+            row = {
+                "ranks": 1,
+                "state": "free",
+                "beat": 0,
+                "failed": {},
+                "why": "ended",
+                "number": 0,
+            }
             self.rows[n] = row | {"id": self.rows.get(n, {"id": 0})["id"] + 1}
 
     def beat(self, seconds: float = 1.0) -> None:
@@ -129,7 +163,11 @@ class Table:
     def follow(self) -> None:
         """Start the ranks of all machines that have a part."""
         for n in self.council.seats:
-            self.rows[n] |= {"state": "running", "number": self.council.decision["number"], "failed": {}}
+            self.rows[n] |= {
+                "state": "running",
+                "number": self.council.decision["number"],
+                "failed": {},
+            }
         self.beat()
 
     def watch(self) -> bool:
@@ -174,7 +212,9 @@ def test_a_machine_is_lost_and_comes_back(table: Table) -> None:
 def test_a_machine_that_starts_anew_at_once(table: Table) -> None:
     table.come(2)
     assert table.watch()
-    assert table.decide()["line"].startswith("machine 2 was lost, machine 2 joins; going on with 4 of 4 ranks")
+    assert table.decide()["line"].startswith(
+        "machine 2 was lost, machine 2 joins; going on with 4 of 4 ranks"
+    )
 
 
 def test_a_machine_that_is_stopped_leaves_in_order(table: Table) -> None:
@@ -184,7 +224,9 @@ def test_a_machine_that_is_stopped_leaves_in_order(table: Table) -> None:
     table.rows[3] |= {"state": "gone", "why": "was stopped by SIGTERM"}
     assert table.watch() and table.council.decision["orderly"]
     table.rows[1]["failed"] = {"1": SIGTERM}
-    assert table.decide()["line"].startswith("machine 3 was stopped by SIGTERM; going on with 3 of 4 ranks")
+    assert table.decide()["line"].startswith(
+        "machine 3 was stopped by SIGTERM; going on with 3 of 4 ranks"
+    )
 
 
 def test_a_spare_takes_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,14 +239,19 @@ def test_a_spare_takes_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     del table.rows[1]
     table.beat(members.SILENT_SECONDS)
     assert table.watch()
-    assert "machine 1 was lost, machine 4 joins; going on with 4 of 5 ranks" in table.decide()["line"]
+    assert (
+        "machine 1 was lost, machine 4 joins; going on with 4 of 5 ranks" in table.decide()["line"]
+    )
 
 
 def test_failures_count_and_losses_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     table = Table(monkeypatch, restarts=1)
     table.come(0, 1, 2, 3)
     table.decide()
-    for expected in ("rank 2 was killed by SIGSEGV, restart 1 of at most 1; going on with 4 of 4 ranks", None):
+    for expected in (
+        "rank 2 was killed by SIGSEGV, restart 1 of at most 1; going on with 4 of 4 ranks",
+        None,
+    ):
         table.follow()
         table.rows[2]["failed"] = {"2": -signal.SIGSEGV}
         table.rows[1]["failed"] = {"1": HANG}  # it only lost rank 2
@@ -231,7 +278,9 @@ def test_too_few_machines_are_waited_for(table: Table) -> None:
     table.beat(3)
     over = table.decide()["over"]
     assert over["status"] == HANG
-    assert over["line"].endswith("1 ranks are there and --min-ranks is 2, and no more came within 30 s")
+    assert over["line"].endswith(
+        "1 ranks are there and --min-ranks is 2, and no more came within 30 s"
+    )
 
 
 def test_a_device_that_no_longer_answers(table: Table) -> None:
@@ -255,7 +304,15 @@ class Machines:
     def start(self, *nodes: int) -> None:
         for n in nodes:
             place = f"--nnodes 4 --node-rank {n} --master-addr 127.0.0.1 --master-port {self.port}".split()
-            launch = ["-m", "meshwright", "launch", "--nproc-per-node=1", "--min-ranks=2", "--wait=120", *place]
+            launch = [
+                "-m",
+                "meshwright",
+                "launch",
+                "--nproc-per-node=1",
+                "--min-ranks=2",
+                "--wait=120",
+                *place,
+            ]
             argv = [*launch, str(elastic_runs.RECORDER), *self.flags]
             self.running[n] = elastic_runs.start(self.folder, f"log-{n}", argv)
 
@@ -305,5 +362,7 @@ def test_4_to_3_to_4_machines(tmp_path: Path) -> None:
         machines.wait(lambda: "machine 2 joins; going on with 4 of 4 ranks" in machines.log())
         train_on(machines)
         (tmp_path / "end").touch()
-        assert [machines.running[n].wait(60) for n in range(4)] == [0, 0, 0, 0], machines.log()[-5000:]
+        assert [machines.running[n].wait(60) for n in range(4)] == [0, 0, 0, 0], machines.log()[
+            -5000:
+        ]
     assert elastic_runs.compare_with_one_process(tmp_path, flags, "launch") == [4, 3, 4]

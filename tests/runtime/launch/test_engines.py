@@ -24,7 +24,16 @@ import yaml
 from documents import ROOT
 from helpers import TINY_FLAGS, free_port, read_rows
 from meshwright.__main__ import main
-from meshwright.base.errors import DONE, FINAL, HANG, LOCKED, UNAVAILABLE, UNEQUAL, UNEXPECTED, USAGE
+from meshwright.base.errors import (
+    DONE,
+    FINAL,
+    HANG,
+    LOCKED,
+    UNAVAILABLE,
+    UNEQUAL,
+    UNEXPECTED,
+    USAGE,
+)
 from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
 from meshwright.runtime.launch import agent, engines
@@ -33,9 +42,40 @@ from meshwright.runtime.launch.launcher import LaunchConfig
 ENGINES = sorted(engines.ENGINES)
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16".split()
 # Words that shells, YAML, JSON, Docker or Kubernetes would change if they were not quoted.
-HARD = ["my data/it's", '$HOME "x"', "$(id) $$ ${A}", "back\\slash\\", "a: b # c", "[1, 2]{*}", "µ→中文", "@NODES@"]
-TRAIN = ["train", *MODEL, "--micro-batch-size", "1", "--global-batch-size", "8", "--lr", "1e-5", "--train-iters", "010"]
-TRAIN += ["--data-path", *HARD, "--seed", "1234", "--save", "run", "--load=run", "--tokenizer", "on", "--bf16"]
+HARD = [
+    "my data/it's",
+    '$HOME "x"',
+    "$(id) $$ ${A}",
+    "back\\slash\\",
+    "a: b # c",
+    "[1, 2]{*}",
+    "µ→中文",
+    "@NODES@",
+]
+TRAIN = [
+    "train",
+    *MODEL,
+    "--micro-batch-size",
+    "1",
+    "--global-batch-size",
+    "8",
+    "--lr",
+    "1e-5",
+    "--train-iters",
+    "010",
+]
+TRAIN += [
+    "--data-path",
+    *HARD,
+    "--seed",
+    "1234",
+    "--save",
+    "run",
+    "--load=run",
+    "--tokenizer",
+    "on",
+    "--bf16",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +86,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def write(capsys: pytest.CaptureFixture[str], engine: str, *words: str, nodes: int = 2, devices: int = 4) -> str:
+def write(
+    capsys: pytest.CaptureFixture[str], engine: str, *words: str, nodes: int = 2, devices: int = 4
+) -> str:
     """Return what launch prints for an engine."""
     nodes = 1 if engine == "docker" else nodes
     place = ["--nnodes", str(nodes), "--nproc-per-node", str(devices)]
@@ -67,7 +109,9 @@ def fake(path: Path, script: str) -> None:
 
 def by_bash(script: str, **environ: str) -> list[str]:
     """Run a script that prints words, each with a NUL behind it."""
-    done = subprocess.run(["bash", "-c", script], capture_output=True, env=os.environ | environ, check=True)
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, env=os.environ | environ, check=True
+    )
     return done.stdout.decode().split("\0")[:-1]
 
 
@@ -75,7 +119,13 @@ def read_slurm(text: str) -> list[str]:
     array = text[text.index("COMMAND=(") : text.index("\n)\n") + 2]
     started = re.search(r"(--nproc-per-node .*?) \"\$\{COMMAND", text, re.S)
     assert started
-    words = started[1].replace("\\\n", "").replace('"${hosts[0]}"', "host").replace('"$PORT"', "29500").split()
+    words = (
+        started[1]
+        .replace("\\\n", "")
+        .replace('"${hosts[0]}"', "host")
+        .replace('"$PORT"', "29500")
+        .split()
+    )
     return [*words, "--node-rank", "0", *by_bash(f"{array}\nprintf '%s\\0' \"${{COMMAND[@]}}\"")]
 
 
@@ -86,7 +136,9 @@ def expand(word: str) -> str:
 
 
 def read_kubernetes(text: str) -> list[str]:
-    return [expand(word) for word in list(yaml.safe_load_all(text))[1]["spec"]["trainer"]["args"]][1:]
+    return [expand(word) for word in list(yaml.safe_load_all(text))[1]["spec"]["trainer"]["args"]][
+        1:
+    ]
 
 
 def read_jobset(text: str) -> list[str]:
@@ -99,7 +151,9 @@ def read_skypilot(text: str) -> list[str]:
     home = Path("home")
     fake(home / "environment/bin/meshwright", 'printf "%s\\0" "$@"')
     script = yaml.safe_load(text)["run"].replace("cd /work\n", "")
-    return by_bash(script, HOME=str(home.resolve()), SKYPILOT_NODE_IPS="host\nother", SKYPILOT_NODE_RANK="1")[1:]
+    return by_bash(
+        script, HOME=str(home.resolve()), SKYPILOT_NODE_IPS="host\nother", SKYPILOT_NODE_RANK="1"
+    )[1:]
 
 
 def read_ray(text: str) -> list[str]:
@@ -134,18 +188,29 @@ def read_back(engine: str, text: str) -> LaunchConfig:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.promise("Files that `launch --write` writes for a shell give each word back as it was")
-def test_the_command_is_read_back_word_for_word(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_is_read_back_word_for_word(
+    engine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = write(capsys, engine, "--max-restarts", "2", *TRAIN)
     given = read_back(engine, text)
     assert given.command == TRAIN
-    assert (given.nnodes or 1, given.nproc_per_node, given.max_restarts) == (1 + (engine != "docker"), "4", 2)
+    assert (given.nnodes or 1, given.nproc_per_node, given.max_restarts) == (
+        1 + (engine != "docker"),
+        "4",
+        2,
+    )
     assert given.wait == (30 if engine == "docker" else engines.WAIT)
-    configs = [flags.parse_settings(TrainConfig, c[1:], "", check=False).config for c in (TRAIN, given.command)]
+    configs = [
+        flags.parse_settings(TrainConfig, c[1:], "", check=False).config
+        for c in (TRAIN, given.command)
+    ]
     assert configs[0] == configs[1] and configs[1].data.data_path == HARD
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_run_that_survives_the_loss_of_nodes(engine: str, capsys: pytest.CaptureFixture[str], place: Path) -> None:
+def test_a_run_that_survives_the_loss_of_nodes(
+    engine: str, capsys: pytest.CaptureFixture[str], place: Path
+) -> None:
     if engine == "ray":
         words = ["--nnodes=2", "--nproc-per-node=4", "--min-ranks=4", *TRAIN]
         assert main(["launch", "--write=ray", *words]) == USAGE
@@ -158,9 +223,14 @@ def test_a_run_that_survives_the_loss_of_nodes(engine: str, capsys: pytest.Captu
     assert [(one.min_ranks, one.max_ranks) for one in given] == [(None, None), (4, most)]
     if engine == "slurm":
         assert ["--no-kill" in text for text in texts] == [False, True]
-        assert re.search(r"^#SBATCH --no-kill$", texts[1], re.M) and re.search(r"^srun --no-kill ", texts[1], re.M)
+        assert re.search(r"^#SBATCH --no-kill$", texts[1], re.M) and re.search(
+            r"^srun --no-kill ", texts[1], re.M
+        )
     elif engine in ("kubernetes", "jobset"):
-        assert [re.findall(r"backoffLimit: (\d+)", text) for text in texts] == [["0"], [str(engines.RESTARTS)]]
+        assert [re.findall(r"backoffLimit: (\d+)", text) for text in texts] == [
+            ["0"],
+            [str(engines.RESTARTS)],
+        ]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -172,19 +242,28 @@ def test_settings_of_the_environment_are_in_the_file(
     text = write(capsys, engine, *TRAIN)
     if engine == "slurm":
         (line,) = [line for line in text.splitlines() if line.startswith("export ")]
-        found = by_bash(f'{line}\nprintf "%s\\0" "$MESHWRIGHT_TENSORBOARD_DIR"', MESHWRIGHT_TENSORBOARD_DIR="")
+        found = by_bash(
+            f'{line}\nprintf "%s\\0" "$MESHWRIGHT_TENSORBOARD_DIR"', MESHWRIGHT_TENSORBOARD_DIR=""
+        )
         assert found == [value]
     elif engine == "docker":
         (line,) = [line for line in instructions(text) if line.startswith("ENV MESH")]
-        assert by_bash(f'X={line.partition("=")[2]}; printf "%s\\0" "$X"') == [value]  # as Docker unquotes it
+        # as Docker unquotes it
+        assert by_bash(f'X={line.partition("=")[2]}; printf "%s\\0" "$X"') == [value]
     elif engine == "ray":
         assert f"ENVIRONMENT = { {'MESHWRIGHT_TENSORBOARD_DIR': value}!r}\n" in text
     elif engine == "skypilot":
         assert yaml.safe_load(text)["envs"] == {"MESHWRIGHT_TENSORBOARD_DIR": value}
     else:
         documents = list(yaml.safe_load_all(text))
-        pods = documents[1]["spec"]["trainer"] if engine == "kubernetes" else containers(documents[0])[0]
-        assert [(e["name"], expand(e["value"])) for e in pods["env"]] == [("MESHWRIGHT_TENSORBOARD_DIR", value)]
+        pods = (
+            documents[1]["spec"]["trainer"]
+            if engine == "kubernetes"
+            else containers(documents[0])[0]
+        )
+        assert [(e["name"], expand(e["value"])) for e in pods["env"]] == [
+            ("MESHWRIGHT_TENSORBOARD_DIR", value)
+        ]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -192,7 +271,12 @@ def test_a_script_and_a_cpu(engine: str, capsys: pytest.CaptureFixture[str], pla
     (place / "my_script.py").touch()
     text = write(capsys, engine, "my_script.py", "--x", "$y")
     assert read_back(engine, text).command == ["my_script.py", "--x", "$y"]
-    words = {"slurm": "gpus-per-node", "ray": '"GPU":', "skypilot": "accelerators", "docker": "--gpus"}
+    words = {
+        "slurm": "gpus-per-node",
+        "ray": '"GPU":',
+        "skypilot": "accelerators",
+        "docker": "--gpus",
+    }
     assert words.get(engine, "nvidia.com/gpu") in text
     text = write(capsys, engine, *TRAIN, "--device", "cpu")
     assert not re.search(words.get(engine, "nvidia.com/gpu"), text)
@@ -204,13 +288,17 @@ EXAMPLES = ROOT / "examples/engines"
 def example(engine: str) -> str:
     """Write what the page's first command writes for an engine, with places of an invented user."""
     page = (ROOT / "docs/engines.md").read_text(encoding="utf-8").replace("\\\n", " ")
-    line = next(line for line in page.splitlines() if line.startswith("meshwright launch --write slurm "))
+    line = next(
+        line for line in page.splitlines() if line.startswith("meshwright launch --write slurm ")
+    )
     file = Path(FILES[engine][0])
     words = line.replace("slurm", engine, 1).replace("run.sbatch", file.name, 1).split()[1:]
     if engine == "docker":
         words[words.index("--nnodes") + 1] = "1"
     assert main([*words[:1], "--overwrite", *words[1:]]) == DONE
-    text = file.read_text(encoding="utf-8").replace(sys.executable, "/home/me/meshwright/.venv/bin/python")
+    text = file.read_text(encoding="utf-8").replace(
+        sys.executable, "/home/me/meshwright/.venv/bin/python"
+    )
     return text.replace(str(Path.cwd()), "/home/me/work").replace(str(ROOT), "/home/me/meshwright")
 
 
@@ -242,18 +330,28 @@ def test_another_file_is_kept(capsys: pytest.CaptureFixture[str], place: Path) -
 
 def test_notes(capsys: pytest.CaptureFixture[str]) -> None:
     def notes(*words: str) -> str:
-        assert main(["launch", "--write", "docker", "--nproc-per-node", "1", "train", *words]) == DONE
+        assert (
+            main(["launch", "--write", "docker", "--nproc-per-node", "1", "train", *words]) == DONE
+        )
         return capsys.readouterr().err
 
     base = [*MODEL, *"--micro-batch-size 1 --lr 1 --train-iters 9 --data-path /data/x".split()]
     err = notes(*base)
     assert "without --save and --load, an interrupted run begins again" in err
-    assert "relative paths begin in /work of the container" in err and "inside the container: /data/x" in err
+    assert (
+        "relative paths begin in /work of the container" in err
+        and "inside the container: /data/x" in err
+    )
     err = notes(*base, "--save", "new", "--load", "old")
-    assert "an interrupted run stops" in err and "without --save-interval only a signal and the end save" in err
+    assert (
+        "an interrupted run stops" in err
+        and "without --save-interval only a signal and the end save" in err
+    )
     err = notes(*base, "--exit-duration-in-mins", "50", "--no-exit-signal-handler")
     assert "--exit-duration-in-mins ends the run with status 0" in err and "does not save" in err
-    assert "only the number of ranks was checked" in notes(*base[10:], "--save", "run", "--load", "run")
+    assert "only the number of ranks was checked" in notes(
+        *base[10:], "--save", "run", "--load", "run"
+    )
 
 
 # Their fields
@@ -288,9 +386,15 @@ def test_jobset(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_trainjob(capsys: pytest.CaptureFixture[str]) -> None:
-    runtime, job = yaml.safe_load_all(write(capsys, "kubernetes", "--image", "registry/mesh:1", *TRAIN))
+    runtime, job = yaml.safe_load_all(
+        write(capsys, "kubernetes", "--image", "registry/mesh:1", *TRAIN)
+    )
     assert {runtime["apiVersion"], job["apiVersion"]} == {"trainer.kubeflow.org/v1alpha1"}
-    reference = {"apiGroup": "trainer.kubeflow.org", "kind": runtime["kind"], "name": runtime["metadata"]["name"]}
+    reference = {
+        "apiGroup": "trainer.kubeflow.org",
+        "kind": runtime["kind"],
+        "name": runtime["metadata"]["name"],
+    }
     assert job["spec"]["runtimeRef"] == reference
     assert runtime["spec"]["mlPolicy"] == {"numNodes": 2, "torch": {}}
     (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
@@ -299,7 +403,11 @@ def test_trainjob(capsys: pytest.CaptureFixture[str]) -> None:
     (container,) = containers(runtime)
     assert (replicated["name"], container["name"]) == ("node", "node")
     trainer = job["spec"]["trainer"]
-    assert (trainer["numNodes"], trainer["numProcPerNode"], trainer["image"]) == (2, 4, "registry/mesh:1")
+    assert (trainer["numNodes"], trainer["numProcPerNode"], trainer["image"]) == (
+        2,
+        4,
+        "registry/mesh:1",
+    )
     assert trainer["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": "4"}}
     assert trainer["args"][5:10:2] == ["--node-rank", "--master-addr", "--master-port"]
 
@@ -312,13 +420,21 @@ RESOURCES = {"accelerators", "cpus", "job_recovery"}
 def test_skypilot(capsys: pytest.CaptureFixture[str]) -> None:
     several = yaml.safe_load(write(capsys, "skypilot", *TRAIN))
     assert several["num_nodes"] == 2 and several["resources"]["accelerators"] == "H100:4"
-    assert several["resources"]["job_recovery"] == {"max_restarts_on_errors": 0, "recover_on_exit_codes": [75]}
-    assert several["volumes"] == {"/work": "meshwright"} and list(several["file_mounts"]) == ["~/meshwright"]
+    assert several["resources"]["job_recovery"] == {
+        "max_restarts_on_errors": 0,
+        "recover_on_exit_codes": [75],
+    }
+    assert several["volumes"] == {"/work": "meshwright"} and list(several["file_mounts"]) == [
+        "~/meshwright"
+    ]
     words = read_skypilot(write(capsys, "skypilot", *TRAIN))
     place = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "host", "--master-port", "29500"]
     assert words[2:10] == place and words[10:14] == ["--wait", "600", "--max-restarts", "3"]
     one = yaml.safe_load(write(capsys, "skypilot", *TRAIN, nodes=1))
-    assert one["file_mounts"]["/work"] == {"name": "meshwright-run", "mode": "MOUNT_CACHED"} and "volumes" not in one
+    assert (
+        one["file_mounts"]["/work"] == {"name": "meshwright-run", "mode": "MOUNT_CACHED"}
+        and "volumes" not in one
+    )
     for document in (several, one):
         assert document.keys() <= SKYPILOT and document["resources"].keys() <= RESOURCES
 
@@ -328,7 +444,9 @@ def test_skypilot(capsys: pytest.CaptureFixture[str]) -> None:
 
 def instructions(text: str) -> list[str]:
     """Return the instructions of a Dockerfile, continued lines joined."""
-    lines = [line for line in text.replace("\\\n", "").splitlines() if line and not line.startswith("#")]
+    lines = [
+        line for line in text.replace("\\\n", "").splitlines() if line and not line.startswith("#")
+    ]
     return [re.sub(r" +", " ", line) if line.startswith("RUN") else line for line in lines]
 
 
@@ -346,7 +464,11 @@ def test_dockerfile(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_health(capsys: pytest.CaptureFixture[str], place: Path) -> None:
     """The container is healthy as long as the run writes its figures."""
-    line = next(one for one in instructions(write(capsys, "docker", *TRAIN)) if one.startswith("HEALTHCHECK "))
+    line = next(
+        one
+        for one in instructions(write(capsys, "docker", *TRAIN))
+        if one.startswith("HEALTHCHECK ")
+    )
     words = json.loads(line.partition(" CMD ")[2])
     words[0] = sys.executable
 
@@ -362,7 +484,9 @@ def test_health(capsys: pytest.CaptureFixture[str], place: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["slurm", "kubernetes", "jobset", "ray"])
-def test_no_engine_starts_again_what_ends_the_same_way(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_engine_starts_again_what_ends_the_same_way(
+    engine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A wrong layout that --verify-layout found, say, is computed once; the launcher agrees."""
     text = write(capsys, engine, *TRAIN)
     lists = {"slurm": r"    ([\d| ]+) \| 126 \| 127\)", "ray": r"FINAL = \((.*)\)"}
@@ -407,7 +531,9 @@ def test_skypilots_own_schema(nodes: int, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize("engine, tool", [("docker", "hadolint"), ("slurm", "shellcheck")])
 def test_linters(engine: str, tool: str, capsys: pytest.CaptureFixture[str], place: Path) -> None:
-    program = shutil.which(tool, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    program = shutil.which(
+        tool, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    )
     if program is None:
         pytest.skip(f"{tool} is not installed")
     words = [word for word in TRAIN if "\\" not in word]  # which hadolint cannot read in JSON
@@ -438,7 +564,9 @@ case $1 in
     requeue) echo "$2" >> "$FAKE/requeued" ;;
 esac
 """
-SCANCEL = '[[ $* == "--signal=TERM 77.0" ]] && read -ra pids < "$FAKE/pids" && kill -TERM "${pids[@]}"'
+SCANCEL = (
+    '[[ $* == "--signal=TERM 77.0" ]] && read -ra pids < "$FAKE/pids" && kill -TERM "${pids[@]}"'
+)
 
 
 class Slurm:
@@ -447,7 +575,10 @@ class Slurm:
     def __init__(self, folder: Path, script: str) -> None:
         self.folder, self.script, self.starts = folder, folder / "run.sbatch", 0
         self.script.write_text(script)
-        given = dict(line.removeprefix("#SBATCH --").split("=") for line in re.findall("^#SBATCH .*=.*", script, re.M))
+        given = dict(
+            line.removeprefix("#SBATCH --").split("=")
+            for line in re.findall("^#SBATCH .*=.*", script, re.M)
+        )
         assert "\n#SBATCH --requeue\n" in script and given["signal"] == "B:USR1@600"
         for name, text in {"srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL}.items():
             fake(folder / "bin" / name, text)
@@ -463,7 +594,9 @@ class Slurm:
     def submit(self, warn: Callable[[], bool] = lambda: False) -> int:
         """Return the status of the last start; the first is warned as soon as `warn` says so."""
         while True:
-            environ = self.environ | ({"SLURM_RESTART_COUNT": str(self.starts)} if self.starts else {})
+            environ = self.environ | (
+                {"SLURM_RESTART_COUNT": str(self.starts)} if self.starts else {}
+            )
             process = subprocess.Popen(["bash", str(self.script)], env=environ)
             while process.poll() is None:
                 if self.starts == 0 and warn():
@@ -495,10 +628,18 @@ class Slurm:
     ],
 )
 def test_slurm_queues_again_what_can_continue(
-    statuses: str, warned: bool, expected: tuple[int, int], capsys: pytest.CaptureFixture[str], place: Path
+    statuses: str,
+    warned: bool,
+    expected: tuple[int, int],
+    capsys: pytest.CaptureFixture[str],
+    place: Path,
 ) -> None:
     # Stands in for Python: the first node takes the next status, a warned one waits for TERM.
-    wait = "trap 'exit 143' TERM; touch started; while :; do sleep 0.01; done" if warned else "exit 143"
+    wait = (
+        "trap 'exit 143' TERM; touch started; while :; do sleep 0.01; done"
+        if warned
+        else "exit 143"
+    )
     fake(
         place / "python",
         f"""[[ $6 == 0 ]] || exit 0
@@ -517,13 +658,22 @@ exit "$status" """,
 @pytest.mark.long
 def test_slurm_trains_on_two_nodes(capsys: pytest.CaptureFixture[str], place: Path) -> None:
     """A run that is warned saves, is queued again, continues at its step and finishes."""
-    words = [*TINY_FLAGS, "--train-iters=100", "--eval-interval=100", "--save=run dir", "--load=run dir"]
+    words = [
+        *TINY_FLAGS,
+        "--train-iters=100",
+        "--eval-interval=100",
+        "--save=run dir",
+        "--load=run dir",
+    ]
     port = ["--master-port", str(free_port())]
     slurm = Slurm(place, write(capsys, "slurm", *port, "train", *words, devices=1))
     assert slurm.submit(lambda: len(read_rows(place / "run dir")) > 5) == 0
     assert [row["iteration"] for row in read_rows(place / "run dir")] == list(range(1, 101))
     saved, last = (row["iteration"] for row in read_rows(place / "run dir", "save"))
-    assert [row["iteration"] for row in read_rows(place / "run dir", "start")] == [0, saved] and last == 100
+    assert [row["iteration"] for row in read_rows(place / "run dir", "start")] == [
+        0,
+        saved,
+    ] and last == 100
     assert slurm.starts == 2
 
 
@@ -596,7 +746,10 @@ def test_the_ray_driver(
         exceptions=fake(TaskCancelledError=KeyError, RayError=OSError),
     )
     modules: dict[str, Any] = {"ray": ray, "ray.util": util}
-    modules |= {f"ray.util.{name}": getattr(util, name) for name in ("placement_group", "scheduling_strategies")}
+    modules |= {
+        f"ray.util.{name}": getattr(util, name)
+        for name in ("placement_group", "scheduling_strategies")
+    }
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     (place / "driver.py").write_text(write(capsys, "ray", *TRAIN))
@@ -610,7 +763,12 @@ def test_the_ray_driver(
     for node, words in enumerate(calls[:2]):
         assert words[:5] == [sys.executable, "-u", "-m", "meshwright", "launch"]
         given = flags.parse_settings(LaunchConfig, words[5:], "").config
-        assert (given.nnodes, given.node_rank, given.master_addr, given.command) == (2, node, "10.0.0.7", TRAIN)
+        assert (given.nnodes, given.node_rank, given.master_addr, given.command) == (
+            2,
+            node,
+            "10.0.0.7",
+            TRAIN,
+        )
 
 
 if __name__ == "__main__":

@@ -42,7 +42,9 @@ def run(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 
 def begin(*words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+    return subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    )
 
 
 # Real launchers
@@ -53,14 +55,27 @@ def begin(*words: str) -> subprocess.Popen[str]:
 def test_torch_launchers(spelling: str) -> None:
     """torch.distributed.launch passes --local-rank; older versions --local_rank."""
     module = "torch.distributed.run" if spelling == "torchrun" else "torch.distributed.launch"
-    flag = ["--local_rank=5"] if spelling == "local_rank" else []  # wrong on purpose: the environment wins
+    # wrong on purpose: the environment wins
+    flag = ["--local_rank=5"] if spelling == "local_rank" else []
     done = run(
-        *(sys.executable, "-W", "ignore", "-m", module, "--nproc_per_node=2", f"--master_port={free_port()}"),
-        *(SCRIPT, *flag, "again"),  # a second run in the same processes meets on the agent's store too
+        *(
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            module,
+            "--nproc_per_node=2",
+            f"--master_port={free_port()}",
+        ),
+        # a second run in the same processes meets on the agent's store too
+        *(SCRIPT, *flag, "again"),
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert report["launcher"] == "torchrun" and [r[:3] for r in report["ranks"]] == [[0, 0, 2], [1, 1, 2]]
+    assert report["launcher"] == "torchrun" and [r[:3] for r in report["ranks"]] == [
+        [0, 0, 2],
+        [1, 1, 2],
+    ]
 
 
 @pytest.mark.whole
@@ -71,20 +86,40 @@ def test_our_launcher() -> None:
     assert report["launcher"] == "meshwright launch" and [r[:3] for r in report["ranks"]] == [
         [n, n, 3] for n in range(3)
     ]
-    assert re.fullmatch(r"meshwright launch: OMP_NUM_THREADS=\d+ for each of 3 ranks here, .*\n", done.stderr)
+    assert re.fullmatch(
+        r"meshwright launch: OMP_NUM_THREADS=\d+ for each of 3 ranks here, .*\n", done.stderr
+    )
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
     "act, status, words",
     [
-        ("65", BAD_DATA, "rank 1 ended with status 65 (bad data or checkpoint); the others were stopped"),
+        (
+            "65",
+            BAD_DATA,
+            "rank 1 ended with status 65 (bad data or checkpoint); the others were stopped",
+        ),
         pytest.param("kill", 137, "rank 1 was killed by SIGKILL", marks=pytest.mark.long),
-        pytest.param("2", USAGE, "rank 1 ended with status 2 (wrong settings", marks=pytest.mark.long),
-        pytest.param("73", LOCKED, "rank 1 ended with status 73 (a folder that another", marks=pytest.mark.long),
-        pytest.param("leave", HANG, "ended with status 75 (another rank did not answer)", marks=pytest.mark.long),
+        pytest.param(
+            "2", USAGE, "rank 1 ended with status 2 (wrong settings", marks=pytest.mark.long
+        ),
+        pytest.param(
+            "73",
+            LOCKED,
+            "rank 1 ended with status 73 (a folder that another",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "leave",
+            HANG,
+            "ended with status 75 (another rank did not answer)",
+            marks=pytest.mark.long,
+        ),
         pytest.param("crash", 139, "rank 1 was killed by SIGSEGV", marks=pytest.mark.long),
-        pytest.param("raise", 1, "rank 1 ended with status 1 (an unexpected error)", marks=pytest.mark.long),
+        pytest.param(
+            "raise", 1, "rank 1 ended with status 1 (an unexpected error)", marks=pytest.mark.long
+        ),
         pytest.param("143", 143, "rank 1 ended with status 143", marks=pytest.mark.long),
     ],
 )
@@ -95,18 +130,38 @@ def test_exit_status(act: str, status: int, words: str) -> None:
     assert done.returncode == status, done.stderr
     lines = done.stderr.splitlines()
     assert words in lines[-1] and lines[-1].startswith("meshwright launch: ")
-    assert done.stderr.count("Traceback") == done.stderr.count("ValueError: a mistake") == (act == "raise")
+    assert (
+        done.stderr.count("Traceback")
+        == done.stderr.count("ValueError: a mistake")
+        == (act == "raise")
+    )
     lines = lines if act != "raise" else [line for line in lines if not line.startswith("[rank1]")]
-    assert all(line.startswith("words: another rank ended") for line in lines[:-1]) and len(lines) <= 2
+    assert (
+        all(line.startswith("words: another rank ended") for line in lines[:-1]) and len(lines) <= 2
+    )
 
 
 @pytest.mark.whole
 def test_ranks_that_wait_on_a_device_end_soon_after_a_failure(tmp_path: Path) -> None:
     """They cannot save alone; torch would wait for 30 seconds."""
     impatient = tmp_path / "impatient.py"
-    lines = ["import sys", "from meshwright.__main__ import main", "from meshwright.runtime.launch import agent"]
-    impatient.write_text("\n".join([*lines, "agent.HOPELESS_SECONDS = 1", "sys.exit(main(sys.argv[1:]))"]))
-    done = run("python", str(impatient), "launch", "--nproc_per_node=2", SCRIPT, "deaf", OMP_NUM_THREADS="1")
+    lines = [
+        "import sys",
+        "from meshwright.__main__ import main",
+        "from meshwright.runtime.launch import agent",
+    ]
+    impatient.write_text(
+        "\n".join([*lines, "agent.HOPELESS_SECONDS = 1", "sys.exit(main(sys.argv[1:]))"])
+    )
+    done = run(
+        "python",
+        str(impatient),
+        "launch",
+        "--nproc_per_node=2",
+        SCRIPT,
+        "deaf",
+        OMP_NUM_THREADS="1",
+    )
     assert done.returncode == 1 and "rank 1 ended with status 1" in done.stderr
     (failed_at,) = re.findall(r"^failed at (\S+)$", done.stdout, re.M)
     assert 1 < time.monotonic() - float(failed_at) < 25
@@ -116,14 +171,21 @@ def test_ranks_that_wait_on_a_device_end_soon_after_a_failure(tmp_path: Path) ->
 def test_our_commands_in_ranks() -> None:
     """Errors of a command keep their status."""
     done = run(*LAUNCH, "--nproc-per-node", "1", "train", "--no-such-flag")
-    assert done.returncode == USAGE and "--no-such-flag" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == USAGE
+        and "--no-such-flag" in done.stderr
+        and "Traceback" not in done.stderr
+    )
 
 
 @pytest.mark.long
 def test_retries() -> None:
     done = run(*LAUNCH, "--nproc-per-node=2", "--max-restarts=2", SCRIPT, "once")
     assert done.returncode == DONE and len(done.stdout.splitlines()) == 2, done.stderr
-    assert "rank 1 ended with status 1 (an unexpected error); starting again (1 of at most 2)" in done.stderr
+    assert (
+        "rank 1 ended with status 1 (an unexpected error); starting again (1 of at most 2)"
+        in done.stderr
+    )
     done = run(*LAUNCH, "--nproc-per-node=2", "--max-restarts=2", SCRIPT, "65")
     assert done.returncode == BAD_DATA and "starting again" not in done.stderr
 
@@ -147,7 +209,8 @@ def test_signals_are_passed_on(number: signal.Signals) -> None:
 @pytest.mark.whole
 @pytest.mark.fault("F1")
 def test_ranks_die_with_their_launcher() -> None:
-    with begin(sys.executable, *LAUNCH[1:], "--nproc-per-node=2", SCRIPT, "slow") as process:  # no forks
+    # no forks
+    with begin(sys.executable, *LAUNCH[1:], "--nproc-per-node=2", SCRIPT, "slow") as process:
         pids = _ready(process, 2)
         assert all(is_alive(pid) for pid in pids)
         process.kill()
@@ -171,7 +234,10 @@ def _ready(process: subprocess.Popen[str], ranks: int) -> list[int]:
 
 def machines(*words: str, count: int = 2, extra: tuple[str, ...] = ()) -> list[Any]:
     port = free_port()
-    alike = f"--nnodes {count} --master-addr 127.0.0.1 --master-port {port} --nproc-per-node 1".split() + [*extra]
+    alike = (
+        f"--nnodes {count} --master-addr 127.0.0.1 --master-port {port} --nproc-per-node 1".split()
+        + [*extra]
+    )
     started = [begin(*LAUNCH, *alike, "--node-rank", str(n), *words) for n in range(count)]
     texts = [process.communicate(timeout=50) for process in started]
     return [(process.returncode, *both) for process, both in zip(started, texts, strict=True)]
@@ -187,7 +253,9 @@ def test_two_machines() -> None:
 @pytest.mark.long
 def test_one_machine_fails() -> None:
     """Each machine reports what it saw; both restart if they may."""
-    (status_0, _, err_0), (status_1, _, err_1) = machines(SCRIPT, "1", extra=("--max-restarts", "1"))
+    (status_0, _, err_0), (status_1, _, err_1) = machines(
+        SCRIPT, "1", extra=("--max-restarts", "1")
+    )
     assert (status_0, status_1) == (HANG, 1), err_0 + err_1
     assert err_1.count("starting again") == 1 == err_0.count("starting again")
     assert "frame #" not in err_0 + err_1
@@ -201,7 +269,10 @@ def test_a_missing_machine_is_named() -> None:
     assert done.returncode == HANG
     assert "1 of 2 machines came within" in done.stderr and "missing: machine 1" in done.stderr
     done = run(*LAUNCH, "--node-rank=1", *words)
-    assert done.returncode == UNAVAILABLE and f"machine 0 at 127.0.0.1:{port} could not be reached" in done.stderr
+    assert (
+        done.returncode == UNAVAILABLE
+        and f"machine 0 at 127.0.0.1:{port} could not be reached" in done.stderr
+    )
     assert done.stderr.count("\n") == 1
 
 
@@ -220,7 +291,9 @@ def test_the_port_of_the_machine_is_in_use() -> None:
 
 def plan(*words: str) -> LaunchPlan:
     words = ("--nproc-per-node=1", *words, "train")
-    return launcher.make_plan(flags.parse_settings(launcher.LaunchConfig, words, "meshwright launch").config)
+    return launcher.make_plan(
+        flags.parse_settings(launcher.LaunchConfig, words, "meshwright launch").config
+    )
 
 
 def test_plans() -> None:
@@ -229,14 +302,23 @@ def test_plans() -> None:
     assert plan("--nproc-per-node=cpu").processes == cores()
     two = plan("--nnodes=2", "--node-rank=1", "--master-addr=a", "--master-port=5")
     assert two == LaunchPlan(1, 2, 1, "a", 5)
-    assert plan("--node-ips", "198.51.100.1, 127.0.0.1") == LaunchPlan(1, 2, 1, "198.51.100.1", 29500)
+    assert plan("--node-ips", "198.51.100.1, 127.0.0.1") == LaunchPlan(
+        1, 2, 1, "198.51.100.1", 29500
+    )
     assert plan("--node-ips=198.51.100.1,198.51.100.2", "--node-rank=0").address == "198.51.100.1"
 
 
 def test_what_can_be_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.py").touch()
-    assert launcher.build_program(["train", "--lr", "1"]) == ["-u", "-m", "meshwright", "train", "--lr", "1"]
+    assert launcher.build_program(["train", "--lr", "1"]) == [
+        "-u",
+        "-m",
+        "meshwright",
+        "train",
+        "--lr",
+        "1",
+    ]
     assert launcher.build_program(["mine.py", "--x"]) == ["-u", "mine.py", "--x"]
     for words, message in (
         (["their.py"], "there is no script their.py"),
@@ -257,8 +339,14 @@ def test_the_cause_of_several_failures() -> None:
     assert of(a=75, b=65) == "b" and of(a=1, b=70) == "b" and of(a=75, b=-9) == "b"  # a only lost b
     assert of(a=75, b=143) == "b" and of(a=-15, b=1) == "b" and of(a=-6, b=1) == "b"
     assert of(a=75) == of(a=75, b=75) == "a"
-    assert [agent.patience(code) for code in (65, 1, -9, 75)] == [0, 0, 0, 3] and agent.patience(143) == 30
-    assert of(a=75, b=138) == "b" and agent.patience(138) == 30 and agent.find_cause({0: 138})[1] not in agent.RETRIED
+    assert [agent.patience(code) for code in (65, 1, -9, 75)] == [0, 0, 0, 3] and agent.patience(
+        143
+    ) == 30
+    assert (
+        of(a=75, b=138) == "b"
+        and agent.patience(138) == 30
+        and agent.find_cause({0: 138})[1] not in agent.RETRIED
+    )
     assert agent.describe_end(138) == "ended with status 138 (stopped by a signal)"
     assert agent.describe_end(-40) == "was killed by signal 40" and agent.exit_status(-6) == 75
 
@@ -277,20 +365,38 @@ def test_oneflow_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asks(num_gpus_per_node=4) == ["--nproc-per-node", "4", "--nnodes", "1"]
     two = asks(num_gpus_per_node=4, num_nodes=2, node_ips="10.0.0.1, 10.0.0.2")
     assert two == ["--nproc-per-node", "4", "--nnodes", "2", "--node-ips", "10.0.0.1,10.0.0.2"]
-    assert asks(num_nodes=2, node_ips="a,b,c") == ["--nproc-per-node", "1", "--nnodes", "2", "--node-ips", "a,b"]
+    assert asks(num_nodes=2, node_ips="a,b,c") == [
+        "--nproc-per-node",
+        "1",
+        "--nnodes",
+        "2",
+        "--node-ips",
+        "a,b",
+    ]
     assert asks(node_ips="a,b") is None  # OneFlow takes the first of them, too
     for wrong in (dict(num_nodes=2), dict(num_nodes=3, node_ips="a,b")):
         with pytest.raises(UserError, match=r"--node-ips names \d addresses, --num-nodes is \d"):
             asks(**wrong)
 
     started: list[tuple[LaunchPlan, list[str]]] = []
-    monkeypatch.setattr(agent, "launch_ranks", lambda plan, program: started.append((plan, program)) or 7)
+    monkeypatch.setattr(
+        agent, "launch_ranks", lambda plan, program: started.append((plan, program)) or 7
+    )
     assert launch_command.relaunch(alone, ["train", "--lr=1"]) is None and not started
-    assert launch_command.relaunch(dataclasses.replace(alone, num_gpus_per_node=2), ["train", "--lr=1"]) == 7
+    assert (
+        launch_command.relaunch(
+            dataclasses.replace(alone, num_gpus_per_node=2), ["train", "--lr=1"]
+        )
+        == 7
+    )
     assert started == [(LaunchPlan(2), ["-u", "-m", "meshwright", "train", "--lr=1"])]
 
-    for name, value in dict(RANK="0", WORLD_SIZE="4", LOCAL_RANK="0", MASTER_ADDR="a", MASTER_PORT="1").items():
+    for name, value in dict(
+        RANK="0", WORLD_SIZE="4", LOCAL_RANK="0", MASTER_ADDR="a", MASTER_PORT="1"
+    ).items():
         monkeypatch.setenv(name, value)
     assert asks() is None and asks(num_gpus_per_node=4) is None  # a rank already
-    with pytest.raises(UserError, match="--num-gpus-per-node 8 x --num-nodes 1 are 8 ranks, but .* started 4"):
+    with pytest.raises(
+        UserError, match="--num-gpus-per-node 8 x --num-nodes 1 are 8 ranks, but .* started 4"
+    ):
         asks(num_gpus_per_node=8)

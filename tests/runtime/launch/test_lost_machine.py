@@ -15,12 +15,17 @@ def run(request: pytest.FixtureRequest) -> LostMachine:
 
 def test_all_know_and_go_on_soon(run: LostMachine) -> None:
     assert len(run.started) == run.machines and len(run.learned) == run.machines - 1
-    known, resumed = max(run.learned.values()) - run.lost_at, max(run.resumed.values()) - run.lost_at
+    known, resumed = (
+        max(run.learned.values()) - run.lost_at,
+        max(run.resumed.values()) - run.lost_at,
+    )
     assert members.SILENT_SECONDS - 1 <= known <= members.SILENT_SECONDS + 1
     assert known + run.stop_seconds <= resumed <= known + run.stop_seconds + 1
     [line] = {line for line in run.lines if "was lost" in line}
     ranks = run.machines * run.ranks
-    assert line.startswith(f"machine {run.lost} was lost; going on with {ranks - 64} of {ranks} ranks")
+    assert line.startswith(
+        f"machine {run.lost} was lost; going on with {ranks - 64} of {ranks} ranks"
+    )
 
 
 def test_what_a_machine_asks_does_not_grow(run: LostMachine) -> None:

@@ -37,11 +37,17 @@ def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--nproc-per-node 4 --nnodes 2", 8),
         ("--nproc-per-node 4 --nnodes 2 --min-ranks 3", (3, 8)),
     ):
-        assert launch.main([*words.split(), "--engine=ray", "--max-restarts=2", "train", "--lr=1"]) == 7
+        assert (
+            launch.main([*words.split(), "--engine=ray", "--max-restarts=2", "train", "--lr=1"])
+            == 7
+        )
         assert given.pop() == (["train", "--lr=1"], workers, more)
     assert launch.main(["--engine=ray", "--max-ranks=2", "train", "--device", "cpu"]) == 7
     assert given.pop()[2]["use_gpu"] is False
-    for words, message in (("", "--engine ray needs --max-ranks"), ("--node-rank 1", "--engine ray and --node-rank")):
+    for words, message in (
+        ("", "--engine ray needs --max-ranks"),
+        ("--node-rank 1", "--engine ray and --node-rank"),
+    ):
         with pytest.raises(UserError, match=message):
             launch.main(["--engine=ray", *words.split(), "train"])
 
@@ -57,7 +63,9 @@ def test_without_ray() -> None:
 @pytest.mark.skipif(not HAS_RAY, reason="Ray Train is not installed: pip install 'meshwright[ray]'")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("what, workers", [("worker", [2]), ("node", [4, 3, 4])])
-def test_a_run_goes_on(what: str, workers: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_goes_on(
+    what: str, workers: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ray replaces a killed worker; without a node, there are fewer workers until it is back."""
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")
     process = elastic_runs.start(tmp_path, "log", ["-W", "ignore", DRIVER, str(tmp_path), what])
@@ -67,6 +75,9 @@ def test_a_run_goes_on(what: str, workers: list[int], tmp_path: Path, monkeypatc
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    assert f"attempt {max(len(workers), 2)} on Ray, with {workers[-1]} workers" in (tmp_path / "log").read_text()
+    assert (
+        f"attempt {max(len(workers), 2)} on Ray, with {workers[-1]} workers"
+        in (tmp_path / "log").read_text()
+    )
     flags = elastic_runs.make_flags(tmp_path)
     assert elastic_runs.compare_with_one_process(tmp_path, flags, f"ray, a {what} lost") == workers

@@ -26,7 +26,9 @@ TORCHRUN = f"-m torch.distributed.run --nproc_per_node 2 --nnodes 2 --master_add
 
 
 @contextlib.contextmanager
-def started(machines: tuple[str, str], commands: list[str], folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+def started(
+    machines: tuple[str, str], commands: list[str], folder: Path
+) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Run Python with these arguments on each machine, into log-0 and log-1; kill what is left."""
     processes = []
     try:
@@ -34,7 +36,12 @@ def started(machines: tuple[str, str], commands: list[str], folder: Path) -> Ite
             words = ["ip", "netns", "exec", machine, sys.executable, *command.split()]
             with (folder / f"log-{n}").open("w") as log:
                 process = subprocess.Popen(
-                    words, cwd=folder, stdout=log, stderr=log, env=environment(), start_new_session=True
+                    words,
+                    cwd=folder,
+                    stdout=log,
+                    stderr=log,
+                    env=environment(),
+                    start_new_session=True,
                 )
                 processes.append(process)
         yield processes
@@ -45,7 +52,9 @@ def started(machines: tuple[str, str], commands: list[str], folder: Path) -> Ite
 def training(folder: Path, **more: object) -> str:
     """Return the flags of a TP2 x DP2 training in float64."""
     flags = {"tensor-model-parallel-size": 2, "params-dtype": "float64", "run-dir": folder / "run"}
-    return " ".join([*TINY_FLAGS, *(f"--{k.replace('_', '-')}={v}" for k, v in (flags | more).items())])
+    return " ".join(
+        [*TINY_FLAGS, *(f"--{k.replace('_', '-')}={v}" for k, v in (flags | more).items())]
+    )
 
 
 def as_one_process(folder: Path, flags: str) -> list[float]:
@@ -62,11 +71,14 @@ def read_logs(folder: Path) -> list[str]:
     "commands",
     [
         [f"{TORCHRUN} --node_rank {n} {ROOT / 'pretrain_gpt.py'}" for n in range(2)],
-        [f"{LAUNCH} --node-ips {','.join(ADDRESSES)} train"] * 2,  # each machine finds its own number
+        # each machine finds its own number
+        [f"{LAUNCH} --node-ips {','.join(ADDRESSES)} train"] * 2,
     ],
     ids=["torchrun", "--node-ips"],
 )
-def test_losses_equal_those_of_one_process(machines: tuple[str, str], tmp_path: Path, commands: list[str]) -> None:
+def test_losses_equal_those_of_one_process(
+    machines: tuple[str, str], tmp_path: Path, commands: list[str]
+) -> None:
     flags = training(tmp_path)
     with started(machines, [f"{command} {flags}" for command in commands], tmp_path) as processes:
         assert [p.wait() for p in processes] == [0, 0], read_logs(tmp_path)
@@ -77,8 +89,15 @@ def test_losses_equal_those_of_one_process(machines: tuple[str, str], tmp_path: 
 @pytest.mark.parametrize(
     ("commands", "status"),
     [
-        ([f"{LAUNCH} --nnodes 2 --node-rank {n} --master-addr {ADDRESSES[0]} train" for n in range(2)], HANG),
-        ([f"{TORCHRUN} --node_rank {n} {ROOT / 'pretrain_gpt.py'}" for n in range(2)], 1),  # torchrun's, for all
+        (
+            [
+                f"{LAUNCH} --nnodes 2 --node-rank {n} --master-addr {ADDRESSES[0]} train"
+                for n in range(2)
+            ],
+            HANG,
+        ),
+        # torchrun's, for all
+        ([f"{TORCHRUN} --node_rank {n} {ROOT / 'pretrain_gpt.py'}" for n in range(2)], 1),
     ],
     ids=["--node-rank", "torchrun"],
 )

@@ -23,7 +23,14 @@ from meshwright.runtime.ranks import connect
 from meshwright.runtime.ranks.compare import require_equal
 from meshwright.runtime.ranks.lost import explain_lost_rank, leave_ranks
 from meshwright.runtime.ranks.team import Team
-from meshwright.runtime.ranks.world import OR_UNSET, World, find_world, first_host, require_world_size, tasks_per_node
+from meshwright.runtime.ranks.world import (
+    OR_UNSET,
+    World,
+    find_world,
+    first_host,
+    require_world_size,
+    tasks_per_node,
+)
 from on_ranks import FORK, make_team, run_programs, run_ranks
 
 SCRIPT = Path(__file__).with_name("one_rank.py")
@@ -34,12 +41,32 @@ def started(environ: list[dict[str, str]], folder: Path, *argv: str) -> tuple[li
 
 
 # The variables that each launcher sets for rank 3 of 4, on two machines of two or one of four.
-TORCH = dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", MASTER_ADDR="m", MASTER_PORT="29500")
-SLURM = dict(SLURM_PROCID="3", SLURM_NTASKS="4", SLURM_LOCALID="1", SLURM_NODEID="1", SLURM_TASKS_PER_NODE="2(x2)")
+TORCH = dict(
+    RANK="3",
+    WORLD_SIZE="4",
+    LOCAL_RANK="1",
+    LOCAL_WORLD_SIZE="2",
+    MASTER_ADDR="m",
+    MASTER_PORT="29500",
+)
+SLURM = dict(
+    SLURM_PROCID="3",
+    SLURM_NTASKS="4",
+    SLURM_LOCALID="1",
+    SLURM_NODEID="1",
+    SLURM_TASKS_PER_NODE="2(x2)",
+)
 SLURM |= dict(SLURM_NODELIST="node[07-08]", SLURM_JOB_ID="77", SLURM_STEP_ID="0")
-UNEVEN = dict(SLURM_PROCID="2", SLURM_LOCALID="0", SLURM_TASKS_PER_NODE="2,1(x2)", MASTER_PORT="1234")
-OMPI = {f"OMPI_COMM_WORLD_{n}": v for n, v in (("RANK", "3"), ("SIZE", "4"), ("LOCAL_RANK", "3"), ("LOCAL_SIZE", "4"))}
-DEEPSPEED = dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_SIZE="2", CROSS_RANK="1", CROSS_SIZE="2")
+UNEVEN = dict(
+    SLURM_PROCID="2", SLURM_LOCALID="0", SLURM_TASKS_PER_NODE="2,1(x2)", MASTER_PORT="1234"
+)
+OMPI = {
+    f"OMPI_COMM_WORLD_{n}": v
+    for n, v in (("RANK", "3"), ("SIZE", "4"), ("LOCAL_RANK", "3"), ("LOCAL_SIZE", "4"))
+}
+DEEPSPEED = dict(
+    RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_SIZE="2", CROSS_RANK="1", CROSS_SIZE="2"
+)
 DEEPSPEED |= dict(MASTER_ADDR="m", MASTER_PORT="29500")
 HYDRA = dict(PMI_RANK="3", PMI_SIZE="4", MPI_LOCALRANKID="3", MPI_LOCALNRANKS="4")
 
@@ -49,19 +76,32 @@ HYDRA = dict(PMI_RANK="3", PMI_SIZE="4", MPI_LOCALRANKID="3", MPI_LOCALNRANKS="4
     [
         ({}, World()),
         (TORCH | {"TORCHELASTIC_RUN_ID": "none"}, World(3, 4, 1, 2, "m", 29500, "torchrun")),
-        (TORCH | {"TORCHELASTIC_RUN_ID": "meshwright-1"}, World(3, 4, 1, 2, "m", 29500, "meshwright launch")),
+        (
+            TORCH | {"TORCHELASTIC_RUN_ID": "meshwright-1"},
+            World(3, 4, 1, 2, "m", 29500, "meshwright launch"),
+        ),
         (TORCH, World(3, 4, 1, 2, "m", 29500, "RANK and WORLD_SIZE")),
-        (TORCH | SLURM | OMPI, World(3, 4, 1, 2, "m", 29500, "RANK and WORLD_SIZE")),  # torchrun, started by srun
+        # torchrun, started by srun
+        (TORCH | SLURM | OMPI, World(3, 4, 1, 2, "m", 29500, "RANK and WORLD_SIZE")),
         (DEEPSPEED, World(3, 4, 1, 2, "m", 29500, "deepspeed")),
         (SLURM | {"MASTER_PORT": "1234"}, World(3, 4, 1, 2, "node07", 1234, "srun")),
-        (SLURM | {"MASTER_PORT": "1234", "MASTER_ADDR": "x", "WORLD_SIZE": "4"}, World(3, 4, 1, 2, "x", 1234, "srun")),
+        (
+            SLURM | {"MASTER_PORT": "1234", "MASTER_ADDR": "x", "WORLD_SIZE": "4"},
+            World(3, 4, 1, 2, "x", 1234, "srun"),
+        ),
         (SLURM | UNEVEN, World(2, 4, 0, 1, "node07", 1234, "srun")),
         (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, World()),
         ({n: v for n, v in SLURM.items() if n != "SLURM_PROCID"}, World()),  # in salloc's shell
-        ({n: v for n, v in SLURM.items() if n != "SLURM_STEP_ID"} | {"ENVIRONMENT": "BATCH"}, World()),
+        (
+            {n: v for n, v in SLURM.items() if n != "SLURM_STEP_ID"} | {"ENVIRONMENT": "BATCH"},
+            World(),
+        ),
         (OMPI | {"MASTER_PORT": "1234"}, World(3, 4, 3, 4, "127.0.0.1", 1234, "OpenMPI")),
         (HYDRA | {"MASTER_PORT": "1234"}, World(3, 4, 3, 4, "127.0.0.1", 1234, "MPI")),
-        (SLURM | {"PMI_RANK": "3", "PMI_SIZE": "4", "MASTER_PORT": "1"}, World(3, 4, 1, 2, "node07", 1, "srun")),
+        (
+            SLURM | {"PMI_RANK": "3", "PMI_SIZE": "4", "MASTER_PORT": "1"},
+            World(3, 4, 1, 2, "node07", 1, "srun"),
+        ),
         (dict(RANK="0", WORLD_SIZE="1"), World(0, 1, 0, 1, None, None, "RANK and WORLD_SIZE")),
         ({"WORLD_SIZE": "1"}, World()),
     ],
@@ -82,13 +122,18 @@ def test_each_job_has_its_port() -> None:
     """All ranks of a job step compute the same port; other jobs and steps have others."""
     jobs = [SLURM, SLURM | {"SLURM_JOB_ID": "78"}, SLURM | {"SLURM_STEP_ID": "1"}]
     assert len({find_world(j).port for j in jobs}) == 3
-    assert find_world(SLURM).port == find_world(SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).port
+    assert (
+        find_world(SLURM).port
+        == find_world(SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).port
+    )
     assert 20000 <= (find_world(OMPI | {"PMIX_NAMESPACE": "host.7"}).port or 0) < 30000
 
 
 def test_first_host() -> None:
     nodes = "node07 node[01-03,07] a,b node[01,07],gpu5 rack[1-2]n[3,5].cluster gpu5,node[01-02]"
-    assert [first_host(n) for n in nodes.split()] == "node07 node01 a node01 rack1n3.cluster gpu5".split()
+    assert [
+        first_host(n) for n in nodes.split()
+    ] == "node07 node01 a node01 rack1n3.cluster gpu5".split()
 
 
 def test_tasks_per_node() -> None:
@@ -98,23 +143,35 @@ def test_tasks_per_node() -> None:
 @pytest.mark.parametrize(
     "environ, words",
     [
-        ({"RANK": "1"}, "RANK=1 is set and WORLD_SIZE is not; set both or, for one process, `unset RANK WORLD_SIZE`"),
+        (
+            {"RANK": "1"},
+            "RANK=1 is set and WORLD_SIZE is not; set both or, for one process, `unset RANK WORLD_SIZE`",
+        ),
         (
             {"RANK": "0", "WORLD_SIZE": "2"},
             "MASTER_ADDR and MASTER_PORT are not; set them to where rank 0 listens or, for one process, `unset RANK",
         ),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1234"}, "MASTER_ADDR is not; set it to where rank 0"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1234"},
+            "MASTER_ADDR is not; set it to where rank 0",
+        ),
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set and RANK is not"),
         (TORCH | {"RANK": "4"}, "RANK=4 does not fit WORLD_SIZE=4: ranks count from 0 to 3"),
         (TORCH | {"RANK": "one"}, "RANK='one' in the environment is not a whole number"),
         (TORCH | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
         (TORCH | {"LOCAL_RANK": "2"}, "local rank 2 does not fit 2 ranks"),
         (TORCH | {"LOCAL_WORLD_SIZE": "8"}, "8 ranks on this node, but WORLD_SIZE=4"),
-        (OMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, "set MASTER_ADDR"),
+        (
+            OMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
+            "set MASTER_ADDR",
+        ),
         ({"PMI_RANK": "0"}, "PMI_SIZE is not"),
         (SLURM | {"SLURM_TASKS_PER_NODE": "two"}, "2(x3),1"),
         (SLURM | {"SLURM_TASKS_PER_NODE": "2(x0)"}, "x0 is not a number of nodes"),
-        (SLURM | {"SLURM_TASKS_PER_NODE": "2(x9999999999)"}, "x9999999999 is not a number of nodes"),
+        (
+            SLURM | {"SLURM_TASKS_PER_NODE": "2(x9999999999)"},
+            "x9999999999 is not a number of nodes",
+        ),
     ],
 )
 def test_contradictory_variables(environ: dict[str, str], words: str) -> None:
@@ -130,7 +187,10 @@ def test_world_size_flag() -> None:
         require_world_size(World(size=4, launcher="torchrun"), 8)
     with pytest.raises(UserError, match="--world-size 2, but started as one process"):
         require_world_size(World(), 2)
-    with pytest.raises(UserError, match="^world_size=2, but .* or change world_size to 1"), in_words(KEYWORDS):
+    with (
+        pytest.raises(UserError, match="^world_size=2, but .* or change world_size to 1"),
+        in_words(KEYWORDS),
+    ):
         require_world_size(World(), 2)
 
 
@@ -140,21 +200,39 @@ def test_world_size_flag() -> None:
 def variables(launcher: str, rank: int, size: int, port: int) -> dict[str, str]:
     if launcher == "deepspeed":
         more = dict(LOCAL_SIZE=f"{size}", CROSS_RANK="0", CROSS_SIZE="1")
-        return {n: v for n, v in torch_variables(port, rank, size, **more).items() if n != "LOCAL_WORLD_SIZE"}
+        return {
+            n: v
+            for n, v in torch_variables(port, rank, size, **more).items()
+            if n != "LOCAL_WORLD_SIZE"
+        }
     if launcher == "srun":  # the port follows from the job
-        names = dict(PROCID=rank, NTASKS=size, LOCALID=rank, TASKS_PER_NODE=size, NODEID=0, JOB_ID=port, STEP_ID=0)
+        names = dict(
+            PROCID=rank,
+            NTASKS=size,
+            LOCALID=rank,
+            TASKS_PER_NODE=size,
+            NODEID=0,
+            JOB_ID=port,
+            STEP_ID=0,
+        )
         return {f"SLURM_{n}": f"{v}" for n, v in names.items()} | {"SLURM_NODELIST": "localhost"}
     if launcher == "OpenMPI":
         names = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size}
-        return {f"OMPI_COMM_WORLD_{n}": f"{v}" for n, v in names.items()} | {"PMIX_NAMESPACE": f"job-{port}"}
+        return {f"OMPI_COMM_WORLD_{n}": f"{v}" for n, v in names.items()} | {
+            "PMIX_NAMESPACE": f"job-{port}"
+        }
     return dict(PMI_RANK=f"{rank}", PMI_SIZE=f"{size}")  # MPI: the port follows from the parent
 
 
-@pytest.mark.parametrize("launcher, size", [("deepspeed", 2), ("srun", 4), ("OpenMPI", 2), ("MPI", 3)])
+@pytest.mark.parametrize(
+    "launcher, size", [("deepspeed", 2), ("srun", 4), ("OpenMPI", 2), ("MPI", 3)]
+)
 def test_started_by(launcher: str, size: int, tmp_path: Path) -> None:
     port = free_port()
     flag = ["--local_rank=0"] if launcher == "deepspeed" else []
-    statuses, texts = started([variables(launcher, r, size, port) for r in range(size)], tmp_path, *flag)
+    statuses, texts = started(
+        [variables(launcher, r, size, port) for r in range(size)], tmp_path, *flag
+    )
     assert statuses == [0] * size, texts
     report = json.loads(texts[0])
     assert report["launcher"] == launcher
@@ -168,20 +246,27 @@ def test_a_second_run_in_the_same_processes(agent: bool, tmp_path: Path) -> None
     if agent:
         store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
         more = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none"}
-    statuses, texts = started([torch_variables(port, r, 2, **more) for r in range(2)], tmp_path, "again")
+    statuses, texts = started(
+        [torch_variables(port, r, 2, **more) for r in range(2)], tmp_path, "again"
+    )
     assert statuses == [0, 0], texts
-    assert not agent or store.add("meshwright/names/words", 0) == 2  # of rank 1, which asked for each run's name
+    # of rank 1, which asked for each run's name
+    assert not agent or store.add("meshwright/names/words", 0) == 2
 
 
 def torch_variables(port: int, rank: int, size: int, **more: str) -> dict[str, str]:
-    names = dict(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size, MASTER_PORT=port)
+    names = dict(
+        RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size, MASTER_PORT=port
+    )
     return {n: f"{v}" for n, v in names.items()} | {"MASTER_ADDR": "127.0.0.1"} | more
 
 
 @pytest.mark.fault("F17")
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     port, began = free_port(), time.monotonic()
-    statuses, texts = started([torch_variables(port, r, 4) for r in (0, 1, 3)], tmp_path, "--seconds=2")
+    statuses, texts = started(
+        [torch_variables(port, r, 4) for r in (0, 1, 3)], tmp_path, "--seconds=2"
+    )
     assert statuses == [HANG] * 3 and time.monotonic() - began < 25
     for text in texts:
         assert re.fullmatch(r"words: 3 of 4 ranks came within \d s; missing: rank 2\. .*\n", text)
@@ -206,7 +291,9 @@ def join_and_print(rank: int, port: int, stops_in: str, log: Path) -> None:
     if stops_in:
         stop_in(stops_in)
     try:
-        connect.join_ranks(World(rank, 2, rank, 2, "127.0.0.1", port), "gloo", 10, seconds=5, is_watched=True)
+        connect.join_ranks(
+            World(rank, 2, rank, 2, "127.0.0.1", port), "gloo", 10, seconds=5, is_watched=True
+        )
     except UserError as error:
         print(f"words: {error}", file=sys.stderr, flush=True)
         os._exit(error.status)
@@ -237,7 +324,11 @@ def test_a_rank_that_stops_at_any_moment_of_the_start_is_named(tmp_path: Path) -
             if rank != victim:
                 process.join(max(began + 60 - time.monotonic(), 0))
                 text = (tmp_path / f"{moment}-{victim}-{rank}").read_text()
-                assert process.exitcode in (HANG, UNAVAILABLE) and text.count("\n") == 1, (moment, victim, text)
+                assert process.exitcode in (HANG, UNAVAILABLE) and text.count("\n") == 1, (
+                    moment,
+                    victim,
+                    text,
+                )
                 wanted = MOMENTS[moment].format(victim) if victim else "rank 0.* is stopped"
                 assert re.match(f"words: .*{wanted}", text), (moment, victim, text)
     finally:
@@ -250,7 +341,9 @@ def test_the_wait_for_missing_ranks_is_a_flag(tmp_path: Path) -> None:
     flags = "--mock-data --tokenizer-type NullTokenizer --vocab-size 64 --num-layers 1 --hidden-size 8 --lr 1 "
     flags += "--num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 1 --start-timeout-seconds 1"
     environ = torch_variables(free_port(), 0, 2)
-    [status], [text] = run_programs(Path(__file__).parents[3] / "pretrain_gpt.py", [flags.split()], [environ], tmp_path)
+    [status], [text] = run_programs(
+        Path(__file__).parents[3] / "pretrain_gpt.py", [flags.split()], [environ], tmp_path
+    )
     assert status == HANG and re.search(r"1 of 2 ranks came within [0-4] s; missing: rank 1", text)
 
 
@@ -259,7 +352,10 @@ def test_rank_0_cannot_be_reached(tmp_path: Path) -> None:
     absent = torch_variables(port, 1, 2, MASTER_ADDR="nowhere.invalid")
     statuses, texts = started([torch_variables(port, 1, 2), absent], tmp_path, "--seconds=1")
     assert statuses == [UNAVAILABLE] * 2 and time.monotonic() - began < 25
-    assert re.search(rf"rank 0 at 127\.0\.0\.1:{port} could not be reached within \d+ s: Connection refused", texts[0])
+    assert re.search(
+        rf"rank 0 at 127\.0\.0\.1:{port} could not be reached within \d+ s: Connection refused",
+        texts[0],
+    )
     assert "the name nowhere.invalid has no address" in texts[1]
     assert all(text.count("\n") == 1 for text in texts)
 
@@ -280,7 +376,9 @@ def test_the_port_is_in_use(tmp_path: Path) -> None:
 
 def test_the_number_of_ranks_differs(tmp_path: Path) -> None:
     port = free_port()
-    statuses, texts = started([torch_variables(port, 0, 2), torch_variables(port, 2, 4)], tmp_path, "--seconds=20")
+    statuses, texts = started(
+        [torch_variables(port, 0, 2), torch_variables(port, 2, 4)], tmp_path, "--seconds=20"
+    )
     assert statuses == [USAGE] * 2
     differs = "rank (2 was started as one of 4 ranks, others as one of 2|0 .* 2 ranks, others as one of 4)"
     assert re.search(differs, texts[0])
@@ -288,13 +386,17 @@ def test_the_number_of_ranks_differs(tmp_path: Path) -> None:
 
 def test_an_unknown_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
-    with pytest.raises(UserError, match="GLOO_SOCKET_IFNAME=eth77 names no network interface .*, which has"):
+    with pytest.raises(
+        UserError, match="GLOO_SOCKET_IFNAME=eth77 names no network interface .*, which has"
+    ):
         connect._choose_interface("127.0.0.1", 1)
 
 
 def test_two_processes_with_one_rank(tmp_path: Path) -> None:
     port = free_port()
-    statuses, texts = started([torch_variables(port, r, 3) for r in (0, 1, 1)], tmp_path, "--seconds=20")
+    statuses, texts = started(
+        [torch_variables(port, r, 3) for r in (0, 1, 1)], tmp_path, "--seconds=20"
+    )
     assert statuses == [UNAVAILABLE] * 3
     assert all("two processes came as rank 1 of 3" in text for text in texts)
 
@@ -305,7 +407,11 @@ def test_two_processes_with_one_rank(tmp_path: Path) -> None:
 def _compare_different_values() -> None:
     rank, team = dist.get_rank(), make_team()
     require_equal(team, {"a": 1, "b": [1, None]})
-    own = {"seed": 1, "global_batch_size": 512 if rank < 2 else 1024, "torch": "2.13" if rank else "2.11"}
+    own = {
+        "seed": 1,
+        "global_batch_size": 512 if rank < 2 else 1024,
+        "torch": "2.13" if rank else "2.11",
+    }
     own |= {"extra": None} if rank == 2 else {}
     with pytest.raises(UserError) as caught:
         require_equal(team, own)
@@ -331,14 +437,34 @@ SOURCES = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
 @pytest.mark.parametrize(
     "error, gone",
     [
-        (RuntimeError(SOURCES + "Connection closed by peer [10.0.0.2]:1. This is typically caused by"), True),
+        (
+            RuntimeError(
+                SOURCES + "Connection closed by peer [10.0.0.2]:1. This is typically caused by"
+            ),
+            True,
+        ),
         (RuntimeError(SOURCES + "Read error [10.0.0.2]:1: Connection reset by peer"), True),
         (RuntimeError(SOURCES + "Timed out waiting 3000ms for recv operation to complete"), True),
         (dist.DistStoreError("wait timeout after 1000ms, keys: /x"), True),
         (dist.DistNetworkError("Connection reset by peer"), True),
-        (dist.DistBackendError("NCCL error ... ncclRemoteError: A call failed possibly due to a network error"), True),
-        (dist.DistBackendError("ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on one"), False),
-        (RuntimeError("[enforce fail at gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes."), False),
+        (
+            dist.DistBackendError(
+                "NCCL error ... ncclRemoteError: A call failed possibly due to a network error"
+            ),
+            True,
+        ),
+        (
+            dist.DistBackendError(
+                "ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on one"
+            ),
+            False,
+        ),
+        (
+            RuntimeError(
+                "[enforce fail at gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes."
+            ),
+            False,
+        ),
         (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), False),
         (RuntimeError("download timed out"), False),
         (ConnectionResetError("Connection reset by peer"), False),
@@ -350,7 +476,11 @@ def test_which_errors_mean_a_lost_rank(error: BaseException, gone: bool) -> None
     lost = explain_lost_rank(error, 10)
     assert (lost is not None) == gone
     if lost is not None:
-        assert lost.status == HANG and "--distributed-timeout-minutes" in str(lost) and "/pytorch/" not in str(lost)
+        assert (
+            lost.status == HANG
+            and "--distributed-timeout-minutes" in str(lost)
+            and "/pytorch/" not in str(lost)
+        )
 
 
 def test_leave_without_having_joined() -> None:
@@ -358,12 +488,17 @@ def test_leave_without_having_joined() -> None:
     assert connect.join_ranks(World(), "gloo", 1) == Team()
 
 
-def test_a_long_wait_says_for_whom(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_long_wait_says_for_whom(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(connect, "SILENCE", 0)
     port, until = free_port(), time.monotonic() + 0.5
     with pytest.raises(UserError, match="could not be reached"):
         connect.connect_store("127.0.0.1", port, False, until, "machine 0")
-    assert capfd.readouterr().err.count(f"waiting for machine 0 at 127.0.0.1:{port}, up to 0 s more: ") == 1
+    assert (
+        capfd.readouterr().err.count(f"waiting for machine 0 at 127.0.0.1:{port}, up to 0 s more: ")
+        == 1
+    )
     with pytest.raises(UserError, match="missing: machine 1"):
         connect.meet_all(dist.HashStore(), 0, 2, until, "machine")
     assert capfd.readouterr().err == "waiting for machine 1, up to 0 s more\n"
@@ -372,7 +507,9 @@ def test_a_long_wait_says_for_whom(monkeypatch: pytest.MonkeyPatch, capfd: pytes
     assert "up to 0 s more; start them or, for one process, `unset RANK" in capfd.readouterr().err
 
 
-def test_other_threads_keep_their_error_output_during_the_wait(capfd: pytest.CaptureFixture[str]) -> None:
+def test_other_threads_keep_their_error_output_during_the_wait(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     store = dist.HashStore()
 
     def write_and_come() -> None:
@@ -386,4 +523,5 @@ def test_other_threads_keep_their_error_output_during_the_wait(capfd: pytest.Cap
     thread.start()
     connect.meet_all(store, 0, 2, time.monotonic() + 20)
     thread.join()
-    assert capfd.readouterr().err.count("line") >= 18  # a poll, four times a second, takes microseconds
+    # a poll, four times a second, takes microseconds
+    assert capfd.readouterr().err.count("line") >= 18

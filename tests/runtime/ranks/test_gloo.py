@@ -33,5 +33,8 @@ def test_groups_of_a_layout_have_one_thread(interface):
 @pytest.mark.fault("F17")
 def test_the_time_out_is_passed_on():
     store = dist.HashStore()
-    made = gloo._create(SimpleNamespace(store=store, group_rank=0, group_size=1, timeout=dist.default_pg_timeout), None)
+    made = gloo._create(
+        SimpleNamespace(store=store, group_rank=0, group_size=1, timeout=dist.default_pg_timeout),
+        None,
+    )
     assert made.options._timeout == dist.default_pg_timeout and made.options._threads == 1

@@ -29,12 +29,20 @@ def test_the_slow_link_is_named() -> None:
     every = [Link(a, b, 5e-5, 1e9 if 3 in (a, b) else 1e10) for a, b in links.pairs_of(6)]
     facts = list(doctor.describe_links(every, ["left"] * 3 + ["right"] * 3, "cuda"))
     slow = facts[-1]
-    assert slow.level == "problem" and slow.values["slow"] == [[a, b] for a, b in links.pairs_of(6) if 3 in (a, b)]
+    assert slow.level == "problem" and slow.values["slow"] == [
+        [a, b] for a, b in links.pairs_of(6) if 3 in (a, b)
+    ]
     assert "between ranks 0 (left) and 3 (right): 50 µs, 1.00 GB/s" in slow.text
-    assert slow.text.endswith("and 2 more; most links: 50 µs, 10.00 GB/s; rank 3 is in 5 of 5 slow links")
+    assert slow.text.endswith(
+        "and 2 more; most links: 50 µs, 10.00 GB/s; rank 3 is in 5 of 5 slow links"
+    )
     assert facts[1].text.startswith("to 1: 50 µs, 10.00 GB/s; to 2: ")
     late = [Link(0, 1, 5e-5, 1e9), Link(0, 2, 1e-3, 1e9), Link(1, 2, 6e-5, 1e9)]
-    assert links.slow_links(late) == [late[1]] and not links.slow_links(late[::2]) and not links.slow_links(late[:2])
+    assert (
+        links.slow_links(late) == [late[1]]
+        and not links.slow_links(late[::2])
+        and not links.slow_links(late[:2])
+    )
 
 
 def test_of_many_ranks_some_pairs_are_measured() -> None:
@@ -44,5 +52,10 @@ def test_of_many_ranks_some_pairs_are_measured() -> None:
     assert links.rounds_of(3) == [[(0, 1)], [(0, 2)], [(1, 2)]]
     for size in (64, 100, 256):
         rounds = links.rounds_of(size)
-        assert sorted(pair for pairs in rounds for pair in pairs) == links.pairs_of(size) and len(rounds) <= 16
-        assert all(len({rank for pair in pairs for rank in pair}) == 2 * len(pairs) for pairs in rounds)
+        assert (
+            sorted(pair for pairs in rounds for pair in pairs) == links.pairs_of(size)
+            and len(rounds) <= 16
+        )
+        assert all(
+            len({rank for pair in pairs for rank in pair}) == 2 * len(pairs) for pairs in rounds
+        )

@@ -85,10 +85,13 @@ def test_one_rank_lists_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """If each of them did, 4,095 ranks would ask for 4,096 keys at once."""
     size, store = 64, CountingStore()
     errors = meet(store, size, {17, 40}, 0.3)
-    assert errors[17] is None and {str(error) for n, error in enumerate(errors) if n not in (17, 40)} == {
+    assert errors[17] is None and {
+        str(error) for n, error in enumerate(errors) if n not in (17, 40)
+    } == {
         "62 of 64 ranks came within 0 s; missing: rank 17, 40. Start it, or see in its log why it ended"
     }
-    assert all(error.status == HANG and error.everywhere for error in errors if error)  # one line a machine
+    # one line a machine
+    assert all(error.status == HANG and error.everywhere for error in errors if error)
     few = [keys for keys in store.keys.values() if keys < size / 2]
     assert len(few) >= size - 3 and sum(store.keys.values()) < 20 * size
 

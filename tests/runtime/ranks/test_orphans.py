@@ -82,7 +82,8 @@ def start(started: list[int], *words: str) -> tuple[subprocess.Popen[str], int]:
 
 
 @pytest.mark.parametrize(
-    "name", ["torchrun", "srun", *(pytest.param(n, marks=pytest.mark.long) for n in ("mpirun", "mpich"))]
+    "name",
+    ["torchrun", "srun", *(pytest.param(n, marks=pytest.mark.long) for n in ("mpirun", "mpich"))],
 )
 @pytest.mark.fault("F1")
 def test_ranks_end_with_a_killed_launcher(name: str, started: list[int]) -> None:
@@ -93,7 +94,12 @@ def test_ranks_end_with_a_killed_launcher(name: str, started: list[int]) -> None
     kill_launcher(launcher, rank)
 
 
-TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_RANK": "0", "RANK": "0"}
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "LOCAL_RANK": "0",
+    "RANK": "0",
+}
 
 
 @pytest.mark.fault("F1")
@@ -118,7 +124,9 @@ def test_a_rank_that_begins_after_torchrun_ended(started: list[int]) -> None:
         (["init"], "LOCAL_RANK", False),
     ],
 )
-def test_who_has_lost_torchrun(ancestors: list[str], without: str, lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_lost_torchrun(
+    ancestors: list[str], without: str, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`without`: a program that has torchrun's variables, or one that is not set."""
     pids = [1, 7, 8][: len(ancestors)][::-1]
     known = dict(zip(pids, ancestors, strict=True))
@@ -129,7 +137,9 @@ def test_who_has_lost_torchrun(ancestors: list[str], without: str, lost: bool, m
 
     monkeypatch.setattr(os, "getppid", lambda: pids[0])
     monkeypatch.setattr(orphans, "_inspect", look_at)
-    monkeypatch.setattr(orphans, "_read_proc", lambda pid, file: f"/usr/bin/{known[pid]}\0-m\0x".encode())
+    monkeypatch.setattr(
+        orphans, "_read_proc", lambda pid, file: f"/usr/bin/{known[pid]}\0-m\0x".encode()
+    )
     assert orphans._has_lost_torchrun(environ) is lost
 
 
@@ -170,7 +180,9 @@ def test_both_programs_of_deepspeed(killed: str, started: list[int], tmp_path: P
 )
 def test_a_shell_is_no_launcher(script: str, started: list[int]) -> None:
     """A run goes on after the shell that started it, also with variables set by hand."""
-    shell, rank = start(started, "bash", "-c", script.replace("{}", '"$@"') + " read", "bash", *PYTHON, RANK)
+    shell, rank = start(
+        started, "bash", "-c", script.replace("{}", '"$@"') + " read", "bash", *PYTHON, RANK
+    )
     assert shell.stdin is not None and shell.stdout is not None
     with shell.stdin, shell.stdout:
         shell.stdin.close()
@@ -180,7 +192,10 @@ def test_a_shell_is_no_launcher(script: str, started: list[int]) -> None:
 
 def test_without_pidfd(started: list[int]) -> None:
     """An old kernel, or a sandbox, has none."""
-    rank = "import os, meshwright.runtime.ranks.orphans as o; del os.pidfd_open; o.POLL_SECONDS = 0.05\n" + RANK
+    rank = (
+        "import os, meshwright.runtime.ranks.orphans as o; del os.pidfd_open; o.POLL_SECONDS = 0.05\n"
+        + RANK
+    )
     launcher, pid = start(started, *PYTHON, LAUNCHER, VARIABLES["mpirun"], *PYTHON, rank)
     assert outlives(pid, 0.2)
     kill_launcher(launcher, pid)
@@ -197,13 +212,18 @@ def test_training_under_real_launchers(module: str, tmp_path: Path, started: lis
     flags = [*TINY_FLAGS, "--train-iters=1000000", f"--run-dir={tmp_path}"]
     words = [sys.executable, "-W", "ignore", "-m", module, *first]
     with open(tmp_path / "err", "w") as err:
-        launcher = subprocess.Popen([*words, "train", *flags], stdout=subprocess.PIPE, stderr=err, text=True)
+        launcher = subprocess.Popen(
+            [*words, "train", *flags], stdout=subprocess.PIPE, stderr=err, text=True
+        )
     started.append(launcher.pid)
     assert launcher.stdout is not None
     for line in launcher.stdout:
         if "iteration        5/" in line:
             break
-    ranks = [int(n) for n in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
+    ranks = [
+        int(n)
+        for n in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    ]
     started.extend(ranks)
     assert len(ranks) == 2 and all(map(is_alive, ranks)), (tmp_path / "err").read_text()
     began = time.monotonic()

@@ -25,9 +25,13 @@ def test_the_groups_of_all_ranks_are_one_tree(size: int) -> None:
     for rank, groups in enumerate(trees):
         assert all(rank == ranks[0] for ranks in groups[:-1])
         assert all(ranks in trees[other] for ranks in groups for other in ranks)
-    parents = {rank: groups[-1][0] for rank, groups in enumerate(trees) if groups and groups[-1][0] != rank}
+    parents = {
+        rank: groups[-1][0] for rank, groups in enumerate(trees) if groups and groups[-1][0] != rank
+    }
     assert sorted(parents) == list(range(1, size))
-    assert max(sum(len(ranks) - 1 for ranks in groups) for groups in trees) <= 15 * max(map(len, trees))
+    assert max(sum(len(ranks) - 1 for ranks in groups) for groups in trees) <= 15 * max(
+        map(len, trees)
+    )
 
 
 @pytest.mark.parametrize("size", [3, 40])
@@ -71,26 +75,36 @@ SETTINGS = {f"flag {n}": "x" * 40 for n in range(200)}  # 10 KB of text
         ("wait", 300, lambda team: team.wait()),
     ],
 )
-def test_what_a_rank_receives_does_not_grow(name: str, most: int, act: Callable[[Team], Any]) -> None:
+def test_what_a_rank_receives_does_not_grow(
+    name: str, most: int, act: Callable[[Team], Any]
+) -> None:
     """A rank at a leaf gets one answer; the lead and the heads of groups one message per member."""
     for size in (8, 64):
         results, received = on_threads(size, act)
         assert not [result for result in results if isinstance(result, Exception)]
         leaves = [sum(sizes) for rank, sizes in enumerate(received) if rank % 16]
-        assert max(leaves) <= most and max(len(sizes) for sizes in received) <= 2 * (15 + 3), (size, name)
+        assert max(leaves) <= most and max(len(sizes) for sizes in received) <= 2 * (15 + 3), (
+            size,
+            name,
+        )
         assert sum(map(len, received)) <= 4 * size and sum(map(sum, received)) <= 2 * most * size
 
 
 def test_settings_that_differ_are_named_without_sending_all_of_them() -> None:
     def act(team: Team) -> None:
-        own = {"seed": 1, "host": f"node{team.rank}"} if team.rank == 40 else {"seed": 1 + (team.rank == 3)}
+        own = (
+            {"seed": 1, "host": f"node{team.rank}"}
+            if team.rank == 40
+            else {"seed": 1 + (team.rank == 3)}
+        )
         require_equal(team, SETTINGS | own)
 
     results, received = on_threads(64, act)
     assert {str(error).partition("\n")[2] for error in results} == {
         "  seed: 1 on ranks 0-2, 4-63, 2 on rank 3\n  host: nothing on ranks 0-39, 41-63, node40 on rank 40"
     }
-    assert max(sum(sizes) for rank, sizes in enumerate(received) if rank % 16) < 20_000  # the hashes of all names
+    # the hashes of all names
+    assert max(sum(sizes) for rank, sizes in enumerate(received) if rank % 16) < 20_000
 
     def all_differ(team: Team) -> None:
         require_equal(team, {"host": f"node{team.rank}"})
@@ -103,7 +117,10 @@ def exchange() -> None:
     team = make_team()
     for own in (team, team.clone(team.timeout)):
         assert own.gather([team.rank, "é"]) == [[rank, "é"] for rank in range(3)]
-        assert own.deal(lambda: [[rank] * rank for rank in range(team.size)]) == [team.rank] * team.rank
+        assert (
+            own.deal(lambda: [[rank] * rank for rank in range(team.size)])
+            == [team.rank] * team.rank
+        )
         x = torch.arange(3) + team.rank
         own.sum(x)
         assert x.tolist() == [3, 6, 9]
@@ -130,7 +147,9 @@ def test_an_error_of_one_rank_is_raised_by_all() -> None:
         return [1, 2, 3]
 
     for name, who in (("collect", 2), ("deal", 0), ("run_on_lead", 0), ("run_on_all", 1)):
-        results, _ = on_threads(3, lambda team, name=name, who=who: getattr(team, name)(lambda: act(who, team)))
+        results, _ = on_threads(
+            3, lambda team, name=name, who=who: getattr(team, name)(lambda: act(who, team))
+        )
         for error in results:
             assert isinstance(error, DamagedCheckpoint) and str(error) == "it is damaged"
             assert error.everywhere and error.status == BAD_DATA

@@ -38,12 +38,20 @@ class Made:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.timeouts: dict[str, timedelta] = {}
         self.store = dist.HashStore()
-        patch.setattr(connect, "_meet_on_store", lambda world, until: (self.store, time.monotonic() + START))
+        patch.setattr(
+            connect, "_meet_on_store", lambda world, until: (self.store, time.monotonic() + START)
+        )
         patch.setattr(connect, "_meet_again", lambda *_: None)
         patch.setattr(connect, "require_own_devices", lambda *_: None)
-        patch.setattr(gloo, "make_group", lambda store, rank, size, timeout: self.note("tree", timeout))
-        patch.setattr(dist, "ProcessGroupGloo", lambda store, rank, size, timeout: self.note("probe", timeout))
-        patch.setattr(dist, "init_process_group", lambda backend, timeout, **_: self.note(backend, timeout))
+        patch.setattr(
+            gloo, "make_group", lambda store, rank, size, timeout: self.note("tree", timeout)
+        )
+        patch.setattr(
+            dist, "ProcessGroupGloo", lambda store, rank, size, timeout: self.note("probe", timeout)
+        )
+        patch.setattr(
+            dist, "init_process_group", lambda backend, timeout, **_: self.note(backend, timeout)
+        )
         patch.setattr(torch.accelerator, "set_device_index", lambda device: None)
 
     def note(self, name: str, timeout: timedelta) -> None:
@@ -70,14 +78,24 @@ def test_every_group_is_made_with_the_time_out_of_the_run(
 def test_the_groups_of_a_layout_have_it_too(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, timedelta]] = []
 
-    def make(size: int, rank: int, ranks: list[int], backend: str, store: Any, name: str, timeout: timedelta) -> Any:
+    def make(
+        size: int,
+        rank: int,
+        ranks: list[int],
+        backend: str,
+        store: Any,
+        name: str,
+        timeout: timedelta,
+    ) -> Any:
         asked.append((backend, timeout))
         return len(asked), None
 
     monkeypatch.setattr(dist.distributed_c10d, "_new_process_group_helper", make)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: None)
     monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_group_ranks={}))
-    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo" if backend == "gloo" else "cuda:nccl")
+    monkeypatch.setattr(
+        dist, "get_backend_config", lambda: "cpu:gloo" if backend == "gloo" else "cuda:nccl"
+    )
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(layouts, "_connected", {})
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD="the world"))
@@ -131,7 +149,9 @@ def wait_in_every_way(rank: int, port: int, log: Path, minutes: float) -> None:
             waits[name]()
         except RuntimeError as error:
             lost = explain_lost_rank(error, minutes)
-            return f"{name}: lost" if lost is not None and lost.status == HANG else f"{name}: {error}"
+            return (
+                f"{name}: lost" if lost is not None and lost.status == HANG else f"{name}: {error}"
+            )
         return f"{name}: done"
 
     if rank == 0:
@@ -150,7 +170,10 @@ def wait_in_every_way(rank: int, port: int, log: Path, minutes: float) -> None:
 def ends_of(minutes: float, folder: Path) -> list[str]:
     """Return how the waits of rank 1 ended."""
     port, logs = free_port(), [folder / "0", folder / "1"]
-    ranks = [FORK.Process(target=wait_in_every_way, args=(rank, port, logs[rank], minutes)) for rank in range(2)]
+    ranks = [
+        FORK.Process(target=wait_in_every_way, args=(rank, port, logs[rank], minutes))
+        for rank in range(2)
+    ]
     try:
         for process in ranks:
             process.start()

@@ -72,8 +72,15 @@ def hang(act, place, wrong, seconds, rank):
 
 def run(tmp_path, act, place, minutes, *flags, wrong=1, seconds=watchdog.EXIT_SECONDS, world=2):
     """Return the exit statuses, all output, and the seconds from the last row to the end."""
-    argv = [*FLAGS, f"--save={tmp_path / 'run'}", f"--distributed-timeout-minutes={minutes}", *flags]
-    statuses = train_on_ranks(world, argv, tmp_path, functools.partial(hang, act, place, wrong, seconds))
+    argv = [
+        *FLAGS,
+        f"--save={tmp_path / 'run'}",
+        f"--distributed-timeout-minutes={minutes}",
+        *flags,
+    ]
+    statuses = train_on_ranks(
+        world, argv, tmp_path, functools.partial(hang, act, place, wrong, seconds)
+    )
     text = "".join((tmp_path / f"log-{rank}").read_text() for rank in range(world))
     metrics = tmp_path / "run" / "metrics.jsonl"
     return statuses, text, time.time() - metrics.stat().st_mtime if metrics.exists() else 0.0
@@ -84,7 +91,11 @@ def test_a_stopped_rank(tmp_path):
     statuses, text, _ = run(tmp_path, stop, "step", 0.03, seconds=0.3)
     assert statuses == [HANG, HANG], text
     assert re.search(r"error: rank 1 \(\S+\) hangs in forward-backward of step 2, ", text)
-    assert "no sign of life" in text and "(--distributed-timeout-minutes 0.03)" in text and "Traceback" not in text
+    assert (
+        "no sign of life" in text
+        and "(--distributed-timeout-minutes 0.03)" in text
+        and "Traceback" not in text
+    )
     stacks = [(tmp_path / "run" / f"stacks-rank{rank}.txt").read_text() for rank in range(2)]
     assert " in stop\n" in stacks[1] and " in _finish\n" in stacks[0], stacks
     (end,) = read_rows(tmp_path / "run", "end")
@@ -95,11 +106,27 @@ def test_a_stopped_rank(tmp_path):
 @pytest.mark.parametrize(
     ("act", "place", "said"),
     [
-        (loop_for_ever, "step", r"rank 1 \(\S+\) hangs in forward-backward of step 2, .* in loop_for_ever \(no progr"),
-        (read_for_ever, "data", r"rank 1 \(\S+\) hangs in data of step 3, at .* in read_for_ever \(no progress"),
-        (loop_for_ever, "validation", r"rank 1 \(\S+\) hangs in validation of step 3, at .* in loop_for_ever"),
+        (
+            loop_for_ever,
+            "step",
+            r"rank 1 \(\S+\) hangs in forward-backward of step 2, .* in loop_for_ever \(no progr",
+        ),
+        (
+            read_for_ever,
+            "data",
+            r"rank 1 \(\S+\) hangs in data of step 3, at .* in read_for_ever \(no progress",
+        ),
+        (
+            loop_for_ever,
+            "validation",
+            r"rank 1 \(\S+\) hangs in validation of step 3, at .* in loop_for_ever",
+        ),
         (stop, "save", r"rank 1 \(\S+\) hangs in save of step 9, .* \(no sign"),
-        (loop_for_ever, "startup", r"rank 1 \(\S+\) hangs in startup, building the model, at .* in loop_for_ever"),
+        (
+            loop_for_ever,
+            "startup",
+            r"rank 1 \(\S+\) hangs in startup, building the model, at .* in loop_for_ever",
+        ),
         (loop_for_ever, "end", r"rank 1 \(\S+\) hangs in save of step 9, at .* in loop_for_ever"),
         # Its neighbour has it print its stacks by a signal, which here ends the call as well.
         (hold_the_lock, "step", r"rank 1 .* hangs in .* \(no sign of life"),
@@ -120,8 +147,13 @@ def test_every_way_to_hang(tmp_path, act, place, said):
 @pytest.mark.long
 def test_rank_0_serves_the_store_and_is_stopped(tmp_path):
     statuses, text, took = run(tmp_path, stop, "step", 0.08, wrong=0)
-    assert statuses == [HANG, HANG] and "has not answered for" in text and took < 0.08 * 60 + 10, text
-    assert "rank 0 hangs in forward-backward of step 2 (its process is stopped): rank 1 in optimizer" in text
+    assert statuses == [HANG, HANG] and "has not answered for" in text and took < 0.08 * 60 + 10, (
+        text
+    )
+    assert (
+        "rank 0 hangs in forward-backward of step 2 (its process is stopped): rank 1 in optimizer"
+        in text
+    )
 
 
 def save_slowly(*_):
@@ -139,4 +171,8 @@ def wait_a_while(*_):
 def test_a_slow_save_is_no_hang(tmp_path, act):
     """The others wait for longer than the time-out, or for most of it."""
     statuses, text, _ = run(tmp_path, act, "save", 0.06, "--save-interval=3", wrong=0)
-    assert statuses == [0, 0] and "hangs" not in text and sorted(steps.list_steps(tmp_path / "run")) == [3, 6, 9], text
+    assert (
+        statuses == [0, 0]
+        and "hangs" not in text
+        and sorted(steps.list_steps(tmp_path / "run")) == [3, 6, 9]
+    ), text

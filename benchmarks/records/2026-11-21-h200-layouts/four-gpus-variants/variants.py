@@ -8,7 +8,9 @@ from meshwright.parallel import layout, pipeline
 C, Z1, Z3, P, V = g.Cell, g.ZERO1, g.ZERO3, g.PP2, g.VIRTUAL
 real_early = pipeline.comes_early
 S = (2, 4)
-g.TRAINING = g.TRAINING.replace("--lr 1.5e-4", "--lr 3e-5").replace("--lr-warmup-iters 5", "--lr-warmup-iters 20")
+g.TRAINING = g.TRAINING.replace("--lr 1.5e-4", "--lr 3e-5").replace(
+    "--lr-warmup-iters 5", "--lr-warmup-iters 20"
+)
 g.CELLS["2.7B"] = [
     C("one GPU", "", 8, 32, 1, (1, 3)),
     C("one GPU m16", "", 16, 32, 1, (1, 3)),

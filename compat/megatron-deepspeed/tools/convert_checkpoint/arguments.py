@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[4] / "src"))  # runs from a clone too, without an install
+# runs from a clone too, without an install
+sys.path.insert(0, str(Path(__file__).resolve().parents[4] / "src"))
 
 from meshwright.__main__ import main as run  # noqa: E402, F401
 
@@ -16,11 +17,15 @@ from meshwright.__main__ import main as run  # noqa: E402, F401
 def parse(about: str | None) -> tuple[argparse.Namespace, list[str]]:
     """Return the old arguments and the others, which are flags of the command."""
     parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
-    parser.add_argument("--input_folder", required=True, help="folder of checkpoints, or of one step")
+    parser.add_argument(
+        "--input_folder", required=True, help="folder of checkpoints, or of one step"
+    )
     parser.add_argument("--output_folder", required=True, help="folder to write, which is made")
     parser.add_argument("--target_tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--target_pp", type=int, default=1, help="pipeline stages")
-    parser.add_argument("--for_release", action="store_true", help="weights alone, without optimizer state")
+    parser.add_argument(
+        "--for_release", action="store_true", help="weights alone, without optimizer state"
+    )
     return parser.parse_known_args()
 
 
@@ -32,7 +37,9 @@ def refuse(message: str) -> NoReturn:
 def refuse_layout(a: argparse.Namespace, what: str) -> NoReturn:
     """Say how a checkpoint is loaded in another layout, which DeepSpeed needs a conversion for."""
     load = f"--load {shlex.quote(a.input_folder)}"
-    sizes = f"--tensor-model-parallel-size {a.target_tp} --pipeline-model-parallel-size {a.target_pp}"
+    sizes = (
+        f"--tensor-model-parallel-size {a.target_tp} --pipeline-model-parallel-size {a.target_pp}"
+    )
     refuse(
         f"{what} is not written and not needed; pretrain_gpt.py {load} {sizes} continues from that folder as it is, "
         "with its optimizer state"

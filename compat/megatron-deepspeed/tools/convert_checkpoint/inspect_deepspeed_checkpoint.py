@@ -12,5 +12,7 @@ if __name__ == "__main__":
         parser.add_argument(flag, type=int, help="without effect: whole tensors are listed")
     a, others = parser.parse_known_args()
     if a.target_tp or a.target_pp:
-        print("--target_tp and --target_pp have no effect: whole tensors are listed", file=sys.stderr)
+        print(
+            "--target_tp and --target_pp have no effect: whole tensors are listed", file=sys.stderr
+        )
     sys.exit(arguments.run(["inspect", a.folder, "--tensors", *others]))

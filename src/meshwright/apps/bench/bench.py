@@ -43,7 +43,9 @@ class Bench:
             "python": platform.python_version(),
             "host": platform.node(),
             "gpus": len(accelerators),
-            "device": devices.device_name(accelerators[0]) if accelerators else f"CPU, {host.cores()} cores",
+            "device": devices.device_name(accelerators[0])
+            if accelerators
+            else f"CPU, {host.cores()} cores",
         }
 
     def run(self, rows: list[BenchRow]) -> int:
@@ -52,13 +54,17 @@ class Bench:
         self.plan.out.mkdir(parents=True, exist_ok=True)
         about = self.about
         commit = f", commit {about['commit']}" if about["commit"] else ""
-        self.show(f"{about['device']}, meshwright {about['version']}{commit}, torch {about['torch']}")
+        self.show(
+            f"{about['device']}, meshwright {about['version']}{commit}, torch {about['torch']}"
+        )
         self.show(table.head())
         for number, row in enumerate(rows, 1):
             self.add(self.measure(row, f"{number} of {len(rows)}: {row.name}"))
         self.show(*table.startup_lines(self.results))
         failed = sum(bool(r["failed"]) for r in self.results)
-        self.show(f"\n{len(rows)} rows, {failed} failed, in {duration(time.perf_counter() - began)}")
+        self.show(
+            f"\n{len(rows)} rows, {failed} failed, in {duration(time.perf_counter() - began)}"
+        )
         title = f"{about['device']}, meshwright {about['version']}, torch {about['torch']}"
         table.draw_bars(self.results, title, self.plan.out / "bench.png")
         print(f"tables, logs and picture: {self.plan.out}")
@@ -67,9 +73,17 @@ class Bench:
     def measure(self, row: BenchRow, title: str) -> dict[str, Any]:
         if row.gpus > self.gpus > 0:
             need = f"needs {row.gpus} GPUs, this machine has {self.gpus}; --gpus and --rows choose others"
-            return {"name": row.name, "gpus": row.gpus, "beside": row.beside, "failed": need, "startup": {}}
+            return {
+                "name": row.name,
+                "gpus": row.gpus,
+                "beside": row.beside,
+                "failed": need,
+                "startup": {},
+            }
         with step_bar(title, self.plan.steps_of(row)) as bar:
-            result = measure_row(row, self.plan, lambda done: bar[0].update(bar[1], completed=done) if bar else None)
+            result = measure_row(
+                row, self.plan, lambda done: bar[0].update(bar[1], completed=done) if bar else None
+            )
             if self.plan.peers and row.peers and not result["failed"]:
                 from meshwright.apps.bench.peers import compare_with_peers
 
@@ -116,8 +130,19 @@ def find_commit() -> str | None:
     folder = Path(__file__).parents[4]
     if not (folder / ".git").exists():
         return None
-    words = ["git", "-C", str(folder), "describe", "--always", "--exclude=*", "--abbrev=10", "--dirty=+"]
+    words = [
+        "git",
+        "-C",
+        str(folder),
+        "describe",
+        "--always",
+        "--exclude=*",
+        "--abbrev=10",
+        "--dirty=+",
+    ]
     try:
-        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+        return subprocess.run(
+            words, capture_output=True, text=True, check=True, timeout=20
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None

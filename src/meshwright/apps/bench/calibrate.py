@@ -85,7 +85,9 @@ def calibrate(wanted: str, folder: Path) -> Path:
     bandwidth = max(known.bandwidth, copied) if on_sheet else copied
     main = "bfloat16" if device.type != "cpu" else "float32"
     measured = {"products": rates[main] / peaks[main], "update": copied / bandwidth}
-    measured |= {f"products_{dtype}": rate / peaks[dtype] for dtype, rate in rates.items() if dtype in peaks}
+    measured |= {
+        f"products_{dtype}": rate / peaks[dtype] for dtype, rate in rates.items() if dtype in peaks
+    }
     streamed = COUNTED * passes_per_second(device, sizes)
     measured |= attention(device, sizes, peaks[main], streamed)
     measured["passes"] = streamed / bandwidth
@@ -103,7 +105,9 @@ def calibrate(wanted: str, folder: Path) -> Path:
         measured=frozenset(measured),
         storage={"disk": disk_per_second(folder), "host": host_per_second(device)},
         links=replace(known.links, gpus_per_node=count, within=link),
-        sources=(f"meshwright bench --calibrate, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",),
+        sources=(
+            f"meshwright bench --calibrate, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
+        ),
     )
     path = folder / f"{'-'.join(title.lower().replace(',', '').split())}.toml"
     path.write_text(as_toml(profile), encoding="utf-8")
@@ -117,7 +121,9 @@ def seconds_of(run: Callable[[], object], device: torch.device, share: float = 1
     begun = time.perf_counter()
     run()
     devices.synchronize(device)
-    calls = max(1, min(1000, int(share * FIGURE_SECONDS / 5 / max(time.perf_counter() - begun, 1e-7))))
+    calls = max(
+        1, min(1000, int(share * FIGURE_SECONDS / 5 / max(time.perf_counter() - begun, 1e-7)))
+    )
     times: list[float] = []
     end = time.perf_counter() + share * FIGURE_SECONDS
     while not times or time.perf_counter() < end:
@@ -140,15 +146,23 @@ def shapes(sizes: Sizes) -> list[tuple[int, int]]:
 def products(device: torch.device, sizes: Sizes, copied: float) -> dict[str, float]:
     """Return FLOP/s by format."""
     out = {}
-    for name, dtype in (DTYPES | ({"float64": torch.float64} if device.type == "cpu" else {})).items():
-        few = sizes if dtype is not torch.float32 or device.type == "cpu" else sizes._replace(rows=sizes.rows // 4)
+    for name, dtype in (
+        DTYPES | ({"float64": torch.float64} if device.type == "cpu" else {})
+    ).items():
+        few = (
+            sizes
+            if dtype is not torch.float32 or device.type == "cpu"
+            else sizes._replace(rows=sizes.rows // 4)
+        )
         out[name] = rate_of_products(device, few, dtype, copied)
     if devices.has_fp8(device):
         out["fp8"] = rate_of_products(device, sizes, torch.float8_e4m3fn, copied)
     return out
 
 
-def rate_of_products(device: torch.device, sizes: Sizes, dtype: torch.dtype, copied: float) -> float:
+def rate_of_products(
+    device: torch.device, sizes: Sizes, dtype: torch.dtype, copied: float
+) -> float:
     """Return FLOP/s at all shapes."""
     flops = spent = 0.0
     for outputs, inputs in shapes(sizes):
@@ -190,7 +204,9 @@ def attention(device: torch.device, sizes: Sizes, peak: float, streamed: float) 
     blocks = sizes.tokens / ATTENTION_ROWS
     for width in (64, 128):
         shape = samples, sizes.tokens, heads, width
-        q, k, v = (torch.randn(shape, device=device, dtype=dtype).requires_grad_() for _ in range(3))
+        q, k, v = (
+            torch.randn(shape, device=device, dtype=dtype).requires_grad_() for _ in range(3)
+        )
         grad = torch.randn(shape, device=device, dtype=dtype)
 
         def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
@@ -199,12 +215,23 @@ def attention(device: torch.device, sizes: Sizes, peak: float, streamed: float) 
         def both(q: Tensor = q, k: Tensor = k, v: Tensor = v, grad: Tensor = grad) -> object:
             return torch.autograd.grad(fused(q, k, v, None, None, 0.0), (q, k, v), grad)
 
-        flops = 4.0 * samples * heads * width * sizes.tokens**2 * (blocks + 1 + ATTENTION_STARTS) / (2 * blocks)
+        flops = (
+            4.0
+            * samples
+            * heads
+            * width
+            * sizes.tokens**2
+            * (blocks + 1 + ATTENTION_STARTS)
+            / (2 * blocks)
+        )
         first = seconds_of(forward, device)
         # The plan counts these of backward's passes over the heads apart.
         passes = ATTENTION_PASSES * q.numel() * q.element_size() / streamed
         second = max(seconds_of(both, device) - first - passes, first)
-        out |= {f"attention_{width}": flops / first / peak, f"attention_{width}_backward": 2.5 * flops / second / peak}
+        out |= {
+            f"attention_{width}": flops / first / peak,
+            f"attention_{width}_backward": 2.5 * flops / second / peak,
+        }
     return out
 
 
@@ -244,7 +271,10 @@ def small_times(device: torch.device, flops: float) -> dict[str, float]:
 
     out: dict[str, float] = {}
     kernels: dict[str, Callable[[], object]]
-    kernels = {"product": lambda: torch.mm(x, x, out=y), "pass": lambda: torch.add(small, small, out=out_of_small)}
+    kernels = {
+        "product": lambda: torch.mm(x, x, out=y),
+        "pass": lambda: torch.add(small, small, out=out_of_small),
+    }
     for name, run in kernels.items():
         repeated = functools.partial(repeat, run)
         if device.type == devices.NVIDIA:
@@ -269,20 +299,30 @@ def host_seconds(device: torch.device) -> dict[str, float]:
     counts, of layers that launch much else.
     """
     blocks = ("fused", "plain") if devices.has_kernels(device) else ("plain",)
-    factors = [layer_seconds(device, block) / counted_seconds(block) for _ in range(HOST_ROUNDS) for block in blocks]
+    factors = [
+        layer_seconds(device, block) / counted_seconds(block)
+        for _ in range(HOST_ROUNDS)
+        for block in blocks
+    ]
     return {"launch": statistics.median(factors) * SECONDS["launch"]}
 
 
 def counted_seconds(block: str) -> float:
     """Return what a layer's launches take by SECONDS."""
-    return sum(count * SECONDS[LAUNCHES[kind]] for way in LAYER_LAUNCHES[block] for kind, count in way.items())
+    return sum(
+        count * SECONDS[LAUNCHES[kind]]
+        for way in LAYER_LAUNCHES[block]
+        for kind, count in way.items()
+    )
 
 
 def layer_seconds(device: torch.device, block: str) -> float:
     """Return the host's seconds for a layer in a training step without CUDA graphs."""
     few, many = 2, 8
     flags = "--fused-kernels off" if block == "plain" else ""
-    return max(step_seconds(device, many, flags) - step_seconds(device, few, flags), 1e-9) / (many - few)
+    return max(step_seconds(device, many, flags) - step_seconds(device, few, flags), 1e-9) / (
+        many - few
+    )
 
 
 def step_seconds(device: torch.device, layers: int, flags: str = "") -> float:
@@ -312,7 +352,9 @@ def measure_links(device: torch.device) -> dict[str, float]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=LINK_SECONDS)
     line = next((line for line in done.stdout.splitlines() if line.startswith("{")), None)
     if line is None:
-        show(f" > the links were not measured: {(done.stderr.splitlines() or ['nothing was printed'])[-1]}")
+        show(
+            f" > the links were not measured: {(done.stderr.splitlines() or ['nothing was printed'])[-1]}"
+        )
         return {}
     return {name: float(x) for name, x in json.loads(line).items()}
 
@@ -352,7 +394,10 @@ def host_per_second(device: torch.device) -> float:
 
 def as_toml(profile: DeviceProfile) -> str:
     names = ("bandwidth", "latency", "collectives", "copies")
-    links = {place: {n: getattr(getattr(profile.links, place), n) for n in names} for place in ("within", "between")}
+    links = {
+        place: {n: getattr(getattr(profile.links, place), n) for n in names}
+        for place in ("within", "between")
+    }
     lines = [
         f"title = {json.dumps(profile.title)}",
         f"kind = {json.dumps(profile.kind)}",
@@ -362,7 +407,12 @@ def as_toml(profile: DeviceProfile) -> str:
         f"sources = {json.dumps(profile.sources)}",
         section("peaks", profile.peaks),
         section(
-            "measured", {n: x for n, x in [*profile.reached.items(), *profile.seconds.items()] if n in profile.measured}
+            "measured",
+            {
+                n: x
+                for n, x in [*profile.reached.items(), *profile.seconds.items()]
+                if n in profile.measured
+            },
         ),
         section("storage", profile.storage),
         f"\n[links]\ngpus_per_node = {profile.links.gpus_per_node}",

@@ -21,7 +21,11 @@ Wording = list[str]  # a field below is named list
 Problems = list[Problem]
 Peers = list[Peer]
 # Flags of train that a bench sets, and what to give in their place.
-BENCH_FLAGS = {"--train-iters": "--steps before --", "--run-dir": "--out before --", "--data-path": "--data before --"}
+BENCH_FLAGS = {
+    "--train-iters": "--steps before --",
+    "--run-dir": "--out before --",
+    "--data-path": "--data before --",
+}
 BENCH_FLAGS |= dict.fromkeys(("--dry-run", "--print-config"), "--list before --")
 
 
@@ -30,31 +34,61 @@ class BenchConfig:
     """Settings of `meshwright bench`."""
 
     sets: Wording = flag(
-        [], "sets of rows, or presets (none: by this machine's devices)", positional=True, value="FORM"
+        [],
+        "sets of rows, or presets (none: by this machine's devices)",
+        positional=True,
+        value="FORM",
     )
-    rows: str | None = flag(None, "only the rows whose names match this regular expression", value="FORM")
-    list: bool = flag(False, "list the sets, or the rows of the sets that are named, and run nothing")
+    rows: str | None = flag(
+        None, "only the rows whose names match this regular expression", value="FORM"
+    )
+    list: bool = flag(
+        False, "list the sets, or the rows of the sets that are named, and run nothing"
+    )
     out: Path | None = flag(None, "folder for tables and logs (none: bench- and the time)")
     data: str | None = flag(
-        None, "prefix of token files, made with GPT-2's vocabulary (none: random tokens)", value="PREFIX"
+        None,
+        "prefix of token files, made with GPT-2's vocabulary (none: random tokens)",
+        value="PREFIX",
     )
-    steps: int | None = flag(None, "steps of each row (none: the row's own number)", bound=">0", docs="evaluation")
-    seconds: float = flag(300, "most seconds for a row; then it is stopped, and the steps so far count", bound=">0")
-    peers: bool = flag(False, "run the same models by transformers and megatron-core too, where they are installed")
+    steps: int | None = flag(
+        None, "steps of each row (none: the row's own number)", bound=">0", docs="evaluation"
+    )
+    seconds: float = flag(
+        300, "most seconds for a row; then it is stopped, and the steps so far count", bound=">0"
+    )
+    peers: bool = flag(
+        False, "run the same models by transformers and megatron-core too, where they are installed"
+    )
     peer_names: Peers = flag([], f"as --peers, but only these: {' '.join(get_args(Peer))}")
     peer_seconds: float = flag(180, "most seconds for each other program and model", bound=">0")
-    profile: bool = flag(False, "trace three more steps of each row, and show where their time goes", docs="memory")
-    gpus: int | None = flag(None, "GPUs of the rows on several (none: all of this machine, at least 2)", bound=">0")
-    calibrate: bool = flag(False, "measure this machine for `meshwright plan` instead, and write its profile to --out")
-    device: str = flag("auto", "device that --calibrate measures", needs="--calibrate", value="FORM", docs="")
+    profile: bool = flag(
+        False, "trace three more steps of each row, and show where their time goes", docs="memory"
+    )
+    gpus: int | None = flag(
+        None, "GPUs of the rows on several (none: all of this machine, at least 2)", bound=">0"
+    )
+    calibrate: bool = flag(
+        False, "measure this machine for `meshwright plan` instead, and write its profile to --out"
+    )
+    device: str = flag(
+        "auto", "device that --calibrate measures", needs="--calibrate", value="FORM", docs=""
+    )
 
     def problems(self) -> Problems:
         if self.steps is not None and self.steps < 3:
-            return [Problem(("steps",), f"{stated(self, 'steps')}: the first third is warm-up; give 3 or more")]
+            return [
+                Problem(
+                    ("steps",),
+                    f"{stated(self, 'steps')}: the first third is warm-up; give 3 or more",
+                )
+            ]
         if self.peer_seconds != type(self).peer_seconds and not self.programs:
             return [Problem(("peer_seconds",), "{peer_seconds} has no effect without {peers}")]
         if self.calibrate and (self.sets or self.rows or self.programs or self.list):
-            text = "{calibrate=True} runs no rows of a set; give it alone, or with {out} and {device}"
+            text = (
+                "{calibrate=True} runs no rows of a set; give it alone, or with {out} and {device}"
+            )
             return [Problem(("calibrate",), text)]
         return []
 
@@ -92,8 +126,12 @@ def main(argv: Wording) -> int:
 
     out = c.out or Path(f"bench-{time.strftime('%Y%m%d-%H%M%S')}")
     if (out / "results.json").exists():
-        raise SettingsError(f"{{out={out}}} holds the results of an earlier bench; choose another folder")
-    plan = BenchPlan(out, c.data, c.steps, c.seconds, c.profile, tuple(extra), tuple(c.programs), c.peer_seconds)
+        raise SettingsError(
+            f"{{out={out}}} holds the results of an earlier bench; choose another folder"
+        )
+    plan = BenchPlan(
+        out, c.data, c.steps, c.seconds, c.profile, tuple(extra), tuple(c.programs), c.peer_seconds
+    )
     for folder in (out, *(plan.folder(row) for row in chosen)):
         if folder.exists() and not (folder == out and out.is_dir()):
             raise SettingsError(f"{{out={out}}}: {folder} exists already; choose another folder")
@@ -109,5 +147,7 @@ def run_calibration(c: BenchConfig, extra: Wording) -> int:
     out = c.out or Path(f"bench-{time.strftime('%Y%m%d-%H%M%S')}")
     out.mkdir(parents=True, exist_ok=True)
     path = calibrate(c.device, out)
-    print(f"{path.read_text(encoding='utf-8')}\nwritten to {path}; `meshwright plan --gpu {path}` takes it")
+    print(
+        f"{path.read_text(encoding='utf-8')}\nwritten to {path}; `meshwright plan --gpu {path}` takes it"
+    )
     return DONE

@@ -36,7 +36,9 @@ def main() -> None:
         copies = 4 * size / seconds_of(lambda: x.copy_(there), device)
     dist.barrier()
     if rank == 0:
-        print(json.dumps({"collectives": reached, "copies": copies, "latency": latency}), flush=True)
+        print(
+            json.dumps({"collectives": reached, "copies": copies, "latency": latency}), flush=True
+        )
     dist.destroy_process_group()
 
 

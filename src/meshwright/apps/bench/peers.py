@@ -31,7 +31,8 @@ def compare_with_peers(
     """Return the figures of each program, with the ratio of our speed to its, the fastest first."""
     out = []
     for name in plan.peers:
-        if name != "transformers" and "--device cpu" in row.flags:  # compiling takes minutes; megatron-core needs CUDA
+        # compiling takes minutes; megatron-core needs CUDA
+        if name != "transformers" and "--device cpu" in row.flags:
             continue
         say(name)
         peer = run_peer(name, row, plan)
@@ -51,7 +52,13 @@ def run_peer(name: str, row: BenchRow, plan: BenchPlan) -> dict[str, Any]:
     steps = min(plan.steps_of(row), PEER_STEPS)
     words = ["--vocab-size", str(row.vocabulary), *row.flags.split()]
     request = {"program": name, "flags": words, "micros": row.peers, "steps": steps}
-    command = [sys.executable, "-m", "meshwright.apps.bench.programs", json.dumps(request), str(results)]
+    command = [
+        sys.executable,
+        "-m",
+        "meshwright.apps.bench.programs",
+        json.dumps(request),
+        str(results),
+    ]
     with console.open("w") as file:
         environment = os.environ | {LAUNCHER_PID: str(os.getpid())}
         run = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
@@ -76,11 +83,15 @@ def read_result(name: str, results: Path, console: Path, seconds: float) -> dict
     done = [e for e in ran if e["event"] == "done"]
     best = done or sorted(ran, key=lambda e: -e["tokens_per_second"])
     if not best:
-        too_large = tried and f"micro-batches {', '.join(str(e['micro']) for e in tried)} do not fit"
+        too_large = (
+            tried and f"micro-batches {', '.join(str(e['micro']) for e in tried)} do not fit"
+        )
         reason = too_large or find_reason(console) or f"no step in {seconds:g} s (--peer-seconds)"
         return {"name": name, "failed": reason}
     speeds = {e["micro"]: e["tokens_per_second"] for e in tried}
-    return {"name": name, "failed": None, "tried": speeds} | {k: v for k, v in best[0].items() if k != "event"}
+    return {"name": name, "failed": None, "tried": speeds} | {
+        k: v for k, v in best[0].items() if k != "event"
+    }
 
 
 def is_installed(module: str) -> bool:

@@ -42,12 +42,16 @@ TRIAL_STEPS = 5  # steps of each micro-batch, the first two not counted
 
 
 def main(request: dict[str, Any], path: Path) -> None:
-    config = flags.parse_settings(TrainConfig, [*request["flags"], "--mock-data", "--train-iters=1000"], "peer").config
+    config = flags.parse_settings(
+        TrainConfig, [*request["flags"], "--mock-data", "--train-iters=1000"], "peer"
+    ).config
     device = devices.open_device(config.parallel.device)
     build, package = PROGRAMS[request["program"]]
     ids = config.tokenizer.vocab_size
     assert ids
-    step = build(config, padded_size(ids, config.model.make_vocab_size_divisible_by, 1, None), device)
+    step = build(
+        config, padded_size(ids, config.model.make_vocab_size_divisible_by, 1, None), device
+    )
     trial = Trial(step, config.data.seq_length or 0, ids, device)
     about = {"version": version(package)}
     speeds: dict[int, float] = {}
@@ -97,20 +101,45 @@ class Trial:
 def transformers_network(m: Model, length: int, padded: int) -> nn.Module:
     """Return GPT2LMHeadModel or LlamaForCausalLM with the shape and dropout of a model of ours."""
     hf: Any = importlib.import_module("transformers")
-    common: dict[str, Any] = {"vocab_size": padded, "attn_implementation": "sdpa", "use_cache": False}
+    common: dict[str, Any] = {
+        "vocab_size": padded,
+        "attn_implementation": "sdpa",
+        "use_cache": False,
+    }
     common |= {"tie_word_embeddings": not m.untie_embeddings_and_output_weights}
     norm = (m.normalization, m.norm_bias, m.qk_layernorm)
     if m.windowed_layers:
-        raise SettingsError("transformers is not compared on a network with windows; leave {window_size} out")
-    kind = (m.position, norm, m.activation, m.add_bias_linear, m.final_logit_softcapping, m.use_parallel_residual)
+        raise SettingsError(
+            "transformers is not compared on a network with windows; leave {window_size} out"
+        )
+    kind = (
+        m.position,
+        norm,
+        m.activation,
+        m.add_bias_linear,
+        m.final_logit_softcapping,
+        m.use_parallel_residual,
+    )
     if kind == ("learned", ("LayerNorm", True, False), "gelu-tanh", True, 0.0, False):
-        shape = dict(n_embd=m.hidden_size, n_layer=m.num_layers, n_head=m.num_attention_heads, n_inner=m.ffn)
-        drops = dict(resid_pdrop=m.hidden_dropout, embd_pdrop=m.hidden_dropout, attn_pdrop=m.attention_dropout)
+        shape = dict(
+            n_embd=m.hidden_size, n_layer=m.num_layers, n_head=m.num_attention_heads, n_inner=m.ffn
+        )
+        drops = dict(
+            resid_pdrop=m.hidden_dropout,
+            embd_pdrop=m.hidden_dropout,
+            attn_pdrop=m.attention_dropout,
+        )
         settings = common | shape | drops | {"n_positions": length, "loss_type": "ForCausalLM"}
         return hf.GPT2LMHeadModel(hf.GPT2Config(**settings))  # type: ignore[no-any-return]
     if kind == ("rope", ("RMSNorm", False, False), "swiglu", False, 0.0, False):
-        shape = dict(hidden_size=m.hidden_size, num_hidden_layers=m.num_layers, intermediate_size=m.ffn)
-        heads = dict(num_attention_heads=m.num_attention_heads, num_key_value_heads=m.groups, head_dim=m.head_dim)
+        shape = dict(
+            hidden_size=m.hidden_size, num_hidden_layers=m.num_layers, intermediate_size=m.ffn
+        )
+        heads = dict(
+            num_attention_heads=m.num_attention_heads,
+            num_key_value_heads=m.groups,
+            head_dim=m.head_dim,
+        )
         settings = common | shape | heads | {"max_position_embeddings": length}
         return hf.LlamaForCausalLM(hf.LlamaConfig(**settings))  # type: ignore[no-any-return]
     raise UserError(f"transformers is not compared on this network: {kind}")
@@ -118,16 +147,25 @@ def transformers_network(m: Model, length: int, padded: int) -> nn.Module:
 
 def decay_groups(network: nn.Module, decay: float) -> list[dict[str, Any]]:
     """Return all parameters in two groups: matrices, and vectors, which do not decay."""
-    parts = [[p for p in network.parameters() if (p.dim() > 1) == is_matrix] for is_matrix in (True, False)]
-    return [{"params": part, "weight_decay": w} for part, w in zip(parts, (decay, 0.0), strict=True)]
+    parts = [
+        [p for p in network.parameters() if (p.dim() > 1) == is_matrix]
+        for is_matrix in (True, False)
+    ]
+    return [
+        {"params": part, "weight_decay": w} for part, w in zip(parts, (decay, 0.0), strict=True)
+    ]
 
 
-def transformers(config: TrainConfig, padded: int, device: torch.device, compiled: bool = False) -> PeerStep:
+def transformers(
+    config: TrainConfig, padded: int, device: torch.device, compiled: bool = False
+) -> PeerStep:
     o, length = config.optimizer, config.data.seq_length or 0
     with device:
         network = transformers_network(config.model, length, padded).train()
     groups = decay_groups(network, o.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=o.lr or 1e-4, betas=(o.adam_beta1, o.adam_beta2), fused=True)
+    optimizer = torch.optim.AdamW(
+        groups, lr=o.lr or 1e-4, betas=(o.adam_beta1, o.adam_beta2), fused=True
+    )
     run = torch.compile(network, dynamic=False) if compiled else network
     is_bf16 = device.type != "cpu"
 
@@ -211,16 +249,26 @@ def megatron(config: TrainConfig, padded: int, device: torch.device) -> PeerStep
         raise UserError("megatron-core is compared on GPT-2's network only")
     is_cpu = device.type == "cpu"
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # of this process alone
-    torch.distributed.init_process_group("gloo" if is_cpu else "nccl", store=store, rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo" if is_cpu else "nccl", store=store, rank=0, world_size=1
+    )
     core.parallel_state.initialize_model_parallel(1, 1, create_gloo_process_groups=False)
     if not is_cpu:
         core.tensor_parallel.model_parallel_cuda_manual_seed(123)
     dtype = torch.bfloat16
-    settings = transformer.TransformerConfig(**megatron_settings(m, dtype), use_cpu_initialization=is_cpu)
-    more = dict(position_embedding_type="learned_absolute", share_embeddings_and_output_weights=True)
-    network = gpt.GPTModel(settings, megatron_layers(), vocab_size=padded, max_sequence_length=length, **more)
+    settings = transformer.TransformerConfig(
+        **megatron_settings(m, dtype), use_cpu_initialization=is_cpu
+    )
+    more = dict(
+        position_embedding_type="learned_absolute", share_embeddings_and_output_weights=True
+    )
+    network = gpt.GPTModel(
+        settings, megatron_layers(), vocab_size=padded, max_sequence_length=length, **more
+    )
     network = module.Float16Module(settings, network.to(device)).train()
-    of_data = ddp.DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    of_data = ddp.DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True
+    )
     network = ddp.DistributedDataParallel(settings, of_data, network)
     of_optimizer = optim.OptimizerConfig(**megatron_optimizer_settings(dtype))
     optimizer = optim.get_megatron_optimizer(of_optimizer, [network], use_gloo_process_groups=False)
@@ -231,7 +279,9 @@ def megatron(config: TrainConfig, padded: int, device: torch.device) -> PeerStep
         network.zero_grad_buffer()
         optimizer.zero_grad()
         batch_positions = positions.expand(len(tokens), -1)
-        losses = network(tokens[:, :-1].contiguous(), batch_positions, None, labels=tokens[:, 1:].contiguous())
+        losses = network(
+            tokens[:, :-1].contiguous(), batch_positions, None, labels=tokens[:, 1:].contiguous()
+        )
         loss: Tensor = losses.float().mean()
         loss.backward()  # type: ignore[no-untyped-call]
         ddp.finalize_model_grads([network], None)
@@ -251,16 +301,22 @@ def attention_by_torch() -> type:
             super().__init__(config=config)
             self.p = config.attention_dropout
 
-        def forward(self, query: Tensor, key: Tensor, value: Tensor, *unused: Any, **more: Any) -> Tensor:
+        def forward(
+            self, query: Tensor, key: Tensor, value: Tensor, *unused: Any, **more: Any
+        ) -> Tensor:
             s, b, heads, size = query.shape
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.p if self.training else 0.0, is_causal=True)
+            y = F.scaled_dot_product_attention(
+                q, k, v, dropout_p=self.p if self.training else 0.0, is_causal=True
+            )
             return y.permute(2, 0, 1, 3).reshape(s, b, heads * size)
 
     return TorchAttention
 
 
-def foreach_norm(chunk: int, flag: Tensor, lists: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
+def foreach_norm(
+    chunk: int, flag: Tensor, lists: list[list[Tensor]], per_tensor: bool
+) -> tuple[Tensor, None]:
     """In the place of megatron-core's loop, which waits for the device at each tensor."""
     return torch.stack(torch._foreach_norm(lists[0])).norm()[None], None
 

@@ -39,7 +39,9 @@ class BenchRow:
     is_fresh: bool = False  # compilers' caches start empty with the set, not with the user's own
 
 
-def row(name: str, flags: str, micro: int, batch: int = 0, steps: int = 30, **more: object) -> BenchRow:
+def row(
+    name: str, flags: str, micro: int, batch: int = 0, steps: int = 30, **more: object
+) -> BenchRow:
     """Return a row of this recipe; `batch` is the global batch, `micro` without one."""
     sizes = f"--micro-batch-size {micro} --global-batch-size {batch or micro}"
     precision = "" if "--fp16" in flags or "--device cpu" in flags else " --bf16"
@@ -65,7 +67,12 @@ def of_345m() -> list[BenchRow]:
         row("345M micro-batch 2, no graphs", f"{A} --cuda-graphs off", 2, steps=60),
         row("345M no graphs", f"{A} {DRY} --cuda-graphs off", 32),
         row("345M no kernels", f"{A} {DRY} --fused-kernels off", 32, steps=20),
-        row("345M no kernels, not compiled", f"{A} {DRY} --fused-kernels off --compile off", 32, steps=20),
+        row(
+            "345M no kernels, not compiled",
+            f"{A} {DRY} --fused-kernels off --compile off",
+            32,
+            steps=20,
+        ),
     ]
 
 
@@ -79,7 +86,11 @@ def of_options() -> list[BenchRow]:
         row("345M fp16", f"{a} --fp16 --initial-loss-scale 65536", 32, steps=20),
         row("345M deterministic", f"{a} --deterministic-mode", 32, steps=20),
         row("345M offloaded optimizer", f"{a} --cpu-optimizer", 32, steps=9),
-        BenchRow("345M micro-batch auto", f"{a} --micro-batch-size auto --global-batch-size 256 --bf16 {RECIPE}", 9),
+        BenchRow(
+            "345M micro-batch auto",
+            f"{a} --micro-batch-size auto --global-batch-size 256 --bf16 {RECIPE}",
+            9,
+        ),
     ]
 
 
@@ -109,21 +120,61 @@ def of_layouts(gpus: int) -> list[BenchRow]:
     return [
         row("345M", a, 32),
         row(f"345M DP{gpus}", a, 32, 32 * gpus, gpus=gpus, beside="345M"),
-        row(f"345M DP{gpus} ZeRO-1", f"{a} --zero-stage 1", 32, 32 * gpus, gpus=gpus, beside="345M"),
+        row(
+            f"345M DP{gpus} ZeRO-1", f"{a} --zero-stage 1", 32, 32 * gpus, gpus=gpus, beside="345M"
+        ),
         row("345M micro-batch 4", A, 4, steps=60),
-        row(f"345M micro-batch 4 DP{gpus}", A, 4, 4 * gpus, steps=60, gpus=gpus, beside="345M micro-batch 4"),
+        row(
+            f"345M micro-batch 4 DP{gpus}",
+            A,
+            4,
+            4 * gpus,
+            steps=60,
+            gpus=gpus,
+            beside="345M micro-batch 4",
+        ),
         # The head computes as much as 4 of these layers, so the last stage has fewer.
-        row("345M PP2", f"{a} {stages} 6 --pipeline-layout 7,7,7,3", 8, 64 * gpus // 2, 20, gpus=gpus, beside="345M"),
+        row(
+            "345M PP2",
+            f"{a} {stages} 6 --pipeline-layout 7,7,7,3",
+            8,
+            64 * gpus // 2,
+            20,
+            gpus=gpus,
+            beside="345M",
+        ),
         row("1.3B", f"{B} {DRY}", 16, steps=20),
         row(f"1.3B DP{gpus}", f"{B} {DRY}", 16, 16 * gpus, 20, gpus=gpus, beside="1.3B"),
-        row(f"1.3B DP{gpus} ZeRO-1", f"{B} {DRY} --zero-stage 1", 16, 16 * gpus, 20, gpus=gpus, beside="1.3B"),
+        row(
+            f"1.3B DP{gpus} ZeRO-1",
+            f"{B} {DRY} --zero-stage 1",
+            16,
+            16 * gpus,
+            20,
+            gpus=gpus,
+            beside="1.3B",
+        ),
         row("1.3B PP2", f"{B} {DRY} {by_stages}", 4, 16 * gpus, 20, gpus=gpus, beside="1.3B"),
         row("1.3B TP2", f"{B} {DRY} {by_columns}", 16, 16 * gpus, 20, gpus=gpus, beside="1.3B"),
         row("2.7B", c, 8, steps=12),
-        row(f"2.7B DP{gpus} ZeRO-3", f"{c} --zero-stage 3", 8, 8 * gpus, 12, gpus=gpus, beside="2.7B"),
+        row(
+            f"2.7B DP{gpus} ZeRO-3",
+            f"{c} --zero-stage 3",
+            8,
+            8 * gpus,
+            12,
+            gpus=gpus,
+            beside="2.7B",
+        ),
         row("2.7B TP2 SP", f"{c} {tensor}", 8, 8 * gpus // 2, 12, gpus=gpus, beside="2.7B"),
         row(
-            "2.7B TP2 SP, no overlap", f"{c} {tensor} --tp-overlap off", 8, 8 * gpus // 2, 12, gpus=gpus, beside="2.7B"
+            "2.7B TP2 SP, no overlap",
+            f"{c} {tensor} --tp-overlap off",
+            8,
+            8 * gpus // 2,
+            12,
+            gpus=gpus,
+            beside="2.7B",
         ),
         row("2.7B PP2", f"{c} {stages} 8", 4, 32 * gpus // 2, 8, gpus=gpus, beside="2.7B"),
     ]
@@ -135,7 +186,9 @@ def of_seeds() -> list[BenchRow]:
     recompute = f"{fp16} --checkpoint-activations"
 
     def published(name: str, flags: str, micro: int, batch: int, steps: int = 30) -> BenchRow:
-        return BenchRow(name, f"{flags} --micro-batch-size {micro} --global-batch-size {batch}", steps)
+        return BenchRow(
+            name, f"{flags} --micro-batch-size {micro} --global-batch-size {batch}", steps
+        )
 
     out = [
         published("Megatron-LM 345M", f"{A} {fp16}", 1, 2, 60),
@@ -156,7 +209,9 @@ def preset(name: str, steps: int = 10, cut: bool = True) -> BenchRow:
     flags = f"--preset {name} --global-batch-size {batch}{precision}"
     small = values["hidden_size"] < 768
     tried = () if small else (micro, 2 * micro, 4 * micro)
-    return BenchRow(name, flags, 30 if small else steps, peers=tried, vocabulary=family_of(name).vocabulary)
+    return BenchRow(
+        name, flags, 30 if small else steps, peers=tried, vocabulary=family_of(name).vocabulary
+    )
 
 
 def of_startup() -> list[BenchRow]:
@@ -207,7 +262,10 @@ def rows_of(name: str, gpus: int) -> list[BenchRow]:
     if set_name in PRESETS:
         return [preset(set_name)]
     names = [*ABOUT, *OTHER_NAMES, *PRESETS]
-    hint = did_you_mean(name, names, 0.7) or "; `meshwright bench --list` names the sets, and each preset is one"
+    hint = (
+        did_you_mean(name, names, 0.7)
+        or "; `meshwright bench --list` names the sets, and each preset is one"
+    )
     raise UserError(f"no set {name!r}{hint}")
 
 
@@ -228,7 +286,9 @@ def chosen(sets: Iterable[str], pattern: str | None, gpus: int) -> list[BenchRow
             f"{with_value('rows', repr(pattern))} is not a regular expression: {error}; give a part of the names"
         ) from None
     if not wanted:
-        raise SettingsError(f"{with_value('rows', repr(pattern))} matches none of the rows: {', '.join(rows)}")
+        raise SettingsError(
+            f"{with_value('rows', repr(pattern))} matches none of the rows: {', '.join(rows)}"
+        )
     needed = {row.beside for row in wanted} | {row.name for row in wanted}
     return [row for row in rows.values() if row.name in needed]
 

@@ -70,7 +70,10 @@ class BenchPlan:
     def data_flags(self, row: BenchRow) -> list[str]:
         words = " ".join([row.flags, *self.extra])
         if self.data is None:
-            return ["--mock-data", *([] if "--vocab-size" in words else ["--vocab-size", str(row.vocabulary)])]
+            return [
+                "--mock-data",
+                *([] if "--vocab-size" in words else ["--vocab-size", str(row.vocabulary)]),
+            ]
         is_named = tokenizers.find_of_data([self.data]) or re.search("--(tokenizer|vocab)", words)
         return ["--data-path", self.data, *([] if is_named else ["--vocab-size", GPT2_IDS])]
 
@@ -79,7 +82,9 @@ class BenchPlan:
         return os.environ | fresh | {LAUNCHER_PID: str(os.getpid())}  # they end with us
 
 
-def measure_row(row: BenchRow, plan: BenchPlan, on_step: Callable[[int], None] = lambda done: None) -> dict[str, Any]:
+def measure_row(
+    row: BenchRow, plan: BenchPlan, on_step: Callable[[int], None] = lambda done: None
+) -> dict[str, Any]:
     """Run a row, and return its figures or the reason why there are none.
 
     `on_step` is called with the number of steps done so far.
@@ -99,7 +104,11 @@ def measure_row(row: BenchRow, plan: BenchPlan, on_step: Callable[[int], None] =
     done = [r for r in logged if r["event"] == "step"][: plan.steps_of(row)]
     is_stopped = status in (-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL)
     if len(done) < 3 or not (status == 0 or is_stopped):
-        reason = f"stopped after {plan.seconds:g} s (--seconds)" if is_stopped else find_reason(folder / "console.txt")
+        reason = (
+            f"stopped after {plan.seconds:g} s (--seconds)"
+            if is_stopped
+            else find_reason(folder / "console.txt")
+        )
         return result | {"failed": reason or f"ended with status {status} after {len(done)} steps"}
     start = next(r for r in logged if r["event"] == "start")
     counted = done[len(done) // 3 :]
@@ -109,25 +118,34 @@ def measure_row(row: BenchRow, plan: BenchPlan, on_step: Callable[[int], None] =
         "steps": len(done),
         "tokens_per_second": statistics.median(step["tokens_per_second"] for step in counted),
         "ms": statistics.median(step["ms"] for step in counted),
-        "mfu": statistics.median(step["mfu"] for step in counted) if counted[-1]["mfu"] is not None else None,
+        "mfu": statistics.median(step["mfu"] for step in counted)
+        if counted[-1]["mfu"] is not None
+        else None,
         "peak_bytes": max(peaks) if peaks else None,
         "first_step_seconds": None if first is None else round(first - began, 2),
         "first_loss": done[0]["loss"],
         "last_loss": done[-1]["loss"],
         "startup": find_startup(start, done[0], began, first),
     }
-    result |= {name: start.get(name) for name in ("parameters", "block", "dtype", "device", "torch", "version")}
+    result |= {
+        name: start.get(name)
+        for name in ("parameters", "block", "dtype", "device", "torch", "version")
+    }
     profile = folder / "profile" / "summary.json"
     return result | {"profile": json.loads(profile.read_text()) if profile.exists() else None}
 
 
-def run_to_end(row: BenchRow, plan: BenchPlan, on_step: Callable[[int], None]) -> tuple[float | None, int, float]:
+def run_to_end(
+    row: BenchRow, plan: BenchPlan, on_step: Callable[[int], None]
+) -> tuple[float | None, int, float]:
     """Run the command; return the time of its first step, its status and the time of its start."""
     folder, command = plan.folder(row), plan.command(row)
     first, began, steps, end = None, time.time(), 0, 0
     with open(folder / "console.txt", "w") as console:
         words = [sys.executable, "-m", "meshwright", *command]
-        run = subprocess.Popen(words, stdout=console, stderr=subprocess.STDOUT, env=plan.environment(row))
+        run = subprocess.Popen(
+            words, stdout=console, stderr=subprocess.STDOUT, env=plan.environment(row)
+        )
         try:
             while run.poll() is None:
                 new, end = read_new_rows(folder, end)
@@ -148,7 +166,9 @@ def run_to_end(row: BenchRow, plan: BenchPlan, on_step: Callable[[int], None]) -
     return first, run.returncode, began
 
 
-def find_startup(start: dict[str, Any], step: dict[str, Any], began: float, first: float | None) -> dict[str, float]:
+def find_startup(
+    start: dict[str, Any], step: dict[str, Any], began: float, first: float | None
+) -> dict[str, float]:
     """Return the seconds of each phase from the command to the end of the first step."""
     phases = {name: round(seconds, 2) for name, seconds in (start.get("startup") or {}).items()}
     if first is None:
@@ -160,9 +180,16 @@ def find_startup(start: dict[str, Any], step: dict[str, Any], began: float, firs
 def find_reason(console: Path) -> str:
     """Return the error that a run printed last, in one line."""
     try:
-        lines = [line.strip() for line in console.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [
+            line.strip()
+            for line in console.read_text(errors="replace").splitlines()
+            if line.strip()
+        ]
     except OSError:
         return ""
-    at = next((n for n in reversed(range(len(lines))) if re.search(r"\berror: |Error: ", lines[n])), len(lines) - 1)
+    at = next(
+        (n for n in reversed(range(len(lines))) if re.search(r"\berror: |Error: ", lines[n])),
+        len(lines) - 1,
+    )
     reason = " ".join(lines[at : at + 4]) if lines else ""
     return re.sub(r"^meshwright \w+: error: ", "", reason)[:300]

@@ -15,7 +15,11 @@ COLUMNS: list[tuple[str, int, Callable[[Result], str]]] = [
     ("ms", 9, lambda r: f"{r['ms']:,.1f}"),
     ("MFU %", 7, lambda r: "-" if r["mfu"] is None else f"{100 * r['mfu']:.1f}"),
     ("GiB", 7, lambda r: "-" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 2**30:.1f}"),
-    ("first s", 8, lambda r: "-" if r["first_step_seconds"] is None else f"{r['first_step_seconds']:.1f}"),
+    (
+        "first s",
+        8,
+        lambda r: "-" if r["first_step_seconds"] is None else f"{r['first_step_seconds']:.1f}",
+    ),
     ("loss", 9, lambda r: f"{r['first_loss']:.4f}"),
     ("at last", 9, lambda r: f"{r['last_loss']:.4f}"),
 ]
@@ -30,12 +34,17 @@ def lines_of(result: Result) -> list[str]:
     name = f"{result['name'][: NAME_WIDTH - 1]:{NAME_WIDTH}}"
     if result["failed"]:
         return textwrap.wrap(
-            f"FAILED: {result['failed']}", 100, initial_indent=name, subsequent_indent=" " * NAME_WIDTH
+            f"FAILED: {result['failed']}",
+            100,
+            initial_indent=name,
+            subsequent_indent=" " * NAME_WIDTH,
         )
     out = [name + "".join(text(result).rjust(width) for _, width, text in COLUMNS)]
     if (ratio := result.get("ratio")) is not None:
         times = ratio * result["gpus"]
-        out.append(f"{'':{NAME_WIDTH}}{times:.2f} x {result['beside']} with {result['gpus']} ranks, {ratio:.1%} each")
+        out.append(
+            f"{'':{NAME_WIDTH}}{times:.2f} x {result['beside']} with {result['gpus']} ranks, {ratio:.1%} each"
+        )
     for peer in result.get("peers", ()):
         out.append(f"{'':{NAME_WIDTH}}{describe_peer(peer)}")
     if result.get("profile"):
@@ -49,8 +58,12 @@ def describe_peer(peer: Result) -> str:
     if peer["failed"]:
         return f"{peer['name']}: {peer['failed']}"
     at = f"{peer['tokens_per_second']:,.0f} tokens/s, micro-batch {peer['micro']}"
-    others = sorted(((speed, n) for n, speed in peer["tried"].items() if n != peer["micro"]), reverse=True)
-    at += "".join(f"; {n}: {format(speed, ',.0f') if speed else 'too large'}" for speed, n in others)
+    others = sorted(
+        ((speed, n) for n, speed in peer["tried"].items() if n != peer["micro"]), reverse=True
+    )
+    at += "".join(
+        f"; {n}: {format(speed, ',.0f') if speed else 'too large'}" for speed, n in others
+    )
     return f"{peer['ratio']:.2f} x {peer['name']} {peer['version']} ({at})"
 
 
@@ -62,9 +75,15 @@ def startup_lines(results: Iterable[Result]) -> list[str]:
         return []
     widths = [max(len(name), 5) + 2 for name in names]
     title = f"{'seconds to the first step':{NAME_WIDTH}}"
-    out = ["", title + "".join(name.rjust(width) for name, width in zip(names, widths, strict=True))]
+    out = [
+        "",
+        title + "".join(name.rjust(width) for name, width in zip(names, widths, strict=True)),
+    ]
     for r in timed:
-        cells = (f"{r['startup'].get(name, 0):.2f}".rjust(width) for name, width in zip(names, widths, strict=True))
+        cells = (
+            f"{r['startup'].get(name, 0):.2f}".rjust(width)
+            for name, width in zip(names, widths, strict=True)
+        )
         out.append(f"{r['name'][: NAME_WIDTH - 1]:{NAME_WIDTH}}" + "".join(cells))
     return out
 
@@ -89,7 +108,9 @@ def draw_bars(results: Iterable[Result], title: str, path: Path) -> None:
         bars.append((r["name"], r["tokens_per_second"], LINE))
         for peer in r.get("peers", ()):
             if not peer["failed"]:
-                bars.append((f"{peer['name']}, {1 / peer['ratio']:.0%}", peer["tokens_per_second"], POINT))
+                bars.append(
+                    (f"{peer['name']}, {1 / peer['ratio']:.0%}", peer["tokens_per_second"], POINT)
+                )
     if not bars:
         return
     figure = Figure(figsize=(9, 0.8 + 0.28 * len(bars)), layout="constrained")

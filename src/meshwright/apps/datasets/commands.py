@@ -30,10 +30,15 @@ class Fetching:
     """Files to download."""
 
     names: list[str] = flag(
-        [], "names of known files, or addresses; without any, list the known files", "--name", value="NAME"
+        [],
+        "names of known files, or addresses; without any, list the known files",
+        "--name",
+        value="NAME",
     )
     output: str = flag(".", "folder to download to", value="PATH", docs="tutorial")
-    sha256: str | None = flag(None, "expected SHA-256 of the file, if there is only one", value="FORM", docs="data")
+    sha256: str | None = flag(
+        None, "expected SHA-256 of the file, if there is only one", value="FORM", docs="data"
+    )
 
 
 @dataclass(frozen=True)
@@ -55,10 +60,14 @@ class FetchConfig:
 class LooseText:
     """Files of text or JSON lines to merge into one file of JSON lines."""
 
-    json_path: str = flag(".", "folder of *.json, *.jsonl and *.txt files", "--json_path", "--data_path", value="PATH")
+    json_path: str = flag(
+        ".", "folder of *.json, *.jsonl and *.txt files", "--json_path", "--data_path", value="PATH"
+    )
     output_file: str = flag("merged_output.json", "output file", "--output_file", value="FILE")
     overwrite: bool = flag(False, "replace an output file with another content", docs="")
-    each_line: bool = flag(False, "treat each line of a .txt file as a document, not the whole file")
+    each_line: bool = flag(
+        False, "treat each line of a .txt file as a document, not the whole file"
+    )
 
 
 @dataclass(frozen=True)
@@ -73,17 +82,26 @@ class Deduplication:
     """Files of JSON lines from which near-duplicates are left out."""
 
     inputs: list[str] = flag(
-        [], "files of JSON lines; of similar documents the first one is kept", "--input", value="FILE"
+        [],
+        "files of JSON lines; of similar documents the first one is kept",
+        "--input",
+        value="FILE",
     )
-    output_file: str | None = flag(None, "file of JSON lines for what is kept", value="FILE", docs="data")
+    output_file: str | None = flag(
+        None, "file of JSON lines for what is kept", value="FILE", docs="data"
+    )
     removed_file: str | None = flag(
         None, "file that says of each removed document which one it resembles", value="FILE"
     )
     json_key: str = flag("text", "key of the text in each line", "--json-keys", value="NAME")
-    threshold: float = flag(0.7, "Jaccard index, 0 to 1, from which documents are similar", bound=">0")
+    threshold: float = flag(
+        0.7, "Jaccard index, 0 to 1, from which documents are similar", bound=">0"
+    )
     shingle: int = flag(5, "characters of the pieces that are compared", "--char-ngram", bound=">0")
     num_seeds: int = flag(100, "hashes in the signature of a document", "--num_seeds", bound=">0")
-    num_bands: int = flag(20, "bands of these hashes; more find more pairs", "--num_bands", bound=">0")
+    num_bands: int = flag(
+        20, "bands of these hashes; more find more pairs", "--num_bands", bound=">0"
+    )
     seed: int = flag(1234, "random seed of the hashes, below 2^31", bound=">=0")
     overwrite: bool = flag(False, "replace an output file with another content")
 
@@ -128,7 +146,9 @@ def merge_json(config: LooseTextConfig, dry: bool) -> None:
     if merged.is_unchanged:
         print(f"{t.output_file} is already there, unchanged: {merged.documents:,} documents")
         return
-    print(f"Merged file {t.output_file}: {merged.documents:,} documents of {merged.files:,} files{merged.skipped}")
+    print(
+        f"Merged file {t.output_file}: {merged.documents:,} documents of {merged.files:,} files{merged.skipped}"
+    )
     if merged.passed:
         notice(merged.passed.line(READ_BY))
 
@@ -144,10 +164,10 @@ def dedup(config: DedupConfig, dry: bool) -> None:
     rule = work.Similarity(d.json_key, d.threshold, d.shingle, d.num_seeds, d.num_bands, d.seed)
     out = work.deduplicate(d.inputs, d.output_file, rule, d.removed_file, d.overwrite)
     same = sum(index == 1 for _, index in out.removed.values())
-    removed = (
-        f"removed {same:,} with the same pieces as an earlier document and {len(out.removed) - same:,} similar ones"
+    removed = f"removed {same:,} with the same pieces as an earlier document and {len(out.removed) - same:,} similar ones"
+    print(
+        f"{d.output_file}: kept {out.documents - len(out.removed):,} of {out.documents:,} documents; {removed}"
     )
-    print(f"{d.output_file}: kept {out.documents - len(out.removed):,} of {out.documents:,} documents; {removed}")
     if out.bad:
         notice(f"left out {out.bad}")
     if out.is_unchanged:
@@ -161,7 +181,13 @@ def fetch(config: FetchConfig, dry: bool) -> None:
     fetch_files(f.names, Path(f.output), f.sha256, dry)
 
 
-PLAN = Verb(PlanConfig, "which source gives how many samples and epochs: give the training's flags", plan)
-MERGE_JSON = Verb(LooseTextConfig, "join files of JSON lines or text into one of JSON lines", merge_json)
+PLAN = Verb(
+    PlanConfig, "which source gives how many samples and epochs: give the training's flags", plan
+)
+MERGE_JSON = Verb(
+    LooseTextConfig, "join files of JSON lines or text into one of JSON lines", merge_json
+)
 DEDUP = Verb(DedupConfig, "leave near-duplicates out of files of JSON lines", dedup, "inputs")
-FETCH = Verb(FetchConfig, "download known files or any http(s) address, resumed and checked", fetch, "names")
+FETCH = Verb(
+    FetchConfig, "download known files or any http(s) address, resumed and checked", fetch, "names"
+)

@@ -101,7 +101,11 @@ class JsonDocuments:
                 begin, end = end + 1, end + 1 + len(view)
                 advance(len(view) + 1)
                 place = TextPlace(path, line)
-                record = parse_line(view, [self.key], place) if len(view) <= limits.LONGEST else too_long(place)
+                record = (
+                    parse_line(view, [self.key], place)
+                    if len(view) <= limits.LONGEST
+                    else too_long(place)
+                )
                 if isinstance(record, Rejected):
                     self.bad.count(record.reason, 1, str(place))
                     self.first_bad = self.first_bad or record
@@ -119,7 +123,9 @@ class JsonDocuments:
         return bytes(memoryview(self.content(self.files[i]))[self.begins[i] : self.ends[i]])
 
     def text(self, i: int) -> str:
-        record = parse_line(memoryview(self.line(i)), [self.key], TextPlace(self.paths[self.files[i]]))
+        record = parse_line(
+            memoryview(self.line(i)), [self.key], TextPlace(self.paths[self.files[i]])
+        )
         assert isinstance(record, Document)
         return record.texts[0]
 
@@ -134,7 +140,11 @@ def map_lines(path: str) -> mmap.mmap | bytes:
         with open(path, "rb") as file:
             if kind := kind_of_bytes(file.read(HEAD)):
                 raise bad_data(not_lines(path, kind))
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if Path(path).stat().st_size else b""
+            return (
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                if Path(path).stat().st_size
+                else b""
+            )
     except OSError as error:
         raise bad_data(f"{path}: {error.strerror}") from None
 
@@ -151,7 +161,11 @@ def not_lines(path: str, kind: str) -> str:
 
 
 def deduplicate(
-    paths: list[str], output: str, rule: Similarity, report: str | None = None, overwrite: bool = False
+    paths: list[str],
+    output: str,
+    rule: Similarity,
+    report: str | None = None,
+    overwrite: bool = False,
 ) -> Outcome:
     """Write what is kept to `output`, byte for byte, and to `report` why the others go."""
     target = Path(output)
@@ -176,10 +190,16 @@ def deduplicate(
         if report:
             with replacing(Path(report), typed=True) as listing:
                 for i, (other, index) in sorted(out.removed.items()):
-                    why = {"removed": documents.place(i), "kept": documents.place(other), "jaccard": round(index, 4)}
+                    why = {
+                        "removed": documents.place(i),
+                        "kept": documents.place(other),
+                        "jaccard": round(index, 4),
+                    }
                     listing.write(orjson.dumps(why) + b"\n")
     except OSError as error:
-        raise UserError(f"{error.filename or output}: {error.strerror or error}", IO_ERROR) from None
+        raise UserError(
+            f"{error.filename or output}: {error.strerror or error}", IO_ERROR
+        ) from None
     return out
 
 
@@ -259,7 +279,10 @@ def _buckets(keys: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
 
 
 def choose_removed(
-    documents: JsonDocuments, sharing: npt.NDArray[np.int64], buckets: npt.NDArray[np.int64], rule: Similarity
+    documents: JsonDocuments,
+    sharing: npt.NDArray[np.int64],
+    buckets: npt.NDArray[np.int64],
+    rule: Similarity,
 ) -> dict[int, tuple[int, float]]:
     """Return the documents that go, each with the kept one it resembles and their index."""
 
@@ -269,7 +292,11 @@ def choose_removed(
 
     out: dict[int, tuple[int, float]] = {}
     kept_of = defaultdict[int, list[int]](list)  # kept documents of each bucket
-    borders = np.flatnonzero(np.diff(sharing, prepend=-1, append=-1)) if len(sharing) else np.zeros(1, np.int64)
+    borders = (
+        np.flatnonzero(np.diff(sharing, prepend=-1, append=-1))
+        if len(sharing)
+        else np.zeros(1, np.int64)
+    )
     for begin, end in pairwise(borders):
         i, own_buckets = int(sharing[begin]), buckets[begin:end].tolist()
         for other in sorted({j for bucket in own_buckets for j in kept_of[bucket]}):

@@ -44,7 +44,9 @@ class KnownFile:
 
 
 _AMAZON = "https://s3.amazonaws.com/models.huggingface.co/bert"
-_ONEFLOW = "https://oneflow-public.oss-cn-beijing.aliyuncs.com/GPT/data/gpt_sample_dataset_text_document"
+_ONEFLOW = (
+    "https://oneflow-public.oss-cn-beijing.aliyuncs.com/GPT/data/gpt_sample_dataset_text_document"
+)
 KNOWN = {
     "gpt2-vocab.json": KnownFile(
         f"{_AMAZON}/gpt2-vocab.json",
@@ -62,14 +64,21 @@ KNOWN = {
         "https://huggingface.co/bigscience/misc-test-data/resolve/main/stas/oscar-1GB.jsonl.xz",
         "79,000 documents of OSCAR, for preprocess --input",
     ),
-    "gpt_sample_dataset_text_document.bin": KnownFile(f"{_ONEFLOW}.bin", "OneFlow's sample, preprocessed: the tokens"),
-    "gpt_sample_dataset_text_document.idx": KnownFile(f"{_ONEFLOW}.idx", "OneFlow's sample, preprocessed: the index"),
+    "gpt_sample_dataset_text_document.bin": KnownFile(
+        f"{_ONEFLOW}.bin", "OneFlow's sample, preprocessed: the tokens"
+    ),
+    "gpt_sample_dataset_text_document.idx": KnownFile(
+        f"{_ONEFLOW}.idx", "OneFlow's sample, preprocessed: the index"
+    ),
 }
 # Names that stand for several files.
 FILE_SETS = {
     "gpt2": ["gpt2-vocab.json", "gpt2-merges.txt"],
     "oscar": ["oscar-1GB.jsonl.xz"],
-    "oneflow-sample": ["gpt_sample_dataset_text_document.bin", "gpt_sample_dataset_text_document.idx"],
+    "oneflow-sample": [
+        "gpt_sample_dataset_text_document.bin",
+        "gpt_sample_dataset_text_document.idx",
+    ],
 }
 
 
@@ -79,9 +88,22 @@ class Cut(Exception):
 
 def fetch_files(names: list[str], output: Path, sha256: str | None, dry_run: bool) -> None:
     if not names:
-        print("\n".join(["meshwright data fetch NAME ... fetches", *describe_known(), "and any http(s) address."]))
+        print(
+            "\n".join(
+                [
+                    "meshwright data fetch NAME ... fetches",
+                    *describe_known(),
+                    "and any http(s) address.",
+                ]
+            )
+        )
     for name, known in resolve_names(names, sha256).items():
-        print(f"would fetch {known.url} to {output / name}" if dry_run else fetch_file(name, known, output), flush=True)
+        print(
+            f"would fetch {known.url} to {output / name}"
+            if dry_run
+            else fetch_file(name, known, output),
+            flush=True,
+        )
 
 
 def describe_known() -> list[str]:
@@ -101,7 +123,9 @@ def resolve_names(names: list[str], sha256: str | None) -> dict[str, KnownFile]:
         if known := KNOWN.get(name):
             out[name] = replace(known, sha256=known.sha256 or sha256)
             if sha256 and known.sha256 not in (None, sha256.lower()):
-                raise SettingsError(f"{{sha256={sha256}}}, but {name} has {known.sha256}; leave it out")
+                raise SettingsError(
+                    f"{{sha256={sha256}}}, but {name} has {known.sha256}; leave it out"
+                )
             continue
         if not is_address(name):
             known_names = ", ".join([*FILE_SETS, *KNOWN])
@@ -133,7 +157,9 @@ def fetch_file(name: str, wanted: KnownFile, folder: Path) -> str:
         with lock(folder / f"{name}.lock"):  # a second process waits, and finds the file
             return check_present(path, wanted) if path.exists() else fetch_missing(path, wanted)
     except OSError as error:
-        raise UserError(f"{error.filename or path} cannot be written: {error.strerror or error}", IO) from None
+        raise UserError(
+            f"{error.filename or path} cannot be written: {error.strerror or error}", IO
+        ) from None
 
 
 def check_present(path: Path, wanted: KnownFile) -> str:
@@ -161,7 +187,11 @@ def fetch_missing(path: Path, wanted: KnownFile) -> str:
             f"{wanted.url} gave {size:,} bytes with the SHA-256 {digest}, but {wanted.sha256}{wanted_size} is "
             "expected; they were removed; another program or page may have answered, so open the address in a browser"
         )
-    checked = "SHA-256 verified" if wanted.sha256 else f"not verified: its SHA-256 is not known; this one has {digest}"
+    checked = (
+        "SHA-256 verified"
+        if wanted.sha256
+        else f"not verified: its SHA-256 is not known; this one has {digest}"
+    )
     return f"{path}: {size:,} bytes, {checked}"
 
 
@@ -188,7 +218,11 @@ def download(url: str, path: Path) -> Path:
             break
         notice(f"{url}: {reason}; {got:,} bytes are here, trying again")
         time.sleep(WAIT * 2**tries / 2)
-    rest = f"; {got:,} bytes are kept in {parts[0]}, and the same command continues from there" if parts else ""
+    rest = (
+        f"; {got:,} bytes are kept in {parts[0]}, and the same command continues from there"
+        if parts
+        else ""
+    )
     raise UserError(
         f"{url} cannot be fetched: {reason}{rest}. On a machine without a network: download that address elsewhere and "
         f"put the file at {path}",
@@ -209,13 +243,19 @@ def receive_file(url: str, path: Path) -> Path:
     if have:
         headers["Range"] = f"bytes={have}-"
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, headers=headers), timeout=TIMEOUT
+        ) as answer:
             tag = answer.headers.get("ETag", "")
-            version = tag if tag and not tag.startswith("W/") else answer.headers.get("Last-Modified", "")
+            version = (
+                tag if tag and not tag.startswith("W/") else answer.headers.get("Last-Modified", "")
+            )
             part = path.with_name(f"{path.name}.{short_hash(url)}-{short_hash(version)}.part")
             is_partial = answer.status == HTTPStatus.PARTIAL_CONTENT
             if begun and (begun != part or (have and not is_partial)):
-                notice(f"{url} starts from the beginning: the server does not continue, or the file has changed")
+                notice(
+                    f"{url} starts from the beginning: the server does not continue, or the file has changed"
+                )
                 begun.unlink()
                 if is_partial:
                     raise Cut("the file has changed")
@@ -230,9 +270,15 @@ def receive_file(url: str, path: Path) -> Path:
         if error.code in (408, 425, 429) or error.code >= 500:
             raise Cut(reason) from None
         raise UserError(
-            f"{url}: {reason}; the file may have moved: download it by hand and put it at {path}", UNAVAILABLE
+            f"{url}: {reason}; the file may have moved: download it by hand and put it at {path}",
+            UNAVAILABLE,
         ) from None
-    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
+    except (
+        urllib.error.URLError,
+        http.client.HTTPException,
+        TimeoutError,
+        ConnectionError,
+    ) as error:
         cause = getattr(error, "reason", None) or error
         raise Cut(f"{getattr(cause, 'strerror', None) or cause or type(error).__name__}") from None
 
@@ -242,7 +288,10 @@ def save_answer(answer: http.client.HTTPResponse, part: Path, have: int) -> None
     length = answer.headers.get("Content-Length", "")
     total = have + int(length) if length.isdigit() else None
     make_folder(part.parent, "--output", (total or have) - have)
-    with open(part, "r+b" if have else "wb", opener=own_file) as file, progress_bar(part.name, total) as advance:
+    with (
+        open(part, "r+b" if have else "wb", opener=own_file) as file,
+        progress_bar(part.name, total) as advance,
+    ):
         file.seek(have)
         advance(have)
         while block := answer.read1(BLOCK_BYTES):

@@ -14,7 +14,14 @@ from meshwright.config.problem import FLAGS, SettingsError
 from meshwright.config.schema import TrainConfig
 from meshwright.data.blend import blend_order
 from meshwright.data.files.indexed import Indexed
-from meshwright.data.sets import SetPart, SetSpec, count_epochs, find_parts, needed_sets, samples_of_epoch
+from meshwright.data.sets import (
+    SetPart,
+    SetSpec,
+    count_epochs,
+    find_parts,
+    needed_sets,
+    samples_of_epoch,
+)
 
 EXACT = 100_000_000  # up to so many samples, a blend is counted in its real order, in some seconds
 OFTEN = 4  # epochs after which repeated data are known to help less and less: a warning
@@ -22,10 +29,14 @@ OFTEN = 4  # epochs after which repeated data are known to help less and less: a
 
 def print_plan(config: TrainConfig, as_json: bool) -> None:
     if config.data.mock_data:
-        raise SettingsError("{mock_data=True}: random tokens have no source; there is nothing to plan")
+        raise SettingsError(
+            "{mock_data=True}: random tokens have no source; there is nothing to plan"
+        )
     config = count_epochs(config)
     indexed = functools.cache(Indexed)
-    sets = [plan_set(config, spec, find_parts(config, spec, indexed)) for spec in needed_sets(config)]
+    sets = [
+        plan_set(config, spec, find_parts(config, spec, indexed)) for spec in needed_sets(config)
+    ]
     warnings = [line for facts in sets for line in facts.pop("warnings")]
     if config.data.blend_stages:
         warnings.append("--blend-stages: counted as if the first blend held throughout")
@@ -64,7 +75,13 @@ def plan_set(config: TrainConfig, spec: SetSpec, parts: list[SetPart]) -> dict[s
         how = f"{flag} leaves it no document" if share else f"{flag} gives it no share"
         warnings += [f"{spec.key} is no set of this training: {how}"] if share else []
     samples = sum(counts)
-    return {"set": spec.key, "samples": samples, "counted": how, "sources": sources, "warnings": warnings}
+    return {
+        "set": spec.key,
+        "samples": samples,
+        "counted": how,
+        "sources": sources,
+        "warnings": warnings,
+    }
 
 
 def count_samples(spec: SetSpec, parts: list[SetPart]) -> tuple[list[int], str]:
@@ -77,7 +94,9 @@ def count_samples(spec: SetSpec, parts: list[SetPart]) -> tuple[list[int], str]:
         return [spec.samples], "one source"
     shares = np.array([part.share for part in parts])
     if spec.samples > EXACT:
-        return [round(share * spec.samples) for share in shares.tolist()], "from the shares: one sample more or less"
+        return [
+            round(share * spec.samples) for share in shares.tolist()
+        ], "from the shares: one sample more or less"
     which, _ = blend_order(shares / shares.sum(), spec.samples)
     return np.bincount(which, minlength=len(parts)).tolist(), "in the real order"
 
@@ -86,8 +105,12 @@ def format_table(facts: dict[str, Any]) -> list[str]:
     if not facts["sources"]:
         return [f"{facts['set']}: none; {facts['counted']}", ""]
     read = sum(source["tokens_read"] for source in facts["sources"])
-    out = [f"{facts['set']}: {facts['samples']:,} samples, {read:,} tokens, counted: {facts['counted']}"]
-    out.append("     share     documents              tokens         samples         tokens read    epochs  source")
+    out = [
+        f"{facts['set']}: {facts['samples']:,} samples, {read:,} tokens, counted: {facts['counted']}"
+    ]
+    out.append(
+        "     share     documents              tokens         samples         tokens read    epochs  source"
+    )
     for s in facts["sources"]:
         out.append(
             f"{s['share']:>10.4%}{s['documents']:>14,}{s['tokens']:>20,}{s['samples']:>16,}{s['tokens_read']:>20,}"

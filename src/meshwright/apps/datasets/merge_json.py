@@ -47,16 +47,22 @@ def merge_json_files(folder: str, output: str, each_line: bool, overwrite: bool 
     """
     root, target = Path(folder), Path(output)
     if not root.is_dir():
-        raise bad_data(f"{folder} is not a folder; --json-path must name the one that holds the files")
+        raise bad_data(
+            f"{folder} is not a folder; --json-path must name the one that holds the files"
+        )
     own = target.resolve()
-    paths = sorted(p for p in root.iterdir() if p.suffix in ENDINGS and p.is_file() and p.resolve() != own)
+    paths = sorted(
+        p for p in root.iterdir() if p.suffix in ENDINGS and p.is_file() and p.resolve() != own
+    )
     out = Merged(passed=_passed_over(root, {*paths, own}))
     advice = f"; {out.passed.line(READ_BY)}" if out.passed else ""
     if not paths:
         raise bad_data(f"{folder} holds no {', '.join('*' + e for e in ENDINGS)} file{advice}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        out.is_unchanged = not write_lines(target, _all(paths, each_line, out), overwrite, "--output-file")
+        out.is_unchanged = not write_lines(
+            target, _all(paths, each_line, out), overwrite, "--output-file"
+        )
     except OSError as error:
         raise UserError(f"{error.filename or output}: {error.strerror or error}", IO) from None
     return out
@@ -82,7 +88,11 @@ def _passed_over(root: Path, read: set[Path]) -> SkipReport:
     for path, _ in walk(str(root), NameFilter(), passed):
         if root / path not in read and (root / path).resolve() not in read:
             is_other = Path(path).suffix not in ENDINGS
-            passed.note(OTHER_SUFFIX + (suffix_of(path) or "no suffix") if is_other else "in folders of this one")
+            passed.note(
+                OTHER_SUFFIX + (suffix_of(path) or "no suffix")
+                if is_other
+                else "in folders of this one"
+            )
     return passed
 
 
@@ -127,4 +137,6 @@ def require_object(line: bytes, place: TextPlace) -> bytes | Rejected:
 def text_to_json(content: bytes, place: TextPlace) -> bytes | Rejected:
     """Return the line of JSON of a text, nothing of a blank one."""
     record = next(decode(content, 0, whole(place.path, content), ReadOptions()), None)
-    return orjson.dumps({"text": record.texts[0]}) if isinstance(record, Document) else record or b""
+    return (
+        orjson.dumps({"text": record.texts[0]}) if isinstance(record, Document) else record or b""
+    )

@@ -34,5 +34,9 @@ def main(argv: list[str]) -> int:
         return DONE
     facts = [*doctor.examine(), *links]
     verdict = doctor.conclude(facts)
-    print(json.dumps(doctor.as_dict(facts, verdict)) if c.json else "\n".join(doctor.fact_table(facts, verdict)))
+    print(
+        json.dumps(doctor.as_dict(facts, verdict))
+        if c.json
+        else "\n".join(doctor.fact_table(facts, verdict))
+    )
     return UNAVAILABLE if doctor.is_fatal(facts) else DONE

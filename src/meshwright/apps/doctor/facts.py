@@ -84,7 +84,10 @@ def is_fatal(facts: list[Fact]) -> bool:
 def conclude(facts: list[Fact]) -> list[str]:
     """Return the verdict: whether training can start, what to mend, what would be faster."""
     if is_fatal(facts):
-        return ["Training cannot start here:", *(f"  {f.name}: {f.text}" for f in facts if f.level == "fatal")]
+        return [
+            "Training cannot start here:",
+            *(f"  {f.name}: {f.text}" for f in facts if f.level == "fatal"),
+        ]
     device = next((f for f in facts if "device" in f.values), None)
     out = [f"Training can start here, on {device.text.split(',')[0] if device else 'the CPU'}."]
     if bad := [f.name for f in facts if f.level == "problem"]:
@@ -95,7 +98,11 @@ def conclude(facts: list[Fact]) -> list[str]:
             missing.setdefault(f.values["install"], []).append(f"{f.name} {BRINGS[f.name]}")
     if missing:
         out.append("More with:")
-        out += [text for line, what in missing.items() for text in (f"  # {'; '.join(what)}", f"  {line}")]
+        out += [
+            text
+            for line, what in missing.items()
+            for text in (f"  # {'; '.join(what)}", f"  {line}")
+        ]
     return out
 
 
@@ -124,7 +131,11 @@ def wrap(text: str, width: int) -> list[str]:
 
 
 def as_dict(facts: list[Fact], verdict: list[str]) -> dict[str, Any]:
-    return {"can_train": not is_fatal(facts), "verdict": verdict, "facts": [asdict(f) for f in facts]}
+    return {
+        "can_train": not is_fatal(facts),
+        "verdict": verdict,
+        "facts": [asdict(f) for f in facts],
+    }
 
 
 # The program.
@@ -134,20 +145,31 @@ def _program() -> Iterator[Fact]:
     where = "a clone" if PROJECT.is_file() else "installed"
     version = our_version()
     yield Fact(
-        "Program", "meshwright", f"{version}, {where} in {Path(__file__).parents[2]}", values={"version": version}
+        "Program",
+        "meshwright",
+        f"{version}, {where} in {Path(__file__).parents[2]}",
+        values={"version": version},
     )
     python = platform.python_version()
     old = sys.version_info < (3, 11)
     text = f"{python}, {sys.executable}" + ("; 3.11 or later is needed" if old else "")
     yield Fact("Program", "Python", text, "fatal" if old else "ok", {"version": python})
-    yield Fact("Program", "platform", f"{platform.system()} {platform.release()}, {platform.machine()}")
-    base = {name for name, extra in declared_packages().items() if not extra and name not in (*BRINGS, "torch")}
+    yield Fact(
+        "Program", "platform", f"{platform.system()} {platform.release()}, {platform.machine()}"
+    )
+    base = {
+        name
+        for name, extra in declared_packages().items()
+        if not extra and name not in (*BRINGS, "torch")
+    }
     for names, why, level in (
         (NEEDED, "", "fatal"),
         (sorted(base.difference(NEEDED)), ", which some commands import", "problem"),
     ):
         if missing := [name for name in names if not _is_installed(name)]:
-            how = "pip install ." if PROJECT.is_file() else "pip install --force-reinstall meshwright"
+            how = (
+                "pip install ." if PROJECT.is_file() else "pip install --force-reinstall meshwright"
+            )
             yield Fact("Program", "packages", f"missing: {', '.join(missing)}{why}; {how}", level)
 
 
@@ -195,15 +217,22 @@ def _compute() -> Iterator[Fact]:
         advice = f"; the driver is {driver}, a newer one helps, or a torch for an older {kind.split()[0]}"
         text = f"torch is built for {kind} but sees no GPU: {reason}"
         is_old = driver is not None and "driver" in reason
-        yield Fact("Compute", "GPU", text + (advice if is_old else ""), "problem" if driver else "note")
+        yield Fact(
+            "Compute", "GPU", text + (advice if is_old else ""), "problem" if driver else "note"
+        )
     elif not found and driver:
         yield Fact(
-            "Compute", "GPU", f"driver {driver} is there, but this torch is for CPUs; install one for it", "problem"
+            "Compute",
+            "GPU",
+            f"driver {driver} is there, but this torch is for CPUs; install one for it",
+            "problem",
         )
     elif driver:
         yield Fact("Compute", "driver", driver, values={"driver": driver})
     if unfit := devices.unfit_accelerator():
-        yield Fact("Compute", "GPU", f"{unfit} is not used: Meshwright computes on the CPU here", "note")
+        yield Fact(
+            "Compute", "GPU", f"{unfit} is not used: Meshwright computes on the CPU here", "note"
+        )
     if found and devices.has_kernels(found[0]):
         yield from _compilers()
     yield from _speeds([*found[:1], torch.device("cpu")])
@@ -216,7 +245,9 @@ def _host() -> Iterator[Fact]:
     text = f"{cores} core{'s' * (cores != 1)}{' (' + ', '.join(limits) + ')' if limits else ''}"
     slow = quota is not None and quota < cores / 2
     hint = f"; set OMP_NUM_THREADS={max(1, int(quota))}" if quota is not None and slow else ""
-    yield Fact("Compute", "CPU", text + hint, "problem" if slow else "ok", {"cores": cores, "quota": quota})
+    yield Fact(
+        "Compute", "CPU", text + hint, "problem" if slow else "ok", {"cores": cores, "quota": quota}
+    )
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = host.container_memory()[0]
     total = min(physical, limit or physical)
@@ -224,7 +255,9 @@ def _host() -> Iterator[Fact]:
     text = f"{total / GIB:.1f} GiB" + (" for this container" if limit and limit < physical else "")
     few = free < GIB
     text += f", {free / GIB:.1f} GiB free" + ("; a small model needs about 1 GiB" if few else "")
-    yield Fact("Compute", "memory", text, "problem" if few else "ok", {"total": total, "free": free})
+    yield Fact(
+        "Compute", "memory", text, "problem" if few else "ok", {"total": total, "free": free}
+    )
 
 
 def _torch(version: str, kind: str) -> Fact:
@@ -233,23 +266,43 @@ def _torch(version: str, kind: str) -> Fact:
     first, last = ("{}.{}".format(*v) for v in TESTED)
     strange = not TESTED[0] <= numbers <= TESTED[1]
     text += f"; Meshwright is tested with {first} to {last}" if strange else ""
-    return Fact("Compute", "torch", text, "problem" if strange else "ok", {"version": version, "build": kind})
+    return Fact(
+        "Compute",
+        "torch",
+        text,
+        "problem" if strange else "ok",
+        {"version": version, "build": kind},
+    )
 
 
 def _threads(threads: int) -> Fact:
     said, cores = os.environ.get("OMP_NUM_THREADS"), host.cores()
     text = f"{threads} of torch" + (f" (OMP_NUM_THREADS={said})" if said else "")
     if threads > cores:
-        return Fact("Compute", "threads", f"{text}, more than {cores} cores; unset OMP_NUM_THREADS", "problem")
+        return Fact(
+            "Compute",
+            "threads",
+            f"{text}, more than {cores} cores; unset OMP_NUM_THREADS",
+            "problem",
+        )
     if said and threads < cores / 2:
-        return Fact("Compute", "threads", f"{text}, fewer than {cores} cores; unset it for one process", "note")
+        return Fact(
+            "Compute",
+            "threads",
+            f"{text}, fewer than {cores} cores; unset it for one process",
+            "note",
+        )
     return Fact("Compute", "threads", text)
 
 
 def _accelerator(device: Any) -> Fact:
     memory, bf16 = devices.total_memory(device), devices.computes_bf16(device)
-    text = f"{devices.device_name(device)}, {memory / GIB:.0f} GiB" + (", bf16" if bf16 else "; no bf16, use --fp16")
-    return Fact("Compute", str(device), text, values={"device": str(device), "memory": memory, "bf16": bf16})
+    text = f"{devices.device_name(device)}, {memory / GIB:.0f} GiB" + (
+        ", bf16" if bf16 else "; no bf16, use --fp16"
+    )
+    return Fact(
+        "Compute", str(device), text, values={"device": str(device), "memory": memory, "bf16": bf16}
+    )
 
 
 def _compilers() -> Iterator[Fact]:
@@ -257,7 +310,9 @@ def _compilers() -> Iterator[Fact]:
         text = "missing: fused kernels and torch.compile do not run; pip install triton"
         yield Fact("Compute", "Triton", text, "problem")
         return
-    compiler = next((c for c in (os.environ.get("CC"), "gcc", "clang", "cc") if c and shutil.which(c)), None)
+    compiler = next(
+        (c for c in (os.environ.get("CC"), "gcc", "clang", "cc") if c and shutil.which(c)), None
+    )
     if compiler is None:
         text = f"{installed_version('triton')}, but no C compiler, which it needs at run time; install gcc"
         yield Fact("Compute", "Triton", text, "problem")
@@ -278,7 +333,9 @@ def _speeds(where: list[Any]) -> Iterator[Fact]:
             speed = 2 * size**3 * _rate(lambda a=a: a @ a, lambda d=device: devices.synchronize(d))  # type: ignore[misc]
         except Exception as error:
             reason = first_line(error)
-            yield Fact("Compute", "speed", f"{name} fail: {reason}", "fatal" if is_cpu else "problem")
+            yield Fact(
+                "Compute", "speed", f"{name} fail: {reason}", "fatal" if is_cpu else "problem"
+            )
             continue
         shown = f"{speed / 1e12:,.0f} TFLOP/s" if speed > 1e13 else f"{speed / 1e9:,.0f} GFLOP/s"
         yield Fact("Compute", "speed", f"{shown} measured, {name}", values={"flops": round(speed)})
@@ -318,15 +375,27 @@ def examine_links(world: World) -> list[Fact]:
 def describe_links(links: list[Link], hosts: list[str], kind: str) -> Iterator[Fact]:
     """Yield a line for each rank with its links to later ones, and one for those that are slow."""
     several = len(set(hosts)) > 1
-    yield Fact("Links", "measured", f"messages between two ranks on {kind}: time of one number, speed of many")
+    yield Fact(
+        "Links",
+        "measured",
+        f"messages between two ranks on {kind}: time of one number, speed of many",
+    )
     for rank in sorted({link.a for link in links}):
         own = [link for link in links if link.a == rank]
         name = f"rank {rank}" + (f" {hosts[rank]}" if several else "")
         values = {"links": [asdict(link) for link in own], "host": hosts[rank]}
-        yield Fact("Links", name[: NAMES - 1], "; ".join(f"to {link.b}: {link}" for link in own), values=values)
+        yield Fact(
+            "Links",
+            name[: NAMES - 1],
+            "; ".join(f"to {link.b}: {link}" for link in own),
+            values=values,
+        )
     slow = slow_links(links)
     if slow:
-        shown = [f"{link.a} ({hosts[link.a]}) and {link.b} ({hosts[link.b]}): {link}" for link in slow[:3]]
+        shown = [
+            f"{link.a} ({hosts[link.a]}) and {link.b} ({hosts[link.b]}): {link}"
+            for link in slow[:3]
+        ]
         more = f"; and {len(slow) - 3} more" if len(slow) > 3 else ""
         counts = Counter(rank for link in slow for rank in (link.a, link.b))
         rank, count = counts.most_common(1)[0]
@@ -346,7 +415,9 @@ def _packages() -> Iterator[Fact]:
             yield Fact("Extras", package, version, values={"version": version})
             continue
         extra = extras.get(package)
-        root = ["-e", f"{PROJECT.parent}[{extra}]"] if PROJECT.is_file() else [f"meshwright[{extra}]"]
+        root = (
+            ["-e", f"{PROJECT.parent}[{extra}]"] if PROJECT.is_file() else [f"meshwright[{extra}]"]
+        )
         line = shlex.join([sys.executable, "-m", "pip", "install", *(root if extra else [package])])
         yield Fact("Extras", package, f"not installed; {brings}", "note", {"install": line})
 
@@ -359,7 +430,12 @@ def _storage() -> Iterator[Fact]:
     try:
         folders["temporary"] = Path(tempfile.gettempdir())
     except OSError:  # it tries to write in each
-        yield Fact("Disk", "temporary", "no folder for temporary files can be written to; set TMPDIR", "problem")
+        yield Fact(
+            "Disk",
+            "temporary",
+            "no folder for temporary files can be written to; set TMPDIR",
+            "problem",
+        )
     for name, folder in folders.items():
         kind, free = file_system(folder), shutil.disk_usage(folder).free
         text = f"{free / GIB:,.1f} GiB free" + (f", {kind}" if kind else "")
@@ -368,8 +444,14 @@ def _storage() -> Iterator[Fact]:
         elif NETWORK.match(kind):
             text += " (on a network: put --data-cache-path on a local disk)"
         few = free < 2 * GIB
-        text += "; checkpoints need three times the model's size" if few and name == "this folder" else ""
-        yield Fact("Disk", name, text, "problem" if few else "ok", {"free": free, "file_system": kind})
+        text += (
+            "; checkpoints need three times the model's size"
+            if few and name == "this folder"
+            else ""
+        )
+        yield Fact(
+            "Disk", name, text, "problem" if few else "ok", {"free": free, "file_system": kind}
+        )
     yield _write_speed(Path.cwd())
     with contextlib.suppress(ImportError, ValueError):
         import resource
@@ -383,8 +465,18 @@ def _storage() -> Iterator[Fact]:
     with contextlib.suppress(OSError):
         size = shutil.disk_usage("/dev/shm").total
         few = size < 256 * MIB
-        hint = "; several GPUs exchange data there: start the container with --shm-size=1g" if few else ""
-        yield Fact("Disk", "/dev/shm", f"{size / GIB:.1f} GiB{hint}", "note" if few else "ok", {"size": size})
+        hint = (
+            "; several GPUs exchange data there: start the container with --shm-size=1g"
+            if few
+            else ""
+        )
+        yield Fact(
+            "Disk",
+            "/dev/shm",
+            f"{size / GIB:.1f} GiB{hint}",
+            "note" if few else "ok",
+            {"size": size},
+        )
 
 
 def _write_speed(folder: Path) -> Fact:
@@ -398,8 +490,18 @@ def _write_speed(folder: Path) -> Fact:
             os.fsync(file.fileno())
             speed = 32 * MIB / (time.perf_counter() - begin)
     except OSError as error:
-        return Fact("Disk", "writing", f"{folder}: {error.strerror}; runs need a folder to save to", "problem")
-    return Fact("Disk", "writing", f"{speed / 1e6:,.0f} MB/s measured in this folder", values={"speed": round(speed)})
+        return Fact(
+            "Disk",
+            "writing",
+            f"{folder}: {error.strerror}; runs need a folder to save to",
+            "problem",
+        )
+    return Fact(
+        "Disk",
+        "writing",
+        f"{speed / 1e6:,.0f} MB/s measured in this folder",
+        values={"speed": round(speed)},
+    )
 
 
 def file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str:

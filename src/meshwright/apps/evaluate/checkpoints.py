@@ -37,9 +37,13 @@ def step_folders(folders: list[str], which: str | None) -> list[str]:
         wanted = complete if which == "all" else [int(n) for n in which.split(",")]
         if missing := sorted(set(wanted) - set(complete)):
             has = ", ".join(map(str, complete)) or "none"
-            raise SettingsError(f"{{steps={which}}}: {folder} has no step {missing[0]}; its steps: {has}", BAD_DATA)
+            raise SettingsError(
+                f"{{steps={which}}}: {folder} has no step {missing[0]}; its steps: {has}", BAD_DATA
+            )
         if not wanted:
-            raise SettingsError(f"{{steps}} all: {folder} has no step of a run; leave {{steps}} out", BAD_DATA)
+            raise SettingsError(
+                f"{{steps}} all: {folder} has no step of a run; leave {{steps}} out", BAD_DATA
+            )
         out += [str(steps.step_folder(folder, n)) for n in wanted]
     return out
 
@@ -77,7 +81,9 @@ def score_text(
             yield ids, size
 
     with progress_bar("scoring", count, "percent") as advance:
-        scorer = shown_scorer(m, lambda windows: advance(sum(shares.popleft() for _ in range(windows))))
+        scorer = shown_scorer(
+            m, lambda windows: advance(sum(shares.popleft() for _ in range(windows)))
+        )
         s = score_documents(scorer, m.tokenizer.eod, cut(), length, stride, batch)
     names = "documents tokens bytes loss perplexity bits_per_byte".split()
     facts = {"sequence_length": length, "stride": stride}
@@ -89,16 +95,30 @@ class TaskScorer:
     """Scores named tasks, which are cut into windows once for models of one run and length."""
 
     def __init__(
-        self, files: Mapping[str, str], stride: int | None, batch: int, every: int | None, limit: int | None = None
+        self,
+        files: Mapping[str, str],
+        stride: int | None,
+        batch: int,
+        every: int | None,
+        limit: int | None = None,
     ) -> None:
-        self.files, self.stride, self.batch, self.every, self.limit = files, stride, batch, every, limit
-        self.prepared: dict[tuple[str, int], list[PreparedTask[Any]]] = {}  # by folder and sequence length
+        self.files, self.stride, self.batch, self.every, self.limit = (
+            files,
+            stride,
+            batch,
+            every,
+            limit,
+        )
+        # by folder and sequence length
+        self.prepared: dict[tuple[str, int], list[PreparedTask[Any]]] = {}
 
     def score(self, m: LanguageModel, folder: str) -> list[Result]:
         key = folder, m.seq_length
         if key not in self.prepared:
             sizes = m.seq_length, self.stride, self.limit
-            self.prepared[key] = [prepare_task(name, file, m.tokenizer, *sizes) for name, file in self.files.items()]
+            self.prepared[key] = [
+                prepare_task(name, file, m.tokenizer, *sizes) for name, file in self.files.items()
+            ]
         return [self.score_task(m, folder, task) for task in self.prepared[key]]
 
     def score_task(self, m: LanguageModel, folder: str, task: PreparedTask[Any]) -> Result:

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from meshwright.apps.evaluate.checkpoints import TaskScorer, score_text, step_folders
 from meshwright.apps.evaluate.lambada import LAMBADA, STRICT_LAMBADA
 from meshwright.apps.evaluate.perplexity import encode_documents, read_token_files
-from meshwright.apps.evaluate.results import Result, by_task, draw_results, list_result, tabulate, write_results
+from meshwright.apps.evaluate.results import (
+    Result,
+    by_task,
+    draw_results,
+    list_result,
+    tabulate,
+    write_results,
+)
 from meshwright.apps.evaluate.wikitext import WIKITEXT
 from meshwright.base import console
 from meshwright.base.console import fit
@@ -32,7 +39,8 @@ from meshwright.training.tasks import find_task
 if TYPE_CHECKING:
     from meshwright.generation.language_model import LanguageModel
 
-OF_MEGATRON = {task.megatron: task for task in (LAMBADA, STRICT_LAMBADA, WIKITEXT)}  # by --task and its flags
+# by --task and its flags
+OF_MEGATRON = {task.megatron: task for task in (LAMBADA, STRICT_LAMBADA, WIKITEXT)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +56,15 @@ class Evaluate(TextInputs):
         remote=True,
         docs="",
     )
-    steps: str | None = flag(None, "steps of these runs to score: 1000,2000, or all (none: the newest)", value="FORM")
-    task: Literal["LAMBADA", "WIKITEXT103"] | None = flag(None, "Megatron's evaluation of the file --valid-data")
-    valid_data: list[str] = flag([], "file of --task: lambada_test.jsonl or wiki.test.tokens", value="FILE")
+    steps: str | None = flag(
+        None, "steps of these runs to score: 1000,2000, or all (none: the newest)", value="FORM"
+    )
+    task: Literal["LAMBADA", "WIKITEXT103"] | None = flag(
+        None, "Megatron's evaluation of the file --valid-data"
+    )
+    valid_data: list[str] = flag(
+        [], "file of --task: lambada_test.jsonl or wiki.test.tokens", value="FILE"
+    )
     strict_lambada: bool = flag(False, "LAMBADA counts whole last words, not last tokens")
     overlapping_eval: int | None = flag(
         None,
@@ -58,7 +72,9 @@ class Evaluate(TextInputs):
         bound=">0",
     )
     harness: str | None = flag(
-        None, "tasks of lm-evaluation-harness, such as piqa,arc_easy (needs meshwright[eval])", value="FORM"
+        None,
+        "tasks of lm-evaluation-harness, such as piqa,arc_easy (needs meshwright[eval])",
+        value="FORM",
     )
     harness_path: str | None = flag(
         None, "folder with further task files of the harness", "--include-path", value="DIR"
@@ -66,11 +82,18 @@ class Evaluate(TextInputs):
     num_fewshot: int | None = flag(
         None, "examples before each question of the harness (none: the task's own)", bound=">=0"
     )
-    limit: int | None = flag(None, "most documents, passages or questions of each task (none: all)", bound=">0")
+    limit: int | None = flag(
+        None, "most documents, passages or questions of each task (none: all)", bound=">0"
+    )
     json: bool = flag(False, "print a line of JSON for each result instead of a table", docs="data")
-    results_path: str | None = flag(None, "also write the results to this file, as a JSON list", value="FILE")
+    results_path: str | None = flag(
+        None, "also write the results to this file, as a JSON list", value="FILE"
+    )
     picture: str | None = flag(
-        None, "draw the scores over the steps into this .svg, .png or .pdf", value="FILE", docs="data evaluation"
+        None,
+        "draw the scores over the steps into this .svg, .png or .pdf",
+        value="FILE",
+        docs="data evaluation",
     )
 
     @property
@@ -118,7 +141,12 @@ class EvaluateConfig(ReadConfig):
         elif texts := [f for f in self.folders if is_known(suffix_of(f)) and not os.path.isdir(f)]:
             texts_are = f"{' '.join(texts)} {'is a file' if len(texts) == 1 else 'are files'} of text, not a checkpoint"
             texts_are = plain(texts_are)
-            out.append(Problem(("input",), f"{texts_are}; give {'it' if len(texts) == 1 else 'them'} to {{input}}"))
+            out.append(
+                Problem(
+                    ("input",),
+                    f"{texts_are}; give {'it' if len(texts) == 1 else 'them'} to {{input}}",
+                )
+            )
         elif not chosen:
             needed = "{input} is needed: files or folders of text; or {data_path}, {task}, {eval_tasks} or {harness}"
             out.append(Problem(tuple(given), needed, "missing"))
@@ -128,14 +156,19 @@ class EvaluateConfig(ReadConfig):
         if e.task and len(e.valid_data) != 1:
             text = f"{stated(e, 'task')} reads one file, {{valid_data}} has {len(e.valid_data)}; name the file"
             out.append(Problem(("task", "valid_data"), text))
-        if e.steps not in (None, "all") and not all(n.strip().isdigit() for n in str(e.steps).split(",")):
+        if e.steps not in (None, "all") and not all(
+            n.strip().isdigit() for n in str(e.steps).split(",")
+        ):
             text = f"{stated(e, 'steps')} is neither all nor numbers such as 1000,2000"
             out.append(Problem(("steps",), text))
         if e.picture and not e.picture.endswith((".svg", ".png", ".pdf")):
             text = f"{stated(e, 'picture')}: the name must end with .svg, .png or .pdf"
             out.append(Problem(("picture",), text))
         owners: dict[str, tuple[str, Any]] = dict.fromkeys(_OF_HARNESS, ("{harness}", e.harness))
-        owners |= {"valid_data": ("{task}", e.task), "strict_lambada": ("{task=LAMBADA}", e.megatron in OF_MEGATRON)}
+        owners |= {
+            "valid_data": ("{task}", e.task),
+            "strict_lambada": ("{task=LAMBADA}", e.megatron in OF_MEGATRON),
+        }
         out += [
             Problem((name,), f"{{{name}}} belongs to {owner}; give that too, or leave it out")
             for name, (owner, is_there) in owners.items()
@@ -161,7 +194,9 @@ def prepare_evaluate(parsed: flags.Parsed[EvaluateConfig], is_lead: bool) -> Rea
     folders = step_folders(c.folders, e.steps)
     texts = read_input(e) if e.input and is_lead else []
     batch = int(c.training.micro_batch_size or 8)
-    scoring = Scoring(e, folders, choose_measure(c, texts, parsed.sources["split"] != "default", batch))
+    scoring = Scoring(
+        e, folders, choose_measure(c, texts, parsed.sources["split"] != "default", batch)
+    )
     return ReadingTask(
         scoring.work,
         f"a smaller --micro-batch-size (now {batch}) or --seq-length, or --bf16,",
@@ -204,10 +239,16 @@ def choose_measure(
             m, run, e.harness or "", e.harness_path, e.num_fewshot, e.limit, seed, batch
         )
     if c.tasks:
-        return TaskScorer(c.tasks, e.overlapping_eval, batch, c.logging.log_interval if e.task else None, e.limit).score
+        return TaskScorer(
+            c.tasks, e.overlapping_eval, batch, c.logging.log_interval if e.task else None, e.limit
+        ).score
     if c.data.data_path:
         return lambda m, run: score_text(
-            m, run, *read_token_files(c.data, m.tokenizer, is_divided, e.limit), e.overlapping_eval, batch
+            m,
+            run,
+            *read_token_files(c.data, m.tokenizer, is_divided, e.limit),
+            e.overlapping_eval,
+            batch,
         )
     return lambda m, run: score_text(
         m, run, encode_documents(m.tokenizer, texts), len(texts), e.overlapping_eval, batch
@@ -218,7 +259,10 @@ class Scoring:
     """Scores one checkpoint after the other, keeps the results and prints them."""
 
     def __init__(
-        self, e: Evaluate, folders: list[str], measure: Callable[[LanguageModel, str], Iterable[Result]]
+        self,
+        e: Evaluate,
+        folders: list[str],
+        measure: Callable[[LanguageModel, str], Iterable[Result]],
     ) -> None:
         self.flags, self.measure = e, measure
         self.several, self.waiting = len(folders) > 1, iter(folders)
@@ -252,4 +296,6 @@ class Scoring:
             console.say("done :-)")
 
 
-main = ReadingCommand("evaluate", EvaluateConfig, ABOUT, "scoring", prepare_evaluate, "folders", copies=True).main
+main = ReadingCommand(
+    "evaluate", EvaluateConfig, ABOUT, "scoring", prepare_evaluate, "folders", copies=True
+).main

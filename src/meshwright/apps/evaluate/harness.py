@@ -43,13 +43,17 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
     def eot_token_id(self) -> int:
         return self.model.tokenizer.eod
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **more: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **more: Any
+    ) -> list[int]:
         return list(self.model.tokenizer.encode(string))
 
     def score(self, windows: list[Window]) -> list[list[float]]:
         """Return the nats and the hits of each window."""
         with progress_bar("scoring", len(windows), "percent") as advance:
-            scores = score_windows(shown_scorer(self.model, advance), windows, self.model.seq_length, self.batch)
+            scores = score_windows(
+                shown_scorer(self.model, advance), windows, self.model.seq_length, self.batch
+            )
             values = torch.cat([torch.empty(0, 2, dtype=torch.float64), *scores])
         require_finite(float(values[:, 0].sum()))
         return values.tolist()
@@ -59,9 +63,13 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
     ) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation, and whether greedy decoding writes it."""
         length = self.model.seq_length
-        windows = [label_window(context, continuation, length) for _, context, continuation in requests]
+        windows = [
+            label_window(context, continuation, length) for _, context, continuation in requests
+        ]
         out = []
-        for (texts, *_), window, (nats, hits) in zip(requests, windows, self.score(windows), strict=True):
+        for (texts, *_), window, (nats, hits) in zip(
+            requests, windows, self.score(windows), strict=True
+        ):
             out.append((-nats, hits == window.counted))
             self.cache_hook.add_partial("loglikelihood", texts, out[-1])
         return out
@@ -84,7 +92,15 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
         """Return the continuation of each prompt, up to a stop string."""
         asked = list[Request]()
         for request in requests[:1]:  # answers have no loss by which damaged weights would be seen
-            self.score([Window([self.eot_token_id, *self.tok_encode(request.args[0])][: self.model.seq_length + 1])])
+            self.score(
+                [
+                    Window(
+                        [self.eot_token_id, *self.tok_encode(request.args[0])][
+                            : self.model.seq_length + 1
+                        ]
+                    )
+                ]
+            )
         for request in requests:
             context, task_options = request.args
             options = dict(normalize_gen_kwargs(task_options, MOST_NEW))
@@ -93,7 +109,8 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
             if room < 1:
                 reads = f"the model reads {self.model.seq_length}"
                 raise SettingsError(
-                    f"a task of {{harness}} asks for {most} new tokens, and {reads}; leave it out", BAD_DATA
+                    f"a task of {{harness}} asks for {most} new tokens, and {reads}; leave it out",
+                    BAD_DATA,
                 )
             sampling = {name: options[name] for name in SAMPLING if options.get(name)}
             chosen = Sampling(greedy=not options.get("do_sample"), out_seq_length=most, **sampling)
@@ -124,11 +141,17 @@ def score_harness(
     for name in wanted:
         if not manager.match_tasks([name]):
             raise SettingsError(
-                f"{{harness={name}}}: the harness has no such task; `lm-eval ls tasks` lists them", BAD_DATA
+                f"{{harness={name}}}: the harness has no such task; `lm-eval ls tasks` lists them",
+                BAD_DATA,
             )
     adapter, wanted = Adapter(m, seed, batch), manager.match_tasks(wanted)
     report: Any = evaluator.simple_evaluate(
-        adapter, tasks=wanted, num_fewshot=fewshot, limit=limit, task_manager=manager, log_samples=False
+        adapter,
+        tasks=wanted,
+        num_fewshot=fewshot,
+        limit=limit,
+        task_manager=manager,
+        log_samples=False,
     )
     for name, row in report["results"].items():
         # The key of a measure is its name and its filter; other keys describe the task.

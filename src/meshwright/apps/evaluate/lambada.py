@@ -20,7 +20,8 @@ from meshwright.training.tasks import Metric, Scored, Task, TaskFile
 if TYPE_CHECKING:
     from meshwright.data.tokenizers import Tokenizer
 
-OPENAI_SHA256 = "4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226"  # SHA-256 of OpenAI's file
+# SHA-256 of OpenAI's file
+OPENAI_SHA256 = "4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226"
 
 
 def read_examples(path: str) -> list[str]:
@@ -34,7 +35,11 @@ def read_examples(path: str) -> list[str]:
             if not text.split():
                 raise ValueError("its text is empty")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            why = 'it has no "text"' if isinstance(error, KeyError | TypeError | AttributeError) else str(error)
+            why = (
+                'it has no "text"'
+                if isinstance(error, KeyError | TypeError | AttributeError)
+                else str(error)
+            )
             wanted = 'LAMBADA is JSON lines such as {"text": "a passage"}'
             raise bad_data(f"{path}:{number}: {why}; {wanted}") from None
         out.append(text)
@@ -66,7 +71,12 @@ def measure_words(scored: Scored[str]) -> dict[str, float]:
     correct, loss = int((scored.hits == scored.counted).sum()), float(scored.nats.mean())
     perplexity = math.exp(min(loss, 700)) if math.isfinite(loss) else loss
     examples = len(scored.documents)
-    return {"correct": correct, "examples": examples, "accuracy": correct / examples, "perplexity": perplexity}
+    return {
+        "correct": correct,
+        "examples": examples,
+        "accuracy": correct / examples,
+        "perplexity": perplexity,
+    }
 
 
 def describe_lambada(what: str, file: TaskFile) -> str:

@@ -32,7 +32,8 @@ class Score:
     tokens: int
     bytes: int
     documents: int
-    by_position: dict[str, float] = field(default_factory=dict)  # nats per token by ranges of places in a window
+    # nats per token by ranges of places in a window
+    by_position: dict[str, float] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -48,7 +49,9 @@ class Score:
         return self.total_loss / math.log(2) / self.bytes
 
     def __repr__(self) -> str:
-        measures = (f"{name}={getattr(self, name):.4f}" for name in ("loss", "perplexity", "bits_per_byte"))
+        measures = (
+            f"{name}={getattr(self, name):.4f}" for name in ("loss", "perplexity", "bits_per_byte")
+        )
         counts = (f"{name}={getattr(self, name):,}" for name in ("documents", "tokens", "bytes"))
         return f"Score({', '.join((*measures, *counts))})"
 
@@ -57,10 +60,14 @@ def score_texts(
     scorer: Scorer, tokenizer: Tokenizer, texts: Iterable[str], length: int, stride: int, batch: int
 ) -> Score:
     """Score documents in windows of `length` tokens that advance by `stride` <= `length`."""
-    return score_documents(scorer, tokenizer.eod, encode_documents(tokenizer, texts), length, stride, batch)
+    return score_documents(
+        scorer, tokenizer.eod, encode_documents(tokenizer, texts), length, stride, batch
+    )
 
 
-def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[tuple[Sequence[int], int]]:
+def encode_documents(
+    tokenizer: Tokenizer, texts: Iterable[str]
+) -> Iterator[tuple[Sequence[int], int]]:
     """Yield tokens and bytes of documents."""
     return ((tokenizer.encode(text), len(text.encode())) for text in texts)
 
@@ -80,7 +87,9 @@ def read_token_files(
         copies.prepare_tokens(source.prefix)
         for missing in (f"{source.prefix}{end}" for end in (".idx", ".bin")):
             if not Path(missing).exists():
-                raise SettingsError(f"{{data_path={source.prefix}}}: there is no {missing}", BAD_DATA)
+                raise SettingsError(
+                    f"{{data_path={source.prefix}}}: there is no {missing}", BAD_DATA
+                )
         indexed = Indexed(source.prefix)
         check_vocabulary(indexed, tokenizer.size)
         count = len(indexed.doc_idx) - 1
@@ -88,7 +97,9 @@ def read_token_files(
         parts.append((indexed, range(*bounds)))
 
     def read() -> Iterator[tuple[list[int], int]]:
-        for indexed, document in ((indexed, document) for indexed, part in parts for document in part):
+        for indexed, document in (
+            (indexed, document) for indexed, part in parts for document in part
+        ):
             ids = indexed.document(document).tolist()
             while ids and ids[-1] == tokenizer.eod:  # of --append-eod
                 ids.pop()
@@ -99,7 +110,12 @@ def read_token_files(
 
 
 def score_documents(
-    scorer: Scorer, eod: int, documents: Iterable[tuple[Sequence[int], int]], length: int, stride: int, batch: int
+    scorer: Scorer,
+    eod: int,
+    documents: Iterable[tuple[Sequence[int], int]],
+    length: int,
+    stride: int,
+    batch: int,
 ) -> Score:
     """Score documents given as their tokens, without an end, and their number of bytes."""
     from meshwright.model.loss import first_positions, range_names
@@ -127,7 +143,9 @@ def score_documents(
     if not tokens:
         raise bad_data("there is no text to score")
     require_finite(total)
-    by_position = {name: loss / count for name, loss, count in zip(names, nats, counts, strict=True) if count}
+    by_position = {
+        name: loss / count for name, loss, count in zip(names, nats, counts, strict=True) if count
+    }
     return Score(total, tokens, size, number, by_position)
 
 

@@ -39,7 +39,12 @@ class Result:
         if not self.task:
             positions = {"by_position": json_ready(self.by_position)} if self.by_position else {}
             return {"step": self.step} | plain | self.facts | positions
-        return {"folder": self.folder, "step": self.step, "task": self.task, "values": plain} | self.facts
+        return {
+            "folder": self.folder,
+            "step": self.step,
+            "task": self.task,
+            "values": plain,
+        } | self.facts
 
 
 def format_value(value: Any) -> str:
@@ -53,16 +58,25 @@ def list_result(result: Result) -> str:
     named = {"step": result.step} | result.values | result.facts
     named |= {f"loss at {positions}": loss for positions, loss in result.by_position.items()}
     width = max(16, *(len(name) for name in named))
-    return "\n".join(f"  {name.replace('_', ' '):{width}} {format_value(value)}" for name, value in named.items())
+    return "\n".join(
+        f"  {name.replace('_', ' '):{width}} {format_value(value)}" for name, value in named.items()
+    )
 
 
 def tabulate(results: Sequence[Result]) -> str:
     """Return one task's figures of several checkpoints, a row each."""
     several = len({r.folder for r in results}) > 1
     head = ["folder"] * several + ["step", *(name.replace("_", " ") for name in results[0].values)]
-    rows = [[*[r.folder] * several, format_value(r.step), *map(format_value, r.values.values())] for r in results]
+    rows = [
+        [*[r.folder] * several, format_value(r.step), *map(format_value, r.values.values())]
+        for r in results
+    ]
     lines = align_columns([head, *rows], to_the_right=True)
-    facts = "; ".join(f"{n.replace('_', ' ')} {format_value(v)}" for n, v in results[0].facts.items() if n != "seconds")
+    facts = "; ".join(
+        f"{n.replace('_', ' ')} {format_value(v)}"
+        for n, v in results[0].facts.items()
+        if n != "seconds"
+    )
     return "\n".join([f"{results[0].task or 'text'}: {facts}", *(f"  {line}" for line in lines)])
 
 
@@ -73,7 +87,9 @@ def by_task(results: Sequence[Result]) -> list[list[Result]]:
 
 def write_results(results: Sequence[Result], path: str) -> None:
     with writing(Path(path), "--results-path"):
-        Path(path).write_text(json.dumps([r.record for r in results], indent=1) + "\n", encoding="utf-8")
+        Path(path).write_text(
+            json.dumps([r.record for r in results], indent=1) + "\n", encoding="utf-8"
+        )
 
 
 def draw_results(results: Sequence[Result], path: str) -> None:
@@ -94,8 +110,20 @@ def draw_results(results: Sequence[Result], path: str) -> None:
         for number, folder in enumerate(folders):
             style = style_of(number)
             of_folder = sorted((r for r in of_task if r.folder == folder), key=lambda r: r.step)
-            x, y = [r.step for r in of_folder], [r.values.get(r.headline, math.nan) for r in of_folder]
-            axes.plot(x, y, color=style.colour, ls=style.line, marker=style.marker, ms=4, lw=1.2, label=folder)
+            x, y = (
+                [r.step for r in of_folder],
+                [r.values.get(r.headline, math.nan) for r in of_folder],
+            )
+            axes.plot(
+                x,
+                y,
+                color=style.colour,
+                ls=style.line,
+                marker=style.marker,
+                ms=4,
+                lw=1.2,
+                label=folder,
+            )
     if len(folders) > 1:
         panels[0].legend(fontsize=8, labelcolor=plot.INK, frameon=False)
     with writing(Path(path), "--picture"):

@@ -27,7 +27,9 @@ def read_documents(path: str) -> Iterator[str]:
 
 
 def cut_document(text: str, tokenizer: Tokenizer, file: TaskFile) -> list[Window]:
-    return list(document_windows([tokenizer.eod, *tokenizer.encode(text)], file.length, file.stride))
+    return list(
+        document_windows([tokenizer.eod, *tokenizer.encode(text)], file.length, file.stride)
+    )
 
 
 def measure_documents(scored: Scored[str]) -> dict[str, float]:

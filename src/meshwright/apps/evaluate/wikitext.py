@@ -49,7 +49,11 @@ PENN_TREEBANK = [
     (r"\$ 1", "$1"),
     ("# 1", "#1"),
 ]
-TABLES: dict[str, list[tuple[str, str]]] = {"ptb": PENN_TREEBANK, "wiki": WIKITEXT_MARKS, "lambada": []}
+TABLES: dict[str, list[tuple[str, str]]] = {
+    "ptb": PENN_TREEBANK,
+    "wiki": WIKITEXT_MARKS,
+    "lambada": [],
+}
 
 
 def pick_table(path: str) -> str:
@@ -68,14 +72,18 @@ def read_text(path: str) -> list[str]:
         with open(path, encoding="utf-8", newline="") as file:
             return [file.read()]
     except UnicodeDecodeError as e:
-        raise bad_data(f"{path} is not UTF-8 (byte 0x{e.object[e.start]:02x} at {e.start})") from None
+        raise bad_data(
+            f"{path} is not UTF-8 (byte 0x{e.object[e.start]:02x} at {e.start})"
+        ) from None
 
 
 def cut_text(text: str, tokenizer: Tokenizer, file: TaskFile) -> list[Window]:
     ids = list(tokenizer.encode(detokenize(text, pick_table(file.path))))
     words = count_words(text)
     if len(ids) < 2 or words < 2:
-        raise bad_data(f"{file.path} has {words} words and {len(ids)} tokens; there is nothing to predict")
+        raise bad_data(
+            f"{file.path} has {words} words and {len(ids)} tokens; there is nothing to predict"
+        )
     spans = window_spans(len(ids) - 1, file.length, file.stride, at_multiples=True)
     return [Window(ids[begin : end + 1], first - begin) for begin, first, end in spans]
 
@@ -86,7 +94,11 @@ def count_words(text: str) -> int:
 
 def measure_text(scored: Scored[str]) -> dict[str, float]:
     [text] = scored.documents
-    total, predictions, words = float(scored.nats.sum()), int(scored.counted.sum()), count_words(text)
+    total, predictions, words = (
+        float(scored.nats.sum()),
+        int(scored.counted.sum()),
+        count_words(text),
+    )
     loss, ratio = total / predictions, predictions / (words - 1)
     return {
         "loss": loss,

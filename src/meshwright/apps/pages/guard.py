@@ -33,7 +33,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Observe = Callable[[str, int, float], None]  # path, status and seconds of an answer
 
-LEFTOVER = 256 << 20, 1.0  # bytes of a refused body that are read, so that the answer arrives, and seconds without any
+# bytes of a refused body that are read, so that the answer arrives, and seconds without any
+LEFTOVER = 256 << 20, 1.0
 POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -62,22 +63,30 @@ class Limits:
     body: int = 8 << 20  # bytes
     read_seconds: float = 10.0
     answer_seconds: float = 600.0
-    own_hosts: frozenset[str] = field(default_factory=lambda: frozenset({"localhost", socket.gethostname().lower()}))
+    own_hosts: frozenset[str] = field(
+        default_factory=lambda: frozenset({"localhost", socket.gethostname().lower()})
+    )
     advice: str = "name it with --allowed-hosts"
 
-    def check(self, scope: Scope, headers: dict[bytes, bytes], open_paths: Collection[str] = ()) -> None:
+    def check(
+        self, scope: Scope, headers: dict[bytes, bytes], open_paths: Collection[str] = ()
+    ) -> None:
         """Raise Refusal for a request of another site's page, or without the key."""
         names = self.own_hosts | {host.lower() for host in self.hosts}
         check_caller(scope["method"], headers, names, self.advice)
         if self.api_key is not None and scope["path"] not in open_paths:
             sent = headers.get(b"authorization", b"").strip()
             if not hmac.compare_digest(sent, b"Bearer " + self.api_key.encode()):
-                refused = Refusal("the API key is missing or wrong; send Authorization: Bearer KEY", status=401)
+                refused = Refusal(
+                    "the API key is missing or wrong; send Authorization: Bearer KEY", status=401
+                )
                 refused.code, refused.headers = "invalid_api_key", {"www-authenticate": "Bearer"}
                 raise refused
 
 
-def check_caller(method: str, headers: Mapping[bytes, bytes], names: Collection[str], hint: str) -> None:
+def check_caller(
+    method: str, headers: Mapping[bytes, bytes], names: Collection[str], hint: str
+) -> None:
     """Raise Refusal for a request that names another server or comes from another site's page.
 
     `names` are the server's own, in lower case; `hint` says what to do about another.
@@ -88,11 +97,17 @@ def check_caller(method: str, headers: Mapping[bytes, bytes], names: Collection[
         raise Refusal(message, code="host_not_allowed", status=403)
     origin = headers.get(b"origin")
     if origin is not None and _netloc(origin.decode("latin-1")) != host.lower():
-        raise Refusal("requests from pages of other origins are refused", code="origin_not_allowed", status=403)
+        raise Refusal(
+            "requests from pages of other origins are refused",
+            code="origin_not_allowed",
+            status=403,
+        )
     is_page = headers.get(b"sec-fetch-dest", b"document") == b"document"
     opens = headers.get(b"sec-fetch-mode") == b"navigate" and method == "GET" and is_page
     if headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site") and not opens:
-        raise Refusal("requests from pages of other sites are refused", code="origin_not_allowed", status=403)
+        raise Refusal(
+            "requests from pages of other sites are refused", code="origin_not_allowed", status=403
+        )
 
 
 def is_own_host(host: str, names: Collection[str]) -> bool:
@@ -126,7 +141,9 @@ class RequestGuard:
     `open_paths` need no key; `observe` is called for each answer.
     """
 
-    def __init__(self, app: App, limits: Limits, open_paths: Collection[str], observe: Observe = ignore) -> None:
+    def __init__(
+        self, app: App, limits: Limits, open_paths: Collection[str], observe: Observe = ignore
+    ) -> None:
         self.app, self.limits, self.open_paths, self.observe = app, limits, open_paths, observe
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -163,23 +180,33 @@ class RequestGuard:
     def _check(self, scope: Scope) -> None:
         pairs: list[tuple[bytes, bytes]] = scope["headers"]
         headers = dict(reversed(pairs))
-        if sum(len(name) + len(value) for name, value in pairs) > LARGEST_HEADER:  # came in one piece
-            raise Refusal(f"the header is longer than {LARGEST_HEADER} bytes; send a shorter one", status=431)
+        # came in one piece
+        if sum(len(name) + len(value) for name, value in pairs) > LARGEST_HEADER:
+            raise Refusal(
+                f"the header is longer than {LARGEST_HEADER} bytes; send a shorter one", status=431
+            )
         for name in (b"host", b"origin", b"content-length", b"authorization", b"content-type"):
             if sum(key == name for key, _ in pairs) > 1:
                 raise Refusal(f"duplicate header {name.decode()}; send it once")
         if scope["http_version"] not in ("1.0", "1.1"):
             raise Refusal(f"HTTP/{scope['http_version'][:9]} is not supported; use HTTP/1.1")
         if b"content-length" in headers and b"transfer-encoding" in headers:
-            raise Refusal("content-length and transfer-encoding cannot be combined; send one of them")
+            raise Refusal(
+                "content-length and transfer-encoding cannot be combined; send one of them"
+            )
         self.limits.check(scope, headers, self.open_paths)
-        if int(headers.get(b"content-length", b"0")) > self.limits.body:  # h11 has checked that it is a number
+        # h11 has checked that it is a number
+        if int(headers.get(b"content-length", b"0")) > self.limits.body:
             raise too_large(self.limits.body)
 
     async def _refuse(self, refused: Refusal, receive: Receive | None, send: Send) -> None:
         """Send an error; close the connection, after some of a body that was not read."""
         body = orjson.dumps(error_of(refused))
-        headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "connection": "close",
+        }
         headers |= refused.headers
         raw = [(k.encode(), v.encode()) for k, v in headers.items()]
         await send({"type": "http.response.start", "status": refused.status, "headers": raw})
@@ -188,7 +215,9 @@ class RequestGuard:
         left, seconds = LEFTOVER if receive else (0, 0)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds) as waiting:  # the protocol bounds the time of all
-                while receive and left > 0 and (message := await receive())["type"] == "http.request":
+                while (
+                    receive and left > 0 and (message := await receive())["type"] == "http.request"
+                ):
                     left -= len(message["body"])
                     if not message.get("more_body"):
                         break
@@ -197,7 +226,9 @@ class RequestGuard:
 
 
 def too_large(most: int) -> Refusal:
-    return Refusal(f"the body is larger than {most} bytes; send less, or raise --max-body-size", status=413)
+    return Refusal(
+        f"the body is larger than {most} bytes; send less, or raise --max-body-size", status=413
+    )
 
 
 def as_refused(error: Exception) -> Refusal:
@@ -205,7 +236,9 @@ def as_refused(error: Exception) -> Refusal:
     if isinstance(error, Refusal):
         return error
     if isinstance(error, TimeoutError):
-        message = "the answer was not complete in time; ask for fewer tokens, or raise --request-timeout"
+        message = (
+            "the answer was not complete in time; ask for fewer tokens, or raise --request-timeout"
+        )
         return Refusal(message, code="timeout", status=503)
     if isinstance(error, UserError):  # of the decoder, which knows its own limits
         return Refusal(str(error))
@@ -214,5 +247,11 @@ def as_refused(error: Exception) -> Refusal:
 
 def error_of(refused: Refusal) -> dict[str, Any]:
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-    kind = "server_error" if refused.status >= 500 else kinds.get(refused.status, "invalid_request_error")
-    return error_object(refused.message, kind, refused.param, refused.code) | {"message": refused.message}
+    kind = (
+        "server_error"
+        if refused.status >= 500
+        else kinds.get(refused.status, "invalid_request_error")
+    )
+    return error_object(refused.message, kind, refused.param, refused.code) | {
+        "message": refused.message
+    }

@@ -30,7 +30,9 @@ def document(title: str, parts: Iterable[str], head: Sequence[str] = ()) -> str:
 
 def html_table(body: Iterable[Sequence[str]], kind: str, head: Sequence[str] = ()) -> str:
     top = "<tr>" + "".join(f"<th>{escape(h)}</th>" for h in head) + "</tr>" if head else ""
-    lines = ("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>" for line in body)
+    lines = (
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>" for line in body
+    )
     return f'<div class="scroll"><table class="{kind}">{top}{"".join(lines)}</table></div>'
 
 

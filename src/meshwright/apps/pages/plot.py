@@ -20,7 +20,9 @@ NARROW = (4.2, 3.0)  # inches of a wide plot on a narrow screen
 POINTS = 1000  # per line at most: no picture shows more
 
 
-def new_axes(size: tuple[float, float], resumed: Iterable[int] = (), x: str = "iteration") -> tuple[Figure, Axes]:
+def new_axes(
+    size: tuple[float, float], resumed: Iterable[int] = (), x: str = "iteration"
+) -> tuple[Figure, Axes]:
     """Return an empty figure with resumes marked; without pyplot and its global state."""
     from matplotlib.figure import Figure
 
@@ -80,12 +82,20 @@ def svg_of(figure: Figure, title: str) -> str:
     import matplotlib
 
     file = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.family": "sans-serif"}):
-        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": title, "font.family": "sans-serif"}
+    ):
+        figure.savefig(
+            file,
+            format="svg",
+            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
+        )
     return file.getvalue()
 
 
-def embed_figure(figure: Figure, title: str, note: str = "", legend: str = "", wide: bool = False) -> str:
+def embed_figure(
+    figure: Figure, title: str, note: str = "", legend: str = "", wide: bool = False
+) -> str:
     """Return an HTML figure; as a data URI, its ids and styles stay apart from the page's."""
     caption = escape(title) + (f' <span class="quiet">{escape(note)}</span>' if note else "")
     keys = f'<div class="legend quiet">{legend}</div>' if legend else ""

@@ -71,12 +71,19 @@ class LimitedProtocol(H11Protocol):
             self._reading.cancel()
         self._phase, self._reading = phase, None
         if phase and not self.transport.is_closing():
-            seconds = self.seconds + (phase == "body")  # the application, which waits for it, answers first
+            # the application, which waits for it, answers first
+            seconds = self.seconds + (phase == "body")
             self._reading = self.loop.call_later(seconds, self._expire)
 
     def _expire(self) -> None:
-        if self._phase == "header" and not self.transport.is_closing() and self.conn.trailing_data[0]:
-            self.send_error(408, f"the header was not complete after {self.seconds:g} s; send it faster")
+        if (
+            self._phase == "header"
+            and not self.transport.is_closing()
+            and self.conn.trailing_data[0]
+        ):
+            self.send_error(
+                408, f"the header was not complete after {self.seconds:g} s; send it faster"
+            )
         self.transport.abort()
 
     def pause_writing(self) -> None:
@@ -93,21 +100,31 @@ class LimitedProtocol(H11Protocol):
         """Answer in JSON what h11 refuses: bad requests, and headers above the limit."""
         size = len(self.conn.trailing_data[0])
         if size > LARGEST_HEADER:
-            self.send_error(431, f"the header is longer than {LARGEST_HEADER} bytes; send a shorter one")
+            self.send_error(
+                431, f"the header is longer than {LARGEST_HEADER} bytes; send a shorter one"
+            )
         else:
             self.send_error(400, "this is not a valid HTTP/1.1 request; send one")
 
     def send_error(self, status: int, message: str) -> None:
         body = orjson.dumps(error_object(message, "invalid_request_error"))
-        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        headers = [
+            ("content-type", "application/json"),
+            ("content-length", str(len(body))),
+            ("connection", "close"),
+        ]
         with contextlib.suppress(h11.LocalProtocolError):  # an answer has begun
-            self.transport.write(self.conn.send(h11.Response(status_code=status, headers=headers)) or b"")
+            self.transport.write(
+                self.conn.send(h11.Response(status_code=status, headers=headers)) or b""
+            )
             self.transport.write(self.conn.send(h11.Data(data=body)) or b"")
             self.transport.write(self.conn.send(h11.EndOfMessage()) or b"")
         self.transport.close()
 
 
-def error_object(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+def error_object(
+    message: str, kind: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
     """Return OpenAI's object of an error; Megatron's client reads the second `message`."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 

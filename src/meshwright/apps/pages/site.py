@@ -38,7 +38,10 @@ def make_site(
 
 
 def answer_with_file(package: str, name: str) -> Callable[[Request], Awaitable[Response]]:
-    content, kind = importlib.resources.files(package).joinpath(name).read_bytes(), name.rpartition(".")[2]
+    content, kind = (
+        importlib.resources.files(package).joinpath(name).read_bytes(),
+        name.rpartition(".")[2],
+    )
 
     async def answer(request: Request) -> Response:
         return Response(content, media_type=f"{TYPES[kind]}; charset=utf-8")
@@ -53,7 +56,10 @@ def json_response(value: object, status: int = 200) -> Response:
 async def refuse_path(request: Request, error: Exception) -> Response:
     """Raise what the guard writes in JSON; starlette would answer in plain text."""
     assert isinstance(error, HTTPException)
-    messages = {404: f"there is no path {request.url.path[:100]}", 405: f"{request.method[:20]} is not for this path"}
+    messages = {
+        404: f"there is no path {request.url.path[:100]}",
+        405: f"{request.method[:20]} is not for this path",
+    }
     refusal = Refusal(messages.get(error.status_code, error.detail), status=error.status_code)
     refusal.headers = {k.lower(): v for k, v in (error.headers or {}).items()}
     raise refusal

@@ -56,28 +56,45 @@ class PlanFlags:
 
     gpus: int | None = flag(None, "number of devices: another name of --world-size", bound=">0")
     gpu: str | None = flag(
-        None, "device: a name such as h200, or the file of a profile (none: the one of this machine)", value="FORM"
+        None,
+        "device: a name such as h200, or the file of a profile (none: the one of this machine)",
+        value="FORM",
     )
-    gpus_per_node: int | None = flag(None, "devices of one machine (none: as the device's profile says)", bound=">0")
+    gpus_per_node: int | None = flag(
+        None, "devices of one machine (none: as the device's profile says)", bound=">0"
+    )
     link: float | None = flag(
-        None, "GB/s of each device to other machines, in one direction (none: as the profile says)", bound=">0"
+        None,
+        "GB/s of each device to other machines, in one direction (none: as the profile says)",
+        bound=">0",
     )
     search: bool | None = flag(
-        None, "search layouts, and keep what is given of one (none: search if no flag of a layout is given)"
+        None,
+        "search layouts, and keep what is given of one (none: search if no flag of a layout is given)",
     )
-    allow_fp8: bool = flag(False, "search layouts that multiply in 8 bits too, where the device can")
+    allow_fp8: bool = flag(
+        False, "search layouts that multiply in 8 bits too, where the device can"
+    )
     best: int = flag(10, "number of layouts in the table of a search", bound=">0")
     price: float | None = flag(None, "price of a device for an hour", bound=">0")
     mtbf: float = flag(
-        50_000.0, "mean hours between failures of one device; the default is that of Llama 3's 16,384 H100", bound=">0"
+        50_000.0,
+        "mean hours between failures of one device; the default is that of Llama 3's 16,384 H100",
+        bound=">0",
     )
     restart_minutes: float = flag(5.0, "minutes from a failure to the next step", bound=">=0")
     storage_speed: float | None = flag(
-        None, "GB/s at which a machine writes its part of a checkpoint (none: as the profile says)", bound=">0"
+        None,
+        "GB/s at which a machine writes its part of a checkpoint (none: as the profile says)",
+        bound=">0",
     )
-    write: str | None = flag(None, "write the settings to this file, for `train --config`", value="FILE")
+    write: str | None = flag(
+        None, "write the settings to this file, for `train --config`", value="FILE"
+    )
     write_page: str | None = flag(None, "write text and pictures to this .html file", value="FILE")
-    pictures: str | None = flag(None, "write the pictures into this folder, as .svg files", value="DIR")
+    pictures: str | None = flag(
+        None, "write the pictures into this folder, as .svg files", value="DIR"
+    )
     json: bool = flag(False, "print JSON instead of text")
 
 
@@ -105,7 +122,9 @@ class LayoutPlanConfig(TrainConfig):
     def run(self) -> TrainConfig:
         """The training, with what a plan does not need filled in."""
         c = TrainConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(TrainConfig)})
-        open_settings: dict[str, Any] = {} if self.plan.gpus is None else {"world_size": self.plan.gpus}
+        open_settings: dict[str, Any] = (
+            {} if self.plan.gpus is None else {"world_size": self.plan.gpus}
+        )
         if c.training.micro_batch_size in (None, "auto") and not c.training.num_accumulation_steps:
             open_settings["micro_batch_size"] = 1
         return with_settings(c, **open_settings, **unneeded(c))
@@ -138,7 +157,9 @@ def main(argv: list[str]) -> int:
     if parsed.config.checkpoint.load:
         from meshwright.training.before.resolve import complete_settings
 
-        completed = cast(LayoutPlanConfig, complete_settings(cast(flags.Parsed[TrainConfig], parsed)))
+        completed = cast(
+            LayoutPlanConfig, complete_settings(cast(flags.Parsed[TrainConfig], parsed))
+        )
         parsed = dataclasses.replace(parsed, config=completed)
     asked = parsed.config.plan
     with in_words(parsed.words):
@@ -157,18 +178,23 @@ def make_plan(parsed: flags.Parsed[LayoutPlanConfig]) -> Plan:
     """Predict the given layout, or search for the fastest."""
     config, asked = parsed.config.run, parsed.config.plan
     per_node = config.parallel.num_gpus_per_node if config.parallel.num_gpus_per_node > 1 else None
-    machine = find_machine(asked.gpu, asked.gpus_per_node or per_node, asked.link, asked.storage_speed)
+    machine = find_machine(
+        asked.gpu, asked.gpus_per_node or per_node, asked.link, asked.storage_speed
+    )
     prediction = Prediction(config, machine, vocabulary_of(config, parsed.sources)).measured()
     given, found = given_settings(parsed), None
     if asked.search or (asked.search is None and not given.intersection(DIVIDING)):
-        with host.collector_off():  # a tenth of its time: it makes many objects, and hardly any cycles
+        # a tenth of its time: it makes many objects, and hardly any cycles
+        with host.collector_off():
             prediction, found = search(prediction, given, asked)
     else:
         require([take_devices(problem) for problem in checks.problems(config, needs_data=False)])
     length = prediction.config.steps if parsed.config.lengths else None
     losses = losses_of(prediction.save, config.world, asked.mtbf, asked.restart_minutes)
     step = prediction.time.seconds
-    expected = expect(losses, step, None if length is None else length * step, config.checkpoint.save_interval)
+    expected = expect(
+        losses, step, None if length is None else length * step, config.checkpoint.save_interval
+    )
     plan = Plan(prediction, found, length, losses, expected)
     if prediction.fits or machine.profile.kind == "cpu":
         return plan
@@ -195,14 +221,21 @@ def find_enough(start: Prediction, freedom: Freedom) -> tuple[int | None, int]:
 
     def first_enough(numbers: Iterable[int]) -> int | None:
         began = time.perf_counter()
-        for number in itertools.takewhile(lambda _: time.perf_counter() - began < ENOUGH_SECONDS, numbers):
+        for number in itertools.takewhile(
+            lambda _: time.perf_counter() - began < ENOUGH_SECONDS, numbers
+        ):
             tried.append(number)
             trial = Search(start.machine, start.vocabulary, freedom)
             if trial.find_small(with_settings(start.config, world_size=number)) is not None:
                 return number
         return None
 
-    near = (number for distance in range(1, count + 1) for number in (count + distance, count - distance) if number)
+    near = (
+        number
+        for distance in range(1, count + 1)
+        for number in (count + distance, count - distance)
+        if number
+    )
     if enough := first_enough(near):
         return enough, max(tried)
     powers = (1 << n for n in range(count.bit_length() + 1, MOST_DEVICES.bit_length()))
@@ -221,7 +254,9 @@ def given_settings(parsed: flags.Parsed[LayoutPlanConfig]) -> frozenset[str]:
     out = set()
     for name, source in parsed.sources.items():
         is_changed = name in defaults and ours[name] != defaults[name]
-        if source.startswith("command line") or (is_changed and not source.startswith(("default", "preset", "recipe"))):
+        if source.startswith("command line") or (
+            is_changed and not source.startswith(("default", "preset", "recipe"))
+        ):
             out.add(name)
     return frozenset(out)
 
@@ -229,11 +264,20 @@ def given_settings(parsed: flags.Parsed[LayoutPlanConfig]) -> frozenset[str]:
 def vocabulary_of(config: TrainConfig, sources: Mapping[str, str]) -> int:
     """Return the number of ids: that of the flags or the data, else that of the preset's source."""
     t, d = config.tokenizer, config.data
-    if t.tokenizer or t.vocab_file or t.tokenizer_model or d.data_path or d.train_data_path or config.checkpoint.load:
+    if (
+        t.tokenizer
+        or t.vocab_file
+        or t.tokenizer_model
+        or d.data_path
+        or d.train_data_path
+        or config.checkpoint.load
+    ):
         from meshwright.training.before.resolve import find_vocabulary
 
         return find_vocabulary(config, None).size
-    preset = next((s.removeprefix("preset ") for s in sources.values() if s.startswith("preset ")), None)
+    preset = next(
+        (s.removeprefix("preset ") for s in sources.values() if s.startswith("preset ")), None
+    )
     return t.vocab_size or (family_of(preset).vocabulary if preset else GPT2_VOCABULARY)
 
 
@@ -247,7 +291,9 @@ def search(start: Prediction, given: frozenset[str], asked: PlanFlags) -> tuple[
     found = Search(machine, start.vocabulary, freedom, asked.best).run(config)
     chosen = found.fitting[0] if found.fitting else found.nearest
     if chosen is None:
-        reasons = [Problem((), f"{count:,} x {reason}") for count, reason in found.refusals.listed()]
+        reasons = [
+            Problem((), f"{count:,} x {reason}") for count, reason in found.refusals.listed()
+        ]
         near = near_flags(start, freedom, config)
         cure = f"take {' or '.join(near)}" if near else "take another number of devices"
         none = Problem((), f"no layout of {config.world:,} devices is legal; {cure}")
@@ -260,12 +306,16 @@ def near_flags(start: Prediction, freedom: Freedom, config: TrainConfig) -> list
     """Return the next numbers of devices and the next global batch that have a legal layout."""
 
     def layouts_of(config: TrainConfig) -> LegalLayouts:
-        return LegalLayouts(Search(start.machine, start.vocabulary, freedom).run_of(config), freedom)
+        return LegalLayouts(
+            Search(start.machine, start.vocabulary, freedom).run_of(config), freedom
+        )
 
     def next_number(numbers: Iterable[int]) -> list[str]:
         """Return the first of these numbers that has a legal layout, if it is found in time."""
         began = time.perf_counter()
-        for number in itertools.takewhile(lambda _: time.perf_counter() - began < ENOUGH_SECONDS, numbers):
+        for number in itertools.takewhile(
+            lambda _: time.perf_counter() - began < ENOUGH_SECONDS, numbers
+        ):
             legal = layouts_of(with_settings(config, world_size=number))
             if any(legal.micro_batches(shape) for shape in legal.shapes()):
                 return [f"--gpus {number}"]
@@ -280,7 +330,11 @@ def near_flags(start: Prediction, freedom: Freedom, config: TrainConfig) -> list
         unit = shape.micro_batch_size * legal.run.data_ranks(shape)
         changed = {batch // unit * unit, -(-batch // unit) * unit} - {0} - sizes
         run_config = legal.run.config_of(shape)
-        sizes |= {size for size in changed if not batch_problems(with_settings(run_config, global_batch_size=size))}
+        sizes |= {
+            size
+            for size in changed
+            if not batch_problems(with_settings(run_config, global_batch_size=size))
+        }
     nearest = min(sizes, key=lambda size: (abs(size - batch), size), default=None)
     return [*fewer, *more, *([f"--global-batch-size {nearest}"] if nearest else [])]
 
@@ -321,7 +375,11 @@ def as_json(plan: Plan, asked: PlanFlags) -> dict[str, Any]:
     out: dict[str, Any] = describe.as_dict(one)
     if plan.length is not None:
         hours = plan.length * one.time.seconds * one.config.world / 3600
-        out |= {"steps": plan.length, "seconds": plan.length * one.time.seconds, "device_hours": hours}
+        out |= {
+            "steps": plan.length,
+            "seconds": plan.length * one.time.seconds,
+            "device_hours": hours,
+        }
         out |= {} if asked.price is None else {"cost": hours * asked.price}
     out["checkpoint"] = {"bytes": one.save.bytes, **dataclasses.asdict(plan.losses)}
     out["goodput"] = dataclasses.asdict(plan.goodput)
@@ -329,7 +387,9 @@ def as_json(plan: Plan, asked: PlanFlags) -> dict[str, Any]:
         out["enough_devices"], out["tried_devices"] = plan.enough, plan.tried
     if plan.found is not None:
         out["best"] = [describe.as_dict(each) for each in plan.found.fitting[: asked.best]]
-        out["refused"] = [{"count": count, "reason": reason} for count, reason in plan.found.refusals.listed()]
+        out["refused"] = [
+            {"count": count, "reason": reason} for count, reason in plan.found.refusals.listed()
+        ]
         out["too_large"], out["slower"] = plan.found.too_large, plan.found.slower
     return out
 
@@ -338,7 +398,10 @@ def write_settings(path: Path, plan: Plan, filled_in: Collection[str]) -> Path:
     """Write what was given and chosen as a file for `train --config`; return its path."""
     config, defaults = flags.to_dict(plan.prediction.config), flags.to_dict(TrainConfig())
     names = {name for name, value in config.items() if value != defaults[name]} - {*filled_in}
-    head = ["# Made by `meshwright plan`. Train with `meshwright train --config FILE`, data and --save.", ""]
+    head = [
+        "# Made by `meshwright plan`. Train with `meshwright train --config FILE`, data and --save.",
+        "",
+    ]
     with replacing(path, typed=True) as file:
         file.write("\n".join([*head, flags.to_toml(plan.prediction.config, only=names)]).encode())
     return path
@@ -352,7 +415,9 @@ def write_drawings(plan: Plan, asked: PlanFlags, text: list[str]) -> list[Path]:
     drawings = [
         pictures.schedule_drawing(plan.prediction),
         pictures.memory_drawing(plan.prediction),
-        pictures.layouts_drawing(plan.prediction, plan.found.ranked[:DRAWN]) if plan.found else None,
+        pictures.layouts_drawing(plan.prediction, plan.found.ranked[:DRAWN])
+        if plan.found
+        else None,
         pictures.goodput_drawing(plan.losses, plan.goodput, step),
     ]
     drawn = [one for one in drawings if one is not None]

@@ -56,7 +56,9 @@ class Measured:
         except UserError:  # a format that the profile does not have
             return []
         except Exception as error:
-            return [f"plan: could not be compared with the first steps: {type(error).__name__}: {first_line(error)}"]
+            return [
+                f"plan: could not be compared with the first steps: {type(error).__name__}: {first_line(error)}"
+            ]
 
 
 def plan_of_run(config: TrainConfig, vocabulary: int, product: str) -> Measured | None:
@@ -70,12 +72,19 @@ def plan_of_run(config: TrainConfig, vocabulary: int, product: str) -> Measured 
 
 
 def compare(
-    prediction: Prediction, memory: RankMemory, seconds: Sequence[float], stats: Mapping[str, int], mapped: int = 0
+    prediction: Prediction,
+    memory: RankMemory,
+    seconds: Sequence[float],
+    stats: Mapping[str, int],
+    mapped: int = 0,
 ) -> list[str]:
     """Return predicted beside measured time and memory, and which term is off the most."""
     time = prediction.time
     held = sum(memory.kinds.get(kind, 0) for kind in HELD)
-    current, peak = stats["allocated_bytes.all.current"] + mapped, stats["allocated_bytes.all.peak"] + mapped
+    current, peak = (
+        stats["allocated_bytes.all.current"] + mapped,
+        stats["allocated_bytes.all.peak"] + mapped,
+    )
     reserved = stats["reserved_bytes.all.peak"] + mapped
     step = statistics.median(seconds[WARM_UP:])
     terms = {

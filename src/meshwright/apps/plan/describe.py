@@ -92,10 +92,14 @@ def predict_here(
     With `measures` its memory is measured if that is possible: not where a run trains.
     """
     kind = config.parallel.device.partition(":")[0]
-    if checks.problems(config, needs_data=False) or (device is None and kind not in ("auto", NVIDIA, "cpu")):
+    if checks.problems(config, needs_data=False) or (
+        device is None and kind not in ("auto", NVIDIA, "cpu")
+    ):
         return None
     try:
-        prediction = Prediction(config, find_machine(device or ("cpu" if kind == "cpu" else None)), vocabulary)
+        prediction = Prediction(
+            config, find_machine(device or ("cpu" if kind == "cpu" else None)), vocabulary
+        )
         prediction = prediction.measured() if measures else prediction
         is_absent = device is None and kind == NVIDIA and prediction.machine.profile.kind == "cpu"
         return prediction if not is_absent and prediction.ranks and prediction.time else None
@@ -115,21 +119,43 @@ def memory_lines(prediction: Prediction) -> list[str]:
     """Return the memory of the fullest rank by kind, and the verdict."""
     rank = prediction.fullest
     memory = prediction.ranks[rank]
-    place = f", pipeline rank {rank} of {len(prediction.ranks)}" if len(prediction.ranks) > 1 else ""
+    place = (
+        f", pipeline rank {rank} of {len(prediction.ranks)}" if len(prediction.ranks) > 1 else ""
+    )
     rows = [(kind, gib(size)) for kind, size in memory.kinds.items() if size]
-    rows += [("allocated", gib(memory.allocated)), ("reserved", gib(memory.reserved)), ("context", gib(memory.context))]
-    how = "measured on tensors without memory" if prediction.is_measured else estimated_how(prediction)
-    return [f"memory of the fullest rank{place}, {how}", *indented(rows), f"  {verdict(prediction)}"]
+    rows += [
+        ("allocated", gib(memory.allocated)),
+        ("reserved", gib(memory.reserved)),
+        ("context", gib(memory.context)),
+    ]
+    how = (
+        "measured on tensors without memory"
+        if prediction.is_measured
+        else estimated_how(prediction)
+    )
+    return [
+        f"memory of the fullest rank{place}, {how}",
+        *indented(rows),
+        f"  {verdict(prediction)}",
+    ]
 
 
 def time_how(prediction: Prediction) -> str:
     """Return where the operations of a step come from."""
-    return "from its operations, measured" if prediction.operations is not None else "estimated by closed forms"
+    return (
+        "from its operations, measured"
+        if prediction.operations is not None
+        else "estimated by closed forms"
+    )
 
 
 def estimated_how(prediction: Prediction) -> str:
     """Return how near an estimate is, and what a better one needs."""
-    cure = "" if prediction.machine.profile.kind == "cpu" or can_measure() else "; install torch to measure it"
+    cure = (
+        ""
+        if prediction.machine.profile.kind == "cpu" or can_measure()
+        else "; install torch to measure it"
+    )
     return f"estimated, within about {100 * WITHIN:g} %{cure}"
 
 
@@ -146,7 +172,10 @@ def sent_lines(prediction: Prediction) -> list[str]:
     sent = prediction.time.bytes_sent
     if not sent:
         return []
-    return ["sent by a rank in a step", *indented([(name, giga(size)) for name, size in sent.items()])]
+    return [
+        "sent by a rank in a step",
+        *indented([(name, giga(size)) for name, size in sent.items()]),
+    ]
 
 
 def time_lines(prediction: Prediction, length: float | None, price: float | None) -> list[str]:
@@ -182,16 +211,22 @@ def layout_line(prediction: Prediction) -> str:
     parts.append(f"ZeRO {p.zero_stage}" if c.dp * p.context_parallel_size > 1 else "")
     count = c.micro_batches(c.global_batch)
     parts.append(f"{count:,} micro-batch{'es' * (count != 1)} of {c.micro_batch}")
-    parts.append(f"recompute {c.training.recompute_granularity}" if c.training.recompute_granularity else "")
     parts.append(
-        f"fp8 {c.precision.fp8_format} in {c.precision.dtype}" if c.precision.fp8_format else c.precision.dtype
+        f"recompute {c.training.recompute_granularity}" if c.training.recompute_granularity else ""
+    )
+    parts.append(
+        f"fp8 {c.precision.fp8_format} in {c.precision.dtype}"
+        if c.precision.fp8_format
+        else c.precision.dtype
     )
     return "; ".join(filter(None, parts))
 
 
 def table_of(predictions: Sequence[Prediction]) -> list[list[str]]:
     """Return a head and a row for each layout."""
-    head = "TP SP PP chunks schedule CP DP ZeRO micro recompute fp8 step tokens/s MFU memory".split()
+    head = (
+        "TP SP PP chunks schedule CP DP ZeRO micro recompute fp8 step tokens/s MFU memory".split()
+    )
     rows = [head]
     for one in predictions:
         c, p, time = one.config, one.config.parallel, one.time
@@ -285,7 +320,10 @@ def as_dict(prediction: Prediction) -> dict[str, Any]:
         "left_bytes": prediction.left,
         "fullest_rank": prediction.fullest,
         "memory_is": "measured" if prediction.is_measured else "estimated",
-        "memory": {name: getattr(memory, name) for name in ("kinds", "allocated", "reserved", "context", "total")},
+        "memory": {
+            name: getattr(memory, name)
+            for name in ("kinds", "allocated", "reserved", "context", "total")
+        },
         "time_is": "estimated" if prediction.operations is None else "measured",
         "time": dataclasses.asdict(time),
     }

@@ -25,9 +25,22 @@ from meshwright.config.schema import TrainConfig
 from meshwright.model.counts import layer_matrices, padded_size
 from meshwright.model.kind import block_kind
 from meshwright.optim.rule_table import CHUNK, MUON_CHUNK, is_beyond_torch, is_rounded
-from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, V_SHAPED, ScheduleName, most_sent, schedule
+from meshwright.parallel.pipeline_schedule import (
+    SPLIT_BACKWARD,
+    V_SHAPED,
+    ScheduleName,
+    most_sent,
+    schedule,
+)
 from meshwright.training import inflight_rule
-from meshwright.training.parameters import WIDTHS, count, data_parts, shapes_of_layer, shapes_of_rank, stage_numbers
+from meshwright.training.parameters import (
+    WIDTHS,
+    count,
+    data_parts,
+    shapes_of_layer,
+    shapes_of_rank,
+    stage_numbers,
+)
 from meshwright.training.sizes import held_bytes
 
 if TYPE_CHECKING:
@@ -109,7 +122,9 @@ class Run:
         return max(1, self.config.world // (tp * cp * layout.pipeline_model_parallel_size))
 
     def micro_batches(self, layout: LayoutSizes) -> int:
-        return max(1, self.config.global_batch // (layout.micro_batch_size * self.data_ranks(layout)))
+        return max(
+            1, self.config.global_batch // (layout.micro_batch_size * self.data_ranks(layout))
+        )
 
 
 def layout_of(c: TrainConfig) -> LayoutSizes:
@@ -154,7 +169,10 @@ def layer_bytes(c: TrainConfig, is_split: bool) -> LayerBytes:
         m.hidden_size or 0,
         m.num_attention_heads or 1,
     )
-    is_fused, is_fp8 = block_kind(c.training, m, c.precision, NVIDIA) == "fused", bool(c.precision.fp8_format)
+    is_fused, is_fp8 = (
+        block_kind(c.training, m, c.precision, NVIDIA) == "fused",
+        bool(c.precision.fp8_format),
+    )
     is_selective = c.training.recompute_granularity == "selective"
 
     # The elements of tensors. Inner ones have all tokens, the residual stream a part of them.
@@ -188,7 +206,9 @@ def layer_bytes(c: TrainConfig, is_split: bool) -> LayerBytes:
     attention += (queries + keys) * low * m.qk_layernorm
 
     # Torch has no kernel for groups of heads in full precision: their scores are tensors.
-    scores = c.micro_batch * length**2 * heads // tp // cp * low if low > 2 and m.groups < heads else 0
+    scores = (
+        c.micro_batch * length**2 * heads // tp // cp * low if low > 2 and m.groups < heads else 0
+    )
     dropped = scores + scores // low if m.attention_dropout > 0 else 0
     if scores and not is_selective:
         attention += scores + dropped + 3 * queries * low
@@ -231,7 +251,9 @@ def end_bytes(c: TrainConfig, padded: int, is_split: bool) -> EndBytes:
 
 
 @functools.lru_cache(4096)
-def in_flight(name: ScheduleName, pp: int, rank: int, number: int, chunks: int) -> NDArray[np.int32]:
+def in_flight(
+    name: ScheduleName, pp: int, rank: int, number: int, chunks: int
+) -> NDArray[np.int32]:
     """Return the micro-batches that a rank has in flight, a row for each moment that may be full.
 
     There are three columns for each chunk of layers: micro-batches that wait for their backward
@@ -278,7 +300,10 @@ def passes_bytes(
     import numpy as np
 
     pp, name = layout.pipeline_model_parallel_size, layout.pipeline_schedule
-    is_split, chunks = layout.is_split, run.chunks(layout, layout.num_layers_per_virtual_pipeline_stage)
+    is_split, chunks = (
+        layout.is_split,
+        run.chunks(layout, layout.num_layers_per_virtual_pipeline_stage),
+    )
     stages = shape.stages if len(shape.stages) == chunks else (shape.layers // chunks,) * chunks
     live, deferred, backward = list[float](), list[float](), list[float]()
     for chunk, layers in enumerate(stages):
@@ -297,20 +322,26 @@ def passes_bytes(
     return float((moments @ np.array([*live, *deferred, *backward])).max()) + sent * (pp > 1)
 
 
-def kept_bytes(run: Run, layout: LayoutSizes, layer: LayerBytes, layers: int) -> tuple[float, float]:
+def kept_bytes(
+    run: Run, layout: LayoutSizes, layer: LayerBytes, layers: int
+) -> tuple[float, float]:
     """Return what some layers keep, and what of them runs once more at the fullest moment."""
     if layout.recompute_granularity != "full":
         return layers * layer.saved, 0.0
     number = min(run.config.training.recompute_num_layers, layers)
     if run.config.training.recompute_method == "block":
-        return number * layer.again + (layers - number) * layer.saved, layer.saved * (number == layers)
+        return number * layer.again + (layers - number) * layer.saved, layer.saved * (
+            number == layers
+        )
     return -(-layers // number) * layer.again - layer.first, number * layer.saved
 
 
 # Memory: what a rank holds
 
 
-def sharded_bytes(run: Run, layout: LayoutSizes, shape: RankShape, layer: LayerBytes) -> tuple[float, float]:
+def sharded_bytes(
+    run: Run, layout: LayoutSizes, shape: RankShape, layer: LayerBytes
+) -> tuple[float, float]:
     """Return the weights and gradients that ZeRO 2 and 3 hold in full for a while.
 
     Gradients are those beside what passes keep, which may be less than all at their moment.
@@ -323,14 +354,19 @@ def sharded_bytes(run: Run, layout: LayoutSizes, shape: RankShape, layer: LayerB
     if layout.zero_stage == 2:
         # Of the head, a layer, and others whose sums run, of this or the last micro-batch.
         summed = full * (1 + 1 / parts)
-        now = (shape.table + shape.layer) * full + min(2, shape.layers - 1) * max(0.0, shape.layer * summed - kept)
+        now = (shape.table + shape.layer) * full + min(2, shape.layers - 1) * max(
+            0.0, shape.layer * summed - kept
+        )
         if run.micro_batches(layout) == 1 or layout.is_split:
             return 0.0, now
         last = shape.rest if shape.has_first else others * shape.layer
         return 0.0, max(now, (shape.layer + last) * summed + shape.table * full)
     # Two layers and the rest are gathered; there are gradients of a layer, or the last one's sum.
     weights = (shape.rest + (1 + others) * shape.layer) * low
-    during = weights, shape.table * low + max(shape.layer * low, others * (shape.layer * full - kept))
+    during = (
+        weights,
+        shape.table * low + max(shape.layer * low, others * (shape.layer * full - kept)),
+    )
     after = weights - shape.layer * low, shape.layer * (low + full) - kept - layer.passing
     return max(during, after, key=sum)
 
@@ -338,7 +374,10 @@ def sharded_bytes(run: Run, layout: LayoutSizes, shape: RankShape, layer: LayerB
 def update_bytes(c: TrainConfig) -> float:
     """Return what the update takes for a while."""
     o, p, parts = c.optimizer, c.parallel, data_parts(c)
-    tp, layers = p.tensor_model_parallel_size, (c.model.num_layers or 0) / p.pipeline_model_parallel_size
+    tp, layers = (
+        p.tensor_model_parallel_size,
+        (c.model.num_layers or 0) / p.pipeline_model_parallel_size,
+    )
     matrices = layer_matrices(c.model).values()
     if o.optimizer == "muon":
         data = c.dp * p.context_parallel_size // p.num_distributed_optimizer_instances
@@ -352,9 +391,15 @@ def update_bytes(c: TrainConfig) -> float:
         sent = min(at_once, MUON_CHUNK * cut) / cut
         return 2 * (at_once / tp / data + 2 * sent + min(sent, MUON_CHUNK))
     is_gathered = p.zero_stage == 3 and parts > 1
-    if o.optimizer == "lion" or (o.optimizer == "sgd" and is_rounded(o)) or (is_beyond_torch(o) and is_gathered):
+    if (
+        o.optimizer == "lion"
+        or (o.optimizer == "sgd" and is_rounded(o))
+        or (is_beyond_torch(o) and is_gathered)
+    ):
         sizes = shapes_of_layer(c.model, tp).values()
-        largest_part = max(map(math.prod, sizes)) if is_rounded(o) else count(shapes_of_layer(c.model, tp))
+        largest_part = (
+            max(map(math.prod, sizes)) if is_rounded(o) else count(shapes_of_layer(c.model, tp))
+        )
         return (6 if is_rounded(o) else 4) * FLOAT * min(CHUNK, largest_part)
     return 0.0
 
@@ -374,10 +419,15 @@ def activations(run: Run, layout: LayoutSizes, is_split: bool) -> tuple[LayerByt
 def held_by(run: Run, layout: LayoutSizes, rank: int) -> tuple[RankShape, dict[str, int], float]:
     """Return what a pipeline rank has, the bytes of it by kind, and what its update takes."""
     c, padded = run.config_of(layout), run.padded(layout)
-    own, (unit, *outer) = stage_numbers(c, rank), [count(shapes) for shapes, _ in shapes_of_rank(c, padded, rank)]
+    own, (unit, *outer) = (
+        stage_numbers(c, rank),
+        [count(shapes) for shapes, _ in shapes_of_rank(c, padded, rank)],
+    )
     has_last, stages = len(c.stages) - 1 in own, tuple(c.stages[s] for s in own)
     table = max(outer, default=0) if has_last else 0
-    shape = RankShape(stages, sum(stages), 0 in own, has_last, unit, sum(outer), table, data_parts(c))
+    shape = RankShape(
+        stages, sum(stages), 0 in own, has_last, unit, sum(outer), table, data_parts(c)
+    )
     held = held_bytes(c, padded, rank, run.profile.kind)
     return shape, held | {"buffers": buffer_bytes(c, padded, rank, run.profile)}, update_bytes(c)
 
@@ -447,7 +497,10 @@ def need_of(run: Run, layout: LayoutSizes) -> int:
     pp, name = layout.pipeline_model_parallel_size, layout.pipeline_schedule
     layers = run.config.model.num_layers or 0
     # One of the ends, or a rank in the middle that has a layer more.
-    is_even = layers % (2 * pp if name in V_SHAPED else pp) == 0 and not run.config.parallel.pipeline_layout
+    is_even = (
+        layers % (2 * pp if name in V_SHAPED else pp) == 0
+        and not run.config.parallel.pipeline_layout
+    )
     ranks = {0, pp - 1} if is_even else {0, 1 % pp, pp // 2, pp - 1}
     tokens, context = beside(run, work_key(run, layout))
     tensors = max(sum(rank_bytes(run, layout, rank).values()) for rank in ranks)
@@ -482,7 +535,9 @@ class Seconds(NamedTuple):
         """Return the seconds forward and backward, of whatever is slower."""
         forward = max(self.forward, self.host_forward)
         if is_split:  # gradients of weights are computed in passes of their own
-            return forward, max(self.inputs, self.host_inputs) + max(self.weights, self.host_weights)
+            return forward, max(self.inputs, self.host_inputs) + max(
+                self.weights, self.host_weights
+            )
         return forward, max(self.inputs + self.weights, self.host_inputs + self.host_weights)
 
 
@@ -493,7 +548,8 @@ class EstimatedWork(NamedTuple):
     first: Seconds  # the embedding
     last: Seconds  # the head and the loss
     message: float  # seconds between two stages
-    host: float  # seconds that the host takes to launch it all, where it may run ahead within a step
+    # seconds that the host takes to launch it all, where it may run ahead within a step
+    host: float
     shard: float  # seconds that it takes more in each direction of a layer with ZeRO 3
 
 
@@ -513,9 +569,13 @@ def work_of(run: Run, layout: LayoutSizes, number: int) -> EstimatedWork:
 
     message = terms.sending("pipeline", traffic.message_bytes(c)) if waits else 0.0
     is_launched = not waits and not terms.has_graphs
-    host = sum(work.host for step in (stage, embedding, head) for work in step) if is_launched else 0.0
+    host = (
+        sum(work.host for step in (stage, embedding, head) for work in step) if is_launched else 0.0
+    )
     shard = waits * terms.launching({"collective": timing.SHARD_LAUNCHES})
-    return EstimatedWork(seconds(stage, own), seconds(embedding), seconds(head), message, host, shard)
+    return EstimatedWork(
+        seconds(stage, own), seconds(embedding), seconds(head), message, host, shard
+    )
 
 
 class MicroBatch(NamedTuple):
@@ -542,7 +602,10 @@ class MicroBatch(NamedTuple):
 @functools.lru_cache(64)
 def micro_batches_of(run: Run, layout: LayoutSizes, sizes: tuple[int, ...]) -> list[MicroBatch]:
     """Return the seconds of micro-batches of these sizes, from those of a layer and both ends."""
-    pp, samples = layout.pipeline_model_parallel_size, run.config.global_batch // run.data_ranks(layout)
+    pp, samples = (
+        layout.pipeline_model_parallel_size,
+        run.config.global_batch // run.data_ranks(layout),
+    )
     key, shapes, is_split = work_key(run, layout), ranks_of(run, layout), layout.is_split
     ends, out = [shape.has_first + shape.has_last for shape in shapes], list[MicroBatch]()
     if layout.pipeline_schedule in V_SHAPED:
@@ -615,7 +678,9 @@ def step_seconds(
 
     # What follows the passes grows evenly with the number of micro-batches, or not at all.
     plain = without_passes(run, layout)._replace(context_parallel_size=layout.context_parallel_size)
-    keys = [plain._replace(micro_batch_size=size if zero > 1 else 1) for size in (micro[0], micro[-1])]
+    keys = [
+        plain._replace(micro_batch_size=size if zero > 1 else 1) for size in (micro[0], micro[-1])
+    ]
     most, least = (after_passes(run, key, largest.parameters, largest.layers) for key in keys)
     steps = max(1, batches[0].number - batches[-1].number)
 
@@ -646,8 +711,15 @@ def step_seconds(
 
 def work_key(run: Run, layout: LayoutSizes) -> LayoutSizes:
     """Return a layout without what the work of a micro-batch does not depend on."""
-    pp, zero, name = layout.pipeline_model_parallel_size, layout.zero_stage, layout.pipeline_schedule
-    if pp > 1:  # without CUDA graphs, whatever the stage; no compiled block computes gradients apart
+    pp, zero, name = (
+        layout.pipeline_model_parallel_size,
+        layout.zero_stage,
+        layout.pipeline_schedule,
+    )
+    # without CUDA graphs, whatever the stage; no compiled block computes gradients apart
+    if pp > 1:
         zero, name = 0, "zero-bubble" if layout.is_split and run.is_compiled else "1f1b"
         pp = pp if run.config.training.recompute_method == "block" else 2
-    return LayoutSizes(*layout[:3], pp, *layout[4:6], name, None, zero, layout.recompute_granularity)
+    return LayoutSizes(
+        *layout[:3], pp, *layout[4:6], name, None, zero, layout.recompute_granularity
+    )

@@ -31,7 +31,10 @@ class Interruptions:
         share = self.stall / (2 * self.between)
         best = self.between
         if share < 1:
-            best = math.sqrt(2 * self.stall * self.between) * (1 + math.sqrt(share) / 3 + share / 9) - self.stall
+            best = (
+                math.sqrt(2 * self.stall * self.between) * (1 + math.sqrt(share) / 3 + share / 9)
+                - self.stall
+            )
         return max(best, self.written)
 
     def goodput(self, interval: float) -> float:
@@ -69,4 +72,6 @@ def expect(
 
 def losses_of(save: SaveTime, world: int, mtbf: float, restart_minutes: float) -> Interruptions:
     """Return what a run on so many devices loses, from the hours between failures of one."""
-    return Interruptions(mtbf * 3600 / world, save.stall, 60 * restart_minutes, save.seconds - save.stall)
+    return Interruptions(
+        mtbf * 3600 / world, save.stall, 60 * restart_minutes, save.seconds - save.stall
+    )

@@ -37,11 +37,13 @@ if TYPE_CHECKING:
 GRAPHS = 72 << 20  # of the driver for CUDA graphs, as measured on an H100
 NCCL = 365 << 20  # of NCCL in a process of several, as measured on two H100
 MAPPED_TRIAL = 16 << 20  # of the trial of sums by copy engines
-WORKSPACES = 32 << 20, 32 << 20, 1 << 20  # of cuBLAS, for the threads of both passes, and of cuBLASLt
+# of cuBLAS, for the threads of both passes, and of cuBLASLt
+WORKSPACES = 32 << 20, 32 << 20, 1 << 20
 ROUNDING = 512  # bytes to which torch's allocator rounds up
 
 
-Measured = tuple[dict[str, int], list[MemoryEvent]]  # what steps allocate: bytes by kind at the peak, and in order
+# what steps allocate: bytes by kind at the peak, and in order
+Measured = tuple[dict[str, int], list[MemoryEvent]]
 
 
 class Device(Protocol):
@@ -61,7 +63,8 @@ class Device(Protocol):
 class RankMemory:
     """The bytes of one rank: by kind at the peak of a step, and all that its process takes."""
 
-    kinds: dict[str, int]  # weights, gradients, optimizer, activations, logits, buffers, communication
+    # weights, gradients, optimizer, activations, logits, buffers, communication
+    kinds: dict[str, int]
     context: int  # of the driver and its libraries
     reserve: Callable[[], int] = field(repr=False, compare=False)
 
@@ -86,14 +89,20 @@ def can_measure() -> bool:
     return importlib.util.find_spec("torch") is not None
 
 
-def memory_of_ranks(config: TrainConfig, padded: int, profile: Device, model: Model | None = None) -> list[RankMemory]:
+def memory_of_ranks(
+    config: TrainConfig, padded: int, profile: Device, model: Model | None = None
+) -> list[RankMemory]:
     """Return the memory of each pipeline rank; `padded` is the padded size of the vocabulary."""
     ranks = config.parallel.pipeline_model_parallel_size
     return [memory_of_rank(config, padded, rank, profile, model) for rank in range(ranks)]
 
 
 def memory_of_rank(
-    config: TrainConfig, padded: int, pipeline_rank: int, profile: Device, model: Model | None = None
+    config: TrainConfig,
+    padded: int,
+    pipeline_rank: int,
+    profile: Device,
+    model: Model | None = None,
 ) -> RankMemory:
     """Return the memory of a pipeline rank, also of a model of the user's own."""
     from meshwright.apps.plan.measure.stages import memory_of_steps
@@ -103,18 +112,33 @@ def memory_of_rank(
 
 
 def measure_in_child(
-    config: TrainConfig, padded: int, profile: Device, ranks: Sequence[int], niceness: int = 10, timeout: float = 300
+    config: TrainConfig,
+    padded: int,
+    profile: Device,
+    ranks: Sequence[int],
+    niceness: int = 10,
+    timeout: float = 300,
 ) -> list[RankMemory] | None:
     """Return the memory of pipeline ranks, measured in a process of its own; None if that fails.
 
     A process that trains calls this, since a measurement replaces parts of torch for a while.
     """
-    given = {"settings": flags.to_dict(config), "padded": padded, "ranks": list(ranks), "niceness": niceness}
+    given = {
+        "settings": flags.to_dict(config),
+        "padded": padded,
+        "ranks": list(ranks),
+        "niceness": niceness,
+    }
     environment = os.environ | dict.fromkeys(HIDES.values(), "")
     command = [sys.executable, "-m", "meshwright.apps.plan.measure"]
     try:
         done = subprocess.run(
-            command, input=json.dumps(given), env=environment, capture_output=True, text=True, timeout=timeout
+            command,
+            input=json.dumps(given),
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -124,7 +148,8 @@ def measure_in_child(
         (peak, [MemoryEvent(*each) for each in events]) for peak, events in json.loads(done.stdout)
     ]
     return [
-        with_what_is_held(config, padded, rank, profile, measured) for rank, measured in zip(ranks, found, strict=True)
+        with_what_is_held(config, padded, rank, profile, measured)
+        for rank, measured in zip(ranks, found, strict=True)
     ]
 
 
@@ -144,7 +169,9 @@ def with_what_is_held(
 # What is held throughout
 
 
-def held_between_steps(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) -> dict[str, int]:
+def held_between_steps(
+    config: TrainConfig, padded: int, pipeline_rank: int, kind: str
+) -> dict[str, int]:
     """Return the bytes that a step finds: the sums of ZeRO 3 are gone when it begins."""
     held = held_bytes(config, padded, pipeline_rank, kind)
     if config.parallel.zero_stage == 3 and data_parts(config) > 1:
@@ -155,7 +182,11 @@ def held_between_steps(config: TrainConfig, padded: int, pipeline_rank: int, kin
 def context_bytes(config: TrainConfig, profile: Device) -> int:
     """Return the bytes of the driver and its libraries."""
     graphs = 0 if reason_against(config, profile.kind) else GRAPHS
-    return profile.context_bytes + graphs + NCCL * (profile.kind == NVIDIA and (config.parallel.world_size or 1) > 1)
+    return (
+        profile.context_bytes
+        + graphs
+        + NCCL * (profile.kind == NVIDIA and (config.parallel.world_size or 1) > 1)
+    )
 
 
 def buffer_bytes(config: TrainConfig, padded: int, pipeline_rank: int, profile: Device) -> int:
@@ -167,7 +198,10 @@ def buffer_bytes(config: TrainConfig, padded: int, pipeline_rank: int, profile: 
     is_mapped = 1 < size <= profile.mapped_ranks // stride and p.data_parallel_sums != "collectives"
     if p.zero_stage > 1 or not is_mapped:
         return buffers
-    units, width = shapes_of_rank(config, padded, pipeline_rank), max(WIDTHS[config.precision.dtype], 4)
+    units, width = (
+        shapes_of_rank(config, padded, pipeline_rank),
+        max(WIDTHS[config.precision.dtype], 4),
+    )
     largest = max(flat_size(unit, data_parts(config)) for unit, _ in units)
     return buffers + -(-largest // size) * width + MAPPED_TRIAL
 
@@ -177,8 +211,11 @@ def batch_bytes(config: TrainConfig) -> int:
     d, cp = config.data, config.parallel.context_parallel_size
     tokens = config.micro_batch * (d.seq_length or 0) // cp
     masks_loss, resets_positions, resets_attention = d.document_effects
-    wide, narrow = 2 + resets_positions, masks_loss + cp * resets_attention  # of 8 and 4 bytes a token
-    each = wide * rounded(8 * tokens) + narrow * rounded(4 * tokens) + rounded(8 * config.micro_batch)
+    # of 8 and 4 bytes a token
+    wide, narrow = 2 + resets_positions, masks_loss + cp * resets_attention
+    each = (
+        wide * rounded(8 * tokens) + narrow * rounded(4 * tokens) + rounded(8 * config.micro_batch)
+    )
     return config.micro_batches(config.global_batch) * each
 
 
@@ -192,7 +229,11 @@ def reserved_bytes(
     allocator, keys = CachingAllocator(), itertools.count(-1, -1)  # keys that no event has
     beside = buffer_bytes(config, padded, pipeline_rank, profile) - sum(WORKSPACES)
     buffers = (*WORKSPACES, beside) if profile.kind == NVIDIA else ()
-    for size in (*held_tensors(config, padded, pipeline_rank, profile.kind), batch_bytes(config), *buffers):
+    for size in (
+        *held_tensors(config, padded, pipeline_rank, profile.kind),
+        batch_bytes(config),
+        *buffers,
+    ):
         if size:
             allocator.allocate(next(keys), rounded(size))
     for _ in range(2):

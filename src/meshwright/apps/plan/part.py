@@ -34,7 +34,9 @@ class PlanForecast(forecast.Forecast):
             return None
         return f"on {profile.title} the training {verdict(prediction)}"
 
-    def memory_of_rank(self, config: TrainConfig, padded: int, pipeline_rank: int) -> dict[str, int]:
+    def memory_of_rank(
+        self, config: TrainConfig, padded: int, pipeline_rank: int
+    ) -> dict[str, int]:
         return predict(config, load_profile("h200"), padded).ranks[pipeline_rank].kinds
 
     def planned_bytes(self, config: TrainConfig, padded: int, size: int) -> int:

@@ -19,8 +19,22 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 DRAWN_ROUNDS = 3  # of as many micro-batches as stages; a pipeline repeats itself after that
-KINDS = ("#3d85c8", "#d9772b", "#2f9e62", "#8f63d2", "#c9405f", "#8a7a2e", "#1597a5", "#d060b0", "#7b8490")
-PASSES = {"F": ("forward", plot.LINE), "B": ("backward", plot.POINT), "I": ("gradients of activations", "#2f9e62")}
+KINDS = (
+    "#3d85c8",
+    "#d9772b",
+    "#2f9e62",
+    "#8f63d2",
+    "#c9405f",
+    "#8a7a2e",
+    "#1597a5",
+    "#d060b0",
+    "#7b8490",
+)
+PASSES = {
+    "F": ("forward", plot.LINE),
+    "B": ("backward", plot.POINT),
+    "I": ("gradients of activations", "#2f9e62"),
+}
 PASSES["W"] = ("gradients of weights", "#8f63d2")
 
 
@@ -89,11 +103,24 @@ def schedule_drawing(prediction: Prediction) -> Drawing | None:
     boxes: dict[tuple[str, int], list[Outline]] = {}
     for rank, spans in enumerate(timeline.spans):
         for action, (begin, end) in spans.items():
-            corners = [(begin, rank - 0.42), (end, rank - 0.42), (end, rank + 0.42), (begin, rank + 0.42)]
-            boxes.setdefault((action.op, action.chunk), []).append(Outline([*corners, corners[0]], closed=True))
+            corners = [
+                (begin, rank - 0.42),
+                (end, rank - 0.42),
+                (end, rank + 0.42),
+                (begin, rank + 0.42),
+            ]
+            boxes.setdefault((action.op, action.chunk), []).append(
+                Outline([*corners, corners[0]], closed=True)
+            )
     for (op, chunk), outlines in boxes.items():
         strength = 0.9 / (1 + 0.6 * chunk)
-        patch = PathPatch(Outline.make_compound_path(*outlines), lw=0.2, ec=plot.INK, fc=PASSES[op][1], alpha=strength)
+        patch = PathPatch(
+            Outline.make_compound_path(*outlines),
+            lw=0.2,
+            ec=plot.INK,
+            fc=PASSES[op][1],
+            alpha=strength,
+        )
         axes.add_patch(patch)
     axes.set(xlim=(0, timeline.total), ylim=(ranks - 0.5, -0.5))
     axes.set_ylabel("pipeline rank", color=plot.INK)
@@ -119,7 +146,9 @@ def memory_drawing(prediction: Prediction) -> Drawing:
     axes.set_ylabel("GiB", color=plot.INK)
     axes.set_ylim(0, 1.05 * max(have, *base))
     legend = tuple(zip(KINDS, stacked, strict=False))
-    return Drawing("memory", "Memory of the pipeline ranks", figure, f"{have:,.1f} GiB there are", legend)
+    return Drawing(
+        "memory", "Memory of the pipeline ranks", figure, f"{have:,.1f} GiB there are", legend
+    )
 
 
 def layouts_drawing(chosen: Prediction, predictions: Sequence[Prediction]) -> Drawing:
@@ -131,8 +160,14 @@ def layouts_drawing(chosen: Prediction, predictions: Sequence[Prediction]) -> Dr
     axes.axvline(chosen.machine.profile.memory_bytes / GIB, color=plot.BAD, lw=1.2)
     axes.set_ylabel("seconds of a step", color=plot.INK)
     decimals(axes)
-    legend = ((plot.LINE, "a layout, estimated"), (plot.POINT, "the chosen one"), (plot.BAD, "memory of the device"))
-    return Drawing("layouts", "Time and memory of the layouts", figure, f"{len(predictions):,}", legend)
+    legend = (
+        (plot.LINE, "a layout, estimated"),
+        (plot.POINT, "the chosen one"),
+        (plot.BAD, "memory of the device"),
+    )
+    return Drawing(
+        "layouts", "Time and memory of the layouts", figure, f"{len(predictions):,}", legend
+    )
 
 
 def goodput_drawing(losses: Interruptions, expected: ExpectedGoodput, step: float) -> Drawing:
@@ -145,7 +180,9 @@ def goodput_drawing(losses: Interruptions, expected: ExpectedGoodput, step: floa
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_ylabel("goodput, %", color=plot.INK)
     note = f"{expected.hours_between_failures:,.1f} hours between failures"
-    return Drawing("goodput", "Goodput over the save interval", figure, note, ((plot.POINT, "this plan"),))
+    return Drawing(
+        "goodput", "Goodput over the save interval", figure, note, ((plot.POINT, "this plan"),)
+    )
 
 
 def decimals(axes: Axes) -> None:
@@ -159,7 +196,10 @@ def decimals(axes: Axes) -> None:
 def write_pictures(folder: Path, drawings: Sequence[Drawing]) -> list[Path]:
     """Write each picture as an SVG file; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    return [write_page(folder / f"{one.name}.svg", plot.svg_of(one.figure, one.title)) for one in drawings]
+    return [
+        write_page(folder / f"{one.name}.svg", plot.svg_of(one.figure, one.title))
+        for one in drawings
+    ]
 
 
 def page_of(title: str, text: Sequence[str], drawings: Sequence[Drawing]) -> str:

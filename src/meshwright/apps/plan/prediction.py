@@ -12,7 +12,14 @@ from meshwright.apps.plan.saving import SaveTime, save_time
 from meshwright.apps.plan.timeline import StageTimes
 from meshwright.apps.plan.timing import StepTime, measured_operations, stage_times, step_time
 from meshwright.base.device import ask_nvidia_smi
-from meshwright.base.device_profiles import DeviceProfile, Links, load_profile, profile_names, profile_of, this_cpu
+from meshwright.base.device_profiles import (
+    DeviceProfile,
+    Links,
+    load_profile,
+    profile_names,
+    profile_of,
+    this_cpu,
+)
 from meshwright.base.errors import UserError
 from meshwright.config.schema import TrainConfig
 from meshwright.model.counts import padded_size
@@ -44,13 +51,17 @@ class Prediction:
         It takes seconds and patches torch, so nothing may train in this process. The blocks of a
         CPU are others than those that are measured.
         """
-        return replace(self, is_measured=self.machine.profile.kind != "cpu" and memory.can_measure())
+        return replace(
+            self, is_measured=self.machine.profile.kind != "cpu" and memory.can_measure()
+        )
 
     @cached_property
     def padded(self) -> int:
         m, p = self.config.model, self.config.parallel
         divisor = m.make_vocab_size_divisible_by
-        return padded_size(self.vocabulary, divisor, p.tensor_model_parallel_size, m.pad_vocab_size_to)
+        return padded_size(
+            self.vocabulary, divisor, p.tensor_model_parallel_size, m.pad_vocab_size_to
+        )
 
     @cached_property
     def ranks(self) -> list[RankMemory]:
@@ -71,7 +82,11 @@ class Prediction:
     @cached_property
     def operations(self) -> StepOperations | None:
         """What a step executes, if that is measured; no run of compiled blocks is."""
-        return measured_operations(self.config, self.padded, self.machine.profile) if self.is_measured else None
+        return (
+            measured_operations(self.config, self.padded, self.machine.profile)
+            if self.is_measured
+            else None
+        )
 
     @cached_property
     def time(self) -> StepTime:
@@ -81,7 +96,9 @@ class Prediction:
     @property
     def stage_times(self) -> StageTimes:
         machine = self.machine
-        return stage_times(self.config, self.padded, machine.profile, machine.links, self.operations)
+        return stage_times(
+            self.config, self.padded, machine.profile, machine.links, self.operations
+        )
 
     @cached_property
     def save(self) -> SaveTime:
@@ -123,7 +140,10 @@ def predict(config: TrainConfig, profile: DeviceProfile, vocabulary: int) -> Pre
 
 
 def find_machine(
-    name: str | None, per_node: int | None = None, link: float | None = None, disk: float | None = None
+    name: str | None,
+    per_node: int | None = None,
+    link: float | None = None,
+    disk: float | None = None,
 ) -> Machine:
     """Return the machine of a profile, or this one, with other links or storage in GB/s."""
     profile = load_profile(name) if name else this_device()
@@ -143,5 +163,7 @@ def this_device() -> DeviceProfile:
     profile = profile_of(product)
     if profile is None:
         known = ", ".join(profile_names())
-        raise UserError(f"no profile of {product}; give --gpu one of {known}, or a file of `bench --calibrate`")
+        raise UserError(
+            f"no profile of {product}; give --gpu one of {known}, or a file of `bench --calibrate`"
+        )
     return profile

@@ -59,7 +59,9 @@ class Refusals:
 
     def listed(self) -> list[tuple[int, str]]:
         """Return counts and examples, the most frequent first."""
-        return [(count, FLAGS.render(self.examples[kind])) for kind, count in self.counts.most_common()]
+        return [
+            (count, FLAGS.render(self.examples[kind])) for kind, count in self.counts.most_common()
+        ]
 
 
 @functools.lru_cache(4096)
@@ -116,7 +118,9 @@ class LegalLayouts:
         if not is_fixed("zero_stage"):
             start = start._replace(zero_stage=min(1, self.copies - 1))
         start = start._replace(recompute_granularity=self.recomputations()[0])
-        return self.divided(start, [self.by_tensor, self.by_context, self.by_pipeline, self.by_format])
+        return self.divided(
+            start, [self.by_tensor, self.by_context, self.by_pipeline, self.by_format]
+        )
 
     def divided(
         self, layout: LayoutSizes, levels: list[Callable[[LayoutSizes], list[LayoutSizes]]]
@@ -138,7 +142,9 @@ class LegalLayouts:
         return [
             layout._replace(tensor_model_parallel_size=tp, sequence_parallel=sequence)
             for tp in self.free(layout, "tensor_model_parallel_size", sizes)
-            for sequence in self.free(layout, "sequence_parallel", [True, False] if tp > 1 else [False])
+            for sequence in self.free(
+                layout, "sequence_parallel", [True, False] if tp > 1 else [False]
+            )
         ]
 
     def by_context(self, layout: LayoutSizes) -> list[LayoutSizes]:
@@ -146,11 +152,14 @@ class LegalLayouts:
         most = (self.run.config.model.num_attention_heads or 1) // tp
         sizes = [n for n in divisors(self.run.config.world // tp) if n <= most]
         return [
-            layout._replace(context_parallel_size=cp) for cp in self.free(layout, "context_parallel_size", sizes or [1])
+            layout._replace(context_parallel_size=cp)
+            for cp in self.free(layout, "context_parallel_size", sizes or [1])
         ]
 
     def by_pipeline(self, layout: LayoutSizes) -> list[LayoutSizes]:
-        ranks = self.run.config.world // (layout.tensor_model_parallel_size * layout.context_parallel_size)
+        ranks = self.run.config.world // (
+            layout.tensor_model_parallel_size * layout.context_parallel_size
+        )
         sizes = [n for n in divisors(ranks) if n <= (self.run.config.model.num_layers or 1)]
         return [
             layout._replace(pipeline_model_parallel_size=pp)
@@ -159,14 +168,18 @@ class LegalLayouts:
 
     def by_format(self, layout: LayoutSizes) -> list[LayoutSizes]:
         formats = [None, "hybrid"] if self.freedom.fp8 else [layout.fp8_format]
-        return [layout._replace(fp8_format=kind) for kind in self.free(layout, "fp8_format", formats)]
+        return [
+            layout._replace(fp8_format=kind) for kind in self.free(layout, "fp8_format", formats)
+        ]
 
     # What is left to choose
 
     def micro_batches(self, shape: LayoutSizes) -> list[LayoutSizes]:
         """Return a shape with each micro-batch of which its ranks can make a batch."""
         dp, out = self.run.data_ranks(shape), []
-        sizes = [n for n in divisors(max(1, self.run.config.global_batch // dp)) if n <= MOST_MICRO_BATCH]
+        sizes = [
+            n for n in divisors(max(1, self.run.config.global_batch // dp)) if n <= MOST_MICRO_BATCH
+        ]
         for size in self.free(shape, "micro_batch_size", sizes):
             layout, key = shape._replace(micro_batch_size=size), (dp, size)
             if key not in self.batch_reasons:
@@ -183,7 +196,9 @@ class LegalLayouts:
         GPipe is left out: it waits as long as 1F1B and holds more.
         """
         pp, layers = shape.pipeline_model_parallel_size, self.run.config.model.num_layers or 0
-        names = self.free(shape, "pipeline_schedule", ["1f1b", "zero-bubble", "zbv"] if pp > 1 else ["1f1b"])
+        names = self.free(
+            shape, "pipeline_schedule", ["1f1b", "zero-bubble", "zbv"] if pp > 1 else ["1f1b"]
+        )
         even = layers // pp if pp > 1 and layers % pp == 0 else 1
         virtual = "num_layers_per_virtual_pipeline_stage"
         sizes = self.free(shape, virtual, [None, *divisors(even)[:-1]])
@@ -197,7 +212,11 @@ class LegalLayouts:
     def recomputations(self) -> list[Any]:
         """Return what there is now, and what saves more memory."""
         now = self.run.config.training.recompute_granularity
-        return [now] if "recompute_granularity" in self.freedom.fixed else [*RECOMPUTE[RECOMPUTE.index(now) :]]
+        return (
+            [now]
+            if "recompute_granularity" in self.freedom.fixed
+            else [*RECOMPUTE[RECOMPUTE.index(now) :]]
+        )
 
     def is_legal(self, layout: LayoutSizes, is_round: bool) -> bool:
         """Return whether a legal shape is so with its schedule and ZeRO stage.
@@ -206,7 +225,11 @@ class LegalLayouts:
         """
         dp, pp = self.run.data_ranks(layout), layout.pipeline_model_parallel_size
         is_shared, is_copied = dp * layout.context_parallel_size > 1, dp % self.copies == 0
-        order = layout.pipeline_schedule, layout.num_layers_per_virtual_pipeline_stage, layout.zero_stage
+        order = (
+            layout.pipeline_schedule,
+            layout.num_layers_per_virtual_pipeline_stage,
+            layout.zero_stage,
+        )
         key = (pp, *order, layout.fp8_format, is_round, is_shared, is_copied)
         if key not in self.other_reasons:
             self.other_reasons[key] = first(parallel_problems(self.run.config_of(layout)))
@@ -216,7 +239,9 @@ class LegalLayouts:
 
     def is_round(self, layout: LayoutSizes) -> bool:
         unit = self.run.data_ranks(layout) * layout.micro_batch_size
-        return all(size // unit % layout.pipeline_model_parallel_size == 0 for size in self.run.batches)
+        return all(
+            size // unit % layout.pipeline_model_parallel_size == 0 for size in self.run.batches
+        )
 
 
 def first(problems: list[Problem]) -> str:
@@ -230,13 +255,17 @@ class Search:
     def __init__(self, machine: Machine, vocabulary: int, freedom: Freedom, keep: int = 10) -> None:
         self.machine, self.vocabulary, self.freedom, self.keep = machine, vocabulary, freedom, keep
         self.found, self.have = Found(), machine.profile.memory_bytes
-        self.least_lack: tuple[float, LayoutSizes] | None = None  # bytes of the nearest layout, and itself
+        # bytes of the nearest layout, and itself
+        self.least_lack: tuple[float, LayoutSizes] | None = None
 
     def run(self, config: TrainConfig) -> Found:
         """Find the `keep` fastest layouts of a configuration that fit."""
         run, found = self.run_of(config), self.found
         ranked = self.ranked(run)
-        few = [self.predict(run, layout) for layout in itertools.islice(ranked, max(MOST_TIMED, 4 * self.keep))]
+        few = [
+            self.predict(run, layout)
+            for layout in itertools.islice(ranked, max(MOST_TIMED, 4 * self.keep))
+        ]
         # The time of these is found exactly: the ranking has it to some percent.
         found.ranked = sorted(few, key=lambda one: one.time.seconds)
         with progress_bar("predicting the best layouts in full", self.keep, of="count") as show:
@@ -266,7 +295,10 @@ class Search:
                     break
                 if need * (1 - NEAR) <= self.have:
                     sizes.append((need, layout))
-        few = (self.predict(run, layout).measured() for _, layout in heapq.nsmallest(MOST_TRIALS, sizes))
+        few = (
+            self.predict(run, layout).measured()
+            for _, layout in heapq.nsmallest(MOST_TRIALS, sizes)
+        )
         return next((prediction for prediction in few if prediction.fits), None)
 
     def run_of(self, config: TrainConfig) -> Run:
@@ -295,7 +327,8 @@ class Search:
         """Yield the layouts that may fit, the fastest first, with little recomputation."""
         legal = LegalLayouts(run, self.freedom)
         self.found.refusals, kinds = legal.refusals, legal.recomputations()
-        heap, fails = self.candidates(run, legal), dict[LayoutSizes, int]()  # micro-batches from which layouts fail
+        # micro-batches from which layouts fail
+        heap, fails = self.candidates(run, legal), dict[LayoutSizes, int]()
         number = len(heap)
         while heap:
             layout = heapq.heappop(heap).layout
@@ -311,14 +344,19 @@ class Search:
                 if estimate.reserved_bytes(layout, need) * (1 + NEAR) <= self.have:
                     continue
             elif not self.may_fit(run, layout._replace(recompute_granularity=kinds[-1])):
-                fails[alike] = 0 if estimate.held_of(run, layout) > self.have else layout.micro_batch_size
+                fails[alike] = (
+                    0 if estimate.held_of(run, layout) > self.have else layout.micro_batch_size
+                )
                 self.found.too_large += 1
                 continue
             if more:
                 number += 1
                 layout = layout._replace(recompute_granularity=more[0])
                 seconds = estimate.step_seconds(
-                    run, layout, [layout.micro_batch_size], [layout.num_layers_per_virtual_pipeline_stage]
+                    run,
+                    layout,
+                    [layout.micro_batch_size],
+                    [layout.num_layers_per_virtual_pipeline_stage],
                 )
                 heapq.heappush(heap, RankedLayout(seconds[0][0], number, layout))
 
@@ -341,18 +379,26 @@ class Search:
         return out
 
 
-def timed_layouts(run: Run, legal: LegalLayouts, shape: LayoutSizes) -> Iterator[tuple[LayoutSizes, float]]:
+def timed_layouts(
+    run: Run, legal: LegalLayouts, shape: LayoutSizes
+) -> Iterator[tuple[LayoutSizes, float]]:
     """Yield the legal layouts of a shape, with the seconds of a step."""
     layouts = legal.micro_batches(shape)
     if not layouts:
         return
-    micro, rounds = [layout.micro_batch_size for layout in layouts], [legal.is_round(layout) for layout in layouts]
+    micro, rounds = (
+        [layout.micro_batch_size for layout in layouts],
+        [legal.is_round(layout) for layout in layouts],
+    )
     examples = dict(zip(rounds, layouts, strict=True))
     for (name, sizes), zero in itertools.product(legal.schedules(shape), legal.zero_stages(shape)):
         seconds = estimate.step_seconds(run, shape.ordered(name, None, zero), micro, sizes)
         for size, row in zip(sizes, seconds, strict=True):
             # Micro-batches that pipeline ranks can share alike are refused or accepted together.
-            accepted = {key: legal.is_legal(each.ordered(name, size, zero), key) for key, each in examples.items()}
+            accepted = {
+                key: legal.is_legal(each.ordered(name, size, zero), key)
+                for key, each in examples.items()
+            }
             for layout, key, time in zip(layouts, rounds, row, strict=True):
                 if accepted[key]:
                     yield layout.ordered(name, size, zero), time
@@ -383,7 +429,11 @@ def smaller_steps(c: TrainConfig) -> list[list[Settings]]:
     """Return for each setting the values with which a rank may need less memory."""
     p, t = c.parallel, c.training
     now = RECOMPUTE.index(t.recompute_granularity)
-    tp, pp, cp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
+    tp, pp, cp = (
+        p.tensor_model_parallel_size,
+        p.pipeline_model_parallel_size,
+        p.context_parallel_size,
+    )
     factors = [n for n in divisors(c.dp) if n > 1]
     return [
         [{"recompute_granularity": kind} for kind in RECOMPUTE[now + 1 :]],
@@ -400,7 +450,10 @@ def smaller_steps(c: TrainConfig) -> list[list[Settings]]:
 
 def least_change(prediction: Prediction) -> tuple[Settings, Prediction] | None:
     """Return the fewest settings that make a layout fit, the fastest of these, and the result."""
-    steps, have = [each for each in smaller_steps(prediction.config) if each], prediction.machine.profile.memory_bytes
+    steps, have = (
+        [each for each in smaller_steps(prediction.config) if each],
+        prediction.machine.profile.memory_bytes,
+    )
     for number in range(1, MOST_CHANGES + 1):
         hopeful = list[tuple[Settings, Prediction]]()
         for chosen in itertools.combinations(steps, number):

@@ -11,7 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from meshwright.parallel.pipeline_schedule import V_SHAPED, Action, ScheduleName, schedule, stages_of
+from meshwright.parallel.pipeline_schedule import (
+    V_SHAPED,
+    Action,
+    ScheduleName,
+    schedule,
+    stages_of,
+)
 
 Message = tuple[str, int, int]  # F or B, the stage that makes it, micro-batch
 ROUNDS = 4  # of as many micro-batches as ranks, after which a pipeline repeats itself, to 1 %
@@ -22,12 +28,15 @@ class StageTimes(NamedTuple):
     """Seconds of a micro-batch in each stage, in model order, and of a message between ranks."""
 
     forward: tuple[float, ...]
-    backward: tuple[float, ...]  # of all gradients, or of those of activations if `weights` has the others
+    # of all gradients, or of those of activations if `weights` has the others
+    backward: tuple[float, ...]
     weights: tuple[float, ...] = ()
     message: float = 0.0
 
     @classmethod
-    def even(cls, pp: int, chunks: int = 1, forward: float = 1.0, backward: float = 2.0) -> StageTimes:
+    def even(
+        cls, pp: int, chunks: int = 1, forward: float = 1.0, backward: float = 2.0
+    ) -> StageTimes:
         """Return equal times; `forward` and `backward` are of all chunks of a rank."""
         return cls((forward / chunks,) * pp * chunks, (backward / chunks,) * pp * chunks)
 
@@ -40,7 +49,9 @@ class Timeline:
     spans: list[dict[Action, tuple[float, float]]]  # per rank: start and end of each action
 
 
-def happening(lists: list[list[Action]], stages: list[list[int]]) -> Iterator[tuple[int, int, Message | None, Message]]:
+def happening(
+    lists: list[list[Action]], stages: list[list[int]]
+) -> Iterator[tuple[int, int, Message | None, Message]]:
     """Yield all ranks' actions in a possible order of execution; RuntimeError on a deadlock.
 
     Each is (rank, place in its list, message it waits for, message it sends). `stages` holds the
@@ -58,7 +69,9 @@ def happening(lists: list[list[Action]], stages: list[list[int]]) -> Iterator[tu
                 if op == "F" and stage:
                     need = ("F", stage - 1, microbatch)
                 elif op in "BI":
-                    need = ("B", stage + 1, microbatch) if stage < last else ("F", stage, microbatch)
+                    need = (
+                        ("B", stage + 1, microbatch) if stage < last else ("F", stage, microbatch)
+                    )
                 if need is not None and need not in done:
                     break
                 made = ("B" if op == "I" else op, stage, microbatch)
@@ -126,7 +139,9 @@ def order(kind: ScheduleName, pp: int, microbatches: int, chunks: int) -> tuple[
     return tuple(nodes)
 
 
-def makespan(kind: ScheduleName, pp: int, microbatches: int, chunks: int, times: StageTimes) -> float:
+def makespan(
+    kind: ScheduleName, pp: int, microbatches: int, chunks: int, times: StageTimes
+) -> float:
     """Return the seconds of all micro-batches' passes.
 
     Beyond some rounds every further one takes as long as the one before; a V needs more of them.

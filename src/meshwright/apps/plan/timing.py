@@ -44,7 +44,11 @@ if TYPE_CHECKING:
     from meshwright.training.network import Model
 
 # The closed form: how much more a layer's passes move than in fused blocks, by how many kernels.
-BLOCKS: dict[BlockKind, tuple[float, float]] = {"fused": (1.0, 1.0), "compiled": (1.4, 1.0), "plain": (2.2, 2.5)}
+BLOCKS: dict[BlockKind, tuple[float, float]] = {
+    "fused": (1.0, 1.0),
+    "compiled": (1.4, 1.0),
+    "plain": (2.2, 2.5),
+}
 # Its collectives in each direction, for the host: of an exchange of tensor ranks, plain and
 # overlapped; of context ranks; of a unit of ZeRO 3. From steps without CUDA graphs on two H100:
 # benchmarks/records/2026-11-28-four-gpus.
@@ -123,7 +127,11 @@ def step_time(
 
 
 def stage_times(
-    config: TrainConfig, padded: int, profile: DeviceProfile, links: Links, measured: StepOperations | None = None
+    config: TrainConfig,
+    padded: int,
+    profile: DeviceProfile,
+    links: Links,
+    measured: StepOperations | None = None,
 ) -> timeline.StageTimes:
     """Return the seconds of a micro-batch in each stage."""
     terms = terms_of(config, padded, profile, links, measured)
@@ -131,7 +139,11 @@ def stage_times(
 
 
 def terms_of(
-    config: TrainConfig, padded: int, profile: DeviceProfile, links: Links, measured: StepOperations | None
+    config: TrainConfig,
+    padded: int,
+    profile: DeviceProfile,
+    links: Links,
+    measured: StepOperations | None,
 ) -> StepTerms:
     if measured is None:
         return StepTerms(config, padded, profile, links)
@@ -140,7 +152,11 @@ def terms_of(
 
 def muon_flops(o: Optimizer, m: Shape, layers: float, ranks: int) -> float:
     """Return the operations of orthogonalising layers' matrices on the busiest home."""
-    forms = (form_of(o, m, f"h.0.{name}", shape) for name, shape in counts.layer_shapes(m).items() if len(shape) > 1)
+    forms = (
+        form_of(o, m, f"h.0.{name}", shape)
+        for name, shape in counts.layer_shapes(m).items()
+        if len(shape) > 1
+    )
     costs = [form.cost(o.muon_num_ns_steps) for form in forms]
     return max(layers * sum(costs) / ranks, *costs)
 
@@ -148,7 +164,9 @@ def muon_flops(o: Optimizer, m: Shape, layers: float, ranks: int) -> float:
 class StepTerms:
     """The terms of one step, by the closed form."""
 
-    def __init__(self, config: TrainConfig, padded: int, profile: DeviceProfile, links: Links) -> None:
+    def __init__(
+        self, config: TrainConfig, padded: int, profile: DeviceProfile, links: Links
+    ) -> None:
         self.config, self.padded, self.profile, self.links = config, padded, profile, links
         self.layers: dict[tuple[bool, bool], Step] = {}
         self.stages: dict[tuple[object, ...], Step] = {}
@@ -167,7 +185,10 @@ class StepTerms:
         self.groups = traffic.groups(config)
         self.passes_speed = profile.bandwidth * profile.reached["passes"]
         self.update_speed = profile.bandwidth * profile.reached["update"]
-        self.muon_speed = profile.peaks.get("float16", profile.flops(config.precision.dtype)) * profile.reached["muon"]
+        self.muon_speed = (
+            profile.peaks.get("float16", profile.flops(config.precision.dtype))
+            * profile.reached["muon"]
+        )
 
     @functools.cached_property
     def has_graphs(self) -> bool:
@@ -192,12 +213,17 @@ class StepTerms:
         between = min(self.links.between.bandwidth * inside, self.links.within.bandwidth)
         return self.links.between, between
 
-    def sending(self, dimension: str, size: float, messages: int = 1, copies: bool = False) -> float:
+    def sending(
+        self, dimension: str, size: float, messages: int = 1, copies: bool = False
+    ) -> float:
         """Return the seconds of sending so many bytes in a dimension."""
         if not size:
             return 0.0
         link, bandwidth = self.link(dimension)
-        return size / (bandwidth * (link.copies if copies else link.collectives)) + messages * link.latency
+        return (
+            size / (bandwidth * (link.copies if copies else link.collectives))
+            + messages * link.latency
+        )
 
     def launching(self, launches: Mapping[str, float]) -> float:
         """Return the host's seconds of so many launches of each kind."""
@@ -237,16 +263,22 @@ class StepTerms:
         for name, (outputs, inputs) in counts.layer_matrices(self.m).items():
             cut_outputs = not name.endswith("proj")
             total += self.product(
-                outputs // self.tp if cut_outputs else outputs, inputs if cut_outputs else inputs // self.tp, dtype
+                outputs // self.tp if cut_outputs else outputs,
+                inputs if cut_outputs else inputs // self.tp,
+                dtype,
             )
         return total
 
     def attention(self, windowed: bool) -> tuple[float, float]:
         """Return the seconds of a layer's attention forward and backward, of a rank's heads."""
         m, rows, draws = self.m, self.rows / self.tp, self.m.attention_dropout > 0
-        flops, keys = counts.attention_flops(m, self.seq, windowed) * rows, m.window + 1 if windowed else self.seq
+        flops, keys = (
+            counts.attention_flops(m, self.seq, windowed) * rows,
+            m.window + 1 if windowed else self.seq,
+        )
         forward, backward = (
-            self.attention_seconds(flops, Heads(keys, m.head_dim, draws, way), windowed) for way in (False, True)
+            self.attention_seconds(flops, Heads(keys, m.head_dim, draws, way), windowed)
+            for way in (False, True)
         )
         return forward, backward
 
@@ -271,8 +303,14 @@ class StepTerms:
         middle = self.rows * m.ffn * self.low / self.tp
         key_share = 1 + 2 * m.groups / (m.num_attention_heads or 1)
         gates = 2 if m.gated else 1
-        forward = 8 * stream + (gates + 1) * middle + (2 * key_share * heads if m.position == "rope" else 0)
-        backward = 9 * stream + (2 * gates + 1) * middle + (2 * key_share + ATTENTION_PASSES) * heads
+        forward = (
+            8 * stream
+            + (gates + 1) * middle
+            + (2 * key_share * heads if m.position == "rope" else 0)
+        )
+        backward = (
+            9 * stream + (2 * gates + 1) * middle + (2 * key_share + ATTENTION_PASSES) * heads
+        )
         if m.hidden_dropout > 0:
             backward += stream
         if is_fp8:
@@ -282,14 +320,21 @@ class StepTerms:
         launches = LAYER_LAUNCHES["plain" if self.block == "plain" else "fused"]
         kernels = (more_kernels * way["triton"] + casts for way in LAYER_LAUNCHES["fused"])
         first, second = (
-            Work(products, attention, self.a_pass(more_bytes * moved, count), host=self.launching(launched))
+            Work(
+                products,
+                attention,
+                self.a_pass(more_bytes * moved, count),
+                host=self.launching(launched),
+            )
             for attention, moved, count, launched in zip(
                 self.attention(windowed), (forward, backward), kernels, launches, strict=True
             )
         )
         if self.config.training.recompute_granularity == "selective":
             second += first._replace(products=0.0, passes=0.0, host=self.launching({"torch": 1}))
-        size = sum(outputs * inputs for outputs, inputs in counts.layer_matrices(m).values()) / self.tp
+        size = (
+            sum(outputs * inputs for outputs, inputs in counts.layer_matrices(m).values()) / self.tp
+        )
         return Step(first, second, Work(products, passes=self.gradients(size)))
 
     def gradients(self, size: float) -> float:
@@ -304,7 +349,9 @@ class StepTerms:
         sent = traffic.tensor_bytes(self.config)
         forward, backward = (
             self.sending("tensor", size, messages)
-            for size, messages in zip((sent.layer_forward, sent.layer_backward), self.tensor_messages, strict=True)
+            for size, messages in zip(
+                (sent.layer_forward, sent.layer_backward), self.tensor_messages, strict=True
+            )
         )
         if self.overlaps_products:
             share = self.links.within.collectives / self.links.within.copies
@@ -326,14 +373,22 @@ class StepTerms:
         """Return what communication adds to layers for a micro-batch, forward and backward."""
         sent, context = traffic.tensor_bytes(self.config), traffic.context_bytes(self.config)
         first, second = (
-            Work(tensor=tensor, context=self.sending("context", context, 2), host=self.launching({"collective": count}))
-            for tensor, count in zip(self.tensor_waits(self.products_of_layer(False)), self.exchanges(), strict=True)
+            Work(
+                tensor=tensor,
+                context=self.sending("context", context, 2),
+                host=self.launching({"collective": count}),
+            )
+            for tensor, count in zip(
+                self.tensor_waits(self.products_of_layer(False)), self.exchanges(), strict=True
+            )
         )
         forward, backward = first.times(layers), second.times(layers)
         again, segments = traffic.recomputed(self.config, layers)
         if again:
             redone = first.times(again)
-            unneeded = segments * sent.last_sum / (again * sent.layer_forward) if self.tp > 1 else 0.0
+            unneeded = (
+                segments * sent.last_sum / (again * sent.layer_forward) if self.tp > 1 else 0.0
+            )
             backward += redone._replace(tensor=redone.tensor * (1 - unneeded))
         return forward, backward
 
@@ -342,11 +397,17 @@ class StepTerms:
         if self.tp == 1:
             return Work(), Work()
         end = self.wait_of_embedding()
-        return end + Work(tensor=self.sending("tensor", traffic.tensor_bytes(self.config).loss, 3)), end
+        return end + Work(
+            tensor=self.sending("tensor", traffic.tensor_bytes(self.config).loss, 3)
+        ), end
 
     def wait_of_embedding(self) -> Work:
         """Return what communication adds to the embedding, in each direction."""
-        return Work(tensor=self.sending("tensor", traffic.tensor_bytes(self.config).end / 2) if self.tp > 1 else 0.0)
+        return Work(
+            tensor=self.sending("tensor", traffic.tensor_bytes(self.config).end / 2)
+            if self.tp > 1
+            else 0.0
+        )
 
     def exchanges(self) -> tuple[float, float]:
         """Return a layer's collectives forward and backward, by the time they take of the host."""
@@ -373,9 +434,16 @@ class StepTerms:
         if not m.window and not precision.first_last_layers_bf16:
             return {(False, bool(precision.fp8_format)): count}
         windowed, layers = set(m.windowed_layers), m.num_layers or 0
-        return dict(Counter((i in windowed, precision.multiplies_fp8(i, layers)) for i in range(begin, begin + count)))
+        return dict(
+            Counter(
+                (i in windowed, precision.multiplies_fp8(i, layers))
+                for i in range(begin, begin + count)
+            )
+        )
 
-    def stage_of(self, kinds: dict[tuple[bool, bool], int], count: int, is_first: bool, is_last: bool) -> Step:
+    def stage_of(
+        self, kinds: dict[tuple[bool, bool], int], count: int, is_first: bool, is_last: bool
+    ) -> Step:
         forward = backward = weights = Work()
         for kind, layers in kinds.items():
             if kind not in self.layers:
@@ -390,7 +458,11 @@ class StepTerms:
             forward, backward = forward + self.embedding(False), backward + self.embedding(True)
         if is_last:
             head = self.head()
-            forward, backward, weights = forward + head.forward, backward + head.backward, weights + head.weights
+            forward, backward, weights = (
+                forward + head.forward,
+                backward + head.backward,
+                weights + head.weights,
+            )
         waits = self.waits(count)
         return Step(forward + waits[0], backward + waits[1], weights)
 
@@ -408,8 +480,10 @@ class StepTerms:
         capped = 2 if self.m.final_logit_softcapping else 0
         host, (first, second) = self.launching({"torch": 6, "triton": 3}), self.waits_of_head()
         return Step(
-            Work(product, passes=self.a_pass(4 * stream + (1 + capped) * logits, 2), host=host) + first,
-            Work(product, passes=self.a_pass(4 * stream + (2 + capped) * logits, 3), host=host) + second,
+            Work(product, passes=self.a_pass(4 * stream + (1 + capped) * logits, 2), host=host)
+            + first,
+            Work(product, passes=self.a_pass(4 * stream + (2 + capped) * logits, 3), host=host)
+            + second,
             Work(product, passes=self.gradients(columns * self.hidden)),
         )
 
@@ -438,7 +512,8 @@ class StepTerms:
         passes = self.pass_of_micro_batches(stages, busy)
         exposed = self.data_parallel(parameters, layers, forward, backward)
         between, prepare = profile.seconds["step"], profile.seconds["prepare"]
-        if not inflight_rule.runs_ahead(config):  # the device waits while the host prepares the next step
+        # the device waits while the host prepares the next step
+        if not inflight_rule.runs_ahead(config):
             between, prepare = between + prepare, 0.0
         host = busy - work.device_seconds
         if self.pp == 1 and not self.has_graphs:  # the host runs ahead of the device within a step
@@ -491,7 +566,9 @@ class StepTerms:
         split = self.p.pipeline_schedule in SPLIT_BACKWARD
         return timeline.StageTimes(
             tuple(self.passes_seconds(s.forward) for s in stages),
-            tuple(self.passes_seconds(s.backward if split else s.backward + s.weights) for s in stages),
+            tuple(
+                self.passes_seconds(s.backward if split else s.backward + s.weights) for s in stages
+            ),
             tuple(self.passes_seconds(s.weights) for s in stages) if split else (),
             self.sending("pipeline", traffic.message_bytes(self.config)),
         )
@@ -519,7 +596,9 @@ class StepTerms:
         seconds = size / self.update_speed
         if config.optimizer.optimizer == "muon":
             layers, data = (self.m.num_layers or 0) / self.pp, self.groups["data"].size
-            seconds += muon_flops(config.optimizer, self.m, layers, self.tp * data) / self.muon_speed
+            seconds += (
+                muon_flops(config.optimizer, self.m, layers, self.tp * data) / self.muon_speed
+            )
             seconds += self.sending_homes()
         if self.p.offloads:
             return size / HOST_UPDATE + own * (self.full + self.low) / profile.storage["host"]
@@ -530,7 +609,9 @@ class StepTerms:
         dimension = "data" if self.groups["data"].size > 1 else "tensor"
         return self.sending(dimension, traffic.homes_bytes(self.config), 2)
 
-    def data_parallel(self, parameters: float, layers: int, forward: float, backward: float) -> float:
+    def data_parallel(
+        self, parameters: float, layers: int, forward: float, backward: float
+    ) -> float:
         """Return the seconds that sums and gathers over the data-parallel ranks add to a step.
 
         The rank has so many parameters and layers, and its passes of a micro-batch take so long.
@@ -542,7 +623,9 @@ class StepTerms:
         zero, reached = self.p.zero_stage, self.profile.reached
         sent, replicas = traffic.data_bytes(self.config, parameters)
         copies = zero < 2 and self.p.data_parallel_sums != "collectives"
-        copies = copies and self.link("data")[0] is self.links.within and self.links.within.copies > 0
+        copies = (
+            copies and self.link("data")[0] is self.links.within and self.links.within.copies > 0
+        )
         seconds = self.sending("data", sent, layers + 2, copies)
         beside = self.count * backward if zero > 1 else backward
         if zero == 3:
@@ -559,7 +642,12 @@ class MeasuredTerms(StepTerms):
     """The terms of a step whose operations were measured, with communication by the closed form."""
 
     def __init__(
-        self, config: TrainConfig, padded: int, profile: DeviceProfile, links: Links, measured: StepOperations
+        self,
+        config: TrainConfig,
+        padded: int,
+        profile: DeviceProfile,
+        links: Links,
+        measured: StepOperations,
     ) -> None:
         super().__init__(config, padded, profile, links)
         self.measured = measured
@@ -573,7 +661,10 @@ class MeasuredTerms(StepTerms):
         if number == len(self.config.stages) - 1:
             waits.append(self.waits_of_head())
         for first, second in waits:  # what the host launches for them was measured
-            forward, backward = forward + first._replace(host=0.0), backward + second._replace(host=0.0)
+            forward, backward = (
+                forward + first._replace(host=0.0),
+                backward + second._replace(host=0.0),
+            )
         return Step(forward, backward, weights)
 
     def work(self, operations: Operations) -> Work:
@@ -588,7 +679,11 @@ class MeasuredTerms(StepTerms):
                 attention += count * self.attention_seconds(op.flops, op.heads)
                 passes += count * op.bytes / self.passes_speed
             elif op.kind == "pass":
-                slower = self.profile.reached["passes"] / self.profile.reached["passes_fp8"] if op.dtype else 1.0
+                slower = (
+                    self.profile.reached["passes"] / self.profile.reached["passes_fp8"]
+                    if op.dtype
+                    else 1.0
+                )
                 passes += count * self.a_pass(slower * op.bytes)
         return Work(products, attention, passes, host=host)
 

@@ -30,7 +30,11 @@ class Group(NamedTuple):
 def groups(config: TrainConfig) -> dict[str, Group]:
     """Return the groups of ranks, in Megatron's order: tensor, context, data, pipeline."""
     p = config.parallel
-    tp, cp, copies = p.tensor_model_parallel_size, p.context_parallel_size, p.num_distributed_optimizer_instances
+    tp, cp, copies = (
+        p.tensor_model_parallel_size,
+        p.context_parallel_size,
+        p.num_distributed_optimizer_instances,
+    )
     shard = max(1, config.dp // copies)
     is_sharded = p.zero_stage > 0
     return {
@@ -63,7 +67,8 @@ def tensor_bytes(config: TrainConfig) -> TensorBytes:
     n, sequence = config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel
     part, (low, full) = (n - 1) / n, number_bytes(config)
     stream = part * rows(config) * (config.model.hidden_size or 0) * low
-    again = stream if sequence else 0.0  # rows that the gradient of a first matrix gathers once more
+    # rows that the gradient of a first matrix gathers once more
+    again = stream if sequence else 0.0
     loss = 2 * part * 3 * rows(config) * full  # three numbers per token
     last = stream if sequence else 2 * stream
     return TensorBytes(4 * stream, 4 * stream + 2 * again, last, 2 * stream + again / 2, loss)
@@ -93,7 +98,8 @@ def context_bytes(config: TrainConfig) -> float:
     """Return the bytes of a layer's exchanges for a micro-batch, forward; backward has as many."""
     p, m = config.parallel, config.model
     n, heads = p.context_parallel_size, m.num_attention_heads or 1
-    columns = 2 * (heads + m.groups) * m.head_dim // p.tensor_model_parallel_size  # of q, k, v and the output
+    # of q, k, v and the output
+    columns = 2 * (heads + m.groups) * m.head_dim // p.tensor_model_parallel_size
     return (n - 1) / n * rows(config) * columns * number_bytes(config)[0]
 
 
@@ -145,7 +151,11 @@ def bytes_sent(config: TrainConfig, padded: int) -> dict[str, int]:
     again, segments = recomputed(config, layers)
     tensor, (data, replicas) = tensor_bytes(config), data_bytes(config, most)
     ends = 2 if pp == 1 else 1
-    in_layers = (layers + again) * tensor.layer_forward + layers * tensor.layer_backward - segments * tensor.last_sum
+    in_layers = (
+        (layers + again) * tensor.layer_forward
+        + layers * tensor.layer_backward
+        - segments * tensor.last_sum
+    )
     tied = pp > 1 and not m.untie_embeddings_and_output_weights and p.pipeline_schedule != "zbv"
     table = padded // p.tensor_model_parallel_size * (m.hidden_size or 0) * number_bytes(config)[1]
     sent = {

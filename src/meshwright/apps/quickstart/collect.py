@@ -28,7 +28,8 @@ from meshwright.data.text.records import NOT_UTF8, ReadOptions, Rejected, option
 from meshwright.data.text.splitting import cut_document
 
 HELD_OUT = 0.05  # share of the bytes, and the most of them
-MOST_UNDECODED = 0.1  # share of the bytes in files passed over for their encoding, above which nothing is learnt
+# share of the bytes in files passed over for their encoding, above which nothing is learnt
+MOST_UNDECODED = 0.1
 MOST_HELD_OUT = 200_000
 SAMPLE_BYTES = 50_000_000  # bytes from which a vocabulary is learnt
 LEAST_BYTES = 20_000  # bytes of text from which something can be learnt
@@ -54,7 +55,9 @@ class CollectedText:
         """Return the numbers of documents, parts and bytes."""
         parts, plural = self.train_parts + self.held_out_parts, "s" if self.documents != 1 else ""
         names = ", ".join(list(self.archives)[:3]) + ", ..." * (len(self.archives) > 3)
-        archives = f"{len(self.archives):,} archive{'s' if len(self.archives) > 1 else ''} ({names})"
+        archives = (
+            f"{len(self.archives):,} archive{'s' if len(self.archives) > 1 else ''} ({names})"
+        )
         number = f"{self.documents:,} document{plural}"
         if self.archives:
             number += f", {sum(self.archives.values()):,} of them from {archives}"
@@ -64,12 +67,16 @@ class CollectedText:
             number = f"more text than can be read in the time{f', some from {archives}' * bool(self.archives)}"
             number += f"; a sample of {parts:,} parts"
         learnt = f"{self.train_parts:,} to learn from ({self.train_bytes:,} bytes)"
-        return f"{number}: {learnt}, {self.held_out_parts:,} held out ({self.held_out_bytes:,} bytes)"
+        return (
+            f"{number}: {learnt}, {self.held_out_parts:,} held out ({self.held_out_bytes:,} bytes)"
+        )
 
 
 def fraction(text: str) -> float:
     """Return a number in [0, 1) that depends on the text alone."""
-    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:6]) / 2**48
+    return (
+        int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:6]) / 2**48
+    )
 
 
 class LineRange(FileRange):
@@ -82,7 +89,11 @@ class LineRange(FileRange):
 def by_lines(piece: Piece) -> Piece:
     """Return a piece of plain text that reads no further than its last line."""
     parts = [part for part in piece.parts if isinstance(part, FileRange) and part.reader == TEXT]
-    return dataclasses.replace(piece, parts=tuple(LineRange(**vars(part)) for part in parts)) if parts else piece
+    return (
+        dataclasses.replace(piece, parts=tuple(LineRange(**vars(part)) for part in parts))
+        if parts
+        else piece
+    )
 
 
 class InputDocuments:
@@ -101,14 +112,18 @@ class InputDocuments:
         self.archives = Counter[str]()  # the number of documents from each
 
     def __iter__(self) -> Iterator[str]:
-        share, read = (size / max(self.bytes, 1) for size in (self.limit, max(self.limit, limits.LONGEST)))
+        share, read = (
+            size / max(self.bytes, 1) for size in (self.limit, max(self.limit, limits.LONGEST))
+        )
         characters, is_empty, options = 0, True, options_of(self.settings)
         for piece in cut_inputs(self.inputs.inputs, self.settings):
             name = f"{piece.number} {piece.begin}"
             if fraction(name) >= read:
                 self.is_sample = True
                 continue
-            for number, record in enumerate((by_lines(piece) if share < 1 else piece).read(options)):
+            for number, record in enumerate(
+                (by_lines(piece) if share < 1 else piece).read(options)
+            ):
                 self.inputs.count(record)
                 if isinstance(record, Rejected):
                     self.note_undecoded(record)
@@ -116,7 +131,9 @@ class InputDocuments:
                 for text in record.texts:
                     is_empty = False
                     if not text.strip():
-                        self.inputs.bad.count(BLANK, 1, "" if BLANK in self.inputs.bad else str(record.place))
+                        self.inputs.bad.count(
+                            BLANK, 1, "" if BLANK in self.inputs.bad else str(record.place)
+                        )
                         continue
                     if record.place.path.startswith(f"{piece.path}:"):  # a member of an archive
                         self.archives.update([os.path.basename(piece.path)])
@@ -226,8 +243,14 @@ def collect(documents: Iterable[str], folder: Path, expected: float = 0) -> Coll
             BAD_DATA,
         )
     if not parts[0]:
-        alike = "all parts of the text are the same" if parts[1] > 1 else "the text is a single short part"
+        alike = (
+            "all parts of the text are the same"
+            if parts[1] > 1
+            else "the text is a single short part"
+        )
         raise UserError(f"{alike}, so none can be held out; give other text", BAD_DATA)
     sample = str(folder / names[2]) if sampled else None
     wide_share = wide / sum(sizes)
-    return CollectedText(count, sizes[0], sizes[1], wide_share, sample, train_parts=parts[0], held_out_parts=parts[1])
+    return CollectedText(
+        count, sizes[0], sizes[1], wide_share, sample, train_parts=parts[0], held_out_parts=parts[1]
+    )

@@ -27,7 +27,9 @@ class QuickstartConfig(TextInputs):
     )
     minutes: float = flag(10, "minutes until the model talks, everything included", bound=">0")
     output: Path | None = flag(
-        None, "folder for everything that is made (none: the text's name and -model)", docs="tutorial"
+        None,
+        "folder for everything that is made (none: the text's name and -model)",
+        docs="tutorial",
     )
     device: str = flag("auto", "auto (an accelerator if there is one), cpu, cuda ...", value="FORM")
     overwrite: bool = flag(False, "start again where a model is already; that one is kept aside")
@@ -65,4 +67,7 @@ def settings(c: QuickstartConfig) -> dict[str, object]:
     for name in ("encoding", "on_error", "table"):  # earlier quickstarts did not have them
         if values[name] == getattr(TextInputs, name):
             del values[name]
-    return values | {"input": [one if "://" in one else str(Path(one).resolve()) for one in c.input], "output": ""}
+    return values | {
+        "input": [one if "://" in one else str(Path(one).resolve()) for one in c.input],
+        "output": "",
+    }

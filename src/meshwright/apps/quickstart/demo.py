@@ -50,10 +50,13 @@ def main(argv: list[str]) -> int:
     if (number := len(documents.inputs.paths)) < FEWEST_FILES:
         shortage = f"{folder} has {number} usable .py files, but {FEWEST_FILES} are needed"
         raise UserError(f"{shortage}; use a full installation of Python", BAD_DATA)
-    documents.inputs.passed.counts.clear()  # tests and installed packages, which nobody expects in it
+    # tests and installed packages, which nobody expects in it
+    documents.inputs.passed.counts.clear()
     print(fit(f"The text: the source of Python's standard library, in {folder}"), flush=True)
     settings = {"minutes": c.minutes, "device": c.device}
-    request = TourRequest("demo", c.dir, c.minutes, c.device, c.overwrite, settings, Showing(PROMPTS, resumes=True))
+    request = TourRequest(
+        "demo", c.dir, c.minutes, c.device, c.overwrite, settings, Showing(PROMPTS, resumes=True)
+    )
     if (status := start_tour(request, documents, deadline, argv)) == DONE:
         print("  meshwright quickstart FOLDER     the same with your own text")
         real = f"The real thing, GPT-2 345M on one GPU, once `meshwright preprocess` has read your text:\n  {GPT2_345M}"

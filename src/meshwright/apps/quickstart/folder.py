@@ -17,7 +17,9 @@ from meshwright.config.fields import spelling
 # Names in it that a new tour may remove; a model is kept aside.
 TOKEN_FILES = [f"{name}_text_document" for name in ("train", "held_out")]
 TOUR_FILES = "train.jsonl held_out.jsonl sample.jsonl tokenizer index-cache run demo.log quickstart.log".split()
-TOUR_FILES += [f"{name}{end}" for name in TOKEN_FILES for end in (".bin", ".idx", ".tokenizer", ".origin.json")]
+TOUR_FILES += [
+    f"{name}{end}" for name in TOKEN_FILES for end in (".bin", ".idx", ".tokenizer", ".origin.json")
+]
 
 
 @contextlib.contextmanager
@@ -98,7 +100,11 @@ class TourProgress:
         if more > 0:
             before["minutes"] = self.settings["minutes"]
         self.changes = f"other settings: {describe_changes(before, self.settings)}"
-        if before != self.settings or not done or ("end" in done and not (self.file.parent / "run").is_dir()):
+        if (
+            before != self.settings
+            or not done
+            or ("end" in done and not (self.file.parent / "run").is_dir())
+        ):
             return False
         self.done, self.more_minutes = done, max(more, 0.0)
         return True
@@ -106,7 +112,9 @@ class TourProgress:
     def finish(self, step: str, result: Any = None) -> None:
         self.done[step] = result
         with replacing(self.file) as file:
-            file.write(json.dumps({"settings": self.settings, "done": self.done}, indent=1).encode())
+            file.write(
+                json.dumps({"settings": self.settings, "done": self.done}, indent=1).encode()
+            )
 
 
 def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -122,4 +130,6 @@ def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
             return f"no {title} was given, now {new}"
         return f"{title} was {old}, {f'not {new}' if new else 'now none is given'}"
 
-    return ", ".join(change(name) for name in {**before, **now} if before.get(name) != now.get(name))
+    return ", ".join(
+        change(name) for name in {**before, **now} if before.get(name) != now.get(name)
+    )

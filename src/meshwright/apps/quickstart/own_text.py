@@ -33,7 +33,8 @@ PRECISION_GAIN = 1.05  # times as fast as float32 that bfloat16 must be
 TRIAL_SHARE = 0.15  # share of the time, at most, for the trial with its start
 STEPPING_SECONDS = 20  # seconds of steps that are enough for it
 LITTLE_TEXT = 500_000  # bytes of a text that is called small
-TIME_MARGIN = 0.05  # of the time by which the end may be late before the number of steps is corrected
+# of the time by which the end may be late before the number of steps is corrected
+TIME_MARGIN = 0.05
 WORTH_A_START = 2  # times as long as a start must be what a correction saves or uses
 EVALUATED = 0.1  # of the minutes, at least, for the evaluation
 LAST_STEPS = 10  # of a run that has no time left, in which its learning rate falls to its end
@@ -79,7 +80,11 @@ class Deadline:
 
 
 def make_model(
-    tour: Tour, documents: InputDocuments, progress: TourProgress, deadline: Deadline, showing: Showing
+    tour: Tour,
+    documents: InputDocuments,
+    progress: TourProgress,
+    deadline: Deadline,
+    showing: Showing,
 ) -> None:
     """Run all steps that are not done yet."""
     accelerator = is_accelerated(tour.device)
@@ -101,8 +106,12 @@ def make_model(
         print(f"  plots of the run: {tour.run}/report.html")
     with step("6. Evaluate on the text that was held out"):
         parts = math.ceil(deadline.evaluated_share() * text.held_out_parts)
-        progress.finish("bits per byte", tour.evaluate(parts if parts < text.held_out_parts else None))
-    with step("7. Let it continue a text: by the most likely words, then by words chosen by chance"):
+        progress.finish(
+            "bits per byte", tour.evaluate(parts if parts < text.held_out_parts else None)
+        )
+    with step(
+        "7. Let it continue a text: by the most likely words, then by words chosen by chance"
+    ):
         prompts = showing.prompts or (prompt_from(Path(tour.held_out)),)
         tour.generate(prompts[0], 64, "--greedy")
         for prompt in prompts[1:] or prompts:
@@ -121,15 +130,21 @@ def require_same_text(tour: Tour, progress: TourProgress, documents: InputDocume
 def already_done(tour: Tour, progress: TourProgress) -> None:
     """Say what a finished tour gave, and what to do with it."""
     ours, theirs = progress.done["bits per byte"]
-    print(f"already done: {tour.run} has {ours:.3f} bits per byte, a byte-trigram model {theirs:.3f}. Try next:")
+    print(
+        f"already done: {tour.run} has {ours:.3f} bits per byte, a byte-trigram model {theirs:.3f}. Try next:"
+    )
     tour.try_next()
     print_export(tour)
-    print("More --minutes train the same model further. To start again: --overwrite, which keeps this model aside,")
+    print(
+        "More --minutes train the same model further. To start again: --overwrite, which keeps this model aside,"
+    )
     print("or another folder")
 
 
 def print_export(tour: Tour) -> None:
-    hf = shlex.join(["meshwright", "convert", tour.run, f"{tour.folder}/hugging-face", "--to", "huggingface"])
+    hf = shlex.join(
+        ["meshwright", "convert", tour.run, f"{tour.folder}/hugging-face", "--to", "huggingface"]
+    )
     print(f"  {hf}")
 
 
@@ -145,16 +160,22 @@ def read_own_text(tour: Tour, documents: InputDocuments, progress: TourProgress)
             print(f"  {line}")
         progress.finish("text", asdict(text))
     known = {entry.name for entry in fields(CollectedText)}  # an earlier release's has others
-    text = CollectedText(**{name: value for name, value in progress.done["text"].items() if name in known})
+    text = CollectedText(
+        **{name: value for name, value in progress.done["text"].items() if name in known}
+    )
     print(f"  {text.describe()}")
     if text.train_bytes < LITTLE_TEXT:
-        print(f"  this is little text: below {LITTLE_TEXT:,} bytes a model learns spelling and a few phrases")
+        print(
+            f"  this is little text: below {LITTLE_TEXT:,} bytes a model learns spelling and a few phrases"
+        )
     return text
 
 
 def learn_vocabulary(tour: Tour, text: CollectedText, accelerator: bool) -> None:
     size = plans.vocabulary_for(text.train_bytes, text.wide, accelerator)
-    print(f"  {size:,} entries suit {text.train_bytes / 1e6:,.1f} MB; rarer words are put together from parts")
+    print(
+        f"  {size:,} entries suit {text.train_bytes / 1e6:,.1f} MB; rarer words are put together from parts"
+    )
     tour.learn_vocabulary(size, text.sample)
 
 
@@ -173,7 +194,9 @@ def choose_training(
 ) -> dict[str, Any]:
     """Measure a trial; return the command of the run, and what limits its length."""
     vocab = vocabulary_size(tour)
-    predict = functools.cache(functools.partial(expected_speed, tour, vocab, *find_profile(tour.device)))
+    predict = functools.cache(
+        functools.partial(expected_speed, tour, vocab, *find_profile(tour.device))
+    )
     size = plans.trial_size(tokens, accelerator, predict, deadline.left() - deadline.trial)
     how, (speed, deadline.start, start) = choose_precision(tour, size, deadline, accelerator)
     machine = MeasuredSpeed(size, speed, predict, accelerator)
@@ -188,11 +211,19 @@ def choose_training(
     missing = plans.useful(machine) - seconds
     if plan.limit == "time" and missing > 0:
         enough = math.ceil(deadline.minutes + 1.2 * missing / 60)
-        print(f"  these minutes are too few for a useful model on this machine; --minutes {enough} would do")
+        print(
+            f"  these minutes are too few for a useful model on this machine; --minutes {enough} would do"
+        )
     command = tour.run_command(plan.size, plan.dropout, plan.steps, *how)
     deadline.pace = plan.size.tokens / machine.speed(plan.size)
     most = plans.most_steps(plan.size, tokens)
-    return {"command": command, "most": most, "start": deadline.start, "after": deadline.after, "scored": scored}
+    return {
+        "command": command,
+        "most": most,
+        "start": deadline.start,
+        "after": deadline.after,
+        "scored": scored,
+    }
 
 
 def find_profile(device: str) -> tuple[DeviceProfile, float]:
@@ -203,7 +234,9 @@ def find_profile(device: str) -> tuple[DeviceProfile, float]:
     opened = devices.open_device(device)
     if opened.type == "cpu":
         return load_profile("cpu"), math.inf
-    return profile_of(devices.device_name(opened)) or load_profile("a100-80"), devices.free_memory(opened)
+    return profile_of(devices.device_name(opened)) or load_profile("a100-80"), devices.free_memory(
+        opened
+    )
 
 
 class PredictedRun(Protocol):
@@ -219,7 +252,9 @@ class PredictedRun(Protocol):
 
 def predictor() -> Callable[[TrainConfig, DeviceProfile, int], PredictedRun]:
     """Return what predicts a run, with a vocabulary, on a device; `plan` registers it."""
-    found: Callable[[TrainConfig, DeviceProfile, int], PredictedRun] | None = registry.find("apps", "predict")
+    found: Callable[[TrainConfig, DeviceProfile, int], PredictedRun] | None = registry.find(
+        "apps", "predict"
+    )
     if found is None:
         raise lacking("apps/plan predicts how fast a model of each size trains here")
     return found
@@ -236,7 +271,9 @@ def lacking(part: str) -> UserError:
     return UserError(f"{part}: {registry.LACKING}", UNAVAILABLE)
 
 
-def expected_speed(tour: Tour, vocab: int, profile: DeviceProfile, room: float, size: Size) -> float:
+def expected_speed(
+    tour: Tour, vocab: int, profile: DeviceProfile, room: float, size: Size
+) -> float:
     """Return the tokens per second that the plan expects of a size, 0 if there is no room.
 
     The smallest is tried in any case: training says what to do where memory runs out.
@@ -263,12 +300,16 @@ def choose_precision(
     began = time.perf_counter()
     wide = measure_speed(tour, size, deadline.trial / 2, [])
     if (took := time.perf_counter() - began) > deadline.trial:
-        print(f"  precision: fp32; its trial took {took:.0f} s, which leaves no time for one of bf16")
+        print(
+            f"  precision: fp32; its trial took {took:.0f} s, which leaves no time for one of bf16"
+        )
         return [], wide
     low = measure_speed(tour, size, deadline.trial / 2, ["--bf16"])
     ratio = low[0] / wide[0]
     chosen = "bf16" if ratio >= PRECISION_GAIN else "fp32"
-    print(f"  precision: {chosen}, because bf16 is {ratio:.2f} times as fast as fp32; the weights it updates are fp32")
+    print(
+        f"  precision: {chosen}, because bf16 is {ratio:.2f} times as fast as fp32; the weights it updates are fp32"
+    )
     return (["--bf16"], low) if chosen == "bf16" else ([], wide)
 
 
@@ -298,11 +339,15 @@ def measure_speed(
     speed, start = size.tokens / pace, max(took - pace * interval * len(seen), 1.0)
     bare = min(max(took - interval * sum(at.seconds for at in seen), 1.0), start)
     precision = "bf16" if "--bf16" in how else "fp32"
-    print(f"  {speed:,.0f} tokens/s with {size.layers} layers of width {size.hidden} in {precision}")
+    print(
+        f"  {speed:,.0f} tokens/s with {size.layers} layers of width {size.hidden} in {precision}"
+    )
     return speed, start, bare
 
 
-def describe_plan(plan: TrainingPlan, machine: MeasuredSpeed, tokens: int, vocab: int, seconds: float) -> list[str]:
+def describe_plan(
+    plan: TrainingPlan, machine: MeasuredSpeed, tokens: int, vocab: int, seconds: float
+) -> list[str]:
     """Say what was chosen, and why."""
     size, millions = plan.size, plan.size.cost(vocab) / 1e6
     read = plan.steps * size.tokens
@@ -328,7 +373,11 @@ def readings(times: float) -> str:
     """Say how often a text is read, which may be less than once."""
     if times < 0.01:
         return "less than 1 % of it is read"
-    return f"{times:.0%}".replace("%", " % of it is read") if times < 0.95 else f"each is read {times:.1f} times"
+    return (
+        f"{times:.0%}".replace("%", " % of it is read")
+        if times < 0.95
+        else f"each is read {times:.1f} times"
+    )
 
 
 def with_steps(command: list[str], steps: int) -> list[str]:
@@ -357,16 +406,23 @@ def train_longer(tour: Tour, progress: TourProgress, deadline: Deadline) -> bool
         return True
     command = plan["command"]
     deadline.minutes = progress.more_minutes
-    deadline.start, deadline.after = plan.get("start", START_SECONDS), plan.get("after", 2 * START_SECONDS)
+    deadline.start, deadline.after = (
+        plan.get("start", START_SECONDS),
+        plan.get("after", 2 * START_SECONDS),
+    )
     deadline.scored = plan.get("scored", 0.0)
     deadline.pace = pace_of(rows)
-    per_step = math.prod(int(command[command.index(f) + 1]) for f in ("--seq-length", "--micro-batch-size"))
+    per_step = math.prod(
+        int(command[command.index(f) + 1]) for f in ("--seq-length", "--micro-batch-size")
+    )
     before, most = steps_of(command), plans.EPOCHS * progress.done["training tokens"] // per_step
     further = (deadline.left() - deadline.start) / deadline.pace
     wanted = before + max(int(further / plans.validating(before)), plans.FEWEST_STEPS)
     steps = min(wanted, most) // 10 * 10
     if steps <= before:
-        print(f"{before:,} steps have read the text {plans.EPOCHS} times; more would only teach it by heart")
+        print(
+            f"{before:,} steps have read the text {plans.EPOCHS} times; more would only teach it by heart"
+        )
         return False
     minutes = f"{deadline.minutes:g} minute{'s' * (deadline.minutes != 1)}"
     print(f"training the model for another {minutes}: from step {before:,} to step {steps:,}")
@@ -405,7 +461,12 @@ class PaceWatch:
     """
 
     def __init__(self, plan: dict[str, Any], deadline: Deadline, is_shown: bool) -> None:
-        self.command, self.most, self.deadline, self.is_shown = plan["command"], plan.get("most", 0), deadline, is_shown
+        self.command, self.most, self.deadline, self.is_shown = (
+            plan["command"],
+            plan.get("most", 0),
+            deadline,
+            is_shown,
+        )
         self.is_timed = deadline.after > 0 and deadline.minutes >= 1
         self.next_command: list[str] = []
         self.seen: int | None = None  # the step of the last log line

@@ -99,7 +99,12 @@ def vocabulary_for(text_bytes: int, wide: float, accelerator: bool) -> int:
     Rare words are not learnt, and the head costs as much as layers do. A script with thousands of
     characters needs some merges for each.
     """
-    borders = [(300_000, 512), (2_000_000, 1024), (5_000_000, 2048), (20_000_000 if accelerator else 1 << 62, 4096)]
+    borders = [
+        (300_000, 512),
+        (2_000_000, 1024),
+        (5_000_000, 2048),
+        (20_000_000 if accelerator else 1 << 62, 4096),
+    ]
     borders += [(100_000_000, 8192), (1_000_000_000, 16384)]
     size = next((size for border, size in borders if text_bytes < border), 32768)
     return 2 * size if wide > 0.3 else size
@@ -111,12 +116,17 @@ def grow(size: Size, tokens: int) -> Size:
     The learning rate grows with the root of the batch, at most to twice its value.
     """
     batch = size.batch
-    while batch * size.length < FULL_BATCH and EPOCHS * tokens >= ENOUGH_STEPS * 2 * batch * size.length:
+    while (
+        batch * size.length < FULL_BATCH
+        and EPOCHS * tokens >= ENOUGH_STEPS * 2 * batch * size.length
+    ):
         batch *= 2
     return replace(size, batch=batch, lr=size.lr * min(math.sqrt(batch / size.batch), 2))
 
 
-def trial_size(tokens: int, accelerator: bool, predict: Callable[[Size], float], seconds: float) -> Size:
+def trial_size(
+    tokens: int, accelerator: bool, predict: Callable[[Size], float], seconds: float
+) -> Size:
     """Return the size to measure: on an accelerator, the one that the plan would choose.
 
     Small models would only wait for the host there.
@@ -124,7 +134,9 @@ def trial_size(tokens: int, accelerator: bool, predict: Callable[[Size], float],
     if not accelerator:
         return SIZES[0]
     first = grow(SIZES[0], tokens)
-    return plan_training(tokens, MeasuredSpeed(first, predict(first), predict, accelerator), seconds).size
+    return plan_training(
+        tokens, MeasuredSpeed(first, predict(first), predict, accelerator), seconds
+    ).size
 
 
 def useful(machine: MeasuredSpeed) -> float:
@@ -152,7 +164,11 @@ def plan_training(tokens: int, machine: MeasuredSpeed, seconds: float) -> Traini
     def reads(size: Size) -> float:
         return min(machine.speed(size) * seconds, EPOCHS * tokens)
 
-    fitting = [s for s in sizes if s.parameters <= PARAMETERS_PER_TOKEN * tokens and s.parameters * READS <= reads(s)]
+    fitting = [
+        s
+        for s in sizes
+        if s.parameters <= PARAMETERS_PER_TOKEN * tokens and s.parameters * READS <= reads(s)
+    ]
     size = fitting[-1] if fitting else sizes[0]
     by_time, by_text = machine.speed(size) * seconds / size.tokens, most_steps(size, tokens)
     by_time = int(by_time / validating(by_time))

@@ -34,7 +34,10 @@ class LoggedInterval:
 
     def __str__(self) -> str:
         """Return what a newcomer wants to see."""
-        speed, place = f"{self.tokens_per_second:,.0f} tokens/s", f"{self.iteration:>6} of {self.total}"
+        speed, place = (
+            f"{self.tokens_per_second:,.0f} tokens/s",
+            f"{self.iteration:>6} of {self.total}",
+        )
         return f"iteration {place}   loss {self.loss:.3f}   {speed}   {self.left} left"
 
 
@@ -49,7 +52,9 @@ def read_step_line(line: str) -> LoggedInterval | None:
     if (values := STEP_LINE.match(line)) is None:
         return None
     iteration, total, ms, loss, speed, left = values.groups()
-    return LoggedInterval(int(iteration), int(total), float(ms) / 1000, float(speed), float(loss), left)
+    return LoggedInterval(
+        int(iteration), int(total), float(ms) / 1000, float(speed), float(loss), left
+    )
 
 
 def call(
@@ -84,12 +89,18 @@ def call(
                 everything.write(line)
                 if (shown := show(line.rstrip("\n"))) is not None:
                     print(f"  {shown}", flush=True)
-                if stop and (at := read_step_line(line)) and at.iteration < at.total and (reason := stop(at)):
+                if (
+                    stop
+                    and (at := read_step_line(line))
+                    and at.iteration < at.total
+                    and (reason := stop(at))
+                ):
                     print(f"  -> {reason}", flush=True)
                     child.send_signal(signal.SIGTERM)
                     stop, expected = None, SIGTERM  # a second one would end it immediately
             status = child.wait()
-        except BaseException:  # Ctrl-C reaches only this process; the child, in its own group, saves first
+        # Ctrl-C reaches only this process; the child, in its own group, saves first
+        except BaseException:
             child.send_signal(signal.SIGINT)
             try:
                 child.wait()
@@ -98,7 +109,9 @@ def call(
             raise
     if status not in (expected, DONE):  # a training may end before the signal arrives
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:])
-        message = f"`meshwright {argv[0]}` ended with exit status {status}; the end of {log}:\n{tail}"
+        message = (
+            f"`meshwright {argv[0]}` ended with exit status {status}; the end of {log}:\n{tail}"
+        )
         raise UserError(message, status if status > 0 else UNEXPECTED)
     return printed
 
@@ -109,7 +122,11 @@ def environment() -> dict[str, str]:
     The log has the lines that are read here, whatever form the user's environment asks for.
     """
     few = {"OMP_NUM_THREADS": "8"} if (os.cpu_count() or 1) > 8 else {}
-    ours = {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8", "MESHWRIGHT_LOG_FORMAT": "megatron"}
+    ours = {
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONIOENCODING": "utf-8",
+        "MESHWRIGHT_LOG_FORMAT": "megatron",
+    }
     return few | os.environ | ours
 
 
@@ -127,7 +144,9 @@ class TrainingLines:
         if at := re.match(r" validation loss at (.*?) \| lm loss value: (\S+) ", line):
             is_again = at[1].startswith("the end") and self.validated == f"iteration {self.total}"
             self.validated = at[1]
-            return f"validation loss at {at[1]}: {float(at[2]):.3f}{', on other batches' * is_again}"
+            return (
+                f"validation loss at {at[1]}: {float(at[2]):.3f}{', on other batches' * is_again}"
+            )
         if "successfully" in line and line != self.saved:  # the last step may be saved twice
             self.saved = line
             return line.strip()

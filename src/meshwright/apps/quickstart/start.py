@@ -37,7 +37,8 @@ class TourRequest:
     minutes: float
     device: str
     overwrite: bool
-    settings: dict[str, object]  # what decides about the result, to be compared with an earlier tour's
+    # what decides about the result, to be compared with an earlier tour's
+    settings: dict[str, object]
     showing: Showing = Showing()
 
 
@@ -47,7 +48,9 @@ def open_texts(texts: TextInputs, minutes: float, device: str) -> InputDocuments
     return InputDocuments(texts, minutes * 60 * rate)
 
 
-def start_tour(request: TourRequest, documents: InputDocuments, deadline: Deadline, argv: list[str]) -> int:
+def start_tour(
+    request: TourRequest, documents: InputDocuments, deadline: Deadline, argv: list[str]
+) -> int:
     """Make the model, or the rest of an unfinished one; return 130 after Ctrl-C."""
     require_parts()
     folder, name = request.folder, request.name

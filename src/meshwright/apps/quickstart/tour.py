@@ -27,7 +27,9 @@ WARMUP = 0.1  # of the steps
 
 def model_flags(size: Size, dropout: float) -> list[str]:
     """Return the flags of a network and of its batch."""
-    sizes = f"--num-layers {size.layers} --hidden-size {size.hidden} --num-attention-heads {size.heads}"
+    sizes = (
+        f"--num-layers {size.layers} --hidden-size {size.hidden} --num-attention-heads {size.heads}"
+    )
     batch = f"--seq-length {size.length} --micro-batch-size {size.batch}"
     head = "--untie-embeddings-and-output-weights" if size.table_lr else ""
     return f"{sizes} {NETWORK} {head} --hidden-dropout {dropout:g} --attention-dropout 0 {batch}".split()
@@ -53,7 +55,15 @@ class Tour:
 
     def learn_vocabulary(self, size: int, source: str | None = None) -> None:
         source = source or self.train
-        self.call("train-tokenizer", "--input", source, "--vocab-size", str(size), "--output", self.vocabulary)
+        self.call(
+            "train-tokenizer",
+            "--input",
+            source,
+            "--vocab-size",
+            str(size),
+            "--output",
+            self.vocabulary,
+        )
 
     def tokenize(self) -> int:
         """Return the number of tokens to learn from."""
@@ -61,12 +71,19 @@ class Tour:
 
         for text in (self.train, self.held_out):
             files = ["--input", text, "--output-prefix", text.removesuffix(".jsonl")]
-            self.call("preprocess", *files, "--tokenizer", self.vocabulary, "--append-eod", show=outcome)
+            self.call(
+                "preprocess", *files, "--tokenizer", self.vocabulary, "--append-eod", show=outcome
+            )
         return len(Indexed(token_files(self.train)).tokens)
 
     def training(self, size: Size, dropout: float, steps: int, *more: str) -> list[str]:
         """Return the command that trains, without a folder to save to."""
-        data = ["--train-data-path", token_files(self.train), "--valid-data-path", token_files(self.held_out)]
+        data = [
+            "--train-data-path",
+            token_files(self.train),
+            "--valid-data-path",
+            token_files(self.held_out),
+        ]
         command = ["train", *data, *model_flags(size, dropout), *recipe_flags(size, steps), *more]
         return [*command, "--device", self.device]
 
@@ -78,7 +95,9 @@ class Tour:
         command = self.training(size, dropout, steps, *keep.split(), *more)
         return [*command, "--save", self.run, "--load", self.run]
 
-    def pre_train(self, command: list[str], stop: Callable[[LoggedInterval], str | None] | None = None) -> None:
+    def pre_train(
+        self, command: list[str], stop: Callable[[LoggedInterval], str | None] | None = None
+    ) -> None:
         self.call(*command, show=TrainingLines(), stop=stop)
 
     def evaluate(self, parts: int | None = None) -> tuple[float, float]:
@@ -89,7 +108,9 @@ class Tour:
         if parts is not None:
             print(f"  on the first {parts:,} of the held-out parts, so as to end in time")
         limit = [] if parts is None else ["--limit", str(parts)]
-        table = self.call("evaluate", self.run, "--input", self.held_out, *limit, "--device", self.device)
+        table = self.call(
+            "evaluate", self.run, "--input", self.held_out, *limit, "--device", self.device
+        )
         ours = float(re.findall(r"bits per byte +([\d.]+)", table)[0])
         return ours, compare_with_trigram(ours, Path(self.train), Path(self.held_out), parts)
 
@@ -118,7 +139,9 @@ def outcome(line: str) -> str | None:
     return line if line.startswith("wrote ") else None
 
 
-def compare_with_trigram(ours: float, train: Path, held_out: Path, parts: int | None = None) -> float:
+def compare_with_trigram(
+    ours: float, train: Path, held_out: Path, parts: int | None = None
+) -> float:
     """Print the result beside that of a byte-trigram model, the simplest worth a comparison.
 
     Both are of as many parts of the held-out text, None for all.
@@ -128,9 +151,17 @@ def compare_with_trigram(ours: float, train: Path, held_out: Path, parts: int | 
     def encoded(path: Path) -> Iterator[bytes]:
         return (text.encode() for text in read_texts(TextInputs(input=[str(path)])))
 
-    theirs = trigram_bits_per_byte(first_bytes(encoded(train), COMPARED), itertools.islice(encoded(held_out), parts))
-    verdict = "the GPT is better" if ours < theirs else "the trigram is better: this model needs more training"
-    print(f"  bits per byte: this GPT {ours:.3f}, a byte-trigram model of the same files {theirs:.3f}: {verdict}")
+    theirs = trigram_bits_per_byte(
+        first_bytes(encoded(train), COMPARED), itertools.islice(encoded(held_out), parts)
+    )
+    verdict = (
+        "the GPT is better"
+        if ours < theirs
+        else "the trigram is better: this model needs more training"
+    )
+    print(
+        f"  bits per byte: this GPT {ours:.3f}, a byte-trigram model of the same files {theirs:.3f}: {verdict}"
+    )
     return theirs
 
 
@@ -148,7 +179,8 @@ def prompt_from(held_out: Path) -> str:
     best = ""
     for text in read_texts(TextInputs(input=[str(held_out)])):
         for line in text.splitlines():
-            best = max(best, line.lstrip("-*#> \t").rstrip(), key=len)  # no value begins with a hyphen
+            # no value begins with a hyphen
+            best = max(best, line.lstrip("-*#> \t").rstrip(), key=len)
             if len(best) >= PROMPT:
                 words = best[:PROMPT].rsplit(" ", 1)
                 return words[0] if len(words[0]) >= PROMPT // 2 else best[: PROMPT // 2]

@@ -26,7 +26,10 @@ def trigram_bits_per_byte(train: Iterable[bytes], held_out: Iterable[bytes]) -> 
     a, b, c = _trigrams(train)
     unigrams = (np.bincount(c, minlength=256) + 1) / (len(c) + 256)  # [256]
     trust, counts = _witten_bell(b, c, _SYMBOLS)
-    bigrams = (1 - trust)[:, None] * unigrams + (trust / np.maximum(counts.sum(1), 1))[:, None] * counts  # [257, 256]
+    # [257, 256]
+    bigrams = (1 - trust)[:, None] * unigrams + (trust / np.maximum(counts.sum(1), 1))[
+        :, None
+    ] * counts
     trust, counts = _witten_bell(a * _SYMBOLS + b, c, _SYMBOLS**2)
     seen = np.maximum(counts.sum(1), 1)
 
@@ -41,7 +44,9 @@ def trigram_bits_per_byte(train: Iterable[bytes], held_out: Iterable[bytes]) -> 
 def _trigrams(documents: Iterable[bytes]) -> tuple[Integers, Integers, Integers]:
     """Return each byte with the two symbols before it, over all documents."""
     border = np.full(2, 256, np.int32)
-    parts = [part for d in documents for part in (border, np.frombuffer(d, np.uint8).astype(np.int32))]
+    parts = [
+        part for d in documents for part in (border, np.frombuffer(d, np.uint8).astype(np.int32))
+    ]
     x = np.concatenate([border, *parts])
     bytes_at = np.flatnonzero(x[2:] < 256)
     return x[bytes_at], x[bytes_at + 1], x[bytes_at + 2]

@@ -36,7 +36,9 @@ class ReportConfig:
         False,
         "print iteration, loss, gradient norm and learning rate as hexadecimal floats: equal text means equal bits",
     )
-    json: bool = flag(False, "print the comparison as JSON; write a page only with --output", docs="data")
+    json: bool = flag(
+        False, "print the comparison as JSON; write a page only with --output", docs="data"
+    )
     logs: bool = flag(
         False,
         "print a table of speed, memory and loss from logs of ours, Megatron-LM, DeepSpeed, LiBai and OneFlow: medians "
@@ -44,19 +46,31 @@ class ReportConfig:
     )
     table: Literal["text", "csv", "markdown", "json"] = flag("text", "form of the table of --logs")
     tolerance: float | None = flag(
-        None, "exit with status 1 if the losses of two runs at a common iteration differ by more than this"
+        None,
+        "exit with status 1 if the losses of two runs at a common iteration differ by more than this",
     )
 
     def problems(self) -> list[Problem]:
         several = len(expand_sweeps(self.folders)) > 1
-        if not self.output and not self.json and not self.losses and is_address(as_typed(self.folders[0])):
-            return [missing("output", "a file of this machine for the page of a run in object storage")]
+        if (
+            not self.output
+            and not self.json
+            and not self.losses
+            and is_address(as_typed(self.folders[0]))
+        ):
+            return [
+                missing("output", "a file of this machine for the page of a run in object storage")
+            ]
         if self.logs:
-            others = [n for n in ("losses", "json", "tolerance") if getattr(self, n) not in (False, None)]
+            others = [
+                n for n in ("losses", "json", "tolerance") if getattr(self, n) not in (False, None)
+            ]
             text = "does not go with {logs=True}; {table} is the form of its table"
             return [Problem((name, "logs"), f"{{{name}}} {text}") for name in others]
         if self.table != "text":
-            return [Problem(("table",), "{table} is the form of the table of {logs=True}; give both")]
+            return [
+                Problem(("table",), "{table} is the form of the table of {logs=True}; give both")
+            ]
         if self.losses and (self.output or several):
             text = "{losses=True} prints one run's numbers; give one folder and no {output}"
             return [Problem(("losses", "output"), text)]
@@ -67,7 +81,9 @@ class ReportConfig:
 
 
 def main(argv: list[str]) -> int:
-    about = "Write one page with plots of a run, or a comparison of several, or print a table of logs."
+    about = (
+        "Write one page with plots of a run, or a comparison of several, or print a table of logs."
+    )
     c = flags.parse_settings(ReportConfig, argv, "meshwright report", about=about).config
     if any(map(address_of, c.folders)):
         from meshwright.checkpoint import mirror

@@ -23,7 +23,13 @@ from meshwright.base.errors import BAD_DATA, DONE, UNEXPECTED, USAGE, UserError
 from meshwright.base.progress import duration
 from meshwright.base.records import align_columns, json_ready
 from meshwright.base.runs.goodput import read_goodput
-from meshwright.base.runs.history import History, flat_settings, read_history, read_settings, wall_time
+from meshwright.base.runs.history import (
+    History,
+    flat_settings,
+    read_history,
+    read_settings,
+    wall_time,
+)
 from meshwright.base.storage.addresses import shown
 from meshwright.config.problem import SettingsError
 
@@ -71,7 +77,9 @@ class ComparedRun:
         return next((int(n) for n, value in zip(x, y, strict=True) if value <= loss), None)
 
 
-def compare_runs(folders: Sequence[Path], output: Path | None, as_json: bool, tolerance: float | None) -> int:
+def compare_runs(
+    folders: Sequence[Path], output: Path | None, as_json: bool, tolerance: float | None
+) -> int:
     """Print the comparison, write its page, return 1 if losses differ by more than `tolerance`."""
     if tolerance is not None and not tolerance >= 0:
         raise SettingsError(f"{{tolerance={tolerance}}} must be a number of at least 0", USAGE)
@@ -97,7 +105,9 @@ def compare_runs(folders: Sequence[Path], output: Path | None, as_json: bool, to
         raise SettingsError("{tolerance}: these runs have no iteration in common", BAD_DATA)
     worst = max(abs(d["largest"]["loss"]) for d in comparison["differences"])
     if worst > tolerance:
-        print(f"the losses differ by {worst:g}, more than --tolerance {tolerance:g}", file=sys.stderr)
+        print(
+            f"the losses differ by {worst:g}, more than --tolerance {tolerance:g}", file=sys.stderr
+        )
     return UNEXPECTED if worst > tolerance else DONE
 
 
@@ -111,9 +121,15 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
         if not history.steps:
             raise UserError(f"{folder / 'metrics.jsonl'} holds no step", BAD_DATA)
         read.append((history, flat_settings(read_settings(folder))))
-    unit = "tokens" if all(isinstance(settings.get("seq_length"), int) for _, settings in read) else "samples"
+    unit = (
+        "tokens"
+        if all(isinstance(settings.get("seq_length"), int) for _, settings in read)
+        else "samples"
+    )
     return [
-        ComparedRun(name, history, settings, unit, settings["seq_length"] if unit == "tokens" else 1)
+        ComparedRun(
+            name, history, settings, unit, settings["seq_length"] if unit == "tokens" else 1
+        )
         for name, (history, settings) in zip(names, read, strict=True)
     ]
 
@@ -121,13 +137,23 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
 def figures(r: ComparedRun) -> dict[str, Any]:
     steps, checks = r.history.steps, r.checks()
     last, best = steps[-1].iteration, r.history.best_validation()
-    out = {"name": r.name, "steps": last, "amount": r.amount(last), "final_loss": r.final("training")}
+    out = {
+        "name": r.name,
+        "steps": last,
+        "amount": r.amount(last),
+        "final_loss": r.final("training"),
+    }
     out["final_loss_steps"] = r.final_training[1]
-    out |= {"final_validation": r.final("validation") if checks else None, "best_validation": best and best[1]}
+    out |= {
+        "final_validation": r.final("validation") if checks else None,
+        "best_validation": best and best[1],
+    }
     speed = statistics.median(s.tokens_per_second for s in steps)
     goodput = read_goodput(r.history)
     out |= {"tokens_per_second": speed, "seconds": wall_time(r.history.attempts)[1]}
-    out["scores"] = {name: scores[max(scores)] for name, scores in r.history.scores.items() if scores}
+    out["scores"] = {
+        name: scores[max(scores)] for name, scores in r.history.scores.items() if scores
+    }
     return out | {"goodput": goodput.share if goodput else None}
 
 
@@ -144,7 +170,9 @@ def cautions(a: ComparedRun, b: ComparedRun) -> list[str]:
     """Return what a reader must know before trusting the numbers."""
     out = []
     if amounts_differ((a, b)):
-        out.append(f"differences are taken at equal iterations, which are not equal {a.unit} here: see the picture")
+        out.append(
+            f"differences are taken at equal iterations, which are not equal {a.unit} here: see the picture"
+        )
     if other := validated_differently(a, b):
         out.append(f"validated on other data ({', '.join(other)}): these losses are not comparable")
     return out
@@ -176,7 +204,13 @@ def difference(a: ComparedRun, b: ComparedRun) -> dict[str, Any]:
 
     def reached(x: ComparedRun, y: ComparedRun) -> dict[str, Any]:
         loss = y.final(kind)
-        return {"run": x.name, "loss_of": y.name, "kind": kind, "loss": loss, "after": x.reaches(loss, kind)}
+        return {
+            "run": x.name,
+            "loss_of": y.name,
+            "kind": kind,
+            "loss": loss,
+            "after": x.reaches(loss, kind),
+        }
 
     return {
         "runs": [a.name, b.name],
@@ -224,7 +258,9 @@ def summary(comparison: dict[str, Any]) -> list[list[str]]:
     ]
     for name in dict.fromkeys(name for r in comparison["runs"] for name in r["scores"]):
         scores = (r["scores"].get(name) for r in comparison["runs"])
-        body.append([f"final {name}", *("-" if score is None else f"{score:,.4f}" for score in scores)])
+        body.append(
+            [f"final {name}", *("-" if score is None else f"{score:,.4f}" for score in scores)]
+        )
     body.append(["wall time", *(duration(r["seconds"]) for r in comparison["runs"])])
     shares = [r["goodput"] for r in comparison["runs"]]
     return [*body, ["goodput", *("-" if share is None else f"{share:.1%}" for share in shares)]]
@@ -247,10 +283,18 @@ def distances(comparison: dict[str, Any]) -> list[list[str]]:
             }
         if checks:
             worst = largest(checks, "loss") or {}
-            column["largest validation difference"] = f"{worst['loss']:+.4g} at {worst['iteration']:,}"
-            column["last validation difference"] = f"{list(checks.values())[-1]:+.4g} at {list(checks)[-1]:,}"
-        for r, who in zip(d["reached"], ("it reaches the first's", "the first reaches its"), strict=False):
-            reached = "never" if r["after"] is None else f"after {r['after']:,} {comparison['unit']}"
+            column["largest validation difference"] = (
+                f"{worst['loss']:+.4g} at {worst['iteration']:,}"
+            )
+            column["last validation difference"] = (
+                f"{list(checks.values())[-1]:+.4g} at {list(checks)[-1]:,}"
+            )
+        for r, who in zip(
+            d["reached"], ("it reaches the first's", "the first reaches its"), strict=False
+        ):
+            reached = (
+                "never" if r["after"] is None else f"after {r['after']:,} {comparison['unit']}"
+            )
             column[f"{who} final {r['kind']} loss"] = f"{r['loss']:.4f} {reached}"
         out.append(column)
     return [[label, *(c.get(label, "-") for c in out)] for label in {k: 0 for c in out for k in c}]
@@ -263,10 +307,22 @@ def percentage(x: float) -> str:
 def comparison_as_text(comparison: dict[str, Any]) -> list[str]:
     names = [r["name"] for r in comparison["runs"]]
     lines = align_columns(turned([["", *names], *summary(comparison)]))
-    lines += ["", *align_columns(turned([[f"compared with {names[0]}", *names[1:]], *distances(comparison)]))]
-    settings = [f"  {n}: {' | '.join(map(show_setting, values))}" for n, values in comparison["settings"].items()]
+    lines += [
+        "",
+        *align_columns(turned([[f"compared with {names[0]}", *names[1:]], *distances(comparison)])),
+    ]
+    settings = [
+        f"  {n}: {' | '.join(map(show_setting, values))}"
+        for n, values in comparison["settings"].items()
+    ]
     notes = [f"note: {note}" for note in comparison["notes"]]
-    return [*lines, *notes, "", "settings that differ:" if settings else "no setting differs", *settings]
+    return [
+        *lines,
+        *notes,
+        "",
+        "settings that differ:" if settings else "no setting differs",
+        *settings,
+    ]
 
 
 def turned(rows: list[list[str]]) -> list[list[str]]:
@@ -336,16 +392,30 @@ def plots(runs: Sequence[ComparedRun]) -> list[str]:
         if len(x):
             plot.draw_line(losses, x, y, style.colour, style.line)
             signs.append(style.sign)
-        checks = [(r.amount(i) if by_amount else i, v) for i, v in r.validations().items() if math.isfinite(v)]
+        checks = [
+            (r.amount(i) if by_amount else i, v)
+            for i, v in r.validations().items()
+            if math.isfinite(v)
+        ]
         if checks:
             losses.plot(*zip(*checks, strict=True), style.marker, color=style.colour, ms=5)
             signs.append(style.marker_sign)
         legends["Loss"] += plot.key(" ".join(signs), style.colour, r.name) if signs else ""
-        rates.plot(*plot.thin(*curve(r, "lr", by_amount)), color=style.colour, ls=style.line, lw=1.6)
+        rates.plot(
+            *plot.thin(*curve(r, "lr", by_amount)), color=style.colour, ls=style.line, lw=1.6
+        )
         legends["Learning rate"] += key
         if number and len(x) and (both := (x0 >= x[0]) & (x0 <= x[-1])).any():
-            plot.draw_line(differences, x0[both], np.interp(x0[both], x, y) - y0[both], style.colour, style.line)
+            plot.draw_line(
+                differences,
+                x0[both],
+                np.interp(x0[both], x, y) - y0[both],
+                style.colour,
+                style.line,
+            )
             legends["Difference"] += key
     return [
-        plot.embed_figure(figure, t, notes[t], legends[t], wide=True) for t, (figure, _) in drawn.items() if legends[t]
+        plot.embed_figure(figure, t, notes[t], legends[t], wide=True)
+        for t, (figure, _) in drawn.items()
+        if legends[t]
     ]

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 PATTERNS = ("*.log", "*.out", "*log*.txt")  # of logs in folders
 LONGEST_LINE = 1 << 16  # bytes; a longer one is cut
 MOST_BARS = 100
-WORDS_OF_LINES = (b"iteration", b"step", b"MiB", b"memory (MB)", b"lm loss PPL", b" ..")  # of lines that are read
+# of lines that are read
+WORDS_OF_LINES = (b"iteration", b"step", b"MiB", b"memory (MB)", b"lm loss PPL", b" ..")
 WORDS_OF_FAILURES = (b"Traceback (most", b"rror: ", b"core dumped", b"Killed")
 NUMBER = r"([-+]?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf))"
 
@@ -88,15 +89,22 @@ def megatron_line(text: str) -> LogLine | None:
     if iteration is None or "|" not in text:
         return None
     values = dict(part.strip().rsplit(": ", 1) for part in text.split("|") if ": " in part)
-    ms, batch = (_number(values.get(n, "")) for n in ("elapsed time per iteration (ms)", "global batch size"))
+    ms, batch = (
+        _number(values.get(n, "")) for n in ("elapsed time per iteration (ms)", "global batch size")
+    )
     speed, tpt, tflops, per_gpu = (
-        _number(values.get(n, "")) for n in ("samples per second", "tpt", "TFLOPs", "throughput per GPU (TFLOP/s/GPU)")
+        _number(values.get(n, ""))
+        for n in ("samples per second", "tpt", "TFLOPs", "throughput per GPU (TFLOP/s/GPU)")
     )
     speed = tpt if speed is None else speed
     if speed is None and ms and batch:
         speed = batch * 1e3 / ms
     tflops = per_gpu if tflops is None else tflops
-    return LogLine(int(iteration[1]), speed, _number(values.get("lm loss", "")), tflops) if ms or speed else None
+    return (
+        LogLine(int(iteration[1]), speed, _number(values.get("lm loss", "")), tflops)
+        if ms or speed
+        else None
+    )
 
 
 def libai_line(text: str) -> LogLine | None:
@@ -104,7 +112,11 @@ def libai_line(text: str) -> LogLine | None:
     if iteration is None or "total_loss" not in text:
         return None
     speed, loss = _after("total_throughput: +", text), _after("total_loss: +", text)
-    if speed is None and (seconds := _after(r"\btime: +", text)) and (batch := _after(r"total_batch_size: +", text)):
+    if (
+        speed is None
+        and (seconds := _after(r"\btime: +", text))
+        and (batch := _after(r"total_batch_size: +", text))
+    ):
         speed = batch / seconds
     return LogLine(int(iteration[1]), speed, loss)
 
@@ -129,7 +141,12 @@ def deepspeed_line(text: str) -> LogLine | None:
 
 
 # The first form of which a log has lines is the one it is read in.
-FORMS = {"megatron": megatron_line, "libai": libai_line, "oneflow": oneflow_line, "deepspeed": deepspeed_line}
+FORMS = {
+    "megatron": megatron_line,
+    "libai": libai_line,
+    "oneflow": oneflow_line,
+    "deepspeed": deepspeed_line,
+}
 
 
 def _number(text: str) -> float | None:
@@ -178,7 +195,9 @@ def read_log(path: Path, name: str) -> Log:
             *pieces, rest = re.split(rb"[\r\n]", block)  # progress bars write over their line
             for piece in pieces:
                 log.last = piece.strip() or log.last
-                log.has_failure = log.has_failure or any(word in piece for word in WORDS_OF_FAILURES)
+                log.has_failure = log.has_failure or any(
+                    word in piece for word in WORDS_OF_FAILURES
+                )
                 if piece.startswith(b"|") or any(word in piece for word in WORDS_OF_LINES):
                     read_line(log, clean(piece))
             log.last = rest.strip() or log.last  # without its end: cut, perhaps within a number
@@ -204,7 +223,9 @@ def read_line(log: Log, text: str) -> None:
         _keep_most(log, "reserved", reserved)
     elif "lm loss PPL:" in text and "validation loss at" in text and " test " not in text:
         ppl = _after("lm loss PPL: +", text)
-        log.ppl = min((x for x in (ppl, log.ppl) if x is not None and not math.isnan(x)), default=None)
+        log.ppl = min(
+            (x for x in (ppl, log.ppl) if x is not None and not math.isnan(x)), default=None
+        )
     elif argument := re.match(r" +(\w+) \.{2,} (.*)$", text):
         log.arguments.setdefault(argument[1], argument[2].strip())
 
@@ -231,7 +252,9 @@ def after_warm_up(lines: Sequence[LogLine]) -> list[LogLine]:
     """Return the lines that the medians are of; see the top of this module."""
     last = max(line.iteration for line in lines)
     pairs = itertools.pairwise(lines)
-    return [b for a, b in pairs if a.iteration < b.iteration and b.iteration * 10 > last] or list(lines)
+    return [b for a, b in pairs if a.iteration < b.iteration and b.iteration * 10 > last] or list(
+        lines
+    )
 
 
 def row_of(log: Log) -> LogRow | None:
@@ -299,9 +322,14 @@ def config_of(log: Log) -> str:
     dp = int(world) // ranks if world and ranks else "?"
     named = value("", r"_(fp16|bf16|fp32|amp)(?=_|$)") or "fp32"
     precision = (
-        next((p for p in ("fp16", "bf16") if arguments.get(p) == "True"), "fp32") if "fp16" in arguments else named
+        next((p for p in ("fp16", "bf16") if arguments.get(p) == "True"), "fp32")
+        if "fp16" in arguments
+        else named
     )
-    recomputed = arguments.get("checkpoint_activations") == "True" or arguments.get("recompute_granularity") == "full"
+    recomputed = (
+        arguments.get("checkpoint_activations") == "True"
+        or arguments.get("recompute_granularity") == "full"
+    )
     if "fp16" not in arguments:
         recomputed = "_actrue" in name.lower()
     parts = [f"nl{layers}", precision, f"{dp}x{tp}x{pp}", *(["ac"] if recomputed else [])]
@@ -349,12 +377,23 @@ def why_not(log: Log) -> str:
     shown = clean(log.last)
     if "\0" in shown or "\ufffd" in shown:
         return "no line of a step in it; not a text"
-    return f"no line of a step in it; its last line: {shown[:100]}{'...' if len(shown) > 100 else ''}"
+    return (
+        f"no line of a step in it; its last line: {shown[:100]}{'...' if len(shown) > 100 else ''}"
+    )
 
 
 # Output
 
-TABLE_HEAD = ("config", "samples/s", "memory (MiB)", "TFLOPs", "loss", "val. PPL", "iteration", "log")
+TABLE_HEAD = (
+    "config",
+    "samples/s",
+    "memory (MiB)",
+    "TFLOPs",
+    "loss",
+    "val. PPL",
+    "iteration",
+    "log",
+)
 
 
 def cells(row: LogRow) -> list[str]:
@@ -362,7 +401,12 @@ def cells(row: LogRow) -> list[str]:
         return "-" if value is None else f"{value:{form}}{after}"
 
     memory = shown(row.memory_mib, ".0f", f" ({row.memory_from})")
-    numbers = shown(row.samples_per_second, ".2f"), memory, shown(row.tflops, ".1f"), shown(row.loss, ".4f")
+    numbers = (
+        shown(row.samples_per_second, ".2f"),
+        memory,
+        shown(row.tflops, ".1f"),
+        shown(row.loss, ".4f"),
+    )
     return [row.config, *numbers, shown(row.ppl, ".2f"), str(row.iteration), row.log]
 
 
@@ -372,7 +416,9 @@ def logs_as_text(rows: Sequence[LogRow]) -> str:
 
 def as_markdown(rows: Sequence[LogRow]) -> str:
     lines = [list(TABLE_HEAD), ["---"] * len(TABLE_HEAD), *map(cells, rows)]
-    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+    return "".join(
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines
+    )
 
 
 def as_csv(rows: Sequence[LogRow]) -> str:
@@ -384,7 +430,10 @@ def as_csv(rows: Sequence[LogRow]) -> str:
 
 
 def logs_as_json(rows: Sequence[LogRow], without: Sequence[dict[str, str]] = ()) -> str:
-    report: dict[str, Any] = {"runs": [row.__dict__ for row in rows], "without_steps": list(without)}
+    report: dict[str, Any] = {
+        "runs": [row.__dict__ for row in rows],
+        "without_steps": list(without),
+    }
     return json.dumps(json_ready(report), allow_nan=False) + "\n"
 
 
@@ -394,7 +443,9 @@ TABLES = {"text": logs_as_text, "csv": as_csv, "markdown": as_markdown, "json": 
 def extract(paths: Sequence[Path], form: str, picture: Path | None) -> int:
     """Print the table of all logs, and draw a picture of it."""
     if picture is not None and picture.suffix not in (".svg", ".png"):
-        raise SettingsError(f"{{output={picture}}}: with {{logs=True}} it is a picture; name it .svg or .png", USAGE)
+        raise SettingsError(
+            f"{{output={picture}}}: with {{logs=True}} it is a picture; name it .svg or .png", USAGE
+        )
     read: list[Log] = []
     without: list[dict[str, str]] = []
     for path, name in find_logs(paths):
@@ -405,7 +456,9 @@ def extract(paths: Sequence[Path], form: str, picture: Path | None) -> int:
     logs = join_machines(read)
     without += [{"log": log.name, "reason": why_not(log)} for log in logs if not log.lines]
     rows = [row for log in logs if (row := row_of(log)) is not None]
-    rows.sort(key=lambda row: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", row.config)])
+    rows.sort(
+        key=lambda row: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", row.config)]
+    )
     if form == "json":
         print(logs_as_json(rows, without), end="")
     elif rows:
@@ -415,7 +468,8 @@ def extract(paths: Sequence[Path], form: str, picture: Path | None) -> int:
     if not rows:
         searched = ", ".join(map(str, paths))
         raise UserError(
-            f"no log with a line of a step in {searched}; in folders, {', '.join(PATTERNS)} are read", BAD_DATA
+            f"no log with a line of a step in {searched}; in folders, {', '.join(PATTERNS)} are read",
+            BAD_DATA,
         )
     if picture is not None:
         write_picture(picture, draw_logs(rows))
@@ -430,7 +484,8 @@ def draw_logs(rows: Sequence[LogRow]) -> Figure:
 
     if len(rows) > MOST_BARS:
         print(
-            f"the picture shows the first {MOST_BARS} of {len(rows)} logs; name fewer for the others", file=sys.stderr
+            f"the picture shows the first {MOST_BARS} of {len(rows)} logs; name fewer for the others",
+            file=sys.stderr,
         )
     rows = rows[:MOST_BARS]
     figure = Figure(figsize=(10, 1.2 + 0.35 * len(rows)), layout="constrained")
@@ -450,7 +505,10 @@ def draw_logs(rows: Sequence[LogRow]) -> Figure:
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         axes.spines[["top", "right"]].set_visible(False)
     # The end of a log's name, where its date is, distinguishes runs of one configuration.
-    which = (f"...{Path(row.log).stem[-30:]}" if configs.count(row.config) > 1 else row.form for row in rows)
+    which = (
+        f"...{Path(row.log).stem[-30:]}" if configs.count(row.config) > 1 else row.form
+        for row in rows
+    )
     labels = [f"{config}\n{note}" for config, note in zip(configs, which, strict=True)]
     panels[0].set_yticks(range(len(rows)), labels, fontsize=8, parse_math=False)
     panels[0].set_ylim(len(rows) - 0.5, -0.5)
@@ -460,5 +518,8 @@ def draw_logs(rows: Sequence[LogRow]) -> Figure:
 def write_picture(target: Path, figure: Figure) -> None:
     with replacing(target, typed=True) as file:
         figure.savefig(
-            file, format=target.suffix[1:], dpi=150, metadata={"Date": None} if target.suffix == ".svg" else {}
+            file,
+            format=target.suffix[1:],
+            dpi=150,
+            metadata={"Date": None} if target.suffix == ".svg" else {},
         )

@@ -63,7 +63,9 @@ def page(run_dir: Path, history: History, settings: Settings, now: float) -> str
     name, last = run_dir.resolve().name, history.attempts[-1] if history.attempts else None
     is_running, head = history.is_running(now), []
     if is_running:
-        script = SCRIPT.replace("WRITTEN", str(round(1e3 * now))).replace("PATIENCE", str(round(1e3 * PATIENCE)))
+        script = SCRIPT.replace("WRITTEN", str(round(1e3 * now))).replace(
+            "PATIENCE", str(round(1e3 * PATIENCE))
+        )
         head = [script.replace("RELOAD", str(1000 * RELOAD))]
         head.append(f'<noscript><meta http-equiv="refresh" content="{2 * RELOAD}"></noscript>')
     attempts = []
@@ -74,12 +76,22 @@ def page(run_dir: Path, history: History, settings: Settings, now: float) -> str
         f"<h1>{escape(name)}</h1>",
         *show_state(history, now),
         '<dl class="cards">',
-        *(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in headlines(history, settings, is_running)),
+        *(
+            f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>"
+            for k, v in headlines(history, settings, is_running)
+        ),
         "</dl>",
-        *(f"<p>{escape(words)}</p>" for words in explain_validations(history, flat_settings(settings), is_running)),
+        *(
+            f"<p>{escape(words)}</p>"
+            for words in explain_validations(history, flat_settings(settings), is_running)
+        ),
         *explain_unsaved(history),
         *show_certificate(run_dir),
-        *([f"<p>{escape(goodput.line().capitalize())}.</p>"] if (goodput := read_goodput(history)) else []),
+        *(
+            [f"<p>{escape(goodput.line().capitalize())}.</p>"]
+            if (goodput := read_goodput(history))
+            else []
+        ),
         f'<div class="pictures">{"".join(plots(history))}</div>',
         "<h2>Attempts</h2>",
         html_table(attempts, "attempts", ["", "started", "iterations", "command", "end"]),
@@ -88,7 +100,10 @@ def page(run_dir: Path, history: History, settings: Settings, now: float) -> str
         '<p class="quiet">If the settings name --save and --load, this continues from the last checkpoint; '
         "give both a new folder to start afresh.</p>",
         f"<details><summary>Settings ({sum(map(len, settings.values()))})</summary>",
-        *(f"<h3>{escape(group)}</h3>{settings_table(values)}" for group, values in settings.items()),
+        *(
+            f"<h3>{escape(group)}</h3>{settings_table(values)}"
+            for group, values in settings.items()
+        ),
         "</details>",
         f'<footer class="quiet">Meshwright {escape(last.start.get("version", "") if last else "")}. Exact numbers: '
         f"<code>meshwright report --losses {escape(shlex.quote(shown(str(run_dir))))}</code></footer>",
@@ -103,17 +118,24 @@ def show_state(history: History, now: float) -> list[str]:
     last = history.attempts[-1]
     if not history.is_running(now):
         since = f" since {date(history.updated)}" if last.end is None and history.updated else ""
-        return [f'<p class="quiet" id="state">last attempt: {escape(describe_end(last, True))}{since}</p>']
+        return [
+            f'<p class="quiet" id="state">last attempt: {escape(describe_end(last, True))}{since}</p>'
+        ]
     total = last.start.get("train_iters")
     words, bar = [f"step {last.last:,}"], []
     if isinstance(total, int) and total:
         words[0] += f" of {total:,}"
         recent = [s.ms for s in history.steps[-100:] if s.iteration > last.began]
         if recent:
-            words.append(f"about {duration((total - last.last) * statistics.median(recent) / 1e3)} left")
+            words.append(
+                f"about {duration((total - last.last) * statistics.median(recent) / 1e3)} left"
+            )
         bar = [f'<progress max="{total}" value="{last.last}"></progress>']
     words.append(f"updated {date(now)}; this page reloads itself")
-    return [f'<p class="quiet" id="state"><b class="running">running</b>: {escape("; ".join(words))}</p>', *bar]
+    return [
+        f'<p class="quiet" id="state"><b class="running">running</b>: {escape("; ".join(words))}</p>',
+        *bar,
+    ]
 
 
 def show_certificate(run_dir: Path) -> list[str]:
@@ -121,7 +143,9 @@ def show_certificate(run_dir: Path) -> list[str]:
     try:
         c = json.loads(read_small(run_dir / CERTIFICATE, CERTIFICATE_LIMIT, run_dir))
         words = f"{c['summary']} ({date(c['time'])}, {CERTIFICATE})"
-        return [f"<p><b>Layout {'verified' if c['verdict'] == 'equal' else 'differs'}</b>: {escape(words)}.</p>"]
+        return [
+            f"<p><b>Layout {'verified' if c['verdict'] == 'equal' else 'differs'}</b>: {escape(words)}.</p>"
+        ]
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return []
 
@@ -132,10 +156,14 @@ def explain_unsaved(history: History) -> list[str]:
         return []
     earlier = f"{len(lost) - 10:,} times before step {lost[-10]:,}, and " if len(lost) > 10 else ""
     steps = f"step{'s' * (len(lost) > 1)} {', '.join(f'{step:,}' for step in lost[-10:])}"
-    return [f"<p><b>Saving failed</b> {earlier}at {steps}; the run went on (--save-error warn).</p>"]
+    return [
+        f"<p><b>Saving failed</b> {earlier}at {steps}; the run went on (--save-error warn).</p>"
+    ]
 
 
-def explain_validations(history: History, settings: dict[str, Any], is_running: bool = False) -> list[str]:
+def explain_validations(
+    history: History, settings: dict[str, Any], is_running: bool = False
+) -> list[str]:
     """Return what the best and the last validation mean, in words, for each set."""
     out = []
     for all_checks in history.sets().values():
@@ -146,22 +174,36 @@ def explain_validations(history: History, settings: dict[str, Any], is_running: 
         best, last = min(checks, key=lambda v: v.loss), checks[-1]
         gap, pair = last.loss - best.loss, [v.loss for v in checks if v.iteration == last.iteration]
         both = f"{pair[0]:.4f}, at the end {pair[-1]:.4f}"
-        twice = f" Step {last.iteration:,} was validated twice, on other batches: {both}." * (pair[0] != pair[-1])
+        twice = f" Step {last.iteration:,} was validated twice, on other batches: {both}." * (
+            pair[0] != pair[-1]
+        )
         lead = f"Validation{suffix(last)}: the lowest loss, {best.loss:.4f}, was at step {best.iteration:,}"
         if best.iteration == last.iteration:
-            then = "it is still falling." if is_running else "a longer training may lower it further."
+            then = (
+                "it is still falling." if is_running else "a longer training may lower it further."
+            )
             out.append(f"{lead}, the last of {len(steps)}: {then}{twice}")
             continue
-        words = [f"{lead}; the last, at step {last.iteration:,}, is {last.loss:.4f}, which is {gap:.4f} higher."]
+        words = [
+            f"{lead}; the last, at step {last.iteration:,}, is {last.loss:.4f}, which is {gap:.4f} higher."
+        ]
         if gap < 0.01 * best.loss and not settings.get("full_validation"):
-            words.append("The difference is within noise, since each validation reads other samples.")
+            words.append(
+                "The difference is within noise, since each validation reads other samples."
+            )
         else:
-            words.append("The model fits its training text ever better and new text worse (overfitting).")
-            words.append("More text, fewer steps, a lower --lr, or more dropout and weight decay help.")
+            words.append(
+                "The model fits its training text ever better and new text worse (overfitting)."
+            )
+            words.append(
+                "More text, fewer steps, a lower --lr, or more dropout and weight decay help."
+            )
         if settings.get("keep_best") and settings.get("save"):
             words.append(f"The best step is kept: {settings['save']}/iter_{best.iteration:07d}.")
         else:
-            words.append("With --keep-best, a run keeps the checkpoint of its lowest validation loss.")
+            words.append(
+                "With --keep-best, a run keeps the checkpoint of its lowest validation loss."
+            )
         out.append(" ".join(words) + twice)
     return out
 
@@ -170,7 +212,9 @@ def settings_table(values: dict[str, Any]) -> str:
     return html_table([[k, json.dumps(v, default=str)] for k, v in values.items()], "settings")
 
 
-def headlines(history: History, settings: Settings, is_running: bool = False) -> list[tuple[str, str]]:
+def headlines(
+    history: History, settings: Settings, is_running: bool = False
+) -> list[tuple[str, str]]:
     """Return the figures at the top as (name, value); unknown ones are left out."""
     out: list[tuple[str, str]] = []
     final = "latest" if is_running else "final"
@@ -187,22 +231,40 @@ def headlines(history: History, settings: Settings, is_running: bool = False) ->
         if skipped := sum(s.skipped for s in steps):
             out.append(("skipped steps", f"{skipped:,}"))
         mean, count = history.final_loss(settings.get("logging", {}).get("log_interval"))
-        out.append((f"{final} training loss{f', mean of {count} steps' * (count > 1)}", f"{mean:.4f}"))
+        out.append(
+            (f"{final} training loss{f', mean of {count} steps' * (count > 1)}", f"{mean:.4f}")
+        )
     for checks in history.sets().values():
-        best, on = min(checks, key=lambda v: math.inf if math.isnan(v.loss) else v.loss), suffix(checks[0])
+        best, on = (
+            min(checks, key=lambda v: math.inf if math.isnan(v.loss) else v.loss),
+            suffix(checks[0]),
+        )
         out.append((f"{final} validation loss{on}", f"{checks[-1].loss:.4f}"))
         out.append((f"{final} validation perplexity{on}", f"{checks[-1].ppl:,.2f}"))
         out.append((f"best validation loss{on}", f"{best.loss:.4f} at {best.iteration:,}"))
         if checks[-1].ema_loss is not None:
-            out.append((f"{final} validation loss of the average{on}", f"{checks[-1].ema_loss:.4f}"))
+            out.append(
+                (f"{final} validation loss of the average{on}", f"{checks[-1].ema_loss:.4f}")
+            )
     if history.means:
         last = history.means[max(history.means)]
-        out.append((f"validation loss of the mean of {len(last.steps)} saved steps", f"{last.loss:.4f}"))
+        out.append(
+            (f"validation loss of the mean of {len(last.steps)} saved steps", f"{last.loss:.4f}")
+        )
     for tests in history.sets("test").values():
         out.append((f"test loss{suffix(tests[0])}", f"{tests[-1].loss:.4f}"))
-    out += [(f"{final} {name}", f"{scores[max(scores)]:,.4f}") for name, scores in history.scores.items() if scores]
+    out += [
+        (f"{final} {name}", f"{scores[max(scores)]:,.4f}")
+        for name, scores in history.scores.items()
+        if scores
+    ]
     if steps:
-        out.append(("tokens per second, median", f"{statistics.median(s.tokens_per_second for s in steps):,.0f}"))
+        out.append(
+            (
+                "tokens per second, median",
+                f"{statistics.median(s.tokens_per_second for s in steps):,.0f}",
+            )
+        )
         if mfu := [s.mfu for s in steps if s.mfu is not None]:
             out.append(("MFU, median", f"{100 * statistics.median(mfu):.1f}%"))
         if memory := [s.memory for s in steps if s.memory is not None]:
@@ -234,14 +296,19 @@ def describe_end(attempt: Attempt, is_last: bool) -> str:
 
 # Plots
 
-SET_LINES = (("-", "━"), ("--", "╌"), (":", "┈"), ("-.", "╌┈"))  # one per data set, and its sign in the legend
+# one per data set, and its sign in the legend
+SET_LINES = (("-", "━"), ("--", "╌"), (":", "┈"), ("-.", "╌┈"))
 
 
 def plots(history: History) -> list[str]:
     """Return HTML figures: the loss, large, then what explains it."""
     if not history.steps:
         return ['<p class="quiet">No step was recorded, so there is nothing to draw.</p>']
-    out = [loss_plot(history), *part_plots(history), *(score_plot(*item) for item in history.scores.items())]
+    out = [
+        loss_plot(history),
+        *part_plots(history),
+        *(score_plot(*item) for item in history.scores.items()),
+    ]
     for title, unit, column, scale, smooth in (
         ("Learning rate", "", "lr", 1.0, False),
         ("Gradient norm", "before clipping", "grad_norm", 1.0, True),
@@ -262,20 +329,44 @@ def loss_plot(history: History) -> str:
     figure, axes = plot.new_axes((7.6, 3.4), resumed_at(history))
     width = draw_column(axes, history.steps, "loss", smooth=True)
     training = f"training, median of {width} steps" if width > 1 else "training"
-    legend = [plot.key("━", plot.LINE, training)] if any(math.isfinite(s.loss) for s in history.steps) else []
+    legend = (
+        [plot.key("━", plot.LINE, training)]
+        if any(math.isfinite(s.loss) for s in history.steps)
+        else []
+    )
     for name, marker, sign in (("validation", "o", "●"), ("test", "D", "◆")):
-        sets = [[v for v in checks if math.isfinite(v.loss)] for checks in history.sets(name).values()]
+        sets = [
+            [v for v in checks if math.isfinite(v.loss)] for checks in history.sets(name).values()
+        ]
         for checks, (line, dashes) in zip(filter(None, sets), itertools.cycle(SET_LINES)):
             x, y = np.array([(v.iteration, v.loss) for v in checks]).T
             axes.plot(
-                *plot.thin(x, y), color=plot.POINT, lw=1, ls=line, marker=marker if len(checks) < 200 else "", ms=4
+                *plot.thin(x, y),
+                color=plot.POINT,
+                lw=1,
+                ls=line,
+                marker=marker if len(checks) < 200 else "",
+                ms=4,
             )
-            legend.append(plot.key(f"{sign} {dashes}" if len(sets) > 1 else sign, plot.POINT, checks[0].title))
+            legend.append(
+                plot.key(f"{sign} {dashes}" if len(sets) > 1 else sign, plot.POINT, checks[0].title)
+            )
             if averaged := [(v.iteration, v.ema_loss) for v in checks if v.ema_loss is not None]:
                 x, y = np.array(averaged).T
-                axes.plot(*plot.thin(x, y), color=plot.INK, lw=1, ls=line, marker="^" if len(x) < 200 else "", ms=4)
+                axes.plot(
+                    *plot.thin(x, y),
+                    color=plot.INK,
+                    lw=1,
+                    ls=line,
+                    marker="^" if len(x) < 200 else "",
+                    ms=4,
+                )
                 legend.append(
-                    plot.key(f"▲ {dashes}" if len(sets) > 1 else "▲", plot.INK, f"{checks[0].title}, average")
+                    plot.key(
+                        f"▲ {dashes}" if len(sets) > 1 else "▲",
+                        plot.INK,
+                        f"{checks[0].title}, average",
+                    )
                 )
     if not all(math.isfinite(s.loss) for s in history.steps):
         legend.append(plot.key("×", plot.BAD, "not finite"))
@@ -291,22 +382,45 @@ def part_plots(history: History) -> list[str]:
         on, last = suffix(checks[0]), checks[-1]
         if len(last.by_position) > 1:
             figure, axes = plot.new_axes((4.8, 2.7), x="position")
-            by_step = list({v.iteration: v for v in checks}.values())  # the last step is validated twice
+            # the last step is validated twice
+            by_step = list({v.iteration: v for v in checks}.values())
             chosen = [by_step[i] for i in sorted({0, len(by_step) // 2, len(by_step) - 1})]
             legend, names = [], list(last.by_position)
             for (line, dashes), v in zip(SET_LINES, reversed(chosen), strict=False):
-                axes.plot([v.by_position.get(name, math.nan) for name in names], color=plot.POINT, ls=line, marker=".")
+                axes.plot(
+                    [v.by_position.get(name, math.nan) for name in names],
+                    color=plot.POINT,
+                    ls=line,
+                    marker=".",
+                )
                 legend.append(plot.key(dashes, plot.POINT, f"step {v.iteration:,}"))
             axes.set_xticks(range(len(names)), labels=names, rotation=45)
-            out.append(plot.embed_figure(figure, f"Validation loss by position{on}", legend="".join(legend)))
+            out.append(
+                plot.embed_figure(
+                    figure, f"Validation loss by position{on}", legend="".join(legend)
+                )
+            )
         if last.by_data:
             figure, axes = plot.new_axes((4.8, 2.7))
             legend = []
-            for (line, dashes), prefix in zip(itertools.cycle(SET_LINES), last.by_data, strict=False):
+            for (line, dashes), prefix in zip(
+                itertools.cycle(SET_LINES), last.by_data, strict=False
+            ):
                 known = [(v.iteration, v.by_data[prefix]) for v in checks if prefix in v.by_data]
-                axes.plot(*zip(*known, strict=True), color=plot.POINT, ls=line, marker="." if len(known) <= 30 else "")
-                legend.append(plot.key(dashes, plot.POINT, f"{Path(prefix).name}: {last.by_data[prefix]:.4f}"))
-            out.append(plot.embed_figure(figure, f"Validation loss by data set{on}", legend="".join(legend)))
+                axes.plot(
+                    *zip(*known, strict=True),
+                    color=plot.POINT,
+                    ls=line,
+                    marker="." if len(known) <= 30 else "",
+                )
+                legend.append(
+                    plot.key(dashes, plot.POINT, f"{Path(prefix).name}: {last.by_data[prefix]:.4f}")
+                )
+            out.append(
+                plot.embed_figure(
+                    figure, f"Validation loss by data set{on}", legend="".join(legend)
+                )
+            )
     return out
 
 
@@ -321,16 +435,27 @@ def resumed_at(history: History) -> list[int]:
     return [i for i in history.resumed_at() if i < history.steps[-1].iteration]
 
 
-def draw_column(axes: Axes, steps: Sequence[LoggedStep], column: str, scale: float = 1.0, smooth: bool = False) -> int:
+def draw_column(
+    axes: Axes, steps: Sequence[LoggedStep], column: str, scale: float = 1.0, smooth: bool = False
+) -> int:
     """Draw a column, with crosses where it is not finite; return the width of its median."""
     x, y = columns(steps, column, scale=scale)
     is_finite = np.isfinite(y)
     crosses = x[~is_finite][:: max(1, int((~is_finite).sum()) // plot.POINTS)]
-    axes.plot(crosses, np.full(len(crosses), 0.97), "x", color=plot.BAD, transform=axes.get_xaxis_transform(), ms=5)
+    axes.plot(
+        crosses,
+        np.full(len(crosses), 0.97),
+        "x",
+        color=plot.BAD,
+        transform=axes.get_xaxis_transform(),
+        ms=5,
+    )
     return plot.draw_line(axes, x[is_finite], y[is_finite], plot.LINE, smooth=smooth)
 
 
-def columns(steps: Sequence[LoggedStep], column: str, at: str = "iteration", scale: float = 1.0) -> tuple[Any, Any]:
+def columns(
+    steps: Sequence[LoggedStep], column: str, at: str = "iteration", scale: float = 1.0
+) -> tuple[Any, Any]:
     """Return column `at` and `column` as arrays, where the latter is known."""
     pairs = [(getattr(s, at), v * scale) for s in steps if (v := getattr(s, column)) is not None]
     x, y = np.array(pairs, dtype=np.float64).reshape(-1, 2).T

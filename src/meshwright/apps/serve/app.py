@@ -15,7 +15,15 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from meshwright.apps.pages.guard import Limits, Receive, Scope, Send, as_refused, error_of, too_large
+from meshwright.apps.pages.guard import (
+    Limits,
+    Receive,
+    Scope,
+    Send,
+    as_refused,
+    error_of,
+    too_large,
+)
 from meshwright.apps.pages.protocol import make_server
 from meshwright.apps.pages.site import PAGE_CSS, json_response, make_site
 from meshwright.apps.serve import megatron, openai
@@ -42,10 +50,23 @@ class TextServer:
     """The ASGI application, and what its paths share."""
 
     def __init__(self, served: ServedModel, scheduler: Scheduler, limits: Limits) -> None:
-        self.served, self.scheduler, self.limits, self.metrics = served, scheduler, limits, ServerMetrics()
+        self.served, self.scheduler, self.limits, self.metrics = (
+            served,
+            scheduler,
+            limits,
+            ServerMetrics(),
+        )
         routes = [
-            Route("/v1/completions", Endpoint(self, partial(self.generate, openai.read_completion)), methods=["POST"]),
-            Route("/v1/chat/completions", Endpoint(self, partial(self.generate, openai.read_chat)), methods=["POST"]),
+            Route(
+                "/v1/completions",
+                Endpoint(self, partial(self.generate, openai.read_completion)),
+                methods=["POST"],
+            ),
+            Route(
+                "/v1/chat/completions",
+                Endpoint(self, partial(self.generate, openai.read_chat)),
+                methods=["POST"],
+            ),
             Route("/api", Endpoint(self, self.megatron), methods=["PUT"]),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.one_model),
@@ -61,7 +82,9 @@ class TextServer:
 
     # Text
 
-    async def generate(self, read: Callable[[Fields, ServedModel], OpenAICall], f: Fields, send: Send) -> None:
+    async def generate(
+        self, read: Callable[[Fields, ServedModel], OpenAICall], f: Fields, send: Send
+    ) -> None:
         call = await asyncio.to_thread(read, f, self.served)
         job = QueuedRequest(call.requests, self.limits.answer_seconds)
         self.metrics.tokens["prompt_tokens_total"] += call.prompt_tokens
@@ -90,13 +113,21 @@ class TextServer:
     async def megatron(self, f: Fields, send: Send) -> None:
         call = await asyncio.to_thread(megatron.read_call, f, self.served)
         await send_json(
-            send, await megatron.answer_megatron(call, self.served, self.scheduler, self.limits.answer_seconds)
+            send,
+            await megatron.answer_megatron(
+                call, self.served, self.scheduler, self.limits.answer_seconds
+            ),
         )
 
     # Facts
 
     def model_object(self) -> dict[str, Any]:
-        facts = {"id": self.served.name, "object": "model", "created": self.served.created, "owned_by": "meshwright"}
+        facts = {
+            "id": self.served.name,
+            "object": "model",
+            "created": self.served.created,
+            "owned_by": "meshwright",
+        }
         facts |= {"max_model_len": self.served.model.seq_length, "step": self.served.model.step}
         return facts | {"has_chat_template": self.served.template is not None}
 
@@ -105,7 +136,9 @@ class TextServer:
 
     async def one_model(self, request: HttpRequest) -> Response:
         if request.path_params["name"] != self.served.name:
-            raise Refusal(f"this server has {self.served.name!r} only", "model", "model_not_found", 404)
+            raise Refusal(
+                f"this server has {self.served.name!r} only", "model", "model_not_found", 404
+            )
         return json_response(self.model_object())
 
     async def health(self, request: HttpRequest) -> Response:
@@ -120,7 +153,9 @@ class TextServer:
 class Endpoint:
     """A path that answers a JSON body as long as its client is there and time is left."""
 
-    def __init__(self, server: TextServer, answer: Callable[[Fields, Send], Awaitable[None]]) -> None:
+    def __init__(
+        self, server: TextServer, answer: Callable[[Fields, Send], Awaitable[None]]
+    ) -> None:
         self.server, self.answer = server, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -179,7 +214,9 @@ async def send_json(send: Send, value: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def run_server(served: ServedModel, limits: Limits, slots: int, queue: int, listening: socket.socket) -> int:
+def run_server(
+    served: ServedModel, limits: Limits, slots: int, queue: int, listening: socket.socket
+) -> int:
     """Serve on a listening socket until a signal, or until the decoder fails."""
     decoder = Decoder(served.model, slots)
     # Compile kernels, and find damaged weights, before anyone waits.
@@ -201,7 +238,9 @@ def run_server(served: ServedModel, limits: Limits, slots: int, queue: int, list
 
     host, port = listening.getsockname()[:2]
     where = f"[{host}]" if ":" in host else host
-    console.say(f"serving {served.name}, step {served.model.step}, on http://{where}:{port} (Ctrl-C stops)")
+    console.say(
+        f"serving {served.name}, step {served.model.step}, on http://{where}:{port} (Ctrl-C stops)"
+    )
     asyncio.run(serve())
     if scheduler.broken is not None:
         raise scheduler.broken

@@ -29,17 +29,28 @@ class Serve:
     """The server and its limits."""
 
     host: str = flag(
-        "127.0.0.1", "address to listen on; others than this machine's own need --api-key-file", value="FORM"
+        "127.0.0.1",
+        "address to listen on; others than this machine's own need --api-key-file",
+        value="FORM",
     )
     port: int = flag(8000, "port to listen on (0: any free one)", bound=">=0")
     api_key: str | None = flag(
-        None, "key that requests must send; --api-key-file keeps it out of the process list", value="FORM"
+        None,
+        "key that requests must send; --api-key-file keeps it out of the process list",
+        value="FORM",
     )
     api_key_file: str | None = flag(None, "file with the key that requests must send", value="FILE")
-    allowed_hosts: list[str] = flag([], "names by which browsers may reach the server, beside localhost", value="FORM")
-    served_model_name: str | None = flag(None, "name of the model in requests (none: that of its folder)", value="FORM")
+    allowed_hosts: list[str] = flag(
+        [], "names by which browsers may reach the server, beside localhost", value="FORM"
+    )
+    served_model_name: str | None = flag(
+        None, "name of the model in requests (none: that of its folder)", value="FORM"
+    )
     chat_template: str | None = flag(
-        None, "Jinja file, or folder of a tokenizer, for dialogues; or plain", value="FORM", docs="generation"
+        None,
+        "Jinja file, or folder of a tokenizer, for dialogues; or plain",
+        value="FORM",
+        docs="generation",
     )
     slots: int = flag(16, "texts that are generated at once", "--max-num-seqs", bound=">0")
     queue: int = flag(64, "requests that may wait; more are answered with status 429", bound=">=0")
@@ -62,7 +73,9 @@ class Serve:
         try:
             return Path(self.api_key_file).read_text(encoding="ascii").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"{{api_key_file={self.api_key_file}}} cannot be read: {error}") from None
+            raise SettingsError(
+                f"{{api_key_file={self.api_key_file}}} cannot be read: {error}"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -126,7 +139,9 @@ def prepare_serve(parsed: flags.Parsed[ServeConfig], is_lead: bool) -> ReadingTa
 
         template = choose_template(s.chat_template, m.tokenizer, m.tokenizer_folder)
         name = s.served_model_name or Path(c.checkpoint.load or "").resolve().name
-        limits = Limits(key, (s.host, *s.allowed_hosts), s.max_body_size, s.read_timeout, s.request_timeout)
+        limits = Limits(
+            key, (s.host, *s.allowed_hosts), s.max_body_size, s.read_timeout, s.request_timeout
+        )
         run_server(ServedModel(m, name, template), limits, s.slots, s.queue, sockets[0])
 
     @contextlib.contextmanager
@@ -147,7 +162,9 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=512)
     except OSError as error:
-        message = f"--host {host} --port {port} cannot be listened on: {error.strerror}; give others"
+        message = (
+            f"--host {host} --port {port} cannot be listened on: {error.strerror}; give others"
+        )
         raise UserError(message, UNAVAILABLE) from None
 
 

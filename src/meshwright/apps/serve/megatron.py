@@ -41,7 +41,9 @@ def read_call(f: Fields, served: ServedModel) -> MegatronCall:
     prompts = encode_prompt_texts(f, served)
     length = f.integer("tokens_to_generate", 64, 0, 2**31 - 1)
     if not length and not logprobs:
-        raise Refusal("tokens_to_generate 0 scores the prompts; it needs logprobs true", "tokens_to_generate")
+        raise Refusal(
+            "tokens_to_generate 0 scores the prompts; it needs logprobs true", "tokens_to_generate"
+        )
     options, decay, floor = read_options(f, length)
     double, single = f.flag("stop_on_double_eol"), f.flag("stop_on_eol")
     ends = ("\n\n",) if double else ("\n",) if single else ()
@@ -57,17 +59,27 @@ def read_call(f: Fields, served: ServedModel) -> MegatronCall:
     if width is None and (stop_token, penalty) != (tokenizer.eod, 1.0):
         raise Refusal("stop_token and length_penalty need beam_width; leave them out", "beam_width")
     if width is not None and (len(prompts) > 1 or logprobs or ends or pair):
-        raise Refusal("beam_width takes one prompt, without logprobs and rules for ends of lines", "beam_width")
+        raise Refusal(
+            "beam_width takes one prompt, without logprobs and rules for ends of lines",
+            "beam_width",
+        )
     for prompt in prompts:
         if len(prompt) + length > served.model.seq_length:
             both = f"{len(prompt)} tokens and tokens_to_generate {length}"
-            raise Refusal(f"this model reads {served.model.seq_length} tokens, but a prompt has {both}", "prompts")
+            raise Refusal(
+                f"this model reads {served.model.seq_length} tokens, but a prompt has {both}",
+                "prompts",
+            )
     seed = secrets.randbits(31) if seed < 0 else seed
     wanted = 0 if logprobs else None
-    first = Request([], options, seed, stop=ends, logprobs=wanted, echo=logprobs, forbidden_pair=pair)
+    first = Request(
+        [], options, seed, stop=ends, logprobs=wanted, echo=logprobs, forbidden_pair=pair
+    )
     first = replace(first, top_p_decay=decay, top_p_floor=floor)
     each = [replace(first, prompt=prompt, stream=number) for number, prompt in enumerate(prompts)]
-    return MegatronCall(each, logprobs, None if width is None else BeamOptions(width, penalty, stop_token))
+    return MegatronCall(
+        each, logprobs, None if width is None else BeamOptions(width, penalty, stop_token)
+    )
 
 
 def encode_prompt_texts(f: Fields, served: ServedModel) -> list[list[int]]:
@@ -75,7 +87,9 @@ def encode_prompt_texts(f: Fields, served: ServedModel) -> list[list[int]]:
     if not isinstance(texts, list) or not texts or not all(isinstance(p, str) for p in texts):
         raise Refusal(f"prompts is required: a list of 1 to {openai.MOST_TEXTS} strings", "prompts")
     if len(texts) > openai.MOST_TEXTS:
-        raise Refusal(f"there are {len(texts)} prompts; give at most {openai.MOST_TEXTS}", "prompts")
+        raise Refusal(
+            f"there are {len(texts)} prompts; give at most {openai.MOST_TEXTS}", "prompts"
+        )
     if not bos and "" in texts:
         raise Refusal("empty prompts need add_BOS true", "prompts")
     tokenizer = served.model.tokenizer
@@ -86,15 +100,23 @@ def read_options(f: Fields, length: int) -> tuple[Sampling, float, float]:
     """Return the flags of sampling, and the decay of top_p with its lower end."""
     temperature, top_k = f.number("temperature", 1.0, 0, 100), f.integer("top_k", 0, 0, 1000)
     if not temperature:
-        raise Refusal("temperature must be above 0; top_k 1 takes the likeliest token", "temperature")
-    top_p, decay, bound = (f.number(name, 0.0, 0, 1) for name in ("top_p", "top_p_decay", "top_p_bound"))
+        raise Refusal(
+            "temperature must be above 0; top_k 1 takes the likeliest token", "temperature"
+        )
+    top_p, decay, bound = (
+        f.number(name, 0.0, 0, 1) for name in ("top_p", "top_p_decay", "top_p_bound")
+    )
     if top_k and top_p:
         raise Refusal("top_k and top_p cannot be combined; give one", "top_p")
     if decay and not top_p:
         raise Refusal("top_p_decay needs top_p above 0", "top_p_decay")
     if bound and (not decay or bound > top_p):
         raise Refusal("top_p_bound needs top_p_decay, and must be at most top_p", "top_p_bound")
-    return Sampling(temperature, top_k=top_k, top_p=top_p, out_seq_length=length), decay or 1.0, bound
+    return (
+        Sampling(temperature, top_k=top_k, top_p=top_p, out_seq_length=length),
+        decay or 1.0,
+        bound,
+    )
 
 
 async def answer_megatron(
@@ -107,16 +129,30 @@ async def answer_megatron(
             best = await scheduler.call(begin_beam_search(served.model, request, call.beam))
         rows = [request.prompt + text.tokens for text in best]
         scores = [text.score for text in best]
-        return {"text": list(map(tokenizer.decode, rows)), "segments": segments(tokenizer, rows), "scores": scores}
+        return {
+            "text": list(map(tokenizer.decode, rows)),
+            "segments": segments(tokenizer, rows),
+            "scores": scores,
+        }
     job = QueuedRequest(call.requests, seconds)
     events: list[list[Event]] = [[] for _ in call.requests]
     with scheduler.generating(job):
         async for row, event in job.events():
             events[row].append(event)
-    texts = [end_text(request, tokenizer, of_text) for request, of_text in zip(call.requests, events, strict=True)]
+    texts = [
+        end_text(request, tokenizer, of_text)
+        for request, of_text in zip(call.requests, events, strict=True)
+    ]
     # The first token of a text follows nothing.
-    logprobs = [[e.logprob for e in text if e.logprob is not None] for text in texts] if call.logprobs else None
-    rows = [[*([] if r.echo else r.prompt), *(e.token for e in t)] for r, t in zip(call.requests, texts, strict=True)]
+    logprobs = (
+        [[e.logprob for e in text if e.logprob is not None] for text in texts]
+        if call.logprobs
+        else None
+    )
+    rows = [
+        [*([] if r.echo else r.prompt), *(e.token for e in t)]
+        for r, t in zip(call.requests, texts, strict=True)
+    ]
     return {
         "text": [tokenizer.decode(ids) for ids in rows],
         "segments": segments(tokenizer, rows),

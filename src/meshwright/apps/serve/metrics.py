@@ -39,11 +39,18 @@ class ServerMetrics:
         out: list[str] = []
 
         def add(name: str, kind: str, values: Sequence[tuple[str, float]]) -> None:
-            out.extend((f"# HELP meshwright_{name} {METRIC_HELP[name]}", f"# TYPE meshwright_{name} {kind}"))
+            out.extend(
+                (
+                    f"# HELP meshwright_{name} {METRIC_HELP[name]}",
+                    f"# TYPE meshwright_{name} {kind}",
+                )
+            )
             out.extend(f"meshwright_{name}{label} {value:.10g}" for label, value in values)
 
         counted = sorted(self.requests.items())
-        labels = [(f'{{path="{path}",status="{status}"}}', float(n)) for (path, status), n in counted]
+        labels = [
+            (f'{{path="{path}",status="{status}"}}', float(n)) for (path, status), n in counted
+        ]
         add("requests_total", "counter", labels)
         for name in ("prompt_tokens_total", "generated_tokens_total"):
             add(name, "counter", [("", self.tokens[name])])

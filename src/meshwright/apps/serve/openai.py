@@ -97,14 +97,18 @@ def read_completion(f: Fields, served: ServedModel) -> OpenAICall:
     prompts = encode_prompt_field(f.take("prompt"), served)
     echo, length = f.flag("echo"), f.integer("max_tokens", 16, 0, 2**31 - 1)
     if not length and not echo:
-        raise Refusal("max_tokens 0 leaves nothing to do without echo; give at least 1", "max_tokens")
+        raise Refusal(
+            "max_tokens 0 leaves nothing to do without echo; give at least 1", "max_tokens"
+        )
     logprobs = f.integer("logprobs", None, 0, MOST_LOGPROBS)
     n = f.integer("n", 1, 1, MOST_TEXTS)
     best_of = f.integer("best_of", n, 1, MOST_TEXTS)
     f.only("suffix", ("",), NO_SUFFIX)
     stream, usage = read_stream(f)
     if best_of < n or (best_of > n and stream):
-        raise Refusal(f"best_of {best_of} must be at least n ({n}), and equal to it in a stream", "best_of")
+        raise Refusal(
+            f"best_of {best_of} must be at least n ({n}), and equal to it in a stream", "best_of"
+        )
     if reads_end_only(f):
         prompts = [prompt[-max(1, served.model.seq_length - length) :] for prompt in prompts]
     requests = read_texts(f, served, prompts, best_of, length, ())
@@ -116,7 +120,9 @@ def read_completion(f: Fields, served: ServedModel) -> OpenAICall:
 
 def read_chat(f: Fields, served: ServedModel) -> OpenAICall:
     messages = read_messages(f.take("messages"))
-    lengths = [f.integer(name, None, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")]
+    lengths = [
+        f.integer(name, None, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")
+    ]
     length = next((n for n in lengths if n is not None), None)
     most, ends_only = served.model.seq_length, reads_end_only(f)
     prompt = render(messages, served, length or most if ends_only else None)
@@ -146,14 +152,21 @@ def reads_end_only(f: Fields) -> bool:
 
 
 def read_texts(
-    f: Fields, served: ServedModel, prompts: Sequence[list[int]], copies: int, length: int, stop: tuple[str, ...]
+    f: Fields,
+    served: ServedModel,
+    prompts: Sequence[list[int]],
+    copies: int,
+    length: int,
+    stop: tuple[str, ...],
 ) -> list[Request]:
     """Return the requests of `copies` texts after each prompt; finish reading the fields."""
     if (name := f.text("model")) not in (None, served.name):
         message = f"there is no model {str(name)[:100]!r} here; this server has {served.name!r}"
         raise Refusal(message, "model", "model_not_found", 404)
     options = read_options(f, length)
-    presence, frequency = (f.number(f"{name}_penalty", 0.0, -2, 2) for name in ("presence", "frequency"))
+    presence, frequency = (
+        f.number(f"{name}_penalty", 0.0, -2, 2) for name in ("presence", "frequency")
+    )
     seed = f.integer("seed", secrets.randbits(31), -(2**63), 2**63 - 1)
     stop = tuple(dict.fromkeys((*f.strings("stop", MOST_STOPS, LONGEST_STOP), *stop)))
     for name, (neutral, why) in NEUTRAL.items():
@@ -163,7 +176,8 @@ def read_texts(
     f.refuse_rest()
     if len(prompts) * copies > MOST_TEXTS:
         raise Refusal(
-            f"n {copies} texts after {len(prompts)} prompts are too many; a request has at most {MOST_TEXTS}", "n"
+            f"n {copies} texts after {len(prompts)} prompts are too many; a request has at most {MOST_TEXTS}",
+            "n",
         )
     most = served.model.seq_length
     for prompt in prompts:
@@ -172,8 +186,13 @@ def read_texts(
             message = f"this model reads {most} tokens, but there are {both}; shorten one of them"
             raise Refusal(message, "prompt", "context_length_exceeded")
     rows = [prompt for prompt in prompts for _ in range(copies)]
-    first = Request([], options, seed % 2**63, stop=stop, presence_penalty=presence, frequency_penalty=frequency)
-    return [dataclasses.replace(first, prompt=prompt, stream=number) for number, prompt in enumerate(rows)]
+    first = Request(
+        [], options, seed % 2**63, stop=stop, presence_penalty=presence, frequency_penalty=frequency
+    )
+    return [
+        dataclasses.replace(first, prompt=prompt, stream=number)
+        for number, prompt in enumerate(rows)
+    ]
 
 
 def read_options(f: Fields, length: int) -> Sampling:
@@ -220,10 +239,14 @@ def encode_prompt_field(given: Any, served: ServedModel) -> list[list[int]]:
             ids = prompt
             if wrong := [i for i in ids if not 0 <= i < vocab]:
                 raise Refusal(
-                    f"prompt has token id {wrong[0]}, which is outside of the vocabulary, 0 to {vocab - 1}", "prompt"
+                    f"prompt has token id {wrong[0]}, which is outside of the vocabulary, 0 to {vocab - 1}",
+                    "prompt",
                 )
         else:
-            raise Refusal("prompt must be a string, a list of strings, or token ids in one or two lists", "prompt")
+            raise Refusal(
+                "prompt must be a string, a list of strings, or token ids in one or two lists",
+                "prompt",
+            )
         out.append(ids or [tokenizer.eod])
     return out
 
@@ -255,15 +278,28 @@ def read_messages(given: Any) -> list[dict[str, str]]:
         where = f"messages[{number}]"
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise Refusal(f"{where} must have a role: {', '.join(ROLES)}", "messages")
-        more = {key for key, value in message.items() if key not in ("role", "content") and value is not None}
+        more = {
+            key
+            for key, value in message.items()
+            if key not in ("role", "content") and value is not None
+        }
         if more:
-            raise Refusal(f"{where} has {sorted(map(str, more))[0][:64]}, which is not supported; leave it out", where)
+            raise Refusal(
+                f"{where} has {sorted(map(str, more))[0][:64]}, which is not supported; leave it out",
+                where,
+            )
         content = message.get("content")
         if isinstance(content, list):
-            is_text = [isinstance(p, dict) and p.keys() == {"type", "text"} and p["type"] == "text" for p in content]
+            is_text = [
+                isinstance(p, dict) and p.keys() == {"type", "text"} and p["type"] == "text"
+                for p in content
+            ]
             if not all(is_text):
                 part = f"{where}.content[{is_text.index(False)}]"
-                raise Refusal(f'{part} must be {{"type": "text", "text": TEXT}}; only text is read', "messages")
+                raise Refusal(
+                    f'{part} must be {{"type": "text", "text": TEXT}}; only text is read',
+                    "messages",
+                )
             texts = [p["text"] for p in content]
             content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
         if not isinstance(content, str):
@@ -273,7 +309,9 @@ def read_messages(given: Any) -> list[dict[str, str]]:
     return out
 
 
-def render(messages: list[dict[str, str]], served: ServedModel, most: int | None = None) -> list[int]:
+def render(
+    messages: list[dict[str, str]], served: ServedModel, most: int | None = None
+) -> list[int]:
     """Return the tokens of a dialogue up to the answer, without a template as one plain text.
 
     Where there is no room for an answer of `most` tokens, the oldest messages are left out, as in
@@ -387,16 +425,24 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token]) -> dict[s
 
 def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token]) -> dict[str, Any]:
     def entry(token: int, logprob: float | None) -> dict[str, Any]:
-        return {"token": spell(tokenizer, token), "logprob": logprob, "bytes": list(tokenizer.decode_bytes([token]))}
+        return {
+            "token": spell(tokenizer, token),
+            "logprob": logprob,
+            "bytes": list(tokenizer.decode_bytes([token])),
+        }
 
-    content = [{**entry(t.id, t.logprob), "top_logprobs": [entry(*pair) for pair in t.top]} for t in tokens]
+    content = [
+        {**entry(t.id, t.logprob), "top_logprobs": [entry(*pair) for pair in t.top]} for t in tokens
+    ]
     return {"content": content, "refusal": None}
 
 
 # Answers
 
 
-def envelope(call: OpenAICall, served: ServedModel, choices: list[dict[str, Any]]) -> dict[str, Any]:
+def envelope(
+    call: OpenAICall, served: ServedModel, choices: list[dict[str, Any]]
+) -> dict[str, Any]:
     is_chat = call.kind == "chat.completion"
     return {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{call.id}",
@@ -431,7 +477,11 @@ def choice_of(
 
 def usage_of(call: OpenAICall, generated: int) -> dict[str, int]:
     total = call.prompt_tokens + generated
-    return {"prompt_tokens": call.prompt_tokens, "completion_tokens": generated, "total_tokens": total}
+    return {
+        "prompt_tokens": call.prompt_tokens,
+        "completion_tokens": generated,
+        "total_tokens": total,
+    }
 
 
 async def answer_call(call: OpenAICall, served: ServedModel, job: QueuedRequest) -> dict[str, Any]:
@@ -446,10 +496,15 @@ async def answer_call(call: OpenAICall, served: ServedModel, job: QueuedRequest)
             rows.sort(key=lambda row: -texts[row].mean)
         for row in rows[: call.n]:
             choices.append(choice_of(call, served, len(choices), texts[row].whole))
-    return {**envelope(call, served, choices), "usage": usage_of(call, sum(t.generated for t in texts))}
+    return {
+        **envelope(call, served, choices),
+        "usage": usage_of(call, sum(t.generated for t in texts)),
+    }
 
 
-async def stream_call(call: OpenAICall, served: ServedModel, job: QueuedRequest) -> AsyncGenerator[bytes, None]:
+async def stream_call(
+    call: OpenAICall, served: ServedModel, job: QueuedRequest
+) -> AsyncGenerator[bytes, None]:
     """Yield the answer as server-sent events, each token's text as soon as it is certain."""
     texts = [ChoiceText(served.model.tokenizer, r) for r in call.requests]
     begun = set[int]()
@@ -462,7 +517,9 @@ async def stream_call(call: OpenAICall, served: ServedModel, job: QueuedRequest)
         begun.add(row)
         yield sse({**envelope(call, served, [part]), **extra})
     if call.usage:
-        yield sse({**envelope(call, served, []), "usage": usage_of(call, sum(t.generated for t in texts))})
+        yield sse(
+            {**envelope(call, served, []), "usage": usage_of(call, sum(t.generated for t in texts))}
+        )
     yield b"data: [DONE]\n\n"
 
 

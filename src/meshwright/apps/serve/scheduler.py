@@ -31,7 +31,9 @@ class QueueFull(Refusal):
     """Raised when the queue is full; the client may try again after some seconds."""
 
     def __init__(self, seconds: int) -> None:
-        super().__init__("too many requests are at work; try again later", code="queue_full", status=429)
+        super().__init__(
+            "too many requests are at work; try again later", code="queue_full", status=429
+        )
         self.headers = {"retry-after": str(seconds)}
 
 
@@ -71,7 +73,9 @@ class QueuedRequest:
 class Scheduler:
     """The thread that drives a decoder of `slots` rows, and the requests at work or waiting."""
 
-    def __init__(self, decoder: Decoder, slots: int, queue: int, device: torch.device | None = None) -> None:
+    def __init__(
+        self, decoder: Decoder, slots: int, queue: int, device: torch.device | None = None
+    ) -> None:
         self.decoder, self.slots, self.queue, self.device = decoder, slots, queue, device
         self.seats = 0  # requests at work or waiting
         self.broken: BaseException | None = None  # what ended the thread, if not close()

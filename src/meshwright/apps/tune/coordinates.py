@@ -29,7 +29,15 @@ from meshwright.base import console
 from meshwright.base.records import align_columns
 from meshwright.config.fields import twin_settings, with_settings
 from meshwright.config.problem import SettingsError
-from meshwright.config.schema import Checkpoint, Logging, Model, Optimizer, Parallel, TrainConfig, Training
+from meshwright.config.schema import (
+    Checkpoint,
+    Logging,
+    Model,
+    Optimizer,
+    Parallel,
+    TrainConfig,
+    Training,
+)
 from meshwright.data.feed import Feed
 from meshwright.data.loader import Batch
 from meshwright.parallel.layout import Layout
@@ -54,16 +62,22 @@ class Growth:
 
     axis: Axis
     sizes: list[int]
-    initial: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in ACTIVATIONS})
+    initial: dict[str, list[float]] = field(
+        default_factory=lambda: {name: [] for name in ACTIVATIONS}
+    )
     # Activation -> step -> size.
-    changes: dict[str, list[list[float]]] = field(default_factory=lambda: {name: [] for name in ACTIVATIONS})
+    changes: dict[str, list[list[float]]] = field(
+        default_factory=lambda: {name: [] for name in ACTIVATIONS}
+    )
 
     def add(self, initial: dict[str, float], changes: list[dict[str, float]]) -> None:
         """Add what was measured at the next size."""
         for name in ACTIVATIONS:
             self.initial[name].append(initial[name])
             steps = self.changes[name] or [[] for _ in changes]
-            self.changes[name] = [[*before, step[name]] for before, step in zip(steps, changes, strict=True)]
+            self.changes[name] = [
+                [*before, step[name]] for before, step in zip(steps, changes, strict=True)
+            ]
 
     def initial_slope(self, name: str) -> float:
         return slope(self.sizes, self.initial[name])
@@ -86,12 +100,22 @@ class Growth:
         return out
 
     def table(self) -> list[str]:
-        head = [f"slope over {self.axis}", "initial", *(f"step {n}" for n in range(1, 1 + len(self.changes["logits"])))]
-        rows = [[name, *(f"{x:+.2f}" for x in [self.initial_slope(name), *self.slopes(name)])] for name in ACTIVATIONS]
+        head = [
+            f"slope over {self.axis}",
+            "initial",
+            *(f"step {n}" for n in range(1, 1 + len(self.changes["logits"]))),
+        ]
+        rows = [
+            [name, *(f"{x:+.2f}" for x in [self.initial_slope(name), *self.slopes(name)])]
+            for name in ACTIVATIONS
+        ]
         return align_columns([head, *rows], to_the_right=True)
 
     def as_record(self) -> dict[str, Any]:
-        slopes = {name: {"initial": self.initial_slope(name), "changes": self.slopes(name)} for name in ACTIVATIONS}
+        slopes = {
+            name: {"initial": self.initial_slope(name), "changes": self.slopes(name)}
+            for name in ACTIVATIONS
+        }
         return dataclasses.asdict(self) | {"slopes": slopes}
 
 
@@ -101,7 +125,9 @@ def slope(sizes: Sequence[int], values: Sequence[float]) -> float:
         return 0.0  # such as branches that --zero-init-projections begins with
     if not all(0 < v < math.inf for v in values):
         return math.nan
-    return statistics.linear_regression(list(map(math.log, sizes)), list(map(math.log, values))).slope
+    return statistics.linear_regression(
+        list(map(math.log, sizes)), list(map(math.log, values))
+    ).slope
 
 
 # Sizes
@@ -112,7 +138,9 @@ def at_width(m: Model, width: int) -> Model:
     hidden, heads, groups = m.hidden_size or 1, m.num_attention_heads or 1, m.num_query_groups or 0
     unit = hidden // math.gcd(hidden, heads, groups)
     if width % unit:
-        raise SettingsError(f"{{widths={width}}}: heads of {m.head_dim} and their groups need multiples of {unit}")
+        raise SettingsError(
+            f"{{widths={width}}}: heads of {m.head_dim} and their groups need multiples of {unit}"
+        )
     return dataclasses.replace(
         m,
         hidden_size=width,
@@ -152,7 +180,10 @@ def make_small(config: TrainConfig) -> TrainConfig:
         config,
         training=training,
         optimizer=dataclasses.replace(
-            Optimizer(**twin_settings(o)), lr=o.lr, lr_decay_style="constant", weight_decay=o.weight_decay
+            Optimizer(**twin_settings(o)),
+            lr=o.lr,
+            lr_decay_style="constant",
+            weight_decay=o.weight_decay,
         ),
         parallel=Parallel(world_size=1, device=config.parallel.device),
         checkpoint=Checkpoint(),
@@ -178,12 +209,21 @@ def start_trainer(config: TrainConfig, device: torch.device) -> Trainer:
     feed = open_feed(state, vocabulary.tokenizer, None)
     repeated = RepeatedFeed(feed.datasets, feed.spec)
     return Trainer(
-        state, repeated, StepRows(state, timers), timers, StopConditions(config.training, time.perf_counter())
+        state,
+        repeated,
+        StepRows(state, timers),
+        timers,
+        StopConditions(config.training, time.perf_counter()),
     )
 
 
 def measure(
-    config: TrainConfig, axis: Axis, sizes: list[int], steps: int, device: torch.device, report: Callable[[str], None]
+    config: TrainConfig,
+    axis: Axis,
+    sizes: list[int],
+    steps: int,
+    device: torch.device,
+    report: Callable[[str], None],
 ) -> Growth:
     """Train a model of each size for so many steps and return what was measured."""
     growth = Growth(axis, sizes)
@@ -197,7 +237,9 @@ def measure(
                 trainer.step()
                 trainer.finish()
                 now = activations_of(trainer, batch)
-                changes.append({name: rms_of_change(first[name], now[name]) for name in ACTIVATIONS})
+                changes.append(
+                    {name: rms_of_change(first[name], now[name]) for name in ACTIVATIONS}
+                )
             trainer.close()
         growth.add({name: rms(tensors) for name, tensors in first.items()}, changes)
         report(f"{axis} {size:,} measured")
@@ -240,7 +282,11 @@ def recorded(model: Any) -> Iterator[dict[str, list[Tensor]]]:
     hooks = [layers[0].register_forward_pre_hook(keep_input("embedding", 1))]
     hooks.append(model.ln_f.register_forward_pre_hook(keep_input("stream")))
     for layer in layers:
-        for name, module in (("qkv", layer.attn.qkv), ("attention", layer.attn), ("mlp", layer.mlp)):
+        for name, module in (
+            ("qkv", layer.attn.qkv),
+            ("attention", layer.attn),
+            ("mlp", layer.mlp),
+        ):
             hooks.append(module.register_forward_hook(keep_output(name)))
     try:
         yield found
@@ -277,10 +323,25 @@ def draw_panel(axes: Any, growth: Growth, name: str) -> None:
 
     plot.style(axes, growth.axis)
     axes.set_title(name, color=plot.INK, fontsize=9)
-    axes.loglog(growth.sizes, growth.initial[name], color=plot.INK, lw=1.0, ls="--", marker=".", label="initial")
+    axes.loglog(
+        growth.sizes,
+        growth.initial[name],
+        color=plot.INK,
+        lw=1.0,
+        ls="--",
+        marker=".",
+        label="initial",
+    )
     for number, values in enumerate(growth.changes[name]):
         colour = COLOURS[number % len(COLOURS)]
-        axes.loglog(growth.sizes, values, color=colour, lw=1.2, marker=".", label=f"change, step {number + 1}")
+        axes.loglog(
+            growth.sizes,
+            values,
+            color=colour,
+            lw=1.2,
+            marker=".",
+            label=f"change, step {number + 1}",
+        )
     axes.set_xticks(growth.sizes, [str(size) for size in growth.sizes])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_locator(LogLocator(10))

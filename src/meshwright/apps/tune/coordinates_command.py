@@ -27,10 +27,14 @@ HEAD = 32  # width of a head, unless the flags say another
 class CoordinateFlags:
     """Sizes to compare, and what is made of them."""
 
-    widths: list[int] = flag([], "hidden sizes to compare; heads keep their width, so there are more of them")
+    widths: list[int] = flag(
+        [], "hidden sizes to compare; heads keep their width, so there are more of them"
+    )
     depths: list[int] = flag([], "numbers of layers to compare")
     steps: int = flag(4, "steps, all on the same batch", bound=">0")
-    tolerance: float = flag(0.25, "largest slope of a change over the size that counts as none", bound=">0")
+    tolerance: float = flag(
+        0.25, "largest slope of a change over the size that counts as none", bound=">0"
+    )
     picture: str = flag("coordinates.svg", "picture to write", value="FILE")
     json: bool = flag(False, "print what was measured as JSON")
 
@@ -50,7 +54,9 @@ class CoordinatesConfig:
         for name in ("widths", "depths"):
             sizes = getattr(c, name)
             if sizes and (len(set(sizes)) < 2 or min(sizes) <= 0):
-                out.append(Problem((name,), f"{stated(c, name)}: give two or more different sizes above 0"))
+                out.append(
+                    Problem((name,), f"{stated(c, name)}: give two or more different sizes above 0")
+                )
         return out
 
 
@@ -87,7 +93,10 @@ def compare(c: CoordinateFlags, config: TrainConfig, dry_run: bool) -> int:
     from meshwright.base import device as devices
 
     small = coordinates.make_small(config)
-    axes: list[tuple[coordinates.Axis, list[int]]] = [("width", sorted({*c.widths})), ("depth", sorted({*c.depths}))]
+    axes: list[tuple[coordinates.Axis, list[int]]] = [
+        ("width", sorted({*c.widths})),
+        ("depth", sorted({*c.depths})),
+    ]
     axes = [(axis, sizes) for axis, sizes in axes if sizes]
     for axis, sizes in axes:
         for size in sizes:
@@ -99,13 +108,19 @@ def compare(c: CoordinateFlags, config: TrainConfig, dry_run: bool) -> int:
     def report(line: str) -> None:
         print(line, file=sys.stderr)
 
-    measured = [coordinates.measure(small, axis, sizes, c.steps, device, report) for axis, sizes in axes]
+    measured = [
+        coordinates.measure(small, axis, sizes, c.steps, device, report) for axis, sizes in axes
+    ]
     faults = [fault for growth in measured for fault in growth.faults(c.tolerance)]
     path = Path(c.picture)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(coordinates.picture(measured, path.stem), encoding="utf-8")
     if c.json:
-        record = {"is_stable": not faults, "faults": faults, "measured": [growth.as_record() for growth in measured]}
+        record = {
+            "is_stable": not faults,
+            "faults": faults,
+            "measured": [growth.as_record() for growth in measured],
+        }
         print(json.dumps(json_ready(record), allow_nan=False))
     else:
         for growth in measured:

@@ -66,7 +66,9 @@ class Space:
         """Yield the points in order; more draws begin with the same ones."""
         drawn: list[Point] = [{}]
         if self.random:
-            drawn = [_joined(axis.draw(f"{draw_seed}/{i}") for axis in self.random) for i in range(draws)]
+            drawn = [
+                _joined(axis.draw(f"{draw_seed}/{i}") for axis in self.random) for i in range(draws)
+            ]
         for listed in itertools.product(*(axis.listed() for axis in self.grid)):
             yield from (_joined([*listed, draw]) for draw in drawn)
 
@@ -77,7 +79,9 @@ def read_space(grid: Sequence[str], drawn: Sequence[str]) -> Space:
     for axis in space.grid:
         if axis.ends:
             name = spelling(axis.names[0])[2:]
-            raise SettingsError(f"{{grid={name}}}: a range has no grid; give it to {{random}}, or list its values")
+            raise SettingsError(
+                f"{{grid={name}}}: a range has no grid; give it to {{random}}, or list its values"
+            )
     names = [name for axis in (*space.grid, *space.random) for name in axis.names]
     if twice := sorted({spelling(name) for name in names if names.count(name) > 1}):
         raise UserError(f"{', '.join(twice)}: named twice in the sweep; give all values at once")
@@ -91,7 +95,9 @@ def _read_axes(words: Sequence[str], flag: str) -> list[Axis]:
         names, equals, values = word.partition("=")
         if not equals or not values:
             raise UserError(f"{flag} {word}: write FLAG=VALUE,VALUE, as in lr=1e-4,3e-4")
-        axes.append(_make_axis(names, values.split("|" if "|" in values else ","), f"{flag} {word}"))
+        axes.append(
+            _make_axis(names, values.split("|" if "|" in values else ","), f"{flag} {word}")
+        )
     return axes
 
 
@@ -100,9 +106,16 @@ def _make_axis(flags: str, values: Sequence[str], where: str) -> Axis:
     if len(names) == len(values) == 1 and ".." in values[0] and _kind(names[0]) in (int, float):
         return Axis(names, ends=_ends(values[0], where))
     parts = [tuple(value.split(":")) if len(names) > 1 else (value,) for value in values]
-    if wrong := [value for value, part in zip(values, parts, strict=True) if len(part) != len(names)]:
+    if wrong := [
+        value for value, part in zip(values, parts, strict=True) if len(part) != len(names)
+    ]:
         raise UserError(f"{where}: {wrong[0]!r} is not {len(names)} values with : between them")
-    return Axis(names, tuple(tuple(_normal(n, v, where) for n, v in zip(names, part, strict=True)) for part in parts))
+    return Axis(
+        names,
+        tuple(
+            tuple(_normal(n, v, where) for n, v in zip(names, part, strict=True)) for part in parts
+        ),
+    )
 
 
 def _ends(text: str, where: str) -> tuple[float, float]:
@@ -119,10 +132,16 @@ def _field_of(word: str, where: str) -> str:
     """Return the field of a flag, by any of its spellings."""
     fields = config_fields(TrainConfig)
     key = word.lstrip("-").replace("_", "-")
-    aliases = {alias.lstrip("-"): name for name, (_, f, _) in fields.items() for alias in f.metadata["aliases"]}
+    aliases = {
+        alias.lstrip("-"): name
+        for name, (_, f, _) in fields.items()
+        for alias in f.metadata["aliases"]
+    }
     name = aliases.get(key, key.replace("-", "_"))
     if name in OWN:
-        raise UserError(f"{where}: a sweep gives each run its own folder; leave {spelling(name)} out")
+        raise UserError(
+            f"{where}: a sweep gives each run its own folder; leave {spelling(name)} out"
+        )
     if name in fields and fields[name][1].metadata["once"]:
         raise UserError(f"{where}: {spelling(name)} is for one start, not for a run; leave it out")
     if name not in fields and name not in CONTROLS:

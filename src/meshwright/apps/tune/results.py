@@ -52,7 +52,9 @@ def swept_points(runs: Sequence[SweepRun]) -> list[SweptPoint]:
     """Return the swept, finished ones first, by their loss."""
     groups: dict[tuple[tuple[str, str], ...], list[SweepRun]] = {}
     for run in runs:
-        groups.setdefault(tuple((n, v) for n, v in run.point.items() if n != "seed"), []).append(run)
+        groups.setdefault(tuple((n, v) for n, v in run.point.items() if n != "seed"), []).append(
+            run
+        )
     listed = [_mean_of(dict(key), members) for key, members in groups.items()]
     return sorted(listed, key=lambda o: (STATES.index(o.state), o.loss))
 
@@ -65,15 +67,21 @@ def _mean_of(point: Point, runs: list[SweepRun]) -> SweptPoint:
         if checks := tail.record.mean_validations():
             held_out.append(checks[-1][1])
         training.append(tail.final_loss()[0])
-        length, samples = tail.settings.get("seq_length", 1), float(tail.column("consumed_samples")[-1])
-        if isinstance(length, int) and max(length, samples) < MOST_STEPS:  # not of a log or settings that are no run's
+        length, samples = (
+            tail.settings.get("seq_length", 1),
+            float(tail.column("consumed_samples")[-1]),
+        )
+        # not of a log or settings that are no run's
+        if isinstance(length, int) and max(length, samples) < MOST_STEPS:
             tokens = max(tokens, int(samples) * length)
         seconds += wall_time(tail.record.attempts)[1]
     return SweptPoint(
         point=point,
         state=max((run.state for run in runs), key=STATES.index),
         held_out=statistics.fmean(held_out) if held_out else None,
-        spread=statistics.stdev(held_out) if len(held_out) > 1 and all(map(math.isfinite, held_out)) else None,
+        spread=statistics.stdev(held_out)
+        if len(held_out) > 1 and all(map(math.isfinite, held_out))
+        else None,
         training=statistics.fmean(training) if training else None,
         tokens=tokens,
         seconds=seconds,
@@ -90,7 +98,9 @@ def axes_of(swept: Sequence[SweptPoint]) -> list[str]:
 def table(swept: Sequence[SweptPoint]) -> list[str]:
     names, has_seeds = axes_of(swept), any(o.seeds > 1 for o in swept)
     head = [spelling(name)[2:] for name in names]
-    rows = [[*head, "held-out", *["+-", "seeds"] * has_seeds, "training", "tokens", "time", "state"]]
+    rows = [
+        [*head, "held-out", *["+-", "seeds"] * has_seeds, "training", "tokens", "time", "state"]
+    ]
     for o in swept:
         more = ["" if o.spread is None else f"{o.spread:.4f}", str(o.seeds)] * has_seeds
         losses = ["" if x is None else f"{x:.4f}" for x in (o.held_out, o.training)]
@@ -120,7 +130,10 @@ def picture(swept: Sequence[SweptPoint], title: str) -> str:
             axes = figure.add_subplot(height, columns, number)
             _draw_panel(axes, shown, name)
             if number % columns == 1 or columns == 1:
-                axes.set_ylabel("held-out loss" if shown[0].held_out is not None else "training loss", color=plot.INK)
+                axes.set_ylabel(
+                    "held-out loss" if shown[0].held_out is not None else "training loss",
+                    color=plot.INK,
+                )
         return plot.svg_of(figure, title)
 
 
@@ -138,12 +151,16 @@ def _draw_panel(axes: Axes, shown: Sequence[SweptPoint], name: str) -> None:
     for members, colour in zip(lines.values(), itertools.cycle(COLOURS), strict=False):
         pairs = sorted((places[o.point.get(name, "")], o.loss, o.state) for o in members)
         x, y = [p[0] for p in pairs], [p[1] for p in pairs]
-        label = ", ".join(f"{spelling(n)[2:]} {members[0].point.get(n, '')}" for n in differing if n != name)
+        label = ", ".join(
+            f"{spelling(n)[2:]} {members[0].point.get(n, '')}" for n in differing if n != name
+        )
         colour = colour if joins else plot.LINE
         if joins:
             axes.plot(x, y, color=colour, lw=1.2, label=label or None)
         for place, loss, state in pairs:
-            axes.plot(place, loss, "o", ms=4.5, color=colour, mfc=colour if state == "done" else "none")
+            axes.plot(
+                place, loss, "o", ms=4.5, color=colour, mfc=colour if state == "done" else "none"
+            )
     _scale(axes, texts, numbers)
     if joins and len(lines) > 1:
         axes.legend(fontsize=7, frameon=False, labelcolor=plot.INK)

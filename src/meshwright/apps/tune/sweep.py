@@ -23,7 +23,15 @@ from typing import TYPE_CHECKING
 from meshwright.apps.tune.points import OWN, Point, name_of_point, require_flags, words_of
 from meshwright.base import device as devices
 from meshwright.base import host
-from meshwright.base.errors import DONE, MEANINGS, NON_FINITE, SIGINT, SIGTERM, UNEXPECTED, UserError
+from meshwright.base.errors import (
+    DONE,
+    MEANINGS,
+    NON_FINITE,
+    SIGINT,
+    SIGTERM,
+    UNEXPECTED,
+    UserError,
+)
 from meshwright.base.files import own_file, replacing, require_unlinked
 from meshwright.base.runs.history import final_steps
 from meshwright.base.runs.sweeps import RECORD, read_record
@@ -60,7 +68,11 @@ class SweepPlan:
     def flags_of(self, name: str, point: Mapping[str, str]) -> list[str]:
         """Return the flags of train of a run; its folder wins over a file and the environment."""
         folder = self.folder / name
-        keeps = [] if any(word.startswith("--keep-last") for word in self.train_flags) else ["--keep-last=1"]
+        keeps = (
+            []
+            if any(word.startswith("--keep-last") for word in self.train_flags)
+            else ["--keep-last=1"]
+        )
         saves = [f"--save={folder}", f"--load={folder}", *keeps]
         if not self.checkpoints:  # a run that was interrupted begins anew
             saves = ["--save=none", "--load=none", "--save-overwrite"]
@@ -73,7 +85,8 @@ class SweepPlan:
 
     def read_settings(self, name: str, point: Mapping[str, str]) -> TrainConfig:
         """Return the checked settings of a run; raise UserError for what train would refuse."""
-        words = [*self.flags_of(name, point), "--load=none"]  # no checkpoint gives an architecture yet
+        # no checkpoint gives an architecture yet
+        words = [*self.flags_of(name, point), "--load=none"]
         words += [f"--world-size={self.ranks}"] if self.ranks > 1 else []
         return flags.parse_settings(TrainConfig, words, "meshwright train").config
 
@@ -190,7 +203,9 @@ class Sweep:
         loss = last_loss(run.tail) if run.tail else None
         figure = f"   loss {loss:.4f}" if loss is not None and event != "started" else ""
         note = f"   ({run.note})" if run.note else ""
-        print(f"{time.strftime('%H:%M:%S')} {event:<11} {run.name}{figure}{note}   {ended} of {len(self.runs)} ended")
+        print(
+            f"{time.strftime('%H:%M:%S')} {event:<11} {run.name}{figure}{note}   {ended} of {len(self.runs)} ended"
+        )
 
     def note_rungs(self, run: SweepRun) -> None:
         """Record the losses of a run at the steps where it is compared, once it has left them.
@@ -210,7 +225,9 @@ class Sweep:
     def reason_to_stop(self, run: SweepRun) -> str:
         """Return why a run must end now, or an empty text."""
         for step, loss in run.rungs.items():
-            others = sorted(x for each in self.runs.values() if (x := each.rungs.get(step)) is not None)
+            others = sorted(
+                x for each in self.runs.values() if (x := each.rungs.get(step)) is not None
+            )
             best = math.ceil(self.plan.share * len(others) - 1e-9)  # 0.07 x 100 is above 7
             if not loss <= others[best - 1]:
                 return f"{loss:.4f} at step {step:,}: not among the best {best} of {len(others)}"
@@ -228,7 +245,10 @@ class Sweep:
         record = {
             "words": self.words,
             "train_flags": self.plan.train_flags,
-            "runs": {r.name: {"point": r.point, "state": r.state, "note": r.note} for r in self.runs.values()},
+            "runs": {
+                r.name: {"point": r.point, "state": r.state, "note": r.note}
+                for r in self.runs.values()
+            },
         }
         with replacing(self.plan.folder / RECORD) as file:
             file.write(json.dumps(record, indent=1).encode())
@@ -245,7 +265,9 @@ def loss_at(tail: RunTail, step: int) -> float:
     if checks:
         return checks[-1] if math.isfinite(checks[-1]) else math.inf
     steps, is_applied = tail.column("iteration"), tail.column("skipped") == 0
-    recent = tail.column("loss")[is_applied & (steps <= step) & (steps > step - max(10, final_steps(step, 1)))]
+    recent = tail.column("loss")[
+        is_applied & (steps <= step) & (steps > step - max(10, final_steps(step, 1)))
+    ]
     return float(recent.mean()) if len(recent) else math.inf
 
 
@@ -258,7 +280,10 @@ def last_loss(tail: RunTail) -> float | None:
 def read_runs_of_sweep(folder: Path) -> dict[str, SweepRun]:
     """Return the runs of a folder as its record and their own folders show them."""
     record = read_record(folder).get("runs", {})
-    runs = {name: SweepRun(name, each["point"], each["state"], each["note"]) for name, each in record.items()}
+    runs = {
+        name: SweepRun(name, each["point"], each["state"], each["note"])
+        for name, each in record.items()
+    }
     for run in runs.values():
         require_flags(run.point, str(folder / RECORD))
         run.read(folder)
@@ -273,7 +298,9 @@ def join_runs(folder: Path, points: list[Point], train_flags: list[str]) -> dict
     runs = read_runs_of_sweep(folder)
     if runs and (earlier := read_record(folder)["train_flags"]) != train_flags:
         if any(run.state in FINAL_STATES or (run.tail and run.tail.count) for run in runs.values()):
-            raise UserError(f"{folder} holds a sweep of `train {' '.join(earlier)}`; choose another folder")
+            raise UserError(
+                f"{folder} holds a sweep of `train {' '.join(earlier)}`; choose another folder"
+            )
         runs = {}
     for point in points:
         name = name_of_point(point)
@@ -319,4 +346,7 @@ def find_slots(jobs: int | None, ranks: int, device: str) -> list[dict[str, str]
     if variable is None:
         return [threads] * jobs
     names = (os.environ.get(variable) or ",".join(map(str, range(count)))).split(",")[:count]
-    return [{**threads, variable: ",".join(names[i % parts * ranks : (i % parts + 1) * ranks])} for i in range(jobs)]
+    return [
+        {**threads, variable: ",".join(names[i % parts * ranks : (i % parts + 1) * ranks])}
+        for i in range(jobs)
+    ]

@@ -30,7 +30,9 @@ ABOUT = (
 class SweepFlags:
     """Flags to vary, how many runs at a time, and which end early."""
 
-    sweep_dir: Path | None = flag(None, "folder of the sweep, with one folder for each run", value="DIR", docs="")
+    sweep_dir: Path | None = flag(
+        None, "folder of the sweep, with one folder for each run", value="DIR", docs=""
+    )
     grid: list[str] = flag(
         [],
         "flags and their values, all combined: lr=1e-4,3e-4 weight-decay=0,0.1; flags that change together have a :, "
@@ -43,16 +45,25 @@ class SweepFlags:
         "one is drawn",
         value="FORM",
     )
-    draws: int = flag(16, "number of random draws; more draws later add to the first ones", bound=">0")
+    draws: int = flag(
+        16, "number of random draws; more draws later add to the first ones", bound=">0"
+    )
     draw_seed: int = flag(0, "seed of the random draws", bound=">=0")
-    seeds: int = flag(1, "repeat each point with so many seeds, from --seed of train on", bound=">0")
-    jobs: int | None = flag(None, "runs at a time (none: one for each device, or one on the CPU)", bound=">0")
+    seeds: int = flag(
+        1, "repeat each point with so many seeds, from --seed of train on", bound=">0"
+    )
+    jobs: int | None = flag(
+        None, "runs at a time (none: one for each device, or one on the CPU)", bound=">0"
+    )
     devices_per_run: int = flag(1, "devices, and ranks, of each run", bound=">0")
     stop_at: list[float] = flag(
-        [], "fractions of the steps at which the worse runs end, as 0.25 0.5 (none: no run ends early)"
+        [],
+        "fractions of the steps at which the worse runs end, as 0.25 0.5 (none: no run ends early)",
     )
     stop_share: float = flag(
-        0.5, "share of the runs that go on at each of --stop-at; 0.5 is a median rule", bound="[0,1)"
+        0.5,
+        "share of the runs that go on at each of --stop-at; 0.5 is a median rule",
+        bound="[0,1)",
     )
     no_checkpoints: bool = flag(False, "let runs save nothing; an interrupted run then begins anew")
     json: bool = flag(False, "print the table as JSON")
@@ -95,8 +106,14 @@ def main(argv: list[str]) -> int:
             )
         words, extra = list(record["words"]), list(record["train_flags"])
         require_repeatable(c.sweep_dir, extra)
-        given = {name: getattr(c, name) for name, source in parsed.sources.items() if source == "command line"}
-        recorded = flags.parse_settings(SweepConfig, words, "meshwright sweep", "sweep_dir", check=False).config
+        given = {
+            name: getattr(c, name)
+            for name, source in parsed.sources.items()
+            if source == "command line"
+        }
+        recorded = flags.parse_settings(
+            SweepConfig, words, "meshwright sweep", "sweep_dir", check=False
+        ).config
         repeated = with_settings(recorded, **given)
         require(checks.problems(repeated), parsed.words)
         c = repeated.sweep
@@ -109,13 +126,17 @@ def require_repeatable(folder: Path, extra: list[str]) -> None:
     for name, (_, f, _) in config_fields(TrainConfig).items():
         if f.metadata["once"] and settings[name] != default_of(f):
             why = "a flag for one start is taken from the command line alone"
-            raise UserError(f"{spelling(name)} in {folder / RECORD}: {why}; type the whole command again")
+            raise UserError(
+                f"{spelling(name)} in {folder / RECORD}: {why}; type the whole command again"
+            )
 
 
 def run_sweep(c: SweepFlags, words: list[str], extra: list[str], dry_run: bool) -> int:
     assert c.sweep_dir is not None
     if dry_run and c.json:
-        raise SettingsError("{json=True} with --dry-run, which lists commands and prints no table; leave one out")
+        raise SettingsError(
+            "{json=True} with --dry-run, which lists commands and prints no table; leave one out"
+        )
     if not c.random and (c.draws, c.draw_seed) != (SweepFlags.draws, SweepFlags.draw_seed):
         raise SettingsError("{draws} and {draw_seed} are for {random}; give it, or leave them out")
     if not c.stop_at and c.stop_share != SweepFlags.stop_share:
@@ -123,12 +144,16 @@ def run_sweep(c: SweepFlags, words: list[str], extra: list[str], dry_run: bool) 
     common = settings_of_all(extra)
     points = list_points(c, common.training.seed)
     stop_at = tuple(sorted(c.stop_at))
-    plan = sweep.SweepPlan(c.sweep_dir, tuple(extra), c.devices_per_run, not c.no_checkpoints, stop_at, c.stop_share)
+    plan = sweep.SweepPlan(
+        c.sweep_dir, tuple(extra), c.devices_per_run, not c.no_checkpoints, stop_at, c.stop_share
+    )
     runs = sweep.join_runs(c.sweep_dir, points, extra)
     sweep.require_runs(plan, [run for run in runs.values() if run.state not in sweep.FINAL_STATES])
     if dry_run:
         for run in runs.values():
-            print(f"{run.state:<11} {shlex.join(['meshwright', *plan.command(run.name, run.point)])}")
+            print(
+                f"{run.state:<11} {shlex.join(['meshwright', *plan.command(run.name, run.point)])}"
+            )
         return DONE
     slots = sweep.find_slots(c.jobs, c.devices_per_run, common.parallel.device)
     status = sweep.Sweep(plan, runs, words).run(slots)
@@ -142,10 +167,15 @@ def settings_of_all(extra: list[str]) -> TrainConfig:
         if (name := word.partition("=")[0].replace("_", "-")) in sweep.OWN_FLAGS:
             raise UserError(f"{name} after --: a sweep gives each run its own folder; leave it out")
     common = command.flags_of_train(extra)
-    shared = {"--save-hf": common.checkpoint.save_hf, "--tensorboard-dir": common.logging.tensorboard_dir}
+    shared = {
+        "--save-hf": common.checkpoint.save_hf,
+        "--tensorboard-dir": common.logging.tensorboard_dir,
+    }
     for name, folder in shared.items():
         if folder:
-            raise UserError(f"{name} {folder}: all runs would write there; leave it out, or list a folder for each")
+            raise UserError(
+                f"{name} {folder}: all runs would write there; leave it out, or list a folder for each"
+            )
     return common
 
 
@@ -153,13 +183,19 @@ def list_points(c: SweepFlags, seed: int) -> list[Point]:
     """Return all points, each with its further seeds after it."""
     space = read_space(c.grid, c.random)
     if c.seeds > 1 and any("seed" in axis.names for axis in (*space.grid, *space.random)):
-        raise SettingsError(f"{{seeds={c.seeds}}} beside values of {{seed}}: both choose seeds; leave one out")
+        raise SettingsError(
+            f"{{seeds={c.seeds}}} beside values of {{seed}}: both choose seeds; leave one out"
+        )
     if (runs := space.count(c.draws) * c.seeds) > MOST_RUNS:
         raise SettingsError(
             f"the sweep has {runs:,} runs, more than {MOST_RUNS:,}; list fewer values, or use {{random}}"
         )
     points = space.points(c.draws, c.draw_seed)
-    return [{**point, **({"seed": str(seed + i)} if i else {})} for point in points for i in range(c.seeds)]
+    return [
+        {**point, **({"seed": str(seed + i)} if i else {})}
+        for point in points
+        for i in range(c.seeds)
+    ]
 
 
 def show_results(folder: Path, runs: list[sweep.SweepRun], as_json: bool) -> None:

@@ -35,11 +35,18 @@ def verify_layout(config: TrainConfig, setup: RankSetup, command: list[str], sho
     """Compare --verify-layout steps, write the certificate and show it; raise if they differ."""
     began, root = time.perf_counter(), config.checkpoint.run_dir or config.checkpoint.save
     folder = Path(root) if root else None
-    comparison = compare_with_one_process(config, setup.team, config.training.verify_layout, folder, setup)
-    values = certificate(config, comparison, setup, command) | {"seconds": round(time.perf_counter() - began, 3)}
+    comparison = compare_with_one_process(
+        config, setup.team, config.training.verify_layout, folder, setup
+    )
+    values = certificate(config, comparison, setup, command) | {
+        "seconds": round(time.perf_counter() - began, 3)
+    }
     if folder is not None:
         setup.team.run_on_lead(lambda: write_certificate(folder / CERTIFICATE, values))
-    show(comparison, f"{'layout verified' if comparison.is_equal else 'the layout differs'}: {values['summary']}")
+    show(
+        comparison,
+        f"{'layout verified' if comparison.is_equal else 'the layout differs'}: {values['summary']}",
+    )
     if not comparison.is_equal:
         raise UserError(describe_difference(comparison, folder), UNEQUAL, everywhere=True)
 
@@ -50,11 +57,19 @@ def write_certificate(path: Path, values: dict[str, Any]) -> None:
         file.write(json.dumps(values, indent=1, allow_nan=False).encode() + b"\n")
 
 
-def certificate(config: TrainConfig, comparison: Comparison, setup: RankSetup, command: list[str]) -> dict[str, Any]:
+def certificate(
+    config: TrainConfig, comparison: Comparison, setup: RankSetup, command: list[str]
+) -> dict[str, Any]:
     """Return the values of the file, all as JSON has them."""
     p, defaults, device = config.parallel, flags.to_dict(TrainConfig()), setup.device
-    given = {name: value for name, value in flags.to_dict(config).items() if value != defaults[name]}
-    versions = {"meshwright": our_version(), "torch": torch.__version__, "python": platform.python_version()}
+    given = {
+        name: value for name, value in flags.to_dict(config).items() if value != defaults[name]
+    }
+    versions = {
+        "meshwright": our_version(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     layout = {
         "ranks": config.world,
         "data": config.dp,
@@ -79,7 +94,9 @@ def certificate(config: TrainConfig, comparison: Comparison, setup: RankSetup, c
         "settings": given,
         "steps": comparison.steps,
         "reduced": make_twin(config, device.type != "cpu").sizes,
-        "compared": [dataclasses.asdict(one) | {"is_equal": one.is_equal} for one in comparison.compared],
+        "compared": [
+            dataclasses.asdict(one) | {"is_equal": one.is_equal} for one in comparison.compared
+        ],
         "gradients": comparison.gradients,
         "differences": [dataclasses.asdict(one) for one in comparison.differences],
         "not_compared": comparison.not_compared,
@@ -96,14 +113,17 @@ def summarize(comparison: Comparison) -> str:
         by = f"by {size(first.largest)} in {first.precision}"
         return f"{first.what}, {first.name}, first at {first.where}, {by}, {beside}"
     exact, low = (
-        [c for c in comparison.compared if (c.precision == "float64") == is_exact] for is_exact in (True, False)
+        [c for c in comparison.compared if (c.precision == "float64") == is_exact]
+        for is_exact in (True, False)
     )
     farthest = max(exact, key=lambda one: one.largest)
     most = f"differ by at most {size(farthest.largest)} ({farthest.what}, {farthest.worst})"
-    updated = [f"; in {c.precision} its {c.what} by {size(c.largest)}" for c in low if c.what == Quantity.WEIGHTS]
-    return (
-        f"{len(comparison.gradients)} parameters, their gradients and their state, {beside}, {most}{''.join(updated)}"
-    )
+    updated = [
+        f"; in {c.precision} its {c.what} by {size(c.largest)}"
+        for c in low
+        if c.what == Quantity.WEIGHTS
+    ]
+    return f"{len(comparison.gradients)} parameters, their gradients and their state, {beside}, {most}{''.join(updated)}"
 
 
 def size(x: float) -> str:
@@ -112,8 +132,15 @@ def size(x: float) -> str:
 
 def describe_difference(comparison: Comparison, folder: Path | None) -> str:
     """Return the error: what differs first, where, and what to do."""
-    first, kinds = comparison.differences[0], list(dict.fromkeys(one.what for one in comparison.differences))
-    by = "" if math.isinf(first.largest) else f" by {size(first.largest)}, more than {size(first.tolerance)}"
+    first, kinds = (
+        comparison.differences[0],
+        list(dict.fromkeys(one.what for one in comparison.differences)),
+    )
+    by = (
+        ""
+        if math.isinf(first.largest)
+        else f" by {size(first.largest)}, more than {size(first.tolerance)}"
+    )
     by += f" in {first.precision}"
     then = f"; then {', '.join(kinds[1:])}" if kinds[1:] else ""
     kept = f"; all differences are in {folder / CERTIFICATE}" if folder else ""
@@ -127,11 +154,11 @@ def comparison_table(config: TrainConfig, comparison: Comparison, setup: RankSet
     """Return what was compared, for people."""
     twin, p = comparison.config, config.parallel
     m, backend = twin.model, pick_backend(p, setup.device)
-    more = [f"ZeRO {p.zero_stage}"] * bool(p.zero_stage) + ["sequence parallel"] * bool(p.sequence_parallel)
-    more += [f"{config.chunks} stages on each pipeline rank"] * (config.chunks > 1)
-    small = (
-        f"{m.num_layers} layers of width {m.hidden_size}, {m.num_attention_heads} heads, {twin.data.seq_length} tokens"
+    more = [f"ZeRO {p.zero_stage}"] * bool(p.zero_stage) + ["sequence parallel"] * bool(
+        p.sequence_parallel
     )
+    more += [f"{config.chunks} stages on each pipeline rank"] * (config.chunks > 1)
+    small = f"{m.num_layers} layers of width {m.hidden_size}, {m.num_attention_heads} heads, {twin.data.seq_length} tokens"
     lines = [
         f"layout    {', '.join([describe_layout(config), *more])}; {backend} on {devices.device_name(setup.device)}",
         f"compared  with one process: {small}, float64, {comparison.steps} steps of {twin.global_batch} samples",
@@ -147,5 +174,8 @@ def comparison_table(config: TrainConfig, comparison: Comparison, setup: RankSet
             allowed = f"{one.tolerance:.0e}" if one.tolerance else "0"
             lines.append(f"{one.what:24}{one.count:7}  {shown:>18}  {allowed:>8}  {verdict}")
     worst = max(comparison.gradients, key=lambda name: comparison.gradients[name])
-    lines += ["", f"worst tensor: {worst}, whose {Quantity.GRADIENTS} differ by {size(comparison.gradients[worst])}"]
+    lines += [
+        "",
+        f"worst tensor: {worst}, whose {Quantity.GRADIENTS} differ by {size(comparison.gradients[worst])}",
+    ]
     return lines + ["not compared:", *(f"  - {one}" for one in comparison.not_compared)]

@@ -43,7 +43,9 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
         "masters, moments and loss scale in the run's own precision. Without a launcher, start the ranks here, on the "
         "CPU."
     )
-    given = flags.parse_settings(TrainConfig, words, "meshwright verify-layout", check=False, about=about)
+    given = flags.parse_settings(
+        TrainConfig, words, "meshwright verify-layout", check=False, about=about
+    )
     if given.print_config:
         print(flags.to_toml(given.config, given.sources))
         return DONE
@@ -80,7 +82,11 @@ def ranks_wanted(c: TrainConfig) -> int:
 def missing(c: TrainConfig, ranks: int) -> list[str]:
     """Return flags for what a training needs and nothing names, small and divisible."""
     m, p, t = c.model, c.parallel, c.training
-    tp, pp, cp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
+    tp, pp, cp = (
+        p.tensor_model_parallel_size,
+        p.pipeline_model_parallel_size,
+        p.context_parallel_size,
+    )
     heads = m.num_attention_heads or (tp * cp if m.hidden_size else 2 * tp * cp)
     virtual = p.num_layers_per_virtual_pipeline_stage
     has_batch = t.micro_batch_size or t.num_accumulation_steps
@@ -92,13 +98,18 @@ def missing(c: TrainConfig, ranks: int) -> list[str]:
         "lr": None if c.optimizer.lr else 1e-2,
         "train-iters": None if c.lengths else 10,
         "micro-batch-size": None if has_batch else 1,
-        "attention-dropout": 0 if cp > 1 and m.attention_dropout == Model().attention_dropout else None,
+        "attention-dropout": 0
+        if cp > 1 and m.attention_dropout == Model().attention_dropout
+        else None,
         "global-batch-size": None if has_batch or t.global_batch_size else 2 * ranks,
     }
     flags_of_data = ["--mock-data"]
     if c.data.packing != "stream":  # random tokens cannot be packed, and nobody reads the files
         flags_of_data = [] if data_paths.path_settings(c.data) else ["--data-path=unread"]
-    return [*(f"--{name}={value}" for name, value in values.items() if value is not None), *flags_of_data]
+    return [
+        *(f"--{name}={value}" for name, value in values.items() if value is not None),
+        *flags_of_data,
+    ]
 
 
 def start_ranks(c: TrainConfig, argv: list[str]) -> int:
@@ -131,28 +142,45 @@ def compare_on_this_rank(config: TrainConfig, command: list[str]) -> int:
     device = devices.open_device(p.device, world.local_rank)
     with reporting(world, p.distributed_timeout_minutes):
         backend = pick_backend(p, device, world.rank == 0)
-        team = join_ranks(world, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds)
+        team = join_ranks(
+            world, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds
+        )
         console.set_stream("stdout" if team.is_lead else None)
-        mock = with_settings(dataclasses.replace(config, data=data_paths.without(config.data)), mock_data=True)
+        mock = with_settings(
+            dataclasses.replace(config, data=data_paths.without(config.data)), mock_data=True
+        )
         require_equal_ranks(team, identity_of(mock, NO_VOCABULARY))
         setup = RankSetup(team, device)
         verify_layout(config, setup, command, functools.partial(show_comparison, config, setup))
     return DONE
 
 
-def rehearse(resolved: Resolved, layout: Layout, device: torch.device, team: Team, caller: Caller) -> None:
+def rehearse(
+    resolved: Resolved, layout: Layout, device: torch.device, team: Team, caller: Caller
+) -> None:
     """Verify the layout of a run before it begins; stop the run if it differs."""
     from meshwright.apps.verify.certificate import verify_layout
     from meshwright.training.small_run import RankSetup
 
     groups = dict(layout.groups)
     setup = RankSetup(
-        team, device, lambda twin: dataclasses.replace(twin, groups=dict(groups)), caller.model, caller.loss
+        team,
+        device,
+        lambda twin: dataclasses.replace(twin, groups=dict(groups)),
+        caller.model,
+        caller.loss,
     )
-    verify_layout(resolved.config, setup, resolved.command, lambda comparison, line: console.remark(f" > {line}"))
+    verify_layout(
+        resolved.config,
+        setup,
+        resolved.command,
+        lambda comparison, line: console.remark(f" > {line}"),
+    )
 
 
-def show_comparison(config: TrainConfig, setup: RankSetup, comparison: Comparison, line: str) -> None:
+def show_comparison(
+    config: TrainConfig, setup: RankSetup, comparison: Comparison, line: str
+) -> None:
     from meshwright.apps.pages.runs import CERTIFICATE
     from meshwright.apps.verify.certificate import comparison_table
 

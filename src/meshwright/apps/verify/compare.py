@@ -108,7 +108,9 @@ def fused_adamw_error(o: Optimizer) -> float:
 
 
 Q = Quantity
-QUANTITIES = {column.name: Quantity(column.compared_as) for column in STEP_COLUMNS if column.compared_as}
+QUANTITIES = {
+    column.name: Quantity(column.compared_as) for column in STEP_COLUMNS if column.compared_as
+}
 AFTER = "after the last step"
 
 
@@ -155,7 +157,11 @@ class Comparison:
 
 
 def compare_with_one_process(
-    config: TrainConfig, team: Team, steps: int, folder: Path | None = None, setup: RankSetup | None = None
+    config: TrainConfig,
+    team: Team,
+    steps: int,
+    folder: Path | None = None,
+    setup: RankSetup | None = None,
 ) -> Comparison:
     """Compare a layout with one process at reduced size; return the same on all ranks.
 
@@ -165,19 +171,26 @@ def compare_with_one_process(
     loss of the user's own.
     """
     setup = dataclasses.replace(setup or RankSetup(), team=team)
-    twin, connected = make_twin(config, setup.device.type != "cpu"), small_run.Connected(team.timeout)
+    twin, connected = (
+        make_twin(config, setup.device.type != "cpu"),
+        small_run.Connected(team.timeout),
+    )
     if setup.connect is RankSetup.connect:
         setup = dataclasses.replace(setup, connect=connected)
     with contextlib.ExitStack() as block:
         block.callback(connected.close)
         block.enter_context(console.silence())
         shared = block.enter_context(shared_folder(folder, team))
-        lacking = [] if shared else ["resuming: the ranks share no folder; give --save or --run-dir"]
+        lacking = (
+            [] if shared else ["resuming: the ranks share no folder; give --save or --run-dir"]
+        )
         made = _Comparing(twin.config, steps, setup, shared).compare(twin.left_out + lacking)
         if not twin.in_own_precision or not made.is_equal:
             return made
         more = _ComparingUpdates(twin.in_own_precision, steps, setup, None).compare([])
-        both = {name: getattr(made, name) + getattr(more, name) for name in ("compared", "differences")}
+        both = {
+            name: getattr(made, name) + getattr(more, name) for name in ("compared", "differences")
+        }
         return dataclasses.replace(made, **both)
 
 
@@ -252,7 +265,10 @@ class Watched:
     def counters(self) -> dict[str, Any]:
         """Return the rest of the state."""
         state, store = self.trainer.state, self.trainer.net.store
-        return dataclasses.asdict(state.progress) | {"steps": store.steps, "loss_scale": state.scaler.state()}
+        return dataclasses.asdict(state.progress) | {
+            "steps": store.steps,
+            "loss_scale": state.scaler.state(),
+        }
 
     def step(self) -> RecordedStep:
         self.gradients, feed = {}, self.trainer.feed
@@ -261,7 +277,9 @@ class Watched:
         self.trainer.finish()
         samples = [int(number) for batch in feed.batches for number in batch.sample_ids]
         numbers = dict(zip(COLUMNS, rows_of(self.trainer)[-1], strict=True))
-        return RecordedStep(self.gradients, self.state(), numbers, samples, self.draws(feed.batches))
+        return RecordedStep(
+            self.gradients, self.state(), numbers, samples, self.draws(feed.batches)
+        )
 
     def close(self) -> None:
         self.trainer.net.store.observer = None
@@ -288,7 +306,9 @@ def full_tensors(named: TensorBoxes) -> FullTensors:
 
 def broadcast(tensors: dict[str, Tensor] | None, team: Team) -> dict[str, Tensor]:
     """Send rank 0's tensors to all ranks."""
-    shapes = team.run_on_lead(lambda: [[name, list(x.shape)] for name, x in (tensors or {}).items()])
+    shapes = team.run_on_lead(
+        lambda: [[name, list(x.shape)] for name, x in (tensors or {}).items()]
+    )
     if team.size == 1:
         return tensors or {}
     flat = torch.empty(sum(math.prod(shape) for _, shape in shapes), dtype=torch.float64)
@@ -330,7 +350,12 @@ class Recorder:
             seen.first = step, far
 
     def tensors(
-        self, what: Quantity, step: int, got: TensorBoxes, want: dict[str, Tensor], floor: float | None = None
+        self,
+        what: Quantity,
+        step: int,
+        got: TensorBoxes,
+        want: dict[str, Tensor],
+        floor: float | None = None,
     ) -> None:
         """Compare this rank's parts with whole tensors."""
         if floor is None:
@@ -342,10 +367,16 @@ class Recorder:
                 self.note(what, name, step, math.inf)
                 continue
             kind = name.partition("/")[2]  # weights, or one of the moments
-            least = floor * max(size for other, size in sizes.items() if other.partition("/")[2] == kind)
+            least = floor * max(
+                size for other, size in sizes.items() if other.partition("/")[2] == kind
+            )
             far = 0.0
             for box, flat in split_boxes(boxes, tensor.reshape(-1)):
-                apart = float((flat - cut(want[name], box).reshape(-1)).abs().max()) if flat.numel() else 0.0
+                apart = (
+                    float((flat - cut(want[name], box).reshape(-1)).abs().max())
+                    if flat.numel()
+                    else 0.0
+                )
                 far = max(far, math.inf if math.isnan(apart) else apart)
             scale = max(sizes[name], least)
             self.note(what, name, step, far / scale if scale else 0.0 if not far else math.inf)
@@ -365,8 +396,16 @@ def relative(got: float, want: float) -> float:
 class _Comparing:
     """One comparison on one rank."""
 
-    def __init__(self, config: TrainConfig, steps: int, setup: RankSetup, folder: Path | None) -> None:
-        self.config, self.steps, self.setup, self.folder, self.team = config, steps, setup, folder, setup.team
+    def __init__(
+        self, config: TrainConfig, steps: int, setup: RankSetup, folder: Path | None
+    ) -> None:
+        self.config, self.steps, self.setup, self.folder, self.team = (
+            config,
+            steps,
+            setup,
+            folder,
+            setup.team,
+        )
         self.seen = Recorder(config, setup.device)
         self.is_repeatable = setup.device.type == "cpu"
         self.one: list[RecordedStep] = []  # rank 0: of one process
@@ -393,9 +432,14 @@ class _Comparing:
         return self.result(not_compared)
 
     def run(self) -> None:
-        self.team.run_on_lead(lambda: self.train_alone(self.steps + 1))  # one more than the layout will have saved
+        # one more than the layout will have saved
+        self.team.run_on_lead(lambda: self.train_alone(self.steps + 1))
         self.has_trained_alone = True
-        saves = dataclasses.replace(self.config.checkpoint, save=str(self.folder)) if self.folder else Checkpoint()
+        saves = (
+            dataclasses.replace(self.config.checkpoint, save=str(self.folder))
+            if self.folder
+            else Checkpoint()
+        )
         with self.running(self.config, saves) as run:
             saved, counters, last = self.train(run)
         if self.folder:
@@ -403,9 +447,13 @@ class _Comparing:
             self.take_over(saved, counters)
 
     @contextlib.contextmanager
-    def running(self, config: TrainConfig, checkpoint: Checkpoint, by: Team | None = None) -> Iterator[Watched]:
+    def running(
+        self, config: TrainConfig, checkpoint: Checkpoint, by: Team | None = None
+    ) -> Iterator[Watched]:
         setup = self.setup if by is None else dataclasses.replace(self.setup, team=by)
-        run = Watched(small_run.start_trainer(dataclasses.replace(config, checkpoint=checkpoint), setup))
+        run = Watched(
+            small_run.start_trainer(dataclasses.replace(config, checkpoint=checkpoint), setup)
+        )
         try:
             yield run
         finally:
@@ -449,13 +497,19 @@ class _Comparing:
         for mine in self.team.gather({name: x.numel() for name, (_, _, x) in own.items()}):
             for name, count in mine.items():
                 totals[name] = totals.get(name, 0) + count
-        sizes = self.team.run_on_lead(lambda: {name: x.numel() for name, (_, _, x) in self.drawn.items()})
+        sizes = self.team.run_on_lead(
+            lambda: {name: x.numel() for name, (_, _, x) in self.drawn.items()}
+        )
         for name in sizes.keys() | totals.keys():
             if totals.get(name) != sizes.get(name):
                 self.seen.note(Q.DRAWN, f"{name} (elements held)", 0, math.inf)
 
     def compare_step(
-        self, step: int, made: RecordedStep, numbers: Quantity | None = None, tensors: Quantity | None = None
+        self,
+        step: int,
+        made: RecordedStep,
+        numbers: Quantity | None = None,
+        tensors: Quantity | None = None,
     ) -> None:
         """Compare a step of the layout with that of one process, under other names if given."""
         team = self.team
@@ -466,7 +520,9 @@ class _Comparing:
         self.compare_samples(step, made.samples, samples, tensors or Q.SAMPLES)
         want_draws = broadcast({"": one.draws} if one else None, team)[""]
         self.compare_draws(step, made.draws, want_draws, tensors or Q.DROPOUT)
-        self.seen.tensors(tensors or Q.GRADIENTS, step, made.gradients, self.of_one(one and one.gradients))
+        self.seen.tensors(
+            tensors or Q.GRADIENTS, step, made.gradients, self.of_one(one and one.gradients)
+        )
         want = self.of_one(one and one.state)
         for what, is_moment in ((Q.WEIGHTS, False), (Q.MOMENTS, True)):
             mine = {name: x for name, x in made.state.items() if ("/" in name) == is_moment}
@@ -518,7 +574,9 @@ class _Comparing:
 
         self.team.run_on_lead(load)
         mine = loaded[0] if loaded else None
-        self.seen.tensors(Q.LOADED_ALONE, self.steps, saved, self.of_one(mine and mine[0]), floor=0.0)
+        self.seen.tensors(
+            Q.LOADED_ALONE, self.steps, saved, self.of_one(mine and mine[0]), floor=0.0
+        )
         if mine:
             self.compare_counters(Q.LOADED_ALONE, mine[1], counters)
             want, number = self.one[self.steps], self.steps + 1
@@ -556,7 +614,9 @@ class _Comparing:
                 worst = max(of_kind, key=lambda name: of_kind[name])
                 allowed = what.tolerance(self.config, self.setup.device)
                 compared.append(Compared(what, len(of_kind), of_kind[worst], worst, allowed, dtype))
-        order = sorted(first, key=lambda key: (first[key][0], list(Quantity).index(key[0]), -first[key][1]))
+        order = sorted(
+            first, key=lambda key: (first[key][0], list(Quantity).index(key[0]), -first[key][1])
+        )
         differences = []
         for what, name in order:
             step, _, rank = first[what, name]
@@ -590,7 +650,9 @@ class _ComparingUpdates(_Comparing):
     def full_gradients(self, run: Watched, gradients: TensorBoxes) -> FullTensors:
         """Put the gradients together, of which each rank has parts as its own."""
         weights = [name for name in self.drawn if "/" not in name]
-        shapes = self.team.run_on_lead(lambda: [[name, list(self.drawn[name][0])] for name in weights])
+        shapes = self.team.run_on_lead(
+            lambda: [[name, list(self.drawn[name][0])] for name in weights]
+        )
         flat = torch.zeros(sum(math.prod(shape) for _, shape in shapes), dtype=torch.float64)
         full = views(flat, shapes)
         for name in run.trainer.net.store.named_state(False, to_save=True):

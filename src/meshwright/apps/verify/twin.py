@@ -46,7 +46,11 @@ class Twin:
         c, m = self.config, self.config.model
         names = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels".split()
         out = {name: getattr(m, name) for name in names if getattr(m, name) is not None}
-        out |= {"seq_length": c.data.seq_length, "vocab_size": c.tokenizer.vocab_size, "micro_batch": c.micro_batch}
+        out |= {
+            "seq_length": c.data.seq_length,
+            "vocab_size": c.tokenizer.vocab_size,
+            "micro_batch": c.micro_batch,
+        }
         out |= {"global_batch": c.global_batch, "pipeline_layout": c.stages, "lr": c.optimizer.lr}
         return out | {"clip_grad": c.optimizer.clip_grad, "hidden_dropout": m.hidden_dropout}
 
@@ -59,7 +63,9 @@ def make_twin(config: TrainConfig, on_accelerator: bool = False) -> Twin:
     length = c.data.seq_length or 0
     if not length or length > SMALL_LENGTH:
         length = -(-16 // ranks) * ranks
-    positions = model.max_position_embeddings and max(length, min(model.max_position_embeddings, length + 8))
+    positions = model.max_position_embeddings and max(
+        length, min(model.max_position_embeddings, length + 8)
+    )
     # torch's kernels draw other dropout in other layouts, and take no float64 with masks.
     is_masked = c.data.document_effects[-1] or model.position == "alibi"
     drops = model.attention_dropout and (on_accelerator or model.attention_impl == "sdpa")
@@ -107,16 +113,36 @@ def in_own_precision(twin: TrainConfig, p: Precision) -> TrainConfig:
 def alone(config: TrainConfig) -> TrainConfig:
     """Return the same run in one process, by the plain layers and without recomputation."""
     t = config.training
-    micro = 2 if t.loss_mean == "global" and not any(n % 2 for n in config.batches) else config.micro_batch
-    t = replace(t, micro_batch_size=micro, num_accumulation_steps=None, global_batch_size=config.global_batch)
-    t = replace(t, recompute_granularity=None, recompute_method=None, recompute_num_layers=1, checkpoint_in_cpu=False)
+    micro = (
+        2
+        if t.loss_mean == "global" and not any(n % 2 for n in config.batches)
+        else config.micro_batch
+    )
+    t = replace(
+        t,
+        micro_batch_size=micro,
+        num_accumulation_steps=None,
+        global_batch_size=config.global_batch,
+    )
+    t = replace(
+        t,
+        recompute_granularity=None,
+        recompute_method=None,
+        recompute_num_layers=1,
+        checkpoint_in_cpu=False,
+    )
     t = replace(t, fused_kernels="off", compile="off", cuda_graphs="off")
-    return replace(config, training=t, parallel=Parallel(world_size=1, device=config.parallel.device))
+    return replace(
+        config, training=t, parallel=Parallel(world_size=1, device=config.parallel.device)
+    )
 
 
 def is_small(c: TrainConfig) -> bool:
     """Whether a run's model needs no reduction."""
-    return all((getattr(c.model, name) or most + 1) <= most for name, most in SMALL.items()) and c.model.ffn <= 256
+    return (
+        all((getattr(c.model, name) or most + 1) <= most for name, most in SMALL.items())
+        and c.model.ffn <= 256
+    )
 
 
 def shrink(c: TrainConfig) -> tuple[Model, Parallel]:
@@ -126,7 +152,10 @@ def shrink(c: TrainConfig) -> tuple[Model, Parallel]:
         # Stages of different sizes stay so: 2, 7, 7, 4 layers become 1, 3, 3, 2.
         rank = {n: i + 1 for i, n in enumerate(sorted(set(stages)))}
         counts = [rank[n] for n in stages]
-        layers, p = sum(counts), replace(p, pipeline_layout=PipelineLayout.read(",".join(map(str, counts))))
+        layers, p = (
+            sum(counts),
+            replace(p, pipeline_layout=PipelineLayout.read(",".join(map(str, counts)))),
+        )
     elif p.pipeline_layout:
         layers = m.num_layers or 0
     else:
@@ -167,14 +196,20 @@ def vocabulary(c: TrainConfig, m: Model) -> tuple[TokenizerFlags, Model]:
     if c.data.mock_data and size and size <= SMALL_VOCABULARY:
         return TokenizerFlags(vocab_size=size), m
     rows = 8 * tp * -(-40 // (8 * tp))
-    m = replace(m, make_vocab_size_divisible_by=8, pad_vocab_size_to=rows if m.pad_vocab_size_to else None)
+    m = replace(
+        m, make_vocab_size_divisible_by=8, pad_vocab_size_to=rows if m.pad_vocab_size_to else None
+    )
     return TokenizerFlags(vocab_size=rows - 3), m
 
 
 def training(c: TrainConfig, on_accelerator: bool) -> Training:
     """Return few micro-batches of few samples, and the options of the passes."""
     t, p = c.training, c.parallel
-    number, micro, pp = c.micro_batches(c.global_batch), c.micro_batch, p.pipeline_model_parallel_size
+    number, micro, pp = (
+        c.micro_batches(c.global_batch),
+        c.micro_batch,
+        p.pipeline_model_parallel_size,
+    )
     if number * micro * c.dp > SMALL_BATCH:
         micro, number = min(micro, 2), min(number, 2 * pp if pp > 1 else 3)
     unit = micro * c.dp * (pp if pp > 1 and number % pp == 0 else 1)
@@ -220,13 +255,21 @@ def optimizer(o: Optimizer) -> Optimizer:
     rate, clip = 0.3 if o.optimizer == "sgd" else RATE, 0.25 if o.clip_grad else 0.0
     # Gradients that are 0 but for rounding would else be enlarged to steps of full size.
     least = max(o.adam_eps, 1e-6)
-    return replace(Optimizer(**twin_settings(o)), lr=rate, lr_decay_style="constant", clip_grad=clip, adam_eps=least)
+    return replace(
+        Optimizer(**twin_settings(o)),
+        lr=rate,
+        lr_decay_style="constant",
+        clip_grad=clip,
+        adam_eps=least,
+    )
 
 
 def left_out(c: TrainConfig, impl: str, on_accelerator: bool) -> list[str]:
     """Return what the run has and the twin has not, each as a reader would ask for it."""
     t, p, m = c.training, c.precision, c.model
-    low = "bf16" if p.bf16 else "fp16" if p.fp16 else "" if p.params_dtype == "float64" else "float32"
+    low = (
+        "bf16" if p.bf16 else "fp16" if p.fp16 else "" if p.params_dtype == "float64" else "float32"
+    )
     is_long = (c.data.seq_length or 0) > SMALL_LENGTH or c.global_batch > SMALL_BATCH
     fused = on_accelerator and t.fused_kernels != "off" and m.is_fusible and t.compile != "on"
     listed = {
@@ -234,12 +277,14 @@ def left_out(c: TrainConfig, impl: str, on_accelerator: bool) -> list[str]:
         "overflows in fp16: the loss scale is small": p.fp16,
         f"fp8 products (--fp8-format {p.fp8_format})": p.fp8_format,
         "fused kernels: both runs have plain layers": fused,
-        "compiled layers": t.compile == "on" or (on_accelerator and not fused and t.compile == "auto"),
+        "compiled layers": t.compile == "on"
+        or (on_accelerator and not fused and t.compile == "auto"),
         "CUDA graphs": t.cuda_graphs == "on" or (on_accelerator and t.cuda_graphs == "auto"),
         "torch's kernels of attention: the reference computes it": impl != m.attention_impl,
         "the files of the data: both runs read random tokens": True,
         "packing: random documents end where a token says so": c.data.packing != "stream",
         "the sizes of the run: see the reduced ones": not is_small(c) or is_long,
-        "the schedule of the learning rate, which is constant": c.optimizer.lr_decay_style != "constant",
+        "the schedule of the learning rate, which is constant": c.optimizer.lr_decay_style
+        != "constant",
     }
     return [line for line, applies in listed.items() if applies]

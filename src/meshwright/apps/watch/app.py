@@ -28,14 +28,23 @@ from meshwright.config.problem import SettingsError
 FILES = {
     "/": ("meshwright.apps.watch", "page.html"),
     "/page.css": PAGE_CSS,
-    **{f"/{name}": ("meshwright.apps.watch", name) for name in ("watch.css", "watch.js", "chart.js", "words.js")},
-    **{f"/{name}": ("meshwright.apps.watch", f"vendor/{name}") for name in ("uPlot.iife.min.js", "uPlot.min.css")},
+    **{
+        f"/{name}": ("meshwright.apps.watch", name)
+        for name in ("watch.css", "watch.js", "chart.js", "words.js")
+    },
+    **{
+        f"/{name}": ("meshwright.apps.watch", f"vendor/{name}")
+        for name in ("uPlot.iife.min.js", "uPlot.min.css")
+    },
 }
-EVENT_SECONDS, SILENCE_SECONDS = 0.5, 15.0  # seconds between events, and after which nothing new is sent again
+# seconds between events, and after which nothing new is sent again
+EVENT_SECONDS, SILENCE_SECONDS = 0.5, 15.0
 MOST_RUNS, MOST_POINTS = 64, 4000  # of one request
 READ_SECONDS = 10.0  # for a request's header
 LIMITS = Limits(
-    own_hosts=frozenset({"localhost"}), advice="open the address that was printed", read_seconds=READ_SECONDS
+    own_hosts=frozenset({"localhost"}),
+    advice="open the address that was printed",
+    read_seconds=READ_SECONDS,
 )
 
 
@@ -43,7 +52,9 @@ def make_app(watcher: Watcher) -> RequestGuard:
     """Return the application; the caller starts the watcher."""
 
     def answer(value: Any) -> Response:
-        return Response(json.dumps(json_ready(value, lambda x: None)), media_type="application/json")
+        return Response(
+            json.dumps(json_ready(value, lambda x: None)), media_type="application/json"
+        )
 
     def state(request: Request) -> Response:
         return answer(watcher.state())
@@ -76,7 +87,9 @@ def make_app(watcher: Watcher) -> RequestGuard:
         return StreamingResponse(event_stream(watcher), media_type="text/event-stream")
 
     api = {"state": state, "curves": draw, "samples": samples, "events": events}
-    return make_site(FILES, [Route(f"/api/{name}", endpoint) for name, endpoint in api.items()], LIMITS)
+    return make_site(
+        FILES, [Route(f"/api/{name}", endpoint) for name, endpoint in api.items()], LIMITS
+    )
 
 
 def query_fields(request: Request, without: str = "") -> Fields:
@@ -98,7 +111,10 @@ def read_view(f: Fields) -> View:
     if axis not in get_args(Axis):
         raise Refusal(f"axis {axis!r} must be one of {', '.join(get_args(Axis))}", "axis")
     begin, end = f.number("begin", default.begin), f.number("end", default.end)
-    points, smooth = f.integer("points", default.points, 10, MOST_POINTS), f.number("smooth", default.smooth, 0, 0.5)
+    points, smooth = (
+        f.integer("points", default.points, 10, MOST_POINTS),
+        f.number("smooth", default.smooth, 0, 0.5),
+    )
     f.refuse_rest()
     return View(axis, begin, end, points, smooth)  # type: ignore[arg-type]
 
@@ -121,7 +137,9 @@ def serve_page(watcher: Watcher, port: int, opened: Callable[[int], None]) -> No
         listening = socket.create_server(("127.0.0.1", port))
     except OSError as error:
         hint = "choose another --port, or 0 for any free one"
-        raise SettingsError(f"{{port={port}}}: {os.strerror(error.errno or 0)}; {hint}", UNAVAILABLE) from None
+        raise SettingsError(
+            f"{{port={port}}}: {os.strerror(error.errno or 0)}; {hint}", UNAVAILABLE
+        ) from None
     http = make_server(make_app(watcher), READ_SECONDS)
     watcher.is_over = lambda: http.should_exit
     watcher.start()

@@ -36,7 +36,9 @@ class WatchConfig:
     def problems(self) -> list[Problem]:
         local = [f for f in self.folders if not is_address(as_typed(f))]
         texts = [f"{f} is a file; give the folder of a run" for f in local if f.is_file()]
-        texts += [f"{f} does not exist{near_path(str(f)) or ADVICE}" for f in local if not f.exists()]
+        texts += [
+            f"{f} does not exist{near_path(str(f)) or ADVICE}" for f in local if not f.exists()
+        ]
         out = [Problem(("folders",), plain(text)) for text in texts]
         if self.port > 65535:
             out.append(Problem(("port",), f"{stated(self, 'port')} must be at most 65535"))
@@ -58,7 +60,8 @@ def main(argv: list[str]) -> int:
     def show(port: int) -> None:
         print(f"http://localhost:{port}/", flush=True)
         print(
-            f"from another machine: ssh -L {port}:localhost:{port} HOST; Ctrl-C ends the page, not the runs", flush=True
+            f"from another machine: ssh -L {port}:localhost:{port} HOST; Ctrl-C ends the page, not the runs",
+            flush=True,
         )
 
     with fetching([folder for folder in c.folders if address_of(folder)]):

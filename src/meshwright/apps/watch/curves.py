@@ -53,7 +53,9 @@ def loss_units(runs: Sequence[RunTail]) -> tuple[str, list[float]]:
     """
     sizes = [bytes_per_token(run) for run in runs]
     known = [size for size in sizes if size]
-    is_one = len({vocabulary_of(run) for run in runs}) < 2 and max(known, default=1) < 1.01 * min(known, default=1)
+    is_one = len({vocabulary_of(run) for run in runs}) < 2 and max(known, default=1) < 1.01 * min(
+        known, default=1
+    )
     if not is_one and len(known) == len(runs):
         return "bits", [1 / (math.log(2) * size) for size in known]
     return "" if is_one else "mixed", [1.0] * len(runs)
@@ -67,7 +69,9 @@ def bytes_per_token(run: RunTail) -> float:
 
 def vocabulary_of(run: RunTail) -> str:
     """Return what the settings say of the vocabulary."""
-    return repr([run.settings.get(n) for n in ("tokenizer", "tokenizer_type", "vocab_file", "vocab_size")])
+    return repr(
+        [run.settings.get(n) for n in ("tokenizer", "tokenizer_type", "vocab_file", "vocab_size")]
+    )
 
 
 def curves(run: RunTail, view: View, loss_factor: float = 1.0) -> dict[str, Any]:
@@ -90,7 +94,9 @@ def curves(run: RunTail, view: View, loss_factor: float = 1.0) -> dict[str, Any]
     for v in record.validations:
         checks.setdefault(v.title, []).append((v.iteration, v.loss * loss_factor))
         if v.ema_loss is not None:
-            checks.setdefault(f"{v.title}, average", []).append((v.iteration, v.ema_loss * loss_factor))
+            checks.setdefault(f"{v.title}, average", []).append(
+                (v.iteration, v.ema_loss * loss_factor)
+            )
     return {
         "range": [float(x[0]), float(x[-1])] if len(x) else None,
         "lines": {name: drawn for name, drawn in lines.items() if drawn["x"] or drawn["bad"]},
@@ -123,10 +129,16 @@ class Places:
 
     def points(self, values: Iterable[tuple[int, float]]) -> dict[str, list[Any]]:
         finite = [(i, y) for i, y in values if math.isfinite(y)]
-        return {"x": [self.at(i) for i, _ in finite], "y": [y for _, y in finite], "step": [i for i, _ in finite]}
+        return {
+            "x": [self.at(i) for i, _ in finite],
+            "y": [y for _, y in finite],
+            "step": [i for i, _ in finite],
+        }
 
 
-def curve_line(x: Steps, y: Steps, shown_steps: tuple[int, int], half: int, points: int) -> dict[str, Any]:
+def curve_line(
+    x: Steps, y: Steps, shown_steps: tuple[int, int], half: int, points: int
+) -> dict[str, Any]:
     """Return one line of the steps where[0] to where[1], and one point beyond on each side."""
     begin, end = max(shown_steps[0] - 1, 0), min(shown_steps[1] + 1, len(x))
     finite = np.isfinite(y[begin:end])

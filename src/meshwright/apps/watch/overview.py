@@ -21,7 +21,8 @@ from meshwright.base.runs.follow import RunTail
 from meshwright.base.runs.history import PATIENCE, Attempt
 from meshwright.base.runs.rows import METRICS
 
-FOLLOW_SECONDS, SEARCH_SECONDS = 0.5, 5.0  # between readings of the files, and between searches for new ones
+# between readings of the files, and between searches for new ones
+FOLLOW_SECONDS, SEARCH_SECONDS = 0.5, 5.0
 SEARCH_DEPTH = 3  # folders below a given one
 RECENT_STEPS = 100  # steps whose speed says how long the rest takes
 
@@ -34,7 +35,8 @@ class Watcher:
         self.runs: dict[Path, RunTail] = {}  # in the order in which they were found: their numbers
         self.names: dict[Path, str] = {}
         self.stopping = threading.Event()
-        self.is_over: Callable[[], bool] = self.stopping.is_set  # whether streams of events must end
+        # whether streams of events must end
+        self.is_over: Callable[[], bool] = self.stopping.is_set
         self.searched = -math.inf
 
     def start(self) -> None:
@@ -54,7 +56,8 @@ class Watcher:
                 return
             try:
                 run.read_new(self.publish)
-            except (OSError, BrokenExecutor) as error:  # a disk that fails, a process killed for memory: try again
+            # a disk that fails, a process killed for memory: try again
+            except (OSError, BrokenExecutor) as error:
                 run.file_state = ()
                 if str(error) != run.problem:
                     run.problem = str(error)
@@ -68,12 +71,22 @@ class Watcher:
         self.searched = time.monotonic()
         below = {root: list(find_runs(root)) or [root] for root in self.roots}
         folders = dict.fromkeys(folder for each in below.values() for folder in each)
-        runs = {folder: self.runs.get(folder) or RunTail(folder) for folder in [*self.runs, *folders]}
+        runs = {
+            folder: self.runs.get(folder) or RunTail(folder) for folder in [*self.runs, *folders]
+        }
         if runs.keys() == self.runs.keys():
             return
-        gone = [root for root in self.roots if root in runs and root not in folders and not runs[root].file_state]
+        gone = [
+            root
+            for root in self.roots
+            if root in runs and root not in folders and not runs[root].file_state
+        ]
         self.runs = {folder: run for folder, run in runs.items() if folder not in gone}
-        names = {f: str(f.relative_to(root)) if f != root else f.resolve().name for root in below for f in below[root]}
+        names = {
+            f: str(f.relative_to(root)) if f != root else f.resolve().name
+            for root in below
+            for f in below[root]
+        }
         again = {name for name in names.values() if list(names.values()).count(name) > 1}
         self.names |= {f: str(f) if name in again else name for f, name in names.items()}
         self.publish()
@@ -84,7 +97,10 @@ class Watcher:
 
     def state(self) -> dict[str, Any]:
         """Return what the page says of all runs, without curves."""
-        runs = [describe_run(run, self.names[folder], time.time()) for folder, run in list(self.runs.items())]
+        runs = [
+            describe_run(run, self.names[folder], time.time())
+            for folder, run in list(self.runs.items())
+        ]
         for number, run in enumerate(runs):
             run |= {"colour": COLOURS[number % len(COLOURS)], "dash": dash_of(number)}
         settings = [run.settings for run in list(self.runs.values())]
@@ -105,7 +121,9 @@ def find_runs(root: Path) -> Iterator[Path]:
             yield Path(name)
             folders.clear()
         is_deep = len(Path(name).relative_to(root).parts) >= SEARCH_DEPTH
-        folders[:] = [] if is_deep else sorted(f for f in folders if not f.startswith((".", "iter_")))
+        folders[:] = (
+            [] if is_deep else sorted(f for f in folders if not f.startswith((".", "iter_")))
+        )
 
 
 def describe_run(run: RunTail, name: str, now: float) -> dict[str, Any]:
@@ -122,7 +140,9 @@ def describe_run(run: RunTail, name: str, now: float) -> dict[str, Any]:
             "read": run.offset / run.size if run.size else 1.0,
             "attempts": [describe_attempt(a) for a in attempts],
             "state": state_of(run, now),
-            "slow": list(attempts[-1].slow.values()) if attempts and attempts[-1].end is None else [],
+            "slow": list(attempts[-1].slow.values())
+            if attempts and attempts[-1].end is None
+            else [],
             "updated": run.updated,
             "steps": run.count,
             "unit": "tokens" if run.settings.get("seq_length") else "samples",
@@ -149,7 +169,10 @@ def recent_figures(run: RunTail) -> dict[str, Any]:
     out: dict[str, Any] = {"step": last, "loss": loss, "loss_steps": count, "ms": ms}
     out |= {"amount": int(run.column("consumed_samples")[-1]) * scale_of(run)}
     out |= {name: float(run.column(name)[-1]) for name in ("lr", "grad_norm")}
-    out |= {name: float(np.median(run.column(name)[-RECENT_STEPS:])) for name in ("tokens_per_second", "mfu")}
+    out |= {
+        name: float(np.median(run.column(name)[-RECENT_STEPS:]))
+        for name in ("tokens_per_second", "mfu")
+    }
     out["memory"] = float(np.nanmax(peaks)) if np.isfinite(peaks).any() else None
     out["skipped"] = int(run.column("skipped").sum())
     total = run.record.attempts[-1].start.get("train_iters") if run.record.attempts else None
@@ -173,10 +196,17 @@ def state_of(run: RunTail, now: float) -> str:
 def describe_attempt(a: Attempt) -> dict[str, Any]:
     end = a.end or {}
     out = {"number": a.number, "time": a.start.get("time"), "began": a.began, "last": a.last}
-    return {**out, "command": shell_line(a.start.get("command")), "end": end.get("reason"), "at": end.get("time")}
+    return {
+        **out,
+        "command": shell_line(a.start.get("command")),
+        "end": end.get("reason"),
+        "at": end.get("time"),
+    }
 
 
 def describe_samples(run: RunTail, iteration: int) -> list[dict[str, Any]]:
     with run.lock:
-        samples = [sample for (i, _), sample in sorted(run.record.samples.items()) if i == iteration]
+        samples = [
+            sample for (i, _), sample in sorted(run.record.samples.items()) if i == iteration
+        ]
     return [{"number": s.number, "prompt": s.prompt, "text": s.text} for s in samples]

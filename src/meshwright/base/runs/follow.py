@@ -26,13 +26,22 @@ from meshwright.base import host
 from meshwright.base.errors import UserError
 from meshwright.base.files import open_plain
 from meshwright.base.runs.goodput import Goodput, measure_goodput
-from meshwright.base.runs.history import Record, final_loss, final_steps, flat_settings, kept_until, read_settings
+from meshwright.base.runs.history import (
+    Record,
+    final_loss,
+    final_steps,
+    flat_settings,
+    kept_until,
+    read_settings,
+)
 from meshwright.base.runs.rows import DAMAGED, METRICS, DamagedRow, explain_damage, read_line
 
 COLUMNS = "iteration consumed_samples loss grad_norm lr ms tokens_per_second skipped mfu memory time".split()
-NEEDED = COLUMNS[:-3]  # the others are unknown on some devices or to older versions, which is NaN here
+# the others are unknown on some devices or to older versions, which is NaN here
+NEEDED = COLUMNS[:-3]
 TASK_BYTES = 8 << 20  # that one process reads at a time
-PARSED_BYTES = 1 << 18  # that are parsed at a time: the objects of more would not stay in the caches
+# that are parsed at a time: the objects of more would not stay in the caches
+PARSED_BYTES = 1 << 18
 PARALLEL_BYTES = 8 * TASK_BYTES  # from which on several processes read
 HEAD_BYTES = 256  # at the start of the file, which must stay the same
 
@@ -60,7 +69,11 @@ def parse_steps(rows: list[dict[str, Any]]) -> list[Parsed]:
     try:
         if rows and "time" not in rows[0]:
             rows = [{"time": None, **row} for row in rows]
-        return [np.array(list(map(operator.itemgetter(*COLUMNS), rows)), dtype=np.float64)] if rows else []
+        return (
+            [np.array(list(map(operator.itemgetter(*COLUMNS), rows)), dtype=np.float64)]
+            if rows
+            else []
+        )
     except DAMAGED:
         return [part for row in rows for part in parse_line(orjson.dumps(row))]
 
@@ -72,7 +85,9 @@ def parse_line(line: bytes) -> Iterator[Parsed]:
         if row["event"] != "step":
             yield row
             return
-        numbers = [row[name] for name in NEEDED] + [row.get(name) for name in COLUMNS[len(NEEDED) :]]
+        numbers = [row[name] for name in NEEDED] + [
+            row.get(name) for name in COLUMNS[len(NEEDED) :]
+        ]
         yield np.array([numbers], dtype=np.float64)
     except DAMAGED as error:
         yield explain_damage(error)
@@ -96,8 +111,10 @@ class RunTail:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.path, self.lock = folder, folder / METRICS, threading.Lock()
-        self.file_state: tuple[int, ...] = ()  # device, inode, size and time of the file when it was last read
-        self.size = self.offset = 0  # of the file, and of what has been read: up to the end of a line
+        # device, inode, size and time of the file when it was last read
+        self.file_state: tuple[int, ...] = ()
+        # of the file, and of what has been read: up to the end of a line
+        self.size = self.offset = 0
         self.problem = ""
         self.clear()
 
@@ -154,12 +171,17 @@ class RunTail:
         ends = list(line_ends(file, self.offset, self.size, self.folder))
         ranges = list(zip([self.offset, *ends], ends, strict=False))
         with contextlib.ExitStack() as stack:
-            parsed: Iterator[list[Parsed]] = itertools.starmap(parse_range, ((str(self.path), *r) for r in ranges))
+            parsed: Iterator[list[Parsed]] = itertools.starmap(
+                parse_range, ((str(self.path), *r) for r in ranges)
+            )
             workers = min(host.cores(), 8)
             if workers > 1 and self.size - self.offset > PARALLEL_BYTES:
-                spawn = multiprocessing.get_context("spawn")  # a fork would copy this program's threads' locks
+                # a fork would copy this program's threads' locks
+                spawn = multiprocessing.get_context("spawn")
                 pool = stack.enter_context(ProcessPoolExecutor(workers, mp_context=spawn))
-                parsed = pool.map(parse_range, itertools.repeat(str(self.path)), *zip(*ranges, strict=True))
+                parsed = pool.map(
+                    parse_range, itertools.repeat(str(self.path)), *zip(*ranges, strict=True)
+                )
             yield from zip(parsed, ends, strict=True)
 
     def take(self, parsed: list[Parsed]) -> None:
@@ -196,10 +218,13 @@ class RunTail:
         self.count = after
         first, last = new[[0, -1], COLUMNS.index("time")].tolist()
         seconds = float(new[:, COLUMNS.index("ms")].sum()) / 1e3
-        self.record.take_steps(int(new[-1, 0]), seconds, (first, last) if first > 0 and last > 0 else None)
+        self.record.take_steps(
+            int(new[-1, 0]), seconds, (first, last) if first > 0 and last > 0 else None
+        )
 
     def read_settings(self) -> None:
-        with contextlib.suppress(UserError, OSError):  # half written by a foreign copy: the next start reads it
+        # half written by a foreign copy: the next start reads it
+        with contextlib.suppress(UserError, OSError):
             self.settings = flat_settings(read_settings(self.folder))
 
     def final_loss(self) -> tuple[float, int]:

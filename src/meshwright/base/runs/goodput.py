@@ -37,18 +37,30 @@ class Goodput:
 
     def line(self) -> str:
         total = f"goodput {100 * self.share:.1f} %: {duration(self.good)} of {duration(self.wall)} in steps that count"
-        lost = [f"{name} {duration(seconds)}" for name, seconds in self.lost.items() if seconds >= 1e-3 * self.wall]
+        lost = [
+            f"{name} {duration(seconds)}"
+            for name, seconds in self.lost.items()
+            if seconds >= 1e-3 * self.wall
+        ]
         parts = [total, *([", ".join(lost)] if lost else [])]
         if self.mean_recovery is not None:
-            number = f"{len(self.recoveries)} recoveries, each" if len(self.recoveries) > 1 else "1 recovery,"
-            parts.append(f"{number} {duration(self.mean_recovery)} from the last row to the next step")
+            number = (
+                f"{len(self.recoveries)} recoveries, each"
+                if len(self.recoveries) > 1
+                else "1 recovery,"
+            )
+            parts.append(
+                f"{number} {duration(self.mean_recovery)} from the last row to the next step"
+            )
         return "; ".join(parts)
 
 
 def read_goodput(history: History) -> Goodput | None:
     """Return the goodput of a run, if all its attempts are dated."""
     good = sum(s.ms for s in history.steps if not s.skipped) / 1e3
-    return measure_goodput(history.attempts, good, sum(s.ms for s in history.steps if s.skipped) / 1e3)
+    return measure_goodput(
+        history.attempts, good, sum(s.ms for s in history.steps if s.skipped) / 1e3
+    )
 
 
 def measure_goodput(attempts: Sequence[Attempt], good: float, skipped: float) -> Goodput | None:

@@ -40,9 +40,11 @@ class Validation:
     loss: float
     ppl: float
     dataset: str = ""  # its name where there are several
-    is_at_end: bool = False  # whether it followed the last step, which may have been validated before
+    # whether it followed the last step, which may have been validated before
+    is_at_end: bool = False
     by_position: dict[str, float] = field(default_factory=dict)
-    by_data: dict[str, float] = field(default_factory=dict)  # losses by pairs of token files, if there are several
+    # losses by pairs of token files, if there are several
+    by_data: dict[str, float] = field(default_factory=dict)
     ema_loss: float | None = None  # of the average of --ema
 
     @property
@@ -71,13 +73,15 @@ class Attempt:
     last: int  # the iteration it reached
     seconds: float = 0.0  # in steps and saves, including those that a later attempt repeated
     steps: float = 0.0  # seconds in steps
-    pauses: dict[str, float] = field(default_factory=dict)  # seconds between them, by what they went into
+    # seconds between them, by what they went into
+    pauses: dict[str, float] = field(default_factory=dict)
     first: float = 0.0  # when its first step was done, in seconds since 1970
     latest: float = 0.0  # the time of its last row
     end: dict[str, Any] | None = None  # None: still running, or killed
     unsaved: list[int] = field(default_factory=list)  # the iterations whose save failed
     rollbacks: list[int] = field(default_factory=list)  # the iterations at which it went back
-    slow: dict[int, str] = field(default_factory=dict)  # rank: how much slower than the others it is
+    # rank: how much slower than the others it is
+    slow: dict[int, str] = field(default_factory=dict)
 
     @property
     def startup(self) -> float:
@@ -138,7 +142,9 @@ class Record:
         if (kept := kept_until(row)) is not None:
             self.checks = {k: v for k, v in self.checks.items() if k[1] <= kept}
             self.samples = {k: v for k, v in self.samples.items() if k[0] <= kept}
-            self.scores = {n: {i: x for i, x in v.items() if i <= kept} for n, v in self.scores.items()}
+            self.scores = {
+                n: {i: x for i, x in v.items() if i <= kept} for n, v in self.scores.items()
+            }
             self.means = {i: mean for i, mean in self.means.items() if i <= kept}
         if event == "start":
             self.attempts.append(Attempt(int(row["attempt"]), row, iteration, iteration))
@@ -146,17 +152,27 @@ class Record:
         elif event == "validation":
             loss, ppl = float(row["loss"]), float(row["ppl"])
             by_position, by_data = (
-                {str(n): float(x) for n, x in row.get(key, {}).items()} for key in ("by_position", "by_data")
+                {str(n): float(x) for n, x in row.get(key, {}).items()}
+                for key in ("by_position", "by_data")
             )
             averaged = float(row["ema_loss"]) if "ema_loss" in row else None
-            where = iteration, str(row["name"]), loss, ppl, str(row.get("set", "")), bool(row.get("end"))
+            where = (
+                iteration,
+                str(row["name"]),
+                loss,
+                ppl,
+                str(row.get("set", "")),
+                bool(row.get("end")),
+            )
             v = Validation(*where, by_position, by_data, averaged)
             self.checks[v.title, iteration, v.is_at_end] = v
         elif event == "average":
             self.means[iteration] = Mean([int(step) for step in row["steps"]], float(row["loss"]))
         elif event == "sample":
             number = int(row["number"])
-            self.samples[iteration, number] = Sample(iteration, number, str(row["prompt"]), str(row["text"]))
+            self.samples[iteration, number] = Sample(
+                iteration, number, str(row["prompt"]), str(row["text"])
+            )
         elif event == "scores":
             for name, score in row["scores"].items():
                 self.scores.setdefault(name, {})[iteration] = float(score)
@@ -174,7 +190,9 @@ class Record:
         if self.attempts and self.attempts[-1].number == row.get("attempt"):
             self.attempts[-1].note(row, now)
 
-    def take_steps(self, last: int, seconds: float, times: tuple[float, float] | None = None) -> None:
+    def take_steps(
+        self, last: int, seconds: float, times: tuple[float, float] | None = None
+    ) -> None:
         """Count steps up to iteration `last` as the newest attempt's; `times` of first and last.
 
         Rows of versions before 0.11 have no time: then it is that of the attempt's work so far.
@@ -215,7 +233,9 @@ class Record:
 
     def resumed_at(self) -> list[int]:
         """Return the iterations at which a run was resumed or rolled back, apart from 0."""
-        marks = {a.began for a in self.attempts[1:]} | {i for a in self.attempts for i in a.rollbacks}
+        marks = {a.began for a in self.attempts[1:]} | {
+            i for a in self.attempts for i in a.rollbacks
+        }
         return sorted(marks - {0})
 
 
@@ -234,7 +254,9 @@ class History(Record):
 
     def is_running(self, now: float) -> bool:
         """Return whether the last attempt goes on: it has no end, and had a row not long ago."""
-        return bool(self.attempts) and self.attempts[-1].end is None and now - self.updated < PATIENCE
+        return (
+            bool(self.attempts) and self.attempts[-1].end is None and now - self.updated < PATIENCE
+        )
 
 
 def kept_until(row: dict[str, Any]) -> int | None:
@@ -280,11 +302,15 @@ def _time(value: Any) -> float:
 
 def _read_step(row: dict[str, Any]) -> LoggedStep:
     # float() also reads "nan", "inf" and "-inf", which stand for what JSON has no numbers for.
-    loss, norm, lr, speed = (float(row[n]) for n in ("loss", "grad_norm", "lr", "tokens_per_second"))
+    loss, norm, lr, speed = (
+        float(row[n]) for n in ("loss", "grad_norm", "lr", "tokens_per_second")
+    )
     ms = _time(row["ms"])
     mfu, memory = (None if row.get(n) is None else float(row[n]) for n in ("mfu", "memory"))
     iteration, consumed = int(row["iteration"]), int(row["consumed_samples"])
-    return LoggedStep(iteration, consumed, loss, norm, lr, bool(row["skipped"]), ms, speed, mfu, memory)
+    return LoggedStep(
+        iteration, consumed, loss, norm, lr, bool(row["skipped"]), ms, speed, mfu, memory
+    )
 
 
 def read_settings(folder: Path) -> dict[str, dict[str, Any]]:
@@ -308,10 +334,14 @@ def final_steps(iteration: int, log_interval: Any) -> int:
 
     It is the last logged interval, in a long run the last fiftieth of all steps.
     """
-    return min(max(1, iteration // 50, log_interval if isinstance(log_interval, int) else 1), sys.maxsize)
+    return min(
+        max(1, iteration // 50, log_interval if isinstance(log_interval, int) else 1), sys.maxsize
+    )
 
 
-def final_loss(losses: Reversible[float], iteration: int, log_interval: Any = 1) -> tuple[float, int]:
+def final_loss(
+    losses: Reversible[float], iteration: int, log_interval: Any = 1
+) -> tuple[float, int]:
     """Return the mean training loss at the end, and of how many steps; NaN if none is finite.
 
     `losses` are those of steps that were not skipped, up to `iteration`. The final loss of a
@@ -324,7 +354,11 @@ def final_loss(losses: Reversible[float], iteration: int, log_interval: Any = 1)
 
 def wall_time(attempts: Sequence[Attempt]) -> tuple[str, float]:
     """Return a label and seconds: start to end if all are dated, else the known steps and saves."""
-    dated = [a.end["time"] - a.start["time"] for a in attempts if a.end and "time" in a.end and "time" in a.start]
+    dated = [
+        a.end["time"] - a.start["time"]
+        for a in attempts
+        if a.end and "time" in a.end and "time" in a.start
+    ]
     if dated and len(dated) == len(attempts):
         return "wall time", sum(dated)
     return "time in steps and saves", sum(a.seconds for a in attempts)

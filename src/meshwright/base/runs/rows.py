@@ -47,7 +47,10 @@ def read_line(file: BinaryIO, folder: Path) -> bytes:
     line = file.readline(ROW_LIMIT)
     if len(line) == ROW_LIMIT and not line.endswith(b"\n"):
         at = file.tell() - ROW_LIMIT
-        raise UnfitFile(folder / METRICS, f"no row ends within {ROW_LIMIT:,} bytes of byte {at:,}; no run writes that")
+        raise UnfitFile(
+            folder / METRICS,
+            f"no row ends within {ROW_LIMIT:,} bytes of byte {at:,}; no run writes that",
+        )
     return line
 
 
@@ -93,7 +96,9 @@ def find_last_step(folder: Path) -> tuple[int, str] | None:
             if row["event"] == "end" and not ended:
                 ended = f"ended after step {int(row['iteration']):,} ({row['reason']})"
             elif row["event"] == "step":
-                return int(row["iteration"]), ended or f"was killed after step {int(row['iteration']):,}"
+                return int(
+                    row["iteration"]
+                ), ended or f"was killed after step {int(row['iteration']):,}"
     return None
 
 

@@ -27,7 +27,9 @@ def read_record(folder: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise bad_data(f"{folder / RECORD} is not the record of a sweep: {error}; choose another folder") from None
+        raise bad_data(
+            f"{folder / RECORD} is not the record of a sweep: {error}; choose another folder"
+        ) from None
 
 
 def _word(value: object) -> str:

@@ -23,7 +23,9 @@ def is_address(text: object) -> bool:
 
 def as_typed(value: object) -> object:
     """Return a path as it was typed: as a Path, an address has lost one of two slashes."""
-    return re.sub(r"^(\w+):/(?!/)", r"\1://", str(value)) if isinstance(value, os.PathLike) else value
+    return (
+        re.sub(r"^(\w+):/(?!/)", r"\1://", str(value)) if isinstance(value, os.PathLike) else value
+    )
 
 
 def default_root() -> str:

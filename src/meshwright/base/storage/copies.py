@@ -26,12 +26,17 @@ from meshwright.base.storage.store import BucketObjects, Entry, locate
 
 PART = 64 << 20  # bytes of a complete copy that are read at once
 BLOCK = 1 << 20  # bytes of a sparse one
-MARK = 8  # bytes of a block in the map: its checksum and a signature; zeros for one that is not here
+# bytes of a block in the map: its checksum and a signature; zeros for one that is not here
+MARK = 8
 THREADS = 16
 
 
 def download(
-    store: BucketObjects, key: str, path: Path, entry: Entry, count: Callable[[int], None] = lambda size: None
+    store: BucketObjects,
+    key: str,
+    path: Path,
+    entry: Entry,
+    count: Callable[[int], None] = lambda size: None,
 ) -> None:
     """Copy an object to a file, in parts, complete or not at all; `count` gets the size of each.
 
@@ -54,7 +59,9 @@ def prepare_tokens(prefix: str) -> None:
     if not {index, binary.name} <= set(objects):
         return  # whoever opens them names what is missing
     pair = {name: objects[name] for name in (binary.name, index)}
-    beside = {name: entry for name, entry in objects.items() if name.startswith(f"{stem}.tokenizer/")}
+    beside = {
+        name: entry for name, entry in objects.items() if name.startswith(f"{stem}.tokenizer/")
+    }
     folder.mkdir(parents=True, exist_ok=True)
 
     def copy(name: str) -> None:
@@ -101,7 +108,8 @@ def read_record(path: Path) -> dict[str, Entry]:
 def is_copy(folder: Path, objects: dict[str, Entry], record: dict[str, Entry]) -> bool:
     """Return whether the files here were made of these objects."""
     return record == objects and all(
-        (folder / name).exists() and (folder / name).stat().st_size == entry.size for name, entry in objects.items()
+        (folder / name).exists() and (folder / name).stat().st_size == entry.size
+        for name, entry in objects.items()
     )
 
 
@@ -112,14 +120,17 @@ class SparseCopy:
         self.path, self.objects = path, read_record(path)
         if path.name not in self.objects:
             what = f"the local copy of {path} has no map of its blocks, which may be holes; nothing in it is read"
-            raise bad_data(f"{what}. Start again, which makes the copy anew if the object is in storage")
+            raise bad_data(
+                f"{what}. Start again, which makes the copy anew if the object is in storage"
+            )
         self.size, self.tag = self.objects[path.name]
         self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self.map = os.open(map_of(path), os.O_RDWR | os.O_CLOEXEC)
         self.count = -(-self.size // BLOCK)
         self.marks = len(encode_record(self.objects))  # where they begin
         self.signature = signature_of(self.fd)
-        self.checked = bytearray(self.count)  # the blocks that this process has found or brought here
+        # the blocks that this process has found or brought here
+        self.checked = bytearray(self.count)
 
     def need(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Bring all bytes between the ends of these ranges here.
@@ -128,8 +139,15 @@ class SparseCopy:
         either.
         """
         if not self.is_in_place():
-            raise bad_data(f"the local copy of {self.path} was replaced while it was read; start again")
-        touched = {n for begin, end in ranges if begin < end for n in range(begin // BLOCK, (end - 1) // BLOCK + 1)}
+            raise bad_data(
+                f"the local copy of {self.path} was replaced while it was read; start again"
+            )
+        touched = {
+            n
+            for begin, end in ranges
+            if begin < end
+            for n in range(begin // BLOCK, (end - 1) // BLOCK + 1)
+        }
         lacking = sorted(n for n in touched if n < self.count and not self.checked[n])
         if len(lacking) == 1:
             self.bring(lacking[0])

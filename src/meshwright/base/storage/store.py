@@ -39,7 +39,11 @@ ELSE = "check the network, the bucket's name and region, and AWS_ENDPOINT_URL fo
 # By scheme: the variables of which one gives credentials, and who gives those of a machine's role.
 CREDENTIALS = {
     "s3": (
-        ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI")
+        (
+            "AWS_ACCESS_KEY_ID",
+            "AWS_WEB_IDENTITY_TOKEN_FILE",
+            "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+        )
         + ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_SKIP_SIGNATURE", "AWS_METADATA_ENDPOINT"),
         "169.254.169.254",
     ),
@@ -64,7 +68,9 @@ class ChangedObject(UserError):
     """An object is not the one any more that is being read."""
 
     def __init__(self, address: str) -> None:
-        super().__init__(f"{address} has changed while it was read; start again when it is complete", BAD_DATA)
+        super().__init__(
+            f"{address} has changed while it was read; start again when it is complete", BAD_DATA
+        )
 
 
 class Entry(NamedTuple):
@@ -80,7 +86,9 @@ class BucketObjects:
     def __init__(self, bucket: str) -> None:
         self.bucket, self.objects = bucket, open_bucket(bucket)
         # What a conditional write compares: Google's storage knows no tags there.
-        self.condition: Literal["version", "e_tag"] = "version" if bucket.startswith("gs:") else "e_tag"
+        self.condition: Literal["version", "e_tag"] = (
+            "version" if bucket.startswith("gs:") else "e_tag"
+        )
 
     def get(self, key: str) -> tuple[bytes, str | None] | None:
         """Return a small object and its tag, or None if there is none."""
@@ -88,7 +96,10 @@ class BucketObjects:
         def act() -> tuple[bytes, str | None]:
             result = self.objects.get(key)
             if result.meta["size"] > SMALL:
-                raise UserError(f"{self.bucket}/{key}: {result.meta['size']:,} bytes, above the limit of {SMALL:,}", IO)
+                raise UserError(
+                    f"{self.bucket}/{key}: {result.meta['size']:,} bytes, above the limit of {SMALL:,}",
+                    IO,
+                )
             return bytes(result.bytes()), result.meta[self.condition]
 
         return self.ask(key, act, MISSING)
@@ -100,12 +111,17 @@ class BucketObjects:
         """
         options: Any = {"range": (begin, begin + size)} | ({"if_match": tag} if tag else {})
         data = self.ask(
-            key, lambda: self.objects.get(key, options=options).bytes(), (*CONFLICT, *MISSING) if tag else ()
+            key,
+            lambda: self.objects.get(key, options=options).bytes(),
+            (*CONFLICT, *MISSING) if tag else (),
         )
         if data is None:
             raise ChangedObject(f"{self.bucket}/{key}")
         if len(data) != size:
-            raise UserError(f"{self.bucket}/{key}: ends at byte {begin + len(data):,}; it is shorter than before", IO)
+            raise UserError(
+                f"{self.bucket}/{key}: ends at byte {begin + len(data):,}; it is shorter than before",
+                IO,
+            )
         return memoryview(data)
 
     def entry(self, key: str) -> Entry | None:
@@ -126,7 +142,9 @@ class BucketObjects:
         wanted: Any = mode if isinstance(mode, str) else {self.condition: mode["e_tag"]}
         result = self.ask(
             key,
-            lambda: self.objects.put(key, data, mode=wanted, use_multipart=in_parts, chunk_size=part),
+            lambda: self.objects.put(
+                key, data, mode=wanted, use_multipart=in_parts, chunk_size=part
+            ),
             CONFLICT if mode != "overwrite" else (),
         )
         return result["e_tag" if mode == "overwrite" else self.condition] if result else None
@@ -138,7 +156,10 @@ class BucketObjects:
         def act() -> dict[str, Entry]:
             pages = self.objects.list(prefix or None)
             every = (meta for page in pages for meta in page)
-            return {meta["path"].removeprefix(prefix): Entry(meta["size"], meta["e_tag"]) for meta in every}
+            return {
+                meta["path"].removeprefix(prefix): Entry(meta["size"], meta["e_tag"])
+                for meta in every
+            }
 
         return self.ask(prefix, act) or {}
 
@@ -168,9 +189,12 @@ class BucketObjects:
                 reason = first_line(error)[:300]
                 status = BAD_DATA if kind in MISSING else IO
                 scheme = self.bucket.partition("://")[0]
-                if scheme in CREDENTIALS and CREDENTIALS[scheme][1] in reason:  # that of a role was asked
+                # that of a role was asked
+                if scheme in CREDENTIALS and CREDENTIALS[scheme][1] in reason:
                     raise no_credentials(self.bucket, "gives none") from None
-                raise UserError(f"{self.bucket}/{key}: {reason}; {CURES.get(kind, ELSE)}", status) from None
+                raise UserError(
+                    f"{self.bucket}/{key}: {reason}; {CURES.get(kind, ELSE)}", status
+                ) from None
         raise AssertionError("the last failure is raised")
 
 
@@ -179,7 +203,11 @@ def require_credentials(bucket: str) -> None:
     scheme = bucket.partition("://")[0]
     names, giver = CREDENTIALS.get(scheme, ((), ""))
     login = Path("~/.config/gcloud/application_default_credentials.json").expanduser()
-    if not giver or any(os.environ.get(name) for name in names) or (scheme == "gs" and login.exists()):
+    if (
+        not giver
+        or any(os.environ.get(name) for name in names)
+        or (scheme == "gs" and login.exists())
+    ):
         return
     try:
         socket.create_connection((giver, 80), timeout=2).close()
@@ -199,7 +227,8 @@ def open_bucket(bucket: str) -> ObjectStore:
         from obstore.store import from_url
     except ImportError:
         raise UserError(
-            f"{bucket} needs the package obstore, which is not installed: pip install 'meshwright[cloud]'", UNAVAILABLE
+            f"{bucket} needs the package obstore, which is not installed: pip install 'meshwright[cloud]'",
+            UNAVAILABLE,
         ) from None
     require_credentials(bucket)
     open_url: Any = from_url  # its overloads know no mapping of settings
@@ -213,7 +242,9 @@ def open_bucket(bucket: str) -> ObjectStore:
     backoff = {"init_backoff": PAUSE, "max_backoff": 15 * seconds, "base": 2}
     retries: Any = {"max_retries": TRIES, "retry_timeout": PATIENCE, "backoff": backoff}
     try:
-        objects: ObjectStore = open_url(bucket, client_options=options, retry_config=retries, **more)
+        objects: ObjectStore = open_url(
+            bucket, client_options=options, retry_config=retries, **more
+        )
         return objects
     except (BaseError, ValueError) as error:
         raise UserError(f"{bucket}: {str(error)[:300]}; {ELSE}", IO) from None

@@ -59,7 +59,9 @@ def is_match(parts: list[str], pattern: list[str]) -> bool:
 
 def open_object(address: str, size: int, tag: str | None) -> BinaryIO:
     """Open an object to read; raise if it is replaced by another meanwhile."""
-    return cast(BinaryIO, io.BufferedReader(cast(Any, _ObjectReader(address, Entry(size, tag))), BLOCK))
+    return cast(
+        BinaryIO, io.BufferedReader(cast(Any, _ObjectReader(address, Entry(size, tag))), BLOCK)
+    )
 
 
 class _ObjectReader(io.RawIOBase):

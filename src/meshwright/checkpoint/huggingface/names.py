@@ -7,7 +7,12 @@ NEOX_OUTSIDE = {"wte": "embed_in", "ln_f": "final_layer_norm"}
 HEAD, NEOX_HEAD = "lm_head", "embed_out"
 
 # In a layer. GPT-2's linear weights are [in, out].
-GPT2_LINEAR = {"attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj", "mlp.fc": "mlp.c_fc", "mlp.proj": "mlp.c_proj"}
+GPT2_LINEAR = {
+    "attn.qkv": "attn.c_attn",
+    "attn.proj": "attn.c_proj",
+    "mlp.fc": "mlp.c_fc",
+    "mlp.proj": "mlp.c_proj",
+}
 GPT2_NORMS = {"ln_1": "ln_1", "ln_2": "ln_2"}
 LLAMA_LINEAR = {"attn.proj": "self_attn.o_proj", "mlp.proj": "mlp.down_proj"}
 LLAMA_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # joined in our attn.qkv

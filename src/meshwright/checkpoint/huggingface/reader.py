@@ -18,7 +18,16 @@ import torch
 
 from meshwright.base.errors import BAD_DATA, bad_data
 from meshwright.checkpoint.exports import SCALINGS
-from meshwright.checkpoint.folder import COUNT, NUMBER, POSITIVE, SHARE, WINDOW, ForeignFolder, Tensors, Views
+from meshwright.checkpoint.folder import (
+    COUNT,
+    NUMBER,
+    POSITIVE,
+    SHARE,
+    WINDOW,
+    ForeignFolder,
+    Tensors,
+    Views,
+)
 from meshwright.checkpoint.formats import HUGGING_FACE
 from meshwright.checkpoint.gpt import PLAIN, one_view, qkv_views
 from meshwright.checkpoint.huggingface import names
@@ -65,9 +74,12 @@ def read_object(path: Path) -> dict[str, Any]:
 def inside(folder: Path, name: str) -> Path:
     """Return the plain file of that name; links may lead within the folder or the hub's cache."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
-        raise bad_data(f"{folder}: {name[:200]!r} is not a plain name; nothing outside the folder is read")
+        raise bad_data(
+            f"{folder}: {name[:200]!r} is not a plain name; nothing outside the folder is read"
+        )
     real = folder.resolve()
-    cache = real.parent.parent / "blobs" if real.parent.name == "snapshots" else real  # where its links lead
+    # where its links lead
+    cache = real.parent.parent / "blobs" if real.parent.name == "snapshots" else real
     path = (folder / name).resolve()
     if not any(path.is_relative_to(root) for root in (real, cache)):
         raise bad_data(f"{folder / name} leads to {path}; nothing outside the folder is read")
@@ -89,10 +101,14 @@ def tensors_of(folder: Path, trust: bool) -> Iterator[tuple[str, torch.Tensor]]:
     raise bad_data(f"{folder} has neither {' nor '.join(SINGLE)}, nor an index of parts of one")
 
 
-def indexed(folder: Path, index: Path, where: Any, trust: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def indexed(
+    folder: Path, index: Path, where: Any, trust: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
     if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
         raise bad_data(f"{index}: weight_map does not give each tensor a file")
-    files = {name: read_tensors(inside(folder, name), trust) for name in sorted(set(where.values()))}
+    files = {
+        name: read_tensors(inside(folder, name), trust) for name in sorted(set(where.values()))
+    }
     for name, file in where.items():
         if name not in files[file]:
             raise bad_data(f"{folder / file} lacks {name}, which {index.name} puts there")
@@ -104,12 +120,15 @@ def read_tensors(path: Path, trust: bool) -> Tensors:
 
     if path.suffix == ".bin" or not is_safetensors(path):
         tree = pickles.load_pickle(path, trust=trust)
-        if not isinstance(tree, dict) or not all(isinstance(t, torch.Tensor) for t in tree.values()):
+        if not isinstance(tree, dict) or not all(
+            isinstance(t, torch.Tensor) for t in tree.values()
+        ):
             raise bad_data(f"{path}: not a state dict of tensors alone")
         return tree
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in list(file.keys())}  # views: no byte is read
+            # views: no byte is read
+            return {name: file.get_tensor(name) for name in list(file.keys())}
     except (SafetensorError, OSError) as error:
         raise bad_data(f"{path}: not a complete safetensors file: {str(error)[:200]}") from error
 
@@ -125,7 +144,9 @@ def is_safetensors(path: Path) -> bool:
         return False
     length = int.from_bytes(begin[:8], "little")
     if length > HEADER_LIMIT:
-        raise bad_data(f"{path}: its list of tensors has {length:,} bytes; at most {HEADER_LIMIT:,} are read")
+        raise bad_data(
+            f"{path}: its list of tensors has {length:,} bytes; at most {HEADER_LIMIT:,} are read"
+        )
     return True
 
 
@@ -135,14 +156,25 @@ def is_safetensors(path: Path) -> bool:
 # transformers' values where config.json states none.
 GPT2_DEFAULTS = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 GPT2_DEFAULTS |= {"layer_norm_epsilon": 1e-5, "initializer_range": 0.02}
-NEOX_DEFAULTS = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "layer_norm_eps": 1e-5, "initializer_range": 0.02}
+NEOX_DEFAULTS = {
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "layer_norm_eps": 1e-5,
+    "initializer_range": 0.02,
+}
 LLAMA_DEFAULTS = {"attention_dropout": 0.0, "rms_norm_eps": 1e-6, "initializer_range": 0.02}
-GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu")  # GPT-2's and GPT-NeoX's; only the last is exact
+# GPT-2's and GPT-NeoX's; only the last is exact
+GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu")
 
 
 def sizes_of(h: int, layers: int, heads: int, f: int, positions: int) -> dict[str, Any]:
     """Return the sizes of a network; its heads together are as wide as it is."""
-    sizes = {"num_layers": layers, "hidden_size": h, "num_attention_heads": heads, "kv_channels": h // heads}
+    sizes = {
+        "num_layers": layers,
+        "hidden_size": h,
+        "num_attention_heads": heads,
+        "kv_channels": h // heads,
+    }
     return sizes | {"ffn_hidden_size": f, "max_position_embeddings": positions}
 
 
@@ -161,7 +193,10 @@ def read_gpt2(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
         raise bad_data(f"{hf.folder / CONFIG}: n_embd {h} is not a multiple of n_head {heads}")
     prefix = "transformer." if hf.has("transformer.wte.weight") else ""
     wte = hf.take(f"{prefix}wte.weight", None, h)
-    pieces = {"wte.weight": one_view(wte), "wpe.weight": one_view(hf.take(f"{prefix}wpe.weight", positions, h))}
+    pieces = {
+        "wte.weight": one_view(wte),
+        "wpe.weight": one_view(hf.take(f"{prefix}wpe.weight", positions, h)),
+    }
 
     def linear(ours: str, theirs: str, rows: int, columns: int) -> None:
         pieces[f"{ours}.weight"] = one_view(hf.take(f"{theirs}.weight", columns, rows).t())
@@ -174,7 +209,11 @@ def read_gpt2(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
     for i in range(layers):
         ours, theirs = f"h.{i}", f"{prefix}h.{i}"
         for end, shape in ((".weight", (h, 3 * h)), (".bias", (3 * h,))):
-            q, k, v = hf.take(f"{theirs}.{names.GPT2_LINEAR['attn.qkv']}{end}", *shape).t().tensor_split(3)
+            q, k, v = (
+                hf.take(f"{theirs}.{names.GPT2_LINEAR['attn.qkv']}{end}", *shape)
+                .t()
+                .tensor_split(3)
+            )
             pieces[f"{ours}.attn.qkv{end}"] = qkv_views(q, k, v, heads, h // heads)
         for name, shape in {"attn.proj": (h, h), "mlp.fc": (f, h), "mlp.proj": (h, f)}.items():
             linear(f"{ours}.{name}", f"{theirs}.{names.GPT2_LINEAR[name]}", *shape)
@@ -183,7 +222,9 @@ def read_gpt2(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
     norm("ln_f", f"{prefix}ln_f")
     untied = hf.add_head(pieces, wte, hf.config.get("tie_word_embeddings", True) is True)
     hf.note_defaults(**GPT2_DEFAULTS)
-    hidden, embedding, attention = (hf.get(f"{x}_pdrop", SHARE, 0.1) for x in ("resid", "embd", "attn"))
+    hidden, embedding, attention = (
+        hf.get(f"{x}_pdrop", SHARE, 0.1) for x in ("resid", "embd", "attn")
+    )
     return sizes_of(h, layers, heads, f, positions) | {
         "hidden_dropout": hidden,
         "attention_dropout": attention,
@@ -200,9 +241,14 @@ def read_neox(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
     hf.want("attention_bias", True, default=True)
     activation = hf.want("hidden_act", *GELUS, default="gelu")
     h, heads, layers = hf.sizes("hidden_size", "num_attention_heads", "num_hidden_layers")
-    f, positions = hf.get("intermediate_size", COUNT), hf.get("max_position_embeddings", COUNT, 2048)
+    f, positions = (
+        hf.get("intermediate_size", COUNT),
+        hf.get("max_position_embeddings", COUNT, 2048),
+    )
     if h % heads:
-        raise bad_data(f"{hf.folder / CONFIG}: hidden_size {h} is not a multiple of num_attention_heads {heads}")
+        raise bad_data(
+            f"{hf.folder / CONFIG}: hidden_size {h} is not a multiple of num_attention_heads {heads}"
+        )
     wte = hf.take(f"gpt_neox.{names.NEOX_OUTSIDE['wte']}.weight", None, h)
     pieces: Views = {"wte.weight": one_view(wte)}
     shapes = {"ln_1": (h,), "ln_2": (h,), "attn.qkv": (3 * h, h), "attn.proj": (h, h)}
@@ -258,15 +304,24 @@ def read_llama(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
     """
     hf.want("hidden_act", "silu", "swish", default="silu")
     h, heads, layers = hf.sizes("hidden_size", "num_attention_heads", "num_hidden_layers")
-    groups, head = (hf.get("num_key_value_heads", COUNT, heads), hf.get("head_dim", COUNT, h // heads or None))
+    groups, head = (
+        hf.get("num_key_value_heads", COUNT, heads),
+        hf.get("head_dim", COUNT, h // heads or None),
+    )
     s = LlamaSizes(h, hf.get("intermediate_size", COUNT), heads, groups, head)
     if heads % groups:
-        raise bad_data(f"{hf.folder / CONFIG}: {heads} heads are not a multiple of {groups} key-value heads")
+        raise bad_data(
+            f"{hf.folder / CONFIG}: {heads} heads are not a multiple of {groups} key-value heads"
+        )
     positions = hf.get("max_position_embeddings", COUNT, 2048)
     wte = hf.take(f"model.{names.LLAMA_OUTSIDE['wte']}.weight", None, h)
-    pieces: Views = {"wte.weight": one_view(wte), "ln_f.weight": one_view(hf.take("model.norm.weight", h))}
+    pieces: Views = {
+        "wte.weight": one_view(wte),
+        "ln_f.weight": one_view(hf.take("model.norm.weight", h)),
+    }
     qkv_bias, proj_bias, mlp_bias = (
-        hf.has(f"model.layers.0.{name}.bias") for name in (names.LLAMA_QKV[0], *names.LLAMA_LINEAR.values())
+        hf.has(f"model.layers.0.{name}.bias")
+        for name in (names.LLAMA_QKV[0], *names.LLAMA_LINEAR.values())
     )
     qk_norm = hf.has("model.layers.0.self_attn.q_norm.weight")
     all_biases = proj_bias or mlp_bias
@@ -304,7 +359,9 @@ def read_llama(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
     }, pieces
 
 
-def linears(hf: ForeignFolder, s: LlamaSizes, layer: str, end: str) -> Iterator[tuple[str, list[TensorView]]]:
+def linears(
+    hf: ForeignFolder, s: LlamaSizes, layer: str, end: str
+) -> Iterator[tuple[str, list[TensorView]]]:
     """Yield our four linear layers: their weights, or their biases, zero where missing."""
 
     def get(name: str, rows: int, columns: int) -> torch.Tensor:
@@ -320,7 +377,10 @@ def linears(hf: ForeignFolder, s: LlamaSizes, layer: str, end: str) -> Iterator[
     yield "attn.qkv", qkv_views(q, k, v, s.groups, s.head)
     yield "attn.proj", one_view(get(names.LLAMA_LINEAR["attn.proj"], s.hidden, s.heads * s.head))
     gate, up = (get(name, s.ffn, s.hidden)[None] for name in names.LLAMA_GATES)
-    yield "mlp.fc", [TensorView((i,) + (0,) * (part.ndim - 1), part) for i, part in enumerate((gate, up))]
+    yield (
+        "mlp.fc",
+        [TensorView((i,) + (0,) * (part.ndim - 1), part) for i, part in enumerate((gate, up))],
+    )
     yield "mlp.proj", one_view(get(names.LLAMA_LINEAR["mlp.proj"], s.hidden, s.ffn))
 
 
@@ -337,13 +397,20 @@ def windows(hf: ForeignFolder, layers: int, positions: int) -> dict[str, Any]:
         return {}
     hf.note_defaults(sliding_window=4096)
     size = hf.get("sliding_window", WINDOW, 4096)
-    full = min(layers, hf.get("max_window_layers", NUMBER, 28)) if kind.startswith("qwen") else 0  # the first ones
-    types = hf.config.get("layer_types") or ["full_attention"] * full + ["sliding_attention"] * (layers - full)
+    # the first ones
+    full = min(layers, hf.get("max_window_layers", NUMBER, 28)) if kind.startswith("qwen") else 0
+    types = hf.config.get("layer_types") or ["full_attention"] * full + ["sliding_attention"] * (
+        layers - full
+    )
     if not isinstance(types, list) or len(types) < layers:
-        raise bad_data(f"{hf.folder / CONFIG}: layer_types is {str(types)[:200]}; it must name {layers} kinds")
+        raise bad_data(
+            f"{hf.folder / CONFIG}: layer_types is {str(types)[:200]}; it must name {layers} kinds"
+        )
     for name in types:
         if name not in numbers:
-            raise hf.refused(f"layer_types names {str(name)[:50]}", f"{' or '.join(numbers)} would do")
+            raise hf.refused(
+                f"layer_types names {str(name)[:50]}", f"{' or '.join(numbers)} would do"
+            )
     kinds = [numbers[name] for name in types[:layers]]
     return window_settings(size - 1, kinds) if size < positions and any(kinds) else {}
 
@@ -360,18 +427,30 @@ def rotation(hf: ForeignFolder, positions: int, keys: RotationKeys) -> dict[str,
     """Return base, share and scaling: rope_scaling of transformers 4, rope_parameters of 5."""
     rope = hf.config.get("rope_scaling") or hf.config.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
-    if kind not in ("default", *SCALINGS) or any(isinstance(value, dict) for value in rope.values()):
+    if kind not in ("default", *SCALINGS) or any(
+        isinstance(value, dict) for value in rope.values()
+    ):
         what = f"the kind of rotation (rope_parameters, rope_scaling) is {str(rope)[:200]}"
         raise hf.refused(what, f"default, {', '.join(SCALINGS)} would do")
-    wanted = {"truncate": True, "partial_rotary_factor": 1.0} if keys is LLAMA_ROTATION else {"truncate": True}
+    wanted = (
+        {"truncate": True, "partial_rotary_factor": 1.0}
+        if keys is LLAMA_ROTATION
+        else {"truncate": True}
+    )
     for key, good in wanted.items():
         if (value := rope.get(key, hf.config.get(key, good))) != good:
             raise hf.refused(f"{key} is {str(value)[:100]}", f"{good} would do")
-    share = hf.get("partial_rotary_factor", POSITIVE, hf.get(keys.share, POSITIVE, keys.default_share), rope)
+    share = hf.get(
+        "partial_rotary_factor", POSITIVE, hf.get(keys.share, POSITIVE, keys.default_share), rope
+    )
     base = hf.get("rope_theta", POSITIVE, hf.get(keys.base, POSITIVE, 1e4), rope)
     out: dict[str, Any] = {"rotary_base": base, "rotary_percent": share}
     out["rope_scaling"] = "none" if kind == "default" else kind
-    defaults: dict[str, float] = {"original_max_position_embeddings": positions, "beta_fast": 32.0, "beta_slow": 1.0}
+    defaults: dict[str, float] = {
+        "original_max_position_embeddings": positions,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    }
     if kind == "yarn":
         defaults["attention_factor"] = attention_factor(hf, rope)
     for key, name in SCALINGS.get(kind, {}).items():
@@ -384,8 +463,13 @@ def rotation(hf: ForeignFolder, positions: int, keys: RotationKeys) -> dict[str,
 
 def attention_factor(hf: ForeignFolder, rope: dict[str, Any]) -> float:
     """Return YaRN's own factor of attention, or the quotient that both mscales ask for."""
-    scales = [hf.get(key, POSITIVE, 1.0, rope) for key in ("mscale", "mscale_all_dim") if rope.get(key)]
-    grown = [0.1 * scale * math.log(max(hf.get("factor", POSITIVE, among=rope), 1.0)) + 1.0 for scale in [*scales, 1.0]]
+    scales = [
+        hf.get(key, POSITIVE, 1.0, rope) for key in ("mscale", "mscale_all_dim") if rope.get(key)
+    ]
+    grown = [
+        0.1 * scale * math.log(max(hf.get("factor", POSITIVE, among=rope), 1.0)) + 1.0
+        for scale in [*scales, 1.0]
+    ]
     return float(grown[0] / grown[1] if len(scales) == 2 else grown[-1])
 
 

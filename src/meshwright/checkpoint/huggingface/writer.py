@@ -32,7 +32,14 @@ from meshwright.checkpoint.saved_model import SavedModel, describe_model
 from meshwright.checkpoint.sources import Source
 from meshwright.config.schema import Model
 from meshwright.data.tokenizers import CHAT_TEMPLATE, GPT2BPE, Tokenizer, save_tokenizer
-from meshwright.data.vocabularies import CHAT_CONFIG, Llama2, SentencePiece, WordPiece, read_bytes, read_chat_config
+from meshwright.data.vocabularies import (
+    CHAT_CONFIG,
+    Llama2,
+    SentencePiece,
+    WordPiece,
+    read_bytes,
+    read_chat_config,
+)
 
 MAX_SHARD = 5_000_000_000  # bytes, the limit that transformers has used for years
 MARK = "meshwright.json"  # in a run's export: which run, and the files as written
@@ -61,7 +68,11 @@ class ExportedTensor(NamedTuple):
 
 
 def write_huggingface(
-    source: Source, folder: Path, tokenizer: Tokenizer | None = None, run: Path | None = None, again: bool = False
+    source: Source,
+    folder: Path,
+    tokenizer: Tokenizer | None = None,
+    run: Path | None = None,
+    again: bool = False,
 ) -> list[str]:
     """Write the complete folder or nothing; return notes for the user.
 
@@ -98,7 +109,9 @@ def require_expressible(m: Model, where: Path, status: int = USAGE) -> str:
     """Return the kind of network that expresses the model, or refuse with every obstacle."""
     kind = choose_architecture(m)
     if obstacles := exports.obstacles(m, family(kind)):
-        raise UserError("\n  ".join([f"{where}: {ARCHITECTURES[kind]} cannot express", *obstacles]), status)
+        raise UserError(
+            "\n  ".join([f"{where}: {ARCHITECTURES[kind]} cannot express", *obstacles]), status
+        )
     return kind
 
 
@@ -117,9 +130,14 @@ def refuse_occupied(folder: Path, run: Path | None = None) -> None:
         mark = read_note(folder / MARK)
         if run is None or mark.get("run") != name_of(run):
             what = "is not empty" if folder.is_dir() else "is not a folder"
-            raise UserError(f"{folder} {what}, and nothing is overwritten; give another folder, or remove it", LOCKED)
+            raise UserError(
+                f"{folder} {what}, and nothing is overwritten; give another folder, or remove it",
+                LOCKED,
+            )
         if mark.get("files") != files_of(folder):
-            raise UserError(f"{folder} was changed since this run wrote it; give another folder", LOCKED)
+            raise UserError(
+                f"{folder} was changed since this run wrote it; give another folder", LOCKED
+            )
 
 
 def name_of(run: Path) -> str:
@@ -157,7 +175,11 @@ def family(kind: str) -> str:
 
 
 def describe_config(kind: str, saved: SavedModel, wte: ExportedTensor) -> dict[str, Any]:
-    config: dict[str, Any] = {"model_type": kind, "architectures": [ARCHITECTURES[kind]], "vocab_size": wte.shape[0]}
+    config: dict[str, Any] = {
+        "model_type": kind,
+        "architectures": [ARCHITECTURES[kind]],
+        "vocab_size": wte.shape[0],
+    }
     config |= {"torch_dtype": TORCH[wte.dtype]} | exports.settings_of(saved, family(kind))
     if "rope_theta" in config:  # transformers 4 reads rope_theta and rope_scaling, 5 this
         rotation = {"rope_theta": config["rope_theta"], "rope_type": "default"}
@@ -174,14 +196,18 @@ class ExportPlan(NamedTuple):
     source: Source
     m: Model
 
-    def part(self, name: str, ours: str, spans: Spans | None = None, transposed: bool = False) -> ExportedTensor:
+    def part(
+        self, name: str, ours: str, spans: Spans | None = None, transposed: bool = False
+    ) -> ExportedTensor:
         """Return rows of one of our tensors; all of them without `spans`."""
         info = self.source.tensors[ours]
         inner = info.shape[1:]
         spans = spans or [(0, info.shape[0])]
         boxes = [((begin, *(0 for _ in inner)), (end - begin, *inner)) for begin, end in spans]
         shape_read = (sum(end - begin for begin, end in spans), *inner)
-        return ExportedTensor(name, ours, boxes, shape_read, NAMES[info.dtype], transposed and len(shape_read) == 2)
+        return ExportedTensor(
+            name, ours, boxes, shape_read, NAMES[info.dtype], transposed and len(shape_read) == 2
+        )
 
     def copies(self, stored: dict[str, str], transposed: bool = False) -> Iterator[ExportedTensor]:
         """Yield the weights and biases that exist."""
@@ -204,21 +230,31 @@ class ExportPlan(NamedTuple):
 
 def export_gpt2(plan: ExportPlan) -> Iterator[ExportedTensor]:
     q, k, v = plan.qkv()
-    yield from plan.copies({ours: f"transformer.{theirs}" for ours, theirs in names.GPT2_OUTSIDE.items()})
+    yield from plan.copies(
+        {ours: f"transformer.{theirs}" for ours, theirs in names.GPT2_OUTSIDE.items()}
+    )
     for i in range(plan.m.num_layers or 0):
         ours, theirs = f"h.{i}", f"transformer.h.{i}"
         linear = dict(names.GPT2_LINEAR)
         qkv = linear.pop("attn.qkv")
         for end in (".weight", ".bias"):
-            yield plan.part(f"{theirs}.{qkv}{end}", f"{ours}.attn.qkv{end}", q + k + v, transposed=True)
-        yield from plan.copies({f"{ours}.{a}": f"{theirs}.{b}" for a, b in linear.items()}, transposed=True)
-        yield from plan.copies({f"{ours}.{a}": f"{theirs}.{b}" for a, b in names.GPT2_NORMS.items()})
+            yield plan.part(
+                f"{theirs}.{qkv}{end}", f"{ours}.attn.qkv{end}", q + k + v, transposed=True
+            )
+        yield from plan.copies(
+            {f"{ours}.{a}": f"{theirs}.{b}" for a, b in linear.items()}, transposed=True
+        )
+        yield from plan.copies(
+            {f"{ours}.{a}": f"{theirs}.{b}" for a, b in names.GPT2_NORMS.items()}
+        )
     yield from plan.copies({"lm_head": names.HEAD})
 
 
 def export_llama(plan: ExportPlan) -> Iterator[ExportedTensor]:
     spans = plan.qkv()
-    yield from plan.copies({ours: f"model.{theirs}" for ours, theirs in names.LLAMA_OUTSIDE.items()})
+    yield from plan.copies(
+        {ours: f"model.{theirs}" for ours, theirs in names.LLAMA_OUTSIDE.items()}
+    )
     for i in range(plan.m.num_layers or 0):
         ours, theirs = f"h.{i}", f"model.layers.{i}"
         for end in (".weight", ".bias"):
@@ -227,7 +263,9 @@ def export_llama(plan: ExportPlan) -> Iterator[ExportedTensor]:
                     yield plan.part(f"{theirs}.{name}{end}", f"{ours}.attn.qkv{end}", rows)
             if f"{ours}.mlp.fc{end}" in plan.source.tensors:
                 for half, name in enumerate(names.LLAMA_GATES):
-                    part = plan.part(f"{theirs}.{name}{end}", f"{ours}.mlp.fc{end}", [(half, half + 1)])
+                    part = plan.part(
+                        f"{theirs}.{name}{end}", f"{ours}.mlp.fc{end}", [(half, half + 1)]
+                    )
                     yield part._replace(read=part.read[1:])  # without the dimension of the halves
         stored = names.LLAMA_NORMS | names.LLAMA_LINEAR
         yield from plan.copies({f"{ours}.{a}": f"{theirs}.{b}" for a, b in stored.items()})
@@ -235,15 +273,22 @@ def export_llama(plan: ExportPlan) -> Iterator[ExportedTensor]:
 
 
 def export_neox(plan: ExportPlan) -> Iterator[ExportedTensor]:
-    yield from plan.copies({ours: f"gpt_neox.{theirs}" for ours, theirs in names.NEOX_OUTSIDE.items()})
+    yield from plan.copies(
+        {ours: f"gpt_neox.{theirs}" for ours, theirs in names.NEOX_OUTSIDE.items()}
+    )
     for i in range(plan.m.num_layers or 0):
-        yield from plan.copies({f"h.{i}.{a}": f"gpt_neox.layers.{i}.{b}" for a, b in names.NEOX_LAYER.items()})
+        yield from plan.copies(
+            {f"h.{i}.{a}": f"gpt_neox.layers.{i}.{b}" for a, b in names.NEOX_LAYER.items()}
+        )
     yield from plan.copies({"lm_head": names.NEOX_HEAD})
 
 
 WRITERS = {"gpt2": export_gpt2, "llama": export_llama, "neox": export_neox}
 ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "gpt_neox": "GPTNeoXForCausalLM"}
-ARCHITECTURES |= {name.lower(): f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3")}
+ARCHITECTURES |= {
+    name.lower(): f"{name}ForCausalLM"
+    for name in ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3")
+}
 
 
 # Files
@@ -264,11 +309,15 @@ def write_tensors(folder: Path, source: Source, parts: list[ExportedTensor]) -> 
         write_safetensors(folder / name, source, shard)
         where.update(dict.fromkeys((part.name for part in shard), name))
     total = sum(part.bytes for part in parts)
-    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where})
+    write_json(
+        folder / "model.safetensors.index.json",
+        {"metadata": {"total_size": total}, "weight_map": where},
+    )
 
 
 def write_safetensors(path: Path, source: Source, parts: list[ExportedTensor]) -> None:
-    parts = sorted(parts, key=lambda part: -SIZES[part.dtype])  # widest first: every element is aligned
+    # widest first: every element is aligned
+    parts = sorted(parts, key=lambda part: -SIZES[part.dtype])
     head = safetensors_header((part.name, part.dtype, part.shape) for part in parts)
     with naming_file(path), path.open("xb", buffering=0) as file:
         write_all(file.fileno(), memoryview(head))
@@ -289,14 +338,25 @@ def strips(source: Source, part: ExportedTensor) -> Iterator[memoryview]:
         return
     count = max(1, PART // (tensor.shape[0] * tensor.element_size()))
     for i in range(0, tensor.shape[1], count):
-        yield tensor[:, i : i + count].contiguous().t().contiguous().view(-1).view(torch.uint8).numpy().data
+        yield (
+            tensor[:, i : i + count]
+            .contiguous()
+            .t()
+            .contiguous()
+            .view(-1)
+            .view(torch.uint8)
+            .numpy()
+            .data
+        )
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     write_durably(path, json.dumps(value, indent=2, sort_keys=True).encode() + b"\n")
 
 
-def write_tokenizer(folder: Path, saved: SavedModel, tokenizer: Tokenizer | None, notes: list[str]) -> Ids:
+def write_tokenizer(
+    folder: Path, saved: SavedModel, tokenizer: Tokenizer | None, notes: list[str]
+) -> Ids:
     """Write what `AutoTokenizer` reads; return the ids at the begin and end of a text.
 
     Without a tokenizer both are None: the library's default would end a text at an ordinary id.
@@ -305,7 +365,9 @@ def write_tokenizer(folder: Path, saved: SavedModel, tokenizer: Tokenizer | None
         notes.append("no tokenizer is written: the source has none, and no flag names one")
         return {"bos_token_id": None, "eos_token_id": None}
     if tokenizer.size > saved.rows:
-        what = f"the tokenizer has {tokenizer.size:,} ids, {saved.source.folder} {saved.rows:,} rows"
+        what = (
+            f"the tokenizer has {tokenizer.size:,} ids, {saved.source.folder} {saved.rows:,} rows"
+        )
         raise bad_data(f"{what}; give the model's own tokenizer")
     begin = tokenizer.bos if isinstance(tokenizer, Llama2) else tokenizer.eod
     ids: Ids = {"bos_token_id": begin, "eos_token_id": tokenizer.eod}
@@ -315,7 +377,9 @@ def write_tokenizer(folder: Path, saved: SavedModel, tokenizer: Tokenizer | None
         save_tokenizer(tokenizer, folder / "tokenizer")
     if library is None:
         kept = f"{' and '.join(tokenizer.files)} in its tokenizer/ are for Meshwright"
-        cure = f"AutoTokenizer needs a folder with the vocabulary of the model's own program; {kept}"
+        cure = (
+            f"AutoTokenizer needs a folder with the vocabulary of the model's own program; {kept}"
+        )
         what = f"no tokenizer.json with the same ids can be made of this {tokenizer.name}"
         none = f"no tokenizer is written: Hugging Face has no equivalent of {tokenizer.name}"
         notes.append(f"{what}: {cure}" if tokenizer.files else none)
@@ -332,7 +396,9 @@ def write_tokenizer(folder: Path, saved: SavedModel, tokenizer: Tokenizer | None
     fixed = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     fixed["model_max_length"] = saved.require_positions()
     fixed |= write_chat_template(folder, tokenizer)
-    write_json(folder / CHAT_CONFIG, {name: w for name, w in words.items() if w is not None} | fixed)
+    write_json(
+        folder / CHAT_CONFIG, {name: w for name, w in words.items() if w is not None} | fixed
+    )
     return ids
 
 
@@ -343,6 +409,9 @@ def write_chat_template(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
         if (path := beside / CHAT_TEMPLATE).is_file():
             write_durably(folder / CHAT_TEMPLATE, read_bytes(path))
         config = read_chat_config(beside)
-        if path.is_file() or config.get("chat_template"):  # whose answers may end with a token of their own
-            settings |= {name: config[name] for name in ("chat_template", "eos_token") if name in config}
+        # whose answers may end with a token of their own
+        if path.is_file() or config.get("chat_template"):
+            settings |= {
+                name: config[name] for name in ("chat_template", "eos_token") if name in config
+            }
     return settings

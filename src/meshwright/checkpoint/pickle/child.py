@@ -33,31 +33,64 @@ from typing import Any, NamedTuple
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # of torch.save before 1.6
 LONG = 1 << 16  # bytes: longer byte strings stay in the file
 DEPTH = 100  # of the tree
-COST, STEP = 128 << 20, 64  # bytes of all its values, with shared parts counted each time; of one beside texts
+# bytes of all its values, with shared parts counted each time; of one beside texts
+COST, STEP = 128 << 20, 64
 DIMENSIONS = 16
 
 # Packages whose classes appear in honest checkpoints as settings and counters; they become Inert.
 PACKAGES = (
-    *("megatron", "deepspeed", "libai", "oneflow", "apex", "transformer_engine", "fp16", "mpu", "pathlib"),
+    *(
+        "megatron",
+        "deepspeed",
+        "libai",
+        "oneflow",
+        "apex",
+        "transformer_engine",
+        "fp16",
+        "mpu",
+        "pathlib",
+    ),
     *("torch.distributed.checkpoint", "torch.nn.functional"),
 )
 INERT_NAMES = {
-    *("_io.BytesIO", "io.BytesIO", "numpy.ndarray", "builtins.slice", "builtins.complex", "builtins.range"),
+    *(
+        "_io.BytesIO",
+        "io.BytesIO",
+        "numpy.ndarray",
+        "builtins.slice",
+        "builtins.complex",
+        "builtins.range",
+    ),
     *(f"builtins.{name}" for name in ("list", "dict", "tuple", "int", "float", "str", "bool")),
-    *("torch.device", "torch.Tensor", "torch.nn.parameter.Parameter", "torch.serialization._get_layout"),
+    *(
+        "torch.device",
+        "torch.Tensor",
+        "torch.nn.parameter.Parameter",
+        "torch.serialization._get_layout",
+    ),
 }
-NAMESPACES = {"argparse.Namespace", "types.SimpleNamespace"}  # the latter from transformers' converters
+# the latter from transformers' converters
+NAMESPACES = {"argparse.Namespace", "types.SimpleNamespace"}
 
 # Names of torch's types, and the bytes of a number.
 SIZES = dict.fromkeys(("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"), 1)
 SIZES |= dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2)
 SIZES |= dict.fromkeys(("int32", "uint32", "float32"), 4)
 SIZES |= dict.fromkeys(("int64", "uint64", "float64"), 8)
-STORAGES = dict(Double="float64", Float="float32", Half="float16", BFloat16="bfloat16", Long="int64", Int="int32")
+STORAGES = dict(
+    Double="float64",
+    Float="float32",
+    Half="float16",
+    BFloat16="bfloat16",
+    Long="int64",
+    Int="int32",
+)
 STORAGES |= dict(Short="int16", Char="int8", Byte="uint8", Bool="bool", Untyped="uint8")
 STORAGE_MODULES = ("torch", "torch.cuda", "torch.storage")
 # NumPy's codes: kind and bytes, such as f8.
-NUMPY = {f"{kind[0]}{bits // 8}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
+NUMPY = {
+    f"{kind[0]}{bits // 8}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)
+}
 NUMPY |= {"f2": "float16", "f4": "float32", "f8": "float64", "b1": "bool"}
 
 
@@ -67,7 +100,9 @@ class RefusedPickle(ValueError):
 
 def read(request: dict[str, Any]) -> Any:
     """Return what a file, or its bytes from `begin` to `end`, holds."""
-    gc.disable()  # all that is built here is kept until the answer, and the collector would walk it again and again
+    # all that is built here is kept until the answer, and the collector would walk it again and
+    # again
+    gc.disable()
     with open(request["path"], "rb", buffering=0) as file:
         part = OpenPart(file.fileno(), request["begin"], request["end"])
         try:
@@ -135,7 +170,9 @@ class Program:
             return self.file.readinto(buffer)
         end = self.file.seek(len(buffer), os.SEEK_CUR)
         if end > self.part.size:
-            raise RefusedPickle(f"it ends at byte {self.part.size:,}, but a byte string in it at {end:,}")
+            raise RefusedPickle(
+                f"it ends at byte {self.part.size:,}, but a byte string in it at {end:,}"
+            )
         self.ends.add(self.part.begin + end)
         buffer[-8:] = (self.part.begin + end).to_bytes(8, "little")
         return len(buffer)
@@ -156,10 +193,13 @@ class Archive:
         if len(self.entries) < len(every):
             raise RefusedPickle("two entries of the archive have one name")
         # All entries are below one name, whatever it is, and one of them is the pickle.
-        pickles = [name for name in self.entries if name.count("/") == 1 and name.endswith("/data.pkl")]
+        pickles = [
+            name for name in self.entries if name.count("/") == 1 and name.endswith("/data.pkl")
+        ]
         self.prefix = pickles[0].removesuffix("data.pkl") if len(pickles) == 1 else ""
         is_foreign = any(not name.startswith(self.prefix) for name in self.entries)
-        if not self.prefix or is_foreign or f"{self.prefix}constants.pkl" in self.entries:  # of TorchScript
+        # of TorchScript
+        if not self.prefix or is_foreign or f"{self.prefix}constants.pkl" in self.entries:
             raise RefusedPickle("a zip archive, but not one of torch.save's")
 
     def find(self, name: str) -> tuple[int, int] | None:
@@ -168,7 +208,9 @@ class Archive:
         if entry is None:
             return None
         if entry.compress_type or entry.flag_bits & 1:
-            raise RefusedPickle(f"its entry {name!r} is compressed or encrypted; torch.save does neither")
+            raise RefusedPickle(
+                f"its entry {name!r} is compressed or encrypted; torch.save does neither"
+            )
         # In front of the bytes are a header of 30 bytes, the name, and what may follow the name.
         header = self.part.at(entry.header_offset, 30)
         if header[:4] != b"PK\3\4":
@@ -185,7 +227,9 @@ def read_archive(part: OpenPart) -> Any:
     archive = Archive(part)
     order = archive.find("byteorder")
     if order and part.at(order[0], min(order[1] - order[0], 10)) != b"little":
-        raise RefusedPickle("its numbers are big-endian; load it on a big-endian machine and convert it there")
+        raise RefusedPickle(
+            "its numbers are big-endian; load it on a big-endian machine and convert it there"
+        )
 
     # Read the pickle, which names storages.
     begin, end = archive.find("data.pkl") or (0, 0)
@@ -201,7 +245,9 @@ def read_archive(part: OpenPart) -> Any:
             raise RefusedPickle(f"there is no storage {key[:100]!r}")
         begin, end = extent
         if size > end - begin:
-            raise RefusedPickle(f"the storage {key!r} has {end - begin:,} bytes, its pickle says {size:,}")
+            raise RefusedPickle(
+                f"the storage {key!r} has {end - begin:,} bytes, its pickle says {size:,}"
+            )
         places[key] = part.begin + begin
         extents.append(extent)
     extents.sort()
@@ -224,7 +270,9 @@ def read_stream(part: OpenPart) -> Any:
     tree = first.load()
     if type(tree) is not int or tree != MAGIC:
         if first.storages:
-            raise RefusedPickle("a reference to something outside of it, where a plain pickle has no storages")
+            raise RefusedPickle(
+                "a reference to something outside of it, where a plain pickle has no storages"
+            )
         return Answer({}, program.ends).encode(tree)
     # Then come four more.
     version, system = Reader(program).load(), Reader(program).load()
@@ -233,7 +281,11 @@ def read_stream(part: OpenPart) -> Any:
         raise RefusedPickle(f"{what}; load it with torch.load and save it again")
     reader = Reader(program)
     tree, keys = reader.load(), Reader(program).load()
-    if type(keys) is not list or any(type(key) is not str for key in keys) or set(keys) != set(reader.storages):
+    if (
+        type(keys) is not list
+        or any(type(key) is not str for key in keys)
+        or set(keys) != set(reader.storages)
+    ):
         raise RefusedPickle("the storages that follow are not those of its tensors")
     # Then the storages, each behind its number of elements.
     at, places = program.tell(), dict[str, int]()
@@ -274,7 +326,8 @@ class Inert:
         self.state[key] = value
 
 
-@functools.cache  # a class refers to itself, so that one for each file would stay without the collector
+# a class refers to itself, so that one for each file would stay without the collector
+@functools.cache
 def inert_class(module: str, name: str) -> type[Inert]:
     return type(name, (Inert,), {"__slots__": (), "module": module, "name": name})
 
@@ -336,7 +389,9 @@ class Array:
 
     __slots__ = ("type", "shape", "is_fortran", "raw")
 
-    def __init__(self, raw: Any = b"", number: Any = None, shape: Any = (), order: Any = "C") -> None:
+    def __init__(
+        self, raw: Any = b"", number: Any = None, shape: Any = (), order: Any = "C"
+    ) -> None:
         self.raw, self.type, self.shape, self.is_fortran = raw, number, shape, order == "F"
 
     def __setstate__(self, state: Any) -> None:
@@ -358,7 +413,9 @@ def tensor_of_bytes(storage: Any, *args: Any) -> Tensor:
     if not isinstance(kind, NumberType):
         raise RefusedPickle("a tensor without a type")
     made = tensor(storage, offset, size, stride)
-    return made._replace(type=kind.name, numbers=made.numbers * SIZES[made.type] // SIZES[kind.name])
+    return made._replace(
+        type=kind.name, numbers=made.numbers * SIZES[made.type] // SIZES[kind.name]
+    )
 
 
 def parameter(data: Any, *_: Any) -> Tensor:
@@ -407,7 +464,9 @@ def member(kind: Any, name: Any) -> Inert:
 
 def numpy_type(code: Any, *_: Any) -> NumberType:
     if type(code) is not str or code.lstrip("<|=") not in NUMPY:
-        raise RefusedPickle(f"a NumPy array of {str(code)[:20] if type(code) is str else 'objects'}: not numbers")
+        raise RefusedPickle(
+            f"a NumPy array of {str(code)[:20] if type(code) is str else 'objects'}: not numbers"
+        )
     return NumberType(NUMPY[code.lstrip("<|=")])
 
 
@@ -459,7 +518,9 @@ class Reader(pickle.Unpickler):  # noqa: S301  whatever it finds is of this file
             return NumberType(STORAGES[kind])
         if full in FUNCTIONS:
             return Function(module, name, FUNCTIONS[full])
-        if full in INERT_NAMES | NAMESPACES or any(f"{module}.".startswith(f"{package}.") for package in PACKAGES):
+        if full in INERT_NAMES | NAMESPACES or any(
+            f"{module}.".startswith(f"{package}.") for package in PACKAGES
+        ):
             return inert_class(module, name)
         raise RefusedPickle(
             f"it names {full}, which is neither numbers nor settings, and was not run. --trust-pickle runs it, "
@@ -469,17 +530,28 @@ class Reader(pickle.Unpickler):  # noqa: S301  whatever it finds is of this file
     def persistent_load(self, pid: Any) -> StorageRange:
         """Return the storage that a reference to something outside of the pickle names."""
         if type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] != "storage":
-            raise RefusedPickle("a reference to something outside of it that is not a storage of a tensor")
+            raise RefusedPickle(
+                "a reference to something outside of it that is not a storage of a tensor"
+            )
         _, kind, key, _, count, *view = pid
-        if not isinstance(kind, NumberType) or type(key) is not str or type(count) is not int or count < 0:
+        if (
+            not isinstance(kind, NumberType)
+            or type(key) is not str
+            or type(count) is not int
+            or count < 0
+        ):
             raise RefusedPickle("a storage without type, key or size")
         size, first = count * SIZES[kind.name], 0
         if self.storages.setdefault(key, size) != size:
-            raise RefusedPickle(f"the storage {key!r} has two sizes, {self.storages[key]:,} and {size:,} bytes")
+            raise RefusedPickle(
+                f"the storage {key!r} has two sizes, {self.storages[key]:,} and {size:,} bytes"
+            )
         if view and view[0] is not None:
             _, first, part = view[0]
             if not 0 <= first <= first + part <= count:
-                raise RefusedPickle(f"a view of elements {first:,} to {first + part:,} on a storage of {count:,}")
+                raise RefusedPickle(
+                    f"a view of elements {first:,} to {first + part:,} on a storage of {count:,}"
+                )
             count = part
         return StorageRange(kind.name, key, first, count)
 
@@ -499,17 +571,23 @@ class Answer:
     def encode(self, value: Any, depth: int = 0) -> Any:
         kind = type(value)
         if kind is str:
-            self.charge(sys.getsizeof(value))  # one letter above U+FFFF makes all of them take four bytes
+            # one letter above U+FFFF makes all of them take four bytes
+            self.charge(sys.getsizeof(value))
         if kind in PLAIN:
             return value
-        self.charge(STEP * (1 + len(value) if isinstance(value, (list, tuple, set, frozenset, dict)) else 1))
+        self.charge(
+            STEP * (1 + len(value) if isinstance(value, (list, tuple, set, frozenset, dict)) else 1)
+        )
         if depth > DEPTH:
             raise RefusedPickle(f"its containers hold themselves, or each other {DEPTH} deep")
         if kind in LISTS:
             return [LISTS[kind], *[self.encode(child, depth + 1) for child in value]]
         # Dicts become keys and values in turn, since JSON has no keys but texts.
         if kind in (dict, Table):
-            return ["dict", *[self.encode(part, depth + 1) for item in value.items() for part in item]]
+            return [
+                "dict",
+                *[self.encode(part, depth + 1) for item in value.items() for part in item],
+            ]
         if kind in (bytes, bytearray):
             return self.encode_bytes(value)
         if kind is NumberType:
@@ -517,18 +595,36 @@ class Answer:
         # A tensor is where its storage begins in the file.
         if kind is Tensor:
             begin = self.places[value.storage.key] + value.storage.first * SIZES[value.storage.type]
-            return ["tensor", value.type, begin, value.numbers, value.offset, value.size, value.stride]
+            return [
+                "tensor",
+                value.type,
+                begin,
+                value.numbers,
+                value.offset,
+                value.size,
+                value.stride,
+            ]
         if kind is Array:
             return self.encode_array(value)
         # Objects of foreign classes are what they were made of.
         if isinstance(value, Inert):
             if f"{value.module}.{value.name}" in NAMESPACES:
                 state = {} if value.state is None else value.state
-                if value.args or type(state) is not dict or not all(type(key) is str for key in state):
+                if (
+                    value.args
+                    or type(state) is not dict
+                    or not all(type(key) is str for key in state)
+                ):
                     raise RefusedPickle("a Namespace of something other than attributes")
                 return ["namespace", self.encode(state, depth + 1)]
             arguments = [self.encode(argument, depth + 1) for argument in value.args]
-            return ["object", value.module, value.name, arguments, self.encode(value.state, depth + 1)]
+            return [
+                "object",
+                value.module,
+                value.name,
+                arguments,
+                self.encode(value.state, depth + 1),
+            ]
         if isinstance(value, Function) or (isinstance(value, type) and issubclass(value, Inert)):
             return ["class", value.module, value.name]
         raise RefusedPickle(f"it holds a {kind.__name__}, which is no value")
@@ -536,7 +632,9 @@ class Answer:
     def charge(self, size: int) -> None:
         self.cost += size
         if self.cost > COST:
-            raise RefusedPickle(f"its values would take more than {COST >> 20} MiB, not counting tensors")
+            raise RefusedPickle(
+                f"its values would take more than {COST >> 20} MiB, not counting tensors"
+            )
 
     def encode_bytes(self, value: bytes | bytearray) -> Any:
         end = int.from_bytes(value[-8:], "little")
@@ -549,7 +647,17 @@ class Answer:
         raw = array.raw.encode("latin1") if type(array.raw) is str else array.raw
         shape = [array.shape] if type(array.shape) is int else array.shape
         is_shape = shape is None or are_sizes(shape)
-        if type(raw) not in (bytes, bytearray) or type(array.type) is not NumberType or not is_shape:
+        if (
+            type(raw) not in (bytes, bytearray)
+            or type(array.type) is not NumberType
+            or not is_shape
+        ):
             raise RefusedPickle("a NumPy array that is not numbers")
         bytes_of_it = self.encode_bytes(raw)
-        return ["array", array.type.name, None if shape is None else list(shape), bool(array.is_fortran), bytes_of_it]
+        return [
+            "array",
+            array.type.name,
+            None if shape is None else list(shape),
+            bool(array.is_fortran),
+            bytes_of_it,
+        ]

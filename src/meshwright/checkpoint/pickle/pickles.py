@@ -28,14 +28,19 @@ from meshwright.base.sandbox import Sandbox
 from meshwright.checkpoint.pickle import child
 
 READ = Sandbox(child.read, memory=512 << 20, seconds=10)
-NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # named since Python 3.13
-KEYS = 10_000  # of a file that collisions could make slow: a table of n such takes up to n * n / 2 comparisons
-PLAIN_KEY, PAIR_KEY, PAIR = 1 << 22, 1 << 31, 8  # integers as keys and in tuples, and parts of a tuple
+# named since Python 3.13
+NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+# of a file that collisions could make slow: a table of n such takes up to n * n / 2 comparisons
+KEYS = 10_000
+# integers as keys and in tuples, and parts of a tuple
+PLAIN_KEY, PAIR_KEY, PAIR = 1 << 22, 1 << 31, 8
 
 mappings: weakref.WeakValueDictionary[tuple[int, ...], mmap.mmap] = weakref.WeakValueDictionary()
 
 
-def load_pickle(path: str | Path, begin: int = 0, length: int | None = None, trust: bool = False) -> Any:
+def load_pickle(
+    path: str | Path, begin: int = 0, length: int | None = None, trust: bool = False
+) -> Any:
     """Return the object in a file or a part of one, its tensors as views of the file on the CPU.
 
     Foreign objects become `Stub`s, byte strings of 64 KiB and more memoryviews, NumPy's arrays
@@ -45,11 +50,14 @@ def load_pickle(path: str | Path, begin: int = 0, length: int | None = None, tru
     full = memoryview(mapped(path))
     end = len(full) if length is None else begin + length
     if not 0 <= begin < end <= len(full):
-        raise bad_data(f"{path}: it has {len(full):,} bytes, and bytes {begin:,} to {end:,} are wanted")
+        raise bad_data(
+            f"{path}: it has {len(full):,} bytes, and bytes {begin:,} to {end:,} are wanted"
+        )
     try:
         if trust:
             return run_trusted(path, None if length is None and begin == 0 else full[begin:end])
-        with READ.kept(), host.collector_off():  # it would walk a long answer again and again as it grows
+        # it would walk a long answer again and again as it grows
+        with READ.kept(), host.collector_off():
             answer = READ({"path": str(path.absolute()), "begin": begin, "end": end})
             return AnswerDecoder(full).decode(answer)
     except Exception as error:  # damaged, hostile and trusted files can fail in any way
@@ -109,7 +117,12 @@ class Stub:
         self.module, self.name, self.args, self.state = module, name, args, state
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in Stub.__slots__ or type(self.state) is not dict or name not in self.state:
+        if (
+            name.startswith("__")
+            or name in Stub.__slots__
+            or type(self.state) is not dict
+            or name not in self.state
+        ):
             raise AttributeError(f"{self.name} has no {name}")
         return self.state[name]
 
@@ -133,7 +146,9 @@ class AnswerDecoder:
             "tensor": self.tensor,
             "array": self.array,
             "namespace": lambda state: argparse.Namespace(**self.decode(state)),
-            "object": lambda module, name, args, state: Stub(module, name, tuple(self.all(args)), self.decode(state)),
+            "object": lambda module, name, args, state: Stub(
+                module, name, tuple(self.all(args)), self.decode(state)
+            ),
             "class": ForeignName,
         }
 
@@ -157,12 +172,18 @@ class AnswerDecoder:
         Hashes of texts are random in each process; tuples and large numbers can be made to collide.
         """
         is_tuple = type(key) is tuple and len(key) <= PAIR
-        largest = PAIR_KEY if is_tuple else 1 << 60  # old optimizers number parameters by their addresses
+        # old optimizers number parameters by their addresses
+        largest = PAIR_KEY if is_tuple else 1 << 60
         for part in key if is_tuple else [key]:
             if (
                 not (type(part) in (str, bytes) and len(part) <= 1024)
                 and not (type(part) is int and abs(part) < largest)
-                and not (part is None or type(part) is bool or isinstance(part, Stub) or type(part) is torch.dtype)
+                and not (
+                    part is None
+                    or type(part) is bool
+                    or isinstance(part, Stub)
+                    or type(part) is torch.dtype
+                )
             ):
                 raise ValueError(f"a {type(key).__name__} as a key")
         if is_tuple or (type(key) is int and abs(key) > PLAIN_KEY):
@@ -176,7 +197,9 @@ class AnswerDecoder:
             raise ValueError(f"bytes {begin:,} to {end:,} of a file of {len(self.data):,}")
         return self.data[begin:end]
 
-    def tensor(self, kind: str, begin: int, count: int, offset: int, size: Any, stride: Any) -> torch.Tensor:
+    def tensor(
+        self, kind: str, begin: int, count: int, offset: int, size: Any, stride: Any
+    ) -> torch.Tensor:
         """Return a view of `count` numbers that begin at a byte of the file."""
         dtype = number_type(kind)
         if not all(map(child.are_sizes, ((begin, count, offset), size, stride))):
@@ -199,7 +222,9 @@ class AnswerDecoder:
             raise ValueError(f"a NumPy array of {sizes} in {len(data):,} bytes")
         if not len(data):
             return torch.empty(sizes, dtype=dtype)
-        flat = torch.frombuffer(data if isinstance(data, memoryview) else bytearray(data), dtype=dtype)
+        flat = torch.frombuffer(
+            data if isinstance(data, memoryview) else bytearray(data), dtype=dtype
+        )
         if shape is None:
             return flat.item()
         if is_fortran:

@@ -27,7 +27,9 @@ from meshwright.checkpoint.pickle.child import STORAGES
 from meshwright.checkpoint.publish import Write
 
 STORAGE_CLASSES: dict[torch.dtype, Any] = {
-    getattr(torch, dtype): getattr(torch, f"{name}Storage") for name, dtype in STORAGES.items() if name != "Untyped"
+    getattr(torch, dtype): getattr(torch, f"{name}Storage")
+    for name, dtype in STORAGES.items()
+    if name != "Untyped"
 }
 HEADER = 30  # bytes of an entry's header, without its name
 ALIGN = 64
@@ -65,9 +67,23 @@ class TensorPickler(pickle.Pickler):
             shape = tuple(value.shape)
             stored = StorageReference(str(len(self.tensors)), value.dtype, math.prod(shape))
             self.tensors.append(value)
-            return torch._utils._rebuild_tensor_v2, (stored, 0, shape, strides(shape), False, OrderedDict())
-        allowed = (torch._utils._rebuild_tensor_v2, OrderedDict, argparse.Namespace, *STORAGE_CLASSES.values())
-        if type(value) in (argparse.Namespace, OrderedDict, torch.dtype) or any(value is known for known in allowed):
+            return torch._utils._rebuild_tensor_v2, (
+                stored,
+                0,
+                shape,
+                strides(shape),
+                False,
+                OrderedDict(),
+            )
+        allowed = (
+            torch._utils._rebuild_tensor_v2,
+            OrderedDict,
+            argparse.Namespace,
+            *STORAGE_CLASSES.values(),
+        )
+        if type(value) in (argparse.Namespace, OrderedDict, torch.dtype) or any(
+            value is known for known in allowed
+        ):
             return NotImplemented
         raise TypeError(f"a {type(value).__name__} is not written into a checkpoint")
 
@@ -82,8 +98,14 @@ def write_torch_file(tree: Any, send: Write) -> None:
     file = io.BytesIO()
     pickler = TensorPickler(file)
     pickler.dump(tree)
-    entries: dict[str, Callable[[], Data]] = {"data.pkl": file.getvalue, "byteorder": sys.byteorder.encode}
-    entries |= {f"data/{key}": functools.partial(tensor_bytes, tensor) for key, tensor in enumerate(pickler.tensors)}
+    entries: dict[str, Callable[[], Data]] = {
+        "data.pkl": file.getvalue,
+        "byteorder": sys.byteorder.encode,
+    }
+    entries |= {
+        f"data/{key}": functools.partial(tensor_bytes, tensor)
+        for key, tensor in enumerate(pickler.tensors)
+    }
     entries["version"] = lambda: b"3\n"
     write_archive(send, ((f"archive/{name}", make) for name, make in entries.items()))
 
@@ -115,7 +137,9 @@ class AppendOnlyFile:
         """Do nothing: there is no buffer."""
 
 
-def write_archive(send: Callable[[Data], None], entries: Iterable[tuple[str, Callable[[], Data]]]) -> None:
+def write_archive(
+    send: Callable[[Data], None], entries: Iterable[tuple[str, Callable[[], Data]]]
+) -> None:
     """Write entries; each function makes its bytes when they are due."""
     stream = AppendOnlyFile(send)
     with zipfile.ZipFile(stream, "w") as out:  # type: ignore[call-overload]  # write() and flush() are all it needs

@@ -18,7 +18,9 @@ from meshwright.config.schema import TrainConfig
 ABSENT: dict[str, str] = read_table("compat/flags/argument_dump.toml")["absent"]
 
 # Switches that became spellings of our settings, or have no effect: programs still ask for them.
-OFF = dict.fromkeys((*OLD_SWITCHES, "deepspeed", "partition_activations", "universal_checkpoint"), False)
+OFF = dict.fromkeys(
+    (*OLD_SWITCHES, "deepspeed", "partition_activations", "universal_checkpoint"), False
+)
 
 # What always holds here and is a choice in Megatron; see the reasons in `megatron_flags`.
 ALWAYS = {
@@ -41,7 +43,9 @@ NAMED = {
 UNSET = "no_load_optim no_save_optim rampup_batch_size train_data_path valid_data_path test_data_path".split()
 
 
-def dumped_arguments(config: TrainConfig, idle: Mapping[str, Any], device_backend: str) -> dict[str, Any]:
+def dumped_arguments(
+    config: TrainConfig, idle: Mapping[str, Any], device_backend: str
+) -> dict[str, Any]:
     """Return name -> value of the block.
 
     Args:
@@ -49,8 +53,11 @@ def dumped_arguments(config: TrainConfig, idle: Mapping[str, Any], device_backen
         device_backend: The backend of torch.distributed that this run uses.
     """
     values: dict[str, Any] = ABSENT | ALWAYS | OFF
-    values |= {n: v for group in group_values(config) for n, v in vars(group).items()} | in_effect(config)
-    values |= {name: values[name] or None for name in UNSET}  # Megatron's defaults of these are None
+    values |= {n: v for group in group_values(config) for n, v in vars(group).items()} | in_effect(
+        config
+    )
+    # Megatron's defaults of these are None
+    values |= {name: values[name] or None for name in UNSET}
     values |= {"distributed_backend": device_backend, "rank": 0}
     for name, value in idle.items():
         positive = name.removeprefix("no_")
@@ -65,7 +72,9 @@ def in_effect(config: TrainConfig) -> dict[str, Any]:
     """Return the values in this run where they differ from the flags, or have another name."""
     m, t, o, p = config.model, config.training, config.optimizer, config.parallel
     scale, words = config.precision.initial_loss_scale, config.tokenizer
-    has_type = words.vocab_file or words.tokenizer_model or words.tokenizer_type != "GPT2BPETokenizer"
+    has_type = (
+        words.vocab_file or words.tokenizer_model or words.tokenizer_type != "GPT2BPETokenizer"
+    )
     return {
         "add_position_embedding": m.position == "learned",
         "data_parallel_size": config.dp,
@@ -76,12 +85,14 @@ def in_effect(config: TrainConfig) -> dict[str, Any]:
         "fp8_e4m3": config.precision.fp8_format == "e4m3",
         "fp8_hybrid": config.precision.fp8_format == "hybrid",
         "global_batch_size": config.global_batch,
-        "initial_loss_scale": 2**32 if scale == 2**32 else scale,  # Megatron's default is a whole number
+        # Megatron's default is a whole number
+        "initial_loss_scale": 2**32 if scale == 2**32 else scale,
         "kv_channels": m.head_dim,
         "micro_batch_size": t.micro_batch_size or config.micro_batch,
         "overlap_p2p_comm": config.chunks > 1,
         "params_dtype": f"torch.{config.precision.dtype}",
-        "recompute_method": t.recompute_method or ("uniform" if t.recompute_granularity == "full" else None),
+        "recompute_method": t.recompute_method
+        or ("uniform" if t.recompute_granularity == "full" else None),
         "start_weight_decay": o.start_weight_decay if o.ramps_decay else o.weight_decay,
         "tokenizer_type": words.tokenizer_type if has_type and not words.tokenizer else None,
         "transformer_pipeline_model_parallel_size": p.pipeline_model_parallel_size,

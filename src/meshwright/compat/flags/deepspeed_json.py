@@ -82,13 +82,19 @@ MAPPED: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 _TABLES = read_table("compat/flags/deepspeed_json.toml")
-IDLE = {f"{section}.{key}".lstrip(".") for section, keys in _TABLES["idle"].items() for key in keys.split()}
+IDLE = {
+    f"{section}.{key}".lstrip(".")
+    for section, keys in _TABLES["idle"].items()
+    for key in keys.split()
+}
 SECTIONS = {key.rsplit(".", 1)[0] for key in (*MAPPED, *IDLE) if "." in key}
 REFUSED: dict[str, str] = _TABLES["refused"]
 OURS: dict[str, str] = _TABLES["ours"]
 
 
-def merge_deepspeed(config: TrainConfig, given: Collection[str]) -> tuple[TrainConfig, list[str], list[Problem]]:
+def merge_deepspeed(
+    config: TrainConfig, given: Collection[str]
+) -> tuple[TrainConfig, list[str], list[Problem]]:
     """Fill a configuration from --deepspeed_config; return it, notices and every problem.
 
     `given` are the settings with a source: they must agree with the file, and never change. The
@@ -111,9 +117,13 @@ def merge_deepspeed(config: TrainConfig, given: Collection[str]) -> tuple[TrainC
         name = MAPPED[key][0]
         if name not in given and name not in taken:
             taken[name] = value
-        elif (have := known[name] if name in given else taken[name]) != value and name == "loss_scale":
+        elif (
+            have := known[name] if name in given else taken[name]
+        ) != value and name == "loss_scale":
             taken[name] = value
-            notices.append(f'{path}: "{key}" is {_format(value)}, which counts instead of --loss-scale {_format(have)}')
+            notices.append(
+                f'{path}: "{key}" is {_format(value)}, which counts instead of --loss-scale {_format(have)}'
+            )
         elif have != value:
             other = f"{{{name}}} is" if name in given else "another key says"
             wrong.append(f'"{key}" is {_format(value)}, but {other} {_format(have)}; change one')
@@ -125,9 +135,15 @@ def merge_deepspeed(config: TrainConfig, given: Collection[str]) -> tuple[TrainC
         wrong.append('"fp16.enabled" and "bf16.enabled" are both true; change one')
         del taken["fp16"]
     if taken.get("zero_stage") == 0 and config.parallel.zero_stage == 1:
-        wrong.append('"zero_optimization.stage" is 0, but {use_distributed_optimizer=True} is ZeRO 1; change one')
+        wrong.append(
+            '"zero_optimization.stage" is 0, but {use_distributed_optimizer=True} is ZeRO 1; change one'
+        )
     filled = _fill_accumulation(config, taken, wrong)
-    sets = [spelling(n) + ("" if v is True else f" {_format(v)}") for n, v in taken.items() if v != known[n]]
+    sets = [
+        spelling(n) + ("" if v is True else f" {_format(v)}")
+        for n, v in taken.items()
+        if v != known[n]
+    ]
     if sets:
         notices.insert(0, f"{path} sets {', '.join(sets)}")
     if taken.get("fp16"):
@@ -159,7 +175,9 @@ def _sort_keys(file: dict[str, Any], path: str) -> tuple[dict[str, Any], list[st
         elif key in IDLE:
             idle.append(key)
         else:
-            wrong.append(f'unknown key "{key}"{did_you_mean(key, [*MAPPED, *REFUSED, *OURS, *IDLE])}')
+            wrong.append(
+                f'unknown key "{key}"{did_you_mean(key, [*MAPPED, *REFUSED, *OURS, *IDLE])}'
+            )
     if idle:
         notices.append(f"{path}: without effect here: {', '.join(idle)}")
     return found, notices, wrong
@@ -193,7 +211,9 @@ def read_deepspeed(path: str) -> dict[str, Any]:
         return dict(pairs)
 
     try:
-        found = json.loads(read_small(path, JSON_LIMIT, pipes=True).decode(), object_pairs_hook=unique)
+        found = json.loads(
+            read_small(path, JSON_LIMIT, pipes=True).decode(), object_pairs_hook=unique
+        )
     except OSError as error:
         raise ValueError(error.strerror) from None
     except UnicodeDecodeError:
@@ -201,8 +221,12 @@ def read_deepspeed(path: str) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except json.JSONDecodeError as error:
-        comment = "; JSON has no comments" if error.doc[error.pos :].startswith(("//", "#", "/*")) else ""
-        raise ValueError(f"line {error.lineno}, column {error.colno}: {error.msg}{comment}") from None
+        comment = (
+            "; JSON has no comments" if error.doc[error.pos :].startswith(("//", "#", "/*")) else ""
+        )
+        raise ValueError(
+            f"line {error.lineno}, column {error.colno}: {error.msg}{comment}"
+        ) from None
     if not isinstance(found, dict):
         raise ValueError("not a table of settings")
     return found
@@ -221,11 +245,21 @@ def _leaves(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def _is_off(value: Any) -> bool:
     """Return whether a refused key is switched off; -1 is "none" where DeepSpeed wants a number."""
-    return not value or value == -1 or (isinstance(value, dict) and value.get("enabled", True) in (False, "auto"))
+    return (
+        not value
+        or value == -1
+        or (isinstance(value, dict) and value.get("enabled", True) in (False, "auto"))
+    )
 
 
 def _format(value: Any) -> str:
     """Return a value as JSON and flags both spell it; None can only be a loss scale."""
     if value is None:
         return "dynamic"
-    return f"{value:g}" if isinstance(value, float) else json.dumps(value) if isinstance(value, bool) else str(value)
+    return (
+        f"{value:g}"
+        if isinstance(value, float)
+        else json.dumps(value)
+        if isinstance(value, bool)
+        else str(value)
+    )

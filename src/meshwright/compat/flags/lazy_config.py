@@ -18,7 +18,14 @@ from typing import Any, NoReturn
 
 from meshwright.base.errors import UserError
 from meshwright.base.hints import did_you_mean
-from meshwright.config.expressions import BYTES, Evaluator, ReadingLimits, RefusedExpression, kind, parse
+from meshwright.config.expressions import (
+    BYTES,
+    Evaluator,
+    ReadingLimits,
+    RefusedExpression,
+    kind,
+    parse,
+)
 
 FILES = 50  # of one reading, with all that they import; its other limits are those of expressions
 
@@ -44,14 +51,18 @@ class _Reading(ReadingLimits):
     importing: list[Path] = dataclasses.field(default_factory=list)
 
 
-def read_lazy_config(path: Path, modules: Collection[str] = (), roots: Collection[Path] = ()) -> dict[str, Any]:
+def read_lazy_config(
+    path: Path, modules: Collection[str] = (), roots: Collection[Path] = ()
+) -> dict[str, Any]:
     """Return the names of a file with their values: numbers, texts, lists and tables.
 
     Args:
         modules: Names in these are references; other modules are files.
         roots: Folders in which imported files may lie, beside those of `path` and of the program.
     """
-    reading = _Reading(modules=modules, roots=[folder.resolve() for folder in (path.parent, Path.cwd(), *roots)])
+    reading = _Reading(
+        modules=modules, roots=[folder.resolve() for folder in (path.parent, Path.cwd(), *roots)]
+    )
     try:
         return _File(path, reading).run()
     except RefusedExpression as why:
@@ -69,7 +80,9 @@ class _File(Evaluator):
         """Read the file and return copies of its names."""
         reading, real = self.reading, Path(os.path.realpath(self.path))
         if not any(real.is_relative_to(root) for root in reading.roots):
-            raise RefusedExpression(f"{self.path} is outside of {', '.join(map(str, reading.roots))}")
+            raise RefusedExpression(
+                f"{self.path} is outside of {', '.join(map(str, reading.roots))}"
+            )
         if real in reading.importing:
             raise RefusedExpression(f"{self.path} imports itself")
         reading.files -= 1
@@ -141,37 +154,53 @@ class _File(Evaluator):
             case ast.Import():
                 for alias in s.names:
                     if not self.is_reference(alias.name):
-                        raise RefusedExpression(f"module {alias.name} is not read{self.known_modules()}")
+                        raise RefusedExpression(
+                            f"module {alias.name} is not read{self.known_modules()}"
+                        )
                     bound = alias.asname or alias.name.split(".")[0]
                     self.names[bound] = Reference(alias.name if alias.asname else bound)
             case ast.ImportFrom():
                 self.import_from(s)
             case _:
-                raise RefusedExpression(f"a config holds assignments, loops over lists and imports, not {kind(s)}")
+                raise RefusedExpression(
+                    f"a config holds assignments, loops over lists and imports, not {kind(s)}"
+                )
 
     def is_reference(self, module: str) -> bool:
         return module.split(".")[0] in self.reading.modules
 
     def known_modules(self) -> str:
-        return f"; names of {', '.join(self.reading.modules)} are known" if self.reading.modules else ""
+        return (
+            f"; names of {', '.join(self.reading.modules)} are known"
+            if self.reading.modules
+            else ""
+        )
 
     def import_from(self, s: ast.ImportFrom) -> None:
         module = s.module or ""
         if not s.level and self.is_reference(module):
             names = None
         elif s.level:
-            folder = self.path.absolute().parents[min(s.level, len(self.path.absolute().parents)) - 1]
-            names = self.another([folder / f"{module.replace('.', '/')}.py"], "." * s.level + module)
+            folder = self.path.absolute().parents[
+                min(s.level, len(self.path.absolute().parents)) - 1
+            ]
+            names = self.another(
+                [folder / f"{module.replace('.', '/')}.py"], "." * s.level + module
+            )
         else:
             files = [root / f"{module.replace('.', '/')}.py" for root in self.reading.roots]
             if not any(file.is_file() for file in files):
-                raise RefusedExpression(f"module {module} is not read: it is no file here{self.known_modules()}")
+                raise RefusedExpression(
+                    f"module {module} is not read: it is no file here{self.known_modules()}"
+                )
             names = self.another(files, module)
         for alias in s.names:
             if alias.name == "*":
                 raise RefusedExpression("name what is imported, in place of *")
             if names is not None and alias.name not in names:
-                raise RefusedExpression(f"{'.' * s.level}{module} has no {alias.name}{did_you_mean(alias.name, names)}")
+                raise RefusedExpression(
+                    f"{'.' * s.level}{module} has no {alias.name}{did_you_mean(alias.name, names)}"
+                )
             new = Reference(f"{module}.{alias.name}") if names is None else names[alias.name]
             self.names[alias.asname or alias.name] = new
 
@@ -201,8 +230,12 @@ class _File(Evaluator):
             case ast.Name():
                 return self.names, target.id
             case _:
-                raise RefusedExpression(f"a value is given to a name, an attribute or an item, not to a {kind(target)}")
-        if not isinstance(table, dict | list) or (isinstance(table, list) and isinstance(target, ast.Attribute)):
+                raise RefusedExpression(
+                    f"a value is given to a name, an attribute or an item, not to a {kind(target)}"
+                )
+        if not isinstance(table, dict | list) or (
+            isinstance(table, list) and isinstance(target, ast.Attribute)
+        ):
             raise RefusedExpression(f"only tables have settings: {ast.unparse(target)[:100]}")
         if not isinstance(key, str | int):
             raise RefusedExpression("a key is a text or a number")
@@ -236,7 +269,9 @@ class _File(Evaluator):
         if not isinstance(table, dict):
             raise RefusedExpression(f"only tables have settings, such as {str(key)[:100]}")
         if not isinstance(key, str | int) or key not in table:
-            raise RefusedExpression(f"the table has no {str(key)[:100]}{did_you_mean(str(key)[:100], map(str, table))}")
+            raise RefusedExpression(
+                f"the table has no {str(key)[:100]}{did_you_mean(str(key)[:100], map(str, table))}"
+            )
         return table[key]
 
     def call(self, e: ast.Call) -> Any:
@@ -259,7 +294,11 @@ class _File(Evaluator):
             if last == "LazyCall":
                 return _Lazy(argument)
             if isinstance(argument, str) and argument.endswith(".py"):
-                files = [folder / argument for root in self.reading.roots for folder in (root / "configs", root)]
+                files = [
+                    folder / argument
+                    for root in self.reading.roots
+                    for folder in (root / "configs", root)
+                ]
                 return self.another(files, argument)
         raise RefusedExpression(
             f"nothing is run: {ast.unparse(e.func)[:100]}(...) is none of the tables that are known"

@@ -14,7 +14,9 @@ _TABLES = read_table("compat/flags/megatron_flags.toml")
 RETIRED: dict[str, str] = _TABLES["retired"]
 Setting = dict[str, tuple[str, Any]]  # switch -> the setting that it stands for, and its value
 EQUAL: Setting = {switch: (name, value) for switch, (name, value) in _TABLES["equal"].items()}
-OLD_SWITCHES: Setting = {switch: (name, value) for switch, (name, value) in _TABLES["old_switches"].items()}
+OLD_SWITCHES: Setting = {
+    switch: (name, value) for switch, (name, value) in _TABLES["old_switches"].items()
+}
 _COUNTS: dict[str, int | str] = {"": 0, "1": 1, "*": "*"}
 # Accepted flags: number of values, and why they have no effect here, which each run reports.
 NO_EFFECT = {
@@ -22,7 +24,11 @@ NO_EFFECT = {
     for reason, words in _TABLES["idle"].items()
     for name, _, count in (word.partition(":") for word in words.split())
 }
-REFUSED = {f"--{word}": str(reason) for reason, words in _TABLES["refused"].items() for word in words.split()}
+REFUSED = {
+    f"--{word}": str(reason)
+    for reason, words in _TABLES["refused"].items()
+    for word in words.split()
+}
 OTHER_MODELS: dict[str, str] = _TABLES["other_models"]
 
 
@@ -30,7 +36,11 @@ def known_elsewhere(name: str, given: str) -> str | None:
     """Return the answer to a flag that is known only in other programs, and was given by a name."""
     if name in RETIRED:
         return f"no {'flag' if given.startswith('-') else 'setting'} {given}; here it is {RETIRED[name]}"
-    begins = (reason for word, reason in REFUSED.items() if word.endswith("*") and name.startswith(word[:-1]))
+    begins = (
+        reason
+        for word, reason in REFUSED.items()
+        if word.endswith("*") and name.startswith(word[:-1])
+    )
     if reason := REFUSED.get(name) or next(begins, None):
         return f"{given} is refused: {reason}"
     for model, starts in OTHER_MODELS.items():

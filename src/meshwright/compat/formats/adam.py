@@ -19,7 +19,12 @@ from meshwright.checkpoint.claims import claimed_steps
 MOMENTS = ("exp_avg", "exp_avg_sq")
 WITHOUT = "add --no-load-optim (of convert: --no-optimizer) to load only the weights"
 # Where programs keep float32 masters, in lists per group, beside torch's own state.
-MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16", "shard_fp32_from_float16_groups", "fp32_groups")
+MASTERS = (
+    "fp32_from_fp16_params",
+    "fp32_from_fp16",
+    "shard_fp32_from_float16_groups",
+    "fp32_groups",
+)
 
 
 def unreadable_state(path: Path, why: str) -> UserError:
@@ -65,7 +70,9 @@ def match_numbered(
     """
     states, masters = numbered_state(path, tree)
     if len(states) != len(weights):
-        raise unreadable_state(path, f"it is of {len(states)} parameters, the model has {len(weights)}")
+        raise unreadable_state(
+            path, f"it is of {len(states)} parameters, the model has {len(weights)}"
+        )
     is_own, has_each = not masters and not needs_masters, len(masters) == len(weights)
     waiting, out = masters[::-1], []
     for (name, weight), state in zip(weights, states, strict=True):

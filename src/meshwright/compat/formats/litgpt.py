@@ -14,7 +14,12 @@ import torch
 from meshwright.base.errors import bad_data
 from meshwright.checkpoint.folder import COUNT, POSITIVE, WINDOW, ForeignFolder, Views
 from meshwright.checkpoint.gpt import PLAIN, one_view, qkv_views
-from meshwright.checkpoint.huggingface.reader import RotationKeys, rotation, sizes_of, window_settings
+from meshwright.checkpoint.huggingface.reader import (
+    RotationKeys,
+    rotation,
+    sizes_of,
+    window_settings,
+)
 from meshwright.checkpoint.manifests import read_small
 from meshwright.checkpoint.pickle import pickles
 from meshwright.checkpoint.sources import MappedSource, TensorView
@@ -34,15 +39,24 @@ ACTIVATIONS: dict[tuple[str, str | None], dict[str, Any]] = {
     ("GemmaMLP", "none"): {"glu_activation": "geglu"},
     ("LLaMAMLP", None): {"swiglu": True},
 }
-FIXED = PLAIN | {"apply_residual_connection_post_layernorm": False, "position_embedding_type": "rope"}
+FIXED = PLAIN | {
+    "apply_residual_connection_post_layernorm": False,
+    "position_embedding_type": "rope",
+}
 FIXED |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "init_method_std": 0.02}
 # The keys of rope_adjustments -> Hugging Face's kind of rotation.
 LLAMA3 = frozenset("factor low_freq_factor high_freq_factor original_max_seq_len".split())
-KINDS: dict[frozenset[str], str] = {frozenset(): "default", frozenset(["factor"]): "linear", LLAMA3: "llama3"}
+KINDS: dict[frozenset[str], str] = {
+    frozenset(): "default",
+    frozenset(["factor"]): "linear",
+    LLAMA3: "llama3",
+}
 ROTATION = RotationKeys("rope_theta", "rotary_percentage", 0.25)
 
 
-def open_litgpt(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> MappedSource:
+def open_litgpt(
+    folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True
+) -> MappedSource:
     """Open the folder; its heads are the file's, and loading compares them with the flags."""
     if (folder / FILE).is_dir():
         raise bad_data(
@@ -55,7 +69,9 @@ def open_litgpt(folder: Path, trust: bool = False, heads: int | None = None, opt
     tensors = {name.removeprefix("_orig_mod."): tensor for name, tensor in model.items()}
     lit = ForeignFolder(folder, CONFIG, read_config(folder / CONFIG), tensors)
     if "optimizer" in tree:
-        lit.notes.append(f" > note: only the weights of {FILE} are read, not its optimizer's state; add --finetune")
+        lit.notes.append(
+            f" > note: only the weights of {FILE} are read, not its optimizer's state; add --finetune"
+        )
     settings = read_settings(lit)
     views = read_views(lit, settings)
     lit.check_used()
@@ -67,7 +83,9 @@ def read_config(path: Path) -> dict[str, Any]:
     import yaml
 
     if not path.is_file():
-        raise bad_data(f"{path} does not exist, and the weights alone do not say what they compute; copy it there")
+        raise bad_data(
+            f"{path} does not exist, and the weights alone do not say what they compute; copy it there"
+        )
     try:
         stated = yaml.safe_load(read_small(path, CONFIG_LIMIT))
     except (yaml.YAMLError, RecursionError, ValueError) as error:
@@ -87,11 +105,15 @@ def read_settings(lit: ForeignFolder) -> dict[str, Any]:
     gelu = None if mlp == "LLaMAMLP" else str(config.get("gelu_approximate", "none"))
     if (mlp, gelu) not in ACTIVATIONS:
         kinds = ", ".join(sorted({name for name, _ in ACTIVATIONS}))
-        raise lit.refused(f"mlp_class_name is {mlp:.50} with gelu_approximate {gelu}", f"{kinds} can be read")
+        raise lit.refused(
+            f"mlp_class_name is {mlp:.50} with gelu_approximate {gelu}", f"{kinds} can be read"
+        )
     h, heads, layers = lit.sizes("n_embd", "n_head", "n_layer")
     groups = lit.get("n_query_groups", COUNT, heads)
     if heads % groups:
-        raise bad_data(f"{lit.folder / CONFIG}: n_head {heads} is not a multiple of n_query_groups {groups}")
+        raise bad_data(
+            f"{lit.folder / CONFIG}: n_head {heads} is not a multiple of n_query_groups {groups}"
+        )
     kind = lit.want("norm_class_name", "LayerNorm", "RMSNorm", default="LayerNorm")
     bias, cap = bool(config.get("bias", True)), config.get("final_logit_softcapping")
     positions = lit.get("block_size", COUNT)
@@ -119,12 +141,17 @@ def read_settings(lit: ForeignFolder) -> dict[str, Any]:
 
 def scaled(lit: ForeignFolder) -> ForeignFolder:
     """Add the rotation in Hugging Face's words; its scaling is linear or Llama 3's, if any."""
-    stated, ratio = lit.config.get("rope_adjustments") or {}, lit.get("rope_condense_ratio", POSITIVE, 1.0)
+    stated, ratio = (
+        lit.config.get("rope_adjustments") or {},
+        lit.get("rope_condense_ratio", POSITIVE, 1.0),
+    )
     kind = KINDS.get(frozenset(stated)) if ratio == 1.0 or not stated else None
     if kind is None:
         what = f"rope_adjustments is {str(stated)[:100]} with a rope_condense_ratio of {ratio:g}"
         raise lit.refused(what, "one of them, with a factor alone or all of Llama 3's, would do")
-    rope = {"rope_type": "linear", "factor": ratio} if ratio != 1.0 else {"rope_type": kind, **stated}
+    rope = (
+        {"rope_type": "linear", "factor": ratio} if ratio != 1.0 else {"rope_type": kind, **stated}
+    )
     rope["original_max_position_embeddings"] = stated.get("original_max_seq_len")
     lit.config |= {"rope_theta": lit.get("rope_base", POSITIVE, 1e4), "rope_scaling": rope}
     return lit
@@ -138,13 +165,21 @@ def windows(lit: ForeignFolder, layers: int) -> dict[str, Any]:
     kinds = [1] * layers if kinds is None else kinds
     if not isinstance(kinds, list) or len(kinds) < layers or not {*map(str, kinds)} <= {"0", "1"}:
         what = f"sliding_window_indices is {str(kinds)[:100]}"
-        raise bad_data(f"{lit.folder / CONFIG}: {what}; it must be a 0 or a 1 for each of {layers} layers")
-    return window_settings(size - 1, [int(kind) for kind in kinds[:layers]]) if any(kinds[:layers]) else {}
+        raise bad_data(
+            f"{lit.folder / CONFIG}: {what}; it must be a 0 or a 1 for each of {layers} layers"
+        )
+    return (
+        window_settings(size - 1, [int(kind) for kind in kinds[:layers]])
+        if any(kinds[:layers])
+        else {}
+    )
 
 
 def read_views(lit: ForeignFolder, s: dict[str, Any]) -> Views:
     """Return every tensor of our network as views of theirs."""
-    h, ffn, heads, head = (s[n] for n in ("hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"))
+    h, ffn, heads, head = (
+        s[n] for n in ("hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels")
+    )
     groups, ends = s["num_query_groups"] or heads, ("weight", "bias")
     wte = lit.take("transformer.wte.weight", lit.get("padded_vocab_size", COUNT), h)
     out: Views = {"wte.weight": one_view(wte)}
@@ -152,7 +187,9 @@ def read_views(lit: ForeignFolder, s: dict[str, Any]) -> Views:
 
     def copy(ours: str, theirs: str, *shape: int, biased: bool) -> None:
         for end in ends[: 1 + biased]:
-            out[f"{ours}.{end}"] = one_view(lit.take(f"{theirs}.{end}", *shape[: 1 if end == "bias" else 2]))
+            out[f"{ours}.{end}"] = one_view(
+                lit.take(f"{theirs}.{end}", *shape[: 1 if end == "bias" else 2])
+            )
 
     has_bias, is_layer_norm = s["add_bias_linear"], s["normalization"] == "LayerNorm"
     copy("ln_f", "transformer.ln_f", h, biased=is_layer_norm)
@@ -163,7 +200,9 @@ def read_views(lit: ForeignFolder, s: dict[str, Any]) -> Views:
         for kind in "qk" if s["qk_layernorm"] else "":
             copy(f"{ours}.attn.ln_{kind}", f"{theirs}.attn.norm_{kind}", head, biased=is_layer_norm)
         for end in ends[: 1 + (has_bias or s["add_qkv_bias"])]:
-            out[f"{ours}.attn.qkv.{end}"] = qkv_of(lit, f"{theirs}.attn", end, (heads, groups, head, h))
+            out[f"{ours}.attn.qkv.{end}"] = qkv_of(
+                lit, f"{theirs}.attn", end, (heads, groups, head, h)
+            )
         copy(f"{ours}.attn.proj", f"{theirs}.attn.proj", h, heads * head, biased=has_bias)
         copy(f"{ours}.mlp.proj", f"{theirs}.mlp.proj", h, ffn, biased=has_bias)
         if not (s["swiglu"] or s["glu_activation"]):
@@ -172,11 +211,15 @@ def read_views(lit: ForeignFolder, s: dict[str, Any]) -> Views:
         for end in ends[: 1 + has_bias]:
             shape = (ffn, h)[: 1 if end == "bias" else 2]
             halves = (lit.take(f"{theirs}.mlp.fc_{half}.{end}", *shape)[None] for half in (1, 2))
-            out[f"{ours}.mlp.fc.{end}"] = [TensorView((n,) + (0,) * (t.ndim - 1), t) for n, t in enumerate(halves)]
+            out[f"{ours}.mlp.fc.{end}"] = [
+                TensorView((n,) + (0,) * (t.ndim - 1), t) for n, t in enumerate(halves)
+            ]
     return out
 
 
-def qkv_of(lit: ForeignFolder, name: str, end: str, sizes: tuple[int, int, int, int]) -> list[TensorView]:
+def qkv_of(
+    lit: ForeignFolder, name: str, end: str, sizes: tuple[int, int, int, int]
+) -> list[TensorView]:
     heads, groups, head, width = sizes
     rows = [n * head for n in (heads, groups, groups)]
     older = lit.has(f"{name}.attn.{end}")

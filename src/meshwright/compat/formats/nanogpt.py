@@ -24,7 +24,13 @@ from meshwright.checkpoint.claims import claimed_heads, claimed_steps
 from meshwright.checkpoint.pickle import pickles
 from meshwright.checkpoint.run_state import RunState, check_saved_state
 from meshwright.checkpoint.sources import MappedSource, TensorView
-from meshwright.compat.formats.adam import MOMENTS, match_numbered, step_counts, torch_state, unreadable_state
+from meshwright.compat.formats.adam import (
+    MOMENTS,
+    match_numbered,
+    step_counts,
+    torch_state,
+    unreadable_state,
+)
 from meshwright.compat.formats.table import NANOGPT
 from meshwright.optim.schedule import Schedule
 
@@ -39,7 +45,9 @@ LAYER = {  # in the order of its parameters
 }
 KINDS = ("weight", "bias")
 TABLES, HEAD = ("wte.weight", "wpe.weight"), "lm_head.weight"
-OUTSIDE = {f"transformer.{name}": name for name in (*TABLES, "ln_f.weight", "ln_f.bias")} | {HEAD: HEAD}
+OUTSIDE = {f"transformer.{name}": name for name in (*TABLES, "ln_f.weight", "ln_f.bias")} | {
+    HEAD: HEAD
+}
 # What its model_args say of the shapes, and all else that they may hold.
 SIZES = {"n_layer": "num_layers", "n_embd": "hidden_size", "block_size": "max_position_embeddings"}
 SIZES |= {"vocab_size": "vocab_size"}
@@ -48,11 +56,15 @@ OPTIONS = {*SIZES, "n_head", "bias", "dropout"}
 NEEDED = "batch_size gradient_accumulation_steps learning_rate min_lr warmup_iters lr_decay_iters max_iters".split()
 
 
-def open_nanogpt(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> MappedSource:
+def open_nanogpt(
+    folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True
+) -> MappedSource:
     """Open a run's folder; its heads are the file's, and loading compares them with the flags."""
     path, notes = folder / FILE, list[str]()
     tree = pickles.load_pickle(path, trust=trust)
-    if not isinstance(tree, dict) or not all(isinstance(tree.get(key), dict) for key in ("model", "model_args")):
+    if not isinstance(tree, dict) or not all(
+        isinstance(tree.get(key), dict) for key in ("model", "model_args")
+    ):
         raise bad_data(f"{path}: not nanoGPT's, it has no `model` and `model_args`")
     weights, args = read_weights(path, tree["model"]), tree["model_args"]
     settings = gpt.measure_gpt(folder, weights, biased=bool(args.get("bias", True)))
@@ -65,10 +77,19 @@ def open_nanogpt(folder: Path, trust: bool = False, heads: int | None = None, op
         if ".attn.qkv." not in name:
             return gpt.one_view(tensor)
         q, k, v = tensor.tensor_split(3)
-        return gpt.qkv_views(q, k, v, groups=args["n_head"], head=settings["hidden_size"] // args["n_head"])
+        return gpt.qkv_views(
+            q, k, v, groups=args["n_head"], head=settings["hidden_size"] // args["n_head"]
+        )
 
-    views, state = {name: arrange(name, tensor) for name, tensor in weights.items()}, dict[str, Any]()
-    settings |= {"num_attention_heads": args["n_head"], "layernorm_epsilon": 1e-5, "init_method_std": 0.02}
+    views, state = (
+        {name: arrange(name, tensor) for name, tensor in weights.items()},
+        dict[str, Any](),
+    )
+    settings |= {
+        "num_attention_heads": args["n_head"],
+        "layernorm_epsilon": 1e-5,
+        "init_method_std": 0.02,
+    }
     settings |= dict.fromkeys(("hidden_dropout", "attention_dropout"), float(args["dropout"]))
     if tree.get("optimizer") and (stated := train_settings(tree, notes)):
         if optimizer:
@@ -79,7 +100,13 @@ def open_nanogpt(folder: Path, trust: bool = False, heads: int | None = None, op
         state = read_state(path, tree, stated, adam, optimizer)
         settings |= recipe(stated, adam)
     return MappedSource(
-        NANOGPT, folder, config=settings, state=state, vocab=args["vocab_size"], notes=notes, views=views
+        NANOGPT,
+        folder,
+        config=settings,
+        state=state,
+        vocab=args["vocab_size"],
+        notes=notes,
+        views=views,
     )
 
 
@@ -97,7 +124,9 @@ def read_weights(path: Path, model: dict[str, torch.Tensor]) -> dict[str, torch.
     """Return the parameters under our names."""
     tensors = {name.removeprefix("_orig_mod."): tensor for name, tensor in model.items()}
     masks = [name for name in tensors if re.fullmatch(r"transformer\.h\.\d+\.attn\.bias", name)]
-    weights = gpt.rename_tensors(path, {n: t for n, t in tensors.items() if n not in masks}, our_name)
+    weights = gpt.rename_tensors(
+        path, {n: t for n, t in tensors.items() if n not in masks}, our_name
+    )
     table = weights[TABLES[0]]
     if not torch.equal(weights.pop(HEAD, table), table):
         raise bad_data(f"{path}: {HEAD} is not the table of tokens, which nanoGPT ties to it")
@@ -108,7 +137,9 @@ def check_arguments(path: Path, args: dict[str, Any], measured: dict[str, Any]) 
     """Refuse another program's options, and sizes that the tensors contradict."""
     if unknown := sorted(str(name) for name in args.keys() - OPTIONS):
         names = ", ".join(unknown[:5])
-        raise bad_data(f"{path}: model_args name {names:.200}, which nanoGPT does not have; its network may be another")
+        raise bad_data(
+            f"{path}: model_args name {names:.200}, which nanoGPT does not have; its network may be another"
+        )
     wrong = [
         f"{theirs} {args.get(theirs)!r:.50}, the tensors have {measured[ours]}"
         for theirs, ours in SIZES.items()
@@ -116,7 +147,9 @@ def check_arguments(path: Path, args: dict[str, Any], measured: dict[str, Any]) 
     ]
     heads, dropout = args.get("n_head"), args.get("dropout", math.nan)
     if type(heads) is not int or heads < 1 or measured["hidden_size"] % heads:
-        wrong.append(f"n_head {heads!r:.50}, which does not divide the width {measured['hidden_size']}")
+        wrong.append(
+            f"n_head {heads!r:.50}, which does not divide the width {measured['hidden_size']}"
+        )
     if type(dropout) not in (int, float) or not 0 <= dropout < 1:
         wrong.append(f"dropout {dropout!r:.50}")
     if wrong:
@@ -129,14 +162,20 @@ def check_arguments(path: Path, args: dict[str, Any], measured: dict[str, Any]) 
 def train_settings(tree: dict[str, Any], notes: list[str]) -> dict[str, Any]:
     """Return train.py's settings if they are enough to continue, else note what is missing."""
     stated = tree.get("config")
-    lacking = [n for n in NEEDED if not isinstance(stated, dict) or type(stated.get(n)) not in (int, float)]
+    lacking = [
+        n for n in NEEDED if not isinstance(stated, dict) or type(stated.get(n)) not in (int, float)
+    ]
     if lacking:
         missing = f"its config does not state {', '.join(lacking)}"
-        notes.append(f" > note: {missing}, so only the weights are used; `train` needs --finetune for that")
+        notes.append(
+            f" > note: {missing}, so only the weights are used; `train` needs --finetune for that"
+        )
     return stated if stated and not lacking else {}
 
 
-def adam_settings(path: Path, tree: dict[str, Any], stated: dict[str, Any], optimizer: bool) -> dict[str, Any]:
+def adam_settings(
+    path: Path, tree: dict[str, Any], stated: dict[str, Any], optimizer: bool
+) -> dict[str, Any]:
     """Return rate, betas, epsilon and decay of AdamW, or train.py's if it is not wanted."""
     try:
         group = torch_state(path, tree)["param_groups"][0]
@@ -145,16 +184,26 @@ def adam_settings(path: Path, tree: dict[str, Any], stated: dict[str, Any], opti
         if optimizer:
             raise unreadable_state(path, "it is not laid out as torch's AdamW's") from None
     betas = stated.get("beta1", 0.9), stated.get("beta2", 0.95)
-    return {"lr": math.nan, "betas": betas, "eps": 1e-8, "weight_decay": stated.get("weight_decay", 0.1)}
+    return {
+        "lr": math.nan,
+        "betas": betas,
+        "eps": 1e-8,
+        "weight_decay": stated.get("weight_decay", 0.1),
+    }
 
 
 def read_state(
     path: Path, tree: dict[str, Any], stated: dict[str, Any], adam: dict[str, Any], optimizer: bool
 ) -> dict[str, Any]:
     """Return the counters and the schedule; the steps to accumulate are those of all ranks."""
-    iteration, batch = tree.get("iter_num"), stated["batch_size"] * stated["gradient_accumulation_steps"]
+    iteration, batch = (
+        tree.get("iter_num"),
+        stated["batch_size"] * stated["gradient_accumulation_steps"],
+    )
     if type(iteration) is not int or type(batch) is not int or batch < 1:
-        raise bad_data(f"{path}: iter_num {iteration!r:.50} and {batch!r:.50} samples a step are no counts")
+        raise bad_data(
+            f"{path}: iter_num {iteration!r:.50} and {batch!r:.50} samples a step are no counts"
+        )
     steps = set(step_counts(path, tree)) if optimizer else {iteration}
     if len(steps) != 1:
         raise unreadable_state(path, f"its parameters have had {sorted(steps)[:5]} steps")
@@ -175,7 +224,9 @@ def read_state(
         init_lr=top / (warmup + 1) if is_newer else 0.0,
     )
     samples = claimed_steps(iteration * batch, "consumed_train_samples")
-    state = RunState(iteration, samples, samples, optimizer_steps=steps.pop(), schedule=schedule).as_saved()
+    state = RunState(
+        iteration, samples, samples, optimizer_steps=steps.pop(), schedule=schedule
+    ).as_saved()
     check_saved_state(state, path)
     return state
 
@@ -184,8 +235,16 @@ def recipe(stated: dict[str, Any], adam: dict[str, Any]) -> dict[str, Any]:
     """Return settings that a run which continues is compared with."""
     batch = stated["batch_size"]
     beta1, beta2 = adam["betas"]
-    out = {"micro_batch_size": batch, "global_batch_size": batch * stated["gradient_accumulation_steps"]}
-    out |= {"adam_beta1": beta1, "adam_beta2": beta2, "adam_eps": adam["eps"], "clip_grad": stated.get("grad_clip")}
+    out = {
+        "micro_batch_size": batch,
+        "global_batch_size": batch * stated["gradient_accumulation_steps"],
+    }
+    out |= {
+        "adam_beta1": beta1,
+        "adam_beta2": beta2,
+        "adam_eps": adam["eps"],
+        "clip_grad": stated.get("grad_clip"),
+    }
     return {name: value for name, value in out.items() if type(value) in (int, float)}
 
 
@@ -196,7 +255,10 @@ def parameter_order(
     layers = len({name.split(".")[1] for name in weights if name.startswith("h.")})
     modules = [*(f"h.{n}.{part}" for n in range(layers) for part in LAYER.values()), "ln_f"]
     names = [*TABLES, *(f"{module}.{kind}" for module in modules for kind in KINDS)]
-    order = sorted(((name, weights[name]) for name in names if name in weights), key=lambda item: item[1].ndim < 2)
+    order = sorted(
+        ((name, weights[name]) for name in names if name in weights),
+        key=lambda item: item[1].ndim < 2,
+    )
     decayed = sum(tensor.ndim > 1 for _, tensor in order)
     sizes = [len(group.get("params", ())) for group in torch_state(path, tree)["param_groups"]]
     if sizes != [decayed, len(order) - decayed]:

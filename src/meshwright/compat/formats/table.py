@@ -47,7 +47,9 @@ FORMATS = (
     Format(
         DEEPSPEED,
         reader=f"{HERE}.megatron.deepspeed:open_deepspeed",
-        files=(r"(layer_\d+-model_\d+|mp_rank_\d+|zero_pp_rank_\d+_mp_rank_\d+)(-|_)model_states\.pt",),
+        files=(
+            r"(layer_\d+-model_\d+|mp_rank_\d+|zero_pp_rank_\d+_mp_rank_\d+)(-|_)model_states\.pt",
+        ),
         order=40,
         steps=r"global_step\d+",
         tracker="latest",

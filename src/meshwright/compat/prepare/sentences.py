@@ -32,7 +32,8 @@ _SPACE = re.compile(r"\s*")
 # The next word, behind opening quotes and dashes.
 _NEXT = re.compile(rf"[\s—–{re.escape(_OPENERS)}-]*([^\W_][\w'’]*)?")
 _DOTTED = re.compile(r"(?:[^\W\d_]{1,3}\.-?)+[^\W\d_]{1,3}")  # U.S, e.g, Ph.D, J.-P
-_ITEM = re.compile(r"\W*(?:\d{1,3}|[ivxlc]+|[IVXLC]+|[a-zA-Z])")  # the number of a heading or a list
+# the number of a heading or a list
+_ITEM = re.compile(r"\W*(?:\d{1,3}|[ivxlc]+|[IVXLC]+|[a-zA-Z])")
 _ROMAN = re.compile(r"[IVXLC]+")
 
 
@@ -100,7 +101,11 @@ class Rules:
             return True
         if stop != ".":  # an ellipsis; I and its forms have a capital letter anywhere
             return word.partition("’")[0].partition("'")[0] != "I"
-        if len(word) == 1 and text.startswith(".", after.end()) and text[mark.start() - 2 : mark.start() - 1] in " .":
+        if (
+            len(word) == 1
+            and text.startswith(".", after.end())
+            and text[mark.start() - 2 : mark.start() - 1] in " ."
+        ):
             return False  # initials, or z. B.
         return bool(mark["close"]) or self._is_full_stop(text, begin, mark.start(), word)
 
@@ -113,11 +118,16 @@ class Rules:
         key, is_starter = last.lower(), word.lower() in self.starters
         if key in self.never:
             return False
-        if len(last) == 1 and last.isupper() and not word[0].isdigit():  # an initial; "I" if a word follows
+        # an initial; "I" if a word follows
+        if len(last) == 1 and last.isupper() and not word[0].isdigit():
             return is_starter or (last == "I" and len(word) > 1)
         if key in self.numbers:
             return not (word[0].isdigit() or _ROMAN.fullmatch(word))
-        if key in self.sometimes or _DOTTED.fullmatch(last) or (self.ordinals and last.isdigit() and len(last) < 3):
+        if (
+            key in self.sometimes
+            or _DOTTED.fullmatch(last)
+            or (self.ordinals and last.isdigit() and len(last) < 3)
+        ):
             return is_starter
         return bool(last) or word != "I"  # no word: an ellipsis of separate stops
 
@@ -134,7 +144,8 @@ def build_punkt(language: str, keep_newlines: bool) -> Callable[[str], list[str]
         from nltk.tokenize.punkt import PunktLanguageVars, PunktTokenizer
     except ImportError:
         raise UserError(
-            f"--sentence-splitter punkt needs NLTK and its model of {language}: {_COMMANDS}", UNAVAILABLE
+            f"--sentence-splitter punkt needs NLTK and its model of {language}: {_COMMANDS}",
+            UNAVAILABLE,
         ) from None
 
     class WithSpace(PunktLanguageVars):  # type: ignore[misc]
@@ -162,4 +173,6 @@ def build_punkt(language: str, keep_newlines: bool) -> Callable[[str], list[str]
     return lambda text: list(punkt.tokenize(text))
 
 
-_COMMANDS = "pip install nltk; python -m nltk.downloader punkt_tab; or use --sentence-splitter rules"
+_COMMANDS = (
+    "pip install nltk; python -m nltk.downloader punkt_tab; or use --sentence-splitter rules"
+)

@@ -13,11 +13,22 @@ from dataclasses import replace
 from meshwright.compat.prepare import wikitext
 from meshwright.data.text.divide import Division, Slice
 from meshwright.data.text.formats import TextFormat
-from meshwright.data.text.records import NOT_UTF8, Document, ReadOptions, Record, Rejected, TextPlace
+from meshwright.data.text.records import (
+    NOT_UTF8,
+    Document,
+    ReadOptions,
+    Record,
+    Rejected,
+    TextPlace,
+)
 
 # A dump, or a part of one that begins with a page.
 IS_DUMP = re.compile(rb"(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*)?(<mediawiki\b|<page>\s*<title>)")
-PAGES = Division(re.compile(rb"(?<=</page>)\r?\n"), re.compile(rb"(?<=</page>)\r?(?:\n|\Z)"), len("\n</page>\r\n"))
+PAGES = Division(
+    re.compile(rb"(?<=</page>)\r?\n"),
+    re.compile(rb"(?<=</page>)\r?(?:\n|\Z)"),
+    len("\n</page>\r\n"),
+)
 NAMESPACE = re.compile(rb"<ns>\s*(-?\d+)\s*</ns>")
 TITLE = re.compile(rb"<title>(.*?)</title>", re.DOTALL)
 MODEL = re.compile(rb"<model>\s*(\w+)\s*</model>")
@@ -63,7 +74,9 @@ def _article(page: bytes, place: TextPlace, options: ReadOptions) -> Record | No
     end = page.find(b"</text>", inner)
     is_empty = end < 0 and page[inner - 2 : inner] == b"/>"
     if revision < 0 or title is None or begin < 0 or (end < 0 and not is_empty):
-        return Rejected("damaged page", place, f"no {'title' if title is None else 'text'} in {page[:80]!r}")
+        return Rejected(
+            "damaged page", place, f"no {'title' if title is None else 'text'} in {page[:80]!r}"
+        )
     model = MODEL.search(page, revision, begin)
     if is_empty or (model and model[1] != b"wikitext"):
         return None
@@ -80,11 +93,22 @@ def _article(page: bytes, place: TextPlace, options: ReadOptions) -> Record | No
 
 def _unescape(content: bytes) -> str:
     text = content.decode("utf-8")
-    for escaped, sign in (("&lt;", "<"), ("&gt;", ">"), ("&quot;", '"'), ("&#039;", "'"), ("&amp;", "&")):
+    for escaped, sign in (
+        ("&lt;", "<"),
+        ("&gt;", ">"),
+        ("&quot;", '"'),
+        ("&#039;", "'"),
+        ("&amp;", "&"),
+    ):
         text = text.replace(escaped, sign)
     return text
 
 
 DUMP = TextFormat(
-    "wiki dumps", PAGES, articles, begins=IS_DUMP, unit="page ", shorten="a dump without old revisions is shorter"
+    "wiki dumps",
+    PAGES,
+    articles,
+    begins=IS_DUMP,
+    unit="page ",
+    shorten="a dump without old revisions is shorter",
 )

@@ -16,10 +16,14 @@ import re
 COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)
 TAG = re.compile(r"<(/?)([a-zA-Z][a-zA-Z0-9]*)\b([^<>]*)>")
 # Elements whose content is no prose; whose content is text without markup; which begin a line.
-HIDDEN = frozenset("ref references gallery timeline score graph imagemap mapframe maplink hiero table".split())
+HIDDEN = frozenset(
+    "ref references gallery timeline score graph imagemap mapframe maplink hiero table".split()
+)
 HIDDEN |= frozenset("templatestyles indicator inputbox categorytree section style".split())
 LITERAL = frozenset("nowiki pre math chem ce syntaxhighlight source".split())
-LINES = frozenset("br p div li ul ol dl dt dd blockquote center hr h1 h2 h3 h4 h5 h6 pre syntaxhighlight poem".split())
+LINES = frozenset(
+    "br p div li ul ol dl dt dd blockquote center hr h1 h2 h3 h4 h5 h6 pre syntaxhighlight poem".split()
+)
 ESCAPES = {ord(c): f"&#{ord(c)};" for c in "{}[]|'=*#:;!<>_-"}
 
 BRACKET = re.compile(r"\{\{+|\}\}+|\[\[|\]\]|^[ \t:]*\{\||^[ \t]*\|\}(?!\})", re.MULTILINE)
@@ -27,9 +31,19 @@ OPENS = {"}}": "{{", "]]": "[[", "|}": "{|"}
 DEEPEST = 100  # brackets in one another; MediaWiki stops at 40 templates
 
 # Templates that stand for one of their arguments: its number, -1 for the last.
-ARGUMENT = dict.fromkeys("nowrap nobr nobreak small big abbr em strong math mvar val ill interlanguage le".split(), 0)
+ARGUMENT = dict.fromkeys(
+    "nowrap nobr nobreak small big abbr em strong math mvar val ill interlanguage le".split(), 0
+)
 ARGUMENT |= dict.fromkeys("lang langx transl transliteration tsl".split(), -1)
-SIGNS = {"nbsp": " ", "spaces": " ", "ndash": "–", "snd": " – ", "spnd": " – ", "mdash": "—", "en dash": "–"}
+SIGNS = {
+    "nbsp": " ",
+    "spaces": " ",
+    "ndash": "–",
+    "snd": " – ",
+    "spnd": " – ",
+    "mdash": "—",
+    "en dash": "–",
+}
 
 NO_TEXT = frozenset(
     """file image media category datei bild kategorie fichier catégorie archivo imagen categoría immagine categoria
@@ -39,7 +53,8 @@ NO_TEXT = frozenset(
     ファイル 画像 カテゴリ 파일 그림 분류 ملف صورة تصنيف پرونده رده קובץ קטגוריה चित्र श्रेणी""".split()
 )
 MEDIA = re.compile(
-    r"\.(?:jpe?g|png|svg|gif|tiff?|webp|xcf|djvu|pdf|og[gva]|opus|web[mp]|mp[34]|wav|flac|midi?|stl)$", re.IGNORECASE
+    r"\.(?:jpe?g|png|svg|gif|tiff?|webp|xcf|djvu|pdf|og[gva]|opus|web[mp]|mp[34]|wav|flac|midi?|stl)$",
+    re.IGNORECASE,
 )
 LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[a-z-]+)?|simple")
 ADDRESS = re.compile(r"\[(?:[a-z]+:)?//[^\s\[\]<>]+[ \t]*([^\[\]\n]*)\]", re.IGNORECASE)
@@ -80,7 +95,9 @@ def _without_tags(text: str) -> str:
                 parts.append("\n")
             if name in LITERAL:
                 inner = text[at : close.start()].translate(ESCAPES)
-                parts.append(re.sub(r"^ +", lambda m: "&#32;" * len(m[0]), inner, flags=re.MULTILINE))
+                parts.append(
+                    re.sub(r"^ +", lambda m: "&#32;" * len(m[0]), inner, flags=re.MULTILINE)
+                )
             at = close.end()
         if name in LINES:
             parts.append("\n")
@@ -116,7 +133,9 @@ def _without_brackets(text: str) -> str:
                 count[was] -= 1
                 if was == opener:
                     break
-            parts.append(_link(inside) if kind == "]]" else _template(inside) if kind == "}}" else "")
+            parts.append(
+                _link(inside) if kind == "]]" else _template(inside) if kind == "}}" else ""
+            )
     parts.append(text[at:])
     for _, around in reversed(stack):  # never closed: its text stays
         parts = [*around, *parts]
@@ -129,7 +148,9 @@ def _template(inside: str) -> str:
     arguments = [part for part in rest if "=" not in part]
     if name in ("convert", "cvt"):
         return " ".join(arguments[:2])
-    which = -1 if name.startswith("lang-") else 0 if name.startswith("link-") else ARGUMENT.get(name)
+    which = (
+        -1 if name.startswith("lang-") else 0 if name.startswith("link-") else ARGUMENT.get(name)
+    )
     if which is not None and arguments:
         return arguments[which]
     return SIGNS.get(name, "")

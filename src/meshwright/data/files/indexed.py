@@ -38,9 +38,17 @@ Ints = npt.NDArray[np.integer[Any]]
 MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
-CODES: dict[int, type[np.integer[Any]]] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+CODES: dict[int, type[np.integer[Any]]] = {
+    1: np.uint8,
+    2: np.int8,
+    3: np.int16,
+    4: np.int32,
+    5: np.int64,
+    8: np.uint16,
+}
 BLOCK = 1 << 20  # array elements read at a time, so that checks of a large file need little memory
-FULL = 1 << 22  # up to so many sequences or documents, opening checks all: some hundredths of a second
+# up to so many sequences or documents, opening checks all: some hundredths of a second
+FULL = 1 << 22
 PROBES, PROBE = 64, 1 << 12  # in a larger file: places, spread evenly, and elements checked at each
 
 
@@ -113,9 +121,14 @@ class Index:
         self.dtype = np.dtype(CODES[code]).newbyteorder("<")
         expected = HEADER.size + 12 * n + 8 * m
         if length == expected + n and n:
-            raise bad_data(f"{path} is multimodal (a mode for each sequence), which cannot be read yet")
+            raise bad_data(
+                f"{path} is multimodal (a mode for each sequence), which cannot be read yet"
+            )
         if length != expected:
-            raise damaged(self.prefix, f"{length:,} bytes, but {n:,} sequences and {m:,} documents need {expected:,}")
+            raise damaged(
+                self.prefix,
+                f"{length:,} bytes, but {n:,} sequences and {m:,} documents need {expected:,}",
+            )
         return n, m
 
     def faults(self, in_full: bool = True) -> Iterator[str]:
@@ -127,7 +140,10 @@ class Index:
         negative, astray, misplaced = Tally(), Tally(), Tally()
         for first, stop in ranges_to_check(n, in_full):
             before = max(first - 1, 0)
-            lengths, begins = self.sizes.read(before, stop).astype(np.int64), self.pointers.read(before, stop)
+            lengths, begins = (
+                self.sizes.read(before, stop).astype(np.int64),
+                self.pointers.read(before, stop),
+            )
             sums = (begins + lengths * itemsize)[:-1]
             negative.add(first, lengths[first - before :] < 0)
             astray.add(first, begins[first - before :] != (sums if first else np.append(0, sums)))
@@ -136,8 +152,12 @@ class Index:
             steps = np.diff(borders) if first else np.diff(borders, prepend=0)
             misplaced.add(first, (steps < 0) | (borders[len(borders) - len(steps) :] > n))
         yield from negative.describe("sequence", "has a length below 0", "have")
-        yield from astray.describe("sequence", "has a pointer that is not the sum of the lengths before it", "have")
-        yield from misplaced.describe("document border", "lies before the one before it or beyond the sequences", "do")
+        yield from astray.describe(
+            "sequence", "has a pointer that is not the sum of the lengths before it", "have"
+        )
+        yield from misplaced.describe(
+            "document border", "lies before the one before it or beyond the sequences", "do"
+        )
         ends = [int(self.borders.read(k, k + 1)[0]) for k in (0, m - 1)] if m else [-1, 0]
         if ends != [0, n]:
             yield f"the document borders run from {ends[0]:,} to {ends[1]:,}, not from 0 to the {n:,} sequences"
@@ -147,14 +167,20 @@ class Index:
         """The length of the .bin, by the last pointer and length."""
         last = len(self.sizes) - 1
         columns = (self.pointers, 1), (self.sizes, self.dtype.itemsize)
-        return sum(int(column.read(last, last + 1)[0]) * factor for column, factor in columns) if last >= 0 else 0
+        return (
+            sum(int(column.read(last, last + 1)[0]) * factor for column, factor in columns)
+            if last >= 0
+            else 0
+        )
 
     def length_fault(self, actual: int) -> str:
         """Return what is wrong with a .bin of this length, or ""."""
         if actual == (described := self.described_bytes):
             return ""
         why = "one of the two is cut short or belongs to other data"
-        return f"{self.prefix}.bin has {actual:,} bytes, but its .idx describes {described:,}: {why}"
+        return (
+            f"{self.prefix}.bin has {actual:,} bytes, but its .idx describes {described:,}: {why}"
+        )
 
     def document_ends(self) -> Iterator[Ints]:
         """Yield blocks of the ends, in tokens, of the documents that have a token."""
@@ -186,7 +212,10 @@ class Indexed:
         # Opened before the files are mapped: `need` then sees if they are replaced meanwhile.
         self.copy = copies.sparse_copy(f"{self.prefix}.bin")
         self.is_sparse = self.copy is not None
-        maps = {f"{self.prefix}{ending}": map_file(f"{self.prefix}{ending}") for ending in (".idx", ".bin")}
+        maps = {
+            f"{self.prefix}{ending}": map_file(f"{self.prefix}{ending}")
+            for ending in (".idx", ".bin")
+        }
         idx, tokens = maps.values()
         with open(f"{self.prefix}.idx", "rb") as file:
             index = Index(self.prefix, file)
@@ -213,7 +242,10 @@ class Indexed:
 
     def tokens_of(self, first: int, stop: int) -> int:
         """Return the number of tokens in sequences [first, stop), without a look at each."""
-        begin, end = (int(self.pointers[i]) if i < len(self) else self.tokens.nbytes for i in (first, max(first, stop)))
+        begin, end = (
+            int(self.pointers[i]) if i < len(self) else self.tokens.nbytes
+            for i in (first, max(first, stop))
+        )
         return (end - begin) // self.dtype.itemsize
 
     def document(self, number: int) -> Ints:

@@ -29,7 +29,8 @@ from meshwright.data import tokenizers
 from meshwright.data.files.indexed import BLOCK, FileColumn, Index, Indexed
 from meshwright.data.files.writer import Writer, is_made
 
-COPIES_AT_ONCE = 8  # files copied at a time by --merge distributed: enough to hide the latency of a network disk
+# files copied at a time by --merge distributed: enough to hide the latency of a network disk
+COPIES_AT_ONCE = 8
 PROBE_TOKENS = 1 << 14  # tokens at both ends of each shard that are read again at the end
 KERNEL_STEP = 1 << 27  # bytes asked of the kernel at a time, so that the bar moves
 # The kernel cannot copy between these two files, but reading and writing can.
@@ -50,7 +51,8 @@ def find_pairs(folder: str, output_prefix: str) -> list[str]:
     root = Path(folder)
     if not root.is_dir():
         raise SettingsError(
-            f"{{input={folder}}} is not a folder; give the one that holds the .bin/.idx files", BAD_DATA
+            f"{{input={folder}}} is not a folder; give the one that holds the .bin/.idx files",
+            BAD_DATA,
         )
     indices, tokens = ({path.stem for path in root.glob(f"*{end}")} for end in (".idx", ".bin"))
     lone = sorted(indices ^ tokens)
@@ -71,7 +73,9 @@ def is_same_pair(a: str, b: str) -> bool:
     return Path(f"{a}.bin").resolve() == Path(f"{b}.bin").resolve()
 
 
-def merge_pairs(prefixes: list[str], output_prefix: str, together: bool, overwrite: bool = False) -> Shard | None:
+def merge_pairs(
+    prefixes: list[str], output_prefix: str, together: bool, overwrite: bool = False
+) -> Shard | None:
     """Join pairs of files made with one tokenizer, and keep it beside the result.
 
     Return None if the same pairs were joined there before.
@@ -79,12 +83,18 @@ def merge_pairs(prefixes: list[str], output_prefix: str, together: bool, overwri
     tokenizer_folder = tokenizers.find_of_data(prefixes)  # raises if there are several
     lacking = [prefix for prefix in prefixes if not tokenizers.tokenizer_folder(prefix).is_dir()]
     files = [f"{prefix}{end}" for prefix in prefixes for end in (".bin", ".idx")]
-    made_from = {"command": "data merge", "inputs": origin.inputs_of([file for file in files if Path(file).exists()])}
-    is_other = not any(is_same_pair(prefix, output_prefix) for prefix in prefixes)  # else `join_pairs` refuses it
+    made_from = {
+        "command": "data merge",
+        "inputs": origin.inputs_of([file for file in files if Path(file).exists()]),
+    }
+    # else `join_pairs` refuses it
+    is_other = not any(is_same_pair(prefix, output_prefix) for prefix in prefixes)
     if is_other and is_made(output_prefix, made_from, overwrite):
         return None
     if tokenizer_folder and lacking:
-        notice(f"{lacking[0]} does not say which tokenizer made it, so none is kept beside {output_prefix}")
+        notice(
+            f"{lacking[0]} does not say which tokenizer made it, so none is kept beside {output_prefix}"
+        )
 
     def keep(writer: Writer) -> None:
         writer.keep_origin(made_from)
@@ -97,14 +107,19 @@ def merge_pairs(prefixes: list[str], output_prefix: str, together: bool, overwri
 
 
 def join_pairs(
-    prefixes: list[str], output_prefix: str, together: bool, keep: Callable[[Writer], None] = lambda writer: None
+    prefixes: list[str],
+    output_prefix: str,
+    together: bool,
+    keep: Callable[[Writer], None] = lambda writer: None,
 ) -> Shard:
     """Join pairs of files in the given order, and compare what was written with them.
 
     `keep` writes what belongs beside the files, just before they get their names.
     """
     if any(is_same_pair(prefix, output_prefix) for prefix in prefixes):
-        raise SettingsError(f"{{output_prefix={output_prefix}}} is one of the files that are read; choose another")
+        raise SettingsError(
+            f"{{output_prefix={output_prefix}}} is one of the files that are read; choose another"
+        )
     shards = [measure_pair(prefix) for prefix in prefixes]
     dtype = shards[0].dtype
     for shard in shards:
@@ -118,7 +133,8 @@ def join_pairs(
     make_folder(folder, "--output-prefix")
     with lock(Path(f"{output_prefix}.lock")), Writer(output_prefix, dtype) as writer:
         index = sum(12 * shard.sequences + 8 * shard.documents for shard in shards)
-        make_folder(folder, "--output-prefix", size + 2 * index)  # leftovers of a killed merge are gone now
+        # leftovers of a killed merge are gone now
+        make_folder(folder, "--output-prefix", size + 2 * index)
         places = [append_index(writer, shard) for shard in shards]
         with writer.reported():
             copy_all(shards, places, writer.files[".bin"].fileno(), together)
@@ -149,13 +165,18 @@ def append_index(writer: Writer, shard: Shard) -> int:
 def copy_all(shards: list[Shard], places: list[int], target: int, together: bool) -> None:
     """Copy each shard's bytes to its place, several at a time if `together`."""
     sizes = [shard.tokens * shard.dtype.itemsize for shard in shards]
-    with progress_bar("merging", sum(sizes)) as advance, ThreadPoolExecutor(COPIES_AT_ONCE if together else 1) as pool:
+    with (
+        progress_bar("merging", sum(sizes)) as advance,
+        ThreadPoolExecutor(COPIES_AT_ONCE if together else 1) as pool,
+    ):
         prefixes = [shard.prefix for shard in shards]
         # An error cancels the rest.
         list(pool.map(copy_tokens, prefixes, repeat(target), places, sizes, repeat(advance)))
 
 
-def copy_tokens(prefix: str, target: int, place: int, size: int, advance: Callable[[int], None]) -> None:
+def copy_tokens(
+    prefix: str, target: int, place: int, size: int, advance: Callable[[int], None]
+) -> None:
     with open(f"{prefix}.bin", "rb") as source:
         done, by_kernel = 0, hasattr(os, "copy_file_range")
         while done < size:
@@ -169,7 +190,9 @@ def copy_tokens(prefix: str, target: int, place: int, size: int, advance: Callab
                         raise
                 by_kernel = copied > 0  # some network disks return 0
             if not by_kernel:
-                copied = os.pwrite(target, os.pread(source.fileno(), min(BLOCK, size - done), done), place + done)
+                copied = os.pwrite(
+                    target, os.pread(source.fileno(), min(BLOCK, size - done), done), place + done
+                )
             if not copied:
                 raise bad_data(f"{prefix}.bin has become shorter: {done:,} of {size:,} bytes")
             done += copied
@@ -179,7 +202,10 @@ def copy_tokens(prefix: str, target: int, place: int, size: int, advance: Callab
 def check_result(shards: list[Shard], output_prefix: str) -> None:
     """Open the merged pair, and compare the first and last tokens of each shard."""
     merged, place = measure_pair(output_prefix), 0
-    if (merged.sequences, merged.documents) != (sum(s.sequences for s in shards), sum(s.documents for s in shards)):
+    if (merged.sequences, merged.documents) != (
+        sum(s.sequences for s in shards),
+        sum(s.documents for s in shards),
+    ):
         wrong = f"{output_prefix}.idx holds {merged.sequences:,} sequences, not those of its parts"
         raise UserError(f"{wrong}: merge again", IO)
     with open(f"{output_prefix}.bin", "rb") as target:
@@ -189,7 +215,9 @@ def check_result(shards: list[Shard], output_prefix: str) -> None:
                 tokens = FileColumn(source, shard.dtype, shard.tokens)
                 for start in {0, max(shard.tokens - PROBE_TOKENS, 0)}:
                     stop = min(start + PROBE_TOKENS, shard.tokens)
-                    if not np.array_equal(tokens.read(start, stop), result.read(place + start, place + stop)):
+                    if not np.array_equal(
+                        tokens.read(start, stop), result.read(place + start, place + stop)
+                    ):
                         raise UserError(
                             f"{output_prefix}.bin differs from {shard.prefix}.bin at token {place + start:,}: "
                             "the disk or another program that writes there is at fault; merge again",

@@ -26,7 +26,8 @@ from meshwright.data import tokenizers
 from meshwright.data.files.indexed import FileColumn, Index, Indexed, Tally
 from meshwright.data.index_cache import INVALID, open_entry
 
-Digest = Callable[[BinaryIO, Callable[[int, bytes], None]], None]  # calls a function for each block of a file
+# calls a function for each block of a file
+Digest = Callable[[BinaryIO, Callable[[int, bytes], None]], None]
 
 
 @dataclass
@@ -54,12 +55,18 @@ class Findings:
 
 
 def check_pair(
-    prefix: str, vocab_size: int | None, eod: int | None, hashes: bool, advance: Callable[[int], None]
+    prefix: str,
+    vocab_size: int | None,
+    eod: int | None,
+    hashes: bool,
+    advance: Callable[[int], None],
 ) -> Findings:
     """Check one pair of files in full. `hashes`: compute the SHA-256 of both too."""
     findings = Findings(prefix)
 
-    def digest(file: BinaryIO, inspect: Callable[[int, bytes], None] = lambda start, block: None) -> None:
+    def digest(
+        file: BinaryIO, inspect: Callable[[int, bytes], None] = lambda start, block: None
+    ) -> None:
         def shown(start: int, block: bytes) -> None:
             inspect(start, block)
             advance(len(block))
@@ -81,17 +88,29 @@ def check_pair(
             with open(f"{prefix}.bin", "rb") as file:
                 check_tokens(file, index, is_sound, vocab_size, eod, findings, digest)
     except FileNotFoundError as error:
-        hint = "" if Path(f"{prefix}.bin").exists() or Path(f"{prefix}.idx").exists() else near_prefix(prefix)
+        hint = (
+            ""
+            if Path(f"{prefix}.bin").exists() or Path(f"{prefix}.idx").exists()
+            else near_prefix(prefix)
+        )
         findings.problems.append(f"{error.filename} does not exist{hint}")
     except OSError as error:
-        findings.problems.append(f"{error.filename or prefix} cannot be read: {error.strerror or error}")
+        findings.problems.append(
+            f"{error.filename or prefix} cannot be read: {error.strerror or error}"
+        )
     except UserError as error:
         findings.problems.append(str(error))
     return findings
 
 
 def check_tokens(
-    file: BinaryIO, index: Index, is_sound: bool, vocab: int | None, eod: int | None, findings: Findings, digest: Digest
+    file: BinaryIO,
+    index: Index,
+    is_sound: bool,
+    vocab: int | None,
+    eod: int | None,
+    findings: Findings,
+    digest: Digest,
 ) -> None:
     """Check the .bin's length, ids and ends of documents. `is_sound`: the index is right."""
     itemsize = index.dtype.itemsize
@@ -108,7 +127,9 @@ def check_tokens(
         nonlocal pending
         start, ids = begin // itemsize, np.frombuffer(block, index.dtype, len(block) // itemsize)
         strange.add(start, (ids < 0) | (ids >= vocab if vocab else False))
-        while (not len(pending) or pending[-1] <= start + len(ids)) and (more := next(ends, None)) is not None:
+        while (not len(pending) or pending[-1] <= start + len(ids)) and (
+            more := next(ends, None)
+        ) is not None:
             pending = np.concatenate([pending, more])
         in_block = int(np.searchsorted(pending, start + len(ids), side="right"))
         last.update(ids[pending[:in_block] - 1 - start].tolist())
@@ -116,7 +137,11 @@ def check_tokens(
 
     digest(file, inspect)
     if strange.count:
-        where = f", in sequence {Indexed(findings.prefix).sequence_at(strange.first):,}" if is_sound else ""
+        where = (
+            f", in sequence {Indexed(findings.prefix).sequence_at(strange.first):,}"
+            if is_sound
+            else ""
+        )
         token = int(tokens.read(strange.first, strange.first + 1)[0])
         allowed = f"0 ... {vocab - 1}, the tokenizer's" if vocab else "0 and above"
         findings.problems.append(
@@ -126,7 +151,9 @@ def check_tokens(
     findings.with_eod = describe_ends(last, eod, findings)
 
 
-def find_uncounted_ends(index: Index, tokens: FileColumn, findings: Findings, eod: int | None) -> str:
+def find_uncounted_ends(
+    index: Index, tokens: FileColumn, findings: Findings, eod: int | None
+) -> str:
     """Describe the damage of Megatron-LM from 26 June to 5 August 2023, "" if there is none.
 
     It wrote ends of documents into .bin, but into no length: the k-th document with text, counted
@@ -196,7 +223,9 @@ def compare_checksums(path: Path, findings: Findings) -> None:
         if wanted is None:
             findings.problems.append(f"{name} is not in {path}, the file of checksums")
         elif wanted != digest:
-            findings.problems.append(f"{name} has the SHA-256 {digest}, but {path} says {wanted}; it is another file")
+            findings.problems.append(
+                f"{name} has the SHA-256 {digest}, but {path} says {wanted}; it is another file"
+            )
 
 
 def write_checksums(path: Path, digests: dict[str, str]) -> None:
@@ -204,7 +233,11 @@ def write_checksums(path: Path, digests: dict[str, str]) -> None:
     names = {name: Path(name).resolve() for name in digests}
     with writing(path, "--checksums"), replacing(path, typed=True) as file:
         for name, digest in digests.items():
-            below = names[name].relative_to(folder) if names[name].is_relative_to(folder) else names[name]
+            below = (
+                names[name].relative_to(folder)
+                if names[name].is_relative_to(folder)
+                else names[name]
+            )
             file.write(f"{digest}  {below}\n".encode())
 
 
@@ -216,7 +249,9 @@ def damaged_caches(folder: Path) -> tuple[int, list[str]]:
         try:
             open_entry(record, in_full=True)
         except INVALID as error:
-            problems.append(f"{record} is damaged ({error}); remove it, or a training builds it again")
+            problems.append(
+                f"{record} is damaged ({error}); remove it, or a training builds it again"
+            )
     return len(records), problems
 
 
@@ -229,10 +264,16 @@ def verify_pairs(prefixes: list[str], t: TokenizerFlags, checksums: Path | None)
     compares = checksums is not None and checksums.exists()
     problems, digests = 0, dict[str, str]()
     for prefix in prefixes:
-        clock, size = Clock(), sum(p.stat().st_size for e in (".idx", ".bin") if (p := Path(prefix + e)).is_file())
+        clock, size = (
+            Clock(),
+            sum(p.stat().st_size for e in (".idx", ".bin") if (p := Path(prefix + e)).is_file()),
+        )
         with progress_bar(Path(prefix).name, size) as advance:
             try:
-                tokenizer, wrong = tokenizers.resolve_for_data(t, tokenizers.find_of_data([prefix])), list[str]()
+                tokenizer, wrong = (
+                    tokenizers.resolve_for_data(t, tokenizers.find_of_data([prefix])),
+                    list[str](),
+                )
             except UserError as error:
                 tokenizer, wrong = None, [str(error)]
             vocab, eod = (tokenizer.size, tokenizer.eod) if tokenizer else (t.vocab_size, None)
@@ -248,10 +289,16 @@ def verify_pairs(prefixes: list[str], t: TokenizerFlags, checksums: Path | None)
     for folder in dict.fromkeys(Path(prefix).parent for prefix in prefixes):
         count, damaged = damaged_caches(folder)
         problems += len(damaged)
-        for line in damaged or ([f"{folder / 'index-cache'}: intact: {count} entries"] if count else []):
+        for line in damaged or (
+            [f"{folder / 'index-cache'}: intact: {count} entries"] if count else []
+        ):
             print(line)
     if problems:
         raise bad_data(f"{problems} problem{'s' * (problems > 1)}, listed above")
     if checksums and not compares:
         write_checksums(checksums, digests)
-        print(fit(f"wrote {checksums}: the SHA-256 of {len(digests)} files, which `sha256sum -c` reads too"))
+        print(
+            fit(
+                f"wrote {checksums}: the SHA-256 of {len(digests)} files, which `sha256sum -c` reads too"
+            )
+        )

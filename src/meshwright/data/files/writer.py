@@ -48,7 +48,9 @@ class Writer:
     whenever the process is killed, no .idx stands beside a .bin that it does not describe.
     """
 
-    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike, begun: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, prefix: str | Path, dtype: npt.DTypeLike, begun: Sequence[int] | None = None
+    ) -> None:
         """`begun`: tokens, sequences and documents to keep of an interrupted writer's parts."""
         self.prefix, self.dtype = str(prefix), np.dtype(dtype)
         self.tokens, self.sequences, self.documents = begun or (0, 0, 0)
@@ -59,7 +61,9 @@ class Writer:
         with contextlib.ExitStack() as failed, self.reported():
             Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
             for part, length in zip(PART_ENDINGS, lengths, strict=True):
-                file = open(f"{self.prefix}{part}.tmp", "r+b" if begun else "wb", 1 << 20, opener=own_file)
+                file = open(
+                    f"{self.prefix}{part}.tmp", "r+b" if begun else "wb", 1 << 20, opener=own_file
+                )
                 self.files[part] = failed.enter_context(file)
                 file.truncate(length)
                 file.seek(length)
@@ -67,12 +71,18 @@ class Writer:
 
     def add(self, ids: Sequence[int] | npt.NDArray[Any]) -> None:
         """Append one sequence to the current document."""
-        self.append(np.asarray(ids, dtype=self.dtype), np.array([len(ids)], np.int32), np.zeros(0, np.int64))
+        self.append(
+            np.asarray(ids, dtype=self.dtype), np.array([len(ids)], np.int32), np.zeros(0, np.int64)
+        )
 
     def end_document(self) -> None:
-        self.append(np.zeros(0, self.dtype), np.zeros(0, np.int32), np.array([self.sequences], np.int64))
+        self.append(
+            np.zeros(0, self.dtype), np.zeros(0, np.int32), np.array([self.sequences], np.int64)
+        )
 
-    def append(self, tokens: npt.NDArray[Any], sizes: npt.NDArray[Any], ends: npt.NDArray[Any]) -> None:
+    def append(
+        self, tokens: npt.NDArray[Any], sizes: npt.NDArray[Any], ends: npt.NDArray[Any]
+    ) -> None:
         """Append tokens, each sequence's length, and the sequences up to each document end."""
         with self.reported():
             self.files[".bin"].write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
@@ -97,7 +107,12 @@ class Writer:
     def __enter__(self) -> Writer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         try:
             if kind is None:
                 self.finish()
@@ -110,11 +125,16 @@ class Writer:
 
     def keep_origin(self, made_from: dict[str, Any]) -> None:
         """Record what the files are made from, in the place of an older pair, before `finish`."""
-        sizes = (self.tokens * self.dtype.itemsize, HEADER.size + 12 * self.sequences + 8 * (self.documents + 1))
+        sizes = (
+            self.tokens * self.dtype.itemsize,
+            HEADER.size + 12 * self.sequences + 8 * (self.documents + 1),
+        )
         with self.reported():
             Path(f"{self.prefix}.idx").unlink(missing_ok=True)
             names = (f"{Path(self.prefix).name}{end}" for end in (".bin", ".idx"))
-            origin.write_origin(origin_path(self.prefix), made_from, dict(zip(names, sizes, strict=True)))
+            origin.write_origin(
+                origin_path(self.prefix), made_from, dict(zip(names, sizes, strict=True))
+            )
 
     def finish(self) -> None:
         """Give the files their names, now that all is written."""
@@ -155,7 +175,9 @@ def clear(prefix: str) -> None:
         Path(f"{prefix}{part}.tmp").unlink(missing_ok=True)
 
 
-def write_index(path: str | Path, dtype: np.dtype[Any], sizes_path: str | Path, ends_path: str | Path) -> None:
+def write_index(
+    path: str | Path, dtype: np.dtype[Any], sizes_path: str | Path, ends_path: str | Path
+) -> None:
     """Write the .idx for the lengths and document ends in two files, block by block."""
     n, m = os.path.getsize(sizes_path) // 4, os.path.getsize(ends_path) // 8
     code = next(code for code, code_dtype in CODES.items() if code_dtype == dtype)
@@ -171,7 +193,9 @@ def write_index(path: str | Path, dtype: np.dtype[Any], sizes_path: str | Path, 
         position = 0
         for _, block in sizes.blocks():
             sums = position + np.cumsum(block, dtype=np.int64) * dtype.itemsize
-            idx.write((sums - block.astype(np.int64) * dtype.itemsize).astype("<i8", copy=False).data)
+            idx.write(
+                (sums - block.astype(np.int64) * dtype.itemsize).astype("<i8", copy=False).data
+            )
             position = int(sums[-1])
         idx.write(np.zeros(1, "<i8").data)
         for _, block in FileColumn(ends, "<i8", m).blocks():

@@ -14,7 +14,14 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO, cast
 
 from meshwright.data.text import limits
-from meshwright.data.text.containers import DAMAGES, DamagedInput, buffered, kind_of_bytes, peek, unpacked
+from meshwright.data.text.containers import (
+    DAMAGES,
+    DamagedInput,
+    buffered,
+    kind_of_bytes,
+    peek,
+    unpacked,
+)
 
 HEADER = 1 << 20  # bytes of a member's headers in a tar archive, with its names
 ENDS = 100  # times that tarfile may read at the end
@@ -101,7 +108,10 @@ def members(stream: BinaryIO, folder: str = "") -> Iterator[Member]:
         while (member := packed.next_member(archive)) is not None:
             cast(Any, archive).members = []  # free what tarfile keeps of each
             if member.issparse():
-                yield folder + member.name, DamagedInput("a sparse file; write the archive without --sparse")
+                yield (
+                    folder + member.name,
+                    DamagedInput("a sparse file; write the archive without --sparse"),
+                )
                 continue
             opened = archive.extractfile(member) if member.isfile() else None
             if opened is None:

@@ -13,16 +13,24 @@ from collections.abc import Iterable, Iterator
 from meshwright.config.text_inputs import text_codec
 
 BOM = b"\xef\xbb\xbf"
-MARKS = {b"\xff\xfe\0\0": "utf-32", b"\0\0\xfe\xff": "utf-32", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
-DECLARED = 1 << 10  # bytes at the beginning of a page that may declare its charset, as in the HTML standard
+MARKS = {
+    b"\xff\xfe\0\0": "utf-32",
+    b"\0\0\xfe\xff": "utf-32",
+    b"\xff\xfe": "utf-16",
+    b"\xfe\xff": "utf-16",
+}
+# bytes at the beginning of a page that may declare its charset, as in the HTML standard
+DECLARED = 1 << 10
 CHARSET = re.compile(
-    rb"<meta\b[^>]*\bcharset\s*=\s*[\"']?\s*([\w:.-]+)|<\?xml[^>]*\bencoding\s*=\s*[\"']([\w:.-]+)", re.I
+    rb"<meta\b[^>]*\bcharset\s*=\s*[\"']?\s*([\w:.-]+)|<\?xml[^>]*\bencoding\s*=\s*[\"']([\w:.-]+)",
+    re.I,
 )
 # What browsers read where a page declares an older standard.
 LARGER = {"gb2312": "gb18030", "gbk": "gb18030", "iso8859-1": "cp1252", "ascii": "cp1252"}
 LARGER |= {"shift_jis": "cp932", "euc_kr": "cp949", "big5": "cp950"}
 OF_GB18030 = ("gb2312", "gbk")  # read as the standard that has all their characters
-CHINESE = {"gb18030": "gb18030", "big5": "big5", "cp950": "big5", "big5hkscs": "big5"}  # of a codec, its guess
+# of a codec, its guess
+CHINESE = {"gb18030": "gb18030", "big5": "big5", "cp950": "big5", "big5hkscs": "big5"}
 # The most frequent characters, simplified and traditional: between a third and a half of any text.
 COMMON = frozenset(
     "的一是不了在人有我他这个们中来上大为和国地到以说时要就出会可也你对生能而子那得于着下自之年过发后作里用道行所然家种事"
@@ -33,7 +41,8 @@ COMMON = frozenset(
 SAMPLE = 1 << 16  # bytes that show the encoding of a text
 LEAST_COMMON = 0.1  # share of them by which an encoding is recognised
 CONTROL = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f]")
-LEAST_CONTROL = 0.02  # share of them that no text has; a tenth of all bytes is usual in compressed files
+# share of them that no text has; a tenth of all bytes is usual in compressed files
+LEAST_CONTROL = 0.02
 
 BROKEN = re.compile(rb"\xf0[\x90-\x93][\x80-\xbf](?![\x80-\xbf])")  # what `mark_broken` writes
 
@@ -45,7 +54,9 @@ def mark_broken(error: UnicodeError) -> tuple[str, int]:
     """
     assert isinstance(error, UnicodeDecodeError)
     byte = error.object[error.start]
-    return bytes((0xF0, 0x90 + (byte >> 6), 0x80 + (byte & 0x3F))).decode("ascii", "surrogateescape"), error.end
+    return bytes((0xF0, 0x90 + (byte >> 6), 0x80 + (byte & 0x3F))).decode(
+        "ascii", "surrogateescape"
+    ), error.end
 
 
 def broken_byte(error: UnicodeDecodeError) -> int | None:
@@ -139,7 +150,10 @@ def guess(content: bytes) -> str:
 def count_decoded(content: bytes, *names: str) -> str:
     """Say how many of a text's first lines each of these encodings decodes."""
     lines = content[:SAMPLE].splitlines()[: -1 if len(content) > SAMPLE else None]
-    decoded = (f"{name} decodes {sum(_decodes(line, name) for line in lines):,}" for name in dict.fromkeys(names))
+    decoded = (
+        f"{name} decodes {sum(_decodes(line, name) for line in lines):,}"
+        for name in dict.fromkeys(names)
+    )
     return f"of the first {len(lines):,} lines {', '.join(decoded)}"
 
 
@@ -152,7 +166,9 @@ def _decodes(line: bytes, name: str) -> bool:
 
 def _share_of_common(sample: bytes, name: str) -> float:
     """Return the share of frequent Chinese characters in a sample, 0 if it has many bad bytes."""
-    wide = [c for c in codecs.getincrementaldecoder(name)("replace").decode(sample) if not c.isascii()]
+    wide = [
+        c for c in codecs.getincrementaldecoder(name)("replace").decode(sample) if not c.isascii()
+    ]
     if wide.count("\ufffd") > len(wide) // 100:
         return 0.0
     return sum(c in COMMON for c in wide) / max(len(wide), 1)

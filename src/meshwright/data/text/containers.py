@@ -33,10 +33,12 @@ MAGIC = {
     b"SQLite format 3\0": "sqlite",
 }
 PDF = b"%PDF-"
-SKIPPABLE = b"\x2a\x4d\x18"  # after a byte from 0x50 to 0x5f: a zstd frame without data, as pzstd writes
+# after a byte from 0x50 to 0x5f: a zstd frame without data, as pzstd writes
+SKIPPABLE = b"\x2a\x4d\x18"
 STREAMS = ("gzip", "xz", "bzip2", "zstd")
 LAYERS = 4  # of compression within compression, at most
-SLICE = 1 << 11  # packed bytes at once: zstd unpacks 4 of them to up to 2^17, so this bounds the memory
+# packed bytes at once: zstd unpacks 4 of them to up to 2^17, so this bounds the memory
+SLICE = 1 << 11
 
 
 class DamagedInput(Exception):
@@ -61,7 +63,9 @@ def kind_of_bytes(start: bytes) -> str | None:
 
 
 def missing(package: str, what: str) -> UserError:
-    return UserError(f"{what} needs the package {package}: pip install 'meshwright[data]'", UNAVAILABLE)
+    return UserError(
+        f"{what} needs the package {package}: pip install 'meshwright[data]'", UNAVAILABLE
+    )
 
 
 def unpacked(file: BinaryIO) -> BinaryIO:

@@ -32,7 +32,15 @@ JSON_START = re.compile(rb"(\xef\xbb\xbf)?\s*(\{[ \t]*[\"}]|\[\s*\{)")
 SPREAD_JSON = re.compile(rb"(\xef\xbb\xbf)?\s*[\[{][ \t\r]*\n")
 
 # Readers besides the formats of many documents.
-CSV, SQLITE, PARQUET, ARROW, HUB, TAR, ZIP = "CSV", "sqlite", "parquet", "arrow", "hub", "tar", "zip"
+CSV, SQLITE, PARQUET, ARROW, HUB, TAR, ZIP = (
+    "CSV",
+    "sqlite",
+    "parquet",
+    "arrow",
+    "hub",
+    "tar",
+    "zip",
+)
 TABLES = (PARQUET, ARROW)
 
 # Where something was found: named by the user, in a folder, or in an archive.
@@ -76,7 +84,9 @@ def look_at(file: BinaryIO) -> Start:
         return Start(outer)
 
 
-def detect(path: str, start: Start, given: TextInputs, origin: Origin, is_pipe: bool = False) -> Detected | Rejected:
+def detect(
+    path: str, start: Start, given: TextInputs, origin: Origin, is_pipe: bool = False
+) -> Detected | Rejected:
     """Return what a file or a pipe is, or why it is passed over; raise if it was named."""
     suffix, place = folders.suffix_of(path), TextPlace(path)
     is_chosen = origin == "named" or bool(given.include) or folders.is_known(suffix)
@@ -88,7 +98,11 @@ def detect(path: str, start: Start, given: TextInputs, origin: Origin, is_pipe: 
         return found
     if start.outer == "sqlite":
         can_read = origin == "named" or given.table
-        return Detected(SQLITE) if can_read else Rejected("SQLite databases, which need --table", place, is_error=False)
+        return (
+            Detected(SQLITE)
+            if can_read
+            else Rejected("SQLite databases, which need --table", place, is_error=False)
+        )
 
     # Text: its charset, then its format.
     codec = charset_of(path, start.content, given.encoding) if start.inner is None else ""
@@ -124,7 +138,9 @@ def detect_member(path: str, content: bytes, given: TextInputs) -> Detected | Re
     return Detected(reader, codec)
 
 
-def detect_text(path: str, content: bytes, keys: Sequence[str], encoding: str, origin: Origin) -> Detected:
+def detect_text(
+    path: str, content: bytes, keys: Sequence[str], encoding: str, origin: Origin
+) -> Detected:
     """Return the charset and the format of a text that is read as a whole."""
     codec = charset_of(path, content, encoding)
     head = charsets.to_utf8(content[: containers.START], codec)
@@ -165,7 +181,9 @@ def is_json_lines(start: bytes, keys: Sequence[str]) -> bool:
         return False
     line, feed, _ = start.removeprefix(charsets.BOM).lstrip().partition(b"\n")
     if not feed and len(start) in (containers.START, containers.HEAD):
-        return all(json.dumps(key).encode() in line for key in keys) or len(start) < containers.START
+        return (
+            all(json.dumps(key).encode() in line for key in keys) or len(start) < containers.START
+        )
     try:
         record = json.loads(line)
     except ValueError:
@@ -175,7 +193,9 @@ def is_json_lines(start: bytes, keys: Sequence[str]) -> bool:
 
 def a_pdf(path: str) -> UserError:
     text = shlex.quote(f"{path.removesuffix('.pdf')}.txt")
-    return bad_data(f"--input {shown(path)} is a PDF; convert it to text first: pdftotext {shlex.quote(path)} {text}")
+    return bad_data(
+        f"--input {shown(path)} is a PDF; convert it to text first: pdftotext {shlex.quote(path)} {text}"
+    )
 
 
 def _of_bytes(path: str, start: Start, origin: Origin, is_pipe: bool) -> Detected | Rejected | None:
@@ -197,10 +217,16 @@ def _of_bytes(path: str, start: Start, origin: Origin, is_pipe: bool) -> Detecte
         return Rejected(BINARY, TextPlace(path), is_error=False)
     if inner == "pdf" and origin == "named":
         raise a_pdf(path)
-    return Rejected(folders.PDF, TextPlace(path), is_error=False) if inner == "pdf" and start.is_packed else None
+    return (
+        Rejected(folders.PDF, TextPlace(path), is_error=False)
+        if inner == "pdf" and start.is_packed
+        else None
+    )
 
 
-def _refuse_text(place: TextPlace, suffix: str, start: Start, head: bytes, given: TextInputs) -> Rejected | None:
+def _refuse_text(
+    place: TextPlace, suffix: str, start: Start, head: bytes, given: TextInputs
+) -> Rejected | None:
     """Return why a file in a folder that is no table, archive or JSON lines is passed over."""
     if suffix == ".json" and not given.include:
         return _refuse_json(place, head, given.json_keys)

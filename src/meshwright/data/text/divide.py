@@ -55,7 +55,9 @@ class Slice(NamedTuple):
             return TextPlace(self.path, 1, "line", self.after + at)
         if not exactly:
             return TextPlace(self.path)
-        return TextPlace(self.path, self.line + self.data.count(b"\n", self.first, self.first + at) + 1)
+        return TextPlace(
+            self.path, self.line + self.data.count(b"\n", self.first, self.first + at) + 1
+        )
 
 
 def whole(path: str, content: bytes, is_named: bool = True, codec: str = "") -> Slice:
@@ -130,7 +132,9 @@ def read_range(path: str, begin: int, end: int, division: Division, is_named: bo
                 )
 
             # The first document begins behind the end of one, or at the beginning of the file.
-            first = division.next_end(data, begin - start) if begin else len(BOM) * data.startswith(BOM)
+            first = (
+                division.next_end(data, begin - start) if begin else len(BOM) * data.startswith(BOM)
+            )
             if first >= size or (begin and not first):
                 return Slice(path, byte=begin, is_named=is_named, is_range=True)  # none begins here
 
@@ -140,18 +144,33 @@ def read_range(path: str, begin: int, end: int, division: Division, is_named: bo
                 searched = len(data) - division.margin
                 data += more
                 stop = division.next_end(data, max(size, searched))
-                if (stop or len(data)) - size > limits.LONGEST:  # only the last document can be so long
+                # only the last document can be so long
+                if (stop or len(data)) - size > limits.LONGEST:
                     stop, lacking = max(first, division.last_end(data[:size])), True
                     break
     except OSError as error:
-        raise UserError(f"{shown(path)} cannot be read at byte {begin:,}: {error.strerror or error}", IO) from None
+        raise UserError(
+            f"{shown(path)} cannot be read at byte {begin:,}: {error.strerror or error}", IO
+        ) from None
     if not stop and not lacking:
         stop = len(data)
     at = start + first
-    return Slice(path, data, first, stop, after=at, byte=at, lacking=lacking, is_named=is_named, is_range=True)
+    return Slice(
+        path,
+        data,
+        first,
+        stop,
+        after=at,
+        byte=at,
+        lacking=lacking,
+        is_named=is_named,
+        is_range=True,
+    )
 
 
-def cut_stream(chunks: Iterator[bytes], size: int, division: Division, stream: Slice) -> Iterator[Slice]:
+def cut_stream(
+    chunks: Iterator[bytes], size: int, division: Division, stream: Slice
+) -> Iterator[Slice]:
     """Yield documents, about `size` bytes at a time; raise damage after the intact ones.
 
     `stream` is where they begin, without bytes. Of a document that is too long nothing is kept but

@@ -27,8 +27,10 @@ class Encoded:
     documents: int = 0
     bytes: int = 0  # of text and what surrounds it
     sizes: list[Array] = field(default_factory=list)  # int32: tokens of each sequence
-    ends: list[Array] = field(default_factory=list)  # int64: sequences up to the end of each document
-    bad: dict[str, tuple[int, TextPlace]] = field(default_factory=dict)  # by reason: how many lines, and the first
+    # int64: sequences up to the end of each document
+    ends: list[Array] = field(default_factory=list)
+    # by reason: how many lines, and the first
+    bad: dict[str, tuple[int, TextPlace]] = field(default_factory=dict)
     complaint: str = ""  # about the first error, if it stops the run
     passed: SkipReport = field(default_factory=SkipReport)  # files that hold no text
 
@@ -60,7 +62,12 @@ class Encoder:
         sentences: Callable[[str], list[str]] | None = None,
         longest: int | None = None,
     ) -> None:
-        self.encode, self.options, self.dtype, self.longest = encode, options, np.dtype(dtype), longest
+        self.encode, self.options, self.dtype, self.longest = (
+            encode,
+            options,
+            np.dtype(dtype),
+            longest,
+        )
         self.sentences = sentences or (lambda text: [text])
         self.end = None if eod is None else np.array([eod], np.uint32)
 
@@ -70,11 +77,15 @@ class Encoder:
         for part in piece.parts:
             size = part.size
             for record in part.read(self.options):
-                rejected = record if isinstance(record, Rejected) else self._add(record, encoded, columns)
+                rejected = (
+                    record if isinstance(record, Rejected) else self._add(record, encoded, columns)
+                )
                 if rejected:
                     encoded.count_rejected(rejected)
                     if stop and rejected.is_error:
-                        encoded.complaint = rejected.complaint(not encoded.documents and not piece.begin)
+                        encoded.complaint = rejected.complaint(
+                            not encoded.documents and not piece.begin
+                        )
                         break
                 elif not size and isinstance(record, Document):
                     # Rows of a table have another size in its file than their texts.
@@ -85,7 +96,9 @@ class Encoder:
         encoded.sizes = [np.array(column.sizes, np.int32) for column in columns]
         encoded.ends = [np.array(column.ends, np.int64) for column in columns]
         nothing = np.zeros(0, self.dtype)
-        return encoded, [np.concatenate([nothing, *c.parts], dtype=self.dtype, casting="unsafe") for c in columns]
+        return encoded, [
+            np.concatenate([nothing, *c.parts], dtype=self.dtype, casting="unsafe") for c in columns
+        ]
 
     def _add(self, document: Document, encoded: Encoded, columns: list[_Column]) -> Rejected | None:
         """Add the tokens of a document to the columns, or return why it has none."""
@@ -93,7 +106,9 @@ class Encoder:
         if self.longest is not None:
             parts = [(part,) for part in cut_document(document.texts[0], self.longest)] or parts
         try:
-            tokens = [[list(map(self.encode, self.sentences(text))) for text in texts] for texts in parts]
+            tokens = [
+                [list(map(self.encode, self.sentences(text))) for text in texts] for texts in parts
+            ]
         except UserError as error:
             return Rejected("refused by the tokenizer", document.place, str(error))
         encoded.lines += document.lines

@@ -26,7 +26,9 @@ SUFFIXES = frozenset(
     .nim .zig .v .sv .vhd .vhdl .proto .cmake .tcl .awk""".split()
 )
 ARCHIVES = frozenset(".tar .tgz .txz .tbz2 .zip".split())
-DATA = ARCHIVES | frozenset(".jsonl .ndjson .json .xml .parquet .arrow .csv .tsv .sqlite .sqlite3 .db".split())
+DATA = ARCHIVES | frozenset(
+    ".jsonl .ndjson .json .xml .parquet .arrow .csv .tsv .sqlite .sqlite3 .db".split()
+)
 PACKED = (".gz", ".xz", ".zst", ".bz2")
 GENERATED_FOLDERS = ("__pycache__", "node_modules")  # by programs: not anyone's own text
 # Names in a folder that train-tokenizer, preprocess, train, quickstart or the demo made.
@@ -87,7 +89,9 @@ class SkipReport:
                 self.cures[cure] = join_few(self.cures.get(cure, []), names)
 
     def __add__(self, other: SkipReport) -> SkipReport:
-        both = SkipReport(self.counts + other.counts, self.bytes + other.bytes, join_few(self.names, other.names))
+        both = SkipReport(
+            self.counts + other.counts, self.bytes + other.bytes, join_few(self.names, other.names)
+        )
         both._add_cures(self.cures)
         both._add_cures(other.cures)
         return both
@@ -108,14 +112,23 @@ class SkipReport:
         if others:
             total = sum(self.counts[kind] for kind in others)
             is_clear = len(others) in (1, total)  # from the total alone
-            suffixes = [f"{self.counts[kind]:,} " * (not is_clear) + kind.removeprefix(OTHER_SUFFIX) for kind in others]
-            shown_suffixes = ", ".join(suffixes[:MOST_SUFFIXES]) + (", ..." if len(suffixes) > MOST_SUFFIXES else "")
+            suffixes = [
+                f"{self.counts[kind]:,} " * (not is_clear) + kind.removeprefix(OTHER_SUFFIX)
+                for kind in others
+            ]
+            shown_suffixes = ", ".join(suffixes[:MOST_SUFFIXES]) + (
+                ", ..." if len(suffixes) > MOST_SUFFIXES else ""
+            )
             kinds.append(f"{total:,} with other suffixes ({shown_suffixes})")
         number = self.counts.total()
         line = f"passed over {number:,} {'file' if number == 1 else 'files'}: {', '.join(kinds)}"
         cures = dict(self.cures)
-        if self.counts[NOT_UTF8] and not any(set(names) & set(self.names) for names in cures.values()):
-            cures["--encoding names another encoding, --on-error replace keeps what is intact"] = self.names
+        if self.counts[NOT_UTF8] and not any(
+            set(names) & set(self.names) for names in cures.values()
+        ):
+            cures["--encoding names another encoding, --on-error replace keeps what is intact"] = (
+                self.names
+            )
         if len(cures) == 1:
             line += f"; {next(iter(cures))}"
         else:
@@ -139,7 +152,9 @@ class NameFilter:
 
         A pattern with a slash may begin at any folder of `above`; one without meets none of them.
         """
-        return not _matches(path, self.exclude, above) and (not self.include or _matches(path, self.include, above))
+        return not _matches(path, self.exclude, above) and (
+            not self.include or _matches(path, self.include, above)
+        )
 
     def refusal(self, path: str) -> str:
         """Return why a file in a folder is passed over by its path, or "".
@@ -159,7 +174,9 @@ class NameFilter:
         if not name.startswith(".") and name not in GENERATED_FOLDERS:
             return False
         parts = [part for pattern in self.include for part in pattern.split("/")]
-        return not _matches(name, tuple(part for part in parts if part.startswith(".") or part in GENERATED_FOLDERS))
+        return not _matches(
+            name, tuple(part for part in parts if part.startswith(".") or part in GENERATED_FOLDERS)
+        )
 
 
 def _matches(path: str, patterns: tuple[str, ...], above: str = "") -> bool:
@@ -167,7 +184,9 @@ def _matches(path: str, patterns: tuple[str, ...], above: str = "") -> bool:
     paths = ["/".join(names[: n + 1]) for n in range(len(names))]
     paths += ["/".join([*folders[n:], path]) for n in range(len(folders))]
     slim = [pattern.removeprefix("./").rstrip("/") for pattern in patterns]
-    return any(fnmatch.fnmatchcase(part, p) for p in slim for part in (paths if "/" in p else names))
+    return any(
+        fnmatch.fnmatchcase(part, p) for p in slim for part in (paths if "/" in p else names)
+    )
 
 
 def suffix_of(path: str) -> str:
@@ -183,7 +202,9 @@ def is_known(suffix: str) -> bool:
     return suffix in SUFFIXES or suffix in DATA
 
 
-def walk(folder: str, name_filter: NameFilter, passed: SkipReport) -> list[tuple[str, os.stat_result]]:
+def walk(
+    folder: str, name_filter: NameFilter, passed: SkipReport
+) -> list[tuple[str, os.stat_result]]:
     """Return the regular files below a folder with their paths in it, sorted by path.
 
     Links are followed; each folder is read once, so that a link to a folder above ends nowhere.
@@ -228,10 +249,14 @@ def walk(folder: str, name_filter: NameFilter, passed: SkipReport) -> list[tuple
 
 def unreadable(path: str, error: OSError) -> UserError:
     why = error.strerror or error
-    return UserError(f"{shown(path)} cannot be read: {why}; make it readable, or leave it out with --exclude", IO)
+    return UserError(
+        f"{shown(path)} cannot be read: {why}; make it readable, or leave it out with --exclude", IO
+    )
 
 
-def chosen(folder: str, name_filter: NameFilter, passed: SkipReport) -> Iterator[tuple[str, os.stat_result]]:
+def chosen(
+    folder: str, name_filter: NameFilter, passed: SkipReport
+) -> Iterator[tuple[str, os.stat_result]]:
     """Yield full path and state of the files whose names are chosen; count the others."""
     for path, about in walk(folder, name_filter, passed):
         if reason := name_filter.refusal(path) or ("" if about.st_size else EMPTY):

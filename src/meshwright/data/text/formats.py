@@ -41,7 +41,9 @@ class TextFormat:
     def read(self, documents: Slice, options: ReadOptions) -> Iterator[Record]:
         """Yield the documents, or what is wrong in them."""
         records = self.documents(documents, options)
-        return itertools.chain(records, [self.too_long(documents)]) if documents.lacking else records
+        return (
+            itertools.chain(records, [self.too_long(documents)]) if documents.lacking else records
+        )
 
     def too_long(self, documents: Slice) -> Rejected:
         is_line = self.name == JSONL
@@ -74,7 +76,9 @@ def find(name: str, separator: str) -> TextFormat:
 
 def recognise(start: bytes) -> TextFormat | None:
     """Return the kind of dumps that begins so."""
-    return next((dump for dump in all_dumps().values() if dump.begins and dump.begins.match(start)), None)
+    return next(
+        (dump for dump in all_dumps().values() if dump.begins and dump.begins.match(start)), None
+    )
 
 
 def but_for_dumps(kind: str) -> str:

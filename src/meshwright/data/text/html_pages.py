@@ -12,7 +12,9 @@ import re
 from html.parser import HTMLParser
 
 HIDDEN = frozenset("script style template noscript".split())
-LINES = frozenset("address article aside br dd details div dl dt fieldset figcaption footer form header".split())
+LINES = frozenset(
+    "address article aside br dd details div dl dt fieldset figcaption footer form header".split()
+)
 LINES |= frozenset("hr li main nav option section summary title tr".split())
 PARAGRAPHS = frozenset("blockquote figure h1 h2 h3 h4 h5 h6 ol p pre table ul".split())
 CELLS = frozenset(("td", "th"))
@@ -33,7 +35,8 @@ class _PageParser(HTMLParser):
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
         self.parts: list[str] = []
-        self.hidden = self.preformatted = 0  # elements that are open: without text, with their own white space
+        # elements that are open: without text, with their own white space
+        self.hidden = self.preformatted = 0
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
         self.hidden += tag in HIDDEN

@@ -65,9 +65,13 @@ def find_revision(address: str) -> str:
         return str(huggingface_hub.dataset_info(wanted.name, timeout=20).sha)
     except huggingface_hub.errors.RepositoryNotFoundError:
         cure = "check the name, or log in with `hf auth login` if it is private"
-        raise bad_data(f"--input {address}: the Hub has no data set {wanted.name}; {cure}") from None
+        raise bad_data(
+            f"--input {address}: the Hub has no data set {wanted.name}; {cure}"
+        ) from None
     except Exception as error:  # of a network, of which the library knows many
-        notice(f"{address}: the Hub cannot be asked ({first_line(error)}); what an earlier load_dataset kept is read")
+        notice(
+            f"{address}: the Hub cannot be asked ({first_line(error)}); what an earlier load_dataset kept is read"
+        )
         return IN_CACHE
 
 
@@ -89,7 +93,9 @@ def read_hub_set(address: str, revision: str, keys: Sequence[str]) -> Iterator[R
     except Exception as error:
         script = f"python -c \"import datasets; datasets.load_dataset('{wanted.name}')\""
         cure = f"to read it without a network, put it into the cache first: {script}"
-        raise UserError(f"--input {address} is not available ({first_line(error)}); {cure}", UNAVAILABLE) from None
+        raise UserError(
+            f"--input {address} is not available ({first_line(error)}); {cure}", UNAVAILABLE
+        ) from None
     if opened.column_names:
         require_columns(address, refuse_columns(address, opened.column_names, keys))
         opened = opened.select_columns(list(keys))

@@ -22,11 +22,29 @@ from meshwright.base.progress import SkippedLines
 from meshwright.base.storage import texts
 from meshwright.base.storage.addresses import is_address
 from meshwright.config.text_inputs import TextInputs
-from meshwright.data.text import charsets, containers, detect, folders, formats, hub_sets, limits, rows, tables
+from meshwright.data.text import (
+    charsets,
+    containers,
+    detect,
+    folders,
+    formats,
+    hub_sets,
+    limits,
+    rows,
+    tables,
+)
 from meshwright.data.text.detect import JSON_NAME, Detected, Origin, Start
 from meshwright.data.text.folders import NOT_CHOSEN, NameFilter, SkipReport
 from meshwright.data.text.formats import JSONL, PAGE, TEXT
-from meshwright.data.text.records import EMPTY, NOT_UTF8, Document, Record, Rejected, TextPlace, shown
+from meshwright.data.text.records import (
+    EMPTY,
+    NOT_UTF8,
+    Document,
+    Record,
+    Rejected,
+    TextPlace,
+    shown,
+)
 
 NEEDED = "; give a file or a folder of text"
 # Versions of readers that have changed. One is raised when it reads other documents in a file than
@@ -116,16 +134,23 @@ class Inputs:
     @property
     def paths(self) -> list[str]:
         named = (
-            [path for path, _, _ in source.files] or [source.path] for source in self.inputs if not source.revision
+            [path for path, _, _ in source.files] or [source.path]
+            for source in self.inputs
+            if not source.revision
         )
-        data_sets = [f"{source.path}@{source.revision}" for source in self.inputs if source.revision]
+        data_sets = [
+            f"{source.path}@{source.revision}" for source in self.inputs if source.revision
+        ]
         return [*(path for paths in named for path in paths), *data_sets]
 
     @property
     def readers(self) -> dict[str, int]:
         """The versions of those of READERS that read these inputs."""
         kinds = {"plain text": [source.is_plain for source in self.inputs]}
-        kinds["CSV"] = [source.reader == detect.CSV or (source.is_plain and source.is_stream) for source in self.inputs]
+        kinds["CSV"] = [
+            source.reader == detect.CSV or (source.is_plain and source.is_stream)
+            for source in self.inputs
+        ]
         return {name: READERS[name] for name, reads in kinds.items() if any(reads)}
 
     def identity(self) -> dict[str, Any]:
@@ -162,7 +187,11 @@ class Inputs:
         for kind, count in self.bad.items():
             is_mended = kind == NOT_UTF8 and on_error == "replace"
             (mended if is_mended else bad)[name if kind == NOT_UTF8 else kind] = count
-        lines = ((f"mended {mended}", mended), (f"left out {bad}", bad), (self.passed.line(), self.passed))
+        lines = (
+            (f"mended {mended}", mended),
+            (f"left out {bad}", bad),
+            (self.passed.line(), self.passed),
+        )
         return [*(line for line, holds in lines if holds), *self.warnings, *self._many_bad(name)]
 
     def _many_bad(self, name: str) -> list[str]:
@@ -182,7 +211,9 @@ class Inputs:
             if source.folder is not None:
                 number[source.folder] += len(source.files) or 1
                 if folders.suffix_of(source.path) in folders.ARCHIVES:
-                    archives.setdefault(source.folder, []).append(shown(os.path.basename(source.path)))
+                    archives.setdefault(source.folder, []).append(
+                        shown(os.path.basename(source.path))
+                    )
         for source in self.inputs:
             if source.folder is None:
                 yield from (shown(path) for path, _, _ in source.files or [(source.path, 0, 0)])
@@ -201,12 +232,16 @@ def name_filter(given: TextInputs) -> NameFilter:
 def find_inputs(given: TextInputs) -> Inputs:
     """Return the inputs; raise if one cannot be read or nothing is left."""
     passed = SkipReport()
-    single = [source for path in _expand(given.input) for source in _find_below(path, given, passed)]
+    single = [
+        source for path in _expand(given.input) for source in _find_below(path, given, passed)
+    ]
     if not single:
         reason = passed.line() if passed else "nothing is there"
         raise bad_data(f"{' '.join(map(shown, given.input))} holds no text; {reason}")
     if given.table and not any(source.reader == detect.SQLITE for source in single):
-        raise UserError(f"--table {given.table} names a table of an SQLite database, but no --input is one")
+        raise UserError(
+            f"--table {given.table} names a table of an SQLite database, but no --input is one"
+        )
     return Inputs(list(_joined(single)), passed, warnings=_find_misread(single, given.encoding))
 
 
@@ -220,12 +255,21 @@ def _find_misread(single: list[Input], encoding: str) -> list[str]:
             continue
         with open_source(source) as file:
             start = file.read(charsets.SAMPLE)
-        codec = "" if containers.kind_of_bytes(start) else detect.charset_of(source.path, start, encoding)
+        codec = (
+            ""
+            if containers.kind_of_bytes(start)
+            else detect.charset_of(source.path, start, encoding)
+        )
         if other := charsets.misread(start, codec):
             counted = charsets.count_decoded(start, other, encoding)
-            out.append(f"warning: {shown(source.path)} reads like {other}, not {encoding}: {counted}")
+            out.append(
+                f"warning: {shown(source.path)} reads like {other}, not {encoding}: {counted}"
+            )
     more = len(out) - folders.MOST_NAMES
-    return [*out[: folders.MOST_NAMES], *([f"warning: so do {more:,} other files"] if more > 0 else [])]
+    return [
+        *out[: folders.MOST_NAMES],
+        *([f"warning: so do {more:,} other files"] if more > 0 else []),
+    ]
 
 
 def _expand(patterns: list[str]) -> list[str]:
@@ -251,8 +295,12 @@ def _find_below(path: str, given: TextInputs, passed: SkipReport) -> Iterator[In
         return
     for candidate in (_find_objects if is_address(path) else _find_files)(path, given, passed):
         folder, name = os.path.split(candidate.path)
-        if candidate.folder is None and not name_filter(given).chooses(name, os.path.join(folder, "")):
-            source: Input | Rejected = Rejected(NOT_CHOSEN, TextPlace(candidate.path), is_error=False)
+        if candidate.folder is None and not name_filter(given).chooses(
+            name, os.path.join(folder, "")
+        ):
+            source: Input | Rejected = Rejected(
+                NOT_CHOSEN, TextPlace(candidate.path), is_error=False
+            )
         else:
             source = _inspect(candidate, given)
         if isinstance(source, Rejected):
@@ -274,12 +322,18 @@ def _find_objects(address: str, given: TextInputs, passed: SkipReport) -> Iterat
     """Yield the objects of storage that an address names, before their content is looked at."""
     objects = texts.find_objects(address)
     if not objects:
-        raise bad_data(f"{address} does not exist: no object has this name or is below it; check the address")
+        raise bad_data(
+            f"{address} does not exist: no object has this name or is below it; check the address"
+        )
     below: dict[str, set[str]] = {}
     for named in objects:
         folder, _, name = named.address.rpartition("/")
         below.setdefault(f"{folder}/", set()).add(name)
-    made = tuple(folder for folder, names in below.items() if any(own <= names for own in folders.OUTPUT_FOLDERS))
+    made = tuple(
+        folder
+        for folder, names in below.items()
+        if any(own <= names for own in folders.OUTPUT_FOLDERS)
+    )
     chooser = name_filter(given)
     for path, (size, tag), found_in in objects:
         reason = "" if size else EMPTY
@@ -288,7 +342,11 @@ def _find_objects(address: str, given: TextInputs, passed: SkipReport) -> Iterat
             if any(map(chooser.is_hidden, inside.split("/"))):
                 continue
             is_made = path.startswith(made)
-            reason = "files in folders of vocabularies or runs" if is_made else chooser.refusal(inside) or reason
+            reason = (
+                "files in folders of vocabularies or runs"
+                if is_made
+                else chooser.refusal(inside) or reason
+            )
         if reason:
             passed.note(reason)
         else:
@@ -299,7 +357,10 @@ def open_source(source: Input, buffering: int = limits.PIECE) -> BinaryIO:
     """Open the standard input, a file, or an object in storage as it was when it was listed."""
     if source.path == "-":
         if sys.stdin is None:
-            raise UserError("--input - cannot be read: the standard input is closed; give it a file or a pipe", IO)
+            raise UserError(
+                "--input - cannot be read: the standard input is closed; give it a file or a pipe",
+                IO,
+            )
         return sys.stdin.buffer
     try:
         if is_address(source.path):
@@ -308,13 +369,17 @@ def open_source(source: Input, buffering: int = limits.PIECE) -> BinaryIO:
     except OSError as error:
         if source.folder is not None:
             raise folders.unreadable(source.path, error) from None
-        raise UserError(f"--input {shown(source.path)} cannot be read: {error.strerror}", IO) from None
+        raise UserError(
+            f"--input {shown(source.path)} cannot be read: {error.strerror}", IO
+        ) from None
 
 
 def refuse_other_than_text(path: str, mode: int) -> None:
     """Refuse devices, some of which never end, and token files."""
     if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
-        raise bad_data(f"--input {shown(path)} is a device; give a file or a folder, or - for standard input")
+        raise bad_data(
+            f"--input {shown(path)} is a device; give a file or a folder, or - for standard input"
+        )
     prefix, suffix = os.path.splitext(path)
     if suffix in (".bin", ".idx") and all(os.path.exists(prefix + end) for end in (".bin", ".idx")):
         raise bad_data(
@@ -325,7 +390,11 @@ def refuse_other_than_text(path: str, mode: int) -> None:
 def _inspect(source: Input, given: TextInputs) -> Input | Rejected:
     """Return a file or an object with what it is, or why it is passed over in a folder."""
     path, is_named, is_remote = source.path, source.folder is None, is_address(source.path)
-    if not is_named and source.bytes <= limits.PIECE and os.path.splitext(path)[1].lower() in folders.SUFFIXES:
+    if (
+        not is_named
+        and source.bytes <= limits.PIECE
+        and os.path.splitext(path)[1].lower() in folders.SUFFIXES
+    ):
         # A worker, who opens it anyway, looks at the content.
         return source if is_remote else _small(source)
     try:
@@ -345,7 +414,9 @@ def _inspect(source: Input, given: TextInputs) -> Input | Rejected:
     if is_remote and start.outer in (*detect.TABLES, "arrow stream", detect.SQLITE):
         reason = f"{start.outer} tables in object storage, which are read from a disk of this machine alone"
         if is_named:
-            raise bad_data(f"--input {path}: {reason}; copy it here first, or write its texts as JSON lines")
+            raise bad_data(
+                f"--input {path}: {reason}; copy it here first, or write its texts as JSON lines"
+            )
         return Rejected(reason, TextPlace(path), is_error=False)
 
     found = detect.detect(path, start, given, source.origin)
@@ -377,7 +448,12 @@ def _is_small(source: Input) -> bool:
         return False
     if found.is_packed:  # what it unpacks to may be long
         is_known = folders.suffix_of(source.path) in folders.SUFFIXES
-        return source.folder is not None and is_known and source.bytes <= limits.PIECE and not found.codec
+        return (
+            source.folder is not None
+            and is_known
+            and source.bytes <= limits.PIECE
+            and not found.codec
+        )
     return found.reader == PAGE or (source.bytes <= limits.PIECE and not found.codec)
 
 
@@ -387,7 +463,9 @@ def _small(source: Input) -> Input:
 
 def _joined(inputs: list[Input]) -> Iterator[Input]:
     """Join small texts that follow each other, so that pieces can hold many of them."""
-    for (is_small, folder), group in itertools.groupby(inputs, lambda source: (bool(source.files), source.folder)):
+    for (is_small, folder), group in itertools.groupby(
+        inputs, lambda source: (bool(source.files), source.folder)
+    ):
         if not is_small:
             yield from group
             continue

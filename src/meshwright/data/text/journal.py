@@ -23,7 +23,8 @@ from meshwright.data.text import limits
 
 VERSION = 8  # of the format of a state
 NOTE_EVERY = 0.5  # seconds
-PATIENCE = 2.0  # seconds; forked workers share the lock of a killed command until they have ended too
+# seconds; forked workers share the lock of a killed command until they have ended too
+PATIENCE = 2.0
 
 
 class Journal:
@@ -33,7 +34,9 @@ class Journal:
         self.path, self.is_kept, self.noted = path, True, time.monotonic()
         self.temporary = Path(f"{path}.tmp")  # of one name: only the owner of the lock writes it
         named = {"version": VERSION, "piece": limits.PIECE, **identity}
-        self.digest = hashlib.sha256(json.dumps(named, sort_keys=True, default=str).encode()).hexdigest()
+        self.digest = hashlib.sha256(
+            json.dumps(named, sort_keys=True, default=str).encode()
+        ).hexdigest()
         self.state: dict[str, Any] | None = None
         try:
             record = json.loads(read_small(path, RECORD_LIMIT))
@@ -41,7 +44,10 @@ class Journal:
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             pass
         if self.state is None and path.exists():
-            print(f"{path} is of another command, or its input has changed since; starting over", file=stderr)
+            print(
+                f"{path} is of another command, or its input has changed since; starting over",
+                file=stderr,
+            )
             path.unlink()  # now: the files that it describes are about to change
 
     def is_due(self) -> bool:
@@ -64,9 +70,13 @@ def open_journal(path: Path, identity: dict[str, Any], stderr: TextIO) -> Iterat
             stack.enter_context(lock(Path(f"{path}.lock"), PATIENCE))
             journal = Journal(path, identity, stderr)
         except BlockingIOError as error:
-            raise UserError(f"another process is writing {prefix}: {error.strerror}; wait for it", LOCKED) from None
+            raise UserError(
+                f"another process is writing {prefix}: {error.strerror}; wait for it", LOCKED
+            ) from None
         except OSError as error:
-            message = f"{prefix} cannot be written: {error.strerror}; choose another --output-prefix"
+            message = (
+                f"{prefix} cannot be written: {error.strerror}; choose another --output-prefix"
+            )
             raise UserError(message, IO) from None
         try:
             yield journal
@@ -80,6 +90,8 @@ def has_parts(prefix: str, lengths: list[int], itemsize: int) -> bool:
     """Return whether an interrupted writer's files hold so many tokens, sequences and documents."""
     try:
         parts = zip(PART_ENDINGS, lengths, (itemsize, 4, 8), strict=True)
-        return all(os.path.getsize(f"{prefix}{part}.tmp") >= length * size for part, length, size in parts)
+        return all(
+            os.path.getsize(f"{prefix}{part}.tmp") >= length * size for part, length, size in parts
+        )
     except OSError:
         return False

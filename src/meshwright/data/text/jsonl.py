@@ -99,12 +99,15 @@ def parse_laxly(line: bytes, place: TextPlace) -> Any:
     try:
         text = line.rstrip().decode("utf-8")
     except UnicodeDecodeError as error:
-        return Rejected(NOT_UTF8, place, f"byte 0x{line[error.start]:02x} at column {error.start + 1}")
+        return Rejected(
+            NOT_UTF8, place, f"byte 0x{line[error.start]:02x} at column {error.start + 1}"
+        )
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         return Rejected("not JSON", place, f"{error.msg} at column {error.colno}")
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, endless brackets
+    # a number of thousands of digits, endless brackets
+    except (ValueError, RecursionError) as error:
         return Rejected("not JSON", place, str(error))
 
 
@@ -116,7 +119,9 @@ def explain_lack(record: dict[str, Any], key: str, place: TextPlace) -> Rejected
         reason = f"null under {key!r}" if value is None else f"no text under {key!r}"
         return Rejected(reason, place, type(value).__name__, cure)
     cure = cure or choose_key(name for name, value in record.items() if isinstance(value, str))
-    return Rejected(f"no key {key!r}", place, f"keys: {', '.join(list(record)[:MOST_KEYS]) or 'none'}", cure)
+    return Rejected(
+        f"no key {key!r}", place, f"keys: {', '.join(list(record)[:MOST_KEYS]) or 'none'}", cure
+    )
 
 
 def lone_surrogate(half: str, key: str, place: TextPlace) -> Rejected:
@@ -126,7 +131,10 @@ def lone_surrogate(half: str, key: str, place: TextPlace) -> Rejected:
 def chat_cure(key: str, value: Any) -> str:
     """Return what makes a text of a value if it is a list of chat messages, or ""."""
     first = value[0] if isinstance(value, list) and value else None
-    names = next((names for names in MESSAGES if isinstance(first, dict) and first.keys() >= set(names)), None)
+    names = next(
+        (names for names in MESSAGES if isinstance(first, dict) and first.keys() >= set(names)),
+        None,
+    )
     if names is None:
         return ""
     message = r'"\(.{}): \(.{})"'.format(*names)

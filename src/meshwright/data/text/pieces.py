@@ -16,13 +16,32 @@ from typing import BinaryIO, TypeVar
 
 from meshwright.base.errors import IO, UserError
 from meshwright.config.text_inputs import TextInputs
-from meshwright.data.text import archives, charsets, containers, detect, formats, hub_sets, limits, rows, tables
+from meshwright.data.text import (
+    archives,
+    charsets,
+    containers,
+    detect,
+    formats,
+    hub_sets,
+    limits,
+    rows,
+    tables,
+)
 from meshwright.data.text.containers import DAMAGES, DamagedInput
 from meshwright.data.text.detect import Detected, Origin
 from meshwright.data.text.divide import Slice, cut_stream, read_range, whole
 from meshwright.data.text.folders import NOT_CHOSEN
 from meshwright.data.text.inputs import Input, name_filter, open_source
-from meshwright.data.text.records import EMPTY, ReadOptions, Record, Rejected, TextPlace, cut_short, options_of, shown
+from meshwright.data.text.records import (
+    EMPTY,
+    ReadOptions,
+    Record,
+    Rejected,
+    TextPlace,
+    cut_short,
+    options_of,
+    shown,
+)
 from meshwright.data.text.rows import Row
 
 
@@ -110,7 +129,11 @@ class WholeFile(Part):
                     file.seek(0)
                 return containers.unpacked(file).read(limits.LONGEST + 1)
         except OSError as error:
-            why = "it has vanished" if isinstance(error, FileNotFoundError) else error.strerror or error
+            why = (
+                "it has vanished"
+                if isinstance(error, FileNotFoundError)
+                else error.strerror or error
+            )
             raise UserError(f"{shown(self.path)} cannot be read: {why}; start again", IO) from None
 
 
@@ -217,7 +240,9 @@ StreamPart = StreamBlock | Rows | UnreadPart
 # Cutting.
 
 
-def cut_inputs(inputs: list[Input], given: TextInputs, rank: int = 0, size: int = 1) -> Iterator[Piece]:
+def cut_inputs(
+    inputs: list[Input], given: TextInputs, rank: int = 0, size: int = 1
+) -> Iterator[Piece]:
     """Yield one rank's pieces, a range of the bytes, in the order of the documents."""
     total, base = sum(max(source.bytes, 1) for source in inputs), 0
     for number, source in enumerate(inputs):
@@ -245,9 +270,13 @@ def cut_input(number: int, source: Input, given: TextInputs) -> Iterator[Piece]:
         try:
             spans = tables.spans(path, reader, source.bytes, limits.PIECE, given.json_keys)
             for begin, end, done, start in spans:
-                yield Piece(number, path, (TableRows(path, reader, begin, end, start),), begin, done)
+                yield Piece(
+                    number, path, (TableRows(path, reader, begin, end, start),), begin, done
+                )
         except DamagedInput as error:
-            yield Piece(number, path, (UnreadPart(path, cut_short(path, error)),), done=source.bytes)
+            yield Piece(
+                number, path, (UnreadPart(path, cut_short(path, error)),), done=source.bytes
+            )
         return
     for begin in range(0, source.bytes, limits.PIECE):
         end = min(begin + limits.PIECE, source.bytes)
@@ -288,7 +317,9 @@ def gathered(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iter
 def _stream_pieces(number: int, source: Input, given: TextInputs) -> Iterator[Piece]:
     """Yield the pieces of a stream, and at the end why its rest cannot be read."""
     if source.found and source.found.reader == detect.HUB:
-        for part in _batches(source.path, hub_sets.read_hub_set(source.path, source.revision, options_of(given).keys)):
+        for part in _batches(
+            source.path, hub_sets.read_hub_set(source.path, source.revision, options_of(given).keys)
+        ):
             yield Piece(number, source.path, (part,), part.before)
         return
     file = open_source(source)
@@ -298,13 +329,17 @@ def _stream_pieces(number: int, source: Input, given: TextInputs) -> Iterator[Pi
     except DAMAGES as error:
         yield Piece(number, source.path, (UnreadPart(source.path, cut_short(source.path, error)),))
     except OSError as error:
-        raise UserError(f"{source.path} cannot be read to its end: {error.strerror or error}", IO) from None
+        raise UserError(
+            f"{source.path} cannot be read to its end: {error.strerror or error}", IO
+        ) from None
     finally:
         if source.path != "-":
             file.close()
 
 
-def _stream_parts(file: BinaryIO, source: Input, given: TextInputs) -> Iterator[tuple[StreamPart, ...]]:
+def _stream_parts(
+    file: BinaryIO, source: Input, given: TextInputs
+) -> Iterator[tuple[StreamPart, ...]]:
     """Yield the parts of each piece of a stream."""
     path, options, found = source.path, options_of(given), source.found
     stream = containers.buffered(containers.chunks(file))
@@ -324,15 +359,23 @@ def _stream_parts(file: BinaryIO, source: Input, given: TextInputs) -> Iterator[
     if found.reader in (detect.TAR, detect.ZIP):
         if found.reader == detect.ZIP:
             file.seek(0)
-        members = archives.members(stream) if found.reader == detect.TAR else archives.zip_members(file)
-        yield from gathered(_member_parts(path, members, given), lambda part: part.weight, limits.MOST_FILES)
+        members = (
+            archives.members(stream) if found.reader == detect.TAR else archives.zip_members(file)
+        )
+        yield from gathered(
+            _member_parts(path, members, given), lambda part: part.weight, limits.MOST_FILES
+        )
         return
 
     # Rows, which are read here, and text.
     if found.reader == detect.SQLITE:
-        parts: Iterator[StreamPart] = _batches(path, rows.read_sqlite(path, given.table, options.keys))
+        parts: Iterator[StreamPart] = _batches(
+            path, rows.read_sqlite(path, given.table, options.keys)
+        )
     else:
-        parts = _parts_of_text(Slice(path, is_named=source.folder is None), path, stream, found, options)
+        parts = _parts_of_text(
+            Slice(path, is_named=source.folder is None), path, stream, found, options
+        )
     yield from ((part,) for part in parts)
 
 
@@ -350,7 +393,8 @@ def _parts_of_text(
         page = stream.read(limits.LONGEST + 1)
         is_long = len(page) > limits.LONGEST
         yield StreamBlock(
-            text._replace(lacking=True) if is_long else text._replace(data=page, stop=len(page)), found.reader
+            text._replace(lacking=True) if is_long else text._replace(data=page, stop=len(page)),
+            found.reader,
         )
         return
     text = text._replace(byte=len(charsets.BOM) * containers.peek(stream).startswith(charsets.BOM))
@@ -369,10 +413,16 @@ def _batches(path: str, some: Iterable[Row]) -> Iterator[Rows]:
 
 
 def _characters(row: Row) -> int:
-    return 0 if isinstance(row, Rejected) else sum(len(value) for value in row if isinstance(value, str))
+    return (
+        0
+        if isinstance(row, Rejected)
+        else sum(len(value) for value in row if isinstance(value, str))
+    )
 
 
-def _member_parts(path: str, members: Iterator[archives.Member], given: TextInputs) -> Iterator[StreamPart]:
+def _member_parts(
+    path: str, members: Iterator[archives.Member], given: TextInputs
+) -> Iterator[StreamPart]:
     """Yield the parts of each member of an archive.
 
     Damage of a member is reported once the next one begins: otherwise the archive is cut short.
@@ -394,7 +444,9 @@ def _member_parts(path: str, members: Iterator[archives.Member], given: TextInpu
     yield from damage
 
 
-def _parts_of_member(inside: str, name: str, stream: BinaryIO, given: TextInputs) -> Iterator[StreamPart]:
+def _parts_of_member(
+    inside: str, name: str, stream: BinaryIO, given: TextInputs
+) -> Iterator[StreamPart]:
     found = detect.detect_member(name, containers.peek(stream), given)
     if isinstance(found, Rejected):
         yield UnreadPart(inside, found._replace(place=TextPlace(inside)))

@@ -101,7 +101,9 @@ def _binary(content: bytes, at: int, texts: Slice) -> Rejected:
     return Rejected(BINARY, texts.place(at), why, is_error=texts.is_named, bytes=len(content))
 
 
-def _intact_lines(content: bytes, at: int, texts: Slice, options: ReadOptions) -> tuple[list[str], list[Rejected]]:
+def _intact_lines(
+    content: bytes, at: int, texts: Slice, options: ReadOptions
+) -> tuple[list[str], list[Rejected]]:
     """Return the lines that are UTF-8, and those that are not."""
     intact, rejected = list[str](), list[Rejected]()
     for line in content.split(b"\n"):

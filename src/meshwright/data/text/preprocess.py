@@ -70,12 +70,16 @@ class Totals:
     bad: SkippedLines = field(default_factory=SkippedLines)
     passed: SkipReport = field(default_factory=SkipReport)  # by the workers
     started: float = field(default_factory=time.perf_counter)
-    before: tuple[int, int] = (0, 0)  # documents and bytes of the interrupted run that this one continues
+    # documents and bytes of the interrupted run that this one continues
+    before: tuple[int, int] = (0, 0)
     printed: int = -1  # documents in the last line of progress
 
     def line(self) -> str:
         seconds = max(time.perf_counter() - self.started, 1e-9)
-        documents, speed = self.documents - self.before[0], (self.bytes - self.before[1]) / MIB / seconds
+        documents, speed = (
+            self.documents - self.before[0],
+            (self.bytes - self.before[1]) / MIB / seconds,
+        )
         return f"Processed {self.documents} documents ({documents / seconds:.2f} docs/s, {speed:.2f} MB/s)."
 
     def state(self, pieces: int) -> dict[str, Any]:
@@ -91,9 +95,13 @@ class Totals:
 
     def restore(self, state: dict[str, Any]) -> None:
         self.documents, self.bytes = self.before = (state["documents"], state["bytes"])
-        self.bad = SkippedLines({kind: (count, first) for kind, (count, first) in state["bad"].items()})
+        self.bad = SkippedLines(
+            {kind: (count, first) for kind, (count, first) in state["bad"].items()}
+        )
         self.bad.lines = state["lines"]
-        self.passed = SkipReport(**{**state["passed"], "counts": Counter(state["passed"]["counts"])})
+        self.passed = SkipReport(
+            **{**state["passed"], "counts": Counter(state["passed"]["counts"])}
+        )
         self.lengths = state["lengths"]
 
     def add_piece(self, encoded: Encoded) -> None:
@@ -118,7 +126,9 @@ class Totals:
             self.bad.count(kind, count, place)
 
 
-def preprocess(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World | None = None) -> list[str]:
+def preprocess(
+    config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World | None = None
+) -> list[str]:
     """Write a pair of files for each key, <prefix>_<key>_document or _sentence; return these."""
     started = time.perf_counter()
     world = world or World()
@@ -182,22 +192,33 @@ def part_suffix(rank: int) -> str:
 class Preparation:
     """A command that has been checked: its inputs, tokenizer and outputs, and their identity."""
 
-    def __init__(self, config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World) -> None:
+    def __init__(
+        self, config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World
+    ) -> None:
         p = config.preprocess
         self.config, self.world = config, world
 
         # The inputs.
         self.inputs = find_inputs(p)
-        if world.size > 1 and any(source.is_stream and not source.bytes for source in self.inputs.inputs):
-            raise UserError("--input -, a pipe or hf:// has one reader; start one process, or give files")
+        if world.size > 1 and any(
+            source.is_stream and not source.bytes for source in self.inputs.inputs
+        ):
+            raise UserError(
+                "--input -, a pipe or hf:// has one reader; start one process, or give files"
+            )
         for line in self.inputs.opened():
             print(f"Opening {line}", file=stdout)
 
         # The tokenizer, whose lines are those of Megatron's tool.
         if p.dataset_impl != "mmap":
-            print(f"--dataset-impl {p.dataset_impl}: written as mmap, which every loader reads", file=stderr)
+            print(
+                f"--dataset-impl {p.dataset_impl}: written as mmap, which every loader reads",
+                file=stderr,
+            )
         named = config.tokenizer.tokenizer
-        say_to_scripts(f"> building {named or config.tokenizer.tokenizer_type} tokenizer ...", stdout)
+        say_to_scripts(
+            f"> building {named or config.tokenizer.tokenizer_type} tokenizer ...", stdout
+        )
         cached_tokenizer.cache_clear()  # its files may have changed
         self.tokenizer = tokenizer = cached_tokenizer(config.tokenizer)
         tokenizers.fastest_encoder(tokenizer)
@@ -208,7 +229,8 @@ class Preparation:
         say_to_scripts(f"Vocab size: {tokenizer.size}", stdout)
         say_to_scripts(f"Output prefix: {p.output_prefix}", stdout)
         if p.split_sentences:
-            build_splitter(p.sentence_splitter, p.lang, p.keep_newlines)  # raises if it lacks the language
+            # raises if it lacks the language
+            build_splitter(p.sentence_splitter, p.lang, p.keep_newlines)
 
         # The names of the outputs.
         self.keys, self.dtype = list(dict.fromkeys(p.json_keys)), token_dtype(tokenizer.size)
@@ -220,11 +242,18 @@ class Preparation:
                 f"--json-keys {' '.join(map(repr, self.keys))} differ in blanks alone; give them one by one"
             )
         if names != self.keys:
-            print(f"note: in the names of the files, _ stands for the blanks of {', '.join(self.keys)}", file=stderr)
+            print(
+                f"note: in the names of the files, _ stands for the blanks of {', '.join(self.keys)}",
+                file=stderr,
+            )
 
         # What makes this command another than one that was interrupted.
         self.states = [hash_of(s.files) if s.files else state_of(s) for s in self.inputs.inputs]
-        self.tokenizer_identity = [tokenizer.name, tokenizer.size, tokenizers.file_hashes(tokenizer)]
+        self.tokenizer_identity = [
+            tokenizer.name,
+            tokenizer.size,
+            tokenizers.file_hashes(tokenizer),
+        ]
         free = ("workers", "log_interval", "input", "on_error", "overwrite")
         self.settings = {k: v for k, v in asdict(p).items() if k not in free}
 
@@ -238,14 +267,21 @@ class Preparation:
             "readers": self.inputs.readers,
             **{spelling(name): value for name, value in self.settings.items()},
             "--on-error": self.config.preprocess.on_error,
-            **{f"--input {n}": [source.path, source.found, source.bytes, len(source.files)] for n, source in inputs},
+            **{
+                f"--input {n}": [source.path, source.found, source.bytes, len(source.files)]
+                for n, source in inputs
+            },
         }
 
     @property
     def identity(self) -> dict[str, Any]:
         """What is equal in a run that continues an interrupted one."""
         # Without on_error: `Totals.continues` sees whether the state depends on it.
-        share = {"states": self.states, "share": [self.world.rank, self.world.size], "--on-error": None}
+        share = {
+            "states": self.states,
+            "share": [self.world.rank, self.world.size],
+            "--on-error": None,
+        }
         return {**self.comparable, **share}
 
     @functools.cached_property
@@ -259,7 +295,12 @@ class Preparation:
             settings.pop("sentence_splitter", None)
             settings |= {"sentence_splitter": "rules"} if p.sentence_splitter == "rules" else {}
         inputs = self.inputs.identity()
-        return {"command": "preprocess", "inputs": inputs, "settings": settings, "tokenizer": self.tokenizer_identity}
+        return {
+            "command": "preprocess",
+            "inputs": inputs,
+            "settings": settings,
+            "tokenizer": self.tokenizer_identity,
+        }
 
     def is_done(self, stdout: TextIO, dry_run: bool = False) -> bool:
         """Return whether the same command made the output; refuse to replace another one."""
@@ -282,7 +323,9 @@ class Preparation:
         for source, state in zip(self.inputs.inputs, self.states, strict=True):
             if source.bytes and state_of(source) != state:
                 sizes = (
-                    "" if source.files else f" ({source.bytes:,} bytes then, {_size_and_time(source.path)[0]:,} now)"
+                    ""
+                    if source.files
+                    else f" ({source.bytes:,} bytes then, {_size_and_time(source.path)[0]:,} now)"
                 )
                 return f"{shown(source.folder or source.path)} has changed while it was read{sizes}"
         return ""
@@ -294,7 +337,10 @@ class Preparation:
     def require_tokens(self, totals: Totals) -> None:
         for key, (tokens, _, _) in zip(self.keys, totals.lengths, strict=True):
             if not tokens:
-                reason = "".join(f" ({line})" for line in why_nothing(self.read_inputs(totals), self.config.preprocess))
+                reason = "".join(
+                    f" ({line})"
+                    for line in why_nothing(self.read_inputs(totals), self.config.preprocess)
+                )
                 paths = ", ".join(map(shown, self.config.preprocess.input))
                 raise bad_data(f"no token under {key!r} in {paths}{reason}: nothing was written")
 
@@ -328,7 +374,9 @@ class Share:
         preparation = self.preparation
         with ExitStack() as stack:
             # Continue from the journal, or begin.
-            journal = stack.enter_context(open_journal(self.progress_path, preparation.identity, self.stderr))
+            journal = stack.enter_context(
+                open_journal(self.progress_path, preparation.identity, self.stderr)
+            )
             state = self.restore(journal)
             if state and state["is_complete"]:
                 return self.totals
@@ -352,10 +400,12 @@ class Share:
                     writer.finish()
             except UserError as error:
                 # Keep what can be continued, and tell the other ranks.
-                journal.is_kept = journal.state is not None  # otherwise there is nothing to continue
+                # otherwise there is nothing to continue
+                journal.is_kept = journal.state is not None
                 for writer in writers:
                     writer.is_kept = journal.is_kept
-                if not self.is_alone and not self.failure.exists():  # the first failure is the reason
+                # the first failure is the reason
+                if not self.is_alone and not self.failure.exists():
                     with replacing(self.failure) as file:
                         file.write(f"rank {self.world.rank}: {error}".encode())
                 raise
@@ -372,14 +422,21 @@ class Share:
         if state is None:
             return None
         if state["is_complete"]:
-            is_there = all(os.path.exists(path + end) for path in self.paths for end in (".bin", ".idx"))
+            is_there = all(
+                os.path.exists(path + end) for path in self.paths for end in (".bin", ".idx")
+            )
         else:
             size = np.dtype(self.preparation.dtype).itemsize
-            is_there = all(has_parts(*part, size) for part in zip(self.paths, state["lengths"], strict=True))
+            is_there = all(
+                has_parts(*part, size) for part in zip(self.paths, state["lengths"], strict=True)
+            )
         if not is_there or not self.totals.continues(state):
             return None
         self.totals.restore(state)
-        print(f"continuing after {self.totals.documents:,} documents of an interrupted run", file=self.stderr)
+        print(
+            f"continuing after {self.totals.documents:,} documents of an interrupted run",
+            file=self.stderr,
+        )
         return state
 
     def encode_pieces(self, journal: Journal, writers: list[Writer], done: int) -> None:
@@ -389,11 +446,16 @@ class Share:
         make = functools.partial(build_encoder, preparation.config, preparation.dtype)
         stop = p.on_error != "skip"
         self.stdout.flush()
-        with closing(encode_pieces(todo, make, self.worker_count(), stop)) as results, self.progress() as show:
+        with (
+            closing(encode_pieces(todo, make, self.worker_count(), stop)) as results,
+            self.progress() as show,
+        ):
             for number, (piece, encoded, tokens) in enumerate(results, done + 1):
                 self.check_other_ranks()
                 self.totals.add_piece(encoded)
-                for writer, ids, sizes, ends in zip(writers, tokens, encoded.sizes, encoded.ends, strict=True):
+                for writer, ids, sizes, ends in zip(
+                    writers, tokens, encoded.sizes, encoded.ends, strict=True
+                ):
                     writer.append(ids, sizes, ends + writer.sequences)
                 self.totals.lengths = [[w.tokens, w.sequences, w.documents] for w in writers]
                 if journal.is_due():
@@ -406,7 +468,9 @@ class Share:
         """Return --workers, by default one for each core, but 1 for a few pieces."""
         wanted = self.settings.workers or max(1, cores() // self.world.local_size)
         is_small = self.offsets[-1] < 4 * MIB
-        is_text = not any(source.is_stream or source.is_table for source in self.preparation.inputs.inputs)
+        is_text = not any(
+            source.is_stream or source.is_table for source in self.preparation.inputs.inputs
+        )
         return 1 if is_small and is_text else wanted
 
     def check_other_ranks(self) -> None:
@@ -430,8 +494,14 @@ class Share:
 
             yield print_line
             return
-        total = self.end - self.begin if all(source.bytes for source in self.preparation.inputs.inputs) else None
-        bar, task = new_bar("{task.description}", "bar", "percent", "left", total=total, file=stderr)
+        total = (
+            self.end - self.begin
+            if all(source.bytes for source in self.preparation.inputs.inputs)
+            else None
+        )
+        bar, task = new_bar(
+            "{task.description}", "bar", "percent", "left", total=total, file=stderr
+        )
         with bar:
             yield lambda done: bar.update(task, completed=done, description=totals.line())
 
@@ -439,9 +509,13 @@ class Share:
 def build_encoder(config: PreprocessConfig, dtype: Any) -> Encoder:
     """Return a worker's encoder; a forked worker finds the tokenizer built."""
     p, tokenizer = config.preprocess, cached_tokenizer(config.tokenizer)
-    split = build_splitter(p.sentence_splitter, p.lang, p.keep_newlines) if p.split_sentences else None
+    split = (
+        build_splitter(p.sentence_splitter, p.lang, p.keep_newlines) if p.split_sentences else None
+    )
     eod = tokenizer.eod if p.append_eod else None
-    return Encoder(tokenizers.fastest_encoder(tokenizer), eod, options_of(p), dtype, split, p.document_length)
+    return Encoder(
+        tokenizers.fastest_encoder(tokenizer), eod, options_of(p), dtype, split, p.document_length
+    )
 
 
 @functools.lru_cache(maxsize=1)
@@ -486,11 +560,15 @@ def report(preparation: Preparation, totals: Totals, stdout: TextIO, stderr: Tex
         counts = f"{totals.documents:,} documents{lacking}, {sequences:,} sequences, {tokens:,} tokens{largest}"
         size = f"{tokens * dtype.itemsize:,} bytes ({dtype.name})"
         print(fit(f"wrote {prefix}.bin/.idx: {counts}, {size}", stdout), file=stdout)
-        for line in [] if sizes is None else advise_on_documents(sizes, p.document_length, is_plain):
+        for line in (
+            [] if sizes is None else advise_on_documents(sizes, p.document_length, is_plain)
+        ):
             print(fit(line, stderr), file=stderr)
 
 
-def advise_on_documents(sizes: npt.NDArray[np.int32], longest: int | None, is_plain: bool) -> Iterator[str]:
+def advise_on_documents(
+    sizes: npt.NDArray[np.int32], longest: int | None, is_plain: bool
+) -> Iterator[str]:
     """Say what to do about documents that are too few to be divided by --split, short or very long.
 
     Short ones are remarked in a plain text, which may be meant to be divided otherwise.
@@ -501,7 +579,11 @@ def advise_on_documents(sizes: npt.NDArray[np.int32], longest: int | None, is_pl
         yield f"warning: the largest document has {sizes.max():,} tokens; if it was meant as several, {cure}"
     if len(sizes) < FEW_DOCUMENTS:
         number = "1 document" if len(sizes) == 1 else f"{len(sizes)} documents"
-        no_text = "no --split can keep text of it" if len(sizes) == 1 else "--split can only keep whole ones of them"
+        no_text = (
+            "no --split can keep text of it"
+            if len(sizes) == 1
+            else "--split can only keep whole ones of them"
+        )
         cut = f"--document-length {longest // 2 or 1 if longest else 4000} cuts longer ones into parts"
         yield f"note: {number}: {no_text} for validation; {cut}"
     elif is_plain and 2 * np.count_nonzero(sizes < SHORT_DOCUMENT) > len(sizes):

@@ -13,7 +13,9 @@ from meshwright.data.text.records import Record, Rejected, options_of
 
 
 def read_texts(
-    given: TextInputs, inputs: Inputs | None = None, advance: Callable[[int], None] = lambda count: None
+    given: TextInputs,
+    inputs: Inputs | None = None,
+    advance: Callable[[int], None] = lambda count: None,
 ) -> Iterator[str]:
     """Yield every text of the inputs; by default, raise for the first bad line.
 

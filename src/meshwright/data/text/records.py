@@ -30,7 +30,12 @@ class ReadOptions(NamedTuple):
 
 
 def options_of(given: TextInputs) -> ReadOptions:
-    return ReadOptions(tuple(dict.fromkeys(given.json_keys)), given.document_separator, given.encoding, given.on_error)
+    return ReadOptions(
+        tuple(dict.fromkeys(given.json_keys)),
+        given.document_separator,
+        given.encoding,
+        given.on_error,
+    )
 
 
 # Every document makes one of each of these two. A frozen or a named tuple takes twice the time.
@@ -75,7 +80,8 @@ class Rejected(NamedTuple):
     place: TextPlace
     detail: str = ""
     cure: str = ""  # what to do, if it is not the usual
-    is_error: bool = True  # False: a file that holds no text is passed over in a folder or an archive
+    # False: a file that holds no text is passed over in a folder or an archive
+    is_error: bool = True
     byte: int | None = None  # of the file, at which it is wrong
     bytes: int = 0  # of a text that is rejected as a whole
     charset: str = ""  # which a text that is not UTF-8 seems to have
@@ -95,7 +101,9 @@ class Rejected(NamedTuple):
         if self.cure and is_first:
             return f"{self.cure}, or {LEAVE_OUT}"
         if self.reason == NOT_UTF8:
-            return f"mend the line, put U+FFFD for such bytes with --on-error replace, or {LEAVE_OUT}"
+            return (
+                f"mend the line, put U+FFFD for such bytes with --on-error replace, or {LEAVE_OUT}"
+            )
         hint = 'in a file of this name one {"text": "..."} a line is expected; plain text is called .txt; '
         return f"{hint * (is_first and self.reason == 'not JSON')}mend the line, or {LEAVE_OUT}"
 

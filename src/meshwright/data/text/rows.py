@@ -45,10 +45,16 @@ Row = Sequence[Any] | Rejected
 # Rows of any table.
 
 
-def read_rows(rows: Iterable[Row], options: ReadOptions, path: str, before: int) -> Iterator[Record]:
+def read_rows(
+    rows: Iterable[Row], options: ReadOptions, path: str, before: int
+) -> Iterator[Record]:
     """Yield the documents of rows, which so many others precede in their table."""
     for number, row in enumerate(rows, before + 1):
-        yield row if isinstance(row, Rejected) else read_row(row, options, TextPlace(path, number, "row"))
+        yield (
+            row
+            if isinstance(row, Rejected)
+            else read_row(row, options, TextPlace(path, number, "row"))
+        )
 
 
 def read_row(values: Iterable[Any], options: ReadOptions, place: TextPlace) -> Record:
@@ -65,7 +71,10 @@ def read_row(values: Iterable[Any], options: ReadOptions, place: TextPlace) -> R
                 bad = _bad_character(value, error.start, key, place)
                 if options.on_error != "replace" or bad.reason != NOT_UTF8:
                     return bad
-                value, repaired = value.encode("utf-8", "surrogateescape").decode("utf-8", "replace"), 1
+                value, repaired = (
+                    value.encode("utf-8", "surrogateescape").decode("utf-8", "replace"),
+                    1,
+                )
         texts.append(value)
     return Document(tuple(texts), place, repaired=repaired)
 
@@ -93,7 +102,11 @@ def refuse_columns(
     for key in keys:
         if columns.count(key) != 1:
             what = f"{columns.count(key)} columns" if key in columns else "no column"
-            possible = (column for column in (columns if texts is None else texts) if columns.count(column) == 1)
+            possible = (
+                column
+                for column in (columns if texts is None else texts)
+                if columns.count(column) == 1
+            )
             nothing = f"none of its columns is text: {', '.join(columns[:MOST_KEYS])}"
             if key in columns:
                 nothing = "give them different names"
@@ -141,7 +154,9 @@ def refuse_header(path: str, start: bytes, keys: Sequence[str]) -> Rejected | No
     header, is_complete = header_of(start)
     if not is_complete and all(key.encode() in header for key in keys):
         return None
-    columns = next(csv.reader([header.decode("utf-8", "replace")], delimiter=delimiter_of(path, header)), [])
+    columns = next(
+        csv.reader([header.decode("utf-8", "replace")], delimiter=delimiter_of(path, header)), []
+    )
     return refuse_columns(path, columns, keys)
 
 
@@ -193,7 +208,9 @@ def _rows(reader: Iterator[list[str]]) -> Iterator[_Fields]:
             yield fields
 
 
-def _with_neighbours(rows: Iterator[_Fields]) -> Iterator[tuple[_Fields | None, _Fields, _Fields | None]]:
+def _with_neighbours(
+    rows: Iterator[_Fields],
+) -> Iterator[tuple[_Fields | None, _Fields, _Fields | None]]:
     """Yield each row between the ones before and after it; after damage, the intact ones."""
     before: _Fields | None = None
     row, damage = next(rows, None), None
@@ -238,8 +255,15 @@ class _Form:
         in the last column one after the beginning.
         """
         for neighbour, place in ((before, 0), (after, len(self.columns) - 1)):
-            if place in self.places and isinstance(neighbour, list) and len(neighbour) == 1 < self.least:
-                return "perhaps half a row", "the row beside it has one field: does a line break lack quotes?"
+            if (
+                place in self.places
+                and isinstance(neighbour, list)
+                and len(neighbour) == 1 < self.least
+            ):
+                return (
+                    "perhaps half a row",
+                    "the row beside it has one field: does a line break lack quotes?",
+                )
         return None
 
 
@@ -256,7 +280,9 @@ def read_sqlite(path: str, table: str | None, keys: Sequence[str]) -> Iterator[R
             tables = tables_of(database)
             require_columns(path, refuse_table(path, tables, table, keys))
             table = table or next(iter(tables))
-            yield from database.execute(f"SELECT {', '.join(map(quoted, keys))} FROM {quoted(table)}")
+            yield from database.execute(
+                f"SELECT {', '.join(map(quoted, keys))} FROM {quoted(table)}"
+            )
     except sqlite3.Error as error:
         raise DamagedInput(str(error)) from None
 
@@ -266,7 +292,8 @@ def open_database(path: str) -> Iterator[sqlite3.Connection]:
     address = f"file:{quote(os.fsencode(os.path.abspath(path)))}?mode=ro"
     with closing(sqlite3.connect(address, uri=True)) as database:
         database.text_factory = lambda text: text.decode("utf-8", "surrogateescape")
-        database.execute("PRAGMA trusted_schema = OFF")  # a view of a stranger calls no functions with effects
+        # a view of a stranger calls no functions with effects
+        database.execute("PRAGMA trusted_schema = OFF")
         yield database
 
 
@@ -275,7 +302,8 @@ def tables_of(database: sqlite3.Connection) -> dict[str, dict[str, str]]:
     names = "SELECT name FROM sqlite_master WHERE type IN ('table', 'view') AND name NOT LIKE 'sqlite_%'"
     tables = [name for (name,) in database.execute(names)]
     return {
-        table: {row[1]: row[2] for row in database.execute(f"PRAGMA table_info({quoted(table)})")} for table in tables
+        table: {row[1]: row[2] for row in database.execute(f"PRAGMA table_info({quoted(table)})")}
+        for table in tables
     }
 
 
@@ -293,8 +321,12 @@ def refuse_table(
     if not tables:
         return refused_table(path, "no table", "name another file")
     if any(columns.keys() >= set(keys) for columns in tables.values()):
-        return refused_table(path, f"the tables {', '.join(tables)}", "name one of them with --table")
-    listed = ", ".join(f"{name} ({', '.join(columns[:MOST_KEYS])})" for name, columns in texts.items())
+        return refused_table(
+            path, f"the tables {', '.join(tables)}", "name one of them with --table"
+        )
+    listed = ", ".join(
+        f"{name} ({', '.join(columns[:MOST_KEYS])})" for name, columns in texts.items()
+    )
     cure = "name one of them with --table, and its column of text with --json-keys"
     return refused_table(path, f"the tables {listed}", cure)
 

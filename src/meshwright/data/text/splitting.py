@@ -15,8 +15,14 @@ def cut_document(text: str, longest: int) -> Iterator[str]:
     """Cut a long document at the ends of paragraphs, or else of lines; a blank rest is dropped."""
     begin = 0
     while len(text) - begin > longest:
-        borders = [m.end() for m in BORDER.finditer(text, begin + longest // 2, begin + longest) if len(m[0]) > 1]
-        end = borders[-1] if borders else text.rfind("\n", begin + longest // 2, begin + longest) + 1
+        borders = [
+            m.end()
+            for m in BORDER.finditer(text, begin + longest // 2, begin + longest)
+            if len(m[0]) > 1
+        ]
+        end = (
+            borders[-1] if borders else text.rfind("\n", begin + longest // 2, begin + longest) + 1
+        )
         end = end or begin + longest
         yield text[begin:end]
         begin = end
@@ -31,6 +37,8 @@ def build_splitter(splitter: str, language: str, keep_newlines: bool) -> Callabl
     """
     build = registry.find("splitters", splitter)
     if build is None:
-        raise UserError(f"--split-sentences: there is no splitter {splitter!r}: {registry.LACKING}", UNAVAILABLE)
+        raise UserError(
+            f"--split-sentences: there is no splitter {splitter!r}: {registry.LACKING}", UNAVAILABLE
+        )
     split: Callable[[str], list[str]] = build(language, keep_newlines)
     return split

@@ -24,8 +24,10 @@ from meshwright.data.text.rows import refuse_columns, refused_table, require_col
 HEAD = 64  # bytes of a page that have its sizes
 BATCH_ROWS, BATCH_BYTES = 256, 1 << 20  # read at once
 BUFFER = 1 << 18  # bytes, for a Parquet file
-UNPACKED = 64  # times its bytes that a piece or batch may unpack to, if each row repeats the longest value
-DICTIONARY = 1 << 26  # bytes of the values that rows of a row group may repeat; writers mostly stop at 1 MiB
+# times its bytes that a piece or batch may unpack to, if each row repeats the longest value
+UNPACKED = 64
+# bytes of the values that rows of a row group may repeat; writers mostly stop at 1 MiB
+DICTIONARY = 1 << 26
 RATIO = 1000  # of the unpacked and the packed bytes of a column; texts have less than 100
 
 pyarrow: Any = None  # see _import_pyarrow
@@ -41,8 +43,12 @@ def find_saved(folder: str) -> list[str]:
     """Return the files of a data set saved by Hugging Face's `datasets`; [] for another folder."""
     splits = _names(Path(folder) / "dataset_dict.json", "splits")
     if splits:
-        raise bad_data(f"--input {folder} holds several data sets; name one of them, such as {folder}/{splits[0]}")
-    paths = [str(Path(folder) / name) for name in _names(Path(folder) / "state.json", "_data_files")]
+        raise bad_data(
+            f"--input {folder} holds several data sets; name one of them, such as {folder}/{splits[0]}"
+        )
+    paths = [
+        str(Path(folder) / name) for name in _names(Path(folder) / "state.json", "_data_files")
+    ]
     if paths:
         gone = [path for path in paths if not os.path.isfile(path)]
         if gone:
@@ -84,7 +90,11 @@ def refuse_schema(path: str, kind: str, keys: Sequence[str]) -> Rejected | None:
     texts = [column.name for column in schema if _is_text(column.type)]
     if refused := refuse_columns(path, schema.names, keys, texts):
         return refused
-    odd = [f"{schema.field(key).type} in column {key!r}" for key in keys if not _is_text(schema.field(key).type)]
+    odd = [
+        f"{schema.field(key).type} in column {key!r}"
+        for key in keys
+        if not _is_text(schema.field(key).type)
+    ]
     ways = [way for way in (choose_key(texts), "write its text as a column first") if way]
     return refused_table(path, ", ".join(odd), ", or ".join(ways)) if odd else None
 
@@ -104,7 +114,14 @@ def _is_text(kind: Any) -> bool:
     types = pyarrow.types
     if types.is_dictionary(kind):
         return _is_text(kind.value_type)
-    return any((types.is_string(kind), types.is_large_string(kind), types.is_string_view(kind), types.is_null(kind)))
+    return any(
+        (
+            types.is_string(kind),
+            types.is_large_string(kind),
+            types.is_string_view(kind),
+            types.is_null(kind),
+        )
+    )
 
 
 # Cutting.
@@ -132,7 +149,12 @@ def spans(
             step = min(limits.MOST_ROWS, max(1, rows * piece // max(weight, 1)))
             while end - begin > step:
                 begin += step
-                yield begin - step, begin, behind + (after - behind) * (begin - first) // rows, start
+                yield (
+                    begin - step,
+                    begin,
+                    behind + (after - behind) * (begin - first) // rows,
+                    start,
+                )
         have += weight * (end - max(begin, first)) // rows
         behind = after
     if end > begin:
@@ -152,14 +174,26 @@ def _row_groups(path: str, kind: str, size: int, keys: Collection[str]) -> Itera
             opened, done = True, 0
             for number, group in enumerate(groups):
                 done += group.num_rows
-                yield number, group.num_rows, _weight(path, group, keys), size * done // max(about.num_rows, 1)
+                yield (
+                    number,
+                    group.num_rows,
+                    _weight(path, group, keys),
+                    size * done // max(about.num_rows, 1),
+                )
             return
         with pyarrow.memory_map(path) as source:
             reader, count = _arrow(source)
             opened = True
             for number, batch in enumerate(_batches(reader, count, 0)):
-                after = size * (number + 1) // count if count is not None else min(source.tell(), size)
-                yield None if count is None else number, batch.num_rows, _batch_weight(batch, keys), after
+                after = (
+                    size * (number + 1) // count if count is not None else min(source.tell(), size)
+                )
+                yield (
+                    None if count is None else number,
+                    batch.num_rows,
+                    _batch_weight(batch, keys),
+                    after,
+                )
     except _errors() as error:
         if opened:
             raise DamagedInput(first_line(error)) from None
@@ -173,7 +207,9 @@ def _weight(path: str, group: Any, keys: Collection[str]) -> int:
     for chunk in (column for column in columns if column.path_in_schema in keys):
         if chunk.total_uncompressed_size > max(DICTIONARY, RATIO * chunk.total_compressed_size):
             packed, unpacked = chunk.total_compressed_size, chunk.total_uncompressed_size
-            raise ValueError(f"{packed:,} bytes of {chunk.path_in_schema} would unpack to {unpacked:,}")
+            raise ValueError(
+                f"{packed:,} bytes of {chunk.path_in_schema} would unpack to {unpacked:,}"
+            )
         if chunk.physical_type == "BYTE_ARRAY" and chunk.has_dictionary_page:
             longest += _longest_value(path, chunk)
     return max(int(group.total_byte_size), int(group.num_rows) * longest // UNPACKED)
@@ -199,7 +235,9 @@ def _longest_value(path: str, chunk: Any) -> int:
         file.seek(begin)
         size, packed = _page_sizes(file.read(HEAD))
         if max(size, packed) > DICTIONARY:
-            raise ValueError(f"a dictionary of {chunk.path_in_schema} would unpack to {size:,} bytes")
+            raise ValueError(
+                f"a dictionary of {chunk.path_in_schema} would unpack to {size:,} bytes"
+            )
         if not begin < end - packed:
             return size
         file.seek(end - packed)
@@ -254,7 +292,9 @@ def _batches(reader: Any, count: int | None, first: int) -> Iterator[Any]:
 # Reading.
 
 
-def rows(path: str, kind: str, start: Start, begin: int, end: int, keys: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+def rows(
+    path: str, kind: str, start: Start, begin: int, end: int, keys: Sequence[str]
+) -> Iterator[tuple[Any, ...]]:
     """Yield the values under the keys in rows [begin, end), bytes that are not UTF-8 as surrogates.
 
     Raise DamagedInput after the last readable row.
@@ -262,7 +302,9 @@ def rows(path: str, kind: str, start: Start, begin: int, end: int, keys: Sequenc
     _import_pyarrow(path)
     try:
         about = os.stat(path)
-        reader = _reader(path, kind, tuple(keys), os.getpid(), about.st_ino, about.st_size, about.st_mtime_ns)
+        reader = _reader(
+            path, kind, tuple(keys), os.getpid(), about.st_ino, about.st_size, about.st_mtime_ns
+        )
     except _errors() as error:
         raise DamagedInput(f"it cannot be opened: {first_line(error)}") from None
     for batch in reader.take(start, begin, end):
@@ -281,7 +323,9 @@ class _TableReader:
     def __init__(self, path: str, kind: str, keys: tuple[str, ...]) -> None:
         self.path, self.kind, self.keys = path, kind, list(keys)
         if kind == "parquet":
-            self.file = pyarrow.parquet.ParquetFile(path, buffer_size=BUFFER, page_checksum_verification=True)
+            self.file = pyarrow.parquet.ParquetFile(
+                path, buffer_size=BUFFER, page_checksum_verification=True
+            )
             names = self.file.schema_arrow.names
         else:
             self.source = pyarrow.memory_map(path)
@@ -336,9 +380,17 @@ class _TableReader:
     def _group_batches(self, first: int) -> Iterator[Any]:
         for number in range(first, self.file.num_row_groups):
             group = self.file.metadata.row_group(number)
-            size = max(1, min(BATCH_ROWS, group.num_rows * BATCH_BYTES // max(_weight(self.path, group, self.keys), 1)))
+            size = max(
+                1,
+                min(
+                    BATCH_ROWS,
+                    group.num_rows * BATCH_BYTES // max(_weight(self.path, group, self.keys), 1),
+                ),
+            )
             left = group.num_rows
-            for batch in self.file.iter_batches(size, row_groups=[number], columns=self.keys, use_threads=False):
+            for batch in self.file.iter_batches(
+                size, row_groups=[number], columns=self.keys, use_threads=False
+            ):
                 left -= batch.num_rows
                 yield batch
             if left:
@@ -356,4 +408,7 @@ def _values(column: Any) -> list[Any]:
             raise
     column = column.view(types[column.type])
     column.validate(full=True)
-    return [None if value is None else value.decode("utf-8", "surrogateescape") for value in column.to_pylist()]
+    return [
+        None if value is None else value.decode("utf-8", "surrogateescape")
+        for value in column.to_pylist()
+    ]

@@ -31,7 +31,9 @@ Result = tuple[Piece, Encoded, list[Array]]  # the arrays are the tokens, one fo
 AHEAD = 3  # pieces in flight for each worker; this bounds the memory
 
 
-def encode_pieces(pieces: Iterator[Piece], make: Callable[[], Encoder], size: int, stop: bool) -> Generator[Result]:
+def encode_pieces(
+    pieces: Iterator[Piece], make: Callable[[], Encoder], size: int, stop: bool
+) -> Generator[Result]:
     """Yield each piece with its encoding, in order. `size` 1 works in this process, without a pool.
 
     With `stop`, a piece is encoded only as far as its first bad line.
@@ -42,7 +44,9 @@ def encode_pieces(pieces: Iterator[Piece], make: Callable[[], Encoder], size: in
             yield piece, *encoder(piece, stop)
         return
     method = start_method()
-    pool = ProcessPoolExecutor(size, multiprocessing.get_context(method), _start_worker, (make, stop))
+    pool = ProcessPoolExecutor(
+        size, multiprocessing.get_context(method), _start_worker, (make, stop)
+    )
     pending: deque[tuple[Piece, Future[tuple[Encoded, list[Array]]]]] = deque()
     workers: set[multiprocessing.process.BaseProcess] = set()
     is_first, left = True, iter(pieces)
@@ -64,21 +68,34 @@ def encode_pieces(pieces: Iterator[Piece], make: Callable[[], Encoder], size: in
 
 def start_method() -> str:
     """Fork where possible; threads of these libraries would leave locks that nothing releases."""
-    return "fork" if sys.platform == "linux" and not {"torch", "obstore"} & set(sys.modules) else "spawn"
+    return (
+        "fork"
+        if sys.platform == "linux" and not {"torch", "obstore"} & set(sys.modules)
+        else "spawn"
+    )
 
 
 def _worker_lost(workers: set[multiprocessing.process.BaseProcess], is_start: bool) -> UserError:
     for worker in workers:
         worker.join(5)
     # The pool terminates the other workers with SIGTERM.
-    codes = [worker.exitcode for worker in workers if worker.exitcode and worker.exitcode != -signal.SIGTERM]
+    codes = [
+        worker.exitcode
+        for worker in workers
+        if worker.exitcode and worker.exitcode != -signal.SIGTERM
+    ]
     code = codes[0] if codes else -signal.SIGTERM
     how = f"by signal {-code}" if code < 0 else f"with status {code}"
-    why = ", perhaps for lack of memory (--workers sets their number)" if code == -signal.SIGKILL else ""
+    why = (
+        ", perhaps for lack of memory (--workers sets their number)"
+        if code == -signal.SIGKILL
+        else ""
+    )
     if is_start:
         why = ": a script that calls this with torch imported must do so under `if __name__ == '__main__':`"
     return UserError(
-        f"a worker process was ended {how}{why}; start the same command again, and it continues where it stopped", HANG
+        f"a worker process was ended {how}{why}; start the same command again, and it continues where it stopped",
+        HANG,
     )
 
 

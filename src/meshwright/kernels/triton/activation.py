@@ -30,7 +30,8 @@ class BackwardTile(NamedTuple):
 
 
 BLOCK, WARPS = 2048, 4  # of the forward kernel
-TILE, SMALL = BackwardTile(), BackwardTile(rows=ACTIVATION_ROWS[1])  # SMALL if there are few rows, for more programs
+# SMALL if there are few rows, for more programs
+TILE, SMALL = BackwardTile(), BackwardTile(rows=ACTIVATION_ROWS[1])
 
 
 @triton.jit
@@ -131,11 +132,15 @@ def _activation_backward(
         row = part * ROWS + start + tl.arange(0, STEP)
         inside = (row < rows)[:, None] & (c < columns)[None, :]
         at = row[:, None] * width + c[None, :]
-        grad = tl.load(da + row[:, None] * columns + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(da + row[:, None] * columns + c[None, :], mask=inside, other=0.0).to(
+            tl.float32
+        )
         value, slope = value_and_slope(tl.load(u + at, mask=inside, other=0.0).to(tl.float32), KIND)
         if GATED:
             of_up = grad * value
-            high = store_rounded(du + at + columns, of_up, inside, by, high, u, scale is not None, LARGEST, WIDE)
+            high = store_rounded(
+                du + at + columns, of_up, inside, by, high, u, scale is not None, LARGEST, WIDE
+            )
             grad *= tl.load(u + at + columns, mask=inside, other=0.0).to(tl.float32)
             if SUMMED:
                 total_up += of_up
@@ -161,12 +166,19 @@ def forward(kind: str, u: Tensor, into: Into | None = None) -> Tensor:
     with torch.accelerator.device_index(u.device.index):
         out = a if into is None else a.view(torch.uint8)
         constants = *fp8_arguments(into), GATES.get(kind, kind), gated, BLOCK
-        _activation_forward[(a.numel() // columns * blocks,)](u, out, columns, blocks, *constants, num_warps=WARPS)
+        _activation_forward[(a.numel() // columns * blocks,)](
+            u, out, columns, blocks, *constants, num_warps=WARPS
+        )
     return a
 
 
 def backward(
-    kind: str, u: Tensor, grad: Tensor, summed: bool, into: Into | None = None, tile: BackwardTile | None = None
+    kind: str,
+    u: Tensor,
+    grad: Tensor,
+    summed: bool,
+    into: Into | None = None,
+    tile: BackwardTile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of u and, if asked for, partial sums [n, F or 2F] of its columns."""
     u, grad = u.contiguous(), grad.contiguous()
@@ -175,11 +187,15 @@ def backward(
     tile = tile or (TILE if activation_rows(rows) == TILE.rows else SMALL)
     parts = cdiv(rows, tile.rows)
     du = torch.empty_like(u) if into is None else into.out
-    partials = torch.empty(parts if summed else 0, u.shape[-1], dtype=torch.float32, device=u.device)
+    partials = torch.empty(
+        parts if summed else 0, u.shape[-1], dtype=torch.float32, device=u.device
+    )
     with torch.accelerator.device_index(u.device.index):
         outputs = du if into is None else du.view(torch.uint8), partials
         constants = *fp8_arguments(into), GATES.get(kind, kind), kind in GATES, summed
         shape = tile.columns, tile.step, tile.rows, tile.stages
         grid = cdiv(columns, tile.columns), parts
-        _activation_backward[grid](u, grad, *outputs, rows, columns, *constants, *shape, num_warps=tile.warps)
+        _activation_backward[grid](
+            u, grad, *outputs, rows, columns, *constants, *shape, num_warps=tile.warps
+        )
     return du, partials if summed else None

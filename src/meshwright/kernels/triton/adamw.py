@@ -7,7 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwright.kernels.adamw import BLOCK, DECISION, KIND_BITS, KINDS, OF_KINDS, AdamWBuffers, AdamWConstants
+from meshwright.kernels.adamw import (
+    BLOCK,
+    DECISION,
+    KIND_BITS,
+    KINDS,
+    OF_KINDS,
+    AdamWBuffers,
+    AdamWConstants,
+)
 from meshwright.kernels.grid import cdiv
 from meshwright.kernels.moments import BlockDraws
 from meshwright.kernels.triton import moments
@@ -17,7 +25,9 @@ PROGRAMS = 2048  # of the sum of squares
 
 
 @triton.jit
-def _sum_squares(x, table, partials, count, ROWS: tl.constexpr, BLOCK: tl.constexpr, KIND_BITS: tl.constexpr):
+def _sum_squares(
+    x, table, partials, count, ROWS: tl.constexpr, BLOCK: tl.constexpr, KIND_BITS: tl.constexpr
+):
     """Sum the squares of every PROGRAMS-th tile of 16 blocks.
 
     In: x float32 [128 per block], table int32 [2, count]. Out: partials float64 [programs], to be
@@ -37,7 +47,16 @@ def _sum_squares(x, table, partials, count, ROWS: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def _adamw_decide(
-    squares, loss, lr, weight_decay, scale, step, constants, decision, KINDS: tl.constexpr, OF_KINDS: tl.constexpr
+    squares,
+    loss,
+    lr,
+    weight_decay,
+    scale,
+    step,
+    constants,
+    decision,
+    KINDS: tl.constexpr,
+    OF_KINDS: tl.constexpr,
 ):
     """Turn a step's numbers into the update's factors: one program.
 
@@ -116,7 +135,11 @@ def _adamw_update(
     p -= tl.load(kind + 1)[:, None] * update
     if parts is not None:
         bits = moments.draw_blocks(parts, places, step, row, some, compact)
-        tl.store(exp_avg + compact, moments.compress(m, bits & 0xFFFF, exp_avg.dtype.element_ty), mask=mask)
+        tl.store(
+            exp_avg + compact,
+            moments.compress(m, bits & 0xFFFF, exp_avg.dtype.element_ty),
+            mask=mask,
+        )
         second = moments.compress(v, (bits >> 16) & 0xFFFF, exp_avg_sq.dtype.element_ty)
         tl.store(exp_avg_sq + compact, second, mask=mask)
     else:
@@ -134,7 +157,9 @@ def sum_squares(x: Tensor, table: Tensor) -> Tensor:
     programs = max(1, min(PROGRAMS, cdiv(table.shape[1], ROWS)))
     partials = torch.empty(programs, dtype=torch.float64, device=x.device)
     with torch.accelerator.device_index(x.device.index):
-        _sum_squares[(programs,)](x, table, partials, table.shape[1], ROWS, BLOCK, KIND_BITS, num_warps=WARPS)
+        _sum_squares[(programs,)](
+            x, table, partials, table.shape[1], ROWS, BLOCK, KIND_BITS, num_warps=WARPS
+        )
     return partials.sum()
 
 
@@ -146,11 +171,25 @@ def decide(constants: Tensor, numbers: tuple[Tensor, ...], step: Tensor) -> Tens
 
 
 def update_blocks(
-    buffers: AdamWBuffers, table: Tensor, settings: AdamWConstants, decision: Tensor, draws: BlockDraws | None = None
+    buffers: AdamWBuffers,
+    table: Tensor,
+    settings: AdamWConstants,
+    decision: Tensor,
+    draws: BlockDraws | None = None,
 ) -> None:
     """Apply AdamW to some blocks if the step is finite."""
     count, drawn = table.shape[1], draws or (None, None, None)
     with torch.accelerator.device_index(decision.device.index):
         _adamw_update[(cdiv(count, ROWS),)](
-            *buffers, table, decision, *drawn, count, *settings, ROWS, BLOCK, KIND_BITS, OF_KINDS, num_warps=WARPS
+            *buffers,
+            table,
+            decision,
+            *drawn,
+            count,
+            *settings,
+            ROWS,
+            BLOCK,
+            KIND_BITS,
+            OF_KINDS,
+            num_warps=WARPS,
         )

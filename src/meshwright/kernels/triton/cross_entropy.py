@@ -23,7 +23,9 @@ def _cross_entropy_forward(logits, labels, lses, picked, stride, vocab, BLOCK: t
     high = tl.full((), -float("inf"), tl.float32)
     total = tl.zeros((), tl.float32)
     for start in range(0, vocab, BLOCK):
-        x = tl.load(logits + row * stride + start + c, mask=start + c < vocab, other=-float("inf")).to(tl.float32)
+        x = tl.load(
+            logits + row * stride + start + c, mask=start + c < vocab, other=-float("inf")
+        ).to(tl.float32)
         new = tl.maximum(high, tl.max(x, 0))
         safe = tl.where(new == -float("inf"), 0.0, new)
         total = total * tl.exp(high - safe) + tl.sum(tl.exp(x - safe), 0)
@@ -32,11 +34,16 @@ def _cross_entropy_forward(logits, labels, lses, picked, stride, vocab, BLOCK: t
     label = tl.load(labels + row)
     tl.store(lses + row, lse)
     is_inside = (label >= 0) & (label < vocab)
-    tl.store(picked + row, tl.load(logits + row * stride + label, mask=is_inside, other=0.0).to(tl.float32))
+    tl.store(
+        picked + row,
+        tl.load(logits + row * stride + label, mask=is_inside, other=0.0).to(tl.float32),
+    )
 
 
 @triton.jit
-def _cross_entropy_backward(logits, labels, lses, grads, of_lses, stride, vocab, padded, BLOCK: tl.constexpr):
+def _cross_entropy_backward(
+    logits, labels, lses, grads, of_lses, stride, vocab, padded, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = logits + row * stride + c
@@ -51,7 +58,9 @@ def _cross_entropy_backward(logits, labels, lses, grads, of_lses, stride, vocab,
 def log_sum_exp(logits: Tensor, labels: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     """Return log-sum-exps and the labels' logits [N], 0 for a label that is not here."""
     assert logits.stride(1) == labels.stride(0) == 1
-    lses, picked = (torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(2))
+    lses, picked = (
+        torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(2)
+    )
     with torch.accelerator.device_index(logits.device.index):
         _cross_entropy_forward[(len(logits),)](
             logits, labels, lses, picked, logits.stride(0), vocab, BLOCK, num_warps=4
@@ -60,13 +69,28 @@ def log_sum_exp(logits: Tensor, labels: Tensor, vocab: int) -> tuple[Tensor, Ten
 
 
 def overwrite(
-    logits: Tensor, labels: Tensor, lses: Tensor, grads: Tensor, vocab: int, of_lses: Tensor | None = None
+    logits: Tensor,
+    labels: Tensor,
+    lses: Tensor,
+    grads: Tensor,
+    vocab: int,
+    of_lses: Tensor | None = None,
 ) -> None:
     """Overwrite the logits with their gradient."""
     n, padded = logits.shape
     of_lses = None if of_lses is None else of_lses.contiguous()
     with torch.accelerator.device_index(logits.device.index):
         _cross_entropy_backward[(n, cdiv(padded, BLOCK))](
-            logits, labels, lses, grads.contiguous(), of_lses, logits.stride(0), vocab, padded, BLOCK, num_warps=8
+            logits,
+            labels,
+            lses,
+            grads.contiguous(),
+            of_lses,
+            logits.stride(0),
+            vocab,
+            padded,
+            BLOCK,
+            num_warps=8,
         )
-    torch.autograd.graph.increment_version(logits)  # another backward pass that needs them then fails
+    # another backward pass that needs them then fails
+    torch.autograd.graph.increment_version(logits)

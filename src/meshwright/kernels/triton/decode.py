@@ -91,7 +91,9 @@ def _decode_linear(
     at = weight + n[:, None] * WIDTH + k
     w = tl.load(at, mask=is_column[:, None] & known, other=0.0)
     if GATED:
-        up = tl.load(at + tl.cast(columns, tl.int64) * WIDTH, mask=is_column[:, None] & known, other=0.0)
+        up = tl.load(
+            at + tl.cast(columns, tl.int64) * WIDTH, mask=is_column[:, None] & known, other=0.0
+        )
     if norm_weight is not None:
         scale = tl.load(norm_weight + k, mask=known, other=0.0).to(tl.float32) + plus
         if norm_bias is not None:
@@ -135,7 +137,9 @@ def _rotated(head, d, inside, cos, sin, HALF: tl.constexpr):
     if HALF > 0:
         turns = d < 2 * HALF
         pair = tl.where(d < HALF, d, d - HALF)
-        other = tl.load(head + tl.where(d < HALF, d + HALF, d - HALF), mask=inside & turns, other=0.0)
+        other = tl.load(
+            head + tl.where(d < HALF, d + HALF, d - HALF), mask=inside & turns, other=0.0
+        )
         s = tl.load(sin + pair, mask=turns, other=0.0)
         y = x.to(tl.float32) * tl.load(cos + pair, mask=turns, other=1.0)
         x = (y + other.to(tl.float32) * tl.where(d < HALF, -s, s)).to(x.dtype)
@@ -163,7 +167,14 @@ def _add_up(base, HEADS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr)
 
 @triton.jit
 def _load_block(
-    keys, values, start, end, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    keys,
+    values,
+    start,
+    end,
+    GROUPS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Load keys and values [BLOCK, WIDTH] of a group from the place `start` on."""
     s, d = start + tl.arange(0, BLOCK), tl.arange(0, WIDTH)
@@ -181,7 +192,9 @@ def _add_block(q, k, v, start, end, high, total, acc, scale, BLOCK: tl.constexpr
     """
     known = start + tl.arange(0, BLOCK) < end
     if q.shape[0] == 1:
-        scores = tl.where(known, tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale, float("-inf"))
+        scores = tl.where(
+            known, tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale, float("-inf")
+        )
         higher = tl.maximum(high, tl.max(scores, 0))
         p = tl.exp(scores - tl.max(higher, 0))
         more = tl.sum(p[:, None] * v.to(tl.float32), 0)[None, :]
@@ -254,7 +267,9 @@ def _attend(
     if is_first:
         tl.store(keys + at, k_new, mask=(d < DIM)[None, :])
         tl.store(values + at, v_new, mask=(d < DIM)[None, :])
-    high = tl.where(is_first, tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale, float("-inf"))
+    high = tl.where(
+        is_first, tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale, float("-inf")
+    )
     total = tl.where(is_first, 1.0, 0.0) + tl.zeros((HEADS,), tl.float32)
     acc = tl.where(is_first, v_new.to(tl.float32), 0.0) + tl.zeros((HEADS, WIDTH), tl.float32)
     if begin < end:
@@ -276,12 +291,19 @@ def _attend(
             tl.store(o, _add_up(base, HEADS, WIDTH, PARTS).to(out.dtype.element_ty), mask=inside)
             tl.store(counters + unit, 0)
     else:
-        o = out + ((row * GROUPS + group) * PER_GROUP).to(tl.int64) * DIM + h[:, None] * DIM + d[None, :]
+        o = (
+            out
+            + ((row * GROUPS + group) * PER_GROUP).to(tl.int64) * DIM
+            + h[:, None] * DIM
+            + d[None, :]
+        )
         tl.store(o, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _embed_tokens(tokens, used, slots, wte, wpe, out, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _embed_tokens(
+    tokens, used, slots, wte, wpe, out, width, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
     """Write wte[token] + wpe[place] of a row. Bytes moved: these rows once."""
     _start_next(EARLY)
     row, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -290,7 +312,9 @@ def _embed_tokens(tokens, used, slots, wte, wpe, out, width, BLOCK: tl.constexpr
     x = tl.load(wte + token * width + c, mask=c < width, other=0.0)
     if wpe is not None:
         place = tl.load(used + slot)
-        y = x.to(tl.float32) + tl.load(wpe + place * width + c, mask=c < width, other=0.0).to(tl.float32)
+        y = x.to(tl.float32) + tl.load(wpe + place * width + c, mask=c < width, other=0.0).to(
+            tl.float32
+        )
         x = y.to(x.dtype)
     tl.store(out + row.to(tl.int64) * width + c, x, mask=c < width)
 
@@ -342,14 +366,18 @@ def _choose_tokens(
     _await_row(EARLY)
     row, part = tl.program_id(0), tl.program_id(1)
     c = part * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row.to(tl.int64) * stride + c, mask=c < vocab, other=float("-inf")).to(tl.float32)
+    x = tl.load(logits + row.to(tl.int64) * stride + c, mask=c < vocab, other=float("-inf")).to(
+        tl.float32
+    )
     x = tl.where(x == x, x, float("inf"))  # a NaN is as bad
     slot = tl.load(slots + row)
     goes_on = tl.load(active + slot) != 0
     place = tl.load(used + slot) + goes_on.to(tl.int64)
     if keys is not None:
         by = tl.load(temperatures + slot)
-        drawn = x.to(tl.float64) / tl.where(by > 0, by, 1.0) + _gumbel(tl.load(keys + slot), place, c.to(tl.int64))
+        drawn = x.to(tl.float64) / tl.where(by > 0, by, 1.0) + _gumbel(
+            tl.load(keys + slot), place, c.to(tl.int64)
+        )
         x = tl.where(by > 0, drawn, x.to(tl.float64))
     peak = tl.max(x, 0)
     tl.store(peaks + row * PARTS + part, peak)
@@ -358,7 +386,9 @@ def _choose_tokens(
     if tl.atomic_add(counters + row, 1, sem="acq_rel", scope="gpu") == tl.num_programs(1) - 1:
         i = tl.arange(0, PARTS)
         inside = i < tl.num_programs(1)
-        every = tl.load(peaks + row * PARTS + i, mask=inside, other=float("-inf"), cache_modifier=".cg")
+        every = tl.load(
+            peaks + row * PARTS + i, mask=inside, other=float("-inf"), cache_modifier=".cg"
+        )
         at = tl.load(places + row * PARTS + i, mask=inside, other=2147483647, cache_modifier=".cg")
         peak = tl.max(every, 0)
         best = tl.min(tl.where(every == peak, at, 2147483647), 0).to(tl.int64)
@@ -382,7 +412,12 @@ def embed(state: TextState, slots: Tensor, wte: Tensor, wpe: Tensor | None) -> T
 
 
 def choose_tokens(
-    logits: Tensor, vocab: int, slots: Tensor, state: TextState, eod: int, draws: Draws | None = None
+    logits: Tensor,
+    vocab: int,
+    slots: Tensor,
+    state: TextState,
+    eod: int,
+    draws: Draws | None = None,
 ) -> Tensor:
     """Choose tokens, advance the rows, and return what to report."""
     b, block = len(logits), 2048
@@ -391,11 +426,19 @@ def choose_tokens(
     places = slots.new_empty(b, parts, dtype=torch.int32)
     report = torch.empty_like(slots)
     with torch.accelerator.device_index(logits.device.index):
-        texts = state.token, state.used, state.limit, state.active.view(torch.int8), *(draws or (None, None))
+        texts = (
+            state.token,
+            state.used,
+            state.limit,
+            state.active.view(torch.int8),
+            *(draws or (None, None)),
+        )
         scratch = report, peaks, places, counters(state.used, max(COUNTERS, power_of_2(b)))
         early = devices.is_hopper_or_later(logits.device)
         numbers = vocab, logits.stride(0), eod, NONE, BAD, parts, block, early
-        _choose_tokens[b, cdiv(vocab, block)](logits, slots, *texts, *scratch, *numbers, **LAUNCH[early])
+        _choose_tokens[b, cdiv(vocab, block)](
+            logits, slots, *texts, *scratch, *numbers, **LAUNCH[early]
+        )
     return report
 
 
@@ -411,9 +454,18 @@ def linear_of_row(
         norm_weight, norm_bias, eps, plus, centers = layer.norm or (None, None, 0.0, 0.0, False)
         tensors = x, layer.weight, layer.bias, norm_weight, norm_bias, residual, out
         early = devices.is_hopper_or_later(x.device)
-        constants = GATES.get(layer.kind, layer.kind), gated, tile.columns, max(16, power_of_2(k)), centers, early
+        constants = (
+            GATES.get(layer.kind, layer.kind),
+            gated,
+            tile.columns,
+            max(16, power_of_2(k)),
+            centers,
+            early,
+        )
         numbers = n, eps, plus, k
-        _decode_linear[(cdiv(n, tile.columns),)](*tensors, *numbers, *constants, num_warps=tile.warps, **LAUNCH[early])
+        _decode_linear[(cdiv(n, tile.columns),)](
+            *tensors, *numbers, *constants, num_warps=tile.warps, **LAUNCH[early]
+        )
     return out
 
 
@@ -424,30 +476,53 @@ def tile_of(columns: int, inner: int, processors: int, gated: bool = False) -> L
     A thread holds 128 weights or fewer, of a program's 65,536.
     """
     inner = max(16, power_of_2(inner))
-    width = next((w for w in (16, 8, 4, 2) if w * inner <= 16384 and columns // w >= 2 * processors), 1)
+    width = next(
+        (w for w in (16, 8, 4, 2) if w * inner <= 16384 and columns // w >= 2 * processors), 1
+    )
     return LinearTile(width, min(16, max(4, width * inner * (1 + gated) // 4096)))
 
 
-def attend(qkv: Tensor, texts: CachedTexts, sizes: HeadSizes, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+def attend(
+    qkv: Tensor, texts: CachedTexts, sizes: HeadSizes, rotation: tuple[Tensor, Tensor] | None
+) -> Tensor:
     """Return the attention of new tokens, and add their keys and values to the cache."""
     b, (groups, per_group, dim) = len(qkv), sizes
     heads, width = 1 if per_group == 1 else max(16, power_of_2(per_group)), max(16, power_of_2(dim))
-    tile, parts, chunk = attend_tile(texts.longest, b * groups, heads, width, devices.processors(qkv.device))
+    tile, parts, chunk = attend_tile(
+        texts.longest, b * groups, heads, width, devices.processors(qkv.device)
+    )
     out = qkv.new_empty(b, groups * per_group * dim)
-    partials = out.new_empty(b * groups * parts * heads * (width + 2) if parts > 1 else 0, dtype=torch.float32)
+    partials = out.new_empty(
+        b * groups * parts * heads * (width + 2) if parts > 1 else 0, dtype=torch.float32
+    )
     cos, sin = rotation if rotation is not None else (partials, partials)
     with torch.accelerator.device_index(qkv.device.index):
         tensors = *texts[:4], cos, sin, out, partials, counters(texts.used, COUNTERS)
         numbers = dim**-0.5, texts.keys.shape[1], chunk
         half = 0 if rotation is None else cos.shape[-1]
         early = devices.is_hopper_or_later(qkv.device)
-        constants = groups, per_group, dim, half, heads, width, tile.places, parts, tile.stages, early
-        _attend[b, groups, parts](qkv, *tensors, *numbers, *constants, num_warps=tile.warps, **LAUNCH[early])
+        constants = (
+            groups,
+            per_group,
+            dim,
+            half,
+            heads,
+            width,
+            tile.places,
+            parts,
+            tile.stages,
+            early,
+        )
+        _attend[b, groups, parts](
+            qkv, *tensors, *numbers, *constants, num_warps=tile.warps, **LAUNCH[early]
+        )
     return out
 
 
 @lru_cache
-def attend_tile(longest: int, units: int, heads: int, width: int, processors: int) -> tuple[AttendTile, int, int]:
+def attend_tile(
+    longest: int, units: int, heads: int, width: int, processors: int
+) -> tuple[AttendTile, int, int]:
     """Return the tile, and in how many parts of how many places each row and group is divided."""
     is_wide = heads == 1 and units <= processors
     places = max(64, min(16384 // width, power_of_2(longest))) if is_wide else 64

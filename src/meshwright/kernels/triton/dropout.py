@@ -88,6 +88,13 @@ def drop(x: Tensor, rows: Tensor, p: float) -> Tensor:
     warps = min(8, max(1, block // 256))
     with torch.accelerator.device_index(x.device.index):
         _drop[(x.numel() // columns,)](
-            x, rows.contiguous(), out, columns, threshold_of(p), 1.0 / (1.0 - p), block, num_warps=warps
+            x,
+            rows.contiguous(),
+            out,
+            columns,
+            threshold_of(p),
+            1.0 / (1.0 - p),
+            block,
+            num_warps=warps,
         )
     return out

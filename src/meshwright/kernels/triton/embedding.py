@@ -13,7 +13,9 @@ ROWS, COLUMNS, WARPS = 16, 512, 4  # of a tile
 
 
 @triton.jit
-def _embedding_add_rows(total, rows, ids, order, ends, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _embedding_add_rows(
+    total, rows, ids, order, ends, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     """Sum the rows of one token, in 512 columns, and add them to its row of the total.
 
     In: rows [N, width], ids [N] sorted, order [N] (where a sorted one was), ends [N] (the first

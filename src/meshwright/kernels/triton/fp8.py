@@ -38,7 +38,10 @@ class CastTile(NamedTuple):
 
 
 # A thread of the cast takes 63 registers for 32 numbers, and 124 for 64 (sm_90, Triton 3.6).
-CAST, TRANSPOSE = CastTile(rows=64, columns=64, warps=4), CastTile(rows=64, columns=128, warps=4, pack=1)
+CAST, TRANSPOSE = (
+    CastTile(rows=64, columns=64, warps=4),
+    CastTile(rows=64, columns=128, warps=4, pack=1),
+)
 
 
 @triton.jit
@@ -51,7 +54,8 @@ def encode(value, scale, LARGEST: tl.constexpr, WIDE: tl.constexpr):
         q = scaled.to(tl.float8e5).to(tl.uint8, bitcast=True)
     else:
         q = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    return tl.where(finite, q, 0x7F).to(tl.uint8), tl.where(finite, size, 0.0)  # NaN in both formats
+    # NaN in both formats
+    return tl.where(finite, q, 0x7F).to(tl.uint8), tl.where(finite, size, 0.0)
 
 
 @triton.jit
@@ -62,7 +66,9 @@ def raise_amax(amax, high):
 
 
 @triton.jit
-def store_rounded(at, value, mask, by, high, like, FP8: tl.constexpr, LARGEST: tl.constexpr, WIDE: tl.constexpr):
+def store_rounded(
+    at, value, mask, by, high, like, FP8: tl.constexpr, LARGEST: tl.constexpr, WIDE: tl.constexpr
+):
     """Store numbers in the format of `like`, or in fp8 of these; return amaxes raised to them."""
     rounded = value.to(like.dtype.element_ty)
     if FP8:
@@ -98,7 +104,23 @@ def _fp8_cast(
     2 + 1 + 1 bytes an element of bfloat16, without `transposed` 2 + 1.
     """
     i, j = tl.program_id(0 if DOWN else 1), tl.program_id(1 if DOWN else 0)
-    _fp8_cast_tile(x, out, transposed, scale, amax, i, j, rows, columns, padded, LARGEST, WIDE, ROWS, COLUMNS, PACK)
+    _fp8_cast_tile(
+        x,
+        out,
+        transposed,
+        scale,
+        amax,
+        i,
+        j,
+        rows,
+        columns,
+        padded,
+        LARGEST,
+        WIDE,
+        ROWS,
+        COLUMNS,
+        PACK,
+    )
 
 
 @triton.jit
@@ -138,7 +160,11 @@ def _fp8_cast_tile(
         raise_amax(amax, tl.max(tl.max(high, 1), 0))
     if transposed is not None:
         to = c[:, None] * (padded // PACK) + first[None, :]
-        tl.store(transposed + to, tl.trans(word), mask=(c < columns)[:, None] & (first < padded // PACK)[None, :])
+        tl.store(
+            transposed + to,
+            tl.trans(word),
+            mask=(c < columns)[:, None] & (first < padded // PACK)[None, :],
+        )
 
 
 @triton.jit
@@ -207,7 +233,9 @@ def _fp8_transpose(
 
     Moves 1 + 1 bytes an element: for 32,768 x 4,096 3.7 TB/s of an H200's 4.8.
     """
-    first = tl.program_id(0 if DOWN else 1).to(tl.int64) * (ROWS // PACK) + tl.arange(0, ROWS // PACK)
+    first = tl.program_id(0 if DOWN else 1).to(tl.int64) * (ROWS // PACK) + tl.arange(
+        0, ROWS // PACK
+    )
     c = tl.program_id(1 if DOWN else 0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     word = tl.zeros((ROWS // PACK, COLUMNS), transposed.dtype.element_ty)
     for k in tl.static_range(PACK):
@@ -216,10 +244,16 @@ def _fp8_transpose(
         byte = tl.load(q + r[:, None] * columns + c[None, :], mask=inside, other=0)
         word |= byte.to(transposed.dtype.element_ty) << (8 * k)
     to = c[:, None] * (padded // PACK) + first[None, :]
-    tl.store(transposed + to, tl.trans(word), mask=(c < columns)[:, None] & (first < padded // PACK)[None, :])
+    tl.store(
+        transposed + to,
+        tl.trans(word),
+        mask=(c < columns)[:, None] & (first < padded // PACK)[None, :],
+    )
 
 
-def quantise(x: Tensor, scale: Tensor, amax: Tensor | None, out: Tensor, transposed: Tensor | None) -> None:
+def quantise(
+    x: Tensor, scale: Tensor, amax: Tensor | None, out: Tensor, transposed: Tensor | None
+) -> None:
     """Fill `out` [N, C] and `transposed` [C, padded N] with x [N, C] * scale; raise any amax."""
     x = x.contiguous()
     tile, words = CAST, None if transposed is None else transposed.view(WORDS[CAST.pack])
@@ -227,11 +261,21 @@ def quantise(x: Tensor, scale: Tensor, amax: Tensor | None, out: Tensor, transpo
     padded = rows if transposed is None else transposed.shape[1]
     with torch.accelerator.device_index(x.device.index):
         tensors = x, out.view(torch.uint8), words, scale, amax
-        constants = LARGEST[out.dtype], out.dtype is torch.float8_e5m2, tile.rows, tile.columns, tile.pack, tile.down
-        _fp8_cast[_grid(tile, padded, columns)](*tensors, rows, columns, padded, *constants, num_warps=tile.warps)
+        constants = (
+            LARGEST[out.dtype],
+            out.dtype is torch.float8_e5m2,
+            tile.rows,
+            tile.columns,
+            tile.pack,
+            tile.down,
+        )
+        _fp8_cast[_grid(tile, padded, columns)](
+            *tensors, rows, columns, padded, *constants, num_warps=tile.warps
+        )
 
 
-WeightCast = tuple[Tensor, Tensor, Tensor, int]  # x, both its layouts, and the index of its scale and amax
+# x, both its layouts, and the index of its scale and amax
+WeightCast = tuple[Tensor, Tensor, Tensor, int]
 
 
 class WeightCasts(NamedTuple):
@@ -250,14 +294,20 @@ def prepare_casts(casts: Sequence[WeightCast], earlier: WeightCasts | None) -> W
     rows, owners, first = [], [], 0
     for n, (*tensors, index) in enumerate(casts):
         shape = tensors[0].shape
-        away = [t.data_ptr() - base.data_ptr() for t, base in zip(tensors, casts[0][:3], strict=True)]
+        away = [
+            t.data_ptr() - base.data_ptr() for t, base in zip(tensors, casts[0][:3], strict=True)
+        ]
         sizes = tensors[0].element_size(), 1, CAST.pack
         programs = math.prod(_grid(CAST, *shape))
-        rows.append([*(a // size for a, size in zip(away, sizes, strict=True)), index, *shape, first])
+        rows.append(
+            [*(a // size for a, size in zip(away, sizes, strict=True)), index, *shape, first]
+        )
         owners.append(torch.full((programs,), n, dtype=torch.int32))
         first += programs
     device = casts[0][0].device
-    return WeightCasts(key, torch.tensor(rows, dtype=torch.int64, device=device), torch.cat(owners).to(device))
+    return WeightCasts(
+        key, torch.tensor(rows, dtype=torch.int64, device=device), torch.cat(owners).to(device)
+    )
 
 
 def quantise_many(like: WeightCast, prepared: WeightCasts, scale: Tensor, amax: Tensor) -> None:
@@ -265,7 +315,13 @@ def quantise_many(like: WeightCast, prepared: WeightCasts, scale: Tensor, amax: 
     x, out, transposed, _ = like
     with torch.accelerator.device_index(x.device.index):
         bases = x, out.view(torch.uint8), transposed.view(WORDS[CAST.pack])
-        constants = LARGEST[out.dtype], out.dtype is torch.float8_e5m2, CAST.rows, CAST.columns, CAST.pack
+        constants = (
+            LARGEST[out.dtype],
+            out.dtype is torch.float8_e5m2,
+            CAST.rows,
+            CAST.columns,
+            CAST.pack,
+        )
         _fp8_cast_many[(len(prepared.owners),)](
             prepared.table, prepared.owners, *bases, scale, amax, *constants, num_warps=CAST.warps
         )
@@ -277,7 +333,15 @@ def transpose_into(q: Tensor, transposed: Tensor) -> None:
     words = transposed.view(WORDS[tile.pack])
     with torch.accelerator.device_index(q.device.index):
         _fp8_transpose[_grid(tile, padded, columns)](
-            q.view(torch.uint8), words, rows, columns, padded, *tile[:2], tile.pack, tile.down, num_warps=tile.warps
+            q.view(torch.uint8),
+            words,
+            rows,
+            columns,
+            padded,
+            *tile[:2],
+            tile.pack,
+            tile.down,
+            num_warps=tile.warps,
         )
 
 

@@ -17,14 +17,23 @@ from meshwright.kernels.gradients import Total
 from meshwright.kernels.grid import SUM_COLUMNS, SUM_ROWS, cdiv, power_of_2, sum_slab, summed_rows
 
 STAGES = 3  # of `_sum_rows`: loads in flight; its tile is in grid.py
-REDUCED_COLUMNS = 8  # of a program of `_reduce_columns` at least: 32 bytes, which memory moves at once
+# of a program of `_reduce_columns` at least: 32 bytes, which memory moves at once
+REDUCED_COLUMNS = 8
 REDUCED_ROWS = 1024  # at most
 REDUCED = 4096  # elements of its tile, if that is large enough
 
 
 @triton.jit
 def _sum_rows(
-    matrix, partials, stride, count, width, slab, COLUMNS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr
+    matrix,
+    partials,
+    stride,
+    count,
+    width,
+    slab,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Sum `slab` rows of a matrix [N, C] (any float) in each column: one row of partials (float32).
 
@@ -51,20 +60,33 @@ def sum_rows(matrix: Tensor) -> Tensor:
     partials = torch.empty(n, width, dtype=torch.float32, device=matrix.device)
     with torch.accelerator.device_index(matrix.device.index):
         _sum_rows[(across, n)](
-            matrix, partials, matrix.stride(0), count, width, slab, SUM_COLUMNS, SUM_ROWS, STAGES, num_warps=4
+            matrix,
+            partials,
+            matrix.stride(0),
+            count,
+            width,
+            slab,
+            SUM_COLUMNS,
+            SUM_ROWS,
+            STAGES,
+            num_warps=4,
         )
     return partials
 
 
 @triton.jit
-def _reduce_vector(partials, total, count, width, ADDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _reduce_vector(
+    partials, total, count, width, ADDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     if total is not None:
         c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         sums = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, count, ROWS):
             row = start + tl.arange(0, ROWS)
             inside = (row < count)[:, None] & (c < width)[None, :]
-            sums += tl.load(partials + row.to(tl.int64)[:, None] * width + c[None, :], mask=inside, other=0.0)
+            sums += tl.load(
+                partials + row.to(tl.int64)[:, None] * width + c[None, :], mask=inside, other=0.0
+            )
         out = tl.sum(sums, 0)
         if ADDS:
             out += tl.load(total + c, mask=c < width, other=0.0).to(tl.float32)
@@ -109,5 +131,12 @@ def reduce_into(totals: Sequence[Total | None], partials: Tensor) -> None:
     columns = max(REDUCED_COLUMNS, min(128, REDUCED // rows))
     with torch.accelerator.device_index(partials.device.index):
         _reduce_columns[(cdiv(width, columns), k)](
-            partials, *vectors, n, width, *adds, rows, columns, num_warps=4 if rows * columns <= REDUCED else 8
+            partials,
+            *vectors,
+            n,
+            width,
+            *adds,
+            rows,
+            columns,
+            num_warps=4 if rows * columns <= REDUCED else 8,
         )

@@ -99,9 +99,19 @@ def _move_slot(
             a = tl.load(at + c[None, :], mask=pairs, other=0.0).to(tl.float32)
             b = tl.load(at + HALF + c[None, :], mask=pairs, other=0.0).to(tl.float32)
             a, b = a * x - b * y, b * x + a * y
-            high_a = store_rounded(to + c[None, :], a, pairs, by, high_a, source, scale is not None, LARGEST, WIDE)
             high_a = store_rounded(
-                to + HALF + c[None, :], b, pairs, by, high_a, source, scale is not None, LARGEST, WIDE
+                to + c[None, :], a, pairs, by, high_a, source, scale is not None, LARGEST, WIDE
+            )
+            high_a = store_rounded(
+                to + HALF + c[None, :],
+                b,
+                pairs,
+                by,
+                high_a,
+                source,
+                scale is not None,
+                LARGEST,
+                WIDE,
             )
             if SUMMED:
                 total_a += a
@@ -109,7 +119,15 @@ def _move_slot(
         if DIM > 2 * HALF:
             z = tl.load(at + rest[None, :], mask=others, other=0.0)
             high_rest = store_rounded(
-                to + rest[None, :], z, others, by, high_rest, source, scale is not None, LARGEST, WIDE
+                to + rest[None, :],
+                z,
+                others,
+                by,
+                high_rest,
+                source,
+                scale is not None,
+                LARGEST,
+                WIDE,
             )
             if SUMMED:
                 total_rest += z.to(tl.float32)
@@ -265,9 +283,16 @@ def _pack_heads(
     )
 
 
-def rotate_qk(qkv: Tensor, sizes: HeadSizes, rotation: Rotation, tile: SlotTile | None = None) -> tuple[Tensor, Tensor]:
+def rotate_qk(
+    qkv: Tensor, sizes: HeadSizes, rotation: Rotation, tile: SlotTile | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the rotated queries [B, T, heads, head_dim] and keys [B, T, groups, head_dim]."""
-    tile, qkv, (b, t, _), (groups, per_group, dim) = tile or TILE, qkv.contiguous(), qkv.shape, sizes
+    tile, qkv, (b, t, _), (groups, per_group, dim) = (
+        tile or TILE,
+        qkv.contiguous(),
+        qkv.shape,
+        sizes,
+    )
     q, k = (qkv.new_empty(b, t, heads, dim) for heads in (groups * per_group, groups))
     cos, sin = (x.contiguous() for x in rotation)
     with torch.accelerator.device_index(qkv.device.index):
@@ -298,7 +323,9 @@ def pack(
     with torch.accelerator.device_index(dq.device.index):
         outputs = packed if into is None else packed.view(torch.uint8), partials
         numbers = *strides, b, t, *fp8_arguments(into), groups, per_group
-        _pack_heads[groups * (per_group + 2), *parts](dq, dk, dv, cos, sin, *outputs, *numbers, SUMMED=summed, **shape)
+        _pack_heads[groups * (per_group + 2), *parts](
+            dq, dk, dv, cos, sin, *outputs, *numbers, SUMMED=summed, **shape
+        )
     return packed, partials if summed else None
 
 

@@ -62,7 +62,11 @@ def expand(code):
 def compress(x, draws, dtype: tl.constexpr):
     """Return float32 numbers as a state of this format stores them; draws are int32 of 16 bits."""
     if dtype == tl.bfloat16:
-        code = ((x.to(tl.int32, bitcast=True) + draws) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        code = (
+            ((x.to(tl.int32, bitcast=True) + draws) >> 16)
+            .to(tl.int16)
+            .to(tl.bfloat16, bitcast=True)
+        )
     else:
         is_signed: tl.constexpr = dtype == tl.int8
         least: tl.constexpr = SIGNED if is_signed else UNSIGNED
@@ -79,14 +83,31 @@ def compress(x, draws, dtype: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["name", "first", "low", "run", "gap", "size"])
-def _store(values, code, step, skipped, name, first, low, run, gap, size, SECOND: tl.constexpr, BLOCK: tl.constexpr):
+def _store(
+    values,
+    code,
+    step,
+    skipped,
+    name,
+    first,
+    low,
+    run,
+    gap,
+    size,
+    SECOND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Round float32 values, which are consecutive in a part of a parameter.
 
     Moves 4 bytes an element, and 1 or 2 of the code.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     local = (at + low).to(tl.uint32)
-    position = local + tl.cast(first, tl.uint32) + local // tl.cast(run, tl.uint32) * tl.cast(gap, tl.uint32)
+    position = (
+        local
+        + tl.cast(first, tl.uint32)
+        + local // tl.cast(run, tl.uint32) * tl.cast(gap, tl.uint32)
+    )
     bits = draw(position, tl.cast(name, tl.uint32), tl.load(step)).to(tl.int32, bitcast=True)
     draws = (bits >> 16 if SECOND else bits) & 0xFFFF
     x = tl.load(values + at, mask=at < size, other=0.0)
@@ -94,11 +115,21 @@ def _store(values, code, step, skipped, name, first, low, run, gap, size, SECOND
         tl.store(code + at, compress(x, draws, code.dtype.element_ty), mask=at < size)
 
 
-def store(values: Tensor, code: Tensor, draws: PlaceDraws, skipped: Tensor, is_second: bool = False) -> None:
+def store(
+    values: Tensor, code: Tensor, draws: PlaceDraws, skipped: Tensor, is_second: bool = False
+) -> None:
     """Round values into `code` unless `skipped` is not 0."""
     assert values.is_contiguous() and code.is_contiguous()
     numbers = [x & MASK for x in draws.place]
     with torch.accelerator.device_index(values.device.index):
         _store[(cdiv(values.numel(), BLOCK),)](
-            values, code, draws.step, skipped, *numbers, values.numel(), is_second, BLOCK, num_warps=WARPS
+            values,
+            code,
+            draws.step,
+            skipped,
+            *numbers,
+            values.numel(),
+            is_second,
+            BLOCK,
+            num_warps=WARPS,
         )

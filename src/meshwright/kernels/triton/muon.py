@@ -75,14 +75,28 @@ def _muon_normalise(x, norms, out, stride, size, SMALLEST: tl.constexpr, BLOCK: 
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     rounded = tl.load(norms + n).to(x.dtype.element_ty).to(tl.float32)
-    norm = tl.maximum(rounded, SMALLEST, propagate_nan=tl.PropagateNan.ALL).to(x.dtype.element_ty).to(tl.float32)
+    norm = (
+        tl.maximum(rounded, SMALLEST, propagate_nan=tl.PropagateNan.ALL)
+        .to(x.dtype.element_ty)
+        .to(tl.float32)
+    )
     quotient = tl.div_rn(tl.load(x + n * stride + at, mask=inside, other=0.0).to(tl.float32), norm)
-    tl.store(out + n * size + at, quotient.to(x.dtype.element_ty).to(out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + n * size + at, quotient.to(x.dtype.element_ty).to(out.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
 def _muon_subtract(
-    weights, updates, decay, rate, skipped, size, CAUTIOUS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+    weights,
+    updates,
+    decay,
+    rate,
+    skipped,
+    size,
+    CAUTIOUS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     n = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -113,9 +127,27 @@ def advance(
     squares = torch.empty(n, blocks, dtype=torch.float32, device=first.device)
     with torch.accelerator.device_index(first.device.index):
         dtype = moments[0].dtype
-        drawn = (None, None) if draws is None else (_places(first.device, tuple(d.place for d in draws)), draws[0].step)
-        tensors = addresses(gradients), addresses(moments, dtype), out, squares, scale, skipped, *drawn
-        numbers = first.numel(), float(momentum), FORMATS[dtype], alignment(*gradients, *moments), BLOCK
+        drawn = (
+            (None, None)
+            if draws is None
+            else (_places(first.device, tuple(d.place for d in draws)), draws[0].step)
+        )
+        tensors = (
+            addresses(gradients),
+            addresses(moments, dtype),
+            out,
+            squares,
+            scale,
+            skipped,
+            *drawn,
+        )
+        numbers = (
+            first.numel(),
+            float(momentum),
+            FORMATS[dtype],
+            alignment(*gradients, *moments),
+            BLOCK,
+        )
         _muon_advance[(blocks, n)](*tensors, *numbers, num_warps=WARPS)
     return out, squares.sum(1).sqrt()
 
@@ -126,12 +158,19 @@ def normalise(x: Tensor, norms: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     with torch.accelerator.device_index(x.device.index):
         numbers = x.stride(0), x[0].numel(), SMALLEST_NORM, BLOCK
-        _muon_normalise[(cdiv(x[0].numel(), BLOCK), len(x))](x, norms, out, *numbers, num_warps=WARPS)
+        _muon_normalise[(cdiv(x[0].numel(), BLOCK), len(x))](
+            x, norms, out, *numbers, num_warps=WARPS
+        )
     return out
 
 
 def subtract(
-    weights: list[Tensor], updates: Tensor, decay: Tensor, rate: Tensor, skipped: Tensor, is_cautious: bool = False
+    weights: list[Tensor],
+    updates: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    skipped: Tensor,
+    is_cautious: bool = False,
 ) -> None:
     """Set each weight to decay * weight - rate * its update."""
     size = weights[0].numel()

@@ -167,7 +167,11 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Return x and y [N, width], and the rows' means, None for RMSNorm, and 1 / deviations [N]."""
     pending, (count, width) = operands.pending, operands.pending.shape
-    x = torch.empty_like(pending if operands.residual is None else operands.residual) if operands.adds else None
+    x = (
+        torch.empty_like(pending if operands.residual is None else operands.residual)
+        if operands.adds
+        else None
+    )
     y = into.out if into is not None else torch.empty_like(pending, dtype=norm.weight.dtype)
     rstds = torch.empty(count, dtype=torch.float32, device=pending.device)
     means = torch.empty_like(rstds) if norm.centers else None
@@ -183,7 +187,9 @@ def forward(
     return pending if x is None else x, y, means, rstds
 
 
-def backward(dx: Tensor | None, dy: Tensor, saved: SavedRows) -> tuple[Tensor | None, Tensor, Tensor]:
+def backward(
+    dx: Tensor | None, dy: Tensor, saved: SavedRows
+) -> tuple[Tensor | None, Tensor, Tensor]:
     """Return the gradients of residual, pending, and [3, programs, width] of the parameters."""
     x, (count, width) = saved.x, saved.x.shape
     of_residual = torch.empty_like(x) if saved.of_residual else None
@@ -199,7 +205,9 @@ def backward(dx: Tensor | None, dy: Tensor, saved: SavedRows) -> tuple[Tensor | 
         outputs = of_residual, of_pending, partials
         numbers = count, threshold_of(saved.p), 1.0 / (1.0 - saved.p)
         constants = saved.plus, width, rows, block, max(1, min(launch.stages, IN_FLIGHT // each))
-        _norm_backward[(programs,)](*inputs, *outputs, *numbers, *constants, num_warps=launch.warps, **options)
+        _norm_backward[(programs,)](
+            *inputs, *outputs, *numbers, *constants, num_warps=launch.warps, **options
+        )
     out = of_residual if of_pending is None else of_pending
     assert out is not None
     return of_residual, out, partials

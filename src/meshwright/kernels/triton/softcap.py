@@ -52,4 +52,5 @@ def overwrite(logits: Tensor, grad: Tensor, cap: float) -> None:
     count = logits.numel()
     with torch.accelerator.device_index(logits.device.index):
         _overwrite[(cdiv(count, BLOCK),)](logits, grad, cap, count, BLOCK, num_warps=4)
-    torch.autograd.graph.increment_version(logits)  # another backward pass that needs them then fails
+    # another backward pass that needs them then fails
+    torch.autograd.graph.increment_version(logits)

@@ -122,7 +122,9 @@ def half_product(
     grid = count_tiles(m, tiles), n
     by_row = a.is_contiguous()
     assert by_row or a.mT.is_contiguous()
-    left, right = (_describe(x, rows, tiles.depth) for x, rows in ((a, tiles.rows), (b, tiles.columns)))
+    left, right = (
+        _describe(x, rows, tiles.depth) for x, rows in ((a, tiles.rows), (b, tiles.columns))
+    )
     is_whole = m % tiles.columns == 0
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     with torch.accelerator.device_index(a.device.index):

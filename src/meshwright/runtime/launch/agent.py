@@ -17,7 +17,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -33,7 +38,8 @@ from meshwright.runtime.ranks.orphans import LAUNCHER_PID
 from meshwright.runtime.ranks.world import RUN_ID
 
 GRACE_SECONDS = 300  # that ranks have to save after a signal
-HOPELESS_SECONDS = 5  # seconds for ranks to end after another one failed, when they cannot save together any more
+# seconds for ranks to end after another one failed, when they cannot save together any more
+HOPELESS_SECONDS = 5
 TEARDOWN_SECONDS = 30  # after SIGKILL, in which a device's driver frees the memory of a rank
 PASSED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *WARNINGS)
 # A repeat within these seconds is a duplicate: a terminal signals the whole process group, and a
@@ -72,7 +78,9 @@ def launch_ranks(plan: LaunchPlan, program: list[str], kind: type[Agent] | None 
 def _prepare_environment(plan: LaunchPlan) -> None:
     """Set the variables that the ranks inherit."""
     os.environ[LAUNCHER_PID] = str(os.getpid())
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in PASSED_SIGNALS)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(
+        number.name for number in PASSED_SIGNALS
+    )
     if "OMP_NUM_THREADS" not in os.environ:
         threads = max(cores() // plan.processes, 1)
         os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -81,7 +89,9 @@ def _prepare_environment(plan: LaunchPlan) -> None:
             say(f"OMP_NUM_THREADS={threads} for each of {ranks}; set it to choose")
     root = str(Path(__file__).parents[3])
     if "site-packages" not in root:  # a clone that is not installed
-        os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
 
 
 def say(line: str) -> None:
@@ -108,10 +118,14 @@ class MachineMeeting(StaticTCPRendezvous):
             lambda: connect.meet_all(machines, plan.node, plan.nodes, end, "machine"),
             f"machine 0 at {plan.address}:{self.master_port}",
         )
-        self.run_id = self.store.compare_set("run", "", f"{RUN_ID}{os.getpid()}-{time.time_ns()}").decode()
+        self.run_id = self.store.compare_set(
+            "run", "", f"{RUN_ID}{os.getpid()}-{time.time_ns()}"
+        ).decode()
         store = PrefixStore(f"agents/{self.attempts}", self.store)
         self.attempts += 1
-        return RendezvousInfo(store, plan.node, plan.nodes, RendezvousStoreInfo(plan.address, self.master_port))
+        return RendezvousInfo(
+            store, plan.node, plan.nodes, RendezvousStoreInfo(plan.address, self.master_port)
+        )
 
 
 class Agent(LocalElasticAgent):
@@ -136,7 +150,9 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """After a failure, wait for its cause and for ranks that still save; then stop all."""
         started = getattr(self._pcontext, "subprocess_handlers", {})
-        codes = {worker_group.workers[n].global_rank: worker.proc.poll() for n, worker in started.items()}
+        codes = {
+            worker_group.workers[n].global_rank: worker.proc.poll() for n, worker in started.items()
+        }
         self.failed = {rank: code for rank, code in codes.items() if code}
         if self.failed and None in codes.values():
             self.since = self.since or time.monotonic()
@@ -148,7 +164,9 @@ class Agent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if not result.is_failed():
             return result
-        self.failed = self.failed or {rank: failure.exitcode for rank, failure in result.failures.items()}
+        self.failed = self.failed or {
+            rank: failure.exitcode for rank, failure in result.failures.items()
+        }
         self.settle_failure()
         return result
 
@@ -159,7 +177,9 @@ class Agent(LocalElasticAgent):
             self._remaining_restarts = 0
         elif self._remaining_restarts > 0:
             number = self.plan.restarts - self._remaining_restarts + 1
-            say(f"rank {rank} {describe_end(code)}; starting again ({number} of at most {self.plan.restarts})")
+            say(
+                f"rank {rank} {describe_end(code)}; starting again ({number} of at most {self.plan.restarts})"
+            )
 
     def leave(self) -> None:
         """Say to machine 0 that this one needs its store no more."""
@@ -180,7 +200,8 @@ class Agent(LocalElasticAgent):
             return
         setting = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
         grace = 5 if self.is_stopping else int(setting) if setting.isdecimal() else GRACE_SECONDS
-        if HANG in self.failed.values():  # what is left hangs or is stopped, and no rank can save alone
+        # what is left hangs or is stopped, and no rank can save alone
+        if HANG in self.failed.values():
             grace = REPEAT_SECONDS
         self.is_stopping |= death_sig not in WARNINGS
         _ignore_repeats()
@@ -258,5 +279,11 @@ def describe_end(code: int) -> str:
     if code < 0:
         names = {int(s): s.name for s in signal.Signals}
         return f"was killed by {names.get(-code, f'signal {-code}')}{HINTS.get(-code, '')}"
-    meaning = f" ({MEANINGS[code]})" if code in MEANINGS else " (stopped by a signal)" if code in STOPPED else ""
+    meaning = (
+        f" ({MEANINGS[code]})"
+        if code in MEANINGS
+        else " (stopped by a signal)"
+        if code in STOPPED
+        else ""
+    )
     return f"ended with status {code}{meaning}"

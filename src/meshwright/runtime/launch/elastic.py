@@ -43,7 +43,11 @@ class Shape:
         if not self.dp:
             return ""
         smaller = ", so that the global batch divides" if self.is_smaller else ""
-        number = f"{self.number} micro-batch{'es' * (self.number != 1)} of {self.micro} each" if self.number else ""
+        number = (
+            f"{self.number} micro-batch{'es' * (self.number != 1)} of {self.micro} each"
+            if self.number
+            else ""
+        )
         return f": data-parallel size {self.dp}{f', {number}' if number else ''}{smaller}"
 
 
@@ -51,7 +55,9 @@ def take_as_given(parsed: flags.Parsed[TrainConfig]) -> TrainConfig:
     return parsed.config
 
 
-def parse_train(command: list[str], ranks: int, complete: CompleteSettings = take_as_given) -> TrainConfig:
+def parse_train(
+    command: list[str], ranks: int, complete: CompleteSettings = take_as_given
+) -> TrainConfig:
     """Return the settings of train on so many ranks; --load may complete the model."""
     words = [f"--world-size={ranks}", *command[1:]]
     parsed = flags.parse_settings(TrainConfig, words, "meshwright train", check=False)
@@ -63,7 +69,9 @@ def is_train(command: list[str]) -> bool:
     return command[0] == "train" or Path(command[0]).name == TRAIN_SCRIPT
 
 
-def find_shapes(command: list[str], least: int, most: int, complete: CompleteSettings = take_as_given) -> list[Shape]:
+def find_shapes(
+    command: list[str], least: int, most: int, complete: CompleteSettings = take_as_given
+) -> list[Shape]:
     """Return what `command` can run on, from the largest number of ranks to the smallest.
 
     The global batch and the tensor, pipeline and context sizes stay; a micro-batch may become
@@ -77,12 +85,17 @@ def find_shapes(command: list[str], least: int, most: int, complete: CompleteSet
     require_resumable(parse_train(command, most), command)
     config = parse_train(command, most, complete)
     step = config.parallel.model_ranks
-    fits = [fit_ranks(command, ranks, config) for ranks in range(most // step * step, max(least, 1) - 1, -step)]
+    fits = [
+        fit_ranks(command, ranks, config)
+        for ranks in range(most // step * step, max(least, 1) - 1, -step)
+    ]
     shapes = [fit for fit in fits if isinstance(fit, Shape)]
     if not shapes:
         range_of = f"--min-ranks {least} to --max-ranks {most}"
         if not fits:
-            raise UserError(f"{range_of}: no multiple of {step}, the ranks of one replica, is among them")
+            raise UserError(
+                f"{range_of}: no multiple of {step}, the ranks of one replica, is among them"
+            )
         why = next(listed(fit) for fit in fits if isinstance(fit, list))
         raise SettingsError(f"{range_of}: nothing fits the command: {why}")
     return shapes
@@ -131,7 +144,9 @@ def fit_ranks(command: list[str], ranks: int, completed: TrainConfig) -> Shape |
     return first_problems
 
 
-def choose_shape(shapes: Sequence[Shape], machines: Mapping[int, int]) -> tuple[Shape, dict[int, int]] | None:
+def choose_shape(
+    shapes: Sequence[Shape], machines: Mapping[int, int]
+) -> tuple[Shape, dict[int, int]] | None:
     """Return the largest shape for these machines, given with their ranks, and the share of each.
 
     Tensor-parallel groups stay within machines that can hold them. Machine 0 always takes part.
@@ -148,7 +163,9 @@ def choose_shape(shapes: Sequence[Shape], machines: Mapping[int, int]) -> tuple[
     return None
 
 
-def describe_choice(shape: Shape, shares: Mapping[int, int], machines: Mapping[int, int], most: int) -> str:
+def describe_choice(
+    shape: Shape, shares: Mapping[int, int], machines: Mapping[int, int], most: int
+) -> str:
     """Return "3 of 4 ranks: data-parallel size 3, 4 micro-batches of 1 each"."""
     text = f"{shape.ranks} of {most} ranks{shape.describe()}"
     if idle := min(sum(machines.values()), most) - sum(shares.values()):

@@ -33,7 +33,13 @@ from meshwright.config.pages import LAUNCHED, PAGES
 from meshwright.config.problem import SettingsError, listed, require
 from meshwright.config.schema import TrainConfig
 from meshwright.runtime.launch.elastic import CompleteSettings, find_shapes, parse_train
-from meshwright.runtime.launch.launcher import PORT, LaunchConfig, build_program, find_bounds, require_numbers
+from meshwright.runtime.launch.launcher import (
+    PORT,
+    LaunchConfig,
+    build_program,
+    find_bounds,
+    require_numbers,
+)
 
 RESTARTS = 20  # most starts after the first
 CORES = 4  # for each rank: its main thread, two readers, and one for saving
@@ -67,7 +73,14 @@ class ClusterJob:
         if self.nodes > 1:
             place = ["--nnodes", str(self.nodes), "--node-rank", node, "--master-addr", address]
             place += ["--master-port", str(self.port or PORT)]
-        return ["launch", "--nproc-per-node", str(self.devices), *place, *self.launch, *self.command]
+        return [
+            "launch",
+            "--nproc-per-node",
+            str(self.devices),
+            *place,
+            *self.launch,
+            *self.command,
+        ]
 
 
 def write_engine_file(
@@ -87,11 +100,14 @@ def write_engine_file(
         path = Path(config.write_to)
         if path.exists() and not config.overwrite:
             raise SettingsError(
-                f"{{write_to={path}}} exists; give another name, or {{overwrite=True}} to replace it", LOCKED
+                f"{{write_to={path}}} exists; give another name, or {{overwrite=True}} to replace it",
+                LOCKED,
             )
         with replacing(path, typed=True) as file:
             file.write(text.encode())
-        print(f"{path}: {config.write}, {job.nodes} x {job.devices} ranks; its first lines say how to start it")
+        print(
+            f"{path}: {config.write}, {job.nodes} x {job.devices} ranks; its first lines say how to start it"
+        )
     for line in notes:
         print(f"note: {line}", file=sys.stderr)
     return DONE
@@ -103,7 +119,9 @@ def make_job(
     """Check the flags and the command as far as this machine can; return notes for the user."""
     for name in ("node_rank", "master_addr", "node_ips"):
         if getattr(config, name) is not None:
-            raise SettingsError(f"{{write}} and {{{name}}}: the engine numbers the nodes; leave {{{name}}} out")
+            raise SettingsError(
+                f"{{write}} and {{{name}}}: the engine numbers the nodes; leave {{{name}}} out"
+            )
     nodes, count = 1 if config.nnodes is None else config.nnodes, config.nproc_per_node
     require_numbers(config, nodes)
     if not re.fullmatch("[1-9][0-9]{0,3}", count):
@@ -113,9 +131,13 @@ def make_job(
     build_program(command)
     checked = check_command(command, nodes, int(count), complete)
     trained = checked if isinstance(checked, TrainConfig) else None
-    device = checked.parallel.device if checked is not None and hasattr(checked, "parallel") else NVIDIA
+    device = (
+        checked.parallel.device if checked is not None and hasattr(checked, "parallel") else NVIDIA
+    )
     if device.split(":")[0] not in ("auto", NVIDIA, "cpu"):
-        raise SettingsError(f"{{device={device}}}: {{write}} knows how to ask for {NVIDIA} and cpu only")
+        raise SettingsError(
+            f"{{device={device}}}: {{write}} knows how to ask for {NVIDIA} and cpu only"
+        )
     run_folder = trained and (trained.checkpoint.run_dir or trained.checkpoint.save)
     slug = re.sub("[^a-z0-9]+", "-", Path(run_folder or command[0]).stem.lower()).strip("-")
     launch = ["--max-restarts", str(config.max_restarts)] if config.max_restarts else []
@@ -138,7 +160,9 @@ def make_job(
         launch=launch,
         uses_gpus=device != "cpu" and command[0] != "preprocess",
         run_folder=run_folder or None,
-        environment={name: value for name, value in os.environ.items() if name.startswith("MESHWRIGHT_")},
+        environment={
+            name: value for name, value in os.environ.items() if name.startswith("MESHWRIGHT_")
+        },
         is_elastic=bounds[0] > 0,
         folder=str(Path.cwd()),
         file=Path(config.write_to or "FILE").name,
@@ -157,10 +181,14 @@ def check_command(command: list[str], nodes: int, devices: int, complete: Comple
     page, ranks = PAGES[name], nodes * devices
     cls = pkgutil.resolve_name(page.config)
     if cls is not TrainConfig:
-        return flags.parse_settings(cls, words, f"meshwright {name}", page.positional, check=False).config
+        return flags.parse_settings(
+            cls, words, f"meshwright {name}", page.positional, check=False
+        ).config
     config = parse_train([*command, "--dry-run"], ranks, complete)
     if wrong := check_layout.parallel_problems(config):
-        raise SettingsError(f"--nnodes {nodes} x --nproc-per-node {devices} are {ranks} ranks. {listed(wrong)}")
+        raise SettingsError(
+            f"--nnodes {nodes} x --nproc-per-node {devices} are {ranks} ranks. {listed(wrong)}"
+        )
     # A checkpoint that is not here may complete the model.
     if not (config.checkpoint.load and config.model.num_layers is None):
         require(checks.problems(config))
@@ -183,12 +211,16 @@ def notices(job: ClusterJob, engine: str, config: TrainConfig | None) -> list[st
         both = f"--load {c.load} is not --save {c.save}"
         notes.append(f"{both}: an interrupted run stops; submit it again with both the same")
     if c and c.save and not c.save_interval:
-        notes.append("without --save-interval only a signal and the end save; a crash loses all steps since")
+        notes.append(
+            "without --save-interval only a signal and the end save; a crash loses all steps since"
+        )
     if config and not config.training.exit_signal_handler:
         notes.append("--no-exit-signal-handler: a run that the engine stops does not save")
     for name in ("exit_interval", "exit_duration_in_mins"):
         if config and getattr(config.training, name):
-            notes.append(f"{spelling(name)} ends the run with status 0, after which no engine starts it again")
+            notes.append(
+                f"{spelling(name)} ends the run with status 0, after which no engine starts it again"
+            )
     if config and c and c.load and config.model.num_layers is None:
         notes.append(f"the model comes from --load {c.load}; only the number of ranks was checked")
     if config is None and job.command[0] not in PAGES:
@@ -196,7 +228,10 @@ def notices(job: ClusterJob, engine: str, config: TrainConfig | None) -> list[st
     in_container = engine in ("kubernetes", "jobset", "skypilot", "docker")
     values = [word.partition("=")[2] if word.startswith("-") else word for word in job.command]
     absolute = [value for value in values if value.startswith(("/", "~"))]
-    notes.append(f"relative paths begin in {WORK if in_container else job.folder}" + " of the container" * in_container)
+    notes.append(
+        f"relative paths begin in {WORK if in_container else job.folder}"
+        + " of the container" * in_container
+    )
     if absolute:
         where = "on every node, inside the container" if in_container else "on every node"
         notes.append(f"these must be there {where}: {', '.join(absolute)}")
@@ -237,7 +272,9 @@ def values_for_slurm(job: ClusterJob) -> dict[str, object]:
         "FOLDER": shlex.quote(job.folder),
         "PORT": job.port or f"$(({PORT - 9500} + SLURM_JOB_ID % 9000))",
         "COMMAND": "\n".join(f"    {shlex.join(line)}" for line in by_lines(job.command)),
-        "EXPORTS": "".join(f"export {name}={shlex.quote(value)}\n" for name, value in job.environment.items()),
+        "EXPORTS": "".join(
+            f"export {name}={shlex.quote(value)}\n" for name, value in job.environment.items()
+        ),
         "LAUNCH": shlex.join(job.launch),
         "FINAL": " | ".join(map(str, FINAL)),
     }
@@ -245,13 +282,17 @@ def values_for_slurm(job: ClusterJob) -> dict[str, object]:
 
 def values_for_ray(job: ClusterJob) -> dict[str, object]:
     return {
-        "RESOURCES": json.dumps({"CPU": CORES * job.devices} | ({"GPU": job.devices} if job.uses_gpus else {})),
+        "RESOURCES": json.dumps(
+            {"CPU": CORES * job.devices} | ({"GPU": job.devices} if job.uses_gpus else {})
+        ),
         "FOLDER": repr(job.folder),
         "PORT": job.port or PORT,
         "FINAL": FINAL,
         "ENVIRONMENT": repr(job.environment),
         "LAUNCH": repr(["--nproc-per-node", str(job.devices), *job.launch]),
-        "COMMAND": "\n".join(f"    {', '.join(map(repr, line))}," for line in by_lines(job.command)),
+        "COMMAND": "\n".join(
+            f"    {', '.join(map(repr, line))}," for line in by_lines(job.command)
+        ),
     }
 
 
@@ -265,7 +306,9 @@ def values_for_docker(job: ClusterJob) -> dict[str, object]:
     if job.run_folder is None:
         healthy = ["python", "-c", "import os; os.kill(1, 0)"]
     compiler = "# Triton compiles with it while a training starts.\nRUN apt-get update \\\n"
-    compiler += "    && apt-get install -y --no-install-recommends 'gcc=4:12.2.*' 'libc6-dev=2.36-*' \\\n"
+    compiler += (
+        "    && apt-get install -y --no-install-recommends 'gcc=4:12.2.*' 'libc6-dev=2.36-*' \\\n"
+    )
     compiler += "    && rm -rf /var/lib/apt/lists/*\n"
     lines = [", ".join(map(json.dumps, line)) for line in by_lines(job.words("0", ""))]
     quoted = {name: re.sub(r'(["\\$])', r"\\\1", value) for name, value in job.environment.items()}
@@ -294,7 +337,9 @@ def quoted(text: object) -> str:
     return as_yaml(str(text), '"')
 
 
-def values_for_pods(job: ClusterJob, address: str, indent: str, indent_of_final: str) -> dict[str, object]:
+def values_for_pods(
+    job: ClusterJob, address: str, indent: str, indent_of_final: str
+) -> dict[str, object]:
     """Return the values of both templates of Kubernetes.
 
     The lines of a container and of the final statuses begin with `indent` and `indent_of_final`.
@@ -305,8 +350,14 @@ def values_for_pods(job: ClusterJob, address: str, indent: str, indent_of_final:
     command = [word.replace("$", "$$") for word in job.command]
     words = replace(job, command=command).words("$(JOB_COMPLETION_INDEX)", address)
     values = {name: quoted(text.replace("$", "$$")) for name, text in job.environment.items()}
-    environment = [f"{indent}- name: {name}\n{indent}  value: {value}\n" for name, value in values.items()]
-    share = f"# {job.nodes} nodes share the claim: its access mode is ReadWriteMany.\n" if job.nodes > 1 else "#\n"
+    environment = [
+        f"{indent}- name: {name}\n{indent}  value: {value}\n" for name, value in values.items()
+    ]
+    share = (
+        f"# {job.nodes} nodes share the claim: its access mode is ReadWriteMany.\n"
+        if job.nodes > 1
+        else "#\n"
+    )
     begins_again, is_replaced = (
         "After an interruption all nodes start again",
         "A lost node is replaced while the others go on",
@@ -316,7 +367,8 @@ def values_for_pods(job: ClusterJob, address: str, indent: str, indent_of_final:
         "IMAGE": as_yaml(job.image),
         "SHARE": share,
         "RESTART": is_replaced if job.is_elastic else begins_again,
-        "BACKOFF": RESTARTS if job.is_elastic else 0,  # a lost pod comes again by itself, or with all others
+        # a lost pod comes again by itself, or with all others
+        "BACKOFF": RESTARTS if job.is_elastic else 0,
         "RESTARTS": RESTARTS,
         "GRACE": GRACE,
         "STATUSES": ", ".join(map(str, FINAL)),
@@ -344,24 +396,36 @@ def values_for_skypilot(job: ClusterJob) -> dict[str, object]:
     bucket = "a bucket of that name; it must be free in your cloud, or yours"
     has_several = job.nodes > 1
     mount = (
-        f"volumes:\n  {WORK}: {CLAIM}" if has_several else f"  {WORK}:\n    name: {job.name}\n    mode: MOUNT_CACHED"
+        f"volumes:\n  {WORK}: {CLAIM}"
+        if has_several
+        else f"  {WORK}:\n    name: {job.name}\n    mode: MOUNT_CACHED"
     )
     return {
         "PLACE": volume if has_several else bucket,
         "CHOOSE": " Choose the accelerators." if job.uses_gpus else "",
-        "RESOURCES": f"accelerators: H100:{job.devices}" if job.uses_gpus else f"cpus: {CORES * job.devices}+",
+        "RESOURCES": f"accelerators: H100:{job.devices}"
+        if job.uses_gpus
+        else f"cpus: {CORES * job.devices}+",
         "CLONE": as_yaml(str(PROJECT.parent) if PROJECT.is_file() else "CLONE"),
         "MOUNT": mount,
         "ENVIRONMENT": f"envs:\n{environment}" if environment else "",
-        "RUN": as_yaml(f"cd {WORK}\n{find_first}\nexec ~/environment/bin/meshwright {lines}\n", "|"),
+        "RUN": as_yaml(
+            f"cd {WORK}\n{find_first}\nexec ~/environment/bin/meshwright {lines}\n", "|"
+        ),
     }
 
 
 # The template of each engine, and what it names besides `values_for_all`.
 ENGINES: dict[str, tuple[str, Callable[[ClusterJob], dict[str, object]]]] = {
     "slurm": ("slurm.sh", values_for_slurm),
-    "kubernetes": ("kubernetes.yaml", lambda job: values_for_pods(job, "$(PET_MASTER_ADDR)", " " * 4, " " * 18)),
-    "jobset": ("jobset.yaml", lambda job: values_for_pods(job, f"{job.name}-node-0-0.{job.name}", " " * 14, " " * 14)),
+    "kubernetes": (
+        "kubernetes.yaml",
+        lambda job: values_for_pods(job, "$(PET_MASTER_ADDR)", " " * 4, " " * 18),
+    ),
+    "jobset": (
+        "jobset.yaml",
+        lambda job: values_for_pods(job, f"{job.name}-node-0-0.{job.name}", " " * 14, " " * 14),
+    ),
     "skypilot": ("skypilot.yaml", values_for_skypilot),
     "ray": ("ray.py.txt", values_for_ray),
     "docker": ("Dockerfile", values_for_docker),

@@ -44,7 +44,8 @@ class LaunchPlan:
     wait: float = START_SECONDS  # seconds for the other machines to come
     least_ranks: int = 0  # with which to go on when machines are lost; 0: all are needed
     most_ranks: int = 0  # to use of those that are there
-    shapes: tuple[Shape, ...] = ()  # what the command can run on, the largest first; known to machine 0
+    # what the command can run on, the largest first; known to machine 0
+    shapes: tuple[Shape, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,15 @@ class LaunchConfig:
         "--nproc_per_node",
         value="FORM",
     )
-    nnodes: int | None = flag(None, "number of machines; give each of them the same command (none: 1)")
+    nnodes: int | None = flag(
+        None, "number of machines; give each of them the same command (none: 1)"
+    )
     node_rank: int | None = flag(None, "number of this machine, from 0", "--node_rank")
     master_addr: str | None = flag(None, "address of machine 0", "--master_addr", value="NAME")
     master_port: int | None = flag(
-        None, f"port on machine 0 (none: {PORT}, or any free port on a single machine)", "--master_port"
+        None,
+        f"port on machine 0 (none: {PORT}, or any free port on a single machine)",
+        "--master_port",
     )
     node_ips: Machines | None = flag(
         None,
@@ -69,14 +74,18 @@ class LaunchConfig:
         "--node_ips",
         value="FORM",
     )
-    max_restarts: int = flag(0, "most restarts after a crash, a time-out or a signal", "--max_restarts")
+    max_restarts: int = flag(
+        0, "most restarts after a crash, a time-out or a signal", "--max_restarts"
+    )
     min_ranks: int | None = flag(
-        None, "go on with as few ranks when machines or devices are lost, and with more when they are back"
+        None,
+        "go on with as few ranks when machines or devices are lost, and with more when they are back",
     )
     max_ranks: int | None = flag(None, "most ranks to use; others are spares (none: all)")
     wait: float = flag(START_SECONDS, "seconds to wait for the other machines at the start")
     engine: Literal["torch", "ray"] = flag(
-        "torch", "who starts and replaces the ranks: torch's agent here, or Ray Train on a cluster (extra ray)"
+        "torch",
+        "who starts and replaces the ranks: torch's agent here, or Ray Train on a cluster (extra ray)",
     )
     write: Literal["slurm", "kubernetes", "jobset", "skypilot", "ray", "docker"] | None = flag(
         None, "start nothing; write the command into a file for this engine"
@@ -90,9 +99,14 @@ class LaunchConfig:
         value="FORM",
         docs="plan",
     )
-    image: str | None = flag(None, "container image in the file of --write (none: meshwright:VERSION)", value="FORM")
+    image: str | None = flag(
+        None, "container image in the file of --write (none: meshwright:VERSION)", value="FORM"
+    )
     command: list[str] = flag(
-        [], "one of our commands or a Python script, with its flags", positional="rest", value="NAME"
+        [],
+        "one of our commands or a Python script, with its flags",
+        positional="rest",
+        value="NAME",
     )
 
 
@@ -106,7 +120,9 @@ def build_program(words: list[str]) -> list[str]:
             raise UserError(f"there is no script {name} in {Path.cwd()}")
         return ["-u", *words]
     if name.startswith("-"):
-        raise UserError(f"launch has no flag {name} (see `meshwright launch --help`); put COMMAND's flags after it")
+        raise UserError(
+            f"launch has no flag {name} (see `meshwright launch --help`); put COMMAND's flags after it"
+        )
     raise UserError(f"{name} is neither one of {', '.join(LAUNCHED)} nor a Python script (NAME.py)")
 
 
@@ -125,7 +141,9 @@ def make_plan(config: LaunchConfig) -> LaunchPlan:
         )
     address, node = config.master_addr or (ips[0] if ips else None), config.node_rank
     if nodes > 1 and address is None:
-        raise SettingsError(f"{{nnodes={nodes}}} needs {{master_addr}} with {{node_rank}}, or {{node_ips}}")
+        raise SettingsError(
+            f"{{nnodes={nodes}}} needs {{master_addr}} with {{node_rank}}, or {{node_ips}}"
+        )
     if nodes > 1 and node is None:
         if not ips:
             raise SettingsError(
@@ -146,7 +164,15 @@ def make_plan(config: LaunchConfig) -> LaunchPlan:
     count = count_processes(config.nproc_per_node)
     least, most = find_bounds(config, count * nodes)
     return LaunchPlan(
-        count, nodes, node or 0, address or "127.0.0.1", port, config.max_restarts, config.wait, least, most
+        count,
+        nodes,
+        node or 0,
+        address or "127.0.0.1",
+        port,
+        config.max_restarts,
+        config.wait,
+        least,
+        most,
     )
 
 
@@ -170,7 +196,9 @@ def find_bounds(config: LaunchConfig, ranks: int) -> tuple[int, int]:
             f"{{min_ranks={least}}} is above {f'{{max_ranks={most}}}' if config.max_ranks else f'all {ranks}'}"
         )
     if least > ranks:
-        raise SettingsError(f"{{min_ranks={least}}} is above the {ranks} ranks of {{nnodes}} and {{nproc_per_node}}")
+        raise SettingsError(
+            f"{{min_ranks={least}}} is above the {ranks} ranks of {{nnodes}} and {{nproc_per_node}}"
+        )
     return least, min(most, ranks)
 
 
@@ -186,7 +214,9 @@ def count_processes(text: str) -> int:
         )
     count = devices.count_accelerators()
     if text == "gpu" and not count:
-        raise SettingsError("{nproc_per_node=gpu}: torch sees no accelerator on this machine; give a number, or cpu")
+        raise SettingsError(
+            "{nproc_per_node=gpu}: torch sees no accelerator on this machine; give a number, or cpu"
+        )
     return count or 1
 
 
@@ -194,8 +224,14 @@ def find_own_number(addresses: Sequence[str]) -> int:
     """Return the position of this machine's address in the list."""
     own = [n for n, address in enumerate(addresses) if _is_own(address)]
     if len(own) != 1:
-        which = f"{len(own)} of --node-ips are" if own else f"none of --node-ips {','.join(addresses)} is"
-        advice = "give the machines' own, or this one's number as --node-rank of `meshwright launch`"
+        which = (
+            f"{len(own)} of --node-ips are"
+            if own
+            else f"none of --node-ips {','.join(addresses)} is"
+        )
+        advice = (
+            "give the machines' own, or this one's number as --node-rank of `meshwright launch`"
+        )
         raise UserError(f"{which} an address of this machine ({socket.gethostname()}); {advice}")
     return own[0]
 

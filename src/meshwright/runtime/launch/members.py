@@ -54,7 +54,8 @@ POLL_SECONDS = 0.2  # between two looks at the decision, and at the machines
 BEAT_SECONDS = 1.0  # between the beats of a machine
 SILENT_SECONDS = 10.0  # without a beat, after which a machine is lost
 LISTED = 8  # changes that a line names
-SETTLE_SECONDS = 2.0  # that a machine is there before the others make room: several may come together
+# that a machine is there before the others make room: several may come together
+SETTLE_SECONDS = 2.0
 FREE, RUNNING, FINISHED, GONE = "free", "running", "finished", "gone"  # states of a machine
 T = TypeVar("T")
 
@@ -120,14 +121,17 @@ class Council:
         self.machines = {n: MachineRecord() for n in range(plan.nodes)}
         self.decision: dict[str, Any] = {"number": 0, "seats": {}, "ranks": 0, "restarts": 0}
         self.came: set[int] = set()
-        self.looked_at = self.stopped_at = 0.0  # when the records were read, and when the machines stopped last
+        # when the records were read, and when the machines stopped last
+        self.looked_at = self.stopped_at = 0.0
         self.is_silent = True
 
     def read_records(self) -> float:
         """Read what the machines have written; return the time."""
         self.looked_at = now = time.monotonic()
         if len(self.came) < len(self.machines):
-            self.came = self.machines.keys() - set(connect.find_missing(self.store, "machine", 0, len(self.machines)))
+            self.came = self.machines.keys() - set(
+                connect.find_missing(self.store, "machine", 0, len(self.machines))
+            )
         came = sorted(self.came)
         texts = self.store.multi_get([f"machine/{n}" for n in came]) if came else []
         for n, text in zip(came, texts, strict=True):
@@ -150,7 +154,11 @@ class Council:
     def lost(self, now: float) -> list[int]:
         """Return the machines that took part and are not there any more, or came anew."""
         seats = ((n, launcher, self.machines[n]) for n, (launcher, *_) in self.seats.items())
-        return [n for n, launcher, machine in seats if machine.id != launcher or not machine.is_there(now)]
+        return [
+            n
+            for n, launcher, machine in seats
+            if machine.id != launcher or not machine.is_there(now)
+        ]
 
     def failures(self) -> dict[int, int]:
         """Return the exit codes of ranks that failed, except for those that were asked to stop."""
@@ -158,7 +166,11 @@ class Council:
         for machine in (self.machines[n] for n in self.seats):
             if machine.number == self.decision["number"]:
                 codes |= {int(rank): code for rank, code in machine.failed.items()}
-        return {r: c for r, c in codes.items() if not (self.decision.get("orderly") and c in STOPPED + LOST)}
+        return {
+            r: c
+            for r, c in codes.items()
+            if not (self.decision.get("orderly") and c in STOPPED + LOST)
+        }
 
     def watch(self) -> None:
         """Stop the ranks of all machines if one of them is lost, has failed, or could join."""
@@ -167,7 +179,8 @@ class Council:
         now = self.read_records()
         lost, failed = self.lost(now), self.failures()
         if lost or failed:
-            is_leaving = any(self.machines[n].state == GONE for n in lost)  # its ranks save with all others
+            # its ranks save with all others
+            is_leaving = any(self.machines[n].state == GONE for n in lost)
             self.publish(stop=True, orderly=is_leaving and not failed)
             return
         usable = {n: ranks for n, (_, _, ranks) in self.seats.items()}
@@ -187,40 +200,59 @@ class Council:
         is_stopping = any(present[n].state == RUNNING for n in seats if n in present)
         if is_stopping and now < self.stopped_at + GRACE_SECONDS + self.plan.wait:
             return
-        free = {n: machine.ranks for n, machine in present.items() if machine.state == FREE and machine.ranks}
+        free = {
+            n: machine.ranks
+            for n, machine in present.items()
+            if machine.state == FREE and machine.ranks
+        }
         choice = elastic.choose_shape(self.plan.shapes, free)
         if not seats and not (choice and choice[0].ranks == largest) and now < self.until:
             self.report_waiting(free, now)
             return
         lost, failed, restarts = self.lost(now), self.failures(), self.decision["restarts"]
-        lost += [n for n, (_, _, ranks) in seats.items() if n not in lost and free.get(n, 0) < ranks]
+        lost += [
+            n for n, (_, _, ranks) in seats.items() if n not in lost and free.get(n, 0) < ranks
+        ]
         reasons = self.explain(lost, free, choice[1] if choice else {})
         if failed:
             rank, code = find_cause(failed)
             if is_final(code) or (not lost and restarts == self.plan.restarts):
-                self.end(exit_status(code), f"rank {rank} {describe_end(code)}; the others were stopped")
+                self.end(
+                    exit_status(code), f"rank {rank} {describe_end(code)}; the others were stopped"
+                )
                 return
             if not lost:
                 restarts += 1
                 reasons.insert(
-                    0, f"rank {rank} {describe_end(code)}, restart {restarts} of at most {self.plan.restarts}"
+                    0,
+                    f"rank {rank} {describe_end(code)}, restart {restarts} of at most {self.plan.restarts}",
                 )
         if choice is None:
             if now > max(self.until, self.stopped_at + self.plan.wait):
                 few = f"{sum(free.values())} ranks are there and --min-ranks is {self.plan.least_ranks}"
-                self.end(HANG, "; ".join([*reasons, f"{few}, and no more came within {self.plan.wait:g} s"]))
+                self.end(
+                    HANG,
+                    "; ".join([*reasons, f"{few}, and no more came within {self.plan.wait:g} s"]),
+                )
             self.report_waiting(free, now)
             return
         self.stopped_at, self.is_silent = 0.0, True
         text = elastic.describe_choice(*choice, free, self.plan.most_ranks)
-        self.start(*choice, f"{', '.join(reasons)}; going on with {text}" if reasons else text, restarts)
+        self.start(
+            *choice, f"{', '.join(reasons)}; going on with {text}" if reasons else text, restarts
+        )
 
     def start(self, shape: elastic.Shape, shares: dict[int, int], line: str, restarts: int) -> None:
         seats, first = {}, 0
         for n, ranks in shares.items():
             seats[str(n)] = [self.machines[n].id, first, ranks]
             first += ranks
-        new = {"number": self.decision["number"] + 1, "seats": seats, "ranks": shape.ranks, "flags": shape.flags}
+        new = {
+            "number": self.decision["number"] + 1,
+            "seats": seats,
+            "ranks": shape.ranks,
+            "flags": shape.flags,
+        }
         self.publish(**new, line=line, restarts=restarts, stop=False, orderly=False)
 
     def explain(self, lost: list[int], free: dict[int, int], shares: dict[int, int]) -> list[str]:
@@ -233,12 +265,16 @@ class Council:
             if machine.state == FREE and machine.id == seats[n][0]:
                 changes.append(f"on machine {n} only {machine.ranks} devices answer")
             elif machine.state in (GONE, FINISHED):
-                changes.append(f"machine {n} {machine.why if machine.state == GONE else 'has finished'}")
+                changes.append(
+                    f"machine {n} {machine.why if machine.state == GONE else 'has finished'}"
+                )
             else:
                 changes.append(f"machine {n} was lost")
         joining = [n for n in shares if n not in seats or self.machines[n].id != seats[n][0]]
         changes += [f"machine {n} joins" for n in joining if seats]
-        return changes[:LISTED] + [f"{len(changes) - LISTED} more changes"] * (len(changes) > LISTED)
+        return changes[:LISTED] + [f"{len(changes) - LISTED} more changes"] * (
+            len(changes) > LISTED
+        )
 
     def report_waiting(self, free: dict[int, int], now: float) -> None:
         if self.is_silent and now - self.stopped_at > connect.SILENCE:
@@ -263,11 +299,18 @@ class ElasticMeeting(agent.MachineMeeting):
     def __init__(self, plan: LaunchPlan, store: TCPStore, until: float) -> None:
         super().__init__(plan, store, until)
         self.store: Store = PrefixStore("elastic", store)
-        self.record: dict[str, Any] = {"state": FREE, "ranks": plan.processes, "failed": {}, "beat": 0, "why": "ended"}
+        self.record: dict[str, Any] = {
+            "state": FREE,
+            "ranks": plan.processes,
+            "failed": {},
+            "beat": 0,
+            "why": "ended",
+        }
         self.record["id"] = self.store.add(f"came/{plan.node}", 1)
         self.council = Council(plan, self.store, until) if plan.node == 0 else None
         self.decision: dict[str, Any] = {"number": 0}  # that this machine follows
-        self.newest, self.decisions = self.decision, 0  # the last one that was read, and how many there were
+        # the last one that was read, and how many there were
+        self.newest, self.decisions = self.decision, 0
         self.read_at, self.lock, self.ended = 0.0, threading.Lock(), threading.Event()
         self.first_beat = (-1, time.monotonic())  # of machine 0, and when it changed
         self.is_replaced = False
@@ -278,7 +321,8 @@ class ElasticMeeting(agent.MachineMeeting):
             return act()
         except RuntimeError as error:
             raise RunOver(
-                HANG, f"machine 0 at {self.plan.address} is gone, and no machine can go on without it"
+                HANG,
+                f"machine 0 at {self.plan.address} is gone, and no machine can go on without it",
             ) from error
 
     def announce(self, **changes: Any) -> None:
@@ -292,13 +336,18 @@ class ElasticMeeting(agent.MachineMeeting):
         while not self.ended.wait(BEAT_SECONDS):
             with contextlib.suppress(RunOver):  # the main thread judges whether machine 0 is gone
                 self.announce()
-                self.is_replaced = self.ask(lambda: self.store.add(f"came/{self.plan.node}", 0)) > self.record["id"]
+                self.is_replaced = (
+                    self.ask(lambda: self.store.add(f"came/{self.plan.node}", 0))
+                    > self.record["id"]
+                )
 
     def read(self) -> dict[str, Any]:
         """Return machine 0's decision; raise RunOver if the run has ended, or nobody decides."""
         self.read_at = time.monotonic()
         if self.is_replaced:
-            raise RunOver(UNAVAILABLE, f"another launcher came as machine {self.plan.node}; this one ends")
+            raise RunOver(
+                UNAVAILABLE, f"another launcher came as machine {self.plan.node}; this one ends"
+            )
         decisions = self.ask(lambda: self.store.add("decisions", 0))
         if decisions > self.decisions:
             self.decisions = decisions
@@ -320,7 +369,9 @@ class ElasticMeeting(agent.MachineMeeting):
                     break
                 if not was_spare:
                     was_spare = True
-                    say(f"machine {self.plan.node} waits as a spare: the run has {decision['ranks']} ranks")
+                    say(
+                        f"machine {self.plan.node} waits as a spare: the run has {decision['ranks']} ranks"
+                    )
             self.require_machine_0()
             time.sleep(0.1)
         self.decision = decision
@@ -341,7 +392,10 @@ class ElasticMeeting(agent.MachineMeeting):
         if beat != self.first_beat[0]:
             self.first_beat = (beat, time.monotonic())
         elif time.monotonic() - self.first_beat[1] > 6 * SILENT_SECONDS:
-            raise RunOver(HANG, f"machine 0 at {self.plan.address} does not answer; no machine goes on without it")
+            raise RunOver(
+                HANG,
+                f"machine 0 at {self.plan.address} does not answer; no machine goes on without it",
+            )
 
     def num_nodes_waiting(self) -> int:
         """Return above 0 if the ranks must stop; torch's agent then calls next_rendezvous."""
@@ -360,11 +414,16 @@ class ElasticAgent(agent.Agent):
     def __init__(self, plan: LaunchPlan, program: list[str], store: TCPStore, until: float) -> None:
         super().__init__(plan, program, store, until)
         self.program = program
-        self.uses_devices = not re.search(r"--device[= ]cpu", " ".join(program)) and devices.count_accelerators() > 0
+        self.uses_devices = (
+            not re.search(r"--device[= ]cpu", " ".join(program))
+            and devices.count_accelerators() > 0
+        )
         assert isinstance(handler := self._worker_group.spec.rdzv_handler, ElasticMeeting)
         self.meeting = handler
 
-    def _assign_worker_ranks(self, store: Store, rank: int, size: int, spec: WorkerSpec) -> list[Worker]:
+    def _assign_worker_ranks(
+        self, store: Store, rank: int, size: int, spec: WorkerSpec
+    ) -> list[Worker]:
         """Take the ranks that machine 0 gave this machine."""
         decision = self.meeting.decision
         _, first, ranks = decision["seats"][str(self.plan.node)]
@@ -396,7 +455,10 @@ class ElasticAgent(agent.Agent):
         self.meeting.announce(state=FINISHED)
         until = time.monotonic() + GRACE_SECONDS
         try:
-            while time.monotonic() < until and self.meeting.read()["number"] == self.meeting.decision["number"]:
+            while (
+                time.monotonic() < until
+                and self.meeting.read()["number"] == self.meeting.decision["number"]
+            ):
                 time.sleep(POLL_SECONDS)
         except RunOver as over:
             if over.status != DONE:
@@ -410,8 +472,14 @@ class ElasticAgent(agent.Agent):
             with contextlib.suppress(RunOver, RuntimeError):
                 self.meeting.announce(why=why, state=GONE)
                 if self.meeting.council:
-                    self.meeting.council.end(agent.status_of_signal(death_sig), f"machine 0 {why}, which ends the run")
-        elif isinstance(error, RunOver) and error.status not in (DONE, SIGTERM, SIGINT) and self._pcontext is not None:
+                    self.meeting.council.end(
+                        agent.status_of_signal(death_sig), f"machine 0 {why}, which ends the run"
+                    )
+        elif (
+            isinstance(error, RunOver)
+            and error.status not in (DONE, SIGTERM, SIGINT)
+            and self._pcontext is not None
+        ):
             agent.stop_hopeless(self._pcontext)
             return
         super()._shutdown(death_sig, timeout)

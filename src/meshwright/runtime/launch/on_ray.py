@@ -83,11 +83,18 @@ def fit(
     build_program(command)
     ray.init(ignore_reinit_error=True)
     # On this node: it may lose others.
-    driver_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    driver_node = NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=False
+    )
     notes: Any = Notes.options(scheduling_strategy=driver_node).remote()  # type: ignore[attr-defined]
     trainer = TorchTrainer(
         run_rank,
-        train_loop_config={"command": command, "shapes": shapes, "notes": notes, "folder": os.getcwd()},
+        train_loop_config={
+            "command": command,
+            "shapes": shapes,
+            "notes": notes,
+            "folder": os.getcwd(),
+        },
         torch_config=RankConfig(),
         scaling_config=ScalingConfig(
             num_workers=workers,
@@ -134,8 +141,14 @@ class RayBackend(Backend):  # type: ignore[misc]
     def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
         address, port = worker_group.execute_single(0, find_address)
         *_, before, size = self.sizes = [*(self.sizes or [0]), len(worker_group)]
-        why = f"attempt {len(self.sizes) - 1} on Ray, with {size} workers after {before}" if before else "on Ray"
-        worker_group.execute(set_variables, {"MASTER_ADDR": address, "MASTER_PORT": str(port), ATTEMPT: why})
+        why = (
+            f"attempt {len(self.sizes) - 1} on Ray, with {size} workers after {before}"
+            if before
+            else "on Ray"
+        )
+        worker_group.execute(
+            set_variables, {"MASTER_ADDR": address, "MASTER_PORT": str(port), ATTEMPT: why}
+        )
 
     def on_shutdown(self, worker_group: Any, backend_config: TorchConfig) -> None:
         """Let the ranks save, if all are there, before Ray starts others in their place."""
@@ -143,7 +156,8 @@ class RayBackend(Backend):  # type: ignore[misc]
 
 
 def set_variables(values: dict[str, str]) -> None:
-    os.environ.update(values)  # its method itself would be sent with a copy of the driver's variables
+    # its method itself would be sent with a copy of the driver's variables
+    os.environ.update(values)
 
 
 def find_address() -> tuple[str, int]:
@@ -171,7 +185,12 @@ def run_rank(job: dict[str, Any]) -> None:
     if rank >= shape.ranks:
         return  # idle: so many ranks would not fit the command
     why = f"{os.environ[ATTEMPT]}: {shape.ranks} of {size} ranks{shape.describe()}"
-    world = {"RANK": rank, "WORLD_SIZE": shape.ranks, "LOCAL_RANK": context.get_local_rank(), LAUNCHER_PID: os.getpid()}
+    world = {
+        "RANK": rank,
+        "WORLD_SIZE": shape.ranks,
+        "LOCAL_RANK": context.get_local_rank(),
+        LAUNCHER_PID: os.getpid(),
+    }
     world["LOCAL_WORLD_SIZE"] = min(context.get_local_world_size(), shape.ranks)
     environ = os.environ | {name: str(value) for name, value in world.items()} | {ATTEMPT: why}
     words = [sys.executable, *build_program(job["command"]), *shape.flags]

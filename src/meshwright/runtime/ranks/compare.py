@@ -23,20 +23,27 @@ def require_equal(team: Team, own: dict[str, Any]) -> None:
     """
     if team.size == 1 or len(team.merge([_hash(own)], _distinct)) == 1:
         return
-    hashes: dict[str, str] = team.merge({name: _hash(value) for name, value in own.items()}, _common_hashes)
+    hashes: dict[str, str] = team.merge(
+        {name: _hash(value) for name, value in own.items()}, _common_hashes
+    )
     names = [name for name, common in hashes.items() if common == DIFFERS]
     rank = [[team.rank, team.rank]]
     texts = {name: _as_text(own[name]) if name in own else "nothing" for name in names[:LISTED]}
-    holders: Holders = team.merge({name: {text: rank} for name, text in texts.items()}, _join_holders)
+    holders: Holders = team.merge(
+        {name: {text: rank} for name, text in texts.items()}, _join_holders
+    )
     differing = []
     for name, values in holders.items():
         each = [
-            f"{value} on rank{'s' * (spans != [2 * spans[0][:1]])} {_format(spans)}" for value, spans in values.items()
+            f"{value} on rank{'s' * (spans != [2 * spans[0][:1]])} {_format(spans)}"
+            for value, spans in values.items()
         ]
         more = [f"{len(each) - LISTED} more values"] if len(each) > LISTED else []
         differing.append(f"{name}: {', '.join(each[:LISTED] + more)}")
     differing += [f"and {len(names) - LISTED} more"] if len(names) > LISTED else []
-    head = "the ranks were started differently; give all of them the same command, files and versions:"
+    head = (
+        "the ranks were started differently; give all of them the same command, files and versions:"
+    )
     raise UserError("\n  ".join([head, *differing]), everywhere=True)
 
 
@@ -69,7 +76,13 @@ def _join_holders(tables: list[Holders]) -> Holders:
 
 
 def _as_text(value: Any) -> str:
-    return "none" if value is None else value if isinstance(value, str) and value else json.dumps(value, sort_keys=True)
+    return (
+        "none"
+        if value is None
+        else value
+        if isinstance(value, str) and value
+        else json.dumps(value, sort_keys=True)
+    )
 
 
 def _join_spans(before: Spans, after: Spans) -> Spans:
@@ -80,7 +93,9 @@ def _join_spans(before: Spans, after: Spans) -> Spans:
 
 
 def _format(spans: Spans) -> str:
-    named = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans[:SPANS])
+    named = ", ".join(
+        str(first) if first == last else f"{first}-{last}" for first, last in spans[:SPANS]
+    )
     more = sum(last - first + 1 for first, last in spans[SPANS:])
     return named + f" and {more:,} more" * bool(more)
 

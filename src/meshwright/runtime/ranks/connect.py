@@ -45,9 +45,11 @@ T = TypeVar("T")
 SILENCE = 10  # seconds of waiting before it is said for whom
 LOOKS = 4096  # at the verdict of a meeting, by all in a second: the store serves tens of thousands
 LISTING_SECONDS = 5  # for one process to list who is missing, before another one does
-ANSWER_SECONDS = 2 * LISTING_SECONDS  # after a deadline, until a store that says nothing is given up
+# after a deadline, until a store that says nothing is given up
+ANSWER_SECONDS = 2 * LISTING_SECONDS
 CONNECT_SECONDS = 10.0  # that ranks have at least to connect, once all are there
-WATCHED = timedelta(days=1)  # torch's time-out where a watchdog decides: others wait while one rank makes progress
+# torch's time-out where a watchdog decides: others wait while one rank makes progress
+WATCHED = timedelta(days=1)
 
 _runs_met = 0  # a second run in these processes needs fresh keys on the store
 _served: dict[tuple[str, int], TCPStore] = {}  # the stores that this process serves
@@ -163,7 +165,9 @@ def _connect_groups(
         torch.accelerator.set_device_index(device)
     # No device_id: with it, messages between two ranks would wait for those of their group.
     run_store = PrefixStore("run", store)
-    dist.init_process_group(backend, store=run_store, rank=world.rank, world_size=world.size, timeout=timeout)
+    dist.init_process_group(
+        backend, store=run_store, rank=world.rank, world_size=world.size, timeout=timeout
+    )
     del probe  # not earlier: others may still have been connecting to it
     return groups
 
@@ -202,7 +206,13 @@ def _meet_on_store(world: World, until: float) -> tuple[PrefixStore, float]:
         if world.launcher == "torchrun" and is_agents:
             prefix = f"meshwright/{_name_attempt(PrefixStore('meshwright/names', store), world.rank, until, have_met)}"
         run_store = PrefixStore(prefix, store)
-        left = meet_all(run_store, world.rank, world.size, until, advice=OR_UNSET * (world.launcher == VARIABLES))
+        left = meet_all(
+            run_store,
+            world.rank,
+            world.size,
+            until,
+            advice=OR_UNSET * (world.launcher == VARIABLES),
+        )
     finally:
         have_met.set()
     _choose_interface(*address)
@@ -223,7 +233,9 @@ def _name_attempt(store: Store, rank: int, until: float, have_met: threading.Eve
         pause = 0.02
         while not _has(store, f"answer/{word}"):
             if time.monotonic() > until:
-                raise UserError("rank 0 did not come in time; start it, or see in its log why it ended", HANG)
+                raise UserError(
+                    "rank 0 did not come in time; start it, or see in its log why it ended", HANG
+                )
             time.sleep(pause)
             pause = min(2 * pause, 0.25)
         return store.get(f"answer/{word}").decode()
@@ -272,7 +284,10 @@ def _join_holders(tables: list[dict[str, list[int]]]) -> dict[str, list[int]]:
 def deadline(seconds: float) -> float:
     """Return the time.monotonic() of this process's age of `seconds`, or a third from now."""
     began = now = time.monotonic()
-    with contextlib.suppress(OSError, AttributeError, ValueError, IndexError), open("/proc/self/stat") as f:
+    with (
+        contextlib.suppress(OSError, AttributeError, ValueError, IndexError),
+        open("/proc/self/stat") as f,
+    ):
         ticks = int(f.read().rpartition(")")[2].split()[19])
         began -= time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return max(began + seconds, now + seconds / 3)
@@ -308,7 +323,8 @@ def connect_store(address: str, port: int, serves: bool, until: float, who: str)
     thread = threading.Thread(target=make, daemon=True)
     with no_stderr():
         thread.start()
-        thread.join(max(until - time.monotonic(), 1.0) + 5)  # Python must not end while a thread is in C++
+        # Python must not end while a thread is in C++
+        thread.join(max(until - time.monotonic(), 1.0) + 5)
     if stores:
         return stores[0]
     if errors and "EADDRINUSE" in str(errors[0]):
@@ -348,7 +364,9 @@ def _require_free(port: int) -> None:
             if error.errno == errno.EADDRINUSE:
                 raise _occupied(port) from None
             if error.errno == errno.EACCES:
-                raise UserError(f"port {port} needs root privileges; choose one from 1024", UNAVAILABLE) from None
+                raise UserError(
+                    f"port {port} needs root privileges; choose one from 1024", UNAVAILABLE
+                ) from None
 
 
 def _occupied(port: int) -> UserError:
@@ -384,7 +402,13 @@ def _require_reached(address: str, port: int, until: float, who: str) -> None:
 
 
 def meet_all(
-    store: Store, number: int, size: int, until: float, noun: str = "rank", advice: str = "", have_met: bool = False
+    store: Store,
+    number: int,
+    size: int,
+    until: float,
+    noun: str = "rank",
+    advice: str = "",
+    have_met: bool = False,
 ) -> float:
     """Return when all are here; otherwise raise the same UserError in every process.
 
@@ -398,13 +422,17 @@ def meet_all(
         with no_stderr():
             verdict = json.loads(store.get("verdict"))
     except RuntimeError as error:
-        raise UserError(f"{noun} 0, or its launcher, exited during startup; see its log", HANG) from error
+        raise UserError(
+            f"{noun} 0, or its launcher, exited during startup; see its log", HANG
+        ) from error
     if verdict["problem"]:
         raise UserError(verdict["problem"], verdict["status"], everywhere=verdict["everywhere"])
     return float(verdict["left"])
 
 
-def _await_verdict(store: Store, number: int, size: int, until: float, noun: str, advice: str, have_met: bool) -> None:
+def _await_verdict(
+    store: Store, number: int, size: int, until: float, noun: str, advice: str, have_met: bool
+) -> None:
     began, is_silent = time.monotonic(), number == 0
     _arrive(store, number, size, until, noun)
     pause, longest, listed_at = 0.01, max(0.25, size / LOOKS), until
@@ -419,11 +447,18 @@ def _await_verdict(store: Store, number: int, size: int, until: float, noun: str
             listed_at += LISTING_SECONDS
             turn = round((listed_at - until) / LISTING_SECONDS)
             with no_stderr():
-                lists = store.add(f"lists {turn}", 1) == 1  # one process, and another if that one ends
+                # one process, and another if that one ends
+                lists = store.add(f"lists {turn}", 1) == 1
             if lists:
                 missing = _find_missing(store, size)
-                came = f"{size - len(missing)} of {size} {noun}s {'connected' if have_met else 'came'}"
-                gone = f"missing: {noun} {format_ranks(missing)}" if missing else "one of them has exited"
+                came = (
+                    f"{size - len(missing)} of {size} {noun}s {'connected' if have_met else 'came'}"
+                )
+                gone = (
+                    f"missing: {noun} {format_ranks(missing)}"
+                    if missing
+                    else "one of them has exited"
+                )
                 cure = f"Start it, or see in its log why it ended{advice}"
                 if have_met:
                     cure = "It came, and then stopped or ended; see its log"
@@ -468,7 +503,11 @@ def _has(store: Store, key: str) -> bool:
 
 
 def _set_verdict(
-    store: Store, problem: str, status: int = UNAVAILABLE, everywhere: bool = False, left: float = 0.0
+    store: Store,
+    problem: str,
+    status: int = UNAVAILABLE,
+    everywhere: bool = False,
+    left: float = 0.0,
 ) -> None:
     """Write the outcome; a problem is reported `everywhere` by the first rank of each machine."""
     verdict = {"problem": problem, "status": status, "everywhere": everywhere, "left": left}
@@ -484,7 +523,9 @@ def _choose_interface(address: str, port: int) -> None:
         names = sorted(name for _, name in socket.if_nameindex())
         if not {*names} & {*chosen.split(",")}:
             has = f"which has {', '.join(names)}"
-            raise UserError(f"GLOO_SOCKET_IFNAME={chosen} names no network interface of this machine, {has}")
+            raise UserError(
+                f"GLOO_SOCKET_IFNAME={chosen} names no network interface of this machine, {has}"
+            )
     if chosen or not sys.platform.startswith("linux"):
         return
     import fcntl
@@ -494,7 +535,8 @@ def _choose_interface(address: str, port: int) -> None:
         own = s.getsockname()[0]
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", name[:15].encode()))  # SIOCGIFADDR
+                # SIOCGIFADDR
+                answer = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", name[:15].encode()))
                 if socket.inet_ntoa(answer[20:24]) == own:
                     os.environ["GLOO_SOCKET_IFNAME"] = name
                     return
@@ -507,6 +549,9 @@ def pick_backend(p: Parallel, device: torch.device, prints: bool = False) -> str
     wanted = p.distributed_backend
     if device.type == "cpu":
         if prints and wanted not in (None, "gloo"):
-            print(f"note: --distributed-backend {wanted} has no effect: on a CPU the ranks use gloo", file=sys.stderr)
+            print(
+                f"note: --distributed-backend {wanted} has no effect: on a CPU the ranks use gloo",
+                file=sys.stderr,
+            )
         return "gloo"
     return wanted or str(dist.get_default_backend_for_device(device))

@@ -14,7 +14,8 @@ from meshwright.runtime.ranks.team import Team
 if TYPE_CHECKING:
     import torch
 
-ALL_PAIRS = 32  # ranks up to which every pair is measured, one after the other; of more, many at once
+# ranks up to which every pair is measured, one after the other; of more, many at once
+ALL_PAIRS = 32
 SMALL_REPEATS, LARGE_REPEATS = 30, 8
 LARGE, LARGE_ON_CPU = 64 << 20, 4 << 20  # bytes
 SLOWER = 2.0  # times the median bandwidth, or latency, that makes a link a slow one
@@ -36,7 +37,9 @@ class Link:
 
 def pairs_of(size: int) -> list[tuple[int, int]]:
     """Return the pairs to measure; of many ranks those whose numbers differ by powers of two."""
-    distances = range(1, size) if size <= ALL_PAIRS else [1 << n for n in range((size - 1).bit_length())]
+    distances = (
+        range(1, size) if size <= ALL_PAIRS else [1 << n for n in range((size - 1).bit_length())]
+    )
     return sorted((a, a + distance) for distance in distances for a in range(size - distance))
 
 
@@ -57,7 +60,9 @@ def measure_links(team: Team, device: torch.device) -> list[Link]:
     for pairs in rounds_of(team.size):
         for a, b in pairs:
             if team.rank in (a, b):
-                latency, bandwidth = measure_pair(b if team.rank == a else a, team.rank == a, device)
+                latency, bandwidth = measure_pair(
+                    b if team.rank == a else a, team.rank == a, device
+                )
                 if team.rank == a:
                     measured.append([a, b, latency, bandwidth])
         team.wait()  # the others keep the link free

@@ -20,14 +20,14 @@ GLOO_LOSSES = (
     r"closed by peer|reset by peer|Socket closed|Broken pipe|[Tt]imed? ?out|No route to host|Network is unreachable|"
     r"Connection refused"
 )
-NCCL_LOSSES = (
-    r"ncclRemoteError|ncclSystemError|communicator was aborted|[Tt]imed out|[Tt]imeout|Connection (closed|reset)"
-)
+NCCL_LOSSES = r"ncclRemoteError|ncclSystemError|communicator was aborted|[Tt]imed out|[Tt]imeout|Connection (closed|reset)"
 
 
 @contextlib.contextmanager
 def reporting(
-    world: World, minutes: float, explain: Callable[[Exception], Exception | None] = lambda error: None
+    world: World,
+    minutes: float,
+    explain: Callable[[Exception], Exception | None] = lambda error: None,
 ) -> Iterator[None]:
     """Raise the errors of the block as this rank should print them, and leave at its end.
 
@@ -84,7 +84,8 @@ def is_lost_rank(error: BaseException) -> bool:
         return bool(re.search(NCCL_LOSSES, text))
     if "gloo/" in text and "enforce fail" not in text and re.search(GLOO_LOSSES, text):
         return True
-    return text.startswith("Application timeout caused pair closure")  # gloo's, for others that waited
+    # gloo's, for others that waited
+    return text.startswith("Application timeout caused pair closure")
 
 
 def bare_message(error: BaseException) -> str:

@@ -21,7 +21,8 @@ from pathlib import Path
 from meshwright.base.errors import UNEXPECTED
 from meshwright.runtime.ranks.world import in_srun
 
-LAUNCHER_PID = "_MESHWRIGHT_LAUNCHER_PID"  # set by our launcher for its ranks; not a setting, hence the underscore
+# set by our launcher for its ranks; not a setting, hence the underscore
+LAUNCHER_PID = "_MESHWRIGHT_LAUNCHER_PID"
 POLL_SECONDS = 1.0  # between two looks where the kernel has no pidfd
 PR_SET_PDEATHSIG = 1
 
@@ -29,7 +30,9 @@ PR_SET_PDEATHSIG = 1
 TORCHRUN, DEEPSPEED, SLURM = "TORCHELASTIC_RUN_ID", "CROSS_RANK", "SLURM_PROCID"
 LAUNCH_VARIABLES = (TORCHRUN, DEEPSPEED, "OMPI_COMM_WORLD_RANK", "PMI_RANK", SLURM)
 # No launchers, even if a child has variables that these lack: who leaves a shell leaves a run.
-NO_LAUNCHERS = set("sh bash dash zsh fish ksh csh tcsh tmux screen sshd login su sudo init systemd".split())
+NO_LAUNCHERS = set(
+    "sh bash dash zsh fish ksh csh tcsh tmux screen sshd login su sudo init systemd".split()
+)
 
 _watched = False
 
@@ -67,7 +70,9 @@ def _die_with_parent(launcher: int) -> None:
 
 def _has_lost_torchrun(environ: Mapping[str, str]) -> bool:
     """Return whether torchrun, an ancestor while it lives, ended before this process looked."""
-    if not all(name in environ for name in (TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE", "LOCAL_RANK")):
+    if not all(
+        name in environ for name in (TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE", "LOCAL_RANK")
+    ):
         return False
     pid = os.getppid()
     while pid > 1:
@@ -76,7 +81,8 @@ def _has_lost_torchrun(environ: Mapping[str, str]) -> bool:
             return name in ("systemd", "init")  # of a user, which takes in the children of the dead
         pid = parent
     first = _read_proc(1, "cmdline").split(b"\0")[0]
-    return pid == 1 and first != b"" and b"python" not in first  # in a container, torchrun may be the first process
+    # in a container, torchrun may be the first process
+    return pid == 1 and first != b"" and b"python" not in first
 
 
 def launchers(environ: Mapping[str, str]) -> list[int]:
@@ -86,7 +92,9 @@ def launchers(environ: Mapping[str, str]) -> list[int]:
     nested (srun starts torchrun); programs between them and us (bash, numactl) count as well.
     """
     marks = {
-        name: environ[name] for name in LAUNCH_VARIABLES if name in environ and (name != SLURM or in_srun(environ))
+        name: environ[name]
+        for name in LAUNCH_VARIABLES
+        if name in environ and (name != SLURM or in_srun(environ))
     }
     chain: list[int] = []
     length = 0  # of the chain up to the one that set the variables
@@ -115,7 +123,11 @@ def _inspect(pid: int) -> tuple[str, int, dict[str, str]]:
     name, _, rest = _read_proc(pid, "stat").partition(b" (")[2].rpartition(b") ")
     pairs = (pair.partition("=") for pair in os.fsdecode(_read_proc(pid, "environ")).split("\0"))
     fields = rest.split()
-    return os.fsdecode(name), int(fields[1]) if len(fields) > 1 else 0, {key: value for key, _, value in pairs}
+    return (
+        os.fsdecode(name),
+        int(fields[1]) if len(fields) > 1 else 0,
+        {key: value for key, _, value in pairs},
+    )
 
 
 def _read_proc(pid: int, file: str) -> bytes:

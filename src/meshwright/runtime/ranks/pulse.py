@@ -20,7 +20,8 @@ class Pulse:
     def __init__(self) -> None:
         self.phase, self.step, self.ticks = PHASES[0], 0, 0
         self.doing = ""  # what of the startup
-        self.shown_in = -1  # a file in memory, whose first PHASE_BYTES tell neighbours the phase of a stopped process
+        # a file in memory, whose first PHASE_BYTES tell neighbours the phase of a stopped process
+        self.shown_in = -1
 
     def enter(self, phase: str, step: int | None = None, doing: str = "") -> None:
         self.phase, self.doing = phase, doing

@@ -41,7 +41,8 @@ class Team:
     groups: tuple[ProcessGroup, ...] = ()
     timeout: timedelta = timedelta(minutes=10)  # after which torch gives up waiting for a rank
     store: Store | None = None  # of this run alone
-    clones: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)  # their numbers
+    # their numbers
+    clones: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
 
     @property
     def is_lead(self) -> bool:
@@ -176,7 +177,9 @@ class Team:
             if group.rank():
                 _send(group, 0, value)
             else:
-                value = combine([value, *(_receive(group, number) for number in range(1, group.size()))])
+                value = combine(
+                    [value, *(_receive(group, number) for number in range(1, group.size()))]
+                )
         pulse.tick()
         return value
 
@@ -196,8 +199,13 @@ class Team:
         try:
             return {"value": act()}, None
         except UserError as error:
-            return {"error": error.args[0], "status": error.status, "kind": type(error).__name__}, None
-        except Exception as error:  # a defect: its traceback appears here, its message on the other ranks
+            return {
+                "error": error.args[0],
+                "status": error.status,
+                "kind": type(error).__name__,
+            }, None
+        # a defect: its traceback appears here, its message on the other ranks
+        except Exception as error:
             text = f"rank {self.rank}: {type(error).__name__}: {error}"
             return {"error": text, "status": UNEXPECTED, "kind": ""}, error
 
@@ -232,7 +240,9 @@ def _concatenate(lists: list[list[Any]]) -> list[Any]:
     return [value for values in lists for value in values]
 
 
-def _first_error_or(combine: Callable[[list[Any]], Any]) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
+def _first_error_or(
+    combine: Callable[[list[Any]], Any],
+) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
     """Return what combines outcomes: the first error, else the combination of their values."""
 
     def act(outcomes: list[dict[str, Any]]) -> dict[str, Any]:

@@ -61,10 +61,17 @@ LISTED_CALLS = 4  # in a verdict
 WAKING_SIGNALS: tuple[int, ...] = (59, 60) if sys.platform.startswith("linux") else ()
 
 # A call that stays on such a line, or in the standard library, waits for something else than ranks.
-INPUT = re.compile(r"\b(read|readinto|open|input|sleep|select|poll|urlopen|fsync|acquire|join|result)\w*\(")
+INPUT = re.compile(
+    r"\b(read|readinto|open|input|sleep|select|poll|urlopen|fsync|acquire|join|result)\w*\("
+)
 LIBRARY = os.path.dirname(os.__file__)
 # Files whose calls are on the stack only while kernels are being made.
-COMPILERS = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/graph.py", "/triton/compiler/", "/autotuner.py")
+COMPILERS = (
+    "/torch/_dynamo/convert_frame.py",
+    "/torch/_inductor/graph.py",
+    "/triton/compiler/",
+    "/autotuner.py",
+)
 
 
 class Sign(NamedTuple):
@@ -94,7 +101,9 @@ class Identity(TypedDict):
     host: str
     pid: int
     started: str  # tells a process from a later one of the same number
-    stacks: int  # the file descriptor of a file in memory: its phase, then what the first of WAKING_SIGNALS prints
+    # the file descriptor of a file in memory: its phase, then what the first of WAKING_SIGNALS
+    # prints
+    stacks: int
     obeys: bool  # whether the second one lets it leave
 
 
@@ -108,14 +117,18 @@ class HangVerdict(TypedDict):
 class Watchdog:
     """Watches the rank whose thread makes it."""
 
-    def __init__(self, world: World, store: Store, minutes: float, pulse: Pulse = pulses.pulse) -> None:
+    def __init__(
+        self, world: World, store: Store, minutes: float, pulse: Pulse = pulses.pulse
+    ) -> None:
         self.world, self.store, self.pulse = world, store, pulse
         self.minutes, self.limit = minutes, 60 * minutes
         self.every = min(SIGN_SECONDS, self.limit / 20)
-        self.quiet = max(self.limit / 4, min(2.0, 0.45 * self.limit))  # of a rank that gives no sign
+        # of a rank that gives no sign
+        self.quiet = max(self.limit / 4, min(2.0, 0.45 * self.limit))
         self.thread = threading.get_ident()
         self.folder: Path | None = None  # for the stacks
-        self.record: Callable[[str], Any] = lambda text: None  # gets the reason before the process is ended
+        # gets the reason before the process is ended
+        self.record: Callable[[str], Any] = lambda text: None
         self.stopping = threading.Event()
         now = time.monotonic()
         self.ticks, self.position = -1, (0, 0, 0)
@@ -124,12 +137,18 @@ class Watchdog:
         self.used = 0.0  # the processor's time of the training's thread when it entered its call
         self.sign = Sign(0, pulse.phase, str(pulse), pulse.step)
         self.wants_to_read = False
-        self.others: dict[int, tuple[Sign | None, float]] = {}  # by rank: its last sign, and when it was new
+        # by rank: its last sign, and when it was new
+        self.others: dict[int, tuple[Sign | None, float]] = {}
         self.verdict: HangVerdict | None = None
         self.compared = -1  # the iteration of the posts that were exchanged last
         self.own_post: Post | None = None
-        self.board: list[tuple[str, int, float, float]] | None = None  # what all have posted, with their machines
-        self.stacks = os.memfd_create(f"stacks-{world.rank}") if WAKING_SIGNALS and hasattr(os, "memfd_create") else -1
+        # what all have posted, with their machines
+        self.board: list[tuple[str, int, float, float]] | None = None
+        self.stacks = (
+            os.memfd_create(f"stacks-{world.rank}")
+            if WAKING_SIGNALS and hasattr(os, "memfd_create")
+            else -1
+        )
         self.obeys = False
         if self.stacks >= 0:
             os.lseek(self.stacks, pulses.PHASE_BYTES, os.SEEK_SET)
@@ -141,7 +160,9 @@ class Watchdog:
         self.first: Identity | None = None  # rank 0's
         # The judge must not wait for the store, which may be gone.
         acts = {"watchdog": self.judge, "signs of life": self.exchange}
-        self.threads = [threading.Thread(target=act, name=name, daemon=True) for name, act in acts.items()]
+        self.threads = [
+            threading.Thread(target=act, name=name, daemon=True) for name, act in acts.items()
+        ]
         for thread in self.threads:
             thread.start()
 
@@ -162,9 +183,16 @@ class Watchdog:
     def exchange(self) -> None:
         """Tell the store where this rank is; read the verdict and, in a wait, the others' signs."""
         rank, is_reader, is_known, pause, pid = self.world.rank, False, False, 0.0, os.getpid()
-        me = Identity(host=socket.gethostname(), pid=pid, started=started(pid), stacks=self.stacks, obeys=self.obeys)
+        me = Identity(
+            host=socket.gethostname(),
+            pid=pid,
+            started=started(pid),
+            stacks=self.stacks,
+            obeys=self.obeys,
+        )
         while not self.stopping.wait(pause) and self.verdict is None:
-            with contextlib.suppress(RuntimeError):  # the store is gone, or does not answer for a moment
+            # the store is gone, or does not answer for a moment
+            with contextlib.suppress(RuntimeError):
                 if not is_known:
                     self.store.set(f"who/{rank}", json.dumps(me))
                     is_known = True
@@ -273,11 +301,20 @@ class Watchdog:
         if len(self.others) < self.world.size:
             return None  # nothing was read yet
         signs = {rank: sign for rank, (sign, _) in self.others.items()}
-        silent = [rank for rank, (sign, since) in self.others.items() if sign is None or now - since > self.quiet]
-        live = {rank: sign for rank, sign in signs.items() if sign is not None and rank not in silent}
+        silent = [
+            rank
+            for rank, (sign, since) in self.others.items()
+            if sign is None or now - since > self.quiet
+        ]
+        live = {
+            rank: sign for rank, sign in signs.items() if sign is not None and rank not in silent
+        }
         if any(sign.still < 0.9 * self.limit for sign in live.values()):
             return None
-        named, why = silent, "no sign of life: stopped, without its machine, or in a call that holds Python's lock"
+        named, why = (
+            silent,
+            "no sign of life: stopped, without its machine, or in a call that holds Python's lock",
+        )
         if not named:
             active = {rank: sign for rank, sign in live.items() if sign.waiting < self.limit / 2}
             if not active and not all(sign.is_busy for sign in live.values()):
@@ -291,15 +328,23 @@ class Watchdog:
         for rank in silent:  # its last sign may be older than what it does
             doing = read_phase(who[rank]) if rank in who else ""
             before = signs[rank] or Sign()
-            signs[rank] = before._replace(doing=doing or before.doing, call="a place that its stacks show")
+            signs[rank] = before._replace(
+                doing=doing or before.doing, call="a place that its stacks show"
+            )
         printers = {}
         for rank in sorted(live, reverse=True):
             printers[who[rank]["host"] if rank in who else ""] = rank
-        text = self.describe(signs, named, why, {rank: identity["host"] for rank, identity in who.items()})
+        text = self.describe(
+            signs, named, why, {rank: identity["host"] for rank, identity in who.items()}
+        )
         named_who = {str(rank): who[rank] for rank in silent if rank in who}
-        return HangVerdict(text=text, silent=silent, printers=sorted(printers.values()), who=named_who)
+        return HangVerdict(
+            text=text, silent=silent, printers=sorted(printers.values()), who=named_who
+        )
 
-    def describe(self, signs: dict[int, Sign | None], named: list[int], why: str, hosts: dict[int, str]) -> str:
+    def describe(
+        self, signs: dict[int, Sign | None], named: list[int], why: str, hosts: dict[int, str]
+    ) -> str:
         def places(ranks: list[int], verb: str = "") -> str:
             by_sign: dict[str, list[int]] = {}
             for rank in ranks:
@@ -309,7 +354,11 @@ class Watchdog:
 
         others = [rank for rank in signs if rank not in named]
         whom = "it" if len(named) == 1 else "them"
-        waited = f"the others waited {self.limit:.0f} s for {whom}: {places(others)}" if others else "nothing moved"
+        waited = (
+            f"the others waited {self.limit:.0f} s for {whom}: {places(others)}"
+            if others
+            else "nothing moved"
+        )
         return (
             f"{places(named, ' hangs' if len(named) == 1 else ' hang')} ({why}); {waited} "
             f"(--distributed-timeout-minutes {self.minutes:g}); stacks: "
@@ -319,7 +368,8 @@ class Watchdog:
     def without_store(self) -> HangVerdict:
         """Return the verdict of a rank that cannot ask the others."""
         where, quiet = f"{self.world.address}:{self.world.port}", time.monotonic() - self.answered
-        first = int(self.world.rank == self.world.local_rank)  # rank 0 is on this machine, but stopped
+        # rank 0 is on this machine, but stopped
+        first = int(self.world.rank == self.world.local_rank)
         text = (
             f"rank {self.world.rank} in {self.sign} has waited {self.sign.waiting:.0f} s "
             f"(--distributed-timeout-minutes {self.minutes:g}), and the store at {where}, of rank 0 or of the launcher "
@@ -330,7 +380,9 @@ class Watchdog:
         if self.first is not None and is_stopped(self.first):
             who["0"] = self.first
             text = f"rank 0 hangs in {read_phase(self.first)} (its process is stopped): {text}"
-        return HangVerdict(text=text, silent=[], printers=[self.world.rank] if prints else [], who=who)
+        return HangVerdict(
+            text=text, silent=[], printers=[self.world.rank] if prints else [], who=who
+        )
 
     # The end
 
@@ -378,7 +430,9 @@ class Watchdog:
         fd = 2
         with contextlib.suppress(OSError):
             if self.folder is not None and self.folder.is_dir():
-                fd = own_file(stacks_of(self.folder, self.world.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                fd = own_file(
+                    stacks_of(self.folder, self.world.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+                )
         if fd == 2 and not prints and self.sign.waiting > self.limit / 2:
             return  # it waits as the one that prints does
         write_text(fd, head)
@@ -413,7 +467,9 @@ class Watchdog:
 
 
 @contextlib.contextmanager
-def watched(world: World, team: Team, minutes: float, folder: str | None) -> Iterator[Watchdog | None]:
+def watched(
+    world: World, team: Team, minutes: float, folder: str | None
+) -> Iterator[Watchdog | None]:
     """Watch this rank during the block; one process alone waits for nobody."""
     if team.store is None:
         yield None

@@ -13,7 +13,8 @@ from meshwright.base.errors import UserError
 from meshwright.config.problem import SettingsError
 
 START_SECONDS = 30.0  # from the start of a process until all ranks must be there
-ATTEMPT = "_MESHWRIGHT_ATTEMPT"  # set by an elastic launch for its ranks: with how many it starts, and why
+# set by an elastic launch for its ranks: with how many it starts, and why
+ATTEMPT = "_MESHWRIGHT_ATTEMPT"
 RUN_ID = "meshwright-"  # how TORCHELASTIC_RUN_ID begins under our launcher
 VARIABLES = "RANK and WORLD_SIZE"  # the name of a launcher that sets no variable of its own
 OR_UNSET = " or, for one process, `unset RANK WORLD_SIZE`"
@@ -49,7 +50,9 @@ def find_world(environ: Mapping[str, str], local_rank: int | None = None) -> Wor
         return _by_slurm(environ)
     if "WORLD_SIZE" in environ and _number(environ, "WORLD_SIZE") > 1:
         size = environ["WORLD_SIZE"]
-        raise UserError(f"WORLD_SIZE={size} is set and RANK is not; set RANK for each process, or unset WORLD_SIZE")
+        raise UserError(
+            f"WORLD_SIZE={size} is set and RANK is not; set RANK for each process, or unset WORLD_SIZE"
+        )
     return World(local_rank=local_rank or 0)
 
 
@@ -60,7 +63,9 @@ def _by_torch(environ: Mapping[str, str], flag: int | None) -> World:
     rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     address, port = _master(environ)
     if size > 1:
-        missing = " and ".join(n for n, v in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if v is None)
+        missing = " and ".join(
+            n for n, v in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if v is None
+        )
         if missing:
             verb, them = ("are", "them") if " " in missing else ("is", "it")
             raise UserError(
@@ -76,8 +81,12 @@ def _by_torch(environ: Mapping[str, str], flag: int | None) -> World:
         local_size = max(local_size, local_rank + 1) if name is None else local_size
     by = "deepspeed" if "CROSS_RANK" in environ else VARIABLES
     if "TORCHELASTIC_RUN_ID" in environ:
-        by = "meshwright launch" if environ["TORCHELASTIC_RUN_ID"].startswith(RUN_ID) else "torchrun"
-    return _checked(World(rank, size, local_rank, local_size, address, port, by), "RANK", "WORLD_SIZE")
+        by = (
+            "meshwright launch" if environ["TORCHELASTIC_RUN_ID"].startswith(RUN_ID) else "torchrun"
+        )
+    return _checked(
+        World(rank, size, local_rank, local_size, address, port, by), "RANK", "WORLD_SIZE"
+    )
 
 
 def _by_mpi(environ: Mapping[str, str], by: str, prefix: str) -> World:
@@ -85,8 +94,14 @@ def _by_mpi(environ: Mapping[str, str], by: str, prefix: str) -> World:
         raise UserError(f"{prefix}RANK={environ[f'{prefix}RANK']} is set and {prefix}SIZE is not")
     rank, size = _number(environ, f"{prefix}RANK"), _number(environ, f"{prefix}SIZE")
     # The second names are Hydra's, the launcher of MPICH and Intel MPI.
-    local_rank = next((_number(environ, n) for n in (f"{prefix}LOCAL_RANK", "MPI_LOCALRANKID") if n in environ), None)
-    count = next((_number(environ, n) for n in (f"{prefix}LOCAL_SIZE", "MPI_LOCALNRANKS") if n in environ), None)
+    local_rank = next(
+        (_number(environ, n) for n in (f"{prefix}LOCAL_RANK", "MPI_LOCALRANKID") if n in environ),
+        None,
+    )
+    count = next(
+        (_number(environ, n) for n in (f"{prefix}LOCAL_SIZE", "MPI_LOCALNRANKS") if n in environ),
+        None,
+    )
     address, port = _master(environ)
     is_one_node = count is None or count == size  # unless it is known to be otherwise
     if size > 1 and address is None:
@@ -100,7 +115,9 @@ def _by_mpi(environ: Mapping[str, str], by: str, prefix: str) -> World:
         names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID")
         job = next((environ[n] for n in names if n in environ), "")
         if not (job or is_one_node):
-            raise UserError(f"{by} started {size} ranks on several nodes; set MASTER_PORT to a free port there")
+            raise UserError(
+                f"{by} started {size} ranks on several nodes; set MASTER_PORT to a free port there"
+            )
         port = _port(job or str(os.getppid()))
     local_rank = rank if local_rank is None else local_rank
     world = World(rank, size, local_rank, size if count is None else count, address, port, by)
@@ -118,10 +135,14 @@ def in_srun(environ: Mapping[str, str]) -> bool:
 def _by_slurm(environ: Mapping[str, str]) -> World:
     rank, size = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_NTASKS")
     address, port = _master(environ)
-    nodes = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", environ.get("SLURM_JOB_NODELIST")))
+    nodes = environ.get(
+        "SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", environ.get("SLURM_JOB_NODELIST"))
+    )
     if address is None:
         if not nodes:
-            raise UserError(f"srun started {size} ranks without SLURM_NODELIST; set MASTER_ADDR to rank 0's node")
+            raise UserError(
+                f"srun started {size} ranks without SLURM_NODELIST; set MASTER_ADDR to rank 0's node"
+            )
         address = first_host(nodes)
     if port is None:
         # Steps of one job may run side by side.
@@ -133,7 +154,11 @@ def _by_slurm(environ: Mapping[str, str]) -> World:
         counts = tasks_per_node(per_node)
         local_size = counts[min(node, len(counts) - 1)]
     else:
-        local_size = _number(environ, "SLURM_NTASKS_PER_NODE") if "SLURM_NTASKS_PER_NODE" in environ else local_rank + 1
+        local_size = (
+            _number(environ, "SLURM_NTASKS_PER_NODE")
+            if "SLURM_NTASKS_PER_NODE" in environ
+            else local_rank + 1
+        )
     world = World(rank, size, local_rank, local_size, address, port, "srun")
     return _checked(world, "SLURM_PROCID", "SLURM_NTASKS")
 
@@ -153,7 +178,9 @@ def tasks_per_node(text: str) -> list[int]:
             raise UserError(f"SLURM_TASKS_PER_NODE={text} is not of the form 2(x3),1")
         times = int((match[2] or "1")[:7])
         if not 0 < times <= 10**6:
-            raise UserError(f"SLURM_TASKS_PER_NODE={text[:100]}: x{match[2]} is not a number of nodes")
+            raise UserError(
+                f"SLURM_TASKS_PER_NODE={text[:100]}: x{match[2]} is not a number of nodes"
+            )
         counts += [int(match[1])] * times
     return counts
 
@@ -181,9 +208,13 @@ def _checked(world: World, rank: str, size: str) -> World:
     if world.size < 1:
         raise UserError(f"{size}={world.size}: there must be at least 1 process")
     if world.rank >= world.size:
-        raise UserError(f"{rank}={world.rank} does not fit {size}={world.size}: ranks count from 0 to {world.size - 1}")
+        raise UserError(
+            f"{rank}={world.rank} does not fit {size}={world.size}: ranks count from 0 to {world.size - 1}"
+        )
     if world.local_size > world.size:
-        raise UserError(f"{world.local_size} ranks on this node, but {size}={world.size}: the variables disagree")
+        raise UserError(
+            f"{world.local_size} ranks on this node, but {size}={world.size}: the variables disagree"
+        )
     if world.local_rank >= world.local_size:
         raise UserError(
             f"local rank {world.local_rank} does not fit {world.local_size} ranks on this node; count from 0"
@@ -194,7 +225,11 @@ def _checked(world: World, rank: str, size: str) -> World:
 def require_world_size(world: World, wanted: int | None) -> None:
     """Raise UserError if the flag --world-size differs from what the launcher started."""
     if wanted is not None and wanted != world.size:
-        by = "one process, without a launcher" if world.launcher == "none" else f"{world.size}, by {world.launcher}"
+        by = (
+            "one process, without a launcher"
+            if world.launcher == "none"
+            else f"{world.size}, by {world.launcher}"
+        )
         raise SettingsError(
             f"{{world_size={wanted}}}, but started as {by}; start {wanted}, as with meshwright launch --nproc-per-node "
             f"{wanted}, or change {{world_size}} to {world.size}"

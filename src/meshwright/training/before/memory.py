@@ -38,7 +38,9 @@ from meshwright.training.sizes import logits_bytes, state_bytes
 from meshwright.training.step import Network, forward_part, sum_terms
 
 
-def require_memory(config: TrainConfig, padded: int, pipeline_rank: int, device: torch.device) -> None:
+def require_memory(
+    config: TrainConfig, padded: int, pipeline_rank: int, device: torch.device
+) -> None:
     """Refuse a run whose state and logits of one micro-batch cannot fit, before allocating."""
     have = devices.total_memory(device)
     micro, seq = config.micro_batch, config.data.seq_length
@@ -67,7 +69,9 @@ def fit_micro_batch(
     sizes = [size // config.dp for size in config.batches]
 
     def attempt(size: int) -> None:
-        ids = torch.randint(vocab[0], (size, length + 1), generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(
+            vocab[0], (size, length + 1), generator=torch.Generator().manual_seed(0)
+        )
         places = torch.arange(length).expand(size, length)
         batch = Batch(
             ids[:, :-1].contiguous(),
@@ -87,7 +91,11 @@ def fit_micro_batch(
         part.train()
     is_planned = net.device.type == devices.NVIDIA and isinstance(net.parts[0], GPT)
     forecast = find_forecast() if is_planned else None
-    planned = functools.partial(forecast.planned_bytes, config, vocab[1]) if forecast is not None else None
+    planned = (
+        functools.partial(forecast.planned_bytes, config, vocab[1])
+        if forecast is not None
+        else None
+    )
     scales = net.store.scales
     with contextlib.nullcontext() if scales is None else scales.trial():
         size, message = find_largest(attempt, sizes, net.device, preferred, planned)
@@ -111,7 +119,10 @@ def find_largest(
     small = [n for n in range(1, math.isqrt(common) + 1) if common % n == 0]
     divisors = sorted({*small, *(common // n for n in small)})
     if device.type == "cpu":
-        each, have = (peak_bytes(attempt, 3) - peak_bytes(attempt, 1)) / 2, devices.free_memory(device)
+        each, have = (
+            (peak_bytes(attempt, 3) - peak_bytes(attempt, 1)) / 2,
+            devices.free_memory(device),
+        )
         fitting = [n for n in divisors if n * each <= MEMORY_SHARE * have]
         size = preferred if preferred in fitting else max(fitting, default=1)
         return size, f"one sample takes {each / 2**20:,.1f} MiB, {have / 2**30:,.1f} GiB are free"
@@ -126,13 +137,19 @@ def find_largest(
     each, rest = (two - one) / 2**30, (2 * one - two) / 2**30
     message = f"one sample takes {each:,.2f} GiB beside {rest:,.2f}, of {have / 2**30:,.1f}"
     for n in reversed(divisors):
-        if one + (n - 1) * (two - one) <= MEMORY_SHARE * have and try_size(attempt, n, device) is not None:
+        if (
+            one + (n - 1) * (two - one) <= MEMORY_SHARE * have
+            and try_size(attempt, n, device) is not None
+        ):
             return n, message
     return 1, message
 
 
 def try_planned(
-    attempt: Callable[[int], None], divisors: list[int], device: torch.device, planned: Callable[[int], int]
+    attempt: Callable[[int], None],
+    divisors: list[int],
+    device: torch.device,
+    planned: Callable[[int], int],
 ) -> int | None:
     """Return the largest size that is planned to fit, if it does and no larger one can."""
     most = MEMORY_SHARE * devices.free_memory(device)

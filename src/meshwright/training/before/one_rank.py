@@ -35,12 +35,16 @@ def describe_rank(config: TrainConfig, vocab: int, padded: int) -> list[str]:
     rank, world = config.parallel.rank, config.world
     assert rank is not None
     if rank >= world:
-        raise SettingsError(f"{{rank={rank}}} does not fit {{world_size={world}}}; ranks count from 0 to {world - 1}")
+        raise SettingsError(
+            f"{{rank={rank}}} does not fit {{world_size={world}}}; ranks count from 0 to {world - 1}"
+        )
     before, began = peak_memory(), time.perf_counter()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         layout = connect(layout_of(config, rank))
-        groups = {name: dist.get_process_group_ranks(group) for name, group in layout.groups.items()}
+        groups = {
+            name: dist.get_process_group_ranks(group) for name, group in layout.groups.items()
+        }
         parameters = list[int]()
         spec = Spec(without_device(config), layout, torch.device("meta"), vocab, padded)
         net = build_network(spec, parameters.append)
@@ -61,7 +65,9 @@ def describe_rank(config: TrainConfig, vocab: int, padded: int) -> list[str]:
 def without_device(config: TrainConfig) -> TrainConfig:
     """Return the settings without what only a device can do: fp8, pinned and mapped memory."""
     maps_none = {"tp_overlap": "off", "data_parallel_sums": "collectives"}
-    return with_settings(config, cpu_optimizer=False, remote_device="none", fp8_format=None, **maps_none)
+    return with_settings(
+        config, cpu_optimizer=False, remote_device="none", fp8_format=None, **maps_none
+    )
 
 
 def describe_planned(config: TrainConfig, padded: int, layout: Layout) -> list[str]:
@@ -75,7 +81,9 @@ def describe_planned(config: TrainConfig, padded: int, layout: Layout) -> list[s
 
 def describe_place(layout: Layout) -> str:
     sizes = zip(DIMENSIONS, layout.shape, strict=True)
-    return ", ".join(f"{PLACES[name]} {layout.at(name)} of {size}" for name, size in sizes if size > 1)
+    return ", ".join(
+        f"{PLACES[name]} {layout.at(name)} of {size}" for name, size in sizes if size > 1
+    )
 
 
 def describe_ranks(ranks: list[int]) -> str:
@@ -89,7 +97,9 @@ def describe_files(config: TrainConfig, named: TensorBoxes) -> Iterator[str]:
     """Yield what a rank with these tensors reads: token files, and those of a checkpoint."""
     for prefix in prefixes(config.data):
         yield f"{prefix}.idx and, through a map, {prefix}.bin"
-    if config.checkpoint.load and (source := loading.open_checkpoint(config.checkpoint.load, open_options(config))):
+    if config.checkpoint.load and (
+        source := loading.open_checkpoint(config.checkpoint.load, open_options(config))
+    ):
         wanted = sorted(files_of(source, named))
         more = f" and {len(wanted) - NAMED} more" * (len(wanted) > NAMED)
         yield f"{len(wanted)} of the checkpoint's files, {', '.join(wanted[:NAMED])}{more}"
@@ -105,7 +115,9 @@ def files_of(source: Source, named: TensorBoxes) -> set[str]:
     return files
 
 
-def meet(a: tuple[int, ...], a_size: tuple[int, ...], b: tuple[int, ...], b_size: tuple[int, ...]) -> bool:
+def meet(
+    a: tuple[int, ...], a_size: tuple[int, ...], b: tuple[int, ...], b_size: tuple[int, ...]
+) -> bool:
     """Return whether two boxes have an element in common."""
     return all(x < y + n and y < x + m for x, m, y, n in zip(a, a_size, b, b_size, strict=True))
 

@@ -20,7 +20,9 @@ PACKAGES = (
 def require_packages(logging: Logging) -> None:
     """Refuse a tracker whose package is not installed."""
     for setting, package, extra in PACKAGES:
-        known = sys.modules[package] if package in sys.modules else importlib.util.find_spec(package)
+        known = (
+            sys.modules[package] if package in sys.modules else importlib.util.find_spec(package)
+        )
         if getattr(logging, setting) and known is None:
             hint = f"install it with pip install 'meshwright[{extra}]'"
             raise SettingsError(f"{{{setting}}} needs {package}: {hint}", UNAVAILABLE)

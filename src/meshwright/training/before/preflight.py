@@ -34,11 +34,23 @@ from meshwright.training.before.resolve import (
 )
 from meshwright.training.forecast import find_forecast
 from meshwright.training.parameters import parameters_of_ranks
-from meshwright.training.sizes import describe_lack, describe_layout, describe_memory, describe_place
-from meshwright.training.state.resume import check_loading, fresh_schedule, note_kept_model, note_texts
+from meshwright.training.sizes import (
+    describe_lack,
+    describe_layout,
+    describe_memory,
+    describe_place,
+)
+from meshwright.training.state.resume import (
+    check_loading,
+    fresh_schedule,
+    note_kept_model,
+    note_texts,
+)
 
 
-def require_equal_ranks(team: Team, identity: dict[str, Any], problem: UserError | None = None) -> None:
+def require_equal_ranks(
+    team: Team, identity: dict[str, Any], problem: UserError | None = None
+) -> None:
     """Raise what any rank found wrong; refuse ranks with other settings, versions or files."""
     if team.size == 1:
         return
@@ -75,8 +87,12 @@ def dry_run(config: TrainConfig) -> int:
     if d.mock_data:
         show("data: random ids (--mock-data)")
     folder = run_folder_of(config)
-    saved = tokenizers.find_of_data(prefixes(d)) or tokenizers.find_saved(folder, loaded_folder(config))
-    if t.tokenizer_type == "GPT2BPETokenizer" and not (tokenizers.is_named(t) or t.vocab_size or saved):
+    saved = tokenizers.find_of_data(prefixes(d)) or tokenizers.find_saved(
+        folder, loaded_folder(config)
+    )
+    if t.tokenizer_type == "GPT2BPETokenizer" and not (
+        tokenizers.is_named(t) or t.vocab_size or saved
+    ):
         size = 50257
         needed = "{tokenizer} is needed (counted here as GPT-2's 50,257 ids)"
         later.append(Problem(("tokenizer",), needed, "missing"))
@@ -88,8 +104,12 @@ def dry_run(config: TrainConfig) -> int:
         for indexed in files:
             check_vocabulary(indexed, size)
     lack = print_sizes(config, size)
-    if files and (tokens := sum(len(indexed.tokens) for indexed in files)) < config.global_batch * (d.seq_length or 0):
-        show(f"warning: one step reads more than the {tokens:,} tokens of the data; give a smaller batch or more text")
+    if files and (tokens := sum(len(indexed.tokens) for indexed in files)) < config.global_batch * (
+        d.seq_length or 0
+    ):
+        show(
+            f"warning: one step reads more than the {tokens:,} tokens of the data; give a smaller batch or more text"
+        )
     if lines := check_loading(config) if config.checkpoint.load else fresh_schedule(config):
         show("\n".join(lines))
     if config.parallel.rank is not None:
@@ -134,7 +154,9 @@ def print_sizes(config: TrainConfig, vocab: int) -> str:
         layers, largest = " ".join(map(str, config.stages)), ", the largest" * (len(each) > 1)
         place = f"{max(each):,} parameters{describe_place(each)}{largest}"
         show(f"{describe_layout(config)}; layers of each stage: {layers}; {place}")
-    show(f"memory of weights, gradients and optimizer: {describe_memory(config, padded)}, activations apart")
+    show(
+        f"memory of weights, gradients and optimizer: {describe_memory(config, padded)}, activations apart"
+    )
     if lack := describe_lack(config, padded):
         show(lack)
     return lack

@@ -25,7 +25,16 @@ from meshwright.checkpoint import formats, mirror, owner, steps
 from meshwright.config import check_model, checks, data_paths, dialects, flags, notices
 from meshwright.config.fields import spelling, with_settings
 from meshwright.config.grammar import blend
-from meshwright.config.problem import GivenAs, Problem, SettingsError, Wording, plain, require, stated, with_value
+from meshwright.config.problem import (
+    GivenAs,
+    Problem,
+    SettingsError,
+    Wording,
+    plain,
+    require,
+    stated,
+    with_value,
+)
 from meshwright.config.schema import TokenizerFlags, TrainConfig
 from meshwright.data import tokenizers
 from meshwright.data.sets import count_epochs
@@ -33,7 +42,12 @@ from meshwright.data.tokenizers import Tokenizer
 from meshwright.model import counts
 from meshwright.runtime.ranks.world import World
 from meshwright.training.before.packages import require_packages
-from meshwright.training.state.resume import checkpoint_architecture, guard_existing, guard_run_folder, saved_settings
+from meshwright.training.state.resume import (
+    checkpoint_architecture,
+    guard_existing,
+    guard_run_folder,
+    saved_settings,
+)
 from meshwright.training.state.saver import check_export
 
 
@@ -53,7 +67,9 @@ class Vocabulary:
         else:
             say(f"> building {self.kind} tokenizer ...")
         if self.tokenizer is not None and self.folder:
-            console.notice(f"tokenizer: {self.tokenizer.name} with {self.size:,} ids, found in {self.folder}")
+            console.notice(
+                f"tokenizer: {self.tokenizer.name} with {self.size:,} ids, found in {self.folder}"
+            )
         say(tokenizers.padding_line(self.size, self.padded))
 
     def identity(self) -> dict[str, Any]:
@@ -73,12 +89,14 @@ class Resolved:
 
     config: TrainConfig
     vocabulary: Vocabulary
-    identity: dict[str, Any] = field(default_factory=dict)  # what is equal on all ranks, if they are several
+    # what is equal on all ranks, if they are several
+    identity: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)  # as Megatron's log names them
     problem: UserError | None = None  # of this rank's files; raised when all ranks have met
     world: World = World()
     command: list[str] = field(default_factory=list)
-    switches: dict[str, bool] = field(default_factory=dict)  # older names that were given, as Megatron's files have
+    # older names that were given, as Megatron's files have
+    switches: dict[str, bool] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path | None:
@@ -121,7 +139,9 @@ def require_start_folder(parsed: flags.Parsed[TrainConfig]) -> None:
         for prefix in prefixes:
             if Path(prefix).is_absolute() or Path(f"{prefix}.idx").exists():
                 continue
-            starts = (f for f in folder.parents if Path(f, f"{prefix}.idx").exists() and f / run == folder)
+            starts = (
+                f for f in folder.parents if Path(f, f"{prefix}.idx").exists() and f / run == folder
+            )
             start = next(starts, None)
             raise UserError(
                 f"data {prefix}: missing here; relative paths in {source} count from the folder where the run was "
@@ -168,10 +188,14 @@ def resolve(
         config = with_settings(config, multiple_validation_sets=False, validation_set_names=[])
     require_settings(config, needs_data=not has_datasets)
     config, vocabulary, problem = look_at_files(config, world)
-    arguments = dialects.shown_arguments(config, idle or {}, config.parallel.distributed_backend or "")
+    arguments = dialects.shown_arguments(
+        config, idle or {}, config.parallel.distributed_backend or ""
+    )
     identity = identity_of(config, vocabulary) if world.size > 1 and problem is None else {}
     switches = flags.switches_in_effect(config, idle or {})
-    return Resolved(config, vocabulary, identity, arguments, problem, world, command or [], switches)
+    return Resolved(
+        config, vocabulary, identity, arguments, problem, world, command or [], switches
+    )
 
 
 def settle_length(config: TrainConfig, prints: bool = True) -> TrainConfig:
@@ -181,7 +205,9 @@ def settle_length(config: TrainConfig, prints: bool = True) -> TrainConfig:
     config = count_epochs(config)
     require_settings(config, needs_data=True)
     if prints:
-        console.notice(f"--train-epochs {epochs:g} of this data: --train-samples {config.training.train_samples}")
+        console.notice(
+            f"--train-epochs {epochs:g} of this data: --train-samples {config.training.train_samples}"
+        )
     return config
 
 
@@ -190,7 +216,8 @@ def identity_of(config: TrainConfig, vocabulary: Vocabulary) -> dict[str, Any]:
     own: dict[str, Any] = json.loads(
         shown(json.dumps(saved_settings(config)))
     )  # local copies may be in other folders elsewhere
-    del own["rank"], own["local_rank"], own["local_dir"], own["run_dir"]  # rank 0 alone writes there
+    # rank 0 alone writes there
+    del own["rank"], own["local_rank"], own["local_dir"], own["run_dir"]
     del own["deepspeed_config"]  # its values are among the settings
     for name, what in (("data_fingerprint", "files"), ("data_contents", "tokens")):
         hashes = zip(data_paths.prefixes(config.data), own.pop(name), strict=True)
@@ -198,7 +225,11 @@ def identity_of(config: TrainConfig, vocabulary: Vocabulary) -> dict[str, Any]:
     for prefix in data_paths.prefixes(config.data):
         if (copy := copies.sparse_copy(f"{prefix}.bin")) is not None:
             own[f"--data-path {shown(str(prefix))} (its objects)"] = copy.objects
-    return own | {"meshwright": our_version(), "python": platform.python_version()} | vocabulary.identity()
+    return (
+        own
+        | {"meshwright": our_version(), "python": platform.python_version()}
+        | vocabulary.identity()
+    )
 
 
 def require_settings(config: TrainConfig, needs_data: bool) -> None:
@@ -219,7 +250,9 @@ def bring_files(config: TrainConfig) -> None:
         mirror.fetch(path)
     for prefix in data_paths.prefixes(config.data):
         copies.prepare_tokens(prefix)
-        missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").exists()]
+        missing = [
+            f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").exists()
+        ]
         if missing:
             advice = "; create the pair with `meshwright preprocess` and pass their common path without the extension"
             if Path(prefix).is_file():
@@ -228,7 +261,9 @@ def bring_files(config: TrainConfig) -> None:
             raise UserError(f"data {prefix}: missing {' and '.join(missing)}{hint}", BAD_DATA)
 
 
-def look_at_files(config: TrainConfig, world: World) -> tuple[TrainConfig, Vocabulary, UserError | None]:
+def look_at_files(
+    config: TrainConfig, world: World
+) -> tuple[TrainConfig, Vocabulary, UserError | None]:
     """Return settings and vocabulary, or what is wrong with the files of one of several ranks."""
     try:
         bring_files(config)
@@ -269,7 +304,9 @@ def find_vocabulary(config: TrainConfig, folder: Path | None) -> Vocabulary:
     t, loaded = config.tokenizer, loaded_folder(config)
     beside_data = tokenizers.find_of_data(data_paths.prefixes(config.data))
 
-    def sized(tokenizer: Tokenizer | None, size: int, folder_found: Path | None = None) -> Vocabulary:
+    def sized(
+        tokenizer: Tokenizer | None, size: int, folder_found: Path | None = None
+    ) -> Vocabulary:
         named = t.tokenizer or (tokenizer.name if tokenizer and folder_found else t.tokenizer_type)
         return Vocabulary(tokenizer, size, padded_for(config, size), str(named), folder_found)
 
@@ -278,12 +315,16 @@ def find_vocabulary(config: TrainConfig, folder: Path | None) -> Vocabulary:
         return sized(None, t.vocab_size)
     is_loaded = loaded is not None and steps.find_step(loaded, sizes=False)[0] is not None
     # Beside data that know their tokenizer, files that a killed or replaced run left mean nothing.
-    saved = tokenizers.find_saved(*([loaded if is_loaded else None] if beside_data else [folder, loaded]))
+    saved = tokenizers.find_saved(
+        *([loaded if is_loaded else None] if beside_data else [folder, loaded])
+    )
     tokenizer = tokenizers.resolve_for_data(t, beside_data, saved)
     if tokenizer is None and loaded and is_loaded:
         raise tokenizers.missing_error(loaded)
     tokenizer = tokenizer or tokenizers.build_tokenizer(t)  # which raises, naming the missing flags
-    return sized(tokenizer, tokenizer.size, None if tokenizers.is_named(t) else saved or beside_data)
+    return sized(
+        tokenizer, tokenizer.size, None if tokenizers.is_named(t) else saved or beside_data
+    )
 
 
 def padded_for(config: TrainConfig, vocab: int) -> int:
@@ -300,7 +341,10 @@ def is_size_alone(config: TrainConfig, beside_data: Path | None) -> bool:
     if not config.data.mock_data and t.tokenizer_type != "GPT2BPETokenizer":
         return False
     # A size from a checkpoint may count padding, so a smaller tokenizer is none of its own.
-    return beside_data is None or tokenizers.build_tokenizer(TokenizerFlags(), beside_data).size < t.vocab_size
+    return (
+        beside_data is None
+        or tokenizers.build_tokenizer(TokenizerFlags(), beside_data).size < t.vocab_size
+    )
 
 
 def run_folder_of(config: TrainConfig) -> Path | None:

@@ -41,7 +41,9 @@ SNAPSHOTS = "eval-snapshots"  # in the run's folder
 class Scores:
     """The tasks of --eval-tasks, scored by the run's own network; every rank takes part."""
 
-    def __init__(self, config: TrainConfig, net: Network, vocab: int, tokenizer: Tokenizer | None, team: Team) -> None:
+    def __init__(
+        self, config: TrainConfig, net: Network, vocab: int, tokenizer: Tokenizer | None, team: Team
+    ) -> None:
         assert config.data.seq_length
         self.config, self.net, self.team, self.vocab = config, net, team, vocab
         self.length, self.is_fixed = config.data.seq_length, runs_one_shape(net)
@@ -63,7 +65,9 @@ class Scores:
         self.interval = config.logging.eval_tasks_interval or self.default_interval()
         names = ", ".join(task.name for task in self.tasks)
         where = config.logging.eval_tasks_device
-        remark(f" > --eval-tasks: {names} every {self.interval:,} steps{f', beside the run on {where}' * bool(where)}")
+        remark(
+            f" > --eval-tasks: {names} every {self.interval:,} steps{f', beside the run on {where}' * bool(where)}"
+        )
 
     def default_interval(self) -> int:
         """Return the least of 1, 2, 5, 10, 20, ... that keeps the scores' time below TIME_SHARE."""
@@ -81,11 +85,16 @@ class Scores:
     def collect(self, metrics: Metrics) -> None:
         """Record what was computed beside the run, without waiting."""
 
-    def run(self, iteration: int, consumed: int, metrics: Metrics, should_stop: Callable[[], bool]) -> None:
+    def run(
+        self, iteration: int, consumed: int, metrics: Metrics, should_stop: Callable[[], bool]
+    ) -> None:
         """Score the current weights and record the result, unless that is done for this step."""
         if iteration == self.scored_step:
             return
-        scorer, micro = functools.partial(score_on_all, self.net, self.vocab), self.config.micro_batch
+        scorer, micro = (
+            functools.partial(score_on_all, self.net, self.vocab),
+            self.config.micro_batch,
+        )
         for task in self.tasks:
             began = time.perf_counter()
             values = task.score(scorer, self.length, micro, self.is_fixed, should_stop)
@@ -94,7 +103,9 @@ class Scores:
             metrics.score(iteration, consumed, task, values, time.perf_counter() - began)
         self.scored_step = iteration
 
-    def finish(self, iteration: int, consumed: int, metrics: Metrics, should_stop: Callable[[], bool]) -> None:
+    def finish(
+        self, iteration: int, consumed: int, metrics: Metrics, should_stop: Callable[[], bool]
+    ) -> None:
         """Score the weights after the last step."""
         self.run(iteration, consumed, metrics, should_stop)
 
@@ -133,20 +144,26 @@ class ScoresBeside(Scores):
         """`snapshot` writes the weights into a folder of steps; all ranks call it."""
         super().__init__(config, net, vocab, tokenizer, team)
         if net.name != GPT_NETWORK:
-            raise SettingsError(f"{{eval_tasks_device}}: another process cannot build a {net.name}; leave it out")
+            raise SettingsError(
+                f"{{eval_tasks_device}}: another process cannot build a {net.name}; leave it out"
+            )
         c = config.checkpoint
         self.snapshot, self.run_folder = snapshot, Path(c.run_dir or c.save or "")
         self.root = self.run_folder / SNAPSHOTS
         self.child: subprocess.Popen[str] | None = None
         self.scored = (0, 0)  # iteration and samples of the snapshot that is scored
 
-    def run(self, iteration: int, consumed: int, metrics: Metrics, should_stop: Callable[[], bool]) -> None:
+    def run(
+        self, iteration: int, consumed: int, metrics: Metrics, should_stop: Callable[[], bool]
+    ) -> None:
         """Begin with these weights, unless other ones are still being scored."""
         if iteration == self.scored_step:
             return
         if self.team.merge(self.child is not None, any):
             busy = f"step {self.scored[0]:,} is still being scored on {self.config.logging.eval_tasks_device}"
-            remark(f" > --eval-tasks: {busy}, so step {iteration:,} is not; raise --eval-tasks-interval")
+            remark(
+                f" > --eval-tasks: {busy}, so step {iteration:,} is not; raise --eval-tasks-interval"
+            )
             return
         self.begin(iteration, consumed)
 
@@ -158,9 +175,20 @@ class ScoresBeside(Scores):
             return
         g, p = self.config.logging, self.config.precision
         where = g.eval_tasks_device or "cpu"
-        words = ["evaluate", str(steps.step_folder(self.root, iteration)), f"--eval-tasks={g.eval_tasks}"]
-        words += [f"--device={where}", f"--results-path={self.root / 'scores.json'}", f"--seq-length={self.length}"]
-        words += [f"--overlapping-eval={max(1, self.length // 2)}", f"--micro-batch-size={self.config.micro_batch}"]
+        words = [
+            "evaluate",
+            str(steps.step_folder(self.root, iteration)),
+            f"--eval-tasks={g.eval_tasks}",
+        ]
+        words += [
+            f"--device={where}",
+            f"--results-path={self.root / 'scores.json'}",
+            f"--seq-length={self.length}",
+        ]
+        words += [
+            f"--overlapping-eval={max(1, self.length // 2)}",
+            f"--micro-batch-size={self.config.micro_batch}",
+        ]
         words += ["--bf16"] * (p.bf16 and where != "cpu") + ["--fp16"] * (p.fp16 and where != "cpu")
         words += [f"--params-dtype={p.params_dtype}"] * (p.params_dtype != "float32")
         if (self.run_folder / "tokenizer").is_dir():
@@ -186,14 +214,20 @@ class ScoresBeside(Scores):
         status, self.child = self.child.wait(), None
         iteration, consumed = self.scored
         if status:
-            lines = (self.root / "log.txt").read_text(errors="replace").strip().splitlines() or ["no output"]
-            remark(f"WARNING: --eval-tasks: no scores of step {iteration:,} (exit status {status}): {lines[-1]}")
+            lines = (self.root / "log.txt").read_text(errors="replace").strip().splitlines() or [
+                "no output"
+            ]
+            remark(
+                f"WARNING: --eval-tasks: no scores of step {iteration:,} (exit status {status}): {lines[-1]}"
+            )
             return
         for score in json.loads((self.root / "scores.json").read_text()):
             [task] = [task for task in self.tasks if task.name == score["task"]]
             metrics.score(iteration, consumed, task, score["values"], score["seconds"])
 
-    def finish(self, iteration: int, consumed: int, metrics: Metrics, should_stop: Callable[[], bool]) -> None:
+    def finish(
+        self, iteration: int, consumed: int, metrics: Metrics, should_stop: Callable[[], bool]
+    ) -> None:
         """Wait for the process, score the last weights and wait for them too."""
         self.wait(metrics, should_stop)
         if iteration != self.scored_step and not should_stop():

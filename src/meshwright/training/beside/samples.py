@@ -30,10 +30,14 @@ PADDING = 64  # texts are padded to a multiple of this, so that few shapes occur
 class SampleWriter:
     """The prompts of --sample-prompts, which all ranks continue together."""
 
-    def __init__(self, config: TrainConfig, net: Network, vocab: int, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, config: TrainConfig, net: Network, vocab: int, tokenizer: Tokenizer | None
+    ) -> None:
         g, self.length = config.logging, config.data.seq_length or 0
         if tokenizer is None:
-            raise SettingsError("{sample_interval} writes text, for which the run needs a tokenizer; give {tokenizer}")
+            raise SettingsError(
+                "{sample_interval} writes text, for which the run needs a tokenizer; give {tokenizer}"
+            )
         self.net, self.vocab, self.tokenizer, self.rows = net, vocab, tokenizer, config.micro_batch
         self.seed, self.count = config.training.seed, g.sample_length
         self.options = Sampling(temperature=g.sample_temperature)
@@ -51,24 +55,37 @@ class SampleWriter:
         """Continue the prompts with the current weights and record the texts."""
         for number, (prompt, ids) in enumerate(zip(self.prompts, self.generate(), strict=True)):
             text, _ = text_until_stop(self.tokenizer, self.requests[number], ids)
-            text = text.removesuffix("\N{REPLACEMENT CHARACTER}")  # of a character whose last bytes were not written
-            remark(f" > sample at iteration {iteration}: {prompt + '|' if prompt else ''}{in_one_line(text)}")
+            # of a character whose last bytes were not written
+            text = text.removesuffix("\N{REPLACEMENT CHARACTER}")
+            remark(
+                f" > sample at iteration {iteration}: {prompt + '|' if prompt else ''}{in_one_line(text)}"
+            )
             metrics.sample(iteration, number, prompt, text)
 
     def generate(self) -> list[list[int]]:
         """Return the new tokens of each prompt, without an end-of-document token."""
         texts, done = [list(ids) for ids in self.ids], [False] * len(self.ids)
-        kind, device, eod = sampling.ChoiceParts.of(self.options), self.net.device, self.tokenizer.eod
-        numbers = torch.tensor(
-            [sampling.control_numbers(self.options)] * len(texts), dtype=torch.float64, device=device
+        kind, device, eod = (
+            sampling.ChoiceParts.of(self.options),
+            self.net.device,
+            self.tokenizer.eod,
         )
-        keys = torch.tensor([sampling.stream_key(self.seed, row) for row in range(len(texts))], device=device)
+        numbers = torch.tensor(
+            [sampling.control_numbers(self.options)] * len(texts),
+            dtype=torch.float64,
+            device=device,
+        )
+        keys = torch.tensor(
+            [sampling.stream_key(self.seed, row) for row in range(len(texts))], device=device
+        )
         temperature, top_p, min_p = numbers.unbind(1)
         controls = sampling.Controls(temperature, top_p, min_p, torch.zeros_like(keys), keys)
         for _ in range(self.count):
             logits = self.next_logits(texts)
             at = torch.tensor(list(map(len, texts)), device=device)
-            for row, token in enumerate(sampling.sample_tokens(logits, kind, controls, at).tolist()):
+            for row, token in enumerate(
+                sampling.sample_tokens(logits, kind, controls, at).tolist()
+            ):
                 done[row] = done[row] or token == eod or len(texts[row]) >= self.length
                 if not done[row]:
                     texts[row].append(token)
@@ -101,7 +118,11 @@ class SampleWriter:
         if net.layout.world == 1:
             return torch.cat(parts)[: len(texts), : self.vocab]
         # One replica adds its part: the last stage's ids of this tensor rank.
-        kind = torch.float64 if next(net.parts[0].parameters()).dtype is torch.float64 else torch.float32
+        kind = (
+            torch.float64
+            if next(net.parts[0].parameters()).dtype is torch.float64
+            else torch.float32
+        )
         total = torch.zeros(len(padded), self.vocab, dtype=kind, device=net.device)
         if parts and not at("replicas", "shard"):
             part = torch.cat(parts)
@@ -113,4 +134,6 @@ class SampleWriter:
 
 def in_one_line(text: str) -> str:
     """Return a text for the log, without what moves a terminal's cursor or changes its colours."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text.split()))
+    return "".join(
+        c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text.split())
+    )

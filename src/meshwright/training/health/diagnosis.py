@@ -53,7 +53,9 @@ class Finding(NamedTuple):
     is_fused: bool = False  # whether it is a layer run by fused kernels
 
 
-def find_origin(net: Network, team: Team, batches: list[Batch], settings: StepSettings, has_loss: bool) -> Origin:
+def find_origin(
+    net: Network, team: Team, batches: list[Batch], settings: StepSettings, has_loss: bool
+) -> Origin:
     """Find where a step began to be not finite; `has_loss` if its loss was finite."""
     first = functools.partial(first_of_all, team, net.layout)
     with devices.on_stream(net.stream), as_usual(net):
@@ -70,7 +72,9 @@ def find_origin(net: Network, team: Team, batches: list[Batch], settings: StepSe
             of_rank, summed = run_backward(net, batches, settings)
             if origin := first("backward", of_rank) or first("sum", summed):
                 return origin
-    hosts = team.merge([platform.node()], lambda lists: sorted({host for hosts in lists for host in hosts}))
+    hosts = team.merge(
+        [platform.node()], lambda lists: sorted({host for hosts in lists for host in hosts})
+    )
     text = "computed again, it is finite: a transient fault, so suspect the hardware of "
     return Origin(text + list_some(hosts), {"kind": "none", "hosts": hosts})
 
@@ -79,7 +83,9 @@ def first_of_all(team: Team, layout: Layout, kind: str, own: Finding | None) -> 
     """Return the first of what all ranks found, with the ranks that found it."""
     shown = {n: dims for n, dims in COORDINATES.items() if n != "cp" or layout.cp > 1}
     at = ", ".join(f"{name} {layout.at(*dims)}" for name, dims in shown.items())
-    everyone = team.gather([*own, team.rank, f"{team.rank} ({at}, host {platform.node()})"] if own else None)
+    everyone = team.gather(
+        [*own, team.rank, f"{team.rank} ({at}, host {platform.node()})"] if own else None
+    )
     findings = [finding for finding in everyone if finding]
     if not findings:
         return None
@@ -87,14 +93,19 @@ def first_of_all(team: Team, layout: Layout, kind: str, own: Finding | None) -> 
     same = [finding for finding in findings if finding[0] == order and finding[2] == name]
     ranks, places = [finding[-2] for finding in same], [finding[-1] for finding in same]
     where = "" if team.size == 1 else f", on rank{'s' * (len(ranks) > 1)} {list_some(places)}"
-    return Origin(f"it began in {text}{where}", {"kind": kind, "name": name, "fused": is_fused, "ranks": ranks})
+    return Origin(
+        f"it began in {text}{where}",
+        {"kind": kind, "name": name, "fused": is_fused, "ranks": ranks},
+    )
 
 
 COORDINATES = {"tp": ("tp",), "cp": ("cp",), "pp": ("pp",), "dp": ("replicas", "shard")}
 
 
 def list_some(names: list[str]) -> str:
-    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+    return ", ".join(names[:NAMED]) + (
+        f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    )
 
 
 # Numbers
@@ -102,7 +113,9 @@ def list_some(names: list[str]) -> str:
 
 def count_bad(x: Tensor) -> Tensor:
     """Count the values that are not finite, on the device."""
-    return torch.stack([(~part.isfinite()).sum() for part in torch.split(x.detach().flatten(), AT_ONCE)]).sum()
+    return torch.stack(
+        [(~part.isfinite()).sum() for part in torch.split(x.detach().flatten(), AT_ONCE)]
+    ).sum()
 
 
 def floats(value: Any) -> Iterator[Tensor]:
@@ -141,9 +154,13 @@ def find_bad_state(net: Network) -> Finding | None:
     """Check this rank's weights and moments, and the copies that the layers read."""
     state = {name: x for name, (_, _, x) in net.store.named_state().items()}
     finding = first_bad({n: x for n, x in state.items() if "/" not in n}, "the weights ")
-    copies = {n: p for part in net.parts for n, p in part.named_parameters() if not hasattr(p, "to_local")}
+    copies = {
+        n: p for part in net.parts for n, p in part.named_parameters() if not hasattr(p, "to_local")
+    }
     finding = finding or first_bad(copies, "the copy that the layers read of the weights ")
-    return finding or first_bad({n: x for n, x in state.items() if "/" in n}, "the optimizer's state ")
+    return finding or first_bad(
+        {n: x for n, x in state.items() if "/" in n}, "the optimizer's state "
+    )
 
 
 # Passes
@@ -194,7 +211,9 @@ def run_forward(net: Network, batches: list[Batch], seed: int) -> Finding | None
     return watch.from_finite or watch.passed_on
 
 
-def run_backward(net: Network, batches: list[Batch], settings: StepSettings) -> tuple[Finding | None, Finding | None]:
+def run_backward(
+    net: Network, batches: list[Batch], settings: StepSettings
+) -> tuple[Finding | None, Finding | None]:
     """Compute the gradients; return the first that is not finite on this rank, and after sums."""
     if net.graphs is not None:
         net.graphs.release()  # their memory is needed; they are captured again
@@ -202,9 +221,13 @@ def run_backward(net: Network, batches: list[Batch], settings: StepSettings) -> 
     with watch.attached():
         accumulate(net, batches, *prepare_numbers(net, batches, settings), settings)
         net.store.finish_sums()
-    summed = first_bad(dict(net.store.each_gradient()), "the sum over the ranks of the gradient of ")
+    summed = first_bad(
+        dict(net.store.each_gradient()), "the sum over the ranks of the gradient of "
+    )
     if summed is None and not bool(net.store.sum_of_squares().isfinite()):
-        summed = Finding([0], "the norm: the gradients are finite, the sum of their squares is not", "norm")
+        summed = Finding(
+            [0], "the norm: the gradients are finite, the sum of their squares is not", "norm"
+        )
     return watch.gradient(), summed
 
 
@@ -217,7 +240,8 @@ class Watch:
         self.microbatches = [-1] * len(net.parts)
         self.from_finite: Finding | None = None  # made from finite inputs
         self.passed_on: Finding | None = None
-        self.gradients: dict[bool, Finding] = {}  # the first that is not finite: of a parameter, of an output
+        # the first that is not finite: of a parameter, of an output
+        self.gradients: dict[bool, Finding] = {}
         self.hooked: dict[int, Tensor] = {}  # parameters
         self.handles: list[Any] = []
 
@@ -251,7 +275,9 @@ class Watch:
                 self.hooked[id(p)] = p
                 self.handles.append(p.register_hook(self.gradient_hook(chunk, inner, "", True)))  # type: ignore[no-untyped-call]
 
-    def leave(self, chunk: int, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def leave(
+        self, chunk: int, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
         order = self.order(chunk)
         if not self.has_gradients:
             self.see(name, order, (args, kwargs), output, isinstance(module, FusedBlock))
@@ -260,7 +286,9 @@ class Watch:
             if x.requires_grad:
                 x.register_hook(self.gradient_hook(chunk, name, "the output of ", False))  # type: ignore[no-untyped-call]
 
-    def see(self, name: str, order: list[int], source: Any, output: Any, is_fused: bool = False) -> None:
+    def see(
+        self, name: str, order: list[int], source: Any, output: Any, is_fused: bool = False
+    ) -> None:
         """Note an output that is not finite, and whether its inputs are."""
         if self.from_finite is not None or not (bad := bad_in(output))[0]:
             return
@@ -271,7 +299,9 @@ class Watch:
             self.from_finite = Finding(order, text, name, is_fused)
         self.passed_on = self.passed_on or Finding(order, text, name, is_fused)
 
-    def gradient_hook(self, chunk: int, name: str, before: str, is_parameter: bool) -> Callable[[Tensor], None]:
+    def gradient_hook(
+        self, chunk: int, name: str, before: str, is_parameter: bool
+    ) -> Callable[[Tensor], None]:
         stage = self.order(chunk)[1]
 
         def see(grad: Tensor) -> None:

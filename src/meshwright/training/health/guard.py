@@ -30,7 +30,9 @@ def spread(losses: Collection[float]) -> tuple[float, float]:
     least a thousandth of the median, so that equal losses do not make a spike of the next.
     """
     middle = statistics.median(losses)
-    return middle, max(1.4826 * statistics.median(abs(x - middle) for x in losses), 1e-3 * abs(middle), 1e-9)
+    return middle, max(
+        1.4826 * statistics.median(abs(x - middle) for x in losses), 1e-3 * abs(middle), 1e-9
+    )
 
 
 class Guard:
@@ -39,7 +41,10 @@ class Guard:
     def __init__(self, state: State, metrics: Metrics, in_flight: InFlight, feed: Feed) -> None:
         self.state, self.metrics, self.in_flight, self.feed = state, metrics, in_flight, feed
         self.config, self.progress = state.config, state.progress
-        self.on_nonfinite, self.on_spike = self.config.training.on_nonfinite, self.config.training.on_spike
+        self.on_nonfinite, self.on_spike = (
+            self.config.training.on_nonfinite,
+            self.config.training.on_spike,
+        )
         self.in_spike = False  # whether the last loss was one's
         # Samples of applied steps when the run began or was last rolled back.
         self.since = self.progress.schedule_samples
@@ -64,10 +69,19 @@ class Guard:
         has_changed, begun = self.in_flight.drop(), time.perf_counter()
         origin = self.locate(step, math.isfinite(loss))
         if has_changed and not origin.is_state:
-            origin = origin._replace(text=f"{origin.text} (with the weights after the next step, already under way)")
-        number = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
+            origin = origin._replace(
+                text=f"{origin.text} (with the weights after the next step, already under way)"
+            )
+        number = (
+            f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
+        )
         what = f"iteration {step.iteration} (samples up to {step.consumed}): {number}{self.at_scale(step)}"
-        row = {"loss": loss, "grad_norm": norm, "where": origin.text, "seconds": round(time.perf_counter() - begun, 3)}
+        row = {
+            "loss": loss,
+            "grad_norm": norm,
+            "where": origin.text,
+            "seconds": round(time.perf_counter() - begun, 3),
+        }
         self.metrics.row("nonfinite", step.iteration, **row, **origin.facts)
         if word == "rollback":
             return self.roll_back(step, f"{what}; {origin.text}", "on_nonfinite", times, origin)
@@ -118,7 +132,9 @@ class Guard:
         save = self.config.checkpoint.save
         saved = f"the checkpoints in {save} are of earlier steps; " if save else ""
         cure = f"continue with {{on_spike=rollback:K}}, or lower {{lr}} (now {self.config.optimizer.lr})"
-        raise SettingsError(f"{what} ({{on_spike=stop}}); {saved}{cure}", NON_FINITE, everywhere=True)
+        raise SettingsError(
+            f"{what} ({{on_spike=stop}}); {saved}{cure}", NON_FINITE, everywhere=True
+        )
 
     def failure(self, what: str, origin: Origin | None) -> UserError:
         c = self.config
@@ -126,9 +142,13 @@ class Guard:
         kept = f"; the checkpoints in {c.checkpoint.save} are unchanged"
         cure = f"lower {{lr}} (now {c.optimizer.lr}), warm up longer{' or use {bf16=True}' if c.precision.fp16 else ''}"
         cure = "continue from the newest checkpoint" if is_fault else cure
-        return SettingsError(f"{what}{kept if c.checkpoint.save else ''}; {cure}", NON_FINITE, everywhere=True)
+        return SettingsError(
+            f"{what}{kept if c.checkpoint.save else ''}; {cure}", NON_FINITE, everywhere=True
+        )
 
-    def roll_back(self, step: Submitted, what: str, setting: str, times: int, origin: Origin | None = None) -> bool:
+    def roll_back(
+        self, step: Submitted, what: str, setting: str, times: int, origin: Origin | None = None
+    ) -> bool:
         """Load the newest checkpoint and pass over the samples from there to the end of this step.
 
         The iterations in between count as done, as with --skip-train-iteration-range, so that no
@@ -137,13 +157,17 @@ class Guard:
         p, c, begun = self.progress, self.config.checkpoint, time.perf_counter()
         done, rule = p.rollbacks, with_value(setting, f"rollback:{times}")
         if done >= times:
-            again = f"this run has gone back {done} times without saving a checkpoint of further steps"
+            again = (
+                f"this run has gone back {done} times without saving a checkpoint of further steps"
+            )
             raise self.failure(f"{what}; {again} ({rule})", origin)
         to = self.state.roll_back()
         if to is None:
             now = f"{{save_interval}} is {c.save_interval or 'not given'}"
             none = f"{rule} cannot go back: {c.save} holds no checkpoint yet"
-            raise self.failure(f"{what}; {none} ({now}; {{save_at_start=True}} saves the first weights)", origin)
+            raise self.failure(
+                f"{what}; {none} ({now}; {{save_at_start=True}} saves the first weights)", origin
+            )
         begin, self.since = p.consumed_train_samples, p.schedule_samples
         p.iteration, p.consumed_train_samples = step.iteration, step.consumed
         p.rollbacks, p.nonfinite_in_a_row = done + 1, 0

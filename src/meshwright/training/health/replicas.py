@@ -60,8 +60,17 @@ def copies_in(store: Store) -> list[Copies]:
         weights.groups, weights.flat = layout.members("replicas", "shard", "cp"), store.weights
         if store.master is not store.weights and not store.offload:
             ranges = ((name, *store.local_range(name)) for name in named)
-            parts = {name: store.master[begin : begin + high - low] for name, begin, low, high in ranges}
-            kinds.append(Copies("master weights", layout.members(*store.sharding.replicated), parts, store.master))
+            parts = {
+                name: store.master[begin : begin + high - low] for name, begin, low, high in ranges
+            }
+            kinds.append(
+                Copies(
+                    "master weights",
+                    layout.members(*store.sharding.replicated),
+                    parts,
+                    store.master,
+                )
+            )
     uncut = {name: x for name, x in named.items() if not store.sharding.is_cut(name)}
     kinds.append(Copies("weights", layout.members("tp"), uncut))
     if store.sharding.tied:  # the first and the last stage have the token table
@@ -117,8 +126,16 @@ def joined(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 class Replicas:
     """The comparisons of one run."""
 
-    def __init__(self, net: Network, team: Team, copies: list[Copies], every: int, saves_to: str | None) -> None:
-        self.net, self.team, self.copies, self.every, self.saves_to = net, team, copies, every, saves_to
+    def __init__(
+        self, net: Network, team: Team, copies: list[Copies], every: int, saves_to: str | None
+    ) -> None:
+        self.net, self.team, self.copies, self.every, self.saves_to = (
+            net,
+            team,
+            copies,
+            every,
+            saves_to,
+        )
         self.pending: tuple[int, Callable[[], list[float]]] | None = None
 
     def after(self, iteration: int, at_once: bool) -> None:
@@ -166,7 +183,8 @@ class Replicas:
         """Find out which ranks hold which parameters differently; every rank calls this."""
         own = {name: int(digest([x], x.device)) for name, x in kind.tensors.items()}
         everyone = self.team.gather([socket.gethostname(), own])
-        wrong: dict[str, tuple[list[int], int]] = {}  # parameter -> ranks that differ, ranks that agree
+        # parameter -> ranks that differ, ranks that agree
+        wrong: dict[str, tuple[list[int], int]] = {}
         for group in kind.groups:
             for name in everyone[group[0]][1]:
                 counts = Counter(everyone[rank][1].get(name) for rank in group)
@@ -175,12 +193,18 @@ class Replicas:
                     is_split = others[0][1] == most
                     ranks = [r for r in group if is_split or everyone[r][1].get(name) != common]
                     wrong[name] = ranks, 0 if is_split else most
-        kept = f"; nothing was saved since they were equal: go on from {self.saves_to}" * bool(self.saves_to)
+        kept = f"; nothing was saved since they were equal: go on from {self.saves_to}" * bool(
+            self.saves_to
+        )
         if not wrong:
             what = f"the copies of the {kind.what} differed and are equal again: suspect the memory of a GPU{kept}"
             return UserError(f"iteration {iteration}: {what}", UNEXPECTED, everywhere=True)
         first, (ranks, agreeing) = next(iter(wrong.items()))
-        differ = f"{kind.what} that differ from the other {agreeing} copies" if agreeing else f"different {kind.what}"
+        differ = (
+            f"{kind.what} that differ from the other {agreeing} copies"
+            if agreeing
+            else f"different {kind.what}"
+        )
         doubt = "" if agreeing else ", and no majority shows which are right"
         more = f" and {len(wrong) - 1} other parameters" * (len(wrong) > 1)
         holders = name_ranks(ranks, [host for host, _ in everyone])

@@ -45,7 +45,9 @@ class StopConditions:
             return f"{minutes:.2f} minutes, more than --exit-duration-in-mins {self.t.exit_duration_in_mins:g}"
         return None
 
-    def agree(self, team: Team, has_failed: bool, has_stepped: bool = True) -> tuple[str | None, bool]:
+    def agree(
+        self, team: Team, has_failed: bool, has_stepped: bool = True
+    ) -> tuple[str | None, bool]:
         """Return the first reason to stop that any rank has, and whether any has failed to save.
 
         A signal that another rank received becomes this one's.
@@ -53,7 +55,11 @@ class StopConditions:
 
         def combine(some: list[list[Any]]) -> list[Any]:
             reasons, numbers, failed = zip(*some, strict=True)
-            return [next(filter(None, reasons), None), next(filter(None, numbers), None), any(failed)]
+            return [
+                next(filter(None, reasons), None),
+                next(filter(None, numbers), None),
+                any(failed),
+            ]
 
         own: list[Any] = [self.reason(has_stepped), self.signal, has_failed]
         reason, number, failed = team.merge(own, combine) if team.size > 1 else own
@@ -70,7 +76,9 @@ class StopConditions:
         step = None
         with contextlib.suppress(Exception):  # the folder may be gone
             step = next(iter(steps.list_steps(self.save)), None) if self.save else None
-        return "stopped at once; " + (f"step {step:,} is saved: it goes on from there" if step else "no step is saved")
+        return "stopped at once; " + (
+            f"step {step:,} is saved: it goes on from there" if step else "no step is saved"
+        )
 
     @contextlib.contextmanager
     def handle_signals(self) -> Iterator[None]:
@@ -84,7 +92,8 @@ class StopConditions:
 
         def note(number: int, frame: FrameType | None) -> None:
             nonlocal is_stopping
-            number = signal.SIGTERM if number == signal.SIGHUP else number  # the terminal was closed
+            # the terminal was closed
+            number = signal.SIGTERM if number == signal.SIGHUP else number
             if is_stopping and number not in WARNINGS:
                 print_from_handler(self.describe_stop())
                 os._exit(128 + number)
@@ -98,7 +107,11 @@ class StopConditions:
 
         caught = set[int]()
         if self.t.exit_signal_handler and threading.current_thread() is threading.main_thread():
-            caught = {signal.SIGTERM, signal.SIGINT, *(signal.Signals[name] for name in self.t.exit_signal)}
+            caught = {
+                signal.SIGTERM,
+                signal.SIGINT,
+                *(signal.Signals[name] for name in self.t.exit_signal),
+            }
             if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
                 caught.add(signal.SIGHUP)
         with host.handled(caught, note):

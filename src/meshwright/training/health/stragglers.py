@@ -42,9 +42,20 @@ class Lag:
 
     def facts(self) -> dict[str, Any]:
         """Return the columns of a row in metrics.jsonl."""
-        values = {"ratio": self.ratio, "ms": self.ms, "data_ms": self.data_ms, "median_ms": self.median}
+        values = {
+            "ratio": self.ratio,
+            "ms": self.ms,
+            "data_ms": self.data_ms,
+            "median_ms": self.median,
+        }
         rounded = {name: round(value, 3) for name, value in values.items()}
-        return {"rank": self.rank, "host": self.host, "slow": self.is_slow, "text": str(self), **rounded}
+        return {
+            "rank": self.rank,
+            "host": self.host,
+            "slow": self.is_slow,
+            "text": str(self),
+            **rounded,
+        }
 
     def __str__(self) -> str:
         who, times = f"rank {self.rank} ({self.host})", f"{self.ratio:.1f} x the median step time"

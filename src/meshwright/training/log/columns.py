@@ -49,7 +49,9 @@ STEP_COLUMNS = (  # in the order of Megatron's line
         "z loss",
         compared_as="loss",
     ),
-    StepColumn("loss_scale", "factor of the loss", "alike", "loss scale: {:.1f}", "loss-scale", True, SCALE),
+    StepColumn(
+        "loss_scale", "factor of the loss", "alike", "loss scale: {:.1f}", "loss-scale", True, SCALE
+    ),
     StepColumn(
         "grad_norm",
         "norm of all gradients before clipping",
@@ -58,7 +60,9 @@ STEP_COLUMNS = (  # in the order of Megatron's line
         "grad-norm",
         compared_as="gradient norm",
     ),
-    StepColumn("num_zeros", "gradients that are exactly 0", "summed", "num zeros: {:.1f}", "num-zeros"),
+    StepColumn(
+        "num_zeros", "gradients that are exactly 0", "summed", "num zeros: {:.1f}", "num-zeros"
+    ),
     StepColumn(
         "params_norm",
         "norm of all weights",
@@ -67,7 +71,11 @@ STEP_COLUMNS = (  # in the order of Megatron's line
         "params-norm",
         compared_as="norm of the weights",
     ),
-    StepColumn("skipped", "whether the step was not applied: its numbers were not finite", compared_as=SCALE),
+    StepColumn(
+        "skipped",
+        "whether the step was not applied: its numbers were not finite",
+        compared_as=SCALE,
+    ),
     StepColumn("weight_decay", "weight decay, if it changes during the run"),
     StepColumn("consumed_samples", "samples since the run began, with this step's"),
     StepColumn("ms", "milliseconds since the step before", "rank 0"),

@@ -71,7 +71,11 @@ class Interval:
     @property
     def seconds_left(self) -> float:
         run = self.run
-        left = run.samples - self.consumed if run.samples else (run.steps - self.iteration) * self.steps[-1]["batch"]
+        left = (
+            run.samples - self.consumed
+            if run.samples
+            else (run.steps - self.iteration) * self.steps[-1]["batch"]
+        )
         return max(left / self.samples_per_second, 0)
 
     def in_megatrons_form(self) -> str:
@@ -91,7 +95,10 @@ class Interval:
             parts.append(f"MFU: {100 * self.mfu:.1f}% of {self.run.peak / 1e12:.0f} TFLOP/s")
         if self.memory:
             parts.append(f"memory (GiB): {self.memory / 2**30:.2f}")
-        return " | ".join([*parts, f"ETA: {datetime.timedelta(seconds=round(self.seconds_left))}"]) + " |"
+        return (
+            " | ".join([*parts, f"ETA: {datetime.timedelta(seconds=round(self.seconds_left))}"])
+            + " |"
+        )
 
     def in_libais_form(self) -> str:
         """Return LiBai's line, which counts iterations from 0."""
@@ -123,7 +130,14 @@ def scientific(value: float) -> str:
 
 
 # OneFlow's columns and their widths
-WIDTHS = {"step": 8, "micro_batches": 15, "samples": 15, "throughput": 10, "latency": 10, "loss": 10}
+WIDTHS = {
+    "step": 8,
+    "micro_batches": 15,
+    "samples": 15,
+    "throughput": 10,
+    "latency": 10,
+    "loss": 10,
+}
 
 
 def table_row(cells: dict[str, str]) -> str:
@@ -151,7 +165,10 @@ FORMS = {
         start="Training...",
     ),
     "libai": Form(Interval.in_libais_form),
-    "normal": Form(lambda x: "".join(f"{name}={value}," for name, value in x.named().items()), start="Training..."),
+    "normal": Form(
+        lambda x: "".join(f"{name}={value}," for name, value in x.named().items()),
+        start="Training...",
+    ),
 }
 
 
@@ -172,7 +189,8 @@ class Check:
     dataset: str = ""  # given only if there are several
     seconds: float = 0.0  # that it took
     by_position: dict[str, float] = field(default_factory=dict)  # losses by ranges of positions
-    by_data: dict[str, float] = field(default_factory=dict)  # by pairs of files, if there are several
+    # by pairs of files, if there are several
+    by_data: dict[str, float] = field(default_factory=dict)
     ema_loss: float | None = None  # of the average of --ema
 
     @property
@@ -188,13 +206,21 @@ class Check:
     def when(self) -> str:
         """The time in Megatron's words."""
         kind = "test" if self.name == "test" else "val"
-        return f"the end of training for {kind} data" if self.is_at_end else f"iteration {self.iteration}"
+        return (
+            f"the end of training for {kind} data"
+            if self.is_at_end
+            else f"iteration {self.iteration}"
+        )
 
     def in_megatrons_form(self) -> str:
         """Return the line between two rules."""
         where = f"{self.when} on {self.dataset}" if self.dataset else self.when
         loss, ppl = scientific(self.loss), scientific(self.ppl)
         line = f" validation loss at {where} | lm loss value: {loss} | lm loss PPL: {ppl} | "
-        line += "" if self.ema_loss is None else f"lm loss value of the average: {scientific(self.ema_loss)} | "
+        line += (
+            ""
+            if self.ema_loss is None
+            else f"lm loss value of the average: {scientific(self.ema_loss)} | "
+        )
         rule = "-" * (len(line) + 1)
         return f"{rule}\n{line}\n{rule}"

@@ -29,7 +29,14 @@ from meshwright.config.schema import TrainConfig
 from meshwright.runtime.ranks.team import Team
 from meshwright.runtime.ranks.world import find_world
 from meshwright.training.forecast import StepComparison
-from meshwright.training.log.lines import FORMS, MEGATRON, Check, Interval, RunSizes, in_deepspeeds_form
+from meshwright.training.log.lines import (
+    FORMS,
+    MEGATRON,
+    Check,
+    Interval,
+    RunSizes,
+    in_deepspeeds_form,
+)
 from meshwright.training.log.screen import LineScreen
 from meshwright.training.log.timers import Timers
 from meshwright.training.log.trackers import RunToDraw, open_trackers, tags, validation_tags
@@ -39,7 +46,9 @@ from meshwright.training.tasks import PreparedTask
 # Dense half-precision peaks in FLOP/s by a part of the device's name, from the vendors' datasheets.
 PEAKS = {"B200": 2250e12, "RTX 4090": 165e12, "L40S": 362e12, "V100": 125e12}
 # The first part that is in the name counts.
-PEAKS |= dict.fromkeys(("H100 PCIe", "H800 PCIe"), 756e12) | dict.fromkeys(("H100 NVL", "H200 NVL"), 835e12)
+PEAKS |= dict.fromkeys(("H100 PCIe", "H800 PCIe"), 756e12) | dict.fromkeys(
+    ("H100 NVL", "H200 NVL"), 835e12
+)
 PEAKS |= dict.fromkeys(("H100", "H200", "H800"), 989e12) | dict.fromkeys(("A100", "A800"), 312e12)
 
 # Printed by --nvidia-smi-at.
@@ -70,7 +79,12 @@ class Metrics:
         team: Team,
         screen: LineScreen | None = None,
     ) -> None:
-        self.folder, self.config, self.g, self.is_lead = folder, config, config.logging, team.is_lead
+        self.folder, self.config, self.g, self.is_lead = (
+            folder,
+            config,
+            config.logging,
+            team.is_lead,
+        )
         self.run, self.device, self.timers, self.screen = run, timers.device, timers, screen
         self.file, self.attempt_number, self.has_failed = -1, 1, False
         self.unwritten = bytearray()  # rows, or the rest of one, that a full disk refused
@@ -83,17 +97,27 @@ class Metrics:
         self.trackers, self.bar = [], None
         if team.is_lead:
             settings = shown_in(flags.to_dict(config))
-            self.trackers = open_trackers(RunToDraw(self.g, folder, settings, name, run.iteration + 1, run.consumed))
-            self.bar = _start_bar(run.steps) if self.g.progress and sys.stderr.isatty() and not is_quiet() else None
+            self.trackers = open_trackers(
+                RunToDraw(self.g, folder, settings, name, run.iteration + 1, run.consumed)
+            )
+            self.bar = (
+                _start_bar(run.steps)
+                if self.g.progress and sys.stderr.isatty() and not is_quiet()
+                else None
+            )
         self.since_line: list[dict[str, Any]] = []  # numbers of the steps since the last line
         self.seconds = 0.0  # that they took
-        self.since_print = (0, 0, 0.0)  # steps, samples and seconds since the last line of --steps-per-print
+        # steps, samples and seconds since the last line of --steps-per-print
+        self.since_print = (0, 0, 0.0)
         self.iteration = run.iteration
         # As many as the mean at the end may need.
-        self.recent = collections.deque[tuple[int, float]](maxlen=max(self.g.log_interval, run.steps // 50, 1))
+        self.recent = collections.deque[tuple[int, float]](
+            maxlen=max(self.g.log_interval, run.steps // 50, 1)
+        )
         self.memory_is_printed = self.gpus_are_hidden = False
         self.form, self.head_is_printed = FORMS.get(self.g.log_format, MEGATRON), False
-        self.comparison: StepComparison | None = None  # of the plan with the first steps on an accelerator
+        # of the plan with the first steps on an accelerator
+        self.comparison: StepComparison | None = None
         is_drawn = not config.training.skip_train and find_page() is not None
         self.page = LivePage(folder) if folder is not None and is_drawn else None
 
@@ -128,10 +152,14 @@ class Metrics:
             if self.config.checkpoint.save_error == "stop":
                 raise
             if not self.is_late:
-                remark(f"WARNING: {self.path}: {error.strerror}; its rows wait in memory (--save-error warn)")
+                remark(
+                    f"WARNING: {self.path}: {error.strerror}; its rows wait in memory (--save-error warn)"
+                )
             self.is_late = True
 
-    def step(self, iteration: int, consumed: int, seconds: float, next_lr: float, values: dict[str, Any]) -> None:
+    def step(
+        self, iteration: int, consumed: int, seconds: float, next_lr: float, values: dict[str, Any]
+    ) -> None:
         """Record one step, and print a line every --log-interval steps.
 
         The line shows the learning rate of the next step, as Megatron's does.
@@ -164,17 +192,28 @@ class Metrics:
                 }
             self._track(tags(self.g, row | extra), iteration, consumed)
         if self.bar is not None:
-            self.bar[0].update(self.bar[1], completed=iteration, loss=f"{loss:.4f}", speed=f"{tokens:,.0f} tokens/s")
+            self.bar[0].update(
+                self.bar[1],
+                completed=iteration,
+                loss=f"{loss:.4f}",
+                speed=f"{tokens:,.0f} tokens/s",
+            )
         if every := self.g.steps_per_print:
             steps, samples, time_spent = self.since_print
             self.since_print = (steps + 1, samples + batch, time_spent + seconds)
             if iteration % every == 0:
                 say(in_deepspeeds_form(iteration, loss, *self.since_print))
                 self.since_print = (0, 0, 0.0)
-        if iteration % self.g.log_interval == 0 or iteration == self.run.steps or not math.isfinite(loss):
+        if (
+            iteration % self.g.log_interval == 0
+            or iteration == self.run.steps
+            or not math.isfinite(loss)
+        ):
             self._line(iteration, consumed, next_lr)
         if self.comparison is not None and self.comparison.note(seconds):
-            for line in self.comparison.compare(devices.memory_stats(self.device), devices.mapped_memory()):
+            for line in self.comparison.compare(
+                devices.memory_stats(self.device), devices.mapped_memory()
+            ):
                 remark(line)
             self.comparison = None
         if self.page is not None:
@@ -186,7 +225,9 @@ class Metrics:
 
     def _line(self, iteration: int, consumed: int, lr: float) -> None:
         memory = devices.peak_memory(self.device)
-        interval = Interval(self.run, iteration, consumed, lr, self.since_line, self.seconds, memory)
+        interval = Interval(
+            self.run, iteration, consumed, lr, self.since_line, self.seconds, memory
+        )
         if self.form.head and not self.head_is_printed:
             self.head_is_printed = True
             show(self.form.head)
@@ -195,8 +236,14 @@ class Metrics:
             self._show(self.screen.step(interval))
         if memory is not None and not self.memory_is_printed:
             self.memory_is_printed, stats = True, devices.memory_stats(self.device)
-            columns = {"allocated": "allocated_bytes.all.current", "max allocated": "allocated_bytes.all.peak"}
-            columns |= {"reserved": "reserved_bytes.all.current", "max reserved": "reserved_bytes.all.peak"}
+            columns = {
+                "allocated": "allocated_bytes.all.current",
+                "max allocated": "allocated_bytes.all.peak",
+            }
+            columns |= {
+                "reserved": "reserved_bytes.all.current",
+                "max reserved": "reserved_bytes.all.peak",
+            }
             shown = " | ".join(f"{name}: {stats[key] / 2**20}" for name, key in columns.items())
             say(f"[Rank 0] (after {iteration} iterations) memory (MB) | {shown}")
         if self.timers.steps:
@@ -224,7 +271,11 @@ class Metrics:
         row |= {"ema_loss": check.ema_loss} if check.ema_loss is not None else {}
         row |= {"set": check.dataset} if check.dataset else {}
         row |= {"by_position": check.by_position} if check.by_position else {}
-        row |= {"by_data": {shown(prefix): loss for prefix, loss in check.by_data.items()}} if check.by_data else {}
+        row |= (
+            {"by_data": {shown(prefix): loss for prefix, loss in check.by_data.items()}}
+            if check.by_data
+            else {}
+        )
         self.row("validation", check.iteration, seconds=round(check.seconds, 3), **row, **end)
         self._track(validation_tags(self.g, row), check.iteration, consumed)
 
@@ -235,7 +286,12 @@ class Metrics:
             tracker.text(f"sample {number}", prompt + text, iteration)
 
     def score(
-        self, iteration: int, consumed: int, task: PreparedTask[Any], values: dict[str, float], seconds: float
+        self,
+        iteration: int,
+        consumed: int,
+        task: PreparedTask[Any],
+        values: dict[str, float],
+        seconds: float,
     ) -> None:
         """Record the measures of one of --eval-tasks, and print Megatron's framed line."""
         say(f"scores at iteration {iteration} ({task.variant}):\n{task.line(values)}")
@@ -244,7 +300,9 @@ class Metrics:
         scores = task.columns(values)
         facts = {"task": task.name} | task.facts | {"seconds": round(seconds, 3), "values": values}
         self.row("scores", iteration, scores=scores, **facts)
-        self._track({f"scores/{name}": value for name, value in scores.items()}, iteration, consumed)
+        self._track(
+            {f"scores/{name}": value for name, value in scores.items()}, iteration, consumed
+        )
 
     def event(self, name: str, iteration: int, line: str, **facts: Any) -> None:
         """Record what happened to the run, and print a line about it."""
@@ -253,12 +311,18 @@ class Metrics:
 
     def print_gpus(self) -> None:
         """Print the use and memory of this machine's GPUs, once a machine: by its first rank."""
-        if self.gpus_are_hidden or find_world(os.environ, self.config.parallel.local_rank).local_rank:
+        if (
+            self.gpus_are_hidden
+            or find_world(os.environ, self.config.parallel.local_rank).local_rank
+        ):
             return
         try:
             lines = devices.ask_nvidia_smi(GPU_FIELDS).strip().splitlines()
         except RuntimeError as error:
-            self.gpus_are_hidden, lines = True, [f" > --nvidia-smi-at: {error}, so nothing is printed"]
+            self.gpus_are_hidden, lines = (
+                True,
+                [f" > --nvidia-smi-at: {error}, so nothing is printed"],
+            )
         for line in lines:
             if self.is_lead:
                 remark(line)
@@ -270,7 +334,11 @@ class Metrics:
         """Record why the run ends, and have the page say so."""
         status = error.status if isinstance(error, UserError) else UNEXPECTED
         status = SIGINT if isinstance(error, KeyboardInterrupt) else status
-        reason = "not finite" if status == NON_FINITE else (str(error) or type(error).__name__).splitlines()[0]
+        reason = (
+            "not finite"
+            if status == NON_FINITE
+            else (str(error) or type(error).__name__).splitlines()[0]
+        )
         with contextlib.suppress(OSError):  # perhaps the disk is full, which is why it ends
             self.row("end", iteration, reason=reason, status=status)
         self.has_failed = True  # the watchdog and the training may both find out
@@ -295,7 +363,9 @@ class Metrics:
             self.page.close()
         if self.file >= 0:
             if self.unwritten:
-                remark(f"WARNING: {self.path} lacks its last {len(self.unwritten):,} bytes: the disk took no more")
+                remark(
+                    f"WARNING: {self.path} lacks its last {len(self.unwritten):,} bytes: the disk took no more"
+                )
             os.close(self.file)
             self.file = -1
 

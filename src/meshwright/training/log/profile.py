@@ -60,7 +60,9 @@ class Summary:
             out.append(f"communication beside other work: {self.hidden_communication:.1%}")
         out.append(f"{'ms a step':>10}{'share':>8}{'calls':>8}  largest kernels")
         for k in self.kernels:
-            out.append(f"{k.ms:10.3f}{k.share:8.1%}{k.calls:8.1f}  {shorten_kernel(k.name)} ({k.kind})")
+            out.append(
+                f"{k.ms:10.3f}{k.share:8.1%}{k.calls:8.1f}  {shorten_kernel(k.name)} ({k.kind})"
+            )
         return out
 
 
@@ -92,14 +94,23 @@ def summarise(trace: Path, steps: int) -> Summary | None:
     times = {name: length(parts) for name, parts in spans.items()}
     largest = sorted(times, key=lambda name: -times[name])[:LARGEST]
     rows = [
-        Kernel(n, kind_of_kernel(n), times[n] / 1e3 / steps, calls[n] / steps, times[n] / sum(times.values()))
+        Kernel(
+            n,
+            kind_of_kernel(n),
+            times[n] / 1e3 / steps,
+            calls[n] / steps,
+            times[n] / sum(times.values()),
+        )
         for n in largest
     ]
     return Summary((end - begin) / 1e3 / steps, shares, hidden, rows)
 
 
 def kind_of_kernel(name: str) -> str:
-    return next((kind for kind, words in KINDS.items() if re.search(words, name, re.IGNORECASE)), MEMORY_BOUND)
+    return next(
+        (kind for kind, words in KINDS.items() if re.search(words, name, re.IGNORECASE)),
+        MEMORY_BOUND,
+    )
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
@@ -155,13 +166,17 @@ def profiler(
     @contextlib.contextmanager
     def traced() -> Iterator[None]:
         # There is one cycle; torch 2.11 warns unless it may keep the events of several.
-        with torch.profiler.profile(activities=devices.profiler_activities(device), acc_events=True) as profile:
+        with torch.profiler.profile(
+            activities=devices.profiler_activities(device), acc_events=True
+        ) as profile:
             yield
             devices.synchronize(device)
         order = f"self_{'cpu' if device.type == 'cpu' else 'device'}_time_total"
         say(profile.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=60))
         if folder is not None:
-            trace = folder / "profile" / f"trace_{g.profile_step_start}_{g.profile_step_end}.json.gz"
+            trace = (
+                folder / "profile" / f"trace_{g.profile_step_start}_{g.profile_step_end}.json.gz"
+            )
             own_folder(trace.parent)
             require_unlinked(trace)
             profile.export_chrome_trace(str(trace))
@@ -189,6 +204,9 @@ def write_summary(trace: Path, steps: int) -> None:
         return
     text = "\n".join(summary.lines())
     say(text)
-    for name, content in {"summary.txt": text, "summary.json": json.dumps(asdict(summary), indent=1)}.items():
+    for name, content in {
+        "summary.txt": text,
+        "summary.json": json.dumps(asdict(summary), indent=1),
+    }.items():
         with replacing(trace.parent / name) as file:
             file.write(f"{content}\n".encode())

@@ -76,7 +76,9 @@ def open_screen(logging: Logging) -> LineScreen | None:
         return NotebookScreen()
     is_terminal = sys.stdout.isatty() and not console.is_quiet()
     is_short = logging.log_format == "short" or (logging.log_format == "auto" and is_terminal)
-    return LineScreen(is_terminal and sys.stderr.isatty() and logging.progress) if is_short else None
+    return (
+        LineScreen(is_terminal and sys.stderr.isatty() and logging.progress) if is_short else None
+    )
 
 
 class LineScreen:
@@ -88,7 +90,10 @@ class LineScreen:
         has_colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         # In a notebook rich would display every captured text, empty, beside what is printed.
         self.console = Console(
-            color_system="auto" if has_colours else None, highlight=False, emoji=False, force_jupyter=False
+            color_system="auto" if has_colours else None,
+            highlight=False,
+            emoji=False,
+            force_jupyter=False,
         )
         self.began = time.perf_counter()
         self.columns: tuple[ScreenColumn, ...] = COLUMNS
@@ -143,7 +148,9 @@ class LineScreen:
 
         text = " ".join(line.removeprefix(" > ").split())
         is_warning = text.startswith("WARNING")
-        return self.form(Padding(Text(text, "yellow" if is_warning else "dim"), (0, 0, 0, len(INDENT))))
+        return self.form(
+            Padding(Text(text, "yellow" if is_warning else "dim"), (0, 0, 0, len(INDENT)))
+        )
 
     # The run, in order
 
@@ -164,7 +171,10 @@ class LineScreen:
         has_z_loss = self.run is not None and bool(self.run.config.training.z_loss_coef)
         shown = {"MFU": has_mfu, "z loss": has_z_loss}
         chosen = sorted((c for c in COLUMNS if shown.get(c.title, True)), key=lambda c: c.rank)
-        if self.run is not None and (step := len(f"{self.run.sizes.steps:,}")) > COLUMNS[0].width - 1:
+        if (
+            self.run is not None
+            and (step := len(f"{self.run.sizes.steps:,}")) > COLUMNS[0].width - 1
+        ):
             chosen[0] = ScreenColumn("step", step + 1, COLUMNS[0].text, 0)
         while len(chosen) > 1 and sum(c.width for c in chosen) + len(INDENT) > self.width:
             chosen.pop()
@@ -175,17 +185,25 @@ class LineScreen:
     def step(self, x: Interval) -> str:
         from rich.text import Text
 
-        lines: list[RenderableType] = [] if self.interval is not None else [self.head(x.run.peak is not None)]
+        lines: list[RenderableType] = (
+            [] if self.interval is not None else [self.head(x.run.peak is not None)]
+        )
         self.interval = x
         seconds = time.perf_counter() - self.began
         line = Text(INDENT)
         for column in self.columns:
-            line.append(column.text(x, seconds).rjust(column.width), "bold" if column.title == "loss" else "")
+            line.append(
+                column.text(x, seconds).rjust(column.width),
+                "bold" if column.title == "loss" else "",
+            )
         lines.append(line)
         if x.skipped:
             scale = f", loss scale {x.steps[-1]['loss_scale']:g}"
             lines.append(
-                Text(f"{INDENT}{x.skipped} of these {len(x.steps)} steps were skipped: not finite{scale}", "yellow")
+                Text(
+                    f"{INDENT}{x.skipped} of these {len(x.steps)} steps were skipped: not finite{scale}",
+                    "yellow",
+                )
             )
         return self.form(*lines)
 
@@ -198,12 +216,23 @@ class LineScreen:
         if self.best is not None and check.name != "test" and not check.dataset:
             losses.append(self.best[1])
         earlier.append(check)
-        is_again = any(x.iteration == check.iteration and x.loss != check.loss for x in earlier[:-1])
-        is_again |= check.is_at_end and self.interval is None and bool(losses)  # a finished run, started again
-        is_best = check.name != "test" and bool(losses) and check.loss < min(losses) and not is_again
+        is_again = any(
+            x.iteration == check.iteration and x.loss != check.loss for x in earlier[:-1]
+        )
+        # a finished run, started again
+        is_again |= check.is_at_end and self.interval is None and bool(losses)
+        is_best = (
+            check.name != "test" and bool(losses) and check.loss < min(losses) and not is_again
+        )
         cells = {"step": f"{check.iteration:,}", "loss": f"{check.loss:.4f}"}
-        line = Text(INDENT + "".join(cells.get(c.title, "").rjust(c.width) for c in self.columns[:2]), "bold")
-        line.append(f"  {check.title}{' at the end' * check.is_at_end}{', on other batches' * is_again}", "bold")
+        line = Text(
+            INDENT + "".join(cells.get(c.title, "").rjust(c.width) for c in self.columns[:2]),
+            "bold",
+        )
+        line.append(
+            f"  {check.title}{' at the end' * check.is_at_end}{', on other batches' * is_again}",
+            "bold",
+        )
         line.append(f", perplexity {check.ppl:,.2f}{', the lowest so far' * is_best}")
         if check.ema_loss is not None:
             line.append(f"; the average {check.ema_loss:.4f}")
@@ -225,7 +254,9 @@ class LineScreen:
             self.status.stop()
             self.status = None
 
-    def outcome(self, reason: str, is_done: bool, iteration: int, training: tuple[float, int]) -> str:
+    def outcome(
+        self, reason: str, is_done: bool, iteration: int, training: tuple[float, int]
+    ) -> str:
         """Return how the run ended after `iteration` steps, and what to type next.
 
         `training` is the mean loss at the end and of how many steps it is, as on the page.
@@ -237,7 +268,11 @@ class LineScreen:
             rows.append(("page", str(folder / "report.html")))
         out = self.form("", self.grid(rows))
         room = self.width - len(INDENT)
-        lines = [INDENT + line for words in next_commands(self.run, is_done) for line in broken(words, room)]
+        lines = [
+            INDENT + line
+            for words in next_commands(self.run, is_done)
+            for line in broken(words, room)
+        ]
         if not self.run.config.checkpoint.save:
             lines.append(self.form("the model was not kept: --save DIR keeps it"))
         return "\n".join([out, "", "next:", *lines])
@@ -258,12 +293,27 @@ class LineScreen:
         for title, checks in self.checks.items():
             lowest = min(checks, key=lambda c: math.inf if math.isnan(c.loss) else c.loss)
             at, best = lowest.iteration, lowest.loss
-            if self.best is not None and checks[0].name != "test" and not checks[0].dataset and self.best[1] < best:
+            if (
+                self.best is not None
+                and checks[0].name != "test"
+                and not checks[0].dataset
+                and self.best[1] < best
+            ):
                 at, best = self.best
             final = checks[-1]
-            is_again = at == final.iteration  # the same weights, so another loss says nothing about the training
-            lowest_was = f"; {best:.4f} on other batches" if is_again else f"; the lowest was {best:.4f} at step {at:,}"
-            out.append((title, f"{final.loss:.4f}, perplexity {final.ppl:,.2f}{lowest_was * (best < final.loss)}"))
+            # the same weights, so another loss says nothing about the training
+            is_again = at == final.iteration
+            lowest_was = (
+                f"; {best:.4f} on other batches"
+                if is_again
+                else f"; the lowest was {best:.4f} at step {at:,}"
+            )
+            out.append(
+                (
+                    title,
+                    f"{final.loss:.4f}, perplexity {final.ppl:,.2f}{lowest_was * (best < final.loss)}",
+                )
+            )
         return out
 
 
@@ -277,7 +327,11 @@ class NotebookScreen(LineScreen):
         self.next = self.stride = 0  # the next step to show, and how many lie between
 
     def format_remark(self, line: str) -> str:
-        return "" if line.startswith(("saved step", " > removed step")) else super().format_remark(line)
+        return (
+            ""
+            if line.startswith(("saved step", " > removed step"))
+            else super().format_remark(line)
+        )
 
     def begin(self, run: Beginning) -> str:
         from rich.text import Text
@@ -304,14 +358,18 @@ class NotebookScreen(LineScreen):
     def score(self, iteration: int, task: str, headline: str, values: dict[str, float]) -> str:
         return ""
 
-    def outcome(self, reason: str, is_done: bool, iteration: int, training: tuple[float, int]) -> str:
+    def outcome(
+        self, reason: str, is_done: bool, iteration: int, training: tuple[float, int]
+    ) -> str:
         assert self.run is not None
         rows = [("done" if is_done else "stopped", self.describe_end(reason, is_done, iteration))]
         losses = [f"{training[0]:.4f} in training"] * bool(training[1])
         losses += [f"{checks[-1].loss:.4f} in {title}" for title, checks in self.checks.items()]
         rows += [("loss", ", ".join(losses))] * bool(losses)
         folder = self.run.folder
-        rows.append(("folder", f"{folder} ({records()})" if folder else "none: save=DIR keeps the model"))
+        rows.append(
+            ("folder", f"{folder} ({records()})" if folder else "none: save=DIR keeps the model")
+        )
         return self.form(self.grid(rows))
 
 
@@ -322,14 +380,24 @@ def facts(run: Beginning) -> list[tuple[str, str]]:
     shape = f"{m.num_layers} layers of {m.hidden_size}, {m.num_attention_heads} heads"
     tokens = (c.samples or c.steps * c.global_batch) * seq
     files = list(dict.fromkeys(data_paths.prefixes(c.data)))
-    data = "random ids (--mock-data)" if c.data.mock_data else files[0] if files else "the caller's data sets"
+    data = (
+        "random ids (--mock-data)"
+        if c.data.mock_data
+        else files[0]
+        if files
+        else "the caller's data sets"
+    )
     data += f" and {len(files) - 1} more" if len(files) > 1 else ""
     vocabulary = run.vocabulary
     tokenizer = vocabulary.tokenizer.name if vocabulary.tokenizer is not None else "none"
     number = c.micro_batches(c.global_batch)
-    micro = f"{number} x {c.micro_batch} on each rank" if c.world > 1 else f"{number} x {c.micro_batch}"
+    micro = (
+        f"{number} x {c.micro_batch} on each rank" if c.world > 1 else f"{number} x {c.micro_batch}"
+    )
     batch = f"{c.global_batch:,} sequences of {seq:,} = {c.global_batch * seq:,} tokens, as {micro}"
-    batch = f"{c.batch(0):,} sequences, growing to {batch}" if c.batch(0) < c.global_batch else batch
+    batch = (
+        f"{c.batch(0):,} sequences, growing to {batch}" if c.batch(0) < c.global_batch else batch
+    )
     return [
         ("model", f"{run.parameters:,} parameters: {shape}, context of {seq:,}"),
         ("run", f"{run.sizes.steps:,} steps, {tokens:,} tokens; {describe_start(run)}"),
@@ -342,8 +410,14 @@ def facts(run: Beginning) -> list[tuple[str, str]]:
         ),
         ("layout", describe_layout(c)),
         ("memory", f"{describe_memory(c, vocabulary.padded)} and activations"),
-        ("rate", f"{o.lr:g} to {o.min_lr:g}, {o.lr_decay_style}{describe_warmup(c)}; {o.optimizer}"),
-        ("folder", f"{run.folder} ({records()})" if run.folder else "none: nothing is kept without --save"),
+        (
+            "rate",
+            f"{o.lr:g} to {o.min_lr:g}, {o.lr_decay_style}{describe_warmup(c)}; {o.optimizer}",
+        ),
+        (
+            "folder",
+            f"{run.folder} ({records()})" if run.folder else "none: nothing is kept without --save",
+        ),
     ]
 
 
@@ -367,7 +441,11 @@ def describe_warmup(c: TrainConfig) -> str:
 def next_commands(run: Beginning, is_done: bool) -> list[list[str]]:
     """Return three commands that follow from how the run ended."""
     save, folder = run.config.checkpoint.save, run.folder
-    out = [["train", "--config", str(folder / "config.toml")]] if folder is not None and not is_done else []
+    out = (
+        [["train", "--config", str(folder / "config.toml")]]
+        if folder is not None and not is_done
+        else []
+    )
     if save and tokenizers.find_saved(Path(save)):
         out += [["chat", save], ["evaluate", save, "--input", "FILE.txt"]]
     elif save:
@@ -384,7 +462,9 @@ def broken(words: list[str], room: int) -> list[str]:
     if len(command) <= room:
         return [command]
     first, *rest = shlex.join(words[:2]), *map(shlex.quote, words[2:])
-    return [f"{line} \\" for line in (first, *(INDENT + word for word in rest[:-1]))] + [INDENT + rest[-1]]
+    return [f"{line} \\" for line in (first, *(INDENT + word for word in rest[:-1]))] + [
+        INDENT + rest[-1]
+    ]
 
 
 def shorten(text: str, room: int) -> str:

@@ -131,5 +131,9 @@ def print_times(option: str, team: Team, times: dict[str, float]) -> None:
     for name in times:
         ms = [times_of_rank.get(name, 0.0) for times_of_rank in everyone]
         ranks = "".join(f"\n     rank {rank:2d}: {of_rank:.2f}" for rank, of_rank in enumerate(ms))
-        value = {"minmax": f": ({min(ms):.2f}, {max(ms):.2f})", "max": f": {max(ms):.2f}", "all": f":{ranks}"}
+        value = {
+            "minmax": f": ({min(ms):.2f}, {max(ms):.2f})",
+            "max": f": {max(ms):.2f}",
+            "all": f":{ranks}",
+        }
         say(f"    {name} {'.' * (47 - len(name))}{value[option]}", is_figure=True)

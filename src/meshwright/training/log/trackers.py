@@ -61,7 +61,9 @@ class Tracker:
         except Exception as e:  # the network, the disk, or anything that the package raises
             self.is_off = True
             reason = f"{type(e).__name__}: {e}"
-            print(f"{self.name} failed and is now off; the run continues ({reason})", file=sys.stderr)
+            print(
+                f"{self.name} failed and is now off; the run continues ({reason})", file=sys.stderr
+            )
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,11 @@ def open_trackers(run: RunToDraw) -> list[Tracker]:
 
 def open_tensorboard(run: RunToDraw) -> Tracker | None:
     logging = run.logging
-    root = Path(logging.tensorboard_dir) if logging.tensorboard_dir else run.folder and run.folder / "tensorboard"
+    root = (
+        Path(logging.tensorboard_dir)
+        if logging.tensorboard_dir
+        else run.folder and run.folder / "tensorboard"
+    )
     if not logging.tensorboard or not root:
         return None
     if not logging.tensorboard_dir:
@@ -97,7 +103,10 @@ def open_tensorboard(run: RunToDraw) -> Tracker | None:
     try:
         tracker = TensorBoard(root, logging.tensorboard_queue_size, run.first, run.samples)
     except UnicodeEncodeError:
-        print(f"note: TensorBoard writes no files into {root!r}, whose name is not UTF-8", file=sys.stderr)
+        print(
+            f"note: TensorBoard writes no files into {root!r}, whose name is not UTF-8",
+            file=sys.stderr,
+        )
         return None
     except ImportError as e:
         if logging.tensorboard_dir:
@@ -157,13 +166,19 @@ class Wandb(Tracker):
 
     name = "Weights & Biases"
 
-    def __init__(self, logging: Logging, folder: Path | None, settings: dict[str, Any], name: str, first: int) -> None:
+    def __init__(
+        self, logging: Logging, folder: Path | None, settings: dict[str, Any], name: str, first: int
+    ) -> None:
         wandb: Any = importlib.import_module("wandb")
         root, id_file = logging.wandb_save_dir or folder, folder and folder / "wandb-id"
         if folder and not logging.wandb_save_dir:
             require_unlinked(folder / "wandb")  # which the package makes
         is_new = first == 1 or id_file is None or not id_file.exists()
-        run_id = uuid.uuid4().hex if is_new or id_file is None else read_small(id_file, 4096, folder).decode().strip()
+        run_id = (
+            uuid.uuid4().hex
+            if is_new or id_file is None
+            else read_small(id_file, 4096, folder).decode().strip()
+        )
         try:
             self.run = wandb.init(
                 project=logging.wandb_project,
@@ -175,7 +190,9 @@ class Wandb(Tracker):
             )
         except Exception as e:
             hint = "wandb login, or WANDB_MODE=offline to upload later"
-            raise SettingsError(f"{{wandb_project={logging.wandb_project}}}: {e} ({hint})", UNAVAILABLE) from None
+            raise SettingsError(
+                f"{{wandb_project={logging.wandb_project}}}: {e} ({hint})", UNAVAILABLE
+            ) from None
         if id_file:
             with replacing(id_file) as file:
                 file.write(f"{run_id}\n".encode())
@@ -200,7 +217,11 @@ class Trackio(Tracker):
         try:
             with contextlib.redirect_stdout(sys.stderr):  # stdout is the log
                 self.run = trackio.init(
-                    project=project, name=name, config=settings, resume="never" if first == 1 else "allow", embed=False
+                    project=project,
+                    name=name,
+                    config=settings,
+                    resume="never" if first == 1 else "allow",
+                    embed=False,
                 )
         except Exception as e:
             raise SettingsError(
@@ -234,8 +255,13 @@ def tags(logging: Logging, row: dict[str, Any]) -> dict[str, float]:
     """Return a step's values under Megatron's names, every --tensorboard-log-interval."""
     if row.get("iteration", 0) % logging.tensorboard_log_interval:
         return {}
-    idle = {"loss", "z_loss", "grad_norm"} if row.get("skipped") else set()  # an overflow has no meaningful ones
-    chosen = {tag: key for tag, (key, flag) in TAGS.items() if key not in idle and (not flag or getattr(logging, flag))}
+    # an overflow has no meaningful ones
+    idle = {"loss", "z_loss", "grad_norm"} if row.get("skipped") else set()
+    chosen = {
+        tag: key
+        for tag, (key, flag) in TAGS.items()
+        if key not in idle and (not flag or getattr(logging, flag))
+    }
     out = {tag: float(row[key]) for tag, key in chosen.items() if row.get(key) is not None}
     if logging.log_timers_to_tensorboard:  # in seconds, as in Megatron
         times = {"iteration": row.get("ms"), **(row.get("timers") or {})}
@@ -247,5 +273,11 @@ def validation_tags(logging: Logging, row: dict[str, Any]) -> dict[str, float]:
     """Return a validation's values; one of several sets gets the name that bigscience uses."""
     tag = f"lm loss {row['name']}"
     tag = f"lm-loss-validation/{row['set']}/{tag}" if row.get("set") else tag
-    out = {tag: float(row["loss"])} | ({f"{tag} ema": float(row["ema_loss"])} if "ema_loss" in row else {})
-    return out | {f"{tag} ppl": float(row["ppl"])} if logging.log_validation_ppl_to_tensorboard else out
+    out = {tag: float(row["loss"])} | (
+        {f"{tag} ema": float(row["ema_loss"])} if "ema_loss" in row else {}
+    )
+    return (
+        out | {f"{tag} ppl": float(row["ppl"])}
+        if logging.log_validation_ppl_to_tensorboard
+        else out
+    )

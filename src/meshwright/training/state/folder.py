@@ -29,7 +29,9 @@ from meshwright.data.tokenizers import Tokenizer
 FILES = "config.toml metrics.jsonl log.txt report.html tensorboard wandb profile".split()
 
 
-def prepare(folder: Path | None, config: TrainConfig, tokenizer: Tokenizer | None, will_train: bool = True) -> None:
+def prepare(
+    folder: Path | None, config: TrainConfig, tokenizer: Tokenizer | None, will_train: bool = True
+) -> None:
     """Move an earlier run aside and write the settings.
 
     A finished run keeps those that it has: nothing is trained with the new ones.
@@ -62,7 +64,8 @@ def move_aside(root: Path, others: list[str]) -> Path:
 def keep_settings(folder: Path, config: TrainConfig, tokenizer: Tokenizer | None) -> None:
     """Write config.toml, which continues this run, and the vocabulary for generate."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("config.toml.*.tmp", "report.html.*.tmp", "tokenizer/*.tmp"):  # left by a killed run
+    # left by a killed run
+    for name in ("config.toml.*.tmp", "report.html.*.tmp", "tokenizer/*.tmp"):
         for left in folder.glob(name):
             left.unlink(missing_ok=True)
     with replacing(folder / "config.toml") as file:
@@ -86,7 +89,9 @@ def as_continued(config: TrainConfig) -> TrainConfig:
         # A run that starts with another run's weights must not restart with random ones if it is
         # killed before its first save.
         must_find = c.exit_on_missing_checkpoint or elsewhere
-        config = with_settings(config, load=c.save, no_load_optim=no_load_optim, exit_on_missing_checkpoint=must_find)
+        config = with_settings(
+            config, load=c.save, no_load_optim=no_load_optim, exit_on_missing_checkpoint=must_find
+        )
     if named and named != "byte" and not os.path.exists(os.path.expanduser(named)):
         config = with_settings(config, tokenizer=None)  # the run's own copy needs no download
     return with_settings(config, world_size=None, local_rank=None, trust_pickle=False)
@@ -94,7 +99,9 @@ def as_continued(config: TrainConfig) -> TrainConfig:
 
 def without_flags_of_one_start(config: TrainConfig) -> TrainConfig:
     fields = config_fields(TrainConfig)
-    return with_settings(config, **{name: default_of(f) for name, (_, f, _) in fields.items() if f.metadata["once"]})
+    return with_settings(
+        config, **{name: default_of(f) for name, (_, f, _) in fields.items() if f.metadata["once"]}
+    )
 
 
 def goodput_of(folder: Path) -> Goodput | None:
@@ -190,7 +197,8 @@ class LivePage:
                 left.unlink(missing_ok=True)
             self.process = None
         if failed and (last := self.draw()) is not None:
-            threading.Thread(target=last.wait, daemon=True).start()  # leaves no zombie in a program that goes on
+            # leaves no zombie in a program that goes on
+            threading.Thread(target=last.wait, daemon=True).start()
 
 
 def children_seconds() -> float:

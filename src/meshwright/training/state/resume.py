@@ -44,8 +44,14 @@ def describe_recovery(config: TrainConfig, loaded: loading.LoadedStep, seconds: 
     numbers += f" and {len(saved) - STEPS_SHOWN} more" * (len(saved) > STEPS_SHOWN)
     parts = [f"found step{'s' * (len(saved) > 1)} {numbers} in {root}"] if saved else []
     for note, step, why in loaded.passed_over:
-        parts.append(note.removeprefix("WARNING: ") if step is None else f"{step}: skipped, damaged ({why})")
-    unfinished = [name for name in steps.listing(root) if name.endswith(".tmp")] if named_step is None else []
+        parts.append(
+            note.removeprefix("WARNING: ") if step is None else f"{step}: skipped, damaged ({why})"
+        )
+    unfinished = (
+        [name for name in steps.listing(root) if name.endswith(".tmp")]
+        if named_step is None
+        else []
+    )
     parts += [f"{name} was never finished" for name in unfinished]
     folder = steps.step_folder(root, loaded.step)
     if find_manifest(folder).exists():
@@ -57,7 +63,9 @@ def describe_recovery(config: TrainConfig, loaded: loading.LoadedStep, seconds: 
     parts.append(f"resuming at step {loaded.step:,}")
     last = find_last_step(Path(c.run_dir or c.save or "")) if is_continued(c) else None
     if last is not None and last[0] > loaded.step:
-        parts[-1] += f", redoing {last[0] - loaded.step:,} steps since: the attempt before {last[1]}"
+        parts[-1] += (
+            f", redoing {last[0] - loaded.step:,} steps since: the attempt before {last[1]}"
+        )
     return "; ".join(parts)
 
 
@@ -108,8 +116,13 @@ def require_clear_start(config: TrainConfig, source: Source) -> None:
     if config.is_over(step, consumed) and (is_other or has_more):
         name = config.lengths[0]
         unit = "steps" if name == "train_iters" else name.removeprefix("train_")
-        length, done = getattr(config.training, name), f"{step:,} steps ({consumed:,} samples) are done"
-        why.append(f"{{{name}}} ({length:,} {unit}) counts from the beginning, and {done}, so none is left")
+        length, done = (
+            getattr(config.training, name),
+            f"{step:,} steps ({consumed:,} samples) are done",
+        )
+        why.append(
+            f"{{{name}}} ({length:,} {unit}) counts from the beginning, and {done}, so none is left"
+        )
         continuing.append(f"raise {{{name}}}")
     if is_other and (gone := data_left_out(config, state)):
         why.append(f"the data are others: {', '.join(first_eight(gone))} is not among them")
@@ -132,7 +145,9 @@ def require_chosen_batch(config: TrainConfig, before: int | None) -> None:
     """Refuse a batch that differs from the checkpoint's because it follows ranks or micro-batch."""
     now = config.global_batch
     if config.training.global_batch_size is None and before and before != now:
-        ranks = f" x {config.dp} data-parallel ranks" if config.dp > 1 else " on one data-parallel rank"
+        ranks = (
+            f" x {config.dp} data-parallel ranks" if config.dp > 1 else " on one data-parallel rank"
+        )
         micro = kept_by(before, config)
         smaller = f" {{micro_batch_size={micro}}}" if micro != config.micro_batch else ""
         keep = f"add {{global_batch_size={before}}}{smaller} to continue with the same batch, which keeps the losses"
@@ -164,7 +179,8 @@ def require_moments(config: TrainConfig, source: Source) -> None:
     chosen = config.optimizer.optimizer
     wanted = set(STATE.get(chosen, STATE["adamw"]).values())
     found = {name.partition("/")[2] for name in source.tensors} - {"", AVERAGE}
-    fits = found >= wanted if chosen == "muon" else found == wanted  # Muon leaves some parameters to AdamW
+    # Muon leaves some parameters to AdamW
+    fits = found >= wanted if chosen == "muon" else found == wanted
     if not config.checkpoint.no_load_optim and not fits:
         raise SettingsError(
             f"{source.folder} has no state of {{optimizer={chosen}}}: it was saved with "
@@ -200,9 +216,7 @@ def guard_existing(config: TrainConfig) -> None:
     then = f"continue from {c.load}" if c.load else "start anew"
     load = with_value("load", c.save)
     how = f"give {load} and no {{finetune=True}}" if c.finetune else f"add {load}"
-    message = (
-        f"{with_value('save', c.save)} already holds {newest}: {how} to continue it, or {{save_overwrite=True}} to "
-    )
+    message = f"{with_value('save', c.save)} already holds {newest}: {how} to continue it, or {{save_overwrite=True}} to "
     raise SettingsError(f"{message}move it aside and {then}", LOCKED)
 
 
@@ -226,8 +240,16 @@ def note_texts(c: Checkpoint) -> None:
         from meshwright.data.text.folders import is_known, suffix_of
 
         beside_runs = (".json", ".md", ".sh")  # settings, notes and launchers
-        suffixes = {name: suffix_of(name) for name in names if name not in ("log.txt", "merges.txt", "vocab.txt")}
-        if texts := [name for name, suffix in suffixes.items() if is_known(suffix) and suffix not in beside_runs]:
+        suffixes = {
+            name: suffix_of(name)
+            for name in names
+            if name not in ("log.txt", "merges.txt", "vocab.txt")
+        }
+        if texts := [
+            name
+            for name, suffix in suffixes.items()
+            if is_known(suffix) and suffix not in beside_runs
+        ]:
             some = f"{', '.join(texts[:3])}{', ...' * (len(texts) > 3)}"
             then = "`preprocess` on this folder would also read the run's files; give the run a folder of its own"
             remark(f" > note: {flag} {folder} holds texts ({some}): {then}")
@@ -240,7 +262,12 @@ def guard_run_folder(config: TrainConfig) -> None:
     """
     c = config.checkpoint
     folder = Path(c.run_dir or c.save or "")
-    if not (c.run_dir or c.save) or c.save_overwrite or config.training.skip_train or not holds_steps(folder):
+    if (
+        not (c.run_dir or c.save)
+        or c.save_overwrite
+        or config.training.skip_train
+        or not holds_steps(folder)
+    ):
         return
     if is_continued(c) and not c.finetune and folder.resolve() == Path(c.save or "").resolve():
         return
@@ -253,7 +280,9 @@ def guard_run_folder(config: TrainConfig) -> None:
     given = with_value("run_dir" if c.run_dir else "save", folder)
     more = ""
     if before:
-        more = f", or {with_value('load', before)} {with_value('save', before)} to continue that run"
+        more = (
+            f", or {with_value('load', before)} {with_value('save', before)} to continue that run"
+        )
     raise SettingsError(
         f"{given} already holds the curves of another run: give another folder, or {{save_overwrite=True}} to move "
         f"its files aside{more}",
@@ -269,7 +298,9 @@ def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
     fixed = [n for n in ARCHITECTURE if n != "max_position_embeddings" and n not in tunable]
     contradicted = contradictions(config.model, model, fixed)
     if contradicted:
-        raise SettingsError(listed(contradicted, "these settings contradict the checkpoint:"), BAD_DATA)
+        raise SettingsError(
+            listed(contradicted, "these settings contradict the checkpoint:"), BAD_DATA
+        )
     ours, noted = saved_settings(config), flags_with(TrainConfig, "resume", "note")
     changed = [n for n in ours if n in (*noted, *tunable) and n in saved and saved[n] != ours[n]]
     # A new run has data and a recipe of its own: only changes of the network are worth a line each.
@@ -280,7 +311,9 @@ def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
         if name not in own
     ]
     if own:
-        out.append(f" > note: with --finetune, these settings are not the checkpoint's: {', '.join(own)}")
+        out.append(
+            f" > note: with --finetune, these settings are not the checkpoint's: {', '.join(own)}"
+        )
     needed = [
         *(n for n in STATED if n not in ("embedding_dropout", "z_loss_coef")),
         "layernorm_epsilon",
@@ -291,7 +324,9 @@ def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
         out.append(f" > note: the checkpoint does not state all settings; used are {values}")
     equal_sets = saved.get("data_sets", ours["data_sets"]) == ours["data_sets"]
     if not equal_sets and all(saved.get(n) == ours[n] for n in path_settings(config.data)):
-        out.append(" > note: the contents of the files that list the data have changed since the checkpoint")
+        out.append(
+            " > note: the contents of the files that list the data have changed since the checkpoint"
+        )
     return out + accept_changed_files(config, changed_files(saved, ours))
 
 
@@ -318,7 +353,9 @@ def changed_files(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str
     out = []
     for prefix, (lengths, content) in files_by_path(ours).items():
         at_path, _ = before.get(prefix, (lengths, content))
-        of_lengths = {sample: path for path, (known, sample) in before.items() if known == lengths and sample}
+        of_lengths = {
+            sample: path for path, (known, sample) in before.items() if known == lengths and sample
+        }
         if at_path != lengths:
             out.append(f"{prefix}.idx has other documents than before")
         elif of_lengths and content not in of_lengths:
@@ -332,10 +369,14 @@ def files_by_path(settings: Mapping[str, Any]) -> dict[str, tuple[str, str | Non
     try:
         lengths = settings.get("data_fingerprint", [])
         contents = settings.get("data_contents", [None] * len(lengths))
-        paths = dict.fromkeys(source[0] for _, sources in settings.get("data_sets", []) for source in sources)
+        paths = dict.fromkeys(
+            source[0] for _, sources in settings.get("data_sets", []) for source in sources
+        )
         return dict(zip(paths, zip(lengths, contents, strict=True), strict=False))
     except (IndexError, TypeError, ValueError) as error:
-        raise bad_data(f"the checkpoint does not state its data as a run does: {first_line(error)}") from None
+        raise bad_data(
+            f"the checkpoint does not state its data as a run does: {first_line(error)}"
+        ) from None
 
 
 def _shown(value: Any) -> Any:
@@ -351,7 +392,10 @@ def saved_settings(config: TrainConfig) -> dict[str, Any]:
         "global_batch_size": config.global_batch,  # also where it follows from the number of ranks
         "data_fingerprint": [fingerprint(prefix) for prefix in prefixes(config.data)],
         "data_contents": [content_sample(prefix) for prefix in prefixes(config.data)],
-        "data_sets": [[paths.key, [[s.prefix, s.weight, s.begin, s.end] for s in paths.sources]] for paths in sets],
+        "data_sets": [
+            [paths.key, [[s.prefix, s.weight, s.begin, s.end] for s in paths.sources]]
+            for paths in sets
+        ],
     }
     settings = addresses.shown_in(settings)
     return settings
@@ -363,7 +407,8 @@ def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> Trai
     if not c.load:
         return config
     options = open_options(config)._replace(verify="none")
-    source = loading.open_checkpoint(c.load, options, report=lambda line: None)  # reported when it is loaded
+    # reported when it is loaded
+    source = loading.open_checkpoint(c.load, options, report=lambda line: None)
     if source is None:
         refuse_missing(config)
         return config
@@ -372,14 +417,19 @@ def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> Trai
     if "seq_length" not in saved and model_settings(saved, source.folder).position == "learned":
         saved["seq_length"] = saved.get("max_position_embeddings")
     wanted = {
-        n: v for n, v in saved.items() if n in (*ARCHITECTURE, *STATED, "seq_length", "vocab_size") and n not in given
+        n: v
+        for n, v in saved.items()
+        if n in (*ARCHITECTURE, *STATED, "seq_length", "vocab_size") and n not in given
     }
     return with_settings(config, **flags.from_saved(TrainConfig, wanted, str(source.folder)))
 
 
 def fresh_schedule(config: TrainConfig) -> list[str]:
     """Return the warnings about the schedule of a run that starts at step 0."""
-    return [f"WARNING: {line}" for line in warn_of_idle_steps(build_schedule(config), config, config.steps)]
+    return [
+        f"WARNING: {line}"
+        for line in warn_of_idle_steps(build_schedule(config), config, config.steps)
+    ]
 
 
 def check_loading(config: TrainConfig) -> list[str]:
@@ -387,10 +437,17 @@ def check_loading(config: TrainConfig) -> list[str]:
     assert config.checkpoint.load
     source = loading.open_checkpoint(config.checkpoint.load, open_options(config))
     if source is None:
-        return [f"no checkpoint in {config.checkpoint.load}: the run would start anew", *fresh_schedule(config)]
+        return [
+            f"no checkpoint in {config.checkpoint.load}: the run would start anew",
+            *fresh_schedule(config),
+        ]
     state = source.state
     verb = "continue from" if state and not config.checkpoint.finetune else "take the weights of"
-    lines = [*source.notes, f"it would {verb} step {source.step} in {source.root}", *differences(config, source.config)]
+    lines = [
+        *source.notes,
+        f"it would {verb} step {source.step} in {source.root}",
+        *differences(config, source.config),
+    ]
     if not state or config.checkpoint.finetune:
         lines += fresh_schedule(config)
     else:
@@ -399,11 +456,20 @@ def check_loading(config: TrainConfig) -> list[str]:
         schedule = build_schedule(config)
         if "schedule" in state:
             schedule, _ = resume_schedule(schedule, state["schedule"], config)
-        done = [state.get(n, 0) for n in ("iteration", "consumed_train_samples", "schedule_samples")]
-        lines += [f"WARNING: {w}" for w in warn_of_idle_steps(schedule, config, config.steps, *done)]
+        done = [
+            state.get(n, 0) for n in ("iteration", "consumed_train_samples", "schedule_samples")
+        ]
+        lines += [
+            f"WARNING: {w}" for w in warn_of_idle_steps(schedule, config, config.steps, *done)
+        ]
         past = BlendHistory.from_state(state.get("blends"))
         sets = {} if config.data.mock_data else {w.key: w for w in needed_sets(config)}
         if past is not None and "train" in sets:
-            parts, consumed = find_parts(config, sets["train"], Indexed), state["consumed_train_samples"]
-            lines += continue_history(past, parts, sets["train"].samples, consumed, config.data).lines()
+            parts, consumed = (
+                find_parts(config, sets["train"], Indexed),
+                state["consumed_train_samples"],
+            )
+            lines += continue_history(
+                past, parts, sets["train"].samples, consumed, config.data
+            ).lines()
     return lines

@@ -47,7 +47,9 @@ def check_export(config: TrainConfig) -> None:
         positions = config.model.max_position_embeddings or config.data.seq_length
         model = exports.without_idle_window(config.model, positions)
         huggingface_writer.require_expressible(model, Path(c.save_hf))
-        huggingface_writer.refuse_occupied(Path(c.save_hf), Path(c.save) if c.save and is_continued(c) else None)
+        huggingface_writer.refuse_occupied(
+            Path(c.save_hf), Path(c.save) if c.save and is_continued(c) else None
+        )
 
 
 def is_complete(folder: str, step: int) -> bool:
@@ -63,7 +65,9 @@ class Saver:
     --save-error warn, `lost` are the steps whose save failed.
     """
 
-    def __init__(self, config: TrainConfig, layout: Layout, team: Team, device: torch.device) -> None:
+    def __init__(
+        self, config: TrainConfig, layout: Layout, team: Team, device: torch.device
+    ) -> None:
         c = config.checkpoint
         self.config, self.layout, self.team, self.folder = config, layout, team, c.save or ""
         self.kept: int | None = None
@@ -96,7 +100,12 @@ class Saver:
                 self.tidy_and_send(step, best, self.team)
 
     def save(
-        self, step: int, named: TensorBoxes, state: dict[str, Any], settings: dict[str, Any], best: int | None
+        self,
+        step: int,
+        named: TensorBoxes,
+        state: dict[str, Any],
+        settings: dict[str, Any],
+        best: int | None,
     ) -> float | None:
         """Write a step and return the seconds that the run waited; None if --save held it."""
         began = time.perf_counter()
@@ -105,7 +114,9 @@ class Saver:
             for line in native.save_messages(self.folder, step):
                 say(line)
             with self.tolerating():
-                self.team.run_on_lead(self.explained(step, lambda: publish.write_tracker(self.folder, step)))
+                self.team.run_on_lead(
+                    self.explained(step, lambda: publish.write_tracker(self.folder, step))
+                )
                 self.tidy_and_send(step, best, self.team)
             return None
         # The state has lists that the run will append to.
@@ -129,8 +140,11 @@ class Saver:
                 raise
             step = self.kept
             assert step is not None
-            remark(f"WARNING: {error}; the run goes on and saves again as usual (--save-error warn)")
-            if not self.team.run_on_lead(lambda: is_complete(self.folder, step)):  # else only what followed has failed
+            remark(
+                f"WARNING: {error}; the run goes on and saves again as usual (--save-error warn)"
+            )
+            # else only what followed has failed
+            if not self.team.run_on_lead(lambda: is_complete(self.folder, step)):
                 self.kept, self.failure = None, error
                 self.lost.append(step)
                 self.unrecorded.append((step, str(error)))
@@ -165,7 +179,13 @@ class Saver:
         self.tidy_and_send(step, best, team)
 
     def write_for_megatron(
-        self, root: Path, step: int, named: TensorBoxes, state: dict[str, Any], settings: dict[str, Any], team: Team
+        self,
+        root: Path,
+        step: int,
+        named: TensorBoxes,
+        state: dict[str, Any],
+        settings: dict[str, Any],
+        team: Team,
     ) -> None:
         """Write Megatron's format by way of a temporary native step.
 
@@ -265,7 +285,9 @@ class Saver:
                 source, target, tokenizer=tokenizer, run=run, again=is_continued(c)
             ):
                 remark(f" > {note}")
-            remark(f" > wrote the model of iteration {self.kept} to {c.save_hf}, for Hugging Face's libraries")
+            remark(
+                f" > wrote the model of iteration {self.kept} to {c.save_hf}, for Hugging Face's libraries"
+            )
 
     def close(self) -> None:
         if self.background is not None:

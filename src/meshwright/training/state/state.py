@@ -54,7 +54,8 @@ class Progress:
     consumed_train_samples: int = 0  # likewise
     schedule_samples: int = 0  # of successful steps only: what the schedule follows
     nonfinite_in_a_row: int = 0
-    rollbacks: int = 0  # to the weights of the newest checkpoint; 0 once one with further steps is saved
+    # to the weights of the newest checkpoint; 0 once one with further steps is saved
+    rollbacks: int = 0
     best_iteration: int | None = None  # the one with the lowest validation loss
     best_loss: float | None = None
 
@@ -64,10 +65,23 @@ class State:
 
     def __init__(self, spec: Spec, net: Network, team: Team) -> None:
         config = spec.config
-        self.config, self.net, self.team, self.vocab, self.padded = config, net, team, spec.vocab, spec.padded
+        self.config, self.net, self.team, self.vocab, self.padded = (
+            config,
+            net,
+            team,
+            spec.vocab,
+            spec.padded,
+        )
         self.switches = spec.switches
-        self.scaler, self.saver = LossScale(config.precision), Saver(config, net.layout, team, net.device)
-        self.sizes = {"true_vocab_size": spec.vocab, "padded_vocab_size": spec.padded, "positions": spec.positions}
+        self.scaler, self.saver = (
+            LossScale(config.precision),
+            Saver(config, net.layout, team, net.device),
+        )
+        self.sizes = {
+            "true_vocab_size": spec.vocab,
+            "padded_vocab_size": spec.padded,
+            "positions": spec.positions,
+        }
         self.schedule = build_schedule(config)
         self.progress = Progress()
         t = config.training
@@ -95,7 +109,11 @@ class State:
 
         With --train-samples the earlier ones may have had other sizes.
         """
-        c, iteration, consumed = self.config, self.progress.iteration, self.progress.consumed_train_samples
+        c, iteration, consumed = (
+            self.config,
+            self.progress.iteration,
+            self.progress.consumed_train_samples,
+        )
         if c.samples is None:
             return c.steps
         while (size := c.batch(consumed)) < c.global_batch and consumed + size <= c.samples:
@@ -105,7 +123,9 @@ class State:
     def range_to_skip(self) -> Iterations | None:
         """Return the --skip-train-iteration-range that holds the next iteration."""
         following = self.progress.iteration + 1
-        return next((one for one in self.skipped_ranges if one.first <= following <= one.last), None)
+        return next(
+            (one for one in self.skipped_ranges if one.first <= following <= one.last), None
+        )
 
     def pass_over(self, last: int) -> None:
         """Count the iterations up to `last` as done, without training."""
@@ -127,14 +147,19 @@ class State:
 
         begun = time.perf_counter()
         try:
-            loaded = loading.load_checkpoint(c.load, want, options=options, accept=self.accept, team=self.team)
+            loaded = loading.load_checkpoint(
+                c.load, want, options=options, accept=self.accept, team=self.team
+            )
         except DamagedCheckpoint as damage:
             hint = "to start anew, give another folder or --save-overwrite"
             raise DamagedCheckpoint(f"{damage}; {hint}", everywhere=damage.everywhere) from damage
         if loaded is None:
             refuse_missing(self.config)
             note = f"{c.load} holds no checkpoint yet: the weights are random"
-            remark(f"WARNING: could not find the metadata file {Path(c.load) / steps.TRACKER}", on_screen=note)
+            remark(
+                f"WARNING: could not find the metadata file {Path(c.load) / steps.TRACKER}",
+                on_screen=note,
+            )
             say("    will not load any checkpoints and will start from random")
             return
         self.has_loaded = True
@@ -142,7 +167,9 @@ class State:
         if loaded.state and not c.finetune:
             self.loaded = loaded.step
             seconds = time.perf_counter() - begun
-            remark(f" > {self.team.run_on_lead(lambda: describe_recovery(self.config, loaded, seconds))}")
+            remark(
+                f" > {self.team.run_on_lead(lambda: describe_recovery(self.config, loaded, seconds))}"
+            )
             self.forget_best(is_moved=c.save_overwrite)
             if self.team.run_on_lead(lambda: is_kept(c, loaded.step)):
                 self.saver.continue_from(loaded.step, self.best_to_keep)
@@ -177,15 +204,20 @@ class State:
             return cut
         require_clear_start(self.config, source)
         if "schedule" not in state:
-            remark(" > note: the checkpoint has no schedule; the schedule of the flags continues from its samples")
-        elif self.config.training.skip_train:  # no step will follow the schedule, so do not compare it
+            remark(
+                " > note: the checkpoint has no schedule; the schedule of the flags continues from its samples"
+            )
+        # no step will follow the schedule, so do not compare it
+        elif self.config.training.skip_train:
             self.schedule = Schedule(**state["schedule"])
         else:
             self.schedule, lines = resume_schedule(self.schedule, state["schedule"], self.config)
             for line in lines:
                 say(line)
         if c.no_load_optim:
-            remark(" > --no-load-optim: the step and the schedule continue, the optimizer's moments begin at 0")
+            remark(
+                " > --no-load-optim: the step and the schedule continue, the optimizer's moments begin at 0"
+            )
         self.take_over(state)
         if c.no_load_optim:
             self.net.store.steps = 0
@@ -215,7 +247,10 @@ class State:
         Everything is loaded in place: CUDA graphs go on reading the same memory.
         """
         self.saver.wait()
-        save, options = self.config.checkpoint.save, open_options(self.config)._replace(optimizer=True)
+        save, options = (
+            self.config.checkpoint.save,
+            open_options(self.config)._replace(optimizer=True),
+        )
         assert save
 
         def take_over(source: Source) -> Source:
@@ -223,7 +258,11 @@ class State:
             return source
 
         loaded = loading.load_checkpoint(
-            save, lambda source: self.wanted(source, True, True), options=options, accept=take_over, team=self.team
+            save,
+            lambda source: self.wanted(source, True, True),
+            options=options,
+            accept=take_over,
+            team=self.team,
         )
         if loaded is None:
             return None
@@ -237,13 +276,21 @@ class State:
         """Replace the weights by the mean of --average-last; return its steps, none if too few."""
         c, last = self.config.checkpoint, self.progress.iteration
         save, number = c.save or "", c.average_last
-        saved: list[int] = self.team.run_on_lead(lambda: [n for n in steps.list_steps(save) if n <= last])
+        saved: list[int] = self.team.run_on_lead(
+            lambda: [n for n in steps.list_steps(save) if n <= last]
+        )
         if len(saved) < number:
-            remark(f" > --average-last {number}: {save} has {len(saved)} saved steps, so there is no mean to validate")
+            remark(
+                f" > --average-last {number}: {save} has {len(saved)} saved steps, so there is no mean to validate"
+            )
             return []
-        options = open_options(self.config)._replace(optimizer=False, weights="plain", average_last=number)
+        options = open_options(self.config)._replace(
+            optimizer=False, weights="plain", average_last=number
+        )
         store, folder = self.net.store, steps.step_folder(save, saved[0])
-        loading.load_checkpoint(folder, lambda source: store.named_state(False), options=options, team=self.team)
+        loading.load_checkpoint(
+            folder, lambda source: store.named_state(False), options=options, team=self.team
+        )
         store.renew_weights()
         return saved[:number][::-1]
 
@@ -253,7 +300,9 @@ class State:
         if source.kind == NATIVE:  # compared with all other shapes
             return source
         if source.vocab not in (None, size):
-            message = f"the vocabulary has {size:,} ids, {source.folder} was made with {source.vocab:,}"
+            message = (
+                f"the vocabulary has {size:,} ids, {source.folder} was made with {source.vocab:,}"
+            )
             if not source.counts_padding or size > (source.vocab or 0):
                 raise UserError(message, BAD_DATA)
             remark(f" > note: {message}: the extra rows are treated as padding")
@@ -263,7 +312,11 @@ class State:
     def best(self) -> tuple[int, float] | None:
         """The iteration and the loss of the best validation so far."""
         p = self.progress
-        return None if p.best_iteration is None or p.best_loss is None else (p.best_iteration, p.best_loss)
+        return (
+            None
+            if p.best_iteration is None or p.best_loss is None
+            else (p.best_iteration, p.best_loss)
+        )
 
     @property
     def best_to_keep(self) -> int | None:
@@ -293,10 +346,10 @@ class State:
                 )
                 for each in (epochs, self.epochs)
             )
-            note = (
-                f" > note: the training set is now {now}; at the checkpoint it was {before}: all epochs are shuffled "
+            note = f" > note: the training set is now {now}; at the checkpoint it was {before}: all epochs are shuffled "
+            remark(
+                f"{note}together (as in Megatron), so the order has changed, and samples may be seen again"
             )
-            remark(f"{note}together (as in Megatron), so the order has changed, and samples may be seen again")
         self.epochs = epochs
 
     def check(self, tokenizer: Tokenizer | None) -> None:
@@ -313,7 +366,11 @@ class State:
             # The previous step and the new one; Megatron's format needs a temporary one too.
             copies = 3 if c.ckpt_format == "torch" else 2
             publish.check_writable(
-                c.save, native.bytes_of(self.tensors(), self.team), self.team, copies, self.saver.users
+                c.save,
+                native.bytes_of(self.tensors(), self.team),
+                self.team,
+                copies,
+                self.saver.users,
             )
 
     def tensors(self) -> Any:
@@ -329,17 +386,32 @@ class State:
         state = dataclasses.asdict(self.progress) | self.sizes | {"network": self.net.name}
         with owner.lock_folder(root) if self.team.is_lead else contextlib.nullcontext():
             named = self.net.store.named_state(False, to_save=True)
-            native.save_step(root, self.progress.iteration, named, state, self.settings(), team=self.team)
+            native.save_step(
+                root, self.progress.iteration, named, state, self.settings(), team=self.team
+            )
 
     def save(self) -> float | None:
         """Save this state, unless --save holds it; return the seconds that the run waited."""
         p = self.progress
-        schedule, blends = dataclasses.asdict(self.schedule), self.blends.state() if self.blends else None
-        state = dataclasses.asdict(p) | self.sizes | {"schedule": schedule, "loss_scale": self.scaler.state()}
-        state |= {"skips": self.skips, "optimizer_steps": self.net.store.steps, "network": self.net.name}
+        schedule, blends = (
+            dataclasses.asdict(self.schedule),
+            self.blends.state() if self.blends else None,
+        )
+        state = (
+            dataclasses.asdict(p)
+            | self.sizes
+            | {"schedule": schedule, "loss_scale": self.scaler.state()}
+        )
+        state |= {
+            "skips": self.skips,
+            "optimizer_steps": self.net.store.steps,
+            "network": self.net.name,
+        }
         state |= {"epochs": self.epochs, "blends": blends, "losses": list(self.losses)}
         if (scales := self.net.store.scales) is not None:
             state["fp8"] = scales.state(self.team.gather)
         if (average := self.net.store.average) is not None:
             state["ema_steps"] = int(average.count)
-        return self.saver.save(p.iteration, self.tensors(), state, self.settings(), self.best_to_keep)
+        return self.saver.save(
+            p.iteration, self.tensors(), state, self.settings(), self.best_to_keep
+        )

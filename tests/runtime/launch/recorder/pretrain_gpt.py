@@ -22,7 +22,9 @@ def record(folder: Path) -> None:
 
     def next_batch(self: Trainer) -> list[Any]:
         batches = inner(self)
-        pairs = ((int(n), row) for b in batches for n, row in zip(b.sample_ids, b.tokens, strict=True))
+        pairs = (
+            (int(n), row) for b in batches for n, row in zip(b.sample_ids, b.tokens, strict=True)
+        )
         row = {"step": self.progress.iteration + 1, "time": time.time(), "ranks": self.config.world}
         row["attempt"] = [os.environ.get(name) for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT")]
         row["samples"] = [(n, zlib.crc32(tokens.numpy())) for n, tokens in pairs]

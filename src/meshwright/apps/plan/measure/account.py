@@ -64,23 +64,30 @@ class StepObserver:
     def operation(self, func: Any, args: Any, kwargs: Any, out: Any, section: Section) -> None:
         """Note an operation of torch's, such as `torch.ops.aten.mm.default`."""
 
-    def launch(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], section: Section) -> None:
+    def launch(
+        self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], section: Section
+    ) -> None:
         """Note the launch of a Triton kernel."""
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, is_backward: bool, section: Section) -> None:
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, is_backward: bool, section: Section
+    ) -> None:
         """Note causal attention by torch's flash kernel, of tensors [B, heads, T, width]."""
 
     def fused(self, name: str, tensors: Iterable[Any], section: Section) -> None:
         """Note a kernel of torch's that the meta device lacks, with what it reads and writes."""
 
-    def collective(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], section: Section) -> None:
+    def collective(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], section: Section
+    ) -> None:
         """Note a collective or a message, with the arguments of its function."""
 
 
 class StepRecord(NamedTuple):
     """What was allocated and freed, in order, and where each section begins."""
 
-    events: list[MemoryEvent]  # each with the number of the event that allocates its memory as the key
+    # each with the number of the event that allocates its memory as the key
+    events: list[MemoryEvent]
     marks: list[tuple[int, Section]]  # each section, with the number of its first event
 
 
@@ -106,7 +113,8 @@ class Account(TorchDispatchMode):
         self.marks = [(0, SETUP)]
         self.kinds: dict[int, str] = {}  # of tensors of so many bytes; most others are activations
         self.held: Any = WeakIdKeyDictionary()  # by storage
-        self.streams = {torch.cpu.current_stream(): (0, "activations")}  # number and kind, as they are met
+        # number and kind, as they are met
+        self.streams = {torch.cpu.current_stream(): (0, "activations")}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -212,7 +220,13 @@ class Observer:
         """Note each pass of a pipeline's schedule before it begins."""
         for action in actions:
             self.micro_batch, self.chunk = action.microbatch, action.chunk
-            self.enter("embedding" if action.op == "F" else "weights" if action.op == "W" else "head backward")
+            self.enter(
+                "embedding"
+                if action.op == "F"
+                else "weights"
+                if action.op == "W"
+                else "head backward"
+            )
             yield action
         self.micro_batch, self.chunk = -1, 0
         self.enter("end")
@@ -263,7 +277,11 @@ class Observer:
 
         Autograd runs the functions in the order of their numbers, the last one first.
         """
-        nodes = [x.grad_fn for x in tree_leaves(tensors) if isinstance(x, Tensor) and x.grad_fn is not None]
+        nodes = [
+            x.grad_fn
+            for x in tree_leaves(tensors)
+            if isinstance(x, Tensor) and x.grad_fn is not None
+        ]
         if nodes:
             section = Section(phase, layer, self.micro_batch, self.chunk)
 

@@ -81,7 +81,13 @@ class CachingAllocator:
         self.taken[key] = slab, pool
 
     def new_segment(self, size: int) -> Slab:
-        taken = SMALL_SEGMENT if size <= SMALL else MEDIUM_SEGMENT if size < MEDIUM else -(-size // STEP) * STEP
+        taken = (
+            SMALL_SEGMENT
+            if size <= SMALL
+            else MEDIUM_SEGMENT
+            if size < MEDIUM
+            else -(-size // STEP) * STEP
+        )
         self.reserved += taken
         self.most = max(self.most, self.reserved)
         at, self.end = self.end, self.end + taken

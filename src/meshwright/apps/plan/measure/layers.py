@@ -19,7 +19,9 @@ from meshwright.apps.plan.measure.allocator import MemoryEvent
 from meshwright.config.schema import TrainConfig
 
 LONGEST_PERIOD = 8  # layers after which a pattern of them may repeat
-NEAR = 2  # layers to which a gradient or gathered weights are passed on; memory that lives longer has a fixed end
+# layers to which a gradient or gathered weights are passed on; memory that lives longer has a fixed
+# end
+NEAR = 2
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,9 @@ class Extension:
     def __init__(self, record: StepRecord, units: Sequence[Sequence[Unit]]) -> None:
         self.events, self.units = record.events, units
         self.firsts = [first_copies(chunk) for chunk in units]
-        unit_of = [[number for number, unit in enumerate(chunk) for _ in unit.layers] for chunk in units]
+        unit_of = [
+            [number for number, unit in enumerate(chunk) for _ in unit.layers] for chunk in units
+        ]
         self.spans, self.begins, step = list[Span](), list[int](), 0
         for begin, section in record.marks:
             step += section.phase == "begin"
@@ -128,7 +132,9 @@ class Extension:
         self.forward = [self.runs_forward(number) for number in range(len(self.spans))]
         self.span_of = [
             number
-            for number, (begin, end) in enumerate(zip(self.begins, [*self.begins[1:], len(self.events)], strict=True))
+            for number, (begin, end) in enumerate(
+                zip(self.begins, [*self.begins[1:], len(self.events)], strict=True)
+            )
             for _ in range(begin, end)
         ]
 
@@ -185,7 +191,9 @@ class Extension:
         if other is None:
             return LayerPlace(there, self.copies(there) - 1, at)
         return LayerPlace(
-            other, self.run_of(other, number - firsts[unit]), self.begins[other] + at - self.begins[there]
+            other,
+            self.run_of(other, number - firsts[unit]),
+            self.begins[other] + at - self.begins[there],
         )
 
 

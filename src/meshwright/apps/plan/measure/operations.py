@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from meshwright.apps.plan.measure.account import Section
 
 Kind = Literal["product", "attention", "pass", "host"]
-Launch = Literal["view", "torch", "triton", "node", "collective"]  # see LAUNCHES of base/device_profiles.py
+# see LAUNCHES of base/device_profiles.py
+Launch = Literal["view", "torch", "triton", "node", "collective"]
 
 
 class Heads(NamedTuple):
@@ -31,7 +32,8 @@ class TracedOperation(NamedTuple):
     flops: float = 0.0
     bytes: float = 0.0  # read and written
     dtype: str = ""  # of a product's factors; "fp8" for a pass that rounds to it
-    totals: float = 0.0  # bytes of sums in full precision that a product writes, and reads if it adds to them
+    # bytes of sums in full precision that a product writes, and reads if it adds to them
+    totals: float = 0.0
     heads: Heads | None = None
 
 
@@ -123,6 +125,7 @@ def operations_of_rank(
                 place[operation] += times * count  # type: ignore[assignment]
     last = max((number for _, number in passes), default=0)
     first, later = (
-        tuple(PassOperations(*passes[chunk, number]) for chunk in range(len(chunks))) for number in (0, last)
+        tuple(PassOperations(*passes[chunk, number]) for chunk in range(len(chunks)))
+        for number in (0, last)
     )
     return RankOperations(first, later, update)

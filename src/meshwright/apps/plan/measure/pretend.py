@@ -42,7 +42,8 @@ from meshwright.parallel.layout import Layout
 
 PROCESSORS = 132  # of an H100 and H200; they decide about small sums only
 SHARDING = _fsdp_collectives, _fsdp_param, _fsdp_param_group, _fsdp_state
-_device._device_constructors()  # `with META` keeps a list of torch's functions, as they are before any is replaced
+# `with META` keeps a list of torch's functions, as they are before any is replaced
+_device._device_constructors()
 
 
 @contextlib.contextmanager
@@ -52,7 +53,9 @@ def pretended_gpu(account: Account) -> Iterator[None]:
     done = functools.partial(collective, account)
 
     def launch(kernel: Any, grid: Any) -> Callable[..., None]:
-        return lambda *args, **kwargs: account.recorder.launch(kernel, args, kwargs, account.section)
+        return lambda *args, **kwargs: account.recorder.launch(
+            kernel, args, kwargs, account.section
+        )
 
     with triton_or_standin() as triton, contextlib.ExitStack() as stack:
         for owner, name, value in (
@@ -76,13 +79,23 @@ def pretended_gpu(account: Account) -> Iterator[None]:
             (fp8.Scales, "_settle", lambda self: None),  # which reads numbers
             (torch, "zeros", lambda *size, pin_memory=False, **more: zeros(*size, **more)),
             (adamw, "make_table", make_table),
-            (sys.modules["torch.optim.optimizer"], "_get_fused_kernels_supported_devices", lambda: ["meta", "cpu"]),
-            *((torch, name, functools.partial(update, account, name)) for name in ("_fused_sgd_", "_fused_adamw_")),
+            (
+                sys.modules["torch.optim.optimizer"],
+                "_get_fused_kernels_supported_devices",
+                lambda: ["meta", "cpu"],
+            ),
+            *(
+                (torch, name, functools.partial(update, account, name))
+                for name in ("_fused_sgd_", "_fused_adamw_")
+            ),
             # Other ranks
             (comm, "exchange", lambda x, sent, received, group: x.new_empty(sum(received))),
             (comm, "gather_into", done("all_gather")),
             (comm, "scatter_into", done("reduce_scatter")),
-            *((dist, name, done(name)) for name in ("all_reduce", "all_to_all_single", "broadcast")),
+            *(
+                (dist, name, done(name))
+                for name in ("all_reduce", "all_to_all_single", "broadcast")
+            ),
             *((dist, name, done(name)) for name in ("send", "recv", "isend")),
             (dist, "get_world_size", lambda group=None: group.count),
             (dist, "get_rank", lambda group=None: 0),
@@ -126,7 +139,10 @@ def pretended_shards(ranks: int, account: Account) -> Iterator[Any]:
                 (_fsdp_param_group, "alloc_storage", lambda x: account.hold(x, True)),
                 (_fsdp_param, "free_storage", lambda x: account.hold(x, False)),
                 *((module, "_get_device_handle", lambda _: torch.cpu) for module in SHARDING),
-                *((dist, name, done(name)) for name in ("all_gather_into_tensor", "reduce_scatter_tensor")),
+                *(
+                    (dist, name, done(name))
+                    for name in ("all_gather_into_tensor", "reduce_scatter_tensor")
+                ),
             ):
                 if hasattr(owner, name):  # which of torch's modules have it depends on its version
                     stack.enter_context(mock.patch.object(owner, name, value))
@@ -212,7 +228,9 @@ class FlashAttention(torch.autograd.Function):
     """torch's flash attention, with the memory that its source takes for a moment."""
 
     @staticmethod
-    def forward(ctx: Any, account: Account, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    def forward(
+        ctx: Any, account: Account, q: Tensor, k: Tensor, v: Tensor, dropout: float
+    ) -> Tensor:
         b, h, t, d = q.shape
         account.recorder.attention(q, k, v, dropout, False, account.section)
         o, lse = new(b, t, h, d, dtype=q.dtype).transpose(1, 2), new(b, h, t)
@@ -247,7 +265,9 @@ class FusedNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, _ = ctx.saved_tensors
         of_x, of_weight = torch.empty_like(x), torch.empty_like(weight)
-        ctx.account.recorder.fused("rms_norm_backward", (x, weight, grad, of_x, of_weight), ctx.account.section)
+        ctx.account.recorder.fused(
+            "rms_norm_backward", (x, weight, grad, of_x, of_weight), ctx.account.section
+        )
         return None, of_x, of_weight
 
 
@@ -274,7 +294,9 @@ def attend(
     return FlashAttention.apply(account, q, k, v, dropout_p)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def attend_by_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float) -> Tensor:
+def attend_by_scores(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float
+) -> Tensor:
     """Do as aten::_scaled_dot_product_attention_math does on a GPU."""
     t, scale = q.shape[2], q.shape[3] ** -0.25
     q = q * scale
@@ -284,7 +306,8 @@ def attend_by_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropo
         mask = torch.where(mask, torch.zeros((), device=META), torch.zeros((), device=META))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = torch.matmul(q, k.transpose(-2, -1) * scale).add_(mask)
-    unsafe = new(*scores.shape), new(*scores.shape, dtype=torch.bool)  # softmax, and which rows are masked
+    # softmax, and which rows are masked
+    unsafe = new(*scores.shape), new(*scores.shape, dtype=torch.bool)
     scores = torch.ops.aten._safe_softmax(scores, -1)
     del unsafe
     if dropout_p:
@@ -292,13 +315,21 @@ def attend_by_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropo
     return torch.matmul(scores.to(v.dtype), v)
 
 
-def attend_by_blocks(account: Account, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+def attend_by_blocks(
+    account: Account, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any
+) -> Tensor:
     """Attend as FlexAttention does, whose kernels keep as much as flash attention."""
     return FlashAttention.apply(account, q, k, v, 0.0)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def scaled_product(
-    account: Account, a: Tensor, b: Tensor, *_: Any, out_dtype: torch.dtype, out: Tensor | None = None, **__: Any
+    account: Account,
+    a: Tensor,
+    b: Tensor,
+    *_: Any,
+    out_dtype: torch.dtype,
+    out: Tensor | None = None,
+    **__: Any,
 ) -> Tensor:
     """Multiply in fp8."""
     product = new(len(a), b.shape[1], dtype=out_dtype) if out is None else out

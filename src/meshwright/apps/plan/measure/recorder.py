@@ -31,7 +31,9 @@ NO_KERNEL = frozenset(
 PRODUCTS = frozenset("mm addmm bmm baddbmm addmm_ baddbmm_ _scaled_mm _int_mm".split())
 # Operations that read as much of their first tensor as they write, at the places of an index.
 GATHERS = frozenset("embedding index index_select gather".split())
-SCATTERS = frozenset("index_put index_put_ index_add index_add_ scatter scatter_ scatter_add scatter_add_".split())
+SCATTERS = frozenset(
+    "index_put index_put_ index_add index_add_ scatter scatter_ scatter_add scatter_add_".split()
+)
 OVERWRITES = frozenset("copy_ fill_ zero_ normal_ uniform_ _foreach_copy_ _foreach_zero_".split())
 SORT_PASSES = 8  # over keys and values, by a radix sort of 32 bits
 ADDRESSED_BYTES = 4  # of an element at an address in a table
@@ -59,10 +61,14 @@ class OperationRecorder(StepObserver):
     def operation(self, func: Any, args: Any, kwargs: Any, out: Any, section: Section) -> None:
         self.count(operation_of(func, args, kwargs, out), section)
 
-    def launch(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], section: Section) -> None:
+    def launch(
+        self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], section: Section
+    ) -> None:
         self.count(launch_of(kernel, args), section)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, is_backward: bool, section: Section) -> None:
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, is_backward: bool, section: Section
+    ) -> None:
         self.count(attention_of(q, k, dropout > 0, is_backward), section)
 
     def fused(self, name: str, tensors: Iterable[Any], section: Section) -> None:
@@ -72,9 +78,14 @@ class OperationRecorder(StepObserver):
             self.count(product_of(name, a, b, [out], out.dtype is torch.float32), section)
         else:  # an optimizer reads and writes all that it has
             again = 2 if name.startswith("_fused") else 1
-            self.count(TracedOperation("pass", name, "torch", bytes=again * sum(map(size_of, leaves))), section)
+            self.count(
+                TracedOperation("pass", name, "torch", bytes=again * sum(map(size_of, leaves))),
+                section,
+            )
 
-    def collective(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], section: Section) -> None:
+    def collective(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], section: Section
+    ) -> None:
         self.count(TracedOperation("host", name, "collective"), section)
 
 
@@ -98,13 +109,16 @@ def operation_of(func: Any, args: Any, kwargs: Any, out: Any) -> TracedOperation
     is_on_host = all(x.device.type == "cpu" for x in [*taken, *made])
     if func.namespace == "c10d":
         return TracedOperation("host", name, "collective")
-    if func.namespace == "fsdp":  # copies around collectives and beside products, which are counted with the former
+    # copies around collectives and beside products, which are counted with the former
+    if func.namespace == "fsdp":
         return TracedOperation("host", name, "torch")
     if func.is_view or name in NO_KERNEL or is_on_host:
         return TracedOperation("host", name, "view")
     if name in PRODUCTS:
         return product_in(name, func._overloadname, args, made)
-    return TracedOperation("pass", name, "torch", bytes=bytes_of(func, name, args, kwargs, taken, made))
+    return TracedOperation(
+        "pass", name, "torch", bytes=bytes_of(func, name, args, kwargs, taken, made)
+    )
 
 
 def product_in(name: str, overload: str, args: Any, made: list[Tensor]) -> TracedOperation:
@@ -115,24 +129,34 @@ def product_in(name: str, overload: str, args: Any, made: list[Tensor]) -> Trace
     return product_of(name, factors[0], factors[1], [*made, *added], overload.endswith("out"))
 
 
-def product_of(name: str, a: Tensor, b: Tensor, others: Sequence[Tensor], is_total: bool) -> TracedOperation:
+def product_of(
+    name: str, a: Tensor, b: Tensor, others: Sequence[Tensor], is_total: bool
+) -> TracedOperation:
     """Return a product; `is_total`: it goes into given memory, as the gradients of weights do."""
     flops = 2.0 * a.numel() * b.shape[-1]
     dtype = "fp8" if a.dtype in FP8 else str(a.dtype).removeprefix("torch.")
     rest = sum(map(size_of, others))
     totals = rest if is_total else 0.0
-    return TracedOperation("product", name, "torch", flops, size_of(a) + size_of(b) + rest - totals, dtype, totals)
+    return TracedOperation(
+        "product", name, "torch", flops, size_of(a) + size_of(b) + rest - totals, dtype, totals
+    )
 
 
 def attention_of(q: Tensor, k: Tensor, draws: bool, is_backward: bool) -> TracedOperation:
     """Return a causal attention, with the FLOPs of the full square forward."""
     (batch, heads, rows, width), keys = q.shape, k.shape[2]
     flops = 4.0 * batch * heads * rows * keys * width
-    name, around = ("attention backward", ATTENTION_PASSES * size_of(q)) if is_backward else ("attention", 0)
-    return TracedOperation("attention", name, "torch", flops, around, heads=Heads(keys, width, draws, is_backward))
+    name, around = (
+        ("attention backward", ATTENTION_PASSES * size_of(q)) if is_backward else ("attention", 0)
+    )
+    return TracedOperation(
+        "attention", name, "torch", flops, around, heads=Heads(keys, width, draws, is_backward)
+    )
 
 
-def bytes_of(func: Any, name: str, args: Any, kwargs: Any, taken: list[Tensor], made: list[Tensor]) -> float:
+def bytes_of(
+    func: Any, name: str, args: Any, kwargs: Any, taken: list[Tensor], made: list[Tensor]
+) -> float:
     """Return the bytes that an operation reads and writes."""
     if name in GATHERS:
         return 2.0 * sum(map(size_of, made)) + sum(map(size_of, taken[1:]))
@@ -144,7 +168,8 @@ def bytes_of(func: Any, name: str, args: Any, kwargs: Any, taken: list[Tensor], 
     own = {id(x) for x in changed}
     new = [x for x in made if id(x) not in own]
     read = [x for x in taken if id(x) not in own]
-    again = 1 if name in OVERWRITES or "out" in kwargs else 2  # what is changed in place is read too
+    # what is changed in place is read too
+    again = 1 if name in OVERWRITES or "out" in kwargs else 2
     return float(sum(map(size_of, (*read, *new))) + again * sum(map(size_of, changed)))
 
 
@@ -181,7 +206,9 @@ def launch_of(kernel: Any, args: Sequence[Any]) -> TracedOperation:
         return symmetric_product_of(given)
     reads, writes = accesses(kernel)
     moved = 0.0
-    rounds = any(isinstance(value, Tensor) and value.dtype in (torch.uint8, *FP8) for value in given.values())
+    rounds = any(
+        isinstance(value, Tensor) and value.dtype in (torch.uint8, *FP8) for value in given.values()
+    )
     for parameter, value in given.items():
         if isinstance(value, Tensor):
             touched = size_of(value)
@@ -196,11 +223,15 @@ def launch_of(kernel: Any, args: Sequence[Any]) -> TracedOperation:
 
 def symmetric_product_of(given: Mapping[str, Any]) -> TracedOperation:
     """Return a product of matrices [n, m, k] of which the tiles up to the diagonal are computed."""
-    a, out, m, k, rows, columns = (given[name] for name in ("a", "out", "m", "k", "ROWS", "COLUMNS"))
+    a, out, m, k, rows, columns = (
+        given[name] for name in ("a", "out", "m", "k", "ROWS", "COLUMNS")
+    )
     tiles = sum(i * rows // columns + 1 for i in range(-(-m // rows)))
     flops = 2.0 * out.shape[0] * tiles * rows * columns * k
     dtype = str(out.dtype).removeprefix("torch.")
-    return TracedOperation("product", "symmetric", "triton", flops, 2 * size_of(a.base) + size_of(out), dtype)
+    return TracedOperation(
+        "product", "symmetric", "triton", flops, 2 * size_of(a.base) + size_of(out), dtype
+    )
 
 
 @functools.cache
@@ -245,7 +276,9 @@ class AddressReader(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         self.generic_visit(node)
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        name = (
+            node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        )
         if name == "load":
             self.reads |= self.sources(node.args[0])
         elif name == "store":

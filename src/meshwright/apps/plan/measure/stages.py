@@ -18,16 +18,34 @@ from typing import NamedTuple
 from meshwright.apps.plan.measure.account import Phase
 from meshwright.apps.plan.measure.allocator import MemoryEvent
 from meshwright.apps.plan.measure.layers import Placed, Unit, choose_units, extend
-from meshwright.apps.plan.measure.operations import Operations, RankOperations, operations_of_rank, total
+from meshwright.apps.plan.measure.operations import (
+    Operations,
+    RankOperations,
+    operations_of_rank,
+    total,
+)
 from meshwright.apps.plan.measure.recorder import OperationRecorder
 from meshwright.apps.plan.measure.steps import Extent, measure_layers, measure_update
 from meshwright.config.schema import TrainConfig
-from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, V_SHAPED, Action, Op, most_sent, schedule
+from meshwright.parallel.pipeline_schedule import (
+    SPLIT_BACKWARD,
+    V_SHAPED,
+    Action,
+    Op,
+    most_sent,
+    schedule,
+)
 from meshwright.training.network import Model
 from meshwright.training.parameters import count as count_parameters
-from meshwright.training.parameters import data_parts, parameters_of_ranks, shapes_of_layer, stage_numbers
+from meshwright.training.parameters import (
+    data_parts,
+    parameters_of_ranks,
+    shapes_of_layer,
+    stage_numbers,
+)
 
-LEAST, LEAST_SHARDED = 5, 6  # layers that are measured of those alike; fully_shard gathers one further ahead
+# layers that are measured of those alike; fully_shard gathers one further ahead
+LEAST, LEAST_SHARDED = 5, 6
 ROUNDS = 4  # of as many micro-batches as a pipeline has ranks, after which a schedule holds no more
 
 Kinds = dict[str, int]  # bytes by kind
@@ -46,7 +64,9 @@ MOST_STEPS = 256  # measured ones that are kept: what memory and time of a layou
 MEASURED_STEPS: dict[object, StepMemory] = {}
 
 
-def memory_of_steps(config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None = None) -> StepMemory:
+def memory_of_steps(
+    config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None = None
+) -> StepMemory:
     """Return what steps of a rank allocate and execute, measured once."""
     key = settings_of(config, padded), passed_micro_batches(config, ROUNDS), pipeline_rank, model
     if key not in MEASURED_STEPS:
@@ -56,7 +76,9 @@ def memory_of_steps(config: TrainConfig, padded: int, pipeline_rank: int, model:
     return MEASURED_STEPS[key]
 
 
-def measure_steps(config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None) -> StepMemory:
+def measure_steps(
+    config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None
+) -> StepMemory:
     if config.parallel.pipeline_model_parallel_size > 1 and not reaches_further(config):
         found = scheduled_passes(config, padded, pipeline_rank)
     else:
@@ -65,10 +87,13 @@ def measure_steps(config: TrainConfig, padded: int, pipeline_rank: int, model: M
         return found
     update = update_of_all(config, padded, pipeline_rank, model)
     first = 1 + max((event.key for event in found.events), default=0)
-    gone = {event.key for event in update.events if event.size < 0}  # its gradients are those of the passes
+    # its gradients are those of the passes
+    gone = {event.key for event in update.events if event.size < 0}
     events = [event._replace(key=first + event.key) for event in update.events if event.key in gone]
     most = max(found.peak, update.peak, key=lambda kinds: sum(kinds.values()))
-    return StepMemory(most, [*found.events, *events], found.operations._replace(update=update.operations))
+    return StepMemory(
+        most, [*found.events, *events], found.operations._replace(update=update.operations)
+    )
 
 
 def reaches_further(config: TrainConfig) -> bool:
@@ -81,7 +106,10 @@ def reaches_further(config: TrainConfig) -> bool:
 
 def updates_in_flat_buffers(config: TrainConfig) -> bool:
     """Return whether all updates run on the host, or as kernels over whatever there is."""
-    is_adamw, is_full = config.optimizer.optimizer in ("adam", "adamw"), config.precision.dtype == "float64"
+    is_adamw, is_full = (
+        config.optimizer.optimizer in ("adam", "adamw"),
+        config.precision.dtype == "float64",
+    )
     return config.parallel.offloads or (is_adamw and not is_full and not is_sharded(config))
 
 
@@ -93,20 +121,34 @@ def is_sharded(config: TrainConfig) -> bool:
 # Whole steps
 
 
-def whole_steps(config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None) -> StepMemory:
+def whole_steps(
+    config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None
+) -> StepMemory:
     """Return what whole steps of a rank allocate."""
     pp = config.parallel.pipeline_model_parallel_size
-    count = passed_micro_batches(config, ROUNDS // 2) if pp > 1 else min(2, config.micro_batches(config.global_batch))
+    count = (
+        passed_micro_batches(config, ROUNDS // 2)
+        if pp > 1
+        else min(2, config.micro_batches(config.global_batch))
+    )
     extent, recorder = Extent(count, steps_to_measure(config)), OperationRecorder()
 
     # Measure few layers, unless they are a custom model's, and extend them.
-    units = [choose_units(config, layers, least_layers(config)) for layers in stages_of_rank(config, pipeline_rank)]
+    units = [
+        choose_units(config, layers, least_layers(config))
+        for layers in stages_of_rank(config, pipeline_rank)
+    ]
     if model is None:
         chosen = [layer for chunk in units for unit in chunk for layer in unit.layers]
         record = measure_layers(config, padded, pipeline_rank, chosen, extent, recorder)
     else:
         record = measure_layers(config, padded, 0, (), extent, recorder, model)
-        units = [[Unit((layer,)) for layer in range(1 + max(section.layer or 0 for _, section in record.marks))]]
+        units = [
+            [
+                Unit((layer,))
+                for layer in range(1 + max(section.layer or 0 for _, section in record.marks))
+            ]
+        ]
     placed = extend(record, units)
 
     # Leave out what is held from the first step on, and an update that is measured apart.
@@ -120,7 +162,9 @@ def whole_steps(config: TrainConfig, padded: int, pipeline_rank: int, model: Mod
         and not (is_measured_apart and each.span.section.phase == "update")
     }
     events = [each.event for each in placed if each.event.key in kept]
-    operations = operations_of_rank(recorder.sections, units, update_growth(config, padded, pipeline_rank, units))
+    operations = operations_of_rank(
+        recorder.sections, units, update_growth(config, padded, pipeline_rank, units)
+    )
     return StepMemory(kinds_at_peak(events), events, operations)
 
 
@@ -144,7 +188,9 @@ class UpdateMemory(NamedTuple):
     operations: Operations
 
 
-def update_of_all(config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None) -> UpdateMemory:
+def update_of_all(
+    config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None
+) -> UpdateMemory:
     """Return what an update of all parameters allocates and executes.
 
     It grows evenly with the layers, but for Muon, which takes so many matrices at a time.
@@ -156,30 +202,44 @@ def update_of_all(config: TrainConfig, padded: int, pipeline_rank: int, model: M
         return update_of(config, padded, pipeline_rank, None, model)
     less = update_of(config, padded, pipeline_rank, few)
     more = update_of(config, padded, pipeline_rank, {*few, others[0]})
-    growth = {kind: more.peak.get(kind, 0) - less.peak.get(kind, 0) for kind in {**less.peak, **more.peak}}
+    growth = {
+        kind: more.peak.get(kind, 0) - less.peak.get(kind, 0) for kind in {**less.peak, **more.peak}
+    }
     peak = {kind: less.peak.get(kind, 0) + len(others) * size for kind, size in growth.items()}
     operations = total([(less.operations, 1 - len(others)), (more.operations, len(others))])
     return UpdateMemory(peak, more.events, operations)
 
 
 def update_of(
-    config: TrainConfig, padded: int, pipeline_rank: int, layers: Collection[int] | None, model: Model | None = None
+    config: TrainConfig,
+    padded: int,
+    pipeline_rank: int,
+    layers: Collection[int] | None,
+    model: Model | None = None,
 ) -> UpdateMemory:
     """Return what an update of these layers, or of all, allocates and executes."""
     recorder = OperationRecorder()
     record = measure_update(config, padded, pipeline_rank, layers, recorder, model)
-    events = complete(each.event for each in extend(record, [[]]) if each.span.section.phase == "update")
+    events = complete(
+        each.event for each in extend(record, [[]]) if each.span.section.phase == "update"
+    )
     if not is_sharded(config):  # what is left are casts of the weights, which are held throughout
         gone = {event.key for event in events if event.size < 0}
         events = [event for event in events if event.key in gone]
-    return UpdateMemory(kinds_at_peak(events), events, operations_of_rank(recorder.sections, [[]], 1.0).update)
+    return UpdateMemory(
+        kinds_at_peak(events), events, operations_of_rank(recorder.sections, [[]], 1.0).update
+    )
 
 
-def update_growth(config: TrainConfig, padded: int, pipeline_rank: int, units: Sequence[Sequence[Unit]]) -> float:
+def update_growth(
+    config: TrainConfig, padded: int, pipeline_rank: int, units: Sequence[Sequence[Unit]]
+) -> float:
     """Return how many times as many parameters a rank has as were measured."""
     layers = sum(len(unit.layers) * (unit.copies - 1) for chunk in units for unit in chunk)
     held = parameters_of_ranks(config, padded)[pipeline_rank]
-    of_layer = count_parameters(shapes_of_layer(config.model, config.parallel.tensor_model_parallel_size))
+    of_layer = count_parameters(
+        shapes_of_layer(config.model, config.parallel.tensor_model_parallel_size)
+    )
     return held / (held - layers * of_layer)
 
 
@@ -193,7 +253,11 @@ def complete(events: Iterable[MemoryEvent]) -> list[MemoryEvent]:
 def passed_micro_batches(config: TrainConfig, rounds: int) -> int:
     """Return the micro-batches until the peak: GPipe holds all, others those of some rounds."""
     count, p = config.micro_batches(config.global_batch), config.parallel
-    return count if p.pipeline_schedule == "gpipe" else min(count, rounds * p.pipeline_model_parallel_size)
+    return (
+        count
+        if p.pipeline_schedule == "gpipe"
+        else min(count, rounds * p.pipeline_model_parallel_size)
+    )
 
 
 def kinds_at_peak(events: Sequence[MemoryEvent]) -> Kinds:
@@ -230,7 +294,8 @@ class PassMemory(NamedTuple):
     rest: int
 
 
-Pass = tuple[int, bool, Op]  # number of a kind of stage, whether the micro-batch is the first, and the action
+# number of a kind of stage, whether the micro-batch is the first, and the action
+Pass = tuple[int, bool, Op]
 
 
 @dataclass(frozen=True)
@@ -247,7 +312,9 @@ class StagePasses:
 def scheduled_passes(config: TrainConfig, padded: int, pipeline_rank: int) -> StepMemory:
     """Return what a step's passes allocate in the order of the schedule."""
     p, stages = config.parallel, kinds_of_stages(config, pipeline_rank)
-    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(stage.kind for stage in stages))}
+    numbers = {
+        kind: number for number, kind in enumerate(dict.fromkeys(stage.kind for stage in stages))
+    }
     kind_of = [numbers[stage.kind] for stage in stages]  # by chunk
     passes = measure_passes(config, padded, pipeline_rank, stages)
     kept = most_sent(p.pipeline_schedule, p.pipeline_model_parallel_size, config.chunks)
@@ -282,7 +349,9 @@ def scheduled_passes(config: TrainConfig, padded: int, pipeline_rank: int) -> St
         tuple(measured.later[number] for number in kind_of),
         measured.update,
     )
-    return StepMemory(dict(kinds), scheduled_events(config, pipeline_rank, passes, kind_of), operations)
+    return StepMemory(
+        dict(kinds), scheduled_events(config, pipeline_rank, passes, kind_of), operations
+    )
 
 
 def scheduled_events(
@@ -293,12 +362,15 @@ def scheduled_events(
     kept = most_sent(p.pipeline_schedule, p.pipeline_model_parallel_size, config.chunks)
     keys: defaultdict[tuple[int, int, int], int] = defaultdict(itertools.count().__next__)
     out, sent = list[MemoryEvent](), list[MemoryEvent]()
-    hands_over = p.pipeline_schedule in V_SHAPED and len(set(kind_of)) > 1  # one stage leaves tensors to the next
+    # one stage leaves tensors to the next
+    hands_over = p.pipeline_schedule in V_SHAPED and len(set(kind_of)) > 1
     for op, chunk, i in cached_schedule(config, pipeline_rank, ROUNDS // 2):
         events, owner = passes.events[kind_of[chunk], not i, op], 0 if hands_over else chunk
         out += [event._replace(key=keys[i, owner, event.key]) for event in events]
         if op in ("B", "I") and kind_of[chunk] in passes.messages:
-            sent.append(MemoryEvent(keys[i, chunk, -1], passes.messages[kind_of[chunk]], "communication", 0))
+            sent.append(
+                MemoryEvent(keys[i, chunk, -1], passes.messages[kind_of[chunk]], "communication", 0)
+            )
             out += [sent[-1], *map(freed, sent[:-kept][-1:])]
     return [*out, *map(freed, sent[-kept:])]
 
@@ -310,7 +382,9 @@ def freed(event: MemoryEvent) -> MemoryEvent:
 def cached_schedule(config: TrainConfig, pipeline_rank: int, rounds: int) -> list[Action]:
     p = config.parallel
     count = passed_micro_batches(config, rounds)
-    return schedule_of(p.pipeline_schedule, p.pipeline_model_parallel_size, pipeline_rank, count, config.chunks)
+    return schedule_of(
+        p.pipeline_schedule, p.pipeline_model_parallel_size, pipeline_rank, count, config.chunks
+    )
 
 
 schedule_of = functools.lru_cache(1024)(schedule)
@@ -327,23 +401,38 @@ def kinds_of_stages(config: TrainConfig, pipeline_rank: int) -> list[Stage]:
     return out
 
 
-def measure_passes(config: TrainConfig, padded: int, pipeline_rank: int, stages: Sequence[Stage]) -> StagePasses:
+def measure_passes(
+    config: TrainConfig, padded: int, pipeline_rank: int, stages: Sequence[Stage]
+) -> StagePasses:
     """Return a micro-batch's passes through the kinds of stages of a rank."""
-    chunks = list({stage.kind: chunk for chunk, stage in reversed(list(enumerate(stages)))}.values())[::-1]
+    chunks = list(
+        {stage.kind: chunk for chunk, stage in reversed(list(enumerate(stages)))}.values()
+    )[::-1]
     key = settings_of(config, padded), *(stages[chunk].kind for chunk in chunks)
     if key not in MEASURED_PASSES:
         steps = steps_to_measure(config)
-        chosen = {layer for chunk in chunks for unit in stages[chunk].units for layer in unit.layers}
+        chosen = {
+            layer for chunk in chunks for unit in stages[chunk].units for layer in unit.layers
+        }
         chosen |= {stage.units[0].layers[0] for stage in stages}  # none is without layers
         recorder = OperationRecorder()
-        record = measure_layers(config, padded, pipeline_rank, chosen, Extent(2, steps, chunks), recorder)
-        units = [stage.units if chunk in chunks else stage.units[:1] for chunk, stage in enumerate(stages)]
+        record = measure_layers(
+            config, padded, pipeline_rank, chosen, Extent(2, steps, chunks), recorder
+        )
+        units = [
+            stage.units if chunk in chunks else stage.units[:1]
+            for chunk, stage in enumerate(stages)
+        ]
         placed = [each for each in extend(record, units) if each.span.step == steps]
         senders = {chunk for chunk in chunks if stages[chunk].sends}
-        executed = operations_of_rank(recorder.sections, units, update_growth(config, padded, pipeline_rank, units))
+        executed = operations_of_rank(
+            recorder.sections, units, update_growth(config, padded, pipeline_rank, units)
+        )
         first, later = (tuple(each[chunk] for chunk in chunks) for each in executed[:2])
         passes = split_passes(config, placed, chunks, senders)
-        MEASURED_PASSES[key] = replace(passes, operations=RankOperations(first, later, executed.update))
+        MEASURED_PASSES[key] = replace(
+            passes, operations=RankOperations(first, later, executed.update)
+        )
     return MEASURED_PASSES[key]
 
 
@@ -354,7 +443,15 @@ def settings_of(config: TrainConfig, padded: int) -> tuple[object, ...]:
     """Return all settings that what a pass allocates may depend on."""
     d, count = config.data, config.micro_batches(config.global_batch)
     data = d.document_effects, d.seq_length, config.micro_batch, min(count, 2)
-    return config.model, config.precision, config.optimizer, config.parallel, repr(config.training), data, padded
+    return (
+        config.model,
+        config.precision,
+        config.optimizer,
+        config.parallel,
+        repr(config.training),
+        data,
+        padded,
+    )
 
 
 def split_passes(
@@ -369,7 +466,10 @@ def split_passes(
     numbers = {chunk: number for number, chunk in enumerate(chunks)}
     gone = {each.event.key: each.span.section for each in placed if each.event.size < 0}
     begin, own, carried, messages = list[MemoryEvent](), set[int](), set[int](), Counter[int]()
-    events, ends = defaultdict[Pass, list[MemoryEvent]](list), defaultdict[Pass, list[MemoryEvent]](list)
+    events, ends = (
+        defaultdict[Pass, list[MemoryEvent]](list),
+        defaultdict[Pass, list[MemoryEvent]](list),
+    )
     for (_, section), event in placed:
         op = pass_of(section.phase, is_split)
         if op is None:
@@ -384,16 +484,20 @@ def split_passes(
         events[at].append(event)
         end = gone.get(event.key)
         if end is not None and pass_of(end.phase, is_split) is not None:
-            is_own = end.micro_batch == section.micro_batch and (is_v_shaped or end.chunk == section.chunk)
+            is_own = end.micro_batch == section.micro_batch and (
+                is_v_shaped or end.chunk == section.chunk
+            )
             if is_own:
                 own.add(event.key)
-            elif op != "F" and pass_of(end.phase, is_split) != "F":  # ZeRO 2 sums it until the next backward pass
+            # ZeRO 2 sums it until the next backward pass
+            elif op != "F" and pass_of(end.phase, is_split) != "F":
                 carried.add(event.key)
             else:
                 ends[at].append(freed(event))
         elif end is not None and end.phase == "end" and op != "F":
             ends[at].append(freed(event))
-            if section.micro_batch > 0 and section.chunk in senders:  # a gradient that is kept until it has arrived
+            # a gradient that is kept until it has arrived
+            if section.micro_batch > 0 and section.chunk in senders:
                 messages[number] += event.size
     for at, rest in ends.items():
         events[at] += rest

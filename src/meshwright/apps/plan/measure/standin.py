@@ -76,7 +76,9 @@ def triton_or_standin() -> Iterator[Any]:
 
         yield triton
         return
-    modules = {name: (Language if name.endswith("language") else ModuleType)(name) for name in NAMES}
+    modules = {
+        name: (Language if name.endswith("language") else ModuleType)(name) for name in NAMES
+    }
     for name, module in modules.items():
         parent, _, own = name.rpartition(".")
         if parent:
@@ -106,4 +108,6 @@ def known(modules: dict[str, ModuleType]) -> Iterator[None]:
 
 
 def names_of_kernels() -> list[str]:
-    return [f"{kernels.__name__}.{module.name}" for module in pkgutil.iter_modules(kernels.__path__)]
+    return [
+        f"{kernels.__name__}.{module.name}" for module in pkgutil.iter_modules(kernels.__path__)
+    ]

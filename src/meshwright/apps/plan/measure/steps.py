@@ -41,7 +41,12 @@ class Extent(NamedTuple):
 
 
 def account_steps(
-    config: TrainConfig, padded: int, pipeline_rank: int, account: Account, steps: int = 2, model: Model | None = None
+    config: TrainConfig,
+    padded: int,
+    pipeline_rank: int,
+    account: Account,
+    steps: int = 2,
+    model: Model | None = None,
 ) -> int:
     """Take whole steps of a rank with all layers; return the bytes held before them."""
     with pretended_rank(config, pipeline_rank, account) as layout, account:
@@ -68,7 +73,9 @@ def measure_layers(
         stack.enter_context(account)
         stack.enter_context(only(config, layers))
         if extent.chunks:
-            stack.enter_context(mock.patch.object(pipeline, "schedule", one_by_one(config, extent.chunks)))
+            stack.enter_context(
+                mock.patch.object(pipeline, "schedule", one_by_one(config, extent.chunks))
+            )
         net = build(config, padded, layout, account, model)
         find_gradients(net)
         on_device = sample_batch(config).to(META)
@@ -90,7 +97,9 @@ def measure_update(
         net = build(config, padded, layout, account, model)
         if isinstance(net.store, FlatStore):
             net.store.added |= net.store.bucket_of.keys()  # no loss has left any out
-        numbers = torch.zeros(5, dtype=torch.float64, device=META if net.store.reads_tensors else "cpu")
+        numbers = torch.zeros(
+            5, dtype=torch.float64, device=META if net.store.reads_tensors else "cpu"
+        )
         totals = torch.zeros(len(net.update_columns), dtype=torch.float64, device=META)
         with observed(account, net) as observer:
             observer.begin_step()
@@ -98,7 +107,9 @@ def measure_update(
         return account.record
 
 
-def build(config: TrainConfig, padded: int, layout: Layout, account: Account, model: Model | None = None) -> Network:
+def build(
+    config: TrainConfig, padded: int, layout: Layout, account: Account, model: Model | None = None
+) -> Network:
     """Build the network of a rank, and count what it holds."""
     config = with_settings(config, cpu_optimizer=False)  # what is on the host has no part in it
     net = build_network(Spec(config, layout, META, padded, padded, model))
@@ -117,7 +128,9 @@ def kinds_by_size(config: TrainConfig, padded: int, net: Network) -> dict[int, s
     kinds = {rows(config) * padded // net.layout.tp * low: "logits"} if has_head else {}
     if isinstance(net.store, FlatStore) and not net.store.keeps_gradients:
         buckets = [bucket.size * max(low, 4) for bucket in net.store.buckets.values()]
-        kinds |= {size // parts: "gradients" for size in buckets for parts in (1, net.store.shard_count)}
+        kinds |= {
+            size // parts: "gradients" for size in buckets for parts in (1, net.store.shard_count)
+        }
     return kinds
 
 
@@ -145,7 +158,14 @@ def sample_batch(config: TrainConfig) -> Batch:
     ids = torch.zeros(batch, length // cp, dtype=torch.int64)
     mask = torch.ones(batch, length // cp) if masks_loss else None
     documents = torch.zeros(batch, length, dtype=torch.int32) if resets_attention else None
-    return Batch(ids, ids.clone(), torch.arange(batch), mask, ids.clone() if resets_positions else None, documents)
+    return Batch(
+        ids,
+        ids.clone(),
+        torch.arange(batch),
+        mask,
+        ids.clone() if resets_positions else None,
+        documents,
+    )
 
 
 # A network of few layers
@@ -157,7 +177,10 @@ def only(config: TrainConfig, layers: Collection[int] | None) -> Iterator[None]:
     if layers is None:
         yield
         return
-    with mock.patch.object(pick, "pick", pick_few(layers)), mock.patch.object(network, "stages", few_stages(config)):
+    with (
+        mock.patch.object(pick, "pick", pick_few(layers)),
+        mock.patch.object(network, "stages", few_stages(config)),
+    ):
         yield
 
 
@@ -213,7 +236,11 @@ def one_by_one(config: TrainConfig, chunks: Sequence[int]) -> Callable[..., list
         for i in range(count):
             actions += [Action("F", chunk, i) for chunk in chunks]
             for chunk in reversed(chunks):
-                actions += [Action("I", chunk, i), Action("W", chunk, i)] if is_split else [Action("B", chunk, i)]
+                actions += (
+                    [Action("I", chunk, i), Action("W", chunk, i)]
+                    if is_split
+                    else [Action("B", chunk, i)]
+                )
         return actions
 
     return make

@@ -15,15 +15,22 @@ from meshwright.training.parameters import parameters_of_ranks, stage_numbers
 def is_measurable(config: TrainConfig) -> bool:
     """Whether a step's operations are known: nothing is compiled, the host updates nothing."""
     block = block_kind(config.training, config.model, config.precision, NVIDIA)
-    compiles_no_block = config.parallel.pipeline_schedule in SPLIT_BACKWARD or config.precision.fp8_format
+    compiles_no_block = (
+        config.parallel.pipeline_schedule in SPLIT_BACKWARD or config.precision.fp8_format
+    )
     compiles_attention = config.model.windowed_layers or config.data.document_effects[2]
     is_compiled = bool(compiles_attention) or (block == "compiled" and not compiles_no_block)
     return not is_compiled and not config.parallel.offloads
 
 
-def operations_of_step(config: TrainConfig, padded: int, model: Model | None = None) -> StepOperations:
+def operations_of_step(
+    config: TrainConfig, padded: int, model: Model | None = None
+) -> StepOperations:
     """Return what all stages execute for a mean micro-batch, and the fullest rank's update."""
-    count, numbers = max(1, config.micro_batches(config.global_batch)), parameters_of_ranks(config, padded)
+    count, numbers = (
+        max(1, config.micro_batches(config.global_batch)),
+        parameters_of_ranks(config, padded),
+    )
     stages: dict[int, PassOperations] = {}
     updates = []
     for rank in range(config.parallel.pipeline_model_parallel_size):
@@ -31,5 +38,9 @@ def operations_of_step(config: TrainConfig, padded: int, model: Model | None = N
         updates.append(executed.update)
         for chunk, number in enumerate(stage_numbers(config, rank)):
             parts = (executed.first[chunk], 1 / count), (executed.later[chunk], 1 - 1 / count)
-            stages[number] = PassOperations(*(total((part[way], times) for part, times in parts) for way in range(3)))
-    return StepOperations(tuple(stages[number] for number in sorted(stages)), updates[numbers.index(max(numbers))])
+            stages[number] = PassOperations(
+                *(total((part[way], times) for part, times in parts) for way in range(3))
+            )
+    return StepOperations(
+        tuple(stages[number] for number in sorted(stages)), updates[numbers.index(max(numbers))]
+    )

@@ -32,7 +32,9 @@ from meshwright.compat.formats.table import LIBAI, ONEFLOW
 
 META_LIMIT, YAML_LIMIT = 1 << 16, 1 << 20  # bytes
 TYPES = {"kFloat": "float32", "kDouble": "float64", "kFloat16": "float16", "kBFloat16": "bfloat16"}
-META = re.compile(r"\s*shape\s*\{((?:\s*dim:\s*\d{1,18}){1,8})\s*\}(?:\s*stride\s*\{[^{}]*\})?\s*data_type:\s*(\w+)\s*")
+META = re.compile(
+    r"\s*shape\s*\{((?:\s*dim:\s*\d{1,18}){1,8})\s*\}(?:\s*stride\s*\{[^{}]*\})?\s*data_type:\s*(\w+)\s*"
+)
 
 # OneFlow-GPT's names; a layer is `model-h0-`.
 LAYER = {
@@ -56,7 +58,9 @@ DROPOUTS = {"output_dropout_prob": "hidden_dropout", "attention_dropout_prob": "
 DROPOUTS |= {"embedding_dropout_prob": "embedding_dropout", "initializer_range": "init_method_std"}
 
 
-def open_libai(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> MappedSource:
+def open_libai(
+    folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True
+) -> MappedSource:
     """Open one step.
 
     The number of heads does not follow from the shapes; LiBai's config.yaml or the flags give it.
@@ -72,7 +76,9 @@ def open_libai(folder: Path, trust: bool = False, heads: int | None = None, opti
     weights = turned(weights)
     settings = gpt.measure_gpt(folder, weights) | stated
     views = {name: gpt.one_view(tensor) for name, tensor in weights.items()}
-    return MappedSource(LIBAI if is_libai else ONEFLOW, folder, config=settings, notes=notes, views=views)
+    return MappedSource(
+        LIBAI if is_libai else ONEFLOW, folder, config=settings, notes=notes, views=views
+    )
 
 
 # Files
@@ -80,8 +86,11 @@ def open_libai(folder: Path, trust: bool = False, heads: int | None = None, opti
 
 def variables(folder: Path) -> dict[str, torch.Tensor]:
     """Return every variable that has a folder of its name."""
-    folders = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
-    wanted = [name for name in folders if not re.search(r"^System-|-(m|v)$", name)]  # counters and Adam's moments
+    folders = sorted(
+        entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)
+    )
+    # counters and Adam's moments
+    wanted = [name for name in folders if not re.search(r"^System-|-(m|v)$", name)]
     return {name: variable(folder, name) for name in wanted}
 
 
@@ -98,7 +107,9 @@ def variable(folder: Path, name: str) -> torch.Tensor:
     count = math.prod(shape)
     size = plain_size(path, f"; {meta.name} gives it {count * dtype.itemsize:,} bytes")
     if size != count * dtype.itemsize or not count:
-        raise bad_data(f"{path}: {size:,} bytes, by {meta.name} it has {count * dtype.itemsize:,} bytes")
+        raise bad_data(
+            f"{path}: {size:,} bytes, by {meta.name} it has {count * dtype.itemsize:,} bytes"
+        )
     return torch.from_file(str(path), shared=False, size=count, dtype=dtype).view(shape)
 
 
@@ -114,7 +125,9 @@ def libai_tensors(path: Path, trust: bool) -> dict[str, torch.Tensor]:
     out = {}
     for name, tensor in data.items():
         state = getattr(tensor, "state", None)
-        subfolder, values = (state.get("path"), state.get("data")) if isinstance(state, dict) else (None, None)
+        subfolder, values = (
+            (state.get("path"), state.get("data")) if isinstance(state, dict) else (None, None)
+        )
         if isinstance(subfolder, str) and path.is_dir():
             out[str(name)] = variable(path, subfolder)
         elif isinstance(values, torch.Tensor) and values.is_floating_point():
@@ -133,14 +146,29 @@ def libai_settings(folder: Path, notes: list[str]) -> dict[str, Any]:
         return {}
     try:
         stated = yaml.safe_load(read_small(path, YAML_LIMIT))["model"]["cfg"]
-        names = {"num_attention_heads": int, "layernorm_epsilon": float, "apply_residual_post_layernorm": bool}
+        names = {
+            "num_attention_heads": int,
+            "layernorm_epsilon": float,
+            "apply_residual_post_layernorm": bool,
+        }
         settings = {name: kind(stated[name]) for name, kind in names.items() if name in stated}
-        settings |= {ours: float(stated[theirs]) for theirs, ours in DROPOUTS.items() if theirs in stated}
-    except (yaml.YAMLError, RecursionError, KeyError, TypeError, ValueError, AttributeError) as error:
+        settings |= {
+            ours: float(stated[theirs]) for theirs, ours in DROPOUTS.items() if theirs in stated
+        }
+    except (
+        yaml.YAMLError,
+        RecursionError,
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+    ) as error:
         notes.append(f"{path} is ignored, its settings cannot be read: {str(error)[:200]}")
         return {}
     if "apply_residual_post_layernorm" in settings:
-        settings["apply_residual_connection_post_layernorm"] = settings.pop("apply_residual_post_layernorm")
+        settings["apply_residual_connection_post_layernorm"] = settings.pop(
+            "apply_residual_post_layernorm"
+        )
     return settings
 
 
@@ -154,7 +182,11 @@ def oneflow_name(key: str) -> str | None:
     match = re.fullmatch(r"(?:h(\d+)-(.+)|layernorm_f)-(weight|bias|gamma|beta)", key)
     if not match or (match[1] and match[2] not in LAYER):
         return None
-    return f"h.{int(match[1])}.{LAYER[match[2]]}.{KINDS[match[3]]}" if match[1] else f"ln_f.{KINDS[match[3]]}"
+    return (
+        f"h.{int(match[1])}.{LAYER[match[2]]}.{KINDS[match[3]]}"
+        if match[1]
+        else f"ln_f.{KINDS[match[3]]}"
+    )
 
 
 def libai_name(key: str) -> str | None:

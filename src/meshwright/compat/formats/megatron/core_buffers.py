@@ -23,8 +23,11 @@ from meshwright.compat.formats.megatron.sharded import Boxes, ModelSizes, Parame
 from meshwright.parallel import shard
 
 PREFIX = r"(?:chained_0\.)?optimizer\.distributed\.dp_group_idx_"
-KEY = re.compile(PREFIX + r"(\d+)\.gbuf_idx_(\d+)\.dtype_.+\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)")
-BESIDE = re.compile(PREFIX + r"0\.(optimizer|grad_scaler)/shard_0_1")  # no tensors: equal on every rank
+KEY = re.compile(
+    PREFIX + r"(\d+)\.gbuf_idx_(\d+)\.dtype_.+\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
+)
+# no tensors: equal on every rank
+BESIDE = re.compile(PREFIX + r"0\.(optimizer|grad_scaler)/shard_0_1")
 ALIGNED = 64  # elements
 # A layer's parts in module order: Megatron-Core's own, and with Transformer Engine's fused norms.
 ORDERS = (
@@ -36,18 +39,30 @@ Buckets = dict[int, dict[str, tuple[Shape, Boxes]]]  # by number, by kind: size 
 
 
 def by_parameter(
-    source: MappedSource, tensors: Mapping[str, tuple[Shape, Boxes]], sizes: ModelSizes, tensor_ranks: int
+    source: MappedSource,
+    tensors: Mapping[str, tuple[Shape, Boxes]],
+    sizes: ModelSizes,
+    tensor_ranks: int,
 ) -> dict[str, list[TensorView]]:
     """Return masters and moments of a source that has only weights, or raise ValueError."""
     groups: dict[int, dict[int, Buckets]] = {}  # by rank, by chunk of the model
     for key, tensor in tensors.items():
         if match := KEY.fullmatch(key):
             group, chunk, bucket = map(int, match.groups()[:3])
-            groups.setdefault(group, {}).setdefault(chunk, {}).setdefault(bucket, {})[match[4]] = tensor
+            groups.setdefault(group, {}).setdefault(chunk, {}).setdefault(bucket, {})[match[4]] = (
+                tensor
+            )
     stages, rest = divmod(len(groups), tensor_ranks)
     chunks = len(next(iter(groups.values()), ()))
-    if rest or not stages or sorted(groups) != list(range(len(groups))) or sizes.layers % (stages * chunks):
-        raise ValueError(f"it has buffers of {len(groups)} ranks, {tensor_ranks} tensor ranks, {sizes.layers} layers")
+    if (
+        rest
+        or not stages
+        or sorted(groups) != list(range(len(groups)))
+        or sizes.layers % (stages * chunks)
+    ):
+        raise ValueError(
+            f"it has buffers of {len(groups)} ranks, {tensor_ranks} tensor ranks, {sizes.layers} layers"
+        )
     why = ValueError("it has no buffers")
     for order in ORDERS:
         try:
@@ -55,7 +70,9 @@ def by_parameter(
             for group, by_chunk in groups.items():
                 for chunk, buckets in by_chunk.items():
                     position = range(chunk * stages + group // tensor_ranks, stages * chunks)
-                    ranks[group % tensor_ranks].chunks[0] += filled(source, order, position, buckets, tensor_ranks)
+                    ranks[group % tensor_ranks].chunks[0] += filled(
+                        source, order, position, buckets, tensor_ranks
+                    )
             views = sharded.lay_out(ranks, dataclasses.replace(sizes, t=tensor_ranks), 3.0)
             check_masters(source, views)
             return views
@@ -94,13 +111,22 @@ def filled(
     return out
 
 
-def module_order(source: MappedSource, order: Sequence[str], position: range) -> Iterator[tuple[str, bool]]:
+def module_order(
+    source: MappedSource, order: Sequence[str], position: range
+) -> Iterator[tuple[str, bool]]:
     """Yield a chunk's parameters in the order of its modules: (name, is the last stage's copy)."""
     first, last = position.start == 0, len(position) == 1
     layers = 1 + max(sharded.layers_of(source.tensors))
-    own_layers = range(position.start * layers // position.stop, (position.start + 1) * layers // position.stop)
+    own_layers = range(
+        position.start * layers // position.stop, (position.start + 1) * layers // position.stop
+    )
     names = ["wte.weight", "wpe.weight"] * first
-    names += [f"h.{layer}.{part}.{kind}" for layer in own_layers for part in order for kind in ("weight", "bias")]
+    names += [
+        f"h.{layer}.{part}.{kind}"
+        for layer in own_layers
+        for part in order
+        for kind in ("weight", "bias")
+    ]
     names += ["ln_f.weight", "ln_f.bias", "lm_head.weight"] * last
     yield from ((name, False) for name in names if name in source.tensors)
     if last and not first and "lm_head.weight" not in source.tensors:

@@ -31,7 +31,12 @@ from meshwright.checkpoint.sources import MappedSource
 from meshwright.compat.formats.adam import MOMENTS, WITHOUT, match_numbered, numbered_state
 from meshwright.compat.formats.megatron import names, sharded
 from meshwright.compat.formats.megatron import state as megatron_state
-from meshwright.compat.formats.megatron.reader import check_copies, check_values, decayed_first, flattened
+from meshwright.compat.formats.megatron.reader import (
+    check_copies,
+    check_values,
+    decayed_first,
+    flattened,
+)
 from meshwright.compat.formats.megatron.sharded import Parameter, RankFile, Stretch
 from meshwright.compat.formats.table import DEEPSPEED
 
@@ -45,7 +50,9 @@ Files = dict[tuple[int, ...], Path]
 Layers = Mapping[int, int]  # number in the pipeline's list of modules -> layer of the model
 
 
-def open_deepspeed(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> MappedSource:
+def open_deepspeed(
+    folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True
+) -> MappedSource:
     """Open one step; `heads` is for folders that do not state them.
 
     Without `optimizer` its state is not read, unless it holds the weights.
@@ -53,7 +60,9 @@ def open_deepspeed(folder: Path, trust: bool = False, heads: int | None = None, 
     models = [pickles.load_pickle(path, trust=trust) for path in model_files(folder)]
     args, notes = megatron_state.namespace(models[0].get("args")), list[str]()
     joined = (folder / "zero").is_dir()
-    ranks, layers = read_universal(folder, trust) if joined else read_tensor_ranks(folder, models, trust)
+    ranks, layers = (
+        read_universal(folder, trust) if joined else read_tensor_ranks(folder, models, trust)
+    )
     layer_count = len(sharded.layers_of(p.name for p in ranks[0].parameters))
     sizes = sharded.measure_model(folder, ranks, args.get("num_layers", layer_count), args, heads)
     if joined and sizes.gates == 2 and int(args.get("tensor_model_parallel_size", len(models))) > 1:
@@ -69,13 +78,24 @@ def open_deepspeed(folder: Path, trust: bool = False, heads: int | None = None, 
     version = float(models[0].get("checkpoint_version", 3.0))
     source = megatron_state.as_source(DEEPSPEED, folder, ranks, sizes, args, notes, version)
     state: dict[str, Any] = {}
-    if beside or (joined and not optimizer) or matching(folder, SHARE) or isinstance(models[0].get("optimizer"), dict):
+    if (
+        beside
+        or (joined and not optimizer)
+        or matching(folder, SHARE)
+        or isinstance(models[0].get("optimizer"), dict)
+    ):
         tree = {"iteration": models[0].get("global_steps", 0), **models[0], "optimizer": beside}
         state = megatron_state.state_beside_weights(tree, args, sizes.positions, notes)
-    stages = max(1, len(models) // len(ranks)) if not joined else int(args.get("pipeline_model_parallel_size", 1))
+    stages = (
+        max(1, len(models) // len(ranks))
+        if not joined
+        else int(args.get("pipeline_model_parallel_size", 1))
+    )
     tp = int(args.get("tensor_model_parallel_size", 1)) if joined else len(ranks)
     layout = f"{'universal, from ' if joined else ''}{tp} tensor x {stages} pipeline ranks"
-    return megatron_state.finish_source(source, state, layout, megatron_state.true_vocabulary(models[0], args))
+    return megatron_state.finish_source(
+        source, state, layout, megatron_state.true_vocabulary(models[0], args)
+    )
 
 
 # Files
@@ -98,7 +118,9 @@ def require_all(folder: Path, what: str, numbers: Sequence[int]) -> None:
 
 def model_files(folder: Path) -> list[Path]:
     """Return the file of each tensor rank and stage."""
-    files = matching(folder, MODEL) or {(mp,): path for (dp, mp), path in matching(folder, SHAPES).items() if dp == 0}
+    files = matching(folder, MODEL) or {
+        (mp,): path for (dp, mp), path in matching(folder, SHAPES).items() if dp == 0
+    }
     require_all(folder, "tensor and pipeline rank", [mp for (mp,) in files])
     return list(files.values())
 
@@ -126,11 +148,15 @@ def our_name(key: str, layers: Layers) -> names.ParameterName | None:
 
 def layer_numbers(keys: Sequence[str]) -> dict[int, int]:
     """Return which layer of the model each number of the pipeline's list is."""
-    matches = (re.fullmatch(r"(\d+)\.(?:self_)?attention\..+", key.removeprefix("module.")) for key in keys)
+    matches = (
+        re.fullmatch(r"(\d+)\.(?:self_)?attention\..+", key.removeprefix("module.")) for key in keys
+    )
     return {number: layer for layer, number in enumerate(sorted({int(m[1]) for m in matches if m}))}
 
 
-def name_parameters(folder: Path, tensors: Mapping[str, torch.Tensor], layers: Layers) -> Iterator[Parameter]:
+def name_parameters(
+    folder: Path, tensors: Mapping[str, torch.Tensor], layers: Layers
+) -> Iterator[Parameter]:
     """Yield the first of each name, without the last stage's copies of the embedding."""
     seen: set[str] = set()
     for key, tensor in tensors.items():
@@ -147,20 +173,30 @@ def name_parameters(folder: Path, tensors: Mapping[str, torch.Tensor], layers: L
 # Weights
 
 
-def read_tensor_ranks(folder: Path, models: Sequence[dict[str, Any]], trust: bool) -> tuple[list[RankFile], Layers]:
+def read_tensor_ranks(
+    folder: Path, models: Sequence[dict[str, Any]], trust: bool
+) -> tuple[list[RankFile], Layers]:
     """Return each tensor rank with the parameters of all stages, and the numbers of the layers."""
     files = matching(folder, LAYER)
     count = 1 + max((tp for _, tp in files), default=len(models) - 1)
     if len(models) % count:
-        raise bad_data(f"{folder}: files of {len(models)} ranks, not a multiple of {count} tensor ranks")
+        raise bad_data(
+            f"{folder}: files of {len(models)} ranks, not a multiple of {count} tensor ranks"
+        )
     ranks, layers = [], dict[int, int]()
     for tp in range(count):
         if files:
-            tensors = layer_tensors(folder, [path for (_, t), path in files.items() if t == tp], trust)
+            tensors = layer_tensors(
+                folder, [path for (_, t), path in files.items() if t == tp], trust
+            )
         else:
             tensors = dict(flattened(models[tp].get("module")))
-        shapes = {name: shape for group in stated_shapes(models[tp]) for name, shape in group.items()}
-        if not files and any(t.numel() != prod(shapes.get(key, t.shape)) for key, t in tensors.items()):
+        shapes = {
+            name: shape for group in stated_shapes(models[tp]) for name, shape in group.items()
+        }
+        if not files and any(
+            t.numel() != prod(shapes.get(key, t.shape)) for key, t in tensors.items()
+        ):
             # ZeRO-3 stores no weights here.
             tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
         layers = layer_numbers(list(tensors))
@@ -171,7 +207,10 @@ def read_tensor_ranks(folder: Path, models: Sequence[dict[str, Any]], trust: boo
 def stated_shapes(model: dict[str, Any]) -> list[dict[str, Shape]]:
     """Return the shapes that a rank's file states, group after group."""
     groups = model.get("param_shapes") or ()
-    return [{name: claimed_shape(shape, str(name)[:200]) for name, shape in group.items()} for group in groups]
+    return [
+        {name: claimed_shape(shape, str(name)[:200]) for name, shape in group.items()}
+        for group in groups
+    ]
 
 
 def layer_tensors(folder: Path, paths: Sequence[Path], trust: bool) -> dict[str, torch.Tensor]:
@@ -185,7 +224,9 @@ def layer_tensors(folder: Path, paths: Sequence[Path], trust: bool) -> dict[str,
 
 def read_universal(folder: Path, trust: bool) -> tuple[list[RankFile], Layers]:
     """Return one rank with every parameter, each joined in a folder of its name."""
-    folders = sorted(path.name for path in (folder / "zero").iterdir() if (path / "fp32.pt").is_file())
+    folders = sorted(
+        path.name for path in (folder / "zero").iterdir() if (path / "fp32.pt").is_file()
+    )
     layers = layer_numbers(folders)
     tensors = {name: read_tensor(folder / "zero" / name / "fp32.pt", trust) for name in folders}
     return [RankFile(folder, 0, 0, {}, [list(name_parameters(folder, tensors, layers))])], layers
@@ -207,7 +248,9 @@ def check_gates(folder: Path, layers: Layers, trust: bool) -> None:
         if name is None or not name.ours.startswith("mlp.fc."):
             continue
         saved = pickles.load_pickle(path, trust=trust)
-        if not isinstance(saved, dict) or (saved.get("param_n_sub_params") != 2 and "sub_param_shape" not in saved):
+        if not isinstance(saved, dict) or (
+            saved.get("param_n_sub_params") != 2 and "sub_param_shape" not in saved
+        ):
             raise bad_data(
                 f"{path}: the MLP is gated, and without param_n_sub_params its halves are mixed by tensor rank; name "
                 "it in parameter_with_2_sub_params_cat_dim_0 and convert again, or load the original checkpoint"
@@ -225,7 +268,10 @@ def universal_states(folder: Path, rank: RankFile, layers: Layers, trust: bool) 
         p = by_name.get(name.full()) if name else None
         if p is None:  # a buffer, or a copy
             continue
-        p.values = {kind: sharded.one_box(read_tensor(path / f"{kind or 'fp32'}.pt", trust)) for kind in KINDS}
+        p.values = {
+            kind: sharded.one_box(read_tensor(path / f"{kind or 'fp32'}.pt", trust))
+            for kind in KINDS
+        }
         if step is None and (path / "step.pt").is_file():
             step = pickles.load_pickle(path / "step.pt", trust=trust)
     check_filled(folder, rank)
@@ -236,7 +282,12 @@ def universal_states(folder: Path, rank: RankFile, layers: Layers, trust: bool) 
 
 
 def optimizer_states(
-    folder: Path, ranks: list[RankFile], layers: Layers, models: list[dict[str, Any]], trust: bool, notes: list[str]
+    folder: Path,
+    ranks: list[RankFile],
+    layers: Layers,
+    models: list[dict[str, Any]],
+    trust: bool,
+    notes: list[str],
 ) -> dict[str, Any]:
     """Fill the parameters' values, stage by stage, without later copies of the embedding."""
     files, beside = matching(folder, SHARE), dict[str, Any]()
@@ -246,7 +297,9 @@ def optimizer_states(
         waiting = {p.name: p for p in ranks[tp].parameters if (tp, p.name) not in done}
         shares = [path for (_, m), path in files.items() if m == mp]
         if shares:
-            require_all(folder, f"model rank {mp} and data rank", [dp for dp, m in files if m == mp])
+            require_all(
+                folder, f"model rank {mp} and data rank", [dp for dp, m in files if m == mp]
+            )
             trees = [state_dict(path, pickles.load_pickle(path, trust=trust)) for path in shares]
             from_shares(waiting, model, trees, layers)
             beside = settings_of(trees[0])
@@ -262,7 +315,9 @@ def optimizer_states(
     for rank in ranks if beside else ():
         check_filled(folder, rank)
     if not beside and ranks[0].parameters[0].tensor.is_meta:
-        raise bad_data(f"{folder}: ZeRO-3 keeps the weights in *_optim_states.pt, and there is no such file")
+        raise bad_data(
+            f"{folder}: ZeRO-3 keeps the weights in *_optim_states.pt, and there is no such file"
+        )
     return beside
 
 
@@ -287,7 +342,10 @@ def check_filled(folder: Path, rank: RankFile) -> None:
 
 
 def from_shares(
-    waiting: Mapping[str, Parameter], model: dict[str, Any], trees: Sequence[dict[str, Any]], layers: Layers
+    waiting: Mapping[str, Parameter],
+    model: dict[str, Any],
+    trees: Sequence[dict[str, Any]],
+    layers: Layers,
 ) -> None:
     """Add the stretches of all data ranks to the waiting parameters."""
     at: dict[str, int] = {}  # elements of each parameter so far
@@ -303,7 +361,9 @@ def from_shares(
     for number, tree in enumerate(trees):
         buffers = flat_buffers(tree, is_zero3)
         if is_zero3:
-            stretches = zero3_stretches(parameter_of, shapes, number, len(trees), [len(b) for b in buffers[""]])
+            stretches = zero3_stretches(
+                parameter_of, shapes, number, len(trees), [len(b) for b in buffers[""]]
+            )
         elif "param_slice_mappings" in tree:
             stretches = mapped_stretches(parameter_of, tree["param_slice_mappings"], at)
         else:
@@ -316,13 +376,17 @@ def flat_buffers(tree: Mapping[str, Any], is_zero3: bool) -> dict[str, list[torc
     """Return by kind a flat buffer per group."""
     masters = list(tree["fp32_flat_groups" if is_zero3 else "single_partition_of_fp32_groups"])
     base = tree["optimizer_state_dict" if is_zero3 else "base_optimizer_state"]
-    states = [base["state"][key] for key in sorted(base["state"])] if isinstance(base, dict) else base
+    states = (
+        [base["state"][key] for key in sorted(base["state"])] if isinstance(base, dict) else base
+    )
     if len(states) != len(masters):
         raise ValueError(f"{len(masters)} groups of masters, {len(states)} of moments")
     return {"": masters} | {kind: [state[kind].reshape(-1) for state in states] for kind in MOMENTS}
 
 
-def mapped_stretches(parameter_of: Any, mappings: Sequence[Mapping[str, Any]], at: dict[str, int]) -> Iterator[Stretch]:
+def mapped_stretches(
+    parameter_of: Any, mappings: Sequence[Mapping[str, Any]], at: dict[str, int]
+) -> Iterator[Stretch]:
     """Yield the stretches that a rank states; each continues where the previous rank ended."""
     for group, mapping in enumerate(mappings):
         for key, address in mapping.items():
@@ -333,7 +397,10 @@ def mapped_stretches(parameter_of: Any, mappings: Sequence[Mapping[str, Any]], a
 
 
 def ordered_stretches(
-    parameter_of: Any, shapes: Sequence[Mapping[str, Shape]], number: int, sizes: Sequence[Sequence[int]]
+    parameter_of: Any,
+    shapes: Sequence[Mapping[str, Shape]],
+    number: int,
+    sizes: Sequence[Sequence[int]],
 ) -> Iterator[Stretch]:
     """Yield one rank's stretches where a group's parameters fill the joined buffers in order."""
     for group, parts in enumerate(shapes):
@@ -347,7 +414,11 @@ def ordered_stretches(
 
 
 def zero3_stretches(
-    parameter_of: Any, shapes: Sequence[Mapping[str, Shape]], number: int, count: int, sizes: Sequence[int]
+    parameter_of: Any,
+    shapes: Sequence[Mapping[str, Shape]],
+    number: int,
+    count: int,
+    sizes: Sequence[int],
 ) -> Iterator[Stretch]:
     """Yield one rank's stretches under ZeRO-3: an equal, padded share of every parameter."""
     group, start = 0, 0
@@ -374,7 +445,9 @@ def from_one_file(folder: Path, waiting: list[Parameter], tree: dict[str, Any]) 
     if "fp32_groups_flat" in tree:
         states, _ = numbered_state(folder, tree)
         rows = {kind: [state[kind].reshape(-1) for state in states] for kind in MOMENTS}
-        sharded.fill_stretches(flat_stretches(order, len(states)), {"": tree["fp32_groups_flat"], **rows})
+        sharded.fill_stretches(
+            flat_stretches(order, len(states)), {"": tree["fp32_groups_flat"], **rows}
+        )
         return
     weights = [(p.name, p.tensor) for p in order]
     for p, values in zip(order, match_numbered(folder, tree, weights), strict=True):
@@ -393,11 +466,20 @@ def flat_stretches(order: Sequence[Parameter], groups: int) -> Iterator[Stretch]
 def settings_of(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings beside a state's tensors in Megatron's form."""
     base = tree.get("base_optimizer_state", tree.get("optimizer_state_dict", tree))
-    states, groups = (base["state"].values(), base["param_groups"]) if isinstance(base, dict) else (base, [{}])
+    states, groups = (
+        (base["state"].values(), base["param_groups"]) if isinstance(base, dict) else (base, [{}])
+    )
     steps = [state["step"] for state in (*states, *groups) if "step" in state]
     step = max(steps, default=tree.get("base_optimizer_state_step"))
-    out = {"param_groups": [{**group, "step": step} for group in groups], "loss_scaler": tree.get("loss_scaler")}
+    out = {
+        "param_groups": [{**group, "step": step} for group in groups],
+        "loss_scaler": tree.get("loss_scaler"),
+    }
     if tree.get("dynamic_loss_scale") and "scale_window" in tree:  # without ZeRO
         clean = max(tree["cur_iter"] - tree["last_overflow_iter"] - 1, 0) % tree["scale_window"]
-        out["grad_scaler"] = {"scale": tree["cur_scale"], "growth_tracker": clean, "hysteresis_tracker": 1}
+        out["grad_scaler"] = {
+            "scale": tree["cur_scale"],
+            "growth_tracker": clean,
+            "hysteresis_tracker": 1,
+        }
     return out

@@ -64,11 +64,17 @@ def parse_name(key: str) -> ParameterName | None:
     for pattern, ours in OUTSIDE.items():
         if match := re.fullmatch(pattern, key):
             return ParameterName(None, match.expand(ours))
-    match = re.fullmatch(r"(?:transformer|encoder|decoder)\.layers\.(\d+)\.(.+?)[._](weight|bias)", key)
+    match = re.fullmatch(
+        r"(?:transformer|encoder|decoder)\.layers\.(\d+)\.(.+?)[._](weight|bias)", key
+    )
     if not match:
         return None
     number, stem, kind = match.groups()
-    part = JOINED.get(stem.removesuffix(".layer_norm")) if stem.endswith(".layer_norm") else LAYER.get(stem)
+    part = (
+        JOINED.get(stem.removesuffix(".layer_norm"))
+        if stem.endswith(".layer_norm")
+        else LAYER.get(stem)
+    )
     return ParameterName(int(number), f"{part}.{kind}") if part else None
 
 

@@ -28,26 +28,45 @@ from meshwright.base.errors import bad_data
 from meshwright.checkpoint.pickle import pickles
 from meshwright.checkpoint.run_state import check_json, check_saved_state
 from meshwright.checkpoint.sources import MappedSource, aligned
-from meshwright.compat.formats.adam import MOMENTS, WITHOUT, match_numbered, step_counts, unreadable_state
+from meshwright.compat.formats.adam import (
+    MOMENTS,
+    WITHOUT,
+    match_numbered,
+    step_counts,
+    unreadable_state,
+)
 from meshwright.compat.formats.megatron import names, sharded
 from meshwright.compat.formats.megatron import state as megatron_state
 from meshwright.compat.formats.megatron.sharded import ModelSizes, Parameter, RankFile, Stretch
 from meshwright.compat.formats.table import MEGATRON
 
-MODEL, MODEL_ALONE, SHARD, FLAT = "model_optim_rng.pt", "model_rng.pt", "optim.pt", "distrib_optim.pt"
+MODEL, MODEL_ALONE, SHARD, FLAT = (
+    "model_optim_rng.pt",
+    "model_rng.pt",
+    "optim.pt",
+    "distrib_optim.pt",
+)
 # Largest difference of copies, relative to the norm: some versions let them drift by rounding.
 DRIFT = 1e-3
 
 
-def open_megatron(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> MappedSource:
+def open_megatron(
+    folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True
+) -> MappedSource:
     """Open one step; `heads` is for files that do not state them.
 
     Without `optimizer` its state is not read, unless the file is ours: then its masters are the
     weights, as in our own format.
     """
-    ranks = [RankFile(path, tp, pp, read_tree(path, trust)) for (tp, pp), path in sorted(model_files(folder).items())]
+    ranks = [
+        RankFile(path, tp, pp, read_tree(path, trust))
+        for (tp, pp), path in sorted(model_files(folder).items())
+    ]
     first, notes = ranks[0], list[str]()
-    args, version = megatron_state.namespace(first.tree.get("args")), require_equal(ranks, "checkpoint_version")
+    args, version = (
+        megatron_state.namespace(first.tree.get("args")),
+        require_equal(ranks, "checkpoint_version"),
+    )
     layers = name_parameters(folder, ranks, args.get("num_layers"))
     sizes = sharded.measure_model(folder, ranks, layers, args, heads)
     check_copies(ranks, notes)
@@ -69,13 +88,19 @@ def open_megatron(folder: Path, trust: bool = False, heads: int | None = None, o
         source.config, vocab = own["config"], own["vocab"]
     source.version = str(version)
     if float(version) < 2:  # Megatron's spelling, which scripts read
-        source.version_note = f" succesfully fixed query-key-values ordering for checkpoint version {version}"
+        source.version_note = (
+            f" succesfully fixed query-key-values ordering for checkpoint version {version}"
+        )
     layout = f"{1 + ranks[-1].tp} tensor x {1 + ranks[-1].pp} pipeline ranks"
     return megatron_state.finish_source(source, state, layout, vocab)
 
 
 def read_state(
-    ranks: Sequence[RankFile], args: dict[str, Any], sizes: ModelSizes, trust: bool, notes: list[str]
+    ranks: Sequence[RankFile],
+    args: dict[str, Any],
+    sizes: ModelSizes,
+    trust: bool,
+    notes: list[str],
 ) -> dict[str, Any]:
     """Return where the run was, from the first file and what a sharded optimizer has beside it."""
     iteration, beside = require_equal(ranks, "iteration"), shards(ranks[0])
@@ -113,23 +138,32 @@ def model_files(folder: Path) -> dict[tuple[int, int], Path]:
         raise bad_data(f"{folder}: no mp_rank_*/{MODEL} in it")
     t, p = (1 + max(n) for n in zip(*files, strict=True))
     # The folders' names may claim more ranks than a list could hold.
-    missing = [f"{tp}, {pp}" for tp, pp in islice((n for n in product(range(t), range(p)) if n not in files), 8)]
+    missing = [
+        f"{tp}, {pp}"
+        for tp, pp in islice((n for n in product(range(t), range(p)) if n not in files), 8)
+    ]
     if missing:
-        raise bad_data(f"{folder}: of {t} x {p} tensor and pipeline ranks these have no file: ({'), ('.join(missing)})")
+        raise bad_data(
+            f"{folder}: of {t} x {p} tensor and pipeline ranks these have no file: ({'), ('.join(missing)})"
+        )
     return files
 
 
 def read_tree(path: Path, trust: bool) -> dict[str, Any]:
     tree = pickles.load_pickle(path, trust=trust)
     if not isinstance(tree, dict):
-        raise bad_data(f"{path}: holds a {type(tree).__name__}, not the dictionary of a Megatron checkpoint")
+        raise bad_data(
+            f"{path}: holds a {type(tree).__name__}, not the dictionary of a Megatron checkpoint"
+        )
     return tree
 
 
 def shards(rank: RankFile) -> list[Path]:
     """Return the files of the data ranks' slices of the optimizer's state, if it was sharded."""
     paths = sorted(rank.path.parent.parent.glob(f"{rank.path.parent.name}_*/{SHARD}"))
-    if [path.parent.name for path in paths] != [f"{rank.path.parent.name}_{d:03d}" for d in range(len(paths))]:
+    if [path.parent.name for path in paths] != [
+        f"{rank.path.parent.name}_{d:03d}" for d in range(len(paths))
+    ]:
         raise bad_data(f"{rank.path.parent}_*/{SHARD}: data ranks are missing; {WITHOUT}")
     return paths
 
@@ -140,7 +174,9 @@ def require_equal(ranks: Sequence[RankFile], key: str) -> Any:
     (path, value), *others = values.items()
     for other, another in others:
         if another != value:
-            raise bad_data(f"{path} has {key} {value}, {other} has {another}: they are not of one checkpoint")
+            raise bad_data(
+                f"{path} has {key} {value}, {other} has {another}: they are not of one checkpoint"
+            )
     if type(value) not in (int, float):
         raise bad_data(f"{path}: {key} is {value!r}, not a number")
     return value
@@ -169,7 +205,9 @@ def name_parameters(folder: Path, ranks: Sequence[RankFile], stated: Any) -> int
         raise bad_data(f"{folder}: has {begin} layers in its files and {stated} in its arguments")
     for rank in ranks:
         for chunk, tree in enumerate(trees[rank.tp, rank.pp]):
-            rank.chunks.append([parameter(name, tensor, begins[rank.pp, chunk]) for name, tensor in tree])
+            rank.chunks.append(
+                [parameter(name, tensor, begins[rank.pp, chunk]) for name, tensor in tree]
+            )
     return begin
 
 
@@ -258,7 +296,9 @@ def read_optimizer(rank: RankFile, trust: bool) -> Iterator[int]:
     else:
         order = decayed_first(rank.parameters)
         weights = [(p.name, p.tensor) for p in order]
-        for p, values in zip(order, match_numbered(rank.path, tree, weights, needs_masters=True), strict=True):
+        for p, values in zip(
+            order, match_numbered(rank.path, tree, weights, needs_masters=True), strict=True
+        ):
             p.values = {kind: sharded.one_box(tensor) for kind, tensor in values.items()}
     for p in rank.parameters:
         check_values(rank, p)
@@ -284,7 +324,9 @@ def from_flat(rank: RankFile, path: Path, tree: dict[Any, Any]) -> None:
         for kind in ("", *MOMENTS):
             buckets = by_kind.get(kind or "param") if isinstance(by_kind, dict) else None
             buffers[kind] = buckets if isinstance(buckets, list) else [buckets]
-            if any(not isinstance(bucket, torch.Tensor) or bucket.ndim != 1 for bucket in buffers[kind]):
+            if any(
+                not isinstance(bucket, torch.Tensor) or bucket.ndim != 1 for bucket in buffers[kind]
+            ):
                 raise unreadable_state(path, "a buffer is not a row of numbers")
         sizes = {kind: [len(bucket) for bucket in buckets] for kind, buckets in buffers.items()}
         if any(each != sizes[""] for each in sizes.values()):
@@ -312,9 +354,13 @@ def from_shards(rank: RankFile, paths: Sequence[Path], trust: bool) -> Any:
     """
     trees = [read_tree(path, trust).get("optimizer") for path in paths]
     for number, (path, tree) in enumerate(zip(paths, trees, strict=True)):
-        stretches = [part for chunk in rank.chunks for part in parts_of_buffer(chunk, number, len(paths))]
+        stretches = [
+            part for chunk in rank.chunks for part in parts_of_buffer(chunk, number, len(paths))
+        ]
         stretches.sort(key=lambda stretch: stretch.p.tensor.ndim == 1)
-        weights = [(s.p.name, s.p.tensor.reshape(-1)[s.begin : s.begin + s.numel]) for s in stretches]
+        weights = [
+            (s.p.name, s.p.tensor.reshape(-1)[s.begin : s.begin + s.numel]) for s in stretches
+        ]
         for stretch, values in zip(stretches, match_numbered(path, tree, weights), strict=True):
             for kind, tensor in values.items():
                 stretch.p.add(kind, stretch.begin, tensor)
@@ -327,7 +373,10 @@ def parts_of_buffer(chunk: Sequence[Parameter], number: int, count: int) -> Iter
     size = -(-total // count)
     for p in chunk:
         position -= prod(p.shape)
-        begin, end = max(number * size - position, 0), min((number + 1) * size - position, prod(p.shape))
+        begin, end = (
+            max(number * size - position, 0),
+            min((number + 1) * size - position, prod(p.shape)),
+        )
         if begin < end:
             yield Stretch(p, begin, number, position + begin - number * size, end - begin)
 
@@ -339,5 +388,6 @@ def check_values(rank: RankFile, p: Parameter) -> None:
         for row in {0, len(master) - 1}:
             if not sharded.is_rounded(*(x[row : row + 1].flatten()[:64] for x in (model, master))):
                 raise unreadable_state(
-                    rank.path, f"the master weights at the place of {p.name} are not those of the model"
+                    rank.path,
+                    f"the master weights at the place of {p.name} are not those of the model",
                 )

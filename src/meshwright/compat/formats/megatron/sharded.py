@@ -85,11 +85,24 @@ def check_complete(folder: Path, ranks: Sequence[RankFile], layers: int) -> None
         if differ:
             raise bad_data(f"{rank.path}: {differ[0]} is not on all tensor ranks of this stage")
     present = [p.name for rank in ranks if rank.tp == 0 for p in rank.parameters]
-    needed = {"attn.qkv.weight", "attn.proj.weight", "mlp.fc.weight", "mlp.proj.weight", "ln_1.weight", "ln_2.weight"}
+    needed = {
+        "attn.qkv.weight",
+        "attn.proj.weight",
+        "mlp.fc.weight",
+        "mlp.proj.weight",
+        "ln_1.weight",
+        "ln_2.weight",
+    }
     parts = needed | {name.split(".", 2)[2] for name in present if name.startswith("h.")}
-    want = {"wte.weight", "ln_f.weight", *(f"h.{i}.{part}" for i in range(layers) for part in parts)}
+    want = {
+        "wte.weight",
+        "ln_f.weight",
+        *(f"h.{i}.{part}" for i in range(layers) for part in parts),
+    }
     if missing := sorted(want - set(present)):
-        raise bad_data(f"{folder}: {', '.join(missing[:8])} {'are' if missing[1:] else 'is'} missing")
+        raise bad_data(
+            f"{folder}: {', '.join(missing[:8])} {'are' if missing[1:] else 'is'} missing"
+        )
 
 
 @dataclass(frozen=True)
@@ -109,18 +122,24 @@ class ModelSizes:
     positions: int | None
 
     @classmethod
-    def from_shapes(cls, ranks: Sequence[RankFile], args: Mapping[str, Any], heads: int | None) -> ModelSizes:
+    def from_shapes(
+        cls, ranks: Sequence[RankFile], args: Mapping[str, Any], heads: int | None
+    ) -> ModelSizes:
         first = ranks[0]
         shapes = {p.part: p.shape for rank in ranks for p in rank.parameters}
         qkv, wte = shapes.get("attn.qkv.weight", (0, 0)), shapes["wte.weight"]
-        if any(len(shape) != 2 for shape in (qkv, wte, shapes["mlp.fc.weight"], shapes["mlp.proj.weight"])):
+        if any(
+            len(shape) != 2
+            for shape in (qkv, wte, shapes["mlp.fc.weight"], shapes["mlp.proj.weight"])
+        ):
             raise bad_data(f"{first.path}: a weight that should be a matrix is not one")
         heads = args.get("num_attention_heads", heads)
         t, projection = 1 + ranks[-1].tp, shapes["attn.proj.weight"]
         if not isinstance(heads, int) or heads < 1 or projection[-1] * t % heads:
             if heads is None:
                 raise SettingsError(
-                    f"{first.path} does not say how many heads there are: give {{num_attention_heads}}", BAD_DATA
+                    f"{first.path} does not say how many heads there are: give {{num_attention_heads}}",
+                    BAD_DATA,
                 )
             what = f"{projection[-1] * t} columns for its heads, not a multiple of --num-attention-heads {heads}"
             raise bad_data(f"{first.path} has {what}")
@@ -131,7 +150,9 @@ class ModelSizes:
             hidden=wte[1],
             heads=heads,
             head_dim=head_dim,
-            groups=1 if "attn.query.weight" in shapes else (qkv[0] * t // max(head_dim, 1) - heads) // 2,
+            groups=1
+            if "attn.query.weight" in shapes
+            else (qkv[0] * t // max(head_dim, 1) - heads) // 2,
             ffn=ffn,
             gates=2 if shapes["mlp.fc.weight"][0] * t == 2 * ffn else 1,
             gate_last="glu_activation" in args,
@@ -168,7 +189,10 @@ class ModelSizes:
             return self.older_qkv(rows // 3, rest, tp, version)
         if p.part.startswith("mlp.fc.") and self.gates == 2:
             half = rows // 2
-            return [RowMap(slice(i * half, (i + 1) * half), (i ^ self.gate_last, tp * half, *rest)) for i in (0, 1)]
+            return [
+                RowMap(slice(i * half, (i + 1) * half), (i ^ self.gate_last, tp * half, *rest))
+                for i in (0, 1)
+            ]
         to = [0] * len(shape)
         if (cut := shard.rule(p.name).cut) is not None:
             to[cut] = tp * shape[cut]
@@ -179,7 +203,9 @@ class ModelSizes:
         n, out = self.head_dim, []
         for head, which in product(range(width // n), range(3)):
             first, begin = which * width + head * n, 3 * head * n
-            rows = slice(first, first + n) if version < 1 else slice(begin + which, begin + 3 * n, 3)
+            rows = (
+                slice(first, first + n) if version < 1 else slice(begin + which, begin + 3 * n, 3)
+            )
             out.append(RowMap(rows, (3 * tp * width + begin + which * n, *rest)))
         return out
 
@@ -189,7 +215,9 @@ def measure_model(
 ) -> ModelSizes:
     """Return the model's sizes once every tensor is there and fits them."""
     present = len(layers_of(p.name for rank in ranks for p in rank.parameters))
-    layers = claimed(layers, "the number of layers", present, why=f"it holds {present:,}, some may be missing")
+    layers = claimed(
+        layers, "the number of layers", present, why=f"it holds {present:,}, some may be missing"
+    )
     check_complete(folder, ranks, layers)
     sizes = ModelSizes.from_shapes(ranks, args, heads)
     claimed_heads(sizes.layers, sizes.heads, "num_attention_heads")
@@ -227,7 +255,9 @@ class Stretch(NamedTuple):
     numel: int
 
 
-def fill_stretches(stretches: Iterable[Stretch], buffers: Mapping[str, Sequence[torch.Tensor]]) -> None:
+def fill_stretches(
+    stretches: Iterable[Stretch], buffers: Mapping[str, Sequence[torch.Tensor]]
+) -> None:
     """Give parameters their values of each kind from the buffers of that kind."""
     for p, begin, buffer, start, numel in stretches:
         for kind, rows in buffers.items():
@@ -246,7 +276,9 @@ def is_rounded(model: torch.Tensor, master: torch.Tensor) -> bool:
 # The table
 
 
-def lay_out(ranks: Sequence[RankFile], sizes: ModelSizes, version: float) -> dict[str, list[TensorView]]:
+def lay_out(
+    ranks: Sequence[RankFile], sizes: ModelSizes, version: float
+) -> dict[str, list[TensorView]]:
     """Return where each rank's values lie in our tensors."""
     views: dict[str, list[TensorView]] = {}
     for rank in ranks:
@@ -257,7 +289,10 @@ def lay_out(ranks: Sequence[RankFile], sizes: ModelSizes, version: float) -> dic
             for kind, boxes in (p.values or {"": one_box(p.tensor)}).items():
                 table = views.setdefault(f"{p.name}/{kind}" if kind else p.name, [])
                 table += [
-                    view for row_map in row_maps for offset, box in boxes for view in place_box(row_map, offset, box)
+                    view
+                    for row_map in row_maps
+                    for offset, box in boxes
+                    for view in place_box(row_map, offset, box)
                 ]
     return views
 

@@ -59,16 +59,22 @@ def as_source(
 ) -> MappedSource:
     """Return the ranks' parameters as a source, with the settings that their files state."""
     views = lay_out(ranks, sizes, version)
-    return MappedSource(kind, folder, 0, config=config(args, sizes, views, notes), notes=notes, views=views)
+    return MappedSource(
+        kind, folder, 0, config=config(args, sizes, views, notes), notes=notes, views=views
+    )
 
 
-def finish_source(source: MappedSource, state: dict[str, Any], layout: str, vocab: int | None) -> MappedSource:
+def finish_source(
+    source: MappedSource, state: dict[str, Any], layout: str, vocab: int | None
+) -> MappedSource:
     """Return the source with the run's state, cut to its vocabulary if the files state its size."""
     source.state, source.step, source.layout = state, state.get("iteration", 0), layout
     return source.of_vocabulary(vocab) if vocab else source
 
 
-def config(args: Mapping[str, Any], sizes: ModelSizes, present: Collection[str], notes: list[str]) -> dict[str, Any]:
+def config(
+    args: Mapping[str, Any], sizes: ModelSizes, present: Collection[str], notes: list[str]
+) -> dict[str, Any]:
     """Return settings that the shapes prove, then those that the arguments state."""
     out = {
         "num_layers": sizes.layers,
@@ -88,15 +94,27 @@ def config(args: Mapping[str, Any], sizes: ModelSizes, present: Collection[str],
         "final_logit_softcapping": 0.0,
     }
     args = {"layernorm_epsilon": args.get("norm_epsilon"), **args}
-    out |= {name: args[name] for name in COMMON if isinstance(args.get(name), bool | int | float | str)}
+    out |= {
+        name: args[name] for name in COMMON if isinstance(args.get(name), bool | int | float | str)
+    }
     if sizes.gates == 2 and not out.get("swiglu") and not out.get("glu_activation"):
-        notes.append(" > note: the MLP is gated, and the checkpoint does not say by what: --swiglu or --glu-activation")
-    return flags.current_names(out) | positions(args, sizes, notes) | rope_scaling(args) | megatron_windows(args)
+        notes.append(
+            " > note: the MLP is gated, and the checkpoint does not say by what: --swiglu or --glu-activation"
+        )
+    return (
+        flags.current_names(out)
+        | positions(args, sizes, notes)
+        | rope_scaling(args)
+        | megatron_windows(args)
+    )
 
 
 def positions(args: Mapping[str, Any], sizes: ModelSizes, notes: list[str]) -> dict[str, Any]:
     if sizes.positions is not None:
-        return {"position_embedding_type": "learned_absolute", "max_position_embeddings": sizes.positions}
+        return {
+            "position_embedding_type": "learned_absolute",
+            "max_position_embeddings": sizes.positions,
+        }
     kind = args.get("position_embedding_type")
     # A Stub of an enumeration.
     if isinstance(number := getattr(kind, "args", None), tuple) and len(number) == 1:
@@ -105,15 +123,24 @@ def positions(args: Mapping[str, Any], sizes: ModelSizes, notes: list[str]) -> d
         return {"position_embedding_type": "rope"}
     if kind in ("alibi", "none"):
         return {"position_embedding_type": kind}
-    notes.append(" > note: it has no table of positions and does not name a substitute: give --position-embedding-type")
+    notes.append(
+        " > note: it has no table of positions and does not name a substitute: give --position-embedding-type"
+    )
     return {}
 
 
 def rope_scaling(args: Mapping[str, Any]) -> dict[str, Any]:
     if args.get("use_rope_scaling"):
-        return {"rope_scaling": "llama3", "rope_scaling_factor": args.get("rope_scaling_factor", 8.0)}
+        return {
+            "rope_scaling": "llama3",
+            "rope_scaling_factor": args.get("rope_scaling_factor", 8.0),
+        }
     factor = args.get("rotary_seq_len_interpolation_factor") or 1
-    return {"rope_scaling": "none"} if factor == 1 else {"rope_scaling": "linear", "rope_scaling_factor": factor}
+    return (
+        {"rope_scaling": "none"}
+        if factor == 1
+        else {"rope_scaling": "linear", "rope_scaling_factor": factor}
+    )
 
 
 def megatron_windows(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,7 +165,9 @@ def true_vocabulary(tree: Mapping[str, Any], args: Mapping[str, Any]) -> int | N
 # Where a run was
 
 
-def run_state(tree: Values, args: Values, iteration: int, rows: int | None, notes: list[str]) -> RunState | None:
+def run_state(
+    tree: Values, args: Values, iteration: int, rows: int | None, notes: list[str]
+) -> RunState | None:
     """Return where the run was, with a schedule if the file has one.
 
     None if the file holds weights alone, or does not say how many samples the run has consumed.
@@ -158,7 +187,9 @@ def run_state(tree: Values, args: Values, iteration: int, rows: int | None, note
     curve = schedule(saved, args, optimizer, batch)
     done = curve.pop("done") if curve else consumed
     if curve and curve["style"] == "WSD" and not curve["wsd_samples"]:
-        notes.append(" > note: it does not say how long the last part of its WSD schedule is (lr_wsd_decay_samples)")
+        notes.append(
+            " > note: it does not say how long the last part of its WSD schedule is (lr_wsd_decay_samples)"
+        )
         curve = None
     return RunState(
         iteration,
@@ -175,24 +206,32 @@ def run_state(tree: Values, args: Values, iteration: int, rows: int | None, note
 def batch_size(args: Mapping[str, Any]) -> int:
     """Return the samples of one step, 0 if unknown."""
     ranks = args.get("world_size", 0) // args.get("model_parallel_size", 1)
-    return int(args.get("global_batch_size", args.get("batch_size", 0) * ranks))  # the latter in 2019 and 2020
+    # the latter in 2019 and 2020
+    return int(args.get("global_batch_size", args.get("batch_size", 0) * ranks))
 
 
 def schedule(saved: Values, args: Values, optimizer: Values, batch: int) -> dict[str, Any] | None:
     """Return the fields of our Schedule, and its samples as `done`; None if some are unknown."""
-    out = {name: next((saved[key] for key in keys if key in saved), None) for name, keys in SCHEDULE.items()}
+    out = {
+        name: next((saved[key] for key in keys if key in saved), None)
+        for name, keys in SCHEDULE.items()
+    }
     if out["start_wd"] is None:
         out["start_wd"] = out["end_wd"] = weight_decay(args, optimizer)
     if "num_iters" in saved:
         out |= {name: (out[name] or 0) * batch for name in ("warmup", "decay", "done")}
-    if not out["decay"] or any(out[name] is None for name in ("max_lr", "min_lr", "style", "warmup", "done", "end_wd")):
+    if not out["decay"] or any(
+        out[name] is None for name in ("max_lr", "min_lr", "style", "warmup", "done", "end_wd")
+    ):
         return None
     samples = args.get("train_samples", args.get("train_iters", 0) * batch)
     out["wd_samples"] = out["wd_samples"] or samples or out["decay"]
     return out | {
         "wd_style": out["wd_style"] or "constant",
         "init_lr": args.get("lr_warmup_init", 0.0),
-        "wsd_samples": int(args.get("lr_wsd_decay_samples") or args.get("lr_wsd_decay_iters", 0) * batch),
+        "wsd_samples": int(
+            args.get("lr_wsd_decay_samples") or args.get("lr_wsd_decay_iters", 0) * batch
+        ),
         "wsd_style": args.get("lr_wsd_decay_style", "exponential"),
     }
 
@@ -200,7 +239,11 @@ def schedule(saved: Values, args: Values, optimizer: Values, batch: int) -> dict
 def weight_decay(args: Mapping[str, Any], optimizer: Mapping[str, Any]) -> float:
     inner = optimizer.get("optimizer", optimizer.get("optimizer_state_dict", optimizer))
     groups = inner.get("param_groups", []) if isinstance(inner, dict) else []
-    return float(args.get("weight_decay", max((group.get("weight_decay", 0.0) for group in groups), default=0.0)))
+    return float(
+        args.get(
+            "weight_decay", max((group.get("weight_decay", 0.0) for group in groups), default=0.0)
+        )
+    )
 
 
 def loss_scale(optimizer: Mapping[str, Any]) -> LossScaleState:
@@ -216,10 +259,13 @@ def loss_scale(optimizer: Mapping[str, Any]) -> LossScaleState:
     return LossScaleState(dynamic, float(scale), int(clean), int(hysteresis))
 
 
-def state_beside_weights(tree: Values, args: Values, rows: int | None, notes: list[str]) -> dict[str, Any]:
+def state_beside_weights(
+    tree: Values, args: Values, rows: int | None, notes: list[str]
+) -> dict[str, Any]:
     """Return as much of the run's state as is known; without a schedule the flags give it."""
     optimizer = tree.get("optimizer")
-    if isinstance(optimizer, dict) and isinstance(optimizer.get(0), dict):  # one of several in a chain
+    # one of several in a chain
+    if isinstance(optimizer, dict) and isinstance(optimizer.get(0), dict):
         optimizer = optimizer[0]
     iteration, before = claimed_steps(tree.get("iteration", 0), "iteration"), len(notes)
     state = run_state({**tree, "optimizer": optimizer}, args, iteration, rows, notes)
@@ -241,7 +287,13 @@ def state_beside_weights(tree: Values, args: Values, rows: int | None, notes: li
 
 def values_of(tree: Any, key: str) -> Iterator[Any]:
     """Yield every value under this key in a tree of settings."""
-    for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
+    for name, value in (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    ):
         if name == key:
             yield value
         else:

@@ -32,9 +32,13 @@ from meshwright.compat.formats.megatron.sharded import Boxes, Parameter, RankFil
 from meshwright.compat.formats.table import TORCH_DIST
 
 PREFIX = re.compile(r"(?:(?:model|module)\d*\.)*")
-STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")
+STATE = re.compile(
+    r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)"
+)
 BUFFERS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
-BESIDE = re.compile(r".*(_extra_state.*|inv_freq)|((rng|rerun)_state|optimizer|opt_param_scheduler|iteration|args)\b.*")
+BESIDE = re.compile(
+    r".*(_extra_state.*|inv_freq)|((rng|rerun)_state|optimizer|opt_param_scheduler|iteration|args)\b.*"
+)
 # Options of networks that we do not build, and their values that change nothing.
 OFF = "multi_latent_attention mtp_num_layers hybrid_attention_ratio rotary_interleaved quick_geglu"
 OTHERS: dict[str, tuple[Any, ...]] = {
@@ -69,7 +73,11 @@ def open_torch_dist(
 
     Without `optimizer` its state is not read.
     """
-    common = pickles.load_pickle(folder / "common.pt", trust=trust) if (folder / "common.pt").exists() else {}
+    common = (
+        pickles.load_pickle(folder / "common.pt", trust=trust)
+        if (folder / "common.pt").exists()
+        else {}
+    )
     metadata = pickles.load_pickle(folder / ".metadata", trust=trust)
     tensors = map_tensors(folder, metadata, trust, optimizer)
     if optimizer and isinstance(common.get("optimizer"), dict):
@@ -83,7 +91,9 @@ def from_tensors(
     args, notes = megatron_state.namespace(common.get("args")), list[str]()
     for option, harmless in OTHERS.items():
         if args.get(option) is not None and args[option] not in harmless:
-            raise bad_data(f"{folder}: its model has {option} {args[option]}, which we do not build")
+            raise bad_data(
+                f"{folder}: its model has {option} {args[option]}, which we do not build"
+            )
     rank = RankFile(folder, 0, 0, common, [list(named_parameters(folder, tensors))])
     layers = sharded.layers_of(p.name for p in rank.parameters)
     sizes = sharded.measure_model(folder, [rank], 1 + max(layers, default=-1), args, heads)
@@ -103,7 +113,9 @@ def from_tensors(
     if source.has_optimizer or isinstance(common.get("optimizer"), dict):
         state = megatron_state.state_beside_weights(common, args, sizes.positions, notes)
     layout = f"tables of tokens over {tensor_ranks(tensors)} tensor ranks"
-    return megatron_state.finish_source(source, state, layout, megatron_state.true_vocabulary(common, args))
+    return megatron_state.finish_source(
+        source, state, layout, megatron_state.true_vocabulary(common, args)
+    )
 
 
 # Files
@@ -113,37 +125,62 @@ def map_tensors(folder: Path, metadata: Any, trust: bool, optimizer: bool) -> di
     """Return every tensor with its boxes, those of a model mapped; other entries are not read."""
     entries = metadata.state_dict_metadata
     stated = {key: entry.size for key, entry in entries.items() if hasattr(entry, "chunks")}
-    tensors = {key: DistTensor(claimed_shape(size, str(key)[:200]), []) for key, size in stated.items()}
+    tensors = {
+        key: DistTensor(claimed_shape(size, str(key)[:200]), []) for key, size in stated.items()
+    }
     if not optimizer:
-        tensors = {key: t for key, t in tensors.items() if not STATE.fullmatch(key) and not BUFFERS.match(key)}
+        tensors = {
+            key: t
+            for key, t in tensors.items()
+            if not STATE.fullmatch(key) and not BUFFERS.match(key)
+        }
     seen: set[tuple[str, int]] = set()
     for index, info in metadata.storage_data.items():
         key, tensor = index.fqn, tensors.get(index.fqn)
-        if tensor is None or not (STATE.fullmatch(key) or core_buffers.KEY.fullmatch(key) or parse_parts(key)):
+        if tensor is None or not (
+            STATE.fullmatch(key) or core_buffers.KEY.fullmatch(key) or parse_parts(key)
+        ):
             continue
-        if not re.fullmatch(r"\w[\w.-]*", info.relative_path) or getattr(info, "transform_descriptors", None):
-            raise bad_data(f"{folder}: {index.fqn} lies outside the folder or is compressed: {info.relative_path}")
+        if not re.fullmatch(r"\w[\w.-]*", info.relative_path) or getattr(
+            info, "transform_descriptors", None
+        ):
+            raise bad_data(
+                f"{folder}: {index.fqn} lies outside the folder or is compressed: {info.relative_path}"
+            )
         if (info.relative_path, info.offset) in seen:
-            raise bad_data(f"{folder}: {key} shares byte {info.offset} of {info.relative_path} with another part")
+            raise bad_data(
+                f"{folder}: {key} shares byte {info.offset} of {info.relative_path} with another part"
+            )
         seen.add((info.relative_path, info.offset))
         view = pickles.load_pickle(folder / info.relative_path, info.offset, info.length, trust)
-        at = claimed_shape(index.offset, "an offset") if index.offset is not None else (0,) * view.ndim
+        at = (
+            claimed_shape(index.offset, "an offset")
+            if index.offset is not None
+            else (0,) * view.ndim
+        )
         if not inside(Box(at, tuple(view.shape)), tensor.shape):
-            raise bad_data(f"{folder}: a part of {index.fqn} {tensor.shape} is {tuple(view.shape)} at {at}")
+            raise bad_data(
+                f"{folder}: a part of {index.fqn} {tensor.shape} is {tuple(view.shape)} at {at}"
+            )
         tensor.boxes.append((at, view))
     for key, tensor in tensors.items():
         covered = sum(view.numel() for _, view in tensor.boxes)
         if tensor.boxes and covered != prod(tensor.shape):
-            raise bad_data(f"{folder}: parts of {key} {tensor.shape} are missing or duplicated: {covered:,} elements")
+            raise bad_data(
+                f"{folder}: parts of {key} {tensor.shape} are missing or duplicated: {covered:,} elements"
+            )
     return tensors
 
 
 def beside_buffers(folder: Path, metadata: Any, trust: bool) -> dict[str, Any]:
     """Return groups and loss scale, which other kinds of optimizer state keep in common.pt."""
     return {
-        match[1]: pickles.load_pickle(folder / info.relative_path, info.offset, info.length, trust)[0]
+        match[1]: pickles.load_pickle(folder / info.relative_path, info.offset, info.length, trust)[
+            0
+        ]
         for index, info in metadata.storage_data.items()
-        if (match := core_buffers.BESIDE.fullmatch(index.fqn)) and re.fullmatch(r"\w[\w.-]*", info.relative_path)
+        if (match := core_buffers.BESIDE.fullmatch(index.fqn))
+        and re.fullmatch(r"\w[\w.-]*", info.relative_path)
     }
 
 
@@ -163,7 +200,11 @@ def parse_parts(key: str) -> NameParts | None:
 def named_parameters(folder: Path, tensors: Mapping[str, DistTensor]) -> Iterator[Parameter]:
     """Yield each parameter with its weights and its optimizer state."""
     by_name: dict[str, Parameter] = {}
-    strange = [key for key in tensors if not (STATE.fullmatch(key) or parse_parts(key) or BESIDE.fullmatch(key))]
+    strange = [
+        key
+        for key in tensors
+        if not (STATE.fullmatch(key) or parse_parts(key) or BESIDE.fullmatch(key))
+    ]
     if strange:
         raise bad_data(f"{folder}: {strange[0][:200]} is not a known parameter of a GPT")
     for key, tensor in tensors.items():
@@ -188,7 +229,10 @@ def join_shares(tensor: DistTensor, shape: Shape) -> DistTensor:
     boxes = []
     for (*which, begin), values in tensor.boxes:
         at = tuple(i * n for i, n in zip(which, share, strict=True))
-        boxes += [(plus(at, offset), part) for offset, part in sharded.cut_flat(share, begin, values.reshape(-1))]
+        boxes += [
+            (plus(at, offset), part)
+            for offset, part in sharded.cut_flat(share, begin, values.reshape(-1))
+        ]
     return DistTensor(shape, boxes)
 
 
@@ -205,10 +249,18 @@ def add(by_name: dict[str, Parameter], kind: str, means: NameParts, tensor: Dist
     for layer in range(layers):
         name = (means.name._replace(layer=layer) if means.stacked else means.name).full()
         full = (2 * rows or shape[0], *shape[1:])
-        parameters.append(by_name.setdefault(name, Parameter(name, means.name.ours, torch.empty(full, device="meta"))))
+        parameters.append(
+            by_name.setdefault(
+                name, Parameter(name, means.name.ours, torch.empty(full, device="meta"))
+            )
+        )
     first_row = rows * (means.half or 0)
     for offset, view in tensor.boxes:
-        by_layer = zip(parameters[offset[0] :], view, strict=False) if means.stacked else ((parameters[0], view),)
+        by_layer = (
+            zip(parameters[offset[0] :], view, strict=False)
+            if means.stacked
+            else ((parameters[0], view),)
+        )
         begin, *rest = offset[1:] if means.stacked else offset
         for p, part in by_layer:
             p.values.setdefault(kind, []).append(((first_row + begin, *rest), part))
@@ -229,4 +281,8 @@ def complete_optimizer(rank: RankFile) -> None:
 
 def tensor_ranks(tensors: Mapping[str, DistTensor]) -> int:
     """Return over how many ranks the table of tokens is cut."""
-    return next(len(t.boxes) for key, t in tensors.items() if key.endswith("embedding.word_embeddings.weight"))
+    return next(
+        len(t.boxes)
+        for key, t in tensors.items()
+        if key.endswith("embedding.word_embeddings.weight")
+    )

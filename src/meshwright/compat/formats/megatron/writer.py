@@ -73,16 +73,22 @@ class MegatronExport:
         return getattr(torch, name)  # type: ignore[no-any-return]
 
 
-def megatron_files(source: Source, t: int, p: int, padded: int, with_optimizer: bool) -> dict[str, Produce]:
+def megatron_files(
+    source: Source, t: int, p: int, padded: int, with_optimizer: bool
+) -> dict[str, Produce]:
     """Return what writes each file of the step's folder; ranks can share them."""
     model = model_settings(source.config, source.folder)
     optimizer = with_optimizer and source.has_optimizer and bool(source.state)
     if optimizer and "schedule" not in source.state:
-        notice(f"{source.folder} does not state its schedule: Megatron-LM needs --no-load-optim; Meshwright does not")
+        notice(
+            f"{source.folder} does not state its schedule: Megatron-LM needs --no-load-optim; Meshwright does not"
+        )
     target = MegatronExport(source, source.tensors, model, t, p, padded, optimizer)
     check_export(target)
     return {
-        f"mp_rank_{tp:02d}{f'_{pp:03d}' * (p > 1)}/{MODEL}": functools.partial(write_rank, target, tp, pp)
+        f"mp_rank_{tp:02d}{f'_{pp:03d}' * (p > 1)}/{MODEL}": functools.partial(
+            write_rank, target, tp, pp
+        )
         for tp, pp in product(range(t), range(p))
     }
 
@@ -108,13 +114,17 @@ def check_export(target: MegatronExport) -> None:
     state = {name.partition("/")[2] for name in target.tensors} - {""}
     if target.optimizer and state != set(MOMENTS):
         names = ", ".join(sorted(state))
-        wrong.append(f"the optimizer's state ({names}) is not Adam's: add --no-optimizer, or keep the native format")
+        wrong.append(
+            f"the optimizer's state ({names}) is not Adam's: add --no-optimizer, or keep the native format"
+        )
     placed = {ours for pp in range(p) for _, ours in stage_parameters(target, pp)}
     kinds = ("", *MOMENTS) if target.optimizer else ("",)
     left = {name for name in target.tensors if target.optimizer or "/" not in name}
     left -= {f"{ours}/{kind}" if kind else ours for ours in placed for kind in kinds}
     if left and not wrong:
-        wrong.append(f"{len(left)} tensors have no place in it, such as {min(left)}: save with --ckpt-format native")
+        wrong.append(
+            f"{len(left)} tensors have no place in it, such as {min(left)}: save with --ckpt-format native"
+        )
     if wrong:
         raise UserError("\n  ".join(["cannot be written as a Megatron-LM checkpoint:", *wrong]))
 
@@ -138,7 +148,9 @@ def write_rank(target: MegatronExport, tp: int, pp: int, out: Write) -> None:
     if target.optimizer:
         tree["optimizer"] = adam_state(target, [ours for _, ours in stage], tp)
         if curve := schedule_of(source.state):
-            tree["opt_param_scheduler"] = megatron_schedule(curve, source.state.get("schedule_samples", 0))
+            tree["opt_param_scheduler"] = megatron_schedule(
+                curve, source.state.get("schedule_samples", 0)
+            )
     write_torch_file(tree, out)
 
 
@@ -156,7 +168,9 @@ def stage_parameters(target: MegatronExport, pp: int) -> Iterator[tuple[tuple[st
         yield ("word_embeddings_for_head", "weight"), "wte.weight"
 
 
-def rank_part(target: MegatronExport, name: str, tp: int, dtype: torch.dtype | None = None) -> Later:
+def rank_part(
+    target: MegatronExport, name: str, tp: int, dtype: torch.dtype | None = None
+) -> Later:
     """Return a tensor rank's part of one of our tensors, by default in its own dtype.
 
     Moments of fewer bits are written in float32.
@@ -215,7 +229,9 @@ def megatron_arguments(target: MegatronExport) -> argparse.Namespace:
         "add_position_embedding": position == "learned",
         "use_rotary_position_embeddings": position == "rope",
         "use_rope_scaling": m.rope_scaling == "llama3",
-        "rotary_seq_len_interpolation_factor": int(m.rope_scaling_factor) if m.rope_scaling == "linear" else None,
+        "rotary_seq_len_interpolation_factor": int(m.rope_scaling_factor)
+        if m.rope_scaling == "linear"
+        else None,
         "window_size": None,
         "window_attn_skip_freq": None,
         "max_position_embeddings": positions or config.get("seq_length"),
@@ -251,14 +267,19 @@ def adam_state(target: MegatronExport, stage: list[str], tp: int) -> dict[str, A
         "lr_mult": 1.0,
         "step": state.get("optimizer_steps", state.get("iteration", 0)),
     }
-    decay, numbers = curve.wd(at) if curve else config.get("weight_decay") or 0.0, list(range(len(stage)))
+    decay, numbers = (
+        curve.wd(at) if curve else config.get("weight_decay") or 0.0,
+        list(range(len(stage))),
+    )
     cut = len(groups[0])
     param_groups = [
         common | {"params": params, "wd_mult": share, "weight_decay": decay * share}
         for params, share in ((numbers[:cut], 1.0), (numbers[cut:], 0.0))
     ]
     order = enumerate(groups[0] + plain)
-    moments = {i: {kind: rank_part(target, f"{ours}/{kind}", tp) for kind in MOMENTS} for i, ours in order}
+    moments = {
+        i: {kind: rank_part(target, f"{ours}/{kind}", tp) for kind in MOMENTS} for i, ours in order
+    }
     inner = {"state": moments, "param_groups": param_groups}
     if target.dtype == getattr(torch, target.tensors["wte.weight"].dtype):
         return inner
