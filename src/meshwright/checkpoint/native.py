@@ -159,9 +159,9 @@ def step_files(
     described = team.collect_merged(describe, merge_described)
     size = team.run_on_lead(describe_all)
     files: dict[str, Produce] = {
-        name: lambda write, text=text: write(text)
-        for name, text in texts.items()  # type: ignore[misc]
-    }  # type: ignore[misc]
+        name: lambda write, text=text: write(text)  # type: ignore[misc]
+        for name, text in texts.items()
+    }
     if extents:
         files[rank_file(team.rank)] = tensors
     return files, size + len(head) + sum(map(len, texts.values()))
