@@ -276,7 +276,7 @@ def test_names_of_the_tree() -> None:
     code = [
         path for path in files.values() if path.suffix in (".py", ".sh") and not path.is_symlink()
     ]
-    assert sum(len(path.read_text().splitlines()) for path in code) <= 310
+    assert sum(len(path.read_text().splitlines()) for path in code) <= 340
     assert (COMPAT / (COMPAT / "requirements.txt").read_text().strip()).resolve() == ROOT
 
 
