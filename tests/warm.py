@@ -20,6 +20,7 @@ import os
 import random
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -71,9 +72,14 @@ PASSED_ON = [
 @functools.cache
 def programs() -> Path:
     """Return the folder of the programs; the first call starts their server."""
-    folder = tempfile.TemporaryDirectory(prefix="warm-")
-    atexit.register(folder.cleanup)
-    address = f"{folder.name}/socket"
+    folder, owner = tempfile.mkdtemp(prefix="warm-"), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # a forked child that exits runs this too
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    address = f"{folder}/socket"
     passed_on = [int(signal.SIGINT), *PASSED_ON]
     client = CLIENT.format(
         python=sys.executable,
@@ -83,8 +89,8 @@ def programs() -> Path:
         signals=passed_on,
     )
     for name in ("python", "python3", *SCRIPTS):
-        Path(folder.name, name).write_text(client)
-        Path(folder.name, name).chmod(0o755)
+        Path(folder, name).write_text(client)
+        Path(folder, name).chmod(0o755)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         [*PRELOAD, "meshwright.runtime.launch.agent", "torch.distributed.run"]
@@ -94,7 +100,7 @@ def programs() -> Path:
     while not os.path.exists(address):
         assert server.is_alive()
         time.sleep(0.01)
-    return Path(folder.name)
+    return Path(folder)
 
 
 def python() -> str:
