@@ -77,7 +77,7 @@ LAYOUTS = (
     ("--tensor-model-parallel-size 2", 2, 1),
     ("--tensor-model-parallel-size 2 --sequence-parallel", 2, 1),
     ("--pipeline-model-parallel-size 2", 2, 1),
-    ("--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble", 2, 1),
+    ("--pipeline-model-parallel-size 2 --pipeline-schedule gpipe", 2, 1),
     ("--context-parallel-size 2", 1, 1),
 )
 RUN_ON_RANKS = (

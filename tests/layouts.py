@@ -196,7 +196,6 @@ LAYOUT = {
         "interleaved": "--num-layers 8 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 8",
         "interleaved by hand": "--num-layers 8 --num-layers-per-virtual-pipeline-stage 2 --pipeline-layout 3,1,1,3 "
         "--global-batch-size 8",
-        "zero-bubble": "--pipeline-schedule zero-bubble",
     },
     "split": {
         "even": "",

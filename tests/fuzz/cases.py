@@ -391,8 +391,6 @@ LAYOUT: dict[str, Chances] = {
     "pipeline schedule": {
         "": 5,
         "--pipeline-schedule gpipe": 1,
-        "--pipeline-schedule zero-bubble": 1,
-        "--pipeline-schedule zbv": 1,
         "--num-layers-per-virtual-pipeline-stage 1": 3,
         "--num-layers-per-virtual-pipeline-stage 2": 1,
     },
@@ -691,13 +689,7 @@ class Drawing:
         """Return uneven stages for as many layers and ranks."""
         layers = parse(common).model.num_layers or 1
         found = re.search(r"virtual-pipeline-stage (\d)", chosen["pipeline schedule"])
-        chunks = (
-            layers // (pipeline * int(found[1]))
-            if found
-            else 2
-            if "zbv" in chosen["pipeline schedule"]
-            else 1
-        )
+        chunks = layers // (pipeline * int(found[1])) if found else 1
         count = pipeline * max(1, chunks)
         if pipeline == 1 or count > layers:
             return ""

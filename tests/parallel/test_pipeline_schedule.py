@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from meshwright.apps.plan import timeline as timelines
-from meshwright.apps.plan.timeline import StageTimes, happening, makespan, simulate
-from meshwright.parallel.pipeline_schedule import V_SHAPED, Action, most_sent, schedule, stages_of
+from meshwright.apps.plan.timeline import StageTimes, makespan, simulate
+from meshwright.base.errors import UserError
+from meshwright.config import flags
+from meshwright.config.schema import TrainConfig
+from meshwright.parallel.pipeline_schedule import Action, most_sent, schedule, stages_of
 
 SIZES = [1, 2, 3, 4, 5, 6, 7, 8]
 CASES = [("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("1f1b", 3), ("1f1b", 4)]
@@ -61,11 +64,10 @@ def test_messages_are_received_in_the_order_of_sending(kind, chunks, pp):
 def ends_with(kind, pp, m, chunks, kept):
     """Return when each rank has ended if it waits for the arrival of gradients but the last `kept`.
 
-    A message is received when the action that needs it begins. A forward pass takes 1, others 2 or,
-    split in two, 1 each.
+    A message is received when the action that needs it begins. A forward pass takes 1, others 2.
     """
     todo = [schedule(kind, pp, rank, m, chunks) for rank in range(pp)]
-    stages, last = [stages_of(kind, rank, pp, chunks) for rank in range(pp)], pp * chunks - 1
+    stages, last = [stages_of(rank, pp, chunks) for rank in range(pp)], pp * chunks - 1
     homes = {stage: rank for rank, own in enumerate(stages) for stage in own}
     clocks, done, sent, received, waiting = [0.0] * pp, [0] * pp, {}, {}, [[] for _ in range(pp)]
 
@@ -80,12 +82,12 @@ def ends_with(kind, pp, m, chunks, kept):
         op, chunk, i = todo[rank][done[rank]]
         stage, way = stages[rank][chunk], 1 if op == "F" else -1
         needed = (stage - way, way, i)
-        if op != "W" and 0 <= needed[0] <= last:
+        if 0 <= needed[0] <= last:
             if needed not in sent:
                 return False
             clocks[rank] = received[needed] = max(clocks[rank], sent[needed])
         clocks[rank] += 2 if op == "B" else 1
-        if op != "W" and 0 <= stage + way <= last:
+        if 0 <= stage + way <= last:
             sent[stage, way, i] = clocks[rank]
             if way < 0 and homes[stage - 1] != rank:
                 waiting[rank].append((stage, way, i))
@@ -99,14 +101,12 @@ def ends_with(kind, pp, m, chunks, kept):
 
 
 @pytest.mark.parametrize("pp", [*SIZES[1:], 12, 16])
-@pytest.mark.parametrize(
-    ("kind", "chunks"), [*CASES, ("zero-bubble", 1), ("zero-bubble", 2), ("zbv", 2)]
-)
+@pytest.mark.parametrize(("kind", "chunks"), CASES)
 def test_waiting_for_old_messages_ends_and_costs_nothing(kind, chunks, pp):
     for m in [pp * n for n in (1, 2, 3)]:
-        waiting = ends_with(kind, pp, m, chunks, most_sent(kind, pp, chunks))
+        waiting = ends_with(kind, pp, m, chunks, most_sent(chunks))
         assert max(waiting) <= 1.011 * max(ends_with(kind, pp, m, chunks, 1000))
-    if kind in V_SHAPED or chunks > 1:
+    if chunks > 1:
         with pytest.raises(AssertionError, match="deadlock"):
             ends_with(kind, pp, 2 * pp, chunks, 0)
 
@@ -126,33 +126,25 @@ def test_bubbles(pp, forward):
             assert timeline.bubble == pytest.approx((pp - 1) / (m * chunks + pp - 1))
 
 
-@pytest.mark.parametrize(("kind", "chunks"), [*CASES, ("zero-bubble", 1), ("zbv", 2)])
+@pytest.mark.parametrize(("kind", "chunks"), CASES)
 @pytest.mark.parametrize("pp", [2, 3, 4])
 def test_a_long_step_lasts_as_its_repeating_rounds_do(kind, chunks, pp):
     """The first and the last stage are slower, messages take time, and the rest is not even."""
-    stages, split = pp * chunks, kind in ("zero-bubble", "zbv")
-    forward = [1.0 + 0.1 * (s % 2) for s in range(stages)]
+    forward = [1.0 + 0.1 * (s % 2) for s in range(pp * chunks)]
     forward[-1] += 0.7
-    weights = tuple(forward) if split else ()
-    times = StageTimes(
-        tuple(forward), tuple((1 if split else 2) * f for f in forward), weights, 0.05
-    )
+    times = StageTimes(tuple(forward), tuple(2 * f for f in forward), 0.05)
     for m in (pp, 6 * pp, 9 * pp + (0 if chunks > 1 and kind == "1f1b" else 1)):
         assert makespan(kind, pp, m, chunks, times) == pytest.approx(
             simulate(kind, pp, m, chunks, times).total
         )
 
 
-@pytest.mark.parametrize(("kind", "chunks"), [*CASES, ("zero-bubble", 1), ("zbv", 2)])
+@pytest.mark.parametrize(("kind", "chunks"), CASES)
 @pytest.mark.parametrize(
     ("pp", "backward", "message"), [(4, 2.0, 0.3), (4, 1.0, 0.05), (2, 2.6, 0.05)]
 )
 def test_rounds_that_repeat_late_are_off_by_a_percent_at_most(kind, chunks, pp, backward, message):
-    forward, is_split = (1.0,) * pp * chunks, kind in ("zero-bubble", "zbv")
-    half = (backward / 2,) * pp * chunks
-    times = StageTimes(
-        forward, half if is_split else (backward,) * pp * chunks, half if is_split else (), message
-    )
+    times = StageTimes((1.0,) * pp * chunks, (backward,) * pp * chunks, message)
     assert makespan(kind, pp, 64, chunks, times) == pytest.approx(
         simulate(kind, pp, 64, chunks, times).total, rel=0.01
     )
@@ -238,36 +230,10 @@ def test_same_order_as_torchs_1f1b_and_gpipe(pp):
                 assert ours == theirs
 
 
-@pytest.mark.parametrize("pp", SIZES[1:])
-@pytest.mark.parametrize(
-    ("kind", "chunks"), [("zero-bubble", 1), ("zero-bubble", 2), ("zero-bubble", 3), ("zbv", 2)]
-)
-def test_zero_bubble_lists(kind, chunks, pp):
-    """They are torch's; each micro-batch has all passes in order, and there is no deadlock."""
-    from torch.distributed.pipelining import schedules as torchs
-
-    oracle = object.__new__(
-        torchs.ScheduleZBVZeroBubble if kind == "zbv" else torchs.ScheduleInterleavedZeroBubble
-    )
-    oracle.pp_group_size, oracle.n_local_stages, oracle.num_stages = pp, chunks, pp * chunks
-    oracle.microbatches_per_round = pp
-    stages = [stages_of(kind, rank, pp, chunks) for rank in range(pp)]
-    assert sorted(stage for own in stages for stage in own) == list(range(pp * chunks))
-    for m in [pp, 2 * pp, 5 * pp] if kind == "zero-bubble" else [1, 2, 2 * pp, 13]:
-        oracle._n_microbatches = m
-        lists = [schedule(kind, pp, rank, m, chunks) for rank in range(pp)]
-        for rank, actions in enumerate(lists):
-            theirs = [
-                (a.computation_type.value, stages[rank].index(a.stage_index), a.microbatch_index)
-                for a in oracle._calculate_single_rank_operations(rank)
-                if a
-            ]
-            assert theirs == actions
-            for op in "FIW":
-                for chunk in range(chunks):
-                    assert [a.microbatch for a in actions if a[:2] == (op, chunk)] == list(range(m))
-            assert len(actions) == 3 * chunks * m
-            assert all(
-                actions.index(a._replace(op="I")) < n for n, a in enumerate(actions) if a.op == "W"
-            )
-        assert len(list(happening(lists, stages))) == sum(map(len, lists))
+@pytest.mark.parametrize("removed", ["zero-bubble", "zbv"])
+def test_removed_schedules_are_read_from_saved_settings_alone(removed):
+    assert flags.from_saved(TrainConfig, {"pipeline_schedule": removed}, "x") == {
+        "pipeline_schedule": "1f1b"
+    }
+    with pytest.raises(UserError, match=f"'{removed}' is none of 1f1b, gpipe; it was removed"):
+        flags.parse_settings(TrainConfig, ["--pipeline-schedule", removed], "train")

@@ -68,7 +68,7 @@ TP2, PP2, CP2 = (
 CHAINS = {
     "tp2pp2-zero2-one": [(4, f"{TP2} {PP2}"), (2, "--zero-stage=2"), (1, "")],
     "one-zero3tp2-pp2": [(1, ""), (4, f"--zero-stage=3 {TP2} --sequence-parallel"), (2, PP2)],
-    "zbv-cp2-dp4": [(4, f"{PP2} --pipeline-schedule=zbv --zero-stage=1"), (2, CP2), (4, "")],
+    "pp2zero1-cp2-dp4": [(4, f"{PP2} --zero-stage=1"), (2, CP2), (4, "")],
 }
 
 

@@ -156,7 +156,7 @@ CASES = [  # flags, kind, name, sample, ranks that are spoilt, what is said
         "in the weights h.2.ln_1.weight (1 of 32 values), on rank 2 (tp 0",
     ),
     (
-        f"{TP2PP2} --pipeline-schedule zero-bubble --sequence-parallel",
+        f"{TP2PP2} --pipeline-schedule gpipe --sequence-parallel",
         "gradient",
         "h.3.ln_2",
         1,

@@ -134,10 +134,6 @@ def test_which_layers():
             "the width of the heads 8 on each tensor rank is not a multiple of",
         ),
         ("--bf16 --zero-stage 3 --world-size 2", "ZeRO 3, which keeps no weights to be cast"),
-        (
-            "--bf16 --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
-            "--pipeline-schedule zero-bubble",
-        ),
         ("--bf16 --ffn-hidden-size 40", "--ffn-hidden-size 40 is not a multiple of 16"),
         ("--bf16 --first-last-layers-bf16", "leaves none of 2 layers"),
     ],

@@ -109,7 +109,7 @@ def pipeline_problems(c: TrainConfig) -> list[Problem]:
         )
         about = ("pipeline_model_parallel_size", "num_layers")
         return [Problem(about, f"{text}: a stage would have no layer")]
-    if problem := _schedule_problem(c) or _virtual_problem(c):
+    if problem := _virtual_problem(c):
         return [problem]
     out = []
     if p.pipeline_layout:
@@ -119,29 +119,6 @@ def pipeline_problems(c: TrainConfig) -> list[Problem]:
             given = with_value("pipeline_layout", str(p.pipeline_layout)[:100])
             out.append(Problem(("pipeline_layout",), f"{given}: {error}"))
     return out + _micro_batches_problems(c)
-
-
-def _schedule_problem(c: TrainConfig) -> Problem | None:
-    """Check what the schedules ask for that compute weight gradients separately."""
-    p, layers = c.parallel, c.model.num_layers or 0
-    pp, kind = p.pipeline_model_parallel_size, p.pipeline_schedule
-    if pp == 1 or kind not in ("zero-bubble", "zbv"):
-        return None
-    schedule = stated(p, "pipeline_schedule")
-    if kind == "zbv" and (p.num_layers_per_virtual_pipeline_stage or layers < 2 * pp):
-        least = f"{stated(c.model, 'num_layers')} must be at least 2 x {stated(p, 'pipeline_model_parallel_size')}"
-        rule = f"{least}, without {{num_layers_per_virtual_pipeline_stage}}"
-        return Problem(
-            ("pipeline_schedule", "num_layers"), f"{schedule} gives each rank two stages: {rule}"
-        )
-    if p.zero_stage == 3 or c.training.compile == "on":
-        name, other = (
-            ("zero_stage", "{zero_stage=3}") if p.zero_stage == 3 else ("compile", "{compile=on}")
-        )
-        advice = "give {pipeline_schedule=1f1b}"
-        text = f"{schedule} with {other}: weight gradients are computed separately; {advice}"
-        return Problem(("pipeline_schedule", name), text)
-    return None
 
 
 def _virtual_problem(c: TrainConfig) -> Problem | None:
@@ -168,23 +145,19 @@ def _virtual_problem(c: TrainConfig) -> Problem | None:
 def _micro_batches_problems(c: TrainConfig) -> list[Problem]:
     """Check that each batch makes as many micro-batches as its schedule needs."""
     p, t, out = c.parallel, c.training, []
-    pp, kind = p.pipeline_model_parallel_size, p.pipeline_schedule
-    is_bound = kind != "zbv" and (c.chunks > 1 or kind == "zero-bubble")
-    if not is_bound or batch_problems(c) or out_of_bounds(t):
+    pp = p.pipeline_model_parallel_size
+    # Interleaved 1F1B takes micro-batches in rounds of as many as there are stages.
+    if c.chunks == 1 or batch_problems(c) or out_of_bounds(t):
         return []
     for size in c.batches:
         number = c.micro_batches(size)
         if number % pp:
             growing = "rampup_batch_size" if t.rampup_batch_size else "step_batch_size_schedule"
             name = growing if size != c.global_batch else "global_batch_size"
-            is_virtual = p.num_layers_per_virtual_pipeline_stage
-            user = (
-                "{num_layers_per_virtual_pipeline_stage}"
-                if is_virtual
-                else stated(p, "pipeline_schedule")
-            )
             count = f"{with_value(name, size)} makes {number} micro-batches for each rank"
-            text = f"{count}, not a multiple of {stated(p, 'pipeline_model_parallel_size')}, as {user} needs"
+            stages = stated(p, "pipeline_model_parallel_size")
+            user = "{num_layers_per_virtual_pipeline_stage}"
+            text = f"{count}, not a multiple of {stages}, as {user} needs"
             out.append(Problem((name, "pipeline_model_parallel_size"), text))
     return out
 
@@ -217,10 +190,6 @@ def fp8_problems(c: TrainConfig) -> list[Problem]:
     if p.zero_stage == 3 and c.dp * p.context_parallel_size > 1:
         text = f"{fp8} with ZeRO 3, which keeps no weights to be cast once a step; give {{zero_stage=2}} or less"
         out.append(Problem(("fp8_format", "zero_stage"), text))
-    if p.pipeline_model_parallel_size > 1 and p.pipeline_schedule not in ("1f1b", "gpipe"):
-        advice = "which computes weights' gradients later, in bfloat16; give 1f1b"
-        text = f"{fp8} with {stated(p, 'pipeline_schedule')}, {advice}"
-        out.append(Problem(("fp8_format", "pipeline_schedule"), text))
     if m.hidden_size and m.num_attention_heads:
         out += [
             Problem(

@@ -81,11 +81,19 @@ REPLACES["step_batch_size_schedule"] = ["global_batch_size", "rampup_batch_size"
 OTHER_VALUES = {"hf": "huggingface", "k8s": "kubernetes", "GPT2Tokenizer": "GPT2BPETokenizer"}
 # for choices that have these words; YAML reads `on` as True
 SWITCHED = {"true": "on", "false": "off"}
-NOT_WRITTEN = {
+# Why some words are not among the choices.
+REFUSED_WORDS = {
     "nanogpt": "; its ckpt.pt is read, not written",
     "litgpt": "; its folders are read, not written",
+    "gguf": "; llama.cpp's convert_hf_to_gguf.py makes it of a huggingface folder",
 }
-NOT_WRITTEN["gguf"] = "; llama.cpp's convert_hf_to_gguf.py makes it of a huggingface folder"
+# Values that releases up to 0.18 knew and saved: no measurement showed that they pay.
+REMOVED_VALUES = {
+    ("pipeline_schedule", "zero-bubble"): "1f1b",
+    ("pipeline_schedule", "zbv"): "1f1b",
+}
+for (_, word), same in REMOVED_VALUES.items():
+    REFUSED_WORDS[word] = f"; it was removed, and {same} computes the same"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -466,8 +474,12 @@ def _with_switch(current: Any, value: Any) -> Any:
 
 
 def current_names(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return saved settings with older switches as the settings that they stand for."""
-    out = {name: value for name, value in saved.items() if name not in old_switches()}
+    """Return saved settings with older switches and values as the settings that they stand for."""
+    out = {
+        name: REMOVED_VALUES.get((name, value), value) if isinstance(value, str) else value
+        for name, value in saved.items()
+        if name not in old_switches()
+    }
     for switch, (name, value) in old_switches().items():
         if saved.get(switch) is True:
             out[name] = _with_switch(out.get(name), value)
@@ -512,7 +524,7 @@ def convert_value(kind: Any, value: Any) -> Any:
         if word in choices:
             return word
         raise ValueError(
-            f"{_short(value)} is none of {', '.join(map(str, choices))}{NOT_WRITTEN.get(word, '')}"
+            f"{_short(value)} is none of {', '.join(map(str, choices))}{REFUSED_WORDS.get(word, '')}"
         )
     if inner is bool:
         word = str(value).lower() if isinstance(value, bool | int | str) else ""

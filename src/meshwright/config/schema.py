@@ -1062,9 +1062,9 @@ class Parallel:
         value="FORM",
         read="run",
     )
-    pipeline_schedule: Literal["1f1b", "gpipe", "zero-bubble", "zbv"] = flag(
+    pipeline_schedule: Literal["1f1b", "gpipe"] = flag(
         "1f1b",
-        "1f1b interleaves virtual stages; zero-bubble, zbv: shorter waits, no --compile",
+        "order of passes in a pipeline; 1f1b interleaves virtual stages",
         needs="--pipeline-model-parallel-size above 1",
     )
     sequence_parallel: bool = flag(
@@ -1542,8 +1542,6 @@ class TrainConfig:
     def chunks(self) -> int:
         """Number of stages on each pipeline rank; 1 without interleaving."""
         p = self.parallel
-        if p.pipeline_schedule == "zbv":
-            return min(2, p.pipeline_model_parallel_size)
         per_chunk = p.pipeline_model_parallel_size * (p.num_layers_per_virtual_pipeline_stage or 0)
         return max(1, (self.model.num_layers or 0) // per_chunk) if per_chunk else 1
 

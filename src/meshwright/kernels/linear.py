@@ -1,14 +1,11 @@
-"""Linear maps whose weight gradient goes into its full-precision total, or is deferred.
+"""Linear maps whose weight gradient goes into its full-precision total.
 
-Zero-bubble pipelines defer weight gradients, each kept as its two factors. Hand-written because
-torch's own split (torch.distributed.pipelining._backward) runs a recomputed layer again for each
-weight, and fires no hooks.
+Hand-written because autograd would make a gradient in the weight's precision first, and add it up
+in a pass of its own.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,28 +14,9 @@ from torch import Tensor
 from meshwright.kernels import gradients
 from meshwright.kernels.products import affine, product
 
-# parameter, gradient of the outputs [N, out], inputs [N, in]
-Waiting = list[tuple[Tensor, Tensor, Tensor]]
-_waiting: Waiting | None = None
-
-
-@contextlib.contextmanager
-def deferred() -> Iterator[Waiting]:
-    """Make `linear` append weight gradients to the yielded list instead of computing them."""
-    global _waiting
-    _waiting = []
-    try:
-        yield _waiting
-    finally:
-        _waiting = None
-
-
-def is_deferred() -> bool:
-    return _waiting is not None
-
 
 class _Linear(torch.autograd.Function):
-    """F.linear whose weight gradient is deferred, or left where kernels/gradients.py says."""
+    """F.linear whose weight gradient is left where kernels/gradients.py says."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None) -> Tensor:
@@ -52,21 +30,14 @@ class _Linear(torch.autograd.Function):
         # A view would keep the graph that made it, and with it the input of a pipeline's stage.
         flat, rows = (t.detach().reshape(-1, t.shape[-1]) for t in (grad, x))
         of_x = product(grad, parameter.flatten(0, -2)) if ctx.needs_input_grad[0] else None
-        of_weight = None
-        if _waiting is not None:
-            _waiting.append((ctx.parameter, flat, rows))
-        else:
-            of_weight = gradients.from_product(ctx.parameter, flat, rows)
-        return (
-            of_x,
-            of_weight,
-            gradients.from_rows(ctx.bias, grad) if ctx.needs_input_grad[2] else None,
-        )
+        of_weight = gradients.from_product(ctx.parameter, flat, rows)
+        of_bias = gradients.from_rows(ctx.bias, grad) if ctx.needs_input_grad[2] else None
+        return of_x, of_weight, of_bias
 
 
 def linear(x: Tensor, parameter: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear, in which a parameter of more than two dimensions is a stack of matrices."""
-    if torch.compiler.is_compiling() or (_waiting is None and gradients.sink_of(parameter) is None):
+    if torch.compiler.is_compiling() or gradients.sink_of(parameter) is None:
         return affine(x, parameter.flatten(0, -2), bias)
     return _Linear.apply(x, parameter, bias)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -85,13 +56,3 @@ class _AddBias(torch.autograd.Function):
 def add_bias(y: Tensor, bias: Tensor | None) -> Tensor:
     """Return y + bias, whose gradient is summed in full precision."""
     return y if bias is None else _AddBias.apply(y, bias)  # type: ignore[no-untyped-call]
-
-
-def compute(waiting: Waiting) -> None:
-    """Compute the deferred weight gradients; the list lets go of each one's factors."""
-    waiting.reverse()
-    while waiting:
-        parameter, grad, x = waiting.pop()
-        of_weight = gradients.from_product(parameter, grad, x)
-        if of_weight is not None:
-            parameter.backward(of_weight)  # type: ignore[no-untyped-call]

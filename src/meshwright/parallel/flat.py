@@ -21,8 +21,6 @@ last micro-batch has filled it, while the backward pass continues:
     ZeRO 1   reduce-scatter it; each rank updates its 1/r of the bucket, and the new weights are
              all-gathered, which the next forward pass waits for layer by layer
     ZeRO 2   the same after every micro-batch, so that full gradients of at most three buckets exist
-             (and those of norms and biases, if a pipeline defers the gradients of products: a
-             layer's first gradient would otherwise keep its full bucket until the last one comes)
 
 A gradient reaches its bucket without a copy. The store gives each parameter a `sink`; the backward
 pass of a product (kernels/gradients.py) adds into the sink's total itself, or autograd's hook does:
@@ -84,8 +82,8 @@ class Bucket:
     """A contiguous range of the flat buffers."""
 
     begin: int
-    partial: bool  # gradients must be summed over the tensor ranks too
-    is_late: bool  # they are summed after the last micro-batch
+    # Gradients are summed over the tensor ranks too, once a step, after the last micro-batch.
+    partial: bool
     size: int = 0
     # name -> offset in the bucket, shape
     spans: dict[str, tuple[int, torch.Size]] = field(default_factory=dict)
@@ -109,7 +107,6 @@ class FlatStore(Store):
         )
         # full ones, from micro-batch to micro-batch
         self.keeps_gradients = spec.zero < 2 or not self.is_sharded
-        self.keeps_vectors = spec.defers_products and not self.keeps_gradients
         self.shard_count = self.layout.size("shard", "cp") if self.is_sharded else 1
         self.shard_index = self.layout.at("shard", "cp") if self.is_sharded else 0
         self.added: set[str] = set()  # parameters that received a gradient in this step
@@ -119,7 +116,7 @@ class FlatStore(Store):
         self.shapes = {}
         self._lay_out(models)
         # The order in which sums start.
-        self.sum_order = sorted(reversed(self.buckets.values()), key=lambda bucket: bucket.is_late)
+        self.sum_order = sorted(reversed(self.buckets.values()), key=lambda bucket: bucket.partial)
         self._allocate(spec.mapper)
         for part in models:
             self._take_over(part)
@@ -134,14 +131,14 @@ class FlatStore(Store):
     def _lay_out(self, models: list[nn.Module]) -> None:
         units: dict[str, dict[UpdateKind, dict[str, torch.Size]]] = {}
         for name, p in itertools.chain(*(part.named_parameters() for part in models)):
-            unit = shard.bucket(name, self.layout.tp, self.sharding.sequence, self.keeps_vectors)
+            unit = shard.bucket(name, self.layout.tp, self.sharding.sequence)
             kind = UpdateKind(
                 rules.treatment(self.optimizer, self.model, name, p), not self.sharding.is_cut(name)
             )
             units.setdefault(unit, {}).setdefault(kind, {})[name] = p.shape
         begin = 0
         for unit, kinds in units.items():
-            bucket = self.buckets[unit] = Bucket(begin, unit == "partial", unit in shard.LATE)
+            bucket = self.buckets[unit] = Bucket(begin, unit == "partial")
             for kind, members in sorted(kinds.items(), reverse=True):
                 start = bucket.size
                 for name, shape in members.items():
@@ -502,7 +499,7 @@ class FlatStore(Store):
         for bucket in self.sum_order:
             if bucket.is_summed:
                 continue
-            if bucket.is_late or len(bucket.seen) < len(bucket.spans):
+            if bucket.partial or len(bucket.seen) < len(bucket.spans):
                 return
             self.sum_over_ranks(bucket)
 
@@ -645,7 +642,7 @@ class GradientSink:
         )
         if received >= self.uses:
             bucket.seen.add(self.name)
-            if len(bucket.seen) == len(bucket.spans) and not bucket.is_late:
+            if len(bucket.seen) == len(bucket.spans) and not bucket.partial:
                 if not store.keeps_gradients:
                     store.sum_over_ranks(bucket)
                 elif store.is_last_backward:

@@ -3,7 +3,7 @@
 Hand-written because torch's executor supports neither a changing number of micro-batches nor
 gradient sums that start within a backward pass; its schedules are the oracle in the tests. A stage
 sends the residual stream forward and its gradient back, through one group per direction (and others
-where the path wraps around or turns back between a rank's chunks), so that messages arrive in the
+where the path wraps around from the last rank to the first), so that messages arrive in the
 order sent and cannot deadlock. A message is received only when it is needed: NCCL would wait for an
 earlier request on processors of the GPU that the computation needs (2 % of a step).
 
@@ -13,7 +13,6 @@ depend on how far the host is ahead of the GPU: see `most_sent` of pipeline_sche
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,11 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.kernels.linear import Waiting, compute, deferred
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.pipeline_schedule import (
-    SPLIT_BACKWARD,
-    V_SHAPED,
     Action,
     ScheduleName,
     most_sent,
@@ -65,9 +61,7 @@ class Pipeline:
         self.hidden, self.sequence, self.dtype = hidden, sequence, dtype
         self.rank, self.size = layout.at("pp"), layout.pp
         self.ranks = layout.peers("pp")
-        self.stages = stages_of(name, self.rank, self.size, len(parts))
-        # passed between two stages of this rank
-        self.local: dict[tuple[int, int, int], Tensor] = {}
+        self.stages = stages_of(self.rank, self.size, len(parts))
         self.sent: list[tuple[Any, Tensor]] = []  # messages on their way
 
     def open(self, device: torch.device) -> None:
@@ -80,9 +74,9 @@ class Pipeline:
         for stage in (*range(0, ends, 2), *range(1, ends, 2)):
             for begin, way in ((stage, 1), (stage + 1, -1)):
                 source, to = self.rank_of(begin), self.rank_of(begin + way)
-                if source != to and self.rank == source:
+                if self.rank == source:
                     dist.send(x, self.ranks[to], group=self._lane(begin, way))
-                elif source != to and self.rank == to:
+                elif self.rank == to:
                     dist.recv(x, self.ranks[source], group=self._lane(begin, way))
 
     def train(
@@ -98,13 +92,8 @@ class Pipeline:
         """
         passes: dict[tuple[int, int], ForwardPass] = {}  # whose backward pass is to come
         losses: list[Tensor] = []
-        waiting: dict[tuple[int, int], Waiting] = {}
         actions = schedule(self.schedule, self.size, self.rank, len(tokens), len(self.parts))
-        is_split, most = (
-            self.schedule in SPLIT_BACKWARD,
-            most_sent(self.schedule, self.size, len(self.parts)),
-        )
-        queue: Waiting = []
+        most = most_sent(len(self.parts))
 
         def run_action(action: Action, received: Tensor | None) -> None:
             op, chunk, i = action
@@ -116,29 +105,21 @@ class Pipeline:
                 if part.has_head:
                     losses.append(output.detach())
                     output = output * scale
-                sending = None if part.has_head else self._send(output.detach(), stage, 1, i)
+                sending = None if part.has_head else self._send(output.detach(), stage, 1)
                 passes[chunk, i] = ForwardPass(received, output, sending)
-            elif op == "W":
-                compute(waiting.pop((chunk, i)))
             else:
                 source, output, sending = passes.pop((chunk, i))
                 if sending is not None:
                     sending.wait()
-                before_backward(i == len(tokens) - 1 and not is_split)
+                before_backward(i == len(tokens) - 1)
                 torch.autograd.backward(output, received)
-                if op == "I":
-                    waiting[chunk, i] = list(queue)
-                    queue.clear()
-                else:
-                    compute(queue)
                 if source is not None:
                     assert source.grad is not None
-                    self._send_and_keep(source.grad, stage, -1, i)
+                    self._send_and_keep(source.grad, stage, -1)
                     if len(self.sent) > most:
                         self.sent.pop(0)[0].wait()
 
-        with deferred() if is_split else contextlib.nullcontext(queue) as queue:
-            self._run(actions, tokens, run_action)
+        self._run(actions, tokens, run_action)
         return losses
 
     def evaluate(self, tokens: Sequence[Tensor], forward: Forward) -> list[Tensor]:
@@ -151,7 +132,7 @@ class Pipeline:
             if part.has_head:
                 results.append(output)
             else:
-                self._send_and_keep(output, self.stages[action.chunk], 1, action.microbatch)
+                self._send_and_keep(output, self.stages[action.chunk], 1)
                 # the receiver may need another one first
                 while self.sent and self.sent[0][0].is_completed():
                     self.sent.pop(0)
@@ -177,32 +158,24 @@ class Pipeline:
     def _receive(self, action: Action, tokens: Tensor) -> Tensor | None:
         """Return what an action needs from another stage, if anything."""
         part, stage = self.parts[action.chunk], self.stages[action.chunk]
-        if action.op == "W" or (part.has_embedding if action.op == "F" else part.has_head):
+        if part.has_embedding if action.op == "F" else part.has_head:
             return None
         way = 1 if action.op == "F" else -1
         source = self.rank_of(stage - way)
-        if source == self.rank:
-            return self.local.pop((stage, way, action.microbatch))
         rows = (1, tokens.numel() // self.layout.tp) if self.sequence else tokens.shape
         buffer = torch.empty(*rows, self.hidden, dtype=self.dtype, device=tokens.device)
         dist.recv(buffer, self.ranks[source], group=self._lane(stage - way, way))
         return buffer
 
-    def _send(self, x: Tensor, stage: int, way: int, microbatch: int) -> Any:
+    def _send(self, x: Tensor, stage: int, way: int) -> Any:
         to = self.rank_of(stage + way)
-        if to == self.rank:
-            self.local[stage + way, way, microbatch] = x
-            return None
         return dist.isend(x.contiguous(), self.ranks[to], group=self._lane(stage, way))
 
-    def _send_and_keep(self, x: Tensor, stage: int, way: int, microbatch: int) -> None:
-        work = self._send(x, stage, way, microbatch)
-        if work is not None:
-            self.sent.append((work, x))
+    def _send_and_keep(self, x: Tensor, stage: int, way: int) -> None:
+        self.sent.append((self._send(x, stage, way), x))
 
     def rank_of(self, stage: int) -> int:
-        chunk, rank = divmod(stage, self.size)
-        return self.size - 1 - rank if chunk and self.schedule in V_SHAPED else rank
+        return stage % self.size
 
     def _lane(self, sender: int, way: int) -> Any:
         """Return the group for messages from a stage to the next or previous one.
@@ -210,13 +183,11 @@ class Pipeline:
         Between two ranks, each group is used in one direction only.
         """
         low = min(sender, sender + way)
-        around = low >= self.size if self.schedule in V_SHAPED else (low + 1) % self.size == 0
+        around = (low + 1) % self.size == 0
         return self.layout.groups[("forward" if way > 0 else "backward") + " around" * around]
 
 
-def stages(
-    make: Callable[[], GPT], layers: list[int], layout: Layout, name: ScheduleName = "1f1b"
-) -> list[GPT]:
+def stages(make: Callable[[], GPT], layers: list[int], layout: Layout) -> list[GPT]:
     """Return this rank's stages: full networks with the other stages' layers deleted.
 
     `layers` holds the number of layers of each stage, in order.
@@ -224,7 +195,7 @@ def stages(
     if layout.pp == 1:
         return [make()]
     parts = []
-    for stage in stages_of(name, layout.at("pp"), layout.pp, len(layers) // layout.pp):
+    for stage in stages_of(layout.at("pp"), layout.pp, len(layers) // layout.pp):
         part, begin = make(), sum(layers[:stage])
         part.keep(range(begin, begin + layers[stage]), stage == 0, stage == len(layers) - 1)
         parts.append(part)

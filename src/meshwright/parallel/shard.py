@@ -68,23 +68,12 @@ def unit(name: str) -> str:
     return ".".join(head[:2]) if head[0] == "h" else head[0]
 
 
-LATE = ("partial", "vectors")  # buckets that are summed once a step, after the last micro-batch
+def bucket(name: str, tp: int, sequence: bool) -> str:
+    """Return the bucket of a parameter in flat buffers: its unit, or "partial".
 
-
-def bucket(name: str, tp: int, sequence: bool, keeps_vectors: bool) -> str:
-    """Return the bucket of a parameter in flat buffers: its unit, or one of LATE.
-
-    "partial" is summed over the tensor ranks too. With `keeps_vectors` norms and biases of layers
-    are in "vectors", because their gradients come long before those of products.
+    "partial" is summed over the tensor ranks too, once a step, after the last micro-batch.
     """
-    if is_partial(name, tp, sequence):
-        return "partial"
-    return "vectors" if keeps_vectors and name.startswith("h.") and is_vector(name) else unit(name)
-
-
-def is_vector(name: str) -> bool:
-    """Whether a parameter is a norm's or a bias."""
-    return name.endswith(".bias") or "ln_" in name
+    return "partial" if is_partial(name, tp, sequence) else unit(name)
 
 
 ALIGN = 128  # elements at whose multiples a parameter starts in a flat buffer

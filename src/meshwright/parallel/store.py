@@ -80,7 +80,6 @@ class StoreSpec:
     offload: bool = False  # keep masters and optimizer state in host memory
     layout: Layout = Layout()
     zero: int = 0  # ZeRO stage
-    defers_products: bool = False  # a pipeline computes the gradients of layers' products later
     sequence_parallel: bool = False
     tied: bool = False  # the first and last pipeline stages share the token table
     mapper: BufferMapper | None = None  # for sums by copy engines

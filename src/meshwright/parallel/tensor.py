@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from meshwright.kernels import gradients
 from meshwright.kernels.cross_entropy import Combine
-from meshwright.kernels.linear import add_bias, is_deferred, linear
+from meshwright.kernels.linear import add_bias, linear
 from meshwright.kernels.products import affine, product
 from meshwright.model.attention import Attend
 from meshwright.model.positions import Shared
@@ -182,7 +182,7 @@ def cut_layers(
         """Multiply as a layer's first products and the head do; `by` may be another product."""
         rows = x.flatten(0, -2)
         y: Tensor
-        if is_deferred() or by is not linear:
+        if by is not linear:
             y = by(comm.gathered(rows, tp) if sequence else comm.copied(rows, tp), parameter, bias)
         elif sequence:
             y = _GatheredColumnParallel.apply(rows, parameter, bias, by_rows)  # type: ignore[no-untyped-call]
@@ -197,7 +197,7 @@ def cut_layers(
         x: Tensor, parameter: Tensor, bias: Tensor | None = None, by: Multiply = linear
     ) -> Tensor:
         """Multiply as a layer's second products do: partial sums, added up before the bias."""
-        if not sequence or is_deferred() or by is not linear:
+        if not sequence or by is not linear:
             return add_bias(add_up(by(x, parameter)), bias)
         return _RowParallel.apply(x.flatten(0, 1), parameter, bias, by_rows)  # type: ignore[no-any-return,no-untyped-call]
 

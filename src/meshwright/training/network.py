@@ -24,7 +24,6 @@ from meshwright.parallel import comm, mapped, overlap
 from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.layout import MORE_ROOMS, Layout
 from meshwright.parallel.pipeline import Pipeline, stages
-from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, V_SHAPED
 from meshwright.parallel.store import StoreSpec
 from meshwright.parallel.tensor import cut_layers
 from meshwright.runtime.cuda_graphs import CudaGraphs
@@ -64,21 +63,14 @@ class Spec:
         return self.config.parallel.sequence_parallel and self.layout.tp > 1
 
     @property
-    def defers_products(self) -> bool:
-        """Whether the pipeline computes gradients of weights later."""
-        return self.layout.pp > 1 and self.config.parallel.pipeline_schedule in SPLIT_BACKWARD
-
-    @property
     def options(self) -> Options:
         config = self.config
         t = config.training
         if self.model is not None and t.fused_kernels == "auto":
             t = replace(t, fused_kernels="off")  # they compute our own blocks only
         options = pick.options(t, config.model, config.precision, self.device)
-        # Gradients of weights that are computed later stay outside of any compiled graph.
-        # each product would end a graph
-        plain = self.defers_products or bool(config.precision.fp8_format)
-        return replace(options, compiled=False) if plain else options
+        # With fp8, each product would end a compiled graph.
+        return replace(options, compiled=False) if config.precision.fp8_format else options
 
 
 def build_network(
@@ -95,10 +87,6 @@ def build_network(
     fp8.require_fp8(config.precision, device)
     parts, heads, name, execution = build_parts(spec, options)
     tied = layout.pp > 1 and not m.untie_embeddings_and_output_weights
-    # a V-shaped pipeline: both ends are on the first rank
-    if tied and parts[0].has_embedding and parts[-1].has_head:
-        parts[-1].wte = parts[0].wte
-    tied = tied and p.pipeline_schedule not in V_SHAPED
     names = {n: x for part in parts for n, x in part.named_parameters()}
     report_parameters(sum(x.numel() for x in names.values()))
     if o.optimizer == "muon" and not any(n.startswith("h.") for n in names):
@@ -109,7 +97,7 @@ def build_network(
     dtype = dtype_of(config.precision)
     mapping = sums_by_copies(config, layout, device)
     gpt = m if spec.model is None else None
-    share = p.offloads, layout, p.zero_stage, spec.defers_products, spec.sequence, tied
+    share = p.offloads, layout, p.zero_stage, spec.sequence, tied
     store_spec = StoreSpec(o, dtype, device, spec.vocab, *share, mapping, gpt)
     is_sharded = p.zero_stage == 3 and layout.group("shard") is not None
     without = graph_rule.reason_against(config, device.type, bool(spec.model or spec.loss))
@@ -184,7 +172,7 @@ def build_parts(spec: Spec, options: Options) -> tuple[list[Any], range | None, 
         def make() -> GPT:
             return GPT(m, spec.vocab, spec.padded, spec.positions, block, options)
 
-        parts = stages(make, config.stages, layout, config.parallel.pipeline_schedule)
+        parts = stages(make, config.stages, layout)
     by_rows = products_by_rows(spec) if spec.sequence else None
     with torch.device("meta"):
         for part in parts:

@@ -8,7 +8,7 @@ import math
 from meshwright.config.schema import Model, TrainConfig
 from meshwright.model import counts
 from meshwright.parallel import shard
-from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, stages_of
+from meshwright.parallel.pipeline_schedule import stages_of
 from meshwright.parallel.shard import aligned
 
 # by all that decides; a search asks thousands of times
@@ -36,9 +36,7 @@ def cut_shape(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
 def stage_numbers(config: TrainConfig, pipeline_rank: int) -> list[int]:
     """Return the numbers of a pipeline rank's stages."""
     p = config.parallel
-    return stages_of(
-        p.pipeline_schedule, pipeline_rank, p.pipeline_model_parallel_size, config.chunks
-    )
+    return stages_of(pipeline_rank, p.pipeline_model_parallel_size, config.chunks)
 
 
 def shapes_of_rank(
@@ -73,7 +71,6 @@ def parameters_of_ranks(config: TrainConfig, padded: int) -> list[int]:
     cut = (
         p.tensor_model_parallel_size,
         p.pipeline_model_parallel_size,
-        p.pipeline_schedule,
         *config.stages,
     )
     key = (config.model, padded, positions, cut)
@@ -101,9 +98,7 @@ def data_parts(config: TrainConfig) -> int:
 def bucket_of(config: TrainConfig, name: str) -> str:
     """Return the bucket of the flat buffers that a parameter is in."""
     p = config.parallel
-    defers = p.pipeline_model_parallel_size > 1 and p.pipeline_schedule in SPLIT_BACKWARD
-    keeps_vectors = defers and p.zero_stage == 2 and data_parts(config) > 1
-    return shard.bucket(name, p.tensor_model_parallel_size, p.sequence_parallel, keeps_vectors)
+    return shard.bucket(name, p.tensor_model_parallel_size, p.sequence_parallel)
 
 
 def flat_total(units: list[tuple[Shapes, int]], parts: int) -> int:

@@ -40,7 +40,7 @@ WAYS = {  # flags by what they decide; each line is drawn once
     "state": ["", "", "", "--optimizer-state-dtype bfloat16", "--optimizer-state-dtype float8"],
     "decay": ["", "", "", "--cautious-weight-decay"],
     "kernels": ["", "", "", "", "--fused-kernels off --compile off"],
-    "schedule": ["", "", "--pipeline-schedule gpipe", "--pipeline-schedule zero-bubble", "--pipeline-schedule zbv"],
+    "schedule": ["", "", "", "--pipeline-schedule gpipe"],
     "zero": [f"--zero-stage {n}" for n in (0, 0, 1, 1, 2, 3)],
     "rates": ["", "", "", "--vector-lr 2e-3", "--embedding-lr 2e-3", "--head-lr 5e-4 --vector-lr 2e-3"],
     "scale": ["", "", "", "--mup-base-hidden-size 128", "--mup-base-hidden-size 128 --mup-base-num-layers 2"],

@@ -33,8 +33,6 @@ PIPELINES = [
     "--pipeline-schedule 1f1b",
     "--pipeline-schedule 1f1b --recompute-granularity full",
     "--pipeline-schedule 1f1b --num-layers-per-virtual-pipeline-stage 1",
-    "--pipeline-schedule zero-bubble",
-    "--pipeline-schedule zbv",
     "--pipeline-schedule gpipe",
     "--pipeline-schedule 1f1b --zero-stage 2",
     "--pipeline-schedule 1f1b --zero-stage 3",
@@ -109,9 +107,7 @@ def test_parts_are_shared_by_layouts_that_do_not_differ_in_them(
         LayoutSizes(tp, tp > 1, 1, pp, None, micro, name, virtual, zero, recompute)
         for tp, pp, zero, micro in shapes
         for recompute in (None, "full")
-        for name, virtual in (
-            (("1f1b", None), ("1f1b", 1), ("zbv", None)) if pp > 1 else (("1f1b", None),)
-        )
+        for name, virtual in ((("1f1b", None), ("1f1b", 1)) if pp > 1 else (("1f1b", None),))
     ]
 
     def figures(run: Run, layout: LayoutSizes) -> tuple[int, float]:

@@ -27,7 +27,7 @@ from meshwright.apps.plan.measure.steps import account_steps
 from meshwright.base.errors import UserError
 from meshwright.config.schema import TrainConfig
 from meshwright.model.gpt import GPT
-from meshwright.parallel import pipeline_schedule, shard
+from meshwright.parallel import shard
 from meshwright.parallel.layout import Layout
 from meshwright.training import parameters, sizes
 from meshwright.training.before import memory as require
@@ -79,7 +79,7 @@ def require_agreement(line: str, rank: int) -> None:
     [
         ("--bf16", 0),
         (f"{LLAMA} --zero-stage 2 --world-size 2 --global-batch-size 8", 0),
-        (f"{TWO} --pipeline-schedule zero-bubble --hidden-dropout 0 --attention-dropout 0", 1),
+        (f"{TWO} --hidden-dropout 0 --attention-dropout 0", 1),
         (f"{FOUR} --zero-stage 3 --global-batch-size 16", 1),
         (f"--bf16 {FULL} uniform --recompute-num-layers 2 --num-layers 17 --optimizer muon", 0),
     ],
@@ -111,11 +111,10 @@ def test_few_layers_tell_what_whole_steps_allocate(line: str, rank: int) -> None
         (TWO, 0),
         (TWO, 1),
         (f"{TWO} --pipeline-schedule gpipe", 1),
-        (f"{TWO} --pipeline-schedule zbv --global-batch-size 24", 1),
+        (f"{TWO} --global-batch-size 24", 1),
         (f"{TWO} {VIRTUAL}", 1),
         (f"{FOUR} --zero-stage 2", 0),
-        (f"{FOUR} --zero-stage 2 {VIRTUAL} --pipeline-schedule zero-bubble", 1),
-        (f"{FOUR} --zero-stage 2 --pipeline-schedule zbv", 1),
+        (f"{FOUR} --zero-stage 2 {VIRTUAL}", 1),
         (f"{FOUR} --zero-stage 2 --num-layers 4", 1),
         (
             "--bf16 --fp8-format hybrid --zero-stage 2 --world-size 2 --global-batch-size 8 --optimizer lion",
@@ -355,21 +354,6 @@ def test_reads_the_table_of_cuts(
     assert all(planned == built for planned, built in before + after) and after[0] > before[0]
 
 
-def test_reads_where_a_schedule_puts_stages(
-    monkeypatch: pytest.MonkeyPatch, forgetful: None
-) -> None:
-    """A V-shaped schedule has both ends of the model on its first rank, planned and built."""
-    words = "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --untie-embeddings-and-output-weights"
-    config = config_of(
-        *SMALL, *words.split(), "--pipeline-model-parallel-size", "2", "--world-size", "2"
-    )
-    before = counted(config)
-    monkeypatch.setattr(pipeline_schedule, "V_SHAPED", ("1f1b",))
-    after = counted(config)
-    assert all(planned == built for planned, built in before + after)
-    assert after[0] > before[0] and after[1] < before[1]
-
-
 # torch's allocator
 
 
@@ -423,7 +407,7 @@ def test_shards_are_gathered_and_summed_in_streams_of_their_own() -> None:
         pytest.param(*each, marks=pytest.mark.long if number % 4 else ())
         for number, each in enumerate(
             [
-                *itertools.product(["1f1b", "zero-bubble", "zbv"], [0, 1, 2]),
+                *itertools.product(["1f1b", "gpipe"], [0, 1, 2]),
                 ("1f1b", 3),
                 ("gpipe", 3),
             ]

@@ -73,7 +73,7 @@ def every_layout(config: TrainConfig, machine: Machine) -> list[Prediction]:
         "context_parallel_size": sizes,
         "pipeline_model_parallel_size": sizes,
         "num_layers_per_virtual_pipeline_stage": virtual,
-        "pipeline_schedule": ["1f1b", "zero-bubble", "zbv"],
+        "pipeline_schedule": ["1f1b"],
         "zero_stage": [0, 1, 2, 3],
         "micro_batch_size": [1, 2, 4, 8],
         "recompute_granularity": [None, "selective", "full"],

@@ -145,7 +145,7 @@ def test_what_is_missing_is_filled_in():
     for words in (
         "--tensor-model-parallel-size 4 --context-parallel-size 2",
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --zero-stage 2",
-        "--pipeline-model-parallel-size 4 --pipeline-schedule zbv --num-accumulation-steps 8 --micro-batch-size 1",
+        "--pipeline-model-parallel-size 4 --pipeline-schedule gpipe --num-accumulation-steps 8 --micro-batch-size 1",
         "--hidden-size 96 --tensor-model-parallel-size 3 --world-size 9",
         "--preset gpt2-117m --num-distributed-optimizer-instances 2 --zero-stage 1",
         "--packing best-fit --context-parallel-size 2",

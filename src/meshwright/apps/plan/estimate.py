@@ -26,8 +26,6 @@ from meshwright.model.counts import layer_matrices, padded_size
 from meshwright.model.kind import block_kind
 from meshwright.optim.rule_table import CHUNK, MUON_CHUNK, is_beyond_torch, is_rounded
 from meshwright.parallel.pipeline_schedule import (
-    SPLIT_BACKWARD,
-    V_SHAPED,
     ScheduleName,
     most_sent,
     schedule,
@@ -73,11 +71,6 @@ class LayoutSizes(NamedTuple):
         """Return the layout with a schedule, the layers of its virtual stages and a ZeRO stage."""
         return LayoutSizes(*self[:6], name, virtual, zero, self.recompute_granularity)
 
-    @property
-    def is_split(self) -> bool:
-        """Whether gradients of weights are computed in passes of their own."""
-        return self.pipeline_model_parallel_size > 1 and self.pipeline_schedule in SPLIT_BACKWARD
-
 
 @dataclass(frozen=True, eq=False)
 class Run:
@@ -96,12 +89,6 @@ class Run:
         """Whether steps are submitted while the device computes the one before."""
         return inflight_rule.runs_ahead(self.config)
 
-    @functools.cached_property
-    def is_compiled(self) -> bool:
-        """Whether blocks are compiled, but where gradients of weights are computed apart."""
-        c = self.config
-        return block_kind(c.training, c.model, c.precision, self.profile.kind) == "compiled"
-
     def padded(self, layout: LayoutSizes) -> int:
         m, tp = self.config.model, layout.tensor_model_parallel_size
         return padded_size(self.vocabulary, m.make_vocab_size_divisible_by, tp, m.pad_vocab_size_to)
@@ -109,9 +96,9 @@ class Run:
     def chunks(self, layout: LayoutSizes, layers: int | None) -> int:
         """Return the stages of each pipeline rank, if virtual ones have so many layers."""
         pp = layout.pipeline_model_parallel_size
-        if pp == 1 or layout.pipeline_schedule in V_SHAPED:
-            return min(2, pp)
-        return max(1, (self.config.model.num_layers or 0) // (pp * layers)) if layers else 1
+        if pp == 1 or not layers:
+            return 1
+        return max(1, (self.config.model.num_layers or 0) // (pp * layers))
 
     @functools.cached_property
     def batches(self) -> list[int]:
@@ -147,7 +134,6 @@ class LayerBytes(NamedTuple):
     saved: float  # for the backward pass
     again: float  # the layer's input: all that is kept of a layer that runs once more
     first: float  # what the first layer of a stage does not have of that
-    deferred: float  # for the gradients of weights, where a schedule computes them later
     passing: float  # of the backward pass, beside what is saved
 
 
@@ -160,7 +146,7 @@ class EndBytes(NamedTuple):
     passing: float  # of their passes
 
 
-def layer_bytes(c: TrainConfig, is_split: bool) -> LayerBytes:
+def layer_bytes(c: TrainConfig) -> LayerBytes:
     """Return what the norms, attention and the MLP of a layer keep of a micro-batch."""
     m, p, low = c.model, c.parallel, WIDTHS[c.precision.dtype]
     tp, cp, hidden, heads = (
@@ -191,7 +177,7 @@ def layer_bytes(c: TrainConfig, is_split: bool) -> LayerBytes:
     norms += 2 * rows * FLOAT * (2 if m.normalization == "LayerNorm" else 1)
 
     # Products save their inputs, in fp8 transposed; where rows are gathered first, all of them.
-    gathered = (tokens if is_split or is_fp8 else rows) * hidden
+    gathered = (tokens if is_fp8 else rows) * hidden
     inputs = (2 * gathered + inner) * (1 if is_fp8 else low) + queries * is_fp8
 
     # Attention saves q, k, v, its output and a number of each row; some ways need copies.
@@ -224,12 +210,11 @@ def layer_bytes(c: TrainConfig, is_split: bool) -> LayerBytes:
         passing += (2 if m.gated else 1) * m.ffn // tp * hidden * low
     passing = max(passing, 3 * scores + dropped if is_selective else 2 * scores)
 
-    deferred = inputs + (qkv + wide) * low + 2 * tokens * hidden * low
     saved = norms + inputs + attention + activation
-    return LayerBytes(saved, stream + branch, stream, deferred, passing)
+    return LayerBytes(saved, stream + branch, stream, passing)
 
 
-def end_bytes(c: TrainConfig, padded: int, is_split: bool) -> EndBytes:
+def end_bytes(c: TrainConfig, padded: int) -> EndBytes:
     """Return what the ends of a network keep of a micro-batch, and what stages exchange."""
     m, p, low = c.model, c.parallel, WIDTHS[c.precision.dtype]
     tp, hidden = p.tensor_model_parallel_size, m.hidden_size or 0
@@ -245,7 +230,7 @@ def end_bytes(c: TrainConfig, padded: int, is_split: bool) -> EndBytes:
         shared += (2 * (m.num_layers or 0) + 1) * rows * FLOAT
 
     logits = tokens * padded // tp * low * (2 if m.final_logit_softcapping else 1)
-    head = logits + stream + (tokens if is_split else rows) * hidden * low + 2 * tokens * FLOAT
+    head = logits + stream + rows * hidden * low + 2 * tokens * FLOAT
     passing = (rows + 2 * tokens * sequence) * hidden * low
     return EndBytes(stream, shared, head, passing)
 
@@ -256,23 +241,18 @@ def in_flight(
 ) -> NDArray[np.int32]:
     """Return the micro-batches that a rank has in flight, a row for each moment that may be full.
 
-    There are three columns for each chunk of layers: micro-batches that wait for their backward
-    pass, those that wait for their weights' gradients, and whether a backward pass is running.
+    There are two columns for each chunk of layers: the micro-batches that wait for their backward
+    pass, and whether a backward pass is running.
     """
     import numpy as np
 
-    live, waiting, moments = [0] * chunks, [0] * chunks, set[tuple[int, ...]]()
+    live, moments = [0] * chunks, set[tuple[int, ...]]()
     for op, chunk, _ in schedule(name, pp, rank, number, chunks):
         if op == "F":
             live[chunk] += 1
-        elif op == "W":
-            waiting[chunk] -= 1
         else:
-            moments.add((*live, *waiting, *(other == chunk for other in range(chunks))))
+            moments.add((*live, *(other == chunk for other in range(chunks))))
             live[chunk] -= 1
-            if op == "I":
-                waiting[chunk] += 1
-                moments.add((*live, *waiting, *[0] * chunks))
     return np.array([*moments], np.int32)
 
 
@@ -300,26 +280,22 @@ def passes_bytes(
     import numpy as np
 
     pp, name = layout.pipeline_model_parallel_size, layout.pipeline_schedule
-    is_split, chunks = (
-        layout.is_split,
-        run.chunks(layout, layout.num_layers_per_virtual_pipeline_stage),
-    )
+    chunks = run.chunks(layout, layout.num_layers_per_virtual_pipeline_stage)
     stages = shape.stages if len(shape.stages) == chunks else (shape.layers // chunks,) * chunks
-    live, deferred, backward = list[float](), list[float](), list[float]()
+    live, backward = list[float](), list[float]()
     for chunk, layers in enumerate(stages):
         is_last = shape.has_last and chunk == chunks - 1
         kept, again = kept_bytes(run, layout, layer, layers)
         head = ends.head if is_last else ends.stream
         live.append(kept + ends.shared + head)
-        deferred.append(is_split * (layers * layer.deferred + ends.head * is_last))
-        freed = head if is_last and not is_split else 0.0  # before the layers' backward pass
+        freed = head if is_last else 0.0  # before the layers' backward pass
         backward.append(max(again + layer.passing - freed, ends.passing * is_last))
 
     number = run.micro_batches(layout)
     number = number if name == "gpipe" else min(number, ROUNDS * pp)
     moments = in_flight(name if pp > 1 else "1f1b", pp, rank, number, chunks)
-    sent = most_sent(name, pp, chunks) * ends.stream * (not shape.has_first or chunks > 1)
-    return float((moments @ np.array([*live, *deferred, *backward])).max()) + sent * (pp > 1)
+    sent = most_sent(chunks) * ends.stream * (not shape.has_first or chunks > 1)
+    return float((moments @ np.array([*live, *backward])).max()) + sent * (pp > 1)
 
 
 def kept_bytes(
@@ -357,7 +333,7 @@ def sharded_bytes(
         now = (shape.table + shape.layer) * full + min(2, shape.layers - 1) * max(
             0.0, shape.layer * summed - kept
         )
-        if run.micro_batches(layout) == 1 or layout.is_split:
+        if run.micro_batches(layout) == 1:
             return 0.0, now
         last = shape.rest if shape.has_first else others * shape.layer
         return 0.0, max(now, (shape.layer + last) * summed + shape.table * full)
@@ -408,11 +384,11 @@ def update_bytes(c: TrainConfig) -> float:
 
 
 @functools.lru_cache(1 << 14)
-def activations(run: Run, layout: LayoutSizes, is_split: bool) -> tuple[LayerBytes, EndBytes, int]:
+def activations(run: Run, layout: LayoutSizes) -> tuple[LayerBytes, EndBytes, int]:
     """Return what a micro-batch takes of a layer and outside, and of memory that ranks map."""
     c = run.config_of(layout)
-    ends = end_bytes(c, run.padded(layout), is_split)
-    return layer_bytes(c, is_split), ends, traffic.mapped_rows(c, run.profile.mapped_ranks)
+    ends = end_bytes(c, run.padded(layout))
+    return layer_bytes(c), ends, traffic.mapped_rows(c, run.profile.mapped_ranks)
 
 
 @functools.lru_cache(1 << 14)
@@ -443,7 +419,7 @@ def without_passes(run: Run, layout: LayoutSizes) -> LayoutSizes:
     """Return a layout without what decides about passes alone, for what a rank holds."""
     name, virtual = layout.pipeline_schedule, layout.num_layers_per_virtual_pipeline_stage
     if not run.config.parallel.pipeline_layout:
-        name, virtual = "zbv" if name in V_SHAPED else "1f1b", None
+        name, virtual = "1f1b", None
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     return LayoutSizes(tp, False, 1, pp, layout.fp8_format, 1, name, virtual, layout.zero_stage)
 
@@ -463,7 +439,7 @@ def without_stages(layout: LayoutSizes) -> LayoutSizes:
 
 def rank_bytes(run: Run, layout: LayoutSizes, rank: int) -> dict[str, int]:
     """Return the bytes of a pipeline rank's tensors by kind."""
-    layer, ends, mapped = activations(run, without_stages(layout), layout.is_split)
+    layer, ends, mapped = activations(run, without_stages(layout))
     shape, held, update = held_by(run, without_passes(run, layout), rank)
     passes = passes_bytes(run, layout, shape, layer, ends, rank)
     weights, gradients = sharded_bytes(run, layout, shape, layer)
@@ -494,13 +470,9 @@ def reserved_bytes(layout: LayoutSizes, allocated: float) -> float:
 
 def need_of(run: Run, layout: LayoutSizes) -> int:
     """Return the bytes of tensors and the context of a layout's fullest rank."""
-    pp, name = layout.pipeline_model_parallel_size, layout.pipeline_schedule
-    layers = run.config.model.num_layers or 0
+    pp, layers = layout.pipeline_model_parallel_size, run.config.model.num_layers or 0
     # One of the ends, or a rank in the middle that has a layer more.
-    is_even = (
-        layers % (2 * pp if name in V_SHAPED else pp) == 0
-        and not run.config.parallel.pipeline_layout
-    )
+    is_even = layers % pp == 0 and not run.config.parallel.pipeline_layout
     ranks = {0, pp - 1} if is_even else {0, 1 % pp, pp // 2, pp - 1}
     tokens, context = beside(run, work_key(run, layout))
     tensors = max(sum(rank_bytes(run, layout, rank).values()) for rank in ranks)
@@ -519,11 +491,9 @@ class Seconds(NamedTuple):
     """Seconds of the passes of a micro-batch: of the device, and of the host that launches them."""
 
     forward: float
-    inputs: float  # gradients of inputs, backward
-    weights: float
+    backward: float
     host_forward: float
-    host_inputs: float
-    host_weights: float
+    host_backward: float
 
     def times(self, number: int) -> Seconds:
         return Seconds(*[number * x for x in self])
@@ -531,14 +501,9 @@ class Seconds(NamedTuple):
     def plus(self, other: Seconds) -> Seconds:
         return Seconds(*map(operator.add, self, other))
 
-    def passes(self, is_split: bool) -> tuple[float, float]:
+    def passes(self) -> tuple[float, float]:
         """Return the seconds forward and backward, of whatever is slower."""
-        forward = max(self.forward, self.host_forward)
-        if is_split:  # gradients of weights are computed in passes of their own
-            return forward, max(self.inputs, self.host_inputs) + max(
-                self.weights, self.host_weights
-            )
-        return forward, max(self.inputs + self.weights, self.host_inputs + self.host_weights)
+        return max(self.forward, self.host_forward), max(self.backward, self.host_backward)
 
 
 class EstimatedWork(NamedTuple):
@@ -562,7 +527,7 @@ def work_of(run: Run, layout: LayoutSizes, number: int) -> EstimatedWork:
     layers, waits = c.model.num_layers or 1, terms.pp > 1  # for messages, at the end of each pass
     own = max(1, layers // terms.pp) if c.training.recompute_method == "block" else layers
     stage, head = terms.stage_of(terms.kinds(0, own), own, False, False), terms.head()
-    embedding = Step(terms.embedding(False), terms.embedding(True), timing.Work())
+    embedding = Step(terms.embedding(False), terms.embedding(True))
 
     def seconds(step: Step, of: int = 1) -> Seconds:
         return Seconds(*(x.device_seconds / of for x in step), *(waits * x.host / of for x in step))
@@ -606,31 +571,25 @@ def micro_batches_of(run: Run, layout: LayoutSizes, sizes: tuple[int, ...]) -> l
         layout.pipeline_model_parallel_size,
         run.config.global_batch // run.data_ranks(layout),
     )
-    key, shapes, is_split = work_key(run, layout), ranks_of(run, layout), layout.is_split
+    key, shapes = work_key(run, layout), ranks_of(run, layout)
     ends, out = [shape.has_first + shape.has_last for shape in shapes], list[MicroBatch]()
-    if layout.pipeline_schedule in V_SHAPED:
-        ends[-1] += 2  # the last rank of a V sends to itself
     for size in sizes:
         number = max(1, samples // size)
         work = work_of(run, key._replace(micro_batch_size=size), 1 if number == 1 else MANY)
         layer, first, last = work.layer, work.first, work.last
         if layout.zero_stage == 3:
-            host = layer.host_forward + work.shard, layer.host_inputs + work.shard
-            layer = layer._replace(host_forward=host[0], host_inputs=host[1])
+            host = layer.host_forward + work.shard, layer.host_backward + work.shard
+            layer = layer._replace(host_forward=host[0], host_backward=host[1])
         ranks, slowest = list[tuple[float, int]](), (0.0, 0.0)
         for shape, lacking in zip(shapes, ends, strict=True):
             own = layer.times(shape.layers)
             own = own.plus(first) if shape.has_first else own
             own = own.plus(last) if shape.has_last else own
-            forward, backward = own.passes(is_split)
+            forward, backward = own.passes()
             ranks.append((forward + backward, lacking))
             if forward + backward > slowest[0] + slowest[1]:
                 slowest = forward, backward
-        # Gradients of weights may fill the gap.
-        gap = sum(layer.passes(is_split))
-        if is_split:
-            gap = max(0.0, gap - 2 * max(layer.weights, layer.host_weights))
-        gap *= (run.config.model.num_layers or 1) / pp
+        gap = sum(layer.passes()) * (run.config.model.num_layers or 1) / pp
         out.append(MicroBatch(number, ranks, gap, work.message, *slowest, work.host))
     return out
 
@@ -711,14 +670,10 @@ def step_seconds(
 
 def work_key(run: Run, layout: LayoutSizes) -> LayoutSizes:
     """Return a layout without what the work of a micro-batch does not depend on."""
-    pp, zero, name = (
-        layout.pipeline_model_parallel_size,
-        layout.zero_stage,
-        layout.pipeline_schedule,
-    )
-    # without CUDA graphs, whatever the stage; no compiled block computes gradients apart
-    if pp > 1:
-        zero, name = 0, "zero-bubble" if layout.is_split and run.is_compiled else "1f1b"
+    pp, zero = layout.pipeline_model_parallel_size, layout.zero_stage
+    name = layout.pipeline_schedule
+    if pp > 1:  # without CUDA graphs, whatever the stage
+        zero, name = 0, "1f1b"
         pp = pp if run.config.training.recompute_method == "block" else 2
     return LayoutSizes(
         *layout[:3], pp, *layout[4:6], name, None, zero, layout.recompute_granularity

@@ -33,9 +33,7 @@ KINDS = (
 PASSES = {
     "F": ("forward", plot.LINE),
     "B": ("backward", plot.POINT),
-    "I": ("gradients of activations", "#2f9e62"),
 }
-PASSES["W"] = ("gradients of weights", "#8f63d2")
 
 
 @dataclass(frozen=True)

@@ -196,14 +196,11 @@ class LegalLayouts:
         GPipe is left out: it waits as long as 1F1B and holds more.
         """
         pp, layers = shape.pipeline_model_parallel_size, self.run.config.model.num_layers or 0
-        names = self.free(
-            shape, "pipeline_schedule", ["1f1b", "zero-bubble", "zbv"] if pp > 1 else ["1f1b"]
-        )
+        names = self.free(shape, "pipeline_schedule", ["1f1b"])
         even = layers // pp if pp > 1 and layers % pp == 0 else 1
         virtual = "num_layers_per_virtual_pipeline_stage"
         sizes = self.free(shape, virtual, [None, *divisors(even)[:-1]])
-        is_free = virtual not in self.freedom.fixed
-        return [(name, [None] if name == "zbv" and is_free else sizes) for name in names]
+        return [(name, sizes) for name in names]
 
     def zero_stages(self, shape: LayoutSizes) -> list[int]:
         is_shared = self.run.data_ranks(shape) * shape.context_parallel_size > 1

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshwright.parallel.pipeline_schedule import (
-    V_SHAPED,
     Action,
     ScheduleName,
     schedule,
@@ -21,16 +20,13 @@ from meshwright.parallel.pipeline_schedule import (
 
 Message = tuple[str, int, int]  # F or B, the stage that makes it, micro-batch
 ROUNDS = 4  # of as many micro-batches as ranks, after which a pipeline repeats itself, to 1 %
-ROUNDS_OF_V = 6  # the same of ZBV
 
 
 class StageTimes(NamedTuple):
     """Seconds of a micro-batch in each stage, in model order, and of a message between ranks."""
 
     forward: tuple[float, ...]
-    # of all gradients, or of those of activations if `weights` has the others
     backward: tuple[float, ...]
-    weights: tuple[float, ...] = ()
     message: float = 0.0
 
     @classmethod
@@ -68,13 +64,13 @@ def happening(
                 stage, need = stages[rank][chunk], None
                 if op == "F" and stage:
                     need = ("F", stage - 1, microbatch)
-                elif op in "BI":
+                elif op == "B":
                     need = (
                         ("B", stage + 1, microbatch) if stage < last else ("F", stage, microbatch)
                     )
                 if need is not None and need not in done:
                     break
-                made = ("B" if op == "I" else op, stage, microbatch)
+                made = (op, stage, microbatch)
                 done.add(made)
                 places[rank] = place + 1
                 moved = True
@@ -92,9 +88,9 @@ def simulate(
     """
     times = times or StageTimes.even(pp, chunks)
     lists = [schedule(kind, pp, rank, microbatches, chunks) for rank in range(pp)]
-    stages = [stages_of(kind, rank, pp, chunks) for rank in range(pp)]
+    stages = [stages_of(rank, pp, chunks) for rank in range(pp)]
     rank_of = {stage: rank for rank, mine in enumerate(stages) for stage in mine}
-    cost = {"F": times.forward, "B": times.backward, "I": times.backward, "W": times.weights}
+    cost = {"F": times.forward, "B": times.backward}
     done: dict[Message, float] = {}  # message -> time
     spans: list[dict[Action, tuple[float, float]]] = [{} for _ in lists]
     clock, held, live, busy = [0.0] * pp, [0] * pp, [0] * pp, 0.0
@@ -107,7 +103,7 @@ def simulate(
         clock[rank] = done[made] = start + spent
         busy += spent
         spans[rank][action] = (start, clock[rank])
-        held[rank] += {"F": 1, "B": -1, "I": -1}.get(action.op, 0)
+        held[rank] += 1 if action.op == "F" else -1
         live[rank] = max(live[rank], held[rank])
     total = max(clock)
     return Timeline(total, 1 - busy / (pp * total), live, spans)
@@ -117,7 +113,7 @@ class Node(NamedTuple):
     """An action in the order of all ranks' execution, by numbers for `_total`."""
 
     rank: int
-    cost: int  # place in forward, backward and weights, one after the other
+    cost: int  # place in forward and backward, one after the other
     need: int  # place of the action whose message it waits for, or -1
     is_sent: bool  # whether that comes from another rank
 
@@ -126,9 +122,9 @@ class Node(NamedTuple):
 def order(kind: ScheduleName, pp: int, microbatches: int, chunks: int) -> tuple[Node, ...]:
     """Return the actions of all ranks in an order in which they can be executed."""
     lists = [schedule(kind, pp, rank, microbatches, chunks) for rank in range(pp)]
-    stages = [stages_of(kind, rank, pp, chunks) for rank in range(pp)]
+    stages = [stages_of(rank, pp, chunks) for rank in range(pp)]
     rank_of = {stage: rank for rank, mine in enumerate(stages) for stage in mine}
-    first = {"F": 0, "B": pp * chunks, "I": pp * chunks, "W": 2 * pp * chunks}
+    first = {"F": 0, "B": pp * chunks}
     places: dict[Message, int] = {}
     nodes: list[Node] = []
     for rank, place, need, made in happening(lists, stages):
@@ -144,10 +140,9 @@ def makespan(
 ) -> float:
     """Return the seconds of all micro-batches' passes.
 
-    Beyond some rounds every further one takes as long as the one before; a V needs more of them.
+    Beyond some rounds every further one takes as long as the one before.
     """
-    rounds = ROUNDS_OF_V if kind in V_SHAPED else ROUNDS
-    rest = max(0, (microbatches - rounds * pp) // pp - 1)
+    rest = max(0, (microbatches - ROUNDS * pp) // pp - 1)
     few = microbatches - rest * pp
     total = _total(kind, pp, few, chunks, times)
     return total + rest * (total - _total(kind, pp, few - pp, chunks, times)) if rest else total
@@ -155,7 +150,7 @@ def makespan(
 
 @functools.lru_cache(1 << 14)
 def _total(kind: ScheduleName, pp: int, microbatches: int, chunks: int, times: StageTimes) -> float:
-    costs, message = (*times.forward, *times.backward, *times.weights), times.message
+    costs, message = (*times.forward, *times.backward), times.message
     clock, ends = [0.0] * pp, list[float]()
     for rank, cost, need, is_sent in order(kind, pp, microbatches, chunks):
         start = clock[rank]

@@ -35,7 +35,7 @@ from meshwright.config.schema import Optimizer, TrainConfig
 from meshwright.model import counts
 from meshwright.model.kind import BlockKind, block_kind
 from meshwright.optim.rule_table import form_of, state_bytes
-from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, stages_of
+from meshwright.parallel.pipeline_schedule import stages_of
 from meshwright.training import graph_rule, inflight_rule
 from meshwright.training.parameters import parameters_of_ranks
 from meshwright.training.sizes import rows
@@ -94,11 +94,10 @@ class Work(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Work of a micro-batch in one stage: forward, gradients of activations, and of weights."""
+    """Work of a micro-batch in one stage."""
 
     forward: Work
     backward: Work
-    weights: Work
 
 
 def measured_operations(
@@ -198,8 +197,7 @@ class StepTerms:
     def block(self) -> BlockKind:
         c = self.config
         kind = block_kind(c.training, c.model, c.precision, self.profile.kind)
-        later = self.p.pipeline_schedule in SPLIT_BACKWARD or c.precision.fp8_format
-        return "plain" if kind == "compiled" and later else kind
+        return "plain" if kind == "compiled" and c.precision.fp8_format else kind
 
     # Links
 
@@ -335,7 +333,7 @@ class StepTerms:
         size = (
             sum(outputs * inputs for outputs, inputs in counts.layer_matrices(m).values()) / self.tp
         )
-        return Step(first, second, Work(products, passes=self.gradients(size)))
+        return Step(first, second + Work(products, passes=self.gradients(size)))
 
     def gradients(self, size: float) -> float:
         """Return the seconds of writing so many gradients, and of reading those to be added to."""
@@ -444,27 +442,22 @@ class StepTerms:
     def stage_of(
         self, kinds: dict[tuple[bool, bool], int], count: int, is_first: bool, is_last: bool
     ) -> Step:
-        forward = backward = weights = Work()
+        forward = backward = Work()
         for kind, layers in kinds.items():
             if kind not in self.layers:
                 self.layers[kind] = self.layer(*kind)
             layer = self.layers[kind]
             forward += layer.forward.times(layers)
             backward += layer.backward.times(layers)
-            weights += layer.weights.times(layers)
         again, _ = traffic.recomputed(self.config, count)
         backward += forward.times(again / count)
         if is_first:
             forward, backward = forward + self.embedding(False), backward + self.embedding(True)
         if is_last:
             head = self.head()
-            forward, backward, weights = (
-                forward + head.forward,
-                backward + head.backward,
-                weights + head.weights,
-            )
+            forward, backward = forward + head.forward, backward + head.backward
         waits = self.waits(count)
-        return Step(forward + waits[0], backward + waits[1], weights)
+        return Step(forward + waits[0], backward + waits[1])
 
     def embedding(self, backward: bool) -> Work:
         size = self.rows * self.hidden * self.low
@@ -483,8 +476,8 @@ class StepTerms:
             Work(product, passes=self.a_pass(4 * stream + (1 + capped) * logits, 2), host=host)
             + first,
             Work(product, passes=self.a_pass(4 * stream + (2 + capped) * logits, 3), host=host)
-            + second,
-            Work(product, passes=self.gradients(columns * self.hidden)),
+            + second
+            + Work(product, passes=self.gradients(columns * self.hidden)),
         )
 
     # The step
@@ -498,7 +491,7 @@ class StepTerms:
     def result(self) -> StepTime:
         config, profile = self.config, self.profile
         stages = [self.stage(s) for s in range(len(config.stages))]
-        own = stages_of(self.p.pipeline_schedule, self.slowest_rank(stages), self.pp, config.chunks)
+        own = stages_of(self.slowest_rank(stages), self.pp, config.chunks)
         work = Work()
         for s in own:
             for part in stages[s]:
@@ -507,7 +500,7 @@ class StepTerms:
         parameters = max(parameters_of_ranks(config, self.padded))
         update, layers = self.update(parameters), sum(config.stages[s] for s in own)
         forward = sum(self.passes_seconds(stages[s].forward) for s in own)
-        backward = sum(self.passes_seconds(stages[s].backward + stages[s].weights) for s in own)
+        backward = sum(self.passes_seconds(stages[s].backward) for s in own)
         busy = self.count * (forward + backward) if self.pp > 1 else work.device_seconds
         passes = self.pass_of_micro_batches(stages, busy)
         exposed = self.data_parallel(parameters, layers, forward, backward)
@@ -549,7 +542,7 @@ class StepTerms:
 
     def slowest_rank(self, stages: list[Step]) -> int:
         def seconds(rank: int) -> float:
-            own = stages_of(self.p.pipeline_schedule, rank, self.pp, self.config.chunks)
+            own = stages_of(rank, self.pp, self.config.chunks)
             return sum(part.device_seconds for s in own for part in stages[s])
 
         return max(range(self.pp), key=seconds)
@@ -563,13 +556,9 @@ class StepTerms:
 
     def stage_times(self, stages: list[Step]) -> timeline.StageTimes:
         """Return the seconds of each stage's passes and of a message."""
-        split = self.p.pipeline_schedule in SPLIT_BACKWARD
         return timeline.StageTimes(
             tuple(self.passes_seconds(s.forward) for s in stages),
-            tuple(
-                self.passes_seconds(s.backward if split else s.backward + s.weights) for s in stages
-            ),
-            tuple(self.passes_seconds(s.weights) for s in stages) if split else (),
+            tuple(self.passes_seconds(s.backward) for s in stages),
             self.sending("pipeline", traffic.message_bytes(self.config)),
         )
 
@@ -654,7 +643,7 @@ class MeasuredTerms(StepTerms):
 
     def stage(self, number: int) -> Step:
         """Return the work of a stage for one micro-batch."""
-        forward, backward, weights = map(self.work, self.measured.stages[number])
+        forward, backward = map(self.work, self.measured.stages[number])
         waits = [self.waits(self.config.stages[number])]
         if number == 0:
             waits.append((self.wait_of_embedding(),) * 2)
@@ -665,7 +654,7 @@ class MeasuredTerms(StepTerms):
                 forward + first._replace(host=0.0),
                 backward + second._replace(host=0.0),
             )
-        return Step(forward, backward, weights)
+        return Step(forward, backward)
 
     def work(self, operations: Operations) -> Work:
         """Return the work of some operations."""

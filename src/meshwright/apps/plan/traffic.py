@@ -156,7 +156,7 @@ def bytes_sent(config: TrainConfig, padded: int) -> dict[str, int]:
         + layers * tensor.layer_backward
         - segments * tensor.last_sum
     )
-    tied = pp > 1 and not m.untie_embeddings_and_output_weights and p.pipeline_schedule != "zbv"
+    tied = pp > 1 and not m.untie_embeddings_and_output_weights
     table = padded // p.tensor_model_parallel_size * (m.hidden_size or 0) * number_bytes(config)[1]
     sent = {
         "data": data,

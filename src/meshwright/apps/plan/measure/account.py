@@ -8,12 +8,10 @@ told about every operation, kernel and attention with the section that it runs i
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +21,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.apps.plan.measure.allocator import MemoryEvent
-from meshwright.kernels.linear import Waiting, compute
-from meshwright.parallel import pipeline
 from meshwright.parallel.pipeline_schedule import Action
 from meshwright.training.step import Network
 
@@ -40,7 +36,6 @@ Phase = Literal[
     "head backward",
     "layer backward",
     "embedding backward",
-    "weights",  # deferred gradients of products, of a layer or of the rest
     "end",  # of a pipeline's passes: the last messages arrive
     "update",
 ]
@@ -189,10 +184,6 @@ class Observer:
     def __init__(self, account: Account, net: Network) -> None:
         self.account = account
         self.micro_batch, self.chunk = -1, 0
-        self.layers = dict[Tensor, int]()  # number of a parameter's layer
-        for part in net.parts:
-            for number, layer in enumerate(layer_numbers(part)):
-                self.layers |= dict.fromkeys(layer.parameters(), number)
         for part in net.parts:
             self.hook_part(part, counts=net.pipeline is None)
         self.wrap(net.store, "begin_backward", self.begin_backward)
@@ -220,13 +211,7 @@ class Observer:
         """Note each pass of a pipeline's schedule before it begins."""
         for action in actions:
             self.micro_batch, self.chunk = action.microbatch, action.chunk
-            self.enter(
-                "embedding"
-                if action.op == "F"
-                else "weights"
-                if action.op == "W"
-                else "head backward"
-            )
+            self.enter("embedding" if action.op == "F" else "head backward")
             yield action
         self.micro_batch, self.chunk = -1, 0
         self.enter("end")
@@ -290,20 +275,6 @@ class Observer:
                 self.account.enter(section)
 
             max(nodes, key=lambda node: node._sequence_nr()).register_prehook(enter)
-
-    def compute_weights(self, waiting: Waiting) -> None:
-        """Compute the deferred gradients of products, each in the section of its layer."""
-        while waiting:
-            self.enter("weights", self.layers.get(waiting[0][0]))
-            compute([waiting.pop(0)])
-
-
-@contextlib.contextmanager
-def observed(account: Account, net: Network) -> Iterator[Observer]:
-    """Observe a network; its pipeline computes deferred products in this block alone."""
-    observer = Observer(account, net)
-    with mock.patch.object(pipeline, "compute", observer.compute_weights):
-        yield observer
 
 
 def layer_numbers(part: nn.Module) -> list[nn.Module]:

@@ -41,11 +41,10 @@ Operations = Mapping[TracedOperation, float]  # how often each is executed
 
 
 class PassOperations(NamedTuple):
-    """What a micro-batch executes in a stage: forward, backward, deferred gradients of weights."""
+    """What a micro-batch executes in a stage."""
 
     forward: Operations
     backward: Operations
-    weights: Operations
 
 
 class StepOperations(NamedTuple):
@@ -66,7 +65,7 @@ def total(parts: Iterable[tuple[Operations, float]]) -> Counter[TracedOperation]
 
 # The operations of all layers, from those of the few that were measured
 
-WAYS = {  # of a phase, whose work is part of the forward or backward pass, or of deferred products
+WAYS = {  # of a phase, whose work is part of the forward or of the backward pass
     "begin": 0,
     "embedding": 0,
     "layer": 0,
@@ -74,7 +73,6 @@ WAYS = {  # of a phase, whose work is part of the forward or backward pass, or o
     "head backward": 1,
     "layer backward": 1,
     "embedding backward": 1,
-    "weights": 2,
 }
 
 
@@ -109,7 +107,7 @@ def operations_of_rank(
     """
     copies = [[group.copies for group in chunk for _ in group.layers] for chunk in chunks]
     passes: dict[tuple[int, int], list[Counter[TracedOperation]]] = defaultdict(
-        lambda: [Counter(), Counter(), Counter()]
+        lambda: [Counter(), Counter()]
     )
     update: Counter[TracedOperation] = Counter()
     for section, operations in sections.items():

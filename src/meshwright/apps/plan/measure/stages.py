@@ -28,8 +28,6 @@ from meshwright.apps.plan.measure.recorder import OperationRecorder
 from meshwright.apps.plan.measure.steps import Extent, measure_layers, measure_update
 from meshwright.config.schema import TrainConfig
 from meshwright.parallel.pipeline_schedule import (
-    SPLIT_BACKWARD,
-    V_SHAPED,
     Action,
     Op,
     most_sent,
@@ -311,13 +309,13 @@ class StagePasses:
 
 def scheduled_passes(config: TrainConfig, padded: int, pipeline_rank: int) -> StepMemory:
     """Return what a step's passes allocate in the order of the schedule."""
-    p, stages = config.parallel, kinds_of_stages(config, pipeline_rank)
+    stages = kinds_of_stages(config, pipeline_rank)
     numbers = {
         kind: number for number, kind in enumerate(dict.fromkeys(stage.kind for stage in stages))
     }
     kind_of = [numbers[stage.kind] for stage in stages]  # by chunk
     passes = measure_passes(config, padded, pipeline_rank, stages)
-    kept = most_sent(p.pipeline_schedule, p.pipeline_model_parallel_size, config.chunks)
+    kept = most_sent(config.chunks)
     order = cached_schedule(config, pipeline_rank, ROUNDS)
 
     # The level before each pass, and the messages that are on their way.
@@ -326,7 +324,7 @@ def scheduled_passes(config: TrainConfig, padded: int, pipeline_rank: int) -> St
         levels.append(level)
         on_their_way.append(sum(sent[-kept:]))
         level += passes.memory[kind_of[chunk], not i, op].rest
-        if op in ("B", "I") and kind_of[chunk] in passes.messages:
+        if op == "B" and kind_of[chunk] in passes.messages:
             sent.append(passes.messages[kind_of[chunk]])
     peaks = [
         level + messages + passes.memory[kind_of[chunk], not i, op].most
@@ -358,16 +356,13 @@ def scheduled_events(
     config: TrainConfig, pipeline_rank: int, passes: StagePasses, kind_of: Sequence[int]
 ) -> list[MemoryEvent]:
     """Return what a step's passes allocate and free, in order."""
-    p = config.parallel
-    kept = most_sent(p.pipeline_schedule, p.pipeline_model_parallel_size, config.chunks)
+    kept = most_sent(config.chunks)
     keys: defaultdict[tuple[int, int, int], int] = defaultdict(itertools.count().__next__)
     out, sent = list[MemoryEvent](), list[MemoryEvent]()
-    # one stage leaves tensors to the next
-    hands_over = p.pipeline_schedule in V_SHAPED and len(set(kind_of)) > 1
     for op, chunk, i in cached_schedule(config, pipeline_rank, ROUNDS // 2):
-        events, owner = passes.events[kind_of[chunk], not i, op], 0 if hands_over else chunk
-        out += [event._replace(key=keys[i, owner, event.key]) for event in events]
-        if op in ("B", "I") and kind_of[chunk] in passes.messages:
+        events = passes.events[kind_of[chunk], not i, op]
+        out += [event._replace(key=keys[i, chunk, event.key]) for event in events]
+        if op == "B" and kind_of[chunk] in passes.messages:
             sent.append(
                 MemoryEvent(keys[i, chunk, -1], passes.messages[kind_of[chunk]], "communication", 0)
             )
@@ -395,9 +390,9 @@ def kinds_of_stages(config: TrainConfig, pipeline_rank: int) -> list[Stage]:
     own, last, out = stage_numbers(config, pipeline_rank), len(config.stages) - 1, list[Stage]()
     for number, layers in zip(own, stages_of_rank(config, pipeline_rank), strict=True):
         units = choose_units(config, layers, least_layers(config))
-        ends = number == 0, number == last, number - 1 in own, number + 1 in own
-        sends = number > 0 and number - 1 not in own
-        out.append(Stage(units, (*ends, *((unit.kind, unit.copies) for unit in units)), sends))
+        ends = number == 0, number == last
+        kind = (*ends, *((unit.kind, unit.copies) for unit in units))
+        out.append(Stage(units, kind, sends=number > 0))
     return out
 
 
@@ -429,7 +424,7 @@ def measure_passes(
             recorder.sections, units, update_growth(config, padded, pipeline_rank, units)
         )
         first, later = (tuple(each[chunk] for chunk in chunks) for each in executed[:2])
-        passes = split_passes(config, placed, chunks, senders)
+        passes = split_passes(placed, chunks, senders)
         MEASURED_PASSES[key] = replace(
             passes, operations=RankOperations(first, later, executed.update)
         )
@@ -455,14 +450,12 @@ def settings_of(config: TrainConfig, padded: int) -> tuple[object, ...]:
 
 
 def split_passes(
-    config: TrainConfig, placed: list[Placed], chunks: Sequence[int], senders: Collection[int]
+    placed: list[Placed], chunks: Sequence[int], senders: Collection[int]
 ) -> StagePasses:
     """Return the events of one step by pass.
 
     `chunks` have been measured, and `senders` of them send the gradients of their inputs.
     """
-    p = config.parallel
-    is_split, is_v_shaped = p.pipeline_schedule in SPLIT_BACKWARD, p.pipeline_schedule in V_SHAPED
     numbers = {chunk: number for number, chunk in enumerate(chunks)}
     gone = {each.event.key: each.span.section for each in placed if each.event.size < 0}
     begin, own, carried, messages = list[MemoryEvent](), set[int](), set[int](), Counter[int]()
@@ -471,7 +464,7 @@ def split_passes(
         defaultdict[Pass, list[MemoryEvent]](list),
     )
     for (_, section), event in placed:
-        op = pass_of(section.phase, is_split)
+        op = pass_of(section.phase)
         if op is None:
             begin += [event] if section.phase == "begin" else []
             continue
@@ -483,14 +476,11 @@ def split_passes(
             continue
         events[at].append(event)
         end = gone.get(event.key)
-        if end is not None and pass_of(end.phase, is_split) is not None:
-            is_own = end.micro_batch == section.micro_batch and (
-                is_v_shaped or end.chunk == section.chunk
-            )
-            if is_own:
+        if end is not None and pass_of(end.phase) is not None:
+            if (end.micro_batch, end.chunk) == (section.micro_batch, section.chunk):
                 own.add(event.key)
             # ZeRO 2 sums it until the next backward pass
-            elif op != "F" and pass_of(end.phase, is_split) != "F":
+            elif op != "F" and pass_of(end.phase) != "F":
                 carried.add(event.key)
             else:
                 ends[at].append(freed(event))
@@ -512,13 +502,13 @@ def within_pass(events: list[MemoryEvent], carried: Collection[int]) -> list[Mem
     return [*kept, *(freed(event) for event in kept if event.key in carried)]
 
 
-def pass_of(phase: Phase, is_split: bool) -> Op | None:
+def pass_of(phase: Phase) -> Op | None:
     """Return the pass that a part of a step is in."""
     if phase in ("embedding", "layer", "head"):
         return "F"
     if phase in ("embedding backward", "layer backward", "head backward"):
-        return "I" if is_split else "B"
-    return "W" if phase == "weights" else None
+        return "B"
+    return None
 
 
 def pass_memory(events: Sequence[MemoryEvent]) -> PassMemory:

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from meshwright.apps.plan.measure.account import META, Account, StepObserver, StepRecord, observed
+from meshwright.apps.plan.measure.account import META, Account, Observer, StepObserver, StepRecord
 from meshwright.apps.plan.measure.pretend import pretended_rank
 from meshwright.config.fields import with_settings
 from meshwright.config.schema import TrainConfig
@@ -22,7 +22,7 @@ from meshwright.parallel import pipeline
 from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.pipeline import stages
-from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, Action
+from meshwright.parallel.pipeline_schedule import Action
 from meshwright.training import network
 from meshwright.training.network import Model, Spec, build_network
 from meshwright.training.parameters import WIDTHS
@@ -73,9 +73,7 @@ def measure_layers(
         stack.enter_context(account)
         stack.enter_context(only(config, layers))
         if extent.chunks:
-            stack.enter_context(
-                mock.patch.object(pipeline, "schedule", one_by_one(config, extent.chunks))
-            )
+            stack.enter_context(mock.patch.object(pipeline, "schedule", one_by_one(extent.chunks)))
         net = build(config, padded, layout, account, model)
         find_gradients(net)
         on_device = sample_batch(config).to(META)
@@ -101,9 +99,8 @@ def measure_update(
             5, dtype=torch.float64, device=META if net.store.reads_tensors else "cpu"
         )
         totals = torch.zeros(len(net.update_columns), dtype=torch.float64, device=META)
-        with observed(account, net) as observer:
-            observer.begin_step()
-            update_weights(net, numbers, totals)
+        Observer(account, net).begin_step()
+        update_weights(net, numbers, totals)
         return account.record
 
 
@@ -144,10 +141,10 @@ def find_gradients(net: Network) -> None:
 
 
 def take_steps(net: Network, batches: list[Batch], account: Account, steps: int) -> None:
-    with observed(account, net) as observer:
-        for _ in range(steps):
-            observer.begin_step()
-            train_step(net, batches, SETTINGS)
+    observer = Observer(account, net)
+    for _ in range(steps):
+        observer.begin_step()
+        train_step(net, batches, SETTINGS)
 
 
 def sample_batch(config: TrainConfig) -> Batch:
@@ -227,20 +224,14 @@ def few_stages(config: TrainConfig) -> Callable[..., list[Any]]:
     return make
 
 
-def one_by_one(config: TrainConfig, chunks: Sequence[int]) -> Callable[..., list[Action]]:
+def one_by_one(chunks: Sequence[int]) -> Callable[..., list[Action]]:
     """Return a schedule in which each micro-batch passes through these chunks alone."""
-    is_split = config.parallel.pipeline_schedule in SPLIT_BACKWARD
 
     def make(name: Any, pp: int, rank: int, count: int, _: int) -> list[Action]:
         actions = list[Action]()
         for i in range(count):
             actions += [Action("F", chunk, i) for chunk in chunks]
-            for chunk in reversed(chunks):
-                actions += (
-                    [Action("I", chunk, i), Action("W", chunk, i)]
-                    if is_split
-                    else [Action("B", chunk, i)]
-                )
+            actions += [Action("B", chunk, i) for chunk in reversed(chunks)]
         return actions
 
     return make

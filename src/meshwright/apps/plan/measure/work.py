@@ -7,7 +7,6 @@ from meshwright.apps.plan.measure.stages import memory_of_steps
 from meshwright.base.device import NVIDIA
 from meshwright.config.schema import TrainConfig
 from meshwright.model.kind import block_kind
-from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD
 from meshwright.training.network import Model
 from meshwright.training.parameters import parameters_of_ranks, stage_numbers
 
@@ -15,11 +14,10 @@ from meshwright.training.parameters import parameters_of_ranks, stage_numbers
 def is_measurable(config: TrainConfig) -> bool:
     """Whether a step's operations are known: nothing is compiled, the host updates nothing."""
     block = block_kind(config.training, config.model, config.precision, NVIDIA)
-    compiles_no_block = (
-        config.parallel.pipeline_schedule in SPLIT_BACKWARD or config.precision.fp8_format
-    )
     compiles_attention = config.model.windowed_layers or config.data.document_effects[2]
-    is_compiled = bool(compiles_attention) or (block == "compiled" and not compiles_no_block)
+    is_compiled = bool(compiles_attention) or (
+        block == "compiled" and not config.precision.fp8_format
+    )
     return not is_compiled and not config.parallel.offloads
 
 
@@ -39,7 +37,7 @@ def operations_of_step(
         for chunk, number in enumerate(stage_numbers(config, rank)):
             parts = (executed.first[chunk], 1 / count), (executed.later[chunk], 1 - 1 / count)
             stages[number] = PassOperations(
-                *(total((part[way], times) for part, times in parts) for way in range(3))
+                *(total((part[way], times) for part, times in parts) for way in range(2))
             )
     return StepOperations(
         tuple(stages[number] for number in sorted(stages)), updates[numbers.index(max(numbers))]
