@@ -127,7 +127,7 @@ class Places:
     def __init__(self, run: RunTail, x: Steps) -> None:
         self.iterations = run.column("iteration")
         self.x = x
-        self.is_step = np.shares_memory(x, self.iterations)
+        self.is_step = x is self.iterations or np.shares_memory(x, self.iterations)
 
     def knows(self, iteration: int) -> bool:
         return len(self.x) > 0 and iteration < self.iterations[-1]

@@ -93,7 +93,6 @@ class Watcher:
             is_replaced = folder in self.roots and folder not in roots and not run.file_state
             if not is_replaced:
                 runs[folder] = run
-        self.runs = runs
 
         # Names are relative to the roots, unless two runs would have the same.
         names = {}
@@ -104,6 +103,7 @@ class Watcher:
         counts = Counter(names.values())
         for folder, name in names.items():
             self.names[folder] = name if counts[name] == 1 else str(folder)
+        self.runs = runs  # last: the page's thread looks their names up
         self.publish()
 
     def run_in(self, folder: str) -> RunTail:
