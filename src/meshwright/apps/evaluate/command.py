@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from meshwright.apps.evaluate.checkpoints import TaskScorer, score_text, step_folders
+from meshwright.apps.evaluate.checkpoints import Documents, TaskScorer, score_text, step_folders
 from meshwright.apps.evaluate.lambada import LAMBADA, STRICT_LAMBADA
 from meshwright.apps.evaluate.perplexity import encode_documents, read_token_files
 from meshwright.apps.evaluate.results import (
@@ -280,6 +280,7 @@ def choose_measure(c: EvaluateConfig, texts: list[str], is_divided: bool, batch:
         return TaskScorer(c.tasks, stride, batch, every, e.limit).score
 
     def measure(m: LanguageModel, run: str) -> Iterable[Result]:
+        documents: Documents
         if c.data.data_path:
             documents, count = read_token_files(c.data, m.tokenizer, is_divided, e.limit)
         else:

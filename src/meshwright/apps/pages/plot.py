@@ -89,11 +89,12 @@ def svg_of(figure: Figure, title: str) -> str:
     """Return the figure as SVG text, the same for the same figure."""
     import matplotlib
 
-    # Text stays text, which a reader can search, and ids are hashes of the title, not random.
-    form = {"svg.fonttype": "none", "svg.hashsalt": title, "font.family": "sans-serif"}
-    no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     file = io.StringIO()
-    with matplotlib.rc_context(form):
+    # Text stays text, which a reader can search, and ids are hashes of the title, not random.
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": title, "font.family": "sans-serif"}
+    ):
+        no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(file, format="svg", metadata=no_metadata)
     return file.getvalue()
 

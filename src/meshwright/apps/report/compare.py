@@ -232,13 +232,13 @@ def difference(a: ComparedRun, b: ComparedRun) -> dict[str, Any]:
     # When each reaches the final loss of the other.
     checks, other_checks = a.validations(), b.validations()
     kind = "validation" if checks and other_checks else "training"
-    reached = []
+    reached = list[dict[str, Any]]()
     if not validated_differently(a, b):
         for run, other in ((b, a), (a, b)):
             loss = other.final(kind)
-            after_amount = run.reaches(loss, kind)
-            names = {"run": run.name, "loss_of": other.name}
-            reached.append(names | {"kind": kind, "loss": loss, "after": after_amount})
+            amount = run.reaches(loss, kind)
+            names = {"run": run.name, "loss_of": other.name, "kind": kind}
+            reached.append({**names, "loss": loss, "after": amount})
 
     return {
         "runs": [a.name, b.name],

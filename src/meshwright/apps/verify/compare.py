@@ -250,7 +250,7 @@ class Watched:
         for name, full in self.given.items():  # of one process, which has all of each
             summed[name].copy_(full.view_as(summed[name]) * scale)
 
-    def draws(self, batches: list[Batch]) -> Tensor:
+    def draws(self, batches: list[Batch]) -> Any:
         """Return hashes of the seeds, samples and positions that these micro-batches draw from."""
         net = self.trainer.net
         out = [torch.empty(0, dtype=torch.int32)]
@@ -610,11 +610,9 @@ class _Comparing:
         made = NOTHING
 
         def load() -> None:
-            nonlocal made
+            nonlocal state, loaded, made
             with self.running(alone(self.config), Checkpoint(load=str(self.folder)), ALONE) as run:
-                state.update(run.state())
-                loaded.update(run.counters())
-                made = run.step()
+                state, loaded, made = run.state(), run.counters(), run.step()
 
         self.team.run_on_lead(load)
         self.seen.tensors(Q.LOADED_ALONE, self.steps, saved, self.of_one(state), floor=0.0)
