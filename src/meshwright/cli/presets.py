@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,14 +52,9 @@ def main(argv: list[str]) -> int:
     if c.name:
         require_preset(c.name)
     if c.json:
-        print(
-            json.dumps(
-                describe_preset(c.name)
-                if c.name
-                else [describe_preset(n) for f in FAMILIES for n in f.presets],
-                indent=2,
-            )
-        )
+        names = [name for family in FAMILIES for name in family.presets]
+        described = describe_preset(c.name) if c.name else [describe_preset(n) for n in names]
+        print(json.dumps(described, indent=2))
     elif not c.name:
         print("\n".join(list_presets()))
     elif c.toml:
@@ -67,10 +63,9 @@ def main(argv: list[str]) -> int:
         about_one = describe_preset(c.name)
         size = f"{_rounded(about_one['parameters'])} parameters with a vocabulary of {about_one['vocabulary']:,} ids"
         print(f"# {c.name}: {size}\n# {about_one['source']}", file=sys.stderr)
-        if sys.stdout.isatty():
-            print(" \\\n    ".join(preset_as_flags(c.name)))
-        else:
-            print(" ".join(preset_as_flags(c.name)))
+        # Into a script or a command line goes one line.
+        separator = " \\\n    " if sys.stdout.isatty() else " "
+        print(separator.join(preset_as_flags(c.name)))
     return DONE
 
 
@@ -97,26 +92,37 @@ def describe_preset(name: str) -> dict[str, Any]:
 
 def list_presets() -> list[str]:
     """Return the list of all presets, within 80 columns."""
-    out = [
-        f"{'preset':<24}{'parameters':>10}{'layers':>8}{'width':>7}{'heads':>8}{'context':>9}{'memory':>13}"
-    ]
-    for one in FAMILIES:
-        out += ["", one.source]
-        for name, s in one.presets.items():
-            about, groups = describe_preset(name), s.get("num_query_groups")
-            heads = f"{s['num_attention_heads']}" + (f"/{groups}" if groups else "")
-            memory = f"{about['memory_bytes'] / 2**30:,.1f} GiB"
-            left = f"  {name:<22}{_rounded(about['parameters']):>10}{s['num_layers']:>8}{s['hidden_size']:>7,}"
-            out.append(f"{left}{heads:>8}{s['seq_length']:>9,}{memory:>13}")
+    titles = ("preset", "parameters", "layers", "width", "heads", "context", "memory")
+    out = [_line(titles)]
+    for family in FAMILIES:
+        out += ["", family.source]
+        for name, settings in family.presets.items():
+            about = describe_preset(name)
+            heads = str(settings["num_attention_heads"])
+            if groups := settings.get("num_query_groups"):
+                heads += f"/{groups}"
+            cells = (
+                f"  {name}",
+                _rounded(about["parameters"]),
+                str(settings["num_layers"]),
+                f"{settings['hidden_size']:,}",
+                heads,
+                f"{settings['seq_length']:,}",
+                f"{about['memory_bytes'] / 2**30:,.1f} GiB",
+            )
+            out.append(_line(cells))
     others = ", ".join(f"{alias} = {name}" for alias, name in ALIASES.items())
-    also = textwrap.wrap(f"also: {others}", 80, subsequent_indent="  ")
-    return [
-        *out,
-        "",
-        *also,
-        FOOT,
-        *(f"  --recipe {name:<9}{recipe['about']}" for name, recipe in RECIPES.items()),
-    ]
+    out += ["", *textwrap.wrap(f"also: {others}", 80, subsequent_indent="  "), FOOT]
+    for name, recipe in RECIPES.items():
+        out.append(f"  --recipe {name:<9}{recipe['about']}")
+    return out
+
+
+def _line(cells: Sequence[str]) -> str:
+    first, *numbers = cells
+    widths = (10, 8, 7, 8, 9, 13)
+    right = (cell.rjust(width) for cell, width in zip(numbers, widths, strict=True))
+    return f"{first:<24}{''.join(right)}"
 
 
 def preset_as_flags(name: str) -> list[str]:
@@ -128,8 +134,9 @@ def preset_as_toml(name: str) -> str:
     about, settings = describe_preset(name), PRESETS[name]
     config, _ = flags.build_config(TrainConfig, [(name, settings)])
     stated = [setting for setting, value in settings.items() if value is not None]
-    head = f"# {name}: {about['parameters']:,} parameters with {about['vocabulary']:,} ids\n# {about['source']}\n"
-    return f"{head}\n{flags.to_toml(config, only=stated).rstrip()}"
+    toml = flags.to_toml(config, only=stated).rstrip()
+    size = f"{about['parameters']:,} parameters with {about['vocabulary']:,} ids"
+    return f"# {name}: {size}\n# {about['source']}\n\n{toml}"
 
 
 def _rounded(n: int) -> str:

@@ -232,7 +232,7 @@ def test_without_the_package(trained, monkeypatch, capsys):
 
 def test_a_harness_without_results_measures_nothing_else(trained, monkeypatch, capsys):
     empty = types.ModuleType("meshwright.apps.evaluate.harness")
-    empty.score_harness = lambda m, folder, names, *more: iter(())
+    empty.score_harness = lambda m, folder, **more: iter(())
     monkeypatch.setitem(sys.modules, "meshwright.apps.evaluate.harness", empty)
     monkeypatch.setattr(meshwright.apps.evaluate, "harness", empty, raising=False)
     assert main(["evaluate", str(trained), "--device=cpu", "--json", "--harness=any"]) == 65

@@ -81,6 +81,8 @@ def require_agreement(line: str, rank: int) -> None:
         (f"{LLAMA} --zero-stage 2 --world-size 2 --global-batch-size 8", 0),
         (f"{TWO} --hidden-dropout 0 --attention-dropout 0", 1),
         (f"{FOUR} --zero-stage 3 --global-batch-size 16", 1),
+        # Of the second rank's stages the first and the third are alike.
+        (f"{TWO} {VIRTUAL} --pipeline-layout 1,2,2,3,2,2,3,1", 1),
         (f"--bf16 {FULL} uniform --recompute-num-layers 2 --num-layers 17 --optimizer muon", 0),
     ],
 )

@@ -311,7 +311,7 @@ def test_the_faster_precision_of_a_cpu_is_chosen(
 
     def measure(tour, size, most, how, accelerator=False):
         trials.append((how, most))
-        return float(speeds[len(trials) - 1]), 2.0, 1.0
+        return own_text.SpeedTrial(float(speeds[len(trials) - 1]), 2.0, 1.0)
 
     monkeypatch.setattr(own_text, "measure_speed", measure)
     monkeypatch.setattr(own_text.devices, "multiplies_bf16_fast", lambda: fast)
@@ -330,7 +330,7 @@ def test_a_slow_trial_leaves_no_time_for_another(monkeypatch, capsys):
     def measure(tour, size, most, how, accelerator=False):
         trials.append(how)
         clock[0] += 50.0
-        return 100.0, 40.0, 40.0
+        return own_text.SpeedTrial(100.0, 40.0, 40.0)
 
     monkeypatch.setattr(own_text, "measure_speed", measure)
     monkeypatch.setattr(own_text, "time", SimpleNamespace(perf_counter=lambda: clock[0]))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwright.apps.bench import table
 from meshwright.apps.bench.rows import BenchRow
@@ -21,9 +22,6 @@ from meshwright.base.files import replacing
 from meshwright.base.progress import duration, new_bar
 from meshwright.base.version import installed_version, our_version
 
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
 
 class Bench:
     """Runs rows and keeps table.txt, results.json and bench.png up to date after each."""
@@ -33,6 +31,9 @@ class Bench:
         self.results: list[dict[str, Any]] = []
         self.lines: list[str] = []
         accelerators = devices.list_accelerators()
+        device = f"CPU, {host.cores()} cores"
+        if accelerators:
+            device = devices.device_name(accelerators[0])
         self.about = {
             "command": command,
             "time": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -43,9 +44,7 @@ class Bench:
             "python": platform.python_version(),
             "host": platform.node(),
             "gpus": len(accelerators),
-            "device": devices.device_name(accelerators[0])
-            if accelerators
-            else f"CPU, {host.cores()} cores",
+            "device": device,
         }
 
     def run(self, rows: list[BenchRow]) -> int:
@@ -53,19 +52,17 @@ class Bench:
         began = time.perf_counter()
         self.plan.out.mkdir(parents=True, exist_ok=True)
         about = self.about
+        ours = f"{about['device']}, meshwright {about['version']}"
         commit = f", commit {about['commit']}" if about["commit"] else ""
-        self.show(
-            f"{about['device']}, meshwright {about['version']}{commit}, torch {about['torch']}"
-        )
+        self.show(f"{ours}{commit}, torch {about['torch']}")
         self.show(table.head())
         for number, row in enumerate(rows, 1):
             self.add(self.measure(row, f"{number} of {len(rows)}: {row.name}"))
         self.show(*table.startup_lines(self.results))
         failed = sum(bool(r["failed"]) for r in self.results)
-        self.show(
-            f"\n{len(rows)} rows, {failed} failed, in {duration(time.perf_counter() - began)}"
-        )
-        title = f"{about['device']}, meshwright {about['version']}, torch {about['torch']}"
+        took = duration(time.perf_counter() - began)
+        self.show(f"\n{len(rows)} rows, {failed} failed, in {took}")
+        title = f"{ours}, torch {about['torch']}"
         table.draw_bars(self.results, title, self.plan.out / "bench.png")
         print(f"tables, logs and picture: {self.plan.out}")
         return failed
@@ -80,16 +77,13 @@ class Bench:
                 "failed": need,
                 "startup": {},
             }
-        with step_bar(title, self.plan.steps_of(row)) as bar:
-            result = measure_row(
-                row, self.plan, lambda done: bar[0].update(bar[1], completed=done) if bar else None
-            )
+        with step_bar(title, self.plan.steps_of(row)) as update:
+            result = measure_row(row, self.plan, lambda done: update(completed=done))
             if self.plan.peers and row.peers and not result["failed"]:
                 from meshwright.apps.bench.peers import compare_with_peers
 
                 def say(text: str) -> None:
-                    if bar:
-                        bar[0].update(bar[1], description=f"{title}: {text}")
+                    update(description=f"{title}: {text}")
 
                 result["peers"] = compare_with_peers(row, self.plan, result, say)
         return result
@@ -114,15 +108,15 @@ class Bench:
 
 
 @contextmanager
-def step_bar(title: str, steps: int) -> Iterator[tuple[Progress, TaskID] | None]:
-    """Show a bar of steps while a row runs, if there is a terminal."""
+def step_bar(title: str, steps: int) -> Iterator[Callable[..., None]]:
+    """Show a bar of steps while a row runs, if there is a terminal; yield what changes it."""
     if not sys.stderr.isatty():
-        yield None
+        yield lambda **changes: None
         return
     bar, task = new_bar("{task.description}", "bar", "count", "left", total=steps)
     bar.update(task, description=title)
     with bar:
-        yield bar, task
+        yield functools.partial(bar.update, task)
 
 
 def find_commit() -> str | None:
@@ -130,19 +124,10 @@ def find_commit() -> str | None:
     folder = Path(__file__).parents[4]
     if not (folder / ".git").exists():
         return None
-    words = [
-        "git",
-        "-C",
-        str(folder),
-        "describe",
-        "--always",
-        "--exclude=*",
-        "--abbrev=10",
-        "--dirty=+",
-    ]
+    command = ["git", "-C", str(folder), "describe", "--always"]
+    command += ["--exclude=*", "--abbrev=10", "--dirty=+"]  # the hash, whatever tags there are
     try:
-        return subprocess.run(
-            words, capture_output=True, text=True, check=True, timeout=20
-        ).stdout.strip()
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
         return None
+    return done.stdout.strip()

@@ -76,40 +76,48 @@ SMALL, LARGE = Sizes(512, (512, 768), 512, 1 << 22), Sizes(16384, (1024, 2048, 4
 def calibrate(wanted: str, folder: Path) -> Path:
     """Measure this machine, and return the file of its profile."""
     device = devices.open_device(wanted)
-    sizes, title = (LARGE if device.type != "cpu" else SMALL), devices.device_name(device)
+    is_cpu = device.type == "cpu"
+    sizes = SMALL if is_cpu else LARGE
+    title = devices.device_name(device)
+
+    # What the data sheet says, where the name matches a profile; of a CPU, what is measured.
     known = profile_of(title) or load_profile("cpu")
     copied = copied_per_second(device, sizes)
     rates = products(device, sizes, copied)
-    on_sheet = known.name != "cpu"
-    peaks = dict(known.peaks) if on_sheet else rates
-    bandwidth = max(known.bandwidth, copied) if on_sheet else copied
-    main = "bfloat16" if device.type != "cpu" else "float32"
-    measured = {"products": rates[main] / peaks[main], "update": copied / bandwidth}
-    measured |= {
-        f"products_{dtype}": rate / peaks[dtype] for dtype, rate in rates.items() if dtype in peaks
-    }
+    if known.name == "cpu":
+        peaks, bandwidth = rates, copied
+    else:
+        peaks, bandwidth = dict(known.peaks), max(known.bandwidth, copied)
+
+    # The shares of these that are reached.
+    main = "float32" if is_cpu else "bfloat16"
+    reached = {"products": rates[main] / peaks[main], "update": copied / bandwidth}
+    for dtype, rate in rates.items():
+        if dtype in peaks:
+            reached[f"products_{dtype}"] = rate / peaks[dtype]
     streamed = COUNTED * passes_per_second(device, sizes)
-    measured |= attention(device, sizes, peaks[main], streamed)
-    measured["passes"] = streamed / bandwidth
-    measured |= small_times(device, rates[main]) | host_seconds(device)
+    reached |= attention(device, sizes, peaks[main], streamed)
+    reached["passes"] = streamed / bandwidth
+
+    seconds = small_times(device, rates[main]) | host_seconds(device)
     link = LinkSpeed(**within(known.links.within, measure_links(device)))
-    count = devices.count_accelerators() if device.type != "cpu" else known.links.gpus_per_node
+    count = known.links.gpus_per_node if is_cpu else devices.count_accelerators()
+    today = time.strftime("%Y-%m-%d")
     profile = replace(
         known,
         title=title,
         memory_bytes=devices.total_memory(device),
         peaks=peaks,
         bandwidth=bandwidth,
-        reached={**known.reached, **{n: x for n, x in measured.items() if n not in SECONDS}},
-        seconds={**known.seconds, **{n: x for n, x in measured.items() if n in SECONDS}},
-        measured=frozenset(measured),
+        reached={**known.reached, **reached},
+        seconds={**known.seconds, **seconds},
+        measured=frozenset({**reached, **seconds}),
         storage={"disk": disk_per_second(folder), "host": host_per_second(device)},
         links=replace(known.links, gpus_per_node=count, within=link),
-        sources=(
-            f"meshwright bench --calibrate, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
-        ),
+        sources=(f"meshwright bench --calibrate, torch {torch.__version__}, {today}",),
     )
-    path = folder / f"{'-'.join(title.lower().replace(',', '').split())}.toml"
+    name = "-".join(title.lower().replace(",", "").split())
+    path = folder / f"{name}.toml"
     path.write_text(as_toml(profile), encoding="utf-8")
     return path
 
@@ -118,14 +126,17 @@ def seconds_of(run: Callable[[], object], device: torch.device, share: float = 1
     """Return the seconds of a call, of which many are submitted before the device is waited for."""
     run()
     devices.synchronize(device)
+
+    # About five rounds fit into the time of a figure.
+    limit = share * FIGURE_SECONDS
     begun = time.perf_counter()
     run()
     devices.synchronize(device)
-    calls = max(
-        1, min(1000, int(share * FIGURE_SECONDS / 5 / max(time.perf_counter() - begun, 1e-7)))
-    )
+    one = max(time.perf_counter() - begun, 1e-7)
+    calls = max(1, min(1000, int(limit / 5 / one)))
+
     times: list[float] = []
-    end = time.perf_counter() + share * FIGURE_SECONDS
+    end = time.perf_counter() + limit
     while not times or time.perf_counter() < end:
         begun = time.perf_counter()
         for _ in range(calls):
@@ -145,18 +156,17 @@ def shapes(sizes: Sizes) -> list[tuple[int, int]]:
 
 def products(device: torch.device, sizes: Sizes, copied: float) -> dict[str, float]:
     """Return FLOP/s by format."""
-    out = {}
-    for name, dtype in (
-        DTYPES | ({"float64": torch.float64} if device.type == "cpu" else {})
-    ).items():
-        few = (
-            sizes
-            if dtype is not torch.float32 or device.type == "cpu"
-            else sizes._replace(rows=sizes.rows // 4)
-        )
-        out[name] = rate_of_products(device, few, dtype, copied)
+    dtypes = dict(DTYPES)
+    if device.type == "cpu":
+        dtypes["float64"] = torch.float64
     if devices.has_fp8(device):
-        out["fp8"] = rate_of_products(device, sizes, torch.float8_e4m3fn, copied)
+        dtypes["fp8"] = torch.float8_e4m3fn
+    out = {}
+    for name, dtype in dtypes.items():
+        rows = sizes.rows
+        if dtype is torch.float32 and device.type != "cpu":  # many times as slow as with 16 bits
+            rows //= 4
+        out[name] = rate_of_products(device, sizes._replace(rows=rows), dtype, copied)
     return out
 
 
@@ -177,11 +187,13 @@ def seconds_of_product(x: Tensor, w: Tensor, copied: float) -> float:
 
     A GPU that only multiplies is slowed by its limit of power.
     """
-    device, one = x.device, torch.ones((), device=x.device)
+    device = x.device
+    one = torch.ones((), device=device)
 
     def run() -> object:
-        is_fp8 = x.dtype is torch.float8_e4m3fn
-        return multiply(x, w, (one, one), torch.bfloat16) if is_fp8 else torch.mm(x, w.t())
+        if x.dtype is torch.float8_e4m3fn:
+            return multiply(x, w, (one, one), torch.bfloat16)
+        return torch.mm(x, w.t())
 
     elements = max(1, int(seconds_of(run, device, 0.1) * copied / 16))
     a, b = (torch.ones(elements, device=device) for _ in range(2))
@@ -198,10 +210,14 @@ def seconds_of_product(x: Tensor, w: Tensor, copied: float) -> float:
 
 def attention(device: torch.device, sizes: Sizes, peak: float, streamed: float) -> dict[str, float]:
     """Return the shares of the peak that attention reaches by width, forward and backward."""
-    dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
-    samples, heads = (4, 16) if device.type != "cpu" else (1, 4)
-    out: dict[str, float] = {}
+    is_cpu = device.type == "cpu"
+    dtype = torch.float32 if is_cpu else torch.bfloat16
+    samples, heads = (1, 4) if is_cpu else (4, 16)
+    # Of a causal square the diagonal's blocks are computed whole, and each row of blocks starts
+    # slowly; `timing` has the same rule.
     blocks = sizes.tokens / ATTENTION_ROWS
+    computed = (blocks + 1 + ATTENTION_STARTS) / (2 * blocks)
+    out: dict[str, float] = {}
     for width in (64, 128):
         shape = samples, sizes.tokens, heads, width
         q, k, v = (
@@ -215,23 +231,13 @@ def attention(device: torch.device, sizes: Sizes, peak: float, streamed: float) 
         def both(q: Tensor = q, k: Tensor = k, v: Tensor = v, grad: Tensor = grad) -> object:
             return torch.autograd.grad(fused(q, k, v, None, None, 0.0), (q, k, v), grad)
 
-        flops = (
-            4.0
-            * samples
-            * heads
-            * width
-            * sizes.tokens**2
-            * (blocks + 1 + ATTENTION_STARTS)
-            / (2 * blocks)
-        )
+        flops = 4.0 * samples * heads * width * sizes.tokens**2 * computed
         first = seconds_of(forward, device)
         # The plan counts these of backward's passes over the heads apart.
         passes = ATTENTION_PASSES * q.numel() * q.element_size() / streamed
         second = max(seconds_of(both, device) - first - passes, first)
-        out |= {
-            f"attention_{width}": flops / first / peak,
-            f"attention_{width}_backward": 2.5 * flops / second / peak,
-        }
+        out[f"attention_{width}"] = flops / first / peak
+        out[f"attention_{width}_backward"] = 2.5 * flops / second / peak
     return out
 
 
@@ -299,30 +305,28 @@ def host_seconds(device: torch.device) -> dict[str, float]:
     counts, of layers that launch much else.
     """
     blocks = ("fused", "plain") if devices.has_kernels(device) else ("plain",)
-    factors = [
-        layer_seconds(device, block) / counted_seconds(block)
-        for _ in range(HOST_ROUNDS)
-        for block in blocks
-    ]
+    factors = []
+    for _ in range(HOST_ROUNDS):
+        for block in blocks:
+            factors.append(layer_seconds(device, block) / counted_seconds(block))
     return {"launch": statistics.median(factors) * SECONDS["launch"]}
 
 
 def counted_seconds(block: str) -> float:
     """Return what a layer's launches take by SECONDS."""
-    return sum(
-        count * SECONDS[LAUNCHES[kind]]
-        for way in LAYER_LAUNCHES[block]
-        for kind, count in way.items()
-    )
+    total = 0.0
+    for way in LAYER_LAUNCHES[block]:  # forward and backward
+        for kind, count in way.items():
+            total += count * SECONDS[LAUNCHES[kind]]
+    return total
 
 
 def layer_seconds(device: torch.device, block: str) -> float:
     """Return the host's seconds for a layer in a training step without CUDA graphs."""
     few, many = 2, 8
     flags = "--fused-kernels off" if block == "plain" else ""
-    return max(step_seconds(device, many, flags) - step_seconds(device, few, flags), 1e-9) / (
-        many - few
-    )
+    difference = step_seconds(device, many, flags) - step_seconds(device, few, flags)
+    return max(difference, 1e-9) / (many - few)
 
 
 def step_seconds(device: torch.device, layers: int, flags: str = "") -> float:
@@ -350,13 +354,12 @@ def measure_links(device: torch.device) -> dict[str, float]:
     words = ["launch", "--nproc-per-node", str(count), str(Path(links.__file__)), device.type]
     command = [sys.executable, "-m", "meshwright", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LINK_SECONDS)
-    line = next((line for line in done.stdout.splitlines() if line.startswith("{")), None)
-    if line is None:
-        show(
-            f" > the links were not measured: {(done.stderr.splitlines() or ['nothing was printed'])[-1]}"
-        )
-        return {}
-    return {name: float(x) for name, x in json.loads(line).items()}
+    for line in done.stdout.splitlines():
+        if line.startswith("{"):
+            return {name: float(x) for name, x in json.loads(line).items()}
+    errors = done.stderr.splitlines() or ["nothing was printed"]
+    show(f" > the links were not measured: {errors[-1]}")
+    return {}
 
 
 def within(known: LinkSpeed, measured: Mapping[str, float]) -> dict[str, float]:
@@ -393,11 +396,9 @@ def host_per_second(device: torch.device) -> float:
 
 
 def as_toml(profile: DeviceProfile) -> str:
-    names = ("bandwidth", "latency", "collectives", "copies")
-    links = {
-        place: {n: getattr(getattr(profile.links, place), n) for n in names}
-        for place in ("within", "between")
-    }
+    links = profile.links
+    figures = {**profile.reached, **profile.seconds}
+    measured = {name: x for name, x in figures.items() if name in profile.measured}
     lines = [
         f"title = {json.dumps(profile.title)}",
         f"kind = {json.dumps(profile.kind)}",
@@ -406,20 +407,20 @@ def as_toml(profile: DeviceProfile) -> str:
         f"bandwidth = {profile.bandwidth:.4g}",
         f"sources = {json.dumps(profile.sources)}",
         section("peaks", profile.peaks),
-        section(
-            "measured",
-            {
-                n: x
-                for n, x in [*profile.reached.items(), *profile.seconds.items()]
-                if n in profile.measured
-            },
-        ),
+        section("measured", measured),
         section("storage", profile.storage),
-        f"\n[links]\ngpus_per_node = {profile.links.gpus_per_node}",
-        *(section(f"links.{place}", values) for place, values in links.items()),
+        f"\n[links]\ngpus_per_node = {links.gpus_per_node}",
+        section("links.within", speeds_of(links.within)),
+        section("links.between", speeds_of(links.between)),
     ]
     return "\n".join(lines) + "\n"
 
 
+def speeds_of(link: LinkSpeed) -> dict[str, float]:
+    names = ("bandwidth", "latency", "collectives", "copies")
+    return {name: getattr(link, name) for name in names}
+
+
 def section(name: str, values: Mapping[str, float]) -> str:
-    return "\n".join([f"\n[{name}]", *(f"{key} = {value:.4g}" for key, value in values.items())])
+    lines = [f"{key} = {value:.4g}" for key, value in values.items()]
+    return "\n".join([f"\n[{name}]", *lines])

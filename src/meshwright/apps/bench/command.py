@@ -77,12 +77,8 @@ class BenchConfig:
 
     def problems(self) -> Problems:
         if self.steps is not None and self.steps < 3:
-            return [
-                Problem(
-                    ("steps",),
-                    f"{stated(self, 'steps')}: the first third is warm-up; give 3 or more",
-                )
-            ]
+            text = f"{stated(self, 'steps')}: the first third is warm-up; give 3 or more"
+            return [Problem(("steps",), text)]
         if self.peer_seconds != type(self).peer_seconds and not self.programs:
             return [Problem(("peer_seconds",), "{peer_seconds} has no effect without {peers}")]
         if self.calibrate and (self.sets or self.rows or self.programs or self.list):
@@ -94,7 +90,9 @@ class BenchConfig:
 
     @property
     def programs(self) -> Wording:
-        return [*self.peer_names] or ([*get_args(Peer)] if self.peers else [])
+        if self.peer_names:
+            return [*self.peer_names]
+        return [*get_args(Peer)] if self.peers else []
 
 
 def main(argv: Wording) -> int:
@@ -102,41 +100,61 @@ def main(argv: Wording) -> int:
     words, extra = argv[:at], argv[at + 1 :]
     c = flags.parse_settings(BenchConfig, words, "meshwright bench", about=ABOUT).config
     for word in extra:
-        if (name := word.partition("=")[0].replace("_", "-")) in BENCH_FLAGS:
+        name = word.partition("=")[0].replace("_", "-")
+        if name in BENCH_FLAGS:
             raise UserError(f"{name} after --: each row has its own; give {BENCH_FLAGS[name]}")
     command.flags_of_train(extra)  # --help prints that of train and ends
     if c.calibrate:
         return run_calibration(c, extra)
     if c.list and not c.sets:
-        print("\n".join(f"{name:<10} {about}" for name, about in rows.ABOUT.items()))
+        for name, about in rows.ABOUT.items():
+            print(f"{name:<10} {about}")
         print(f"\nand each preset: {' '.join(rows.presets())}")
         return DONE
+
+    # Which rows?
     gpus = c.gpus or devices.count_accelerators()
     chosen = rows.chosen(c.sets or rows.default_sets(gpus), c.rows, gpus)
-    if c.gpus and (most := max(row.gpus for row in chosen)) != c.gpus:
+    most = max(row.gpus for row in chosen)
+    if c.gpus and most != c.gpus:
         raise SettingsError(
             f"{{gpus={c.gpus}}}: the largest of these rows uses {most}; the flag is for the set layouts, from 2 on"
         )
     if c.list:
-        print("\n".join(f"{row.name:<31} {row.steps:>3} steps  {row.flags}" for row in chosen))
+        for row in chosen:
+            print(f"{row.name:<31} {row.steps:>3} steps  {row.flags}")
         return DONE
 
+    # Run them.
     from meshwright.apps.bench.bench import Bench
     from meshwright.apps.bench.runs import BenchPlan
 
-    out = c.out or Path(f"bench-{time.strftime('%Y%m%d-%H%M%S')}")
+    out = out_folder(c)
     if (out / "results.json").exists():
         raise SettingsError(
             f"{{out={out}}} holds the results of an earlier bench; choose another folder"
         )
     plan = BenchPlan(
-        out, c.data, c.steps, c.seconds, c.profile, tuple(extra), tuple(c.programs), c.peer_seconds
+        out=out,
+        data=c.data,
+        steps=c.steps,
+        seconds=c.seconds,
+        has_profile=c.profile,
+        extra=tuple(extra),
+        peers=tuple(c.programs),
+        peer_seconds=c.peer_seconds,
     )
-    for folder in (out, *(plan.folder(row) for row in chosen)):
-        if folder.exists() and not (folder == out and out.is_dir()):
-            raise SettingsError(f"{{out={out}}}: {folder} exists already; choose another folder")
+    taken = [folder for row in chosen if (folder := plan.folder(row)).exists()]
+    if out.exists() and not out.is_dir():
+        taken.insert(0, out)
+    if taken:
+        raise SettingsError(f"{{out={out}}}: {taken[0]} exists already; choose another folder")
     bench = Bench(plan, shlex.join(["meshwright", "bench", *argv]), devices.count_accelerators())
     return UNEXPECTED if bench.run(chosen) else DONE
+
+
+def out_folder(c: BenchConfig) -> Path:
+    return c.out or Path(f"bench-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
 def run_calibration(c: BenchConfig, extra: Wording) -> int:
@@ -144,10 +162,9 @@ def run_calibration(c: BenchConfig, extra: Wording) -> int:
         raise SettingsError(f"after --: {extra[0]} is for rows; {{calibrate=True}} has none")
     from meshwright.apps.bench.calibrate import calibrate
 
-    out = c.out or Path(f"bench-{time.strftime('%Y%m%d-%H%M%S')}")
+    out = out_folder(c)
     out.mkdir(parents=True, exist_ok=True)
     path = calibrate(c.device, out)
-    print(
-        f"{path.read_text(encoding='utf-8')}\nwritten to {path}; `meshwright plan --gpu {path}` takes it"
-    )
+    print(path.read_text(encoding="utf-8"))
+    print(f"written to {path}; `meshwright plan --gpu {path}` takes it")
     return DONE

@@ -75,23 +75,22 @@ def run_peer(name: str, row: BenchRow, plan: BenchPlan) -> dict[str, Any]:
 def read_result(name: str, results: Path, console: Path, seconds: float) -> dict[str, Any]:
     """Return the last figures, or the fastest trial's if time or memory ended before them."""
     entries: list[dict[str, Any]] = []
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError):  # the last line may be cut off
         for line in results.read_text().splitlines():
             entries.append(json.loads(line))
     tried = [e for e in entries if e["event"] == "tried"]
     ran = [e for e in entries if e["tokens_per_second"]]
     done = [e for e in ran if e["event"] == "done"]
     best = done or sorted(ran, key=lambda e: -e["tokens_per_second"])
-    if not best:
-        too_large = (
-            tried and f"micro-batches {', '.join(str(e['micro']) for e in tried)} do not fit"
-        )
-        reason = too_large or find_reason(console) or f"no step in {seconds:g} s (--peer-seconds)"
-        return {"name": name, "failed": reason}
-    speeds = {e["micro"]: e["tokens_per_second"] for e in tried}
-    return {"name": name, "failed": None, "tried": speeds} | {
-        k: v for k, v in best[0].items() if k != "event"
-    }
+    if best:
+        speeds = {e["micro"]: e["tokens_per_second"] for e in tried}
+        figures = {key: value for key, value in best[0].items() if key != "event"}
+        return {"name": name, "failed": None, "tried": speeds} | figures
+    if tried:
+        reason = f"micro-batches {', '.join(str(e['micro']) for e in tried)} do not fit"
+    else:
+        reason = find_reason(console) or f"no step in {seconds:g} s (--peer-seconds)"
+    return {"name": name, "failed": reason}
 
 
 def is_installed(module: str) -> bool:

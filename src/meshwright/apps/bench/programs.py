@@ -101,58 +101,60 @@ class Trial:
 def transformers_network(m: Model, length: int, padded: int) -> nn.Module:
     """Return GPT2LMHeadModel or LlamaForCausalLM with the shape and dropout of a model of ours."""
     hf: Any = importlib.import_module("transformers")
-    common: dict[str, Any] = {
-        "vocab_size": padded,
-        "attn_implementation": "sdpa",
-        "use_cache": False,
-    }
-    common |= {"tie_word_embeddings": not m.untie_embeddings_and_output_weights}
-    norm = (m.normalization, m.norm_bias, m.qk_layernorm)
     if m.windowed_layers:
         raise SettingsError(
             "transformers is not compared on a network with windows; leave {window_size} out"
         )
+    common: dict[str, Any] = {
+        "vocab_size": padded,
+        "attn_implementation": "sdpa",
+        "use_cache": False,
+        "tie_word_embeddings": not m.untie_embeddings_and_output_weights,
+    }
     kind = (
         m.position,
-        norm,
+        (m.normalization, m.norm_bias, m.qk_layernorm),
         m.activation,
         m.add_bias_linear,
         m.final_logit_softcapping,
         m.use_parallel_residual,
     )
     if kind == ("learned", ("LayerNorm", True, False), "gelu-tanh", True, 0.0, False):
-        shape = dict(
-            n_embd=m.hidden_size, n_layer=m.num_layers, n_head=m.num_attention_heads, n_inner=m.ffn
-        )
-        drops = dict(
+        gpt2 = hf.GPT2Config(
+            **common,
+            n_embd=m.hidden_size,
+            n_layer=m.num_layers,
+            n_head=m.num_attention_heads,
+            n_inner=m.ffn,
+            n_positions=length,
             resid_pdrop=m.hidden_dropout,
             embd_pdrop=m.hidden_dropout,
             attn_pdrop=m.attention_dropout,
+            loss_type="ForCausalLM",
         )
-        settings = common | shape | drops | {"n_positions": length, "loss_type": "ForCausalLM"}
-        return hf.GPT2LMHeadModel(hf.GPT2Config(**settings))  # type: ignore[no-any-return]
+        return hf.GPT2LMHeadModel(gpt2)  # type: ignore[no-any-return]
     if kind == ("rope", ("RMSNorm", False, False), "swiglu", False, 0.0, False):
-        shape = dict(
-            hidden_size=m.hidden_size, num_hidden_layers=m.num_layers, intermediate_size=m.ffn
-        )
-        heads = dict(
+        llama = hf.LlamaConfig(
+            **common,
+            hidden_size=m.hidden_size,
+            num_hidden_layers=m.num_layers,
+            intermediate_size=m.ffn,
             num_attention_heads=m.num_attention_heads,
             num_key_value_heads=m.groups,
             head_dim=m.head_dim,
+            max_position_embeddings=length,
         )
-        settings = common | shape | heads | {"max_position_embeddings": length}
-        return hf.LlamaForCausalLM(hf.LlamaConfig(**settings))  # type: ignore[no-any-return]
+        return hf.LlamaForCausalLM(llama)  # type: ignore[no-any-return]
     raise UserError(f"transformers is not compared on this network: {kind}")
 
 
 def decay_groups(network: nn.Module, decay: float) -> list[dict[str, Any]]:
     """Return all parameters in two groups: matrices, and vectors, which do not decay."""
-    parts = [
-        [p for p in network.parameters() if (p.dim() > 1) == is_matrix]
-        for is_matrix in (True, False)
-    ]
+    matrices = [p for p in network.parameters() if p.dim() > 1]
+    vectors = [p for p in network.parameters() if p.dim() <= 1]
     return [
-        {"params": part, "weight_decay": w} for part, w in zip(parts, (decay, 0.0), strict=True)
+        {"params": matrices, "weight_decay": decay},
+        {"params": vectors, "weight_decay": 0.0},
     ]
 
 
@@ -247,6 +249,8 @@ def megatron(config: TrainConfig, padded: int, device: torch.device) -> PeerStep
     kind = (m.position, m.norm_bias, m.activation, m.add_bias_linear, m.use_parallel_residual)
     if kind != ("learned", True, "gelu-tanh", True, False) or m.windowed_layers:
         raise UserError("megatron-core is compared on GPT-2's network only")
+
+    # A world of one rank, which megatron-core needs.
     is_cpu = device.type == "cpu"
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # of this process alone
     torch.distributed.init_process_group(
@@ -255,6 +259,8 @@ def megatron(config: TrainConfig, padded: int, device: torch.device) -> PeerStep
     core.parallel_state.initialize_model_parallel(1, 1, create_gloo_process_groups=False)
     if not is_cpu:
         core.tensor_parallel.model_parallel_cuda_manual_seed(123)
+
+    # Its network, and around it bf16, its flat buffers and its optimizer.
     dtype = torch.bfloat16
     settings = transformer.TransformerConfig(
         **megatron_settings(m, dtype), use_cpu_initialization=is_cpu

@@ -186,9 +186,8 @@ def of_seeds() -> list[BenchRow]:
     recompute = f"{fp16} --checkpoint-activations"
 
     def published(name: str, flags: str, micro: int, batch: int, steps: int = 30) -> BenchRow:
-        return BenchRow(
-            name, f"{flags} --micro-batch-size {micro} --global-batch-size {batch}", steps
-        )
+        sizes = f"--micro-batch-size {micro} --global-batch-size {batch}"
+        return BenchRow(name, f"{flags} {sizes}", steps)
 
     out = [
         published("Megatron-LM 345M", f"{A} {fp16}", 1, 2, 60),
@@ -197,20 +196,25 @@ def of_seeds() -> list[BenchRow]:
         published("benchmark 32 of 512", f"{A} {recompute}", 32, 512, 8),
     ]
     ascend = [name for name in PRESETS if name.startswith("ascend-")]
-    return out + [preset(name, 10, cut=False) for name in (*ascend, "oneflow-117m", "oneflow-345m")]
+    for name in (*ascend, "oneflow-117m", "oneflow-345m"):
+        out.append(preset(name, cut=False))
+    return out
 
 
-def preset(name: str, steps: int = 10, cut: bool = True) -> BenchRow:
+def preset(name: str, cut: bool = True) -> BenchRow:
     """Return a preset's row: with `cut`, at most eight of its micro-batches a step."""
     values = PRESETS[name]
     micro, batch = values["micro_batch_size"], values["global_batch_size"]
-    batch = min(batch, 8 * micro) if cut else batch
+    if cut:
+        batch = min(batch, 8 * micro)
     precision = "" if values.get("fp16") else " --bf16"
-    flags = f"--preset {name} --global-batch-size {batch}{precision}"
-    small = values["hidden_size"] < 768
-    tried = () if small else (micro, 2 * micro, 4 * micro)
+    is_small = values["hidden_size"] < 768
     return BenchRow(
-        name, flags, 30 if small else steps, peers=tried, vocabulary=family_of(name).vocabulary
+        name,
+        f"--preset {name} --global-batch-size {batch}{precision}",
+        steps=30 if is_small else 10,
+        peers=() if is_small else (micro, 2 * micro, 4 * micro),
+        vocabulary=family_of(name).vocabulary,
     )
 
 
@@ -261,16 +265,16 @@ def rows_of(name: str, gpus: int) -> list[BenchRow]:
         return makers[set_name]()
     if set_name in PRESETS:
         return [preset(set_name)]
-    names = [*ABOUT, *OTHER_NAMES, *PRESETS]
-    hint = (
-        did_you_mean(name, names, 0.7)
-        or "; `meshwright bench --list` names the sets, and each preset is one"
-    )
+    hint = did_you_mean(name, [*ABOUT, *OTHER_NAMES, *PRESETS], 0.7)
+    if not hint:
+        hint = "; `meshwright bench --list` names the sets, and each preset is one"
     raise UserError(f"no set {name!r}{hint}")
 
 
 def default_sets(gpus: int) -> list[str]:
-    return ["cpu"] if not gpus else ["345m"] if gpus == 1 else ["345m", "layouts"]
+    if not gpus:
+        return ["cpu"]
+    return ["345m"] if gpus == 1 else ["345m", "layouts"]
 
 
 def chosen(sets: Iterable[str], pattern: str | None, gpus: int) -> list[BenchRow]:
@@ -280,16 +284,19 @@ def chosen(sets: Iterable[str], pattern: str | None, gpus: int) -> list[BenchRow
     """
     rows = {row.name: row for name in sets for row in rows_of(name, gpus)}
     try:
-        wanted = [row for row in rows.values() if re.search(pattern or "", row.name, re.IGNORECASE)]
+        matches = re.compile(pattern or "", re.IGNORECASE).search
     except re.error as error:
         raise SettingsError(
             f"{with_value('rows', repr(pattern))} is not a regular expression: {error}; give a part of the names"
         ) from None
-    if not wanted:
+    needed: set[str] = set()
+    for row in rows.values():
+        if matches(row.name):
+            needed |= {row.name, row.beside}
+    if not needed:
         raise SettingsError(
             f"{with_value('rows', repr(pattern))} matches none of the rows: {', '.join(rows)}"
         )
-    needed = {row.beside for row in wanted} | {row.name for row in wanted}
     return [row for row in rows.values() if row.name in needed]
 
 

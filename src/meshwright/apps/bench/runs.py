@@ -56,26 +56,23 @@ class BenchPlan:
         if total <= WARMUP and RECIPE in row.flags:  # the decay must be longer than the warm-up
             words += ["--lr-decay-iters", str(WARMUP + 1)]
         if self.has_profile:
-            words += [
-                "--profile",
-                "--profile-step-start",
-                str(steps + 1),
-                "--profile-step-end",
-                str(steps + 1 + TRACED_STEPS),
-            ]
+            words += ["--profile", "--profile-step-start", str(steps + 1)]
+            words += ["--profile-step-end", str(steps + 1 + TRACED_STEPS)]
         words += ["--log-format", "megatron", "--run-dir", str(self.folder(row)), *self.extra]
         ranks = ["launch", "--nproc-per-node", str(row.gpus)] if row.gpus > 1 else []
         return [*ranks, "train", *words]
 
     def data_flags(self, row: BenchRow) -> list[str]:
+        """Return the flags of the data, and of the vocabulary if nothing else names one."""
         words = " ".join([row.flags, *self.extra])
         if self.data is None:
-            return [
-                "--mock-data",
-                *([] if "--vocab-size" in words else ["--vocab-size", str(row.vocabulary)]),
-            ]
-        is_named = tokenizers.find_of_data([self.data]) or re.search("--(tokenizer|vocab)", words)
-        return ["--data-path", self.data, *([] if is_named else ["--vocab-size", GPT2_IDS])]
+            flags, vocabulary = ["--mock-data"], str(row.vocabulary)
+            is_named = "--vocab-size" in words
+        else:
+            flags, vocabulary = ["--data-path", self.data], GPT2_IDS
+            has_own = tokenizers.find_of_data([self.data])
+            is_named = bool(has_own or re.search("--(tokenizer|vocab)", words))
+        return flags if is_named else [*flags, "--vocab-size", vocabulary]
 
     def environment(self, row: BenchRow) -> dict[str, str]:
         fresh = {name: str(self.out / "cache" / name) for name in CACHES} if row.is_fresh else {}
@@ -89,50 +86,48 @@ def measure_row(
 
     `on_step` is called with the number of steps done so far.
     """
-    folder, command = plan.folder(row), plan.command(row)
+    folder = plan.folder(row)
     folder.mkdir(parents=True)
     first, status, began = run_to_end(row, plan, on_step)
     logged = read_rows(folder)
     result: dict[str, Any] = {
         "name": row.name,
-        "command": shlex.join(["meshwright", *command]),
+        "command": shlex.join(["meshwright", *plan.command(row)]),
         "gpus": row.gpus,
         "beside": row.beside or None,
         "seconds": round(time.time() - began, 2),
         "status": status,
     }
+
+    # A run that was stopped for its time counts, if it came to three steps.
     done = [r for r in logged if r["event"] == "step"][: plan.steps_of(row)]
     is_stopped = status in (-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL)
     if len(done) < 3 or not (status == 0 or is_stopped):
-        reason = (
-            f"stopped after {plan.seconds:g} s (--seconds)"
-            if is_stopped
-            else find_reason(folder / "console.txt")
-        )
+        reason = f"stopped after {plan.seconds:g} s (--seconds)"
+        if not is_stopped:
+            reason = find_reason(folder / "console.txt")
         return result | {"failed": reason or f"ended with status {status} after {len(done)} steps"}
+
+    counted = done[len(done) // 3 :]  # without the warm-up
+    result["failed"] = None
+    result["steps"] = len(done)
+    for name in ("tokens_per_second", "ms", "mfu"):
+        values = [step[name] for step in counted]
+        result[name] = None if values[-1] is None else statistics.median(values)
     start = next(r for r in logged if r["event"] == "start")
-    counted = done[len(done) // 3 :]
     peaks = [step["memory"] for step in done if step["memory"] is not None]
+    profile = folder / "profile" / "summary.json"
     result |= {
-        "failed": None,
-        "steps": len(done),
-        "tokens_per_second": statistics.median(step["tokens_per_second"] for step in counted),
-        "ms": statistics.median(step["ms"] for step in counted),
-        "mfu": statistics.median(step["mfu"] for step in counted)
-        if counted[-1]["mfu"] is not None
-        else None,
         "peak_bytes": max(peaks) if peaks else None,
         "first_step_seconds": None if first is None else round(first - began, 2),
         "first_loss": done[0]["loss"],
         "last_loss": done[-1]["loss"],
         "startup": find_startup(start, done[0], began, first),
     }
-    result |= {
-        name: start.get(name)
-        for name in ("parameters", "block", "dtype", "device", "torch", "version")
-    }
-    profile = folder / "profile" / "summary.json"
-    return result | {"profile": json.loads(profile.read_text()) if profile.exists() else None}
+    for name in ("parameters", "block", "dtype", "device", "torch", "version"):
+        result[name] = start.get(name)
+    result["profile"] = json.loads(profile.read_text()) if profile.exists() else None
+    return result
 
 
 def run_to_end(
@@ -180,16 +175,13 @@ def find_startup(
 def find_reason(console: Path) -> str:
     """Return the error that a run printed last, in one line."""
     try:
-        lines = [
-            line.strip()
-            for line in console.read_text(errors="replace").splitlines()
-            if line.strip()
-        ]
+        text = console.read_text(errors="replace")
     except OSError:
         return ""
-    at = next(
-        (n for n in reversed(range(len(lines))) if re.search(r"\berror: |Error: ", lines[n])),
-        len(lines) - 1,
-    )
-    reason = " ".join(lines[at : at + 4]) if lines else ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    at = max(len(lines) - 1, 0)
+    for number, line in enumerate(lines):
+        if re.search(r"\berror: |Error: ", line):
+            at = number
+    reason = " ".join(lines[at : at + 4])
     return re.sub(r"^meshwright \w+: error: ", "", reason)[:300]

@@ -10,18 +10,25 @@ from typing import Any
 Result = dict[str, Any]
 NAME_WIDTH = 31  # columns of a row's name
 
+
+def number(name: str, form: str, factor: float = 1) -> Callable[[Result], str]:
+    """Return what shows a figure of a result times a factor, and - where it is not known."""
+
+    def shown(result: Result) -> str:
+        value = result[name]
+        return "-" if value is None else format(value * factor, form)
+
+    return shown
+
+
 COLUMNS: list[tuple[str, int, Callable[[Result], str]]] = [
-    ("tokens/s", 11, lambda r: f"{r['tokens_per_second']:,.0f}"),
-    ("ms", 9, lambda r: f"{r['ms']:,.1f}"),
-    ("MFU %", 7, lambda r: "-" if r["mfu"] is None else f"{100 * r['mfu']:.1f}"),
-    ("GiB", 7, lambda r: "-" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 2**30:.1f}"),
-    (
-        "first s",
-        8,
-        lambda r: "-" if r["first_step_seconds"] is None else f"{r['first_step_seconds']:.1f}",
-    ),
-    ("loss", 9, lambda r: f"{r['first_loss']:.4f}"),
-    ("at last", 9, lambda r: f"{r['last_loss']:.4f}"),
+    ("tokens/s", 11, number("tokens_per_second", ",.0f")),
+    ("ms", 9, number("ms", ",.1f")),
+    ("MFU %", 7, number("mfu", ".1f", 100)),
+    ("GiB", 7, number("peak_bytes", ".1f", 2**-30)),
+    ("first s", 8, number("first_step_seconds", ".1f")),
+    ("loss", 9, number("first_loss", ".4f")),
+    ("at last", 9, number("last_loss", ".4f")),
 ]
 
 
@@ -29,28 +36,30 @@ def head() -> str:
     return " " * NAME_WIDTH + "".join(title.rjust(width) for title, width, _ in COLUMNS)
 
 
+def padded(name: str) -> str:
+    return name[: NAME_WIDTH - 1].ljust(NAME_WIDTH)
+
+
 def lines_of(result: Result) -> list[str]:
     """Return a row's line, and below it those of what it is compared with and of its profile."""
-    name = f"{result['name'][: NAME_WIDTH - 1]:{NAME_WIDTH}}"
+    name = padded(result["name"])
+    below = " " * NAME_WIDTH
     if result["failed"]:
-        return textwrap.wrap(
-            f"FAILED: {result['failed']}",
-            100,
-            initial_indent=name,
-            subsequent_indent=" " * NAME_WIDTH,
-        )
+        reason = f"FAILED: {result['failed']}"
+        return textwrap.wrap(reason, 100, initial_indent=name, subsequent_indent=below)
     out = [name + "".join(text(result).rjust(width) for _, width, text in COLUMNS)]
-    if (ratio := result.get("ratio")) is not None:
+    ratio = result.get("ratio")
+    if ratio is not None:
         times = ratio * result["gpus"]
         out.append(
-            f"{'':{NAME_WIDTH}}{times:.2f} x {result['beside']} with {result['gpus']} ranks, {ratio:.1%} each"
+            f"{below}{times:.2f} x {result['beside']} with {result['gpus']} ranks, {ratio:.1%} each"
         )
     for peer in result.get("peers", ()):
-        out.append(f"{'':{NAME_WIDTH}}{describe_peer(peer)}")
-    if result.get("profile"):
-        shares = result["profile"]["shares"].items()
-        listed = ", ".join(f"{name} {share:.1%}" for name, share in shares if share >= 0.0005)
-        out.append(f"{'':{NAME_WIDTH}}{listed}")
+        out.append(below + describe_peer(peer))
+    if profile := result.get("profile"):
+        shares = profile["shares"].items()
+        listed = [f"{name} {share:.1%}" for name, share in shares if share >= 0.0005]
+        out.append(below + ", ".join(listed))
     return out
 
 
@@ -58,33 +67,26 @@ def describe_peer(peer: Result) -> str:
     if peer["failed"]:
         return f"{peer['name']}: {peer['failed']}"
     at = f"{peer['tokens_per_second']:,.0f} tokens/s, micro-batch {peer['micro']}"
-    others = sorted(
-        ((speed, n) for n, speed in peer["tried"].items() if n != peer["micro"]), reverse=True
-    )
-    at += "".join(
-        f"; {n}: {format(speed, ',.0f') if speed else 'too large'}" for speed, n in others
-    )
+    # The other micro-batches that it tried, the fastest first.
+    for speed, micro in sorted(((s, n) for n, s in peer["tried"].items()), reverse=True):
+        if micro != peer["micro"]:
+            at += f"; {micro}: {speed:,.0f}" if speed else f"; {micro}: too large"
     return f"{peer['ratio']:.2f} x {peer['name']} {peer['version']} ({at})"
 
 
 def startup_lines(results: Iterable[Result]) -> list[str]:
     """Return a table of the seconds of each phase before and with the first step."""
     timed = [r for r in results if not r["failed"] and r["startup"]]
-    names = list(dict.fromkeys(name for r in timed for name in r["startup"]))
-    if not names:
+    widths = {name: max(len(name), 5) + 2 for r in timed for name in r["startup"]}
+    if not widths:
         return []
-    widths = [max(len(name), 5) + 2 for name in names]
-    title = f"{'seconds to the first step':{NAME_WIDTH}}"
-    out = [
-        "",
-        title + "".join(name.rjust(width) for name, width in zip(names, widths, strict=True)),
-    ]
+    title = padded("seconds to the first step")
+    out = ["", title + "".join(name.rjust(width) for name, width in widths.items())]
     for r in timed:
-        cells = (
-            f"{r['startup'].get(name, 0):.2f}".rjust(width)
-            for name, width in zip(names, widths, strict=True)
-        )
-        out.append(f"{r['name'][: NAME_WIDTH - 1]:{NAME_WIDTH}}" + "".join(cells))
+        line = padded(r["name"])
+        for name, width in widths.items():
+            line += f"{r['startup'].get(name, 0):.2f}".rjust(width)
+        out.append(line)
     return out
 
 
@@ -101,22 +103,24 @@ def draw_bars(results: Iterable[Result], title: str, path: Path) -> None:
 
     from meshwright.apps.pages.plot import INK, LINE, POINT
 
-    bars: list[tuple[str, float, str]] = []
+    names, speeds, colours = list[str](), list[float](), list[str]()
     for r in results:
         if r["failed"]:
             continue
-        bars.append((r["name"], r["tokens_per_second"], LINE))
+        names.append(r["name"])
+        speeds.append(r["tokens_per_second"])
+        colours.append(LINE)
         for peer in r.get("peers", ()):
             if not peer["failed"]:
-                bars.append(
-                    (f"{peer['name']}, {1 / peer['ratio']:.0%}", peer["tokens_per_second"], POINT)
-                )
-    if not bars:
+                names.append(f"{peer['name']}, {1 / peer['ratio']:.0%}")
+                speeds.append(peer["tokens_per_second"])
+                colours.append(POINT)
+    if not names:
         return
-    figure = Figure(figsize=(9, 0.8 + 0.28 * len(bars)), layout="constrained")
+
+    figure = Figure(figsize=(9, 0.8 + 0.28 * len(names)), layout="constrained")
     axes = figure.add_subplot()
-    names, speeds, colours = zip(*reversed(bars), strict=True)
-    heights = range(len(bars))
+    heights = range(len(names) - 1, -1, -1)  # the first on top
     axes.barh(heights, speeds, color=colours, height=0.75)
     axes.set_yticks(heights, names, fontsize=8)
     for height, speed in zip(heights, speeds, strict=True):

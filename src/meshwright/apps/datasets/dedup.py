@@ -88,7 +88,8 @@ class JsonDocuments:
         self.first_bad: Rejected | None = None
         self.content = lru_cache(OPEN_FILES)(lambda number: map_lines(paths[number]))
         self.size = sum(len(self.content(number)) for number in range(len(paths)))
-        self.files, self.lines, self.begins, self.ends = (np.zeros(0, np.int64) for _ in range(4))
+        # Where each document is; filled by `scan`.
+        self.files = self.lines = self.begins = self.ends = np.zeros(0, np.int64)
 
     def scan(self, advance: Callable[[int], None]) -> Iterator[str]:
         """Yield the texts in their order, count bad lines, and note where each text is."""
@@ -96,36 +97,40 @@ class JsonDocuments:
         blocks: list[npt.NDArray[np.int64]] = []
         for number, path in enumerate(self.paths):
             content = self.content(number)
-            end = len(BOM) * (content[: len(BOM)] == BOM) - 1  # of the line before
-            for line, view in enumerate(lines_of(content, end + 1, len(content)), 1):
-                begin, end = end + 1, end + 1 + len(view)
+            begin = len(BOM) if content[: len(BOM)] == BOM else 0
+            for line, view in enumerate(lines_of(content, begin, len(content)), 1):
+                end = begin + len(view)
                 advance(len(view) + 1)
-                place = TextPlace(path, line)
-                record = (
-                    parse_line(view, [self.key], place)
-                    if len(view) <= limits.LONGEST
-                    else too_long(place)
-                )
-                if isinstance(record, Rejected):
-                    self.bad.count(record.reason, 1, str(place))
-                    self.first_bad = self.first_bad or record
-                elif record is not None:
+                text = self.read(view, TextPlace(path, line))
+                if text is not None:
                     places.append((number, line, begin, end))
+                    # Arrays take a fraction of the memory of tuples.
                     if len(places) == 1 << 16:
                         blocks.append(np.array(places))
                         places.clear()
-                    yield record.texts[0]
+                    yield text
+                begin = end + 1
         table = np.concatenate([*blocks, np.array(places, np.int64).reshape(-1, 4)])
         self.files, self.lines, self.begins, self.ends = table.T.copy()
 
+    def read(self, line: memoryview, place: TextPlace) -> str | None:
+        """Return the text of a line; None for an empty line, or a bad one, which is counted."""
+        is_short = len(line) <= limits.LONGEST
+        record = parse_line(line, [self.key], place) if is_short else too_long(place)
+        if isinstance(record, Rejected):
+            self.bad.count(record.reason, 1, str(place))
+            self.first_bad = self.first_bad or record
+            return None
+        return None if record is None else record.texts[0]
+
     def line(self, i: int) -> bytes:
         """Return document i as it is in its file."""
-        return bytes(memoryview(self.content(self.files[i]))[self.begins[i] : self.ends[i]])
+        content = memoryview(self.content(self.files[i]))
+        return bytes(content[self.begins[i] : self.ends[i]])
 
     def text(self, i: int) -> str:
-        record = parse_line(
-            memoryview(self.line(i)), [self.key], TextPlace(self.paths[self.files[i]])
-        )
+        path = self.paths[self.files[i]]
+        record = parse_line(memoryview(self.line(i)), [self.key], TextPlace(path))
         assert isinstance(record, Document)
         return record.texts[0]
 
@@ -140,11 +145,9 @@ def map_lines(path: str) -> mmap.mmap | bytes:
         with open(path, "rb") as file:
             if kind := kind_of_bytes(file.read(HEAD)):
                 raise bad_data(not_lines(path, kind))
-            return (
-                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                if Path(path).stat().st_size
-                else b""
-            )
+            if not Path(path).stat().st_size:  # which cannot be mapped
+                return b""
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise bad_data(f"{path}: {error.strerror}") from None
 
@@ -156,7 +159,8 @@ def not_lines(path: str, kind: str) -> str:
         return f"{path} is packed ({kind}), and its lines are read more than once; unpack it: {UNPACK[kind]} {name}"
     cure = "write its rows as lines of JSON"
     if kind == "parquet":
-        cure += f": {PARQUET_LINES} {name} > {shlex.quote(path.removesuffix('.parquet'))}.jsonl"
+        target = shlex.quote(path.removesuffix(".parquet"))
+        cure += f": {PARQUET_LINES} {name} > {target}.jsonl"
     return f"{path} has no lines of JSON ({kind}); {cure}"
 
 
@@ -169,22 +173,26 @@ def deduplicate(
 ) -> Outcome:
     """Write what is kept to `output`, byte for byte, and to `report` why the others go."""
     target = Path(output)
-    for path in {output, report} - {None}:
-        if Path(str(path)).resolve() in {Path(source).resolve() for source in paths}:
+    inputs = {Path(path).resolve() for path in paths}
+    for path in (output, report):
+        if path is not None and Path(path).resolve() in inputs:
             raise UserError(f"{path} is an input, too; choose another name for what is written")
+
     out = Outcome()
     documents = JsonDocuments(paths, rule.key, out.bad)
     try:
+        # Find what goes.
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=target.parent) as file:
             _write_keys(documents, rule, file, out)
             if not out.documents:
-                skipped, first = f"; left out {out.bad}" if out.bad else "", documents.first_bad
-                skipped += f"; {first.detail}; {first.cure}" if first and first.cure else ""
-                raise bad_data(f"{', '.join(paths)}: no document{skipped}; nothing was written")
+                raise bad_data(_nothing_in(documents))
             keys = np.memmap(file, np.uint64, "r", shape=(out.documents, rule.bands))
-            out.removed = choose_removed(documents, *_buckets(keys), rule)
-            del keys
+            sharing, buckets = _buckets(keys)
+            out.removed = choose_removed(documents, sharing, buckets, rule)
+            del keys  # which maps the file that is closed here
+
+        # Write what is kept.
         lines = (documents.line(i).strip() for i in range(out.documents) if i not in out.removed)
         out.is_unchanged = not write_lines(target, lines, overwrite, "--output-file")
         if report:
@@ -203,12 +211,24 @@ def deduplicate(
     return out
 
 
+def _nothing_in(documents: JsonDocuments) -> str:
+    """Say that no file has a document, with what was left out and the first reason."""
+    message = f"{', '.join(documents.paths)}: no document"
+    if documents.bad:
+        message += f"; left out {documents.bad}"
+    first = documents.first_bad
+    if first and first.cure:
+        message += f"; {first.detail}; {first.cure}"
+    return f"{message}; nothing was written"
+
+
 def _write_keys(documents: JsonDocuments, rule: Similarity, file: IO[bytes], out: Outcome) -> None:
     """Write one key for each band of each document."""
     order = spares(rule)
     with progress_bar("fingerprints", documents.size) as advance:
         for text in documents.scan(advance):
-            file.write(band_keys(signature(shingles(text, rule), order), rule.bands).tobytes())
+            minima = signature(shingles(text, rule), order)
+            file.write(band_keys(minima, rule.bands).tobytes())
             out.documents += 1
     file.flush()
 
@@ -236,10 +256,13 @@ def mix(x: Hashes) -> Hashes:
 
 def spares(rule: Similarity) -> npt.NDArray[np.int64]:
     """Return for each part the order in which others replace it, itself first."""
-    rng, parts = np.random.Generator(np.random.PCG64(rule.seed)), rule.seeds
-    out = np.array([rng.permutation(parts) for _ in range(parts)])
-    own = np.argmax(out == np.arange(parts)[:, None], axis=1)
-    out[np.arange(parts), own], out[:, 0] = out[:, 0].copy(), np.arange(parts)
+    rng = np.random.Generator(np.random.PCG64(rule.seed))
+    parts = np.arange(rule.seeds)
+    out = np.array([rng.permutation(rule.seeds) for _ in parts])
+    # Exchange each part's own number with the one that was drawn first.
+    own = np.argmax(out == parts[:, None], axis=1)
+    out[parts, own] = out[:, 0].copy()
+    out[:, 0] = parts
     return out
 
 
@@ -249,7 +272,8 @@ def signature(pieces: Hashes, order: npt.NDArray[np.int64]) -> Hashes:
     edges = np.array([(part << 64) // parts for part in range(parts)], np.uint64)
     first = np.searchsorted(pieces, edges)
     has_any = np.diff(first, append=len(pieces)) > 0
-    source = order[np.arange(parts), np.argmax(has_any[order], axis=1)]
+    replacement = np.argmax(has_any[order], axis=1)  # the first in its order that is not empty
+    source = order[np.arange(parts), replacement]
     out: Hashes = pieces[first[source]]
     return out
 
@@ -265,9 +289,11 @@ def _buckets(keys: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return the documents that share a band with others, in order, and their buckets."""
     documents, buckets, first = [], [], 0
     for band in range(keys.shape[1]):
+        # Documents with equal keys are neighbours in the order of the keys: number these groups.
         column = np.array(keys[:, band])
         order = np.argsort(column, kind="stable")
-        is_new = np.concatenate([[True], column[order][1:] != column[order][:-1]])
+        ordered = column[order]
+        is_new = np.append(True, ordered[1:] != ordered[:-1])
         number = np.cumsum(is_new) - 1
         is_shared = np.bincount(number)[number] > 1
         documents.append(order[is_shared])
@@ -292,14 +318,12 @@ def choose_removed(
 
     out: dict[int, tuple[int, float]] = {}
     kept_of = defaultdict[int, list[int]](list)  # kept documents of each bucket
-    borders = (
-        np.flatnonzero(np.diff(sharing, prepend=-1, append=-1))
-        if len(sharing)
-        else np.zeros(1, np.int64)
-    )
-    for begin, end in pairwise(borders):
-        i, own_buckets = int(sharing[begin]), buckets[begin:end].tolist()
-        for other in sorted({j for bucket in own_buckets for j in kept_of[bucket]}):
+    begins = np.flatnonzero(np.diff(sharing, prepend=-1))  # of each document's buckets
+    for begin, end in pairwise([*begins.tolist(), len(sharing)]):
+        i = int(sharing[begin])
+        own_buckets = buckets[begin:end].tolist()
+        candidates = {j for bucket in own_buckets for j in kept_of[bucket]}
+        for other in sorted(candidates):
             index = jaccard(pieces(i), pieces(other))
             if index >= rule.threshold:
                 out[i] = other, index

@@ -55,29 +55,41 @@ def plan_set(config: TrainConfig, spec: SetSpec, parts: list[SetPart]) -> dict[s
     counts, how = count_samples(spec, parts)
     sources, warnings = list[dict[str, Any]](), list[str]()
     for part, count in zip(parts, counts, strict=True):
+        # Only in a stream has every sample the same number of tokens.
         if config.data.packing == "stream":
             tokens_read = count * (config.data.seq_length or 1)
             epochs = tokens_read / part.tokens
         else:
             epochs = count / samples_of_epoch(config, part.indexed, part.documents)
             tokens_read = round(epochs * part.tokens)
-        source = dict(prefix=part.prefix, share=part.share, first_document=part.documents.start)
-        source |= dict(documents=len(part.documents), tokens=part.tokens, samples=count)
-        sources.append(source | dict(tokens_read=tokens_read, epochs=epochs))
+        source = {
+            "prefix": part.prefix,
+            "share": part.share,
+            "first_document": part.documents.start,
+            "documents": len(part.documents),
+            "tokens": part.tokens,
+            "samples": count,
+            "tokens_read": tokens_read,
+            "epochs": epochs,
+        }
+        sources.append(source)
         if spec.key == "train" and epochs > OFTEN:
             advice = "a smaller weight, more data or a shorter run avoids it"
             warnings.append(f"{part.prefix} is read {epochs:.1f} times over in training: {advice}")
+
+    # A set without documents: --split gives it no share, or too small a one.
     if not sources:
         flag, share = FLAGS.render(spec.paths.flag), 1.0
         if spec.paths.divided:
             flag = f"--split {config.data.split}"
             share = config.data.split.shares[data_paths.SPLITS.index(spec.paths.split)]
-        how = f"{flag} leaves it no document" if share else f"{flag} gives it no share"
-        warnings += [f"{spec.key} is no set of this training: {how}"] if share else []
-    samples = sum(counts)
+        how = f"{flag} gives it no share"
+        if share:
+            how = f"{flag} leaves it no document"
+            warnings.append(f"{spec.key} is no set of this training: {how}")
     return {
         "set": spec.key,
-        "samples": samples,
+        "samples": sum(counts),
         "counted": how,
         "sources": sources,
         "warnings": warnings,
@@ -94,9 +106,8 @@ def count_samples(spec: SetSpec, parts: list[SetPart]) -> tuple[list[int], str]:
         return [spec.samples], "one source"
     shares = np.array([part.share for part in parts])
     if spec.samples > EXACT:
-        return [
-            round(share * spec.samples) for share in shares.tolist()
-        ], "from the shares: one sample more or less"
+        counts = [round(share * spec.samples) for share in shares.tolist()]
+        return counts, "from the shares: one sample more or less"
     which, _ = blend_order(shares / shares.sum(), spec.samples)
     return np.bincount(which, minlength=len(parts)).tolist(), "in the real order"
 

@@ -86,28 +86,30 @@ def _passed_over(root: Path, read: set[Path]) -> SkipReport:
     """Count the files that are not read, but for hidden ones."""
     passed = SkipReport()
     for path, _ in walk(str(root), NameFilter(), passed):
-        if root / path not in read and (root / path).resolve() not in read:
-            is_other = Path(path).suffix not in ENDINGS
-            passed.note(
-                OTHER_SUFFIX + (suffix_of(path) or "no suffix")
-                if is_other
-                else "in folders of this one"
-            )
+        if root / path in read or (root / path).resolve() in read:
+            continue
+        if Path(path).suffix in ENDINGS:
+            passed.note("in folders of this one")
+        else:
+            passed.note(OTHER_SUFFIX + (suffix_of(path) or "no suffix"))
     return passed
 
 
 def documents(path: Path, each_line: bool, out: Merged) -> Iterator[bytes]:
     """Yield documents as lines of JSON; JSON objects are kept byte for byte."""
     is_text = path.suffix == ".txt"
-    is_document, convert = is_text and not each_line, text_to_json if is_text else require_object
+    convert = text_to_json if is_text else require_object
+    is_one = is_text and not each_line  # the file is a document
     with path.open("rb", buffering=limits.PIECE) as file:
-        content = lines(file) if not is_document else [whole_text(file)]
+        content = [whole_text(file)] if is_one else lines(file)
         for number, line in enumerate(content, start=1):
-            place = TextPlace(str(path)) if is_document else TextPlace(str(path), number)
+            place = TextPlace(str(path)) if is_one else TextPlace(str(path), number)
             if line is None:
                 out.bad.count(too_long(place).reason, 1, str(place))
                 continue
-            document = convert(line.removeprefix(BOM) if number == 1 else line, place)
+            if number == 1:
+                line = line.removeprefix(BOM)
+            document = convert(line, place)
             if isinstance(document, Rejected):
                 out.bad.count(document.reason, 1, str(place))
             elif document:
@@ -118,6 +120,7 @@ def lines(file: BinaryIO) -> Iterator[bytes | None]:
     """Yield lines with their line feeds, and None for one that is too long."""
     while line := file.readline(limits.LONGEST + 1):
         is_long = len(line) > limits.LONGEST
+        # Its rest is passed over in pieces, so that it never is in memory as a whole.
         while is_long and line and not line.endswith(b"\n"):
             line = file.readline(limits.PIECE)
         yield None if is_long else line
@@ -137,6 +140,6 @@ def require_object(line: bytes, place: TextPlace) -> bytes | Rejected:
 def text_to_json(content: bytes, place: TextPlace) -> bytes | Rejected:
     """Return the line of JSON of a text, nothing of a blank one."""
     record = next(decode(content, 0, whole(place.path, content), ReadOptions()), None)
-    return (
-        orjson.dumps({"text": record.texts[0]}) if isinstance(record, Document) else record or b""
-    )
+    if isinstance(record, Document):
+        return orjson.dumps({"text": record.texts[0]})
+    return record or b""

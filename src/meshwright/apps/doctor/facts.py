@@ -83,44 +83,49 @@ def is_fatal(facts: list[Fact]) -> bool:
 
 def conclude(facts: list[Fact]) -> list[str]:
     """Return the verdict: whether training can start, what to mend, what would be faster."""
-    if is_fatal(facts):
-        return [
-            "Training cannot start here:",
-            *(f"  {f.name}: {f.text}" for f in facts if f.level == "fatal"),
-        ]
-    device = next((f for f in facts if "device" in f.values), None)
-    out = [f"Training can start here, on {device.text.split(',')[0] if device else 'the CPU'}."]
+    fatal = [f"  {f.name}: {f.text}" for f in facts if f.level == "fatal"]
+    if fatal:
+        return ["Training cannot start here:", *fatal]
+    where = "the CPU"
+    for f in facts:
+        if "device" in f.values:
+            where = f.text.split(",")[0]
+            break
+    out = [f"Training can start here, on {where}."]
     if bad := [f.name for f in facts if f.level == "problem"]:
         out.append(f"Worth mending, see the lines marked with !: {', '.join(bad)}.")
+
+    # What a command of pip would bring; one may bring several.
     missing: dict[str, list[str]] = {}
     for f in facts:
         if "install" in f.values:
             missing.setdefault(f.values["install"], []).append(f"{f.name} {BRINGS[f.name]}")
     if missing:
         out.append("More with:")
-        out += [
-            text
-            for line, what in missing.items()
-            for text in (f"  # {'; '.join(what)}", f"  {line}")
-        ]
+    for command, what in missing.items():
+        out += [f"  # {'; '.join(what)}", f"  {command}"]
     return out
 
 
 def fact_table(facts: list[Fact], verdict: list[str]) -> list[str]:
     """Return the lines for people, within 80 columns but for commands, which are one line each."""
     lines: list[str] = []
-    for section in dict.fromkeys(f.section for f in facts):
-        lines += [*([""] if lines else []), section]
-        for f in (f for f in facts if f.section == section):
-            mark = "!" if f.level in ("problem", "fatal") else " "
-            texts = wrap(f.text, 80 - NAMES - 2) or [""]
-            lines.append(f"{mark} {f.name:<{NAMES}}{texts[0]}")
-            lines += [" " * (NAMES + 2) + text for text in texts[1:]]
+    section = ""
+    for f in facts:
+        if f.section != section:
+            section = f.section
+            lines += ["", section]
+        mark = "!" if f.level in ("problem", "fatal") else " "
+        first, *rest = wrap(f.text, 80 - NAMES - 2) or [""]
+        lines.append(f"{mark} {f.name:<{NAMES}}{first}")
+        lines += [" " * (NAMES + 2) + text for text in rest]
     lines += ["", "Verdict"]
     for text in verdict:
-        own = text[: len(text) - len(text.lstrip())]
-        lines += [f"  {own}{line}" for line in wrap(text.lstrip(), 78 - len(own))]
-    return lines
+        # A line that is broken keeps its indentation.
+        bare = text.lstrip()
+        indentation = " " * (len(text) - len(bare) + 2)
+        lines += [indentation + line for line in wrap(bare, 80 - len(indentation))]
+    return lines[1:]
 
 
 def wrap(text: str, width: int) -> list[str]:
@@ -142,34 +147,26 @@ def as_dict(facts: list[Fact], verdict: list[str]) -> dict[str, Any]:
 
 
 def _program() -> Iterator[Fact]:
-    where = "a clone" if PROJECT.is_file() else "installed"
-    version = our_version()
-    yield Fact(
-        "Program",
-        "meshwright",
-        f"{version}, {where} in {Path(__file__).parents[2]}",
-        values={"version": version},
-    )
+    is_clone = PROJECT.is_file()
+    version, folder = our_version(), Path(__file__).parents[2]
+    text = f"{version}, {'a clone' if is_clone else 'installed'} in {folder}"
+    yield Fact("Program", "meshwright", text, values={"version": version})
     python = platform.python_version()
     old = sys.version_info < (3, 11)
     text = f"{python}, {sys.executable}" + ("; 3.11 or later is needed" if old else "")
     yield Fact("Program", "Python", text, "fatal" if old else "ok", {"version": python})
-    yield Fact(
-        "Program", "platform", f"{platform.system()} {platform.release()}, {platform.machine()}"
-    )
-    base = {
-        name
-        for name, extra in declared_packages().items()
-        if not extra and name not in (*BRINGS, "torch")
-    }
+    text = f"{platform.system()} {platform.release()}, {platform.machine()}"
+    yield Fact("Program", "platform", text)
+
+    # Packages of the base installation: without some nothing starts, others one command imports.
+    base = [name for name, extra in declared_packages().items() if not extra]
+    others = sorted(set(base).difference(NEEDED, BRINGS, ["torch"]))
+    how = "pip install ." if is_clone else "pip install --force-reinstall meshwright"
     for names, why, level in (
         (NEEDED, "", "fatal"),
-        (sorted(base.difference(NEEDED)), ", which some commands import", "problem"),
+        (others, ", which some commands import", "problem"),
     ):
         if missing := [name for name in names if not _is_installed(name)]:
-            how = (
-                "pip install ." if PROJECT.is_file() else "pip install --force-reinstall meshwright"
-            )
             yield Fact("Program", "packages", f"missing: {', '.join(missing)}{why}; {how}", level)
 
 
@@ -211,53 +208,60 @@ def _compute() -> Iterator[Fact]:
     yield _threads(torch.get_num_threads())
     for device in found:
         yield _accelerator(device)
+
+    # Driver and torch must be for each other.
     driver = devices.nvidia_driver()
-    if not found and kind != "CPU only":
+    if found:
+        if driver:
+            yield Fact("Compute", "driver", driver, values={"driver": driver})
+    elif kind != "CPU only":
         reason = devices.why_no_device()
-        advice = f"; the driver is {driver}, a newer one helps, or a torch for an older {kind.split()[0]}"
         text = f"torch is built for {kind} but sees no GPU: {reason}"
-        is_old = driver is not None and "driver" in reason
-        yield Fact(
-            "Compute", "GPU", text + (advice if is_old else ""), "problem" if driver else "note"
-        )
-    elif not found and driver:
-        yield Fact(
-            "Compute",
-            "GPU",
-            f"driver {driver} is there, but this torch is for CPUs; install one for it",
-            "problem",
-        )
+        if driver is not None and "driver" in reason:
+            text += f"; the driver is {driver}, a newer one helps, or a torch for an older {kind.split()[0]}"
+        yield Fact("Compute", "GPU", text, "problem" if driver else "note")
     elif driver:
-        yield Fact("Compute", "driver", driver, values={"driver": driver})
+        text = f"driver {driver} is there, but this torch is for CPUs; install one for it"
+        yield Fact("Compute", "GPU", text, "problem")
     if unfit := devices.unfit_accelerator():
-        yield Fact(
-            "Compute", "GPU", f"{unfit} is not used: Meshwright computes on the CPU here", "note"
-        )
+        text = f"{unfit} is not used: Meshwright computes on the CPU here"
+        yield Fact("Compute", "GPU", text, "note")
     if found and devices.has_kernels(found[0]):
         yield from _compilers()
     yield from _speeds([*found[:1], torch.device("cpu")])
 
 
 def _host() -> Iterator[Fact]:
+    # Cores, of which a container may have fewer, or a share of their time.
     cores, all_cores, quota = host.cores(), os.cpu_count() or 1, host.cpu_quota()
-    limits = [f"of {all_cores}"] if cores < all_cores else []
-    limits += [f"the container may use {quota:g}"] if quota is not None and quota < cores else []
-    text = f"{cores} core{'s' * (cores != 1)}{' (' + ', '.join(limits) + ')' if limits else ''}"
-    slow = quota is not None and quota < cores / 2
-    hint = f"; set OMP_NUM_THREADS={max(1, int(quota))}" if quota is not None and slow else ""
-    yield Fact(
-        "Compute", "CPU", text + hint, "problem" if slow else "ok", {"cores": cores, "quota": quota}
-    )
+    limits = []
+    if cores < all_cores:
+        limits.append(f"of {all_cores}")
+    if quota is not None and quota < cores:
+        limits.append(f"the container may use {quota:g}")
+    text = f"{cores} core{'s' * (cores != 1)}"
+    if limits:
+        text += f" ({', '.join(limits)})"
+    level = "ok"
+    if quota is not None and quota < cores / 2:
+        level = "problem"
+        text += f"; set OMP_NUM_THREADS={max(1, int(quota))}"
+    yield Fact("Compute", "CPU", text, level, {"cores": cores, "quota": quota})
+
+    # Memory, of which a container may have less.
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = host.container_memory()[0]
     total = min(physical, limit or physical)
     free = host.free_host_memory()
-    text = f"{total / GIB:.1f} GiB" + (" for this container" if limit and limit < physical else "")
-    few = free < GIB
-    text += f", {free / GIB:.1f} GiB free" + ("; a small model needs about 1 GiB" if few else "")
-    yield Fact(
-        "Compute", "memory", text, "problem" if few else "ok", {"total": total, "free": free}
-    )
+    text = f"{total / GIB:.1f} GiB"
+    if total < physical:
+        text += " for this container"
+    text += f", {free / GIB:.1f} GiB free"
+    level = "ok"
+    if free < GIB:
+        level = "problem"
+        text += "; a small model needs about 1 GiB"
+    yield Fact("Compute", "memory", text, level, {"total": total, "free": free})
 
 
 def _torch(version: str, kind: str) -> Fact:

@@ -57,8 +57,9 @@ def shown_scorer(m: LanguageModel, advance: Callable[[int], None]) -> Scorer:
     def score(batches: list[WindowBatch]) -> Tensor:
         import torch
 
+        parts = [batches] if m.sharded is not None else [[batch] for batch in batches]
         scores = []
-        for part in [[batch] for batch in batches] if m.sharded is None else [batches]:
+        for part in parts:
             scores.append(m.scorer(part))
             advance(sum(len(batch.tokens) for batch in part))
         return torch.cat(scores)
@@ -72,22 +73,33 @@ def score_text(
     """Score `count` documents; `stride` is that of overlapping windows (none: half the length)."""
     length = m.seq_length
     stride = min(stride or max(1, length // 2), length)
+
+    # The bar counts documents, and what is scored are windows: each advances it by its share.
     shares = collections.deque[float]()  # of a document, for each window that is not scored
 
     def cut() -> Documents:
         for ids, size in documents:
             windows = sum(1 for _ in window_spans(len(ids), length, stride))
-            shares.extend([1 / windows] * windows if windows else [])
+            for _ in range(windows):
+                shares.append(1 / windows)
             yield ids, size
 
     with progress_bar("scoring", count, "percent") as advance:
-        scorer = shown_scorer(
-            m, lambda windows: advance(sum(shares.popleft() for _ in range(windows)))
-        )
+
+        def advance_by(windows: int) -> None:
+            advance(sum(shares.popleft() for _ in range(windows)))
+
+        scorer = shown_scorer(m, advance_by)
         s = score_documents(scorer, m.tokenizer.eod, cut(), length, stride, batch)
-    names = "documents tokens bytes loss perplexity bits_per_byte".split()
+    values = {
+        "documents": s.documents,
+        "tokens": s.tokens,
+        "bytes": s.bytes,
+        "loss": s.loss,
+        "perplexity": s.perplexity,
+        "bits_per_byte": s.bits_per_byte,
+    }
     facts = {"sequence_length": length, "stride": stride}
-    values = {name: getattr(s, name) for name in names}
     return [Result(folder, m.step, "", "bits_per_byte", values, facts, s.by_position)]
 
 
@@ -102,30 +114,30 @@ class TaskScorer:
         every: int | None,
         limit: int | None = None,
     ) -> None:
-        self.files, self.stride, self.batch, self.every, self.limit = (
-            files,
-            stride,
-            batch,
-            every,
-            limit,
-        )
+        self.files = files
+        self.stride = stride
+        self.batch = batch
+        self.every = every
+        self.limit = limit
         # by folder and sequence length
         self.prepared: dict[tuple[str, int], list[PreparedTask[Any]]] = {}
 
     def score(self, m: LanguageModel, folder: str) -> list[Result]:
         key = folder, m.seq_length
         if key not in self.prepared:
-            sizes = m.seq_length, self.stride, self.limit
-            self.prepared[key] = [
-                prepare_task(name, file, m.tokenizer, *sizes) for name, file in self.files.items()
-            ]
+            tasks = []
+            for name, file in self.files.items():
+                task = prepare_task(name, file, m.tokenizer, m.seq_length, self.stride, self.limit)
+                tasks.append(task)
+            self.prepared[key] = tasks
         return [self.score_task(m, folder, task) for task in self.prepared[key]]
 
     def score_task(self, m: LanguageModel, folder: str, task: PreparedTask[Any]) -> Result:
         began = time.perf_counter()
         with progress_bar(task.name, len(task.windows), "percent") as advance:
             scorer = shown_scorer(m, advance)
-            scorer = scorer if self.every is None else log_batches(scorer, self.every)
+            if self.every is not None:
+                scorer = log_batches(scorer, self.every)
             values = task.score(scorer, m.seq_length, self.batch)
         assert values is not None
         require_finite(sum(values.values()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from meshwright.apps.evaluate.checkpoints import TaskScorer, score_text, step_folders
+from meshwright.apps.evaluate.checkpoints import Documents, TaskScorer, score_text, step_folders
 from meshwright.apps.evaluate.lambada import LAMBADA, STRICT_LAMBADA
 from meshwright.apps.evaluate.perplexity import encode_documents, read_token_files
 from meshwright.apps.evaluate.results import (
@@ -39,6 +40,8 @@ from meshwright.training.tasks import find_task
 if TYPE_CHECKING:
     from meshwright.generation.language_model import LanguageModel
 
+# what scores a model, and is given the folder of its run
+Measure = Callable[["LanguageModel", str], Iterable[Result]]
 # by --task and its flags
 OF_MEGATRON = {task.megatron: task for task in (LAMBADA, STRICT_LAMBADA, WIKITEXT)}
 
@@ -127,62 +130,87 @@ class EvaluateConfig(ReadConfig):
         return dict(self.logging.eval_tasks.tasks) if self.logging.eval_tasks else {}
 
     def problems(self) -> list[Problem]:
-        e, loading = self.evaluate, with_settings(self, load=next(iter(self.folders), None))
+        e = self.evaluate
+        loading = with_settings(self, load=next(iter(self.folders), None))
         out = checks.reading_problems(loading, "evaluate", copies=True)
-        others = [n for n in data_paths.path_settings(self.data) if n != "data_path"]
-        read = "is not read by evaluate; name token files with {data_path}"
-        out += [Problem((name,), f"{{{name}}} {read}") for name in others]
-        given: dict[str, Any] = {"input": e.input, "data_path": self.data.data_path}
-        given |= {"task": e.task, "harness": e.harness}
-        given["eval_tasks"] = self.logging.eval_tasks
+        out += self.choice_problems()
+        out += self.value_problems()
+        out += self.owner_problems()
+        out += checks.eval_tasks_problems(self.logging)
+        if e.limit and not out:
+            for name in self.tasks:
+                if why := find_task(name).no_limit:
+                    text = (
+                        f"{stated(e, 'limit')}: {why}, so there is nothing to limit; leave it out"
+                    )
+                    out.append(Problem(("limit",), text))
+        return [*out, *(e.input_problems() if e.input else [])]
+
+    def choice_problems(self) -> list[Problem]:
+        """Return what is wrong with what is to be scored: it must be one thing."""
+        e = self.evaluate
+        out = []
+        for name in data_paths.path_settings(self.data):
+            if name != "data_path":
+                text = f"{{{name}}} is not read by evaluate; name token files with {{data_path}}"
+                out.append(Problem((name,), text))
+        given: dict[str, Any] = {
+            "input": e.input,
+            "data_path": self.data.data_path,
+            "task": e.task,
+            "harness": e.harness,
+            "eval_tasks": self.logging.eval_tasks,
+        }
         chosen = [name for name, value in given.items() if value]
+        texts = [f for f in self.folders if is_known(suffix_of(f)) and not os.path.isdir(f)]
         if len(chosen) > 1:
             out.append(Problem(tuple(chosen), f"{named(chosen)} cannot be combined; give one"))
-        elif texts := [f for f in self.folders if is_known(suffix_of(f)) and not os.path.isdir(f)]:
-            texts_are = f"{' '.join(texts)} {'is a file' if len(texts) == 1 else 'are files'} of text, not a checkpoint"
-            texts_are = plain(texts_are)
-            out.append(
-                Problem(
-                    ("input",),
-                    f"{texts_are}; give {'it' if len(texts) == 1 else 'them'} to {{input}}",
-                )
-            )
+        elif texts:
+            is_one = len(texts) == 1
+            what = f"{' '.join(texts)} {'is a file' if is_one else 'are files'} of text, not a checkpoint"
+            cure = f"give {'it' if is_one else 'them'} to {{input}}"
+            out.append(Problem(("input",), f"{plain(what)}; {cure}"))
         elif not chosen:
             needed = "{input} is needed: files or folders of text; or {data_path}, {task}, {eval_tasks} or {harness}"
             out.append(Problem(tuple(given), needed, "missing"))
         if len(self.data.data_path) > 1:
             text = "{data_path} takes one prefix here; evaluate each part of a blend by itself"
             out.append(Problem(("data_path",), text))
+        return out
+
+    def value_problems(self) -> list[Problem]:
+        e = self.evaluate
+        out = []
         if e.task and len(e.valid_data) != 1:
             text = f"{stated(e, 'task')} reads one file, {{valid_data}} has {len(e.valid_data)}; name the file"
             out.append(Problem(("task", "valid_data"), text))
-        if e.steps not in (None, "all") and not all(
-            n.strip().isdigit() for n in str(e.steps).split(",")
-        ):
-            text = f"{stated(e, 'steps')} is neither all nor numbers such as 1000,2000"
-            out.append(Problem(("steps",), text))
+        if e.steps not in (None, "all"):
+            numbers = [number.strip() for number in str(e.steps).split(",")]
+            if not all(number.isdigit() for number in numbers):
+                text = f"{stated(e, 'steps')} is neither all nor numbers such as 1000,2000"
+                out.append(Problem(("steps",), text))
         if e.picture and not e.picture.endswith((".svg", ".png", ".pdf")):
             text = f"{stated(e, 'picture')}: the name must end with .svg, .png or .pdf"
             out.append(Problem(("picture",), text))
-        owners: dict[str, tuple[str, Any]] = dict.fromkeys(_OF_HARNESS, ("{harness}", e.harness))
-        owners |= {
-            "valid_data": ("{task}", e.task),
-            "strict_lambada": ("{task=LAMBADA}", e.megatron in OF_MEGATRON),
-        }
-        out += [
-            Problem((name,), f"{{{name}}} belongs to {owner}; give that too, or leave it out")
-            for name, (owner, is_there) in owners.items()
-            if not is_there and getattr(e, name) not in (None, False, [])
-        ]
-        out += checks.eval_tasks_problems(self.logging)
-        if e.limit and not out:
-            for why in filter(None, (find_task(name).no_limit for name in self.tasks)):
-                text = f"{stated(e, 'limit')}: {why}, so there is nothing to limit; leave it out"
-                out.append(Problem(("limit",), text))
-        return [*out, *(e.input_problems() if e.input else [])]
+        return out
+
+    def owner_problems(self) -> list[Problem]:
+        """Return the flags that are given without the one that reads them."""
+        e = self.evaluate
+        is_megatrons = e.megatron in OF_MEGATRON
+        out = []
+        for name, owner, is_there in (
+            ("harness_path", "{harness}", bool(e.harness)),
+            ("num_fewshot", "{harness}", bool(e.harness)),
+            ("valid_data", "{task}", bool(e.task)),
+            ("strict_lambada", "{task=LAMBADA}", is_megatrons),
+        ):
+            if not is_there and getattr(e, name) not in (None, False, []):
+                text = f"{{{name}}} belongs to {owner}; give that too, or leave it out"
+                out.append(Problem((name,), text))
+        return out
 
 
-_OF_HARNESS = ("harness_path", "num_fewshot")
 ABOUT = f"""Score text with a model. Every token counts, a document's first one too: it follows an end of document.
 
 {LAMBADA.source}
@@ -194,14 +222,18 @@ def prepare_evaluate(parsed: flags.Parsed[EvaluateConfig], is_lead: bool) -> Rea
     folders = step_folders(c.folders, e.steps)
     texts = read_input(e) if e.input and is_lead else []
     batch = int(c.training.micro_batch_size or 8)
-    scoring = Scoring(
-        e, folders, choose_measure(c, texts, parsed.sources["split"] != "default", batch)
-    )
+    is_divided = parsed.sources["split"] != "default"
+    scoring = Scoring(e, folders, choose_measure(c, texts, is_divided, batch))
+    what = "tasks"
+    if e.input:
+        what = f"{len(texts)} documents"
+    elif c.data.data_path:
+        what = c.data.data_path[0]
     return ReadingTask(
         scoring.work,
         f"a smaller --micro-batch-size (now {batch}) or --seq-length, or --bf16,",
         None if e.json else "stdout",
-        input=f"{f'{len(texts)} documents' if e.input else c.data.data_path[0] if c.data.data_path else 'tasks'}; ",
+        input=f"{what}; ",
         folders=folders,
         context=scoring.reported() if is_lead else contextlib.nullcontext(),
     )
@@ -221,11 +253,10 @@ def read_input(e: Evaluate) -> list[str]:
     return texts
 
 
-def choose_measure(
-    c: EvaluateConfig, texts: list[str], is_divided: bool, batch: int
-) -> Callable[[LanguageModel, str], Iterable[Result]]:
+def choose_measure(c: EvaluateConfig, texts: list[str], is_divided: bool, batch: int) -> Measure:
     """Return the function that scores a model, with the folder of its run, as the flags ask."""
     e = c.evaluate
+    stride = e.overlapping_eval
     if e.harness:
         try:
             from meshwright.apps.evaluate.harness import score_harness
@@ -234,36 +265,35 @@ def choose_measure(
             raise SettingsError(
                 f"{{harness}} needs lm-evaluation-harness, and {error.name} is missing; {cure}"
             ) from None
-        seed = c.training.seed
-        return lambda m, run: score_harness(
-            m, run, e.harness or "", e.harness_path, e.num_fewshot, e.limit, seed, batch
+        return functools.partial(
+            score_harness,
+            names=e.harness,
+            path=e.harness_path,
+            fewshot=e.num_fewshot,
+            limit=e.limit,
+            seed=c.training.seed,
+            batch=batch,
         )
     if c.tasks:
-        return TaskScorer(
-            c.tasks, e.overlapping_eval, batch, c.logging.log_interval if e.task else None, e.limit
-        ).score
-    if c.data.data_path:
-        return lambda m, run: score_text(
-            m,
-            run,
-            *read_token_files(c.data, m.tokenizer, is_divided, e.limit),
-            e.overlapping_eval,
-            batch,
-        )
-    return lambda m, run: score_text(
-        m, run, encode_documents(m.tokenizer, texts), len(texts), e.overlapping_eval, batch
-    )
+        # Megatron's lines about its progress go with Megatron's flag.
+        every = c.logging.log_interval if e.task else None
+        return TaskScorer(c.tasks, stride, batch, every, e.limit).score
+
+    def measure(m: LanguageModel, run: str) -> Iterable[Result]:
+        documents: Documents
+        if c.data.data_path:
+            documents, count = read_token_files(c.data, m.tokenizer, is_divided, e.limit)
+        else:
+            documents, count = encode_documents(m.tokenizer, texts), len(texts)
+        return score_text(m, run, documents, count, stride, batch)
+
+    return measure
 
 
 class Scoring:
     """Scores one checkpoint after the other, keeps the results and prints them."""
 
-    def __init__(
-        self,
-        e: Evaluate,
-        folders: list[str],
-        measure: Callable[[LanguageModel, str], Iterable[Result]],
-    ) -> None:
+    def __init__(self, e: Evaluate, folders: list[str], measure: Measure) -> None:
         self.flags, self.measure = e, measure
         self.several, self.waiting = len(folders) > 1, iter(folders)
         self.results: list[Result] = []

@@ -51,37 +51,39 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
     def score(self, windows: list[Window]) -> list[list[float]]:
         """Return the nats and the hits of each window."""
         with progress_bar("scoring", len(windows), "percent") as advance:
-            scores = score_windows(
-                shown_scorer(self.model, advance), windows, self.model.seq_length, self.batch
-            )
+            scorer = shown_scorer(self.model, advance)
+            scores = score_windows(scorer, windows, self.model.seq_length, self.batch)
             values = torch.cat([torch.empty(0, 2, dtype=torch.float64), *scores])
         require_finite(float(values[:, 0].sum()))
         return values.tolist()
+
+    def after_end(self, text: str) -> list[int]:
+        """Return the tokens of a text that begins a document."""
+        return [self.eot_token_id, *self.tok_encode(text)]
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **more: Any
     ) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation, and whether greedy decoding writes it."""
         length = self.model.seq_length
-        windows = [
-            label_window(context, continuation, length) for _, context, continuation in requests
-        ]
+        windows = []
+        for _, context, continuation in requests:
+            windows.append(label_window(context, continuation, length))
+        scores = self.score(windows)
         out = []
-        for (texts, *_), window, (nats, hits) in zip(
-            requests, windows, self.score(windows), strict=True
-        ):
+        for request, window, (nats, hits) in zip(requests, windows, scores, strict=True):
             out.append((-nats, hits == window.counted))
-            self.cache_hook.add_partial("loglikelihood", texts, out[-1])
+            self.cache_hook.add_partial("loglikelihood", request[0], out[-1])
         return out
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each text, in windows that do not overlap."""
-        length, windows, counts = self.model.seq_length, list[Window](), list[int]()
+        length = self.model.seq_length
+        windows, counts = list[Window](), list[int]()
         for request in requests:
-            ids = [self.eot_token_id, *self.tok_encode(request.args[0])]
-            before = len(windows)
-            windows += document_windows(ids, length, length)
-            counts.append(len(windows) - before)
+            own = list(document_windows(self.after_end(request.args[0]), length, length))
+            windows += own
+            counts.append(len(own))
         scores, out = iter(self.score(windows)), []
         for request, n in zip(requests, counts, strict=True):
             out.append(-sum(next(scores)[0] for _ in range(n)))
@@ -90,26 +92,18 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Return the continuation of each prompt, up to a stop string."""
-        asked = list[Request]()
+        length = self.model.seq_length
         for request in requests[:1]:  # answers have no loss by which damaged weights would be seen
-            self.score(
-                [
-                    Window(
-                        [self.eot_token_id, *self.tok_encode(request.args[0])][
-                            : self.model.seq_length + 1
-                        ]
-                    )
-                ]
-            )
+            self.score([Window(self.after_end(request.args[0])[: length + 1])])
+        asked = list[Request]()
         for request in requests:
             context, task_options = request.args
             options = dict(normalize_gen_kwargs(task_options, MOST_NEW))
             most = int(options["max_gen_toks"])
-            room = self.model.seq_length - most
+            room = length - most
             if room < 1:
-                reads = f"the model reads {self.model.seq_length}"
                 raise SettingsError(
-                    f"a task of {{harness}} asks for {most} new tokens, and {reads}; leave it out",
+                    f"a task of {{harness}} asks for {most} new tokens, and the model reads {length}; leave it out",
                     BAD_DATA,
                 )
             sampling = {name: options[name] for name in SAMPLING if options.get(name)}
@@ -144,10 +138,9 @@ def score_harness(
                 f"{{harness={name}}}: the harness has no such task; `lm-eval ls tasks` lists them",
                 BAD_DATA,
             )
-    adapter, wanted = Adapter(m, seed, batch), manager.match_tasks(wanted)
     report: Any = evaluator.simple_evaluate(
-        adapter,
-        tasks=wanted,
+        Adapter(m, seed, batch),
+        tasks=manager.match_tasks(wanted),
         num_fewshot=fewshot,
         limit=limit,
         task_manager=manager,
@@ -155,13 +148,18 @@ def score_harness(
     )
     for name, row in report["results"].items():
         # The key of a measure is its name and its filter; other keys describe the task.
-        measures = {key: v for key, v in row.items() if "," in key and isinstance(v, int | float)}
-        values = {key.removesuffix(",none"): float(v) for key, v in measures.items()}
-        for key, value in values.items():
-            if "stderr" not in key:  # one question has no standard error
-                require_finite(value, f"{key} of {name}")
-        facts = {"few_shot": report["n-shot"].get(name), "version": report["versions"].get(name)}
-        facts["samples"] = report.get("n-samples", {}).get(name, {}).get("effective")
+        values: dict[str, float] = {}
+        for key, value in row.items():
+            if "," in key and isinstance(value, int | float):
+                values[key.removesuffix(",none")] = float(value)
+        measures = [key for key in values if "stderr" not in key]
+        for key in measures:  # not of the standard error, which one question has none of
+            require_finite(values[key], f"{key} of {name}")
+        facts = {
+            "few_shot": report["n-shot"].get(name),
+            "version": report["versions"].get(name),
+            "samples": report.get("n-samples", {}).get(name, {}).get("effective"),
+        }
         stated = {key: value for key, value in facts.items() if value is not None}
-        headline = next((key for key in values if "stderr" not in key), next(iter(values), ""))
+        headline = next(iter([*measures, *values]), "")
         yield Result(folder, m.step, name, headline, values, stated)

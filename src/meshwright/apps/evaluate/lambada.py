@@ -30,18 +30,18 @@ def read_examples(path: str) -> list[str]:
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         if not line.strip():
             continue
+        why = ""
         try:
             text = json.loads(line)["text"]
             if not text.split():
-                raise ValueError("its text is empty")
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            why = (
-                'it has no "text"'
-                if isinstance(error, KeyError | TypeError | AttributeError)
-                else str(error)
-            )
+                why = "its text is empty"
+        except ValueError as error:  # it is no JSON
+            why = str(error)
+        except (TypeError, KeyError, AttributeError):
+            why = 'it has no "text"'
+        if why:
             wanted = 'LAMBADA is JSON lines such as {"text": "a passage"}'
-            raise bad_data(f"{path}:{number}: {why}; {wanted}") from None
+            raise bad_data(f"{path}:{number}: {why}; {wanted}")
         out.append(text)
     if not out:
         raise bad_data(f"{path} has no example")

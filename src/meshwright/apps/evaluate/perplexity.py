@@ -49,20 +49,18 @@ class Score:
         return self.total_loss / math.log(2) / self.bytes
 
     def __repr__(self) -> str:
-        measures = (
-            f"{name}={getattr(self, name):.4f}" for name in ("loss", "perplexity", "bits_per_byte")
-        )
-        counts = (f"{name}={getattr(self, name):,}" for name in ("documents", "tokens", "bytes"))
-        return f"Score({', '.join((*measures, *counts))})"
+        measures = f"loss={self.loss:.4f}, perplexity={self.perplexity:.4f}"
+        measures += f", bits_per_byte={self.bits_per_byte:.4f}"
+        counts = f"documents={self.documents:,}, tokens={self.tokens:,}, bytes={self.bytes:,}"
+        return f"Score({measures}, {counts})"
 
 
 def score_texts(
     scorer: Scorer, tokenizer: Tokenizer, texts: Iterable[str], length: int, stride: int, batch: int
 ) -> Score:
     """Score documents in windows of `length` tokens that advance by `stride` <= `length`."""
-    return score_documents(
-        scorer, tokenizer.eod, encode_documents(tokenizer, texts), length, stride, batch
-    )
+    documents = encode_documents(tokenizer, texts)
+    return score_documents(scorer, tokenizer.eod, documents, length, stride, batch)
 
 
 def encode_documents(
@@ -85,27 +83,27 @@ def read_token_files(
     parts: list[tuple[Indexed, range]] = []
     for source in path_sets(d)[0].sources:
         copies.prepare_tokens(source.prefix)
-        for missing in (f"{source.prefix}{end}" for end in (".idx", ".bin")):
-            if not Path(missing).exists():
-                raise SettingsError(
-                    f"{{data_path={source.prefix}}}: there is no {missing}", BAD_DATA
-                )
+        for ending in (".idx", ".bin"):
+            file = f"{source.prefix}{ending}"
+            if not Path(file).exists():
+                raise SettingsError(f"{{data_path={source.prefix}}}: there is no {file}", BAD_DATA)
         indexed = Indexed(source.prefix)
         check_vocabulary(indexed, tokenizer.size)
-        count = len(indexed.doc_idx) - 1
-        bounds = split_bounds(d.split, count, d.split_arithmetic)[1:3] if divided else (0, count)
-        parts.append((indexed, range(*bounds)))
+        chosen = range(len(indexed.doc_idx) - 1)
+        if divided:
+            begin, end = split_bounds(d.split, len(chosen), d.split_arithmetic)[1:3]
+            chosen = range(begin, end)
+        parts.append((indexed, chosen))
 
     def read() -> Iterator[tuple[list[int], int]]:
-        for indexed, document in (
-            (indexed, document) for indexed, part in parts for document in part
-        ):
-            ids = indexed.document(document).tolist()
-            while ids and ids[-1] == tokenizer.eod:  # of --append-eod
-                ids.pop()
-            yield ids, len(tokenizer.decode_bytes(ids))
+        for indexed, chosen in parts:
+            for document in chosen:
+                ids = indexed.document(document).tolist()
+                while ids and ids[-1] == tokenizer.eod:  # of --append-eod
+                    ids.pop()
+                yield ids, len(tokenizer.decode_bytes(ids))
 
-    count = sum(len(part) for _, part in parts)
+    count = sum(len(chosen) for _, chosen in parts)
     return itertools.islice(read(), limit), min(count, limit or count)
 
 
@@ -122,17 +120,22 @@ def score_documents(
     from meshwright.parallel.window_losses import score_windows
 
     tokens = size = number = 0
-    names, borders = range_names(length), [*first_positions(length), length]
-    counts, nats = [0] * len(names), [0.0] * len(names)
+    names = range_names(length)
+    borders = [*first_positions(length), length]
+    counts, nats = [0] * len(names), [0.0] * len(names)  # by range of positions
 
     def read() -> Iterator[Window]:
         nonlocal tokens, size, number
         for own, bytes_of_text in documents:
             ids = [eod, *own]
-            number, tokens, size = number + 1, tokens + len(ids) - 1, size + bytes_of_text
+            number += 1
+            tokens += len(own)
+            size += bytes_of_text
             for window in document_windows(ids, length, stride):
+                # How many of the predictions that count lie in each range.
+                last = len(window.tokens) - 1
                 for i, (begin, end) in enumerate(itertools.pairwise(borders)):
-                    counts[i] += max(min(len(window.tokens) - 1, end) - max(window.first, begin), 0)
+                    counts[i] += max(min(last, end) - max(window.first, begin), 0)
                 yield window
 
     totals = []
@@ -143,9 +146,10 @@ def score_documents(
     if not tokens:
         raise bad_data("there is no text to score")
     require_finite(total)
-    by_position = {
-        name: loss / count for name, loss, count in zip(names, nats, counts, strict=True) if count
-    }
+    by_position = {}
+    for name, loss, count in zip(names, nats, counts, strict=True):
+        if count:
+            by_position[name] = loss / count
     return Score(total, tokens, size, number, by_position)
 
 

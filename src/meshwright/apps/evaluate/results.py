@@ -35,16 +35,18 @@ class Result:
     @property
     def record(self) -> dict[str, Any]:
         """Return the result for JSON; what is not finite is a string there."""
-        plain: dict[str, Any] = json_ready(self.values)
-        if not self.task:
-            positions = {"by_position": json_ready(self.by_position)} if self.by_position else {}
-            return {"step": self.step} | plain | self.facts | positions
-        return {
-            "folder": self.folder,
-            "step": self.step,
-            "task": self.task,
-            "values": plain,
-        } | self.facts
+        values: dict[str, Any] = json_ready(self.values)
+        if self.task:
+            return {
+                "folder": self.folder,
+                "step": self.step,
+                "task": self.task,
+                "values": values,
+            } | self.facts
+        out = {"step": self.step} | values | self.facts
+        if self.by_position:
+            out["by_position"] = json_ready(self.by_position)
+        return out
 
 
 def format_value(value: Any) -> str:
@@ -55,29 +57,35 @@ def format_value(value: Any) -> str:
 
 def list_result(result: Result) -> str:
     """Return the figures of one checkpoint, a line each."""
-    named = {"step": result.step} | result.values | result.facts
-    named |= {f"loss at {positions}": loss for positions, loss in result.by_position.items()}
-    width = max(16, *(len(name) for name in named))
-    return "\n".join(
-        f"  {name.replace('_', ' '):{width}} {format_value(value)}" for name, value in named.items()
-    )
+    figures = {"step": result.step} | result.values | result.facts
+    figures |= {f"loss at {positions}": loss for positions, loss in result.by_position.items()}
+    width = max(16, *map(len, figures))
+    lines = []
+    for name, value in figures.items():
+        lines.append(f"  {with_spaces(name):{width}} {format_value(value)}")
+    return "\n".join(lines)
+
+
+def with_spaces(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def tabulate(results: Sequence[Result]) -> str:
     """Return one task's figures of several checkpoints, a row each."""
-    several = len({r.folder for r in results}) > 1
-    head = ["folder"] * several + ["step", *(name.replace("_", " ") for name in results[0].values)]
-    rows = [
-        [*[r.folder] * several, format_value(r.step), *map(format_value, r.values.values())]
-        for r in results
-    ]
-    lines = align_columns([head, *rows], to_the_right=True)
-    facts = "; ".join(
-        f"{n.replace('_', ' ')} {format_value(v)}"
-        for n, v in results[0].facts.items()
-        if n != "seconds"
-    )
-    return "\n".join([f"{results[0].task or 'text'}: {facts}", *(f"  {line}" for line in lines)])
+    first = results[0]
+    rows = [["folder", "step", *map(with_spaces, first.values)]]
+    for r in results:
+        rows.append([r.folder, format_value(r.step), *map(format_value, r.values.values())])
+    if len({r.folder for r in results}) == 1:
+        rows = [row[1:] for row in rows]
+    lines = align_columns(rows, to_the_right=True)
+
+    facts = []
+    for name, value in first.facts.items():
+        if name != "seconds":  # which differ by checkpoint
+            facts.append(f"{with_spaces(name)} {format_value(value)}")
+    head = f"{first.task or 'text'}: {'; '.join(facts)}"
+    return "\n".join([head, *(f"  {line}" for line in lines)])
 
 
 def by_task(results: Sequence[Result]) -> list[list[Result]]:
@@ -86,10 +94,9 @@ def by_task(results: Sequence[Result]) -> list[list[Result]]:
 
 
 def write_results(results: Sequence[Result], path: str) -> None:
+    text = json.dumps([r.record for r in results], indent=1)
     with writing(Path(path), "--results-path"):
-        Path(path).write_text(
-            json.dumps([r.record for r in results], indent=1) + "\n", encoding="utf-8"
-        )
+        Path(path).write_text(f"{text}\n", encoding="utf-8")
 
 
 def draw_results(results: Sequence[Result], path: str) -> None:
@@ -104,19 +111,17 @@ def draw_results(results: Sequence[Result], path: str) -> None:
     panels = figure.subplots(1, len(tasks), squeeze=False)[0]
     folders = list(dict.fromkeys(r.folder for r in results))
     for axes, of_task in zip(panels, tasks, strict=True):
+        first = of_task[0]
         plot.style(axes, "step")
-        title = f"{of_task[0].task} {of_task[0].headline.replace('_', ' ')}".strip()
+        title = f"{first.task} {with_spaces(first.headline)}".strip()
         axes.set_title(title, color=plot.INK, fontsize=10)
         for number, folder in enumerate(folders):
             style = style_of(number)
-            of_folder = sorted((r for r in of_task if r.folder == folder), key=lambda r: r.step)
-            x, y = (
+            of_folder = [r for r in of_task if r.folder == folder]
+            of_folder.sort(key=lambda r: r.step)
+            axes.plot(
                 [r.step for r in of_folder],
                 [r.values.get(r.headline, math.nan) for r in of_folder],
-            )
-            axes.plot(
-                x,
-                y,
                 color=style.colour,
                 ls=style.line,
                 marker=style.marker,

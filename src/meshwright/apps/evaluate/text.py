@@ -27,16 +27,22 @@ def read_documents(path: str) -> Iterator[str]:
 
 
 def cut_document(text: str, tokenizer: Tokenizer, file: TaskFile) -> list[Window]:
-    return list(
-        document_windows([tokenizer.eod, *tokenizer.encode(text)], file.length, file.stride)
-    )
+    ids = [tokenizer.eod, *tokenizer.encode(text)]
+    return list(document_windows(ids, file.length, file.stride))
 
 
 def measure_documents(scored: Scored[str]) -> dict[str, float]:
     size = sum(len(text.encode()) for text in scored.documents)
-    score = Score(float(scored.nats.sum()), int(scored.counted.sum()), size, len(scored.documents))
-    names = "loss perplexity bits_per_byte documents tokens bytes".split()
-    return {name: getattr(score, name) for name in names}
+    count = len(scored.documents)
+    score = Score(float(scored.nats.sum()), int(scored.counted.sum()), size, count)
+    return {
+        "loss": score.loss,
+        "perplexity": score.perplexity,
+        "bits_per_byte": score.bits_per_byte,
+        "documents": count,
+        "tokens": score.tokens,
+        "bytes": size,
+    }
 
 
 def describe_text(file: TaskFile) -> str:

@@ -94,12 +94,11 @@ def count_words(text: str) -> int:
 
 def measure_text(scored: Scored[str]) -> dict[str, float]:
     [text] = scored.documents
-    total, predictions, words = (
-        float(scored.nats.sum()),
-        int(scored.counted.sum()),
-        count_words(text),
-    )
-    loss, ratio = total / predictions, predictions / (words - 1)
+    total = float(scored.nats.sum())
+    predictions = int(scored.counted.sum())
+    words = count_words(text)
+    loss = total / predictions
+    ratio = predictions / (words - 1)
     return {
         "loss": loss,
         "perplexity": math.exp(min(20.0, loss)),

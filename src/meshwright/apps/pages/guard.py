@@ -74,14 +74,18 @@ class Limits:
         """Raise Refusal for a request of another site's page, or without the key."""
         names = self.own_hosts | {host.lower() for host in self.hosts}
         check_caller(scope["method"], headers, names, self.advice)
-        if self.api_key is not None and scope["path"] not in open_paths:
-            sent = headers.get(b"authorization", b"").strip()
-            if not hmac.compare_digest(sent, b"Bearer " + self.api_key.encode()):
-                refused = Refusal(
-                    "the API key is missing or wrong; send Authorization: Bearer KEY", status=401
-                )
-                refused.code, refused.headers = "invalid_api_key", {"www-authenticate": "Bearer"}
-                raise refused
+        if self.api_key is None or scope["path"] in open_paths:
+            return
+        sent = headers.get(b"authorization", b"").strip()
+        # In constant time, so that answers do not tell how much of a guess is right.
+        if not hmac.compare_digest(sent, b"Bearer " + self.api_key.encode()):
+            refused = Refusal(
+                "the API key is missing or wrong; send Authorization: Bearer KEY",
+                code="invalid_api_key",
+                status=401,
+            )
+            refused.headers = {"www-authenticate": "Bearer"}
+            raise refused
 
 
 def check_caller(
@@ -97,17 +101,17 @@ def check_caller(
         raise Refusal(message, code="host_not_allowed", status=403)
     origin = headers.get(b"origin")
     if origin is not None and _netloc(origin.decode("latin-1")) != host.lower():
-        raise Refusal(
-            "requests from pages of other origins are refused",
-            code="origin_not_allowed",
-            status=403,
-        )
+        message = "requests from pages of other origins are refused"
+        raise Refusal(message, code="origin_not_allowed", status=403)
+
+    # What a browser marks as another site's may only open a page, by a link.
+    if headers.get(b"sec-fetch-site") not in (b"cross-site", b"same-site"):
+        return
+    is_navigation = method == "GET" and headers.get(b"sec-fetch-mode") == b"navigate"
     is_page = headers.get(b"sec-fetch-dest", b"document") == b"document"
-    opens = headers.get(b"sec-fetch-mode") == b"navigate" and method == "GET" and is_page
-    if headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site") and not opens:
-        raise Refusal(
-            "requests from pages of other sites are refused", code="origin_not_allowed", status=403
-        )
+    if not (is_navigation and is_page):
+        message = "requests from pages of other sites are refused"
+        raise Refusal(message, code="origin_not_allowed", status=403)
 
 
 def is_own_host(host: str, names: Collection[str]) -> bool:
@@ -179,17 +183,18 @@ class RequestGuard:
 
     def _check(self, scope: Scope) -> None:
         pairs: list[tuple[bytes, bytes]] = scope["headers"]
-        headers = dict(reversed(pairs))
-        # came in one piece
+        # uvicorn bounds what waits for the end of a header, not one that came in one piece.
         if sum(len(name) + len(value) for name, value in pairs) > LARGEST_HEADER:
             raise Refusal(
                 f"the header is longer than {LARGEST_HEADER} bytes; send a shorter one", status=431
             )
+        names = [name for name, _ in pairs]
         for name in (b"host", b"origin", b"content-length", b"authorization", b"content-type"):
-            if sum(key == name for key, _ in pairs) > 1:
+            if names.count(name) > 1:
                 raise Refusal(f"duplicate header {name.decode()}; send it once")
         if scope["http_version"] not in ("1.0", "1.1"):
             raise Refusal(f"HTTP/{scope['http_version'][:9]} is not supported; use HTTP/1.1")
+        headers = dict(reversed(pairs))
         if b"content-length" in headers and b"transfer-encoding" in headers:
             raise Refusal(
                 "content-length and transfer-encoding cannot be combined; send one of them"
@@ -212,17 +217,24 @@ class RequestGuard:
         await send({"type": "http.response.start", "status": refused.status, "headers": raw})
         await send({"type": "http.response.body", "body": body, "more_body": True})
         # Closing while bytes wait unread resets the connection, and the client loses the answer.
-        left, seconds = LEFTOVER if receive else (0, 0)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds) as waiting:  # the protocol bounds the time of all
-                while (
-                    receive and left > 0 and (message := await receive())["type"] == "http.request"
-                ):
-                    left -= len(message["body"])
-                    if not message.get("more_body"):
-                        break
-                    waiting.reschedule(asyncio.get_running_loop().time() + seconds)
+        if receive is not None:
+            await read_leftover(receive)
         await send({"type": "http.response.body", "body": b""})
+
+
+async def read_leftover(receive: Receive) -> None:
+    """Read a body and forget it, up to a size, and while it comes; the protocol bounds the time."""
+    left, seconds = LEFTOVER
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds) as waiting:
+            while left > 0:
+                message = await receive()
+                if message["type"] != "http.request":
+                    return
+                left -= len(message["body"])
+                if not message.get("more_body"):
+                    return
+                waiting.reschedule(asyncio.get_running_loop().time() + seconds)
 
 
 def too_large(most: int) -> Refusal:
@@ -247,11 +259,8 @@ def as_refused(error: Exception) -> Refusal:
 
 def error_of(refused: Refusal) -> dict[str, Any]:
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-    kind = (
-        "server_error"
-        if refused.status >= 500
-        else kinds.get(refused.status, "invalid_request_error")
-    )
-    return error_object(refused.message, kind, refused.param, refused.code) | {
-        "message": refused.message
-    }
+    kind = kinds.get(refused.status, "invalid_request_error")
+    if refused.status >= 500:
+        kind = "server_error"
+    error = error_object(refused.message, kind, refused.param, refused.code)
+    return error | {"message": refused.message}

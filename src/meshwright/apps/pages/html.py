@@ -29,11 +29,13 @@ def document(title: str, parts: Iterable[str], head: Sequence[str] = ()) -> str:
 
 
 def html_table(body: Iterable[Sequence[str]], kind: str, head: Sequence[str] = ()) -> str:
-    top = "<tr>" + "".join(f"<th>{escape(h)}</th>" for h in head) + "</tr>" if head else ""
-    lines = (
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>" for line in body
-    )
-    return f'<div class="scroll"><table class="{kind}">{top}{"".join(lines)}</table></div>'
+    rows = [row(head, "th")] if head else []
+    rows += [row(cells, "td") for cells in body]
+    return f'<div class="scroll"><table class="{kind}">{"".join(rows)}</table></div>'
+
+
+def row(cells: Sequence[str], tag: str) -> str:
+    return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
 
 def write_page(target: Path, text: str, typed: bool = False) -> Path:

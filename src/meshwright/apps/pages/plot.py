@@ -51,7 +51,8 @@ def style(axes: Axes, x: str) -> None:
 def draw_line(axes: Axes, x: Any, y: Any, colour: str, line: Any = "-", smooth: bool = True) -> int:
     """Draw a line, with a running median over more than 20 points; return the median's width."""
     if not smooth or len(y) <= 20:
-        axes.plot(*thin(x, y), color=colour, ls=line, lw=1.2, marker="." if len(y) <= 30 else "")
+        marker = "." if len(y) <= 30 else ""
+        axes.plot(*thin(x, y), color=colour, ls=line, lw=1.2, marker=marker)
         return 1
     half = max(1, len(y) // 50)
     axes.plot(*thin(x, y), color=colour, lw=0.6, alpha=0.4)
@@ -63,9 +64,12 @@ def thin(x: Any, y: Any, points: int = POINTS) -> tuple[Any, Any]:
     """Keep at most `points` points, the lowest and highest of each stretch: a spike still shows."""
     if len(x) <= points:
         return x, y
-    stretches = np.array_split(np.arange(len(x)), points // 2)
-    keep = np.unique([i for s in stretches for i in (s[y[s].argmin()], s[y[s].argmax()])])
-    return x[keep], y[keep]
+    keep = []
+    for stretch in np.array_split(np.arange(len(x)), points // 2):
+        keep.append(stretch[y[stretch].argmin()])
+        keep.append(stretch[y[stretch].argmax()])
+    at = np.unique(keep)  # in order, and a point that is both once
+    return x[at], y[at]
 
 
 def running_median(x: Any, y: Any, half: int) -> tuple[Any, Any]:
@@ -74,7 +78,11 @@ def running_median(x: Any, y: Any, half: int) -> tuple[Any, Any]:
     Near the start it takes as many after a point as before it: a steep fall is not flattened.
     """
     at = np.unique(np.linspace(0, len(y) - 1, POINTS // 2).astype(int))
-    return x[at], [np.median(y[i - min(i, half) : i + min(i, half) + 1]) for i in at]
+    medians = []
+    for i in at:
+        reach = min(i, half)
+        medians.append(np.median(y[i - reach : i + reach + 1]))
+    return x[at], medians
 
 
 def svg_of(figure: Figure, title: str) -> str:
@@ -82,14 +90,12 @@ def svg_of(figure: Figure, title: str) -> str:
     import matplotlib
 
     file = io.StringIO()
+    # Text stays text, which a reader can search, and ids are hashes of the title, not random.
     with matplotlib.rc_context(
         {"svg.fonttype": "none", "svg.hashsalt": title, "font.family": "sans-serif"}
     ):
-        figure.savefig(
-            file,
-            format="svg",
-            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
-        )
+        no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(file, format="svg", metadata=no_metadata)
     return file.getvalue()
 
 
@@ -97,19 +103,24 @@ def embed_figure(
     figure: Figure, title: str, note: str = "", legend: str = "", wide: bool = False
 ) -> str:
     """Return an HTML figure; as a data URI, its ids and styles stay apart from the page's."""
-    caption = escape(title) + (f' <span class="quiet">{escape(note)}</span>' if note else "")
-    keys = f'<div class="legend quiet">{legend}</div>' if legend else ""
-    image = f'<img alt="{escape(title)}" src="{data_uri(figure, title)}">'
-    if wide:  # scaled down to a phone, its labels could not be read
-        figure.set_size_inches(*NARROW)
-        narrow = f'<source media="(max-width: 40rem)" srcset="{data_uri(figure, title)}">'
-        image = f"<picture>{narrow}{image}</picture>"
-    kind = ' class="wide"' if wide else ""
-    return f"<figure{kind}><figcaption>{caption}</figcaption>{keys}{image}</figure>"
+    name = escape(title)
+    caption = f"<figcaption>{name}</figcaption>"
+    if note:
+        caption = f'<figcaption>{name} <span class="quiet">{escape(note)}</span></figcaption>'
+    if legend:
+        caption += f'<div class="legend quiet">{legend}</div>'
+    image = f'<img alt="{name}" src="{data_uri(figure, title)}">'
+    if not wide:
+        return f"<figure>{caption}{image}</figure>"
+    # Scaled down to a phone, its labels could not be read.
+    figure.set_size_inches(*NARROW)
+    narrow = f'<source media="(max-width: 40rem)" srcset="{data_uri(figure, title)}">'
+    return f'<figure class="wide">{caption}<picture>{narrow}{image}</picture></figure>'
 
 
 def data_uri(figure: Figure, title: str) -> str:
-    return f"data:image/svg+xml;base64,{base64.b64encode(svg_of(figure, title).encode()).decode()}"
+    encoded = base64.b64encode(svg_of(figure, title).encode())
+    return f"data:image/svg+xml;base64,{encoded.decode()}"
 
 
 def key(sign: str, colour: str, text: str) -> str:

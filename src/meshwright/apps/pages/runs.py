@@ -12,11 +12,14 @@ CERTIFICATE = "layout-certificate.json"  # in a run's folder; see apps/verify/ce
 
 
 def shell_line(words: object) -> str:
-    return shlex.join(map(str, words)) if isinstance(words, list) else str(words or "")
+    if isinstance(words, list):
+        return shlex.join(map(str, words))
+    return str(words or "")
 
 
 def differing(settings: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     """Return the settings that differ, paths last: those differ almost always and rarely matter."""
+    endings = ("_path", "_dir", "_file")
     names = flags.differing(settings)
-    names.sort(key=lambda n: n in ("save", "load") or n.endswith(("_path", "_dir", "_file")))
-    return {n: [s.get(n) for s in settings] for n in names}
+    names.sort(key=lambda name: name in ("save", "load") or name.endswith(endings))
+    return {name: [values.get(name) for values in settings] for name in names}

@@ -38,13 +38,11 @@ def make_site(
 
 
 def answer_with_file(package: str, name: str) -> Callable[[Request], Awaitable[Response]]:
-    content, kind = (
-        importlib.resources.files(package).joinpath(name).read_bytes(),
-        name.rpartition(".")[2],
-    )
+    content = importlib.resources.files(package).joinpath(name).read_bytes()
+    kind = TYPES[name.rpartition(".")[2]]
 
     async def answer(request: Request) -> Response:
-        return Response(content, media_type=f"{TYPES[kind]}; charset=utf-8")
+        return Response(content, media_type=f"{kind}; charset=utf-8")
 
     return answer
 

@@ -39,6 +39,8 @@ class Style(NamedTuple):
 
 def style_of(number: int) -> Style:
     """Return the style of a run; the first 32 are all different."""
+    # When the colours begin again, each comes with the line after the one that it had.
     again = number // len(COLOURS)
-    line, marker = RUN_LINES[(number + again) % len(RUN_LINES)], MARKERS[number % len(MARKERS)]
+    line = RUN_LINES[(number + again) % len(RUN_LINES)]
+    marker = MARKERS[number % len(MARKERS)]
     return Style(COLOURS[number % len(COLOURS)], *line, *marker)

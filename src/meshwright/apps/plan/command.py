@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import re
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -157,51 +156,68 @@ def main(argv: list[str]) -> int:
     if parsed.config.checkpoint.load:
         from meshwright.training.before.resolve import complete_settings
 
-        completed = cast(
-            LayoutPlanConfig, complete_settings(cast(flags.Parsed[TrainConfig], parsed))
-        )
+        of_train = cast(flags.Parsed[TrainConfig], parsed)
+        completed = cast(LayoutPlanConfig, complete_settings(of_train))
         parsed = dataclasses.replace(parsed, config=completed)
     asked = parsed.config.plan
     with in_words(parsed.words):
         plan = make_plan(parsed)
+
     text = text_of(plan, asked)
-    print(json.dumps(json_ready(as_json(plan, asked)), indent=2) if asked.json else "\n".join(text))
-    written = write_drawings(plan, asked, text) if asked.pictures or asked.write_page else []
+    if asked.json:
+        print(json.dumps(json_ready(as_json(plan, asked)), indent=2))
+    else:
+        print("\n".join(text))
+
+    written = []
+    if asked.pictures or asked.write_page:
+        written += write_drawings(plan, asked, text)
     if asked.write:
         written.append(write_settings(Path(asked.write), plan, unneeded(parsed.config)))
-    for path in () if asked.json else written:
-        print(f"written: {path}")
+    if not asked.json:
+        for path in written:
+            print(f"written: {path}")
     return DONE if plan.prediction.fits else USAGE
 
 
 def make_plan(parsed: flags.Parsed[LayoutPlanConfig]) -> Plan:
     """Predict the given layout, or search for the fastest."""
     config, asked = parsed.config.run, parsed.config.plan
-    per_node = config.parallel.num_gpus_per_node if config.parallel.num_gpus_per_node > 1 else None
-    machine = find_machine(
-        asked.gpu, asked.gpus_per_node or per_node, asked.link, asked.storage_speed
-    )
+    per_node = asked.gpus_per_node
+    if not per_node and config.parallel.num_gpus_per_node > 1:
+        per_node = config.parallel.num_gpus_per_node
+    machine = find_machine(asked.gpu, per_node, asked.link, asked.storage_speed)
     prediction = Prediction(config, machine, vocabulary_of(config, parsed.sources)).measured()
+
+    # A layout is searched if the flags name no part of it, or if it is asked for.
     given, found = given_settings(parsed), None
-    if asked.search or (asked.search is None and not given.intersection(DIVIDING)):
+    searches = asked.search
+    if searches is None:
+        searches = not given.intersection(DIVIDING)
+    if searches:
         # a tenth of its time: it makes many objects, and hardly any cycles
         with host.collector_off():
             prediction, found = search(prediction, given, asked)
     else:
         require([take_devices(problem) for problem in checks.problems(config, needs_data=False)])
+
+    # Time, saves and failures of the whole run.
     length = prediction.config.steps if parsed.config.lengths else None
     losses = losses_of(prediction.save, config.world, asked.mtbf, asked.restart_minutes)
     step = prediction.time.seconds
-    expected = expect(
-        losses, step, None if length is None else length * step, config.checkpoint.save_interval
-    )
+    seconds = None if length is None else length * step
+    expected = expect(losses, step, seconds, config.checkpoint.save_interval)
     plan = Plan(prediction, found, length, losses, expected)
     if prediction.fits or machine.profile.kind == "cpu":
         return plan
+
+    # It does not fit: how many devices would be enough?
     if found is not None:
         config = with_settings(config, **half_precision(config, given, machine))
-    fixed = given if found is not None else given.union(describe.LAYOUT)
-    enough, tried = find_enough(dataclasses.replace(prediction, config=config), Freedom(fixed))
+        freedom = Freedom(given)
+    else:
+        freedom = Freedom(given.union(describe.LAYOUT))
+    enough, tried = find_enough(dataclasses.replace(prediction, config=config), freedom)
     return dataclasses.replace(plan, enough=enough, tried=tried)
 
 
@@ -220,29 +236,32 @@ def find_enough(start: Prediction, freedom: Freedom) -> tuple[int | None, int]:
     count, tried = start.config.world, [0]
 
     def first_enough(numbers: Iterable[int]) -> int | None:
-        began = time.perf_counter()
-        for number in itertools.takewhile(
-            lambda _: time.perf_counter() - began < ENOUGH_SECONDS, numbers
-        ):
+        for number in in_time(numbers):
             tried.append(number)
             trial = Search(start.machine, start.vocabulary, freedom)
             if trial.find_small(with_settings(start.config, world_size=number)) is not None:
                 return number
         return None
 
-    near = (
-        number
-        for distance in range(1, count + 1)
-        for number in (count + distance, count - distance)
-        if number
-    )
-    if enough := first_enough(near):
+    near: list[int] = []
+    for distance in range(1, count):
+        near += [count + distance, count - distance]
+    if enough := first_enough([*near, 2 * count]):
         return enough, max(tried)
     powers = (1 << n for n in range(count.bit_length() + 1, MOST_DEVICES.bit_length()))
     if enough := first_enough(powers):
         below = max(number for number in tried if number < enough)
         return first_enough(range(below + 1, enough)) or enough, enough
     return None, max(tried)
+
+
+def in_time(numbers: Iterable[int]) -> Iterator[int]:
+    """Yield numbers to try for ENOUGH_SECONDS."""
+    began = time.perf_counter()
+    for number in numbers:
+        if time.perf_counter() - began >= ENOUGH_SECONDS:
+            return
+        yield number
 
 
 def given_settings(parsed: flags.Parsed[LayoutPlanConfig]) -> frozenset[str]:
@@ -253,10 +272,10 @@ def given_settings(parsed: flags.Parsed[LayoutPlanConfig]) -> frozenset[str]:
     ours, defaults = flags.to_dict(parsed.config), flags.to_dict(TrainConfig())
     out = set()
     for name, source in parsed.sources.items():
+        is_typed = source.startswith("command line")
+        is_free = source.startswith(("default", "preset", "recipe"))
         is_changed = name in defaults and ours[name] != defaults[name]
-        if source.startswith("command line") or (
-            is_changed and not source.startswith(("default", "preset", "recipe"))
-        ):
+        if is_typed or (is_changed and not is_free):
             out.add(name)
     return frozenset(out)
 
@@ -264,21 +283,17 @@ def given_settings(parsed: flags.Parsed[LayoutPlanConfig]) -> frozenset[str]:
 def vocabulary_of(config: TrainConfig, sources: Mapping[str, str]) -> int:
     """Return the number of ids: that of the flags or the data, else that of the preset's source."""
     t, d = config.tokenizer, config.data
-    if (
-        t.tokenizer
-        or t.vocab_file
-        or t.tokenizer_model
-        or d.data_path
-        or d.train_data_path
-        or config.checkpoint.load
-    ):
+    is_named = t.tokenizer or t.vocab_file or t.tokenizer_model
+    if is_named or d.data_path or d.train_data_path or config.checkpoint.load:
         from meshwright.training.before.resolve import find_vocabulary
 
         return find_vocabulary(config, None).size
-    preset = next(
-        (s.removeprefix("preset ") for s in sources.values() if s.startswith("preset ")), None
-    )
-    return t.vocab_size or (family_of(preset).vocabulary if preset else GPT2_VOCABULARY)
+    if t.vocab_size:
+        return t.vocab_size
+    for source in sources.values():
+        if source.startswith("preset "):
+            return family_of(source.removeprefix("preset ")).vocabulary
+    return GPT2_VOCABULARY
 
 
 def search(start: Prediction, given: frozenset[str], asked: PlanFlags) -> tuple[Prediction, Found]:
@@ -306,37 +321,34 @@ def near_flags(start: Prediction, freedom: Freedom, config: TrainConfig) -> list
     """Return the next numbers of devices and the next global batch that have a legal layout."""
 
     def layouts_of(config: TrainConfig) -> LegalLayouts:
-        return LegalLayouts(
-            Search(start.machine, start.vocabulary, freedom).run_of(config), freedom
-        )
+        run = Search(start.machine, start.vocabulary, freedom).run_of(config)
+        return LegalLayouts(run, freedom)
 
     def next_number(numbers: Iterable[int]) -> list[str]:
         """Return the first of these numbers that has a legal layout, if it is found in time."""
-        began = time.perf_counter()
-        for number in itertools.takewhile(
-            lambda _: time.perf_counter() - began < ENOUGH_SECONDS, numbers
-        ):
+        for number in in_time(numbers):
             legal = layouts_of(with_settings(config, world_size=number))
             if any(legal.micro_batches(shape) for shape in legal.shapes()):
                 return [f"--gpus {number}"]
         return []
 
     count, batch, legal = config.world, config.global_batch, layouts_of(config)
-    fewer, more = next_number(range(count - 1, 0, -1)), next_number(range(count + 1, 2 * count))
+    near = [*next_number(range(count - 1, 0, -1)), *next_number(range(count + 1, 2 * count))]
 
     # The multiples of what all ranks pass at once, below and above the batch.
     sizes = set[int]()
     for shape in legal.shapes():
         unit = shape.micro_batch_size * legal.run.data_ranks(shape)
-        changed = {batch // unit * unit, -(-batch // unit) * unit} - {0} - sizes
         run_config = legal.run.config_of(shape)
-        sizes |= {
-            size
-            for size in changed
-            if not batch_problems(with_settings(run_config, global_batch_size=size))
-        }
-    nearest = min(sizes, key=lambda size: (abs(size - batch), size), default=None)
-    return [*fewer, *more, *([f"--global-batch-size {nearest}"] if nearest else [])]
+        for size in (batch // unit * unit, -(-batch // unit) * unit):
+            if not size or size in sizes:
+                continue
+            if not batch_problems(with_settings(run_config, global_batch_size=size)):
+                sizes.add(size)
+    if sizes:
+        nearest = min(sizes, key=lambda size: (abs(size - batch), size))
+        near.append(f"--global-batch-size {nearest}")
+    return near
 
 
 def half_precision(config: TrainConfig, given: frozenset[str], machine: Machine) -> dict[str, bool]:
@@ -344,7 +356,9 @@ def half_precision(config: TrainConfig, given: frozenset[str], machine: Machine)
     if given & {"fp16", "bf16", "params_dtype"} or config.precision.dtype != "float32":
         return {}
     peaks = machine.profile.peaks
-    return {"bf16": True} if "bfloat16" in peaks else {"fp16": True} if "float16" in peaks else {}
+    if "bfloat16" in peaks:
+        return {"bf16": True}
+    return {"fp16": True} if "float16" in peaks else {}
 
 
 # Output
@@ -374,36 +388,37 @@ def as_json(plan: Plan, asked: PlanFlags) -> dict[str, Any]:
     one = plan.prediction
     out: dict[str, Any] = describe.as_dict(one)
     if plan.length is not None:
-        hours = plan.length * one.time.seconds * one.config.world / 3600
-        out |= {
-            "steps": plan.length,
-            "seconds": plan.length * one.time.seconds,
-            "device_hours": hours,
-        }
-        out |= {} if asked.price is None else {"cost": hours * asked.price}
+        seconds = plan.length * one.time.seconds
+        hours = seconds * one.config.world / 3600
+        out["steps"] = plan.length
+        out["seconds"] = seconds
+        out["device_hours"] = hours
+        if asked.price is not None:
+            out["cost"] = hours * asked.price
     out["checkpoint"] = {"bytes": one.save.bytes, **dataclasses.asdict(plan.losses)}
     out["goodput"] = dataclasses.asdict(plan.goodput)
     if not one.fits:
-        out["enough_devices"], out["tried_devices"] = plan.enough, plan.tried
-    if plan.found is not None:
-        out["best"] = [describe.as_dict(each) for each in plan.found.fitting[: asked.best]]
-        out["refused"] = [
-            {"count": count, "reason": reason} for count, reason in plan.found.refusals.listed()
-        ]
-        out["too_large"], out["slower"] = plan.found.too_large, plan.found.slower
+        out["enough_devices"] = plan.enough
+        out["tried_devices"] = plan.tried
+    if found := plan.found:
+        refused = found.refusals.listed()
+        out["best"] = [describe.as_dict(each) for each in found.fitting[: asked.best]]
+        out["refused"] = [{"count": count, "reason": reason} for count, reason in refused]
+        out["too_large"] = found.too_large
+        out["slower"] = found.slower
     return out
 
 
 def write_settings(path: Path, plan: Plan, filled_in: Collection[str]) -> Path:
     """Write what was given and chosen as a file for `train --config`; return its path."""
     config, defaults = flags.to_dict(plan.prediction.config), flags.to_dict(TrainConfig())
-    names = {name for name, value in config.items() if value != defaults[name]} - {*filled_in}
-    head = [
-        "# Made by `meshwright plan`. Train with `meshwright train --config FILE`, data and --save.",
-        "",
-    ]
+    changed = {name for name, value in config.items() if value != defaults[name]}
+    toml = flags.to_toml(plan.prediction.config, only=changed.difference(filled_in))
+    head = (
+        "# Made by `meshwright plan`. Train with `meshwright train --config FILE`, data and --save."
+    )
     with replacing(path, typed=True) as file:
-        file.write("\n".join([*head, flags.to_toml(plan.prediction.config, only=names)]).encode())
+        file.write(f"{head}\n\n{toml}".encode())
     return path
 
 
@@ -411,18 +426,17 @@ def write_drawings(plan: Plan, asked: PlanFlags, text: list[str]) -> list[Path]:
     """Write the pictures, and the page with all of them."""
     from meshwright.apps.plan import pictures
 
-    step = plan.prediction.time.seconds
-    drawings = [
-        pictures.schedule_drawing(plan.prediction),
-        pictures.memory_drawing(plan.prediction),
-        pictures.layouts_drawing(plan.prediction, plan.found.ranked[:DRAWN])
-        if plan.found
-        else None,
-        pictures.goodput_drawing(plan.losses, plan.goodput, step),
-    ]
-    drawn = [one for one in drawings if one is not None]
-    written = pictures.write_pictures(Path(asked.pictures), drawn) if asked.pictures else []
+    one = plan.prediction
+    drawn = [pictures.memory_drawing(one)]
+    if (schedule := pictures.schedule_drawing(one)) is not None:
+        drawn.insert(0, schedule)
+    if plan.found:
+        drawn.append(pictures.layouts_drawing(one, plan.found.ranked[:DRAWN]))
+    drawn.append(pictures.goodput_drawing(plan.losses, plan.goodput, one.time.seconds))
+    written = []
+    if asked.pictures:
+        written += pictures.write_pictures(Path(asked.pictures), drawn)
     if asked.write_page:
-        page = pictures.page_of(describe.title(plan.prediction), text, drawn)
+        page = pictures.page_of(describe.title(one), text, drawn)
         written.append(write_page(Path(asked.write_page), page, typed=True))
     return written

@@ -79,32 +79,36 @@ def compare(
     mapped: int = 0,
 ) -> list[str]:
     """Return predicted beside measured time and memory, and which term is off the most."""
+    # Time.
     time = prediction.time
-    held = sum(memory.kinds.get(kind, 0) for kind in HELD)
-    current, peak = (
-        stats["allocated_bytes.all.current"] + mapped,
-        stats["allocated_bytes.all.peak"] + mapped,
-    )
-    reserved = stats["reserved_bytes.all.peak"] + mapped
     step = statistics.median(seconds[WARM_UP:])
-    terms = {
-        "weights, gradients and optimizer": (held, current),
-        "activations and other tensors of a step": (memory.allocated - held, peak - current),
-        "the allocator": (memory.reserved - memory.allocated, reserved - peak),
-    }
-    off = {name: measured - predicted for name, (predicted, measured) in terms.items()}
-    name = max(off, key=lambda term: abs(off[term]))
-    said = f"; {name} {'take' if ' and ' in name else 'takes'} {off[name] / 2**30:+,.2f} GiB"
     slow = step / time.seconds - 1
-    largest = max(time.parts, key=lambda part: time.parts[part])
-    return [
-        f"plan: step {time.seconds * 1e3:,.1f} ms predicted, {step * 1e3:,.1f} ms measured ({100 * slow:+.1f} %)"
-        + (
-            f"; the largest part predicted is {largest}, {time.parts[largest] * 1e3:,.1f} ms"
-            if abs(slow) > NEAR
-            else ""
-        ),
-        f"plan: {memory.allocated / 2**30:,.2f} GiB of tensors predicted, {peak / 2**30:,.2f} measured; reserved "
-        f"{memory.reserved / 2**30:,.2f} and {reserved / 2**30:,.2f}"
-        + (said if abs(off[name]) > NEAR * memory.reserved else ""),
-    ]
+    time_line = f"plan: step {time.seconds * 1e3:,.1f} ms predicted, {step * 1e3:,.1f} ms measured ({100 * slow:+.1f} %)"
+    if abs(slow) > NEAR:
+        largest = max(time.parts, key=lambda part: time.parts[part])
+        part = f"{largest}, {time.parts[largest] * 1e3:,.1f} ms"
+        time_line += f"; the largest part predicted is {part}"
+
+    # Memory, in three terms.
+    held = sum(memory.kinds.get(kind, 0) for kind in HELD)
+    current = stats["allocated_bytes.all.current"] + mapped
+    peak = stats["allocated_bytes.all.peak"] + mapped
+    reserved = stats["reserved_bytes.all.peak"] + mapped
+    off = {
+        "weights, gradients and optimizer": current - held,
+        "activations and other tensors of a step": peak - current - (memory.allocated - held),
+        "the allocator": reserved - peak - (memory.reserved - memory.allocated),
+    }
+    name = max(off, key=lambda term: abs(off[term]))
+    memory_line = (
+        f"plan: {gib(memory.allocated)} GiB of tensors predicted, {gib(peak)} measured; "
+        f"reserved {gib(memory.reserved)} and {gib(reserved)}"
+    )
+    if abs(off[name]) > NEAR * memory.reserved:
+        takes = "take" if " and " in name else "takes"
+        memory_line += f"; {name} {takes} {off[name] / 2**30:+,.2f} GiB"
+    return [time_line, memory_line]
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:,.2f}"

@@ -55,10 +55,13 @@ def as_flags(settings: Mapping[str, Any]) -> str:
     """Return settings as words of a command line."""
     words = []
     for name, value in settings.items():
-        if isinstance(value, bool):
-            words.append(spelling(name) if value else "--no-" + spelling(name)[2:])
+        flag = spelling(name)
+        if value is True:
+            words.append(flag)
+        elif value is False:
+            words.append(f"--no-{flag[2:]}")
         else:
-            words.append(f"{spelling(name)} {'none' if value is None else shlex.quote(str(value))}")
+            words.append(f"{flag} {'none' if value is None else shlex.quote(str(value))}")
     return " ".join(words)
 
 
@@ -70,8 +73,7 @@ def layout_settings(config: TrainConfig) -> Settings:
 
 def verdict(prediction: Prediction, search: bool = True) -> str:
     """Say whether a layout fits, and with `search` the least change that makes it fit."""
-    need, have = prediction.need, prediction.machine.profile.memory_bytes
-    sizes = f"{gib(need)} of {gib(have)}"
+    sizes = f"{gib(prediction.need)} of {gib(prediction.machine.profile.memory_bytes)}"
     if prediction.fits:
         return f"fits, {gib(prediction.left)} left: {sizes}"
     lack = f"does not fit: {sizes}, {gib(-prediction.left)} too much"
@@ -81,7 +83,8 @@ def verdict(prediction: Prediction, search: bool = True) -> str:
     if found is None:
         return f"{lack}; no change of layout makes it fit: take more devices, or a smaller model"
     settings, changed = found
-    return f"{lack}; the least change that makes it fit: {as_flags(settings)} ({gib(changed.left)} left)"
+    change = f"{as_flags(settings)} ({gib(changed.left)} left)"
+    return f"{lack}; the least change that makes it fit: {change}"
 
 
 def predict_here(
@@ -92,17 +95,19 @@ def predict_here(
     With `measures` its memory is measured if that is possible: not where a run trains.
     """
     kind = config.parallel.device.partition(":")[0]
-    if checks.problems(config, needs_data=False) or (
-        device is None and kind not in ("auto", NVIDIA, "cpu")
-    ):
+    if checks.problems(config, needs_data=False):
+        return None
+    if device is None and kind not in ("auto", NVIDIA, "cpu"):
         return None
     try:
-        prediction = Prediction(
-            config, find_machine(device or ("cpu" if kind == "cpu" else None)), vocabulary
-        )
-        prediction = prediction.measured() if measures else prediction
-        is_absent = device is None and kind == NVIDIA and prediction.machine.profile.kind == "cpu"
-        return prediction if not is_absent and prediction.ranks and prediction.time else None
+        machine = find_machine(device or ("cpu" if kind == "cpu" else None))
+        prediction = Prediction(config, machine, vocabulary)
+        if measures:
+            prediction = prediction.measured()
+        # A GPU is asked for, and this machine has none.
+        if device is None and kind == NVIDIA and machine.profile.kind == "cpu":
+            return None
+        return prediction if prediction.ranks and prediction.time else None
     except UserError:
         if device is not None:
             raise
@@ -117,46 +122,33 @@ def verdict_here(prediction: Prediction) -> str:
 
 def memory_lines(prediction: Prediction) -> list[str]:
     """Return the memory of the fullest rank by kind, and the verdict."""
-    rank = prediction.fullest
+    rank, count = prediction.fullest, len(prediction.ranks)
     memory = prediction.ranks[rank]
-    place = (
-        f", pipeline rank {rank} of {len(prediction.ranks)}" if len(prediction.ranks) > 1 else ""
-    )
+    place = f", pipeline rank {rank} of {count}" if count > 1 else ""
+    how = "measured on tensors without memory"
+    if not prediction.is_measured:
+        how = estimated_how(prediction)
     rows = [(kind, gib(size)) for kind, size in memory.kinds.items() if size]
-    rows += [
-        ("allocated", gib(memory.allocated)),
-        ("reserved", gib(memory.reserved)),
-        ("context", gib(memory.context)),
-    ]
-    how = (
-        "measured on tensors without memory"
-        if prediction.is_measured
-        else estimated_how(prediction)
-    )
-    return [
-        f"memory of the fullest rank{place}, {how}",
-        *indented(rows),
-        f"  {verdict(prediction)}",
-    ]
+    rows.append(("allocated", gib(memory.allocated)))
+    rows.append(("reserved", gib(memory.reserved)))
+    rows.append(("context", gib(memory.context)))
+    head = f"memory of the fullest rank{place}, {how}"
+    return [head, *indented(rows), f"  {verdict(prediction)}"]
 
 
 def time_how(prediction: Prediction) -> str:
     """Return where the operations of a step come from."""
-    return (
-        "from its operations, measured"
-        if prediction.operations is not None
-        else "estimated by closed forms"
-    )
+    if prediction.operations is None:
+        return "estimated by closed forms"
+    return "from its operations, measured"
 
 
 def estimated_how(prediction: Prediction) -> str:
     """Return how near an estimate is, and what a better one needs."""
-    cure = (
-        ""
-        if prediction.machine.profile.kind == "cpu" or can_measure()
-        else "; install torch to measure it"
-    )
-    return f"estimated, within about {100 * WITHIN:g} %{cure}"
+    how = f"estimated, within about {100 * WITHIN:g} %"
+    if prediction.machine.profile.kind == "cpu" or can_measure():
+        return how
+    return f"{how}; install torch to measure it"
 
 
 def indented(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -169,34 +161,32 @@ def indented(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 def sent_lines(prediction: Prediction) -> list[str]:
     """Return the bytes that a rank sends in a step, by dimension."""
-    sent = prediction.time.bytes_sent
-    if not sent:
-        return []
-    return [
-        "sent by a rank in a step",
-        *indented([(name, giga(size)) for name, size in sent.items()]),
-    ]
+    rows = [(name, giga(size)) for name, size in prediction.time.bytes_sent.items()]
+    return ["sent by a rank in a step", *indented(rows)] if rows else []
 
 
 def time_lines(prediction: Prediction, length: float | None, price: float | None) -> list[str]:
     """Return the time of a step and of the run; `length` is in steps."""
-    time, devices = prediction.time, prediction.config.world
+    time, c = prediction.time, prediction.config
     rows = [(name, f"{seconds:,.3f} s") for name, seconds in time.parts.items() if seconds]
     rows += [
         ("step", f"{time.seconds:,.3f} s"),
         ("tokens per second", f"{time.tokens_per_second:,.0f}"),
         ("MFU", f"{100 * time.mfu:.1f} %"),
     ]
-    if prediction.config.parallel.pipeline_model_parallel_size > 1:
+    if c.parallel.pipeline_model_parallel_size > 1:
         rows.append(("waiting in the pipeline", f"{100 * time.bubble:.1f} %"))
     lines = [f"time, {time_how(prediction)}", *indented(rows)]
-    if length is not None:
-        hours = length * time.seconds * devices / 3600
-        cost = "" if price is None else f", {hours * price:,.0f} at {price:g} an hour"
-        tokens = length * prediction.config.global_batch * (prediction.config.data.seq_length or 0)
-        run = f"{length:,.0f} steps, {tokens / 1e9:,.1f} billion tokens: {length * time.seconds / DAY:,.2f} days"
-        lines.append(f"  {run}, {hours:,.0f} device-hours{cost}")
-    return lines
+    if length is None:
+        return lines
+    tokens = length * c.global_batch * (c.data.seq_length or 0) / 1e9
+    days = length * time.seconds / DAY
+    hours = length * time.seconds * c.world / 3600
+    run = f"  {length:,.0f} steps, {tokens:,.1f} billion tokens: {days:,.2f} days"
+    run += f", {hours:,.0f} device-hours"
+    if price is not None:
+        run += f", {hours * price:,.0f} at {price:g} an hour"
+    return [*lines, run]
 
 
 def layout_line(prediction: Prediction) -> str:
@@ -208,18 +198,16 @@ def layout_line(prediction: Prediction) -> str:
         parts.append(f"schedule {p.pipeline_schedule}{several}")
     if p.sequence_parallel and p.tensor_model_parallel_size > 1:
         parts.append("sequence parallel")
-    parts.append(f"ZeRO {p.zero_stage}" if c.dp * p.context_parallel_size > 1 else "")
+    if c.dp * p.context_parallel_size > 1:
+        parts.append(f"ZeRO {p.zero_stage}")
     count = c.micro_batches(c.global_batch)
     parts.append(f"{count:,} micro-batch{'es' * (count != 1)} of {c.micro_batch}")
-    parts.append(
-        f"recompute {c.training.recompute_granularity}" if c.training.recompute_granularity else ""
-    )
-    parts.append(
-        f"fp8 {c.precision.fp8_format} in {c.precision.dtype}"
-        if c.precision.fp8_format
-        else c.precision.dtype
-    )
-    return "; ".join(filter(None, parts))
+    if c.training.recompute_granularity:
+        parts.append(f"recompute {c.training.recompute_granularity}")
+    dtype = c.precision.dtype
+    if c.precision.fp8_format:
+        dtype = f"fp8 {c.precision.fp8_format} in {dtype}"
+    return "; ".join([*parts, dtype])
 
 
 def table_of(predictions: Sequence[Prediction]) -> list[list[str]]:
@@ -255,11 +243,8 @@ def table_of(predictions: Sequence[Prediction]) -> list[list[str]]:
 
 def found_lines(found: Found, keep: int) -> list[str]:
     """Return the table of a search, what was refused and why."""
-    lines = [
-        "",
-        f"the best {min(keep, len(found.fitting))} layouts",
-        *align_columns(table_of(found.fitting[:keep]), True),
-    ]
+    best = found.fitting[:keep]
+    lines = ["", f"the best {len(best)} layouts", *align_columns(table_of(best), True)]
     lines.append(
         f"{found.too_large:,} layouts that may be as fast do not fit; {found.slower:,} are estimated to be slower, or "
         "were not needed"
@@ -312,7 +297,7 @@ def checkpoint_lines(losses: Interruptions, goodput: ExpectedGoodput, size: int)
 
 def as_dict(prediction: Prediction) -> dict[str, Any]:
     """Return a prediction as JSON has it: sizes in bytes, times in seconds."""
-    time, memory = prediction.time, prediction.ranks[prediction.fullest]
+    memory = prediction.ranks[prediction.fullest]
     return {
         "layout": layout_settings(prediction.config),
         "data_parallel_size": prediction.config.dp,
@@ -321,9 +306,12 @@ def as_dict(prediction: Prediction) -> dict[str, Any]:
         "fullest_rank": prediction.fullest,
         "memory_is": "measured" if prediction.is_measured else "estimated",
         "memory": {
-            name: getattr(memory, name)
-            for name in ("kinds", "allocated", "reserved", "context", "total")
+            "kinds": memory.kinds,
+            "allocated": memory.allocated,
+            "reserved": memory.reserved,
+            "context": memory.context,
+            "total": memory.total,
         },
         "time_is": "estimated" if prediction.operations is None else "measured",
-        "time": dataclasses.asdict(time),
+        "time": dataclasses.asdict(prediction.time),
     }

@@ -31,17 +31,16 @@ class Interruptions:
         share = self.stall / (2 * self.between)
         best = self.between
         if share < 1:
-            best = (
-                math.sqrt(2 * self.stall * self.between) * (1 + math.sqrt(share) / 3 + share / 9)
-                - self.stall
-            )
+            youngs = math.sqrt(2 * self.stall * self.between)  # the first order
+            best = youngs * (1 + math.sqrt(share) / 3 + share / 9) - self.stall
         return max(best, self.written)
 
     def goodput(self, interval: float) -> float:
         """Return the share of the time that goes into steps which count."""
-        lost = math.expm1((interval + self.stall) / self.between) * math.exp(
-            (self.restart + self.written) / self.between
-        )
+        # Daly's model: failures are a Poisson process, and a segment is repeated until none hits.
+        segment = math.expm1((interval + self.stall) / self.between)
+        recovery = math.exp((self.restart + self.written) / self.between)
+        lost = segment * recovery
         return interval / (self.between * lost) if lost < math.inf else 0.0
 
 
@@ -66,7 +65,9 @@ def expect(
         share = losses.goodput(chosen * step)
     except OverflowError:  # the run would never come to its next checkpoint
         share = 0.0
-    failures = None if seconds is None else seconds / share / losses.between if share else math.inf
+    failures = None
+    if seconds is not None:
+        failures = seconds / share / losses.between if share else math.inf
     return ExpectedGoodput(losses.between / 3600, chosen, share, failures, best)
 
 

@@ -129,13 +129,11 @@ def measure_in_child(
         "ranks": list(ranks),
         "niceness": niceness,
     }
-    environment = os.environ | dict.fromkeys(HIDES.values(), "")
-    command = [sys.executable, "-m", "meshwright.apps.plan.measure"]
     try:
         done = subprocess.run(
-            command,
+            [sys.executable, "-m", "meshwright.apps.plan.measure"],
             input=json.dumps(given),
-            env=environment,
+            env=os.environ | dict.fromkeys(HIDES.values(), ""),  # no device for the child
             capture_output=True,
             text=True,
             timeout=timeout,
@@ -144,13 +142,11 @@ def measure_in_child(
         return None
     if done.returncode:
         return None
-    found: list[Measured] = [
-        (peak, [MemoryEvent(*each) for each in events]) for peak, events in json.loads(done.stdout)
-    ]
-    return [
-        with_what_is_held(config, padded, rank, profile, measured)
-        for rank, measured in zip(ranks, found, strict=True)
-    ]
+    found = []
+    for rank, (peak, events) in zip(ranks, json.loads(done.stdout), strict=True):
+        measured = peak, [MemoryEvent(*each) for each in events]
+        found.append(with_what_is_held(config, padded, rank, profile, measured))
+    return found
 
 
 def with_what_is_held(
@@ -181,41 +177,40 @@ def held_between_steps(
 
 def context_bytes(config: TrainConfig, profile: Device) -> int:
     """Return the bytes of the driver and its libraries."""
-    graphs = 0 if reason_against(config, profile.kind) else GRAPHS
-    return (
-        profile.context_bytes
-        + graphs
-        + NCCL * (profile.kind == NVIDIA and (config.parallel.world_size or 1) > 1)
-    )
+    size = profile.context_bytes
+    if reason_against(config, profile.kind) is None:
+        size += GRAPHS
+    if profile.kind == NVIDIA and (config.parallel.world_size or 1) > 1:
+        size += NCCL
+    return size
 
 
 def buffer_bytes(config: TrainConfig, padded: int, pipeline_rank: int, profile: Device) -> int:
     """Return the bytes that libraries work in, and those that copy engines fetch or fetch from."""
     if profile.kind != NVIDIA:
         return 0
-    p, (size, stride) = config.parallel, traffic.groups(config)["data"]
+    p = config.parallel
+    size, stride = traffic.groups(config)["data"]
     buffers = sum(WORKSPACES) + traffic.mapped_rows(config, profile.mapped_ranks)
     is_mapped = 1 < size <= profile.mapped_ranks // stride and p.data_parallel_sums != "collectives"
     if p.zero_stage > 1 or not is_mapped:
         return buffers
-    units, width = (
-        shapes_of_rank(config, padded, pipeline_rank),
-        max(WIDTHS[config.precision.dtype], 4),
-    )
+    # A rank's part of the largest bucket, in full precision.
+    units = shapes_of_rank(config, padded, pipeline_rank)
     largest = max(flat_size(unit, data_parts(config)) for unit, _ in units)
+    width = max(WIDTHS[config.precision.dtype], 4)
     return buffers + -(-largest // size) * width + MAPPED_TRIAL
 
 
 def batch_bytes(config: TrainConfig) -> int:
     """Return the bytes of a step's samples, which are on the device from its begin."""
-    d, cp = config.data, config.parallel.context_parallel_size
-    tokens = config.micro_batch * (d.seq_length or 0) // cp
-    masks_loss, resets_positions, resets_attention = d.document_effects
-    # of 8 and 4 bytes a token
-    wide, narrow = 2 + resets_positions, masks_loss + cp * resets_attention
-    each = (
-        wide * rounded(8 * tokens) + narrow * rounded(4 * tokens) + rounded(8 * config.micro_batch)
-    )
+    cp = config.parallel.context_parallel_size
+    tokens = config.micro_batch * (config.data.seq_length or 0) // cp
+    masks_loss, resets_positions, resets_attention = config.data.document_effects
+    wide = 2 + resets_positions  # of 8 bytes a token: tokens, targets, positions
+    narrow = masks_loss + cp * resets_attention  # of 4 bytes a token
+    each = wide * rounded(8 * tokens) + narrow * rounded(4 * tokens)
+    each += rounded(8 * config.micro_batch)  # sample numbers
     return config.micro_batches(config.global_batch) * each
 
 
@@ -226,16 +221,18 @@ def reserved_bytes(
     config: TrainConfig, padded: int, pipeline_rank: int, profile: Device, events: list[MemoryEvent]
 ) -> int:
     """Return the most bytes that torch's allocator reserves in the first steps and for graphs."""
+    # What is held throughout.
+    sizes = held_tensors(config, padded, pipeline_rank, profile.kind)
+    sizes.append(batch_bytes(config))
+    if profile.kind == NVIDIA:
+        buffers = buffer_bytes(config, padded, pipeline_rank, profile)
+        sizes += [*WORKSPACES, buffers - sum(WORKSPACES)]
     allocator, keys = CachingAllocator(), itertools.count(-1, -1)  # keys that no event has
-    beside = buffer_bytes(config, padded, pipeline_rank, profile) - sum(WORKSPACES)
-    buffers = (*WORKSPACES, beside) if profile.kind == NVIDIA else ()
-    for size in (
-        *held_tensors(config, padded, pipeline_rank, profile.kind),
-        batch_bytes(config),
-        *buffers,
-    ):
+    for size in sizes:
         if size:
             allocator.allocate(next(keys), rounded(size))
+
+    # Two steps, and that which is captured into a graph, with a pool of its own.
     for _ in range(2):
         allocator.run(events)
     if reason_against(config, profile.kind) is None:
@@ -253,17 +250,20 @@ def rounded(size: int) -> int:
 def held_tensors(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) -> list[int]:
     """Return the bytes of the buffers that a device holds; ZeRO 3 has a parameter's apart."""
     o, p, parts = config.optimizer, config.parallel, data_parts(config)
+    averages = int(o.ema > 0)
     if p.zero_stage < 3 or parts == 1:
         held = held_bytes(config, padded, pipeline_rank, kind)
-        number = 3 + (o.ema > 0)  # masters and moments, and the average of --ema
+        number = 3 + averages  # with the master and two moments
         return [held["gradients"], held["weights"], *[held["optimizer"] // number] * number]
     if p.offloads:
         return []
-    full, masters, moments = max(WIDTHS[config.precision.dtype], 4), list[int](), list[int]()
+    full = max(WIDTHS[config.precision.dtype], 4)
+    masters, moments = list[int](), list[int]()
     for unit, number in shapes_of_rank(config, padded, pipeline_rank):
         for name, shape in unit.items():
-            own, rule = own_size(shape, parts), treatment_of(o, config.model, name, len(shape)).rule
-            masters += [own * full] * number * (1 + (o.ema > 0))
+            own = own_size(shape, parts)
+            rule = treatment_of(o, config.model, name, len(shape)).rule
+            masters += [own * full] * number * (1 + averages)
             moments += [own * bytes_of_moment(o, full)] * number * len(STATE[rule])
     return [*masters, *moments]
 

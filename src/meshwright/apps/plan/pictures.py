@@ -81,8 +81,12 @@ def layout_points(predictions: Sequence[Prediction]) -> list[tuple[float, float]
 def goodput_points(losses: Interruptions, step: float) -> list[tuple[float, float]]:
     """Return minutes between saves and goodput, around the best interval."""
     best = max(losses.interval, step)
-    intervals = [best * 2 ** (n / 4) for n in range(-16, 17)]
-    return [(t / 60, losses.goodput(t)) for t in intervals if t >= step and t < 50 * losses.between]
+    points = []
+    for quarter in range(-16, 17):  # of a doubling
+        interval = best * 2 ** (quarter / 4)
+        if step <= interval < 50 * losses.between:
+            points.append((interval / 60, losses.goodput(interval)))
+    return points
 
 
 # The pictures.
@@ -98,36 +102,35 @@ def schedule_drawing(prediction: Prediction) -> Drawing | None:
         return None
     ranks = len(timeline.spans)
     figure, axes = plot.new_axes((7.6, min(8.0, 1.2 + 0.28 * ranks)), x="seconds")
+
+    # One patch for all passes of a kind: thousands of them would be slow to draw and to show.
     boxes: dict[tuple[str, int], list[Outline]] = {}
     for rank, spans in enumerate(timeline.spans):
+        low, high = rank - 0.42, rank + 0.42
         for action, (begin, end) in spans.items():
-            corners = [
-                (begin, rank - 0.42),
-                (end, rank - 0.42),
-                (end, rank + 0.42),
-                (begin, rank + 0.42),
-            ]
-            boxes.setdefault((action.op, action.chunk), []).append(
-                Outline([*corners, corners[0]], closed=True)
-            )
+            corners = [(begin, low), (end, low), (end, high), (begin, high), (begin, low)]
+            box = Outline(corners, closed=True)
+            boxes.setdefault((action.op, action.chunk), []).append(box)
     for (op, chunk), outlines in boxes.items():
-        strength = 0.9 / (1 + 0.6 * chunk)
         patch = PathPatch(
             Outline.make_compound_path(*outlines),
             lw=0.2,
             ec=plot.INK,
             fc=PASSES[op][1],
-            alpha=strength,
+            alpha=0.9 / (1 + 0.6 * chunk),
         )
         axes.add_patch(patch)
+
     axes.set(xlim=(0, timeline.total), ylim=(ranks - 0.5, -0.5))
     axes.set_ylabel("pipeline rank", color=plot.INK)
     decimals(axes)
-    used = dict.fromkeys(op for op, _ in boxes)
-    legend = tuple((PASSES[op][1], PASSES[op][0]) for op in used)
+    legend = []
+    for op in dict.fromkeys(op for op, _ in boxes):
+        meaning, colour = PASSES[op]
+        legend.append((colour, meaning))
     count = sum(action.op == "F" and action.chunk == 0 for action in timeline.spans[0])
     note = f"{prediction.config.parallel.pipeline_schedule}, first {count} micro-batches"
-    return Drawing("schedule", "Pipeline", figure, note, legend)
+    return Drawing("schedule", "Pipeline", figure, note, tuple(legend))
 
 
 def memory_drawing(prediction: Prediction) -> Drawing:
@@ -194,14 +197,22 @@ def decimals(axes: Axes) -> None:
 def write_pictures(folder: Path, drawings: Sequence[Drawing]) -> list[Path]:
     """Write each picture as an SVG file; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    return [
-        write_page(folder / f"{one.name}.svg", plot.svg_of(one.figure, one.title))
-        for one in drawings
-    ]
+    written = []
+    for one in drawings:
+        text = plot.svg_of(one.figure, one.title)
+        written.append(write_page(folder / f"{one.name}.svg", text))
+    return written
 
 
 def page_of(title: str, text: Sequence[str], drawings: Sequence[Drawing]) -> str:
     """Return a page with the plan's text and pictures."""
-    figures = [plot.embed_figure(d.figure, d.title, d.note, d.keys(), wide=True) for d in drawings]
-    parts = [f"<h1>{escape(title)}</h1>", f"<pre>{escape(chr(10).join(text))}</pre>"]
-    return document(f"{title}: plan", [*parts, f'<div class="pictures">{"".join(figures)}</div>'])
+    figures = ""
+    for one in drawings:
+        figures += plot.embed_figure(one.figure, one.title, one.note, one.keys(), wide=True)
+    lines = "\n".join(text)
+    parts = [
+        f"<h1>{escape(title)}</h1>",
+        f"<pre>{escape(lines)}</pre>",
+        f'<div class="pictures">{figures}</div>',
+    ]
+    return document(f"{title}: plan", parts)

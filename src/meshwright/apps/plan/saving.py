@@ -24,16 +24,23 @@ class SaveTime:
 
 def save_time(config: TrainConfig, padded: int, profile: DeviceProfile) -> SaveTime:
     """Predict a save in the native format; every machine writes to a disk of its own speed."""
-    p, full = config.parallel, traffic.number_bytes(config)[1]
-    moments = 2 if config.optimizer.optimizer in ("adam", "adamw") else 1
-    each = full * (1 + (config.optimizer.ema > 0))
-    each += 0 if config.checkpoint.no_save_optim else moments * state_bytes(config.optimizer, full)
+    p, o = config.parallel, config.optimizer
+    _, full = traffic.number_bytes(config)
+
+    # Bytes of a parameter: its master, its average and its moments.
+    each = full * (1 + (o.ema > 0))
+    if not config.checkpoint.no_save_optim:
+        moments = 2 if o.optimizer in ("adam", "adamw") else 1
+        each += moments * state_bytes(o, full)
     tp, of_ranks = p.tensor_model_parallel_size, parameters_of_ranks(config, padded)
     total = tp * sum(of_ranks) * each
+
+    # The fullest rank copies its part to the host, and each machine writes what its ranks have.
     savers = traffic.groups(config)["data"].size if p.zero_stage else 1
     own = max(of_ranks) * each / savers
-    machines = max(1, min(config.world, tp * len(of_ranks) * savers) // profile.links.gpus_per_node)
-    writing = total / machines / profile.storage["disk"]
     copying = STALL * own / profile.storage["host"]
+    ranks = min(config.world, tp * len(of_ranks) * savers)
+    machines = max(1, ranks // profile.links.gpus_per_node)
+    writing = total / machines / profile.storage["disk"]
     in_background = profile.kind != "cpu" and not p.offloads
     return SaveTime(total, copying if in_background else copying + writing, copying + writing)

@@ -150,13 +150,13 @@ def terms_of(
 
 
 def muon_flops(o: Optimizer, m: Shape, layers: float, ranks: int) -> float:
-    """Return the operations of orthogonalising layers' matrices on the busiest home."""
-    forms = (
-        form_of(o, m, f"h.0.{name}", shape)
-        for name, shape in counts.layer_shapes(m).items()
-        if len(shape) > 1
-    )
-    costs = [form.cost(o.muon_num_ns_steps) for form in forms]
+    """Return the operations of orthogonalising layers' matrices on the busiest owner rank."""
+    costs = []
+    for name, shape in counts.layer_shapes(m).items():
+        if len(shape) > 1:
+            form = form_of(o, m, f"h.0.{name}", shape)
+            costs.append(form.cost(o.muon_num_ns_steps))
+    # A matrix is not divided, so no rank has less than the largest.
     return max(layers * sum(costs) / ranks, *costs)
 
 
@@ -171,23 +171,20 @@ class StepTerms:
         self.stages: dict[tuple[object, ...], Step] = {}
         m, p = config.model, config.parallel
         self.m, self.p = m, p
-        self.tp, self.cp, self.pp = (
-            p.tensor_model_parallel_size,
-            p.context_parallel_size,
-            p.pipeline_model_parallel_size,
-        )
+        self.tp = p.tensor_model_parallel_size
+        self.cp = p.context_parallel_size
+        self.pp = p.pipeline_model_parallel_size
         self.seq, self.hidden = config.data.seq_length or 0, m.hidden_size or 0
         self.rows = rows(config)
         self.rows_of_stream = self.rows // self.tp if p.sequence_parallel else self.rows
         self.low, self.full = traffic.number_bytes(config)
         self.count = max(1, config.micro_batches(config.global_batch))
         self.groups = traffic.groups(config)
+        # Bytes, and for Muon's products FLOPs, per second.
         self.passes_speed = profile.bandwidth * profile.reached["passes"]
         self.update_speed = profile.bandwidth * profile.reached["update"]
-        self.muon_speed = (
-            profile.peaks.get("float16", profile.flops(config.precision.dtype))
-            * profile.reached["muon"]
-        )
+        half = profile.peaks.get("float16", profile.flops(config.precision.dtype))
+        self.muon_speed = half * profile.reached["muon"]
 
     @functools.cached_property
     def has_graphs(self) -> bool:
@@ -218,10 +215,8 @@ class StepTerms:
         if not size:
             return 0.0
         link, bandwidth = self.link(dimension)
-        return (
-            size / (bandwidth * (link.copies if copies else link.collectives))
-            + messages * link.latency
-        )
+        share = link.copies if copies else link.collectives
+        return size / (bandwidth * share) + messages * link.latency
 
     def launching(self, launches: Mapping[str, float]) -> float:
         """Return the host's seconds of so many launches of each kind."""
@@ -259,81 +254,84 @@ class StepTerms:
         dtype = "fp8" if is_fp8 else self.config.precision.dtype
         total = 0.0
         for name, (outputs, inputs) in counts.layer_matrices(self.m).items():
-            cut_outputs = not name.endswith("proj")
-            total += self.product(
-                outputs // self.tp if cut_outputs else outputs,
-                inputs if cut_outputs else inputs // self.tp,
-                dtype,
-            )
+            # Tensor parallelism shards the inputs of a branch's last matrix, the outputs of others.
+            if name.endswith("proj"):
+                inputs //= self.tp
+            else:
+                outputs //= self.tp
+            total += self.product(outputs, inputs, dtype)
         return total
 
     def attention(self, windowed: bool) -> tuple[float, float]:
         """Return the seconds of a layer's attention forward and backward, of a rank's heads."""
-        m, rows, draws = self.m, self.rows / self.tp, self.m.attention_dropout > 0
-        flops, keys = (
-            counts.attention_flops(m, self.seq, windowed) * rows,
-            m.window + 1 if windowed else self.seq,
+        m = self.m
+        flops = counts.attention_flops(m, self.seq, windowed) * (self.rows / self.tp)
+        keys = m.window + 1 if windowed else self.seq
+        forward = Heads(keys, m.head_dim, m.attention_dropout > 0, False)
+        backward = forward._replace(is_backward=True)
+        return (
+            self.attention_seconds(flops, forward, windowed),
+            self.attention_seconds(flops, backward, windowed),
         )
-        forward, backward = (
-            self.attention_seconds(flops, Heads(keys, m.head_dim, draws, way), windowed)
-            for way in (False, True)
-        )
-        return forward, backward
 
     def attention_seconds(self, flops: float, heads: Heads, windowed: bool = False) -> float:
         """Return the seconds of an attention kernel from the FLOPs of all scores, forward."""
-        way = "_backward" if heads.is_backward else ""
+        profile = self.profile
         blocks = max(1.0, heads.keys / ATTENTION_ROWS)
-        starts = ATTENTION_STARTS / (blocks + 1)  # in blocks of the others
+        # Half of a causal square is computed, and the diagonal's blocks whole. Kernels are compiled
+        # for widths of 64 and multiples of 128. Forward makes two products, backward five.
         share = (blocks + 1) / blocks / (1 if windowed else 2)
         width = 64 if heads.width <= 64 else -(-heads.width // 128) * 128
-        drawing = 1 / self.profile.reached[f"attention_dropout{way}"] - 1 if heads.draws else 0.0
         computed = flops * share * width / heads.width * (2.5 if heads.is_backward else 1.0)
-        speed = self.profile.attention(width, self.config.precision.dtype)[heads.is_backward]
-        return computed / speed * (1 + starts + drawing) + self.profile.seconds["attention"]
+
+        # What comes on top, as shares: starts of rows, in blocks of the others, and dropout.
+        starts = ATTENTION_STARTS / (blocks + 1)
+        drawing = 0.0
+        if heads.draws:
+            way = "_backward" if heads.is_backward else ""
+            drawing = 1 / profile.reached[f"attention_dropout{way}"] - 1
+        speed = profile.attention(width, self.config.precision.dtype)[heads.is_backward]
+        return computed / speed * (1 + starts + drawing) + profile.seconds["attention"]
 
     def layer(self, windowed: bool, is_fp8: bool) -> Step:
         """Return the work of a layer for one micro-batch."""
         m, products = self.m, self.products_of_layer(is_fp8)
-        more_bytes, more_kernels = BLOCKS[self.block]
+
+        # Bytes that passes read and write: the residual stream, the heads and the MLP's middle,
+        # each so many times.
         stream = self.rows_of_stream * self.hidden * self.low
         heads = self.rows * (m.num_attention_heads or 1) * m.head_dim * self.low / self.tp
         middle = self.rows * m.ffn * self.low / self.tp
         key_share = 1 + 2 * m.groups / (m.num_attention_heads or 1)
         gates = 2 if m.gated else 1
-        forward = (
-            8 * stream
-            + (gates + 1) * middle
-            + (2 * key_share * heads if m.position == "rope" else 0)
-        )
-        backward = (
-            9 * stream + (2 * gates + 1) * middle + (2 * key_share + ATTENTION_PASSES) * heads
-        )
+        forward = 8 * stream + (gates + 1) * middle
+        if m.position == "rope":
+            forward += 2 * key_share * heads
+        backward = 9 * stream + (2 * gates + 1) * middle
+        backward += (2 * key_share + ATTENTION_PASSES) * heads
         if m.hidden_dropout > 0:
             backward += stream
         if is_fp8:
             forward += 2 * stream + heads + middle
             backward += 2 * (2 * stream + key_share * heads + gates * middle)
+
+        # Each way's seconds on the device, and the host's to launch it.
+        more_bytes, more_kernels = BLOCKS[self.block]
         casts = 4 if is_fp8 else 0
         launches = LAYER_LAUNCHES["plain" if self.block == "plain" else "fused"]
-        kernels = (more_kernels * way["triton"] + casts for way in LAYER_LAUNCHES["fused"])
-        first, second = (
-            Work(
-                products,
-                attention,
-                self.a_pass(more_bytes * moved, count),
-                host=self.launching(launched),
-            )
-            for attention, moved, count, launched in zip(
-                self.attention(windowed), (forward, backward), kernels, launches, strict=True
-            )
-        )
-        if self.config.training.recompute_granularity == "selective":
+        ways = []
+        for way, (attention, moved) in enumerate(
+            zip(self.attention(windowed), (forward, backward), strict=True)
+        ):
+            kernels = more_kernels * LAYER_LAUNCHES["fused"][way]["triton"] + casts
+            passes = self.a_pass(more_bytes * moved, kernels)
+            host = self.launching(launches[way])
+            ways.append(Work(products, attention, passes, host=host))
+        first, second = ways
+        if self.config.training.recompute_granularity == "selective":  # attention, once more
             second += first._replace(products=0.0, passes=0.0, host=self.launching({"torch": 1}))
-        size = (
-            sum(outputs * inputs for outputs, inputs in counts.layer_matrices(m).values()) / self.tp
-        )
-        return Step(first, second + Work(products, passes=self.gradients(size)))
+        size = sum(outputs * inputs for outputs, inputs in counts.layer_matrices(m).values())
+        return Step(first, second + Work(products, passes=self.gradients(size / self.tp)))
 
     def gradients(self, size: float) -> float:
         """Return the seconds of writing so many gradients, and of reading those to be added to."""
@@ -345,12 +343,9 @@ class StepTerms:
         if self.tp == 1:
             return 0.0, 0.0
         sent = traffic.tensor_bytes(self.config)
-        forward, backward = (
-            self.sending("tensor", size, messages)
-            for size, messages in zip(
-                (sent.layer_forward, sent.layer_backward), self.tensor_messages, strict=True
-            )
-        )
+        messages, messages_back = self.tensor_messages
+        forward = self.sending("tensor", sent.layer_forward, messages)
+        backward = self.sending("tensor", sent.layer_backward, messages_back)
         if self.overlaps_products:
             share = self.links.within.collectives / self.links.within.copies
             return forward * share * 0.8, backward * share * 0.8
@@ -369,49 +364,51 @@ class StepTerms:
 
     def waits(self, layers: int) -> tuple[Work, Work]:
         """Return what communication adds to layers for a micro-batch, forward and backward."""
-        sent, context = traffic.tensor_bytes(self.config), traffic.context_bytes(self.config)
-        first, second = (
-            Work(
-                tensor=tensor,
-                context=self.sending("context", context, 2),
-                host=self.launching({"collective": count}),
-            )
-            for tensor, count in zip(
-                self.tensor_waits(self.products_of_layer(False)), self.exchanges(), strict=True
-            )
-        )
+        context = self.sending("context", traffic.context_bytes(self.config), 2)
+        ways = []
+        for tensor, count in zip(
+            self.tensor_waits(self.products_of_layer(False)), self.exchanges(), strict=True
+        ):
+            host = self.launching({"collective": count})
+            ways.append(Work(tensor=tensor, context=context, host=host))
+        first, second = ways
         forward, backward = first.times(layers), second.times(layers)
+
+        # Recomputation repeats the forward pass's, but for a segment's last sum.
         again, segments = traffic.recomputed(self.config, layers)
         if again:
             redone = first.times(again)
-            unneeded = (
-                segments * sent.last_sum / (again * sent.layer_forward) if self.tp > 1 else 0.0
-            )
-            backward += redone._replace(tensor=redone.tensor * (1 - unneeded))
+            if self.tp > 1:
+                sent = traffic.tensor_bytes(self.config)
+                unneeded = segments * sent.last_sum / (again * sent.layer_forward)
+                redone = redone._replace(tensor=redone.tensor * (1 - unneeded))
+            backward += redone
         return forward, backward
 
     def waits_of_head(self) -> tuple[Work, Work]:
         """Return what communication adds to the head and the loss."""
-        if self.tp == 1:
-            return Work(), Work()
         end = self.wait_of_embedding()
-        return end + Work(
-            tensor=self.sending("tensor", traffic.tensor_bytes(self.config).loss, 3)
-        ), end
+        if self.tp == 1:
+            return end, end
+        loss = self.sending("tensor", traffic.tensor_bytes(self.config).loss, 3)
+        return end + Work(tensor=loss), end
 
     def wait_of_embedding(self) -> Work:
         """Return what communication adds to the embedding, in each direction."""
-        return Work(
-            tensor=self.sending("tensor", traffic.tensor_bytes(self.config).end / 2)
-            if self.tp > 1
-            else 0.0
-        )
+        if self.tp == 1:
+            return Work()
+        return Work(tensor=self.sending("tensor", traffic.tensor_bytes(self.config).end / 2))
 
     def exchanges(self) -> tuple[float, float]:
         """Return a layer's collectives forward and backward, by the time they take of the host."""
-        each = TENSOR_LAUNCHES[self.overlaps_products] * (self.tp > 1)
-        others = CONTEXT_LAUNCHES * (self.cp > 1)
-        others += SHARD_LAUNCHES * (self.p.zero_stage == 3 and self.groups["data"].size > 1)
+        others = 0.0
+        if self.cp > 1:
+            others += CONTEXT_LAUNCHES
+        if self.p.zero_stage == 3 and self.groups["data"].size > 1:
+            others += SHARD_LAUNCHES
+        if self.tp == 1:
+            return others, others
+        each = TENSOR_LAUNCHES[self.overlaps_products]
         forward, backward = self.tensor_messages
         return forward * each + others, backward * each + others
 
@@ -419,11 +416,12 @@ class StepTerms:
 
     def stage(self, number: int) -> Step:
         """Return the work of a stage for one micro-batch."""
-        stages = self.config.stages
-        begin, count, is_last = sum(stages[:number]), stages[number], number == len(stages) - 1
-        key = (*self.kinds(begin, count).items(), not number, is_last)
+        sizes = self.config.stages
+        kinds = self.kinds(sum(sizes[:number]), sizes[number])
+        is_first, is_last = number == 0, number == len(sizes) - 1
+        key = (*kinds.items(), is_first, is_last)
         if key not in self.stages:
-            self.stages[key] = self.stage_of(self.kinds(begin, count), count, not number, is_last)
+            self.stages[key] = self.stage_of(kinds, sizes[number], is_first, is_last)
         return self.stages[key]
 
     def kinds(self, begin: int, count: int) -> dict[tuple[bool, bool], int]:
@@ -432,12 +430,10 @@ class StepTerms:
         if not m.window and not precision.first_last_layers_bf16:
             return {(False, bool(precision.fp8_format)): count}
         windowed, layers = set(m.windowed_layers), m.num_layers or 0
-        return dict(
-            Counter(
-                (i in windowed, precision.multiplies_fp8(i, layers))
-                for i in range(begin, begin + count)
-            )
-        )
+        kinds = Counter[tuple[bool, bool]]()
+        for i in range(begin, begin + count):
+            kinds[i in windowed, precision.multiplies_fp8(i, layers)] += 1
+        return dict(kinds)
 
     def stage_of(
         self, kinds: dict[tuple[bool, bool], int], count: int, is_first: bool, is_last: bool
@@ -452,16 +448,18 @@ class StepTerms:
         again, _ = traffic.recomputed(self.config, count)
         backward += forward.times(again / count)
         if is_first:
-            forward, backward = forward + self.embedding(False), backward + self.embedding(True)
+            forward += self.embedding(False)
+            backward += self.embedding(True)
         if is_last:
             head = self.head()
-            forward, backward = forward + head.forward, backward + head.backward
-        waits = self.waits(count)
-        return Step(forward + waits[0], backward + waits[1])
+            forward += head.forward
+            backward += head.backward
+        first, second = self.waits(count)
+        return Step(forward + first, backward + second)
 
     def embedding(self, backward: bool) -> Work:
         size = self.rows * self.hidden * self.low
-        passes = self.a_pass(3 * size + (2 * size if backward else 0), 3)
+        passes = self.a_pass(5 * size if backward else 3 * size, 3)
         return Work(passes=passes, host=self.launching({"torch": 8})) + self.wait_of_embedding()
 
     def head(self) -> Step:
@@ -471,11 +469,13 @@ class StepTerms:
         logits = self.rows * columns * self.low
         stream = self.rows_of_stream * self.hidden * self.low
         capped = 2 if self.m.final_logit_softcapping else 0
-        host, (first, second) = self.launching({"torch": 6, "triton": 3}), self.waits_of_head()
+        host = self.launching({"torch": 6, "triton": 3})
+        first, second = self.waits_of_head()
+        forward = self.a_pass(4 * stream + (1 + capped) * logits, 2)
+        backward = self.a_pass(4 * stream + (2 + capped) * logits, 3)
         return Step(
-            Work(product, passes=self.a_pass(4 * stream + (1 + capped) * logits, 2), host=host)
-            + first,
-            Work(product, passes=self.a_pass(4 * stream + (2 + capped) * logits, 3), host=host)
+            Work(product, passes=forward, host=host) + first,
+            Work(product, passes=backward, host=host)
             + second
             + Work(product, passes=self.gradients(columns * self.hidden)),
         )
@@ -491,19 +491,28 @@ class StepTerms:
     def result(self) -> StepTime:
         config, profile = self.config, self.profile
         stages = [self.stage(s) for s in range(len(config.stages))]
+
+        # The passes of all micro-batches on the slowest rank.
         own = stages_of(self.slowest_rank(stages), self.pp, config.chunks)
         work = Work()
+        forward = backward = 0.0
         for s in own:
-            for part in stages[s]:
+            stage = stages[s]
+            for part in stage:
                 work += part
+            forward += self.passes_seconds(stage.forward)
+            backward += self.passes_seconds(stage.backward)
         work = work.times(self.count)
-        parameters = max(parameters_of_ranks(config, self.padded))
-        update, layers = self.update(parameters), sum(config.stages[s] for s in own)
-        forward = sum(self.passes_seconds(stages[s].forward) for s in own)
-        backward = sum(self.passes_seconds(stages[s].backward) for s in own)
         busy = self.count * (forward + backward) if self.pp > 1 else work.device_seconds
         passes = self.pass_of_micro_batches(stages, busy)
+
+        # The update, and communication beside it.
+        parameters = max(parameters_of_ranks(config, self.padded))
+        layers = sum(config.stages[s] for s in own)
+        update = self.update(parameters)
         exposed = self.data_parallel(parameters, layers, forward, backward)
+
+        # The host.
         between, prepare = profile.seconds["step"], profile.seconds["prepare"]
         # the device waits while the host prepares the next step
         if not inflight_rule.runs_ahead(config):
@@ -511,6 +520,7 @@ class StepTerms:
         host = busy - work.device_seconds
         if self.pp == 1 and not self.has_graphs:  # the host runs ahead of the device within a step
             host = max(0.0, work.host + self.update_host() + prepare - busy - update - exposed)
+
         parts = {
             "products": work.products,
             "attention": work.attention,
@@ -528,16 +538,17 @@ class StepTerms:
             slow = total * (1 / profile.reached["slowest"] - 1)
             parts["slowest rank"] = slow
             total += slow
+
         tokens = config.global_batch * self.seq / total
         per_token = counts.flops_per_token(self.m, self.padded, self.seq)
         peak = profile.peaks.get(config.precision.dtype) or profile.peaks["float16"]
         return StepTime(
-            total,
-            {name: seconds for name, seconds in parts.items() if seconds},
-            (passes - busy) / total,
-            traffic.bytes_sent(config, self.padded),
-            tokens,
-            tokens * per_token / (peak * config.world),
+            seconds=total,
+            parts={name: seconds for name, seconds in parts.items() if seconds},
+            bubble=(passes - busy) / total,
+            bytes_sent=traffic.bytes_sent(config, self.padded),
+            tokens_per_second=tokens,
+            mfu=tokens * per_token / (peak * config.world),
         )
 
     def slowest_rank(self, stages: list[Step]) -> int:
@@ -556,11 +567,10 @@ class StepTerms:
 
     def stage_times(self, stages: list[Step]) -> timeline.StageTimes:
         """Return the seconds of each stage's passes and of a message."""
-        return timeline.StageTimes(
-            tuple(self.passes_seconds(s.forward) for s in stages),
-            tuple(self.passes_seconds(s.backward) for s in stages),
-            self.sending("pipeline", traffic.message_bytes(self.config)),
-        )
+        forward = tuple(self.passes_seconds(stage.forward) for stage in stages)
+        backward = tuple(self.passes_seconds(stage.backward) for stage in stages)
+        message = self.sending("pipeline", traffic.message_bytes(self.config))
+        return timeline.StageTimes(forward, backward, message)
 
     def update_host(self) -> float:
         """Return the host's seconds to launch the update."""
@@ -568,10 +578,13 @@ class StepTerms:
 
     def update(self, parameters: float) -> float:
         """Return the seconds of clipping and updating so many parameters of a rank."""
-        config, profile = self.config, self.profile
-        shards = self.groups["data"].size if self.p.zero_stage else 1
+        config, o, profile = self.config, self.config.optimizer, self.profile
+        data = self.groups["data"].size
+        shards = data if self.p.zero_stage else 1
         own = parameters / shards
-        o, is_gathered = config.optimizer, self.p.zero_stage == 3 and shards > 1
+
+        # Bytes that are read and written.
+        is_gathered = self.p.zero_stage == 3 and shards > 1
         numbers = UPDATE_NUMBERS[o.optimizer]
         if o.cautious_weight_decay and (is_gathered or o.optimizer == "lion"):
             numbers = CAUTIOUS_NUMBERS.get(o.optimizer, numbers)
@@ -582,15 +595,14 @@ class StepTerms:
         size -= own * 2 * saved * (2 if o.optimizer in ("adam", "adamw") else 1)
         if config.precision.fp8_format:  # weights are cast, and transposed
             size += own * (self.low + 2)
-        seconds = size / self.update_speed
-        if config.optimizer.optimizer == "muon":
-            layers, data = (self.m.num_layers or 0) / self.pp, self.groups["data"].size
-            seconds += (
-                muon_flops(config.optimizer, self.m, layers, self.tp * data) / self.muon_speed
-            )
-            seconds += self.sending_homes()
+
         if self.p.offloads:
             return size / HOST_UPDATE + own * (self.full + self.low) / profile.storage["host"]
+        seconds = size / self.update_speed
+        if o.optimizer == "muon":
+            layers = (self.m.num_layers or 0) / self.pp
+            seconds += muon_flops(o, self.m, layers, self.tp * data) / self.muon_speed
+            seconds += self.sending_homes()
         return seconds
 
     def sending_homes(self) -> float:
@@ -605,25 +617,24 @@ class StepTerms:
 
         The rank has so many parameters and layers, and its passes of a micro-batch take so long.
         """
-        size, _ = self.groups["data"]
-        copies_size, _ = self.groups["replicas"]
-        if size * copies_size == 1:
+        if self.groups["data"].size * self.groups["replicas"].size == 1:
             return 0.0
-        zero, reached = self.p.zero_stage, self.profile.reached
+        zero, within = self.p.zero_stage, self.links.within
         sent, replicas = traffic.data_bytes(self.config, parameters)
-        copies = zero < 2 and self.p.data_parallel_sums != "collectives"
-        copies = (
-            copies and self.link("data")[0] is self.links.within and self.links.within.copies > 0
-        )
+        link, bandwidth = self.link("data")
+        may_copy = zero < 2 and self.p.data_parallel_sums != "collectives"
+        copies = may_copy and link is within and within.copies > 0
         seconds = self.sending("data", sent, layers + 2, copies)
+
+        # It runs beside the last backward pass; with ZeRO 2 and 3, beside all of them.
         beside = self.count * backward if zero > 1 else backward
         if zero == 3:
             beside += self.count * forward
         hidden = min(seconds, beside)
         # On a slow network most of a collective is waiting, which takes nothing from products.
-        link, bandwidth = self.link("data")
-        lost = reached["beside_copies" if copies else "beside_collectives"]
-        lost *= bandwidth / self.links.within.bandwidth if link is self.links.between else 1.0
+        lost = self.profile.reached["beside_copies" if copies else "beside_collectives"]
+        if link is self.links.between:
+            lost *= bandwidth / within.bandwidth
         return seconds - hidden + hidden * lost + self.sending("replicas", replicas)
 
 
@@ -650,17 +661,16 @@ class MeasuredTerms(StepTerms):
         if number == len(self.config.stages) - 1:
             waits.append(self.waits_of_head())
         for first, second in waits:  # what the host launches for them was measured
-            forward, backward = (
-                forward + first._replace(host=0.0),
-                backward + second._replace(host=0.0),
-            )
+            forward += first._replace(host=0.0)
+            backward += second._replace(host=0.0)
         return Step(forward, backward)
 
     def work(self, operations: Operations) -> Work:
         """Return the work of some operations."""
+        reached, seconds = self.profile.reached, self.profile.seconds
         products = attention = passes = host = 0.0
         for op, count in operations.items():
-            host += count * self.profile.seconds[LAUNCHES[op.launch]]
+            host += count * seconds[LAUNCHES[op.launch]]
             if op.kind == "product":
                 products += count * self.product_seconds(op.flops, op.bytes, op.dtype)
                 passes += count * op.totals / self.update_speed
@@ -668,11 +678,8 @@ class MeasuredTerms(StepTerms):
                 attention += count * self.attention_seconds(op.flops, op.heads)
                 passes += count * op.bytes / self.passes_speed
             elif op.kind == "pass":
-                slower = (
-                    self.profile.reached["passes"] / self.profile.reached["passes_fp8"]
-                    if op.dtype
-                    else 1.0
-                )
+                # A pass that rounds to fp8 is slower.
+                slower = reached["passes"] / reached["passes_fp8"] if op.dtype else 1.0
                 passes += count * self.a_pass(slower * op.bytes)
         return Work(products, attention, passes, host=host)
 

@@ -24,7 +24,14 @@ from meshwright.data.text.formats import TEXT
 from meshwright.data.text.inputs import find_inputs
 from meshwright.data.text.pieces import FileRange, Piece, cut_inputs
 from meshwright.data.text.reading import why_nothing
-from meshwright.data.text.records import NOT_UTF8, ReadOptions, Rejected, options_of, shown
+from meshwright.data.text.records import (
+    NOT_UTF8,
+    Document,
+    ReadOptions,
+    Rejected,
+    options_of,
+    shown,
+)
 from meshwright.data.text.splitting import cut_document
 
 HELD_OUT = 0.05  # share of the bytes, and the most of them
@@ -53,30 +60,34 @@ class CollectedText:
 
     def describe(self) -> str:
         """Return the numbers of documents, parts and bytes."""
-        parts, plural = self.train_parts + self.held_out_parts, "s" if self.documents != 1 else ""
-        names = ", ".join(list(self.archives)[:3]) + ", ..." * (len(self.archives) > 3)
-        archives = (
-            f"{len(self.archives):,} archive{'s' if len(self.archives) > 1 else ''} ({names})"
-        )
-        number = f"{self.documents:,} document{plural}"
+        archives = ""
         if self.archives:
-            number += f", {sum(self.archives.values()):,} of them from {archives}"
-        if parts > self.documents:
-            number += f", cut into {parts:,} parts"
+            count = len(self.archives)
+            names = ", ".join(list(self.archives)[:3]) + ", ..." * (count > 3)
+            archives = f"{count:,} archive{'s' if count > 1 else ''} ({names})"
+
+        parts = self.train_parts + self.held_out_parts
         if self.is_sample:  # how many documents there are is not known
-            number = f"more text than can be read in the time{f', some from {archives}' * bool(self.archives)}"
+            number = "more text than can be read in the time"
+            if archives:
+                number += f", some from {archives}"
             number += f"; a sample of {parts:,} parts"
+        else:
+            number = f"{self.documents:,} document{'s' if self.documents != 1 else ''}"
+            if archives:
+                number += f", {sum(self.archives.values()):,} of them from {archives}"
+            if parts > self.documents:
+                number += f", cut into {parts:,} parts"
+
         learnt = f"{self.train_parts:,} to learn from ({self.train_bytes:,} bytes)"
-        return (
-            f"{number}: {learnt}, {self.held_out_parts:,} held out ({self.held_out_bytes:,} bytes)"
-        )
+        held_out = f"{self.held_out_parts:,} held out ({self.held_out_bytes:,} bytes)"
+        return f"{number}: {learnt}, {held_out}"
 
 
 def fraction(text: str) -> float:
     """Return a number in [0, 1) that depends on the text alone."""
-    return (
-        int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:6]) / 2**48
-    )
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:6]) / 2**48
 
 
 class LineRange(FileRange):
@@ -88,12 +99,11 @@ class LineRange(FileRange):
 
 def by_lines(piece: Piece) -> Piece:
     """Return a piece of plain text that reads no further than its last line."""
-    parts = [part for part in piece.parts if isinstance(part, FileRange) and part.reader == TEXT]
-    return (
-        dataclasses.replace(piece, parts=tuple(LineRange(**vars(part)) for part in parts))
-        if parts
-        else piece
-    )
+    parts = []
+    for part in piece.parts:
+        if isinstance(part, FileRange) and part.reader == TEXT:
+            parts.append(LineRange(**vars(part)))
+    return dataclasses.replace(piece, parts=tuple(parts)) if parts else piece
 
 
 class InputDocuments:
@@ -104,7 +114,9 @@ class InputDocuments:
     """
 
     def __init__(self, settings: TextInputs, limit: float) -> None:
-        self.settings, self.limit, self.inputs = settings, limit, find_inputs(settings)
+        self.settings = settings
+        self.limit = limit
+        self.inputs = find_inputs(settings)
         self.bytes = self.inputs.bytes  # on disk
         self.undecoded = 0  # bytes of files that were passed over for their encoding
         self.guess = ""  # the encoding that the first of these seems to be in
@@ -112,18 +124,18 @@ class InputDocuments:
         self.archives = Counter[str]()  # the number of documents from each
 
     def __iter__(self) -> Iterator[str]:
-        share, read = (
-            size / max(self.bytes, 1) for size in (self.limit, max(self.limit, limits.LONGEST))
-        )
-        characters, is_empty, options = 0, True, options_of(self.settings)
+        size = max(self.bytes, 1)
+        share = self.limit / size  # of the text that is yielded
+        read = max(self.limit, limits.LONGEST) / size  # of the pieces that are read
+        options = options_of(self.settings)
+        characters, is_empty = 0, True
         for piece in cut_inputs(self.inputs.inputs, self.settings):
             name = f"{piece.number} {piece.begin}"
             if fraction(name) >= read:
                 self.is_sample = True
                 continue
-            for number, record in enumerate(
-                (by_lines(piece) if share < 1 else piece).read(options)
-            ):
+            records = (by_lines(piece) if share < 1 else piece).read(options)
+            for number, record in enumerate(records):
                 self.inputs.count(record)
                 if isinstance(record, Rejected):
                     self.note_undecoded(record)
@@ -131,18 +143,18 @@ class InputDocuments:
                 for text in record.texts:
                     is_empty = False
                     if not text.strip():
-                        self.inputs.bad.count(
-                            BLANK, 1, "" if BLANK in self.inputs.bad else str(record.place)
-                        )
+                        self.note_blank(record)
                         continue
                     if record.place.path.startswith(f"{piece.path}:"):  # a member of an archive
-                        self.archives.update([os.path.basename(piece.path)])
+                        self.archives[os.path.basename(piece.path)] += 1
                     for part in self._draw(text, f"{name} {number}", share / min(read, 1)):
                         characters += len(part)
                         yield part
             if characters > 1.5 * self.limit:  # a compressed input holds more than its size says
                 self.is_sample = True
                 return
+
+        # All has been read: was there anything to learn from?
         if is_empty:
             reasons = "; ".join(why_nothing(self.inputs, self.settings)) or "all of it is blank"
             raise bad_data(f"{' '.join(map(shown, self.settings.input))} holds no text; {reasons}")
@@ -164,15 +176,21 @@ class InputDocuments:
     def _too_much_undecoded(self) -> str:
         """Say how much of the text is in another encoding, and what reads it or leaves it out."""
         passed = self.inputs.passed
-        names = [name.rpartition(":")[0] for name in passed.names]
         read = ""
         if self.guess:
             flags = dataclasses.replace(self.settings, input=[], encoding=self.guess).words()
-            read = f"read them by `{shlex.join(['meshwright', 'quickstart', *self.settings.input, *flags])}`, "
+            command = shlex.join(["meshwright", "quickstart", *self.settings.input, *flags])
+            read = f"read them by `{command}`, "
+        names = [os.path.basename(name.rpartition(":")[0]) for name in passed.names]
         return (
             f"{self.undecoded:,} of {self.bytes:,} bytes are in another encoding; {passed.line()}\n"
-            f"  {read}convert them with iconv, or leave them out: --exclude {shlex.join(map(os.path.basename, names))}"
+            f"  {read}convert them with iconv, or leave them out: --exclude {shlex.join(names)}"
         )
+
+    def note_blank(self, document: Document) -> None:
+        """Count a text of white space, with the place of the first."""
+        bad = self.inputs.bad
+        bad.count(BLANK, 1, "" if BLANK in bad else str(document.place))
 
     def note_undecoded(self, rejected: Rejected) -> None:
         """Note the size of a file that is passed over for its encoding; raise for a named text."""
@@ -206,6 +224,7 @@ def collect(documents: Iterable[str], folder: Path, expected: float = 0) -> Coll
     ones lie everywhere in it. Which ones are held out depends on their text alone; at least one of
     the first parts is. `expected` bytes of text are estimated.
     """
+    # The beginning, which is all of a small text, decides how parts are cut and held out.
     first, characters, rest = list[str](), 0, iter(documents)
     for text in rest:
         first.append(text)
@@ -220,14 +239,19 @@ def collect(documents: Iterable[str], folder: Path, expected: float = 0) -> Coll
         held_out = border(beginning, held_out)
     least = min(map(fraction, beginning), default=0.0)  # chance alone may hold out none
     sampled = SAMPLE_BYTES / expected if expected > 2 * SAMPLE_BYTES else 0
+
+    # Write all parts, to learn from (0) or held out (1).
     sizes, parts, count, wide = [0, 0], [0, 0], 0, 0
-    names = ["train.jsonl", "held_out.jsonl", *(["sample.jsonl"] if sampled else [])]
+    names = ["train.jsonl", "held_out.jsonl"]
+    if sampled:
+        names.append("sample.jsonl")
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(replacing(folder / name)) for name in names]
         for text in itertools.chain(first, rest):
             count += 1
             for part in cut_document(text, longest):
-                position, size = fraction(part), len(part.encode("utf-8", "replace"))
+                position = fraction(part)
+                size = len(part.encode("utf-8", "replace"))
                 side = int(position < held_out or position == least)
                 line = json.dumps({"text": part}).encode() + b"\n"
                 files[side].write(line)
@@ -236,6 +260,7 @@ def collect(documents: Iterable[str], folder: Path, expected: float = 0) -> Coll
                 sizes[side] += size
                 parts[side] += 1
                 wide += size - len(part)
+
     if sum(sizes) < LEAST_BYTES:
         raise UserError(
             f"{sum(sizes):,} bytes of text are too few to learn from; "
@@ -243,14 +268,16 @@ def collect(documents: Iterable[str], folder: Path, expected: float = 0) -> Coll
             BAD_DATA,
         )
     if not parts[0]:
-        alike = (
-            "all parts of the text are the same"
-            if parts[1] > 1
-            else "the text is a single short part"
-        )
+        alike = "the text is a single short part"
+        if parts[1] > 1:
+            alike = "all parts of the text are the same"
         raise UserError(f"{alike}, so none can be held out; give other text", BAD_DATA)
-    sample = str(folder / names[2]) if sampled else None
-    wide_share = wide / sum(sizes)
     return CollectedText(
-        count, sizes[0], sizes[1], wide_share, sample, train_parts=parts[0], held_out_parts=parts[1]
+        documents=count,
+        train_bytes=sizes[0],
+        held_out_bytes=sizes[1],
+        wide=wide / sum(sizes),
+        sample=str(folder / names[2]) if sampled else None,
+        train_parts=parts[0],
+        held_out_parts=parts[1],
     )

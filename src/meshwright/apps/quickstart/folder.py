@@ -16,7 +16,16 @@ from meshwright.config.fields import spelling
 
 # Names in it that a new tour may remove; a model is kept aside.
 TOKEN_FILES = [f"{name}_text_document" for name in ("train", "held_out")]
-TOUR_FILES = "train.jsonl held_out.jsonl sample.jsonl tokenizer index-cache run demo.log quickstart.log".split()
+TOUR_FILES = [
+    "train.jsonl",
+    "held_out.jsonl",
+    "sample.jsonl",
+    "tokenizer",
+    "index-cache",
+    "run",
+    "demo.log",
+    "quickstart.log",
+]
 TOUR_FILES += [
     f"{name}{end}" for name in TOKEN_FILES for end in (".bin", ".idx", ".tokenizer", ".origin.json")
 ]
@@ -48,11 +57,18 @@ def claim_folder(folder: Path, mark: str, name: str) -> Iterator[None]:
 
 def remove_attempt(folder: Path, mark: str, is_new: bool) -> None:
     """Remove what a tour wrote that finished no step, and the folder if it was new."""
-    for path in (folder / entry for entry in (*TOUR_FILES, mark, ".lock")):
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    for name in (*TOUR_FILES, mark, ".lock"):
+        remove(folder / name)
     if is_new:
         with contextlib.suppress(OSError):  # someone put a file there
             folder.rmdir()
+
+
+def remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def require_no_model(folder: Path, of: str) -> None:
@@ -67,15 +83,15 @@ def clear_folder(folder: Path, name: str) -> None:
     if remaining:
         print(f"{folder} holds an earlier {name}; starting again")
     for path in remaining:
-        if path.name == "run":
-            number = 1
-            while (aside := folder / f"run-{number}").exists():
-                number += 1
-            with owner.lock_folder(path, "name another folder"):  # someone may be training there
-                path.rename(aside)
-            print(f"its model is kept in {aside}")
-        else:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if path.name != "run":
+            remove(path)
+            continue
+        number = 1
+        while (aside := folder / f"run-{number}").exists():
+            number += 1
+        with owner.lock_folder(path, "name another folder"):  # someone may be training there
+            path.rename(aside)
+        print(f"its model is kept in {aside}")
 
 
 class TourProgress:
@@ -86,8 +102,11 @@ class TourProgress:
     """
 
     def __init__(self, file: Path, settings: dict[str, Any]) -> None:
-        self.file, self.settings, self.done = file, settings, dict[str, Any]()
-        self.more_minutes, self.changes = 0.0, "unknown settings"
+        self.file = file
+        self.settings = settings
+        self.done: dict[str, Any] = {}
+        self.more_minutes = 0.0
+        self.changes = "unknown settings"
 
     def resume(self) -> bool:
         """Take up a tour of the same settings, or of fewer minutes, whose model was not removed."""
@@ -100,36 +119,38 @@ class TourProgress:
         if more > 0:
             before["minutes"] = self.settings["minutes"]
         self.changes = f"other settings: {describe_changes(before, self.settings)}"
-        if (
-            before != self.settings
-            or not done
-            or ("end" in done and not (self.file.parent / "run").is_dir())
-        ):
+        if before != self.settings or not done:
+            return False
+        if "end" in done and not (self.file.parent / "run").is_dir():
             return False
         self.done, self.more_minutes = done, max(more, 0.0)
         return True
 
     def finish(self, step: str, result: Any = None) -> None:
         self.done[step] = result
+        progress = {"settings": self.settings, "done": self.done}
         with replacing(self.file) as file:
-            file.write(
-                json.dumps({"settings": self.settings, "done": self.done}, indent=1).encode()
-            )
+            file.write(json.dumps(progress, indent=1).encode())
 
 
 def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Say which settings differ, and how."""
 
     def shown(value: Any) -> str:
-        return "" if value is None else " ".join(value) if isinstance(value, list) else str(value)
+        if isinstance(value, list):
+            return " ".join(value)
+        return "" if value is None else str(value)
 
-    def change(name: str) -> str:
+    changes = []
+    for name in {**before, **now}:
+        if before.get(name) == now.get(name):
+            continue
         title = "the text" if name == "input" else spelling(name)
         old, new = shown(before.get(name)), shown(now.get(name))
         if not old:
-            return f"no {title} was given, now {new}"
-        return f"{title} was {old}, {f'not {new}' if new else 'now none is given'}"
-
-    return ", ".join(
-        change(name) for name in {**before, **now} if before.get(name) != now.get(name)
-    )
+            changes.append(f"no {title} was given, now {new}")
+        elif new:
+            changes.append(f"{title} was {old}, not {new}")
+        else:
+            changes.append(f"{title} was {old}, now none is given")
+    return ", ".join(changes)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from meshwright.apps.quickstart import plan as plans
 from meshwright.apps.quickstart.collect import CollectedText, InputDocuments, collect
@@ -75,7 +75,8 @@ class Deadline:
     def evaluated_share(self) -> float:
         """Return the share of the held-out text that can be scored in time, 1 for all of it."""
         whole = self.slower * self.scored
-        seconds = max(self.left(self.slower) + whole, EVALUATED * self.minutes * 60)
+        left = self.left(self.slower) + whole
+        seconds = max(left, EVALUATED * self.minutes * 60)
         return min(seconds / whole, 1.0) if whole else 1.0
 
 
@@ -106,9 +107,8 @@ def make_model(
         print(f"  plots of the run: {tour.run}/report.html")
     with step("6. Evaluate on the text that was held out"):
         parts = math.ceil(deadline.evaluated_share() * text.held_out_parts)
-        progress.finish(
-            "bits per byte", tour.evaluate(parts if parts < text.held_out_parts else None)
-        )
+        is_part = parts < text.held_out_parts
+        progress.finish("bits per byte", tour.evaluate(parts if is_part else None))
     with step(
         "7. Let it continue a text: by the most likely words, then by words chosen by chance"
     ):
@@ -142,10 +142,9 @@ def already_done(tour: Tour, progress: TourProgress) -> None:
 
 
 def print_export(tour: Tour) -> None:
-    hf = shlex.join(
-        ["meshwright", "convert", tour.run, f"{tour.folder}/hugging-face", "--to", "huggingface"]
-    )
-    print(f"  {hf}")
+    target = f"{tour.folder}/hugging-face"
+    words = ["meshwright", "convert", tour.run, target, "--to", "huggingface"]
+    print(f"  {shlex.join(words)}")
 
 
 def is_accelerated(device: str) -> bool:
@@ -160,9 +159,8 @@ def read_own_text(tour: Tour, documents: InputDocuments, progress: TourProgress)
             print(f"  {line}")
         progress.finish("text", asdict(text))
     known = {entry.name for entry in fields(CollectedText)}  # an earlier release's has others
-    text = CollectedText(
-        **{name: value for name, value in progress.done["text"].items() if name in known}
-    )
+    saved = progress.done["text"].items()
+    text = CollectedText(**{name: value for name, value in saved if name in known})
     print(f"  {text.describe()}")
     if text.train_bytes < LITTLE_TEXT:
         print(
@@ -194,16 +192,23 @@ def choose_training(
 ) -> dict[str, Any]:
     """Measure a trial; return the command of the run, and what limits its length."""
     vocab = vocabulary_size(tour)
-    predict = functools.cache(
-        functools.partial(expected_speed, tour, vocab, *find_profile(tour.device))
-    )
+    profile, room = find_profile(tour.device)
+    predict = functools.cache(functools.partial(expected_speed, tour, vocab, profile, room))
+
+    # Measure.
     size = plans.trial_size(tokens, accelerator, predict, deadline.left() - deadline.trial)
-    how, (speed, deadline.start, start) = choose_precision(tour, size, deadline, accelerator)
-    machine = MeasuredSpeed(size, speed, predict, accelerator)
-    # Three commands start, the score reads each token twice in a third of a training step's time.
-    scored = 2 / 3 * text.held_out_bytes / max(text.train_bytes, 1) * tokens / speed
-    deadline.scored = scored
-    deadline.after = 3 * start + scored + 1 + min(text.train_bytes, 5e7) / 1e7
+    flags, trial = choose_precision(tour, size, deadline, accelerator)
+    machine = MeasuredSpeed(size, trial.tokens_per_second, predict, accelerator)
+
+    # Keep time for what follows: three commands start, the score reads each token twice in a
+    # third of a training step's time, and the trigram model reads the text.
+    share = text.held_out_bytes / max(text.train_bytes, 1)
+    deadline.start = trial.start
+    deadline.scored = 2 / 3 * share * tokens / trial.tokens_per_second
+    trigram = 1 + min(text.train_bytes, 5e7) / 1e7
+    deadline.after = 3 * trial.bare_start + deadline.scored + trigram
+
+    # Choose.
     seconds = deadline.left() - deadline.start
     plan = plans.plan_training(tokens, machine, seconds)
     for line in describe_plan(plan, machine, tokens, vocab, max(seconds, 0)):
@@ -214,15 +219,13 @@ def choose_training(
         print(
             f"  these minutes are too few for a useful model on this machine; --minutes {enough} would do"
         )
-    command = tour.run_command(plan.size, plan.dropout, plan.steps, *how)
     deadline.pace = plan.size.tokens / machine.speed(plan.size)
-    most = plans.most_steps(plan.size, tokens)
     return {
-        "command": command,
-        "most": most,
+        "command": tour.run_command(plan.size, plan.dropout, plan.steps, *flags),
+        "most": plans.most_steps(plan.size, tokens),
         "start": deadline.start,
         "after": deadline.after,
-        "scored": scored,
+        "scored": deadline.scored,
     }
 
 
@@ -234,9 +237,8 @@ def find_profile(device: str) -> tuple[DeviceProfile, float]:
     opened = devices.open_device(device)
     if opened.type == "cpu":
         return load_profile("cpu"), math.inf
-    return profile_of(devices.device_name(opened)) or load_profile("a100-80"), devices.free_memory(
-        opened
-    )
+    profile = profile_of(devices.device_name(opened)) or load_profile("a100-80")
+    return profile, devices.free_memory(opened)
 
 
 class PredictedRun(Protocol):
@@ -278,89 +280,105 @@ def expected_speed(
 
     The smallest is tried in any case: training says what to do where memory runs out.
     """
-    _, *words = tour.training(size, 0, USUAL_STEPS, *speed_flags(profile.kind != "cpu", 0))
+    how = speed_flags(profile.kind != "cpu", 0)
+    _, *words = tour.training(size, 0, USUAL_STEPS, *how)
     config = parse_settings(TrainConfig, words, "train", check=False).config
     prediction = predictor()(config, profile, vocab)
-    if size.hidden > plans.SIZES[0].hidden and math.isfinite(room) and prediction.need > room:
+    is_smallest = size.hidden <= plans.SIZES[0].hidden
+    # The memory that a run needs is asked for, which takes long, only where there is a limit.
+    if not is_smallest and math.isfinite(room) and prediction.need > room:
         return 0.0
     return prediction.tokens_per_second
 
 
+class SpeedTrial(NamedTuple):
+    """What some steps without saving showed; times in seconds."""
+
+    tokens_per_second: float
+    start: float  # of a training, with what its first steps do once, as compiling
+    bare_start: float  # of a command that does not do this
+
+
 def choose_precision(
     tour: Tour, size: Size, deadline: Deadline, accelerator: bool
-) -> tuple[list[str], tuple[float, float, float]]:
-    """Return the fastest flags of this machine, and what `measure_speed` found with them.
+) -> tuple[list[str], SpeedTrial]:
+    """Return the fastest flags of this machine, and the trial with them.
 
     On a CPU, bfloat16 is tried beside float32 if the processor has instructions for it. Master
     weights, the optimizer's state and sums of gradients are float32 in either.
     """
-    how = speed_flags(accelerator, deadline.minutes)
     if accelerator or deadline.minutes < PRECISION_MINUTES or not devices.multiplies_bf16_fast():
-        return how, measure_speed(tour, size, deadline.trial, how, accelerator)
+        flags = speed_flags(accelerator, deadline.minutes)
+        return flags, measure_speed(tour, size, deadline.trial, flags, accelerator)
     began = time.perf_counter()
-    wide = measure_speed(tour, size, deadline.trial / 2, [])
-    if (took := time.perf_counter() - began) > deadline.trial:
+    fp32 = measure_speed(tour, size, deadline.trial / 2, [])
+    took = time.perf_counter() - began
+    if took > deadline.trial:
         print(
             f"  precision: fp32; its trial took {took:.0f} s, which leaves no time for one of bf16"
         )
-        return [], wide
-    low = measure_speed(tour, size, deadline.trial / 2, ["--bf16"])
-    ratio = low[0] / wide[0]
-    chosen = "bf16" if ratio >= PRECISION_GAIN else "fp32"
+        return [], fp32
+    bf16 = measure_speed(tour, size, deadline.trial / 2, ["--bf16"])
+    ratio = bf16.tokens_per_second / fp32.tokens_per_second
+    is_faster = ratio >= PRECISION_GAIN
     print(
-        f"  precision: {chosen}, because bf16 is {ratio:.2f} times as fast as fp32; the weights it updates are fp32"
+        f"  precision: {'bf16' if is_faster else 'fp32'}, because bf16 is {ratio:.2f} times as fast as fp32; "
+        "the weights it updates are fp32"
     )
-    return (["--bf16"], low) if chosen == "bf16" else ([], wide)
+    return (["--bf16"], bf16) if is_faster else ([], fp32)
 
 
 def measure_speed(
-    tour: Tour, size: Size, most: float, how: list[str], accelerator: bool = False
-) -> tuple[float, float, float]:
-    """Train a few steps without saving; return tokens per second and two times in seconds.
-
-    These are the start of a training, including what its first steps do once, as compiling, and
-    the start of a command that does not. On a slow machine the trial ends after `most` seconds.
-    """
+    tour: Tour, size: Size, most: float, flags: list[str], accelerator: bool = False
+) -> SpeedTrial:
+    """Train a few steps without saving; on a slow machine the trial ends after `most` seconds."""
     steps, interval = (200, 5) if accelerator else (40, 1)
     seen: list[LoggedInterval] = []
 
     def stop(at: LoggedInterval) -> str | None:
         seen.append(at)
+        if len(seen) < 2:  # the first interval has what is done once
+            return None
         stepping = sum(interval * at.seconds for at in seen[1:])
-        late = len(seen) > 1 and (stepping > STEPPING_SECONDS or time.perf_counter() - began > most)
-        return "stopped: these steps are enough to know the speed of this machine" if late else None
+        if stepping > STEPPING_SECONDS or time.perf_counter() - began > most:
+            return "stopped: these steps are enough to know the speed of this machine"
+        return None
 
-    how = [*f"--log-interval {interval} --eval-iters 0".split(), *how]
+    logging = ["--log-interval", str(interval), "--eval-iters", "0"]
+    command = tour.training(size, 0, steps, *logging, *flags)
     began = time.perf_counter()
-    tour.call(*tour.training(size, 0, steps, *how), show=lambda line: None, stop=stop)
+    tour.call(*command, show=lambda line: None, stop=stop)
     took = time.perf_counter() - began
+
+    # The pace is that of the last two thirds; what else it took was the start.
     steady = seen[max(len(seen) // 3, 1) :] or seen
     pace = max(sum(at.seconds for at in steady) / max(len(steady), 1), 1e-9)
-    speed, start = size.tokens / pace, max(took - pace * interval * len(seen), 1.0)
-    bare = min(max(took - interval * sum(at.seconds for at in seen), 1.0), start)
-    precision = "bf16" if "--bf16" in how else "fp32"
+    speed = size.tokens / pace
+    start = max(took - pace * interval * len(seen), 1.0)
+    stepping = interval * sum(at.seconds for at in seen)
+    precision = "bf16" if "--bf16" in flags else "fp32"
     print(
         f"  {speed:,.0f} tokens/s with {size.layers} layers of width {size.hidden} in {precision}"
     )
-    return speed, start, bare
+    return SpeedTrial(speed, start, min(max(took - stepping, 1.0), start))
 
 
 def describe_plan(
     plan: TrainingPlan, machine: MeasuredSpeed, tokens: int, vocab: int, seconds: float
 ) -> list[str]:
     """Say what was chosen, and why."""
-    size, millions = plan.size, plan.size.cost(vocab) / 1e6
+    size = plan.size
     read = plan.steps * size.tokens
-    chosen = f"{size.layers} layers of width {size.hidden}, {millions:,.1f} million parameters"
-    why = {
-        "time": f"as many as fit into the {seconds / 60:.1f} minutes left for it",
-        "text": "more readings of so little text would only teach it by heart",
-    }[plan.limit]
-    if plan.steps == plans.FEWEST_STEPS and plan.limit == "time":
+    if plan.limit == "text":
+        why = "more readings of so little text would only teach it by heart"
+    elif plan.steps == plans.FEWEST_STEPS:
         needed = read / machine.speed(size)
         why = f"the fewest that make a run: they take about {needed:.0f} s, and about {seconds:.0f} s are left for it"
+    else:
+        why = f"as many as fit into the {seconds / 60:.1f} minutes left for it"
+    millions = size.cost(vocab) / 1e6
     out = [
-        f"model: {chosen}",
+        f"model: {size.layers} layers of width {size.hidden}, {millions:,.1f} million parameters",
         f"steps: {plan.steps:,} of {size.tokens:,} tokens, {why}",
         f"the text has {tokens:,} tokens: {readings(read / max(tokens, 1))}",
     ]
@@ -373,11 +391,9 @@ def readings(times: float) -> str:
     """Say how often a text is read, which may be less than once."""
     if times < 0.01:
         return "less than 1 % of it is read"
-    return (
-        f"{times:.0%}".replace("%", " % of it is read")
-        if times < 0.95
-        else f"each is read {times:.1f} times"
-    )
+    if times < 0.95:
+        return f"{100 * times:.0f} % of it is read"
+    return f"each is read {times:.1f} times"
 
 
 def with_steps(command: list[str], steps: int) -> list[str]:
@@ -387,8 +403,12 @@ def with_steps(command: list[str], steps: int) -> list[str]:
     return [*command[:place], str(steps), *command[place + 1 :]]
 
 
+def number_of(command: list[str], flag: str) -> int:
+    return int(command[command.index(flag) + 1])
+
+
 def steps_of(command: list[str]) -> int:
-    return int(command[command.index("--train-iters") + 1])
+    return number_of(command, "--train-iters")
 
 
 def train_longer(tour: Tour, progress: TourProgress, deadline: Deadline) -> bool:
@@ -404,18 +424,17 @@ def train_longer(tour: Tour, progress: TourProgress, deadline: Deadline) -> bool
     if not rows:
         del progress.done["plan"]  # for a new trial
         return True
-    command = plan["command"]
     deadline.minutes = progress.more_minutes
-    deadline.start, deadline.after = (
-        plan.get("start", START_SECONDS),
-        plan.get("after", 2 * START_SECONDS),
-    )
+    deadline.start = plan.get("start", START_SECONDS)
+    deadline.after = plan.get("after", 2 * START_SECONDS)
     deadline.scored = plan.get("scored", 0.0)
     deadline.pace = pace_of(rows)
-    per_step = math.prod(
-        int(command[command.index(f) + 1]) for f in ("--seq-length", "--micro-batch-size")
-    )
-    before, most = steps_of(command), plans.EPOCHS * progress.done["training tokens"] // per_step
+
+    # As many steps as fit into the minutes, and as the text is worth.
+    command = plan["command"]
+    per_step = number_of(command, "--seq-length") * number_of(command, "--micro-batch-size")
+    most = plans.EPOCHS * progress.done["training tokens"] // per_step
+    before = steps_of(command)
     further = (deadline.left() - deadline.start) / deadline.pace
     wanted = before + max(int(further / plans.validating(before)), plans.FEWEST_STEPS)
     steps = min(wanted, most) // 10 * 10
@@ -461,12 +480,10 @@ class PaceWatch:
     """
 
     def __init__(self, plan: dict[str, Any], deadline: Deadline, is_shown: bool) -> None:
-        self.command, self.most, self.deadline, self.is_shown = (
-            plan["command"],
-            plan.get("most", 0),
-            deadline,
-            is_shown,
-        )
+        self.command = plan["command"]
+        self.most = plan.get("most", 0)
+        self.deadline = deadline
+        self.is_shown = is_shown
         self.is_timed = deadline.after > 0 and deadline.minutes >= 1
         self.next_command: list[str] = []
         self.seen: int | None = None  # the step of the last log line
@@ -479,8 +496,10 @@ class PaceWatch:
         if self.is_timed and pace is not None:
             self.deadline.slower = pace / self.deadline.pace
             new = correct_steps(at.iteration, pace, steps, self.deadline, self.most)
-            before, self.before = self.before, (new > steps) - (new < steps)
-            if self.before and self.before == before:  # two windows agree
+            way = (new > steps) - (new < steps)
+            is_second = way != 0 and way == self.before  # two windows agree
+            self.before = way
+            if is_second:
                 self.next_command = with_steps(self.command, new)
                 why = f"a step takes {pace * 1000:.0f} ms now"
                 return f"{why}: it saves and goes on, to {new:,} steps in place of {steps:,}, so as to end in time"
@@ -492,12 +511,14 @@ class PaceWatch:
     def measure(self, at: LoggedInterval) -> float | None:
         """Return the seconds of a step if a window ends here. The first interval is in none."""
         if self.seen is not None:
-            self.steps += at.iteration - self.seen
-            self.seconds += (at.iteration - self.seen) * at.seconds
+            steps = at.iteration - self.seen
+            self.steps += steps
+            self.seconds += steps * at.seconds
         self.seen = at.iteration
         if self.seconds < self.deadline.start or not self.steps:
             return None
-        pace, self.steps, self.seconds = self.seconds / self.steps, 0, 0.0
+        pace = self.seconds / self.steps
+        self.steps, self.seconds = 0, 0.0
         return pace
 
 

@@ -99,14 +99,19 @@ def vocabulary_for(text_bytes: int, wide: float, accelerator: bool) -> int:
     Rare words are not learnt, and the head costs as much as layers do. A script with thousands of
     characters needs some merges for each.
     """
-    borders = [
-        (300_000, 512),
-        (2_000_000, 1024),
-        (5_000_000, 2048),
-        (20_000_000 if accelerator else 1 << 62, 4096),
-    ]
-    borders += [(100_000_000, 8192), (1_000_000_000, 16384)]
-    size = next((size for border, size in borders if text_bytes < border), 32768)
+    size = 512
+    for text, larger in (
+        (300_000, 1024),
+        (2_000_000, 2048),
+        (5_000_000, 4096),
+        (20_000_000, 8192),
+        (100_000_000, 16384),
+        (1_000_000_000, 32768),
+    ):
+        if text_bytes >= text:
+            size = larger
+    if not accelerator:
+        size = min(size, 4096)
     return 2 * size if wide > 0.3 else size
 
 
@@ -116,10 +121,10 @@ def grow(size: Size, tokens: int) -> Size:
     The learning rate grows with the root of the batch, at most to twice its value.
     """
     batch = size.batch
-    while (
-        batch * size.length < FULL_BATCH
-        and EPOCHS * tokens >= ENOUGH_STEPS * 2 * batch * size.length
-    ):
+    while batch * size.length < FULL_BATCH:
+        doubled = 2 * batch * size.length
+        if EPOCHS * tokens < ENOUGH_STEPS * doubled:
+            break
         batch *= 2
     return replace(size, batch=batch, lr=size.lr * min(math.sqrt(batch / size.batch), 2))
 
@@ -134,9 +139,8 @@ def trial_size(
     if not accelerator:
         return SIZES[0]
     first = grow(SIZES[0], tokens)
-    return plan_training(
-        tokens, MeasuredSpeed(first, predict(first), predict, accelerator), seconds
-    ).size
+    machine = MeasuredSpeed(first, predict(first), predict, accelerator)
+    return plan_training(tokens, machine, seconds).size
 
 
 def useful(machine: MeasuredSpeed) -> float:
@@ -159,21 +163,27 @@ def most_steps(size: Size, tokens: int) -> int:
 
 def plan_training(tokens: int, machine: MeasuredSpeed, seconds: float) -> TrainingPlan:
     """Plan a training of `seconds` on a text of so many tokens."""
+    # The largest model that the text and the time are enough for.
     sizes = [grow(size, tokens) for size in SIZES] if machine.accelerator else SIZES
+    chosen = sizes[0]
+    for size in sizes:
+        if size.parameters > PARAMETERS_PER_TOKEN * tokens:
+            continue
+        read = min(machine.speed(size) * seconds, EPOCHS * tokens)
+        if size.parameters * READS <= read:
+            chosen = size
 
-    def reads(size: Size) -> float:
-        return min(machine.speed(size) * seconds, EPOCHS * tokens)
-
-    fitting = [
-        s
-        for s in sizes
-        if s.parameters <= PARAMETERS_PER_TOKEN * tokens and s.parameters * READS <= reads(s)
-    ]
-    size = fitting[-1] if fitting else sizes[0]
-    by_time, by_text = machine.speed(size) * seconds / size.tokens, most_steps(size, tokens)
-    by_time = int(by_time / validating(by_time))
+    # The steps that fit into the time, and those that the text is worth.
+    fitting = machine.speed(chosen) * seconds / chosen.tokens
+    by_time, by_text = int(fitting / validating(fitting)), most_steps(chosen, tokens)
     steps = max(min(by_time, by_text), FEWEST_STEPS)
     steps = steps // 10 * 10  # a round number
-    epochs = steps * size.tokens / max(tokens, 1)
-    dropout = 0.0 if epochs < 2 else 0.1 if epochs < 6 else 0.2
-    return TrainingPlan(size, steps, dropout, epochs, "text" if by_text < by_time else "time")
+
+    # A text that is read often is learnt by heart without dropout.
+    epochs = steps * chosen.tokens / max(tokens, 1)
+    dropout = 0.2
+    if epochs < 2:
+        dropout = 0.0
+    elif epochs < 6:
+        dropout = 0.1
+    return TrainingPlan(chosen, steps, dropout, epochs, "text" if by_text < by_time else "time")

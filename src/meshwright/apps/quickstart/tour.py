@@ -27,19 +27,22 @@ WARMUP = 0.1  # of the steps
 
 def model_flags(size: Size, dropout: float) -> list[str]:
     """Return the flags of a network and of its batch."""
-    sizes = (
-        f"--num-layers {size.layers} --hidden-size {size.hidden} --num-attention-heads {size.heads}"
-    )
-    batch = f"--seq-length {size.length} --micro-batch-size {size.batch}"
-    head = "--untie-embeddings-and-output-weights" if size.table_lr else ""
-    return f"{sizes} {NETWORK} {head} --hidden-dropout {dropout:g} --attention-dropout 0 {batch}".split()
+    flags = f"--num-layers {size.layers} --hidden-size {size.hidden}"
+    flags += f" --num-attention-heads {size.heads} {NETWORK}"
+    if size.table_lr:
+        flags += " --untie-embeddings-and-output-weights"
+    flags += f" --hidden-dropout {dropout:g} --attention-dropout 0"
+    flags += f" --seq-length {size.length} --micro-batch-size {size.batch}"
+    return flags.split()
 
 
 def recipe_flags(size: Size, steps: int) -> list[str]:
     """Return the flags of the optimizer and of a schedule over so many steps."""
-    lr = f"--lr {size.lr:g} --min-lr {size.lr / 100:g} --lr-warmup-iters {max(1, int(WARMUP * steps))}"
-    table = f"--embedding-lr {size.table_lr:g}" if size.table_lr else ""
-    return f"{RECIPE} {lr} {table} --train-iters {steps}".split()
+    warmup = max(1, int(WARMUP * steps))
+    flags = f"{RECIPE} --lr {size.lr:g} --min-lr {size.lr / 100:g} --lr-warmup-iters {warmup}"
+    if size.table_lr:
+        flags += f" --embedding-lr {size.table_lr:g}"
+    return f"{flags} --train-iters {steps}".split()
 
 
 class Tour:
@@ -54,49 +57,40 @@ class Tour:
         return call(self.log, list(argv), **how)
 
     def learn_vocabulary(self, size: int, source: str | None = None) -> None:
-        source = source or self.train
-        self.call(
-            "train-tokenizer",
-            "--input",
-            source,
-            "--vocab-size",
-            str(size),
-            "--output",
-            self.vocabulary,
-        )
+        command = ["train-tokenizer", "--input", source or self.train]
+        command += ["--vocab-size", str(size), "--output", self.vocabulary]
+        self.call(*command)
 
     def tokenize(self) -> int:
         """Return the number of tokens to learn from."""
         from meshwright.data.files.indexed import Indexed
 
         for text in (self.train, self.held_out):
-            files = ["--input", text, "--output-prefix", text.removesuffix(".jsonl")]
-            self.call(
-                "preprocess", *files, "--tokenizer", self.vocabulary, "--append-eod", show=outcome
-            )
+            command = ["preprocess", "--input", text]
+            command += ["--output-prefix", text.removesuffix(".jsonl")]
+            command += ["--tokenizer", self.vocabulary, "--append-eod"]
+            self.call(*command, show=outcome)
         return len(Indexed(token_files(self.train)).tokens)
 
     def training(self, size: Size, dropout: float, steps: int, *more: str) -> list[str]:
         """Return the command that trains, without a folder to save to."""
-        data = [
-            "--train-data-path",
-            token_files(self.train),
-            "--valid-data-path",
-            token_files(self.held_out),
-        ]
-        command = ["train", *data, *model_flags(size, dropout), *recipe_flags(size, steps), *more]
-        return [*command, "--device", self.device]
+        command = ["train", "--train-data-path", token_files(self.train)]
+        command += ["--valid-data-path", token_files(self.held_out)]
+        command += model_flags(size, dropout)
+        command += recipe_flags(size, steps)
+        return [*command, *more, "--device", self.device]
 
     def run_command(self, size: Size, dropout: float, steps: int, *more: str) -> list[str]:
-        """Return the command of the run."""
-        checked = max(1, min(VALIDATED, steps // 20))
-        keep = f"--log-interval {max(1, steps // 60)} --eval-interval {max(1, steps // 4)} --eval-iters {checked}"
-        keep += f" --save-interval {max(1, steps // 4)} --keep-last 1"
-        command = self.training(size, dropout, steps, *keep.split(), *more)
+        """Return the command of the run: about 60 log lines, four validations and saves."""
+        quarter = str(max(1, steps // 4))
+        keep = ["--log-interval", str(max(1, steps // 60)), "--eval-interval", quarter]
+        keep += ["--eval-iters", str(max(1, min(VALIDATED, steps // 20)))]
+        keep += ["--save-interval", quarter, "--keep-last", "1"]
+        command = self.training(size, dropout, steps, *keep, *more)
         return [*command, "--save", self.run, "--load", self.run]
 
     def pre_train(
-        self, command: list[str], stop: Callable[[LoggedInterval], str | None] | None = None
+        self, command: list[str], stop: Callable[[LoggedInterval], str | None] | None
     ) -> None:
         self.call(*command, show=TrainingLines(), stop=stop)
 
@@ -105,12 +99,11 @@ class Tour:
 
         With `parts`, they are of so many parts of the held-out text, for want of time.
         """
+        command = ["evaluate", self.run, "--input", self.held_out]
         if parts is not None:
             print(f"  on the first {parts:,} of the held-out parts, so as to end in time")
-        limit = [] if parts is None else ["--limit", str(parts)]
-        table = self.call(
-            "evaluate", self.run, "--input", self.held_out, *limit, "--device", self.device
-        )
+            command += ["--limit", str(parts)]
+        table = self.call(*command, "--device", self.device)
         ours = float(re.findall(r"bits per byte +([\d.]+)", table)[0])
         return ours, compare_with_trigram(ours, Path(self.train), Path(self.held_out), parts)
 
@@ -125,8 +118,8 @@ class Tour:
         self.try_next()
 
     def try_next(self) -> None:
-        for words in (["chat", self.run], ["report", self.run], ["inspect", self.run]):
-            print(f"  {shlex.join(['meshwright', *words])}")
+        for command in ("chat", "report", "inspect"):
+            print(f"  {shlex.join(['meshwright', command, self.run])}")
 
 
 def token_files(text: str) -> str:
@@ -151,14 +144,11 @@ def compare_with_trigram(
     def encoded(path: Path) -> Iterator[bytes]:
         return (text.encode() for text in read_texts(TextInputs(input=[str(path)])))
 
-    theirs = trigram_bits_per_byte(
-        first_bytes(encoded(train), COMPARED), itertools.islice(encoded(held_out), parts)
-    )
-    verdict = (
-        "the GPT is better"
-        if ours < theirs
-        else "the trigram is better: this model needs more training"
-    )
+    learnt = first_bytes(encoded(train), COMPARED)
+    theirs = trigram_bits_per_byte(learnt, itertools.islice(encoded(held_out), parts))
+    verdict = "the trigram is better: this model needs more training"
+    if ours < theirs:
+        verdict = "the GPT is better"
     print(
         f"  bits per byte: this GPT {ours:.3f}, a byte-trigram model of the same files {theirs:.3f}: {verdict}"
     )

@@ -23,37 +23,39 @@ def trigram_bits_per_byte(train: Iterable[bytes], held_out: Iterable[bytes]) -> 
     by n / (n + t) and the shorter context by the rest; the shortest adds one to each count. A
     document begins with two border symbols, which are never predicted.
     """
+    # Count: each byte alone, after one symbol [257, 256], and after two [257^2, 256].
     a, b, c = _trigrams(train)
-    unigrams = (np.bincount(c, minlength=256) + 1) / (len(c) + 256)  # [256]
+    unigrams = (np.bincount(c, minlength=256) + 1) / (len(c) + 256)
     trust, counts = _witten_bell(b, c, _SYMBOLS)
-    # [257, 256]
-    bigrams = (1 - trust)[:, None] * unigrams + (trust / np.maximum(counts.sum(1), 1))[
-        :, None
-    ] * counts
+    own = (trust / np.maximum(counts.sum(1), 1))[:, None] * counts
+    bigrams = (1 - trust)[:, None] * unigrams + own
     trust, counts = _witten_bell(a * _SYMBOLS + b, c, _SYMBOLS**2)
     seen = np.maximum(counts.sum(1), 1)
 
+    # Score. The table of all trigrams is not divided as a whole: most are never asked for.
     a, b, c = _trigrams(held_out)
     if not len(c):
         raise bad_data("no held-out bytes to score")
     context = a * _SYMBOLS + b
-    p = (1 - trust[context]) * bigrams[b, c] + trust[context] * counts[context, c] / seen[context]
+    weight = trust[context]
+    p = (1 - weight) * bigrams[b, c] + weight * counts[context, c] / seen[context]
     return float(-np.log2(p).mean())
 
 
 def _trigrams(documents: Iterable[bytes]) -> tuple[Integers, Integers, Integers]:
     """Return each byte with the two symbols before it, over all documents."""
     border = np.full(2, 256, np.int32)
-    parts = [
-        part for d in documents for part in (border, np.frombuffer(d, np.uint8).astype(np.int32))
-    ]
-    x = np.concatenate([border, *parts])
+    parts = [border]
+    for document in documents:
+        parts += [border, np.frombuffer(document, np.uint8).astype(np.int32)]
+    x = np.concatenate(parts)
     bytes_at = np.flatnonzero(x[2:] < 256)
     return x[bytes_at], x[bytes_at + 1], x[bytes_at + 2]
 
 
 def _witten_bell(context: Integers, byte: Integers, contexts: int) -> tuple[Reals, Integers]:
     """Return n / (n + t) for each context, 0 if unseen, and the counts [contexts, 256]."""
-    counts = np.bincount(context * 256 + byte, minlength=contexts * 256).reshape(contexts, 256)
+    pairs = context * 256 + byte
+    counts = np.bincount(pairs, minlength=contexts * 256).reshape(contexts, 256)
     n, t = counts.sum(1), np.count_nonzero(counts, axis=1)
     return n / np.maximum(n + t, 1), counts

@@ -52,11 +52,13 @@ class ComparedRun:
         return self.history.mean_validations()
 
     def validations(self) -> dict[int, float]:
-        """Return iteration -> mean validation loss; of the last one's two the first.
+        """Return iteration -> mean validation loss.
 
-        The one at the end reads other batches.
+        A run validates its last step twice; the first time is taken, since the one at the end
+        reads other batches.
         """
-        return dict(sorted(dict(reversed(self.checks())).items()))
+        earliest = dict(reversed(self.checks()))
+        return dict(sorted(earliest.items()))
 
     def final(self, kind: str) -> float:
         """Return the last validation loss, or the mean training loss at the end."""
@@ -70,11 +72,17 @@ class ComparedRun:
         """Return the tokens (or samples) after which the loss is first that low, up to rounding."""
         loss += 1e-6 * abs(loss)
         if kind == "validation":
-            return next((self.amount(i) for i, x in self.checks() if x <= loss), None)
+            for iteration, validated in self.checks():
+                if validated <= loss:
+                    return self.amount(iteration)
+            return None
         x, y = curve(self, "loss", by_amount=True)
         if len(y) > 20:
             x, y = plot.running_median(x, y, len(y) // 100)
-        return next((int(n) for n, value in zip(x, y, strict=True) if value <= loss), None)
+        for amount, smoothed in zip(x, y, strict=True):
+            if smoothed <= loss:
+                return int(amount)
+        return None
 
 
 def compare_runs(
@@ -84,77 +92,85 @@ def compare_runs(
     if tolerance is not None and not tolerance >= 0:
         raise SettingsError(f"{{tolerance={tolerance}}} must be a number of at least 0", USAGE)
     runs = read_runs(folders)
-    comparison: dict[str, Any] = {
-        "unit": runs[0].unit,
-        "runs": [figures(r) for r in runs],
-        "settings": differing([r.settings for r in runs]),
-        "differences": [difference(runs[0], r) for r in runs[1:]],
-        "notes": [*dict.fromkeys(note for r in runs[1:] for note in cautions(runs[0], r))],
-    }
+    comparison = describe_comparison(runs)
     if as_json:
         print(json.dumps(json_ready(comparison), allow_nan=False))
     else:
         print("\n".join(comparison_as_text(comparison)))
+
+    # With --json, standard output has the JSON alone.
     if output or not as_json:
         text = page(runs, comparison)
         target = write_page(output or folders[0] / "compare.html", text, typed=output is not None)
         print(target, file=sys.stderr if as_json else sys.stdout)
+
     if tolerance is None:
         return DONE
-    if not all(d["common_steps"] for d in comparison["differences"]):
+    differences = comparison["differences"]
+    if not all(d["common_steps"] for d in differences):
         raise SettingsError("{tolerance}: these runs have no iteration in common", BAD_DATA)
-    worst = max(abs(d["largest"]["loss"]) for d in comparison["differences"])
-    if worst > tolerance:
-        print(
-            f"the losses differ by {worst:g}, more than --tolerance {tolerance:g}", file=sys.stderr
-        )
-    return UNEXPECTED if worst > tolerance else DONE
+    worst = max(abs(d["largest"]["loss"]) for d in differences)
+    if worst <= tolerance:
+        return DONE
+    print(f"the losses differ by {worst:g}, more than --tolerance {tolerance:g}", file=sys.stderr)
+    return UNEXPECTED
+
+
+def describe_comparison(runs: Sequence[ComparedRun]) -> dict[str, Any]:
+    """Return all that is shown, as JSON has it."""
+    first, *others = runs
+    notes = [note for run in others for note in cautions(first, run)]
+    return {
+        "unit": first.unit,
+        "runs": [figures(run) for run in runs],
+        "settings": differing([run.settings for run in runs]),
+        "differences": [difference(first, run) for run in others],
+        "notes": list(dict.fromkeys(notes)),
+    }
 
 
 def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
-    names = [f.resolve().name for f in folders]
+    names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
-        names = [shown(str(f)) for f in folders]
+        names = [shown(str(folder)) for folder in folders]
+
     read = []
     for folder in folders:
         history = read_history(folder)
         if not history.steps:
             raise UserError(f"{folder / 'metrics.jsonl'} holds no step", BAD_DATA)
         read.append((history, flat_settings(read_settings(folder))))
-    unit = (
-        "tokens"
-        if all(isinstance(settings.get("seq_length"), int) for _, settings in read)
-        else "samples"
-    )
-    return [
-        ComparedRun(
-            name, history, settings, unit, settings["seq_length"] if unit == "tokens" else 1
-        )
-        for name, (history, settings) in zip(names, read, strict=True)
-    ]
+
+    # All runs are counted in one unit.
+    is_length_known = all(isinstance(settings.get("seq_length"), int) for _, settings in read)
+    unit = "tokens" if is_length_known else "samples"
+    runs = []
+    for name, (history, settings) in zip(names, read, strict=True):
+        scale = settings["seq_length"] if is_length_known else 1
+        runs.append(ComparedRun(name, history, settings, unit, scale))
+    return runs
 
 
 def figures(r: ComparedRun) -> dict[str, Any]:
-    steps, checks = r.history.steps, r.checks()
-    last, best = steps[-1].iteration, r.history.best_validation()
-    out = {
+    steps = r.history.steps
+    last = steps[-1].iteration
+    loss, loss_steps = r.final_training
+    best = r.history.best_validation()
+    goodput = read_goodput(r.history)
+    scores = r.history.scores
+    return {
         "name": r.name,
         "steps": last,
         "amount": r.amount(last),
-        "final_loss": r.final("training"),
-    }
-    out["final_loss_steps"] = r.final_training[1]
-    out |= {
-        "final_validation": r.final("validation") if checks else None,
+        "final_loss": loss,
+        "final_loss_steps": loss_steps,
+        "final_validation": r.final("validation") if r.checks() else None,
         "best_validation": best and best[1],
+        "tokens_per_second": statistics.median(s.tokens_per_second for s in steps),
+        "seconds": wall_time(r.history.attempts)[1],
+        "scores": {name: by_step[max(by_step)] for name, by_step in scores.items() if by_step},
+        "goodput": goodput.share if goodput else None,
     }
-    speed = statistics.median(s.tokens_per_second for s in steps)
-    goodput = read_goodput(r.history)
-    out |= {"tokens_per_second": speed, "seconds": wall_time(r.history.attempts)[1]}
-    out["scores"] = {
-        name: scores[max(scores)] for name, scores in r.history.scores.items() if scores
-    }
-    return out | {"goodput": goodput.share if goodput else None}
 
 
 # The settings that decide which tokens a validation reads.
@@ -180,47 +196,59 @@ def cautions(a: ComparedRun, b: ComparedRun) -> list[str]:
 
 def validated_differently(a: ComparedRun, b: ComparedRun) -> list[str]:
     """Return the settings by which two runs were validated on other data."""
-    both = a.validations() and b.validations()
-    return [n for n in _VALIDATED_ON if both and a.settings.get(n) != b.settings.get(n)]
+    if not a.validations() or not b.validations():
+        return []
+    return [n for n in _VALIDATED_ON if a.settings.get(n) != b.settings.get(n)]
 
 
 def amounts_differ(runs: Sequence[ComparedRun]) -> bool:
     """Return whether some iteration comes after different amounts of tokens (or samples)."""
-    amounts: dict[int, set[int]] = {}
-    for r in runs:
-        for s in r.history.steps:
-            amounts.setdefault(s.iteration, set()).add(s.consumed_samples * r.scale)
-    return any(len(each) > 1 for each in amounts.values())
+    amounts: dict[int, int] = {}
+    for run in runs:
+        for step in run.history.steps:
+            amount = step.consumed_samples * run.scale
+            if amounts.setdefault(step.iteration, amount) != amount:
+                return True
+    return False
 
 
 def difference(a: ComparedRun, b: ComparedRun) -> dict[str, Any]:
     """Return how b's losses differ from a's, b - a, at the iterations that both have."""
-    before, after = ({s.iteration: s.loss for s in r.history.steps} for r in (a, b))
-    gaps = {i: gap(before[i], after[i]) for i in before if i in after}
-    relative = {i: abs(g / before[i]) if g and before[i] else abs(g) for i, g in gaps.items()}
-    late = [g for g in list(gaps.values())[-max(1, len(gaps) // 10) :] if math.isfinite(g)]
-    checks = b.validations()
-    kind = "validation" if checks and a.validations() else "training"
+    before = {s.iteration: s.loss for s in a.history.steps}
+    after = {s.iteration: s.loss for s in b.history.steps}
+    first = None
+    gaps: dict[int, float] = {}
+    relative: dict[int, float] = {}
+    for i, loss in before.items():
+        if i not in after:
+            continue
+        gaps[i] = gap(loss, after[i])
+        relative[i] = abs(gaps[i] / loss) if gaps[i] and loss else abs(gaps[i])
+        if first is None and loss.hex() != after[i].hex():
+            first = i
+    last_tenth = list(gaps.values())[-max(1, len(gaps) // 10) :]
+    late = [g for g in last_tenth if math.isfinite(g)]
 
-    def reached(x: ComparedRun, y: ComparedRun) -> dict[str, Any]:
-        loss = y.final(kind)
-        return {
-            "run": x.name,
-            "loss_of": y.name,
-            "kind": kind,
-            "loss": loss,
-            "after": x.reaches(loss, kind),
-        }
+    # When each reaches the final loss of the other.
+    checks, other_checks = a.validations(), b.validations()
+    kind = "validation" if checks and other_checks else "training"
+    reached = list[dict[str, Any]]()
+    if not validated_differently(a, b):
+        for run, other in ((b, a), (a, b)):
+            loss = other.final(kind)
+            amount = run.reaches(loss, kind)
+            names = {"run": run.name, "loss_of": other.name, "kind": kind}
+            reached.append({**names, "loss": loss, "after": amount})
 
     return {
         "runs": [a.name, b.name],
         "common_steps": len(gaps),
-        "first": next((i for i in gaps if before[i].hex() != after[i].hex()), None),
+        "first": first,
         "largest": largest(gaps, "loss"),
         "largest_relative": largest(relative, "share"),
         "mean_of_last_tenth": statistics.fmean(late) if late else None,
-        "validation": {i: gap(x, checks[i]) for i, x in a.validations().items() if i in checks},
-        "reached": [] if validated_differently(a, b) else [reached(b, a), reached(a, b)],
+        "validation": {i: gap(x, other_checks[i]) for i, x in checks.items() if i in other_checks},
+        "reached": reached,
     }
 
 
@@ -241,63 +269,66 @@ def largest(values: dict[int, float], name: str) -> dict[str, Any] | None:
 
 def summary(comparison: dict[str, Any]) -> list[list[str]]:
     """Return the lines of a table with a column for each run."""
-    counts = {r["final_loss_steps"] for r in comparison["runs"]}
-    steps = f"{max(counts)} steps" if len(counts) == 1 else "the last steps"
-    mean = f", mean of {steps}" if max(counts) > 1 else ""
-    form = {
-        "steps": ("steps", ","),
-        "amount": (comparison["unit"], ","),
-        "final_loss": (f"final training loss{mean}", ".4f"),
-        "final_validation": ("final validation loss", ".4f"),
-        "best_validation": ("best validation loss", ".4f"),
-        "tokens_per_second": ("tokens per second, median", ",.0f"),
-    }
-    body = [
-        [label, *("-" if r[key] is None else format(r[key], how) for r in comparison["runs"])]
-        for key, (label, how) in form.items()
-    ]
-    for name in dict.fromkeys(name for r in comparison["runs"] for name in r["scores"]):
-        scores = (r["scores"].get(name) for r in comparison["runs"])
-        body.append(
-            [f"final {name}", *("-" if score is None else f"{score:,.4f}" for score in scores)]
-        )
-    body.append(["wall time", *(duration(r["seconds"]) for r in comparison["runs"])])
-    shares = [r["goodput"] for r in comparison["runs"]]
-    return [*body, ["goodput", *("-" if share is None else f"{share:.1%}" for share in shares)]]
+    runs = comparison["runs"]
+    counts = {r["final_loss_steps"] for r in runs}
+    mean = ""
+    if max(counts) > 1:
+        steps = f"{max(counts)} steps" if len(counts) == 1 else "the last steps"
+        mean = f", mean of {steps}"
+    forms = (
+        ("steps", "steps", ","),
+        (comparison["unit"], "amount", ","),
+        (f"final training loss{mean}", "final_loss", ".4f"),
+        ("final validation loss", "final_validation", ".4f"),
+        ("best validation loss", "best_validation", ".4f"),
+        ("tokens per second, median", "tokens_per_second", ",.0f"),
+    )
+    body = []
+    for label, key, form in forms:
+        body.append([label, *(or_dash(r[key], form) for r in runs)])
+    for name in dict.fromkeys(name for r in runs for name in r["scores"]):
+        body.append([f"final {name}", *(or_dash(r["scores"].get(name), ",.4f") for r in runs)])
+    body.append(["wall time", *(duration(r["seconds"]) for r in runs)])
+    body.append(["goodput", *(or_dash(r["goodput"], ".1%") for r in runs)])
+    return body
+
+
+def or_dash(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def distances(comparison: dict[str, Any]) -> list[list[str]]:
     """Return the lines of a table with a column for each run but the first."""
-    out = []
-    for d in comparison["differences"]:
-        far, share, checks = d["largest"], d["largest_relative"], d["validation"]
-        column = {"common steps": f"{d['common_steps']:,}"}
-        if far:
-            mean, first = d["mean_of_last_tenth"], d["first"]
-            first_bit = "none: equal to the last bit" if first is None else f"iteration {first:,}"
-            column |= {
-                "first difference in any bit": first_bit,
-                "largest difference": f"{far['loss']:+.4g} at {far['iteration']:,}",
-                "largest relative difference": f"{percentage(share['share'])} at {share['iteration']:,}",
-                "mean difference, last 10% of them": "-" if mean is None else f"{mean:+.4g}",
-            }
-        if checks:
-            worst = largest(checks, "loss") or {}
-            column["largest validation difference"] = (
-                f"{worst['loss']:+.4g} at {worst['iteration']:,}"
-            )
-            column["last validation difference"] = (
-                f"{list(checks.values())[-1]:+.4g} at {list(checks)[-1]:,}"
-            )
-        for r, who in zip(
-            d["reached"], ("it reaches the first's", "the first reaches its"), strict=False
-        ):
-            reached = (
-                "never" if r["after"] is None else f"after {r['after']:,} {comparison['unit']}"
-            )
-            column[f"{who} final {r['kind']} loss"] = f"{r['loss']:.4f} {reached}"
-        out.append(column)
-    return [[label, *(c.get(label, "-") for c in out)] for label in {k: 0 for c in out for k in c}]
+    columns = [distance_column(d, comparison["unit"]) for d in comparison["differences"]]
+    labels = dict.fromkeys(label for column in columns for label in column)
+    return [[label, *(column.get(label, "-") for column in columns)] for label in labels]
+
+
+def distance_column(d: dict[str, Any], unit: str) -> dict[str, str]:
+    """Return the cells of one run, by the labels of their lines."""
+    column = {"common steps": f"{d['common_steps']:,}"}
+    if far := d["largest"]:
+        first, share = d["first"], d["largest_relative"]
+        column["first difference in any bit"] = (
+            "none: equal to the last bit" if first is None else f"iteration {first:,}"
+        )
+        column["largest difference"] = f"{far['loss']:+.4g} at {far['iteration']:,}"
+        column["largest relative difference"] = (
+            f"{percentage(share['share'])} at {share['iteration']:,}"
+        )
+        mean = or_dash(d["mean_of_last_tenth"], "+.4g")
+        column["mean difference, last 10% of them"] = mean
+    if checks := d["validation"]:
+        worst = largest(checks, "loss") or {}
+        last, loss = list(checks.items())[-1]
+        column["largest validation difference"] = f"{worst['loss']:+.4g} at {worst['iteration']:,}"
+        column["last validation difference"] = f"{loss:+.4g} at {last:,}"
+    # None of the two if the runs were validated on other data.
+    whose = ("it reaches the first's", "the first reaches its")
+    for who, r in zip(whose, d["reached"], strict=False):
+        when = "never" if r["after"] is None else f"after {r['after']:,} {unit}"
+        column[f"{who} final {r['kind']} loss"] = f"{r['loss']:.4f} {when}"
+    return column
 
 
 def percentage(x: float) -> str:
@@ -305,24 +336,17 @@ def percentage(x: float) -> str:
 
 
 def comparison_as_text(comparison: dict[str, Any]) -> list[str]:
-    names = [r["name"] for r in comparison["runs"]]
-    lines = align_columns(turned([["", *names], *summary(comparison)]))
-    lines += [
-        "",
-        *align_columns(turned([[f"compared with {names[0]}", *names[1:]], *distances(comparison)])),
-    ]
-    settings = [
-        f"  {n}: {' | '.join(map(show_setting, values))}"
-        for n, values in comparison["settings"].items()
-    ]
-    notes = [f"note: {note}" for note in comparison["notes"]]
-    return [
-        *lines,
-        *notes,
-        "",
-        "settings that differ:" if settings else "no setting differs",
-        *settings,
-    ]
+    first, *others = [r["name"] for r in comparison["runs"]]
+    figures_table = [["", first, *others], *summary(comparison)]
+    distances_table = [[f"compared with {first}", *others], *distances(comparison)]
+    lines = align_columns(turned(figures_table))
+    lines += ["", *align_columns(turned(distances_table))]
+    lines += [f"note: {note}" for note in comparison["notes"]]
+    settings = comparison["settings"]
+    lines += ["", "settings that differ:" if settings else "no setting differs"]
+    for name, values in settings.items():
+        lines.append(f"  {name}: {' | '.join(map(show_setting, values))}")
+    return lines
 
 
 def turned(rows: list[list[str]]) -> list[list[str]]:
@@ -338,20 +362,24 @@ def show_setting(value: Any) -> str:
 
 
 def page(runs: Sequence[ComparedRun], comparison: dict[str, Any]) -> str:
-    names = [r.name for r in runs]
+    first, *others = names = [r.name for r in runs]
+    title = ", ".join(names)
     settings = [[n, *map(show_setting, values)] for n, values in comparison["settings"].items()]
+    settings_table = '<p class="quiet">None.</p>'
+    if settings:
+        settings_table = html_table(settings, "numbers", ["", *names])
     parts = [
-        f"<h1>{escape(', '.join(names))}</h1>",
+        f"<h1>{escape(title)}</h1>",
         wide_table([["", *names], *summary(comparison)]),
         f'<div class="pictures">{"".join(plots(runs))}</div>',
-        f"<h2>Compared with {escape(names[0])}</h2>",
-        wide_table([["", *names[1:]], *distances(comparison)]),
+        f"<h2>Compared with {escape(first)}</h2>",
+        wide_table([["", *others], *distances(comparison)]),
         *(f'<p class="quiet">Note: {escape(note)}.</p>' for note in comparison["notes"]),
         *explained(runs),
         f"<h2>Settings that differ ({len(settings)})</h2>",
-        html_table(settings, "numbers", ["", *names]) if settings else '<p class="quiet">None.</p>',
+        settings_table,
     ]
-    return document(f"{', '.join(names)}: comparison", parts)
+    return document(f"{title}: comparison", parts)
 
 
 def wide_table(rows: list[list[str]]) -> str:
@@ -361,9 +389,11 @@ def wide_table(rows: list[list[str]]) -> str:
 
 def explained(runs: Sequence[ComparedRun]) -> list[str]:
     """Return what the best and the last validation of each run mean."""
-    words = [(r.name, line) for r in runs for line in explain_validations(r.history, r.settings)]
-    lines = (f"<p><b>{escape(name)}</b>: {escape(line)}</p>" for name, line in words)
-    return ["<h2>Best and last validation</h2>", *lines] if words else []
+    lines = []
+    for run in runs:
+        for line in explain_validations(run.history, run.settings):
+            lines.append(f"<p><b>{escape(run.name)}</b>: {escape(line)}</p>")
+    return ["<h2>Best and last validation</h2>", *lines] if lines else []
 
 
 def curve(r: ComparedRun, column: str, by_amount: bool) -> tuple[Any, Any]:
@@ -384,38 +414,42 @@ def plots(runs: Sequence[ComparedRun]) -> list[str]:
     differences.axhline(0, color=plot.INK, lw=0.8, alpha=0.6)
     legends = dict.fromkeys(drawn, "")  # of what is drawn, and no more
     x0, y0 = curve(runs[0], "loss", by_amount)
+
     for number, r in enumerate(runs):
         style = style_of(number)
         key = plot.key(style.sign, style.colour, r.name)
+
+        # Losses: a line of the training, a marker for each validation.
         x, y = curve(r, "loss", by_amount)
         signs = []
         if len(x):
             plot.draw_line(losses, x, y, style.colour, style.line)
             signs.append(style.sign)
-        checks = [
-            (r.amount(i) if by_amount else i, v)
-            for i, v in r.validations().items()
-            if math.isfinite(v)
-        ]
+        checks = [(i, loss) for i, loss in r.validations().items() if math.isfinite(loss)]
         if checks:
-            losses.plot(*zip(*checks, strict=True), style.marker, color=style.colour, ms=5)
+            at = [r.amount(i) if by_amount else i for i, _ in checks]
+            validated = [loss for _, loss in checks]
+            losses.plot(at, validated, style.marker, color=style.colour, ms=5)
             signs.append(style.marker_sign)
-        legends["Loss"] += plot.key(" ".join(signs), style.colour, r.name) if signs else ""
-        rates.plot(
-            *plot.thin(*curve(r, "lr", by_amount)), color=style.colour, ls=style.line, lw=1.6
-        )
+        if signs:
+            legends["Loss"] += plot.key(" ".join(signs), style.colour, r.name)
+
+        # Learning rates.
+        rate = plot.thin(*curve(r, "lr", by_amount))
+        rates.plot(*rate, color=style.colour, ls=style.line, lw=1.6)
         legends["Learning rate"] += key
-        if number and len(x) and (both := (x0 >= x[0]) & (x0 <= x[-1])).any():
-            plot.draw_line(
-                differences,
-                x0[both],
-                np.interp(x0[both], x, y) - y0[both],
-                style.colour,
-                style.line,
-            )
-            legends["Difference"] += key
-    return [
-        plot.embed_figure(figure, t, notes[t], legends[t], wide=True)
-        for t, (figure, _) in drawn.items()
-        if legends[t]
-    ]
+
+        # The difference from the first run, where both have steps.
+        if number and len(x):
+            both = (x0 >= x[0]) & (x0 <= x[-1])
+            if both.any():
+                apart = np.interp(x0[both], x, y) - y0[both]
+                plot.draw_line(differences, x0[both], apart, style.colour, style.line)
+                legends["Difference"] += key
+
+    pictures = []
+    for title, (figure, _) in drawn.items():
+        if legends[title]:
+            picture = plot.embed_figure(figure, title, notes[title], legends[title], wide=True)
+            pictures.append(picture)
+    return pictures

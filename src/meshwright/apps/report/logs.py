@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from glob import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshwright.apps.pages.styles import COLOURS
 from meshwright.base.errors import BAD_DATA, DONE, USAGE, UserError, bad_data
@@ -88,43 +88,43 @@ def megatron_line(text: str) -> LogLine | None:
     iteration = re.search(r"\biteration +(\d+) */", text)
     if iteration is None or "|" not in text:
         return None
-    values = dict(part.strip().rsplit(": ", 1) for part in text.split("|") if ": " in part)
-    ms, batch = (
-        _number(values.get(n, "")) for n in ("elapsed time per iteration (ms)", "global batch size")
-    )
-    speed, tpt, tflops, per_gpu = (
-        _number(values.get(n, ""))
-        for n in ("samples per second", "tpt", "TFLOPs", "throughput per GPU (TFLOP/s/GPU)")
-    )
-    speed = tpt if speed is None else speed
+    values: dict[str, float | None] = {}
+    for part in text.split("|"):
+        if ": " in part:
+            name, value = part.strip().rsplit(": ", 1)
+            values[name] = _number(value)
+
+    # Versions name the speed and the TFLOPs differently; the oldest have the time alone.
+    ms, batch = values.get("elapsed time per iteration (ms)"), values.get("global batch size")
+    speed = values.get("samples per second")
+    if speed is None:
+        speed = values.get("tpt")
     if speed is None and ms and batch:
         speed = batch * 1e3 / ms
-    tflops = per_gpu if tflops is None else tflops
-    return (
-        LogLine(int(iteration[1]), speed, _number(values.get("lm loss", "")), tflops)
-        if ms or speed
-        else None
-    )
+    tflops = values.get("TFLOPs")
+    if tflops is None:
+        tflops = values.get("throughput per GPU (TFLOP/s/GPU)")
+    if not ms and not speed:
+        return None
+    return LogLine(int(iteration[1]), speed, values.get("lm loss"), tflops)
 
 
 def libai_line(text: str) -> LogLine | None:
     iteration = re.search(r"\biteration: +(\d+)/\d+", text)
     if iteration is None or "total_loss" not in text:
         return None
-    speed, loss = _after("total_throughput: +", text), _after("total_loss: +", text)
-    if (
-        speed is None
-        and (seconds := _after(r"\btime: +", text))
-        and (batch := _after(r"total_batch_size: +", text))
-    ):
-        speed = batch / seconds
-    return LogLine(int(iteration[1]), speed, loss)
+    speed = _after("total_throughput: +", text)
+    if speed is None:
+        seconds, batch = _after(r"\btime: +", text), _after(r"total_batch_size: +", text)
+        speed = batch / seconds if seconds and batch else None
+    return LogLine(int(iteration[1]), speed, _after("total_loss: +", text))
 
 
 def oneflow_line(text: str) -> LogLine | None:
     """Read a row `| step | micro_batches | samples | throughput | latency | loss |`, or `step=`."""
-    cells = [cell.strip() for cell in text.strip().strip("|").split("|")]
-    if text.lstrip().startswith("|") and len(cells) == 6 and cells[0].isdigit():
+    text = text.strip()
+    cells = [cell.strip() for cell in text.strip("|").split("|")]
+    if text.startswith("|") and len(cells) == 6 and cells[0].isdigit():
         return LogLine(int(cells[0]), _number(cells[3]), _number(cells[5]))
     step = re.search(r"\bstep=(\d+),", text)
     if step is None or "throughput=" not in text:
@@ -134,10 +134,14 @@ def oneflow_line(text: str) -> LogLine | None:
 
 def deepspeed_line(text: str) -> LogLine | None:
     """Read what DeepSpeed's engine and timer print every `steps_per_print` steps."""
-    if (step := re.search(r"\bsteps: (\d+) loss: ", text)) is not None:
+    step = re.search(r"\bsteps: (\d+) loss: ", text)
+    if step is not None:
         return LogLine(int(step[1]), _after("samples/sec: +", text), _after("loss: +", text))
-    step, speed = re.search(r"\bglobal_step=(\d+),", text), _after("CurrSamplesPerSec=", text)
-    return LogLine(int(step[1]), speed) if step is not None and speed is not None else None
+    step = re.search(r"\bglobal_step=(\d+),", text)
+    speed = _after("CurrSamplesPerSec=", text)
+    if step is None or speed is None:
+        return None
+    return LogLine(int(step[1]), speed)
 
 
 # The first form of which a log has lines is the one it is read in.
@@ -168,13 +172,14 @@ def _after(pattern: str, text: str) -> float | None:
 def find_logs(paths: Iterable[Path]) -> Iterator[tuple[Path, str]]:
     """Yield logs and their names: named files, and in folders those that look like logs."""
     for path in paths:
+        if not path.exists():
+            raise bad_data(f"there is no log or folder {path}")
         if not path.is_dir():
-            if not path.exists():
-                raise bad_data(f"there is no log or folder {path}")
             yield path, str(path)
             continue
-        for file in sorted({p for pattern in PATTERNS for p in path.rglob(pattern) if p.is_file()}):
-            if file.name != "log.txt" or not has_output(file.parent):
+        found = {file for pattern in PATTERNS for file in path.rglob(pattern)}
+        for file in sorted(found):
+            if file.is_file() and (file.name != "log.txt" or not has_output(file.parent)):
                 yield file, str(file)
 
 
@@ -195,9 +200,8 @@ def read_log(path: Path, name: str) -> Log:
             *pieces, rest = re.split(rb"[\r\n]", block)  # progress bars write over their line
             for piece in pieces:
                 log.last = piece.strip() or log.last
-                log.has_failure = log.has_failure or any(
-                    word in piece for word in WORDS_OF_FAILURES
-                )
+                if any(word in piece for word in WORDS_OF_FAILURES):
+                    log.has_failure = True
                 if piece.startswith(b"|") or any(word in piece for word in WORDS_OF_LINES):
                     read_line(log, clean(piece))
             log.last = rest.strip() or log.last  # without its end: cut, perhaps within a number
@@ -210,6 +214,7 @@ def clean(piece: bytes) -> str:
 
 
 def read_line(log: Log, text: str) -> None:
+    # A line of steps.
     if "iteration" in text or "step" in text or text.startswith("|"):
         for form, read in FORMS.items():
             if (line := read(text)) is not None:
@@ -217,15 +222,16 @@ def read_line(log: Log, text: str) -> None:
                 if (gib := _after(r"memory \(GiB\): +", text)) is not None:
                     _keep_most(log, "tensors", gib * 1024)
                 return
+
+    # Memory, a validation, or an argument in Megatron's list of them.
     if "MiB" in text:
         read_nvidia(log, text)
     elif "memory (MB)" in text and (reserved := _after("max reserved: +", text)) is not None:
         _keep_most(log, "reserved", reserved)
     elif "lm loss PPL:" in text and "validation loss at" in text and " test " not in text:
         ppl = _after("lm loss PPL: +", text)
-        log.ppl = min(
-            (x for x in (ppl, log.ppl) if x is not None and not math.isnan(x)), default=None
-        )
+        if ppl is not None and not math.isnan(ppl):
+            log.ppl = ppl if log.ppl is None else min(ppl, log.ppl)
     elif argument := re.match(r" +(\w+) \.{2,} (.*)$", text):
         log.arguments.setdefault(argument[1], argument[2].strip())
 
@@ -251,10 +257,12 @@ def _keep_most(log: Log, source: str, mib: float) -> None:
 def after_warm_up(lines: Sequence[LogLine]) -> list[LogLine]:
     """Return the lines that the medians are of; see the top of this module."""
     last = max(line.iteration for line in lines)
-    pairs = itertools.pairwise(lines)
-    return [b for a, b in pairs if a.iteration < b.iteration and b.iteration * 10 > last] or list(
-        lines
-    )
+    counted = []
+    for before, line in itertools.pairwise(lines):
+        # A start begins where iterations go back.
+        if before.iteration < line.iteration and line.iteration * 10 > last:
+            counted.append(line)
+    return counted or list(lines)
 
 
 def row_of(log: Log) -> LogRow | None:
@@ -264,22 +272,28 @@ def row_of(log: Log) -> LogRow | None:
         return None
     lines = log.lines[form]
     counted = after_warm_up(lines)
-    speeds = [x for line in counted if (x := line.samples_per_second) is not None]
-    tflops = [x for line in counted if (x := line.tflops) is not None]
-    memory_from = next((s for s in ("nvidia-smi", "reserved", "tensors") if s in log.memory), "")
+    losses = [line.loss for line in lines if line.loss is not None]
+    sources = ("nvidia-smi", "reserved", "tensors")
+    memory_from = next((source for source in sources if source in log.memory), "")
     return LogRow(
-        config_of(log),
-        statistics.median(speeds) if speeds else None,
-        log.memory.get(memory_from),
-        memory_from,
-        statistics.median(tflops) if tflops else None,
-        next((x for line in reversed(lines) if (x := line.loss) is not None), None),
-        log.ppl,
-        lines[-1].iteration,
-        len(counted),
-        form,
-        log.name,
+        config=config_of(log),
+        samples_per_second=median_of(line.samples_per_second for line in counted),
+        memory_mib=log.memory.get(memory_from),
+        memory_from=memory_from,
+        tflops=median_of(line.tflops for line in counted),
+        loss=losses[-1] if losses else None,
+        ppl=log.ppl,
+        iteration=lines[-1].iteration,
+        lines=len(counted),
+        form=form,
+        log=log.name,
     )
+
+
+def median_of(values: Iterable[float | None]) -> float | None:
+    """Return the median of those that are known."""
+    known = [x for x in values if x is not None]
+    return statistics.median(known) if known else None
 
 
 def title_of(log: Log) -> str:
@@ -296,44 +310,51 @@ def config_of(log: Log) -> str:
     arguments, path = log.arguments, log.path.absolute()
     name = f"{path.parent.name}/{path.stem}"
 
-    def value(argument: str, pattern: str) -> str | None:
+    def number(argument: str, short: str) -> str | None:
         stated = arguments.get(argument)
         if stated and re.fullmatch(r"\d+", stated):
             return stated
-        parts_of_name = re.findall(pattern, name, re.I)
-        return str(parts_of_name[-1]).lower() if parts_of_name else None
+        in_name = re.findall(rf"(?:^|[_/]){short}(\d+)", name, re.I)
+        return str(in_name[-1]) if in_name else None
 
-    layers, tp, pp, micro, batch = (
-        value(argument, rf"(?:^|[_/]){short}(\d+)")
-        for argument, short in (
-            ("num_layers", "nl"),
-            ("tensor_model_parallel_size", "mp"),
-            ("pipeline_model_parallel_size", "pp"),
-            ("micro_batch_size", "mb"),
-            ("global_batch_size", "gb"),
-        )
-    )
+    layers = number("num_layers", "nl")
+    tp = number("tensor_model_parallel_size", "mp")
+    pp = number("pipeline_model_parallel_size", "pp")
     if not (layers and tp and pp):
         return title_of(log)
+
+    # The number of devices, from which data parallelism follows.
     machines = machines_of(log)
-    world = value("world_size", "$^") or (str(math.prod(machines)) if machines else None)
-    size = f"_{machines[0]}n{machines[1]}g" if machines else f"_{world}g" if world else ""
+    world = arguments.get("world_size", "")
+    if re.fullmatch(r"\d+", world) is None:
+        world = str(math.prod(machines)) if machines else ""
+    size = f"_{world}g" if world else ""
+    if machines:
+        size = f"_{machines[0]}n{machines[1]}g"
     ranks = int(tp) * int(pp)
     dp = int(world) // ranks if world and ranks else "?"
-    named = value("", r"_(fp16|bf16|fp32|amp)(?=_|$)") or "fp32"
-    precision = (
-        next((p for p in ("fp16", "bf16") if arguments.get(p) == "True"), "fp32")
-        if "fp16" in arguments
-        else named
-    )
-    recomputed = (
-        arguments.get("checkpoint_activations") == "True"
-        or arguments.get("recompute_granularity") == "full"
-    )
-    if "fp16" not in arguments:
-        recomputed = "_actrue" in name.lower()
-    parts = [f"nl{layers}", precision, f"{dp}x{tp}x{pp}", *(["ac"] if recomputed else [])]
-    return "_".join([*parts, *(f"{n}{x}" for n, x in (("mb", micro), ("gb", batch)) if x)]) + size
+
+    # Precision and recomputation: arguments of Megatron's list, or words of the name.
+    if "fp16" in arguments:
+        chosen = [low for low in ("fp16", "bf16") if arguments.get(low) == "True"]
+        precision = chosen[0] if chosen else "fp32"
+        is_recomputed = (
+            arguments.get("checkpoint_activations") == "True"
+            or arguments.get("recompute_granularity") == "full"
+        )
+    else:
+        named = re.findall(r"_(fp16|bf16|fp32|amp)(?=_|$)", name, re.I)
+        precision = named[-1].lower() if named else "fp32"
+        is_recomputed = "_actrue" in name.lower()
+
+    parts = [f"nl{layers}", precision, f"{dp}x{tp}x{pp}"]
+    if is_recomputed:
+        parts.append("ac")
+    if micro := number("micro_batch_size", "mb"):
+        parts.append(f"mb{micro}")
+    if batch := number("global_batch_size", "gb"):
+        parts.append(f"gb{batch}")
+    return "_".join(parts) + size
 
 
 def machines_of(log: Log) -> tuple[int, int] | None:
@@ -352,21 +373,26 @@ def join_machines(logs: Sequence[Log]) -> list[Log]:
     """
     groups: dict[str, list[Log]] = {}
     for log in logs:
-        name = re.sub(r"_\d{8}_\w+$", "", title_of(log))
-        groups.setdefault(name if name != title_of(log) else log.name, []).append(log)
+        title = title_of(log)
+        name = re.sub(r"_\d{8}_\w+$", "", title)
+        groups.setdefault(name if name != title else log.name, []).append(log)
+
     joined: set[int] = set()
     for group in groups.values():
         group.sort(key=title_of)
         machines = machines_of(group[0])
         first = [log for log in group if log.lines]
-        without = [log for log in group if not (log.lines or log.has_failure)]
-        others = [log for log in without if machines or "nvidia-smi" in log.memory]
+        others = []
+        for log in group:
+            if not log.lines and not log.has_failure and (machines or "nvidia-smi" in log.memory):
+                others.append(log)
         each = machines[0] - 1 if machines else len(others) // max(1, len(first))
-        if first and len(others) == each * len(first):
-            for n, log in enumerate(others):
-                if "nvidia-smi" in log.memory:
-                    _keep_most(first[n // each], "nvidia-smi", log.memory["nvidia-smi"])
-                joined.add(id(log))
+        if not first or len(others) != each * len(first):
+            continue
+        for n, log in enumerate(others):
+            if "nvidia-smi" in log.memory:
+                _keep_most(first[n // each], "nvidia-smi", log.memory["nvidia-smi"])
+            joined.add(id(log))
     return [log for log in logs if id(log) not in joined]
 
 
@@ -377,14 +403,14 @@ def why_not(log: Log) -> str:
     shown = clean(log.last)
     if "\0" in shown or "\ufffd" in shown:
         return "no line of a step in it; not a text"
-    return (
-        f"no line of a step in it; its last line: {shown[:100]}{'...' if len(shown) > 100 else ''}"
-    )
+    if len(shown) > 100:
+        shown = f"{shown[:100]}..."
+    return f"no line of a step in it; its last line: {shown}"
 
 
 # Output
 
-TABLE_HEAD = (
+TABLE_HEAD = [
     "config",
     "samples/s",
     "memory (MiB)",
@@ -393,32 +419,38 @@ TABLE_HEAD = (
     "val. PPL",
     "iteration",
     "log",
-)
+]
 
 
 def cells(row: LogRow) -> list[str]:
-    def shown(value: float | None, form: str, after: str = "") -> str:
-        return "-" if value is None else f"{value:{form}}{after}"
+    def shown(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
 
-    memory = shown(row.memory_mib, ".0f", f" ({row.memory_from})")
-    numbers = (
+    memory = shown(row.memory_mib, ".0f")
+    if row.memory_mib is not None:
+        memory += f" ({row.memory_from})"
+    return [
+        row.config,
         shown(row.samples_per_second, ".2f"),
         memory,
         shown(row.tflops, ".1f"),
         shown(row.loss, ".4f"),
-    )
-    return [row.config, *numbers, shown(row.ppl, ".2f"), str(row.iteration), row.log]
+        shown(row.ppl, ".2f"),
+        str(row.iteration),
+        row.log,
+    ]
 
 
 def logs_as_text(rows: Sequence[LogRow]) -> str:
-    return "\n".join(align_columns([list(TABLE_HEAD), *map(cells, rows)])) + "\n"
+    return "\n".join(align_columns([TABLE_HEAD, *map(cells, rows)])) + "\n"
 
 
 def as_markdown(rows: Sequence[LogRow]) -> str:
-    lines = [list(TABLE_HEAD), ["---"] * len(TABLE_HEAD), *map(cells, rows)]
-    return "".join(
-        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines
-    )
+    out = ""
+    for line in (TABLE_HEAD, ["---"] * len(TABLE_HEAD), *map(cells, rows)):
+        escaped = (cell.replace("|", "\\|") for cell in line)
+        out += f"| {' | '.join(escaped)} |\n"
+    return out
 
 
 def as_csv(rows: Sequence[LogRow]) -> str:
@@ -430,10 +462,7 @@ def as_csv(rows: Sequence[LogRow]) -> str:
 
 
 def logs_as_json(rows: Sequence[LogRow], without: Sequence[dict[str, str]] = ()) -> str:
-    report: dict[str, Any] = {
-        "runs": [row.__dict__ for row in rows],
-        "without_steps": list(without),
-    }
+    report = {"runs": [row.__dict__ for row in rows], "without_steps": list(without)}
     return json.dumps(json_ready(report), allow_nan=False) + "\n"
 
 
@@ -453,12 +482,15 @@ def extract(paths: Sequence[Path], form: str, picture: Path | None) -> int:
             read.append(read_log(path, name))
         except OSError as error:
             without.append({"log": name, "reason": f"cannot be read: {error.strerror}"})
-    logs = join_machines(read)
-    without += [{"log": log.name, "reason": why_not(log)} for log in logs if not log.lines]
-    rows = [row for log in logs if (row := row_of(log)) is not None]
-    rows.sort(
-        key=lambda row: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", row.config)]
-    )
+
+    rows: list[LogRow] = []
+    for log in join_machines(read):
+        if (row := row_of(log)) is not None:
+            rows.append(row)
+        else:
+            without.append({"log": log.name, "reason": why_not(log)})
+    rows.sort(key=natural_order)
+
     if form == "json":
         print(logs_as_json(rows, without), end="")
     elif rows:
@@ -477,6 +509,11 @@ def extract(paths: Sequence[Path], form: str, picture: Path | None) -> int:
     return DONE
 
 
+def natural_order(row: LogRow) -> list[int | str]:
+    """Return what sorts configurations by the numbers in them: mb2 before mb16."""
+    return [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", row.config)]
+
+
 def draw_logs(rows: Sequence[LogRow]) -> Figure:
     """Draw samples/s and memory as bars, a row each."""
     from matplotlib.figure import Figure
@@ -490,7 +527,7 @@ def draw_logs(rows: Sequence[LogRow]) -> Figure:
     rows = rows[:MOST_BARS]
     figure = Figure(figsize=(10, 1.2 + 0.35 * len(rows)), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True, squeeze=False)[0]
-    forms, configs = list(dict.fromkeys(row.form for row in rows)), [row.config for row in rows]
+    forms = list(dict.fromkeys(row.form for row in rows))
     for axes, title, values in (
         (panels[0], "samples per second", [row.samples_per_second for row in rows]),
         (panels[1], "memory of a device, MiB", [row.memory_mib for row in rows]),
@@ -504,12 +541,14 @@ def draw_logs(rows: Sequence[LogRow]) -> Figure:
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         axes.spines[["top", "right"]].set_visible(False)
+
     # The end of a log's name, where its date is, distinguishes runs of one configuration.
-    which = (
-        f"...{Path(row.log).stem[-30:]}" if configs.count(row.config) > 1 else row.form
-        for row in rows
-    )
-    labels = [f"{config}\n{note}" for config, note in zip(configs, which, strict=True)]
+    configs = [row.config for row in rows]
+    labels = []
+    for row in rows:
+        is_repeated = configs.count(row.config) > 1
+        note = f"...{Path(row.log).stem[-30:]}" if is_repeated else row.form
+        labels.append(f"{row.config}\n{note}")
     panels[0].set_yticks(range(len(rows)), labels, fontsize=8, parse_math=False)
     panels[0].set_ylim(len(rows) - 0.5, -0.5)
     return figure

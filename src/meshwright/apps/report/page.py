@@ -60,38 +60,30 @@ else addEventListener("DOMContentLoaded", () => {
 
 
 def page(run_dir: Path, history: History, settings: Settings, now: float) -> str:
-    name, last = run_dir.resolve().name, history.attempts[-1] if history.attempts else None
-    is_running, head = history.is_running(now), []
-    if is_running:
-        script = SCRIPT.replace("WRITTEN", str(round(1e3 * now))).replace(
-            "PATIENCE", str(round(1e3 * PATIENCE))
-        )
-        head = [script.replace("RELOAD", str(1000 * RELOAD))]
-        head.append(f'<noscript><meta http-equiv="refresh" content="{2 * RELOAD}"></noscript>')
+    name = run_dir.resolve().name
+    last = history.attempts[-1] if history.attempts else None
+    is_running = history.is_running(now)
     attempts = []
     for a in history.attempts:
         row = [str(a.number), date(a.start.get("time")), f"{a.began:,} to {a.last:,}"]
         attempts.append([*row, shell_line(a.start.get("command")), describe_end(a, a is last)])
+    cards = [
+        f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>"
+        for label, value in headlines(history, settings, is_running)
+    ]
+    explained = explain_validations(history, flat_settings(settings), is_running)
+    goodput = read_goodput(history)
+    version = last.start.get("version", "") if last else ""
     parts = [
         f"<h1>{escape(name)}</h1>",
         *show_state(history, now),
         '<dl class="cards">',
-        *(
-            f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>"
-            for k, v in headlines(history, settings, is_running)
-        ),
+        *cards,
         "</dl>",
-        *(
-            f"<p>{escape(words)}</p>"
-            for words in explain_validations(history, flat_settings(settings), is_running)
-        ),
+        *(f"<p>{escape(words)}</p>" for words in explained),
         *explain_unsaved(history),
         *show_certificate(run_dir),
-        *(
-            [f"<p>{escape(goodput.line().capitalize())}.</p>"]
-            if (goodput := read_goodput(history))
-            else []
-        ),
+        *([f"<p>{escape(goodput.line().capitalize())}.</p>"] if goodput else []),
         f'<div class="pictures">{"".join(plots(history))}</div>',
         "<h2>Attempts</h2>",
         html_table(attempts, "attempts", ["", "started", "iterations", "command", "end"]),
@@ -100,15 +92,24 @@ def page(run_dir: Path, history: History, settings: Settings, now: float) -> str
         '<p class="quiet">If the settings name --save and --load, this continues from the last checkpoint; '
         "give both a new folder to start afresh.</p>",
         f"<details><summary>Settings ({sum(map(len, settings.values()))})</summary>",
-        *(
-            f"<h3>{escape(group)}</h3>{settings_table(values)}"
-            for group, values in settings.items()
-        ),
+        *(f"<h3>{escape(group)}</h3>{settings_table(v)}" for group, v in settings.items()),
         "</details>",
-        f'<footer class="quiet">Meshwright {escape(last.start.get("version", "") if last else "")}. Exact numbers: '
+        f'<footer class="quiet">Meshwright {escape(version)}. Exact numbers: '
         f"<code>meshwright report --losses {escape(shlex.quote(shown(str(run_dir))))}</code></footer>",
     ]
-    return document(f"{name}: report", parts, head)
+    return document(f"{name}: report", parts, reloading(now) if is_running else [])
+
+
+def reloading(now: float) -> list[str]:
+    """Return the head of a page that reloads itself; without scripts, for ever."""
+    script = SCRIPT
+    for word, milliseconds in (
+        ("WRITTEN", 1e3 * now),
+        ("PATIENCE", 1e3 * PATIENCE),
+        ("RELOAD", 1e3 * RELOAD),
+    ):
+        script = script.replace(word, str(round(milliseconds)))
+    return [script, f'<noscript><meta http-equiv="refresh" content="{2 * RELOAD}"></noscript>']
 
 
 def show_state(history: History, now: float) -> list[str]:
@@ -117,48 +118,48 @@ def show_state(history: History, now: float) -> list[str]:
         return ['<p class="quiet" id="state">no attempt recorded</p>']
     last = history.attempts[-1]
     if not history.is_running(now):
-        since = f" since {date(history.updated)}" if last.end is None and history.updated else ""
-        return [
-            f'<p class="quiet" id="state">last attempt: {escape(describe_end(last, True))}{since}</p>'
-        ]
+        words = escape(describe_end(last, True))
+        if last.end is None and history.updated:
+            words += f" since {date(history.updated)}"
+        return [f'<p class="quiet" id="state">last attempt: {words}</p>']
+
     total = last.start.get("train_iters")
-    words, bar = [f"step {last.last:,}"], []
+    words, bar = f"step {last.last:,}", []
     if isinstance(total, int) and total:
-        words[0] += f" of {total:,}"
+        words += f" of {total:,}"
         recent = [s.ms for s in history.steps[-100:] if s.iteration > last.began]
         if recent:
-            words.append(
-                f"about {duration((total - last.last) * statistics.median(recent) / 1e3)} left"
-            )
+            seconds = (total - last.last) * statistics.median(recent) / 1e3
+            words += f"; about {duration(seconds)} left"
         bar = [f'<progress max="{total}" value="{last.last}"></progress>']
-    words.append(f"updated {date(now)}; this page reloads itself")
-    return [
-        f'<p class="quiet" id="state"><b class="running">running</b>: {escape("; ".join(words))}</p>',
-        *bar,
-    ]
+    words += f"; updated {date(now)}; this page reloads itself"
+    state = f'<b class="running">running</b>: {escape(words)}'
+    return [f'<p class="quiet" id="state">{state}</p>', *bar]
 
 
 def show_certificate(run_dir: Path) -> list[str]:
     """Return a line about the comparison of the run's layout with one process, if there was one."""
     try:
         c = json.loads(read_small(run_dir / CERTIFICATE, CERTIFICATE_LIMIT, run_dir))
+        verdict = "verified" if c["verdict"] == "equal" else "differs"
         words = f"{c['summary']} ({date(c['time'])}, {CERTIFICATE})"
-        return [
-            f"<p><b>Layout {'verified' if c['verdict'] == 'equal' else 'differs'}</b>: {escape(words)}.</p>"
-        ]
+    # There is none, or another program's file has this name: the page does without it.
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return []
+    return [f"<p><b>Layout {verdict}</b>: {escape(words)}.</p>"]
 
 
 def explain_unsaved(history: History) -> list[str]:
     """Return a line about saves that failed, after which the last attempt went on."""
-    if not history.attempts or not (lost := history.attempts[-1].unsaved):
+    lost = history.attempts[-1].unsaved if history.attempts else []
+    if not lost:
         return []
-    earlier = f"{len(lost) - 10:,} times before step {lost[-10]:,}, and " if len(lost) > 10 else ""
-    steps = f"step{'s' * (len(lost) > 1)} {', '.join(f'{step:,}' for step in lost[-10:])}"
-    return [
-        f"<p><b>Saving failed</b> {earlier}at {steps}; the run went on (--save-error warn).</p>"
-    ]
+    listed = lost[-10:]
+    steps = ", ".join(f"{step:,}" for step in listed)
+    when = f"at step{'s' * (len(lost) > 1)} {steps}"
+    if len(lost) > 10:
+        when = f"{len(lost) - 10:,} times before step {listed[0]:,}, and {when}"
+    return [f"<p><b>Saving failed</b> {when}; the run went on (--save-error warn).</p>"]
 
 
 def explain_validations(
@@ -168,44 +169,48 @@ def explain_validations(
     out = []
     for all_checks in history.sets().values():
         checks = [v for v in all_checks if math.isfinite(v.loss)]
-        steps = sorted({v.iteration for v in checks})
-        if len(steps) < 2:
-            continue
-        best, last = min(checks, key=lambda v: v.loss), checks[-1]
-        gap, pair = last.loss - best.loss, [v.loss for v in checks if v.iteration == last.iteration]
-        both = f"{pair[0]:.4f}, at the end {pair[-1]:.4f}"
-        twice = f" Step {last.iteration:,} was validated twice, on other batches: {both}." * (
-            pair[0] != pair[-1]
-        )
-        lead = f"Validation{suffix(last)}: the lowest loss, {best.loss:.4f}, was at step {best.iteration:,}"
-        if best.iteration == last.iteration:
-            then = (
-                "it is still falling." if is_running else "a longer training may lower it further."
-            )
-            out.append(f"{lead}, the last of {len(steps)}: {then}{twice}")
-            continue
-        words = [
-            f"{lead}; the last, at step {last.iteration:,}, is {last.loss:.4f}, which is {gap:.4f} higher."
-        ]
-        if gap < 0.01 * best.loss and not settings.get("full_validation"):
-            words.append(
-                "The difference is within noise, since each validation reads other samples."
-            )
-        else:
-            words.append(
-                "The model fits its training text ever better and new text worse (overfitting)."
-            )
-            words.append(
-                "More text, fewer steps, a lower --lr, or more dropout and weight decay help."
-            )
-        if settings.get("keep_best") and settings.get("save"):
-            words.append(f"The best step is kept: {settings['save']}/iter_{best.iteration:07d}.")
-        else:
-            words.append(
-                "With --keep-best, a run keeps the checkpoint of its lowest validation loss."
-            )
-        out.append(" ".join(words) + twice)
+        count = len({v.iteration for v in checks})
+        if count > 1:
+            words = explain_set(checks, count, settings, is_running)
+            out.append(" ".join([*words, *explain_twice(checks)]))
     return out
+
+
+def explain_set(
+    checks: list[Validation], count: int, settings: dict[str, Any], is_running: bool
+) -> list[str]:
+    """Return sentences on the validations of one set, which were at `count` steps."""
+    best, last = min(checks, key=lambda v: v.loss), checks[-1]
+    lead = f"Validation{suffix(last)}: the lowest loss, {best.loss:.4f}, was at step {best.iteration:,}"
+    if best.iteration == last.iteration:
+        then = "it is still falling" if is_running else "a longer training may lower it further"
+        return [f"{lead}, the last of {count}: {then}."]
+
+    gap = last.loss - best.loss
+    at_last = f"the last, at step {last.iteration:,}, is {last.loss:.4f}"
+    words = [f"{lead}; {at_last}, which is {gap:.4f} higher."]
+    if gap < 0.01 * best.loss and not settings.get("full_validation"):
+        words.append("The difference is within noise, since each validation reads other samples.")
+    else:
+        words += [
+            "The model fits its training text ever better and new text worse (overfitting).",
+            "More text, fewer steps, a lower --lr, or more dropout and weight decay help.",
+        ]
+    if settings.get("keep_best") and settings.get("save"):
+        words.append(f"The best step is kept: {settings['save']}/iter_{best.iteration:07d}.")
+    else:
+        words.append("With --keep-best, a run keeps the checkpoint of its lowest validation loss.")
+    return words
+
+
+def explain_twice(checks: list[Validation]) -> list[str]:
+    """Return a sentence on the last step's two validations, if they differ."""
+    last = checks[-1].iteration
+    losses = [v.loss for v in checks if v.iteration == last]
+    if losses[0] == losses[-1]:
+        return []
+    both = f"{losses[0]:.4f}, at the end {losses[-1]:.4f}"
+    return [f"Step {last:,} was validated twice, on other batches: {both}."]
 
 
 def settings_table(values: dict[str, Any]) -> str:
@@ -216,66 +221,65 @@ def headlines(
     history: History, settings: Settings, is_running: bool = False
 ) -> list[tuple[str, str]]:
     """Return the figures at the top as (name, value); unknown ones are left out."""
-    out: list[tuple[str, str]] = []
+    out: dict[str, str] = {}
     final = "latest" if is_running else "final"
     start = history.attempts[-1].start if history.attempts else {}
-    if isinstance(start.get("parameters"), int):
-        out.append(("parameters", f"{start['parameters']:,}"))
     steps = history.steps
+
+    # How much was trained, and the training loss.
+    if isinstance(start.get("parameters"), int):
+        out["parameters"] = f"{start['parameters']:,}"
     if steps:
-        end = steps[-1]
-        out += [("steps", f"{end.iteration:,}"), ("samples", f"{end.consumed_samples:,}")]
-        seq = settings.get("data", {}).get("seq_length")
-        if isinstance(seq, int):
-            out.append(("tokens", f"{end.consumed_samples * seq:,}"))
+        samples = steps[-1].consumed_samples
+        out["steps"] = f"{steps[-1].iteration:,}"
+        out["samples"] = f"{samples:,}"
+        length = settings.get("data", {}).get("seq_length")
+        if isinstance(length, int):
+            out["tokens"] = f"{samples * length:,}"
         if skipped := sum(s.skipped for s in steps):
-            out.append(("skipped steps", f"{skipped:,}"))
+            out["skipped steps"] = f"{skipped:,}"
         mean, count = history.final_loss(settings.get("logging", {}).get("log_interval"))
-        out.append(
-            (f"{final} training loss{f', mean of {count} steps' * (count > 1)}", f"{mean:.4f}")
-        )
+        over = f", mean of {count} steps" if count > 1 else ""
+        out[f"{final} training loss{over}"] = f"{mean:.4f}"
+
+    # What it learned, on text that it was not trained on.
     for checks in history.sets().values():
-        best, on = (
-            min(checks, key=lambda v: math.inf if math.isnan(v.loss) else v.loss),
-            suffix(checks[0]),
-        )
-        out.append((f"{final} validation loss{on}", f"{checks[-1].loss:.4f}"))
-        out.append((f"{final} validation perplexity{on}", f"{checks[-1].ppl:,.2f}"))
-        out.append((f"best validation loss{on}", f"{best.loss:.4f} at {best.iteration:,}"))
-        if checks[-1].ema_loss is not None:
-            out.append(
-                (f"{final} validation loss of the average{on}", f"{checks[-1].ema_loss:.4f}")
-            )
+        on, last = suffix(checks[0]), checks[-1]
+        best = min(checks, key=lambda v: math.inf if math.isnan(v.loss) else v.loss)
+        out[f"{final} validation loss{on}"] = f"{last.loss:.4f}"
+        out[f"{final} validation perplexity{on}"] = f"{last.ppl:,.2f}"
+        out[f"best validation loss{on}"] = f"{best.loss:.4f} at {best.iteration:,}"
+        if last.ema_loss is not None:
+            out[f"{final} validation loss of the average{on}"] = f"{last.ema_loss:.4f}"
     if history.means:
-        last = history.means[max(history.means)]
-        out.append(
-            (f"validation loss of the mean of {len(last.steps)} saved steps", f"{last.loss:.4f}")
-        )
+        mean_of = history.means[max(history.means)]
+        label = f"validation loss of the mean of {len(mean_of.steps)} saved steps"
+        out[label] = f"{mean_of.loss:.4f}"
     for tests in history.sets("test").values():
-        out.append((f"test loss{suffix(tests[0])}", f"{tests[-1].loss:.4f}"))
-    out += [
-        (f"{final} {name}", f"{scores[max(scores)]:,.4f}")
-        for name, scores in history.scores.items()
-        if scores
-    ]
+        out[f"test loss{suffix(tests[0])}"] = f"{tests[-1].loss:.4f}"
+    for name, scores in history.scores.items():
+        if scores:
+            out[f"{final} {name}"] = f"{scores[max(scores)]:,.4f}"
+
+    # What it cost.
     if steps:
-        out.append(
-            (
-                "tokens per second, median",
-                f"{statistics.median(s.tokens_per_second for s in steps):,.0f}",
-            )
-        )
+        speed = statistics.median(s.tokens_per_second for s in steps)
+        out["tokens per second, median"] = f"{speed:,.0f}"
         if mfu := [s.mfu for s in steps if s.mfu is not None]:
-            out.append(("MFU, median", f"{100 * statistics.median(mfu):.1f}%"))
+            out["MFU, median"] = f"{100 * statistics.median(mfu):.1f}%"
         if memory := [s.memory for s in steps if s.memory is not None]:
-            out.append(("peak memory", f"{max(memory) / 2**30:.2f} GiB"))
+            out["peak memory"] = f"{max(memory) / 2**30:.2f} GiB"
     label, seconds = wall_time(history.attempts)
-    out += [(label, duration(seconds)), ("attempts", str(len(history.attempts)))]
+    out[label] = duration(seconds)
+    out["attempts"] = str(len(history.attempts))
     if goodput := read_goodput(history):
-        out.append(("goodput", f"{100 * goodput.share:.1f}%"))
+        out["goodput"] = f"{100 * goodput.share:.1f}%"
         if goodput.mean_recovery is not None:
-            out.append(("mean time to recover", duration(goodput.mean_recovery)))
-    return out + [(k, str(start[k])) for k in ("device", "dtype", "torch") if start.get(k)]
+            out["mean time to recover"] = duration(goodput.mean_recovery)
+    for key in ("device", "dtype", "torch"):
+        if start.get(key):
+            out[key] = str(start[key])
+    return list(out.items())
 
 
 def suffix(v: Validation) -> str:
@@ -298,17 +302,15 @@ def describe_end(attempt: Attempt, is_last: bool) -> str:
 
 # one per data set, and its sign in the legend
 SET_LINES = (("-", "━"), ("--", "╌"), (":", "┈"), ("-.", "╌┈"))
+SMALL = (4.8, 2.7)  # inches of all pictures but that of the loss
 
 
 def plots(history: History) -> list[str]:
     """Return HTML figures: the loss, large, then what explains it."""
     if not history.steps:
         return ['<p class="quiet">No step was recorded, so there is nothing to draw.</p>']
-    out = [
-        loss_plot(history),
-        *part_plots(history),
-        *(score_plot(*item) for item in history.scores.items()),
-    ]
+    out = [loss_plot(history), *part_plots(history)]
+    out += [score_plot(name, scores) for name, scores in history.scores.items()]
     for title, unit, column, scale, smooth in (
         ("Learning rate", "", "lr", 1.0, False),
         ("Gradient norm", "before clipping", "grad_norm", 1.0, True),
@@ -316,59 +318,45 @@ def plots(history: History) -> list[str]:
         ("Step time", "milliseconds", "ms", 1.0, True),
         ("Peak memory", "GiB", "memory", 2.0**-30, False),
     ):
-        if any(getattr(s, column) is not None for s in history.steps):
-            figure, axes = plot.new_axes((4.8, 2.7), resumed_at(history))
-            draw_column(axes, history.steps, column, scale, smooth)
-            if column == "grad_norm":
-                use_log_scale_if_spiky(axes, history.steps)
-            out.append(plot.embed_figure(figure, title, unit))
+        if all(getattr(s, column) is None for s in history.steps):
+            continue
+        figure, axes = plot.new_axes(SMALL, resumed_at(history))
+        draw_column(axes, history.steps, column, scale, smooth)
+        if column == "grad_norm":
+            use_log_scale_if_spiky(axes, history.steps)
+        out.append(plot.embed_figure(figure, title, unit))
     return out
 
 
 def loss_plot(history: History) -> str:
     figure, axes = plot.new_axes((7.6, 3.4), resumed_at(history))
     width = draw_column(axes, history.steps, "loss", smooth=True)
-    training = f"training, median of {width} steps" if width > 1 else "training"
-    legend = (
-        [plot.key("━", plot.LINE, training)]
-        if any(math.isfinite(s.loss) for s in history.steps)
-        else []
-    )
+    losses = [s.loss for s in history.steps]
+    legend = []
+    if any(map(math.isfinite, losses)):
+        training = f"training, median of {width} steps" if width > 1 else "training"
+        legend.append(plot.key("━", plot.LINE, training))
+
+    def draw(points: list[tuple[int, float]], colour: str, line: str, marker: str) -> None:
+        x, y = np.array(points).T
+        shape = marker if len(points) < 200 else ""  # many markers would hide the line
+        axes.plot(*plot.thin(x, y), color=colour, lw=1, ls=line, marker=shape, ms=4)
+
     for name, marker, sign in (("validation", "o", "●"), ("test", "D", "◆")):
-        sets = [
-            [v for v in checks if math.isfinite(v.loss)] for checks in history.sets(name).values()
-        ]
+        sets = []
+        for all_checks in history.sets(name).values():
+            sets.append([v for v in all_checks if math.isfinite(v.loss)])
         for checks, (line, dashes) in zip(filter(None, sets), itertools.cycle(SET_LINES)):
-            x, y = np.array([(v.iteration, v.loss) for v in checks]).T
-            axes.plot(
-                *plot.thin(x, y),
-                color=plot.POINT,
-                lw=1,
-                ls=line,
-                marker=marker if len(checks) < 200 else "",
-                ms=4,
-            )
-            legend.append(
-                plot.key(f"{sign} {dashes}" if len(sets) > 1 else sign, plot.POINT, checks[0].title)
-            )
-            if averaged := [(v.iteration, v.ema_loss) for v in checks if v.ema_loss is not None]:
-                x, y = np.array(averaged).T
-                axes.plot(
-                    *plot.thin(x, y),
-                    color=plot.INK,
-                    lw=1,
-                    ls=line,
-                    marker="^" if len(x) < 200 else "",
-                    ms=4,
-                )
-                legend.append(
-                    plot.key(
-                        f"▲ {dashes}" if len(sets) > 1 else "▲",
-                        plot.INK,
-                        f"{checks[0].title}, average",
-                    )
-                )
-    if not all(math.isfinite(s.loss) for s in history.steps):
+            which = f" {dashes}" if len(sets) > 1 else ""
+            title = checks[0].title
+            draw([(v.iteration, v.loss) for v in checks], plot.POINT, line, marker)
+            legend.append(plot.key(sign + which, plot.POINT, title))
+            averaged = [(v.iteration, v.ema_loss) for v in checks if v.ema_loss is not None]
+            if averaged:
+                draw(averaged, plot.INK, line, "^")
+                legend.append(plot.key(f"▲{which}", plot.INK, f"{title}, average"))
+
+    if not all(map(math.isfinite, losses)):
         legend.append(plot.key("×", plot.BAD, "not finite"))
     if resumed_at(history):
         legend.append(plot.key("┆", plot.INK, "resumed or rolled back"))
@@ -381,53 +369,49 @@ def part_plots(history: History) -> list[str]:
     for checks in history.sets().values():
         on, last = suffix(checks[0]), checks[-1]
         if len(last.by_position) > 1:
-            figure, axes = plot.new_axes((4.8, 2.7), x="position")
-            # the last step is validated twice
-            by_step = list({v.iteration: v for v in checks}.values())
-            chosen = [by_step[i] for i in sorted({0, len(by_step) // 2, len(by_step) - 1})]
-            legend, names = [], list(last.by_position)
-            for (line, dashes), v in zip(SET_LINES, reversed(chosen), strict=False):
-                axes.plot(
-                    [v.by_position.get(name, math.nan) for name in names],
-                    color=plot.POINT,
-                    ls=line,
-                    marker=".",
-                )
-                legend.append(plot.key(dashes, plot.POINT, f"step {v.iteration:,}"))
-            axes.set_xticks(range(len(names)), labels=names, rotation=45)
-            out.append(
-                plot.embed_figure(
-                    figure, f"Validation loss by position{on}", legend="".join(legend)
-                )
-            )
+            out.append(position_plot(checks, f"Validation loss by position{on}"))
         if last.by_data:
-            figure, axes = plot.new_axes((4.8, 2.7))
-            legend = []
-            for (line, dashes), prefix in zip(
-                itertools.cycle(SET_LINES), last.by_data, strict=False
-            ):
-                known = [(v.iteration, v.by_data[prefix]) for v in checks if prefix in v.by_data]
-                axes.plot(
-                    *zip(*known, strict=True),
-                    color=plot.POINT,
-                    ls=line,
-                    marker="." if len(known) <= 30 else "",
-                )
-                legend.append(
-                    plot.key(dashes, plot.POINT, f"{Path(prefix).name}: {last.by_data[prefix]:.4f}")
-                )
-            out.append(
-                plot.embed_figure(
-                    figure, f"Validation loss by data set{on}", legend="".join(legend)
-                )
-            )
+            out.append(data_plot(checks, f"Validation loss by data set{on}"))
     return out
 
 
+def position_plot(checks: list[Validation], title: str) -> str:
+    """Draw the loss over positions, at the first, the middle and the last step."""
+    figure, axes = plot.new_axes(SMALL, x="position")
+    names = list(checks[-1].by_position)
+    # The last step is validated twice, and only the second time is drawn.
+    by_step = list({v.iteration: v for v in checks}.values())
+    chosen = sorted({0, len(by_step) // 2, len(by_step) - 1}, reverse=True)
+    legend = ""
+    for (line, dashes), number in zip(SET_LINES, chosen, strict=False):
+        v = by_step[number]
+        losses = [v.by_position.get(name, math.nan) for name in names]
+        axes.plot(losses, color=plot.POINT, ls=line, marker=".")
+        legend += plot.key(dashes, plot.POINT, f"step {v.iteration:,}")
+    axes.set_xticks(range(len(names)), labels=names, rotation=45)
+    return plot.embed_figure(figure, title, legend=legend)
+
+
+def data_plot(checks: list[Validation], title: str) -> str:
+    """Draw the loss on each data set over the steps."""
+    figure, axes = plot.new_axes(SMALL)
+    legend = ""
+    lines = itertools.cycle(SET_LINES)
+    for prefix, loss in checks[-1].by_data.items():
+        line, dashes = next(lines)
+        known = [v for v in checks if prefix in v.by_data]
+        x = [v.iteration for v in known]
+        y = [v.by_data[prefix] for v in known]
+        axes.plot(x, y, color=plot.POINT, ls=line, marker="." if len(x) <= 30 else "")
+        legend += plot.key(dashes, plot.POINT, f"{Path(prefix).name}: {loss:.4f}")
+    return plot.embed_figure(figure, title, legend=legend)
+
+
 def score_plot(name: str, scores: dict[int, float]) -> str:
-    figure, axes = plot.new_axes((4.8, 2.7))
-    x, y = np.array(sorted(scores.items()), dtype=np.float64).reshape(-1, 2).T
-    plot.draw_line(axes, x, y, plot.POINT, smooth=False)
+    figure, axes = plot.new_axes(SMALL)
+    steps = sorted(scores)
+    y = np.array([scores[step] for step in steps], dtype=np.float64)
+    plot.draw_line(axes, np.array(steps, dtype=np.float64), y, plot.POINT, smooth=False)
     return plot.embed_figure(figure, name, describe_column(name))
 
 
@@ -441,15 +425,12 @@ def draw_column(
     """Draw a column, with crosses where it is not finite; return the width of its median."""
     x, y = columns(steps, column, scale=scale)
     is_finite = np.isfinite(y)
-    crosses = x[~is_finite][:: max(1, int((~is_finite).sum()) // plot.POINTS)]
-    axes.plot(
-        crosses,
-        np.full(len(crosses), 0.97),
-        "x",
-        color=plot.BAD,
-        transform=axes.get_xaxis_transform(),
-        ms=5,
-    )
+    bad = x[~is_finite]
+    crosses = bad[:: max(1, len(bad) // plot.POINTS)]
+    # Near the upper edge: x in data, y as a share of the picture's height.
+    heights = np.full(len(crosses), 0.97)
+    transform = axes.get_xaxis_transform()
+    axes.plot(crosses, heights, "x", color=plot.BAD, transform=transform, ms=5)
     return plot.draw_line(axes, x[is_finite], y[is_finite], plot.LINE, smooth=smooth)
 
 

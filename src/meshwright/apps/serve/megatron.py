@@ -168,10 +168,13 @@ def end_text(request: Request, tokenizer: Tokenizer, events: list[Event]) -> lis
     """
     if events and events[-1].finish == "stop" and events[-1].token == tokenizer.eod:
         events = events[:-1]
-    starts = [n for n, e in enumerate(events) if not e.echoed][:1]
     is_open = request.stop == ("\n\n",) and tokenizer.decode(request.prompt[-1:]).endswith("\n")
-    if starts and is_open and tokenizer.decode([events[starts[0]].token]).startswith("\n"):
-        return events[: starts[0] + 1]
+    if not is_open:
+        return events
+    for n, event in enumerate(events):
+        if not event.echoed:  # the first of the continuation
+            begins_empty = tokenizer.decode([event.token]).startswith("\n")
+            return events[: n + 1] if begins_empty else events
     return events
 
 

@@ -75,12 +75,21 @@ def complete(config: TrainConfig, c: CoordinateFlags) -> TrainConfig:
     from meshwright.data import tokenizers
 
     m, d, t, k = config.model, config.data, config.training, config.tokenizer
-    hidden = m.hidden_size or (min(c.widths) if c.widths else None)
-    heads = m.num_attention_heads or (max(1, hidden // (m.kv_channels or HEAD)) if hidden else None)
+    hidden = m.hidden_size
+    if not hidden and c.widths:
+        hidden = min(c.widths)
+    heads = m.num_attention_heads
+    if not heads and hidden:
+        heads = max(1, hidden // (m.kv_channels or HEAD))
     has_files = any(paths.sources for paths in data_paths.path_sets(d))
-    values = {"num_layers": m.num_layers or 4, "hidden_size": hidden, "num_attention_heads": heads}
+    values = {
+        "num_layers": m.num_layers or 4,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "mock_data": not has_files,
+        "seq_length": d.seq_length or 16,
+    }
     # From more random tokens, which say little about each other, wide models would learn less.
-    values |= {"mock_data": not has_files, "seq_length": d.seq_length or 16}
     if not (has_files or k.vocab_size or tokenizers.is_named(k)):
         values["vocab_size"] = 64
     if not (t.micro_batch_size or t.num_accumulation_steps):

@@ -7,7 +7,7 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,13 +43,17 @@ class Axis:
         generator = random.Random(f"{key}/{','.join(self.names)}")
         if self.ends is None:
             return generator.choice(self.listed())
-        (name,), (low, high) = self.names, self.ends
+        (name,) = self.names
+        low, high = self.ends
         is_log = low > 0
         number = generator.uniform(*(map(math.log, self.ends) if is_log else self.ends))
-        number = math.exp(number) if is_log else number
+        if is_log:
+            number = math.exp(number)
         if _kind(name) is int:
             return {name: str(round(number))}
-        return {name: _text_of(min(max(float(f"{number:.3g}"), low), high))}
+        # Rounding to three digits may leave the range.
+        rounded = float(f"{number:.3g}")
+        return {name: _text_of(min(max(rounded, low), high))}
 
 
 @dataclass(frozen=True)
@@ -60,17 +64,17 @@ class Space:
     random: tuple[Axis, ...] = ()
 
     def count(self, draws: int) -> int:
-        return math.prod(len(axis.values) for axis in self.grid) * (draws if self.random else 1)
+        listed = math.prod(len(axis.values) for axis in self.grid)
+        return listed * draws if self.random else listed
 
     def points(self, draws: int, draw_seed: int) -> Iterator[Point]:
         """Yield the points in order; more draws begin with the same ones."""
-        drawn: list[Point] = [{}]
-        if self.random:
-            drawn = [
-                _joined(axis.draw(f"{draw_seed}/{i}") for axis in self.random) for i in range(draws)
-            ]
+        drawn: list[Point] = []
+        for i in range(draws if self.random else 1):
+            drawn.append(_joined(axis.draw(f"{draw_seed}/{i}") for axis in self.random))
         for listed in itertools.product(*(axis.listed() for axis in self.grid)):
-            yield from (_joined([*listed, draw]) for draw in drawn)
+            for draw in drawn:
+                yield _joined([*listed, draw])
 
 
 def read_space(grid: Sequence[str], drawn: Sequence[str]) -> Space:
@@ -91,13 +95,13 @@ def read_space(grid: Sequence[str], drawn: Sequence[str]) -> Space:
 def _read_axes(words: Sequence[str], flag: str) -> list[Axis]:
     """Parse NAME=VALUE,VALUE; several may stand in a word, and | separates values with commas."""
     axes = []
-    for word in (part for each in words for part in re.split(r"\s+(?=[\w:-]+=)", each.strip())):
-        names, equals, values = word.partition("=")
-        if not equals or not values:
-            raise UserError(f"{flag} {word}: write FLAG=VALUE,VALUE, as in lr=1e-4,3e-4")
-        axes.append(
-            _make_axis(names, values.split("|" if "|" in values else ","), f"{flag} {word}")
-        )
+    for several in words:
+        for word in re.split(r"\s+(?=[\w:-]+=)", several.strip()):
+            names, _, values = word.partition("=")
+            if not values:
+                raise UserError(f"{flag} {word}: write FLAG=VALUE,VALUE, as in lr=1e-4,3e-4")
+            separator = "|" if "|" in values else ","
+            axes.append(_make_axis(names, values.split(separator), f"{flag} {word}"))
     return axes
 
 
@@ -105,17 +109,20 @@ def _make_axis(flags: str, values: Sequence[str], where: str) -> Axis:
     names = tuple(_field_of(name, where) for name in flags.split(":"))
     if len(names) == len(values) == 1 and ".." in values[0] and _kind(names[0]) in (int, float):
         return Axis(names, ends=_ends(values[0], where))
-    parts = [tuple(value.split(":")) if len(names) > 1 else (value,) for value in values]
-    if wrong := [
-        value for value, part in zip(values, parts, strict=True) if len(part) != len(names)
-    ]:
-        raise UserError(f"{where}: {wrong[0]!r} is not {len(names)} values with : between them")
-    return Axis(
-        names,
-        tuple(
-            tuple(_normal(n, v, where) for n, v in zip(names, part, strict=True)) for part in parts
-        ),
-    )
+    if len(names) == 1:
+        return Axis(names, tuple((_normal(names[0], value, where),) for value in values))
+    read = []
+    for value in values:
+        parts = value.split(":")
+        if len(parts) != len(names):
+            raise UserError(f"{where}: {value!r} is not {len(names)} values with : between them")
+        read.append(parts)
+    return Axis(names, tuple(_normal_values(names, parts, where) for parts in read))
+
+
+def _normal_values(names: Sequence[str], parts: Sequence[str], where: str) -> tuple[str, ...]:
+    pairs = zip(names, parts, strict=True)
+    return tuple(_normal(name, part, where) for name, part in pairs)
 
 
 def _ends(text: str, where: str) -> tuple[float, float]:
@@ -132,12 +139,10 @@ def _field_of(word: str, where: str) -> str:
     """Return the field of a flag, by any of its spellings."""
     fields = config_fields(TrainConfig)
     key = word.lstrip("-").replace("_", "-")
-    aliases = {
-        alias.lstrip("-"): name
-        for name, (_, f, _) in fields.items()
-        for alias in f.metadata["aliases"]
-    }
-    name = aliases.get(key, key.replace("-", "_"))
+    name = key.replace("-", "_")
+    for field, (_, f, _) in fields.items():
+        if f"--{key}" in f.metadata["aliases"]:
+            name = field
     if name in OWN:
         raise UserError(
             f"{where}: a sweep gives each run its own folder; leave {spelling(name)} out"
@@ -176,7 +181,7 @@ def _text_of(number: float) -> str:
     return text if float(text) == number else repr(number)
 
 
-def _joined(parts: Any) -> Point:
+def _joined(parts: Iterable[Point]) -> Point:
     return {name: value for part in parts for name, value in part.items()}
 
 
@@ -185,7 +190,8 @@ def words_of(point: Mapping[str, str]) -> list[str]:
     words: list[str] = []
     for name, text in point.items():
         if text in ("true", "false") and _kind(name) is bool:
-            words.append(switches(config_fields(TrainConfig)[name][1])[text != "true"][0])
+            on, off = switches(config_fields(TrainConfig)[name][1])
+            words.append(on[0] if text == "true" else off[0])
         elif is_list(_kind(name)):
             words += [spelling(name), *words_in(text)]
         else:
@@ -195,11 +201,13 @@ def words_of(point: Mapping[str, str]) -> list[str]:
 
 def name_of_point(point: Mapping[str, str]) -> str:
     """Return the name of a point's folder, which depends on its values alone."""
-    values = ",".join(f"{spelling(n)[2:]}={v}" for n, v in point.items())
+    values = ",".join(f"{spelling(name)[2:]}={value}" for name, value in point.items())
     name = re.sub(r"[^\w.,+=-]", "-", values)
     if name == values and len(name) <= NAME_LIMIT:
         return name or "run"
-    return f"{name[: NAME_LIMIT - 9]}-{hashlib.sha256(repr(sorted(point.items())).encode()).hexdigest()[:8]}"
+    # Other points may have the same name once it is cut or characters are replaced.
+    digest = hashlib.sha256(repr(sorted(point.items())).encode()).hexdigest()
+    return f"{name[: NAME_LIMIT - 9]}-{digest[:8]}"
 
 
 def require_flags(point: Mapping[str, str], where: str) -> None:

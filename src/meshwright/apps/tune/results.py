@@ -52,36 +52,37 @@ def swept_points(runs: Sequence[SweepRun]) -> list[SweptPoint]:
     """Return the swept, finished ones first, by their loss."""
     groups: dict[tuple[tuple[str, str], ...], list[SweepRun]] = {}
     for run in runs:
-        groups.setdefault(tuple((n, v) for n, v in run.point.items() if n != "seed"), []).append(
-            run
-        )
-    listed = [_mean_of(dict(key), members) for key, members in groups.items()]
-    return sorted(listed, key=lambda o: (STATES.index(o.state), o.loss))
+        values = tuple((name, value) for name, value in run.point.items() if name != "seed")
+        groups.setdefault(values, []).append(run)
+    swept = [_mean_of(dict(values), members) for values, members in groups.items()]
+    return sorted(swept, key=lambda o: (STATES.index(o.state), o.loss))
 
 
 def _mean_of(point: Point, runs: list[SweepRun]) -> SweptPoint:
-    held_out, training, tokens, seconds = [], [], 0, 0.0
+    held_out, training = list[float](), list[float]()
+    tokens, seconds = 0, 0.0
     for run in runs:
-        if (tail := run.tail) is None or not tail.count:
+        tail = run.tail
+        if tail is None or not tail.count:
             continue
         if checks := tail.record.mean_validations():
             held_out.append(checks[-1][1])
         training.append(tail.final_loss()[0])
-        length, samples = (
-            tail.settings.get("seq_length", 1),
-            float(tail.column("consumed_samples")[-1]),
-        )
+        length = tail.settings.get("seq_length", 1)
+        samples = float(tail.column("consumed_samples")[-1])
         # not of a log or settings that are no run's
         if isinstance(length, int) and max(length, samples) < MOST_STEPS:
             tokens = max(tokens, int(samples) * length)
         seconds += wall_time(tail.record.attempts)[1]
+
+    spread = None
+    if len(held_out) > 1 and all(map(math.isfinite, held_out)):
+        spread = statistics.stdev(held_out)
     return SweptPoint(
         point=point,
         state=max((run.state for run in runs), key=STATES.index),
         held_out=statistics.fmean(held_out) if held_out else None,
-        spread=statistics.stdev(held_out)
-        if len(held_out) > 1 and all(map(math.isfinite, held_out))
-        else None,
+        spread=spread,
         training=statistics.fmean(training) if training else None,
         tokens=tokens,
         seconds=seconds,
@@ -92,21 +93,36 @@ def _mean_of(point: Point, runs: list[SweepRun]) -> SweptPoint:
 def axes_of(swept: Sequence[SweptPoint]) -> list[str]:
     """Return the settings in which the points differ, or all of a single point."""
     names = list(dict.fromkeys(name for o in swept for name in o.point))
-    return [n for n in names if len({o.point.get(n) for o in swept}) > 1] or names
+    return [name for name in names if _differs(swept, name)] or names
+
+
+def _differs(swept: Sequence[SweptPoint], name: str) -> bool:
+    return len({o.point.get(name) for o in swept}) > 1
 
 
 def table(swept: Sequence[SweptPoint]) -> list[str]:
-    names, has_seeds = axes_of(swept), any(o.seeds > 1 for o in swept)
-    head = [spelling(name)[2:] for name in names]
-    rows = [
-        [*head, "held-out", *["+-", "seeds"] * has_seeds, "training", "tokens", "time", "state"]
-    ]
+    names = axes_of(swept)
+    has_seeds = any(o.seeds > 1 for o in swept)
+
+    def four_digits(x: float | None) -> str:
+        return "" if x is None else f"{x:.4f}"
+
+    rows = [[_flag(name) for name in names]]
+    rows[0] += ["held-out", *(["+-", "seeds"] if has_seeds else [])]
+    rows[0] += ["training", "tokens", "time", "state"]
     for o in swept:
-        more = ["" if o.spread is None else f"{o.spread:.4f}", str(o.seeds)] * has_seeds
-        losses = ["" if x is None else f"{x:.4f}" for x in (o.held_out, o.training)]
-        figures = [losses[0], *more, losses[1], f"{o.tokens:,}", duration(o.seconds), o.state]
-        rows.append([*(o.point.get(name, "") for name in names), *figures])
+        row = [o.point.get(name, "") for name in names]
+        row.append(four_digits(o.held_out))
+        if has_seeds:
+            row += [four_digits(o.spread), str(o.seeds)]
+        row += [four_digits(o.training), f"{o.tokens:,}", duration(o.seconds), o.state]
+        rows.append(row)
     return align_columns(rows, to_the_right=True)
+
+
+def _flag(name: str) -> str:
+    """Return a setting's flag without its hyphens."""
+    return spelling(name)[2:]
 
 
 def picture(swept: Sequence[SweptPoint], title: str) -> str:
@@ -119,48 +135,49 @@ def picture(swept: Sequence[SweptPoint], title: str) -> str:
     from matplotlib.figure import Figure
 
     shown = [o for o in swept if math.isfinite(o.loss)]
-    names = [n for n in axes_of(shown) if len({o.point.get(n) for o in shown}) > 1] if shown else []
-    names = names[:MOST_PANELS]
+    names = [name for name in axes_of(shown) if _differs(shown, name)][:MOST_PANELS]
     columns = min(max(len(names), 1), 2)
     height = -(-len(names) // columns) or 1
     figure = Figure(figsize=(5.2 * columns, 3.6 * height), layout="constrained")
     figure.patch.set_visible(False)
     with matplotlib.rc_context({"text.parse_math": False}):  # a $ in a value is a $
-        for number, name in enumerate(names, 1):
-            axes = figure.add_subplot(height, columns, number)
+        for number, name in enumerate(names):
+            axes = figure.add_subplot(height, columns, number + 1)
             _draw_panel(axes, shown, name)
-            if number % columns == 1 or columns == 1:
-                axes.set_ylabel(
-                    "held-out loss" if shown[0].held_out is not None else "training loss",
-                    color=plot.INK,
-                )
+            if number % columns == 0:
+                kind = "training" if shown[0].held_out is None else "held-out"
+                axes.set_ylabel(f"{kind} loss", color=plot.INK)
         return plot.svg_of(figure, title)
 
 
 def _draw_panel(axes: Axes, shown: Sequence[SweptPoint], name: str) -> None:
+    # Values that are no numbers are placed in their order.
     texts = list(dict.fromkeys(o.point.get(name, "") for o in shown))
     numbers = _numbers(texts)
     places = dict(zip(texts, numbers or map(float, range(len(texts))), strict=True))
-    plot.style(axes, spelling(name)[2:])
-    lines: dict[str, list[SweptPoint]] = {}
+    plot.style(axes, _flag(name))
+
+    # A line for all points with the same values of the other axes.
+    lines: dict[tuple[tuple[str, str], ...], list[SweptPoint]] = {}
     for o in shown:
-        others = ", ".join(f"{spelling(n)[2:]} {v}" for n, v in o.point.items() if n != name)
+        others = tuple(item for item in o.point.items() if item[0] != name)
         lines.setdefault(others, []).append(o)
     joins = len(lines) <= MOST_LINES
     differing = axes_of([members[0] for members in lines.values()])
+    labelled = [n for n in differing if n != name]
     for members, colour in zip(lines.values(), itertools.cycle(COLOURS), strict=False):
-        pairs = sorted((places[o.point.get(name, "")], o.loss, o.state) for o in members)
-        x, y = [p[0] for p in pairs], [p[1] for p in pairs]
-        label = ", ".join(
-            f"{spelling(n)[2:]} {members[0].point.get(n, '')}" for n in differing if n != name
-        )
-        colour = colour if joins else plot.LINE
+        points = sorted((places[o.point.get(name, "")], o.loss, o.state) for o in members)
         if joins:
+            first = members[0].point
+            label = ", ".join(f"{_flag(n)} {first.get(n, '')}" for n in labelled)
+            x, y, _ = zip(*points, strict=True)
             axes.plot(x, y, color=colour, lw=1.2, label=label or None)
-        for place, loss, state in pairs:
-            axes.plot(
-                place, loss, "o", ms=4.5, color=colour, mfc=colour if state == "done" else "none"
-            )
+        else:
+            colour = plot.LINE
+        for place, loss, state in points:
+            fill = colour if state == "done" else "none"
+            axes.plot(place, loss, "o", ms=4.5, color=colour, mfc=fill)
+
     _scale(axes, texts, numbers)
     if joins and len(lines) > 1:
         axes.legend(fontsize=7, frameon=False, labelcolor=plot.INK)

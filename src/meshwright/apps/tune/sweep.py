@@ -68,13 +68,11 @@ class SweepPlan:
     def flags_of(self, name: str, point: Mapping[str, str]) -> list[str]:
         """Return the flags of train of a run; its folder wins over a file and the environment."""
         folder = self.folder / name
-        keeps = (
-            []
-            if any(word.startswith("--keep-last") for word in self.train_flags)
-            else ["--keep-last=1"]
-        )
-        saves = [f"--save={folder}", f"--load={folder}", *keeps]
-        if not self.checkpoints:  # a run that was interrupted begins anew
+        if self.checkpoints:
+            saves = [f"--save={folder}", f"--load={folder}"]
+            if not any(word.startswith("--keep-last") for word in self.train_flags):
+                saves.append("--keep-last=1")
+        else:  # a run that was interrupted begins anew
             saves = ["--save=none", "--load=none", "--save-overwrite"]
         return [*self.train_flags, *words_of(point), f"--run-dir={folder}", *saves]
 
@@ -87,7 +85,8 @@ class SweepPlan:
         """Return the checked settings of a run; raise UserError for what train would refuse."""
         # no checkpoint gives an architecture yet
         words = [*self.flags_of(name, point), "--load=none"]
-        words += [f"--world-size={self.ranks}"] if self.ranks > 1 else []
+        if self.ranks > 1:
+            words.append(f"--world-size={self.ranks}")
         return flags.parse_settings(TrainConfig, words, "meshwright train").config
 
 
@@ -134,17 +133,20 @@ class Sweep:
         A slot is the environment of its runs, by which they see their devices.
         """
         with lock_folder(self.plan.folder, "choose another folder"):
-            for each in self.runs.values():  # what an earlier start left
-                each.state = each.state if each.state in FINAL_STATES else "waiting"
-                self.note_rungs(each)
-            waiting = [each for each in self.runs.values() if each.state == "waiting"]
+            waiting = []
+            for run in self.runs.values():  # what an earlier start left
+                if run.state not in FINAL_STATES:
+                    run.state = "waiting"
+                    waiting.append(run)
+                self.note_rungs(run)
             with host.handled([signal.SIGTERM], end_sweep):
                 try:
                     self.work(waiting, slots)
                 finally:
                     self.end_children()
                     self.write()
-        return UNEXPECTED if any(each.state == "failed" for each in self.runs.values()) else DONE
+        has_failed = any(run.state == "failed" for run in self.runs.values())
+        return UNEXPECTED if has_failed else DONE
 
     def work(self, waiting: list[SweepRun], slots: list[dict[str, str]]) -> None:
         free = list(range(len(slots)))
@@ -153,12 +155,13 @@ class Sweep:
                 self.start(waiting.pop(0), free.pop(0), slots)
             time.sleep(POLL_SECONDS)
             for name, child in list(self.children.items()):
-                self.note_rungs(self.runs[name])
+                run = self.runs[name]
+                self.note_rungs(run)
                 if child.process.poll() is not None:
                     self.finish(name)
                     free.append(child.slot)
-                elif not child.is_stopped and (reason := self.reason_to_stop(self.runs[name])):
-                    self.runs[name].note = reason
+                elif not child.is_stopped and (reason := self.reason_to_stop(run)):
+                    run.note = reason
                     child.is_stopped = True
                     child.process.send_signal(signal.SIGTERM)
 
@@ -200,12 +203,13 @@ class Sweep:
 
     def say(self, run: SweepRun, event: str) -> None:
         ended = sum(each.state in FINAL_STATES for each in self.runs.values())
-        loss = last_loss(run.tail) if run.tail else None
-        figure = f"   loss {loss:.4f}" if loss is not None and event != "started" else ""
-        note = f"   ({run.note})" if run.note else ""
-        print(
-            f"{time.strftime('%H:%M:%S')} {event:<11} {run.name}{figure}{note}   {ended} of {len(self.runs)} ended"
-        )
+        line = f"{time.strftime('%H:%M:%S')} {event:<11} {run.name}"
+        if event != "started" and run.tail:
+            loss = last_loss(run.tail)
+            line += "" if loss is None else f"   loss {loss:.4f}"
+        if run.note:
+            line += f"   ({run.note})"
+        print(f"{line}   {ended} of {len(self.runs)} ended")
 
     def note_rungs(self, run: SweepRun) -> None:
         """Record the losses of a run at the steps where it is compared, once it has left them.
@@ -213,10 +217,14 @@ class Sweep:
         A validation after a step is logged later than the step, which may be much later.
         """
         tail = run.read(self.plan.folder)
-        total = tail.record.attempts[-1].start.get("train_iters") if tail.record.attempts else None
-        if not isinstance(total, int) or total > MOST_STEPS or not tail.count:
+        if not tail.record.attempts or not tail.count:
             return
-        last, has_ended = tail.column("iteration")[-1], tail.record.attempts[-1].end is not None
+        attempt = tail.record.attempts[-1]
+        total = attempt.start.get("train_iters")
+        if not isinstance(total, int) or total > MOST_STEPS:
+            return
+        last = tail.column("iteration")[-1]
+        has_ended = attempt.end is not None
         for fraction in self.plan.stop_at:
             step = max(1, round(fraction * total))
             if (last > step or (last == step and has_ended)) and step not in run.rungs:
@@ -225,12 +233,10 @@ class Sweep:
     def reason_to_stop(self, run: SweepRun) -> str:
         """Return why a run must end now, or an empty text."""
         for step, loss in run.rungs.items():
-            others = sorted(
-                x for each in self.runs.values() if (x := each.rungs.get(step)) is not None
-            )
-            best = math.ceil(self.plan.share * len(others) - 1e-9)  # 0.07 x 100 is above 7
-            if not loss <= others[best - 1]:
-                return f"{loss:.4f} at step {step:,}: not among the best {best} of {len(others)}"
+            losses = sorted(each.rungs[step] for each in self.runs.values() if step in each.rungs)
+            best = math.ceil(self.plan.share * len(losses) - 1e-9)  # 0.07 x 100 is above 7
+            if not loss <= losses[best - 1]:
+                return f"{loss:.4f} at step {step:,}: not among the best {best} of {len(losses)}"
         return ""
 
     def end_children(self) -> None:
@@ -242,14 +248,10 @@ class Sweep:
             self.finish(name)
 
     def write(self) -> None:
-        record = {
-            "words": self.words,
-            "train_flags": self.plan.train_flags,
-            "runs": {
-                r.name: {"point": r.point, "state": r.state, "note": r.note}
-                for r in self.runs.values()
-            },
-        }
+        runs = {}
+        for run in self.runs.values():
+            runs[run.name] = {"point": run.point, "state": run.state, "note": run.note}
+        record = {"words": self.words, "train_flags": self.plan.train_flags, "runs": runs}
         with replacing(self.plan.folder / RECORD) as file:
             file.write(json.dumps(record, indent=1).encode())
 
@@ -264,29 +266,28 @@ def loss_at(tail: RunTail, step: int) -> float:
     checks = [loss for i, loss in tail.record.mean_validations() if i <= step]
     if checks:
         return checks[-1] if math.isfinite(checks[-1]) else math.inf
-    steps, is_applied = tail.column("iteration"), tail.column("skipped") == 0
-    recent = tail.column("loss")[
-        is_applied & (steps <= step) & (steps > step - max(10, final_steps(step, 1)))
-    ]
+    steps = tail.column("iteration")
+    first = step - max(10, final_steps(step, 1))  # of the steps whose mean is taken, less one
+    is_counted = (tail.column("skipped") == 0) & (steps <= step) & (steps > first)
+    recent = tail.column("loss")[is_counted]
     return float(recent.mean()) if len(recent) else math.inf
 
 
 def last_loss(tail: RunTail) -> float | None:
     """Return the last validation loss, or the mean training loss at the end."""
-    checks = tail.record.mean_validations()
-    return checks[-1][1] if checks else tail.final_loss()[0] if tail.count else None
+    if checks := tail.record.mean_validations():
+        return checks[-1][1]
+    return tail.final_loss()[0] if tail.count else None
 
 
 def read_runs_of_sweep(folder: Path) -> dict[str, SweepRun]:
     """Return the runs of a folder as its record and their own folders show them."""
-    record = read_record(folder).get("runs", {})
-    runs = {
-        name: SweepRun(name, each["point"], each["state"], each["note"])
-        for name, each in record.items()
-    }
-    for run in runs.values():
+    runs = {}
+    for name, each in read_record(folder).get("runs", {}).items():
+        run = SweepRun(name, each["point"], each["state"], each["note"])
         require_flags(run.point, str(folder / RECORD))
         run.read(folder)
+        runs[name] = run
     return runs
 
 
@@ -297,10 +298,11 @@ def join_runs(folder: Path, points: list[Point], train_flags: list[str]) -> dict
     """
     runs = read_runs_of_sweep(folder)
     if runs and (earlier := read_record(folder)["train_flags"]) != train_flags:
-        if any(run.state in FINAL_STATES or (run.tail and run.tail.count) for run in runs.values()):
-            raise UserError(
-                f"{folder} holds a sweep of `train {' '.join(earlier)}`; choose another folder"
-            )
+        for run in runs.values():
+            if run.state in FINAL_STATES or (run.tail and run.tail.count):
+                raise UserError(
+                    f"{folder} holds a sweep of `train {' '.join(earlier)}`; choose another folder"
+                )
         runs = {}
     for point in points:
         name = name_of_point(point)
@@ -316,16 +318,21 @@ def require_runs(plan: SweepPlan, runs: Iterable[SweepRun]) -> None:
     for run in runs:
         try:
             config = plan.read_settings(run.name, run.point)
+            # Most runs of a sweep read the same files, which are looked at once.
             if (named := repr((config.data, config.tokenizer))) not in seen:
                 seen.add(named)
                 bring_files(config)
                 find_vocabulary(config, run_folder_of(config))
         except UserError as error:
             wrong.append(UserError(f"{run.name}: {error}", error.status))
-    if wrong:
-        more = [f"and {len(wrong) - MOST_LISTED:,} more runs"] if len(wrong) > MOST_LISTED else []
-        lines = [*map(str, wrong[:MOST_LISTED]), *more]
-        raise UserError("\n  ".join(["", *lines] if len(lines) > 1 else lines), wrong[0].status)
+    if not wrong:
+        return
+    lines = [str(error) for error in wrong[:MOST_LISTED]]
+    if len(wrong) > MOST_LISTED:
+        lines.append(f"and {len(wrong) - MOST_LISTED:,} more runs")
+    if len(lines) > 1:
+        lines.insert(0, "")
+    raise UserError("\n  ".join(lines), wrong[0].status)
 
 
 def find_slots(jobs: int | None, ranks: int, device: str) -> list[dict[str, str]]:
@@ -339,14 +346,18 @@ def find_slots(jobs: int | None, ranks: int, device: str) -> list[dict[str, str]
     if count and not parts:
         raise SettingsError(f"{{devices_per_run={ranks}}}: this machine has {count}")
     jobs = jobs or max(parts, 1)
-    threads = {"OMP_NUM_THREADS": str(max(1, host.cores() // (jobs * ranks)))}
-    if "OMP_NUM_THREADS" in os.environ:
-        threads = {}
+    threads = {}
+    if "OMP_NUM_THREADS" not in os.environ:
+        threads["OMP_NUM_THREADS"] = str(max(1, host.cores() // (jobs * ranks)))
     variable = devices.hiding_variable() if count else None
     if variable is None:
         return [threads] * jobs
-    names = (os.environ.get(variable) or ",".join(map(str, range(count)))).split(",")[:count]
-    return [
-        {**threads, variable: ",".join(names[i % parts * ranks : (i % parts + 1) * ranks])}
-        for i in range(jobs)
-    ]
+
+    # Each job sees `ranks` devices, of those that this process sees; jobs beyond share them.
+    visible = os.environ.get(variable) or ",".join(map(str, range(count)))
+    names = visible.split(",")[:count]
+    slots = []
+    for i in range(jobs):
+        first = i % parts * ranks
+        slots.append({**threads, variable: ",".join(names[first : first + ranks])})
+    return slots

@@ -99,25 +99,27 @@ def main(argv: list[str]) -> int:
         return DONE
     c = parsed.config.sweep
     assert c.sweep_dir is not None
-    if not (c.grid or c.random or extra or c.seeds > 1):
-        if not (record := read_record(c.sweep_dir)):
-            raise SettingsError(
-                f"{c.sweep_dir} holds no sweep; give {{grid}} or {{random}}, and after -- the flags of train"
-            )
-        words, extra = list(record["words"]), list(record["train_flags"])
-        require_repeatable(c.sweep_dir, extra)
-        given = {
-            name: getattr(c, name)
-            for name, source in parsed.sources.items()
-            if source == "command line"
-        }
-        recorded = flags.parse_settings(
-            SweepConfig, words, "meshwright sweep", "sweep_dir", check=False
-        ).config
-        repeated = with_settings(recorded, **given)
-        require(checks.problems(repeated), parsed.words)
-        c = repeated.sweep
-    return run_sweep(c, words, extra, parsed.dry_run)
+    if c.grid or c.random or extra or c.seeds > 1:
+        return run_sweep(c, words, extra, parsed.dry_run)
+
+    # The folder alone: go on with the sweep in it, by its own words, but for what is typed now.
+    record = read_record(c.sweep_dir)
+    if not record:
+        raise SettingsError(
+            f"{c.sweep_dir} holds no sweep; give {{grid}} or {{random}}, and after -- the flags of train"
+        )
+    words, extra = list(record["words"]), list(record["train_flags"])
+    require_repeatable(c.sweep_dir, extra)
+    given = {}
+    for name, source in parsed.sources.items():
+        if source == "command line":
+            given[name] = getattr(c, name)
+    recorded = flags.parse_settings(
+        SweepConfig, words, "meshwright sweep", "sweep_dir", check=False
+    ).config
+    repeated = with_settings(recorded, **given)
+    require(checks.problems(repeated), parsed.words)
+    return run_sweep(repeated.sweep, words, extra, parsed.dry_run)
 
 
 def require_repeatable(folder: Path, extra: list[str]) -> None:
@@ -133,6 +135,7 @@ def require_repeatable(folder: Path, extra: list[str]) -> None:
 
 def run_sweep(c: SweepFlags, words: list[str], extra: list[str], dry_run: bool) -> int:
     assert c.sweep_dir is not None
+    # Flags that would do nothing are refused.
     if dry_run and c.json:
         raise SettingsError(
             "{json=True} with --dry-run, which lists commands and prints no table; leave one out"
@@ -141,19 +144,24 @@ def run_sweep(c: SweepFlags, words: list[str], extra: list[str], dry_run: bool) 
         raise SettingsError("{draws} and {draw_seed} are for {random}; give it, or leave them out")
     if not c.stop_at and c.stop_share != SweepFlags.stop_share:
         raise SettingsError("{stop_share} is for {stop_at}; give it, or leave {stop_share} out")
+
+    # All runs are checked before the first begins, those that are over excepted.
     common = settings_of_all(extra)
     points = list_points(c, common.training.seed)
-    stop_at = tuple(sorted(c.stop_at))
     plan = sweep.SweepPlan(
-        c.sweep_dir, tuple(extra), c.devices_per_run, not c.no_checkpoints, stop_at, c.stop_share
+        folder=c.sweep_dir,
+        train_flags=tuple(extra),
+        ranks=c.devices_per_run,
+        checkpoints=not c.no_checkpoints,
+        stop_at=tuple(sorted(c.stop_at)),
+        share=c.stop_share,
     )
     runs = sweep.join_runs(c.sweep_dir, points, extra)
     sweep.require_runs(plan, [run for run in runs.values() if run.state not in sweep.FINAL_STATES])
     if dry_run:
         for run in runs.values():
-            print(
-                f"{run.state:<11} {shlex.join(['meshwright', *plan.command(run.name, run.point)])}"
-            )
+            words_of_run = shlex.join(["meshwright", *plan.command(run.name, run.point)])
+            print(f"{run.state:<11} {words_of_run}")
         return DONE
     slots = sweep.find_slots(c.jobs, c.devices_per_run, common.parallel.device)
     status = sweep.Sweep(plan, runs, words).run(slots)
@@ -186,16 +194,17 @@ def list_points(c: SweepFlags, seed: int) -> list[Point]:
         raise SettingsError(
             f"{{seeds={c.seeds}}} beside values of {{seed}}: both choose seeds; leave one out"
         )
-    if (runs := space.count(c.draws) * c.seeds) > MOST_RUNS:
+    runs = space.count(c.draws) * c.seeds
+    if runs > MOST_RUNS:
         raise SettingsError(
             f"the sweep has {runs:,} runs, more than {MOST_RUNS:,}; list fewer values, or use {{random}}"
         )
-    points = space.points(c.draws, c.draw_seed)
-    return [
-        {**point, **({"seed": str(seed + i)} if i else {})}
-        for point in points
-        for i in range(c.seeds)
-    ]
+    points = []
+    for point in space.points(c.draws, c.draw_seed):
+        points.append(point)  # with the seed of the flags
+        for i in range(1, c.seeds):
+            points.append({**point, "seed": str(seed + i)})
+    return points
 
 
 def show_results(folder: Path, runs: list[sweep.SweepRun], as_json: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 import platform
@@ -33,38 +32,35 @@ Show = Callable[[Comparison, str], None]  # takes the summary too, one line
 
 def verify_layout(config: TrainConfig, setup: RankSetup, command: list[str], show: Show) -> None:
     """Compare --verify-layout steps, write the certificate and show it; raise if they differ."""
-    began, root = time.perf_counter(), config.checkpoint.run_dir or config.checkpoint.save
+    began = time.perf_counter()
+    root = config.checkpoint.run_dir or config.checkpoint.save
     folder = Path(root) if root else None
-    comparison = compare_with_one_process(
-        config, setup.team, config.training.verify_layout, folder, setup
-    )
-    values = certificate(config, comparison, setup, command) | {
-        "seconds": round(time.perf_counter() - began, 3)
-    }
+    steps = config.training.verify_layout
+    comparison = compare_with_one_process(config, setup.team, steps, folder, setup)
+    values = certificate(config, comparison, setup, command)
+    values["seconds"] = round(time.perf_counter() - began, 3)
     if folder is not None:
         setup.team.run_on_lead(lambda: write_certificate(folder / CERTIFICATE, values))
-    show(
-        comparison,
-        f"{'layout verified' if comparison.is_equal else 'the layout differs'}: {values['summary']}",
-    )
+    outcome = "layout verified" if comparison.is_equal else "the layout differs"
+    show(comparison, f"{outcome}: {values['summary']}")
     if not comparison.is_equal:
         raise UserError(describe_difference(comparison, folder), UNEQUAL, everywhere=True)
 
 
 def write_certificate(path: Path, values: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(values, indent=1, allow_nan=False)
     with replacing(path) as file:
-        file.write(json.dumps(values, indent=1, allow_nan=False).encode() + b"\n")
+        file.write(f"{text}\n".encode())
 
 
 def certificate(
     config: TrainConfig, comparison: Comparison, setup: RankSetup, command: list[str]
 ) -> dict[str, Any]:
     """Return the values of the file, all as JSON has them."""
-    p, defaults, device = config.parallel, flags.to_dict(TrainConfig()), setup.device
-    given = {
-        name: value for name, value in flags.to_dict(config).items() if value != defaults[name]
-    }
+    p, device = config.parallel, setup.device
+    settings, defaults = flags.to_dict(config), flags.to_dict(TrainConfig())
+    given = {name: value for name, value in settings.items() if value != defaults[name]}
     versions = {
         "meshwright": our_version(),
         "torch": torch.__version__,
@@ -82,6 +78,9 @@ def certificate(
         "context": p.context_parallel_size,
         "zero_stage": p.zero_stage,
     }
+    compared = []
+    for one in comparison.compared:
+        compared.append(dataclasses.asdict(one) | {"is_equal": one.is_equal})
     values = {
         "verdict": "equal" if comparison.is_equal else "different",
         "summary": summarize(comparison),
@@ -94,9 +93,7 @@ def certificate(
         "settings": given,
         "steps": comparison.steps,
         "reduced": make_twin(config, device.type != "cpu").sizes,
-        "compared": [
-            dataclasses.asdict(one) | {"is_equal": one.is_equal} for one in comparison.compared
-        ],
+        "compared": compared,
         "gradients": comparison.gradients,
         "differences": [dataclasses.asdict(one) for one in comparison.differences],
         "not_compared": comparison.not_compared,
@@ -107,42 +104,38 @@ def certificate(
 
 def summarize(comparison: Comparison) -> str:
     """Return the outcome in a line, as the log and the page of a run show it."""
-    beside = f"in {comparison.steps} step{'s' * (comparison.steps > 1)} beside one process"
+    steps = f"{comparison.steps} step{'s' * (comparison.steps > 1)}"
+    beside = f"in {steps} beside one process"
     if comparison.differences:
         first = comparison.differences[0]
         by = f"by {size(first.largest)} in {first.precision}"
         return f"{first.what}, {first.name}, first at {first.where}, {by}, {beside}"
-    exact, low = (
-        [c for c in comparison.compared if (c.precision == "float64") == is_exact]
-        for is_exact in (True, False)
-    )
+
+    # The largest difference in float64, and that of the weights in the run's own precision.
+    exact = [one for one in comparison.compared if one.precision == "float64"]
     farthest = max(exact, key=lambda one: one.largest)
     most = f"differ by at most {size(farthest.largest)} ({farthest.what}, {farthest.worst})"
-    updated = [
-        f"; in {c.precision} its {c.what} by {size(c.largest)}"
-        for c in low
-        if c.what == Quantity.WEIGHTS
-    ]
-    return f"{len(comparison.gradients)} parameters, their gradients and their state, {beside}, {most}{''.join(updated)}"
+    for one in comparison.compared:
+        if one.precision != "float64" and one.what == Quantity.WEIGHTS:
+            most += f"; in {one.precision} its {one.what} by {size(one.largest)}"
+    count = len(comparison.gradients)
+    return f"{count} parameters, their gradients and their state, {beside}, {most}"
 
 
 def size(x: float) -> str:
-    return "0" if x == 0 else "not comparable" if math.isinf(x) else f"{x:.1e}"
+    if math.isinf(x):
+        return "not comparable"
+    return f"{x:.1e}" if x else "0"
 
 
 def describe_difference(comparison: Comparison, folder: Path | None) -> str:
     """Return the error: what differs first, where, and what to do."""
-    first, kinds = (
-        comparison.differences[0],
-        list(dict.fromkeys(one.what for one in comparison.differences)),
-    )
-    by = (
-        ""
-        if math.isinf(first.largest)
-        else f" by {size(first.largest)}, more than {size(first.tolerance)}"
-    )
-    by += f" in {first.precision}"
-    then = f"; then {', '.join(kinds[1:])}" if kinds[1:] else ""
+    first = comparison.differences[0]
+    by = f" in {first.precision}"
+    if not math.isinf(first.largest):
+        by = f" by {size(first.largest)}, more than {size(first.tolerance)}{by}"
+    _, *later = dict.fromkeys(one.what for one in comparison.differences)
+    then = f"; then {', '.join(later)}" if later else ""
     kept = f"; all differences are in {folder / CERTIFICATE}" if folder else ""
     return (
         f"this layout does not compute what one process computes: {first.what} differ first, {first.name}{by} "
@@ -154,28 +147,39 @@ def comparison_table(config: TrainConfig, comparison: Comparison, setup: RankSet
     """Return what was compared, for people."""
     twin, p = comparison.config, config.parallel
     m, backend = twin.model, pick_backend(p, setup.device)
-    more = [f"ZeRO {p.zero_stage}"] * bool(p.zero_stage) + ["sequence parallel"] * bool(
-        p.sequence_parallel
-    )
-    more += [f"{config.chunks} stages on each pipeline rank"] * (config.chunks > 1)
-    small = f"{m.num_layers} layers of width {m.hidden_size}, {m.num_attention_heads} heads, {twin.data.seq_length} tokens"
+    layout = [describe_layout(config)]
+    if p.zero_stage:
+        layout.append(f"ZeRO {p.zero_stage}")
+    if p.sequence_parallel:
+        layout.append("sequence parallel")
+    if config.chunks > 1:
+        layout.append(f"{config.chunks} stages on each pipeline rank")
+    small = f"{m.num_layers} layers of width {m.hidden_size}, {m.num_attention_heads} heads"
+    small += f", {twin.data.seq_length} tokens"
     lines = [
-        f"layout    {', '.join([describe_layout(config), *more])}; {backend} on {devices.device_name(setup.device)}",
+        f"layout    {', '.join(layout)}; {backend} on {devices.device_name(setup.device)}",
         f"compared  with one process: {small}, float64, {comparison.steps} steps of {twin.global_batch} samples",
         "",
         f"{'':24}{'number':>7}  {'largest difference':>18}  {'allowed':>8}",
     ]
-    for precision, rows in itertools.groupby(comparison.compared, key=lambda one: one.precision):
-        if precision != twin.precision.dtype:
+
+    # The rows of float64 come first.
+    precision = twin.precision.dtype
+    for one in comparison.compared:
+        if one.precision != precision:
+            precision = one.precision
             lines += ["", f"in {precision}, one process updated by the gradients of the layout:"]
-        for one in rows:
-            verdict = "equal" if one.is_equal else f"DIFFERENT, most in {one.worst}"
-            shown = "0, bit for bit" if one.what.is_exact and not one.largest else size(one.largest)
-            allowed = f"{one.tolerance:.0e}" if one.tolerance else "0"
-            lines.append(f"{one.what:24}{one.count:7}  {shown:>18}  {allowed:>8}  {verdict}")
-    worst = max(comparison.gradients, key=lambda name: comparison.gradients[name])
-    lines += [
-        "",
-        f"worst tensor: {worst}, whose {Quantity.GRADIENTS} differ by {size(comparison.gradients[worst])}",
-    ]
-    return lines + ["not compared:", *(f"  - {one}" for one in comparison.not_compared)]
+        verdict = "equal" if one.is_equal else f"DIFFERENT, most in {one.worst}"
+        largest = size(one.largest)
+        if one.what.is_exact and not one.largest:
+            largest = "0, bit for bit"
+        allowed = f"{one.tolerance:.0e}" if one.tolerance else "0"
+        lines.append(f"{one.what:24}{one.count:7}  {largest:>18}  {allowed:>8}  {verdict}")
+
+    gradients = comparison.gradients
+    worst = max(gradients, key=lambda name: gradients[name])
+    lines.append("")
+    lines.append(
+        f"worst tensor: {worst}, whose {Quantity.GRADIENTS} differ by {size(gradients[worst])}"
+    )
+    return [*lines, "not compared:", *(f"  - {one}" for one in comparison.not_compared)]

@@ -49,10 +49,11 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
     if given.print_config:
         print(flags.to_toml(given.config, given.sources))
         return DONE
-    config = given.config
-    launched = launch.relaunch(config.parallel, ["verify-layout", *argv])
+    launched = launch.relaunch(given.config.parallel, ["verify-layout", *argv])
     if launched is not None:
         return launched
+
+    # Fill in what a training needs and these flags do not name, and read all of them again.
     stated = complete_from_checkpoint(given)
     ranks = world.size if world.launcher != "none" else ranks_wanted(stated)
     words = [f"--world-size={ranks}", *missing(stated, ranks), *words]
@@ -82,34 +83,39 @@ def ranks_wanted(c: TrainConfig) -> int:
 def missing(c: TrainConfig, ranks: int) -> list[str]:
     """Return flags for what a training needs and nothing names, small and divisible."""
     m, p, t = c.model, c.parallel, c.training
-    tp, pp, cp = (
-        p.tensor_model_parallel_size,
-        p.pipeline_model_parallel_size,
-        p.context_parallel_size,
-    )
-    heads = m.num_attention_heads or (tp * cp if m.hidden_size else 2 * tp * cp)
-    virtual = p.num_layers_per_virtual_pipeline_stage
-    has_batch = t.micro_batch_size or t.num_accumulation_steps
-    values = {
-        "num-layers": None if m.num_layers else 2 * pp * (virtual or 1),
-        "hidden-size": None if m.hidden_size else 8 * heads,
-        "num-attention-heads": None if m.num_attention_heads else heads,
-        "seq-length": None if c.data.seq_length else 16 * tp * cp,
-        "lr": None if c.optimizer.lr else 1e-2,
-        "train-iters": None if c.lengths else 10,
-        "micro-batch-size": None if has_batch else 1,
-        "attention-dropout": 0
-        if cp > 1 and m.attention_dropout == Model().attention_dropout
-        else None,
-        "global-batch-size": None if has_batch or t.global_batch_size else 2 * ranks,
-    }
-    flags_of_data = ["--mock-data"]
-    if c.data.packing != "stream":  # random tokens cannot be packed, and nobody reads the files
-        flags_of_data = [] if data_paths.path_settings(c.data) else ["--data-path=unread"]
-    return [
-        *(f"--{name}={value}" for name, value in values.items() if value is not None),
-        *flags_of_data,
-    ]
+    pp, cp = p.pipeline_model_parallel_size, p.context_parallel_size
+    unit = p.tensor_model_parallel_size * cp  # the ranks that divide heads and tokens
+    values: dict[str, object] = {}
+
+    # The model.
+    heads = m.num_attention_heads or (unit if m.hidden_size else 2 * unit)
+    if not m.num_layers:
+        values["num-layers"] = 2 * pp * (p.num_layers_per_virtual_pipeline_stage or 1)
+    if not m.hidden_size:
+        values["hidden-size"] = 8 * heads
+    if not m.num_attention_heads:
+        values["num-attention-heads"] = heads
+    if not c.data.seq_length:
+        values["seq-length"] = 16 * unit
+    # Context parallelism has no dropout of attention; a default is no wish.
+    if cp > 1 and m.attention_dropout == Model().attention_dropout:
+        values["attention-dropout"] = 0
+
+    # The training.
+    if not c.optimizer.lr:
+        values["lr"] = 1e-2
+    if not c.lengths:
+        values["train-iters"] = 10
+    if not t.micro_batch_size and not t.num_accumulation_steps:
+        values["micro-batch-size"] = 1
+        if not t.global_batch_size:
+            values["global-batch-size"] = 2 * ranks
+    words = [f"--{name}={value}" for name, value in values.items()]
+
+    if c.data.packing == "stream":
+        return [*words, "--mock-data"]
+    # Random tokens cannot be packed, and nobody reads the files.
+    return words if data_paths.path_settings(c.data) else [*words, "--data-path=unread"]
 
 
 def start_ranks(c: TrainConfig, argv: list[str]) -> int:
@@ -163,19 +169,16 @@ def rehearse(
     from meshwright.training.small_run import RankSetup
 
     groups = dict(layout.groups)
-    setup = RankSetup(
-        team,
-        device,
-        lambda twin: dataclasses.replace(twin, groups=dict(groups)),
-        caller.model,
-        caller.loss,
-    )
-    verify_layout(
-        resolved.config,
-        setup,
-        resolved.command,
-        lambda comparison, line: console.remark(f" > {line}"),
-    )
+
+    def connect(twin: Layout) -> Layout:
+        """Give the twin the run's own groups, so that it makes none."""
+        return dataclasses.replace(twin, groups=dict(groups))
+
+    def show(comparison: Comparison, line: str) -> None:
+        console.remark(f" > {line}")
+
+    setup = RankSetup(team, device, connect, caller.model, caller.loss)
+    verify_layout(resolved.config, setup, resolved.command, show)
 
 
 def show_comparison(

@@ -81,17 +81,18 @@ class Quantity(StrEnum):
 
     def tolerance(self, config: TrainConfig, device: torch.device) -> float:
         """Return the largest difference that rounding makes."""
-        dtype = config.precision.dtype
+        dtype, rule = config.precision.dtype, config.optimizer
         if self.is_exact:
             return 0.0
         if dtype == "float64" or self is Q.GRADIENTS:
             return TOLERANCE[dtype]
         if self is Q.LOSS:
             return TOLERANCE[dtype] / 10  # a mean of many
-        if config.optimizer.optimizer == "muon":
+        if rule.optimizer == "muon":
             return ORTHOGONALISED
+        # On a GPU, ZeRO 3 updates by torch's fused AdamW and one process by our own kernel.
         if self is Q.MOMENTS and device.type != "cpu" and config.parallel.zero_stage == 3:
-            return UPDATED + fused_adamw_error(config.optimizer)
+            return UPDATED + fused_adamw_error(rule)
         return UPDATED
 
 
@@ -171,27 +172,30 @@ def compare_with_one_process(
     loss of the user's own.
     """
     setup = dataclasses.replace(setup or RankSetup(), team=team)
-    twin, connected = (
-        make_twin(config, setup.device.type != "cpu"),
-        small_run.Connected(team.timeout),
-    )
+    twin = make_twin(config, setup.device.type != "cpu")
+    not_compared = list(twin.left_out)
+    # All trainers of the comparison share their process groups, which are closed at its end.
+    connected = small_run.Connected(team.timeout)
     if setup.connect is RankSetup.connect:
         setup = dataclasses.replace(setup, connect=connected)
+
     with contextlib.ExitStack() as block:
         block.callback(connected.close)
         block.enter_context(console.silence())
         shared = block.enter_context(shared_folder(folder, team))
-        lacking = (
-            [] if shared else ["resuming: the ranks share no folder; give --save or --run-dir"]
-        )
-        made = _Comparing(twin.config, steps, setup, shared).compare(twin.left_out + lacking)
-        if not twin.in_own_precision or not made.is_equal:
-            return made
-        more = _ComparingUpdates(twin.in_own_precision, steps, setup, None).compare([])
-        both = {
-            name: getattr(made, name) + getattr(more, name) for name in ("compared", "differences")
-        }
-        return dataclasses.replace(made, **both)
+        if shared is None:
+            not_compared.append("resuming: the ranks share no folder; give --save or --run-dir")
+        exact = _Comparing(twin.config, steps, setup, shared).compare(not_compared)
+        # In the run's own precision a known difference would only show again.
+        if not twin.in_own_precision or not exact.is_equal:
+            return exact
+        rounded = _ComparingUpdates(twin.in_own_precision, steps, setup, None).compare([])
+
+    return dataclasses.replace(
+        exact,
+        compared=exact.compared + rounded.compared,
+        differences=exact.differences + rounded.differences,
+    )
 
 
 @contextlib.contextmanager
@@ -218,11 +222,14 @@ def shared_folder(folder: Path | None, team: Team) -> Iterator[Path | None]:
 class RecordedStep(NamedTuple):
     """What one step made on one rank; tensors are copies on the host."""
 
-    gradients: TensorBoxes
-    state: TensorBoxes  # after the step
-    numbers: dict[str, float]  # COLUMNS
-    samples: list[int]
-    draws: Tensor  # hashes of seed, sample and position that dropout is drawn from
+    gradients: TensorBoxes = {}
+    state: TensorBoxes = {}  # after the step
+    numbers: dict[str, float] = {}  # COLUMNS
+    samples: list[int] = []
+    draws: Tensor = torch.empty(0)  # hashes of seed, sample and position that dropout draws from
+
+
+NOTHING = RecordedStep()  # what ranks other than 0 know of the run in one process
 
 
 class Watched:
@@ -245,16 +252,22 @@ class Watched:
 
     def draws(self, batches: list[Batch]) -> Any:
         """Return hashes of the seeds, samples and positions that these micro-batches draw from."""
-        net, out = self.trainer.net, [torch.empty(0, dtype=torch.int32)]
+        net = self.trainer.net
+        out = [torch.empty(0, dtype=torch.int32)]
         for batch in batches:
-            w = net.where(batch.to(net.device), self.trainer.config.training.seed)
-            assert w.samples is not None
-            columns = w.columns
+            where = net.where(batch.to(net.device), self.trainer.config.training.seed)
+            assert where.samples is not None
+            columns = where.columns
             if columns is None:
                 columns = torch.arange(batch.tokens.shape[1], device=net.device)
-            out.append(dropout.rows(w.seed, w.samples[:, None], columns).flatten().cpu())
-            if w.stream is not None and w.stream.samples is not None:
-                out.append(dropout.rows(w.seed, w.stream.samples, w.stream.columns).flatten().cpu())
+            hashes = dropout.rows(where.seed, where.samples[:, None], columns)
+            out.append(hashes.flatten().cpu())
+
+            # Hidden states of a rank that has a part of the tokens have positions of their own.
+            rows = where.stream
+            if rows is not None and rows.samples is not None:
+                hashes = dropout.rows(where.seed, rows.samples, rows.columns)
+                out.append(hashes.flatten().cpu())
         return torch.unique(torch.cat(out))
 
     def state(self) -> TensorBoxes:
@@ -264,21 +277,24 @@ class Watched:
 
     def counters(self) -> dict[str, Any]:
         """Return the rest of the state."""
-        state, store = self.trainer.state, self.trainer.net.store
-        return dataclasses.asdict(state.progress) | {
-            "steps": store.steps,
-            "loss_scale": state.scaler.state(),
-        }
+        state = self.trainer.state
+        counters = dataclasses.asdict(state.progress)
+        counters["steps"] = self.trainer.net.store.steps
+        counters["loss_scale"] = state.scaler.state()
+        return counters
 
     def step(self) -> RecordedStep:
-        self.gradients, feed = {}, self.trainer.feed
+        self.gradients = {}
+        feed = self.trainer.feed
         assert isinstance(feed, RecordingFeed)
         self.trainer.step()
         self.trainer.finish()
-        samples = [int(number) for batch in feed.batches for number in batch.sample_ids]
-        numbers = dict(zip(COLUMNS, rows_of(self.trainer)[-1], strict=True))
         return RecordedStep(
-            self.gradients, self.state(), numbers, samples, self.draws(feed.batches)
+            gradients=self.gradients,
+            state=self.state(),
+            numbers=dict(zip(COLUMNS, rows_of(self.trainer)[-1], strict=True)),
+            samples=[int(number) for batch in feed.batches for number in batch.sample_ids],
+            draws=self.draws(feed.batches),
         )
 
     def close(self) -> None:
@@ -304,13 +320,11 @@ def full_tensors(named: TensorBoxes) -> FullTensors:
     return {name: x.view(shape) for name, (shape, _, x) in named.items()}
 
 
-def broadcast(tensors: dict[str, Tensor] | None, team: Team) -> dict[str, Tensor]:
-    """Send rank 0's tensors to all ranks."""
-    shapes = team.run_on_lead(
-        lambda: [[name, list(x.shape)] for name, x in (tensors or {}).items()]
-    )
+def broadcast(tensors: FullTensors, team: Team) -> FullTensors:
+    """Send rank 0's tensors to all ranks, as one flat tensor; other ranks' are not read."""
+    shapes = team.run_on_lead(lambda: [[name, list(x.shape)] for name, x in tensors.items()])
     if team.size == 1:
-        return tensors or {}
+        return tensors
     flat = torch.empty(sum(math.prod(shape) for _, shape in shapes), dtype=torch.float64)
     if tensors and team.is_lead:
         torch.cat([x.double().flatten() for x in tensors.values()], out=flat)
@@ -343,43 +357,66 @@ class Recorder:
     device: torch.device
     seen: dict[tuple[Quantity, str], Seen] = field(default_factory=dict)
 
+    def allowed(self, what: Quantity) -> float:
+        return what.tolerance(self.config, self.device)
+
     def note(self, what: Quantity, name: str, step: int, far: float) -> None:
         seen = self.seen.setdefault((what, name), Seen())
         seen.largest = max(seen.largest, far)
-        if seen.first is None and not far <= what.tolerance(self.config, self.device):
+        # Also true of NaN, which no comparison holds for.
+        is_beyond = not far <= self.allowed(what)
+        if is_beyond and seen.first is None:
             seen.first = step, far
+
+    def note_equal(self, what: Quantity, name: str, step: int, is_equal: bool) -> None:
+        """Note something that is equal or is not, without a distance."""
+        self.note(what, name, step, 0.0 if is_equal else math.inf)
 
     def tensors(
         self,
         what: Quantity,
         step: int,
         got: TensorBoxes,
-        want: dict[str, Tensor],
+        want: FullTensors,
         floor: float | None = None,
     ) -> None:
         """Compare this rank's parts with whole tensors."""
         if floor is None:
             is_rough = what is Q.GRADIENTS and self.config.precision.dtype != "float64"
             floor = FLOOR_OF_GRADIENTS if is_rough else FLOOR
-        sizes = {name: float(x.abs().max()) if x.numel() else 0.0 for name, x in want.items()}
+
+        # The largest element of each tensor, and of its kind: weights, or one of the moments.
+        sizes: dict[str, float] = {}
+        largest: dict[str, float] = {}
+        for name, x in want.items():
+            sizes[name] = float(x.abs().max()) if x.numel() else 0.0
+            largest[kind_of(name)] = max(largest.get(kind_of(name), 0.0), sizes[name])
+
         for name, (shape, boxes, tensor) in got.items():
             if name not in want or tuple(shape) != tuple(want[name].shape):
                 self.note(what, name, step, math.inf)
                 continue
-            kind = name.partition("/")[2]  # weights, or one of the moments
-            least = floor * max(
-                size for other, size in sizes.items() if other.partition("/")[2] == kind
-            )
             far = 0.0
             for box, flat in split_boxes(boxes, tensor.reshape(-1)):
-                apart = (
-                    float((flat - cut(want[name], box).reshape(-1)).abs().max())
-                    if flat.numel()
-                    else 0.0
-                )
-                far = max(far, math.inf if math.isnan(apart) else apart)
-            scale = max(sizes[name], least)
-            self.note(what, name, step, far / scale if scale else 0.0 if not far else math.inf)
+                far = max(far, largest_gap(flat, cut(want[name], box).reshape(-1)))
+            scale = max(sizes[name], floor * largest[kind_of(name)])
+            if scale:
+                self.note(what, name, step, far / scale)
+            else:  # all that is wanted is 0
+                self.note_equal(what, name, step, far == 0)
+
+
+def kind_of(name: str) -> str:
+    """Return the part of a name of the state that names a moment; "" for weights."""
+    return name.partition("/")[2]
+
+
+def largest_gap(got: Tensor, want: Tensor) -> float:
+    """Return the largest difference of two flat tensors; infinity if it is not a number."""
+    if not got.numel():
+        return 0.0
+    gap = float((got - want).abs().max())
+    return math.inf if math.isnan(gap) else gap
 
 
 def cut(full: Tensor, box: Box) -> Tensor:
@@ -399,13 +436,11 @@ class _Comparing:
     def __init__(
         self, config: TrainConfig, steps: int, setup: RankSetup, folder: Path | None
     ) -> None:
-        self.config, self.steps, self.setup, self.folder, self.team = (
-            config,
-            steps,
-            setup,
-            folder,
-            setup.team,
-        )
+        self.config = config
+        self.steps = steps
+        self.setup = setup
+        self.folder = folder
+        self.team = setup.team
         self.seen = Recorder(config, setup.device)
         self.is_repeatable = setup.device.type == "cpu"
         self.one: list[RecordedStep] = []  # rank 0: of one process
@@ -420,26 +455,31 @@ class _Comparing:
         except (UserError, OSError):
             raise
         except Exception as error:
+            # A model that one process cannot train either says nothing about the layout, and
+            # another rank's failure is reported there.
             if not self.has_trained_alone or is_lost_rank(error) or out_of_memory(error):
                 raise
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{Path(last.filename).name}:{last.lineno}"
-            seen = [name for (_, name), at in self.seen.seen.items() if at.first]
-            before = f", after a difference in {seen[0]}" if seen else ""
-            reason = f"{type(error).__name__} at {where}: {bare_message(error)}{before}"
-            message = f"this layout fails where one process does not, {reason}; do not train with it, and report it"
-            raise UserError(f"{message} with these flags", UNEQUAL) from error
+            raise UserError(self.describe_failure(error), UNEQUAL) from error
         return self.result(not_compared)
 
+    def describe_failure(self, error: Exception) -> str:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(last.filename).name}:{last.lineno}"
+        differing = [name for (_, name), seen in self.seen.seen.items() if seen.first]
+        before = f", after a difference in {differing[0]}" if differing else ""
+        reason = f"{type(error).__name__} at {where}: {bare_message(error)}{before}"
+        return (
+            f"this layout fails where one process does not, {reason}; "
+            "do not train with it, and report it with these flags"
+        )
+
     def run(self) -> None:
-        # one more than the layout will have saved
+        # One step more than the layout saves: it is what the resumed runs are compared with.
         self.team.run_on_lead(lambda: self.train_alone(self.steps + 1))
         self.has_trained_alone = True
-        saves = (
-            dataclasses.replace(self.config.checkpoint, save=str(self.folder))
-            if self.folder
-            else Checkpoint()
-        )
+        saves = Checkpoint()
+        if self.folder:
+            saves = dataclasses.replace(self.config.checkpoint, save=str(self.folder))
         with self.running(self.config, saves) as run:
             saved, counters, last = self.train(run)
         if self.folder:
@@ -448,12 +488,11 @@ class _Comparing:
 
     @contextlib.contextmanager
     def running(
-        self, config: TrainConfig, checkpoint: Checkpoint, by: Team | None = None
+        self, config: TrainConfig, checkpoint: Checkpoint, team: Team | None = None
     ) -> Iterator[Watched]:
-        setup = self.setup if by is None else dataclasses.replace(self.setup, team=by)
-        run = Watched(
-            small_run.start_trainer(dataclasses.replace(config, checkpoint=checkpoint), setup)
-        )
+        setup = dataclasses.replace(self.setup, team=team or self.team)
+        config = dataclasses.replace(config, checkpoint=checkpoint)
+        run = Watched(small_run.start_trainer(config, setup))
         try:
             yield run
         finally:
@@ -470,23 +509,25 @@ class _Comparing:
     def train(self, run: Watched) -> tuple[TensorBoxes, dict[str, Any], RecordedStep]:
         """Train in the layout; return what it saved, its counters then, and its step after that."""
         self.compare_drawn(run)
-        saved: TensorBoxes = {}
-        counters: dict[str, Any] = {}
-        for number in range(1, self.steps + 2):
+        for number in range(1, self.steps + 1):
             made = run.step()
             self.compare_step(number, made)
-            if number == self.steps:
-                want = self.team.run_on_lead(lambda: self.validation)
-                loss = run.trainer.validate("valid", is_at_end=True)
-                self.seen.note(Q.VALIDATION, AFTER, number, relative(loss, want))
-                saved, counters = made.state, run.counters()
-                if self.folder:
-                    run.trainer.state.save()
-                    run.trainer.state.saver.wait()
-        return saved, counters, made
+
+        # Validate, which resuming must not notice, and save.
+        want = self.team.run_on_lead(lambda: self.validation)
+        loss = run.trainer.validate("valid", is_at_end=True)
+        self.seen.note(Q.VALIDATION, AFTER, self.steps, relative(loss, want))
+        saved, counters = made.state, run.counters()
+        if self.folder:
+            run.trainer.state.save()
+            run.trainer.state.saver.wait()
+
+        last = run.step()
+        self.compare_step(self.steps + 1, last)
+        return saved, counters, last
 
     def compare_drawn(self, run: Watched) -> None:
-        drawn = {name: x for name, x in run.state().items() if "/" not in name}
+        drawn = {name: x for name, x in run.state().items() if not kind_of(name)}
         self.seen.tensors(Q.DRAWN, 0, drawn, self.of_one(self.drawn), floor=0.0)
         self.check_cover(run)
 
@@ -504,51 +545,49 @@ class _Comparing:
             if totals.get(name) != sizes.get(name):
                 self.seen.note(Q.DRAWN, f"{name} (elements held)", 0, math.inf)
 
-    def compare_step(
-        self,
-        step: int,
-        made: RecordedStep,
-        numbers: Quantity | None = None,
-        tensors: Quantity | None = None,
-    ) -> None:
-        """Compare a step of the layout with that of one process, under other names if given."""
-        team = self.team
-        one = self.one[step - 1] if team.is_lead else None
-        row, samples = team.run_on_lead(lambda: one and [one.numbers, one.samples])
-        for column, got in made.numbers.items():
-            self.seen.note(numbers or QUANTITIES[column], column, step, relative(got, row[column]))
-        self.compare_samples(step, made.samples, samples, tensors or Q.SAMPLES)
-        want_draws = broadcast({"": one.draws} if one else None, team)[""]
-        self.compare_draws(step, made.draws, want_draws, tensors or Q.DROPOUT)
-        self.seen.tensors(
-            tensors or Q.GRADIENTS, step, made.gradients, self.of_one(one and one.gradients)
-        )
-        want = self.of_one(one and one.state)
-        for what, is_moment in ((Q.WEIGHTS, False), (Q.MOMENTS, True)):
-            mine = {name: x for name, x in made.state.items() if ("/" in name) == is_moment}
-            self.seen.tensors(tensors or what, step, mine, want)
+    def compare_step(self, step: int, made: RecordedStep, stage: Quantity | None = None) -> None:
+        """Compare a step of the layout with that of one process.
 
-    def of_one(self, named: TensorBoxes | None) -> FullTensors:
+        All differences count as those of `stage` if one is given.
+        """
+        one = self.one[step - 1] if self.team.is_lead else NOTHING
+        row, samples = self.team.run_on_lead(lambda: [one.numbers, one.samples])
+        for column, got in made.numbers.items():
+            self.seen.note(stage or QUANTITIES[column], column, step, relative(got, row[column]))
+        self.compare_samples(step, made.samples, samples, stage or Q.SAMPLES)
+        draws = broadcast({"": one.draws}, self.team)[""]
+        self.compare_draws(step, made.draws, draws, stage or Q.DROPOUT)
+
+        gradients = self.of_one(one.gradients)
+        self.seen.tensors(stage or Q.GRADIENTS, step, made.gradients, gradients)
+        want = self.of_one(one.state)
+        weights = {name: x for name, x in made.state.items() if not kind_of(name)}
+        moments = {name: x for name, x in made.state.items() if kind_of(name)}
+        self.seen.tensors(stage or Q.WEIGHTS, step, weights, want)
+        self.seen.tensors(stage or Q.MOMENTS, step, moments, want)
+
+    def of_one(self, named: TensorBoxes) -> FullTensors:
         """Send the full tensors of rank 0's own run to all ranks."""
-        return broadcast(None if named is None else full_tensors(named), self.team)
+        return broadcast(full_tensors(named), self.team)
 
     def compare_samples(self, step: int, mine: list[int], want: list[int], what: Quantity) -> None:
         """Check that the data-parallel ranks together read what one process reads."""
         at = layout_of(self.config, self.team.rank).at("replicas", "shard")
         read: dict[int, list[int]] = {}
         for data, numbers in self.team.gather([at, mine]):
+            # Model-parallel ranks with the same place in the data must read the same.
             if read.setdefault(data, numbers) != numbers:
                 self.seen.note(what, f"of data-parallel rank {data}", step, math.inf)
-        is_same = sorted(k for numbers in read.values() for k in numbers) == sorted(want)
-        self.seen.note(what, "of the step", step, 0.0 if is_same else math.inf)
+        everything = sorted(number for numbers in read.values() for number in numbers)
+        self.seen.note_equal(what, "of the step", step, everything == sorted(want))
 
     def compare_draws(self, step: int, mine: Tensor, want: Tensor, what: Quantity) -> None:
         """Check that the ranks together draw from the positions that one process draws from."""
         want = want.to(torch.int32)
-        found = torch.isin(want, mine).to(torch.int32)
-        self.team.sum(found)
-        is_same = bool(torch.isin(mine, want).all()) and bool((found > 0).all())
-        self.seen.note(what, "seed, sample and position", step, 0.0 if is_same else math.inf)
+        drawn_by = torch.isin(want, mine).to(torch.int32)
+        self.team.sum(drawn_by)
+        is_equal = bool(torch.isin(mine, want).all()) and bool((drawn_by > 0).all())
+        self.seen.note_equal(what, "seed, sample and position", step, is_equal)
 
     # Resuming
 
@@ -562,43 +601,43 @@ class _Comparing:
             self.compare_bits(Q.NEXT_STEP, again.state, last.state)
             self.compare_counters(Q.NEXT_STEP, again.numbers, last.numbers)
         else:  # the order of atomic additions differs
-            self.compare_step(self.steps + 1, again, Q.NEXT_STEP, Q.NEXT_STEP)
+            self.compare_step(self.steps + 1, again, Q.NEXT_STEP)
 
     def take_over(self, saved: TensorBoxes, counters: dict[str, Any]) -> None:
         """Load the saved state into one process, on rank 0, which takes the next step alone."""
-        loaded: list[tuple[TensorBoxes, dict[str, Any], RecordedStep]] = []
+        state: TensorBoxes = {}
+        loaded: dict[str, Any] = {}
+        made = NOTHING
 
         def load() -> None:
+            nonlocal state, loaded, made
             with self.running(alone(self.config), Checkpoint(load=str(self.folder)), ALONE) as run:
-                loaded.append((run.state(), run.counters(), run.step()))
+                state, loaded, made = run.state(), run.counters(), run.step()
 
         self.team.run_on_lead(load)
-        mine = loaded[0] if loaded else None
-        self.seen.tensors(
-            Q.LOADED_ALONE, self.steps, saved, self.of_one(mine and mine[0]), floor=0.0
-        )
-        if mine:
-            self.compare_counters(Q.LOADED_ALONE, mine[1], counters)
+        self.seen.tensors(Q.LOADED_ALONE, self.steps, saved, self.of_one(state), floor=0.0)
+        if self.team.is_lead:
+            self.compare_counters(Q.LOADED_ALONE, loaded, counters)
             want, number = self.one[self.steps], self.steps + 1
-            self.seen.tensors(Q.NEXT_STEP_ALONE, number, mine[2].state, full_tensors(want.state))
-            for name, got in mine[2].numbers.items():
+            self.seen.tensors(Q.NEXT_STEP_ALONE, number, made.state, full_tensors(want.state))
+            for name, got in made.numbers.items():
                 self.seen.note(Q.NEXT_STEP_ALONE, name, number, relative(got, want.numbers[name]))
 
     def compare_bits(self, what: Quantity, got: TensorBoxes, want: TensorBoxes) -> None:
         for name in got.keys() | want.keys():
-            is_same = name in got and name in want and torch.equal(got[name][2], want[name][2])
-            self.seen.note(what, name, self.steps, 0.0 if is_same else math.inf)
+            is_equal = name in got and name in want and torch.equal(got[name][2], want[name][2])
+            self.seen.note_equal(what, name, self.steps, is_equal)
 
     def compare_counters(self, what: Quantity, got: dict[str, Any], want: dict[str, Any]) -> None:
         for name, value in got.items():
-            is_same = value == want[name] or (value != value and want[name] != want[name])
-            self.seen.note(what, name, self.steps, 0.0 if is_same else math.inf)
+            are_nan = value != value and want[name] != want[name]
+            self.seen.note_equal(what, name, self.steps, value == want[name] or are_nan)
 
     # The result
 
     def result(self, not_compared: list[str]) -> Comparison:
         """Merge what all ranks have seen, on all ranks alike."""
-        mine = [[*key, s.largest, s.first] for key, s in self.seen.seen.items()]
+        mine = [[*key, seen.largest, seen.first] for key, seen in self.seen.seen.items()]
         largest: dict[tuple[Quantity, str], float] = {}
         first: dict[tuple[Quantity, str], tuple[int, float, int]] = {}  # step, difference, rank
         for rank, rows in enumerate(self.team.gather(mine)):
@@ -607,22 +646,26 @@ class _Comparing:
                 largest[key] = max(largest.get(key, 0.0), far)
                 if begin is not None and (key not in first or begin[0] < first[key][0]):
                     first[key] = begin[0], begin[1], rank
-        compared, dtype = [], self.config.precision.dtype
+
+        # A line of the table for each quantity.
+        dtype = self.config.precision.dtype
+        compared = []
         for what in Quantity:
-            of_kind = {name: far for (kind, name), far in largest.items() if kind == what}
-            if of_kind:
-                worst = max(of_kind, key=lambda name: of_kind[name])
-                allowed = what.tolerance(self.config, self.setup.device)
-                compared.append(Compared(what, len(of_kind), of_kind[worst], worst, allowed, dtype))
-        order = sorted(
-            first, key=lambda key: (first[key][0], list(Quantity).index(key[0]), -first[key][1])
-        )
+            names = [name for kind, name in largest if kind == what]
+            if names:
+                worst = max(names, key=lambda name: largest[what, name])
+                far, allowed = largest[what, worst], self.seen.allowed(what)
+                compared.append(Compared(what, len(names), far, worst, allowed, dtype))
+
+        # Within a step, in the order in which it makes the quantities, the largest first.
+        rank_of = {what: number for number, what in enumerate(Quantity)}
         differences = []
-        for what, name in order:
-            step, _, rank = first[what, name]
-            allowed = what.tolerance(self.config, self.setup.device)
+        for key in sorted(first, key=lambda key: (first[key][0], rank_of[key[0]], -first[key][1])):
+            step, _, rank = first[key]
             where = f"step {step}, rank {rank}"
-            differences.append(Difference(what, name, largest[what, name], allowed, dtype, where))
+            allowed = self.seen.allowed(key[0])
+            differences.append(Difference(*key, largest[key], allowed, dtype, where))
+
         gradients = {name: far for (kind, name), far in largest.items() if kind == Q.GRADIENTS}
         return Comparison(self.steps, compared, differences, gradients, not_compared, self.config)
 
@@ -631,30 +674,34 @@ class _ComparingUpdates(_Comparing):
     """One comparison in the run's own precision: one process takes the layout's gradients."""
 
     def run(self) -> None:
-        self.team.run_on_lead(lambda: self.train_alone(1))  # whether it can
+        # Whether one process can train it at all, so that a failure below is the layout's.
+        self.team.run_on_lead(lambda: self.train_alone(1))
         self.has_trained_alone = True
         self.one.clear()
+
         with contextlib.ExitStack() as block:
             run = block.enter_context(self.running(self.config, Checkpoint()))
-            leads = [self.running(alone(self.config), Checkpoint(), ALONE)] * self.team.is_lead
-            alone_too = [block.enter_context(context) for context in leads]
+            one: Watched | None = None
+            if self.team.is_lead:
+                context = self.running(alone(self.config), Checkpoint(), ALONE)
+                one = block.enter_context(context)
             self.compare_drawn(run)
             for number in range(1, self.steps + 1):
                 made = run.step()
                 gradients = self.full_gradients(run, made.gradients)
-                for one in alone_too:
+                if one is not None:
                     one.given = gradients
                     self.one.append(one.step())
                 self.compare_step(number, made)
 
     def full_gradients(self, run: Watched, gradients: TensorBoxes) -> FullTensors:
         """Put the gradients together, of which each rank has parts as its own."""
-        weights = [name for name in self.drawn if "/" not in name]
         shapes = self.team.run_on_lead(
-            lambda: [[name, list(self.drawn[name][0])] for name in weights]
+            lambda: [[name, list(x[0])] for name, x in self.drawn.items() if not kind_of(name)]
         )
         flat = torch.zeros(sum(math.prod(shape) for _, shape in shapes), dtype=torch.float64)
         full = views(flat, shapes)
+        # Every element is some rank's own, and 0 on the others: their sum is the whole.
         for name in run.trainer.net.store.named_state(False, to_save=True):
             _, boxes, tensor = gradients[name]
             for box, part in split_boxes(boxes, tensor.reshape(-1)):

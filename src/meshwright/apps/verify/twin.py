@@ -44,15 +44,27 @@ class Twin:
     def sizes(self) -> dict[str, Any]:
         """Return the sizes and numbers that the twin does not share with the run."""
         c, m = self.config, self.config.model
-        names = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels".split()
-        out = {name: getattr(m, name) for name in names if getattr(m, name) is not None}
-        out |= {
+        out: dict[str, Any] = {}
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "kv_channels",
+        ):
+            if getattr(m, name) is not None:
+                out[name] = getattr(m, name)
+        return out | {
             "seq_length": c.data.seq_length,
             "vocab_size": c.tokenizer.vocab_size,
             "micro_batch": c.micro_batch,
+            "global_batch": c.global_batch,
+            "pipeline_layout": c.stages,
+            "lr": c.optimizer.lr,
+            "clip_grad": c.optimizer.clip_grad,
+            "hidden_dropout": m.hidden_dropout,
         }
-        out |= {"global_batch": c.global_batch, "pipeline_layout": c.stages, "lr": c.optimizer.lr}
-        return out | {"clip_grad": c.optimizer.clip_grad, "hidden_dropout": m.hidden_dropout}
 
 
 def make_twin(config: TrainConfig, on_accelerator: bool = False) -> Twin:
@@ -63,15 +75,22 @@ def make_twin(config: TrainConfig, on_accelerator: bool = False) -> Twin:
     length = c.data.seq_length or 0
     if not length or length > SMALL_LENGTH:
         length = -(-16 // ranks) * ranks
-    positions = model.max_position_embeddings and max(
-        length, min(model.max_position_embeddings, length + 8)
-    )
+    positions = model.max_position_embeddings
+    if positions:
+        positions = max(length, min(positions, length + 8))
+
     # torch's kernels draw other dropout in other layouts, and take no float64 with masks.
     is_masked = c.data.document_effects[-1] or model.position == "alibi"
     drops = model.attention_dropout and (on_accelerator or model.attention_impl == "sdpa")
-    impl = "reference" if drops or (on_accelerator and is_masked) else model.attention_impl
-    model = replace(model, max_position_embeddings=positions, attention_impl=impl)
-    model = replace(model, hidden_dropout=model.hidden_dropout or 0.1)
+    impl = model.attention_impl
+    if drops or (on_accelerator and is_masked):
+        impl = "reference"
+    model = replace(
+        model,
+        max_position_embeddings=positions,
+        attention_impl=impl,
+        hidden_dropout=model.hidden_dropout or 0.1,
+    )
     tokenizer, model = vocabulary(c, model)
     twin = replace(
         c,
@@ -112,118 +131,130 @@ def in_own_precision(twin: TrainConfig, p: Precision) -> TrainConfig:
 
 def alone(config: TrainConfig) -> TrainConfig:
     """Return the same run in one process, by the plain layers and without recomputation."""
-    t = config.training
-    micro = (
-        2
-        if t.loss_mean == "global" and not any(n % 2 for n in config.batches)
-        else config.micro_batch
-    )
-    t = replace(
-        t,
+    micro = config.micro_batch
+    # With a mean over all tokens of a step, the size of micro-batches must not matter.
+    is_even = all(batch % 2 == 0 for batch in config.batches)
+    if config.training.loss_mean == "global" and is_even:
+        micro = 2
+    training = replace(
+        config.training,
         micro_batch_size=micro,
         num_accumulation_steps=None,
         global_batch_size=config.global_batch,
-    )
-    t = replace(
-        t,
         recompute_granularity=None,
         recompute_method=None,
         recompute_num_layers=1,
         checkpoint_in_cpu=False,
+        fused_kernels="off",
+        compile="off",
+        cuda_graphs="off",
     )
-    t = replace(t, fused_kernels="off", compile="off", cuda_graphs="off")
-    return replace(
-        config, training=t, parallel=Parallel(world_size=1, device=config.parallel.device)
-    )
+    parallel = Parallel(world_size=1, device=config.parallel.device)
+    return replace(config, training=training, parallel=parallel)
 
 
 def is_small(c: TrainConfig) -> bool:
     """Whether a run's model needs no reduction."""
-    return (
-        all((getattr(c.model, name) or most + 1) <= most for name, most in SMALL.items())
-        and c.model.ffn <= 256
-    )
+    for name, most in SMALL.items():
+        size = getattr(c.model, name)
+        if not size or size > most:
+            return False
+    return c.model.ffn <= 256
 
 
 def shrink(c: TrainConfig) -> tuple[Model, Parallel]:
     """Return a small model, and the pipeline that cuts it in the same way."""
-    m, p, stages = c.model, c.parallel, c.stages
-    if p.pipeline_layout and p.num_layers_per_virtual_pipeline_stage is None:
-        # Stages of different sizes stay so: 2, 7, 7, 4 layers become 1, 3, 3, 2.
-        rank = {n: i + 1 for i, n in enumerate(sorted(set(stages)))}
-        counts = [rank[n] for n in stages]
-        layers, p = (
-            sum(counts),
-            replace(p, pipeline_layout=PipelineLayout.read(",".join(map(str, counts)))),
-        )
-    elif p.pipeline_layout:
-        layers = m.num_layers or 0
-    else:
-        each = 2 if len(stages) <= 2 and min(stages) > 1 else 1
-        layers = each * len(stages) + (m.num_layers or 0) % len(stages)
-        if p.num_layers_per_virtual_pipeline_stage:
-            p = replace(p, num_layers_per_virtual_pipeline_stage=each)
-    unit = p.tensor_model_parallel_size * p.context_parallel_size  # the ranks that divide heads
+    m = c.model
+    layers, parallel = shrink_stages(c)
+
+    # As few heads as all ranks can share, of which as many share a key as in the run, or two.
+    tp = c.parallel.tensor_model_parallel_size
+    unit = tp * c.parallel.context_parallel_size
     heads, groups = m.num_attention_heads or 1, m.groups
     few = unit * min(2, max(1, groups // unit))
-    shared = min(2, heads // groups)  # heads that share a key
-    width, hidden = few * shared * HEAD, m.hidden_size or 1
-    apart = heads * m.head_dim - hidden  # heads may be narrower or wider than the residual stream
-    small = width if not apart else 2 * width if apart < 0 else max(width // 2, 4)
-    factor = p.tensor_model_parallel_size
-    ffn = factor * max(1, round(small * m.ffn / hidden / factor))
-    rotary = max(m.rotary_percent, 2 / HEAD) if m.position == "rope" else m.rotary_percent
+    few_heads = few * min(2, heads // groups)
+
+    # Heads may be narrower or wider than the residual stream.
+    hidden, width = m.hidden_size or 1, few_heads * HEAD
+    small = width
+    if heads * m.head_dim < hidden:
+        small = 2 * width
+    elif heads * m.head_dim > hidden:
+        small = max(width // 2, 4)
+    ffn = tp * max(1, round(small * m.ffn / hidden / tp))
+    rotary = m.rotary_percent
+    if m.position == "rope":
+        rotary = max(rotary, 2 / HEAD)
+    if int(HEAD * rotary) % 2:
+        rotary = 0.5
+
     model = replace(
         m,
         num_layers=layers,
         hidden_size=small,
-        num_attention_heads=few * shared,
+        num_attention_heads=few_heads,
         num_query_groups=few if groups < heads else None,
         group_query_attention=groups < heads,
         kv_channels=HEAD,
         ffn_hidden_size=ffn,
-        rotary_percent=rotary if int(HEAD * rotary) % 2 == 0 else 0.5,
+        rotary_percent=rotary,
         # The twin has grown as the run has.
         mup_base_hidden_size=m.mup_base_hidden_size and max(1, round(small / m.width_growth)),
         mup_base_num_layers=m.mup_base_num_layers and max(1, round(layers / m.depth_growth)),
     )
-    return model, p
+    return model, parallel
+
+
+def shrink_stages(c: TrainConfig) -> tuple[int, Parallel]:
+    """Return a small number of layers, and the pipeline that cuts them in the same way."""
+    p, stages, layers = c.parallel, c.stages, c.model.num_layers or 0
+    virtual = p.num_layers_per_virtual_pipeline_stage
+    if p.pipeline_layout and virtual is None:
+        # Stages of different sizes stay so: 2, 7, 7, 4 layers become 1, 3, 3, 2.
+        sizes = sorted(set(stages))
+        counts = [sizes.index(size) + 1 for size in stages]
+        layout = PipelineLayout.read(",".join(map(str, counts)))
+        return sum(counts), replace(p, pipeline_layout=layout)
+    if p.pipeline_layout:
+        return layers, p
+    each = 2 if len(stages) <= 2 and min(stages) > 1 else 1
+    if virtual:
+        p = replace(p, num_layers_per_virtual_pipeline_stage=each)
+    return each * len(stages) + layers % len(stages), p
 
 
 def vocabulary(c: TrainConfig, m: Model) -> tuple[TokenizerFlags, Model]:
     """Return a small vocabulary that leaves rows of padding on the last tensor rank."""
-    tp, size = c.parallel.tensor_model_parallel_size, c.tokenizer.vocab_size
+    size = c.tokenizer.vocab_size
     if c.data.mock_data and size and size <= SMALL_VOCABULARY:
         return TokenizerFlags(vocab_size=size), m
-    rows = 8 * tp * -(-40 // (8 * tp))
-    m = replace(
-        m, make_vocab_size_divisible_by=8, pad_vocab_size_to=rows if m.pad_vocab_size_to else None
-    )
+    unit = 8 * c.parallel.tensor_model_parallel_size
+    rows = unit * -(-40 // unit)
+    padded = rows if m.pad_vocab_size_to else None
+    m = replace(m, make_vocab_size_divisible_by=8, pad_vocab_size_to=padded)
     return TokenizerFlags(vocab_size=rows - 3), m
 
 
 def training(c: TrainConfig, on_accelerator: bool) -> Training:
     """Return few micro-batches of few samples, and the options of the passes."""
-    t, p = c.training, c.parallel
-    number, micro, pp = (
-        c.micro_batches(c.global_batch),
-        c.micro_batch,
-        p.pipeline_model_parallel_size,
-    )
+    t, pp = c.training, c.parallel.pipeline_model_parallel_size
+    number, micro = c.micro_batches(c.global_batch), c.micro_batch
     if number * micro * c.dp > SMALL_BATCH:
         micro, number = min(micro, 2), min(number, 2 * pp if pp > 1 else 3)
+    batch = number * micro * c.dp
+    # A batch that grows does so once, by what all ranks pass at once.
     unit = micro * c.dp * (pp if pp > 1 and number % pp == 0 else 1)
     grows = t.rampup_batch_size or t.step_batch_size_schedule
-    ramp = [unit, unit, 2 * unit] if grows and number * micro * c.dp > unit else []
+    ramp = [unit, unit, 2 * unit] if grows and batch > unit else []
     # Of a stage's layers, some are recomputed if some are in the run.
     layers = t.recompute_num_layers
     if not is_small(c):
-        each = max(1, (shrink(c)[0].num_layers or 0) // len(c.stages))
+        each = max(1, shrink_stages(c)[0] // len(c.stages))
         layers = max(1, min(layers, each - (layers < max(c.stages))))
     return replace(
         Training(**twin_settings(t)),
         micro_batch_size=micro,
-        global_batch_size=number * micro * c.dp,
+        global_batch_size=batch,
         rampup_batch_size=ramp,
         recompute_num_layers=layers,
         eval_iters=1,
@@ -267,24 +298,26 @@ def optimizer(o: Optimizer) -> Optimizer:
 def left_out(c: TrainConfig, impl: str, on_accelerator: bool) -> list[str]:
     """Return what the run has and the twin has not, each as a reader would ask for it."""
     t, p, m = c.training, c.precision, c.model
-    low = (
-        "bf16" if p.bf16 else "fp16" if p.fp16 else "" if p.params_dtype == "float64" else "float32"
-    )
+    low = "" if p.params_dtype == "float64" else "float32"
+    if p.bf16 or p.fp16:
+        low = "bf16" if p.bf16 else "fp16"
     is_long = (c.data.seq_length or 0) > SMALL_LENGTH or c.global_batch > SMALL_BATCH
     fused = on_accelerator and t.fused_kernels != "off" and m.is_fusible and t.compile != "on"
+    compiles_itself = on_accelerator and not fused and t.compile == "auto"
+    is_compiled = t.compile == "on" or compiles_itself
+    has_graphs = t.cuda_graphs == "on" or (on_accelerator and t.cuda_graphs == "auto")
+    is_scheduled = c.optimizer.lr_decay_style != "constant"
     listed = {
         f"saving and resuming in {low}: compared in float64": low,
         "overflows in fp16: the loss scale is small": p.fp16,
         f"fp8 products (--fp8-format {p.fp8_format})": p.fp8_format,
         "fused kernels: both runs have plain layers": fused,
-        "compiled layers": t.compile == "on"
-        or (on_accelerator and not fused and t.compile == "auto"),
-        "CUDA graphs": t.cuda_graphs == "on" or (on_accelerator and t.cuda_graphs == "auto"),
+        "compiled layers": is_compiled,
+        "CUDA graphs": has_graphs,
         "torch's kernels of attention: the reference computes it": impl != m.attention_impl,
         "the files of the data: both runs read random tokens": True,
         "packing: random documents end where a token says so": c.data.packing != "stream",
         "the sizes of the run: see the reduced ones": not is_small(c) or is_long,
-        "the schedule of the learning rate, which is constant": c.optimizer.lr_decay_style
-        != "constant",
+        "the schedule of the learning rate, which is constant": is_scheduled,
     }
     return [line for line, applies in listed.items() if applies]

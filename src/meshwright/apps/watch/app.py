@@ -28,14 +28,12 @@ from meshwright.config.problem import SettingsError
 FILES = {
     "/": ("meshwright.apps.watch", "page.html"),
     "/page.css": PAGE_CSS,
-    **{
-        f"/{name}": ("meshwright.apps.watch", name)
-        for name in ("watch.css", "watch.js", "chart.js", "words.js")
-    },
-    **{
-        f"/{name}": ("meshwright.apps.watch", f"vendor/{name}")
-        for name in ("uPlot.iife.min.js", "uPlot.min.css")
-    },
+    "/watch.css": ("meshwright.apps.watch", "watch.css"),
+    "/watch.js": ("meshwright.apps.watch", "watch.js"),
+    "/chart.js": ("meshwright.apps.watch", "chart.js"),
+    "/words.js": ("meshwright.apps.watch", "words.js"),
+    "/uPlot.iife.min.js": ("meshwright.apps.watch", "vendor/uPlot.iife.min.js"),
+    "/uPlot.min.css": ("meshwright.apps.watch", "vendor/uPlot.min.css"),
 }
 # seconds between events, and after which nothing new is sent again
 EVENT_SECONDS, SILENCE_SECONDS = 0.5, 15.0
@@ -52,9 +50,8 @@ def make_app(watcher: Watcher) -> RequestGuard:
     """Return the application; the caller starts the watcher."""
 
     def answer(value: Any) -> Response:
-        return Response(
-            json.dumps(json_ready(value, lambda x: None)), media_type="application/json"
-        )
+        text = json.dumps(json_ready(value, lambda x: None))
+        return Response(text, media_type="application/json")
 
     def state(request: Request) -> Response:
         return answer(watcher.state())
@@ -68,16 +65,19 @@ def make_app(watcher: Watcher) -> RequestGuard:
     def draw(request: Request) -> Response:
         folders = request.query_params.getlist("run")[:MOST_RUNS]
         view = read_view(query_fields(request, without="run"))
-        runs, out = {folder: find_run(folder) for folder in folders}, {}
+        runs = {folder: find_run(folder) for folder in folders}
         unit, factors = loss_units(list(runs.values()))
+        out = {}
         for (folder, run), factor in zip(runs.items(), factors, strict=True):
             with run.lock:
-                out[folder] = curves(run, view, factor) | {"loss_unit": unit}
+                out[folder] = curves(run, view, factor)
+            out[folder]["loss_unit"] = unit
         return answer(out)
 
     def samples(request: Request) -> Response:
         f = query_fields(request)
-        run, iteration = find_run(f.take("run")), f.integer("step", None, 0, 2**53)
+        run = find_run(f.take("run"))
+        iteration = f.integer("step", None, 0, 2**53)
         f.refuse_rest()
         if iteration is None:
             raise Refusal("step is required", "step")
@@ -86,21 +86,26 @@ def make_app(watcher: Watcher) -> RequestGuard:
     async def events(request: Request) -> Response:
         return StreamingResponse(event_stream(watcher), media_type="text/event-stream")
 
-    api = {"state": state, "curves": draw, "samples": samples, "events": events}
-    return make_site(
-        FILES, [Route(f"/api/{name}", endpoint) for name, endpoint in api.items()], LIMITS
-    )
+    routes = [
+        Route("/api/state", state),
+        Route("/api/curves", draw),
+        Route("/api/samples", samples),
+        Route("/api/events", events),
+    ]
+    return make_site(FILES, routes, LIMITS)
 
 
 def query_fields(request: Request, without: str = "") -> Fields:
     """Return the fields of an address, of which numbers are numbers."""
     values: dict[str, Any] = {}
     for name, text in request.query_params.items():
+        if name == without:
+            continue
         try:
+            # A folder's name may be a number, too.
             values[name] = orjson.loads(text) if name != "run" else text
         except orjson.JSONDecodeError:
             values[name] = text
-    values.pop(without, None)
     return Fields(values)
 
 
@@ -110,13 +115,15 @@ def read_view(f: Fields) -> View:
     axis = f.text("axis", default.axis)
     if axis not in get_args(Axis):
         raise Refusal(f"axis {axis!r} must be one of {', '.join(get_args(Axis))}", "axis")
-    begin, end = f.number("begin", default.begin), f.number("end", default.end)
-    points, smooth = (
+    view = View(
+        axis,  # type: ignore[arg-type]
+        f.number("begin", default.begin),
+        f.number("end", default.end),
         f.integer("points", default.points, 10, MOST_POINTS),
         f.number("smooth", default.smooth, 0, 0.5),
     )
     f.refuse_rest()
-    return View(axis, begin, end, points, smooth)  # type: ignore[arg-type]
+    return view
 
 
 async def event_stream(watcher: Watcher) -> AsyncIterator[str]:

@@ -35,7 +35,9 @@ def positions(run: RunTail, axis: Axis) -> Steps:
     """Return where each step lies: iterations, tokens (or samples), or seconds spent in steps."""
     if axis == "tokens":
         return run.column("consumed_samples") * scale_of(run)
-    return np.cumsum(run.column("ms")) / 1e3 if axis == "time" else run.column("iteration")
+    if axis == "time":
+        return np.cumsum(run.column("ms")) / 1e3
+    return run.column("iteration")
 
 
 def scale_of(run: RunTail) -> int:
@@ -53,25 +55,29 @@ def loss_units(runs: Sequence[RunTail]) -> tuple[str, list[float]]:
     """
     sizes = [bytes_per_token(run) for run in runs]
     known = [size for size in sizes if size]
-    is_one = len({vocabulary_of(run) for run in runs}) < 2 and max(known, default=1) < 1.01 * min(
-        known, default=1
-    )
-    if not is_one and len(known) == len(runs):
-        return "bits", [1 / (math.log(2) * size) for size in known]
-    return "" if is_one else "mixed", [1.0] * len(runs)
+    vocabularies = {vocabulary_of(run) for run in runs}
+    # Runs on samples of one text measure slightly different bytes per token.
+    are_sizes_equal = not known or max(known) < 1.01 * min(known)
+    if len(vocabularies) < 2 and are_sizes_equal:
+        return "", [1.0] * len(runs)
+    if len(known) < len(runs):
+        return "mixed", [1.0] * len(runs)
+    return "bits", [1 / (math.log(2) * size) for size in known]
 
 
 def bytes_per_token(run: RunTail) -> float:
     """Return about how many bytes of text a token stands for, 0 if the run does not say it."""
-    size = run.record.attempts[-1].start.get("bytes_per_token") if run.record.attempts else None
-    return float(size) if isinstance(size, int | float) and 0 < size < math.inf else 0.0
+    attempts = run.record.attempts
+    size = attempts[-1].start.get("bytes_per_token") if attempts else None
+    if isinstance(size, int | float) and 0 < size < math.inf:
+        return float(size)
+    return 0.0
 
 
 def vocabulary_of(run: RunTail) -> str:
     """Return what the settings say of the vocabulary."""
-    return repr(
-        [run.settings.get(n) for n in ("tokenizer", "tokenizer_type", "vocab_file", "vocab_size")]
-    )
+    names = ("tokenizer", "tokenizer_type", "vocab_file", "vocab_size")
+    return repr([run.settings.get(name) for name in names])
 
 
 def curves(run: RunTail, view: View, loss_factor: float = 1.0) -> dict[str, Any]:
@@ -81,31 +87,36 @@ def curves(run: RunTail, view: View, loss_factor: float = 1.0) -> dict[str, Any]
     "width" steps. Where a number is not finite, "bad" has the place.
     """
     x = positions(run, view.axis)
-    shown_steps = (int(np.searchsorted(x, view.begin)), int(np.searchsorted(x, view.end, "right")))
-    half = round(view.smooth * (shown_steps[1] - shown_steps[0]) / 2)
+    begin = int(np.searchsorted(x, view.begin))
+    end = int(np.searchsorted(x, view.end, "right"))
+    half = round(view.smooth * (end - begin) / 2)
     lines = {}
     for name in DRAWN:
-        y = run.column(name) * (loss_factor if name == "loss" else UNITS.get(name, 1.0))
-        lines[name] = curve_line(x, y, shown_steps, half if name in SMOOTH else 0, view.points)
+        factor = loss_factor if name == "loss" else UNITS.get(name, 1.0)
+        width = half if name in SMOOTH else 0
+        line = curve_line(x, run.column(name) * factor, (begin, end), width, view.points)
         if name in UNITS:
-            lines[name]["bad"] = []  # unknown on this device
+            line["bad"] = []  # unknown on this device
+        if line["x"] or line["bad"]:
+            lines[name] = line
+
     record, places = run.record, Places(run, x)
     checks: dict[str, list[tuple[int, float]]] = {}
     for v in record.validations:
         checks.setdefault(v.title, []).append((v.iteration, v.loss * loss_factor))
         if v.ema_loss is not None:
-            checks.setdefault(f"{v.title}, average", []).append(
-                (v.iteration, v.ema_loss * loss_factor)
-            )
+            averages = checks.setdefault(f"{v.title}, average", [])
+            averages.append((v.iteration, v.ema_loss * loss_factor))
+    scores = {}
+    for name, by_step in record.scores.items():
+        if by_step:
+            points = places.points(sorted(by_step.items()))
+            scores[name] = points | {"unit": describe_column(name)}
     return {
         "range": [float(x[0]), float(x[-1])] if len(x) else None,
-        "lines": {name: drawn for name, drawn in lines.items() if drawn["x"] or drawn["bad"]},
+        "lines": lines,
         "checks": {name: places.points(values) for name, values in checks.items()},
-        "scores": {
-            name: places.points(sorted(v.items())) | {"unit": describe_column(name)}
-            for name, v in record.scores.items()
-            if v
-        },
+        "scores": scores,
         "resumed": [places.at(i) for i in record.resumed_at() if places.knows(i)],
     }
 
@@ -114,7 +125,8 @@ class Places:
     """The positions of iterations on the x-axis."""
 
     def __init__(self, run: RunTail, x: Steps) -> None:
-        self.iterations, self.x = run.column("iteration"), x
+        self.iterations = run.column("iteration")
+        self.x = x
         self.is_step = x is self.iterations or np.shares_memory(x, self.iterations)
 
     def knows(self, iteration: int) -> bool:
@@ -139,27 +151,38 @@ class Places:
 def curve_line(
     x: Steps, y: Steps, shown_steps: tuple[int, int], half: int, points: int
 ) -> dict[str, Any]:
-    """Return one line of the steps where[0] to where[1], and one point beyond on each side."""
-    begin, end = max(shown_steps[0] - 1, 0), min(shown_steps[1] + 1, len(x))
-    finite = np.isfinite(y[begin:end])
-    bad, shown = x[begin:end][~finite], (x[begin:end][finite], y[begin:end][finite])
-    out: dict[str, Any] = {"bad": short(bad[:: max(1, -(-len(bad) // points))])}
-    out["x"], out["y"] = map(short, plot.thin(*shown, points))
-    if half and len(shown[0]) > 20:
-        # The median at the borders of what is shown reads the steps beyond them.
-        first, last = max(begin - half, 0), min(end + half, len(x))
-        is_finite = np.isfinite(y[first:last])
-        stride = max(1, 2 * half // MEDIANS)
-        wide = x[first:last][is_finite][::stride], y[first:last][is_finite][::stride]
-        mx, my = plot.running_median(*wide, max(1, half // stride))
-        inside = (mx >= shown[0][0]) & (mx <= shown[0][-1])
-        out |= {"mx": short(mx[inside]), "my": short(np.asarray(my)[inside]), "width": 2 * half + 1}
-    return out
+    """Return one line of the steps shown_steps[0] to [1], and one point beyond on each side."""
+    begin = max(shown_steps[0] - 1, 0)
+    end = min(shown_steps[1] + 1, len(x))
+    is_finite = np.isfinite(y[begin:end])
+    bad = x[begin:end][~is_finite]
+    bad = bad[:: max(1, -(-len(bad) // points))]
+    shown_x = x[begin:end][is_finite]
+    thin_x, thin_y = plot.thin(shown_x, y[begin:end][is_finite], points)
+    line: dict[str, Any] = {"bad": short(bad), "x": short(thin_x), "y": short(thin_y)}
+    if not half or len(shown_x) <= 20:
+        return line
+
+    # The median at the borders of what is shown reads the steps beyond them. Of a wide one, every
+    # so many steps are enough.
+    wide = slice(max(begin - half, 0), min(end + half, len(x)))
+    is_finite = np.isfinite(y[wide])
+    stride = max(1, 2 * half // MEDIANS)
+    wide_x = x[wide][is_finite][::stride]
+    wide_y = y[wide][is_finite][::stride]
+    median_x, median_y = plot.running_median(wide_x, wide_y, max(1, half // stride))
+    inside = (median_x >= shown_x[0]) & (median_x <= shown_x[-1])
+    line["mx"] = short(median_x[inside])
+    line["my"] = short(np.asarray(median_y)[inside])
+    line["width"] = 2 * half + 1
+    return line
 
 
 def short(values: Steps) -> list[Any]:
     """Return numbers with up to eight digits, which halve the size of an answer."""
-    if len(values) and (values == np.rint(values)).all() and np.abs(values).max() < 2**53:
+    are_whole = len(values) and (values == np.rint(values)).all()
+    # From 2**53 on, JavaScript has no whole numbers.
+    if are_whole and np.abs(values).max() < 2**53:
         integers: list[Any] = values.astype(np.int64).tolist()
         return integers
     return [float(f"{v:.8g}") for v in values]

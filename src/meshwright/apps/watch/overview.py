@@ -6,7 +6,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,24 @@ from meshwright.base.runs.rows import METRICS
 FOLLOW_SECONDS, SEARCH_SECONDS = 0.5, 5.0
 SEARCH_DEPTH = 3  # folders below a given one
 RECENT_STEPS = 100  # steps whose speed says how long the rest takes
+# What a run writes of itself when it starts, and the page shows.
+FACTS = (
+    "parameters",
+    "train_iters",
+    "device",
+    "dtype",
+    "torch",
+    "version",
+    "tokens_per_step",
+)
 
 
 class Watcher:
     """All runs, followed by one thread; `version` counts what it has read."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
-        self.roots, self.version = list(roots), 0
+        self.roots = list(roots)
+        self.version = 0
         self.runs: dict[Path, RunTail] = {}  # in the order in which they were found: their numbers
         self.names: dict[Path, str] = {}
         self.stopping = threading.Event()
@@ -69,26 +81,29 @@ class Watcher:
     def search(self) -> None:
         """Find runs that are new; a folder without any is a run that begins later."""
         self.searched = time.monotonic()
-        below = {root: list(find_runs(root)) or [root] for root in self.roots}
-        folders = dict.fromkeys(folder for each in below.values() for folder in each)
-        runs = {
-            folder: self.runs.get(folder) or RunTail(folder) for folder in [*self.runs, *folders]
-        }
-        if runs.keys() == self.runs.keys():
+        roots = {folder: root for root in self.roots for folder in find_runs(root) or [root]}
+        found = [*self.runs, *(folder for folder in roots if folder not in self.runs)]
+        if len(found) == len(self.runs):
             return
-        gone = [
-            root
-            for root in self.roots
-            if root in runs and root not in folders and not runs[root].file_state
-        ]
-        self.runs = {folder: run for folder, run in runs.items() if folder not in gone}
-        names = {
-            f: str(f.relative_to(root)) if f != root else f.resolve().name
-            for root in below
-            for f in below[root]
-        }
-        again = {name for name in names.values() if list(names.values()).count(name) > 1}
-        self.names |= {f: str(f) if name in again else name for f, name in names.items()}
+
+        # A root that had no run was followed itself, until runs were found below it.
+        runs = {}
+        for folder in found:
+            run = self.runs.get(folder) or RunTail(folder)
+            is_replaced = folder in self.roots and folder not in roots and not run.file_state
+            if not is_replaced:
+                runs[folder] = run
+
+        # Names are relative to the roots, unless two runs would have the same.
+        names = {}
+        for folder, root in roots.items():
+            names[folder] = (
+                folder.resolve().name if folder == root else str(folder.relative_to(root))
+            )
+        counts = Counter(names.values())
+        for folder, name in names.items():
+            self.names[folder] = name if counts[name] == 1 else str(folder)
+        self.runs = runs  # last: the page's thread looks their names up
         self.publish()
 
     def run_in(self, folder: str) -> RunTail:
@@ -97,15 +112,17 @@ class Watcher:
 
     def state(self) -> dict[str, Any]:
         """Return what the page says of all runs, without curves."""
-        runs = [
-            describe_run(run, self.names[folder], time.time())
-            for folder, run in list(self.runs.items())
-        ]
-        for number, run in enumerate(runs):
-            run |= {"colour": COLOURS[number % len(COLOURS)], "dash": dash_of(number)}
-        settings = [run.settings for run in list(self.runs.values())]
-        out = {"version": self.version, "runs": runs}
-        return {**out, "different": differing(settings) if len(settings) > 1 else {}}
+        followed = list(self.runs.items())  # another thread adds to them
+        runs = []
+        for number, (folder, run) in enumerate(followed):
+            described = describe_run(run, self.names[folder], time.time())
+            described["colour"] = COLOURS[number % len(COLOURS)]
+            described["dash"] = dash_of(number)
+            runs.append(described)
+        different = {}
+        if len(followed) > 1:
+            different = differing([run.settings for _, run in followed])
+        return {"version": self.version, "runs": runs, "different": different}
 
 
 def dash_of(number: int) -> list[float]:
@@ -114,24 +131,31 @@ def dash_of(number: int) -> list[float]:
     return [] if line == "-" else list(line[1])
 
 
-def find_runs(root: Path) -> Iterator[Path]:
-    """Yield the folders with a metrics.jsonl: this one, or those below it."""
+def find_runs(root: Path) -> list[Path]:
+    """Return the folders with a metrics.jsonl: this one, or those below it."""
+    found = []
     for name, folders, files in os.walk(root):
+        depth = len(Path(name).relative_to(root).parts)
         if METRICS in files:
-            yield Path(name)
+            found.append(Path(name))
+        # os.walk goes on with what is left in the list: not below a run, nor into checkpoints.
+        if METRICS in files or depth >= SEARCH_DEPTH:
             folders.clear()
-        is_deep = len(Path(name).relative_to(root).parts) >= SEARCH_DEPTH
-        folders[:] = (
-            [] if is_deep else sorted(f for f in folders if not f.startswith((".", "iter_")))
-        )
+        folders[:] = sorted(f for f in folders if not f.startswith((".", "iter_")))
+    return found
 
 
 def describe_run(run: RunTail, name: str, now: float) -> dict[str, Any]:
     """Return the figures of one run; numbers that are not finite are null."""
     with run.lock:
-        attempts, record = run.record.attempts, run.record
-        start = attempts[-1].start if attempts else {}
-        facts = "parameters train_iters device dtype torch version tokens_per_step".split()
+        record = run.record
+        attempts = record.attempts
+        start: dict[str, Any] = {}
+        slow: list[Any] = []
+        if attempts:
+            start = attempts[-1].start
+            # Slow ranks matter while the attempt goes on.
+            slow = list(attempts[-1].slow.values()) if attempts[-1].end is None else []
         out: dict[str, Any] = {
             "name": name,
             "folder": str(run.folder),
@@ -140,23 +164,23 @@ def describe_run(run: RunTail, name: str, now: float) -> dict[str, Any]:
             "read": run.offset / run.size if run.size else 1.0,
             "attempts": [describe_attempt(a) for a in attempts],
             "state": state_of(run, now),
-            "slow": list(attempts[-1].slow.values())
-            if attempts and attempts[-1].end is None
-            else [],
+            "slow": slow,
             "updated": run.updated,
             "steps": run.count,
             "unit": "tokens" if run.settings.get("seq_length") else "samples",
             "samples": sorted({i for i, _ in record.samples}),
             "seconds": sum(a.seconds for a in attempts),
         }
-        out |= {key: start.get(key) for key in facts}
+        out |= {fact: start.get(fact) for fact in FACTS}
         if means := record.mean_validations():
             best = record.best_validation()
-            out |= {"best": best and list(best[::-1]), "validation": means[-1][1]}
+            out["best"] = best and list(best[::-1])
+            out["validation"] = means[-1][1]
         if run.count:
             out |= recent_figures(run)
             if goodput := run.goodput():
-                out |= {"goodput": goodput.share, "recovery": goodput.mean_recovery}
+                out["goodput"] = goodput.share
+                out["recovery"] = goodput.mean_recovery
     clean: dict[str, Any] = json_ready(out, lambda x: None)
     return clean
 
@@ -164,20 +188,23 @@ def describe_run(run: RunTail, name: str, now: float) -> dict[str, Any]:
 def recent_figures(run: RunTail) -> dict[str, Any]:
     last = int(run.column("iteration")[-1])
     loss, count = run.final_loss()
-    ms = float(np.median(run.column("ms")[-RECENT_STEPS:]))
     peaks = run.column("memory")
-    out: dict[str, Any] = {"step": last, "loss": loss, "loss_steps": count, "ms": ms}
-    out |= {"amount": int(run.column("consumed_samples")[-1]) * scale_of(run)}
-    out |= {name: float(run.column(name)[-1]) for name in ("lr", "grad_norm")}
-    out |= {
-        name: float(np.median(run.column(name)[-RECENT_STEPS:]))
-        for name in ("tokens_per_second", "mfu")
+    out: dict[str, Any] = {
+        "step": last,
+        "loss": loss,
+        "loss_steps": count,
+        "amount": int(run.column("consumed_samples")[-1]) * scale_of(run),
+        "memory": float(np.nanmax(peaks)) if np.isfinite(peaks).any() else None,
+        "skipped": int(run.column("skipped").sum()),
     }
-    out["memory"] = float(np.nanmax(peaks)) if np.isfinite(peaks).any() else None
-    out["skipped"] = int(run.column("skipped").sum())
-    total = run.record.attempts[-1].start.get("train_iters") if run.record.attempts else None
-    if isinstance(total, int) and total > last:
-        out["left"] = (total - last) * ms / 1e3
+    for name in ("lr", "grad_norm"):
+        out[name] = float(run.column(name)[-1])
+    for name in ("ms", "tokens_per_second", "mfu"):
+        out[name] = float(np.median(run.column(name)[-RECENT_STEPS:]))
+    if run.record.attempts:
+        total = run.record.attempts[-1].start.get("train_iters")
+        if isinstance(total, int) and total > last:
+            out["left"] = (total - last) * out["ms"] / 1e3
     return out
 
 
@@ -195,9 +222,11 @@ def state_of(run: RunTail, now: float) -> str:
 
 def describe_attempt(a: Attempt) -> dict[str, Any]:
     end = a.end or {}
-    out = {"number": a.number, "time": a.start.get("time"), "began": a.began, "last": a.last}
     return {
-        **out,
+        "number": a.number,
+        "time": a.start.get("time"),
+        "began": a.began,
+        "last": a.last,
         "command": shell_line(a.start.get("command")),
         "end": end.get("reason"),
         "at": end.get("time"),
@@ -206,7 +235,9 @@ def describe_attempt(a: Attempt) -> dict[str, Any]:
 
 def describe_samples(run: RunTail, iteration: int) -> list[dict[str, Any]]:
     with run.lock:
-        samples = [
-            sample for (i, _), sample in sorted(run.record.samples.items()) if i == iteration
-        ]
-    return [{"number": s.number, "prompt": s.prompt, "text": s.text} for s in samples]
+        samples = sorted(run.record.samples.items())
+    return [
+        {"number": sample.number, "prompt": sample.prompt, "text": sample.text}
+        for (step, _), sample in samples
+        if step == iteration
+    ]

@@ -121,9 +121,14 @@ class CachingAllocator:
     def empty_cache(self) -> None:
         """Give segments without tensors back."""
         for pool, free in self.free.items():
-            whole = [entry for entry in free if entry[2].before is None and entry[2].after is None]
-            self.reserved -= sum(size for size, _, _ in whole)
-            self.free[pool] = [entry for entry in free if entry not in whole]
+            kept = []
+            for entry in free:
+                size, _, slab = entry
+                if slab.before is None and slab.after is None:
+                    self.reserved -= size
+                else:
+                    kept.append(entry)
+            self.free[pool] = kept
 
     def begin_pool(self) -> None:
         """Take new segments from here on, as the capture of a graph does."""

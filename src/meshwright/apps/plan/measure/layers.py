@@ -44,11 +44,13 @@ def choose_units(config: TrainConfig, stage: range, least: int) -> list[Unit]:
             units.append(Unit(tuple(groups[at][0]), 1, kinds[at]))
             at += 1
             continue
+        # The one in the middle stands for those that are not measured.
         for number in range(least):
             begin = at + number * period
-            layers = (i for group, _ in groups[begin : begin + period] for i in group)
+            chosen = slice(begin, begin + period)
+            layers = [i for group, _ in groups[chosen] for i in group]
             copies = count - least + 1 if number == least // 2 else 1
-            units.append(Unit(tuple(layers), copies, tuple(kinds[begin : begin + period])))
+            units.append(Unit(tuple(layers), copies, tuple(kinds[chosen])))
         at += count * period
     return units
 
@@ -66,10 +68,12 @@ def recomputed_groups(config: TrainConfig, stage: range) -> list[tuple[range, bo
 
 def kind_of_group(config: TrainConfig, group: range, again: bool) -> tuple[object, ...]:
     """Return all by which a layer may differ from another."""
-    m = config.model
+    m, precision = config.model, config.precision
     windowed = set(m.windowed_layers)
-    layers = [(i in windowed, config.precision.multiplies_fp8(i, m.num_layers or 0)) for i in group]
-    return again, *layers
+    kinds: list[object] = [again]
+    for i in group:
+        kinds.append((i in windowed, precision.multiplies_fp8(i, m.num_layers or 0)))
+    return tuple(kinds)
 
 
 def longest_repeat(kinds: Sequence[object]) -> tuple[int, int]:
@@ -117,26 +121,28 @@ class Extension:
     def __init__(self, record: StepRecord, units: Sequence[Sequence[Unit]]) -> None:
         self.events, self.units = record.events, units
         self.firsts = [first_copies(chunk) for chunk in units]
-        unit_of = [
-            [number for number, unit in enumerate(chunk) for _ in unit.layers] for chunk in units
-        ]
-        self.spans, self.begins, step = list[Span](), list[int](), 0
+        unit_of = []  # by chunk and measured layer
+        for chunk in units:
+            unit_of.append([number for number, unit in enumerate(chunk) for _ in unit.layers])
+
+        # Marks of the layers of one unit that follow each other become one span.
+        self.spans, self.begins = list[Span](), list[int]()
+        step = 0
         for begin, section in record.marks:
-            step += section.phase == "begin"
-            layer = None if section.layer is None else unit_of[section.chunk][section.layer]
-            span = Span(step, section._replace(layer=layer))
+            if section.phase == "begin":
+                step += 1
+            if section.layer is not None:
+                section = section._replace(layer=unit_of[section.chunk][section.layer])
+            span = Span(step, section)
             if not self.spans or self.spans[-1] != span:
                 self.spans.append(span)
                 self.begins.append(begin)
         self.numbers = {span: number for number, span in enumerate(self.spans)}
         self.forward = [self.runs_forward(number) for number in range(len(self.spans))]
-        self.span_of = [
-            number
-            for number, (begin, end) in enumerate(
-                zip(self.begins, [*self.begins[1:], len(self.events)], strict=True)
-            )
-            for _ in range(begin, end)
-        ]
+        self.span_of = list[int]()  # by event
+        ends = [*self.begins[1:], len(self.events)]
+        for number, (begin, end) in enumerate(zip(self.begins, ends, strict=True)):
+            self.span_of += [number] * (end - begin)
 
     def run(self) -> list[Placed]:
         freed = {event.key: at for at, event in enumerate(self.events) if event.key != at}
@@ -146,7 +152,8 @@ class Extension:
             if event.key != at or self.spans[span].step == 0:  # freed, or allocated by the set-up
                 continue
             for copy in range(self.copies(span)):
-                begin, key = LayerPlace(span, self.run_of(span, copy), at), next(keys)
+                begin = LayerPlace(span, self.run_of(span, copy), at)
+                key = next(keys)
                 timed.append((begin, event._replace(key=key)))
                 if at in freed:
                     end = max(begin, self.place_of_end(span, copy, freed[at]))
@@ -178,23 +185,21 @@ class Extension:
         """Return where the memory that a copy of a span's unit allocates is freed."""
         there = self.span_of[at]
         begin, end = self.spans[span].section, self.spans[there].section
+        fixed = LayerPlace(there, self.copies(there) - 1, at)
         if begin.layer is None or end.layer is None or begin.chunk != end.chunk:
-            return LayerPlace(there, self.copies(there) - 1, at)
+            return fixed
         distance = end.layer - begin.layer
         if abs(distance) > NEAR:
-            return LayerPlace(there, self.copies(there) - 1, at)
+            return fixed
         # The layer at the same distance from this copy.
         firsts = self.firsts[begin.chunk]
         number = firsts[begin.layer] + copy + distance
         unit = bisect.bisect_right(firsts, number) - 1
         other = self.neighbour(there, unit - end.layer)
         if other is None:
-            return LayerPlace(there, self.copies(there) - 1, at)
-        return LayerPlace(
-            other,
-            self.run_of(other, number - firsts[unit]),
-            self.begins[other] + at - self.begins[there],
-        )
+            return fixed
+        run = self.run_of(other, number - firsts[unit])
+        return LayerPlace(other, run, self.begins[other] + at - self.begins[there])
 
 
 def first_copies(units: Sequence[Unit]) -> list[int]:

@@ -42,6 +42,8 @@ from meshwright.parallel.layout import Layout
 
 PROCESSORS = 132  # of an H100 and H200; they decide about small sums only
 SHARDING = _fsdp_collectives, _fsdp_param, _fsdp_param_group, _fsdp_state
+FUSED_DEVICES = "_get_fused_kernels_supported_devices"  # torch's function for fused optimizers
+COLLECTIVES = ("all_reduce", "all_to_all_single", "broadcast", "send", "recv", "isend")
 # `with META` keeps a list of torch's functions, as they are before any is replaced
 _device._device_constructors()
 
@@ -78,27 +80,18 @@ def pretended_gpu(account: Account) -> Iterator[None]:
             (torch, "_scaled_mm", functools.partial(scaled_product, account)),
             (fp8.Scales, "_settle", lambda self: None),  # which reads numbers
             (torch, "zeros", lambda *size, pin_memory=False, **more: zeros(*size, **more)),
+            # Updates
             (adamw, "make_table", make_table),
-            (
-                sys.modules["torch.optim.optimizer"],
-                "_get_fused_kernels_supported_devices",
-                lambda: ["meta", "cpu"],
-            ),
-            *(
-                (torch, name, functools.partial(update, account, name))
-                for name in ("_fused_sgd_", "_fused_adamw_")
-            ),
+            (sys.modules["torch.optim.optimizer"], FUSED_DEVICES, lambda: ["meta", "cpu"]),
+            (torch, "_fused_sgd_", functools.partial(update, account, "_fused_sgd_")),
+            (torch, "_fused_adamw_", functools.partial(update, account, "_fused_adamw_")),
             # Other ranks
             (comm, "exchange", lambda x, sent, received, group: x.new_empty(sum(received))),
             (comm, "gather_into", done("all_gather")),
             (comm, "scatter_into", done("reduce_scatter")),
-            *(
-                (dist, name, done(name))
-                for name in ("all_reduce", "all_to_all_single", "broadcast")
-            ),
-            *((dist, name, done(name)) for name in ("send", "recv", "isend")),
             (dist, "get_world_size", lambda group=None: group.count),
             (dist, "get_rank", lambda group=None: 0),
+            *((dist, name, done(name)) for name in COLLECTIVES),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         yield
@@ -126,6 +119,13 @@ def pretended_shards(ranks: int, account: Account) -> Iterator[Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     done = functools.partial(collective, account)
+
+    def allocate(x: Tensor) -> None:
+        account.hold(x, True)
+
+    def free(x: Tensor) -> None:
+        account.hold(x, False)
+
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
         with pretended_gpu(account), contextlib.ExitStack() as stack:
@@ -135,14 +135,12 @@ def pretended_shards(ranks: int, account: Account) -> Iterator[Any]:
                 (_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda _: None),
                 # From torch 2.15 on; it takes every buffer that is not a CPU's for one of a GPU.
                 (_fsdp_collectives, "record_grad_output_stream", lambda *_: None),
-                (_fsdp_param, "alloc_storage", lambda x: account.hold(x, True)),
-                (_fsdp_param_group, "alloc_storage", lambda x: account.hold(x, True)),
-                (_fsdp_param, "free_storage", lambda x: account.hold(x, False)),
+                (_fsdp_param, "alloc_storage", allocate),
+                (_fsdp_param_group, "alloc_storage", allocate),
+                (_fsdp_param, "free_storage", free),
                 *((module, "_get_device_handle", lambda _: torch.cpu) for module in SHARDING),
-                *(
-                    (dist, name, done(name))
-                    for name in ("all_gather_into_tensor", "reduce_scatter_tensor")
-                ),
+                (dist, "all_gather_into_tensor", done("all_gather_into_tensor")),
+                (dist, "reduce_scatter_tensor", done("reduce_scatter_tensor")),
             ):
                 if hasattr(owner, name):  # which of torch's modules have it depends on its version
                     stack.enter_context(mock.patch.object(owner, name, value))
@@ -189,7 +187,8 @@ def connected(config: TrainConfig, pipeline_rank: int) -> Layout:
     plain = replace(plain, rank=pipeline_rank * plain.world // plain.pp)
     sizes = {name: plain.size(*dims) for name, dims in layout.GROUPS.items()}
     sizes |= dict.fromkeys(layout.LANES, plain.pp)
-    sizes["embedding"] = plain.pp if pipeline_rank in (0, plain.pp - 1) else 1
+    is_end = pipeline_rank in (0, plain.pp - 1)  # the ranks that share a tied embedding
+    sizes["embedding"] = plain.pp if is_end else 1
     groups: dict[str, Any] = {name: PretendedGroup(n) for name, n in sizes.items() if n > 1}
     return replace(plain, groups=groups)
 
@@ -231,23 +230,31 @@ class FlashAttention(torch.autograd.Function):
     def forward(
         ctx: Any, account: Account, q: Tensor, k: Tensor, v: Tensor, dropout: float
     ) -> Tensor:
-        b, h, t, d = q.shape
+        batch, heads, tokens, width = q.shape
         account.recorder.attention(q, k, v, dropout, False, account.section)
-        o, lse = new(b, t, h, d, dtype=q.dtype).transpose(1, 2), new(b, h, t)
-        ctx.save_for_backward(q, k, v, o, lse, new(2, dtype=torch.int64), new(1, dtype=torch.int64))
+        out = new(batch, tokens, heads, width, dtype=q.dtype).transpose(1, 2)
+        logsumexp = new(batch, heads, tokens)
+        rng_state, unused = new(2, dtype=torch.int64), new(1, dtype=torch.int64)
+        ctx.save_for_backward(q, k, v, out, logsumexp, rng_state, unused)
         ctx.account, ctx.dropout = account, dropout
-        return o
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *_ = ctx.saved_tensors
-        (b, h, t, d), groups = q.shape, k.shape[1]
+        batch, heads, tokens, width = q.shape
+        groups = k.shape[1]
         ctx.account.recorder.attention(q, k, v, ctx.dropout, True, ctx.account.section)
-        dq, dk, dv = (new(b, t, n, d, dtype=q.dtype).transpose(1, 2) for n in (h, groups, groups))
-        rows, columns = -(-t // 128) * 128, -(-d // 32) * 32
-        held = [new(b, rows, h, columns), new(b, h, rows)]
-        if groups < h:
-            held += [new(b, t, h, d, dtype=q.dtype), new(b, t, h, d, dtype=q.dtype)]
+
+        def like_heads(count: int) -> Tensor:
+            return new(batch, tokens, count, width, dtype=q.dtype)
+
+        dq, dk, dv = (like_heads(n).transpose(1, 2) for n in (heads, groups, groups))
+        # Sums of dq in full precision, padded to blocks, and a number for each row.
+        rows, columns = -(-tokens // 128) * 128, -(-width // 32) * 32
+        held = [new(batch, rows, heads, columns), new(batch, heads, rows)]
+        if groups < heads:  # the gradients of keys and values before they are summed over groups
+            held += [like_heads(heads), like_heads(heads)]
         return None, dq, dk, dv, None
 
 
@@ -257,18 +264,18 @@ class FusedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, account: Account, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, new(*x.shape[:-1], 1))
-        ctx.account, y = account, torch.empty_like(x)
+        ctx.account = account
+        y = torch.empty_like(x)
         account.recorder.fused("rms_norm", (x, weight, y), account.section)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, _ = ctx.saved_tensors
-        of_x, of_weight = torch.empty_like(x), torch.empty_like(weight)
-        ctx.account.recorder.fused(
-            "rms_norm_backward", (x, weight, grad, of_x, of_weight), ctx.account.section
-        )
-        return None, of_x, of_weight
+        account = ctx.account
+        dx, dw = torch.empty_like(x), torch.empty_like(weight)
+        account.recorder.fused("rms_norm_backward", (x, weight, grad, dx, dw), account.section)
+        return None, dx, dw
 
 
 def fused_norm(account: Account, x: Tensor, _: Any, weight: Tensor, eps: float) -> Tensor:
@@ -298,13 +305,13 @@ def attend_by_scores(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float
 ) -> Tensor:
     """Do as aten::_scaled_dot_product_attention_math does on a GPU."""
-    t, scale = q.shape[2], q.shape[3] ** -0.25
+    heads, tokens, scale = q.shape[1], q.shape[2], q.shape[3] ** -0.25
     q = q * scale
     if mask is None:
-        mask = torch.ones(t, t, dtype=torch.bool, device=META).tril()
+        mask = torch.ones(tokens, tokens, dtype=torch.bool, device=META).tril()
     if mask.dtype is torch.bool:
         mask = torch.where(mask, torch.zeros((), device=META), torch.zeros((), device=META))
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
     scores = torch.matmul(q, k.transpose(-2, -1) * scale).add_(mask)
     # softmax, and which rows are masked
     unsafe = new(*scores.shape), new(*scores.shape, dtype=torch.bool)

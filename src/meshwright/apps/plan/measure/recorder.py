@@ -24,17 +24,42 @@ from meshwright.apps.plan.measure.operations import Heads, TracedOperation
 from meshwright.base.device_profiles import ATTENTION_PASSES
 
 # Operations that make or change a tensor without a kernel, beside views.
-NO_KERNEL = frozenset(
-    "empty empty_like empty_strided new_empty new_empty_strided _unsafe_view lift_fresh set_ resize_ "
-    "_local_scalar_dense record_stream".split()
-)
-PRODUCTS = frozenset("mm addmm bmm baddbmm addmm_ baddbmm_ _scaled_mm _int_mm".split())
+NO_KERNEL = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "_unsafe_view",
+    "lift_fresh",
+    "set_",
+    "resize_",
+    "_local_scalar_dense",
+    "record_stream",
+}
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addmm_", "baddbmm_", "_scaled_mm", "_int_mm"}
 # Operations that read as much of their first tensor as they write, at the places of an index.
-GATHERS = frozenset("embedding index index_select gather".split())
-SCATTERS = frozenset(
-    "index_put index_put_ index_add index_add_ scatter scatter_ scatter_add scatter_add_".split()
-)
-OVERWRITES = frozenset("copy_ fill_ zero_ normal_ uniform_ _foreach_copy_ _foreach_zero_".split())
+GATHERS = {"embedding", "index", "index_select", "gather"}
+SCATTERS = {
+    "index_put",
+    "index_put_",
+    "index_add",
+    "index_add_",
+    "scatter",
+    "scatter_",
+    "scatter_add",
+    "scatter_add_",
+}
+# Operations that change a tensor without reading it.
+OVERWRITES = {
+    "copy_",
+    "fill_",
+    "zero_",
+    "normal_",
+    "uniform_",
+    "_foreach_copy_",
+    "_foreach_zero_",
+}
 SORT_PASSES = 8  # over keys and values, by a radix sort of 32 bits
 ADDRESSED_BYTES = 4  # of an element at an address in a table
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -53,6 +78,7 @@ class OperationRecorder(StepObserver):
             self.sections.clear()
         self.last = section
         self.sections[section][operation] += 1
+        # Autograd's own work on the host, once for each node that it runs.
         node = node_of_backward()
         if node is not None and node != self.node:
             self.sections[section][TracedOperation("host", "node", "node")] += 1
@@ -72,16 +98,16 @@ class OperationRecorder(StepObserver):
         self.count(attention_of(q, k, dropout > 0, is_backward), section)
 
     def fused(self, name: str, tensors: Iterable[Any], section: Section) -> None:
-        leaves = [x for x in tree_leaves(list(tensors)) if isinstance(x, Tensor)]
+        leaves = tensors_in(list(tensors))
         if name in PRODUCTS:
             a, b, out = leaves
-            self.count(product_of(name, a, b, [out], out.dtype is torch.float32), section)
-        else:  # an optimizer reads and writes all that it has
-            again = 2 if name.startswith("_fused") else 1
-            self.count(
-                TracedOperation("pass", name, "torch", bytes=again * sum(map(size_of, leaves))),
-                section,
-            )
+            operation = product_of(name, a, b, [out], out.dtype is torch.float32)
+        else:
+            moved = sum(map(size_of, leaves))
+            if name.startswith("_fused"):  # an optimizer reads and writes all that it has
+                moved *= 2
+            operation = TracedOperation("pass", name, "torch", bytes=moved)
+        self.count(operation, section)
 
     def collective(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], section: Section
@@ -94,8 +120,14 @@ def node_of_backward() -> object:
 
     That would keep the memory that it has saved.
     """
-    node = torch._C._current_autograd_node() if is_backward() else None
+    if not is_backward():
+        return None
+    node = torch._C._current_autograd_node()
     return node and (node._sequence_nr(), id(getattr(node, "variable", None)))
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 
 # Operations of torch
@@ -104,53 +136,61 @@ def node_of_backward() -> object:
 def operation_of(func: Any, args: Any, kwargs: Any, out: Any) -> TracedOperation:
     """Return the operation of a call that the dispatcher made."""
     name = func._schema.name.removeprefix("aten::")
-    taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-    is_on_host = all(x.device.type == "cpu" for x in [*taken, *made])
     if func.namespace == "c10d":
         return TracedOperation("host", name, "collective")
     # copies around collectives and beside products, which are counted with the former
     if func.namespace == "fsdp":
         return TracedOperation("host", name, "torch")
+    taken, made = tensors_in((args, kwargs)), tensors_in(out)
+    is_on_host = all(x.device.type == "cpu" for x in [*taken, *made])
     if func.is_view or name in NO_KERNEL or is_on_host:
         return TracedOperation("host", name, "view")
     if name in PRODUCTS:
         return product_in(name, func._overloadname, args, made)
-    return TracedOperation(
-        "pass", name, "torch", bytes=bytes_of(func, name, args, kwargs, taken, made)
-    )
+    moved = bytes_of(func, name, args, kwargs, taken, made)
+    return TracedOperation("pass", name, "torch", bytes=moved)
 
 
 def product_in(name: str, overload: str, args: Any, made: list[Tensor]) -> TracedOperation:
     """Return the product of an operation; its factors are the first two matrices, or the next."""
-    adds = name.startswith(("addmm", "baddbmm"))
-    factors = args[1:3] if adds else args[:2]
-    added = [args[0]] if adds and args[0].dim() > 1 else []  # a bias is read in the kernel's end
-    return product_of(name, factors[0], factors[1], [*made, *added], overload.endswith("out"))
+    others = list(made)
+    if name.startswith(("addmm", "baddbmm")):
+        added, a, b = args[:3]
+        if added.dim() > 1:  # a bias is read in the kernel's end
+            others.append(added)
+    else:
+        a, b = args[:2]
+    return product_of(name, a, b, others, overload.endswith("out"))
 
 
 def product_of(
     name: str, a: Tensor, b: Tensor, others: Sequence[Tensor], is_total: bool
 ) -> TracedOperation:
     """Return a product; `is_total`: it goes into given memory, as the gradients of weights do."""
-    flops = 2.0 * a.numel() * b.shape[-1]
-    dtype = "fp8" if a.dtype in FP8 else str(a.dtype).removeprefix("torch.")
     rest = sum(map(size_of, others))
     totals = rest if is_total else 0.0
     return TracedOperation(
-        "product", name, "torch", flops, size_of(a) + size_of(b) + rest - totals, dtype, totals
+        "product",
+        name,
+        "torch",
+        flops=2.0 * a.numel() * b.shape[-1],
+        bytes=size_of(a) + size_of(b) + rest - totals,
+        dtype="fp8" if a.dtype in FP8 else str(a.dtype).removeprefix("torch."),
+        totals=totals,
     )
 
 
 def attention_of(q: Tensor, k: Tensor, draws: bool, is_backward: bool) -> TracedOperation:
     """Return a causal attention, with the FLOPs of the full square forward."""
-    (batch, heads, rows, width), keys = q.shape, k.shape[2]
-    flops = 4.0 * batch * heads * rows * keys * width
-    name, around = (
-        ("attention backward", ATTENTION_PASSES * size_of(q)) if is_backward else ("attention", 0)
-    )
+    batch, heads, rows, width = q.shape
+    keys = k.shape[2]
     return TracedOperation(
-        "attention", name, "torch", flops, around, heads=Heads(keys, width, draws, is_backward)
+        "attention",
+        "attention backward" if is_backward else "attention",
+        "torch",
+        flops=4.0 * batch * heads * rows * keys * width,
+        bytes=ATTENTION_PASSES * size_of(q) if is_backward else 0,
+        heads=Heads(keys, width, draws, is_backward),
     )
 
 
@@ -158,19 +198,22 @@ def bytes_of(
     func: Any, name: str, args: Any, kwargs: Any, taken: list[Tensor], made: list[Tensor]
 ) -> float:
     """Return the bytes that an operation reads and writes."""
-    if name in GATHERS:
+    if name in GATHERS:  # the rows are read and written; of the table, no more
         return 2.0 * sum(map(size_of, made)) + sum(map(size_of, taken[1:]))
-    if name in SCATTERS:
+    if name in SCATTERS:  # the rows are read, and added to what is read and written
         return 3.0 * size_of(taken[-1]) + sum(map(size_of, taken[1:-1]))
     if name in ("sort", "argsort"):
         return float(SORT_PASSES * sum(map(size_of, made)))
-    changed = [x for x in written(func, args, kwargs)]
-    own = {id(x) for x in changed}
-    new = [x for x in made if id(x) not in own]
-    read = [x for x in taken if id(x) not in own]
+
+    changed = written(func, args, kwargs)
+    changed_ids = set(map(id, changed))
+    moved = 0
+    for x in (*taken, *made):
+        if id(x) not in changed_ids:
+            moved += size_of(x)
     # what is changed in place is read too
-    again = 1 if name in OVERWRITES or "out" in kwargs else 2
-    return float(sum(map(size_of, (*read, *new))) + again * sum(map(size_of, changed)))
+    times = 1 if name in OVERWRITES or "out" in kwargs else 2
+    return float(moved + times * sum(map(size_of, changed)))
 
 
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -178,8 +221,7 @@ def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[T
     out: list[Tensor] = []
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[i] if i < len(args) else kwargs.get(argument.name)
-            out += [x for x in tree_leaves(given) if isinstance(x, Tensor)]
+            out += tensors_in(args[i] if i < len(args) else kwargs.get(argument.name))
     return out
 
 
@@ -205,32 +247,35 @@ def launch_of(kernel: Any, args: Sequence[Any]) -> TracedOperation:
     if name == "_symmetric_product":
         return symmetric_product_of(given)
     reads, writes = accesses(kernel)
-    moved = 0.0
-    rounds = any(
-        isinstance(value, Tensor) and value.dtype in (torch.uint8, *FP8) for value in given.values()
-    )
+    moved, rounds = 0.0, False
     for parameter, value in given.items():
-        if isinstance(value, Tensor):
-            touched = size_of(value)
-            if parameter == "total" and isinstance(ids := given.get("ids"), Tensor):
-                touched = min(touched, ids.numel() * size_of(value[0]))
-            moved += touched * ((parameter in reads) + (parameter in writes))
-            at_addresses = f"*{parameter}"
-            times = (at_addresses in reads) + (at_addresses in writes)
-            moved += times * value.numel() * given.get("size", 0) * ADDRESSED_BYTES if times else 0
+        if not isinstance(value, Tensor):
+            continue
+        rounds = rounds or value.dtype in (torch.uint8, *FP8)
+        touched = size_of(value)
+        ids = given.get("ids")
+        if parameter == "total" and isinstance(ids, Tensor):
+            touched = min(touched, ids.numel() * size_of(value[0]))
+        moved += touched * ((parameter in reads) + (parameter in writes))
+        # What lies at the addresses in it.
+        pointed = f"*{parameter}"
+        if times := (pointed in reads) + (pointed in writes):
+            moved += times * value.numel() * given.get("size", 0) * ADDRESSED_BYTES
     return TracedOperation("pass", name, "triton", bytes=moved, dtype="fp8" if rounds else "")
 
 
 def symmetric_product_of(given: Mapping[str, Any]) -> TracedOperation:
     """Return a product of matrices [n, m, k] of which the tiles up to the diagonal are computed."""
-    a, out, m, k, rows, columns = (
-        given[name] for name in ("a", "out", "m", "k", "ROWS", "COLUMNS")
-    )
-    tiles = sum(i * rows // columns + 1 for i in range(-(-m // rows)))
-    flops = 2.0 * out.shape[0] * tiles * rows * columns * k
-    dtype = str(out.dtype).removeprefix("torch.")
+    a, out = given["a"], given["out"]
+    rows, columns = given["ROWS"], given["COLUMNS"]
+    tiles = sum(i * rows // columns + 1 for i in range(-(-given["m"] // rows)))
     return TracedOperation(
-        "product", "symmetric", "triton", flops, 2 * size_of(a.base) + size_of(out), dtype
+        "product",
+        "symmetric",
+        "triton",
+        flops=2.0 * out.shape[0] * tiles * rows * columns * given["k"],
+        bytes=2 * size_of(a.base) + size_of(out),
+        dtype=str(out.dtype).removeprefix("torch."),
     )
 
 
@@ -276,30 +321,31 @@ class AddressReader(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         self.generic_visit(node)
-        name = (
-            node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        )
-        if name == "load":
-            self.reads |= self.sources(node.args[0])
-        elif name == "store":
-            self.writes |= self.sources(node.args[0])
-        elif name.startswith("atomic_"):
-            self.reads |= self.sources(node.args[0])
-            self.writes |= self.sources(node.args[0])
-        elif (called := self.kernel_of(node.func)) is not None:
-            reads, writes = accesses(called)
-            for parameter, value in zip(called.arg_names, node.args, strict=False):
-                self.reads |= self.sources(value) if parameter in reads else set()
-                self.writes |= self.sources(value) if parameter in writes else set()
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if name in ("load", "store") or name.startswith("atomic_"):
+            accessed = self.sources(node.args[0])
+            if name != "store":
+                self.reads |= accessed
+            if name != "load":
+                self.writes |= accessed
+            return
+        called = self.kernel_of(node.func)
+        if called is None:
+            return
+        reads, writes = accesses(called)
+        for parameter, value in zip(called.arg_names, node.args, strict=False):
+            if parameter in reads:
+                self.reads |= self.sources(value)
+            if parameter in writes:
+                self.writes |= self.sources(value)
 
     def kernel_of(self, func: ast.expr) -> Any:
         """Return the Triton function that is called, or None if it is not one."""
+        found = None
         if isinstance(func, ast.Name):
             found = self.names.get(func.id)
         elif isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name):
             found = getattr(self.names.get(func.value.id), func.attr, None)
-        else:
-            found = None
         return found if hasattr(found, "arg_names") and hasattr(found, "fn") else None
 
     def sources(self, value: ast.expr) -> set[str]:

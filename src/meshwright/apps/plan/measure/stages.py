@@ -83,15 +83,17 @@ def measure_steps(
         found = whole_steps(config, padded, pipeline_rank, model)
     if updates_in_flat_buffers(config):
         return found
+
+    # Append the update's own memory; its gradients are those of the passes.
     update = update_of_all(config, padded, pipeline_rank, model)
-    first = 1 + max((event.key for event in found.events), default=0)
-    # its gradients are those of the passes
-    gone = {event.key for event in update.events if event.size < 0}
-    events = [event._replace(key=first + event.key) for event in update.events if event.key in gone]
+    offset = 1 + max((event.key for event in found.events), default=0)
+    freed_keys = {event.key for event in update.events if event.size < 0}
+    events = list(found.events)
+    for event in update.events:
+        if event.key in freed_keys:
+            events.append(event._replace(key=offset + event.key))
     most = max(found.peak, update.peak, key=lambda kinds: sum(kinds.values()))
-    return StepMemory(
-        most, [*found.events, *events], found.operations._replace(update=update.operations)
-    )
+    return StepMemory(most, events, found.operations._replace(update=update.operations))
 
 
 def reaches_further(config: TrainConfig) -> bool:
@@ -104,11 +106,10 @@ def reaches_further(config: TrainConfig) -> bool:
 
 def updates_in_flat_buffers(config: TrainConfig) -> bool:
     """Return whether all updates run on the host, or as kernels over whatever there is."""
-    is_adamw, is_full = (
-        config.optimizer.optimizer in ("adam", "adamw"),
-        config.precision.dtype == "float64",
-    )
-    return config.parallel.offloads or (is_adamw and not is_full and not is_sharded(config))
+    if config.parallel.offloads:
+        return True
+    is_adamw = config.optimizer.optimizer in ("adam", "adamw")
+    return is_adamw and config.precision.dtype != "float64" and not is_sharded(config)
 
 
 def is_sharded(config: TrainConfig) -> bool:
@@ -123,46 +124,37 @@ def whole_steps(
     config: TrainConfig, padded: int, pipeline_rank: int, model: Model | None
 ) -> StepMemory:
     """Return what whole steps of a rank allocate."""
-    pp = config.parallel.pipeline_model_parallel_size
-    count = (
-        passed_micro_batches(config, ROUNDS // 2)
-        if pp > 1
-        else min(2, config.micro_batches(config.global_batch))
-    )
+    if config.parallel.pipeline_model_parallel_size > 1:
+        count = passed_micro_batches(config, ROUNDS // 2)
+    else:
+        count = min(2, config.micro_batches(config.global_batch))
     extent, recorder = Extent(count, steps_to_measure(config)), OperationRecorder()
 
     # Measure few layers, unless they are a custom model's, and extend them.
-    units = [
-        choose_units(config, layers, least_layers(config))
-        for layers in stages_of_rank(config, pipeline_rank)
-    ]
     if model is None:
+        units = []
+        for layers in stages_of_rank(config, pipeline_rank):
+            units.append(choose_units(config, layers, least_layers(config)))
         chosen = [layer for chunk in units for unit in chunk for layer in unit.layers]
         record = measure_layers(config, padded, pipeline_rank, chosen, extent, recorder)
     else:
         record = measure_layers(config, padded, 0, (), extent, recorder, model)
-        units = [
-            [
-                Unit((layer,))
-                for layer in range(1 + max(section.layer or 0 for _, section in record.marks))
-            ]
-        ]
+        last = max(section.layer or 0 for _, section in record.marks)
+        units = [[Unit((layer,)) for layer in range(last + 1)]]
     placed = extend(record, units)
 
     # Leave out what is held from the first step on, and an update that is measured apart.
-    gone = {each.event.key for each in placed if each.event.size < 0}
+    freed_keys = {each.event.key for each in placed if each.event.size < 0}
     is_measured_apart = not updates_in_flat_buffers(config)
-    kept = {
-        each.event.key
-        for each in placed
-        if each.event.size >= 0
-        and (each.event.key in gone or each.span.step == extent.steps)
-        and not (is_measured_apart and each.span.section.phase == "update")
-    }
-    events = [each.event for each in placed if each.event.key in kept]
-    operations = operations_of_rank(
-        recorder.sections, units, update_growth(config, padded, pipeline_rank, units)
-    )
+    kept = set()
+    for span, event in placed:
+        if event.size < 0 or (is_measured_apart and span.section.phase == "update"):
+            continue
+        if event.key in freed_keys or span.step == extent.steps:
+            kept.add(event.key)
+    events = [event for _, event in placed if event.key in kept]
+    growth = update_growth(config, padded, pipeline_rank, units)
+    operations = operations_of_rank(recorder.sections, units, growth)
     return StepMemory(kinds_at_peak(events), events, operations)
 
 
@@ -193,17 +185,21 @@ def update_of_all(
 
     It grows evenly with the layers, but for Muon, which takes so many matrices at a time.
     """
-    stages = [list(layers) for layers in stages_of_rank(config, pipeline_rank)]
-    few = {layer for layers in stages for layer in layers[:2]}
-    others = sorted({layer for layers in stages for layer in layers} - few)
+    few, others = set[int](), list[int]()
+    for layers in stages_of_rank(config, pipeline_rank):
+        few.update(layers[:2])
+        others += layers[2:]
     if model is not None or config.optimizer.optimizer == "muon" or len(others) < 2:
         return update_of(config, padded, pipeline_rank, None, model)
+
+    # Measure it with and without one of the other layers, and repeat the difference.
     less = update_of(config, padded, pipeline_rank, few)
-    more = update_of(config, padded, pipeline_rank, {*few, others[0]})
-    growth = {
-        kind: more.peak.get(kind, 0) - less.peak.get(kind, 0) for kind in {**less.peak, **more.peak}
-    }
-    peak = {kind: less.peak.get(kind, 0) + len(others) * size for kind, size in growth.items()}
+    more = update_of(config, padded, pipeline_rank, {*few, min(others)})
+    peak = {}
+    for kind in {**less.peak, **more.peak}:
+        without = less.peak.get(kind, 0)
+        growth = more.peak.get(kind, 0) - without
+        peak[kind] = without + len(others) * growth
     operations = total([(less.operations, 1 - len(others)), (more.operations, len(others))])
     return UpdateMemory(peak, more.events, operations)
 
@@ -218,27 +214,23 @@ def update_of(
     """Return what an update of these layers, or of all, allocates and executes."""
     recorder = OperationRecorder()
     record = measure_update(config, padded, pipeline_rank, layers, recorder, model)
-    events = complete(
-        each.event for each in extend(record, [[]]) if each.span.section.phase == "update"
-    )
+    placed = extend(record, [[]])
+    events = complete(each.event for each in placed if each.span.section.phase == "update")
     if not is_sharded(config):  # what is left are casts of the weights, which are held throughout
-        gone = {event.key for event in events if event.size < 0}
-        events = [event for event in events if event.key in gone]
-    return UpdateMemory(
-        kinds_at_peak(events), events, operations_of_rank(recorder.sections, [[]], 1.0).update
-    )
+        freed_keys = {event.key for event in events if event.size < 0}
+        events = [event for event in events if event.key in freed_keys]
+    operations = operations_of_rank(recorder.sections, [[]], 1.0).update
+    return UpdateMemory(kinds_at_peak(events), events, operations)
 
 
 def update_growth(
     config: TrainConfig, padded: int, pipeline_rank: int, units: Sequence[Sequence[Unit]]
 ) -> float:
     """Return how many times as many parameters a rank has as were measured."""
-    layers = sum(len(unit.layers) * (unit.copies - 1) for chunk in units for unit in chunk)
+    repeated = sum(len(unit.layers) * (unit.copies - 1) for chunk in units for unit in chunk)
     held = parameters_of_ranks(config, padded)[pipeline_rank]
-    of_layer = count_parameters(
-        shapes_of_layer(config.model, config.parallel.tensor_model_parallel_size)
-    )
-    return held / (held - layers * of_layer)
+    shapes = shapes_of_layer(config.model, config.parallel.tensor_model_parallel_size)
+    return held / (held - repeated * count_parameters(shapes))
 
 
 def complete(events: Iterable[MemoryEvent]) -> list[MemoryEvent]:
@@ -251,17 +243,20 @@ def complete(events: Iterable[MemoryEvent]) -> list[MemoryEvent]:
 def passed_micro_batches(config: TrainConfig, rounds: int) -> int:
     """Return the micro-batches until the peak: GPipe holds all, others those of some rounds."""
     count, p = config.micro_batches(config.global_batch), config.parallel
-    return (
-        count
-        if p.pipeline_schedule == "gpipe"
-        else min(count, rounds * p.pipeline_model_parallel_size)
-    )
+    if p.pipeline_schedule == "gpipe":
+        return count
+    return min(count, rounds * p.pipeline_model_parallel_size)
 
 
 def kinds_at_peak(events: Sequence[MemoryEvent]) -> Kinds:
     """Return the bytes by kind when they are the most."""
-    sizes = list(itertools.accumulate((event.size for event in events), initial=0))
+    sizes = levels(events)
     return kinds_of(events[: sizes.index(max(sizes))])
+
+
+def levels(events: Sequence[MemoryEvent]) -> list[int]:
+    """Return the bytes that are allocated before each event, and after the last."""
+    return list(itertools.accumulate((event.size for event in events), initial=0))
 
 
 def kinds_of(events: Sequence[MemoryEvent]) -> Kinds:
@@ -310,46 +305,43 @@ class StagePasses:
 def scheduled_passes(config: TrainConfig, padded: int, pipeline_rank: int) -> StepMemory:
     """Return what a step's passes allocate in the order of the schedule."""
     stages = kinds_of_stages(config, pipeline_rank)
-    numbers = {
-        kind: number for number, kind in enumerate(dict.fromkeys(stage.kind for stage in stages))
-    }
-    kind_of = [numbers[stage.kind] for stage in stages]  # by chunk
+    kinds_of_stage = list(dict.fromkeys(stage.kind for stage in stages))
+    kind_of = [kinds_of_stage.index(stage.kind) for stage in stages]  # by chunk
     passes = measure_passes(config, padded, pipeline_rank, stages)
     kept = most_sent(config.chunks)
-    order = cached_schedule(config, pipeline_rank, ROUNDS)
+    order: list[Pass] = []
+    for op, chunk, i in cached_schedule(config, pipeline_rank, ROUNDS):
+        order.append((kind_of[chunk], i == 0, op))
 
-    # The level before each pass, and the messages that are on their way.
-    level, sent, levels, on_their_way = 0, list[int](), list[int](), list[int]()
-    for op, chunk, i in order:
-        levels.append(level)
-        on_their_way.append(sum(sent[-kept:]))
-        level += passes.memory[kind_of[chunk], not i, op].rest
-        if op == "B" and kind_of[chunk] in passes.messages:
-            sent.append(passes.messages[kind_of[chunk]])
-    peaks = [
-        level + messages + passes.memory[kind_of[chunk], not i, op].most
-        for level, messages, (op, chunk, i) in zip(levels, on_their_way, order, strict=True)
-    ]
+    # Find the pass with the peak: the level before it, messages on their way, and its own.
+    level, most, at, in_flight_at_peak = 0, -1, 0, 0
+    sent = list[int]()
+    for number, each in enumerate(order):
+        in_flight = sum(sent[-kept:])
+        peak = level + in_flight + passes.memory[each].most
+        if peak > most:
+            most, at, in_flight_at_peak = peak, number, in_flight
+        level += passes.memory[each].rest
+        kind, _, op = each
+        if op == "B" and kind in passes.messages:
+            sent.append(passes.messages[kind])
 
     # What is there at the peak, by kind.
-    at = peaks.index(max(peaks))
-    op, chunk, i = order[at]
     kinds = Counter(passes.begin)
-    kinds["communication"] += on_their_way[at]
-    kinds.update(passes.memory[kind_of[chunk], not i, op].at_peak)
-    done = Counter((kind_of[chunk], not i, op) for op, chunk, i in order[:at])
-    for each, times in done.items():
-        for kind, size in passes.memory[each].left.items():
-            kinds[kind] += times * size
+    kinds["communication"] += in_flight_at_peak
+    kinds.update(passes.memory[order[at]].at_peak)
+    for each, times in Counter(order[:at]).items():
+        for kind_of_memory, size in passes.memory[each].left.items():
+            kinds[kind_of_memory] += times * size
+
     measured = passes.operations
     operations = RankOperations(
         tuple(measured.first[number] for number in kind_of),
         tuple(measured.later[number] for number in kind_of),
         measured.update,
     )
-    return StepMemory(
-        dict(kinds), scheduled_events(config, pipeline_rank, passes, kind_of), operations
-    )
+    events = scheduled_events(config, pipeline_rank, passes, kind_of)
+    return StepMemory(dict(kinds), events, operations)
 
 
 def scheduled_events(
@@ -357,16 +349,21 @@ def scheduled_events(
 ) -> list[MemoryEvent]:
     """Return what a step's passes allocate and free, in order."""
     kept = most_sent(config.chunks)
+    # A new key for each allocation of each micro-batch in each stage.
     keys: defaultdict[tuple[int, int, int], int] = defaultdict(itertools.count().__next__)
     out, sent = list[MemoryEvent](), list[MemoryEvent]()
     for op, chunk, i in cached_schedule(config, pipeline_rank, ROUNDS // 2):
-        events = passes.events[kind_of[chunk], not i, op]
-        out += [event._replace(key=keys[i, chunk, event.key]) for event in events]
-        if op == "B" and kind_of[chunk] in passes.messages:
-            sent.append(
-                MemoryEvent(keys[i, chunk, -1], passes.messages[kind_of[chunk]], "communication", 0)
-            )
-            out += [sent[-1], *map(freed, sent[:-kept][-1:])]
+        kind = kind_of[chunk]
+        for event in passes.events[kind, not i, op]:
+            out.append(event._replace(key=keys[i, chunk, event.key]))
+        if op == "B" and kind in passes.messages:
+            key = keys[i, chunk, -1]
+            message = MemoryEvent(key, passes.messages[kind], "communication", 0)
+            out.append(message)
+            # The message before so many others has arrived.
+            if len(sent) >= kept:
+                out.append(freed(sent[-kept]))
+            sent.append(message)
     return [*out, *map(freed, sent[-kept:])]
 
 
@@ -387,10 +384,11 @@ schedule_of = functools.lru_cache(1024)(schedule)
 
 def kinds_of_stages(config: TrainConfig, pipeline_rank: int) -> list[Stage]:
     """Return the stages of a pipeline rank."""
-    own, last, out = stage_numbers(config, pipeline_rank), len(config.stages) - 1, list[Stage]()
+    own, last = stage_numbers(config, pipeline_rank), len(config.stages) - 1
+    out = []
     for number, layers in zip(own, stages_of_rank(config, pipeline_rank), strict=True):
         units = choose_units(config, layers, least_layers(config))
-        ends = number == 0, number == last
+        ends = number == 0, number == last  # the embedding and the head
         kind = (*ends, *((unit.kind, unit.copies) for unit in units))
         out.append(Stage(units, kind, sends=number > 0))
     return out
@@ -400,34 +398,36 @@ def measure_passes(
     config: TrainConfig, padded: int, pipeline_rank: int, stages: Sequence[Stage]
 ) -> StagePasses:
     """Return a micro-batch's passes through the kinds of stages of a rank."""
-    chunks = list(
-        {stage.kind: chunk for chunk, stage in reversed(list(enumerate(stages)))}.values()
-    )[::-1]
-    key = settings_of(config, padded), *(stages[chunk].kind for chunk in chunks)
-    if key not in MEASURED_PASSES:
-        steps = steps_to_measure(config)
-        chosen = {
-            layer for chunk in chunks for unit in stages[chunk].units for layer in unit.layers
-        }
-        chosen |= {stage.units[0].layers[0] for stage in stages}  # none is without layers
-        recorder = OperationRecorder()
-        record = measure_layers(
-            config, padded, pipeline_rank, chosen, Extent(2, steps, chunks), recorder
-        )
-        units = [
-            stage.units if chunk in chunks else stage.units[:1]
-            for chunk, stage in enumerate(stages)
-        ]
-        placed = [each for each in extend(record, units) if each.span.step == steps]
-        senders = {chunk for chunk in chunks if stages[chunk].sends}
-        executed = operations_of_rank(
-            recorder.sections, units, update_growth(config, padded, pipeline_rank, units)
-        )
-        first, later = (tuple(each[chunk] for chunk in chunks) for each in executed[:2])
-        passes = split_passes(placed, chunks, senders)
-        MEASURED_PASSES[key] = replace(
-            passes, operations=RankOperations(first, later, executed.update)
-        )
+    first_of_kind: dict[object, int] = {}
+    for chunk, stage in enumerate(stages):
+        first_of_kind.setdefault(stage.kind, chunk)
+    chunks = list(first_of_kind.values())
+    key = settings_of(config, padded), *first_of_kind
+    if key in MEASURED_PASSES:
+        return MEASURED_PASSES[key]
+
+    # One stage of each kind is measured, of the others a layer: none is without layers.
+    steps, units, chosen = steps_to_measure(config), list[list[Unit]](), set[int]()
+    for chunk, stage in enumerate(stages):
+        if chunk in chunks:
+            units.append(stage.units)
+            chosen.update(layer for unit in stage.units for layer in unit.layers)
+        else:
+            units.append(stage.units[:1])
+        chosen.add(stage.units[0].layers[0])
+    extent, recorder = Extent(2, steps, chunks), OperationRecorder()
+    record = measure_layers(config, padded, pipeline_rank, chosen, extent, recorder)
+    placed = [each for each in extend(record, units) if each.span.step == steps]
+    growth = update_growth(config, padded, pipeline_rank, units)
+    executed = operations_of_rank(recorder.sections, units, growth)
+    operations = RankOperations(
+        tuple(executed.first[chunk] for chunk in chunks),
+        tuple(executed.later[chunk] for chunk in chunks),
+        executed.update,
+    )
+    senders = {chunk for chunk in chunks if stages[chunk].sends}
+    passes = split_passes(placed, chunks, senders)
+    MEASURED_PASSES[key] = replace(passes, operations=operations)
     return MEASURED_PASSES[key]
 
 
@@ -436,15 +436,15 @@ MEASURED_PASSES: dict[object, StagePasses] = {}
 
 def settings_of(config: TrainConfig, padded: int) -> tuple[object, ...]:
     """Return all settings that what a pass allocates may depend on."""
-    d, count = config.data, config.micro_batches(config.global_batch)
-    data = d.document_effects, d.seq_length, config.micro_batch, min(count, 2)
+    d = config.data
+    few_or_one = min(config.micro_batches(config.global_batch), 2)
     return (
         config.model,
         config.precision,
         config.optimizer,
         config.parallel,
         repr(config.training),
-        data,
+        (d.document_effects, d.seq_length, config.micro_batch, few_or_one),
         padded,
     )
 
@@ -457,39 +457,47 @@ def split_passes(
     `chunks` have been measured, and `senders` of them send the gradients of their inputs.
     """
     numbers = {chunk: number for number, chunk in enumerate(chunks)}
-    gone = {each.event.key: each.span.section for each in placed if each.event.size < 0}
-    begin, own, carried, messages = list[MemoryEvent](), set[int](), set[int](), Counter[int]()
-    events, ends = (
-        defaultdict[Pass, list[MemoryEvent]](list),
-        defaultdict[Pass, list[MemoryEvent]](list),
-    )
+    ends_in = {each.event.key: each.span.section for each in placed if each.event.size < 0}
+    begin = list[MemoryEvent]()
+    events = defaultdict[Pass, list[MemoryEvent]](list)
+    # Freed by the same micro-batch; by a later backward pass; at the end of the pass.
+    own, carried = set[int](), set[int]()
+    at_end = defaultdict[Pass, list[MemoryEvent]](list)
+    messages = Counter[int]()
+
     for (_, section), event in placed:
         op = pass_of(section.phase)
         if op is None:
-            begin += [event] if section.phase == "begin" else []
+            if section.phase == "begin":
+                begin.append(event)
             continue
         number = numbers[section.chunk]
         at: Pass = number, section.micro_batch == 0, op
-        if event.size < 0 and (event.key in own or event.key in carried):
-            events[at].append(event)
         if event.size < 0:
+            if event.key in own or event.key in carried:
+                events[at].append(event)
             continue
+
+        # An allocation counts where it is made; who frees it?
         events[at].append(event)
-        end = gone.get(event.key)
-        if end is not None and pass_of(end.phase) is not None:
+        end = ends_in.get(event.key)
+        if end is None:
+            continue
+        freed_by = pass_of(end.phase)
+        if freed_by is not None:
             if (end.micro_batch, end.chunk) == (section.micro_batch, section.chunk):
                 own.add(event.key)
-            # ZeRO 2 sums it until the next backward pass
-            elif op != "F" and pass_of(end.phase) != "F":
+            elif op != "F" and freed_by != "F":  # ZeRO 2 sums it until the next backward pass
                 carried.add(event.key)
             else:
-                ends[at].append(freed(event))
-        elif end is not None and end.phase == "end" and op != "F":
-            ends[at].append(freed(event))
+                at_end[at].append(freed(event))
+        elif end.phase == "end" and op != "F":
+            at_end[at].append(freed(event))
             # a gradient that is kept until it has arrived
             if section.micro_batch > 0 and section.chunk in senders:
                 messages[number] += event.size
-    for at, rest in ends.items():
+
+    for at, rest in at_end.items():
         events[at] += rest
     memory = {at: pass_memory(each) for at, each in events.items()}
     within = {at: within_pass(each, carried) for at, each in events.items()}
@@ -512,9 +520,8 @@ def pass_of(phase: Phase) -> Op | None:
 
 
 def pass_memory(events: Sequence[MemoryEvent]) -> PassMemory:
-    sizes = list(itertools.accumulate((event.size for event in events), initial=0))
-    at_peak, left = kinds_of(events[: sizes.index(max(sizes))]), kinds_of(events)
-    return PassMemory(at_peak, left, max(sizes), sizes[-1])
+    sizes = levels(events)
+    return PassMemory(kinds_at_peak(events), kinds_of(events), max(sizes), sizes[-1])
 
 
 def stages_of_rank(config: TrainConfig, pipeline_rank: int) -> list[range]:
