@@ -34,7 +34,9 @@ from typing import Any, BinaryIO
 from meshwright.base.errors import IO, LOCKED, UnfitFile, UserError
 
 RECORD_LIMIT = 64 << 20  # bytes of a record of ours; it may name thousands of files
-TOML_DEPTH, TOML_ENTRIES = 8, 10_000  # of a file of settings
+# Of a file of settings.
+TOML_DEPTH = 8
+TOML_ENTRIES = 10_000
 # Strings and comments of TOML. An open string lasts to the end of the file or line: tomllib stops.
 TOML_STRINGS = re.compile(
     r'''"""(?:[^"\\]++|\\.|"(?!""))*+(?:"""|\\?\Z)|"(?:[^"\\\n]++|\\[^\n])*+"?'''
@@ -375,7 +377,8 @@ def checksums(
     file: BinaryIO, hashed: bool, inspect: Callable[[int, bytes], None]
 ) -> tuple[str, str]:
     """Return a file's CRC-32 and, if `hashed`, SHA-256; call inspect(offset, block) on the way."""
-    crc, sha = 0, hashlib.sha256()
+    crc = 0
+    sha = hashlib.sha256()
     file.seek(0)
     with ThreadPoolExecutor(1) as thread:  # hashing and reading release the interpreter
         while block := file.read(BLOCK):

@@ -33,7 +33,9 @@ class Sandbox:
     """
 
     def __init__(self, function: Callable[[Any], Any], memory: int, seconds: int) -> None:
-        self.function, self.memory, self.seconds = function, memory, seconds
+        self.function = function
+        self.memory = memory
+        self.seconds = seconds
         self.child: subprocess.Popen[bytes] | None = None
         self.keepers = 0
         self.lock = threading.Lock()
@@ -75,7 +77,8 @@ class Sandbox:
         assert self.child and self.child.stdin and self.child.stdout
         self.child.stdin.write(line)
         self.child.stdin.flush()
-        got, until = bytearray(), time.monotonic() + PATIENCE
+        got = bytearray()
+        until = time.monotonic() + PATIENCE
         while not got.endswith(b"\n") and len(got) < ANSWER:
             is_ready = select.select([self.child.stdout], [], [], max(0, until - time.monotonic()))[
                 0
