@@ -92,9 +92,9 @@ class DeviceProfile:
         else:
             peak = self.peaks.get("bfloat16") or self.peaks.get("float16") or self.peaks["float32"]
         size = "64" if width <= 64 else "128"
-        return peak * self.reached[f"attention_{size}"], peak * self.reached[
-            f"attention_{size}_backward"
-        ]
+        forward = self.reached[f"attention_{size}"]
+        backward = self.reached[f"attention_{size}_backward"]
+        return peak * forward, peak * backward
 
 
 # What a profile says of how much is reached, with what is assumed where a file is silent.
@@ -168,9 +168,8 @@ def this_cpu() -> DeviceProfile:
     title = (
         f"this CPU of {cores} core{'s' * (cores > 1)}, {speed / 1e9:.0f} GFLOP/s measured of one"
     )
-    return replace(
-        guessed, title=title, peaks={dtype: faster * peak for dtype, peak in guessed.peaks.items()}
-    )
+    peaks = {dtype: faster * peak for dtype, peak in guessed.peaks.items()}
+    return replace(guessed, title=title, peaks=peaks)
 
 
 def product_speed() -> float:

@@ -80,10 +80,12 @@ class Sandbox:
         got = bytearray()
         until = time.monotonic() + PATIENCE
         while not got.endswith(b"\n") and len(got) < ANSWER:
-            is_ready = select.select([self.child.stdout], [], [], max(0, until - time.monotonic()))[
-                0
-            ]
-            if not is_ready or not (part := os.read(self.child.stdout.fileno(), 1 << 20)):
+            left = max(0, until - time.monotonic())
+            ready, _, _ = select.select([self.child.stdout], [], [], left)
+            if not ready:  # it is late
+                break
+            part = os.read(self.child.stdout.fileno(), 1 << 20)
+            if not part:  # it has ended
                 break
             got += part
         return got

@@ -36,9 +36,10 @@ class Journal:
         self.noted = time.monotonic()
         self.temporary = Path(f"{path}.tmp")  # of one name: only the owner of the lock writes it
         named = {"version": VERSION, "piece": limits.PIECE, **identity}
-        self.digest = hashlib.sha256(
-            json.dumps(named, sort_keys=True, default=str).encode()
-        ).hexdigest()
+        content = json.dumps(named, sort_keys=True, default=str)
+        self.digest = hashlib.sha256(content.encode()).hexdigest()
+
+        # What is there, if it is of the same command.
         self.state: dict[str, Any] | None = None
         try:
             record = json.loads(read_small(path, RECORD_LIMIT))

@@ -359,6 +359,7 @@ class _TableReader:
         if not start[1] <= self.at <= begin:
             self._enter(start)
         while self.at < end:
+            # The next batch; what cannot be read is remembered, for the pieces that follow.
             if self.batch is None:
                 try:
                     if (batch := next(self.batches, None)) is None:
@@ -368,6 +369,8 @@ class _TableReader:
                     self.at = -1
                     raise self._damaged(*self.failed[1:]) from None
                 self.batch = batch
+
+            # The rows of it that are asked for.
             after = self.at + self.batch.num_rows
             first = max(begin, self.at)
             if after > first:
@@ -377,6 +380,7 @@ class _TableReader:
                 except _errors() as error:
                     raise self._damaged(first, first_line(error)) from None
                 yield columns
+            # The rest of the batch belongs to the next piece.
             if after > end:
                 break
             self.at = after
@@ -397,13 +401,10 @@ class _TableReader:
     def _group_batches(self, first: int) -> Iterator[Any]:
         for number in range(first, self.file.num_row_groups):
             group = self.file.metadata.row_group(number)
-            size = max(
-                1,
-                min(
-                    BATCH_ROWS,
-                    group.num_rows * BATCH_BYTES // max(_weight(self.path, group, self.keys), 1),
-                ),
-            )
+            # As many rows as have BATCH_BYTES, by the mean of the group.
+            weight = max(_weight(self.path, group, self.keys), 1)
+            wanted = group.num_rows * BATCH_BYTES // weight
+            size = max(1, min(BATCH_ROWS, wanted))
             left = group.num_rows
             for batch in self.file.iter_batches(
                 size, row_groups=[number], columns=self.keys, use_threads=False
