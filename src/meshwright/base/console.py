@@ -55,7 +55,8 @@ _log: LogFile | None = None
 def set_stream(stream: Literal["stdout", "stderr"] | None, screen: Screen | None = None) -> None:
     """Choose where this process prints its lines; None: it prints nothing, notices included."""
     global _stream, _screen
-    _stream, _screen = stream, screen
+    _stream = stream
+    _screen = screen
 
 
 @contextlib.contextmanager
@@ -72,9 +73,10 @@ def only_warnings() -> Iterator[None]:
 @contextlib.contextmanager
 def shortened() -> Iterator[None]:
     """Print only warnings and remarks of the block if the lines go to a terminal, beside text."""
-    with (
-        only_warnings() if _stream == "stderr" and sys.stderr.isatty() else contextlib.nullcontext()
-    ):
+    if _stream != "stderr" or not sys.stderr.isatty():
+        yield
+        return
+    with only_warnings():
         yield
 
 
@@ -82,7 +84,8 @@ def shortened() -> Iterator[None]:
 def quiet(wanted: bool = True) -> Iterator[None]:
     """Print nothing of the block; a log's file gets its lines all the same."""
     global _is_quiet
-    before, _is_quiet = _is_quiet, wanted
+    before = _is_quiet
+    _is_quiet = wanted
     try:
         yield
     finally:
@@ -102,7 +105,8 @@ def is_notebook() -> bool:
 def silence() -> Iterator[None]:
     """Print and log nothing of the block."""
     global _stream
-    before, _stream = _stream, None
+    before = _stream
+    _stream = None
     try:
         yield
     finally:
@@ -139,7 +143,8 @@ def held_back() -> Iterator[None]:
 def _release(remarks_only: bool = False) -> None:
     global _held
     with _printing:
-        lines, _held = _held or [], None
+        lines = _held or []
+        _held = None
         for line, is_remark in lines:
             if is_remark or not remarks_only:
                 show(line)
@@ -173,11 +178,10 @@ def say(
 def remark(line: str, on_screen: str = "") -> None:
     """Add a line to the log that a person needs too; `on_screen` replaces it on a short screen."""
     say(line, is_figure=bool(on_screen), is_remark=True)
-    if (
-        _stream is not None
-        and _screen is not None
-        and (text := _screen.format_remark(on_screen or line))
-    ):
+    if _stream is None or _screen is None:
+        return
+    text = _screen.format_remark(on_screen or line)
+    if text:
         show(text)
 
 
@@ -192,7 +196,9 @@ def show(line: str) -> None:
     except UnicodeEncodeError:  # a folder's name may have letters that the encoding lacks
         show(line.encode("ascii", "backslashreplace").decode())
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1 if _stream == "stdout" else 2)
+        # Later lines go nowhere, those of libraries included.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1 if _stream == "stdout" else 2)
         if isinstance(error, BrokenPipeError):
             notice("the reader of the log is gone; the run continues")
         else:
@@ -224,12 +230,14 @@ class LogFile:
     """The log in a file, appended to. A file that cannot be written is left off with a notice."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.fd = path, -1
+        self.path = path
+        self.fd = -1
         self.unwritten: list[str] | None = []  # until it is opened
 
     def open(self) -> None:
         """Open the file and write the lines that were added so far."""
-        lines, self.unwritten = "\n".join(self.unwritten or []), None
+        lines = "\n".join(self.unwritten or [])
+        self.unwritten = None
         try:
             self.fd = own_file(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as error:
@@ -289,16 +297,17 @@ def fit(text: str, stream: Any = None) -> str:
     if not stream.isatty():
         return text
     width = shutil.get_terminal_size().columns
-    return "\n".join(
-        line if len(line) <= width else _break_line(line, width) for line in text.split("\n")
-    )
+    lines = text.split("\n")
+    return "\n".join(line if len(line) <= width else _break_line(line, width) for line in lines)
 
 
 def _break_line(line: str, width: int) -> str:
     name = NAME_COLUMN.match(line)
     is_command = COMMAND.match(line) is not None
-    own = len(line) - len(line.lstrip())
-    hang = name.end() if name and name.end() <= min(WIDEST_NAME, width // 2) else own + 2
+    # Below the value of a table, unless its name takes half of the line.
+    hang = len(line) - len(line.lstrip()) + 2
+    if name and name.end() <= min(WIDEST_NAME, width // 2):
+        hang = name.end()
     parts = textwrap.wrap(
         line,
         max(width - 2 * is_command, 20),
@@ -314,15 +323,18 @@ class FittedOutput:
     """A terminal to which complete lines are written as `fit` breaks them."""
 
     def __init__(self, stream: TextIO) -> None:
-        self.stream, self.rest = stream, ""
+        self.stream = stream
+        self.rest = ""
 
     def write(self, text: str) -> int:
         *lines, self.rest = (self.rest + text).split("\n")
-        self.stream.write("".join(f"{fit(line, self.stream)}\n" for line in lines))
+        fitted = [f"{fit(line, self.stream)}\n" for line in lines]
+        self.stream.write("".join(fitted))
         return len(text)
 
     def flush(self) -> None:
-        rest, self.rest = self.rest, ""
+        rest = self.rest
+        self.rest = ""
         self.stream.write(rest)
         self.stream.flush()
 
@@ -351,7 +363,8 @@ def no_stderr() -> Iterator[None]:
     Other threads' output is lost too, so the block must not wait.
     """
     sys.stderr.flush()
-    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    stderr = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
         yield

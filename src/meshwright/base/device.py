@@ -80,16 +80,15 @@ def find_device(wanted: str, local_rank: int = 0) -> torch.device:
             f"device {wanted} names one device, but this is process {local_rank} of several on this machine; give "
             f"{kind}, and each takes its own"
         )
-    number, count = int(index or local_rank), torch.accelerator.device_count()
+    number = int(index or local_rank)
+    count = torch.accelerator.device_count()
     if count == 1 and not index and os.environ.get(HIDES.get(accelerator.type, "")):
         # srun shows each process only its own device; join_ranks checks that none is shared.
         number = 0
     if number >= count:
-        hides = (
-            f", or check whether {HIDES[accelerator.type]} hides some"
-            if accelerator.type in HIDES
-            else ""
-        )
+        hides = ""
+        if accelerator.type in HIDES:
+            hides = f", or check whether {HIDES[accelerator.type]} hides some"
         raise UserError(
             f"process {local_rank} of this machine wants {accelerator.type}:{number}, but torch sees {count} of them; "
             f"start at most {count} here (--nproc-per-node {count}){hides}"
@@ -103,15 +102,13 @@ def missing_here(wanted: str, ranks: int) -> str:
     torch is imported only for an accelerator that is named; for `auto`, nvidia-smi counts.
     """
     kind = wanted.partition(":")[0]
+    count = 0
     try:
-        if kind == "auto":
-            count = (
-                0
-                if HIDES[NVIDIA] in os.environ
-                else len(ask_nvidia_smi("index", "csv,noheader").split())
-            )
-        else:
-            count = 0 if find_device(wanted).type == "cpu" else count_accelerators()
+        if kind != "auto":
+            if find_device(wanted).type != "cpu":
+                count = count_accelerators()
+        elif HIDES[NVIDIA] not in os.environ:  # nvidia-smi does not know what is hidden
+            count = len(ask_nvidia_smi("index", "csv,noheader").split())
     except UserError as error:
         return str(error)
     except RuntimeError:  # no such GPUs: then it runs on the CPU
@@ -162,13 +159,16 @@ def show_answering(wanted: int) -> int:
 
     Each is tried by a process of its own, because a broken one may hang whoever touches it.
     """
-    accelerator, variable = _current(), hiding_variable()
+    accelerator = _current()
+    variable = hiding_variable()
     if accelerator is None or variable is None:
         return wanted
+    # Those that were visible at first: an earlier call may have hidden some, which now answer.
     if variable not in _visible:
-        _visible[variable] = os.environ.get(variable) or ",".join(
-            map(str, range(count_accelerators()))
-        )
+        every = ",".join(map(str, range(count_accelerators())))
+        _visible[variable] = os.environ.get(variable) or every
+
+    # One process for each, all at once.
     test = f"import torch; torch.ones(1, device={accelerator.type!r}).sum().item()"
     silent: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     tries = {
@@ -177,7 +177,9 @@ def show_answering(wanted: int) -> int:
         )
         for name in _visible[variable].split(",")
     }
-    until, working = time.monotonic() + TRY_SECONDS, []
+    # Those that have computed in time; a process that hangs is killed.
+    until = time.monotonic() + TRY_SECONDS
+    working = []
     for name, process in tries.items():
         with contextlib.suppress(subprocess.TimeoutExpired):
             if process.wait(max(until - time.monotonic(), 0.1)) == 0:
@@ -234,11 +236,9 @@ def is_hopper_or_later(device: torch.device) -> bool:
 @functools.cache
 def processors(device: torch.device) -> int:
     """Return the number of multiprocessors; 2 on a CPU, which runs kernels in tests only."""
-    return (
-        2
-        if device.type == "cpu"
-        else int(_module(device).get_device_properties(device).multi_processor_count)
-    )
+    if device.type == "cpu":
+        return 2
+    return int(_module(device).get_device_properties(device).multi_processor_count)
 
 
 def set_current(device: torch.device | None) -> None:
@@ -269,7 +269,8 @@ def seed_generator(device: torch.device, number: int, offset: int | None = None)
     """Seed the device's generator; with an offset, skip that many of its draws (see `drawn`)."""
     import torch
 
-    (torch.random if device.type == "cpu" else _module(device)).manual_seed(number)
+    module = torch.random if device.type == "cpu" else _module(device)
+    module.manual_seed(number)
     if offset is not None:
         _generator(device).set_offset(offset)
 
@@ -322,8 +323,11 @@ def synchronize(device: torch.device | None) -> None:
 
 def send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a tensor from the host to the device, without waiting for it."""
+    # Only from pinned memory does the copy not wait.
     pinned = is_accelerator(device)
-    return (x.pin_memory() if pinned else x).to(device, non_blocking=pinned)
+    if pinned:
+        x = x.pin_memory()
+    return x.to(device, non_blocking=pinned)
 
 
 def start_read(x: torch.Tensor) -> Callable[[], list[float]]:
@@ -397,10 +401,9 @@ def profiler_activities(device: torch.device) -> list[ProfilerActivity]:
 
     if device.type == "cpu":
         return [ProfilerActivity.CPU]
-    return [
-        ProfilerActivity.CPU,
-        getattr(ProfilerActivity, device.type.upper(), ProfilerActivity.PrivateUse1),
-    ]
+    # Devices of other makers' plug-ins, such as torch_npu, are PrivateUse1.
+    own = getattr(ProfilerActivity, device.type.upper(), ProfilerActivity.PrivateUse1)
+    return [ProfilerActivity.CPU, own]
 
 
 def use_deterministic_algorithms() -> None:
@@ -431,11 +434,9 @@ def list_accelerators() -> list[torch.device]:
     import torch
 
     accelerator = _current()
-    return (
-        [torch.device(accelerator.type, n) for n in range(torch.accelerator.device_count())]
-        if accelerator is not None
-        else []
-    )
+    if accelerator is None:
+        return []
+    return [torch.device(accelerator.type, n) for n in range(torch.accelerator.device_count())]
 
 
 def why_no_device() -> str:
@@ -523,11 +524,12 @@ def memory_without_torch(wanted: str) -> tuple[int, bool]:
     nvidia-smi says that of the smallest GPU.
     """
     if wanted.partition(":")[0] in ("auto", NVIDIA):
-        with contextlib.suppress(RuntimeError, ValueError):
-            return min(
-                map(int, ask_nvidia_smi("memory.total", "csv,noheader,nounits").split())
-            ) << 20, False
-    return (host.physical_memory(), True) if wanted in ("auto", "cpu") else (0, False)
+        with contextlib.suppress(RuntimeError, ValueError):  # no GPU, or one that does not say
+            mebibytes = ask_nvidia_smi("memory.total", "csv,noheader,nounits").split()
+            return min(map(int, mebibytes)) << 20, False
+    if wanted in ("auto", "cpu"):
+        return host.physical_memory(), True
+    return 0, False
 
 
 def total_memory(device: torch.device) -> int:
@@ -546,13 +548,11 @@ def free_memory(device: torch.device) -> int:
 
 def peak_memory(device: torch.device) -> int | None:
     """Return the most bytes that tensors held at once, or None on a CPU, which does not count."""
-    # ten times as fast as max_memory_allocated()
+    # Ten times as fast as max_memory_allocated().
     stats = getattr(_module(device), "memory_stats_as_nested_dict", None)
-    return (
-        int(stats(device)["allocated_bytes"]["all"]["peak"]) + _mapped
-        if stats is not None
-        else None
-    )
+    if stats is None:
+        return None
+    return int(stats(device)["allocated_bytes"]["all"]["peak"]) + _mapped
 
 
 def count_mapped(size: int) -> None:
@@ -598,9 +598,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether the error is torch's out-of-memory; torch_npu's may be a RuntimeError."""
     import torch
 
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory. Tried to allocate" in str(
-        error
-    )
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return "out of memory. Tried to allocate" in str(error)
 
 
 def _module(device: torch.device) -> Any:

@@ -92,9 +92,9 @@ class DeviceProfile:
         else:
             peak = self.peaks.get("bfloat16") or self.peaks.get("float16") or self.peaks["float32"]
         size = "64" if width <= 64 else "128"
-        return peak * self.reached[f"attention_{size}"], peak * self.reached[
-            f"attention_{size}_backward"
-        ]
+        forward = self.reached[f"attention_{size}"]
+        backward = self.reached[f"attention_{size}_backward"]
+        return peak * forward, peak * backward
 
 
 # What a profile says of how much is reached, with what is assumed where a file is silent.
@@ -161,14 +161,15 @@ TRIAL_SECONDS = 0.05  # in which a CPU shows its speed
 @functools.cache
 def this_cpu() -> DeviceProfile:
     """Return the profile of this machine's CPU, each core as fast as one is measured to be."""
-    guessed, cores, speed = load_profile("cpu"), host.cores(), product_speed()
+    guessed = load_profile("cpu")
+    cores = host.cores()
+    speed = product_speed()
     faster = cores * speed / guessed.peaks["float32"]
     title = (
         f"this CPU of {cores} core{'s' * (cores > 1)}, {speed / 1e9:.0f} GFLOP/s measured of one"
     )
-    return replace(
-        guessed, title=title, peaks={dtype: faster * peak for dtype, peak in guessed.peaks.items()}
-    )
+    peaks = {dtype: faster * peak for dtype, peak in guessed.peaks.items()}
+    return replace(guessed, title=title, peaks=peaks)
 
 
 def product_speed() -> float:
@@ -178,7 +179,9 @@ def product_speed() -> float:
     """
     import numpy as np
 
-    size, shortest, begun = 64, math.inf, time.perf_counter()
+    size = 64
+    shortest = math.inf
+    begun = time.perf_counter()
     x, y = (np.ones((size, size), np.float32) for _ in range(2))
     while (now := time.perf_counter()) - begun < TRIAL_SECONDS:
         np.matmul(x, x, out=y)
@@ -247,7 +250,8 @@ def launch_times(given: Mapping[str, float]) -> dict[str, float]:
 def read_profile(name: str, table: Mapping[str, Any]) -> DeviceProfile:
     """Return a profile from the contents of its file, whose figures may be per CPU core."""
     cores = host.cores() if table.get("per_core") else 1
-    measured, assumed = table.get("measured", {}), table.get("assumed", {})
+    measured = table.get("measured", {})
+    assumed = table.get("assumed", {})
     given = assumed | measured
     if unknown := [
         key for key in given if key not in REACHED | SECONDS and not key.startswith("products_")

@@ -46,7 +46,8 @@ class UserError(Exception):
 
     def __init__(self, message: str, status: int = USAGE, everywhere: bool = False) -> None:
         super().__init__(message)
-        self.status, self.everywhere = status, everywhere
+        self.status = status
+        self.everywhere = everywhere
 
 
 class UnfitFile(OSError):

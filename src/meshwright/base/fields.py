@@ -18,7 +18,10 @@ class Refusal(Exception):
         self, message: str, param: str | None = None, code: str | None = None, status: int = 400
     ) -> None:
         super().__init__(message)
-        self.message, self.param, self.code, self.status = message, param, code, status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.status = status
         self.headers: dict[str, str] = {}
 
 
@@ -37,7 +40,8 @@ class Fields:
     """The fields of an object; each is taken once, and what is left over `refuse_rest` refuses."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        self._left, self._taken = dict(values), set[str]()
+        self._left = dict(values)
+        self._taken = set[str]()
 
     def take(self, name: str, default: Any = None) -> Any:
         """Return a value that the caller checks; null counts as not given."""
@@ -51,11 +55,15 @@ class Fields:
     def integer(self, name: str, default: int | None, low: int, high: int) -> int | None: ...
     def integer(self, name: str, default: int | None, low: int, high: int) -> int | None:
         value = self.take(name, default)
+        if value is None:
+            return None
+        # 1.0 is a whole number too; from 2 ** 53 on, a float does not say which.
         if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
             value = int(value)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        # JSON's true is a bool, which Python counts among the ints.
+        if isinstance(value, bool) or not isinstance(value, int):
             raise Refusal(f"{name} is {_kind(value)}; it must be a whole number", name)
-        if value is not None and not low <= value <= high:
+        if not low <= value <= high:
             raise Refusal(f"{name} {value} must be from {low} to {high}", name)
         return value
 

@@ -34,7 +34,9 @@ from typing import Any, BinaryIO
 from meshwright.base.errors import IO, LOCKED, UnfitFile, UserError
 
 RECORD_LIMIT = 64 << 20  # bytes of a record of ours; it may name thousands of files
-TOML_DEPTH, TOML_ENTRIES = 8, 10_000  # of a file of settings
+# Of a file of settings.
+TOML_DEPTH = 8
+TOML_ENTRIES = 10_000
 # Strings and comments of TOML. An open string lasts to the end of the file or line: tomllib stops.
 TOML_STRINGS = re.compile(
     r'''"""(?:[^"\\]++|\\.|"(?!""))*+(?:"""|\\?\Z)|"(?:[^"\\\n]++|\\[^\n])*+"?'''
@@ -62,13 +64,13 @@ def open_plain(path: str | Path, folder: Path | None = None) -> BufferedReader:
     Raise UnfitFile for others: a device may have no end, and a pipe nobody who writes.
     """
     # A link to itself stays as it is here, and fails when it is opened; Path.resolve raises for it.
-    if folder is not None and not Path(os.path.realpath(path)).is_relative_to(
-        os.path.realpath(folder)
-    ):
-        raise UnfitFile(
-            path, f"a link out of {folder}, which is not followed; put the file itself there"
-        )
-    # a pipe opens at once
+    if folder is not None:
+        target = Path(os.path.realpath(path))
+        if not target.is_relative_to(os.path.realpath(folder)):
+            raise UnfitFile(
+                path, f"a link out of {folder}, which is not followed; put the file itself there"
+            )
+    # A pipe opens at once, and is refused below.
     file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -131,10 +133,10 @@ def require_unlinked(path: Path) -> None:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
         return
+    if stat.S_ISLNK(mode):
+        raise unwritable(path, "a link, which is not followed")
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise unwritable(
-            path, "a link, which is not followed" if stat.S_ISLNK(mode) else "not a regular file"
-        )
+        raise unwritable(path, "not a regular file")
 
 
 def unwritable(path: object, what: str) -> UnfitFile:
@@ -267,6 +269,7 @@ def open_locked(path: Path, patience: float = 0.0) -> tuple[int, bool]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | (0 if patience == math.inf else fcntl.LOCK_NB))
         except OSError as error:
+            # Some network disks have no locks; any other error is that it is held, or a real one.
             has_locks = False
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 os.close(fd)
@@ -375,7 +378,8 @@ def checksums(
     file: BinaryIO, hashed: bool, inspect: Callable[[int, bytes], None]
 ) -> tuple[str, str]:
     """Return a file's CRC-32 and, if `hashed`, SHA-256; call inspect(offset, block) on the way."""
-    crc, sha = 0, hashlib.sha256()
+    crc = 0
+    sha = hashlib.sha256()
     file.seek(0)
     with ThreadPoolExecutor(1) as thread:  # hashing and reading release the interpreter
         while block := file.read(BLOCK):

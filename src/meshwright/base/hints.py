@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 import os
@@ -24,12 +23,10 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the known word that `did_you_mean` suggests, or an empty string."""
-    near = (
-        other
-        for other in difflib.get_close_matches(word, list(known), 5, cutoff)
-        if _is_alike(word, other)
-    )
-    return next(near, "")
+    for other in difflib.get_close_matches(word, list(known), 5, cutoff):
+        if _is_alike(word, other):
+            return other
+    return ""
 
 
 @functools.cache
@@ -60,18 +57,25 @@ def near_path(path: str, ending: str = "") -> str:
     those that end where its suffix begins.
     """
     folder, name = os.path.split(path)
-    with contextlib.suppress(OSError):
-        there = [
-            n.removesuffix(ending)
-            for n in sorted(os.listdir(folder or "."))[:10_000]
-            if n.endswith(ending)
-        ]
-        others = [n for n in there if n != name and n.isprintable() and not n.startswith(".")]
-        longer = [n for n in others if name and n.startswith(name)]
-        shorter = [n for n in others if name.startswith(f"{n}.")]
-        if near := longer[:3] or shorter[-1:] or difflib.get_close_matches(name, others, 1, 0.8):
-            return f"; did you mean {' or '.join(os.path.join(folder, n) for n in near)}?"
-    return ""
+    try:
+        listed = sorted(os.listdir(folder or "."))
+    except OSError:
+        return ""
+
+    # What is there, but for the path itself and hidden files; comparing more would take long.
+    others = []
+    for entry in listed[:10_000]:
+        other = entry.removesuffix(ending)
+        is_shown = other.isprintable() and not other.startswith(".")
+        if entry.endswith(ending) and other != name and is_shown:
+            others.append(other)
+
+    longer = [other for other in others if name and other.startswith(name)]
+    shorter = [other for other in others if name.startswith(f"{other}.")]
+    near = longer[:3] or shorter[-1:] or difflib.get_close_matches(name, others, 1, 0.8)
+    if not near:
+        return ""
+    return f"; did you mean {' or '.join(os.path.join(folder, other) for other in near)}?"
 
 
 def near_prefix(prefix: str) -> str:
@@ -80,12 +84,15 @@ def near_prefix(prefix: str) -> str:
 
 
 def _is_alike(word: str, other: str) -> bool:
-    parts, others = (re.split("[-_ ]+", w.lstrip("-")) for w in (word, other))
-    if (parts[0] in ("no", "disable")) != (others[0] in ("no", "disable")):
+    """Return whether a close match may be suggested; see `did_you_mean`."""
+    parts = re.split("[-_ ]+", word.lstrip("-"))
+    others = re.split("[-_ ]+", other.lstrip("-"))
+    opposites = ("no", "disable")
+    if (parts[0] in opposites) != (others[0] in opposites):
         return False
-    mine, theirs = (
-        "-".join(p for p in a if p not in b) for a, b in ((parts, others), (others, parts))
-    )
+    # The parts that only one of them has.
+    mine = "-".join(part for part in parts if part not in others)
+    theirs = "-".join(part for part in others if part not in parts)
     return mine == theirs or difflib.SequenceMatcher(None, mine, theirs).ratio() >= 0.5
 
 
@@ -99,12 +106,13 @@ def refuse_address(address: str) -> str:
     """Return why an address cannot be read or written, and what to do."""
     scheme, _, rest = address.partition(":")
     rest = rest.strip("/")
+    download = "download it first, as by `meshwright data fetch`"
     advice = {
         "file": f"give the path /{rest}",
         "hf": f"a name on the Hugging Face Hub is given alone, as {rest or 'gpt2'}, and only to --tokenizer; "
         "data sets of the Hub are read by preprocess --input",
-        **dict.fromkeys(("http", "https"), "download it first, as by `meshwright data fetch`"),
+        "http": download,
+        "https": download,
     }
-    return f"{address} is an address, not a path of this machine; " + advice.get(
-        scheme.lower(), "mount it here, or copy from and to a local folder"
-    )
+    what = advice.get(scheme.lower(), "mount it here, or copy from and to a local folder")
+    return f"{address} is an address, not a path of this machine; {what}"

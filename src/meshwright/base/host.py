@@ -108,11 +108,10 @@ def container_memory() -> tuple[int | None, int]:
     for limit, used, stat in CGROUP_FILES:
         try:
             most = (CGROUP / limit).read_text().strip()
+            in_use = int((CGROUP / used).read_text())
             counts = dict(line.split() for line in (CGROUP / stat).read_text().splitlines())
-            cached = sum(int(counts.get(name, 0)) for name in ("inactive_file", "active_file"))
-            return (None if most == "max" else int(most)), max(
-                int((CGROUP / used).read_text()) - cached, 0
-            )
+            cached = int(counts.get("inactive_file", 0)) + int(counts.get("active_file", 0))
+            return (None if most == "max" else int(most)), max(in_use - cached, 0)
         except (OSError, ValueError):
             continue
     return None, 0
@@ -152,16 +151,15 @@ def describe_lack(error: BaseException) -> str | None:
     while cause is not None and cause not in seen:
         if isinstance(cause, MemoryError) or REFUSED.search(str(cause)):
             line = refused_request(cause) or (str(cause).splitlines() or [""])[0][:200]
+            parts = [line.rstrip(".")]
             limit = address_limit()
-            most = (
-                f"the limit on address space is {limit:,} bytes (ulimit -v)"
-                if limit is not None
-                else ""
-            )
-            return "; ".join(filter(None, [line.rstrip("."), most]))
+            if limit is not None:
+                parts.append(f"the limit on address space is {limit:,} bytes (ulimit -v)")
+            return "; ".join(filter(None, parts))
         seen.append(cause)
         cause = cause.__cause__ or cause.__context__
-    # a part of torch is missing
+
+    # Where memory lacks while torch is imported, a part of it is missing afterwards.
     is_odd = isinstance(error, ImportError | AttributeError | SystemError)
     is_odd |= isinstance(error, OSError) and error.errno is None
     if is_odd and (limit := address_limit()) is not None and peak_address_space() > 0.9 * limit:

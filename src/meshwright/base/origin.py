@@ -32,14 +32,22 @@ def digest_of(paths: Sequence[str | Path]) -> str:
         [os.path.basename(path), *_state_of(path, about, is_small)]
         for path, about in zip(paths, abouts, strict=True)
     ]
-    return hashlib.sha256(json.dumps(states).encode()).hexdigest()
+    return _hash_json(states)
 
 
 def inputs_of(paths: Sequence[str | Path]) -> dict[str, Any]:
     """Return what identifies inputs, and enough about their names to say what has changed."""
     names = [os.path.basename(path) for path in paths]
-    digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()
-    return {"files": len(names), "first": names[:3], "names": digest, "content": digest_of(paths)}
+    return {
+        "files": len(names),
+        "first": names[:3],
+        "names": _hash_json(names),
+        "content": digest_of(paths),
+    }
+
+
+def _hash_json(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def _changed(name: str, before: Any, now: Any) -> str:
@@ -48,25 +56,32 @@ def _changed(name: str, before: Any, now: Any) -> str:
         return name
     if name == "settings":
         differ = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
-        return f"{name} ({' '.join('--' + key.replace('_', '-') for key in differ)})"
+        flags = [f"--{key.replace('_', '-')}" for key in differ]
+        return f"{name} ({' '.join(flags)})"
+
+    # Inputs: the same ones read otherwise, the same names, or others.
     if before.get("content") == now["content"]:
         kinds = " and ".join(now.get("readers") or before.get("readers") or ["them"])
         return f"{name} (the same files, but another release read {kinds} in another way)"
     if before.get("names") == now["names"]:
         return f"{name} (of the same names, but changed)"
-    then, these = (_listed(inputs) for inputs in (before, now))
-    return (
-        f"{name} (others of the same first names)"
-        if then == these
-        else f"{name} ({then} then, {these} now)"
-    )
+    then = _listed(before)
+    these = _listed(now)
+    if then == these:
+        return f"{name} (others of the same first names)"
+    return f"{name} ({then} then, {these} now)"
 
 
 def _listed(inputs: dict[str, Any]) -> str:
-    files, first = inputs.get("files"), inputs.get("first")
+    """Name the first of the inputs that a record lists; the file may be damaged."""
+    number = inputs.get("files")
+    first = inputs.get("first")
     names = " ".join(map(str, first)) if isinstance(first, list) else "?"
-    names = names if names.isprintable() else names.encode("unicode_escape").decode()
-    return f"{files:,} files, {names} ..." if isinstance(files, int) and files > 3 else names
+    if not names.isprintable():
+        names = names.encode("unicode_escape").decode()
+    if isinstance(number, int) and number > 3:
+        return f"{number:,} files, {names} ..."
+    return names
 
 
 def _stat(path: str | Path) -> os.stat_result | None:
@@ -82,10 +97,10 @@ def _state_of(path: str | Path, about: os.stat_result | None, is_small: bool) ->
     if about is None or not stat.S_ISREG(about.st_mode):
         return [time.time_ns()]
     size = about.st_size
-    if not is_small and size < 1 << 20:
-        return [size, about.st_mtime_ns]
     if is_small:
         return [size, files.sha256(path)]
+    if size < 1 << 20:
+        return [size, about.st_mtime_ns]
     return [size, about.st_mtime_ns, files.sample(path, *SAMPLES)]
 
 
@@ -106,24 +121,30 @@ def is_done(
     existing = [path for path in paths if path.exists()]
     if overwrite or not existing:
         return False
+
+    # What the record says; nothing if it is missing or damaged.
     try:
         recorded = json.loads(files.read_small(record, files.RECORD_LIMIT))
-        before, sizes = (
-            dict(recorded["made_from"]),
-            {str(name): int(size) for name, size in recorded["bytes"].items()},
-        )
+        before = dict(recorded["made_from"])
+        sizes = {str(name): int(size) for name, size in recorded["bytes"].items()}
     except (OSError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
-        before, sizes = {}, {}
+        before = {}
+        sizes = {}
+    # The same origin: done, if all files are there in the sizes that were noted.
     if before == made_from:
         if len(existing) < len(paths):
             return False
         if {path.name: path.stat().st_size for path in paths} == sizes:
             return True
-    other = [name for name in made_from if before.get(name) != made_from[name]]
-    changes = " and ".join(_changed(name, before.get(name), made_from[name]) for name in other)
-    how = (
-        f"made with other {changes}" if before and other else "and nothing says how they were made"
-    )
+    # Another origin, or an unknown one.
+    changes = [
+        _changed(name, before.get(name), now)
+        for name, now in made_from.items()
+        if before.get(name) != now
+    ]
+    how = "and nothing says how they were made"
+    if before and changes:
+        how = f"made with other {' and '.join(changes)}"
     names = " and ".join(map(str, existing))
     message = f"{names} {'exists' if len(existing) == 1 else 'exist'} already, {how}: they are kept"
     raise UserError(f"{message}; add --overwrite to replace them, or choose another {flag}", LOCKED)

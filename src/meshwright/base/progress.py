@@ -58,16 +58,18 @@ class Clock:
         self.start = time.perf_counter()
 
     def speed(self, count: int) -> str:
-        return f"{count / 1e6 / max(time.perf_counter() - self.start, 1e-9):,.1f} MB/s"
+        seconds = max(time.perf_counter() - self.start, 1e-9)
+        return f"{count / 1e6 / seconds:,.1f} MB/s"
 
 
 def duration(seconds: float) -> str:
     """Return a time in words: 5.0 s, 3 min 05 s, or 2 h 05 min."""
     if seconds < 60:
         return f"{seconds:.1f} s"
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours} h {m:02d} min" if hours else f"{m} min {s:02d} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 class SkippedLines(dict[str, tuple[int, str]]):
@@ -80,8 +82,9 @@ class SkippedLines(dict[str, tuple[int, str]]):
         self[kind] = (before + count, first)
 
     def __str__(self) -> str:
-        kinds = "; ".join(
-            f"{count:,} {kind}, first {place}" for kind, (count, place) in self.items()
-        )
-        total = sum(count for count, _ in self.values())
-        return f"{total:,} bad {'line' if total == 1 else 'lines'}: {kinds}"
+        total = 0
+        kinds = []
+        for kind, (count, place) in self.items():
+            total += count
+            kinds.append(f"{count:,} {kind}, first {place}")
+        return f"{total:,} bad {'line' if total == 1 else 'lines'}: {'; '.join(kinds)}"

@@ -18,7 +18,9 @@ def json_ready(value: Any, substitute: Callable[[float], str | None] = str) -> A
         return {name: json_ready(x, substitute) for name, x in value.items()}
     if isinstance(value, list):
         return [json_ready(x, substitute) for x in value]
-    return substitute(value) if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return substitute(value)
+    return value
 
 
 def align_columns(rows: Sequence[Sequence[str]], to_the_right: bool = False) -> list[str]:
@@ -26,6 +28,11 @@ def align_columns(rows: Sequence[Sequence[str]], to_the_right: bool = False) -> 
 
     rich would wrap or cut them at the width of a terminal; scripts read these lines too.
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    columns = zip(*rows, strict=True)
+    widths = [max(map(len, column)) for column in columns]
     pad = str.rjust if to_the_right else str.ljust
-    return ["  ".join(map(pad, row, widths)).rstrip() for row in rows]
+    lines = []
+    for row in rows:
+        line = "  ".join(map(pad, row, widths))
+        lines.append(line.rstrip())
+    return lines

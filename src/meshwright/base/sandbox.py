@@ -33,7 +33,9 @@ class Sandbox:
     """
 
     def __init__(self, function: Callable[[Any], Any], memory: int, seconds: int) -> None:
-        self.function, self.memory, self.seconds = function, memory, seconds
+        self.function = function
+        self.memory = memory
+        self.seconds = seconds
         self.child: subprocess.Popen[bytes] | None = None
         self.keepers = 0
         self.lock = threading.Lock()
@@ -75,12 +77,15 @@ class Sandbox:
         assert self.child and self.child.stdin and self.child.stdout
         self.child.stdin.write(line)
         self.child.stdin.flush()
-        got, until = bytearray(), time.monotonic() + PATIENCE
+        got = bytearray()
+        until = time.monotonic() + PATIENCE
         while not got.endswith(b"\n") and len(got) < ANSWER:
-            is_ready = select.select([self.child.stdout], [], [], max(0, until - time.monotonic()))[
-                0
-            ]
-            if not is_ready or not (part := os.read(self.child.stdout.fileno(), 1 << 20)):
+            left = max(0, until - time.monotonic())
+            ready, _, _ = select.select([self.child.stdout], [], [], left)
+            if not ready:  # it is late
+                break
+            part = os.read(self.child.stdout.fileno(), 1 << 20)
+            if not part:  # it has ended
                 break
             got += part
         return got

@@ -50,7 +50,8 @@ def build_index(config: TrainConfig, vocab: int | None, dry: bool) -> None:
     # A training keeps indices in memory if it cannot write them; built ahead they would be lost.
     for folder in folders:
         make_folder(folder, "--data-cache-path, here and in the training")
-    start, before = perf_counter(), find_entries(folders)
+    start = perf_counter()
+    before = find_entries(folders)
     if vocab is None:
         console.notice("note: no tokenizer is given, so ids are not compared with its vocabulary")
     needed = list_arrays(build_datasets(config, vocab or ANY_ID).values())
@@ -82,7 +83,8 @@ def build_index(config: TrainConfig, vocab: int | None, dry: bool) -> None:
 
 def list_arrays(datasets: Iterable[Any]) -> list[Any]:
     """Return the index arrays of data sets and of their parts."""
-    out, left = list[Any](), [dataset for dataset in datasets if dataset is not None]
+    out = list[Any]()
+    left = [dataset for dataset in datasets if dataset is not None]
     while left:
         attributes = vars(left.pop())
         out += [attributes[n] for n in INDEX_ARRAYS if n in attributes]
@@ -145,7 +147,8 @@ def show_sample(
 
 def find_stretches(dataset: Dataset, number: int) -> list[tuple[int, int, str]]:
     """Return (first position, end, place of the first token) of each stretch of a sample."""
-    part, k = dataset, number
+    part = dataset
+    k = number
     while isinstance(part, Composite):
         part, k = part.resolve(k)
     if not isinstance(part, FileSamples):  # random tokens

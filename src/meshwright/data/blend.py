@@ -6,7 +6,6 @@ that compiles at the first start.
 
 from __future__ import annotations
 
-import itertools
 import math
 from bisect import bisect_right
 from collections import Counter
@@ -40,10 +39,10 @@ class Composite(OrderedSamples):
         raise NotImplementedError
 
     def list_sources(self) -> list[str]:
-        sources = [
-            part.list_sources() if isinstance(part, OrderedSamples) else [""] for part in self.parts
-        ]
-        return list(dict.fromkeys(itertools.chain.from_iterable(sources)))
+        sources = []
+        for part in self.parts:
+            sources += part.list_sources() if isinstance(part, OrderedSamples) else [""]
+        return list(dict.fromkeys(sources))
 
     def source_of(self, k: int) -> str:
         part, number = self.resolve(k)
@@ -74,7 +73,7 @@ class Blend(Composite):
             )
         self.parts = parts
         shares = np.array(weights, dtype=np.float64)
-        # once more, as Megatron does: a last bit can decide between two data sets
+        # Once more, as Megatron does: a last bit can decide between two data sets.
         shares /= shares.sum()
 
         def build(storage: Storage) -> list[Ints]:
@@ -89,7 +88,7 @@ class Blend(Composite):
             )
             return [which, number]
 
-        # the order depends on nothing else
+        # The order depends on nothing else.
         key = {"version": VERSION, "weights": shares.tolist(), "samples": size}
         self.dataset_idx, self.sample_idx = cached_indices(
             cache_dir, key, ("dataset", "dataset_sample"), build
@@ -108,22 +107,19 @@ class Blend(Composite):
         return count_parts(self.dataset_idx[: max(end, 0)], len(self.parts))
 
     def count_used(self, consumed: int) -> Counter[str]:
-        used, prefixes = (
-            Counter[str](),
-            [part.prefix for part in self.parts if isinstance(part, OrderedSamples)],
-        )
+        used = Counter[str]()
+        prefixes = [part.prefix for part in self.parts if isinstance(part, OrderedSamples)]
         if len(prefixes) == len(self.parts) and all(prefixes):
             for prefix, count in zip(prefixes, self.count_parts(consumed), strict=True):
                 used[prefix] += count
         return used
 
     def list_epochs(self) -> list[list[Any]]:
-        return [
-            epochs
-            for part in self.parts
-            if isinstance(part, OrderedSamples)
-            for epochs in part.list_epochs()
-        ]
+        out = []
+        for part in self.parts:
+            if isinstance(part, OrderedSamples):
+                out += part.list_epochs()
+        return out
 
 
 def count_parts(which: Ints, parts: int) -> list[int]:
@@ -157,7 +153,8 @@ class Remainder(Composite):
     """A data set from one of its samples on."""
 
     def __init__(self, dataset: Dataset, first: int) -> None:
-        self.parts, self.first = [dataset], first
+        self.parts = [dataset]
+        self.first = first
 
     def __len__(self) -> int:
         return len(self.parts[0]) - self.first
@@ -183,10 +180,8 @@ def blend_order(shares: Floats, size: int, storage: Storage = IN_MEMORY) -> tupl
     Sample i is the next one of the data set that is furthest behind, the d of the largest share_d x
     max(i, 1) - taken_d, and the first of equals; float64 as in Megatron, so that ties fall alike.
     """
-    which, number = (
-        storage.array("dataset", size, np.int16),
-        storage.array("dataset_sample", size, np.int64),
-    )
+    which = storage.array("dataset", size, np.int16)
+    number = storage.array("dataset_sample", size, np.int64)
     compiled = compiled_loops(size)
     if compiled is None:
         walk_side_by_side(shares, which, number)
@@ -203,43 +198,54 @@ def walk_side_by_side(shares: Floats, which: Ints, number: Ints) -> None:
     again from there, until all fit. The result is exact whatever was guessed: the first piece
     starts right, so it ends right, and so on.
     """
-    size, taken, done = len(which), np.zeros(len(shares)), 0
+    size = len(which)
+    taken = np.zeros(len(shares))
+    done = 0
     while done < size:
+        # Pieces of equal length; few samples are cut into about as many pieces as each has.
         left = size - done
         rows = min(ROWS, math.isqrt(left - 1) + 1)
-        starts = done + rows * np.arange(min(PIECES, -(-left // rows)))
-        exact = shares[:, None] * starts  # the guess: rounded down, and the largest remainders up
+        pieces = min(PIECES, -(-left // rows))
+        starts = done + rows * np.arange(pieces)
+
+        # The guess: rounded down, and the largest remainders up, so that all are taken.
+        exact = shares[:, None] * starts
         begin = np.floor(exact)
         places = (begin - exact).argsort(axis=0, kind="stable").argsort(axis=0)
-        begin += places < starts - begin.sum(axis=0)
+        missing = starts - begin.sum(axis=0)
+        begin += places < missing
         begin[:, 0] = taken
+
+        # Walk all pieces, and again those that began wrong.
         end = np.empty_like(begin)
-        chosen, numbers = (
-            np.empty((rows, len(starts)), np.int16),
-            np.empty((rows, len(starts)), np.int64),
-        )
-        again = np.arange(len(starts))
+        chosen = np.empty((rows, pieces), np.int16)
+        numbers = np.empty((rows, pieces), np.int64)
+        again = np.arange(pieces)
         while len(again):
             chosen[:, again], numbers[:, again], end[:, again] = walk(
                 shares, starts[again], begin[:, again], rows
             )
-            again = 1 + np.flatnonzero((begin[:, 1:] != end[:, :-1]).any(axis=0))
+            is_wrong = (begin[:, 1:] != end[:, :-1]).any(axis=0)
+            again = 1 + np.flatnonzero(is_wrong)
             begin[:, again] = end[:, again - 1]
+
+        # Columns are pieces, so the transpose has the samples in their order.
         which[done : done + chosen.size] = chosen.T.reshape(-1)[:left]
         number[done : done + chosen.size] = numbers.T.reshape(-1)[:left]
-        taken, done = end[:, -1], done + chosen.size
+        taken = end[:, -1]
+        done += chosen.size
 
 
 def walk(shares: Floats, starts: Ints, taken: Floats, rows: int) -> tuple[Ints, Ints, Floats]:
     """Apply the rule `rows` times from each start; return choices, numbers and counts."""
-    chosen, numbers = (
-        np.empty((rows, len(starts)), np.int16),
-        np.empty((rows, len(starts)), np.int64),
-    )
+    chosen = np.empty((rows, len(starts)), np.int16)
+    numbers = np.empty((rows, len(starts)), np.int64)
     columns = np.arange(len(starts))
     for row in range(rows):
         behind = shares[:, None] * np.maximum(starts + row, 1) - taken  # [data sets, pieces]
-        chosen[row] = best = behind.argmax(axis=0)
-        numbers[row] = now = taken[best, columns]
+        best = behind.argmax(axis=0)
+        now = taken[best, columns]
+        chosen[row] = best
+        numbers[row] = now
         taken[best, columns] = now + 1
     return chosen, numbers, taken

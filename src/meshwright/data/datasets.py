@@ -65,13 +65,12 @@ def check_datasets(
             f"{{packing={config.data.packing}}} packs token files, not data sets of your own; leave it out",
             BAD_DATA,
         )
+    # Data sets of the user's own have the methods of `Dataset`.
     methods = {"len": "__len__", "[k]": "__getitem__", "locate": "locate"}
-    for name, dataset in data.items() if own else ():
-        lacking = [
-            shown
-            for shown, method in methods.items()
-            if dataset is not None and not hasattr(dataset, method)
-        ]
+    for name, dataset in data.items():
+        if not own or dataset is None:
+            continue
+        lacking = [shown for shown, method in methods.items() if not hasattr(dataset, method)]
         if lacking:
             why = f"a {type(dataset).__name__}, has no {' and no '.join(lacking)}"
             raise bad_data(f'datasets["{name}"], {why}; docs/extending.md describes each')
@@ -81,7 +80,9 @@ def check_datasets(
     if train is None:
         why = f"--split {config.data.split!r} leaves no document for training"
         raise bad_data('datasets: there is no "train" to train on' if own else why)
-    (iteration, consumed), size = at, config.global_batch
+    # There are enough samples for the steps that are left.
+    iteration, consumed = at
+    size = config.global_batch
     last = consumed + (config.steps - iteration) * size
     if config.samples is None and last > len(train):
         if own:
@@ -105,9 +106,12 @@ def continue_datasets(
 
     A data set is None where there is nothing to read, or no need to.
     """
-    t, d = config.training, config.data
+    t = config.training
+    d = config.data
     assert d.seq_length
-    sizes, out = target_sizes(config), dict[str, Dataset | None](dict.fromkeys(TITLES))
+    sizes = target_sizes(config)
+    out = dict[str, Dataset | None](dict.fromkeys(TITLES))
+    # Megatron's lines, which scripts read.
     say("> building train, validation, and test datasets ...")
     say(" > datasets target sizes (minimum size):")
     for name, samples in sizes.items():
@@ -117,11 +121,11 @@ def continue_datasets(
     if d.mock_data:
         needed = needed_sizes(config)
         for n, name in enumerate(sizes):
-            out[name] = (
-                Mock(vocab_size, sizes[name], d.seq_length, t.seed + n) if name in needed else None
-            )
+            if name in needed:
+                out[name] = Mock(vocab_size, sizes[name], d.seq_length, t.seed + n)
     else:
         for spec, parts in open_parts(config, vocab_size):
+            # Validation sets with names of their own take the place of the one without.
             if spec.key != spec.paths.split:
                 out.pop(spec.paths.split, None)
             if spec.key == "train":
@@ -129,6 +133,7 @@ def continue_datasets(
                 out["train"] = build_train(config, spec, parts, history, consumed, vocab_size)
             else:
                 out[spec.key] = build_set(config, spec, parts)
+    # A set that is read in full is read in its order, and once.
     if d.dataloader_type == "cyclic":
         for name, dataset in out.items():
             if dataset is not None and not (d.full_validation and name.startswith("valid")):
@@ -139,7 +144,8 @@ def continue_datasets(
 
 def open_parts(config: TrainConfig, vocab_size: int) -> list[tuple[SetSpec, list[SetPart]]]:
     """Open every pair of files once, and return the parts of each needed set."""
-    d, opened = config.data, dict[str, Indexed]()
+    d = config.data
+    opened = dict[str, Indexed]()
     sets = needed_sets(config)
     sources = [source.prefix for spec in sets for source in spec.paths.sources]
     count = len(set(sources))
@@ -153,9 +159,8 @@ def open_parts(config: TrainConfig, vocab_size: int) -> list[tuple[SetSpec, list
     for spec in sets:
         for source in spec.paths.sources:
             if source.prefix not in opened:
-                indexed = opened[source.prefix] = open_indexed(
-                    source.prefix, d.mmap_warmup, vocab_size
-                )
+                indexed = open_indexed(source.prefix, d.mmap_warmup, vocab_size)
+                opened[source.prefix] = indexed
                 if spec.paths.divided:
                     say(" > dataset split:")
                     bounds = split_bounds(d.split, len(indexed), d.split_arithmetic)
@@ -163,9 +168,8 @@ def open_parts(config: TrainConfig, vocab_size: int) -> list[tuple[SetSpec, list
                         say_documents(TITLES[name], range(a, b))
             if not spec.paths.divided:
                 title = spec.paths.name or TITLES[spec.paths.split]
-                say_documents(
-                    title, document_range(d, spec.paths, source, len(opened[source.prefix]))
-                )
+                number = len(opened[source.prefix])
+                say_documents(title, document_range(d, spec.paths, source, number))
     return [(spec, find_parts(config, spec, opened.__getitem__)) for spec in sets]
 
 
@@ -185,9 +189,8 @@ def build_set(config: TrainConfig, spec: SetSpec, parts: list[SetPart]) -> Datas
         return made[0]
     if spec.in_full:
         return Chain(made)
-    return Blend(
-        made, [p.share for p in parts], spec.samples, cache_folder(config.data, parts[0].prefix)
-    )
+    shares = [p.share for p in parts]
+    return Blend(made, shares, spec.samples, cache_folder(config.data, parts[0].prefix))
 
 
 def build_train(
@@ -201,11 +204,10 @@ def build_train(
     """Return the training set: one blend, as for any set, or a blend that changes."""
     by_name = dict(zip(unique_names(parts), parts, strict=True))
     if len(history.blends) == 1:
-        return build_set(
-            config,
-            spec,
-            [replace(by_name[n], share=share) for n, share in history.blends[0].shares],
-        )
+        # In the history's order, which decides between equals, and with its shares.
+        (blend,) = history.blends
+        parts = [replace(by_name[name], share=share) for name, share in blend.shares]
+        return build_set(config, spec, parts)
     opened = {name: part.indexed for name, part in by_name.items()}
 
     def build_more(name: str, made: int) -> FileSamples:
@@ -215,9 +217,8 @@ def build_train(
         number = 1 if made else source.samples  # of one sample or more, an epoch has all
         return build_samples(config, "train", opened[name], range(*source.documents), number, made)
 
-    return build_phases(
-        history, spec.samples, consumed, build_more, cache_folder(config.data, parts[0].prefix)
-    )
+    folder = cache_folder(config.data, parts[0].prefix)
+    return build_phases(history, spec.samples, consumed, build_more, folder)
 
 
 class Phases(Chain):
@@ -225,13 +226,13 @@ class Phases(Chain):
 
     def __init__(self, blends: Sequence[Blend], prefixes: Sequence[Sequence[str]]) -> None:
         super().__init__(blends)
-        self.blends, self.prefixes = list(blends), prefixes
+        self.blends = list(blends)
+        self.prefixes = prefixes
 
     def count_used(self, consumed: int) -> Counter[str]:
         used = Counter[str]()
-        for blend, prefixes, begin in zip(
-            self.blends, self.prefixes, [0, *self.ends[:-1]], strict=True
-        ):
+        begins = [0, *self.ends[:-1]]
+        for blend, prefixes, begin in zip(self.blends, self.prefixes, begins, strict=True):
             for prefix, count in zip(prefixes, blend.count_parts(consumed - begin), strict=True):
                 used[prefix] += count
         return used
@@ -250,21 +251,28 @@ def build_phases(
     epoch, shuffled with `made` added to the seed. Data sets whose last sample is among the
     `consumed` ones are not opened: their files may be gone.
     """
-    chains, used, blends = dict[str, Chain](), Counter[str](), []
-    phases = [b for b in history.blends if b.begin < size]
-    ends = [*(b.begin for b in phases[1:]), size]
+    chains = dict[str, Chain]()
+    used = Counter[str]()
+    blends = []
+    still_read = set[str]()
+
+    # The order of each blend; its data sets go on where the blends before have left them. Their
+    # chains are filled below, once it is known how far they are read.
+    phases = [phase for phase in history.blends if phase.begin < size]
+    ends = [*(phase.begin for phase in phases[1:]), size]
     for phase, end in zip(phases, ends, strict=True):
+        samples = end - phase.begin
         names = [name for name, _ in phase.shares]
+        shares = [share for _, share in phase.shares]
         tails = [Remainder(chains.setdefault(name, Chain([])), used[name]) for name in names]
-        blends.append(Blend(tails, [share for _, share in phase.shares], end - phase.begin, folder))
-        for name, count in zip(names, blends[-1].count_parts(end - phase.begin), strict=True):
+        blend = Blend(tails, shares, samples, folder)
+        blends.append(blend)
+        for name, count in zip(names, blend.count_parts(samples), strict=True):
             used[name] += count
-    still_read = {
-        name
-        for phase, end in zip(phases, ends, strict=True)
-        if end > consumed
-        for name, _ in phase.shares
-    }
+        if end > consumed:
+            still_read.update(names)
+
+    # The samples of the data sets that are still read.
     for name, chain in chains.items():
         if name not in still_read:
             continue
@@ -272,16 +280,16 @@ def build_phases(
         # More samples are needed than the first order has: all of it, then further epochs.
         while len(chain) < used[name]:
             chain.append(build_more(name, len(chain.parts)))
-    return Phases(
-        blends, [[history.sources[name].prefix for name, _ in phase.shares] for phase in phases]
-    )
+    prefixes = [[history.sources[name].prefix for name, _ in phase.shares] for phase in phases]
+    return Phases(blends, prefixes)
 
 
 def build_samples(
     config: TrainConfig, key: str, indexed: Indexed, documents: range, number: int, more: int = 0
 ) -> FileSamples:
     """Return `number` samples or more; `more` is added to the seed."""
-    d, seed = config.data, (config.training.seed + more) % 2**32
+    d = config.data
+    seed = (config.training.seed + more) % 2**32
     assert d.seq_length
     folder = cache_folder(d, indexed.prefix)
     if d.packing == "best-fit":

@@ -16,7 +16,8 @@ class Feed:
     """The data sets of a run, and a thread that reads ahead of training."""
 
     def __init__(self, datasets: Datasets, spec: LoaderSpec) -> None:
-        self.datasets, self.spec = datasets, spec
+        self.datasets = datasets
+        self.spec = spec
         self.train_steps: Generator[list[Batch], None, None] | None = None
 
     def next(self, consumed: int) -> list[Batch]:

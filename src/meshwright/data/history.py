@@ -10,6 +10,7 @@ longer order, in which some used samples come again and others never come.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,28 +52,23 @@ class BlendHistory:
 
     def state(self) -> dict[str, Any]:
         """Return the history as JSON, for a checkpoint."""
-        sources = {
-            n: [s.prefix, list(s.documents), s.weight, s.samples] for n, s in self.sources.items()
-        }
-        return {
-            "sources": sources,
-            "blends": [[b.begin, [list(pair) for pair in b.shares]] for b in self.blends],
-        }
+        sources = {}
+        for name, source in self.sources.items():
+            documents = list(source.documents)
+            sources[name] = [source.prefix, documents, source.weight, source.samples]
+        blends = [[blend.begin, list(map(list, blend.shares))] for blend in self.blends]
+        return {"sources": sources, "blends": blends}
 
     @classmethod
     def from_state(cls, state: dict[str, Any] | None) -> BlendHistory | None:
         """Return a checkpoint's history; None if it is too old for one, or of random tokens."""
         if state is None:
             return None
-        saved = state["sources"].items()
-        sources = {
-            n: BlendSource(prefix, (a, b), weight, count)
-            for n, (prefix, (a, b), weight, count) in saved
-        }
-        return cls(
-            sources,
-            tuple(BlendPhase(begin, tuple(map(tuple, pairs))) for begin, pairs in state["blends"]),
-        )
+        sources = {}
+        for name, (prefix, (first, end), weight, samples) in state["sources"].items():
+            sources[name] = BlendSource(prefix, (first, end), weight, samples)
+        blends = [BlendPhase(begin, tuple(map(tuple, pairs))) for begin, pairs in state["blends"]]
+        return cls(sources, tuple(blends))
 
     def lines(self) -> list[str]:
         """Describe each blend in a line."""
@@ -89,19 +85,21 @@ def first_eight(items: list[str]) -> list[str]:
 
 def unique_names(parts: Sequence[SetPart]) -> list[str]:
     """Return a name for each part; parts with equal files are numbered in their order."""
-    names = [fingerprint(part.prefix) for part in parts]
-    counts = [names[: n + 1].count(name) for n, name in enumerate(names)]
-    return [
-        name if count == 1 else f"{name}#{count}" for name, count in zip(names, counts, strict=True)
-    ]
+    names = []
+    counts = Counter[str]()
+    for part in parts:
+        name = fingerprint(part.prefix)
+        counts[name] += 1
+        names.append(name if counts[name] == 1 else f"{name}#{counts[name]}")
+    return names
 
 
 def begin_history(parts: Sequence[SetPart], size: int, d: Data) -> BlendHistory:
     """Return the blends that the flags give a run of `size` samples."""
+    # The blend from the beginning on, and those of --blend-stages.
     named = dict(zip(unique_names(parts), parts, strict=True))
-    phases = [
-        BlendPhase(0, tuple((name, part.share) for name, part in named.items() if part.share))
-    ]
+    first = tuple((name, part.share) for name, part in named.items() if part.share)
+    phases = [BlendPhase(0, first)]
     for stage in d.blend_stages:
         begin = stage.first_sample(size, d.seq_length or 1)
         if begin <= phases[-1].begin:
@@ -110,36 +108,28 @@ def begin_history(parts: Sequence[SetPart], size: int, d: Data) -> BlendHistory:
                 f"{phases[-1].begin}; give stages in their order"
             )
         given = dict(stage.weights)
-        weights = [
-            (name, weight)
-            for name, part in named.items()
-            if (weight := given.get(part.source.prefix))
-        ]
+        weights = {}
+        for name, part in named.items():
+            if weight := given.get(part.source.prefix):
+                weights[name] = weight
         if not weights:
             raise SettingsError(
                 f"{{blend_stages}}: no data set of the stage from {stage.start} on has documents for training"
             )
-        shares = normalise([weight for _, weight in weights])
-        phases.append(
-            BlendPhase(
-                begin,
-                tuple((name, share) for (name, _), share in zip(weights, shares, strict=True)),
-            )
-        )
+        shares = normalise(list(weights.values()))
+        phases.append(BlendPhase(begin, tuple(zip(weights, shares, strict=True))))
+
+    # How many samples all of them need of each data set, whose order follows from this number.
     needed = dict.fromkeys(named, 0)
     ends = [min(phase.begin, size) for phase in phases[1:]] + [size]
     for phase, end in zip(phases, ends, strict=True):
         for name, share in phase.shares:
             needed[name] += samples_needed(max(end - phase.begin, 0), share)
-    sources = {
-        name: BlendSource(
-            shown(p.prefix),
-            (p.documents.start, p.documents.stop),
-            p.source.weight,
-            p.samples if len(phases) == 1 else max(1, needed[name]),
-        )
-        for name, p in named.items()
-    }
+    sources = {}
+    for name, part in named.items():
+        documents = (part.documents.start, part.documents.stop)
+        samples = part.samples if len(phases) == 1 else max(1, needed[name])
+        sources[name] = BlendSource(shown(part.prefix), documents, part.source.weight, samples)
     return BlendHistory(sources, tuple(phases))
 
 
@@ -150,9 +140,12 @@ def continue_history(
 
     Another blend than the checkpoint's is refused, unless --blend-change-at gives its first sample.
     """
-    now, change_at = begin_history(parts, size, d), d.blend_change_at
+    now = begin_history(parts, size, d)
+    change_at = d.blend_change_at
     if d.blend_stages:
         return continue_stages(past, now, size, consumed)
+
+    # Nothing is remembered.
     if past is None:
         if consumed and change_at is not None:
             raise SettingsError(
@@ -160,6 +153,7 @@ def continue_history(
                 "continues with the blend given, from the same sample number on"
             )
         return now
+    # The blend stays.
     last = past.blends[-1]
     if is_same_blend(last, now.blends[0]):
         if change_at not in (None, "now", str(last.begin)):
@@ -168,17 +162,14 @@ def continue_history(
                 "the flag out, or give another blend"
             )
         return update_paths(past, now)
-    if (
-        len(past.blends) == 1
-        and change_at is None
-        and prefixes_and_weights(past) == prefixes_and_weights(now)
-    ):
-        return now  # the same files with other contents: resume.py reports that
+    # Another blend, which must be meant.
     if change_at is None:
+        is_same_request = prefixes_and_weights(past) == prefixes_and_weights(now)
+        if len(past.blends) == 1 and is_same_request:
+            return now  # the same files with other contents: resume.py reports that
         raise UserError(explain_refusal(past, now, consumed))
-    return change_blend(
-        past, now, size, consumed, consumed if change_at == "now" else int(change_at)
-    )
+    at = consumed if change_at == "now" else int(change_at)
+    return change_blend(past, now, size, consumed, at)
 
 
 def continue_stages(
@@ -199,10 +190,12 @@ def continue_stages(
         for line in now.lines():
             remark(f" > {line}")
         return now
-    pairs = list(zip(past.blends, now.blends, strict=False))
-    if len(past.blends) != len(now.blends) or not all(
-        a.begin == b.begin and is_same_blend(a, b) for a, b in pairs
-    ):
+    # The stages cannot change, nor what their data sets are; the paths of these may.
+    are_same = len(past.blends) == len(now.blends)
+    for before, after in zip(past.blends, now.blends, strict=False):
+        if before.begin != after.begin or not is_same_blend(before, after):
+            are_same = False
+    if not are_same:
         raise SettingsError(
             f"{{blend_stages}}: the stages are not the checkpoint's: {'; '.join(past.lines())}; now: "
             f"{'; '.join(now.lines())}. Give the same ones (with BEGIN as a sample if the run's length has changed), "
@@ -219,10 +212,16 @@ def continue_stages(
 
 def is_same_blend(a: BlendPhase, b: BlendPhase) -> bool:
     """Return whether both have the same data sets in the same proportions, in any order."""
-    ours, theirs = dict(a.shares), dict(b.shares)
-    return ours.keys() == theirs.keys() and all(
-        math.isclose(ours[n], theirs[n], rel_tol=1e-12) for n in ours
-    )
+    ours = dict(a.shares)
+    theirs = dict(b.shares)
+    if ours.keys() != theirs.keys():
+        return False
+    return all(is_same_share(ours[name], theirs[name]) for name in ours)
+
+
+def is_same_share(a: float, b: float) -> bool:
+    """Return whether two shares are equal but for rounding: weights may be given in other units."""
+    return math.isclose(a, b, rel_tol=1e-12)
 
 
 def prefixes_and_weights(history: BlendHistory) -> list[tuple[str, float | None]]:
@@ -237,10 +236,9 @@ def update_paths(past: BlendHistory, now: BlendHistory) -> BlendHistory:
         require_same_documents(past.sources[name], source)
     if len(past.blends) == 1:  # given in another order: the past order decides between equals
         return BlendHistory({n: now.sources[n] for n in past.sources}, past.blends)
-    sources = {
-        n: replace(k, prefix=now.sources[n].prefix) if n in now.sources else k
-        for n, k in past.sources.items()
-    }
+    sources = dict(past.sources)
+    for name, source in now.sources.items():
+        sources[name] = replace(sources[name], prefix=source.prefix)
     return BlendHistory(sources, past.blends)
 
 
@@ -253,6 +251,7 @@ def change_blend(
             f"{{blend_change_at={at}}}: {consumed} samples are used already; "
             f"give {consumed} (or now), or a later sample"
         )
+    # A data set that took part already keeps its order, which its number of samples gave it.
     sources = dict(past.sources)
     for name, share in now.blends[0].shares:
         samples = samples_needed(max(size - at, 1), share)
@@ -260,11 +259,12 @@ def change_blend(
             require_same_documents(sources[name], now.sources[name])
             samples = sources[name].samples
         sources[name] = replace(now.sources[name], samples=samples)
-    earlier = tuple(b for b in past.blends if b.begin < at)
+    # Changes that were planned for later are forgotten.
+    blends = [blend for blend in past.blends if blend.begin < at]
     new = BlendPhase(at, now.blends[0].shares)
-    out = BlendHistory(
-        sources, earlier if earlier and is_same_blend(earlier[-1], new) else (*earlier, new)
-    )
+    if not blends or not is_same_blend(blends[-1], new):
+        blends.append(new)
+    out = BlendHistory(sources, tuple(blends))
     remark(f" > the blend changes at sample {at}:")
     for line in out.lines():
         remark(f" >   {line}")
@@ -283,14 +283,14 @@ def require_same_documents(before: BlendSource, now: BlendSource) -> None:
 
 def explain_refusal(past: BlendHistory, now: BlendHistory, consumed: int) -> str:
     """Say how the blends differ, and name both ways out."""
-    before, after = dict(past.blends[-1].shares), dict(now.blends[0].shares)
+    before = dict(past.blends[-1].shares)
+    after = dict(now.blends[0].shares)
     changes = [f"{past.sources[n].prefix} is not in it" for n in before if n not in after]
     changes += [f"{now.sources[n].prefix} is new" for n in after if n not in before]
-    changes += [
-        f"{now.sources[n].prefix} has the share {after[n]:.4g}, it had {before[n]:.4g}"
-        for n in after
-        if n in before and not math.isclose(before[n], after[n], rel_tol=1e-12)
-    ]
+    for n in after:
+        if n in before and not is_same_share(before[n], after[n]):
+            prefix = now.sources[n].prefix
+            changes.append(f"{prefix} has the share {after[n]:.4g}, it had {before[n]:.4g}")
     return (
         f"the training data are not blended as in the checkpoint: {'; '.join(first_eight(changes))}. Read from its "
         "beginning, another blend would repeat some samples and leave out others; give the checkpoint's blend, or "

@@ -42,7 +42,8 @@ class Storage:
         self, part: str, shape: tuple[int, ...], dtype: npt.DTypeLike, blocks: Iterable[Ints]
     ) -> Ints:
         """Return the blocks one after the other; together they have this shape."""
-        out, done = np.empty(shape, dtype), 0
+        out = np.empty(shape, dtype)
+        done = 0
         for block in blocks:
             out[done : done + len(block)] = block
             done += len(block)
@@ -58,7 +59,8 @@ class OnDisk(Storage):
 
     def __init__(self, paths: dict[str, Path]) -> None:
         # the word keeps writers on several machines apart
-        self.paths, word = paths, secrets.token_hex(4)
+        self.paths = paths
+        word = secrets.token_hex(4)
         self.temporary = {
             part: path.with_name(f"{path.name}.{word}.tmp") for part, path in paths.items()
         }
@@ -127,6 +129,8 @@ def cached_indices(
     arrays = find_entry(record, parts)
     if arrays is not None:
         return arrays
+
+    # One process of those that share the folder builds; the others wait and find the entry.
     files = OnDisk({part: array_path(record, part) for part in parts})
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -184,7 +188,8 @@ def open_entry(record: Path, in_full: bool = False) -> dict[str, Ints]:
     for part, crc in facts["crc32"].items():
         path = array_path(record, part)
         # 0.5 kept no sizes, and sampled large files
-        size, is_current = path.stat().st_size, "bytes" in facts
+        size = path.stat().st_size
+        is_current = "bytes" in facts
         if size <= SMALL or (in_full and is_current):
             if crc32(path) != crc:
                 raise ValueError(f"the checksum of {path.name} differs")

@@ -69,14 +69,18 @@ class Samples(FileSamples):
                 indexed.sizes, documents, tokens, num_samples, seq_length, seed, cutoff, storage
             )
 
+        # All that the order depends on.
         key = {
             "version": VERSION,
             "data": fingerprint(indexed.prefix),
             "name": name,
             "samples": num_samples,
+            "first": documents.start,
+            "end": documents.stop,
+            "seq_length": seq_length,
+            "seed": seed,
+            "cutoff": cutoff,
         }
-        key |= {"first": documents.start, "end": documents.stop}
-        key |= {"seq_length": seq_length, "seed": seed, "cutoff": cutoff}
         names = ("doc", "sample", "shuffle")
         self.doc_idx, self.sample_idx, self.shuffle_idx = cached_indices(
             cache_dir, key, names, build
@@ -94,27 +98,39 @@ class Samples(FileSamples):
         return len(self.shuffle_idx)
 
     def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
-        indexed, itemsize = self.indexed, self.indexed.dtype.itemsize
+        indexed = self.indexed
+        itemsize = self.indexed.dtype.itemsize
         self.require_whole()
-        places = [
-            (int(indexed.pointers[d]) // itemsize + offset, n) for d, offset, n in self.pieces(k)
-        ]
+        ranges = []
+        for document, offset, length in self.pieces(k):
+            begin = int(indexed.pointers[document]) // itemsize + offset
+            ranges.append((begin, begin + length))
         if indexed.is_sparse:
-            indexed.need((at, at + n) for at, n in places)
-        return np.concatenate([indexed.tokens[at : at + n] for at, n in places], dtype=np.int64)
+            indexed.need(ranges)
+        return np.concatenate([indexed.tokens[a:b] for a, b in ranges], dtype=np.int64)
 
     def read(self, numbers: list[int]) -> npt.NDArray[np.int64]:
         """Return [samples, S + 1]."""
-        indexed, j = self.indexed, self.shuffle_idx[numbers].astype(np.int64)
+        indexed = self.indexed
         self.require_whole()
-        (first, offset), (last, end) = self.sample_idx[j].T, self.sample_idx[j + 1].T
-        counts = last - first + 1  # documents that each sample touches
+
+        # A sample ends one token beyond the beginning of the next one.
+        j = self.shuffle_idx[numbers].astype(np.int64)
+        first, offset = self.sample_idx[j].T
+        last, end = self.sample_idx[j + 1].T
+
+        # The documents that the samples touch, one sample after the other.
+        counts = last - first + 1
         stops = counts.cumsum()
-        documents = self.doc_idx[np.arange(stops[-1]) + np.repeat(first - stops + counts, counts)]
+        starts = stops - counts
+        places = np.arange(stops[-1]) + np.repeat(first - starts, counts)
+        documents = self.doc_idx[places]
+
+        # Their tokens; a sample's first and last document are cut.
         begins = indexed.pointers[documents] // indexed.dtype.itemsize
         ends = begins + indexed.sizes[documents]
         ends[stops - 1] = begins[stops - 1] + end + 1
-        begins[stops - counts] += offset
+        begins[starts] += offset
         # Slices of the memory-mapped file: the concatenation is the one copy.
         ranges = list(zip(begins.tolist(), ends.tolist(), strict=True))
         if indexed.is_sparse:
@@ -125,7 +141,8 @@ class Samples(FileSamples):
     def pieces(self, k: int) -> list[tuple[int, int, int]]:
         require_sample(k, len(self))
         j = int(self.shuffle_idx[k])
-        (first, offset), (last, end) = self.sample_idx[j].tolist(), self.sample_idx[j + 1].tolist()
+        first, offset = self.sample_idx[j].tolist()
+        last, end = self.sample_idx[j + 1].tolist()
         pieces = []
         for place in range(first, last + 1):
             document = int(self.doc_idx[place])
@@ -139,12 +156,10 @@ class Mock(OrderedSamples):
     """Random tokens; a sample depends on the seed and its number alone."""
 
     def __init__(self, vocab_size: int, num_samples: int, seq_length: int, seed: int) -> None:
-        self.vocab_size, self.num_samples, self.seq_length, self.seed = (
-            vocab_size,
-            num_samples,
-            seq_length,
-            seed,
-        )
+        self.vocab_size = vocab_size
+        self.num_samples = num_samples
+        self.seq_length = seq_length
+        self.seed = seed
 
     def __len__(self) -> int:
         return self.num_samples
@@ -166,7 +181,8 @@ class Cyclic(Composite):
     """
 
     def __init__(self, dataset: Dataset) -> None:
-        self.dataset, self.parts = dataset, [dataset]
+        self.dataset = dataset
+        self.parts = [dataset]
         self._order = lru_cache(maxsize=2)(self._shuffle)  # a step can lie in two epochs
 
     def __len__(self) -> int:
@@ -233,24 +249,27 @@ class Batch:
     unmasked: int = -1  # tokens that count in the loss, counted on the host too
 
     def __post_init__(self) -> None:
-        if self.unmasked < 0:
-            unmasked = self.labels.numel() if self.loss_mask is None else int(self.loss_mask.sum())
-            object.__setattr__(self, "unmasked", unmasked)
-            object.__setattr__(self, "first_sample", int(self.sample_ids[0]))
+        if self.unmasked >= 0:
+            return  # a part or a copy of a batch that was counted
+        # Read here, on the host: on a device it would wait for the stream.
+        unmasked = self.labels.numel() if self.loss_mask is None else int(self.loss_mask.sum())
+        object.__setattr__(self, "unmasked", unmasked)
+        object.__setattr__(self, "first_sample", int(self.sample_ids[0]))
 
     def select(self, columns: slice) -> Batch:
         """Return some columns of each sample; `doc_ids` and `unmasked` stay as they are."""
-        cut = {n: getattr(self, n) for n in ("tokens", "labels", "loss_mask", "position_ids")}
-        return replace(
-            self, **{n: x[:, columns].contiguous() for n, x in cut.items() if x is not None}
-        )
+        cut = {}
+        for name in ("tokens", "labels", "loss_mask", "position_ids"):
+            values = getattr(self, name)
+            if values is not None:
+                cut[name] = values[:, columns].contiguous()
+        return replace(self, **cut)
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on a device; accelerators copy from pinned memory, without a wait."""
         device = torch.device(device)
-        if self.tokens.device == device or (
-            device.index is None and self.tokens.device.type == device.type
-        ):
+        here = self.tokens.device
+        if here == device or (device.index is None and here.type == device.type):
             return self
         return self._each(lambda x: devices.send(x, device))
 
@@ -288,7 +307,9 @@ class Loader:
     """The steps after `consumed` samples, each a list of this rank's micro-batches."""
 
     def __init__(self, dataset: Dataset, spec: LoaderSpec, consumed: int = 0) -> None:
-        self.dataset, self.spec, self.consumed = dataset, spec, consumed
+        self.dataset = dataset
+        self.spec = spec
+        self.consumed = consumed
         if not len(dataset):
             raise bad_data("the data set has no sample")
 
@@ -297,11 +318,13 @@ class Loader:
         steps = self.steps()
         if self.spec.workers == 0:
             yield from starmap(self.read_step, steps)
+        # A new thread starts on device 0, so it is told its own.
         thread = ThreadPoolExecutor(1, "read-ahead", devices.set_current, (self.spec.device,))
         try:
             ahead = deque(
                 thread.submit(self.read_step, *step) for step in islice(steps, self.spec.workers)
             )
+            # Each step that is taken makes room for one more.
             for step in steps:
                 batches = ahead.popleft().result()
                 ahead.append(thread.submit(self.read_step, *step))
@@ -311,7 +334,8 @@ class Loader:
 
     def steps(self) -> Iterator[tuple[int, int]]:
         """Yield the first sample and the number of samples of each step."""
-        consumed, block = self.consumed, self.spec.micro_batch * self.spec.ranks
+        consumed = self.consumed
+        block = self.spec.micro_batch * self.spec.ranks
         while True:
             samples = self.spec.step_size(consumed)
             if samples % block or not samples:
@@ -358,12 +382,17 @@ class Loader:
         return np.stack(samples).astype(np.int64, copy=False)
 
     def make_batch(self, numbers: list[int], text: npt.NDArray[np.int64]) -> Batch:
-        spec, fields = self.spec, dict[str, Any]()
+        spec = self.spec
+        fields = dict[str, Any]()
+        # What the documents within the samples change.
         if spec.packed:
-            text, fields = text[:, 0], piece_fields(text[:, 1])
-        tokens, labels = text[:, :-1].copy(), text[:, 1:].copy()
+            fields = piece_fields(text[:, 1])
+            text = text[:, 0]
+        tokens = text[:, :-1].copy()
+        labels = text[:, 1:].copy()
         if spec.document_ends:
             fields = spec.document_ends.fields(tokens)
+        # Beyond the end of the data set, samples have been read before.
         if spec.at_end == "mask" and numbers[-1] >= len(self.dataset):
             mask = fields.setdefault("loss_mask", torch.ones(tokens.shape))
             mask[torch.tensor(numbers) >= len(self.dataset)] = 0.0
@@ -373,11 +402,9 @@ class Loader:
         if spec.columns is not None:
             batch = batch.select(spec.columns)
         # The step copies it to the device on its own stream.
-        return (
-            batch.pin()
-            if spec.device is not None and devices.is_accelerator(spec.device)
-            else batch
-        )
+        if spec.device is not None and devices.is_accelerator(spec.device):
+            return batch.pin()
+        return batch
 
     def wrong_shape(self, k: int, ids: npt.NDArray[Any]) -> UserError:
         wanted = (
@@ -390,8 +417,10 @@ class Loader:
         )
 
     def unknown_id(self, numbers: list[int], text: npt.NDArray[np.int64]) -> UserError:
-        row, column = np.argwhere((text < 0) | (text >= self.spec.vocab_size))[0].tolist()
-        place = self.dataset.locate(numbers[row] % len(self.dataset), column)
+        is_wrong = (text < 0) | (text >= self.spec.vocab_size)
+        row, column = np.argwhere(is_wrong)[0].tolist()
+        sample = numbers[row] % len(self.dataset)  # beyond the end, the numbers go on
+        place = self.dataset.locate(sample, column)
         return bad_data(
             f"sample {numbers[row]} has id {text[row, column]} ({place}), but the tokenizer's ids are "
             f"0 ... {self.spec.vocab_size - 1}; the data was made with another tokenizer"

@@ -18,7 +18,9 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-WORDS, MIDDLE = 624, 397  # the Mersenne twister's state
+# The Mersenne twister's state, and the distance of the words that it mixes.
+WORDS = 624
+MIDDLE = 397
 BATCH = 512
 Ints = npt.NDArray[np.integer[Any]]
 
@@ -75,7 +77,8 @@ def draw_numbers(key: Any, words: Any, at: int, i: Any, out: Any) -> int:
         j = np.int64(high & np.uint64(mask))
         out[done] = j
         if j <= i:
-            done, i = done + 1, i - 1
+            done += 1
+            i -= 1
     while done < count:
         mask = 1
         while mask < i:
@@ -164,7 +167,8 @@ def blend_samples(shares: Any, taken: Any, first: int, which: Any, number: Any) 
         for d in range(1, len(shares)):
             behind = shares[d] * i - taken[d]
             if behind > most:
-                best, most = d, behind
+                best = d
+                most = behind
         which[row] = best
         number[row] = np.int64(taken[best])
         taken[best] += 1.0

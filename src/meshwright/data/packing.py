@@ -59,13 +59,14 @@ class Packed(FileSamples):
         self.piece_idx, self.bin_idx = pack_files(indexed, documents, seq_length, seed, cache_dir)
         bins = len(self.bin_idx) - 1
         self.epochs = max(1, -(-num_samples // bins))
+
+        # Each epoch has the same bins, in an order of its own.
         # it depends on nothing else
         key = {"version": VERSION, "packed": bins, "epochs": self.epochs, "seed": seed}
 
         def build(storage: Storage) -> list[Ints]:
-            order = storage.array(
-                "shuffle", bins * self.epochs, np.uint32 if bins < 2**32 else np.int64
-            )
+            dtype = np.uint32 if bins < 2**32 else np.int64
+            order = storage.array("shuffle", bins * self.epochs, dtype)
             rows = order.reshape(self.epochs, bins)
             fill_rows(rows, 0)
             for epoch, row in enumerate(rows):
@@ -86,7 +87,9 @@ class Packed(FileSamples):
     def read(self, numbers: list[int]) -> npt.NDArray[np.int64]:
         """Return [samples, 2, S + 1]."""
         self.require_whole()
-        indexed, itemsize, copies = self.indexed, self.indexed.dtype.itemsize, []
+        indexed = self.indexed
+        itemsize = self.indexed.dtype.itemsize
+        copies = []
         out = np.zeros((len(numbers), 2, self.seq_length + 1), np.int64)
         for row, k in enumerate(numbers):
             at = 0
@@ -94,6 +97,8 @@ class Packed(FileSamples):
                 begin = int(indexed.pointers[document]) // itemsize + offset
                 copies.append((row, at, begin, length))
                 at += length
+
+        # All that is needed is fetched together, before the first copy.
         if indexed.is_sparse:
             indexed.need((begin, begin + length) for _, _, begin, length in copies)
         positions = np.arange(self.seq_length + 1)
@@ -106,9 +111,10 @@ class Packed(FileSamples):
         require_sample(k, len(self))
         j = int(self.shuffle_idx[k])
         rows = self.piece_idx[self.bin_idx[j] : self.bin_idx[j + 1]]
-        ends = self.indexed.sizes[rows[:, 0]]
-        lengths = np.minimum(ends - rows[:, 1], self.seq_length + 1)
-        return list(zip(*rows.T.tolist(), lengths.tolist(), strict=True))
+        documents, offsets = rows.T
+        left = self.indexed.sizes[documents] - offsets
+        lengths = np.minimum(left, self.seq_length + 1)
+        return list(zip(documents.tolist(), offsets.tolist(), lengths.tolist(), strict=True))
 
 
 def pack_files(
@@ -137,11 +143,11 @@ def pack_files(
 
 def count_predicted(sizes: Ints, documents: range) -> int:
     """Return the tokens that have one before them in their document."""
-    parts = (
-        sizes[k : min(k + BLOCK, documents.stop)]
-        for k in range(documents.start, documents.stop, BLOCK)
-    )
-    return sum(int(np.maximum(part - 1, 0).sum(dtype=np.int64)) for part in parts)
+    total = 0
+    for begin in range(documents.start, documents.stop, BLOCK):
+        part = sizes[begin : min(begin + BLOCK, documents.stop)]
+        total += int(np.maximum(part - 1, 0).sum(dtype=np.int64))
+    return total
 
 
 def pack_documents(
@@ -153,16 +159,19 @@ def pack_documents(
     window: int = WINDOW,
 ) -> list[Ints]:
     """Return the pieces in the order of their bins, and where each bin's begin."""
+    # The order in which documents are packed.
     order: Ints = np.empty(len(documents), np.int32 if documents.stop <= 2**31 else np.int64)
     fill_rows(order.reshape(1, -1), documents.start)
     shuffle(np.random.RandomState(seed), order, len(order), compiled_loops(len(order)))
-    # in the file they are not aligned
+
+    # How many pieces there will be; the sizes are copied, as those in the file are not aligned.
     predicted = np.array(sizes[documents.start : documents.stop])
     np.maximum(predicted - 1, 0, out=predicted)
-    total = sum(
-        int((-(-predicted[k : k + BLOCK] // seq_length)).sum())
-        for k in range(0, len(predicted), BLOCK)
-    )
+    total = 0
+    for begin in range(0, len(predicted), BLOCK):
+        total += int(count_pieces(predicted[begin : begin + BLOCK], seq_length).sum())
+
+    # Window after window; the number of bins is known at the end.
     counts: list[Ints] = []
 
     def pack_windows() -> Iterator[Ints]:
@@ -180,26 +189,34 @@ def pack_documents(
     return [piece_idx, bins]
 
 
+def count_pieces(predicted: Ints, seq_length: int) -> Ints:
+    """Return the number of pieces of each document, rounded up."""
+    return -(-predicted // seq_length)
+
+
 def cut_windows(
     order: Ints, predicted: Ints, first: int, seq_length: int, window: int
 ) -> Iterator[Ints]:
     """Yield stretches of the documents; each gives about `window` pieces, or is one document."""
     for begin in range(0, len(order), window):
         part = order[begin : begin + window]
-        pieces = np.cumsum(-(-predicted[part - first] // seq_length), dtype=np.int64)
-        yield from filter(
-            len, np.split(part, np.searchsorted(pieces, np.arange(window, int(pieces[-1]), window)))
-        )
+        counts = count_pieces(predicted[part - first], seq_length)
+        pieces = np.cumsum(counts, dtype=np.int64)
+        limits = np.arange(window, int(pieces[-1]), window)
+        for stretch in np.split(part, np.searchsorted(pieces, limits)):
+            if len(stretch):
+                yield stretch
 
 
 def cut_pieces(documents: Ints, predicted: Ints, seq_length: int) -> tuple[Ints, Ints]:
     """Return the pieces of some documents as (document, first token), and the tokens of each."""
-    counts = -(-predicted // seq_length)
-    # within the document
-    numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    counts = count_pieces(predicted, seq_length)
+    firsts = np.cumsum(counts) - counts  # number of each document's first piece
+    numbers = np.arange(counts.sum()) - np.repeat(firsts, counts)  # within the document
     offsets = numbers * seq_length
     rows = np.stack((np.repeat(documents, counts), offsets.astype(documents.dtype)), axis=1)
-    return rows, np.minimum(np.repeat(predicted, counts) - offsets, seq_length) + 1
+    left = np.repeat(predicted, counts) - offsets
+    return rows, np.minimum(left, seq_length) + 1
 
 
 def fill_bins(lengths: Ints, capacity: int) -> tuple[Ints, Ints]:
@@ -208,20 +225,23 @@ def fill_bins(lengths: Ints, capacity: int) -> tuple[Ints, Ints]:
     Pieces of one length go into bins of one room in groups, which makes it fast: a group is
     (first bin, bins, pieces in each).
     """
-    order = np.argsort(
-        (capacity - lengths).astype(np.uint16 if capacity < 2**16 else np.int64), kind="stable"
-    )
+    # The longest pieces first; numpy sorts 16 bits by radix, which is faster.
+    rest_type = np.uint16 if capacity < 2**16 else np.int64
+    order = np.argsort((capacity - lengths).astype(rest_type), kind="stable")
     waiting: dict[int, deque[tuple[int, int]]] = defaultdict(deque)  # by room: (first bin, bins)
     rooms: list[int] = []  # for which bins wait, in ascending order
-    groups, bins = list[tuple[int, int, int]](), 0
+    groups = list[tuple[int, int, int]]()
+    bins = 0
     counts = np.bincount(lengths, minlength=capacity + 1)
     for length in np.flatnonzero(counts)[::-1].tolist():
         left = int(counts[length])
         while left:
+            # The least room that suffices, or new bins; a bin takes `each` of these pieces.
             at = bisect_left(rooms, length)
             room = rooms[at] if at < len(rooms) else capacity
             each = min(room // length, left)
             if at < len(rooms):
+                # The bins that have waited longest; those that stay keep their turn.
                 first, available = waiting[room].popleft()
                 number = min(left // each, available)
                 if number < available:
@@ -229,14 +249,18 @@ def fill_bins(lengths: Ints, capacity: int) -> tuple[Ints, Ints]:
                 elif not waiting[room]:
                     del rooms[at]
             else:
-                first, number = bins, left // each
+                first = bins
+                number = left // each
                 bins += number
             groups.append((first, number, each))
             left -= number * each
+
+            # With room left, they wait for shorter pieces.
             if rest := room - each * length:
                 if not waiting[rest]:
                     insort(rooms, rest)
                 waiting[rest].append((first, number))
+    # The bin of each piece, in the order in which the pieces were put in.
     firsts, numbers, each_of = np.array(groups, np.int64).T
     pieces = numbers * each_of
     within = np.arange(len(lengths)) - np.repeat(np.cumsum(pieces) - pieces, pieces)

@@ -4,7 +4,7 @@ Three index arrays make the order. The documents of a split, repeated for as man
 are shuffled (`doc_idx`); the shuffled documents are read as one stream of tokens and cut every S
 tokens (`sample_idx`: where each sample begins); the samples are shuffled (`shuffle_idx`). A sample
 takes S + 1 tokens: its last is the first of the next one. All is vectorised numpy; where numba is
-installed, its compiled of the loops serve large data.
+installed, compiled versions of the loops serve large data.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ class FileSamples(OrderedSamples):
     """The samples of one split of a pair of token files, each made of pieces of documents."""
 
     def __init__(self, indexed: Indexed, seq_length: int) -> None:
-        self.indexed, self.prefix, self.seq_length = indexed, indexed.prefix, seq_length
+        self.indexed = indexed
+        self.prefix = indexed.prefix
+        self.seq_length = seq_length
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -105,10 +107,9 @@ class FileSamples(OrderedSamples):
 
     def require_whole(self) -> None:
         """Refuse files that were cut short since they were opened: SIGBUS would end a read."""
-        if cut := [
-            path for path, mapped in self.indexed.maps.items() if mapped.size() < len(mapped)
-        ]:
-            raise cut_short(cut[0])
+        for path, mapped in self.indexed.maps.items():
+            if mapped.size() < len(mapped):
+                raise cut_short(path)
 
 
 def cut_short(path: str) -> UserError:
@@ -126,16 +127,19 @@ def require_sample(k: int, length: int) -> None:
 
 def split_bounds(split: Split, n: int, arithmetic: str) -> list[int]:
     """Return the borders of train, validation and test among n documents: 0, a, b, n."""
-    parts = [share / sum(split.shares) for share in split.shares]
+    total = sum(split.shares)
+    parts = [share / total for share in split.shares]
     if arithmetic == "cumulative":
         return [round(share * float(n)) for share in accumulate(parts, initial=0.0)]
     bounds = list(accumulate(round(part * float(n)) for part in parts))
+    # What rounding has given too much or too little, which Megatron takes from all borders.
+    excess = bounds[-1] - n
     # A border below 0 would take documents from the end.
-    return [0] + [max(bound - (bounds[-1] - n), 0) for bound in bounds]
+    return [0] + [max(bound - excess, 0) for bound in bounds]
 
 
 def compiled_loops(elements: int) -> ModuleType | None:
-    """Return numba's compiled of the loops; None where numpy is faster or numba is unusable."""
+    """Return the loops that numba compiles; None where numpy is faster or numba is unusable."""
     if elements < LARGE:
         return None
     try:
@@ -168,14 +172,15 @@ def build_indices(
     if epochs == 1:
         say(" > only one epoch required, setting separate_last_epoch to False")
     else:
-        last, per_epoch = num_samples - before_last, (tokens - 1) // seq_length
+        last = num_samples - before_last
+        per_epoch = (tokens - 1) // seq_length
         say(
             f" > last epoch number of samples ({last}) is {'smaller' if last_epoch_separate else 'larger'} than "
             f"{cutoff:.0%} of number of samples per epoch ({per_epoch}), setting separate_last_epoch to "
             f"{last_epoch_separate}"
         )
     places = epochs * len(documents)
-    # the same for every split; numpy promises never to change its stream
+    # The same for every split; numpy promises never to change its stream.
     rng = np.random.RandomState(seed)
     compiled = compiled_loops(places + total)
 
@@ -184,6 +189,7 @@ def build_indices(
     with ThreadPoolExecutor(1) as thread:
         filled = thread.submit(fill_rows, shuffle_idx.reshape(1, -1), 0)
 
+        # The documents, shuffled.
         start = time.perf_counter()
         doc_idx = storage.array("doc", places, doc_dtype)
         fill_rows(doc_idx.reshape(epochs, -1), documents.start)
@@ -193,6 +199,7 @@ def build_indices(
             f" > elasped time to build and save doc-idx mapping (seconds): {time.perf_counter() - start:4f}"
         )
 
+        # The samples. Both shuffles draw from one stream, so the second waits for the first.
         first = before_last if last_epoch_separate else total
         filled.result()
         shuffled = thread.submit(shuffle, rng, shuffle_idx, first, compiled)
@@ -223,9 +230,11 @@ def index_dtypes(documents: int, places: int, samples: int) -> tuple[type[np.int
 
 def fill_rows(x: Ints, first: int) -> None:
     """Fill each row with first, first + 1, ..."""
+    # In blocks: one range for a whole row would double the memory.
     for begin in range(0, x.shape[1], BLOCK):
         part = x[:, begin : begin + BLOCK]
-        part[:] = np.arange(first + begin, first + begin + part.shape[1], dtype=x.dtype)
+        value = first + begin
+        part[:] = np.arange(value, value + part.shape[1], dtype=x.dtype)
 
 
 def shuffle(rng: np.random.RandomState, x: Ints, border: int, compiled: ModuleType | None) -> None:
@@ -246,9 +255,9 @@ def epochs_needed(
     # The smallest number of epochs with (epochs x tokens - 1) // S >= num_samples
     epochs = max(1, -(-(num_samples * seq_length + 1) // tokens))
     before_last = ((epochs - 1) * tokens - 1) // seq_length
-    return epochs, epochs > 1 and num_samples - before_last < int(
-        cutoff * ((tokens - 1) // seq_length)
-    )
+    per_epoch = (tokens - 1) // seq_length
+    last = num_samples - before_last
+    return epochs, epochs > 1 and last < int(cutoff * per_epoch)
 
 
 def cut_samples(
@@ -260,7 +269,8 @@ def cut_samples(
     compiled: ModuleType | None = None,
 ) -> Iterator[Ints]:
     """Yield blocks of rows: at which place of doc_idx, and token of it, each sample begins."""
-    dtype, done = index_dtypes(0, len(doc_idx), samples)[1], 1
+    dtype = index_dtypes(0, len(doc_idx), samples)[1]
+    done = 1
     # row 0 is (0, 0) even where the first documents are empty, as in Megatron
     yield np.zeros((1, 2), dtype)
     if compiled is None:
@@ -290,10 +300,11 @@ def cut_with_numpy(
     Sample k begins at token k x S of the stream: each document's place is repeated as often as
     there are multiples of S inside it.
     """
-    # in the file they are not: twice as slow
+    # In the file they are not aligned, which would be twice as slow.
     aligned = np.array(sizes[documents.start : documents.stop])
-    done, position = 1, 0
-    # documents that give about BLOCK rows
+    done = 1
+    position = 0
+    # Documents that give about BLOCK rows.
     block = max(1, min(BLOCK, BLOCK * len(doc_idx) // (samples + 1)))
     for begin in range(0, len(doc_idx), block):
         lengths = aligned[doc_idx[begin : begin + block] - documents.start]
@@ -302,16 +313,19 @@ def cut_with_numpy(
         last = np.clip((ends - 1) // seq_length, done - 1, samples)
         places = np.repeat(np.arange(len(lengths), dtype=dtype), np.diff(last, prepend=done - 1))
         rows = np.empty((len(places), 2), dtype)
+        begins = ends - lengths
         rows[:, 0] = begin + places
-        rows[:, 1] = np.arange(done, done + len(places)) * seq_length - (ends - lengths)[places]
-        done, position = done + len(places), int(ends[-1])
+        rows[:, 1] = np.arange(done, done + len(places)) * seq_length - begins[places]
+        done += len(places)
+        position = int(ends[-1])
         yield rows
 
 
 def cut_with_numba(
     compiled: ModuleType, sizes: Ints, doc_idx: Ints, seq_length: int, dtype: npt.DTypeLike
 ) -> Iterator[Ints]:
-    place, offset = 0, seq_length
+    place = 0
+    offset = seq_length
     rows = np.empty((BLOCK + 1, 2), dtype)
     while place < len(doc_idx):
         made, place, offset = compiled.cut_samples(sizes, doc_idx, place, offset, seq_length, rows)

@@ -48,7 +48,8 @@ class SetPart:
 
 def target_sizes(config: TrainConfig) -> dict[str, int]:
     """Return Megatron's numbers of samples of a training, validation and test set."""
-    t, size = config.training, config.global_batch
+    t = config.training
+    size = config.global_batch
     return {
         "train": config.samples or config.steps * size,
         "valid": (config.steps // t.eval_interval + 1) * t.eval_iters * size,
@@ -64,7 +65,8 @@ def needed_sizes(config: TrainConfig) -> dict[str, int]:
 
 def needed_sets(config: TrainConfig) -> list[SetSpec]:
     """Return the sets of data of a run that reads files."""
-    d, sizes = config.data, needed_sizes(config)
+    d = config.data
+    sizes = needed_sizes(config)
     try:
         sets = path_sets(d)
     except ValueError as error:  # a file that the flags name has changed since they were checked
@@ -79,33 +81,36 @@ def needed_sets(config: TrainConfig) -> list[SetSpec]:
 def document_range(d: Data, paths: PathSet, source: TokenFiles, n: int) -> range:
     """Return which of a file's n documents belong to a set."""
     if paths.divided:
-        bounds, i = split_bounds(d.split, n, d.split_arithmetic), SPLITS.index(paths.split)
+        bounds = split_bounds(d.split, n, d.split_arithmetic)
+        i = SPLITS.index(paths.split)
         return range(bounds[i], bounds[i + 1])
     # bigscience's rounding
-    return range(round(source.begin * float(n)), round(source.end * float(n)))
+    begin = round(source.begin * float(n))
+    end = round(source.end * float(n))
+    return range(begin, end)
 
 
 def find_parts(
     config: TrainConfig, spec: SetSpec, open_files: Callable[[str], Indexed]
 ) -> list[SetPart]:
     """Return the parts of one set, without those that have no token or no weight."""
-    d, paths = config.data, spec.paths
+    d = config.data
+    paths = spec.paths
     assert d.seq_length
     weighed: list[tuple[float, SetPart]] = []
     total_documents = used_documents = 0
     flag = "{split}" if paths.divided else paths.flag
-    later = (
-        {prefix for stage in d.blend_stages for prefix, _ in stage.weights}
-        if spec.key == "train"
-        else ()
-    )
+    later = set[str]()  # prefixes that a later stage of the blend reads, whatever their weight now
+    if spec.key == "train":
+        for stage in d.blend_stages:
+            later.update(prefix for prefix, _ in stage.weights)
+
+    # Leave out what cannot or shall not give a sample.
     for source in paths.sources:
         indexed = open_files(source.prefix)
         documents = document_range(d, paths, source, len(indexed))
-        total_documents, used_documents = (
-            total_documents + len(indexed),
-            used_documents + len(documents),
-        )
+        total_documents += len(indexed)
+        used_documents += len(documents)
         tokens = indexed.tokens_of(documents.start, documents.stop)
         weight = float(tokens) if source.weight is None else source.weight
         if not tokens:
@@ -120,6 +125,7 @@ def find_parts(
         if not paths.divided or d.split.shares[SPLITS.index(paths.split)]:  # else 0 was asked for
             given = FLAGS.render(stated(d, "split") if paths.divided else paths.flag)
             notice(f"{given}: the {spec.key} split of {indexed.prefix} {why}, so it is left out")
+    # One sample must come out of all of them together; a packed one may be shorter.
     total = sum(part.tokens for _, part in weighed)
     if paths.split == "train" and total <= d.seq_length and (d.packing == "stream" or not total):
         raise SettingsError(
@@ -129,15 +135,14 @@ def find_parts(
             BAD_DATA,
         )
     shares = normalise([weight for weight, _ in weighed]) if weighed else []
-    return [
-        size_part(config, spec, part, share)
-        for share, (_, part) in zip(shares, weighed, strict=True)
-    ]
+    parts = [part for _, part in weighed]
+    return [size_part(config, spec, *sized) for sized in zip(parts, shares, strict=True)]
 
 
 def samples_of_epochs(config: TrainConfig) -> int:
     """Return the samples of --train-epochs readings of the training data, whatever the weights."""
-    d, epochs = config.data, config.training.train_epochs
+    d = config.data
+    epochs = config.training.train_epochs
     if d.mock_data or not path_settings(d) or d.seq_length is None or epochs is None:
         raise SettingsError(
             "{train_epochs} counts readings of token files, which {data_path} or the like must name; "
@@ -147,10 +152,9 @@ def samples_of_epochs(config: TrainConfig) -> int:
     with silence():  # the run says which parts are left out
         parts = find_parts(config, SetSpec(paths, 0), Indexed) if paths else []
         if d.packing != "stream":
-            return int(
-                epochs
-                * sum(samples_of_epoch(config, part.indexed, part.documents) for part in parts)
-            )
+            samples = sum(samples_of_epoch(config, part.indexed, part.documents) for part in parts)
+            return int(epochs * samples)
+    # In a stream, all readings together are cut every S tokens.
     tokens = sum(part.tokens for part in parts)
     return max(int(epochs * tokens) - 1, 0) // d.seq_length
 
@@ -161,14 +165,11 @@ def samples_of_epoch(config: TrainConfig, indexed: Indexed, documents: range) ->
     assert d.seq_length
     if d.packing == "stream":
         return (indexed.tokens_of(documents.start, documents.stop) - 1) // d.seq_length
-    bins = pack_files(
-        indexed,
-        documents,
-        d.seq_length,
-        config.training.seed % 2**32,
-        cache_folder(d, indexed.prefix),
-    )
-    return len(bins[1]) - 1
+    # With the training's own seed, so that it finds the packing in the cache.
+    seed = config.training.seed % 2**32
+    folder = cache_folder(d, indexed.prefix)
+    _, bins = pack_files(indexed, documents, d.seq_length, seed, folder)
+    return len(bins) - 1
 
 
 def cache_folder(d: Data, prefix: str) -> Path:

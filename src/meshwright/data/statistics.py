@@ -23,17 +23,24 @@ QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 def document_lengths(indexed: Indexed) -> tuple[Ints, Ints]:
     """Return the lengths that occur, ascending, and the number of documents of each."""
     documents = len(indexed.doc_idx) - 1
-    table, long, previous = np.zeros(SHORT, np.int64), list[Ints](), 0
+    table = np.zeros(SHORT, np.int64)  # by length
+    long: list[Ints] = [np.zeros(0, np.int64)]
+    previous = 0
     with open(f"{indexed.prefix}.idx", "rb") as idx:
         for ends in Index(indexed.prefix, idx).document_ends():
+            if not len(ends):
+                continue
             lengths = np.diff(ends, prepend=previous)
-            table += np.bincount(lengths[lengths < SHORT], minlength=SHORT)
-            long.append(lengths[lengths >= SHORT])
-            previous = int(ends[-1]) if len(ends) else previous
-    table[0] = documents - table.sum() - sum(map(len, long))
-    values = np.flatnonzero(table)
-    beyond, counts = np.unique(np.concatenate([np.zeros(0, np.int64), *long]), return_counts=True)
-    return np.concatenate([values, beyond]), np.concatenate([table[values], counts])
+            is_short = lengths < SHORT
+            table += np.bincount(lengths[is_short], minlength=SHORT)
+            long.append(lengths[~is_short])
+            previous = int(ends[-1])
+    long_lengths, long_counts = np.unique(np.concatenate(long), return_counts=True)
+    # The blocks of ends leave out the documents without a token.
+    table[0] = documents - table.sum() - long_counts.sum()
+    short_lengths = np.flatnonzero(table)
+    lengths = np.concatenate([short_lengths, long_lengths])
+    return lengths, np.concatenate([table[short_lengths], long_counts])
 
 
 def describe_lengths(lengths: Ints, counts: Ints) -> dict[str, Any]:
@@ -47,31 +54,34 @@ def describe_lengths(lengths: Ints, counts: Ints) -> dict[str, Any]:
             "quantiles": {f"{share:g}": 0 for share in QUANTILES},
             "histogram": [],
         }
-    quantiles = np.quantile(lengths, QUANTILES, weights=counts, method="inverted_cdf").astype(
-        np.int64
-    )
+    quantiles = np.quantile(lengths, QUANTILES, weights=counts, method="inverted_cdf")
+    named = zip(QUANTILES, quantiles.astype(np.int64).tolist(), strict=True)
+    # The exponent of frexp is the number of bits: 1 for 1, 2 for 2-3, 3 for 4-7.
     bits = np.frexp(lengths)[1]
     table = np.bincount(bits, weights=counts).astype(np.int64).tolist()
-    rows = [((1 << n) >> 1, (1 << n) - 1, table[n]) for n in range(int(bits[0]), len(table))]
-    named = {
-        f"{share:g}": length for share, length in zip(QUANTILES, quantiles.tolist(), strict=True)
-    }
+    rows = []
+    for n in range(int(bits[0]), len(table)):
+        beyond = 1 << n
+        rows.append((beyond >> 1, beyond - 1, table[n]))
     return {
         "mean_length": float(np.average(lengths, weights=counts)),
-        "quantiles": named,
+        "quantiles": {f"{share:g}": length for share, length in named},
         "histogram": rows,
     }
 
 
 def token_counts(indexed: Indexed) -> Ints:
     """Return how often each id occurs."""
-    counts, prefix = np.zeros(0, np.int64), indexed.prefix
+    counts = np.zeros(0, np.int64)
+    prefix = indexed.prefix
     with (
         open(f"{prefix}.bin", "rb") as file,
         progress_bar("counting tokens", indexed.tokens.nbytes) as advance,
     ):
         for _, ids in FileColumn(file, indexed.dtype, len(indexed.tokens)).blocks():
-            low, high = int(ids.min()), int(ids.max())
+            low = int(ids.min())
+            high = int(ids.max())
+            # The table of counts has a place for each id up to the highest.
             if low < 0 or high >= 1 << 26:
                 wrong = f"{prefix}.bin has id {low if low < 0 else high}, which no vocabulary has"
                 raise bad_data(f"{wrong}; `meshwright data verify {prefix}` says where")
@@ -84,24 +94,30 @@ def token_counts(indexed: Indexed) -> Ints:
 
 def summary(indexed: Indexed, top: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Return all facts about a pair of files, as JSON can hold them."""
+    lengths, documents_of = document_lengths(indexed)
     out: dict[str, Any] = dict(
-        prefix=indexed.prefix, dtype=indexed.dtype.name, documents=len(indexed.doc_idx) - 1
+        prefix=indexed.prefix,
+        dtype=indexed.dtype.name,
+        documents=len(indexed.doc_idx) - 1,
+        sequences=len(indexed),
+        tokens=len(indexed.tokens),
+        bytes=indexed.tokens.nbytes,
+        **describe_lengths(lengths, documents_of),
     )
-    out |= dict(sequences=len(indexed), tokens=len(indexed.tokens), bytes=indexed.tokens.nbytes)
-    out |= describe_lengths(*document_lengths(indexed))
-    if top:
-        counts = token_counts(indexed)
-        order = np.argsort(-counts, kind="stable")[:top]
-        out["distinct_tokens"] = int(np.count_nonzero(counts))
-        out["most_frequent"] = [
-            {
-                "id": int(i),
-                "count": int(counts[i]),
-                **({"text": decode_ids(tokenizer, [int(i)])} if tokenizer else {}),
-            }
-            for i in order
-            if counts[i]
-        ]
+    if not top:
+        return out
+
+    counts = token_counts(indexed)
+    most_frequent = []
+    for i in np.argsort(-counts, kind="stable")[:top].tolist():
+        if not counts[i]:
+            break  # fewer tokens than `top` occur at all
+        token: dict[str, Any] = {"id": i, "count": int(counts[i])}
+        if tokenizer:
+            token["text"] = decode_ids(tokenizer, [i])
+        most_frequent.append(token)
+    out["distinct_tokens"] = int(np.count_nonzero(counts))
+    out["most_frequent"] = most_frequent
     return out
 
 
@@ -117,36 +133,39 @@ def decode_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 
 def format_summary(facts: dict[str, Any]) -> list[str]:
+    """Return the lines that `data inspect` prints."""
+    documents = facts["documents"]
+    tokens = facts["tokens"]
+
+    # What the files hold.
     out = [
-        f"{facts['prefix']}: {facts['documents']:,} documents, {facts['sequences']:,} sequences, {facts['tokens']:,} "
-        f"tokens ({facts['dtype']}, {facts['bytes']:,} bytes)",
-        *(
-            [f"tokenizer: {facts['tokenizer']}, in {facts['tokenizer_folder']}"]
-            if "tokenizer" in facts
-            else []
-        ),
+        f"{facts['prefix']}: {documents:,} documents, {facts['sequences']:,} sequences, {tokens:,} "
+        f"tokens ({facts['dtype']}, {facts['bytes']:,} bytes)"
+    ]
+    if "tokenizer" in facts:
+        out.append(f"tokenizer: {facts['tokenizer']}, in {facts['tokenizer_folder']}")
+
+    # The lengths of documents, with bars of up to 40 characters.
+    quantiles = [f"{float(share):.0%} {value:,}" for share, value in facts["quantiles"].items()]
+    out += [
         "",
         f"document length in tokens: mean {facts['mean_length']:,.1f}; percentiles:",
-        "  "
-        + "  ".join(f"{float(share):.0%} {value:,}" for share, value in facts["quantiles"].items()),
+        f"  {'  '.join(quantiles)}",
         "",
     ]
-    most, documents = (
-        max((count for *_, count in facts["histogram"]), default=1),
-        max(facts["documents"], 1),
-    )
+    most = max((count for *_, count in facts["histogram"]), default=1)
     for first, last, count in facts["histogram"]:
         length = f"{first:,}" if first == last else f"{first:,}-{last:,}"
-        out.append(
-            f"  {length:>21} {count:>14,} {count / documents:>7.2%} {'#' * round(40 * count / most)}"
-        )
+        share = count / max(documents, 1)
+        bar = "#" * round(40 * count / most)
+        out.append(f"  {length:>21} {count:>14,} {share:>7.2%} {bar}")
+
+    # The most frequent tokens, if they were counted.
     if "most_frequent" in facts:
         out += ["", f"most frequent of {facts['distinct_tokens']:,} distinct tokens"]
         for token in facts["most_frequent"]:
-            text, share = (
-                f"  {token['text']!r}" if "text" in token else "",
-                token["count"] / max(facts["tokens"], 1),
-            )
+            text = f"  {token['text']!r}" if "text" in token else ""
+            share = token["count"] / max(tokens, 1)
             out.append(f"  {token['id']:>8} {token['count']:>16,} {share:>7.2%}{text}")
     return out
 
@@ -160,10 +179,12 @@ def draw_histogram(facts: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.add_subplot()
     bars = facts["histogram"]
-    axes.bar(range(len(bars)), [count for *_, count in bars], width=0.9)
+    places = range(len(bars))
+    axes.bar(places, [count for *_, count in bars], width=0.9)
     names = [f"{first:,}" if first == last else f"{first:,}-\n{last:,}" for first, last, _ in bars]
-    axes.set_xticks(range(len(bars)), names, fontsize=7)
-    axes.set(xlabel="tokens of a document", ylabel="documents", title=Path(facts["prefix"]).name)
+    axes.set_xticks(places, names, fontsize=7)
+    title = Path(facts["prefix"]).name
+    axes.set(xlabel="tokens of a document", ylabel="documents", title=title)
     with writing(path, "--picture"):
         figure.savefig(path)
 
@@ -174,13 +195,13 @@ def describe_document(indexed: Indexed, number: int, tokenizer: Tokenizer | None
     if number >= documents:
         have = f"{documents:,} documents, 0 to {documents - 1}"
         raise SettingsError(f"{{document={number}}}: {indexed.prefix} has {have}", BAD_DATA)
-    first, end = (int(border) for border in indexed.doc_idx[number : number + 2])
-    start, ids = indexed.tokens_of(0, first), indexed.document(number).tolist()
+    first, end = indexed.doc_idx[number : number + 2].tolist()
+    ids = indexed.document(number).tolist()
     out = dict(
         document=number,
         first_sequence=first,
         sequences=end - first,
-        first_token=start,
+        first_token=indexed.tokens_of(0, first),
         tokens=len(ids),
     )
-    return {**out, "text": decode_ids(tokenizer, ids)} if tokenizer else {**out, "ids": ids}
+    return out | ({"text": decode_ids(tokenizer, ids)} if tokenizer else {"ids": ids})

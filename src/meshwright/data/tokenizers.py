@@ -76,20 +76,22 @@ class GPT2BPE(Tokenizer):
 
     def __init__(self, vocab_file: Path, merge_file: Path) -> None:
         self.files = {"vocab.json": vocab_file, "merges.txt": merge_file}
-        if [vocabularies.read_text(file)[:1] == "{" for file in (vocab_file, merge_file)] == [
-            False,
-            True,
-        ]:
+        is_json = vocabularies.read_text(vocab_file).startswith("{")
+        if not is_json and vocabularies.read_text(merge_file).startswith("{"):
             raise SettingsError(
                 f"{{vocab_file={vocab_file}}} and {{merge_file={merge_file}}} are swapped; "
                 "the vocabulary is the JSON file",
                 BAD_DATA,
             )
-        vocab, merges = _read_vocab(vocab_file), _read_merges(merge_file)
-        self.size, self.eod = len(vocab), vocab.get(END_OF_TEXT, -1)
+        vocab = _read_vocab(vocab_file)
+        merges = _read_merges(merge_file)
+        self.size = len(vocab)
+        self.eod = vocab.get(END_OF_TEXT, -1)
         if self.eod < 0:
             raise bad_data(f"{vocab_file} has no {END_OF_TEXT}; it is not a GPT-2 vocabulary")
         self.special = {END_OF_TEXT: self.eod}
+
+        # The two files belong together, and have each byte.
         symbols = vocabularies.byte_symbols()
         if missing := len(symbols.keys() - vocab.keys()):
             raise bad_data(
@@ -103,7 +105,9 @@ class GPT2BPE(Tokenizer):
             if left + right not in vocab:
                 problem = f"{merge_file} merges {left!r} and {right!r}, but {left + right!r} is not in {vocab_file}"
                 raise bad_data(f"{problem}; the two files do not belong together")
-        self._vocab, self._merges, self._bytes = vocab, merges, _token_bytes(vocab, symbols)
+        self._vocab = vocab
+        self._merges = merges
+        self._bytes = _token_bytes(vocab, symbols)
 
     # The encoders are built on first use: training needs only the sizes.
 
@@ -116,10 +120,11 @@ class GPT2BPE(Tokenizer):
             return None
         if not self._ranked_ids:
             return None
-        ranks, special = {self._bytes[i]: i for i in self._ranked_ids}, {END_OF_TEXT: self.eod}
-        pattern = vocabularies.R50K
         encoding = tiktoken.Encoding(
-            self.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
+            self.name,
+            pat_str=vocabularies.R50K,
+            mergeable_ranks={self._bytes[i]: i for i in self._ranked_ids},
+            special_tokens={END_OF_TEXT: self.eod},
         )
         return encoding.encode_ordinary
 
@@ -132,13 +137,10 @@ class GPT2BPE(Tokenizer):
             return None
         if not self._ranked_ids:
             return None
+        # It reads ranks from a file alone.
         with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
-            file.write(
-                b"".join(
-                    b"%s %d\n" % (base64.b64encode(self._bytes[i]), i)
-                    for i in sorted(self._ranked_ids)
-                )
-            )
+            for i in sorted(self._ranked_ids):
+                file.write(vocabularies.rank_line(self._bytes[i], i))
             file.flush()
             return BPETokenizer.from_tiktoken(file.name, "gpt2", {}).encode
 
@@ -146,12 +148,9 @@ class GPT2BPE(Tokenizer):
     def _ranked_ids(self) -> list[int]:
         """All ids except the end of document; none unless they are merge ranks, in order."""
         merged = [self._vocab[left + right] for left, right in self._merges]
-        is_ordered = all(a < b for a, b in pairwise(merged))
-        return (
-            [self._vocab[symbol] for symbol in vocabularies.byte_symbols()] + merged
-            if is_ordered
-            else []
-        )
+        if not all(a < b for a, b in pairwise(merged)):
+            return []
+        return [self._vocab[symbol] for symbol in vocabularies.byte_symbols()] + merged
 
     def _make_library(self) -> Any:
         from tokenizers import Tokenizer as Library
@@ -183,6 +182,8 @@ class HuggingFace(Tokenizer):
 
         path = path / "tokenizer.json" if path.is_dir() else path
         self.files = {"tokenizer.json": path}
+
+        # The library's tokenizer, of the plain text alone and in full length.
         settings = vocabularies.read_json(path)
         try:
             decoder = (settings.get("decoder") or {}).get("type")
@@ -198,6 +199,8 @@ class HuggingFace(Tokenizer):
         self._library.encode_special_tokens = True  # special tokens inside a text are plain text
         self._library.no_truncation()
         self._library.no_padding()
+
+        # Its vocabulary.
         vocab = self._library.get_vocab()
         self.size = max(vocab.values(), default=-1) + 1
         vocabularies.require_dense(path, len(vocab), self.size)
@@ -237,7 +240,9 @@ class HuggingFace(Tokenizer):
 class Bytes(Tokenizer):
     """The 256 bytes, and an end of document that decodes to nothing."""
 
-    name, size, eod = "ByteTokenizer", 257, 256
+    name = "ByteTokenizer"
+    size = 257
+    eod = 256
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -252,7 +257,8 @@ class Null(Tokenizer):
     name = "NullTokenizer"
 
     def __init__(self, vocab_size: int) -> None:
-        self.size, self.eod = vocab_size + 1, vocab_size
+        self.size = vocab_size + 1
+        self.eod = vocab_size
 
     def encode(self, text: str) -> list[int]:
         try:
@@ -309,7 +315,9 @@ def fastest_encoder(tokenizer: Tokenizer) -> Callable[[str], Sequence[int] | npt
     """Return the fastest encoder: with gigatoken if it is installed; most return arrays."""
     if isinstance(tokenizer, Bytes):
         return lambda text: np.frombuffer(text.encode("utf-8"), np.uint8)
-    return (tokenizer.gigatoken if isinstance(tokenizer, GPT2BPE) else None) or tokenizer.encode
+    if isinstance(tokenizer, GPT2BPE) and tokenizer.gigatoken:
+        return tokenizer.gigatoken
+    return tokenizer.encode
 
 
 def require_steady(path: Path, settings: Mapping[str, Any]) -> None:
@@ -330,7 +338,8 @@ def _growth(step: Any) -> float:
     """Return how many times as long a step of a tokenizer.json may make a text."""
     if not isinstance(step, dict):
         return 1
-    kind, content = step.get("type"), str(step.get("content", "")).encode()
+    kind = step.get("type")
+    content = str(step.get("content", "")).encode()
     if kind == "Sequence":
         parts: list[Any] = next(
             step[name] for name in ("normalizers", "pretokenizers", "decoders") if name in step
@@ -339,17 +348,18 @@ def _growth(step: Any) -> float:
     if kind == "Replace":
         pattern = step["pattern"]
         literal = str(pattern.get("String", "")).encode()
-        # it matches between letters
+        # An empty match adds the content between letters, which stay.
         is_empty = re.fullmatch(pattern.get("Regex", ""), "") is not None and not literal
         return max(1, is_empty + len(content) / max(1, len(literal)))
     if kind == "Prepend":
         return 1 + len(str(step.get("prepend", "")).encode())
-    # SentencePiece's: the size of a trie, the trie, and strings that end with a zero
     if kind == "Precompiled":
+        # SentencePiece's: the size of a trie, the trie, and strings that end with a zero.
         charsmap = base64.b64decode(str(step.get("precompiled_charsmap", "")))
-        return max(
-            1, *map(len, charsmap[4 + int.from_bytes(charsmap[:4], "little") :].split(b"\0"))
-        )
+        trie_size = int.from_bytes(charsmap[:4], "little")
+        strings = charsmap[4 + trie_size :].split(b"\0")
+        return max(1, *map(len, strings))
+    # Its symbols for bytes have up to two bytes in UTF-8.
     return 2 if kind == "ByteLevel" else 1
 
 
@@ -367,13 +377,12 @@ def is_named(t: TokenizerFlags) -> bool:
 def find_saved(*folders: Path | None) -> Path | None:
     """Return the first tokenizer folder: `tokenizer/` of a run, or a Hugging Face folder itself."""
     for folder in filter(None, folders):
-        if (folder / "tokenizer").is_dir():
-            return folder / "tokenizer"
-        if (
-            _has_files(folder, "tokenizer.json")
-            or _has_files(folder, *GPT2_FILES)
-            or _find_model(folder)
-        ):
+        of_run = folder / "tokenizer"
+        if of_run.is_dir():
+            return of_run
+        if _has_files(folder, "tokenizer.json") or _has_files(folder, *GPT2_FILES):
+            return folder
+        if _find_model(folder):
             return folder
     return None
 
@@ -381,10 +390,14 @@ def find_saved(*folders: Path | None) -> Path | None:
 def _find_model(folder: Path) -> Path | None:
     """Return a model of SentencePiece, ranks of tiktoken, or BERT's or GPT-2's vocabulary."""
     patterns = (MODEL, "spiece.model", "tiktoken.model", "*.tiktoken", WORDS, "gpt2-vocab.json")
-    named = (path for pattern in patterns for path in sorted(folder.glob(pattern)))
-    return next(named, None) or next(
-        filter(vocabularies.is_model_file, sorted(folder.glob("*.model"))), None
-    )
+    for pattern in patterns:
+        for path in sorted(folder.glob(pattern)):
+            return path
+    # Other programs have files *.model too.
+    for path in sorted(folder.glob("*.model")):
+        if vocabularies.is_model_file(path):
+            return path
+    return None
 
 
 def resolve_tokenizer(t: TokenizerFlags, saved: Path | None = None) -> Tokenizer | None:
@@ -476,11 +489,8 @@ def _build_named(name: str, t: TokenizerFlags) -> Tokenizer:
         return _build_saved(TokenizerFlags(), kept)
     if not path.exists() and vocabularies.is_encoding_name(name):
         return vocabularies.load_encoding(name)
-    if (
-        path.exists()
-        or path.suffix in (".json", ".txt", ".model", ".tiktoken")
-        or not hub.is_name(name)
-    ):
+    is_file_name = path.suffix in (".json", ".txt", ".model", ".tiktoken")
+    if path.exists() or is_file_name or not hub.is_name(name):
         return _build_file(path)
     return _build_folder(_find_on_hub(name))
 
@@ -489,14 +499,12 @@ def _find_kept(prefix: str) -> Path | None:
     """Return the tokenizer beside token files, named by their prefix or by --output-prefix."""
     if kept := find_of_data([prefix_of(prefix)]):
         return kept
-    patterns = (
-        f"{glob.escape(prefix)}_*_{level}{KEPT_BESIDE}" for level in ("document", "sentence")
-    )
-    kept = find_of_data(
-        path.removesuffix(KEPT_BESIDE)
-        for pattern in patterns
-        for path in sorted(glob.glob(pattern))
-    )
+    # A command with several keys has written several pairs.
+    prefixes = []
+    for level in ("document", "sentence"):
+        pattern = f"{glob.escape(prefix)}_*_{level}{KEPT_BESIDE}"
+        prefixes += [path.removesuffix(KEPT_BESIDE) for path in sorted(glob.glob(pattern))]
+    kept = find_of_data(prefixes)
     if kept:
         notice(f"--tokenizer {prefix}: the one in {kept}, which preprocess kept")
     return kept
@@ -569,12 +577,9 @@ def _splits_as_gpt2(path: Path) -> bool:
         settings = vocabularies.read_json(path)
         added = {token["content"] for token in settings.get("added_tokens", [])}
         split = settings["pre_tokenizer"]
-        return bool(
-            (split["type"], split["add_prefix_space"], split.get("use_regex", True))
-            == ("ByteLevel", False, True)
-            and settings.get("normalizer") is None
-            and added <= {END_OF_TEXT}
-        )
+        splits = (split["type"], split["add_prefix_space"], split.get("use_regex", True))
+        is_plain = settings.get("normalizer") is None and added <= {END_OF_TEXT}
+        return is_plain and splits == ("ByteLevel", False, True)
     except (AttributeError, KeyError, TypeError, UserError):
         return False
 
@@ -589,27 +594,26 @@ def _build_saved(t: TokenizerFlags, folder: Path) -> Tokenizer:
         if _has_files(folder, *GPT2_FILES) and (not path.is_file() or _splits_as_gpt2(path)):
             return GPT2BPE(*pair)
         return HuggingFace(folder) if path.is_file() else _build_file(_find_model(folder) or path)
-    kind, vocab_size, hashes = (
-        (meta := _read_meta(folder))["type"],
-        meta["vocab_size"],
-        meta["sha256"],
-    )
+    meta = _read_meta(folder)
+    kind = meta["type"]
     if asked not in (kind, DEFAULT_TYPE):  # the default says nothing about the user's wish
         raise SettingsError(
             f"{{tokenizer_type={t.tokenizer_type}}}, but {folder} holds a {kind}; leave it out"
         )
-    for name, expected in hashes.items():
+    # The files that meta.json names, unchanged. A name of another kind could lead anywhere.
+    for name, expected in meta["sha256"].items():
         if name not in FILES:
             raise bad_data(f"{folder / 'meta.json'} names {name!r}, which is not a tokenizer file")
         if _sha256(folder / name, folder) != expected:
             raise bad_data(
                 f"{folder / name} is not the file that meta.json beside it describes: its SHA-256 differs"
             )
+
     if kind == GPT2BPE.name:
         return GPT2BPE(*pair)
     if kind in FILE_KINDS:
         return FILE_KINDS[kind].load(folder / FILE_KINDS[kind].kept)
-    return _build(TokenizerFlags(tokenizer_type=kind, vocab_size=vocab_size - 1))
+    return _build(TokenizerFlags(tokenizer_type=kind, vocab_size=meta["vocab_size"] - 1))
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
@@ -619,15 +623,13 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     files.own_folder(folder)
-    beside = {
-        source.parent / name
-        for source in tokenizer.files.values()
-        for name in (CHAT_TEMPLATE, CHAT_CONFIG)
-    }
-    for name, source in {
-        **tokenizer.files,
-        **{path.name: path for path in beside if path.is_file()},
-    }.items():
+    sources = dict(tokenizer.files)
+    for source in tokenizer.files.values():
+        for name in (CHAT_TEMPLATE, CHAT_CONFIG):
+            beside = source.parent / name
+            if beside.is_file():
+                sources[name] = beside
+    for name, source in sources.items():
         target = folder / name
         if not target.exists() or _sha256(target) != _sha256(source):
             with files.replacing(target) as file:
@@ -643,7 +645,8 @@ def is_same(tokenizer: Tokenizer, folder: Path) -> bool:
     """Return whether `folder` keeps the same tokenizer, perhaps in another form, or keeps none."""
     if not (folder / "meta.json").is_file():
         return True
-    meta, saved_meta = _meta(tokenizer), _read_meta(folder)
+    meta = _meta(tokenizer)
+    saved_meta = _read_meta(folder)
     if saved_meta["type"] == meta["type"]:
         return saved_meta == meta
     # GPT-2's two files and a tokenizer.json may hold one vocabulary.
@@ -664,23 +667,23 @@ def find_of_data(prefixes: Iterable[str]) -> Path | None:
     Raise UserError if they were made with several.
     """
     folders = [
-        folder
-        for prefix in prefixes
-        if ((folder := tokenizer_folder(prefix)) / "meta.json").is_file()
+        folder for folder in map(tokenizer_folder, prefixes) if _has_files(folder, "meta.json")
     ]
-    for other in folders[1:]:
-        is_equal = _read_meta(other) == _read_meta(folders[0])
-        if not is_equal and not is_same(build_tokenizer(TokenizerFlags(), folders[0]), other):
-            both = " and ".join(
-                f"{folder} ({describe_folder(folder)})" for folder in (folders[0], other)
-            )
+    if not folders:
+        return None
+    first, *others = folders
+    for other in others:
+        if _read_meta(other) == _read_meta(first):
+            continue
+        if not is_same(build_tokenizer(TokenizerFlags(), first), other):
+            both = f"{first} ({describe_folder(first)}) and {other} ({describe_folder(other)})"
             raise SettingsError(
                 f"the token files were made with different tokenizers, {both}: the same ids would mean other text; "
                 f"preprocess one of them with {{tokenizer}} and the other's folder",
                 BAD_DATA,
                 everywhere=True,
             )
-    return folders[0] if folders else None
+    return first
 
 
 def resolve_for_data(
@@ -692,18 +695,15 @@ def resolve_for_data(
     """
     if data is None or (saved is None and t == TokenizerFlags()):
         return resolve_tokenizer(t, saved or data)
-    is_type = not is_named(t) and t.tokenizer_type in (Bytes.name, Null.name)
-    tokenizer = (
-        resolve_tokenizer(t, saved) if is_type or is_named(t) or saved else build_tokenizer(t, data)
-    )
+    # The two types that have no files are named by their type alone.
+    has_flags = is_named(t) or t.tokenizer_type in (Bytes.name, Null.name)
+    tokenizer = resolve_tokenizer(t, saved) if has_flags or saved else build_tokenizer(t, data)
     if tokenizer is not None and not is_same(tokenizer, data):
-        has_flags = is_type or is_named(t)
-        whose = "the flags name" if has_flags else f"{saved} keeps"
-        cure = (
-            "leave out the tokenizer flags"
-            if has_flags
-            else f"preprocess the text with --tokenizer {saved}"
-        )
+        whose = f"{saved} keeps"
+        cure = f"preprocess the text with --tokenizer {saved}"
+        if has_flags:
+            whose = "the flags name"
+            cure = "leave out the tokenizer flags"
         raise UserError(
             f"{whose} another tokenizer ({describe_meta(_meta(tokenizer))}) than the one that the data were made with "
             f"({data}: {describe_folder(data)}): the same ids would mean other text; {cure}, or remove {data} if the "
@@ -724,9 +724,13 @@ def keep_beside(tokenizer: Tokenizer, prefix: str) -> None:
 
 def describe_meta(meta: Mapping[str, Any]) -> str:
     """Return name, size and, to tell files apart, the beginning of a hash of all their hashes."""
-    digests = "".join(sha256 for _, sha256 in sorted(meta["sha256"].items()))
-    digest = f", SHA-256 {hashlib.sha256(digests.encode()).hexdigest()[:8]}" if digests else ""
-    return f"{meta['type']}, {meta['vocab_size']:,} ids{digest}"
+    what = f"{meta['type']}, {meta['vocab_size']:,} ids"
+    hashes = meta["sha256"]
+    if not hashes:
+        return what
+    joined = "".join(hashes[name] for name in sorted(hashes))
+    digest = hashlib.sha256(joined.encode()).hexdigest()
+    return f"{what}, SHA-256 {digest[:8]}"
 
 
 def describe_folder(folder: Path) -> str:
@@ -794,10 +798,11 @@ def _token_bytes(vocab: dict[str, int], symbols: dict[str, int]) -> list[bytes]:
 
 def _read_vocab(path: Path) -> dict[str, int]:
     vocab = vocabularies.read_json(path)
-    if not isinstance(vocab, dict) or not all(type(i) is int for i in vocab.values()):
+    if not isinstance(vocab, dict) or any(type(i) is not int for i in vocab.values()):
         raise bad_data(f"{path} is not a vocabulary, one JSON object of token: id")
-    if set(vocab.values()) != set(range(len(vocab))):
-        raise bad_data(f"{path} has {len(vocab)} tokens whose ids are not 0 ... {len(vocab) - 1}")
+    size = len(vocab)
+    if set(vocab.values()) != set(range(size)):
+        raise bad_data(f"{path} has {size} tokens whose ids are not 0 ... {size - 1}")
     return vocab
 
 

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import re
+import string
 import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +29,10 @@ END_OF_TEXT = "<|endoftext|>"
 EOD_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")
 CHAT_CONFIG = "tokenizer_config.json"  # where Hugging Face keeps special tokens and a chat template
 ADDED_TOKENS = "added_tokens.json"
-MODEL, RANKS, ENCODING, WORDS = "tokenizer.model", "ranks.tiktoken", "encoding.json", "vocab.txt"
+MODEL = "tokenizer.model"
+RANKS = "ranks.tiktoken"
+ENCODING = "encoding.json"
+WORDS = "vocab.txt"
 LONG_SPACE = 500_000  # characters
 SPACE = "\u2581"  # SentencePiece's
 LONGEST_WORD = 200  # characters that WordPiece looks for in its vocabulary
@@ -112,11 +116,9 @@ class Tokenizer(ABC):
 
         words = sorted(self.special, key=self.special.__getitem__)
         library.add_special_tokens([AddedToken(word, normalized=False) for word in words])
-        return (
-            library
-            if all(library.token_to_id(word) == self.special[word] for word in words)
-            else None
-        )
+        if any(library.token_to_id(word) != self.special[word] for word in words):
+            return None
+        return library
 
 
 class SentencePiece(Tokenizer):
@@ -125,31 +127,35 @@ class SentencePiece(Tokenizer):
     name = "SentencePieceTokenizer"
 
     def __init__(self, path: Path) -> None:
+        self.files = {MODEL: path}
         added_file = path.with_name(ADDED_TOKENS)
-        self.files = {MODEL: path} | ({ADDED_TOKENS: added_file} if added_file.is_file() else {})
-        self._path, self._content = path, read_bytes(path)
+        if added_file.is_file():
+            self.files[ADDED_TOKENS] = added_file
+        self._path = path
+        self._content = read_bytes(path)
         self._model = model = _load_model(path, self._content)
+
+        # The ids: the model's pieces, then what the folder adds.
         ids = list(range(model.get_piece_size()))
-        pieces, added = model.id_to_piece(ids), _read_added_tokens(path.parent)
+        pieces = model.id_to_piece(ids)
+        added = _read_added_tokens(path.parent)
         self.size = max([len(ids), *(i + 1 for i in added.values())])
         require_dense(path, len(ids), self.size)
-        controls = {
-            pieces[i]: i
-            for i, is_control in zip(ids, model.is_control(ids), strict=True)
-            if is_control
-        }
-        self.special = controls | added
+        self.special = {pieces[i]: i for i in ids if model.is_control(i)} | added
         end = model.eos_id() if model.eos_id() >= 0 else None
         self.eod = find_end(path, self.special, end)
-        self._bytes = [piece.replace(SPACE, " ").encode() for piece in pieces] + [b""] * (
-            self.size - len(ids)
-        )
-        for i, is_byte in zip(ids, model.is_byte(ids), strict=True):
-            if is_byte:  # <0x0A>
+
+        # The bytes of each; some ids above the model's are free.
+        self._bytes = [piece.replace(SPACE, " ").encode() for piece in pieces]
+        self._bytes += [b""] * (self.size - len(ids))
+        for i in ids:
+            if model.is_byte(i):  # <0x0A>
                 self._bytes[i] = bytes([int(pieces[i][3:5], 16)])
-        self._bytes[model.unk_id()] = model.decode([model.unk_id()]).encode()
+        unknown = model.unk_id()
+        self._bytes[unknown] = model.decode([unknown]).encode()
         for word, i in self.special.items():
             self._bytes[i] = word.encode()
+
         # Decoding drops the space that the model puts before a text, or that it would remove.
         beginning = model.normalize("a")
         self._drops_space = beginning != "a" or model.normalize(" a") == beginning
@@ -174,43 +180,53 @@ class SentencePiece(Tokenizer):
         from tokenizers import Tokenizer as Library
         from tokenizers import decoders, models, normalizers
 
-        model, ids = self._model, list(range(self._model.get_piece_size()))
+        model = self._model
+        ids = list(range(model.get_piece_size()))
         pieces = model.id_to_piece(ids)
+
+        # In a BPE the scores are 0, -1, -2, ...: the order of the merges.
         normal = [
             i for i in ids if not (model.is_control(i) or model.is_unknown(i) or model.is_byte(i))
         ]
         is_bpe = [model.get_score(i) for i in normal] == [float(-n) for n in range(len(normal))]
+        # Each character as it is: these are ones that a normaliser would change.
         letters = "a  \ufb01 e\u0301 \uff21\u3000\u200b\t\n b "
         normalized = model.normalize(letters)
         prefix = SPACE if normalized.startswith(SPACE) else ""
-        if (
-            not is_bpe
-            or normalized != prefix + letters.replace(" ", SPACE)
-            or any(map(model.is_unused, ids))
-        ):
+        is_as_it_is = normalized == prefix + letters.replace(" ", SPACE)
+        if not is_bpe or not is_as_it_is or any(map(model.is_unused, ids)):
             return None
-        known, merges = {pieces[i] for i in normal}, []
+
+        # A merge for each way to put a piece together from two others, in the order of the pieces.
+        known = {pieces[i] for i in normal}
+        merges = []
         for i in normal:
             halves = ((pieces[i][:n], pieces[i][n:]) for n in range(1, len(pieces[i])))
             merges += [(a, b) for a, b in halves if a in known and b in known]
-        vocab, unknown = {piece: i for i, piece in enumerate(pieces)}, pieces[model.unk_id()]
-        falls_back = any(map(model.is_byte, ids))
+        vocab = {piece: i for i, piece in enumerate(pieces)}
         bpe = models.BPE(
-            vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=falls_back
+            vocab=vocab,
+            merges=merges,
+            unk_token=pieces[model.unk_id()],
+            fuse_unk=True,
+            byte_fallback=any(map(model.is_byte, ids)),
         )
         library = Library(bpe)
-        replace = normalizers.Replace(" ", SPACE)
-        library.normalizer = (
-            normalizers.Sequence([normalizers.Prepend(SPACE), replace]) if prefix else replace
-        )
-        strip = [decoders.Strip(" ", 1, 0)] if prefix else []
-        library.decoder = decoders.Sequence(
-            [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-        )
+
+        # The space before a text, if the model puts one there, is removed in decoding.
+        library.normalizer = normalizers.Replace(" ", SPACE)
+        steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        if prefix:
+            library.normalizer = normalizers.Sequence(
+                [normalizers.Prepend(SPACE), library.normalizer]
+            )
+            steps.append(decoders.Strip(" ", 1, 0))
+        library.decoder = decoders.Sequence(steps)
         return self.add_special(library)
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        parts, is_first = [], self._drops_space
+        parts = []
+        is_first = self._drops_space
         for i in ids:
             part = self._bytes[i]
             parts.append(part[1:] if is_first and part.startswith(b" ") else part)
@@ -328,6 +344,11 @@ MEGATRON_WORDS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 MEGATRON_SIZE = 1 << 17
 
 
+def rank_line(token: bytes, rank: int) -> bytes:
+    """Return a line of a file of ranks, as tiktoken reads it."""
+    return b"%s %d\n" % (base64.b64encode(token), rank)
+
+
 class TikToken(Tokenizer):
     """An encoding of tiktoken: ranks of bytes, a pattern that splits a text, special tokens."""
 
@@ -342,10 +363,9 @@ class TikToken(Tokenizer):
         self.made = {ENCODING: encoding.as_json()}
         if path is None:
             ordered = sorted(ranks.items(), key=lambda item: item[1])
-            self.made[RANKS] = b"".join(
-                b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ordered
-            )
-        self.special, self._normalization = encoding.special_tokens, encoding.normalization
+            self.made[RANKS] = b"".join(rank_line(token, rank) for token, rank in ordered)
+        self.special = encoding.special_tokens
+        self._normalization = encoding.normalization
         tokens = [*ranks.items(), *((word.encode(), i) for word, i in self.special.items())]
         self.size = max(i for _, i in tokens) + 1
         self._origin = path or origin
@@ -364,7 +384,9 @@ class TikToken(Tokenizer):
             )
         except Exception as error:  # a pattern that is none, a byte that is missing, an id twice
             raise bad_data(f"{self._origin}: tiktoken refuses it: {error}") from None
-        self._library, self._ranks, self._pattern = library, ranks, encoding.pattern
+        self._library = library
+        self._ranks = ranks
+        self._pattern = encoding.pattern
 
     def as_library(self) -> Any:
         from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
@@ -372,8 +394,11 @@ class TikToken(Tokenizer):
 
         if (pattern := _without_possessive_counts(self._pattern)) is None:
             return None
+        # The library writes bytes as letters.
         letters = {byte: letter for letter, byte in byte_symbols().items()}
         names = {token: "".join(letters[byte] for byte in token) for token in self._ranks}
+
+        # A merge for each way to put a token together from two others, in the order of the ranks.
         merges = []
         for token in sorted(self._ranks, key=self._ranks.__getitem__):
             halves = ((token[:i], token[i:]) for i in range(1, len(token)))
@@ -391,7 +416,8 @@ class TikToken(Tokenizer):
         return self.add_special(library)
 
     def encode(self, text: str) -> list[int]:
-        text = unicodedata.normalize(self._normalization, text) if self._normalization else text
+        if self._normalization:
+            text = unicodedata.normalize(self._normalization, text)
         parts = re.split(rf"(\s{{{LONG_SPACE}}})", text) if has_long_space(text) else [text]
         with explain_failures(f"{self._origin}: the tokenizer fails"):
             return [i for part in parts for i in self._library.encode_ordinary(part)]
@@ -403,14 +429,18 @@ def _without_possessive_counts(pattern: str) -> str | None:
     Where an alternative of the whole pattern ends, nothing is left to give characters back to, so
     the + may go. Within a group something may follow.
     """
-    depth, parts = 0, list[str]()
+    depth = 0
+    parts = list[str]()
     for match in re.finditer(
         r"\\[xuUpP]\{[^}]*\}|\\.|\[(?:\\.|[^\]\\])*\]|(\{\d*,?\d*\})([+?])|.", pattern, re.DOTALL
     ):
-        part, count, suffix = match[0], match[1], match[2]
+        part = match[0]
+        count = match[1]
+        suffix = match[2]
         depth += (part == "(") - (part == ")")
         if count and (suffix == "+" or "," not in count):
-            if depth or suffix == "?" or pattern[match.end() :][:1] not in ("", "|"):
+            following = pattern[match.end() :][:1]
+            if depth or suffix == "?" or following not in ("", "|"):
                 return None
             part = count
         parts.append(part)
@@ -430,6 +460,7 @@ class WordPiece(Tokenizer):
         self._vocab = {token: i for i, token in enumerate(tokens)}
         if "[UNK]" not in self._vocab:
             raise bad_data(f"{path} is not a vocabulary of BERT: it has no [UNK]")
+        # [CLS], [MASK] and the like; <s> of other programs.
         marks = {
             token: i
             for token, i in self._vocab.items()
@@ -439,11 +470,12 @@ class WordPiece(Tokenizer):
         self.size = max([len(tokens), *(i + 1 for i in self.special.values())])
         require_dense(path, len(tokens), self.size)
         self.eod = find_end(path, self.special, self._vocab.get("[SEP]"))
+        # Whether texts become lower case: as asked, as the folder says, or as the tokens look.
         if lower_case is None:
-            has_capitals = any(
-                token != token.lower() for token in self._vocab.keys() - marks.keys()
-            )
-            lower_case = bool(read_chat_config(path.parent).get("do_lower_case", not has_capitals))
+            words = self._vocab.keys() - marks.keys()
+            has_capitals = any(word != word.lower() for word in words)
+            config = read_chat_config(path.parent)
+            lower_case = bool(config.get("do_lower_case", not has_capitals))
         self.name = "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"
         self._lower_case = lower_case
         self._words = tokens + [""] * (self.size - len(tokens))
@@ -455,12 +487,13 @@ class WordPiece(Tokenizer):
         text = text.translate(_CLEANED)
         if self._lower_case:
             text = unicodedata.normalize("NFD", text.lower()).translate(_UNMARKED)
-        words, unknown = text.translate(_PUNCTUATED).split(), (self._vocab["[UNK]"],)
-        return [
-            i
-            for word in words
-            for i in (unknown if len(word) > LONGEST_WORD else self._split(word))
-        ]
+        ids: list[int] = []
+        for word in text.translate(_PUNCTUATED).split():
+            if len(word) > LONGEST_WORD:
+                ids.append(self._vocab["[UNK]"])
+            else:
+                ids += self._split(word)
+        return ids
 
     def as_library(self) -> Any:
         from tokenizers import Tokenizer as Library
@@ -483,11 +516,13 @@ class WordPiece(Tokenizer):
         begin = 0
         while begin < len(word):
             prefix = "##" if begin else ""
-            ends = range(len(word), begin, -1)
-            end = next((end for end in ends if prefix + word[begin:end] in self._vocab), None)
-            if end is None:
+            for end in range(len(word), begin, -1):
+                i = self._vocab.get(prefix + word[begin:end])
+                if i is not None:
+                    break
+            else:
                 return (self._vocab["[UNK]"],)
-            ids.append(self._vocab[prefix + word[begin:end]])
+            ids.append(i)
             begin = end
         return tuple(ids)
 
@@ -495,13 +530,14 @@ class WordPiece(Tokenizer):
         text = ""
         for i in ids:
             word = self._words[i]
-            if text and word.startswith("##"):
-                word = word[2:]
-            elif (
-                text and word and not (word[0] in ".,!?" or _is_wide(text[-1]) or _is_wide(word[0]))
-            ):
-                word = " " + word
-            text += word
+            if not text or not word:
+                text += word
+            elif word.startswith("##"):
+                text += word[2:]
+            elif word[0] in ".,!?" or _is_wide(text[-1]) or _is_wide(word[0]):
+                text += word
+            else:
+                text += " " + word
         return text.encode()
 
 
@@ -527,28 +563,19 @@ def _clean(character: str) -> str:
 
 
 def _punctuate(character: str) -> str:
-    is_symbol = (
-        character.isascii()
-        and character.isprintable()
-        and not character.isalnum()
-        and character != " "
-    )
-    return (
-        f" {character} "
-        if is_symbol or unicodedata.category(character).startswith("P")
-        else character
-    )
+    """Return punctuation with spaces around it; all symbols of ASCII count as such, as in BERT."""
+    if character in string.punctuation or unicodedata.category(character).startswith("P"):
+        return f" {character} "
+    return character
 
 
 def _unmark(character: str) -> str:
     return "" if unicodedata.category(character) == "Mn" else character
 
 
-_CLEANED, _UNMARKED, _PUNCTUATED = (
-    _Characters(_clean),
-    _Characters(_unmark),
-    _Characters(_punctuate),
-)
+_CLEANED = _Characters(_clean)
+_UNMARKED = _Characters(_unmark)
+_PUNCTUATED = _Characters(_punctuate)
 
 
 def _is_wide(character: str) -> bool:
@@ -559,7 +586,8 @@ def _is_wide(character: str) -> bool:
 def load_ranks(path: Path) -> TikToken:
     """Return the encoding of a file of ranks: encoding.json beside it, or a published one."""
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate((content := read_bytes(path)).splitlines(), start=1):
+    content = read_bytes(path)
+    for number, line in enumerate(content.splitlines(), start=1):
         try:
             token, rank = line.split() if line else (b"", -1)
             ranks[base64.b64decode(token, validate=True)] = int(rank)
@@ -567,13 +595,14 @@ def load_ranks(path: Path) -> TikToken:
             raise bad_data(
                 f"{path}:{number} is not a token in base64 and its rank, as tiktoken writes them"
             ) from None
-    ranks.pop(b"", None)
+    ranks.pop(b"", None)  # of blank lines
+
+    # The pattern and the special tokens, which the file lacks.
     beside = path.with_name(ENCODING)
-    encoding = (
-        _read_encoding(beside)
-        if beside.is_file()
-        else PUBLISHED.get(hashlib.sha256(content).hexdigest())
-    )
+    if beside.is_file():
+        encoding: Encoding | None = _read_encoding(beside)
+    else:
+        encoding = PUBLISHED.get(hashlib.sha256(content).hexdigest())
     if encoding is None:
         raise bad_data(
             f"{path} has ranks, but no pattern, and is none of the published files; write it beside them, {beside}: "
@@ -605,19 +634,19 @@ def _read_encoding(path: Path) -> Encoding:
 
 def load_rank_list(path: Path, t: TokenizerFlags) -> TikToken:
     """Return the encoding of Megatron's JSON list of ranks, which follow the special tokens."""
-    listed, first = read_json(path), t.tiktoken_num_special_tokens
+    listed = read_json(path)
+    first = t.tiktoken_num_special_tokens
     try:
         tokens = [base64.b64decode(entry["token_bytes"], validate=True) for entry in listed]
-        ordered = [entry["rank"] for entry in listed] == list(range(len(tokens)))
+        is_ordered = [entry["rank"] for entry in listed] == list(range(len(tokens)))
     except (KeyError, TypeError, ValueError):
-        tokens, ordered = [], False
-    if (
-        not ordered
-        or tokens[:256] != [bytes([n]) for n in range(256)]
-        or len(set(tokens)) < len(tokens)
-    ):
+        tokens = []
+        is_ordered = False
+    has_bytes = tokens[:256] == [bytes([n]) for n in range(256)]
+    if not is_ordered or not has_bytes or len(set(tokens)) < len(tokens):
         form = '[{"rank": 0, "token_bytes": "AA==", "token_str": ...}, ...], the 256 bytes first'
         raise bad_data(f"{path} is not a list of ranks as Megatron's TikTokenizer has it: {form}")
+    # The special tokens, and how many ids there are in all.
     words = list(t.tiktoken_special_tokens or MEGATRON_WORDS)
     if missing := [word for word in MEGATRON_WORDS[:3] if word not in words]:
         raise SettingsError(
@@ -634,11 +663,12 @@ def load_rank_list(path: Path, t: TokenizerFlags) -> TikToken:
         raise SettingsError(
             f"{{vocab_size={size}}}, but {path} gives {first + 256} to {first + len(tokens)} ids: {most}"
         )
-    special = _count_from(0, words + [f"<SPECIAL_{n}>" for n in range(len(words), first)])
+    # Megatron's names for the special tokens that have none of their own.
+    words += [f"<SPECIAL_{n}>" for n in range(len(words), first)]
+    special = _count_from(0, words)
     ranks = {token: first + n for n, token in enumerate(tokens[: size - first])}
-    return TikToken(
-        str(path), ranks, Encoding(MEGATRON_PATTERNS[t.tiktoken_pattern], special, end="</s>")
-    )
+    encoding = Encoding(MEGATRON_PATTERNS[t.tiktoken_pattern], special, end="</s>")
+    return TikToken(str(path), ranks, encoding)
 
 
 def is_encoding_name(name: str) -> bool:
@@ -679,9 +709,10 @@ def is_model_file(path: Path) -> bool:
             begin = file.read(1000)
     except OSError:
         return True  # said where it is read
-    return (begin[:1], begin[2:3]) == (b"\n", b"\n") or re.match(
-        rb"[A-Za-z0-9+/=]+ \d+\s", begin
-    ) is not None
+    # SentencePiece's first field is a piece, whose first field is its text; both have the tag 0x0A.
+    if begin[:1] == begin[2:3] == b"\n":
+        return True
+    return re.match(rb"[A-Za-z0-9+/=]+ \d+\s", begin) is not None
 
 
 def load_model_file(path: Path) -> SentencePiece | TikToken:
@@ -754,15 +785,19 @@ def read_eos_token(folder: Path) -> str:
 def byte_symbols() -> dict[str, int]:
     """Return the byte of each printable character in GPT-2's files, in the order of their ids."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
+    symbols = {chr(byte): byte for byte in printable}
+    # The others get the characters from 256 on.
+    others = [byte for byte in range(256) if byte not in printable]
+    for n, byte in enumerate(others):
+        symbols[chr(256 + n)] = byte
+    return symbols
 
 
 def has_long_space(text: str) -> bool:
     """Return whether a run of white space may overflow tiktoken's stack (at a million)."""
-    return len(text) > LONG_SPACE and any(
-        len(run[0]) > LONG_SPACE for run in re.finditer(r"\s+", text)
-    )
+    if len(text) <= LONG_SPACE:
+        return False
+    return any(len(run[0]) > LONG_SPACE for run in re.finditer(r"\s+", text))
 
 
 @contextlib.contextmanager

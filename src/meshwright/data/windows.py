@@ -46,5 +46,6 @@ def window_spans(
     if n:
         yield 0, 0, end
     while end < n:
-        first, end = end, min(end + stride, n)
+        first = end
+        end = min(end + stride, n)
         yield first + stride - length if at_multiples else max(0, end - length), first, end

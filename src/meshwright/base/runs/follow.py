@@ -98,7 +98,8 @@ def parse_range(path: str, begin: int, end: int) -> list[Parsed]:
     with open(path, "rb") as file:
         file.seek(begin)
         data = file.read(end - begin)
-    out, at = list[Parsed](), 0
+    out = list[Parsed]()
+    at = 0
     while at < len(data):
         after = data.find(b"\n", min(at + PARSED_BYTES, len(data)) - 1) + 1 or len(data)
         out += parse_rows(data[at:after])
@@ -110,7 +111,9 @@ class RunTail:
     """A run as it grows: its steps in columns, and its other rows. Read it while holding `lock`."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.path, self.lock = folder, folder / METRICS, threading.Lock()
+        self.folder = folder
+        self.path = folder / METRICS
+        self.lock = threading.Lock()
         # device, inode, size and time of the file when it was last read
         self.file_state: tuple[int, ...] = ()
         # of the file, and of what has been read: up to the end of a line
@@ -120,9 +123,12 @@ class RunTail:
 
     def clear(self) -> None:
         """Forget all rows, because the file is another one."""
-        self.head, self.offset, self.count = b"", 0, 0
+        self.head = b""
+        self.offset = 0
+        self.count = 0
         self.columns: Steps = np.empty((len(COLUMNS), 0))
-        self.record, self.damage = Record(), list[str]()
+        self.record = Record()
+        self.damage = list[str]()
         self.settings: dict[str, Any] = {}
 
     def column(self, name: str) -> Steps:
@@ -141,7 +147,8 @@ class RunTail:
             if self.file_state:  # moved aside for a new run
                 with self.lock:
                     self.clear()
-                    self.file_state, self.size = (), 0
+                    self.file_state = ()
+                    self.size = 0
                 published()
             return
         with file:
@@ -154,7 +161,8 @@ class RunTail:
             with self.lock:
                 if self.file_state and (is_other or not head.startswith(self.head)):
                     self.clear()
-                self.head, self.size = head, status.st_size
+                self.head = head
+                self.size = status.st_size
             # What the file gains while it is read here is read by the next call.
             self.file_state = state
             for parsed, end in self.parse_new(file):
@@ -202,25 +210,30 @@ class RunTail:
                 self.damage = [*self.damage[-9:], explain_damage(error)]
 
     def add_steps(self, new: Steps) -> None:
+        """Append rows of steps; they replace what is there of their iterations and later ones."""
         new = new[np.isfinite(new[:, 0])]
         if not len(new):
             return
         if (np.diff(new[:, 0]) <= 0).any():  # edited by hand: the last row of an iteration counts
             _, at = np.unique(new[::-1, 0], return_index=True)
             new = new[len(new) - 1 - at]
-        self.count = int(np.searchsorted(self.column("iteration"), new[0, 0]))
-        after = self.count + len(new)
-        if after > self.columns.shape[1]:
-            grown = np.empty((len(COLUMNS), max(after, 2 * self.columns.shape[1], 1024)))
-            grown[:, : self.count] = self.columns[:, : self.count]
+        kept = int(np.searchsorted(self.column("iteration"), new[0, 0]))
+        after = kept + len(new)
+
+        # Room doubles, so that appending stays cheap however long the run is.
+        room = self.columns.shape[1]
+        if after > room:
+            grown = np.empty((len(COLUMNS), max(after, 2 * room, 1024)))
+            grown[:, :kept] = self.columns[:, :kept]
             self.columns = grown
-        self.columns[:, self.count : after] = new.T
+        self.columns[:, kept:after] = new.T
         self.count = after
+
+        # Old rows have no time, which stands as 0.
         first, last = new[[0, -1], COLUMNS.index("time")].tolist()
+        times = (first, last) if first > 0 and last > 0 else None
         seconds = float(new[:, COLUMNS.index("ms")].sum()) / 1e3
-        self.record.take_steps(
-            int(new[-1, 0]), seconds, (first, last) if first > 0 and last > 0 else None
-        )
+        self.record.take_steps(int(new[-1, 0]), seconds, times)
 
     def read_settings(self) -> None:
         # half written by a foreign copy: the next start reads it
@@ -229,14 +242,18 @@ class RunTail:
 
     def final_loss(self) -> tuple[float, int]:
         """Return the mean training loss at the end, and of how many steps."""
-        iteration, interval = int(self.column("iteration")[-1]), self.settings.get("log_interval")
+        iteration = int(self.column("iteration")[-1])
+        interval = self.settings.get("log_interval")
         last = -2 * final_steps(iteration, interval)  # half of them may have been skipped
-        losses = self.column("loss")[last:][self.column("skipped")[last:] == 0]
-        return final_loss(losses.tolist(), iteration, interval)
+        losses = self.column("loss")[last:]
+        is_applied = self.column("skipped")[last:] == 0
+        return final_loss(losses[is_applied].tolist(), iteration, interval)
 
     def goodput(self) -> Goodput | None:
-        is_applied, ms = self.column("skipped") == 0, self.column("ms")
-        good, skipped = (float(ms[chosen].sum()) / 1e3 for chosen in (is_applied, ~is_applied))
+        is_applied = self.column("skipped") == 0
+        ms = self.column("ms")
+        good = float(ms[is_applied].sum()) / 1e3
+        skipped = float(ms[~is_applied].sum()) / 1e3
         return measure_goodput(self.record.attempts, good, skipped)
 
 

@@ -37,49 +37,60 @@ class Goodput:
 
     def line(self) -> str:
         total = f"goodput {100 * self.share:.1f} %: {duration(self.good)} of {duration(self.wall)} in steps that count"
+        parts = [total]
         lost = [
             f"{name} {duration(seconds)}"
             for name, seconds in self.lost.items()
             if seconds >= 1e-3 * self.wall
         ]
-        parts = [total, *([", ".join(lost)] if lost else [])]
+        if lost:
+            parts.append(", ".join(lost))
         if self.mean_recovery is not None:
-            number = (
-                f"{len(self.recoveries)} recoveries, each"
-                if len(self.recoveries) > 1
-                else "1 recovery,"
-            )
-            parts.append(
-                f"{number} {duration(self.mean_recovery)} from the last row to the next step"
-            )
+            count = len(self.recoveries)
+            number = f"{count} recoveries, each" if count > 1 else "1 recovery,"
+            mean = duration(self.mean_recovery)
+            parts.append(f"{number} {mean} from the last row to the next step")
         return "; ".join(parts)
 
 
 def read_goodput(history: History) -> Goodput | None:
     """Return the goodput of a run, if all its attempts are dated."""
-    good = sum(s.ms for s in history.steps if not s.skipped) / 1e3
-    return measure_goodput(
-        history.attempts, good, sum(s.ms for s in history.steps if s.skipped) / 1e3
-    )
+    good = sum(step.ms for step in history.steps if not step.skipped) / 1e3
+    skipped = sum(step.ms for step in history.steps if step.skipped) / 1e3
+    return measure_goodput(history.attempts, good, skipped)
 
 
 def measure_goodput(attempts: Sequence[Attempt], good: float, skipped: float) -> Goodput | None:
     """Return the goodput from the seconds of steps that count and of those not applied."""
-    if not attempts or not all(a.start.get("time") for a in attempts):
+    if not attempts or not all(attempt.start.get("time") for attempt in attempts):
         return None
-    pairs = [(a, b) for a, b in itertools.pairwise(attempts) if not is_wanted(a)]
+
+    # The pauses that nobody wanted.
+    pauses = []
+    recoveries = []
+    for before, after in itertools.pairwise(attempts):
+        if is_wanted(before):
+            continue
+        pauses.append(max(0.0, after.begun - before.latest))
+        if after.first:
+            recoveries.append(after.first - before.latest)
+    down = sum(pauses)
+
+    # What else took time within the attempts; the rest of it is `other`.
+    steps = sum(attempt.steps for attempt in attempts)
     lost = {
-        "start-up": sum(a.startup for a in attempts),
-        "down": sum(max(0.0, b.begun - a.latest) for a, b in pairs),
-        "steps undone": max(0.0, sum(a.steps for a in attempts) - good - skipped),
+        "start-up": sum(attempt.startup for attempt in attempts),
+        "down": down,
+        "steps undone": max(0.0, steps - good - skipped),
         "steps not applied": skipped,
     }
-    for kind in sorted({kind for a in attempts for kind in a.pauses}):
-        lost[kind] = sum(a.pauses.get(kind, 0.0) for a in attempts)
-    wall = sum(a.latest - a.begun for a in attempts) + lost["down"]
+    for kind in sorted({kind for attempt in attempts for kind in attempt.pauses}):
+        lost[kind] = sum(attempt.pauses.get(kind, 0.0) for attempt in attempts)
+    wall = sum(attempt.latest - attempt.begun for attempt in attempts) + down
+    if not wall > 0:  # nor if a damaged row made it NaN
+        return None
     lost["other"] = max(0.0, wall - good - sum(lost.values()))
-    recoveries = [b.first - a.latest for a, b in pairs if b.first]
-    return Goodput(wall, good, lost, recoveries) if wall > 0 else None
+    return Goodput(wall, good, lost, recoveries)
 
 
 def is_wanted(attempt: Attempt) -> bool:

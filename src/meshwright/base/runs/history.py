@@ -104,7 +104,8 @@ class Attempt:
         if kind := PAUSES.get(row["event"]):
             seconds = _time(row.get("seconds", 0))
             self.pauses[kind] = self.pauses.get(kind, 0.0) + seconds
-            self.seconds += seconds if kind == "saves" else 0.0
+            if kind == "saves":
+                self.seconds += seconds
         self.latest = max(self.latest, now or self.worked)
 
 
@@ -138,7 +139,10 @@ class Record:
 
     def take(self, row: dict[str, Any]) -> None:
         """Add a row; raise one of DAMAGED for a damaged one."""
-        event, iteration, now = row["event"], int(row["iteration"]), _time(row.get("time", 0))
+        event = row["event"]
+        iteration = int(row["iteration"])
+        now = _time(row.get("time", 0))
+        # A start or a rollback undoes what came later.
         if (kept := kept_until(row)) is not None:
             self.checks = {k: v for k, v in self.checks.items() if k[1] <= kept}
             self.samples = {k: v for k, v in self.samples.items() if k[0] <= kept}
@@ -146,25 +150,23 @@ class Record:
                 n: {i: x for i, x in v.items() if i <= kept} for n, v in self.scores.items()
             }
             self.means = {i: mean for i, mean in self.means.items() if i <= kept}
+
+        # What the row itself says.
         if event == "start":
             self.attempts.append(Attempt(int(row["attempt"]), row, iteration, iteration))
             row["time"] = now
         elif event == "validation":
-            loss, ppl = float(row["loss"]), float(row["ppl"])
-            by_position, by_data = (
-                {str(n): float(x) for n, x in row.get(key, {}).items()}
-                for key in ("by_position", "by_data")
-            )
-            averaged = float(row["ema_loss"]) if "ema_loss" in row else None
-            where = (
+            v = Validation(
                 iteration,
                 str(row["name"]),
-                loss,
-                ppl,
+                float(row["loss"]),
+                float(row["ppl"]),
                 str(row.get("set", "")),
                 bool(row.get("end")),
+                {str(n): float(x) for n, x in row.get("by_position", {}).items()},
+                {str(n): float(x) for n, x in row.get("by_data", {}).items()},
+                float(row["ema_loss"]) if "ema_loss" in row else None,
             )
-            v = Validation(*where, by_position, by_data, averaged)
             self.checks[v.title, iteration, v.is_at_end] = v
         elif event == "average":
             self.means[iteration] = Mean([int(step) for step in row["steps"]], float(row["loss"]))
@@ -181,12 +183,15 @@ class Record:
         elif event == "rollback" and self.attempts:
             self.attempts[-1].rollbacks.append(iteration)
         elif event == "straggler" and self.attempts:
-            slow, rank = self.attempts[-1].slow, int(row["rank"])
-            slow.pop(rank, None)
-            slow |= {rank: f"{row['text']} (step {iteration})"} if row["slow"] else {}
+            slow = self.attempts[-1].slow
+            rank = int(row["rank"])
+            slow.pop(rank, None)  # the newest comes last
+            if row["slow"]:
+                slow[rank] = f"{row['text']} (step {iteration})"
         elif event == "end" and self.attempts and self.attempts[-1].number == int(row["attempt"]):
             self.attempts[-1].end = row
             row["time"] = now
+        # Its time, and that of a pause.
         if self.attempts and self.attempts[-1].number == row.get("attempt"):
             self.attempts[-1].note(row, now)
 
@@ -197,15 +202,16 @@ class Record:
 
         Rows of versions before 0.11 have no time: then it is that of the attempt's work so far.
         """
-        if self.attempts:
-            newest = self.attempts[-1]
-            newest.last = last
-            newest.seconds += seconds
-            newest.steps += seconds
-            if times is None:
-                times = newest.worked - seconds, newest.worked
-            newest.first = newest.first or times[0]
-            newest.latest = max(newest.latest, times[1])
+        if not self.attempts:
+            return
+        newest = self.attempts[-1]
+        newest.last = last
+        newest.seconds += seconds
+        newest.steps += seconds
+        if times is None:
+            times = newest.worked - seconds, newest.worked
+        newest.first = newest.first or times[0]
+        newest.latest = max(newest.latest, times[1])
 
     @property
     def validations(self) -> list[Validation]:
@@ -222,9 +228,13 @@ class Record:
     def mean_validations(self) -> list[tuple[int, float]]:
         """Return iterations and mean losses of the sets; the last iteration may occur twice."""
         losses: dict[tuple[int, bool], list[float]] = {}
-        for v in itertools.chain(*self.sets().values()):
-            losses.setdefault((v.iteration, v.is_at_end), []).append(v.loss)
-        return [(i, math.fsum(each) / len(each)) for (i, _), each in sorted(losses.items())]
+        for validations in self.sets().values():
+            for v in validations:
+                losses.setdefault((v.iteration, v.is_at_end), []).append(v.loss)
+        means = []
+        for (iteration, _), each in sorted(losses.items()):
+            means.append((iteration, math.fsum(each) / len(each)))
+        return means
 
     def best_validation(self) -> tuple[int, float] | None:
         """Return the iteration with the lowest mean loss, and that loss."""
@@ -233,9 +243,9 @@ class Record:
 
     def resumed_at(self) -> list[int]:
         """Return the iterations at which a run was resumed or rolled back, apart from 0."""
-        marks = {a.began for a in self.attempts[1:]} | {
-            i for a in self.attempts for i in a.rollbacks
-        }
+        marks = {attempt.began for attempt in self.attempts[1:]}
+        for attempt in self.attempts:
+            marks.update(attempt.rollbacks)
         return sorted(marks - {0})
 
 
@@ -254,9 +264,9 @@ class History(Record):
 
     def is_running(self, now: float) -> bool:
         """Return whether the last attempt goes on: it has no end, and had a row not long ago."""
-        return (
-            bool(self.attempts) and self.attempts[-1].end is None and now - self.updated < PATIENCE
-        )
+        if not self.attempts or self.attempts[-1].end is not None:
+            return False
+        return now - self.updated < PATIENCE
 
 
 def kept_until(row: dict[str, Any]) -> int | None:
@@ -307,7 +317,8 @@ def _read_step(row: dict[str, Any]) -> LoggedStep:
     )
     ms = _time(row["ms"])
     mfu, memory = (None if row.get(n) is None else float(row[n]) for n in ("mfu", "memory"))
-    iteration, consumed = int(row["iteration"]), int(row["consumed_samples"])
+    iteration = int(row["iteration"])
+    consumed = int(row["consumed_samples"])
     return LoggedStep(
         iteration, consumed, loss, norm, lr, bool(row["skipped"]), ms, speed, mfu, memory
     )

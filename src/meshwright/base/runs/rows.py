@@ -79,7 +79,8 @@ def read_new_rows(folder: Path, begin: int = 0) -> tuple[list[dict[str, Any]], i
 def read_rows(folder: Path) -> list[dict[str, Any]]:
     rows, end = read_new_rows(folder)
     while (later := read_new_rows(folder, end))[1] > end:
-        rows, end = rows + later[0], later[1]
+        rows = rows + later[0]
+        end = later[1]
     return rows
 
 

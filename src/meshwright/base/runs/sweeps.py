@@ -21,9 +21,11 @@ def read_record(folder: Path) -> dict[str, Any]:
     """Return what a sweep recorded; empty if the folder holds none."""
     try:
         record = json.loads(read_small(folder / RECORD, RECORD_LIMIT, folder))
-        words, train_flags = (list(map(_word, record[name])) for name in ("words", "train_flags"))
-        runs = {_name(name): _run(run) for name, run in record["runs"].items()}
-        return {"words": words, "train_flags": train_flags, "runs": runs}
+        return {
+            "words": list(map(_word, record["words"])),
+            "train_flags": list(map(_word, record["train_flags"])),
+            "runs": {_name(name): _run(run) for name, run in record["runs"].items()},
+        }
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -47,10 +49,13 @@ def _name(name: str) -> str:
 
 
 def _run(run: dict[str, Any]) -> dict[str, Any]:
-    if run["state"] not in STATES:
-        raise ValueError(f"no run has a state such as {str(run['state'])[:100]!r}")
-    point = {_word(name): _word(value) for name, value in run["point"].items()}
-    return {"point": point, "state": run["state"], "note": _word(run["note"])}
+    state = run["state"]
+    if state not in STATES:
+        raise ValueError(f"no run has a state such as {str(state)[:100]!r}")
+    point = {}
+    for name, value in run["point"].items():
+        point[_word(name)] = _word(value)
+    return {"point": point, "state": state, "note": _word(run["note"])}
 
 
 def expand_sweeps(folders: Iterable[Path]) -> list[Path]:

@@ -23,9 +23,9 @@ def is_address(text: object) -> bool:
 
 def as_typed(value: object) -> object:
     """Return a path as it was typed: as a Path, an address has lost one of two slashes."""
-    return (
-        re.sub(r"^(\w+):/(?!/)", r"\1://", str(value)) if isinstance(value, os.PathLike) else value
-    )
+    if isinstance(value, os.PathLike):
+        return re.sub(r"^(\w+):/(?!/)", r"\1://", str(value))
+    return value
 
 
 def default_root() -> str:
@@ -36,11 +36,14 @@ def default_root() -> str:
 
 def localize(text: str, root: str | None = None) -> str:
     """Return the local folder that stands for an address; other text as it is."""
-    if (match := SPELT.fullmatch(text)) is None:
+    match = SPELT.fullmatch(text)
+    if match is None:
         return text
     scheme, bucket, key = match.groups()
+    root = os.path.realpath(root or default_root())
+    # Without what would lead out of the folder.
     parts = [part for part in key.split("/") if part not in ("", ".", "..")]
-    return os.path.join(os.path.realpath(root or default_root()), MARK, scheme, bucket, *parts)
+    return os.path.join(root, MARK, scheme, bucket, *parts)
 
 
 def address_of(path: str | Path) -> str | None:

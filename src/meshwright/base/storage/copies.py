@@ -53,9 +53,12 @@ def prepare_tokens(prefix: str) -> None:
     """Copy the .idx and the tokenizer of token files at an address, and make a sparse .bin."""
     if address_of(prefix) is None:
         return
-    folder, stem = Path(prefix).parent, Path(prefix).name
+    folder = Path(prefix).parent
+    stem = Path(prefix).name
     store, key = locate(folder)
-    objects, index, binary = store.entries(key), f"{stem}.idx", folder / f"{stem}.bin"
+    objects = store.entries(key)
+    index = f"{stem}.idx"
+    binary = folder / f"{stem}.bin"
     if not {index, binary.name} <= set(objects):
         return  # whoever opens them names what is missing
     pair = {name: objects[name] for name in (binary.name, index)}
@@ -117,7 +120,8 @@ class SparseCopy:
     """A sparse copy of an object; several processes may fill the same one."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.objects = path, read_record(path)
+        self.path = path
+        self.objects = read_record(path)
         if path.name not in self.objects:
             what = f"the local copy of {path} has no map of its blocks, which may be holes; nothing in it is read"
             raise bad_data(
@@ -163,11 +167,14 @@ class SparseCopy:
 
     def bring(self, number: int) -> None:
         """Read a block from storage unless it is here, as its mark says."""
-        begin, at = number * BLOCK, self.marks + number * MARK
+        begin = number * BLOCK
+        at = self.marks + number * MARK
         size = min(BLOCK, self.size - begin)
         with files.naming_file(self.path):
             mark = os.pread(self.map, MARK, at)
             if not (any(mark) and mark.endswith(self.signature)):
+                # Written before the machine started last, or never: its checksum tells. A block
+                # that was lost in a crash has another one.
                 data: bytes | memoryview = os.pread(self.fd, size, begin) if any(mark) else b""
                 if not mark.startswith(checksum(data)):
                     store, key = locate(self.path)

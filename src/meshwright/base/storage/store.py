@@ -84,7 +84,8 @@ class BucketObjects:
     """The objects of one bucket, by key."""
 
     def __init__(self, bucket: str) -> None:
-        self.bucket, self.objects = bucket, open_bucket(bucket)
+        self.bucket = bucket
+        self.objects = open_bucket(bucket)
         # What a conditional write compares: Google's storage knows no tags there.
         self.condition: Literal["version", "e_tag"] = (
             "version" if bucket.startswith("gs:") else "e_tag"
@@ -136,7 +137,8 @@ class BucketObjects:
         return None if there is an object already, or one with another tag.
         """
         size = data.stat().st_size if isinstance(data, Path) else len(data)
-        in_parts, part = size > PART and mode == "overwrite", max(PART, -(-size // MOST_PARTS))
+        in_parts = size > PART and mode == "overwrite"
+        part = max(PART, -(-size // MOST_PARTS))
         if isinstance(data, Path) and not in_parts:
             data = data.read_bytes()  # it may be gone, or longer, at the next try
         wanted: Any = mode if isinstance(mode, str) else {self.condition: mode["e_tag"]}
@@ -154,12 +156,12 @@ class BucketObjects:
         prefix = prefix.rstrip("/") + "/" if prefix else ""
 
         def act() -> dict[str, Entry]:
-            pages = self.objects.list(prefix or None)
-            every = (meta for page in pages for meta in page)
-            return {
-                meta["path"].removeprefix(prefix): Entry(meta["size"], meta["e_tag"])
-                for meta in every
-            }
+            found = {}
+            for page in self.objects.list(prefix or None):
+                for meta in page:
+                    key = meta["path"].removeprefix(prefix)
+                    found[key] = Entry(meta["size"], meta["e_tag"])
+            return found
 
         return self.ask(prefix, act) or {}
 
@@ -203,12 +205,12 @@ def require_credentials(bucket: str) -> None:
     scheme = bucket.partition("://")[0]
     names, giver = CREDENTIALS.get(scheme, ((), ""))
     login = Path("~/.config/gcloud/application_default_credentials.json").expanduser()
-    if (
-        not giver
-        or any(os.environ.get(name) for name in names)
-        or (scheme == "gs" and login.exists())
-    ):
+    if not giver or any(os.environ.get(name) for name in names):
         return
+    if scheme == "gs" and login.exists():
+        return
+
+    # None are given: a machine of the cloud has a server that gives those of its role.
     try:
         socket.create_connection((giver, 80), timeout=2).close()
     except OSError:
@@ -217,7 +219,8 @@ def require_credentials(bucket: str) -> None:
 
 def no_credentials(bucket: str, what: str) -> UserError:
     scheme = bucket.partition("://")[0]
-    role = f"this machine has no role ({CREDENTIALS[scheme][1]} {what})"
+    _, giver = CREDENTIALS[scheme]
+    role = f"this machine has no role ({giver} {what})"
     return UserError(f"{bucket}: no credentials are given, and {role}; {SETTING[scheme]}", IO)
 
 

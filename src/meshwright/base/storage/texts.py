@@ -27,22 +27,35 @@ def find_objects(address: str) -> list[TextObject]:
 
     Marks of empty folders, whose names end with a slash, are left out.
     """
+    # An object of this very name.
     store, key = store_at(address)
     if key and (entry := store.entry(key)) is not None:
         return [TextObject(address, entry, None)]
+
+    # All objects below the folder, or below the last folder before the first sign of a pattern.
     fixed = re.split(r"[*?\[]", key)[0]
-    prefix = key if fixed == key else fixed.rpartition("/")[0]
+    is_pattern = fixed != key
+    prefix = fixed.rpartition("/")[0] if is_pattern else key
+    start = f"{prefix}/" if prefix else ""
     below = store.entries(prefix)
-    keys = {f"{prefix}/{name}" if prefix else name: entry for name, entry in below.items() if name}
-    if fixed == key:
-        return [TextObject(f"{store.bucket}/{name}", keys[name], address) for name in sorted(keys)]
-    pattern, objects = key.split("/"), []
-    for name in sorted(keys):
-        parts = name.split("/")
-        depth = next((n for n in range(1, len(parts) + 1) if is_match(parts[:n], pattern)), 0)
-        if depth:
-            folder = "/".join([store.bucket, *parts[:depth]]) if depth < len(parts) else None
-            objects.append(TextObject(f"{store.bucket}/{name}", keys[name], folder))
+    pattern = key.split("/")
+    objects = []
+    for name in sorted(below):
+        if not name:
+            continue
+        object_key = start + name
+        object_address = f"{store.bucket}/{object_key}"
+        if not is_pattern:
+            objects.append(TextObject(object_address, below[name], address))
+            continue
+
+        # The pattern may match the object, or a folder that holds it.
+        parts = object_key.split("/")
+        for depth in range(1, len(parts) + 1):
+            if is_match(parts[:depth], pattern):
+                folder = "/".join([store.bucket, *parts[:depth]]) if depth < len(parts) else None
+                objects.append(TextObject(object_address, below[name], folder))
+                break
     return objects
 
 
@@ -50,11 +63,15 @@ def is_match(parts: list[str], pattern: list[str]) -> bool:
     """Return whether the names in a path match a pattern; `**` stands for any number of folders."""
     if not pattern:
         return not parts
-    if pattern[0] == "**":
-        return any(is_match(parts[n:], pattern[1:]) for n in range(len(parts) + 1))
-    if not parts or (parts[0].startswith(".") and not pattern[0].startswith(".")):
+    first, *rest = pattern
+    if first == "**":
+        return any(is_match(parts[n:], rest) for n in range(len(parts) + 1))
+    if not parts:
         return False
-    return fnmatch.fnmatchcase(parts[0], pattern[0]) and is_match(parts[1:], pattern[1:])
+    name = parts[0]
+    if name.startswith(".") and not first.startswith("."):
+        return False  # a hidden name is matched by a pattern of hidden names alone
+    return fnmatch.fnmatchcase(name, first) and is_match(parts[1:], rest)
 
 
 def open_object(address: str, size: int, tag: str | None) -> BinaryIO:
@@ -69,7 +86,10 @@ class _ObjectReader(io.RawIOBase):
 
     def __init__(self, address: str, entry: Entry) -> None:
         self.store, self.key = store_at(address)
-        self.entry, self.at, self.last, self.depth = entry, 0, 0, 1
+        self.entry = entry
+        self.at = 0
+        self.last = 0
+        self.depth = 1
         self.blocks: dict[int, Future[memoryview]] = {}
         self.pool = ThreadPoolExecutor(AHEAD, "read")
 
@@ -84,15 +104,24 @@ class _ObjectReader(io.RawIOBase):
         return self.at
 
     def readinto(self, buffer: Any) -> int:
-        number, skip = divmod(self.at, BLOCK)
-        if self.at >= self.entry.size:
+        size = self.entry.size
+        if self.at >= size:
             return 0
+        number, skip = divmod(self.at, BLOCK)
+
+        # Read further ahead with each block that follows the last; a jump begins anew.
         if number != self.last:
             self.depth = min(2 * self.depth, AHEAD) if number == self.last + 1 else 1
             self.last = number
-        wanted = range(number, min(number + self.depth, -(-self.entry.size // BLOCK)))
-        self.blocks = {n: self.blocks.get(n) or self.pool.submit(self.fetch, n) for n in wanted}
-        part = self.blocks[number].result()[skip : skip + len(buffer)]
+        stop = min(number + self.depth, -(-size // BLOCK))
+
+        # Keep the blocks that are still wanted, and ask for the others.
+        blocks = {}
+        for n in range(number, stop):
+            blocks[n] = self.blocks.get(n) or self.pool.submit(self.fetch, n)
+        self.blocks = blocks
+
+        part = blocks[number].result()[skip : skip + len(buffer)]
         buffer[: len(part)] = part
         self.at += len(part)
         return len(part)

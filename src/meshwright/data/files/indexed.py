@@ -49,7 +49,9 @@ CODES: dict[int, type[np.integer[Any]]] = {
 BLOCK = 1 << 20  # array elements read at a time, so that checks of a large file need little memory
 # up to so many sequences or documents, opening checks all: some hundredths of a second
 FULL = 1 << 22
-PROBES, PROBE = 64, 1 << 12  # in a larger file: places, spread evenly, and elements checked at each
+# In a larger file: places, spread evenly, and elements checked at each.
+PROBES = 64
+PROBE = 1 << 12
 
 
 class FileColumn:
@@ -59,15 +61,21 @@ class FileColumn:
     """
 
     def __init__(self, file: BinaryIO, dtype: npt.DTypeLike, count: int, offset: int = 0) -> None:
-        self.file, self.dtype, self.count, self.offset = file, np.dtype(dtype), count, offset
+        self.file = file
+        self.dtype = np.dtype(dtype)
+        self.count = count
+        self.offset = offset
 
     def __len__(self) -> int:
         return self.count
 
     def read(self, start: int, stop: int) -> Ints:
-        start, stop = min(start, self.count), min(stop, self.count)
+        # Clipped: beyond the last element the file goes on with the next column.
+        start = min(start, self.count)
+        stop = min(stop, self.count)
+        count = max(stop - start, 0)
         self.file.seek(self.offset + start * self.dtype.itemsize)
-        return np.fromfile(self.file, self.dtype, max(stop - start, 0))
+        return np.fromfile(self.file, self.dtype, count)
 
     def blocks(self) -> Iterator[tuple[int, Ints]]:
         """Yield the number of the first element of each block, and the block."""
@@ -79,7 +87,8 @@ class Tally:
     """The number of wrong elements, and the first of them."""
 
     def __init__(self) -> None:
-        self.count, self.first = 0, -1
+        self.count = 0
+        self.first = -1
 
     def add(self, start: int, wrong: npt.NDArray[np.bool_]) -> None:
         numbers = np.flatnonzero(wrong)
@@ -98,7 +107,10 @@ class Index:
     def __init__(self, prefix: str, idx: BinaryIO) -> None:
         self.prefix = prefix
         idx.seek(0)
-        n, m = self._read_header(idx.read(HEADER.size), os.fstat(idx.fileno()).st_size)
+        header = idx.read(HEADER.size)
+        length = os.fstat(idx.fileno()).st_size
+        n, m = self._read_header(header, length)
+        # The three arrays follow each other: n int32, n int64 and m int64.
         self.sizes = FileColumn(idx, "<i4", n, HEADER.size)
         self.pointers = FileColumn(idx, "<i8", n, HEADER.size + 4 * n)
         self.borders = FileColumn(idx, "<i8", m, HEADER.size + 12 * n)
@@ -120,6 +132,7 @@ class Index:
             raise damaged(self.prefix, f"token type code {code} is not one of {codes}")
         self.dtype = np.dtype(CODES[code]).newbyteorder("<")
         expected = HEADER.size + 12 * n + 8 * m
+        # A multimodal file has one more byte for each sequence.
         if length == expected + n and n:
             raise bad_data(
                 f"{path} is multimodal (a mode for each sequence), which cannot be read yet"
@@ -136,21 +149,29 @@ class Index:
 
         Pointers are running sums: where a length was changed, the next pointer is wrong.
         """
-        n, m, itemsize = len(self.sizes), len(self.borders), self.dtype.itemsize
-        negative, astray, misplaced = Tally(), Tally(), Tally()
+        n = len(self.sizes)
+        m = len(self.borders)
+        itemsize = self.dtype.itemsize
+        negative = Tally()
+        astray = Tally()
+        misplaced = Tally()
+        # Sequences: each range is read with the element before it, which says where it begins.
         for first, stop in ranges_to_check(n, in_full):
             before = max(first - 1, 0)
-            lengths, begins = (
-                self.sizes.read(before, stop).astype(np.int64),
-                self.pointers.read(before, stop),
-            )
+            lengths = self.sizes.read(before, stop).astype(np.int64)
+            begins = self.pointers.read(before, stop)
             sums = (begins + lengths * itemsize)[:-1]
+            if not first:
+                sums = np.append(0, sums)  # nothing is before sequence 0
             negative.add(first, lengths[first - before :] < 0)
-            astray.add(first, begins[first - before :] != (sums if first else np.append(0, sums)))
+            astray.add(first, begins[first - before :] != sums)
+
+        # Documents, in the same way.
         for first, stop in ranges_to_check(m, in_full):
             borders = self.borders.read(max(first - 1, 0), stop)
             steps = np.diff(borders) if first else np.diff(borders, prepend=0)
-            misplaced.add(first, (steps < 0) | (borders[len(borders) - len(steps) :] > n))
+            ends = borders[len(borders) - len(steps) :]
+            misplaced.add(first, (steps < 0) | (ends > n))
         yield from negative.describe("sequence", "has a length below 0", "have")
         yield from astray.describe(
             "sequence", "has a pointer that is not the sum of the lengths before it", "have"
@@ -158,24 +179,25 @@ class Index:
         yield from misplaced.describe(
             "document border", "lies before the one before it or beyond the sequences", "do"
         )
-        ends = [int(self.borders.read(k, k + 1)[0]) for k in (0, m - 1)] if m else [-1, 0]
-        if ends != [0, n]:
-            yield f"the document borders run from {ends[0]:,} to {ends[1]:,}, not from 0 to the {n:,} sequences"
+        # The borders as a whole; -1 where there is none, which is wrong too.
+        begin = int(self.borders.read(0, 1)[0]) if m else -1
+        end = int(self.borders.read(m - 1, m)[0]) if m else 0
+        if (begin, end) != (0, n):
+            yield f"the document borders run from {begin:,} to {end:,}, not from 0 to the {n:,} sequences"
 
     @property
     def described_bytes(self) -> int:
         """The length of the .bin, by the last pointer and length."""
-        last = len(self.sizes) - 1
-        columns = (self.pointers, 1), (self.sizes, self.dtype.itemsize)
-        return (
-            sum(int(column.read(last, last + 1)[0]) * factor for column, factor in columns)
-            if last >= 0
-            else 0
-        )
+        n = len(self.sizes)
+        if not n:
+            return 0
+        pointer = int(self.pointers.read(n - 1, n)[0])
+        return pointer + int(self.sizes.read(n - 1, n)[0]) * self.dtype.itemsize
 
     def length_fault(self, actual: int) -> str:
         """Return what is wrong with a .bin of this length, or ""."""
-        if actual == (described := self.described_bytes):
+        described = self.described_bytes
+        if actual == described:
             return ""
         why = "one of the two is cut short or belongs to other data"
         return (
@@ -184,20 +206,25 @@ class Index:
 
     def document_ends(self) -> Iterator[Ints]:
         """Yield blocks of the ends, in tokens, of the documents that have a token."""
-        itemsize, n, previous = self.dtype.itemsize, len(self.sizes), 0
+        itemsize = self.dtype.itemsize
+        n = len(self.sizes)
+        previous = 0
         for start in range(1, len(self.borders), BLOCK):
             borders = self.borders.read(start, start + BLOCK)
             done = 0
             while done < len(borders):
+                # As many documents as lie within BLOCK sequences, which bounds the memory.
                 first = int(borders[done])
                 stop = done + int(np.searchsorted(borders[done:], first + BLOCK))
                 last = int(borders[stop - 1])
                 pointers = self.pointers.read(first, last + 1) // itemsize
-                if last == n:
+                if last == n:  # no sequence begins at the end of the file
                     pointers = np.append(pointers, self.described_bytes // itemsize)
                 ends = pointers[borders[done:stop] - first]
+                # A document without a token ends where the one before it does.
                 yield ends[np.diff(ends, prepend=previous) > 0]
-                previous, done = int(ends[-1]), stop
+                previous = int(ends[-1])
+                done = stop
 
 
 class Indexed:
@@ -212,24 +239,28 @@ class Indexed:
         # Opened before the files are mapped: `need` then sees if they are replaced meanwhile.
         self.copy = copies.sparse_copy(f"{self.prefix}.bin")
         self.is_sparse = self.copy is not None
-        maps = {
-            f"{self.prefix}{ending}": map_file(f"{self.prefix}{ending}")
-            for ending in (".idx", ".bin")
-        }
-        idx, tokens = maps.values()
-        with open(f"{self.prefix}.idx", "rb") as file:
+        idx_path = f"{self.prefix}.idx"
+        bin_path = f"{self.prefix}.bin"
+        idx = map_file(idx_path)
+        tokens = map_file(bin_path)
+
+        # Checked through the file and not through the map, whose pages would stay resident.
+        with open(idx_path, "rb") as file:
             index = Index(self.prefix, file)
             if fault := next(index.faults(in_full), ""):
                 raise damaged(self.prefix, fault)
             if fault := index.length_fault(len(tokens)):
                 raise bad_data(f"{fault}; preprocess again")
+
+        # Views of the maps; nothing is copied.
         self.dtype = index.dtype
         self.sizes, self.pointers, self.doc_idx = (
             np.frombuffer(idx, column.dtype, len(column), column.offset)
             for column in (index.sizes, index.pointers, index.borders)
         )
         self.tokens = np.frombuffer(tokens, self.dtype)
-        self.maps = {path: mapped for path, mapped in maps.items() if isinstance(mapped, mmap.mmap)}
+        both = {idx_path: idx, bin_path: tokens}
+        self.maps = {path: mapped for path, mapped in both.items() if isinstance(mapped, mmap.mmap)}
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -242,14 +273,17 @@ class Indexed:
 
     def tokens_of(self, first: int, stop: int) -> int:
         """Return the number of tokens in sequences [first, stop), without a look at each."""
-        begin, end = (
-            int(self.pointers[i]) if i < len(self) else self.tokens.nbytes
-            for i in (first, max(first, stop))
-        )
-        return (end - begin) // self.dtype.itemsize
+        if stop <= first:
+            return 0
+        begin = self._offset(first)
+        return (self._offset(stop) - begin) // self.dtype.itemsize
+
+    def _offset(self, sequence: int) -> int:
+        """Return the byte of the .bin at which a sequence begins, or the last one ends."""
+        return int(self.pointers[sequence]) if sequence < len(self) else self.tokens.nbytes
 
     def document(self, number: int) -> Ints:
-        first, end = (int(border) for border in self.doc_idx[number : number + 2])
+        first, end = self.doc_idx[number : number + 2].tolist()
         start = self.tokens_of(0, first)
         stop = start + self.tokens_of(first, end)
         self.need([(start, stop)])
@@ -268,8 +302,12 @@ def damaged(prefix: str, what: str) -> UserError:
 def ranges_to_check(length: int, in_full: bool) -> list[tuple[int, int]]:
     """Return the ranges to check: all, in blocks, or some."""
     if in_full or length <= FULL:
-        return [(first, min(first + BLOCK, length)) for first in range(0, length, BLOCK)]
-    return [(first, min(first + PROBE, length)) for first in probes(length)]
+        size = BLOCK
+        begins: Iterable[int] = range(0, length, BLOCK)
+    else:
+        size = PROBE
+        begins = probes(length)
+    return [(first, min(first + size, length)) for first in begins]
 
 
 def probes(length: int) -> list[int]:
@@ -289,8 +327,11 @@ def fingerprint(prefix: str | Path) -> str:
 
 def content_sample(prefix: str | Path) -> str:
     """Return a hash of 16 blocks of the .bin, which tells it from others of the same lengths."""
-    path, size, count = f"{prefix}.bin", 1 << 14, 16
-    copies.need(path, files.sample_ranges(os.path.getsize(path), size, count))
+    path = f"{prefix}.bin"
+    size = 1 << 14
+    count = 16
+    ranges = files.sample_ranges(os.path.getsize(path), size, count)
+    copies.need(path, ranges)
     return files.sample(path, size, count)
 
 
@@ -298,16 +339,18 @@ def check_vocabulary(indexed: Indexed, vocab_size: int) -> None:
     """Refuse data of another vocabulary early, by some of its ids; the loader checks all."""
     with open(f"{indexed.prefix}.bin", "rb") as file:
         ids = FileColumn(file, indexed.dtype, len(indexed.tokens))
-        indexed.need((start, start + PROBE) for start in probes(len(ids)))
-        for start in probes(len(ids)):
+        starts = probes(len(ids))
+        indexed.need((start, start + PROBE) for start in starts)
+        for start in starts:
             tokens = ids.read(start, start + PROBE)
             wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
-            if len(wrong):
-                token = start + int(wrong[0])
-                raise bad_data(
-                    f"{indexed.prefix}.bin has id {indexed.tokens[token]} in document {indexed.sequence_at(token)}, "
-                    f"but the tokenizer's ids are 0 ... {vocab_size - 1}; the data was made with another tokenizer"
-                )
+            if not len(wrong):
+                continue
+            token = start + int(wrong[0])
+            raise bad_data(
+                f"{indexed.prefix}.bin has id {indexed.tokens[token]} in document {indexed.sequence_at(token)}, "
+                f"but the tokenizer's ids are 0 ... {vocab_size - 1}; the data was made with another tokenizer"
+            )
 
 
 def map_file(path: str) -> bytes | mmap.mmap:

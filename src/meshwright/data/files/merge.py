@@ -54,7 +54,8 @@ def find_pairs(folder: str, output_prefix: str) -> list[str]:
             f"{{input={folder}}} is not a folder; give the one that holds the .bin/.idx files",
             BAD_DATA,
         )
-    indices, tokens = ({path.stem for path in root.glob(f"*{end}")} for end in (".idx", ".bin"))
+    indices = {path.stem for path in root.glob("*.idx")}
+    tokens = {path.stem for path in root.glob("*.bin")}
     lone = sorted(indices ^ tokens)
     if lone:
         what = ".idx without a .bin" if lone[0] in indices else ".bin without an .idx"
@@ -151,7 +152,8 @@ def measure_pair(prefix: str) -> Shard:
 
 def append_index(writer: Writer, shard: Shard) -> int:
     """Append lengths and document borders; return the byte where the shard's tokens belong."""
-    before, nothing = writer.sequences, np.zeros(0, np.int64)
+    before = writer.sequences
+    nothing = np.zeros(0, np.int64)
     place = writer.reserve(shard.tokens, nothing, nothing)
     with open(f"{shard.prefix}.idx", "rb") as idx:
         index = Index(shard.prefix, idx)
@@ -178,7 +180,8 @@ def copy_tokens(
     prefix: str, target: int, place: int, size: int, advance: Callable[[int], None]
 ) -> None:
     with open(f"{prefix}.bin", "rb") as source:
-        done, by_kernel = 0, hasattr(os, "copy_file_range")
+        done = 0
+        by_kernel = hasattr(os, "copy_file_range")
         while done < size:
             copied = 0
             if by_kernel:
@@ -190,9 +193,8 @@ def copy_tokens(
                         raise
                 by_kernel = copied > 0  # some network disks return 0
             if not by_kernel:
-                copied = os.pwrite(
-                    target, os.pread(source.fileno(), min(BLOCK, size - done), done), place + done
-                )
+                data = os.pread(source.fileno(), min(BLOCK, size - done), done)
+                copied = os.pwrite(target, data, place + done)
             if not copied:
                 raise bad_data(f"{prefix}.bin has become shorter: {done:,} of {size:,} bytes")
             done += copied
@@ -201,11 +203,11 @@ def copy_tokens(
 
 def check_result(shards: list[Shard], output_prefix: str) -> None:
     """Open the merged pair, and compare the first and last tokens of each shard."""
-    merged, place = measure_pair(output_prefix), 0
-    if (merged.sequences, merged.documents) != (
-        sum(s.sequences for s in shards),
-        sum(s.documents for s in shards),
-    ):
+    merged = measure_pair(output_prefix)
+    place = 0
+    sequences = sum(shard.sequences for shard in shards)
+    documents = sum(shard.documents for shard in shards)
+    if (merged.sequences, merged.documents) != (sequences, documents):
         wrong = f"{output_prefix}.idx holds {merged.sequences:,} sequences, not those of its parts"
         raise UserError(f"{wrong}: merge again", IO)
     with open(f"{output_prefix}.bin", "rb") as target:
@@ -215,9 +217,9 @@ def check_result(shards: list[Shard], output_prefix: str) -> None:
                 tokens = FileColumn(source, shard.dtype, shard.tokens)
                 for start in {0, max(shard.tokens - PROBE_TOKENS, 0)}:
                     stop = min(start + PROBE_TOKENS, shard.tokens)
-                    if not np.array_equal(
-                        tokens.read(start, stop), result.read(place + start, place + stop)
-                    ):
+                    expected = tokens.read(start, stop)
+                    written = result.read(place + start, place + stop)
+                    if not np.array_equal(expected, written):
                         raise UserError(
                             f"{output_prefix}.bin differs from {shard.prefix}.bin at token {place + start:,}: "
                             "the disk or another program that writes there is at fault; merge again",

@@ -47,11 +47,12 @@ class Findings:
     sha256: dict[str, str] = field(default_factory=dict)  # path: digest
 
     def line(self, speed: str) -> str:
-        sums = ", ".join(f"crc32 of {part} {crc}" for part, crc in self.crc32.items())
-        return (
-            f"{self.prefix}: intact: {self.documents:,} documents, {self.sequences:,} sequences, "
-            f"{self.tokens:,} tokens ({self.dtype}), {self.with_eod}{sums}, {speed}"
+        counts = (
+            f"{self.documents:,} documents, {self.sequences:,} sequences, "
+            f"{self.tokens:,} tokens ({self.dtype})"
         )
+        sums = ", ".join(f"crc32 of {part} {crc}" for part, crc in self.crc32.items())
+        return f"{self.prefix}: intact: {counts}, {self.with_eod}{sums}, {speed}"
 
 
 def check_pair(
@@ -80,7 +81,8 @@ def check_pair(
         with open(f"{prefix}.idx", "rb") as idx:
             digest(idx)
             index = Index(prefix, idx)
-            findings.dtype, findings.sequences = index.dtype.name, len(index.sizes)
+            findings.dtype = index.dtype.name
+            findings.sequences = len(index.sizes)
             findings.documents = max(len(index.borders) - 1, 0)
             findings.problems += [f"{prefix}.idx: {fault}" for fault in index.faults()]
             is_sound = not findings.problems
@@ -88,11 +90,8 @@ def check_pair(
             with open(f"{prefix}.bin", "rb") as file:
                 check_tokens(file, index, is_sound, vocab_size, eod, findings, digest)
     except FileNotFoundError as error:
-        hint = (
-            ""
-            if Path(f"{prefix}.bin").exists() or Path(f"{prefix}.idx").exists()
-            else near_prefix(prefix)
-        )
+        has_one = Path(f"{prefix}.bin").exists() or Path(f"{prefix}.idx").exists()
+        hint = "" if has_one else near_prefix(prefix)
         findings.problems.append(f"{error.filename} does not exist{hint}")
     except OSError as error:
         findings.problems.append(
@@ -119,29 +118,34 @@ def check_tokens(
     if is_sound and (fault := index.length_fault(findings.bytes)):
         findings.problems.append(find_uncounted_ends(index, tokens, findings, eod) or fault)
         is_sound = False
-    strange, last = Tally(), Counter[int]()
+    strange = Tally()
+    last = Counter[int]()
     ends = index.document_ends() if is_sound else iter(())
     pending = np.zeros(0, np.int64)
 
     def inspect(begin: int, block: bytes) -> None:
         nonlocal pending
-        start, ids = begin // itemsize, np.frombuffer(block, index.dtype, len(block) // itemsize)
+        start = begin // itemsize
+        ids = np.frombuffer(block, index.dtype, len(block) // itemsize)
+        stop = start + len(ids)
         strange.add(start, (ids < 0) | (ids >= vocab if vocab else False))
-        while (not len(pending) or pending[-1] <= start + len(ids)) and (
-            more := next(ends, None)
-        ) is not None:
+
+        # The last ids of the documents that end in this block; `pending` holds ends to come.
+        while not len(pending) or pending[-1] <= stop:
+            more = next(ends, None)
+            if more is None:
+                break
             pending = np.concatenate([pending, more])
-        in_block = int(np.searchsorted(pending, start + len(ids), side="right"))
-        last.update(ids[pending[:in_block] - 1 - start].tolist())
+        in_block = int(np.searchsorted(pending, stop, side="right"))
+        places = pending[:in_block] - 1 - start
+        last.update(ids[places].tolist())
         pending = pending[in_block:]
 
     digest(file, inspect)
     if strange.count:
-        where = (
-            f", in sequence {Indexed(findings.prefix).sequence_at(strange.first):,}"
-            if is_sound
-            else ""
-        )
+        where = ""
+        if is_sound:
+            where = f", in sequence {Indexed(findings.prefix).sequence_at(strange.first):,}"
         token = int(tokens.read(strange.first, strange.first + 1)[0])
         allowed = f"0 ... {vocab - 1}, the tokenizer's" if vocab else "0 and above"
         findings.problems.append(
@@ -230,15 +234,12 @@ def compare_checksums(path: Path, findings: Findings) -> None:
 
 def write_checksums(path: Path, digests: dict[str, str]) -> None:
     folder = path.parent.resolve()
-    names = {name: Path(name).resolve() for name in digests}
     with writing(path, "--checksums"), replacing(path, typed=True) as file:
         for name, digest in digests.items():
-            below = (
-                names[name].relative_to(folder)
-                if names[name].is_relative_to(folder)
-                else names[name]
-            )
-            file.write(f"{digest}  {below}\n".encode())
+            listed = Path(name).resolve()
+            if listed.is_relative_to(folder):  # so that both can be moved together
+                listed = listed.relative_to(folder)
+            file.write(f"{digest}  {listed}\n".encode())
 
 
 def damaged_caches(folder: Path) -> tuple[int, list[str]]:
@@ -262,20 +263,21 @@ def verify_pairs(prefixes: list[str], t: TokenizerFlags, checksums: Path | None)
     `checksums` is compared if it exists, otherwise written once everything is intact.
     """
     compares = checksums is not None and checksums.exists()
-    problems, digests = 0, dict[str, str]()
+    problems = 0
+    digests = dict[str, str]()
     for prefix in prefixes:
-        clock, size = (
-            Clock(),
-            sum(p.stat().st_size for e in (".idx", ".bin") if (p := Path(prefix + e)).is_file()),
-        )
+        clock = Clock()
+        size = 0
+        for file in (Path(f"{prefix}.idx"), Path(f"{prefix}.bin")):
+            if file.is_file():
+                size += file.stat().st_size
         with progress_bar(Path(prefix).name, size) as advance:
             try:
-                tokenizer, wrong = (
-                    tokenizers.resolve_for_data(t, tokenizers.find_of_data([prefix])),
-                    list[str](),
-                )
+                tokenizer = tokenizers.resolve_for_data(t, tokenizers.find_of_data([prefix]))
+                wrong = list[str]()
             except UserError as error:
-                tokenizer, wrong = None, [str(error)]
+                tokenizer = None
+                wrong = [str(error)]
             vocab, eod = (tokenizer.size, tokenizer.eod) if tokenizer else (t.vocab_size, None)
             findings = check_pair(prefix, vocab, eod, checksums is not None, advance)
             findings.problems += wrong
@@ -286,19 +288,17 @@ def verify_pairs(prefixes: list[str], t: TokenizerFlags, checksums: Path | None)
         print("\n".join(findings.problems) or findings.line(clock.speed(size)), flush=True)
         problems += len(findings.problems)
         digests |= findings.sha256
+    # The index caches of their folders, each once.
     for folder in dict.fromkeys(Path(prefix).parent for prefix in prefixes):
         count, damaged = damaged_caches(folder)
         problems += len(damaged)
-        for line in damaged or (
-            [f"{folder / 'index-cache'}: intact: {count} entries"] if count else []
-        ):
+        if count and not damaged:
+            print(f"{folder / 'index-cache'}: intact: {count} entries")
+        for line in damaged:
             print(line)
     if problems:
         raise bad_data(f"{problems} problem{'s' * (problems > 1)}, listed above")
     if checksums and not compares:
         write_checksums(checksums, digests)
-        print(
-            fit(
-                f"wrote {checksums}: the SHA-256 of {len(digests)} files, which `sha256sum -c` reads too"
-            )
-        )
+        line = f"wrote {checksums}: the SHA-256 of {len(digests)} files, which `sha256sum -c` reads too"
+        print(fit(line))

@@ -52,7 +52,8 @@ class Writer:
         self, prefix: str | Path, dtype: npt.DTypeLike, begun: Sequence[int] | None = None
     ) -> None:
         """`begun`: tokens, sequences and documents to keep of an interrupted writer's parts."""
-        self.prefix, self.dtype = str(prefix), np.dtype(dtype)
+        self.prefix = str(prefix)
+        self.dtype = np.dtype(dtype)
         self.tokens, self.sequences, self.documents = begun or (0, 0, 0)
         self.is_finished = False
         self.is_kept = False  # after an error, keep the parts for another writer to continue
@@ -71,14 +72,12 @@ class Writer:
 
     def add(self, ids: Sequence[int] | npt.NDArray[Any]) -> None:
         """Append one sequence to the current document."""
-        self.append(
-            np.asarray(ids, dtype=self.dtype), np.array([len(ids)], np.int32), np.zeros(0, np.int64)
-        )
+        tokens = np.asarray(ids, dtype=self.dtype)
+        self.append(tokens, np.array([len(ids)], np.int32), np.zeros(0, np.int64))
 
     def end_document(self) -> None:
-        self.append(
-            np.zeros(0, self.dtype), np.zeros(0, np.int32), np.array([self.sequences], np.int64)
-        )
+        end = np.array([self.sequences], np.int64)
+        self.append(np.zeros(0, self.dtype), np.zeros(0, np.int32), end)
 
     def append(
         self, tokens: npt.NDArray[Any], sizes: npt.NDArray[Any], ends: npt.NDArray[Any]
@@ -161,11 +160,15 @@ class Writer:
 
 def publish(prefix: str, dtype: np.dtype[Any]) -> None:
     """Turn complete `.tmp` parts into the pair of files."""
-    write_index(f"{prefix}.idx.tmp", dtype, f"{prefix}.sizes.tmp", f"{prefix}.docs.tmp")
+    tokens = f"{prefix}.bin"
+    index = f"{prefix}.idx"
+    write_index(f"{index}.tmp", dtype, f"{prefix}.sizes.tmp", f"{prefix}.docs.tmp")
     sync(f"{prefix}.bin.tmp")
-    Path(f"{prefix}.idx").unlink(missing_ok=True)
-    os.replace(f"{prefix}.bin.tmp", f"{prefix}.bin")
-    os.replace(f"{prefix}.idx.tmp", f"{prefix}.idx")
+    # The old index goes first and the new one comes last: at no moment is there a pair of which
+    # one file is of other data.
+    Path(index).unlink(missing_ok=True)
+    os.replace(f"{tokens}.tmp", tokens)
+    os.replace(f"{index}.tmp", index)
     sync(Path(prefix).parent)
     clear(prefix)
 
@@ -179,7 +182,8 @@ def write_index(
     path: str | Path, dtype: np.dtype[Any], sizes_path: str | Path, ends_path: str | Path
 ) -> None:
     """Write the .idx for the lengths and document ends in two files, block by block."""
-    n, m = os.path.getsize(sizes_path) // 4, os.path.getsize(ends_path) // 8
+    n = os.path.getsize(sizes_path) // 4
+    m = os.path.getsize(ends_path) // 8
     code = next(code for code, code_dtype in CODES.items() if code_dtype == dtype)
     with (
         open(path, "wb", buffering=1 << 20, opener=own_file) as idx,
@@ -190,13 +194,17 @@ def write_index(
         idx.write(HEADER.pack(MAGIC, 1, code, n, m + 1))
         for _, block in sizes.blocks():
             idx.write(block.data)
+
+        # The byte at which each sequence begins: where it ends, less its length.
         position = 0
         for _, block in sizes.blocks():
-            sums = position + np.cumsum(block, dtype=np.int64) * dtype.itemsize
-            idx.write(
-                (sums - block.astype(np.int64) * dtype.itemsize).astype("<i8", copy=False).data
-            )
-            position = int(sums[-1])
+            lengths_in_bytes = block.astype(np.int64) * dtype.itemsize
+            stops = position + np.cumsum(lengths_in_bytes)
+            pointers = stops - lengths_in_bytes
+            idx.write(pointers.astype("<i8", copy=False).data)
+            position = int(stops[-1])
+
+        # The document index begins with 0.
         idx.write(np.zeros(1, "<i8").data)
         for _, block in FileColumn(ends, "<i8", m).blocks():
             idx.write(block.data)

@@ -62,7 +62,9 @@ class _Packed:
     """
 
     def __init__(self, stream: BinaryIO) -> None:
-        self.stream, self.left, self.ends = stream, HEADER, 0
+        self.stream = stream
+        self.left = HEADER
+        self.ends = 0
 
     def read(self, size: int) -> bytes:
         data = self.stream.read(size)
@@ -134,12 +136,13 @@ def zip_members(file: BinaryIO) -> Iterator[Member]:
     """Yield the unpacked files of a zip archive, or their damage, as `members` does."""
     with zipfile.ZipFile(file) as archive:
         for member in archive.infolist():
-            if not member.is_dir():
-                try:
-                    with archive.open(member) as opened:
-                        yield from _member(member.filename, buffered(_zipped(opened)))
-                except (*DAMAGES, RuntimeError) as error:  # encrypted, or packed in another way
-                    yield member.filename, DamagedInput(str(error))
+            if member.is_dir():
+                continue
+            try:
+                with archive.open(member) as opened:
+                    yield from _member(member.filename, buffered(_zipped(opened)))
+            except (*DAMAGES, RuntimeError) as error:  # encrypted, or packed in another way
+                yield member.filename, DamagedInput(str(error))
 
 
 def _zipped(opened: Any) -> Iterator[bytes]:

@@ -54,16 +54,20 @@ def mark_broken(error: UnicodeError) -> tuple[str, int]:
     """
     assert isinstance(error, UnicodeDecodeError)
     byte = error.object[error.start]
-    return bytes((0xF0, 0x90 + (byte >> 6), 0x80 + (byte & 0x3F))).decode(
-        "ascii", "surrogateescape"
-    ), error.end
+    # The byte's two high bits go into the second byte, the six others into the third.
+    mark = bytes((0xF0, 0x90 + (byte >> 6), 0x80 + (byte & 0x3F)))
+    return mark.decode("ascii", "surrogateescape"), error.end
 
 
 def broken_byte(error: UnicodeDecodeError) -> int | None:
     """Return the byte that a mark stands for, None for a byte of a text that was read as UTF-8."""
     mark = error.object[error.start : error.end]
-    is_mark = len(mark) == 3 and mark[0] == 0xF0 and mark[1] < 0x94
-    return ((mark[1] - 0x90) << 6) + (mark[2] & 0x3F) if is_mark else None
+    if len(mark) != 3:
+        return None
+    lead, high, low = mark
+    if lead != 0xF0 or high >= 0x94:
+        return None
+    return ((high - 0x90) << 6) + (low & 0x3F)
 
 
 codecs.register_error("meshwright-broken", mark_broken)
@@ -74,12 +78,17 @@ def codec_of(start: bytes, given: str = "") -> str:
 
     It is the `given` one, unless the bytes show another.
     """
-    mark = next((codec for mark, codec in MARKS.items() if start.startswith(mark)), "")
-    if mark or not given or start.startswith(BOM):
-        return mark
+    for mark, codec in MARKS.items():
+        if start.startswith(mark):
+            return codec
+    if not given or start.startswith(BOM):
+        return ""
     codec = text_codec(given)
-    codec = LARGER[codec] if codec in OF_GB18030 else codec
-    return "" if codec == "utf-8" or (not start.isascii() and is_utf8(start)) else codec
+    if codec in OF_GB18030:
+        codec = LARGER[codec]
+    # In other charsets hardly any text happens to be valid UTF-8.
+    shows_utf8 = not start.isascii() and is_utf8(start)
+    return "" if codec == "utf-8" or shows_utf8 else codec
 
 
 def is_utf8(start: bytes) -> bool:
@@ -93,12 +102,14 @@ def is_utf8(start: bytes) -> bool:
 
 def why_binary(content: bytes) -> str:
     """Return what shows that a file is no text in any encoding that is read, "" if nothing does."""
-    if (at := content.find(b"\0")) >= 0:
+    at = content.find(b"\0")
+    if at >= 0:
         return f"NUL byte at {at}"
     sample = content[:SAMPLE]
     number = len(CONTROL.findall(sample))
-    is_much = number > LEAST_CONTROL * len(sample) and not is_utf8(sample)
-    return f"{number:,} control characters in {len(sample):,} bytes" if is_much else ""
+    if number <= LEAST_CONTROL * len(sample) or is_utf8(sample):
+        return ""
+    return f"{number:,} control characters in {len(sample):,} bytes"
 
 
 def is_decoded(text: bytes) -> bool:
@@ -111,8 +122,13 @@ def declared_codec(page: bytes) -> str:
 
     A declaration in ASCII cannot be one of UTF-16.
     """
-    declared = None if page.startswith(BOM) else CHARSET.search(page[:DECLARED])
-    codec = text_codec((declared[1] or declared[2]).decode()) if declared else ""
+    if page.startswith(BOM):
+        return ""
+    declared = CHARSET.search(page[:DECLARED])
+    if declared is None:
+        return ""
+    name = declared[1] or declared[2]
+    codec = text_codec(name.decode())
     return "" if codec.startswith("utf") else LARGER.get(codec, codec)
 
 
@@ -134,14 +150,19 @@ def to_utf8(content: bytes, codec: str) -> bytes:
 
 def guess(content: bytes) -> str:
     """Return the encoding that a text seems to be in, "" if it is not clear."""
+    # More characters than bad bytes: UTF-8 that is damaged.
     sample = content[:SAMPLE]
     valid = sum(not c.isascii() for c in sample.decode("utf-8", "ignore"))
-    if valid >= sample.decode("utf-8", "replace").count("\ufffd"):
-        return ""  # UTF-8 with some bad bytes
+    bad = sample.decode("utf-8", "replace").count("\ufffd")
+    if valid >= bad:
+        return ""
+
+    # Chinese, by its frequent characters.
     shares = {name: _share_of_common(sample, name) for name in ("gb18030", "big5")}
     best = max(shares, key=lambda name: shares[name])
     if shares[best] >= LEAST_COMMON:
         return best
+    # A language of Latin letters, where those with accents mostly stand alone among ASCII.
     high = len(re.findall(rb"[\x80-\xff]", sample))
     alone = len(re.findall(rb"(?<=[\0-\x7f])[\x80-\xff](?=[\0-\x7f]|\Z)", sample))
     return "cp1252" if 2 * alone > high else ""
@@ -149,26 +170,28 @@ def guess(content: bytes) -> str:
 
 def count_decoded(content: bytes, *names: str) -> str:
     """Say how many of a text's first lines each of these encodings decodes."""
-    lines = content[:SAMPLE].splitlines()[: -1 if len(content) > SAMPLE else None]
-    decoded = (
-        f"{name} decodes {sum(_decodes(line, name) for line in lines):,}"
-        for name in dict.fromkeys(names)
-    )
+    lines = content[:SAMPLE].splitlines()
+    if len(content) > SAMPLE:
+        lines.pop()  # which is cut
+    decoded = []
+    for name in dict.fromkeys(names):
+        number = sum(_decodes(line, name) for line in lines)
+        decoded.append(f"{name} decodes {number:,}")
     return f"of the first {len(lines):,} lines {', '.join(decoded)}"
 
 
 def _decodes(line: bytes, name: str) -> bool:
     try:
-        return bool(line.decode(name)) or not line
+        line.decode(name)
     except UnicodeDecodeError:
         return False
+    return True
 
 
 def _share_of_common(sample: bytes, name: str) -> float:
     """Return the share of frequent Chinese characters in a sample, 0 if it has many bad bytes."""
-    wide = [
-        c for c in codecs.getincrementaldecoder(name)("replace").decode(sample) if not c.isascii()
-    ]
+    decoder = codecs.getincrementaldecoder(name)("replace")  # its last character may be cut
+    wide = [c for c in decoder.decode(sample) if not c.isascii()]
     if wide.count("\ufffd") > len(wide) // 100:
         return 0.0
     return sum(c in COMMON for c in wide) / max(len(wide), 1)
@@ -176,5 +199,7 @@ def _share_of_common(sample: bytes, name: str) -> float:
 
 def misread(start: bytes, codec: str) -> str:
     """Return the other encoding in which a text reads like Chinese, "" if it is not clear."""
-    other = guess(start) if codec in CHINESE else ""
+    if codec not in CHINESE:
+        return ""
+    other = guess(start)
     return other if other in CHINESE.values() and other != CHINESE[codec] else ""

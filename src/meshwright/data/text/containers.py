@@ -96,13 +96,15 @@ def _streams(file: BinaryIO, kind: str) -> Iterator[bytes]:
             if not packed:
                 continue
             stream = begin()
-        part, packed = packed[:SLICE], packed[SLICE:]
+        part = packed[:SLICE]
+        packed = packed[SLICE:]
         try:
             data = stream.decompress(part)
         except errors as error:
             raise DamagedInput(f"{kind}: {error}") from None
         if stream.eof:
-            stream, packed = None, memoryview(stream.unused_data + bytes(packed))
+            packed = memoryview(stream.unused_data + bytes(packed))
+            stream = None
         if data:
             yield data
     if stream is not None:
@@ -133,7 +135,8 @@ class _Chunks(io.RawIOBase):
     """Read at least HEAD bytes at once, or to the end; raise damage after all that precedes it."""
 
     def __init__(self, parts: Iterator[bytes]) -> None:
-        self.parts, self.ready = parts, memoryview(b"")
+        self.parts = parts
+        self.ready = memoryview(b"")
         self.damage: Exception | None = None
 
     def readable(self) -> bool:
@@ -143,7 +146,8 @@ class _Chunks(io.RawIOBase):
         have = 0
         while have < min(HEAD, len(buffer)) and (self.ready or self._more()):
             size = min(len(buffer) - have, len(self.ready))
-            buffer[have : have + size], self.ready = self.ready[:size], self.ready[size:]
+            buffer[have : have + size] = self.ready[:size]
+            self.ready = self.ready[size:]
             have += size
         if self.damage and not have:
             raise self.damage

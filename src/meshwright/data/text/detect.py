@@ -32,15 +32,13 @@ JSON_START = re.compile(rb"(\xef\xbb\xbf)?\s*(\{[ \t]*[\"}]|\[\s*\{)")
 SPREAD_JSON = re.compile(rb"(\xef\xbb\xbf)?\s*[\[{][ \t\r]*\n")
 
 # Readers besides the formats of many documents.
-CSV, SQLITE, PARQUET, ARROW, HUB, TAR, ZIP = (
-    "CSV",
-    "sqlite",
-    "parquet",
-    "arrow",
-    "hub",
-    "tar",
-    "zip",
-)
+CSV = "CSV"
+SQLITE = "sqlite"
+PARQUET = "parquet"
+ARROW = "arrow"
+HUB = "hub"
+TAR = "tar"
+ZIP = "zip"
 TABLES = (PARQUET, ARROW)
 
 # Where something was found: named by the user, in a folder, or in an archive.
@@ -72,7 +70,8 @@ def look_into(file: BinaryIO) -> tuple[Start, BinaryIO]:
     outer = containers.kind_of_bytes(containers.peek(file))
     stream = containers.unpacked(file)
     content = containers.peek(stream)
-    return Start(outer, containers.kind_of_bytes(content) if content else None, content), stream
+    inner = containers.kind_of_bytes(content) if content else None
+    return Start(outer, inner, content), stream
 
 
 def look_at(file: BinaryIO) -> Start:
@@ -88,7 +87,8 @@ def detect(
     path: str, start: Start, given: TextInputs, origin: Origin, is_pipe: bool = False
 ) -> Detected | Rejected:
     """Return what a file or a pipe is, or why it is passed over; raise if it was named."""
-    suffix, place = folders.suffix_of(path), TextPlace(path)
+    suffix = folders.suffix_of(path)
+    place = TextPlace(path)
     is_chosen = origin == "named" or bool(given.include) or folders.is_known(suffix)
 
     # Files that are no text.
@@ -97,21 +97,23 @@ def detect(
     if is_chosen and (found := _of_bytes(path, start, origin, is_pipe)):
         return found
     if start.outer == "sqlite":
-        can_read = origin == "named" or given.table
-        return (
-            Detected(SQLITE)
-            if can_read
-            else Rejected("SQLite databases, which need --table", place, is_error=False)
-        )
+        if origin == "named" or given.table:
+            return Detected(SQLITE)
+        return Rejected("SQLite databases, which need --table", place, is_error=False)
 
     # Text: its charset, then its format.
-    codec = charset_of(path, start.content, given.encoding) if start.inner is None else ""
+    codec = ""
+    reader = TEXT
     head = start.content[: containers.HEAD] if start.is_packed else start.content
-    head = charsets.to_utf8(head, codec)
-    reader = reader_of(path, head, given.json_keys, origin) if start.inner is None else TEXT
+    if start.inner is None:
+        codec = charset_of(path, start.content, given.encoding)
+        head = charsets.to_utf8(head, codec)
+        reader = reader_of(path, head, given.json_keys, origin)
     found = Detected(reader, codec, start.is_packed)
     if reader in (CSV, JSONL):
         return found
+
+    # In a folder it must look like text, and a named one is looked at before the work begins.
     if not is_chosen:
         return Rejected(folders.OTHER_SUFFIX + (suffix or "no suffix"), place, is_error=False)
     if reader in (TEXT, PAGE):
@@ -180,10 +182,11 @@ def is_json_lines(start: bytes, keys: Sequence[str]) -> bool:
     if not JSON_START.match(start):
         return False
     line, feed, _ = start.removeprefix(charsets.BOM).lstrip().partition(b"\n")
-    if not feed and len(start) in (containers.START, containers.HEAD):
-        return (
-            all(json.dumps(key).encode() in line for key in keys) or len(start) < containers.START
-        )
+    # The line goes on beyond what was read; of HEAD bytes it may have the keys later.
+    if not feed and len(start) == containers.HEAD:
+        return True
+    if not feed and len(start) == containers.START:
+        return all(json.dumps(key).encode() in line for key in keys)
     try:
         record = json.loads(line)
     except ValueError:
@@ -200,7 +203,8 @@ def a_pdf(path: str) -> UserError:
 
 def _of_bytes(path: str, start: Start, origin: Origin, is_pipe: bool) -> Detected | Rejected | None:
     """Return what the first bytes show alone: tables and archives, and what no stream may hold."""
-    outer, inner = start.outer, start.inner
+    outer = start.outer
+    inner = start.inner
     if inner == "tar":
         return Detected(TAR, is_packed=start.is_packed)
     if not start.is_packed and not is_pipe:
@@ -215,13 +219,11 @@ def _of_bytes(path: str, start: Start, origin: Origin, is_pipe: bool) -> Detecte
         raise bad_data(f"--input {path} is a table ({inner}) in a stream: give it as a plain file")
     if inner in (*TABLES, SQLITE):
         return Rejected(BINARY, TextPlace(path), is_error=False)
-    if inner == "pdf" and origin == "named":
+    if inner != "pdf":
+        return None
+    if origin == "named":
         raise a_pdf(path)
-    return (
-        Rejected(folders.PDF, TextPlace(path), is_error=False)
-        if inner == "pdf" and start.is_packed
-        else None
-    )
+    return Rejected(folders.PDF, TextPlace(path), is_error=False) if start.is_packed else None
 
 
 def _refuse_text(
@@ -244,11 +246,14 @@ def _refuse_text(
 
 def _refuse_json(place: TextPlace, head: bytes, keys: Sequence[str]) -> Rejected:
     """Say why a .json file is passed over, which may hold JSON lines without the key."""
-    line = head.removeprefix(charsets.BOM).lstrip().partition(b"\n")[0]
+    line, _, _ = head.removeprefix(charsets.BOM).lstrip().partition(b"\n")
     record = jsonl.parse_line(memoryview(line), keys, place)
+    reason = "not JSON lines"
+    cure = ""
     if isinstance(record, Rejected) and record.reason.startswith("no key"):
-        return Rejected(f"JSON lines with {record.reason}", place, cure=record.cure, is_error=False)
-    return Rejected("not JSON lines", place, is_error=False)
+        reason = f"JSON lines with {record.reason}"
+        cure = record.cure
+    return Rejected(reason, place, cure=cure, is_error=False)
 
 
 def _require_text(path: str, head: bytes) -> None:

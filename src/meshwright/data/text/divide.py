@@ -71,7 +71,8 @@ class Division:
 
     def __init__(self, end: re.Pattern[bytes], last_end: re.Pattern[bytes], margin: int) -> None:
         # The end of a document with its line feed, and also at the end of a file.
-        self.end, self.at_end = end, last_end
+        self.end = end
+        self.at_end = last_end
         # The most bytes of such a line, with the line feed before it.
         self.margin = margin
 
@@ -110,10 +111,13 @@ LINES = LineFeeds()
 @functools.cache
 def by_separator(separator: str) -> Division:
     """Return the division by lines that consist of the separator."""
-    line = rb"^" + re.escape(separator.encode()) + rb"\r?"
+    content = separator.encode()
+    line = rb"^" + re.escape(content) + rb"\r?"
     end = re.compile(line + rb"\n", re.MULTILINE)
     at_end = re.compile(line + rb"(?:\n|\Z)", re.MULTILINE)
-    return Division(end, at_end, len(separator.encode()) + 3)
+    # With the line feed before it, and the two characters that may end it.
+    margin = len(content) + 3
+    return Division(end, at_end, margin)
 
 
 def read_range(path: str, begin: int, end: int, division: Division, is_named: bool = True) -> Slice:
@@ -132,9 +136,9 @@ def read_range(path: str, begin: int, end: int, division: Division, is_named: bo
                 )
 
             # The first document begins behind the end of one, or at the beginning of the file.
-            first = (
-                division.next_end(data, begin - start) if begin else len(BOM) * data.startswith(BOM)
-            )
+            first = len(BOM) * data.startswith(BOM)
+            if begin:
+                first = division.next_end(data, begin - start)
             if first >= size or (begin and not first):
                 return Slice(path, byte=begin, is_named=is_named, is_range=True)  # none begins here
 
@@ -146,7 +150,8 @@ def read_range(path: str, begin: int, end: int, division: Division, is_named: bo
                 stop = division.next_end(data, max(size, searched))
                 # only the last document can be so long
                 if (stop or len(data)) - size > limits.LONGEST:
-                    stop, lacking = max(first, division.last_end(data[:size])), True
+                    stop = max(first, division.last_end(data[:size]))
+                    lacking = True
                     break
     except OSError as error:
         raise UserError(
@@ -177,7 +182,11 @@ def cut_stream(
     its place.
     """
     # `end`: of the last complete document; `searched`: the beginning of the unfinished line.
-    unread, end, searched, here, long = bytearray(), 0, 0, stream, False
+    unread = bytearray()
+    end = 0
+    searched = 0
+    here = stream
+    long = False
 
     def take(count: int) -> Slice:
         nonlocal here
@@ -205,7 +214,9 @@ def cut_stream(
                     forget(unread.rfind(b"\n") + 1)
                     continue
                 take(behind)
-                long, before, searched = False, 0, 0
+                long = False
+                before = 0
+                searched = 0
 
             # If no line ends in the chunk, no document does; looking again would take n * n.
             if (feed := unread.rfind(b"\n", before)) >= 0:
@@ -213,11 +224,13 @@ def cut_stream(
                 searched = max(end, feed + 1)
             if end and len(unread) >= size:
                 yield take(end)
-                end, searched = 0, searched - end
+                searched -= end
+                end = 0
             if len(unread) > limits.LONGEST:
                 yield here._replace(lacking=True)
                 forget(searched)
-                long, searched = True, 0
+                long = True
+                searched = 0
     except DAMAGES:
         if end:
             yield take(end)

@@ -62,18 +62,17 @@ class Encoder:
         sentences: Callable[[str], list[str]] | None = None,
         longest: int | None = None,
     ) -> None:
-        self.encode, self.options, self.dtype, self.longest = (
-            encode,
-            options,
-            np.dtype(dtype),
-            longest,
-        )
+        self.encode = encode
+        self.options = options
+        self.dtype = np.dtype(dtype)
+        self.longest = longest
         self.sentences = sentences or (lambda text: [text])
         self.end = None if eod is None else np.array([eod], np.uint32)
 
     def __call__(self, piece: Piece, stop: bool = False) -> tuple[Encoded, list[Array]]:
         """Return counts and each key's tokens; with `stop`, up to the first error."""
-        encoded, columns = Encoded(), [_Column(self.end) for _ in self.options.keys]
+        encoded = Encoded()
+        columns = [_Column(self.end) for _ in self.options.keys]
         for part in piece.parts:
             size = part.size
             for record in part.read(self.options):
@@ -83,9 +82,8 @@ class Encoder:
                 if rejected:
                     encoded.count_rejected(rejected)
                     if stop and rejected.is_error:
-                        encoded.complaint = rejected.complaint(
-                            not encoded.documents and not piece.begin
-                        )
+                        is_first = not encoded.documents and not piece.begin
+                        encoded.complaint = rejected.complaint(is_first)
                         break
                 elif not size and isinstance(record, Document):
                     # Rows of a table have another size in its file than their texts.
@@ -95,10 +93,12 @@ class Encoder:
                 break
         encoded.sizes = [np.array(column.sizes, np.int32) for column in columns]
         encoded.ends = [np.array(column.ends, np.int64) for column in columns]
-        nothing = np.zeros(0, self.dtype)
-        return encoded, [
-            np.concatenate([nothing, *c.parts], dtype=self.dtype, casting="unsafe") for c in columns
-        ]
+        nothing = np.zeros(0, self.dtype)  # numpy concatenates one array or more
+        tokens = []
+        for column in columns:
+            parts = [nothing, *column.parts]
+            tokens.append(np.concatenate(parts, dtype=self.dtype, casting="unsafe"))
+        return encoded, tokens
 
     def _add(self, document: Document, encoded: Encoded, columns: list[_Column]) -> Rejected | None:
         """Add the tokens of a document to the columns, or return why it has none."""

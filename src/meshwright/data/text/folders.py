@@ -7,11 +7,12 @@ files are text, JSON lines, tables or archives. `detect` then looks at the first
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from meshwright.base.errors import IO, UserError
@@ -85,13 +86,13 @@ class SkipReport:
 
     def _add_cures(self, cures: dict[str, list[str]]) -> None:
         for cure, names in cures.items():
-            if cure in self.cures or len(self.cures) < MOST_NAMES:
-                self.cures[cure] = join_few(self.cures.get(cure, []), names)
+            known = self.cures.get(cure)
+            if known is not None or len(self.cures) < MOST_NAMES:
+                self.cures[cure] = join_few(known or [], names)
 
     def __add__(self, other: SkipReport) -> SkipReport:
-        both = SkipReport(
-            self.counts + other.counts, self.bytes + other.bytes, join_few(self.names, other.names)
-        )
+        names = join_few(self.names, other.names)
+        both = SkipReport(self.counts + other.counts, self.bytes + other.bytes, names)
         both._add_cures(self.cures)
         both._add_cures(other.cures)
         return both
@@ -101,7 +102,9 @@ class SkipReport:
 
     def line(self, advice: str = "choose with --include") -> str:
         """Say how many files of which kind were passed over, and what to do about suffixes."""
-        kinds, others = list[str](), list[str]()
+        # Each kind with its number; of texts that are not UTF-8, a few names.
+        kinds = list[str]()
+        others = list[str]()
         for kind, count in self.counts.most_common():
             if kind.startswith(OTHER_SUFFIX):
                 others.append(kind)
@@ -109,26 +112,27 @@ class SkipReport:
             more = ", ..." if count > len(self.names) else ""
             names = f" ({', '.join(self.names)}{more})" if kind == NOT_UTF8 and self.names else ""
             kinds.append(f"{count:,} {singular(kind) if count == 1 else kind}{names}")
+        # The suffixes that are not known, as one kind. With one of them, or one file of each, the
+        # total says how many files each has.
         if others:
             total = sum(self.counts[kind] for kind in others)
-            is_clear = len(others) in (1, total)  # from the total alone
-            suffixes = [
-                f"{self.counts[kind]:,} " * (not is_clear) + kind.removeprefix(OTHER_SUFFIX)
-                for kind in others
-            ]
-            shown_suffixes = ", ".join(suffixes[:MOST_SUFFIXES]) + (
-                ", ..." if len(suffixes) > MOST_SUFFIXES else ""
-            )
-            kinds.append(f"{total:,} with other suffixes ({shown_suffixes})")
+            is_clear = len(others) in (1, total)
+            suffixes = []
+            for kind in others[:MOST_SUFFIXES]:
+                suffix = kind.removeprefix(OTHER_SUFFIX)
+                suffixes.append(suffix if is_clear else f"{self.counts[kind]:,} {suffix}")
+            if len(others) > MOST_SUFFIXES:
+                suffixes.append("...")
+            kinds.append(f"{total:,} with other suffixes ({', '.join(suffixes)})")
+
+        # What can be done, with the files' names where there are several cures.
         number = self.counts.total()
         line = f"passed over {number:,} {'file' if number == 1 else 'files'}: {', '.join(kinds)}"
         cures = dict(self.cures)
-        if self.counts[NOT_UTF8] and not any(
-            set(names) & set(self.names) for names in cures.values()
-        ):
-            cures["--encoding names another encoding, --on-error replace keeps what is intact"] = (
-                self.names
-            )
+        has_cure = any(set(names) & set(self.names) for names in cures.values())
+        if self.counts[NOT_UTF8] and not has_cure:
+            cure = "--encoding names another encoding, --on-error replace keeps what is intact"
+            cures[cure] = self.names
         if len(cures) == 1:
             line += f"; {next(iter(cures))}"
         else:
@@ -173,20 +177,31 @@ class NameFilter:
         """Return whether a name in a folder is skipped silently, uncounted."""
         if not name.startswith(".") and name not in GENERATED_FOLDERS:
             return False
-        parts = [part for pattern in self.include for part in pattern.split("/")]
-        return not _matches(
-            name, tuple(part for part in parts if part.startswith(".") or part in GENERATED_FOLDERS)
-        )
+        # It is shown if --include asks for it, but not by a pattern that matches any name.
+        asked = [
+            part
+            for pattern in self.include
+            for part in pattern.split("/")
+            if part.startswith(".") or part in GENERATED_FOLDERS
+        ]
+        return not _matches(name, asked)
 
 
-def _matches(path: str, patterns: tuple[str, ...], above: str = "") -> bool:
-    names, folders = path.split("/"), above.split("/")[:-1]
-    paths = ["/".join(names[: n + 1]) for n in range(len(names))]
-    paths += ["/".join([*folders[n:], path]) for n in range(len(folders))]
-    slim = [pattern.removeprefix("./").rstrip("/") for pattern in patterns]
-    return any(
-        fnmatch.fnmatchcase(part, p) for p in slim for part in (paths if "/" in p else names)
-    )
+def _matches(path: str, patterns: Iterable[str], above: str = "") -> bool:
+    """Return whether any of the patterns matches, as `NameFilter` says."""
+    # Each folder above the file and the file, then the path from each of the folders `above`.
+    names = path.split("/")
+    paths = list(itertools.accumulate(names, "{}/{}".format))
+    folders = above.split("/")[:-1]
+    for n in range(len(folders)):
+        paths.append("/".join([*folders[n:], path]))
+
+    for pattern in patterns:
+        pattern = pattern.removeprefix("./").rstrip("/")
+        candidates = paths if "/" in pattern else names
+        if any(fnmatch.fnmatchcase(candidate, pattern) for candidate in candidates):
+            return True
+    return False
 
 
 def suffix_of(path: str) -> str:
@@ -216,12 +231,14 @@ def walk(
         inside = left.pop()
         path = os.path.join(folder, inside)
         try:
-            about, names = os.stat(path), sorted(os.listdir(path))
+            about = os.stat(path)
+            names = sorted(os.listdir(path))
         except OSError as error:
             raise unreadable(path, error) from None
-        if (about.st_dev, about.st_ino) in seen:
+        identity = (about.st_dev, about.st_ino)
+        if identity in seen:
             continue
-        seen.add((about.st_dev, about.st_ino))
+        seen.add(identity)
         if inside and any(own <= set(names) for own in OUTPUT_FOLDERS):
             passed.note("folders of vocabularies or runs")
             continue
@@ -230,11 +247,12 @@ def walk(
             if name_filter.is_hidden(name):
                 continue
             path = inside + name
+            full_path = os.path.join(folder, path)
             try:
-                about = os.stat(os.path.join(folder, path))
+                about = os.stat(full_path)
             except OSError as error:
-                if not os.path.islink(os.path.join(folder, path)):
-                    raise unreadable(os.path.join(folder, path), error) from None
+                if not os.path.islink(full_path):
+                    raise unreadable(full_path, error) from None
                 passed.note("broken links")
                 continue
             if stat.S_ISDIR(about.st_mode):

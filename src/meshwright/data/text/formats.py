@@ -19,7 +19,9 @@ from meshwright.data.text.divide import LINES, Division, Slice, by_separator
 from meshwright.data.text.records import ReadOptions, Record, Rejected, too_long
 
 # The names of formats that are no dumps, as a Detected has them.
-JSONL, TEXT, PAGE = "JSON lines", "plain text", "HTML"
+JSONL = "JSON lines"
+TEXT = "plain text"
+PAGE = "HTML"
 
 
 @dataclass(frozen=True)

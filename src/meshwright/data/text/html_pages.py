@@ -50,12 +50,14 @@ class _PageParser(HTMLParser):
             self._break(tag)
 
     def _break(self, tag: str) -> None:
+        """Break the line at a block element, and put a space before the cell of a table."""
+        parts = self.parts
         if tag in LINES or tag in PARAGRAPHS:
-            if self.parts and not self.preformatted:
-                self.parts[-1] = self.parts[-1].rstrip(" ")
-            self.parts.append("\n" if tag in LINES else "\n\n")
-        elif tag in CELLS and self.parts and not self.parts[-1].endswith("\n"):
-            self.parts.append(" ")
+            if parts and not self.preformatted:
+                parts[-1] = parts[-1].rstrip(" ")
+            parts.append("\n" if tag in LINES else "\n\n")
+        elif tag in CELLS and parts and not parts[-1].endswith("\n"):
+            parts.append(" ")
 
     def handle_data(self, data: str) -> None:
         if self.hidden:

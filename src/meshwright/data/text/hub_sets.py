@@ -77,7 +77,8 @@ def find_revision(address: str) -> str:
 
 def read_hub_set(address: str, revision: str, keys: Sequence[str]) -> Iterator[Row]:
     """Yield the values under the keys in the rows."""
-    wanted, library = parse(address), import_datasets(address)
+    wanted = parse(address)
+    library = import_datasets(address)
     if revision == IN_CACHE:
         library.config.HF_HUB_OFFLINE = True  # otherwise it would try for half a minute
     try:

@@ -10,7 +10,7 @@ import itertools
 import os
 import stat
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
@@ -51,7 +51,8 @@ NEEDED = "; give a file or a folder of text"
 # before: what an earlier release made of the file is not what this one would make.
 READERS = {"plain text": 2, "CSV": 2}
 # The share of bad lines above which a warning comes, and their number.
-MANY_BAD, FEW_BAD = 0.03, 10
+MANY_BAD = 0.03
+FEW_BAD = 10
 # What can only be read in order.
 IN_ORDER = (detect.CSV, detect.SQLITE, detect.HUB, detect.TAR, detect.ZIP)
 
@@ -133,25 +134,27 @@ class Inputs:
 
     @property
     def paths(self) -> list[str]:
-        named = (
-            [path for path, _, _ in source.files] or [source.path]
-            for source in self.inputs
-            if not source.revision
-        )
-        data_sets = [
-            f"{source.path}@{source.revision}" for source in self.inputs if source.revision
-        ]
-        return [*(path for paths in named for path in paths), *data_sets]
+        """Of all files, then of what has a revision, which becomes part of the path."""
+        paths = []
+        with_revision = []
+        for source in self.inputs:
+            if source.revision:
+                with_revision.append(f"{source.path}@{source.revision}")
+            else:
+                paths += [path for path, _, _ in source.files] or [source.path]
+        return paths + with_revision
 
     @property
     def readers(self) -> dict[str, int]:
         """The versions of those of READERS that read these inputs."""
-        kinds = {"plain text": [source.is_plain for source in self.inputs]}
-        kinds["CSV"] = [
-            source.reader == detect.CSV or (source.is_plain and source.is_stream)
-            for source in self.inputs
-        ]
-        return {name: READERS[name] for name, reads in kinds.items() if any(reads)}
+        names = set[str]()
+        for source in self.inputs:
+            if source.is_plain:
+                names.add("plain text")
+            # A stream may turn out to be CSV, or an archive that holds some.
+            if source.reader == detect.CSV or (source.is_plain and source.is_stream):
+                names.add("CSV")
+        return {name: version for name, version in READERS.items() if name in names}
 
     def identity(self) -> dict[str, Any]:
         """Return what an output's record says of its text: which files, and how they were read."""
@@ -183,46 +186,67 @@ class Inputs:
     def left_out(self, on_error: str, encoding: str = "") -> list[str]:
         """Say which lines and files were not read as they are."""
         name = f"not {encoding}" if encoding else NOT_UTF8
-        mended, bad = SkippedLines(), SkippedLines()
+        mended = SkippedLines()
+        bad = SkippedLines()
         for kind, count in self.bad.items():
-            is_mended = kind == NOT_UTF8 and on_error == "replace"
-            (mended if is_mended else bad)[name if kind == NOT_UTF8 else kind] = count
-        lines = (
-            (f"mended {mended}", mended),
-            (f"left out {bad}", bad),
-            (self.passed.line(), self.passed),
-        )
-        return [*(line for line, holds in lines if holds), *self.warnings, *self._many_bad(name)]
+            if kind != NOT_UTF8:
+                bad[kind] = count
+            elif on_error == "replace":
+                mended[name] = count
+            else:
+                bad[name] = count
+        lines = []
+        if mended:
+            lines.append(f"mended {mended}")
+        if bad:
+            lines.append(f"left out {bad}")
+        if self.passed:
+            lines.append(self.passed.line())
+        return lines + self.warnings + self._many_bad(name)
 
     def _many_bad(self, name: str) -> list[str]:
         """Warn if so many lines were mended or left out that there may be one cause."""
-        lines, counts = self.bad.lines, {kind: count for kind, (count, _) in self.bad.items()}
-        undecoded, left = counts.get(NOT_UTF8, 0), sum(counts.values())
-        if undecoded > max(MANY_BAD * lines, FEW_BAD):
+        lines = self.bad.lines
+        least = max(MANY_BAD * lines, FEW_BAD)
+        undecoded, _ = self.bad.get(NOT_UTF8, (0, ""))
+        if undecoded > least:
             cure = "the likely cause is another encoding, which --encoding names"
             return [f"warning: {undecoded / lines:.0%} of {lines:,} lines are {name}; {cure}"]
-        is_much = max(MANY_BAD * lines, FEW_BAD) < left < lines
-        return [f"warning: {left / lines:.0%} of {lines:,} lines were left out"] if is_much else []
+        left = sum(count for count, _ in self.bad.values())
+        if least < left < lines:
+            return [f"warning: {left / lines:.0%} of {lines:,} lines were left out"]
+        return []
 
     def opened(self) -> Iterator[str]:
         """Yield a line for each input that was named, and one for each folder."""
-        number, archives = Counter[str](), dict[str, list[str]]()
-        for source in self.inputs:
-            if source.folder is not None:
-                number[source.folder] += len(source.files) or 1
-                if folders.suffix_of(source.path) in folders.ARCHIVES:
-                    archives.setdefault(source.folder, []).append(
-                        shown(os.path.basename(source.path))
-                    )
+        # The files of each folder, and the names of the archives among them.
+        counts = Counter[str]()
+        archives = defaultdict[str, list[str]](list)
         for source in self.inputs:
             if source.folder is None:
-                yield from (shown(path) for path, _, _ in source.files or [(source.path, 0, 0)])
-            elif count := number.pop(source.folder, 0):
-                line = f"{shown(source.folder)}: {count:,} {'file' if count == 1 else 'files'}"
-                packed = archives.get(source.folder, [])
-                names = ", ".join(packed[:3]) + ", ..." * (len(packed) > 3)
+                continue
+            counts[source.folder] += len(source.files) or 1
+            if folders.suffix_of(source.path) in folders.ARCHIVES:
+                name = os.path.basename(source.path)
+                archives[source.folder].append(shown(name))
+
+        # A folder's line stands where its first file does.
+        for source in self.inputs:
+            if source.folder is None:
+                for path in [path for path, _, _ in source.files] or [source.path]:
+                    yield shown(path)
+                continue
+            count = counts.pop(source.folder, 0)
+            if not count:
+                continue
+            line = f"{shown(source.folder)}: {count:,} {'file' if count == 1 else 'files'}"
+            if packed := archives[source.folder]:
+                names = ", ".join(packed[:3])
+                if len(packed) > 3:
+                    names += ", ..."
                 kind = "an archive" if len(packed) == 1 else "archives"
-                yield f"{line}, {len(packed):,} of them {kind} ({names})" if packed else line
+                line += f", {len(packed):,} of them {kind} ({names})"
+            yield line
 
 
 def name_filter(given: TextInputs) -> NameFilter:
@@ -255,21 +279,18 @@ def _find_misread(single: list[Input], encoding: str) -> list[str]:
             continue
         with open_source(source) as file:
             start = file.read(charsets.SAMPLE)
-        codec = (
-            ""
-            if containers.kind_of_bytes(start)
-            else detect.charset_of(source.path, start, encoding)
-        )
+        if containers.kind_of_bytes(start):
+            continue
+        codec = detect.charset_of(source.path, start, encoding)
         if other := charsets.misread(start, codec):
             counted = charsets.count_decoded(start, other, encoding)
             out.append(
                 f"warning: {shown(source.path)} reads like {other}, not {encoding}: {counted}"
             )
     more = len(out) - folders.MOST_NAMES
-    return [
-        *out[: folders.MOST_NAMES],
-        *([f"warning: so do {more:,} other files"] if more > 0 else []),
-    ]
+    if more > 0:
+        out = [*out[: folders.MOST_NAMES], f"warning: so do {more:,} other files"]
+    return out
 
 
 def _expand(patterns: list[str]) -> list[str]:
@@ -293,16 +314,15 @@ def _find_below(path: str, given: TextInputs, passed: SkipReport) -> Iterator[In
     if path.startswith(hub_sets.SCHEME):
         yield Input(path, Detected(detect.HUB), revision=hub_sets.find_revision(path))
         return
-    for candidate in (_find_objects if is_address(path) else _find_files)(path, given, passed):
+    find = _find_objects if is_address(path) else _find_files
+    for candidate in find(path, given, passed):
+        # Files of a folder were chosen when it was read, those of --input itself are here.
         folder, name = os.path.split(candidate.path)
-        if candidate.folder is None and not name_filter(given).chooses(
-            name, os.path.join(folder, "")
-        ):
-            source: Input | Rejected = Rejected(
-                NOT_CHOSEN, TextPlace(candidate.path), is_error=False
-            )
-        else:
-            source = _inspect(candidate, given)
+        above = os.path.join(folder, "")
+        if candidate.folder is None and not name_filter(given).chooses(name, above):
+            passed.note(NOT_CHOSEN)
+            continue
+        source = _inspect(candidate, given)
         if isinstance(source, Rejected):
             passed.add(source)
         else:
@@ -325,15 +345,18 @@ def _find_objects(address: str, given: TextInputs, passed: SkipReport) -> Iterat
         raise bad_data(
             f"{address} does not exist: no object has this name or is below it; check the address"
         )
-    below: dict[str, set[str]] = {}
+    # The folders that this program has made.
+    below = defaultdict[str, set[str]](set)
     for named in objects:
         folder, _, name = named.address.rpartition("/")
-        below.setdefault(f"{folder}/", set()).add(name)
+        below[f"{folder}/"].add(name)
     made = tuple(
         folder
         for folder, names in below.items()
         if any(own <= names for own in folders.OUTPUT_FOLDERS)
     )
+
+    # What a folder holds is chosen as on a disk.
     chooser = name_filter(given)
     for path, (size, tag), found_in in objects:
         reason = "" if size else EMPTY
@@ -341,12 +364,10 @@ def _find_objects(address: str, given: TextInputs, passed: SkipReport) -> Iterat
             inside = path.removeprefix(f"{found_in}/")
             if any(map(chooser.is_hidden, inside.split("/"))):
                 continue
-            is_made = path.startswith(made)
-            reason = (
-                "files in folders of vocabularies or runs"
-                if is_made
-                else chooser.refusal(inside) or reason
-            )
+            if path.startswith(made):
+                reason = "files in folders of vocabularies or runs"
+            else:
+                reason = chooser.refusal(inside) or reason
         if reason:
             passed.note(reason)
         else:
@@ -389,14 +410,15 @@ def refuse_other_than_text(path: str, mode: int) -> None:
 
 def _inspect(source: Input, given: TextInputs) -> Input | Rejected:
     """Return a file or an object with what it is, or why it is passed over in a folder."""
-    path, is_named, is_remote = source.path, source.folder is None, is_address(source.path)
-    if (
-        not is_named
-        and source.bytes <= limits.PIECE
-        and os.path.splitext(path)[1].lower() in folders.SUFFIXES
-    ):
-        # A worker, who opens it anyway, looks at the content.
+    path = source.path
+    is_named = source.folder is None
+    is_remote = is_address(source.path)
+    # A short text of a folder: a worker, which opens it anyway, looks at the content.
+    suffix = os.path.splitext(path)[1].lower()
+    if not is_named and source.bytes <= limits.PIECE and suffix in folders.SUFFIXES:
         return source if is_remote else _small(source)
+
+    # Its first bytes.
     try:
         if is_named and not is_remote:
             about = os.stat(path)
@@ -411,6 +433,7 @@ def _inspect(source: Input, given: TextInputs) -> Input | Rejected:
             raise UserError(f"--input {shown(path)} cannot be read: {error.strerror}", IO) from None
         raise folders.unreadable(path, error) from None
 
+    # Tables are read from a disk alone.
     if is_remote and start.outer in (*detect.TABLES, "arrow stream", detect.SQLITE):
         reason = f"{start.outer} tables in object storage, which are read from a disk of this machine alone"
         if is_named:
@@ -419,6 +442,7 @@ def _inspect(source: Input, given: TextInputs) -> Input | Rejected:
             )
         return Rejected(reason, TextPlace(path), is_error=False)
 
+    # What reads it, and whether it has the columns that are asked for.
     found = detect.detect(path, start, given, source.origin)
     if isinstance(found, Rejected):
         return found
@@ -446,15 +470,12 @@ def _is_small(source: Input) -> bool:
     found = source.found
     if found is None or found.reader not in (TEXT, PAGE) or is_address(source.path):
         return False
-    if found.is_packed:  # what it unpacks to may be long
-        is_known = folders.suffix_of(source.path) in folders.SUFFIXES
-        return (
-            source.folder is not None
-            and is_known
-            and source.bytes <= limits.PIECE
-            and not found.codec
-        )
-    return found.reader == PAGE or (source.bytes <= limits.PIECE and not found.codec)
+    is_short = source.bytes <= limits.PIECE and not found.codec
+    if not found.is_packed:
+        return is_short or found.reader == PAGE
+    # What it unpacks to may be long.
+    is_known = folders.suffix_of(source.path) in folders.SUFFIXES
+    return is_short and is_known and source.folder is not None
 
 
 def _small(source: Input) -> Input:
@@ -463,9 +484,8 @@ def _small(source: Input) -> Input:
 
 def _joined(inputs: list[Input]) -> Iterator[Input]:
     """Join small texts that follow each other, so that pieces can hold many of them."""
-    for (is_small, folder), group in itertools.groupby(
-        inputs, lambda source: (bool(source.files), source.folder)
-    ):
+    groups = itertools.groupby(inputs, lambda source: (bool(source.files), source.folder))
+    for (is_small, folder), group in groups:
         if not is_small:
             yield from group
             continue

@@ -31,12 +31,15 @@ class Journal:
     """The progress of a command; `state` is what to continue from."""
 
     def __init__(self, path: Path, identity: dict[str, Any], stderr: TextIO) -> None:
-        self.path, self.is_kept, self.noted = path, True, time.monotonic()
+        self.path = path
+        self.is_kept = True
+        self.noted = time.monotonic()
         self.temporary = Path(f"{path}.tmp")  # of one name: only the owner of the lock writes it
         named = {"version": VERSION, "piece": limits.PIECE, **identity}
-        self.digest = hashlib.sha256(
-            json.dumps(named, sort_keys=True, default=str).encode()
-        ).hexdigest()
+        content = json.dumps(named, sort_keys=True, default=str)
+        self.digest = hashlib.sha256(content.encode()).hexdigest()
+
+        # What is there, if it is of the same command.
         self.state: dict[str, Any] | None = None
         try:
             record = json.loads(read_small(path, RECORD_LIMIT))
@@ -57,7 +60,8 @@ class Journal:
         with open(self.temporary, "w", opener=own_file) as file:
             file.write(json.dumps({"command": self.digest, "state": state}))
         os.replace(self.temporary, self.path)
-        self.state, self.noted = state, time.monotonic()
+        self.state = state
+        self.noted = time.monotonic()
 
 
 @contextmanager

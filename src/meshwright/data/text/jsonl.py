@@ -37,7 +37,9 @@ MESSAGES = (("role", "content"), ("from", "value"))
 
 def documents(lines: Slice, options: ReadOptions) -> Iterator[Record]:
     """Yield the document of each line, or what is wrong with it."""
-    path, keys, after = lines.path, options.keys, lines.after
+    path = lines.path
+    keys = options.keys
+    after = lines.after
     is_array = lines.is_start and ARRAY.match(lines.data, lines.first, lines.stop) is not None
     for number, line in enumerate(lines_of(lines.data, lines.first, lines.stop), lines.line + 1):
         place = TextPlace(path, number, "line", after)
@@ -48,7 +50,8 @@ def documents(lines: Slice, options: ReadOptions) -> Iterator[Record]:
             # Lines of an array are no objects; the first one says why, once.
             if is_array and isinstance(record, Rejected):
                 how = "one object a line is needed: jq -c '.[]' writes an array so"
-                record, is_array = Rejected("part of a JSON array", place, how), False
+                record = Rejected("part of a JSON array", place, how)
+                is_array = False
         if record is not None:
             yield record
 
@@ -63,7 +66,8 @@ def lines_of(buffer: bytes | mmap.mmap, first: int, stop: int) -> Iterator[memor
 
 
 def _repaired(line: memoryview, keys: Sequence[str], place: TextPlace) -> Record | None:
-    record = parse_line(memoryview(bytes(line).decode("utf-8", "replace").encode()), keys, place)
+    repaired = bytes(line).decode("utf-8", "replace").encode()
+    record = parse_line(memoryview(repaired), keys, place)
     return replace(record, repaired=1) if isinstance(record, Document) else record
 
 
@@ -76,7 +80,8 @@ def parse_line(line: memoryview, keys: Sequence[str], place: TextPlace) -> Recor
         content = bytes(line)
         if not content.strip():
             return None
-        record, is_lax = parse_laxly(content, place), True
+        record = parse_laxly(content, place)
+        is_lax = True
         if isinstance(record, Rejected):
             return record
     if type(record) is not dict:
@@ -99,9 +104,8 @@ def parse_laxly(line: bytes, place: TextPlace) -> Any:
     try:
         text = line.rstrip().decode("utf-8")
     except UnicodeDecodeError as error:
-        return Rejected(
-            NOT_UTF8, place, f"byte 0x{line[error.start]:02x} at column {error.start + 1}"
-        )
+        at = error.start
+        return Rejected(NOT_UTF8, place, f"byte 0x{line[at]:02x} at column {at + 1}")
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -113,15 +117,19 @@ def parse_laxly(line: bytes, place: TextPlace) -> Any:
 
 def explain_lack(record: dict[str, Any], key: str, place: TextPlace) -> Rejected:
     """Say what a line or row has in place of a text under the key."""
-    cure = next((cure for name, value in record.items() if (cure := chat_cure(name, value))), "")
+    cures = (chat_cure(name, value) for name, value in record.items())
+    cure = next(filter(None, cures), "")
     if key in record:
-        value = record[key]
-        reason = f"null under {key!r}" if value is None else f"no text under {key!r}"
-        return Rejected(reason, place, type(value).__name__, cure)
-    cure = cure or choose_key(name for name, value in record.items() if isinstance(value, str))
-    return Rejected(
-        f"no key {key!r}", place, f"keys: {', '.join(list(record)[:MOST_KEYS]) or 'none'}", cure
-    )
+        return not_text(key, record[key], place, cure)
+    texts = [name for name, value in record.items() if isinstance(value, str)]
+    keys = ", ".join(list(record)[:MOST_KEYS]) or "none"
+    return Rejected(f"no key {key!r}", place, f"keys: {keys}", cure or choose_key(texts))
+
+
+def not_text(key: str, value: Any, place: TextPlace, cure: str) -> Rejected:
+    """Say what a value is that is no text."""
+    reason = f"null under {key!r}" if value is None else f"no text under {key!r}"
+    return Rejected(reason, place, type(value).__name__, cure)
 
 
 def lone_surrogate(half: str, key: str, place: TextPlace) -> Rejected:
@@ -131,12 +139,13 @@ def lone_surrogate(half: str, key: str, place: TextPlace) -> Rejected:
 def chat_cure(key: str, value: Any) -> str:
     """Return what makes a text of a value if it is a list of chat messages, or ""."""
     first = value[0] if isinstance(value, list) and value else None
-    names = next(
-        (names for names in MESSAGES if isinstance(first, dict) and first.keys() >= set(names)),
-        None,
-    )
-    if names is None:
+    if not isinstance(first, dict):
         return ""
-    message = r'"\(.{}): \(.{})"'.format(*names)
-    texts = rf"""{{text: [.{key if key.isidentifier() else json.dumps(key)}[] | {message}] | join("\n")}}"""
+    for role, content in MESSAGES:
+        if role in first and content in first:
+            break
+    else:
+        return ""
+    field = key if key.isidentifier() else json.dumps(key)
+    texts = rf"""{{text: [.{field}[] | "\(.{role}): \(.{content})"] | join("\n")}}"""
     return f"{key!r} lists the messages of a chat; make one text of each line first: jq -c {shlex.quote(texts)}"

@@ -129,11 +129,9 @@ class WholeFile(Part):
                     file.seek(0)
                 return containers.unpacked(file).read(limits.LONGEST + 1)
         except OSError as error:
-            why = (
-                "it has vanished"
-                if isinstance(error, FileNotFoundError)
-                else error.strerror or error
-            )
+            why = error.strerror or error
+            if isinstance(error, FileNotFoundError):
+                why = "it has vanished"
             raise UserError(f"{shown(self.path)} cannot be read: {why}; start again", IO) from None
 
 
@@ -244,7 +242,8 @@ def cut_inputs(
     inputs: list[Input], given: TextInputs, rank: int = 0, size: int = 1
 ) -> Iterator[Piece]:
     """Yield one rank's pieces, a range of the bytes, in the order of the documents."""
-    total, base = sum(max(source.bytes, 1) for source in inputs), 0
+    total = sum(max(source.bytes, 1) for source in inputs)
+    base = 0
     for number, source in enumerate(inputs):
         if source.is_stream:
             # Only one rank can read it.
@@ -265,19 +264,22 @@ def cut_input(number: int, source: Input, given: TextInputs) -> Iterator[Piece]:
         yield from _pieces_of_small_files(number, source)
         return
     assert source.found
-    reader, path = source.found.reader, source.path
+    reader = source.found.reader
+    path = source.path
+
+    # The rows of a table; its damage comes after the intact ones.
     if reader in detect.TABLES:
         try:
             spans = tables.spans(path, reader, source.bytes, limits.PIECE, given.json_keys)
             for begin, end, done, start in spans:
-                yield Piece(
-                    number, path, (TableRows(path, reader, begin, end, start),), begin, done
-                )
+                table_rows = TableRows(path, reader, begin, end, start)
+                yield Piece(number, path, (table_rows,), begin, done)
         except DamagedInput as error:
-            yield Piece(
-                number, path, (UnreadPart(path, cut_short(path, error)),), done=source.bytes
-            )
+            unread = UnreadPart(path, cut_short(path, error))
+            yield Piece(number, path, (unread,), done=source.bytes)
         return
+
+    # The bytes of a file, cut anywhere: a worker finds the documents that begin in a range.
     for begin in range(0, source.bytes, limits.PIECE):
         end = min(begin + limits.PIECE, source.bytes)
         part = FileRange(path, reader, begin, end, source.folder is None)
@@ -298,14 +300,16 @@ T = TypeVar("T")
 
 def gathered(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[tuple[T, ...]]:
     """Yield what makes about a piece each; raise damage after the intact ones."""
-    some, size = list[T](), 0
+    some = list[T]()
+    size = 0
     try:
         for item in items:
             some.append(item)
             size += size_of(item)
             if size >= limits.PIECE or len(some) == most:
                 yield tuple(some)
-                some, size = [], 0
+                some = []
+                size = 0
     except DAMAGES:
         if some:
             yield tuple(some)
@@ -316,24 +320,24 @@ def gathered(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iter
 
 def _stream_pieces(number: int, source: Input, given: TextInputs) -> Iterator[Piece]:
     """Yield the pieces of a stream, and at the end why its rest cannot be read."""
+    path = source.path
     if source.found and source.found.reader == detect.HUB:
-        for part in _batches(
-            source.path, hub_sets.read_hub_set(source.path, source.revision, options_of(given).keys)
-        ):
-            yield Piece(number, source.path, (part,), part.before)
+        hub_rows = hub_sets.read_hub_set(path, source.revision, options_of(given).keys)
+        for part in _batches(path, hub_rows):
+            yield Piece(number, path, (part,), part.before)
         return
     file = open_source(source)
     try:
         for parts in _stream_parts(file, source, given):
-            yield Piece(number, source.path, parts, parts[0].before, containers.position(file))
+            yield Piece(number, path, parts, parts[0].before, containers.position(file))
     except DAMAGES as error:
-        yield Piece(number, source.path, (UnreadPart(source.path, cut_short(source.path, error)),))
+        yield Piece(number, path, (UnreadPart(path, cut_short(path, error)),))
     except OSError as error:
         raise UserError(
-            f"{source.path} cannot be read to its end: {error.strerror or error}", IO
+            f"{path} cannot be read to its end: {error.strerror or error}", IO
         ) from None
     finally:
-        if source.path != "-":
+        if path != "-":  # the standard input belongs to the caller
             file.close()
 
 
@@ -341,7 +345,9 @@ def _stream_parts(
     file: BinaryIO, source: Input, given: TextInputs
 ) -> Iterator[tuple[StreamPart, ...]]:
     """Yield the parts of each piece of a stream."""
-    path, options, found = source.path, options_of(given), source.found
+    path = source.path
+    options = options_of(given)
+    found = source.found
     stream = containers.buffered(containers.chunks(file))
 
     # A pipe, or an object that was not opened yet, is only known now.
@@ -357,26 +363,24 @@ def _stream_parts(
 
     # Archives.
     if found.reader in (detect.TAR, detect.ZIP):
-        if found.reader == detect.ZIP:
+        if found.reader == detect.TAR:
+            members = archives.members(stream)
+        else:
             file.seek(0)
-        members = (
-            archives.members(stream) if found.reader == detect.TAR else archives.zip_members(file)
-        )
-        yield from gathered(
-            _member_parts(path, members, given), lambda part: part.weight, limits.MOST_FILES
-        )
+            members = archives.zip_members(file)
+        inside = _member_parts(path, members, given)
+        yield from gathered(inside, lambda part: part.weight, limits.MOST_FILES)
         return
 
     # Rows, which are read here, and text.
+    parts: Iterator[StreamPart]
     if found.reader == detect.SQLITE:
-        parts: Iterator[StreamPart] = _batches(
-            path, rows.read_sqlite(path, given.table, options.keys)
-        )
+        parts = _batches(path, rows.read_sqlite(path, given.table, options.keys))
     else:
-        parts = _parts_of_text(
-            Slice(path, is_named=source.folder is None), path, stream, found, options
-        )
-    yield from ((part,) for part in parts)
+        text = Slice(path, is_named=source.folder is None)
+        parts = _parts_of_text(text, path, stream, found, options)
+    for part in parts:
+        yield (part,)
 
 
 def _parts_of_text(
@@ -392,13 +396,15 @@ def _parts_of_text(
     if found.reader == formats.PAGE:
         page = stream.read(limits.LONGEST + 1)
         is_long = len(page) > limits.LONGEST
-        yield StreamBlock(
-            text._replace(lacking=True) if is_long else text._replace(data=page, stop=len(page)),
-            found.reader,
-        )
+        content = b"" if is_long else page
+        text = text._replace(data=content, stop=len(content), lacking=is_long)
+        yield StreamBlock(text, found.reader)
         return
-    text = text._replace(byte=len(charsets.BOM) * containers.peek(stream).startswith(charsets.BOM))
-    stream.read(text.byte)
+
+    # Text begins behind a byte order mark.
+    if containers.peek(stream).startswith(charsets.BOM):
+        text = text._replace(byte=len(charsets.BOM))
+        stream.read(text.byte)
     division = formats.find(found.reader, options.separator).division
     for documents in cut_stream(containers.chunks(stream), limits.PIECE, division, text):
         yield StreamBlock(documents, found.reader)
@@ -413,11 +419,9 @@ def _batches(path: str, some: Iterable[Row]) -> Iterator[Rows]:
 
 
 def _characters(row: Row) -> int:
-    return (
-        0
-        if isinstance(row, Rejected)
-        else sum(len(value) for value in row if isinstance(value, str))
-    )
+    if isinstance(row, Rejected):
+        return 0
+    return sum(len(value) for value in row if isinstance(value, str))
 
 
 def _member_parts(

@@ -44,7 +44,8 @@ def _document(content: bytes, at: int, texts: Slice, options: ReadOptions) -> It
     if html_pages.IS_HTML.match(content):
         if not charsets.is_decoded(content):
             codec = charsets.codec_of_page(content, options.encoding)
-            content, options = charsets.to_utf8(content, codec), options._replace(encoding=codec)
+            content = charsets.to_utf8(content, codec)
+            options = options._replace(encoding=codec)
         content = _page_text(content, options)
     yield from decode(content, at, texts, options)
 
@@ -76,7 +77,8 @@ def decode(content: bytes, at: int, texts: Slice, options: ReadOptions) -> Itera
             yield _not_utf8(error, at, texts, options)
             return
         if options.on_error == "replace":
-            text, repaired_at = content.decode("utf-8", "replace"), error.start
+            text = content.decode("utf-8", "replace")
+            repaired_at = error.start
         else:
             intact, rejected = _intact_lines(content, at, texts, options)
             yield from rejected
@@ -84,7 +86,8 @@ def decode(content: bytes, at: int, texts: Slice, options: ReadOptions) -> Itera
 
     # A byte order mark is of a file that became a document among others.
     text = text.removeprefix("\ufeff")
-    text = text.replace("\r\n", "\n") if "\r" in text else text
+    if "\r" in text:
+        text = text.replace("\r\n", "\n")
     if not text or text.isspace():
         return
     texts_of_keys = (text,) * len(options.keys)
@@ -105,7 +108,8 @@ def _intact_lines(
     content: bytes, at: int, texts: Slice, options: ReadOptions
 ) -> tuple[list[str], list[Rejected]]:
     """Return the lines that are UTF-8, and those that are not."""
-    intact, rejected = list[str](), list[Rejected]()
+    intact = list[str]()
+    rejected = list[Rejected]()
     for line in content.split(b"\n"):
         try:
             intact.append(line.decode("utf-8"))
@@ -123,8 +127,11 @@ def count_bad_lines(text: str) -> tuple[int, int]:
 
 def _not_utf8(error: UnicodeDecodeError, at: int, texts: Slice, options: ReadOptions) -> Rejected:
     """Say which byte is bad, and which charset the text may have."""
-    content, place = error.object, texts.place(at + error.start, exactly=True)
+    content = error.object
+    place = texts.place(at + error.start, exactly=True)
     byte = charsets.broken_byte(error) if options.encoding else None
+
+    # The run stops here, so what to do is worth a look at the whole text.
     guess = cure = ""
     if options.on_error == "stop":
         bad, lines = count_bad_lines(content.decode("utf-8", "replace"))
@@ -135,10 +142,14 @@ def _not_utf8(error: UnicodeDecodeError, at: int, texts: Slice, options: ReadOpt
         elif byte is not None:
             cure = f"{bad:,} of {lines:,} lines are not {options.encoding}: --on-error replace keeps the rest"
 
-    if byte is not None:  # its place in the file is not known
+    # In another charset: what is here was decoded, so the place in the file is not known.
+    if byte is not None:
         detail = f"byte 0x{byte:02x} is not {options.encoding}"
-        size = len(content.decode("utf-8", "replace").encode(options.encoding, "replace"))
+        decoded = content.decode("utf-8", "replace")
+        size = len(decoded.encode(options.encoding, "replace"))
         return Rejected(NOT_UTF8, place, detail, cure, texts.is_named, bytes=size)
+
+    # In UTF-8.
     detail = f"0x{content[error.start]:02x}"
     if guess:
         detail += f"; {charsets.count_decoded(content, guess, 'gb18030', 'big5')}"

@@ -55,7 +55,9 @@ from meshwright.runtime.ranks.world import World
 
 MIB = 1 << 20
 FEW_DOCUMENTS = 10  # so few are named, since --split divides no document
-SHORT_DOCUMENT, LONG_DOCUMENT = 32, 1_000_000  # tokens
+# Tokens.
+SHORT_DOCUMENT = 32
+LONG_DOCUMENT = 1_000_000
 WAIT_MINUTES = 7 * 24 * 60  # faster ranks wait for the slowest one
 
 
@@ -76,17 +78,26 @@ class Totals:
 
     def line(self) -> str:
         seconds = max(time.perf_counter() - self.started, 1e-9)
-        documents, speed = (
-            self.documents - self.before[0],
-            (self.bytes - self.before[1]) / MIB / seconds,
+        documents_before, bytes_before = self.before
+        documents = (self.documents - documents_before) / seconds
+        megabytes = (self.bytes - bytes_before) / MIB / seconds
+        return (
+            f"Processed {self.documents} documents ({documents:.2f} docs/s, {megabytes:.2f} MB/s)."
         )
-        return f"Processed {self.documents} documents ({documents / seconds:.2f} docs/s, {speed:.2f} MB/s)."
 
     def state(self, pieces: int) -> dict[str, Any]:
         """Return what the journal notes after so many pieces."""
-        state = dict(pieces=pieces, documents=self.documents, bytes=self.bytes, bad=dict(self.bad))
-        state |= {"passed": vars(self.passed), "lengths": self.lengths, "on_error": self.on_error}
-        return {**state, "lines": self.bad.lines, "is_complete": False}
+        return {
+            "pieces": pieces,
+            "documents": self.documents,
+            "bytes": self.bytes,
+            "bad": dict(self.bad),
+            "passed": vars(self.passed),
+            "lengths": self.lengths,
+            "on_error": self.on_error,
+            "lines": self.bad.lines,
+            "is_complete": False,
+        }
 
     def continues(self, state: dict[str, Any]) -> bool:
         """Return whether this run's --on-error would have given the same state."""
@@ -196,7 +207,8 @@ class Preparation:
         self, config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World
     ) -> None:
         p = config.preprocess
-        self.config, self.world = config, world
+        self.config = config
+        self.world = world
 
         # The inputs.
         self.inputs = find_inputs(p)
@@ -233,7 +245,8 @@ class Preparation:
             build_splitter(p.sentence_splitter, p.lang, p.keep_newlines)
 
         # The names of the outputs.
-        self.keys, self.dtype = list(dict.fromkeys(p.json_keys)), token_dtype(tokenizer.size)
+        self.keys = list(dict.fromkeys(p.json_keys))
+        self.dtype = token_dtype(tokenizer.size)
         names = [re.sub(r"\s", "_", key) for key in self.keys]
         level = "sentence" if p.split_sentences else "document"
         self.prefixes = [f"{p.output_prefix}_{name}_{level}" for name in names]
@@ -305,6 +318,7 @@ class Preparation:
     def is_done(self, stdout: TextIO, dry_run: bool = False) -> bool:
         """Return whether the same command made the output; refuse to replace another one."""
         overwrite = self.config.preprocess.overwrite
+        # A list, so that each prefix is looked at, and a file of another origin is refused.
         if not all([is_made(prefix, self.made_from, overwrite) for prefix in self.prefixes]):
             return False
         for prefix in self.prefixes:
@@ -321,13 +335,13 @@ class Preparation:
     def find_changed(self) -> str:
         """Name an input that grew or shrank while it was read: half of it is of another version."""
         for source, state in zip(self.inputs.inputs, self.states, strict=True):
-            if source.bytes and state_of(source) != state:
-                sizes = (
-                    ""
-                    if source.files
-                    else f" ({source.bytes:,} bytes then, {_size_and_time(source.path)[0]:,} now)"
-                )
-                return f"{shown(source.folder or source.path)} has changed while it was read{sizes}"
+            if not source.bytes or state_of(source) == state:
+                continue
+            sizes = ""
+            if not source.files:
+                size, _ = _size_and_time(source.path)
+                sizes = f" ({source.bytes:,} bytes then, {size:,} now)"
+            return f"{shown(source.folder or source.path)} has changed while it was read{sizes}"
         return ""
 
     def read_inputs(self, totals: Totals) -> Inputs:
@@ -335,13 +349,13 @@ class Preparation:
         return replace(self.inputs, passed=self.inputs.passed + totals.passed, bad=totals.bad)
 
     def require_tokens(self, totals: Totals) -> None:
+        """Raise, with the reason as far as it is known, if a key has no token at all."""
+        p = self.config.preprocess
         for key, (tokens, _, _) in zip(self.keys, totals.lengths, strict=True):
             if not tokens:
-                reason = "".join(
-                    f" ({line})"
-                    for line in why_nothing(self.read_inputs(totals), self.config.preprocess)
-                )
-                paths = ", ".join(map(shown, self.config.preprocess.input))
+                reasons = why_nothing(self.read_inputs(totals), p)
+                reason = "".join(f" ({line})" for line in reasons)
+                paths = ", ".join(map(shown, p.input))
                 raise bad_data(f"no token under {key!r} in {paths}{reason}: nothing was written")
 
     def remove_parts(self) -> None:
@@ -356,13 +370,17 @@ class Share:
     """One process's share of the work: the whole input, or one rank's range of it."""
 
     def __init__(self, preparation: Preparation, stdout: TextIO, stderr: TextIO) -> None:
-        self.preparation, self.stdout, self.stderr = preparation, stdout, stderr
-        self.settings, self.world = preparation.config.preprocess, preparation.world
+        self.preparation = preparation
+        self.stdout = stdout
+        self.stderr = stderr
+        self.settings = preparation.config.preprocess
+        self.world = preparation.world
         self.is_alone = self.world.size == 1
         suffix = "" if self.is_alone else part_suffix(self.world.rank)
         self.paths = [prefix + suffix for prefix in preparation.prefixes]
         self.progress_path = Path(f"{self.settings.output_prefix}{suffix}.progress")
-        self.failure, self.looked_for_failure = Path(f"{self.settings.output_prefix}.failed"), 0.0
+        self.failure = Path(f"{self.settings.output_prefix}.failed")
+        self.looked_for_failure = 0.0
         self.totals = Totals([[0, 0, 0]] * len(self.paths), self.settings.on_error)
         sizes = [max(source.bytes, 1) for source in preparation.inputs.inputs]
         self.offsets = [0, *itertools.accumulate(sizes)]  # of each input in all of them, in bytes
@@ -441,7 +459,9 @@ class Share:
 
     def encode_pieces(self, journal: Journal, writers: list[Writer], done: int) -> None:
         """Encode and append all pieces but the first `done`."""
-        p, world, preparation = self.settings, self.world, self.preparation
+        p = self.settings
+        world = self.world
+        preparation = self.preparation
         todo = islice(cut_inputs(preparation.inputs.inputs, p, world.rank, world.size), done, None)
         make = functools.partial(build_encoder, preparation.config, preparation.dtype)
         stop = p.on_error != "skip"
@@ -482,14 +502,17 @@ class Share:
     @contextmanager
     def progress(self) -> Iterator[Callable[[int], None]]:
         """Print Megatron's line every --log-interval documents; on a terminal show a bar."""
-        totals, stderr, interval = self.totals, self.stderr, self.settings.log_interval
+        totals = self.totals
+        stderr = self.stderr
+        interval = self.settings.log_interval
         if not stderr.isatty():
             passed = totals.documents // interval
 
             def print_line(done: int) -> None:
                 nonlocal passed
                 if totals.documents // interval > passed:
-                    passed, totals.printed = totals.documents // interval, totals.documents
+                    passed = totals.documents // interval
+                    totals.printed = totals.documents
                     print(totals.line(), file=stderr, flush=True)
 
             yield print_line
@@ -508,14 +531,14 @@ class Share:
 
 def build_encoder(config: PreprocessConfig, dtype: Any) -> Encoder:
     """Return a worker's encoder; a forked worker finds the tokenizer built."""
-    p, tokenizer = config.preprocess, cached_tokenizer(config.tokenizer)
-    split = (
-        build_splitter(p.sentence_splitter, p.lang, p.keep_newlines) if p.split_sentences else None
-    )
+    p = config.preprocess
+    tokenizer = cached_tokenizer(config.tokenizer)
+    encode = tokenizers.fastest_encoder(tokenizer)
     eod = tokenizer.eod if p.append_eod else None
-    return Encoder(
-        tokenizers.fastest_encoder(tokenizer), eod, options_of(p), dtype, split, p.document_length
-    )
+    split = None
+    if p.split_sentences:
+        split = build_splitter(p.sentence_splitter, p.lang, p.keep_newlines)
+    return Encoder(encode, eod, options_of(p), dtype, split, p.document_length)
 
 
 @functools.lru_cache(maxsize=1)
@@ -546,23 +569,31 @@ def _size_and_time(path: str) -> tuple[int, int]:
 
 
 def report(preparation: Preparation, totals: Totals, stdout: TextIO, stderr: TextIO) -> None:
+    """Print what was written and what was not, and advice about the documents."""
+    p = preparation.config.preprocess
+
+    # The last line of progress, and what was left out.
     if totals.printed != totals.documents:
         print(totals.line(), file=stderr)
-    dtype, p = np.dtype(preparation.dtype), preparation.config.preprocess
-    is_plain = any(source.is_plain for source in preparation.inputs.inputs)
     for line in preparation.read_inputs(totals).left_out(p.on_error, p.encoding):
         print(line, file=stderr)
+
+    # Each pair of files. Without --split-sentences a sequence is a document with text.
+    dtype = np.dtype(preparation.dtype)
+    is_plain = any(source.is_plain for source in preparation.inputs.inputs)
     for prefix, (tokens, sequences, _) in zip(preparation.prefixes, totals.lengths, strict=True):
-        blank = 0 if p.split_sentences else totals.documents - sequences
-        lacking = f" ({blank:,} without text, which have no sequence)" if blank else ""
-        sizes = None if p.split_sentences else Indexed(prefix).sizes
-        largest = "" if sizes is None else f" (the largest document has {sizes.max():,})"
+        lacking = largest = ""
+        advice: Iterator[str] = iter(())
+        if not p.split_sentences:
+            sizes = Indexed(prefix).sizes
+            largest = f" (the largest document has {sizes.max():,})"
+            advice = advise_on_documents(sizes, p.document_length, is_plain)
+            if blank := totals.documents - sequences:
+                lacking = f" ({blank:,} without text, which have no sequence)"
         counts = f"{totals.documents:,} documents{lacking}, {sequences:,} sequences, {tokens:,} tokens{largest}"
         size = f"{tokens * dtype.itemsize:,} bytes ({dtype.name})"
         print(fit(f"wrote {prefix}.bin/.idx: {counts}, {size}", stdout), file=stdout)
-        for line in (
-            [] if sizes is None else advise_on_documents(sizes, p.document_length, is_plain)
-        ):
+        for line in advice:
             print(fit(line, stderr), file=stderr)
 
 
@@ -578,13 +609,13 @@ def advise_on_documents(
         cure = lines if is_plain else "give each a line or row of its own"
         yield f"warning: the largest document has {sizes.max():,} tokens; if it was meant as several, {cure}"
     if len(sizes) < FEW_DOCUMENTS:
-        number = "1 document" if len(sizes) == 1 else f"{len(sizes)} documents"
-        no_text = (
-            "no --split can keep text of it"
-            if len(sizes) == 1
-            else "--split can only keep whole ones of them"
-        )
-        cut = f"--document-length {longest // 2 or 1 if longest else 4000} cuts longer ones into parts"
+        number = "1 document"
+        no_text = "no --split can keep text of it"
+        if len(sizes) > 1:
+            number = f"{len(sizes)} documents"
+            no_text = "--split can only keep whole ones of them"
+        length = max(longest // 2, 1) if longest else 4000
+        cut = f"--document-length {length} cuts longer ones into parts"
         yield f"note: {number}: {no_text} for validation; {cut}"
     elif is_plain and 2 * np.count_nonzero(sizes < SHORT_DOCUMENT) > len(sizes):
         line = f"{len(sizes):,} documents, half of them of {np.median(sizes):,.0f} tokens or fewer"

@@ -9,7 +9,7 @@ from meshwright.config.text_inputs import TextInputs
 from meshwright.data.text.formats import JSONL
 from meshwright.data.text.inputs import Input, Inputs, find_inputs
 from meshwright.data.text.pieces import cut_inputs
-from meshwright.data.text.records import Record, Rejected, options_of
+from meshwright.data.text.records import Document, Record, Rejected, options_of
 
 
 def read_texts(
@@ -23,20 +23,22 @@ def read_texts(
     of `inputs`; `advance` gets the number of bytes that are done.
     """
     inputs = inputs or find_inputs(given)
-    is_first, done = True, (0, 0)
+    is_first = True
+    number = done = 0  # the input of the last piece, and what was done of it
     options = options_of(given)
     for piece in cut_inputs(inputs.inputs, given):
         for record in piece.read(options):
-            if isinstance(record, Rejected):
-                if record.is_error and given.on_error != "skip":
-                    raise bad_data(record.complaint(is_first))
-                inputs.count(record)
-                continue
+            if isinstance(record, Rejected) and record.is_error and given.on_error != "skip":
+                raise bad_data(record.complaint(is_first))
             inputs.count(record)
-            is_first = False
-            yield from record.texts
-        advance(max(piece.done - (done[1] if piece.number == done[0] else 0), 0))
-        done = (piece.number, piece.done)
+            if isinstance(record, Document):
+                is_first = False
+                yield from record.texts
+        if piece.number != number:
+            done = 0
+        advance(max(piece.done - done, 0))
+        number = piece.number
+        done = piece.done
 
 
 def note_passed(inputs: Inputs, given: TextInputs) -> None:

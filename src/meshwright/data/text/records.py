@@ -6,7 +6,7 @@ in the order of the input, and nothing else. Blank lines and blank texts give ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -14,7 +14,10 @@ from meshwright.config.text_inputs import TextInputs
 from meshwright.data.text import limits
 
 # Reasons that are looked for.
-NOT_UTF8, BINARY, EMPTY, CUT_SHORT = "not UTF-8", "binary", "empty", "input cut short"
+NOT_UTF8 = "not UTF-8"
+BINARY = "binary"
+EMPTY = "empty"
+CUT_SHORT = "input cut short"
 LEAVE_OUT = "leave such lines out with --on-error skip"
 # So many keys or columns are named.
 MOST_KEYS = 10
@@ -54,7 +57,8 @@ class TextPlace:
     note: str = ""
 
     def __str__(self) -> str:
-        path, note = shown(self.path), f" ({self.note})" if self.note else ""
+        path = shown(self.path)
+        note = f" ({self.note})" if self.note else ""
         if not self.number:
             return path + note
         if self.unit == "row":
@@ -104,14 +108,18 @@ class Rejected(NamedTuple):
             return (
                 f"mend the line, put U+FFFD for such bytes with --on-error replace, or {LEAVE_OUT}"
             )
-        hint = 'in a file of this name one {"text": "..."} a line is expected; plain text is called .txt; '
-        return f"{hint * (is_first and self.reason == 'not JSON')}mend the line, or {LEAVE_OUT}"
+        hint = ""
+        if is_first and self.reason == "not JSON":
+            hint = 'in a file of this name one {"text": "..."} a line is expected; plain text is called .txt; '
+        return f"{hint}mend the line, or {LEAVE_OUT}"
 
     def complaint(self, is_first: bool = False) -> str:
         """Say where it is, what is wrong and what to do."""
         if self.reason == CUT_SHORT:
-            return f"{shown(self.place.path)} is cut short or damaged ({self.detail}); {self.advice(is_first)}"
-        return f"{self.place}: {self}; {self.advice(is_first)}"
+            what = f"{shown(self.place.path)} is cut short or damaged ({self.detail})"
+        else:
+            what = f"{self.place}: {self}"
+        return f"{what}; {self.advice(is_first)}"
 
 
 Record = Document | Rejected
@@ -140,10 +148,8 @@ def shown(path: str) -> str:
 
 def count_lines(path: str, end: int) -> int:
     """Return how many lines end before this byte."""
-
-    def blocks() -> Iterator[bytes]:
-        for at in range(0, end, limits.PIECE):
-            yield file.read(min(limits.PIECE, end - at))
-
+    lines = 0
     with open(path, "rb") as file:
-        return sum(block.count(b"\n") for block in blocks())
+        for at in range(0, end, limits.PIECE):
+            lines += file.read(min(limits.PIECE, end - at)).count(b"\n")
+    return lines

@@ -21,7 +21,7 @@ from meshwright.base.errors import bad_data
 from meshwright.data.text import charsets, containers, limits
 from meshwright.data.text.charsets import BOM
 from meshwright.data.text.containers import DAMAGES, DamagedInput
-from meshwright.data.text.jsonl import chat_cure, lone_surrogate
+from meshwright.data.text.jsonl import chat_cure, lone_surrogate, not_text
 from meshwright.data.text.records import (
     MOST_KEYS,
     NOT_UTF8,
@@ -50,20 +50,19 @@ def read_rows(
 ) -> Iterator[Record]:
     """Yield the documents of rows, which so many others precede in their table."""
     for number, row in enumerate(rows, before + 1):
-        yield (
-            row
-            if isinstance(row, Rejected)
-            else read_row(row, options, TextPlace(path, number, "row"))
-        )
+        if isinstance(row, Rejected):
+            yield row
+        else:
+            yield read_row(row, options, TextPlace(path, number, "row"))
 
 
 def read_row(values: Iterable[Any], options: ReadOptions, place: TextPlace) -> Record:
     """Return the document of a row, in which bytes that are not UTF-8 are surrogates (PEP 383)."""
-    texts, repaired = list[str](), 0
+    texts = list[str]()
+    repaired = 0
     for key, value in zip(options.keys, values, strict=True):
         if type(value) is not str:
-            reason = f"null under {key!r}" if value is None else f"no text under {key!r}"
-            return Rejected(reason, place, type(value).__name__, chat_cure(key, value))
+            return not_text(key, value, place, chat_cure(key, value))
         if not value.isascii():
             try:
                 value.encode()
@@ -71,10 +70,8 @@ def read_row(values: Iterable[Any], options: ReadOptions, place: TextPlace) -> R
                 bad = _bad_character(value, error.start, key, place)
                 if options.on_error != "replace" or bad.reason != NOT_UTF8:
                     return bad
-                value, repaired = (
-                    value.encode("utf-8", "surrogateescape").decode("utf-8", "replace"),
-                    1,
-                )
+                value = value.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+                repaired = 1
         texts.append(value)
     return Document(tuple(texts), place, repaired=repaired)
 
@@ -100,27 +97,31 @@ def refuse_columns(
     `texts` are the columns that hold text, all if it is not known.
     """
     for key in keys:
-        if columns.count(key) != 1:
-            what = f"{columns.count(key)} columns" if key in columns else "no column"
-            possible = (
-                column
-                for column in (columns if texts is None else texts)
-                if columns.count(column) == 1
-            )
-            nothing = f"none of its columns is text: {', '.join(columns[:MOST_KEYS])}"
-            if key in columns:
-                nothing = "give them different names"
-            cure = choose_key(possible) or nothing
-            return refused_table(path, f"{what} {key!r}", cure + _meant(key, keys, columns))
+        count = columns.count(key)
+        if count == 1:
+            continue
+        what = f"{count} columns" if count else "no column"
+        named = columns if texts is None else texts
+        possible = [name for name in named if columns.count(name) == 1]
+        cure = choose_key(possible)
+        if not cure and count:
+            cure = "give them different names"
+        elif not cure:
+            cure = f"none of its columns is text: {', '.join(columns[:MOST_KEYS])}"
+        return refused_table(path, f"{what} {key!r}", cure + _meant(key, keys, columns))
     return None
 
 
 def _meant(key: str, keys: Iterable[str], columns: Sequence[str]) -> str:
     """Return how columns were meant whose names were given with blanks or commas, or ""."""
+    if "," in key and key not in columns:
+        parts = key.split(",")
+        if all(part in columns for part in parts):
+            return f"; did you mean {' '.join(parts)}, with spaces?"
     joined = " ".join(keys)
-    if "," in key and key not in columns and {*key.split(",")} <= {*columns}:
-        return f"; did you mean {key.replace(',', ' ')}, with spaces?"
-    return f"; did you mean {joined!r} in quotes?" if joined != key and joined in columns else ""
+    if joined != key and joined in columns:
+        return f"; did you mean {joined!r} in quotes?"
+    return ""
 
 
 def refused_table(path: str, what: str, cure: str) -> Rejected:
@@ -154,10 +155,9 @@ def refuse_header(path: str, start: bytes, keys: Sequence[str]) -> Rejected | No
     header, is_complete = header_of(start)
     if not is_complete and all(key.encode() in header for key in keys):
         return None
-    columns = next(
-        csv.reader([header.decode("utf-8", "replace")], delimiter=delimiter_of(path, header)), []
-    )
-    return refuse_columns(path, columns, keys)
+    line = header.decode("utf-8", "replace")
+    reader = csv.reader([line], delimiter=delimiter_of(path, header))
+    return refuse_columns(path, next(reader, []), keys)
 
 
 def read_csv(stream: BinaryIO, path: str, name: str, keys: Sequence[str]) -> Iterator[Row]:
@@ -213,14 +213,17 @@ def _with_neighbours(
 ) -> Iterator[tuple[_Fields | None, _Fields, _Fields | None]]:
     """Yield each row between the ones before and after it; after damage, the intact ones."""
     before: _Fields | None = None
-    row, damage = next(rows, None), None
+    row = next(rows, None)
+    damage = None
     while row is not None:
         try:
             after = next(rows, None)
         except DAMAGES as error:
-            after, damage = None, error
+            after = None
+            damage = error
         yield before, row, after
-        before, row = row, after
+        before = row
+        row = after
     if damage:
         raise damage
 
@@ -254,16 +257,12 @@ class _Form:
         A line break without quotes in the first column leaves a row of one field before the rest,
         in the last column one after the beginning.
         """
+        why = "the row beside it has one field: does a line break lack quotes?"
         for neighbour, place in ((before, 0), (after, len(self.columns) - 1)):
-            if (
-                place in self.places
-                and isinstance(neighbour, list)
-                and len(neighbour) == 1 < self.least
-            ):
-                return (
-                    "perhaps half a row",
-                    "the row beside it has one field: does a line break lack quotes?",
-                )
+            if place not in self.places or not isinstance(neighbour, list):
+                continue
+            if len(neighbour) == 1 < self.least:
+                return "perhaps half a row", why
         return None
 
 

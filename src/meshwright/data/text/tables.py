@@ -22,7 +22,9 @@ from meshwright.data.text.records import Rejected, choose_key
 from meshwright.data.text.rows import refuse_columns, refused_table, require_columns
 
 HEAD = 64  # bytes of a page that have its sizes
-BATCH_ROWS, BATCH_BYTES = 256, 1 << 20  # read at once
+# Read at once, whichever comes first.
+BATCH_ROWS = 256
+BATCH_BYTES = 1 << 20
 BUFFER = 1 << 18  # bytes, for a Parquet file
 # times its bytes that a piece or batch may unpack to, if each row repeats the longest value
 UNPACKED = 64
@@ -143,9 +145,11 @@ def spans(
         if end > begin and (have + weight > piece or end + rows - begin > limits.MOST_ROWS):
             yield begin, end, behind, start
             begin = end
-        first, end = end, end + rows
+        first = end
+        end += rows
         if begin == first:
-            start, have = (0, 0) if number is None else (number, first), 0
+            start = (0, 0) if number is None else (number, first)
+            have = 0
             step = min(limits.MOST_ROWS, max(1, rows * piece // max(weight, 1)))
             while end - begin > step:
                 begin += step
@@ -171,7 +175,8 @@ def _row_groups(path: str, kind: str, size: int, keys: Collection[str]) -> Itera
             counts = [group.num_rows for group in groups]
             if sum(counts) != about.num_rows or min(counts, default=0) < 0:
                 raise ValueError("the rows of its row groups do not add up to those of the file")
-            opened, done = True, 0
+            opened = True
+            done = 0
             for number, group in enumerate(groups):
                 done += group.num_rows
                 yield (
@@ -206,7 +211,8 @@ def _weight(path: str, group: Any, keys: Collection[str]) -> int:
     longest = 0
     for chunk in (column for column in columns if column.path_in_schema in keys):
         if chunk.total_uncompressed_size > max(DICTIONARY, RATIO * chunk.total_compressed_size):
-            packed, unpacked = chunk.total_compressed_size, chunk.total_uncompressed_size
+            packed = chunk.total_compressed_size
+            unpacked = chunk.total_uncompressed_size
             raise ValueError(
                 f"{packed:,} bytes of {chunk.path_in_schema} would unpack to {unpacked:,}"
             )
@@ -224,13 +230,15 @@ def _batch_weight(batch: Any, keys: Collection[str]) -> int:
         column = batch.column(key)
         if isinstance(column, pyarrow.DictionaryArray) and len(column.dictionary):
             values = column.dictionary.cast(pyarrow.large_binary())
-            longest += int(pyarrow.compute.max(pyarrow.compute.binary_length(values)).as_py() or 0)
+            lengths = pyarrow.compute.binary_length(values)
+            longest += int(pyarrow.compute.max(lengths).as_py() or 0)
     return max(int(batch.get_total_buffer_size()), int(batch.num_rows) * longest // UNPACKED)
 
 
 def _longest_value(path: str, chunk: Any) -> int:
     """Return the bytes of the longest value in a column's dictionary."""
-    begin, end = chunk.dictionary_page_offset, chunk.data_page_offset
+    begin = chunk.dictionary_page_offset
+    end = chunk.data_page_offset
     with open(path, "rb") as file:
         file.seek(begin)
         size, packed = _page_sizes(file.read(HEAD))
@@ -250,7 +258,8 @@ def _longest_value(path: str, chunk: Any) -> int:
     longest = at = 0  # each value follows its size
     while at + 4 <= len(values):
         length = int.from_bytes(values[at : at + 4], "little")
-        longest, at = max(longest, length), at + 4 + length
+        longest = max(longest, length)
+        at += 4 + length
     return min(longest, size)
 
 
@@ -259,13 +268,18 @@ def _page_sizes(head: bytes) -> tuple[int, int]:
 
     In Thrift's compact form a byte names a number, which follows with 7 bits in each byte.
     """
-    numbers, at = list[int](), 0
+    numbers = list[int]()
+    at = 0
     for _ in range(3):
-        value, shift, more = 0, 0, True
+        value = 0
+        shift = 0
+        more = True
         at += 1
         while more and at < len(head):
             value |= (head[at] & 127) << shift
-            shift, more, at = shift + 7, head[at] > 127, at + 1
+            shift += 7
+            more = head[at] > 127
+            at += 1
         numbers.append(value >> 1)  # the last bit is the sign
     return numbers[1], numbers[2]
 
@@ -321,7 +335,9 @@ class _TableReader:
     """A position in a table that moves forward, and the row from which a part is damaged."""
 
     def __init__(self, path: str, kind: str, keys: tuple[str, ...]) -> None:
-        self.path, self.kind, self.keys = path, kind, list(keys)
+        self.path = path
+        self.kind = kind
+        self.keys = list(keys)
         if kind == "parquet":
             self.file = pyarrow.parquet.ParquetFile(
                 path, buffer_size=BUFFER, page_checksum_verification=True
@@ -343,6 +359,7 @@ class _TableReader:
         if not start[1] <= self.at <= begin:
             self._enter(start)
         while self.at < end:
+            # The next batch; what cannot be read is remembered, for the pieces that follow.
             if self.batch is None:
                 try:
                     if (batch := next(self.batches, None)) is None:
@@ -352,6 +369,8 @@ class _TableReader:
                     self.at = -1
                     raise self._damaged(*self.failed[1:]) from None
                 self.batch = batch
+
+            # The rows of it that are asked for.
             after = self.at + self.batch.num_rows
             first = max(begin, self.at)
             if after > first:
@@ -361,9 +380,11 @@ class _TableReader:
                 except _errors() as error:
                     raise self._damaged(first, first_line(error)) from None
                 yield columns
+            # The rest of the batch belongs to the next piece.
             if after > end:
                 break
-            self.at, self.batch = after, None
+            self.at = after
+            self.batch = None
 
     def _damaged(self, row: int, why: str) -> DamagedInput:
         return DamagedInput(f"unreadable from row {row + 1:,} on: {why}")
@@ -380,13 +401,10 @@ class _TableReader:
     def _group_batches(self, first: int) -> Iterator[Any]:
         for number in range(first, self.file.num_row_groups):
             group = self.file.metadata.row_group(number)
-            size = max(
-                1,
-                min(
-                    BATCH_ROWS,
-                    group.num_rows * BATCH_BYTES // max(_weight(self.path, group, self.keys), 1),
-                ),
-            )
+            # As many rows as have BATCH_BYTES, by the mean of the group.
+            weight = max(_weight(self.path, group, self.keys), 1)
+            wanted = group.num_rows * BATCH_BYTES // weight
+            size = max(1, min(BATCH_ROWS, wanted))
             left = group.num_rows
             for batch in self.file.iter_batches(
                 size, row_groups=[number], columns=self.keys, use_threads=False

@@ -49,7 +49,8 @@ def encode_pieces(
     )
     pending: deque[tuple[Piece, Future[tuple[Encoded, list[Array]]]]] = deque()
     workers: set[multiprocessing.process.BaseProcess] = set()
-    is_first, left = True, iter(pieces)
+    is_first = True
+    left = iter(pieces)
     try:
         while True:
             for piece in islice(left, AHEAD * size - len(pending)):
