@@ -30,7 +30,8 @@ class _Activate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, u: Tensor, bias: Tensor | None, kind: str) -> Tensor:
         ctx.save_for_backward(u)
-        ctx.parameter, ctx.kind = bias, kind
+        ctx.parameter = bias
+        ctx.kind = kind
         return forward(kind, u)
 
     @staticmethod

@@ -134,7 +134,8 @@ def update_blocks(
     """
     if not decision[FINITE]:
         return
-    table, decision = table.long(), decision.to(buffers.master.dtype)
+    table = table.long()
+    decision = decision.to(buffers.master.dtype)
     blocks = table[0] >> KIND_BITS
     decay, size = decision[OF_KINDS:].view(KINDS, 2)[table[0] & (KINDS - 1)].unbind(1)
     master = buffers.master.view(-1, BLOCK)

@@ -50,14 +50,13 @@ class _Causal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         b, t, n, _ = q.shape
-        o, largest = q.new_empty(q.shape), q.new_empty(b, n, t, 1)
+        o = q.new_empty(q.shape)
+        largest = q.new_empty(b, n, t, 1)
         scores = ScoreBlocks(q)
         for samples in scores.samples:
-            keys, values, offsets = (
-                by_head(k[samples], n),
-                by_head(v[samples], n),
-                largest[samples].flatten(0, 1),
-            )
+            keys = by_head(k[samples], n)
+            values = by_head(v[samples], n)
+            offsets = largest[samples].flatten(0, 1)
             for rows, seen in scores.blocks:
                 queries = by_head(q[samples, rows], n)
                 torch.amax(
@@ -71,18 +70,20 @@ class _Causal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         q, k, v, largest = ctx.saved_tensors
-        n, grads = q.shape[2], tuple(x.new_empty(x.shape) for x in (q, k, v))
-        scores, gradients = ScoreBlocks(q), ScoreBlocks(q)
+        n = q.shape[2]
+        grads = tuple(x.new_empty(x.shape) for x in (q, k, v))
+        scores = ScoreBlocks(q)
+        gradients = ScoreBlocks(q)
         for samples in scores.samples:
-            keys, values, offsets = (
-                by_head(k[samples], n),
-                by_head(v[samples], n),
-                largest[samples].flatten(0, 1),
-            )
-            dk, dv = torch.empty_like(keys), torch.empty_like(values)
+            keys = by_head(k[samples], n)
+            values = by_head(v[samples], n)
+            offsets = largest[samples].flatten(0, 1)
+            dk = torch.empty_like(keys)
+            dv = torch.empty_like(values)
             for rows, seen in reversed(scores.blocks):
                 first = seen.stop == q.shape[1]  # the last queries, which see all keys
-                queries, of_sums = by_head(q[samples, rows], n), by_head(grad[samples, rows], n)
+                queries = by_head(q[samples, rows], n)
+                of_sums = by_head(grad[samples, rows], n)
                 p = scores.probabilities(queries, keys[:, seen], offsets[:, rows])
                 dp = torch.bmm(of_sums, values[:, seen].mT, out=gradients.room(p.shape))
                 add_product(dv[:, seen], p.mT, of_sums, 1.0, first)
@@ -105,7 +106,8 @@ class ScoreBlocks:
 
     def __init__(self, q: Tensor) -> None:
         b, t, n, d = q.shape
-        self.scale, size = d**-0.5, min(BLOCK, t)
+        self.scale = d**-0.5
+        size = min(BLOCK, t)
         together = min(b, max(1, SCORES // (n * size * t)))
         self.samples = [slice(i, i + together) for i in range(0, b, together)]
         self.blocks = [(slice(i, i + size), slice(min(i + size, t))) for i in range(0, t, size)]
@@ -117,7 +119,8 @@ class ScoreBlocks:
 
     def of(self, q: Tensor, k: Tensor, offsets: Tensor | None = None) -> Tensor:
         """Return the scores of a block's queries [N, rows, d] minus their offsets [N, rows, 1]."""
-        rows, seen = q.shape[1], k.shape[1]
+        rows = q.shape[1]
+        seen = k.shape[1]
         scores = self.room((len(q), rows, seen))
         if offsets is None:
             torch.baddbmm(scores, q, k.mT, beta=0, alpha=self.scale, out=scores)

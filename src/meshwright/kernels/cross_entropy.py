@@ -45,7 +45,8 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, vocab: int, combine: Combine | None
     ) -> tuple[Tensor, Tensor]:
-        ctx.vocab, ctx.used = vocab, False
+        ctx.vocab = vocab
+        ctx.used = False
         ctx.set_materialize_grads(False)
         lse, picked = log_sum_exp(logits, labels, vocab)
         if combine is not None:
@@ -72,12 +73,11 @@ def portions(logits: Tensor) -> range:
 @twin("cross_entropy.log_sum_exp")
 def log_sum_exp(logits: Tensor, labels: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     """Return log-sum-exps and the labels' logits, 0 for a label that is not here."""
-    lses, picked = [], []
+    lses = []
+    picked = []
     for i in portions(logits) if vocab else ():
-        x, label = (
-            upcast(logits[i : i + portions(logits).step, :vocab]),
-            labels[i : i + portions(logits).step],
-        )
+        x = upcast(logits[i : i + portions(logits).step, :vocab])
+        label = labels[i : i + portions(logits).step]
         index, is_label = at_labels(label, vocab)
         picked.append(x.gather(1, index).squeeze(1).where(is_label, 0.0))
         high = x.amax(-1, keepdim=True)

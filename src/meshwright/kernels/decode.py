@@ -63,7 +63,9 @@ class Draws(NamedTuple):
     key: Tensor  # int64, the stream of draws.py
 
 
-NONE, BAD = -1, -2  # in the place of a token: the row had ended; its logits were not finite
+# What is reported in the place of a token.
+NONE = -1  # the row had ended
+BAD = -2  # its logits were not finite
 
 
 @twin("decode.embed", of=lambda state, slots, wte, wpe: wte)
@@ -86,8 +88,10 @@ def choose_tokens(
 
     Without `draws` the likeliest token is taken. Return what to report [B]: the token, NONE or BAD.
     """
-    logits, active = logits[:, :vocab], state.active[slots]
-    new, is_finite = logits.argmax(-1), logits.amax(-1).isfinite()  # not if there is a NaN
+    logits = logits[:, :vocab]
+    active = state.active[slots]
+    new = logits.argmax(-1)
+    is_finite = logits.amax(-1).isfinite()  # amax is NaN if any logit is
     position = state.used[slots] + active
     if draws is not None:
         temperature = draws.temperature[slots]
@@ -138,10 +142,12 @@ def attend(
     used = texts.used[texts.slots]
     if rotation is not None:
         angles = rotation[0][used][:, None, None], rotation[1][used][:, None, None]
-        q, k = rotate(q, angles), rotate(k, angles)
+        q = rotate(q, angles)
+        k = rotate(k, angles)
     texts.keys[texts.slots, used], texts.values[texts.slots, used] = k[:, 0], v[:, 0]
     end = min(texts.longest + 1, texts.keys.shape[1])
-    k, v = texts.keys[texts.slots, :end], texts.values[texts.slots, :end]
+    k = texts.keys[texts.slots, :end]
+    v = texts.values[texts.slots, :end]
     seen = torch.arange(end, device=qkv.device) <= used[:, None]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     o = F.scaled_dot_product_attention(

@@ -40,7 +40,8 @@ from meshwright.base import device as devices
 from meshwright.kernels.gradients import from_rows, sink_of
 from meshwright.kernels.twins import is_triton, launcher, twin
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 MULTIPLE = 16  # of the dimensions that a product sums over, or the second factor has
 ROLES = ("input", "weight", "gradient")
@@ -97,7 +98,8 @@ def quantise(
 
     `transposed` [C, padded N], if not None, takes the transposed cast.
     """
-    wide, largest = x.float(), LARGEST[out.dtype]
+    wide = x.float()
+    largest = LARGEST[out.dtype]
     if amax is not None:
         torch.maximum(amax, torch.where(wide.isfinite(), wide.abs(), 0.0).amax(), out=amax)
     scaled = torch.where(wide.isfinite(), (wide * scale).clamp(-largest, largest), torch.nan)
@@ -153,7 +155,8 @@ class Scales:
     """
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
-        self.recipe, self.device = recipe, device
+        self.recipe = recipe
+        self.device = device
         self.combine: Callable[[Tensor], None] | None = None
         self.slots: dict[str, int] = {}
         self.products: list[Fp8Product] = []
@@ -166,7 +169,8 @@ class Scales:
             f"{m.name}.{role}": m.first + r for m in self.products for r, role in enumerate(ROLES)
         }
         formats = [self.recipe.format(role) for _ in self.products for role in ROLES]
-        n, where = len(self.slots), dict[str, Any](device=self.device)
+        n = len(self.slots)
+        where = dict[str, Any](device=self.device)
         self.largest = torch.tensor([LARGEST[f] for f in formats], **where)
         self.amax, self.scale, self.inverse = (
             torch.full((n, 4), x, **where) for x in (0.0, 1.0, 1.0)
@@ -295,17 +299,25 @@ class Scales:
 
         Casts of weights that were there stay in their memory, which CUDA graphs read.
         """
-        tensors, is_set, combine = self.tensors(), list(self.is_set), self.combine
-        begun, is_settled, steps = set(self.begun), self.is_settled, self.steps
-        before, casts = [x.clone() for x in tensors], [each.cast for each in self.products]
+        tensors = self.tensors()
+        is_set = list(self.is_set)
+        combine = self.combine
+        begun = set(self.begun)
+        is_settled = self.is_settled
+        steps = self.steps
+        before = [x.clone() for x in tensors]
+        casts = [each.cast for each in self.products]
         if not is_shared:
             self.combine = None
         try:
             yield
         finally:
             torch._foreach_copy_(tensors, before)
-            self.is_set, self.begun, self.is_settled = is_set, begun, is_settled
-            self.steps, self.combine = steps, combine
+            self.is_set = is_set
+            self.begun = begun
+            self.is_settled = is_settled
+            self.steps = steps
+            self.combine = combine
             for each, cast in zip(self.products, casts, strict=True):
                 each.cast = cast
 
@@ -357,7 +369,9 @@ class Fp8Product:
     """The products of one linear map, instead of kernels.linear.linear."""
 
     def __init__(self, scales: Scales, name: str, first: int) -> None:
-        self.scales, self.name, self.first = scales, name, first
+        self.scales = scales
+        self.name = name
+        self.first = first
         self.parameter: Tensor | None = None  # known from the first use on
         self.cast: Cast | None = None
 
@@ -382,7 +396,8 @@ class Fp8Product:
         """Cast the weight, into the same memory each time."""
         if self.parameter is None:
             return
-        weight, slot = self.matrix, self.first + 1
+        weight = self.matrix
+        slot = self.first + 1
         if self.cast is None or self.cast.rows.shape != weight.shape:
             self.cast = self.scales.cast(slot, weight, True, True)
             return
@@ -419,7 +434,9 @@ class _Multiply(torch.autograd.Function):
         q = product.scales.cast(product.first, x.reshape(-1, x.shape[-1]), is_training, is_training)
         if is_training:
             ctx.save_for_backward(q.transposed)
-        ctx.product, ctx.parameter, ctx.bias = product, parameter, bias
+        ctx.product = product
+        ctx.parameter = parameter
+        ctx.bias = bias
         return product.multiply(q, bias, x.dtype).view(*x.shape[:-1], -1)
 
     @staticmethod

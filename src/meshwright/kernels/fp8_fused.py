@@ -85,7 +85,8 @@ class _Front(NamedTuple):
             )
             return y, [x, *of_rows]
 
-        shape, product = (len(operands.pending), pending.shape[-1]), self.product
+        shape = (len(operands.pending), pending.shape[-1])
+        product = self.product
         y, (x, *of_rows) = product.scales.write(product.first, shape, make, is_training)
         x = x.view(pending.shape) if operands.adds else pending
         ctx.rest = self.p, self.plus, residual is not None, pending.dtype
@@ -125,13 +126,17 @@ class _NormHeads(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         x, qkv, saved = front.forward(ctx, tensors, is_training)
         ctx.save_for_backward(*saved)
-        ctx.front, ctx.sizes, ctx.rotation = front, sizes, rotation
+        ctx.front = front
+        ctx.sizes = sizes
+        ctx.rotation = rotation
         return x, *heads.split_and_rotate(qkv.view(*x.shape[:-1], -1), sizes, rotation)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor, *grads: Tensor) -> Grads:
         # to be read only once
-        product, sizes, saved = ctx.front.product, ctx.sizes, ctx.saved_tensors
+        product = ctx.front.product
+        sizes = ctx.sizes
+        saved = ctx.saved_tensors
         is_summed = ctx.needs_input_grad[-1]
         columns = sizes.groups * (sizes.per_group + 2) * sizes.head_dim
 
@@ -155,13 +160,17 @@ class _NormMLP(torch.autograd.Function):
 
         a, _ = proj.scales.write(proj.first, (len(u), tensors[7].shape[-1]), make, is_training)
         ctx.save_for_backward(*saved, u, a.transposed)
-        ctx.front, ctx.proj, ctx.kind = front, proj, kind
+        ctx.front = front
+        ctx.proj = proj
+        ctx.kind = kind
         return x, proj.multiply(a, tensors[8], u.dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor, grad: Tensor) -> Grads:
         *saved, u, transposed = ctx.saved_tensors
-        product, proj, flat = ctx.front.product, ctx.proj, norm.as_rows(grad)
+        product = ctx.front.product
+        proj = ctx.proj
+        flat = norm.as_rows(grad)
         q = proj.scales.cast(proj.first + 2, flat, True, True)
         of_bias = gradients.from_rows(ctx.parameters[6] if ctx.needs_input_grad[-1] else None, grad)
         da, of_weight = proj.differentiate(q, transposed, ctx.parameters[5], grad.dtype)

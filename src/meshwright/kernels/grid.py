@@ -56,7 +56,9 @@ def norm_programs(width: int, count: int, processors: int) -> int:
 
 
 # of sums of rows: the tile, and programs a multiprocessor
-SUM_COLUMNS, SUM_ROWS, SUM_PROGRAMS = 128, 32, 8
+SUM_COLUMNS = 128
+SUM_ROWS = 32
+SUM_PROGRAMS = 8
 
 
 def sum_slab(count: int, width: int, processors: int) -> int:
@@ -79,7 +81,8 @@ def activation_rows(rows: int) -> int:
     return ACTIVATION_ROWS[0 if rows >= 8192 else 1]
 
 
-HEADS_STEP, HEADS_SAMPLES = 32, 8  # positions and samples that a program packs
+HEADS_STEP = 32  # positions that a program packs
+HEADS_SAMPLES = 8  # and samples
 
 
 def packed_parts(batches: int, length: int) -> int:

@@ -52,7 +52,8 @@ class _Split(torch.autograd.Function):
         sizes: HeadSizes,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        ctx.parameter, ctx.sizes = bias, sizes
+        ctx.parameter = bias
+        ctx.sizes = sizes
         # Autograd would keep track of views of an input, for writes in place; nobody writes.
         return split_and_rotate(qkv.detach(), sizes, _rotation(cos, sin))
 
@@ -97,10 +98,12 @@ def pack(
     dq, dk, dv = (upcast(x) for x in grads)
     if rotation is not None:
         back = rotation[0], -rotation[1]
-        dq, dk = rotate(dq, back), rotate(dk, back)
+        dq = rotate(dq, back)
+        dk = rotate(dk, back)
     parts = dq.reshape(*dk.shape[:3], sizes.per_group, -1), dk.unsqueeze(3), dv.unsqueeze(3)
     wide = torch.cat(parts, dim=3).flatten(2)
-    grad, sums = wide.to(grads[0].dtype), wide.sum((0, 1))[None] if summed else None
+    grad = wide.to(grads[0].dtype)
+    sums = wide.sum((0, 1))[None] if summed else None
     return grad if into is None else into.fill(grad), sums
 
 

@@ -40,7 +40,8 @@ from meshwright.kernels.twins import twin
 
 LOW_BITS = 21  # of float32, which the formats of 8 bits leave out
 # The least exponent of a format's normal numbers, and its largest code.
-INT8, UINT8 = (-26, 127), (-53, 255)
+INT8 = (-26, 127)
+UINT8 = (-53, 255)
 NOTHING = 2.0**-80  # less than this is 0 as uint8
 STEP_KEY = 0x9E3779B9
 CHUNK = 1 << 22  # elements that are rounded at a time without Triton; a few copies in 64 bits
@@ -166,9 +167,11 @@ def store(
     values: Tensor, code: Tensor, draws: PlaceDraws, skipped: Tensor, is_second: bool = False
 ) -> None:
     """Round values into `code`, both contiguous, unless `skipped` is not 0."""
-    flat, out = values.reshape(-1), code.view(-1)
+    flat = values.reshape(-1)
+    out = code.view(-1)
     for begin in range(0, len(flat), CHUNK):
-        some, to = flat[begin : begin + CHUNK], out[begin : begin + CHUNK]
+        some = flat[begin : begin + CHUNK]
+        to = out[begin : begin + CHUNK]
         bits = halves(draw(draws.place.after(begin), draws.step, len(some)))[is_second]
         to.copy_(torch.where(skipped > 0, to, rounded(some, code.dtype, bits)))
 
@@ -184,7 +187,8 @@ class BlockDraws(NamedTuple):
 def make_block_draws(places: Sequence[tuple[Place, int]], step: Tensor) -> BlockDraws:
     """Return the draws for parts of so many blocks each."""
     counts = torch.tensor([blocks for _, blocks in places], dtype=torch.int64)
-    rows, at = [], 0
+    rows = []
+    at = 0
     for place, blocks in places:
         rows.append(place.after(-128 * at))
         at += blocks

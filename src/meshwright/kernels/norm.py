@@ -86,7 +86,8 @@ class _AddNorm(torch.autograd.Function):
         p: float,
         *norm: Any,
     ) -> tuple[Tensor, Tensor]:
-        weights, shape = NormWeights(*norm), pending.shape
+        weights = NormWeights(*norm)
+        shape = pending.shape
         operands = operands_of(residual, pending, bias, rows, p)
         x, y, mean, rstd = forward(operands, weights)
         x = x.view(shape) if operands.adds else pending
@@ -159,7 +160,8 @@ def forward(
         x = dropout.mask_and_scale(x, operands.rows, operands.p)
     stored = operands.pending if operands.residual is None else operands.residual
     x = (x if operands.residual is None else operands.residual + x).to(stored.dtype)
-    z, mean = upcast(x), None
+    z = upcast(x)
+    mean = None
     if norm.centers:
         mean = z.mean(1)
         z = z - mean[:, None]
@@ -177,7 +179,8 @@ def backward(
 
     The three are those of the norm's weight, of its bias and of the bias.
     """
-    z, dy = upcast(saved.x), upcast(dy)
+    z = upcast(saved.x)
+    dy = upcast(dy)
     z = (z if saved.mean is None else z - saved.mean[:, None]) * saved.rstd[:, None]
     wanted = dy * (saved.weight + saved.plus if saved.plus else saved.weight)
     grad = wanted - z * (wanted * z).mean(1, keepdim=True)

@@ -32,7 +32,9 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, rstd = ctx.saved_tensors
-        dy, wide, zero = dy.contiguous(), upcast(weight), torch.zeros_like(rstd)
+        dy = dy.contiguous()
+        wide = upcast(weight)
+        zero = torch.zeros_like(rstd)
         aten: Any = torch.ops.aten
         needed = [True, True, False]
         dx, of_weight, _ = aten.native_layer_norm_backward(

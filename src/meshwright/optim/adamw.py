@@ -36,7 +36,8 @@ class FlatAdamW:
         places: list[tuple[Place, int]],
     ) -> None:
         gradients, master, weights = flats
-        device, sizes = master.device, [r.end - r.begin for r in ranges]
+        device = master.device
+        sizes = [r.end - r.begin for r in ranges]
         self.settings = adamw_constants(o)
         self.constants = adamw.make_constants(
             self.settings, o.clip_grad, device, [t[1:] for t in treatments]

@@ -83,13 +83,16 @@ class AdamW(ElementwiseRule):
         self, params: Iterable[nn.Parameter], constants: adamw.AdamWConstants, counter: Tensor
     ) -> None:
         super().__init__(params)
-        self.constants, self.counter = constants, counter
+        self.constants = constants
+        self.counter = counter
 
     def advance(
         self, weight: Tensor, gradient: Tensor, state: list[Tensor], group: dict[str, Any]
     ) -> tuple[Tensor, ...]:
-        lr, t = group["lr"], self.counter.double().clamp(min=1.0)  # 0 if no step was finite yet
-        size, root = lr / (1 - self.constants.beta1**t), (1 - self.constants.beta2**t).rsqrt()
+        lr = group["lr"]
+        t = self.counter.double().clamp(min=1.0)  # 0 if no step was finite yet
+        size = lr / (1 - self.constants.beta1**t)
+        root = (1 - self.constants.beta2**t).rsqrt()
         factors = [scalar(x, weight) for x in (lr * group["weight_decay"], size, root)]
         return adamw.advance(weight, gradient, state, self.constants, *factors)
 
@@ -130,7 +133,9 @@ class Lion(ElementwiseRule):
         is_cautious: bool = False,
     ) -> None:
         super().__init__(params)
-        self.beta1, self.beta2, self.is_cautious = beta1, beta2, is_cautious
+        self.beta1 = beta1
+        self.beta2 = beta2
+        self.is_cautious = is_cautious
 
     def advance(
         self, weight: Tensor, gradient: Tensor, state: list[Tensor], group: dict[str, Any]
@@ -139,7 +144,8 @@ class Lion(ElementwiseRule):
         ahead = moment * self.beta1 + gradient * (1 - self.beta1)
         if ahead.dtype is torch.float64:
             ahead = torch.where(ahead.abs() < ROUNDING, 0.0, ahead)
-        decay, rate = scalar(1 - lr * group["weight_decay"], weight), scalar(lr, weight)
+        decay = scalar(1 - lr * group["weight_decay"], weight)
+        rate = scalar(lr, weight)
         new = muon.moved(weight, ahead.sign_(), decay, rate, self.is_cautious)
         del ahead
         return new, moment * self.beta2 + gradient * (1 - self.beta2)

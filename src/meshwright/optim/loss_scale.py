@@ -45,7 +45,9 @@ class LossScale:
             return
         self.clean += 1
         if self.clean >= self.p.loss_scale_window:
-            self.clean, self.hysteresis, self.scale = 0, self.p.hysteresis, self.scale * 2
+            self.clean = 0
+            self.hysteresis = self.p.hysteresis
+            self.scale = self.scale * 2
 
     def may_overflow(self, scale: float) -> bool:
         """Whether an overflow only skips a step: not at the minimum, nor 20 times in a row."""
@@ -63,5 +65,6 @@ class LossScale:
     def load(self, state: dict[str, Any]) -> None:
         self.in_a_row = int(state.get("in_a_row", 0))
         if self.dynamic and state["dynamic"]:  # a scale of 1 from another format means nothing
-            self.scale, self.clean = float(state["scale"]), int(state["growth_tracker"])
+            self.scale = float(state["scale"])
+            self.clean = int(state["growth_tracker"])
             self.hysteresis = int(state["hysteresis_tracker"])

@@ -52,7 +52,9 @@ V = TypeVar("V", bound=Tensor)
 Stacks = dict[MatrixForm, tuple[list[int], Tensor]]
 
 # Keller Jordan's coefficients, as torch has them: the steepest slope at 0.
-A, B, C = 3.4445, -4.7750, 2.0315
+A = 3.4445
+B = -4.7750
+C = 2.0315
 SPREAD = 256.0  # factor of a stored R: its entries, about 1 / m, are far from float16's smallest
 
 
@@ -104,7 +106,8 @@ class Muon(OwnRule):
         self.spread = spread or Spread(
             [MatrixForm(tuple(p.shape)) for p in params], params[0].device
         )
-        self.chunk, self.is_cautious = chunk, is_cautious
+        self.chunk = chunk
+        self.is_cautious = is_cautious
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -131,7 +134,9 @@ class Muon(OwnRule):
         self._subtract(matrices, x, form, group)
 
     def _update_at_homes(self, exchange: Exchange, group: dict[str, Any]) -> None:
-        parameters, forms, steps = group["params"], self.spread.forms, group["ns_steps"]
+        parameters = group["params"]
+        forms = self.spread.forms
+        steps = group["ns_steps"]
         ahead_like, update_like = formats(parameters[0].dtype, self.spread.device)
         for one_round in exchange.rounds:
             stacks = exchange.collect(
@@ -176,15 +181,19 @@ class Muon(OwnRule):
         gradients = [p.grad for p in matrices if p.grad is not None]
         moments = [self._moment(p) for p in matrices]
         draws = None if self.rounding is None else [self.rounding.draws(p) for p in matrices]
-        scale, skipped = scalar(self.grad_scale, first), scalar(self.found_inf, first)
+        scale = scalar(self.grad_scale, first)
+        skipped = scalar(self.found_inf, first)
         return passes.advance(gradients, moments, scale, skipped, group["momentum"], draws)
 
     def _subtract(
         self, matrices: list[nn.Parameter], x: Tensor, form: MatrixForm, group: dict[str, Any]
     ) -> None:
-        first, lr = matrices[0], group["lr"]
-        decay, rate = scalar(1 - lr * group["weight_decay"], first), scalar(lr * form.scale, first)
-        weights, updates = [p.detach() for p in matrices], x.to(first.device)
+        first = matrices[0]
+        lr = group["lr"]
+        decay = scalar(1 - lr * group["weight_decay"], first)
+        rate = scalar(lr * form.scale, first)
+        weights = [p.detach() for p in matrices]
+        updates = x.to(first.device)
         passes.subtract(
             weights, updates, decay, rate, scalar(self.found_inf, first), self.is_cautious
         )

@@ -70,10 +70,12 @@ def treatment_of(o: Optimizer, m: Model | None, name: str, dimensions: int) -> T
     if rule == "muon" and not (is_matrix and name.startswith("h.")):
         rule = "adamw"
     own = own_rate(o, name, is_matrix)
-    rate, decay = 1.0 if own is None or not o.lr else own / o.lr, float(is_matrix)
+    rate = 1.0 if own is None or not o.lr else own / o.lr
+    decay = float(is_matrix)
     if m is not None:
         carried = factors_of(m, name, is_matrix, rule == "muon")
-        rate, decay = rate * carried.rate, decay * carried.decay
+        rate = rate * carried.rate
+        decay = decay * carried.decay
     return Treatment(rule, rate, decay)
 
 
@@ -133,7 +135,8 @@ def muon_flops(short: int, long: int, steps: int) -> float:
     Of symmetric products, the half below the diagonal and the tiles on it are computed.
     """
     half = min(1.0, 0.5 + MUON_TILE / short)
-    wide, square = 2.0 * short**2 * long, 2.0 * short**3
+    wide = 2.0 * short**2 * long
+    square = 2.0 * short**3
     if 2 * long < GRAM * short:
         return steps * (wide + half * (wide + square))
     counts = [min(MUON_RESTART, steps - first) for first in range(0, steps, MUON_RESTART)]
@@ -151,7 +154,8 @@ def assign(costs: dict[int, float], loads: list[float]) -> dict[int, int]:
 
 def packed(numbers: Iterable[int], sizes: list[int], limit: int) -> list[list[int]]:
     """Return the numbers in lists whose sizes add up to at most `limit`, unless it is one."""
-    out, total = list[list[int]](), 0
+    out = list[list[int]]()
+    total = 0
     for i in numbers:
         if not out or total + sizes[i] > limit:
             out.append([])

@@ -145,21 +145,22 @@ def warn_of_idle_steps(
     """
     if c.optimizer.lr is None or c.training.skip_train:
         return []
-    size, never = c.global_batch, 1 << 62
+    size = c.global_batch
+    never = 1 << 62
     zero = (
         s.decay + (s.style == "inverse-square-root")
         if not s.min_lr and s.style != "constant"
         else never
     )
     zero = zero if s.max_lr else 0  # the first number of samples at which the rate is 0
-    step, now = iteration, scheduled
+    step = iteration
+    now = scheduled
     while step < total and now < zero and (batch := c.batch(consumed - scheduled + now)) < size:
-        step, now = step + 1, now + batch
+        step = step + 1
+        now = now + batch
     first = min(total, step + max(0, math.ceil((zero - now) / size)))
-    by_steps, override = (
-        c.samples is None,
-        ", with --override-opt_param-scheduler" if iteration else "",
-    )
+    by_steps = c.samples is None
+    override = ", with --override-opt_param-scheduler" if iteration else ""
     if first < total:
         which = (
             f"all {total - iteration:,} steps"
@@ -199,15 +200,16 @@ def resume_schedule(
 
     A difference raises UserError unless one of the two flags decides about it.
     """
-    lines, different, values = [], [], {}
+    lines = []
+    different = []
+    values = {}
     before = Schedule(**saved)
-    overrides, takes_saved = (
-        c.optimizer.override_opt_param_scheduler,
-        c.optimizer.use_checkpoint_opt_param_scheduler,
-    )
+    overrides = c.optimizer.override_opt_param_scheduler
+    takes_saved = c.optimizer.use_checkpoint_opt_param_scheduler
     has_ramp = (before if takes_saved else ours).wd_style in DECAY_RAMPS
     for name, value in VALUES.items():
-        new, old = getattr(ours, name), getattr(before, name)
+        new = getattr(ours, name)
+        old = getattr(before, name)
         if not value.is_megatrons and (
             new == old or (name != "init_lr" and "WSD" not in (ours.style, before.style))
         ):
@@ -222,10 +224,8 @@ def resume_schedule(
         values[name] = old if matters else new
         lines.append(f" > using checkpoint value {old} for {value.title}")
     if different:
-        head, override = (
-            "the schedule differs from the checkpoint's",
-            "add {override_opt_param_scheduler=True}",
-        )
+        head = "the schedule differs from the checkpoint's"
+        override = "add {override_opt_param_scheduler=True}"
         if ours.decay > before.decay:
             head = f"to train longer, {override} (this stretches the decay); {head}"
         saved_one = "with the checkpoint's, {use_checkpoint_opt_param_scheduler=True}"
@@ -237,8 +237,12 @@ def resume_schedule(
 
 def describe_difference(name: str, before: Schedule, ours: Schedule, c: TrainConfig) -> str:
     """Return both values of a field that differs, and the flags that set it."""
-    value, size, old, new = VALUES[name], c.global_batch, getattr(before, name), getattr(ours, name)
-    flags, shown = value.flags, [f"{old}", f"{new}"]
+    value = VALUES[name]
+    size = c.global_batch
+    old = getattr(before, name)
+    new = getattr(ours, name)
+    flags = value.flags
+    shown = [f"{old}", f"{new}"]
     if value.length:
         shown = [f"{x:,.10g} samples = {x / size:,.10g} steps of {size}" for x in (old, new)]
     if name == "decay" and c.samples is not None:

@@ -116,7 +116,8 @@ class _Pair(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, group: ProcessGroup, collective: Collective, back: Collective
     ) -> Tensor:
-        ctx.group, ctx.back = group, back
+        ctx.group = group
+        ctx.back = back
         return collective(x, group)
 
     @staticmethod

@@ -55,7 +55,9 @@ class CutModel:
 
     def where(self, b: Batch, seed: int | None) -> Positions:
         """Return the positions of this rank's part of a micro-batch; no seed means no dropout."""
-        t, device, layout = b.tokens.shape[1], b.tokens.device, self.layout
+        t = b.tokens.shape[1]
+        device = b.tokens.device
+        layout = self.layout
         samples = None if seed is None else b.sample_ids
         w = Positions(
             samples, None, seed or 0, b.first_sample, b.position_ids, b.doc_ids, heads=self.heads
@@ -69,7 +71,8 @@ class CutModel:
 
     def stream_of(self, b: Batch, samples: Tensor | None, first: int) -> StreamPositions:
         """Return the positions of the tokens between a tensor rank's parts of the layers."""
-        t, rank = b.tokens.shape[1], self.layout.at("tp")
+        t = b.tokens.shape[1]
+        rank = self.layout.at("tp")
         rows = b.tokens.numel() // self.layout.tp
         n = torch.arange(rank * rows, (rank + 1) * rows, device=b.tokens.device)
         ids = None if b.position_ids is None else b.position_ids.flatten()[n][None]
@@ -137,7 +140,8 @@ class CutModel:
         """Pass a tensor of the last stage to rank 0; return it there, as on one stage alone."""
         if self.pipeline is None or self.layout.at("tp"):
             return x
-        lane, received = self.layout.groups["forward around"], None
+        lane = self.layout.groups["forward around"]
+        received = None
         (part,) = self.parts
         if part.has_head:
             assert x is not None and x.shape == shape

@@ -239,7 +239,8 @@ class FlatStore(Store):
         for bucket in self.buckets.values():
             first, begin, size = self.own_part(bucket)
             for kind, kind_begin, kind_end in bucket.kinds:
-                low, high = max(kind_begin, first), min(kind_end, first + size)
+                low = max(kind_begin, first)
+                high = min(kind_end, first + size)
                 if low < high:
                     sharded = begin + low - first, begin + high - first
                     yield (
@@ -317,9 +318,11 @@ class FlatStore(Store):
 
         The gap behind a parameter counts as its elements.
         """
-        first, end = r.target - bucket.begin, r.target - bucket.begin + r.end - r.begin
+        first = r.target - bucket.begin
+        end = r.target - bucket.begin + r.end - r.begin
         for name, (offset, shape) in bucket.spans.items():
-            low, high = max(offset, first), min(offset + shard.aligned(shape.numel()), end)
+            low = max(offset, first)
+            high = min(offset + shard.aligned(shape.numel()), end)
             if low < high:
                 to = r.begin - first
                 yield name, to + low, to + high, self.place_of(name).after(low - offset)
@@ -362,7 +365,8 @@ class FlatStore(Store):
             views = [[x.view(self.shapes[name]) for x in view] for view in views]
             if self.layout.group("matrices") is None:
                 views = [rules.matrices(x) for (x,) in views]
-        out, place = [], self.place_of(name).after(low)
+        out = []
+        place = self.place_of(name).after(low)
         for values, grad, moment in zip(*views, strict=True):
             matrix = nn.Parameter(values)
             matrix.grad = grad
@@ -432,10 +436,8 @@ class FlatStore(Store):
         """Start to gather the ranks' parts, in place."""
         # Buckets outside the layers come first: all are waited for before the first layer.
         for _, bucket in sorted(self.buckets.items(), key=lambda item: "." in item[0]):
-            full, own = (
-                self.weights[bucket.begin : bucket.begin + bucket.size],
-                self._own_weights(bucket),
-            )
+            full = self.weights[bucket.begin : bucket.begin + bucket.size]
+            own = self._own_weights(bucket)
             if self.mapped_weights:
                 work = self.mapped_weights.gather(bucket.begin, bucket.size)
             else:
@@ -509,7 +511,8 @@ class FlatStore(Store):
     def sum_over_ranks(self, bucket: Bucket) -> None:
         """Start the sum over the ranks that hold the same weights."""
         bucket.is_summed = self.is_last_backward
-        full, group = bucket.gradients, self.layout.group
+        full = bucket.gradients
+        group = self.layout.group
         assert full is not None
         if bucket.partial:
             comm.total(full, group("tp"))
@@ -621,13 +624,17 @@ class GradientSink:
     """The total of one parameter's gradient, to which hooks and kernels add: a gradients.Sink."""
 
     def __init__(self, store: FlatStore, bucket: Bucket, name: str, uses: int) -> None:
-        self.store, self.bucket, self.name, self.uses = store, bucket, name, uses
+        self.store = store
+        self.bucket = bucket
+        self.name = name
+        self.uses = uses
         self.span = bucket.spans[name]
         # kept gradients of the bucket, and the part of them
         self.view: tuple[Tensor, Tensor] | None = None
 
     def begin(self) -> tuple[Tensor, bool]:
-        store, bucket = self.store, self.bucket
+        store = self.store
+        bucket = self.bucket
         if bucket.gradients is None:  # ZeRO 2: one micro-batch's
             bucket.gradients = torch.zeros(bucket.size, dtype=store.full_dtype, device=store.device)
         if not store.keeps_gradients:
@@ -638,7 +645,8 @@ class GradientSink:
 
     def end(self, parts: int = 1) -> None:
         """Count the parts of a gradient; start the sums of buckets that have all of theirs."""
-        store, bucket = self.store, self.bucket
+        store = self.store
+        bucket = self.bucket
         store.added.add(self.name)
         received = bucket.parts_received[self.name] = (
             bucket.parts_received.get(self.name, 0) + parts

@@ -35,10 +35,13 @@ class FullyShardedStore(Store):
 
     def __init__(self, models: list[Any], spec: StoreSpec) -> None:
         super().__init__(spec, ("replicas",))
-        layout, dtype, device = spec.layout, spec.dtype, spec.device
+        layout = spec.layout
+        dtype = spec.dtype
+        device = spec.device
         # A layer's output is a view, but nothing writes to it (gpt.join adds out of place).
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-        mesh, self.ranks = make_mesh(layout, device), layout.size("shard", "cp")
+        mesh = make_mesh(layout, device)
+        self.ranks = layout.size("shard", "cp")
         low = dtype if dtype is not self.full_dtype else None
         # The residual stream may be wider than the weights, so inputs are not cast.
         precision = MixedPrecisionPolicy(
@@ -81,7 +84,8 @@ class FullyShardedStore(Store):
                 model.set_requires_all_reduce(is_last)
 
     def _make_update_ranges(self) -> None:
-        self.update_ranges, self.named = [], {}
+        self.update_ranges = []
+        self.named = {}
         updated: Updated = {}
         for name, p in self.parameters.items():
             local = p.to_local().detach()
@@ -118,10 +122,8 @@ class FullyShardedStore(Store):
 
     def boxes_of(self, name: str, data: int, tensor: int) -> list[shard.Box]:
         dimension, first, size = self.rows(name, data)
-        offsets, part = (
-            self.sharding.offsets(name, self.shapes[name], tensor),
-            list(self.shapes[name]),
-        )
+        offsets = self.sharding.offsets(name, self.shapes[name], tensor)
+        part = list(self.shapes[name])
         offsets[dimension] += first
         part[dimension] = size
         return [(tuple(offsets), tuple(part))] if size else []
@@ -188,7 +190,8 @@ class FullyShardedStore(Store):
 
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     """Return the mesh over which weights are sharded, within each replica."""
-    group, replicas = layout.group("shard"), layout.group("replicas")
+    group = layout.group("shard")
+    replicas = layout.group("replicas")
     assert group is not None
     kind = "cpu" if device.type == "meta" else device.type  # a mesh needs a device with memory
     if replicas is None:

@@ -92,7 +92,8 @@ class Parcels:
 
     def __init__(self, ranks: int, contents: Iterable[tuple[int, int, int]]) -> None:
         """Place (rank, parameter, elements) by rank, in their order."""
-        self.sizes, self.places = [0] * ranks, dict[tuple[int, int], slice]()
+        self.sizes = [0] * ranks
+        self.places = dict[tuple[int, int], slice]()
         begin = 0
         for rank, number, size in sorted(contents, key=lambda content: content[0]):
             self.places[rank, number] = slice(begin, begin + size)
@@ -121,7 +122,8 @@ class Homes:
         steps: int,
         limit: int = MUON_CHUNK,
     ) -> None:
-        self.parameters, self.sharers = parameters, sharers
+        self.parameters = parameters
+        self.sharers = sharers
         # each step needs them
         self.boxes = functools.cache(lambda i, rank: sharers.boxes(parameters[i], rank))
         self.homes = dict[int, int]()
@@ -133,7 +135,8 @@ class Homes:
             self.rounds.append(self._round(members, packed(members, sizes, limit * sharers.parts)))
 
     def _round(self, members: list[int], pieces: list[list[int]]) -> Round:
-        s, ranks = self.sharers, range(self.sharers.size)
+        s = self.sharers
+        ranks = range(self.sharers.size)
         mine = {i: elements(self.boxes(i, s.rank)) for i in members}
 
         def at_home(some: list[int]) -> list[tuple[int, int, int]]:

@@ -71,7 +71,8 @@ class Layout:
 
     def at(self, *names: str) -> int:
         """Return this rank's position in a dimension, or in several combined."""
-        position, rest = {}, self.rank
+        position = {}
+        rest = self.rank
         for name, size in reversed(list(zip(DIMENSIONS, self.shape, strict=True))):
             rest, position[name] = divmod(rest, size)
         number = 0
@@ -85,7 +86,8 @@ class Layout:
 
     def offsets(self, *names: str) -> list[int]:
         """Return the numbers of the ranks that are first in all dimensions but these, in order."""
-        numbers, stride = [0], self.world
+        numbers = [0]
+        stride = self.world
         for name, size in zip(DIMENSIONS, self.shape, strict=True):
             stride //= size
             if name in names:
@@ -180,5 +182,7 @@ def new_group(name: str, ranks: list[int], timeout: timedelta | None) -> Process
 def layout_of(config: TrainConfig, rank: int) -> Layout:
     p = config.parallel
     replicas = p.num_distributed_optimizer_instances
-    shard, cp, tp = config.dp // replicas, p.context_parallel_size, p.tensor_model_parallel_size
+    shard = config.dp // replicas
+    cp = p.context_parallel_size
+    tp = p.tensor_model_parallel_size
     return Layout(p.pipeline_model_parallel_size, replicas, shard, cp, tp, rank)

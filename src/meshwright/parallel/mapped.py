@@ -40,7 +40,8 @@ class Arrival:
     """The end of work on another stream, in the form of torch's works."""
 
     def __init__(self, event: Any, device: torch.device) -> None:
-        self.event, self.device = event, device
+        self.event = event
+        self.device = device
 
     def wait(self) -> None:
         """Let all later work of this stream wait for it."""
@@ -53,13 +54,11 @@ class MappedBuffer:
     def __init__(
         self, buffers: list[Tensor], rank: int, barrier: Callable[[], None], stream: Any
     ) -> None:
-        self.all, self.own, self.rank, self.barrier, self.stream = (
-            buffers,
-            buffers[rank],
-            rank,
-            barrier,
-            stream,
-        )
+        self.all = buffers
+        self.own = buffers[rank]
+        self.rank = rank
+        self.barrier = barrier
+        self.stream = stream
         self.device = self.own.device
         self.fetched = self.own.new_empty(0)
 
@@ -123,12 +122,11 @@ class BufferMapper:
     """Makes the mapped buffers of one group of ranks."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        self.symmetric, self.group, self.stream = (
-            map_memory_of(group),
-            group,
-            devices.new_stream(device),
-        )
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.symmetric = map_memory_of(group)
+        self.group = group
+        self.stream = devices.new_stream(device)
+        self.rank = dist.get_rank(group)
+        self.ranks = dist.get_world_size(group)
         words, by_kernel = self.map(count_words(self.ranks), torch.int32)
         self.barrier = stream_barrier(words, self.rank) or by_kernel
 
@@ -159,7 +157,8 @@ def choose_mapper(
     """
     if group is None:
         return None, ""
-    mappers, trials = list[BufferMapper](), list[MappedBuffer]()
+    mappers = list[BufferMapper]()
+    trials = list[MappedBuffer]()
 
     def map_memory() -> None:
         mappers.append(BufferMapper(group, device))

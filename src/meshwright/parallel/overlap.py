@@ -102,15 +102,15 @@ class OverlappedProducts(PlainProducts):
 
     def __init__(self, group: ProcessGroup, room: int, device: torch.device) -> None:
         super().__init__(group)
-        self.rank, self.ranks, self.device = (
-            dist.get_rank(group),
-            dist.get_world_size(group),
-            device,
-        )
+        self.rank = dist.get_rank(group)
+        self.ranks = dist.get_world_size(group)
+        self.device = device
         self.room = room
         mapper = BufferMapper(group, device)
         memory = mapper.zeros(room * (self.ranks + MORE_ROOMS), torch.uint8)
-        self.memory, self.barrier, self.stream = memory.all, mapper.barrier, mapper.stream
+        self.memory = memory.all
+        self.barrier = mapper.barrier
+        self.stream = mapper.stream
         self.filling = devices.new_stream(device)
 
     def fits(self, rows: int, width: int, like: Tensor) -> bool:
@@ -161,7 +161,8 @@ class OverlappedProducts(PlainProducts):
             return super().gather_multiply(x, weight, bias, keeps_rows)
         rows, arrivals = self.send(x := x.contiguous(), keeps_rows)
         y = x.new_empty(len(rows), len(weight))
-        found, parts = rows.chunk(self.ranks), y.chunk(self.ranks)
+        found = rows.chunk(self.ranks)
+        parts = y.chunk(self.ranks)
         for k in range(self.ranks):
             source = (self.rank - k) % self.ranks
             if k:
@@ -184,7 +185,8 @@ class OverlappedProducts(PlainProducts):
 
     def scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> comm.Started:
         """Sum x @ weight over the ranks, plus bias, which the first product of each part adds."""
-        n, width = len(x) // self.ranks, weight.shape[1]
+        n = len(x) // self.ranks
+        width = weight.shape[1]
         parts = [part.chunk(PIECES) for part in x.chunk(self.ranks)]
         y = x.new_empty(n, width)
         before = (self.rank - 1) % self.ranks
@@ -199,7 +201,8 @@ class OverlappedProducts(PlainProducts):
         sums.append(y.chunk(PIECES))
         fetched: list[Arrival] = []
         for k, own in enumerate(sums):
-            fetching, fetched = fetched, []
+            fetching = fetched
+            fetched = []
             for j, piece in enumerate(parts[(self.rank - 1 - k) % self.ranks]):
                 if k:
                     fetching[j].wait()
@@ -269,7 +272,8 @@ def largest_difference(chosen: PlainProducts, device: torch.device) -> float:
     Each runs twice with other numbers, so that rows of the first time, which a missing wait would
     leave, show. Rows of 1 MiB take longer to copy than small products to begin.
     """
-    plain, ranks = PlainProducts(chosen.group), dist.get_world_size(chosen.group)
+    plain = PlainProducts(chosen.group)
+    ranks = dist.get_world_size(chosen.group)
     own, common = (
         torch.Generator(device).manual_seed(n) for n in (1 + dist.get_rank(chosen.group), 0)
     )

@@ -63,7 +63,9 @@ class _ColumnParallel(torch.autograd.Function):
         ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, group: ProcessGroup
     ) -> Tensor:
         ctx.save_for_backward(x, parameter)
-        ctx.group, ctx.parameter, ctx.bias = group, parameter, bias
+        ctx.group = group
+        ctx.parameter = parameter
+        ctx.bias = bias
         return affine(x, parameter.flatten(0, -2), bias)
 
     @staticmethod
@@ -83,7 +85,9 @@ class _GatheredColumnParallel(torch.autograd.Function):
         ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, by: PlainProducts
     ) -> Tensor:
         ctx.save_for_backward(x, parameter)
-        ctx.by, ctx.parameter, ctx.bias = by, parameter, bias
+        ctx.by = by
+        ctx.parameter = parameter
+        ctx.bias = bias
         return by.gather_multiply(x, parameter.flatten(0, -2), bias)[0]
 
     @staticmethod
@@ -104,7 +108,9 @@ class _RowParallel(torch.autograd.Function):
         ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, by: PlainProducts
     ) -> Tensor:
         ctx.save_for_backward(x, parameter)
-        ctx.by, ctx.parameter, ctx.bias = by, parameter, bias
+        ctx.by = by
+        ctx.parameter = parameter
+        ctx.bias = bias
         return comm.wait_for(by.multiply_scatter(x, parameter, bias)).unsqueeze(0)
 
     @staticmethod
@@ -121,7 +127,9 @@ class VocabularyRows(nn.Module):
 
     def __init__(self, plain: nn.Embedding, first: int, add_up: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.weight, self.first, self.add_up = plain.weight, first, add_up
+        self.weight = plain.weight
+        self.first = first
+        self.add_up = add_up
 
     def forward(self, ids: Tensor) -> Tensor:
         is_own = (ids >= self.first) & (ids < self.first + len(self.weight))
@@ -134,10 +142,15 @@ class Exchanged(nn.Module):
 
     def __init__(self, attend: Attend, group: ProcessGroup, ranks: int) -> None:
         super().__init__()
-        self.attend, self.group, self.ranks = attend, group, ranks
+        self.attend = attend
+        self.group = group
+        self.ranks = ranks
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> Tensor:
-        n, b, t, d = self.ranks, q.shape[0], q.shape[1], q.shape[3]
+        n = self.ranks
+        b = q.shape[0]
+        t = q.shape[1]
+        d = q.shape[3]
         parts = [x.view(b, t, n, -1, d).permute(2, 0, 1, 3, 4) for x in (q, k, v)]
         # Sent [destination, B, T / n, heads and groups / n, d], received [source, B, ...]; a name
         # would keep either through attention.
@@ -161,7 +174,9 @@ def cut_layers(
     `by_rows` multiplies with sequence parallelism, None is without. `columns` is the number of
     tokens of a sequence on this rank.
     """
-    m, tp, cp = model.m, layout.group("tp"), layout.group("cp")
+    m = model.m
+    tp = layout.group("tp")
+    cp = layout.group("cp")
     sequence = by_rows is not None
     blocks: list[Any] = list(model.h.children())
     heads = None

@@ -62,7 +62,8 @@ def score_windows(
     waiting = iter(windows)
     while portion := list(itertools.islice(waiting, AT_ONCE * batch)):
         order = sorted(range(len(portion)), key=lambda i: -len(portion[i].tokens))
-        batches, at = [], 0
+        batches = []
+        at = 0
         while at < len(order):
             longest = max(1, len(portion[order[at]].tokens) - 1)
             width = length if fixed else min(length, -(-longest // WIDTH) * WIDTH)
@@ -86,7 +87,8 @@ def make_rows(windows: list[Window], at_least: int, width: int) -> WindowBatch:
     )
     counted = torch.zeros(tokens.shape, dtype=torch.bool)
     for row, (ids, first) in enumerate(windows):
-        window, n = torch.as_tensor(ids, dtype=torch.int64), len(ids) - 1
+        window = torch.as_tensor(ids, dtype=torch.int64)
+        n = len(ids) - 1
         tokens[row, :n], labels[row, :n], counted[row, first:n] = window[:-1], window[1:], True
     return WindowBatch(tokens, labels, counted)
 
@@ -169,11 +171,13 @@ def count_hits(
     The logits [B, T, ...] may cover only the ids from `first` on; the ranks of `group` have the
     others. `rows` may be on the host, from where the places that count are sent without a wait.
     """
-    flat, labels = logits.flatten(0, 1), rows.labels.flatten().to(logits.device)
+    flat = logits.flatten(0, 1)
+    labels = rows.labels.flatten().to(logits.device)
     places = rows.counted.flatten().nonzero().squeeze(1).to(logits.device)
     # else a copy would take more time and memory than what it saves
     if 2 * len(places) < len(flat):
-        flat, labels = flat[places], labels[places]
+        flat = flat[places]
+        labels = labels[places]
     losses = right = flat.new_zeros(len(flat))
     if len(flat):
         losses = cross_entropy(flat, labels, vocab, first, combine_over(group))

@@ -29,9 +29,12 @@ class BackwardTile(NamedTuple):
     warps: int = 4
 
 
-BLOCK, WARPS = 2048, 4  # of the forward kernel
+# Of the forward kernel.
+BLOCK = 2048
+WARPS = 4
 # SMALL if there are few rows, for more programs
-TILE, SMALL = BackwardTile(), BackwardTile(rows=ACTIVATION_ROWS[1])
+TILE = BackwardTile()
+SMALL = BackwardTile(rows=ACTIVATION_ROWS[1])
 
 
 @triton.jit
@@ -158,7 +161,8 @@ def _activation_backward(
 
 def forward(kind: str, u: Tensor, into: Into | None = None) -> Tensor:
     """Return the activation of u."""
-    u, gated = u.contiguous(), kind in GATES
+    u = u.contiguous()
+    gated = kind in GATES
     shape = (*u.shape[:-1], u.shape[-1] // 2) if gated else u.shape
     a = u.new_empty(shape) if into is None else into.out
     columns = a.shape[-1] if gated else a.numel()  # without a gate the rows do not matter
@@ -181,7 +185,8 @@ def backward(
     tile: BackwardTile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of u and, if asked for, partial sums [n, F or 2F] of its columns."""
-    u, grad = u.contiguous(), grad.contiguous()
+    u = u.contiguous()
+    grad = grad.contiguous()
     columns = grad.shape[-1]
     rows = grad.numel() // columns
     tile = tile or (TILE if activation_rows(rows) == TILE.rows else SMALL)

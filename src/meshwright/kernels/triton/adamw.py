@@ -20,7 +20,8 @@ from meshwright.kernels.grid import cdiv
 from meshwright.kernels.moments import BlockDraws
 from meshwright.kernels.triton import moments
 
-ROWS, WARPS = 16, 8  # blocks of a program
+ROWS = 16  # blocks of a program
+WARPS = 8
 PROGRAMS = 2048  # of the sum of squares
 
 
@@ -63,7 +64,8 @@ def _adamw_decide(
     In: squares, loss (of any format), lr, weight_decay, scale: float64 []; constants float64 [35].
     In and out: step float32 []. Out: decision float32 [37].
     """
-    s, rate = tl.load(scale), tl.load(lr)
+    s = tl.load(scale)
+    rate = tl.load(lr)
     norm = tl.sqrt(tl.load(squares)) / s
     clip = tl.load(constants + 2)
     shrink = tl.where(clip > 0, tl.minimum(clip / (norm + 1e-6), 1.0), 1.0)
@@ -72,7 +74,8 @@ def _adamw_decide(
     t = tl.load(step) + is_finite.to(tl.float32)
     tl.store(step, t)
     t = tl.maximum(t, 1.0).to(tl.float64)  # 0 if no step was finite yet
-    power1, power2 = tl.exp(t * tl.load(constants)), tl.exp(t * tl.load(constants + 1))
+    power1 = tl.exp(t * tl.load(constants))
+    power2 = tl.exp(t * tl.load(constants + 1))
     tl.store(decision, norm.to(tl.float32))
     tl.store(decision + 1, shrink.to(tl.float32))
     tl.store(decision + 2, is_finite.to(tl.float32))
@@ -117,7 +120,8 @@ def _adamw_update(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     some = row < tl.where(tl.load(decision + 2) > 0.5, count, 0)
     entry = tl.load(table + row, mask=some, other=0)
-    columns, mask = tl.arange(0, BLOCK)[None, :], some[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    mask = some[:, None]
     compact = row.to(tl.int64)[:, None] * BLOCK + columns  # in the state
     kind = decision + OF_KINDS + 2 * (entry & ((1 << KIND_BITS) - 1))
     at = (entry >> KIND_BITS).to(tl.int64)[:, None] * BLOCK + columns
@@ -178,7 +182,8 @@ def update_blocks(
     draws: BlockDraws | None = None,
 ) -> None:
     """Apply AdamW to some blocks if the step is finite."""
-    count, drawn = table.shape[1], draws or (None, None, None)
+    count = table.shape[1]
+    drawn = draws or (None, None, None)
     with torch.accelerator.device_index(decision.device.index):
         _adamw_update[(cdiv(count, ROWS),)](
             *buffers,

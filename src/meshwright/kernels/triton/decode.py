@@ -87,7 +87,8 @@ def _decode_linear(
     _start_next(EARLY)
     n = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, BLOCK)[None, :]
-    is_column, known = n < columns, k < WIDTH
+    is_column = n < columns
+    known = k < WIDTH
     at = weight + n[:, None] * WIDTH + k
     w = tl.load(at, mask=is_column[:, None] & known, other=0.0)
     if GATED:
@@ -149,7 +150,8 @@ def _rotated(head, d, inside, cos, sin, HALF: tl.constexpr):
 @triton.jit
 def _add_up(base, HEADS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
     """Return the attention [HEADS, WIDTH] of parts that each have a maximum and sums."""
-    h, d = tl.arange(0, HEADS), tl.arange(0, WIDTH)
+    h = tl.arange(0, HEADS)
+    d = tl.arange(0, WIDTH)
     high = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     acc = tl.zeros((HEADS, WIDTH), tl.float32)
@@ -157,7 +159,8 @@ def _add_up(base, HEADS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr)
         theirs = base + i * (HEADS * (WIDTH + 2))
         peak = tl.load(theirs + h, cache_modifier=".cg")
         higher = tl.maximum(high, peak)
-        fade, share = tl.exp(high - higher), tl.exp(peak - higher)
+        fade = tl.exp(high - higher)
+        share = tl.exp(peak - higher)
         total = total * fade + tl.load(theirs + HEADS + h, cache_modifier=".cg") * share
         more = tl.load(theirs + 2 * HEADS + h[:, None] * WIDTH + d[None, :], cache_modifier=".cg")
         acc = acc * fade[:, None] + more * share[:, None]
@@ -177,7 +180,8 @@ def _load_block(
     BLOCK: tl.constexpr,
 ):
     """Load keys and values [BLOCK, WIDTH] of a group from the place `start` on."""
-    s, d = start + tl.arange(0, BLOCK), tl.arange(0, WIDTH)
+    s = start + tl.arange(0, BLOCK)
+    d = tl.arange(0, WIDTH)
     at = s.to(tl.int64)[:, None] * (GROUPS * DIM) + d[None, :]
     known = (s < end)[:, None] & (d < DIM)[None, :]
     return tl.load(keys + at, mask=known, other=0.0), tl.load(values + at, mask=known, other=0.0)
@@ -245,14 +249,18 @@ def _attend(
     order; it sets the counter back to 0. Bytes moved: the row's keys and values once.
     """
     _start_next(EARLY)
-    row, group, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    h, d = tl.arange(0, HEADS), tl.arange(0, WIDTH)
+    row = tl.program_id(0)
+    group = tl.program_id(1)
+    part = tl.program_id(2)
+    h = tl.arange(0, HEADS)
+    d = tl.arange(0, WIDTH)
     slot = tl.load(slots + row).to(tl.int64)
     length = tl.load(used + slot).to(tl.int32)
     first = slot * room * (GROUPS * DIM) + group * DIM
     keys += first
     values += first
-    begin, end = part * chunk, tl.minimum((part + 1) * chunk, length)
+    begin = part * chunk
+    end = tl.minimum((part + 1) * chunk, length)
     k, v = _load_block(keys, values, begin, end, GROUPS, DIM, WIDTH, BLOCK)
     _await_row(EARLY)
     head = qkv + (row.to(tl.int64) * GROUPS + group) * ((PER_GROUP + 2) * DIM)
@@ -306,7 +314,8 @@ def _embed_tokens(
 ):
     """Write wte[token] + wpe[place] of a row. Bytes moved: these rows once."""
     _start_next(EARLY)
-    row, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + row)
     token = tl.load(tokens + slot)
     x = tl.load(wte + token * width + c, mask=c < width, other=0.0)
@@ -364,7 +373,8 @@ def _choose_tokens(
     to 0. Bytes moved: the logits once.
     """
     _await_row(EARLY)
-    row, part = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    part = tl.program_id(1)
     c = part * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row.to(tl.int64) * stride + c, mask=c < vocab, other=float("-inf")).to(
         tl.float32
@@ -420,7 +430,8 @@ def choose_tokens(
     draws: Draws | None = None,
 ) -> Tensor:
     """Choose tokens, advance the rows, and return what to report."""
-    b, block = len(logits), 2048
+    b = len(logits)
+    block = 2048
     parts = power_of_2(cdiv(vocab, block))
     peaks = logits.new_empty(b, parts, dtype=torch.float32 if draws is None else torch.float64)
     places = slots.new_empty(b, parts, dtype=torch.int32)
@@ -487,7 +498,8 @@ def attend(
 ) -> Tensor:
     """Return the attention of new tokens, and add their keys and values to the cache."""
     b, (groups, per_group, dim) = len(qkv), sizes
-    heads, width = 1 if per_group == 1 else max(16, power_of_2(per_group)), max(16, power_of_2(dim))
+    heads = 1 if per_group == 1 else max(16, power_of_2(per_group))
+    width = max(16, power_of_2(dim))
     tile, parts, chunk = attend_tile(
         texts.longest, b * groups, heads, width, devices.processors(qkv.device)
     )

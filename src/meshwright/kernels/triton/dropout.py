@@ -73,7 +73,8 @@ def site_rows(seed: int, count: int, samples: Tensor, columns: Tensor) -> Tensor
     samples, columns = torch.broadcast_tensors(samples, columns)
     # One sample for all columns would stay a view of one element.
     flat = samples.flatten().contiguous(), columns.flatten().contiguous()
-    n, block = len(flat[0]), 512
+    n = len(flat[0])
+    block = 512
     out = torch.empty(count, n, dtype=torch.int32, device=samples.device)
     with torch.accelerator.device_index(samples.device.index):
         _site_rows[(cdiv(n, block), count)](*flat, out, n, start_number(seed), block, num_warps=4)
@@ -83,7 +84,8 @@ def site_rows(seed: int, count: int, samples: Tensor, columns: Tensor) -> Tensor
 def drop(x: Tensor, rows: Tensor, p: float) -> Tensor:
     """Return x * keep / (1 - p)."""
     x = x.contiguous()
-    out, columns = torch.empty_like(x), x.shape[-1]
+    out = torch.empty_like(x)
+    columns = x.shape[-1]
     block = power_of_2(columns)
     warps = min(8, max(1, block // 256))
     with torch.accelerator.device_index(x.device.index):

@@ -9,7 +9,10 @@ from torch import Tensor
 
 from meshwright.kernels.grid import cdiv
 
-ROWS, COLUMNS, WARPS = 16, 512, 4  # of a tile
+# The tile of a program.
+ROWS = 16
+COLUMNS = 512
+WARPS = 4
 
 
 @triton.jit

@@ -38,10 +38,8 @@ class CastTile(NamedTuple):
 
 
 # A thread of the cast takes 63 registers for 32 numbers, and 124 for 64 (sm_90, Triton 3.6).
-CAST, TRANSPOSE = (
-    CastTile(rows=64, columns=64, warps=4),
-    CastTile(rows=64, columns=128, warps=4, pack=1),
-)
+CAST = CastTile(rows=64, columns=64, warps=4)
+TRANSPOSE = CastTile(rows=64, columns=128, warps=4, pack=1)
 
 
 @triton.jit
@@ -103,7 +101,8 @@ def _fp8_cast(
     or None; transposed [columns, padded] as words, whose bytes from `rows` on are 0, or None. Moves
     2 + 1 + 1 bytes an element of bfloat16, without `transposed` 2 + 1.
     """
-    i, j = tl.program_id(0 if DOWN else 1), tl.program_id(1 if DOWN else 0)
+    i = tl.program_id(0 if DOWN else 1)
+    j = tl.program_id(1 if DOWN else 0)
     _fp8_cast_tile(
         x,
         out,
@@ -256,7 +255,8 @@ def quantise(
 ) -> None:
     """Fill `out` [N, C] and `transposed` [C, padded N] with x [N, C] * scale; raise any amax."""
     x = x.contiguous()
-    tile, words = CAST, None if transposed is None else transposed.view(WORDS[CAST.pack])
+    tile = CAST
+    words = None if transposed is None else transposed.view(WORDS[CAST.pack])
     rows, columns = x.shape
     padded = rows if transposed is None else transposed.shape[1]
     with torch.accelerator.device_index(x.device.index):
@@ -291,7 +291,9 @@ def prepare_casts(casts: Sequence[WeightCast], earlier: WeightCasts | None) -> W
     key = (*CAST, *(t.data_ptr() for cast in casts for t in cast[:3]))
     if earlier is not None and earlier.key == key:
         return earlier
-    rows, owners, first = [], [], 0
+    rows = []
+    owners = []
+    first = 0
     for n, (*tensors, index) in enumerate(casts):
         shape = tensors[0].shape
         away = [
@@ -346,5 +348,6 @@ def transpose_into(q: Tensor, transposed: Tensor) -> None:
 
 
 def _grid(tile: CastTile, rows: int, columns: int) -> tuple[int, int]:
-    down, across = cdiv(rows, tile.rows), cdiv(columns, tile.columns)
+    down = cdiv(rows, tile.rows)
+    across = cdiv(columns, tile.columns)
     return (down, across) if tile.down else (across, down)

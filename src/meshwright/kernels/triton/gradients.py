@@ -56,7 +56,8 @@ def sum_rows(matrix: Tensor) -> Tensor:
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
     count, width = matrix.shape
     slab = sum_slab(count, width, devices.processors(matrix.device))
-    across, n = cdiv(width, SUM_COLUMNS), summed_rows(count, slab)
+    across = cdiv(width, SUM_COLUMNS)
+    n = summed_rows(count, slab)
     partials = torch.empty(n, width, dtype=torch.float32, device=matrix.device)
     with torch.accelerator.device_index(matrix.device.index):
         _sum_rows[(across, n)](

@@ -167,7 +167,8 @@ def _rotate_heads(
     each per position, are read once per slot and `SAMPLES` samples, and come from the cache. For 32
     x 1,024 tokens and 16 heads of 64 an H200 moves 3.7 of its 4.8 TB/s.
     """
-    group, member = tl.program_id(0) // (PER_GROUP + 1), tl.program_id(0) % (PER_GROUP + 1)
+    group = tl.program_id(0) // (PER_GROUP + 1)
+    member = tl.program_id(0) % (PER_GROUP + 1)
     is_query = member < PER_GROUP
     row: tl.constexpr = GROUPS * (PER_GROUP + 2) * DIM
     target = tl.where(is_query, q + (group * PER_GROUP + member) * DIM, k + group * DIM)
@@ -244,8 +245,10 @@ def _pack_heads(
     1 / (STEP SAMPLES) of both. Cosines and sines as in `_rotate_heads`. `packed` may be fp8, a
     byte an element. As above an H200 moves 3.4 of its 4.8 TB/s, with fp8 2.6.
     """
-    group, member = tl.program_id(0) // (PER_GROUP + 2), tl.program_id(0) % (PER_GROUP + 2)
-    is_query, is_key = member < PER_GROUP, member == PER_GROUP
+    group = tl.program_id(0) // (PER_GROUP + 2)
+    member = tl.program_id(0) % (PER_GROUP + 2)
+    is_query = member < PER_GROUP
+    is_key = member == PER_GROUP
     of_key = tl.where(is_key, dk + group.to(tl.int64) * k_head, dv + group.to(tl.int64) * v_head)
     source = tl.where(is_query, dq + (group * PER_GROUP + member).to(tl.int64) * q_head, of_key)
     source_batch = tl.where(is_query, q_batch, tl.where(is_key, k_batch, v_batch)).to(tl.int64)

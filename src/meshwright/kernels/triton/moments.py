@@ -13,7 +13,8 @@ from meshwright.kernels.grid import cdiv
 from meshwright.kernels.moments import INT8, UINT8, PlaceDraws
 from meshwright.kernels.triton.dropout import mix
 
-BLOCK, WARPS = 2048, 8
+BLOCK = 2048
+WARPS = 8
 SIGNED: tl.constexpr = tl.constexpr(INT8[0])
 UNSIGNED: tl.constexpr = tl.constexpr(UINT8[0])
 NOTHING: tl.constexpr = tl.constexpr(moments.NOTHING)
@@ -70,7 +71,8 @@ def compress(x, draws, dtype: tl.constexpr):
     else:
         is_signed: tl.constexpr = dtype == tl.int8
         least: tl.constexpr = SIGNED if is_signed else UNSIGNED
-        size, draws = tl.abs(x), (draws << 5) + 16
+        size = tl.abs(x)
+        draws = (draws << 5) + 16
         low = tl.minimum(size, 2.0**least)
         small = (low * 2.0 ** (2 - least) + draws.to(tl.float32) * 2.0**-21).to(tl.int32)
         normal = ((size.to(tl.int32, bitcast=True) + draws) >> 21) - (least + 126) * 4

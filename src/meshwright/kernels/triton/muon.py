@@ -49,7 +49,8 @@ def _muon_advance(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    block, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    block = tl.program_id(0)
+    n = tl.program_id(1).to(tl.int64)
     at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     gradient = tl.multiple_of(tl.load(gradients + n).to(tl.pointer_type(tl.float32)), ALIGNED)
@@ -122,7 +123,8 @@ def advance(
 ) -> tuple[Tensor, Tensor]:
     """Update the moments; return the look-ahead [n, *shape] and its norms [n]."""
     first = gradients[0]
-    n, blocks = len(gradients), cdiv(first.numel(), BLOCK)
+    n = len(gradients)
+    blocks = cdiv(first.numel(), BLOCK)
     out = torch.empty(n, *first.shape, dtype=torch.bfloat16, device=first.device)
     squares = torch.empty(n, blocks, dtype=torch.float32, device=first.device)
     with torch.accelerator.device_index(first.device.index):

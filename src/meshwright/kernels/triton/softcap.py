@@ -41,7 +41,8 @@ def _overwrite(logits, grad, cap, count, BLOCK: tl.constexpr):
 
 def bound(logits: Tensor, cap: float) -> Tensor:
     """Return cap * tanh(logits / cap)."""
-    out, count = torch.empty_like(logits), logits.numel()
+    out = torch.empty_like(logits)
+    count = logits.numel()
     with torch.accelerator.device_index(logits.device.index):
         _bound[(cdiv(count, BLOCK),)](logits, out, cap, count, BLOCK, num_warps=4)
     return out

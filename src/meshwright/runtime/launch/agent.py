@@ -106,7 +106,9 @@ class MachineMeeting(StaticTCPRendezvous):
 
     def __init__(self, plan: LaunchPlan, store: TCPStore, until: float) -> None:
         super().__init__(plan.address, store.port, plan.node, plan.nodes, run_id="", timeout=0)
-        self.plan, self.store, self.until = plan, store, until
+        self.plan = plan
+        self.store = store
+        self.until = until
 
     def next_rendezvous(self) -> RendezvousInfo:
         plan = self.plan
@@ -142,7 +144,8 @@ class Agent(LocalElasticAgent):
             monitor_interval=0.05,
         )
         super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull))
-        self.plan, self.store = plan, store
+        self.plan = plan
+        self.store = store
         self.failed: Mapping[int, int] = {}  # exit code by rank, of those that ended on their own
         self.since: float | None = None  # when the first of them ended
         self.is_stopping = False  # by a signal, not a warning

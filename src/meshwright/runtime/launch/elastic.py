@@ -108,7 +108,8 @@ def save_folder(command: list[str]) -> str | None:
 
 def require_resumable(config: TrainConfig, command: list[str]) -> None:
     """Refuse a command that would begin again, or compute something else, with other ranks."""
-    c, t = config.checkpoint, config.training
+    c = config.checkpoint
+    t = config.training
     if not c.save or c.load != c.save:
         raise SettingsError(
             f"{ELASTIC_FLAGS} need {{save=FOLDER}} and {{load=FOLDER}}, the same: the run continues from there"
@@ -125,7 +126,8 @@ def fit_ranks(command: list[str], ranks: int, completed: TrainConfig) -> Shape |
     """Return how the command runs on so many ranks, or why it does not."""
     config = dataclasses.replace(parse_train(command, ranks), model=completed.model)
     t = config.training
-    wanted, first_problems = t.micro_batch_size, list[Problem]()
+    wanted = t.micro_batch_size
+    first_problems = list[Problem]()
     share = (t.global_batch_size or 0) // config.dp
     sizes = [config.micro_batch]
     if isinstance(wanted, int) and not t.num_accumulation_steps and t.loss_mean == "global":
@@ -152,7 +154,8 @@ def choose_shape(
     Tensor-parallel groups stay within machines that can hold them. Machine 0 always takes part.
     """
     for shape in shapes:
-        left, shares = shape.ranks, {}
+        left = shape.ranks
+        shares = {}
         for node, ranks in sorted(machines.items()):
             usable = ranks // shape.group * shape.group if ranks >= shape.group else ranks
             if share := min(usable, left):

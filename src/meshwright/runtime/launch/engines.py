@@ -122,7 +122,8 @@ def make_job(
             raise SettingsError(
                 f"{{write}} and {{{name}}}: the engine numbers the nodes; leave {{{name}}} out"
             )
-    nodes, count = 1 if config.nnodes is None else config.nnodes, config.nproc_per_node
+    nodes = 1 if config.nnodes is None else config.nnodes
+    count = config.nproc_per_node
     require_numbers(config, nodes)
     if not re.fullmatch("[1-9][0-9]{0,3}", count):
         raise SettingsError(
@@ -178,7 +179,8 @@ def check_command(command: list[str], nodes: int, devices: int, complete: Comple
     name, *words = command
     if name not in PAGES:
         return None
-    page, ranks = PAGES[name], nodes * devices
+    page = PAGES[name]
+    ranks = nodes * devices
     cls = pkgutil.resolve_name(page.config)
     if cls is not TrainConfig:
         return flags.parse_settings(
@@ -358,10 +360,8 @@ def values_for_pods(
         if job.nodes > 1
         else "#\n"
     )
-    begins_again, is_replaced = (
-        "After an interruption all nodes start again",
-        "A lost node is replaced while the others go on",
-    )
+    begins_again = "After an interruption all nodes start again"
+    is_replaced = "A lost node is replaced while the others go on"
     return {
         "IMAGENAME": job.image,
         "IMAGE": as_yaml(job.image),

@@ -139,7 +139,8 @@ def make_plan(config: LaunchConfig) -> LaunchPlan:
         raise SettingsError(
             f"{{master_addr={config.master_addr}}} is not the first of {{node_ips}}, {ips[0]}; give only one"
         )
-    address, node = config.master_addr or (ips[0] if ips else None), config.node_rank
+    address = config.master_addr or (ips[0] if ips else None)
+    node = config.node_rank
     if nodes > 1 and address is None:
         raise SettingsError(
             f"{{nnodes={nodes}}} needs {{master_addr}} with {{node_rank}}, or {{node_ips}}"
@@ -190,7 +191,8 @@ def find_bounds(config: LaunchConfig, ranks: int) -> tuple[int, int]:
     for name in ("min_ranks", "max_ranks"):
         if (number := getattr(config, name)) is not None and number < 1:
             raise SettingsError(f"{with_value(name, number)} must be 1 or more")
-    least, most = config.min_ranks or 1, config.max_ranks or ranks
+    least = config.min_ranks or 1
+    most = config.max_ranks or ranks
     if least > most:
         raise SettingsError(
             f"{{min_ranks={least}}} is above {f'{{max_ranks={most}}}' if config.max_ranks else f'all {ranks}'}"
@@ -253,7 +255,8 @@ def _is_own(address: str) -> bool:
 
 def launch_flags_of(parallel: Parallel) -> list[str] | None:
     """Translate OneFlow's flags to those of launch; None if this process does the work itself."""
-    per_node, nodes = parallel.num_gpus_per_node, parallel.num_nodes
+    per_node = parallel.num_gpus_per_node
+    nodes = parallel.num_nodes
     world = find_world(os.environ, parallel.local_rank)
     if world.launcher != "none":
         if per_node * nodes not in (1, world.size):

@@ -56,7 +56,11 @@ SILENT_SECONDS = 10.0  # without a beat, after which a machine is lost
 LISTED = 8  # changes that a line names
 # that a machine is there before the others make room: several may come together
 SETTLE_SECONDS = 2.0
-FREE, RUNNING, FINISHED, GONE = "free", "running", "finished", "gone"  # states of a machine
+# The states of a machine.
+FREE = "free"
+RUNNING = "running"
+FINISHED = "finished"
+GONE = "gone"
 T = TypeVar("T")
 
 
@@ -117,7 +121,9 @@ class Council:
     """Machine 0's view of all machines, and its decisions."""
 
     def __init__(self, plan: LaunchPlan, store: Store, until: float) -> None:
-        self.plan, self.store, self.until = plan, store, until
+        self.plan = plan
+        self.store = store
+        self.until = until
         self.machines = {n: MachineRecord() for n in range(plan.nodes)}
         self.decision: dict[str, Any] = {"number": 0, "seats": {}, "ranks": 0, "restarts": 0}
         self.came: set[int] = set()
@@ -177,7 +183,8 @@ class Council:
         if self.decision.get("stop") or time.monotonic() - self.looked_at < POLL_SECONDS:
             return
         now = self.read_records()
-        lost, failed = self.lost(now), self.failures()
+        lost = self.lost(now)
+        failed = self.failures()
         if lost or failed:
             # its ranks save with all others
             is_leaving = any(self.machines[n].state == GONE for n in lost)
@@ -194,7 +201,9 @@ class Council:
 
     def decide(self) -> None:
         """Write who runs next, or the end of the run, as soon as that is known."""
-        now, seats, largest = self.read_records(), self.seats, self.plan.shapes[0].ranks
+        now = self.read_records()
+        seats = self.seats
+        largest = self.plan.shapes[0].ranks
         self.stopped_at = self.stopped_at or now
         present = {n: machine for n, machine in self.machines.items() if machine.is_there(now)}
         is_stopping = any(present[n].state == RUNNING for n in seats if n in present)
@@ -209,7 +218,9 @@ class Council:
         if not seats and not (choice and choice[0].ranks == largest) and now < self.until:
             self.report_waiting(free, now)
             return
-        lost, failed, restarts = self.lost(now), self.failures(), self.decision["restarts"]
+        lost = self.lost(now)
+        failed = self.failures()
+        restarts = self.decision["restarts"]
         lost += [
             n for n, (_, _, ranks) in seats.items() if n not in lost and free.get(n, 0) < ranks
         ]
@@ -236,14 +247,16 @@ class Council:
                 )
             self.report_waiting(free, now)
             return
-        self.stopped_at, self.is_silent = 0.0, True
+        self.stopped_at = 0.0
+        self.is_silent = True
         text = elastic.describe_choice(*choice, free, self.plan.most_ranks)
         self.start(
             *choice, f"{', '.join(reasons)}; going on with {text}" if reasons else text, restarts
         )
 
     def start(self, shape: elastic.Shape, shares: dict[int, int], line: str, restarts: int) -> None:
-        seats, first = {}, 0
+        seats = {}
+        first = 0
         for n, ranks in shares.items():
             seats[str(n)] = [self.machines[n].id, first, ranks]
             first += ranks
@@ -259,7 +272,8 @@ class Council:
         """Return what changed: ["machine 2 was lost", "machine 4 joins"]."""
         if not self.seats and len(free) < self.plan.nodes:
             return [f"{len(free)} of {self.plan.nodes} machines came within {self.plan.wait:g} s"]
-        changes, seats = [], self.seats
+        changes = []
+        seats = self.seats
         for n in lost:
             machine = self.machines[n]
             if machine.state == FREE and machine.id == seats[n][0]:
@@ -310,8 +324,11 @@ class ElasticMeeting(agent.MachineMeeting):
         self.council = Council(plan, self.store, until) if plan.node == 0 else None
         self.decision: dict[str, Any] = {"number": 0}  # that this machine follows
         # the last one that was read, and how many there were
-        self.newest, self.decisions = self.decision, 0
-        self.read_at, self.lock, self.ended = 0.0, threading.Lock(), threading.Event()
+        self.newest = self.decision
+        self.decisions = 0
+        self.read_at = 0.0
+        self.lock = threading.Lock()
+        self.ended = threading.Event()
         self.first_beat = (-1, time.monotonic())  # of machine 0, and when it changed
         self.is_replaced = False
         threading.Thread(target=self.beat, daemon=True).start()

@@ -180,7 +180,8 @@ def run_rank(job: dict[str, Any]) -> None:
     """Run one rank as a child of this worker; raise if it fails and another start may help."""
     global _child
     context = ray.train.get_context()
-    rank, size = context.get_world_rank(), context.get_world_size()
+    rank = context.get_world_rank()
+    size = context.get_world_size()
     shape = next(shape for shape in job["shapes"] if shape.ranks <= size)
     if rank >= shape.ranks:
         return  # idle: so many ranks would not fit the command
@@ -195,7 +196,8 @@ def run_rank(job: dict[str, Any]) -> None:
     environ = os.environ | {name: str(value) for name, value in world.items()} | {ATTEMPT: why}
     words = [sys.executable, *build_program(job["command"]), *shape.flags]
     _child = subprocess.Popen(words, env=environ, cwd=job["folder"])
-    asked, notes = time.monotonic(), job["notes"]
+    asked = time.monotonic()
+    notes = job["notes"]
     while _child.poll() is None:
         time.sleep(0.1)
         if time.monotonic() - asked > ASK_SECONDS:

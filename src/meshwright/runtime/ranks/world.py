@@ -60,7 +60,8 @@ def _by_torch(environ: Mapping[str, str], flag: int | None) -> World:
     """torchrun, torch.distributed.launch, deepspeed, and ours."""
     if "WORLD_SIZE" not in environ:
         raise UserError(f"RANK={environ['RANK']} is set and WORLD_SIZE is not; set both{OR_UNSET}")
-    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    rank = _number(environ, "RANK")
+    size = _number(environ, "WORLD_SIZE")
     address, port = _master(environ)
     if size > 1:
         missing = " and ".join(
@@ -92,7 +93,8 @@ def _by_torch(environ: Mapping[str, str], flag: int | None) -> World:
 def _by_mpi(environ: Mapping[str, str], by: str, prefix: str) -> World:
     if f"{prefix}SIZE" not in environ:
         raise UserError(f"{prefix}RANK={environ[f'{prefix}RANK']} is set and {prefix}SIZE is not")
-    rank, size = _number(environ, f"{prefix}RANK"), _number(environ, f"{prefix}SIZE")
+    rank = _number(environ, f"{prefix}RANK")
+    size = _number(environ, f"{prefix}SIZE")
     # The second names are Hydra's, the launcher of MPICH and Intel MPI.
     local_rank = next(
         (_number(environ, n) for n in (f"{prefix}LOCAL_RANK", "MPI_LOCALRANKID") if n in environ),
@@ -133,7 +135,8 @@ def in_srun(environ: Mapping[str, str]) -> bool:
 
 
 def _by_slurm(environ: Mapping[str, str]) -> World:
-    rank, size = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_NTASKS")
+    rank = _number(environ, "SLURM_PROCID")
+    size = _number(environ, "SLURM_NTASKS")
     address, port = _master(environ)
     nodes = environ.get(
         "SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", environ.get("SLURM_JOB_NODELIST"))
