@@ -55,7 +55,7 @@ def norm_programs(width: int, count: int, processors: int) -> int:
     return min(launch.programs * processors, cdiv(count, launch.rows * norm_tile(width)[0]))
 
 
-# of sums of rows: the tile, and programs a multiprocessor
+# Of sums of rows: the tile, and programs a multiprocessor.
 SUM_COLUMNS = 128
 SUM_ROWS = 32
 SUM_PROGRAMS = 8
@@ -72,7 +72,7 @@ def summed_rows(count: int, slab: int) -> int:
     return max(1, cdiv(count, max(1, slab)))
 
 
-# that a program of the activation's backward pass sums: many, or few for more programs
+# Rows that a program of the activation's backward pass sums: many, or few for more programs.
 ACTIVATION_ROWS = 128, 32
 
 
