@@ -47,7 +47,8 @@ class ElementwiseRule(OwnRule):
                 draws = None if self.rounding is None else self.rounding.draws(p)
                 for weight, gradient, *stored in zip(*chunks, strict=True):
                     self._update(weight, gradient, stored, draws, group)
-                    draws = draws and draws.after(len(weight))
+                    if draws is not None:
+                        draws = draws.after(len(weight))
 
     def _update(
         self,
@@ -93,7 +94,8 @@ class AdamW(ElementwiseRule):
         t = self.counter.double().clamp(min=1.0)  # 0 if no step was finite yet
         size = lr / (1 - self.constants.beta1**t)
         root = (1 - self.constants.beta2**t).rsqrt()
-        factors = [scalar(x, weight) for x in (lr * group["weight_decay"], size, root)]
+        decay = lr * group["weight_decay"]
+        factors = [scalar(x, weight) for x in (decay, size, root)]
         return adamw.advance(weight, gradient, state, self.constants, *factors)
 
 
@@ -109,11 +111,9 @@ class SGD(ElementwiseRule):
     def advance(
         self, weight: Tensor, gradient: Tensor, state: list[Tensor], group: dict[str, Any]
     ) -> tuple[Tensor, ...]:
-        ahead = (
-            (weight * scalar(group["weight_decay"], weight))
-            .add_(gradient)
-            .add_(state[0] * self.momentum)
-        )
+        ahead = weight * scalar(group["weight_decay"], weight)
+        ahead.add_(gradient)
+        ahead.add_(state[0] * self.momentum)
         return weight - ahead * scalar(group["lr"], weight), ahead
 
 
@@ -140,7 +140,8 @@ class Lion(ElementwiseRule):
     def advance(
         self, weight: Tensor, gradient: Tensor, state: list[Tensor], group: dict[str, Any]
     ) -> tuple[Tensor, ...]:
-        (moment,), lr = state, group["lr"]
+        (moment,) = state
+        lr = group["lr"]
         ahead = moment * self.beta1 + gradient * (1 - self.beta1)
         if ahead.dtype is torch.float64:
             ahead = torch.where(ahead.abs() < ROUNDING, 0.0, ahead)

@@ -26,9 +26,11 @@ class LossScale:
     def __init__(self, p: Precision) -> None:
         self.p = p
         self.dynamic = p.fp16 and p.loss_scale is None
-        self.scale = float(
-            p.initial_loss_scale if self.dynamic else (p.loss_scale or 1.0) if p.fp16 else 1.0
-        )
+        self.scale = 1.0
+        if self.dynamic:
+            self.scale = float(p.initial_loss_scale)
+        elif p.fp16:
+            self.scale = float(p.loss_scale or 1.0)
         self.clean = 0
         self.hysteresis = p.hysteresis
         self.in_a_row = 0  # overflows
