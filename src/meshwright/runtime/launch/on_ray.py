@@ -140,12 +140,12 @@ class RayBackend(Backend):  # type: ignore[misc]
 
     def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
         address, port = worker_group.execute_single(0, find_address)
-        *_, before, size = self.sizes = [*(self.sizes or [0]), len(worker_group)]
-        why = (
-            f"attempt {len(self.sizes) - 1} on Ray, with {size} workers after {before}"
-            if before
-            else "on Ray"
-        )
+        attempts = len(self.sizes)
+        size = len(worker_group)
+        why = "on Ray"
+        if attempts:
+            why = f"attempt {attempts + 1} on Ray, with {size} workers after {self.sizes[-1]}"
+        self.sizes = [*self.sizes, size]
         worker_group.execute(
             set_variables, {"MASTER_ADDR": address, "MASTER_PORT": str(port), ATTEMPT: why}
         )

@@ -257,12 +257,17 @@ class Watchdog:
         self.store.set(f"post/{self.world.rank}", json.dumps(own))
         if self.world.rank:
             self.compared = own[0]
-        elif self.store.check([f"post/{rank}" for rank in range(self.world.size)]):
-            posts = self.read_all("post")
-            if min(at for at, _, _ in posts.values()) > self.compared:
-                self.compared = max(at for at, _, _ in posts.values())
-                who = self.read_all("who")
-                self.board = [(who[rank]["host"], *posts[rank]) for rank in range(self.world.size)]
+            return
+        # Rank 0 compares when a new post of every rank is there.
+        ranks = range(self.world.size)
+        if not self.store.check([f"post/{rank}" for rank in ranks]):
+            return
+        posts = self.read_all("post")
+        times = [at for at, _, _ in posts.values()]
+        if min(times) > self.compared:
+            self.compared = max(times)
+            who = self.read_all("who")
+            self.board = [(who[rank]["host"], *posts[rank]) for rank in ranks]
 
     # The judge
 
@@ -362,8 +367,12 @@ class Watchdog:
             by_sign: dict[str, list[int]] = {}
             for rank in ranks:
                 by_sign.setdefault(str(signs[rank]), []).append(rank)
-            texts = [f"{name_ranks(same, hosts)}{verb} in {sign}" for sign, same in by_sign.items()]
-            return "; ".join(texts[:LISTED_CALLS]) + "; ..." * (len(texts) > LISTED_CALLS)
+            texts = []
+            for sign, same in by_sign.items():
+                texts.append(f"{name_ranks(same, hosts)}{verb} in {sign}")
+            if len(texts) > LISTED_CALLS:
+                texts[LISTED_CALLS:] = ["..."]
+            return "; ".join(texts)
 
         others = [rank for rank in signs if rank not in named]
         whom = "it" if len(named) == 1 else "them"
@@ -564,9 +573,10 @@ def write_text(fd: int, text: str) -> None:
 
 
 def name_ranks(ranks: list[int], hosts: dict[int, str]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}{f' ({hosts[ranks[0]]})' if ranks[0] in hosts else ''}"
-    return f"ranks {format_ranks(ranks)}"
+    if len(ranks) != 1:
+        return f"ranks {format_ranks(ranks)}"
+    (rank,) = ranks
+    return f"rank {rank} ({hosts[rank]})" if rank in hosts else f"rank {rank}"
 
 
 def callers(frame: FrameType) -> Iterator[FrameType]:
@@ -579,9 +589,14 @@ def callers(frame: FrameType) -> Iterator[FrameType]:
 
 def describe_frame(frame: FrameType) -> str:
     """Return the innermost call that is not torch's or the standard library's."""
-    files = ((at, at.f_code.co_filename) for at in callers(frame))
-    at = next((at for at, file in files if "/torch/" not in file and not is_library(file)), frame)
-    return f"{os.path.basename(at.f_code.co_filename)}:{at.f_lineno} in {at.f_code.co_name}"
+    at = frame
+    for caller in callers(frame):
+        file = caller.f_code.co_filename
+        if "/torch/" not in file and not is_library(file):
+            at = caller
+            break
+    code = at.f_code
+    return f"{os.path.basename(code.co_filename)}:{at.f_lineno} in {code.co_name}"
 
 
 def is_library(file: str) -> bool:
