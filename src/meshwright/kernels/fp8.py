@@ -170,7 +170,7 @@ class Scales:
     def add(self, names: Iterable[str]) -> dict[str, Fp8Product]:
         """Allocate the tensors of the named linear maps, and return these."""
         # Three slots a linear map: its input, its weight, the gradient of its output.
-        largest = []
+        largest: list[float] = []
         for name in names:
             self.products.append(Fp8Product(self, name, len(largest)))
             for role in ROLES:

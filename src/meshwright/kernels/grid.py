@@ -79,12 +79,3 @@ ACTIVATION_ROWS = 128, 32
 def activation_rows(rows: int) -> int:
     """Return how many of the rows a program of the activation's backward pass sums."""
     return ACTIVATION_ROWS[0 if rows >= 8192 else 1]
-
-
-HEADS_STEP = 32  # positions that a program packs
-HEADS_SAMPLES = 8  # and samples
-
-
-def packed_parts(batches: int, length: int) -> int:
-    """Return the rows of partial sums of the backward pass of the split into heads."""
-    return cdiv(length, HEADS_STEP) * cdiv(batches, HEADS_SAMPLES)

@@ -81,7 +81,7 @@ def put_into(total: Tensor, found: Tensor, adds: bool) -> None:
     elif total.device.type != "cpu" or found.dtype is total.dtype or not found.is_contiguous():
         total.add_(found)
     else:
-        totals = total.view(-1).split(PIECE)
-        pieces = found.view(-1).split(PIECE)
+        totals = torch.split(total.view(-1), PIECE)
+        pieces = torch.split(found.view(-1), PIECE)
         for to, piece in zip(totals, pieces, strict=True):
             to.add_(piece.to(to.dtype))

@@ -49,7 +49,9 @@ class FlatAdamW:
         )
         self.draws = make_block_draws(places, self.step) if is_rounded(o) else None
         self.buffers = adamw.AdamWBuffers(gradients, exp_avg, exp_avg_sq, master, weights)
-        parts = zip(ranges, exp_avg.split(sizes), exp_avg_sq.split(sizes), strict=True)
+        parts = zip(
+            ranges, torch.split(exp_avg, sizes), torch.split(exp_avg_sq, sizes), strict=True
+        )
         self.states = {r: {"exp_avg": m, "exp_avg_sq": v} for r, m, v in parts}
         self.counted = self.table[:, :0]
 

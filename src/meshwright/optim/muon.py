@@ -174,7 +174,9 @@ class Muon(OwnRule):
         count = max(1, self.chunk // ahead[0].numel())
         if len(ahead) <= count:  # without a copy
             return orthogonalise_all(ahead, form, steps)
-        return torch.cat([orthogonalise_all(some, form, steps) for some in ahead.split(count)])
+        return torch.cat(
+            [orthogonalise_all(some, form, steps) for some in torch.split(ahead, count)]
+        )
 
     def _advance(
         self, matrices: list[nn.Parameter], group: dict[str, Any]
