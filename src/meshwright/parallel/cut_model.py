@@ -64,7 +64,8 @@ class CutModel:
         )
         first = layout.at("cp") * t
         if layout.cp > 1:
-            w.columns, w.length = torch.arange(first, first + t, device=device), t * layout.cp
+            w.columns = torch.arange(first, first + t, device=device)
+            w.length = t * layout.cp
         if self.sequence:
             w.stream = self.stream_of(b, samples, first)
         return w
@@ -73,12 +74,13 @@ class CutModel:
         """Return the positions of the tokens between a tensor rank's parts of the layers."""
         t = b.tokens.shape[1]
         rank = self.layout.at("tp")
+        # With sequence parallelism a rank has some of all tokens [B t], as one row.
         rows = b.tokens.numel() // self.layout.tp
         n = torch.arange(rank * rows, (rank + 1) * rows, device=b.tokens.device)
+        columns = (first + n % t)[None]
+        of_samples = None if samples is None else samples[n // t][None]
         ids = None if b.position_ids is None else b.position_ids.flatten()[n][None]
-        return StreamPositions(
-            None if samples is None else samples[n // t][None], (first + n % t)[None], ids
-        )
+        return StreamPositions(of_samples, columns, ids)
 
     def infer(
         self, batches: Sequence[Batch], finish: Finish, seed: int | None = None
@@ -91,22 +93,23 @@ class CutModel:
             if part.training != (seed is not None):
                 part.train(seed is not None)
         on_device = [batch.to(self.device) for batch in batches]
-        return self.run_passes(
-            [ModelInput(b.tokens, self.where(b, seed)) for b in on_device], finish
-        )
+        inputs = [ModelInput(b.tokens, self.where(b, seed)) for b in on_device]
+        return self.run_passes(inputs, finish)
 
     @torch.no_grad()
     def run_passes(
         self, inputs: Sequence[ModelInput], finish: Finish, last_only: bool = False
     ) -> list[Tensor]:
         """Run the passes of `infer`; with `last_only` the logits are those of the last tokens."""
-        options = {"last_only": True} if last_only else {}
 
         def run_part(part: Any, i: int, stream: Tensor | None) -> Tensor:
             tokens, where = inputs[i]
-            out: Tensor = part(
-                tokens, where, **(options if stream is None else options | {"stream": stream})
-            )
+            options: dict[str, Any] = {}
+            if last_only:
+                options["last_only"] = True
+            if stream is not None:
+                options["stream"] = stream
+            out: Tensor = part(tokens, where, **options)
             return finish(out, i) if self.pipeline is None or part.has_head else out
 
         if self.pipeline is not None:
@@ -130,11 +133,11 @@ class CutModel:
     def gather_ids(self, logits: Tensor) -> Tensor:
         """Return the logits of all ids, from every tensor rank's own."""
         group = self.layout.group("tp")
-        return (
-            logits
-            if group is None
-            else torch.cat(comm.all_gather(logits, group).chunk(self.layout.tp), -1)
-        )
+        if group is None:
+            return logits
+        # The ranks' parts come one below the other, and belong side by side.
+        parts = comm.all_gather(logits, group).chunk(self.layout.tp)
+        return torch.cat(parts, -1)
 
     def send_to_lead(self, x: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
         """Pass a tensor of the last stage to rank 0; return it there, as on one stage alone."""

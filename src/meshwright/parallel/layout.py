@@ -91,18 +91,15 @@ class Layout:
         for name, size in zip(DIMENSIONS, self.shape, strict=True):
             stride //= size
             if name in names:
-                numbers = [
-                    number + stride * position for number in numbers for position in range(size)
-                ]
+                steps = [stride * position for position in range(size)]
+                numbers = [number + step for number in numbers for step in steps]
         return numbers
 
     def members(self, *names: str) -> list[list[int]]:
         """Return all groups of ranks that differ in these dimensions only, each in order."""
         offsets = self.offsets(*names)
-        return [
-            [first + n for n in offsets]
-            for first in self.offsets(*(d for d in DIMENSIONS if d not in names))
-        ]
+        firsts = self.offsets(*(d for d in DIMENSIONS if d not in names))
+        return [[first + n for n in offsets] for first in firsts]
 
     def peers(self, *names: str) -> list[int]:
         """Return this rank's group among `members`."""
@@ -134,18 +131,12 @@ def connect(layout: Layout, timeout: timedelta | None = None) -> Layout:
     ranks["embedding"] = sorted({pipeline[0], pipeline[-1]})
     ranks |= dict.fromkeys(LANES, pipeline)  # one direction each, so that messages cannot deadlock
     if ranks["matrices"] in (ranks["shard"], ranks["tp"]):
-        del ranks["matrices"]
-    own = {
-        name: members
-        for name, members in ranks.items()
-        if len(members) > 1 and layout.rank in members
-    }
-    return replace(
-        layout,
-        groups={
-            name: new_group(f"{name} {number}", members, timeout) for name, members in own.items()
-        },
-    )
+        del ranks["matrices"]  # `Layout.group` names the other one
+    groups = {}
+    for name, members in ranks.items():
+        if len(members) > 1 and layout.rank in members:
+            groups[name] = new_group(f"{name} {number}", members, timeout)
+    return replace(layout, groups=groups)
 
 
 def new_group(name: str, ranks: list[int], timeout: timedelta | None) -> ProcessGroup:

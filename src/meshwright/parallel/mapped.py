@@ -92,18 +92,19 @@ class MappedBuffer:
         return self.arrival()
 
     def add(self, part: slice, out: Tensor) -> None:
-        self.barrier()
+        self.barrier()  # all ranks have written what is summed
         total = self.own[part]
         fetched = self.fetched[: len(total)]
-        # another rank first, so that no rank is asked by all at once
+        # Each rank begins with another one, so that none is asked by all at once.
         for k in range(1, len(self.all)):
-            fetched.copy_(self.all[(self.rank + k) % len(self.all)][part], non_blocking=True)
+            theirs = self.all[(self.rank + k) % len(self.all)]
+            fetched.copy_(theirs[part], non_blocking=True)
             total = torch.add(total, fetched, out=out)
         if len(self.all) == 1:
             out.copy_(total)
 
     def fetch(self, begin: int, size: int) -> None:
-        self.barrier()
+        self.barrier()  # all ranks' own parts are there
         for k in range(1, len(self.all)):
             rank = (self.rank + k) % len(self.all)
             part = self.part(begin, size, rank)

@@ -122,9 +122,9 @@ class Store:
         self.full_dtype = torch.float64 if spec.dtype is torch.float64 else torch.float32
         self.update_device = torch.device("cpu") if spec.offload else spec.device
         self.scales: Scales | None = None  # of fp8 products
-        # sees or replaces the summed gradients of each step
+        # Sees or replaces the summed gradients of each step.
         self.observer: Callable[[], None] | None = None
-        # of the last step, in ns
+        # Of the last step, in ns.
         self.times = clock.new_times(2, spec.device) if spec.layout.world > 1 else None
 
     # Weights
@@ -159,7 +159,8 @@ class Store:
         # Large ones first, so that no thread is left with one at the end.
         largest_first = sorted(shapes, key=lambda name: -math.prod(shapes[name]))
         most_bytes = 4 * math.prod(shapes[largest_first[0]]) if shapes else 0
-        with ThreadPoolExecutor(max(1, min(threads, DRAWN_BYTES // max(most_bytes, 1)))) as pool:
+        threads = max(1, min(threads, DRAWN_BYTES // max(most_bytes, 1)))
+        with ThreadPoolExecutor(threads) as pool:
             list(pool.map(torch.no_grad()(fill), ([name] for name in largest_first)))
         devices.synchronize(self.update_device)
 
@@ -208,14 +209,13 @@ class Store:
         names = [name for name, *_ in members]
         full = [self.sharding.full_shape(name, self.shapes[name]) for name in names]
         if group is None:  # matrix by matrix, also of a gate
-            forms = [
-                form_of(self.optimizer, self.model, name, tuple(p.shape)) for name, p, *_ in members
-            ]
-            return Spread(forms, self.device)
+            full = [tuple(p.shape) for _, p, *_ in members]
         forms = [
             form_of(self.optimizer, self.model, name, shape)
             for name, shape in zip(names, full, strict=True)
         ]
+        if group is None:
+            return Spread(forms, self.device)
         at = layout.at("shard", "cp", "tp")
         data = layout.size("shard", "cp")
         sharers = Sharers(group, at, data, layout.tp, self.is_sharded, self.boxes_of)
@@ -223,16 +223,15 @@ class Store:
             SharedParameter(name, form, self.sharding.is_cut(name))
             for name, form in zip(names, forms, strict=True)
         ]
-        return Spread(
-            forms, self.device, Homes(parameters, sharers, self.optimizer.muon_num_ns_steps)
-        )
+        homes = Homes(parameters, sharers, self.optimizer.muon_num_ns_steps)
+        return Spread(forms, self.device, homes)
 
     def place_of(self, name: str) -> Place:
         """Return where this tensor rank's part of a parameter is in the full one."""
-        offsets = self.sharding.offsets(name, self.shapes[name], self.layout.at("tp"))
-        return place_of(
-            name, self.sharding.full_shape(name, self.shapes[name]), offsets, self.shapes[name]
-        )
+        shape = self.shapes[name]
+        full = self.sharding.full_shape(name, shape)
+        offsets = self.sharding.offsets(name, shape, self.layout.at("tp"))
+        return place_of(name, full, offsets, shape)
 
     def new_state(self, rule: rules.Rule, like: Tensor) -> RuleState:
         """Return the state of a rule before the first step."""

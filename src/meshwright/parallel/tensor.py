@@ -71,7 +71,9 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, parameter = ctx.saved_tensors
-        back = comm.start_all_reduce(product(grad, parameter.flatten(0, -2)), ctx.group)
+        # The sum over the ranks runs while the parameters' gradients are computed.
+        of_x = product(grad, parameter.flatten(0, -2))
+        back = comm.start_all_reduce(of_x, ctx.group)
         of_bias = gradients.from_rows(ctx.bias, grad) if ctx.needs_input_grad[2] else None
         of_weight = gradients.from_product(ctx.parameter, grad, x)
         return comm.wait_for(back), of_weight, of_bias, None
@@ -116,10 +118,11 @@ class _RowParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, parameter = ctx.saved_tensors
-        # which may know its sums
+        # Of the gradient as it comes, which may know its sums.
         of_bias = gradients.from_rows(ctx.bias, grad) if ctx.needs_input_grad[2] else None
-        back, rows = ctx.by.back_gather_multiply(grad[0], parameter)
-        return back, gradients.from_product(ctx.parameter, rows, x), of_bias, None
+        of_x, rows = ctx.by.back_gather_multiply(grad[0], parameter)
+        of_weight = gradients.from_product(ctx.parameter, rows, x)
+        return of_x, of_weight, of_bias, None
 
 
 class VocabularyRows(nn.Module):
@@ -132,8 +135,10 @@ class VocabularyRows(nn.Module):
         self.add_up = add_up
 
     def forward(self, ids: Tensor) -> Tensor:
-        is_own = (ids >= self.first) & (ids < self.first + len(self.weight))
-        x = F.embedding((ids - self.first).where(is_own, 0), self.weight)
+        rows = ids - self.first
+        is_own = (rows >= 0) & (rows < len(self.weight))
+        # Other ranks' ids look up row 0, whose result becomes 0.
+        x = F.embedding(rows.where(is_own, 0), self.weight)
         return self.add_up(x.masked_fill(~is_own.unsqueeze(-1), 0))
 
 
@@ -148,9 +153,7 @@ class Exchanged(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> Tensor:
         n = self.ranks
-        b = q.shape[0]
-        t = q.shape[1]
-        d = q.shape[3]
+        b, t, _, d = q.shape
         parts = [x.view(b, t, n, -1, d).permute(2, 0, 1, 3, 4) for x in (q, k, v)]
         # Sent [destination, B, T / n, heads and groups / n, d], received [source, B, ...]; a name
         # would keep either through attention.
