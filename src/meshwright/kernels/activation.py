@@ -30,18 +30,16 @@ class _Activate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, u: Tensor, bias: Tensor | None, kind: str) -> Tensor:
         ctx.save_for_backward(u)
-        ctx.parameter, ctx.kind = bias, kind
+        ctx.parameter = bias
+        ctx.kind = kind
         return forward(kind, u)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         (u,) = ctx.saved_tensors
         du, partials = backward(ctx.kind, u, grad, ctx.needs_input_grad[1])
-        return (
-            du,
-            None if partials is None else gradients.from_columns(ctx.parameter, partials),
-            None,
-        )
+        of_bias = None if partials is None else gradients.from_columns(ctx.parameter, partials)
+        return du, of_bias, None
 
 
 def _input(kind: str, u: Tensor, *_: Any) -> Tensor:
@@ -61,9 +59,12 @@ def backward(
     """Return the gradient of u and, if asked for, partial sums [n, F or 2F] of its columns."""
     with torch.enable_grad():
         x = upcast(u.detach()).requires_grad_()
-        (du,) = torch.autograd.grad(plain(kind, halves(kind, x)), x, upcast(grad))
-    partials = du.flatten(0, -2).sum(0, keepdim=True) if summed else None
-    return du.to(u.dtype) if into is None else into.fill(du.to(u.dtype)), partials
+        a = plain(kind, halves(kind, x))
+        (wide,) = torch.autograd.grad(a, x, upcast(grad))
+    # The sums are taken before the gradient is rounded, as in the Triton kernel.
+    partials = wide.flatten(0, -2).sum(0, keepdim=True) if summed else None
+    du = wide.to(u.dtype)
+    return du if into is None else into.fill(du), partials
 
 
 def plain(kind: str, x: Tensor | tuple[Tensor, Tensor]) -> Tensor:
@@ -72,7 +73,11 @@ def plain(kind: str, x: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         gate, up = x
         if kind == "swiglu":
             return F.silu(gate) * up
-        return (F.gelu(gate) if kind == "geglu" else F.relu(gate) if kind == "reglu" else gate) * up
+        if kind == "geglu":
+            return F.gelu(gate) * up
+        if kind == "reglu":
+            return F.relu(gate) * up
+        return gate * up  # liglu
     if kind == "squared-relu":
         return F.relu(x).square()
     return F.gelu(x, approximate="tanh" if kind == "gelu-tanh" else "none")

@@ -76,25 +76,28 @@ def make_constants(
         raise ValueError(
             f"AdamW over flat buffers has {KINDS} kinds of parameters, not {len(kinds)}"
         )
-    values = [math.log(beta) if beta else -math.inf for beta in settings[:2]]
-    factors = [*itertools.chain(*kinds), *[0.0] * 2 * (KINDS - len(kinds))]
-    return torch.tensor([*values, clip, *factors], dtype=torch.float64, device=device)
+    logarithms = [math.log(beta) if beta else -math.inf for beta in settings[:2]]
+    factors = list(itertools.chain(*kinds))
+    unused = [0.0] * 2 * (KINDS - len(kinds))
+    values = [*logarithms, clip, *factors, *unused]
+    return torch.tensor(values, dtype=torch.float64, device=device)
 
 
 def make_table(ranges: list[FlatRange], device: torch.device) -> Tensor:
     rows = [torch.empty(2, 0, dtype=torch.int64)]
     for r in ranges:
         blocks = torch.arange((r.end - r.begin) // BLOCK)
-        rows.append(
-            torch.stack([(blocks + r.begin // BLOCK) * KINDS + r.kind, blocks + r.target // BLOCK])
-        )
+        source = (blocks + r.begin // BLOCK) * KINDS + r.kind
+        target = blocks + r.target // BLOCK
+        rows.append(torch.stack([source, target]))
     return torch.cat(rows, 1).to(device, torch.int32)
 
 
 @twin("adamw.sum_squares")
 def sum_squares(x: Tensor, table: Tensor) -> Tensor:
     """Return the sum of squares of the table's blocks, float64 []; the same bits every time."""
-    return x.view(-1, BLOCK)[table[0].long() >> KIND_BITS].double().square().sum()
+    blocks = table[0].long() >> KIND_BITS
+    return x.view(-1, BLOCK)[blocks].double().square().sum()
 
 
 @twin("adamw.decide", of=lambda constants, numbers, step: step)
@@ -110,14 +113,16 @@ def decide(constants: Tensor, numbers: tuple[Tensor, ...], step: Tensor) -> Tens
     rate, decay = constants[3:].view(KINDS, 2).unbind(1)
     norm, shrink, is_finite = gradients.judge(total, loss, scale, clip, torch.float64)
     step += is_finite
+    # Adam's corrections, from beta^t = exp(t log beta).
     t = step.double().clamp(min=1.0)  # 0 if no step was finite yet
+    correction1 = 1 - (t * log1).exp()
     root = (1 - (t * log2).exp()).rsqrt()
-    of_kinds = torch.stack(
-        [lr * rate * (weight_decay * decay), lr * rate / (1 - (t * log1).exp())], 1
-    )
-    return torch.cat(
-        [torch.stack([norm, shrink, is_finite.double(), shrink / scale, root]), of_kinds.view(-1)]
-    ).float()
+    # The decay and the step size of each kind.
+    rates = lr * rate
+    decays = rates * (weight_decay * decay)
+    of_kinds = torch.stack([decays, rates / correction1], 1)
+    of_all = torch.stack([norm, shrink, is_finite.double(), shrink / scale, root])
+    return torch.cat([of_all, of_kinds.view(-1)]).float()
 
 
 @twin("adamw.update_blocks", of=lambda buffers, *_: buffers.master)
@@ -134,18 +139,25 @@ def update_blocks(
     """
     if not decision[FINITE]:
         return
-    table, decision = table.long(), decision.to(buffers.master.dtype)
+    table = table.long()
+    decision = decision.to(buffers.master.dtype)
+    # The table's blocks in the flat buffers, and the decay and step size of each.
     blocks = table[0] >> KIND_BITS
-    decay, size = decision[OF_KINDS:].view(KINDS, 2)[table[0] & (KINDS - 1)].unbind(1)
+    kinds = table[0] & (KINDS - 1)
+    decay, size = decision[OF_KINDS:].view(KINDS, 2)[kinds].unbind(1)
     master = buffers.master.view(-1, BLOCK)
+    # The state is compact: its blocks are the table's, in order.
     stored = [x.view(-1, BLOCK) for x in (buffers.exp_avg, buffers.exp_avg_sq)]
     old = [moments.expanded(x, master.dtype) for x in stored]
     g = buffers.gradients.view(-1, BLOCK)[blocks] * decision[FACTOR]
     factors = decay[:, None], size[:, None], decision[INVERSE_ROOT]
-    master[blocks], *new = advance(master[blocks], g, old, settings, *factors)
-    halves = (None, None) if draws is None else moments.halves(moments.draw_blocks(draws))
-    for target, values, half in zip(stored, new, halves, strict=True):
-        target.copy_(values if half is None else moments.rounded(values, target.dtype, half))
+    master[blocks], m, v = advance(master[blocks], g, old, settings, *factors)
+    if draws is not None:
+        first, second = moments.halves(moments.draw_blocks(draws))
+        m = moments.rounded(m, stored[0].dtype, first)
+        v = moments.rounded(v, stored[1].dtype, second)
+    stored[0].copy_(m)
+    stored[1].copy_(v)
     if buffers.weights is not None:
         buffers.weights.view(-1, BLOCK)[table[1]] = master[blocks].to(buffers.weights.dtype)
 

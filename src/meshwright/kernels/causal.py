@@ -29,16 +29,18 @@ def has_products() -> bool:
 
     For AMX, torch's kernel has a form of its own, beside which this one is rarely faster.
     """
+    # The name is missing where torch was built for another kind of CPU.
     known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(known.get("avx512_bf16") and not known.get("amx_bf16"))
 
 
 def suits(q: Tensor, k: Tensor) -> bool:
     """Return whether `attend` is faster than torch's for q [B, T, n, d] and k [B, S, g, d]."""
-    applies = (
-        q.device.type == "cpu" and q.dtype is torch.bfloat16 and q.shape[1] == k.shape[1] in LENGTHS
-    )
-    return applies and has_products() and not torch.compiler.is_compiling()
+    if q.device.type != "cpu" or q.dtype is not torch.bfloat16:
+        return False
+    if q.shape[1] != k.shape[1] or k.shape[1] not in LENGTHS:
+        return False
+    return has_products() and not torch.compiler.is_compiling()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -50,19 +52,18 @@ class _Causal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         b, t, n, _ = q.shape
-        o, largest = q.new_empty(q.shape), q.new_empty(b, n, t, 1)
+        o = q.new_empty(q.shape)
+        largest = q.new_empty(b, n, t, 1)
         scores = ScoreBlocks(q)
         for samples in scores.samples:
-            keys, values, offsets = (
-                by_head(k[samples], n),
-                by_head(v[samples], n),
-                largest[samples].flatten(0, 1),
-            )
+            keys = by_head(k[samples], n)
+            values = by_head(v[samples], n)
+            offsets = largest[samples].flatten(0, 1)
             for rows, seen in scores.blocks:
                 queries = by_head(q[samples, rows], n)
-                torch.amax(
-                    scores.of(queries, keys[:, seen]), -1, keepdim=True, out=offsets[:, rows]
-                )
+                # The first product of the two: only for the largest score of each query.
+                found = scores.of(queries, keys[:, seen])
+                torch.amax(found, -1, keepdim=True, out=offsets[:, rows])
                 p = scores.probabilities(queries, keys[:, seen], offsets[:, rows])
                 put_by_token(o[samples, rows], p @ values[:, seen])
         ctx.save_for_backward(q, k, v, largest)
@@ -71,29 +72,33 @@ class _Causal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         q, k, v, largest = ctx.saved_tensors
-        n, grads = q.shape[2], tuple(x.new_empty(x.shape) for x in (q, k, v))
-        scores, gradients = ScoreBlocks(q), ScoreBlocks(q)
+        n = q.shape[2]
+        of_q, of_k, of_v = (x.new_empty(x.shape) for x in (q, k, v))
+        scores = ScoreBlocks(q)
+        gradients = ScoreBlocks(q)
         for samples in scores.samples:
-            keys, values, offsets = (
-                by_head(k[samples], n),
-                by_head(v[samples], n),
-                largest[samples].flatten(0, 1),
-            )
-            dk, dv = torch.empty_like(keys), torch.empty_like(values)
+            keys = by_head(k[samples], n)
+            values = by_head(v[samples], n)
+            offsets = largest[samples].flatten(0, 1)
+            dk = torch.empty_like(keys)
+            dv = torch.empty_like(values)
+            # From the last queries on: they see all keys, and so set dk and dv. Others add.
             for rows, seen in reversed(scores.blocks):
-                first = seen.stop == q.shape[1]  # the last queries, which see all keys
-                queries, of_sums = by_head(q[samples, rows], n), by_head(grad[samples, rows], n)
+                first = seen.stop == q.shape[1]
+                queries = by_head(q[samples, rows], n)
+                do = by_head(grad[samples, rows], n)
                 p = scores.probabilities(queries, keys[:, seen], offsets[:, rows])
-                dp = torch.bmm(of_sums, values[:, seen].mT, out=gradients.room(p.shape))
-                add_product(dv[:, seen], p.mT, of_sums, 1.0, first)
+                dp = torch.bmm(do, values[:, seen].mT, out=gradients.room(p.shape))
+                add_product(dv[:, seen], p.mT, do, 1.0, first)
+                # In place of dp, which nothing reads again.
                 ds = torch._softmax_backward_data(dp, p, -1, p.dtype, grad_input=dp)
                 add_product(dk[:, seen], ds.mT, queries, scores.scale, first)
                 dq = torch.empty_like(queries)
                 add_product(dq, ds, keys[:, seen], scores.scale, True)
-                put_by_token(grads[0][samples, rows], dq)
-            put_by_token(grads[1][samples], dk)
-            put_by_token(grads[2][samples], dv)
-        return grads
+                put_by_token(of_q[samples, rows], dq)
+            put_by_token(of_k[samples], dk)
+            put_by_token(of_v[samples], dv)
+        return of_q, of_k, of_v
 
 
 class ScoreBlocks:
@@ -105,11 +110,18 @@ class ScoreBlocks:
 
     def __init__(self, q: Tensor) -> None:
         b, t, n, d = q.shape
-        self.scale, size = d**-0.5, min(BLOCK, t)
-        together = min(b, max(1, SCORES // (n * size * t)))
+        self.scale = d**-0.5
+        # As many samples at once as keep their scores within the memory meant for them.
+        size = min(BLOCK, t)
+        sample_scores = n * size * t
+        together = min(b, max(1, SCORES // sample_scores))
         self.samples = [slice(i, i + together) for i in range(0, b, together)]
-        self.blocks = [(slice(i, i + size), slice(min(i + size, t))) for i in range(0, t, size)]
-        self.memory = q.new_empty(together * n * size * t)
+        self.blocks = []
+        for begin in range(0, t, size):
+            end = begin + size
+            self.blocks.append((slice(begin, end), slice(min(end, t))))
+        self.memory = q.new_empty(together * sample_scores)
+        # Added to the scores of a block's own keys, which hides those after each query.
         self.later = q.new_full((size, size), float("-inf")).triu(1)
 
     def room(self, shape: Sequence[int]) -> Tensor:
@@ -117,11 +129,13 @@ class ScoreBlocks:
 
     def of(self, q: Tensor, k: Tensor, offsets: Tensor | None = None) -> Tensor:
         """Return the scores of a block's queries [N, rows, d] minus their offsets [N, rows, 1]."""
-        rows, seen = q.shape[1], k.shape[1]
+        rows = q.shape[1]
+        seen = k.shape[1]
         scores = self.room((len(q), rows, seen))
         if offsets is None:
             torch.baddbmm(scores, q, k.mT, beta=0, alpha=self.scale, out=scores)
         else:
+            # The product adds to what is there, so that the offset is subtracted before it rounds.
             torch.neg(offsets.expand_as(scores), out=scores)
             scores.baddbmm_(q, k.mT, alpha=self.scale)
         scores[..., seen - rows :].add_(self.later[:rows, :rows])
@@ -135,7 +149,8 @@ class ScoreBlocks:
 def by_head(x: Tensor, heads: int) -> Tensor:
     """Copy [B, T, g, d] to [B x heads, T, d]: a group once for each head that reads it."""
     b, t, groups, d = x.shape
-    each = x.transpose(1, 2).unsqueeze(2).expand(b, groups, heads // groups, t, d)
+    by_group = x.transpose(1, 2).unsqueeze(2)
+    each = by_group.expand(b, groups, heads // groups, t, d)
     return each.reshape(b * heads, t, d)
 
 
@@ -143,7 +158,9 @@ def put_by_token(whole: Tensor, part: Tensor) -> None:
     """Copy [B x heads, T, d] into [B, T, g, d], where heads of a group are summed."""
     b, t, groups, d = whole.shape
     each = part.view(b, groups, -1, t, d)
-    whole.copy_((each[:, :, 0] if each.shape[2] == 1 else each.sum(2)).transpose(1, 2))
+    # A sum over one head would be another pass over memory.
+    by_group = each[:, :, 0] if each.shape[2] == 1 else each.sum(2)
+    whole.copy_(by_group.transpose(1, 2))
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, scale: float, first: bool) -> None:

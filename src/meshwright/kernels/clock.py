@@ -16,10 +16,11 @@ from meshwright.base import device as devices
 
 def new_times(count: int, device: torch.device) -> Tensor | None:
     """Return memory for times in nanoseconds [count] int64, or None if there is no such clock."""
-    has_clock = device.type == "cpu" or (
-        device.type == devices.NVIDIA and torch.version.hip is None
-    )
-    return torch.zeros(count, dtype=torch.int64, device=device) if has_clock else None
+    # %globaltimer is NVIDIA's; ROCm calls its devices by the same name.
+    has_globaltimer = device.type == devices.NVIDIA and torch.version.hip is None
+    if device.type != "cpu" and not has_globaltimer:
+        return None
+    return torch.zeros(count, dtype=torch.int64, device=device)
 
 
 def stamp(times: Tensor, place: int) -> None:

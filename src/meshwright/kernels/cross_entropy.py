@@ -45,7 +45,8 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, vocab: int, combine: Combine | None
     ) -> tuple[Tensor, Tensor]:
-        ctx.vocab, ctx.used = vocab, False
+        ctx.vocab = vocab
+        ctx.used = False
         ctx.set_materialize_grads(False)
         lse, picked = log_sum_exp(logits, labels, vocab)
         if combine is not None:
@@ -65,28 +66,28 @@ class _CrossEntropy(torch.autograd.Function):
         return logits, None, None, None
 
 
-def portions(logits: Tensor) -> range:
-    return range(0, len(logits), max(1, PORTION // logits.shape[1]))
+def portions(logits: Tensor) -> list[slice]:
+    """Return the rows that are processed at a time."""
+    count = max(1, PORTION // logits.shape[1])
+    return [slice(begin, begin + count) for begin in range(0, len(logits), count)]
 
 
 @twin("cross_entropy.log_sum_exp")
 def log_sum_exp(logits: Tensor, labels: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     """Return log-sum-exps and the labels' logits, 0 for a label that is not here."""
-    lses, picked = [], []
-    for i in portions(logits) if vocab else ():
-        x, label = (
-            upcast(logits[i : i + portions(logits).step, :vocab]),
-            labels[i : i + portions(logits).step],
-        )
-        index, is_label = at_labels(label, vocab)
-        picked.append(x.gather(1, index).squeeze(1).where(is_label, 0.0))
-        high = x.amax(-1, keepdim=True)
-        # in a copy that is needed no more
-        shifted = x - high if x.dtype is logits.dtype else x.sub_(high)
-        lses.append(shifted.exp_().sum(-1).log_() + high.squeeze(1))
     if not vocab:  # these logits are all padding
         none = upcast(logits.new_zeros(len(logits)))
         return none - float("inf"), none
+    lses = []
+    picked = []
+    for rows in portions(logits):
+        x = upcast(logits[rows, :vocab])
+        index, is_label = at_labels(labels[rows], vocab)
+        picked.append(x.gather(1, index).squeeze(1).where(is_label, 0.0))
+        high = x.amax(-1, keepdim=True)
+        # In place where x is a copy: the logits themselves are still needed.
+        shifted = x - high if x.dtype is logits.dtype else x.sub_(high)
+        lses.append(shifted.exp_().sum(-1).log_() + high.squeeze(1))
     return torch.cat(lses), torch.cat(picked)
 
 
@@ -103,15 +104,15 @@ def overwrite(
 
     Where log-sum-exps have a gradient too, softmax times that is added.
     """
-    for i in portions(logits):
-        x = logits[i : i + portions(logits).step]
-        # in the logits, or in a copy
-        p = upcast(x[:, :vocab]).sub_(lse[i : i + len(x), None]).exp_()
-        more = None if of_lse is None else p * of_lse[i : i + len(x), None]
+    for rows in portions(logits):
+        x = logits[rows]
+        # The softmax, in the logits themselves if they are wide enough, else in a copy.
+        p = upcast(x[:, :vocab]).sub_(lse[rows, None]).exp_()
+        more = None if of_lse is None else p * of_lse[rows, None]
         if vocab:
-            index, is_label = at_labels(labels[i : i + len(x)], vocab)
+            index, is_label = at_labels(labels[rows], vocab)
             p.scatter_add_(1, index, -is_label.to(p.dtype)[:, None])
-        p.mul_(grad[i : i + len(x), None])
+        p.mul_(grad[rows, None])
         if more is not None:
             p.add_(more)
         if p.dtype is not x.dtype:
@@ -121,4 +122,5 @@ def overwrite(
 
 def at_labels(labels: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     """Return valid indices [N, 1], and whether they are the labels."""
-    return labels.clamp(0, max(vocab - 1, 0))[:, None], (labels >= 0) & (labels < vocab)
+    index = labels.clamp(0, vocab - 1)
+    return index[:, None], (labels >= 0) & (labels < vocab)

@@ -63,7 +63,9 @@ class Draws(NamedTuple):
     key: Tensor  # int64, the stream of draws.py
 
 
-NONE, BAD = -1, -2  # in the place of a token: the row had ended; its logits were not finite
+# What is reported in the place of a token.
+NONE = -1  # the row had ended
+BAD = -2  # its logits were not finite
 
 
 @twin("decode.embed", of=lambda state, slots, wte, wpe: wte)
@@ -86,17 +88,23 @@ def choose_tokens(
 
     Without `draws` the likeliest token is taken. Return what to report [B]: the token, NONE or BAD.
     """
-    logits, active = logits[:, :vocab], state.active[slots]
-    new, is_finite = logits.argmax(-1), logits.amax(-1).isfinite()  # not if there is a NaN
+    logits = logits[:, :vocab]
+    active = state.active[slots]
+    new = logits.argmax(-1)
+    is_finite = logits.amax(-1).isfinite()  # amax is NaN if any logit is
     position = state.used[slots] + active
     if draws is not None:
         temperature = draws.temperature[slots]
-        scaled = logits.double() / torch.where(temperature > 0, temperature, 1.0)[:, None]
+        # The likeliest after Gumbel noise is a draw from the softmax.
+        divisor = torch.where(temperature > 0, temperature, 1.0)
+        scaled = logits.double() / divisor[:, None]
         drawn = (scaled + gumbel(draws.key[slots], position, vocab)).argmax(-1)
         new = torch.where(temperature > 0, drawn, new)
     state.token[slots], state.used[slots] = new, position
-    state.active[slots] = active & is_finite & (new != eod) & (position + 1 < state.limit[slots])
-    return torch.where(active, torch.where(is_finite, new, BAD), NONE)
+    has_room = position + 1 < state.limit[slots]
+    state.active[slots] = active & is_finite & (new != eod) & has_room
+    reported = torch.where(is_finite, new, BAD)
+    return torch.where(active, reported, NONE)
 
 
 def linear(x: Tensor, layer: DecodeLinear, residual: Tensor | None = None) -> Tensor:
@@ -107,10 +115,12 @@ def linear(x: Tensor, layer: DecodeLinear, residual: Tensor | None = None) -> Te
 def linear_of_rows(x: Tensor, layer: DecodeLinear, residual: Tensor | None = None) -> Tensor:
     """Return activation(norm(x) W^T + bias) + residual, by torch alone."""
     if layer.norm is not None:
-        x = norm.forward.plain(Operands(None, x, None, None, 0.0), layer.norm)[1]  # type: ignore[attr-defined]
+        operands = Operands(None, x, None, None, 0.0)
+        _, x, *_ = norm.forward.plain(operands, layer.norm)  # type: ignore[attr-defined]
     y = F.linear(x, layer.weight, layer.bias)
     if layer.kind:
-        y = activation.plain(layer.kind, activation.halves(layer.kind, upcast(y))).to(y.dtype)
+        parts = activation.halves(layer.kind, upcast(y))
+        y = activation.plain(layer.kind, parts).to(y.dtype)
     return y if residual is None else residual + y
 
 
@@ -120,9 +130,10 @@ linear_of_row = twin("decode.linear_of_row")(linear_of_rows)
 def expand(x: Tensor, layer: DecodeLinear) -> Tensor:
     """Return activation(x W^T + bias) of several rows."""
     if layer.kind == "gelu-tanh" and layer.bias is not None and x.device.type == NVIDIA:
-        # in one kernel of cuBLAS
+        # cuBLAS does all of it in one kernel.
         return torch._addmm_activation(layer.bias, x, layer.weight.t(), use_gelu=True)
-    return activation.forward(layer.kind, F.linear(x, layer.weight, layer.bias))
+    u = F.linear(x, layer.weight, layer.bias)
+    return activation.forward(layer.kind, u)
 
 
 @twin("decode.attend")
@@ -134,17 +145,24 @@ def attend(
     qkv [B, columns] as heads.py splits them; `rotation` are cosines and sines [positions, half] in
     float32.
     """
+    slots = texts.slots
+    used = texts.used[slots]
     q, k, v = split(qkv[:, None], sizes.per_group, sizes.head_dim)
-    used = texts.used[texts.slots]
     if rotation is not None:
-        angles = rotation[0][used][:, None, None], rotation[1][used][:, None, None]
-        q, k = rotate(q, angles), rotate(k, angles)
-    texts.keys[texts.slots, used], texts.values[texts.slots, used] = k[:, 0], v[:, 0]
+        cos, sin = rotation
+        angles = cos[used][:, None, None], sin[used][:, None, None]
+        q = rotate(q, angles)
+        k = rotate(k, angles)
+    texts.keys[slots, used] = k[:, 0]
+    texts.values[slots, used] = v[:, 0]
+    # Attend to the longest row's keys; each row sees its own, up to the new one.
     end = min(texts.longest + 1, texts.keys.shape[1])
-    k, v = texts.keys[texts.slots, :end], texts.values[texts.slots, :end]
     seen = torch.arange(end, device=qkv.device) <= used[:, None]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     o = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=seen[:, None, None], enable_gqa=sizes.per_group > 1
+        q.transpose(1, 2),
+        texts.keys[slots, :end].transpose(1, 2),
+        texts.values[slots, :end].transpose(1, 2),
+        attn_mask=seen[:, None, None],
+        enable_gqa=sizes.per_group > 1,
     )
     return o.transpose(1, 2).flatten(1)

@@ -38,6 +38,7 @@ def mix(x: Tensor) -> Tensor:
 def rows(seed: int, *coordinates: Tensor) -> Tensor:
     """Hash rows to 32 bits; coordinates broadcast, such as samples [B, 1] and positions [T]."""
     h = _start(seed, coordinates[0].device)
+    # Each coordinate is mixed in as two numbers of 32 bits, the lower one first.
     for c in coordinates:
         h = mix((h + (c & MASK)) & MASK)
         h = mix(h ^ (c >> 32 & MASK) ^ 0x85EBCA6B)
@@ -74,14 +75,21 @@ def at_sites(rows: Tensor, count: int) -> Tensor:
 
 def at_site(rows: Tensor, site: int | Tensor) -> Tensor:
     """Return the rows' hashes at one site, any small integer."""
-    return as_int32(mix((rows.to(torch.int64) & MASK) ^ ((site * 0x9E3779B9 + 0x7F4A7C15) & MASK)))
+    key = (site * 0x9E3779B9 + 0x7F4A7C15) & MASK
+    unsigned = rows.to(torch.int64) & MASK
+    return as_int32(mix(unsigned ^ key))
 
 
 def keep(rows: Tensor, columns: int, p: float) -> Tensor:
     """Return the mask: bool [*rows.shape, columns], False with probability p."""
-    column = shuffled(torch.arange(columns, dtype=torch.int32, device=rows.device) - 0x61C88647)
+    column = torch.arange(columns, dtype=torch.int32, device=rows.device)
+    # The golden ratio 0x9E3779B9, as a signed number.
+    column = shuffled(column - 0x61C88647)
     column = column ^ (column >> 16 & 0xFFFF)
-    return shuffled(rows.unsqueeze(-1) + column) >= round(p * 2**32) - 2**31
+    hashes = shuffled(rows.unsqueeze(-1) + column)
+    # The share p of all signed numbers of 32 bits lies below.
+    threshold = round(p * 2**32) - 2**31
+    return hashes >= threshold
 
 
 def shuffled(x: Tensor) -> Tensor:

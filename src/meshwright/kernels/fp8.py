@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -40,7 +40,8 @@ from meshwright.base import device as devices
 from meshwright.kernels.gradients import from_rows, sink_of
 from meshwright.kernels.twins import is_triton, launcher, twin
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 MULTIPLE = 16  # of the dimensions that a product sums over, or the second factor has
 ROLES = ("input", "weight", "gradient")
@@ -97,10 +98,14 @@ def quantise(
 
     `transposed` [C, padded N], if not None, takes the transposed cast.
     """
-    wide, largest = x.float(), LARGEST[out.dtype]
+    wide = x.float()
+    largest = LARGEST[out.dtype]
+    is_finite = wide.isfinite()
     if amax is not None:
-        torch.maximum(amax, torch.where(wide.isfinite(), wide.abs(), 0.0).amax(), out=amax)
-    scaled = torch.where(wide.isfinite(), (wide * scale).clamp(-largest, largest), torch.nan)
+        sizes = torch.where(is_finite, wide.abs(), 0.0)
+        torch.maximum(amax, sizes.amax(), out=amax)
+    # The clamp would hide infinities: they become NaN, in both formats.
+    scaled = torch.where(is_finite, (wide * scale).clamp(-largest, largest), torch.nan)
     out.copy_(scaled)
     if transposed is not None:
         transpose_into(out, transposed)
@@ -141,7 +146,9 @@ def multiply(
             a, b.t(), *scales, bias=bias, out_dtype=dtype, use_fast_accum=is_fast, out=out
         )
     y = (a.float() @ b.float().t()) * (scales[0] * scales[1])
-    y = (y if bias is None else y + bias.float()).to(dtype)
+    if bias is not None:
+        y = y + bias.float()
+    y = y.to(dtype)
     return y if out is None else out.copy_(y)
 
 
@@ -153,7 +160,8 @@ class Scales:
     """
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
-        self.recipe, self.device = recipe, device
+        self.recipe = recipe
+        self.device = device
         self.combine: Callable[[Tensor], None] | None = None
         self.slots: dict[str, int] = {}
         self.products: list[Fp8Product] = []
@@ -161,17 +169,20 @@ class Scales:
 
     def add(self, names: Iterable[str]) -> dict[str, Fp8Product]:
         """Allocate the tensors of the named linear maps, and return these."""
-        self.products = [Fp8Product(self, name, 3 * i) for i, name in enumerate(names)]
-        self.slots = {
-            f"{m.name}.{role}": m.first + r for m in self.products for r, role in enumerate(ROLES)
-        }
-        formats = [self.recipe.format(role) for _ in self.products for role in ROLES]
-        n, where = len(self.slots), dict[str, Any](device=self.device)
-        self.largest = torch.tensor([LARGEST[f] for f in formats], **where)
-        self.amax, self.scale, self.inverse = (
-            torch.full((n, 4), x, **where) for x in (0.0, 1.0, 1.0)
-        )
-        self.history = torch.zeros(n, self.recipe.history, **where)
+        # Three slots a linear map: its input, its weight, the gradient of its output.
+        largest: list[float] = []
+        for name in names:
+            self.products.append(Fp8Product(self, name, len(largest)))
+            for role in ROLES:
+                self.slots[f"{name}.{role}"] = len(largest)
+                largest.append(LARGEST[self.recipe.format(role)])
+        n = len(self.slots)
+        self.largest = torch.tensor(largest, device=self.device)
+        # One number a row is used: a row of 4 float32 is the 16 bytes that scales lie apart.
+        self.amax = torch.zeros(n, 4, device=self.device)
+        self.scale = torch.ones(n, 4, device=self.device)
+        self.inverse = torch.ones(n, 4, device=self.device)
+        self.history = torch.zeros(n, self.recipe.history, device=self.device)
         self.is_set = [False] * n  # on the host: whether a scale has been chosen
         self.begun: set[int] = set()  # slots whose first scale was chosen in this step
         self.is_settled = True  # whether no first scale is to be chosen again
@@ -185,9 +196,8 @@ class Scales:
         scale, inverse, amax = self.views[slot]
         if not self.is_set[slot]:
             self._begin(slot, x, is_recorded)
-        out, transposed = empty_casts(
-            (len(x), x.shape[1]), self.format(slot), self.device, is_transposed
-        )
+        shape = len(x), x.shape[1]
+        out, transposed = empty_casts(shape, self.format(slot), self.device, is_transposed)
         quantise(x, scale, amax if is_recorded else None, out, transposed)
         return Cast(out, transposed, inverse)
 
@@ -232,8 +242,10 @@ class Scales:
 
     def _choose(self, slots: slice, amax: Tensor, otherwise: Tensor) -> None:
         """Set scales from amaxes; one of 0, or not finite, says nothing."""
-        scale = (self.largest[slots] / amax * 2.0**-self.recipe.margin).clamp(max=2.0**100)
-        scale = torch.where((amax > 0) & amax.isfinite(), scale, otherwise)
+        scale = self.largest[slots] / amax * 2.0**-self.recipe.margin
+        is_known = (amax > 0) & amax.isfinite()
+        # Up to 2^100, so that neither a scale nor its inverse leaves float32's range.
+        scale = torch.where(is_known, scale.clamp(max=2.0**100), otherwise)
         self.scale[slots, 0].copy_(scale)
         self.inverse[slots, 0].copy_(1 / scale)
 
@@ -244,6 +256,7 @@ class Scales:
             self.combine(self.amax)
         self._settle()
         self.steps += 1
+        # The latest amaxes come first.
         if self.recipe.history > 1:
             self.history[:, 1:] = self.history[:, :-1].clone()
         self.history[:, 0] = self.amax[:, 0]
@@ -281,9 +294,11 @@ class Scales:
         used = [each for each in self.products if each.cast is not None]
         if not used:
             return
-        norms = iter(torch._foreach_norm([each.matrix for each in used], torch.inf, torch.float32))
-        none = torch.zeros((), device=self.device)
-        amax = torch.stack([none if each.cast is None else next(norms) for each in self.products])
+        matrices = [each.matrix for each in used]
+        norms = iter(torch._foreach_norm(matrices, torch.inf, torch.float32))
+        none = torch.zeros((), device=self.device)  # says nothing, so that the scale stays
+        amaxes = [none if each.cast is None else next(norms) for each in self.products]
+        amax = torch.stack(amaxes)
         if self.combine is not None:
             self.combine(amax)
         weights = slice(ROLES.index("weight"), None, len(ROLES))
@@ -295,17 +310,25 @@ class Scales:
 
         Casts of weights that were there stay in their memory, which CUDA graphs read.
         """
-        tensors, is_set, combine = self.tensors(), list(self.is_set), self.combine
-        begun, is_settled, steps = set(self.begun), self.is_settled, self.steps
-        before, casts = [x.clone() for x in tensors], [each.cast for each in self.products]
+        tensors = self.tensors()
+        is_set = list(self.is_set)
+        combine = self.combine
+        begun = set(self.begun)
+        is_settled = self.is_settled
+        steps = self.steps
+        before = [x.clone() for x in tensors]
+        casts = [each.cast for each in self.products]
         if not is_shared:
             self.combine = None
         try:
             yield
         finally:
             torch._foreach_copy_(tensors, before)
-            self.is_set, self.begun, self.is_settled = is_set, begun, is_settled
-            self.steps, self.combine = steps, combine
+            self.is_set = is_set
+            self.begun = begun
+            self.is_settled = is_settled
+            self.steps = steps
+            self.combine = combine
             for each, cast in zip(self.products, casts, strict=True):
                 each.cast = cast
 
@@ -322,7 +345,9 @@ class Scales:
         """
         rows = torch.cat([self.scale[:, :1], self.history], 1).tolist()
         mine = {name: rows[i] for name, i in self.slots.items() if self.is_set[i]}
-        everyone = {name: row for some in gather(mine) for name, row in some.items()}
+        everyone: dict[str, list[float]] = {}
+        for some in gather(mine):
+            everyone.update(some)
         return {"recipe": self._kind(), "scales": everyone, "steps": self.steps}
 
     def load(self, state: dict[str, Any] | None) -> None:
@@ -335,29 +360,32 @@ class Scales:
         self.scale.fill_(1.0)  # in place, where CUDA graphs read it
         self.history.zero_()
         for name, (scale, *history) in state["scales"].items():
-            if (i := self.slots.get(name)) is None:
+            slot = self.slots.get(name)
+            if slot is None:  # of another process's layers
                 continue
-            self.scale[i, 0], self.is_set[i] = scale, True
+            self.scale[slot, 0] = scale
+            self.is_set[slot] = True
+            # The saved history may be longer or shorter than this recipe's.
             saved = torch.tensor(history[: self.recipe.history], device=self.device)
-            self.history[i, : len(saved)] = saved
+            self.history[slot, : len(saved)] = saved
         self.inverse[:, 0] = 1 / self.scale[:, 0]
         self.is_settled = all(self.is_set) or self.steps >= BEGINNING
-        # of a step that is undone; casts, which CUDA graphs read, are refreshed in place
+        # The amaxes are of a step that is undone. Casts, which CUDA graphs read, are refreshed in
+        # place.
         self.amax.zero_()
 
     def _kind(self) -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in asdict(self.recipe).items()
-            if name in ("hybrid", "margin")
-        }
+        """Return what of the recipe a saved scale depends on."""
+        return {"hybrid": self.recipe.hybrid, "margin": self.recipe.margin}
 
 
 class Fp8Product:
     """The products of one linear map, instead of kernels.linear.linear."""
 
     def __init__(self, scales: Scales, name: str, first: int) -> None:
-        self.scales, self.name, self.first = scales, name, first
+        self.scales = scales
+        self.name = name
+        self.first = first
         self.parameter: Tensor | None = None  # known from the first use on
         self.cast: Cast | None = None
 
@@ -382,7 +410,8 @@ class Fp8Product:
         """Cast the weight, into the same memory each time."""
         if self.parameter is None:
             return
-        weight, slot = self.matrix, self.first + 1
+        weight = self.matrix
+        slot = self.first + 1
         if self.cast is None or self.cast.rows.shape != weight.shape:
             self.cast = self.scales.cast(slot, weight, True, True)
             return
@@ -416,20 +445,25 @@ class _Multiply(torch.autograd.Function):
         product: Fp8Product,
         is_training: bool,
     ) -> Tensor:
-        q = product.scales.cast(product.first, x.reshape(-1, x.shape[-1]), is_training, is_training)
+        flat = x.reshape(-1, x.shape[-1])
+        q = product.scales.cast(product.first, flat, is_training, is_training)
         if is_training:
             ctx.save_for_backward(q.transposed)
-        ctx.product, ctx.parameter, ctx.bias = product, parameter, bias
+        ctx.product = product
+        ctx.parameter = parameter
+        ctx.bias = bias
         return product.multiply(q, bias, x.dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
         (transposed,) = ctx.saved_tensors
         product = ctx.product
-        q = product.scales.cast(product.first + 2, grad.reshape(-1, grad.shape[-1]), True, True)
-        back, of_weight = product.differentiate(q, transposed, ctx.parameter, grad.dtype)
-        of_bias = from_rows(ctx.bias if ctx.needs_input_grad[2] else None, grad)
-        return back.view(*grad.shape[:-1], -1), of_weight, of_bias, None, None
+        flat = grad.reshape(-1, grad.shape[-1])
+        q = product.scales.cast(product.first + 2, flat, True, True)
+        of_x, of_weight = product.differentiate(q, transposed, ctx.parameter, grad.dtype)
+        bias = ctx.bias if ctx.needs_input_grad[2] else None
+        of_bias = from_rows(bias, grad)
+        return of_x.view(*grad.shape[:-1], -1), of_weight, of_bias, None, None
 
 
 def give_gradient(

@@ -45,7 +45,7 @@ def norm_heads(
     rotation: Rotation | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return x, q, k and v; `sizes` and `rotation` are those of heads.split_heads."""
-    front = _Front(qkv.with_cast(), operands.rows if operands.p else None, operands.p, *weights[2:])
+    front = front_of(operands, weights, qkv)
     tensors = (*operands[:3], *weights[:2], *qkv[1:])
     return _NormHeads.apply(front, sizes, rotation, torch.is_grad_enabled(), *tensors)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -54,9 +54,16 @@ def norm_mlp(
     operands: Operands, weights: NormWeights, kind: str, fc: Fp8Linear, proj: Fp8Linear
 ) -> tuple[Tensor, Tensor]:
     """Return x and the MLP's output; `kind` is that of activation.activate."""
-    front = _Front(fc.with_cast(), operands.rows if operands.p else None, operands.p, *weights[2:])
+    front = front_of(operands, weights, fc)
+    cast = proj.with_cast()
     tensors = (*operands[:3], *weights[:2], *fc[1:], *proj[1:])
-    return _NormMLP.apply(front, proj.with_cast(), kind, torch.is_grad_enabled(), *tensors)  # type: ignore[no-any-return,no-untyped-call]
+    return _NormMLP.apply(front, cast, kind, torch.is_grad_enabled(), *tensors)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def front_of(operands: Operands, weights: NormWeights, linear: Fp8Linear) -> _Front:
+    """Return what of a norm and a product is no tensor with a gradient."""
+    rows = operands.rows if operands.p else None
+    return _Front(linear.with_cast(), rows, operands.p, weights.eps, weights.plus, weights.centers)
 
 
 class _Front(NamedTuple):
@@ -78,23 +85,20 @@ class _Front(NamedTuple):
         """Return x, the product's output [N, C], and tensors that backward needs."""
         residual, pending, added, weight, shift, _, bias = tensors[:7]
         operands = norm.operands_of(residual, pending, added, self.rows, self.p)
+        weights = NormWeights(weight, shift, self.eps, self.plus, self.centers)
 
         def make(into: Into | None) -> tuple[Tensor, list[Any]]:
-            x, y, *of_rows = norm.forward(
-                operands, NormWeights(weight, shift, self.eps, self.plus, self.centers), into
-            )
+            x, y, *of_rows = norm.forward(operands, weights, into)
             return y, [x, *of_rows]
 
-        shape, product = (len(operands.pending), pending.shape[-1]), self.product
+        shape = (len(operands.pending), pending.shape[-1])
+        product = self.product
         y, (x, *of_rows) = product.scales.write(product.first, shape, make, is_training)
         x = x.view(pending.shape) if operands.adds else pending
         ctx.rest = self.p, self.plus, residual is not None, pending.dtype
         ctx.parameters = tensors[2:]  # not the activations before, which would stay in memory
-        return (
-            x,
-            product.multiply(y, bias, weight.dtype),
-            [x, *of_rows, operands.rows, weight, y.transposed],
-        )
+        out = product.multiply(y, bias, weight.dtype)
+        return x, out, [x, *of_rows, operands.rows, weight, y.transposed]
 
     def backward(
         self, ctx: Any, tensors: tuple[Any, ...], dx: Tensor, q: Cast, partials: Tensor | None
@@ -104,8 +108,13 @@ class _Front(NamedTuple):
         added, weight, shift, parameter, bias = ctx.parameters[:5]
         dy, of_parameter = self.product.differentiate(q, transposed, parameter, weight.dtype)
         of_bias = None if partials is None else gradients.from_columns(bias, partials)
-        needs = ctx.needs_input_grad[6:9]  # after four other arguments, residual and pending
-        vectors = [t if needs[i] else None for i, t in ((1, weight), (2, shift), (0, added))]
+        # The arguments: four that are no tensors, residual and pending, then these.
+        needs_added, needs_weight, needs_shift = ctx.needs_input_grad[6:9]
+        vectors = [
+            weight if needs_weight else None,
+            shift if needs_shift else None,
+            added if needs_added else None,
+        ]
         rows = SavedRows(norm.as_rows(x), *saved, *ctx.rest)
         of_residual, of_pending, of_weight, of_shift, of_added = norm.differentiate(
             dx, dy, rows, vectors, x.shape
@@ -125,13 +134,16 @@ class _NormHeads(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         x, qkv, saved = front.forward(ctx, tensors, is_training)
         ctx.save_for_backward(*saved)
-        ctx.front, ctx.sizes, ctx.rotation = front, sizes, rotation
+        ctx.front = front
+        ctx.sizes = sizes
+        ctx.rotation = rotation
         return x, *heads.split_and_rotate(qkv.view(*x.shape[:-1], -1), sizes, rotation)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor, *grads: Tensor) -> Grads:
-        # to be read only once
-        product, sizes, saved = ctx.front.product, ctx.sizes, ctx.saved_tensors
+        product = ctx.front.product
+        sizes = ctx.sizes
+        saved = ctx.saved_tensors  # read only once: each reading unpacks them
         is_summed = ctx.needs_input_grad[-1]
         columns = sizes.groups * (sizes.per_group + 2) * sizes.head_dim
 
@@ -155,28 +167,27 @@ class _NormMLP(torch.autograd.Function):
 
         a, _ = proj.scales.write(proj.first, (len(u), tensors[7].shape[-1]), make, is_training)
         ctx.save_for_backward(*saved, u, a.transposed)
-        ctx.front, ctx.proj, ctx.kind = front, proj, kind
+        ctx.front = front
+        ctx.proj = proj
+        ctx.kind = kind
         return x, proj.multiply(a, tensors[8], u.dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor, grad: Tensor) -> Grads:
         *saved, u, transposed = ctx.saved_tensors
-        product, proj, flat = ctx.front.product, ctx.proj, norm.as_rows(grad)
-        q = proj.scales.cast(proj.first + 2, flat, True, True)
-        of_bias = gradients.from_rows(ctx.parameters[6] if ctx.needs_input_grad[-1] else None, grad)
-        da, of_weight = proj.differentiate(q, transposed, ctx.parameters[5], grad.dtype)
+        product = ctx.front.product
+        proj = ctx.proj
+        # The second product: its parameters come after the five of the front's, without pending.
+        weight, bias = ctx.parameters[5:7]
+        q = proj.scales.cast(proj.first + 2, norm.as_rows(grad), True, True)
+        of_bias = gradients.from_rows(bias if ctx.needs_input_grad[-1] else None, grad)
+        da, of_weight = proj.differentiate(q, transposed, weight, grad.dtype)
+        # The activation, whose gradient is that of the first product.
         is_summed = ctx.needs_input_grad[-3]
 
         def make(into: Into | None) -> tuple[Tensor, Tensor | None]:
             return activation.backward(ctx.kind, u, da, is_summed, into)
 
         q, partials = product.scales.write(product.first + 2, (len(u), u.shape[-1]), make, True)
-        return (
-            None,
-            None,
-            None,
-            None,
-            *ctx.front.backward(ctx, saved, dx, q, partials),
-            of_weight,
-            of_bias,
-        )
+        of_front = ctx.front.backward(ctx, saved, dx, q, partials)
+        return None, None, None, None, *of_front, of_weight, of_bias

@@ -55,8 +55,10 @@ def norm_programs(width: int, count: int, processors: int) -> int:
     return min(launch.programs * processors, cdiv(count, launch.rows * norm_tile(width)[0]))
 
 
-# of sums of rows: the tile, and programs a multiprocessor
-SUM_COLUMNS, SUM_ROWS, SUM_PROGRAMS = 128, 32, 8
+# Of sums of rows: the tile, and programs a multiprocessor.
+SUM_COLUMNS = 128
+SUM_ROWS = 32
+SUM_PROGRAMS = 8
 
 
 def sum_slab(count: int, width: int, processors: int) -> int:
@@ -70,18 +72,10 @@ def summed_rows(count: int, slab: int) -> int:
     return max(1, cdiv(count, max(1, slab)))
 
 
-# that a program of the activation's backward pass sums: many, or few for more programs
+# Rows that a program of the activation's backward pass sums: many, or few for more programs.
 ACTIVATION_ROWS = 128, 32
 
 
 def activation_rows(rows: int) -> int:
     """Return how many of the rows a program of the activation's backward pass sums."""
     return ACTIVATION_ROWS[0 if rows >= 8192 else 1]
-
-
-HEADS_STEP, HEADS_SAMPLES = 32, 8  # positions and samples that a program packs
-
-
-def packed_parts(batches: int, length: int) -> int:
-    """Return the rows of partial sums of the backward pass of the split into heads."""
-    return cdiv(length, HEADS_STEP) * cdiv(batches, HEADS_SAMPLES)

@@ -52,7 +52,8 @@ class _Split(torch.autograd.Function):
         sizes: HeadSizes,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        ctx.parameter, ctx.sizes = bias, sizes
+        ctx.parameter = bias
+        ctx.sizes = sizes
         # Autograd would keep track of views of an input, for writes in place; nobody writes.
         return split_and_rotate(qkv.detach(), sizes, _rotation(cos, sin))
 
@@ -75,7 +76,9 @@ def split_and_rotate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v, views of qkv where no element changes or moves."""
     q, k, v = split(qkv, sizes.per_group, sizes.head_dim)
-    return (q, k, v) if rotation is None else (*rotate_qk(qkv, sizes, rotation), v)
+    if rotation is not None:
+        q, k = rotate_qk(qkv, sizes, rotation)
+    return q, k, v
 
 
 @twin("heads.rotate_qk")
@@ -96,18 +99,23 @@ def pack(
     """Return the gradient of qkv and, if asked for, partial sums [n, columns] of it."""
     dq, dk, dv = (upcast(x) for x in grads)
     if rotation is not None:
-        back = rotation[0], -rotation[1]
-        dq, dk = rotate(dq, back), rotate(dk, back)
-    parts = dq.reshape(*dk.shape[:3], sizes.per_group, -1), dk.unsqueeze(3), dv.unsqueeze(3)
-    wide = torch.cat(parts, dim=3).flatten(2)
-    grad, sums = wide.to(grads[0].dtype), wide.sum((0, 1))[None] if summed else None
+        cos, sin = rotation
+        back = cos, -sin
+        dq = rotate(dq, back)
+        dk = rotate(dk, back)
+    # In the order of the columns: a group's queries, its key, its value.
+    queries = dq.reshape(*dk.shape[:3], sizes.per_group, -1)
+    wide = torch.cat((queries, dk.unsqueeze(3), dv.unsqueeze(3)), dim=3).flatten(2)
+    grad = wide.to(grads[0].dtype)
+    sums = wide.sum((0, 1))[None] if summed else None
     return grad if into is None else into.fill(grad), sums
 
 
 def split(qkv: Tensor, per_group: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Split columns [group, its queries then k then v, head_dim]; q is a copy if it must be."""
     b, t, _ = qkv.shape
-    q, k, v = torch.split(qkv.view(b, t, -1, per_group + 2, head_dim), [per_group, 1, 1], dim=3)
+    groups = qkv.view(b, t, -1, per_group + 2, head_dim)
+    q, k, v = torch.split(groups, [per_group, 1, 1], dim=3)
     return (
         q.reshape(b, t, -1, head_dim),
         k.reshape(b, t, -1, head_dim),
@@ -140,8 +148,11 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 def rotate_rolled(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return `rotate_pairs` of whole heads, in fewer passes over them."""
     wide = x.to(torch.promote_types(x.dtype, cos.dtype))
-    other = torch.roll(wide, cos.shape[-1], -1).mul_(torch.cat((-sin, sin), -1))
-    return other.addcmul_(wide, torch.cat((cos, cos), -1)).to(x.dtype)
+    # x cos + roll(x) (-sin, sin): each element meets the other one of its pair.
+    sines = torch.cat((-sin, sin), -1)
+    cosines = torch.cat((cos, cos), -1)
+    other = torch.roll(wide, cos.shape[-1], -1).mul_(sines)
+    return other.addcmul_(wide, cosines).to(x.dtype)
 
 
 def rotate_pairs(x: Tensor, rotation: Rotation) -> Tensor:
@@ -149,6 +160,6 @@ def rotate_pairs(x: Tensor, rotation: Rotation) -> Tensor:
     cos, sin = rotation
     half = cos.shape[-1]
     a, b, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
-    return torch.cat(
-        ((a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), rest), dim=-1
-    )
+    first = (a * cos - b * sin).to(x.dtype)
+    second = (b * cos + a * sin).to(x.dtype)
+    return torch.cat((first, second, rest), dim=-1)

@@ -40,7 +40,8 @@ from meshwright.kernels.twins import twin
 
 LOW_BITS = 21  # of float32, which the formats of 8 bits leave out
 # The least exponent of a format's normal numbers, and its largest code.
-INT8, UINT8 = (-26, 127), (-53, 255)
+INT8 = (-26, 127)
+UINT8 = (-53, 255)
 NOTHING = 2.0**-80  # less than this is 0 as uint8
 STEP_KEY = 0x9E3779B9
 CHUNK = 1 << 22  # elements that are rounded at a time without Triton; a few copies in 64 bits
@@ -86,14 +87,16 @@ class Rounding:
 
 def place_of(name: str, full: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Place:
     """Return the place of a box of a full tensor: cut in one dimension, or in the first two."""
-    cut = max((d for d in range(len(full)) if sizes[d] != full[d]), default=0)
-    if any(sizes[d] != full[d] for d in range(1, cut)):
+    split = [d for d in range(len(full)) if sizes[d] != full[d]]
+    cut = max(split, default=0)
+    # Elements that are consecutive in both lie in the dimensions from the last one that is cut on.
+    # Between them is one gap only if no dimension before is cut but the first.
+    if any(0 < d < cut for d in split):
         raise ValueError(f"{name}: a part {list(sizes)} of {list(full)} has no simple place")
     first = sum(at * math.prod(full[d + 1 :]) for d, at in enumerate(offsets))
     run = max(1, math.prod(sizes[cut:]))
-    return Place(
-        zlib.crc32(name.encode()), first, 0, run, math.prod(full[cut:]) - run if cut else 0
-    )
+    gap = math.prod(full[cut:]) - run if cut else 0
+    return Place(zlib.crc32(name.encode()), first, 0, run, gap)
 
 
 def draw(place: Place, step: Tensor, count: int) -> Tensor:
@@ -102,14 +105,16 @@ def draw(place: Place, step: Tensor, count: int) -> Tensor:
     position = local + place.first
     if place.gap:
         position += local.div(place.run, rounding_mode="floor") * place.gap
-    return hashed(position, torch.full((), place.name, device=step.device), step)
+    name = torch.full((), place.name, device=step.device)
+    return hashed(position, name, step)
 
 
 def hashed(position: Tensor, names: Tensor, step: Tensor) -> Tensor:
     """Hash positions and hashes of names, int64 tensors that broadcast, and a step."""
-    key = mix(mix((step.long() & MASK) ^ STEP_KEY) ^ names)
-    x = shuffled(as_int32((position & MASK) ^ key))
-    return x ^ (x >> 16 & 0xFFFF)
+    of_step = mix((step.long() & MASK) ^ STEP_KEY)
+    key = mix(of_step ^ names)
+    bits = shuffled(as_int32((position & MASK) ^ key))
+    return bits ^ (bits >> 16 & 0xFFFF)
 
 
 def halves(bits: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,16 +126,21 @@ def rounded(x: Tensor, dtype: torch.dtype, draws: Tensor) -> Tensor:
     """Return x in fewer bits, rounded by draws of 16 bits."""
     x = x.float()
     if dtype is torch.bfloat16:
-        return ((x.view(torch.int32) + draws) >> 16).to(torch.int16).view(torch.bfloat16)
-    return encoded(x, dtype, (draws << LOW_BITS - 16) + (1 << LOW_BITS - 17))
+        upper = (x.view(torch.int32) + draws) >> 16
+        return upper.to(torch.int16).view(torch.bfloat16)
+    # A draw of 21 bits: the 16 that there are, and the middle of the 32 it stands for.
+    wide = (draws << LOW_BITS - 16) + (1 << LOW_BITS - 17)
+    return encoded(x, dtype, wide)
 
 
 def encoded(x: Tensor, dtype: torch.dtype, draws: Tensor | int) -> Tensor:
     """Return float32 numbers as codes of 8 bits; `draws` of 21 bits is added to what they lack."""
     least, largest = INT8 if dtype is torch.int8 else UINT8
     size = x.abs()
+    # float32's exponent, of bias 127, becomes 1 for `least`; the codes below have no implicit 1.
     normal = (size.view(torch.int32) + draws >> LOW_BITS) - (least + 126 << 2)
-    small = (size.clamp(max=2.0**least) * 2.0 ** (2 - least) + draws * 2.0**-LOW_BITS).int()
+    low = size.clamp(max=2.0**least)  # of larger numbers, whose code is `normal`, none overflows
+    small = (low * 2.0 ** (2 - least) + draws * 2.0**-LOW_BITS).int()
     code = torch.where(size < 2.0**least, small, normal).clamp(max=largest)
     if dtype is torch.int8:
         return torch.where(x < 0, code - 128, code).to(torch.int8)
@@ -145,7 +155,9 @@ def expanded(code: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     size = code.int() & largest
     normal = (size + (least + 126 << 2) << LOW_BITS).view(torch.float32)
     value = torch.where(size < 4, size * 2.0 ** (least - 2), normal)
-    return (torch.where(code < 0, -value, value) if code.dtype is torch.int8 else value).to(dtype)
+    if code.dtype is torch.int8:
+        value = torch.where(code < 0, -value, value)
+    return value.to(dtype)
 
 
 def assign(target: Tensor, values: Tensor) -> None:
@@ -154,11 +166,12 @@ def assign(target: Tensor, values: Tensor) -> None:
         target.copy_(values)
     elif target.dtype in (torch.int8, torch.uint8):
         wide = expanded(values).to(target.device).contiguous()
-        target.copy_(encoded(wide, target.dtype, 1 << LOW_BITS - 1))
+        half = 1 << LOW_BITS - 1
+        target.copy_(encoded(wide, target.dtype, half))
+    elif values.dtype in (torch.int8, torch.uint8):
+        target.copy_(expanded(values, target.dtype))
     else:
-        target.copy_(
-            expanded(values, target.dtype) if values.dtype in (torch.int8, torch.uint8) else values
-        )
+        target.copy_(values)
 
 
 @twin("moments.store", of=lambda values, *_: values)
@@ -166,11 +179,15 @@ def store(
     values: Tensor, code: Tensor, draws: PlaceDraws, skipped: Tensor, is_second: bool = False
 ) -> None:
     """Round values into `code`, both contiguous, unless `skipped` is not 0."""
-    flat, out = values.reshape(-1), code.view(-1)
+    flat = values.reshape(-1)
+    out = code.view(-1)
     for begin in range(0, len(flat), CHUNK):
-        some, to = flat[begin : begin + CHUNK], out[begin : begin + CHUNK]
-        bits = halves(draw(draws.place.after(begin), draws.step, len(some)))[is_second]
-        to.copy_(torch.where(skipped > 0, to, rounded(some, code.dtype, bits)))
+        some = flat[begin : begin + CHUNK]
+        to = out[begin : begin + CHUNK]
+        bits = draw(draws.place.after(begin), draws.step, len(some))
+        half = halves(bits)[is_second]
+        new = rounded(some, code.dtype, half)
+        to.copy_(torch.where(skipped > 0, to, new))
 
 
 class BlockDraws(NamedTuple):
@@ -183,19 +200,22 @@ class BlockDraws(NamedTuple):
 
 def make_block_draws(places: Sequence[tuple[Place, int]], step: Tensor) -> BlockDraws:
     """Return the draws for parts of so many blocks each."""
-    counts = torch.tensor([blocks for _, blocks in places], dtype=torch.int64)
-    rows, at = [], 0
+    rows = []
+    first = 0
     for place, blocks in places:
-        rows.append(place.after(-128 * at))
-        at += blocks
-    numbers = torch.repeat_interleave(torch.arange(len(places)), counts)
+        rows.append(place.after(-128 * first))
+        first += blocks
+    counts = torch.tensor([blocks for _, blocks in places], dtype=torch.int64)
+    parts = torch.repeat_interleave(torch.arange(len(places)), counts)
     table = as_int32(torch.tensor(rows, dtype=torch.int64).view(-1, 5) & MASK)
-    return BlockDraws(numbers.to(step.device, torch.int32), table.to(step.device), step)
+    return BlockDraws(parts.to(step.device, torch.int32), table.to(step.device), step)
 
 
 def draw_blocks(draws: BlockDraws) -> Tensor:
     """Return 32 random bits for each element of the blocks, int32 [blocks, 128]."""
     rows = draws.places.long()[draws.parts.long()]
     names, first, low, run, gap = ((x & MASK)[:, None] for x in rows.unbind(1))
-    local = torch.arange(128 * len(rows), device=rows.device).view(-1, 128) + low & MASK
-    return hashed(first + local + local // run * gap, names, draws.step)
+    elements = torch.arange(128 * len(rows), device=rows.device).view(-1, 128)
+    local = (elements + low) & MASK
+    position = first + local + local // run * gap
+    return hashed(position, names, draws.step)

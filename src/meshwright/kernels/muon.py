@@ -33,7 +33,9 @@ def advance(
     With `draws`, the moments have fewer bits.
     """
     dtype = gradients[0].dtype
-    low, wide = (dtype, dtype) if dtype == torch.float64 else (torch.bfloat16, torch.float32)
+    is_double = dtype == torch.float64
+    low = dtype if is_double else torch.bfloat16
+    wide = dtype if is_double else torch.float32
     out = gradients[0].new_empty(len(gradients), *gradients[0].shape, dtype=low)
     for i, (gradient, moment, ahead) in enumerate(zip(gradients, moments, out, strict=True)):
         now = gradient / scale
@@ -43,7 +45,8 @@ def advance(
             moment.copy_(torch.where(skipped > 0, moment, new))
         else:
             formats.store(new, moment, draws[i], skipped)
-    return out, torch.linalg.vector_norm(out, dim=tuple(range(1, out.ndim)), dtype=wide)
+    dimensions = tuple(range(1, out.ndim))
+    return out, torch.linalg.vector_norm(out, dim=dimensions, dtype=wide)
 
 
 @twin("muon.normalise")
@@ -70,9 +73,8 @@ def subtract(
     A cautious decay leaves out elements whose update has the other sign.
     """
     for weight, update in zip(weights, updates, strict=True):
-        weight.copy_(
-            torch.where(skipped > 0, weight, moved(weight, update, decay, rate, is_cautious))
-        )
+        new = moved(weight, update, decay, rate, is_cautious)
+        weight.copy_(torch.where(skipped > 0, weight, new))
 
 
 def moved(weight: Tensor, update: Tensor, decay: Tensor, rate: Tensor, is_cautious: bool) -> Tensor:

@@ -86,7 +86,8 @@ class _AddNorm(torch.autograd.Function):
         p: float,
         *norm: Any,
     ) -> tuple[Tensor, Tensor]:
-        weights, shape = NormWeights(*norm), pending.shape
+        weights = NormWeights(*norm)
+        shape = pending.shape
         operands = operands_of(residual, pending, bias, rows, p)
         x, y, mean, rstd = forward(operands, weights)
         x = x.view(shape) if operands.adds else pending
@@ -100,10 +101,13 @@ class _AddNorm(torch.autograd.Function):
     def backward(ctx: Any, dx: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *others = ctx.saved_tensors
         saved = SavedRows(as_rows(x), *others, *ctx.rest)
-        dy = torch.zeros(x.shape, dtype=saved.weight.dtype, device=x.device) if dy is None else dy
-        needed = [ctx.needs_input_grad[i] for i in (5, 6, 2)]
+        if dy is None:  # only x was used
+            dy = torch.zeros(x.shape, dtype=saved.weight.dtype, device=x.device)
+        weight, shift, bias = ctx.parameters
         parameters = [
-            t if is_needed else None for t, is_needed in zip(ctx.parameters, needed, strict=True)
+            weight if ctx.needs_input_grad[5] else None,
+            shift if ctx.needs_input_grad[6] else None,
+            bias if ctx.needs_input_grad[2] else None,
         ]
         of_residual, of_pending, of_weight, of_shift, of_bias = differentiate(
             dx, dy, saved, parameters, x.shape
@@ -119,9 +123,8 @@ def as_rows(x: Any) -> Any:
 def operands_of(
     residual: Tensor | None, pending: Tensor, bias: Tensor | None, rows: Tensor | None, p: float
 ) -> Operands:
-    return Operands(
-        as_rows(residual), as_rows(pending), bias, None if rows is None else rows.reshape(-1), p
-    )
+    flat = None if rows is None else rows.reshape(-1)
+    return Operands(as_rows(residual), as_rows(pending), bias, flat, p)
 
 
 def differentiate(
@@ -137,14 +140,10 @@ def differentiate(
     """
     of_residual, of_pending, partials = backward(as_rows(dx), as_rows(dy), saved)
     of_weight, of_shift, of_bias = gradients.from_several(parameters, partials)
-    of_residual = None if of_residual is None else of_residual.view(shape)
-    return (
-        of_residual,
-        gradients.with_sums(of_pending.view(shape), partials[2]),
-        of_weight,
-        of_shift,
-        of_bias,
-    )
+    if of_residual is not None:
+        of_residual = of_residual.view(shape)
+    of_pending = gradients.with_sums(of_pending.view(shape), partials[2])
+    return of_residual, of_pending, of_weight, of_shift, of_bias
 
 
 @twin("norm.forward", of=lambda operands, *_: operands.pending)
@@ -152,21 +151,32 @@ def forward(
     operands: Operands, norm: NormWeights, into: Into | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Return x and y [N, width], the rows' means (None for RMSNorm) and 1 / deviations [N]."""
+    # The addition; what follows reads x as it is stored.
     x = upcast(operands.pending)
     if operands.bias is not None:
         x = x + operands.bias
     if operands.rows is not None:
         x = dropout.mask_and_scale(x, operands.rows, operands.p)
-    stored = operands.pending if operands.residual is None else operands.residual
-    x = (x if operands.residual is None else operands.residual + x).to(stored.dtype)
-    z, mean = upcast(x), None
+    stored = operands.pending
+    if operands.residual is not None:
+        stored = operands.residual
+        x = stored + x
+    x = x.to(stored.dtype)
+    # The norm.
+    z = upcast(x)
+    mean = None
     if norm.centers:
         mean = z.mean(1)
         z = z - mean[:, None]
     rstd = (z.square().mean(1) + norm.eps).rsqrt()
-    y = z * rstd[:, None] * (norm.weight + norm.plus if norm.plus else norm.weight)
-    y = (y if norm.bias is None else y + norm.bias).to(norm.weight.dtype)
-    return x, y if into is None else into.fill(y), mean, rstd
+    weight = norm.weight + norm.plus if norm.plus else norm.weight
+    y = z * rstd[:, None] * weight
+    if norm.bias is not None:
+        y = y + norm.bias
+    y = y.to(norm.weight.dtype)
+    if into is not None:
+        y = into.fill(y)
+    return x, y, mean, rstd
 
 
 @twin("norm.backward", of=lambda dx, dy, saved: saved.x)
@@ -177,18 +187,27 @@ def backward(
 
     The three are those of the norm's weight, of its bias and of the bias.
     """
-    z, dy = upcast(saved.x), upcast(dy)
-    z = (z if saved.mean is None else z - saved.mean[:, None]) * saved.rstd[:, None]
-    wanted = dy * (saved.weight + saved.plus if saved.plus else saved.weight)
+    # The normalised rows again, and the gradient of these.
+    z = upcast(saved.x)
+    dy = upcast(dy)
+    if saved.mean is not None:
+        z = z - saved.mean[:, None]
+    z = z * saved.rstd[:, None]
+    weight = saved.weight + saved.plus if saved.plus else saved.weight
+    wanted = dy * weight
+    # The gradient of x: that through the norm, and that of x itself.
     grad = wanted - z * (wanted * z).mean(1, keepdim=True)
     if saved.mean is not None:
         grad = grad - wanted.mean(1, keepdim=True)
     grad = grad * saved.rstd[:, None]
     if dx is not None:
         grad = grad + dx
-    of_pending = grad if saved.rows is None else dropout.mask_and_scale(grad, saved.rows, saved.p)
+    of_pending = grad
+    if saved.rows is not None:
+        of_pending = dropout.mask_and_scale(grad, saved.rows, saved.p)
     partials = torch.stack([(dy * z).sum(0), dy.sum(0), of_pending.sum(0)])[:, None]
     of_residual = grad.to(saved.x.dtype) if saved.of_residual else None
+    # Without dropout both are the same numbers: one tensor for the two, as the Triton kernel has.
     if of_residual is not None and saved.rows is None and saved.dtype is of_residual.dtype:
         return of_residual, of_residual, partials
     return of_residual, of_pending.to(saved.dtype), partials

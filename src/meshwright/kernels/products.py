@@ -40,14 +40,17 @@ class _InFloat32(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.biased = bias is not None
-        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).half()
+        wide_bias = None if bias is None else bias.float()
+        return F.linear(x.float(), weight.float(), wide_bias).half()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         x, weight = ctx.saved_tensors
         flat = grad.reshape(-1, grad.shape[-1])
+        of_x = product(grad, weight)
         of_weight = product(flat.t(), x.reshape(-1, x.shape[-1]))
-        return product(grad, weight), of_weight, flat.sum(0) if ctx.biased else None
+        of_bias = flat.sum(0) if ctx.biased else None
+        return of_x, of_weight, of_bias
 
 
 def multiply_into(total: Tensor, a: Tensor, b: Tensor, adds: bool) -> None:
@@ -55,19 +58,16 @@ def multiply_into(total: Tensor, a: Tensor, b: Tensor, adds: bool) -> None:
     if a.dtype is total.dtype and not adds:
         torch.mm(a, b, out=total)
         return
-    if (
-        devices.has_kernels(a.device)
-        and a.dtype in (torch.bfloat16, torch.float16)
-        and total.dtype is torch.float32
-    ):
-        aten: Any = torch.ops.aten
-        if adds:
-            aten.addmm.dtype_out(total, a, b, torch.float32, out=total)
-        else:
-            aten.mm.dtype_out(a, b, torch.float32, out=total)
-    else:
+    is_low = a.dtype in (torch.bfloat16, torch.float16)
+    if not (devices.has_kernels(a.device) and is_low and total.dtype is torch.float32):
         found = a.float() @ b.float() if is_slow(a) else a @ b
         put_into(total, found, adds)
+        return
+    aten: Any = torch.ops.aten
+    if adds:
+        aten.addmm.dtype_out(total, a, b, torch.float32, out=total)
+    else:
+        aten.mm.dtype_out(a, b, torch.float32, out=total)
 
 
 def put_into(total: Tensor, found: Tensor, adds: bool) -> None:
@@ -81,7 +81,7 @@ def put_into(total: Tensor, found: Tensor, adds: bool) -> None:
     elif total.device.type != "cpu" or found.dtype is total.dtype or not found.is_contiguous():
         total.add_(found)
     else:
-        for to, piece in zip(
-            torch.split(total.view(-1), PIECE), torch.split(found.view(-1), PIECE), strict=True
-        ):
+        totals = torch.split(total.view(-1), PIECE)
+        pieces = torch.split(found.view(-1), PIECE)
+        for to, piece in zip(totals, pieces, strict=True):
             to.add_(piece.to(to.dtype))

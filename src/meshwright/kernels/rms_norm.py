@@ -32,18 +32,23 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, rstd = ctx.saved_tensors
-        dy, wide, zero = dy.contiguous(), upcast(weight), torch.zeros_like(rstd)
+        dy = dy.contiguous()
+        wide = upcast(weight)
+        zero = torch.zeros_like(rstd)
         aten: Any = torch.ops.aten
         needed = [True, True, False]
         dx, of_weight, _ = aten.native_layer_norm_backward(
             dy, x, weight.shape, zero, rstd, wide, None, needed
         )
+        # Back comes the term that only LayerNorm has: mean(w) / rms.
         means = (dy @ weight)[..., None] / x.shape[-1]
-        return dx.add_((means * rstd).to(dx.dtype)), of_weight.to(weight.dtype), None
+        dx.add_((means * rstd).to(dx.dtype))
+        return dx, of_weight.to(weight.dtype), None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return F.rms_norm over the last dimension."""
-    if x.device.type == "cpu" and x.dtype is weight.dtype and not torch.compiler.is_compiling():
+    is_eager_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
+    if is_eager_cpu and x.dtype is weight.dtype:
         return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return,no-untyped-call]
     return F.rms_norm(x, weight.shape, weight, eps)

@@ -24,11 +24,9 @@ class Attention(nn.Module):
     def __init__(self, m: Model, layer: int, recompute: bool) -> None:
         super().__init__()
         assert m.hidden_size and m.num_attention_heads
-        self.layer, self.head_dim, self.per_group = (
-            layer,
-            m.head_dim,
-            m.num_attention_heads // m.groups,
-        )
+        self.layer = layer
+        self.head_dim = m.head_dim
+        self.per_group = m.num_attention_heads // m.groups
         width = m.num_attention_heads * m.head_dim
         # Rows [group, its queries then k then v, head_dim].
         self.qkv = Linear(m.hidden_size, width + 2 * m.groups * m.head_dim, m.qkv_bias)
@@ -41,12 +39,16 @@ class Attention(nn.Module):
         qkv = self.qkv(x)
         q, k, v = split(qkv, self.per_group, self.head_dim)  # [B, T, heads or groups, head_dim]
         if self.ln_q is not None and self.ln_k is not None:
-            q, k = self.ln_q(q), self.ln_k(k)
+            q = self.ln_q(q)
+            k = self.ln_k(k)
         if shared.rotation is not None:
-            q, k = rotate(q, shared.rotation), rotate(k, shared.rotation)
-        if shared.where.cached is not None:
-            k, v = shared.where.cached.append(self.layer, k, v)
-        return self.proj(self.attend(q, k, v, shared).flatten(2))  # type: ignore[no-any-return]
+            q = rotate(q, shared.rotation)
+            k = rotate(k, shared.rotation)
+        cached = shared.where.cached
+        if cached is not None:
+            k, v = cached.append(self.layer, k, v)
+        o = self.attend(q, k, v, shared)
+        return self.proj(o.flatten(2))  # type: ignore[no-any-return]
 
 
 class Attend(nn.Module):
@@ -54,16 +56,15 @@ class Attend(nn.Module):
 
     def __init__(self, m: Model, layer: int, recompute: bool) -> None:
         super().__init__()
-        self.layer, self.recompute, self.p, self.impl = (
-            layer,
-            recompute,
-            m.attention_dropout,
-            m.attention_impl,
-        )
+        self.layer = layer
+        self.recompute = recompute
+        self.p = m.attention_dropout
+        self.impl = m.attention_impl
         self.windowed = layer in m.windowed_layers
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> Tensor:
-        p = self.p if self.training and shared.where.samples is not None else 0.0
+        drops = self.training and shared.where.samples is not None
+        p = self.p if drops else 0.0
         mask = shared.window_mask if self.windowed else shared.mask
         if is_reference(self.impl, p, q.device):
             return self.run(reference, p, q, k, v, mask, shared.where, p, self.layer)
@@ -105,7 +106,9 @@ def seed_dropout(where: Positions, layer: int, device: torch.device, drawn: int 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, slopes: Tensor | None, p: float) -> Tensor:
     """Attend with q [B, T, n, d] to k, v [B, S, g, d]: no mask lets t see keys up to t + S - T."""
-    t, s, grouped = q.shape[1], k.shape[1], q.shape[2] != k.shape[2]
+    t = q.shape[1]
+    s = k.shape[1]
+    grouped = q.shape[2] != k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if mask is None:
         o = F.scaled_dot_product_attention(
@@ -153,19 +156,26 @@ def reference(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, where: Positions, p: float, layer: int
 ) -> Tensor:
     """Softmax attention; dropout is a function of (seed, layer, sample, head, query, key)."""
-    t, s = q.shape[1], k.shape[1]
-    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    t = q.shape[1]
+    s = k.shape[1]
+    # A group's keys and values, for each head that reads them.
+    per_group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(per_group, dim=2) for x in (k, v))
     upcast = torch.float64 if q.dtype is torch.float64 else torch.float32
-    scores = torch.einsum("btnd,bsnd->bnts", q.to(upcast), k.to(upcast)) * q.shape[-1] ** -0.5
+    scores = torch.einsum("btnd,bsnd->bnts", q.to(upcast), k.to(upcast))
+    scores = scores * q.shape[-1] ** -0.5
     seen: Any = mask
     if seen is None:
         seen = torch.ones(t, s, dtype=torch.bool, device=q.device).tril(s - t)
-    scores = scores.masked_fill(~seen, float("-inf")) if seen.dtype is torch.bool else scores + seen
+    is_bias = seen.dtype is not torch.bool
+    scores = scores + seen if is_bias else scores.masked_fill(~seen, float("-inf"))
     probabilities = scores.softmax(-1)
     if p > 0:
+        # ~layer is no site of the hidden states' dropout, whose numbers begin at 0.
         assert where.samples is not None and where.columns is not None
         first = where.heads.start if where.heads else 0
         heads = torch.arange(first, first + q.shape[2], device=q.device)[:, None]
         rows = dropout.rows(where.seed, where.samples[:, None, None], heads, where.columns)
-        probabilities = dropout.dropout(probabilities, dropout.at_site(rows, ~layer), p)
+        rows = dropout.at_site(rows, ~layer)
+        probabilities = dropout.dropout(probabilities, rows, p)
     return torch.einsum("bnts,bsnd->btnd", probabilities.to(v.dtype), v)

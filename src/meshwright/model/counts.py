@@ -25,7 +25,7 @@ def layer_shapes(m: Model) -> dict[str, tuple[int, ...]]:
     assert m.hidden_size
     out: dict[str, tuple[int, ...]] = {}
     for name, (outputs, inputs) in layer_matrices(m).items():
-        # a gate's matrices are a stack
+        # The matrices of a gated MLP are a stack: the gate, then what it gates.
         rows = (2, m.ffn) if m.gated and name == "mlp.fc" else (outputs,)
         out[f"{name}.weight"] = (*rows, inputs)
         if m.qkv_bias if name == "attn.qkv" else m.add_bias_linear:
@@ -49,16 +49,18 @@ def outer_shapes(m: Model, vocab: int, positions: int) -> dict[str, tuple[int, .
 
 
 def _norm(m: Model, name: str, width: int) -> dict[str, tuple[int, ...]]:
-    return {
-        f"{name}.{part}": (width,) for part in (("weight", "bias") if m.norm_bias else ("weight",))
-    }
+    out: dict[str, tuple[int, ...]] = {f"{name}.weight": (width,)}
+    if m.norm_bias:
+        out[f"{name}.bias"] = (width,)
+    return out
 
 
 def parameters(m: Model, vocab: int, positions: int) -> int:
     """Count weights and biases; `vocab` is padded in Megatron's line, the true size when saved."""
     assert m.num_layers
-    layer, outer = sum(map(math.prod, layer_shapes(m).values())), outer_shapes(m, vocab, positions)
-    return m.num_layers * layer + sum(map(math.prod, outer.values()))
+    layer = sum(map(math.prod, layer_shapes(m).values()))
+    outer = sum(map(math.prod, outer_shapes(m, vocab, positions).values()))
+    return m.num_layers * layer + outer
 
 
 def attention_flops(m: Model, seq: int, windowed: bool = False) -> float:
@@ -83,12 +85,10 @@ def flops_per_token(m: Model, vocab: int, seq: int, recompute: str | None = None
     """
     assert m.num_layers
     windowed = len(m.windowed_layers)
-    attention = (m.num_layers - windowed) * attention_flops(m, seq) + windowed * attention_flops(
-        m, seq, True
-    )
-    products = m.num_layers * sum(
-        2 * outputs * inputs for outputs, inputs in layer_matrices(m).values()
-    )
+    attention = (m.num_layers - windowed) * attention_flops(m, seq)
+    attention += windowed * attention_flops(m, seq, True)
+    elements = sum(outputs * inputs for outputs, inputs in layer_matrices(m).values())
+    products = m.num_layers * 2 * elements
     again = {"full": products + attention, "selective": attention}.get(recompute or "", 0)
     return 3 * (products + attention) + again + 3 * head_flops(m, vocab)
 

@@ -29,7 +29,8 @@ class DecodeStep:
     """One token of each row, by fused kernels; the model's parameters must stay where they are."""
 
     def __init__(self, model: GPT, cache: Cache) -> None:
-        self.model, self.cache = model, cache
+        self.model = model
+        self.cache = cache
         weight = model.wte.weight
         self.rotation: tuple[Tensor, Tensor] | None = None
         if model.m.position == "rope":
@@ -48,9 +49,10 @@ class DecodeStep:
 
         No text has `longest` tokens or more before them.
         """
-        model, wpe = self.model, self.model.wpe
-        x = decode.embed(state, slots, model.wte.weight, None if wpe is None else wpe.weight)
-        return (self.run_row if len(slots) == 1 else self.run_rows)(x, slots, state.used, longest)
+        wpe = None if self.model.wpe is None else self.model.wpe.weight
+        x = decode.embed(state, slots, self.model.wte.weight, wpe)
+        run = self.run_row if len(slots) == 1 else self.run_rows
+        return run(x, slots, state.used, longest)
 
     def texts(
         self, layer: int, x: Tensor, sizes: HeadSizes, slots: Tensor, used: Tensor, longest: int
@@ -61,28 +63,33 @@ class DecodeStep:
     def run_row(self, x: Tensor, slots: Tensor, used: Tensor, longest: int) -> Tensor:
         for i, qkv, proj, fc, out, sizes in self.layers:
             texts = self.texts(i, x, sizes, slots, used, longest)
-            o = decode.attend(decode.linear(x, qkv), texts, sizes, self.rotation)
+            columns = decode.linear(x, qkv)
+            o = decode.attend(columns, texts, sizes, self.rotation)
             stream = decode.linear(o, proj, x)
             z = x if self.model.m.use_parallel_residual else stream
-            x = decode.linear(decode.linear(z, fc), out, stream)
+            y = decode.linear(z, fc)
+            x = decode.linear(y, out, stream)
         return self.model.finish(decode.linear(x, self.head))
 
     def run_rows(self, x: Tensor, slots: Tensor, used: Tensor, longest: int) -> Tensor:
         residual: Tensor | None = None
-        pending, bias = x, None
+        pending = x
+        bias = None
         for i, qkv, proj, fc, out, sizes in self.layers:
             texts = self.texts(i, x, sizes, slots, used, longest)
             residual, y = add_norm(residual, pending, bias, qkv)
-            o = decode.attend(linear(y, qkv.weight, qkv.bias), texts, sizes, self.rotation)
+            columns = linear(y, qkv.weight, qkv.bias)
+            o = decode.attend(columns, texts, sizes, self.rotation)
             if self.model.m.use_parallel_residual:
-                y = add_norm(None, residual, None, fc)[1]
+                _, y = add_norm(None, residual, None, fc)
                 residual = residual + linear(o, proj.weight, proj.bias)
             else:
                 residual, y = add_norm(residual, linear(o, proj.weight), proj.bias, fc)
-            pending, bias = linear(decode.expand(y, fc), out.weight), out.bias
-        return self.model.finish(
-            linear(add_norm(residual, pending, bias, self.head)[1], self.head.weight)
-        )
+            # The next norm adds this branch to the stream, with its bias.
+            pending = linear(decode.expand(y, fc), out.weight)
+            bias = out.bias
+        _, y = add_norm(residual, pending, bias, self.head)
+        return self.model.finish(linear(y, self.head.weight))
 
 
 def add_norm(
@@ -96,7 +103,8 @@ def add_norm(
 
 def layers_of(block: Block) -> tuple[DecodeLinear, DecodeLinear, DecodeLinear, DecodeLinear]:
     """Return a block's four products."""
-    attn, mlp = block.attn, block.mlp
+    attn = block.attn
+    mlp = block.mlp
     fc_bias = None if mlp.fc.bias is None else mlp.fc.bias.flatten()
     return (
         DecodeLinear(attn.qkv.weight, attn.qkv.bias, weights_of(block.ln_1)),

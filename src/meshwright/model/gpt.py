@@ -205,7 +205,8 @@ class GPT(nn.Module):
 
     def stretches(self) -> list[tuple[list[int], bool]]:
         """Return groups of layers and whether each is recomputed, which keeps only its input."""
-        here, n = [int(i) for i in self.h], self.options.recompute_layers
+        here = [int(i) for i in self.h]
+        n = self.options.recompute_layers
         if self.options.recompute != "full":
             return [(here, False)]
         if self.options.recompute_method == "block":
@@ -214,11 +215,9 @@ class GPT(nn.Module):
 
     def keep_inputs(self, pinned: bool) -> contextlib.AbstractContextManager[Any]:
         """Return the context that decides where the inputs of recomputed layers are kept."""
-        return (
-            save_on_cpu(pin_memory=pinned)
-            if self.options.inputs_on_host
-            else contextlib.nullcontext()
-        )
+        if self.options.inputs_on_host:
+            return save_on_cpu(pin_memory=pinned)
+        return contextlib.nullcontext()
 
     def run(
         self,

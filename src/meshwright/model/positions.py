@@ -126,12 +126,12 @@ def block_mask(
     count = -(-t // FLEX_BLOCK)
     number = torch.arange(count, device=device)
     behind = (number[:, None] - number)[None, None]  # [1, 1, query, key]
-    some, full = behind >= 0, behind > 0
+    # Blocks of which some query sees some key, and those of which each query sees every key.
+    some = behind >= 0
+    full = behind > 0
     if window:
-        some, full = (
-            some & (FLEX_BLOCK * (behind - 1) < window),
-            full & (FLEX_BLOCK * (behind + 1) <= window + 1),
-        )
+        some = some & (FLEX_BLOCK * (behind - 1) < window)
+        full = full & (FLEX_BLOCK * (behind + 1) <= window + 1)
     if documents is not None:
         first = documents[:, ::FLEX_BLOCK]
         last = documents[:, (FLEX_BLOCK * (number + 1) - 1).clamp(max=t - 1)]
@@ -165,7 +165,8 @@ def dense_mask(
     if m.position != "alibi":
         return seen
     exact = torch.float64 if dtype is torch.float64 else torch.float32
-    bias = slopes_of(m, where.heads, distance.device).to(exact)[:, None, None] * distance
+    slopes = slopes_of(m, where.heads, distance.device).to(exact)
+    bias = slopes[:, None, None] * distance
     return bias.masked_fill(~seen, float("-inf"))
 
 

@@ -36,23 +36,23 @@ class FlatAdamW:
         places: list[tuple[Place, int]],
     ) -> None:
         gradients, master, weights = flats
-        device, sizes = master.device, [r.end - r.begin for r in ranges]
+        device = master.device
+        sizes = [r.end - r.begin for r in ranges]
         self.settings = adamw_constants(o)
-        self.constants = adamw.make_constants(
-            self.settings, o.clip_grad, device, [t[1:] for t in treatments]
-        )
+        kinds = [(t.rate, t.decay) for t in treatments]
+        self.constants = adamw.make_constants(self.settings, o.clip_grad, device, kinds)
         self.table = adamw.make_table(ranges, device)
         self.step = torch.zeros((), device=device)
-        formats = (state_dtype(o, key, master.dtype) for key in ("exp_avg", "exp_avg_sq"))
         exp_avg, exp_avg_sq = (
-            torch.zeros(sum(sizes), dtype=dtype, device=device) for dtype in formats
+            torch.zeros(sum(sizes), dtype=state_dtype(o, key, master.dtype), device=device)
+            for key in ("exp_avg", "exp_avg_sq")
         )
         self.draws = make_block_draws(places, self.step) if is_rounded(o) else None
         self.buffers = adamw.AdamWBuffers(gradients, exp_avg, exp_avg_sq, master, weights)
-        parts = zip(torch.split(exp_avg, sizes), torch.split(exp_avg_sq, sizes), strict=True)
-        self.states = {
-            r: {"exp_avg": m, "exp_avg_sq": v} for r, (m, v) in zip(ranges, parts, strict=True)
-        }
+        parts = zip(
+            ranges, torch.split(exp_avg, sizes), torch.split(exp_avg_sq, sizes), strict=True
+        )
+        self.states = {r: {"exp_avg": m, "exp_avg_sq": v} for r, m, v in parts}
         self.counted = self.table[:, :0]
 
     def count(self, ranges: list[adamw.FlatRange]) -> None:
@@ -66,8 +66,9 @@ class FlatAdamW:
     def judge(self, squares: Tensor, loss: Tensor, numbers: Numbers) -> Verdict:
         """Compute the clip factor and whether the step is applied, which counts it."""
         if not isinstance(numbers.lr, Tensor):
-            values = devices.send(torch.tensor(numbers, dtype=torch.float64), self.step.device)
-            numbers = Numbers(*values.unbind())
+            # In one transfer; a CUDA graph brings tensors of its own.
+            on_host = torch.tensor(numbers, dtype=torch.float64)
+            numbers = Numbers(*devices.send(on_host, self.step.device).unbind())
         decision = adamw.decide(self.constants, (squares, loss, *numbers), self.step)  # type: ignore[arg-type]
         is_finite = decision[adamw.FINITE] > 0
         return Verdict(decision[adamw.NORM], decision[adamw.SHRINK], is_finite, decision)

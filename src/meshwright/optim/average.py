@@ -18,7 +18,8 @@ class MovingAverage:
     """
 
     def __init__(self, decay: float, masters: list[Tensor]) -> None:
-        self.decay, self.masters = decay, masters
+        self.decay = decay
+        self.masters = masters
         self.values = [torch.zeros_like(x) for x in masters]
         device = masters[0].device if masters else torch.device("cpu")
         self.count = torch.zeros((), dtype=torch.float64, device=device)  # updates since it began

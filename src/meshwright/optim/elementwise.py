@@ -47,7 +47,8 @@ class ElementwiseRule(OwnRule):
                 draws = None if self.rounding is None else self.rounding.draws(p)
                 for weight, gradient, *stored in zip(*chunks, strict=True):
                     self._update(weight, gradient, stored, draws, group)
-                    draws = draws and draws.after(len(weight))
+                    if draws is not None:
+                        draws = draws.after(len(weight))
 
     def _update(
         self,
@@ -83,14 +84,18 @@ class AdamW(ElementwiseRule):
         self, params: Iterable[nn.Parameter], constants: adamw.AdamWConstants, counter: Tensor
     ) -> None:
         super().__init__(params)
-        self.constants, self.counter = constants, counter
+        self.constants = constants
+        self.counter = counter
 
     def advance(
         self, weight: Tensor, gradient: Tensor, state: list[Tensor], group: dict[str, Any]
     ) -> tuple[Tensor, ...]:
-        lr, t = group["lr"], self.counter.double().clamp(min=1.0)  # 0 if no step was finite yet
-        size, root = lr / (1 - self.constants.beta1**t), (1 - self.constants.beta2**t).rsqrt()
-        factors = [scalar(x, weight) for x in (lr * group["weight_decay"], size, root)]
+        lr = group["lr"]
+        t = self.counter.double().clamp(min=1.0)  # 0 if no step was finite yet
+        size = lr / (1 - self.constants.beta1**t)
+        root = (1 - self.constants.beta2**t).rsqrt()
+        decay = lr * group["weight_decay"]
+        factors = [scalar(x, weight) for x in (decay, size, root)]
         return adamw.advance(weight, gradient, state, self.constants, *factors)
 
 
@@ -106,11 +111,9 @@ class SGD(ElementwiseRule):
     def advance(
         self, weight: Tensor, gradient: Tensor, state: list[Tensor], group: dict[str, Any]
     ) -> tuple[Tensor, ...]:
-        ahead = (
-            (weight * scalar(group["weight_decay"], weight))
-            .add_(gradient)
-            .add_(state[0] * self.momentum)
-        )
+        ahead = weight * scalar(group["weight_decay"], weight)
+        ahead.add_(gradient)
+        ahead.add_(state[0] * self.momentum)
         return weight - ahead * scalar(group["lr"], weight), ahead
 
 
@@ -130,16 +133,20 @@ class Lion(ElementwiseRule):
         is_cautious: bool = False,
     ) -> None:
         super().__init__(params)
-        self.beta1, self.beta2, self.is_cautious = beta1, beta2, is_cautious
+        self.beta1 = beta1
+        self.beta2 = beta2
+        self.is_cautious = is_cautious
 
     def advance(
         self, weight: Tensor, gradient: Tensor, state: list[Tensor], group: dict[str, Any]
     ) -> tuple[Tensor, ...]:
-        (moment,), lr = state, group["lr"]
+        (moment,) = state
+        lr = group["lr"]
         ahead = moment * self.beta1 + gradient * (1 - self.beta1)
         if ahead.dtype is torch.float64:
             ahead = torch.where(ahead.abs() < ROUNDING, 0.0, ahead)
-        decay, rate = scalar(1 - lr * group["weight_decay"], weight), scalar(lr, weight)
+        decay = scalar(1 - lr * group["weight_decay"], weight)
+        rate = scalar(lr, weight)
         new = muon.moved(weight, ahead.sign_(), decay, rate, self.is_cautious)
         del ahead
         return new, moment * self.beta2 + gradient * (1 - self.beta2)

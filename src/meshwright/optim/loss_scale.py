@@ -26,9 +26,11 @@ class LossScale:
     def __init__(self, p: Precision) -> None:
         self.p = p
         self.dynamic = p.fp16 and p.loss_scale is None
-        self.scale = float(
-            p.initial_loss_scale if self.dynamic else (p.loss_scale or 1.0) if p.fp16 else 1.0
-        )
+        self.scale = 1.0
+        if self.dynamic:
+            self.scale = float(p.initial_loss_scale)
+        elif p.fp16:
+            self.scale = float(p.loss_scale or 1.0)
         self.clean = 0
         self.hysteresis = p.hysteresis
         self.in_a_row = 0  # overflows
@@ -45,7 +47,9 @@ class LossScale:
             return
         self.clean += 1
         if self.clean >= self.p.loss_scale_window:
-            self.clean, self.hysteresis, self.scale = 0, self.p.hysteresis, self.scale * 2
+            self.clean = 0
+            self.hysteresis = self.p.hysteresis
+            self.scale = self.scale * 2
 
     def may_overflow(self, scale: float) -> bool:
         """Whether an overflow only skips a step: not at the minimum, nor 20 times in a row."""
@@ -63,5 +67,6 @@ class LossScale:
     def load(self, state: dict[str, Any]) -> None:
         self.in_a_row = int(state.get("in_a_row", 0))
         if self.dynamic and state["dynamic"]:  # a scale of 1 from another format means nothing
-            self.scale, self.clean = float(state["scale"]), int(state["growth_tracker"])
+            self.scale = float(state["scale"])
+            self.clean = int(state["growth_tracker"])
             self.hysteresis = int(state["hysteresis_tracker"])

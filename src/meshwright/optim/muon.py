@@ -52,7 +52,9 @@ V = TypeVar("V", bound=Tensor)
 Stacks = dict[MatrixForm, tuple[list[int], Tensor]]
 
 # Keller Jordan's coefficients, as torch has them: the steepest slope at 0.
-A, B, C = 3.4445, -4.7750, 2.0315
+A = 3.4445
+B = -4.7750
+C = 2.0315
 SPREAD = 256.0  # factor of a stored R: its entries, about 1 / m, are far from float16's smallest
 
 
@@ -101,10 +103,12 @@ class Muon(OwnRule):
         super().__init__(
             params, {"lr": 0.0, "weight_decay": 0.0, "momentum": momentum, "ns_steps": ns_steps}
         )
-        self.spread = spread or Spread(
-            [MatrixForm(tuple(p.shape)) for p in params], params[0].device
-        )
-        self.chunk, self.is_cautious = chunk, is_cautious
+        if spread is None:
+            forms = [MatrixForm(tuple(p.shape)) for p in params]
+            spread = Spread(forms, params[0].device)
+        self.spread = spread
+        self.chunk = chunk
+        self.is_cautious = is_cautious
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -113,10 +117,10 @@ class Muon(OwnRule):
             self._update_at_homes(self.spread.exchange, group)
             return
         pairs = zip(self.spread.forms, group["params"], strict=True)
-        for some in chunks(
-            (pair for pair in pairs if pair[1].grad is not None), lambda form, _: form, self.chunk
-        ):
-            self._update([p for _, p in some], some[0][0], group)
+        used = [(form, p) for form, p in pairs if p.grad is not None]
+        for some in chunks(used, lambda form, _: form, self.chunk):
+            form = some[0][0]
+            self._update([p for _, p in some], form, group)
 
     def _update(
         self, matrices: list[nn.Parameter], form: MatrixForm, group: dict[str, Any]
@@ -131,42 +135,47 @@ class Muon(OwnRule):
         self._subtract(matrices, x, form, group)
 
     def _update_at_homes(self, exchange: Exchange, group: dict[str, Any]) -> None:
-        parameters, forms, steps = group["params"], self.spread.forms, group["ns_steps"]
+        parameters = group["params"]
+        forms = self.spread.forms
+        steps = group["ns_steps"]
         ahead_like, update_like = formats(parameters[0].dtype, self.spread.device)
+
+        def kind(i: int, _: Tensor) -> Hashable:
+            return forms[i].scale, parameters[i].shape
+
         for one_round in exchange.rounds:
-            stacks = exchange.collect(
-                one_round, self._look_ahead(one_round.members, group), ahead_like
-            )
+            mine = self._look_ahead(one_round.members, group)
+            stacks = exchange.collect(one_round, mine, ahead_like)
             updates: Stacks = {}
+            # Each look-ahead is freed as soon as its update is there.
             for form in list(stacks):
                 numbers, ahead = stacks.pop(form)
                 updates[form] = numbers, self._orthogonalise_chunks(ahead, form, steps)
                 del ahead
             for parts in exchange.give_back(one_round, updates, update_like):
-                for some in chunks(
-                    parts, lambda i, _: (forms[i].scale, parameters[i].shape), self.chunk
-                ):
-                    x = torch.stack([update for _, update in some]).view(
-                        -1, *parameters[some[0][0]].shape
-                    )
-                    self._subtract([parameters[i] for i, _ in some], x, forms[some[0][0]], group)
+                for some in chunks(parts, kind, self.chunk):
+                    first = some[0][0]
+                    matrices = [parameters[i] for i, _ in some]
+                    x = torch.stack([update for _, update in some])
+                    x = x.view(-1, *parameters[first].shape)
+                    self._subtract(matrices, x, forms[first], group)
 
     def _look_ahead(
         self, numbers: list[int], group: dict[str, Any]
     ) -> Iterator[tuple[int, Tensor]]:
         """Advance the momentum of parts; yield their look-aheads."""
-        parts = [(i, p) for i in numbers if (p := group["params"][i]).numel()]
+        parts = [(i, group["params"][i]) for i in numbers]
+        parts = [(i, p) for i, p in parts if p.numel()]  # of some, this rank has no rows
         for some in chunks(parts, lambda *_: None, self.chunk):
             ahead, _ = self._advance([p for _, p in some], group)
             yield from zip((i for i, _ in some), ahead, strict=True)
 
     def _orthogonalise_chunks(self, ahead: Tensor, form: MatrixForm, steps: int) -> Tensor:
         count = max(1, self.chunk // ahead[0].numel())
-        if len(ahead) <= count:
+        if len(ahead) <= count:  # without a copy
             return orthogonalise_all(ahead, form, steps)
-        sizes = [min(count, len(ahead) - begin) for begin in range(0, len(ahead), count)]
         return torch.cat(
-            [orthogonalise_all(some, form, steps) for some in ahead.split_with_sizes(sizes)]
+            [orthogonalise_all(some, form, steps) for some in torch.split(ahead, count)]
         )
 
     def _advance(
@@ -176,18 +185,21 @@ class Muon(OwnRule):
         gradients = [p.grad for p in matrices if p.grad is not None]
         moments = [self._moment(p) for p in matrices]
         draws = None if self.rounding is None else [self.rounding.draws(p) for p in matrices]
-        scale, skipped = scalar(self.grad_scale, first), scalar(self.found_inf, first)
+        scale = scalar(self.grad_scale, first)
+        skipped = scalar(self.found_inf, first)
         return passes.advance(gradients, moments, scale, skipped, group["momentum"], draws)
 
     def _subtract(
         self, matrices: list[nn.Parameter], x: Tensor, form: MatrixForm, group: dict[str, Any]
     ) -> None:
-        first, lr = matrices[0], group["lr"]
-        decay, rate = scalar(1 - lr * group["weight_decay"], first), scalar(lr * form.scale, first)
-        weights, updates = [p.detach() for p in matrices], x.to(first.device)
-        passes.subtract(
-            weights, updates, decay, rate, scalar(self.found_inf, first), self.is_cautious
-        )
+        first = matrices[0]
+        lr = group["lr"]
+        decay = scalar(1 - lr * group["weight_decay"], first)
+        rate = scalar(lr * form.scale, first)
+        weights = [p.detach() for p in matrices]
+        updates = x.to(first.device)
+        skipped = scalar(self.found_inf, first)
+        passes.subtract(weights, updates, decay, rate, skipped, self.is_cautious)
 
     def _moment(self, p: nn.Parameter) -> Tensor:
         state = self.state[p]
@@ -205,39 +217,43 @@ def chunks(
         kinds.setdefault((kind(key, x), x.shape), []).append((key, x))
     for (_, shape), members in kinds.items():
         count = max(1, size // shape.numel())
-        yield from (members[i : i + count] for i in range(0, len(members), count))
+        for i in range(0, len(members), count):
+            yield members[i : i + count]
 
 
 def formats(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return empty tensors in the formats of look-aheads and of their orthogonal matrices."""
     if dtype is torch.float64:
-        return (torch.empty(0, dtype=dtype, device=device),) * 2
+        same = torch.empty(0, dtype=dtype, device=device)
+        return same, same
     low = torch.float16 if devices.has_kernels(device) else torch.bfloat16
-    return torch.empty(0, dtype=torch.bfloat16, device=device), torch.empty(
-        0, dtype=low, device=device
-    )
+    ahead_like = torch.empty(0, dtype=torch.bfloat16, device=device)
+    update_like = torch.empty(0, dtype=low, device=device)
+    return ahead_like, update_like
 
 
 def normalised(x: Tensor, norms: Tensor) -> Tensor:
     """Return x [n, r, c] / its norms [n] in the iterations' format."""
-    return passes.normalise(x, norms, formats(x.dtype, x.device)[1].dtype)
+    _, update_like = formats(x.dtype, x.device)
+    return passes.normalise(x, norms, update_like.dtype)
 
 
 def orthogonalise_all(ahead: Tensor, form: MatrixForm, steps: int) -> Tensor:
     """Return the update [n, *shape] of parameters of one form, for the scale of the form."""
     out = []
     for x in divide(ahead, form):
-        norms = torch.linalg.vector_norm(
-            x, dim=(1, 2), dtype=None if x.dtype is torch.float64 else torch.float32
-        )
+        wide = None if x.dtype is torch.float64 else torch.float32
+        norms = torch.linalg.vector_norm(x, dim=(1, 2), dtype=wide)
         x = orthogonalise_either(normalised(x, norms), steps)
+        # The form's scale is for a whole parameter; a section is smaller.
         ratio = math.sqrt(max(x.shape[1:]) / max(form.shape[-2:]))
         out.append(x if ratio == 1 else x * ratio)
     if not form.sections:
         return out[0].view(ahead.shape)
-    by_group = [
-        x.view(len(ahead), -1, n, x.shape[-1]) for x, n in zip(out, form.sections, strict=True)
-    ]
+    # Back to the order of the rows: the groups, of each its sections.
+    by_group = []
+    for x, rows in zip(out, form.sections, strict=True):
+        by_group.append(x.view(len(ahead), -1, rows, x.shape[-1]))
     return torch.cat(by_group, dim=2).view(ahead.shape)
 
 
@@ -246,13 +262,16 @@ def divide(x: Tensor, form: MatrixForm) -> list[Tensor]:
     if not form.sections:
         return [x.reshape(-1, *form.shape[-2:])]
     groups = x.view(len(x), -1, sum(form.sections), x.shape[-1])
-    matrices = (len(x) * groups.shape[1] if form.by_group else len(x), -1, x.shape[-1])
-    return [section.reshape(matrices) for section in groups.split_with_sizes(form.sections, dim=2)]
+    count = len(x) * groups.shape[1] if form.by_group else len(x)
+    sections = groups.split_with_sizes(form.sections, dim=2)
+    return [section.reshape(count, -1, x.shape[-1]) for section in sections]
 
 
 def orthogonalise_either(x: Tensor, steps: int) -> Tensor:
     """Return the matrices x [n, r, c] of norm 1, of any shape, with singular values of about 1."""
-    return orthogonalise(x.mT, steps).mT if x.shape[1] > x.shape[2] else orthogonalise(x, steps)
+    if x.shape[1] > x.shape[2]:
+        return orthogonalise(x.mT, steps).mT
+    return orthogonalise(x, steps)
 
 
 def orthogonalise(x: Tensor, steps: int, is_gram: bool | None = None) -> Tensor:
@@ -264,11 +283,13 @@ def orthogonalise(x: Tensor, steps: int, is_gram: bool | None = None) -> Tensor:
         is_gram = x.dtype is torch.float16 and 2 * x.shape[2] >= GRAM * x.shape[1]
     if is_gram:
         for first in range(0, steps, MUON_RESTART):
-            x = multiply_symmetric(polynomial_of_gram(x, min(MUON_RESTART, steps - first)), x)
+            q = polynomial_of_gram(x, min(MUON_RESTART, steps - first))
+            x = multiply_symmetric(q, x)
         return x
     for _ in range(steps):
         r = symmetric_product(x, x)
-        x = multiply_symmetric(symmetric_product(r, r, r, C, B), x, A)
+        p = symmetric_product(r, r, r, C, B)  # c R^2 + b R
+        x = multiply_symmetric(p, x, A)
     return x
 
 
@@ -280,14 +301,16 @@ def polynomial_of_gram(x: Tensor, steps: int) -> Tensor:
         p = symmetric_product(r, r, r, C / SPREAD**2, B / SPREAD, A)
         q = p if q is None else symmetric_product(q, p)
         if step + 1 < steps:
-            r = symmetric_product(symmetric_product(p, r), p)
+            pr = symmetric_product(p, r)
+            r = symmetric_product(pr, p)
     assert q is not None
     return q
 
 
 def multiply_symmetric(q: Tensor, x: Tensor, keep: float = 0.0) -> Tensor:
     """Return q x + keep x, of a symmetric q, in x's order in memory."""
-    if not x.is_contiguous():  # x^T q is (q x)^T
-        rows = x.mT
-        return (torch.baddbmm(rows, rows, q, beta=keep) if keep else torch.bmm(rows, q)).mT
-    return torch.baddbmm(x, q, x, beta=keep) if keep else torch.bmm(q, x)
+    if x.is_contiguous():
+        return torch.baddbmm(x, q, x, beta=keep) if keep else torch.bmm(q, x)
+    rows = x.mT  # x^T q is (q x)^T
+    y = torch.baddbmm(rows, rows, q, beta=keep) if keep else torch.bmm(rows, q)
+    return y.mT

@@ -43,7 +43,8 @@ class Factors(NamedTuple):
 
 def factors_of(m: Model, name: str, is_matrix: bool, is_muon: bool = False) -> Factors:
     """Return the factors of a parameter; all are 1 at the base, and without one."""
-    width, depth = m.width_growth, m.depth_growth
+    width = m.width_growth
+    depth = m.depth_growth
     module, _, _ = name.rpartition(".")
     initial = rate = 1.0
     if is_matrix and name.startswith("h."):

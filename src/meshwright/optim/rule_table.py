@@ -69,11 +69,15 @@ def treatment_of(o: Optimizer, m: Model | None, name: str, dimensions: int) -> T
     rule: Rule = "adamw" if o.optimizer == "adam" else o.optimizer
     if rule == "muon" and not (is_matrix and name.startswith("h.")):
         rule = "adamw"
+    rate = 1.0
     own = own_rate(o, name, is_matrix)
-    rate, decay = 1.0 if own is None or not o.lr else own / o.lr, float(is_matrix)
-    if m is not None:
+    if own is not None and o.lr:
+        rate = own / o.lr
+    decay = float(is_matrix)
+    if m is not None:  # muP's factors, 1 without it
         carried = factors_of(m, name, is_matrix, rule == "muon")
-        rate, decay = rate * carried.rate, decay * carried.decay
+        rate *= carried.rate
+        decay *= carried.decay
     return Treatment(rule, rate, decay)
 
 
@@ -101,10 +105,9 @@ class MatrixForm(NamedTuple):
         if not self.sections:
             return [(math.prod(stack), rows, columns)]
         groups = rows // sum(self.sections)
-        return [
-            (groups, n, columns) if self.by_group else (1, groups * n, columns)
-            for n in self.sections
-        ]
+        if self.by_group:
+            return [(groups, n, columns) for n in self.sections]
+        return [(1, groups * n, columns) for n in self.sections]
 
     @property
     def scale(self) -> float:
@@ -113,18 +116,23 @@ class MatrixForm(NamedTuple):
 
     def cost(self, steps: int) -> float:
         """Return the operations of the iterations; products of small matrices are slower."""
-        sizes = [(n, min(rows, columns), max(rows, columns)) for n, rows, columns in self.matrices]
-        return sum(
-            n * muon_flops(short, long, steps) * (1 + MUON_HALF / short) for n, short, long in sizes
-        )
+        costs = []
+        for n, rows, columns in self.matrices:
+            short = min(rows, columns)
+            long = max(rows, columns)
+            slowness = 1 + MUON_HALF / short
+            costs.append(n * muon_flops(short, long, steps) * slowness)
+        return sum(costs)
 
 
 def form_of(o: Optimizer, m: Model | None, name: str, shape: tuple[int, ...]) -> MatrixForm:
     """Return how a parameter of this full shape is divided for Muon."""
     if m is None or o.muon_split_qkv == "off" or not name.endswith("attn.qkv.weight"):
         return MatrixForm(shape)
+    # The rows of a group: its queries, its key, its value.
     queries = (m.num_attention_heads or 0) // m.groups * m.head_dim
-    return MatrixForm(shape, (queries, m.head_dim, m.head_dim), o.muon_split_qkv == "groups")
+    sections = queries, m.head_dim, m.head_dim
+    return MatrixForm(shape, sections, o.muon_split_qkv == "groups")
 
 
 def muon_flops(short: int, long: int, steps: int) -> float:
@@ -133,11 +141,17 @@ def muon_flops(short: int, long: int, steps: int) -> float:
     Of symmetric products, the half below the diagonal and the tiles on it are computed.
     """
     half = min(1.0, 0.5 + MUON_TILE / short)
-    wide, square = 2.0 * short**2 * long, 2.0 * short**3
+    wide = 2.0 * short**2 * long
+    square = 2.0 * short**3
     if 2 * long < GRAM * short:
         return steps * (wide + half * (wide + square))
-    counts = [min(MUON_RESTART, steps - first) for first in range(0, steps, MUON_RESTART)]
-    return sum(wide + half * (wide + (4 * count - 3) * square) for count in counts)
+    # The gram form begins anew after MUON_RESTART iterations. Each time it takes X X^T and Q X, and
+    # 4 products of squares an iteration, but for Q in the first and R in the last.
+    costs = []
+    for first in range(0, steps, MUON_RESTART):
+        count = min(MUON_RESTART, steps - first)
+        costs.append(wide + half * (wide + (4 * count - 3) * square))
+    return sum(costs)
 
 
 def assign(costs: dict[int, float], loads: list[float]) -> dict[int, int]:
@@ -151,7 +165,8 @@ def assign(costs: dict[int, float], loads: list[float]) -> dict[int, int]:
 
 def packed(numbers: Iterable[int], sizes: list[int], limit: int) -> list[list[int]]:
     """Return the numbers in lists whose sizes add up to at most `limit`, unless it is one."""
-    out, total = list[list[int]](), 0
+    out = list[list[int]]()
+    total = 0
     for i in numbers:
         if not out or total + sizes[i] > limit:
             out.append([])

@@ -19,7 +19,8 @@ from meshwright.optim.rule_table import is_rounded as is_rounded
 from meshwright.optim.rule_table import treatment_of
 from meshwright.runtime.lazy_compiler import spare, spare_step
 
-AdamW, SGD = spare_step(torch.optim.AdamW), spare_step(torch.optim.SGD)
+AdamW = spare_step(torch.optim.AdamW)
+SGD = spare_step(torch.optim.SGD)
 spare(torch.optim.Optimizer.add_param_group)
 
 

@@ -40,32 +40,37 @@ class Schedule:
         if samples > self.decay:
             return self.min_lr
         if self.style == "inverse-square-root":
-            return max(
-                self.min_lr,
-                self.max_lr * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(samples, 1)),
-            )
+            fallen = self.max_lr * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(samples, 1))
+            return max(self.min_lr, fallen)
         return self.min_lr + (self.max_lr - self.min_lr) * self._left(samples)
 
     def _left(self, samples: int) -> float:
         """Return the position between the lowest rate (0) and the highest (1)."""
-        if self.style == "WSD":
-            ratio = max(samples - (self.decay - self.wsd_samples), 0) / self.wsd_samples
-            if self.wsd_style == "exponential":
-                return 2.0 * math.pow(0.5, ratio) - 1.0
-            if self.wsd_style == "minus_sqrt":
-                return 1 - math.sqrt(ratio)
+        style = self.style
+        if style == "WSD":  # stable, then a final decay in a style of its own
+            style = self.wsd_style
+            begin = self.decay - self.wsd_samples
+            ratio = max(samples - begin, 0) / self.wsd_samples
         else:
             ratio = (samples - self.warmup) / (self.decay - self.warmup)
-        linear = "linear" in (self.style, self.wsd_style if self.style == "WSD" else "")
-        return 1 - ratio if linear else 0.5 * (math.cos(math.pi * ratio) + 1)
+        if style == "exponential":
+            return 2.0 * math.pow(0.5, ratio) - 1.0
+        if style == "minus_sqrt":
+            return 1 - math.sqrt(ratio)
+        if style == "linear":
+            return 1 - ratio
+        return 0.5 * (math.cos(math.pi * ratio) + 1)
 
     def wd(self, samples: int) -> float:
         if self.wd_style == "rate":
             return self.end_wd * (self.lr(samples) / self.max_lr) if self.max_lr else 0.0
         if self.wd_style == "constant" or samples > self.wd_samples:
             return self.end_wd
+        # A ramp, linear or of a cosine.
         ratio = samples / self.wd_samples
-        grown = ratio if self.wd_style == "linear" else 0.5 * (math.cos(math.pi * (1 - ratio)) + 1)
+        grown = ratio
+        if self.wd_style != "linear":
+            grown = 0.5 * (math.cos(math.pi * (1 - ratio)) + 1)
         return self.start_wd + (self.end_wd - self.start_wd) * grown
 
 
@@ -145,46 +150,48 @@ def warn_of_idle_steps(
     """
     if c.optimizer.lr is None or c.training.skip_train:
         return []
-    size, never = c.global_batch, 1 << 62
-    zero = (
-        s.decay + (s.style == "inverse-square-root")
-        if not s.min_lr and s.style != "constant"
-        else never
-    )
-    zero = zero if s.max_lr else 0  # the first number of samples at which the rate is 0
-    step, now = iteration, scheduled
-    while step < total and now < zero and (batch := c.batch(consumed - scheduled + now)) < size:
-        step, now = step + 1, now + batch
+    size = c.global_batch
+    # The first number of samples at which the rate is 0. The inverse square root falls to the
+    # lowest rate only after the last sample of the decay; the others reach it there.
+    never = 1 << 62
+    if not s.max_lr:
+        zero = 0
+    elif s.min_lr or s.style == "constant":
+        zero = never
+    else:
+        zero = s.decay + (s.style == "inverse-square-root")
+    # The first step at this rate: one by one while the batch grows, then by division.
+    step = iteration
+    now = scheduled
+    while step < total and now < zero:
+        batch = c.batch(consumed - scheduled + now)
+        if batch >= size:
+            break
+        step += 1
+        now += batch
     first = min(total, step + max(0, math.ceil((zero - now) / size)))
-    by_steps, override = (
-        c.samples is None,
-        ", with --override-opt_param-scheduler" if iteration else "",
-    )
+    by_steps = c.samples is None
+    override = ", with --override-opt_param-scheduler" if iteration else ""
     if first < total:
-        which = (
-            f"all {total - iteration:,} steps"
-            if first == iteration
-            else f"steps {first + 1:,} to {total:,}"
-        )
-        flag = f"--lr-decay-iters {total}" if by_steps else f"--lr-decay-samples {c.samples}"
-        why = f"the decay ends after {s.decay / size:,.10g} steps and --min-lr is 0; give {flag} or a --min-lr above 0"
-        count = "" if first == iteration else f" ({total - first:,} steps)"
-        return [
-            f"{which}{count} would run at learning rate 0: {why if s.max_lr else '--lr is 0'}{override}"
-        ]
+        if first == iteration:
+            which = f"all {total - iteration:,} steps"
+        else:
+            which = f"steps {first + 1:,} to {total:,} ({total - first:,} steps)"
+        why = "--lr is 0"
+        if s.max_lr:
+            flag = f"--lr-decay-iters {total}" if by_steps else f"--lr-decay-samples {c.samples}"
+            why = f"the decay ends after {s.decay / size:,.10g} steps and --min-lr is 0; give {flag} or a --min-lr above 0"
+        return [f"{which} would run at learning rate 0: {why}{override}"]
+    # A warm-up that outlasts the run.
     end = now + (total - step) * size
     if iteration < total and s.init_lr < s.max_lr and end <= s.warmup:
-        flag = (
-            f"--lr-warmup-iters {max(1, total // 10)}"
-            if by_steps
-            else f"--lr-warmup-samples {max(1, end // 10)}"
-        )
+        flag = f"--lr-warmup-samples {max(1, end // 10)}"
+        if by_steps:
+            flag = f"--lr-warmup-iters {max(1, total // 10)}"
         share = c.optimizer.lr_warmup_fraction
-        now_by = (
-            f" (now --lr-warmup-fraction {share:g} of {s.decay / size:,.10g} steps)"
-            if share
-            else ""
-        )
+        now_by = ""
+        if share:
+            now_by = f" (now --lr-warmup-fraction {share:g} of {s.decay / size:,.10g} steps)"
         return [
             f"the run ends within its warm-up: it has {total:,} steps, the warm-up {s.warmup / size:,.10g}, so the "
             f"learning rate only reaches {s.lr(end):.3g} of --lr {s.max_lr:g}; give, say, {flag}{override}{now_by}"
@@ -199,18 +206,19 @@ def resume_schedule(
 
     A difference raises UserError unless one of the two flags decides about it.
     """
-    lines, different, values = [], [], {}
+    lines = []
+    different = []
+    values = {}
     before = Schedule(**saved)
-    overrides, takes_saved = (
-        c.optimizer.override_opt_param_scheduler,
-        c.optimizer.use_checkpoint_opt_param_scheduler,
-    )
+    overrides = c.optimizer.override_opt_param_scheduler
+    takes_saved = c.optimizer.use_checkpoint_opt_param_scheduler
     has_ramp = (before if takes_saved else ours).wd_style in DECAY_RAMPS
     for name, value in VALUES.items():
-        new, old = getattr(ours, name), getattr(before, name)
-        if not value.is_megatrons and (
-            new == old or (name != "init_lr" and "WSD" not in (ours.style, before.style))
-        ):
+        new = getattr(ours, name)
+        old = getattr(before, name)
+        # Megatron's log has nine lines; other values have one only where they differ and matter.
+        is_used = name == "init_lr" or "WSD" in (ours.style, before.style)
+        if not value.is_megatrons and (new == old or not is_used):
             continue
         if overrides:
             values[name] = new
@@ -222,10 +230,8 @@ def resume_schedule(
         values[name] = old if matters else new
         lines.append(f" > using checkpoint value {old} for {value.title}")
     if different:
-        head, override = (
-            "the schedule differs from the checkpoint's",
-            "add {override_opt_param_scheduler=True}",
-        )
+        head = "the schedule differs from the checkpoint's"
+        override = "add {override_opt_param_scheduler=True}"
         if ours.decay > before.decay:
             head = f"to train longer, {override} (this stretches the decay); {head}"
         saved_one = "with the checkpoint's, {use_checkpoint_opt_param_scheduler=True}"
@@ -237,14 +243,20 @@ def resume_schedule(
 
 def describe_difference(name: str, before: Schedule, ours: Schedule, c: TrainConfig) -> str:
     """Return both values of a field that differs, and the flags that set it."""
-    value, size, old, new = VALUES[name], c.global_batch, getattr(before, name), getattr(ours, name)
-    flags, shown = value.flags, [f"{old}", f"{new}"]
-    if value.length:
-        shown = [f"{x:,.10g} samples = {x / size:,.10g} steps of {size}" for x in (old, new)]
+    value = VALUES[name]
+    size = c.global_batch
+    old = getattr(before, name)
+    new = getattr(ours, name)
+    flags = value.flags
+
+    def show(x: Any) -> str:
+        return f"{x:,.10g} samples = {x / size:,.10g} steps of {size}" if value.length else f"{x}"
+
     if name == "decay" and c.samples is not None:
         flags = f"{{lr_decay_samples={old}}} keeps the checkpoint's"
     elif name == "decay" and old % size == 0:
         flags = f"{{lr_decay_iters={old // size}}} keeps the checkpoint's"
     if name == "decay" and new > old and not before.min_lr and before.style != "constant":
         flags += ", but every step after it runs at learning rate 0, since {min_lr} is 0"
-    return f"{value.length or value.title}: the checkpoint has {shown[0]}, the settings say {shown[1]} ({flags})"
+    title = value.length or value.title
+    return f"{title}: the checkpoint has {show(old)}, the settings say {show(new)} ({flags})"

@@ -22,7 +22,9 @@ from torch import Tensor
 from meshwright.base import device as devices
 
 # CU_STREAM_MEM_OP_WAIT_VALUE_32, ..._WRITE_VALUE_32, CU_STREAM_WAIT_VALUE_EQ
-WAIT, WRITE, IS_EQUAL = 1, 2, 1
+WAIT = 1
+WRITE = 2
+IS_EQUAL = 1
 
 
 class Operation(ctypes.Structure):
@@ -42,7 +44,8 @@ def operations(words: list[int], rank: int) -> list[tuple[int, int, int]]:
 
     `words` has the address of each rank's memory, of 2 x ranks words of 4 bytes, which begin as 0.
     """
-    ranks, out = len(words), []
+    ranks = len(words)
+    out = []
     others = [(rank + k) % ranks for k in range(1, ranks)]
     for phase in (0, 1):
         out += [(WRITE, words[r] + 4 * (phase * ranks + rank), 1) for r in others]
@@ -66,7 +69,9 @@ class StreamBarrier:
             Operation(kind, address, value, IS_EQUAL * (kind == WAIT))
             for kind, address, value in listed
         ]
-        self.count, self.device, self.kept = len(batch), device, kept
+        self.count = len(batch)
+        self.device = device
+        self.kept = kept
         self.batch = (Operation * self.count)(*batch)
         self.submit = ctypes.CDLL("libcuda.so.1").cuStreamBatchMemOp_v2
         self.submit.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint]

@@ -34,9 +34,12 @@ class Calls:
 
     def follow(self) -> bool:
         """Carry out what rank 0 calls, until it ends; return whether it succeeded."""
-        while (received := self._receive())[0] != END:
-            self.actions[received[0]](*received[1])
-        return bool(received[1][0])
+        while True:
+            name, tensors = self._receive()
+            if name == END:
+                (succeeded,) = tensors
+                return bool(succeeded)
+            self.actions[name](*tensors)
 
     def end(self, succeeded: bool) -> None:
         """Let the other ranks leave."""
@@ -49,12 +52,13 @@ class Calls:
         return x
 
     def _send(self, name: str, tensors: tuple[Tensor, ...]) -> None:
-        head = json.dumps([name, *(list(x.shape) for x in tensors)]).encode()
-        head += b" " * (-len(head) % 8)
-        body = torch.cat(
-            [torch.frombuffer(bytearray(head), dtype=torch.int64), *(x.flatten() for x in tensors)]
-        )
-        self.team.broadcast(torch.tensor([len(head) // 8, len(body)]))
+        # The name and the shapes as JSON, padded to whole numbers of int64, then the numbers.
+        shapes = [list(x.shape) for x in tensors]
+        text = json.dumps([name, *shapes]).encode()
+        text += b" " * (-len(text) % 8)
+        head = torch.frombuffer(bytearray(text), dtype=torch.int64)
+        body = torch.cat([head, *(x.flatten() for x in tensors)])
+        self.team.broadcast(torch.tensor([len(head), len(body)]))
         self.team.broadcast(body)
 
     def _receive(self) -> tuple[str, list[Tensor]]:

@@ -59,15 +59,19 @@ def start_all_reduce(
 def start_all_gather(x: Tensor, group: ProcessGroup, waits: bool = False) -> Started:
     if torch.compiler.is_compiling():
         return Started(_gather(x.contiguous(), 0, group), None)
-    y = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
-    return Started(y, gather_into(y, x.contiguous(), group=group, async_op=not waits))
+    count = len(x) * dist.get_world_size(group)
+    y = x.new_empty(count, *x.shape[1:])
+    work = gather_into(y, x.contiguous(), group=group, async_op=not waits)
+    return Started(y, work)
 
 
 def start_reduce_scatter(x: Tensor, group: ProcessGroup, waits: bool = False) -> Started:
     if torch.compiler.is_compiling():
         return Started(_scatter(x.contiguous(), "sum", 0, group), None)
-    y = x.new_empty(len(x) // dist.get_world_size(group), *x.shape[1:])
-    return Started(y, scatter_into(y, x.contiguous(), group=group, async_op=not waits))
+    count = len(x) // dist.get_world_size(group)
+    y = x.new_empty(count, *x.shape[1:])
+    work = scatter_into(y, x.contiguous(), group=group, async_op=not waits)
+    return Started(y, work)
 
 
 def all_reduce(x: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
@@ -100,8 +104,9 @@ def exchange(x: Tensor, sent: list[int], received: list[int], group: ProcessGrou
     They travel as bytes: gloo exchanges few formats.
     """
     out = x.new_empty(sum(received))
-    sizes = [[n * x.itemsize for n in counts] for counts in (received, sent)]
-    dist.all_to_all_single(out.view(torch.uint8), x.view(torch.uint8), sizes[0], sizes[1], group)
+    bytes_in = [n * x.itemsize for n in received]
+    bytes_out = [n * x.itemsize for n in sent]
+    dist.all_to_all_single(out.view(torch.uint8), x.view(torch.uint8), bytes_in, bytes_out, group)
     return out
 
 
@@ -116,7 +121,8 @@ class _Pair(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, group: ProcessGroup, collective: Collective, back: Collective
     ) -> Tensor:
-        ctx.group, ctx.back = group, back
+        ctx.group = group
+        ctx.back = back
         return collective(x, group)
 
     @staticmethod

@@ -55,27 +55,32 @@ class CutModel:
 
     def where(self, b: Batch, seed: int | None) -> Positions:
         """Return the positions of this rank's part of a micro-batch; no seed means no dropout."""
-        t, device, layout = b.tokens.shape[1], b.tokens.device, self.layout
+        t = b.tokens.shape[1]
+        device = b.tokens.device
+        layout = self.layout
         samples = None if seed is None else b.sample_ids
         w = Positions(
             samples, None, seed or 0, b.first_sample, b.position_ids, b.doc_ids, heads=self.heads
         )
         first = layout.at("cp") * t
         if layout.cp > 1:
-            w.columns, w.length = torch.arange(first, first + t, device=device), t * layout.cp
+            w.columns = torch.arange(first, first + t, device=device)
+            w.length = t * layout.cp
         if self.sequence:
             w.stream = self.stream_of(b, samples, first)
         return w
 
     def stream_of(self, b: Batch, samples: Tensor | None, first: int) -> StreamPositions:
         """Return the positions of the tokens between a tensor rank's parts of the layers."""
-        t, rank = b.tokens.shape[1], self.layout.at("tp")
+        t = b.tokens.shape[1]
+        rank = self.layout.at("tp")
+        # With sequence parallelism a rank has some of all tokens [B t], as one row.
         rows = b.tokens.numel() // self.layout.tp
         n = torch.arange(rank * rows, (rank + 1) * rows, device=b.tokens.device)
+        columns = (first + n % t)[None]
+        of_samples = None if samples is None else samples[n // t][None]
         ids = None if b.position_ids is None else b.position_ids.flatten()[n][None]
-        return StreamPositions(
-            None if samples is None else samples[n // t][None], (first + n % t)[None], ids
-        )
+        return StreamPositions(of_samples, columns, ids)
 
     def infer(
         self, batches: Sequence[Batch], finish: Finish, seed: int | None = None
@@ -88,22 +93,23 @@ class CutModel:
             if part.training != (seed is not None):
                 part.train(seed is not None)
         on_device = [batch.to(self.device) for batch in batches]
-        return self.run_passes(
-            [ModelInput(b.tokens, self.where(b, seed)) for b in on_device], finish
-        )
+        inputs = [ModelInput(b.tokens, self.where(b, seed)) for b in on_device]
+        return self.run_passes(inputs, finish)
 
     @torch.no_grad()
     def run_passes(
         self, inputs: Sequence[ModelInput], finish: Finish, last_only: bool = False
     ) -> list[Tensor]:
         """Run the passes of `infer`; with `last_only` the logits are those of the last tokens."""
-        options = {"last_only": True} if last_only else {}
 
         def run_part(part: Any, i: int, stream: Tensor | None) -> Tensor:
             tokens, where = inputs[i]
-            out: Tensor = part(
-                tokens, where, **(options if stream is None else options | {"stream": stream})
-            )
+            options: dict[str, Any] = {}
+            if last_only:
+                options["last_only"] = True
+            if stream is not None:
+                options["stream"] = stream
+            out: Tensor = part(tokens, where, **options)
             return finish(out, i) if self.pipeline is None or part.has_head else out
 
         if self.pipeline is not None:
@@ -127,17 +133,18 @@ class CutModel:
     def gather_ids(self, logits: Tensor) -> Tensor:
         """Return the logits of all ids, from every tensor rank's own."""
         group = self.layout.group("tp")
-        return (
-            logits
-            if group is None
-            else torch.cat(comm.all_gather(logits, group).chunk(self.layout.tp), -1)
-        )
+        if group is None:
+            return logits
+        # The ranks' parts come one below the other, and belong side by side.
+        parts = comm.all_gather(logits, group).chunk(self.layout.tp)
+        return torch.cat(parts, -1)
 
     def send_to_lead(self, x: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
         """Pass a tensor of the last stage to rank 0; return it there, as on one stage alone."""
         if self.pipeline is None or self.layout.at("tp"):
             return x
-        lane, received = self.layout.groups["forward around"], None
+        lane = self.layout.groups["forward around"]
+        received = None
         (part,) = self.parts
         if part.has_head:
             assert x is not None and x.shape == shape

@@ -102,10 +102,9 @@ class FlatStore(Store):
 
     def __init__(self, models: list[nn.Module], spec: StoreSpec) -> None:
         is_sharded = spec.zero > 0 and spec.layout.group("shard") is not None
-        super().__init__(
-            spec, ("replicas",) if is_sharded else ("replicas", "shard", "cp"), is_sharded
-        )
-        # full ones, from micro-batch to micro-batch
+        axes = ("replicas",) if is_sharded else ("replicas", "shard", "cp")
+        super().__init__(spec, axes, is_sharded)
+        # Full ones, from micro-batch to micro-batch.
         self.keeps_gradients = spec.zero < 2 or not self.is_sharded
         self.shard_count = self.layout.size("shard", "cp") if self.is_sharded else 1
         self.shard_index = self.layout.at("shard", "cp") if self.is_sharded else 0
@@ -121,21 +120,21 @@ class FlatStore(Store):
         for part in models:
             self._take_over(part)
         self._make_update_ranges()
-        self.average = (
-            MovingAverage(self.optimizer.ema, [self.master]) if self.optimizer.ema else None
-        )
+        if self.optimizer.ema:
+            self.average = MovingAverage(self.optimizer.ema, [self.master])
         self.begin_backward(is_last=True)
 
     # Memory layout
 
     def _lay_out(self, models: list[nn.Module]) -> None:
+        # The shapes of each bucket's parameters, by how these are updated.
         units: dict[str, dict[UpdateKind, dict[str, torch.Size]]] = {}
         for name, p in itertools.chain(*(part.named_parameters() for part in models)):
             unit = shard.bucket(name, self.layout.tp, self.sharding.sequence)
-            kind = UpdateKind(
-                rules.treatment(self.optimizer, self.model, name, p), not self.sharding.is_cut(name)
-            )
+            treatment = rules.treatment(self.optimizer, self.model, name, p)
+            kind = UpdateKind(treatment, copied=not self.sharding.is_cut(name))
             units.setdefault(unit, {}).setdefault(kind, {})[name] = p.shape
+        # One bucket after the other, in it one kind after the other: a kind is one range.
         begin = 0
         for unit, kinds in units.items():
             bucket = self.buckets[unit] = Bucket(begin, unit == "partial")
@@ -143,7 +142,8 @@ class FlatStore(Store):
                 start = bucket.size
                 for name, shape in members.items():
                     bucket.spans[name] = (bucket.size, shape)
-                    self.bucket_of[name], self.shapes[name] = bucket, shape
+                    self.bucket_of[name] = bucket
+                    self.shapes[name] = shape
                     bucket.size += shard.aligned(shape.numel())
                 bucket.kinds.append((kind, start, bucket.size))
             bucket.size = shard.aligned(bucket.size, self.shard_count)
@@ -156,6 +156,7 @@ class FlatStore(Store):
         ) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device, pin_memory=pinned)
 
+        # The full buffers, in symmetric memory if copy engines sum and gather them.
         part = self.size // self.shard_count
         self.mapped = mapper.zeros(self.size, self.full_dtype) if mapper else None  # gradients
         self.mapped_weights = (
@@ -165,26 +166,24 @@ class FlatStore(Store):
             self.mapped.reserve(max(bucket.size for bucket in self.buckets.values()))
             self.gradients = self.mapped.own
         else:
-            self.gradients = zeros(
-                self.size if self.keeps_gradients else 0, self.full_dtype, self.device
-            )
-        self.weights = (
-            self.mapped_weights.own
-            if self.mapped_weights
-            else zeros(self.size, self.dtype, self.device)
-        )
-        self.share = (
-            zeros(part, self.full_dtype, self.device) if self.is_sharded else self.gradients
-        )
-        is_separate = self.dtype is not self.full_dtype or self.offload or self.is_sharded
-        self.master = (
-            zeros(part, self.full_dtype, self.update_device) if is_separate else self.weights
-        )
+            kept = self.size if self.keeps_gradients else 0
+            self.gradients = zeros(kept, self.full_dtype, self.device)
+        if self.mapped_weights:
+            self.weights = self.mapped_weights.own
+        else:
+            self.weights = zeros(self.size, self.dtype, self.device)
+        # This rank's part: the same memory as a full buffer where nothing sets them apart.
+        self.share = self.gradients
+        if self.is_sharded:
+            self.share = zeros(part, self.full_dtype, self.device)
+        self.master = self.weights
+        if self.dtype is not self.full_dtype or self.offload or self.is_sharded:
+            self.master = zeros(part, self.full_dtype, self.update_device)
+        # With offload, the gradients on the host, and the new weights to be copied to the device.
         pinned = self.offload and self.device.type != "cpu"  # for fast copies
-        self.host_share = (
-            zeros(part, self.full_dtype, self.update_device, pinned) if self.offload else self.share
-        )
-        # New weights, to be copied to the device.
+        self.host_share = self.share
+        if self.offload:
+            self.host_share = zeros(part, self.full_dtype, self.update_device, pinned)
         self.outgoing = zeros(part if self.offload else 0, self.dtype, self.update_device, pinned)
         for bucket in self.buckets.values():
             if self.keeps_gradients:
@@ -205,8 +204,11 @@ class FlatStore(Store):
         # Wait for new weights as late as possible: layer by layer in a GPT, before the whole
         # forward pass in a custom model, which may not call its layers.
         if self.is_sharded:
-            layers = {u for u in map(shard.unit, names) if "." in u and isinstance(model, GPT)}
-            rest = [u for u in self.buckets if "." not in u or not isinstance(model, GPT)]
+            layers: set[str] = set()
+            rest = list(self.buckets)
+            if isinstance(model, GPT):
+                layers = {unit for unit in map(shard.unit, names) if "." in unit}
+                rest = [unit for unit in self.buckets if "." not in unit]
             model.register_forward_pre_hook(lambda *_: self._wait_for(rest))
             for unit in layers:
                 model.get_submodule(unit).register_forward_pre_hook(
@@ -219,11 +221,9 @@ class FlatStore(Store):
         Without `index`, it is this rank's.
         """
         size = bucket.size // self.shard_count
-        return (
-            (self.shard_index if index is None else index) * size,
-            bucket.begin // self.shard_count,
-            size,
-        )
+        if index is None:
+            index = self.shard_index
+        return index * size, bucket.begin // self.shard_count, size
 
     def own_share(self, bucket: Bucket) -> Tensor:
         """Return this rank's part of the summed gradients."""
@@ -236,16 +236,12 @@ class FlatStore(Store):
         for bucket in self.buckets.values():
             first, begin, size = self.own_part(bucket)
             for kind, kind_begin, kind_end in bucket.kinds:
-                low, high = max(kind_begin, first), min(kind_end, first + size)
+                low = max(kind_begin, first)
+                high = min(kind_end, first + size)
                 if low < high:
                     sharded = begin + low - first, begin + high - first
-                    yield (
-                        bucket,
-                        kind,
-                        adamw.FlatRange(
-                            *sharded, numbers.get(kind.treatment, 0), bucket.begin + low
-                        ),
-                    )
+                    number = numbers.get(kind.treatment, 0)
+                    yield bucket, kind, adamw.FlatRange(*sharded, number, bucket.begin + low)
 
     def _adamw_treatments(self) -> list[rules.Treatment]:
         treatments = {
@@ -257,25 +253,21 @@ class FlatStore(Store):
         """Make a piece of each range, and hand it to its optimizer."""
         self.update_ranges = []
         updated: Updated = {}
-        is_flat = (
-            devices.has_kernels(self.device)
-            and self.full_dtype is torch.float32
-            and not self.offload
-        )
-        adamws = [
-            (bucket, r)
-            for bucket, kind, r in self._ranges()
-            if kind.treatment.rule == "adamw" and is_flat
-        ]
-        if own := [r for _, r in adamws]:
+        # AdamW's ranges are updated in one launch, where there is a kernel for it.
+        is_float = self.full_dtype is torch.float32
+        has_kernel = devices.has_kernels(self.device) and is_float and not self.offload
+        own: list[adamw.FlatRange] = []
+        places: list[tuple[Place, int]] = []
+        for bucket, kind, r in self._ranges():
+            if kind.treatment.rule == "adamw" and has_kernel:
+                own.append(r)
+                for _, begin, end, place in self._parts_of(bucket, r):
+                    places.append((place, (end - begin) // shard.ALIGN))
+        if own:
             weights = None if self.master is self.weights else self.weights
             flats = (self.share, self.master, weights)
-            places = [
-                (place, (end - begin) // shard.ALIGN)
-                for bucket, r in adamws
-                for _, begin, end, place in self._parts_of(bucket, r)
-            ]
             self.flat = FlatAdamW(self.optimizer, self._adamw_treatments(), own, flats, places)
+        # The other ranges go to an optimizer of their treatment; Muon's follow by matrices.
         counted: list[adamw.FlatRange] = []
         for bucket, kind, r in self._ranges():
             rule = kind.treatment.rule
@@ -292,7 +284,8 @@ class FlatStore(Store):
                     self._members(bucket, r, first, master, state)
                 )
             is_counted = self.sharding.is_counted(first)
-            counted += [r] * is_counted
+            if is_counted:
+                counted.append(r)
             self.update_ranges.append(
                 UpdateRange(is_counted, r.begin, master, state, rule, r.target)
             )
@@ -300,11 +293,11 @@ class FlatStore(Store):
             self.flat.count(counted)
         for bucket in self.buckets.values():
             for kind, begin, end in bucket.kinds:
-                is_muon = kind.treatment.rule == "muon"
-                for name in (
-                    n for n, (at, _) in bucket.spans.items() if is_muon and begin <= at < end
-                ):
-                    updated.setdefault(kind.treatment, []).extend(self._matrices(name))
+                if kind.treatment.rule != "muon":
+                    continue
+                for name, (offset, _) in bucket.spans.items():
+                    if begin <= offset < end:
+                        updated.setdefault(kind.treatment, []).extend(self._matrices(name))
         self.make_updates(updated)
 
     def _parts_of(
@@ -314,9 +307,11 @@ class FlatStore(Store):
 
         The gap behind a parameter counts as its elements.
         """
-        first, end = r.target - bucket.begin, r.target - bucket.begin + r.end - r.begin
+        first = r.target - bucket.begin
+        end = r.target - bucket.begin + r.end - r.begin
         for name, (offset, shape) in bucket.spans.items():
-            low, high = max(offset, first), min(offset + shard.aligned(shape.numel()), end)
+            low = max(offset, first)
+            high = min(offset + shard.aligned(shape.numel()), end)
             if low < high:
                 to = r.begin - first
                 yield name, to + low, to + high, self.place_of(name).after(low - offset)
@@ -332,12 +327,8 @@ class FlatStore(Store):
         for name, begin, end, place in parts:
             values = nn.Parameter(self.master[begin:end])
             values.grad = self.host_share[begin:end]
-            yield Member(
-                name,
-                values,
-                {key: x[begin - r.begin : end - r.begin] for key, x in state.items()},
-                place,
-            )
+            part = {key: x[begin - r.begin : end - r.begin] for key, x in state.items()}
+            yield Member(name, values, part, place)
 
     def _matrices(self, name: str) -> list[Member]:
         """Return views of this rank's part of a parameter and its state, as Muon updates them.
@@ -346,20 +337,22 @@ class FlatStore(Store):
         """
         to, low, high = self.local_range(name)
         (key,) = rules.STATE["muon"]
-        owned = next(
-            (p for p in self.update_ranges if low < high and 0 <= to - p.begin < p.master.numel()),
-            None,
-        )
-        none = self.new_state("muon", self.master[:0])[key]
-        moments = none if owned is None else owned.state[key][to - owned.begin :]
-        views = [
-            [x.detach()[: high - low]] for x in (self.master[to:], self.host_share[to:], moments)
-        ]
-        if high - low == self.shapes[name].numel():
-            views = [[x.view(self.shapes[name]) for x in view] for view in views]
-            if self.layout.group("matrices") is None:
-                views = [rules.matrices(x) for (x,) in views]
-        out, place = [], self.place_of(name).after(low)
+        moments = self.new_state("muon", self.master[:0])[key]
+        if low < high:
+            owned = self._range_at(to)
+            assert owned is not None
+            moments = owned.state[key][to - owned.begin :]
+        views: list[list[Tensor]] = []
+        for x in (self.master[to:], self.host_share[to:], moments):
+            values = x.detach()[: high - low]
+            if high - low < self.shapes[name].numel():
+                views.append([values])
+                continue
+            whole = values.view(self.shapes[name])
+            is_shared = self.layout.group("matrices") is not None
+            views.append([whole] if is_shared else rules.matrices(whole))
+        out = []
+        place = self.place_of(name).after(low)
         for values, grad, moment in zip(*views, strict=True):
             matrix = nn.Parameter(values)
             matrix.grad = grad
@@ -371,17 +364,22 @@ class FlatStore(Store):
 
     def set_master(self, name: str, tensor: Tensor) -> None:
         to, low, high = self.local_range(name)
-        # without a copy on the device
+        # The slice is taken where the tensor is: only this rank's part goes to the device.
         self.master[to : to + high - low].copy_(tensor.flatten()[low:high])
 
     def weights_by_name(self) -> dict[str, Tensor]:
-        places = (
-            (name, bucket.begin, bucket.spans[name]) for name, bucket in self.bucket_of.items()
-        )
-        return {
-            name: _view(self.weights, (begin + offset, shape))
-            for name, begin, (offset, shape) in places
-        }
+        out = {}
+        for name, bucket in self.bucket_of.items():
+            offset, shape = bucket.spans[name]
+            out[name] = _view(self.weights, (bucket.begin + offset, shape))
+        return out
+
+    def _range_at(self, to: int) -> UpdateRange | None:
+        """Return the range with an element of the sharded buffers, if one has it."""
+        for owned in self.update_ranges:
+            if owned.begin <= to < owned.begin + owned.master.numel():
+                return owned
+        return None
 
     def local_range(self, name: str, index: int | None = None) -> tuple[int, int, int]:
         """Return where a rank's part is in its sharded buffers, and its range of elements.
@@ -402,8 +400,9 @@ class FlatStore(Store):
         if has_all:
             self._copy_all()
         else:
-            for p in (p for p in self.update_ranges if p.rule != "adamw"):
-                self.weights[p.target : p.target + p.master.numel()].copy_(p.master)
+            for p in self.update_ranges:
+                if p.rule != "adamw":  # whose kernel has written them
+                    self.weights[p.target : p.target + p.master.numel()].copy_(p.master)
         if self.is_sharded:
             self._gather_weights()
         if self.scales is not None:
@@ -411,7 +410,7 @@ class FlatStore(Store):
             self.scales.refresh()
 
     def _copy_all(self) -> None:
-        # copy the lower precision
+        # To a device, the copy in the lower precision.
         new = self.outgoing.copy_(self.master) if self.offload else self.master
         if not self.is_sharded:
             self.weights.copy_(new, non_blocking=True)
@@ -429,10 +428,8 @@ class FlatStore(Store):
         """Start to gather the ranks' parts, in place."""
         # Buckets outside the layers come first: all are waited for before the first layer.
         for _, bucket in sorted(self.buckets.items(), key=lambda item: "." in item[0]):
-            full, own = (
-                self.weights[bucket.begin : bucket.begin + bucket.size],
-                self._own_weights(bucket),
-            )
+            full = self.weights[bucket.begin : bucket.begin + bucket.size]
+            own = self._own_weights(bucket)
             if self.mapped_weights:
                 work = self.mapped_weights.gather(bucket.begin, bucket.size)
             else:
@@ -440,9 +437,11 @@ class FlatStore(Store):
             bucket.gathering = work, own
 
     def _wait_for(self, units: Iterable[str]) -> None:
-        for bucket in map(self.buckets.__getitem__, units):
+        for unit in units:
+            bucket = self.buckets[unit]
             if bucket.gathering is not None:
-                bucket.gathering[0].wait()
+                work, _ = bucket.gathering
+                work.wait()
                 bucket.gathering = None
 
     def forget_collectives(self) -> None:
@@ -506,7 +505,8 @@ class FlatStore(Store):
     def sum_over_ranks(self, bucket: Bucket) -> None:
         """Start the sum over the ranks that hold the same weights."""
         bucket.is_summed = self.is_last_backward
-        full, group = bucket.gradients, self.layout.group
+        full = bucket.gradients
+        group = self.layout.group
         assert full is not None
         if bucket.partial:
             comm.total(full, group("tp"))
@@ -542,9 +542,11 @@ class FlatStore(Store):
 
     def finish_sums(self) -> None:
         for bucket in self.sum_order:
-            # ZeRO 2: all sums have started
-            has_none = bucket.gradients is None and bucket.spans.keys() <= self.added
-            if not (bucket.is_summed if self.keeps_gradients else has_none):
+            # ZeRO 2 frees full gradients when their sum starts.
+            has_started = bucket.gradients is None and bucket.spans.keys() <= self.added
+            if self.keeps_gradients:
+                has_started = bucket.is_summed
+            if not has_started:
                 self._complete(bucket)
         for bucket in self.buckets.values():
             self._finish(bucket)
@@ -558,8 +560,9 @@ class FlatStore(Store):
         """Sum a bucket although some losses of this step do not depend on all of its parameters."""
         if bucket.gradients is None:
             bucket.gradients = torch.zeros(bucket.size, dtype=self.full_dtype, device=self.device)
-        for name in bucket.spans.keys() - self.added if self.keeps_gradients else ():
-            _view(bucket.gradients, bucket.spans[name]).zero_()
+        if self.keeps_gradients:  # those of the last step are still there
+            for name in bucket.spans.keys() - self.added:
+                _view(bucket.gradients, bucket.spans[name]).zero_()
         self.begin_backward(is_last=True)
         self.sum_over_ranks(bucket)
 
@@ -576,31 +579,24 @@ class FlatStore(Store):
     def each_gradient(self) -> Iterator[tuple[str, Tensor]]:
         for name in self.shapes:
             to, low, high = self.local_range(name)
-            high = max(
-                low, min(high, math.prod(self.sharding.saved_part(name, self.shapes[name])[2]))
-            )
+            _, _, part = self.sharding.saved_part(name, self.shapes[name])
+            high = max(low, min(high, math.prod(part)))  # without the vocabulary's padding
             yield name, self.share[to : to + high - low]
 
     def boxes_of(self, name: str, data: int, tensor: int) -> list[shard.Box]:
         _, low, high = self.local_range(name, data if self.is_sharded else 0)
         offsets = self.sharding.offsets(name, self.shapes[name], tensor)
-        return [
-            (tuple(map(operator.add, o, offsets)), n)
-            for o, n in shard.boxes(self.shapes[name], low, high)
-        ]
+        return _boxes_at(offsets, shard.boxes(self.shapes[name], low, high))
 
     def state_of(self, name: str) -> tuple[tuple[int, ...], list[shard.Box], Tensor, RuleState]:
-        bucket, (to, low, high) = self.bucket_of[name], self.local_range(name)
+        bucket = self.bucket_of[name]
+        to, low, high = self.local_range(name)
         full, offsets, part = self.sharding.saved_part(name, self.shapes[name])
         high = max(low, min(high, math.prod(part)))
-        boxes = [
-            (tuple(map(operator.add, o, offsets)), n)
-            for o, n in shard.boxes(tuple(part), low, high)
-        ]
-        kind = next(kind for kind, a, b in bucket.kinds if a <= bucket.spans[name][0] < b)
-        owned = next(
-            (p for p in self.update_ranges if p.begin <= to < p.begin + p.master.numel()), None
-        )
+        boxes = _boxes_at(offsets, shard.boxes(tuple(part), low, high))
+        offset, _ = bucket.spans[name]
+        kind = next(kind for kind, begin, end in bucket.kinds if begin <= offset < end)
+        owned = self._range_at(to)
 
         def cut(flat: Tensor, begin: int) -> Tensor:
             values = flat[to - begin : to - begin + high - low].detach()
@@ -618,13 +614,17 @@ class GradientSink:
     """The total of one parameter's gradient, to which hooks and kernels add: a gradients.Sink."""
 
     def __init__(self, store: FlatStore, bucket: Bucket, name: str, uses: int) -> None:
-        self.store, self.bucket, self.name, self.uses = store, bucket, name, uses
+        self.store = store
+        self.bucket = bucket
+        self.name = name
+        self.uses = uses
         self.span = bucket.spans[name]
         # kept gradients of the bucket, and the part of them
         self.view: tuple[Tensor, Tensor] | None = None
 
     def begin(self) -> tuple[Tensor, bool]:
-        store, bucket = self.store, self.bucket
+        store = self.store
+        bucket = self.bucket
         if bucket.gradients is None:  # ZeRO 2: one micro-batch's
             bucket.gradients = torch.zeros(bucket.size, dtype=store.full_dtype, device=store.device)
         if not store.keeps_gradients:
@@ -635,29 +635,33 @@ class GradientSink:
 
     def end(self, parts: int = 1) -> None:
         """Count the parts of a gradient; start the sums of buckets that have all of theirs."""
-        store, bucket = self.store, self.bucket
+        store = self.store
+        bucket = self.bucket
         store.added.add(self.name)
-        received = bucket.parts_received[self.name] = (
-            bucket.parts_received.get(self.name, 0) + parts
-        )
-        if received >= self.uses:
-            bucket.seen.add(self.name)
-            if len(bucket.seen) == len(bucket.spans) and not bucket.partial:
-                if not store.keeps_gradients:
-                    store.sum_over_ranks(bucket)
-                elif store.is_last_backward:
-                    store.sum_full_buckets()
+        received = bucket.parts_received.get(self.name, 0) + parts
+        bucket.parts_received[self.name] = received
+        if received < self.uses:
+            return
+        bucket.seen.add(self.name)
+        if len(bucket.seen) < len(bucket.spans) or bucket.partial:
+            return
+        if not store.keeps_gradients:
+            store.sum_over_ranks(bucket)
+        elif store.is_last_backward:
+            store.sum_full_buckets()
 
 
 def uses_of(model: nn.Module, name: str) -> int:
     """Return in how many places the network uses a parameter; 0 if unknown, as in custom models."""
     if not isinstance(model, GPT):
         return 0
-    return (
-        2
-        if name == "wte.weight" and model.has_embedding and model.has_head and model.lm_head is None
-        else 1
-    )
+    is_tied = model.has_embedding and model.has_head and model.lm_head is None
+    return 2 if name == "wte.weight" and is_tied else 1
+
+
+def _boxes_at(offsets: Iterable[int], boxes: Iterable[shard.Box]) -> list[shard.Box]:
+    """Return a part's boxes where they are in the full tensor."""
+    return [(tuple(map(operator.add, begin, offsets)), sizes) for begin, sizes in boxes]
 
 
 def _view(flat: Tensor, span: tuple[int, torch.Size]) -> Tensor:

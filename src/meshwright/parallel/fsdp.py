@@ -35,10 +35,13 @@ class FullyShardedStore(Store):
 
     def __init__(self, models: list[Any], spec: StoreSpec) -> None:
         super().__init__(spec, ("replicas",))
-        layout, dtype, device = spec.layout, spec.dtype, spec.device
+        layout = spec.layout
+        dtype = spec.dtype
+        device = spec.device
         # A layer's output is a view, but nothing writes to it (gpt.join adds out of place).
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-        mesh, self.ranks = make_mesh(layout, device), layout.size("shard", "cp")
+        mesh = make_mesh(layout, device)
+        self.ranks = layout.size("shard", "cp")
         low = dtype if dtype is not self.full_dtype else None
         # The residual stream may be wider than the weights, so inputs are not cast.
         precision = MixedPrecisionPolicy(
@@ -64,11 +67,12 @@ class FullyShardedStore(Store):
                 fully_shard(block, reshard_after_forward=True, **arguments)
             fully_shard(last, reshard_after_forward=self.layout.pp > 1, **arguments)
             fully_shard(model, reshard_after_forward=self.layout.pp > 1, **arguments)
-            # gather the next before this one runs
+            # Gather the next before this one runs.
             for block, following in itertools.pairwise([*blocks, last]):
                 block.set_modules_to_forward_prefetch([following])
             for module in model.modules():
-                if isinstance(module, FSDPModule):  # losses are already divided by the tokens
+                if isinstance(module, FSDPModule):
+                    # Sums, not means: losses are already divided by the tokens.
                     module.set_gradient_divide_factor(1.0)
                     module.set_force_sum_reduction_for_comms(True)
             model.to_empty(device=self.update_device)
@@ -81,7 +85,8 @@ class FullyShardedStore(Store):
                 model.set_requires_all_reduce(is_last)
 
     def _make_update_ranges(self) -> None:
-        self.update_ranges, self.named = [], {}
+        self.update_ranges = []
+        self.named = {}
         updated: Updated = {}
         for name, p in self.parameters.items():
             local = p.to_local().detach()
@@ -91,37 +96,32 @@ class FullyShardedStore(Store):
             state = self.new_state(treatment.rule, local)
             owned = self.named[name] = UpdateRange(self.sharding.is_counted(name), 0, master, state)
             self.update_ranges.append(owned)
-            updated.setdefault(treatment, []).append(
-                Member(name, master, state, self.place_of(name))
-            )
+            member = Member(name, master, state, self.place_of(name))
+            updated.setdefault(treatment, []).append(member)
         self.make_updates(updated)
-        masters = [owned.master.detach() for owned in self.update_ranges]
         if self.optimizer.ema:
+            masters = [owned.master.detach() for owned in self.update_ranges]
             self.average = MovingAverage(self.optimizer.ema, masters)
             self.averages = dict(zip(self.named, self.average.values, strict=True))
 
     def place_of(self, name: str) -> Place:
         full = self.sharding.full_shape(name, self.shapes[name])
-        for offsets, sizes in self.boxes_of(
-            name, self.layout.at("shard", "cp"), self.layout.at("tp")
-        ):
-            return place_of(name, full, offsets, sizes)
-        return place_of(name, full, (0,) * len(full), full)  # of no element
+        boxes = self.boxes_of(name, self.layout.at("shard", "cp"), self.layout.at("tp"))
+        if not boxes:  # no element: any place will do
+            return place_of(name, full, (0,) * len(full), full)
+        offsets, sizes = boxes[0]
+        return place_of(name, full, offsets, sizes)
 
     def rows(self, name: str, position: int | None = None) -> tuple[int, int, int]:
         """Return a rank's (none: this one's) rows: dimension, start, length."""
-        return shard.rows(
-            self.shapes[name],
-            self.ranks,
-            self.layout.at("shard", "cp") if position is None else position,
-        )
+        if position is None:
+            position = self.layout.at("shard", "cp")
+        return shard.rows(self.shapes[name], self.ranks, position)
 
     def boxes_of(self, name: str, data: int, tensor: int) -> list[shard.Box]:
         dimension, first, size = self.rows(name, data)
-        offsets, part = (
-            self.sharding.offsets(name, self.shapes[name], tensor),
-            list(self.shapes[name]),
-        )
+        offsets = self.sharding.offsets(name, self.shapes[name], tensor)
+        part = list(self.shapes[name])
         offsets[dimension] += first
         part[dimension] = size
         return [(tuple(offsets), tuple(part))] if size else []
@@ -136,26 +136,33 @@ class FullyShardedStore(Store):
         """Do nothing: the shards are the weights, and the next forward pass gathers them."""
 
     def forget_gathered(self) -> None:
-        for module in (
-            m for model in self.models for m in model.modules() if isinstance(m, FSDPModule)
-        ):
-            module.reshard()
+        for model in self.models:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
     def clear_gradients(self) -> None:
         for name, p in self.parameters.items():
-            p.grad = self.named[name].master.grad = None  # both keep the memory of the last step's
+            # Both would keep the memory of the last step's.
+            p.grad = None
+            self.named[name].master.grad = None
 
     def finish_sums(self) -> None:
         partial = []
         for name, owned in self.named.items():
             grad = self.parameters[name].grad
-            owned.master.grad = torch.zeros_like(owned.master) if grad is None else grad.to_local()
+            if grad is None:  # no loss of this step depends on it
+                owned.master.grad = torch.zeros_like(owned.master)
+            else:
+                owned.master.grad = grad.to_local()
             if shard.is_partial(name, self.layout.tp, self.sharding.sequence):
                 partial.append(owned.master.grad)
-        if partial:  # in one collective
-            flat = self._total(torch.cat([x.flatten() for x in partial]), "tp")
-            parts = list(flat.split_with_sizes([x.numel() for x in partial]))
-            torch._foreach_copy_([x.view(-1) for x in partial], parts)
+        # Norms and biases whose gradients are sums over the tensor ranks: in one collective.
+        if partial:
+            views = [x.view(-1) for x in partial]
+            flat = self._total(torch.cat(views), "tp")
+            parts = flat.split_with_sizes([len(x) for x in views])
+            torch._foreach_copy_(views, list(parts))
         if self.sharding.tied and self.layout.group("embedding") is not None:
             table = self.named["wte.weight"].master.grad
             assert table is not None
@@ -167,28 +174,30 @@ class FullyShardedStore(Store):
     def each_gradient(self) -> Iterator[tuple[str, Tensor]]:
         for name, owned in self.named.items():
             dimension, first, size = self.rows(name)
-            true = self.sharding.saved_part(name, self.shapes[name])[2][dimension] - first
+            _, _, part = self.sharding.saved_part(name, self.shapes[name])
+            true = part[dimension] - first  # rows, without the vocabulary's padding
             yield name, self.summed(owned).narrow(dimension, 0, max(0, min(size, true)))
 
     def state_of(self, name: str) -> tuple[tuple[int, ...], list[shard.Box], Tensor, RuleState]:
-        owned, (dimension, first, size) = self.named[name], self.rows(name)
+        owned = self.named[name]
+        dimension, first, size = self.rows(name)
         full, offsets, part = self.sharding.saved_part(name, self.shapes[name])
+        count = max(0, min(size, part[dimension] - first))
         offsets[dimension] += first
-        part[dimension] = max(0, min(size, part[dimension] - first))
+        part[dimension] = count
         boxes = [(tuple(offsets), tuple(part))] if all(part) else []
-        kept = owned.state if self.average is None else owned.state | {AVERAGE: self.averages[name]}
-        state = {key: values.narrow(dimension, 0, part[dimension]) for key, values in kept.items()}
-        return (
-            tuple(full),
-            boxes,
-            owned.master.detach().narrow(dimension, 0, part[dimension]),
-            state,
-        )
+        kept = dict(owned.state)
+        if self.average is not None:
+            kept[AVERAGE] = self.averages[name]
+        state = {key: values.narrow(dimension, 0, count) for key, values in kept.items()}
+        master = owned.master.detach().narrow(dimension, 0, count)
+        return tuple(full), boxes, master, state
 
 
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     """Return the mesh over which weights are sharded, within each replica."""
-    group, replicas = layout.group("shard"), layout.group("replicas")
+    group = layout.group("shard")
+    replicas = layout.group("replicas")
     assert group is not None
     kind = "cpu" if device.type == "meta" else device.type  # a mesh needs a device with memory
     if replicas is None:

@@ -80,11 +80,11 @@ class Sharers:
 
     def sends(self, p: SharedParameter, rank: int, home: int) -> bool:
         """Whether a rank sends its part home; of equal parts only the nearest is sent."""
-        (data, tensor), (home_data, home_tensor) = (
-            divmod(rank, self.tensor),
-            divmod(home, self.tensor),
-        )
-        return (self.is_sharded or data == home_data) and (p.is_cut or tensor == home_tensor)
+        data, tensor = divmod(rank, self.tensor)
+        home_data, home_tensor = divmod(home, self.tensor)
+        if not self.is_sharded and data != home_data:
+            return False
+        return p.is_cut or tensor == home_tensor
 
 
 class Parcels:
@@ -92,7 +92,8 @@ class Parcels:
 
     def __init__(self, ranks: int, contents: Iterable[tuple[int, int, int]]) -> None:
         """Place (rank, parameter, elements) by rank, in their order."""
-        self.sizes, self.places = [0] * ranks, dict[tuple[int, int], slice]()
+        self.sizes = [0] * ranks
+        self.places = dict[tuple[int, int], slice]()
         begin = 0
         for rank, number, size in sorted(contents, key=lambda content: content[0]):
             self.places[rank, number] = slice(begin, begin + size)
@@ -114,26 +115,24 @@ class Round:
 class Homes:
     """The homes of an optimizer's parameters."""
 
-    def __init__(
-        self,
-        parameters: list[SharedParameter],
-        sharers: Sharers,
-        steps: int,
-        limit: int = MUON_CHUNK,
-    ) -> None:
-        self.parameters, self.sharers = parameters, sharers
-        # each step needs them
+    def __init__(self, parameters: list[SharedParameter], sharers: Sharers, steps: int) -> None:
+        self.parameters = parameters
+        self.sharers = sharers
+        # Each step needs them again.
         self.boxes = functools.cache(lambda i, rank: sharers.boxes(parameters[i], rank))
         self.homes = dict[int, int]()
         sizes = [math.prod(p.form.shape) for p in parameters]
         loads = [0.0] * sharers.size
         self.rounds = list[Round]()
-        for members in packed(range(len(parameters)), sizes, limit * sharers.size):
-            self.homes |= assign({i: parameters[i].form.cost(steps) for i in members}, loads)
-            self.rounds.append(self._round(members, packed(members, sizes, limit * sharers.parts)))
+        for members in packed(range(len(parameters)), sizes, MUON_CHUNK * sharers.size):
+            costs = {i: parameters[i].form.cost(steps) for i in members}
+            self.homes |= assign(costs, loads)
+            pieces = packed(members, sizes, MUON_CHUNK * sharers.parts)
+            self.rounds.append(self._round(members, pieces))
 
     def _round(self, members: list[int], pieces: list[list[int]]) -> Round:
-        s, ranks = self.sharers, range(self.sharers.size)
+        s = self.sharers
+        ranks = range(self.sharers.size)
         mine = {i: elements(self.boxes(i, s.rank)) for i in members}
 
         def at_home(some: list[int]) -> list[tuple[int, int, int]]:
@@ -143,18 +142,15 @@ class Homes:
         def sends(rank: int, i: int) -> bool:
             return s.sends(self.parameters[i], rank, self.homes[i])
 
-        return Round(
-            members,
-            Parcels(s.size, [(self.homes[i], i, mine[i]) for i in members if sends(s.rank, i)]),
-            Parcels(s.size, [content for content in at_home(members) if sends(*content[:2])]),
-            [
-                (
-                    Parcels(s.size, at_home(p)),
-                    Parcels(s.size, [(self.homes[i], i, mine[i]) for i in p]),
-                )
-                for p in pieces
-            ],
-        )
+        # Home: what each rank sends of its own, and what this home receives of everyone.
+        sent = [(self.homes[i], i, mine[i]) for i in members if sends(s.rank, i)]
+        received = [(r, i, size) for r, i, size in at_home(members) if sends(r, i)]
+        # Back: updates go to every rank that has a part, whether it sent one or not.
+        returns = []
+        for some in pieces:
+            own = [(self.homes[i], i, mine[i]) for i in some]
+            returns.append((Parcels(s.size, at_home(some)), Parcels(s.size, own)))
+        return Round(members, Parcels(s.size, sent), Parcels(s.size, received), returns)
 
     def collect(
         self, one_round: Round, ahead: Iterable[tuple[int, Tensor]], like: Tensor
@@ -164,22 +160,23 @@ class Homes:
         `ahead` yields the look-ahead of this rank's part of each member, `like` has their format
         and the device.
         """
-        sent = like.new_empty(one_round.sent.total)
-        for i, values in ahead:
-            if (place := one_round.sent.places.get((self.homes[i], i))) is not None:
-                sent[place] = values.flatten()
-        if self.sharers.parts > 1:
-            sent = comm.exchange(
-                sent, one_round.sent.sizes, one_round.received.sizes, self.sharers.group
-            )
+        sent = one_round.sent
+        received = one_round.received
+        values = like.new_empty(sent.total)
+        for i, look_ahead in ahead:
+            place = sent.places.get((self.homes[i], i))
+            if place is not None:
+                values[place] = look_ahead.flatten()
+        if self.sharers.parts > 1:  # else each parameter is whole where it is
+            values = comm.exchange(values, sent.sizes, received.sizes, self.sharers.group)
         own: dict[MatrixForm, list[int]] = {}
-        for i in (i for i in one_round.members if self.homes[i] == self.sharers.rank):
-            own.setdefault(self.parameters[i].form, []).append(i)
-        stacks = {
-            form: (numbers, like.new_empty(len(numbers), *form.shape))
-            for form, numbers in own.items()
-        }
-        copy_all(self._views(stacks, one_round.received, sent))
+        for i in one_round.members:
+            if self.homes[i] == self.sharers.rank:
+                own.setdefault(self.parameters[i].form, []).append(i)
+        stacks = {}
+        for form, numbers in own.items():
+            stacks[form] = numbers, like.new_empty(len(numbers), *form.shape)
+        copy_all(self._views(stacks, received, values))
         return stacks
 
     def give_back(
@@ -190,27 +187,28 @@ class Homes:
             out = like.new_empty(sent.total)
             copy_all((to, value) for value, to in self._views(updates, sent, out))
             values = comm.exchange(out, sent.sizes, received.sizes, self.sharers.group)
-            yield [
-                (i, values[place])
-                for (_, i), place in received.places.items()
-                if place.start < place.stop
-            ]
+            parts = []
+            for (_, i), place in received.places.items():
+                if place.start < place.stop:
+                    parts.append((i, values[place]))
+            yield parts
 
     def _views(
         self, stacks: Stacks, parcels: Parcels, flat: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each box of stacked parameters, and where its values are in the parcels."""
-        own = {
-            i: x for numbers, stack in stacks.values() for i, x in zip(numbers, stack, strict=True)
-        }
+        own: dict[int, Tensor] = {}
+        for numbers, stack in stacks.values():
+            own.update(zip(numbers, stack, strict=True))
         for (rank, i), place in parcels.places.items():
             if i not in own:
                 continue
             begin = place.start
             for offsets, sizes in self.boxes(i, rank):
                 box = tuple(slice(at, at + n) for at, n in zip(offsets, sizes, strict=True))
-                yield own[i][box], flat[begin : begin + math.prod(sizes)].view(sizes)
-                begin += math.prod(sizes)
+                end = begin + math.prod(sizes)
+                yield own[i][box], flat[begin:end].view(sizes)
+                begin = end
 
 
 def elements(boxes: list[shard.Box]) -> int:

@@ -71,7 +71,8 @@ class Layout:
 
     def at(self, *names: str) -> int:
         """Return this rank's position in a dimension, or in several combined."""
-        position, rest = {}, self.rank
+        position = {}
+        rest = self.rank
         for name, size in reversed(list(zip(DIMENSIONS, self.shape, strict=True))):
             rest, position[name] = divmod(rest, size)
         number = 0
@@ -85,22 +86,20 @@ class Layout:
 
     def offsets(self, *names: str) -> list[int]:
         """Return the numbers of the ranks that are first in all dimensions but these, in order."""
-        numbers, stride = [0], self.world
+        numbers = [0]
+        stride = self.world
         for name, size in zip(DIMENSIONS, self.shape, strict=True):
             stride //= size
             if name in names:
-                numbers = [
-                    number + stride * position for number in numbers for position in range(size)
-                ]
+                steps = [stride * position for position in range(size)]
+                numbers = [number + step for number in numbers for step in steps]
         return numbers
 
     def members(self, *names: str) -> list[list[int]]:
         """Return all groups of ranks that differ in these dimensions only, each in order."""
         offsets = self.offsets(*names)
-        return [
-            [first + n for n in offsets]
-            for first in self.offsets(*(d for d in DIMENSIONS if d not in names))
-        ]
+        firsts = self.offsets(*(d for d in DIMENSIONS if d not in names))
+        return [[first + n for n in offsets] for first in firsts]
 
     def peers(self, *names: str) -> list[int]:
         """Return this rank's group among `members`."""
@@ -132,18 +131,12 @@ def connect(layout: Layout, timeout: timedelta | None = None) -> Layout:
     ranks["embedding"] = sorted({pipeline[0], pipeline[-1]})
     ranks |= dict.fromkeys(LANES, pipeline)  # one direction each, so that messages cannot deadlock
     if ranks["matrices"] in (ranks["shard"], ranks["tp"]):
-        del ranks["matrices"]
-    own = {
-        name: members
-        for name, members in ranks.items()
-        if len(members) > 1 and layout.rank in members
-    }
-    return replace(
-        layout,
-        groups={
-            name: new_group(f"{name} {number}", members, timeout) for name, members in own.items()
-        },
-    )
+        del ranks["matrices"]  # `Layout.group` names the other one
+    groups = {}
+    for name, members in ranks.items():
+        if len(members) > 1 and layout.rank in members:
+            groups[name] = new_group(f"{name} {number}", members, timeout)
+    return replace(layout, groups=groups)
 
 
 def new_group(name: str, ranks: list[int], timeout: timedelta | None) -> ProcessGroup:
@@ -180,5 +173,7 @@ def new_group(name: str, ranks: list[int], timeout: timedelta | None) -> Process
 def layout_of(config: TrainConfig, rank: int) -> Layout:
     p = config.parallel
     replicas = p.num_distributed_optimizer_instances
-    shard, cp, tp = config.dp // replicas, p.context_parallel_size, p.tensor_model_parallel_size
+    shard = config.dp // replicas
+    cp = p.context_parallel_size
+    tp = p.tensor_model_parallel_size
     return Layout(p.pipeline_model_parallel_size, replicas, shard, cp, tp, rank)

@@ -40,7 +40,8 @@ class Arrival:
     """The end of work on another stream, in the form of torch's works."""
 
     def __init__(self, event: Any, device: torch.device) -> None:
-        self.event, self.device = event, device
+        self.event = event
+        self.device = device
 
     def wait(self) -> None:
         """Let all later work of this stream wait for it."""
@@ -53,13 +54,11 @@ class MappedBuffer:
     def __init__(
         self, buffers: list[Tensor], rank: int, barrier: Callable[[], None], stream: Any
     ) -> None:
-        self.all, self.own, self.rank, self.barrier, self.stream = (
-            buffers,
-            buffers[rank],
-            rank,
-            barrier,
-            stream,
-        )
+        self.all = buffers
+        self.own = buffers[rank]
+        self.rank = rank
+        self.barrier = barrier
+        self.stream = stream
         self.device = self.own.device
         self.fetched = self.own.new_empty(0)
 
@@ -93,18 +92,19 @@ class MappedBuffer:
         return self.arrival()
 
     def add(self, part: slice, out: Tensor) -> None:
-        self.barrier()
+        self.barrier()  # all ranks have written what is summed
         total = self.own[part]
         fetched = self.fetched[: len(total)]
-        # another rank first, so that no rank is asked by all at once
+        # Each rank begins with another one, so that none is asked by all at once.
         for k in range(1, len(self.all)):
-            fetched.copy_(self.all[(self.rank + k) % len(self.all)][part], non_blocking=True)
+            theirs = self.all[(self.rank + k) % len(self.all)]
+            fetched.copy_(theirs[part], non_blocking=True)
             total = torch.add(total, fetched, out=out)
         if len(self.all) == 1:
             out.copy_(total)
 
     def fetch(self, begin: int, size: int) -> None:
-        self.barrier()
+        self.barrier()  # all ranks' own parts are there
         for k in range(1, len(self.all)):
             rank = (self.rank + k) % len(self.all)
             part = self.part(begin, size, rank)
@@ -123,12 +123,11 @@ class BufferMapper:
     """Makes the mapped buffers of one group of ranks."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        self.symmetric, self.group, self.stream = (
-            map_memory_of(group),
-            group,
-            devices.new_stream(device),
-        )
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.symmetric = map_memory_of(group)
+        self.group = group
+        self.stream = devices.new_stream(device)
+        self.rank = dist.get_rank(group)
+        self.ranks = dist.get_world_size(group)
         words, by_kernel = self.map(count_words(self.ranks), torch.int32)
         self.barrier = stream_barrier(words, self.rank) or by_kernel
 
@@ -159,7 +158,8 @@ def choose_mapper(
     """
     if group is None:
         return None, ""
-    mappers, trials = list[BufferMapper](), list[MappedBuffer]()
+    mappers = list[BufferMapper]()
+    trials = list[MappedBuffer]()
 
     def map_memory() -> None:
         mappers.append(BufferMapper(group, device))

@@ -102,15 +102,15 @@ class OverlappedProducts(PlainProducts):
 
     def __init__(self, group: ProcessGroup, room: int, device: torch.device) -> None:
         super().__init__(group)
-        self.rank, self.ranks, self.device = (
-            dist.get_rank(group),
-            dist.get_world_size(group),
-            device,
-        )
+        self.rank = dist.get_rank(group)
+        self.ranks = dist.get_world_size(group)
+        self.device = device
         self.room = room
         mapper = BufferMapper(group, device)
         memory = mapper.zeros(room * (self.ranks + MORE_ROOMS), torch.uint8)
-        self.memory, self.barrier, self.stream = memory.all, mapper.barrier, mapper.stream
+        self.memory = memory.all
+        self.barrier = mapper.barrier
+        self.stream = mapper.stream
         self.filling = devices.new_stream(device)
 
     def fits(self, rows: int, width: int, like: Tensor) -> bool:
@@ -120,7 +120,8 @@ class OverlappedProducts(PlainProducts):
     def mapped(self, rank: int, number: int, rows: int, width: int, like: Tensor) -> Tensor:
         """Return rows at the beginning of one of a rank's rooms."""
         size = rows * width * like.element_size()
-        return self.memory[rank][number * self.room :][:size].view(like.dtype).view(rows, width)
+        room = self.memory[rank][number * self.room :]
+        return room[:size].view(like.dtype).view(rows, width)
 
     def send(self, x: Tensor, keeps_rows: bool) -> tuple[Tensor, Arrivals]:
         """Start to send contiguous rows to all ranks; return all ranks' rows, and how to wait.
@@ -130,16 +131,14 @@ class OverlappedProducts(PlainProducts):
         """
         n, width = x.shape
         # Those of all ranks are consecutive.
-        rows = (
-            self.memory[self.rank][: self.ranks * x.nbytes]
-            .view(x.dtype)
-            .view(self.ranks * n, width)
-        )
+        own = self.memory[self.rank]
+        rows = own[: self.ranks * x.nbytes].view(x.dtype).view(self.ranks * n, width)
         arrivals = Arrivals(x)
         with self.submitting(self.stream):
             self.barrier()  # all ranks have used the rows of the last gather
             for k in range(1, self.ranks):
-                to = self.memory[(self.rank + k) % self.ranks][self.rank * x.nbytes :][: x.nbytes]
+                theirs = self.memory[(self.rank + k) % self.ranks]
+                to = theirs[self.rank * x.nbytes :][: x.nbytes]
                 to.view(x.dtype).view(n, width).copy_(x, non_blocking=True)
                 self.barrier()  # all have come that were sent in this round
                 arrivals.append(self.arrival(self.stream))
@@ -159,14 +158,17 @@ class OverlappedProducts(PlainProducts):
     ) -> tuple[Tensor, Tensor]:
         if not self.fits(len(x), x.shape[1], x):
             return super().gather_multiply(x, weight, bias, keeps_rows)
-        rows, arrivals = self.send(x := x.contiguous(), keeps_rows)
+        x = x.contiguous()
+        rows, arrivals = self.send(x, keeps_rows)
         y = x.new_empty(len(rows), len(weight))
-        found, parts = rows.chunk(self.ranks), y.chunk(self.ranks)
-        for k in range(self.ranks):
+        found = rows.chunk(self.ranks)
+        parts = y.chunk(self.ranks)
+        # First this rank's own rows, then those of the ranks before it, in the order they come.
+        multiply(x, weight.t(), bias, parts[self.rank])
+        for k in range(1, self.ranks):
             source = (self.rank - k) % self.ranks
-            if k:
-                arrivals[k - 1].wait()
-            multiply(found[source] if k else x, weight.t(), bias, parts[source])
+            arrivals[k - 1].wait()
+            multiply(found[source], weight.t(), bias, parts[source])
         arrivals.wait()
         return y, rows
 
@@ -184,22 +186,23 @@ class OverlappedProducts(PlainProducts):
 
     def scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> comm.Started:
         """Sum x @ weight over the ranks, plus bias, which the first product of each part adds."""
-        n, width = len(x) // self.ranks, weight.shape[1]
+        n = len(x) // self.ranks
+        width = weight.shape[1]
         parts = [part.chunk(PIECES) for part in x.chunk(self.ranks)]
         y = x.new_empty(n, width)
         before = (self.rank - 1) % self.ranks
         # A round's sums are where those of the last but one were: fetched before this one's begin.
-        sums, others = (
-            [
-                self.mapped(rank, self.ranks + k % 2, n, width, x).chunk(PIECES)
-                for k in range(self.ranks - 1)
-            ]
-            for rank in (self.rank, before)
-        )
+        sums = []
+        others = []
+        for k in range(self.ranks - 1):
+            room = self.ranks + k % 2
+            sums.append(self.mapped(self.rank, room, n, width, x).chunk(PIECES))
+            others.append(self.mapped(before, room, n, width, x).chunk(PIECES))
         sums.append(y.chunk(PIECES))
         fetched: list[Arrival] = []
         for k, own in enumerate(sums):
-            fetching, fetched = fetched, []
+            fetching = fetched
+            fetched = []
             for j, piece in enumerate(parts[(self.rank - 1 - k) % self.ranks]):
                 if k:
                     fetching[j].wait()
@@ -269,10 +272,10 @@ def largest_difference(chosen: PlainProducts, device: torch.device) -> float:
     Each runs twice with other numbers, so that rows of the first time, which a missing wait would
     leave, show. Rows of 1 MiB take longer to copy than small products to begin.
     """
-    plain, ranks = PlainProducts(chosen.group), dist.get_world_size(chosen.group)
-    own, common = (
-        torch.Generator(device).manual_seed(n) for n in (1 + dist.get_rank(chosen.group), 0)
-    )
+    plain = PlainProducts(chosen.group)
+    ranks = dist.get_world_size(chosen.group)
+    own = torch.Generator(device).manual_seed(1 + dist.get_rank(chosen.group))
+    common = torch.Generator(device).manual_seed(0)
     width = 64
     rows = TRIAL_BYTES // (2 * width)
     results: list[list[Tensor]] = [[], []]

@@ -35,7 +35,8 @@ from meshwright.parallel.layout import Layout
 from meshwright.parallel.mapped import BufferMapper
 
 # times of a step: when a rank has its own gradients, and when all ranks have met
-HAS_GRADIENTS, ALL_MET = 0, 1
+HAS_GRADIENTS = 0
+ALL_MET = 1
 DRAWING_THREADS = 16  # most tensors of initial weights that are drawn at once
 DRAWN_BYTES = 8 << 30  # most bytes of initial weights that are drawn at once
 Named = dict[str, tuple[tuple[int, ...], list[shard.Box], Tensor]]
@@ -107,22 +108,22 @@ class Store:
     def __init__(
         self, spec: StoreSpec, replicated: tuple[str, ...], is_sharded: bool = True
     ) -> None:
-        self.layout, self.model, self.is_sharded = spec.layout, spec.model, is_sharded
+        self.layout = spec.layout
+        self.model = spec.model
+        self.is_sharded = is_sharded
         self.sharding = shard.Sharding(
             spec.layout, spec.vocab, spec.sequence_parallel, spec.tied, replicated
         )
-        self.optimizer, self.dtype, self.device, self.offload = (
-            spec.optimizer,
-            spec.dtype,
-            spec.device,
-            spec.offload,
-        )
+        self.optimizer = spec.optimizer
+        self.dtype = spec.dtype
+        self.device = spec.device
+        self.offload = spec.offload
         self.full_dtype = torch.float64 if spec.dtype is torch.float64 else torch.float32
         self.update_device = torch.device("cpu") if spec.offload else spec.device
         self.scales: Scales | None = None  # of fp8 products
-        # sees or replaces the summed gradients of each step
+        # Sees or replaces the summed gradients of each step.
         self.observer: Callable[[], None] | None = None
-        # of the last step, in ns
+        # Of the last step, in ns.
         self.times = clock.new_times(2, spec.device) if spec.layout.world > 1 else None
 
     # Weights
@@ -157,7 +158,8 @@ class Store:
         # Large ones first, so that no thread is left with one at the end.
         largest_first = sorted(shapes, key=lambda name: -math.prod(shapes[name]))
         most_bytes = 4 * math.prod(shapes[largest_first[0]]) if shapes else 0
-        with ThreadPoolExecutor(max(1, min(threads, DRAWN_BYTES // max(most_bytes, 1)))) as pool:
+        threads = max(1, min(threads, DRAWN_BYTES // max(most_bytes, 1)))
+        with ThreadPoolExecutor(threads) as pool:
             list(pool.map(torch.no_grad()(fill), ([name] for name in largest_first)))
         devices.synchronize(self.update_device)
 
@@ -201,34 +203,34 @@ class Store:
 
     def _spread(self, members: list[Member]) -> Spread:
         """Return the forms of Muon's parameters, and their homes if several ranks share them."""
-        layout, group = self.layout, self.layout.group("matrices")
+        layout = self.layout
+        group = self.layout.group("matrices")
         names = [name for name, *_ in members]
         full = [self.sharding.full_shape(name, self.shapes[name]) for name in names]
         if group is None:  # matrix by matrix, also of a gate
-            forms = [
-                form_of(self.optimizer, self.model, name, tuple(p.shape)) for name, p, *_ in members
-            ]
-            return Spread(forms, self.device)
+            full = [tuple(p.shape) for _, p, *_ in members]
         forms = [
             form_of(self.optimizer, self.model, name, shape)
             for name, shape in zip(names, full, strict=True)
         ]
-        at, data = layout.at("shard", "cp", "tp"), layout.size("shard", "cp")
+        if group is None:
+            return Spread(forms, self.device)
+        at = layout.at("shard", "cp", "tp")
+        data = layout.size("shard", "cp")
         sharers = Sharers(group, at, data, layout.tp, self.is_sharded, self.boxes_of)
         parameters = [
             SharedParameter(name, form, self.sharding.is_cut(name))
             for name, form in zip(names, forms, strict=True)
         ]
-        return Spread(
-            forms, self.device, Homes(parameters, sharers, self.optimizer.muon_num_ns_steps)
-        )
+        homes = Homes(parameters, sharers, self.optimizer.muon_num_ns_steps)
+        return Spread(forms, self.device, homes)
 
     def place_of(self, name: str) -> Place:
         """Return where this tensor rank's part of a parameter is in the full one."""
-        offsets = self.sharding.offsets(name, self.shapes[name], self.layout.at("tp"))
-        return place_of(
-            name, self.sharding.full_shape(name, self.shapes[name]), offsets, self.shapes[name]
-        )
+        shape = self.shapes[name]
+        full = self.sharding.full_shape(name, shape)
+        offsets = self.sharding.offsets(name, shape, self.layout.at("tp"))
+        return place_of(name, full, offsets, shape)
 
     def new_state(self, rule: rules.Rule, like: Tensor) -> RuleState:
         """Return the state of a rule before the first step."""
@@ -320,7 +322,8 @@ class Store:
         self.finish_sums()
         if self.observer is not None:
             self.observer()
-        flat, squares = self.flat, self.sum_of_squares()
+        flat = self.flat
+        squares = self.sum_of_squares()
         sums = squares[None] if sums is None else sums
         if self.layout.world > 1:
             both = torch.cat([sums.to(squares).view(-1), squares[None]])
@@ -479,7 +482,8 @@ class Store:
             return torch.stack(torch._foreach_norm(flats)).double().square().sum()
         norms: list[Tensor] = []
         for x in (x.flatten() for x in flats):
-            rows, rest = len(x) // shard.ALIGN, x[len(x) - len(x) % shard.ALIGN :]
+            rows = len(x) // shard.ALIGN
+            rest = x[len(x) - len(x) % shard.ALIGN :]
             norms += [
                 x[: rows * shard.ALIGN].view(rows, shard.ALIGN).norm(dim=1),
                 rest.norm()[None],

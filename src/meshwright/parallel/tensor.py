@@ -63,13 +63,17 @@ class _ColumnParallel(torch.autograd.Function):
         ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, group: ProcessGroup
     ) -> Tensor:
         ctx.save_for_backward(x, parameter)
-        ctx.group, ctx.parameter, ctx.bias = group, parameter, bias
+        ctx.group = group
+        ctx.parameter = parameter
+        ctx.bias = bias
         return affine(x, parameter.flatten(0, -2), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, parameter = ctx.saved_tensors
-        back = comm.start_all_reduce(product(grad, parameter.flatten(0, -2)), ctx.group)
+        # The sum over the ranks runs while the parameters' gradients are computed.
+        of_x = product(grad, parameter.flatten(0, -2))
+        back = comm.start_all_reduce(of_x, ctx.group)
         of_bias = gradients.from_rows(ctx.bias, grad) if ctx.needs_input_grad[2] else None
         of_weight = gradients.from_product(ctx.parameter, grad, x)
         return comm.wait_for(back), of_weight, of_bias, None
@@ -83,7 +87,9 @@ class _GatheredColumnParallel(torch.autograd.Function):
         ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, by: PlainProducts
     ) -> Tensor:
         ctx.save_for_backward(x, parameter)
-        ctx.by, ctx.parameter, ctx.bias = by, parameter, bias
+        ctx.by = by
+        ctx.parameter = parameter
+        ctx.bias = bias
         return by.gather_multiply(x, parameter.flatten(0, -2), bias)[0]
 
     @staticmethod
@@ -104,16 +110,19 @@ class _RowParallel(torch.autograd.Function):
         ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, by: PlainProducts
     ) -> Tensor:
         ctx.save_for_backward(x, parameter)
-        ctx.by, ctx.parameter, ctx.bias = by, parameter, bias
+        ctx.by = by
+        ctx.parameter = parameter
+        ctx.bias = bias
         return comm.wait_for(by.multiply_scatter(x, parameter, bias)).unsqueeze(0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, parameter = ctx.saved_tensors
-        # which may know its sums
+        # Of the gradient as it comes, which may know its sums.
         of_bias = gradients.from_rows(ctx.bias, grad) if ctx.needs_input_grad[2] else None
-        back, rows = ctx.by.back_gather_multiply(grad[0], parameter)
-        return back, gradients.from_product(ctx.parameter, rows, x), of_bias, None
+        of_x, rows = ctx.by.back_gather_multiply(grad[0], parameter)
+        of_weight = gradients.from_product(ctx.parameter, rows, x)
+        return of_x, of_weight, of_bias, None
 
 
 class VocabularyRows(nn.Module):
@@ -121,11 +130,15 @@ class VocabularyRows(nn.Module):
 
     def __init__(self, plain: nn.Embedding, first: int, add_up: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.weight, self.first, self.add_up = plain.weight, first, add_up
+        self.weight = plain.weight
+        self.first = first
+        self.add_up = add_up
 
     def forward(self, ids: Tensor) -> Tensor:
-        is_own = (ids >= self.first) & (ids < self.first + len(self.weight))
-        x = F.embedding((ids - self.first).where(is_own, 0), self.weight)
+        rows = ids - self.first
+        is_own = (rows >= 0) & (rows < len(self.weight))
+        # Other ranks' ids look up row 0, whose result becomes 0.
+        x = F.embedding(rows.where(is_own, 0), self.weight)
         return self.add_up(x.masked_fill(~is_own.unsqueeze(-1), 0))
 
 
@@ -134,10 +147,13 @@ class Exchanged(nn.Module):
 
     def __init__(self, attend: Attend, group: ProcessGroup, ranks: int) -> None:
         super().__init__()
-        self.attend, self.group, self.ranks = attend, group, ranks
+        self.attend = attend
+        self.group = group
+        self.ranks = ranks
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> Tensor:
-        n, b, t, d = self.ranks, q.shape[0], q.shape[1], q.shape[3]
+        n = self.ranks
+        b, t, _, d = q.shape
         parts = [x.view(b, t, n, -1, d).permute(2, 0, 1, 3, 4) for x in (q, k, v)]
         # Sent [destination, B, T / n, heads and groups / n, d], received [source, B, ...]; a name
         # would keep either through attention.
@@ -161,7 +177,9 @@ def cut_layers(
     `by_rows` multiplies with sequence parallelism, None is without. `columns` is the number of
     tokens of a sequence on this rank.
     """
-    m, tp, cp = model.m, layout.group("tp"), layout.group("cp")
+    m = model.m
+    tp = layout.group("tp")
+    cp = layout.group("cp")
     sequence = by_rows is not None
     blocks: list[Any] = list(model.h.children())
     heads = None

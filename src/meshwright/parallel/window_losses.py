@@ -62,18 +62,21 @@ def score_windows(
     waiting = iter(windows)
     while portion := list(itertools.islice(waiting, AT_ONCE * batch)):
         order = sorted(range(len(portion)), key=lambda i: -len(portion[i].tokens))
-        batches, at = [], 0
+        batches = []
+        at = 0
         while at < len(order):
             longest = max(1, len(portion[order[at]].tokens) - 1)
-            width = length if fixed else min(length, -(-longest // WIDTH) * WIDTH)
+            width = length
+            if not fixed:
+                width = min(length, -(-longest // WIDTH) * WIDTH)
             count = batch * length // width
-            rows = make_rows(
-                [portion[i] for i in order[at : at + count]], count if fixed else 0, width
-            )
+            some = [portion[i] for i in order[at : at + count]]
+            rows = make_rows(some, count if fixed else 0, width)
             batches.append(rows._replace(ranges=ranges))
             at += count
-        # after these come the rows that fill the last micro-batch
+        # After these come the rows that fill the last micro-batch.
         values = scorer(batches)[: len(portion)]
+        # Back from the order of lengths to that of the windows.
         ordered = values.new_empty(values.shape)
         ordered[order] = values
         yield ordered
@@ -81,13 +84,16 @@ def score_windows(
 
 def make_rows(windows: list[Window], at_least: int, width: int) -> WindowBatch:
     """Return a micro-batch of these windows, and of empty rows if they are fewer than asked for."""
-    tokens, labels = (
-        torch.zeros(max(len(windows), at_least), width, dtype=torch.int64) for _ in range(2)
-    )
-    counted = torch.zeros(tokens.shape, dtype=torch.bool)
+    count = max(len(windows), at_least)
+    tokens = torch.zeros(count, width, dtype=torch.int64)
+    labels = torch.zeros_like(tokens)
+    counted = torch.zeros_like(tokens, dtype=torch.bool)
     for row, (ids, first) in enumerate(windows):
-        window, n = torch.as_tensor(ids, dtype=torch.int64), len(ids) - 1
-        tokens[row, :n], labels[row, :n], counted[row, first:n] = window[:-1], window[1:], True
+        window = torch.as_tensor(ids, dtype=torch.int64)
+        n = len(ids) - 1
+        tokens[row, :n] = window[:-1]
+        labels[row, :n] = window[1:]
+        counted[row, first:n] = True
     return WindowBatch(tokens, labels, counted)
 
 
@@ -97,13 +103,13 @@ def plain_scorer(model: GPT) -> Scorer:
 
     def run(batches: list[WindowBatch]) -> Tensor:
         model.eval()
+        values = []
         with torch.inference_mode():
-            return torch.cat(
-                [
-                    count_hits(model(b.tokens.to(device), Positions()), b, model.vocab)
-                    for b in batches
-                ]
-            ).cpu()
+            for b in batches:
+                logits = model(b.tokens.to(device), Positions())
+                values.append(count_hits(logits, b, model.vocab))
+                del logits  # before the next ones take as much memory
+            return torch.cat(values).cpu()
 
     return run
 
@@ -121,37 +127,39 @@ def score_part(net: CutModel, vocab: int, batches: list[WindowBatch]) -> Tensor:
 
     def count_part(logits: Tensor, i: int) -> Tensor:
         column = layout.at("cp") * logits.shape[1]
-        return count_hits(
-            logits, cut[i], vocab, layout.at("tp") * logits.shape[-1], layout.group("tp"), column
-        )
+        first = layout.at("tp") * logits.shape[-1]
+        return count_hits(logits, cut[i], vocab, first, layout.group("tp"), column)
 
-    results = net.infer(
-        [Batch(rows.tokens, rows.labels, torch.arange(len(rows.tokens))) for rows in cut],
-        count_part,
-    )
-    out = [
-        torch.zeros(len(rows.tokens), 2 + rows.ranges, dtype=torch.float64, device=net.device)
-        for rows in batches
-    ]
-    for i, values in zip(numbers, results, strict=True) if net.has_results else ():
-        if i < len(batches):
-            out[i] = values
+    inputs = [Batch(rows.tokens, rows.labels, torch.arange(len(rows.tokens))) for rows in cut]
+    results = net.infer(inputs, count_part)
+    # What this rank has no part in stays 0.
+    out = []
+    for rows in batches:
+        shape = len(rows.tokens), 2 + rows.ranges
+        out.append(torch.zeros(shape, dtype=torch.float64, device=net.device))
+    if net.has_results:
+        for i, values in zip(numbers, results, strict=True):
+            if i < len(batches):
+                out[i] = values
     return torch.cat(out)
 
 
 def cut_columns(rows: WindowBatch, layout: Layout) -> WindowBatch:
     """Return the micro-batch with this context rank's columns."""
-    tokens, labels, counted = (
-        columns_of(x, layout) for x in (rows.tokens, rows.labels, rows.counted)
+    return WindowBatch(
+        columns_of(rows.tokens, layout),
+        columns_of(rows.labels, layout),
+        columns_of(rows.counted, layout),
+        rows.ranges,
     )
-    return WindowBatch(tokens, labels, counted, rows.ranges)
 
 
 def columns_of(x: Tensor, layout: Layout) -> Tensor:
     """Return this context rank's columns of [B, T], padded so that all have as many."""
     if layout.cp == 1:
         return x
-    return F.pad(x, (0, -x.shape[1] % layout.cp)).chunk(layout.cp, 1)[layout.at("cp")].contiguous()
+    padded = F.pad(x, (0, -x.shape[1] % layout.cp))
+    return padded.chunk(layout.cp, 1)[layout.at("cp")].contiguous()
 
 
 def count_hits(
@@ -169,15 +177,18 @@ def count_hits(
     The logits [B, T, ...] may cover only the ids from `first` on; the ranks of `group` have the
     others. `rows` may be on the host, from where the places that count are sent without a wait.
     """
-    flat, labels = logits.flatten(0, 1), rows.labels.flatten().to(logits.device)
+    flat = logits.flatten(0, 1)
+    labels = rows.labels.flatten().to(logits.device)
     places = rows.counted.flatten().nonzero().squeeze(1).to(logits.device)
-    # else a copy would take more time and memory than what it saves
+    # If only few places count; else a copy would take more time and memory than it saves.
     if 2 * len(places) < len(flat):
-        flat, labels = flat[places], labels[places]
+        flat = flat[places]
+        labels = labels[places]
     losses = right = flat.new_zeros(len(flat))
     if len(flat):
         losses = cross_entropy(flat, labels, vocab, first, combine_over(group))
-        right = likeliest(flat[:, : max(vocab - first, 0)], first, group) == labels
+        known = flat[:, : max(vocab - first, 0)]
+        right = likeliest(known, first, group) == labels
     both = torch.stack([losses.double(), right.double()], dim=1)
     if len(both) != len(places):
         both = both[places]
@@ -185,9 +196,11 @@ def count_hits(
     dense = dense.view(*rows.labels.shape, 2)
     if not rows.ranges:
         return dense.sum(1)
+    # The nats of each range: a product with a matrix that says which range a column is in.
     columns = torch.arange(column, column + dense.shape[1], device=dense.device)
     firsts = torch.tensor(first_positions(1 << 31)[: rows.ranges], device=dense.device)
-    in_range = F.one_hot(torch.bucketize(columns, firsts, right=True) - 1, rows.ranges).double()
+    numbers = torch.bucketize(columns, firsts, right=True) - 1
+    in_range = F.one_hot(numbers, rows.ranges).double()
     return torch.cat((dense.sum(1), dense[..., 0] @ in_range), 1)
 
 
@@ -200,4 +213,5 @@ def likeliest(logits: Tensor, first: int, group: ProcessGroup | None) -> Tensor:
     high, token = logits.max(-1)
     highest = comm.all_reduce(high, group, "max")
     # The smallest id, as a maximum: other ranks' rows have one that is larger than any.
-    return -comm.all_reduce((-token - first).where(high == highest, -(1 << 40)), group, "max")
+    negative = (-token - first).where(high == highest, -(1 << 40))
+    return -comm.all_reduce(negative, group, "max")

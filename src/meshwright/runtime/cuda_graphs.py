@@ -19,7 +19,8 @@ class CudaGraphs:
     """torch's CUDA graphs with one pool of memory; capture on a stream other than the default."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.pool = device, torch.cuda.graph_pool_handle()
+        self.device = device
+        self.pool = torch.cuda.graph_pool_handle()
 
     def prepare(self) -> None:
         gc.collect()
@@ -31,10 +32,8 @@ class CudaGraphs:
 
         A validation cannot use the graphs' memory, and needs at most as much as a step does.
         """
-        peak, allocated = (
-            devices.peak_memory(self.device) or 0,
-            torch.cuda.memory_allocated(self.device),
-        )
+        peak = devices.peak_memory(self.device) or 0
+        allocated = torch.cuda.memory_allocated(self.device)
         return 2 * peak - allocated <= MEMORY_SHARE * devices.free_memory(self.device)
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:

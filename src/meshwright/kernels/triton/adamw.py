@@ -20,7 +20,8 @@ from meshwright.kernels.grid import cdiv
 from meshwright.kernels.moments import BlockDraws
 from meshwright.kernels.triton import moments
 
-ROWS, WARPS = 16, 8  # blocks of a program
+ROWS = 16  # blocks of a program
+WARPS = 8
 PROGRAMS = 2048  # of the sum of squares
 
 
@@ -36,13 +37,16 @@ def _sum_squares(
     """
     columns = tl.arange(0, BLOCK)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for first in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
+    program = tl.program_id(0)
+    for first in range(program * ROWS, count, tl.num_programs(0) * ROWS):
         row = first + tl.arange(0, ROWS)
-        block = tl.load(table + row, mask=row < count, other=0) >> KIND_BITS
+        some = row < count
+        block = tl.load(table + row, mask=some, other=0) >> KIND_BITS
         at = block.to(tl.int64)[:, None] * BLOCK + columns[None, :]
-        value = tl.load(x + at, mask=(row < count)[:, None], other=0.0)
+        value = tl.load(x + at, mask=some[:, None], other=0.0)
         total += value * value
-    tl.store(partials + tl.program_id(0), tl.sum(tl.sum(total.to(tl.float64), 1), 0))
+    of_rows = tl.sum(total.to(tl.float64), 1)
+    tl.store(partials + program, tl.sum(of_rows, 0))
 
 
 @triton.jit
@@ -63,26 +67,35 @@ def _adamw_decide(
     In: squares, loss (of any format), lr, weight_decay, scale: float64 []; constants float64 [35].
     In and out: step float32 []. Out: decision float32 [37].
     """
-    s, rate = tl.load(scale), tl.load(lr)
+    # The gradients' norm, the factor that clips it, and whether the step counts.
+    s = tl.load(scale)
     norm = tl.sqrt(tl.load(squares)) / s
     clip = tl.load(constants + 2)
-    shrink = tl.where(clip > 0, tl.minimum(clip / (norm + 1e-6), 1.0), 1.0)
+    clipped = tl.minimum(clip / (norm + 1e-6), 1.0)
+    shrink = tl.where(clip > 0, clipped, 1.0)
     infinity = float("inf")
-    is_finite = (tl.abs(norm.to(tl.float32)) < infinity) & (tl.abs(tl.load(loss)) < infinity)
+    has_norm = tl.abs(norm.to(tl.float32)) < infinity
+    has_loss = tl.abs(tl.load(loss)) < infinity
+    is_finite = has_norm & has_loss
+    # Adam's corrections, from beta^t = exp(t log beta).
     t = tl.load(step) + is_finite.to(tl.float32)
     tl.store(step, t)
     t = tl.maximum(t, 1.0).to(tl.float64)  # 0 if no step was finite yet
-    power1, power2 = tl.exp(t * tl.load(constants)), tl.exp(t * tl.load(constants + 1))
+    power1 = tl.exp(t * tl.load(constants))
+    power2 = tl.exp(t * tl.load(constants + 1))
+    root = 1.0 / tl.sqrt(1.0 - power2)
     tl.store(decision, norm.to(tl.float32))
     tl.store(decision + 1, shrink.to(tl.float32))
     tl.store(decision + 2, is_finite.to(tl.float32))
     tl.store(decision + 3, (shrink / s).to(tl.float32))
-    tl.store(decision + 4, (1.0 / tl.sqrt(1.0 - power2)).to(tl.float32))
-    kind = tl.arange(0, KINDS)
-    rates = rate * tl.load(constants + 3 + 2 * kind)
-    decays = tl.load(weight_decay) * tl.load(constants + 4 + 2 * kind)
-    tl.store(decision + OF_KINDS + 2 * kind, (rates * decays).to(tl.float32))
-    tl.store(decision + OF_KINDS + 1 + 2 * kind, (rates / (1.0 - power1)).to(tl.float32))
+    tl.store(decision + 4, root.to(tl.float32))
+    # Of each kind the decay and the step size.
+    kind = 2 * tl.arange(0, KINDS)
+    rates = tl.load(lr) * tl.load(constants + 3 + kind)
+    decays = tl.load(weight_decay) * tl.load(constants + 4 + kind)
+    sizes = rates / (1.0 - power1)
+    tl.store(decision + OF_KINDS + kind, (rates * decays).to(tl.float32))
+    tl.store(decision + OF_KINDS + 1 + kind, sizes.to(tl.float32))
 
 
 @triton.jit
@@ -114,32 +127,36 @@ def _adamw_update(
     4.8. If the step is not finite, it reads and writes nothing. With `parts`, the moments have
     fewer bits, and are rounded by draws for the blocks' places.
     """
+    # Where the blocks are: in the state one after the other, in the flat buffers by the table.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    some = row < tl.where(tl.load(decision + 2) > 0.5, count, 0)
+    is_finite = tl.load(decision + 2) > 0.5
+    some = row < tl.where(is_finite, count, 0)
     entry = tl.load(table + row, mask=some, other=0)
-    columns, mask = tl.arange(0, BLOCK)[None, :], some[:, None]
-    compact = row.to(tl.int64)[:, None] * BLOCK + columns  # in the state
+    columns = tl.arange(0, BLOCK)[None, :]
+    mask = some[:, None]
+    compact = row.to(tl.int64)[:, None] * BLOCK + columns
     kind = decision + OF_KINDS + 2 * (entry & ((1 << KIND_BITS) - 1))
     at = (entry >> KIND_BITS).to(tl.int64)[:, None] * BLOCK + columns
     g = tl.load(gradients + at, mask=mask, other=0.0) * tl.load(decision + 3)
     m = moments.expand(tl.load(exp_avg + compact, mask=mask, other=0))
     v = moments.expand(tl.load(exp_avg_sq + compact, mask=mask, other=0))
     p = tl.load(master + at, mask=mask, other=0.0)
+    # The update, as advance in adamw.py.
     m += (g - m) * (1.0 - BETA1)
     v = v * BETA2 + g * g * (1.0 - BETA2)
-    update = tl.div_rn(m, tl.sqrt_rn(v) * tl.load(decision + 4) + EPS)
+    root = tl.load(decision + 4)
+    update = tl.div_rn(m, tl.sqrt_rn(v) * root + EPS)
+    decay = tl.load(kind)[:, None]
     if CAUTIOUS:
-        p -= tl.where(update * p >= 0.0, p * tl.load(kind)[:, None], 0.0)
+        p -= tl.where(update * p >= 0.0, p * decay, 0.0)
     else:
-        p -= p * tl.load(kind)[:, None]
+        p -= p * decay
     p -= tl.load(kind + 1)[:, None] * update
     if parts is not None:
+        # One draw of 32 bits rounds both.
         bits = moments.draw_blocks(parts, places, step, row, some, compact)
-        tl.store(
-            exp_avg + compact,
-            moments.compress(m, bits & 0xFFFF, exp_avg.dtype.element_ty),
-            mask=mask,
-        )
+        first = moments.compress(m, bits & 0xFFFF, exp_avg.dtype.element_ty)
+        tl.store(exp_avg + compact, first, mask=mask)
         second = moments.compress(v, (bits >> 16) & 0xFFFF, exp_avg_sq.dtype.element_ty)
         tl.store(exp_avg_sq + compact, second, mask=mask)
     else:
@@ -178,7 +195,8 @@ def update_blocks(
     draws: BlockDraws | None = None,
 ) -> None:
     """Apply AdamW to some blocks if the step is finite."""
-    count, drawn = table.shape[1], draws or (None, None, None)
+    count = table.shape[1]
+    drawn = draws or (None, None, None)
     with torch.accelerator.device_index(decision.device.index):
         _adamw_update[(cdiv(count, ROWS),)](
             *buffers,

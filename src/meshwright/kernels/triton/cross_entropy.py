@@ -19,25 +19,23 @@ BLOCK = 2048
 @triton.jit
 def _cross_entropy_forward(logits, labels, lses, picked, stride, vocab, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    c = tl.arange(0, BLOCK)
+    logits += row * stride
     high = tl.full((), -float("inf"), tl.float32)
     total = tl.zeros((), tl.float32)
+    # The sum of exp(x - high), whose `high` grows from block to block.
     for start in range(0, vocab, BLOCK):
-        x = tl.load(
-            logits + row * stride + start + c, mask=start + c < vocab, other=-float("inf")
-        ).to(tl.float32)
+        c = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + c, mask=c < vocab, other=-float("inf")).to(tl.float32)
         new = tl.maximum(high, tl.max(x, 0))
+        # If all are -inf so far, -inf - (-inf) would be NaN.
         safe = tl.where(new == -float("inf"), 0.0, new)
         total = total * tl.exp(high - safe) + tl.sum(tl.exp(x - safe), 0)
         high = new
-    lse = high + tl.log(total)
+    tl.store(lses + row, high + tl.log(total))
     label = tl.load(labels + row)
-    tl.store(lses + row, lse)
     is_inside = (label >= 0) & (label < vocab)
-    tl.store(
-        picked + row,
-        tl.load(logits + row * stride + label, mask=is_inside, other=0.0).to(tl.float32),
-    )
+    value = tl.load(logits + label, mask=is_inside, other=0.0)
+    tl.store(picked + row, value.to(tl.float32))
 
 
 @triton.jit
@@ -47,20 +45,22 @@ def _cross_entropy_backward(
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = logits + row * stride + c
-    x = tl.load(at, mask=c < vocab, other=-float("inf")).to(tl.float32)
+    is_known = c < vocab
+    x = tl.load(at, mask=is_known, other=-float("inf")).to(tl.float32)
     p = tl.exp(x - tl.load(lses + row))
-    g = tl.where(c == tl.load(labels + row), p - 1.0, p) * tl.load(grads + row)
+    is_label = c == tl.load(labels + row)
+    g = tl.where(is_label, p - 1.0, p) * tl.load(grads + row)
     if of_lses is not None:
         g += p * tl.load(of_lses + row)
-    tl.store(at, tl.where(c < vocab, g, 0.0).to(logits.dtype.element_ty), mask=c < padded)
+    g = tl.where(is_known, g, 0.0)  # the padding's too
+    tl.store(at, g.to(logits.dtype.element_ty), mask=c < padded)
 
 
 def log_sum_exp(logits: Tensor, labels: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     """Return log-sum-exps and the labels' logits [N], 0 for a label that is not here."""
     assert logits.stride(1) == labels.stride(0) == 1
-    lses, picked = (
-        torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(2)
-    )
+    lses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    picked = torch.empty_like(lses)
     with torch.accelerator.device_index(logits.device.index):
         _cross_entropy_forward[(len(logits),)](
             logits, labels, lses, picked, logits.stride(0), vocab, BLOCK, num_warps=4
@@ -92,5 +92,5 @@ def overwrite(
             BLOCK,
             num_warps=8,
         )
-    # another backward pass that needs them then fails
+    # Another backward pass that needs them then fails.
     torch.autograd.graph.increment_version(logits)

@@ -85,15 +85,16 @@ def _decode_linear(
     W once; x and the norm's weights, once per program, come from the L2 cache.
     """
     _start_next(EARLY)
+    # What no kernel before this one writes: the parameters.
     n = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, BLOCK)[None, :]
-    is_column, known = n < columns, k < WIDTH
+    is_column = n < columns
+    known = k < WIDTH
+    inside = is_column[:, None] & known
     at = weight + n[:, None] * WIDTH + k
-    w = tl.load(at, mask=is_column[:, None] & known, other=0.0)
+    w = tl.load(at, mask=inside, other=0.0)
     if GATED:
-        up = tl.load(
-            at + tl.cast(columns, tl.int64) * WIDTH, mask=is_column[:, None] & known, other=0.0
-        )
+        up = tl.load(at + tl.cast(columns, tl.int64) * WIDTH, mask=inside, other=0.0)
     if norm_weight is not None:
         scale = tl.load(norm_weight + k, mask=known, other=0.0).to(tl.float32) + plus
         if norm_bias is not None:
@@ -102,6 +103,7 @@ def _decode_linear(
         added = tl.load(bias + n, mask=is_column, other=0.0).to(tl.float32)
         if GATED:
             added_up = tl.load(bias + columns + n, mask=is_column, other=0.0).to(tl.float32)
+    # The row, and its norm.
     _await_row(EARLY)
     y = tl.load(x + k, mask=known, other=0.0)
     if residual is not None:
@@ -109,11 +111,14 @@ def _decode_linear(
     if norm_weight is not None:
         f = y.to(tl.float32)
         if CENTERS:
-            f = tl.where(known, f - tl.sum(f, 1)[:, None] / WIDTH, 0.0)
-        f = f / tl.sqrt(tl.sum(f * f, 1)[:, None] / WIDTH + eps) * scale
+            mean = tl.sum(f, 1)[:, None] / WIDTH
+            f = tl.where(known, f - mean, 0.0)
+        variance = tl.sum(f * f, 1)[:, None] / WIDTH
+        f = f / tl.sqrt(variance + eps) * scale
         if norm_bias is not None:
             f += shift
         y = f.to(w.dtype)
+    # The product, and what follows it; each step rounds to the format of the network.
     acc = tl.sum(w.to(tl.float32) * y.to(tl.float32), 1)
     if bias is not None:
         acc += added
@@ -136,30 +141,37 @@ def _rotated(head, d, inside, cos, sin, HALF: tl.constexpr):
     x = tl.load(head + d, mask=inside, other=0.0)
     if HALF > 0:
         turns = d < 2 * HALF
-        pair = tl.where(d < HALF, d, d - HALF)
-        other = tl.load(
-            head + tl.where(d < HALF, d + HALF, d - HALF), mask=inside & turns, other=0.0
-        )
+        is_first = d < HALF
+        pair = tl.where(is_first, d, d - HALF)
+        partner = tl.where(is_first, d + HALF, d - HALF)
+        other = tl.load(head + partner, mask=inside & turns, other=0.0)
+        c = tl.load(cos + pair, mask=turns, other=1.0)
         s = tl.load(sin + pair, mask=turns, other=0.0)
-        y = x.to(tl.float32) * tl.load(cos + pair, mask=turns, other=1.0)
-        x = (y + other.to(tl.float32) * tl.where(d < HALF, -s, s)).to(x.dtype)
+        s = tl.where(is_first, -s, s)
+        rotated = x.to(tl.float32) * c + other.to(tl.float32) * s
+        x = rotated.to(x.dtype)
     return x
 
 
 @triton.jit
 def _add_up(base, HEADS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
     """Return the attention [HEADS, WIDTH] of parts that each have a maximum and sums."""
-    h, d = tl.arange(0, HEADS), tl.arange(0, WIDTH)
+    h = tl.arange(0, HEADS)
+    d = tl.arange(0, WIDTH)
     high = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     acc = tl.zeros((HEADS, WIDTH), tl.float32)
+    # Other programs wrote the parts: ".cg" reads them past this multiprocessor's own cache.
     for i in tl.static_range(PARTS):
         theirs = base + i * (HEADS * (WIDTH + 2))
+        sums = theirs + 2 * HEADS + h[:, None] * WIDTH + d[None, :]
         peak = tl.load(theirs + h, cache_modifier=".cg")
+        added = tl.load(theirs + HEADS + h, cache_modifier=".cg")
+        more = tl.load(sums, cache_modifier=".cg")
         higher = tl.maximum(high, peak)
-        fade, share = tl.exp(high - higher), tl.exp(peak - higher)
-        total = total * fade + tl.load(theirs + HEADS + h, cache_modifier=".cg") * share
-        more = tl.load(theirs + 2 * HEADS + h[:, None] * WIDTH + d[None, :], cache_modifier=".cg")
+        fade = tl.exp(high - higher)
+        share = tl.exp(peak - higher)
+        total = total * fade + added * share
         acc = acc * fade[:, None] + more * share[:, None]
         high = higher
     return acc / total[:, None]
@@ -177,10 +189,13 @@ def _load_block(
     BLOCK: tl.constexpr,
 ):
     """Load keys and values [BLOCK, WIDTH] of a group from the place `start` on."""
-    s, d = start + tl.arange(0, BLOCK), tl.arange(0, WIDTH)
+    s = start + tl.arange(0, BLOCK)
+    d = tl.arange(0, WIDTH)
     at = s.to(tl.int64)[:, None] * (GROUPS * DIM) + d[None, :]
     known = (s < end)[:, None] & (d < DIM)[None, :]
-    return tl.load(keys + at, mask=known, other=0.0), tl.load(values + at, mask=known, other=0.0)
+    k = tl.load(keys + at, mask=known, other=0.0)
+    v = tl.load(values + at, mask=known, other=0.0)
+    return k, v
 
 
 @triton.jit
@@ -192,9 +207,8 @@ def _add_block(q, k, v, start, end, high, total, acc, scale, BLOCK: tl.constexpr
     """
     known = start + tl.arange(0, BLOCK) < end
     if q.shape[0] == 1:
-        scores = tl.where(
-            known, tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale, float("-inf")
-        )
+        scores = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
+        scores = tl.where(known, scores, float("-inf"))
         higher = tl.maximum(high, tl.max(scores, 0))
         p = tl.exp(scores - tl.max(higher, 0))
         more = tl.sum(p[:, None] * v.to(tl.float32), 0)[None, :]
@@ -245,31 +259,38 @@ def _attend(
     order; it sets the counter back to 0. Bytes moved: the row's keys and values once.
     """
     _start_next(EARLY)
-    row, group, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    h, d = tl.arange(0, HEADS), tl.arange(0, WIDTH)
+    row = tl.program_id(0)
+    group = tl.program_id(1)
+    part = tl.program_id(2)
+    h = tl.arange(0, HEADS)
+    d = tl.arange(0, WIDTH)
     slot = tl.load(slots + row).to(tl.int64)
     length = tl.load(used + slot).to(tl.int32)
     first = slot * room * (GROUPS * DIM) + group * DIM
     keys += first
     values += first
-    begin, end = part * chunk, tl.minimum((part + 1) * chunk, length)
+    begin = part * chunk
+    end = tl.minimum((part + 1) * chunk, length)
     k, v = _load_block(keys, values, begin, end, GROUPS, DIM, WIDTH, BLOCK)
+    # The row's queries, key and value.
     _await_row(EARLY)
     head = qkv + (row.to(tl.int64) * GROUPS + group) * ((PER_GROUP + 2) * DIM)
     cos += length * HALF
     sin += length * HALF
-    inside = (h < PER_GROUP)[:, None] & (d < DIM)[None, :]
-    q = _rotated(head + h[:, None] * DIM, d[None, :], inside, cos, sin, HALF)
-    k_new = _rotated(head + PER_GROUP * DIM, d[None, :], (d < DIM)[None, :], cos, sin, HALF)
-    v_new = tl.load(head + (PER_GROUP + 1) * DIM + d[None, :], mask=(d < DIM)[None, :], other=0.0)
+    d_row = d[None, :]
+    known = (d < DIM)[None, :]
+    inside = (h < PER_GROUP)[:, None] & known
+    q = _rotated(head + h[:, None] * DIM, d_row, inside, cos, sin, HALF)
+    k_new = _rotated(head + PER_GROUP * DIM, d_row, known, cos, sin, HALF)
+    v_new = tl.load(head + (PER_GROUP + 1) * DIM + d_row, mask=known, other=0.0)
+    # The first part begins with the new place, the others with nothing.
     is_first = part == 0
-    at = tl.cast(length, tl.int64) * (GROUPS * DIM) + d[None, :]
+    at = tl.cast(length, tl.int64) * (GROUPS * DIM) + d_row
     if is_first:
-        tl.store(keys + at, k_new, mask=(d < DIM)[None, :])
-        tl.store(values + at, v_new, mask=(d < DIM)[None, :])
-    high = tl.where(
-        is_first, tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale, float("-inf")
-    )
+        tl.store(keys + at, k_new, mask=known)
+        tl.store(values + at, v_new, mask=known)
+    score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale
+    high = tl.where(is_first, score, float("-inf"))
     total = tl.where(is_first, 1.0, 0.0) + tl.zeros((HEADS,), tl.float32)
     acc = tl.where(is_first, v_new.to(tl.float32), 0.0) + tl.zeros((HEADS, WIDTH), tl.float32)
     if begin < end:
@@ -277,27 +298,23 @@ def _attend(
     for start in tl.range(begin + BLOCK, end, BLOCK, num_stages=STAGES):
         k, v = _load_block(keys, values, start, end, GROUPS, DIM, WIDTH, BLOCK)
         high, total, acc = _add_block(q, k, v, start, end, high, total, acc, scale, BLOCK)
+    unit = row * GROUPS + group
+    o = out + (unit * PER_GROUP).to(tl.int64) * DIM + h[:, None] * DIM + d_row
     if PARTS > 1:
-        unit = row * GROUPS + group
         base = partials + (unit * PARTS).to(tl.int64) * (HEADS * (WIDTH + 2))
         mine = base + part * (HEADS * (WIDTH + 2))
         tl.store(mine + h, high)
         tl.store(mine + HEADS + h, total)
-        tl.store(mine + 2 * HEADS + h[:, None] * WIDTH + d[None, :], acc)
+        tl.store(mine + 2 * HEADS + h[:, None] * WIDTH + d_row, acc)
         tl.debug_barrier()  # all stores of this program come before its count
         done = tl.atomic_add(counters + unit, 1, sem="acq_rel", scope="gpu")
         if done == PARTS - 1:
-            o = out + (unit * PER_GROUP).to(tl.int64) * DIM + h[:, None] * DIM + d[None, :]
-            tl.store(o, _add_up(base, HEADS, WIDTH, PARTS).to(out.dtype.element_ty), mask=inside)
+            whole = _add_up(base, HEADS, WIDTH, PARTS)
+            tl.store(o, whole.to(out.dtype.element_ty), mask=inside)
             tl.store(counters + unit, 0)
     else:
-        o = (
-            out
-            + ((row * GROUPS + group) * PER_GROUP).to(tl.int64) * DIM
-            + h[:, None] * DIM
-            + d[None, :]
-        )
-        tl.store(o, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+        whole = acc / total[:, None]
+        tl.store(o, whole.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -306,32 +323,39 @@ def _embed_tokens(
 ):
     """Write wte[token] + wpe[place] of a row. Bytes moved: these rows once."""
     _start_next(EARLY)
-    row, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + row)
     token = tl.load(tokens + slot)
-    x = tl.load(wte + token * width + c, mask=c < width, other=0.0)
+    inside = c < width
+    x = tl.load(wte + token * width + c, mask=inside, other=0.0)
     if wpe is not None:
         place = tl.load(used + slot)
-        y = x.to(tl.float32) + tl.load(wpe + place * width + c, mask=c < width, other=0.0).to(
-            tl.float32
-        )
+        added = tl.load(wpe + place * width + c, mask=inside, other=0.0)
+        y = x.to(tl.float32) + added.to(tl.float32)
         x = y.to(x.dtype)
-    tl.store(out + row.to(tl.int64) * width + c, x, mask=c < width)
+    tl.store(out + row.to(tl.int64) * width + c, x, mask=inside)
 
 
+# The numbers of draws.py, as int64: masks of 34, 37, 33 and 52 bits, the factors, and 2^-52.
 @triton.jit
 def _mix_int64(x):
-    x = (x ^ ((x >> 30) & 17179869183)) * -4658895280553007687
-    x = (x ^ ((x >> 27) & 137438953471)) * -7723592293110705685
+    x = x ^ ((x >> 30) & 17179869183)
+    x = x * -4658895280553007687
+    x = x ^ ((x >> 27) & 137438953471)
+    x = x * -7723592293110705685
     return x ^ ((x >> 31) & 8589934591)
 
 
 @triton.jit
 def _gumbel(key, position, token):
     """Return the variables of draws.py, float64; all arguments are int64."""
-    h = _mix_int64(_mix_int64(key + position * -7046029254386353131) + token * -3372029247567499371)
-    u = (((h >> 12) & 4503599627370495).to(tl.float64) + 0.5) * 2.220446049250313e-16
-    return -tl.log(-tl.log(1.0 - u))
+    row = _mix_int64(key + position * -7046029254386353131)
+    bits = _mix_int64(row + token * -3372029247567499371)
+    bits = (bits >> 12) & 4503599627370495
+    u = (bits.to(tl.float64) + 0.5) * 2.220446049250313e-16
+    exponential = -tl.log(1.0 - u)
+    return -tl.log(exponential)
 
 
 @triton.jit
@@ -364,50 +388,59 @@ def _choose_tokens(
     to 0. Bytes moved: the logits once.
     """
     _await_row(EARLY)
-    row, part = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    part = tl.program_id(1)
     c = part * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row.to(tl.int64) * stride + c, mask=c < vocab, other=float("-inf")).to(
-        tl.float32
-    )
+    at = row.to(tl.int64) * stride + c
+    x = tl.load(logits + at, mask=c < vocab, other=float("-inf")).to(tl.float32)
     x = tl.where(x == x, x, float("inf"))  # a NaN is as bad
     slot = tl.load(slots + row)
     goes_on = tl.load(active + slot) != 0
     place = tl.load(used + slot) + goes_on.to(tl.int64)
     if keys is not None:
         by = tl.load(temperatures + slot)
-        drawn = x.to(tl.float64) / tl.where(by > 0, by, 1.0) + _gumbel(
-            tl.load(keys + slot), place, c.to(tl.int64)
-        )
+        noise = _gumbel(tl.load(keys + slot), place, c.to(tl.int64))
+        drawn = x.to(tl.float64) / tl.where(by > 0, by, 1.0) + noise
         x = tl.where(by > 0, drawn, x.to(tl.float64))
+    # This part's largest, the first of equals: 2147483647 is above every place.
     peak = tl.max(x, 0)
-    tl.store(peaks + row * PARTS + part, peak)
-    tl.store(places + row * PARTS + part, tl.min(tl.where(x == peak, c, 2147483647), 0))
+    best = tl.min(tl.where(x == peak, c, 2147483647), 0)
+    peaks += row * PARTS
+    places += row * PARTS
+    tl.store(peaks + part, peak)
+    tl.store(places + part, best)
     tl.debug_barrier()  # all stores of this program come before its count
-    if tl.atomic_add(counters + row, 1, sem="acq_rel", scope="gpu") == tl.num_programs(1) - 1:
+    done = tl.atomic_add(counters + row, 1, sem="acq_rel", scope="gpu")
+    if done == tl.num_programs(1) - 1:
+        # The last program: the largest of all parts, read past this multiprocessor's own cache.
         i = tl.arange(0, PARTS)
         inside = i < tl.num_programs(1)
-        every = tl.load(
-            peaks + row * PARTS + i, mask=inside, other=float("-inf"), cache_modifier=".cg"
-        )
-        at = tl.load(places + row * PARTS + i, mask=inside, other=2147483647, cache_modifier=".cg")
-        peak = tl.max(every, 0)
-        best = tl.min(tl.where(every == peak, at, 2147483647), 0).to(tl.int64)
-        is_finite = (peak < float("inf")) & (peak > float("-inf"))
-        tl.store(tokens + slot, tl.where(is_finite, best, 0))
+        every = tl.load(peaks + i, mask=inside, other=float("-inf"), cache_modifier=".cg")
+        firsts = tl.load(places + i, mask=inside, other=2147483647, cache_modifier=".cg")
+        highest = tl.max(every, 0)
+        token = tl.min(tl.where(every == highest, firsts, 2147483647), 0).to(tl.int64)
+        is_finite = (highest < float("inf")) & (highest > float("-inf"))
+        tl.store(tokens + slot, tl.where(is_finite, token, 0))
         tl.store(used + slot, place)
-        stays = goes_on & is_finite & (best != eod) & (place + 1 < tl.load(limits + slot))
+        has_room = place + 1 < tl.load(limits + slot)
+        stays = goes_on & is_finite & (token != eod) & has_room
         tl.store(active + slot, stays.to(tl.int8))
-        tl.store(report + row, tl.where(goes_on, tl.where(is_finite, best, BAD), NONE))
+        chosen = tl.where(is_finite, token, BAD)
+        tl.store(report + row, tl.where(goes_on, chosen, NONE))
         tl.store(counters + row, 0)
 
 
 def embed(state: TextState, slots: Tensor, wte: Tensor, wpe: Tensor | None) -> Tensor:
     """Return the embeddings of the slots' last tokens."""
-    out = wte.new_empty(len(slots), wte.shape[1])
-    grid = len(slots), cdiv(wte.shape[1], 1024)
+    b = len(slots)
+    width = wte.shape[1]
+    block = 1024
+    out = wte.new_empty(b, width)
+    early = devices.is_hopper_or_later(wte.device)
     with torch.accelerator.device_index(wte.device.index):
-        numbers = wte.shape[1], 1024, devices.is_hopper_or_later(wte.device)
-        _embed_tokens[grid](state.token, state.used, slots, wte, wpe, out, *numbers)
+        _embed_tokens[b, cdiv(width, block)](
+            state.token, state.used, slots, wte, wpe, out, width, block, early
+        )
     return out
 
 
@@ -420,24 +453,37 @@ def choose_tokens(
     draws: Draws | None = None,
 ) -> Tensor:
     """Choose tokens, advance the rows, and return what to report."""
-    b, block = len(logits), 2048
+    b = len(logits)
+    block = 2048
     parts = power_of_2(cdiv(vocab, block))
     peaks = logits.new_empty(b, parts, dtype=torch.float32 if draws is None else torch.float64)
     places = slots.new_empty(b, parts, dtype=torch.int32)
     report = torch.empty_like(slots)
+    early = devices.is_hopper_or_later(logits.device)
+    temperatures, keys = draws or (None, None)
     with torch.accelerator.device_index(logits.device.index):
-        texts = (
+        _choose_tokens[b, cdiv(vocab, block)](
+            logits,
+            slots,
             state.token,
             state.used,
             state.limit,
             state.active.view(torch.int8),
-            *(draws or (None, None)),
-        )
-        scratch = report, peaks, places, counters(state.used, max(COUNTERS, power_of_2(b)))
-        early = devices.is_hopper_or_later(logits.device)
-        numbers = vocab, logits.stride(0), eod, NONE, BAD, parts, block, early
-        _choose_tokens[b, cdiv(vocab, block)](
-            logits, slots, *texts, *scratch, *numbers, **LAUNCH[early]
+            temperatures,
+            keys,
+            report,
+            peaks,
+            places,
+            counters(state.used, max(COUNTERS, power_of_2(b))),
+            vocab,
+            logits.stride(0),
+            eod,
+            NONE,
+            BAD,
+            parts,
+            block,
+            early,
+            **LAUNCH[early],
         )
     return report
 
@@ -446,25 +492,34 @@ def linear_of_row(
     x: Tensor, layer: DecodeLinear, residual: Tensor | None = None, tile: LinearTile | None = None
 ) -> Tensor:
     """Return f(norm(x) W^T + bias) + residual of one row."""
-    (_, k), gated = x.shape, layer.kind in GATES
+    k = x.shape[1]
+    gated = layer.kind in GATES
     n = layer.weight.shape[0] // (1 + gated)
     tile = tile or tile_of(n, k, devices.processors(x.device), gated)
     out = x.new_empty(1, n) if residual is None else torch.empty_like(residual)
+    norm_weight, norm_bias, eps, plus, centers = layer.norm or (None, None, 0.0, 0.0, False)
+    early = devices.is_hopper_or_later(x.device)
     with torch.accelerator.device_index(x.device.index):
-        norm_weight, norm_bias, eps, plus, centers = layer.norm or (None, None, 0.0, 0.0, False)
-        tensors = x, layer.weight, layer.bias, norm_weight, norm_bias, residual, out
-        early = devices.is_hopper_or_later(x.device)
-        constants = (
+        _decode_linear[(cdiv(n, tile.columns),)](
+            x,
+            layer.weight,
+            layer.bias,
+            norm_weight,
+            norm_bias,
+            residual,
+            out,
+            n,
+            eps,
+            plus,
+            k,
             GATES.get(layer.kind, layer.kind),
             gated,
             tile.columns,
             max(16, power_of_2(k)),
             centers,
             early,
-        )
-        numbers = n, eps, plus, k
-        _decode_linear[(cdiv(n, tile.columns),)](
-            *tensors, *numbers, *constants, num_warps=tile.warps, **LAUNCH[early]
+            num_warps=tile.warps,
+            **LAUNCH[early],
         )
     return out
 
@@ -476,32 +531,48 @@ def tile_of(columns: int, inner: int, processors: int, gated: bool = False) -> L
     A thread holds 128 weights or fewer, of a program's 65,536.
     """
     inner = max(16, power_of_2(inner))
-    width = next(
-        (w for w in (16, 8, 4, 2) if w * inner <= 16384 and columns // w >= 2 * processors), 1
-    )
-    return LinearTile(width, min(16, max(4, width * inner * (1 + gated) // 4096)))
+    width = 16
+    while width > 1 and (width * inner > 16384 or columns // width < 2 * processors):
+        width //= 2
+    warps = width * inner * (1 + gated) // 4096
+    return LinearTile(width, min(16, max(4, warps)))
 
 
 def attend(
     qkv: Tensor, texts: CachedTexts, sizes: HeadSizes, rotation: tuple[Tensor, Tensor] | None
 ) -> Tensor:
     """Return the attention of new tokens, and add their keys and values to the cache."""
-    b, (groups, per_group, dim) = len(qkv), sizes
-    heads, width = 1 if per_group == 1 else max(16, power_of_2(per_group)), max(16, power_of_2(dim))
+    b = len(qkv)
+    groups, per_group, dim = sizes
+    units = b * groups
+    # tl.dot multiplies 16 rows and columns or more; one query goes without it.
+    heads = 1 if per_group == 1 else max(16, power_of_2(per_group))
+    width = max(16, power_of_2(dim))
     tile, parts, chunk = attend_tile(
-        texts.longest, b * groups, heads, width, devices.processors(qkv.device)
+        texts.longest, units, heads, width, devices.processors(qkv.device)
     )
     out = qkv.new_empty(b, groups * per_group * dim)
-    partials = out.new_empty(
-        b * groups * parts * heads * (width + 2) if parts > 1 else 0, dtype=torch.float32
-    )
-    cos, sin = rotation if rotation is not None else (partials, partials)
+    # Of each part a maximum and a sum for each head, and the weighted values.
+    count = units * parts * heads * (width + 2) if parts > 1 else 0
+    partials = out.new_empty(count, dtype=torch.float32)
+    cos, sin = rotation if rotation is not None else (partials, partials)  # which nothing reads
+    half = 0 if rotation is None else cos.shape[-1]
+    early = devices.is_hopper_or_later(qkv.device)
     with torch.accelerator.device_index(qkv.device.index):
-        tensors = *texts[:4], cos, sin, out, partials, counters(texts.used, COUNTERS)
-        numbers = dim**-0.5, texts.keys.shape[1], chunk
-        half = 0 if rotation is None else cos.shape[-1]
-        early = devices.is_hopper_or_later(qkv.device)
-        constants = (
+        _attend[b, groups, parts](
+            qkv,
+            texts.keys,
+            texts.values,
+            texts.slots,
+            texts.used,
+            cos,
+            sin,
+            out,
+            partials,
+            counters(texts.used, COUNTERS),
+            dim**-0.5,
+            texts.keys.shape[1],
+            chunk,
             groups,
             per_group,
             dim,
@@ -512,9 +583,8 @@ def attend(
             parts,
             tile.stages,
             early,
-        )
-        _attend[b, groups, parts](
-            qkv, *tensors, *numbers, *constants, num_warps=tile.warps, **LAUNCH[early]
+            num_warps=tile.warps,
+            **LAUNCH[early],
         )
     return out
 
@@ -525,10 +595,15 @@ def attend_tile(
 ) -> tuple[AttendTile, int, int]:
     """Return the tile, and in how many parts of how many places each row and group is divided."""
     is_wide = heads == 1 and units <= processors
-    places = max(64, min(16384 // width, power_of_2(longest))) if is_wide else 64
-    parts = min(cdiv(longest, places), max(1, 2 * processors // units))
+    places = 64
+    if is_wide:
+        places = max(places, min(16384 // width, power_of_2(longest)))
+    # About two programs for each multiprocessor, of whole blocks each.
+    wanted = max(1, 2 * processors // units)
+    parts = min(cdiv(longest, places), wanted)
     chunk = cdiv(cdiv(longest, parts), places) * places
-    tile = AttendTile(places, max(4, places * width // 2048), 1 if is_wide else 2)
+    warps = max(4, places * width // 2048)
+    tile = AttendTile(places, warps, stages=1 if is_wide else 2)
     return tile, cdiv(longest, chunk), chunk
 
 

@@ -42,15 +42,19 @@ def _site_rows(samples, columns, out, count, start, BLOCK: tl.constexpr):
     Moves 20 bytes a row and site.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    sample = tl.load(samples + i, mask=i < count, other=0)
-    column = tl.load(columns + i, mask=i < count, other=0)
+    inside = i < count
+    sample = tl.load(samples + i, mask=inside, other=0)
+    column = tl.load(columns + i, mask=inside, other=0)
+    # dropout.rows: 64 bits of each coordinate, the lower half first.
     h = mix((sample + start).to(tl.uint32))
     h = mix(h ^ (sample >> 32).to(tl.uint32) ^ 0x85EBCA6B)
     h = mix(h + column.to(tl.uint32))
     h = mix(h ^ (column >> 32).to(tl.uint32) ^ 0x85EBCA6B)
+    # dropout.at_site.
     site = tl.program_id(1)
     h = mix(h ^ (site.to(tl.uint32) * 0x9E3779B9 + 0x7F4A7C15))
-    tl.store(out + site.to(tl.int64) * count + i, h.to(tl.int32, bitcast=True), mask=i < count)
+    at = site.to(tl.int64) * count + i
+    tl.store(out + at, h.to(tl.int32, bitcast=True), mask=inside)
 
 
 def threshold_of(p: float) -> int:
@@ -62,28 +66,35 @@ def threshold_of(p: float) -> int:
 def _drop(x, rows, out, columns, threshold, scale, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     c = tl.arange(0, BLOCK)
-    keep = keep_mask(tl.load(rows + row), c, threshold)
+    inside = c < columns
     at = row.to(tl.int64) * columns + c
-    value = tl.load(x + at, mask=c < columns)
-    tl.store(out + at, tl.where(keep, value * scale, 0.0).to(value.dtype), mask=c < columns)
+    value = tl.load(x + at, mask=inside)
+    keep = keep_mask(tl.load(rows + row), c, threshold)
+    kept = tl.where(keep, value * scale, 0.0)
+    tl.store(out + at, kept.to(value.dtype), mask=inside)
 
 
 def site_rows(seed: int, count: int, samples: Tensor, columns: Tensor) -> Tensor:
     """Return the hashes of rows at sites 0 to count - 1."""
     samples, columns = torch.broadcast_tensors(samples, columns)
     # One sample for all columns would stay a view of one element.
-    flat = samples.flatten().contiguous(), columns.flatten().contiguous()
-    n, block = len(flat[0]), 512
+    flat_samples = samples.flatten().contiguous()
+    flat_columns = columns.flatten().contiguous()
+    n = len(flat_samples)
+    block = 512
     out = torch.empty(count, n, dtype=torch.int32, device=samples.device)
     with torch.accelerator.device_index(samples.device.index):
-        _site_rows[(cdiv(n, block), count)](*flat, out, n, start_number(seed), block, num_warps=4)
+        _site_rows[(cdiv(n, block), count)](
+            flat_samples, flat_columns, out, n, start_number(seed), block, num_warps=4
+        )
     return out.view(count, *samples.shape)
 
 
 def drop(x: Tensor, rows: Tensor, p: float) -> Tensor:
     """Return x * keep / (1 - p)."""
     x = x.contiguous()
-    out, columns = torch.empty_like(x), x.shape[-1]
+    out = torch.empty_like(x)
+    columns = x.shape[-1]
     block = power_of_2(columns)
     warps = min(8, max(1, block // 256))
     with torch.accelerator.device_index(x.device.index):

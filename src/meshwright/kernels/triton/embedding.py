@@ -9,7 +9,10 @@ from torch import Tensor
 
 from meshwright.kernels.grid import cdiv
 
-ROWS, COLUMNS, WARPS = 16, 512, 4  # of a tile
+# The tile of a program.
+ROWS = 16
+COLUMNS = 512
+WARPS = 4
 
 
 @triton.jit
@@ -25,19 +28,23 @@ def _embedding_add_rows(
     """
     place = tl.program_id(0)
     token = tl.load(ids + place)
-    is_first = (place == 0) | (tl.load(ids + tl.maximum(place - 1, 0)) != token)
+    before = tl.load(ids + tl.maximum(place - 1, 0))
+    is_first = (place == 0) | (before != token)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = column < width
     if is_first:
         end = tl.load(ends + place).to(tl.int32)
         added = tl.zeros((COLUMNS,), tl.float32)
         for start in range(place, end, ROWS):
-            at = start + tl.arange(0, ROWS)
-            row = tl.load(order + at, mask=at < end, other=0).to(tl.int64)
-            mask = (at < end)[:, None] & (column < width)[None, :]
-            value = tl.load(rows + row[:, None] * width + column[None, :], mask=mask, other=0.0)
+            i = start + tl.arange(0, ROWS)
+            row = tl.load(order + i, mask=i < end, other=0).to(tl.int64)
+            at = row[:, None] * width + column[None, :]
+            mask = (i < end)[:, None] & is_column[None, :]
+            value = tl.load(rows + at, mask=mask, other=0.0)
             added += tl.sum(value.to(tl.float32), 0)
-        at = total + token.to(tl.int64) * width + column
-        tl.store(at, tl.load(at, mask=column < width, other=0.0) + added, mask=column < width)
+        target = total + token.to(tl.int64) * width + column
+        old = tl.load(target, mask=is_column, other=0.0)
+        tl.store(target, old + added, mask=is_column)
 
 
 def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> None:

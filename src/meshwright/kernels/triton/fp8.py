@@ -38,10 +38,8 @@ class CastTile(NamedTuple):
 
 
 # A thread of the cast takes 63 registers for 32 numbers, and 124 for 64 (sm_90, Triton 3.6).
-CAST, TRANSPOSE = (
-    CastTile(rows=64, columns=64, warps=4),
-    CastTile(rows=64, columns=128, warps=4, pack=1),
-)
+CAST = CastTile(rows=64, columns=64, warps=4)
+TRANSPOSE = CastTile(rows=64, columns=128, warps=4, pack=1)
 
 
 @triton.jit
@@ -54,7 +52,7 @@ def encode(value, scale, LARGEST: tl.constexpr, WIDE: tl.constexpr):
         q = scaled.to(tl.float8e5).to(tl.uint8, bitcast=True)
     else:
         q = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    # NaN in both formats
+    # 0x7F is NaN in both formats.
     return tl.where(finite, q, 0x7F).to(tl.uint8), tl.where(finite, size, 0.0)
 
 
@@ -103,7 +101,8 @@ def _fp8_cast(
     or None; transposed [columns, padded] as words, whose bytes from `rows` on are 0, or None. Moves
     2 + 1 + 1 bytes an element of bfloat16, without `transposed` 2 + 1.
     """
-    i, j = tl.program_id(0 if DOWN else 1), tl.program_id(1 if DOWN else 0)
+    i = tl.program_id(0 if DOWN else 1)
+    j = tl.program_id(1 if DOWN else 0)
     _fp8_cast_tile(
         x,
         out,
@@ -147,11 +146,14 @@ def _fp8_cast_tile(
     high = tl.zeros((ROWS // PACK, COLUMNS), tl.float32)
     if transposed is not None:
         word = tl.zeros((ROWS // PACK, COLUMNS), transposed.dtype.element_ty)
+    is_column = c < columns
+    # PACK rows below one another become the bytes of a word, the first one the lowest.
     for k in tl.static_range(PACK):
         r = first * PACK + k
-        inside = (r < rows)[:, None] & (c < columns)[None, :]
+        inside = (r < rows)[:, None] & is_column[None, :]
         at = r[:, None] * columns + c[None, :]
-        q, size = encode(tl.load(x + at, mask=inside, other=0.0).to(tl.float32), by, LARGEST, WIDE)
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        q, size = encode(value, by, LARGEST, WIDE)
         high = tl.maximum(high, size)
         tl.store(out + at, q, mask=inside)
         if transposed is not None:
@@ -160,11 +162,8 @@ def _fp8_cast_tile(
         raise_amax(amax, tl.max(tl.max(high, 1), 0))
     if transposed is not None:
         to = c[:, None] * (padded // PACK) + first[None, :]
-        tl.store(
-            transposed + to,
-            tl.trans(word),
-            mask=(c < columns)[:, None] & (first < padded // PACK)[None, :],
-        )
+        mask = is_column[:, None] & (first < padded // PACK)[None, :]
+        tl.store(transposed + to, tl.trans(word), mask=mask)
 
 
 @triton.jit
@@ -233,22 +232,20 @@ def _fp8_transpose(
 
     Moves 1 + 1 bytes an element: for 32,768 x 4,096 3.7 TB/s of an H200's 4.8.
     """
-    first = tl.program_id(0 if DOWN else 1).to(tl.int64) * (ROWS // PACK) + tl.arange(
-        0, ROWS // PACK
-    )
-    c = tl.program_id(1 if DOWN else 0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    i = tl.program_id(0 if DOWN else 1).to(tl.int64)
+    j = tl.program_id(1 if DOWN else 0).to(tl.int64)
+    first = i * (ROWS // PACK) + tl.arange(0, ROWS // PACK)
+    c = j * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = c < columns
     word = tl.zeros((ROWS // PACK, COLUMNS), transposed.dtype.element_ty)
     for k in tl.static_range(PACK):
         r = first * PACK + k
-        inside = (r < rows)[:, None] & (c < columns)[None, :]
+        inside = (r < rows)[:, None] & is_column[None, :]
         byte = tl.load(q + r[:, None] * columns + c[None, :], mask=inside, other=0)
         word |= byte.to(transposed.dtype.element_ty) << (8 * k)
     to = c[:, None] * (padded // PACK) + first[None, :]
-    tl.store(
-        transposed + to,
-        tl.trans(word),
-        mask=(c < columns)[:, None] & (first < padded // PACK)[None, :],
-    )
+    mask = is_column[:, None] & (first < padded // PACK)[None, :]
+    tl.store(transposed + to, tl.trans(word), mask=mask)
 
 
 def quantise(
@@ -256,21 +253,23 @@ def quantise(
 ) -> None:
     """Fill `out` [N, C] and `transposed` [C, padded N] with x [N, C] * scale; raise any amax."""
     x = x.contiguous()
-    tile, words = CAST, None if transposed is None else transposed.view(WORDS[CAST.pack])
+    words = None if transposed is None else transposed.view(WORDS[CAST.pack])
     rows, columns = x.shape
     padded = rows if transposed is None else transposed.shape[1]
     with torch.accelerator.device_index(x.device.index):
         tensors = x, out.view(torch.uint8), words, scale, amax
-        constants = (
-            LARGEST[out.dtype],
-            out.dtype is torch.float8_e5m2,
-            tile.rows,
-            tile.columns,
-            tile.pack,
-            tile.down,
-        )
-        _fp8_cast[_grid(tile, padded, columns)](
-            *tensors, rows, columns, padded, *constants, num_warps=tile.warps
+        constants = LARGEST[out.dtype], out.dtype is torch.float8_e5m2
+        _fp8_cast[_grid(CAST, padded, columns)](
+            *tensors,
+            rows,
+            columns,
+            padded,
+            *constants,
+            CAST.rows,
+            CAST.columns,
+            CAST.pack,
+            CAST.down,
+            num_warps=CAST.warps,
         )
 
 
@@ -291,23 +290,24 @@ def prepare_casts(casts: Sequence[WeightCast], earlier: WeightCasts | None) -> W
     key = (*CAST, *(t.data_ptr() for cast in casts for t in cast[:3]))
     if earlier is not None and earlier.key == key:
         return earlier
-    rows, owners, first = [], [], 0
+    rows = []
+    owners = []
+    first = 0
+    bases = casts[0][:3]
     for n, (*tensors, index) in enumerate(casts):
-        shape = tensors[0].shape
-        away = [
-            t.data_ptr() - base.data_ptr() for t, base in zip(tensors, casts[0][:3], strict=True)
-        ]
+        # How far each tensor is from the first cast's, in the elements that the kernel sees.
         sizes = tensors[0].element_size(), 1, CAST.pack
+        distances = []
+        for tensor, base, size in zip(tensors, bases, sizes, strict=True):
+            distances.append((tensor.data_ptr() - base.data_ptr()) // size)
+        shape = tensors[0].shape
         programs = math.prod(_grid(CAST, *shape))
-        rows.append(
-            [*(a // size for a, size in zip(away, sizes, strict=True)), index, *shape, first]
-        )
+        rows.append([*distances, index, *shape, first])
         owners.append(torch.full((programs,), n, dtype=torch.int32))
         first += programs
     device = casts[0][0].device
-    return WeightCasts(
-        key, torch.tensor(rows, dtype=torch.int64, device=device), torch.cat(owners).to(device)
-    )
+    table = torch.tensor(rows, dtype=torch.int64, device=device)
+    return WeightCasts(key, table, torch.cat(owners).to(device))
 
 
 def quantise_many(like: WeightCast, prepared: WeightCasts, scale: Tensor, amax: Tensor) -> None:
@@ -315,13 +315,8 @@ def quantise_many(like: WeightCast, prepared: WeightCasts, scale: Tensor, amax: 
     x, out, transposed, _ = like
     with torch.accelerator.device_index(x.device.index):
         bases = x, out.view(torch.uint8), transposed.view(WORDS[CAST.pack])
-        constants = (
-            LARGEST[out.dtype],
-            out.dtype is torch.float8_e5m2,
-            CAST.rows,
-            CAST.columns,
-            CAST.pack,
-        )
+        formats = LARGEST[out.dtype], out.dtype is torch.float8_e5m2
+        constants = *formats, CAST.rows, CAST.columns, CAST.pack
         _fp8_cast_many[(len(prepared.owners),)](
             prepared.table, prepared.owners, *bases, scale, amax, *constants, num_warps=CAST.warps
         )
@@ -329,7 +324,9 @@ def quantise_many(like: WeightCast, prepared: WeightCasts, scale: Tensor, amax: 
 
 def transpose_into(q: Tensor, transposed: Tensor) -> None:
     """Fill `transposed` [C, padded N] with q [N, C]."""
-    (rows, columns), padded, tile = q.shape, transposed.shape[1], TRANSPOSE
+    tile = TRANSPOSE
+    rows, columns = q.shape
+    padded = transposed.shape[1]
     words = transposed.view(WORDS[tile.pack])
     with torch.accelerator.device_index(q.device.index):
         _fp8_transpose[_grid(tile, padded, columns)](
@@ -338,7 +335,8 @@ def transpose_into(q: Tensor, transposed: Tensor) -> None:
             rows,
             columns,
             padded,
-            *tile[:2],
+            tile.rows,
+            tile.columns,
             tile.pack,
             tile.down,
             num_warps=tile.warps,
@@ -346,5 +344,6 @@ def transpose_into(q: Tensor, transposed: Tensor) -> None:
 
 
 def _grid(tile: CastTile, rows: int, columns: int) -> tuple[int, int]:
-    down, across = cdiv(rows, tile.rows), cdiv(columns, tile.columns)
+    down = cdiv(rows, tile.rows)
+    across = cdiv(columns, tile.columns)
     return (down, across) if tile.down else (across, down)

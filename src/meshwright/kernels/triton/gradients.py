@@ -17,7 +17,7 @@ from meshwright.kernels.gradients import Total
 from meshwright.kernels.grid import SUM_COLUMNS, SUM_ROWS, cdiv, power_of_2, sum_slab, summed_rows
 
 STAGES = 3  # of `_sum_rows`: loads in flight; its tile is in grid.py
-# of a program of `_reduce_columns` at least: 32 bytes, which memory moves at once
+# Of a program of `_reduce_columns` at least: 32 bytes, which memory moves at once.
 REDUCED_COLUMNS = 8
 REDUCED_ROWS = 1024  # at most
 REDUCED = 4096  # elements of its tile, if that is large enough
@@ -53,10 +53,12 @@ def _sum_rows(
 
 def sum_rows(matrix: Tensor) -> Tensor:
     """Return partial sums [n, C]; each covers a multiple of ROWS rows."""
-    matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
+    if matrix.stride(1) != 1:
+        matrix = matrix.contiguous()
     count, width = matrix.shape
     slab = sum_slab(count, width, devices.processors(matrix.device))
-    across, n = cdiv(width, SUM_COLUMNS), summed_rows(count, slab)
+    across = cdiv(width, SUM_COLUMNS)
+    n = summed_rows(count, slab)
     partials = torch.empty(n, width, dtype=torch.float32, device=matrix.device)
     with torch.accelerator.device_index(matrix.device.index):
         _sum_rows[(across, n)](
@@ -84,9 +86,8 @@ def _reduce_vector(
         for start in range(0, count, ROWS):
             row = start + tl.arange(0, ROWS)
             inside = (row < count)[:, None] & (c < width)[None, :]
-            sums += tl.load(
-                partials + row.to(tl.int64)[:, None] * width + c[None, :], mask=inside, other=0.0
-            )
+            at = row.to(tl.int64)[:, None] * width + c[None, :]
+            sums += tl.load(partials + at, mask=inside, other=0.0)
         out = tl.sum(sums, 0)
         if ADDS:
             out += tl.load(total + c, mask=c < width, other=0.0).to(tl.float32)
@@ -125,8 +126,12 @@ def _reduce_columns(
 def reduce_into(totals: Sequence[Total | None], partials: Tensor) -> None:
     """Write or add partials[i].sum(0) to the i-th vector, in one launch."""
     k, n, width = partials.shape
-    vectors = [None if total is None else total[0] for total in totals] + [None] * (3 - k)
-    adds = [total is not None and total[1] for total in totals] + [False] * (3 - k)
+    # The kernel takes three vectors; those that are None are left out.
+    vectors: list[Tensor | None] = [None] * 3
+    adds = [False] * 3
+    for i, total in enumerate(totals):
+        if total is not None:
+            vectors[i], adds[i] = total
     rows = min(REDUCED_ROWS, power_of_2(n))
     columns = max(REDUCED_COLUMNS, min(128, REDUCED // rows))
     with torch.accelerator.device_index(partials.device.index):

@@ -8,6 +8,7 @@ on a GPU.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshwright.kernels.fp8 import Into, fp8_arguments
-from meshwright.kernels.grid import HEADS_SAMPLES, HEADS_STEP, cdiv, power_of_2
+from meshwright.kernels.grid import cdiv, power_of_2
 from meshwright.kernels.heads import HeadSizes, Rotation
 from meshwright.kernels.triton.fp8 import raise_amax, store_rounded
 
@@ -25,8 +26,8 @@ from meshwright.kernels.triton.fp8 import raise_amax, store_rounded
 class SlotTile(NamedTuple):
     """Shape of a program's work: `step` positions of at most `samples` samples."""
 
-    step: int = HEADS_STEP
-    samples: int = HEADS_SAMPLES
+    step: int = 32
+    samples: int = 8
     stages: int = 2
     warps: int = 4
 
@@ -69,22 +70,26 @@ def _move_slot(
     the next powers of two. With OWN each sample has its own angles. With a scale the target is fp8,
     of numbers rounded to the source's format, and raises the amax, if any.
     """
+    FP8: tl.constexpr = scale is not None
     by = 1.0 if scale is None else tl.load(scale)
     high_a = tl.zeros((STEP, PAIRS), tl.float32)
     high_rest = tl.zeros((STEP, REST), tl.float32)
     position = tl.program_id(1) * STEP + tl.arange(0, STEP)
+    is_position = (position < length)[:, None]
     first = tl.program_id(2) * SAMPLES
     source += position.to(tl.int64)[:, None] * source_row
     target += position.to(tl.int64)[:, None] * target_row
+    # The pairs' first columns c, and the rest of the columns, which do not turn.
     c = tl.arange(0, PAIRS)
-    pairs = (position < length)[:, None] & (c < HALF)[None, :]
-    turns = (position < length)[:, None] & (c < turning)[None, :]
+    pairs = is_position & (c < HALF)[None, :]
+    turns = is_position & (c < turning)[None, :]
     angle = position[:, None] * HALF + c[None, :]
     rest = 2 * HALF + tl.arange(0, REST)
-    others = (position < length)[:, None] & (rest < DIM)[None, :]
+    others = is_position & (rest < DIM)[None, :]
     total_a = tl.zeros((STEP, PAIRS), tl.float32)
     total_b = tl.zeros((STEP, PAIRS), tl.float32)
     total_rest = tl.zeros((STEP, REST), tl.float32)
+    # Pairs that do not turn have the cosine 1 and the sine 0.
     if HALF > 0 and not OWN:
         x = tl.load(cos + angle, mask=turns, other=1.0)
         y = tl.load(sin + angle, mask=turns, other=0.0) * direction
@@ -99,40 +104,23 @@ def _move_slot(
             a = tl.load(at + c[None, :], mask=pairs, other=0.0).to(tl.float32)
             b = tl.load(at + HALF + c[None, :], mask=pairs, other=0.0).to(tl.float32)
             a, b = a * x - b * y, b * x + a * y
-            high_a = store_rounded(
-                to + c[None, :], a, pairs, by, high_a, source, scale is not None, LARGEST, WIDE
-            )
-            high_a = store_rounded(
-                to + HALF + c[None, :],
-                b,
-                pairs,
-                by,
-                high_a,
-                source,
-                scale is not None,
-                LARGEST,
-                WIDE,
-            )
+            to_a = to + c[None, :]
+            high_a = store_rounded(to_a, a, pairs, by, high_a, source, FP8, LARGEST, WIDE)
+            to_b = to + HALF + c[None, :]
+            high_a = store_rounded(to_b, b, pairs, by, high_a, source, FP8, LARGEST, WIDE)
             if SUMMED:
                 total_a += a
                 total_b += b
         if DIM > 2 * HALF:
             z = tl.load(at + rest[None, :], mask=others, other=0.0)
-            high_rest = store_rounded(
-                to + rest[None, :],
-                z,
-                others,
-                by,
-                high_rest,
-                source,
-                scale is not None,
-                LARGEST,
-                WIDE,
-            )
+            to_z = to + rest[None, :]
+            high_rest = store_rounded(to_z, z, others, by, high_rest, source, FP8, LARGEST, WIDE)
             if SUMMED:
                 total_rest += z.to(tl.float32)
     if amax is not None:
-        raise_amax(amax, tl.maximum(tl.max(tl.max(high_a, 1), 0), tl.max(tl.max(high_rest, 1), 0)))
+        of_pairs = tl.max(tl.max(high_a, 1), 0)
+        of_rest = tl.max(tl.max(high_rest, 1), 0)
+        raise_amax(amax, tl.maximum(of_pairs, of_rest))
     if SUMMED:
         if HALF > 0:
             tl.store(sums + c, tl.sum(total_a, 0), mask=c < HALF)
@@ -167,7 +155,9 @@ def _rotate_heads(
     each per position, are read once per slot and `SAMPLES` samples, and come from the cache. For 32
     x 1,024 tokens and 16 heads of 64 an H200 moves 3.7 of its 4.8 TB/s.
     """
-    group, member = tl.program_id(0) // (PER_GROUP + 1), tl.program_id(0) % (PER_GROUP + 1)
+    # A program of each group's queries, and one of its key; the value stays where it is.
+    group = tl.program_id(0) // (PER_GROUP + 1)
+    member = tl.program_id(0) % (PER_GROUP + 1)
     is_query = member < PER_GROUP
     row: tl.constexpr = GROUPS * (PER_GROUP + 2) * DIM
     target = tl.where(is_query, q + (group * PER_GROUP + member) * DIM, k + group * DIM)
@@ -244,10 +234,16 @@ def _pack_heads(
     1 / (STEP SAMPLES) of both. Cosines and sines as in `_rotate_heads`. `packed` may be fp8, a
     byte an element. As above an H200 moves 3.4 of its 4.8 TB/s, with fp8 2.6.
     """
-    group, member = tl.program_id(0) // (PER_GROUP + 2), tl.program_id(0) % (PER_GROUP + 2)
-    is_query, is_key = member < PER_GROUP, member == PER_GROUP
-    of_key = tl.where(is_key, dk + group.to(tl.int64) * k_head, dv + group.to(tl.int64) * v_head)
-    source = tl.where(is_query, dq + (group * PER_GROUP + member).to(tl.int64) * q_head, of_key)
+    # The slots of a row are those of the groups: queries, key, value. Only a value does not turn.
+    group = tl.program_id(0) // (PER_GROUP + 2)
+    member = tl.program_id(0) % (PER_GROUP + 2)
+    is_query = member < PER_GROUP
+    is_key = member == PER_GROUP
+    query = group * PER_GROUP + member
+    of_query = dq + query.to(tl.int64) * q_head
+    of_key = dk + group.to(tl.int64) * k_head
+    of_value = dv + group.to(tl.int64) * v_head
+    source = tl.where(is_query, of_query, tl.where(is_key, of_key, of_value))
     source_batch = tl.where(is_query, q_batch, tl.where(is_key, k_batch, v_batch)).to(tl.int64)
     source_row = tl.where(is_query, q_row, tl.where(is_key, k_row, v_row)).to(tl.int64)
     slot = tl.program_id(0) * DIM
@@ -283,21 +279,17 @@ def _pack_heads(
     )
 
 
-def rotate_qk(
-    qkv: Tensor, sizes: HeadSizes, rotation: Rotation, tile: SlotTile | None = None
-) -> tuple[Tensor, Tensor]:
+def rotate_qk(qkv: Tensor, sizes: HeadSizes, rotation: Rotation) -> tuple[Tensor, Tensor]:
     """Return the rotated queries [B, T, heads, head_dim] and keys [B, T, groups, head_dim]."""
-    tile, qkv, (b, t, _), (groups, per_group, dim) = (
-        tile or TILE,
-        qkv.contiguous(),
-        qkv.shape,
-        sizes,
-    )
-    q, k = (qkv.new_empty(b, t, heads, dim) for heads in (groups * per_group, groups))
+    qkv = qkv.contiguous()
+    b, t, _ = qkv.shape
+    groups, per_group, dim = sizes
+    q = qkv.new_empty(b, t, groups * per_group, dim)
+    k = qkv.new_empty(b, t, groups, dim)
     cos, sin = (x.contiguous() for x in rotation)
     with torch.accelerator.device_index(qkv.device.index):
-        _rotate_heads[groups * (per_group + 1), *_programs(b, t, tile)](
-            qkv, q, k, cos, sin, b, t, groups, per_group, **_shape(dim, cos, tile)
+        _rotate_heads[groups * (per_group + 1), *_programs(b, t, TILE)](
+            qkv, q, k, cos, sin, b, t, groups, per_group, **_shape(dim, cos, TILE)
         )
     return q, k
 
@@ -312,12 +304,16 @@ def pack(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of qkv and, if asked for, partial sums [n, columns] of it."""
     dq, dk, dv = (x if x.stride(-1) == 1 else x.contiguous() for x in grads)
-    tile, (b, t, _, _), (groups, per_group, dim) = tile or TILE, dq.shape, sizes
+    tile = tile or TILE
+    b, t, _, _ = dq.shape
+    groups, per_group, dim = sizes
     columns = groups * (per_group + 2) * dim
     packed = dq.new_empty(b, t, columns) if into is None else into.out
-    cos, sin = (x.contiguous() for x in rotation or (dq.new_empty(1, t, 1, 0),) * 2)
+    no_angles = dq.new_empty(1, t, 1, 0)
+    cos, sin = (x.contiguous() for x in rotation or (no_angles, no_angles))
     parts = _programs(b, t, tile)
-    partials = dq.new_empty(parts[0] * parts[1] if summed else 0, columns, dtype=torch.float32)
+    rows = math.prod(parts) if summed else 0
+    partials = dq.new_empty(rows, columns, dtype=torch.float32)
     strides = [stride for x in (dq, dk, dv) for stride in x.stride()[:3]]
     shape = _shape(dim, cos, tile)
     with torch.accelerator.device_index(dq.device.index):

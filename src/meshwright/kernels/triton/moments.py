@@ -13,7 +13,8 @@ from meshwright.kernels.grid import cdiv
 from meshwright.kernels.moments import INT8, UINT8, PlaceDraws
 from meshwright.kernels.triton.dropout import mix
 
-BLOCK, WARPS = 2048, 8
+BLOCK = 2048
+WARPS = 8
 SIGNED: tl.constexpr = tl.constexpr(INT8[0])
 UNSIGNED: tl.constexpr = tl.constexpr(UINT8[0])
 NOTHING: tl.constexpr = tl.constexpr(moments.NOTHING)
@@ -22,25 +23,30 @@ NOTHING: tl.constexpr = tl.constexpr(moments.NOTHING)
 @triton.jit
 def draw(position, name, step):
     """Return 32 random bits for uint32 positions, from hashes of names and a float32 step."""
-    key = mix(mix(step.to(tl.int32).to(tl.uint32, bitcast=True) ^ 0x9E3779B9) ^ name)
+    number = step.to(tl.int32).to(tl.uint32, bitcast=True)
+    key = mix(mix(number ^ 0x9E3779B9) ^ name)
     return mix(position ^ key)
 
 
 @triton.jit
 def draw_blocks(parts, places, step, row, some, compact):
     """Return 32 random bits, int32, for elements of blocks, as moments.draw_blocks does."""
-    return draw_part(places + 5 * tl.load(parts + row, mask=some, other=0)[:, None], step, compact)
+    part = tl.load(parts + row, mask=some, other=0)
+    return draw_part(places + 5 * part[:, None], step, compact)
 
 
 @triton.jit
 def draw_part(place, step, at):
     """Return 32 random bits, int32, for elements of a part whose place is there in memory."""
-    local = at.to(tl.uint32) + tl.load(place + 2).to(tl.uint32, bitcast=True)
-    run = tl.load(place + 3).to(tl.uint32, bitcast=True)
-    position = local + tl.load(place + 1).to(tl.uint32, bitcast=True)
-    position += local // run * tl.load(place + 4).to(tl.uint32, bitcast=True)
     name = tl.load(place).to(tl.uint32, bitcast=True)
-    return draw(position, name, tl.load(step)).to(tl.int32, bitcast=True)
+    first = tl.load(place + 1).to(tl.uint32, bitcast=True)
+    low = tl.load(place + 2).to(tl.uint32, bitcast=True)
+    run = tl.load(place + 3).to(tl.uint32, bitcast=True)
+    gap = tl.load(place + 4).to(tl.uint32, bitcast=True)
+    local = at.to(tl.uint32) + low
+    position = local + first + local // run * gap
+    bits = draw(position, name, tl.load(step))
+    return bits.to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -49,10 +55,13 @@ def expand(code):
     if code.dtype == tl.int8 or code.dtype == tl.uint8:
         is_signed: tl.constexpr = code.dtype == tl.int8
         least: tl.constexpr = SIGNED if is_signed else UNSIGNED
-        size = code.to(tl.int32) & (127 if is_signed else 255)
+        largest: tl.constexpr = 127 if is_signed else 255
+        size = code.to(tl.int32) & largest
         normal = ((size + (least + 126) * 4) << 21).to(tl.float32, bitcast=True)
-        value = tl.where(size < 4, size.to(tl.float32) * 2.0 ** (least - 2), normal)
-        value = tl.where(code < 0, -value, value) if is_signed else value
+        small = size.to(tl.float32) * 2.0 ** (least - 2)
+        value = tl.where(size < 4, small, normal)
+        if is_signed:
+            value = tl.where(code < 0, -value, value)
     else:
         value = code.to(tl.float32)
     return value
@@ -62,19 +71,20 @@ def expand(code):
 def compress(x, draws, dtype: tl.constexpr):
     """Return float32 numbers as a state of this format stores them; draws are int32 of 16 bits."""
     if dtype == tl.bfloat16:
-        code = (
-            ((x.to(tl.int32, bitcast=True) + draws) >> 16)
-            .to(tl.int16)
-            .to(tl.bfloat16, bitcast=True)
-        )
+        upper = (x.to(tl.int32, bitcast=True) + draws) >> 16
+        code = upper.to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         is_signed: tl.constexpr = dtype == tl.int8
         least: tl.constexpr = SIGNED if is_signed else UNSIGNED
-        size, draws = tl.abs(x), (draws << 5) + 16
+        largest: tl.constexpr = 127 if is_signed else 255
+        size = tl.abs(x)
+        # As in moments.rounded: 21 bits, of which the lowest 5 are the middle of their range.
+        draws = (draws << 5) + 16
         low = tl.minimum(size, 2.0**least)
         small = (low * 2.0 ** (2 - least) + draws.to(tl.float32) * 2.0**-21).to(tl.int32)
         normal = ((size.to(tl.int32, bitcast=True) + draws) >> 21) - (least + 126) * 4
-        number = tl.minimum(tl.where(size < 2.0**least, small, normal), 127 if is_signed else 255)
+        number = tl.where(size < 2.0**least, small, normal)
+        number = tl.minimum(number, largest)
         if is_signed:
             code = tl.where(x < 0, number - 128, number).to(tl.int8)
         else:
@@ -103,16 +113,15 @@ def _store(
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     local = (at + low).to(tl.uint32)
-    position = (
-        local
-        + tl.cast(first, tl.uint32)
-        + local // tl.cast(run, tl.uint32) * tl.cast(gap, tl.uint32)
-    )
+    rows = local // tl.cast(run, tl.uint32)
+    position = local + tl.cast(first, tl.uint32) + rows * tl.cast(gap, tl.uint32)
     bits = draw(position, tl.cast(name, tl.uint32), tl.load(step)).to(tl.int32, bitcast=True)
-    draws = (bits >> 16 if SECOND else bits) & 0xFFFF
+    if SECOND:
+        bits = bits >> 16
     x = tl.load(values + at, mask=at < size, other=0.0)
     if tl.load(skipped) == 0.0:
-        tl.store(code + at, compress(x, draws, code.dtype.element_ty), mask=at < size)
+        rounded = compress(x, bits & 0xFFFF, code.dtype.element_ty)
+        tl.store(code + at, rounded, mask=at < size)
 
 
 def store(

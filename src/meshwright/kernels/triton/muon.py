@@ -49,22 +49,26 @@ def _muon_advance(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    block, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    block = tl.program_id(0)
+    n = tl.program_id(1).to(tl.int64)
     at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     gradient = tl.multiple_of(tl.load(gradients + n).to(tl.pointer_type(tl.float32)), ALIGNED)
     moment = tl.multiple_of(tl.load(moments + n).to(tl.pointer_type(FORMAT)), ALIGNED)
+    # new = lerp(old, now, 1 - momentum), and Nesterov's look-ahead lerp(now, new, momentum).
     now = tl.load(gradient + at, mask=inside, other=0.0) / tl.load(scale)
     old = formats.expand(tl.load(moment + at, mask=inside, other=0))
     new = old + (now - old) * (1.0 - momentum)
     ahead = (new - (new - now) * (1.0 - momentum)).to(tl.bfloat16)
     if places is not None:
-        kept = formats.compress(new, formats.draw_part(places + 5 * n, step, at) & 0xFFFF, FORMAT)
+        bits = formats.draw_part(places + 5 * n, step, at)
+        kept = formats.compress(new, bits & 0xFFFF, FORMAT)
     else:
         kept = new
     if tl.load(skipped) == 0.0:
         tl.store(moment + at, kept, mask=inside)
     tl.store(out + n * size + at, ahead, mask=inside)
+    # The norm is that of the rounded numbers, which Newton-Schulz reads.
     rounded = tl.where(inside, ahead.to(tl.float32), 0.0)
     tl.store(squares + n * tl.num_programs(0) + block, tl.sum(rounded * rounded, 0))
 
@@ -74,16 +78,13 @@ def _muon_normalise(x, norms, out, stride, size, SMALLEST: tl.constexpr, BLOCK: 
     n = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
+    # Norms, their lower bound and quotients are each rounded to the format of x, as in torch.
     rounded = tl.load(norms + n).to(x.dtype.element_ty).to(tl.float32)
-    norm = (
-        tl.maximum(rounded, SMALLEST, propagate_nan=tl.PropagateNan.ALL)
-        .to(x.dtype.element_ty)
-        .to(tl.float32)
-    )
-    quotient = tl.div_rn(tl.load(x + n * stride + at, mask=inside, other=0.0).to(tl.float32), norm)
-    tl.store(
-        out + n * size + at, quotient.to(x.dtype.element_ty).to(out.dtype.element_ty), mask=inside
-    )
+    norm = tl.maximum(rounded, SMALLEST, propagate_nan=tl.PropagateNan.ALL)
+    norm = norm.to(x.dtype.element_ty).to(tl.float32)
+    value = tl.load(x + n * stride + at, mask=inside, other=0.0).to(tl.float32)
+    quotient = tl.div_rn(value, norm).to(x.dtype.element_ty)
+    tl.store(out + n * size + at, quotient.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -122,33 +123,32 @@ def advance(
 ) -> tuple[Tensor, Tensor]:
     """Update the moments; return the look-ahead [n, *shape] and its norms [n]."""
     first = gradients[0]
-    n, blocks = len(gradients), cdiv(first.numel(), BLOCK)
+    n = len(gradients)
+    blocks = cdiv(first.numel(), BLOCK)
     out = torch.empty(n, *first.shape, dtype=torch.bfloat16, device=first.device)
     squares = torch.empty(n, blocks, dtype=torch.float32, device=first.device)
     with torch.accelerator.device_index(first.device.index):
         dtype = moments[0].dtype
-        drawn = (
-            (None, None)
-            if draws is None
-            else (_places(first.device, tuple(d.place for d in draws)), draws[0].step)
-        )
-        tensors = (
+        places = step = None
+        if draws is not None:
+            places = _places(first.device, tuple(d.place for d in draws))
+            step = draws[0].step
+        _muon_advance[(blocks, n)](
             addresses(gradients),
             addresses(moments, dtype),
             out,
             squares,
             scale,
             skipped,
-            *drawn,
-        )
-        numbers = (
+            places,
+            step,
             first.numel(),
             float(momentum),
             FORMATS[dtype],
             alignment(*gradients, *moments),
             BLOCK,
+            num_warps=WARPS,
         )
-        _muon_advance[(blocks, n)](*tensors, *numbers, num_warps=WARPS)
     return out, squares.sum(1).sqrt()
 
 
@@ -205,4 +205,6 @@ def _places(device: torch.device, places: tuple[Place, ...]) -> Tensor:
 
 def alignment(*tensors: Tensor) -> int:
     """Return the bytes that divide all addresses: 16, which a thread reads at once, or fewer."""
-    return min(x.element_size() for x in tensors) if any(x.data_ptr() % 16 for x in tensors) else 16
+    if all(x.data_ptr() % 16 == 0 for x in tensors):
+        return 16
+    return min(x.element_size() for x in tensors)

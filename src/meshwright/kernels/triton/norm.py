@@ -56,30 +56,38 @@ def _norm_forward(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, BLOCK)
     at = row.to(tl.int64)[:, None] * WIDTH + c[None, :]
-    is_row, inside = row < count, (c < WIDTH)[None, :]
+    is_row = row < count
+    is_column = c < WIDTH
+    inside = is_column[None, :]
     mask = is_row[:, None] & inside
+    # x = residual + dropout(pending + bias)
     z = tl.load(pending + at, mask=mask, other=0.0).to(tl.float32)
     if bias is not None:
-        z += tl.load(bias + c, mask=c < WIDTH, other=0.0).to(tl.float32)[None, :]
+        added = tl.load(bias + c, mask=is_column, other=0.0).to(tl.float32)
+        z += added[None, :]
     if rows is not None:
         hashes = tl.load(rows + row, mask=is_row, other=0)
-        z = tl.where(keep_mask(hashes[:, None], c[None, :], threshold), z * scale, 0.0)
+        keep = keep_mask(hashes[:, None], c[None, :], threshold)
+        z = tl.where(keep, z * scale, 0.0)
     if residual is not None:
         z += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
     if x is not None:
         stored = z.to(x.dtype.element_ty)
         tl.store(x + at, stored, mask=mask)
         z = stored.to(tl.float32)
+    # y = norm(x), of x as it is stored
     if means is not None:
         mean = tl.sum(z, 1) / WIDTH
         tl.store(means + row, mean, mask=is_row)
         z = tl.where(inside, z - mean[:, None], 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(z * z, 1) / WIDTH + eps)
+    variance = tl.sum(z * z, 1) / WIDTH
+    rstd = 1.0 / tl.sqrt(variance + eps)
     tl.store(rstds + row, rstd, mask=is_row)
-    w = tl.load(weight + c, mask=c < WIDTH, other=0.0).to(tl.float32) + PLUS
+    w = tl.load(weight + c, mask=is_column, other=0.0).to(tl.float32) + PLUS
     out = z * rstd[:, None] * w[None, :]
     if shift is not None:
-        out += tl.load(shift + c, mask=c < WIDTH, other=0.0).to(tl.float32)[None, :]
+        more = tl.load(shift + c, mask=is_column, other=0.0).to(tl.float32)
+        out += more[None, :]
     if fp8_scale is None:
         tl.store(y + at, out.to(y.dtype.element_ty), mask=mask)
     else:
@@ -87,7 +95,9 @@ def _norm_forward(
         q, size = encode(rounded, tl.load(fp8_scale), LARGEST, WIDE)
         tl.store(y + at, q, mask=mask)
         if amax is not None:
-            raise_amax(amax, tl.max(tl.max(tl.where(mask, size, 0.0), 1), 0))
+            # Rows beyond the end have a size too: that of the norm's bias.
+            size = tl.where(mask, size, 0.0)
+            raise_amax(amax, tl.max(tl.max(size, 1), 0))
 
 
 @triton.jit
@@ -118,10 +128,12 @@ def _norm_backward(
     for a gradient of pending that differs from the residual's; R less without dx. An H200 moves
     3.9 TB/s of its 4.8 as above, with rows of 2,560 2.5.
     """
-    program, programs = tl.program_id(0), tl.num_programs(0)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
     c = tl.arange(0, BLOCK)
     inside = c < WIDTH
-    w = (tl.load(weight + c, mask=inside, other=0.0).to(tl.float32) + PLUS)[None, :]
+    w = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32) + PLUS
+    w = w[None, :]
     of_weight = tl.zeros((ROWS, BLOCK), tl.float32)
     of_shift = tl.zeros((ROWS, BLOCK), tl.float32)
     of_bias = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -139,10 +151,13 @@ def _norm_backward(
             of_shift += d
         z *= rstd
         of_weight += d * z
+        # The gradient of x: through the norm, and that of x itself.
         d *= w
-        grad = d - z * (tl.sum(d * z, 1) / WIDTH)[:, None]
+        projection = tl.sum(d * z, 1) / WIDTH
+        grad = d - z * projection[:, None]
         if means is not None:
-            grad -= (tl.sum(d, 1) / WIDTH)[:, None]
+            mean = tl.sum(d, 1) / WIDTH
+            grad -= mean[:, None]
         grad *= rstd
         if dx is not None:
             grad += tl.load(dx + at, mask=mask, other=0.0).to(tl.float32)
@@ -150,10 +165,12 @@ def _norm_backward(
             tl.store(of_residual + at, grad.to(of_residual.dtype.element_ty), mask=mask)
         if rows is not None:
             hashes = tl.load(rows + row, mask=is_row, other=0)
-            grad = tl.where(keep_mask(hashes[:, None], c[None, :], threshold), grad * scale, 0.0)
+            keep = keep_mask(hashes[:, None], c[None, :], threshold)
+            grad = tl.where(keep, grad * scale, 0.0)
         if of_pending is not None:
             tl.store(of_pending + at, grad.to(of_pending.dtype.element_ty), mask=mask)
         of_bias += grad
+    # This program's row of each of the three matrices of partial sums.
     at = partials + program.to(tl.int64) * WIDTH + c
     part = programs.to(tl.int64) * WIDTH
     tl.store(at, tl.sum(of_weight, 0), mask=inside)
@@ -166,12 +183,11 @@ def forward(
     operands: Operands, norm: NormWeights, into: Into | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Return x and y [N, width], and the rows' means, None for RMSNorm, and 1 / deviations [N]."""
-    pending, (count, width) = operands.pending, operands.pending.shape
-    x = (
-        torch.empty_like(pending if operands.residual is None else operands.residual)
-        if operands.adds
-        else None
-    )
+    pending = operands.pending
+    count, width = pending.shape
+    x = None
+    if operands.adds:
+        x = torch.empty_like(pending if operands.residual is None else operands.residual)
     y = into.out if into is not None else torch.empty_like(pending, dtype=norm.weight.dtype)
     rstds = torch.empty(count, dtype=torch.float32, device=pending.device)
     means = torch.empty_like(rstds) if norm.centers else None
@@ -191,20 +207,25 @@ def backward(
     dx: Tensor | None, dy: Tensor, saved: SavedRows
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Return the gradients of residual, pending, and [3, programs, width] of the parameters."""
-    x, (count, width) = saved.x, saved.x.shape
+    x = saved.x
+    count, width = x.shape
+    # Without dropout one tensor is the gradient of both.
     of_residual = torch.empty_like(x) if saved.of_residual else None
     is_one = saved.of_residual and saved.rows is None and saved.dtype is x.dtype
     of_pending = None if is_one else torch.empty_like(x, dtype=saved.dtype)
     rows, block = norm_tile(width)
-    launch, programs = norm_launch(width), norm_programs(width, count, devices.processors(x.device))
+    launch = norm_launch(width)
+    programs = norm_programs(width, count, devices.processors(x.device))
     partials = torch.empty(3, programs, width, dtype=torch.float32, device=x.device)
-    each = rows * block * sum(t.element_size() for t in (dx, dy, x) if t is not None)
+    # As many rows in flight as their bytes allow.
+    element = sum(t.element_size() for t in (dx, dy, x) if t is not None)
+    stages = max(1, min(launch.stages, IN_FLIGHT // (rows * block * element)))
     options = {} if launch.registers is None or torch.version.hip else {"maxnreg": launch.registers}
     with torch.accelerator.device_index(x.device.index):
         inputs = dx, dy, x, saved.mean, saved.rstd, saved.rows, saved.weight
         outputs = of_residual, of_pending, partials
         numbers = count, threshold_of(saved.p), 1.0 / (1.0 - saved.p)
-        constants = saved.plus, width, rows, block, max(1, min(launch.stages, IN_FLIGHT // each))
+        constants = saved.plus, width, rows, block, stages
         _norm_backward[(programs,)](
             *inputs, *outputs, *numbers, *constants, num_warps=launch.warps, **options
         )

@@ -17,6 +17,7 @@ BLOCK = 2048
 
 @triton.jit
 def _tanh(x):
+    # Of -|x|, so that the exponential does not overflow.
     e = tl.exp(-2.0 * tl.abs(x))
     t = (1.0 - e) / (1.0 + e)
     return tl.where(x < 0.0, -t, t)
@@ -26,22 +27,28 @@ def _tanh(x):
 def _bound(logits, out, cap, count, BLOCK: tl.constexpr):
     """Compute cap * tanh(logits / cap). Bytes moved: the logits twice."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + i, mask=i < count).to(tl.float32)
-    tl.store(out + i, (cap * _tanh(x / cap)).to(out.dtype.element_ty), mask=i < count)
+    inside = i < count
+    x = tl.load(logits + i, mask=inside).to(tl.float32)
+    y = cap * _tanh(x / cap)
+    tl.store(out + i, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _overwrite(logits, grad, cap, count, BLOCK: tl.constexpr):
     """Write the gradient over the logits. Bytes moved: the logits three times."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    t = _tanh(tl.load(logits + i, mask=i < count).to(tl.float32) / cap)
-    g = tl.load(grad + i, mask=i < count).to(tl.float32)
-    tl.store(logits + i, ((1.0 - t * t) * g).to(logits.dtype.element_ty), mask=i < count)
+    inside = i < count
+    x = tl.load(logits + i, mask=inside).to(tl.float32)
+    g = tl.load(grad + i, mask=inside).to(tl.float32)
+    t = _tanh(x / cap)
+    of_x = (1.0 - t * t) * g
+    tl.store(logits + i, of_x.to(logits.dtype.element_ty), mask=inside)
 
 
 def bound(logits: Tensor, cap: float) -> Tensor:
     """Return cap * tanh(logits / cap)."""
-    out, count = torch.empty_like(logits), logits.numel()
+    out = torch.empty_like(logits)
+    count = logits.numel()
     with torch.accelerator.device_index(logits.device.index):
         _bound[(cdiv(count, BLOCK),)](logits, out, cap, count, BLOCK, num_warps=4)
     return out
@@ -52,5 +59,5 @@ def overwrite(logits: Tensor, grad: Tensor, cap: float) -> None:
     count = logits.numel()
     with torch.accelerator.device_index(logits.device.index):
         _overwrite[(cdiv(count, BLOCK),)](logits, grad, cap, count, BLOCK, num_warps=4)
-    # another backward pass that needs them then fails
+    # Another backward pass that needs them then fails.
     torch.autograd.graph.increment_version(logits)

@@ -72,18 +72,21 @@ def _symmetric_product(
     DEPTH: tl.constexpr,
 ):
     # Row i of tiles has those that begin on or below the diagonal.
-    i, j = 0, tl.program_id(0)
+    i = 0
+    j = tl.program_id(0)
     while j > i * ROWS // COLUMNS:
         j -= i * ROWS // COLUMNS + 1
         i += 1
     batch = tl.program_id(1)
-    row, column = i * ROWS, j * COLUMNS
+    row = i * ROWS
+    column = j * COLUMNS
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, k, DEPTH):
         x = _load(a, batch, row, start, BY_ROW, ROWS, DEPTH)
         y = _load(b, batch, column, start, BY_ROW, COLUMNS, DEPTH)
         total = tl.dot(x, y.T, total)
-    rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+    rows = row + tl.arange(0, ROWS)
+    columns = column + tl.arange(0, COLUMNS)
     offset = batch.to(tl.int64) * m * m
     # A wide tile may reach beyond the square on the diagonal, which another tile stores transposed.
     inside = (columns < row + ROWS)[None, :]

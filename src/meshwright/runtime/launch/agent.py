@@ -106,7 +106,9 @@ class MachineMeeting(StaticTCPRendezvous):
 
     def __init__(self, plan: LaunchPlan, store: TCPStore, until: float) -> None:
         super().__init__(plan.address, store.port, plan.node, plan.nodes, run_id="", timeout=0)
-        self.plan, self.store, self.until = plan, store, until
+        self.plan = plan
+        self.store = store
+        self.until = until
 
     def next_rendezvous(self) -> RendezvousInfo:
         plan = self.plan
@@ -142,7 +144,8 @@ class Agent(LocalElasticAgent):
             monitor_interval=0.05,
         )
         super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull))
-        self.plan, self.store = plan, store
+        self.plan = plan
+        self.store = store
         self.failed: Mapping[int, int] = {}  # exit code by rank, of those that ended on their own
         self.since: float | None = None  # when the first of them ended
         self.is_stopping = False  # by a signal, not a warning
@@ -154,9 +157,11 @@ class Agent(LocalElasticAgent):
             worker_group.workers[n].global_rank: worker.proc.poll() for n, worker in started.items()
         }
         self.failed = {rank: code for rank, code in codes.items() if code}
+        # While others run on, as long as the most patient of the codes allows.
         if self.failed and None in codes.values():
             self.since = self.since or time.monotonic()
-            if time.monotonic() - self.since < max(patience(code) for code in self.failed.values()):
+            longest = max(map(patience, self.failed.values()))
+            if time.monotonic() - self.since < longest:
                 return RunResult(state=WorkerState.HEALTHY)
         self.since = None
         if self.failed and self._pcontext is not None and find_cause(self.failed)[1] not in STOPPED:
@@ -189,9 +194,11 @@ class Agent(LocalElasticAgent):
 
     def _exit_barrier(self) -> None:
         """Keep machine 0's store until all are done; torch's barrier waits on a closed store."""
+        if self.plan.node > 0:
+            return
         until = time.monotonic() + GRACE_SECONDS
         others = [f"done/{n}" for n in range(1, self.plan.nodes)]
-        while self.plan.node == 0 and not self.store.check(others) and time.monotonic() < until:
+        while not self.store.check(others) and time.monotonic() < until:
             time.sleep(0.1)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
@@ -199,8 +206,10 @@ class Agent(LocalElasticAgent):
         if self._pcontext is None:
             return
         setting = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
-        grace = 5 if self.is_stopping else int(setting) if setting.isdecimal() else GRACE_SECONDS
-        # what is left hangs or is stopped, and no rank can save alone
+        grace = int(setting) if setting.isdecimal() else GRACE_SECONDS
+        if self.is_stopping:  # a second signal
+            grace = 5
+        # What is left hangs or is stopped, and no rank can save alone.
         if HANG in self.failed.values():
             grace = REPEAT_SECONDS
         self.is_stopping |= death_sig not in WARNINGS
@@ -245,9 +254,12 @@ def find_cause(failed: Mapping[int, int]) -> tuple[int, int]:
     """
 
     def weight(code: int) -> int:
-        if code in LOST + STOPPED:
-            return 3 if code in LOST else 2
-        return 0 if code < 0 or code in MEANINGS and code not in RETRIED else 1
+        if code in LOST:
+            return 3
+        if code in STOPPED:
+            return 2
+        has_reason = code in MEANINGS and code not in RETRIED
+        return 0 if code < 0 or has_reason else 1
 
     return min(failed.items(), key=lambda pair: weight(pair[1]))
 
@@ -279,11 +291,9 @@ def describe_end(code: int) -> str:
     if code < 0:
         names = {int(s): s.name for s in signal.Signals}
         return f"was killed by {names.get(-code, f'signal {-code}')}{HINTS.get(-code, '')}"
-    meaning = (
-        f" ({MEANINGS[code]})"
-        if code in MEANINGS
-        else " (stopped by a signal)"
-        if code in STOPPED
-        else ""
-    )
+    meaning = ""
+    if code in MEANINGS:
+        meaning = f" ({MEANINGS[code]})"
+    elif code in STOPPED:
+        meaning = " (stopped by a signal)"
     return f"ended with status {code}{meaning}"

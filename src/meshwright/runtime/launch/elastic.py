@@ -42,13 +42,13 @@ class Shape:
     def describe(self) -> str:
         if not self.dp:
             return ""
-        smaller = ", so that the global batch divides" if self.is_smaller else ""
-        number = (
-            f"{self.number} micro-batch{'es' * (self.number != 1)} of {self.micro} each"
-            if self.number
-            else ""
-        )
-        return f": data-parallel size {self.dp}{f', {number}' if number else ''}{smaller}"
+        text = f": data-parallel size {self.dp}"
+        if self.number:
+            noun = "micro-batch" if self.number == 1 else "micro-batches"
+            text += f", {self.number} {noun} of {self.micro} each"
+        if self.is_smaller:
+            text += ", so that the global batch divides"
+        return text
 
 
 def take_as_given(parsed: flags.Parsed[TrainConfig]) -> TrainConfig:
@@ -62,7 +62,9 @@ def parse_train(
     words = [f"--world-size={ranks}", *command[1:]]
     parsed = flags.parse_settings(TrainConfig, words, "meshwright train", check=False)
     load = parsed.config.checkpoint.load
-    return complete(parsed) if load and (address_of(load) or Path(load).exists()) else parsed.config
+    if load and (address_of(load) or Path(load).exists()):
+        return complete(parsed)
+    return parsed.config
 
 
 def is_train(command: list[str]) -> bool:
@@ -84,11 +86,10 @@ def find_shapes(
         return [Shape(ranks) for ranks in range(most, least - 1, -1)]
     require_resumable(parse_train(command, most), command)
     config = parse_train(command, most, complete)
+    # Whole replicas of the model, so multiples of its ranks, from the most down.
     step = config.parallel.model_ranks
-    fits = [
-        fit_ranks(command, ranks, config)
-        for ranks in range(most // step * step, max(least, 1) - 1, -step)
-    ]
+    numbers = range(most // step * step, max(least, 1) - 1, -step)
+    fits = [fit_ranks(command, ranks, config) for ranks in numbers]
     shapes = [fit for fit in fits if isinstance(fit, Shape)]
     if not shapes:
         range_of = f"--min-ranks {least} to --max-ranks {most}"
@@ -108,7 +109,8 @@ def save_folder(command: list[str]) -> str | None:
 
 def require_resumable(config: TrainConfig, command: list[str]) -> None:
     """Refuse a command that would begin again, or compute something else, with other ranks."""
-    c, t = config.checkpoint, config.training
+    c = config.checkpoint
+    t = config.training
     if not c.save or c.load != c.save:
         raise SettingsError(
             f"{ELASTIC_FLAGS} need {{save=FOLDER}} and {{load=FOLDER}}, the same: the run continues from there"
@@ -125,11 +127,16 @@ def fit_ranks(command: list[str], ranks: int, completed: TrainConfig) -> Shape |
     """Return how the command runs on so many ranks, or why it does not."""
     config = dataclasses.replace(parse_train(command, ranks), model=completed.model)
     t = config.training
-    wanted, first_problems = t.micro_batch_size, list[Problem]()
+    wanted = t.micro_batch_size
+    first_problems = list[Problem]()
+    # The micro-batches to try: that of the command, then smaller ones that divide a replica's
+    # share. These change no result where a step's loss is the mean over all its tokens.
     share = (t.global_batch_size or 0) // config.dp
     sizes = [config.micro_batch]
     if isinstance(wanted, int) and not t.num_accumulation_steps and t.loss_mean == "global":
-        sizes += [n for n in range(min(wanted, share), 0, -1) if share % n == 0 and n != wanted]
+        for size in range(min(wanted, share), 0, -1):
+            if share % size == 0 and size != wanted:
+                sizes.append(size)
     for size in sizes:
         if size != config.micro_batch:
             config = with_settings(config, micro_batch_size=size)
@@ -152,10 +159,14 @@ def choose_shape(
     Tensor-parallel groups stay within machines that can hold them. Machine 0 always takes part.
     """
     for shape in shapes:
-        left, shares = shape.ranks, {}
+        left = shape.ranks
+        shares = {}
         for node, ranks in sorted(machines.items()):
-            usable = ranks // shape.group * shape.group if ranks >= shape.group else ranks
-            if share := min(usable, left):
+            usable = ranks
+            if ranks >= shape.group:  # whole groups; a smaller machine can only share one
+                usable = ranks // shape.group * shape.group
+            share = min(usable, left)
+            if share:
                 shares[node] = share
                 left -= share
         if left == 0 and 0 in shares:

@@ -122,7 +122,8 @@ def make_job(
             raise SettingsError(
                 f"{{write}} and {{{name}}}: the engine numbers the nodes; leave {{{name}}} out"
             )
-    nodes, count = 1 if config.nnodes is None else config.nnodes, config.nproc_per_node
+    nodes = 1 if config.nnodes is None else config.nnodes
+    count = config.nproc_per_node
     require_numbers(config, nodes)
     if not re.fullmatch("[1-9][0-9]{0,3}", count):
         raise SettingsError(
@@ -131,17 +132,21 @@ def make_job(
     build_program(command)
     checked = check_command(command, nodes, int(count), complete)
     trained = checked if isinstance(checked, TrainConfig) else None
-    device = (
-        checked.parallel.device if checked is not None and hasattr(checked, "parallel") else NVIDIA
-    )
+    device = NVIDIA
+    if hasattr(checked, "parallel"):
+        device = checked.parallel.device
     if device.split(":")[0] not in ("auto", NVIDIA, "cpu"):
         raise SettingsError(
             f"{{device={device}}}: {{write}} knows how to ask for {NVIDIA} and cpu only"
         )
     run_folder = trained and (trained.checkpoint.run_dir or trained.checkpoint.save)
-    slug = re.sub("[^a-z0-9]+", "-", Path(run_folder or command[0]).stem.lower()).strip("-")
+    # Engines take names of lower-case letters, digits and hyphens.
+    stem = Path(run_folder or command[0]).stem
+    slug = re.sub("[^a-z0-9]+", "-", stem.lower()).strip("-")
+    # The flags of our launcher, which the file calls.
     launch = ["--max-restarts", str(config.max_restarts)] if config.max_restarts else []
-    if (bounds := find_bounds(config, nodes * int(count)))[0]:
+    bounds = find_bounds(config, nodes * int(count))
+    if bounds[0]:
         if config.write == "ray":
             raise SettingsError(
                 "{write=ray} starts the same nodes again; for {min_ranks} use {engine=ray} in their place"
@@ -149,7 +154,9 @@ def make_job(
         find_shapes(command, *bounds, complete)
         launch += [f"--min-ranks={bounds[0]}", f"--max-ranks={bounds[1]}"]
     if nodes > 1:
-        launch += ["--wait", str(WAIT) if sources["wait"] == "default" else f"{config.wait:g}"]
+        wait = str(WAIT) if sources["wait"] == "default" else f"{config.wait:g}"
+        launch += ["--wait", wait]
+    environment = {n: value for n, value in os.environ.items() if n.startswith("MESHWRIGHT_")}
     job = ClusterJob(
         command,
         nodes,
@@ -160,9 +167,7 @@ def make_job(
         launch=launch,
         uses_gpus=device != "cpu" and command[0] != "preprocess",
         run_folder=run_folder or None,
-        environment={
-            name: value for name, value in os.environ.items() if name.startswith("MESHWRIGHT_")
-        },
+        environment=environment,
         is_elastic=bounds[0] > 0,
         folder=str(Path.cwd()),
         file=Path(config.write_to or "FILE").name,
@@ -178,14 +183,17 @@ def check_command(command: list[str], nodes: int, devices: int, complete: Comple
     name, *words = command
     if name not in PAGES:
         return None
-    page, ranks = PAGES[name], nodes * devices
+    page = PAGES[name]
+    ranks = nodes * devices
     cls = pkgutil.resolve_name(page.config)
     if cls is not TrainConfig:
-        return flags.parse_settings(
+        parsed = flags.parse_settings(
             cls, words, f"meshwright {name}", page.positional, check=False
-        ).config
+        )
+        return parsed.config
     config = parse_train([*command, "--dry-run"], ranks, complete)
-    if wrong := check_layout.parallel_problems(config):
+    wrong = check_layout.parallel_problems(config)
+    if wrong:
         raise SettingsError(
             f"--nnodes {nodes} x --nproc-per-node {devices} are {ranks} ranks. {listed(wrong)}"
         )
@@ -225,13 +233,15 @@ def notices(job: ClusterJob, engine: str, config: TrainConfig | None) -> list[st
         notes.append(f"the model comes from --load {c.load}; only the number of ranks was checked")
     if config is None and job.command[0] not in PAGES:
         notes.append(f"the flags of {job.command[0]} were not checked")
+    # Where the command's paths are.
     in_container = engine in ("kubernetes", "jobset", "skypilot", "docker")
-    values = [word.partition("=")[2] if word.startswith("-") else word for word in job.command]
-    absolute = [value for value in values if value.startswith(("/", "~"))]
-    notes.append(
-        f"relative paths begin in {WORK if in_container else job.folder}"
-        + " of the container" * in_container
-    )
+    folder = f"{WORK} of the container" if in_container else job.folder
+    notes.append(f"relative paths begin in {folder}")
+    absolute = []
+    for word in job.command:
+        value = word.partition("=")[2] if word.startswith("-") else word
+        if value.startswith(("/", "~")):
+            absolute.append(value)
     if absolute:
         where = "on every node, inside the container" if in_container else "on every node"
         notes.append(f"these must be there {where}: {', '.join(absolute)}")
@@ -263,6 +273,8 @@ def values_for_all(job: ClusterJob) -> dict[str, object]:
 
 
 def values_for_slurm(job: ClusterJob) -> dict[str, object]:
+    command = [f"    {shlex.join(line)}" for line in by_lines(job.command)]
+    exports = [f"export {name}={shlex.quote(value)}\n" for name, value in job.environment.items()]
     return {
         "CPUS": CORES * job.devices,
         "GPUS": f"#SBATCH --gpus-per-node={job.devices}\n" if job.uses_gpus else "",
@@ -271,28 +283,26 @@ def values_for_slurm(job: ClusterJob) -> dict[str, object]:
         "PYTHON": shlex.quote(sys.executable),
         "FOLDER": shlex.quote(job.folder),
         "PORT": job.port or f"$(({PORT - 9500} + SLURM_JOB_ID % 9000))",
-        "COMMAND": "\n".join(f"    {shlex.join(line)}" for line in by_lines(job.command)),
-        "EXPORTS": "".join(
-            f"export {name}={shlex.quote(value)}\n" for name, value in job.environment.items()
-        ),
+        "COMMAND": "\n".join(command),
+        "EXPORTS": "".join(exports),
         "LAUNCH": shlex.join(job.launch),
         "FINAL": " | ".join(map(str, FINAL)),
     }
 
 
 def values_for_ray(job: ClusterJob) -> dict[str, object]:
+    resources = {"CPU": CORES * job.devices}
+    if job.uses_gpus:
+        resources["GPU"] = job.devices
+    command = [f"    {', '.join(map(repr, line))}," for line in by_lines(job.command)]
     return {
-        "RESOURCES": json.dumps(
-            {"CPU": CORES * job.devices} | ({"GPU": job.devices} if job.uses_gpus else {})
-        ),
+        "RESOURCES": json.dumps(resources),
         "FOLDER": repr(job.folder),
         "PORT": job.port or PORT,
         "FINAL": FINAL,
         "ENVIRONMENT": repr(job.environment),
         "LAUNCH": repr(["--nproc-per-node", str(job.devices), *job.launch]),
-        "COMMAND": "\n".join(
-            f"    {', '.join(map(repr, line))}," for line in by_lines(job.command)
-        ),
+        "COMMAND": "\n".join(command),
     }
 
 
@@ -301,6 +311,7 @@ def values_for_docker(job: ClusterJob) -> dict[str, object]:
         raise SettingsError(
             f"{{write=docker}} is for one machine, {{nnodes}} is {job.nodes}; take kubernetes, jobset or slurm"
         )
+    # Healthy is a run whose log has grown within the hour; without a folder, one that is there.
     is_fresh = "import os, sys, time; sys.exit(time.time() - os.path.getmtime(sys.argv[1]) > 3600)"
     healthy = ["python", "-c", is_fresh, f"{job.run_folder}/metrics.jsonl"]
     if job.run_folder is None:
@@ -353,21 +364,17 @@ def values_for_pods(
     environment = [
         f"{indent}- name: {name}\n{indent}  value: {value}\n" for name, value in values.items()
     ]
-    share = (
-        f"# {job.nodes} nodes share the claim: its access mode is ReadWriteMany.\n"
-        if job.nodes > 1
-        else "#\n"
-    )
-    begins_again, is_replaced = (
-        "After an interruption all nodes start again",
-        "A lost node is replaced while the others go on",
-    )
+    share = "#\n"
+    if job.nodes > 1:
+        share = f"# {job.nodes} nodes share the claim: its access mode is ReadWriteMany.\n"
+    begins_again = "After an interruption all nodes start again"
+    is_replaced = "A lost node is replaced while the others go on"
     return {
         "IMAGENAME": job.image,
         "IMAGE": as_yaml(job.image),
         "SHARE": share,
         "RESTART": is_replaced if job.is_elastic else begins_again,
-        # a lost pod comes again by itself, or with all others
+        # A lost pod comes again by itself, or with all others.
         "BACKOFF": RESTARTS if job.is_elastic else 0,
         "RESTARTS": RESTARTS,
         "GRACE": GRACE,
@@ -387,6 +394,7 @@ def values_for_skypilot(job: ClusterJob) -> dict[str, object]:
     restarts = [] if "--max-restarts" in job.launch else ["--max-restarts", "3"]
     words = replace(job, launch=[*job.launch, *restarts]).words("@RANK@", "@FIRST@")
     lines = " \\\n    ".join(shlex.join(line) for line in by_lines(words))
+    # The shell's variables, after the quoting of the words.
     for name, variable in {"@RANK@": "$SKYPILOT_NODE_RANK", "@FIRST@": "$first"}.items():
         lines = lines.replace(name, f'"{variable}"', 1)
     find_first = 'first=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)'
@@ -395,23 +403,21 @@ def values_for_skypilot(job: ClusterJob) -> dict[str, object]:
     volume = f"the volume {CLAIM}, which all nodes can write (`sky volumes apply`)"
     bucket = "a bucket of that name; it must be free in your cloud, or yours"
     has_several = job.nodes > 1
-    mount = (
-        f"volumes:\n  {WORK}: {CLAIM}"
-        if has_several
-        else f"  {WORK}:\n    name: {job.name}\n    mode: MOUNT_CACHED"
-    )
+    mount = f"  {WORK}:\n    name: {job.name}\n    mode: MOUNT_CACHED"
+    if has_several:
+        mount = f"volumes:\n  {WORK}: {CLAIM}"
+    resources = f"cpus: {CORES * job.devices}+"
+    if job.uses_gpus:
+        resources = f"accelerators: H100:{job.devices}"
+    script = f"cd {WORK}\n{find_first}\nexec ~/environment/bin/meshwright {lines}\n"
     return {
         "PLACE": volume if has_several else bucket,
         "CHOOSE": " Choose the accelerators." if job.uses_gpus else "",
-        "RESOURCES": f"accelerators: H100:{job.devices}"
-        if job.uses_gpus
-        else f"cpus: {CORES * job.devices}+",
+        "RESOURCES": resources,
         "CLONE": as_yaml(str(PROJECT.parent) if PROJECT.is_file() else "CLONE"),
         "MOUNT": mount,
         "ENVIRONMENT": f"envs:\n{environment}" if environment else "",
-        "RUN": as_yaml(
-            f"cd {WORK}\n{find_first}\nexec ~/environment/bin/meshwright {lines}\n", "|"
-        ),
+        "RUN": as_yaml(script, "|"),
     }
 
 

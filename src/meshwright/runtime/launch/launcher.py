@@ -128,6 +128,7 @@ def build_program(words: list[str]) -> list[str]:
 
 def make_plan(config: LaunchConfig) -> LaunchPlan:
     """Check the flags and work out what this machine starts."""
+    # The machines, and where the first of them is.
     ips = config.node_ips.addresses if config.node_ips else ()
     nodes = config.nnodes if config.nnodes is not None else len(ips) or 1
     require_numbers(config, nodes)
@@ -139,11 +140,13 @@ def make_plan(config: LaunchConfig) -> LaunchPlan:
         raise SettingsError(
             f"{{master_addr={config.master_addr}}} is not the first of {{node_ips}}, {ips[0]}; give only one"
         )
-    address, node = config.master_addr or (ips[0] if ips else None), config.node_rank
+    address = config.master_addr or (ips[0] if ips else None)
+    node = config.node_rank
     if nodes > 1 and address is None:
         raise SettingsError(
             f"{{nnodes={nodes}}} needs {{master_addr}} with {{node_rank}}, or {{node_ips}}"
         )
+    # The number of this machine: given, or the place of its address in the list.
     if nodes > 1 and node is None:
         if not ips:
             raise SettingsError(
@@ -188,13 +191,14 @@ def find_bounds(config: LaunchConfig, ranks: int) -> tuple[int, int]:
     if config.min_ranks is None and config.max_ranks is None:
         return 0, 0
     for name in ("min_ranks", "max_ranks"):
-        if (number := getattr(config, name)) is not None and number < 1:
+        number = getattr(config, name)
+        if number is not None and number < 1:
             raise SettingsError(f"{with_value(name, number)} must be 1 or more")
-    least, most = config.min_ranks or 1, config.max_ranks or ranks
+    least = config.min_ranks or 1
+    most = config.max_ranks or ranks
     if least > most:
-        raise SettingsError(
-            f"{{min_ranks={least}}} is above {f'{{max_ranks={most}}}' if config.max_ranks else f'all {ranks}'}"
-        )
+        bound = f"{{max_ranks={most}}}" if config.max_ranks else f"all {ranks}"
+        raise SettingsError(f"{{min_ranks={least}}} is above {bound}")
     if least > ranks:
         raise SettingsError(
             f"{{min_ranks={least}}} is above the {ranks} ranks of {{nnodes}} and {{nproc_per_node}}"
@@ -224,11 +228,9 @@ def find_own_number(addresses: Sequence[str]) -> int:
     """Return the position of this machine's address in the list."""
     own = [n for n, address in enumerate(addresses) if _is_own(address)]
     if len(own) != 1:
-        which = (
-            f"{len(own)} of --node-ips are"
-            if own
-            else f"none of --node-ips {','.join(addresses)} is"
-        )
+        which = f"none of --node-ips {','.join(addresses)} is"
+        if own:
+            which = f"{len(own)} of --node-ips are"
         advice = (
             "give the machines' own, or this one's number as --node-rank of `meshwright launch`"
         )
@@ -253,7 +255,8 @@ def _is_own(address: str) -> bool:
 
 def launch_flags_of(parallel: Parallel) -> list[str] | None:
     """Translate OneFlow's flags to those of launch; None if this process does the work itself."""
-    per_node, nodes = parallel.num_gpus_per_node, parallel.num_nodes
+    per_node = parallel.num_gpus_per_node
+    nodes = parallel.num_nodes
     world = find_world(os.environ, parallel.local_rank)
     if world.launcher != "none":
         if per_node * nodes not in (1, world.size):
@@ -271,4 +274,6 @@ def launch_flags_of(parallel: Parallel) -> list[str] | None:
     if per_node * nodes == 1:
         return None
     words = ["--nproc-per-node", str(per_node), "--nnodes", str(nodes)]
-    return [*words, "--node-ips", ",".join(ips[:nodes])] if nodes > 1 else words  # more are spare
+    if nodes > 1:
+        words += ["--node-ips", ",".join(ips[:nodes])]  # more are spare
+    return words

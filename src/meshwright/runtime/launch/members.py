@@ -54,9 +54,13 @@ POLL_SECONDS = 0.2  # between two looks at the decision, and at the machines
 BEAT_SECONDS = 1.0  # between the beats of a machine
 SILENT_SECONDS = 10.0  # without a beat, after which a machine is lost
 LISTED = 8  # changes that a line names
-# that a machine is there before the others make room: several may come together
+# For which a machine is there before the others make room: several may come together.
 SETTLE_SECONDS = 2.0
-FREE, RUNNING, FINISHED, GONE = "free", "running", "finished", "gone"  # states of a machine
+# The states of a machine.
+FREE = "free"
+RUNNING = "running"
+FINISHED = "finished"
+GONE = "gone"
 T = TypeVar("T")
 
 
@@ -117,12 +121,14 @@ class Council:
     """Machine 0's view of all machines, and its decisions."""
 
     def __init__(self, plan: LaunchPlan, store: Store, until: float) -> None:
-        self.plan, self.store, self.until = plan, store, until
+        self.plan = plan
+        self.store = store
+        self.until = until
         self.machines = {n: MachineRecord() for n in range(plan.nodes)}
         self.decision: dict[str, Any] = {"number": 0, "seats": {}, "ranks": 0, "restarts": 0}
         self.came: set[int] = set()
-        # when the records were read, and when the machines stopped last
-        self.looked_at = self.stopped_at = 0.0
+        self.looked_at = 0.0  # when the records were read
+        self.stopped_at = 0.0  # when the machines stopped last
         self.is_silent = True
 
     def read_records(self) -> float:
@@ -153,36 +159,38 @@ class Council:
 
     def lost(self, now: float) -> list[int]:
         """Return the machines that took part and are not there any more, or came anew."""
-        seats = ((n, launcher, self.machines[n]) for n, (launcher, *_) in self.seats.items())
-        return [
-            n
-            for n, launcher, machine in seats
-            if machine.id != launcher or not machine.is_there(now)
-        ]
+        lost = []
+        for n, (launcher, *_) in self.seats.items():
+            machine = self.machines[n]
+            if machine.id != launcher or not machine.is_there(now):
+                lost.append(n)
+        return lost
 
     def failures(self) -> dict[int, int]:
         """Return the exit codes of ranks that failed, except for those that were asked to stop."""
         codes: dict[int, int] = {}
-        for machine in (self.machines[n] for n in self.seats):
-            if machine.number == self.decision["number"]:
-                codes |= {int(rank): code for rank, code in machine.failed.items()}
-        return {
-            r: c
-            for r, c in codes.items()
-            if not (self.decision.get("orderly") and c in STOPPED + LOST)
-        }
+        for n in self.seats:
+            machine = self.machines[n]
+            if machine.number != self.decision["number"]:  # of ranks before these
+                continue
+            for rank, code in machine.failed.items():
+                if not self.decision.get("orderly") or code not in STOPPED + LOST:
+                    codes[int(rank)] = code
+        return codes
 
     def watch(self) -> None:
         """Stop the ranks of all machines if one of them is lost, has failed, or could join."""
         if self.decision.get("stop") or time.monotonic() - self.looked_at < POLL_SECONDS:
             return
         now = self.read_records()
-        lost, failed = self.lost(now), self.failures()
+        lost = self.lost(now)
+        failed = self.failures()
         if lost or failed:
-            # its ranks save with all others
+            # A machine that was told to leave: its ranks save with all others.
             is_leaving = any(self.machines[n].state == GONE for n in lost)
             self.publish(stop=True, orderly=is_leaving and not failed)
             return
+        # A larger run may be possible with the machines that have come.
         usable = {n: ranks for n, (_, _, ranks) in self.seats.items()}
         for n, machine in self.machines.items():
             is_new = n not in usable and machine.state == FREE and machine.is_there(now)
@@ -194,8 +202,11 @@ class Council:
 
     def decide(self) -> None:
         """Write who runs next, or the end of the run, as soon as that is known."""
-        now, seats, largest = self.read_records(), self.seats, self.plan.shapes[0].ranks
+        now = self.read_records()
+        seats = self.seats
+        largest = self.plan.shapes[0].ranks
         self.stopped_at = self.stopped_at or now
+        # Wait until those that ran have stopped: only then is known which are free.
         present = {n: machine for n, machine in self.machines.items() if machine.is_there(now)}
         is_stopping = any(present[n].state == RUNNING for n in seats if n in present)
         if is_stopping and now < self.stopped_at + GRACE_SECONDS + self.plan.wait:
@@ -206,44 +217,48 @@ class Council:
             if machine.state == FREE and machine.ranks
         }
         choice = elastic.choose_shape(self.plan.shapes, free)
-        if not seats and not (choice and choice[0].ranks == largest) and now < self.until:
+        # The first start takes less than the most only when the time to come is over.
+        is_full = choice is not None and choice[0].ranks == largest
+        if not seats and not is_full and now < self.until:
             self.report_waiting(free, now)
             return
-        lost, failed, restarts = self.lost(now), self.failures(), self.decision["restarts"]
-        lost += [
-            n for n, (_, _, ranks) in seats.items() if n not in lost and free.get(n, 0) < ranks
-        ]
+        # Why the run stopped: machines are lost or too small now, or a rank failed, which ends it
+        # if its status is final or it was the last restart.
+        lost = self.lost(now)
+        failed = self.failures()
+        restarts = self.decision["restarts"]
+        for n, (_, _, ranks) in seats.items():
+            if n not in lost and free.get(n, 0) < ranks:
+                lost.append(n)
         reasons = self.explain(lost, free, choice[1] if choice else {})
         if failed:
             rank, code = find_cause(failed)
+            cause = f"rank {rank} {describe_end(code)}"
             if is_final(code) or (not lost and restarts == self.plan.restarts):
-                self.end(
-                    exit_status(code), f"rank {rank} {describe_end(code)}; the others were stopped"
-                )
+                self.end(exit_status(code), f"{cause}; the others were stopped")
                 return
             if not lost:
                 restarts += 1
-                reasons.insert(
-                    0,
-                    f"rank {rank} {describe_end(code)}, restart {restarts} of at most {self.plan.restarts}",
-                )
+                restart = f"restart {restarts} of at most {self.plan.restarts}"
+                reasons.insert(0, f"{cause}, {restart}")
+        # Who runs next, if there are enough.
         if choice is None:
             if now > max(self.until, self.stopped_at + self.plan.wait):
                 few = f"{sum(free.values())} ranks are there and --min-ranks is {self.plan.least_ranks}"
-                self.end(
-                    HANG,
-                    "; ".join([*reasons, f"{few}, and no more came within {self.plan.wait:g} s"]),
-                )
+                reasons.append(f"{few}, and no more came within {self.plan.wait:g} s")
+                self.end(HANG, "; ".join(reasons))
             self.report_waiting(free, now)
             return
-        self.stopped_at, self.is_silent = 0.0, True
+        self.stopped_at = 0.0
+        self.is_silent = True
         text = elastic.describe_choice(*choice, free, self.plan.most_ranks)
-        self.start(
-            *choice, f"{', '.join(reasons)}; going on with {text}" if reasons else text, restarts
-        )
+        if reasons:
+            text = f"{', '.join(reasons)}; going on with {text}"
+        self.start(*choice, text, restarts)
 
     def start(self, shape: elastic.Shape, shares: dict[int, int], line: str, restarts: int) -> None:
-        seats, first = {}, 0
+        seats = {}
+        first = 0
         for n, ranks in shares.items():
             seats[str(n)] = [self.machines[n].id, first, ranks]
             first += ranks
@@ -259,29 +274,36 @@ class Council:
         """Return what changed: ["machine 2 was lost", "machine 4 joins"]."""
         if not self.seats and len(free) < self.plan.nodes:
             return [f"{len(free)} of {self.plan.nodes} machines came within {self.plan.wait:g} s"]
-        changes, seats = [], self.seats
+        changes = []
+        seats = self.seats
         for n in lost:
             machine = self.machines[n]
             if machine.state == FREE and machine.id == seats[n][0]:
                 changes.append(f"on machine {n} only {machine.ranks} devices answer")
-            elif machine.state in (GONE, FINISHED):
-                changes.append(
-                    f"machine {n} {machine.why if machine.state == GONE else 'has finished'}"
-                )
+            elif machine.state == GONE:
+                changes.append(f"machine {n} {machine.why}")
+            elif machine.state == FINISHED:
+                changes.append(f"machine {n} has finished")
             else:
                 changes.append(f"machine {n} was lost")
-        joining = [n for n in shares if n not in seats or self.machines[n].id != seats[n][0]]
-        changes += [f"machine {n} joins" for n in joining if seats]
-        return changes[:LISTED] + [f"{len(changes) - LISTED} more changes"] * (
-            len(changes) > LISTED
-        )
+        if seats:
+            for n in shares:
+                if n not in seats or self.machines[n].id != seats[n][0]:
+                    changes.append(f"machine {n} joins")
+        if len(changes) > LISTED:
+            changes[LISTED:] = [f"{len(changes) - LISTED} more changes"]
+        return changes
 
     def report_waiting(self, free: dict[int, int], now: float) -> None:
-        if self.is_silent and now - self.stopped_at > connect.SILENCE:
-            self.is_silent = False
-            missing = format_ranks([n for n in range(self.plan.nodes) if n not in free])
-            until = max(self.until, self.stopped_at + self.plan.wait) if self.seats else self.until
-            say(f"waiting for machine {missing}, up to {max(until - now, 0):.0f} s more")
+        if not self.is_silent or now - self.stopped_at <= connect.SILENCE:
+            return
+        self.is_silent = False
+        missing = [n for n in range(self.plan.nodes) if n not in free]
+        until = self.until
+        if self.seats:
+            until = max(until, self.stopped_at + self.plan.wait)
+        left = max(until - now, 0)
+        say(f"waiting for machine {format_ranks(missing)}, up to {left:.0f} s more")
 
     def wait_for_farewells(self, seconds: float) -> None:
         """Keep the store until the other machines have read the end."""
@@ -309,9 +331,12 @@ class ElasticMeeting(agent.MachineMeeting):
         self.record["id"] = self.store.add(f"came/{plan.node}", 1)
         self.council = Council(plan, self.store, until) if plan.node == 0 else None
         self.decision: dict[str, Any] = {"number": 0}  # that this machine follows
-        # the last one that was read, and how many there were
-        self.newest, self.decisions = self.decision, 0
-        self.read_at, self.lock, self.ended = 0.0, threading.Lock(), threading.Event()
+        # The last one that was read, and how many there were.
+        self.newest = self.decision
+        self.decisions = 0
+        self.read_at = 0.0
+        self.lock = threading.Lock()
+        self.ended = threading.Event()
         self.first_beat = (-1, time.monotonic())  # of machine 0, and when it changed
         self.is_replaced = False
         threading.Thread(target=self.beat, daemon=True).start()
@@ -336,10 +361,8 @@ class ElasticMeeting(agent.MachineMeeting):
         while not self.ended.wait(BEAT_SECONDS):
             with contextlib.suppress(RunOver):  # the main thread judges whether machine 0 is gone
                 self.announce()
-                self.is_replaced = (
-                    self.ask(lambda: self.store.add(f"came/{self.plan.node}", 0))
-                    > self.record["id"]
-                )
+                newest = self.ask(lambda: self.store.add(f"came/{self.plan.node}", 0))
+                self.is_replaced = newest > self.record["id"]
 
     def read(self) -> dict[str, Any]:
         """Return machine 0's decision; raise RunOver if the run has ended, or nobody decides."""
@@ -374,6 +397,7 @@ class ElasticMeeting(agent.MachineMeeting):
                     )
             self.require_machine_0()
             time.sleep(0.1)
+        # This machine takes part.
         self.decision = decision
         self.announce(state=RUNNING, failed={}, number=decision["number"])
         say(decision["line"])
@@ -418,7 +442,8 @@ class ElasticAgent(agent.Agent):
             not re.search(r"--device[= ]cpu", " ".join(program))
             and devices.count_accelerators() > 0
         )
-        assert isinstance(handler := self._worker_group.spec.rdzv_handler, ElasticMeeting)
+        handler = self._worker_group.spec.rdzv_handler
+        assert isinstance(handler, ElasticMeeting)
         self.meeting = handler
 
     def _assign_worker_ranks(
@@ -427,7 +452,8 @@ class ElasticAgent(agent.Agent):
         """Take the ranks that machine 0 gave this machine."""
         decision = self.meeting.decision
         _, first, ranks = decision["seats"][str(self.plan.node)]
-        spec.local_world_size, spec.args = ranks, (*self.program, *decision["flags"])
+        spec.local_world_size = ranks
+        spec.args = (*self.program, *decision["flags"])
         self._remaining_restarts = spec.max_restarts - decision["restarts"]
         self.failed = {}
         world = decision["ranks"]
@@ -455,10 +481,9 @@ class ElasticAgent(agent.Agent):
         self.meeting.announce(state=FINISHED)
         until = time.monotonic() + GRACE_SECONDS
         try:
-            while (
-                time.monotonic() < until
-                and self.meeting.read()["number"] == self.meeting.decision["number"]
-            ):
+            while time.monotonic() < until:
+                if self.meeting.read()["number"] != self.meeting.decision["number"]:
+                    return
                 time.sleep(POLL_SECONDS)
         except RunOver as over:
             if over.status != DONE:

@@ -140,12 +140,12 @@ class RayBackend(Backend):  # type: ignore[misc]
 
     def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
         address, port = worker_group.execute_single(0, find_address)
-        *_, before, size = self.sizes = [*(self.sizes or [0]), len(worker_group)]
-        why = (
-            f"attempt {len(self.sizes) - 1} on Ray, with {size} workers after {before}"
-            if before
-            else "on Ray"
-        )
+        attempts = len(self.sizes)
+        size = len(worker_group)
+        why = "on Ray"
+        if attempts:
+            why = f"attempt {attempts + 1} on Ray, with {size} workers after {self.sizes[-1]}"
+        self.sizes = [*self.sizes, size]
         worker_group.execute(
             set_variables, {"MASTER_ADDR": address, "MASTER_PORT": str(port), ATTEMPT: why}
         )
@@ -180,7 +180,8 @@ def run_rank(job: dict[str, Any]) -> None:
     """Run one rank as a child of this worker; raise if it fails and another start may help."""
     global _child
     context = ray.train.get_context()
-    rank, size = context.get_world_rank(), context.get_world_size()
+    rank = context.get_world_rank()
+    size = context.get_world_size()
     shape = next(shape for shape in job["shapes"] if shape.ranks <= size)
     if rank >= shape.ranks:
         return  # idle: so many ranks would not fit the command
@@ -195,7 +196,8 @@ def run_rank(job: dict[str, Any]) -> None:
     environ = os.environ | {name: str(value) for name, value in world.items()} | {ATTEMPT: why}
     words = [sys.executable, *build_program(job["command"]), *shape.flags]
     _child = subprocess.Popen(words, env=environ, cwd=job["folder"])
-    asked, notes = time.monotonic(), job["notes"]
+    asked = time.monotonic()
+    notes = job["notes"]
     while _child.poll() is None:
         time.sleep(0.1)
         if time.monotonic() - asked > ASK_SECONDS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from typing import Any
 
@@ -23,28 +24,30 @@ def require_equal(team: Team, own: dict[str, Any]) -> None:
     """
     if team.size == 1 or len(team.merge([_hash(own)], _distinct)) == 1:
         return
-    hashes: dict[str, str] = team.merge(
-        {name: _hash(value) for name, value in own.items()}, _common_hashes
-    )
+    # Which values differ.
+    own_hashes = {name: _hash(value) for name, value in own.items()}
+    hashes: dict[str, str] = team.merge(own_hashes, _common_hashes)
     names = [name for name, common in hashes.items() if common == DIFFERS]
-    rank = [[team.rank, team.rank]]
-    texts = {name: _as_text(own[name]) if name in own else "nothing" for name in names[:LISTED]}
-    holders: Holders = team.merge(
-        {name: {text: rank} for name, text in texts.items()}, _join_holders
-    )
-    differing = []
-    for name, values in holders.items():
-        each = [
-            f"{value} on rank{'s' * (spans != [2 * spans[0][:1]])} {_format(spans)}"
-            for value, spans in values.items()
-        ]
-        more = [f"{len(each) - LISTED} more values"] if len(each) > LISTED else []
-        differing.append(f"{name}: {', '.join(each[:LISTED] + more)}")
-    differing += [f"and {len(names) - LISTED} more"] if len(names) > LISTED else []
-    head = (
+    # Who has which of them.
+    own_holders: Holders = {}
+    for name in names[:LISTED]:
+        text = _as_text(own[name]) if name in own else "nothing"
+        own_holders[name] = {text: [[team.rank, team.rank]]}
+    holders: Holders = team.merge(own_holders, _join_holders)
+    lines = [
         "the ranks were started differently; give all of them the same command, files and versions:"
-    )
-    raise UserError("\n  ".join([head, *differing]), everywhere=True)
+    ]
+    for name, values in holders.items():
+        each = []
+        for value, spans in values.items():
+            is_one = len(spans) == 1 and spans[0][0] == spans[0][1]
+            each.append(f"{value} on {'rank' if is_one else 'ranks'} {_format(spans)}")
+        if len(each) > LISTED:
+            each[LISTED:] = [f"{len(each) - LISTED} more values"]
+        lines.append(f"{name}: {', '.join(each)}")
+    if len(names) > LISTED:
+        lines.append(f"and {len(names) - LISTED} more")
+    raise UserError("\n  ".join(lines), everywhere=True)
 
 
 DIFFERS = ""  # in the place of a hash
@@ -56,14 +59,17 @@ def _hash(value: Any) -> str:
 
 def _distinct(hashes: list[list[str]]) -> list[str]:
     """Return up to two different hashes of those that some ranks have."""
-    return list(dict.fromkeys(value for some in hashes for value in some))[:2]
+    different = dict.fromkeys(itertools.chain(*hashes))
+    return list(different)[:2]
 
 
 def _common_hashes(tables: list[dict[str, str]]) -> dict[str, str]:
     """Return the hash of each value that some ranks have in common."""
-    names = dict.fromkeys(name for table in tables for name in table)
-    found = {name: {table.get(name, DIFFERS) for table in tables} for name in names}
-    return {name: hashes.pop() if len(hashes) == 1 else DIFFERS for name, hashes in found.items()}
+    common = {}
+    for name in dict.fromkeys(itertools.chain(*tables)):
+        found = {table.get(name, DIFFERS) for table in tables}
+        common[name] = found.pop() if len(found) == 1 else DIFFERS
+    return common
 
 
 def _join_holders(tables: list[Holders]) -> Holders:
@@ -76,28 +82,31 @@ def _join_holders(tables: list[Holders]) -> Holders:
 
 
 def _as_text(value: Any) -> str:
-    return (
-        "none"
-        if value is None
-        else value
-        if isinstance(value, str) and value
-        else json.dumps(value, sort_keys=True)
-    )
+    if value is None:
+        return "none"
+    if isinstance(value, str) and value:
+        return value
+    return json.dumps(value, sort_keys=True)
 
 
 def _join_spans(before: Spans, after: Spans) -> Spans:
     """Return the spans of two ascending lists, the second of higher numbers."""
-    if before and after and before[-1][1] + 1 == after[0][0]:
-        return [*before[:-1], [before[-1][0], after[0][1]], *after[1:]]
-    return before + after
+    if not before or not after:
+        return before + after
+    last = before[-1]
+    following = after[0]
+    if last[1] + 1 != following[0]:
+        return before + after
+    return [*before[:-1], [last[0], following[1]], *after[1:]]
 
 
 def _format(spans: Spans) -> str:
-    named = ", ".join(
-        str(first) if first == last else f"{first}-{last}" for first, last in spans[:SPANS]
-    )
+    named = []
+    for first, last in spans[:SPANS]:
+        named.append(str(first) if first == last else f"{first}-{last}")
+    text = ", ".join(named)
     more = sum(last - first + 1 for first, last in spans[SPANS:])
-    return named + f" and {more:,} more" * bool(more)
+    return f"{text} and {more:,} more" if more else text
 
 
 def format_ranks(numbers: list[int]) -> str:

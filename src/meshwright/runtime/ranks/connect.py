@@ -258,7 +258,8 @@ def _name_attempt(store: Store, rank: int, until: float, have_met: threading.Eve
 
 def require_own_devices(team: Team, device: torch.device) -> None:
     """Raise UserError if two ranks use one device; NCCL's own error names neither."""
-    name, store = f"{devices.device_identity(device)} of {socket.gethostname()}", team.store
+    name = f"{devices.device_identity(device)} of {socket.gethostname()}"
+    store = team.store
     assert store is not None
     first = int(store.compare_set(f"device/{name}", "", str(team.rank)))
     holders = {} if first == team.rank else {name: [first, team.rank]}
@@ -378,7 +379,8 @@ def _occupied(port: int) -> UserError:
 
 
 def _require_reached(address: str, port: int, until: float, who: str) -> None:
-    began, is_silent = time.monotonic(), True
+    began = time.monotonic()
+    is_silent = True
     while True:
         left = until - time.monotonic()
         try:
@@ -433,9 +435,12 @@ def meet_all(
 def _await_verdict(
     store: Store, number: int, size: int, until: float, noun: str, advice: str, have_met: bool
 ) -> None:
-    began, is_silent = time.monotonic(), number == 0
+    began = time.monotonic()
+    is_silent = number == 0
     _arrive(store, number, size, until, noun)
-    pause, longest, listed_at = 0.01, max(0.25, size / LOOKS), until
+    pause = 0.01
+    longest = max(0.25, size / LOOKS)
+    listed_at = until
     while not _has(store, "verdict"):
         now = time.monotonic()
         if is_silent and now - began > SILENCE and (missing := _find_missing(store, size)):

@@ -16,8 +16,11 @@ if TYPE_CHECKING:
 
 # ranks up to which every pair is measured, one after the other; of more, many at once
 ALL_PAIRS = 32
-SMALL_REPEATS, LARGE_REPEATS = 30, 8
-LARGE, LARGE_ON_CPU = 64 << 20, 4 << 20  # bytes
+SMALL_REPEATS = 30
+LARGE_REPEATS = 8
+# Bytes of a large message.
+LARGE = 64 << 20
+LARGE_ON_CPU = 4 << 20
 SLOWER = 2.0  # times the median bandwidth, or latency, that makes a link a slow one
 LATENCY_NOISE = 100e-6  # seconds by which any two latencies may differ
 
@@ -76,7 +79,8 @@ def measure_pair(other: int, is_first: bool, device: torch.device) -> tuple[floa
     import torch.distributed as dist
 
     def seconds(numbers: int, repeats: int) -> float:
-        values, times = torch.zeros(numbers, device=device), list[float]()
+        values = torch.zeros(numbers, device=device)
+        times = list[float]()
         for _ in range(repeats + 2):
             devices.synchronize(device)
             begin = time.perf_counter()
@@ -101,6 +105,7 @@ def slow_links(links: list[Link]) -> list[Link]:
     if len(links) < 3:
         return []
     typical = typical_link(links)
-    latency, bandwidth = SLOWER * typical.latency + LATENCY_NOISE, typical.bandwidth / SLOWER
+    latency = SLOWER * typical.latency + LATENCY_NOISE
+    bandwidth = typical.bandwidth / SLOWER
     slow = [link for link in links if link.bandwidth < bandwidth or link.latency > latency]
     return sorted(slow, key=lambda link: (link.bandwidth, -link.latency))

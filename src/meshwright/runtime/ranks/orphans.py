@@ -27,7 +27,9 @@ POLL_SECONDS = 1.0  # between two looks where the kernel has no pidfd
 PR_SET_PDEATHSIG = 1
 
 # Variables that only launchers set. RANK is none: people set it in a shell, and leave that.
-TORCHRUN, DEEPSPEED, SLURM = "TORCHELASTIC_RUN_ID", "CROSS_RANK", "SLURM_PROCID"
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+DEEPSPEED = "CROSS_RANK"
+SLURM = "SLURM_PROCID"
 LAUNCH_VARIABLES = (TORCHRUN, DEEPSPEED, "OMPI_COMM_WORLD_RANK", "PMI_RANK", SLURM)
 # No launchers, even if a child has variables that these lack: who leaves a shell leaves a run.
 NO_LAUNCHERS = set(
@@ -110,7 +112,8 @@ def launchers(environ: Mapping[str, str]) -> list[int]:
             # deepspeed starts one more program on each machine, which sets the variables.
             if mark == DEEPSPEED and parent > 1 and b"deepspeed" in _read_proc(parent, "cmdline"):
                 chain.append(parent)
-                length, parent = len(chain), _inspect(parent)[1]
+                length = len(chain)
+                parent = _inspect(parent)[1]
         pid = parent
     return chain[:length]
 

@@ -18,13 +18,16 @@ PHASE_BYTES = 120
 
 class Pulse:
     def __init__(self) -> None:
-        self.phase, self.step, self.ticks = PHASES[0], 0, 0
+        self.phase = PHASES[0]
+        self.step = 0
+        self.ticks = 0
         self.doing = ""  # what of the startup
         # a file in memory, whose first PHASE_BYTES tell neighbours the phase of a stopped process
         self.shown_in = -1
 
     def enter(self, phase: str, step: int | None = None, doing: str = "") -> None:
-        self.phase, self.doing = phase, doing
+        self.phase = phase
+        self.doing = doing
         self.step = self.step if step is None else step
         self.ticks += 1
         if self.shown_in >= 0:

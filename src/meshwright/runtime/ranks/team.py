@@ -228,7 +228,8 @@ def connect_tree(store: Any, rank: int, size: int, timeout: timedelta) -> tuple[
 
 def tree_of(rank: int, size: int) -> list[range]:
     """Return the ranks of the groups that a rank is in, from the leaves of the tree up."""
-    groups, step = [], 1
+    groups = []
+    step = 1
     while step < size and rank % step == 0:
         first = rank - rank % (step * BRANCHES)
         groups.append(range(first, min(first + step * BRANCHES, size), step))

@@ -120,8 +120,11 @@ class Watchdog:
     def __init__(
         self, world: World, store: Store, minutes: float, pulse: Pulse = pulses.pulse
     ) -> None:
-        self.world, self.store, self.pulse = world, store, pulse
-        self.minutes, self.limit = minutes, 60 * minutes
+        self.world = world
+        self.store = store
+        self.pulse = pulse
+        self.minutes = minutes
+        self.limit = 60 * minutes
         self.every = min(SIGN_SECONDS, self.limit / 20)
         # of a rank that gives no sign
         self.quiet = max(self.limit / 4, min(2.0, 0.45 * self.limit))
@@ -131,7 +134,8 @@ class Watchdog:
         self.record: Callable[[str], Any] = lambda text: None
         self.stopping = threading.Event()
         now = time.monotonic()
-        self.ticks, self.position = -1, (0, 0, 0)
+        self.ticks = -1
+        self.position = (0, 0, 0)
         self.moved = self.entered = self.looked = self.answered = now
         self.woken = -EXIT_SECONDS  # when this process was found to have been stopped
         self.used = 0.0  # the processor's time of the training's thread when it entered its call
@@ -182,7 +186,11 @@ class Watchdog:
 
     def exchange(self) -> None:
         """Tell the store where this rank is; read the verdict and, in a wait, the others' signs."""
-        rank, is_reader, is_known, pause, pid = self.world.rank, False, False, 0.0, os.getpid()
+        rank = self.world.rank
+        is_reader = False
+        is_known = False
+        pause = 0.0
+        pid = os.getpid()
         me = Identity(
             host=socket.gethostname(),
             pid=pid,
@@ -215,9 +223,11 @@ class Watchdog:
             pause = self.every if self.sign.waiting < self.limit / 2 else min(self.every, 1.0)
 
     def read_others(self) -> None:
-        now, signs = time.monotonic(), self.read_all("sign")
+        now = time.monotonic()
+        signs = self.read_all("sign")
         for rank in range(self.world.size):
-            sign, before = Sign(*signs[rank]) if rank in signs else None, self.others.get(rank)
+            sign = Sign(*signs[rank]) if rank in signs else None
+            before = self.others.get(rank)
             if before is None or before[0] != sign:
                 self.others[rank] = sign, now
 
@@ -236,7 +246,8 @@ class Watchdog:
 
     def take_board(self) -> list[tuple[str, int, float, float]] | None:
         """Return what all ranks have newly posted, on rank 0; None if there is nothing new."""
-        board, self.board = self.board, None
+        board = self.board
+        self.board = None
         return board
 
     def exchange_posts(self) -> None:
@@ -246,12 +257,17 @@ class Watchdog:
         self.store.set(f"post/{self.world.rank}", json.dumps(own))
         if self.world.rank:
             self.compared = own[0]
-        elif self.store.check([f"post/{rank}" for rank in range(self.world.size)]):
-            posts = self.read_all("post")
-            if min(at for at, _, _ in posts.values()) > self.compared:
-                self.compared = max(at for at, _, _ in posts.values())
-                who = self.read_all("who")
-                self.board = [(who[rank]["host"], *posts[rank]) for rank in range(self.world.size)]
+            return
+        # Rank 0 compares when a new post of every rank is there.
+        ranks = range(self.world.size)
+        if not self.store.check([f"post/{rank}" for rank in ranks]):
+            return
+        posts = self.read_all("post")
+        times = [at for at, _, _ in posts.values()]
+        if min(times) > self.compared:
+            self.compared = max(times)
+            who = self.read_all("who")
+            self.board = [(who[rank]["host"], *posts[rank]) for rank in ranks]
 
     # The judge
 
@@ -269,7 +285,8 @@ class Watchdog:
 
     def watch_training(self) -> None:
         """See where the training's thread is, and since when."""
-        now, ticks = time.monotonic(), self.pulse.ticks
+        now = time.monotonic()
+        ticks = self.pulse.ticks
         if now - self.looked > self.quiet:
             self.woken = self.entered = now
         self.looked = now
@@ -278,10 +295,13 @@ class Watchdog:
             return
         position = (ticks, id(frame), frame.f_lasti)
         if ticks != self.ticks or is_compiling(frame):
-            self.ticks, self.moved = ticks, now
+            self.ticks = ticks
+            self.moved = now
         used = thread_time(self.thread)
         if position != self.position:
-            self.position, self.entered, self.used = position, now, used
+            self.position = position
+            self.entered = now
+            self.used = used
         waits = self.pulse.phase != "data" and may_wait_for_ranks(frame)
         waiting = min(now - self.entered, now - self.moved) if waits else 0.0
         self.sign = Sign(
@@ -311,10 +331,8 @@ class Watchdog:
         }
         if any(sign.still < 0.9 * self.limit for sign in live.values()):
             return None
-        named, why = (
-            silent,
-            "no sign of life: stopped, without its machine, or in a call that holds Python's lock",
-        )
+        named = silent
+        why = "no sign of life: stopped, without its machine, or in a call that holds Python's lock"
         if not named:
             active = {rank: sign for rank, sign in live.items() if sign.waiting < self.limit / 2}
             if not active and not all(sign.is_busy for sign in live.values()):
@@ -349,8 +367,12 @@ class Watchdog:
             by_sign: dict[str, list[int]] = {}
             for rank in ranks:
                 by_sign.setdefault(str(signs[rank]), []).append(rank)
-            texts = [f"{name_ranks(same, hosts)}{verb} in {sign}" for sign, same in by_sign.items()]
-            return "; ".join(texts[:LISTED_CALLS]) + "; ..." * (len(texts) > LISTED_CALLS)
+            texts = []
+            for sign, same in by_sign.items():
+                texts.append(f"{name_ranks(same, hosts)}{verb} in {sign}")
+            if len(texts) > LISTED_CALLS:
+                texts[LISTED_CALLS:] = ["..."]
+            return "; ".join(texts)
 
         others = [rank for rank in signs if rank not in named]
         whom = "it" if len(named) == 1 else "them"
@@ -367,7 +389,8 @@ class Watchdog:
 
     def without_store(self) -> HangVerdict:
         """Return the verdict of a rank that cannot ask the others."""
-        where, quiet = f"{self.world.address}:{self.world.port}", time.monotonic() - self.answered
+        where = f"{self.world.address}:{self.world.port}"
+        quiet = time.monotonic() - self.answered
         # rank 0 is on this machine, but stopped
         first = int(self.world.rank == self.world.local_rank)
         text = (
@@ -529,7 +552,8 @@ def wait_for_stacks(fd: int, tries: int, pause: float) -> None:
     """Wait until a file in memory holds all stacks: until it grows no more."""
     size = -1
     for _ in range(tries):
-        before, size = size, os.fstat(fd).st_size
+        before = size
+        size = os.fstat(fd).st_size
         if pulses.PHASE_BYTES < size == before:
             return
         time.sleep(pause)
@@ -549,9 +573,10 @@ def write_text(fd: int, text: str) -> None:
 
 
 def name_ranks(ranks: list[int], hosts: dict[int, str]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}{f' ({hosts[ranks[0]]})' if ranks[0] in hosts else ''}"
-    return f"ranks {format_ranks(ranks)}"
+    if len(ranks) != 1:
+        return f"ranks {format_ranks(ranks)}"
+    (rank,) = ranks
+    return f"rank {rank} ({hosts[rank]})" if rank in hosts else f"rank {rank}"
 
 
 def callers(frame: FrameType) -> Iterator[FrameType]:
@@ -564,9 +589,14 @@ def callers(frame: FrameType) -> Iterator[FrameType]:
 
 def describe_frame(frame: FrameType) -> str:
     """Return the innermost call that is not torch's or the standard library's."""
-    files = ((at, at.f_code.co_filename) for at in callers(frame))
-    at = next((at for at, file in files if "/torch/" not in file and not is_library(file)), frame)
-    return f"{os.path.basename(at.f_code.co_filename)}:{at.f_lineno} in {at.f_code.co_name}"
+    at = frame
+    for caller in callers(frame):
+        file = caller.f_code.co_filename
+        if "/torch/" not in file and not is_library(file):
+            at = caller
+            break
+    code = at.f_code
+    return f"{os.path.basename(code.co_filename)}:{at.f_lineno} in {code.co_name}"
 
 
 def is_library(file: str) -> bool:
@@ -579,7 +609,8 @@ def may_wait_for_ranks(frame: FrameType) -> bool:
     A loop in Python is no call: a thread that looks at it finds it at a jump or at a call's begin.
     On an accelerator it may be any call that submits work, because the device's queue is bounded.
     """
-    file, at = frame.f_code.co_filename, dis.opname[frame.f_code.co_code[max(frame.f_lasti, 0)]]
+    file = frame.f_code.co_filename
+    at = dis.opname[frame.f_code.co_code[max(frame.f_lasti, 0)]]
     if "JUMP" in at or "RESUME" in at:
         return False
     if "/torch/" in file:

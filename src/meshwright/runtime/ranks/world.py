@@ -60,48 +60,47 @@ def _by_torch(environ: Mapping[str, str], flag: int | None) -> World:
     """torchrun, torch.distributed.launch, deepspeed, and ours."""
     if "WORLD_SIZE" not in environ:
         raise UserError(f"RANK={environ['RANK']} is set and WORLD_SIZE is not; set both{OR_UNSET}")
-    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    rank = _number(environ, "RANK")
+    size = _number(environ, "WORLD_SIZE")
     address, port = _master(environ)
     if size > 1:
-        missing = " and ".join(
-            n for n, v in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if v is None
-        )
-        if missing:
-            verb, them = ("are", "them") if " " in missing else ("is", "it")
+        wanted = {"MASTER_ADDR": address, "MASTER_PORT": port}
+        absent = [name for name, value in wanted.items() if value is None]
+        if absent:
+            missing = " and ".join(absent)
+            verb, them = ("are", "them") if len(absent) > 1 else ("is", "it")
             raise UserError(
                 f"WORLD_SIZE={size} is set, but {missing} {verb} not; set {them} to where rank 0 listens{OR_UNSET}"
             )
     one_node = address in ("localhost", "127.0.0.1", "::1")
-    name = next((n for n in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if n in environ), None)
-    local_size = _number(environ, name) if name else size if one_node else 1
-    if "LOCAL_RANK" in environ:
-        local_rank = _number(environ, "LOCAL_RANK")
-    else:  # alone on its node, unless all ranks are on this one
-        local_rank = flag if flag is not None else rank if one_node else 0
-        local_size = max(local_size, local_rank + 1) if name is None else local_size
+    # Without variables of its own, a rank is alone on its node, unless all are on this one.
+    given_size = _first_number(environ, "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+    local_rank = _first_number(environ, "LOCAL_RANK")
+    local_size = given_size
+    if local_size is None:
+        local_size = size if one_node else 1
+    if local_rank is None:
+        local_rank = flag
+        if local_rank is None:
+            local_rank = rank if one_node else 0
+        if given_size is None:
+            local_size = max(local_size, local_rank + 1)
     by = "deepspeed" if "CROSS_RANK" in environ else VARIABLES
-    if "TORCHELASTIC_RUN_ID" in environ:
-        by = (
-            "meshwright launch" if environ["TORCHELASTIC_RUN_ID"].startswith(RUN_ID) else "torchrun"
-        )
-    return _checked(
-        World(rank, size, local_rank, local_size, address, port, by), "RANK", "WORLD_SIZE"
-    )
+    run_id = environ.get("TORCHELASTIC_RUN_ID")
+    if run_id is not None:
+        by = "meshwright launch" if run_id.startswith(RUN_ID) else "torchrun"
+    world = World(rank, size, local_rank, local_size, address, port, by)
+    return _checked(world, "RANK", "WORLD_SIZE")
 
 
 def _by_mpi(environ: Mapping[str, str], by: str, prefix: str) -> World:
     if f"{prefix}SIZE" not in environ:
         raise UserError(f"{prefix}RANK={environ[f'{prefix}RANK']} is set and {prefix}SIZE is not")
-    rank, size = _number(environ, f"{prefix}RANK"), _number(environ, f"{prefix}SIZE")
+    rank = _number(environ, f"{prefix}RANK")
+    size = _number(environ, f"{prefix}SIZE")
     # The second names are Hydra's, the launcher of MPICH and Intel MPI.
-    local_rank = next(
-        (_number(environ, n) for n in (f"{prefix}LOCAL_RANK", "MPI_LOCALRANKID") if n in environ),
-        None,
-    )
-    count = next(
-        (_number(environ, n) for n in (f"{prefix}LOCAL_SIZE", "MPI_LOCALNRANKS") if n in environ),
-        None,
-    )
+    local_rank = _first_number(environ, f"{prefix}LOCAL_RANK", "MPI_LOCALRANKID")
+    count = _first_number(environ, f"{prefix}LOCAL_SIZE", "MPI_LOCALNRANKS")
     address, port = _master(environ)
     is_one_node = count is None or count == size  # unless it is known to be otherwise
     if size > 1 and address is None:
@@ -119,8 +118,11 @@ def _by_mpi(environ: Mapping[str, str], by: str, prefix: str) -> World:
                 f"{by} started {size} ranks on several nodes; set MASTER_PORT to a free port there"
             )
         port = _port(job or str(os.getppid()))
-    local_rank = rank if local_rank is None else local_rank
-    world = World(rank, size, local_rank, size if count is None else count, address, port, by)
+    if local_rank is None:
+        local_rank = rank
+    if count is None:
+        count = size
+    world = World(rank, size, local_rank, count, address, port, by)
     return _checked(world, f"{prefix}RANK", f"{prefix}SIZE")
 
 
@@ -133,12 +135,12 @@ def in_srun(environ: Mapping[str, str]) -> bool:
 
 
 def _by_slurm(environ: Mapping[str, str]) -> World:
-    rank, size = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_NTASKS")
+    rank = _number(environ, "SLURM_PROCID")
+    size = _number(environ, "SLURM_NTASKS")
     address, port = _master(environ)
-    nodes = environ.get(
-        "SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", environ.get("SLURM_JOB_NODELIST"))
-    )
     if address is None:
+        names = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+        nodes = next((environ[name] for name in names if name in environ), None)
         if not nodes:
             raise UserError(
                 f"srun started {size} ranks without SLURM_NODELIST; set MASTER_ADDR to rank 0's node"
@@ -146,27 +148,29 @@ def _by_slurm(environ: Mapping[str, str]) -> World:
         address = first_host(nodes)
     if port is None:
         # Steps of one job may run side by side.
-        port = _port(".".join(environ.get(n, "0") for n in ("SLURM_JOB_ID", "SLURM_STEP_ID")))
-    local_rank = _number(environ, "SLURM_LOCALID") if "SLURM_LOCALID" in environ else 0
+        job = environ.get("SLURM_JOB_ID", "0")
+        step = environ.get("SLURM_STEP_ID", "0")
+        port = _port(f"{job}.{step}")
+    local_rank = _first_number(environ, "SLURM_LOCALID") or 0
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE"))
     if per_node is not None:
-        node = _number(environ, "SLURM_NODEID") if "SLURM_NODEID" in environ else 0
+        node = _first_number(environ, "SLURM_NODEID") or 0
         counts = tasks_per_node(per_node)
         local_size = counts[min(node, len(counts) - 1)]
     else:
-        local_size = (
-            _number(environ, "SLURM_NTASKS_PER_NODE")
-            if "SLURM_NTASKS_PER_NODE" in environ
-            else local_rank + 1
-        )
+        given = _first_number(environ, "SLURM_NTASKS_PER_NODE")
+        local_size = local_rank + 1 if given is None else given
     world = World(rank, size, local_rank, local_size, address, port, "srun")
     return _checked(world, "SLURM_PROCID", "SLURM_NTASKS")
 
 
 def first_host(nodes: str) -> str:
     """Return the first host of SLURM's list: node01 for node[01-03,07],gpu5."""
+    # Up to the first comma outside of brackets; of these, their first number.
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes.strip())
-    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else nodes
+    if first is None:
+        return nodes
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -176,7 +180,7 @@ def tasks_per_node(text: str) -> list[int]:
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if not match:
             raise UserError(f"SLURM_TASKS_PER_NODE={text} is not of the form 2(x3),1")
-        times = int((match[2] or "1")[:7])
+        times = int((match[2] or "1")[:7])  # of more digits too, it is above the limit
         if not 0 < times <= 10**6:
             raise UserError(
                 f"SLURM_TASKS_PER_NODE={text[:100]}: x{match[2]} is not a number of nodes"
@@ -192,11 +196,22 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
+def _first_number(environ: Mapping[str, str], *names: str) -> int | None:
+    """Return the number in the first of some variables that is set."""
+    for name in names:
+        if name in environ:
+            return _number(environ, name)
+    return None
+
+
 def _master(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
-    port = _number(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else None
-    if port is not None and not 0 < port < 65536:
+    address = environ.get("MASTER_ADDR") or None
+    if not environ.get("MASTER_PORT"):
+        return address, None
+    port = _number(environ, "MASTER_PORT")
+    if not 0 < port < 65536:
         raise UserError(f"MASTER_PORT={port} is not a port; use 1 to 65535")
-    return environ.get("MASTER_ADDR") or None, port
+    return address, port
 
 
 def _port(job: str) -> int:
@@ -224,16 +239,15 @@ def _checked(world: World, rank: str, size: str) -> World:
 
 def require_world_size(world: World, wanted: int | None) -> None:
     """Raise UserError if the flag --world-size differs from what the launcher started."""
-    if wanted is not None and wanted != world.size:
-        by = (
-            "one process, without a launcher"
-            if world.launcher == "none"
-            else f"{world.size}, by {world.launcher}"
-        )
-        raise SettingsError(
-            f"{{world_size={wanted}}}, but started as {by}; start {wanted}, as with meshwright launch --nproc-per-node "
-            f"{wanted}, or change {{world_size}} to {world.size}"
-        )
+    if wanted is None or wanted == world.size:
+        return
+    by = f"{world.size}, by {world.launcher}"
+    if world.launcher == "none":
+        by = "one process, without a launcher"
+    raise SettingsError(
+        f"{{world_size={wanted}}}, but started as {by}; start {wanted}, as with meshwright launch --nproc-per-node "
+        f"{wanted}, or change {{world_size}} to {world.size}"
+    )
 
 
 def is_idle(world: World, ranks: int, work: str) -> bool:
