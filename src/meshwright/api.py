@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from meshwright.base.runs.history import History
     from meshwright.data.datasets import Datasets
     from meshwright.generation.language_model import LanguageModel
+    from meshwright.training.micro_step import Loss
     from meshwright.training.network import Model
-    from meshwright.training.step import Loss
 
 DType = Literal["float32", "bfloat16", "float16", "float64"]
 

@@ -10,7 +10,7 @@ import pytest
 from helpers import TINY_FLAGS, flip_bit, free_port, open_step, read_rows
 from meshwright.base.runs.history import read_history
 from meshwright.checkpoint import steps
-from meshwright.training import loop, step
+from meshwright.training import loop, micro_step
 from meshwright.training.health import guard
 from on_ranks import run_programs
 
@@ -31,7 +31,7 @@ BASE = (
 @pytest.fixture
 def spoiling(monkeypatch):
     """Return spoiling(samples, by): multiply the loss of batches that begin with one of these."""
-    real = step.loss_sum
+    real = micro_step.loss_sum
     bad: dict[int, float] = {}
     seen: list[int] = []
 
@@ -39,9 +39,9 @@ def spoiling(monkeypatch):
         seen.append(batch.first_sample)
         return real_forward(net, part, batch, *rest)
 
-    real_forward = step.forward_part
-    monkeypatch.setattr(step, "forward_part", forward)
-    monkeypatch.setattr(step, "loss_sum", lambda *a: real(*a) * bad.get(seen[-1], 1))
+    real_forward = micro_step.forward_part
+    monkeypatch.setattr(micro_step, "forward_part", forward)
+    monkeypatch.setattr(micro_step, "loss_sum", lambda *a: real(*a) * bad.get(seen[-1], 1))
     return lambda *samples, by=math.nan: (bad.clear(), bad.update(dict.fromkeys(samples, by)))
 
 

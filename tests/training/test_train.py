@@ -22,9 +22,9 @@ import torch
 import meshwright.checkpoint.native
 import meshwright.cli.train
 import meshwright.training.loop
+import meshwright.training.micro_step
 import meshwright.training.run
 import meshwright.training.setup
-import meshwright.training.step
 from helpers import TINY_FLAGS, error_of, read_rows, write_counting
 from meshwright.__main__ import main
 from meshwright.base import console, device
@@ -195,13 +195,13 @@ def test_recompute_is_bit_equal(tmp_path):
 
 
 def test_non_finite_loss_stops_with_70(tmp_path, capsys, monkeypatch):
-    calls, good = [], meshwright.training.step.loss_sum
+    calls, good = [], meshwright.training.micro_step.loss_sum
 
     def bad(*args):
         calls.append(1)
         return good(*args) * (float("nan") if len(calls) == 5 else 1)
 
-    monkeypatch.setattr(meshwright.training.step, "loss_sum", bad)
+    monkeypatch.setattr(meshwright.training.micro_step, "loss_sum", bad)
     status, steps = train(tmp_path, "--save-interval", "2", "--eval-iters", "0")
     captured = capsys.readouterr()
     assert status == 70 and steps[-1]["loss"] == "nan" and len(steps) == 3

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from meshwright.training.health.replicas import Replicas
     from meshwright.training.health.stragglers import Stragglers
     from meshwright.training.log.metrics import Metrics
+    from meshwright.training.micro_step import Update
     from meshwright.training.state.state import State
-    from meshwright.training.step import StepSettings, Update
+    from meshwright.training.step import StepSettings
 
 
 class Submitted(NamedTuple):

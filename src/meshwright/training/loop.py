@@ -35,8 +35,10 @@ from meshwright.training.log.metrics import Metrics
 from meshwright.training.log.profile import profiler
 from meshwright.training.log.timers import Startup, Timers
 from meshwright.training.loss_parts import LossParts
+from meshwright.training.micro_step import untimed
 from meshwright.training.state.state import State
-from meshwright.training.step import StepSettings, evaluate, train_step, untimed
+from meshwright.training.step import StepSettings, train_step
+from meshwright.training.validation import evaluate
 
 ALL_DONE = "all iterations done"
 

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from meshwright.data.datasets import Datasets
     from meshwright.parallel.layout import Layout
     from meshwright.training.loop import Trainer
+    from meshwright.training.micro_step import Loss
     from meshwright.training.network import Model
-    from meshwright.training.step import Loss
 
 
 @dataclass(frozen=True)

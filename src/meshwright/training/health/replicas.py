@@ -29,7 +29,7 @@ from meshwright.parallel import comm
 from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.store import Store
 from meshwright.runtime.ranks.team import Team
-from meshwright.training.step import Network
+from meshwright.training.micro_step import Network
 
 WIDTH = 4096  # words that share a row of multipliers
 ROWS = 1024  # rows of words that are hashed at once: the products take 32 MiB

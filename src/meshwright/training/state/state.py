@@ -38,8 +38,8 @@ from meshwright.training.state.saver import Saver
 
 if TYPE_CHECKING:
     from meshwright.config.grammar import Iterations
+    from meshwright.training.micro_step import Network
     from meshwright.training.network import Spec
-    from meshwright.training.step import Network
 
 
 @dataclass

@@ -26,7 +26,7 @@ from meshwright.apps.plan.measure.allocator import MemoryEvent
 from meshwright.kernels.linear import Waiting, compute
 from meshwright.parallel import pipeline
 from meshwright.parallel.pipeline_schedule import Action
-from meshwright.training.step import Network
+from meshwright.training.micro_step import Network
 
 META = torch.device("meta")
 ROUNDING = 512  # bytes to which torch's allocator rounds up
