@@ -93,7 +93,8 @@ def open_trainer(words: list[str]) -> Trainer:
     copies = [Copies("weights", [[0]], held, getattr(store, "weights", None))]
     if getattr(store, "master", None) is not getattr(store, "weights", None):
         copies.append(Copies("masters", [[0]], {}, store.master))  # type: ignore[union-attr]
-    trainer.replicas = Replicas(trainer.net, trainer.team, copies, 1, None)
+    trainer.replicas = Replicas(trainer.net, trainer.team, copies, 1, None, at_once=False)
+    trainer.hooks.insert(0, trainer.replicas)
     return trainer
 
 

@@ -163,7 +163,7 @@ def train_to(trainer: Trainer, iteration: int) -> None:
     while trainer.progress.iteration < iteration:
         if not trainer.skip_iterations():
             trainer.step()
-            trainer.validate_and_save()
+            trainer.run_hooks_between_steps()
     trainer.finish()
     trainer.state.saver.wait()
 

@@ -25,6 +25,7 @@ import meshwright.training.loop
 import meshwright.training.micro_step
 import meshwright.training.run
 import meshwright.training.setup
+import meshwright.training.validation
 from helpers import TINY_FLAGS, error_of, read_rows, write_counting
 from meshwright.__main__ import main
 from meshwright.base import console, device
@@ -714,13 +715,13 @@ def test_overwriting_waits_until_the_run_can_begin(tmp_path):
 
 @pytest.mark.fault("F16")
 def test_a_signal_during_the_last_validation_saves(tmp_path, monkeypatch):
-    good = meshwright.training.loop.evaluate
+    good = meshwright.training.validation.evaluate
 
     def signalled(*args):
         signal.raise_signal(signal.SIGTERM)
         return good(*args)
 
-    monkeypatch.setattr(meshwright.training.loop, "evaluate", signalled)
+    monkeypatch.setattr(meshwright.training.validation, "evaluate", signalled)
     status, steps = train(tmp_path, "--eval-interval", "100")
     assert status == 143 and len(steps) == 6 and (tmp_path / "run/iter_0000006").is_dir()
     assert read_rows(tmp_path / "run", "validation") == []

@@ -213,14 +213,14 @@ def finish_run(trainer: Trainer, reason: str, tokenizer: Tokenizer | None) -> No
 
     pulse.enter("end")
     config, c = trainer.config, trainer.config.checkpoint
-    loss = trainer.validate("valid", is_at_end=True) if reason == ALL_DONE else math.nan
+    loss = trainer.validation.validate("valid", is_at_end=True) if reason == ALL_DONE else math.nan
     if c.save and trainer.progress.iteration and not config.training.skip_train:
-        trainer.save()
+        trainer.saving.run(trainer.progress.iteration)
     if reason == ALL_DONE:
-        trainer.validate("test", is_at_end=True)
-        if trainer.scores is not None:
-            trainer.score(trainer.scores.finish)
-    trainer.wait_for_save()
+        trainer.validation.validate("test", is_at_end=True)
+        if trainer.score_tasks is not None:
+            trainer.score_tasks.finish()
+    trainer.saving.wait()
     trainer.state.saver.require_saved(trainer.progress.iteration)
     trainer.team.run_on_all(lambda: trainer.state.saver.end_upload(at_end=True))
     if lost := trainer.state.saver.lost:
@@ -230,7 +230,7 @@ def finish_run(trainer: Trainer, reason: str, tokenizer: Tokenizer | None) -> No
     if reason == ALL_DONE:
         trainer.state.saver.export(tokenizer)
         if c.average_last:
-            trainer.validate_mean(loss)
+            trainer.validation.validate_mean(loss)
     elif c.save_hf:
         convert = f"run `meshwright convert {c.save} {c.save_hf} --to huggingface` to convert the current checkpoint"
         remark(f" > --save-hf: not written, because training is not finished; {convert}")

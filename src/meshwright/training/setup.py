@@ -30,10 +30,10 @@ from meshwright.runtime.ranks.team import Team
 from meshwright.runtime.ranks.watchdog import Watchdog
 from meshwright.training.before import memory
 from meshwright.training.before.resolve import Resolved
-from meshwright.training.beside.eval_tasks import Scores, ScoresBeside
-from meshwright.training.beside.samples import SampleWriter
 from meshwright.training.forecast import find_forecast
 from meshwright.training.health.stop import StopConditions
+from meshwright.training.hooks.eval_tasks import Scores, ScoresBeside
+from meshwright.training.hooks.samples import SampleWriter
 from meshwright.training.log.lines import RunSizes
 from meshwright.training.log.metrics import Metrics, peak_flops
 from meshwright.training.log.screen import Beginning, LineScreen
