@@ -77,7 +77,8 @@ def train(
     only), Ctrl-C and SIGTERM finish the step and save. With `quiet` nothing is printed.
     """
     from meshwright.runtime.launch.launcher import launch_flags_of
-    from meshwright.training.run import Caller, run
+    from meshwright.training.before.resolve import Caller
+    from meshwright.training.run import run
 
     if handle_signals and threading.current_thread() is not threading.main_thread():
         raise UserError(

@@ -199,7 +199,7 @@ def go_back_and_load(
         assert (p.iteration, p.consumed_train_samples, p.schedule_samples) == (2, 8, 8)
         p.iteration, p.consumed_train_samples, p.rollbacks = 4, 16, 1
         loaded.state.skips.append([8, "rolled back, passed over to 16"])
-        loaded.save()
+        loaded.saving.run(loaded.progress.iteration)
         loaded.state.saver.wait()
     assert different(everything(live), everything(loaded), WITHIN_A_STEP) == []
     with silence():

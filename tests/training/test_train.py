@@ -35,7 +35,7 @@ from meshwright.config.command import out_of_memory
 from meshwright.config.data_paths import TokenFiles
 from meshwright.config.flags import parse_settings
 from meshwright.config.schema import Parallel, TrainConfig, Training
-from meshwright.training.before.resolve import NO_VOCABULARY, Resolved
+from meshwright.training.before.resolve import NO_VOCABULARY, TrainingRun
 from meshwright.training.run import print_settings
 from meshwright.training.state.resume import require_chosen_batch
 
@@ -455,7 +455,7 @@ def test_a_batch_that_follows_the_ranks_is_said_and_kept(tmp_path, capsys):
         training=Training(micro_batch_size=2, train_iters=1), parallel=Parallel(world_size=3)
     )
     capsys.readouterr()
-    print_settings(Resolved(config, NO_VOCABULARY))
+    print_settings(TrainingRun(config, NO_VOCABULARY), "gloo")
     assert (
         "a step has 6 samples, 2 from each of 3 data-parallel ranks; --global-batch-size"
         in capsys.readouterr().out

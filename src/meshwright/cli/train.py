@@ -42,7 +42,7 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
         return DONE
     from meshwright.training import run
     from meshwright.training.before import preflight
-    from meshwright.training.before.resolve import note_export, require_start_folder
+    from meshwright.training.before.resolve import Caller, note_export, require_start_folder
 
     require_start_folder(parsed)
     launched = None if dry else launch.relaunch(config.parallel, ["train", *argv])
@@ -59,4 +59,4 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
         if dry:
             return preflight.dry_run(config)
         command = ["meshwright", "train", *argv]
-        return run.run(config, run.Caller(handle_signals=True), command, parsed.idle)
+        return run.run(config, Caller(handle_signals=True), command, parsed.idle)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.base import console
 from meshwright.base.console import say
@@ -50,6 +50,11 @@ from meshwright.training.state.resume import (
 )
 from meshwright.training.state.saver import check_export
 
+if TYPE_CHECKING:
+    from meshwright.data.datasets import Datasets
+    from meshwright.training.micro_step import Loss
+    from meshwright.training.network import Model
+
 
 @dataclass(frozen=True)
 class Vocabulary:
@@ -84,11 +89,27 @@ NO_VOCABULARY = Vocabulary(None, 0, 0)
 
 
 @dataclass(frozen=True)
-class Resolved:
-    """A run that is decided, on one rank."""
+class Caller:
+    """A model, loss or data of the caller's own, and how it wants to be stopped.
+
+    `model`, `loss` and `datasets` replace ours: docs/extending.md shows all three. With
+    `handle_signals` a first SIGTERM or Ctrl-C, or a signal of --exit-signal, finishes the step and
+    saves, unless the settings say --no-exit-signal-handler; without it the caller has the signals.
+    """
+
+    model: Model | None = None
+    loss: Loss | None = None
+    datasets: Datasets | None = None
+    handle_signals: bool = False
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """A run that is decided, on one rank: nothing of it changes later."""
 
     config: TrainConfig
     vocabulary: Vocabulary
+    caller: Caller = Caller()
     # what is equal on all ranks, if they are several
     identity: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)  # as Megatron's log names them
@@ -172,14 +193,15 @@ def resolve(
     world: World,
     command: list[str] | None = None,
     idle: Mapping[str, Any] | None = None,
-    has_datasets: bool = False,
-) -> Resolved:
+    caller: Caller = Caller(),  # noqa: B008
+) -> TrainingRun:
     """Decide a run on this rank.
 
-    `idle` are given flags without effect, which the log shows. With `has_datasets` the caller has
-    data sets, so that no flag names any. One process raises what is wrong with its files; of
-    several, all raise it when they have met.
+    `idle` are given flags without effect, which the log shows. If the caller has data sets, no flag
+    names any. One process raises what is wrong with its files; of several, all raise it when they
+    have met.
     """
+    has_datasets = caller.datasets is not None
     config = with_settings(config, world_size=world.size)
     if command is None:  # a command line's flags include the file's settings already
         config = apply_deepspeed_file(config, prints=world.rank == 0)
@@ -193,8 +215,8 @@ def resolve(
     )
     identity = identity_of(config, vocabulary) if world.size > 1 and problem is None else {}
     switches = flags.switches_in_effect(config, idle or {})
-    return Resolved(
-        config, vocabulary, identity, arguments, problem, world, command or [], switches
+    return TrainingRun(
+        config, vocabulary, caller, identity, arguments, problem, world, command or [], switches
     )
 
 

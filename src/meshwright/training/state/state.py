@@ -18,6 +18,7 @@ from meshwright.checkpoint.manifests import DamagedCheckpoint
 from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.checkpoint.sources import Source, TensorBoxes
 from meshwright.checkpoint.steps import NATIVE
+from meshwright.config.fields import with_settings
 from meshwright.config.problem import SettingsError
 from meshwright.data import tokenizers
 from meshwright.data.history import BlendHistory
@@ -38,6 +39,7 @@ from meshwright.training.state.saver import Saver
 
 if TYPE_CHECKING:
     from meshwright.config.grammar import Iterations
+    from meshwright.config.schema import TrainConfig
     from meshwright.training.micro_step import Network
     from meshwright.training.network import Spec
 
@@ -64,14 +66,10 @@ class State:
     """Everything that a checkpoint keeps: counters, schedule, loss scale, the network's tensors."""
 
     def __init__(self, spec: Spec, net: Network, team: Team) -> None:
-        config = spec.config
-        self.config, self.net, self.team, self.vocab, self.padded = (
-            config,
-            net,
-            team,
-            spec.vocab,
-            spec.padded,
-        )
+        config = self._config = spec.config
+        self.net, self.team, self.vocab, self.padded = net, team, spec.vocab, spec.padded
+        # Settings that only the start finds: a micro-batch that fits, where the blend changes.
+        self.found: dict[str, Any] = {}
         self.switches = spec.switches
         self.scaler, self.saver = (
             LossScale(config.precision),
@@ -95,6 +93,16 @@ class State:
         self.has_loaded = False  # whether the weights are a checkpoint's
         self.loaded: int | None = None  # the step this run continues from
         self.micro_batch_before: int | None = None  # the micro-batch size of the run it continues
+
+    @property
+    def config(self) -> TrainConfig:
+        """The settings as `resolve` has decided them."""
+        return self._config
+
+    @property
+    def recorded(self) -> TrainConfig:
+        """The settings with what the start has found, for files, the log and the data."""
+        return with_settings(self.config, **self.found)
 
     @property
     def is_done(self) -> bool:
@@ -379,7 +387,7 @@ class State:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings to save, on rank 0 alone: it reads a part of every data set."""
-        return {**saved_settings(self.config), **self.switches} if self.team.is_lead else {}
+        return {**saved_settings(self.recorded), **self.switches} if self.team.is_lead else {}
 
     def save_weights(self, root: Path) -> None:
         """Write the weights alone as a step into another folder than --save."""
