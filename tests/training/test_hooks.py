@@ -10,13 +10,13 @@ from meshwright.training.hooks.hook import Hook, PrintGpus
 from meshwright.training.hooks.samples import SampleWriter
 from meshwright.training.hooks.saving import Saving
 from meshwright.training.inflight import InFlight
-from meshwright.training.validation import Validation
+from meshwright.training.validation import Validator
 
 ORDER = [
     "Replicas",
     "CollectScores",
     "PrintGpus",
-    "Validation",
+    "Validator",
     "WriteSamples",
     "Saving",
     "ScoreTasks",
@@ -75,7 +75,7 @@ def calls(monkeypatch):
         monkeypatch.setattr(kind, name, call)
 
     watch(PrintGpus, "run")
-    watch(Validation, "run")
+    watch(Validator, "run")
     watch(Saving, "run")
     watch(InFlight, "pause")
     monkeypatch.setattr("meshwright.training.log.metrics.Metrics.print_gpus", lambda metrics: None)
@@ -88,11 +88,11 @@ def test_each_hook_runs_when_it_is_due_in_one_pause(calls, tmp_path, capsys):
     assert calls == [
         "InFlight",
         "PrintGpus 3",
-        "Validation 3",
+        "Validator 3",
         "InFlight",
         "Saving 4",
         "InFlight",
-        "Validation 6",
+        "Validator 6",
         "Saving 6",  # at the end of the run
     ]
 
@@ -101,7 +101,7 @@ def test_the_best_step_is_saved_when_its_validation_has_noted_it(calls, tmp_path
     """With --keep-best the validation makes the save due."""
     save = ["--save", tmp_path / "save", "--keep-best"]
     assert TinyRun(tmp_path / "run", capsys, *save).status == 0
-    assert calls[:3] == ["InFlight", "Validation 3", "Saving 3"]
+    assert calls[:3] == ["InFlight", "Validator 3", "Saving 3"]
 
 
 def test_no_step_counts_the_time_of_a_hook(monkeypatch, tmp_path, capsys):
@@ -109,13 +109,13 @@ def test_no_step_counts_the_time_of_a_hook(monkeypatch, tmp_path, capsys):
     marks, slept = itertools.count(), [0.0]
     # Each mark is a second after the one before.
     monkeypatch.setattr("meshwright.base.device.mark", lambda device: next(marks) + slept[0])
-    validate = Validation.run
+    validate = Validator.run
 
     def slow(self, step):
         validate(self, step)
         slept[0] += 100.0
 
-    monkeypatch.setattr(Validation, "run", slow)
+    monkeypatch.setattr(Validator, "run", slow)
     got = TinyRun(tmp_path, capsys)
     assert got.status == 0 and slept == [200.0]
     assert len(got.column("ms")) == 6 and max(got.column("ms")) < 10_000

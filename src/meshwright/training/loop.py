@@ -36,7 +36,7 @@ from meshwright.training.log.timers import Startup, Timers
 from meshwright.training.micro_step import untimed
 from meshwright.training.state.state import State
 from meshwright.training.step import StepSettings, train_step
-from meshwright.training.validation import Validation
+from meshwright.training.validation import Validator
 
 ALL_DONE = "all iterations done"
 
@@ -71,7 +71,7 @@ class Trainer:
         self.in_flight = InFlight(state, metrics, self.stragglers, self.replicas)
         self.guard = Guard(state, metrics, self.in_flight, feed)
         is_cut_short = functools.partial(stop.cuts_short, state.team)
-        self.validation = Validation(state, feed, metrics, is_cut_short)
+        self.validation = Validator(state, feed, metrics, is_cut_short)
         self.saving = Saving(state, feed, metrics, self.guard, self.replicas)
         self.score_tasks = None
         if scores is not None:

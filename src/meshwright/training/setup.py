@@ -13,6 +13,7 @@ from meshwright.base.console import remark, say, say_time, show
 from meshwright.base.errors import HANG, UserError
 from meshwright.base.version import our_version
 from meshwright.checkpoint.saved_model import GPT_NETWORK
+from meshwright.checkpoint.sources import Source
 from meshwright.config.command import explain_out_of_memory
 from meshwright.config.data_paths import path_sets, path_settings
 from meshwright.config.schema import TrainConfig
@@ -61,7 +62,7 @@ def build_trainer(
         resolved.vocabulary.tokenizer,
     )
     with startup.time("model-and-optimizer-setup"):
-        state = build_state(spec, team, startup)
+        state = build_state(spec, team, startup, resolved.caller.start)
     say_time("after model, optimizer, and learning rate scheduler are built")
 
     with (
@@ -91,14 +92,14 @@ def build_trainer(
     return Trainer(state, feed, metrics, timers, stop, watchdog, samples, scores)
 
 
-def build_state(spec: Spec, team: Team, startup: Startup) -> State:
+def build_state(spec: Spec, team: Team, startup: Startup, opened: Source | None = None) -> State:
     """Build the network, load or draw its weights, and resolve `--micro-batch-size auto`."""
     with (
         startup.phase("model", "building the model"),
         explain_out_of_memory(smaller_sizes(spec.config)),
     ):
         state = build_empty_state(spec, team)
-    load_or_initialise(state, startup)
+    load_or_initialise(state, startup, opened)
     if spec.config.training.micro_batch_size == "auto":
         with startup.phase("micro-batch", "trying micro-batches"):
             fit_micro_batch(state)
@@ -135,13 +136,13 @@ def unite(lists: list[list[list[int]]]) -> list[list[int]]:
     return sorted(list(row) for row in {tuple(row) for rows in lists for row in rows})
 
 
-def load_or_initialise(state: State, startup: Startup) -> None:
+def load_or_initialise(state: State, startup: Startup, opened: Source | None) -> None:
     config, store = state.config, state.net.store
     is_loaded = bool(config.checkpoint.load)
     with startup.phase("weights", "loading the weights" if is_loaded else "drawing the weights"):
         if is_loaded:
             with startup.time("load-checkpoint"):
-                state.load()
+                state.load(opened)
             startup.print_times(config.logging, state.team, "load-checkpoint")
         if not state.has_loaded:
             # A custom model's own function may use one generator.

@@ -28,7 +28,7 @@ from meshwright.training.state.state import State
 from meshwright.training.step import CHECK_MASKS
 
 
-class Validation:
+class Validator:
     """The validations of one run; every rank takes part."""
 
     between_steps = True

@@ -49,7 +49,7 @@ def wait_for_others(trainer, *_):
 PLACES = {
     "step": (loop, "train_step", 2),
     "data": (loop.Trainer, "next_batch", 3),
-    "validation": (validation.Validation, "validate_set", 1),
+    "validation": (validation.Validator, "validate_set", 1),
     "save": (saver.Saver, "write", 1),
     "startup": (setup, "build_network", 1),
     "end": (saving.Saving, "report_samples_used", 2),

@@ -46,11 +46,13 @@ from meshwright.training.state.resume import (
     checkpoint_architecture,
     guard_existing,
     guard_run_folder,
+    open_start,
     saved_settings,
 )
 from meshwright.training.state.saver import check_export
 
 if TYPE_CHECKING:
+    from meshwright.checkpoint.sources import Source
     from meshwright.data.datasets import Datasets
     from meshwright.training.micro_step import Loss
     from meshwright.training.network import Model
@@ -101,6 +103,7 @@ class Caller:
     loss: Loss | None = None
     datasets: Datasets | None = None
     handle_signals: bool = False
+    start: Source | None = None  # another program's checkpoint of --load, which was opened before
 
 
 @dataclass(frozen=True)
@@ -126,16 +129,26 @@ class TrainingRun:
 
 def complete_settings(parsed: flags.Parsed[TrainConfig]) -> TrainConfig:
     """Take the architecture from --load where no flag is given, and note where it is from."""
+    return complete_from_start(parsed)[0]
+
+
+def complete_from_start(parsed: flags.Parsed[TrainConfig]) -> tuple[TrainConfig, Source | None]:
+    """Complete the settings; return also the checkpoint of another program that was opened for it.
+
+    The run loads that without opening it again. One of ours is opened anew, to verify its files.
+    """
     load = parsed.config.checkpoint.load
-    if not load:
-        return parsed.config
-    config = checkpoint_architecture(parsed.config, set(flags.given_settings(parsed)))
+    source = open_start(parsed.config) if load else None
+    if source is None:
+        return parsed.config, None
+    config = checkpoint_architecture(parsed.config, set(flags.given_settings(parsed)), source)
     before, now = flags.to_dict(parsed.config), flags.to_dict(config)
     inherited = {name: now[name] for name in now if now[name] != before[name]}
     parsed.sources.update(dict.fromkeys(inherited, f"checkpoint {load}"))
     require_fit(config, inherited)
     parsed.notices.extend(notices.without_effect(config))
-    return config
+    is_reusable = source.kind != steps.NATIVE and config.checkpoint.weights == "plain"
+    return config, source if is_reusable else None
 
 
 def note_export(parsed: flags.Parsed[TrainConfig], config: TrainConfig) -> None:

@@ -144,8 +144,11 @@ class State:
             p.consumed_train_samples += self.config.batch(p.consumed_train_samples)
         self.skips.append([begin, f"passed over to {p.consumed_train_samples}"])
 
-    def load(self) -> None:
-        """Load the checkpoint of --load, if there is one; raise UserError if it is needed."""
+    def load(self, opened: Source | None) -> None:
+        """Load the checkpoint of --load, if there is one; raise UserError if it is needed.
+
+        `opened` is another program's that this process has opened before.
+        """
         c = self.config.checkpoint
         assert c.load
         options = open_options(self.config)
@@ -156,7 +159,7 @@ class State:
         begun = time.perf_counter()
         try:
             loaded = loading.load_checkpoint(
-                c.load, want, options=options, accept=self.accept, team=self.team
+                c.load, want, options=options, accept=self.accept, team=self.team, opened=opened
             )
         except DamagedCheckpoint as damage:
             hint = "to start anew, give another folder or --save-overwrite"
