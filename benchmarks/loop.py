@@ -49,7 +49,8 @@ from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.store import StoreSpec
 from meshwright.training import network
-from meshwright.training.step import Network, StepSettings, train_step
+from meshwright.training.micro_step import Network
+from meshwright.training.step import StepSettings, train_step
 
 
 @dataclass(frozen=True)

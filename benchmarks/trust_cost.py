@@ -33,7 +33,7 @@ from meshwright.runtime.ranks.team import Team
 from meshwright.runtime.ranks.watchdog import Watchdog, thread_time
 from meshwright.runtime.ranks.world import World
 from meshwright.training import network
-from meshwright.training.before.resolve import Resolved, Vocabulary
+from meshwright.training.before.resolve import TrainingRun, Vocabulary
 from meshwright.training.health.replicas import Copies, Replicas
 from meshwright.training.health.stop import StopConditions
 from meshwright.training.log.timers import Startup, Timers
@@ -84,7 +84,7 @@ def open_trainer(words: list[str]) -> Trainer:
         * config.model.make_vocab_size_divisible_by
     )
     state = build_state(network.Spec(config, Layout(), device, vocab, padded), team, Startup())
-    resolved = Resolved(config, Vocabulary(None, vocab, padded))
+    resolved = TrainingRun(config, Vocabulary(None, vocab, padded))
     feed, stop = open_feed(state, None, None), StopConditions(config.training, time.perf_counter())
     trainer = Trainer(state, feed, open_log(state, resolved, timers, Startup()), timers, stop)
     store = trainer.net.store
@@ -93,7 +93,8 @@ def open_trainer(words: list[str]) -> Trainer:
     copies = [Copies("weights", [[0]], held, getattr(store, "weights", None))]
     if getattr(store, "master", None) is not getattr(store, "weights", None):
         copies.append(Copies("masters", [[0]], {}, store.master))  # type: ignore[union-attr]
-    trainer.replicas = Replicas(trainer.net, trainer.team, copies, 1, None)
+    trainer.replicas = Replicas(trainer.net, trainer.team, copies, 1, None, at_once=False)
+    trainer.hooks.insert(0, trainer.replicas)
     return trainer
 
 

@@ -70,7 +70,7 @@ def trained(
     for step in range(steps):
         with around(name, trainer, step):
             trainer.step()
-    trainer.validate("valid", is_at_end=True)
+    trainer.validation.validate("valid", is_at_end=True)
     return trainer
 
 

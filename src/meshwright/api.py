@@ -25,10 +25,11 @@ from meshwright.config.schema import DESCRIBING, GenerateConfig, TrainConfig
 if TYPE_CHECKING:
     from meshwright.apps.evaluate.perplexity import Score
     from meshwright.base.runs.history import History
+    from meshwright.checkpoint.sources import Source
     from meshwright.data.datasets import Datasets
     from meshwright.generation.language_model import LanguageModel
+    from meshwright.training.micro_step import Loss
     from meshwright.training.network import Model
-    from meshwright.training.step import Loss
 
 DType = Literal["float32", "bfloat16", "float16", "float64"]
 
@@ -77,7 +78,8 @@ def train(
     only), Ctrl-C and SIGTERM finish the step and save. With `quiet` nothing is printed.
     """
     from meshwright.runtime.launch.launcher import launch_flags_of
-    from meshwright.training.run import Caller, run
+    from meshwright.training.before.resolve import Caller
+    from meshwright.training.run import run
 
     if handle_signals and threading.current_thread() is not threading.main_thread():
         raise UserError(
@@ -91,29 +93,33 @@ def train(
         else [*config]
     )
     with console.quiet(quiet):
-        config, idle, words = _complete(given, settings, has_data=datasets is not None)
+        config, idle, words, start = _complete(given, settings, has_data=datasets is not None)
         if launch_flags_of(config.parallel) is not None:
             raise UserError(
                 "train() runs in this process; start several ranks with `meshwright launch` or torchrun"
             )
         with in_words(words):
-            status = run(config, Caller(model, loss, datasets, handle_signals), idle=idle)
+            caller = Caller(model, loss, datasets, handle_signals, start)
+            status = run(config, caller, idle=idle)
     folder = config.checkpoint.run_dir or config.checkpoint.save
     return TrainResult(status, Path(folder) if folder else None, config)
 
 
 def _complete(
     config: TrainConfig | list[str], settings: dict[str, Any], has_data: bool
-) -> tuple[TrainConfig, Mapping[str, Any], Wording]:
-    """Return the settings of a training, the given ones without effect, and words for them."""
-    from meshwright.training.before.resolve import complete_settings, note_export
+) -> tuple[TrainConfig, Mapping[str, Any], Wording, Source | None]:
+    """Return the settings of a training, the given ones without effect, and words for them.
+
+    The last is another program's checkpoint of --load, which was opened for its settings.
+    """
+    from meshwright.training.before.resolve import complete_from_start, note_export
 
     if isinstance(config, TrainConfig):
         if settings:
             raise UserError(
                 f"settings {', '.join(settings)} were given beside a TrainConfig; put them into it"
             )
-        return config, {}, KEYWORDS
+        return config, {}, KEYWORDS, None
     if only_prints := {"-h", "--help", "--print-config", "--dry-run"}.intersection(config):
         raise UserError(
             f"{', '.join(sorted(only_prints))} belongs to the command line, not to train()"
@@ -122,10 +128,10 @@ def _complete(
         TrainConfig, config, "meshwright.train", values=settings, check=not has_data
     )
     with in_words(parsed.words):
-        completed = complete_settings(parsed)
+        completed, start = complete_from_start(parsed)
     note_export(parsed, completed)
     flags.print_notices(parsed)
-    return completed, parsed.idle, parsed.words
+    return completed, parsed.idle, parsed.words, start
 
 
 @in_words(KEYWORDS)

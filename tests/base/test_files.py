@@ -266,7 +266,7 @@ OTHERS = {
     "apps/quickstart/folder.py": "checked just before",
     "base/storage/copies.py": "copies in the cache of this user",
     "data/tokenizers.py": "a new temporary folder",
-    "training/beside/eval_tasks.py": "a folder that is new",
+    "training/hooks/eval_tasks.py": "a folder that is new",
 }
 WRITES = {"write_text", "write_bytes", "touch", "tofile", "open_memmap"}
 WRITING_FLAGS = {"O_WRONLY", "O_RDWR", "O_CREAT", "O_TRUNC", "O_APPEND"}

@@ -392,7 +392,9 @@ def test_a_step_of_an_older_release_has_no_later_settings(tmp_path: Path) -> Non
         TrainConfig, ["--preset", "llama3.2-1b", "--load", str(tmp_path)], "test"
     ).config
     assert config.model.rope_scaling == "llama3"
-    assert checkpoint_architecture(config, set()).model.rope_scaling == "none"
+    assert (
+        checkpoint_architecture(config, set(), open_step(tmp_path, 7)).model.rope_scaling == "none"
+    )
     for flag in (
         "--use-parallel-residual",
         "--disable-layernorm-bias",

@@ -502,7 +502,8 @@ def test_loss_mean_weighs_tokens_or_micro_batches():
     from meshwright.model.loss import token_losses
     from meshwright.parallel.flat import FlatStore
     from meshwright.parallel.store import StoreSpec
-    from meshwright.training.step import Network, StepSettings, train_step
+    from meshwright.training.micro_step import Network
+    from meshwright.training.step import StepSettings, train_step
 
     def loss(logits, batch):
         return {"loss": token_losses(logits, batch.labels, 64)}

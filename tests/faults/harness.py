@@ -276,7 +276,7 @@ def _forget_data() -> None:
 
 def _forget_random_numbers() -> None:
     """Begin with random numbers of another state."""
-    from meshwright.training.step import Network
+    from meshwright.training.micro_step import Network
 
     real = Network.where
     Network.where = lambda net, batch, seed: real(net, batch, None if seed is None else seed + 1)  # type: ignore[method-assign]

@@ -38,7 +38,7 @@ def missing_reduction() -> AbstractContextManager[Any]:
 
 def wrong_dropout_offset() -> AbstractContextManager[Any]:
     """With sequence parallelism, every tensor rank draws the dropout of the first rank's rows."""
-    from meshwright.training.step import Network
+    from meshwright.training.micro_step import Network
 
     plain = Network.stream_of
 
@@ -154,14 +154,14 @@ def moved_casts() -> AbstractContextManager[Any]:
 
 def repeated_dropout() -> AbstractContextManager[Any]:
     """CUDA graphs draw the dropout of the samples with which they were captured."""
-    from meshwright.training import step
+    from meshwright.training import graphs
 
-    plain = step.copy_into
+    plain = graphs.copy_into
 
     def copy_into(to: Any, batch: Any) -> None:
         plain(to, dataclasses.replace(batch, sample_ids=to.sample_ids))
 
-    return mock.patch.object(step, "copy_into", copy_into)
+    return mock.patch.object(graphs, "copy_into", copy_into)
 
 
 def stale_casts() -> AbstractContextManager[Any]:

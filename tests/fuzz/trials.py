@@ -304,13 +304,13 @@ def train(
     spoil(state.net, spoilt)
     trace = Trace()
     trainer = Trainer(state, open_feed(state, marking, None), trace, timers, stop)  # type: ignore[arg-type]
-    save = trainer.save
+    save = trainer.saving.run
 
-    def save_what_is_kept() -> None:
-        if not kept or trainer.progress.iteration <= kept:
-            save()
+    def save_what_is_kept(step: int) -> None:
+        if not kept or step <= kept:
+            save(step)
 
-    keeping = mock.patch.object(trainer, "save", save_what_is_kept)
+    keeping = mock.patch.object(trainer.saving, "run", save_what_is_kept)
     with contextlib.closing(trainer), traced(trainer, trace, shake, seed), keeping:
         reason = trainer.train(Startup())
         if not kept:

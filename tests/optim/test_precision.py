@@ -14,7 +14,7 @@ from meshwright.optim.loss_scale import LossScale, dtype_of
 from meshwright.optim.rules import Numbers
 from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.store import StoreSpec
-from meshwright.training import step as training_step
+from meshwright.training import micro_step
 from stores import CPU, gradient, is_equal, kinds, masters, one_of_each_kind, snapshot
 
 pytestmark = pytest.mark.whole  # seconds, not moments
@@ -178,7 +178,7 @@ def test_forced_overflows(rule):
 def breaking(monkeypatch):
     """Return breaking(iterations): their losses become NaN or `value`; `alone` spares gradients."""
 
-    real = training_step.loss_sum
+    real = micro_step.loss_sum
 
     def arrange(iterations, value=math.nan, alone=False):
         calls = []
@@ -192,7 +192,7 @@ def breaking(monkeypatch):
             hit = (len(calls) + 1) // 2 in iterations and len(calls) % 2 == 0
             return (total + value if alone else total * value) if hit else total
 
-        monkeypatch.setattr(training_step, "loss_sum", broken)
+        monkeypatch.setattr(micro_step, "loss_sum", broken)
 
     return arrange
 

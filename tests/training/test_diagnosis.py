@@ -113,9 +113,9 @@ def test_layers_of_fused_kernels(run, monkeypatch):
 
 
 def test_a_loss_of_the_users(run, monkeypatch, tmp_path):
-    from meshwright.training import step
+    from meshwright.training import micro_step
 
-    monkeypatch.setattr(step, "loss_sum", lambda losses, mask: losses.sum() / 0)
+    monkeypatch.setattr(micro_step, "loss_sum", lambda losses, mask: losses.sum() / 0)
     got = run("--on-nonfinite", "skip:1")
     assert (
         got.status == 70

@@ -18,7 +18,7 @@ from meshwright.config.schema import TokenizerFlags
 from meshwright.data.windows import Window
 from meshwright.generation import language_model
 from meshwright.parallel.window_losses import plain_scorer, score_windows
-from meshwright.training.beside import eval_tasks
+from meshwright.training.hooks import eval_tasks
 from meshwright.training.tasks import prepare_task
 
 TEXT = "the cat sat on the mat and the dog sat on the cat. "

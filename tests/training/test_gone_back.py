@@ -27,7 +27,7 @@ from meshwright.config import flags
 from meshwright.config.schema import TrainConfig
 from meshwright.parallel.layout import Layout
 from meshwright.runtime.ranks.team import ALONE
-from meshwright.training import step
+from meshwright.training import micro_step
 from meshwright.training.before.resolve import find_vocabulary
 from meshwright.training.health.stop import StopConditions
 from meshwright.training.inflight import Submitted
@@ -163,7 +163,7 @@ def train_to(trainer: Trainer, iteration: int) -> None:
     while trainer.progress.iteration < iteration:
         if not trainer.skip_iterations():
             trainer.step()
-            trainer.validate_and_save()
+            trainer.run_hooks_between_steps()
     trainer.finish()
     trainer.state.saver.wait()
 
@@ -171,15 +171,15 @@ def train_to(trainer: Trainer, iteration: int) -> None:
 @pytest.fixture
 def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, float], None]:
     """spoil(step, by) multiplies the loss of a step."""
-    forward, loss_sum = step.forward_part, step.loss_sum
+    forward, loss_sum = micro_step.forward_part, micro_step.loss_sum
     bad, seen = dict[int, float](), list[int]()
 
     def noting(net: Any, part: Any, batch: Any, *rest: Any) -> Any:
         seen.append(batch.first_sample)
         return forward(net, part, batch, *rest)
 
-    monkeypatch.setattr(step, "forward_part", noting)
-    monkeypatch.setattr(step, "loss_sum", lambda *a: loss_sum(*a) * bad.get(seen[-1], 1.0))
+    monkeypatch.setattr(micro_step, "forward_part", noting)
+    monkeypatch.setattr(micro_step, "loss_sum", lambda *a: loss_sum(*a) * bad.get(seen[-1], 1.0))
     return lambda iteration, by: bad.update({(iteration - 1) * BATCH: by})
 
 
@@ -199,7 +199,7 @@ def go_back_and_load(
         assert (p.iteration, p.consumed_train_samples, p.schedule_samples) == (2, 8, 8)
         p.iteration, p.consumed_train_samples, p.rollbacks = 4, 16, 1
         loaded.state.skips.append([8, "rolled back, passed over to 16"])
-        loaded.save()
+        loaded.saving.run(loaded.progress.iteration)
         loaded.state.saver.wait()
     assert different(everything(live), everything(loaded), WITHIN_A_STEP) == []
     with silence():

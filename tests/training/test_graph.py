@@ -12,9 +12,10 @@ from meshwright.config.flags import parse_settings
 from meshwright.config.schema import TrainConfig
 from meshwright.data.loader import Batch
 from meshwright.model.loss import token_losses
-from meshwright.training import graph_rule, loop, network, step
+from meshwright.training import graph_rule, loop, network
 from meshwright.training import graphs as graph
-from meshwright.training.step import Network, StepSettings, train_step
+from meshwright.training.micro_step import Network
+from meshwright.training.step import StepSettings, train_step
 from stores import CPU, VOCAB, is_equal, make, snapshot
 
 MASKS = [
@@ -359,12 +360,12 @@ def test_a_failed_capture_on_a_gpu(tmp_path, monkeypatch, capsys):
     """The steps run as usual, dropout included."""
     flags = ["--bf16", "--micro-batch-size", 1, "--global-batch-size", 1]
     plain = on_gpu(tmp_path / "off", *flags, "--cuda-graphs", "off")
-    real = step.micro_step
+    real = graph.micro_step
 
     def waiting(*a):
         real(*a)
         torch.cuda.synchronize()
 
-    monkeypatch.setattr(step, "micro_step", waiting)
+    monkeypatch.setattr(graph, "micro_step", waiting)
     assert on_gpu(tmp_path / "on", *flags, "--cuda-graphs", "on") == plain
     assert "CUDA graphs: off, because the capture failed" in capsys.readouterr().out

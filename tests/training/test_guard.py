@@ -10,8 +10,9 @@ import pytest
 from helpers import TINY_FLAGS, flip_bit, free_port, open_step, read_rows
 from meshwright.base.runs.history import read_history
 from meshwright.checkpoint import steps
-from meshwright.training import loop, step
+from meshwright.training import loop, micro_step
 from meshwright.training.health import guard
+from meshwright.training.hooks.saving import Saving
 from on_ranks import run_programs
 
 pytestmark = pytest.mark.whole  # seconds, not moments
@@ -31,7 +32,7 @@ BASE = (
 @pytest.fixture
 def spoiling(monkeypatch):
     """Return spoiling(samples, by): multiply the loss of batches that begin with one of these."""
-    real = step.loss_sum
+    real = micro_step.loss_sum
     bad: dict[int, float] = {}
     seen: list[int] = []
 
@@ -39,9 +40,9 @@ def spoiling(monkeypatch):
         seen.append(batch.first_sample)
         return real_forward(net, part, batch, *rest)
 
-    real_forward = step.forward_part
-    monkeypatch.setattr(step, "forward_part", forward)
-    monkeypatch.setattr(step, "loss_sum", lambda *a: real(*a) * bad.get(seen[-1], 1))
+    real_forward = micro_step.forward_part
+    monkeypatch.setattr(micro_step, "forward_part", forward)
+    monkeypatch.setattr(micro_step, "loss_sum", lambda *a: real(*a) * bad.get(seen[-1], 1))
     return lambda *samples, by=math.nan: (bad.clear(), bad.update(dict.fromkeys(samples, by)))
 
 
@@ -129,15 +130,15 @@ def test_rollback_without_a_checkpoint(run, spoiling, tmp_path):
 def test_rollback_passes_over_a_damaged_checkpoint(run, spoiling, tmp_path, monkeypatch):
     """It waits for a save in flight, and takes an older step if the newest one is damaged."""
     spoiling(20)
-    save, real = tmp_path / "a", loop.Trainer.save
+    save, real = tmp_path / "a", Saving.run
 
-    def damage(self):
-        real(self)
-        if self.progress.iteration == 4:
+    def damage(self, step):
+        real(self, step)
+        if step == 4:
             self.state.saver.wait()
             flip_bit(next(steps.step_folder(save, 4).glob("*.safetensors")), 4000)
 
-    monkeypatch.setattr(loop.Trainer, "save", damage)
+    monkeypatch.setattr(Saving, "run", damage)
     got = run(*BASE, "--on-nonfinite", "rollback:1", "--async-save", *saving(save))
     assert got.status == 0 and got.column("to", "rollback") == [2]
     assert open_step(save, 9).state["skips"] == [[8, "rolled back, passed over to 24"]]

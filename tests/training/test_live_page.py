@@ -71,7 +71,7 @@ def test_a_failure_is_recorded(tmp_path, capsys, monkeypatch, error, status):
     def fail(self):
         raise error
 
-    monkeypatch.setattr(Trainer, "validate_and_save", fail)
+    monkeypatch.setattr(Trainer, "run_hooks_between_steps", fail)
     assert TinyRun(tmp_path, capsys).status in (74, 130)
     (end,) = read_rows(tmp_path, "end")
     assert (end["status"], end["iteration"]) == (status, 1) and drawn == [1]

@@ -27,7 +27,7 @@ from meshwright.config import schema
 from meshwright.config.fields import spelling
 from meshwright.data.files.writer import Writer
 from meshwright.data.tokenizers import train_bpe
-from meshwright.training import inflight, loop
+from meshwright.training import inflight, loop, validation
 from meshwright.training.log import metrics
 
 CHECKPOINTS = Path(__file__).parents[2] / "docs" / "checkpoints.md"
@@ -247,7 +247,7 @@ def test_keep_last_and_every(run, tmp_path, flags, left):
 def test_keep_best(run, tmp_path, monkeypatch):
     """The losses of the validations are made up; the best is at step 2, between two saves."""
     made_up = iter([5.0, 3.0, 4.0, float("nan"), 3.5, 4.5, 4.0, 4.0])
-    monkeypatch.setattr(loop, "evaluate", lambda *a: next(made_up))
+    monkeypatch.setattr(validation, "evaluate", lambda *a: next(made_up))
     save = tmp_path / "save"
     skip = ("--on-nonfinite", "skip:1")
     got = run(
@@ -771,7 +771,7 @@ def test_evaluating_an_older_step_undoes_nothing(run, tmp_path, capsys):
 def test_keep_best_turned_on_later(run, tmp_path, monkeypatch):
     """An earlier best step that --save does not hold must not keep later ones out."""
     losses = iter([3.0, 4.0, 5.0, 5.0])
-    monkeypatch.setattr(loop, "evaluate", lambda *a: next(losses))
+    monkeypatch.setattr(validation, "evaluate", lambda *a: next(losses))
     a, b = tmp_path / "a", tmp_path / "b"
     run("--save", a, "--eval-interval", 2, "--save-interval", 3, "--exit-interval", 5)
     assert open_step(a, 5).state["best_iteration"] == 2
@@ -902,7 +902,7 @@ def test_a_folder_whose_name_is_not_utf8(tmp_path, monkeypatch):
 def test_a_better_validation_at_the_end_is_no_other_checkpoint(run, tmp_path, monkeypatch, every):
     """The validation between the last save of the loop and the one at the end changes nothing."""
     made_up = iter([5.0, 4.0, 3.0, 3.0, 3.0])
-    monkeypatch.setattr(loop, "evaluate", lambda *a: next(made_up))
+    monkeypatch.setattr(validation, "evaluate", lambda *a: next(made_up))
     save = tmp_path / "save"
     got = run("--save", save, "--save-interval", every)
     assert (
@@ -916,7 +916,7 @@ def test_a_better_validation_at_the_end_is_no_other_checkpoint(run, tmp_path, mo
 @pytest.mark.parametrize(("flags", "status"), [((), 70), (("--on-nonfinite", "skip:1"), 0)])
 def test_a_validation_that_is_not_finite(run, tmp_path, monkeypatch, flags, status):
     made_up = iter([float("nan")] + [4.0] * 4)
-    monkeypatch.setattr(loop, "evaluate", lambda *a: next(made_up))
+    monkeypatch.setattr(validation, "evaluate", lambda *a: next(made_up))
     save = tmp_path / "save"
     got = run("--save", save, "--save-interval", 1, *flags)
     assert got.status == status and steps_in(save) == ([1, 2] if status else [1, 2, 3, 4, 5, 6])
@@ -1043,7 +1043,7 @@ class SlowDevice:
         self.host, self.free_at, real = 0.0, 0.0, device.start_read
         monkeypatch.setattr(device, "is_asynchronous", lambda d: True)
         monkeypatch.setattr(loop, "train_step", functools.partial(self.submit, loop.train_step))
-        monkeypatch.setattr(loop, "evaluate", self.validate)
+        monkeypatch.setattr(validation, "evaluate", self.validate)
         monkeypatch.setattr(
             device, "start_read", lambda x: functools.partial(self.wait, self.free_at, real(x))
         )

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 
@@ -13,6 +13,7 @@ from meshwright.base.errors import UserError
 from meshwright.config import flags
 from meshwright.config.schema import Checkpoint, Model, TrainConfig
 from meshwright.runtime.ranks.world import World
+from meshwright.training import setup
 from meshwright.training.before.resolve import require_fit, resolve
 from meshwright.training.log import timers
 from meshwright.training.log.timers import Startup
@@ -27,6 +28,28 @@ def test_a_run_records_its_phases(run):
         seconds >= 0 for seconds in row["startup"].values()
     )
     assert " > ready to train after " in got.out
+
+
+def test_what_is_decided_before_the_start_is_final(run, monkeypatch):
+    """No part of a run replaces the settings; what the start finds is kept beside them."""
+    built, build = [], setup.build_trainer
+
+    def note(decided, *more):
+        built.append((decided, build(decided, *more)))
+        return built[0][1]
+
+    monkeypatch.setattr(setup, "build_trainer", note)
+    assert run("--train-iters", 1, "--eval-iters", 0).status == 0
+    [(decided, trainer)] = built
+    state = trainer.state
+    assert decided.config is trainer.config is state.config is state.saver.config
+    for record in (decided, decided.config, decided.vocabulary, decided.caller):
+        with pytest.raises(FrozenInstanceError):
+            setattr(record, fields(record)[0].name, None)
+    with pytest.raises(AttributeError):
+        state.config = decided.config
+    state.found["micro_batch_size"] = 1
+    assert (state.config.micro_batch, state.recorded.micro_batch) == (2, 1)
 
 
 @pytest.mark.parametrize("length", ["--train-epochs=2", "--train-iters=2"])

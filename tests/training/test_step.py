@@ -8,7 +8,8 @@ import torch
 from helpers import TINY
 from meshwright.data.loader import Batch
 from meshwright.model.loss import token_losses
-from meshwright.training.step import Network, StepSettings, train_step
+from meshwright.training.micro_step import Network
+from meshwright.training.step import StepSettings, train_step
 from stores import CPU, VOCAB, make
 
 

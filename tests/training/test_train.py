@@ -22,9 +22,10 @@ import torch
 import meshwright.checkpoint.native
 import meshwright.cli.train
 import meshwright.training.loop
+import meshwright.training.micro_step
 import meshwright.training.run
 import meshwright.training.setup
-import meshwright.training.step
+import meshwright.training.validation
 from helpers import TINY_FLAGS, error_of, read_rows, write_counting
 from meshwright.__main__ import main
 from meshwright.base import console, device
@@ -34,7 +35,7 @@ from meshwright.config.command import out_of_memory
 from meshwright.config.data_paths import TokenFiles
 from meshwright.config.flags import parse_settings
 from meshwright.config.schema import Parallel, TrainConfig, Training
-from meshwright.training.before.resolve import NO_VOCABULARY, Resolved
+from meshwright.training.before.resolve import NO_VOCABULARY, TrainingRun
 from meshwright.training.run import print_settings
 from meshwright.training.state.resume import require_chosen_batch
 
@@ -195,13 +196,13 @@ def test_recompute_is_bit_equal(tmp_path):
 
 
 def test_non_finite_loss_stops_with_70(tmp_path, capsys, monkeypatch):
-    calls, good = [], meshwright.training.step.loss_sum
+    calls, good = [], meshwright.training.micro_step.loss_sum
 
     def bad(*args):
         calls.append(1)
         return good(*args) * (float("nan") if len(calls) == 5 else 1)
 
-    monkeypatch.setattr(meshwright.training.step, "loss_sum", bad)
+    monkeypatch.setattr(meshwright.training.micro_step, "loss_sum", bad)
     status, steps = train(tmp_path, "--save-interval", "2", "--eval-iters", "0")
     captured = capsys.readouterr()
     assert status == 70 and steps[-1]["loss"] == "nan" and len(steps) == 3
@@ -454,7 +455,7 @@ def test_a_batch_that_follows_the_ranks_is_said_and_kept(tmp_path, capsys):
         training=Training(micro_batch_size=2, train_iters=1), parallel=Parallel(world_size=3)
     )
     capsys.readouterr()
-    print_settings(Resolved(config, NO_VOCABULARY))
+    print_settings(TrainingRun(config, NO_VOCABULARY), "gloo")
     assert (
         "a step has 6 samples, 2 from each of 3 data-parallel ranks; --global-batch-size"
         in capsys.readouterr().out
@@ -714,13 +715,13 @@ def test_overwriting_waits_until_the_run_can_begin(tmp_path):
 
 @pytest.mark.fault("F16")
 def test_a_signal_during_the_last_validation_saves(tmp_path, monkeypatch):
-    good = meshwright.training.loop.evaluate
+    good = meshwright.training.validation.evaluate
 
     def signalled(*args):
         signal.raise_signal(signal.SIGTERM)
         return good(*args)
 
-    monkeypatch.setattr(meshwright.training.loop, "evaluate", signalled)
+    monkeypatch.setattr(meshwright.training.validation, "evaluate", signalled)
     status, steps = train(tmp_path, "--eval-interval", "100")
     assert status == 143 and len(steps) == 6 and (tmp_path / "run/iter_0000006").is_dir()
     assert read_rows(tmp_path / "run", "validation") == []

@@ -13,8 +13,8 @@ from meshwright.config import flags
 from meshwright.config.schema import Sampling, TrainConfig
 from meshwright.generation.decoder import complete
 from meshwright.generation.requests import Request
-from meshwright.training.beside import samples as written
-from meshwright.training.beside.samples import SampleWriter, in_one_line
+from meshwright.training.hooks import samples as written
+from meshwright.training.hooks.samples import SampleWriter, in_one_line
 
 BYTES = ["--tokenizer=byte", "--vocab-size=257", "--sample-interval=2"]
 

@@ -126,12 +126,18 @@ def search_on_lead(path: Path, search: Callable[[], Search], team: Team) -> Sear
 
 
 def open_checkpoint(
-    path: str | Path, options: OpenOptions = PLAIN, report: Report = say
+    path: str | Path,
+    options: OpenOptions = PLAIN,
+    report: Report = say,
+    opened: Source | None = None,
 ) -> Source | None:
     """Open what `load_checkpoint` would read in one process; return None without any checkpoint."""
     sizes = options.verify != "none"
     return first_intact(
-        Path(path), lambda location: open_step(location, options), report=report, sizes=sizes
+        Path(path),
+        lambda location: open_step(location, options, opened=opened),
+        report=report,
+        sizes=sizes,
     )[0]
 
 
@@ -143,12 +149,17 @@ def require_checkpoint(path: str | Path, options: OpenOptions = PLAIN) -> Source
     return source
 
 
-def open_step(location: StepLocation, options: OpenOptions = PLAIN, team: Team = ALONE) -> Source:
+def open_step(
+    location: StepLocation,
+    options: OpenOptions = PLAIN,
+    team: Team = ALONE,
+    opened: Source | None = None,
+) -> Source:
     """Open a step with its reader; files of ours that are not hashed when read are hashed now."""
     source = (
         open_own(location, options, team)
         if location.kind == NATIVE
-        else open_foreign(location, options, team)
+        else open_foreign(location, options, team, opened)
     )
     if options.weights == "ema":
         return averages.moving_average_of(source)
@@ -164,7 +175,10 @@ def open_own(location: StepLocation, options: OpenOptions, team: Team) -> native
     return source
 
 
-def open_foreign(location: StepLocation, options: OpenOptions, team: Team) -> Source:
+def open_foreign(
+    location: StepLocation, options: OpenOptions, team: Team, opened: Source | None = None
+) -> Source:
+    """Open another program's checkpoint, or return it if `opened` is it."""
     from meshwright.checkpoint.pickle import pickles  # it imports torch
 
     kind, folder = location.kind, location.folder
@@ -172,6 +186,8 @@ def open_foreign(location: StepLocation, options: OpenOptions, team: Team) -> So
         notice(f"--trust-pickle: any code in the files of {folder} is run")
     if location.ours and options.verify != "none":
         manifests.verify_step(folder, full=True)
+    if opened is not None and (opened.kind, opened.folder) == (kind, folder):
+        return opened
     try:
         with pickles.READ.kept():  # one child for all files
             source: Source = all_formats()[kind].load_reader()(
@@ -203,15 +219,21 @@ def load_checkpoint(
     options: OpenOptions = PLAIN,
     accept: Accept = lambda source: source,
     team: Team = ALONE,
+    opened: Source | None = None,
 ) -> LoadedStep | None:
     """Fill the wanted tensors from what the path means; return None without any checkpoint.
 
     If a step of ours proves damaged, the next older one is loaded, with a warning. Without
     `options.optimizer` the optimizer's tensors (`name/exp_avg` ...) may stay unread. `accept`
-    raises to refuse a source before any tensor is read, or returns the source to read.
+    raises to refuse a source before any tensor is read, or returns the source to read. `opened` is
+    a checkpoint that this process has opened before: another program's is not opened again.
     """
+
+    def open_at(location: StepLocation) -> Source:
+        return open_together(location, options, team, opened)
+
     loaded, passed_over = first_intact(
-        Path(path), lambda at: load_step(at, want, options, accept, team), team
+        Path(path), lambda at: load_step(at, want, options.optimizer, accept, team, open_at), team
     )
     return loaded._replace(passed_over=tuple(passed_over)) if loaded else None
 
@@ -219,14 +241,15 @@ def load_checkpoint(
 def load_step(
     location: StepLocation,
     want: TensorBoxes | Callable[[Source], TensorBoxes],
-    options: OpenOptions,
+    with_optimizer: bool,
     accept: Accept,
     team: Team,
+    open_at: Callable[[StepLocation], Source],
 ) -> LoadedStep:
     release = " release" if location.folder.name == "release" else ""
     at = f" at iteration {location.step}" if location.is_numbered and not release else ""
     say(f" loading{release} checkpoint from {location.root}{at}")
-    opened = open_together(location, options, team)
+    opened = open_at(location)
     for note in opened.notes:
         say(note)
     if location.is_numbered:
@@ -241,9 +264,7 @@ def load_step(
 
     def compare() -> list[str]:
         asked = native.kinds_of(wanted)
-        check_names(
-            location.folder, source.tensors, asked, options.optimizer and bool(source.state)
-        )
+        check_names(location.folder, source.tensors, asked, with_optimizer and bool(source.state))
         return conversions(source.tensors, asked)
 
     for note in team.run_on_lead(compare):
@@ -257,10 +278,13 @@ def load_step(
     return LoadedStep(source.step, source.state)
 
 
-def open_together(location: StepLocation, options: OpenOptions, team: Team) -> Source:
+def open_together(
+    location: StepLocation, options: OpenOptions, team: Team, opened: Source | None = None
+) -> Source:
     """Open a step on all ranks, which must see the same files.
 
-    Rank 0 alone reads the manifest and the index of ours; another program's files are read by all.
+    Rank 0 alone reads the manifest and the index of ours; another program's files are read by all,
+    once each: `opened` is what this rank has opened before.
     """
     team.run_on_all(
         lambda: None if team.is_lead else publish.wait_until_visible(location.folder, team)
@@ -270,7 +294,8 @@ def open_together(location: StepLocation, options: OpenOptions, team: Team) -> S
     else:
         if location.ours and options.verify != "none":
             manifests.verify_together(location.folder, team)
-        source = team.run_on_all(lambda: open_step(location, options._replace(verify="none"), team))
+        unverified = options._replace(verify="none")
+        source = team.run_on_all(lambda: open_step(location, unverified, team, opened))
 
     def identify() -> str:
         return manifests.sha256([source.identity.encode()])

@@ -32,17 +32,17 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
             raise error from None
         print(flags.to_toml(parsed.config, parsed.sources))
         raise
-    config = parsed.config
+    config, start = parsed.config, None
     if config.checkpoint.load:
-        from meshwright.training.before.resolve import complete_settings
+        from meshwright.training.before.resolve import complete_from_start
 
-        config = complete_settings(parsed)
+        config, start = complete_from_start(parsed)
     if parsed.print_config:
         print(flags.to_toml(config, parsed.sources))
         return DONE
     from meshwright.training import run
     from meshwright.training.before import preflight
-    from meshwright.training.before.resolve import note_export, require_start_folder
+    from meshwright.training.before.resolve import Caller, note_export, require_start_folder
 
     require_start_folder(parsed)
     launched = None if dry else launch.relaunch(config.parallel, ["train", *argv])
@@ -57,6 +57,6 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
         )
     with in_words(parsed.words):
         if dry:
-            return preflight.dry_run(config)
+            return preflight.dry_run(config, start)
         command = ["meshwright", "train", *argv]
-        return run.run(config, run.Caller(handle_signals=True), command, parsed.idle)
+        return run.run(config, Caller(handle_signals=True, start=start), command, parsed.idle)

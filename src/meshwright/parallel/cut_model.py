@@ -96,25 +96,31 @@ class CutModel:
         inputs = [ModelInput(b.tokens, self.where(b, seed)) for b in on_device]
         return self.run_passes(inputs, finish)
 
+    def run_part(
+        self, part: Any, given: ModelInput, stream: Tensor | None, **options: bool
+    ) -> Tensor:
+        """Return a part's logits or, before the last stage, the next stage's `stream`.
+
+        A custom model need not take `stream`, so it is not passed to the first stage.
+        """
+        if stream is None:
+            return part(given.tokens, given.where, **options)  # type: ignore[no-any-return]
+        return part(given.tokens, given.where, stream=stream, **options)  # type: ignore[no-any-return]
+
     @torch.no_grad()
     def run_passes(
         self, inputs: Sequence[ModelInput], finish: Finish, last_only: bool = False
     ) -> list[Tensor]:
         """Run the passes of `infer`; with `last_only` the logits are those of the last tokens."""
+        options = {"last_only": True} if last_only else {}
 
-        def run_part(part: Any, i: int, stream: Tensor | None) -> Tensor:
-            tokens, where = inputs[i]
-            options: dict[str, Any] = {}
-            if last_only:
-                options["last_only"] = True
-            if stream is not None:
-                options["stream"] = stream
-            out: Tensor = part(tokens, where, **options)
+        def run_and_finish(part: Any, i: int, stream: Tensor | None) -> Tensor:
+            out = self.run_part(part, inputs[i], stream, **options)
             return finish(out, i) if self.pipeline is None or part.has_head else out
 
         if self.pipeline is not None:
-            return self.pipeline.evaluate([tokens for tokens, _ in inputs], run_part)
-        return [run_part(self.parts[0], i, None) for i in range(len(inputs))]
+            return self.pipeline.evaluate([tokens for tokens, _ in inputs], run_and_finish)
+        return [run_and_finish(self.parts[0], i, None) for i in range(len(inputs))]
 
     # Generation, which has one stage on each pipeline rank
 

@@ -21,10 +21,11 @@ and costs a line in the log: the steps then run as usual.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,28 +34,18 @@ from torch import Tensor
 from meshwright.base.console import remark
 from meshwright.base.errors import first_line
 from meshwright.data.loader import Batch
+from meshwright.model.attention import seed_dropout
+from meshwright.model.positions import Positions
 from meshwright.parallel.agree import on_all
+from meshwright.training.micro_step import DIVISOR, NUMBERS, Network, Position, micro_step
 
 if TYPE_CHECKING:
     from meshwright.parallel.flat import FlatStore
 
 WARM_UP = 2  # steps of each kind that run as usual
-# The numbers of a micro-batch: learning rate, weight decay, loss scale, divisor of the loss, and
-# whether this rank votes to stop the run.
-NUMBERS = 5
-DIVISOR, VOTE = 3, 4
 TENSORS = ("tokens", "labels", "sample_ids", "loss_mask", "position_ids", "doc_ids")
 
 
-class Position(NamedTuple):
-    """Where a micro-batch is in its step."""
-
-    is_first: bool
-    is_last: bool
-
-
-# batch, its numbers, the step's totals
-MicroStep = Callable[[Batch, Tensor, Tensor, Position], None]
 StepShape = tuple[Any, ...]  # of steps that the same pieces can run
 
 
@@ -94,13 +85,31 @@ class Graphs:
         self, backend: Backend, parts: list[Any], store: FlatStore, needs_room: bool, totals: int
     ) -> None:
         self.backend, self.parts, self.store, self.needs_room = backend, parts, store, needs_room
-        # see step.Update
+        # see micro_step.Update
         self.totals = torch.zeros(totals, dtype=torch.float64, device=store.device)
         self.seen: Counter[StepShape] = Counter()
         self.captured: dict[StepShape, Captured] = {}
         self.why_off = ""  # why steps run as usual since a capture failed
 
-    def find(self, batches: list[Batch], run: MicroStep) -> Captured | None:
+    def replay(
+        self, net: Network, batches: list[Batch], numbers: Tensor, counted: Tensor | None, seed: int
+    ) -> bool:
+        """Take a step by its captured pieces; return whether it has any."""
+        captured = self.find(net, batches, seed)
+        if captured is None:
+            return False
+        for i, batch in enumerate(batches):
+            copy_into(captured.batch, batch)
+            captured.numbers.copy_(numbers[i], non_blocking=True)
+            if counted is not None:
+                captured.numbers[DIVISOR] = counted
+            # The pieces read the seed of dropout from the device.
+            dropped = Positions(seed=seed, first_sample=batch.first_sample, heads=net.heads)
+            seed_dropout(dropped, 0, net.device)
+            captured.replay(i, len(batches))
+        return True
+
+    def find(self, net: Network, batches: list[Batch], seed: int) -> Captured | None:
         """Return the pieces for a step, captured if it is time; None: the step runs as usual."""
         kind = shape_of(batches)
         if self.why_off or kind is None or not self.store.is_settled:
@@ -108,10 +117,10 @@ class Graphs:
         if kind not in self.captured:
             self.seen[kind] += 1
             if self.seen[kind] > WARM_UP:
-                self.capture(kind, batches, run)
+                self.capture(kind, net, batches, seed)
         return self.captured.get(kind)
 
-    def capture(self, kind: StepShape, batches: list[Batch], run: MicroStep) -> None:
+    def capture(self, kind: StepShape, net: Network, batches: list[Batch], seed: int) -> None:
         self.store.wait_for_weights()  # a graph cannot wait for what began outside of it
         self.backend.prepare()
 
@@ -125,7 +134,7 @@ class Graphs:
 
         def try_recording() -> str:
             try:
-                self.captured[kind] = self.record(batches, run)
+                self.captured[kind] = self.record(net, batches, seed)
             except Exception as error:  # the same error in an ordinary step has a clearer message
                 self.store.forget_collectives()  # what the capture has left behind
                 for part in self.parts:
@@ -146,7 +155,8 @@ class Graphs:
         self.captured.clear()
         self.backend.discard()
 
-    def record(self, batches: list[Batch], run: MicroStep) -> Captured:
+    def record(self, net: Network, batches: list[Batch], seed: int) -> Captured:
+        """Capture the pieces of a step of such batches, beside the tensors that they read."""
         device = self.store.device
         tensors = {name: x for name in TENSORS if (x := getattr(batches[0], name)) is not None}
         copies: Any = {name: x.to(device, copy=True) for name, x in tensors.items()}
@@ -154,10 +164,11 @@ class Graphs:
         numbers = torch.ones(NUMBERS, dtype=torch.float64, device=device)
         end = len(batches) - 1
         positions = [Position(i == 0, i == end) for i in sorted({0, min(1, end), end})]
-        replays = [
-            self.backend.capture(lambda at=at: run(batch, numbers, self.totals, at))  # type: ignore[misc]
-            for at in positions
+        pieces = [
+            functools.partial(micro_step, net, seed, batch, numbers, self.totals, position)
+            for position in positions
         ]
+        replays = [self.backend.capture(piece) for piece in pieces]
         return Captured(batch, numbers, replays)
 
 

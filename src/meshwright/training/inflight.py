@@ -20,11 +20,13 @@ from meshwright.parallel.store import ALL_MET, HAS_GRADIENTS
 from meshwright.training import inflight_rule
 
 if TYPE_CHECKING:
+    from meshwright.config.schema import TrainConfig
     from meshwright.training.health.replicas import Replicas
     from meshwright.training.health.stragglers import Stragglers
     from meshwright.training.log.metrics import Metrics
+    from meshwright.training.micro_step import Update
     from meshwright.training.state.state import State
-    from meshwright.training.step import StepSettings, Update
+    from meshwright.training.step import StepSettings
 
 
 class Submitted(NamedTuple):
@@ -51,6 +53,11 @@ class Settled(NamedTuple):
     votes: float  # ranks that want the run to stop
 
 
+def steps_ahead(config: TrainConfig, device: torch.device) -> int:
+    """Return how many steps are submitted beyond the one whose numbers are awaited."""
+    return int(devices.is_asynchronous(device) and inflight_rule.runs_ahead(config))
+
+
 class InFlight:
     """At most `ahead` submitted steps; each is settled once and logged once, in order."""
 
@@ -67,10 +74,9 @@ class InFlight:
             stragglers,
             replicas,
         )
-        c, is_asynchronous = state.config, devices.is_asynchronous(state.net.device)
-        self.ahead = int(is_asynchronous and inflight_rule.runs_ahead(c))
+        self.ahead = steps_ahead(state.config, state.net.device)
         # while the device computes the next step
-        self.logs_late = is_asynchronous and not self.ahead
+        self.logs_late = devices.is_asynchronous(state.net.device) and not self.ahead
         self.submitted = deque[Submitted]()
         self.unwritten: Callable[[], None] | None = None  # writes the log of the last settled step
         # of the last step, or of the last pause since then

@@ -29,7 +29,7 @@ from meshwright.parallel.tensor import cut_layers
 from meshwright.runtime.cuda_graphs import CudaGraphs
 from meshwright.training import graph_rule
 from meshwright.training import graphs as graph
-from meshwright.training.step import Loss, Network, make_loss
+from meshwright.training.micro_step import Loss, Network, make_loss
 
 if TYPE_CHECKING:
     from meshwright.parallel.fsdp import FullyShardedStore

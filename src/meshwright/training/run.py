@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,7 @@ from meshwright.runtime.ranks.team import Team
 from meshwright.runtime.ranks.watchdog import Watchdog, watched
 from meshwright.runtime.ranks.world import ATTEMPT, find_world, require_world_size
 from meshwright.training.before.preflight import require_equal_ranks
-from meshwright.training.before.resolve import Resolved, resolve
+from meshwright.training.before.resolve import Caller, TrainingRun, resolve
 from meshwright.training.log.timers import Startup
 from meshwright.training.sizes import smaller_sizes
 from meshwright.training.state.folder import goodput_of, write_report
@@ -39,26 +38,8 @@ from meshwright.training.state.resume import note_kept_model, note_texts
 if TYPE_CHECKING:
     import torch
 
-    from meshwright.data.datasets import Datasets
     from meshwright.parallel.layout import Layout
     from meshwright.training.loop import Trainer
-    from meshwright.training.network import Model
-    from meshwright.training.step import Loss
-
-
-@dataclass(frozen=True)
-class Caller:
-    """A model, loss or data of the caller's own, and how it wants to be stopped.
-
-    `model`, `loss` and `datasets` replace ours: docs/extending.md shows all three. With
-    `handle_signals` a first SIGTERM or Ctrl-C, or a signal of --exit-signal, finishes the step and
-    saves, unless the settings say --no-exit-signal-handler; without it the caller has the signals.
-    """
-
-    model: Model | None = None
-    loss: Loss | None = None
-    datasets: Datasets | None = None
-    handle_signals: bool = False
 
 
 def run(
@@ -76,26 +57,20 @@ def run(
     startup = Startup(prints=world.rank == 0 and not console.is_notebook())
     require_world_size(world, config.parallel.world_size)
     with startup.phase("tokenizer", "reading the tokenizer"):
-        resolved = resolve(config, world, command, idle, caller.datasets is not None)
-    return run_resolved(resolved, caller, startup)
+        resolved = resolve(config, world, command, idle, caller)
+    return run_resolved(resolved, startup)
 
 
-def run_resolved(resolved: Resolved, caller: Caller, startup: Startup) -> int:
+def run_resolved(resolved: TrainingRun, startup: Startup) -> int:
     """Import torch, wait for all ranks, and train; return the exit status."""
-    world, p, minutes = (
-        resolved.world,
-        resolved.config.parallel,
-        resolved.config.parallel.distributed_timeout_minutes,
-    )
+    world, p = resolved.world, resolved.config.parallel
+    minutes = p.distributed_timeout_minutes
     with startup.phase("torch", "importing torch and opening the device"):
         device = devices.open_device(p.device, world.local_rank)
     if resolved.config.precision.deterministic_mode:
         devices.use_deterministic_algorithms()
     with reporting(world, minutes, commands.out_of_memory):
         backend = pick_backend(p, device, world.rank == 0)
-        resolved = replace(
-            resolved, arguments=resolved.arguments | {"distributed_backend": backend}
-        )
         with startup.phase("ranks", "waiting for all ranks"):
             team = join_ranks(
                 world, backend, minutes, device, p.start_timeout_seconds, is_watched=True
@@ -103,7 +78,7 @@ def run_resolved(resolved: Resolved, caller: Caller, startup: Startup) -> int:
         with watched(
             world, team, minutes, str(resolved.folder) if resolved.folder else None
         ) as watchdog:
-            status = run_on_rank(resolved, caller, device, team, startup, watchdog)
+            status = run_on_rank(resolved, device, backend, team, startup, watchdog)
         if status > 128 and world.launcher == "torchrun" and team.is_lead:
             after = "what torchrun prints after this line, and its status 1, is its way to end after a signal"
             print(
@@ -115,9 +90,9 @@ def run_resolved(resolved: Resolved, caller: Caller, startup: Startup) -> int:
 
 
 def run_on_rank(
-    resolved: Resolved,
-    caller: Caller,
+    resolved: TrainingRun,
     device: torch.device,
+    backend: str,
     team: Team,
     startup: Startup,
     watchdog: Watchdog | None,
@@ -127,6 +102,7 @@ def run_on_rank(
     The lines are printed in the order and the words of Megatron's log, which users' scripts read.
     """
     config, vocabulary, folder = resolved.config, resolved.vocabulary, resolved.folder
+    caller = resolved.caller
     with startup.phase("modules", "importing Meshwright"):
         from meshwright.training import setup
         from meshwright.training.log.screen import open_screen
@@ -145,18 +121,16 @@ def run_on_rank(
         )
         team.run_on_lead(lambda: lock_folders(config, block))
         if config.training.verify_layout:
-            find_rehearsal()(resolved, layout, device, team, caller)
+            find_rehearsal()(resolved, layout, device, team)
         with console.held_back():
-            print_settings(resolved)
+            print_settings(resolved, backend)
             say(f"time to initialize megatron (seconds): {time.perf_counter() - startup.began:.3f}")
             say_time("after megatron is initialized")
             sizes = vocabulary.size, vocabulary.padded
             spec = Spec(
                 config, layout, device, *sizes, caller.model, caller.loss, resolved.switches
             )
-            trainer = setup.build_trainer(
-                resolved, spec, caller.datasets, team, startup, watchdog, screen
-            )
+            trainer = setup.build_trainer(resolved, spec, team, startup, watchdog, screen)
             block.callback(trainer.close)
             say(startup.line())
         open_log()
@@ -172,12 +146,12 @@ def run_on_rank(
         return trainer.stop.status
 
 
-def find_rehearsal() -> Callable[[Resolved, Layout, torch.device, Team, Caller], None]:
+def find_rehearsal() -> Callable[[TrainingRun, Layout, torch.device, Team], None]:
     """Return what compares a layout with one process before the run begins.
 
     It is registered as `verify-layout` in the group `meshwright.parts`.
     """
-    rehearse: Callable[[Resolved, Layout, torch.device, Team, Caller], None] | None
+    rehearse: Callable[[TrainingRun, Layout, torch.device, Team], None] | None
     rehearse = registry.find("parts", "verify-layout")
     if rehearse is None:
         raise SettingsError(
@@ -213,14 +187,14 @@ def finish_run(trainer: Trainer, reason: str, tokenizer: Tokenizer | None) -> No
 
     pulse.enter("end")
     config, c = trainer.config, trainer.config.checkpoint
-    loss = trainer.validate("valid", is_at_end=True) if reason == ALL_DONE else math.nan
+    loss = trainer.validation.validate("valid", is_at_end=True) if reason == ALL_DONE else math.nan
     if c.save and trainer.progress.iteration and not config.training.skip_train:
-        trainer.save()
+        trainer.saving.run(trainer.progress.iteration)
     if reason == ALL_DONE:
-        trainer.validate("test", is_at_end=True)
-        if trainer.scores is not None:
-            trainer.score(trainer.scores.finish)
-    trainer.wait_for_save()
+        trainer.validation.validate("test", is_at_end=True)
+        if trainer.score_tasks is not None:
+            trainer.score_tasks.finish()
+    trainer.saving.wait()
     trainer.state.saver.require_saved(trainer.progress.iteration)
     trainer.team.run_on_all(lambda: trainer.state.saver.end_upload(at_end=True))
     if lost := trainer.state.saver.lost:
@@ -230,7 +204,7 @@ def finish_run(trainer: Trainer, reason: str, tokenizer: Tokenizer | None) -> No
     if reason == ALL_DONE:
         trainer.state.saver.export(tokenizer)
         if c.average_last:
-            trainer.validate_mean(loss)
+            trainer.validation.validate_mean(loss)
     elif c.save_hf:
         convert = f"run `meshwright convert {c.save} {c.save_hf} --to huggingface` to convert the current checkpoint"
         remark(f" > --save-hf: not written, because training is not finished; {convert}")
@@ -258,8 +232,8 @@ def report_end(trainer: Trainer, reason: str, folder: Path | None) -> None:
         )
 
 
-def print_settings(resolved: Resolved) -> None:
-    """Print the head of the log."""
+def print_settings(resolved: TrainingRun, backend: str) -> None:
+    """Print the head of the log; `backend` is what the ranks are connected by."""
     from meshwright.optim.loss_scale import dtype_of
 
     config = resolved.config
@@ -275,7 +249,7 @@ def print_settings(resolved: Resolved) -> None:
         f"pipeline-model-parallel size: {pp} "
     )
     say(f"using {dtype_of(config.precision)} for parameters ...")
-    say_arguments(resolved.arguments)
+    say_arguments(resolved.arguments | {"distributed_backend": backend})
     if not t.global_batch_size:
         say(f"setting global batch size to {config.global_batch}")
         if config.dp > 1:

@@ -13,9 +13,9 @@ from meshwright.base.console import remark, say, say_time, show
 from meshwright.base.errors import HANG, UserError
 from meshwright.base.version import our_version
 from meshwright.checkpoint.saved_model import GPT_NETWORK
+from meshwright.checkpoint.sources import Source
 from meshwright.config.command import explain_out_of_memory
 from meshwright.config.data_paths import path_sets, path_settings
-from meshwright.config.fields import with_settings
 from meshwright.config.schema import TrainConfig
 from meshwright.data.datasets import Datasets, check_datasets, continue_datasets, make_document_ends
 from meshwright.data.feed import Feed
@@ -29,11 +29,11 @@ from meshwright.parallel.store import DRAWING_THREADS
 from meshwright.runtime.ranks.team import Team
 from meshwright.runtime.ranks.watchdog import Watchdog
 from meshwright.training.before import memory
-from meshwright.training.before.resolve import Resolved
-from meshwright.training.beside.eval_tasks import Scores, ScoresBeside
-from meshwright.training.beside.samples import SampleWriter
+from meshwright.training.before.resolve import TrainingRun
 from meshwright.training.forecast import find_forecast
 from meshwright.training.health.stop import StopConditions
+from meshwright.training.hooks.eval_tasks import Scores, ScoresBeside
+from meshwright.training.hooks.samples import SampleWriter
 from meshwright.training.log.lines import RunSizes
 from meshwright.training.log.metrics import Metrics, peak_flops
 from meshwright.training.log.screen import Beginning, LineScreen
@@ -48,9 +48,8 @@ COUNTED_TOKENS = 1 << 14  # of a pair of token files, from which the bytes of a 
 
 
 def build_trainer(
-    resolved: Resolved,
+    resolved: TrainingRun,
     spec: Spec,
-    datasets: Datasets | None,
     team: Team,
     startup: Startup,
     watchdog: Watchdog | None,
@@ -63,16 +62,16 @@ def build_trainer(
         resolved.vocabulary.tokenizer,
     )
     with startup.time("model-and-optimizer-setup"):
-        state = build_state(spec, team, startup)
+        state = build_state(spec, team, startup, resolved.caller.start)
     say_time("after model, optimizer, and learning rate scheduler are built")
 
     with (
         startup.time("train/valid/test-data-iterators-setup"),
         startup.phase("data", "opening the data"),
     ):
-        feed = open_feed(state, tokenizer, datasets)
+        feed = open_feed(state, tokenizer, resolved.caller.datasets)
         samples = (
-            SampleWriter(state.config, state.net, state.vocab, tokenizer)
+            SampleWriter(state.recorded, state.net, state.vocab, tokenizer)
             if g.sample_interval
             else None
         )
@@ -93,14 +92,14 @@ def build_trainer(
     return Trainer(state, feed, metrics, timers, stop, watchdog, samples, scores)
 
 
-def build_state(spec: Spec, team: Team, startup: Startup) -> State:
+def build_state(spec: Spec, team: Team, startup: Startup, opened: Source | None = None) -> State:
     """Build the network, load or draw its weights, and resolve `--micro-batch-size auto`."""
     with (
         startup.phase("model", "building the model"),
         explain_out_of_memory(smaller_sizes(spec.config)),
     ):
         state = build_empty_state(spec, team)
-    load_or_initialise(state, startup)
+    load_or_initialise(state, startup, opened)
     if spec.config.training.micro_batch_size == "auto":
         with startup.phase("micro-batch", "trying micro-batches"):
             fit_micro_batch(state)
@@ -137,13 +136,13 @@ def unite(lists: list[list[list[int]]]) -> list[list[int]]:
     return sorted(list(row) for row in {tuple(row) for rows in lists for row in rows})
 
 
-def load_or_initialise(state: State, startup: Startup) -> None:
+def load_or_initialise(state: State, startup: Startup, opened: Source | None) -> None:
     config, store = state.config, state.net.store
     is_loaded = bool(config.checkpoint.load)
     with startup.phase("weights", "loading the weights" if is_loaded else "drawing the weights"):
         if is_loaded:
             with startup.time("load-checkpoint"):
-                state.load()
+                state.load(opened)
             startup.print_times(config.logging, state.team, "load-checkpoint")
         if not state.has_loaded:
             # A custom model's own function may use one generator.
@@ -162,7 +161,7 @@ def fit_micro_batch(state: State) -> None:
         state.net, state.config, vocab, state.micro_batch_before, state.team
     )
     remark(f" > --micro-batch-size auto: {size} ({reason})")
-    state.config = with_settings(state.config, micro_batch_size=size)
+    state.found["micro_batch_size"] = size
 
 
 def open_feed(state: State, tokenizer: Tokenizer | None, datasets: Datasets | None) -> Feed:
@@ -193,14 +192,13 @@ def open_files(state: State) -> Datasets:
     last = (
         state.blends.blends[-1].begin if state.blends and not state.config.data.blend_stages else 0
     )
-    # for config.toml
-    state.config = with_settings(state.config, blend_change_at=str(last) if last else None)
+    state.found["blend_change_at"] = str(last) if last else None
     return opened
 
 
 def loader_spec(state: State, document_ends: DocumentEnds | None) -> LoaderSpec:
     """Return what this rank reads of each step."""
-    config, layout, length = state.config, state.net.layout, state.config.data.seq_length
+    config, layout, length = state.recorded, state.net.layout, state.config.data.seq_length
     assert length
     part = layout.at("cp")
     return LoaderSpec(
@@ -225,13 +223,13 @@ def open_scores(state: State, tokenizer: Tokenizer | None) -> Scores | None:
     g = state.config.logging
     if not g.eval_tasks:
         return None
-    parts = state.config, state.net, state.vocab, tokenizer, state.team
+    parts = state.recorded, state.net, state.vocab, tokenizer, state.team
     return ScoresBeside(*parts, state.save_weights) if g.eval_tasks_device else Scores(*parts)
 
 
 def open_log(
     state: State,
-    resolved: Resolved,
+    resolved: TrainingRun,
     timers: Timers,
     startup: Startup,
     screen: LineScreen | None = None,
@@ -240,7 +238,7 @@ def open_log(
 
     Before this, the run has only written locks, probes and caches.
     """
-    c, team, folder, vocabulary = state.config, state.team, resolved.folder, resolved.vocabulary
+    c, team, folder, vocabulary = state.recorded, state.team, resolved.folder, resolved.vocabulary
     state.check(vocabulary.tokenizer)
     team.run_on_lead(lambda: run_folder.prepare(folder, c, vocabulary.tokenizer, state.will_train))
     run, device = sizes_of_run(state), devices.device_name(state.net.device)
@@ -315,7 +313,7 @@ def bytes_per_token(config: TrainConfig, tokenizer: Tokenizer | None) -> float |
 
 def sizes_of_run(state: State) -> RunSizes:
     """Return the size of a run whose state is loaded."""
-    c, length = state.config, state.config.data.seq_length
+    c, length = state.recorded, state.config.data.seq_length
     assert length
     return RunSizes(
         steps=state.total_steps(),

@@ -33,8 +33,8 @@ from meshwright.training.state.state import State
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from meshwright.training.micro_step import Loss
     from meshwright.training.network import Model
-    from meshwright.training.step import Loss
 
 SAMPLES = 10**6  # of random tokens
 EOD = 5  # the end of documents; occurs in every other sample of 16 random tokens

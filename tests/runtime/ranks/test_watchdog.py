@@ -14,7 +14,8 @@ from meshwright.base.errors import HANG
 from meshwright.checkpoint import steps
 from meshwright.runtime.ranks import watchdog
 from meshwright.runtime.ranks.pulse import pulse
-from meshwright.training import loop, setup
+from meshwright.training import loop, setup, validation
+from meshwright.training.hooks import saving
 from meshwright.training.state import saver
 from on_ranks import train_on_ranks
 
@@ -48,10 +49,10 @@ def wait_for_others(trainer, *_):
 PLACES = {
     "step": (loop, "train_step", 2),
     "data": (loop.Trainer, "next_batch", 3),
-    "validation": (loop.Trainer, "validate_set", 1),
+    "validation": (validation.Validator, "validate_set", 1),
     "save": (saver.Saver, "write", 1),
     "startup": (setup, "build_network", 1),
-    "end": (loop.Trainer, "report_samples_used", 2),
+    "end": (saving.Saving, "report_samples_used", 2),
 }
 
 

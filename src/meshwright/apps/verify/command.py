@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from meshwright.apps.verify.compare import Comparison
     from meshwright.parallel.layout import Layout
     from meshwright.runtime.ranks.team import Team
-    from meshwright.training.before.resolve import Resolved
-    from meshwright.training.run import Caller
+    from meshwright.training.before.resolve import TrainingRun
     from meshwright.training.small_run import RankSetup
 
 STEPS = 3  # unless --verify-layout gives another number
@@ -161,14 +160,12 @@ def compare_on_this_rank(config: TrainConfig, command: list[str]) -> int:
     return DONE
 
 
-def rehearse(
-    resolved: Resolved, layout: Layout, device: torch.device, team: Team, caller: Caller
-) -> None:
+def rehearse(resolved: TrainingRun, layout: Layout, device: torch.device, team: Team) -> None:
     """Verify the layout of a run before it begins; stop the run if it differs."""
     from meshwright.apps.verify.certificate import verify_layout
     from meshwright.training.small_run import RankSetup
 
-    groups = dict(layout.groups)
+    groups, caller = dict(layout.groups), resolved.caller
 
     def connect(twin: Layout) -> Layout:
         """Give the twin the run's own groups, so that it makes none."""

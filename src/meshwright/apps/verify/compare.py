@@ -504,7 +504,7 @@ class _Comparing:
             for step in range(steps):
                 self.one.append(run.step())
                 if step + 1 == self.steps:
-                    self.validation = run.trainer.validate("valid", is_at_end=True)
+                    self.validation = run.trainer.validation.validate("valid", is_at_end=True)
 
     def train(self, run: Watched) -> tuple[TensorBoxes, dict[str, Any], RecordedStep]:
         """Train in the layout; return what it saved, its counters then, and its step after that."""
@@ -515,7 +515,7 @@ class _Comparing:
 
         # Validate, which resuming must not notice, and save.
         want = self.team.run_on_lead(lambda: self.validation)
-        loss = run.trainer.validate("valid", is_at_end=True)
+        loss = run.trainer.validation.validate("valid", is_at_end=True)
         self.seen.note(Q.VALIDATION, AFTER, self.steps, relative(loss, want))
         saved, counters = made.state, run.counters()
         if self.folder:

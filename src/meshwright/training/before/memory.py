@@ -33,9 +33,9 @@ from meshwright.model.gpt import GPT
 from meshwright.runtime.cuda_graphs import MEMORY_SHARE
 from meshwright.runtime.ranks.team import Team
 from meshwright.training.forecast import find_forecast
+from meshwright.training.micro_step import Network, forward_part, sum_terms
 from meshwright.training.parameters import parameters_of_ranks
 from meshwright.training.sizes import logits_bytes, state_bytes
-from meshwright.training.step import Network, forward_part, sum_terms
 
 
 def require_memory(

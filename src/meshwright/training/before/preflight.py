@@ -11,6 +11,7 @@ from typing import Any
 from meshwright.base import device as devices
 from meshwright.base.console import set_stream, show
 from meshwright.base.errors import DONE, USAGE, UserError
+from meshwright.checkpoint.sources import Source
 from meshwright.config import checks
 from meshwright.config.data_paths import prefixes
 from meshwright.config.problem import Problem
@@ -65,10 +66,11 @@ def require_equal_ranks(
     require_equal(team, team.run_on_all(identify))
 
 
-def dry_run(config: TrainConfig) -> int:
+def dry_run(config: TrainConfig, start: Source | None = None) -> int:
     """Check settings, files and sizes; print what would run, without torch for a CPU.
 
-    Nothing is written, except local copies of what is in object storage. The status is USAGE if
+    `start` is another program's checkpoint of --load, which was opened before. Nothing is written,
+    except local copies of what is in object storage. The status is USAGE if
     the run is for this machine, not for another --world-size, and does not fit its memory.
     """
     set_stream("stdout")
@@ -110,7 +112,7 @@ def dry_run(config: TrainConfig) -> int:
         show(
             f"warning: one step reads more than the {tokens:,} tokens of the data; give a smaller batch or more text"
         )
-    if lines := check_loading(config) if config.checkpoint.load else fresh_schedule(config):
+    if lines := check_loading(config, start) if config.checkpoint.load else fresh_schedule(config):
         show("\n".join(lines))
     if config.parallel.rank is not None:
         from meshwright.training.before.one_rank import describe_rank

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.base import console
 from meshwright.base.console import say
@@ -46,9 +46,16 @@ from meshwright.training.state.resume import (
     checkpoint_architecture,
     guard_existing,
     guard_run_folder,
+    open_start,
     saved_settings,
 )
 from meshwright.training.state.saver import check_export
+
+if TYPE_CHECKING:
+    from meshwright.checkpoint.sources import Source
+    from meshwright.data.datasets import Datasets
+    from meshwright.training.micro_step import Loss
+    from meshwright.training.network import Model
 
 
 @dataclass(frozen=True)
@@ -84,11 +91,28 @@ NO_VOCABULARY = Vocabulary(None, 0, 0)
 
 
 @dataclass(frozen=True)
-class Resolved:
-    """A run that is decided, on one rank."""
+class Caller:
+    """A model, loss or data of the caller's own, and how it wants to be stopped.
+
+    `model`, `loss` and `datasets` replace ours: docs/extending.md shows all three. With
+    `handle_signals` a first SIGTERM or Ctrl-C, or a signal of --exit-signal, finishes the step and
+    saves, unless the settings say --no-exit-signal-handler; without it the caller has the signals.
+    """
+
+    model: Model | None = None
+    loss: Loss | None = None
+    datasets: Datasets | None = None
+    handle_signals: bool = False
+    start: Source | None = None  # another program's checkpoint of --load, which was opened before
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """A run that is decided, on one rank: nothing of it changes later."""
 
     config: TrainConfig
     vocabulary: Vocabulary
+    caller: Caller = Caller()
     # what is equal on all ranks, if they are several
     identity: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)  # as Megatron's log names them
@@ -105,16 +129,26 @@ class Resolved:
 
 def complete_settings(parsed: flags.Parsed[TrainConfig]) -> TrainConfig:
     """Take the architecture from --load where no flag is given, and note where it is from."""
+    return complete_from_start(parsed)[0]
+
+
+def complete_from_start(parsed: flags.Parsed[TrainConfig]) -> tuple[TrainConfig, Source | None]:
+    """Complete the settings; return also the checkpoint of another program that was opened for it.
+
+    The run loads that without opening it again. One of ours is opened anew, to verify its files.
+    """
     load = parsed.config.checkpoint.load
-    if not load:
-        return parsed.config
-    config = checkpoint_architecture(parsed.config, set(flags.given_settings(parsed)))
+    source = open_start(parsed.config) if load else None
+    if source is None:
+        return parsed.config, None
+    config = checkpoint_architecture(parsed.config, set(flags.given_settings(parsed)), source)
     before, now = flags.to_dict(parsed.config), flags.to_dict(config)
     inherited = {name: now[name] for name in now if now[name] != before[name]}
     parsed.sources.update(dict.fromkeys(inherited, f"checkpoint {load}"))
     require_fit(config, inherited)
     parsed.notices.extend(notices.without_effect(config))
-    return config
+    is_reusable = source.kind != steps.NATIVE and config.checkpoint.weights == "plain"
+    return config, source if is_reusable else None
 
 
 def note_export(parsed: flags.Parsed[TrainConfig], config: TrainConfig) -> None:
@@ -172,14 +206,15 @@ def resolve(
     world: World,
     command: list[str] | None = None,
     idle: Mapping[str, Any] | None = None,
-    has_datasets: bool = False,
-) -> Resolved:
+    caller: Caller = Caller(),  # noqa: B008
+) -> TrainingRun:
     """Decide a run on this rank.
 
-    `idle` are given flags without effect, which the log shows. With `has_datasets` the caller has
-    data sets, so that no flag names any. One process raises what is wrong with its files; of
-    several, all raise it when they have met.
+    `idle` are given flags without effect, which the log shows. If the caller has data sets, no flag
+    names any. One process raises what is wrong with its files; of several, all raise it when they
+    have met.
     """
+    has_datasets = caller.datasets is not None
     config = with_settings(config, world_size=world.size)
     if command is None:  # a command line's flags include the file's settings already
         config = apply_deepspeed_file(config, prints=world.rank == 0)
@@ -193,8 +228,8 @@ def resolve(
     )
     identity = identity_of(config, vocabulary) if world.size > 1 and problem is None else {}
     switches = flags.switches_in_effect(config, idle or {})
-    return Resolved(
-        config, vocabulary, identity, arguments, problem, world, command or [], switches
+    return TrainingRun(
+        config, vocabulary, caller, identity, arguments, problem, world, command or [], switches
     )
 
 

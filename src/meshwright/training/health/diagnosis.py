@@ -22,7 +22,8 @@ from meshwright.model.fused import FusedBlock
 from meshwright.model.gpt import Block
 from meshwright.parallel.layout import Layout
 from meshwright.runtime.ranks.team import Team
-from meshwright.training.step import Network, StepSettings, accumulate, prepare_numbers, sum_terms
+from meshwright.training.micro_step import Network, sum_terms
+from meshwright.training.step import StepSettings, accumulate, prepare_numbers
 
 AT_ONCE = 1 << 26  # elements that are checked together
 NAMED = 8  # ranks that an error names

@@ -29,7 +29,7 @@ from meshwright.parallel import comm
 from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.store import Store
 from meshwright.runtime.ranks.team import Team
-from meshwright.training.step import Network
+from meshwright.training.micro_step import Network
 
 WIDTH = 4096  # words that share a row of multipliers
 ROWS = 1024  # rows of words that are hashed at once: the products take 32 MiB
@@ -124,26 +124,35 @@ def joined(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 class Replicas:
-    """The comparisons of one run."""
+    """The comparisons of one run, a hook of the loop.
+
+    With `at_once` the hashes are read at once, without it after the next step.
+    """
+
+    between_steps = False
 
     def __init__(
-        self, net: Network, team: Team, copies: list[Copies], every: int, saves_to: str | None
+        self,
+        net: Network,
+        team: Team,
+        copies: list[Copies],
+        every: int,
+        saves_to: str | None,
+        at_once: bool,
     ) -> None:
-        self.net, self.team, self.copies, self.every, self.saves_to = (
-            net,
-            team,
-            copies,
-            every,
-            saves_to,
-        )
+        self.net, self.team, self.copies = net, team, copies
+        self.every, self.saves_to, self.at_once = every, saves_to, at_once
         self.pending: tuple[int, Callable[[], list[float]]] | None = None
 
-    def after(self, iteration: int, at_once: bool) -> None:
-        """Look at the last comparison, and begin one if this step is due."""
+    def due(self, step: int) -> bool:
+        return self.pending is not None or step % self.every == 0
+
+    def run(self, step: int) -> None:
+        """Look at the last comparison, and begin the next one every so many steps."""
         self.look()
-        if iteration % self.every == 0:
-            self.begin(iteration)
-            if at_once:
+        if step % self.every == 0:
+            self.begin(step)
+            if self.at_once:
                 self.look()
 
     def require_equal(self, iteration: int) -> None:

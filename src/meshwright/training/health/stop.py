@@ -67,6 +67,10 @@ class StopConditions:
             self.signal = signal.Signals(number)
         return reason, failed
 
+    def cuts_short(self, team: Team) -> bool:
+        """Return whether a signal ends what is done between steps; ranks would not agree on it."""
+        return team.size == 1 and self.signal is not None
+
     @property
     def status(self) -> int:
         return DONE if self.signal is None else 128 + self.signal

@@ -401,17 +401,23 @@ def saved_settings(config: TrainConfig) -> dict[str, Any]:
     return settings
 
 
-def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> TrainConfig:
-    """Take the architecture, and what else it states, from --load where no flag is given."""
-    c = config.checkpoint
-    if not c.load:
-        return config
+def open_start(config: TrainConfig) -> Source | None:
+    """Open what --load means, to look at its settings; refuse a path without a checkpoint.
+
+    Steps that are passed over are reported when it is loaded.
+    """
+    assert config.checkpoint.load
     options = open_options(config)._replace(verify="none")
-    # reported when it is loaded
-    source = loading.open_checkpoint(c.load, options, report=lambda line: None)
+    source = loading.open_checkpoint(config.checkpoint.load, options, report=lambda line: None)
     if source is None:
         refuse_missing(config)
-        return config
+    return source
+
+
+def checkpoint_architecture(
+    config: TrainConfig, given: Collection[str], source: Source
+) -> TrainConfig:
+    """Take the architecture, and what else a checkpoint states, where no flag is given."""
     saved = recorded_settings(source)
     # GPT-2 is trained on sequences as long as its table of positions.
     if "seq_length" not in saved and model_settings(saved, source.folder).position == "learned":
@@ -432,10 +438,13 @@ def fresh_schedule(config: TrainConfig) -> list[str]:
     ]
 
 
-def check_loading(config: TrainConfig) -> list[str]:
-    """Return the lines that a run would print about its checkpoint before it reads a tensor."""
+def check_loading(config: TrainConfig, opened: Source | None) -> list[str]:
+    """Return the lines that a run would print about its checkpoint before it reads a tensor.
+
+    `opened` is another program's checkpoint that this process has opened before.
+    """
     assert config.checkpoint.load
-    source = loading.open_checkpoint(config.checkpoint.load, open_options(config))
+    source = loading.open_checkpoint(config.checkpoint.load, open_options(config), opened=opened)
     if source is None:
         return [
             f"no checkpoint in {config.checkpoint.load}: the run would start anew",

@@ -18,6 +18,7 @@ from meshwright.checkpoint.manifests import DamagedCheckpoint
 from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.checkpoint.sources import Source, TensorBoxes
 from meshwright.checkpoint.steps import NATIVE
+from meshwright.config.fields import with_settings
 from meshwright.config.problem import SettingsError
 from meshwright.data import tokenizers
 from meshwright.data.history import BlendHistory
@@ -38,8 +39,9 @@ from meshwright.training.state.saver import Saver
 
 if TYPE_CHECKING:
     from meshwright.config.grammar import Iterations
+    from meshwright.config.schema import TrainConfig
+    from meshwright.training.micro_step import Network
     from meshwright.training.network import Spec
-    from meshwright.training.step import Network
 
 
 @dataclass
@@ -64,14 +66,10 @@ class State:
     """Everything that a checkpoint keeps: counters, schedule, loss scale, the network's tensors."""
 
     def __init__(self, spec: Spec, net: Network, team: Team) -> None:
-        config = spec.config
-        self.config, self.net, self.team, self.vocab, self.padded = (
-            config,
-            net,
-            team,
-            spec.vocab,
-            spec.padded,
-        )
+        config = self._config = spec.config
+        self.net, self.team, self.vocab, self.padded = net, team, spec.vocab, spec.padded
+        # Settings that only the start finds: a micro-batch that fits, where the blend changes.
+        self.found: dict[str, Any] = {}
         self.switches = spec.switches
         self.scaler, self.saver = (
             LossScale(config.precision),
@@ -95,6 +93,16 @@ class State:
         self.has_loaded = False  # whether the weights are a checkpoint's
         self.loaded: int | None = None  # the step this run continues from
         self.micro_batch_before: int | None = None  # the micro-batch size of the run it continues
+
+    @property
+    def config(self) -> TrainConfig:
+        """The settings as `resolve` has decided them."""
+        return self._config
+
+    @property
+    def recorded(self) -> TrainConfig:
+        """The settings with what the start has found, for files, the log and the data."""
+        return with_settings(self.config, **self.found)
 
     @property
     def is_done(self) -> bool:
@@ -136,8 +144,11 @@ class State:
             p.consumed_train_samples += self.config.batch(p.consumed_train_samples)
         self.skips.append([begin, f"passed over to {p.consumed_train_samples}"])
 
-    def load(self) -> None:
-        """Load the checkpoint of --load, if there is one; raise UserError if it is needed."""
+    def load(self, opened: Source | None) -> None:
+        """Load the checkpoint of --load, if there is one; raise UserError if it is needed.
+
+        `opened` is another program's that this process has opened before.
+        """
         c = self.config.checkpoint
         assert c.load
         options = open_options(self.config)
@@ -148,7 +159,7 @@ class State:
         begun = time.perf_counter()
         try:
             loaded = loading.load_checkpoint(
-                c.load, want, options=options, accept=self.accept, team=self.team
+                c.load, want, options=options, accept=self.accept, team=self.team, opened=opened
             )
         except DamagedCheckpoint as damage:
             hint = "to start anew, give another folder or --save-overwrite"
@@ -379,7 +390,7 @@ class State:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings to save, on rank 0 alone: it reads a part of every data set."""
-        return {**saved_settings(self.config), **self.switches} if self.team.is_lead else {}
+        return {**saved_settings(self.recorded), **self.switches} if self.team.is_lead else {}
 
     def save_weights(self, root: Path) -> None:
         """Write the weights alone as a step into another folder than --save."""

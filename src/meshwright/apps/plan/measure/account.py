@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.apps.plan.measure.allocator import MemoryEvent
 from meshwright.parallel.pipeline_schedule import Action
-from meshwright.training.step import Network
+from meshwright.training.micro_step import Network
 
 META = torch.device("meta")
 ROUNDING = 512  # bytes to which torch's allocator rounds up

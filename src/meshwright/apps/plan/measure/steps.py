@@ -24,10 +24,11 @@ from meshwright.parallel.layout import Layout
 from meshwright.parallel.pipeline import stages
 from meshwright.parallel.pipeline_schedule import Action
 from meshwright.training import network
+from meshwright.training.micro_step import Network, update_weights
 from meshwright.training.network import Model, Spec, build_network
 from meshwright.training.parameters import WIDTHS
 from meshwright.training.sizes import rows
-from meshwright.training.step import Network, StepSettings, train_step, update_weights
+from meshwright.training.step import StepSettings, train_step
 
 SETTINGS = StepSettings(1, 1e-3, 0.1)
 

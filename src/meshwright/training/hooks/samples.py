@@ -20,9 +20,9 @@ from meshwright.data.tokenizers import Tokenizer
 from meshwright.generation import sampling
 from meshwright.generation.requests import Request, text_until_stop
 from meshwright.kernels.twins import upcast
-from meshwright.training.beside.eval_tasks import runs_one_shape
+from meshwright.training.hooks.eval_tasks import runs_one_shape
 from meshwright.training.log.metrics import Metrics
-from meshwright.training.step import Network
+from meshwright.training.micro_step import Network
 
 PADDING = 64  # texts are padded to a multiple of this, so that few shapes occur
 

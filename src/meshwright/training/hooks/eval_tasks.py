@@ -29,7 +29,7 @@ from meshwright.data.tokenizers import Tokenizer
 from meshwright.parallel.window_losses import WindowBatch, score_part
 from meshwright.runtime.ranks.team import Team
 from meshwright.training.log.metrics import Metrics
-from meshwright.training.step import Network
+from meshwright.training.micro_step import Network
 from meshwright.training.tasks import PreparedTask, prepare_task
 
 # The share of a run's time that scores take at the default interval, if a forward pass is a third

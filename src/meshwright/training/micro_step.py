@@ -1,0 +1,174 @@
+"""What a step does with each micro-batch and after the last: the part that CUDA graphs record.
+
+A step (step.py) calls these functions for each of its micro-batches, or replays what graphs.py has
+recorded of them. They import neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.base.errors import UserError
+from meshwright.checkpoint.saved_model import GPT_NETWORK
+from meshwright.data.loader import Batch
+from meshwright.model.loss import loss_sum, token_terms
+from meshwright.optim.rules import Numbers
+from meshwright.parallel.cut_model import CutModel, ModelInput
+from meshwright.parallel.layout import Layout
+from meshwright.parallel.tensor import combine_over
+from meshwright.runtime.ranks.pulse import pulse
+
+if TYPE_CHECKING:
+    from meshwright.parallel.flat import FlatStore
+    from meshwright.parallel.fsdp import FullyShardedStore
+    from meshwright.training.graphs import Graphs
+
+Loss = Callable[[Tensor, Batch], Tensor]  # logits [B, T, vocab] and the batch to losses [B, T]
+# the same by name: what is summed for the gradients
+Losses = Callable[[Tensor, Batch], dict[str, Tensor]]
+# A step's numbers, float64 [3 or more]: the first term of the loss, the gradients' norm before
+# clipping, the number of ranks that vote to stop the run, and the further terms of the loss. A vote
+# travels with the loss because this costs no collective of its own.
+Update = Tensor
+LOSS, GRAD_NORM, VOTES = range(3)
+Timed = Callable[[str, int], contextlib.AbstractContextManager[None]]
+# The numbers of a micro-batch: learning rate, weight decay, loss scale, divisor of the loss, and
+# whether this rank votes to stop the run.
+NUMBERS = 5
+DIVISOR, VOTE = 3, 4
+
+
+@dataclass(kw_only=True)
+class Network(CutModel):
+    """The model as one rank trains it, with the store that owns its parameters."""
+
+    store: FlatStore | FullyShardedStore
+    loss: Losses
+    terms: tuple[str, ...] = ("loss",)  # names of what `loss` returns, columns of metrics.jsonl
+    # saved in checkpoints: the kind of network that their tensors belong to
+    name: str = GPT_NETWORK
+    execution: str = ""  # a description for the log
+    is_compiled: bool = False
+    stream: Any = None  # on which all steps run if some may be CUDA graphs
+    graphs: Graphs | None = None
+    without_graphs: str | None = None  # why there are none
+
+    @property
+    def update_columns(self) -> tuple[str, ...]:
+        """Names of the elements of an Update."""
+        return ("loss", "grad_norm", "votes", *self.terms[1:])
+
+
+class Position(NamedTuple):
+    """Where a micro-batch is in its step."""
+
+    is_first: bool
+    is_last: bool
+
+
+def untimed(name: str, level: int) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def micro_step(
+    net: Network, seed: int, batch: Batch, numbers: Tensor, totals: Tensor, position: Position
+) -> None:
+    """Run a micro-batch and, after the last, update the weights: what a CUDA graph captures."""
+    forward_backward(net, seed, untimed, batch, numbers, totals, position)
+    if position.is_last:
+        update_weights(net, numbers, totals)
+        net.store.wait_for_weights()
+
+
+def forward_backward(
+    net: Network,
+    seed: int,
+    timed: Timed,
+    batch: Batch,
+    numbers: Tensor,
+    totals: Tensor,
+    position: Position,
+) -> None:
+    """Add a micro-batch's gradients to the store's and its share of the loss to the totals."""
+    _, _, scale, divisor, vote = numbers.unbind()
+    if position.is_first:
+        net.store.clear_gradients()
+        totals.zero_()
+        totals[VOTES].copy_(vote)
+    pulse.tick()
+    with timed("forward-compute", 2):
+        # A name for the logits would keep this largest tensor of a step through the backward pass.
+        terms = [
+            term / divisor
+            for term in sum_terms(net, batch, forward_part(net, net.parts[0], batch, seed))
+        ]
+    net.store.begin_backward(position.is_last)
+    with timed("backward-compute", 2):
+        (functools.reduce(torch.add, terms) * scale).backward()  # type: ignore[no-untyped-call]
+    if net.has_results:
+        add_terms(totals, terms)
+
+
+def forward_part(
+    net: Network, part: Any, batch: Batch, seed: int | None, stream: Tensor | None = None
+) -> Tensor:
+    """Return logits [B, T, padded vocabulary] or the next stage's input; no seed, no dropout."""
+    return net.run_part(part, ModelInput(batch.tokens, net.where(batch, seed)), stream)
+
+
+def sum_terms(net: Network, batch: Batch, logits: Tensor) -> list[Tensor]:
+    """Return the sum over the unmasked tokens of each term of the loss."""
+    return [loss_sum(losses, batch.loss_mask) for losses in net.loss(logits, batch).values()]
+
+
+def add_terms(totals: Tensor, terms: list[Tensor]) -> None:
+    """Add a micro-batch's terms of the loss to a step's numbers."""
+    totals[LOSS] += terms[0].detach()
+    for i, term in enumerate(terms[1:], VOTES + 1):
+        totals[i] += term.detach()
+
+
+def update_weights(net: Network, numbers: Tensor, totals: Tensor) -> None:
+    """Update the weights; complete the totals. torch's optimizers read the numbers on the host."""
+    lr, weight_decay, scale, *_ = numbers.unbind() if net.store.reads_tensors else numbers.tolist()
+    sums = torch.cat((totals[:GRAD_NORM], totals[VOTES:]))
+    norm = net.store.step(Numbers(lr, weight_decay, scale), sums)
+    totals.copy_(torch.cat((sums[:GRAD_NORM], norm.double()[None], sums[GRAD_NORM:])))
+
+
+def make_loss(
+    vocab: int, layout: Layout, custom: Loss | None, z_loss_coef: float
+) -> tuple[Losses, tuple[str, ...]]:
+    """Return the function that computes each token's losses [B, T], and the names of these terms.
+
+    All are added up for the gradients; the first is the loss that is reported.
+    """
+    combine = combine_over(layout.group("tp"))
+
+    def compute_losses(logits: Tensor, batch: Batch) -> dict[str, Tensor]:
+        if custom is not None:
+            return {"loss": custom_losses(custom, vocab, logits, batch)}
+        first_id = layout.at("tp") * logits.shape[-1]
+        return token_terms(logits, batch.labels, vocab, z_loss_coef, first_id, combine)
+
+    return compute_losses, ("loss", "z_loss") if z_loss_coef else ("loss",)
+
+
+def custom_losses(custom: Loss, vocab: int, logits: Tensor, batch: Batch) -> Tensor:
+    """Compute a custom loss and refuse one that is not a number for each token."""
+    losses = custom(logits[..., :vocab], batch)
+    if losses.shape != batch.labels.shape:
+        shapes = (
+            f"a tensor of shape {tuple(losses.shape)}; return [B, T] = {tuple(batch.labels.shape)}"
+        )
+        raise UserError(
+            f"the loss function returned {shapes}, one loss for each token, neither summed nor averaged"
+        )
+    return losses
