@@ -1,0 +1,81 @@
+"""An option of the network is one field: what follows from its `absent=`, and what must know it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from meshwright.checkpoint.exports import EXPORTS, obstacles
+from meshwright.checkpoint.gpt import PLAIN
+from meshwright.config.checks import torch_format_problems
+from meshwright.config.recipes import KEPT, RESET
+from meshwright.config.schema import (
+    ABSENT,
+    ABSENT_COMPUTED,
+    Checkpoint,
+    Model,
+    TrainConfig,
+    options_of,
+)
+
+# Fields as old as the oldest checkpoint that is read: each records them.
+ALWAYS_RECORDED = """
+    num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels max_position_embeddings
+    make_vocab_size_divisible_by pad_vocab_size_to layernorm_epsilon init_method_std hidden_dropout
+    attention_dropout embedding_dropout untie_embeddings_and_output_weights bias_gelu_fusion
+    attention_impl num_query_groups group_query_attention position_embedding_type rotary_percent
+    rotary_base rope_scaling_factor original_max_position_embeddings rope_low_freq_factor
+    rope_high_freq_factor beta_fast beta_slow rope_attention_factor swiglu squared_relu
+    glu_activation normalization apply_layernorm_1p add_bias_linear add_qkv_bias embed_layernorm
+    apply_residual_connection_post_layernorm init_method_xavier_uniform num_experts
+""".split()
+PLAIN_GPT = Model(num_layers=2, hidden_size=32, num_attention_heads=4)
+# Another value of each option.
+OTHER = {
+    "rope_scaling": "yarn",
+    "window_size": "3,0",
+    "final_logit_softcapping": 2.0,
+}
+
+
+def with_option(name: str) -> Model:
+    value = OTHER.get(name, not ABSENT[name])
+    # Scaling is of rotary frequencies.
+    position = "rope" if name == "rope_scaling" else PLAIN_GPT.position_embedding_type
+    return dataclasses.replace(PLAIN_GPT, position_embedding_type=position, **{name: value})
+
+
+def test_a_new_field_says_what_networks_without_it_had() -> None:
+    fields = {f.name for f in dataclasses.fields(Model)}
+    missing = fields - ABSENT.keys() - {*ALWAYS_RECORDED}
+    assert not missing, (
+        f"config/schema.py: give {sorted(missing)} absent=, as older checkpoints have"
+    )
+    assert fields == ABSENT.keys() | {*ALWAYS_RECORDED}
+
+
+def test_the_default_is_the_network_without_the_option() -> None:
+    """Else a checkpoint without it would differ from a new run with the same flags."""
+    assert {name: getattr(Model(), name) for name in ABSENT} == ABSENT
+
+
+def test_what_follows_from_absent() -> None:
+    assert PLAIN.items() >= ABSENT_COMPUTED.items()
+    assert ABSENT.keys() <= {*RESET, *KEPT} and not KEPT & {*RESET}
+    assert ABSENT.keys() <= EXPORTS.keys()
+
+
+@pytest.mark.parametrize("name", sorted(ABSENT_COMPUTED.keys() - {"window_attn_skip_freq"}))
+def test_an_option_is_refused_where_it_has_no_place(name: str) -> None:
+    m = with_option(name)
+    assert options_of(m) == [name]
+    c = TrainConfig(model=m, checkpoint=Checkpoint(ckpt_format="torch"))
+    assert [problem for problem in torch_format_problems(c) if name in problem.about]
+    assert obstacles(m, "megatron" if name == "rope_scaling" else "gpt2")
+
+
+def test_a_detail_of_an_option_and_of_another_norm_is_none_by_itself() -> None:
+    assert options_of(dataclasses.replace(PLAIN_GPT, window_attn_skip_freq="2")) == []
+    rms = dataclasses.replace(PLAIN_GPT, normalization="RMSNorm", layernorm_bias=False)
+    assert options_of(rms) == []
