@@ -30,6 +30,7 @@ from meshwright.base.device_profiles import (
     Links,
     LinkSpeed,
 )
+from meshwright.config.matrices import MATRICES
 from meshwright.config.schema import Model as Shape
 from meshwright.config.schema import Optimizer, TrainConfig
 from meshwright.model import counts
@@ -261,7 +262,7 @@ class StepTerms:
         dtype = "fp8" if is_fp8 else self.config.precision.dtype
         total = 0.0
         for name, (outputs, inputs) in counts.layer_matrices(self.m).items():
-            cut_outputs = not name.endswith("proj")
+            cut_outputs = MATRICES[name].pair == "first"
             total += self.product(
                 outputs // self.tp if cut_outputs else outputs,
                 inputs if cut_outputs else inputs // self.tp,
