@@ -9,6 +9,7 @@ import pytest
 from meshwright.checkpoint.exports import EXPORTS, obstacles
 from meshwright.checkpoint.gpt import PLAIN
 from meshwright.config.checks import torch_format_problems
+from meshwright.config.fast_paths import CAPTURED_DECODER, FUSED_BLOCK, INDIFFERENT, unknown_to
 from meshwright.config.recipes import KEPT, RESET
 from meshwright.config.schema import (
     ABSENT,
@@ -79,3 +80,33 @@ def test_a_detail_of_an_option_and_of_another_norm_is_none_by_itself() -> None:
     assert options_of(dataclasses.replace(PLAIN_GPT, window_attn_skip_freq="2")) == []
     rms = dataclasses.replace(PLAIN_GPT, normalization="RMSNorm", layernorm_bias=False)
     assert options_of(rms) == []
+
+
+# What the paths do not compute; they must step aside for it.
+DECLINED = {
+    "fused": (FUSED_BLOCK, {"qk_layernorm", "use_parallel_residual"}),
+    "captured": (
+        CAPTURED_DECODER,
+        {"qk_layernorm", "embed_layernorm", "apply_residual_connection_post_layernorm"},
+    ),
+}
+
+
+@pytest.mark.parametrize("path, declined", DECLINED.values(), ids=DECLINED)
+def test_each_field_is_known_to_a_path_or_declined_by_it(
+    path: frozenset[str], declined: set[str]
+) -> None:
+    fields = {f.name for f in dataclasses.fields(Model)}
+    undecided = fields - path - INDIFFERENT - declined
+    assert not undecided, f"config/fast_paths.py: does the path compute {sorted(undecided)}?"
+    assert not path & INDIFFERENT and not declined & (path | INDIFFERENT)
+    assert path | INDIFFERENT | declined == fields
+    for name in declined:
+        assert unknown_to(path, dataclasses.replace(PLAIN_GPT, **{name: True})) == [name]
+    assert not unknown_to(path, PLAIN_GPT)
+
+
+def test_a_path_declines_an_option_that_it_does_not_name() -> None:
+    m = dataclasses.replace(PLAIN_GPT, final_logit_softcapping=2.0)
+    assert unknown_to(FUSED_BLOCK - {"final_logit_softcapping"}, m) == ["final_logit_softcapping"]
+    assert unknown_to(FUSED_BLOCK, m) == []

@@ -12,6 +12,7 @@ from meshwright.config.check_model import (
     architecture_problems,
     has_megatrons_scaling,
     kernel_problems,
+    option_words,
 )
 from meshwright.config.check_mup import given_bases, mup_problems
 from meshwright.config.check_steps import batch_problems, schedule_problems, state_problems
@@ -23,7 +24,6 @@ from meshwright.config.schema import (
     Checkpoint,
     GenerateConfig,
     Logging,
-    Model,
     Precision,
     TrainConfig,
     Training,
@@ -144,12 +144,6 @@ def averaging_problems(c: TrainConfig) -> list[Problem]:
         text = f"{average} needs several saved steps, and only the last one is saved; give {{save_interval}}"
         out.append(Problem(("average_last",), text))
     return out
-
-
-def option_words(m: Model, name: str) -> str:
-    """Return a Problem's words for an option of the network: a switch with its value."""
-    value = getattr(m, name)
-    return f"{{{name}={value}}}" if isinstance(value, bool) else f"{{{name}}}"
 
 
 def torch_format_problems(c: TrainConfig) -> list[Problem]:

@@ -396,11 +396,6 @@ class Model:
         return self.add_bias_linear or self.add_qkv_bias
 
     @property
-    def is_fusible(self) -> bool:
-        """Whether blocks of fused kernels (model/fused.py) can compute it."""
-        return not (self.qk_layernorm or self.use_parallel_residual)
-
-    @property
     def norm_bias(self) -> bool:
         return self.normalization == "LayerNorm" and self.layernorm_bias
 
