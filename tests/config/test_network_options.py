@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
@@ -10,6 +11,7 @@ from meshwright.checkpoint.exports import EXPORTS, obstacles
 from meshwright.checkpoint.gpt import PLAIN
 from meshwright.config.checks import torch_format_problems
 from meshwright.config.fast_paths import CAPTURED_DECODER, FUSED_BLOCK, INDIFFERENT, unknown_to
+from meshwright.config.fields import spelling
 from meshwright.config.recipes import KEPT, RESET
 from meshwright.config.schema import (
     ABSENT,
@@ -19,6 +21,7 @@ from meshwright.config.schema import (
     TrainConfig,
     options_of,
 )
+from network_values import VALUES
 
 # Fields as old as the oldest checkpoint that is read: each records them.
 ALWAYS_RECORDED = """
@@ -110,3 +113,27 @@ def test_a_path_declines_an_option_that_it_does_not_name() -> None:
     m = dataclasses.replace(PLAIN_GPT, final_logit_softcapping=2.0)
     assert unknown_to(FUSED_BLOCK - {"final_logit_softcapping"}, m) == ["final_logit_softcapping"]
     assert unknown_to(FUSED_BLOCK, m) == []
+
+
+# Fields whose values other tables of the fuzz draw: how a run trains or pads, not what is computed.
+DRAWN_APART = {
+    "make_vocab_size_divisible_by",
+    "pad_vocab_size_to",
+    "hidden_dropout",
+    "attention_dropout",
+    "embedding_dropout",
+    "attention_impl",
+    "num_experts",
+}
+
+
+def test_every_field_of_the_network_is_in_the_table_of_values() -> None:
+    """The fuzz, drawn plans and the decoder's tests draw from it."""
+    drawn = set(re.findall(r"--[\w-]+", " ".join(" ".join(group) for group in VALUES.values())))
+    missing = []
+    for f in dataclasses.fields(Model):
+        flag = spelling(f.name)
+        words = {flag, "--no-" + flag[2:], *f.metadata["aliases"]}
+        if f.name not in DRAWN_APART and not words & drawn:
+            missing.append(f.name)
+    assert not missing, f"tests/network_values.py: add values of {missing}"
