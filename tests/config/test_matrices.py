@@ -13,12 +13,20 @@ from meshwright.config.schema import Model
 from meshwright.model import counts
 from meshwright.model.gpt import GPT
 from meshwright.parallel import shard
+from network_values import models_beyond
 
-PLAIN = Model(num_layers=1, hidden_size=32, num_attention_heads=4)
-NETWORKS = {
-    "plain": PLAIN,
-    "gated": dataclasses.replace(PLAIN, swiglu=True, num_query_groups=2, kv_channels=12),
-    "unbiased": dataclasses.replace(PLAIN, add_bias_linear=False, add_qkv_bias=True),
+PLAIN = Model(num_layers=1, hidden_size=32, num_attention_heads=4, kv_channels=12)
+# Each value of the table of networks, with and without biases: no size equals the width by chance.
+NETWORKS = {"plain": PLAIN} | {
+    words: dataclasses.replace(
+        m, num_layers=1, hidden_size=32, num_attention_heads=4, kv_channels=12
+    )
+    for words, m in models_beyond(set()).items()
+    if m.groups in (2, 4)
+}
+NETWORKS |= {
+    f"{words} unbiased": dataclasses.replace(m, add_bias_linear=False)
+    for words, m in NETWORKS.items()
 }
 
 
@@ -31,6 +39,15 @@ def test_the_table_lists_the_matrices_of_a_layer(m: Model) -> None:
     has_product = {name for name, part in block.named_modules() if hasattr(part, "product")}
     assert has_product == matrices_of(m).keys()
     assert built == counts.layer_shapes(m)
+
+
+@pytest.mark.parametrize("m", NETWORKS.values(), ids=NETWORKS)
+def test_a_pair_begins_and_ends_at_the_residual_stream(m: Model) -> None:
+    """A matrix whose pair is wrong would be cut the wrong way."""
+    for name, matrix in matrices_of(m).items():
+        outputs, inputs = matrix.shape(m)
+        stream, inner = (inputs, outputs) if matrix.pair == "first" else (outputs, inputs)
+        assert stream == m.hidden_size != inner, name
 
 
 def test_every_matrix_has_a_rule_of_cuts() -> None:
