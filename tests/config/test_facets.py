@@ -52,7 +52,7 @@ def test_a_flag_of_text_says_what_it_holds() -> None:
 
 
 def test_a_setting_of_training_joins_the_fuzz_or_says_that_it_does_not() -> None:
-    drawn = (TESTS / "fuzz" / "cases.py").read_text()
+    drawn = "".join((TESTS / name).read_text() for name in ("fuzz/cases.py", "network_values.py"))
     missing = []
     for name, (_, f, _) in config_fields(TrainConfig).items():
         flag_words = [spelling(name), "--no-" + spelling(name)[2:], *f.metadata["aliases"]]

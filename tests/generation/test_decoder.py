@@ -17,6 +17,7 @@ from meshwright.generation.language_model import LanguageModel
 from meshwright.generation.requests import Completion, Request
 from meshwright.model.gpt import GPT, initialise
 from meshwright.model.positions import Positions
+from network_values import models_beyond
 
 VOCAB, LENGTH, EOD = 11, 20, 10
 GREEDY = Sampling(greedy=True, out_seq_length=12)
@@ -37,6 +38,11 @@ SHAPES = {
     "capped": Model(final_logit_softcapping=1.0),
     "window": Model(position_embedding_type="rope", window_size="3,0", window_attn_skip_freq="2"),
 }
+# Groups of the table that the shapes above hold, or that other tests of the network compute.
+LISTED = {"layers", "heads", "groups", "ffn", "activation", "position", "window", "norm"}
+LISTED |= {"norm of heads", "bias", "norm of embeddings", "residual", "initial", "carried over"}
+LISTED |= {"logits", "head", "sequence"}
+SHAPES |= models_beyond(LISTED)
 
 
 def little(shape="gpt2", seed=1, dtype=torch.float64):

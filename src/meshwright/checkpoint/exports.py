@@ -1,7 +1,8 @@
 """THE table of exports: what each target has for each field of `Model`, or why it is refused there.
 
 A row for every field: tests name one that is missing, so that a new field of the network is decided
-for every target and never left out in silence.
+for every target and never left out in silence. An option (a field with `absent=`) without a row is
+refused by every target.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any, NamedTuple
 
 from meshwright.checkpoint.saved_model import SavedModel
 from meshwright.config.check_model import has_megatrons_scaling
-from meshwright.config.schema import OUTCOME, Model
+from meshwright.config.fields import spelling
+from meshwright.config.schema import ABSENT, ABSENT_COMPUTED, OUTCOME, Model
 
 
 class Expression(NamedTuple):
@@ -58,6 +60,21 @@ def refuse(obstacle: Callable[[Model], str]) -> Expression:
 
 def refuse_switch(flag: str, name: str, refused: object = True) -> Expression:
     return refuse(lambda m: flag if getattr(m, name) == refused else "")
+
+
+def refuse_option(name: str) -> Expression:
+    """Refuse a network with this option, which the target does not have."""
+
+    def obstacle(m: Model) -> str:
+        value = getattr(m, name)
+        if value == ABSENT[name]:
+            return ""
+        if isinstance(value, bool):
+            return spelling(name) if value else "--no-" + spelling(name)[2:]
+        shown = f"{value:g}" if isinstance(value, float) else value
+        return f"{spelling(name)} {shown}"
+
+    return refuse(obstacle)
 
 
 def _activation(*allowed: str) -> Callable[[Model], str]:
@@ -127,16 +144,9 @@ _EMBED_NORM = refuse_switch("--embed-layernorm", "embed_layernorm")
 _POST_NORM = refuse_switch(
     "--apply-residual-connection-post-layernorm", "apply_residual_connection_post_layernorm"
 )
-_SOFTCAP = refuse(
-    lambda m: (
-        f"--final-logit-softcapping {m.final_logit_softcapping:g}"
-        if m.final_logit_softcapping
-        else ""
-    )
-)
-_NO_QK_NORM = refuse_switch("--qk-layernorm", "qk_layernorm")
+_PARALLEL = refuse_option("use_parallel_residual")
+_NO_QK_NORM = refuse_option("qk_layernorm")
 _ALL_BIASES = refuse_switch("--disable-bias-linear", "add_bias_linear", False)
-_PARALLEL = refuse_switch("--use-parallel-residual", "use_parallel_residual")
 _WINDOW = refuse(lambda m: f"--window-size {m.window_size}" if m.windowed_layers else "")
 _WINDOW_WITH_BIASES = refuse(
     lambda m: "--window-size with biases" if m.windowed_layers and m.add_bias_linear else ""
@@ -231,11 +241,13 @@ EXPORTS = {
         _PARALLEL,
     ),
     "init_method_xavier_uniform": Export(TRAINING, TRAINING, TRAINING, SAME),
-    "zero_init_projections": Export(TRAINING, TRAINING, TRAINING, TRAINING),
-    "mup_base_hidden_size": Export(TRAINING, TRAINING, TRAINING, TRAINING),
-    "mup_base_num_layers": Export(TRAINING, TRAINING, TRAINING, TRAINING),
-    "final_logit_softcapping": Export(_SOFTCAP, _SOFTCAP, _SOFTCAP, _SOFTCAP),
     "num_experts": Export(_EXPERTS, _EXPERTS, _EXPERTS, _EXPERTS),
+}
+# An option without a row above is refused by every target.
+EXPORTS |= {
+    name: Export(*[refuse_option(name) if name in ABSENT_COMPUTED else TRAINING] * 4)
+    for name in ABSENT
+    if name not in EXPORTS
 }
 
 

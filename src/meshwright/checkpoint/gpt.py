@@ -15,16 +15,26 @@ import torch
 from meshwright.base.errors import bad_data
 from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.sources import TensorView
-from meshwright.config.schema import Model
+from meshwright.config.schema import ABSENT_COMPUTED, Model
 
-# The kinds of parts of a network, each as a GPT-2 has it: what a program's files do not speak of.
-_KINDS = "swiglu squared_relu glu_activation num_query_groups group_query_attention position_embedding_type "
-_KINDS += (
-    "rotary_percent rope_scaling window_size window_attn_skip_freq normalization layernorm_bias "
+# The parts that every network has, each of GPT-2's kind: what a program's files do not speak of.
+_KINDS = (
+    "swiglu",
+    "squared_relu",
+    "glu_activation",
+    "num_query_groups",
+    "group_query_attention",
+    "position_embedding_type",
+    "rotary_percent",
+    "normalization",
+    "apply_layernorm_1p",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "embed_layernorm",
+    "untie_embeddings_and_output_weights",
 )
-_KINDS += "apply_layernorm_1p qk_layernorm add_bias_linear add_qkv_bias embed_layernorm use_parallel_residual "
-_KINDS += "untie_embeddings_and_output_weights final_logit_softcapping"
-PLAIN: dict[str, Any] = {name: getattr(Model(), name) for name in _KINDS.split()}
+# A plain GPT-2: these kinds, and no option.
+PLAIN: dict[str, Any] = {name: getattr(Model(), name) for name in _KINDS} | ABSENT_COMPUTED
 
 
 def rename_tensors(

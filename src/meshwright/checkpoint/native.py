@@ -45,6 +45,7 @@ from meshwright.checkpoint.publish import Produce, Write
 from meshwright.checkpoint.run_state import check_saved_state
 from meshwright.checkpoint.sources import Source, TensorBoxes, TensorInfo
 from meshwright.checkpoint.steps import NATIVE
+from meshwright.config.schema import ABSENT
 from meshwright.runtime.ranks.team import ALONE, Team
 
 if TYPE_CHECKING:
@@ -55,12 +56,6 @@ _DTYPES = "F64 float64 I64 int64 F32 float32 I32 int32 F16 float16 BF16 bfloat16
 TORCH = dict(zip(_DTYPES.split()[::2], _DTYPES.split()[1::2], strict=True))
 NAMES = {theirs: name for name, theirs in TORCH.items()}
 SIZES = dict(zip(TORCH, (8, 8, 4, 4, 2, 2, 2, 1, 1, 1), strict=True))
-# Settings that older releases did not have, at the values that networks had without them.
-UNRECORDED = {"rope_scaling": "none", "use_parallel_residual": False}
-UNRECORDED |= {"layernorm_bias": True, "final_logit_softcapping": 0.0}
-UNRECORDED |= {"window_size": None, "window_attn_skip_freq": None}
-UNRECORDED |= {"zero_init_projections": False}
-UNRECORDED |= {"mup_base_hidden_size": None, "mup_base_num_layers": None}
 INDEX, STATE, CONFIG = "index.json", "state.json", "config.json"
 INDEX_LIMIT = 128 << 20  # bytes: about 1,200,000 boxes
 PART = 16 << 20  # the largest copy of a part of a tensor, in bytes
@@ -460,7 +455,7 @@ def open_native(folder: Path, step: int, verify: str = "read", team: Team = ALON
     if verify == "full":
         manifests.verify_together(folder, team)
     source.vocab = source.state.get("true_vocab_size")
-    source.config = UNRECORDED | source.config
+    source.config = ABSENT | source.config  # an earlier release does not record every option
     if "iteration" not in source.state:  # weights alone, converted from another program's
         source.state = {}
     return source

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from meshwright.config.fast_paths import FUSED_BLOCK, unknown_to
 from meshwright.config.problem import Problem, missing, stated, with_value
 from meshwright.config.schema import ARCHITECTURE, OUTCOME, Data, Model, Training
 
@@ -105,6 +106,12 @@ def window_problems(m: Model) -> list[Problem]:
     return []
 
 
+def option_words(m: Model, name: str) -> str:
+    """Return a Problem's words for an option of the network: a switch with its value."""
+    value = getattr(m, name)
+    return f"{{{name}={value}}}" if isinstance(value, bool) else f"{{{name}}}"
+
+
 def kernel_problems(t: Training, m: Model) -> list[Problem]:
     """Check how the layers are computed."""
     out = []
@@ -114,12 +121,12 @@ def kernel_problems(t: Training, m: Model) -> list[Problem]:
     if t.fused_kernels == "on" and t.compile == "on":
         text = "{fused_kernels=on} and {compile=on} are two ways to run the layers; give one"
         out.append(Problem(("fused_kernels", "compile"), text))
-    if t.fused_kernels == "on" and m.qk_layernorm:
-        text = "{fused_kernels=on}: they do not norm queries and keys ({qk_layernorm=True}); leave it at auto"
-        out.append(Problem(("fused_kernels", "qk_layernorm"), text))
-    if t.fused_kernels == "on" and m.use_parallel_residual:
-        text = "{fused_kernels=on}: they have no {use_parallel_residual=True}; leave it at auto"
-        out.append(Problem(("fused_kernels", "use_parallel_residual"), text))
+    for name in unknown_to(FUSED_BLOCK, m) if t.fused_kernels == "on" else ():
+        lack = f"have no {option_words(m, name)}"
+        if name == "qk_layernorm":
+            lack = f"do not norm queries and keys ({option_words(m, name)})"
+        text = f"{{fused_kernels=on}}: they {lack}; leave it at auto"
+        out.append(Problem(("fused_kernels", name), text))
     if m.use_parallel_residual and m.apply_residual_connection_post_layernorm:
         both = ("use_parallel_residual", "apply_residual_connection_post_layernorm")
         text = "{use_parallel_residual=True} and {apply_residual_connection_post_layernorm=True} cannot be combined"

@@ -12,6 +12,7 @@ from meshwright.config.check_model import (
     architecture_problems,
     has_megatrons_scaling,
     kernel_problems,
+    option_words,
 )
 from meshwright.config.check_mup import given_bases, mup_problems
 from meshwright.config.check_steps import batch_problems, schedule_problems, state_problems
@@ -26,6 +27,7 @@ from meshwright.config.schema import (
     Precision,
     TrainConfig,
     Training,
+    options_of,
 )
 
 
@@ -149,20 +151,16 @@ def torch_format_problems(c: TrainConfig) -> list[Problem]:
     k, m, kind = c.checkpoint, c.model, c.optimizer.optimizer
     if k.ckpt_format != "torch":
         return []
-    unknown = {
-        "qk_layernorm": ("{qk_layernorm=True}", m.qk_layernorm),
-        "rope_scaling": (f"this {stated(m, 'rope_scaling')}", not has_megatrons_scaling(m)),
-        "final_logit_softcapping": ("{final_logit_softcapping}", m.final_logit_softcapping),
-        "use_parallel_residual": ("{use_parallel_residual=True}", m.use_parallel_residual),
-        "window_size": ("{window_size}", m.window_size),
-        "layernorm_bias": (
-            "{layernorm_bias=False}",
-            m.normalization == "LayerNorm" and not m.layernorm_bias,
-        ),
-        "ema": ("the average of {ema}", c.optimizer.ema),
-        **{name: (f"{{{name}}}", True) for name in given_bases(m)},
-    }
-    reasons = {name: f"has no place for {what}" for name, (what, is_on) in unknown.items() if is_on}
+    # Megatron's file has no place for an option of the network, but for some scalings of rotation.
+    unknown = {name: option_words(m, name) for name in options_of(m)}
+    if "rope_scaling" in unknown:
+        unknown["rope_scaling"] = f"this {stated(m, 'rope_scaling')}"
+        if has_megatrons_scaling(m):
+            del unknown["rope_scaling"]
+    if c.optimizer.ema:
+        unknown["ema"] = "the average of {ema}"
+    unknown |= {name: f"{{{name}}}" for name in given_bases(m)}
+    reasons = {name: f"has no place for {what}" for name, what in unknown.items()}
     if kind not in ("adam", "adamw"):
         reasons["optimizer"] = f"holds Adam's state, not {kind}'s ({{optimizer}})"
     if (m.num_layers or 0) % c.parallel.pipeline_model_parallel_size:

@@ -35,6 +35,9 @@ class Facets(TypedDict, total=False):
     hidden: bool  # accepted, and not offered by completion
     # A resumed run may not change it, may with --finetune, notes the change, or is free to.
     resume: Literal["refuse", "tune", "note", "free"]
+    # An option of the network: the value of networks before it existed, and of other programs'.
+    absent: Any
+    only_trains: bool  # such an option that decides how weights are trained, not what they compute
     inherited: bool  # a run that loads a checkpoint takes it over, unless a flag is given
     # for one start of a run: typed, never from a file or the environment, nor in its config.toml
     once: bool
@@ -65,6 +68,7 @@ PATHS = ("DIR", "FILE", "PATH", "PREFIX")
 DEFAULTS: dict[str, Any] = (
     dict.fromkeys(Facets.__annotations__) | {"needs": (), "step": 0} | {"proof": "twin fuzz"}
 )
+DEFAULTS |= {"absent": MISSING, "only_trains": False}
 DEFAULTS |= {"resume": "note"} | dict.fromkeys(("word", "docs", "outcome", "read"), "")
 
 

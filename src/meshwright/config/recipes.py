@@ -33,7 +33,7 @@ from meshwright.config.fields import (
 )
 from meshwright.config.notices import CONDITIONS
 from meshwright.config.problem import Problem, plain, with_value
-from meshwright.config.schema import LENGTHS, Data, Model, TrainConfig
+from meshwright.config.schema import ABSENT, LENGTHS, Data, Model, TrainConfig
 
 RECIPES: dict[str, dict[str, Any]] = read_table("config/recipes.toml")
 IMPLIED = "modern"  # by --depth alone
@@ -44,14 +44,26 @@ SIZES = (
 BY_STEPS = ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
 # one of them given replaces the recipe's
 ACTIVATIONS = {"swiglu", "squared_relu", "glu_activation"}
+# Options of a preset's network that a recipe keeps: they belong to its sizes, or it states them.
+KEPT = {
+    "rope_scaling",
+    "window_size",
+    "window_attn_skip_freq",
+    "qk_layernorm",
+    "mup_base_hidden_size",
+    "mup_base_num_layers",
+}
 # Settings of a preset that belong to its own network or schedule.
 RESET = (
-    "swiglu squared_relu glu_activation ffn_hidden_size rotary_percent add_qkv_bias use_parallel_residual "
-    "embed_layernorm layernorm_bias apply_layernorm_1p embedding_dropout final_logit_softcapping init_method_std "
-    "zero_init_projections embedding_lr head_lr vector_lr weight_decay_incr_style cautious_weight_decay "
-    "lr_decay_iters lr_decay_samples lr_decay_tokens lr_wsd_decay_iters lr_wsd_decay_samples "
-    "rampup_batch_size adam_beta1 adam_beta2 adam_eps"
-).split()
+    *("swiglu", "squared_relu", "glu_activation", "ffn_hidden_size", "rotary_percent"),
+    *("add_qkv_bias", "embed_layernorm", "apply_layernorm_1p"),
+    *(name for name in ABSENT if name not in KEPT),
+    *("embedding_dropout", "init_method_std", "embedding_lr", "head_lr", "vector_lr"),
+    *("weight_decay_incr_style", "cautious_weight_decay"),
+    *("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"),
+    *("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+    *("rampup_batch_size", "adam_beta1", "adam_beta2", "adam_eps"),
+)
 NO_SIZES = Problem(
     ("train_tokens", "num_layers", "hidden_size", "num_attention_heads"),
     "{train_tokens=auto} counts the parameters of the layers; give the size too, by {preset}, {depth} or "

@@ -13,7 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from meshwright.config.fields import config_fields, flag, group, read_forms
+from meshwright.config.fields import (
+    MISSING,
+    config_fields,
+    flag,
+    group,
+    read_forms,
+    spelling,
+)
 from meshwright.config.grammar import (
     AttentionWindow,
     BatchSchedule,
@@ -41,7 +48,12 @@ ROTARY: dict[str, Any] = {
     "resume": "tune",
 }
 SCALED = ROTARY | {"needs": "--rope-scaling"}
-WINDOW: dict[str, Any] = {"value": "FORM", "docs": "checkpoints", "resume": "tune"}
+WINDOW: dict[str, Any] = {
+    "value": "FORM",
+    "docs": "checkpoints",
+    "resume": "tune",
+    "absent": None,
+}
 LLAMA3, YARN = (
     ROTARY | {"needs": "--rope-scaling llama3"},
     ROTARY | {"needs": "--rope-scaling yarn"},
@@ -56,7 +68,7 @@ SCHEDULE: dict[str, Any] = {"resume": "free", "proof": "fuzz"}
 LOSS_SCALE: dict[str, Any] = {"needs": "--fp16", "docs": "schedules"}
 FP8: dict[str, Any] = {"needs": "--fp8-format", "docs": "memory"}
 FP8_ENDS: dict[str, Any] = {"needs": "--first-last-layers-bf16", "docs": "memory", "proof": ""}
-MUP: dict[str, Any] = {"docs": "tuning", "resume": "tune"}
+MUP: dict[str, Any] = {"docs": "tuning", "resume": "tune", "absent": None, "only_trains": True}
 # where ranks are, and how they meet
 START: dict[str, Any] = {"docs": "", "proof": "twin", "read": "run"}
 EVAL_TASKS: dict[str, Any] = {"needs": "--eval-tasks", "docs": "evaluation"}
@@ -164,6 +176,7 @@ class Model:
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] = flag(
         "none",
         "scaling of rotary frequencies for longer texts: all, or the slow ones as in Llama 3 or YaRN",
+        absent="none",
         **ROTARY,
     )
     rope_scaling_factor: float = flag(
@@ -229,9 +242,12 @@ class Model:
         "--disable-layernorm-bias",
         needs="LayerNorm",
         outcome="norm_bias",
+        absent=True,
     )
     apply_layernorm_1p: bool = flag(False, "store norm weights minus one", docs="extending")
-    qk_layernorm: bool = flag(False, "normalize each head's queries and keys", docs="checkpoints")
+    qk_layernorm: bool = flag(
+        False, "normalize each head's queries and keys", docs="checkpoints", absent=False
+    )
     add_bias_linear: bool = flag(True, "add biases in linear layers", "--disable-bias-linear")
     add_qkv_bias: bool = flag(
         False,
@@ -246,6 +262,7 @@ class Model:
         False,
         "let attention and MLP read the same stream and add both to it, as in GPT-NeoX",
         "--gpt-j-residual",
+        absent=False,
     )
     init_method_xavier_uniform: bool = flag(
         False,
@@ -258,6 +275,8 @@ class Model:
         "start the weights that lead into the residual stream, of attention and MLP, at 0",
         docs="schedules extending",
         resume="free",
+        absent=False,
+        only_trains=True,
     )
     mup_base_hidden_size: int | None = flag(
         None,
@@ -278,6 +297,7 @@ class Model:
         bound=">=0",
         docs="checkpoints faq",
         resume="tune",
+        absent=0.0,
     )
     num_experts: int | None = flag(
         None, "number of experts per layer", only=(None,), step=9, resume="note"
@@ -374,11 +394,6 @@ class Model:
     @property
     def qkv_bias(self) -> bool:
         return self.add_bias_linear or self.add_qkv_bias
-
-    @property
-    def is_fusible(self) -> bool:
-        """Whether blocks of fused kernels (model/fused.py) can compute it."""
-        return not (self.qk_layernorm or self.use_parallel_residual)
 
     @property
     def norm_bias(self) -> bool:
@@ -1678,6 +1693,39 @@ STATED = flags_with(TrainConfig, "inherited", True)
 OUTCOME = {
     f.name: f.metadata["outcome"] for f in dataclasses.fields(Model) if f.metadata["outcome"]
 }
+# Options of the network, at the values of networks without them: what a checkpoint of an earlier
+# release does not record.
+ABSENT = {
+    f.name: f.metadata["absent"]
+    for f in dataclasses.fields(Model)
+    if f.metadata["absent"] is not MISSING
+}
+# Those that weights compute with: another program's network has none unless its reader finds one.
+ABSENT_COMPUTED = {
+    f.name: ABSENT[f.name]
+    for f in dataclasses.fields(Model)
+    if f.name in ABSENT and not f.metadata["only_trains"]
+}
+
+
+def options_of(m: Model) -> list[str]:
+    """Return the options that this network computes with and others need not know.
+
+    One that needs another option, as the list of windows does, is a detail of that one.
+    """
+    fields, flags = Model.__dataclass_fields__, {spelling(name) for name in ABSENT}
+    out = []
+    for name, value in ABSENT_COMPUTED.items():
+        is_detail = not flags.isdisjoint(fields[name].metadata["needs"])
+        if is_detail or getattr(m, name) == value:
+            continue
+        # A switch of one kind of norm changes nothing in a network of the other kind.
+        outcome = OUTCOME.get(name, name)
+        if getattr(m, outcome) != getattr(dataclasses.replace(m, **{name: value}), outcome):
+            out.append(name)
+    return out
+
+
 # Settings in several units, and settings that take another's value where they are left open,
 # with the amount that is compared.
 AMOUNTS: dict[str, Callable[[TrainConfig], Any]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from meshwright.config.matrices import matrices_of
 from meshwright.config.problem import SettingsError
 from meshwright.config.schema import Model
 
@@ -11,24 +12,19 @@ from meshwright.config.schema import Model
 def layer_matrices(m: Model) -> dict[str, tuple[int, int]]:
     """Return name -> (outputs, inputs) for every matrix product of one layer."""
     assert m.hidden_size and m.num_attention_heads
-    h, width = m.hidden_size, m.num_attention_heads * m.head_dim
-    return {
-        "attn.qkv": (width + 2 * m.groups * m.head_dim, h),
-        "attn.proj": (h, width),
-        "mlp.fc": ((2 if m.gated else 1) * m.ffn, h),
-        "mlp.proj": (h, m.ffn),
-    }
+    return {name: matrix.shape(m) for name, matrix in matrices_of(m).items()}
 
 
 def layer_shapes(m: Model) -> dict[str, tuple[int, ...]]:
     """Return name -> shape for every parameter of one layer."""
     assert m.hidden_size
     out: dict[str, tuple[int, ...]] = {}
-    for name, (outputs, inputs) in layer_matrices(m).items():
+    for name, matrix in matrices_of(m).items():
+        outputs, inputs = matrix.shape(m)
         # The matrices of a gated MLP are a stack: the gate, then what it gates.
-        rows = (2, m.ffn) if m.gated and name == "mlp.fc" else (outputs,)
+        rows = (2, outputs // 2) if matrix.is_stack(m) else (outputs,)
         out[f"{name}.weight"] = (*rows, inputs)
-        if m.qkv_bias if name == "attn.qkv" else m.add_bias_linear:
+        if matrix.has_bias(m):
             out[f"{name}.bias"] = rows
     norms = {"ln_1": m.hidden_size, "ln_2": m.hidden_size}
     norms |= {"attn.ln_q": m.head_dim, "attn.ln_k": m.head_dim} if m.qk_layernorm else {}

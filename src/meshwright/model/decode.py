@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from meshwright.base import device as devices
+from meshwright.config.fast_paths import CAPTURED_DECODER, unknown_to
+from meshwright.config.fields import spelling
+from meshwright.config.matrices import matrices_of
 from meshwright.kernels import decode, norm
 from meshwright.kernels.decode import CachedTexts, DecodeLinear, TextState
 from meshwright.kernels.heads import HeadSizes
@@ -23,6 +26,7 @@ from meshwright.model.gpt import GPT, Block
 from meshwright.model.rotary import rotations
 
 DIMS = (64, 96, 128)  # of a head
+MATRICES_OF_A_STEP = {"attn.qkv", "attn.proj", "mlp.fc", "mlp.proj"}
 
 
 class DecodeStep:
@@ -124,6 +128,7 @@ def reason_against(model: GPT) -> str | None:
         return "the network is a custom one"
     m, weight = model.m, next(model.parameters())
     blocks = list(model.h.children())
+    unknown = unknown_to(CAPTURED_DECODER, m)
     products = {
         model.product,
         *(block.attn.qkv.product for block in blocks if isinstance(block, Block)),
@@ -141,5 +146,7 @@ def reason_against(model: GPT) -> str | None:
         "embeddings are normalised": model.ln_emb is not None,
         "the residual stream is float32": model.options.fp32_residual,
         f"heads have {m.head_dim} numbers; kernels are for {DIMS}": m.head_dim not in DIMS,
+        f"kernels do not know {', '.join(map(spelling, unknown))}": bool(unknown),
+        "layers have other matrices": matrices_of(m).keys() != MATRICES_OF_A_STEP,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.base import device as devices
+from meshwright.config.matrices import matrices_of
 from meshwright.config.problem import SettingsError
 from meshwright.config.schema import Precision
 from meshwright.kernels.fp8 import Fp8Product, Recipe, Scales
@@ -21,8 +22,6 @@ from meshwright.kernels.fp8_fused import Fp8Linear, norm_heads, norm_mlp
 from meshwright.kernels.norm import Operands
 from meshwright.model.fused import FusedBlock, weights_of
 from meshwright.model.positions import Shared
-
-MAPS = ("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj")
 
 
 def require_fp8(p: Precision, device: torch.device) -> None:
@@ -43,7 +42,8 @@ def attach_fp8(parts: Sequence[Any], p: Precision, device: torch.device) -> Scal
         for part in parts
         for i, block in part.h.items()
         if p.multiplies_fp8(int(i), part.layers)
-        for name in MAPS
+        for name, matrix in matrices_of(part.m).items()
+        if matrix.fp8
     }
     is_hybrid, uses_max = p.fp8_format == "hybrid", p.fp8_amax_compute_algo == "max"
     scales = Scales(Recipe(is_hybrid, p.fp8_margin, p.fp8_amax_history_len, uses_max), device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from meshwright.base import device as devices
+from meshwright.config.fast_paths import FUSED_BLOCK, unknown_to
 from meshwright.config.schema import Model, Precision, Training
 
 BlockKind = Literal["fused", "compiled", "plain"]
@@ -18,7 +19,8 @@ def uses_reference(impl: str, p: float, kind: str) -> bool:
 def block_kind(t: Training, m: Model, p: Precision, kind: str) -> BlockKind:
     """Return the fastest kind of block on a device of this kind, such as cuda."""
     has_kernels = kind == devices.NVIDIA
-    suits = has_kernels and p.dtype != "float64" and m.is_fusible and t.compile != "on"
+    is_known = not unknown_to(FUSED_BLOCK, m)
+    suits = has_kernels and p.dtype != "float64" and is_known and t.compile != "on"
     if suits if t.fused_kernels == "auto" else t.fused_kernels == "on":
         return "fused"
     wanted = has_kernels if t.compile == "auto" else t.compile == "on"

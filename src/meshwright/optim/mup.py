@@ -32,6 +32,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from meshwright.config.matrices import is_second
 from meshwright.config.schema import Model
 
 
@@ -50,7 +51,7 @@ def factors_of(m: Model, name: str, is_matrix: bool, is_muon: bool = False) -> F
     if is_matrix and name.startswith("h."):
         initial /= math.sqrt(width)
         rate /= math.sqrt(width) if is_muon else width
-    if module.endswith(".proj"):
+    if is_second(module):
         initial /= depth
         rate /= depth
     if module == ("lm_head" if m.untie_embeddings_and_output_weights else "ln_f"):

@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from meshwright.config.matrices import MATRICES
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -38,16 +40,14 @@ CUTS = {
     r"wpe\.weight": CutRule(None),
     r"ln_(emb|f)\.(weight|bias)": CutRule(None),
     r"h\.\d+\.ln_[12]\.(weight|bias)": CutRule(None),
-    # rows [group, its queries then k then v, head_dim]: cut between groups
-    r"h\.\d+\.attn\.qkv\.weight": CutRule(-2),
-    r"h\.\d+\.attn\.qkv\.bias": CutRule(-1),
     r"h\.\d+\.attn\.ln_[qk]\.(weight|bias)": CutRule(None, "always"),
-    r"h\.\d+\.attn\.proj\.weight": CutRule(-1),
-    r"h\.\d+\.mlp\.fc\.weight": CutRule(-2),  # [F, H], or a gate's [2, F, H]
-    r"h\.\d+\.mlp\.fc\.bias": CutRule(-1),
-    r"h\.\d+\.mlp\.proj\.weight": CutRule(-1),
-    r"h\.\d+\.(attn|mlp)\.proj\.bias": CutRule(None),
 }
+# Of a first matrix the outputs are cut: rows [group, its queries then k then v, head_dim] of
+# attn.qkv between groups, [F, H] or a gate's [2, F, H] of mlp.fc. Of a second one the inputs are.
+for _name, _matrix in MATRICES.items():
+    _part, _is_first = r"h\.\d+\." + re.escape(_name), _matrix.pair == "first"
+    CUTS[rf"{_part}\.weight"] = CutRule(-2 if _is_first else -1)
+    CUTS[rf"{_part}\.bias"] = CutRule(-1 if _is_first else None)
 
 
 def rule(name: str) -> CutRule:

@@ -33,6 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.config.matrices import matrices_of
 from meshwright.kernels import gradients
 from meshwright.kernels.cross_entropy import Combine
 from meshwright.kernels.linear import add_bias, linear
@@ -229,8 +230,9 @@ def cut_layers(
                 model.get_submodule(owner), leaf, nn.Parameter(torch.empty(shape, device=p.device))
             )
     for block in blocks:
-        block.attn.qkv.product = block.mlp.fc.product = column_parallel
-        block.attn.proj.product = block.mlp.proj.product = row_parallel
+        for name, matrix in matrices_of(m).items():
+            is_first = matrix.pair == "first"
+            block.get_submodule(name).product = column_parallel if is_first else row_parallel
     if model.has_embedding or hasattr(model, "wte"):
         model.wte = VocabularyRows(model.wte, layout.at("tp") * len(model.wte.weight), add_up)  # type: ignore[assignment]
     model.product = column_parallel

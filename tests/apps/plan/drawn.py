@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from plans import config_of
 
 from meshwright.base.errors import UserError
+from network_values import words_beyond
 
 SHAPES = (256, 4), (384, 6), (512, 8), (768, 12), (1024, 16), (1536, 16), (2048, 16), (2560, 32)
 WAYS = {  # flags by what they decide; each line is drawn once
@@ -46,6 +47,10 @@ WAYS = {  # flags by what they decide; each line is drawn once
     "scale": ["", "", "", "--mup-base-hidden-size 128", "--mup-base-hidden-size 128 --mup-base-num-layers 2"],
     "instances": ["", "", "", "--num-distributed-optimizer-instances 2"],
 }  # fmt: skip
+# Groups of the table that lines above draw under other names, or that decide sizes drawn apart.
+LISTED = {"layers", "heads", "groups", "window", "norm of heads", "norm of embeddings", "initial"}
+LISTED |= {"carried over", "sequence", *WAYS}
+WAYS |= words_beyond(LISTED)
 
 
 def draw(rng: random.Random, more: Sequence[str] = ()) -> tuple[list[str], int]:

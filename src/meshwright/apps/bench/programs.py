@@ -32,8 +32,9 @@ from torch import Tensor, nn
 from meshwright.base import device as devices
 from meshwright.base.errors import UserError
 from meshwright.config import flags
+from meshwright.config.fields import spelling
 from meshwright.config.problem import SettingsError
-from meshwright.config.schema import Model, TrainConfig
+from meshwright.config.schema import Model, TrainConfig, options_of
 from meshwright.model.counts import padded_size
 from meshwright.runtime.ranks.orphans import die_with_launcher
 
@@ -98,6 +99,16 @@ class Trial:
         return micro * self.length / statistics.median(seconds[-(-steps // 3) :])
 
 
+# Options that decide which network of transformers is compared, or change no time of a step.
+COMPARED = {
+    "layernorm_bias",
+    "qk_layernorm",
+    "use_parallel_residual",
+    "final_logit_softcapping",
+    "rope_scaling",
+}
+
+
 def transformers_network(m: Model, length: int, padded: int) -> nn.Module:
     """Return GPT2LMHeadModel or LlamaForCausalLM with the shape and dropout of a model of ours."""
     hf: Any = importlib.import_module("transformers")
@@ -105,6 +116,9 @@ def transformers_network(m: Model, length: int, padded: int) -> nn.Module:
         raise SettingsError(
             "transformers is not compared on a network with windows; leave {window_size} out"
         )
+    if others := [name for name in options_of(m) if name not in COMPARED]:
+        listed = ", ".join(map(spelling, others))
+        raise UserError(f"transformers is not compared on a network with {listed}")
     common: dict[str, Any] = {
         "vocab_size": padded,
         "attn_implementation": "sdpa",

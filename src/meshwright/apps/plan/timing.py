@@ -30,6 +30,7 @@ from meshwright.base.device_profiles import (
     Links,
     LinkSpeed,
 )
+from meshwright.config.matrices import MATRICES
 from meshwright.config.schema import Model as Shape
 from meshwright.config.schema import Optimizer, TrainConfig
 from meshwright.model import counts
@@ -254,11 +255,11 @@ class StepTerms:
         dtype = "fp8" if is_fp8 else self.config.precision.dtype
         total = 0.0
         for name, (outputs, inputs) in counts.layer_matrices(self.m).items():
-            # Tensor parallelism shards the inputs of a branch's last matrix, the outputs of others.
-            if name.endswith("proj"):
-                inputs //= self.tp
-            else:
+            # Tensor parallelism shards the outputs of a branch's first matrix, the second's inputs.
+            if MATRICES[name].pair == "first":
                 outputs //= self.tp
+            else:
+                inputs //= self.tp
             total += self.product(outputs, inputs, dtype)
         return total
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.config import checks
+from meshwright.config.fast_paths import FUSED_BLOCK, unknown_to
 from meshwright.config.fields import twin_settings, with_settings
 from meshwright.config.grammar import PipelineLayout
 from meshwright.config.problem import SettingsError, listed
@@ -302,7 +303,8 @@ def left_out(c: TrainConfig, impl: str, on_accelerator: bool) -> list[str]:
     if p.bf16 or p.fp16:
         low = "bf16" if p.bf16 else "fp16"
     is_long = (c.data.seq_length or 0) > SMALL_LENGTH or c.global_batch > SMALL_BATCH
-    fused = on_accelerator and t.fused_kernels != "off" and m.is_fusible and t.compile != "on"
+    is_known = not unknown_to(FUSED_BLOCK, m)
+    fused = on_accelerator and t.fused_kernels != "off" and is_known and t.compile != "on"
     compiles_itself = on_accelerator and not fused and t.compile == "auto"
     is_compiled = t.compile == "on" or compiles_itself
     has_graphs = t.cuda_graphs == "on" or (on_accelerator and t.cuda_graphs == "auto")

@@ -11,6 +11,7 @@ from meshwright.checkpoint.run_state import LossScaleState, RunState
 from meshwright.checkpoint.sources import MappedSource
 from meshwright.compat.formats.megatron.sharded import ModelSizes, RankFile, lay_out
 from meshwright.config import flags
+from meshwright.config.schema import ABSENT_COMPUTED
 from meshwright.optim.schedule import Schedule
 
 Values = Mapping[str, Any]
@@ -76,7 +77,7 @@ def config(
     args: Mapping[str, Any], sizes: ModelSizes, present: Collection[str], notes: list[str]
 ) -> dict[str, Any]:
     """Return settings that the shapes prove, then those that the arguments state."""
-    out = {
+    out = ABSENT_COMPUTED | {
         "num_layers": sizes.layers,
         "hidden_size": sizes.hidden,
         "num_attention_heads": sizes.heads,
@@ -84,14 +85,11 @@ def config(
         "ffn_hidden_size": sizes.ffn,
         "num_query_groups": None if sizes.groups == sizes.heads else sizes.groups,
         "normalization": "LayerNorm" if "ln_f.bias" in present else "RMSNorm",
-        "layernorm_bias": True,
-        "use_parallel_residual": False,
         "add_bias_linear": "h.0.mlp.proj.bias" in present,
         "add_qkv_bias": "h.0.attn.qkv.bias" in present and "h.0.mlp.proj.bias" not in present,
         "untie_embeddings_and_output_weights": "lm_head.weight" in present,
         "embed_layernorm": "ln_emb.weight" in present,
         "qk_layernorm": "h.0.attn.ln_q.weight" in present,
-        "final_logit_softcapping": 0.0,
     }
     args = {"layernorm_epsilon": args.get("norm_epsilon"), **args}
     out |= {
