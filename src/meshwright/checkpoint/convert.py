@@ -75,7 +75,7 @@ class ConversionTarget:
     def __post_init__(self) -> None:
         if self.to not in ("native", "torch", "huggingface"):
             raise UserError(
-                f"no format {self.to!r}; give native, torch or huggingface{flags.NOT_WRITTEN.get(self.to, '')}"
+                f"no format {self.to!r}; give native, torch or huggingface{flags.REFUSED_WORDS.get(self.to, '')}"
             )
         if min(self.tensor_parallel, self.pipeline_parallel) < 1:
             raise UserError("the number of tensor and of pipeline ranks must be above 0")
