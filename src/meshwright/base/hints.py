@@ -103,7 +103,7 @@ def refuse_address(address: str) -> str:
         "file": f"give the path /{rest}",
         "hf": f"a name on the Hugging Face Hub is given alone, as {rest or 'gpt2'}, and only to --tokenizer; "
         "data sets of the Hub are read by preprocess --input",
-        **dict.fromkeys(("http", "https"), "download it first, as by `meshwright data fetch`"),
+        **dict.fromkeys(("http", "https"), "download it first, as with `wget -c`"),
     }
     return f"{address} is an address, not a path of this machine; " + advice.get(
         scheme.lower(), "mount it here, or copy from and to a local folder"
