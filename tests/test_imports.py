@@ -87,7 +87,6 @@ NO_TORCH = [
     "data.text.workers",
     "apps.datasets.forecast",
     "apps.datasets.dedup",
-    "apps.datasets.fetch",
     "data.statistics",
     "apps.datasets.merge_json",
     "data.files.merge",

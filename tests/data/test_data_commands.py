@@ -13,8 +13,6 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from corpora import run_data, write_pair
 
 from helpers import tokens_of
 from meshwright.__main__ import main
-from meshwright.apps.datasets import fetch, forecast
+from meshwright.apps.datasets import forecast
 from meshwright.base.errors import UserError
 from meshwright.data import ahead
 from meshwright.data.files import merge, verify
@@ -893,159 +891,3 @@ def test_scripts_of_megatrons_names(tmp_path: Path, words: str) -> None:
     else:
         order = prefixes if "input" in words else prefixes[::-1]
         assert (tmp_path / "out.bin").read_bytes() == megatrons_merge(order)[0]
-
-
-# fetch
-
-CONTENT = bytes(range(256)) * 400
-
-
-class Server(ThreadingHTTPServer):
-    """Serve one file, record the ranges asked for, and cut connections."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.asked: list[str | None] = []
-        self.cut: list[int | None] = []  # bytes after which each of the next connections ends
-        self.status: list[int] = []  # of the next answers
-        self.ranges, self.tag, self.content = True, '"one"', CONTENT
-        self.url = f"http://127.0.0.1:{self.server_port}/files/data.bin?x=1"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_GET(self) -> None:
-        s, wanted = self.server, self.headers.get("Range")
-        s.asked.append(wanted)
-        if self.path.startswith("/moved"):
-            self.send_response(302)
-            self.send_header("Location", "file:///etc/hostname" if "file" in self.path else s.url)
-            self.end_headers()
-            return
-        first = int(wanted.removeprefix("bytes=").rstrip("-")) if wanted and s.ranges else 0
-        if s.status or first >= len(s.content):
-            self.send_error(s.status.pop(0) if s.status else 416)
-            return
-        self.send_response(206 if first else 200)
-        self.send_header("ETag", s.tag)
-        self.send_header("Content-Length", str(len(s.content) - first))
-        self.end_headers()
-        cut = s.cut.pop(0) if s.cut else None
-        self.wfile.write(s.content[first:][:cut])
-
-    def log_message(self, *_: Any) -> None: ...
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(fetch, "WAIT", 0.001)
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    with Server() as s:
-        thread = threading.Thread(target=s.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        yield s
-        s.shutdown()
-
-
-DIGEST = hashlib.sha256(CONTENT).hexdigest()
-
-
-@pytest.mark.flag("names fetching.output")
-@pytest.mark.promise("`meshwright data fetch` downloads what you name")
-def test_fetch_continues_where_it_was_cut(tmp_path: Path, server: Server) -> None:
-    server.cut = [1000, None, None]
-    argv = ["fetch", server.url, "--output", str(tmp_path / "new"), "--sha256"]
-    status, out, err = run_data(*argv, DIGEST)
-    assert status == 0 and (tmp_path / "new" / "data.bin").read_bytes() == CONTENT
-    assert (
-        server.asked == [None, "bytes=999-"]
-        and "ended after 1,000 of 102,400 bytes" in err
-        and "verified" in out
-    )
-    assert os.listdir(tmp_path / "new") == ["data.bin"]
-    assert (
-        "there already, SHA-256 verified" in run_data(*argv, DIGEST)[1] and len(server.asked) == 2
-    )
-    assert run_data(*argv, "0" * 64)[0] == 65
-
-
-def test_fetch_continues_in_another_process(tmp_path: Path, server: Server) -> None:
-    server.cut = [1000, *[0] * fetch.TRIES]
-    status, _, err = run_data("fetch", server.url, "--output", str(tmp_path))
-    assert status == 69 and "1,000 bytes are kept" in err
-    assert next(tmp_path.glob("data.bin.*.part")).stat().st_size == 1000
-    server.cut, server.asked = [], []
-    status, out, _ = run_data("fetch", server.url, "--output", str(tmp_path))
-    assert status == 0 and server.asked == ["bytes=999-"]
-    assert f"not verified: its SHA-256 is not known; this one has {DIGEST}" in out
-    assert (tmp_path / "data.bin").read_bytes() == CONTENT
-
-
-@pytest.mark.parametrize("change", ["other file", "no ranges", "other address", "complete"])
-def test_parts_are_never_mixed(tmp_path: Path, server: Server, change: str) -> None:
-    server.cut = [len(CONTENT) - 10, *[0] * fetch.TRIES]
-    assert run_data("fetch", server.url, "--output", str(tmp_path))[0] == 69
-    url, wanted, server.cut = server.url, CONTENT, []
-    if change == "other file":
-        server.tag, server.content = '"two"', CONTENT[::-1]
-        wanted = server.content
-    elif change == "no ranges":
-        server.ranges = False
-    elif change == "other address":
-        url = server.url.replace("x=1", "x=2")
-    else:  # killed between the last byte and the new name
-        next(tmp_path.glob("data.bin.*.part")).write_bytes(CONTENT)
-    server.asked = []
-    assert run_data("fetch", url, "--output", str(tmp_path))[0] == 0
-    assert (tmp_path / "data.bin").read_bytes() == wanted
-    assert (server.asked == [None]) == (change == "other address")
-
-
-@pytest.mark.flag("sha256")
-@pytest.mark.promise("`meshwright data fetch` downloads what you name")
-def test_a_wrong_checksum_leaves_nothing(tmp_path: Path, server: Server) -> None:
-    status, _, err = run_data("fetch", server.url, "--sha256", "1" * 64, "--output", str(tmp_path))
-    assert status == 65 and DIGEST in err and "1" * 64 in err and not os.listdir(tmp_path)
-
-
-def test_passing_and_lasting_failures(tmp_path: Path, server: Server) -> None:
-    server.status = [503, 429]
-    assert run_data("fetch", server.url, "--output", str(tmp_path))[0] == 0
-    server.status = [404]
-    status, _, err = run_data(
-        "fetch", server.url.replace("data", "else"), "--output", str(tmp_path)
-    )
-    assert status == 69 and "404" in err and str(tmp_path / "else.bin") in err
-    moved = server.url.replace("/files/", "/moved/")
-    os.remove(tmp_path / "data.bin")
-    assert run_data("fetch", moved, "--output", str(tmp_path))[0] == 0
-    status, _, err = run_data(
-        "fetch", moved.replace("data.bin", "file.bin"), "--output", str(tmp_path)
-    )
-    assert status != 0 and not (tmp_path / "file.bin").exists()
-
-
-def test_offline_says_what_to_do_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "WAIT", 0.001)
-    with Server() as gone:
-        url = gone.url
-    status, _, err = run_data("fetch", url, "--output", str(tmp_path))
-    assert (
-        status == 69
-        and f"download that address elsewhere and put the file at {tmp_path / 'data.bin'}" in err
-    )
-    assert not os.listdir(tmp_path)
-
-
-def test_known_files() -> None:
-    _, out, _ = run_data("fetch")
-    assert (
-        "https://s3.amazonaws.com/models.huggingface.co/bert/gpt2-vocab.json" in out
-        and "oscar-1GB.jsonl.xz" in out
-    )
-    _, out, _ = run_data("fetch", "gpt2", "--dry-run", "--output", "x")
-    assert "x/gpt2-vocab.json" in out and "x/gpt2-merges.txt" in out
-    assert all(name in fetch.KNOWN for names in fetch.FILE_SETS.values() for name in names)
-    assert all(k.sha256 is None or (k.size and len(k.sha256) == 64) for k in fetch.KNOWN.values())

@@ -40,9 +40,9 @@ def test_verbs_of_apps_are_missing_without_them(capsys: pytest.CaptureFixture[st
     assert list(data.verbs()) == OF_THE_CORE
     assert main(["data", "--help"]) == 0
     shown = capsys.readouterr().out
-    assert "  merge " in shown and "fetch" not in shown
-    assert main(["data", "fetch"]) == USAGE
-    assert "no verb 'fetch'" in capsys.readouterr().err
+    assert "  merge " in shown and "dedup" not in shown
+    assert main(["data", "dedup"]) == USAGE
+    assert "no verb 'dedup'" in capsys.readouterr().err
 
 
 def test_a_verb_of_another_package_is_found(
@@ -65,7 +65,7 @@ def test_commands_of_apps_are_neither_explained_nor_completed(
 ) -> None:
     pages = known_pages()
     assert {"train", "generate", "data merge"} <= pages.keys()
-    assert pages.keys().isdisjoint({"plan", "watch", "report", "data fetch"})
+    assert pages.keys().isdisjoint({"plan", "watch", "report", "data dedup"})
     monkeypatch.setattr(completion, "PAGES", pages)
     offered = {words.name for words in completion.words_of_commands()}
     assert "data merge" in offered and offered.isdisjoint({"verify-layout", "sweep", "data plan"})

@@ -201,7 +201,7 @@ def test_beam_search(rows, generate):
     assert generate("--prompt", "the c", "--beam-width=2")[0] == f"{CAT}\n"
 
 
-@pytest.mark.flag("texts.output")
+@pytest.mark.flag("output")
 def test_output_appears_complete(generate, tmp_path, monkeypatch):
     """A *.jsonl file holds JSON lines; a run that fails leaves no file."""
     out, err = generate("--prompt=the c", "--greedy", "--output", tmp_path / "a.txt")

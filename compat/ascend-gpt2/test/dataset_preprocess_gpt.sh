@@ -18,14 +18,21 @@ if [[ ${1:--} != -* ]]; then
 fi
 cd "$(dirname "$0")/.."
 export PYTHONPATH=$PWD/../../src${PYTHONPATH:+:$PYTHONPATH} # a clone needs no install
+gpt2=https://s3.amazonaws.com/models.huggingface.co/bert
+
+download() { # URL FILE: a file gets its name when it is complete; a part is continued
+    wget -c -O "$2.part" "$1"
+    mv "$2.part" "$2"
+}
+
 if [[ -z $text ]]; then
     url=${DUMP_URL:-https://dumps.wikimedia.org/enwiki/latest/enwiki-latest-pages-articles.xml.bz2}
     text=./${url##*/}
-    [[ -e $text ]] || python3 -m meshwright data fetch "$url"
+    [[ -e $text ]] || download "$url" "$text"
 fi
 mkdir -p data
 for name in gpt2-vocab.json gpt2-merges.txt; do
-    [[ -e data/$name ]] || python3 -m meshwright data fetch "$name" --output data
+    [[ -e data/$name ]] || download "$gpt2/$name" "data/$name"
 done
 python3 tools/preprocess_data.py \
     --input "$text" \

@@ -106,13 +106,11 @@ def refuse_address(address: str) -> str:
     """Return why an address cannot be read or written, and what to do."""
     scheme, _, rest = address.partition(":")
     rest = rest.strip("/")
-    download = "download it first, as by `meshwright data fetch`"
     advice = {
         "file": f"give the path /{rest}",
         "hf": f"a name on the Hugging Face Hub is given alone, as {rest or 'gpt2'}, and only to --tokenizer; "
         "data sets of the Hub are read by preprocess --input",
-        "http": download,
-        "https": download,
+        **dict.fromkeys(("http", "https"), "download it first, as with `wget -c`"),
     }
     what = advice.get(scheme.lower(), "mount it here, or copy from and to a local folder")
     return f"{address} is an address, not a path of this machine; {what}"

@@ -25,7 +25,7 @@ from meshwright.runtime.ranks.world import find_world
 
 TOP = 20  # default of --top
 # The order of the list, which an installation's metadata does not keep.
-IN_ORDER = ("verify", "inspect", "index", "plan", "merge", "merge-json", "dedup", "fetch")
+IN_ORDER = ("verify", "inspect", "index", "plan", "merge", "merge-json", "dedup")
 USAGE_END = "`meshwright data VERB --help` lists a verb's flags."
 
 

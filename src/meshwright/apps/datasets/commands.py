@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from meshwright.base.console import notice
 from meshwright.cli.data import IndexConfig, Verb
@@ -23,36 +22,6 @@ class PlanConfig(IndexConfig):
     """Settings of `meshwright data plan`."""
 
     planning: Planning = Planning()
-
-
-@dataclass(frozen=True)
-class Fetching:
-    """Files to download."""
-
-    names: list[str] = flag(
-        [],
-        "names of known files, or addresses; without any, list the known files",
-        "--name",
-        value="NAME",
-    )
-    output: str = flag(".", "folder to download to", value="PATH", docs="tutorial")
-    sha256: str | None = flag(
-        None, "expected SHA-256 of the file, if there is only one", value="FORM", docs="data"
-    )
-
-
-@dataclass(frozen=True)
-class FetchConfig:
-    """Settings of `meshwright data fetch`."""
-
-    fetching: Fetching = Fetching()
-
-    def problems(self) -> list[Problem]:
-        f = self.fetching
-        if not f.sha256 or len(f.names) == 1:
-            return []
-        text = f"{{sha256}} is for one file, but {len(f.names)} are named; fetch them one at a time"
-        return [Problem(("sha256", "names"), text)]
 
 
 @dataclass(frozen=True)
@@ -174,13 +143,6 @@ def dedup(config: DedupConfig, dry: bool) -> None:
         print(f"{d.output_file} was already there, unchanged")
 
 
-def fetch(config: FetchConfig, dry: bool) -> None:
-    from meshwright.apps.datasets.fetch import fetch_files
-
-    f = config.fetching
-    fetch_files(f.names, Path(f.output), f.sha256, dry)
-
-
 PLAN = Verb(
     PlanConfig, "which source gives how many samples and epochs: give the training's flags", plan
 )
@@ -188,6 +150,3 @@ MERGE_JSON = Verb(
     LooseTextConfig, "join files of JSON lines or text into one of JSON lines", merge_json
 )
 DEDUP = Verb(DedupConfig, "leave near-duplicates out of files of JSON lines", dedup, "inputs")
-FETCH = Verb(
-    FetchConfig, "download known files or any http(s) address, resumed and checked", fetch, "names"
-)
