@@ -158,7 +158,7 @@ def make_job(
         image=config.image or f"meshwright:{our_version()}",
         port=config.master_port,
         launch=launch,
-        uses_gpus=device != "cpu" and command[0] != "preprocess",
+        uses_gpus=device != "cpu",
         run_folder=run_folder or None,
         environment={
             name: value for name, value in os.environ.items() if name.startswith("MESHWRIGHT_")
