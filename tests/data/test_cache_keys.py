@@ -36,7 +36,6 @@ from meshwright.data.loader import Mock, Samples
 from meshwright.data.packing import Packed, pack_files
 from meshwright.data.text.preprocess import Preparation
 from meshwright.data.vocabularies import byte_symbols
-from meshwright.runtime.ranks.world import World
 
 LENGTHS = [30, 20, 10, 40, 25, 7]
 
@@ -403,6 +402,7 @@ PREPROCESS: dict[str, Any] = {
     "on_error": "skip",
     "output_prefix": None,
     "document_length": 5,
+    "shard": "1/1",
     "append_eod": True,
     "dataset_impl": None,
     "overwrite": None,
@@ -432,7 +432,7 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def preparation(tokenizer: TokenizerFlags = BYTES, **given: Any) -> Preparation:
     p = Preprocess(**{"input": ["text.jsonl"], "output_prefix": "out", **given})
-    return Preparation(PreprocessConfig(p, tokenizer), StringIO(), StringIO(), World())
+    return Preparation(PreprocessConfig(p, tokenizer), StringIO(), StringIO())
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Preprocess)])

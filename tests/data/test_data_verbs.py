@@ -69,7 +69,7 @@ def test_commands_of_apps_are_neither_explained_nor_completed(
     monkeypatch.setattr(completion, "PAGES", pages)
     offered = {words.name for words in completion.words_of_commands()}
     assert "data merge" in offered and offered.isdisjoint({"verify-layout", "sweep", "data plan"})
-    assert completion.launched() == ["train", "preprocess", "generate", "chat"]
+    assert completion.launched() == ["train", "generate", "chat"]
     assert "--train-iters" in completion.completion_script("bash")
 
 

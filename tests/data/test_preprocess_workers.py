@@ -1,4 +1,4 @@
-"""Preprocess with several workers and ranks: the bytes of one process, also after any kill."""
+"""Preprocess with several workers and in shards: the bytes of one process, also after any kill."""
 
 import contextlib
 import fcntl
@@ -21,10 +21,8 @@ from corpora import preprocess_inputs, texts_in
 import on_ranks  # noqa: F401  so that the fork server has imported torch
 from helpers import error_of
 from meshwright.__main__ import main
-from meshwright.base.errors import BAD_DATA, HANG, IO, LOCKED, UserError
-from meshwright.config.schema import TokenizerFlags
+from meshwright.base.errors import HANG, IO, LOCKED, USAGE, UserError
 from meshwright.config.text_inputs import Preprocess, PreprocessConfig
-from meshwright.data.files import merge as merging
 from meshwright.data.files import writer as writing
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.text import encoder, html_pages, journal, limits, pieces, preprocess, workers
@@ -201,21 +199,6 @@ def test_a_full_disk_while_the_index_is_written(tmp_path, small, monkeypatch):
     )
 
 
-def test_another_output_that_begins_alike_is_left_alone(tmp_path, small):
-    """A finished run removes the ranks' files of its own output; another's may be hours of work."""
-    a = write_corpus(tmp_path / "a", 50)
-    names = (
-        "{}_text_document.part00001.bin.tmp",
-        "{}_text_document.part00001.bin",
-        "{}.part00001.progress",
-    )
-    for name in names:
-        for output in ("out", "out-b"):
-            (tmp_path / name.format(output)).touch()
-    run(tmp_path, "out", a, workers=1)
-    assert leftovers(tmp_path, "out") == sorted(name.format("out-b") for name in names)
-
-
 def test_many_small_inputs(tmp_path, small, monkeypatch):
     """A state in the journal does not grow with the number of inputs."""
     inputs = [write_corpus(tmp_path / f"in-{n:03}", 3, seed=n) for n in range(300)]
@@ -381,148 +364,64 @@ def test_killed_alone(tmp_path, small, victim):
     assert output_bytes(tmp_path, "out") == output_bytes(tmp_path, "complete")
 
 
-def rank_main(argv, environ, log, killed):
-    """Be one rank; `killed` names the function at which it is killed."""
-    os.environ.update(environ)
-    limits.PIECE, preprocess.MIB, journal.NOTE_EVERY = 3000, 1, 0
-    if killed:
-        owner, name = {
-            "count": (preprocess.Totals, "add_piece"),
-            "merge": (preprocess, "join_pairs"),
-        }[killed]
-        setattr(owner, name, lambda *given, **more: os.kill(os.getpid(), signal.SIGKILL))
-    with open(log, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
-        status = main(["preprocess", "--tokenizer-type", "ByteTokenizer", "--append-eod", *argv])
-    sys.exit(status)
-
-
-def run_as_ranks(folder, commands, killed=(None, None, None)):
-    """Run a command on each rank; return the exit statuses and what the ranks printed."""
-    port, size, context = (
-        random.randrange(20000, 32000),
-        str(len(commands)),
-        multiprocessing.get_context("forkserver"),
-    )
-    common = {
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    logs = [folder / f"log{rank}" for rank in range(len(commands))]
-    processes = []
-    for n, argv in enumerate(commands):
-        args = (argv, {**common, "RANK": str(n), "LOCAL_RANK": str(n)}, logs[n], killed[n])
-        processes.append(context.Process(target=rank_main, args=args))
-        processes[-1].start()
-    for process in processes:
-        process.join()
-    return [process.exitcode for process in processes], [log.read_text() for log in logs]
-
-
-@pytest.mark.whole
-def test_ranks_share_the_input_and_make_the_same_files(tmp_path):
-    """Also after a kill of one rank in its work, and of rank 0 before it merges."""
-    a, b = (
-        write_corpus(tmp_path / "a.jsonl", 800, bad=0.02),
-        write_corpus(tmp_path / "b.jsonl", 400, seed=1),
-    )
-    subprocess.run(["gzip", str(b)], check=True)
-    keys, inputs = ["text", "title"], [a, tmp_path / "b.jsonl.gz", a]
-    alone = run(tmp_path, "alone", *inputs, json_keys=keys, on_error="skip", workers=1)
-    flags = [
-        "--input",
-        *map(str, inputs),
-        "--json-keys",
-        *keys,
-        "--on-error",
-        "skip",
-        "--workers",
-        "1",
-    ]
-    flags += ["--output-prefix", str(tmp_path / "ranks")]
-    for killed in ((None, "count", None), ("merge", None, None)):
-        statuses, _ = run_as_ranks(tmp_path, [flags] * 3, killed)
+@pytest.mark.flag("shard")
+def test_merged_shards_are_the_bytes_of_one_process(tmp_path, small):
+    """A compressed file, which is read in order, falls to one of them; each counts its own."""
+    a = write_corpus(tmp_path / "a.jsonl", 800, bad=0.02)
+    subprocess.run(["gzip", str(write_corpus(tmp_path / "b.jsonl", 400, seed=1))], check=True)
+    inputs, given = [a, tmp_path / "b.jsonl.gz", a], {"json_keys": ["text", "title"]}
+    given |= {"on_error": "skip", "workers": 1}
+    run(tmp_path, "alone", *inputs, **given)
+    for number in (2, 1, 3):
+        run(tmp_path, "out", *inputs, shard=f"{number}/3", **given)
+    for key in given["json_keys"]:
+        name = f"{key}_document"
+        parts = [str(tmp_path / f"out-{number}-of-3_{name}") for number in (1, 2, 3)]
+        assert all(len(Indexed(part)) for part in parts)
         assert (
-            0 not in statuses
-            and leftovers(tmp_path, "ranks")
-            and not list(tmp_path.glob("ranks*document.idx"))
+            main(["data", "merge", *parts, "--output-prefix", str(tmp_path / f"out_{name}")]) == 0
         )
-    statuses, printed = run_as_ranks(tmp_path, [flags] * 3)
-    assert statuses == [0, 0, 0], printed
-    assert output_bytes(tmp_path, "ranks", *keys) == output_bytes(tmp_path, "alone", *keys)
-    assert leftovers(tmp_path, "ranks") == []
-    assert "continuing after" in printed[0] and printed[1] == printed[2] == ""
-    assert alone.splitlines()[-1] in printed[0]  # how many bad lines, and the first of each kind
-    assert printed[0].count("wrote ") == 2
+    assert output_bytes(tmp_path, "out", *given["json_keys"]) == output_bytes(
+        tmp_path, "alone", *given["json_keys"]
+    )
+    assert leftovers(tmp_path) == []
 
 
-@pytest.mark.whole
-def test_ranks_share_a_folder(tmp_path):
+def test_shards_of_a_folder(tmp_path, small):
     folder = write_folder(tmp_path / "in", 400)
-    alone = run(tmp_path, "alone", folder, workers=1)
-    flags = ["--input", str(folder), "--workers", "1", "--output-prefix", str(tmp_path / "ranks")]
-    statuses, printed = run_as_ranks(tmp_path, [flags] * 2, (None, None))
-    assert statuses == [0, 0], printed
-    assert (
-        output_bytes(tmp_path, "ranks") == output_bytes(tmp_path, "alone")
-        and leftovers(tmp_path, "ranks") == []
-    )
-    assert (
-        alone.splitlines()[-1].startswith("passed over ") and alone.splitlines()[-1] in printed[0]
-    )
+    run(tmp_path, "alone", folder, workers=1)
+    for number in range(1, 11):
+        run(tmp_path, "parts/out", folder, workers=1, shard=f"{number}/10")
+    words = [
+        "--input",
+        str(tmp_path / "parts"),
+        "--output-prefix",
+        str(tmp_path / "out_text_document"),
+    ]
+    assert main(["data", "merge", *words]) == 0  # by name: 02 is before 10
+    assert output_bytes(tmp_path, "out") == output_bytes(tmp_path, "alone")
 
 
-@pytest.mark.whole
-def test_ranks_that_are_not_alike_are_refused(tmp_path):
-    """Another flag; another input; and a rank whose input is missing ends the other one too."""
-    a, b = write_corpus(tmp_path / "a.jsonl", 300), write_corpus(tmp_path / "b.jsonl", 310)
-    for output, own, words, status in (
-        (
-            "out0",
-            [str(a), "--json-keys", "text", "title"],
-            '--json-keys: ["text"] on rank 0, ["text", "title"]',
-            2,
-        ),
-        ("out1", [str(b)], "--input 1: ", 2),
-        ("out2", ["nowhere"], "nowhere does not exist", BAD_DATA),
-    ):
-        common = ["--output-prefix", str(tmp_path / output), "--input"]
-        statuses, printed = run_as_ranks(
-            tmp_path, [[*common, str(a)], [*common, *own]], (None, None)
-        )
-        assert statuses == [status, status], printed
-        assert words in "".join(printed) and "Traceback" not in "".join(printed)
+def test_a_shard_without_text(tmp_path, small):
+    a = write_corpus(tmp_path / "a", 1)
+    with pytest.raises(UserError, match="no token under 'text' in part 2/2 of "):
+        run(tmp_path, "out", a, workers=1, shard="2/2")
+    assert list(tmp_path.glob("out*document*")) == []
 
 
-def new_share(config):
-    world = preprocess.World(0, 2)
-    return preprocess.Share(
-        preprocess.Preparation(config, io.StringIO(), io.StringIO(), world),
-        io.StringIO(),
-        io.StringIO(),
-    )
-
-
-def test_a_merge_that_fails_keeps_the_parts(tmp_path, small, monkeypatch):
-    """Rank 0's error says so; the parts are there for the next attempt."""
-    assert preprocess.join_pairs is merging.join_pairs
+def test_several_processes_are_told_to_divide_the_input(tmp_path, small, monkeypatch, capsys):
+    """Under torchrun or srun; each may be given a shard there."""
+    ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+    for name, value in {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     a = write_corpus(tmp_path / "a", 50)
-    config = PreprocessConfig(
-        Preprocess(input=[str(a)], output_prefix=str(tmp_path / "out"), workers=1),
-        TokenizerFlags(tokenizer_type="ByteTokenizer"),
-    )
-    share = new_share(config)
-    share.encode_all()
-    assert "out_text_document.part00000.idx" in leftovers(tmp_path, "out")
-    with pytest.raises(UserError):  # rank 1 has written nothing
-        preprocess.merge_ranks(share.preparation, 2)
-    assert "out_text_document.part00000.idx" in leftovers(tmp_path, "out")
-    again = new_share(config)
-    monkeypatch.setattr(preprocess.Share, "encode_pieces", None)  # it is not called
-    again.encode_all()
-    assert again.totals.lengths == share.totals.lengths
-    assert again.totals.documents == share.totals.documents > 0
+    argv = ["preprocess", "--input", str(a), "--output-prefix", str(tmp_path / "out")]
+    argv += ["--tokenizer-type", "ByteTokenizer", "--workers", "1"]
+    assert main(argv) == USAGE
+    assert "started as 2 processes" in (said := capsys.readouterr().err) and "--shard 1/2" in said
+    assert not list(tmp_path.glob("out*"))
+    assert main([*argv, "--shard", "2/2"]) == 0
+    assert (tmp_path / "out-2-of-2_text_document.idx").exists()
 
 
 def test_two_writers_of_one_output(tmp_path, small):

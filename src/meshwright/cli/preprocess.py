@@ -9,9 +9,10 @@ import sys
 from meshwright.base.console import notice
 from meshwright.base.errors import DONE
 from meshwright.config import command
+from meshwright.config.problem import SettingsError
 from meshwright.config.schema import TokenizerFlags
 from meshwright.config.text_inputs import PreprocessConfig
-from meshwright.runtime.ranks.world import World, find_world
+from meshwright.runtime.ranks.world import find_world
 
 
 def main(argv: list[str]) -> int:
@@ -21,20 +22,16 @@ def main(argv: list[str]) -> int:
     if parsed.dry_run:
         show_inputs(parsed.config)
         return DONE
-    from meshwright.data.text.preprocess import WAIT_MINUTES, preprocess
-    from meshwright.runtime.ranks.lost import explain_lost_rank, leave_ranks
+    from meshwright.data.text.preprocess import preprocess
 
-    world = find_world(os.environ)
-    try:
-        prefixes = preprocess(parsed.config, sys.stdout, sys.stderr, world)
-    except RuntimeError as error:
-        raise (
-            explain_lost_rank(error, WAIT_MINUTES) if world.size > 1 else None
-        ) or error from None
-    finally:
-        if world.size > 1:
-            leave_ranks()
-    if world.rank == 0:
+    shard, ranks = parsed.config.preprocess.shard, find_world(os.environ).size
+    if ranks > 1 and shard is None:  # they would write the same files
+        raise SettingsError(
+            f"started as {ranks} processes, but one does the work, on all cores; start one, "
+            f"or give each a part of the input: {{shard=1/{ranks}}} and so on"
+        )
+    prefixes = preprocess(parsed.config, sys.stdout, sys.stderr)
+    if shard is None:
         notice(f"next: meshwright train --data-path {shlex.join(prefixes)} --save RUN ...")
     return DONE
 
@@ -48,7 +45,7 @@ def show_inputs(config: PreprocessConfig) -> None:
     preparation = None
     if config.tokenizer != TokenizerFlags():
         with open(os.devnull, "w") as nowhere:
-            preparation = Preparation(config, nowhere, nowhere, World())
+            preparation = Preparation(config, nowhere, nowhere)
     inputs = preparation.inputs if preparation else find_inputs(config.preprocess)
     note_passed(inputs, config.preprocess)
     ids = f" with {preparation.tokenizer.size} ids" if preparation else ""

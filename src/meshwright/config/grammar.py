@@ -82,6 +82,27 @@ class Iterations(TextForm):
 
 
 @dataclass(frozen=True, repr=False)
+class InputShard(TextForm):
+    """One of several parts of an input, I/N, counted from 1."""
+
+    text: str
+    number: int
+    count: int
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        found = re.fullmatch("([0-9]{1,5})/([0-9]{1,5})", text)
+        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+            raise ValueError(f"{text!r} is not I/N with I from 1 to N, such as 1/4")
+        return cls(text, int(found[1]), int(found[2]))
+
+    @property
+    def suffix(self) -> str:
+        """What stands behind the prefix of its files: by name they sort in the input's order."""
+        return f"-{self.number:0{len(str(self.count))}}-of-{self.count}"
+
+
+@dataclass(frozen=True, repr=False)
 class BlendStage(TextForm):
     """A blend of the training set from a point of the run on, such as '60%: 0.5 a 0.5 b'."""
 

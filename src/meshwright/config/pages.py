@@ -11,7 +11,6 @@ from meshwright.base.files import read_table
 LAUNCHED = (
     "train",
     "verify-layout",
-    "preprocess",
     "evaluate",
     "generate",
     "chat",

@@ -7,7 +7,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.config.fields import flag, spelling
+from meshwright.config.fields import flag, read_forms, spelling
+from meshwright.config.grammar import InputShard
 from meshwright.config.problem import Problem, missing, stated
 from meshwright.config.schema import TokenizerFlags
 
@@ -110,6 +111,12 @@ class Preprocess(TextInputs):
         bound=">0",
         docs="data tutorial",
     )
+    shard: InputShard | None = flag(
+        None,
+        "I/N: write the I-th of N parts of the input, as <prefix>-I-of-N, one on each machine; `data merge` joins them",
+        value="FORM",
+        docs="data",
+    )
     append_eod: bool = flag(False, "append the end-of-document token to each document", docs="data")
     dataset_impl: Literal["mmap", "lazy", "cached"] = flag(
         "mmap", "output format; lazy and cached are written as mmap"
@@ -135,6 +142,9 @@ class Preprocess(TextInputs):
         False, "with --split-sentences, keep the white space between sentences"
     )
     lang: str = flag("english", "language for --split-sentences", value="FORM", docs="data")
+
+    def __post_init__(self) -> None:
+        read_forms(self)
 
 
 @dataclass(frozen=True)

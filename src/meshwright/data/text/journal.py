@@ -21,7 +21,7 @@ from meshwright.base.files import RECORD_LIMIT, lock, own_file, read_small
 from meshwright.data.files.writer import PART_ENDINGS
 from meshwright.data.text import limits
 
-VERSION = 8  # of the format of a state
+VERSION = 9  # of the format of a state
 NOTE_EVERY = 0.5  # seconds
 # seconds; forked workers share the lock of a killed command until they have ended too
 PATIENCE = 2.0

@@ -239,20 +239,20 @@ StreamPart = StreamBlock | Rows | UnreadPart
 
 
 def cut_inputs(
-    inputs: list[Input], given: TextInputs, rank: int = 0, size: int = 1
+    inputs: list[Input], given: TextInputs, shard: int = 0, shards: int = 1
 ) -> Iterator[Piece]:
-    """Yield one rank's pieces, a range of the bytes, in the order of the documents."""
+    """Yield the pieces of one shard, a range of the bytes, in the order of the documents."""
     total = sum(max(source.bytes, 1) for source in inputs)
     base = 0
     for number, source in enumerate(inputs):
         if source.is_stream:
-            # Only one rank can read it.
-            if base * size // total == rank:
+            # It is read in order, so it belongs to one shard.
+            if base * shards // total == shard:
                 yield from _stream_pieces(number, source, given)
         else:
             at = 0
             for piece in cut_input(number, source, given):
-                if (base + at) * size // total == rank:
+                if (base + at) * shards // total == shard:
                     yield piece
                 at = piece.done
         base += max(source.bytes, 1)

@@ -1,14 +1,12 @@
-"""`meshwright preprocess`: text to token files, on all cores of one machine or of several.
+"""`meshwright preprocess`: text to token files, on all cores of one machine.
 
-After a kill the same command continues (journal.py) and ends with the same bytes. Started as
-several ranks, each writes its range of the input as a pair of files of its own, and rank 0 merges
-these pairs as `meshwright data merge` does.
+After a kill the same command continues (journal.py) and ends with the same bytes. With --shard I/N
+it writes the I-th of N parts of the input, which `meshwright data merge` joins.
 """
 
 from __future__ import annotations
 
 import functools
-import glob
 import hashlib
 import itertools
 import os
@@ -27,16 +25,15 @@ import numpy.typing as npt
 
 from meshwright.base.console import fit
 from meshwright.base.errors import UserError, bad_data
-from meshwright.base.files import replacing
 from meshwright.base.host import cores
 from meshwright.base.progress import SkippedLines, new_bar
 from meshwright.base.version import our_version
 from meshwright.config.fields import spelling
+from meshwright.config.problem import SettingsError, stated
 from meshwright.config.schema import TokenizerFlags
 from meshwright.config.text_inputs import SEPARATOR, Preprocess, PreprocessConfig
 from meshwright.data import tokenizers
 from meshwright.data.files.indexed import Indexed
-from meshwright.data.files.merge import join_pairs
 from meshwright.data.files.writer import Writer, is_made, token_dtype
 from meshwright.data.text.encoder import Encoded, Encoder
 from meshwright.data.text.folders import SkipReport
@@ -48,17 +45,12 @@ from meshwright.data.text.records import NOT_UTF8, options_of, shown
 from meshwright.data.text.splitting import build_splitter
 from meshwright.data.text.workers import encode_pieces
 from meshwright.model import counts
-from meshwright.runtime.ranks.compare import require_equal
-from meshwright.runtime.ranks.connect import join_ranks
-from meshwright.runtime.ranks.team import Team
-from meshwright.runtime.ranks.world import World
 
 MIB = 1 << 20
 FEW_DOCUMENTS = 10  # so few are named, since --split divides no document
 # Tokens.
 SHORT_DOCUMENT = 32
 LONG_DOCUMENT = 1_000_000
-WAIT_MINUTES = 7 * 24 * 60  # faster ranks wait for the slowest one
 
 
 @dataclass
@@ -96,7 +88,6 @@ class Totals:
             "lengths": self.lengths,
             "on_error": self.on_error,
             "lines": self.bad.lines,
-            "is_complete": False,
         }
 
     def continues(self, state: dict[str, Any]) -> bool:
@@ -126,37 +117,16 @@ class Totals:
         self.bytes += encoded.bytes
         self.passed += encoded.passed
 
-    def add_rank(self, other: Totals) -> None:
-        self.lengths = np.add(self.lengths, other.lengths).tolist()
-        self.documents += other.documents
-        self.bytes += other.bytes
-        self.before = (self.before[0] + other.before[0], self.before[1] + other.before[1])
-        self.passed += other.passed
-        self.bad.lines += other.bad.lines
-        for kind, (count, place) in other.bad.items():
-            self.bad.count(kind, count, place)
 
-
-def preprocess(
-    config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World | None = None
-) -> list[str]:
+def preprocess(config: PreprocessConfig, stdout: TextIO, stderr: TextIO) -> list[str]:
     """Write a pair of files for each key, <prefix>_<key>_document or _sentence; return these."""
     started = time.perf_counter()
-    world = world or World()
-    team = join_ranks(world, timeout_minutes=WAIT_MINUTES) if world.size > 1 else Team()
-    with ExitStack() as stack:
-        if not team.is_lead:
-            stdout = stderr = stack.enter_context(open(os.devnull, "w"))
-        preparation = team.run_on_all(lambda: Preparation(config, stdout, stderr, world))
-        require_equal(team, preparation.comparable)
-        if team.run_on_lead(lambda: preparation.is_done(stdout)):
-            return preparation.prefixes
+    preparation = Preparation(config, stdout, stderr)
+    if not preparation.is_done(stdout):
         say_to_scripts(f"Time to startup: {time.perf_counter() - started:.2f}", stdout)
-        share = Share(preparation, stdout, stderr)
-        totals = share.encode_all() if world.size == 1 else work_together(team, share)
-        if team.is_lead:
-            report(preparation, totals, stdout, stderr)
-        return preparation.prefixes
+        totals = Share(preparation, stdout, stderr).encode_all()
+        report(preparation, totals, stdout, stderr)
+    return preparation.prefixes
 
 
 def say_to_scripts(line: str, stdout: TextIO) -> None:
@@ -165,58 +135,20 @@ def say_to_scripts(line: str, stdout: TextIO) -> None:
         print(line, file=stdout, flush=True)
 
 
-def work_together(team: Team, share: Share) -> Totals:
-    """Encode on all ranks, each into its own pair of files, and merge these on rank 0."""
-    preparation = share.preparation
-    team.run_on_lead(lambda: share.failure.unlink(missing_ok=True))
-    try:
-        team.run_on_all(lambda: bool(share.encode_all()))
-    finally:
-        if team.is_lead:
-            share.failure.unlink(missing_ok=True)
-    totals = Totals(np.zeros_like(share.totals.lengths).tolist(), started=share.totals.started)
-    for state, before in team.gather((share.totals.state(0), share.totals.before)):
-        other = Totals([])
-        other.restore(state)
-        other.before = before
-        totals.add_rank(other)
-    try:
-        preparation.require_tokens(totals)
-    except UserError as error:
-        team.run_on_lead(preparation.remove_parts)
-        raise UserError(str(error), error.status, everywhere=True) from None
-    team.run_on_lead(lambda: merge_ranks(preparation, team.size))
-    return totals
-
-
-def merge_ranks(preparation: Preparation, ranks: int) -> None:
-    for prefix in preparation.prefixes:
-        parts = [prefix + part_suffix(rank) for rank in range(ranks)]
-        join_pairs(parts, prefix, True, preparation.keep_beside)
-    preparation.remove_parts()
-
-
-def part_suffix(rank: int) -> str:
-    return f".part{rank:05d}"
-
-
 class Preparation:
     """A command that has been checked: its inputs, tokenizer and outputs, and their identity."""
 
-    def __init__(
-        self, config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World
-    ) -> None:
+    def __init__(self, config: PreprocessConfig, stdout: TextIO, stderr: TextIO) -> None:
         p = config.preprocess
         self.config = config
-        self.world = world
+        # The part of the input that is encoded: all of it is the first of one.
+        self.shard = (p.shard.number - 1, p.shard.count) if p.shard else (0, 1)
 
         # The inputs.
         self.inputs = find_inputs(p)
-        if world.size > 1 and any(
-            source.is_stream and not source.bytes for source in self.inputs.inputs
-        ):
-            raise UserError(
-                "--input -, a pipe or hf:// has one reader; start one process, or give files"
+        if p.shard and any(source.is_stream and not source.bytes for source in self.inputs.inputs):
+            raise SettingsError(
+                f"{stated(p, 'shard')} divides files, not standard input, a pipe or hf://; leave it out"
             )
         for line in self.inputs.opened():
             print(f"Opening {line}", file=stdout)
@@ -249,7 +181,8 @@ class Preparation:
         self.dtype = token_dtype(tokenizer.size)
         names = [re.sub(r"\s", "_", key) for key in self.keys]
         level = "sentence" if p.split_sentences else "document"
-        self.prefixes = [f"{p.output_prefix}_{name}_{level}" for name in names]
+        self.stem = f"{p.output_prefix}{p.shard.suffix if p.shard else ''}"
+        self.prefixes = [f"{self.stem}_{name}_{level}" for name in names]
         if len(set(names)) < len(names):
             raise UserError(
                 f"--json-keys {' '.join(map(repr, self.keys))} differ in blanks alone; give them one by one"
@@ -271,31 +204,21 @@ class Preparation:
         self.settings = {k: v for k, v in asdict(p).items() if k not in free}
 
     @property
-    def comparable(self) -> dict[str, Any]:
-        """What is equal on all ranks."""
+    def identity(self) -> dict[str, Any]:
+        """What is equal in a run that continues an interrupted one."""
+        # Without on_error: `Totals.continues` sees whether the state depends on it.
         inputs = enumerate(self.inputs.inputs, start=1)
         return {
             "version": our_version(),
             "tokenizer": self.tokenizer_identity,
             "readers": self.inputs.readers,
             **{spelling(name): value for name, value in self.settings.items()},
-            "--on-error": self.config.preprocess.on_error,
+            "states": self.states,
             **{
                 f"--input {n}": [source.path, source.found, source.bytes, len(source.files)]
                 for n, source in inputs
             },
         }
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What is equal in a run that continues an interrupted one."""
-        # Without on_error: `Totals.continues` sees whether the state depends on it.
-        share = {
-            "states": self.states,
-            "share": [self.world.rank, self.world.size],
-            "--on-error": None,
-        }
-        return {**self.comparable, **share}
 
     @functools.cached_property
     def made_from(self) -> dict[str, Any]:
@@ -356,36 +279,28 @@ class Preparation:
                 reasons = why_nothing(self.read_inputs(totals), p)
                 reason = "".join(f" ({line})" for line in reasons)
                 paths = ", ".join(map(shown, p.input))
-                raise bad_data(f"no token under {key!r} in {paths}{reason}: nothing was written")
-
-    def remove_parts(self) -> None:
-        """Remove this output's files of ranks, also those of an interrupted run of another size."""
-        for output in (str(self.config.preprocess.output_prefix), *self.prefixes):
-            for path in glob.glob(f"{glob.escape(output)}.part[0-9][0-9][0-9][0-9][0-9].*"):
-                if path.endswith((".tmp", ".progress", ".lock", ".bin", ".idx")):
-                    Path(path).unlink(missing_ok=True)
+                part = f"part {p.shard} of " if p.shard else ""
+                raise bad_data(
+                    f"no token under {key!r} in {part}{paths}{reason}: nothing was written"
+                )
 
 
 class Share:
-    """One process's share of the work: the whole input, or one rank's range of it."""
+    """One process's share of the work: the whole input, or one shard of it."""
 
     def __init__(self, preparation: Preparation, stdout: TextIO, stderr: TextIO) -> None:
         self.preparation = preparation
         self.stdout = stdout
         self.stderr = stderr
         self.settings = preparation.config.preprocess
-        self.world = preparation.world
-        self.is_alone = self.world.size == 1
-        suffix = "" if self.is_alone else part_suffix(self.world.rank)
-        self.paths = [prefix + suffix for prefix in preparation.prefixes]
-        self.progress_path = Path(f"{self.settings.output_prefix}{suffix}.progress")
-        self.failure = Path(f"{self.settings.output_prefix}.failed")
-        self.looked_for_failure = 0.0
+        self.paths = preparation.prefixes
+        self.progress_path = Path(f"{preparation.stem}.progress")
         self.totals = Totals([[0, 0, 0]] * len(self.paths), self.settings.on_error)
         sizes = [max(source.bytes, 1) for source in preparation.inputs.inputs]
         self.offsets = [0, *itertools.accumulate(sizes)]  # of each input in all of them, in bytes
-        ranks = (self.world.rank, self.world.rank + 1)
-        self.begin, self.end = (self.offsets[-1] * n // self.world.size for n in ranks)
+        number, count = preparation.shard
+        self.begin = self.offsets[-1] * number // count
+        self.end = self.offsets[-1] * (number + 1) // count
 
     def encode_all(self) -> Totals:
         """Encode all pieces and write the pairs of files."""
@@ -396,8 +311,6 @@ class Share:
                 open_journal(self.progress_path, preparation.identity, self.stderr)
             )
             state = self.restore(journal)
-            if state and state["is_complete"]:
-                return self.totals
             writers = []
             for path, lengths in zip(self.paths, self.totals.lengths, strict=True):
                 writer = Writer(path, preparation.dtype, tuple(lengths) if state else None)
@@ -407,31 +320,20 @@ class Share:
             # Encode, and publish the files if the input is still the same.
             try:
                 self.encode_pieces(journal, writers, state["pieces"] if state else 0)
-                if self.is_alone:
-                    preparation.require_tokens(self.totals)
+                preparation.require_tokens(self.totals)
                 if changed := preparation.find_changed():
                     journal.state = None  # start from the beginning next time
                     raise bad_data(f"{changed}; start again when it is complete")
                 for writer in writers:
-                    if self.is_alone:
-                        preparation.keep_beside(writer)
+                    preparation.keep_beside(writer)
                     writer.finish()
-            except UserError as error:
-                # Keep what can be continued, and tell the other ranks.
-                # otherwise there is nothing to continue
+            except UserError:
+                # Keep what can be continued.
                 journal.is_kept = journal.state is not None
                 for writer in writers:
                     writer.is_kept = journal.is_kept
-                # the first failure is the reason
-                if not self.is_alone and not self.failure.exists():
-                    with replacing(self.failure) as file:
-                        file.write(f"rank {self.world.rank}: {error}".encode())
                 raise
-            if self.is_alone:
-                journal.is_kept = False
-                preparation.remove_parts()
-            else:
-                journal.note({**self.totals.state(0), "is_complete": True})
+            journal.is_kept = False
         return self.totals
 
     def restore(self, journal: Journal) -> dict[str, Any] | None:
@@ -439,15 +341,10 @@ class Share:
         state = journal.state
         if state is None:
             return None
-        if state["is_complete"]:
-            is_there = all(
-                os.path.exists(path + end) for path in self.paths for end in (".bin", ".idx")
-            )
-        else:
-            size = np.dtype(self.preparation.dtype).itemsize
-            is_there = all(
-                has_parts(*part, size) for part in zip(self.paths, state["lengths"], strict=True)
-            )
+        size = np.dtype(self.preparation.dtype).itemsize
+        is_there = all(
+            has_parts(*part, size) for part in zip(self.paths, state["lengths"], strict=True)
+        )
         if not is_there or not self.totals.continues(state):
             return None
         self.totals.restore(state)
@@ -460,9 +357,8 @@ class Share:
     def encode_pieces(self, journal: Journal, writers: list[Writer], done: int) -> None:
         """Encode and append all pieces but the first `done`."""
         p = self.settings
-        world = self.world
         preparation = self.preparation
-        todo = islice(cut_inputs(preparation.inputs.inputs, p, world.rank, world.size), done, None)
+        todo = islice(cut_inputs(preparation.inputs.inputs, p, *preparation.shard), done, None)
         make = functools.partial(build_encoder, preparation.config, preparation.dtype)
         stop = p.on_error != "skip"
         self.stdout.flush()
@@ -471,7 +367,6 @@ class Share:
             self.progress() as show,
         ):
             for number, (piece, encoded, tokens) in enumerate(results, done + 1):
-                self.check_other_ranks()
                 self.totals.add_piece(encoded)
                 for writer, ids, sizes, ends in zip(
                     writers, tokens, encoded.sizes, encoded.ends, strict=True
@@ -486,18 +381,12 @@ class Share:
 
     def worker_count(self) -> int:
         """Return --workers, by default one for each core, but 1 for a few pieces."""
-        wanted = self.settings.workers or max(1, cores() // self.world.local_size)
+        wanted = self.settings.workers or cores()
         is_small = self.offsets[-1] < 4 * MIB
         is_text = not any(
             source.is_stream or source.is_table for source in self.preparation.inputs.inputs
         )
         return 1 if is_small and is_text else wanted
-
-    def check_other_ranks(self) -> None:
-        if not self.is_alone and time.monotonic() - self.looked_for_failure > 1:
-            self.looked_for_failure = time.monotonic()
-            if self.failure.exists():
-                raise bad_data(f"stopped because another rank failed: {self.failure.read_text()}")
 
     @contextmanager
     def progress(self) -> Iterator[Callable[[int], None]]:

@@ -165,7 +165,7 @@ def make_job(
         image=config.image or f"meshwright:{our_version()}",
         port=config.master_port,
         launch=launch,
-        uses_gpus=device != "cpu" and command[0] != "preprocess",
+        uses_gpus=device != "cpu",
         run_folder=run_folder or None,
         environment=environment,
         is_elastic=bounds[0] > 0,
