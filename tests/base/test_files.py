@@ -258,7 +258,6 @@ OTHERS = {
     "apps/tune/coordinates_command.py": "a path of the command line",
     "cli/preprocess.py": "/dev/null",
     "data/index_cache.py": "a name with a random word",
-    "data/text/preprocess.py": "/dev/null",
     "apps/evaluate/results.py": "paths of the command line",
     "generation/batches.py": "a path of the command line",
     "generation/megatron.py": "a path of the command line",

@@ -221,7 +221,8 @@ class Trainer:
                         self.stragglers.pause()
                     pause.enter_context(self.in_flight.pause())
                     is_paused = True
-                hook.run(step)
+                # Finishing the steps under way may have taken the run back to an earlier one.
+                hook.run(self.progress.iteration)
 
     def finish(self) -> None:
         """Wait for all submitted steps, react to them and log them."""

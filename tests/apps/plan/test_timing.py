@@ -10,6 +10,7 @@ from plans import LARGE, STILL, planned
 from meshwright.apps.plan import saving, timeline, timing
 from meshwright.apps.plan.timing import measured_operations, step_time
 from meshwright.base.device_profiles import DeviceProfile, load_profile
+from meshwright.config import matrices
 from meshwright.model import counts
 from meshwright.parallel import pipeline, pipeline_schedule
 from meshwright.training import graph_rule, network
@@ -72,10 +73,8 @@ def test_one_count_moves_training_and_plan(monkeypatch):
         predicted(f"{BATCH} 8").seconds,
         counts.flops_per_token(config.model, 50304, 2048),
     )
-    original = counts.layer_matrices
-    monkeypatch.setattr(
-        counts, "layer_matrices", lambda m: original(m) | {"mlp.more": (4 * 2048, 2048)}
-    )
+    more = matrices.MATRICES["mlp.fc"]._replace(shape=lambda m: (4 * 2048, 2048))
+    monkeypatch.setitem(matrices.MATRICES, "mlp.more", more)
     assert counts.flops_per_token(config.model, 50304, 2048) > 1.2 * flops  # of training's MFU
     assert predicted(f"{BATCH} 8").seconds > 1.2 * before
 

@@ -32,7 +32,7 @@ class Saving:
         """Return whether to save this step, which may be because a validation has just noted it."""
         c = self.settings
         is_regular = bool(c.save_interval) and step % (c.save_interval or 1) == 0
-        is_best = c.keep_best and self.progress.best_iteration == step
+        is_best = c.keep_best and self.progress.best_iteration == self.progress.iteration
         return bool(c.save) and (is_regular or is_best)
 
     def run(self, step: int) -> None:

@@ -144,7 +144,7 @@ class State:
             p.consumed_train_samples += self.config.batch(p.consumed_train_samples)
         self.skips.append([begin, f"passed over to {p.consumed_train_samples}"])
 
-    def load(self, opened: Source | None) -> None:
+    def load(self, opened: Source | None = None) -> None:
         """Load the checkpoint of --load, if there is one; raise UserError if it is needed.
 
         `opened` is another program's that this process has opened before.
