@@ -71,7 +71,7 @@ def two_pairs(folder: Path) -> list[str]:
 
 
 def test_verbs_are_listed_and_near_ones_named() -> None:
-    verbs = "verify inspect index plan merge merge-json dedup fetch".split()
+    verbs = "verify inspect index plan merge merge-json dedup".split()
     status, out, _ = run_data()
     assert status == 2 and all(verb in out for verb in verbs)
     assert "did you mean inspect" in run_data("inspct")[2]
