@@ -792,7 +792,7 @@ class Training:
     compile: Literal["auto", "on", "off"] = flag(
         "auto",
         "compile the layers with torch.compile; auto: on a GPU, where the fused kernels do not run",
-        docs="parallelism memory",
+        docs="memory",
         resume="free",
         proof="twin",
     )
