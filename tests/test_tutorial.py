@@ -21,13 +21,13 @@ SIZES = {
     "num_layers": 2,
     "seq_length": 32,
     "log_interval": 1,
-    "eval_interval": 150,
-    "train_iters": 300,
+    "eval_interval": 300,
+    "train_iters": 600,
 }
 SIZES |= {
     "eval_iters": 1,
     "lr_warmup_iters": 5,
-    "save_interval": 150,
+    "save_interval": 300,
     "vocab_size": 320,
     "max_new_tokens": 8,
 }
@@ -35,7 +35,7 @@ COMMANDS = {
     "train-tokenizer": "320 ids",
     "preprocess": "Processed 30 documents",
     "data inspect": "The quick brown fox",
-    "train": "successfully saved checkpoint at iteration     300 to my-model",
+    "train": "successfully saved checkpoint at iteration     600 to my-model",
     "report": "my-model/report.html",
     "evaluate": "bits per byte",
     "inspect": "iteration",
