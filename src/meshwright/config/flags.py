@@ -93,7 +93,7 @@ REMOVED_VALUES = {
     ("pipeline_schedule", "zbv"): "1f1b",
 }
 for (_, word), same in REMOVED_VALUES.items():
-    REFUSED_WORDS[word] = f"; it was removed, and {same} computes the same"
+    REFUSED_WORDS[word] = f"; it was removed; {same} computes the same but for rounding"
 
 
 @dataclasses.dataclass(frozen=True)
