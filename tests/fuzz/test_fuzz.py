@@ -92,8 +92,8 @@ def test_cases_for_gpus_are_legal_and_need_no_gpu_to_be_drawn(capsys):
         assert capsys.readouterr().err.count("\n") == 1
 
 
-GRAPHS = """--bf16 --fp8-format hybrid --num-layers 1 --hidden-size 32 --num-attention-heads 2 --train-iters 7 --hidden-dropout 0.1
---eval-iters 0 --spoil 18 --on-nonfinite rollback:1 --save saved --save-at-start --save-interval 3
+GRAPHS = """--bf16 --fp8-format hybrid --num-layers 1 --hidden-size 32 --num-attention-heads 2 --train-iters 7
+--hidden-dropout 0.1 --eval-iters 0 --spoil 18 --on-nonfinite rollback:1 --save saved --save-at-start --save-interval 3
 | --decode --cuda-graphs on"""
 
 
