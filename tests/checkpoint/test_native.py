@@ -8,6 +8,7 @@ import random
 import shutil
 import struct
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -280,15 +281,18 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     half = torch.full((4000 * 4000,), 2.0)
     wanted = {"x": BoxedTensor(shape, [((0, 4000), (4000, 4000))], half)}
 
-    def save_and_load() -> Iterator[bool]:
+    def save_and_load() -> Iterator[int]:
         native.save_step(tmp_path, 1, saved, {})
+        tracemalloc.start()
         loading.load_checkpoint(tmp_path, wanted)
-        yield bool((half == 1).all())
+        assert bool((half == 1).all())
+        yield tracemalloc.get_traced_memory()[1]
 
     work = in_child(save_and_load)
-    assert (work.results, work.end) == ([True], "")
-    # Those read ahead, one that is read and one joined; as much again for the threads.
-    assert work.memory < 12 * chunk
+    assert not work.end
+    [held] = work.results
+    assert held < 8 * chunk  # those read ahead, one that is read, one joined and one used again
+    assert work.memory < 32 * chunk  # also torch's, and what threads keep of freed memory
 
 
 def test_entries_that_do_not_fit_are_not_saved(tmp_path: Path) -> None:

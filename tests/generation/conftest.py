@@ -12,7 +12,7 @@ from meshwright.__main__ import main
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
     """A model of bytes that knows the three sentences by heart."""
-    return learn(tmp_path_factory.mktemp("learn"), 100, "--tokenizer-type=ByteTokenizer")
+    return learn(tmp_path_factory.mktemp("learn"), 150, "--tokenizer-type=ByteTokenizer")
 
 
 @pytest.fixture
