@@ -55,9 +55,10 @@ def sampled(cases, quick):
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
+    """The folder of a run of one process."""
     folder = tmp_path_factory.mktemp("one")
-    assert main(["train", *FLAGS, "--run-dir", str(folder)]) == 0
-    return curve(folder)
+    assert main(["train", *FLAGS, "--save", str(folder)]) == 0
+    return folder
 
 
 TP2, PP2, CP2 = (
@@ -89,10 +90,11 @@ def test_a_run_continues_in_another_layout(tmp_path, uninterrupted, chain):
         assert statuses == [0] * world, outputs[0][-3000:]
         assert not any(text.strip() for text in outputs[1:]), outputs[1]  # only rank 0 prints
     steps, valid = curve(tmp_path / "run")
+    wanted_steps, wanted_valid = curve(uninterrupted)
     assert len(steps) == 9
-    for i, want in uninterrupted[0].items():
+    for i, want in wanted_steps.items():
         assert steps[i] == pytest.approx(want, rel=1e-9), i
-    assert valid == pytest.approx(uninterrupted[1], rel=1e-9)
+    assert valid == pytest.approx(wanted_valid, rel=1e-9)
 
 
 VALIDATED = {
@@ -177,14 +179,13 @@ def test_not_finite_on_all_ranks(tmp_path):
 
 def test_validation_without_training(tmp_path, uninterrupted):
     """A pipeline validates and tests a checkpoint of one process without a step."""
-    assert main(["train", *FLAGS, "--save", str(tmp_path / "run")]) == 0
     statuses, outputs = on_ranks(
-        2, PP2, "--skip-train", "--load=run", "--run-dir=again", folder=tmp_path
+        2, PP2, "--skip-train", "--load", uninterrupted, "--run-dir=again", folder=tmp_path
     )
     assert statuses == [0] * 2, outputs[0][-3000:]
     want, got = (
-        {r["name"]: r["loss"] for r in read_rows(tmp_path / name, "validation")}
-        for name in ("run", "again")
+        {r["name"]: r["loss"] for r in read_rows(folder, "validation")}
+        for folder in (uninterrupted, tmp_path / "again")
     )
     assert got["test"] == pytest.approx(want["test"], rel=1e-9) and math.isfinite(got["validation"])
     assert not read_rows(tmp_path / "again")

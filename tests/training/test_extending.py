@@ -67,14 +67,14 @@ def test_page_contains_the_file():
 @pytest.mark.promise("Code that you give is run with your rights")
 def test_the_example_learns_and_continues(example, tmp_path, monkeypatch, capsys):
     """The program stops halfway and resumes; an uninterrupted run has the same weights."""
-    steps = 60
+    steps = 40
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE), str(tmp_path / "sums"), str(steps)])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(EXAMPLE), run_name="__main__")
     out = capsys.readouterr().out
     assert (
         end.value.code == 0
-        and "at iteration 30" in out
+        and "at iteration 20" in out
         and re.search(r"^7\+5=.*^\d of 5 right$", out, re.M | re.S)
     )
     first, *_, last = read_losses(tmp_path / "sums")

@@ -245,6 +245,8 @@ class Card:
         for name, function in cuda.items():
             monkeypatch.setattr(torch.cuda, name, function)
         monkeypatch.setattr(torch.accelerator, "synchronize", lambda d: None)
+        # It takes half a second among all modules of the tests.
+        monkeypatch.setattr(fit.gc, "collect", lambda: None)
 
     def attempt(self, size):
         self.tried.append(size)

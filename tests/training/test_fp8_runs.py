@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import numpy as np
@@ -31,6 +32,12 @@ def emulation():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "has_fp8", lambda device: device.type == "cpu")
         yield
+
+
+@pytest.fixture
+def run(run):
+    """run(flag, ...) trains with two layers and two micro-batches."""
+    return functools.partial(run, *TINY_FLAGS)
 
 
 def test_a_cpu_has_no_fp8(run, monkeypatch):

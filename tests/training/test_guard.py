@@ -235,7 +235,7 @@ def test_the_first_line_of_a_recovery(run, tmp_path, monkeypatch):
         damage.startswith("6: skipped, damaged (")
         and "rank_00000.safetensors: bytes 0 to" in damage
     )
-    assert verified.startswith("4: verified (4 files, 0.4 MB, ") and verified.endswith(" s)")
+    assert verified.startswith("4: verified (4 files, 0.2 MB, ") and verified.endswith(" s)")
     assert (
         end
         == "resuming at step 4, redoing 3 steps since: the attempt before was killed after step 7"

@@ -49,7 +49,7 @@ def test_what_is_decided_before_the_start_is_final(run, monkeypatch):
     with pytest.raises(AttributeError):
         state.config = decided.config
     state.found["micro_batch_size"] = 1
-    assert (state.config.micro_batch, state.recorded.micro_batch) == (2, 1)
+    assert (state.config.micro_batch, state.recorded.micro_batch) == (4, 1)
 
 
 @pytest.mark.parametrize("length", ["--train-epochs=2", "--train-iters=2"])
