@@ -46,7 +46,6 @@ THINNED = {
     "test_fit.py::test_attempts_leave_no_trace": 4,
     "test_fp8_runs.py::test_losses_fall_as_in_bfloat16": 3,
     "test_fp8_runs.py::test_layouts_have_the_same_scales": 2,
-    "test_guard.py::test_a_spike": 2,
     "test_model.py::test_blocks_share_two_graphs": 3,
     "test_optimizers.py::test_non_finite_gradients_change_nothing": 7,
     "test_flat_adamw.py::test_the_store_equals_torchs": 2,

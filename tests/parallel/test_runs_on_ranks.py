@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from helpers import TINY_FLAGS, free_port, open_step, read_rows
+from helpers import TINY_FLAGS, open_step, read_rows
 from meshwright.__main__ import main
 from meshwright.data.files.writer import Writer
-from on_ranks import run_programs
+from on_ranks import environments, run_programs
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(120)]
 SCRIPT = Path(__file__).parents[2] / "pretrain_gpt.py"
@@ -25,13 +25,8 @@ ENDLESS = ["--train-iters=100000", "--lr-decay-iters=100000"]
 
 def on_ranks(world, *flags, folder):
     """Run `pretrain_gpt.py` on `world` ranks; return exit statuses and outputs."""
-    shared = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environ = [
-        shared | {"RANK": str(r), "LOCAL_RANK": str(r), "OMP_NUM_THREADS": "1"}
-        for r in range(world)
-    ]
-    return run_programs(SCRIPT, [[*FLAGS, *map(str, flags)]] * world, environ, folder)
+    words = [*FLAGS, *map(str, flags)]
+    return run_programs(SCRIPT, [words] * world, environments(world), folder)
 
 
 def curve(folder):

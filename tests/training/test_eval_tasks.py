@@ -3,14 +3,12 @@
 import json
 import math
 import random
-import sys
 import time
 
 import pytest
 import torch
 
 import layouts
-import warm
 from helpers import printed_losses, read_rows, train_on_texts
 from layouts import VOCAB, parse, run_all
 from meshwright.__main__ import main
@@ -181,13 +179,8 @@ def train(folder, files, *more):
 
 
 @pytest.mark.flag("eval_tasks_device")
-def test_scores_beside_the_run(scored, files, tmp_path, monkeypatch):
+def test_scores_beside_the_run(scored, files, tmp_path):
     """The process's scores are those of the step loop; its snapshot does not stay."""
-    script, program = tmp_path / "beside.py", tmp_path / "python"
-    script.write_text(eval_tasks.BESIDE)
-    program.write_text(f'#!/bin/sh\nshift 2\nexec {warm.python()} {script} "$@"\n')
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
     folder = train(tmp_path, files, "--eval-tasks-device=cpu", "--eval-tasks-interval=12")
     mine, others = (read_rows(f, "scores")[-3:] for f in (folder, scored))
     assert [r["task"] for r in mine] == ["lambada", "wikitext", "text"]

@@ -18,7 +18,7 @@ import safetensors.numpy
 import meshwright.checkpoint.loading
 import meshwright.optim.loss_scale
 import meshwright.training.state.state
-from helpers import printed_losses, read_rows
+from helpers import printed_losses, read_losses, read_rows
 from meshwright.__main__ import main
 from meshwright.checkpoint.publish import step_folder
 from meshwright.config import flags
@@ -36,15 +36,15 @@ SHORT_STEPS = 22
 SKIPS = ["--skip-train-iteration-range", "16-18", "29-31"]
 NO_VALIDATION = ["--eval-iters=0", "--split=100,0,0"]
 MODEL = ["--num-layers=1", "--hidden-size=32", "--num-attention-heads=4", f"--seq-length={SEQ}"]
-QUIET = ["--device=cpu", "--num-workers=0", "--log-interval=1000", "--no-tensorboard"]
+QUIET = "--device=cpu --num-workers=0 --log-interval=1000 --no-tensorboard".split()
 NULL = ["--tokenizer-type=NullTokenizer", f"--vocab-size={WORDS}"]
 # The batch is 2 for 7 steps, then 4, then 6, and 8 from step 14 on, after 42 samples; step 36
 # ends after 42 + 23 x 8.
 LENGTH = ["--micro-batch-size=2", "--global-batch-size=8"]
-LENGTH += ["--train-samples=226", "--lr=1e-2", "--lr-warmup-samples=10", "--lr-decay-samples=226"]
+LENGTH += "--train-samples=226 --lr=1e-2 --lr-warmup-samples=10 --lr-decay-samples=226".split()
 MARKS = ["--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask"]
 SHORT = ["--train-samples=114", "--lr-decay-samples=114"]
-RAMP = ["--rampup-batch-size", "2", "2", "40"]
+RAMP = "--rampup-batch-size 2 2 40".split()
 RUN = [*RAMP, *MARKS, *SKIPS]
 FORMATS = {
     "float64": ["--params-dtype=float64"],
@@ -98,7 +98,7 @@ def saved(folder, step):
 
 def curve(folder, *more):
     train(folder, *more, *NO_VALIDATION)
-    return np.array([r["loss"] for r in read_rows(folder)])
+    return np.array(read_losses(folder))
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_every_precision_computes_the_same_curve(blend, exact, tmp_path, kind):
         ("fp16", ["--no-reset-position-ids"]),
         ("fp16", ["--hidden-dropout=0"]),
         ("fp16", ["--attention-dropout=0"]),
-        ("bf16", ["--rampup-batch-size", "2", "6", "40"]),
+        ("bf16", "--rampup-batch-size 2 6 40".split()),
     ],
 )
 @pytest.mark.fault("F3")

@@ -87,9 +87,12 @@ def test_exit_duration_in_mins(run, after, tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.flag("exit_interval")
 def test_exit_interval_does_not_leave_where_it_began(run, tmp_path):
     save = tmp_path / "save"
-    assert run("--exit-interval", 2, "--save", save).column("iteration") == [1, 2]
+    first = run("--exit-interval", 2, "--save", save)
+    assert first.status == 0 and first.column("iteration") == [1, 2] and steps_in(save) == [2]
+    assert first.column("reason", "end") == ["--exit-interval 2"]
     assert run("--exit-interval", 2, "--save", save, "--load", save).column("iteration") == [3, 4]
 
 
@@ -264,7 +267,7 @@ def test_keep_best(run, tmp_path, monkeypatch):
     state = open_step(save, 6).state
     assert (state["best_iteration"], state["best_loss"]) == (2, 3.0)
     made_up = iter([3.2, 2.9, 2.9, 2.9])  # a resumed run knows the best before it
-    more = ("--train-iters", 8, "--override-opt_param-scheduler", "--eval-interval", 1)
+    more = "--train-iters 8 --override-opt_param-scheduler --eval-interval 1".split()
     got = run("--save", save, "--load", save, "--keep-best", "--keep-last", 1, *more)
     assert steps_in(save) == [8] and (save / steps.BEST).read_text() == "8"
 
@@ -318,7 +321,7 @@ def test_a_start_that_may_be_a_new_run_is_refused(run, tmp_path):
         return run("--no-mock-data", "--split=1", "--eval-iters=0", "--data-path", *argv)
 
     assert start(first, "--save", a).status == 0
-    longer = ("--train-iters", 9, "--lr", 1)
+    longer = "--train-iters 9 --lr 1".split()
     for data, more in (
         (first, ()),
         (first, ("--train-iters", 2)),
@@ -549,7 +552,7 @@ def fake_smi(folder, monkeypatch, script):
 @pytest.mark.flag("steps_per_print")
 def test_deepspeeds_lines(run, tmp_path):
     """Every --steps-per-print steps, with the speed of the steps since the line before."""
-    small = ("--num-layers", 1, "--eval-iters", 0, "--train-iters", 7, "--log-interval", 100)
+    small = "--num-layers 1 --eval-iters 0 --train-iters 7 --log-interval 100".split()
     out = run(*small, "--steps-per-print", 3).out
     found = re.findall(
         r"^steps: (\d+) loss: (\d\.\d{4}) iter time \(s\): (\d+\.\d{3}) samples/sec: (\S+)$",
@@ -575,7 +578,7 @@ def test_deepspeeds_lines(run, tmp_path):
 def test_nvidia_smi(run, tmp_path, monkeypatch, capsys):
     """Its lines follow the iteration's own, in the log too; without it one line says so once."""
     fake_smi(tmp_path / "bin", monkeypatch, f"{SMI}sleep 0.5\n")
-    small = ("--num-layers", 1, "--eval-iters", 0, "--train-iters", 3, "--log-interval", 1)
+    small = "--num-layers 1 --eval-iters 0 --train-iters 3 --log-interval 1".split()
     got = run(*small, "--nvidia-smi-at", 2)
     assert got.column("ms")[2] < 500  # it counts in no step's time
     lines = got.out.splitlines()
@@ -815,14 +818,14 @@ def test_a_longer_context_begins_from_the_same_weights(run, tmp_path):
     a = tmp_path / "a"
     rope = ("--position-embedding-type", "rope")
     run("--save", a, *rope)
-    more = ("--rotary-base", 500000, "--norm-epsilon", 1e-6)
+    more = "--rotary-base 500000 --norm-epsilon 1e-6".split()
     got = run("--finetune", "--load", a, "--save", tmp_path / "b", *rope, *more)
     assert (
         got.status == 0
         and "note: rotary_base is 500000.0, the checkpoint was trained with 10000.0" in got.out
     )
     assert "note: layernorm_epsilon is 1e-06" in got.out
-    yarn = ("--rope-scaling", "yarn", "--original-max-position-embeddings", 16)
+    yarn = "--rope-scaling yarn --original-max-position-embeddings 16".split()
     got = run("--finetune", "--load", a, "--save", tmp_path / "c", *rope, *yarn)
     assert (
         got.status == 0
@@ -991,18 +994,9 @@ def test_a_step_of_minutes_is_announced(monkeypatch, capsys):
 
 def test_the_log_of_a_device_that_computes_by_itself(run, monkeypatch, tmp_path):
     """The same lines and rows in the same order, whatever comes between the steps."""
-    flags = [
-        "--eval-interval",
-        2,
-        "--save-interval",
-        3,
-        "--exit-interval",
-        7,
-        "--log-interval",
-        1,
-        "--train-iters",
-        9,
-    ]
+    flags = (
+        "--eval-interval 2 --save-interval 3 --exit-interval 7 --log-interval 1 --train-iters 9"
+    ).split()
     flags += ["--skip-train-iteration-range", "5-5"]
 
     def record(folder):

@@ -120,9 +120,9 @@ def test_the_wait_for_the_first_step_ends_with_it(run, monkeypatch):
 
 
 MISTAKES = {
-    "of the checkpoint": ["--load", "SAVE", "--lr", "1"],
-    "of the data": ["--no-mock-data", "--data-path", "SAVE/data", "--split", "0,1,0"],
-    "of an export beside the run": ["--sample-interval", "1", "--sample-prompts", "a"],
+    "of the checkpoint": "--load SAVE --lr 1".split(),
+    "of the data": "--no-mock-data --data-path SAVE/data --split 0,1,0".split(),
+    "of an export beside the run": "--sample-interval 1 --sample-prompts a".split(),
     "of a task": ["--eval-tasks", "lambada=none.jsonl"],
 }
 

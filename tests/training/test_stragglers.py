@@ -11,14 +11,8 @@ from meshwright.training.health.stragglers import Stragglers
 from on_ranks import train_on_ranks
 
 FLAGS = [f for f in TINY_FLAGS if not f.startswith(("--global", "--train-iters", "--eval"))]
-FLAGS += [
-    "--global-batch-size=4",
-    "--train-iters=20",
-    "--num-layers=1",
-    "--micro-batch-size=1",
-    "--log-interval=4",
-    "--distributed-timeout-minutes=0.05",
-]
+FLAGS += "--global-batch-size=4 --train-iters=20 --num-layers=1 --micro-batch-size=1".split()
+FLAGS += "--log-interval=4 --distributed-timeout-minutes=0.05".split()
 
 
 def sleep_in(name, until, rank):

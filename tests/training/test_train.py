@@ -26,7 +26,7 @@ import meshwright.training.micro_step
 import meshwright.training.run
 import meshwright.training.setup
 import meshwright.training.validation
-from helpers import SMALL_FLAGS, TINY_FLAGS, error_of, read_rows, write_counting
+from helpers import SMALL_FLAGS, TINY_FLAGS, error_of, read_losses, read_rows, write_counting
 from meshwright.__main__ import main
 from meshwright.base import console, device
 from meshwright.base.errors import UserError
@@ -40,8 +40,12 @@ from meshwright.training.run import print_settings
 from meshwright.training.state.resume import require_chosen_batch
 
 
+def start(*more):
+    return main(["train", *SMALL_FLAGS, *map(str, more)])
+
+
 def train(tmp_path, *more, save="run"):
-    status = main(["train", *SMALL_FLAGS, "--save", str(tmp_path / save), *more])
+    status = start("--save", tmp_path / save, *more)
     return status, read_rows(tmp_path / save)
 
 
@@ -67,7 +71,7 @@ def test_loss_falls_and_everything_is_written(tmp_path, capsys):
 
 
 def test_log_lines_in_megatrons_order(tmp_path, capsys):
-    train(tmp_path, "--load", str(tmp_path / "run"), "--save-interval", "3")
+    train(tmp_path, "--load", tmp_path / "run", "--save-interval", "3")
     out = capsys.readouterr().out
     order = [
         r"using world size: 1, data-parallel-size: 1, tensor-model-parallel size: 1, pipeline-model-parallel size: 1 $",
@@ -125,10 +129,10 @@ def test_log_lines_in_megatrons_order(tmp_path, capsys):
 
 
 def test_finished_run_again_takes_no_step(tmp_path, capsys):
-    train(tmp_path, "--load", str(tmp_path / "run"))
+    train(tmp_path, "--load", tmp_path / "run")
     before = (tmp_path / "run/iter_0000006/manifest.json").stat().st_mtime_ns
     capsys.readouterr()
-    status, steps = train(tmp_path, "--load", str(tmp_path / "run"))
+    status, steps = train(tmp_path, "--load", tmp_path / "run")
     out = capsys.readouterr().out
     assert status == 0 and len(steps) == 6
     assert "successfully loaded checkpoint" in out and " iteration " not in out.replace(
@@ -145,7 +149,7 @@ def test_finished_run_again_takes_no_step(tmp_path, capsys):
 
 def test_without_save_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["train", *SMALL_FLAGS]) == 0
+    assert start() == 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -209,15 +213,6 @@ def test_non_finite_loss_stops_with_70(tmp_path, capsys, monkeypatch):
     assert sorted(p.name for p in (tmp_path / "run").glob("iter_*")) == ["iter_0000002"]
 
 
-@pytest.mark.flag("save_overwrite")
-def test_save_without_load_onto_checkpoints_is_refused(tmp_path, capsys, finished):
-    finished(tmp_path / "run")
-    status, steps = train(tmp_path)
-    assert status == 73 and len(steps) == 6 and "--save-overwrite" in capsys.readouterr().err
-    status, steps = train(tmp_path, "--save-overwrite")
-    assert status == 0
-
-
 @pytest.mark.fault("F13")
 def test_second_run_on_the_folder_is_refused(tmp_path, capsys, monkeypatch):
     """Before torch is imported, which takes seconds."""
@@ -228,7 +223,7 @@ def test_second_run_on_the_folder_is_refused(tmp_path, capsys, monkeypatch):
     )
     (tmp_path / "run").mkdir()
     with owner.lock_folder(tmp_path / "run"):
-        status = main(["train", *SMALL_FLAGS, "--save", str(tmp_path / "run")])
+        status = start("--save", tmp_path / "run")
     assert status == 73 and str(os.getpid()) in capsys.readouterr().err
 
 
@@ -240,7 +235,7 @@ def test_a_refused_start_leaves_nothing_behind(tmp_path, monkeypatch):
         raise UserError("no data")
 
     monkeypatch.setattr(meshwright.training.setup, "build_trainer", refuse)
-    status, _ = train(tmp_path, "--run-dir", str(tmp_path / "a/b/logs"), save="a/b")
+    status, _ = train(tmp_path, "--run-dir", tmp_path / "a/b/logs", save="a/b")
     assert status == 2 and not list(tmp_path.iterdir())
 
 
@@ -260,10 +255,10 @@ def test_a_run_that_fails_behind_its_set_up_is_closed(tmp_path, monkeypatch):
 @pytest.mark.fault("F12")
 def test_a_kill_in_the_last_tracker_leaves_nothing(tmp_path):
     """Its temporary file goes with the next start, though that saves nothing."""
-    assert train(tmp_path, "--load", str(tmp_path / "run"))[0] == 0
+    assert train(tmp_path, "--load", tmp_path / "run")[0] == 0
     left = tmp_path / "run" / "latest_checkpointed_iteration.txt.1148.tmp"
     left.write_text("4")
-    assert train(tmp_path, "--load", str(tmp_path / "run"))[0] == 0 and not left.exists()
+    assert train(tmp_path, "--load", tmp_path / "run")[0] == 0 and not left.exists()
 
 
 def test_a_folder_of_texts_is_noted_before_a_run_lies_in_it(tmp_path, capsys):
@@ -281,15 +276,8 @@ def test_a_folder_of_texts_is_noted_before_a_run_lies_in_it(tmp_path, capsys):
     assert (
         train(tmp_path, "--exit-interval", "1")[0] == 0 and capsys.readouterr().out.count(note) == 1
     )
-    assert train(tmp_path, "--load", str(run), "--exit-interval", "2")[0] == 0
+    assert train(tmp_path, "--load", run, "--exit-interval", "2")[0] == 0
     assert "holds texts" not in capsys.readouterr().out
-
-
-@pytest.mark.flag("exit_interval")
-def test_exit_interval_saves_and_leaves(tmp_path, capsys):
-    status, steps = train(tmp_path, "--exit-interval", "4")
-    assert status == 0 and len(steps) == 4 and (tmp_path / "run/iter_0000004").is_dir()
-    assert read_rows(tmp_path / "run", "end")[0]["reason"] == "--exit-interval 4"
 
 
 @pytest.mark.flag("device")
@@ -298,7 +286,7 @@ def test_exit_interval_saves_and_leaves(tmp_path, capsys):
     [
         (["--device", "cuda"], "torch sees no GPU"),
         (
-            ["--micro-batch-size", "100000000", "--global-batch-size", "100000000"],
+            "--micro-batch-size 100000000 --global-batch-size 100000000".split(),
             "for the logits of 100000000 x 16",
         ),
         (["--hidden-size", "1000000000"], "the device has"),
@@ -307,21 +295,19 @@ def test_exit_interval_saves_and_leaves(tmp_path, capsys):
 def test_what_this_machine_lacks_is_refused(tmp_path, capsys, flags, words):
     if flags[0] == "--device" and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    status = main(["train", *SMALL_FLAGS, "--save", str(tmp_path / "run"), *flags])
+    status = start("--save", tmp_path / "run", *flags)
     assert status == 2 and words in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_half_an_environment_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert main(["train", *SMALL_FLAGS]) == 2 and "RANK is not" in capsys.readouterr().err
+    assert start() == 2 and "RANK is not" in capsys.readouterr().err
 
 
 @pytest.mark.flag("exit_on_missing_checkpoint")
 def test_missing_checkpoint_can_be_an_error(tmp_path, capsys):
-    status = main(
-        ["train", *SMALL_FLAGS, "--load", str(tmp_path / "none"), "--exit-on-missing-checkpoint"]
-    )
+    status = start("--load", tmp_path / "none", "--exit-on-missing-checkpoint")
     assert (
         status == 65
         and "no such folder, but --exit-on-missing-checkpoint needs one" in capsys.readouterr().err
@@ -337,10 +323,10 @@ def test_missing_checkpoint_can_be_an_error(tmp_path, capsys):
 def test_contradicting_architecture_is_refused(tmp_path, capsys, finished):
     finished(tmp_path / "run")
     run = str(tmp_path / "run")
-    assert main(["train", *SMALL_FLAGS, "--load", run, "--hidden-size", "64"]) == 65
+    assert start("--load", run, "--hidden-size", "64") == 65
     err = capsys.readouterr().err
     assert "32" in err and "64" in err
-    assert main(["train", *SMALL_FLAGS, "--load", run, "--num-attention-heads", "2"]) == 65
+    assert start("--load", run, "--num-attention-heads", "2") == 65
     err = capsys.readouterr().err
     # which follows
     assert "--num-attention-heads 2, the checkpoint has 4" in err and "group-query" not in err
@@ -382,12 +368,7 @@ def test_config_toml_from_another_folder_says_where_to_run(tmp_path, capsys, mon
     write_counting(tmp_path / "start" / "x", [30] * 9)
     monkeypatch.chdir(tmp_path / "start")
     flags = [f for f in SMALL_FLAGS if f not in ("--mock-data", "--vocab-size=64")]
-    flags += [
-        "--data-path=x",
-        "--tokenizer-type=NullTokenizer",
-        "--vocab-size=270",
-        "--eval-iters=0",
-    ]
+    flags += "--data-path=x --tokenizer-type=NullTokenizer --vocab-size=270 --eval-iters=0".split()
     assert main(["train", *flags, "--save", "run", "--load", "run", "--exit-interval=1"]) == 0
     monkeypatch.chdir(tmp_path / "other")
     for more in ([], ["--dry-run"]):
@@ -403,7 +384,7 @@ def test_config_toml_from_another_folder_says_where_to_run(tmp_path, capsys, mon
 def test_changed_settings_are_printed(tmp_path, capsys, finished):
     finished(tmp_path / "run")
     changed = "--clip-grad 0.5 --train-iters 8 --override-opt_param-scheduler".split()
-    main(["train", *SMALL_FLAGS, "--load", str(tmp_path / "run"), *changed])
+    start("--load", tmp_path / "run", *changed)
     out = capsys.readouterr().out
     assert "clip_grad is 0.5, the checkpoint was trained with 1.0" in out
     assert " > overriding learning rate value to 0.01" in out
@@ -436,13 +417,13 @@ def test_a_batch_that_follows_the_ranks_is_said_and_kept(tmp_path, capsys):
     run = ["--load", str(tmp_path / "run"), "--save", str(tmp_path / "run")]
     run += ["--micro-batch-size=2"]
     for more in ([], ["--dry-run"]):
-        assert main(["train", *SMALL_FLAGS, *follows, *run, *more]) == 2
+        assert start(*follows, *run, *more) == 2
         assert (
             "the checkpoint's global batch was 4, and without --global-batch-size it would be 2 now "
             "(--micro-batch-size 2 on one data-parallel rank); add --global-batch-size 4 to continue"
             in capsys.readouterr().err
         )
-    assert main(["train", *SMALL_FLAGS, *follows, *run, "--global-batch-size=4"]) == 0
+    assert start(*follows, *run, "--global-batch-size=4") == 0
     config = TrainConfig(
         training=Training(micro_batch_size=2, train_iters=1), parallel=Parallel(world_size=3)
     )
@@ -491,7 +472,7 @@ def test_z_loss_and_cap_are_taken_over(tmp_path, capsys):
     train(tmp_path, *given, "--exit-interval=3", save="part")
     part, capped = str(tmp_path / "part"), str(tmp_path / "whole")
     capsys.readouterr()
-    assert main(["train", *SMALL_FLAGS, "--load", part, "--save", part]) == 0
+    assert start("--load", part, "--save", part) == 0
     assert "z loss: " in capsys.readouterr().out
     columns = [
         [(row["loss"], row["z_loss"]) for row in read_rows(tmp_path / name)]
@@ -517,12 +498,10 @@ def test_printed_config_runs_again(tmp_path, capsys, finished):
     shown = tmp_path / "shown.toml"
     third = str(tmp_path / "third")
     capsys.readouterr()
-    assert main(["train", *SMALL_FLAGS, "--print-config"]) == 0
+    assert start("--print-config") == 0
     shown.write_text(capsys.readouterr().out)
     assert main(["train", "--config", str(shown), "--save", str(tmp_path / "again")]) == 0
-    assert [r["loss"] for r in read_rows(tmp_path / "again")] == [
-        r["loss"] for r in read_rows(tmp_path / "run")
-    ]
+    assert read_losses(tmp_path / "again") == [r["loss"] for r in read_rows(tmp_path / "run")]
     assert (
         main(
             [
@@ -537,9 +516,7 @@ def test_printed_config_runs_again(tmp_path, capsys, finished):
         )
         == 0
     )
-    assert [r["loss"] for r in read_rows(tmp_path / "third")] == [
-        r["loss"] for r in read_rows(tmp_path / "run")
-    ]
+    assert read_losses(tmp_path / "third") == [r["loss"] for r in read_rows(tmp_path / "run")]
 
 
 def test_loss_mean_microbatch_equals_global_without_masks(tmp_path):
@@ -660,6 +637,7 @@ def test_deterministic_mode_is_set(tmp_path):
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.flag("save_overwrite")
 def test_save_folder_of_another_run_is_refused(tmp_path, capsys):
     """Giving --load another folder, or a misspelt one, does not allow the --save."""
     train(tmp_path, save="a")
@@ -668,12 +646,12 @@ def test_save_folder_of_another_run_is_refused(tmp_path, capsys):
         ("b", 73, "--save-overwrite"),
         ("misspelt", 65, "there is no such folder"),
     ):
-        status, steps = train(tmp_path, "--load", str(tmp_path / load), save="a")
+        status, steps = train(tmp_path, "--load", tmp_path / load, save="a")
         assert status == wanted and len(steps) == 6 and words in capsys.readouterr().err
     status, _ = train(
         tmp_path,
         "--load",
-        str(tmp_path / "b"),
+        tmp_path / "b",
         "--save-overwrite",
         "--override-opt_param-scheduler",
         save="a",
@@ -684,25 +662,14 @@ def test_save_folder_of_another_run_is_refused(tmp_path, capsys):
 
 def test_one_step_can_be_loaded_by_its_folder(tmp_path, capsys):
     train(tmp_path, "--save-interval", "2")
-    status = main(
-        [
-            "train",
-            *SMALL_FLAGS,
-            "--load",
-            str(tmp_path / "run/iter_0000002"),
-            "--save",
-            str(tmp_path / "b"),
-        ]
-    )
+    status = start("--load", tmp_path / "run/iter_0000002", "--save", tmp_path / "b")
     assert status == 0 and "at iteration 2\n" in capsys.readouterr().out
-    assert [r["loss"] for r in read_rows(tmp_path / "b")] == [
-        r["loss"] for r in read_rows(tmp_path / "run")
-    ][2:]
+    assert read_losses(tmp_path / "b") == [r["loss"] for r in read_rows(tmp_path / "run")][2:]
 
 
 def test_overwriting_waits_until_the_run_can_begin(tmp_path, finished):
     finished(tmp_path / "run")
-    assert train(tmp_path, "--save-overwrite", "--vocab-file", str(tmp_path / "none.json"))[0] != 0
+    assert train(tmp_path, "--save-overwrite", "--vocab-file", tmp_path / "none.json")[0] != 0
     assert (tmp_path / "run/iter_0000006").is_dir()
 
 
@@ -731,7 +698,7 @@ def test_fp16_continues_bf16_with_a_scale_of_its_own(tmp_path):
         tmp_path,
         "--fp16",
         "--load",
-        str(tmp_path / "run"),
+        tmp_path / "run",
         "--train-iters",
         "8",
         "--lr-decay-iters",
@@ -782,11 +749,11 @@ def test_a_finished_run_with_other_settings_is_left_alone(tmp_path, capsys, fini
 
 
 @pytest.mark.parametrize(
-    "flags", [["--vocab-size", "0"], ["--micro-batch-size", "0", "--global-batch-size", "4"]]
+    "flags", [["--vocab-size", "0"], "--micro-batch-size 0 --global-batch-size 4".split()]
 )
 def test_dry_run_finds_what_the_run_would(tmp_path, capsys, flags):
     for more in (["--dry-run"], []):
-        assert main(["train", *SMALL_FLAGS, *flags, *more]) == 2
+        assert start(*flags, *more) == 2
         assert "must be above 0" in capsys.readouterr().err
 
 
@@ -949,12 +916,10 @@ def test_parameters_of_each_pipeline_rank_are_those_it_builds(more):
     from meshwright.parallel.shard import rule
     from meshwright.training.parameters import parameters_of_ranks
 
-    argv = [
-        "--world-size=4",
-        "--tensor-model-parallel-size=2",
-        "--pipeline-model-parallel-size=2",
-        "--num-layers=5",
-    ]
+    argv = (
+        "--world-size=4 --tensor-model-parallel-size=2 --pipeline-model-parallel-size=2 "
+        "--num-layers=5"
+    ).split()
     argv += [
         "--num-query-groups=2",
         "--group-query-attention",
@@ -1093,7 +1058,7 @@ def test_running_out_of_memory_is_explained(monkeypatch, capsys, error, message)
         raise error
 
     monkeypatch.setattr(meshwright.training.loop, "train_step", fail)
-    assert main(["train", *SMALL_FLAGS]) == 2
+    assert start() == 2
     shown = capsys.readouterr().err
     assert message in shown and "Including" not in shown and "Error code" not in shown
     assert (
@@ -1102,7 +1067,7 @@ def test_running_out_of_memory_is_explained(monkeypatch, capsys, error, message)
     )
     monkeypatch.setattr(meshwright.training.loop, "train_step", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        main(["train", *SMALL_FLAGS])
+        start()
 
 
 @pytest.mark.parametrize(
@@ -1115,7 +1080,7 @@ def test_memory_that_is_not_the_trainings_has_other_advice(monkeypatch, capsys, 
         raise error
 
     monkeypatch.setattr(meshwright.training.setup, "open_log", fail)
-    assert main(["train", *SMALL_FLAGS]) == 2
+    assert start() == 2
     shown = capsys.readouterr().err
     assert "out of memory on this machine: " in shown and "--micro-batch-size" not in shown
     damaged = UserError("the file is damaged")
@@ -1169,7 +1134,7 @@ def test_a_load_that_holds_nothing_is_refused(tmp_path, capsys):
     """Issue 13, line 3; the same folder as --save starts anew."""
     for load in ("nope", "empty"):
         (tmp_path / "empty").mkdir(exist_ok=True)
-        status, _ = train(tmp_path, "--load", str(tmp_path / load), save="new")
+        status, _ = train(tmp_path, "--load", tmp_path / load, save="new")
         out, err = capsys.readouterr()
         assert (
             status == 65
@@ -1177,7 +1142,7 @@ def test_a_load_that_holds_nothing_is_refused(tmp_path, capsys):
             and "leave --load out" in err
             and not out
         )
-        assert main(["train", *SMALL_FLAGS, "--load", str(tmp_path / load), "--dry-run"]) == 65
+        assert start("--load", tmp_path / load, "--dry-run") == 65
     assert not (tmp_path / "new").exists()
     config = parse_settings(
         TrainConfig, [*SMALL_FLAGS, "--load", str(tmp_path / "nope")], "meshwright train"
@@ -1210,12 +1175,7 @@ def test_steps_at_rate_0_are_announced(tmp_path, capsys, finished):
         and min(row["lr"] for row in steps[8:]) > 0
         and "WARNING" not in capsys.readouterr().err
     )
-    assert (
-        main(
-            ["train", *SMALL_FLAGS, "--lr-warmup-iters", "9", "--lr-decay-iters", "20", "--dry-run"]
-        )
-        == 0
-    )
+    assert start("--lr-warmup-iters", "9", "--lr-decay-iters", "20", "--dry-run") == 0
     assert "WARNING: the run ends within its warm-up" in capsys.readouterr().out
 
 
@@ -1333,7 +1293,7 @@ def test_an_error_of_the_disk_names_its_file(tmp_path, capsys, monkeypatch):
         return real(fd, data)
 
     monkeypatch.setattr(os, "write", write)
-    assert main(["train", *SMALL_FLAGS, "--run-dir", str(tmp_path / "a")]) == 74
+    assert start("--run-dir", tmp_path / "a") == 74
     said = f"{tmp_path / 'a' / 'metrics.jsonl'}: No space left on device; free space there, or choose another folder"
     assert said in capsys.readouterr().err
     with pytest.raises(OSError, match="page.html"), replacing(tmp_path / "page.html"):
@@ -1373,12 +1333,9 @@ def test_a_token_file_cut_short_under_a_run(tmp_path, capsys, monkeypatch, endin
         return step(self)
 
     monkeypatch.setattr(meshwright.training.loop.Trainer, "step", cut_and_step)
-    flags = [f for f in SMALL_FLAGS if f != "--mock-data"] + [
-        "--vocab-size",
-        "800",
-        "--save-interval",
-        "2",
-    ]
+    flags = [
+        f for f in SMALL_FLAGS if f != "--mock-data"
+    ] + "--vocab-size 800 --save-interval 2".split()
     assert (
         main(
             [
