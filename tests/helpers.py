@@ -35,6 +35,8 @@ TINY_FLAGS = (
     "--micro-batch-size=2 --global-batch-size=4 --lr=1e-2 --train-iters=6 --eval-interval=3 --eval-iters=1 "
     "--log-interval=1 --mock-data --vocab-size=64 --num-workers=0 --device=cpu --no-tensorboard"
 ).split()
+# Half of its time, for what happens around the steps.
+SMALL_FLAGS = [*TINY_FLAGS, "--num-layers=1", "--micro-batch-size=4"]
 
 
 def open_step(root: str | os.PathLike[str], step: int) -> native.NativeSource:

@@ -65,6 +65,14 @@ def _rank(
         dist.destroy_process_group()
 
 
+def environments(world: int) -> list[dict[str, str]]:
+    """Return what a launcher tells each rank, all of them on this machine."""
+    place = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": free_port()}
+    shared = {name: str(n) for name, n in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    shared["OMP_NUM_THREADS"] = "1"
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+
+
 def run_programs(
     script: Path, argv: list[list[str]], environ: list[dict[str, str]], folder: Path
 ) -> tuple[list[int], list[str]]:

@@ -172,7 +172,7 @@ TRAIN = [
     for word in TINY_FLAGS
     if not word.startswith(("--vocab", "--no-tensorboard", "--train-iters"))
 ]
-TRAIN += ["--tokenizer=byte", "--tensorboard", "--keep-best", "--train-iters=3"]
+TRAIN += "--tokenizer=byte --tensorboard --keep-best --train-iters=3".split()
 
 
 @pytest.fixture(scope="module")

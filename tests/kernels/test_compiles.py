@@ -17,6 +17,7 @@ SPILLED = 64  # bytes of a thread; a few cost little
 
 
 @pytest.mark.whole
+@pytest.mark.timeout(300)
 def test_every_kernel_compiles():
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -22,9 +22,16 @@ def kernels(monkeypatch):
     monkeypatch.setattr(devices, "has_kernels", lambda device: True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("width", "high"), [(8, 5), (136, 3), (520, 1), (40, 1000)])
-def test_rows_are_added_to_their_tokens(kernels, dtype, width, high):
+@pytest.mark.parametrize(
+    ("width", "high", "dtype"),
+    [
+        (8, 5, torch.float32),
+        (136, 3, torch.bfloat16),
+        (520, 1, torch.float16),
+        (40, 1000, torch.bfloat16),
+    ],
+)
+def test_rows_are_added_to_their_tokens(kernels, width, high, dtype):
     """Up to 70 rows of one token, more than one tile; untouched rows keep their bits."""
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(0, high, (70,), generator=g).to(DEVICE)

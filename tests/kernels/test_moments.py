@@ -47,10 +47,13 @@ def spread(count, dtype, seed=0):
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_stored_numbers_keep_their_codes(with_kernels, dtype):
     """Whatever is drawn; and a format's numbers grow with its codes."""
-    values = moments.expanded(codes_of(dtype))
+    codes = codes_of(dtype)
+    if with_kernels and dtype is torch.bfloat16:  # Triton's interpreter takes long
+        codes = codes[::11]
+    values = moments.expanded(codes)
     for number in range(1, 4):
         assert torch.equal(moments.expanded(stored(values, dtype, number)), values)
-    again = torch.empty_like(codes_of(dtype))
+    again = torch.empty_like(codes)
     moments.assign(again, values)
     assert torch.equal(moments.expanded(again), values)
     if dtype is not torch.bfloat16:

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from helpers import TINY_FLAGS, open_step, read_rows
+from helpers import TINY_FLAGS, open_step, read_losses, read_rows
 from meshwright.__main__ import main
 from meshwright.checkpoint import loading, native
 from meshwright.config.schema import Logging, Optimizer
@@ -104,14 +104,10 @@ def test_a_run_validates_it_beside_its_weights(run, more):
 
 
 def losses(folder):
-    return [r["loss"] for r in read_rows(folder)] + [
-        r["ema_loss"] for r in read_rows(folder, "validation")
-    ]
+    return read_losses(folder) + [r["ema_loss"] for r in read_rows(folder, "validation")]
 
 
-@pytest.mark.parametrize(
-    "more", [[], ["--no-save-optim", "--optimizer", "sgd", "--sgd-momentum", "0"]]
-)
+@pytest.mark.parametrize("more", [[], "--no-save-optim --optimizer sgd --sgd-momentum 0".split()])
 def test_a_resumed_run_has_the_same_average(tmp_path, more):
     flags = [*TINY_FLAGS, "--ema", "0.9", *more]
     for name, stops in {"whole": [6], "parts": [2, 6]}.items():

@@ -235,14 +235,12 @@ def lion_step(weight, grad, moment, lr, wd, beta1=0.9, beta2=0.99):
 
 
 @pytest.mark.parametrize(
-    ("chunk", "betas", "clip", "dtype"),  # every pair of values
+    ("chunk", "betas", "clip", "dtype"),
     [
         (elementwise.CHUNK, (0.9, 0.99), 0.0, torch.float64),
         (100, (0.9, 0.99), 0.05, torch.float32),
-        (elementwise.CHUNK, (0.5, 0.8), 0.05, torch.float32),
         (100, (0.5, 0.8), 0.0, torch.float64),
-        (elementwise.CHUNK, (0.0, 0.0), 0.05, torch.float64),
-        (100, (0.0, 0.0), 0.0, torch.float32),
+        (elementwise.CHUNK, (0.0, 0.0), 0.05, torch.float32),
     ],
 )
 def test_lion_follows_its_formula(monkeypatch, chunk, betas, clip, dtype):

@@ -208,7 +208,7 @@ def saved(folder, step):
     return tensors, open_step(folder, step).state
 
 
-BASE = ("--eval-iters", "0", "--lr-decay-style", "constant", "--lr-decay-iters", "9")
+BASE = "--eval-iters 0 --lr-decay-style constant --lr-decay-iters 9".split()
 
 
 def saving(folder):
@@ -357,15 +357,7 @@ def test_a_constant_scale_that_never_fits(run):
 def test_a_step_with_a_bad_loss_is_not_clean(run, breaking, tmp_path):
     """The scale doubles after three applied steps, not after two and a NaN."""
     breaking({2})
-    flags = (
-        "--fp16",
-        "--initial-loss-scale",
-        "256",
-        "--loss-scale-window",
-        "3",
-        "--on-nonfinite",
-        "skip:1",
-    )
+    flags = "--fp16 --initial-loss-scale 256 --loss-scale-window 3 --on-nonfinite skip:1".split()
     got = run(*BASE, *flags, "--train-iters", "3", *saving(tmp_path))
     assert got.status == 0 and got.column("skipped") == [False, True, False]
     state = open_step(tmp_path, 3).state["loss_scale"]

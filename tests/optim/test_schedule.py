@@ -454,7 +454,7 @@ def test_checkpoints_from_before_the_newer_three():
 def test_resume_by_command(run, tmp_path, flag):
     """A resumed run with another rate uses the one that the flag selects."""
     save = str(tmp_path / "save")
-    base = ("--lr-decay-style", "constant", "--eval-iters", "0")
+    base = "--lr-decay-style constant --eval-iters 0".split()
     assert run(*base, "--train-iters", "2", "--lr", "0.01", "--save", save).status == 0
     got = run(
         *base, "--train-iters", "4", "--lr", "0.002", "--load", save, *([flag] if flag else [])

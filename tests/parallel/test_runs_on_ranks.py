@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from helpers import TINY_FLAGS, free_port, open_step, read_rows
+from helpers import TINY_FLAGS, open_step, read_rows
 from meshwright.__main__ import main
 from meshwright.data.files.writer import Writer
-from on_ranks import run_programs
+from on_ranks import environments, run_programs
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(120)]
 SCRIPT = Path(__file__).parents[2] / "pretrain_gpt.py"
@@ -25,13 +25,8 @@ ENDLESS = ["--train-iters=100000", "--lr-decay-iters=100000"]
 
 def on_ranks(world, *flags, folder):
     """Run `pretrain_gpt.py` on `world` ranks; return exit statuses and outputs."""
-    shared = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environ = [
-        shared | {"RANK": str(r), "LOCAL_RANK": str(r), "OMP_NUM_THREADS": "1"}
-        for r in range(world)
-    ]
-    return run_programs(SCRIPT, [[*FLAGS, *map(str, flags)]] * world, environ, folder)
+    words = [*FLAGS, *map(str, flags)]
+    return run_programs(SCRIPT, [words] * world, environments(world), folder)
 
 
 def curve(folder):
@@ -55,9 +50,10 @@ def sampled(cases, quick):
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
+    """The folder of a run of one process."""
     folder = tmp_path_factory.mktemp("one")
-    assert main(["train", *FLAGS, "--run-dir", str(folder)]) == 0
-    return curve(folder)
+    assert main(["train", *FLAGS, "--save", str(folder)]) == 0
+    return folder
 
 
 TP2, PP2, CP2 = (
@@ -89,10 +85,11 @@ def test_a_run_continues_in_another_layout(tmp_path, uninterrupted, chain):
         assert statuses == [0] * world, outputs[0][-3000:]
         assert not any(text.strip() for text in outputs[1:]), outputs[1]  # only rank 0 prints
     steps, valid = curve(tmp_path / "run")
+    wanted_steps, wanted_valid = curve(uninterrupted)
     assert len(steps) == 9
-    for i, want in uninterrupted[0].items():
+    for i, want in wanted_steps.items():
         assert steps[i] == pytest.approx(want, rel=1e-9), i
-    assert valid == pytest.approx(uninterrupted[1], rel=1e-9)
+    assert valid == pytest.approx(wanted_valid, rel=1e-9)
 
 
 VALIDATED = {
@@ -177,14 +174,13 @@ def test_not_finite_on_all_ranks(tmp_path):
 
 def test_validation_without_training(tmp_path, uninterrupted):
     """A pipeline validates and tests a checkpoint of one process without a step."""
-    assert main(["train", *FLAGS, "--save", str(tmp_path / "run")]) == 0
     statuses, outputs = on_ranks(
-        2, PP2, "--skip-train", "--load=run", "--run-dir=again", folder=tmp_path
+        2, PP2, "--skip-train", "--load", uninterrupted, "--run-dir=again", folder=tmp_path
     )
     assert statuses == [0] * 2, outputs[0][-3000:]
     want, got = (
-        {r["name"]: r["loss"] for r in read_rows(tmp_path / name, "validation")}
-        for name in ("run", "again")
+        {r["name"]: r["loss"] for r in read_rows(folder, "validation")}
+        for folder in (uninterrupted, tmp_path / "again")
     )
     assert got["test"] == pytest.approx(want["test"], rel=1e-9) and math.isfinite(got["validation"])
     assert not read_rows(tmp_path / "again")

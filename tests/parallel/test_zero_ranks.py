@@ -289,7 +289,7 @@ def test_other_rules_equal_one_process(sizes, rule):
     LAYOUTS,
     ["adam", "muon", "lion"],
     ["bfloat16", "float8"],
-    quick=[(0, 0, 1), (1, 1, 1), (2, 2, 0)],
+    quick=[(0, 0, 1), (0, 1, 1), (2, 2, 0)],
 )
 def test_state_of_fewer_bits_equals_one_process(sizes, rule, state):
     on_ranks(check_exact, sizes, 2, "none", rule, GATED, state)
@@ -449,7 +449,7 @@ def check_masters(layout):
             assert apart < 0.05 * total, (dtype, zero, offload, apart, total)
 
 
-@sampled(("sizes",), LAYOUTS, quick=[(0,), (1,)])
+@sampled(("sizes",), LAYOUTS, quick=[(1,)])
 def test_masters_keep_what_16_bits_lose(sizes):
     on_ranks(check_masters, sizes)
 

@@ -40,7 +40,7 @@ def test_every_row_that_is_written_is_described():
 
 
 def test_rows_have_the_columns_of_the_table(run, tmp_path):
-    flags = ["--log-num-zeros-in-grad", "--log-params-norm", "--weight-decay-incr-style", "linear"]
+    flags = "--log-num-zeros-in-grad --log-params-norm --weight-decay-incr-style linear".split()
     flags += [
         "--start-weight-decay",
         "0",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import platform
 
@@ -10,13 +11,19 @@ import pytest
 import torch
 
 import layouts
-from helpers import read_rows
+from helpers import TINY_FLAGS, read_rows
 from meshwright.base import console
 from meshwright.base.errors import UserError
 from meshwright.training import loop
 from on_ranks import make_team, run_ranks
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(120)]
+
+
+@pytest.fixture
+def run(run):
+    """run(flag, ...) trains with two layers and two micro-batches."""
+    return functools.partial(run, *TINY_FLAGS)
 
 
 def spoil(trainer, kind, name, sample):

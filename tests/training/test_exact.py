@@ -18,7 +18,7 @@ import safetensors.numpy
 import meshwright.checkpoint.loading
 import meshwright.optim.loss_scale
 import meshwright.training.state.state
-from helpers import printed_losses, read_rows
+from helpers import printed_losses, read_losses, read_rows
 from meshwright.__main__ import main
 from meshwright.checkpoint.publish import step_folder
 from meshwright.config import flags
@@ -31,17 +31,20 @@ pytestmark = pytest.mark.whole  # seconds, not moments
 WORDS, SEQ = 60, 16  # ids 0 ... 59; NullTokenizer's end of document is 60
 SIZES = {"small": 107, "large": 400}  # documents
 STEPS = 36
+# A later --train-samples ends the run after this step, in 42 + 9 x 8 samples.
+SHORT_STEPS = 22
 SKIPS = ["--skip-train-iteration-range", "16-18", "29-31"]
 NO_VALIDATION = ["--eval-iters=0", "--split=100,0,0"]
-MODEL = ["--num-layers=2", "--hidden-size=32", "--num-attention-heads=4", f"--seq-length={SEQ}"]
-QUIET = ["--device=cpu", "--num-workers=0", "--log-interval=1000", "--no-tensorboard"]
+MODEL = ["--num-layers=1", "--hidden-size=32", "--num-attention-heads=4", f"--seq-length={SEQ}"]
+QUIET = "--device=cpu --num-workers=0 --log-interval=1000 --no-tensorboard".split()
 NULL = ["--tokenizer-type=NullTokenizer", f"--vocab-size={WORDS}"]
 # The batch is 2 for 7 steps, then 4, then 6, and 8 from step 14 on, after 42 samples; step 36
 # ends after 42 + 23 x 8.
 LENGTH = ["--micro-batch-size=2", "--global-batch-size=8"]
-LENGTH += ["--train-samples=226", "--lr=1e-2", "--lr-warmup-samples=10", "--lr-decay-samples=226"]
+LENGTH += "--train-samples=226 --lr=1e-2 --lr-warmup-samples=10 --lr-decay-samples=226".split()
 MARKS = ["--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask"]
-RAMP = ["--rampup-batch-size", "2", "2", "40"]
+SHORT = ["--train-samples=114", "--lr-decay-samples=114"]
+RAMP = "--rampup-batch-size 2 2 40".split()
 RUN = [*RAMP, *MARKS, *SKIPS]
 FORMATS = {
     "float64": ["--params-dtype=float64"],
@@ -95,7 +98,7 @@ def saved(folder, step):
 
 def curve(folder, *more):
     train(folder, *more, *NO_VALIDATION)
-    return np.array([r["loss"] for r in read_rows(folder)])
+    return np.array(read_losses(folder))
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +138,7 @@ def test_every_precision_computes_the_same_curve(blend, exact, tmp_path, kind):
         ("fp16", ["--no-reset-position-ids"]),
         ("fp16", ["--hidden-dropout=0"]),
         ("fp16", ["--attention-dropout=0"]),
-        ("bf16", ["--rampup-batch-size", "2", "6", "40"]),
+        ("bf16", "--rampup-batch-size 2 6 40".split()),
     ],
 )
 @pytest.mark.fault("F3")
@@ -169,7 +172,7 @@ def stop_and_go(folder, stops, *more):
     train(folder, *more)
 
 
-def require_equal(whole, parts):
+def require_equal(whole, parts, steps=STEPS):
     """Losses, validations, tensors and counters, to the last bit."""
     for a, b in zip(losses(whole), losses(parts), strict=True):
         assert a == b
@@ -178,7 +181,7 @@ def require_equal(whole, parts):
         for f in (whole, parts)
     ]
     assert rows[0] == rows[1]
-    (tensors, counters), (others, other_counters) = saved(whole, STEPS), saved(parts, STEPS)
+    (tensors, counters), (others, other_counters) = saved(whole, steps), saved(parts, steps)
     assert tensors.keys() == others.keys() and [n for n in tensors if tensors[n] != others[n]] == []
     assert counters == other_counters
 
@@ -231,7 +234,7 @@ def test_stopped_again_and_again_it_is_the_same_run(blend, whole, tmp_path, kind
     require_equal(whole(*more), tmp_path)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", [*reversed(FORMATS)])
 def test_stopped_inside_a_skipped_range(blend, whole, tmp_path, kind):
     """178 samples end the run at iteration 30, within 29-31; then it is made longer."""
     more = [*FORMATS[kind], *OVERFLOWING, *NO_VALIDATION]
@@ -255,22 +258,23 @@ def test_stopped_inside_a_skipped_range(blend, whole, tmp_path, kind):
         ["--dataloader-type=cyclic", *FORMATS["bf16"]],
         ["--loss-mean=microbatch", "--num-workers=2"],
         (
-            "--lr-decay-style=WSD --lr-wsd-decay-samples=100 --weight-decay-incr-style=cosine "
+            "--lr-decay-style=WSD --lr-wsd-decay-samples=50 --weight-decay-incr-style=cosine "
             "--start-weight-decay=0.01 --end-weight-decay=0.9"
         ).split(),
     ],
     ids=lambda more: " ".join(more),
 )
 def test_stopped_with_other_rules(blend, whole, tmp_path, more):
-    more = [*more, *OVERFLOWING, *NO_VALIDATION]
-    stop_and_go(tmp_path, [2, 18, 28], *blend, *RUN, *more)
-    require_equal(whole(*more), tmp_path)
+    more = [*SHORT, *more, *OVERFLOWING, *NO_VALIDATION]
+    stop_and_go(tmp_path, [2, 18, 20], *blend, *RUN, *more)
+    require_equal(whole(*more), tmp_path, SHORT_STEPS)
 
 
 @pytest.mark.parametrize("kind", ["fp16", "float32"])
 def test_stopped_between_validations(blend, whole, tmp_path, kind):
-    """At 10 right after one, at 27 and 28 between two."""
+    """At 10 right after one, at 12 and 13 between two."""
     more = [
+        *SHORT,
         *FORMATS[kind],
         *OVERFLOWING,
         "--eval-interval=5",
@@ -278,10 +282,10 @@ def test_stopped_between_validations(blend, whole, tmp_path, kind):
         "--split=70,20,10",
         "--keep-best",
     ]
-    stop_and_go(tmp_path, [10, 27, 28], *blend, *RUN, *more)
-    require_equal(whole(*more), tmp_path)
+    stop_and_go(tmp_path, [10, 12, 13], *blend, *RUN, *more)
+    require_equal(whole(*more), tmp_path, SHORT_STEPS)
     rows = read_rows(tmp_path, "validation")
-    assert [r["iteration"] for r in rows] == [5, 10, 15, 20, 25, 35, 36, 36]
+    assert [r["iteration"] for r in rows] == [5, 10, 15, 20, 22, 22]
     assert len({r["loss"] for r in rows}) == len(rows)
 
 
@@ -329,7 +333,7 @@ def forget_moments(monkeypatch):
 @pytest.mark.fault("F3")
 def test_forgotten_state_shows(blend, whole, tmp_path, monkeypatch, forget):
     """The control: if these runs were equal too, the tests above would prove nothing."""
-    more = [*FORMATS["fp16"], *OVERFLOWING, *NO_VALIDATION]
+    more = [*SHORT, *FORMATS["fp16"], *OVERFLOWING, *NO_VALIDATION]
     taken = [r["iteration"] for r in read_rows(whole(*more)) if not r["skipped"]]
     stop = taken[1]  # the scale has come down, and half of its clean steps are done
     train(tmp_path, *blend, *RUN, *more, f"--exit-interval={stop}")
@@ -425,6 +429,7 @@ def test_options(blend, tmp_path, capsys, options, contradiction):
     """A resumed run is equal, its text does not depend on the cache; other flags are refused."""
     more = [
         *blend,
+        "--num-layers=2",
         "--train-samples=24",
         "--lr-decay-samples=24",
         "--global-batch-size=4",

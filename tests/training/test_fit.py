@@ -23,7 +23,7 @@ CPU, GIB = torch.device("cpu"), 2**30
 gpu = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="running out of a GPU's memory needs a GPU"
 )
-FEW = ("--train-iters", "2", "--eval-iters", "0", "--global-batch-size", "12", "--micro-batch-size")
+FEW = "--train-iters 2 --eval-iters 0 --global-batch-size 12 --micro-batch-size".split()
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_more_fits_with_less_kept(run, memory):
     for more in (
         ["--recompute-activations"],
         ["--bf16"],
-        ["--recompute-granularity", "full", "--recompute-method", "block"],
+        "--recompute-granularity full --recompute-method block".split(),
     ):
         run(*base, *more)
         assert 0.3 * one < each(counted) < one, more
@@ -245,6 +245,8 @@ class Card:
         for name, function in cuda.items():
             monkeypatch.setattr(torch.cuda, name, function)
         monkeypatch.setattr(torch.accelerator, "synchronize", lambda d: None)
+        # It takes half a second among all modules of the tests.
+        monkeypatch.setattr(fit.gc, "collect", lambda: None)
 
     def attempt(self, size):
         self.tried.append(size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from helpers import TINY_FLAGS, free_port, read_losses
+from helpers import TINY_FLAGS, read_losses
 from meshwright.__main__ import main
 from meshwright.base import device as devices
 from meshwright.base.errors import UserError
@@ -17,7 +18,7 @@ from meshwright.checkpoint.publish import step_folder
 from meshwright.config import flags
 from meshwright.config.schema import Precision, TrainConfig
 from meshwright.data.files.writer import Writer
-from on_ranks import run_programs
+from on_ranks import environments, run_programs
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(120)]
 
@@ -31,6 +32,12 @@ def emulation():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "has_fp8", lambda device: device.type == "cpu")
         yield
+
+
+@pytest.fixture
+def run(run):
+    """run(flag, ...) trains with two layers and two micro-batches."""
+    return functools.partial(run, *TINY_FLAGS)
 
 
 def test_a_cpu_has_no_fp8(run, monkeypatch):
@@ -239,12 +246,6 @@ def test_layouts_have_the_same_scales(tmp_path, whole, layout):
         "import sys\nfrom meshwright.base import device\nfrom meshwright.__main__ import main\n"
         "device.has_fp8 = lambda device: True\nsys.exit(main(['train', *sys.argv[1:]]))\n"
     )
-    environ = {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
     argv = [
         *TINY_FLAGS,
         *FP8,
@@ -254,10 +255,7 @@ def test_layouts_have_the_same_scales(tmp_path, whole, layout):
         *LAYOUTS[layout].split(),
     ]
     argv += ["--save", str(tmp_path / "two")]
-    each = [
-        environ | {"RANK": str(r), "LOCAL_RANK": str(r), "OMP_NUM_THREADS": "1"} for r in range(2)
-    ]
-    statuses, outputs = run_programs(script, [argv] * 2, each, tmp_path)
+    statuses, outputs = run_programs(script, [argv] * 2, environments(2), tmp_path)
     assert statuses == [0, 0], outputs[0][-3000:]
     assert read_losses(tmp_path / "two") == pytest.approx(read_losses(whole), abs=2e-3)
     one, two = (

@@ -18,24 +18,15 @@ from meshwright.training.micro_step import Network
 from meshwright.training.step import StepSettings, train_step
 from stores import CPU, VOCAB, is_equal, make, snapshot
 
-MASKS = [
-    "--eod-mask-loss",
-    "--reset-position-ids",
-    "--reset-attention-mask",
-    "--tokenizer-type",
-    "ByteTokenizer",
-]
+MASKS = (
+    "--eod-mask-loss --reset-position-ids --reset-attention-mask --tokenizer-type ByteTokenizer"
+).split()
 MASKS += ["--vocab-size", "none"]  # the tokenizer's
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
-LEVERS = [
-    "--embedding-lr",
-    3e-3,
-    "--vector-lr",
-    1e-4,
-    "--cautious-weight-decay",
-    "--zero-init-projections",
-]
-LEVERS += ["--weight-decay", 0.3, "--weight-decay-incr-style", "rate"]
+LEVERS = (
+    "--embedding-lr 3e-3 --vector-lr 1e-4 --cautious-weight-decay --zero-init-projections"
+).split()
+LEVERS += "--weight-decay 0.3 --weight-decay-incr-style rate".split()
 
 
 @pytest.fixture
@@ -79,31 +70,19 @@ def test_a_step_is_up_to_three_pieces(run, recorded, accumulated):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--fp16", "--initial-loss-scale", 2**22, "--hysteresis", 1, "--ema", 0.9],
-        ["--bf16", "--optimizer", "muon"],
+        ["--fp16", "--initial-loss-scale", 2**22, "--hysteresis", 1, "--ema", 0.9, *LEVERS],
         ["--bf16", "--optimizer", "lion"],
-        ["--fp16", "--initial-loss-scale", 2**22, "--hysteresis", 1, *LEVERS],
         ["--bf16", "--optimizer", "muon", *LEVERS],
         [*MASKS, "--loss-mean", "microbatch"],
-        ["--lr-warmup-iters", 3, "--weight-decay-incr-style", "linear", "--start-weight-decay", 0.1]
+        "--lr-warmup-iters 3 --weight-decay-incr-style linear --start-weight-decay 0.1".split()
         + ["--end-weight-decay", 0.5],
-        ["--log-params-norm", "--log-num-zeros-in-grad", "--recompute-granularity", "full"],
-        [
-            "--bf16",
-            "--fp8-format",
-            "hybrid",
-            "--fp8-amax-history-len",
-            2,
-            "--fp8-amax-compute-algo",
-            "max",
-        ]
+        "--log-params-norm --log-num-zeros-in-grad --recompute-granularity full".split(),
+        ("--bf16 --fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max").split()
         + ["--ema", 0.9],
     ],
     ids=[
         "fp16",
-        "muon",
         "lion",
-        "levers",
         "levers of muon",
         "masks",
         "schedule",
@@ -145,18 +124,9 @@ def test_a_further_term_of_the_loss(run, recorded, monkeypatch):
 
 
 def test_a_growing_batch_warms_up_each_kind_of_step(run, recorded):
-    flags = [
-        "--train-iters",
-        "none",
-        "--train-samples",
-        48,
-        "--micro-batch-size",
-        2,
-        "--rampup-batch-size",
-        2,
-        2,
-        24,
-    ]
+    flags = (
+        "--train-iters none --train-samples 48 --micro-batch-size 2 --rampup-batch-size 2 2 24"
+    ).split()
     done = both(run, *flags, "--global-batch-size", 6)
     sizes = done.column("batch")
     calls = kinds(Recorder.made[0].calls)
@@ -273,23 +243,25 @@ def on_gpu(folder, *flags):
     "flags",
     [
         ["--bf16"],
-        ["--bf16", "--micro-batch-size", 2, "--global-batch-size", 8],
-        ["--bf16", "--micro-batch-size", 1, "--global-batch-size", 4, "--hidden-dropout", 0],
-        ["--bf16", "--attention-dropout", 0, "--swiglu", "--position-embedding-type", "rope"],
+        "--bf16 --micro-batch-size 2 --global-batch-size 8".split(),
+        "--bf16 --micro-batch-size 1 --global-batch-size 4 --hidden-dropout 0".split(),
+        "--bf16 --attention-dropout 0 --swiglu --position-embedding-type rope".split(),
         ["--fp16", "--initial-loss-scale", 2**32, "--hysteresis", 1],
         ["--bf16", "--optimizer", "muon"],
         ["--bf16", "--optimizer", "lion"],
         ["--bf16", *LEVERS],
         ["--bf16", "--optimizer", "muon", *LEVERS],
         ["--bf16", "--compile", "on"],
-        ["--bf16", "--attention-dropout", 0, "--recompute-granularity", "full"],
+        "--bf16 --attention-dropout 0 --recompute-granularity full".split(),
         ["--micro-batch-size", 2, "--global-batch-size", 6, *MASKS],
     ],
     ids=lambda flags: " ".join(map(str, flags)),
 )
 def test_on_and_off_are_equal_on_a_gpu(tmp_path, capsys, flags):
     size = (
-        [] if "--micro-batch-size" in flags else ["--micro-batch-size", 1, "--global-batch-size", 1]
+        []
+        if "--micro-batch-size" in flags
+        else "--micro-batch-size 1 --global-batch-size 1".split()
     )
     plain = on_gpu(tmp_path / "off", *size, *flags, "--cuda-graphs", "off")
     capsys.readouterr()
@@ -306,7 +278,7 @@ def test_on_and_off_are_equal_on_a_gpu(tmp_path, capsys, flags):
 @pytest.mark.timeout(500)
 def test_resume_in_the_middle_on_a_gpu(tmp_path):
     """The resumed run warms up again, where the other replays."""
-    flags = ["--bf16", "--micro-batch-size", 1, "--global-batch-size", 2, "--cuda-graphs", "on"]
+    flags = "--bf16 --micro-batch-size 1 --global-batch-size 2 --cuda-graphs on".split()
     whole = on_gpu(tmp_path / "whole", *flags)
     first = on_gpu(tmp_path / "first", *flags, "--exit-interval", 9, "--save", tmp_path / "c")
     second = on_gpu(tmp_path / "second", *flags, "--load", tmp_path / "c")
@@ -358,7 +330,7 @@ def test_a_rollback_on_a_gpu(tmp_path, monkeypatch, flags):
 @pytest.mark.timeout(500)
 def test_a_failed_capture_on_a_gpu(tmp_path, monkeypatch, capsys):
     """The steps run as usual, dropout included."""
-    flags = ["--bf16", "--micro-batch-size", 1, "--global-batch-size", 1]
+    flags = "--bf16 --micro-batch-size 1 --global-batch-size 1".split()
     plain = on_gpu(tmp_path / "off", *flags, "--cuda-graphs", "off")
     real = graph.micro_step
 

@@ -7,26 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from helpers import TINY_FLAGS, flip_bit, free_port, open_step, read_rows
+from helpers import TINY_FLAGS, flip_bit, open_step, read_rows
 from meshwright.base.runs.history import read_history
 from meshwright.checkpoint import steps
 from meshwright.training import loop, micro_step
 from meshwright.training.health import guard
 from meshwright.training.hooks.saving import Saving
-from on_ranks import run_programs
+from on_ranks import environments, run_programs
 
 pytestmark = pytest.mark.whole  # seconds, not moments
 
-BASE = (
-    "--eval-iters",
-    "0",
-    "--train-iters",
-    "9",
-    "--lr-decay-style",
-    "constant",
-    "--lr-decay-iters",
-    "9",
-)
+BASE = "--eval-iters 0 --train-iters 9 --lr-decay-style constant --lr-decay-iters 9".split()
 
 
 @pytest.fixture
@@ -50,13 +41,12 @@ def saving(folder, every=2):
     return "--save", folder, "--save-interval", every
 
 
-@pytest.mark.parametrize("flags", [[], ["--params-dtype", "float64"]], ids=" ".join)
 @pytest.mark.fault("F20")
-def test_rollback(run, spoiling, tmp_path, flags):
+def test_rollback(run, spoiling, tmp_path):
     """Step 6 is bad: the weights of step 4 go on with the samples after it."""
     save = tmp_path / "a"
     spoiling(20)
-    got = run(*BASE, *flags, "--on-nonfinite", "rollback:1", *saving(save))
+    got = run(*BASE, "--on-nonfinite", "rollback:1", *saving(save))
     assert got.status == 0 and got.column("iteration") == list(range(1, 10))
     assert got.column("skipped") == [i == 6 for i in range(1, 10)]
     [row] = read_rows(got.folder, "rollback")
@@ -80,13 +70,13 @@ def test_rollback(run, spoiling, tmp_path, flags):
     )
     # The same as a run that was never there: it passes over iterations 5 and 6.
     spoiling()
-    want = run(*BASE, *flags, "--skip-train-iteration-range", "5-6")
+    want = run(*BASE, "--skip-train-iteration-range", "5-6")
     assert got.losses[6:] == want.losses[4:] and got.losses[:4] == want.losses[:4]
     # Killed after the rollback: what it saved keeps the decision, though nothing is bad any more.
     for n in (8, 9):
         (steps.step_folder(save, n) / "index.json").unlink()
     assert open_step(save, 6).state["rollbacks"] == 1
-    again = run(*BASE, *flags, "--load", save)
+    again = run(*BASE, "--load", save)
     assert again.column("iteration") == [7, 8, 9] and again.losses == got.losses[6:]
 
 
@@ -148,13 +138,11 @@ SPIKE = (*BASE, "--train-iters", "14", "--spike-window", "8")
 
 
 @pytest.mark.flag("on_spike")
-@pytest.mark.parametrize("flags", [[], ["--params-dtype", "float64"]], ids=" ".join)
 @pytest.mark.fault("F20")
-def test_a_spike(run, spoiling, tmp_path, flags):
+def test_a_spike(run, spoiling, tmp_path):
     """Step 11 spikes, and 12 too; by default that is one warning, and no other number changes."""
     spoiling(40, 42, 44, 46, by=3.0)
-    flags = (*SPIKE, *flags)
-    got, off = run(*flags), run(*flags, "--on-spike", "off")
+    got, off = run(*SPIKE), run(*SPIKE, "--on-spike", "off")
     assert got.losses == off.losses and got.out.count("WARNING") == 1 and "WARNING" not in off.out
     assert (
         "WARNING: iteration 11 (samples up to 44): the loss 12." in got.out
@@ -162,14 +150,14 @@ def test_a_spike(run, spoiling, tmp_path, flags):
     )
     [row] = read_rows(got.folder, "spike")
     assert row["iteration"] == 11 and (row["loss"] - row["median"]) / row["deviation"] > 10
-    stopped = run(*flags, "--on-spike", "stop", *saving(tmp_path / "a"))
+    stopped = run(*SPIKE, "--on-spike", "stop", *saving(tmp_path / "a"))
     assert (
         stopped.status == 70
         and stopped.losses == got.losses[:11]
         and "(--on-spike stop); the checkpoi" in stopped.err
     )
     assert max(steps.list_steps(tmp_path / "a")) == 10
-    back = run(*flags, "--on-spike", "rollback:2", *saving(tmp_path / "b", 4))
+    back = run(*SPIKE, "--on-spike", "rollback:2", *saving(tmp_path / "b", 4))
     assert back.status == 0 and back.column("to", "rollback") == [8, 11]  # to one set of weights
     assert back.column("from_sample", "rollback") == [32, 44] and back.column(
         "to_sample", "rollback"
@@ -179,7 +167,7 @@ def test_a_spike(run, spoiling, tmp_path, flags):
     for n in (12, 14):
         (steps.step_folder(tmp_path / "b", n) / "index.json").unlink()
     resumed = run(
-        *flags, "--on-spike", "rollback:2", "--load", tmp_path / "b", "--save", tmp_path / "b"
+        *SPIKE, "--on-spike", "rollback:2", "--load", tmp_path / "b", "--save", tmp_path / "b"
     )
     assert resumed.column("iteration") == [12, 13, 14]
 
@@ -235,7 +223,7 @@ def test_the_first_line_of_a_recovery(run, tmp_path, monkeypatch):
         damage.startswith("6: skipped, damaged (")
         and "rank_00000.safetensors: bytes 0 to" in damage
     )
-    assert verified.startswith("4: verified (4 files, 0.4 MB, ") and verified.endswith(" s)")
+    assert verified.startswith("4: verified (4 files, 0.2 MB, ") and verified.endswith(" s)")
     assert (
         end
         == "resuming at step 4, redoing 3 steps since: the attempt before was killed after step 7"
@@ -261,13 +249,7 @@ def test_the_first_line_of_a_recovery(run, tmp_path, monkeypatch):
 def test_rollback_on_ranks(run, tmp_path, layout):
     """Only the samples of one rank are bad; all go back, and on as one process would."""
     script = Path(__file__).with_name("spoilt_run.py")
-    shared = {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    environ = [shared | {"RANK": str(r), "LOCAL_RANK": str(r), "SPOILT": "22"} for r in range(2)]
+    environ = [each | {"SPOILT": "22"} for each in environments(2)]
     exact = ("--params-dtype=float64", "--attention-dropout=0")
     flags = (*TINY_FLAGS, *BASE, *exact, layout, "--on-nonfinite=rollback:1", *saving("a"))
     statuses, outputs = run_programs(script, [[str(x) for x in flags]] * 2, environ, tmp_path)

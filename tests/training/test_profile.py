@@ -112,7 +112,7 @@ def test_a_trace_without_work(tmp_path):
 @pytest.mark.flag("profile profile_step_start profile_step_end")
 def test_profile(run, tmp_path):
     """From step 2 to 3, and until the run ends; small, because torch takes seconds for a table."""
-    small = ("--profile", "--num-layers", 1, "--eval-iters", 0, "--train-iters", 3)
+    small = "--profile --num-layers 1 --eval-iters 0 --train-iters 3".split()
     got = run(*small, "--profile-step-start", 2, "--profile-step-end", 3)
     assert got.status == 0 and "Self CPU" in got.out
     folder = tmp_path / "run0" / "profile"

@@ -88,7 +88,7 @@ def test_training_finds_the_tokenizer_beside_the_data(train, made, tmp_path):
     for n, data in enumerate(
         [
             ["--data-path", "a_text_document"],
-            ["--data-path", "0.5", "a_text_document", "0.5", "b_text_document"],
+            "--data-path 0.5 a_text_document 0.5 b_text_document".split(),
             ["--train-data-path", "b_text_document"],
             ["--per-split-data-args-path", per_split],
             ["--train-weighted-split-paths", *groups],
@@ -140,7 +140,7 @@ def test_an_id_that_its_vocabulary_lacks_has_no_bytes(made, train):
 
 def test_another_tokenizer_than_that_of_the_data_is_refused(train, made, tmp_path):
     # All have 266 ids: nothing but the record beside the data can tell.
-    old = ["--vocab-file", "two/vocab.json", "--merge-file", "two/merges.txt"]
+    old = "--vocab-file two/vocab.json --merge-file two/merges.txt".split()
     for flags in (["--tokenizer", "two"], old, ["--tokenizer-type", "ByteTokenizer"]):
         status, out, err = train(
             "--data-path", "a_text_document", *flags, "--save", tmp_path / "refused"

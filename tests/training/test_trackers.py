@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from helpers import TINY_FLAGS
+from helpers import SMALL_FLAGS
 from meshwright.__main__ import main
 from meshwright.base import registry
 from meshwright.base.errors import UserError
@@ -327,7 +327,7 @@ def test_a_missing_package_is_reported_before_the_data_are_opened(
         "meshwright.training.run.run_resolved", lambda *_: pytest.fail("the run has begun")
     )
     assert (
-        main(["train", *TINY_FLAGS, "--wandb-project", "gpt", "--run-dir", str(tmp_path), *more])
+        main(["train", *SMALL_FLAGS, "--wandb-project", "gpt", "--run-dir", str(tmp_path), *more])
         == 69
     )
     assert (

@@ -1,12 +1,13 @@
 """Samples of --sample-interval: the texts of `generate`, in every layout, and no other losses."""
 
+import functools
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import meshwright
-from helpers import read_rows, spaced_words
+from helpers import TINY_FLAGS, read_rows, spaced_words
 from layouts import FLAGS, run_all
 from meshwright.base.errors import USAGE
 from meshwright.config import flags
@@ -17,6 +18,12 @@ from meshwright.training.hooks import samples as written
 from meshwright.training.hooks.samples import SampleWriter, in_one_line
 
 BYTES = ["--tokenizer=byte", "--vocab-size=257", "--sample-interval=2"]
+
+
+@pytest.fixture
+def run(run):
+    """run(flag, ...) trains with two layers and two micro-batches."""
+    return functools.partial(run, *TINY_FLAGS)
 
 
 def samples(run):

@@ -428,8 +428,8 @@ def test_skypilot(capsys: pytest.CaptureFixture[str]) -> None:
         "~/meshwright"
     ]
     words = read_skypilot(write(capsys, "skypilot", *TRAIN))
-    place = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "host", "--master-port", "29500"]
-    assert words[2:10] == place and words[10:14] == ["--wait", "600", "--max-restarts", "3"]
+    place = "--nnodes 2 --node-rank 1 --master-addr host --master-port 29500".split()
+    assert words[2:10] == place and words[10:14] == "--wait 600 --max-restarts 3".split()
     one = yaml.safe_load(write(capsys, "skypilot", *TRAIN, nodes=1))
     assert (
         one["file_mounts"]["/work"] == {"name": "meshwright-run", "mode": "MOUNT_CACHED"}

@@ -362,17 +362,13 @@ def test_oneflow_flags(monkeypatch: pytest.MonkeyPatch) -> None:
         return launch_command.launch_flags_of(dataclasses.replace(alone, **changes))
 
     assert asks() is None and asks(node_ips="") is None and asks(node_ips="10.0.0.1") is None
-    assert asks(num_gpus_per_node=4) == ["--nproc-per-node", "4", "--nnodes", "1"]
+    assert asks(num_gpus_per_node=4) == "--nproc-per-node 4 --nnodes 1".split()
     two = asks(num_gpus_per_node=4, num_nodes=2, node_ips="10.0.0.1, 10.0.0.2")
-    assert two == ["--nproc-per-node", "4", "--nnodes", "2", "--node-ips", "10.0.0.1,10.0.0.2"]
-    assert asks(num_nodes=2, node_ips="a,b,c") == [
-        "--nproc-per-node",
-        "1",
-        "--nnodes",
-        "2",
-        "--node-ips",
-        "a,b",
-    ]
+    assert two == "--nproc-per-node 4 --nnodes 2 --node-ips 10.0.0.1,10.0.0.2".split()
+    assert (
+        asks(num_nodes=2, node_ips="a,b,c")
+        == "--nproc-per-node 1 --nnodes 2 --node-ips a,b".split()
+    )
     assert asks(node_ips="a,b") is None  # OneFlow takes the first of them, too
     for wrong in (dict(num_nodes=2), dict(num_nodes=3, node_ips="a,b")):
         with pytest.raises(UserError, match=r"--node-ips names \d addresses, --num-nodes is \d"):

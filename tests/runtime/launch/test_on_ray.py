@@ -42,7 +42,7 @@ def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
             == 7
         )
         assert given.pop() == (["train", "--lr=1"], workers, more)
-    assert launch.main(["--engine=ray", "--max-ranks=2", "train", "--device", "cpu"]) == 7
+    assert launch.main("--engine=ray --max-ranks=2 train --device cpu".split()) == 7
     assert given.pop()[2]["use_gpu"] is False
     for words, message in (
         ("", "--engine ray needs --max-ranks"),

@@ -40,6 +40,9 @@ def hold_the_lock(*_):
 
 def stop(*_):
     os.kill(os.getpid(), signal.SIGSTOP)
+    # Woken, any thread may print the stacks, and this one goes on before: it is still here then.
+    for _ in range(1000):
+        time.sleep(0.01)
 
 
 def wait_for_others(trainer, *_):
