@@ -221,10 +221,6 @@ def _read_flag(
     option = syntax.options[name]
     up_to_next_flag = itertools.takewhile(lambda word: not _is_flag(word, syntax), after)
     values = [joined] if joined is not None else list(up_to_next_flag)
-    if isinstance(option.count, int):
-        least = option.count
-    else:
-        least = 1 if option.count == "+" else 0
 
     if option.count == 0:
         typed.values[option.target] = option.value
@@ -235,7 +231,7 @@ def _read_flag(
         said = f"{plain(written)}: this flag takes no value; write it alone, or leave it out"
         typed.problems.append(Problem((option.target,), said))
         values = values[:1]
-    elif len(values) < least:
+    elif len(values) < _least_words(option.count):
         typed.problems.append(Problem((option.target,), _too_few(name, option.count, after)))
     elif option.count == 1:
         values = values[:1]
@@ -246,6 +242,12 @@ def _read_flag(
             values = values[: option.count]
         typed.values[option.target] = values
     return len(values) if joined is None else 0
+
+
+def _least_words(count: Count) -> int:
+    if isinstance(count, int):
+        return count
+    return 1 if count == "+" else 0
 
 
 def _too_few(name: str, count: Count, after: Sequence[str]) -> str:

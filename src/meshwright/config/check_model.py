@@ -155,9 +155,10 @@ def contradictions(
         group = [n for n in names if OUTCOME.get(n, n) == outcome]
         differing = [n for n in group if getattr(asked, n) != getattr(saved, n)]
         given = [n for n in differing if getattr(asked, n) != getattr(defaults, n)]
-        if name in (given or differing):
-            has = "none" if theirs is None else theirs
-            ours = f"{{{name}}} {value}" if isinstance(value, bool) else with_value(name, value)
-            problem = Problem((name,), f"{ours}, the checkpoint has {has}")
-            (left_open if value is None else out).append(problem)
+        if name not in (given or differing):
+            continue
+        has = "none" if theirs is None else theirs
+        ours = f"{{{name}}} {value}" if isinstance(value, bool) else with_value(name, value)
+        problem = Problem((name,), f"{ours}, the checkpoint has {has}")
+        (left_open if value is None else out).append(problem)
     return out or left_open  # what was left open may only follow another flag

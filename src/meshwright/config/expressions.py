@@ -56,11 +56,11 @@ class ReadingLimits:
         if not isinstance(value, dict | list):
             return value
         self.deeper(1)
-        copy = (
-            {key: self.copied(item) for key, item in value.items()}
-            if isinstance(value, dict)
-            else [self.copied(item) for item in value]
-        )
+        copy: Any
+        if isinstance(value, dict):
+            copy = {key: self.copied(item) for key, item in value.items()}
+        else:
+            copy = [self.copied(item) for item in value]
         self.deeper(-1)
         return copy
 

@@ -96,8 +96,8 @@ class Draft:
     choices: dict[str, Choice] = field(default_factory=dict)
 
     def choose(self, name: str, value: Any, reason: str) -> None:
-        # A size that is given is no choice of the recipe. Other settings that are given stay among the
-        # choices, so that an explanation can tell what the recipe would have set.
+        # A size that is given is no choice of the recipe. Other settings that are given stay among
+        # the choices, so that an explanation can tell what the recipe would have set.
         if name in SIZES and name in self.given:
             return
         self.choices[name] = Choice(value, reason)

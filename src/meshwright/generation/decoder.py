@@ -143,8 +143,8 @@ class Decoder:
 
     def _finish(self, row: DecoderRow) -> None:
         row.is_done, row.left = True, 0
-        # A row in the queue has no slot yet. Of several calls for a row only the first frees its slot,
-        # which may belong to another row by the second.
+        # A row in the queue has no slot yet. Of several calls for a row only the first frees its
+        # slot, which may belong to another row by the second.
         if row.slot >= 0 and self._rows.pop(row.slot, None) is not None:
             heapq.heappush(self._free, row.slot)
 
@@ -210,12 +210,11 @@ class Decoder:
             logits = self._recompute(rows, echoes)
         else:
             logits = self._read_prompts(rows, slots, echoes)
-        if rows[0].left:
-            pending = self._choose(rows, slots, logits)
-        else:
-            # Only an echo asks for no tokens, and it is alone. Its request ends with the prompt, so
-            # nobody reads these outputs; the slots stand in for tokens.
-            pending = self._collect(rows, Outputs(slots))
+        # Only an echo asks for no tokens, and it is alone. Its request ends with the prompt, so
+        # nobody reads the outputs, and the slots can stand in for tokens.
+        is_done = not rows[0].left
+        outputs = Outputs(slots) if is_done else self._choose(rows, slots, logits)
+        pending = self._collect(rows, outputs)
         pending.echoes = echoes
         return pending
 
@@ -292,12 +291,13 @@ class Decoder:
             logits.append(self._recompute(again))
         # A row that has ended on the device stays at its length.
         s.used[slots] += s.active[slots]
-        return self._choose(rows + again, slots, torch.cat(logits))
+        rows = rows + again
+        return self._collect(rows, self._choose(rows, slots, torch.cat(logits)))
 
-    def _choose(self, rows: list[DecoderRow], slots: Tensor, logits: Tensor) -> Pending:
-        """Choose the rows' next tokens from logits [B, V], and send them to the host."""
+    def _choose(self, rows: list[DecoderRow], slots: Tensor, logits: Tensor) -> Outputs:
+        """Choose the rows' next tokens from logits [B, V]."""
         kind, k = self._wanted(rows)
-        return self._collect(rows, choose_next(self.state, slots, logits, kind, k, self.eod))
+        return choose_next(self.state, slots, logits, kind, k, self.eod)
 
     def _wanted(self, rows: list[DecoderRow]) -> tuple[ChoiceParts, int]:
         """Count a token for each row; return what its choice needs, and -1 or `score`'s k."""
@@ -330,7 +330,8 @@ class Decoder:
             if pending.ready is not None:
                 pending.ready.synchronize()
             first = pending.rows[0]
-            # The pass that read the prompt comes before all others of the row, so it has no tokens yet.
+            # The pass that read the prompt comes before all others of the row, which has no tokens
+            # until then.
             if first.request.echo and not first.is_done and not first.tokens:
                 events += self._echoed(first, pending.echoes)
             tokens = pending.outputs.tokens.tolist()
@@ -375,10 +376,8 @@ class Decoder:
 
 def steps_of(model: Decodable, cache: Cache, state: SlotState, graphs: str) -> CapturedSteps | None:
     """Return the captured steps, unless this network or device has none."""
-    if model.sharded is not None:
-        reason = "the model is cut over several ranks"
-    else:
-        reason = reason_against(model.model)
+    cut = "the model is cut over several ranks" if model.sharded is not None else None
+    reason = cut or reason_against(model.model)
     if graphs == "on" and reason:
         raise UserError(
             f"decoding cannot be captured in CUDA graphs: {reason}; leave graphs at auto"

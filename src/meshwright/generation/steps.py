@@ -2,8 +2,9 @@
 
 A step is captured for each number of rows and length, rounded up to powers of two, and each kind of
 choice, and so is the reading of short prompts, whose kernels the host launches more slowly than the
-device runs them. The first run in each thread is eager, for it compiles kernels and creates per-thread
-library handles; the second is captured. Padding rows point at a spare slot that no request owns.
+device runs them. The first run in each thread is eager, for it compiles kernels and creates handles
+of libraries for this thread; the second is captured. Padding rows point at a spare slot that no
+request owns.
 """
 
 from __future__ import annotations
