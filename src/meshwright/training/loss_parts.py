@@ -41,8 +41,8 @@ class LossParts:
         in_range = F.one_hot(ranges, len(self.firsts)).double().expand(len(losses), -1, -1)
         numbers = torch.tensor([self.number_of(sample) for sample in samples])
         of_source = F.one_hot(numbers, self.sums.shape[1]).to(losses.device, torch.float64)
-        # Products, because sums by index have no fixed order on GPUs. v: losses and tokens, b: samples,
-        # t: columns, r: ranges of positions, s: data sets.
+        # Products, because sums by index have no fixed order on GPUs. v: losses and tokens,
+        # b: samples, t: columns, r: ranges of positions, s: data sets.
         by_sample = torch.einsum("vbt,btr->vbr", values, in_range)
         self.sums += torch.einsum("vbr,bs->vsr", by_sample, of_source)
 

@@ -87,7 +87,7 @@ class Timers:
 
     def __init__(self, level: int, option: str, device: torch.device, team: Team) -> None:
         self.level, self.option, self.team, self.device = level, option, team, device
-        # Names and levels are Megatron's: level 1 has the phases of a step, 2 the passes within them.
+        # Names and levels are Megatron's: level 1 has the phases of a step, 2 those within them.
         self.steps: dict[str, float] = {}  # ms, summed since the last log line
         self.before: dict[str, float] = {}  # the same sums before the last step
 

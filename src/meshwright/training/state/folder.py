@@ -26,7 +26,15 @@ from meshwright.data import tokenizers
 from meshwright.data.tokenizers import Tokenizer
 
 # The files of a run beside its checkpoints. tokenizer/ is copied: the new run may be reading it.
-FILES = "config.toml metrics.jsonl log.txt report.html tensorboard wandb profile".split()
+FILES = (
+    "config.toml",
+    "metrics.jsonl",
+    "log.txt",
+    "report.html",
+    "tensorboard",
+    "wandb",
+    "profile",
+)
 
 
 def prepare(
