@@ -306,11 +306,12 @@ class Chat:
         for event in self.last:
             others = [(i, p) for i, p in event.top if i != event.token]
             chances = [(event.token, event.logprob), *others[: LIKELIEST - 1]]
-            # The first column is wider than the others.
             line = ""
-            for (i, logprob), width in zip(chances, (22, 18, 18, 18), strict=False):
+            width = 22  # of the chosen token; the others stand closer together
+            for i, logprob in chances:
                 shown = f"{math.exp(logprob or 0.0):6.1%} {self.name_token(i)}"
                 line += f"{shown:{width}} "
+                width = 18
             self.terminal.note(line.rstrip())
 
     def name_token(self, i: int) -> str:

@@ -219,11 +219,11 @@ class ScoresBeside(Scores):
         status, self.child = self.child.wait(), None
         iteration, consumed = self.scored
         if status:
-            lines = (self.root / "log.txt").read_text(errors="replace").strip().splitlines() or [
-                "no output"
-            ]
+            # The run goes on without these scores; the last line says why.
+            lines = (self.root / "log.txt").read_text(errors="replace").strip().splitlines()
+            last = lines[-1] if lines else "no output"
             remark(
-                f"WARNING: --eval-tasks: no scores of step {iteration:,} (exit status {status}): {lines[-1]}"
+                f"WARNING: --eval-tasks: no scores of step {iteration:,} (exit status {status}): {last}"
             )
             return
         for score in json.loads((self.root / "scores.json").read_text()):
