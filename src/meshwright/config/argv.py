@@ -195,6 +195,7 @@ def _split_flag(word: str, syntax: Syntax) -> tuple[str, str, str]:
     """Return the flag, `=` and the value of `--flag=value`; --seq_length is --seq-length."""
     name, equals, value = word.partition("=")
     hyphenated = name.replace("_", "-")
+    # Some of Megatron's flags have underscores of their own, and win as they are.
     if name.startswith("--") and name not in syntax.options and hyphenated in syntax.options:
         name = hyphenated
     return name, equals, value
@@ -206,6 +207,7 @@ def _is_flag(word: str, syntax: Syntax) -> bool:
         return False
     if _split_flag(word, syntax)[0] in syntax.options:
         return True
+    # What is no flag here may be one of another program, and is reported.
     return not NEGATIVE_NUMBER.fullmatch(word) and " " not in word
 
 
@@ -279,6 +281,7 @@ def _place_words(typed: Typed, syntax: Syntax) -> None:
             return
         name = positional.target
         if positional.takes_list:
+            # Words without a flag come before those of the flag.
             typed.values[name] = [*typed.words, *typed.values.get(name, [])]
             typed.words = []
             continue
@@ -293,6 +296,7 @@ def answer_unknown(word: str, syntax: Syntax) -> Problem:
     """Return what is said of a flag that the command does not have."""
     name = word.partition("=")[0]
     hyphenated = name.replace("_", "-")
+    # The dialects know their own spelling, or only the hyphenated one.
     if answer := known_elsewhere(name, name) or known_elsewhere(hyphenated, name):
         return Problem(names_in(answer), answer)
 

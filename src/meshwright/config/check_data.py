@@ -30,6 +30,7 @@ def data_problems(d: Data, needed: bool) -> list[Problem]:
         text = f"{stated(d, 'packing')} with {{mock_data=True}}, whose random tokens are no documents; leave one out"
         out.append(Problem(("packing", "mock_data"), text))
     at = d.blend_change_at
+    # 18 digits are within 64 bits.
     if at is not None and at != "now" and not re.fullmatch("[0-9]{1,18}", at):
         text = f"{{blend_change_at}} {plain(repr(at))} is neither a sample number nor now"
         out.append(Problem(("blend_change_at",), text))
@@ -37,6 +38,7 @@ def data_problems(d: Data, needed: bool) -> list[Problem]:
         text = "{blend_change_at} with {dataloader_type=cyclic}, which reshuffles all samples; give single"
         out.append(Problem(("blend_change_at", "dataloader_type"), text))
     out += stage_problems(d)
+    # Both ends of a range count, so that equal ends overlap.
     ranges = sorted(d.skip_train_iteration_range, key=lambda one: one.first)
     if any(after.first <= before.last for before, after in itertools.pairwise(ranges)):
         given = " ".join(map(str, d.skip_train_iteration_range))

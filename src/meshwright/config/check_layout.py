@@ -28,6 +28,7 @@ def parallel_problems(c: TrainConfig) -> list[Problem]:
     ):
         if not least <= getattr(p, name) <= most:
             out.append(Problem((name,), f"{stated(p, name)} is not between {least} and {most}"))
+    # What follows divides by these sizes.
     if out_of_bounds(p) or out_of_bounds(m) or out_of_bounds(c.data):
         return out  # reported already
     out += ranks_problems(p, c.world) + division_problems(c)
@@ -110,6 +111,7 @@ def pipeline_problems(c: TrainConfig) -> list[Problem]:
         )
         about = ("pipeline_model_parallel_size", "num_layers")
         return [Problem(about, f"{text}: a stage would have no layer")]
+    # The stages are known only if this is right.
     if problem := _virtual_problem(c):
         return [problem]
     out = []
@@ -147,6 +149,7 @@ def _micro_batches_problems(c: TrainConfig) -> list[Problem]:
     """Check that each batch makes as many micro-batches as its schedule needs."""
     p, t, out = c.parallel, c.training, []
     pp = p.pipeline_model_parallel_size
+    # The batches are checked elsewhere, and only valid ones can be counted.
     # Interleaved 1F1B takes micro-batches in rounds of as many as there are stages.
     if c.chunks == 1 or batch_problems(c) or out_of_bounds(t):
         return []

@@ -52,12 +52,14 @@ def heads_problems(m: Model) -> list[Problem]:
     if heads and groups and groups > 0 and heads % groups:
         text = f"{stated(m, 'num_attention_heads')} is not a multiple of {stated(m, 'num_query_groups')}"
         out.append(Problem(("num_attention_heads", "num_query_groups"), text))
+    # Two numbers are rotated together.
     if m.position == "rope" and (m.rotary_percent > 1 or m.rotating % 2 or m.rotating < 2):
         text = (
             f"{stated(m, 'rotary_percent')} of heads of {m.head_dim} rotates {m.rotating} numbers; "
             "they must be even and fit the head"
         )
         out.append(Problem(("rotary_percent",), text))
+    # swiglu and glu_activation may both be given: the second says which gate it is.
     if m.squared_relu and (m.swiglu or m.glu_activation):
         text = "{squared_relu=True} contradicts {swiglu=True} and {glu_activation}; give one activation"
         out.append(Problem(("squared_relu", "swiglu", "glu_activation"), text))

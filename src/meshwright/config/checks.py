@@ -139,6 +139,7 @@ def averaging_problems(c: TrainConfig) -> list[Problem]:
     if k.ckpt_format == "torch":
         text = f"{average} reads our own steps, and {{ckpt_format=torch}} saves Megatron's; give {{ckpt_format=native}}"
         out.append(Problem(("average_last", "ckpt_format"), text))
+    # Without it all steps are kept.
     if k.keep_last and k.keep_last < number:
         text = f"{average} needs that many saved steps, {stated(k, 'keep_last')} keeps fewer; raise {{keep_last}}"
         out.append(Problem(("average_last", "keep_last"), text))
@@ -321,6 +322,7 @@ def generation_problems(c: GenerateConfig) -> list[Problem]:
         names = "{num_samples}, {sample_input_file}, {prompt}, {prompts} and {interactive=True}"
         about = ("num_samples", "sample_input_file", "prompt", "prompts", "interactive")
         out.append(Problem(about, f"{names} cannot be combined; give one"))
+    # Flags that were left out and those that repeat the default are treated alike.
     default = type(t)()
     of_prompts = ("output", "json", "num_return_sequences", "logprobs")
     others = [name for name in of_prompts if getattr(t, name) != getattr(default, name)]

@@ -147,6 +147,7 @@ def _each_alone(sources: tuple[TokenFiles, ...], d: Data, flag: str) -> list[Pat
         raise ValueError(
             f"{flag} with weights and {{multiple_validation_sets=True}}: each path is a set; leave weights out"
         )
+    # One set needs no name, and keeps the columns of a run without this flag.
     if len(sources) < 2 and not d.validation_set_names:
         return [PathSet("valid", None, sources, flag)] if sources else []
     names = d.validation_set_names or [Path(s.prefix).name for s in sources]
@@ -169,6 +170,7 @@ def _groups(d: Data) -> list[PathSet]:
         flag = f"{{{name}_path}}" if path else f"{{{name}}}"
         if path:
             try:
+                # The file holds what a shell would, so quotes keep a group together.
                 texts = shlex.split(_read(path, flag))
             except ValueError as error:
                 raise ValueError(
@@ -188,6 +190,7 @@ def _groups(d: Data) -> list[PathSet]:
 def _weighted_group(text: str) -> tuple[str, tuple[TokenFiles, ...]]:
     """Parse `NAME: WEIGHT START:END PATH, ...`, or `NAME: PATH` for one whole file."""
     form = "NAME: WEIGHT START:END PATH, WEIGHT START:END PATH ..., or NAME: PATH"
+    # The first colon ends the name; ranges have colons too.
     name, colon, rest = (part.strip() for part in text.partition(":"))
     parts = [part.split() for part in rest.split(",")]
     lengths = [len(part) for part in parts]

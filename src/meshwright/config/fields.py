@@ -84,6 +84,7 @@ def flag(
         own["needs"] = (own["needs"],)
     metadata = DEFAULTS | own | {"own": frozenset(own)}
     if isinstance(default, list):
+        # A dataclass takes no list as a default, which all configurations would share.
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -145,6 +146,7 @@ def config_groups(cls: type) -> dict[str, type]:
     if is_flat(cls):
         return {"": cls}
     hints = typing.get_type_hints(cls)
+    # dataclasses.fields begins with those that are inherited.
     own = sorted(dataclasses.fields(cls), key=lambda f: f.name not in cls.__annotations__)
     return {f.name: hints[f.name] for f in own}
 
@@ -160,6 +162,7 @@ def with_settings(config: T, /, **values: Any) -> T:
     for name, value in values.items():
         group = config_fields(type(config))[name][0]
         before = getattr(getattr(config, group), name)
+        # Groups without a change stay the same objects, and keep what they have computed.
         if before != value or type(before) is not type(value):  # 1 is not True
             groups.setdefault(group, {})[name] = value
     if not groups:
@@ -183,6 +186,7 @@ def config_fields(cls: type) -> Mapping[str, tuple[str, dataclasses.Field[Any], 
     for group_name, group in config_groups(cls).items():
         hints = typing.get_type_hints(group)
         for f in dataclasses.fields(group):
+            # A name is unique among all groups, so that a flag needs no group.
             out[f.name] = (group_name, f, hints[f.name])
     return types.MappingProxyType(out)
 
@@ -210,6 +214,7 @@ def not_yet(f: dataclasses.Field[Any], kind: Any) -> str:
 def inner_type(kind: Any) -> Any:
     """Return `int` of `int | None`, and so on."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        # Of a union with words, as `int | Literal["auto"]`, this is the first type.
         return next(a for a in typing.get_args(kind) if a is not type(None))
     return kind
 

@@ -152,6 +152,7 @@ def _resolve(
 ) -> Parsed[Any]:
     """Read the layers, lay them over each other and check the outcome."""
     cls, problems = reader.cls, reader.problems
+    # Known before anything is read, so that a problem names a flag as it was typed.
     typed = {name: GivenAs(flag) for name, flag in typed_flags(cls, argv).items()}
     reader.given.update(typed)
     cli, values = _read_command_line(reader, argv, syntax), dict(values)
@@ -160,6 +161,7 @@ def _resolve(
     }
 
     # The layers, each over those before it.
+    # Each layer is read in full: mistakes of a lower one are reported though a higher one wins.
     layers = _layers_below(reader, control["preset"], control["config_file"])
     problems += _for_one_start(reader, layers, {*cli, *values})
     of_command_line = reader.convert_all(cli, lambda name: typed.get(name, GivenAs(spelling(name))))
@@ -176,6 +178,7 @@ def _resolve(
     built, sources = build_config(cls, layers)
     sources.update(recipes.explained(recipe, choices, sources))
     words.remarks.update(recipes.remarks(sources, built))
+    # A problem of the layers is one of the depth that gave them.
     if sources.get("num_layers", "").endswith(": --depth"):
         reader.given["num_layers"] = words.how_given("depth")
 
@@ -192,6 +195,7 @@ def _resolve(
     if choices and isinstance(built, TrainConfig):
         reader.notices.append("\n".join(recipes.describe(recipe, choices, built)))
     found = checks.problems(built) if check and is_complete else remote
+    # What follows from a mistake that is reported already would hide it.
     found = _relevant(found, problems, control, is_recipe_refused=not recipe)
     require(problems + with_missing_last(found) if problems else found)
     built = localized(built)
@@ -269,6 +273,7 @@ def _merged(layers: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for _, layer in layers:
         replaced = {other for name in layer for other in REPLACES.get(name, ())}
+        # A length in one unit takes the place of those in other units, as in build_config.
         out = {name: value for name, value in out.items() if name not in replaced} | layer
     return out
 
@@ -752,6 +757,7 @@ class LayerReader:
     def _flat(self, data: dict[Any, Any]) -> dict[Any, Any]:
         flat: dict[Any, Any] = {}
         for key, value in data.items():
+            # A file may hold sections for other commands.
             is_section = any(key in config_groups(cls) for cls in (self.cls, *every_config()))
             flat.update(value if isinstance(value, dict) and is_section else {key: value})
         return flat

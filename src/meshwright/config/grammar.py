@@ -28,6 +28,7 @@ class Split(TextForm):
     @classmethod
     def read(cls, text: str) -> Self:
         try:
+            # Megatron takes both.
             given = [float(share) for share in text.replace("/", ",").split(",")]
         except ValueError:
             raise ValueError(f"{text!r} is not three numbers such as 949,50,1") from None
@@ -55,6 +56,7 @@ def blend(values: list[str]) -> tuple[list[float] | None, list[str]]:
             return None
 
     numbers = [number(v) for v in values]
+    # A single value is a prefix, also one that looks like a number.
     if len(values) < 2 or not any(n is not None for n in numbers):
         return None, values
     weights, prefixes = numbers[::2], values[1::2]
@@ -123,6 +125,7 @@ class BlendStage(TextForm):
         )
         if found is None:
             raise ValueError(f"{text!r} is not of the form BEGIN: WEIGHT PREFIX WEIGHT PREFIX ...")
+        # A number alone counts samples.
         begin, unit = float(found[1]), found[2] or "samples"
         if not (begin < 100 if unit == "%" else begin.is_integer()):
             raise ValueError(
@@ -201,6 +204,7 @@ class EvalTasks(TextForm):
     @classmethod
     def read(cls, text: str) -> Self:
         tasks: dict[str, str] = {}
+        # A comma separates tasks only before NAME=.
         for one in re.split(r",(?=[a-z-]+=)", text):
             name, _, path = one.partition("=")
             if not name or not path:

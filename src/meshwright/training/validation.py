@@ -48,6 +48,7 @@ class Validator:
         """Validate, and note the step if its loss is the lowest so far."""
         p = self.progress
         loss = self.validate("valid")
+        # A validation that was cut short has no loss.
         if math.isfinite(loss) and (p.best_loss is None or loss < p.best_loss):
             p.best_iteration, p.best_loss = step, loss
 

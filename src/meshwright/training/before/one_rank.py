@@ -38,7 +38,9 @@ def describe_rank(config: TrainConfig, vocab: int, padded: int) -> list[str]:
         raise SettingsError(
             f"{{rank={rank}}} does not fit {{world_size={world}}}; ranks count from 0 to {world - 1}"
         )
+    # What this costs says what the set-up of a rank will cost the host.
     before, began = peak_memory(), time.perf_counter()
+    # The fake backend makes groups of any size in one process, and sends nothing.
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         layout = connect(layout_of(config, rank))

@@ -61,6 +61,7 @@ def find_origin(
     first = functools.partial(first_of_all, team, net.layout)
     with devices.on_stream(net.stream), as_usual(net):
         net.store.wait_for_weights()
+        # From the cheapest to the dearest: what is in memory, a forward pass, a backward pass.
         if origin := first("state", find_bad_state(net)):
             return origin
         on_device = [b.to(net.device) for b in batches]
@@ -192,6 +193,7 @@ def as_usual(net: Network) -> Iterator[None]:
     fp8's scales learn nothing from them.
     """
     with contextlib.ExitStack() as block:
+        # A compiled layer has no modules within it for hooks to see.
         if net.is_compiled:
             block.enter_context(torch.compiler.set_stance("force_eager"))
         if (scales := net.store.scales) is not None:
@@ -285,6 +287,7 @@ class Watch:
         return [self.microbatches[chunk], stage, self.calls]
 
     def enter(self, chunk: int, name: str, module: nn.Module, args: Any) -> None:
+        # The part itself is entered once for each micro-batch.
         if not name:
             self.microbatches[chunk] += 1
         if not self.has_gradients:

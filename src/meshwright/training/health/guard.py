@@ -92,6 +92,7 @@ class Guard:
 
     def locate(self, step: Submitted, has_loss: bool) -> Origin:
         try:
+            # No step keeps its batch, which is read from disk again.
             batches = self.feed.read_again(step.consumed - step.size)
             return find_origin(self.state.net, self.state.team, batches, step.settings, has_loss)
         except Exception as error:  # a failed search must not hide why the step is not applied
@@ -177,8 +178,10 @@ class Guard:
             )
         begin, self.since = p.consumed_train_samples, p.schedule_samples
         p.iteration, p.consumed_train_samples = step.iteration, step.consumed
+        # `done` was read before the checkpoint's older count was loaded.
         p.rollbacks, p.nonfinite_in_a_row = done + 1, 0
         self.in_spike = False
+        # The loader has read samples ahead that are passed over.
         self.feed.close()
         self.state.skips.append([begin, f"rolled back, passed over to {step.consumed}"])
         seconds = time.perf_counter() - begun

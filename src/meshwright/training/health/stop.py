@@ -41,6 +41,7 @@ class StopConditions:
         if self.t.kill_switch_path and Path(self.t.kill_switch_path).exists():
             return f"kill switch {self.t.kill_switch_path}"
         minutes = (time.perf_counter() - self.began) / 60
+        # All ranks look at their own clocks, and the first that is over decides for all.
         if self.t.exit_duration_in_mins and has_stepped and minutes > self.t.exit_duration_in_mins:
             return f"{minutes:.2f} minutes, more than --exit-duration-in-mins {self.t.exit_duration_in_mins:g}"
         return None

@@ -61,6 +61,7 @@ class Scores:
             for name, path in spec.tasks:
                 self.tasks.append(prepare_task(name, path, tokenizer, self.length, half))
 
+        # Every rank reads the files, and all fail if one cannot.
         team.run_on_all(read_tasks)
         self.interval = config.logging.eval_tasks_interval or self.default_interval()
         names = ", ".join(task.name for task in self.tasks)
@@ -244,6 +245,7 @@ class ScoresBeside(Scores):
         """Wait for the process; the ranks meet often, as it may take longer than their time-out."""
         if self.child is not None:
             say(f" > waiting for the scores of step {self.scored[0]:,} ...")
+        # Only the rank that has the process waits for it; for all others it is idle.
         while not self.team.merge(self.is_idle() or should_stop(), all):
             time.sleep(0.1)
         self.collect(metrics)

@@ -45,6 +45,7 @@ class SampleWriter:
         self.requests = [Request(list(tokenizer.encode(prompt))) for prompt in self.prompts]
         # An empty prompt begins a document.
         self.ids = [request.prompt or [tokenizer.eod] for request in self.requests]
+        # Checked before training: a run must not end at its first sample.
         for prompt, ids in zip(self.prompts, self.ids, strict=True):
             if len(ids) >= self.length:
                 text = f"{plain(repr(prompt[:30]))} has {len(ids)} tokens; the model reads {self.length}, shorten it"

@@ -72,7 +72,7 @@ class Interval:
     def seconds_left(self) -> float:
         run = self.run
         # In steps, those to come are taken to be as large as the last one.
-        left = (run.steps - self.iteration) * self.steps[-1]["batch"]
+        left: float = (run.steps - self.iteration) * self.steps[-1]["batch"]
         if run.samples:
             left = run.samples - self.consumed
         return max(left / self.samples_per_second, 0)

@@ -101,6 +101,7 @@ class Metrics:
         self.is_late = False  # whether that was logged
         self.path = (folder or Path()) / METRICS
         if folder is not None:
+            # Attempts in one folder continue one file, and each row names its attempt.
             self.file = own_file(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             self.attempt_number = 1 + _count_starts(folder)
         name = folder.resolve().name if folder is not None else "meshwright"
@@ -136,6 +137,7 @@ class Metrics:
 
         With --save-error warn, rows wait in memory while the disk is full.
         """
+        # Nothing follows a failure: "end" is the last row of an attempt.
         if self.file < 0 or self.has_failed:
             return
         head = {"event": event, "attempt": self.attempt_number, "iteration": iteration}
@@ -240,6 +242,7 @@ class Metrics:
         if self.form.head and not self.head_is_printed:
             self.head_is_printed = True
             show(self.form.head)
+        # The log has Megatron's line in any case; stdout has the chosen form.
         say(interval.in_megatrons_form(), self.form.step(interval))
         if self.screen is not None:
             self._show(self.screen.step(interval))
@@ -269,6 +272,7 @@ class Metrics:
 
     def roll_back(self, to: int, iteration: int, **values: Any) -> None:
         """Record that the steps after `to`, up to `iteration`, were undone."""
+        # The mean at the end is of steps that count.
         while self.recent and self.recent[-1][0] > to:
             self.recent.pop()
         self.row("rollback", iteration, to=to, **values)

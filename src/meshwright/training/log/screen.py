@@ -128,6 +128,7 @@ class LineScreen:
         names = max(len(name) for name, _ in pairs)
         room = self.width - len(INDENT) - names - 2
         for name, value in pairs:
+            # rich would cut a path at its end, where it differs from others.
             path, space, rest = value.partition(" ")
             if "/" in path:
                 value = shorten(path, max(room - len(space + rest), 12)) + space + rest

@@ -84,6 +84,7 @@ def open_trackers(run: RunToDraw) -> list[Tracker]:
     Each entry of the registry is a function of a RunToDraw that returns a Tracker, or None if the
     settings do not ask for it.
     """
+    # A package that is asked for and missing is an error before any tracker begins a run.
     require_packages(run.logging)
     opened = [open_tracker(run) for open_tracker in registry.load("trackers").values()]
     return [tracker for tracker in opened if tracker is not None]
@@ -174,6 +175,7 @@ class Wandb(Tracker):
     ) -> None:
         wandb: Any = importlib.import_module("wandb")
         root = logging.wandb_save_dir or folder
+        # In the run's folder, also if wandb writes elsewhere.
         id_file = folder / "wandb-id" if folder else None
         if folder and not logging.wandb_save_dir:
             require_unlinked(folder / "wandb")  # which the package makes

@@ -46,6 +46,7 @@ def prepare(
     """
     c = config.checkpoint
     if c.save_overwrite and not config.training.skip_train:
+        # --save and --run-dir may be one folder under two names.
         roots = {Path(path).resolve(): Path(path) for path in (c.save, c.run_dir) if path}
         loaded = steps.split_path(c.load)[0].resolve() if c.load else None
         for real, root in roots.items():

@@ -122,6 +122,7 @@ class Saver:
             return None
         # The state has lists that the run will append to.
         write = functools.partial(self.write, step, copy.deepcopy(state), settings, best)
+        # Noted before it is written; `tolerating` takes it back if the write fails.
         self.kept = step
         with self.tolerating():
             if self.background is not None and self.background.fits(named):

@@ -75,6 +75,7 @@ class State:
             LossScale(config.precision),
             Saver(config, net.layout, team, net.device),
         )
+        # A checkpoint states them, since tables are saved without their padding.
         self.sizes = {
             "true_vocab_size": spec.vocab,
             "padded_vocab_size": spec.padded,
@@ -143,6 +144,7 @@ class State:
         while p.iteration < last and not self.is_done:
             p.iteration += 1
             p.consumed_train_samples += self.config.batch(p.consumed_train_samples)
+        # A checkpoint keeps the decision, so that a resumed run tells the same story.
         self.skips.append([begin, f"passed over to {p.consumed_train_samples}"])
 
     def load(self, opened: Source | None = None) -> None:
