@@ -40,52 +40,57 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return clone
 
 
-def run(clone: Path, *argv: str, status: int = 0) -> str:
-    """Run a command there, and return what it printed."""
+RUN = """
+import shlex, sys
+from meshwright.__main__ import main
+for line in sys.argv[1:]:
+    print(main(shlex.split(line)), "is the status of", line)
+"""
+
+
+def run(clone: Path, *commands: str) -> str:
+    """Run commands there, in one process, and return what they printed with each exit status."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("MESHWRIGHT_")
     }
     environment |= {"PYTHONPATH": str(clone / "src"), "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-m", "meshwright", *argv]
-    done = subprocess.run(words, cwd=clone, env=environment, capture_output=True, text=True)
-    assert done.returncode == status, done.stdout[-2000:] + done.stderr[-3000:]
-    return done.stdout + done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, *commands],
+        cwd=clone,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    out = done.stdout + done.stderr
+    assert done.returncode == 0, out[-5000:]
+    return out
 
 
 def test_text_to_a_model_that_is_exported(core: Path) -> None:
-    run(
-        core, "train-tokenizer", "--input", "text.jsonl", "--vocab-size", "300", "--output", "words"
+    training = f"train {MODEL} {STEPS} --data-path text_text_document --tokenizer words --save run --load run"
+    ranks = f"launch --nproc-per-node 2 --master-port {free_port()}"
+    commands = (
+        "train-tokenizer --input text.jsonl --vocab-size 300 --output words",
+        "preprocess --input text.jsonl --output-prefix text --tokenizer words --append-eod",
+        f"{ranks} {training} --train-iters 4",
+        f"{training} --train-iters 8 --override-opt_param-scheduler",  # on one rank
+        "generate run --prompt 'the old cat sits' --max-new-tokens 4",
+        "convert run exported --to huggingface",
+        "inspect run",
     )
-    run(
-        core,
-        "preprocess",
-        "--input",
-        "text.jsonl",
-        "--output-prefix",
-        "text",
-        "--tokenizer",
-        "words",
-        "--append-eod",
-    )
-    training = f"train {MODEL} {STEPS} --data-path text_text_document --tokenizer words --save run --load run".split()
-    ranks = ["launch", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    assert "iteration        4/       4" in run(core, *ranks, *training, "--train-iters", "4")
-    more = ["--override-opt_param-scheduler"]
-    resumed = run(core, *training, "--train-iters", "8", *more)  # on one rank
-    assert "iteration        8/       8" in resumed and "iteration        4/" not in resumed
-    assert "sits" in run(
-        core, "generate", "run", "--prompt", "the old cat sits", "--max-new-tokens", "4"
-    )
-    run(core, "convert", "run", "exported", "--to", "huggingface")
-    assert (core / "exported/config.json").exists() and "GPT" in (
-        core / "exported/config.json"
-    ).read_text()
-    run(core, "inspect", "run")
+    out = run(core, *commands)
+    assert out.count("0 is the status of") == len(commands), out[-5000:]
+    assert out.count("iteration        4/       4") == out.count("iteration        8/       8") == 1
+    assert "iteration        4/       8" not in out
+    assert "the old cat sits" in out
+    assert "GPT" in (core / "exported/config.json").read_text()
 
 
 def test_what_is_not_there_is_not_listed(core: Path) -> None:
-    commands = {line[7:].split()[0].strip(",") for line in run(core, "help").splitlines()[1:]}
+    help_, rest = run(core, "help", "plan", "completion bash").split("0 is the status of help")
+    commands = {line[7:].split()[0].strip(",") for line in help_.splitlines()[1:] if line[7:]}
     assert {"train", "preprocess", "generate"} <= commands
     assert not {"plan", "serve", "quickstart", "evaluate", "bench"} & commands
-    assert "no command 'plan'" in run(core, "plan", status=USAGE)
-    assert "complete" in run(core, "completion", "bash")
+    assert f"{USAGE} is the status of plan" in rest
+    assert "no command 'plan'" in rest
+    assert "complete" in rest.partition("status of plan")[2]

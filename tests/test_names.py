@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import ast
 import functools
+import re
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -17,31 +17,29 @@ PAIRED = SOURCE / "kernels" / "triton"
 
 
 @functools.cache
-def modules() -> dict[str, ast.Module]:
+def modules() -> dict[str, str]:
     return {
-        str(path.relative_to(SOURCE)): ast.parse(path.read_text())
-        for path in sorted(SOURCE.rglob("*.py"))
+        str(path.relative_to(SOURCE)): path.read_text() for path in sorted(SOURCE.rglob("*.py"))
     }
 
 
 def repeated_classes() -> dict[str, list[str]]:
     """Return the modules of each class name that is defined more than once."""
     found = defaultdict(list)
-    for module, tree in modules().items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                found[node.name].append(module)
+    for module, text in modules().items():
+        for name in re.findall(r"^ *class (\w+)[:(]", text, re.M):
+            found[name].append(module)
     return {name: where for name, where in found.items() if len(where) > 1}
 
 
 def repeated_functions() -> dict[str, list[str]]:
     """Return the modules of each function name that stands in more than two modules."""
     found = defaultdict(set)
-    for module, tree in modules().items():
-        is_paired = (SOURCE / module).is_relative_to(PAIRED)
-        for node in tree.body:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_paired:
-                found[node.name].add(module)
+    for module, text in modules().items():
+        if (SOURCE / module).is_relative_to(PAIRED):
+            continue
+        for name in re.findall(r"^(?:async )?def (\w+)", text, re.M):
+            found[name].add(module)
     return {name: sorted(where) for name, where in found.items() if len(where) > 2}
 
 

@@ -46,7 +46,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.flag("async_save")
-@pytest.mark.parametrize("more", [[], ["--bf16"], ["--optimizer", "sgd"]], ids=str)
+@pytest.mark.parametrize("more", [[], ["--bf16", "--optimizer", "sgd"]], ids=str)
 @pytest.mark.fault("F15")
 def test_a_save_holds_the_numbers_of_its_own_step(
     tmp_path: Path, more: list[str], monkeypatch: pytest.MonkeyPatch
@@ -101,48 +101,33 @@ def test_a_change_after_the_save_began_is_not_written() -> None:
     background.close()
 
 
-def test_one_save_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    events = list[str]()
-    real = native.save_step
+def test_one_save_is_in_flight_and_reported_after_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events, said = list[str](), list[tuple[str, bool]]()
+    folder = steps.step_folder(tmp_path, 6)
+    real_save, real_say = native.save_step, console.say
 
     def recorded(*args: object, **more: object) -> None:
         assert threading.current_thread() is not threading.main_thread()
         events.append("begin")
         threading.Event().wait(0.02)
-        real(*args, **more)  # type: ignore[arg-type]
+        real_save(*args, **more)  # type: ignore[arg-type]
         events.append("end")
 
-    monkeypatch.setattr(native, "save_step", recorded)
-    assert train(tmp_path, "--async-save") == 0
-    assert events == ["begin", "end"] * 6 and steps.latest(tmp_path)[0] == 6
-
-
-def test_a_save_is_reported_after_the_rename(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = list[tuple[str, bool]]()
-    folder = steps.step_folder(tmp_path, 6)
-    real = console.say
-
     def say(line: str = "", **kind: bool) -> None:
-        said.append((line, folder.exists()))
-        real(line, **kind)
+        if "checkpoint at iteration       6" in line:
+            said.append((line.split()[0], folder.exists()))
+        real_say(line, **kind)
 
+    monkeypatch.setattr(native, "save_step", recorded)
     monkeypatch.setattr("meshwright.base.console.say", say)
     monkeypatch.setattr("meshwright.training.state.saver.say", say)
     assert train(tmp_path, "--async-save") == 0
-    lines = [
-        (line.split()[0], there)
-        for line, there in said
-        if "checkpoint at iteration       6" in line
-    ]
+    assert events == ["begin", "end"] * 6 and steps.latest(tmp_path)[0] == 6
     # The last step is reported after its save, and again at the end of the run.
-    assert lines == [
-        ("saving", False),
-        ("successfully", True),
-        ("saving", True),
-        ("successfully", True),
-    ]
+    reported = [("saving", True), ("successfully", True)]
+    assert said == [("saving", False), ("successfully", True), *reported]
 
 
 def failing(*at: int) -> object:

@@ -32,6 +32,13 @@ from meshwright.base.errors import BAD_DATA, UserError
 from meshwright.checkpoint.pickle import child, pickles, writer
 
 
+@pytest.fixture(scope="module", autouse=True)
+def reader() -> Iterator[None]:
+    """One process reads the pickles of all these tests."""
+    with pickles.READ.kept():
+        yield
+
+
 def tree() -> dict[str, Any]:
     """Return a tree of everything that files of Megatron, DeepSpeed and torch contain."""
     random.seed(1)
@@ -207,13 +214,7 @@ def test_a_folder_of_torch_distributed_checkpoint(tmp_path: Path) -> None:
     assert equals(items, {name: state[name] for name in items}) and set(items) == set(state)
 
 
-@pytest.fixture
-def one_child() -> Iterator[None]:
-    with pickles.READ.kept():
-        yield
-
-
-def test_every_damage_is_refused(tmp_path: Path, one_child: None) -> None:
+def test_every_damage_is_refused(tmp_path: Path) -> None:
     """Files cut anywhere or with any byte changed are read, or refused by name."""
     good = {True: tmp_path / "new", False: tmp_path / "old"}
     for zipped, path in good.items():

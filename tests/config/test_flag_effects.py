@@ -8,20 +8,32 @@ import signal
 import pytest
 import torch
 
-from helpers import TINY_FLAGS, read_losses
-from meshwright.__main__ import main
 from meshwright.config.flags import parse_settings
 from meshwright.config.schema import TokenizerFlags, TrainConfig
 from meshwright.config.text_inputs import Preprocess, PreprocessConfig
 from meshwright.data.text import preprocess
 
+LOSSES = {}  # of runs by their flags, which several tests compare with
 
-@pytest.fixture(scope="session")
-def base(tmp_path_factory):
+
+@pytest.fixture
+def losses(run):
+    """losses(flag, ...) returns those of a run without validations, which is made once."""
+
+    def of(*flags):
+        if flags not in LOSSES:
+            made = run("--eval-iters", "0", *flags)
+            assert made.status == 0
+            LOSSES[flags] = made.losses
+        return LOSSES[flags]
+
+    return of
+
+
+@pytest.fixture
+def base(losses):
     """Return the losses without further flags."""
-    folder = tmp_path_factory.mktemp("base")
-    assert main(["train", *TINY_FLAGS, "--run-dir", str(folder)]) == 0
-    return read_losses(folder)
+    return losses()
 
 
 def parameters(
@@ -45,14 +57,7 @@ def parameters(
     return vocab * h * (2 if untied else 1) + positions * h + layers * block + norm * h + more
 
 
-RAMP = [
-    "--weight-decay-incr-style",
-    "linear",
-    "--start-weight-decay",
-    "0.1",
-    "--end-weight-decay",
-    "0.9",
-]
+RAMP = "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.9".split()
 ROPE = ["--position-embedding-type", "rope", "--rotary-base", "10"]
 LLAMA3 = [*ROPE, "--use-rope-scaling", "--original-max-position-embeddings", "64"]
 YARN = [*ROPE, "--rope-scaling", "yarn", "--original-max-position-embeddings", "64"]
@@ -147,9 +152,9 @@ def test_sizes(run, flags, want):
     ],
     ids=lambda flags: flags[0].strip("-"),
 )
-def test_changes_the_losses(run, base, flags):
-    got = run(*flags)
-    assert got.status == 0 and len(got.losses) == len(base) and got.losses != base
+def test_changes_the_losses(losses, base, flags):
+    got = losses(*flags)
+    assert len(got) == len(base) and got != base
     # these act from the second step on
     first = (
         "weight-decay",
@@ -160,7 +165,7 @@ def test_changes_the_losses(run, base, flags):
         "embedding-lr",
         "vector-lr",
     )
-    assert (got.losses[0] == base[0]) == flags[0].strip("-").startswith(first)
+    assert (got[0] == base[0]) == flags[0].strip("-").startswith(first)
 
 
 @pytest.mark.flag("distributed_backend distributed_timeout_minutes local_rank")
@@ -173,20 +178,13 @@ def test_changes_the_losses(run, base, flags):
         ["--optimizer", "adamw"],
         ["--data-impl", "infer"],
         ["--num-workers", "2"],
-        [
-            "--distributed-backend",
-            "gloo",
-            "--distributed-timeout-minutes",
-            "3",
-            "--local-rank",
-            "0",
-        ],
+        "--distributed-backend gloo --distributed-timeout-minutes 3 --local-rank 0".split(),
         ["--micro-batch-size", "2", "--make-vocab-size-divisible-by", "1"],
     ],
     ids=lambda flags: flags[0].strip("-"),
 )
-def test_leaves_the_losses_equal(run, base, flags):
-    assert run(*flags).losses == pytest.approx(base, rel=1e-6)
+def test_leaves_the_losses_equal(losses, base, flags):
+    assert losses(*flags) == pytest.approx(base, rel=1e-6)
 
 
 @pytest.mark.flag(
@@ -233,16 +231,15 @@ def test_leaves_the_losses_equal(run, base, flags):
     ],
     ids=lambda flags: flags[0].strip("-"),
 )
-def test_changes_the_losses_of_another_run(run, flags, other):
-    a, b = run(*other), run(*other, *flags)
-    assert a.status == b.status == 0 and a.losses != b.losses
+def test_changes_the_losses_of_another_run(losses, flags, other):
+    assert losses(*other) != losses(*other, *flags)
 
 
 @pytest.mark.flag("apply_layernorm_1p")
-def test_weights_of_norms_around_one_do_not_decay(run):
+def test_weights_of_norms_around_one_do_not_decay(losses):
     """--apply-layernorm-1p stores them less one: rounded differently, and equal otherwise."""
-    a, b = run("--weight-decay", "0.3"), run("--weight-decay", "0.3", "--apply-layernorm-1p")
-    assert a.losses == pytest.approx(b.losses, rel=1e-6)
+    decay = ("--weight-decay", "0.3")
+    assert losses(*decay) == pytest.approx(losses(*decay, "--apply-layernorm-1p"), rel=1e-6)
 
 
 @pytest.mark.flag("lr_decay_samples lr_decay_tokens lr_warmup_samples lr_warmup_tokens")
@@ -375,11 +372,11 @@ def test_dynamic_loss_scale(run):
 @pytest.mark.flag("min_loss_scale")
 def test_least_loss_scale(run):
     got = run("--fp16", "--hysteresis", "1", "--min-loss-scale", str(2.0**31))
-    assert (
-        got.status == 70
-        and "smallest loss scale" in got.err
-        and got.column("loss_scale") == [2.0**32, 2.0**31]
-    )
+    assert got.status == 70 and "smallest loss scale" in got.err
+    assert got.column("loss_scale") == [2.0**32, 2.0**31]
+
+
+FULL = "--recompute-granularity full"
 
 
 @pytest.mark.flag("recompute_granularity recompute_method recompute_num_layers")
@@ -389,28 +386,8 @@ def test_least_loss_scale(run):
         (["--checkpoint-activations"], 2),
         (["--deepspeed-activation-checkpointing"], 2),
         (["--recompute-granularity", "full"], 2),
-        (
-            [
-                "--recompute-granularity",
-                "full",
-                "--recompute-method",
-                "uniform",
-                "--recompute-num-layers",
-                "2",
-            ],
-            2,
-        ),
-        (
-            [
-                "--recompute-granularity",
-                "full",
-                "--recompute-method",
-                "block",
-                "--checkpoint-num-layers",
-                "1",
-            ],
-            1,
-        ),
+        (f"{FULL} --recompute-method uniform --recompute-num-layers 2".split(), 2),
+        (f"{FULL} --recompute-method block --checkpoint-num-layers 1".split(), 1),
         (["--recompute-activations"], 0),
         ([], 0),
     ],
@@ -465,28 +442,24 @@ def test_inputs_of_recomputed_layers_in_host_memory(run, monkeypatch):
 
 
 @pytest.mark.flag("compile")
-def test_compile(run, base, monkeypatch):
+def test_compile(run, losses, base, monkeypatch):
     """`on` hands each block to the compiler, `off` and, on a CPU, `auto` do not."""
-    import torch
-
     made = []
     monkeypatch.setattr(torch, "compile", lambda f, **how: made.append(how) or f)
     fused = ["--attention-impl", "sdpa"]
-    assert run("--compile", "off").losses == run().losses == base and not made
+    assert losses("--compile", "off") == base and not made
     got = run("--compile", "on", *fused)
     assert made == [{"dynamic": False}] * 2 and "running the compiled PyTorch block" in got.out
-    assert got.losses == run(*fused).losses
-    out = run("--compile", "on").out
-    assert (
-        "--compile on has no effect on layers with the reference attention" in out
-        and len(made) == 2
-    )
+    assert got.losses == losses(*fused)
+    out = run("--compile", "on", "--train-iters", "1").out
+    assert "--compile on has no effect on layers with the reference attention" in out
+    assert len(made) == 2
 
 
 @pytest.mark.flag("fused_kernels")
-def test_fused_kernels(run, base):
+def test_fused_kernels(run, losses, base):
     """`on` takes the blocks of fused kernels, whose numbers differ by rounding, `auto` on a GPU."""
-    assert run("--fused-kernels", "off").losses == run().losses == base
+    assert losses("--fused-kernels", "off") == base
     got = run("--fused-kernels", "on")
     assert "running the block of fused kernels" in got.out
     assert got.losses == pytest.approx(base, rel=1e-5) and got.losses != base
@@ -548,9 +521,8 @@ def test_exit_signal_handler(run, monkeypatch, flag):
         loop, "train_step", lambda *a: seen.append(signal.getsignal(signal.SIGTERM)) or real(*a)
     )
     assert run(flag, "--train-iters", "1").status == 0
-    assert (seen[0] is before) == flag.startswith("--no-") and signal.getsignal(
-        signal.SIGTERM
-    ) is before
+    assert (seen[0] is before) == flag.startswith("--no-")
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.flag("save load save_interval run_dir")
@@ -607,67 +579,41 @@ def files(tmp_path_factory):
 @pytest.mark.parametrize(
     "flag", ["--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask"]
 )
-def test_ends_of_documents(run, files, flag):
+def test_ends_of_documents(run, losses, files, flag):
     """Each changes the losses, and needs a tokenizer with an end of document."""
-    flags = [
-        "--no-mock-data",
-        "--tokenizer-type",
-        "ByteTokenizer",
-        "--data-path",
-        str(files / "a_text_document"),
-    ]
-    flags += ["--vocab-size", "none", "--seq-length", "40", "--max-position-embeddings", "40"]
-    a, b = run(*flags), run(*flags, flag)
-    assert a.status == b.status == 0 and a.losses != b.losses
+    words = "--no-mock-data --tokenizer-type ByteTokenizer --vocab-size none --seq-length 40"
+    words += f" --max-position-embeddings 40 --data-path {files}/a_text_document"
+    flags = words.split()
+    assert losses(*flags) != losses(*flags, flag)
     alibi = [*flags, "--position-embedding-type", "alibi"]
-    c, e = run(*alibi), run(*alibi, flag)
-    assert c.status == e.status == 0 and (c.losses == e.losses) == (flag == "--reset-position-ids")
+    assert (losses(*alibi) == losses(*alibi, flag)) == (flag == "--reset-position-ids")
     refused = run(flag)
-    assert refused.status == 2 and f"{flag}" in refused.err and "need a tokenizer" in refused.err
+    assert refused.status == 2
+    assert flag in refused.err and "need a tokenizer" in refused.err
 
 
 @pytest.mark.flag("data_path split data_impl train_data_path valid_data_path test_data_path")
 def test_data_path_and_split(run, files):
-    flags = [
-        "--no-mock-data",
-        "--tokenizer-type",
-        "ByteTokenizer",
-        "--vocab-size",
-        "none",
-        "--split",
-        "80,10,10",
-    ]
-    a = run(*flags, "--data-path", str(files / "a_text_document"))
-    b = run(*flags, "--data-path", str(files / "b_text_document"))
-    assert a.status == b.status == 0 and a.losses[0] != b.losses[0]
-    assert "> building ByteTokenizer tokenizer ..." in a.out
+    flags = (
+        "--no-mock-data --tokenizer-type ByteTokenizer --vocab-size none --split 80,10,10".split()
+    )
+    a, b = (str(files / f"{name}_text_document") for name in "ab")
+    first = run(*flags, "--data-path", a)
+    second = run(*flags, "--data-path", b, "--eval-iters", "0")
+    assert first.status == second.status == 0
+    assert first.losses[0] != second.losses[0]
+    assert "> building ByteTokenizer tokenizer ..." in first.out
     for line in ("[0, 32) total of 32 documents", "[32, 36) total of 4", "[36, 40) total of 4"):
-        assert f"     document indices in {line}" in a.out
-    half = run(*flags, "--data-path", str(files / "a_text_document"), "--split", "50,25,25")
+        assert f"     document indices in {line}" in first.out
+    half = run(*flags, "--data-path", a, "--split", "50,25,25", "--train-iters", "1")
     assert "[0, 20) total of 20 documents" in half.out
-    train, valid, test = (
-        ["--train-data-path", str(files / "a_text_document")],
-        ["--valid-data-path", str(files / "b_text_document")],
-        ["--test-data-path", str(files / "a_text_document")],
-    )
-    apart = run(*flags, *train, *valid, *test)
-    assert (
-        apart.column("name", "validation") == ["validation"] * 3 + ["test"]
-        and apart.losses != a.losses
-    )
-    assert run(*flags, *train).column("name", "validation") == []
-    blend = run(
-        *flags,
-        "--data-path",
-        "0.3",
-        str(files / "a_text_document"),
-        "0.7",
-        str(files / "b_text_document"),
-    )
-    assert (
-        blend.status == 0
-        and blend.losses not in (a.losses, b.losses)
-        and "dataset 1, input: 0.7" in blend.out
-    )
-    infer = run(*flags, "--data-path", str(files / "a_text_document"), "--data-impl", "infer")
-    assert infer.losses == a.losses
+    paths = "--train-data-path", a, "--valid-data-path", b, "--test-data-path", a
+    apart = run(*flags, *paths)
+    assert apart.column("name", "validation") == ["validation"] * 3 + ["test"]
+    assert apart.losses != first.losses
+    assert run(*flags, *paths[:2]).column("name", "validation") == []
+    blend = run(*flags, "--data-path", "0.3", a, "0.7", b)
+    assert blend.status == 0
+    assert blend.losses not in (first.losses, second.losses)
+    assert "dataset 1, input: 0.7" in blend.out
+    assert run(*flags, "--data-path", a, "--data-impl", "infer").losses == first.losses

@@ -264,8 +264,8 @@ def test_logits_equal_the_reference(words, impl):
 
 @every
 def test_gradients_equal_the_reference(words):
-    """With dropout, a loss mask and restarts at documents, compare three derivatives per parameter:
-    in a random direction and at two entries."""
+    """With dropout, a loss mask and restarts at documents, compare two derivatives per parameter:
+    in a random direction and at an entry."""
     m = config_of(words)
     model = build(m)
     loss = training_loss(model, "both")
@@ -277,12 +277,11 @@ def test_gradients_equal_the_reference(words):
         assert p.grad is not None, name
         assert not p.grad[len(w[name]) :].any(), f"{name}: the padding has a gradient"
         grad = p.grad[: len(w[name])].numpy()
-        directions = [random.normal(size=grad.shape), np.zeros(grad.shape), np.zeros(grad.shape)]
-        for single in directions[1:]:
-            # most tokens' rows have none
-            used = random.choice(np.flatnonzero(grad)) if grad.any() else 0
-            single.flat[used] = 1
-        for d in directions:
+        single = np.zeros(grad.shape)
+        # most tokens' rows have none
+        used = random.choice(np.flatnonzero(grad)) if grad.any() else 0
+        single.flat[used] = 1
+        for d in (random.normal(size=grad.shape), single):
             want = reference_gpt.slope(w, name, d, m, *batch(), **where)
             assert (grad * d).sum() == pytest.approx(want, rel=1e-6, abs=1e-12), name
 
@@ -327,11 +326,9 @@ RECOMPUTED = {
     Options("selective"): ([1, 1, 1], 6),
     Options("full"): ([2, 2, 2], 6),
     Options("full", None, 2): ([2, 2, 2], 6),
-    Options("full", "uniform", 1): ([2, 2, 2], 6),
     Options("full", "uniform", 2): ([2, 2, 2], 6),
     Options("full", "uniform", 3): ([2, 2, 2], 6),
     Options("full", "block", 1): ([2, 1, 1], 4),
-    Options("full", "block", 2): ([2, 2, 1], 5),
     Options("full", "block", 3): ([2, 2, 2], 6),
 }
 

@@ -56,7 +56,7 @@ def run(folder, given, **settings):
 @pytest.mark.fault("F22")
 @pytest.mark.promise("Text is data")
 def test_bad_lines(tmp_path, monkeypatch, figures):
-    """F22: a file read in pieces by two workers, and a stream cut short at 20 places."""
+    """F22: a file read in pieces by two workers, and a stream cut short at 10 places."""
     monkeypatch.setattr(limits, "PIECE", 50_000)
     monkeypatch.setattr(preprocess, "MIB", 1)
     content, good, bad = hostile(1)
@@ -71,7 +71,7 @@ def test_bad_lines(tmp_path, monkeypatch, figures):
         assert f"{len(numbers)} {kind}, first {tmp_path / 'in.jsonl'}:{numbers[0]}" in report
     packed = gzip.compress(content, 1)
     rng, lost = random.Random(2), 0
-    for _ in range(20):
+    for _ in range(10):
         cut = rng.randrange(20, len(packed))
         (tmp_path / "cut.gz").write_bytes(packed[:cut])
         kept, report = run(tmp_path, tmp_path / "cut.gz", workers=1)
@@ -80,7 +80,7 @@ def test_bad_lines(tmp_path, monkeypatch, figures):
         complete = whole[: whole.rfind(b"\n") + 1].removeprefix(b"\xef\xbb\xbf").split(b"\n")
         lost += sum(map(is_good, complete)) - len(kept)
     assert lost <= 0
-    figures(good_lines_kept=f"{len(good)}/{len(good)}", bad_lines=count, streams_cut=20)
+    figures(good_lines_kept=f"{len(good)}/{len(good)}", bad_lines=count, streams_cut=10)
 
 
 def is_good(content):

@@ -322,7 +322,7 @@ def test_killed_at_any_moment_it_continues_and_ends_with_the_same_bytes(tmp_path
 
     for _ in range(2):
         idx.unlink(missing_ok=True)
-        for _ in range(4):
+        for _ in range(2):
             pieces_then = noted() + rng.randrange(1, 20)
             process = start(tmp_path, "log", source, delay=0.002, workers=2)
             while process.is_alive() and noted() < pieces_then:

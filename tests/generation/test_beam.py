@@ -62,14 +62,13 @@ def expected(theirs, prompt, most, width, penalty):
     return texts, out.sequences_scores
 
 
-@pytest.mark.parametrize("width", [2, 5])
-@pytest.mark.parametrize("penalty", [1.0, 0.0, -1.0])
+@pytest.mark.parametrize(("width", "penalty"), [(2, 1.0), (5, 0.0), (2, -1.0)])
 def test_equals_transformers(pair, width, penalty):
     """All texts of the search agree, with their scores; some end early, some at the limit."""
     mine, theirs = pair
     ends = set()
     for prompt in ([1], [3, 5, 7], [0, 8] * 13):
-        for most in (1, 4, 12):
+        for most in (1, 12):
             most = min(most, LENGTH - len(prompt))
             found = beam.search_beams(mine, request(prompt, most), BeamOptions(width, penalty))
             texts, scores = expected(theirs, prompt, most, width, penalty)

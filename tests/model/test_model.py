@@ -235,8 +235,7 @@ def llama(base, untied, dtype):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("untied", [True, False], ids=["untied", "tied"])
-@pytest.mark.parametrize("base", [10000.0, 500000.0])
+@pytest.mark.parametrize(("base", "untied"), [(10000.0, True), (500000.0, False)])
 def test_logits_and_gradients_equal_transformers_llama(base, untied, monkeypatch):
     """Compare within float32's rounding, then within float64's.
 

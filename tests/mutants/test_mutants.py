@@ -33,14 +33,17 @@ def test_a_text_that_occurs_twice_or_never_is_refused():
 
 
 def test_a_defect_is_found_and_a_harmless_change_is_not(tmp_path, monkeypatch, capsys):
-    real = next(m for m in read_table() if m.name == "first-merge-lost")
+    """By a test that needs neither torch nor a fixture, so that pytest starts soon."""
+    real = next(m for m in read_table() if m.name == "validations-take-no-time")
     harmless = dataclasses.replace(real, name="harmless", new=f"{real.old}  # as before")
+    monkeypatch.setattr(program, "PYTEST", [*program.PYTEST, "--noconftest"])
     monkeypatch.setattr(program, "read_table", lambda: [real, harmless])
     record = tmp_path / "record.json"
     record.write_text(json.dumps({"named": {"control": {"outcome": "clean", "seconds": 0}}}))
     assert program.main(["--jobs", "2", "--json", str(record)]) == 1
     results = json.loads(record.read_text())["named"]
-    assert results[real.name]["outcome"] == "found" and results[real.name]["by"] in real.tests
+    assert results[real.name]["outcome"] == "found"
+    assert results[real.name]["by"].startswith(tuple(real.tests))
     assert results["harmless"]["outcome"] == "survived"
     assert "not found, though the table says so: harmless" in capsys.readouterr().out
     assert program.main(["--only", real.name, "--json", str(record)]) == 0  # by the record alone

@@ -74,15 +74,3 @@ def test_steps_wait_for_no_measurement_and_none_that_fails_is_compared(
     ended.set()
     plan.child.join()
     assert plan.note(1.0) and plan.compare({}) == []
-
-
-@pytest.mark.whole
-def test_a_child_measures_what_this_process_would() -> None:
-    """Settings arrive there as they are; this process imports no patches."""
-    config = config_of(f"{WORDS} --hidden-dropout 0 --swiglu --num-layers 8")
-    plan = plan_of_run(config, 50_257, "NVIDIA H200")
-    assert plan is not None and plan.child is not None
-    plan.child.join()
-    assert plan.memory is not None
-    here = plan.prediction.measured().ranks[0]
-    assert (plan.memory.kinds, plan.memory.reserved) == (here.kinds, here.reserved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -250,43 +251,66 @@ def drip(s: socket.socket, data: bytes, seconds: float) -> float:
     return time.monotonic() - began
 
 
+def slow_clients(running: Site) -> list[socket.socket]:
+    """Open 200 connections: silent, with a slow header or body, or slow after a first request."""
+    header = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    begins = [b"", header[:9], post(b'{"prom', length=50), header + header[:9]]
+    opened = []
+    for number in range(200):
+        s = running.connect()
+        s.setblocking(False)
+        s.send(begins[number % 4])
+        opened.append(s)
+    return opened
+
+
+def is_closed(s: socket.socket) -> bool:
+    """Return whether the server has closed a connection; what it has sent is read."""
+    try:
+        while s.recv(1 << 16):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    s.close()
+    return True
+
+
 @pytest.mark.fault("F31")
 @pytest.mark.promise("Headers, bodies, time, the queue and the number of connections are limited")
-def test_slow_clients_are_closed_and_nobody_waits_for_them(
-    hasty: Site, figures: Callable[..., None]
-) -> None:
-    """200 connections: silent, with a slow header, with a slow body, slow after a first request."""
-    header = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    slow: list[socket.socket] = []
-    for number in range(200):
-        s = hasty.connect()
-        s.setblocking(False)
-        s.send([b"", header[:9], post(b'{"prom', length=50), header + header[:9]][number % 4])
-        slow.append(s)
-    began, times, at = time.monotonic(), list[float](), 0
-    while time.monotonic() - began < READ + 60 and slow:  # a busy machine closes them later
+def test_slow_clients_are_closed(hasty: Site, figures: Callable[..., None]) -> None:
+    slow = dict(enumerate(slow_clients(hasty)))
+    end = time.monotonic() + READ + 60  # a busy machine closes them later
+    at, times = 0, list[float]()
+    while slow and time.monotonic() < end:
         before = time.monotonic()
         assert hasty.ask("GET", "/health")[0] == 200
         times.append(time.monotonic() - before)
         at += 1
-        for number, s in list(enumerate(slow)):
-            try:
-                if number % 4:
+        for number, s in list(slow.items()):
+            if number % 4:
+                with contextlib.suppress(OSError):
                     s.send(b"x: y\r\nq"[at % 7 : at % 7 + 1])
-                if s.recv(1 << 16) == b"":
-                    slow.remove(s)
-                    s.close()
-            except BlockingIOError:
-                pass
-            except OSError:
-                slow.remove(s)
-                s.close()
+            if is_closed(s):
+                del slow[number]
         time.sleep(0.05)
-    assert not slow, len(slow)
     figures(slow_left=f"{len(slow)}/200", health_seconds=times)
-    # not all: other programs use the cores too
-    assert sorted(times)[len(times) * 9 // 10] < 0.1, times
+    assert not slow, len(slow)
     wait_until(lambda: hasty.scheduler.seats == 0)
+
+
+@pytest.mark.fault("F31")
+def test_nobody_waits_for_slow_clients() -> None:
+    """Others are answered before the patience with any slow client ends."""
+    with site(limits=Limits(read_seconds=600)) as patient:
+        slow = slow_clients(patient)
+        for _ in range(10):
+            assert patient.ask("GET", "/health")[0] == 200
+            assert patient.complete(prompt="ab", max_tokens=1)
+        assert not any([is_closed(s) for s in slow])
+        for s in slow:
+            s.close()
 
 
 @pytest.mark.fault("F31")

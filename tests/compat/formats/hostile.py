@@ -173,12 +173,8 @@ def void(_: Any) -> None: ...
 # Code that is called, in every way that pickles have
 
 in_zip("reduce os.system", UNTRUSTED, system, True)
-in_zip("reduce posix.system", UNTRUSTED, lambda m: call("posix.system", touch(m)), True)
 in_zip("reduce eval", UNTRUSTED, lambda m: call("builtins.eval", python(m)), True)
-in_zip("reduce exec", UNTRUSTED, lambda m: call("builtins.exec", python(m)), True)
 in_zip("reduce open", UNTRUSTED, lambda m: call("io.open", text(str(m)), text("w")), True)
-in_zip("reduce __import__", UNTRUSTED, lambda m: call("builtins.__import__", text("antigravity")))
-in_zip("reduce runpy", UNTRUSTED, lambda m: call("runpy.run_path", text(str(m))))
 in_zip(
     "subprocess",
     UNTRUSTED,
@@ -203,7 +199,6 @@ in_zip(
     True,
 )
 in_zip("torch.load of a file", UNTRUSTED, lambda m: call("torch.serialization.load", text(str(m))))
-in_zip("torch.hub", UNTRUSTED, lambda m: call("torch.hub.load", text(str(m.parent)), text("x")))
 LOADS = "torch.storage._load_from_bytes"
 in_zip(
     "a pickle in bytes, through torch's storages",
@@ -441,7 +436,7 @@ in_file(
 )
 in_file(
     "keys that laugh",
-    "more than 10 s",
+    "more than 2 s",
     lambda m: program(b"}" + laughs(b")q\0", b"h\0h\0\x86q\0", 60) + b"Ns"),
 )
 in_file("a set of long texts", "as a key", lambda m: program(b"\x8f(" + text("x" * 5000) + b"\x90"))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from meshwright.base.errors import BAD_DATA, UserError
 
-SECONDS = 60  # for all the work of a child, which is killed then
+SECONDS = 300  # for all the work of a child, which is killed then; other programs use the cores too
 # bytes of addresses beyond those of the parent: larger requests fail in the child alone
 ALLOWANCE = 2 << 30
 

@@ -70,7 +70,7 @@ LIES: dict[str, Any] = {
     "none": None,
     "a table": {"a": 1},
 }
-SAMPLE = 23  # one case of so many is taken
+SAMPLE = 41  # one case of so many is taken; without a common factor with the number of LIES
 MEMORY, SECONDS = 500 << 20, 10.0
 H, V, P, F = 4, 8, 6, 8  # width, ids, positions and width within the MLP
 

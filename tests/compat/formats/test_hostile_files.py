@@ -25,7 +25,13 @@ pytestmark = pytest.mark.whole
 
 # of a processor: 10 is the limit of the process that reads pickles
 MEMORY, SECONDS = 200 << 20, 12.0
+UNENDING, SHORT = ("keys that laugh",), 2  # reading takes all the time it gets
 READER = 560 << 20  # bytes of the process that reads pickles: its limit, and a file of 20 MB
+
+
+@pytest.fixture(scope="module", autouse=True)
+def reader() -> None:
+    """Keep no process that reads: its time counts when it has ended."""
 
 
 def open_as(kind: str, path: Path, trust: bool) -> Any:
@@ -77,13 +83,17 @@ def open_all(cases: Sequence[hostile.Case], folder: Path, trust: bool = False) -
             for case, (path, _) in zip(cases, paths, strict=True):
                 yield outcome_of(functools.partial(OPENERS[case.opener], path, trust))
 
-    outcomes, end, most, reader = in_child(work)
+    seconds = SHORT if cases[0].name in UNENDING else pickles.READ.seconds
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pickles.READ, "seconds", seconds)
+        outcomes, end, most, reader = in_child(work)
     outcomes += [("ended", end, 0.0)] * (len(cases) - len(outcomes))
     for case, (path, marker), outcome in zip(cases, paths, outcomes, strict=True):
         yield Outcome(case, path, marker, *outcome, most, reader)
 
 
 @pytest.mark.fault("F27", "F28")
+@pytest.mark.timeout(600)
 @pytest.mark.promise(
     "Files outside of the folder are never opened",
     "What a file says about sizes is checked before memory is taken",
@@ -126,7 +136,7 @@ def test_hostile_files(tmp_path: Path, figures: Callable[..., None]) -> None:
         reader_mb=[max(o.reader for o in outcomes) / 1e6],
     )
     assert not wrong, "\n".join(wrong)
-    assert len({outcome.case.name for outcome in outcomes}) == count == 188 and not executed
+    assert len({outcome.case.name for outcome in outcomes}) == count == 183 and not executed
 
 
 @pytest.mark.flag("trust_pickle")

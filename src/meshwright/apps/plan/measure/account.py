@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.apps.plan.measure.allocator import MemoryEvent
@@ -51,6 +51,23 @@ class Section(NamedTuple):
 
 
 SETUP = Section("set-up")
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors among an operation's arguments or results, in their order.
+
+    `tree_leaves` does the same for more kinds of containers, in many times the time.
+    """
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if not isinstance(value, (list, tuple)):
+        return []
+    found: list[Tensor] = []
+    for each in value:
+        found += tensors_in(each)
+    return found
 
 
 class StepObserver:
@@ -111,13 +128,18 @@ class Account(TorchDispatchMode):
         # number and kind, as they are met
         self.streams = {torch.cpu.current_stream(): (0, "activations")}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True wraps each call of what follows, which takes as long as the call
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # torch 2.11 cannot add a product to a matrix of another format on the meta device.
         is_missing = func is torch.ops.aten.addmm.dtype_out
         out = kwargs["out"] if is_missing else func(*args, **kwargs)
         self.recorder.operation(func, args, kwargs, out, self.section)
-        tree_map_only(Tensor, self.note, out)
+        for x in tensors_in(out):
+            self.note(x)
         return out
 
     @property

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from meshwright.apps.plan.measure.account import Section, StepObserver, is_backward
+from meshwright.apps.plan.measure.account import Section, StepObserver, is_backward, tensors_in
 from meshwright.apps.plan.measure.operations import Heads, TracedOperation
 from meshwright.base.device_profiles import ATTENTION_PASSES
 
@@ -124,10 +123,6 @@ def node_of_backward() -> object:
         return None
     node = torch._C._current_autograd_node()
     return node and (node._sequence_nr(), id(getattr(node, "variable", None)))
-
-
-def tensors_in(values: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 
 # Operations of torch
