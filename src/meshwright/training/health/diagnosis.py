@@ -168,7 +168,8 @@ def first_bad(tensors: dict[str, Tensor], before: str) -> Finding | None:
 def find_bad_state(net: Network) -> Finding | None:
     """Check this rank's weights and moments, and the copies that the layers read."""
     # Moments are named after their parameter, as wte.weight/exp_avg.
-    masters, moments = {}, {}
+    masters: dict[str, Tensor] = {}
+    moments: dict[str, Tensor] = {}
     for name, (_, _, x) in net.store.named_state().items():
         (moments if "/" in name else masters)[name] = x
     copies = {}
