@@ -72,28 +72,28 @@ class Syntax:
 def syntax_of(cls: type, positional: str | None = None) -> Syntax:
     """Return the syntax of a command; words without a flag set the field named `positional`."""
     by_name = config_fields(cls)
-    options = dict.fromkeys(("-h", "--help", "--help-all"), Option("help", 0, True))
+    options: dict[str, Option] = {}
+    if not is_flat(cls):
+        # A flag of ours wins over another program's of the same name, so these come first.
+        for name, (count, _) in no_effect().items():
+            options[name] = Option(name, *_idle(count))
+    options |= dict.fromkeys(("-h", "--help", "--help-all"), Option("help", 0, True))
     positionals = [_positional_of(*by_name[positional][1:])] if positional else []
     required: dict[str, str] = {}
+    names_follow = False
     for name, (_, f, kind) in by_name.items():
-        if f.metadata["positional"]:
+        is_positional = f.metadata["positional"]
+        if is_positional:
             positionals.append(_positional_of(f, kind))
         else:
             options |= _options_of(f, kind)
         if default_of(f) is dataclasses.MISSING:
-            required[name] = word_of(f) if f.metadata["positional"] else spelling(name)
+            required[name] = word_of(f) if is_positional else spelling(name)
+        names_follow |= is_positional == "rest"
     if not is_flat(cls):
         options |= _control_options(cls) | _foreign_options(by_name)
-    names_follow = any(f.metadata["positional"] == "rest" for _, f, _ in by_name.values())
-    # A flag of ours wins over another program's of the same name.
-    idle = (
-        {}
-        if is_flat(cls)
-        else {name: Option(name, *_idle(count)) for name, (count, _) in no_effect().items()}
-    )
-    return Syntax(
-        idle | options, tuple(positionals), required, names_follow, getattr(cls, "USES", None)
-    )
+    used = getattr(cls, "USES", None)
+    return Syntax(options, tuple(positionals), required, names_follow, used)
 
 
 def _positional_of(f: dataclasses.Field[Any], kind: Any) -> Positional:
@@ -104,9 +104,8 @@ def _options_of(f: dataclasses.Field[Any], kind: Any) -> dict[str, Option]:
     """Return the flags of one field."""
     if inner_type(kind) is bool:
         on, off = switches(f)
-        return dict.fromkeys(on, Option(f.name, 0, True)) | dict.fromkeys(
-            off, Option(f.name, 0, False)
-        )
+        options = dict.fromkeys(on, Option(f.name, 0, True))
+        return options | dict.fromkeys(off, Option(f.name, 0, False))
     count: Count = 1
     if is_list(kind):
         count = "+" if default_of(f) is dataclasses.MISSING else "*"
@@ -127,15 +126,16 @@ def _control_options(cls: type) -> dict[str, Option]:
 
 def _foreign_options(by_name: Mapping[str, Any]) -> dict[str, Option]:
     """Return the switches of other programs that stand for settings of this command."""
-    options = {
-        name: Option(target, 0, value)
-        for name, (target, value) in equal().items()
-        if target in by_name
-    }
+    options: dict[str, Option] = {}
+    for name, (target, value) in equal().items():
+        if target in by_name:
+            options[name] = Option(target, 0, value)
+    # These have a target of their own: what they set depends on other settings.
     for switch, (target, _) in old_switches().items():
         if target in by_name:
             name = spelling(switch)
-            options |= {name: Option(switch, 0, True), f"--no-{name[2:]}": Option(switch, 0, False)}
+            options[name] = Option(switch, 0, True)
+            options[f"--no-{name[2:]}"] = Option(switch, 0, False)
     return options
 
 
@@ -195,6 +195,7 @@ def _split_flag(word: str, syntax: Syntax) -> tuple[str, str, str]:
     """Return the flag, `=` and the value of `--flag=value`; --seq_length is --seq-length."""
     name, equals, value = word.partition("=")
     hyphenated = name.replace("_", "-")
+    # Some of Megatron's flags have underscores of their own, and win as they are.
     if name.startswith("--") and name not in syntax.options and hyphenated in syntax.options:
         name = hyphenated
     return name, equals, value
@@ -206,6 +207,7 @@ def _is_flag(word: str, syntax: Syntax) -> bool:
         return False
     if _split_flag(word, syntax)[0] in syntax.options:
         return True
+    # What is no flag here may be one of another program, and is reported.
     return not NEGATIVE_NUMBER.fullmatch(word) and " " not in word
 
 
@@ -231,41 +233,45 @@ def _read_flag(
         said = f"{plain(written)}: this flag takes no value; write it alone, or leave it out"
         typed.problems.append(Problem((option.target,), said))
         values = values[:1]
-    elif (
-        isinstance(option.count, int)
-        and len(values) < option.count
-        or option.count == "+"
-        and not values
-    ):
+    elif len(values) < _least_words(option.count):
         typed.problems.append(Problem((option.target,), _too_few(name, option.count, after)))
     elif option.count == 1:
         values = values[:1]
         typed.values[option.target] = values[0]
         typed.names.setdefault(option.target, {})[name.replace("_", "-")] = values[0]
     else:
-        values = values if isinstance(option.count, str) else values[: option.count]
+        if isinstance(option.count, int):
+            values = values[: option.count]
         typed.values[option.target] = values
     return len(values) if joined is None else 0
+
+
+def _least_words(count: Count) -> int:
+    if isinstance(count, int):
+        return count
+    return 1 if count == "+" else 0
 
 
 def _too_few(name: str, count: Count, after: Sequence[str]) -> str:
     """Say that values are missing after a flag."""
     wanted = "one argument" if count in (1, "+") else f"{count} arguments"
-    is_value = after and re.match(r"-[\d.]", after[0])
-    hint = f"; a value that begins with - is written {name}={plain(after[0])}" if is_value else ""
-    return f"argument {name}: expected {wanted}{hint}"
+    text = f"argument {name}: expected {wanted}"
+    # Such as -1e-4x or -.5,3, which is no number and so was read as a flag.
+    if after and re.match(r"-[\d.]", after[0]):
+        text += f"; a value that begins with - is written {name}={plain(after[0])}"
+    return text
 
 
 def _given_twice(typed: Typed) -> list[Problem]:
     """Report settings that are given by two names, with different values."""
-    return [
-        Problem(
-            (target,),
-            f"{' and '.join(values)} are names of one setting, with different values; give one",
-        )
-        for target, values in typed.names.items()
-        if len(set(values.values())) > 1
-    ]
+    problems = []
+    for target, values in typed.names.items():
+        # One name given twice is no mistake: its last value counts, as scripts rely on.
+        if len(set(values.values())) > 1:
+            names = " and ".join(values)
+            text = f"{names} are names of one setting, with different values; give one"
+            problems.append(Problem((target,), text))
+    return problems
 
 
 def _place_words(typed: Typed, syntax: Syntax) -> None:
@@ -275,10 +281,12 @@ def _place_words(typed: Typed, syntax: Syntax) -> None:
             return
         name = positional.target
         if positional.takes_list:
+            # Words without a flag come before those of the flag.
             typed.values[name] = [*typed.words, *typed.values.get(name, [])]
             typed.words = []
             continue
         word = typed.words.pop(0)
+        # The setting may have been given by its flag as well.
         if typed.values.setdefault(name, word) != word:
             both = f"{plain(word)} and {with_value(name, typed.values[name])} name two folders; give one"
             typed.problems.append(Problem((name,), both))
@@ -288,19 +296,19 @@ def answer_unknown(word: str, syntax: Syntax) -> Problem:
     """Return what is said of a flag that the command does not have."""
     name = word.partition("=")[0]
     hyphenated = name.replace("_", "-")
+    # The dialects know their own spelling, or only the hyphenated one.
     if answer := known_elsewhere(name, name) or known_elsewhere(hyphenated, name):
         return Problem(names_in(answer), answer)
 
     unknown = f"unknown flag {plain(name)}"
-    known = {
-        f: o.target
-        for f, o in syntax.options.items()
-        if syntax.used is None or o.target in syntax.used
-    }
+    # A flag that the command accepts and does not use is no good advice.
+    known = {}
+    for flag, option in syntax.options.items():
+        if syntax.used is None or option.target in syntax.used:
+            known[flag] = option.target
     if ours := our_word("flags", hyphenated[2:], {*known, *known.values()}):
         return Problem(names_in(ours), f"{unknown}; here it is {ours}")
     if near := nearest(hyphenated, known, cutoff=0.8):
         return Problem((known[near],), f"{unknown}; did you mean {near}?")
-    return Problem(
-        (), f"{unknown}; {'flags of COMMAND go after it' if syntax.names_follow else 'see --help'}"
-    )
+    advice = "flags of COMMAND go after it" if syntax.names_follow else "see --help"
+    return Problem((), f"{unknown}; {advice}")

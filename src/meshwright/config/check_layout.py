@@ -28,6 +28,7 @@ def parallel_problems(c: TrainConfig) -> list[Problem]:
     ):
         if not least <= getattr(p, name) <= most:
             out.append(Problem((name,), f"{stated(p, name)} is not between {least} and {most}"))
+    # What follows divides by these sizes.
     if out_of_bounds(p) or out_of_bounds(m) or out_of_bounds(c.data):
         return out  # reported already
     out += ranks_problems(p, c.world) + division_problems(c)
@@ -45,27 +46,28 @@ def division_problems(c: TrainConfig) -> list[Problem]:
     p, m = c.parallel, c.model
     tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
     by_tp, by_cp = stated(p, "tensor_model_parallel_size"), stated(p, "context_parallel_size")
-    by_both = f"{by_tp} x {by_cp}" if tp > 1 and cp > 1 else by_cp if cp > 1 else by_tp
+    by_both = by_cp if cp > 1 else by_tp
+    if tp > 1 and cp > 1:
+        by_both = f"{by_tp} x {by_cp}"
     heads, seq = m.num_attention_heads or 0, c.data.seq_length or 0
+    # Context ranks exchange heads for parts of the sequence, so that both kinds divide the heads. A
+    # size of 0 passes: it is not given, or its parts are reported already.
     divided = [
-        ("num_attention_heads", "", heads, tp * cp, by_both),
-        ("num_query_groups", "", 0 if heads % (tp * cp) else m.groups, tp * cp, by_both),
-        ("ffn_hidden_size", "", m.ffn, tp, by_tp),
-        ("pad_vocab_size_to", "", m.pad_vocab_size_to or 0, tp, by_tp),
-        ("seq_length", "", seq, cp, by_cp),
-        (
-            "seq_length",
-            "{sequence_parallel=True}: ",
-            0 if seq % cp or not p.sequence_parallel else seq,
-            tp * cp,
-            by_both,
-        ),
+        ("num_attention_heads", heads, tp * cp, by_both),
+        ("num_query_groups", 0 if heads % (tp * cp) else m.groups, tp * cp, by_both),
+        ("ffn_hidden_size", m.ffn, tp, by_tp),
+        ("pad_vocab_size_to", m.pad_vocab_size_to or 0, tp, by_tp),
+        ("seq_length", seq, cp, by_cp),
     ]
-    return [
-        Problem((name,), f"{whose}{with_value(name, size)} is not a multiple of {by}")
-        for name, whose, size, parts, by in divided
+    out = [
+        Problem((name,), f"{with_value(name, size)} is not a multiple of {by}")
+        for name, size, parts, by in divided
         if size % parts
     ]
+    if p.sequence_parallel and seq % cp == 0 and seq % (tp * cp):
+        text = f"{with_value('seq_length', seq)} is not a multiple of {by_both}"
+        out.append(Problem(("seq_length",), f"{{sequence_parallel=True}}: {text}"))
+    return out
 
 
 def naming_problems(p: Parallel) -> list[Problem]:
@@ -109,6 +111,7 @@ def pipeline_problems(c: TrainConfig) -> list[Problem]:
         )
         about = ("pipeline_model_parallel_size", "num_layers")
         return [Problem(about, f"{text}: a stage would have no layer")]
+    # The stages are known only if this is right.
     if problem := _virtual_problem(c):
         return [problem]
     out = []
@@ -146,6 +149,7 @@ def _micro_batches_problems(c: TrainConfig) -> list[Problem]:
     """Check that each batch makes as many micro-batches as its schedule needs."""
     p, t, out = c.parallel, c.training, []
     pp = p.pipeline_model_parallel_size
+    # The batches are checked elsewhere, and only valid ones can be counted.
     # Interleaved 1F1B takes micro-batches in rounds of as many as there are stages.
     if c.chunks == 1 or batch_problems(c) or out_of_bounds(t):
         return []
@@ -191,15 +195,11 @@ def fp8_problems(c: TrainConfig) -> list[Problem]:
         text = f"{fp8} with ZeRO 3, which keeps no weights to be cast once a step; give {{zero_stage=2}} or less"
         out.append(Problem(("fp8_format", "zero_stage"), text))
     if m.hidden_size and m.num_attention_heads:
-        out += [
-            Problem(
-                ("fp8_format",), f"{fp8}: {width} is not a multiple of 16, as fp8 products need"
-            )
-            for width in _uneven_widths(m, p.tensor_model_parallel_size)
-        ]
-    if (layers := m.num_layers) and not any(
-        c.precision.multiplies_fp8(i, layers) for i in range(layers)
-    ):
+        for width in _uneven_widths(m, p.tensor_model_parallel_size):
+            text = f"{fp8}: {width} is not a multiple of 16, as fp8 products need"
+            out.append(Problem(("fp8_format",), text))
+    layers = m.num_layers
+    if layers and not any(c.precision.multiplies_fp8(i, layers) for i in range(layers)):
         text = (
             f"{fp8}: {{first_last_layers_bf16=True}} leaves none of {layers} layers; "
             "lower {num_layers_at_start_in_bf16}"
@@ -211,14 +211,14 @@ def fp8_problems(c: TrainConfig) -> list[Problem]:
 def _uneven_widths(m: Model, tp: int) -> list[str]:
     """Return the widths of matrices on a tensor rank that are no multiple of 16."""
     heads = m.num_attention_heads or 1
+    heads_width = heads * m.head_dim // tp
+    keys_width = 2 * m.groups * m.head_dim // tp
+    # The stream has all of the hidden size on each rank; all other widths are cut.
     widths = {
         with_value("hidden_size", m.hidden_size): m.hidden_size or 0,
         with_value("ffn_hidden_size", m.ffn // tp): m.ffn // tp,
+        f"the width of the heads {heads_width}": heads_width,
+        f"the width of keys and values {keys_width}": keys_width,
     }
-    for what, width in (
-        ("the heads", heads * m.head_dim),
-        ("keys and values", 2 * m.groups * m.head_dim),
-    ):
-        widths[f"the width of {what} {width // tp}"] = width // tp
     on = " on each tensor rank" if tp > 1 else ""
     return [f"{name}{on}" for name, width in widths.items() if width % 16]

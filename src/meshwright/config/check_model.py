@@ -52,12 +52,14 @@ def heads_problems(m: Model) -> list[Problem]:
     if heads and groups and groups > 0 and heads % groups:
         text = f"{stated(m, 'num_attention_heads')} is not a multiple of {stated(m, 'num_query_groups')}"
         out.append(Problem(("num_attention_heads", "num_query_groups"), text))
+    # Two numbers are rotated together.
     if m.position == "rope" and (m.rotary_percent > 1 or m.rotating % 2 or m.rotating < 2):
         text = (
             f"{stated(m, 'rotary_percent')} of heads of {m.head_dim} rotates {m.rotating} numbers; "
             "they must be even and fit the head"
         )
         out.append(Problem(("rotary_percent",), text))
+    # swiglu and glu_activation may both be given: the second says which gate it is.
     if m.squared_relu and (m.swiglu or m.glu_activation):
         text = "{squared_relu=True} contradicts {swiglu=True} and {glu_activation}; give one activation"
         out.append(Problem(("squared_relu", "swiglu", "glu_activation"), text))
@@ -155,9 +157,10 @@ def contradictions(
         group = [n for n in names if OUTCOME.get(n, n) == outcome]
         differing = [n for n in group if getattr(asked, n) != getattr(saved, n)]
         given = [n for n in differing if getattr(asked, n) != getattr(defaults, n)]
-        if name in (given or differing):
-            has = "none" if theirs is None else theirs
-            ours = f"{{{name}}} {value}" if isinstance(value, bool) else with_value(name, value)
-            problem = Problem((name,), f"{ours}, the checkpoint has {has}")
-            (left_open if value is None else out).append(problem)
+        if name not in (given or differing):
+            continue
+        has = "none" if theirs is None else theirs
+        ours = f"{{{name}}} {value}" if isinstance(value, bool) else with_value(name, value)
+        problem = Problem((name,), f"{ours}, the checkpoint has {has}")
+        (left_open if value is None else out).append(problem)
     return out or left_open  # what was left open may only follow another flag

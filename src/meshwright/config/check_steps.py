@@ -9,7 +9,9 @@ from meshwright.config.check_values import out_of_bounds
 from meshwright.config.problem import Problem, missing, named, stated, with_value
 from meshwright.config.schema import LENGTHS, Optimizer, TrainConfig
 
-LEAST_EPS = 1e-9  # of AdamW, with moments in 8 bits
+# Of AdamW, with moments in 8 bits: the root of a second moment is 0 below 5e-9, and with a smaller
+# epsilon an update would be divided by almost nothing.
+LEAST_EPS = 1e-9
 BY_STEPS = ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
 IN_OTHER_UNITS = (
     "lr_decay_samples",
@@ -41,9 +43,10 @@ def state_problems(o: Optimizer) -> list[Problem]:
 
 def kept_by(batch: int, c: TrainConfig) -> int | None:
     """Return the largest micro-batch, up to that of `c`, of which its ranks can make a batch."""
-    return next(
-        (micro for micro in range(c.micro_batch, 0, -1) if batch % (micro * c.dp) == 0), None
-    )
+    for micro in range(c.micro_batch, 0, -1):
+        if batch % (micro * c.dp) == 0:
+            return micro
+    return None
 
 
 def batch_problems(c: TrainConfig) -> list[Problem]:
@@ -56,28 +59,19 @@ def batch_problems(c: TrainConfig) -> list[Problem]:
     out = _sizes_problems(c)
     if not c.lengths:
         others = ", ".join(f"{{{name}}}" for name in LENGTHS[1:])
-        out.append(
-            Problem(
-                LENGTHS,
-                f"{{train_iters}} is needed: how many steps (or one of {others})",
-                "missing",
-            )
-        )
+        text = f"{{train_iters}} is needed: how many steps (or one of {others})"
+        out.append(Problem(LENGTHS, text, "missing"))
     elif len(c.lengths) > 1:
         both = "both" if len(c.lengths) == 2 else "all"
-        out.append(
-            Problem(
-                tuple(c.lengths), f"{named(c.lengths)} {both} set the length of the run; give one"
-            )
-        )
+        text = f"{named(c.lengths)} {both} set the length of the run; give one"
+        out.append(Problem(tuple(c.lengths), text))
     if t.step_batch_size_schedule is not None:
         out += batch_schedule_problems(c)
     elif t.rampup_batch_size:
         out += rampup_problems(c)
-    is_counted = (
-        not out and c.lengths[0] not in ("train_iters", "train_epochs") and t.train_tokens != "auto"
-    )
-    if is_counted and c.steps == 0:
+    if out or c.lengths[0] in ("train_iters", "train_epochs") or t.train_tokens == "auto":
+        return out  # nothing reliable can be counted, or the length is in steps or not known yet
+    if c.steps == 0:
         least = f"{c.batch(0)} samples"
         if c.lengths[0] == "train_tokens":
             least += f", which are {c.batch(0) * (c.data.seq_length or 0):,} tokens"
@@ -118,32 +112,34 @@ def _sizes_problems(c: TrainConfig) -> list[Problem]:
         text = f"{product} is {micro * number * c.dp}, not the {stated(t, 'global_batch_size')}"
         three = ("micro_batch_size", "num_accumulation_steps", "global_batch_size")
         return [Problem(three, f"{text}; leave one of the three out")]
+
+    # Without a micro-batch, the number of them is what has to divide the batch.
+    factor = "num_accumulation_steps" if micro is None else "micro_batch_size"
     unit = (number or 1 if micro is None else c.micro_batch) * c.dp
     if not batch or batch % unit == 0:
         return []
-    factor = "num_accumulation_steps" if micro is None else "micro_batch_size"
     product = f"{stated(t, factor)}{ranks} = {unit}" if ranks else stated(t, factor)
-    less = kept_by(batch, c) if isinstance(micro, int) else None
-    keeps = (
-        f"{with_value('micro_batch_size', less)} keeps the batch and its losses, and "
-        if less
-        else ""
-    )
+    text = f"{stated(t, 'global_batch_size')} is not a multiple of {product}; "
+    if isinstance(micro, int) and (less := kept_by(batch, c)):
+        text += f"{with_value('micro_batch_size', less)} keeps the batch and its losses, and "
     nearest = max(1, round(batch / unit)) * unit
-    text = f"{stated(t, 'global_batch_size')} is not a multiple of {product}; {keeps}the nearest multiple is {nearest}"
+    text += f"the nearest multiple is {nearest}"
     return [Problem(("global_batch_size", factor), text)]
 
 
 def rampup_problems(c: TrainConfig) -> list[Problem]:
-    ramp, batch, micro = c.training.rampup_batch_size, c.global_batch, c.micro_batch
-    flag = stated(c.training, "rampup_batch_size")
+    t = c.training
+    batch = c.global_batch
+    flag = stated(t, "rampup_batch_size")
     about = ("rampup_batch_size",)
-    if len(ramp) != 3 or min(ramp) <= 0:
+    if len(t.rampup_batch_size) != 3 or min(t.rampup_batch_size) <= 0:
         return [Problem(about, f"{flag}: give three numbers above 0: START INCREMENT SAMPLES")]
-    start, increment, samples = ramp
+    start, increment, samples = t.rampup_batch_size
+    unit = c.micro_batch * c.dp
     out = []
     if c.lengths == ["train_iters"]:
         out.append(Problem((*about, "train_iters"), f"{flag} {IN_SAMPLES}"))
+    # The number of steps is found by walking them, so that it is bounded.
     if samples / start > 10**6:
         text = f"{flag}: up to {samples / start:.0f} steps of ramp-up; give at most a million"
         out.append(Problem(about, text))
@@ -151,11 +147,11 @@ def rampup_problems(c: TrainConfig) -> list[Problem]:
         size = with_value("global_batch_size", batch)
         text = f"{flag}: {size} is never reached from {start} in steps of {increment}"
         out.append(Problem((*about, "global_batch_size"), text))
-    elif start % (micro * c.dp) or increment % (micro * c.dp):
+    elif start % unit or increment % unit:
         # auto counts as 1: a divisor of every size is chosen.
-        ranks = f" x {c.dp} data-parallel ranks = {micro * c.dp}" if c.dp > 1 else ""
-        unit = f"{with_value('micro_batch_size', c.training.micro_batch_size or micro)}{ranks}"
-        text = f"{flag}: {start} and {increment} must be multiples of {unit}"
+        factor = with_value("micro_batch_size", t.micro_batch_size or c.micro_batch)
+        ranks = f" x {c.dp} data-parallel ranks = {unit}" if c.dp > 1 else ""
+        text = f"{flag}: {start} and {increment} must be multiples of {factor}{ranks}"
         out.append(Problem((*about, "micro_batch_size"), text))
     return out
 
@@ -169,10 +165,11 @@ def batch_schedule_problems(c: TrainConfig) -> list[Problem]:
         return [Problem((*about, "rampup_batch_size"), text)]
     starts, batches = zip(*c.batch_schedule, strict=True)
     out = []
-    if starts[0] or any(a >= b for a, b in itertools.pairwise(starts)):
+    # Starts are in samples here: two in tokens may be within one sample.
+    if starts[0] or not _grows(starts):
         text = f"{flag}: its tokens must begin with 0 and grow, by a sample of {c.data.seq_length} or more"
         out.append(Problem(about, text))
-    if min(batches) < 1 or any(a >= b for a, b in itertools.pairwise(batches)):
+    if min(batches) < 1 or not _grows(batches):
         out.append(Problem(about, f"{flag}: its batches must grow, from 1"))
     if batches[-1] != c.global_batch:
         text = f"{flag} ends with a batch of {batches[-1]}, not of {c.global_batch}; leave {{global_batch_size}} out"
@@ -180,24 +177,26 @@ def batch_schedule_problems(c: TrainConfig) -> list[Problem]:
     if c.lengths == ["train_iters"]:
         out.append(Problem((*about, "train_iters"), f"{flag} {IN_SAMPLES}"))
     unit = c.micro_batch * c.dp
-    if not out and (odd := [n for n in batches if n % unit]):
+    odd = [batch for batch in batches if batch % unit]
+    if odd and not out:
         ranks = f" x {c.dp} data-parallel ranks = {unit}" if c.dp > 1 else ""
         text = f"{flag}: {odd[0]} is not a multiple of {stated(t, 'micro_batch_size')}{ranks}"
         out.append(Problem((*about, "micro_batch_size"), text))
     return out
 
 
+def _grows(numbers: Sequence[int]) -> bool:
+    return all(a < b for a, b in itertools.pairwise(numbers))
+
+
 def schedule_problems(c: TrainConfig, has_length: bool) -> list[Problem]:
     """Check the update and its schedule; `has_length`: the length of the run is known."""
     o = c.optimizer
-    out = _rates_problems(c)
-    mixed = _units_problems(c)
-    out += mixed
+    out = _rates_problems(c) + _units_problems(c)
     warmups = _warmups(o)
     if len(warmups) > 1:
-        out.append(
-            Problem(tuple(warmups), f"{named(sorted(warmups))} both set the warm-up; give one")
-        )
+        text = f"{named(sorted(warmups))} both set the warm-up; give one"
+        out.append(Problem(tuple(warmups), text))
     if o.lr_decay_samples and o.lr_decay_tokens:
         both = ("lr_decay_samples", "lr_decay_tokens")
         out.append(Problem(both, f"{named(both)} both set the decay; give one"))
@@ -209,6 +208,7 @@ def schedule_problems(c: TrainConfig, has_length: bool) -> list[Problem]:
             "{muon_tp_mode=blockwise} would make the result depend on the layout; give distributed"
         )
         out.append(Problem(("muon_tp_mode",), text))
+    # The parts of the schedule are compared in samples, which only valid settings have.
     if out or out_of_bounds(o) or not has_length or not c.steps:
         return out
     return _decay_problems(c, warmups) + _weight_decay_problems(o)
@@ -241,9 +241,8 @@ def _rates_problems(c: TrainConfig) -> list[Problem]:
 def _units_problems(c: TrainConfig) -> list[Problem]:
     """Check that a run in steps has a schedule in steps, and one in samples or tokens none."""
     in_steps = "train_iters" in c.lengths
-    wrong = [
-        name for name in (IN_OTHER_UNITS if in_steps else BY_STEPS) if getattr(c.optimizer, name)
-    ]
+    misfits = IN_OTHER_UNITS if in_steps else BY_STEPS
+    wrong = [name for name in misfits if getattr(c.optimizer, name)]
     if not wrong or not c.lengths:
         return []
     advice = f"give all lengths in {'steps' if in_steps else 'samples'}"
@@ -253,30 +252,34 @@ def _units_problems(c: TrainConfig) -> list[Problem]:
 
 def _warmups(o: Optimizer) -> list[str]:
     """Return the settings that give the length of the warm-up."""
-    out = [
-        name
-        for name in ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens")
-        if getattr(o, name)
-    ]
-    return out + ["lr_warmup_fraction"] * (o.lr_warmup_fraction is not None)
+    lengths = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens")
+    out = [name for name in lengths if getattr(o, name)]
+    # The default of the lengths is 0, while a fraction of 0 is a length that was given.
+    if o.lr_warmup_fraction is not None:
+        out.append("lr_warmup_fraction")
+    return out
 
 
 def _decay_problems(c: TrainConfig, warmups: Sequence[str]) -> list[Problem]:
     """Check that the parts of the schedule fit into its length."""
+
+    def length(samples: float) -> str:
+        """Return a length in the unit of the run."""
+        if c.samples is None:
+            return f"{samples / c.global_batch:g} iterations"
+        return f"{samples:g} samples"
+
     out = []
     if c.decay_samples <= c.warmup_samples:
-        decay, warmup = (
-            f"{x / c.global_batch:g} iterations" if c.samples is None else f"{x:g} samples"
-            for x in (c.decay_samples, c.warmup_samples)
-        )
+        flag = warmups[0]
+        text = f"the warm-up of {length(c.warmup_samples)} is not below the decay's {length(c.decay_samples)}"
+        text += "; shorten it"
         fitting = (c.decay_samples - 1) // c.global_batch
-        most = f" to {fitting} or less" if warmups[0] == "lr_warmup_iters" and fitting > 0 else ""
-        text = f"the warm-up of {warmup} is not below the decay's {decay}; shorten it{most}"
-        out.append(Problem((warmups[0],), f"{{{warmups[0]}}}: {text}"))
-    if (
-        c.optimizer.lr_decay_style == "WSD"
-        and not 0 < c.wsd_samples <= c.decay_samples - c.warmup_samples
-    ):
+        if flag == "lr_warmup_iters" and fitting > 0:
+            text += f" to {fitting} or less"
+        out.append(Problem((flag,), f"{{{flag}}}: {text}"))
+    between = c.decay_samples - c.warmup_samples
+    if c.optimizer.lr_decay_style == "WSD" and not 0 < c.wsd_samples <= between:
         text = (
             "{lr_decay_style=WSD} needs {lr_wsd_decay_iters} or {lr_wsd_decay_samples}, the length of its last part "
             "between the warm-up and the end of the decay"

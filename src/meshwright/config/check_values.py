@@ -26,16 +26,13 @@ def planned_values(config: Any) -> list[Problem]:
     for group in group_values(config):
         for f in dataclasses.fields(group):
             value, only = getattr(group, f.name), f.metadata["only"]
-            if only is not None and value not in only:
-                works = (
-                    ", or ".join(f"give {v}" for v in only if v not in (None, False))
-                    or "leave it out"
-                )
-                out.append(
-                    Problem(
-                        (f.name,), f"{stated(group, f.name)} is not yet in this version; {works}"
-                    )
-                )
+            if only is None or value in only:
+                continue
+            # None and False are what a setting has that is left out.
+            words = [f"give {v}" for v in only if v not in (None, False)]
+            works = ", or ".join(words) or "leave it out"
+            text = f"{stated(group, f.name)} is not yet in this version; {works}"
+            out.append(Problem((f.name,), text))
     return out
 
 
@@ -48,16 +45,15 @@ def unusable(config: Any) -> list[Problem]:
             value = getattr(group, f.name)
             # A launched command may have empty arguments.
             may_be_empty = f.metadata["value"] == "WORDS" or f.metadata["positional"] == "rest"
-            if not may_be_empty and (value == "" or (isinstance(value, list) and "" in value)):
+            is_empty = value == "" or (isinstance(value, list) and "" in value)
+            if is_empty and not may_be_empty:
                 text = f"{{{f.name}}} is empty; leave it out, or is a shell variable unset?"
                 out.append(Problem((f.name,), text))
+            # Tensors and indices hold products of these, which must stay within 64 bits.
             most = 2**62 if f.name.endswith(("_samples", "_tokens")) else 2**31
             if type(value) is int and abs(value) >= most and f.name != "seed":
-                out.append(
-                    Problem(
-                        (f.name,), f"{with_value(f.name, str(value)[:20])} must be below {most}"
-                    )
-                )
+                text = f"{with_value(f.name, str(value)[:20])} must be below {most}"
+                out.append(Problem((f.name,), text))
     return out
 
 
@@ -70,18 +66,18 @@ def remote_paths(config: Any) -> list[Problem]:
     for group in group_values(config):
         for f in dataclasses.fields(group):
             value = getattr(group, f.name)
-            if (
-                value is None
-                or isinstance(value, int | float)
-                or f.metadata["value"] in ("NAME", "WORDS")
-            ):
+            if value is None or isinstance(value, int | float):
                 continue
+            if f.metadata["value"] in ("NAME", "WORDS"):
+                continue  # no path
+            # Texts may also be read from a data set of the Hugging Face Hub.
+            is_text_input = isinstance(group, TextInputs) and f.name == "input"
+            may_be_remote = is_text_input or f.metadata["remote"]
             for one in value if isinstance(value, list) else [value]:
                 text = addresses.as_typed(one)
-                is_read_there = isinstance(group, TextInputs) and f.name == "input"
-                if is_read_there and str(one).startswith("hf://"):
+                if is_text_input and str(one).startswith("hf://"):
                     continue
-                if (is_read_there or f.metadata["remote"]) and addresses.is_address(text):
+                if may_be_remote and addresses.is_address(text):
                     continue
                 if isinstance(text, str) and (address := find_address(text)):
                     why = plain(refuse_address(address).removeprefix(address))
@@ -103,8 +99,9 @@ def out_of_bounds(group: Any) -> list[Problem]:
 @cached
 def bounds_of(group: type) -> list[tuple[str, Callable[[float], bool], str]]:
     """Return each field with a bound, whether a number is within it, and the rule in words."""
-    return [
-        (f.name, *BOUNDS[bound])
-        for f in dataclasses.fields(group)
-        if (bound := f.metadata["bound"]) is not None
-    ]
+    out = []
+    for f in dataclasses.fields(group):
+        if f.metadata["bound"] is not None:
+            is_inside, rule = BOUNDS[f.metadata["bound"]]
+            out.append((f.name, is_inside, rule))
+    return out

@@ -44,21 +44,22 @@ def problems(config: Any, needs_data: bool = True) -> list[Problem]:
 
 
 def training_problems(c: TrainConfig, needs_data: bool) -> list[Problem]:
-    t, o = c.training, c.optimizer
-    sizes = batch_problems(c)
-    has_length = not sizes and not out_of_bounds(t) and c.lengths != ["train_epochs"]
-    out = (
-        architecture_problems(c.model, c.data)
-        + parallel_problems(c)
-        + precision_problems(c.precision)
-        + sizes
-    )
-    out += (
-        schedule_problems(c, has_length)
-        + kernel_problems(t, c.model)
-        + data_problems(c.data, needs_data)
-    )
-    out += mup_problems(c) + logging_problems(c.logging) + eval_tasks_problems(c.logging)
+    t = c.training
+    batch = batch_problems(c)
+    has_length = not batch and not out_of_bounds(t) and c.lengths != ["train_epochs"]
+    # The order is that of the messages.
+    out = [
+        *architecture_problems(c.model, c.data),
+        *parallel_problems(c),
+        *precision_problems(c.precision),
+        *batch,
+        *schedule_problems(c, has_length),
+        *kernel_problems(t, c.model),
+        *data_problems(c.data, needs_data),
+        *mup_problems(c),
+        *logging_problems(c.logging),
+        *eval_tasks_problems(c.logging),
+    ]
     if c.logging.eval_tasks_device and not (c.checkpoint.run_dir or c.checkpoint.save):
         text = (
             "{eval_tasks_device} reads a snapshot from the run's folder; give {run_dir} or {save}"
@@ -67,13 +68,15 @@ def training_problems(c: TrainConfig, needs_data: bool) -> list[Problem]:
     if t.seed >= 2**32 - 2:
         limit = f"must be below {2**32 - 2}: numpy takes 32 bits, and up to 2 is added"
         out.append(Problem(("seed",), f"{stated(t, 'seed')} {limit}"))
-    out += (
-        state_problems(o)
-        + reaction_problems(t, c.checkpoint)
-        + torch_format_problems(c)
-        + averaging_problems(c)
-    )
-    return out + saving_problems(c) + loading_problems(c)
+    return [
+        *out,
+        *state_problems(c.optimizer),
+        *reaction_problems(t, c.checkpoint),
+        *torch_format_problems(c),
+        *averaging_problems(c),
+        *saving_problems(c),
+        *loading_problems(c),
+    ]
 
 
 def saving_problems(c: TrainConfig) -> list[Problem]:
@@ -85,13 +88,12 @@ def saving_problems(c: TrainConfig) -> list[Problem]:
     if k.save_hf and c.training.skip_train:
         text = "{save_hf} exports at the end of training, which {skip_train=True} leaves out; use meshwright convert"
         out.append(Problem(("save_hf", "skip_train"), text))
-    if (
-        k.save_overwrite
-        and k.save
-        and (address := addresses.address_of(addresses.localize(k.save)))
-    ):
-        text = f"{{save_overwrite=True}} would have to move what is at {address}; give another address to {{save}}"
-        out.append(Problem(("save_overwrite", "save"), text))
+    if k.save and k.save_overwrite:
+        address = addresses.address_of(addresses.localize(k.save))
+        # Object storage has no rename: a move would copy the whole run.
+        if address:
+            text = f"{{save_overwrite=True}} would have to move what is at {address}; give another address to {{save}}"
+            out.append(Problem(("save_overwrite", "save"), text))
     if k.save_hf and not k.save:
         out.append(Problem(("save_hf",), "{save_hf} needs {save}: it exports the last checkpoint"))
     return out
@@ -137,6 +139,7 @@ def averaging_problems(c: TrainConfig) -> list[Problem]:
     if k.ckpt_format == "torch":
         text = f"{average} reads our own steps, and {{ckpt_format=torch}} saves Megatron's; give {{ckpt_format=native}}"
         out.append(Problem(("average_last", "ckpt_format"), text))
+    # Without it all steps are kept.
     if k.keep_last and k.keep_last < number:
         text = f"{average} needs that many saved steps, {stated(k, 'keep_last')} keeps fewer; raise {{keep_last}}"
         out.append(Problem(("average_last", "keep_last"), text))
@@ -159,7 +162,8 @@ def torch_format_problems(c: TrainConfig) -> list[Problem]:
             del unknown["rope_scaling"]
     if c.optimizer.ema:
         unknown["ema"] = "the average of {ema}"
-    unknown |= {name: f"{{{name}}}" for name in given_bases(m)}
+    for name in given_bases(m):
+        unknown[name] = f"{{{name}}}"
     reasons = {name: f"has no place for {what}" for name, what in unknown.items()}
     if kind not in ("adam", "adamw"):
         reasons["optimizer"] = f"holds Adam's state, not {kind}'s ({{optimizer}})"
@@ -168,12 +172,10 @@ def torch_format_problems(c: TrainConfig) -> list[Problem]:
         reasons["num_layers"] = (
             f"needs equal stages, but {stated(m, 'num_layers')} is not a multiple of {stages}"
         )
-    out = [
-        Problem(
-            ("ckpt_format", name), f"{{ckpt_format=torch}} {reason}; give {{ckpt_format=native}}"
-        )
-        for name, reason in reasons.items()
-    ]
+    out = []
+    for name, reason in reasons.items():
+        text = f"{{ckpt_format=torch}} {reason}; give {{ckpt_format=native}}"
+        out.append(Problem(("ckpt_format", name), text))
     if k.save and (address := addresses.address_of(addresses.localize(k.save))):
         text = (
             f"does not work with {with_value('save', address)}; save natively, and convert the run"
@@ -259,14 +261,17 @@ def forecast_problems(c: TrainConfig, needs_data: bool = True) -> list[Problem]:
     if c.data.seq_length is None:
         out.append(missing("seq_length", "tokens of one sample"))
     if len(c.lengths) != 1:
-        few = f"{named(c.lengths)} are given" if c.lengths else "none is given"
-        units = f"{', '.join(f'{{{name}}}' for name in LENGTHS[:-1])} and {{{LENGTHS[-1]}}}"
-        out.append(Problem(LENGTHS, f"one of {units} is needed for the length; {few}", "missing"))
+        given = f"{named(c.lengths)} are given" if c.lengths else "none is given"
+        *others, last = (f"{{{name}}}" for name in LENGTHS)
+        units = f"{', '.join(others)} and {last}"
+        text = f"one of {units} is needed for the length; {given}"
+        out.append(Problem(LENGTHS, text, "missing"))
+    # The data-parallel ranks decide the batch, and the model's ranks how many of them there are.
     if t.global_batch_size is None and p.world_size is None and p.model_ranks > 1:
         needed = f"the model will run on {p.model_ranks} ranks or more"
         text = f"{{global_batch_size}} or {{world_size}} is needed: {needed}"
         out.append(Problem(("global_batch_size", "world_size"), text, "missing"))
-    if t.micro_batch_size in (None, "auto") and t.global_batch_size is None:
+    if t.global_batch_size is None and t.micro_batch_size in (None, "auto"):
         text = "{global_batch_size} or {micro_batch_size} is needed: samples of one step"
         out.append(Problem(("global_batch_size", "micro_batch_size"), text, "missing"))
     return out
@@ -279,17 +284,15 @@ def reading_problems(c: Any, command: str, copies: bool = False) -> list[Problem
     """
     p, out = c.parallel, precision_problems(c.precision)
     if c.training.micro_batch_size == "auto":
-        out.append(
-            Problem(
-                ("micro_batch_size",), "{micro_batch_size=auto} is only for training; give a number"
-            )
-        )
+        text = "{micro_batch_size=auto} is only for training; give a number"
+        out.append(Problem(("micro_batch_size",), text))
     out += naming_problems(p)
     if not out_of_bounds(p):
         cp, world = p.context_parallel_size, p.world_size or p.num_gpus_per_node * p.num_nodes
         if cp > 1 and not copies:
             text = f"{stated(p, 'context_parallel_size')} divides sequences, which {command} makes token by token"
             out.append(Problem(("context_parallel_size",), f"{text}; give 1"))
+        # Without copies, ranks after the first copy end, so that any larger number will do.
         elif copies or world < p.model_ranks:
             out += ranks_problems(p, world)
     out += averages_problems(c.checkpoint)
@@ -319,6 +322,7 @@ def generation_problems(c: GenerateConfig) -> list[Problem]:
         names = "{num_samples}, {sample_input_file}, {prompt}, {prompts} and {interactive=True}"
         about = ("num_samples", "sample_input_file", "prompt", "prompts", "interactive")
         out.append(Problem(about, f"{names} cannot be combined; give one"))
+    # Flags that were left out and those that repeat the default are treated alike.
     default = type(t)()
     of_prompts = ("output", "json", "num_return_sequences", "logprobs")
     others = [name for name in of_prompts if getattr(t, name) != getattr(default, name)]

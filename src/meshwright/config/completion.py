@@ -32,7 +32,9 @@ class Words:
     @staticmethod
     def kind(e: HelpEntry) -> str:
         """Return the values of a flag: a kind of file, words, "any", or "" for a switch."""
-        return " ".join(e.choices) or KINDS.get(e.value.split()[0], "any") if e.value else ""
+        if not e.value:
+            return ""
+        return " ".join(e.choices) or KINDS.get(e.value.split()[0], "any")
 
 
 def command_texts() -> dict[str, str]:
@@ -53,18 +55,26 @@ def launched() -> list[str]:
 
 
 def words_of_commands() -> list[Words]:
-    out, known = [], command_texts()
+    known = command_texts()
     bare_words = BARE | {"COMMAND": " ".join(launched())}
+    out = []
     for name, page in PAGES.items():
+        # An installation may be without the app of a page. The first word of "data pack" counts.
         if name.split()[0] not in known:
             continue
-        found = entries(
-            Command(pkgutil.resolve_name(page.config), f"meshwright {name}", "", page.positional)
-        )
-        flags = {e.flag: e for e in found if e.group != "arguments" and not _is_hidden(e)}
-        bare = next((e for e in found if e.group == "arguments"), None)
-        kind = (" ".join(bare.choices) or bare_words.get(bare.flag, "dirs")) if bare else ""
-        kind = " ".join(PRESETS) if name == "presets" else kind
+        config = pkgutil.resolve_name(page.config)
+        flags: dict[str, HelpEntry] = {}
+        arguments = []
+        for e in entries(Command(config, f"meshwright {name}", "", page.positional)):
+            if e.group == "arguments":
+                arguments.append(e)
+            elif not _is_hidden(e):
+                flags[e.flag] = e
+        kind = ""
+        if name == "presets":
+            kind = " ".join(PRESETS)
+        elif arguments:
+            kind = " ".join(arguments[0].choices) or bare_words.get(arguments[0].flag, "dirs")
         out.append(Words(name, list(flags.values()), kind))
     return out
 
@@ -118,19 +128,20 @@ def _zsh() -> str:
     for w in words_of_commands():
         cases.append(f"        '{w.name}')\n            _arguments \\")
         for e in w.flags:
-            kind = w.kind(e)
-            value = f":{e.value.split()[0]}:{actions.get(kind, f'({kind})')}" if kind else ""
-            cases.append(f"                {_quoted(f'{e.flag}[{_escaped(e.text)}]{value}')} \\")
-        bare = f" '*: :{actions.get(w.positional, f'({w.positional})')}'" if w.positional else ""
-        cases.append(
-            f"                '--help[show the common flags]' '--help-all[show all flags]'{bare}"
-        )
+            # zsh's form of an argument: --flag[text]:message:action
+            spec = f"{e.flag}[{_escaped(e.text)}]"
+            if kind := w.kind(e):
+                spec += f":{e.value.split()[0]}:{actions.get(kind, f'({kind})')}"
+            cases.append(f"                {_quoted(spec)} \\")
+        help_flags = "'--help[show the common flags]' '--help-all[show all flags]'"
+        bare = ""
+        if w.positional:
+            bare = f" '*: :{actions.get(w.positional, f'({w.positional})')}'"
+        cases.append(f"                {help_flags}{bare}")
         cases.append("            ;;")
-    listed = {"COMMANDS": command_texts(), "VERBS": verb_texts()}
-    values = {
-        key: " ".join(_quoted(f"{n}:{text}") for n, text in names.items())
-        for key, names in listed.items()
-    }
+    values = {}
+    for key, names in {"COMMANDS": command_texts(), "VERBS": verb_texts()}.items():
+        values[key] = " ".join(_quoted(f"{name}:{text}") for name, text in names.items())
     return _filled("zsh", CASES="\n".join(cases), **values)
 
 

@@ -70,35 +70,48 @@ def path_settings(d: Data) -> list[str]:
 
 
 def without(d: Data) -> Data:
-    nothing: dict[str, Any] = {
-        n: [] if isinstance(getattr(d, n), list) else None for n in path_settings(d)
-    }
+    """Return the settings without those that name token files."""
+    nothing: dict[str, Any] = {}
+    for name in path_settings(d):
+        nothing[name] = [] if isinstance(getattr(d, name), list) else None
     return dataclasses.replace(d, **nothing)
 
 
 def prefixes(d: Data) -> list[str]:
     """Return every pair of token files that is read, once."""
-    return (
-        []
-        if d.mock_data
-        else list(dict.fromkeys(s.prefix for path_set in path_sets(d) for s in path_set.sources))
-    )
+    if d.mock_data:
+        return []
+    out: dict[str, None] = {}  # which keeps the order
+    for path_set in path_sets(d):
+        out |= dict.fromkeys(source.prefix for source in path_set.sources)
+    return list(out)
 
 
 def path_sets(d: Data) -> list[PathSet]:
     """Return the sets in the order train, valid, test; each in the order of its flag."""
     given = path_settings(d)
-    ways = [[n for n in way if n in given] for way in (BLEND_FLAGS, SET_FLAGS, GROUP_FLAGS)]
-    meanings = ("{split} divides", "takes whole files", "names groups")
-    used = [(named(way), meaning) for way, meaning in zip(ways, meanings, strict=True) if way]
+    blends, sets, groups = (
+        [name for name in way if name in given] for way in (BLEND_FLAGS, SET_FLAGS, GROUP_FLAGS)
+    )
+    meanings = (
+        (blends, "{split} divides"),
+        (sets, "takes whole files"),
+        (groups, "names groups"),
+    )
+    used = [(named(names), meaning) for names, meaning in meanings if names]
     if len(used) > 1:
         (first, meaning), *others = used
-        raise ValueError(
-            f"{first}, which {meaning}, contradicts {' and '.join(n for n, _ in others)}; give either"
-        )
-    if len(ways[0]) > 1 or (SET_FLAGS[-1] in ways[1] and len(ways[1]) > 1):
+        contradicted = " and ".join(names for names, _ in others)
+        raise ValueError(f"{first}, which {meaning}, contradicts {contradicted}; give either")
+    # A file beside the flags that it stands for.
+    if len(blends) > 1 or ("per_split_data_args_path" in sets and len(sets) > 1):
         raise ValueError(f"{used[0][0]} say the same thing twice; give one")
-    out = _together(d) if ways[0] else _apart(d) if ways[1] else _groups(d)
+    if blends:
+        out = _together(d)
+    elif sets:
+        out = _apart(d)
+    else:
+        out = _groups(d)
     for path_set in out:
         _require_once(path_set)
     _check_validation(d, out)
@@ -134,6 +147,7 @@ def _each_alone(sources: tuple[TokenFiles, ...], d: Data, flag: str) -> list[Pat
         raise ValueError(
             f"{flag} with weights and {{multiple_validation_sets=True}}: each path is a set; leave weights out"
         )
+    # One set needs no name, and keeps the columns of a run without this flag.
     if len(sources) < 2 and not d.validation_set_names:
         return [PathSet("valid", None, sources, flag)] if sources else []
     names = d.validation_set_names or [Path(s.prefix).name for s in sources]
@@ -156,6 +170,7 @@ def _groups(d: Data) -> list[PathSet]:
         flag = f"{{{name}_path}}" if path else f"{{{name}}}"
         if path:
             try:
+                # The file holds what a shell would, so quotes keep a group together.
                 texts = shlex.split(_read(path, flag))
             except ValueError as error:
                 raise ValueError(
@@ -175,6 +190,7 @@ def _groups(d: Data) -> list[PathSet]:
 def _weighted_group(text: str) -> tuple[str, tuple[TokenFiles, ...]]:
     """Parse `NAME: WEIGHT START:END PATH, ...`, or `NAME: PATH` for one whole file."""
     form = "NAME: WEIGHT START:END PATH, WEIGHT START:END PATH ..., or NAME: PATH"
+    # The first colon ends the name; ranges have colons too.
     name, colon, rest = (part.strip() for part in text.partition(":"))
     parts = [part.split() for part in rest.split(",")]
     lengths = [len(part) for part in parts]
@@ -216,26 +232,27 @@ def _blend(values: list[str], flag: str) -> tuple[TokenFiles, ...]:
 
 def _per_split(path: str, flag: str) -> dict[str, list[str]]:
     """Read {"train": [...], "valid": [...], "test": [...]}; a value may also be one string."""
+    start = f"{flag} {plain(path)}"
     try:
         found = json.loads(_read(path, flag))
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{flag} {plain(path)} is no JSON: {plain(error)}") from None
+        raise ValueError(f"{start} is no JSON: {plain(error)}") from None
     form = 'it must be an object {"train": [...], "valid": [...], "test": [...]}'
     if not isinstance(found, dict):
-        raise ValueError(f"{flag} {plain(path)}: {form}")
+        raise ValueError(f"{start}: {form}")
     if unknown := [str(key) for key in found if key not in SPLITS]:
-        raise ValueError(
-            f"{flag} {plain(path)}: unknown key {plain(', '.join(unknown)[:200])}; {form}"
-        )
+        raise ValueError(f"{start}: unknown key {plain(', '.join(unknown)[:200])}; {form}")
     out = {}
     for split in SPLITS:
-        value = found.get(split)
-        words = value.split() if isinstance(value, str) else [] if value is None else value
-        if not isinstance(words, list) or any(
-            type(word) not in (str, int, float) for word in words
-        ):
+        words = found.get(split)
+        if words is None:
+            words = []
+        elif isinstance(words, str):
+            words = words.split()
+        # type, not isinstance: a boolean is no weight
+        if not isinstance(words, list) or any(type(w) not in (str, int, float) for w in words):
             raise ValueError(
-                f"{flag} {plain(path)}: {split} must be a list of weights and prefixes, or one string of them"
+                f"{start}: {split} must be a list of weights and prefixes, or one string of them"
             )
         out[split] = [str(word) for word in words]
     return out
@@ -245,14 +262,24 @@ def overlaps(d: Data) -> list[str]:
     """Report validation and test sets that contain documents of the training set."""
     sets = [] if d.mock_data else path_sets(d)
     train = [s for path_set in sets if path_set.split == "train" for s in path_set.sources]
-    return [
-        f"{FLAGS.render(path_set.flag)}: {s.prefix} is in the training set too, with the same documents: "
-        f"this {path_set.key} loss is not of unseen text"
-        for path_set in sets
-        if path_set.split != "train" and not path_set.divided
-        for s in path_set.sources
-        if any(t.prefix == s.prefix and t.begin < s.end and s.begin < t.end for t in train)
-    ]
+
+    def is_trained_on(source: TokenFiles) -> bool:
+        return any(
+            t.prefix == source.prefix and t.begin < source.end and source.begin < t.end
+            for t in train
+        )
+
+    out = []
+    for path_set in sets:
+        # --split divides documents, so that its sets never overlap.
+        if path_set.split == "train" or path_set.divided:
+            continue
+        for source in filter(is_trained_on, path_set.sources):
+            out.append(
+                f"{FLAGS.render(path_set.flag)}: {source.prefix} is in the training set too, with the same documents: "
+                f"this {path_set.key} loss is not of unseen text"
+            )
+    return out
 
 
 def _read(path: str, flag: str) -> str:
@@ -271,7 +298,7 @@ def _read(path: str, flag: str) -> str:
 
 def _require_once(path_set: PathSet) -> None:
     """Raise if a document would be read twice, under whichever spelling of its file."""
-    ends: dict[str, float] = {}
+    ends: dict[str, float] = {}  # of the ranges so far, by file
     for s in sorted(path_set.sources, key=lambda s: s.begin):
         file = os.path.realpath(s.prefix + ".bin")
         if s.begin < ends.get(file, 0):
@@ -289,25 +316,22 @@ def _check_validation(d: Data, sets: list[PathSet]) -> None:
                 f"{number} sets are named {plain(key.partition('/')[2])}; give each its own name"
             )
     for path_set in sets:
+        # A / in a tag begins a group in TensorBoard.
         if path_set.name and ("/" in path_set.name or not path_set.name.isprintable()):
             raise ValueError(
                 f"the set's name {plain(repr(path_set.name))} becomes a part of tags; give printable letters without /"
             )
-    if (d.multiple_validation_sets or d.validation_set_names) and not any(
-        n in SET_FLAGS for n in path_settings(d)
-    ):
-        flag = (
-            "{multiple_validation_sets=True}"
-            if d.multiple_validation_sets
-            else "{validation_set_names}"
-        )
+    has_sets = any(name in SET_FLAGS for name in path_settings(d))
+    if (d.multiple_validation_sets or d.validation_set_names) and not has_sets:
+        flag = "{validation_set_names}"
+        if d.multiple_validation_sets:
+            flag = "{multiple_validation_sets=True}"
         raise ValueError(
             f"{flag} needs {{valid_data_path}}, or the valid of {{per_split_data_args_path}}"
         )
-    blends = [
-        path_set for path_set in sets if path_set.split == "valid" and len(path_set.sources) > 1
-    ]
-    if d.full_validation and any(path_set.sources[0].weight is not None for path_set in blends):
-        raise ValueError(
-            "{full_validation=True} reads every sample once; leave out the weights of the validation set"
-        )
+    for path_set in sets:
+        is_blend = path_set.split == "valid" and len(path_set.sources) > 1
+        if d.full_validation and is_blend and path_set.sources[0].weight is not None:
+            raise ValueError(
+                "{full_validation=True} reads every sample once; leave out the weights of the validation set"
+            )

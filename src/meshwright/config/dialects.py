@@ -100,6 +100,7 @@ def shown_arguments(config: TrainConfig, idle: Mapping[str, Any], backend: str) 
     for dialect in dialects():
         if dialect.arguments:
             return dialect.arguments(config, idle, backend)
-    return {
-        name: value for group in group_values(config) for name, value in vars(group).items()
-    } | dict(idle)
+    arguments: dict[str, Any] = {}
+    for group in group_values(config):
+        arguments |= vars(group)
+    return arguments | dict(idle)

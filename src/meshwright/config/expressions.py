@@ -56,11 +56,11 @@ class ReadingLimits:
         if not isinstance(value, dict | list):
             return value
         self.deeper(1)
-        copy = (
-            {key: self.copied(item) for key, item in value.items()}
-            if isinstance(value, dict)
-            else [self.copied(item) for item in value]
-        )
+        copy: Any
+        if isinstance(value, dict):
+            copy = {key: self.copied(item) for key, item in value.items()}
+        else:
+            copy = [self.copied(item) for item in value]
         self.deeper(-1)
         return copy
 
@@ -79,6 +79,7 @@ def read_expression(text: str) -> Any:
 def parse(source: str, mode: str) -> Any:
     """Return the tree of a text: "eval" for an expression, "exec" for a file."""
     with warnings.catch_warnings():
+        # Python warns of escapes that it does not know, with a line of the user's text.
         warnings.simplefilter("ignore")
         try:
             return ast.parse(source, mode=mode)
@@ -146,12 +147,15 @@ class Evaluator:
             self.limits.spend(len(left) + len(right))
             return left + right
         if isinstance(e.op, ast.Mult) and kinds == {list, int}:
+            # A boolean is no int here: the comparison is of exact types.
             items, times = (left, right) if isinstance(left, list) else (right, left)
             if len(items) * times > ITEMS:
                 raise RefusedExpression(f"a list has more than {ITEMS} items")
             self.limits.spend(max(0, len(items) * times))
             return items * times
+        # Texts are added only: a product of text and number would need a limit of its own.
         self.number(left), self.number(right)
+        # A power of integers may take all memory before its size can be looked at.
         if isinstance(e.op, ast.Pow) and abs(right) > 64:
             raise RefusedExpression("an exponent is above 64")
         compute = OPERATORS.get(type(e.op))

@@ -76,12 +76,12 @@ CAPTURED_DECODER = _BOTH | {"use_parallel_residual"}
 def unknown_to(path: Collection[str], m: Model) -> list[str]:
     """Return the settings of this network that a path does not know."""
     options, plain = options_of(m), Model()
-    return [
-        f.name
-        for f in dataclasses.fields(Model)
-        if f.name not in INDIFFERENT
-        and f.name not in path
-        and (
-            f.name in options if f.name in ABSENT else getattr(m, f.name) != getattr(plain, f.name)
-        )
-    ]
+    out = []
+    for f in dataclasses.fields(Model):
+        if f.name in INDIFFERENT or f.name in path:
+            continue
+        # An option may be as in networks before it existed, though its default is another value.
+        is_option = f.name in ABSENT and f.name in options
+        if is_option or (f.name not in ABSENT and getattr(m, f.name) != getattr(plain, f.name)):
+            out.append(f.name)
+    return out

@@ -65,11 +65,11 @@ class TextForm:
 
 
 PATHS = ("DIR", "FILE", "PATH", "PREFIX")
-DEFAULTS: dict[str, Any] = (
-    dict.fromkeys(Facets.__annotations__) | {"needs": (), "step": 0} | {"proof": "twin fuzz"}
-)
-DEFAULTS |= {"absent": MISSING, "only_trains": False}
-DEFAULTS |= {"resume": "note"} | dict.fromkeys(("word", "docs", "outcome", "read"), "")
+# Facets that neither a flag nor its group states.
+DEFAULTS: dict[str, Any] = dict.fromkeys(Facets.__annotations__)
+DEFAULTS |= {"needs": (), "step": 0, "proof": "twin fuzz"}
+DEFAULTS |= {"absent": MISSING, "only_trains": False, "resume": "note"}
+DEFAULTS |= {"word": "", "docs": "", "outcome": "", "read": ""}
 
 
 def flag(
@@ -84,6 +84,7 @@ def flag(
         own["needs"] = (own["needs"],)
     metadata = DEFAULTS | own | {"own": frozenset(own)}
     if isinstance(default, list):
+        # A dataclass takes no list as a default, which all configurations would share.
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -113,9 +114,9 @@ def spelling(name: str) -> str:
     """Return the flag of a field; three underscores are kept, as in Megatron."""
     if name == "config_file":
         return "--config"
-    return "--" + name.replace("_", "-").replace("opt-param", "opt_param").replace(
-        "deepspeed-config", "deepspeed_config"
-    )
+    flag = "--" + name.replace("_", "-")
+    # Scripts for Megatron write --override-opt_param-scheduler and --deepspeed_config.
+    return flag.replace("opt-param", "opt_param").replace("deepspeed-config", "deepspeed_config")
 
 
 def is_flat(config: Any) -> bool:
@@ -145,6 +146,7 @@ def config_groups(cls: type) -> dict[str, type]:
     if is_flat(cls):
         return {"": cls}
     hints = typing.get_type_hints(cls)
+    # dataclasses.fields begins with those that are inherited.
     own = sorted(dataclasses.fields(cls), key=lambda f: f.name not in cls.__annotations__)
     return {f.name: hints[f.name] for f in own}
 
@@ -160,17 +162,15 @@ def with_settings(config: T, /, **values: Any) -> T:
     for name, value in values.items():
         group = config_fields(type(config))[name][0]
         before = getattr(getattr(config, group), name)
+        # Groups without a change stay the same objects, and keep what they have computed.
         if before != value or type(before) is not type(value):  # 1 is not True
             groups.setdefault(group, {})[name] = value
-    changed = {
-        group: dataclasses.replace(getattr(config, group), **given)
-        for group, given in groups.items()
-    }
-    return (
-        typing.cast(T, dataclasses.replace(typing.cast(Any, config), **changed))
-        if changed
-        else config
-    )
+    if not groups:
+        return config
+    changed = {}
+    for group, given in groups.items():
+        changed[group] = dataclasses.replace(getattr(config, group), **given)
+    return typing.cast(T, dataclasses.replace(typing.cast(Any, config), **changed))
 
 
 def twin_settings(group: Any) -> dict[str, Any]:
@@ -186,6 +186,7 @@ def config_fields(cls: type) -> Mapping[str, tuple[str, dataclasses.Field[Any], 
     for group_name, group in config_groups(cls).items():
         hints = typing.get_type_hints(group)
         for f in dataclasses.fields(group):
+            # A name is unique among all groups, so that a flag needs no group.
             out[f.name] = (group_name, f, hints[f.name])
     return types.MappingProxyType(out)
 
@@ -213,6 +214,7 @@ def not_yet(f: dataclasses.Field[Any], kind: Any) -> str:
 def inner_type(kind: Any) -> Any:
     """Return `int` of `int | None`, and so on."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        # Of a union with words, as `int | Literal["auto"]`, this is the first type.
         return next(a for a in typing.get_args(kind) if a is not type(None))
     return kind
 
@@ -239,19 +241,18 @@ def read_forms(group: Any) -> None:
     """Read the settings of a new group that were given as text, as in `Data(split="8,1,1")`."""
 
     def read(name: str, form: type[TextForm], value: Any) -> Any:
+        if isinstance(value, list):
+            return [read(name, form, each) for each in value]
+        if not isinstance(value, str):
+            return value
         try:
-            return form.read(value) if isinstance(value, str) else value
+            return form.read(value)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
 
     for name, form in forms_in(type(group)).items():
-        value = getattr(group, name)
-        found = (
-            [read(name, form, each) for each in value]
-            if isinstance(value, list)
-            else read(name, form, value)
-        )
-        object.__setattr__(group, name, found)
+        # The groups are frozen, and this is a part of making one.
+        object.__setattr__(group, name, read(name, form, getattr(group, name)))
 
 
 def as_text(value: Any) -> Any:
@@ -294,10 +295,13 @@ def word_of(f: dataclasses.Field[Any]) -> str:
 
 def switches(f: dataclasses.Field[Any]) -> tuple[list[str], list[str]]:
     """Return the flags that turn a boolean field on, and those that turn it off."""
-    off = [a for a in f.metadata["aliases"] if a.startswith(("--disable", "--no-"))]
-    on = [spelling(f.name), *(a for a in f.metadata["aliases"] if a not in off)]
+    on = [spelling(f.name)]
+    off = []
+    # --no-no-x would help nobody.
     if not f.name.startswith("no_"):
-        off.insert(0, "--no-" + on[0][2:])
+        off.append("--no-" + on[0].removeprefix("--"))
+    for alias in f.metadata["aliases"]:
+        (off if alias.startswith(("--disable", "--no-")) else on).append(alias)
     return on, off
 
 
@@ -306,19 +310,20 @@ def typed_flags(cls: type, argv: Collection[str]) -> dict[str, str]:
 
     --train-epochs stands for --train-samples too, which a run makes of it.
     """
-    typed, out = [word.partition("=")[0] for word in argv if word.startswith("--")], {}
+    # By their hyphenated forms. If a flag is typed twice, the last one counts.
+    typed = {}
+    for place, word in enumerate(argv):
+        if word.startswith("--"):
+            flag = word.partition("=")[0]
+            typed[flag.replace("_", "-")] = place, flag
+    out = {}
     for name, (_, f, kind) in config_fields(cls).items():
-        names = (
-            switches(f)[0] if inner_type(kind) is bool else [spelling(name), *f.metadata["aliases"]]
-        )
-        plain = {word.replace("_", "-") for word in names}
-        # If it is typed twice, the last one counts.
-        if (
-            given := next(
-                (word for word in reversed(typed) if word.replace("_", "-") in plain), None
-            )
-        ) is not None:
-            out[name] = given
+        names = [spelling(name), *f.metadata["aliases"]]
+        if inner_type(kind) is bool:
+            names, _ = switches(f)
+        given = [typed[plain] for word in names if (plain := word.replace("_", "-")) in typed]
+        if given:
+            _, out[name] = max(given)
     if "train_epochs" in out:
         out.setdefault("train_samples", out["train_epochs"])
     return out

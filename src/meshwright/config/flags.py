@@ -67,13 +67,14 @@ ENVIRONMENT = "environment"  # the source of a value of MESHWRIGHT_*
 C = TypeVar("C")
 
 # Units of one length: a unit given in a higher layer removes the others from lower layers.
+UNITS_OF_A_LENGTH = (
+    ("train_iters", "train_samples", "train_tokens", "train_epochs"),
+    ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens"),
+)
 REPLACES = {
-    f"{kind}_{unit}": [f"{kind}_{other}" for other in units.split() if other != unit]
-    for kind, units in {
-        "train": "iters samples tokens epochs",
-        "lr_warmup": "fraction iters samples tokens",
-    }.items()
-    for unit in units.split()
+    name: [other for other in units if other != name]
+    for units in UNITS_OF_A_LENGTH
+    for name in units
 }
 REPLACES["step_batch_size_schedule"] = ["global_batch_size", "rampup_batch_size"]
 
@@ -151,6 +152,7 @@ def _resolve(
 ) -> Parsed[Any]:
     """Read the layers, lay them over each other and check the outcome."""
     cls, problems = reader.cls, reader.problems
+    # Known before anything is read, so that a problem names a flag as it was typed.
     typed = {name: GivenAs(flag) for name, flag in typed_flags(cls, argv).items()}
     reader.given.update(typed)
     cli, values = _read_command_line(reader, argv, syntax), dict(values)
@@ -159,6 +161,7 @@ def _resolve(
     }
 
     # The layers, each over those before it.
+    # Each layer is read in full: mistakes of a lower one are reported though a higher one wins.
     layers = _layers_below(reader, control["preset"], control["config_file"])
     problems += _for_one_start(reader, layers, {*cli, *values})
     of_command_line = reader.convert_all(cli, lambda name: typed.get(name, GivenAs(spelling(name))))
@@ -175,6 +178,7 @@ def _resolve(
     built, sources = build_config(cls, layers)
     sources.update(recipes.explained(recipe, choices, sources))
     words.remarks.update(recipes.remarks(sources, built))
+    # A problem of the layers is one of the depth that gave them.
     if sources.get("num_layers", "").endswith(": --depth"):
         reader.given["num_layers"] = words.how_given("depth")
 
@@ -191,6 +195,7 @@ def _resolve(
     if choices and isinstance(built, TrainConfig):
         reader.notices.append("\n".join(recipes.describe(recipe, choices, built)))
     found = checks.problems(built) if check and is_complete else remote
+    # What follows from a mistake that is reported already would hide it.
     found = _relevant(found, problems, control, is_recipe_refused=not recipe)
     require(problems + with_missing_last(found) if problems else found)
     built = localized(built)
@@ -203,11 +208,11 @@ def _read_command_line(reader: LayerReader, argv: list[str], syntax: Syntax) -> 
     problems = reader.problems
     typed = read_argv(argv, syntax)
     problems += typed.problems
-
-    # Nothing more is known without what the command needs; a misspelt flag is often the reason.
     reported = {name for problem in problems for name in problem.about}
     lacking = {name: shown for name, shown in typed.missing(syntax).items() if name not in reported}
-    problems += [answer_unknown(word, syntax) for word in typed.unknown if word.startswith("--")]
+    unknown_flags = [word for word in typed.unknown if word.startswith("--")]
+    problems += [answer_unknown(word, syntax) for word in unknown_flags]
+    # Nothing more is known without what the command needs; a misspelt flag is often the reason.
     if lacking:
         required = f"the following arguments are required: {', '.join(lacking.values())}"
         problems.append(Problem(tuple(lacking), plain(required)))
@@ -249,19 +254,18 @@ def _for_one_start(
     reader: LayerReader, layers: Sequence[tuple[str, dict[str, Any]]], typed: Collection[str]
 ) -> list[Problem]:
     """Refuse flags for one start, such as --trust-pickle, where the user may not see them."""
-    once = {name for name, (_, f, _) in reader.fields.items() if f.metadata["once"]}.difference(
-        typed
-    )
-    return [
-        Problem(
-            (name,),
-            f"{{{name}}}: it is for one start, so neither a file nor a variable can set it; give it with the start "
-            "itself, or leave it out there",
-        )
-        for _, layer in layers
-        for name in sorted(once & layer.keys())
-        if layer[name] != default_of(reader.fields[name][1])
-    ]
+    once = {name for name, (_, f, _) in reader.fields.items() if f.metadata["once"]}
+    once = once.difference(typed)  # what is typed too is seen
+    problems = []
+    for _, layer in layers:
+        for name in sorted(once & layer.keys()):
+            if layer[name] != default_of(reader.fields[name][1]):
+                text = (
+                    f"{{{name}}}: it is for one start, so neither a file nor a variable can set it; give it with the start "
+                    "itself, or leave it out there"
+                )
+                problems.append(Problem((name,), text))
+    return problems
 
 
 def _merged(layers: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
@@ -269,6 +273,7 @@ def _merged(layers: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for _, layer in layers:
         replaced = {other for name in layer for other in REPLACES.get(name, ())}
+        # A length in one unit takes the place of those in other units, as in build_config.
         out = {name: value for name, value in out.items() if name not in replaced} | layer
     return out
 
@@ -278,72 +283,79 @@ def _fit_layers(
 ) -> tuple[str, dict[str, recipes.Choice]]:
     """Add the layer of a recipe; fit the preset's schedule to a length, which may be `auto`.
 
-    Return the name of the recipe and its choices.
+    Return the name of the recipe and its choices; problems are added to the reader's.
     """
-    cls, preset, depth = reader.cls, control["preset"], None
-    base, upper = (layers[:1], layers[1:]) if preset else ([], layers)
+    preset = control["preset"]
+    number_below = 1 if preset else 0  # a recipe lies over the preset alone
+    upper = layers[number_below:]
     above = _merged(upper)
+    is_auto = issubclass(reader.cls, TrainConfig) and above.get("train_tokens") == "auto"
     try:
         depth = convert_value(int, control["depth"])
     except ValueError as error:
         reader.problems.append(Problem(("depth",), f"{{depth}}: {plain(error)}"))
         return "", {}
     recipe = control["recipe"] or (recipes.IMPLIED if depth is not None else "")
-    if wrong := recipes.problems(recipe, depth, preset, above) if recipe else []:
+    if recipe and (wrong := recipes.problems(recipe, depth, preset, above)):
         reader.problems += wrong
         return "", {}
-    choices: dict[str, recipes.Choice] = {}
-    is_auto = issubclass(cls, TrainConfig) and above.get("train_tokens") == "auto"
-    if is_auto and (
-        others := [name for name in LENGTHS if name != "train_tokens" and above.get(name)]
-    ):
+    others = [name for name in LENGTHS if name != "train_tokens" and above.get(name)]
+    if is_auto and others:
         both = f"{{{others[0]}}} and {{train_tokens=auto}} both set the length of the run; give one"
         reader.problems.append(Problem((others[0], "train_tokens"), both))
         return "", {}
+
+    choices: dict[str, recipes.Choice] = {}
     if recipe or is_auto:
-        given = {
-            name: value
-            for name, value in above.items()
-            if value != "auto" or name != "train_tokens"
-        }
-        draft: Any = build_config(cls, [*base, ("", given)])[0]
-        if outside := [
-            problem
-            for group in group_values(draft)
-            for problem in check_values.out_of_bounds(group)
-        ]:
-            reader.problems += outside
+        given = recipes.Given(dict(above), depth, preset, is_auto)
+        if is_auto:
+            del given.settings["train_tokens"]
+        found = _choices(reader, recipe, given, layers[:number_below])
+        if found is None:
             return "", {}
-        if recipe:
-            try:
-                choices = recipes.apply_recipe(
-                    recipe, draft, recipes.Given(given, depth, preset, is_auto)
-                )
-            except OverflowError:
-                text = f"{with_value('recipe', recipe)}: no run can have these sizes; give smaller ones"
-                reader.problems.append(Problem(("recipe",), text))
-                return "", {}
-        elif is_auto and not (draft.model.num_layers and draft.model.hidden_size):
-            reader.problems.append(recipes.NO_SIZES)
-        elif is_auto:
-            choices = {"train_tokens": recipes.auto_tokens(draft)}
+        choices = found
+
+    # What was `auto` is a number from here on, wherever it was given.
     if is_auto and choices:
         above["train_tokens"] = choices["train_tokens"].value
         for _, layer in upper:
             if layer.get("train_tokens") == "auto":
                 layer["train_tokens"] = above["train_tokens"]
     if preset:
+        label = layers[0][0]
         fitted = presets.fitted(preset, above)
-        layers[0] = (
-            layers[0][0],
-            {name: value for name, value in fitted.items() if name in reader.fields},
-        )
+        layers[0] = label, {name: fitted[name] for name in fitted if name in reader.fields}
     if recipe:
-        layers.insert(
-            len(base),
-            (f"recipe {recipe}", {name: choice.value for name, choice in choices.items()}),
-        )
+        values = {name: choice.value for name, choice in choices.items()}
+        layers.insert(number_below, (f"recipe {recipe}", values))
     return recipe, choices
+
+
+def _choices(
+    reader: LayerReader,
+    recipe: str,
+    given: recipes.Given,
+    below: Sequence[tuple[str, dict[str, Any]]],
+) -> dict[str, recipes.Choice] | None:
+    """Return what a recipe or --train-tokens auto decides; None if the sizes allow no rule."""
+    draft: Any = build_config(reader.cls, [*below, ("", given.settings)])[0]
+    outside: list[Problem] = []
+    for group in group_values(draft):
+        outside += check_values.out_of_bounds(group)
+    if outside:
+        reader.problems += outside
+        return None
+    if recipe:
+        try:
+            return recipes.apply_recipe(recipe, draft, given)
+        except OverflowError:
+            text = f"{with_value('recipe', recipe)}: no run can have these sizes; give smaller ones"
+            reader.problems.append(Problem(("recipe",), text))
+            return None
+    if not (draft.model.num_layers and draft.model.hidden_size):
+        reader.problems.append(recipes.NO_SIZES)
+        return {}
+    return {"train_tokens": recipes.auto_tokens(draft)}
 
 
 def _layers_below(
@@ -353,12 +365,10 @@ def _layers_below(
     layers = []
     if preset:
         presets.require_preset(preset, "{preset}: ")
-        layers.append(
-            (
-                f"preset {preset}",
-                {k: v for k, v in presets.PRESETS[preset].items() if k in reader.fields},
-            )
-        )
+        values = presets.PRESETS[preset]
+        # A command that only reads a model has no settings of a schedule.
+        ours = {name: values[name] for name in values if name in reader.fields}
+        layers.append((f"preset {preset}", ours))
     if file:
         if address := find_address(file):
             raise SettingsError(f"{{config_file}} {plain(refuse_address(address))}")
@@ -370,17 +380,19 @@ def _layers_below(
 
 def _unused(cls: type, typed: Mapping[str, Any]) -> list[str]:
     """Report flags of the command line that the command accepts and does not use."""
-    used, by_name = getattr(cls, "USES", None), config_fields(cls)
-    defaults = {name: default_of(f) for name, (_, f, _) in by_name.items()} | dict.fromkeys(
-        old_switches(), False
-    )
-    return [
-        f"{spelling(name)} has no effect on this command"
-        for name, value in typed.items()
-        if used is not None
-        and old_switches().get(name, (name,))[0] not in used
-        and value != defaults[name]
-    ]
+    used = getattr(cls, "USES", None)
+    if used is None:
+        return []
+    by_name = config_fields(cls)
+    out = []
+    for name, value in typed.items():
+        # An older switch is off by default, and used if what it stands for is.
+        is_switch = name in old_switches()
+        target = old_switches()[name][0] if is_switch else name
+        default = False if is_switch else default_of(by_name[name][1])
+        if target not in used and value != default:
+            out.append(f"{spelling(name)} has no effect on this command")
+    return out
 
 
 def _advice_of_word(word: str, reader: LayerReader) -> str:
@@ -414,9 +426,9 @@ def _with_deepspeed(config: Any, sources: dict[str, str], reader: LayerReader) -
         given.remove("zero_stage")
     filled, notices, problems = dialects.fill_from_file(config, given)
     before, after = to_dict(config), to_dict(filled)
-    sources.update(
-        {n: str(config.parallel.deepspeed_config) for n in after if after[n] != before[n]}
-    )
+    for name in after:
+        if after[name] != before[name]:
+            sources[name] = str(config.parallel.deepspeed_config)
     if config.parallel.deepspeed_config:  # the switch beside it says the same
         reader.notices = [
             notice for notice in reader.notices if not notice.startswith("--deepspeed is accepted")
@@ -434,9 +446,8 @@ def build_config(
     values: dict[str, dict[str, Any]] = {g: {} for g in config_groups(cls)}
     sources = dict.fromkeys(by_name, "default")
     for label, layer in layers:
-        for name in {
-            other for length in layer for other in REPLACES.get(length, ())
-        } - layer.keys():
+        replaced = {other for name in layer for other in REPLACES.get(name, ())}
+        for name in replaced - layer.keys():
             if name in by_name:
                 values[by_name[name][0]].pop(name, None)
                 sources[name] = "default"
@@ -444,14 +455,14 @@ def build_config(
             values[by_name[name][0]][name] = layer[name]
             sources[name] = label
         # Those that are off first: one that is on wins over another name for the same.
-        for switch in sorted(
-            layer.keys() & old_switches().keys(), key=lambda name: (layer[name], name)
-        ):
+        switches = layer.keys() & old_switches().keys()
+        for switch in sorted(switches, key=lambda name: (layer[name], name)):
             name, value = old_switches()[switch]
             group = values[by_name[name][0]]
             if layer[switch]:
                 group[name] = _with_switch(group.get(name), value)
                 sources[name] = SwitchSource(f"{label} ({spelling(switch)})")
+            # One that is off takes back what a lower layer's switch has set, and no more.
             elif name not in layer and group.get(name) == value:
                 del group[name]
                 sources[name] = "default"
@@ -470,6 +481,7 @@ def _fill_global_batch(training: dict[str, Any]) -> None:
 
 def _with_switch(current: Any, value: Any) -> Any:
     """Return what an older switch makes of a setting."""
+    # A switch for ZeRO 1 does not lower a stage that was given.
     return max(current, value) if type(current) is type(value) is int else value
 
 
@@ -489,12 +501,11 @@ def current_names(saved: Mapping[str, Any]) -> dict[str, Any]:
 def switches_in_effect(config: Any, given: Mapping[str, Any]) -> dict[str, bool]:
     """Return the given older switches whose meaning is the configuration's."""
     values = to_dict(config)
-    switches = {switch: setting for switch, setting in old_switches().items() if given.get(switch)}
-    return {
-        s: True
-        for s, (name, value) in switches.items()
-        if _with_switch(values[name], value) == values[name]
-    }
+    in_effect = {}
+    for switch, (name, value) in old_switches().items():
+        if given.get(switch) and _with_switch(values[name], value) == values[name]:
+            in_effect[switch] = True
+    return in_effect
 
 
 # Values.
@@ -516,59 +527,65 @@ def convert_value(kind: Any, value: Any) -> Any:
     if words and value in words[0]:  # beside numbers, as in `int | Literal["auto"]`
         return value
     choices, inner = choices_of(kind), inner_type(kind)
-    if value is None or (isinstance(value, str) and value.lower() == "none" and inner is not kind):
+    # Where a value may be missing, none means that it is.
+    is_optional = inner is not kind
+    if value is None or (is_optional and isinstance(value, str) and value.lower() == "none"):
         return None
     if choices:
-        word = str(value)
-        word = word if word in choices else OTHER_VALUES.get(word, SWITCHED.get(word.lower(), word))
-        if word in choices:
-            return word
-        raise ValueError(
-            f"{_short(value)} is none of {', '.join(map(str, choices))}{REFUSED_WORDS.get(word, '')}"
-        )
+        return _convert_choice(choices, value)
     if inner is bool:
         word = str(value).lower() if isinstance(value, bool | int | str) else ""
         if word in ("1", "true", "yes", "0", "false", "no"):
             return word in ("1", "true", "yes")
         raise ValueError(f"{_short(value)} is not true or false")
     if typing.get_origin(inner) is list:
-        values = (
-            words_in(value)
-            if isinstance(value, str)
-            else value
-            if isinstance(value, list)
-            else [value]
-        )
-        return [convert_value(typing.get_args(inner)[0], v) for v in values]
+        if isinstance(value, str):
+            value = words_in(value)
+        elif not isinstance(value, list):
+            value = [value]
+        return [convert_value(typing.get_args(inner)[0], each) for each in value]
     if (form := form_of(inner)) is not None:
         if isinstance(value, bool | list | dict):
             raise ValueError(f"{_short(value)} is not text")
         if value == "":
             raise ValueError("it is empty; leave it out, or is a shell variable unset?")
         return form.read(str(value))
+    return _convert_plain(inner, value)
+
+
+def _convert_choice(choices: tuple[Any, ...], value: Any) -> str:
+    word = str(value)
+    if word not in choices:
+        word = OTHER_VALUES.get(word, SWITCHED.get(word.lower(), word))
+    if word in choices:
+        return word
+    listed = ", ".join(map(str, choices))
+    raise ValueError(f"{_short(value)} is none of {listed}{REFUSED_WORDS.get(word, '')}")
+
+
+def _convert_plain(kind: Any, value: Any) -> Any:
+    """Return a value as int, float or str."""
     try:
-        if (
-            inner is int
-            and isinstance(value, float | str)
-            and not str(value).lstrip("+-").isdigit()
-        ):
+        if isinstance(value, bool | list | dict):
+            raise ValueError
+        if kind is int and isinstance(value, float | str):
+            if str(value).lstrip("+-").isdigit():
+                return int(value)
             as_float = float(value)  # 1e6 and 2000.0 are whole numbers too
             if as_float != int(as_float):
                 raise ValueError
             return int(as_float)
-        if isinstance(value, bool | list | dict) or (
-            inner is float and not math.isfinite(float(value))
-        ):
+        if kind is float and not math.isfinite(float(value)):
             raise ValueError
-        return inner(value)
+        return kind(value)
     except (ValueError, TypeError, OverflowError):
-        wanted = {"int": "a whole number", "float": "a number", "str": "text"}[inner.__name__]
-        large = (
-            re.fullmatch(r"([\d.]{1,20}) ?([kmbtg])", value.strip(), re.I)
-            if isinstance(value, str)
-            else None
-        )
-        advice = f"; write {large[1]}e{POWERS[large[2].lower()]}" if large else ""
+        wanted = {"int": "a whole number", "float": "a number", "str": "text"}[kind.__name__]
+        advice = ""
+        if isinstance(value, str):
+            # 300b and 1.5 M, as people abbreviate
+            large = re.fullmatch(r"([\d.]{1,20}) ?([kmbtg])", value.strip(), re.I)
+            if large:
+                advice = f"; write {large[1]}e{POWERS[large[2].lower()]}"
         raise ValueError(f"{_short(value)} is not {wanted}{advice}") from None
 
 
@@ -602,28 +619,22 @@ class LayerReader:
 
         `how` returns how the layer names a setting.
         """
-        out = {}
+        out: dict[str, Any] = {}
+        # The flags of other programs, as files and variables spell them.
         idle = {_key(name.lstrip("-")): name for name in no_effect()}
-        switches = {
-            _key(name.lstrip("-")): pair for name, pair in equal().items() if pair[0] in self.fields
-        }
+        switches = {}
+        for flag, (target, meant) in equal().items():
+            if target in self.fields:
+                switches[_key(flag.lstrip("-"))] = target, meant
         for key, value in values.items():
             given = how(str(key)[:100])
             name = _key(str(key))
-            name = name if name in self.fields else self.aliases.get(name, name)
+            if name not in self.fields:
+                name = self.aliases.get(name, name)
             if name in switches and value is True:
                 name, value = switches[name]
             if name in self.fields:
-                if (word := word_of(self.fields[name][1])) and self.fields[name][1].metadata[
-                    "positional"
-                ]:
-                    given = given._replace(name=word)
-                self.given[name] = given
-                try:
-                    is_raw = name == "prompt" and isinstance(value, str)  # "none" is a prompt too
-                    out[name] = value if is_raw else convert_value(self.fields[name][2], value)
-                except ValueError as error:
-                    self._refuse(name, given, f": {error}")
+                self._read_field(out, name, value, given)
             elif name in old_switches():
                 self._read_switch(out, name, value, given)
             elif name in idle:
@@ -638,28 +649,47 @@ class LayerReader:
         self._check_switches(out)
         return out
 
+    def _read_field(self, out: dict[str, Any], name: str, value: Any, given: GivenAs) -> None:
+        _, f, kind = self.fields[name]
+        if f.metadata["positional"]:
+            given = given._replace(name=word_of(f))
+        self.given[name] = given
+        if name == "prompt" and isinstance(value, str):  # "none" is a prompt too
+            out[name] = value
+            return
+        try:
+            out[name] = convert_value(kind, value)
+        except ValueError as error:
+            self._refuse(name, given, f": {error}")
+
     def _refuse(self, name: str, given: GivenAs, why: str) -> None:
         self.problems.append(Problem((name,), plain(given.name + given.place + why)))
 
     def _refuse_unknown(self, name: str, given: GivenAs, how: Callable[[str], GivenAs]) -> None:
         """Refuse a name that no setting has; suggest one."""
-        ours = our_word("flags", name.replace("_", "-"), self.fields)
+        text = f"unknown setting {plain(repr(given.name))}{plain(given.place)}"
+        about: tuple[str, ...] = ()
+        if ours := our_word("flags", name.replace("_", "-"), self.fields):
+            text += f"; here it is {ours}"
+            about = names_in(ours)
         near = nearest(name, self.fields)
-        hint = (
-            f"; here it is {ours}" if ours else f"; did you mean {how(near).name}?" if near else ""
-        )
-        text = f"unknown setting {plain(repr(given.name))}{plain(given.place)}{hint}"
-        self.problems.append(Problem(names_in(ours) or ((near,) if near else ()), text))
+        if near and not ours:
+            text += f"; did you mean {how(near).name}?"
+        if near and not about:
+            about = (near,)
+        self.problems.append(Problem(about, text))
 
     def _check_switches(self, layer: Mapping[str, Any]) -> None:
         """Report what older switches of one layer contradict or include."""
         on = [name for name in old_switches() if layer.get(name)]
         recomputed = {
-            old_switches()[name][1]
-            for name in on
-            if old_switches()[name][0] == "recompute_granularity"
+            value
+            for target, value in (old_switches()[name] for name in on)
+            if target == "recompute_granularity"
         }
-        if recomputed and len({*recomputed, layer.get("recompute_granularity")} - {None}) > 1:
+        # The setting itself may be given beside its switches.
+        meant = {*recomputed, layer.get("recompute_granularity")} - {None}
+        if recomputed and len(meant) > 1:
             text = "{recompute_granularity=selective} contradicts full recomputation; give one"
             self.problems.append(Problem(("recompute_granularity",), text))
         if "deepspeed_activation_checkpointing" in on and "checkpoint_activations" not in on:
@@ -667,7 +697,8 @@ class LayerReader:
             self.notices.append(
                 f"--deepspeed-activation-checkpointing recomputes whole layers; {also}"
             )
-        if "use_distributed_optimizer" in on and (stage := layer.get("zero_stage", 0)) > 1:
+        stage = layer.get("zero_stage", 0)
+        if "use_distributed_optimizer" in on and stage > 1:
             self.notices.append(
                 f"--use-distributed-optimizer is --zero-stage 1; --zero-stage {stage} goes further"
             )
@@ -684,9 +715,11 @@ class LayerReader:
 
     def note_idle(self, name: str, value: Any, where: str) -> None:
         """Report a flag that has no effect, and keep what was given."""
-        self.notices.append(f"{name} is accepted and has no effect: {no_effect()[name][1]}{where}")
-        is_one = isinstance(value, list) and no_effect()[name][0] == 1
-        self.idle[_key(name.lstrip("-"))] = value[0] if is_one else value
+        count, reason = no_effect()[name]
+        self.notices.append(f"{name} is accepted and has no effect: {reason}{where}")
+        if isinstance(value, list) and count == 1:
+            value = value[0]  # the command line has lists of words
+        self.idle[_key(name.lstrip("-"))] = value
 
     def read_file(self, path: Path) -> dict[str, Any]:
         """Read a TOML, YAML or Python file, flat or in sections named after the groups."""
@@ -724,6 +757,7 @@ class LayerReader:
     def _flat(self, data: dict[Any, Any]) -> dict[Any, Any]:
         flat: dict[Any, Any] = {}
         for key, value in data.items():
+            # A file may hold sections for other commands.
             is_section = any(key in config_groups(cls) for cls in (self.cls, *every_config()))
             flat.update(value if isinstance(value, dict) and is_section else {key: value})
         return flat
@@ -740,10 +774,9 @@ class LayerReader:
     def _without_others(self, values: dict[Any, Any]) -> dict[Any, Any]:
         """Leave out settings of other commands: a file or a shell may hold settings for several."""
         if all(_key(str(k)) in self.fields for k in values):
-            return values
-        others = {name for other in every_config() for name in config_fields(other)} - set(
-            self.fields
-        )
+            return values  # which spares the import of all commands' configurations
+        others = {name for other in every_config() for name in config_fields(other)}
+        others -= set(self.fields)
         return {k: v for k, v in values.items() if _key(str(k)) not in others}
 
 
@@ -759,11 +792,11 @@ def given_settings(parsed: Parsed[Any]) -> dict[str, Any]:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Return flat name -> value, as saved with a checkpoint."""
-    return {
-        n: as_text(v)
-        for f in dataclasses.fields(config)
-        for n, v in vars(getattr(config, f.name)).items()
-    }
+    out = {}
+    for group in dataclasses.fields(config):
+        for name, value in vars(getattr(config, group.name)).items():
+            out[name] = as_text(value)
+    return out
 
 
 def localized(config: Any) -> Any:
@@ -774,17 +807,14 @@ def localized(config: Any) -> Any:
         if isinstance(value, list):
             return [localize(each) for each in value]
         text = addresses.as_typed(value)
-        return (
-            type(value)(addresses.localize(str(text), root))
-            if addresses.is_address(text)
-            else value
-        )
+        if not addresses.is_address(text):
+            return value
+        return type(value)(addresses.localize(str(text), root))  # a Path stays one
 
     def of_group(group: Any) -> Any:
         names = [f.name for f in dataclasses.fields(group) if f.metadata["remote"]]
-        return dataclasses.replace(
-            group, **{name: localize(getattr(group, name)) for name in names}
-        )
+        values = {name: localize(getattr(group, name)) for name in names}
+        return dataclasses.replace(group, **values)
 
     if is_flat(config):
         return of_group(config)
@@ -798,23 +828,25 @@ def to_toml(
     """Return a file that --config reads back, with the sources of values as comments.
 
     `only` are the names of the settings to list, instead of all.
-
-    tomllib only reads; JSON's strings, numbers and lists are also TOML's.
     """
     lines = []
     for g in dataclasses.fields(config):
         group = getattr(config, g.name)
         listed = [f for f in dataclasses.fields(group) if only is None or f.name in only]
-        lines += [f"[{g.name}]"] * bool(listed)
+        if not listed:
+            continue
+        lines.append(f"[{g.name}]")
         for f in listed:
             value = as_text(getattr(group, f.name))
+            # TOML has no null.
             line = f"# {f.name} = none" if value is None else f"{f.name} = {_toml(value)}"
             lines.append(f"{line}  # {sources[f.name]}" if sources else line)
-        lines += [""] * bool(listed)
+        lines.append("")
     return "\n".join(lines)
 
 
 def _toml(value: Any) -> str:
+    # tomllib only reads; JSON's strings, numbers and lists are also TOML's.
     text = addresses.shown(json.dumps(value, ensure_ascii=False))
     return text.replace("\x7f", "\\u007f")  # the one control character JSON allows
 
@@ -835,16 +867,15 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     None and the default that it stands for, or 2 steps and their samples, are no difference.
     """
     recorded = [*map(current_names, settings)]
-    names = [
-        n
-        for n in dict.fromkeys(itertools.chain(*recorded))
-        if any(s.get(n) != recorded[0].get(n) for s in recorded)
-    ]
+    names = []
+    for name in dict.fromkeys(itertools.chain(*recorded)):
+        if any(s.get(name) != recorded[0].get(name) for s in recorded):
+            names.append(name)
+    configs = []
     try:
-        configs = [
-            build_config(TrainConfig, [("", from_saved(TrainConfig, s, "the settings"))])[0]
-            for s in recorded
-        ]
+        for s in recorded:
+            layer = from_saved(TrainConfig, s, "the settings")
+            configs.append(build_config(TrainConfig, [("", layer)])[0])
     except UserError:  # edited by hand
         return names
     return [n for n in names if n not in {*AMOUNTS, *OUTCOME} or not _amounts_equal(n, configs)]

@@ -28,6 +28,7 @@ class Split(TextForm):
     @classmethod
     def read(cls, text: str) -> Self:
         try:
+            # Megatron takes both.
             given = [float(share) for share in text.replace("/", ",").split(",")]
         except ValueError:
             raise ValueError(f"{text!r} is not three numbers such as 949,50,1") from None
@@ -39,7 +40,10 @@ class Split(TextForm):
 def prefix_of(path: str) -> str:
     """Return the prefix of a pair of token files, which the name of one of them stands for."""
     stem, dot, ending = path.rpartition(".")
-    return stem if dot and ending in ("bin", "idx") and not os.path.exists(f"{path}.idx") else path
+    # A prefix may itself end in .bin or .idx, if its pair of files is there.
+    if dot and ending in ("bin", "idx") and not os.path.exists(f"{path}.idx"):
+        return stem
+    return path
 
 
 def blend(values: list[str]) -> tuple[list[float] | None, list[str]]:
@@ -52,6 +56,7 @@ def blend(values: list[str]) -> tuple[list[float] | None, list[str]]:
             return None
 
     numbers = [number(v) for v in values]
+    # A single value is a prefix, also one that looks like a number.
     if len(values) < 2 or not any(n is not None for n in numbers):
         return None, values
     weights, prefixes = numbers[::2], values[1::2]
@@ -76,9 +81,10 @@ class Iterations(TextForm):
     @classmethod
     def read(cls, text: str) -> Self:
         found = re.fullmatch("([0-9]{1,9})-([0-9]{1,9})", text)
-        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        first, last = (int(found[1]), int(found[2])) if found else (0, 0)
+        if not 1 <= first <= last:
             raise ValueError(f"{text!r} is not a range A-B of iterations, from 1 on")
-        return cls(text, int(found[1]), int(found[2]))
+        return cls(text, first, last)
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,9 +98,10 @@ class InputShard(TextForm):
     @classmethod
     def read(cls, text: str) -> Self:
         found = re.fullmatch("([0-9]{1,5})/([0-9]{1,5})", text)
-        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        number, count = (int(found[1]), int(found[2])) if found else (0, 0)
+        if not 1 <= number <= count:
             raise ValueError(f"{text!r} is not I/N with I from 1 to N, such as 1/4")
-        return cls(text, int(found[1]), int(found[2]))
+        return cls(text, number, count)
 
     @property
     def suffix(self) -> str:
@@ -118,6 +125,7 @@ class BlendStage(TextForm):
         )
         if found is None:
             raise ValueError(f"{text!r} is not of the form BEGIN: WEIGHT PREFIX WEIGHT PREFIX ...")
+        # A number alone counts samples.
         begin, unit = float(found[1]), found[2] or "samples"
         if not (begin < 100 if unit == "%" else begin.is_integer()):
             raise ValueError(
@@ -135,6 +143,7 @@ class BlendStage(TextForm):
         """Return the first sample of the stage in a run of so many samples of so many tokens."""
         if self.unit == "%":
             return round(samples * self.begin / 100)
+        # A sample that the point is within still belongs to the blend before, hence rounded up.
         return -(-int(self.begin) // length) if self.unit == "tokens" else int(self.begin)
 
     def follows(self, before: BlendStage | None) -> bool:
@@ -195,6 +204,7 @@ class EvalTasks(TextForm):
     @classmethod
     def read(cls, text: str) -> Self:
         tasks: dict[str, str] = {}
+        # A comma separates tasks only before NAME=.
         for one in re.split(r",(?=[a-z-]+=)", text):
             name, _, path = one.partition("=")
             if not name or not path:
@@ -361,14 +371,10 @@ class Machines(TextForm):
 
 def evaluate_list(text: str) -> list[int]:
     """Evaluate sums and multiples of lists of numbers, such as [0]*6 + [1]*6 or ([1]*5+[0])*4."""
-
     with contextlib.suppress(ValueError):
         out = read_expression(text.strip())
-        if (
-            isinstance(out, list)
-            and out
-            and all(type(number) is int and number >= 0 for number in out)
-        ):
+        # not isinstance: True and False are no numbers here
+        if isinstance(out, list) and out and all(type(x) is int and x >= 0 for x in out):
             return out
     raise ValueError(f"{text[:50]!r} is not a list of numbers such as [1,1,0] or ([1]*5+[0])*4")
 

@@ -109,26 +109,31 @@ class HelpEntry:
     @property
     def right(self) -> str:
         """Return the whole text: help, other spellings and default."""
-        listed = self.choices and not all(
-            re.search(rf"\b{re.escape(c)}\b", self.text) for c in self.choices
-        )
-        parts = [self.text, f" ({', '.join(self.choices)})" if listed else ""]
-        parts.append(f" [{self.default}]" if self.default else "")
-        return "".join(parts)
+        text = self.text
+        # A help that explains each choice has listed them.
+        if not all(re.search(rf"\b{re.escape(choice)}\b", self.text) for choice in self.choices):
+            text += f" ({', '.join(self.choices)})"
+        if self.default:
+            text += f" [{self.default}]"
+        return text
 
     def brief(self, width: int) -> str:
         """Return what one line holds: the text up to the end of a clause, values and default."""
         default = f" [{self.default}]" if self.default else ""
         whole = SHORT.get(self.name, self.text)
-        cuts = [whole[: m.start()] for m in re.finditer(r"[;:] | \(|$", whole)]
-        fitting = [
-            text
-            for text in cuts
-            if len(text + default) <= width and text.count("(") == text.count(")")
-        ]
+        fitting = []
+        for end in re.finditer(r"[;:] | \(|$", whole):
+            text = whole[: end.start()]
+            # A clause may not end within parentheses.
+            if len(text + default) <= width and text.count("(") == text.count(")"):
+                fitting.append(text)
         text = max(fitting, key=len, default=whole)
-        listed = f": {', '.join(self.choices)}" if self.choices and text == self.text else ""
-        return text + (listed if len(text + listed + default) <= width else "") + default
+        # The values are listed only behind a text that is whole: its rest may explain them.
+        if self.choices and text == self.text:
+            listed = f": {', '.join(self.choices)}"
+            if len(text + listed + default) <= width:
+                text += listed
+        return text + default
 
 
 def requested_topic(argv: list[str], names_follow: bool = False) -> str | None:
@@ -137,16 +142,16 @@ def requested_topic(argv: list[str], names_follow: bool = False) -> str | None:
     With `names_follow` the first word without a flag begins another program's command line.
     """
     for i, word in enumerate(argv):
+        # The command line is not parsed yet: a word behind a flag is taken for its value.
         is_value = i > 0 and argv[i - 1].startswith("--") and "=" not in argv[i - 1]
         if word == "--" or (names_follow and not word.startswith("-") and not is_value):
             return None
         name, _, value = word.partition("=")
-        if name in WORDS:
-            return (
-                ALL
-                if "--help-all" in argv[i:]
-                else value or next((w for w in argv[i + 1 :] if w not in WORDS), "")
-            )
+        if name not in WORDS:
+            continue
+        if "--help-all" in argv[i:]:
+            return ALL
+        return value or next((w for w in argv[i + 1 :] if w not in WORDS), "")
     return None
 
 
@@ -175,13 +180,12 @@ def help_lines(command: Command, topic: str = "") -> list[str]:
     shown = entries(command)
     if not topic:
         lines = all_flags(command, shown, full=False)
-        return (
-            lines
-            if len(lines) <= LINES or not command.page.common
-            else common_flags(command, shown)
-        )
+        if len(lines) <= LINES or not command.page.common:
+            return lines
+        return common_flags(command, shown)
     if topic == ALL:
         return all_flags(command, shown, full=True)
+    # A word means a group before a flag of the same name, which --WORD means.
     names = {_key(e.group): e.group for e in shown}
     if _key(topic) in names and not topic.startswith("-"):
         group = names[_key(topic)]
@@ -195,6 +199,7 @@ def help_lines(command: Command, topic: str = "") -> list[str]:
     for entry in sorted(entries(command, hidden=True), key=lambda e: not e.flag.startswith("-")):
         if _key(topic) in {_key(word) for word in (entry.name, entry.flag, *entry.also)}:
             return explain_flag(command, entry)
+    # What other programs have.
     flag = "--" + topic.lstrip("-")
     if flag in no_effect():
         return [f"{flag} is accepted and has no effect: {no_effect()[flag][1]}."]
@@ -210,14 +215,14 @@ def find_flags(
 ) -> list[str]:
     """Return the flags whose name or text has the word."""
     word = _key(topic)
-    for stem in dict.fromkeys((word, word.removesuffix("s"))):
-        found = [
-            e
-            for e in shown
-            if stem in _key(e.flag) or re.search(rf"\b{re.escape(stem)}", e.right.lower())
-        ]
-        if found:
-            break
+    found: list[HelpEntry] = []
+    # A plural finds the singular, if nothing has it itself.
+    for stem in (word, word.removesuffix("s")):
+        begins_word = rf"\b{re.escape(stem)}"
+        for e in shown if not found else ():
+            if stem in _key(e.flag) or re.search(begins_word, e.right.lower()):
+                found.append(e)
+    # A word of one or two letters is in almost every text.
     if found and len(word) > 2:
         return [f"No group or flag is named {topic!r}; these mention it:", "", *_rows(found)]
     known = [*names, *(spelled for e in shown for spelled in (e.flag, *e.also))]
@@ -236,20 +241,14 @@ def entries(command: Command, hidden: bool = False) -> list[HelpEntry]:
         text = "folder of a run" if command.positional == "load" else help_of(f)
         text = f"{text}; same as {spelling(command.positional)}"
         word = word_of(f)
-        out.append(
-            HelpEntry(
-                command.positional,
-                "arguments",
-                word,
-                "..." if is_list(kind) and " " not in word else "",
-                text,
-            )
-        )
+        value = "..." if is_list(kind) and " " not in word else ""
+        out.append(HelpEntry(command.positional, "arguments", word, value, text))
     if not is_flat(command.config):
+        choices = {"preset": tuple(PRESETS), "recipe": tuple(RECIPES)}
         for name, (flag, value, text) in CONTROLS.items():
             if name in OF_TRAINING and not issubclass(command.config, TrainConfig):
                 continue
-            listed = {"preset": tuple(PRESETS), "recipe": tuple(RECIPES)}.get(name, ())
+            listed = choices.get(name, ())
             out.append(HelpEntry(name, CONTROL, flag, value, text, choices=listed))
     for name, (group, f, kind) in known.items():
         if name in used:
@@ -261,31 +260,33 @@ def _entry(group: str, f: dataclasses.Field[Any], kind: Any) -> HelpEntry:
     default, meta = default_of(f), f.metadata
     lacking = not_yet(f, kind)
     text = help_of(f) + (f" [{lacking}]" if lacking else "")
-    shown = (
-        ""
-        if default is None or isinstance(default, bool) or default is dataclasses.MISSING
-        else str(default)
-    )
-    if isinstance(default, float):
-        shown = f"{default:g}"
-    if isinstance(default, list):
-        shown = " ".join(map(str, default))
     rest: dict[str, Any] = {"field": f, "kind": kind}
     rest["choices"] = tuple(map(str, choices_of(kind)))
     if meta["positional"]:
-        return HelpEntry(
-            f.name, "arguments", word_of(f), "..." if is_list(kind) else "", text, **rest
-        )
+        value = "..." if is_list(kind) else ""
+        return HelpEntry(f.name, "arguments", word_of(f), value, text, **rest)
     if inner_type(kind) is bool:
         on, off = switches(f)
+        # What is on by default is listed by the flag that turns it off.
         names, others = (off, on) if default is True else (on, off)
         text = f"disable: {text}" if default is True else text
         return HelpEntry(f.name, group, names[0], "", text, "", (*names[1:], *others), **rest)
     if default is dataclasses.MISSING:
         text += " (required)"
+    flag, value = spelling(f.name), placeholder(f, kind)
     return HelpEntry(
-        f.name, group, spelling(f.name), placeholder(f, kind), text, shown, meta["aliases"], **rest
+        f.name, group, flag, value, text, _shown_default(default), meta["aliases"], **rest
     )
+
+
+def _shown_default(default: Any) -> str:
+    if default is None or default is dataclasses.MISSING or isinstance(default, bool):
+        return ""
+    if isinstance(default, float):
+        return f"{default:g}"
+    if isinstance(default, list):
+        return " ".join(map(str, default))
+    return str(default)
 
 
 # Screens.
@@ -293,46 +294,42 @@ def _entry(group: str, f: dataclasses.Field[Any], kind: Any) -> HelpEntry:
 
 def usage_lines(command: Command, shown: list[HelpEntry]) -> list[str]:
     words = [_shape(e) for e in shown if e.group == "arguments"]
-    lines = [" ".join(["usage:", command.prog, "[flags]", *words])]
+    # Notes behind the first paragraph are laid out already.
     about, *notes = command.about.split("\n\n")
-    return [
-        *lines,
-        "",
-        *textwrap.wrap(about, _width()),
-        *(line for note in notes for line in ("", *note.split("\n"))),
-    ]
+    lines = [" ".join(["usage:", command.prog, "[flags]", *words]), ""]
+    lines += textwrap.wrap(about, _width())
+    for note in notes:
+        lines += ["", *note.split("\n")]
+    return lines
 
 
 def _shape(e: HelpEntry) -> str:
     """Return a positional argument for the usage: [WORD] if it may be missing."""
-    needed = e.field is not None and default_of(e.field) is dataclasses.MISSING
-    return (
-        e.left
-        if needed or (e.field and e.field.metadata["positional"] == "rest")
-        else f"[{e.left}]"
-    )
+    if e.field is not None:
+        is_required = default_of(e.field) is dataclasses.MISSING
+        if is_required or e.field.metadata["positional"] == "rest":
+            return e.left
+    return f"[{e.left}]"
 
 
 def common_flags(command: Command, shown: list[HelpEntry]) -> list[str]:
     """Return the common flags, a line each, examples, and how to see more."""
     by_name = {e.name: e for e in shown}
     lines = usage_lines(command, shown)
-    for heading, names in (command.page.common | {"Settings": command.page.settings}).items():
+    sections = command.page.common | {"Settings": command.page.settings}
+    for heading, names in sections.items():
         lines += ["", f"{heading}:"]
+        # A page may name flags that an installation lacks.
         for e in (by_name[name] for name in names.split() if name in by_name):
             start = max(COMMON, len(e.left) + 4)
-            texts = textwrap.wrap(e.brief(_width() - start), _width() - start)
-            lines.append(f"{'  ' + e.left:<{start}}{texts[0]}")
-            lines += [" " * COMMON + text for text in texts[1:]]
+            first, *rest = textwrap.wrap(e.brief(_width() - start), _width() - start)
+            lines.append(f"{'  ' + e.left:<{start}}{first}")
+            lines += [" " * COMMON + text for text in rest]
     lines += _examples(command)
-    names = ", ".join(dict.fromkeys(e.group for e in shown if e.group != "arguments"))
-    listed = textwrap.wrap(names, _width() - 17)
-    lines += [
-        "",
-        "More:",
-        f"  --help GROUP   {listed[0]}",
-        *(" " * 17 + line for line in listed[1:]),
-    ]
+    groups = dict.fromkeys(e.group for e in shown if e.group != "arguments")
+    first, *rest = textwrap.wrap(", ".join(groups), _width() - 17)
+    lines += ["", "More:", f"  --help GROUP   {first}"]
+    lines += [" " * 17 + line for line in rest]
     lines.append("  --help FLAG    one flag in full, such as --help save; or any word")
     return [*lines, f"  --help-all     all {len(shown)} flags"]
 
@@ -349,20 +346,14 @@ def all_flags(command: Command, shown: list[HelpEntry], full: bool) -> list[str]
 
 
 def _section(group: str, rows: list[HelpEntry], command: Command) -> list[str]:
-    doc = (
-        (config_groups(command.config)[group].__doc__ or "").splitlines()
-        if group in config_groups(command.config)
-        else []
-    )
-    about = (
-        f" {doc[0][0].lower()}{doc[0][1:].rstrip('.')}"
-        if doc and "(" not in doc[0] and group not in doc[0].lower()
-        else ""
-    )
-    return [
-        *textwrap.wrap(f"{group.capitalize().replace('_', ' ')}:{about}", _width()),
-        *_rows(rows),
-    ]
+    heading = f"{group.capitalize().replace('_', ' ')}:"
+    # A group's docstring says what its flags are about, unless it only repeats the name.
+    doc = ""
+    if group in config_groups(command.config):
+        doc = (config_groups(command.config)[group].__doc__ or "").partition("\n")[0]
+    if doc and "(" not in doc and group not in doc.lower():
+        heading += f" {doc[0].lower()}{doc[1:].rstrip('.')}"
+    return [*textwrap.wrap(heading, _width()), *_rows(rows)]
 
 
 def _rows(rows: list[HelpEntry]) -> list[str]:
@@ -379,10 +370,13 @@ def _rows(rows: list[HelpEntry]) -> list[str]:
 
 
 def _examples(command: Command) -> list[str]:
-    texts = [f"  {line}" for text in command.page.examples for line in text.split("\n")]
-    return (
-        ["", "Examples:" if len(command.page.examples) > 1 else "Example:", *texts] if texts else []
-    )
+    examples = command.page.examples
+    if not examples:
+        return []
+    lines = ["", "Examples:" if len(examples) > 1 else "Example:"]
+    for text in examples:
+        lines += [f"  {line}" for line in text.split("\n")]
+    return lines
 
 
 def explain_flag(command: Command, e: HelpEntry) -> list[str]:
@@ -390,18 +384,26 @@ def explain_flag(command: Command, e: HelpEntry) -> list[str]:
     rows = {"values": _values(e), "default": e.default or _no_default(e)}
     if e.also:
         rows["also"] = ", ".join(e.also)
-    if e.field is not None and (needs := e.field.metadata["needs"]):
-        rows["needs"] = ", ".join(needs)
-    if e.field is not None and e.group not in ("flags", "arguments"):
+    if e.field is not None and e.field.metadata["needs"]:
+        rows["needs"] = ", ".join(e.field.metadata["needs"])
+    # Flags of a flat command and positional arguments are in no group, and no file sets them.
+    in_group = e.group not in ("flags", "arguments")
+    if in_group and e.field is not None:
         rows["config file"] = f"{e.name} = ...   in [{e.group}] of --config FILE"
         rows["environment"] = f"MESHWRIGHT_{e.name.upper()}"
-    if e.group not in ("flags", "arguments"):
+    if in_group:
         rows["group"] = f"{e.group} (`{command.prog} --help {_key(e.group)}`)"
-    rows["explained"] = ", ".join(explaining_pages(e.field)) if e.field is not None else ""
-    lines = [f"{e.left}:", *(f"  {line}" for line in textwrap.wrap(e.text, _width() - 2)), ""]
+    if e.field is not None:
+        rows["explained"] = ", ".join(explaining_pages(e.field))
+
+    lines = [f"{e.left}:"]
+    lines += [f"  {line}" for line in textwrap.wrap(e.text, _width() - 2)]
+    lines.append("")
     for name, text in rows.items():
-        wrapped = textwrap.wrap(text, _width() - 17, break_on_hyphens=False)
-        lines += [f"  {name if n == 0 else '':<13}  {line}" for n, line in enumerate(wrapped)]
+        label = name
+        for line in textwrap.wrap(text, _width() - 17, break_on_hyphens=False):
+            lines.append(f"  {label:<13}  {line}")
+            label = ""  # of the first line only
     return lines
 
 
@@ -415,9 +417,10 @@ def _values(e: HelpEntry) -> str:
         return ", ".join(e.choices)
     if not e.value:
         return "none: it is a switch"
-    word, many = e.value.split()[0], e.value.endswith("...")
+    word = e.value.split()[0]
     kind = {"N": "whole number", "X": "number", "TEXT": "text"}.get(word, "path")
-    kind = f"{kind}s, separated by spaces" if many and kind != "text" else "words" if many else kind
+    if e.value.endswith("..."):
+        kind = "words" if kind == "text" else f"{kind}s, separated by spaces"
     bound = e.field.metadata["bound"] if e.field else None
     bounds = {
         ">0": "above 0",
@@ -459,4 +462,6 @@ def _styled(line: str) -> str:
     has_style = (
         sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     )
-    return f"\033[1m{heading[0]}\033[0m{line[heading.end() :]}" if heading and has_style else line
+    if heading is None or not has_style:
+        return line
+    return f"\033[1m{heading[0]}\033[0m{line[heading.end() :]}"

@@ -62,34 +62,15 @@ def without_effect(config: Any) -> list[str]:
         return []
     c = config
     m, t, d, g, o = c.model, c.training, c.data, c.logging, c.optimizer
-    out = [
-        f"{spelling(f.name)} has no effect without {condition}"
-        for group in group_values(c)
-        for f in dataclasses.fields(group)
-        for condition in f.metadata["needs"]
-        if getattr(group, f.name) != getattr(type(group)(), f.name) and not CONDITIONS[condition](c)
-    ]
-    state = f"--optimizer-state-dtype {o.optimizer_state_dtype}"
-    start = f"--profile-step-start {g.profile_step_start}"
-    is_late = g.profile and t.train_iters is not None and g.profile_step_start > t.train_iters
-    beyond = [n for n in g.nvidia_smi_at if t.train_iters is not None and n > t.train_iters]
-    others = {
-        "--swiglu and --glu-activation are both given; --glu-activation is used": m.swiglu
-        and m.glu_activation,
-        "--cautious-weight-decay has no effect with --weight-decay 0": o.cautious_weight_decay
-        and not o.ramps_decay
-        and not o.weight_decay,
-        f"{state} has no effect with --sgd-momentum 0, which keeps none": o.optimizer_state_dtype
-        != "float32"
-        and o.optimizer == "sgd"
-        and not o.sgd_momentum,
-        "--mock-data: the files of --data-path and similar flags are not read": d.mock_data
-        and data_paths.path_settings(d),
-        f"{start} is after the last step; nothing is profiled": is_late,
-        f"--nvidia-smi-at {' '.join(map(str, beyond))}: after the last step, so not printed": beyond,
-        "--log-timers-to-tensorboard logs only iterations with --timing-log-level 0": g.log_timers_to_tensorboard
-        and g.timing_log_level == "0",
-    }
+    out = []
+    for group in group_values(c):
+        defaults = type(group)()
+        for f in dataclasses.fields(group):
+            if getattr(group, f.name) == getattr(defaults, f.name):
+                continue
+            for condition in f.metadata["needs"]:
+                if not CONDITIONS[condition](c):
+                    out.append(f"{spelling(f.name)} has no effect without {condition}")
     with contextlib.suppress(ValueError):  # reported as a problem
         out += data_paths.overlaps(d)
         is_divided = not d.mock_data and (d.data_path or d.data_args_path)
@@ -99,22 +80,39 @@ def without_effect(config: Any) -> list[str]:
             )
     with contextlib.suppress(ValueError):
         out += idle_long_context(m, d)
-    return out + [line for line, applies in others.items() if applies]
+
+    # Settings that only certain values of others leave without effect.
+    if m.swiglu and m.glu_activation:
+        out.append("--swiglu and --glu-activation are both given; --glu-activation is used")
+    if o.cautious_weight_decay and not o.ramps_decay and not o.weight_decay:
+        out.append("--cautious-weight-decay has no effect with --weight-decay 0")
+    if o.optimizer_state_dtype != "float32" and o.optimizer == "sgd" and not o.sgd_momentum:
+        state = f"--optimizer-state-dtype {o.optimizer_state_dtype}"
+        out.append(f"{state} has no effect with --sgd-momentum 0, which keeps none")
+    if d.mock_data and data_paths.path_settings(d):
+        out.append("--mock-data: the files of --data-path and similar flags are not read")
+    last_step = math.inf if t.train_iters is None else t.train_iters
+    if g.profile and g.profile_step_start > last_step:
+        start = f"--profile-step-start {g.profile_step_start}"
+        out.append(f"{start} is after the last step; nothing is profiled")
+    if beyond := [str(step) for step in g.nvidia_smi_at if step > last_step]:
+        out.append(f"--nvidia-smi-at {' '.join(beyond)}: after the last step, so not printed")
+    if g.log_timers_to_tensorboard and g.timing_log_level == "0":
+        out.append("--log-timers-to-tensorboard logs only iterations with --timing-log-level 0")
+    return out
 
 
 def has_address(config: Any) -> bool:
     """Return whether a path is an address of object storage or the local folder of one."""
-    fields = [
-        (group, f)
-        for group in group_values(config)
-        for f in dataclasses.fields(group)
-        if f.metadata["remote"]
-    ]
-    values = [getattr(group, f.name) for group, f in fields]
-    paths = [
-        path for value in values for path in (value if isinstance(value, list) else [value]) if path
-    ]
-    return any(addresses.address_of(addresses.localize(path)) for path in paths)
+    for group in group_values(config):
+        for f in dataclasses.fields(group):
+            if not f.metadata["remote"]:
+                continue
+            value = getattr(group, f.name)
+            for path in value if isinstance(value, list) else [value]:
+                if path and addresses.address_of(addresses.localize(path)):
+                    return True
+    return False
 
 
 def idle_long_context(m: Model, d: Data) -> list[str]:

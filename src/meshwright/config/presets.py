@@ -85,6 +85,7 @@ def fitted(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         return out
     if unit == "epochs":  # in samples that are not known yet: the schedule takes all of them
         return {n: value for n, value in out.items() if n not in (*parts, "train_iters")}
+    # The parts of the schedule keep their shares of the run, in the unit of its length.
     length, in_steps = given[f"train_{unit}"], unit == "iters"
     if unit == "tokens":
         length //= given.get("seq_length") or out["seq_length"]

@@ -19,6 +19,7 @@ from meshwright.config.fields import spelling
 # A name in braces, which may have a value. "{{" is a brace of a text from outside.
 NAME = re.compile(r"\{\{|\{([a-z][a-z0-9_]*)(?:=((?:[^{}]|\{\{|\}\}|\{[^{}]*\})*))?\}")
 SWITCHED = ("True", "False")
+# Values that no quotes are put around: placeholders, none and numbers.
 BARE = re.compile(r"[A-Z]+|none|[-+]?[\d.][\d.e+-]*")
 
 
@@ -64,13 +65,16 @@ def with_value(name: str, value: Any) -> str:
     """Return what names a setting in a text, with this value."""
     values = value if isinstance(value, list | tuple) else [value]
     text = " ".join(map(_value_text, values))
-    return f"{{{name}={text.replace('{', '{{').replace('}', '}}')}}}"
+    # Braces of the value itself are doubled, and name no setting.
+    text = text.replace("{", "{{").replace("}", "}}")
+    return f"{{{name}={text}}}"
 
 
 def _value_text(value: Any) -> str:
     """Return a value as a command line has it, a number without needless digits."""
     if value is None:
         return "none"
+    # %g rounds to six digits: a number that has more is shown in full.
     if isinstance(value, float) and float(f"{value:g}") == value:
         return f"{value:g}"
     return str(value)
@@ -126,12 +130,13 @@ class Wording:
     def with_value(self, name: str, value: str) -> str:
         """Return how a setting is named together with a value."""
         given = self.how_given(name)
-        if given.name.startswith("-") and value in SWITCHED:
+        is_switch = value in SWITCHED
+        if is_switch and given.name.startswith("-"):
             return given.name if value == "True" else f"--no-{spelling(name)[2:]}"
-        if given.place and value in SWITCHED:  # TOML and YAML have true and false
+        if is_switch and given.place:  # TOML and YAML have true and false
             value = value.lower()
         # A text is quoted in Python and in files, not a number or a placeholder such as DIR.
-        elif given.joint != " " and value not in SWITCHED and not BARE.fullmatch(value):
+        elif given.joint != " " and not is_switch and not BARE.fullmatch(value):
             value = repr(value)
         return f"{given.name}{given.joint}{value}{given.place}"
 
@@ -159,10 +164,14 @@ def with_missing_last(problems: Sequence[Problem]) -> list[Problem]:
     lacking = [p for p in problems if p.kind == "missing"]
     if len(lacking) < 2:
         return list(problems)
+    # The first field of a problem is the one to give; others are what it may be derived from.
     *names, last = (f"{{{p.about[0]}}}" for p in lacking)
-    about = tuple(name for p in lacking for name in p.about)
-    together = Problem(about, f"{', '.join(names)} and {last} are needed too", "missing")
-    return [*(p for p in problems if p.kind != "missing"), together]
+    about: list[str] = []
+    for problem in lacking:
+        about += problem.about
+    text = f"{', '.join(names)} and {last} are needed too"
+    others = [p for p in problems if p.kind != "missing"]
+    return [*others, Problem(tuple(about), text, "missing")]
 
 
 def names_in(text: str) -> tuple[str, ...]:

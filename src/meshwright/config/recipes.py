@@ -39,8 +39,14 @@ RECIPES: dict[str, dict[str, Any]] = read_table("config/recipes.toml")
 IMPLIED = "modern"  # by --depth alone
 # Settings that a preset or a flag gives and a recipe keeps.
 SIZES = (
-    "num_layers hidden_size num_attention_heads num_query_groups kv_channels seq_length max_position_embeddings"
-).split()
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "seq_length",
+    "max_position_embeddings",
+)
 BY_STEPS = ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
 # one of them given replaces the recipe's
 ACTIVATIONS = {"swiglu", "squared_relu", "glu_activation"}
@@ -70,7 +76,8 @@ NO_SIZES = Problem(
     "{num_layers}, {hidden_size} and {num_attention_heads}",
 )
 WIDTH = 100  # columns of the lines that explain a recipe
-ITEM_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}  # code of a token type in .idx -> bytes
+# Code of a token type in .idx -> bytes; data/, which reads these files, may not be imported here.
+ITEM_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}
 
 
 class Choice(NamedTuple):
@@ -89,6 +96,8 @@ class Draft:
     choices: dict[str, Choice] = field(default_factory=dict)
 
     def choose(self, name: str, value: Any, reason: str) -> None:
+        # A size that is given is no choice of the recipe. Other settings that are given stay among
+        # the choices, so that an explanation can tell what the recipe would have set.
         if name in SIZES and name in self.given:
             return
         self.choices[name] = Choice(value, reason)
@@ -132,18 +141,15 @@ def problems(
             out.append(Problem(("depth", "num_layers"), both))
     elif not preset and "num_layers" not in given:
         wanted = "{depth=N}, or {preset=NAME}, or {num_layers} and {hidden_size}"
-        out.append(
-            Problem(
-                ("recipe",),
-                f"{with_value('recipe', recipe)} needs the size of the model: give {wanted}",
-            )
-        )
+        text = f"{with_value('recipe', recipe)} needs the size of the model: give {wanted}"
+        out.append(Problem(("recipe",), text))
     return out
 
 
 def apply_recipe(name: str, config: TrainConfig, given: Given) -> dict[str, Choice]:
     """Return the choices of a recipe; `config` has the preset's values and the given ones."""
-    recipe, preset = RECIPES[name], given.preset
+    recipe = RECIPES[name]
+    preset = given.preset
     numbers = recipe["numbers"]
     sizes = set(SIZES).intersection(presets.PRESETS[preset]) if preset else set[str]()
     if config.model.gated == recipe["rows"]["swiglu"][0]:
@@ -151,17 +157,9 @@ def apply_recipe(name: str, config: TrainConfig, given: Given) -> dict[str, Choi
     draft = Draft(config, {*given.settings, *sizes})
     if preset:
         _reset(draft, name)
-    for setting, (value, reason) in recipe["rows"].items():
-        if setting == "cautious_weight_decay" and draft.value("optimizer") == "sgd":
-            continue  # which has none
-        has_effect = all(
-            CONDITIONS[name](draft.config) for name in _field(setting).metadata["needs"]
-        )
-        if has_effect and (
-            setting not in ACTIVATIONS
-            or not any(given.settings.get(other) for other in ACTIVATIONS)
-        ):
-            draft.choose(setting, value, reason)
+    _choose_rows(draft, recipe["rows"], given)
+    # Each rule reads what those before it chose: the width decides the length and the parameters,
+    # these the tokens, the tokens the batch, and all of them the rates.
     _choose_width(draft, given.depth, numbers)
     if "like" in recipe:
         _follow_preset(draft, recipe["like"], given)
@@ -176,6 +174,20 @@ def apply_recipe(name: str, config: TrainConfig, given: Given) -> dict[str, Choi
     _choose_decay(draft, numbers)
     _choose_lines(draft, numbers)
     return draft.choices
+
+
+def _choose_rows(draft: Draft, rows: Mapping[str, tuple[Any, str]], given: Given) -> None:
+    """Choose the settings that have one value for all sizes."""
+    activation_is_given = any(given.settings.get(name) for name in ACTIVATIONS)
+    for setting, (value, reason) in rows.items():
+        if setting == "cautious_weight_decay" and draft.value("optimizer") == "sgd":
+            continue  # which has none
+        if setting in ACTIVATIONS and activation_is_given:
+            continue
+        # A setting without effect beside those that are given would only confuse.
+        needs = _field(setting).metadata["needs"]
+        if all(CONDITIONS[need](draft.config) for need in needs):
+            draft.choose(setting, value, reason)
 
 
 def _reset(draft: Draft, name: str) -> None:
@@ -196,12 +208,14 @@ def _choose_width(draft: Draft, depth: int | None, n: Mapping[str, Any]) -> None
     draft.choose(
         "hidden_size", width, f"{n['width_of_layer']} x the layers, in multiples of {unit}"
     )
-    width = draft.value("hidden_size")
+    width = draft.value("hidden_size")  # another than the recipe's, if it is given
     head = n["wide_head"] if width >= n["wide_from"] else n["narrow_head"]
-    head = next((size for size in (head, n["narrow_head"], 32, 16, 8) if width % size == 0), width)
-    reason = f"heads of {head}" + (
-        ": fewer and wide ones are faster on a GPU" if head >= 128 else ""
-    )
+    # A width that is given may be no multiple of these heads; one head always works.
+    sizes = (head, n["narrow_head"], 32, 16, 8)
+    head = next((size for size in sizes if width % size == 0), width)
+    reason = f"heads of {head}"
+    if head >= 128:
+        reason += ": fewer and wide ones are faster on a GPU"
     draft.choose("num_attention_heads", width // head, reason)
 
 
@@ -216,32 +230,37 @@ def _choose_head(draft: Draft, n: Mapping[str, Any]) -> None:
 
 
 def _choose_length(draft: Draft, n: Mapping[str, Any]) -> None:
-    length = next(
-        length for width, length in reversed(n["lengths"]) if draft.value("hidden_size") >= width
-    )
+    own_width = draft.value("hidden_size")
+    # The list grows from width 0, so that the last that is not above the own one counts.
+    length = next(length for width, length in reversed(n["lengths"]) if own_width >= width)
     draft.choose(
-        "seq_length",
-        length,
-        f"at a width of {draft.value('hidden_size')}: wider models use longer contexts",
+        "seq_length", length, f"at a width of {own_width}: wider models use longer contexts"
     )
 
 
 def layer_parameters(m: Model) -> int:
     """Return the parameters of the layers' matrices."""
-    width, heads, matrices = m.hidden_size or 0, m.num_attention_heads or 1, 3 if m.gated else 2
-    attention = (2 * heads + 2 * m.groups) * m.head_dim * width
-    return (m.num_layers or 0) * (attention + matrices * width * m.ffn)
+    width = m.hidden_size or 0
+    # Queries and output have all heads, keys and values one for each group.
+    heads = 2 * (m.num_attention_heads or 1) + 2 * m.groups
+    attention = heads * m.head_dim * width
+    mlp = (3 if m.gated else 2) * width * m.ffn
+    return (m.num_layers or 0) * (attention + mlp)
 
 
 def auto_tokens(config: TrainConfig, recipe: str = IMPLIED) -> Choice:
     """Return the tokens of --train-tokens auto: so many a parameter, few readings of the data."""
     n = RECIPES[recipe]["numbers"]
-    parameters, most = layer_parameters(config.model), training_tokens(config.data)
-    tokens = n["tokens_of_parameter"] * parameters
-    reason = f"{n['tokens_of_parameter']} for each of {_short(parameters)} parameters of the layers"
-    if most and n["epochs"] * most < tokens:
-        tokens = n["epochs"] * most
-        reason = f"{n['epochs']} readings of the {_short(most)} tokens of the data; {reason} would be more"
+    parameters = layer_parameters(config.model)
+    per_parameter = n["tokens_of_parameter"]
+    tokens = per_parameter * parameters
+    reason = f"{per_parameter} for each of {_short(parameters)} parameters of the layers"
+    # Repeated data teaches less with each reading, so that a small set ends the run earlier.
+    available = training_tokens(config.data)
+    if available and n["epochs"] * available < tokens:
+        tokens = n["epochs"] * available
+        readings = f"{n['epochs']} readings of the {_short(available)} tokens of the data"
+        reason = f"{readings}; {reason} would be more"
     return Choice(max(tokens, 1), reason)
 
 
@@ -251,9 +270,12 @@ def training_tokens(d: Data) -> int | None:
         return None
     try:
         paths = next(s for s in path_sets(d) if s.split == "train")
+        tokens = 0.0
+        for source in paths.sources:
+            tokens += (source.end - source.begin) * _tokens_of(source.prefix)
+        # --split gives a part of these paths to validation and test.
         shares = d.split.shares if paths.divided else (1.0,)
-        parts = [(s.end - s.begin) * _tokens_of(s.prefix) for s in paths.sources]
-        return int(sum(parts) * shares[0] / sum(shares))
+        return int(tokens * shares[0] / sum(shares))
     except (ValueError, OSError, StopIteration, KeyError, ZeroDivisionError, struct.error):
         return None  # reported where they are read
 
@@ -261,8 +283,9 @@ def training_tokens(d: Data) -> int | None:
 def _tokens_of(prefix: str) -> int:
     """Return the tokens of a pair of files: the size of one by the type that the other names."""
     if find_address(prefix):
-        raise ValueError(prefix)
+        raise ValueError(prefix)  # in object storage: it would have to be asked
     with open(f"{prefix}.idx", "rb") as file:
+        # Megatron's header: 9 bytes of magic, a version of 8 and the code of the type.
         magic, _, code = struct.unpack("<9sQB", file.read(18))
     if magic != b"MMIDIDX\x00\x00":
         raise ValueError(prefix)
@@ -282,10 +305,12 @@ def _tokens(draft: Draft, batch: int | None = None) -> float | None:
         batch = batch or t.global_batch_size
         return None if batch is None else t.train_iters * batch * length
     if t.train_epochs is not None:
-        return t.train_epochs * (
-            training_tokens(draft.config.data) or auto_tokens(draft.config).value
-        )
-    return t.train_samples * length if t.train_samples else int(t.train_tokens or 1)
+        # Data whose size is not known at once counts as what --train-tokens auto would read.
+        tokens = training_tokens(draft.config.data) or auto_tokens(draft.config).value
+        return t.train_epochs * tokens
+    if t.train_samples:
+        return t.train_samples * length
+    return int(t.train_tokens or 1)
 
 
 def _best_batch(draft: Draft, n: Mapping[str, Any]) -> int:
@@ -295,13 +320,12 @@ def _best_batch(draft: Draft, n: Mapping[str, Any]) -> int:
     (c (S / d) ** p) ** (1 / (1 - p)).
     """
     tokens, length = _tokens(draft), draft.config.data.seq_length or 1
+    c, d, p = n["batch_tokens"], n["batch_at"], n["batch_power"]
     if tokens is not None:
-        best = n["batch_tokens"] * (tokens / n["batch_at"]) ** n["batch_power"]
+        best = c * (tokens / d) ** p
     else:
         steps = draft.config.training.train_iters or 1
-        best = (n["batch_tokens"] * (steps / n["batch_at"]) ** n["batch_power"]) ** (
-            1 / (1 - n["batch_power"])
-        )
+        best = (c * (steps / d) ** p) ** (1 / (1 - p))
     return int(2 ** max(0, round(math.log2(best / length))))
 
 
@@ -318,13 +342,14 @@ def _choose_batch(draft: Draft, n: Mapping[str, Any]) -> None:
 
 def _choose_steps(draft: Draft) -> None:
     """Choose a length in steps in place of tokens, as a schedule that is given in steps needs."""
-    if "train_tokens" in draft.choices and draft.given.intersection(BY_STEPS):
-        tokens, reason = draft.choices.pop("train_tokens")
-        steps = tokens // (
-            (draft.config.data.seq_length or 1) * (draft.config.training.global_batch_size or 1)
-        )
-        draft.config = with_settings(draft.config, train_tokens=None)
-        draft.choose("train_iters", max(1, steps), f"{_short(tokens)} tokens: {reason}")
+    if "train_tokens" not in draft.choices or not draft.given.intersection(BY_STEPS):
+        return
+    tokens, reason = draft.choices.pop("train_tokens")
+    length = draft.config.data.seq_length or 1
+    batch = draft.config.training.global_batch_size or 1
+    draft.config = with_settings(draft.config, train_tokens=None)
+    steps = max(1, tokens // (length * batch))
+    draft.choose("train_iters", steps, f"{_short(tokens)} tokens: {reason}")
 
 
 def _choose_micro_batch(draft: Draft, n: Mapping[str, Any]) -> None:
@@ -343,25 +368,37 @@ def _choose_micro_batch(draft: Draft, n: Mapping[str, Any]) -> None:
 
 def _choose_rates(draft: Draft, n: Mapping[str, Any]) -> None:
     """Choose rates that fall with the width, and follow the root of a batch that is given."""
-    rule = {"adamw": "adam"}.get(draft.value("optimizer"), draft.value("optimizer"))
+    rule = draft.value("optimizer")
+    if rule == "adamw":
+        rule = "adam"  # by another name
     if rule not in n["lr"]:
         return  # no rate was measured: --lr is needed
-    base, best = draft.value("mup_base_hidden_size"), draft.choices["global_batch_size"].value
-    rate = min(n["lr"][rule] * n["lr_width"] / (base or draft.value("hidden_size")), n["lr_most"])
+
+    # The rate of the best batch. muP scales it to the width itself.
+    base = draft.value("mup_base_hidden_size")
+    rate = n["lr"][rule] * n["lr_width"] / (base or draft.value("hidden_size"))
+    rate = min(rate, n["lr_most"])
     reason = f"{n['lr'][rule]:g} at a width of {n['lr_width']}, falling with the width"
-    reason += f"; this is for the width of --mup-base-hidden-size {base}" if base else ""
-    reason += f", at most {n['lr_most']:g}" if rate == n["lr_most"] else ""
+    if base:
+        reason += f"; this is for the width of --mup-base-hidden-size {base}"
+    if rate == n["lr_most"]:
+        reason += f", at most {n['lr_most']:g}"
+
+    # The rate follows the root of another batch, which is known to hold for a few doublings only.
+    best = draft.choices["global_batch_size"].value
     ratio = (draft.config.training.global_batch_size or best) / best
     factor = min(max(math.sqrt(ratio), 0.5), 2)
     if ratio != 1:
         reason += f"; and with the root of the batch, which is {ratio:g} times {best}"
     draft.choose("lr", _rounded(rate * factor), reason)
-    reason = {
+
+    warmup_reasons = {
         "muon": "Muon needs little warm-up",
         "adam": "AdamW at this rate needs a long warm-up",
-    }[rule]
-    draft.choose("lr_warmup_fraction", n["warmup"][rule], reason)
+    }
+    draft.choose("lr_warmup_fraction", n["warmup"][rule], warmup_reasons[rule])
     if rule == "muon":
+        # Muon moves matrices alone; AdamW, with rates of its own, moves tables and vectors.
         other = _rounded(n["other_lr"] * (draft.config.optimizer.lr or rate) / rate)
         draft.choose("embedding_lr", other, "AdamW's rate for a table does not fall with the width")
         draft.choose("vector_lr", other, "AdamW's rate for vectors does not fall with the width")
@@ -373,13 +410,15 @@ def _choose_decay(draft: Draft, n: Mapping[str, Any]) -> None:
     It is 1 / (lr x weight decay x steps), and falls with the tokens a parameter ("Power Lines", for
     AdamW: Bergsma et al. 2025, arXiv 2505.13738).
     """
-    t, o, length = draft.config.training, draft.config.optimizer, draft.config.data.seq_length or 1
+    t, o = draft.config.training, draft.config.optimizer
     if not o.lr:
         return
     tokens = _tokens(draft) or 1
-    steps = tokens / (length * (t.global_batch_size or 1))
+    step_tokens = (draft.config.data.seq_length or 1) * (t.global_batch_size or 1)
+    steps = tokens / step_tokens
     ratio = tokens / max(layer_parameters(draft.config.model), 1)
     share = n["timescale"] * ratio ** n["timescale_power"]
+    # A decay that falls with the rate is weaker on average, so that it begins higher.
     factor = n["falling_decay"] if o.weight_decay_incr_style == "rate" else 1
     low, high = n["weight_decay_range"]
     decay = _rounded(min(max(factor / (share * o.lr * steps), low), high))
@@ -391,18 +430,22 @@ def _choose_decay(draft: Draft, n: Mapping[str, Any]) -> None:
 
 def _choose_lines(draft: Draft, n: Mapping[str, Any]) -> None:
     """Choose how often the run logs and validates, so that a short one has a readable curve too."""
-    t, length = draft.config.training, draft.config.data.seq_length or 1
-    steps = int((_tokens(draft) or 1) / (length * (t.global_batch_size or 1)))
-    interval = min(max(1, steps // n["log_lines"]), default_of(_field("log_interval")))
-    draft.choose("log_interval", interval, f"{n['log_lines']} lines or more")
-    draft.choose(
-        "eval_interval", max(1, steps // n["validations"]), f"{n['validations']} validations"
-    )
+    length = draft.config.data.seq_length or 1
+    batch = draft.config.training.global_batch_size or 1
+    steps = int((_tokens(draft) or 1) / (length * batch))
+
+    lines = n["log_lines"]
+    usual_interval = default_of(_field("log_interval"))
+    interval = min(max(1, steps // lines), usual_interval)
+    draft.choose("log_interval", interval, f"{lines} lines or more")
+
+    validations = n["validations"]
+    draft.choose("eval_interval", max(1, steps // validations), f"{validations} validations")
+
     # A step takes about as long as three forward passes.
-    batches = round(3 * n["validation_share"] * steps / n["validations"])
-    draft.choose(
-        "eval_iters", min(max(batches, 1), 100), f"about {n['validation_share']:.0%} of the time"
-    )
+    batches = round(3 * n["validation_share"] * steps / validations)
+    share = f"about {n['validation_share']:.0%} of the time"
+    draft.choose("eval_iters", min(max(batches, 1), 100), share)
 
 
 def _follow_preset(draft: Draft, like: str, given: Given) -> None:
@@ -414,12 +457,10 @@ def _follow_preset(draft: Draft, like: str, given: Given) -> None:
         draft.choose("train_tokens", *auto_tokens(draft.config))
         settings["train_tokens"] = draft.choices["train_tokens"].value
     for name, value in presets.fitted(like, settings).items():
-        if name not in SIZES:
-            draft.choose(
-                name,
-                value,
-                draft.choices[name].reason if name in draft.choices else f"as preset {like}",
-            )
+        if name in SIZES:
+            continue
+        earlier = draft.choices.get(name)
+        draft.choose(name, value, earlier.reason if earlier else f"as preset {like}")
 
 
 def explained(
@@ -439,42 +480,54 @@ def remarks(sources: Mapping[str, str], config: Any) -> dict[str, tuple[Any, str
     """Return the values that a recipe chose, by the sources from `explained`, and that it did."""
     out = {}
     for name, source in sources.items():
-        if match := re.match(r"recipe (\S+): (?!--depth$)|.* \((auto): ", source):
-            value, kind = _value(config, name), config_fields(TrainConfig)[name][2]
-            chooser = with_value("recipe", match[1]) if match[1] else "{train_tokens=auto}"
-            other = with_value(name, not value) if inner_type(kind) is bool else f"{{{name}}}"
-            out[name] = value, f"chosen by {chooser}; {other} overrides it"
+        # "recipe NAME: reason", but for a depth, which the user gave; or "SOURCE (auto: reason)"
+        match = re.match(r"recipe (\S+): (?!--depth$)|.* \((auto): ", source)
+        if match is None:
+            continue
+        value = _value(config, name)
+        kind = config_fields(TrainConfig)[name][2]
+        chooser = with_value("recipe", match[1]) if match[1] else "{train_tokens=auto}"
+        # A switch has only one other value, which can be named.
+        other = with_value(name, not value) if inner_type(kind) is bool else f"{{{name}}}"
+        out[name] = value, f"chosen by {chooser}; {other} overrides it"
     return out
 
 
 def describe(recipe: str, choices: Mapping[str, Choice], config: TrainConfig) -> list[str]:
     """Return lines about a recipe: what it sets, why, and what is given instead."""
-    used = {
-        name: choice for name, choice in choices.items() if _value(config, name) == choice.value
-    }
+    used = {}
+    others = []
+    for name, choice in choices.items():
+        if _value(config, name) == choice.value:
+            used[name] = choice
+        else:
+            others.append(name)
     if not recipe:
         return [f"--train-tokens auto is {value:,}: {reason}" for value, reason in used.values()]
     layers = config.model.num_layers
-    size = f"{_short(layer_parameters(config.model))} parameters in {layers} layer{'' if layers == 1 else 's'}"
+    counted = "1 layer" if layers == 1 else f"{layers} layers"
+    size = f"{_short(layer_parameters(config.model))} parameters in {counted}"
     out = [f"--recipe {recipe} sets, for {size}:"]
-    rows = [(as_flag(name, choice.value), choice.reason) for name, choice in used.items()]
-    out += _aligned(rows)
-    if others := [name for name in choices if name not in used]:
+    out += _aligned([(as_flag(name, choice.value), choice.reason) for name, choice in used.items()])
+    if others:
         out.append("these are given instead of its values:")
-        out += _aligned(
-            [(as_flag(n, _value(config, n)), f"recipe: {_shown(choices[n].value)}") for n in others]
-        )
+        rows = []
+        for name in others:
+            given = as_flag(name, _value(config, name))
+            rows.append((given, f"recipe: {_shown(choices[name].value)}"))
+        out += _aligned(rows)
     return out
 
 
 def _aligned(rows: list[tuple[str, str]]) -> list[str]:
     left = max(len(words) for words, _ in rows) + 4
-    wrapped = [(words, textwrap.wrap(reason, max(WIDTH - left, 30))) for words, reason in rows]
-    return [
-        f"{f'  {words}' if n == 0 else '':<{left}}{line}"
-        for words, lines in wrapped
-        for n, line in enumerate(lines)
-    ]
+    lines = []
+    for words, reason in rows:
+        heading = f"  {words}"
+        for line in textwrap.wrap(reason, max(WIDTH - left, 30)):
+            lines.append(f"{heading:<{left}}{line}")
+            heading = ""  # of a reason's first line only
+    return lines
 
 
 def _value(config: TrainConfig, name: str) -> Any:
@@ -485,15 +538,19 @@ def as_flag(name: str, value: Any) -> str:
     """Return a setting as words of a command line."""
     _, f, kind = config_fields(TrainConfig)[name]
     if inner_type(kind) is bool:
-        return switches(f)[not value][0]
-    values = value if isinstance(value, list) else ["none" if value is None else value]
-    return shlex.join([spelling(name), *map(str, values)])
+        on, off = switches(f)
+        return on[0] if value else off[0]
+    if not isinstance(value, list):
+        value = ["none" if value is None else value]
+    return shlex.join([spelling(name), *map(str, value)])
 
 
 def _shown(value: Any) -> str:
-    return (
-        "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def _rounded(number: float) -> float:

@@ -54,10 +54,8 @@ WINDOW: dict[str, Any] = {
     "resume": "tune",
     "absent": None,
 }
-LLAMA3, YARN = (
-    ROTARY | {"needs": "--rope-scaling llama3"},
-    ROTARY | {"needs": "--rope-scaling yarn"},
-)
+LLAMA3 = ROTARY | {"needs": "--rope-scaling llama3"}
+YARN = ROTARY | {"needs": "--rope-scaling yarn"}
 UNPROVEN: dict[str, Any] = {"resume": "free", "proof": ""}  # changes no number of a step
 RECOMPUTED: dict[str, Any] = {
     "needs": "--recompute-granularity full",
@@ -309,10 +307,13 @@ class Model:
     @property
     def ffn(self) -> int:
         """Width of the MLP; that of SwiGLU, with its third matrix, is 2/3, in multiples of 64."""
-        h = self.hidden_size or 0
-        return self.ffn_hidden_size or (
-            4 * h * 2 // 3 // 64 * 64 if self.swiglu and h >= 24 else 4 * h
-        )
+        if self.ffn_hidden_size:
+            return self.ffn_hidden_size
+        width = 4 * (self.hidden_size or 0)
+        # Two thirds of a smaller one are less than 64.
+        if self.swiglu and width >= 4 * 24:
+            return width * 2 // 3 // 64 * 64
+        return width
 
     @property
     def head_dim(self) -> int:
@@ -331,16 +332,19 @@ class Model:
     @property
     def groups(self) -> int:
         """Number of key/value heads."""
-        return self.num_query_groups or (
-            1 if self.group_query_attention else self.num_attention_heads or 1
-        )
+        if self.num_query_groups:
+            return self.num_query_groups
+        # Megatron's --group-query-attention has one group unless --num-query-groups gives more.
+        return 1 if self.group_query_attention else self.num_attention_heads or 1
 
     @property
     def position(self) -> Literal["learned", "rope", "alibi", "none"]:
         kind = self.position_embedding_type
         if kind in ("rope", "rotary"):
             return "rope"
-        return "alibi" if kind == "alibi" else "none" if kind == "none" else "learned"
+        if kind in ("alibi", "none"):
+            return kind
+        return "learned"
 
     @property
     def dropout_of_embeddings(self) -> float:
@@ -361,9 +365,9 @@ class Model:
         """Factor of rotated queries and keys, which only YaRN has."""
         if self.rope_scaling != "yarn":
             return 1.0
-        return (
-            self.rope_attention_factor or 0.1 * math.log(max(self.rope_scaling_factor, 1.0)) + 1.0
-        )
+        # The default is that of the paper (Peng et al. 2023), for queries and keys each.
+        default = 0.1 * math.log(max(self.rope_scaling_factor, 1.0)) + 1.0
+        return self.rope_attention_factor or default
 
     @property
     def window(self) -> int:
@@ -373,11 +377,9 @@ class Model:
     @property
     def windowed_layers(self) -> tuple[int, ...]:
         """Numbers of the layers with a window."""
-        return (
-            layers_with_window(self.window_attn_skip_freq, self.num_layers or 0)
-            if self.window
-            else ()
-        )
+        if not self.window:
+            return ()
+        return layers_with_window(self.window_attn_skip_freq, self.num_layers or 0)
 
     @property
     def activation(self) -> str:
@@ -625,6 +627,7 @@ class Data:
     def __post_init__(self) -> None:
         """Give a pair of token files one spelling, so that equal settings compare equal."""
         read_forms(self)
+        # The groups are frozen, and this is a part of making one.
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
             object.__setattr__(self, name, [prefix_of(word) for word in getattr(self, name)])
 
@@ -1031,12 +1034,17 @@ class Precision:
 
     @property
     def dtype(self) -> str:
-        return "float16" if self.fp16 else "bfloat16" if self.bf16 else self.params_dtype
+        if self.fp16:
+            return "float16"
+        return "bfloat16" if self.bf16 else self.params_dtype
 
     def multiplies_fp8(self, layer: int, layers: int) -> bool:
         """Return whether a layer of the full model multiplies in fp8."""
-        first, last = self.num_layers_at_start_in_bf16, layers - self.num_layers_at_end_in_bf16
-        return bool(self.fp8_format) and (first <= layer < last or not self.first_last_layers_bf16)
+        if not self.fp8_format:
+            return False
+        first = self.num_layers_at_start_in_bf16
+        end = layers - self.num_layers_at_end_in_bf16
+        return first <= layer < end or not self.first_last_layers_bf16
 
 
 @dataclass(frozen=True)
@@ -1558,7 +1566,9 @@ class TrainConfig:
         """Number of stages on each pipeline rank; 1 without interleaving."""
         p = self.parallel
         per_chunk = p.pipeline_model_parallel_size * (p.num_layers_per_virtual_pipeline_stage or 0)
-        return max(1, (self.model.num_layers or 0) // per_chunk) if per_chunk else 1
+        if not per_chunk:
+            return 1
+        return max(1, (self.model.num_layers or 0) // per_chunk)
 
     @functools.cached_property
     def stages(self) -> list[int]:
@@ -1573,19 +1583,19 @@ class TrainConfig:
     @functools.cached_property
     def batch_schedule(self) -> list[tuple[int, int]]:
         """The consumed samples from which a global batch counts, and that batch; or nothing."""
-        schedule, length = self.training.step_batch_size_schedule, self.data.seq_length or 1
-        return [(tokens // length, batch) for tokens, batch in schedule.stages] if schedule else []
+        schedule = self.training.step_batch_size_schedule
+        if schedule is None:
+            return []
+        length = self.data.seq_length or 1
+        return [(tokens // length, batch) for tokens, batch in schedule.stages]
 
     @property
     def batches(self) -> list[int]:
         """Numbers of samples by which every global batch can be divided if these can."""
-        return sorted(
-            {
-                self.global_batch,
-                *self.training.rampup_batch_size[:2],
-                *(n for _, n in self.batch_schedule),
-            }
-        )
+        # A ramp-up begins with its first number and grows by its second.
+        numbers = {self.global_batch, *self.training.rampup_batch_size[:2]}
+        numbers.update(batch for _, batch in self.batch_schedule)
+        return sorted(numbers)
 
     @property
     def micro_batch(self) -> int:
@@ -1593,6 +1603,7 @@ class TrainConfig:
         t = self.training
         if t.micro_batch_size is None and t.global_batch_size and t.num_accumulation_steps:
             return max(1, t.global_batch_size // (t.num_accumulation_steps * self.dp))
+        # A start that measures it puts the number found in the place of auto.
         return 1 if t.micro_batch_size in (None, "auto") else int(t.micro_batch_size)
 
     @property
@@ -1617,7 +1628,9 @@ class TrainConfig:
         increments = (self.global_batch - start) // increment
         if consumed > samples or not increments:
             return self.global_batch
-        return min(start + int(consumed / (samples / increments)) * increment, self.global_batch)
+        # In Megatron's order of operations: the rounding decides at which sample a batch grows.
+        grown = int(consumed / (samples / increments)) * increment
+        return min(start + grown, self.global_batch)
 
     @property
     def lengths(self) -> list[str]:
@@ -1628,8 +1641,9 @@ class TrainConfig:
     def samples(self) -> int | None:
         """Total number of samples, or None if the length is given in steps."""
         t = self.training
-        tokens = t.train_tokens
-        return tokens // (self.data.seq_length or 1) if isinstance(tokens, int) else t.train_samples
+        if isinstance(t.train_tokens, int):
+            return t.train_tokens // (self.data.seq_length or 1)
+        return t.train_samples
 
     @functools.cached_property
     def steps(self) -> int:
@@ -1637,11 +1651,12 @@ class TrainConfig:
         if self.samples is None:
             return self.training.train_iters or 0
         steps = consumed = 0
-        while (
-            size := self.batch(consumed)
-        ) < self.global_batch and consumed + size <= self.samples:
+        # While the batch grows, steps are counted one by one.
+        size = self.batch(0)
+        while size < self.global_batch and consumed + size <= self.samples:
             consumed += size
             steps += 1
+            size = self.batch(consumed)
         return steps + (self.samples - consumed) // self.global_batch
 
     def is_over(self, step: int, consumed: int) -> bool:
@@ -1654,11 +1669,12 @@ class TrainConfig:
         self, steps: int | None, samples: int | None = None, tokens: int | None = None
     ) -> int:
         """Return a length of the schedule in samples, from whichever unit is given."""
-        return (
-            samples
-            or (tokens or 0) // (self.data.seq_length or 1)
-            or (steps or 0) * self.global_batch
-        )
+        if samples:
+            return samples
+        if tokens and tokens >= (self.data.seq_length or 1):
+            return tokens // (self.data.seq_length or 1)
+        # Steps count with the batch after the ramp-up.
+        return (steps or 0) * self.global_batch
 
     @property
     def decay_samples(self) -> int:
@@ -1682,7 +1698,8 @@ class TrainConfig:
 
 def flags_with(config: type, facet: str, *values: object) -> tuple[str, ...]:
     """Return the names of the settings whose facet has one of these values."""
-    return tuple(n for n, (_, f, _) in config_fields(config).items() if f.metadata[facet] in values)
+    fields = config_fields(config).items()
+    return tuple(name for name, (_, f, _) in fields if f.metadata[facet] in values)
 
 
 # Settings that the weights were trained with; no later run may change them.
@@ -1734,7 +1751,7 @@ AMOUNTS: dict[str, Callable[[TrainConfig], Any]] = {
         ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"), lambda c: c.decay_samples
     ),
     **dict.fromkeys(
-        (f"lr_warmup_{u}" for u in "fraction iters samples tokens".split()),
+        ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens"),
         lambda c: c.warmup_samples,
     ),
     "max_position_embeddings": lambda c: c.model.max_position_embeddings or c.data.seq_length,

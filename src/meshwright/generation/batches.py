@@ -48,16 +48,19 @@ class PromptTexts:
     def requests(self, seed: int, first: int) -> list[Request]:
         """Return a request for each text; with a seed of its own a prompt depends on no other."""
         p = self.prompt
-        streams = range(p.count) if p.seed is not None else range(first, first + p.count)
-        own = seed if p.seed is None else p.seed
-        return [Request(self.ids, p.options, own, stream, p.stop, p.logprobs) for stream in streams]
+        if p.seed is not None:
+            seed, first = p.seed, 0
+        return [
+            Request(self.ids, p.options, seed, stream, p.stop, p.logprobs)
+            for stream in range(first, first + p.count)
+        ]
 
 
 def encode_prompts(m: LanguageModel, prompts: Sequence[Prompt], where: str) -> list[PromptTexts]:
     """Return a job for each prompt; list those that the model cannot read."""
     jobs, faults = [], []
-    for number, prompt in enumerate(prompts, 1):
-        name = f"{where}, prompt {number}" if len(prompts) > 1 else where
+    for number, prompt in enumerate(prompts):
+        name = f"{where}, prompt {number + 1}" if len(prompts) > 1 else where
         try:
             ids = list(m.tokenizer.encode(prompt.text))
         except UserError as error:
@@ -67,7 +70,8 @@ def encode_prompts(m: LanguageModel, prompts: Sequence[Prompt], where: str) -> l
             faults.append(
                 f"{name} has {len(ids)} tokens; the model reads {m.seq_length}, give a shorter one"
             )
-        jobs.append(PromptTexts(number - 1, prompt, ids))
+        jobs.append(PromptTexts(number, prompt, ids))
+    # One prompt is that of a flag, several are those of a file.
     refuse_all(faults, BAD_DATA if len(prompts) > 1 else USAGE)
     return jobs
 
@@ -80,11 +84,13 @@ def generate_texts(
     advance: Advance = lambda texts: None,
 ) -> Iterator[PromptTexts]:
     """Yield the jobs in their order, with their texts; call `advance` after each text."""
-    longest = max((max(1, len(j.ids)) + j.prompt.options.out_seq_length for j in jobs), default=1)
-    decoder = m.decoder(max(1, min(slots, sum(job.prompt.count for job in jobs))), longest)
+    texts = sum(job.prompt.count for job in jobs)
+    lengths = [max(1, len(job.ids)) + job.prompt.options.out_seq_length for job in jobs]
+    decoder = m.decoder(max(1, min(slots, texts)), max(lengths, default=1))
     begun: dict[int, Completion] = {}
 
     def requests() -> Iterator[Request]:
+        # The decoder numbers requests as they are taken, so `first` counts along.
         first = 0
         for job in jobs:
             for number, request in enumerate(job.requests(seed, first), first):
@@ -100,6 +106,7 @@ def generate_texts(
             if event.finish:
                 del begun[number]
                 advance(1)
+            # A later job may be complete before an earlier one, and waits for it.
             while unfinished and unfinished[0].is_complete:
                 yield unfinished.popleft()
 
@@ -112,8 +119,10 @@ def search_texts(
 ) -> Iterator[PromptTexts]:
     """Yield the jobs with the best texts of a beam search."""
     for job in jobs:
-        (request, *_) = job.requests(0, 0)
-        job.texts = [*search_beams(m, request, beam)[: job.prompt.count]]
+        # One search finds all texts of a prompt, so any of its requests does; no seed is used.
+        request = job.requests(0, 0)[0]
+        best = search_beams(m, request, beam)
+        job.texts = list(best[: job.prompt.count])
         advance(job.prompt.count)
         yield job
 
@@ -140,12 +149,14 @@ def as_json(m: LanguageModel, job: PromptTexts) -> str:
             "sequence": number,
             "prompt": job.prompt.text,
             "text": text.text,
+            "tokens": text.tokens,
+            "finish_reason": text.finish,
         }
-        row |= {"tokens": text.tokens, "finish_reason": text.finish}
         if isinstance(text, BeamText):
             row["score"] = text.score
         if job.prompt.logprobs is not None:
             row["logprobs"] = text.logprobs
+        # 0 asks for the chosen tokens' alone.
         if job.prompt.logprobs:
             row["top_logprobs"] = [{str(i): p for i, p in top} for top in text.tops]
         lines.append(json.dumps(row, ensure_ascii=False) + "\n")
@@ -156,36 +167,40 @@ class Speed:
     """Texts, tokens and seconds since its creation."""
 
     def __init__(self) -> None:
-        self.start, self.texts, self.tokens = time.perf_counter(), 0, 0
+        self.start = time.perf_counter()
+        self.texts = 0
+        self.tokens = 0
 
     def count(self, texts: Sequence[Completion]) -> None:
         self.texts += len(texts)
-        self.tokens += sum(len(text.tokens) + text.ended for text in texts)
+        for text in texts:
+            # The end of document was generated too, though it is not among the tokens.
+            self.tokens += len(text.tokens) + text.ended
 
     def line(self) -> str:
         seconds = time.perf_counter() - self.start
         rate = self.tokens / max(seconds, 1e-9)
-        s = "" if self.texts == 1 else "s"
-        return f"{self.texts:,} text{s}, {self.tokens:,} tokens in {seconds:.1f} s: {rate:,.0f} tokens/s"
+        texts = "1 text" if self.texts == 1 else f"{self.texts:,} texts"
+        return f"{texts}, {self.tokens:,} tokens in {seconds:.1f} s: {rate:,.0f} tokens/s"
 
 
 def write_output(c: GenerateConfig, m: LanguageModel, prompts: list[Prompt], output: str) -> None:
     """Write samples, continuations of prompts, or a dialogue; `output` is --sample-output-file."""
     t, s, seed = c.texts, c.sampling, c.training.seed
     accept_any_text()
-    batch = int(c.training.micro_batch_size or 8)
     if t.num_samples:
         assert t.genfile
-        megatron.write_samples(m, t.genfile, t.num_samples, s, seed, batch)
+        megatron.write_samples(m, t.genfile, t.num_samples, s, seed, slots_of(c))
     elif t.sample_input_file:
         jobs = encode_prompts(m, prompts, f"--sample-input-file {t.sample_input_file}")
         with open(output, "w", encoding="utf-8") as file:
-            for job in generate_texts(m, jobs, seed, batch):
+            for job in generate_texts(m, jobs, seed, slots_of(c)):
                 file.write(as_megatron(m, job))
                 file.flush()
         print(console.fit(f"wrote {len(jobs)} continuations to {output}"))
     elif prompts:
         is_json = t.json or (t.output or "").endswith(".jsonl")
+        # A single text is shown while it is generated, like a dialogue's; all others when complete.
         if t.prompts or is_json or t.output or t.beam_width or t.num_return_sequences > 1:
             write_texts(c, m, prompts, is_json)
         else:
@@ -194,12 +209,19 @@ def write_output(c: GenerateConfig, m: LanguageModel, prompts: list[Prompt], out
         megatron.talk(m, s, seed)
     else:
         dialogue = Dialogue(m.tokenizer, None, m.seq_length)
+        # Megatron's dialogue ends at a line `stop`, so input that was written for it ends so too.
         chat = Chat(m, dialogue, s, tuple(map(unescape, t.stop)), seed, ("stop",))
         chat.run()
+        # An empty pipe is most often a flag that was forgotten.
         if not chat.inputs and not chat.terminal.is_person:
             raise SettingsError(
                 "standard input holds no prompt; give {prompt=TEXT} or {prompts=FILE}, or lines to read"
             )
+
+
+def slots_of(c: GenerateConfig) -> int:
+    """Return how many texts advance at once."""
+    return int(c.training.micro_batch_size or 8)
 
 
 def write_texts(c: GenerateConfig, m: LanguageModel, prompts: list[Prompt], is_json: bool) -> None:
@@ -209,21 +231,13 @@ def write_texts(c: GenerateConfig, m: LanguageModel, prompts: list[Prompt], is_j
     jobs = encode_prompts(m, prompts, where)
     form = as_json if is_json else as_text
     speed = Speed()
-    with (
-        progress_bar("texts", sum(p.count for p in prompts), "count") as advance,
-        opened(t.output) as write_out,
-    ):
+    total = sum(p.count for p in prompts)
+    with progress_bar("texts", total, "count") as advance, opened(t.output) as write_out:
         if t.beam_width:
-            done = search_texts(
-                m,
-                jobs,
-                BeamOptions(t.beam_width, 1.0 if t.length_penalty is None else t.length_penalty),
-                advance,
-            )
+            penalty = 1.0 if t.length_penalty is None else t.length_penalty
+            done = search_texts(m, jobs, BeamOptions(t.beam_width, penalty), advance)
         else:
-            done = generate_texts(
-                m, jobs, c.training.seed, int(c.training.micro_batch_size or 8), advance
-            )
+            done = generate_texts(m, jobs, c.training.seed, slots_of(c), advance)
         for job in done:
             write_out(form(m, job))
             speed.count(job.texts)
@@ -244,7 +258,9 @@ def print_continuation(c: GenerateConfig, m: LanguageModel, prompt: Prompt) -> N
     """Print a prompt and its continuation while it is generated."""
     (job,) = encode_prompts(m, [prompt], "--prompt")
     (request,) = job.requests(c.training.seed, 0)
-    terminal, speed, text = Terminal(), Speed(), Completion(m.tokenizer, request)
+    terminal = Terminal()
+    speed = Speed()
+    text = Completion(m.tokenizer, request)
     terminal.write(prompt.text + gap(m.tokenizer))
     for event in run_request(m, request):
         terminal.write(text.add(event))

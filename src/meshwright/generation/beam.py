@@ -72,7 +72,7 @@ def begin_beam_search(
     m: LanguageModel, request: Request, beam: BeamOptions
 ) -> Generator[None, None, list[BeamText]]:
     """Yield after each step of a search, and return what `search_beams` does."""
-    prompt, options = request.prompt or [m.tokenizer.eod], request.options
+    prompt = request.prompt or [m.tokenizer.eod]
     eod = m.tokenizer.eod if beam.stop_token is None else beam.stop_token
     if beam.width < 1:
         raise UserError(f"a beam width of {beam.width} is too small; give 1 or more")
@@ -80,55 +80,68 @@ def begin_beam_search(
         raise UserError(
             f"the prompt has {len(prompt)} tokens; the model reads {m.seq_length}, shorten the prompt"
         )
-    most = min(options.out_seq_length, m.seq_length - len(prompt))
-    done: list[tuple[float, Candidate]] = []
-    running = [Candidate()]
+    most = min(request.options.out_seq_length, m.seq_length - len(prompt))
 
-    def stops(c: Candidate) -> bool:
+    def has_ended(c: Candidate) -> bool:
+        if len(c.tokens) == most or c.tokens[-1] == eod:
+            return True
         return bool(request.stop) and text_until_stop(m.tokenizer, request, c.tokens)[1]
 
+    done: list[tuple[float, Candidate]] = []
+    running = [Candidate()]
     steps = _Steps(m, Cache(beam.width, len(prompt) + most))
     logits = steps.read([prompt])
     while True:
-        candidates = list(_best(logits, running, 2 * beam.width))
-        ended = [len(c.tokens) == most or c.tokens[-1] == eod or stops(c) for _, c in candidates]
-        best = zip(candidates[: beam.width], ended, strict=False)
-        done += [(c.score(beam.length_penalty), c) for (_, c), is_ended in best if is_ended]
+        # An end of document takes at most one extension of each candidate, so that of twice as
+        # many as are kept enough go on.
+        goes_on: list[tuple[int, Candidate]] = []
+        for rank, (row, candidate) in enumerate(_best(logits, running, 2 * beam.width)):
+            if not has_ended(candidate):
+                goes_on.append((row, candidate))
+            elif rank < beam.width:
+                # A text that ends further behind is dropped, as transformers does.
+                done.append((candidate.score(beam.length_penalty), candidate))
+        goes_on = goes_on[: beam.width]
+        # A stable sort: of equal scores the text that was finished first stays.
         done = sorted(done, key=lambda pair: -pair[0])[: beam.width]
-        goes_on = [pair for pair, is_ended in zip(candidates, ended, strict=True) if not is_ended][
-            : beam.width
-        ]
         if not goes_on:
             break
-        if len(done) == beam.width and goes_on[0][1].score(beam.length_penalty) <= done[-1][0]:
+        best_running = goes_on[0][1].score(beam.length_penalty)
+        if len(done) == beam.width and best_running <= done[-1][0]:
             break
-        running = [c for _, c in goes_on]
+        running = [candidate for _, candidate in goes_on]
         yield
         logits = steps.advance([row for row, _ in goes_on], running)
-    return [_finished(m, request, eod, score, c) for score, c in done]
+    return [_finished(m, request, eod, score, candidate) for score, candidate in done]
 
 
 def _best(logits: Tensor, running: list[Candidate], count: int) -> Iterator[tuple[int, Candidate]]:
     """Yield the likeliest extensions of the candidates, each with the number of what it extends."""
+    # float64, so that sums of long texts keep the order of their last tokens
     totals = torch.tensor([c.total for c in running], dtype=torch.float64, device=logits.device)
     totals_by_token = (upcast(logits).log_softmax(-1) + totals[:, None]).flatten()
     values, flat_ids = totals_by_token.topk(min(count, len(totals_by_token)))
     if not values[0].isfinite():
         raise not_finite_error()
+    vocab = logits.shape[-1]
     for total, flat_id in zip(values.tolist(), flat_ids.tolist(), strict=True):
-        row, token = divmod(flat_id, logits.shape[-1])
+        row, token = divmod(flat_id, vocab)
         if total > float("-inf"):
             yield row, running[row].extend(token, total)
 
 
 def _finished(m: LanguageModel, request: Request, eod: int, score: float, c: Candidate) -> BeamText:
-    ended = c.tokens[-1] == eod
     out = BeamText(m.tokenizer, request)
-    out.tokens, out.logprobs = list(c.tokens), list(c.logprobs)
-    if ended:
-        del out.tokens[-1], out.logprobs[-1]
+    out.tokens = list(c.tokens)
+    out.logprobs = list(c.logprobs)
+    out.ended = c.tokens[-1] == eod
+    if out.ended:
+        # It counted for the score, but is no part of the text.
+        out.tokens.pop()
+        out.logprobs.pop()
     out.text, stopped = text_until_stop(m.tokenizer, request, out.tokens)
-    out.ended, out.score, out.finish = ended, score, "stop" if ended or stopped else "length"
+    out.score = score
+    out.finish = "stop" if out.ended or stopped else "length"
     return out
 
 
@@ -147,16 +160,16 @@ class _Steps:
     @torch.inference_mode()
     def read(self, tokens: list[list[int]]) -> Tensor:
         """Return the logits [B, V] behind the prompt or the next tokens."""
-        before, self.used = self.used, self.used + len(tokens[0])
+        before = self.used
+        self.used += len(tokens[0])
         slots = self._send(list(range(len(tokens))))
+        seen = self.used if before else 0
         where = Positions(
-            cached=ContinuedTexts(
-                self.cache, slots, torch.full_like(slots, before), self.used if before else 0
-            )
+            cached=ContinuedTexts(self.cache, slots, torch.full_like(slots, before), seen)
         )
-        return self.m.forward(self._send(tokens), where, last_only=True)[
-            :, -1, : self.m.model.vocab
-        ]
+        logits = self.m.forward(self._send(tokens), where, last_only=True)
+        # The rows that pad the vocabulary to a multiple are no tokens.
+        return logits[:, -1, : self.m.model.vocab]
 
     def _send(self, x: list[int] | list[list[int]]) -> Tensor:
         return devices.send(torch.tensor(x), self.m.device)

@@ -44,8 +44,14 @@ COMMANDS = {
     "load FILE": "go on with a dialogue from a file",
     "quit": "leave, as Ctrl-D does",
 }
+# Names of /set -> fields of Sampling; the dialogue itself has those without one.
 SETTINGS = {
-    **{name: name for name in "temperature top_k top_p min_p repetition_penalty greedy".split()},
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "greedy": "greedy",
     "max_tokens": "out_seq_length",
     "stop": "",
     "seed": "",
@@ -69,24 +75,20 @@ class Chat:
 
     def run(self, keep_history: bool = True) -> None:
         """Answer inputs until the input ends."""
-        file = history_file() if keep_history else None
         if not self.terminal.is_person:
             while self.turn():
                 pass
             return
         template = self.dialogue.template
-        form = (
-            f"the chat template {template.path}"
-            if template
-            else "no chat template: the model continues the text"
-        )
-        stops = (
-            "stops an answer"
-            if self.model.sharded is None
-            else "ends the program, which runs on several ranks"
-        )
+        form = "no chat template: the model continues the text"
+        if template:
+            form = f"the chat template {template.path}"
+        # Ranks that compute for this one do not hear of Ctrl-C in time to stop between two tokens.
+        stops = "stops an answer"
+        if self.model.sharded is not None:
+            stops = "ends the program, which runs on several ranks"
         self.terminal.note(f"{form}. /help lists the commands; Ctrl-C {stops}, Ctrl-D leaves.")
-        with line_editing(self.complete_word, file):
+        with line_editing(self.complete_word, history_file() if keep_history else None):
             while self.turn():
                 pass
 
@@ -99,24 +101,34 @@ class Chat:
                 raise
             self.terminal.note("\n(Ctrl-D or /quit leaves)")
             return True
-        self.inputs += bool(line and line.strip())
+        is_blank = line is None or not line.strip()
+        self.inputs += not is_blank
         if line is None or line.strip() in ("/quit", "/exit", *self.words_to_leave):
             return False
+        # // begins a text that itself begins with /.
         if line.startswith("/") and not line.startswith("//"):
             report_errors(lambda: self.obey(line[1:]), self.terminal.note)
-        elif line.strip() or (line == "" and self.terminal.is_person and self.dialogue.is_open):
+            return True
+        # An empty line of a person lets a plain text go on; in a pipe it only separates inputs.
+        goes_on = line == "" and self.terminal.is_person and self.dialogue.is_open
+        if not is_blank or goes_on:
             self.answer(line[1:] if line.startswith("//") else line)
         return True
 
     def read(self) -> str | None:
         """Return an input: a line, lines that end with backslashes, or those between quotes."""
         line = self.terminal.ask("> ")
-        if line is not None and line.startswith(QUOTES):
+        if line is None:
+            return None
+        if line.startswith(QUOTES):
             lines = [line.removeprefix(QUOTES)]
-            while not lines[-1].endswith(QUOTES) and (more := self.terminal.ask(". ")) is not None:
+            while not lines[-1].endswith(QUOTES):
+                more = self.terminal.ask(". ")
+                if more is None:
+                    break  # the end of the input ends the quotes too
                 lines.append(more)
             return "\n".join(lines).removesuffix(QUOTES).strip("\n")
-        while line is not None and line.endswith("\\"):
+        while line.endswith("\\"):
             line = f"{line[:-1]}\n{self.terminal.ask('. ') or ''}"
         return line
 
@@ -137,23 +149,22 @@ class Chat:
 
     def generate(self) -> None:
         """Write an answer while it is generated, and add it to the dialogue."""
-        d, most = self.dialogue, self.options.out_seq_length
+        d = self.dialogue
         left_out = d.left_out
-        prompt = d.prompt(most)
+        prompt = d.prompt(self.options.out_seq_length)
         if d.left_out > left_out:
             what = "turns" if d.template else "tokens of the text"
             self.terminal.note(
                 f"(the model reads {d.positions:,} tokens: the oldest {d.left_out:,} {what} are left out)"
             )
-        stop = (*self.stop, *(d.template.stop if d.template else ()))
         # Behind a template an answer is a text of its own; without one it continues the prompt.
         request = Request(
             prompt,
             self.options,
-            self.seed,
-            self.answers,
-            stop,
-            LIKELIEST,
+            seed=self.seed,
+            stream=self.answers,
+            stop=(*self.stop, *(d.template.stop if d.template else ())),
+            logprobs=LIKELIEST,
             is_alone=bool(d.template),
         )
         text, self.last = Completion(d.tokenizer, request), []
@@ -164,6 +175,7 @@ class Chat:
                 self.terminal.write(text.add(event))
                 if is_stopped():
                     break
+            # Closing frees the slot, before a second Ctrl-C is obeyed.
             events.close()
             self.terminal.write(f"{text.close()}\n")
         self.answers += 1
@@ -179,12 +191,9 @@ class Chat:
         if is_stopped:
             self.terminal.note(f"(stopped{go_on})")
         elif self.last[-1].finish == "length":
-            full = length >= d.positions
-            why = (
-                f"the model's {d.positions:,} positions are full"
-                if full
-                else "/set max_tokens allows more"
-            )
+            why = "/set max_tokens allows more"
+            if length >= d.positions:
+                why = f"the model's {d.positions:,} positions are full"
             self.terminal.note(f"({len(self.last):,} tokens; {why}{go_on})")
         elif self.last[-1].token == d.tokenizer.eod and d.template is None:
             self.terminal.note("(the text ended; the next line begins another one)")
@@ -196,17 +205,16 @@ class Chat:
         name, _, words = line.strip().partition(" ")
         usages = {usage.split()[0]: usage for usage in COMMANDS}
         if name not in usages:
-            hint = did_you_mean(name, usages)
-            raise UserError(
-                f"unknown command /{name}{hint or '; /help lists the commands'}; // sends a text that begins with /"
-            )
-        needed = usages[name].split()[1:]
-        if (needed and not words.strip() and name not in ("system", "set")) or (
-            words and not needed
-        ):
+            hint = did_you_mean(name, usages) or "; /help lists the commands"
+            raise UserError(f"unknown command /{name}{hint}; // sends a text that begins with /")
+        words = words.strip()
+        takes_words = len(usages[name].split()) > 1
+        # /system shows what is set, and /set has a message of its own.
+        needs_words = takes_words and name not in ("system", "set")
+        if (needs_words and not words) or (words and not takes_words):
             raise UserError(f"/{usages[name]}: {COMMANDS[usages[name]]}")
         run: Callable[..., None] = getattr(self, f"do_{name}")
-        run(words.strip()) if needed else run()
+        run(words) if takes_words else run()
 
     def do_help(self) -> None:
         for usage, about in COMMANDS.items():
@@ -238,20 +246,21 @@ class Chat:
         self.terminal.note(f"system: {self.dialogue.system!r}")
 
     def do_set(self, words: str) -> None:
+        # Also as `max-tokens=5`, which is how the flags are written.
         name, _, value = words.replace("=", " ", 1).partition(" ")
         name = name.replace("-", "_")
-        if not value.strip() or name not in SETTINGS:
+        value = value.strip()
+        if not value or name not in SETTINGS:
             hint = did_you_mean(name, SETTINGS) if name else ""
             raise UserError(f"/set NAME VALUE changes {', '.join(SETTINGS)}{hint}")
-        self.change(name, value.strip())
+        self.change(name, value)
         self.terminal.note(f"{name} {self.settings()[name]}")
 
     def change(self, name: str, value: str) -> None:
         """Give a setting a value; raise UserError if it cannot have it."""
         if name == "stop":
-            self.stop = (
-                () if value.lower() == "none" else tuple(unescape(word) for word in value.split())
-            )
+            words = [] if value.lower() == "none" else value.split()
+            self.stop = tuple(map(unescape, words))
             return
         target = SETTINGS[name]
         kind = typing.get_type_hints(Sampling)[target] if target else int
@@ -260,6 +269,7 @@ class Chat:
         except ValueError as error:
             raise UserError(f"{name}: {error}") from None
         if name == "seed":
+            # The answers are counted anew, so that the same inputs get the same answers.
             self.seed, self.answers = new, 0
             return
         options = dataclasses.replace(self.options, **{target: new})
@@ -268,27 +278,25 @@ class Chat:
         self.options = options
 
     def settings(self) -> dict[str, object]:
-        own = {
-            "stop": " ".join(json.dumps(s, ensure_ascii=False) for s in self.stop) or "none",
-            "seed": self.seed,
-        }
-        return {
-            name: getattr(self.options, target) if target else own[name]
-            for name, target in SETTINGS.items()
-        }
+        values: dict[str, object] = {}
+        for name, target in SETTINGS.items():
+            if target:
+                values[name] = getattr(self.options, target)
+        values["stop"] = " ".join(json.dumps(s, ensure_ascii=False) for s in self.stop) or "none"
+        values["seed"] = self.seed
+        return values
 
     def do_show(self) -> None:
         d = self.dialogue
         used = len(d.prompt(1)) if d.turns else 0
         rows: dict[str, object] = {
-            "template": d.template.path if d.template else "none: the text goes on"
-        }
-        rows |= {
+            "template": d.template.path if d.template else "none: the text goes on",
             "system": repr(d.system),
             "turns": len(d.turns),
             "tokens": f"{used:,} of {d.positions:,}",
+            "step": f"{self.model.step:,}",
         }
-        rows |= {"step": f"{self.model.step:,}"} | self.settings()
+        rows |= self.settings()
         for name, value in rows.items():
             self.terminal.note(f"{name:18} {value}")
 
@@ -296,17 +304,25 @@ class Chat:
         if not self.last:
             raise UserError("(there is no answer yet)")
         for event in self.last:
-            others = [(i, p) for i, p in event.top if i != event.token][: LIKELIEST - 1]
-            chances = [(event.token, event.logprob), *others]
-            shown = [f"{math.exp(p or 0.0):6.1%} {self.name_token(i)}" for i, p in chances]
-            self.terminal.note(
-                " ".join([f"{shown[0]:22}", *(f"{word:18}" for word in shown[1:])]).rstrip()
-            )
+            others = [(i, p) for i, p in event.top if i != event.token]
+            chances = [(event.token, event.logprob), *others[: LIKELIEST - 1]]
+            line = ""
+            width = 22  # of the chosen token; the others stand closer together
+            for i, logprob in chances:
+                shown = f"{math.exp(logprob or 0.0):6.1%} {self.name_token(i)}"
+                line += f"{shown:{width}} "
+                width = 18
+            self.terminal.note(line.rstrip())
 
     def name_token(self, i: int) -> str:
         t = self.dialogue.tokenizer
-        name = "the end" if i == t.eod else json.dumps(t.decode([i]), ensure_ascii=False)
-        return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
+        if i == t.eod:
+            return "the end"
+        # As JSON, so that blanks and line breaks can be seen.
+        name = json.dumps(t.decode([i]), ensure_ascii=False)
+        if len(name) > LONGEST_NAME:
+            return f"{name[: LONGEST_NAME - 1]}…"
+        return name
 
     def do_save(self, words: str) -> None:
         path = Path(words).expanduser()

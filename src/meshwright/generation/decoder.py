@@ -10,6 +10,7 @@ end only the host sees, by a stop string, computes one token more, which nobody 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import heapq
 import itertools
 from collections import deque
@@ -34,7 +35,8 @@ from meshwright.model.gpt import GPT
 from meshwright.model.positions import Positions
 
 PREFILL = 16384  # most tokens of prompts in one pass, padding included; one prompt may have more
-CHUNK, ECHO_CHUNK = 2048, 512  # most tokens of a prompt in one pass; with logits of all of them
+CHUNK = 2048  # most tokens of a prompt in one pass
+ECHO_CHUNK = 512  # the same where the pass returns the logits of all tokens, which take more memory
 
 
 class Decodable(Protocol):
@@ -85,12 +87,14 @@ class Decoder:
         self.model, self.slots, self.eod = model, slots, model.tokenizer.eod
         self.length = min(length or model.seq_length, model.seq_length)
         self.device = model.device
-        self.cache = Cache(slots + 1, self.length)
+        self.cache = Cache(slots + 1, self.length)  # the last slot is for padding rows
         self.state = SlotState(slots, model.model.vocab, self.device)
         self.steps = steps_of(model, self.cache, self.state, graphs)
         self.is_asynchronous = devices.is_asynchronous(self.device)
         self._queue: deque[DecoderRow] = deque()
         self._rows: dict[int, DecoderRow] = {}  # by slot
+        # A heap: the lowest slots are used first, so that fewer combinations of slots occur, and
+        # the same requests always get the same ones.
         self._free = list(range(slots))
         self._pending: deque[Pending] = deque()
         self._next = 0
@@ -107,27 +111,28 @@ class Decoder:
 
     def submit(self, request: Request) -> int:
         """Add a request, which waits until a slot is free, and return its number."""
-        prompt, vocab, wanted = (
-            request.prompt or [self.eod],
-            self.model.model.vocab,
-            request.options.out_seq_length,
-        )
+        # Nothing at all is continued as the beginning of a document.
+        prompt = request.prompt or [self.eod]
+        vocab = self.model.model.vocab
+        wanted = request.options.out_seq_length
         if problem := request.problem():
             raise UserError(problem)
         for i in prompt:
             if not 0 <= i < vocab:
                 raise UserError(f"token id {i} is outside of the vocabulary, 0 ... {vocab - 1}")
+        # A request for no tokens, which only scores its prompt, may fill all positions.
         if len(prompt) + min(wanted, 1) > self.length:
             raise UserError(
                 f"the prompt has {len(prompt)} tokens; the model reads {self.length}, shorten the prompt"
             )
         count = min(wanted, self.length - len(prompt))
         text = request.new_text(self.model.tokenizer) if request.stop else None
-        self._queue.append(
-            DecoderRow(self._next, request, prompt, count, count, parts_of(request), text)
-        )
+        number = self._next
         self._next += 1
-        return self._next - 1
+        self._queue.append(
+            DecoderRow(number, request, prompt, count, count, parts_of(request), text)
+        )
+        return number
 
     def cancel(self, number: int) -> None:
         """Drop a request; its slot is free before the next step. An unknown one is ignored."""
@@ -138,6 +143,8 @@ class Decoder:
 
     def _finish(self, row: DecoderRow) -> None:
         row.is_done, row.left = True, 0
+        # A row in the queue has no slot yet. Of several calls for a row only the first frees its
+        # slot, which may belong to another row by the second.
         if row.slot >= 0 and self._rows.pop(row.slot, None) is not None:
             heapq.heappush(self._free, row.slot)
 
@@ -148,15 +155,17 @@ class Decoder:
         These are all tokens on a CPU; on an accelerator those of the step before.
         """
         events: list[Event] = []
-        is_ahead = self.is_asynchronous
         for rows in self._admit():
             self._pending.append(self._prefill(rows))
-        if not is_ahead or self._recomputes():
+        # A row that recomputes its text needs the text on the host before each pass.
+        if not self.is_asynchronous or self._recomputes():
             events += self._read(0)
         rows = [row for _, row in sorted(self._rows.items()) if row.left]
         if rows:
             self._pending.append(self._advance(rows))
-        return events + self._read(1 if is_ahead and rows and not self._recomputes() else 0)
+        # The pass that was begun just now may stay pending while the next one is launched.
+        is_ahead = self.is_asynchronous and bool(rows) and not self._recomputes()
+        return events + self._read(1 if is_ahead else 0)
 
     def _recomputes(self) -> bool:
         return any(row.request.options.recompute for row in self._rows.values())
@@ -169,6 +178,7 @@ class Decoder:
         size = 0
         while self._queue and self._free:
             size += len(self._queue[0].prompt)
+            # Rows that generate wait while prompts are read, so a step reads no more than this.
             if rows and size > PREFILL:
                 break
             row = self._queue.popleft()
@@ -177,10 +187,12 @@ class Decoder:
             rows.append(row)
         if rows:
             self.state.admit(rows)
+        # Prompts of a pass are padded to its longest, so those of similar lengths go together.
         together: list[DecoderRow] = []
         for row in sorted(rows, key=lambda r: len(r.prompt)):
             alone = row.request.echo or row.request.options.recompute
-            if together and (alone or len(row.prompt) * (len(together) + 1) > PREFILL):
+            padded = len(row.prompt) * (len(together) + 1)
+            if together and (alone or padded > PREFILL):
                 yield together
                 together = []
             together.append(row)
@@ -198,31 +210,33 @@ class Decoder:
             logits = self._recompute(rows, echoes)
         else:
             logits = self._read_prompts(rows, slots, echoes)
-        pending = (
-            self._choose(rows, slots, logits)
-            if rows[0].left
-            else self._collect(rows, Outputs(slots))
-        )
+        # Only an echo asks for no tokens, and it is alone. Its request ends with the prompt, so
+        # nobody reads the outputs, and the slots can stand in for tokens.
+        is_done = not rows[0].left
+        outputs = Outputs(slots) if is_done else self._choose(rows, slots, logits)
+        pending = self._collect(rows, outputs)
         pending.echoes = echoes
         return pending
 
     def _read_prompts(self, rows: list[DecoderRow], slots: Tensor, echoes: list[Outputs]) -> Tensor:
-        """Return the logits [B, V] behind the prompts, which are read in chunks."""
-        longest = max(len(row.prompt) for row in rows)
-        echo = rows[0].request.echo and rows[0].request.logprobs is not None
+        """Return the logits [B, V] behind the prompts, which are read in chunks.
+
+        The rows come in the order of their lengths, the shortest first.
+        """
+        echo = wants_scored_prompt(rows[0].request)
         if self.steps is not None and not echo:
             read = self.steps.read([row.slot for row in rows], [row.prompt for row in rows])
             if read is not None:
                 return read
         chunk = ECHO_CHUNK if echo else CHUNK
-        logits_of_rows: list[Tensor] = []  # the rows are in the order of their lengths
-        done = 0
+        longest = len(rows[-1].prompt)
+        logits_of_rows: list[Tensor] = []
+        done = 0  # rows whose prompts are read to their ends: the first ones
         for start in range(0, longest, chunk):
             parts = [row.prompt[start : start + chunk] for row in rows[done:]]
             width = max(map(len, parts))
-            tokens = self.state.send(
-                torch.tensor([part + [0] * (width - len(part)) for part in parts])
-            )
+            padded = [part + [0] * (width - len(part)) for part in parts]
+            tokens = self.state.send(torch.tensor(padded))
             ends = self.state.send(torch.tensor([len(part) - 1 for part in parts]))
             used = torch.full_like(ends, start)
             seen = min(self.cache.room, start + width) if start else 0
@@ -239,21 +253,19 @@ class Decoder:
     def _echo(self, logits: Tensor, row: DecoderRow, start: int, echoes: list[Outputs]) -> None:
         """Score the prompt's tokens that follow `start` by the logits [T, V] of a chunk."""
         tokens = row.prompt[start + 1 : start + 1 + len(logits)]
-        if tokens:
+        if tokens:  # the prompt's last token may be alone in a chunk, with nothing behind it
             k = row.request.logprobs or 0
-            echoes.append(
-                score_tokens(logits[: len(tokens)], self.state.send(torch.tensor(tokens)), k)
-            )
+            sent = self.state.send(torch.tensor(tokens))
+            echoes.append(score_tokens(logits[: len(tokens)], sent, k))
 
     def _recompute(self, rows: list[DecoderRow], echoes: list[Outputs] | None = None) -> Tensor:
         """Return the logits [B, V] behind the rows' texts, without a cache."""
         logits_of_rows = []
         for row in rows:
-            echo = echoes is not None and row.request.echo and row.request.logprobs is not None
+            echo = echoes is not None and wants_scored_prompt(row.request)
             tokens = self.state.send(torch.tensor([row.prompt + row.tokens]))
-            logits = self.model.forward(tokens, Positions(), last_only=not echo)[
-                0, :, : self.state.vocab
-            ]
+            logits = self.model.forward(tokens, Positions(), last_only=not echo)
+            logits = logits[0, :, : self.state.vocab]
             if echo and echoes is not None:
                 self._echo(logits, row, 0, echoes)
             logits_of_rows.append(logits[-1])
@@ -266,32 +278,36 @@ class Decoder:
         rows = [row for row in rows if not row.request.options.recompute]
         if self.steps is not None and not again:
             longest = max(row.length for row in rows)
-            return self._collect(
-                rows, self.steps.run([row.slot for row in rows], longest, *self._wanted(rows))
-            )
+            kind, k = self._wanted(rows)
+            return self._collect(rows, self.steps.run([row.slot for row in rows], longest, kind, k))
         slots = s.send(torch.tensor([row.slot for row in rows + again]))
-        cached = slots[: len(rows)]
         logits = []
         if rows:
+            cached = slots[: len(rows)]
             seen = min(self.cache.room, max(row.length for row in rows))
             where = Positions(cached=ContinuedTexts(self.cache, cached, s.used[cached], seen))
             logits.append(self.model.forward(s.token[cached][:, None], where)[:, 0, : s.vocab])
         if again:
             logits.append(self._recompute(again))
+        # A row that has ended on the device stays at its length.
         s.used[slots] += s.active[slots]
-        return self._choose(rows + again, slots, torch.cat(logits))
+        rows = rows + again
+        return self._collect(rows, self._choose(rows, slots, torch.cat(logits)))
 
-    def _choose(self, rows: list[DecoderRow], slots: Tensor, logits: Tensor) -> Pending:
-        """Choose the rows' next tokens from logits [B, V], and send them to the host."""
+    def _choose(self, rows: list[DecoderRow], slots: Tensor, logits: Tensor) -> Outputs:
+        """Choose the rows' next tokens from logits [B, V]."""
         kind, k = self._wanted(rows)
-        return self._collect(rows, choose_next(self.state, slots, logits, kind, k, self.eod))
+        return choose_next(self.state, slots, logits, kind, k, self.eod)
 
     def _wanted(self, rows: list[DecoderRow]) -> tuple[ChoiceParts, int]:
         """Count a token for each row; return what its choice needs, and -1 or `score`'s k."""
         kind, k = ChoiceParts(), -1
         for row in rows:
-            kind = kind if row.kind == kind else kind | row.kind
-            k = k if row.request.logprobs is None else max(k, row.request.logprobs)
+            # Rows are mostly of one kind, and the comparison is cheaper than the union.
+            if row.kind != kind:
+                kind = kind | row.kind
+            if row.request.logprobs is not None:
+                k = max(k, row.request.logprobs)
             row.left -= 1
         return kind, k
 
@@ -313,35 +329,35 @@ class Decoder:
             pending = self._pending.popleft()
             if pending.ready is not None:
                 pending.ready.synchronize()
-            if (
-                pending.rows[0].request.echo
-                and not pending.rows[0].is_done
-                and not pending.rows[0].tokens
-            ):
-                events += self._echoed(pending.rows[0], pending.echoes)
+            first = pending.rows[0]
+            # The pass that read the prompt comes before all others of the row, which has no tokens
+            # until then.
+            if first.request.echo and not first.is_done and not first.tokens:
+                events += self._echoed(first, pending.echoes)
             tokens = pending.outputs.tokens.tolist()
             for i, row in enumerate(pending.rows):
+                # A row may have ended since the pass was begun: here by a stop string, or on the
+                # device, which says NONE.
                 if not row.is_done and tokens[i] != NONE:
-                    events.append(
-                        self._report(
-                            row, tokens[i], *pending.outputs.of_row(i, row.request.logprobs)
-                        )
-                    )
+                    logprob, top = pending.outputs.of_row(i, row.request.logprobs)
+                    events.append(self._report(row, tokens[i], logprob, top))
         return events
 
     def _echoed(self, row: DecoderRow, echoes: list[Outputs]) -> list[Event]:
         """Return the events of a prompt; they are the only ones of a request for no tokens."""
+        # Nothing precedes the first token, so that it has no probability.
         scores: list[tuple[float | None, Top]] = [(None, [])]
         for part in echoes:
             scores += [part.of_row(i, row.request.logprobs) for i in range(len(part.tokens))]
+        # Without log-probabilities there are no echoes.
         scores += [(None, [])] * (len(row.prompt) - len(scores))
-        last = len(row.prompt) - 1 if not row.count else None
-        if last is not None:
+        events = []
+        for token, (logprob, top) in zip(row.prompt, scores, strict=True):
+            events.append(Event(row.id, token, logprob, top, echoed=True))
+        if not row.count:
             self._finish(row)
-        return [
-            Event(row.id, token, *scores[i], "length" if i == last else None, echoed=True)
-            for i, token in enumerate(row.prompt)
-        ]
+            events[-1] = dataclasses.replace(events[-1], finish="length")
+        return events
 
     def _report(self, row: DecoderRow, token: int, logprob: float | None, top: Top) -> Event:
         if token == BAD:
@@ -360,20 +376,20 @@ class Decoder:
 
 def steps_of(model: Decodable, cache: Cache, state: SlotState, graphs: str) -> CapturedSteps | None:
     """Return the captured steps, unless this network or device has none."""
-    reason = (
-        "the model is cut over several ranks"
-        if model.sharded is not None
-        else reason_against(model.model)
-    )
+    cut = "the model is cut over several ranks" if model.sharded is not None else None
+    reason = cut or reason_against(model.model)
     if graphs == "on" and reason:
         raise UserError(
             f"decoding cannot be captured in CUDA graphs: {reason}; leave graphs at auto"
         )
-    return (
-        None
-        if reason or graphs == "off"
-        else CapturedSteps(model.model, cache, state, model.tokenizer.eod)
-    )
+    if reason or graphs == "off":
+        return None
+    return CapturedSteps(model.model, cache, state, model.tokenizer.eod)
+
+
+def wants_scored_prompt(request: Request) -> bool:
+    """Return whether the prompt's own tokens need log-probabilities, hence logits of all."""
+    return request.echo and request.logprobs is not None
 
 
 def to_pinned(x: Tensor) -> Tensor:
@@ -384,10 +400,10 @@ def to_pinned(x: Tensor) -> Tensor:
 def parts_of(request: Request) -> ChoiceParts:
     """Return the parts of the choice of tokens that a request needs."""
     parts = ChoiceParts.of(request.options)
-    decaying = parts.filtered and request.top_p_decay != 1
-    counting = bool(request.presence_penalty or request.frequency_penalty)
     return parts._replace(
-        decaying=decaying, counting=counting, avoiding=request.forbidden_pair is not None
+        decaying=parts.filtered and request.top_p_decay != 1,
+        counting=bool(request.presence_penalty or request.frequency_penalty),
+        avoiding=request.forbidden_pair is not None,
     )
 
 
@@ -406,13 +422,14 @@ def run_requests(
 
     Requests are taken as slots become free. Closing the generator cancels those at work.
     """
-    numbered, numbers = enumerate(requests), dict[int, int]()
+    numbered = enumerate(requests)
+    numbers: dict[int, int] = {}  # ours, by the decoder's
     try:
         while True:
-            # Some wait, so that a slot that becomes free is filled in the same step.
-            for number, request in itertools.islice(
-                numbered, max(0, decoder.slots - decoder.waiting)
-            ):
+            # As many wait as there are slots, so that one that becomes free is filled in the same
+            # step; more are not taken, for `requests` may be without end.
+            missing = max(0, decoder.slots - decoder.waiting)
+            for number, request in itertools.islice(numbered, missing):
                 numbers[decoder.submit(request)] = number
             if not numbers:
                 return
@@ -426,9 +443,8 @@ def run_requests(
 
 def complete(model: Decodable, requests: Sequence[Request], slots: int) -> list[Completion]:
     """Return the completions of requests, of which at most `slots` are computed at once."""
-    decoder = model.decoder(
-        max(1, min(slots, len(requests))), max((r.longest for r in requests), default=1)
-    )
+    longest = max((request.longest for request in requests), default=1)
+    decoder = model.decoder(max(1, min(slots, len(requests))), longest)
     texts = [Completion(model.tokenizer, request) for request in requests]
     for number, event in run_requests(decoder, requests):
         texts[number].add(event)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +65,17 @@ class Dialogue:
     @property
     def text(self) -> str:
         """The document of a plain dialogue that the next answer continues."""
-        begin = max((n + 1 for n, turn in enumerate(self.turns) if turn.ended), default=0)
+        # It begins behind the last turn that ended with an end of document.
+        begin = 0
+        for n, turn in enumerate(self.turns):
+            if turn.ended:
+                begin = n + 1
         text = f"{self.system}\n" if self.system else ""
         for n, turn in enumerate(self.turns[begin:]):
-            new_line = "\n" if n > 0 and turn.role == USER and turn.content else ""
-            text += f"{new_line or gap(self.tokenizer)}{turn.content}"
+            # An answer continues its input's line; an empty input lets the answer go on.
+            begins_line = n > 0 and turn.role == USER and turn.content
+            text += "\n" if begins_line else gap(self.tokenizer)
+            text += turn.content
         return text
 
     def prompt(self, most: int) -> list[int]:
@@ -80,20 +86,29 @@ class Dialogue:
         """
         room = self.positions - min(most, max(1, self.positions // 4))
         if self.template is None:
-            head = self.tokenizer.encode(f"{self.system}\n") if self.system else []
-            ids = list(self.tokenizer.encode(self.text))
-            fixed = head if len(head) < room // 2 else []
-            self.left_out = max(0, len(ids) - room)
-            return [*fixed, *ids[len(ids) - room + len(fixed) :]] if self.left_out else ids
+            return self.plain_prompt(room)
+        # Turns that an earlier prompt left out stay out.
         ids = self.encode_from(self.left_out)
-        later = [n for n, turn in enumerate(self.turns) if n > self.left_out and turn.role == USER]
-        if len(ids) > room and later:
+        inputs = [n for n, turn in enumerate(self.turns) if n > self.left_out and turn.role == USER]
+        if len(ids) > room and inputs:
+            # Later beginnings make shorter prompts: find the first that fits, else take the last.
             at = bisect.bisect_left(
-                later, True, key=lambda first: len(self.encode_from(first)) <= room
+                inputs, True, key=lambda first: len(self.encode_from(first)) <= room
             )
-            self.left_out = later[min(at, len(later) - 1)]
+            self.left_out = inputs[min(at, len(inputs) - 1)]
             ids = self.encode_from(self.left_out)
         return ids
+
+    def plain_prompt(self, room: int) -> list[int]:
+        """Return the last tokens of a plain dialogue's text, behind what the system says."""
+        ids = list(self.tokenizer.encode(self.text))
+        self.left_out = max(0, len(ids) - room)
+        if not self.left_out:
+            return ids
+        head = self.tokenizer.encode(f"{self.system}\n") if self.system else []
+        # System words that would fill half of the room are left out like other text.
+        kept = list(head) if len(head) < room // 2 else []
+        return kept + ids[len(ids) - room + len(kept) :]
 
     def encode_from(self, first: int) -> list[int]:
         """Return the prompt of the turns from this one on, as the template writes them."""
@@ -112,17 +127,18 @@ class Dialogue:
                 read_dialogue(path)
             except UserError:
                 raise UserError(f"{path} exists and holds no dialogue; name another file") from None
-        turns = [
-            {k: v for k, v in asdict(turn).items() if v or k != "ended"} for turn in self.turns
-        ]
-        messages = [
-            *({"role": SYSTEM, "content": self.system} for _ in range(bool(self.system))),
-            *turns,
-        ]
+        messages: list[dict[str, object]] = []
+        if self.system:
+            messages.append({"role": SYSTEM, "content": self.system})
+        for turn in self.turns:
+            message: dict[str, object] = {"role": turn.role, "content": turn.content}
+            # Other programs' readers know no "ended", so it is written only where it matters.
+            if turn.ended:
+                message["ended"] = True
+            messages.append(message)
+        text = json.dumps({"messages": messages}, ensure_ascii=False, indent=1) + "\n"
         with replacing(path, typed=True) as file:
-            file.write(
-                json.dumps({"messages": messages}, ensure_ascii=False, indent=1).encode() + b"\n"
-            )
+            file.write(text.encode())
 
     def load(self, path: Path) -> None:
         """Replace the turns by a file's: {"messages": [...]}, or the list alone."""
@@ -138,8 +154,11 @@ def read_dialogue(path: Path) -> tuple[str, list[ChatTurn]]:
         reason = error.strerror if isinstance(error, OSError) else f"not JSON: {error}"
         raise bad_data(f"{path}: {reason}") from None
     messages = content.get("messages") if isinstance(content, dict) else content
-    system, turns = "", list[ChatTurn]()
-    for number, message in enumerate(messages if isinstance(messages, Sequence) else [None], 1):
+    if not isinstance(messages, Sequence):
+        messages = [None]  # which is refused below as message 1
+    system = ""
+    turns: list[ChatTurn] = []
+    for number, message in enumerate(messages, 1):
         is_turn = isinstance(message, dict) and isinstance(message.get("content"), str)
         if not is_turn or message.get("role") not in (SYSTEM, USER, ASSISTANT):
             wanted = 'a list of {"role": "user", "assistant" or "system", "content": TEXT}'

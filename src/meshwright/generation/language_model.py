@@ -90,9 +90,9 @@ class LanguageModel:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy in this or another process needs; it makes its own cache and lock."""
-        return {
-            name: value for name, value in vars(self).items() if name not in ("decoders", "lock")
-        }
+        state = dict(vars(self))
+        del state["decoders"], state["lock"]
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, decoders={}, lock=threading.RLock())
@@ -260,11 +260,15 @@ def check_model(
     if later := check_values.planned_values(TrainConfig(model=saved.model)):
         heading = f"{plain(where)} holds a model that this version cannot run:"
         raise SettingsError(listed(later, heading), BAD_DATA)
+
+    # How attention is computed is no part of the model: the flag may differ from the training's.
     impl = given.get("attention_impl", saved.model.attention_impl)
     model = dataclasses.replace(saved.model, max_position_embeddings=positions, attention_impl=impl)
     saved = dataclasses.replace(saved, model=model)
     tokenizer = find_tokenizer(vocabulary, saved)
     vocab = saved.vocab_size or tokenizer.size
+
+    # The flags.
     wrong = saved.contradictions(given)
     if (given.get("seq_length") or 0) > positions:
         text = f"{with_value('seq_length', given['seq_length'])}, the checkpoint has {positions} positions"
@@ -274,12 +278,17 @@ def check_model(
             f"these settings contradict {plain(where)}; leave them out, the checkpoint has them:"
         )
         raise SettingsError(listed(wrong, heading), BAD_DATA)
+
+    # The vocabulary. Other programs' checkpoints may have more rows than their tokenizer has ids.
     if tokenizer.size > saved.rows or (source.kind == NATIVE and tokenizer.size != vocab):
-        null = ", including --tokenizer-type NullTokenizer's end-of-document id"
-        size = f"{tokenizer.size} ids{null if tokenizer.name == tokenizers.Null.name else ''}"
+        size = f"{tokenizer.size} ids"
+        if tokenizer.name == tokenizers.Null.name:
+            size += ", including --tokenizer-type NullTokenizer's end-of-document id"
         message = f"the vocabulary has {size}, the checkpoint {vocab}; {where} was trained with another vocabulary"
         raise bad_data(message)
     saved = dataclasses.replace(saved, source=source.of_vocabulary(vocab))
+
+    # The layout, by the checks of a training. Generation has no dropout for them to object to.
     p = Parallel(
         layout.tp,
         layout.pp,
@@ -324,36 +333,41 @@ def load_model(
 
     All ranks of the layout call this together, and each reads its own part.
     """
+    # Of each step that was tried: if the newest is damaged, the one before may be another model.
     opened: list[tuple[CheckedModel, CutModel]] = []
 
     def accept(source: Source) -> Source:
         checked = check_model(describe_model(source, given), given, vocabulary, layout)
         sizes = checked.vocab, checked.padded, checked.positions
-        opened.append(
-            (checked, build_cut_model(checked.model, sizes, checked.layers, layout, dtype, device))
-        )
+        model = build_cut_model(checked.model, sizes, checked.layers, layout, dtype, device)
+        opened.append((checked, model))
         return checked.source
 
     def want(source: Source) -> TensorBoxes:
         checked, model = opened[-1]
-        parts, out = Sharding(layout, checked.vocab), dict[str, Any]()
+        sharding = Sharding(layout, checked.vocab)
+        boxes: dict[str, Any] = {}
         for name, p in model.parts[0].named_parameters():
-            full, offset, shape = parts.saved_part(name, p.shape)
+            full, offset, shape = sharding.saved_part(name, p.shape)
+            # Rows that only pad a table are not saved; a rank may have nothing but them.
             p[shape[0] :] = 0
             box = (tuple(offset), tuple(shape))
-            out[name] = native.BoxedTensor(tuple(full), [box] if shape[0] else [], p[: shape[0]])
-        return out
+            wanted = [box] if shape[0] else []
+            boxes[name] = native.BoxedTensor(tuple(full), wanted, p[: shape[0]])
+        return boxes
 
-    if (
-        loading.load_checkpoint(folder, want, options=open_options(given), accept=accept, team=team)
-        is None
-    ):
+    options = open_options(given)
+    loaded = loading.load_checkpoint(folder, want, options=options, accept=accept, team=team)
+    if loaded is None:
         raise not_a_run(folder, "checkpoint")
     checked, model = opened[-1]
     model.open_pipeline()
     length = given.get("seq_length") or checked.saved.seq_length or checked.positions
-    length, tokenizer_folder = min(length, checked.positions), checked.saved.tokenizer_folder
-    sharded = ShardedModel(model, checked.padded, team) if team.size > 1 else None
     return LanguageModel(
-        model.parts[0], checked.tokenizer, checked.source.step, length, sharded, tokenizer_folder
+        model.parts[0],
+        checked.tokenizer,
+        checked.source.step,
+        seq_length=min(length, checked.positions),
+        sharded=ShardedModel(model, checked.padded, team) if team.size > 1 else None,
+        tokenizer_folder=checked.saved.tokenizer_folder,
     )

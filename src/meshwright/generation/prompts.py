@@ -16,7 +16,7 @@ from meshwright.config import check_values
 from meshwright.config.problem import NAMES
 from meshwright.config.schema import Sampling
 
-# Keys of a JSON line: those of Sampling by other names, too, and these.
+# Names that OpenAI's and Hugging Face's programs give to our keys of a JSON line.
 RENAMED = {
     "max_tokens": "out_seq_length",
     "max_new_tokens": "out_seq_length",
@@ -24,7 +24,7 @@ RENAMED = {
 }
 OPTIONS = [f.name for f in dataclasses.fields(Sampling) if f.name != "recompute"]
 MOST_LISTED = 20  # faults
-LARGEST = 2**63 - 1
+LARGEST = 2**63 - 1  # of a line's integers: a tensor holds none above it
 
 
 @dataclass(frozen=True)
@@ -68,15 +68,20 @@ def prompts_of_lines(text: str, usual: Prompt) -> list[Prompt]:
 
 def refuse_all(faults: list[str], status: int = BAD_DATA) -> None:
     """Raise UserError with the first faults, if there are any."""
-    if faults:
-        more = [f"and {len(faults) - MOST_LISTED:,} more"] if len(faults) > MOST_LISTED else []
-        listed = "\n  ".join([*faults[:MOST_LISTED], *more])
-        raise UserError(f"\n  {listed}" if len(faults) > 1 else listed, status)
+    if not faults:
+        return
+    if len(faults) == 1:
+        raise UserError(faults[0], status)
+    lines = faults[:MOST_LISTED]
+    if len(faults) > MOST_LISTED:
+        lines.append(f"and {len(faults) - MOST_LISTED:,} more")
+    raise UserError("\n  " + "\n  ".join(lines), status)
 
 
 def read_prompt_text(path: str, flag: str) -> str:
     try:
         raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        # Editors on Windows begin a file with a byte order mark, which is no part of a prompt.
         text = raw.decode("utf-8-sig")
     except FileNotFoundError:
         raise bad_data(f"{flag} {path}: no such file") from None
@@ -91,7 +96,7 @@ def parse_prompt(line: str, usual: Prompt) -> Prompt:
     """Return the prompt of a JSON line; raise Refusal if it is none."""
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # the second at a line of many brackets
         raise Refusal(f"not JSON: {error}") from None
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
         raise Refusal('not an object with a text named "prompt"')
@@ -107,26 +112,29 @@ def parse_prompt(line: str, usual: Prompt) -> Prompt:
         options = dataclasses.replace(options, greedy=False)
     f = Fields(values)
     prompt = Prompt(
-        f.take("prompt"),
-        read_sampling(f, options),
-        f.strings("stop", LARGEST, LARGEST, usual.stop),
-        f.integer("num_return_sequences", usual.count, 1, LARGEST),
-        f.integer("logprobs", usual.logprobs, 0, LARGEST),
-        f.integer("seed", usual.seed, 0, LARGEST),
-        f.take("id"),
+        text=f.take("prompt"),
+        options=read_sampling(f, options),
+        stop=f.strings("stop", LARGEST, LARGEST, usual.stop),
+        count=f.integer("num_return_sequences", usual.count, 1, LARGEST),
+        logprobs=f.integer("logprobs", usual.logprobs, 0, LARGEST),
+        seed=f.integer("seed", usual.seed, 0, LARGEST),
+        id=f.take("id"),
     )
+    # What nobody took is a key that we don't know: a misspelt option must not be ignored.
     f.refuse_rest()
     return prompt
 
 
 def read_sampling(f: Fields, usual: Sampling) -> Sampling:
     """Return the sampling options of a line, by default the usual ones."""
-    kinds, values = typing.get_type_hints(Sampling), dict[str, Any]()
+    kinds = typing.get_type_hints(Sampling)
+    values: dict[str, Any] = {}
     for name in OPTIONS:
         default = getattr(usual, name)
         if kinds[name] is bool:
             values[name] = f.flag(name, default)
         elif kinds[name] is int:
+            # The bounds of the options are checked below, with the messages of the flags.
             values[name] = f.integer(name, default, -LARGEST, LARGEST)
         else:
             values[name] = f.number(name, default)

@@ -59,16 +59,20 @@ class Request:
 
     def problem(self) -> str:
         """Return why this request makes no sense, or ""."""
-        s, count = self.options, self.options.out_seq_length
+        count = self.options.out_seq_length
         if count < (0 if self.echo else 1):
             return f"max_new_tokens {count} must be above 0"
-        outside = check_values.out_of_bounds(dataclasses.replace(s, out_seq_length=count or 1))
-        wrong = [NAMES.render(problem.text) for problem in outside]
+        # The bounds of the flag begin at 1, and those of a request with echo at 0.
+        outside = check_values.out_of_bounds(
+            dataclasses.replace(self.options, out_seq_length=count or 1)
+        )
+        if outside:
+            return NAMES.render(outside[0].text)
         if self.logprobs is not None and self.logprobs < 0:
-            wrong.append(f"logprobs {self.logprobs} must be at least 0; leave it out for none")
+            return f"logprobs {self.logprobs} must be at least 0; leave it out for none"
         if "" in self.stop:
-            wrong.append("a stop string is empty; leave it out")
-        return next(iter(wrong), "")
+            return "a stop string is empty; leave it out"
+        return ""
 
     def new_text(self, tokenizer: Tokenizer) -> TokenText:
         """Return the text of the continuation, to which its tokens are still to be given."""
@@ -102,31 +106,32 @@ class Completion:
     """
 
     def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
-        self.tokens, self.logprobs, self.tops = list[int](), list[float | None](), list[Top]()
-        self.prompt_tokens, self.prompt_logprobs, self.prompt_tops = (
-            list[int](),
-            list[float | None](),
-            list[Top](),
-        )
+        self.tokens: list[int] = []
+        self.logprobs: list[float | None] = []
+        self.tops: list[Top] = []
+        self.prompt_tokens: list[int] = []
+        self.prompt_logprobs: list[float | None] = []
+        self.prompt_tops: list[Top] = []
         self.text = ""
         self.finish: Finish | None = None
         self.ended = False
-        self._eod, self._stream = tokenizer.eod, request.new_text(tokenizer)
+        self._eod = tokenizer.eod
+        self._stream = request.new_text(tokenizer)
 
     def add(self, event: Event) -> str:
         """Add a token, and return the text that has become certain."""
         new = ""
-        if not event.echoed and event.token == self._eod:
+        if event.echoed:
+            self.prompt_tokens.append(event.token)
+            self.prompt_logprobs.append(event.logprob)
+            self.prompt_tops.append(event.top)
+        elif event.token == self._eod:
             self.ended = True
         else:
-            echoed = self.prompt_tokens, self.prompt_logprobs, self.prompt_tops
-            tokens, logprobs, tops = (
-                echoed if event.echoed else (self.tokens, self.logprobs, self.tops)
-            )
-            tokens.append(event.token)
-            logprobs.append(event.logprob)
-            tops.append(event.top)
-            new = "" if event.echoed else self._stream.push(event.token)
+            self.tokens.append(event.token)
+            self.logprobs.append(event.logprob)
+            self.tops.append(event.top)
+            new = self._stream.push(event.token)
         self.text += new
         if event.finish:
             self.finish = event.finish

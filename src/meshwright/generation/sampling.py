@@ -16,7 +16,7 @@ from torch import Tensor
 from meshwright.config.schema import Sampling
 from meshwright.kernels.draws import gumbel
 
-_LOW = (1 << 64) - 1
+_LOW = (1 << 64) - 1  # keeps the low 64 bits
 INF = float("inf")
 
 
@@ -34,7 +34,10 @@ class ChoiceParts(NamedTuple):
     def of(s: Sampling) -> ChoiceParts:
         sampled = not is_greedy(s)
         return ChoiceParts(
-            s.repetition_penalty != 1, sampled, sampled and bool(s.top_k or s.top_p or s.min_p)
+            penalised=s.repetition_penalty != 1,
+            sampled=sampled,
+            # A filter never removes the likeliest token, so a greedy choice needs none.
+            filtered=sampled and bool(s.top_k or s.top_p or s.min_p),
         )
 
     def __or__(self, other: ChoiceParts) -> ChoiceParts:
@@ -64,7 +67,8 @@ def control_numbers(s: Sampling) -> list[float]:
 def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
     """Divide the logits [B, V] of tokens in the text by the penalty, or multiply those below 0."""
     by = penalty[:, None].to(logits.dtype)
-    return torch.where(seen, torch.where(logits > 0, logits / by, logits * by), logits)
+    penalised = torch.where(logits > 0, logits / by, logits * by)
+    return torch.where(seen, penalised, logits)
 
 
 def penalise_counts(logits: Tensor, counts: Tensor, presence: Tensor, frequency: Tensor) -> Tensor:
@@ -85,19 +89,26 @@ def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
     smallest set of likeliest tokens whose probability exceeds p, at least one, equals in the order
     of their ids; min_p those of at least this share of the likeliest one's probability.
     """
+    vocab = logits.shape[-1]
+    # A stable sort leaves equal logits in the order of their ids on every device.
     ordered, ids = logits.sort(stable=True, descending=True)
-    last = torch.where(top_k > 0, top_k, logits.shape[-1]).clamp(max=logits.shape[-1]) - 1
+
+    last = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab) - 1
     drop = ordered < ordered.gather(-1, last[:, None])
     probabilities = ordered.masked_fill(drop, -INF).softmax(-1)
+
     p = torch.where(top_p > 0, top_p, INF)[:, None]
+    # The sum of the likelier tokens, without the token itself: the one that passes p stays.
     drop |= (probabilities.cumsum(-1) - probabilities > p) | (
         probabilities < min_p[:, None] * probabilities[:, :1]
     )
-    return logits.masked_fill(torch.zeros_like(drop).scatter(-1, ids, drop), -INF)
+    drop_by_id = torch.zeros_like(drop).scatter(-1, ids, drop)
+    return logits.masked_fill(drop_by_id, -INF)
 
 
 def stream_key(seed: int, stream: int) -> int:
     """Hash a stream's name to a signed 64-bit number."""
+    # The finalizer of splitmix64, which changes half of the bits for neighbouring streams.
     x = (seed * 0x9E3779B97F4A7C15 + stream * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & _LOW
     x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & _LOW
     x = ((x ^ x >> 27) * 0x94D049BB133111EB) & _LOW
@@ -110,8 +121,10 @@ def sample_tokens(logits: Tensor, kind: ChoiceParts, c: Controls, position: Tens
     best = logits.argmax(-1)
     if not kind.sampled:
         return best
-    scaled = apply_temperature(logits.double(), torch.where(c.temperature > 0, c.temperature, 1.0))
+    is_sampled = c.temperature > 0
+    # Greedy rows of the batch are computed with temperature 1 and dropped at the end.
+    scaled = apply_temperature(logits.double(), torch.where(is_sampled, c.temperature, 1.0))
     if kind.filtered:
         scaled = filter_logits(scaled, c.top_k, c.top_p, c.min_p)
     drawn = (scaled + gumbel(c.key, position, logits.shape[-1])).argmax(-1)
-    return torch.where(c.temperature > 0, drawn, best)
+    return torch.where(is_sampled, drawn, best)

@@ -37,18 +37,20 @@ class ShardedModel:
 
     def forward(self, tokens: Tensor, where: Positions, last_only: bool = False) -> Tensor:
         """Return what the whole model would for these tokens; rank 0's own cache stays empty."""
-        head, rest, cached = [int(last_only)], list[Tensor](), where.cached
+        # The other ranks get integers and tensors only: caches are told apart by numbers.
+        head = [int(last_only)]
+        rest: list[Tensor] = []
+        cached = where.cached
         if cached is not None:
-            if cached.cache not in self.numbers:
-                self.numbers[cached.cache] = next(self.fresh)
-            head += [
-                self.numbers[cached.cache],
-                cached.cache.slots,
-                cached.cache.length,
-                cached.seen,
-            ]
-            rest = [torch.tensor(list(self.numbers.values())), cached.slots, cached.used]
-            rest += [cached.ends] if cached.ends is not None else []
+            cache = cached.cache
+            if cache not in self.numbers:
+                self.numbers[cache] = next(self.fresh)
+            head += [self.numbers[cache], cache.slots, cache.length, cached.seen]
+            # Caches that rank 0 has dropped are not among these numbers, and are dropped there too.
+            alive = torch.tensor(list(self.numbers.values()))
+            rest = [alive, cached.slots, cached.used]
+            if cached.ends is not None:
+                rest.append(cached.ends)
         logits: Tensor = self.calls.call(
             "forward", torch.tensor(head), tokens.cpu(), *(x.cpu() for x in rest)
         )
@@ -56,12 +58,14 @@ class ShardedModel:
 
     @torch.inference_mode()
     def _forward(self, head: Tensor, tokens: Tensor, *rest: Tensor) -> Tensor | None:
+        model = self.model
+        where = Positions(heads=model.heads)
         last_only, *of_cache = head.tolist()
-        model, where = self.model, Positions(heads=self.model.heads)
         if of_cache:
             number, slots, length, seen = of_cache
             alive, *rows = rest
-            self.caches = {n: cache for n, cache in self.caches.items() if n in alive.tolist()}
+            in_use = set(alive.tolist())
+            self.caches = {n: cache for n, cache in self.caches.items() if n in in_use}
             cache = self.caches.setdefault(number, Cache(slots, length))
             at, used, *ends = (x.to(model.device) for x in rows)
             where.cached = ContinuedTexts(cache, at, used, seen, *ends)
@@ -83,16 +87,18 @@ class ShardedModel:
     def score(self, batches: list[WindowBatch]) -> Tensor:
         """Score micro-batches as a `Scorer` does; copies of the model share them out."""
         ranges = torch.tensor([rows.ranges for rows in batches])
-        values: Tensor = self.calls.call(
-            "score", ranges, *(x.long() for rows in batches for x in rows[:3])
-        )
+        tensors: list[Tensor] = []
+        for rows in batches:
+            # int64 for all, `counted` too, as calls send it
+            tensors += [rows.tokens.long(), rows.labels.long(), rows.counted.long()]
+        values: Tensor = self.calls.call("score", ranges, *tensors)
         return values
 
     @torch.inference_mode()
     def _score(self, ranges: Tensor, *tensors: Tensor) -> Tensor:
-        rows = zip(tensors[::3], tensors[1::3], tensors[2::3], ranges.tolist(), strict=True)
-        batches = [
-            WindowBatch(tokens, labels, counted.bool(), count)
-            for tokens, labels, counted, count in rows
-        ]
-        return self.calls.sum(score_part(self.model, self.model.parts[0].vocab, batches).cpu())
+        batches = []
+        for i, count in enumerate(ranges.tolist()):
+            tokens, labels, counted = tensors[3 * i : 3 * i + 3]
+            batches.append(WindowBatch(tokens, labels, counted.bool(), count))
+        losses = score_part(self.model, self.model.parts[0].vocab, batches)
+        return self.calls.sum(losses.cpu())

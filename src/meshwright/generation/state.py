@@ -16,6 +16,20 @@ from meshwright.kernels.decode import BAD, NONE, Draws, TextState
 from meshwright.kernels.twins import upcast
 
 SMALLEST_TOP_P = 1e-12  # of a top_p that decays: 0 would be all tokens
+# Rows of SlotState.numbers. The first three are those of `sampling.control_numbers`.
+TEMPERATURE, TOP_P, MIN_P, TOP_P_DECAY, TOP_P_FLOOR, REPETITION, PRESENCE, FREQUENCY = range(8)
+
+
+def numbers_of(request: Request) -> list[float]:
+    """Return the floats of a request, in the order of the rows of SlotState.numbers."""
+    return [
+        *sampling.control_numbers(request.options),
+        request.top_p_decay,
+        max(request.top_p_floor, SMALLEST_TOP_P),
+        request.options.repetition_penalty,
+        request.presence_penalty,
+        request.frequency_penalty,
+    ]
 
 
 @dataclass
@@ -43,15 +57,18 @@ class SlotState:
     """A step's view of the slots, [slots + 1] each; the last one belongs to nobody, for padding."""
 
     def __init__(self, slots: int, vocab: int, device: torch.device) -> None:
-        self.vocab, self.device = vocab, device
+        self.vocab = vocab
+        self.device = device
         self.token, self.used, self.limit, self.top_k, self.key = torch.zeros(
             5, slots + 1, dtype=torch.int64
         ).to(device)
         # a token, and the one that may not follow it
         self.avoid = torch.full((2, slots + 1), -1).to(device)
+        # The rows are named by the constants above, such as TOP_P.
         self.numbers = torch.zeros(8, slots + 1, dtype=torch.float64, device=device)
         self.active = torch.zeros(slots + 1, dtype=torch.bool, device=device)
-        # [slots + 1, vocab], if a penalty needs it: tokens of texts; how often a new part has each.
+        # [slots + 1, vocab] each, made when a penalty first needs it: which tokens a text has, and
+        # how often its continuation has each.
         self.seen: Tensor | None = None
         self.counts: Tensor | None = None
 
@@ -61,61 +78,54 @@ class SlotState:
 
     @property
     def draws(self) -> Draws:
-        return Draws(self.numbers[0], self.key)
+        return Draws(self.numbers[TEMPERATURE], self.key)
 
     def admit(self, rows: list[DecoderRow]) -> None:
         """Describe new rows, whose prompts will be read next."""
-        words, numbers = [], []
-        for r in rows:
-            name = sampling.stream_key(r.request.seed, r.request.stream)
-            length, pair = len(r.prompt), r.request.forbidden_pair or (-1, -1)
-            words.append(
-                [
-                    r.slot,
-                    length,
-                    length + r.count,
-                    r.request.options.top_k,
-                    name,
-                    r.prompt[-1],
-                    *pair,
-                ]
-            )
-            decay, floor = r.request.top_p_decay, max(r.request.top_p_floor, SMALLEST_TOP_P)
-            penalties = (
-                r.request.options.repetition_penalty,
-                r.request.presence_penalty,
-                r.request.frequency_penalty,
-            )
-            numbers.append([*sampling.control_numbers(r.request.options), decay, floor, *penalties])
+        # All rows go to the device in two copies, one of integers and one of floats.
+        words = [self.words_of(row) for row in rows]
         slots, used, limit, top_k, key, token, *pairs = self.send(
             torch.tensor(words).T.contiguous()
         )
-        self.used[slots], self.limit[slots], self.top_k[slots], self.key[slots] = (
-            used,
-            limit,
-            top_k,
-            key,
-        )
-        self.token[slots], self.avoid[:, slots] = token, torch.stack(pairs)
+        self.used[slots] = used
+        self.limit[slots] = limit
+        self.top_k[slots] = top_k
+        self.key[slots] = key
+        self.token[slots] = token
+        self.avoid[:, slots] = torch.stack(pairs)
+        numbers = [numbers_of(row.request) for row in rows]
         self.numbers[:, slots] = self.send(torch.tensor(numbers, dtype=torch.float64).T)
         self.active[slots] = limit > used
-        if any(r.kind.penalised for r in rows) and self.seen is None:
-            self.seen = torch.zeros(
-                len(self.token), self.vocab, dtype=torch.bool, device=self.device
-            )
-        if any(r.kind.counting for r in rows) and self.counts is None:
-            self.counts = torch.zeros(
-                len(self.token), self.vocab, dtype=torch.int32, device=self.device
-            )
+
+        table = len(self.token), self.vocab
+        if self.seen is None and any(row.kind.penalised for row in rows):
+            self.seen = torch.zeros(table, dtype=torch.bool, device=self.device)
+        if self.counts is None and any(row.kind.counting for row in rows):
+            self.counts = torch.zeros(table, dtype=torch.int32, device=self.device)
+        # A slot still has the tokens of the request that had it before.
         if self.counts is not None:
             self.counts[slots] = 0
         if self.seen is not None:
             self.seen[slots] = False
-            for r in rows:
-                self.seen[r.slot, self.send(torch.tensor(r.prompt))] = True
+            for row in rows:
+                self.seen[row.slot, self.send(torch.tensor(row.prompt))] = True
+
+    def words_of(self, row: DecoderRow) -> list[int]:
+        """Return the integers of a row, in the order in which `admit` takes them apart."""
+        request = row.request
+        length = len(row.prompt)
+        return [
+            row.slot,
+            length,
+            length + row.count,
+            request.options.top_k,
+            sampling.stream_key(request.seed, request.stream),
+            row.prompt[-1],
+            *(request.forbidden_pair or (-1, -1)),
+        ]
 
     def controls(self, slots: Tensor) -> Controls:
-        temperature, top_p, min_p = self.numbers[:3, slots]
+        temperature, top_p, min_p = self.numbers[: MIN_P + 1, slots]
         return Controls(temperature, top_p, min_p, self.top_k[slots], self.key[slots])
 
     def send(self, x: Tensor) -> Tensor:
@@ -133,19 +143,21 @@ class Outputs:
 
     def of_row(self, i: int, k: int | None) -> tuple[float | None, Top]:
         """Return row i's log-probability and its k likeliest tokens."""
+        # Other rows of the pass may have asked for log-probabilities, or for more tokens.
         if k is None or self.logprobs is None:
             return None, []
         assert self.values is not None and self.ids is not None
-        return float(self.logprobs[i]), list(
-            zip(self.ids[i, :k].tolist(), self.values[i, :k].tolist(), strict=True)
-        )
+        ids = self.ids[i, :k].tolist()
+        values = self.values[i, :k].tolist()
+        return float(self.logprobs[i]), list(zip(ids, values, strict=True))
 
 
 def score_tokens(logits: Tensor, tokens: Tensor, k: int) -> Outputs:
     """Return the tokens' log-probabilities and the k likeliest tokens of logits [B, V]."""
     logprobs = upcast(logits).log_softmax(-1)
     values, ids = logprobs.topk(min(k, logprobs.shape[-1]), -1)
-    return Outputs(tokens, logprobs.gather(-1, tokens[:, None])[:, 0], values, ids)
+    own = logprobs.gather(-1, tokens[:, None])[:, 0]
+    return Outputs(tokens, own, values, ids)
 
 
 def choose_next(
@@ -156,28 +168,47 @@ def choose_next(
     With k >= 0 return log-probabilities too. Nothing here waits for the device, so that it can be
     captured.
     """
-    logits, active, position = upcast(logits), s.active[slots], s.used[slots]
-    allowed = logits
-    if kind.avoiding:
-        last, never = s.avoid[:, slots]
-        places = torch.arange(s.vocab, device=logits.device) == never[:, None]
-        allowed = logits.masked_fill(places & (s.token[slots] == last)[:, None], float("-inf"))
-    if kind.penalised and s.seen is not None:
-        allowed = sampling.penalise(allowed, s.seen[slots], s.numbers[5, slots])
-    if kind.counting and s.counts is not None:
-        allowed = sampling.penalise_counts(allowed, s.counts[slots], *s.numbers[6:, slots])
+    logits = upcast(logits)
+    active = s.active[slots]
+    position = s.used[slots]
+
+    # Choose. The log-probabilities below are the model's own, of `logits`.
+    allowed = penalise_rows(s, slots, logits, kind)
     new = sampling.sample_tokens(allowed, kind, s.controls(slots), position)
-    if kind.counting and s.counts is not None:
-        s.counts[slots, new] += 1
-    if kind.decaying:
-        top_p, decay, least = s.numbers[1, slots], *s.numbers[3:5, slots]
-        s.numbers[1, slots] = torch.where(decay < 1, torch.maximum(top_p * decay, least), top_p)
-    is_finite = logits.amax(-1).isfinite()  # not if there is a NaN, nor if all are -inf
+    # amax is not finite if there is a NaN, nor if all are -inf; single -inf are allowed.
+    is_finite = logits.amax(-1).isfinite()
     outputs = Outputs(new) if k < 0 else score_tokens(logits, new, k)
+
+    # Begin the next step.
     s.token[slots] = new
     if s.seen is not None:
         # True alone would be copied from the host
         s.seen[slots, new] = torch.ones_like(new, dtype=torch.bool)
+    if kind.counting and s.counts is not None:
+        s.counts[slots, new] += 1
+    if kind.decaying:
+        top_p = s.numbers[TOP_P, slots]
+        decay = s.numbers[TOP_P_DECAY, slots]
+        decayed = torch.maximum(top_p * decay, s.numbers[TOP_P_FLOOR, slots])
+        # A row that does not decay keeps its top_p, which is off at 0 and must not be raised.
+        s.numbers[TOP_P, slots] = torch.where(decay < 1, decayed, top_p)
     s.active[slots] = active & is_finite & (new != eod) & (position + 1 < s.limit[slots])
+
     outputs.tokens = torch.where(active, torch.where(is_finite, new, BAD), NONE)
     return outputs
+
+
+def penalise_rows(s: SlotState, slots: Tensor, logits: Tensor, kind: ChoiceParts) -> Tensor:
+    """Return the logits [B, V] after forbidden pairs and penalties, as far as a row has them."""
+    if kind.avoiding:
+        last, never = s.avoid[:, slots]
+        is_never = torch.arange(s.vocab, device=logits.device) == never[:, None]
+        follows_last = (s.token[slots] == last)[:, None]
+        logits = logits.masked_fill(is_never & follows_last, float("-inf"))
+    if kind.penalised and s.seen is not None:
+        logits = sampling.penalise(logits, s.seen[slots], s.numbers[REPETITION, slots])
+    if kind.counting and s.counts is not None:
+        presence = s.numbers[PRESENCE, slots]
+        frequency = s.numbers[FREQUENCY, slots]
+        logits = sampling.penalise_counts(logits, s.counts[slots], presence, frequency)
+    return logits

@@ -2,9 +2,9 @@
 
 A step is captured for each number of rows and length, rounded up to powers of two, and each kind of
 choice, and so is the reading of short prompts, whose kernels the host launches more slowly than the
-device runs them. The first run in each thread is eager: it compiles kernels
-and creates per-thread library handles; the second is captured. Padding rows point at a spare slot
-that no request owns.
+device runs them. The first run in each thread is eager, for it compiles kernels and creates handles
+of libraries for this thread; the second is captured. Padding rows point at a spare slot that no
+request owns.
 """
 
 from __future__ import annotations
@@ -56,40 +56,46 @@ class CapturedSteps:
         """Advance the rows of these slots, whose texts have at most `longest` tokens."""
         rows = power_of_2(len(slots))
         longest = min(max(SHORTEST_TEXT, power_of_2(longest)), self.cache.room)
-        names = slots + [len(self.state.token) - 1] * (rows - len(slots))
+        names = self.pad(slots, rows)
+        # Most steps advance the same slots as the step before, and copy nothing.
         if self.names.get(rows) != names:
             new = self.state.send(torch.tensor(names))
+            # A graph reads its slots where they were when it was captured.
             self.slots.setdefault(rows, torch.empty_like(new)).copy_(new)
             self.names[rows] = names
         key = rows, longest, kind, k if k < 1 else power_of_2(k)
         outputs: Outputs = self.call(key, lambda: self.advance(*key))
         return outputs
 
+    def pad(self, slots: list[int], rows: int) -> list[int]:
+        """Return slots for this many rows; those after the given ones are the spare slot."""
+        spare = len(self.state.token) - 1
+        return slots + [spare] * (rows - len(slots))
+
     def read(self, slots: list[int], prompts: list[list[int]]) -> torch.Tensor | None:
         """Read prompts into the cache and return the logits [B, V] behind them.
 
         None if they are so many tokens that the device, not the host, limits the speed.
         """
-        rows, width = (
-            power_of_2(len(slots)),
-            max(NARROWEST_PROMPT, power_of_2(max(map(len, prompts)))),
-        )
+        rows = power_of_2(len(slots))
+        width = max(NARROWEST_PROMPT, power_of_2(max(map(len, prompts))))
         if rows * width > MOST_PROMPT_TOKENS:
             return None
-        padded = [*prompts, *[[0]] * (rows - len(slots))]
-        names = slots + [len(self.state.token) - 1] * (rows - len(slots))
-        lines = [
-            [name, len(p) - 1, *p, *[0] * (width - len(p))]
-            for name, p in zip(names, padded, strict=True)
-        ]
+        # Slots, ends and tokens are one tensor, which goes to the device in one copy.
+        lines = []
+        padding = [[0]] * (rows - len(slots))
+        for name, prompt in zip(self.pad(slots, rows), prompts + padding, strict=True):
+            lines.append([name, len(prompt) - 1, *prompt, *[0] * (width - len(prompt))])
         new = self.state.send(torch.tensor(lines))
         prompt_buffer = self.prompts.setdefault((rows, width), torch.empty_like(new)).copy_(new)
         logits: torch.Tensor = self.call((rows, width), lambda: self.read_buffer(prompt_buffer))
         return logits[: len(slots)]
 
     def read_buffer(self, prompt_buffer: torch.Tensor) -> torch.Tensor:
-        """Read prompts from [B, slot, place of the last token, tokens]."""
-        slots, ends, tokens = prompt_buffer[:, 0], prompt_buffer[:, 1], prompt_buffer[:, 2:]
+        """Read prompts from rows [B, 2 + T] of a slot, the place of the last token, and tokens."""
+        slots = prompt_buffer[:, 0]
+        ends = prompt_buffer[:, 1]
+        tokens = prompt_buffer[:, 2:]
         where = Positions(
             cached=ContinuedTexts(self.cache, slots, torch.zeros_like(slots), 0, ends)
         )
@@ -99,22 +105,23 @@ class CapturedSteps:
     def advance(self, rows: int, longest: int, kind: ChoiceParts, k: int) -> Outputs:
         s, slots = self.state, self.slots[rows]
         logits = self.step(s.rows, slots, longest)
-        if not (kind.filtered or kind.penalised or kind.counting or kind.avoiding) and k < 0:
-            return Outputs(
-                choose_tokens(
-                    logits, s.vocab, slots, s.rows, self.eod, s.draws if kind.sampled else None
-                )
-            )
+        changes_logits = kind.filtered or kind.penalised or kind.counting or kind.avoiding
+        if not changes_logits and k < 0:
+            # One kernel does all of the choice, and advances the rows too.
+            draws = s.draws if kind.sampled else None
+            return Outputs(choose_tokens(logits, s.vocab, slots, s.rows, self.eod, draws))
         s.used[slots] += s.active[slots]
         return choose_next(s, slots, logits[:, : s.vocab], kind, k, self.eod)
 
     def call(self, key: Key, function: Callable[[], Any]) -> Any:
         """Run a function: as it is a thread's first time, and captured from the second time on."""
         if self.thread != threading.get_ident():
-            self.thread, self.ready = threading.get_ident(), set()
+            self.thread = threading.get_ident()
+            self.ready = set()
         # a thread of its own begins on device 0
         with torch.accelerator.device_index(self.state.device.index):
             if key in self.ready and key not in self.tried and self.captures:
+                # A capture that failed once is not tried again.
                 self.tried.add(key)
                 self.runs[key] = self.capture(function)
             self.ready.add(key)
@@ -125,11 +132,10 @@ class CapturedSteps:
         outputs: list[Any] = []
         try:
             if self.graphs is None:
-                self.graphs, self.stream = (
-                    CudaGraphs(self.state.device),
-                    devices.new_stream(self.state.device),
-                )
+                self.graphs = CudaGraphs(self.state.device)
+                self.stream = devices.new_stream(self.state.device)
             self.graphs.prepare()
+            # CUDA does not capture the default stream.
             with devices.on_stream(self.stream):
                 replay = self.graphs.capture(lambda: outputs.append(function()))
         except RuntimeError as error:

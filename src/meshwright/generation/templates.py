@@ -52,19 +52,25 @@ class ChatTemplate:
         self, tokenizer: Tokenizer, messages: Messages, begin_answer: bool = True
     ) -> list[int]:
         """Return the dialogue as tokens; special tokens of messages are letters."""
+        # Or a user could end a turn by typing its token, and speak as the system.
         shielded = [{**m, "content": tokenizer.shield(str(m["content"]))} for m in messages]
         return tokenizer.encode_special(self.render(shielded, begin_answer))
 
     @property
     def stop(self) -> tuple[str, ...]:
         """The string that ends an answer, beside the tokenizer's end of document."""
-        return tuple(filter(None, [self.tokens.get("eos_token")]))
+        eos = self.tokens.get("eos_token")
+        return (eos,) if eos else ()
 
 
 def find_template(tokenizer: Tokenizer, folder: Path | None) -> ChatTemplate | None:
     """Return the template of a tokenizer folder, or that beside the tokenizer's files, or None."""
-    folders = dict.fromkeys([folder, *(path.parent for path in tokenizer.files.values())])
-    return next(filter(None, map(read_template, filter(None, folders))), None)
+    folders = [] if folder is None else [folder]
+    folders += [path.parent for path in tokenizer.files.values()]
+    for each in dict.fromkeys(folders):
+        if template := read_template(each):
+            return template
+    return None
 
 
 def choose_template(
@@ -94,27 +100,26 @@ def choose_template(
 def read_template(folder: Path) -> ChatTemplate | None:
     """Return the template of a folder, or None if it has none."""
     config = read_chat_config(folder)
+    # A file of its own wins over the older key in the settings.
     if (path := folder / CHAT_TEMPLATE).is_file():
         return ChatTemplate(path, read_template_file(path), _tokens(config))
     text = config.get("chat_template")
     if isinstance(text, list):  # several, by their names
         by_name = {t.get("name"): t.get("template") for t in text if isinstance(t, dict)}
         text = by_name.get("default") or next(iter(by_name.values()), None)
-    return (
-        ChatTemplate(folder / CHAT_CONFIG, text, _tokens(config))
-        if isinstance(text, str) and text
-        else None
-    )
+    if not isinstance(text, str) or not text:
+        return None
+    return ChatTemplate(folder / CHAT_CONFIG, text, _tokens(config))
 
 
 def _tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the special tokens of a tokenizer_config.json: strings, or objects with a content."""
-    contents = {
-        k: v.get("content") if isinstance(v, dict) else v
-        for k, v in config.items()
-        if k.endswith("_token")
-    }
-    return {name: content for name, content in contents.items() if isinstance(content, str)}
+    tokens = {}
+    for name, value in config.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            tokens[name] = content
+    return tokens
 
 
 def read_template_file(path: Path) -> str:

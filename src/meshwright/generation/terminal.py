@@ -56,11 +56,13 @@ class Terminal:
 
     def note(self, line: str) -> None:
         """Print a remark about the dialogue; stdout of a pipe is for text alone."""
-        if self.is_person:
-            line = fit(line)
-            print(f"\033[2m{line}\033[0m" if "NO_COLOR" not in os.environ else line, flush=True)
-        else:
+        if not self.is_person:
             print(line, file=sys.stderr, flush=True)
+            return
+        line = fit(line)
+        if "NO_COLOR" not in os.environ:
+            line = f"\033[2m{line}\033[0m"  # dim, so that it is told from the model's words
+        print(line, flush=True)
 
 
 @contextlib.contextmanager
@@ -73,11 +75,13 @@ def line_editing(words: Callable[[str], Iterable[str]], file: Path | None) -> It
         return
 
     def complete(text: str, number: int) -> str | None:
-        return [*(w for w in words(readline.get_line_buffer()) if w.startswith(text)), None][number]
+        """Return one word of those that fit; readline asks until there is none."""
+        fitting = [w for w in words(readline.get_line_buffer()) if w.startswith(text)]
+        return [*fitting, None][number]
 
     readline.set_completer(complete)
-    readline.set_completer_delims(" ")
-    is_libedit = "libedit" in (readline.__doc__ or "")
+    readline.set_completer_delims(" ")  # by default / begins a word too
+    is_libedit = "libedit" in (readline.__doc__ or "")  # macOS has it in readline's place
     readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
     if file is not None:
         with contextlib.suppress(OSError):
@@ -90,6 +94,7 @@ def line_editing(words: Callable[[str], Iterable[str]], file: Path | None) -> It
             with contextlib.suppress(OSError):  # a home that cannot be written to
                 file.parent.mkdir(parents=True, exist_ok=True)
                 readline.set_history_length(MOST_HISTORY)
+                # readline would make it readable for all.
                 os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
                 readline.write_history_file(file)
 

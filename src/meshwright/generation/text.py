@@ -24,14 +24,16 @@ class TokenText:
     def __init__(
         self, tokenizer: Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = ()
     ) -> None:
-        self.tokenizer, self.stop = tokenizer, [s for s in stop if s]
-        self.stopped, self.decoded = False, 0
+        self.tokenizer = tokenizer
+        self.stop = [s for s in stop if s]
+        self.stopped = False
+        self.decoded = 0
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         # The tokens of the last piece, and those after it; between bare ids stands `gap`.
         self._window = [] if gap(tokenizer) else list(before[-1:])
         # bytes of the window that were decoded
         self._done = len(tokenizer.decode_bytes(self._window))
-        self._held = ""
+        self._held = ""  # text that may become a stop string
 
     def push(self, *tokens: int) -> str:
         self._window += tokens
@@ -40,6 +42,7 @@ class TokenText:
         if raw.endswith(b"\xef\xbf\xbd"):
             return ""
         text = self._characters.decode(raw[self._done :])
+        # The last token stays, so that the next one is decoded as behind another.
         del self._window[:-1]
         self._done = len(self.tokenizer.decode_bytes(self._window))
         return self._release(text)
@@ -47,9 +50,11 @@ class TokenText:
     def flush(self) -> str:
         """Return the text still held back; call at the end."""
         raw = self.tokenizer.decode_bytes(self._window)
-        text = self._release(self._characters.decode(raw[self._done :], final=True))
-        held, self._held, self._done = self._held, "", len(raw)
-        return text + held
+        rest = self._characters.decode(raw[self._done :], final=True)
+        self._done = len(raw)
+        text = self._release(rest) + self._held
+        self._held = ""
+        return text
 
     def _release(self, text: str) -> str:
         """Return the text so far up to a stop string, or to what may become one."""
@@ -57,15 +62,19 @@ class TokenText:
         if self.stopped:
             return ""
         text = self._held + text
-        ends = [at for s in self.stop if (at := text.find(s)) >= 0]
+        ends = [text.find(s) for s in self.stop if s in text]
         if ends:
-            self.stopped, self._held = True, ""
+            self.stopped = True
+            self._held = ""
             return text[: min(ends)]
-        held = max(
-            (n for s in self.stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0
-        )
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        held = 0
+        for s in self.stop:
+            for n in range(1, len(s)):
+                if text.endswith(s[:n]):
+                    held = max(held, n)
+        certain = len(text) - held
+        self._held = text[certain:]
+        return text[:certain]
 
 
 def gap(tokenizer: Tokenizer) -> str:

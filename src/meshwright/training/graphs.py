@@ -158,17 +158,20 @@ class Graphs:
     def record(self, net: Network, batches: list[Batch], seed: int) -> Captured:
         """Capture the pieces of a step of such batches, beside the tensors that they read."""
         device = self.store.device
-        tensors = {name: x for name in TENSORS if (x := getattr(batches[0], name)) is not None}
-        copies: Any = {name: x.to(device, copy=True) for name, x in tensors.items()}
+        copies: dict[str, Any] = {}
+        for name in TENSORS:
+            x = getattr(batches[0], name)
+            if x is not None:
+                copies[name] = x.to(device, copy=True)
         batch = Batch(**copies, first_sample=0, unmasked=0)
         numbers = torch.ones(NUMBERS, dtype=torch.float64, device=device)
         end = len(batches) - 1
-        positions = [Position(i == 0, i == end) for i in sorted({0, min(1, end), end})]
-        pieces = [
-            functools.partial(micro_step, net, seed, batch, numbers, self.totals, position)
-            for position in positions
-        ]
-        replays = [self.backend.capture(piece) for piece in pieces]
+        # The first, one in the middle, and the last, which may be the same.
+        replays = []
+        for i in sorted({0, min(1, end), end}):
+            position = Position(is_first=i == 0, is_last=i == end)
+            piece = functools.partial(micro_step, net, seed, batch, numbers, self.totals, position)
+            replays.append(self.backend.capture(piece))
         return Captured(batch, numbers, replays)
 
 
@@ -182,11 +185,14 @@ def copy_into(to: Batch, batch: Batch) -> None:
 
 def shape_of(batches: list[Batch]) -> StepShape | None:
     """Return the shapes of a step's batches, and whether it has a middle; None if they differ."""
-    shapes = {
-        tuple(None if (x := getattr(b, n)) is None else (x.shape, x.dtype) for n in TENSORS)
-        for b in batches
-    }
-    return (*shapes.pop(), min(len(batches), 3)) if len(shapes) == 1 else None
+    shapes: set[StepShape] = set()
+    for batch in batches:
+        tensors = [getattr(batch, name) for name in TENSORS]
+        shapes.add(tuple(None if x is None else (x.shape, x.dtype) for x in tensors))
+    if len(shapes) != 1:
+        return None
+    # Steps of three micro-batches or more replay the middle piece several times.
+    return (*shapes.pop(), min(len(batches), 3))
 
 
 assert set(TENSORS) == {f.name for f in fields(Batch)} - {"first_sample", "unmasked"}

@@ -68,12 +68,8 @@ class InFlight:
         stragglers: Stragglers | None,
         replicas: Replicas | None,
     ) -> None:
-        self.state, self.metrics, self.stragglers, self.replicas = (
-            state,
-            metrics,
-            stragglers,
-            replicas,
-        )
+        self.state, self.metrics = state, metrics
+        self.stragglers, self.replicas = stragglers, replicas
         self.ahead = steps_ahead(state.config, state.net.device)
         # while the device computes the next step
         self.logs_late = devices.is_asynchronous(state.net.device) and not self.ahead
@@ -85,32 +81,39 @@ class InFlight:
 
     def add(self, update: Update, settings: StepSettings, data_ms: float) -> None:
         """Count a step as applied, which `settle` corrects, and begin to read its numbers."""
-        p, store, g, extras = (
-            self.state.progress,
-            self.state.net.store,
-            self.state.config.logging,
-            {},
-        )
-        if g.log_num_zeros_in_grad:
-            extras["num_zeros"] = store.count_zero_gradients()
-        if g.log_params_norm:
-            extras["params_norm"] = store.weight_norm()
-        if (times := store.times) is not None:
+        p, net, logging = self.state.progress, self.state.net, self.state.config.logging
+        # Whatever else is read goes with the update's numbers, in one copy to the host.
+        extras: dict[str, torch.Tensor] = {}
+        if logging.log_num_zeros_in_grad:
+            extras["num_zeros"] = net.store.count_zero_gradients()
+        if logging.log_params_norm:
+            extras["params_norm"] = net.store.weight_norm()
+        times = net.store.times
+        if times is not None:
             extras |= {"arrived": times[HAS_GRADIENTS], "met": times[ALL_MET]}
-        numbers = (
-            torch.cat([update, *(x.double().view(1) for x in extras.values())])
-            if extras
-            else update
-        )
-        size, scheduled = self.state.config.batch(p.consumed_train_samples), p.schedule_samples
+        numbers = update
+        if extras:
+            numbers = torch.cat([update, *(x.double().view(1) for x in extras.values())])
+        size = self.state.config.batch(p.consumed_train_samples)
+        scheduled = p.schedule_samples
         p.iteration += 1
         p.consumed_train_samples += size
         p.schedule_samples += size
         # Before the numbers are copied, so that the device has passed it when they are here.
-        ended = devices.mark(self.state.net.device)
-        read, names = devices.start_read(numbers), (*self.state.net.update_columns, *extras)
-        counters = p.iteration, p.consumed_train_samples, scheduled, size
-        self.submitted.append(Submitted(*counters, settings, data_ms, names, ended, read))
+        ended = devices.mark(net.device)
+        self.submitted.append(
+            Submitted(
+                iteration=p.iteration,
+                consumed=p.consumed_train_samples,
+                scheduled=scheduled,
+                size=size,
+                settings=settings,
+                data_ms=data_ms,
+                names=(*net.update_columns, *extras),
+                ended=ended,
+                numbers=devices.start_read(numbers),
+            )
+        )
         if self.logs_late:
             self.write_log()  # of the step before
 
@@ -137,6 +140,7 @@ class InFlight:
         # then the store left the weights as they were
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
         state.scaler.update(skipped)
+        # fp16's loss scale is found by overflows, which are no reason to act while it may fall.
         overflow = skipped and math.isfinite(loss) and state.config.precision.fp16
         harmless = overflow and state.scaler.may_overflow(settings.scale)
         scheduled = step.scheduled + (0 if skipped else step.size)
@@ -147,16 +151,16 @@ class InFlight:
             "grad_norm": norm,
             "lr": settings.lr,
             "loss_scale": settings.scale,
+            "skipped": skipped,
+            "data_ms": round(step.data_ms, 3),
+            **numbers,
         }
-        row |= {"skipped": skipped, "data_ms": round(step.data_ms, 3), **numbers}
         logged = step.iteration, step.consumed, self.seconds_of(step), schedule.lr(scheduled)
         self.unwritten = functools.partial(self.metrics.step, *logged, row)
         if skipped:  # whatever was submitted since then does not count
-            p.iteration, p.consumed_train_samples, p.schedule_samples = (
-                step.iteration,
-                step.consumed,
-                scheduled,
-            )
+            p.iteration = step.iteration
+            p.consumed_train_samples = step.consumed
+            p.schedule_samples = scheduled
         return Settled(step, loss, norm, not skipped, votes)
 
     def seconds_of(self, step: Submitted) -> float:
@@ -170,15 +174,15 @@ class InFlight:
 
     def write_log(self) -> None:
         """Log the last step that was settled, unless that is done."""
+        # Forgotten first: what fails to be written is not written twice.
         write, self.unwritten = self.unwritten, None
         if write is not None:
             write()
-        for iteration, lag in (
-            self.stragglers.changes() if self.stragglers and self.state.team.is_lead else ()
-        ):
-            self.metrics.event(
-                "straggler", iteration, f" > {'WARNING: ' * lag.is_slow}{lag}", **lag.facts()
-            )
+        if self.stragglers is None or not self.state.team.is_lead:
+            return
+        for iteration, lag in self.stragglers.changes():
+            warning = "WARNING: " if lag.is_slow else ""
+            self.metrics.event("straggler", iteration, f" > {warning}{lag}", **lag.facts())
 
     def drop(self) -> bool:
         """Log what is settled and forget the steps since, which do not count.

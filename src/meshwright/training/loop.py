@@ -192,10 +192,12 @@ class Trainer:
         return self.feed.next(self.progress.consumed_train_samples)
 
     def step_settings(self) -> StepSettings:
-        samples, t, state = self.progress.schedule_samples, self.config.training, self.state
-        wants_stop = self.team.size > 1 and (
-            self.stop.reason() is not None or self.saving.has_failed
-        )
+        t, state = self.config.training, self.state
+        samples = self.progress.schedule_samples
+        # One rank alone looks at its reasons itself; several have to stop after the same step.
+        wants_stop = False
+        if self.team.size > 1:
+            wants_stop = self.stop.reason() is not None or self.saving.has_failed
         lr, weight_decay = state.schedule.lr(samples), state.schedule.wd(samples)
         return StepSettings(t.seed, lr, weight_decay, state.scaler.scale, t.loss_mean, wants_stop)
 

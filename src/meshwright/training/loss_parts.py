@@ -21,6 +21,7 @@ class LossParts:
 
     def __init__(self, dataset: Dataset, length: int, net: CutModel) -> None:
         self.dataset, self.length, self.net = dataset, length, net
+        # Data sets of the caller need not tell where a sample comes from.
         self.sources = dataset.list_sources() if isinstance(dataset, OrderedSamples) else []
         self.numbers = {source: number for number, source in enumerate(self.sources)}
         self.firsts = torch.tensor(first_positions(length), device=net.device)
@@ -34,29 +35,23 @@ class LossParts:
         positions = batch.position_ids
         if positions is None:
             columns = losses.shape[1]
-            positions = (
-                self.net.layout.at("cp") * columns
-                + torch.arange(columns, device=losses.device)[None]
-            )
+            first = self.net.layout.at("cp") * columns
+            positions = first + torch.arange(columns, device=losses.device)[None]
         ranges = torch.bucketize(positions, self.firsts, right=True) - 1
         in_range = F.one_hot(ranges, len(self.firsts)).double().expand(len(losses), -1, -1)
-        of_source = F.one_hot(
-            torch.tensor([self.number_of(k) for k in samples]), self.sums.shape[1]
-        )
-        # Products, because sums by index have no fixed order on GPUs.
+        numbers = torch.tensor([self.number_of(sample) for sample in samples])
+        of_source = F.one_hot(numbers, self.sums.shape[1]).to(losses.device, torch.float64)
+        # Products, because sums by index have no fixed order on GPUs. v: losses and tokens,
+        # b: samples, t: columns, r: ranges of positions, s: data sets.
         by_sample = torch.einsum("vbt,btr->vbr", values, in_range)
-        self.sums += torch.einsum(
-            "vbr,bs->vsr", by_sample, of_source.to(losses.device, torch.float64)
-        )
+        self.sums += torch.einsum("vbr,bs->vsr", by_sample, of_source)
 
     def number_of(self, sample: int) -> int:
         """Return the number of the data set that a sample of the validation comes from."""
-        dataset = self.dataset
-        return (
-            self.numbers[dataset.source_of(sample % len(dataset))]
-            if isinstance(dataset, OrderedSamples)
-            else 0
-        )
+        if not isinstance(self.dataset, OrderedSamples):
+            return 0
+        # A validation that goes on where the one before ended begins the set again after its last.
+        return self.numbers[self.dataset.source_of(sample % len(self.dataset))]
 
     def merge(self) -> None:
         """Add up the sums of all ranks."""
@@ -77,8 +72,8 @@ class LossParts:
 def named_means(names: list[str], sums: Tensor) -> dict[str, float]:
     """Return the mean of each name, from sums and counts [2, names], if its count is not 0."""
     totals, counts = sums.tolist()
-    return {
-        name: total / count
-        for name, total, count in zip(names, totals, counts, strict=True)
-        if count
-    }
+    means = {}
+    for name, total, count in zip(names, totals, counts, strict=True):
+        if count:
+            means[name] = total / count
+    return means

@@ -105,13 +105,12 @@ def forward_backward(
     pulse.tick()
     with timed("forward-compute", 2):
         # A name for the logits would keep this largest tensor of a step through the backward pass.
-        terms = [
-            term / divisor
-            for term in sum_terms(net, batch, forward_part(net, net.parts[0], batch, seed))
-        ]
+        sums = sum_terms(net, batch, forward_part(net, net.parts[0], batch, seed))
+        terms = [term / divisor for term in sums]
     net.store.begin_backward(position.is_last)
     with timed("backward-compute", 2):
-        (functools.reduce(torch.add, terms) * scale).backward()  # type: ignore[no-untyped-call]
+        loss = functools.reduce(torch.add, terms)
+        (loss * scale).backward()  # type: ignore[no-untyped-call]
     if net.has_results:
         add_terms(totals, terms)
 
@@ -138,6 +137,7 @@ def add_terms(totals: Tensor, terms: list[Tensor]) -> None:
 def update_weights(net: Network, numbers: Tensor, totals: Tensor) -> None:
     """Update the weights; complete the totals. torch's optimizers read the numbers on the host."""
     lr, weight_decay, scale, *_ = numbers.unbind() if net.store.reads_tensors else numbers.tolist()
+    # All totals but the norm are summed over the ranks, and the norm is put between them again.
     sums = torch.cat((totals[:GRAD_NORM], totals[VOTES:]))
     norm = net.store.step(Numbers(lr, weight_decay, scale), sums)
     totals.copy_(torch.cat((sums[:GRAD_NORM], norm.double()[None], sums[GRAD_NORM:])))

@@ -46,10 +46,12 @@ def shapes_of_rank(
     m, p = config.model, config.parallel
     tp, own = p.tensor_model_parallel_size, stage_numbers(config, pipeline_rank)
     first, last = 0 in own, len(config.stages) - 1 in own
+    # Outside of the layers each module is a unit of its own.
     outside = counts.outer_shapes(
         m, padded, m.max_position_embeddings or config.data.seq_length or 0
     )
     tied = not m.untie_embeddings_and_output_weights
+    # A pipeline has the embedding on its first stage and the head on its last.
     held = {
         "wte": first or (last and tied),
         "wpe": first,

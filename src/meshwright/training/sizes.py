@@ -35,44 +35,54 @@ def rows(config: TrainConfig) -> int:
 
 def held_bytes(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) -> dict[str, int]:
     """Return the bytes of weights, gradients and optimizer state that a device holds."""
-    p, low, parts = config.parallel, WIDTHS[config.precision.dtype], data_parts(config)
+    p = config.parallel
+    parts = data_parts(config)
+    low = WIDTHS[config.precision.dtype]
+    full = max(low, 4)  # of masters, moments and gradients
     units = shapes_of_rank(config, padded, pipeline_rank)
-    full, n = max(low, 4), flat_total(units, parts)
     by_rule = elements_by_rule(config, units)
-    share = n // parts
+    elements = flat_total(units, parts)
+    share = elements // parts  # what ZeRO leaves to a rank
     is_gathered = p.zero_stage == 3 and parts > 1
-    is_separate = low != full or p.offloads or parts > 1
+
+    # With ZeRO 3 the gathered weights are there for a pass only.
+    weights = elements * low + 2 * fp8_parameters(config, pipeline_rank)
+    if is_gathered:
+        weights = 0
+
     keeps_all = p.zero_stage < 2 or parts == 1
     keeps_share = parts > 1 and not (is_gathered and p.offloads)
-    moments = moments_of(by_rule, parts) * bytes_of_moment(config.optimizer, full)
-    is_averaged = config.optimizer.ema > 0
-    optimizer = 0 if p.offloads else moments + full * share * (is_separate + is_averaged)
+    gradients = full * (elements * keeps_all + share * keeps_share)
+
+    optimizer = 0
+    if not p.offloads:
+        # The weights themselves are the masters if they have the same format and are not cut.
+        has_masters = low != full or parts > 1
+        copies = has_masters + (config.optimizer.ema > 0)
+        moments = moments_of(by_rule, parts) * bytes_of_moment(config.optimizer, full)
+        optimizer = moments + full * share * copies
     has_kernel = kind == NVIDIA and full == 4 and not p.offloads and not is_gathered
     if has_kernel and by_rule["adamw"]:  # tables of blocks: updated, counted
         optimizer += 8 * (by_rule["adamw"] // parts + share) // BLOCK
         if is_rounded(config.optimizer):  # the place of each block
             optimizer += 4 * by_rule["adamw"] // parts // BLOCK
-    weights = n * low + 2 * fp8_parameters(config, pipeline_rank)
-    weights *= not is_gathered  # for a pass only
-    return {
-        "weights": weights,
-        "gradients": full * (n * keeps_all + share * keeps_share),
-        "optimizer": optimizer,
-    }
+    return {"weights": weights, "gradients": gradients, "optimizer": optimizer}
 
 
 def host_bytes(config: TrainConfig, padded: int, pipeline_rank: int) -> int:
     """Return the bytes of optimizer state and gradients that a rank offloads to the host."""
-    p, low, parts = config.parallel, WIDTHS[config.precision.dtype], data_parts(config)
+    p = config.parallel
     if not p.offloads:
         return 0
+    parts = data_parts(config)
+    low = WIDTHS[config.precision.dtype]
+    full = max(low, 4)
     units = shapes_of_rank(config, padded, pipeline_rank)
-    full, share = max(low, 4), flat_total(units, parts) // parts
+    share = flat_total(units, parts) // parts
     # new weights, copied to the device
     leaving = 0 if p.zero_stage == 3 and parts > 1 else low * share
-    moments = moments_of(elements_by_rule(config, units), parts) * bytes_of_moment(
-        config.optimizer, full
-    )
+    elements = moments_of(elements_by_rule(config, units), parts)
+    moments = elements * bytes_of_moment(config.optimizer, full)
     kept = 2 + (config.optimizer.ema > 0)  # masters, gradients, and the average of --ema
     return full * kept * share + moments + leaving
 
@@ -126,11 +136,18 @@ def fp8_parameters(config: TrainConfig, pipeline_rank: int) -> int:
 
 def describe_layout(config: TrainConfig) -> str:
     """Return how many ranks there are, and what they divide."""
+    if config.world == 1:
+        return "1 rank"
     p = config.parallel
-    sizes = {"context": p.context_parallel_size, "tensor": p.tensor_model_parallel_size}
-    sizes |= {"pipeline": p.pipeline_model_parallel_size}
-    ranks = "".join(f" x {k} {name}" for name, k in sizes.items() if k > 1)
-    return f"{config.world} ranks = {config.dp} data{ranks}" if config.world > 1 else "1 rank"
+    text = f"{config.world} ranks = {config.dp} data"
+    for name, size in (
+        ("context", p.context_parallel_size),
+        ("tensor", p.tensor_model_parallel_size),
+        ("pipeline", p.pipeline_model_parallel_size),
+    ):
+        if size > 1:
+            text += f" x {size} {name}"
+    return text
 
 
 def describe_memory(config: TrainConfig, padded: int) -> str:
@@ -139,10 +156,12 @@ def describe_memory(config: TrainConfig, padded: int) -> str:
     ranks = range(config.parallel.pipeline_model_parallel_size)
     on_device = [sum(held_bytes(config, padded, rank, kind).values()) for rank in ranks]
     on_host = max(host_bytes(config, padded, rank) for rank in ranks)
-    beside = f" and {_bytes(on_host)} in host memory" if on_host else ""
-    return (
-        f"{_bytes(max(on_device))}{describe_place(on_device) if config.world > 1 else ''}{beside}"
-    )
+    text = _bytes(max(on_device))
+    if config.world > 1:
+        text += describe_place(on_device)
+    if on_host:
+        text += f" and {_bytes(on_host)} in host memory"
+    return text
 
 
 def describe_lack(config: TrainConfig, padded: int) -> str:

@@ -79,22 +79,16 @@ def prepare_numbers(
     The numbers are on the host, from where they can be sent. Both ways of running a step read them
     on the device, because a division by a number of the host rounds differently there.
     """
-    count, unmasked, rows = len(batches) * net.layout.dp, count_unmasked(net, batches), []
+    count, unmasked = len(batches) * net.layout.dp, count_unmasked(net, batches)
     counted = unmasked if s.loss_mean == "global" and isinstance(unmasked, Tensor) else None
+    rows = []
     for b in batches:
         divisor = max(b.unmasked, 1) * count if s.loss_mean == "microbatch" else unmasked
-        rows.append(
-            [
-                s.lr,
-                s.weight_decay,
-                s.scale,
-                1.0 if isinstance(divisor, Tensor) else divisor,
-                s.wants_stop,
-            ]
-        )
-    return torch.tensor(
-        rows, dtype=torch.float64, pin_memory=devices.is_accelerator(net.device)
-    ), counted
+        # A divisor that is on the device is put in its place there.
+        on_host = 1.0 if isinstance(divisor, Tensor) else divisor
+        rows.append([s.lr, s.weight_decay, s.scale, on_host, s.wants_stop])
+    pinned = devices.is_accelerator(net.device)
+    return torch.tensor(rows, dtype=torch.float64, pin_memory=pinned), counted
 
 
 def accumulate(

@@ -48,6 +48,7 @@ class Validator:
         """Validate, and note the step if its loss is the lowest so far."""
         p = self.progress
         loss = self.validate("valid")
+        # A validation that was cut short has no loss.
         if math.isfinite(loss) and (p.best_loss is None or loss < p.best_loss):
             p.best_iteration, p.best_loss = step, loss
 
@@ -127,8 +128,8 @@ class Validator:
         """
         t, size = self.config.training, self.config.global_batch
         is_valid = key.partition("/")[0] == "valid"
-        at_end: Literal["mask", "wrap"] = "wrap"
         steps, first = t.eval_iters, 0
+        at_end: Literal["mask", "wrap"] = "wrap"
         if is_valid and self.config.data.full_validation:
             # The last batch is filled up with masked samples.
             steps, at_end = -(-len(dataset) // size), "mask"
@@ -144,7 +145,9 @@ class Validator:
 
         The mean takes the place of the weights: nothing may train or save them afterwards.
         """
-        c, sets, begun = self.config.checkpoint, self.feed.sets_of("valid"), time.perf_counter()
+        c = self.config.checkpoint
+        sets = self.feed.sets_of("valid")
+        begun = time.perf_counter()
         if not (sets and self.config.training.eval_iters and c.save) or self.is_cut_short():
             return
         pulse.enter("validation")
@@ -152,8 +155,10 @@ class Validator:
         if not averaged:
             return
         losses = [self.loss_on(key, dataset, is_at_end=True) for key, dataset in sets.items()]
-        loss, seconds = sum(losses) / len(losses), round(time.perf_counter() - begun, 3)
-        which = f"the mean of the weights of steps {', '.join(f'{step:,}' for step in averaged)}"
+        loss = sum(losses) / len(losses)
+        seconds = round(time.perf_counter() - begun, 3)
+        numbers = ", ".join(f"{step:,}" for step in averaged)
+        which = f"the mean of the weights of steps {numbers}"
         keep = f"meshwright convert {c.save} DIR --average-last {len(averaged)} writes it"
         line = f" > --average-last: {which} has a validation loss of {loss:.4f}, the last step {plain:.4f}; {keep}"
         self.metrics.event(
@@ -167,7 +172,8 @@ def first_term(
     """Return the function that computes the reported loss of micro-batch i from its logits."""
 
     def compute(logits: Tensor, i: int) -> Tensor:
-        losses = next(iter(net.loss(logits, batches[i]).values()))
+        # The first term is the loss that is reported; others, as z loss, only move the weights.
+        losses, *_ = net.loss(logits, batches[i]).values()
         if parts is not None and net.has_results:
             parts.add(samples[i], batches[i], losses)
         return loss_sum(losses, batches[i].loss_mask)
@@ -199,6 +205,7 @@ def evaluate(
         if net.has_results:
             for loss in losses:
                 sums[0] += loss
+            # Context ranks have parts of the same samples: one of them counts the tokens.
             sums[1] += 0 if net.layout.at("cp") else sum(b.unmasked for b in micro_batches)
     if net.layout.world > 1:
         dist.all_reduce(sums)

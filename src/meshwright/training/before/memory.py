@@ -66,6 +66,7 @@ def fit_micro_batch(
     t, d, length = config.training, config.data, config.data.seq_length
     assert length
     masks_loss, resets_positions, resets_attention = d.document_effects
+    # The size must divide the batches of a ramp-up too, so that it can stay the same.
     sizes = [size // config.dp for size in config.batches]
 
     def attempt(size: int) -> None:
@@ -91,6 +92,7 @@ def fit_micro_batch(
         part.train()
     is_planned = net.device.type == devices.NVIDIA and isinstance(net.parts[0], GPT)
     forecast = find_forecast() if is_planned else None
+    # A size that the plan predicts is tried first, which saves most of the attempts.
     planned = (
         functools.partial(forecast.planned_bytes, config, vocab[1])
         if forecast is not None
@@ -115,6 +117,7 @@ def find_largest(
     sizes per data-parallel rank, which the micro-batch must divide. `preferred`, the size used
     before the run was resumed, is kept if it fits. `planned(n)` predicts the bytes of n samples.
     """
+    # All divisors come in pairs, of which one is at most the root.
     common = math.gcd(*batches)
     small = [n for n in range(1, math.isqrt(common) + 1) if common % n == 0]
     divisors = sorted({*small, *(common // n for n in small)})

@@ -38,7 +38,9 @@ def describe_rank(config: TrainConfig, vocab: int, padded: int) -> list[str]:
         raise SettingsError(
             f"{{rank={rank}}} does not fit {{world_size={world}}}; ranks count from 0 to {world - 1}"
         )
+    # What this costs says what the set-up of a rank will cost the host.
     before, began = peak_memory(), time.perf_counter()
+    # The fake backend makes groups of any size in one process, and sends nothing.
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         layout = connect(layout_of(config, rank))
@@ -72,44 +74,53 @@ def without_device(config: TrainConfig) -> TrainConfig:
 
 def describe_planned(config: TrainConfig, padded: int, layout: Layout) -> list[str]:
     """Return a line about the memory of the rank, if there is a plan."""
-    if (forecast := find_forecast()) is None:
+    forecast = find_forecast()
+    if forecast is None:
         return []
     kinds = forecast.memory_of_rank(config, padded, layout.at("pp"))
-    sizes = ", ".join(f"{kind} {size / 2**30:,.2f} GiB" for kind, size in kinds.items() if size)
-    return [f"  memory, estimated by the plan: {sizes}"]
+    sizes = [f"{kind} {size / 2**30:,.2f} GiB" for kind, size in kinds.items() if size]
+    return [f"  memory, estimated by the plan: {', '.join(sizes)}"]
 
 
 def describe_place(layout: Layout) -> str:
-    sizes = zip(DIMENSIONS, layout.shape, strict=True)
-    return ", ".join(
-        f"{PLACES[name]} {layout.at(name)} of {size}" for name, size in sizes if size > 1
-    )
+    places = []
+    for name, size in zip(DIMENSIONS, layout.shape, strict=True):
+        if size > 1:
+            places.append(f"{PLACES[name]} {layout.at(name)} of {size}")
+    return ", ".join(places)
 
 
 def describe_ranks(ranks: list[int]) -> str:
     """Return the ranks of a group; of many, the first ones and the last."""
     if len(ranks) <= NAMED:
         return f"ranks {', '.join(map(str, ranks))}"
-    return f"{len(ranks)} ranks, {', '.join(map(str, ranks[: NAMED - 1]))} ... {ranks[-1]}"
+    first = ", ".join(map(str, ranks[: NAMED - 1]))
+    return f"{len(ranks)} ranks, {first} ... {ranks[-1]}"
 
 
 def describe_files(config: TrainConfig, named: TensorBoxes) -> Iterator[str]:
     """Yield what a rank with these tensors reads: token files, and those of a checkpoint."""
     for prefix in prefixes(config.data):
         yield f"{prefix}.idx and, through a map, {prefix}.bin"
-    if config.checkpoint.load and (
-        source := loading.open_checkpoint(config.checkpoint.load, open_options(config))
-    ):
-        wanted = sorted(files_of(source, named))
-        more = f" and {len(wanted) - NAMED} more" * (len(wanted) > NAMED)
-        yield f"{len(wanted)} of the checkpoint's files, {', '.join(wanted[:NAMED])}{more}"
+    if not config.checkpoint.load:
+        return
+    source = loading.open_checkpoint(config.checkpoint.load, open_options(config))
+    if source is None:
+        return  # the run would begin anew
+    wanted = sorted(files_of(source, named))
+    listed = ", ".join(wanted[:NAMED])
+    if len(wanted) > NAMED:
+        listed += f" and {len(wanted) - NAMED} more"
+    yield f"{len(wanted)} of the checkpoint's files, {listed}"
 
 
 def files_of(source: Source, named: TensorBoxes) -> set[str]:
     """Return the files of a checkpoint that hold a part of these tensors' boxes."""
-    files = set[str]()
+    files: set[str] = set()
     for name, (_, boxes, _) in named.items():
-        for file, stored in source.parts(name) if name in source.tensors else ():
+        if name not in source.tensors:
+            continue
+        for file, stored in source.parts(name):
             if file not in files and any(meet(stored.offset, stored.size, *box) for box in boxes):
                 files.add(file)
     return files

@@ -61,6 +61,7 @@ def find_origin(
     first = functools.partial(first_of_all, team, net.layout)
     with devices.on_stream(net.stream), as_usual(net):
         net.store.wait_for_weights()
+        # From the cheapest to the dearest: what is in memory, a forward pass, a backward pass.
         if origin := first("state", find_bad_state(net)):
             return origin
         on_device = [b.to(net.device) for b in batches]
@@ -82,31 +83,43 @@ def find_origin(
 
 def first_of_all(team: Team, layout: Layout, kind: str, own: Finding | None) -> Origin | None:
     """Return the first of what all ranks found, with the ranks that found it."""
-    shown = {n: dims for n, dims in COORDINATES.items() if n != "cp" or layout.cp > 1}
-    at = ", ".join(f"{name} {layout.at(*dims)}" for name, dims in shown.items())
-    everyone = team.gather(
-        [*own, team.rank, f"{team.rank} ({at}, host {platform.node()})"] if own else None
-    )
-    findings = [finding for finding in everyone if finding]
+    report = None
+    if own is not None:
+        report = [*own, team.rank, f"{team.rank} ({place_of(layout)}, host {platform.node()})"]
+    # Lists, not Findings: the store that carries them between ranks has JSON's types.
+    findings = [finding for finding in team.gather(report) if finding]
     if not findings:
         return None
     order, text, name, is_fused, *_ = min(findings)
+    # Several ranks may find it: tensor ranks, for example, compute the same stream.
     same = [finding for finding in findings if finding[0] == order and finding[2] == name]
-    ranks, places = [finding[-2] for finding in same], [finding[-1] for finding in same]
-    where = "" if team.size == 1 else f", on rank{'s' * (len(ranks) > 1)} {list_some(places)}"
-    return Origin(
-        f"it began in {text}{where}",
-        {"kind": kind, "name": name, "fused": is_fused, "ranks": ranks},
-    )
+    ranks = [finding[-2] for finding in same]
+    where = ""
+    if team.size > 1:
+        plural = "s" if len(ranks) > 1 else ""
+        where = f", on rank{plural} {list_some([finding[-1] for finding in same])}"
+    facts = {"kind": kind, "name": name, "fused": is_fused, "ranks": ranks}
+    return Origin(f"it began in {text}{where}", facts)
+
+
+def place_of(layout: Layout) -> str:
+    """Return this rank's place in the layout, as tp 0, pp 1, dp 3."""
+    places = []
+    for name, dims in COORDINATES.items():
+        # Few runs have context ranks.
+        if name != "cp" or layout.cp > 1:
+            places.append(f"{name} {layout.at(*dims)}")
+    return ", ".join(places)
 
 
 COORDINATES = {"tp": ("tp",), "cp": ("cp",), "pp": ("pp",), "dp": ("replicas", "shard")}
 
 
 def list_some(names: list[str]) -> str:
-    return ", ".join(names[:NAMED]) + (
-        f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    )
+    text = ", ".join(names[:NAMED])
+    if len(names) > NAMED:
+        text += f" and {len(names) - NAMED} more"
+    return text
 
 
 # Numbers
@@ -114,9 +127,9 @@ def list_some(names: list[str]) -> str:
 
 def count_bad(x: Tensor) -> Tensor:
     """Count the values that are not finite, on the device."""
-    return torch.stack(
-        [(~part.isfinite()).sum() for part in torch.split(x.detach().flatten(), AT_ONCE)]
-    ).sum()
+    # In parts: the mask of all at once would need a quarter of the tensor's memory.
+    parts = torch.split(x.detach().flatten(), AT_ONCE)
+    return torch.stack([(~part.isfinite()).sum() for part in parts]).sum()
 
 
 def floats(value: Any) -> Iterator[Tensor]:
@@ -145,22 +158,29 @@ def first_bad(tensors: dict[str, Tensor], before: str) -> Finding | None:
     if not named:
         return None
     counts = torch.stack([count_bad(x).cpu() for _, x in named]).tolist()
-    for i, ((name, x), bad) in enumerate(zip(named, counts, strict=True)):
+    for i, bad in enumerate(counts):
         if bad:
+            name, x = named[i]
             return Finding([i], f"{before}{name} ({in_words((bad, x.numel()))})", name)
     return None
 
 
 def find_bad_state(net: Network) -> Finding | None:
     """Check this rank's weights and moments, and the copies that the layers read."""
-    state = {name: x for name, (_, _, x) in net.store.named_state().items()}
-    finding = first_bad({n: x for n, x in state.items() if "/" not in n}, "the weights ")
-    copies = {
-        n: p for part in net.parts for n, p in part.named_parameters() if not hasattr(p, "to_local")
-    }
-    finding = finding or first_bad(copies, "the copy that the layers read of the weights ")
-    return finding or first_bad(
-        {n: x for n, x in state.items() if "/" in n}, "the optimizer's state "
+    # Moments are named after their parameter, as wte.weight/exp_avg.
+    masters: dict[str, Tensor] = {}
+    moments: dict[str, Tensor] = {}
+    for name, (_, _, x) in net.store.named_state().items():
+        (moments if "/" in name else masters)[name] = x
+    copies = {}
+    for part in net.parts:
+        for name, p in part.named_parameters():
+            if not hasattr(p, "to_local"):  # ZeRO 3 has no copy outside of a pass
+                copies[name] = p
+    return (
+        first_bad(masters, "the weights ")
+        or first_bad(copies, "the copy that the layers read of the weights ")
+        or first_bad(moments, "the optimizer's state ")
     )
 
 
@@ -174,6 +194,7 @@ def as_usual(net: Network) -> Iterator[None]:
     fp8's scales learn nothing from them.
     """
     with contextlib.ExitStack() as block:
+        # A compiled layer has no modules within it for hooks to see.
         if net.is_compiled:
             block.enter_context(torch.compiler.set_stance("force_eager"))
         if (scales := net.store.scales) is not None:
@@ -267,6 +288,7 @@ class Watch:
         return [self.microbatches[chunk], stage, self.calls]
 
     def enter(self, chunk: int, name: str, module: nn.Module, args: Any) -> None:
+        # The part itself is entered once for each micro-batch.
         if not name:
             self.microbatches[chunk] += 1
         if not self.has_gradients:
@@ -291,14 +313,18 @@ class Watch:
         self, name: str, order: list[int], source: Any, output: Any, is_fused: bool = False
     ) -> None:
         """Note an output that is not finite, and whether its inputs are."""
-        if self.from_finite is not None or not (bad := bad_in(output))[0]:
+        if self.from_finite is not None:
+            return
+        bad = bad_in(output)
+        if not bad[0]:
             return
         is_first = not bad_in(source)[0]
         of_inputs = " from finite inputs" if is_first else ""
         text = f"the forward pass of micro-batch {order[0] + 1}: {in_words(bad)} that {name} made{of_inputs}"
+        finding = Finding(order, text, name, is_fused)
         if is_first:
-            self.from_finite = Finding(order, text, name, is_fused)
-        self.passed_on = self.passed_on or Finding(order, text, name, is_fused)
+            self.from_finite = finding
+        self.passed_on = self.passed_on or finding
 
     def gradient_hook(
         self, chunk: int, name: str, before: str, is_parameter: bool
@@ -307,8 +333,12 @@ class Watch:
 
         def see(grad: Tensor) -> None:
             self.calls += 1
-            if is_parameter not in self.gradients and (bad := bad_in(grad))[0]:
+            if is_parameter in self.gradients:
+                return
+            bad = bad_in(grad)
+            if bad[0]:
                 text = f"the gradient of {before}{name} ({in_words(bad)})"
+                # The backward pass goes from the last stage to the first.
                 self.gradients[is_parameter] = Finding([-stage, self.calls], text, name)
 
         return see

@@ -30,9 +30,8 @@ def spread(losses: Collection[float]) -> tuple[float, float]:
     least a thousandth of the median, so that equal losses do not make a spike of the next.
     """
     middle = statistics.median(losses)
-    return middle, max(
-        1.4826 * statistics.median(abs(x - middle) for x in losses), 1e-3 * abs(middle), 1e-9
-    )
+    deviation = 1.4826 * statistics.median(abs(x - middle) for x in losses)
+    return middle, max(deviation, 1e-3 * abs(middle), 1e-9)
 
 
 class Guard:
@@ -66,16 +65,17 @@ class Guard:
     def nonfinite(self, step: Submitted, loss: float, norm: float) -> bool:
         """React to a step that was not applied."""
         word, times = self.on_nonfinite.word, self.on_nonfinite.times
-        has_changed, begun = self.in_flight.drop(), time.perf_counter()
+        # This step has left the weights as they were; the one under way may have changed them.
+        has_changed = self.in_flight.drop()
+        begun = time.perf_counter()
         origin = self.locate(step, math.isfinite(loss))
         if has_changed and not origin.is_state:
             origin = origin._replace(
                 text=f"{origin.text} (with the weights after the next step, already under way)"
             )
-        number = (
-            f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
-        )
-        what = f"iteration {step.iteration} (samples up to {step.consumed}): {number}{self.at_scale(step)}"
+        number = f"the gradient norm is {norm}" if math.isfinite(loss) else f"the loss is {loss}"
+        where = f"iteration {step.iteration} (samples up to {step.consumed})"
+        what = f"{where}: {number}{self.at_scale(step)}"
         row = {
             "loss": loss,
             "grad_norm": norm,
@@ -92,6 +92,7 @@ class Guard:
 
     def locate(self, step: Submitted, has_loss: bool) -> Origin:
         try:
+            # No step keeps its batch, which is read from disk again.
             batches = self.feed.read_again(step.consumed - step.size)
             return find_origin(self.state.net, self.state.team, batches, step.settings, has_loss)
         except Exception as error:  # a failed search must not hide why the step is not applied
@@ -108,13 +109,16 @@ class Guard:
     def applied(self, step: Submitted, loss: float) -> bool:
         """React to the loss of an applied step if it is a spike; keep it for the next ones."""
         word, times = self.on_spike.word, self.on_spike.times
-        losses, factor = self.state.losses, self.config.training.spike_factor
+        losses = self.state.losses
         if word == "off":
             return False
+        # No loss is a spike before the window is full.
         middle, deviation = spread(losses) if len(losses) == losses.maxlen else (loss, 1.0)
         losses.append(loss)
-        is_spike = loss > middle + factor * deviation
-        is_new, self.in_spike = is_spike and not self.in_spike, is_spike
+        is_spike = loss > middle + self.config.training.spike_factor * deviation
+        is_new = is_spike and not self.in_spike
+        self.in_spike = is_spike
+        # One warning is enough for a spike of several steps.
         if not is_spike or (word == "warn" and not is_new):
             return False
         before = f"the median of the {losses.maxlen} before"
@@ -138,13 +142,17 @@ class Guard:
 
     def failure(self, what: str, origin: Origin | None) -> UserError:
         c = self.config
-        is_fault = origin is not None and (origin.is_state or origin.is_transient)
-        kept = f"; the checkpoints in {c.checkpoint.save} are unchanged"
-        cure = f"lower {{lr}} (now {c.optimizer.lr}), warm up longer{' or use {bf16=True}' if c.precision.fp16 else ''}"
-        cure = "continue from the newest checkpoint" if is_fault else cure
-        return SettingsError(
-            f"{what}{kept if c.checkpoint.save else ''}; {cure}", NON_FINITE, everywhere=True
-        )
+        # A fault of the hardware says nothing against the settings.
+        if origin is not None and (origin.is_state or origin.is_transient):
+            cure = "continue from the newest checkpoint"
+        else:
+            cure = f"lower {{lr}} (now {c.optimizer.lr}), warm up longer"
+            if c.precision.fp16:
+                cure += " or use {bf16=True}"
+        kept = ""
+        if c.checkpoint.save:
+            kept = f"; the checkpoints in {c.checkpoint.save} are unchanged"
+        return SettingsError(f"{what}{kept}; {cure}", NON_FINITE, everywhere=True)
 
     def roll_back(
         self, step: Submitted, what: str, setting: str, times: int, origin: Origin | None = None
@@ -170,8 +178,10 @@ class Guard:
             )
         begin, self.since = p.consumed_train_samples, p.schedule_samples
         p.iteration, p.consumed_train_samples = step.iteration, step.consumed
+        # `done` was read before the checkpoint's older count was loaded.
         p.rollbacks, p.nonfinite_in_a_row = done + 1, 0
         self.in_spike = False
+        # The loader has read samples ahead that are passed over.
         self.feed.close()
         self.state.skips.append([begin, f"rolled back, passed over to {step.consumed}"])
         seconds = time.perf_counter() - begun

@@ -53,28 +53,25 @@ class Copies:
 
 def copies_in(store: Store) -> list[Copies]:
     """Return what this layout holds more than once: the same kinds on every rank."""
-    layout, named = store.layout, store.weights_by_name()
-    weights = Copies("weights", layout.members(*store.sharding.replicated), named)
+    layout = store.layout
+    named = store.weights_by_name()
+    of_replicas = layout.members(*store.sharding.replicated)
+    weights = Copies("weights", of_replicas, named)
     kinds = [weights]
     if isinstance(store, FlatStore):
-        weights.groups, weights.flat = layout.members("replicas", "shard", "cp"), store.weights
+        # Whatever ZeRO 1 and 2 cut, each rank of these groups has all weights, in one tensor.
+        weights.groups = layout.members("replicas", "shard", "cp")
+        weights.flat = store.weights
         if store.master is not store.weights and not store.offload:
-            ranges = ((name, *store.local_range(name)) for name in named)
-            parts = {
-                name: store.master[begin : begin + high - low] for name, begin, low, high in ranges
-            }
-            kinds.append(
-                Copies(
-                    "master weights",
-                    layout.members(*store.sharding.replicated),
-                    parts,
-                    store.master,
-                )
-            )
+            parts = {}
+            for name in named:
+                begin, low, high = store.local_range(name)
+                parts[name] = store.master[begin : begin + high - low]
+            kinds.append(Copies("master weights", of_replicas, parts, store.master))
     uncut = {name: x for name, x in named.items() if not store.sharding.is_cut(name)}
     kinds.append(Copies("weights", layout.members("tp"), uncut))
     if store.sharding.tied:  # the first and the last stage have the token table
-        ends = [sorted({g[0], g[-1]}) for g in layout.members("pp")]
+        ends = [sorted({stages[0], stages[-1]}) for stages in layout.members("pp")]
         table = {name: x for name, x in named.items() if name == "wte.weight"}
         kinds.append(Copies("token tables", ends, table))
     return [kind for kind in kinds if any(len(group) > 1 for group in kind.groups)]
@@ -82,7 +79,9 @@ def copies_in(store: Store) -> list[Copies]:
 
 def words(x: Tensor) -> Tensor:
     """Return a tensor's bits as integers, in pairs where its values have 2 bytes."""
-    x, size = x.detach().reshape(-1), x.element_size()
+    x = x.detach().reshape(-1)
+    size = x.element_size()
+    # Half as many products; a view as 4 bytes must begin and end at a multiple of them.
     if size == 2 and x.numel() % 2 == 0 and x.storage_offset() % 2 == 0:
         size = 4
     return x.view(INTEGERS[size])
@@ -96,20 +95,25 @@ def multipliers(count: int, device: torch.device) -> Tensor:
 @torch.no_grad()
 def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return a hash [] int64 of the tensors' exact bits: a sum of products, modulo 2^64."""
+    # Sums of integers are the same in any order, and so on any device.
     sums = [torch.zeros(1, dtype=torch.int64, device=device)]
-    for bits in map(words, joined(tensors)):
+    for tensor in joined(tensors):
+        bits = words(tensor)
         factors = multipliers(WIDTH, bits.device)
-        even = len(bits) - len(bits) % WIDTH
-        blocks = torch.split(bits[:even].view(-1, WIDTH), ROWS)
-        sums += [(block * factors).sum(1).to(device) for block in blocks]
-        sums.append((bits[even:] * factors[: len(bits) - even]).sum()[None].to(device))
+        rest = len(bits) % WIDTH
+        even = len(bits) - rest
+        for block in torch.split(bits[:even].view(-1, WIDTH), ROWS):
+            sums.append((block * factors).sum(1).to(device))
+        sums.append((bits[even:] * factors[:rest]).sum()[None].to(device))
+    # The rows have factors too, so that two rows that are exchanged are found.
     rows = torch.cat(sums)
     return (rows * multipliers(len(rows), device)).sum()
 
 
 def joined(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the tensors flat; small ones together, which takes fewer kernels."""
-    small, elements = list[Tensor](), 0
+    small: list[Tensor] = []
+    elements = 0
     for x in tensors:
         if x.numel() >= WIDTH * ROWS:
             yield x
@@ -192,39 +196,54 @@ class Replicas:
         """Find out which ranks hold which parameters differently; every rank calls this."""
         own = {name: int(digest([x], x.device)) for name, x in kind.tensors.items()}
         everyone = self.team.gather([socket.gethostname(), own])
-        # parameter -> ranks that differ, ranks that agree
-        wrong: dict[str, tuple[list[int], int]] = {}
-        for group in kind.groups:
-            for name in everyone[group[0]][1]:
-                counts = Counter(everyone[rank][1].get(name) for rank in group)
-                (common, most), *others = counts.most_common()
-                if others and name not in wrong:
-                    is_split = others[0][1] == most
-                    ranks = [r for r in group if is_split or everyone[r][1].get(name) != common]
-                    wrong[name] = ranks, 0 if is_split else most
-        kept = f"; nothing was saved since they were equal: go on from {self.saves_to}" * bool(
-            self.saves_to
-        )
+        hosts = [host for host, _ in everyone]
+        hashes = [of_rank for _, of_rank in everyone]
+        wrong = find_differing(kind.groups, hashes)
+
+        kept = ""
+        if self.saves_to:
+            kept = f"; nothing was saved since they were equal: go on from {self.saves_to}"
         if not wrong:
             what = f"the copies of the {kind.what} differed and are equal again: suspect the memory of a GPU{kept}"
             return UserError(f"iteration {iteration}: {what}", UNEXPECTED, everywhere=True)
         first, (ranks, agreeing) = next(iter(wrong.items()))
-        differ = (
-            f"{kind.what} that differ from the other {agreeing} copies"
-            if agreeing
-            else f"different {kind.what}"
-        )
-        doubt = "" if agreeing else ", and no majority shows which are right"
-        more = f" and {len(wrong) - 1} other parameters" * (len(wrong) > 1)
-        holders = name_ranks(ranks, [host for host, _ in everyone])
-        what = f"{holders} {differ}{doubt}, first in {first}{more}{kept}; check the memory of that machine"
+        if agreeing:
+            differ = f"{kind.what} that differ from the other {agreeing} copies"
+        else:
+            differ = f"different {kind.what}, and no majority shows which are right"
+        more = f" and {len(wrong) - 1} other parameters" if len(wrong) > 1 else ""
+        holders = name_ranks(ranks, hosts)
+        what = f"{holders} {differ}, first in {first}{more}{kept}; check the memory of that machine"
         return UserError(f"iteration {iteration}: {what}", UNEXPECTED, everywhere=True)
+
+
+def find_differing(
+    groups: list[list[int]], hashes: list[dict[str, int]]
+) -> dict[str, tuple[list[int], int]]:
+    """Return parameter -> the ranks that differ from the majority, and how many agree.
+
+    Where no majority is larger than the next group, all ranks differ and none agrees.
+    """
+    wrong: dict[str, tuple[list[int], int]] = {}
+    for group in groups:
+        for name in hashes[group[0]]:
+            counts = Counter(hashes[rank].get(name) for rank in group)
+            (common, agreeing), *others = counts.most_common()
+            if not others or name in wrong:
+                continue
+            if others[0][1] == agreeing:
+                wrong[name] = list(group), 0
+            else:
+                wrong[name] = [r for r in group if hashes[r].get(name) != common], agreeing
+    return wrong
 
 
 def name_ranks(ranks: list[int], hosts: list[str]) -> str:
     """Return the subject and verb of what ranks hold, with the hosts of the first ones."""
     named = [f"{rank} ({hosts[rank]})" for rank in ranks[:NAMED]]
-    named += [f"{len(ranks) - NAMED} more"] * (len(ranks) > NAMED)
-    if len(named) == 1:
-        return f"rank {named[0]} holds"
-    return f"ranks {', '.join(named[:-1])} and {named[-1]} hold"
+    if len(ranks) > NAMED:
+        named.append(f"{len(ranks) - NAMED} more")
+    *others, last = named
+    if not others:
+        return f"rank {last} holds"
+    return f"ranks {', '.join(others)} and {last} hold"

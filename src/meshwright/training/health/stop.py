@@ -41,6 +41,7 @@ class StopConditions:
         if self.t.kill_switch_path and Path(self.t.kill_switch_path).exists():
             return f"kill switch {self.t.kill_switch_path}"
         minutes = (time.perf_counter() - self.began) / 60
+        # All ranks look at their own clocks, and the first that is over decides for all.
         if self.t.exit_duration_in_mins and has_stepped and minutes > self.t.exit_duration_in_mins:
             return f"{minutes:.2f} minutes, more than --exit-duration-in-mins {self.t.exit_duration_in_mins:g}"
         return None
@@ -55,14 +56,13 @@ class StopConditions:
 
         def combine(some: list[list[Any]]) -> list[Any]:
             reasons, numbers, failed = zip(*some, strict=True)
-            return [
-                next(filter(None, reasons), None),
-                next(filter(None, numbers), None),
-                any(failed),
-            ]
+            reason = next(filter(None, reasons), None)
+            number = next(filter(None, numbers), None)
+            return [reason, number, any(failed)]
 
         own: list[Any] = [self.reason(has_stepped), self.signal, has_failed]
         reason, number, failed = team.merge(own, combine) if team.size > 1 else own
+        # The exit status of all ranks is that of the signal.
         if number is not None and self.signal is None:
             self.signal = signal.Signals(number)
         return reason, failed
@@ -79,10 +79,11 @@ class StopConditions:
         """Say from where a run that is stopped at once goes on."""
         step = None
         with contextlib.suppress(Exception):  # the folder may be gone
-            step = next(iter(steps.list_steps(self.save)), None) if self.save else None
-        return "stopped at once; " + (
-            f"step {step:,} is saved: it goes on from there" if step else "no step is saved"
-        )
+            saved = steps.list_steps(self.save) if self.save else []
+            step = saved[0] if saved else None
+        if step:
+            return f"stopped at once; step {step:,} is saved: it goes on from there"
+        return "stopped at once; no step is saved"
 
     @contextlib.contextmanager
     def handle_signals(self) -> Iterator[None]:

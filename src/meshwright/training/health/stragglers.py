@@ -42,27 +42,27 @@ class Lag:
 
     def facts(self) -> dict[str, Any]:
         """Return the columns of a row in metrics.jsonl."""
-        values = {
-            "ratio": self.ratio,
-            "ms": self.ms,
-            "data_ms": self.data_ms,
-            "median_ms": self.median,
-        }
-        rounded = {name: round(value, 3) for name, value in values.items()}
         return {
             "rank": self.rank,
             "host": self.host,
             "slow": self.is_slow,
             "text": str(self),
-            **rounded,
+            "ratio": round(self.ratio, 3),
+            "ms": round(self.ms, 3),
+            "data_ms": round(self.data_ms, 3),
+            "median_ms": round(self.median, 3),
         }
 
     def __str__(self) -> str:
-        who, times = f"rank {self.rank} ({self.host})", f"{self.ratio:.1f} x the median step time"
+        who = f"rank {self.rank} ({self.host})"
+        times = f"{self.ratio:.1f} x the median step time"
         if not self.is_slow:
             return f"{who} is no longer slow: {times}"
-        data = f", {self.data_ms:.1f} ms of it for data" if self.data_ms > self.ms / 4 else ""
-        return f"{who} takes {times}: {self.ms:.1f} ms{data}; the median is {self.median:.1f} ms"
+        text = f"{who} takes {times}: {self.ms:.1f} ms"
+        # A smaller share is not what makes the rank slow.
+        if self.data_ms > self.ms / 4:
+            text += f", {self.data_ms:.1f} ms of it for data"
+        return f"{text}; the median is {self.median:.1f} ms"
 
 
 class Stragglers:
@@ -77,7 +77,7 @@ class Stragglers:
     def note(self, iteration: int, data_ms: float, arrived: float, met: float) -> None:
         """Count a step; its times are in nanoseconds."""
         before, self.met = self.met, met
-        if before is not None:
+        if before is not None:  # the first step after a pause has no begin
             self.steps += 1
             self.ms += (arrived - before) / 1e6
             self.data_ms += data_ms
@@ -91,13 +91,16 @@ class Stragglers:
 
     def changes(self) -> list[tuple[int, Lag]]:
         """Return the ranks that became slow, or are no longer, each with the iteration."""
-        board, out = self.watchdog.take_board(), []
+        board = self.watchdog.take_board()
         if board is None:
             return []
         iteration = max(at for _, at, _, _ in board)
+        # median_low: of two ranks the faster one is the measure, or neither would be slow.
         median = max(statistics.median_low(ms for _, _, ms, _ in board), 1e-3)
         data_median = statistics.median_low(data for _, _, _, data in board)
+        out = []
         for rank, (host, _, ms, data) in enumerate(board):
+            # Ranks that wait for each other within a step differ in their waits for data alone.
             more = max(ms - median, data - data_median)
             bound = (WELL if rank in self.slow else SLOW) - 1
             is_slow = math.isfinite(more) and more > max(bound * median, LEAST_MS)

@@ -61,6 +61,7 @@ class Scores:
             for name, path in spec.tasks:
                 self.tasks.append(prepare_task(name, path, tokenizer, self.length, half))
 
+        # Every rank reads the files, and all fail if one cannot.
         team.run_on_all(read_tasks)
         self.interval = config.logging.eval_tasks_interval or self.default_interval()
         names = ", ".join(task.name for task in self.tasks)
@@ -71,16 +72,21 @@ class Scores:
 
     def default_interval(self) -> int:
         """Return the least of 1, 2, 5, 10, 20, ... that keeps the scores' time below TIME_SHARE."""
-        c = self.config
         fed = sum(self.tokens_fed(task) for task in self.tasks)
-        least = fed / (3 * TIME_SHARE * c.global_batch * self.length)
-        round_numbers: list[int] = [n * 10**k for k in range(12) for n in (1, 2, 5)]
-        return next(n for n in round_numbers if n >= least)
+        # A step of training costs about three forward passes over its tokens.
+        least = fed / (3 * TIME_SHARE * self.config.global_batch * self.length)
+        power = 1
+        while True:
+            for digit in (1, 2, 5):
+                if digit * power >= least:
+                    return digit * power
+            power *= 10
 
     def tokens_fed(self, task: PreparedTask[Any]) -> int:
         """Return the tokens that the network reads for a task, with padding."""
-        lengths = [len(w.tokens) - 1 for w in task.windows]
-        return self.length * len(lengths) if self.is_fixed else sum(lengths)
+        if self.is_fixed:
+            return self.length * len(task.windows)
+        return sum(len(window.tokens) - 1 for window in task.windows)
 
     def collect(self, metrics: Metrics) -> None:
         """Record what was computed beside the run, without waiting."""
@@ -214,11 +220,11 @@ class ScoresBeside(Scores):
         status, self.child = self.child.wait(), None
         iteration, consumed = self.scored
         if status:
-            lines = (self.root / "log.txt").read_text(errors="replace").strip().splitlines() or [
-                "no output"
-            ]
+            # The run goes on without these scores; the last line says why.
+            lines = (self.root / "log.txt").read_text(errors="replace").strip().splitlines()
+            last = lines[-1] if lines else "no output"
             remark(
-                f"WARNING: --eval-tasks: no scores of step {iteration:,} (exit status {status}): {lines[-1]}"
+                f"WARNING: --eval-tasks: no scores of step {iteration:,} (exit status {status}): {last}"
             )
             return
         for score in json.loads((self.root / "scores.json").read_text()):
@@ -239,6 +245,7 @@ class ScoresBeside(Scores):
         """Wait for the process; the ranks meet often, as it may take longer than their time-out."""
         if self.child is not None:
             say(f" > waiting for the scores of step {self.scored[0]:,} ...")
+        # Only the rank that has the process waits for it; for all others it is idle.
         while not self.team.merge(self.is_idle() or should_stop(), all):
             time.sleep(0.1)
         self.collect(metrics)

@@ -45,6 +45,7 @@ class SampleWriter:
         self.requests = [Request(list(tokenizer.encode(prompt))) for prompt in self.prompts]
         # An empty prompt begins a document.
         self.ids = [request.prompt or [tokenizer.eod] for request in self.requests]
+        # Checked before training: a run must not end at its first sample.
         for prompt, ids in zip(self.prompts, self.ids, strict=True):
             if len(ids) >= self.length:
                 text = f"{plain(repr(prompt[:30]))} has {len(ids)} tokens; the model reads {self.length}, shorten it"
@@ -64,28 +65,23 @@ class SampleWriter:
 
     def generate(self) -> list[list[int]]:
         """Return the new tokens of each prompt, without an end-of-document token."""
-        texts, done = [list(ids) for ids in self.ids], [False] * len(self.ids)
-        kind, device, eod = (
-            sampling.ChoiceParts.of(self.options),
-            self.net.device,
-            self.tokenizer.eod,
-        )
-        numbers = torch.tensor(
-            [sampling.control_numbers(self.options)] * len(texts),
-            dtype=torch.float64,
-            device=device,
-        )
-        keys = torch.tensor(
-            [sampling.stream_key(self.seed, row) for row in range(len(texts))], device=device
-        )
+        device, eod = self.net.device, self.tokenizer.eod
+        texts = [list(ids) for ids in self.ids]
+        done = [False] * len(texts)
+        kind = sampling.ChoiceParts.of(self.options)
+        # The same numbers for all texts, and a stream of random numbers for each.
+        flags = [sampling.control_numbers(self.options)] * len(texts)
+        numbers = torch.tensor(flags, dtype=torch.float64, device=device)
+        names = [sampling.stream_key(self.seed, row) for row in range(len(texts))]
+        keys = torch.tensor(names, device=device)
         temperature, top_p, min_p = numbers.unbind(1)
         controls = sampling.Controls(temperature, top_p, min_p, torch.zeros_like(keys), keys)
         for _ in range(self.count):
             logits = self.next_logits(texts)
             at = torch.tensor(list(map(len, texts)), device=device)
-            for row, token in enumerate(
-                sampling.sample_tokens(logits, kind, controls, at).tolist()
-            ):
+            # All ranks have the same logits, and so choose the same tokens.
+            new = sampling.sample_tokens(logits, kind, controls, at).tolist()
+            for row, token in enumerate(new):
                 done[row] = done[row] or token == eod or len(texts[row]) >= self.length
                 if not done[row]:
                     texts[row].append(token)
@@ -97,6 +93,8 @@ class SampleWriter:
     def next_logits(self, texts: list[list[int]]) -> Tensor:
         """Return the logits [texts, vocabulary] behind each text, the same on all ranks."""
         net, at = self.net, self.net.layout.at
+
+        # The batches: texts of one width, in micro-batches of the training's size.
         longest = max(map(len, texts))
         width = self.length if self.is_fixed else min(-(-longest // PADDING) * PADDING, self.length)
         padded = texts + [texts[-1]] * (-len(texts) % self.rows)
@@ -111,18 +109,17 @@ class SampleWriter:
             """Return the logits behind each text, 0 if it ends in another rank's columns."""
             end = ends[i].to(logits.device) - first
             is_inside = (end >= 0) & (end < columns)
-            chosen = logits[torch.arange(len(end), device=logits.device), end.where(is_inside, 0)]
+            rows = torch.arange(len(end), device=logits.device)
+            chosen = logits[rows, end.where(is_inside, 0)]
             return upcast(chosen).masked_fill(~is_inside[:, None], 0)
 
         parts = net.infer(batches, take_ends)
         if net.layout.world == 1:
             return torch.cat(parts)[: len(texts), : self.vocab]
-        # One replica adds its part: the last stage's ids of this tensor rank.
-        kind = (
-            torch.float64
-            if next(net.parts[0].parameters()).dtype is torch.float64
-            else torch.float32
-        )
+
+        # One replica adds its part: the last stage's ids of this tensor rank. All others add 0.
+        weight = next(net.parts[0].parameters())
+        kind = torch.float64 if weight.dtype is torch.float64 else torch.float32
         total = torch.zeros(len(padded), self.vocab, dtype=kind, device=net.device)
         if parts and not at("replicas", "shard"):
             part = torch.cat(parts)
@@ -134,6 +131,7 @@ class SampleWriter:
 
 def in_one_line(text: str) -> str:
     """Return a text for the log, without what moves a terminal's cursor or changes its colours."""
-    return "".join(
-        c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text.split())
-    )
+    letters = []
+    for letter in " ".join(text.split()):
+        letters.append(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}")
+    return "".join(letters)

@@ -37,10 +37,12 @@ class Saving:
 
     def run(self, step: int) -> None:
         pulse.enter("save")
+        # A checkpoint of damaged weights would spoil every run that goes on from it.
         if self.replicas is not None:
             self.replicas.require_equal(step)
         self.guard.note_save()
         self.report_samples_used()
+        # Rows are on disk before the step that they lead to.
         self.metrics.sync()
         seconds = self.state.save()
         self.record_failures()
@@ -80,6 +82,7 @@ class Saving:
             return
         self.metrics.row("used", self.progress.iteration, consumed_samples=consumed, samples=used)
         if aloud:
+            # A blend may have thousands of files; metrics.jsonl has them all.
             most_used = sorted(used.items(), key=lambda item: -item[1])[:20]
             for prefix, number in most_used:
                 say(f" > samples of each data set so far: {number:12d} {prefix}")

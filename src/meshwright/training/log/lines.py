@@ -71,22 +71,25 @@ class Interval:
     @property
     def seconds_left(self) -> float:
         run = self.run
-        left = (
-            run.samples - self.consumed
-            if run.samples
-            else (run.steps - self.iteration) * self.steps[-1]["batch"]
-        )
+        # In steps, those to come are taken to be as large as the last one.
+        left: float = (run.steps - self.iteration) * self.steps[-1]["batch"]
+        if run.samples:
+            left = run.samples - self.consumed
         return max(left / self.samples_per_second, 0)
 
     def in_megatrons_form(self) -> str:
         numbers = self.steps[-1] | {"lr": self.lr, "loss": scientific(self.loss)}
+        columns = [c for c in STEP_COLUMNS if c.line and c.name in numbers]
+        ms = self.seconds / len(self.steps) * 1e3
+        nan = sum(not math.isfinite(step["loss"]) for step in self.steps)
+        # Scripts find the parts by words and order; what Megatron lacks comes at the end.
         parts = [
             f" iteration {self.iteration:8d}/{self.run.steps:8d}",
             f"consumed samples: {self.consumed:12d}",
-            f"elapsed time per iteration (ms): {self.seconds / len(self.steps) * 1e3:.1f}",
-            *(c.line.format(numbers[c.name]) for c in STEP_COLUMNS if c.line and c.name in numbers),
+            f"elapsed time per iteration (ms): {ms:.1f}",
+            *(column.line.format(numbers[column.name]) for column in columns),
             f"number of skipped iterations: {self.skipped:3d}",
-            f"number of nan iterations: {sum(not math.isfinite(step['loss']) for step in self.steps):3d}",
+            f"number of nan iterations: {nan:3d}",
             f"samples per second: {self.samples_per_second:.3f}",
             f"TFLOPs: {self.flops / 1e12:.2f}",
             f"tokens per second: {self.tokens_per_second:.0f}",
@@ -95,21 +98,19 @@ class Interval:
             parts.append(f"MFU: {100 * self.mfu:.1f}% of {self.run.peak / 1e12:.0f} TFLOP/s")
         if self.memory:
             parts.append(f"memory (GiB): {self.memory / 2**30:.2f}")
-        return (
-            " | ".join([*parts, f"ETA: {datetime.timedelta(seconds=round(self.seconds_left))}"])
-            + " |"
-        )
+        parts.append(f"ETA: {datetime.timedelta(seconds=round(self.seconds_left))}")
+        return " | ".join(parts) + " |"
 
     def in_libais_form(self) -> str:
         """Return LiBai's line, which counts iterations from 0."""
-        seconds = self.seconds / len(self.steps)
-        waited = sum(step["data_ms"] for step in self.steps) / 1e3 / len(self.steps)
+        steps = len(self.steps)
+        waited = sum(step["data_ms"] for step in self.steps) / 1e3 / steps
         left = datetime.timedelta(seconds=int(self.seconds_left))
         return (
             f" eta: {left}  iteration: {self.iteration - 1}/{self.run.steps}  "
-            f"consumed_samples: {self.consumed}  total_loss: {self.loss:.4g}  time: {seconds:.4f} s/iter  "
-            f"data_time: {waited:.4f} s/iter total_throughput: {self.samples_per_second:.2f} samples/s "
-            f"lr: {self.lr:.2e}  "
+            f"consumed_samples: {self.consumed}  total_loss: {self.loss:.4g}  "
+            f"time: {self.seconds / steps:.4f} s/iter  data_time: {waited:.4f} s/iter "
+            f"total_throughput: {self.samples_per_second:.2f} samples/s lr: {self.lr:.2e}  "
         )
 
     def named(self) -> dict[str, str]:
@@ -205,22 +206,16 @@ class Check:
     @property
     def when(self) -> str:
         """The time in Megatron's words."""
-        kind = "test" if self.name == "test" else "val"
-        return (
-            f"the end of training for {kind} data"
-            if self.is_at_end
-            else f"iteration {self.iteration}"
-        )
+        if not self.is_at_end:
+            return f"iteration {self.iteration}"
+        return f"the end of training for {'test' if self.name == 'test' else 'val'} data"
 
     def in_megatrons_form(self) -> str:
         """Return the line between two rules."""
         where = f"{self.when} on {self.dataset}" if self.dataset else self.when
         loss, ppl = scientific(self.loss), scientific(self.ppl)
         line = f" validation loss at {where} | lm loss value: {loss} | lm loss PPL: {ppl} | "
-        line += (
-            ""
-            if self.ema_loss is None
-            else f"lm loss value of the average: {scientific(self.ema_loss)} | "
-        )
+        if self.ema_loss is not None:
+            line += f"lm loss value of the average: {scientific(self.ema_loss)} | "
         rule = "-" * (len(line) + 1)
         return f"{rule}\n{line}\n{rule}"

@@ -44,12 +44,22 @@ from meshwright.training.state.folder import LivePage, find_page
 from meshwright.training.tasks import PreparedTask
 
 # Dense half-precision peaks in FLOP/s by a part of the device's name, from the vendors' datasheets.
-PEAKS = {"B200": 2250e12, "RTX 4090": 165e12, "L40S": 362e12, "V100": 125e12}
-# The first part that is in the name counts.
-PEAKS |= dict.fromkeys(("H100 PCIe", "H800 PCIe"), 756e12) | dict.fromkeys(
-    ("H100 NVL", "H200 NVL"), 835e12
-)
-PEAKS |= dict.fromkeys(("H100", "H200", "H800"), 989e12) | dict.fromkeys(("A100", "A800"), 312e12)
+# The first part that is in the name counts, so that the longer ones come first.
+PEAKS = {
+    "B200": 2250e12,
+    "RTX 4090": 165e12,
+    "L40S": 362e12,
+    "V100": 125e12,
+    "H100 PCIe": 756e12,
+    "H800 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+}
 
 # Printed by --nvidia-smi-at.
 GPU_FIELDS = "timestamp,name,driver_version,utilization.gpu,utilization.memory,memory.total,memory.free,memory.used"
@@ -91,6 +101,7 @@ class Metrics:
         self.is_late = False  # whether that was logged
         self.path = (folder or Path()) / METRICS
         if folder is not None:
+            # Attempts in one folder continue one file, and each row names its attempt.
             self.file = own_file(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             self.attempt_number = 1 + _count_starts(folder)
         name = folder.resolve().name if folder is not None else "meshwright"
@@ -126,6 +137,7 @@ class Metrics:
 
         With --save-error warn, rows wait in memory while the disk is full.
         """
+        # Nothing follows a failure: "end" is the last row of an attempt.
         if self.file < 0 or self.has_failed:
             return
         head = {"event": event, "attempt": self.attempt_number, "iteration": iteration}
@@ -170,54 +182,53 @@ class Metrics:
         if not values["skipped"]:
             self.recent.append((iteration, loss))
         self.iteration = iteration
-        tokens, memory = batch * self.run.sequence / seconds, devices.peak_memory(self.device)
+
+        # The row, and the curves drawn from it.
+        tokens = batch * self.run.sequence / seconds
         flops = tokens * self.run.flops_per_token / self.run.devices
         row = values | {
             "ms": round(seconds * 1e3, 3),
             "tokens_per_second": round(tokens, 1),
             "tflops": round(flops / 1e12, 4),
             "mfu": round(flops / self.run.peak, 4) if self.run.peak else None,
-            "memory": memory,
+            "memory": devices.peak_memory(self.device),
         }
         self.row("step", iteration, consumed_samples=consumed, **row)
         if self.trackers:
-            extra: dict[str, Any] = {"iteration": iteration, "world_size": self.run.devices}
-            extra["timers"] = self.timers.times_of_step()
-            if self.g.log_memory_to_tensorboard and memory is not None:
-                stats = devices.memory_stats(self.device)
-                extra |= {
-                    "reserved": stats["reserved_bytes.all.current"],
-                    "memory": stats["allocated_bytes.all.current"],
-                    "allocated_count": stats.get("allocation.all.current", 0),
-                }
-            self._track(tags(self.g, row | extra), iteration, consumed)
+            self._draw_step(iteration, consumed, row)
+
+        # What is shown.
         if self.bar is not None:
-            self.bar[0].update(
-                self.bar[1],
-                completed=iteration,
-                loss=f"{loss:.4f}",
-                speed=f"{tokens:,.0f} tokens/s",
-            )
+            bar, task = self.bar
+            speed = f"{tokens:,.0f} tokens/s"
+            bar.update(task, completed=iteration, loss=f"{loss:.4f}", speed=speed)
         if every := self.g.steps_per_print:
             steps, samples, time_spent = self.since_print
             self.since_print = (steps + 1, samples + batch, time_spent + seconds)
             if iteration % every == 0:
                 say(in_deepspeeds_form(iteration, loss, *self.since_print))
                 self.since_print = (0, 0, 0.0)
-        if (
-            iteration % self.g.log_interval == 0
-            or iteration == self.run.steps
-            or not math.isfinite(loss)
-        ):
+        is_last = iteration == self.run.steps
+        if is_last or iteration % self.g.log_interval == 0 or not math.isfinite(loss):
             self._line(iteration, consumed, next_lr)
         if self.comparison is not None and self.comparison.note(seconds):
-            for line in self.comparison.compare(
-                devices.memory_stats(self.device), devices.mapped_memory()
-            ):
+            stats, mapped = devices.memory_stats(self.device), devices.mapped_memory()
+            for line in self.comparison.compare(stats, mapped):
                 remark(line)
-            self.comparison = None
+            self.comparison = None  # once is enough
         if self.page is not None:
             self.page.update()
+
+    def _draw_step(self, iteration: int, consumed: int, row: dict[str, Any]) -> None:
+        row = row | {"iteration": iteration, "world_size": self.run.devices}
+        row["timers"] = self.timers.times_of_step()
+        if self.g.log_memory_to_tensorboard and row["memory"] is not None:
+            stats = devices.memory_stats(self.device)
+            # Megatron's curves are of what is in use now; the row has the peak.
+            row["reserved"] = stats["reserved_bytes.all.current"]
+            row["memory"] = stats["allocated_bytes.all.current"]
+            row["allocated_count"] = stats.get("allocation.all.current", 0)
+        self._track(tags(self.g, row), iteration, consumed)
 
     def _track(self, values: dict[str, float], iteration: int, consumed: int) -> None:
         for tracker in self.trackers:
@@ -231,24 +242,28 @@ class Metrics:
         if self.form.head and not self.head_is_printed:
             self.head_is_printed = True
             show(self.form.head)
+        # The log has Megatron's line in any case; stdout has the chosen form.
         say(interval.in_megatrons_form(), self.form.step(interval))
         if self.screen is not None:
             self._show(self.screen.step(interval))
+        # Megatron prints it once, after the first steps: later ones take no more.
         if memory is not None and not self.memory_is_printed:
-            self.memory_is_printed, stats = True, devices.memory_stats(self.device)
-            columns = {
-                "allocated": "allocated_bytes.all.current",
-                "max allocated": "allocated_bytes.all.peak",
-            }
-            columns |= {
-                "reserved": "reserved_bytes.all.current",
-                "max reserved": "reserved_bytes.all.peak",
-            }
-            shown = " | ".join(f"{name}: {stats[key] / 2**20}" for name, key in columns.items())
-            say(f"[Rank 0] (after {iteration} iterations) memory (MB) | {shown}")
+            self.memory_is_printed = True
+            self._print_memory(iteration)
         if self.timers.steps:
             self.timers.print_means(len(self.since_line))
         self.since_line, self.seconds = [], 0.0
+
+    def _print_memory(self, iteration: int) -> None:
+        stats = devices.memory_stats(self.device)
+        columns = {
+            "allocated": "allocated_bytes.all.current",
+            "max allocated": "allocated_bytes.all.peak",
+            "reserved": "reserved_bytes.all.current",
+            "max reserved": "reserved_bytes.all.peak",
+        }
+        shown = " | ".join(f"{name}: {stats[key] / 2**20}" for name, key in columns.items())
+        say(f"[Rank 0] (after {iteration} iterations) memory (MB) | {shown}")
 
     def _show(self, text: str) -> None:
         """Show what a screen has formed, perhaps nothing."""
@@ -257,6 +272,7 @@ class Metrics:
 
     def roll_back(self, to: int, iteration: int, **values: Any) -> None:
         """Record that the steps after `to`, up to `iteration`, were undone."""
+        # The mean at the end is of steps that count.
         while self.recent and self.recent[-1][0] > to:
             self.recent.pop()
         self.row("rollback", iteration, to=to, **values)
@@ -266,16 +282,17 @@ class Metrics:
         say(check.in_megatrons_form())
         if self.screen is not None:
             self._show(self.screen.validation(check))
+        row: dict[str, Any] = {"name": check.name, "loss": check.loss, "ppl": check.ppl}
+        if check.ema_loss is not None:
+            row["ema_loss"] = check.ema_loss
+        if check.dataset:
+            row["set"] = check.dataset
+        if check.by_position:
+            row["by_position"] = check.by_position
+        if check.by_data:
+            # Addresses of object storage as they were typed, not the folders that stand for them.
+            row["by_data"] = {shown(prefix): loss for prefix, loss in check.by_data.items()}
         end = {"end": True} if check.is_at_end else {}
-        row = {"name": check.name, "loss": check.loss, "ppl": check.ppl}
-        row |= {"ema_loss": check.ema_loss} if check.ema_loss is not None else {}
-        row |= {"set": check.dataset} if check.dataset else {}
-        row |= {"by_position": check.by_position} if check.by_position else {}
-        row |= (
-            {"by_data": {shown(prefix): loss for prefix, loss in check.by_data.items()}}
-            if check.by_data
-            else {}
-        )
         self.row("validation", check.iteration, seconds=round(check.seconds, 3), **row, **end)
         self._track(validation_tags(self.g, row), check.iteration, consumed)
 
@@ -311,18 +328,14 @@ class Metrics:
 
     def print_gpus(self) -> None:
         """Print the use and memory of this machine's GPUs, once a machine: by its first rank."""
-        if (
-            self.gpus_are_hidden
-            or find_world(os.environ, self.config.parallel.local_rank).local_rank
-        ):
+        is_first = not find_world(os.environ, self.config.parallel.local_rank).local_rank
+        if self.gpus_are_hidden or not is_first:
             return
         try:
             lines = devices.ask_nvidia_smi(GPU_FIELDS).strip().splitlines()
         except RuntimeError as error:
-            self.gpus_are_hidden, lines = (
-                True,
-                [f" > --nvidia-smi-at: {error}, so nothing is printed"],
-            )
+            self.gpus_are_hidden = True  # it is said once
+            lines = [f" > --nvidia-smi-at: {error}, so nothing is printed"]
         for line in lines:
             if self.is_lead:
                 remark(line)

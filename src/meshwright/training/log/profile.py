@@ -60,57 +60,68 @@ class Summary:
             out.append(f"communication beside other work: {self.hidden_communication:.1%}")
         out.append(f"{'ms a step':>10}{'share':>8}{'calls':>8}  largest kernels")
         for k in self.kernels:
-            out.append(
-                f"{k.ms:10.3f}{k.share:8.1%}{k.calls:8.1f}  {shorten_kernel(k.name)} ({k.kind})"
-            )
+            figures = f"{k.ms:10.3f}{k.share:8.1%}{k.calls:8.1f}"
+            out.append(f"{figures}  {shorten_kernel(k.name)} ({k.kind})")
         return out
 
 
 def summarise(trace: Path, steps: int) -> Summary | None:
     """Return the summary of a trace file of torch's profiler; None if no work is in it."""
     with gzip.open(trace) if trace.suffix == ".gz" else trace.open("rb") as file:
+        # "X" are the events with a duration.
         events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
-    on_device = [e for e in events if e.get("cat") in KERNELS]
-    operators = own_time(e for e in events if e.get("cat") == "cpu_op")
-    kernels = ((e["name"], [(e["ts"], e["ts"] + e["dur"])]) for e in on_device)
-    spans, calls = defaultdict[str, list[Span]](list), Counter[str]()
-    for name, parts in kernels if on_device else operators:
-        spans[name] += parts
-        calls[name] += 1
+    kernels = [e for e in events if e.get("cat") in KERNELS]
+    spans = defaultdict[str, list[Span]](list)
+    calls = Counter[str]()
+    if kernels:
+        for e in kernels:
+            spans[e["name"]].append((e["ts"], e["ts"] + e["dur"]))
+            calls[e["name"]] += 1
+    else:
+        # Without a device the operators are the work. They call each other, so each counts alone.
+        for name, parts in own_time(e for e in events if e.get("cat") == "cpu_op"):
+            spans[name] += parts
+            calls[name] += 1
     if not spans:
         return None
+    every = [span for parts in spans.values() for span in parts]
+    begin = min(begin for begin, _ in every)
+    whole = max(end for _, end in every) - begin
+
     by_kind = defaultdict[str, list[Span]](list)
     for name, parts in spans.items():
         by_kind[kind_of_kernel(name)] += parts
-    begin = min(span[0] for parts in spans.values() for span in parts)
-    end = max(span[1] for parts in spans.values() for span in parts)
-    taken, shares = list[Span](), dict[str, float]()
+    # Each kind gets the time that the kinds before it have left.
+    taken: list[Span] = []
+    shares: dict[str, float] = {}
     for kind in ORDER:
         before = length(taken)
         taken = union(taken + by_kind[kind])
-        shares[kind] = (length(taken) - before) / (end - begin)
-    shares[IDLE] = 1 - length(taken) / (end - begin)
-    hidden = length(union(by_kind["communication"])) / (end - begin) - shares["communication"]
+        shares[kind] = (length(taken) - before) / whole
+    shares[IDLE] = 1 - length(taken) / whole
+    hidden = length(union(by_kind["communication"])) / whole - shares["communication"]
+
     times = {name: length(parts) for name, parts in spans.items()}
-    largest = sorted(times, key=lambda name: -times[name])[:LARGEST]
-    rows = [
-        Kernel(
-            n,
-            kind_of_kernel(n),
-            times[n] / 1e3 / steps,
-            calls[n] / steps,
-            times[n] / sum(times.values()),
+    total = sum(times.values())
+    rows = []
+    for name in sorted(times, key=lambda name: -times[name])[:LARGEST]:
+        rows.append(
+            Kernel(
+                name=name,
+                kind=kind_of_kernel(name),
+                ms=times[name] / 1e3 / steps,
+                calls=calls[name] / steps,
+                share=times[name] / total,
+            )
         )
-        for n in largest
-    ]
-    return Summary((end - begin) / 1e3 / steps, shares, hidden, rows)
+    return Summary(whole / 1e3 / steps, shares, hidden, rows)
 
 
 def kind_of_kernel(name: str) -> str:
-    return next(
-        (kind for kind, words in KINDS.items() if re.search(words, name, re.IGNORECASE)),
-        MEMORY_BOUND,
-    )
+    for kind, words in KINDS.items():
+        if re.search(words, name, re.IGNORECASE):
+            return kind
+    return MEMORY_BOUND
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
@@ -134,22 +145,32 @@ def own_time(operators: Iterable[dict[str, Any]]) -> Iterator[tuple[str, list[Sp
     for e in operators:
         threads[e["tid"]].append(e)
     for of_thread in threads.values():
+        # A caller precedes what it calls, also if both begin at once.
         of_thread.sort(key=lambda e: (e["ts"], -e["dur"]))
         starts = [e["ts"] for e in of_thread]
         for n, e in enumerate(of_thread):
-            at, end, parts = e["ts"], e["ts"] + e["dur"], list[Span]()
-            for inner in of_thread[n + 1 : bisect.bisect_left(starts, end)]:
+            at = e["ts"]
+            end = at + e["dur"]
+            parts: list[Span] = []
+            called = of_thread[n + 1 : bisect.bisect_left(starts, end)]
+            for inner in called:
                 if inner["ts"] > at:
                     parts.append((at, inner["ts"]))
                 at = max(at, inner["ts"] + inner["dur"])
-            yield e["name"], [*parts, (at, end)] if at < end else parts
+            if at < end:
+                parts.append((at, end))
+            yield e["name"], parts
 
 
 def shorten_kernel(name: str) -> str:
     """Return a kernel's name without its arguments and return type."""
     plain = re.sub(r"^void |\(anonymous namespace\)::|at::native::", "", name)
-    plain = re.sub(r"\(.*", "", plain) if not plain.startswith("Memc") else plain
-    return plain if len(plain) <= NAME else plain[: NAME - 1] + "…"
+    # "Memcpy HtoD (Pinned -> Device)" has its kind in parentheses.
+    if not plain.startswith("Memc"):
+        plain = re.sub(r"\(.*", "", plain)
+    if len(plain) <= NAME:
+        return plain
+    return plain[: NAME - 1] + "…"
 
 
 @contextlib.contextmanager
@@ -200,13 +221,12 @@ def profiler(
 
 def write_summary(trace: Path, steps: int) -> None:
     """Write summary.txt and summary.json beside the trace, and add the first to the log."""
-    if (summary := summarise(trace, max(steps, 1))) is None:
+    summary = summarise(trace, max(steps, 1))
+    if summary is None:
         return
     text = "\n".join(summary.lines())
     say(text)
-    for name, content in {
-        "summary.txt": text,
-        "summary.json": json.dumps(asdict(summary), indent=1),
-    }.items():
+    contents = {"summary.txt": text, "summary.json": json.dumps(asdict(summary), indent=1)}
+    for name, content in contents.items():
         with replacing(trace.parent / name) as file:
             file.write(f"{content}\n".encode())

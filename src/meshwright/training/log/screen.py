@@ -75,10 +75,9 @@ def open_screen(logging: Logging) -> LineScreen | None:
     if logging.log_format == "auto" and console.is_notebook():
         return NotebookScreen()
     is_terminal = sys.stdout.isatty() and not console.is_quiet()
-    is_short = logging.log_format == "short" or (logging.log_format == "auto" and is_terminal)
-    return (
-        LineScreen(is_terminal and sys.stderr.isatty() and logging.progress) if is_short else None
-    )
+    if logging.log_format == "short" or (logging.log_format == "auto" and is_terminal):
+        return LineScreen(is_terminal and sys.stderr.isatty() and logging.progress)
+    return None
 
 
 class LineScreen:
@@ -129,6 +128,7 @@ class LineScreen:
         names = max(len(name) for name, _ in pairs)
         room = self.width - len(INDENT) - names - 2
         for name, value in pairs:
+            # rich would cut a path at its end, where it differs from others.
             path, space, rest = value.partition(" ")
             if "/" in path:
                 value = shorten(path, max(room - len(space + rest), 12)) + space + rest
@@ -170,12 +170,12 @@ class LineScreen:
 
         has_z_loss = self.run is not None and bool(self.run.config.training.z_loss_coef)
         shown = {"MFU": has_mfu, "z loss": has_z_loss}
+        # By rank: the step comes first, and the last ones are left out first.
         chosen = sorted((c for c in COLUMNS if shown.get(c.title, True)), key=lambda c: c.rank)
-        if (
-            self.run is not None
-            and (step := len(f"{self.run.sizes.steps:,}")) > COLUMNS[0].width - 1
-        ):
-            chosen[0] = ScreenColumn("step", step + 1, COLUMNS[0].text, 0)
+        if self.run is not None:
+            step_width = len(f"{self.run.sizes.steps:,}") + 1
+            if step_width > COLUMNS[0].width:
+                chosen[0] = ScreenColumn("step", step_width, COLUMNS[0].text, 0)
         while len(chosen) > 1 and sum(c.width for c in chosen) + len(INDENT) > self.width:
             chosen.pop()
         names = [c.title for c in COLUMNS]
@@ -185,57 +185,57 @@ class LineScreen:
     def step(self, x: Interval) -> str:
         from rich.text import Text
 
-        lines: list[RenderableType] = (
-            [] if self.interval is not None else [self.head(x.run.peak is not None)]
-        )
+        lines: list[RenderableType] = []
+        if self.interval is None:
+            lines.append(self.head(x.run.peak is not None))
         self.interval = x
         seconds = time.perf_counter() - self.began
         line = Text(INDENT)
         for column in self.columns:
-            line.append(
-                column.text(x, seconds).rjust(column.width),
-                "bold" if column.title == "loss" else "",
-            )
+            style = "bold" if column.title == "loss" else ""
+            line.append(column.text(x, seconds).rjust(column.width), style)
         lines.append(line)
         if x.skipped:
+            skipped = f"{x.skipped} of these {len(x.steps)} steps were skipped: not finite"
             scale = f", loss scale {x.steps[-1]['loss_scale']:g}"
-            lines.append(
-                Text(
-                    f"{INDENT}{x.skipped} of these {len(x.steps)} steps were skipped: not finite{scale}",
-                    "yellow",
-                )
-            )
+            lines.append(Text(f"{INDENT}{skipped}{scale}", "yellow"))
         return self.form(*lines)
 
     def validation(self, check: Check) -> str:
         """Return a line of the table, with the loss below the training losses."""
         from rich.text import Text
 
-        earlier = self.checks.setdefault(check.title, [])
+        earlier = list(self.checks.setdefault(check.title, []))
+        self.checks[check.title].append(check)
         losses = [x.loss for x in earlier if not math.isnan(x.loss)]
-        if self.best is not None and check.name != "test" and not check.dataset:
+        is_test = check.name == "test"
+        # The best of the attempts before is that of the only, or of all validation sets.
+        if self.best is not None and not is_test and not check.dataset:
             losses.append(self.best[1])
-        earlier.append(check)
-        is_again = any(
-            x.iteration == check.iteration and x.loss != check.loss for x in earlier[:-1]
-        )
+        # Another loss of the same weights comes from other batches.
+        is_again = any(x.iteration == check.iteration and x.loss != check.loss for x in earlier)
         # a finished run, started again
         is_again |= check.is_at_end and self.interval is None and bool(losses)
-        is_best = (
-            check.name != "test" and bool(losses) and check.loss < min(losses) and not is_again
-        )
+        is_best = not is_test and not is_again and bool(losses) and check.loss < min(losses)
+
         cells = {"step": f"{check.iteration:,}", "loss": f"{check.loss:.4f}"}
-        line = Text(
-            INDENT + "".join(cells.get(c.title, "").rjust(c.width) for c in self.columns[:2]),
-            "bold",
-        )
-        line.append(
-            f"  {check.title}{' at the end' * check.is_at_end}{', on other batches' * is_again}",
-            "bold",
-        )
-        line.append(f", perplexity {check.ppl:,.2f}{', the lowest so far' * is_best}")
+        row = "".join(cells.get(c.title, "").rjust(c.width) for c in self.columns[:2])
+        what = check.title
+        if check.is_at_end:
+            what += " at the end"
+        if is_again:
+            what += ", on other batches"
+        line = Text(INDENT + row, "bold")
+        line.append(f"  {what}", "bold")
+        line.append(f", perplexity {check.ppl:,.2f}")
+        if is_best:
+            line.append(", the lowest so far")
         if check.ema_loss is not None:
             line.append(f"; the average {check.ema_loss:.4f}")
+        return self.form_row(line)
+
+    def form_row(self, line: Text) -> str:
+        """Form a row between those of steps, below the head if it is the first of all."""
         line.truncate(self.width, overflow="ellipsis")
         return self.form(line) if self.interval is not None else self.form(self.head(), line)
 
@@ -243,10 +243,11 @@ class LineScreen:
         """Return a line with the measure that says most of one of --eval-tasks."""
         from rich.text import Text
 
-        line = Text(f"{INDENT}{f'{iteration:,}'.rjust(self.columns[0].width)}", "bold")
-        line.append(f"  {task}: {headline.replace('_', ' ')} {values[headline]:,.4f}", "bold")
-        line.truncate(self.width, overflow="ellipsis")
-        return self.form(line) if self.interval is not None else self.form(self.head(), line)
+        step = f"{iteration:,}".rjust(self.columns[0].width)
+        measure = f"{headline.replace('_', ' ')} {values[headline]:,.4f}"
+        line = Text(f"{INDENT}{step}", "bold")
+        line.append(f"  {task}: {measure}", "bold")
+        return self.form_row(line)
 
     def close(self) -> None:
         """Remove the line that shows the set-up."""
@@ -264,56 +265,50 @@ class LineScreen:
         assert self.run is not None
         rows = [("done" if is_done else "stopped", self.describe_end(reason, is_done, iteration))]
         rows += [*self.training_loss(*training), *self.results()]
-        if (folder := self.run.folder) is not None and find_page() is not None:
+        folder = self.run.folder
+        if folder is not None and find_page() is not None:
             rows.append(("page", str(folder / "report.html")))
-        out = self.form("", self.grid(rows))
+        lines = [self.form("", self.grid(rows)), "", "next:"]
+        # Commands are not formed: a terminal would copy the line breaks of what is wrapped.
         room = self.width - len(INDENT)
-        lines = [
-            INDENT + line
-            for words in next_commands(self.run, is_done)
-            for line in broken(words, room)
-        ]
+        for words in next_commands(self.run, is_done):
+            lines += [INDENT + line for line in broken(words, room)]
         if not self.run.config.checkpoint.save:
             lines.append(self.form("the model was not kept: --save DIR keeps it"))
-        return "\n".join([out, "", "next:", *lines])
+        return "\n".join(lines)
 
     def describe_end(self, reason: str, is_done: bool, at: int) -> str:
         assert self.run is not None
-        steps = f"{at:,} steps" if is_done else f"after step {at:,} of {self.run.sizes.steps:,}"
-        why = "" if is_done else f" ({reason})"
-        return f"{steps} in {clock(time.perf_counter() - self.began)}{why}"
+        took = clock(time.perf_counter() - self.began)
+        if is_done:
+            return f"{at:,} steps in {took}"
+        return f"after step {at:,} of {self.run.sizes.steps:,} in {took} ({reason})"
 
     def training_loss(self, mean: float, count: int) -> list[tuple[str, str]]:
+        if not count:
+            return []
         words = f", mean of the last {count:,} steps" if count > 1 else ""
-        return [("loss", f"{mean:.4f} in training{words}")] if count else []
+        return [("loss", f"{mean:.4f} in training{words}")]
 
     def results(self) -> list[tuple[str, str]]:
         """Return the last validation of each set, which is the one at the end, and the lowest."""
         out = []
         for title, checks in self.checks.items():
+            final = checks[-1]
             lowest = min(checks, key=lambda c: math.inf if math.isnan(c.loss) else c.loss)
             at, best = lowest.iteration, lowest.loss
-            if (
-                self.best is not None
-                and checks[0].name != "test"
-                and not checks[0].dataset
-                and self.best[1] < best
-            ):
+            # An earlier attempt may have had a lower loss of the only set, or of all of them.
+            has_earlier = self.best is not None and final.name != "test" and not final.dataset
+            if has_earlier and self.best is not None and self.best[1] < best:
                 at, best = self.best
-            final = checks[-1]
-            # the same weights, so another loss says nothing about the training
-            is_again = at == final.iteration
-            lowest_was = (
-                f"; {best:.4f} on other batches"
-                if is_again
-                else f"; the lowest was {best:.4f} at step {at:,}"
-            )
-            out.append(
-                (
-                    title,
-                    f"{final.loss:.4f}, perplexity {final.ppl:,.2f}{lowest_was * (best < final.loss)}",
-                )
-            )
+            text = f"{final.loss:.4f}, perplexity {final.ppl:,.2f}"
+            if best < final.loss:
+                # the same weights, so another loss says nothing about the training
+                if at == final.iteration:
+                    text += f"; {best:.4f} on other batches"
+                else:
+                    text += f"; the lowest was {best:.4f} at step {at:,}"
+            out.append((title, text))
         return out
 
 
@@ -327,11 +322,9 @@ class NotebookScreen(LineScreen):
         self.next = self.stride = 0  # the next step to show, and how many lie between
 
     def format_remark(self, line: str) -> str:
-        return (
-            ""
-            if line.startswith(("saved step", " > removed step"))
-            else super().format_remark(line)
-        )
+        if line.startswith(("saved step", " > removed step")):
+            return ""  # one for each save would fill the cell
+        return super().format_remark(line)
 
     def begin(self, run: Beginning) -> str:
         from rich.text import Text
@@ -363,62 +356,66 @@ class NotebookScreen(LineScreen):
     ) -> str:
         assert self.run is not None
         rows = [("done" if is_done else "stopped", self.describe_end(reason, is_done, iteration))]
-        losses = [f"{training[0]:.4f} in training"] * bool(training[1])
+        mean, count = training
+        losses = [f"{mean:.4f} in training"] if count else []
         losses += [f"{checks[-1].loss:.4f} in {title}" for title, checks in self.checks.items()]
-        rows += [("loss", ", ".join(losses))] * bool(losses)
+        if losses:
+            rows.append(("loss", ", ".join(losses)))
         folder = self.run.folder
-        rows.append(
-            ("folder", f"{folder} ({records()})" if folder else "none: save=DIR keeps the model")
-        )
+        kept = f"{folder} ({records()})" if folder else "none: save=DIR keeps the model"
+        rows.append(("folder", kept))
         return self.form(self.grid(rows))
 
 
 def facts(run: Beginning) -> list[tuple[str, str]]:
     """Return the lines of the header as names and values."""
     c = run.config
-    m, t, o, seq = c.model, c.training, c.optimizer, c.data.seq_length or 0
+    m, o, seq = c.model, c.optimizer, c.data.seq_length or 0
     shape = f"{m.num_layers} layers of {m.hidden_size}, {m.num_attention_heads} heads"
     tokens = (c.samples or c.steps * c.global_batch) * seq
-    files = list(dict.fromkeys(data_paths.prefixes(c.data)))
-    data = (
-        "random ids (--mock-data)"
-        if c.data.mock_data
-        else files[0]
-        if files
-        else "the caller's data sets"
-    )
-    data += f" and {len(files) - 1} more" if len(files) > 1 else ""
-    vocabulary = run.vocabulary
-    tokenizer = vocabulary.tokenizer.name if vocabulary.tokenizer is not None else "none"
-    number = c.micro_batches(c.global_batch)
-    micro = (
-        f"{number} x {c.micro_batch} on each rank" if c.world > 1 else f"{number} x {c.micro_batch}"
-    )
-    batch = f"{c.global_batch:,} sequences of {seq:,} = {c.global_batch * seq:,} tokens, as {micro}"
-    batch = (
-        f"{c.batch(0):,} sequences, growing to {batch}" if c.batch(0) < c.global_batch else batch
-    )
+    tokenizer = run.vocabulary.tokenizer
+    tokenizer_name = tokenizer.name if tokenizer is not None else "none"
+    precision = c.precision.dtype
+    if c.training.recompute_granularity:
+        precision += f", recompute {c.training.recompute_granularity}"
+    folder = "none: nothing is kept without --save"
+    if run.folder:
+        folder = f"{run.folder} ({records()})"
     return [
         ("model", f"{run.parameters:,} parameters: {shape}, context of {seq:,}"),
         ("run", f"{run.sizes.steps:,} steps, {tokens:,} tokens; {describe_start(run)}"),
-        ("data", data),
-        ("tokenizer", f"{tokenizer}, {vocabulary.size:,} ids"),
-        ("batch", batch),
-        (
-            "precision",
-            f"{c.precision.dtype}{f', recompute {t.recompute_granularity}' if t.recompute_granularity else ''}",
-        ),
+        ("data", describe_data(c)),
+        ("tokenizer", f"{tokenizer_name}, {run.vocabulary.size:,} ids"),
+        ("batch", describe_batch(c)),
+        ("precision", precision),
         ("layout", describe_layout(c)),
-        ("memory", f"{describe_memory(c, vocabulary.padded)} and activations"),
+        ("memory", f"{describe_memory(c, run.vocabulary.padded)} and activations"),
         (
             "rate",
             f"{o.lr:g} to {o.min_lr:g}, {o.lr_decay_style}{describe_warmup(c)}; {o.optimizer}",
         ),
-        (
-            "folder",
-            f"{run.folder} ({records()})" if run.folder else "none: nothing is kept without --save",
-        ),
+        ("folder", folder),
     ]
+
+
+def describe_data(c: TrainConfig) -> str:
+    if c.data.mock_data:
+        return "random ids (--mock-data)"
+    files = data_paths.prefixes(c.data)
+    if not files:
+        return "the caller's data sets"
+    return files[0] + (f" and {len(files) - 1} more" if len(files) > 1 else "")
+
+
+def describe_batch(c: TrainConfig) -> str:
+    seq = c.data.seq_length or 0
+    micro = f"{c.micro_batches(c.global_batch)} x {c.micro_batch}"
+    if c.world > 1:
+        micro += " on each rank"
+    batch = f"{c.global_batch:,} sequences of {seq:,} = {c.global_batch * seq:,} tokens, as {micro}"
+    if c.batch(0) < c.global_batch:
+        return f"{c.batch(0):,} sequences, growing to {batch}"
+    return batch
 
 
 def records() -> str:
@@ -441,11 +438,10 @@ def describe_warmup(c: TrainConfig) -> str:
 def next_commands(run: Beginning, is_done: bool) -> list[list[str]]:
     """Return three commands that follow from how the run ended."""
     save, folder = run.config.checkpoint.save, run.folder
-    out = (
-        [["train", "--config", str(folder / "config.toml")]]
-        if folder is not None and not is_done
-        else []
-    )
+    out = []
+    if folder is not None and not is_done:
+        out.append(["train", "--config", str(folder / "config.toml")])
+    # Text needs a tokenizer, which the ids of --mock-data, for example, lack.
     if save and tokenizers.find_saved(Path(save)):
         out += [["chat", save], ["evaluate", save, "--input", "FILE.txt"]]
     elif save:
@@ -461,10 +457,9 @@ def broken(words: list[str], room: int) -> list[str]:
     command = shlex.join(words)
     if len(command) <= room:
         return [command]
-    first, *rest = shlex.join(words[:2]), *map(shlex.quote, words[2:])
-    return [f"{line} \\" for line in (first, *(INDENT + word for word in rest[:-1]))] + [
-        INDENT + rest[-1]
-    ]
+    lines = [shlex.join(words[:2])]
+    lines += [INDENT + shlex.quote(word) for word in words[2:]]
+    return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
 
 
 def shorten(text: str, room: int) -> str:
@@ -477,8 +472,10 @@ def shorten(text: str, room: int) -> str:
 
 def clock(seconds: float) -> str:
     """Return a time as m:ss, h:mm:ss or days and hours."""
-    minutes, s = divmod(round(max(seconds, 0)), 60)
-    hours, m = divmod(minutes, 60)
+    all_minutes, secs = divmod(round(max(seconds, 0)), 60)
+    hours, minutes = divmod(all_minutes, 60)
     if hours >= 48:
         return f"{hours // 24} d {hours % 24} h"
-    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
+    if hours:
+        return f"{hours}:{minutes:02d}:{secs:02d}"
+    return f"{minutes}:{secs:02d}"

@@ -75,9 +75,11 @@ class Startup:
 
     def line(self) -> str:
         """Return the phases that took a tenth of a second or more."""
+        text = f" > ready to train after {time.perf_counter() - self.began:.1f} s"
         long = [f"{name} {taken:.1f}" for name, taken in self.seconds.items() if taken >= 0.1]
-        seconds = time.perf_counter() - self.began
-        return f" > ready to train after {seconds:.1f} s{': ' if long else ''}{', '.join(long)}"
+        if long:
+            text += f": {', '.join(long)}"
+        return text
 
 
 class Timers:
@@ -85,6 +87,7 @@ class Timers:
 
     def __init__(self, level: int, option: str, device: torch.device, team: Team) -> None:
         self.level, self.option, self.team, self.device = level, option, team, device
+        # Names and levels are Megatron's: level 1 has the phases of a step, 2 those within them.
         self.steps: dict[str, float] = {}  # ms, summed since the last log line
         self.before: dict[str, float] = {}  # the same sums before the last step
 
@@ -129,11 +132,13 @@ def print_times(option: str, team: Team, times: dict[str, float]) -> None:
     say(f"{titles[option]} across ranks (ms):", is_figure=True)
     everyone = team.gather(times)
     for name in times:
+        # Ranks of other pipeline stages may be without a phase.
         ms = [times_of_rank.get(name, 0.0) for times_of_rank in everyone]
-        ranks = "".join(f"\n     rank {rank:2d}: {of_rank:.2f}" for rank, of_rank in enumerate(ms))
-        value = {
-            "minmax": f": ({min(ms):.2f}, {max(ms):.2f})",
-            "max": f": {max(ms):.2f}",
-            "all": f":{ranks}",
-        }
-        say(f"    {name} {'.' * (47 - len(name))}{value[option]}", is_figure=True)
+        if option == "minmax":
+            value = f": ({min(ms):.2f}, {max(ms):.2f})"
+        elif option == "max":
+            value = f": {max(ms):.2f}"
+        else:
+            ranks = [f"\n     rank {rank:2d}: {of_rank:.2f}" for rank, of_rank in enumerate(ms)]
+            value = f":{''.join(ranks)}"
+        say(f"    {name} {'.' * (47 - len(name))}{value}", is_figure=True)

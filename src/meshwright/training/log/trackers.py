@@ -84,6 +84,7 @@ def open_trackers(run: RunToDraw) -> list[Tracker]:
     Each entry of the registry is a function of a RunToDraw that returns a Tracker, or None if the
     settings do not ask for it.
     """
+    # A package that is asked for and missing is an error before any tracker begins a run.
     require_packages(run.logging)
     opened = [open_tracker(run) for open_tracker in registry.load("trackers").values()]
     return [tracker for tracker in opened if tracker is not None]
@@ -91,14 +92,16 @@ def open_trackers(run: RunToDraw) -> list[Tracker]:
 
 def open_tensorboard(run: RunToDraw) -> Tracker | None:
     logging = run.logging
-    root = (
-        Path(logging.tensorboard_dir)
-        if logging.tensorboard_dir
-        else run.folder and run.folder / "tensorboard"
-    )
-    if not logging.tensorboard or not root:
+    # Without a folder that is named, curves are drawn beside the run if the package is there.
+    is_named = bool(logging.tensorboard_dir)
+    root: Path | None = None
+    if logging.tensorboard_dir:
+        root = Path(logging.tensorboard_dir)
+    elif run.folder is not None:
+        root = run.folder / "tensorboard"
+    if not logging.tensorboard or root is None:
         return None
-    if not logging.tensorboard_dir:
+    if not is_named:
         require_unlinked(root)
     try:
         tracker = TensorBoard(root, logging.tensorboard_queue_size, run.first, run.samples)
@@ -109,9 +112,10 @@ def open_tensorboard(run: RunToDraw) -> Tracker | None:
         )
         return None
     except ImportError as e:
-        if logging.tensorboard_dir:
+        if is_named:
             raise SettingsError(f"{{tensorboard_dir}}: {e}", UNAVAILABLE) from None
         return None
+    # Four blanks make a block of code of Markdown, in which TensorBoard shows texts.
     lines = (f"    {key}: {json.dumps(value, default=str)}" for key, value in run.settings.items())
     tracker.text("arguments", "\n".join(lines))
     return tracker
@@ -170,15 +174,16 @@ class Wandb(Tracker):
         self, logging: Logging, folder: Path | None, settings: dict[str, Any], name: str, first: int
     ) -> None:
         wandb: Any = importlib.import_module("wandb")
-        root, id_file = logging.wandb_save_dir or folder, folder and folder / "wandb-id"
+        root = logging.wandb_save_dir or folder
+        # In the run's folder, also if wandb writes elsewhere.
+        id_file = folder / "wandb-id" if folder else None
         if folder and not logging.wandb_save_dir:
             require_unlinked(folder / "wandb")  # which the package makes
-        is_new = first == 1 or id_file is None or not id_file.exists()
-        run_id = (
-            uuid.uuid4().hex
-            if is_new or id_file is None
-            else read_small(id_file, 4096, folder).decode().strip()
-        )
+        # A run that goes on draws on; one that begins again in the folder gets curves of its own.
+        if first > 1 and id_file is not None and id_file.exists():
+            run_id = read_small(id_file, 4096, folder).decode().strip()
+        else:
+            run_id = uuid.uuid4().hex
         try:
             self.run = wandb.init(
                 project=logging.wandb_project,
@@ -256,13 +261,12 @@ def tags(logging: Logging, row: dict[str, Any]) -> dict[str, float]:
     if row.get("iteration", 0) % logging.tensorboard_log_interval:
         return {}
     # an overflow has no meaningful ones
-    idle = {"loss", "z_loss", "grad_norm"} if row.get("skipped") else set()
-    chosen = {
-        tag: key
-        for tag, (key, flag) in TAGS.items()
-        if key not in idle and (not flag or getattr(logging, flag))
-    }
-    out = {tag: float(row[key]) for tag, key in chosen.items() if row.get(key) is not None}
+    meaningless = {"loss", "z_loss", "grad_norm"} if row.get("skipped") else set()
+    out = {}
+    for tag, (key, flag) in TAGS.items():
+        is_wanted = flag is None or getattr(logging, flag)
+        if is_wanted and key not in meaningless and row.get(key) is not None:
+            out[tag] = float(row[key])
     if logging.log_timers_to_tensorboard:  # in seconds, as in Megatron
         times = {"iteration": row.get("ms"), **(row.get("timers") or {})}
         out |= {f"{name}-time": ms / 1e3 for name, ms in times.items() if ms is not None}
@@ -272,12 +276,11 @@ def tags(logging: Logging, row: dict[str, Any]) -> dict[str, float]:
 def validation_tags(logging: Logging, row: dict[str, Any]) -> dict[str, float]:
     """Return a validation's values; one of several sets gets the name that bigscience uses."""
     tag = f"lm loss {row['name']}"
-    tag = f"lm-loss-validation/{row['set']}/{tag}" if row.get("set") else tag
-    out = {tag: float(row["loss"])} | (
-        {f"{tag} ema": float(row["ema_loss"])} if "ema_loss" in row else {}
-    )
-    return (
-        out | {f"{tag} ppl": float(row["ppl"])}
-        if logging.log_validation_ppl_to_tensorboard
-        else out
-    )
+    if row.get("set"):
+        tag = f"lm-loss-validation/{row['set']}/{tag}"
+    out = {tag: float(row["loss"])}
+    if "ema_loss" in row:
+        out[f"{tag} ema"] = float(row["ema_loss"])
+    if logging.log_validation_ppl_to_tensorboard:
+        out[f"{tag} ppl"] = float(row["ppl"])
+    return out

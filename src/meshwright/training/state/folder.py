@@ -26,7 +26,15 @@ from meshwright.data import tokenizers
 from meshwright.data.tokenizers import Tokenizer
 
 # The files of a run beside its checkpoints. tokenizer/ is copied: the new run may be reading it.
-FILES = "config.toml metrics.jsonl log.txt report.html tensorboard wandb profile".split()
+FILES = (
+    "config.toml",
+    "metrics.jsonl",
+    "log.txt",
+    "report.html",
+    "tensorboard",
+    "wandb",
+    "profile",
+)
 
 
 def prepare(
@@ -38,6 +46,7 @@ def prepare(
     """
     c = config.checkpoint
     if c.save_overwrite and not config.training.skip_train:
+        # --save and --run-dir may be one folder under two names.
         roots = {Path(path).resolve(): Path(path) for path in (c.save, c.run_dir) if path}
         loaded = steps.split_path(c.load)[0].resolve() if c.load else None
         for real, root in roots.items():

@@ -39,34 +39,45 @@ def describe_recovery(config: TrainConfig, loaded: loading.LoadedStep, seconds: 
     c = config.checkpoint
     assert c.load
     root, named_step = steps.split_path(c.load)
+    parts = []
+
+    # Found.
     saved = [named_step] if named_step is not None else steps.list_steps(root)
-    numbers = ", ".join(f"{n:,}" for n in saved[:STEPS_SHOWN])
-    numbers += f" and {len(saved) - STEPS_SHOWN} more" * (len(saved) > STEPS_SHOWN)
-    parts = [f"found step{'s' * (len(saved) > 1)} {numbers} in {root}"] if saved else []
+    if saved:
+        numbers = ", ".join(f"{step:,}" for step in saved[:STEPS_SHOWN])
+        if len(saved) > STEPS_SHOWN:
+            numbers += f" and {len(saved) - STEPS_SHOWN} more"
+        plural = "s" if len(saved) > 1 else ""
+        parts.append(f"found step{plural} {numbers} in {root}")
+
+    # Passed over.
     for note, step, why in loaded.passed_over:
-        parts.append(
-            note.removeprefix("WARNING: ") if step is None else f"{step}: skipped, damaged ({why})"
-        )
-    unfinished = (
-        [name for name in steps.listing(root) if name.endswith(".tmp")]
-        if named_step is None
-        else []
-    )
-    parts += [f"{name} was never finished" for name in unfinished]
+        if step is None:
+            parts.append(note.removeprefix("WARNING: "))
+        else:
+            parts.append(f"{step}: skipped, damaged ({why})")
+    if named_step is None:
+        for name in steps.listing(root):
+            if name.endswith(".tmp"):
+                parts.append(f"{name} was never finished")
+
+    # Verified. Another program's checkpoint has no manifest.
     folder = steps.step_folder(root, loaded.step)
     if find_manifest(folder).exists():
         files = read_manifest(folder).values()
         size = sum(f.size for f in files)
         amount = f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
-        how = f"verified{' in full' * (c.verify == 'full')} ({len(files)} files, {amount}, {seconds:.1f} s)"
-        parts.append(f"{loaded.step:,}: {how}")
-    parts.append(f"resuming at step {loaded.step:,}")
+        how = "verified in full" if c.verify == "full" else "verified"
+        parts.append(f"{loaded.step:,}: {how} ({len(files)} files, {amount}, {seconds:.1f} s)")
+
+    # Done again.
+    resuming = f"resuming at step {loaded.step:,}"
     last = find_last_step(Path(c.run_dir or c.save or "")) if is_continued(c) else None
     if last is not None and last[0] > loaded.step:
-        parts[-1] += (
-            f", redoing {last[0] - loaded.step:,} steps since: the attempt before {last[1]}"
-        )
-    return "; ".join(parts)
+        number, how_it_ended = last
+        redone = f"redoing {number - loaded.step:,} steps since"
+        resuming += f", {redone}: the attempt before {how_it_ended}"
+    return "; ".join([*parts, resuming])
 
 
 # Before anything is built
@@ -84,7 +95,9 @@ def refuse_missing(config: TrainConfig) -> None:
     needed = ("num_layers", "hidden_size", "num_attention_heads")
     lacking = [f"{{{n}}}" for n in needed if not getattr(config.model, n)]
     switches = ("use_checkpoint_args", "finetune", "exit_on_missing_checkpoint", "no_load_optim")
-    on = [n for n in switches if getattr(c, n)] + ["skip_train"] * config.training.skip_train
+    on = [name for name in switches if getattr(c, name)]
+    if config.training.skip_train:
+        on.append("skip_train")
     if on:
         then = f", but {{{on[0]}=True}} needs one; give a folder that holds a checkpoint"
     elif lacking:
@@ -93,6 +106,7 @@ def refuse_missing(config: TrainConfig) -> None:
         same = f", or give {with_value('load', c.save)} as in {{save}}" if c.save else ""
         then = f"; to start anew, leave {{load}} out{same}"
     else:
+        # The same command begins the run and, after an end of any kind, continues it.
         return
     problem = "no checkpoint found" if Path(c.load or "").exists() else "there is no such folder"
     then = what_it_holds(Path(c.load or "")) or then
@@ -116,10 +130,8 @@ def require_clear_start(config: TrainConfig, source: Source) -> None:
     if config.is_over(step, consumed) and (is_other or has_more):
         name = config.lengths[0]
         unit = "steps" if name == "train_iters" else name.removeprefix("train_")
-        length, done = (
-            getattr(config.training, name),
-            f"{step:,} steps ({consumed:,} samples) are done",
-        )
+        length = getattr(config.training, name)
+        done = f"{step:,} steps ({consumed:,} samples) are done"
         why.append(
             f"{{{name}}} ({length:,} {unit}) counts from the beginning, and {done}, so none is left"
         )
@@ -127,37 +139,39 @@ def require_clear_start(config: TrainConfig, source: Source) -> None:
     if is_other and (gone := data_left_out(config, state)):
         why.append(f"the data are others: {', '.join(first_eight(gone))} is not among them")
         continuing.append("add {blend_change_at=now}")
-    if why:
-        continuing.append("add {override_opt_param_scheduler=True} if the schedule changes")
-        raise SettingsError(
-            "\n  ".join(
-                [
-                    f"is this to continue the run in {root} from step {step}, or to begin anew from its weights?",
-                    *why,
-                    "to begin anew, add {finetune=True}, with a {save} of its own",
-                    f"to continue, {', '.join(continuing)}",
-                ]
-            )
-        )
+    if not why:
+        return
+    continuing.append("add {override_opt_param_scheduler=True} if the schedule changes")
+    lines = [
+        f"is this to continue the run in {root} from step {step}, or to begin anew from its weights?",
+        *why,
+        "to begin anew, add {finetune=True}, with a {save} of its own",
+        f"to continue, {', '.join(continuing)}",
+    ]
+    raise SettingsError("\n  ".join(lines))
 
 
 def require_chosen_batch(config: TrainConfig, before: int | None) -> None:
     """Refuse a batch that differs from the checkpoint's because it follows ranks or micro-batch."""
     now = config.global_batch
-    if config.training.global_batch_size is None and before and before != now:
-        ranks = (
-            f" x {config.dp} data-parallel ranks" if config.dp > 1 else " on one data-parallel rank"
-        )
-        micro = kept_by(before, config)
-        smaller = f" {{micro_batch_size={micro}}}" if micro != config.micro_batch else ""
-        keep = f"add {{global_batch_size={before}}}{smaller} to continue with the same batch, which keeps the losses"
-        if micro is None:
-            keep = f"take a number of data-parallel ranks that divides {before} to keep the batch and the losses"
-        raise SettingsError(
-            f"the checkpoint's global batch was {before}, and without {{global_batch_size}} it would be {now} now "
-            f"({{micro_batch_size={config.micro_batch}}}{ranks}); "
-            f"{keep}, or add {{global_batch_size={now}}} to change it"
-        )
+    if config.training.global_batch_size is not None or not before or before == now:
+        return
+    ranks = " on one data-parallel rank"
+    if config.dp > 1:
+        ranks = f" x {config.dp} data-parallel ranks"
+    micro = kept_by(before, config)
+    if micro is None:
+        keep = f"take a number of data-parallel ranks that divides {before} to keep the batch and the losses"
+    else:
+        flags = f"{{global_batch_size={before}}}"
+        if micro != config.micro_batch:
+            flags += f" {{micro_batch_size={micro}}}"
+        keep = f"add {flags} to continue with the same batch, which keeps the losses"
+    raise SettingsError(
+        f"the checkpoint's global batch was {before}, and without {{global_batch_size}} it would be {now} now "
+        f"({{micro_batch_size={config.micro_batch}}}{ranks}); "
+        f"{keep}, or add {{global_batch_size={now}}} to change it"
+    )
 
 
 def data_left_out(config: TrainConfig, state: Mapping[str, Any]) -> list[str]:
@@ -168,10 +182,22 @@ def data_left_out(config: TrainConfig, state: Mapping[str, Any]) -> list[str]:
     past, d = BlendHistory.from_state(state.get("blends")), config.data
     if past is None or d.mock_data or d.blend_change_at is not None:
         return []
-    ours = [s.prefix for paths in path_sets(d) if paths.split == "train" for s in paths.sources]
+    ours: list[str] = []
+    for paths in path_sets(d):
+        if paths.split == "train":
+            ours += [source.prefix for source in paths.sources]
+    # Files that were moved are known by their contents, and changed ones by their names: whether
+    # they may have changed is checked elsewhere.
     known = {fingerprint(prefix) for prefix in ours} | set(map(addresses.shown, ours))
-    last = {name.partition("#")[0]: past.sources[name].prefix for name, _ in past.blends[-1].shares}
-    return [prefix for name, prefix in last.items() if name not in known and prefix not in known]
+    left_out: dict[str, str] = {}
+    for name, _ in past.blends[-1].shares:
+        content, prefix = name.partition("#")[0], past.sources[name].prefix
+        left_out[content] = prefix
+    return [
+        prefix
+        for content, prefix in left_out.items()
+        if content not in known and prefix not in known
+    ]
 
 
 def require_moments(config: TrainConfig, source: Source) -> None:
@@ -208,25 +234,34 @@ def guard_existing(config: TrainConfig) -> None:
         return
     if not existing or c.save_overwrite:
         return
+    save = with_value("save", c.save)
     if continues:
-        folder = f"{with_value('save', c.save)} holds the one that is loaded: give another folder"
+        folder = f"{save} holds the one that is loaded: give another folder"
         raise SettingsError(f"{{finetune=True}} starts a new run, but {folder}", LOCKED)
     ours = steps.list_steps(c.save)
     newest = steps.step_folder(c.save, ours[0]).name if ours else existing[-1]
     then = f"continue from {c.load}" if c.load else "start anew"
     load = with_value("load", c.save)
     how = f"give {load} and no {{finetune=True}}" if c.finetune else f"add {load}"
-    message = f"{with_value('save', c.save)} already holds {newest}: {how} to continue it, or {{save_overwrite=True}} to "
-    raise SettingsError(f"{message}move it aside and {then}", LOCKED)
+    raise SettingsError(
+        f"{save} already holds {newest}: {how} to continue it, or {{save_overwrite=True}} to "
+        f"move it aside and {then}",
+        LOCKED,
+    )
 
 
 def note_kept_model(c: Checkpoint) -> None:
     """Say that a model of another program in --save stays there."""
-    kind = steps.kind_of_folder(Path(c.save)) if c.save else None
+    if not c.save or steps.list_checkpoints(c.save):
+        return
+    kind = steps.kind_of_folder(Path(c.save))
     theirs = all_formats().get(kind or "")
-    if c.save and not steps.list_checkpoints(c.save) and theirs and not theirs.is_numbered:
-        note = f" > note: the {kind} model in {c.save} is kept; from the first save on, commands given this "
-        remark(note + "folder use the run's checkpoints")
+    # Checkpoints that are numbered, as Megatron's, count with our own.
+    if theirs and not theirs.is_numbered:
+        remark(
+            f" > note: the {kind} model in {c.save} is kept; from the first save on, commands given this "
+            "folder use the run's checkpoints"
+        )
 
 
 def note_texts(c: Checkpoint) -> None:
@@ -240,17 +275,17 @@ def note_texts(c: Checkpoint) -> None:
         from meshwright.data.text.folders import is_known, suffix_of
 
         beside_runs = (".json", ".md", ".sh")  # settings, notes and launchers
-        suffixes = {
-            name: suffix_of(name)
-            for name in names
-            if name not in ("log.txt", "merges.txt", "vocab.txt")
-        }
-        if texts := [
-            name
-            for name, suffix in suffixes.items()
-            if is_known(suffix) and suffix not in beside_runs
-        ]:
-            some = f"{', '.join(texts[:3])}{', ...' * (len(texts) > 3)}"
+        texts = []
+        for name in names:
+            suffix = suffix_of(name)
+            if name in ("log.txt", "merges.txt", "vocab.txt") or suffix in beside_runs:
+                continue
+            if is_known(suffix):
+                texts.append(name)
+        if texts:
+            some = ", ".join(texts[:3])
+            if len(texts) > 3:
+                some += ", ..."
             then = "`preprocess` on this folder would also read the run's files; give the run a folder of its own"
             remark(f" > note: {flag} {folder} holds texts ({some}): {then}")
 
@@ -261,22 +296,20 @@ def guard_run_folder(config: TrainConfig) -> None:
     A run goes on there if it continues from, or saves to, the folder that the earlier one saved to.
     """
     c = config.checkpoint
+    if not (c.run_dir or c.save) or c.save_overwrite or config.training.skip_train:
+        return
     folder = Path(c.run_dir or c.save or "")
-    if (
-        not (c.run_dir or c.save)
-        or c.save_overwrite
-        or config.training.skip_train
-        or not holds_steps(folder)
-    ):
+    if not holds_steps(folder):
         return
     if is_continued(c) and not c.finetune and folder.resolve() == Path(c.save or "").resolve():
         return
     before = read_settings(folder).get("checkpoint", {}).get("save")
-    continued = [c.save] if c.finetune else [c.save, c.load]
-    if before and Path(addresses.localize(str(before), c.local_dir)).resolve() in [
-        steps.split_path(path)[0].resolve() for path in continued if path
-    ]:
-        return
+    if before:
+        # A new run from loaded weights does not go on with their curves.
+        continued = [c.save] if c.finetune else [c.save, c.load]
+        ours = [steps.split_path(path)[0].resolve() for path in continued if path]
+        if Path(addresses.localize(str(before), c.local_dir)).resolve() in ours:
+            return
     given = with_value("run_dir" if c.run_dir else "save", folder)
     more = ""
     if before:
@@ -353,9 +386,11 @@ def changed_files(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str
     out = []
     for prefix, (lengths, content) in files_by_path(ours).items():
         at_path, _ = before.get(prefix, (lengths, content))
-        of_lengths = {
-            sample: path for path, (known, sample) in before.items() if known == lengths and sample
-        }
+        # Several files may have the same lengths, as those of one text in two vocabularies.
+        of_lengths = {}
+        for path, (known, sample) in before.items():
+            if known == lengths and sample:
+                of_lengths[sample] = path
         if at_path != lengths:
             out.append(f"{prefix}.idx has other documents than before")
         elif of_lengths and content not in of_lengths:
@@ -386,16 +421,18 @@ def _shown(value: Any) -> Any:
 
 def saved_settings(config: TrainConfig) -> dict[str, Any]:
     """Return the settings to save with a checkpoint, and what identifies the data."""
-    sets = [] if config.data.mock_data else path_sets(config.data)  # may be listed in files
+    data_sets = []
+    # may be listed in files, whose names would not say what was read
+    for paths in path_sets(config.data) if not config.data.mock_data else ():
+        sources = [[s.prefix, s.weight, s.begin, s.end] for s in paths.sources]
+        data_sets.append([paths.key, sources])
+    files = prefixes(config.data)
     settings: dict[str, Any] = flags.to_dict(config) | {
-        "world_size": None,
+        "world_size": None,  # a run may continue on any number of ranks
         "global_batch_size": config.global_batch,  # also where it follows from the number of ranks
-        "data_fingerprint": [fingerprint(prefix) for prefix in prefixes(config.data)],
-        "data_contents": [content_sample(prefix) for prefix in prefixes(config.data)],
-        "data_sets": [
-            [paths.key, [[s.prefix, s.weight, s.begin, s.end] for s in paths.sources]]
-            for paths in sets
-        ],
+        "data_fingerprint": [fingerprint(prefix) for prefix in files],
+        "data_contents": [content_sample(prefix) for prefix in files],
+        "data_sets": data_sets,
     }
     settings = addresses.shown_in(settings)
     return settings
@@ -422,11 +459,8 @@ def checkpoint_architecture(
     # GPT-2 is trained on sequences as long as its table of positions.
     if "seq_length" not in saved and model_settings(saved, source.folder).position == "learned":
         saved["seq_length"] = saved.get("max_position_embeddings")
-    wanted = {
-        n: v
-        for n, v in saved.items()
-        if n in (*ARCHITECTURE, *STATED, "seq_length", "vocab_size") and n not in given
-    }
+    taken_over = {*ARCHITECTURE, *STATED, "seq_length", "vocab_size"}.difference(given)
+    wanted = {name: value for name, value in saved.items() if name in taken_over}
     return with_settings(config, **flags.from_saved(TrainConfig, wanted, str(source.folder)))
 
 

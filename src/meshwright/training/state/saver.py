@@ -109,6 +109,7 @@ class Saver:
     ) -> float | None:
         """Write a step and return the seconds that the run waited; None if --save held it."""
         began = time.perf_counter()
+        # One save at a time: the one in flight reads copies that this one would overwrite.
         self.wait()
         if step == self.kept:
             for line in native.save_messages(self.folder, step):
@@ -121,6 +122,7 @@ class Saver:
             return None
         # The state has lists that the run will append to.
         write = functools.partial(self.write, step, copy.deepcopy(state), settings, best)
+        # Noted before it is written; `tolerating` takes it back if the write fails.
         self.kept = step
         with self.tolerating():
             if self.background is not None and self.background.fits(named):
@@ -199,6 +201,7 @@ class Saver:
             native.save_step(parts, step, named, state, settings, team=team, run=root)
             files_of_rank: dict[str, publish.Produce] = {}
 
+            # A file of Megatron's has the part of one tensor and pipeline rank.
             def lay_out() -> int:
                 if at("replicas", "shard", "cp"):  # another rank writes this one's file
                     return 0

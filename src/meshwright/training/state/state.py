@@ -75,6 +75,7 @@ class State:
             LossScale(config.precision),
             Saver(config, net.layout, team, net.device),
         )
+        # A checkpoint states them, since tables are saved without their padding.
         self.sizes = {
             "true_vocab_size": spec.vocab,
             "padded_vocab_size": spec.padded,
@@ -117,23 +118,24 @@ class State:
 
         With --train-samples the earlier ones may have had other sizes.
         """
-        c, iteration, consumed = (
-            self.config,
-            self.progress.iteration,
-            self.progress.consumed_train_samples,
-        )
+        c = self.config
         if c.samples is None:
             return c.steps
+        iteration = self.progress.iteration
+        consumed = self.progress.consumed_train_samples
+        # While the batch grows the steps are counted one by one.
         while (size := c.batch(consumed)) < c.global_batch and consumed + size <= c.samples:
-            iteration, consumed = iteration + 1, consumed + size
+            iteration += 1
+            consumed += size
         return iteration + max(c.samples - consumed, 0) // c.global_batch
 
     def range_to_skip(self) -> Iterations | None:
         """Return the --skip-train-iteration-range that holds the next iteration."""
         following = self.progress.iteration + 1
-        return next(
-            (one for one in self.skipped_ranges if one.first <= following <= one.last), None
-        )
+        for one in self.skipped_ranges:
+            if one.first <= following <= one.last:
+                return one
+        return None
 
     def pass_over(self, last: int) -> None:
         """Count the iterations up to `last` as done, without training."""
@@ -142,6 +144,7 @@ class State:
         while p.iteration < last and not self.is_done:
             p.iteration += 1
             p.consumed_train_samples += self.config.batch(p.consumed_train_samples)
+        # A checkpoint keeps the decision, so that a resumed run tells the same story.
         self.skips.append([begin, f"passed over to {p.consumed_train_samples}"])
 
     def load(self, opened: Source | None = None) -> None:
@@ -240,16 +243,20 @@ class State:
 
     def take_over(self, state: dict[str, Any]) -> None:
         """Take over what changes with every step, besides the tensors."""
+        # Checkpoints of earlier releases lack some of these.
         for f in dataclasses.fields(Progress):
             setattr(self.progress, f.name, state.get(f.name, f.default))
         self.scaler.load(state.get("loss_scale", {"dynamic": False}))
-        if (scales := self.net.store.scales) is not None:
+        scales = self.net.store.scales
+        if scales is not None:
             scales.load(state.get("fp8"))
         self.losses.clear()
         self.losses.extend(state.get("losses", []))
         self.skips = state.get("skips", [])
         self.net.store.steps = state.get("optimizer_steps", self.progress.iteration)
-        if (average := self.net.store.average) is not None:
+        average = self.net.store.average
+        if average is not None:
+            # In place: CUDA graphs read this tensor.
             average.count.fill_(state.get("ema_steps", 0))
 
     def roll_back(self) -> int | None:
