@@ -8,8 +8,8 @@ from collections import Counter
 
 from meshwright.base import device
 from meshwright.base.device import NVIDIA
+from meshwright.config.matrices import matrices_of
 from meshwright.config.schema import TrainConfig
-from meshwright.model.counts import layer_matrices
 from meshwright.optim.rule_table import STATE, Rule, is_rounded, treatment_of
 from meshwright.optim.rule_table import state_bytes as bytes_of_moment
 from meshwright.parallel.shard import aligned
@@ -127,7 +127,9 @@ def fp8_parameters(config: TrainConfig, pipeline_rank: int) -> int:
     layers = [
         i for s in stage_numbers(config, pipeline_rank) for i in range(begins[s], begins[s + 1])
     ]
-    each = sum(math.prod(shapes[f"{name}.weight"]) for name in layer_matrices(m))
+    each = sum(
+        math.prod(shapes[f"{name}.weight"]) for name, matrix in matrices_of(m).items() if matrix.fp8
+    )
     return each * sum(config.precision.multiplies_fp8(i, m.num_layers or 0) for i in layers)
 
 

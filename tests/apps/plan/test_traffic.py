@@ -10,9 +10,14 @@ import torch.distributed as dist
 from plans import SMALL, planned
 
 import layouts
+from meshwright.apps.plan import traffic
+from meshwright.apps.plan.timing import StepTerms
 from meshwright.apps.plan.traffic import bytes_sent
+from meshwright.base.device_profiles import load_profile
+from meshwright.config.matrices import MATRICES
 from meshwright.parallel import comm
 from meshwright.training.parameters import parameters_of_ranks
+from meshwright.training.sizes import fp8_parameters
 
 BATCH = "--micro-batch-size 2 --global-batch-size {}"
 STREAM = 2 * 32 * 64 * 2  # bytes of a micro-batch's activations at one place
@@ -165,3 +170,27 @@ def test_predicted_bytes_of_muon_are_those_of_real_runs():
         ]
         sent = sum(rank.get("muon", 0) for rank in counted) / 2
         assert sent == pytest.approx(bytes_sent(config, 40)["muon"], rel=0.001), line
+
+
+FP8 = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 100 --bf16 --fp8-format e4m3"
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_a_matrix_that_stays_out_of_fp8_is_planned_so(name, monkeypatch):
+    """The row of a matrix alone says whether fp8 multiplies it: casts and seconds follow."""
+    config, profile = planned(FP8), load_profile("h100")
+    terms = StepTerms(config, 128, profile, profile.links)
+    casts, seconds = fp8_parameters(config, 0), terms.products_of_layer(True)
+    outputs, inputs = MATRICES[name].shape(config.model)
+    monkeypatch.setitem(MATRICES, name, MATRICES[name]._replace(fp8=False))
+    assert casts - fp8_parameters(config, 0) == 4 * outputs * inputs
+    assert seconds < terms.products_of_layer(True) < terms.products_of_layer(False)
+
+
+def test_each_matrix_has_its_collectives(monkeypatch):
+    """One more first matrix gathers rows once more, and adds up their gradient once more."""
+    plain = planned(f"{SMALL} --tensor-model-parallel-size 2", 2)
+    sequence = planned(f"{SMALL} --tensor-model-parallel-size 2 --sequence-parallel", 2)
+    assert [traffic.tensor_messages(c) for c in (plain, sequence)] == [(2, 2), (4, 6)]
+    monkeypatch.setitem(MATRICES, "attn.gate", MATRICES["attn.qkv"])
+    assert [traffic.tensor_messages(c) for c in (plain, sequence)] == [(2, 3), (5, 8)]

@@ -252,15 +252,15 @@ class StepTerms:
 
     def products_of_layer(self, is_fp8: bool) -> float:
         """Return the seconds of a layer's products forward; each gradient takes as long."""
-        dtype = "fp8" if is_fp8 else self.config.precision.dtype
-        total = 0.0
+        low, total = self.config.precision.dtype, 0.0
         for name, (outputs, inputs) in counts.layer_matrices(self.m).items():
             # Tensor parallelism shards the outputs of a branch's first matrix, the second's inputs.
-            if MATRICES[name].pair == "first":
+            matrix = MATRICES[name]
+            if matrix.pair == "first":
                 outputs //= self.tp
             else:
                 inputs //= self.tp
-            total += self.product(outputs, inputs, dtype)
+            total += self.product(outputs, inputs, "fp8" if is_fp8 and matrix.fp8 else low)
         return total
 
     def attention(self, windowed: bool) -> tuple[float, float]:
@@ -344,7 +344,7 @@ class StepTerms:
         if self.tp == 1:
             return 0.0, 0.0
         sent = traffic.tensor_bytes(self.config)
-        messages, messages_back = self.tensor_messages
+        messages, messages_back = traffic.tensor_messages(self.config)
         forward = self.sending("tensor", sent.layer_forward, messages)
         backward = self.sending("tensor", sent.layer_backward, messages_back)
         if self.overlaps_products:
@@ -352,11 +352,6 @@ class StepTerms:
             return forward * share * 0.8, backward * share * 0.8
         # The sum of the activations' gradient runs beside the product of the weights' own.
         return forward, max(backward / 3, backward - products)
-
-    @property
-    def tensor_messages(self) -> tuple[int, int]:
-        """The collectives of a layer between tensor ranks, forward and backward."""
-        return (4, 6) if self.p.sequence_parallel else (2, 2)
 
     @functools.cached_property
     def overlaps_products(self) -> bool:
@@ -410,7 +405,7 @@ class StepTerms:
         if self.tp == 1:
             return others, others
         each = TENSOR_LAUNCHES[self.overlaps_products]
-        forward, backward = self.tensor_messages
+        forward, backward = traffic.tensor_messages(self.config)
         return forward * each + others, backward * each + others
 
     # Stages

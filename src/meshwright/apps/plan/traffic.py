@@ -7,9 +7,11 @@ all-reduce twice that. The tables of docs/parallelism.md come from here.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import NamedTuple
 
 from meshwright.base.device import NVIDIA
+from meshwright.config.matrices import matrices_of
 from meshwright.config.schema import TrainConfig
 from meshwright.model.counts import layer_matrices
 from meshwright.model.kind import block_kind
@@ -71,7 +73,18 @@ def tensor_bytes(config: TrainConfig) -> TensorBytes:
     again = stream if sequence else 0.0
     loss = 2 * part * 3 * rows(config) * full  # three numbers per token
     last = stream if sequence else 2 * stream
-    return TensorBytes(4 * stream, 4 * stream + 2 * again, last, 2 * stream + again / 2, loss)
+    each = stream if sequence else 2 * stream  # a collective's: an all-reduce is two of the others
+    forward, backward = (each * count for count in tensor_messages(config))
+    return TensorBytes(forward, backward, last, 2 * stream + again / 2, loss)
+
+
+def tensor_messages(config: TrainConfig) -> tuple[int, int]:
+    """Return the collectives of a layer between tensor ranks, forward and backward."""
+    pairs = Counter(matrix.pair for matrix in matrices_of(config.model).values())
+    first, second = pairs["first"], pairs["second"]
+    if config.parallel.sequence_parallel:  # the gradient of a first matrix gathers its rows again
+        return first + second, 2 * first + second
+    return second, first
 
 
 def overlaps_products(config: TrainConfig, ranks_within: int) -> bool:
