@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.base import registry
-from meshwright.base.errors import IO, UNAVAILABLE, UserError
+from meshwright.base.errors import IO, UNAVAILABLE, UserError, too_old
 from meshwright.checkpoint import manifests, publish
 from meshwright.checkpoint.boxes import (
     Box,
@@ -443,6 +443,10 @@ def open_native(folder: Path, step: int, verify: str = "read", team: Team = ALON
             if not isinstance(value, dict):
                 raise DamagedCheckpoint(f"{folder / name}: not a JSON object")
         check_saved_state(state, folder / STATE)
+        # Only a run says what its data are, and since 0.15 it says the base of its widths too;
+        # 0.17 adds that where it converts an older step.
+        if "data_fingerprint" in config and "mup_base_hidden_size" not in config:
+            raise too_old(folder)
         opened.append(
             NativeSource(NATIVE, folder, step, config=config, state=state, manifest=manifest)
         )
@@ -455,7 +459,8 @@ def open_native(folder: Path, step: int, verify: str = "read", team: Team = ALON
     if verify == "full":
         manifests.verify_together(folder, team)
     source.vocab = source.state.get("true_vocab_size")
-    source.config = ABSENT | source.config  # an earlier release does not record every option
+    # Neither another program nor a release without it records an option.
+    source.config = ABSENT | source.config
     if "iteration" not in source.state:  # weights alone, converted from another program's
         source.state = {}
     return source
