@@ -36,7 +36,9 @@ def documented(name: str, section: str = "") -> list[str]:
 
 
 def test_both_languages_have_the_same_commands() -> None:
-    assert documented(STEPS) == documented("docs/zh/step-by-step.md") and len(documented(STEPS)) >= 10
+    assert (
+        documented(STEPS) == documented("docs/zh/step-by-step.md") and len(documented(STEPS)) >= 10
+    )
     assert documented("docs/runs.md") == documented("docs/zh/runs.md") != []
     assert documented(*MORE[2]) == documented("docs/zh/from-megatron.md", "在仓库根目录") != []
 
