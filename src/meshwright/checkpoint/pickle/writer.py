@@ -68,7 +68,7 @@ class TensorPickler(pickle.Pickler):
             stored = StorageReference(str(len(self.tensors)), value.dtype, math.prod(shape))
             self.tensors.append(value)
             # From the storage's beginning, without a gradient and without hooks.
-            arguments = (stored, 0, shape, strides(shape), False, OrderedDict())
+            arguments: tuple[Any, ...] = (stored, 0, shape, strides(shape), False, OrderedDict())
             return torch._utils._rebuild_tensor_v2, arguments
         # The pickler's own way, for objects of these classes and for what the file names.
         named = (

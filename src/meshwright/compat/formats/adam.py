@@ -95,6 +95,6 @@ def match_numbered(
 def require_tensor(path: Path, value: Any, shape: Shape, name: str) -> torch.Tensor:
     """Return the value if it is a tensor of this shape."""
     actual = tuple(value.shape) if isinstance(value, torch.Tensor) else "nothing"
-    if actual != shape:
+    if not isinstance(value, torch.Tensor) or actual != shape:
         raise unreadable_state(path, f"at the place of {name} {shape} it has {actual}")
     return value.detach()

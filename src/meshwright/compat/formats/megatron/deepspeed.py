@@ -500,7 +500,8 @@ def flat_stretches(order: Sequence[Parameter], groups: int) -> Iterator[Stretch]
 def settings_of(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings beside a state's tensors in Megatron's form."""
     base = tree.get("base_optimizer_state", tree.get("optimizer_state_dict", tree))
-    states, groups = base, [{}]
+    states: Any = base
+    groups: list[dict[str, Any]] = [{}]
     if isinstance(base, dict):
         states, groups = base["state"].values(), base["param_groups"]
     # Adam's step is in a state, in a group, or beside both.
