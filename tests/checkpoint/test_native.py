@@ -30,7 +30,7 @@ from helpers import (
     random_boxes,
     random_tensor,
 )
-from meshwright.base.errors import UserError
+from meshwright.base.errors import TOO_OLD, UserError
 from meshwright.checkpoint import boxes as geometry
 from meshwright.checkpoint import loading, manifests, native, publish, steps
 from meshwright.checkpoint.loading import OpenOptions
@@ -402,7 +402,7 @@ def test_overlaps_are_found() -> None:
     assert not overlapping(rows) and time.perf_counter() - start < 1
 
 
-def test_a_step_of_an_older_release_has_no_later_settings(tmp_path: Path) -> None:
+def test_a_step_that_does_not_record_an_option_has_none(tmp_path: Path) -> None:
     save(tmp_path, 7)
     config = flags.parse_settings(
         TrainConfig, ["--preset", "llama3.2-1b", "--load", str(tmp_path)], "test"
@@ -423,3 +423,13 @@ def test_a_step_of_an_older_release_has_no_later_settings(tmp_path: Path) -> Non
         assert "contradict" in error_of(
             lambda config=config: differences(config, open_step(tmp_path, 7).config)
         ), flag
+
+
+def test_a_step_of_a_release_before_0_15_is_refused(tmp_path: Path) -> None:
+    """A run of 0.14 stated its data, but not the base of muP; 0.17 adds that in a conversion."""
+    of_0_14 = {"num_layers": 1, "data_fingerprint": [], "data_contents": []}
+    native.save_step(tmp_path, 7, {}, {"iteration": 7}, of_0_14)
+    message = error_of(lambda: open_step(tmp_path, 7))
+    assert message.startswith(f"{steps.step_folder(tmp_path, 7)} {TOO_OLD}; ")
+    native.save_step(tmp_path, 8, {}, {"iteration": 8}, ABSENT | of_0_14)
+    assert open_step(tmp_path, 8).state["iteration"] == 8

@@ -15,6 +15,7 @@ import pytest
 from corpora import build_and_capture, data_config, write_pair
 
 from helpers import captured_output, error_of, tokens_of
+from meshwright.base.errors import TOO_OLD
 from meshwright.config.grammar import Split
 from meshwright.data import index_cache, loader, samples
 from meshwright.data.datasets import check_vocabulary
@@ -558,12 +559,20 @@ def test_large_cache_files_are_measured_at_a_start_and_read_by_verify(tmp_path, 
     path.write_bytes(content[:-9] + bytes(9))
     count, [problem] = damaged_caches(tmp_path)
     assert count == 1 and f"the checksum of {path.name} differs" in problem
-    # A record of 0.5, without sizes: its checksums of large files were those of samples.
+
+
+def test_an_entry_of_a_release_before_0_15_is_built_again(tmp_path):
+    indexed, cache = data(tmp_path / "x", [30, 20, 10, 40]), tmp_path / "index-cache"
+    good = Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=cache)
     [record] = cache.glob("*.json")
-    facts = json.loads(record.read_text())
-    del facts["bytes"]
+    content = record.read_text()
+    facts = json.loads(content)
+    del facts["bytes"]  # its checksums of large files were those of samples
     record.write_text(json.dumps(facts))
-    assert damaged_caches(tmp_path) == (1, [])
+    assert TOO_OLD in damaged_caches(tmp_path)[1][0]
+    with captured_output() as (_, notices):
+        assert has_equal_indices(good, Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=cache))
+    assert TOO_OLD in notices[0] and record.read_text() == content
 
 
 def test_what_a_start_reads_of_a_cache_does_not_grow_with_the_samples(tmp_path, monkeypatch):

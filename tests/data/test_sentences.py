@@ -187,7 +187,6 @@ def test_each_is_a_sequence(tmp_path, punkt):
                 True,
             ]
     make("punkt", False, punkt)
-    # as before 0.8
     assert "sentence_splitter" not in (tmp_path / "out_text_sentence.origin.json").read_text()
     message = error_of(lambda: make("rules", False, "english", False), LOCKED)
     assert "made with other" in message and "--overwrite" in message

@@ -29,7 +29,7 @@ import meshwright.training.validation
 from helpers import SMALL_FLAGS, TINY_FLAGS, error_of, read_losses, read_rows, write_counting
 from meshwright.__main__ import main
 from meshwright.base import console, device
-from meshwright.base.errors import UserError
+from meshwright.base.errors import BAD_DATA, TOO_OLD, UserError
 from meshwright.base.files import replacing
 from meshwright.config.command import out_of_memory
 from meshwright.config.data_paths import TokenFiles
@@ -802,7 +802,9 @@ def test_settings_of_data_that_no_run_states_are_refused(damage):
     from meshwright.training.state.resume import files_by_path
 
     good = {"data_sets": [["train", [["x", None, 0.0, 1.0]]]], "data_fingerprint": ["f", "g"]}
-    assert files_by_path(good) == {"x": ("f", None)}
+    assert TOO_OLD in error_of(lambda: files_by_path(good), BAD_DATA)
+    good["data_contents"] = ["c", "d"]
+    assert files_by_path(good) == {"x": ("f", "c")}
     assert "does not state its data" in error_of(lambda: files_by_path(good | damage))
 
 

@@ -90,3 +90,15 @@ def first_line(error: BaseException) -> str:
 def bad_data(message: str) -> UserError:
     """Return the error of a file that is missing, damaged or not what the flags say."""
     return UserError(message, BAD_DATA)
+
+
+# The oldest release whose files are read. Files carry no version: each reader knows those of
+# earlier ones by what they lack.
+TOO_OLD = "was written by a release before 0.15, which is no longer read"
+
+
+def too_old(what: object) -> UserError:
+    """Return the error of a file, of whatever kind, that a release before 0.15 wrote."""
+    return bad_data(
+        f"{what} {TOO_OLD}; open it with Meshwright 0.17, or convert or continue it there first"
+    )

@@ -84,24 +84,30 @@ class MeanOf(WeightsOf):
         import torch
 
         for name, (shape, boxes, tensor) in want.items():
-            start, flat = 0, tensor.detach().view(-1)
+            dtype = getattr(torch, self.tensors[name].dtype)
+            flat = tensor.detach().view(-1)
+            start = 0
+            # The boxes follow each other in the tensor, and so do the pieces of each.
             whole = [Box(tuple(offset), tuple(size)) for offset, size in boxes]
             for offset, size in (piece for box in whole for piece in pieces(box)):
                 target = flat[start : start + math.prod(size)]
                 start += target.numel()
-                read = torch.empty(target.numel(), dtype=getattr(torch, self.tensors[name].dtype))
+                read = torch.empty(target.numel(), dtype=dtype)
                 total = torch.zeros(target.numel(), dtype=torch.float64)
                 for source in self.inner:
-                    try:
-                        source.fill({name: (shape, [(offset, size)], read)})
-                    # else an older step would be read in place of the newest
-                    except DamagedCheckpoint as damage:
-                        raise SettingsError(
-                            f"a step of {{average_last}} is damaged: {damage}; name an older one",
-                            BAD_DATA,
-                        ) from damage
+                    self.read_piece(source, {name: (shape, [(offset, size)], read)})
                     total += read
                 target.copy_(total / len(self.inner))
+
+    def read_piece(self, source: NativeSource, want: TensorBoxes) -> None:
+        try:
+            source.fill(want)
+        except DamagedCheckpoint as damage:
+            # This error is passed on: at damage, an older step would be read for the newest.
+            raise SettingsError(
+                f"a step of {{average_last}} is damaged: {damage}; name an older one",
+                BAD_DATA,
+            ) from damage
 
 
 def stored_name(name: str) -> str:
@@ -111,14 +117,20 @@ def stored_name(name: str) -> str:
 
 def pieces(box: Box) -> Iterator[tuple[Shape, Shape]]:
     """Cut a box into smaller ones that follow each other in the order of its elements."""
-    d = next((d for d, n in enumerate(box.size) if n > 1), None)
-    if d is None or math.prod(box.size) <= PIECE:
+    if math.prod(box.size) <= PIECE:
         yield box
         return
-    middle = box.size[d] // 2
-    for begin, end in ((0, middle), (middle, box.size[d])):
-        offset = box.offset[:d] + (box.offset[d] + begin,) + box.offset[d + 1 :]
-        yield from pieces(Box(offset, box.size[:d] + (end - begin,) + box.size[d + 1 :]))
+    # Along the first dimension that can be cut: only then do all elements of the first half come
+    # before those of the second.
+    d = next(d for d, n in enumerate(box.size) if n > 1)
+    length = box.size[d]
+    middle = length // 2
+    for begin, end in ((0, middle), (middle, length)):
+        offset = list(box.offset)
+        size = list(box.size)
+        offset[d] += begin
+        size[d] = end - begin
+        yield from pieces(Box(tuple(offset), tuple(size)))
 
 
 def is_average(name: str) -> bool:
@@ -155,6 +167,7 @@ def mean_of(
             f"{source.folder}: {{average_last}} reads our own steps, not {source.kind}'s; leave it out",
             BAD_DATA,
         )
+    # The steps before it, of which there must be enough.
     numbers: list[int] = team.run_on_lead(
         lambda: [n for n in steps.list_steps(location.root) if n < location.step]
     )
@@ -172,12 +185,10 @@ def mean_of(
         except DamagedCheckpoint as damage:
             why = f"--average-last {number} reads {folder.name} too, which is damaged: {damage}"
             raise bad_data(f"{why}; name another step, or give a smaller number") from damage
+
+    # A folder may hold steps of another run, which was continued with other settings.
     for other in opened[1:]:
-        shapes = [
-            {n: info.shape for n, info in each.tensors.items() if "/" not in n}
-            for each in (source, other)
-        ]
-        if shapes[0] != shapes[1]:
+        if shapes_of(source) != shapes_of(other):
             raise SettingsError(
                 f"{source.folder} and {other.folder.name} hold different networks; give {{average_last=0}}",
                 BAD_DATA,
@@ -185,10 +196,17 @@ def mean_of(
     return MeanOf(**as_weights(source), inner=opened)
 
 
+def shapes_of(source: NativeSource) -> dict[str, Shape]:
+    """Return the shapes of the weights alone."""
+    return {name: info.shape for name, info in source.tensors.items() if "/" not in name}
+
+
 def as_weights(source: NativeSource) -> dict[str, Any]:
     """Return the fields of a source without a run's state, which belongs to other weights."""
     common = {f.name: getattr(source, f.name) for f in dataclasses.fields(Source)}
-    positions, network = source.state.get("positions"), source.state.get("network", GPT_NETWORK)
+    # What the state says of the network itself is kept.
+    positions = source.state.get("positions")
+    network = source.state.get("network", GPT_NETWORK)
     known = {"max_position_embeddings": positions} if positions else {}
     return common | {
         "config": source.config | known,

@@ -27,7 +27,8 @@ ALIGNED = 64  # bytes
 
 class Background:
     def __init__(self, team: Team, device: torch.device) -> None:
-        self.team, self.device = team, device
+        self.team = team
+        self.device = device
         self.memory: torch.Tensor | None = None  # holds the copies, kept from save to save
         self.flying: Future[Any] | None = None
         self.pool: ThreadPoolExecutor | None = None
@@ -36,6 +37,7 @@ class Background:
         """Return whether every machine has memory for the copies; all ranks call this together."""
         if self.memory is not None:
             return True
+        # The ranks of a machine share its memory.
         copies = self.team.gather([socket.gethostname(), copy_size(named)])
         needed = sum(size for host, size in copies if host == socket.gethostname())
         free = host.free_host_memory()
@@ -59,13 +61,15 @@ class Background:
     def copy(self, named: TensorBoxes) -> TensorBoxes:
         if self.memory is None:
             self.memory = devices.allocate_pinned(copy_size(named), self.device)
-        out, at = {}, 0
+        out = {}
+        at = 0
         for name, (shape, boxes, tensor) in named.items():
             size = tensor.numel() * tensor.element_size()
             copy = self.memory[at : at + size].view(tensor.dtype).view(tensor.shape)
             copy.copy_(tensor, non_blocking=True)
             out[name] = (shape, boxes, copy)
             at += aligned_size(tensor)
+        # The next step changes the tensors.
         devices.synchronize(self.device)
         return out
 

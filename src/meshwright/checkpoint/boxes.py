@@ -23,12 +23,14 @@ class Box(NamedTuple):
 def check_cover(index: Mapping[str, Any]) -> None:
     """Check that the boxes of each tensor in the index hold every element exactly once."""
     for name, tensor in index.items():
-        form = len(tensor["boxes"]), len(tensor["shape"])
-        low, sizes = (
-            np.array([b[key] for b in tensor["boxes"]], np.int64).reshape(form)
-            for key in ("offset", "size")
-        )
-        covered, size = int(sizes.prod(axis=1).sum()), math.prod(tensor["shape"])
+        boxes = tensor["boxes"]
+        # With the form given, since an array of no boxes has no dimensions.
+        form = len(boxes), len(tensor["shape"])
+        low = np.array([box["offset"] for box in boxes], np.int64).reshape(form)
+        sizes = np.array([box["size"] for box in boxes], np.int64).reshape(form)
+        # As many elements as the tensor has, and none twice: then none is missing.
+        covered = int(sizes.prod(axis=1).sum())
+        size = math.prod(tensor["shape"])
         overlap = overlapping(low, low + sizes)
         if covered != size or overlap:
             raise ValueError(
@@ -76,15 +78,14 @@ def overlapping(low: npt.NDArray[np.int64], high: npt.NDArray[np.int64]) -> bool
     d = max(range(low.shape[1]), key=lambda d: len(np.unique(low[:, d])))
     order = low[:, d].argsort()
     low, high = low[order], high[order]
+    # Along d, box i meets of the boxes behind it those that begin before it ends.
     ends = np.searchsorted(low[:, d], high[:, d])
-    return any(
-        bool(
-            (np.maximum(low[i], low[i + 1 : end]) < np.minimum(high[i], high[i + 1 : end]))
-            .all(axis=1)
-            .any()
-        )
-        for i, end in enumerate(ends.tolist())
-    )
+    for i, end in enumerate(ends.tolist()):
+        begin_both = np.maximum(low[i], low[i + 1 : end])
+        end_both = np.minimum(high[i], high[i + 1 : end])
+        if (begin_both < end_both).all(axis=1).any():
+            return True
+    return False
 
 
 def strides(size: Shape) -> Shape:
@@ -97,6 +98,9 @@ def position(box: Box, point: Shape) -> int:
 
 
 def inside(box: Box, shape: Shape) -> bool:
-    return len(box.offset) == len(box.size) == len(shape) and all(
-        min(o, n) >= 0 and o + n <= s for o, n, s in zip(box.offset, box.size, shape, strict=True)
+    if not len(box.offset) == len(box.size) == len(shape):
+        return False
+    return all(
+        offset >= 0 and size >= 0 and offset + size <= length
+        for offset, size, length in zip(box.offset, box.size, shape, strict=True)
     )

@@ -21,10 +21,13 @@ class FalseClaim(ValueError):
 
 def claimed(value: Any, what: str, most: int, least: int = 0, why: str = "") -> int:
     """Return a whole number from `least` to `most`; a tensor of one element counts as one."""
+    # By its method, so that torch is not imported for it.
     if callable(getattr(value, "item", None)) and value.numel() == 1:
         value = value.item()
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not least <= value <= most or value != int(value):
+    # The bounds come first: int() of an infinite number raises, and NaN is within none.
+    is_true = is_number and least <= value <= most and value == int(value)
+    if not is_true:
         reason = f": {why}" if why else ""
         raise FalseClaim(
             f"{what} is {value!r:.50}, not a whole number from {least:,} to {most:,}{reason}"
@@ -42,6 +45,7 @@ def claimed_shape(sizes: Any, what: str) -> tuple[int, ...]:
     if not isinstance(sizes, list | tuple) or len(sizes) > DIMENSIONS:
         raise FalseClaim(f"the shape of {what} is not a list of at most {DIMENSIONS} sizes")
     shape = tuple(claimed(size, f"a size of {what}", ELEMENTS) for size in sizes)
+    # Each size may be true and their product not.
     claimed(math.prod(shape), f"the number of elements of {what}", ELEMENTS)
     return shape
 

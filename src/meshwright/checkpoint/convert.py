@@ -182,12 +182,12 @@ def complete_source(
     """Complete the source by the flags, cut it to its true vocabulary, and find its tokenizer."""
     saved, where = describe_model(source, given), source.folder
     tokenizer = find_tokenizer(saved, t)
+
+    # The true size of the vocabulary: as the flags say, then the source, then its tokenizer. The
+    # null tokenizer's flag counts one id less than it has.
     own = tokenizer.size if tokenizer else None
-    size = (
-        (own if tokenizer and tokenizer.name == tokenizers.Null.name else t.vocab_size)
-        or source.vocab
-        or own
-    )
+    is_null = tokenizer is not None and tokenizer.name == tokenizers.Null.name
+    size = (own if is_null else t.vocab_size) or source.vocab or own
     most = source.vocab or saved.rows
     wrong = saved.contradictions(given)
     if size is not None and (size > most or (size < most and not source.counts_padding)):
@@ -208,6 +208,8 @@ def complete_source(
             f"{rows - size:,} of {rows:,} rows for tokens are cut off, the vocabulary has {size:,} ids"
         )
     source = source.of_vocabulary(size)
+
+    # Flags fill in the network where it is silent, and win over how it was trained.
     source.config = {name: given[name] for name in ARCHITECTURE if name in given} | source.config
     source.config |= {name: given[name] for name in STATED if name in given}
     if saved.positions is not None:
@@ -245,13 +247,13 @@ class Selection(Source):
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        return {
-            name: TensorInfo(
-                info.shape, self.dtype or info.dtype if "/" not in name else info.dtype
-            )
-            for name, info in self.inner.tensors.items()
-            if "/" not in name or (self.average if is_average(name) else self.optimizer)
-        }
+        chosen = {}
+        for name, info in self.inner.tensors.items():
+            if "/" not in name:
+                chosen[name] = TensorInfo(info.shape, self.dtype or info.dtype)
+            elif self.average if is_average(name) else self.optimizer:
+                chosen[name] = info
+        return chosen
 
     def parts(self, name: str) -> list[tuple[str, Box]]:
         return self.inner.parts(name)
@@ -321,12 +323,9 @@ def write_step(source: Selection, conversion: PreparedConversion) -> None:
     if existing:
         what = f"{folder} already holds {min(existing)}, and nothing is overwritten"
         raise UserError(f"{what}; give another folder, or remove this one", LOCKED)
-    files = (
-        native_files(source)
-        if conversion.target.to == "native"
-        else files_for_megatron(source, conversion)
-    )
-    step = source.step or int(conversion.target.to == "torch")  # Megatron takes no iteration 0
+    to = conversion.target.to
+    files = native_files(source) if to == "native" else files_for_megatron(source, conversion)
+    step = source.step or int(to == "torch")  # Megatron takes no iteration 0
     is_new = not folder.exists()
     try:
         with owner.lock_folder(folder, "give another folder"):
@@ -354,34 +353,30 @@ def native_files(source: Source) -> dict[str, Produce]:
     """Return what native.save_step would write, each tensor read when its bytes are due."""
     import torch
 
-    shapes = {
-        name: native.undivided(
-            torch.empty(info.shape, dtype=getattr(torch, info.dtype), device="meta")
-        )
-        for name, info in source.tensors.items()
-    }
-    sizes = {
-        "true_vocab_size": source.vocab,
-        "positions": describe_model(source).require_positions(),
-    }
-    config = (
-        source.config
-        if source.state
-        else source.config | {"max_position_embeddings": sizes["positions"]}
-    )
-    return native.step_files(
-        shapes, sizes | source.state, config, functools.partial(read_extent, source)
-    )[0]
+    shapes = {}
+    for name, info in source.tensors.items():
+        empty = torch.empty(info.shape, dtype=getattr(torch, info.dtype), device="meta")
+        shapes[name] = native.undivided(empty)
+    positions = describe_model(source).require_positions()
+    state = {"true_vocab_size": source.vocab, "positions": positions} | source.state
+    config = source.config
+    # A state without an iteration is dropped when it is read, and the positions with it.
+    if not source.state:
+        config = config | {"max_position_embeddings": positions}
+    files, _ = native.step_files(shapes, state, config, functools.partial(read_extent, source))
+    return files
 
 
 def read_extent(source: Source, extent: native.BoxToWrite) -> torch.Tensor:
     """Read a box into memory that, unlike torch's, returns to the system at once."""
     import torch
 
-    # Python's default would be memory that processes share.
-    memory = mmap.mmap(-1, max(extent.flat.nbytes, 8), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    tensor = torch.frombuffer(memory, dtype=extent.flat.dtype)[: extent.flat.numel()]
-    source.fill({extent.key: (extent.box.size, [(extent.box.offset, extent.box.size)], tensor)})
+    flat = extent.flat
+    box = extent.box
+    # Python's default would be memory that processes share; nothing can be mapped of no bytes.
+    memory = mmap.mmap(-1, max(flat.nbytes, 8), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    tensor = torch.frombuffer(memory, dtype=flat.dtype)[: flat.numel()]
+    source.fill({extent.key: (box.size, [(box.offset, box.size)], tensor)})
     return tensor
 
 

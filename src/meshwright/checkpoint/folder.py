@@ -35,7 +35,10 @@ class ForeignFolder:
     """A folder's settings and tensors; each is requested by name and checked."""
 
     def __init__(self, folder: Path, file: str, config: dict[str, Any], tensors: Tensors) -> None:
-        self.folder, self.config, self.tensors, self.file = folder, config, tensors, file
+        self.folder = folder
+        self.config = config
+        self.tensors = tensors
+        self.file = file
         self.notes: list[str] = []
         self.used: set[str] = set()
 
@@ -62,13 +65,11 @@ class ForeignFolder:
 
     def sizes(self, width: str, heads: str, layers: str) -> tuple[int, int, int]:
         """Return the numbers under these keys, of layers at most as many as there are tensors."""
-        most, why = len(self.tensors), "it has no more tensors"
+        most = len(self.tensors)
+        why = "it has no more tensors"
         count = claimed(self.get(layers, COUNT), f"{layers} of {self.file}", most, why=why)
-        return (
-            self.get(width, COUNT),
-            claimed_heads(count, self.get(heads, COUNT), self.file),
-            count,
-        )
+        h = self.get(width, COUNT)
+        return h, claimed_heads(count, self.get(heads, COUNT), self.file), count
 
     def note_defaults(self, **defaults: float) -> None:
         """Note which of these keys the file leaves to transformers' defaults."""
@@ -114,6 +115,7 @@ class ForeignFolder:
         if not self.has(f"{name}.weight") and tied:
             return False
         head = self.take(f"{name}.weight", *wte.shape)
+        # Some programs save a tied table twice, and some say that it is tied though it is not.
         if tied:
             if head.dtype == wte.dtype and head.equal(wte):
                 return False

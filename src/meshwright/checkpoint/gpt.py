@@ -43,14 +43,13 @@ def rename_tensors(
     """Return the tensors under our names; refuse one for which `our_name` has none."""
     ours = {name: our_name(name) for name in tensors}
     unknown = [name for name, our in ours.items() if our is None]
-    if unknown or not any(
-        our == "wte.weight" and tensors[name].ndim == 2 for name, our in ours.items()
-    ):
-        what = (
-            f"{', '.join(unknown[:5])} has no place in a GPT"
-            if unknown
-            else "it has no table of tokens"
-        )
+    tables = [name for name, our in ours.items() if our == "wte.weight" and tensors[name].ndim == 2]
+    what = ""
+    if unknown:
+        what = f"{', '.join(unknown[:5])} has no place in a GPT"
+    elif not tables:
+        what = "it has no table of tokens"
+    if what:
         raise bad_data(f"{folder}: not a GPT: {what}")
     return {our: tensors[name] for name, our in ours.items() if our is not None}
 
@@ -62,22 +61,30 @@ def measure_gpt(
 
     The number of heads and the kind of GELU do not follow from shapes; GELU is exact here.
     """
+    # The sizes, each from one tensor; one that is missing, or no matrix, is found below.
     layers = len({name.split(".")[1] for name in weights if name.startswith("h.")})
     rows, width = weights["wte.weight"].shape
     fc, wpe = weights.get("h.0.mlp.fc.weight"), weights.get("wpe.weight")
     ffn, positions = (0 if t is None or t.ndim != 2 else t.shape[0] for t in (fc, wpe))
+
+    # The shapes of all tensors by these sizes.
     parts: dict[str, Shape] = {
         "ln_1": (width,),
         "attn.qkv": (3 * width, width),
         "attn.proj": (width, width),
+        "ln_2": (width,),
+        "mlp.fc": (ffn, width),
+        "mlp.proj": (width, ffn),
     }
-    parts |= {"ln_2": (width,), "mlp.fc": (ffn, width), "mlp.proj": (width, ffn)}
-    modules = {f"h.{i}.{name}": shape for i in range(layers) for name, shape in parts.items()} | {
-        "ln_f": (width,)
-    }
+    modules = {f"h.{i}.{name}": shape for i in range(layers) for name, shape in parts.items()}
+    modules["ln_f"] = (width,)
     shapes: dict[str, Shape] = {"wte.weight": (rows, width), "wpe.weight": (positions, width)}
     for name, shape in modules.items():
-        shapes |= {f"{name}.weight": shape} | ({f"{name}.bias": shape[:1]} if biased else {})
+        shapes[f"{name}.weight"] = shape
+        if biased:
+            shapes[f"{name}.bias"] = shape[:1]
+
+    # What is there must be exactly that.
     wrong = [f"{name} has no place" for name in weights if name not in shapes]
     wrong += [
         f"{name}: {list(weights[name].shape) if name in weights else 'missing'}, expected {list(shape)}"
@@ -112,11 +119,11 @@ def qkv_views(
     Each group has its queries, then its key and value; without grouped queries a group is a head.
     """
     queries = q.shape[0] // groups
-    views, at = [], 0
+    views = []
+    at = 0
     for group in range(groups):
         for tensor, rows in ((q, queries), (k, head), (v, head)):
-            views.append(
-                TensorView((at,) + (0,) * (q.ndim - 1), tensor[group * rows : (group + 1) * rows])
-            )
+            offset = (at,) + (0,) * (q.ndim - 1)
+            views.append(TensorView(offset, tensor[group * rows : (group + 1) * rows]))
             at += rows
     return views

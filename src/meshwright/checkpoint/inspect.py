@@ -14,7 +14,7 @@ from meshwright.checkpoint import loading, native, steps
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.manifests import DamagedCheckpoint, verify_step
 from meshwright.checkpoint.saved_model import recorded_settings
-from meshwright.checkpoint.sources import Source
+from meshwright.checkpoint.sources import Source, TensorInfo
 from meshwright.checkpoint.steps import StepLocation
 from meshwright.config import fields, flags
 from meshwright.config.schema import TrainConfig
@@ -41,11 +41,12 @@ def describe_folder(
     number = named if step is None else step
     if not root.exists():
         raise not_a_run(root, "checkpoint")
-    # another program's; steps of ours may be beside it
+    # A file is another program's, though steps of ours may be beside it.
     is_file = named is None and Path(path).is_file()
     present = [] if is_file else steps.list_steps(root)[::-1]
     if present and (number is None or number in present):
         return describe_steps(root, number, detail, options)
+    # The folder has steps, but not this one.
     if present and step is not None:
         few = f"{len(present)}, from {present[0]} to {present[-1]}"
         if len(present) < 10:
@@ -53,6 +54,7 @@ def describe_folder(
         raise bad_data(
             f"no step {step} in {root}; there {'is' if len(present) == 1 else 'are'} {few}"
         )
+    # Without steps of ours it is another program's, whose steps have names of their own.
     folder = Path(path) if step is None else steps.step_folder(root, step)
     if not folder.exists():
         raise bad_data(f"there is no {folder}; name another program's step by its folder")
@@ -68,9 +70,8 @@ def describe_foreign(source: Source, detail: Detail) -> list[str]:
         summarize(source),
     ]
     lines += [f"    {note.strip()}" for note in source.notes]
-    lines += (
-        ["    --full: it has no checksums, so its bytes cannot be verified"] if detail.full else []
-    )
+    if detail.full:
+        lines.append("    --full: it has no checksums, so its bytes cannot be verified")
     return lines + list_contents(source, detail)
 
 
@@ -81,11 +82,15 @@ def describe_steps(
     contents: list[str] | None = None
     undamaged = True
     lines = [f"{root}"]
+    how = "sizes: ok, contents not checked (--full does)"
+    if detail.full:
+        how = "verified: yes, every byte"
     for number in steps.list_steps(root) if step is None else [step]:
         folder = steps.step_folder(root, number)
         kind = steps.kind_of_folder(folder) or steps.NATIVE
         try:
             manifest = verify_step(folder, detail.full)
+            # Nothing is verified a second time.
             source = loading.open_step(
                 StepLocation(kind, folder, number, root), options._replace(verify="none")
             )
@@ -93,49 +98,55 @@ def describe_steps(
             lines.append(f"  {folder.name}  verified: NO, {damage}")
             undamaged = False
             continue
-        how = (
-            "verified: yes, every byte"
-            if detail.full
-            else "sizes: ok, contents not checked (--full does)"
-        )
+
+        # Two lines for each step; --ckpt-format has written one without files of ranks.
         ranks = sum(name.startswith("rank_") for name in manifest)
-        by = (
-            f"written by {ranks} rank{'s' * (ranks != 1)}"
-            if ranks
-            else f"{source.kind}'s tree: {source.layout}"
-        )
+        by = f"{source.kind}'s tree: {source.layout}"
+        if ranks:
+            by = f"written by {ranks} rank{'s' * (ranks != 1)}"
         size = sum(file.size for file in manifest.values())
         lines += [f"  {folder.name}  {how}", f"{summarize(source)} | {size:,} bytes, {by}"]
-        contents = list_contents(source, detail) if contents is None else contents
+        if contents is None:
+            contents = list_contents(source, detail)
     return lines + (contents or []), undamaged
 
 
 def summarize(source: Source) -> str:
+    # A name with a slash is that of a weight's moment or average.
     parameters = sum(
         math.prod(info.shape) for name, info in source.tensors.items() if "/" not in name
     )
     step = source.state.get("iteration", source.step)
-    samples = source.state.get("consumed_train_samples", "not recorded")
-    progress = (
-        f"iteration {step} | consumed samples {samples}"
-        if step or source.state
-        else "no step recorded"
-    )
+    progress = "no step recorded"
+    if step or source.state:
+        samples = source.state.get("consumed_train_samples", "not recorded")
+        progress = f"iteration {step} | consumed samples {samples}"
     return f"    {progress} | parameters {parameters:,}"
 
 
 def list_contents(source: Source, detail: Detail) -> list[str]:
     lines = list_settings(source.config)
     blends = BlendHistory.from_state(source.state.get("blends"))
-    lines += [f"  {line}" for line in blends.lines()] if blends else []
-    for name, info in sorted(source.tensors.items()) if detail.tensors or detail.boxes else ():
-        shape, dtype = "x".join(map(str, info.shape)) or "scalar", native.NAMES[info.dtype]
-        size = math.prod(info.shape) * native.SIZES[dtype]
-        where = source.parts(name)
-        spread = f"{len(where)} boxes, {len({file for file, _ in where})} files"
-        lines.append(f"  {name:40} {shape:>16} {dtype:>4} {size:>16,} bytes in {spread}")
-        lines += [f"    {file} {native.ranges(box)}" for file, box in where] if detail.boxes else []
+    if blends:
+        lines += [f"  {line}" for line in blends.lines()]
+    if not (detail.tensors or detail.boxes):
+        return lines
+    for name, info in sorted(source.tensors.items()):
+        lines.append(describe_tensor(source, name, info))
+        if detail.boxes:
+            lines += [f"    {file} {native.ranges(box)}" for file, box in source.parts(name)]
     return lines
+
+
+def describe_tensor(source: Source, name: str, info: TensorInfo) -> str:
+    """Return a line of a tensor: its shape, type and size, and over how many files it is spread."""
+    shape = "x".join(map(str, info.shape)) or "scalar"
+    dtype = native.NAMES[info.dtype]
+    size = math.prod(info.shape) * native.SIZES[dtype]
+    boxes = source.parts(name)
+    files = {file for file, _ in boxes}
+    spread = f"{len(boxes)} boxes, {len(files)} files"
+    return f"  {name:40} {shape:>16} {dtype:>4} {size:>16,} bytes in {spread}"
 
 
 def list_settings(saved: Mapping[str, Any]) -> list[str]:
@@ -163,14 +174,18 @@ def compare_checkpoints(
     """List the settings and tensors in which two checkpoints differ, one tensor at a time."""
     a, b = (loading.require_checkpoint(path, options) for path in (first, second))
     lines = []
+
+    # Settings that both state.
     common = a.config.keys() & b.config.keys()
-    for name in sorted(
-        common.intersection(flags.differing([recorded_settings(source) for source in (a, b)]))
-    ):
+    differing = flags.differing([recorded_settings(source) for source in (a, b)])
+    for name in sorted(common.intersection(differing)):
         lines.append(f"setting {name}: {a.config[name]} | {b.config[name]}")
-    optimizer, equal = a.has_optimizer and b.has_optimizer, 0
+
+    # Tensors; the optimizer's, whose names have a slash, if both have them.
+    optimizer = a.has_optimizer and b.has_optimizer
     if a.has_optimizer != b.has_optimizer:
         lines.append(f"optimizer state: only in {(a if a.has_optimizer else b).folder}")
+    equal = 0
     names = sorted(n for n in a.tensors.keys() | b.tensors.keys() if optimizer or "/" not in n)
     for name in names:
         differences = list(compare_tensor(a, b, name))
@@ -182,21 +197,27 @@ def compare_checkpoints(
 
 
 def compare_tensor(a: Source, b: Source, name: str) -> Iterator[str]:
+    """Yield how a tensor differs, if it does."""
     import torch
 
-    first, second = a.tensors.get(name), b.tensors.get(name)
+    first = a.tensors.get(name)
+    second = b.tensors.get(name)
     if first is None or second is None:
         yield f"{name}: only in {(a if second is None else b).folder}"
-    elif first.shape != second.shape:
+        return
+    if first.shape != second.shape:
         yield f"{name}: {first.shape} | {second.shape}"
-    else:
-        dtype = torch.float64 if "float64" in (first.dtype, second.dtype) else torch.float32
-        values = [torch.empty(first.shape, dtype=dtype) for _ in range(2)]
-        for source, value in zip((a, b), values, strict=True):
-            source.fill({name: native.undivided(value)})
-        types = f", {first.dtype} | {second.dtype}" if first.dtype != second.dtype else ""
-        if differ := int((values[0] != values[1]).sum()):
-            furthest = float((values[0] - values[1]).abs().max())
-            yield f"{name}: {differ:,} of {values[0].numel():,} numbers differ, by at most {furthest:.3g}{types}"
-        elif types:
-            yield f"{name}: equal{types}"
+        return
+
+    # float32 holds every number of the narrower types.
+    dtype = torch.float64 if "float64" in (first.dtype, second.dtype) else torch.float32
+    ours = torch.empty(first.shape, dtype=dtype)
+    theirs = torch.empty(first.shape, dtype=dtype)
+    a.fill({name: native.undivided(ours)})
+    b.fill({name: native.undivided(theirs)})
+    types = f", {first.dtype} | {second.dtype}" if first.dtype != second.dtype else ""
+    if differ := int((ours != theirs).sum()):
+        furthest = float((ours - theirs).abs().max())
+        yield f"{name}: {differ:,} of {ours.numel():,} numbers differ, by at most {furthest:.3g}{types}"
+    elif types:
+        yield f"{name}: equal{types}"

@@ -45,10 +45,12 @@ def identity(root: Path) -> str:
 def wrote_last(root: Path, owner: dict[str, Any] | None) -> bool:
     """Return whether this folder was the last that wrote to its address: it may be ahead of it."""
     note = read_note(root / OWNER)
+    if not note or owner is None:
+        return bool(note)
+    # A kill may have come between the note of a new start and the object: then the object has
+    # the start before.
     starts = [note.get(name, "") for name in ("start", "before")]
-    return bool(note) and (
-        owner is None or owner["id"] == note.get("id") and owner["start"] in starts
-    )
+    return owner["id"] == note.get("id") and owner["start"] in starts
 
 
 def read_owner(store: BucketObjects, key: str) -> dict[str, Any] | None:
@@ -74,7 +76,9 @@ class Lease:
     """
 
     def __init__(self, root: Path, is_locked: bool = True) -> None:
-        self.root, self.is_locked, self.ended = root, is_locked, threading.Event()
+        self.root = root
+        self.is_locked = is_locked
+        self.ended = threading.Event()
         self.store, self.key = locate(root)
         root.mkdir(parents=True, exist_ok=True)
         process = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %z')}"
@@ -142,13 +146,13 @@ class Lease:
         """Write the object and return its tag, None if another process has written it."""
         data = json.dumps({**self.name, "beat": uuid.uuid4().hex, "released": released}).encode()
         tag = self.store.put(f"{self.key}/{OWNER}", data, mode)
-        if (
-            tag is None
-            and (now := read_owner(self.store, self.key))
-            and now.items() >= self.name.items()
-        ):
-            return str(now["tag"])  # it was written, now or before, and the answer was lost
-        return tag
+        if tag is not None:
+            return tag
+        # It may have been written, now or before, and the answer was lost.
+        now = read_owner(self.store, self.key)
+        if now and now.items() >= self.name.items():
+            return str(now["tag"])
+        return None
 
     def keep(self) -> None:
         while not self.ended.wait(BEAT):
@@ -164,7 +168,8 @@ class Lease:
 def confirm(root: Path) -> str:
     """Refuse to go on if another run has taken the address over; return this start's id."""
     store, key = locate(root)
-    owner, name = read_owner(store, key), _held.get(root)
+    owner = read_owner(store, key)
+    name = _held.get(root)
     if owner is None or name is None or not owner.items() >= name.items():
         who = owner["process"] if owner else "someone who removed its owner's object"
         raise UserError(

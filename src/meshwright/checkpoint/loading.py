@@ -108,18 +108,19 @@ def search_on_lead(path: Path, search: Callable[[], Search], team: Team) -> Sear
 
     def act() -> Any:
         location, notes = search()
-        below = (
-            [os.path.relpath(p, path) for p in (location.folder, location.root)] if location else []
-        )
-        return [[location.kind, location.step, *below] if location else None, notes]
+        if location is None:
+            return [None, notes]
+        # Relative to the path, which may be another one on another machine.
+        folder = os.path.relpath(location.folder, path)
+        root = os.path.relpath(location.root, path)
+        return [[location.kind, location.step, folder, root], notes]
 
     parts, notes = team.run_on_lead(act)
     if parts is None:
         return None, notes
-    kind, step, folder, root = parts
-    return StepLocation(
-        kind, Path(os.path.normpath(path / folder)), step, Path(os.path.normpath(path / root))
-    ), notes
+    kind, step, *below = parts
+    folder, root = (Path(os.path.normpath(path / name)) for name in below)
+    return StepLocation(kind, folder, step, root), notes
 
 
 # Open
@@ -205,7 +206,9 @@ def open_foreign(
     ) as error:
         raise bad_data(f"{folder}: not laid out as {kind}'s checkpoints: {error!r:.300}") from error
     number = location.step if location.is_numbered else source.state.get("iteration", 0)
-    source.kind, source.root, source.step = kind, location.root, number if source.state else 0
+    source.kind = kind
+    source.root = location.root
+    source.step = number if source.state else 0  # a run begins anew from weights alone
     return source
 
 
@@ -246,6 +249,7 @@ def load_step(
     team: Team,
     open_at: Callable[[StepLocation], Source],
 ) -> LoadedStep:
+    # Megatron's lines, which scripts look for.
     release = " release" if location.folder.name == "release" else ""
     at = f" at iteration {location.step}" if location.is_numbered and not release else ""
     say(f" loading{release} checkpoint from {location.root}{at}")
@@ -256,6 +260,8 @@ def load_step(
         say(f" checkpoint version {opened.version}")
     if opened.version_note:
         say(opened.version_note)
+
+    # What all ranks want is compared on rank 0 before any of them reads a tensor.
     source = team.run_on_all(lambda: accept(opened))
     named = want(source) if callable(want) else want
     wanted = team.collect_merged(
@@ -269,6 +275,8 @@ def load_step(
 
     for note in team.run_on_lead(compare):
         say(note)
+
+    # Read it: of ours each rank has learnt only what it needs for that.
     if isinstance(source, native.NativeSource | averages.WeightsOf):
         source.share(wanted, team)
     team.run_on_all(lambda: source.fill(named))
@@ -330,15 +338,19 @@ def check_names(
     for name, tensor in stored.items():
         if name not in want and (optimizer or "/" not in name) and not averages.is_average(name):
             out.append(f"{name}: the model has none, the checkpoint has {tensor.shape}")
-    if out:
-        shown = out[:20] + [f"and {len(out) - 20} more"] * (len(out) > 20)
-        missing = [name for name in want if name not in stored]
-        if missing and all("/" in name for name in missing):
-            shown.append(
-                "saved with --no-save-optim, or by another --optimizer? add --no-load-optim or --finetune"
-            )
-        message = "\n  ".join([f"{folder} does not fit the model that the flags describe:", *shown])
-        raise UserError(message, BAD_DATA, everywhere=True)
+    if not out:
+        return
+    shown = out[:20]
+    if len(out) > 20:
+        shown.append(f"and {len(out) - 20} more")
+    # If nothing but moments is missing, there is a likely reason.
+    missing = [name for name in want if name not in stored]
+    if missing and all("/" in name for name in missing):
+        shown.append(
+            "saved with --no-save-optim, or by another --optimizer? add --no-load-optim or --finetune"
+        )
+    message = "\n  ".join([f"{folder} does not fit the model that the flags describe:", *shown])
+    raise UserError(message, BAD_DATA, everywhere=True)
 
 
 def conversions(

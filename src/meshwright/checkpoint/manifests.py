@@ -50,11 +50,9 @@ def unreadable(path: Path, error: OSError, rest: str = "") -> UserError:
     Examples of the second are missing permission and a failing disk.
     """
     message = f"{path}: {error.strerror}{rest}"
-    return (
-        DamagedCheckpoint(message)
-        if error.errno in (errno.ENOENT, errno.ENOTDIR)
-        else UserError(message, IO)
-    )
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        return DamagedCheckpoint(message)
+    return UserError(message, IO)
 
 
 class File(NamedTuple):
@@ -92,9 +90,10 @@ def sha256(parts: Iterable[bytes | bytearray | memoryview]) -> str:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Encode a manifest in its only valid spelling, with a hash of itself."""
-    files = {name: {"size": file.size, "sha256": file.sha256} for name, file in manifest.items()}
+    files = {name: file._asdict() for name, file in manifest.items()}
     body: dict[str, Any] = {"format": FORMAT, "chunk": CHUNK, "files": files}
-    body["sha256"] = sha256([json.dumps(body, sort_keys=True).encode()])
+    spelling = json.dumps(body, sort_keys=True).encode()
+    body["sha256"] = sha256([spelling])
     return json.dumps(body, sort_keys=True, indent=1).encode()
 
 
@@ -110,14 +109,13 @@ def read_manifest(folder: Path) -> Manifest:
     body = parse_json(raw, path)
     if not isinstance(body, dict):
         raise DamagedCheckpoint(f"{path}: not a manifest")
-    if (
-        isinstance(body.get("format"), str)
-        and body["format"].startswith("meshwright")
-        and body["format"] != FORMAT
-    ):
+    form = body.get("format")
+    if isinstance(form, str) and form.startswith("meshwright") and form != FORMAT:
         raise DamagedCheckpoint(
-            f"{path}: written in the format {body['format']!r}, but this version reads {FORMAT!r}"
+            f"{path}: written in the format {form!r}, but this version reads {FORMAT!r}"
         )
+
+    # Each file has as many digests as chunks, the last of which may be short.
     try:
         manifest = {
             name: File(file["size"], file["sha256"]) for name, file in body["files"].items()
@@ -127,8 +125,10 @@ def read_manifest(folder: Path) -> Manifest:
         )
     except (KeyError, TypeError, AttributeError):
         valid = False
+    # It is its own checksum: encoded again, it must be the same bytes.
     if not valid or raw != encode_manifest(manifest):
         raise DamagedCheckpoint(f"{path}: not as it was written (its own SHA-256 differs)")
+    # Whoever made the manifest may have computed its hash anew.
     for name in manifest:
         if not re.fullmatch(r"(mp_rank_\d+(_\d+)?/)?[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
             raise DamagedCheckpoint(
@@ -164,7 +164,7 @@ def verify_step(folder: str | Path, full: bool = False) -> Manifest:
     return manifest
 
 
-# of each file: its name and size, a first chunk, digests from there
+# Of each file: its name and size, a first chunk, and the digests from there on.
 Share = list[tuple[str, int, int, str]]
 
 
@@ -178,23 +178,27 @@ def divide_chunks(manifest: Manifest, ranks: int) -> list[Share]:
     """Divide the chunks of all files evenly; a rank's are consecutive, so they are in few files."""
     total = sum(file.chunks for file in manifest.values())
     shares: list[Share] = [[] for _ in range(ranks)]
-    number = 0
+    before = 0  # chunks of the files before this one
     for name, file in manifest.items():
         done = 0
         while done < file.chunks:
-            rank = ((number + done + 1) * ranks - 1) // total
-            count = min(file.chunks - done, (rank + 1) * total // ranks - number - done)
-            shares[rank].append(
-                (name, file.size, done, file.sha256[64 * done : 64 * (done + count)])
-            )
+            # Rank r has the chunks from r * total // ranks up to where the next rank's begin.
+            at = before + done
+            rank = ((at + 1) * ranks - 1) // total
+            end = (rank + 1) * total // ranks
+            count = min(file.chunks - done, end - at)
+            digests = file.sha256[64 * done : 64 * (done + count)]
+            shares[rank].append((name, file.size, done, digests))
             done += count
-        number += file.chunks
+        before += file.chunks
     return shares
 
 
 def hash_chunks(folder: Path, share: Share) -> None:
     for name, size, first, digests in share:
-        part = {first + n: digests[64 * n : 64 * n + 64] for n in range(len(digests) // 64)}
+        part = {}
+        for n in range(len(digests) // 64):
+            part[first + n] = digests[64 * n : 64 * (n + 1)]
         with VerifiedReader(folder / name, FilePart(size, part), part) as reader:
             for index in part:
                 reader.chunk(index)
@@ -208,9 +212,9 @@ def plain_size(path: Path, expected: str = "") -> int:
         if error.errno == errno.ENOENT and (size := store.size_of(path)) is not None:
             return size
         raise unreadable(path, error, expected) from error
-    if not stat.S_ISREG(status.st_mode) or (
-        path.parent.name.startswith("mp_rank_") and path.parent.is_symlink()
-    ):
+    # A step's folder may be a link, which a user has made; what is in it may not.
+    is_in_link = path.parent.name.startswith("mp_rank_") and path.parent.is_symlink()
+    if not stat.S_ISREG(status.st_mode) or is_in_link:
         raise DamagedCheckpoint(
             f"{path}: not a plain file (a link, or something else), so it is not read"
         )
@@ -239,13 +243,16 @@ class VerifiedReader:
         ahead: Iterable[int] = (),
         last: Chunks | None = None,
     ) -> None:
-        self.path, self.file, self.last = path, file, {} if last is None else last
+        self.path = path
+        self.file = file
+        self.last: Chunks = {} if last is None else last
         self.ahead = deque(index for index in ahead if (path, index) not in self.last)
         self.ready: dict[int, Future[bytearray]] = {}
         self.spare: list[bytearray] = []  # new memory costs more than reading into it
         check_size(path, file)
         self.fd: int | None = None
         try:
+            # Between the look at it and this, someone may have put a link there.
             self.fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
             if error.errno != errno.ENOENT or store.size_of(path) is None:
@@ -262,20 +269,26 @@ class VerifiedReader:
 
     def read(self, begin: int, end: int) -> memoryview:
         """Return verified bytes, valid until the next read; not copied within one chunk."""
-        first, last = begin // CHUNK, (end - 1) // CHUNK
+        first = begin // CHUNK
+        last = (end - 1) // CHUNK
         if first == last:
-            return memoryview(self.chunk(first))[begin - first * CHUNK : end - first * CHUNK]
+            return self.part_of(first, begin, end)
         joined = memoryview(bytearray(end - begin))
         for index in range(first, last + 1):
-            low, high = max(begin, index * CHUNK), min(end, (index + 1) * CHUNK)
-            joined[low - begin : high - begin] = memoryview(self.chunk(index))[
-                low % CHUNK : high - index * CHUNK
-            ]
+            low = max(begin, index * CHUNK)
+            high = min(end, (index + 1) * CHUNK)
+            joined[low - begin : high - begin] = self.part_of(index, low, high)
         return joined
+
+    def part_of(self, index: int, begin: int, end: int) -> memoryview:
+        """Return bytes of one chunk, by their place in the file."""
+        start = index * CHUNK
+        return memoryview(self.chunk(index))[begin - start : end - start]
 
     def chunk(self, index: int) -> bytearray:
         if (self.path, index) in self.last:
             return self.last[self.path, index]
+        # Chunks are asked for in their order: one that was passed over is not needed.
         for old in [i for i in self.ready if i < index]:
             del self.ready[old]
         while self.ahead and len(self.ready) < AHEAD:
@@ -283,6 +296,7 @@ class VerifiedReader:
             self.ready[coming] = self.pool.submit(self._read_chunk, coming)
         waiting = self.ready.pop(index, None)
         data = waiting.result() if waiting else self._read_chunk(index)
+        # The last chunk, of this file or of the one before, is no longer needed: its memory is.
         self.spare += (old for old in self.last.values() if len(old) == CHUNK)
         self.last.clear()
         self.last[self.path, index] = data
@@ -332,14 +346,15 @@ def read_json(
     path = folder / name
     if name not in manifest:
         raise DamagedCheckpoint(f"{path}: not in the manifest")
+    # Before a byte is read: anyone may have made the file.
     if manifest[name].size > limit:
         raise DamagedCheckpoint(
             f"{path}: {manifest[name].size:,} bytes of JSON, above the limit of {limit:,}"
         )
+    size = manifest[name].size
     with VerifiedReader(path, manifest[name]) as reader:
-        return parse_json(
-            bytes(reader.read(0, manifest[name].size)) if manifest[name].size else b"", path
-        )
+        raw = bytes(reader.read(0, size)) if size else b""
+        return parse_json(raw, path)
 
 
 def parse_json(raw: bytes, path: Path) -> Any:

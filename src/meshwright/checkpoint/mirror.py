@@ -44,9 +44,9 @@ from meshwright.checkpoint.steps import (
 from meshwright.runtime.ranks.pulse import pulse
 
 FETCHED = ".fetched.json"  # the tags of objects that were copied here
-# what was sent from here: the tags of steps' files, the hashes of their manifests
+# What was sent from here: the tags of steps' files, the hashes of their manifests.
 SENT = ".sent.json"
-# of a run, when another machine goes on with it
+# What a machine that goes on with a run does not need of it.
 LEFT_OUT = r"(tensorboard|wandb|profile|replaced-\d+|logs)/.*"
 LOOKS = 5  # at a run whose objects change while they are copied
 NOT_SENT = r"(.*/)?\..*|(iter_\d|replaced-\d).*|.*\.tmp(/.*)?"
@@ -100,12 +100,13 @@ def list_run(store: BucketObjects, key: str) -> dict[str, Entry]:
     Some services answer with a list that is out of date, and the run would start over.
     """
     objects = store.entries(key)
-    tracked = (store.get(f"{key}/{TRACKER}") or (b"", None))[0]
-    if re.fullmatch(rb"\d{1,15}", tracked):
-        manifest = f"{step_folder('', int(tracked))}/{MANIFEST}"
-        if manifest not in objects and store.entry(f"{key}/{manifest}") is not None:
-            what = f"the list of {store.bucket}/{key} lacks {manifest}, which is there"
-            raise UserError(f"{what}: the list is out of date; start again in a minute", IO)
+    tracked, _ = store.get(f"{key}/{TRACKER}") or (b"", None)
+    if not re.fullmatch(rb"\d{1,15}", tracked):
+        return objects
+    manifest = f"{step_folder('', int(tracked))}/{MANIFEST}"
+    if manifest not in objects and store.entry(f"{key}/{manifest}") is not None:
+        what = f"the list of {store.bucket}/{key} lacks {manifest}, which is there"
+        raise UserError(f"{what}: the list is out of date; start again in a minute", IO)
     return objects
 
 
@@ -113,18 +114,20 @@ def bring(root: Path, below: str, objects: dict[str, Entry], had_owner: bool) ->
     """Copy what the folder of a run needs of its objects."""
     store, key = locate(root)
     owner = read_owner(store, key)
-    is_ahead, kept = wrote_last(root, owner if had_owner else None), read_note(root / FETCHED)
+    is_ahead = wrote_last(root, owner if had_owner else None)
+    kept = read_note(root / FETCHED)
     ours = {name for name in objects if re.fullmatch(rf"{OUR_STEP}/{MANIFEST}", name)}
     if not is_ahead or owner is None or not had_owner:
         set_steps_aside(root, keeps_unsent=is_ahead)
-    lacking = {
-        name: entry
-        for name, entry in wanted_files(objects, ours, owner is not None, below).items()
-        if not (root / name).exists()
-        or not (
-            is_ahead or (kept.get(name) == entry.tag and (root / name).stat().st_size == entry.size)
-        )
-    }
+
+    # What is not here, or in another version. Whoever wrote last has the newest version of all.
+    lacking: dict[str, Entry] = {}
+    for name, entry in wanted_files(objects, ours, owner is not None, below).items():
+        path = root / name
+        exists = path.exists()
+        is_same = exists and kept.get(name) == entry.tag and path.stat().st_size == entry.size
+        if not is_same and not (exists and is_ahead):
+            lacking[name] = entry
     total = sum(entry.size for entry in lacking.values())
     with progress_bar(f"reading {address_of(root)}", total) as advance:
 
@@ -163,7 +166,9 @@ def set_steps_aside(root: Path, keeps_unsent: bool) -> None:
     removed there: such a step is removed here too. With `keeps_unsent`, those that storage lacks
     stay.
     """
-    aside, kept, sent = None, list[str](), read_note(root / SENT)
+    aside = None
+    kept: list[str] = []
+    sent = read_note(root / SENT)
     for step in list_steps(root):
         folder = step_folder(root, step)
         there = manifest_there(folder)
@@ -245,7 +250,8 @@ def send_files(root: Path) -> None:
             name = str(path.relative_to(root))
             if re.fullmatch(NOT_SENT, name) or name == TRACKER:
                 continue
-            with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
+            # One that was removed meanwhile is passed over.
+            with contextlib.suppress(FileNotFoundError):
                 status = path.lstat()
                 state = status.st_size, status.st_mtime_ns
                 if stat.S_ISREG(status.st_mode) and _as_sent.get(path) != state:

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.base import registry
-from meshwright.base.errors import IO, UNAVAILABLE, UserError
+from meshwright.base.errors import IO, UNAVAILABLE, UserError, too_old
 from meshwright.checkpoint import manifests, publish
 from meshwright.checkpoint.boxes import (
     Box,
@@ -51,11 +51,22 @@ from meshwright.runtime.ranks.team import ALONE, Team
 if TYPE_CHECKING:
     import torch
 
-# torch's names of types under those of safetensors, the reverse, and the bytes of an element.
-_DTYPES = "F64 float64 I64 int64 F32 float32 I32 int32 F16 float16 BF16 bfloat16 I16 int16 I8 int8 U8 uint8 BOOL bool"
-TORCH = dict(zip(_DTYPES.split()[::2], _DTYPES.split()[1::2], strict=True))
+# Types under safetensors' names: torch's name, and the bytes of an element.
+_DTYPES = {
+    "F64": ("float64", 8),
+    "I64": ("int64", 8),
+    "F32": ("float32", 4),
+    "I32": ("int32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+}
+TORCH = {name: theirs for name, (theirs, _) in _DTYPES.items()}
 NAMES = {theirs: name for name, theirs in TORCH.items()}
-SIZES = dict(zip(TORCH, (8, 8, 4, 4, 2, 2, 2, 1, 1, 1), strict=True))
+SIZES = {name: size for name, (_, size) in _DTYPES.items()}
 INDEX, STATE, CONFIG = "index.json", "state.json", "config.json"
 INDEX_LIMIT = 128 << 20  # bytes: about 1,200,000 boxes
 PART = 16 << 20  # the largest copy of a part of a tensor, in bytes
@@ -124,7 +135,8 @@ def step_files(
 
     `fetch` returns an extent's elements; pass it when `named` holds only shapes (meta tensors).
     """
-    head, extents = b"", list[BoxToWrite]()
+    head = b""
+    extents: list[BoxToWrite] = []
     texts: dict[str, bytes] = {}
 
     def describe() -> Described:
@@ -151,6 +163,7 @@ def step_files(
             box["end"] - box["begin"] for tensor in index.values() for box in tensor["boxes"]
         )
 
+    # Rank 0 makes the index of all; only rank 0 has `texts` then.
     described = team.collect_merged(describe, merge_described)
     size = team.run_on_lead(describe_all)
     files: dict[str, Produce] = {
@@ -202,19 +215,24 @@ def merge_described(parts: Sequence[Sequence[Any]]) -> Described:
     for part, _ in parts:
         for name, added in part.items():
             known = kinds.setdefault(name, list(added))
-            known += [kind for kind in added if kind[:2] not in [other[:2] for other in known]]
+            # Without the rank, which is that of the first one that has it so.
+            seen = [kind[:2] for kind in known]
+            known += [kind for kind in added if kind[:2] not in seen]
     return Described(kinds, [rows for _, boxes in parts for rows in boxes])
 
 
 def kinds_of(described: Described) -> dict[str, tuple[Shape, str]]:
     """Return shape and type of each tensor, which all ranks must agree upon."""
+    agreed: dict[str, tuple[Shape, str]] = {}
     for name, kinds in described.kinds.items():
+        shape, dtype, _ = kinds[0]
         if len(kinds) > 1:
-            (shape, dtype, _), (other, other_dtype, rank) = kinds[:2]
+            other, other_dtype, rank = kinds[1]
             raise ValueError(
                 f"{name}: {list(other)} {other_dtype} on rank {rank}, {list(shape)} {dtype} on an earlier rank"
             )
-    return {name: (tuple(shape), dtype) for name, [(shape, dtype, _)] in described.kinds.items()}
+        agreed[name] = (tuple(shape), dtype)
+    return agreed
 
 
 def make_index(described: Described) -> dict[str, Any]:
@@ -245,24 +263,26 @@ def lay_out(named: TensorBoxes) -> tuple[bytes, list[BoxToWrite]]:
     extents = []
     for name, (shape, boxes, tensor) in named.items():
         for box, flat in split_boxes(boxes, flatten(name, shape, boxes, tensor)):
+            # A part has its ranges in its key, so that the keys of a file differ.
             if box.size == tuple(shape):
                 extents.append(BoxToWrite(name, dtype_name(tensor), box, flat))
             elif flat.numel():  # a rank's slice of a flat buffer may be empty
                 extents.append(BoxToWrite(name + ranges(box), dtype_name(tensor), box, flat))
     extents.sort(key=lambda extent: (-SIZES[extent.dtype], extent.key))
-    return safetensors_header(
-        (extent.key, extent.dtype, extent.box.size) for extent in extents
-    ), extents
+    named_sizes = ((extent.key, extent.dtype, extent.box.size) for extent in extents)
+    return safetensors_header(named_sizes), extents
 
 
 def safetensors_header(tensors: Iterable[tuple[str, str, Shape]]) -> bytes:
     """Return a header for tensors (name, type, shape) that follow it in this order without gaps."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
+    begin = 0
     for name, dtype, shape in tensors:
-        begin, end = end, end + math.prod(shape) * SIZES[dtype]
+        end = begin + math.prod(shape) * SIZES[dtype]
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
+        begin = end
     text = json.dumps(header).encode()
+    # Blanks, so that what follows is aligned.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -275,9 +295,8 @@ def boxes_of(extents: list[BoxToWrite], begin: int) -> Rows:
     """Return the boxes of a file whose first extent begins there."""
     boxes: dict[str, list[tuple[int, Shape, Shape]]] = {}
     for extent in extents:
-        boxes.setdefault(extent.key.partition("[")[0], []).append(
-            (begin, extent.box.offset, extent.box.size)
-        )
+        name = extent.key.partition("[")[0]
+        boxes.setdefault(name, []).append((begin, extent.box.offset, extent.box.size))
         begin += extent.flat.numel() * SIZES[extent.dtype]
     return [([name], rows) for name, rows in boxes.items()]
 
@@ -287,9 +306,8 @@ def describe_wanted(named: TensorBoxes, rank: int) -> Described:
     names: dict[tuple[tuple[Shape, Shape], ...], list[str]] = {}
     for name, (_, boxes, _) in named.items():
         if boxes:
-            names.setdefault(
-                tuple((tuple(offset), tuple(size)) for offset, size in boxes), []
-            ).append(name)
+            key = tuple((tuple(offset), tuple(size)) for offset, size in boxes)
+            names.setdefault(key, []).append(name)
     rows = [(own, [(0, offset, size) for offset, size in boxes]) for boxes, own in names.items()]
     return describe_tensors(named, rows, rank)
 
@@ -299,11 +317,9 @@ def flatten(
 ) -> torch.Tensor:
     """Flatten a tensor, after checking that it has the elements that its boxes describe."""
     described = sum(math.prod(size) for _, size in boxes)
-    if (
-        described != tensor.numel()
-        or not all(inside(Box(tuple(o), tuple(n)), shape) for o, n in boxes)
-        or "[" in name
-    ):
+    fits = all(inside(Box(tuple(offset), tuple(size)), shape) for offset, size in boxes)
+    # A bracket begins the ranges of a part (lay_out).
+    if described != tensor.numel() or not fits or "[" in name:
         raise ValueError(
             f"{name} {tuple(shape)}: boxes {boxes} do not describe a tensor of {tensor.numel()} elements"
         )
@@ -343,8 +359,10 @@ class StoredBox(NamedTuple):
 
     def byte_range(self, low: Shape, high: Shape) -> tuple[int, int]:
         """Return the bytes from the first to the last element between `low` and `high`."""
-        first, last = position(self.box, low), position(self.box, tuple(h - 1 for h in high))
-        return self.begin + first * SIZES[self.dtype], self.begin + (last + 1) * SIZES[self.dtype]
+        itemsize = SIZES[self.dtype]
+        first = position(self.box, low)
+        last = position(self.box, tuple(h - 1 for h in high))
+        return self.begin + first * itemsize, self.begin + (last + 1) * itemsize
 
 
 class BoxCopy(NamedTuple):
@@ -365,7 +383,11 @@ class StoredTensor(Sequence[StoredBox]):
     """The stored boxes of a tensor, as arrays: a large checkpoint has hundreds of thousands."""
 
     def __init__(self, dtype: str, files: list[str], begins: Ints, low: Ints, size: Ints) -> None:
-        self.dtype, self.files, self.begins, self.low, self.size = dtype, files, begins, low, size
+        self.dtype = dtype
+        self.files = files
+        self.begins = begins
+        self.low = low
+        self.size = size
 
     def __len__(self) -> int:
         return len(self.files)
@@ -434,15 +456,22 @@ def open_native(folder: Path, step: int, verify: str = "read", team: Team = ALON
         manifest = (
             manifests.read_manifest(folder) if verify == "none" else manifests.verify_step(folder)
         )
-        if INDEX not in manifest:  # saved with --ckpt-format, by an installation with more formats
+        # It was saved with --ckpt-format, by an installation with more formats.
+        if INDEX not in manifest:
             raise UserError(
                 f"{folder} has another format than ours: {registry.LACKING}", UNAVAILABLE
             )
+
+        # What it says is checked before anything is made of it.
         state, config = (manifests.read_json(folder, manifest, name) for name in (STATE, CONFIG))
         for name, value in ((STATE, state), (CONFIG, config)):
             if not isinstance(value, dict):
                 raise DamagedCheckpoint(f"{folder / name}: not a JSON object")
         check_saved_state(state, folder / STATE)
+        # Only a run says what its data are, and since 0.15 it says the base of its widths too;
+        # 0.17 adds that where it converts an older step.
+        if "data_fingerprint" in config and "mup_base_hidden_size" not in config:
+            raise too_old(folder)
         opened.append(
             NativeSource(NATIVE, folder, step, config=config, state=state, manifest=manifest)
         )
@@ -455,7 +484,8 @@ def open_native(folder: Path, step: int, verify: str = "read", team: Team = ALON
     if verify == "full":
         manifests.verify_together(folder, team)
     source.vocab = source.state.get("true_vocab_size")
-    source.config = ABSENT | source.config  # an earlier release does not record every option
+    # Neither another program nor a release without it records an option.
+    source.config = ABSENT | source.config
     if "iteration" not in source.state:  # weights alone, converted from another program's
         source.state = {}
     return source
@@ -470,6 +500,8 @@ def deal_boxes(
     """
     boxes: list[dict[str, dict[int, Any]]] = [{} for _ in wanted]
     chunks: list[dict[str, set[int]]] = [{} for _ in wanted]
+
+    # The boxes that all ranks want of a tensor, each with its rank.
     by_name: dict[str, tuple[list[int], list[tuple[Shape, Shape]]]] = {}
     for rank, rows in enumerate(wanted):
         for names, own in rows:
@@ -477,12 +509,14 @@ def deal_boxes(
                 ranks, all_wanted = by_name.setdefault(name, ([], []))
                 ranks += [rank] * len(own)
                 all_wanted += [(offset, size) for _, offset, size in own]
+
+    # For each stored box that one of them meets: the box itself, and the chunks of what both share.
     for name, (ranks, all_wanted) in by_name.items():
         tensor = stored[name]
-        for row, number, begin, end in zip(
-            *(x.tolist() for x in meetings(tensor, all_wanted)), strict=True
-        ):
-            rank, file = ranks[row], tensor.files[number]
+        found = (column.tolist() for column in meetings(tensor, all_wanted))
+        for row, number, begin, end in zip(*found, strict=True):
+            rank = ranks[row]
+            file = tensor.files[number]
             own_boxes = boxes[rank].setdefault(name, {})
             if number not in own_boxes:
                 box = tensor[number]
@@ -510,32 +544,53 @@ def meetings(
     The bytes are those from the first to the last shared element in the stored box's file. Boxes
     are compared only where they may meet along the first dimension.
     """
-    count, d = len(wanted), stored.low.shape[1]
-    low, size = (np.array([box[k] for box in wanted], np.int64).reshape(count, d) for k in range(2))
-    if not (d and count and len(stored)):
-        rows, numbers = np.indices((count, len(stored))).reshape(2, -1)
-    else:
-        order = stored.low[:, 0].argsort(kind="stable")
-        sorted_low = stored.low[order, 0]
-        first = sorted_low.searchsorted(low[:, 0] - stored.size[:, 0].max(), "right")
-        counts = sorted_low.searchsorted(low[:, 0] + size[:, 0]) - first
-        rows = np.repeat(np.arange(count), counts)
-        numbers = order[np.arange(len(rows)) + np.repeat(first - counts.cumsum() + counts, counts)]
-    begin, end = np.maximum(low, 0)[rows], (low + size)[rows]
-    begin, end = (
-        np.maximum(begin, stored.low[numbers]),
-        np.minimum(end, (stored.low + stored.size)[numbers]),
-    )
+    count = len(wanted)
+    d = stored.low.shape[1]
+    low = np.array([offset for offset, _ in wanted], np.int64).reshape(count, d)
+    size = np.array([size for _, size in wanted], np.int64).reshape(count, d)
+    rows, numbers = candidates(stored, low, size)
+
+    # Of these pairs, those that share elements in all dimensions.
+    begin = np.maximum(np.maximum(low, 0)[rows], stored.low[numbers])
+    end = np.minimum((low + size)[rows], (stored.low + stored.size)[numbers])
     meet = (begin < end).all(axis=1)
     rows, numbers, begin, end = rows[meet], numbers[meet], begin[meet], end[meet]
+
+    # Where the first and the last of the shared elements are in the stored box's file.
     inner = np.ones_like(stored.size)  # elements from one place of a dimension to the next
     inner[:, :-1] = stored.size[:, :0:-1].cumprod(axis=1)[:, ::-1]
-    shift, steps, itemsize = stored.low[numbers], inner[numbers], SIZES[stored.dtype]
-    at, last = (
-        stored.begins[numbers] + ((p - shift) * steps).sum(axis=1) * itemsize
-        for p in (begin, end - 1)
-    )
-    return rows, numbers, at, last + itemsize
+    itemsize = SIZES[stored.dtype]
+
+    def byte_of(point: Ints) -> Ints:
+        elements = ((point - stored.low[numbers]) * inner[numbers]).sum(axis=1)
+        at: Ints = stored.begins[numbers] + elements * itemsize
+        return at
+
+    return rows, numbers, byte_of(begin), byte_of(end - 1) + itemsize
+
+
+def candidates(stored: StoredTensor, low: Ints, size: Ints) -> tuple[Ints, Ints]:
+    """Return pairs of numbers of wanted and stored boxes that may meet along the first dimension.
+
+    All that do are among them. A checkpoint of a large cluster has too many boxes to try all pairs.
+    """
+    count, d = low.shape
+    if not (d and count and len(stored)):
+        rows, numbers = np.indices((count, len(stored))).reshape(2, -1)
+        return rows, numbers
+
+    # Stored boxes in the order in which they begin. A wanted box may meet those that begin before
+    # it ends, and not so early that even the longest of them would end before it begins.
+    order = stored.low[:, 0].argsort(kind="stable")
+    sorted_low = stored.low[order, 0]
+    first = sorted_low.searchsorted(low[:, 0] - stored.size[:, 0].max(), "right")
+    counts = sorted_low.searchsorted(low[:, 0] + size[:, 0]) - first
+
+    # For wanted box i, the places first[i], first[i] + 1, ... in that order, counts[i] of them.
+    rows = np.repeat(np.arange(count), counts)
+    before = counts.cumsum() - counts  # pairs of the boxes before this one
+    places = np.arange(len(rows)) - np.repeat(before, counts) + np.repeat(first, counts)
+    return rows, order[places]
 
 
 Pair = tuple["torch.Tensor", "torch.Tensor"]
@@ -567,7 +622,8 @@ def read_file(
 
     copies = sorted(copies, key=lambda copy: copy.byte_range)
     chunks: set[int] = set()
-    for begin, end in (copy.byte_range for copy in copies):
+    for copy in copies:
+        begin, end = copy.byte_range
         chunks.update(range(begin // manifests.CHUNK, (end - 1) // manifests.CHUNK + 1))
     with manifests.VerifiedReader(path, file, sorted(chunks), last) as reader:
         for copy in copies:
@@ -588,14 +644,18 @@ def pieces(copy: BoxCopy) -> Iterator[tuple[Shape, Shape]]:
         low, high = waiting.pop()
         begin, end = copy.stored.byte_range(low, high)
         border = (begin // manifests.CHUNK + 1) * manifests.CHUNK
-        d = next((d for d in range(len(low)) if high[d] - low[d] > 1), None)
+        lengths = minus(high, low)
+        d = next((d for d, length in enumerate(lengths) if length > 1), None)
+        # One element is not cut, wherever it lies.
         if end <= border or d is None:
             yield low, high
             continue
+        # Along the first dimension that can be cut, with as many rows before the border as fit. A
+        # row that crosses it is later cut along the next dimension.
         row = strides(copy.stored.box.size)[d] * SIZES[copy.stored.dtype]
-        # A row that crosses the border is later cut along the next dimension.
-        before = (border - begin) // row
-        middle = low[d] + min(max(before, 1), high[d] - low[d] - 1)
+        fitting = (border - begin) // row
+        middle = low[d] + min(max(fitting, 1), lengths[d] - 1)
+        # The first half is taken from the list first: bytes are read in their order.
         waiting.append((low[:d] + (middle,) + low[d + 1 :], high))
         waiting.append((low, high[:d] + (middle,) + high[d + 1 :]))
 
@@ -615,6 +675,7 @@ def plan_copies(
     for row, number in zip(rows.tolist(), numbers.tolist(), strict=True):
         (wanted, flat), part = cut[row], stored[number]
         parts[row].append(BoxCopy(part, flat, wanted, *intersection(wanted, part.box)))
+    # Stored boxes do not overlap, so their shares add up.
     for (wanted, flat), own in zip(cut, parts, strict=True):
         covered = sum(math.prod(minus(copy.high, copy.low)) for copy in own)
         if covered != flat.numel():
@@ -632,22 +693,25 @@ def read_index(
     """Read the index and check every box against its tensor and its file."""
     path = folder / INDEX
     index = manifests.read_json(folder, manifest, INDEX, INDEX_LIMIT)
-    infos, boxes = {}, dict[str, StoredTensor]()
+    infos: dict[str, TensorInfo] = {}
+    boxes: dict[str, StoredTensor] = {}
     try:
         for name, tensor in index["tensors"].items():
             [shape] = parse_sizes([tensor["shape"]], len(tensor["shape"])).tolist()
-            dtype, raw = tensor["dtype"], tensor["boxes"]
+            dtype = tensor["dtype"]
+            raw = tensor["boxes"]
             if math.prod(shape) >= 1 << 60:
                 raise ValueError(f"{str(shape)[:100]} is not a shape")
             rows = [(box["file"], box["begin"], box["offset"], box["size"]) for box in raw]
-            infos[name], own = (
-                TensorInfo(tuple(shape), TORCH[dtype]),
-                parse_boxes(len(shape), dtype, rows),
-            )
+            infos[name] = TensorInfo(tuple(shape), TORCH[dtype])
+            own = parse_boxes(len(shape), dtype, rows)
+
+            # A box lies within its tensor and within its file, and has as many bytes as elements.
             ends = parse_sizes([[box["end"]] for box in raw], 1)[:, 0]
             limits = np.array([manifest[file].size for file in own.files], np.int64)
+            bytes_needed = own.size.prod(axis=1) * SIZES[dtype]
             fits = (own.low + own.size <= np.array(shape, np.int64)).all(axis=1)
-            fits &= (ends - own.begins == own.size.prod(axis=1) * SIZES[dtype]) & (ends <= limits)
+            fits &= (ends - own.begins == bytes_needed) & (ends <= limits)
             if not fits.all():
                 raise DamagedCheckpoint(
                     f"{path}: a box of {name[:100]!r} lies outside its tensor or its file"
@@ -661,20 +725,20 @@ def read_index(
 
 def parse_boxes(dimensions: int, dtype: str, rows: Sequence[Any]) -> StoredTensor:
     """Return the boxes of (file, first byte, offset, size) of a tensor."""
-    low, size = (parse_sizes([row[k] for row in rows], dimensions) for k in (2, 3))
-    return StoredTensor(
-        dtype, [row[0] for row in rows], parse_sizes([[row[1]] for row in rows], 1)[:, 0], low, size
-    )
+    files = [file for file, *_ in rows]
+    begins = parse_sizes([[begin] for _, begin, _, _ in rows], 1)[:, 0]
+    low = parse_sizes([offset for _, _, offset, _ in rows], dimensions)
+    size = parse_sizes([size for *_, size in rows], dimensions)
+    return StoredTensor(dtype, files, begins, low, size)
 
 
 def parse_sizes(values: Sequence[Sequence[int]], length: int) -> Ints:
     """Return lists of so many sizes or offsets as an array."""
-    array = np.array(values) if len(values) * length else np.empty((len(values), length), np.int64)
-    is_of_ints = array.dtype == np.int64 and array.shape == (len(values), length)
-    if (
-        length > 16
-        or not is_of_ints
-        or (array.size and not 0 <= array.min() <= array.max() < 1 << 60)
-    ):
+    count = len(values)
+    array = np.array(values) if count * length else np.empty((count, length), np.int64)
+    # Lists of other things, or of unequal lengths, become arrays of another type or shape.
+    is_of_ints = array.dtype == np.int64 and array.shape == (count, length)
+    is_in_range = not array.size or 0 <= array.min() <= array.max() < 1 << 60
+    if length > 16 or not is_of_ints or not is_in_range:
         raise ValueError(f"{str(values)[:100]} is not a shape")
     return array

@@ -64,7 +64,7 @@ def write_step(
     If machines do not share `root`, as `users` says, each keeps its ranks' files and the manifest.
     """
     root = Path(root)
-    is_first, nothing = is_first_user(users, team), lambda: None
+    is_first = is_first_user(users, team)
     folder = root / f"iter_{step:07d}.tmp"
     explained = explain_failures(run or root, step, bytes_needed)
     crash_point("begin")
@@ -84,6 +84,9 @@ def write_step(
         for name in names_here:
             wait_until_visible(folder / name, team)
         commit(root, step, manifest)
+
+    def nothing() -> None:
+        """Take part in what the first rank of each folder does."""
 
     team.run_on_all(explained(begin) if is_first else nothing)
     refuse_overwriting(root, step, team)
@@ -109,7 +112,8 @@ def write_step(
 
 def commit(root: Path, step: int, manifest: manifests.Manifest) -> None:
     """Publish the files in `iter_….tmp`."""
-    folder, target = root / f"iter_{step:07d}.tmp", step_folder(root, step)
+    folder = root / f"iter_{step:07d}.tmp"
+    target = step_folder(root, step)
     raw = manifests.encode_manifest(manifest)
     if len(raw) > (limit := manifests.MANIFEST_LIMIT):
         raise UserError(
@@ -117,6 +121,7 @@ def commit(root: Path, step: int, manifest: manifests.Manifest) -> None:
         )
     is_foreign_tree = any("/" in name for name in manifest)  # Megatron's mp_rank_00/
     name = manifests.HIDDEN if is_foreign_tree else manifests.MANIFEST
+    # All that the folder names is on the disk before the folder gets its name.
     write_durably(folder / name, raw, "manifest_unsynced")
     for inner in {folder, *((folder / name).parent for name in manifest)}:
         sync(inner)
@@ -235,7 +240,8 @@ def write_chunk(fd: int, begin: int, parts: tuple[memoryview, ...]) -> str:
     for part in parts:
         while len(part):
             done = os.pwrite(fd, part, end)
-            end, part = end + done, part[done:]
+            end += done
+            part = part[done:]
     if hasattr(os, "posix_fadvise"):
         # Linux writes to the disk now, not all at once in fsync; unwritten pages stay cached.
         os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
@@ -272,7 +278,8 @@ def prune_steps(
     damage. A step is renamed before its files are removed, so a kill never leaves a partial step
     that looks complete.
     """
-    root, complete = Path(root), []
+    root = Path(root)
+    complete = []
     for step in (n for n in list_steps(root) if n <= newest):
         with contextlib.suppress(UserError):
             if step != newest:  # of which other machines may still be sending their files
@@ -293,10 +300,10 @@ def prune_steps(
 
 
 def clear_unfinished(root: Path) -> None:
+    # Steps, and trackers under the names that `replacing` gives them while they are written.
+    tracker = rf"({re.escape(TRACKER)}|{re.escape(BEST)})\.[\da-f.]+"
     for path in list(root.iterdir()):
-        if re.fullmatch(
-            rf"(iter_\d{{7,}}|({re.escape(TRACKER)}|{re.escape(BEST)})\.[\da-f.]+)\.tmp", path.name
-        ):
+        if re.fullmatch(rf"(iter_\d{{7,}}|{tracker})\.tmp", path.name):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
@@ -351,8 +358,10 @@ def check_writable(
     def measure_free_space() -> int:
         # The first user of a folder looks for the files of all, the others for the first one's.
         first = users[team.rank] if users else 0
-        own_users = [rank for rank in range(team.size) if not users or users[rank] == first]
-        for rank in own_users if team.rank == first else [first]:
+        waited_for = [first]
+        if team.rank == first:
+            waited_for = [rank for rank in range(team.size) if not users or users[rank] == first]
+        for rank in waited_for:
             wait_until_visible(root / f"{mark}-{rank}", team)
         return shutil.disk_usage(root).free
 

@@ -45,21 +45,33 @@ class RunState:
         """Return the state as one of our runs saves it."""
         names = ("iteration", "consumed_train_samples", "schedule_samples", "optimizer_steps")
         state: dict[str, Any] = {name: getattr(self, name) for name in names}
+        # With the loss scale the whole state is known; what only our runs have is not set.
         if self.loss_scale is not None:
-            state |= dict.fromkeys(("best_iteration", "best_loss", "epochs", "blends"))
             state |= {
+                "best_iteration": None,
+                "best_loss": None,
+                "epochs": None,
+                "blends": None,
                 "nonfinite_in_a_row": 0,
                 "skips": [],
                 "loss_scale": dataclasses.asdict(self.loss_scale),
+                "positions": self.positions,
+                "padded_vocab_size": self.padded_vocab_size,
             }
-            state |= {"positions": self.positions, "padded_vocab_size": self.padded_vocab_size}
         if self.schedule is not None:
             state["schedule"] = dataclasses.asdict(self.schedule)
         return state
 
 
-COUNTERS = "iteration consumed_train_samples schedule_samples optimizer_steps nonfinite_in_a_row rollbacks".split()
-COUNTERS += ["ema_steps"]
+COUNTERS = (
+    "iteration",
+    "consumed_train_samples",
+    "schedule_samples",
+    "optimizer_steps",
+    "nonfinite_in_a_row",
+    "rollbacks",
+    "ema_steps",
+)
 
 
 def check_json(value: Any, where: object) -> None:
@@ -75,15 +87,16 @@ def check_json(value: Any, where: object) -> None:
 def check_saved_state(state: Any, where: object) -> None:
     """Refuse a state that is not as a run saves it, with the types that a run needs."""
     check_json(state, where)
-    wrong = [
-        name for name in COUNTERS if type(n := state.get(name, 0)) is not int or not 0 <= n <= STEPS
-    ]
-    losses, scale = (
-        state.get("losses", []),
-        state.get("loss_scale", dataclasses.asdict(LossScaleState())),
-    )
+    # By its exact type, since a boolean is an int.
+    wrong = []
+    for name in COUNTERS:
+        count = state.get(name, 0)
+        if type(count) is not int or not 0 <= count <= STEPS:
+            wrong.append(name)
+    losses = state.get("losses", [])
     if not isinstance(losses, list) or any(type(x) not in (int, float) for x in losses):
         wrong.append("losses")
+    scale = state.get("loss_scale", dataclasses.asdict(LossScaleState()))
     required = ("dynamic", "scale", "growth_tracker", "hysteresis_tracker")
     if not isinstance(scale, dict) or any(
         type(scale.get(name)) not in (bool, int, float) for name in required
@@ -103,6 +116,7 @@ def schedule_fault(saved: Any) -> str:
     for name, value in saved.items():
         if name not in kinds or type(value) not in ((str,) if kinds[name] is str else (int, float)):
             return f"{name} {value!r:.100}"
+    # Numbers of the right types may still divide by zero or overflow.
     try:
         schedule = Schedule(**saved)
         for samples in (0, schedule.decay, schedule.wd_samples):

@@ -72,15 +72,22 @@ def describe_model(source: Source, given: Mapping[str, Any] | None = None) -> Sa
     flags_only = {
         name: given[name] for name in ARCHITECTURE if name in given and name not in recorded
     }
+
+    # The longest sequence: a table of positions says it, or whatever length is known.
     seq_length = _positive(recorded.get("seq_length"))
-    lengths = (recorded.get("max_position_embeddings"), flags_only.get("max_position_embeddings"))
-    candidates = map(_positive, (*lengths, given.get("seq_length"), seq_length))
-    positions = next((length for length in candidates if length), None)
+    lengths = (
+        recorded.get("max_position_embeddings"),
+        flags_only.get("max_position_embeddings"),
+        given.get("seq_length"),
+        seq_length,
+    )
+    positions = next(filter(None, map(_positive, lengths)), None)
+
+    # A run with --run-dir keeps its tokenizer there.
+    folders = [source.root or source.folder]
     run_dir = recorded.get("run_dir")
-    folders = [
-        source.root or source.folder,
-        *([Path(run_dir)] if isinstance(run_dir, str) and run_dir else []),
-    ]
+    if isinstance(run_dir, str) and run_dir:
+        folders.append(Path(run_dir))
     return SavedModel(
         source,
         model_settings(recorded | flags_only, source.folder),
@@ -93,17 +100,19 @@ def describe_model(source: Source, given: Mapping[str, Any] | None = None) -> Sa
 
 def recorded_settings(source: Source) -> dict[str, Any]:
     """Return the settings that a step records, with the positions that its state counts."""
-    positions = source.state.get("positions")
-    return flags.current_names(source.config) | (
-        {"max_position_embeddings": positions} if positions else {}
-    )
+    recorded = flags.current_names(source.config)
+    if positions := source.state.get("positions"):
+        recorded["max_position_embeddings"] = positions
+    return recorded
 
 
 def model_settings(recorded: Mapping[str, Any], where: object, default: Model = Model()) -> Model:  # noqa: B008
     """Return the model among recorded settings; what they do not name is as in `default`."""
     names = {f.name for f in dataclasses.fields(Model)}
-    mine = {name: value for name, value in flags.current_names(recorded).items() if name in names}
-    model = dataclasses.replace(default, **flags.from_saved(TrainConfig, mine, str(where)))
+    current = flags.current_names(recorded)
+    mine = {name: value for name, value in current.items() if name in names}
+    values = flags.from_saved(TrainConfig, mine, str(where))
+    model = dataclasses.replace(default, **values)
     if problems := check_model.window_problems(model):
         raise SettingsError(f"{plain(where)}: {problems[0].text}", BAD_DATA)
     return model

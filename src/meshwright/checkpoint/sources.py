@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -126,12 +125,16 @@ class MappedSource(Source):
     def __post_init__(self) -> None:
         index: dict[str, dict[str, Any]] = {}
         for name, views in self.views.items():
-            ends = zip(*(plus(v.offset, tuple(v.tensor.shape)) for v in views), strict=True)
-            boxes = [{"offset": v.offset, "size": tuple(v.tensor.shape)} for v in views]
+            boxes = [Box(v.offset, tuple(v.tensor.shape)) for v in views]
             dtypes = {v.tensor.dtype for v in views}
             if len(dtypes) > 1:
                 raise bad_data(f"{self.folder}: the parts of {name} are of several types: {dtypes}")
-            index[name] = {"shape": tuple(map(max, ends)), "boxes": boxes}
+            # Nothing states the shape of the whole: it ends where the last of its parts do.
+            ends = zip(*(plus(box.offset, box.size) for box in boxes), strict=True)
+            index[name] = {
+                "shape": tuple(map(max, ends)),
+                "boxes": [box._asdict() for box in boxes],
+            }
         try:
             check_cover(index)
         except ValueError as error:
@@ -167,19 +170,15 @@ class MappedSource(Source):
         for offset, stored in self.views[name]:
             low, high = intersection(box, Box(offset, tuple(stored.shape)))
             if not_empty(low, high):
-                source, into = (
-                    tuple(
-                        slice(a, b)
-                        for a, b in zip(minus(low, begin), minus(high, begin), strict=True)
-                    )
-                    for begin in (offset, box.offset)
-                )
-                moments.assign(target[into], aligned(stored[source]))
+                theirs = stored[slices(minus(low, offset), minus(high, offset))]
+                ours = target[slices(minus(low, box.offset), minus(high, box.offset))]
+                moments.assign(ours, aligned(theirs))
 
     def parts(self, name: str) -> list[tuple[str, Box]]:
         return [(self.folder.name, Box(v.offset, tuple(v.tensor.shape))) for v in self.views[name]]
 
     def of_vocabulary(self, size: int) -> MappedSource:
+        # Only tables have rows of padding, which are the last.
         cut = {}
         for name, views in self.views.items():
             if not shard.rule(name.partition("/")[0]).rows:
@@ -198,18 +197,23 @@ class MappedSource(Source):
         return dataclasses.replace(self, vocab=size, views=cut)
 
 
+def slices(low: Shape, high: Shape) -> tuple[slice, ...]:
+    return tuple(map(slice, low, high))
+
+
 def files_in(folder: Path) -> list[Path]:
     """List the first files in the order of their names; a checkpoint may also be a single file."""
     if folder.is_file():
         return [folder]
-    candidates = (
-        path for path in sorted(folder.rglob("*")) if path.suffix in ENDINGS and path.name[0] != "."
-    )
-    return list(
-        itertools.islice(
-            (path for path in candidates if path.is_file() and os.access(path, os.R_OK)), FILES
-        )
-    )
+    found: list[Path] = []
+    for path in sorted(folder.rglob("*")):
+        if path.suffix not in ENDINGS or path.name[0] == ".":
+            continue
+        if path.is_file() and os.access(path, os.R_OK):
+            found.append(path)
+            if len(found) == FILES:
+                break
+    return found
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -218,5 +222,7 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
 
     if tensor.data_ptr() % tensor.element_size() == 0 or not tensor.numel():
         return tensor
+    # numpy reads such memory, but has no bfloat16, so the copy is made of integers.
     as_int = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return torch.from_numpy(tensor.view(as_int).numpy().copy()).view(tensor.dtype)
+    copy = tensor.view(as_int).numpy().copy()
+    return torch.from_numpy(copy).view(tensor.dtype)

@@ -91,13 +91,16 @@ def find_step(
     In a folder of steps the newest is meant, or with `below` the newest one before that. Without
     `sizes`, as on ranks that load nothing by themselves, the files of a step are not looked at.
     """
-    given, path = Path(path), folder_meant(Path(path))
+    given = Path(path)
+    path = folder_meant(given)
     root, step = split_path(path)
     kind = kind_of_folder(path)
     # A run may continue in the folder of another program's step, whose file still means that step.
     theirs = all_formats().get(kind or "")
     steps_beside = list_checkpoints if theirs and theirs.yields else list_steps
     is_step = step is not None or (kind is not None and (given.is_file() or not steps_beside(path)))
+
+    # The path is that of a step or of one model.
     if below is None and is_step:
         if theirs and not theirs.is_numbered:
             if given != path and not any(
@@ -109,6 +112,8 @@ def find_step(
             return StepLocation(theirs.name, path, 0, path), []
         number = re.search(r"(\d{1,15})(_universal|_snapshot)?$", path.name)
         return StepLocation(kind or NATIVE, path, int(number[1]) if number else 0, path.parent), []
+
+    # It is that of a folder of steps: ours come before another program's.
     newest, notes = latest(root, below, sizes)
     if newest is not None:
         folder = step_folder(root, newest)
@@ -143,6 +148,7 @@ def find_foreign(root: Path) -> StepLocation | None:
     for tracker in trackers():
         if tracker in names and (root / tracker).is_file():
             return find_tracked(root, tracker, read_tracker(root / tracker))
+    # A program without a tracker means its newest step.
     for record in all_formats().values():
         if record.tracker:
             continue
@@ -200,6 +206,7 @@ def latest(
     names = listing(root)
     notes: list[str] = []
     check_trackers(root, names, notes)
+    # What a save found damaged was a step that existed: without another one, no run starts anew.
     damages = [
         f"{root / name} was found damaged and moved aside"
         for name in names
@@ -271,21 +278,29 @@ def is_foreign(folder: Path) -> bool:
 def check_trackers(root: Path, names: list[str], notes: list[str]) -> None:
     """Refuse a tracker that names a checkpoint of another program, newer than ours."""
     newest = max(our_numbers(root, r"iter_(\d+)(\.damaged)?", names), default=None)
+    if newest is None:
+        return
     for name, pattern in trackers().items():
-        if newest is None or not pattern or name not in names or not (root / name).is_file():
+        if not pattern or name not in names or not (root / name).is_file():
             continue
         text = read_tracker(root / name)
         tracked = re.fullmatch(pattern, text, re.ASCII)
-        if not tracked and text != "release":  # a release is iteration 0: any step of ours is newer
-            notes.append(f"WARNING: {root / name} says {text!r}, not an iteration; ignored")
-        elif tracked and int(tracked[1]) > newest:
-            folder = step_folder(root, int(tracked[1])) if name == TRACKER else root / text
-            kind = kind_of_folder(folder)
-            whose, path = (f" of {kind}", f", or give the path {folder}") if kind else ("", "")
-            raise bad_data(
-                f"{root / name} names iteration {tracked[1]}{whose}, but our newest is iteration {newest}: "
-                f"write {newest} into it to continue from there{path}"
-            )
+        if not tracked:
+            # A release is iteration 0: any step of ours is newer.
+            if text != "release":
+                notes.append(f"WARNING: {root / name} says {text!r}, not an iteration; ignored")
+            continue
+        if int(tracked[1]) <= newest:
+            continue
+
+        # Say whose checkpoint it names, if there is one.
+        folder = step_folder(root, int(tracked[1])) if name == TRACKER else root / text
+        kind = kind_of_folder(folder)
+        whose, path = (f" of {kind}", f", or give the path {folder}") if kind else ("", "")
+        raise bad_data(
+            f"{root / name} names iteration {tracked[1]}{whose}, but our newest is iteration {newest}: "
+            f"write {newest} into it to continue from there{path}"
+        )
 
 
 def list_checkpoints(root: str | Path) -> list[str]:

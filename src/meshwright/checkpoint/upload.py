@@ -45,7 +45,9 @@ class Uploader:
     def __init__(
         self, root: Path, others: list[Path], team: Team = ALONE, users: publish.Users = ()
     ) -> None:
-        self.root, self.others, self.rank = root, others, team.rank
+        self.root = root
+        self.others = others
+        self.rank = team.rank
         self.senders = sorted({0, *users})
         self.saved: int | None = None  # the step that other machines are sending too
         self.owner = ""  # the start of a run that writes to the address
@@ -61,6 +63,7 @@ class Uploader:
         self.flying = self.pool.submit(self.send)
 
     def send(self) -> None:
+        # The oldest first; the newest, which the tracker then names, keeps its files here.
         steps = list_steps(self.root)
         for step in reversed(steps):
             if not self.send_step(step):
@@ -72,6 +75,8 @@ class Uploader:
                 store, key = locate(self.root)
                 self.confirm()
                 store.put(f"{key}/{TRACKER}", str(step).encode())
+
+        # Rank 0 alone changes what is not a step's file.
         if self.rank:
             for step in self.removed:
                 shutil.rmtree(step_folder(self.root, step), ignore_errors=True)
@@ -82,7 +87,8 @@ class Uploader:
 
     def wait(self) -> None:
         """Wait until nothing is sent any more, with signs of life for ranks that wait for this."""
-        began, is_explained = time.monotonic(), False
+        began = time.monotonic()
+        is_explained = False
         while self.flying is not None and not self.flying.done():
             time.sleep(0.01)
             pulse.tick()
@@ -107,25 +113,29 @@ class Uploader:
 
         Storage is asked each time: another writer may have replaced or removed what was sent.
         """
-        folder, sent = step_folder(self.root, step), read_note(self.root / SENT)
+        folder = step_folder(self.root, step)
         store, key = locate(folder)
         if not (folder / MANIFEST).exists():
             return False
-        manifest, raw = read_manifest(folder), (folder / MANIFEST).read_bytes()
+        sent = read_note(self.root / SENT)
+        manifest = read_manifest(folder)
+        raw = (folder / MANIFEST).read_bytes()
         here = {name: file for name, file in manifest.items() if (folder / name).exists()}
         if not here:
             return False  # it was sent, or read from storage
         is_published = mirror.is_published(folder)
-        if (
-            len(here) < len(manifest)
-            and not is_published
-            and (step != self.saved or len(self.senders) == 1)
-        ):
-            return False  # its other files are nowhere
+        # Other machines send their files of the step that is being saved; those of another one,
+        # if they are not here, are nowhere.
+        is_shared = step == self.saved and len(self.senders) > 1
+        if len(here) < len(manifest) and not is_published and not is_shared:
+            return False
         lacking = [name for name in here if not self.is_sent(folder / name, here[name], sent)]
         if is_published and not lacking:
             return True
         self.confirm()
+
+        # What another step of this number left is removed, its manifest first, so that it is at no
+        # moment a complete step. Receipts may be those of machines that are done already.
         if not is_published and not self.rank:
             others = sorted(
                 name
@@ -133,13 +143,13 @@ class Uploader:
                 if name not in manifest and not name.startswith(RECEIPT)
             )
             store.delete([f"{key}/{name}" for name in dict.fromkeys([MANIFEST, *others])])
+
+        # The files, each of them noted once it is there, then the manifest.
         for name in lacking:
             self.confirm()
             publish.crash_point("before_file")
-            sent[f"{folder.name}/{name}"] = [
-                here[name].sha256,
-                store.put(f"{key}/{name}", folder / name),
-            ]
+            tag = store.put(f"{key}/{name}", folder / name)
+            sent[f"{folder.name}/{name}"] = [here[name].sha256, tag]
             write_note(self.root / SENT, sent)
         if not is_published:
             self.publish(step, manifest, raw, sent)
@@ -150,19 +160,20 @@ class Uploader:
 
     def note_published(self, step: int) -> None:
         """Note that storage has this step: if it is gone later, it was removed."""
-        folder, sent = step_folder(self.root, step), read_note(self.root / SENT)
-        sent[f"{folder.name}/{MANIFEST}"] = sha256([(folder / MANIFEST).read_bytes()])
+        folder = step_folder(self.root, step)
+        raw = (folder / MANIFEST).read_bytes()
+        sent = read_note(self.root / SENT)
+        sent[f"{folder.name}/{MANIFEST}"] = sha256([raw])
         write_note(self.root / SENT, sent)
 
     def is_sent(self, path: Path, file: File, sent: dict[str, Any]) -> bool:
         """Return whether an object is the one that this machine has sent, of this file's bytes."""
         known = sent.get(f"{path.parent.name}/{path.name}")
+        if known is None:
+            return False
+        digest, tag = known
         store, key = locate(path)
-        return (
-            known is not None
-            and known[0] == file.sha256
-            and store.entry(key) == Entry(file.size, known[1])
-        )
+        return digest == file.sha256 and store.entry(key) == Entry(file.size, tag)
 
     def publish(self, step: int, manifest: Manifest, raw: bytes, sent: dict[str, Any]) -> None:
         """Put the manifest of a step whose files this machine has sent; other ranks, a receipt."""
@@ -173,6 +184,8 @@ class Uploader:
             store.put(f"{key}/{RECEIPT}{self.rank}", receipt)
             return
         self.send_files()  # the rows of metrics.jsonl before this step
+
+        # Wait for the other machines' receipts; one of an earlier start does not count.
         lacking = [f"{key}/{RECEIPT}{rank}" for rank in self.senders[1:]]
         until = time.monotonic() + PATIENCE
         while lacking and any((store.get(name) or [None])[0] != receipt for name in lacking):
@@ -182,21 +195,22 @@ class Uploader:
                     IO,
                 )
             time.sleep(LOOK)
+
+        # All files must be there, those of this machine with the tags that they were given.
         there = store.entries(key)
         for name, file in manifest.items():
-            entry, known = there.get(name), sent.get(f"{folder.name}/{name}")
-            if (
-                entry is None
-                or entry.size != file.size
-                or (known and known[1] not in (None, entry.tag))
-            ):
+            entry = there.get(name)
+            known = sent.get(f"{folder.name}/{name}")
+            is_ours = not known or entry is None or known[1] in (None, entry.tag)
+            if entry is None or entry.size != file.size or not is_ours:
                 what = f"{store.bucket}/{key}/{name} is not there, or not as it was sent"
                 raise UserError(f"{what}; does another program write there?", IO)
+
+        # "create" fails if there is a manifest; after a lost answer it may be this one.
         self.confirm()
         publish.crash_point("before_manifest")
-        if store.put(f"{key}/{MANIFEST}", raw, "create") is None and not mirror.is_published(
-            folder
-        ):
+        is_created = store.put(f"{key}/{MANIFEST}", raw, "create") is not None
+        if not is_created and not mirror.is_published(folder):
             raise UserError(
                 f"{store.bucket}/{key}/{MANIFEST} was written by another run meanwhile", IO
             )
@@ -230,12 +244,8 @@ class Uploader:
             confirm(self.root)
             folder = step_folder(self.root, step)
             store, key = locate(folder)
-            store.delete(
-                [f"{key}/{name}" for name in dict.fromkeys([MANIFEST, *store.entries(key)])]
-            )
-            sent = {
-                name: value
-                for name, value in sent.items()
-                if not name.startswith(f"{folder.name}/")
-            }
+            names = dict.fromkeys([MANIFEST, *store.entries(key)])
+            store.delete([f"{key}/{name}" for name in names])
+            begin = f"{folder.name}/"
+            sent = {name: value for name, value in sent.items() if not name.startswith(begin)}
         write_note(self.root / SENT, sent)

@@ -61,7 +61,7 @@ class BlendHistory:
 
     @classmethod
     def from_state(cls, state: dict[str, Any] | None) -> BlendHistory | None:
-        """Return a checkpoint's history; None if it is too old for one, or of random tokens."""
+        """Return a checkpoint's history; None if it has none: another program's, or mock data."""
         if state is None:
             return None
         sources = {}
@@ -149,8 +149,8 @@ def continue_history(
     if past is None:
         if consumed and change_at is not None:
             raise SettingsError(
-                "{blend_change_at}: the checkpoint is too old to remember its blend; leave it out, and the run "
-                "continues with the blend given, from the same sample number on"
+                "{blend_change_at}: the checkpoint remembers no blend; leave it out, and the run continues with the "
+                "blend given, from the same sample number on"
             )
         return now
     # The blend stays.

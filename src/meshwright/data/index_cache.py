@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.base.console import notice, say
+from meshwright.base.errors import TOO_OLD
 from meshwright.base.files import RECORD_LIMIT, crc32, lock, read_small, replacing
 
 Ints = npt.NDArray[np.integer[Any]]
@@ -184,16 +185,16 @@ INVALID = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError)
 def open_entry(record: Path, in_full: bool = False) -> dict[str, Ints]:
     """Return the arrays of an entry, memory-mapped; `in_full`: verify large ones too."""
     facts = json.loads(read_small(record, RECORD_LIMIT))
+    if "bytes" not in facts:
+        raise ValueError(f"it {TOO_OLD}")
     arrays = {}
     for part, crc in facts["crc32"].items():
         path = array_path(record, part)
-        # 0.5 kept no sizes, and sampled large files
         size = path.stat().st_size
-        is_current = "bytes" in facts
-        if size <= SMALL or (in_full and is_current):
+        if size <= SMALL or in_full:
             if crc32(path) != crc:
                 raise ValueError(f"the checksum of {path.name} differs")
-        elif is_current and size != facts["bytes"][part]:
+        elif size != facts["bytes"][part]:
             raise ValueError(f"{path.name} has {size:,} bytes, not {facts['bytes'][part]:,}")
         arrays[part] = open_array(path)
     return arrays

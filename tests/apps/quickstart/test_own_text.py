@@ -19,7 +19,7 @@ from meshwright.apps.quickstart.folder import TourProgress, describe_changes
 from meshwright.apps.quickstart.plan import Size
 from meshwright.base import device as devices
 from meshwright.base import registry
-from meshwright.base.errors import BAD_DATA, IO, LOCKED, UNAVAILABLE, UserError
+from meshwright.base.errors import BAD_DATA, IO, LOCKED, TOO_OLD, UNAVAILABLE, UserError
 from meshwright.checkpoint import owner
 from meshwright.config.text_inputs import TextInputs
 
@@ -173,6 +173,13 @@ def test_more_minutes_continue_the_model(tmp_path, monkeypatch, capsys, tokens, 
     longer[5:7] = ["--train-iters", str(steps)]
     assert progress.done["plan"]["command"] == longer and "end" not in progress.done
     assert not TourProgress(tmp_path / "progress", {"minutes": 1}).resume()  # what it was before
+
+
+def test_the_progress_of_a_release_before_0_15_is_refused(tmp_path):
+    progress = TourProgress(tmp_path / "progress", {})
+    progress.done["text"] = {"documents": 3, "train_bytes": 900, "held_out_bytes": 100}
+    with pytest.raises(UserError, match=TOO_OLD):
+        own_text.read_own_text(SimpleNamespace(folder=tmp_path), None, progress)
 
 
 def test_a_failed_attempt_leaves_nothing_behind(text, tmp_path, monkeypatch):

@@ -135,7 +135,7 @@ NOT_JSON, WRONG_KIND = "it is not JSON", "a value is not of the kind that its co
             (line, WRONG_KIND)
             for line in ("3", json.dumps(step(1, 2, "many")), json.dumps(step(1, 2, None)))
         ),
-        ('{"event": "step", "iteration": 2}', "'loss' is missing"),
+        ('{"event": "step", "iteration": 2, "time": 1}', "'loss' is missing"),
         (json.dumps(step(1, 2, 5.0) | {"ms": "nan"}), "nan is not a time"),
         ('{"event": "start", "attempt": 2, "iteration": 2, "time": "inf"}', "inf is not a time"),
     ],

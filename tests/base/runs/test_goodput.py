@@ -5,11 +5,13 @@ import json
 import pytest
 from pages import step_row
 
-from helpers import printed_losses
+from helpers import error_of, printed_losses
 from meshwright.apps.watch.overview import describe_run
+from meshwright.base.errors import TOO_OLD
 from meshwright.base.runs.follow import RunTail
 from meshwright.base.runs.goodput import read_goodput
 from meshwright.base.runs.history import read_history
+from meshwright.base.runs.rows import METRICS
 
 
 def start(attempt, iteration, time, ready):
@@ -133,17 +135,15 @@ def test_a_stop_by_hand_is_no_loss(tmp_path, reason, is_loss):
     assert found.lost["down"] == (25.0 if is_loss else 0.0)
 
 
-def test_rows_of_older_versions(tmp_path):
-    """Only starts and ends had a time: the rest of an attempt lasted as long as what it did."""
-    rows = [
-        {k: v for k, v in r.items() if k != "time" or r["event"] in ("start", "end")} for r in ROWS
-    ]
-    found = measured(tmp_path, rows)
-    # to the step's beginning
-    assert found.wall == pytest.approx(141.0) and found.recoveries == [45.0]
-    assert (
-        measured(tmp_path, [{k: v for k, v in row.items() if k != "time"} for row in ROWS]) is None
-    )
+def test_rows_of_a_release_before_0_15_are_refused(tmp_path):
+    """Its steps had no time; the page of watch says so and shows nothing."""
+    rows = [{k: v for k, v in r.items() if k != "time" or r["event"] != "step"} for r in ROWS]
+    (tmp_path / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    message = error_of(lambda: read_history(tmp_path))
+    assert message.startswith(f"{tmp_path / METRICS} {TOO_OLD}; ")
+    follower = RunTail(tmp_path)
+    follower.read_new(lambda: None)
+    assert set(follower.damage) == {f"it {TOO_OLD}"} and not follower.count
 
 
 @pytest.mark.whole

@@ -22,7 +22,7 @@ from meshwright.apps.quickstart.tour import Tour, prompt_from
 from meshwright.base import device as devices
 from meshwright.base import registry
 from meshwright.base.device_profiles import DeviceProfile, load_profile, profile_of
-from meshwright.base.errors import UNAVAILABLE, UserError
+from meshwright.base.errors import UNAVAILABLE, UserError, too_old
 from meshwright.base.runs.rows import read_rows
 from meshwright.config.flags import parse_settings
 from meshwright.config.schema import TrainConfig
@@ -158,9 +158,10 @@ def read_own_text(tour: Tour, documents: InputDocuments, progress: TourProgress)
         for line in documents.left_out():
             print(f"  {line}")
         progress.finish("text", asdict(text))
-    known = {entry.name for entry in fields(CollectedText)}  # an earlier release's has others
-    saved = progress.done["text"].items()
-    text = CollectedText(**{name: value for name, value in saved if name in known})
+    saved = progress.done["text"]
+    if saved.keys() != {entry.name for entry in fields(CollectedText)}:
+        raise too_old(tour.folder)
+    text = CollectedText(**saved)
     print(f"  {text.describe()}")
     if text.train_bytes < LITTLE_TEXT:
         print(

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import orjson
 
 from meshwright.base import host
-from meshwright.base.errors import UserError
+from meshwright.base.errors import TOO_OLD, UserError
 from meshwright.base.files import open_plain
 from meshwright.base.runs.goodput import Goodput, measure_goodput
 from meshwright.base.runs.history import (
@@ -36,9 +36,9 @@ from meshwright.base.runs.history import (
 )
 from meshwright.base.runs.rows import DAMAGED, METRICS, DamagedRow, explain_damage, read_line
 
-COLUMNS = "iteration consumed_samples loss grad_norm lr ms tokens_per_second skipped mfu memory time".split()
-# the others are unknown on some devices or to older versions, which is NaN here
-NEEDED = COLUMNS[:-3]
+COLUMNS = "iteration consumed_samples loss grad_norm lr ms tokens_per_second skipped time mfu memory".split()
+# The others are unknown on some devices, which is NaN here.
+NEEDED = COLUMNS[:-2]
 TASK_BYTES = 8 << 20  # that one process reads at a time
 # that are parsed at a time: the objects of more would not stay in the caches
 PARSED_BYTES = 1 << 18
@@ -67,8 +67,6 @@ def parse_rows(data: bytes) -> list[Parsed]:
 def parse_steps(rows: list[dict[str, Any]]) -> list[Parsed]:
     """Return the numbers of steps; row by row if one of them lacks some."""
     try:
-        if rows and "time" not in rows[0]:
-            rows = [{"time": None, **row} for row in rows]
         return (
             [np.array(list(map(operator.itemgetter(*COLUMNS), rows)), dtype=np.float64)]
             if rows
@@ -85,6 +83,8 @@ def parse_line(line: bytes) -> Iterator[Parsed]:
         if row["event"] != "step":
             yield row
             return
+        if "time" not in row:
+            raise DamagedRow(f"it {TOO_OLD}")
         numbers = [row[name] for name in NEEDED] + [
             row.get(name) for name in COLUMNS[len(NEEDED) :]
         ]
@@ -229,11 +229,9 @@ class RunTail:
         self.columns[:, kept:after] = new.T
         self.count = after
 
-        # Old rows have no time, which stands as 0.
         first, last = new[[0, -1], COLUMNS.index("time")].tolist()
-        times = (first, last) if first > 0 and last > 0 else None
         seconds = float(new[:, COLUMNS.index("ms")].sum()) / 1e3
-        self.record.take_steps(int(new[-1, 0]), seconds, times)
+        self.record.take_steps(int(new[-1, 0]), seconds, (first, last))
 
     def read_settings(self) -> None:
         # half written by a foreign copy: the next start reads it

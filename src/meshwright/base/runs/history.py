@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.base.errors import bad_data, not_a_run
+from meshwright.base.errors import bad_data, not_a_run, too_old
 from meshwright.base.files import parse_toml, read_small
 from meshwright.base.runs.rows import DAMAGED, METRICS, DamagedRow, explain_damage, read_lines
 
@@ -86,18 +86,11 @@ class Attempt:
     @property
     def startup(self) -> float:
         """Seconds from its beginning to its first row."""
-        phases = self.start.get("startup")
-        timed = sum(map(_time, phases.values())) if isinstance(phases, dict) else 0.0
-        return _time(self.start.get("ready", timed))
+        return _time(self.start.get("ready", 0))
 
     @property
     def begun(self) -> float:
         return float(self.start["time"]) - self.startup
-
-    @property
-    def worked(self) -> float:
-        """The time when all that it has recorded could be done, for rows without a time."""
-        return float(self.start["time"]) + self.steps + sum(self.pauses.values())
 
     def note(self, row: dict[str, Any], now: float) -> None:
         """Take note of the time of one of its rows, and of what went into a pause between steps."""
@@ -106,7 +99,7 @@ class Attempt:
             self.pauses[kind] = self.pauses.get(kind, 0.0) + seconds
             if kind == "saves":
                 self.seconds += seconds
-        self.latest = max(self.latest, now or self.worked)
+        self.latest = max(self.latest, now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,21 +188,14 @@ class Record:
         if self.attempts and self.attempts[-1].number == row.get("attempt"):
             self.attempts[-1].note(row, now)
 
-    def take_steps(
-        self, last: int, seconds: float, times: tuple[float, float] | None = None
-    ) -> None:
-        """Count steps up to iteration `last` as the newest attempt's; `times` of first and last.
-
-        Rows of versions before 0.11 have no time: then it is that of the attempt's work so far.
-        """
+    def take_steps(self, last: int, seconds: float, times: tuple[float, float]) -> None:
+        """Count steps up to iteration `last` as the newest attempt's; `times` of first and last."""
         if not self.attempts:
             return
         newest = self.attempts[-1]
         newest.last = last
         newest.seconds += seconds
         newest.steps += seconds
-        if times is None:
-            times = newest.worked - seconds, newest.worked
         newest.first = newest.first or times[0]
         newest.latest = max(newest.latest, times[1])
 
@@ -285,10 +271,12 @@ def read_history(folder: Path) -> History:
         try:
             row = json.loads(line)
             if row["event"] == "step":
+                if "time" not in row:
+                    raise too_old(path)
                 iteration = int(row["iteration"])
                 steps[iteration] = step = _read_step(row)
-                now = _time(row.get("time", 0))
-                history.take_steps(iteration, step.ms / 1e3, (now, now) if now else None)
+                now = _time(row["time"])
+                history.take_steps(iteration, step.ms / 1e3, (now, now))
                 continue
             history.take(row)
             if (kept := kept_until(row)) is not None:

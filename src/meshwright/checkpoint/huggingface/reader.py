@@ -78,7 +78,7 @@ def inside(folder: Path, name: str) -> Path:
             f"{folder}: {name[:200]!r} is not a plain name; nothing outside the folder is read"
         )
     real = folder.resolve()
-    # where its links lead
+    # The hub's cache has links in snapshots/COMMIT to files in blobs.
     cache = real.parent.parent / "blobs" if real.parent.name == "snapshots" else real
     path = (folder / name).resolve()
     if not any(path.is_relative_to(root) for root in (real, cache)):
@@ -127,7 +127,7 @@ def read_tensors(path: Path, trust: bool) -> Tensors:
         return tree
     try:
         with safe_open(path, framework="pt") as file:
-            # views: no byte is read
+            # These are views of the mapped file: no byte is read.
             return {name: file.get_tensor(name) for name in list(file.keys())}
     except (SafetensorError, OSError) as error:
         raise bad_data(f"{path}: not a complete safetensors file: {str(error)[:200]}") from error
@@ -135,6 +135,7 @@ def read_tensors(path: Path, trust: bool) -> Tensors:
 
 def is_safetensors(path: Path) -> bool:
     """Return whether the file begins as one; links into the hub's cache have no suffix."""
+    # Eight bytes of the header's length, then the header, a JSON object.
     with path.open("rb") as file:
         begin = file.read(9)
     if begin[8:] != b"{":
@@ -188,9 +189,12 @@ def read_gpt2(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
     hf.want("add_cross_attention", False, default=False)
     activation = hf.want("activation_function", *GELUS, default="gelu_new")
     h, heads, layers = hf.sizes("n_embd", "n_head", "n_layer")
-    f, positions = hf.get("n_inner", COUNT, 4 * h), hf.get("n_positions", COUNT, 1024)
+    f = hf.get("n_inner", COUNT, 4 * h)
+    positions = hf.get("n_positions", COUNT, 1024)
     if h % heads:
         raise bad_data(f"{hf.folder / CONFIG}: n_embd {h} is not a multiple of n_head {heads}")
+
+    # The tables; OpenAI's own files have no prefix, those of GPT2LMHeadModel do.
     prefix = "transformer." if hf.has("transformer.wte.weight") else ""
     wte = hf.take(f"{prefix}wte.weight", None, h)
     pieces = {
@@ -206,34 +210,38 @@ def read_gpt2(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
         for end in (".weight", ".bias"):
             pieces[ours + end] = one_view(hf.take(theirs + end, h))
 
+    # The layers.
+    shapes = {"attn.proj": (h, h), "mlp.fc": (f, h), "mlp.proj": (h, f)}
     for i in range(layers):
         ours, theirs = f"h.{i}", f"{prefix}h.{i}"
+        qkv = f"{theirs}.{names.GPT2_LINEAR['attn.qkv']}"
         for end, shape in ((".weight", (h, 3 * h)), (".bias", (3 * h,))):
-            q, k, v = (
-                hf.take(f"{theirs}.{names.GPT2_LINEAR['attn.qkv']}{end}", *shape)
-                .t()
-                .tensor_split(3)
-            )
+            # A bias is its own transpose.
+            q, k, v = hf.take(qkv + end, *shape).t().tensor_split(3)
             pieces[f"{ours}.attn.qkv{end}"] = qkv_views(q, k, v, heads, h // heads)
-        for name, shape in {"attn.proj": (h, h), "mlp.fc": (f, h), "mlp.proj": (h, f)}.items():
-            linear(f"{ours}.{name}", f"{theirs}.{names.GPT2_LINEAR[name]}", *shape)
+        for name, (rows, columns) in shapes.items():
+            linear(f"{ours}.{name}", f"{theirs}.{names.GPT2_LINEAR[name]}", rows, columns)
         for name, norm_name in names.GPT2_NORMS.items():
             norm(f"{ours}.{name}", f"{theirs}.{norm_name}")
     norm("ln_f", f"{prefix}ln_f")
     untied = hf.add_head(pieces, wte, hf.config.get("tie_word_embeddings", True) is True)
+
+    # The settings.
     hf.note_defaults(**GPT2_DEFAULTS)
-    hidden, embedding, attention = (
-        hf.get(f"{x}_pdrop", SHARE, 0.1) for x in ("resid", "embd", "attn")
-    )
-    return sizes_of(h, layers, heads, f, positions) | {
+    hidden = hf.get("resid_pdrop", SHARE, 0.1)
+    embedding = hf.get("embd_pdrop", SHARE, 0.1)
+    settings = sizes_of(h, layers, heads, f, positions) | {
         "hidden_dropout": hidden,
-        "attention_dropout": attention,
-        **({} if embedding == hidden else {"embedding_dropout": embedding}),
+        "attention_dropout": hf.get("attn_pdrop", SHARE, 0.1),
         "init_method_std": hf.get("initializer_range", POSITIVE, 0.02),
         "bias_gelu_fusion": activation != "gelu",
         "layernorm_epsilon": hf.get("layer_norm_epsilon", POSITIVE, 1e-5),
         "untie_embeddings_and_output_weights": untied,
-    }, pieces
+    }
+    # Without it, the embedding has the dropout of the other layers.
+    if embedding != hidden:
+        settings["embedding_dropout"] = embedding
+    return settings, pieces
 
 
 def read_neox(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
@@ -241,26 +249,27 @@ def read_neox(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
     hf.want("attention_bias", True, default=True)
     activation = hf.want("hidden_act", *GELUS, default="gelu")
     h, heads, layers = hf.sizes("hidden_size", "num_attention_heads", "num_hidden_layers")
-    f, positions = (
-        hf.get("intermediate_size", COUNT),
-        hf.get("max_position_embeddings", COUNT, 2048),
-    )
+    f = hf.get("intermediate_size", COUNT)
+    positions = hf.get("max_position_embeddings", COUNT, 2048)
     if h % heads:
         raise bad_data(
             f"{hf.folder / CONFIG}: hidden_size {h} is not a multiple of num_attention_heads {heads}"
         )
+
+    # All modules have a weight and a bias, as long as the weight has rows.
     wte = hf.take(f"gpt_neox.{names.NEOX_OUTSIDE['wte']}.weight", None, h)
     pieces: Views = {"wte.weight": one_view(wte)}
-    shapes = {"ln_1": (h,), "ln_2": (h,), "attn.qkv": (3 * h, h), "attn.proj": (h, h)}
-    shapes |= {"mlp.fc": (f, h), "mlp.proj": (h, f)}
-    modules = {
-        f"h.{i}.{ours}": (f"layers.{i}.{names.NEOX_LAYER[ours]}", shapes[ours])
-        for i in range(layers)
-        for ours in shapes
-    }
-    for ours, (theirs, shape) in (modules | {"ln_f": (names.NEOX_OUTSIDE["ln_f"], (h,))}).items():
+
+    def module(ours: str, theirs: str, shape: tuple[int, ...]) -> None:
         pieces[f"{ours}.weight"] = one_view(hf.take(f"gpt_neox.{theirs}.weight", *shape))
         pieces[f"{ours}.bias"] = one_view(hf.take(f"gpt_neox.{theirs}.bias", shape[0]))
+
+    shapes = {"ln_1": (h,), "ln_2": (h,), "attn.qkv": (3 * h, h), "attn.proj": (h, h)}
+    shapes |= {"mlp.fc": (f, h), "mlp.proj": (h, f)}
+    for i in range(layers):
+        for name, shape in shapes.items():
+            module(f"h.{i}.{name}", f"layers.{i}.{names.NEOX_LAYER[name]}", shape)
+    module("ln_f", names.NEOX_OUTSIDE["ln_f"], (h,))
     head = names.NEOX_HEAD if hf.has(f"{names.NEOX_HEAD}.weight") else names.HEAD
     untied = hf.add_head(pieces, wte, hf.config.get("tie_word_embeddings", False) is True, head)
     hf.note_defaults(**NEOX_DEFAULTS)
@@ -304,10 +313,8 @@ def read_llama(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
     """
     hf.want("hidden_act", "silu", "swish", default="silu")
     h, heads, layers = hf.sizes("hidden_size", "num_attention_heads", "num_hidden_layers")
-    groups, head = (
-        hf.get("num_key_value_heads", COUNT, heads),
-        hf.get("head_dim", COUNT, h // heads or None),
-    )
+    groups = hf.get("num_key_value_heads", COUNT, heads)
+    head = hf.get("head_dim", COUNT, h // heads or None)
     s = LlamaSizes(h, hf.get("intermediate_size", COUNT), heads, groups, head)
     if heads % groups:
         raise bad_data(
@@ -319,6 +326,7 @@ def read_llama(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
         "wte.weight": one_view(wte),
         "ln_f.weight": one_view(hf.take("model.norm.weight", h)),
     }
+    # What is optional is in all layers or in none.
     qkv_bias, proj_bias, mlp_bias = (
         hf.has(f"model.layers.0.{name}.bias")
         for name in (names.LLAMA_QKV[0], *names.LLAMA_LINEAR.values())
@@ -327,17 +335,24 @@ def read_llama(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
     all_biases = proj_bias or mlp_bias
     if all_biases and not (qkv_bias and proj_bias and mlp_bias):
         hf.notes.append("only some of its linear layers have biases: the others get zeros")
+
+    # The layers.
     for i in range(layers):
         ours, theirs = f"h.{i}", f"model.layers.{i}"
         for name, norm in names.LLAMA_NORMS.items():
-            if qk_norm or not name.startswith("attn."):
-                size = head if name.startswith("attn.") else h
-                pieces[f"{ours}.{name}.weight"] = one_view(hf.take(f"{theirs}.{norm}.weight", size))
+            is_of_heads = name.startswith("attn.")
+            if is_of_heads and not qk_norm:
+                continue
+            size = head if is_of_heads else h
+            pieces[f"{ours}.{name}.weight"] = one_view(hf.take(f"{theirs}.{norm}.weight", size))
         for name, linear in linears(hf, s, theirs, "weight"):
             pieces[f"{ours}.{name}.weight"] = linear
-        for name, bias in linears(hf, s, theirs, "bias") if qkv_bias or all_biases else ():
-            if all_biases or name == "attn.qkv":
-                pieces[f"{ours}.{name}.bias"] = bias
+        if qkv_bias or all_biases:
+            for name, bias in linears(hf, s, theirs, "bias"):
+                if all_biases or name == "attn.qkv":
+                    pieces[f"{ours}.{name}.bias"] = bias
+
+    # The settings.
     untied = hf.add_head(pieces, wte, hf.config.get("tie_word_embeddings", False) is True)
     hf.note_defaults(**LLAMA_DEFAULTS)
     return sizes_of(h, layers, heads, s.ffn, positions) | {
@@ -370,17 +385,19 @@ def linears(
             return hf.take(name, rows, columns)
         if hf.has(name):
             return hf.take(name, rows)
+        # A zero of the checkpoint's type that takes no memory.
         return hf.tensors["model.norm.weight"].new_zeros(1).expand(rows)
 
     heads = zip(names.LLAMA_QKV, (s.heads, s.groups, s.groups), strict=True)
     q, k, v = (get(name, n * s.head, s.hidden) for name, n in heads)
     yield "attn.qkv", qkv_views(q, k, v, s.groups, s.head)
     yield "attn.proj", one_view(get(names.LLAMA_LINEAR["attn.proj"], s.hidden, s.heads * s.head))
-    gate, up = (get(name, s.ffn, s.hidden)[None] for name in names.LLAMA_GATES)
-    yield (
-        "mlp.fc",
-        [TensorView((i,) + (0,) * (part.ndim - 1), part) for i, part in enumerate((gate, up))],
-    )
+    # Ours is one tensor [2, rows, columns] of gate and up.
+    halves = []
+    for i, name in enumerate(names.LLAMA_GATES):
+        half = get(name, s.ffn, s.hidden)[None]
+        halves.append(TensorView((i,) + (0,) * (half.ndim - 1), half))
+    yield "mlp.fc", halves
     yield "mlp.proj", one_view(get(names.LLAMA_LINEAR["mlp.proj"], s.hidden, s.ffn))
 
 
@@ -389,7 +406,8 @@ def windows(hf: ForeignFolder, layers: int, positions: int) -> dict[str, Any]:
 
     Theirs is the number of tokens that a token sees, ours without itself. Llama has none.
     """
-    kind, numbers = hf.config["model_type"], {"full_attention": 0, "sliding_attention": 1}
+    kind = hf.config["model_type"]
+    numbers = {"full_attention": 0, "sliding_attention": 1}
     if kind == "llama":
         hf.want("use_sliding_window", False, None)
     is_off = kind.startswith("qwen") and hf.config.get("use_sliding_window") is not True
@@ -397,11 +415,11 @@ def windows(hf: ForeignFolder, layers: int, positions: int) -> dict[str, Any]:
         return {}
     hf.note_defaults(sliding_window=4096)
     size = hf.get("sliding_window", WINDOW, 4096)
-    # the first ones
+
+    # The kind of each layer, if a newer transformers listed them; else Qwen's first have no window.
     full = min(layers, hf.get("max_window_layers", NUMBER, 28)) if kind.startswith("qwen") else 0
-    types = hf.config.get("layer_types") or ["full_attention"] * full + ["sliding_attention"] * (
-        layers - full
-    )
+    by_number = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
+    types = hf.config.get("layer_types") or by_number
     if not isinstance(types, list) or len(types) < layers:
         raise bad_data(
             f"{hf.folder / CONFIG}: layer_types is {str(types)[:200]}; it must name {layers} kinds"
@@ -417,9 +435,13 @@ def windows(hf: ForeignFolder, layers: int, positions: int) -> dict[str, Any]:
 
 def window_settings(reach: int, kinds: list[int]) -> dict[str, str | None]:
     """Return our settings of windows of so many tokens before each, in the layers of kind 1."""
-    every = kinds.index(0) + 1 if 0 in kinds else len(kinds) + 1
-    is_regular = kinds == [int((i + 1) % every > 0) for i in range(len(kinds))] and every > 1
-    pattern = None if all(kinds) else str(every) if is_regular else str(kinds).replace(" ", "")
+    pattern = None
+    if not all(kinds):
+        # The shorter form says that every so-many-th layer has none.
+        every = kinds.index(0) + 1
+        regular = [int((i + 1) % every > 0) for i in range(len(kinds))]
+        is_regular = every > 1 and kinds == regular
+        pattern = str(every) if is_regular else str(kinds).replace(" ", "")
     return {"window_size": f"{reach},0", "window_attn_skip_freq": pattern}
 
 
@@ -432,14 +454,14 @@ def rotation(hf: ForeignFolder, positions: int, keys: RotationKeys) -> dict[str,
     ):
         what = f"the kind of rotation (rope_parameters, rope_scaling) is {str(rope)[:200]}"
         raise hf.refused(what, f"default, {', '.join(SCALINGS)} would do")
-    wanted = (
-        {"truncate": True, "partial_rotary_factor": 1.0}
-        if keys is LLAMA_ROTATION
-        else {"truncate": True}
-    )
+    # What our rotation does not have.
+    wanted: dict[str, Any] = {"truncate": True}
+    if keys is LLAMA_ROTATION:
+        wanted["partial_rotary_factor"] = 1.0
     for key, good in wanted.items():
         if (value := rope.get(key, hf.config.get(key, good))) != good:
             raise hf.refused(f"{key} is {str(value)[:100]}", f"{good} would do")
+    # A key within the rotation's own table comes before one beside it.
     share = hf.get(
         "partial_rotary_factor", POSITIVE, hf.get(keys.share, POSITIVE, keys.default_share), rope
     )
@@ -466,11 +488,15 @@ def attention_factor(hf: ForeignFolder, rope: dict[str, Any]) -> float:
     scales = [
         hf.get(key, POSITIVE, 1.0, rope) for key in ("mscale", "mscale_all_dim") if rope.get(key)
     ]
-    grown = [
-        0.1 * scale * math.log(max(hf.get("factor", POSITIVE, among=rope), 1.0)) + 1.0
-        for scale in [*scales, 1.0]
-    ]
-    return float(grown[0] / grown[1] if len(scales) == 2 else grown[-1])
+    growth = math.log(max(hf.get("factor", POSITIVE, among=rope), 1.0))
+
+    def grown(scale: float) -> float:
+        return 0.1 * scale * growth + 1.0
+
+    # One of the two without the other has no effect in transformers.
+    if len(scales) < 2:
+        return grown(1.0)
+    return float(grown(scales[0]) / grown(scales[1]))
 
 
 READERS: dict[str, Callable[[ForeignFolder], tuple[dict[str, Any], Views]]]

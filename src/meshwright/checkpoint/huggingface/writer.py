@@ -86,6 +86,8 @@ def write_huggingface(
     refuse_occupied(folder, run if again else None)
     parts = list(WRITERS[family(kind)](ExportPlan(source, m)))
     notes: list[str] = []
+
+    # The folder is written under another name beside its place, so that it appears at once.
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as own:
         temporary = Path(own) / folder.name  # with the permissions that any new folder has
@@ -98,6 +100,7 @@ def write_huggingface(
         if run is not None:
             write_json(temporary / MARK, {"run": name_of(run), "files": files_of(temporary)})
         sync(temporary)
+        # An empty folder is replaced by the rename itself; an earlier export goes with `own`.
         if folder.exists() and any(folder.iterdir()):
             folder.rename(Path(own) / "before")
         temporary.rename(folder)
@@ -120,24 +123,28 @@ def export_notices(m: Model) -> list[str]:
     kind = choose_architecture(m)
     obstacles = exports.obstacles(m, family(kind))
     advice = "; --swiglu has one" if m.position == "rope" and not m.gated else ""
+    if not obstacles:
+        return []
     line = f"the model cannot be exported to Hugging Face's format: {ARCHITECTURES[kind]} cannot express "
-    return [line + ", ".join(obstacles) + advice] if obstacles else []
+    return [line + ", ".join(obstacles) + advice]
 
 
 def refuse_occupied(folder: Path, run: Path | None = None) -> None:
     """Refuse to write over anything but an unchanged export of the same run."""
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        mark = read_note(folder / MARK)
-        if run is None or mark.get("run") != name_of(run):
-            what = "is not empty" if folder.is_dir() else "is not a folder"
-            raise UserError(
-                f"{folder} {what}, and nothing is overwritten; give another folder, or remove it",
-                LOCKED,
-            )
-        if mark.get("files") != files_of(folder):
-            raise UserError(
-                f"{folder} was changed since this run wrote it; give another folder", LOCKED
-            )
+    is_empty = folder.is_dir() and not any(folder.iterdir())
+    if is_empty or not folder.exists():
+        return
+    mark = read_note(folder / MARK)
+    if run is None or mark.get("run") != name_of(run):
+        what = "is not empty" if folder.is_dir() else "is not a folder"
+        raise UserError(
+            f"{folder} {what}, and nothing is overwritten; give another folder, or remove it",
+            LOCKED,
+        )
+    if mark.get("files") != files_of(folder):
+        raise UserError(
+            f"{folder} was changed since this run wrote it; give another folder", LOCKED
+        )
 
 
 def name_of(run: Path) -> str:
@@ -201,13 +208,15 @@ class ExportPlan(NamedTuple):
     ) -> ExportedTensor:
         """Return rows of one of our tensors; all of them without `spans`."""
         info = self.source.tensors[ours]
-        inner = info.shape[1:]
-        spans = spans or [(0, info.shape[0])]
-        boxes = [((begin, *(0 for _ in inner)), (end - begin, *inner)) for begin, end in spans]
-        shape_read = (sum(end - begin for begin, end in spans), *inner)
-        return ExportedTensor(
-            name, ours, boxes, shape_read, NAMES[info.dtype], transposed and len(shape_read) == 2
-        )
+        rows, *inner = info.shape
+        boxes: Boxes = []
+        count = 0
+        for begin, end in spans or [(0, rows)]:
+            boxes.append(((begin, *(0 for _ in inner)), (end - begin, *inner)))
+            count += end - begin
+        shape_read = (count, *inner)
+        is_turned = transposed and len(shape_read) == 2  # a bias is not
+        return ExportedTensor(name, ours, boxes, shape_read, NAMES[info.dtype], is_turned)
 
     def copies(self, stored: dict[str, str], transposed: bool = False) -> Iterator[ExportedTensor]:
         """Yield the weights and biases that exist."""
@@ -218,9 +227,11 @@ class ExportPlan(NamedTuple):
 
     def qkv(self) -> list[Spans]:
         """Return the rows of all queries, keys and values."""
-        d, queries = self.m.head_dim, (self.m.num_attention_heads or 1) // self.m.groups
+        d = self.m.head_dim
+        queries = (self.m.num_attention_heads or 1) // self.m.groups
         spans: list[Spans] = [[], [], []]
         at = 0
+        # Ours are by group: its queries, its key, its value.
         for _ in range(self.m.groups):
             for rows, count in zip(spans, (queries * d, d, d), strict=True):
                 rows.append((at, at + count))
@@ -257,15 +268,16 @@ def export_llama(plan: ExportPlan) -> Iterator[ExportedTensor]:
     )
     for i in range(plan.m.num_layers or 0):
         ours, theirs = f"h.{i}", f"model.layers.{i}"
+        # Two tensors of ours are several of theirs.
         for end in (".weight", ".bias"):
-            if f"{ours}.attn.qkv{end}" in plan.source.tensors:
+            qkv = f"{ours}.attn.qkv{end}"
+            if qkv in plan.source.tensors:
                 for name, rows in zip(names.LLAMA_QKV, spans, strict=True):
-                    yield plan.part(f"{theirs}.{name}{end}", f"{ours}.attn.qkv{end}", rows)
-            if f"{ours}.mlp.fc{end}" in plan.source.tensors:
+                    yield plan.part(f"{theirs}.{name}{end}", qkv, rows)
+            gates = f"{ours}.mlp.fc{end}"
+            if gates in plan.source.tensors:
                 for half, name in enumerate(names.LLAMA_GATES):
-                    part = plan.part(
-                        f"{theirs}.{name}{end}", f"{ours}.mlp.fc{end}", [(half, half + 1)]
-                    )
+                    part = plan.part(f"{theirs}.{name}{end}", gates, [(half, half + 1)])
                     yield part._replace(read=part.read[1:])  # without the dimension of the halves
         stored = names.LLAMA_NORMS | names.LLAMA_LINEAR
         yield from plan.copies({f"{ours}.{a}": f"{theirs}.{b}" for a, b in stored.items()})
@@ -296,10 +308,13 @@ ARCHITECTURES |= {
 
 def write_tensors(folder: Path, source: Source, parts: list[ExportedTensor]) -> None:
     shards: list[list[ExportedTensor]] = [[]]
+    size = 0
     for part in parts:
-        if shards[-1] and sum(p.bytes for p in shards[-1]) + part.bytes > MAX_SHARD:
+        if shards[-1] and size + part.bytes > MAX_SHARD:
             shards.append([])
+            size = 0
         shards[-1].append(part)
+        size += part.bytes
     if len(shards) == 1:
         write_safetensors(folder / "model.safetensors", source, parts)
         return
@@ -316,7 +331,7 @@ def write_tensors(folder: Path, source: Source, parts: list[ExportedTensor]) -> 
 
 
 def write_safetensors(path: Path, source: Source, parts: list[ExportedTensor]) -> None:
-    # widest first: every element is aligned
+    # The widest first, so that every element is aligned.
     parts = sorted(parts, key=lambda part: -SIZES[part.dtype])
     head = safetensors_header((part.name, part.dtype, part.shape) for part in parts)
     with naming_file(path), path.open("xb", buffering=0) as file:
@@ -338,16 +353,9 @@ def strips(source: Source, part: ExportedTensor) -> Iterator[memoryview]:
         return
     count = max(1, PART // (tensor.shape[0] * tensor.element_size()))
     for i in range(0, tensor.shape[1], count):
-        yield (
-            tensor[:, i : i + count]
-            .contiguous()
-            .t()
-            .contiguous()
-            .view(-1)
-            .view(torch.uint8)
-            .numpy()
-            .data
-        )
+        # Transposed straight from the whole, each element would miss the processor's caches.
+        strip = tensor[:, i : i + count].contiguous().t().contiguous()
+        yield strip.view(-1).view(torch.uint8).numpy().data
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
@@ -372,6 +380,8 @@ def write_tokenizer(
     begin = tokenizer.bos if isinstance(tokenizer, Llama2) else tokenizer.eod
     ids: Ids = {"bos_token_id": begin, "eos_token_id": tokenizer.eod}
     library = tokenizer.as_library()
+
+    # What only Meshwright reads, and all there is where the library has no equivalent.
     if isinstance(tokenizer, SentencePiece | WordPiece) or (library is None and tokenizer.files):
         # Not beside config.json, where AutoTokenizer would take the files for another tokenizer's.
         save_tokenizer(tokenizer, folder / "tokenizer")
@@ -384,6 +394,8 @@ def write_tokenizer(
         none = f"no tokenizer is written: Hugging Face has no equivalent of {tokenizer.name}"
         notes.append(f"{what}: {cure}" if tokenizer.files else none)
         return ids
+
+    # What AutoTokenizer reads.
     write_durably(folder / "tokenizer.json", library.to_str(pretty=True).encode())
     for name, path in tokenizer.files.items() if isinstance(tokenizer, GPT2BPE) else ():
         write_durably(folder / name, read_bytes(path))
@@ -409,9 +421,10 @@ def write_chat_template(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
         if (path := beside / CHAT_TEMPLATE).is_file():
             write_durably(folder / CHAT_TEMPLATE, read_bytes(path))
         config = read_chat_config(beside)
-        # whose answers may end with a token of their own
-        if path.is_file() or config.get("chat_template"):
-            settings |= {
-                name: config[name] for name in ("chat_template", "eos_token") if name in config
-            }
+        if not path.is_file() and not config.get("chat_template"):
+            continue
+        # Its answers may end with a token of their own.
+        for name in ("chat_template", "eos_token"):
+            if name in config:
+                settings[name] = config[name]
     return settings

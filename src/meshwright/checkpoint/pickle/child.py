@@ -100,8 +100,7 @@ class RefusedPickle(ValueError):
 
 def read(request: dict[str, Any]) -> Any:
     """Return what a file, or its bytes from `begin` to `end`, holds."""
-    # all that is built here is kept until the answer, and the collector would walk it again and
-    # again
+    # All that is built here is kept until the answer: the collector would walk it again and again.
     gc.disable()
     with open(request["path"], "rb", buffering=0) as file:
         part = OpenPart(file.fileno(), request["begin"], request["end"])
@@ -122,7 +121,10 @@ class OpenPart(io.RawIOBase):
     """A part of an open file, read as a file of its own."""
 
     def __init__(self, file: int, begin: int, end: int) -> None:
-        self.file, self.begin, self.size, self.position = file, begin, end - begin, 0
+        self.file = file
+        self.begin = begin
+        self.size = end - begin
+        self.position = 0
 
     def at(self, position: int, size: int) -> bytes:
         if not 0 <= position < self.size:
@@ -156,10 +158,13 @@ class Program:
     """
 
     def __init__(self, part: OpenPart) -> None:
-        self.part, self.file = part, io.BufferedReader(part)
-        self.read, self.readline, self.tell = self.file.read, self.file.readline, self.file.tell
+        self.part = part
+        self.file = io.BufferedReader(part)
+        self.read = self.file.read
+        self.readline = self.file.readline
+        self.tell = self.file.tell
         self.ends = set[int]()  # of long byte strings, in the file
-        # Those take addresses, though no memory.
+        # The unpickler makes those, which take addresses, though no memory.
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
         if soft != resource.RLIM_INFINITY and hard == resource.RLIM_INFINITY:
             resource.setrlimit(resource.RLIMIT_AS, (soft + part.size, hard))
@@ -198,7 +203,7 @@ class Archive:
         ]
         self.prefix = pickles[0].removesuffix("data.pkl") if len(pickles) == 1 else ""
         is_foreign = any(not name.startswith(self.prefix) for name in self.entries)
-        # of TorchScript
+        # A file of TorchScript has the second pickle.
         if not self.prefix or is_foreign or f"{self.prefix}constants.pkl" in self.entries:
             raise RefusedPickle("a zip archive, but not one of torch.save's")
 
@@ -238,7 +243,8 @@ def read_archive(part: OpenPart) -> Any:
     tree = reader.load()
 
     # Find them in the archive.
-    places, extents = dict[str, int](), [(begin, end)]
+    places: dict[str, int] = {}
+    extents = [(begin, end)]
     for key, size in reader.storages.items():
         extent = archive.find(f"data/{key}")
         if extent is None:
@@ -250,6 +256,7 @@ def read_archive(part: OpenPart) -> Any:
             )
         places[key] = part.begin + begin
         extents.append(extent)
+    # An archive may name the same bytes many times, so that a small file fills the memory.
     extents.sort()
     if any(end > begin for (_, end), (begin, _) in zip(extents, extents[1:], strict=False)):
         raise RefusedPickle("two entries of the archive overlap")
@@ -275,24 +282,25 @@ def read_stream(part: OpenPart) -> Any:
             )
         return Answer({}, program.ends).encode(tree)
     # Then come four more.
-    version, system = Reader(program).load(), Reader(program).load()
+    version = Reader(program).load()
+    system = Reader(program).load()
     if version != PROTOCOL or type(system) is not dict or not system.get("little_endian"):
         what = f"torch's old form in version {version!r:.20}, or big-endian"
         raise RefusedPickle(f"{what}; load it with torch.load and save it again")
     reader = Reader(program)
-    tree, keys = reader.load(), Reader(program).load()
-    if (
-        type(keys) is not list
-        or any(type(key) is not str for key in keys)
-        or set(keys) != set(reader.storages)
-    ):
+    tree = reader.load()
+    keys = Reader(program).load()
+    are_names = type(keys) is list and all(type(key) is str for key in keys)
+    if not are_names or set(keys) != set(reader.storages):
         raise RefusedPickle("the storages that follow are not those of its tensors")
     # Then the storages, each behind its number of elements.
-    at, places = program.tell(), dict[str, int]()
+    at = program.tell()
+    places: dict[str, int] = {}
     for key in keys:
         size = reader.storages[key]
         (count,) = struct.unpack("<q", part.at(at, 8))
-        places[key], at = part.begin + at + 8, at + 8 + size
+        places[key] = part.begin + at + 8
+        at += 8 + size
         if at > part.size or (count and size % count) or (not count and size):
             what = f"the storage {key!r} of {size:,} bytes"
             raise RefusedPickle(f"{what} is cut short, or declared to have {count:,} numbers")
@@ -326,7 +334,7 @@ class Inert:
         self.state[key] = value
 
 
-# a class refers to itself, so that one for each file would stay without the collector
+# One for all files: a class refers to itself, so without the collector it would stay anyway.
 @functools.cache
 def inert_class(module: str, name: str) -> type[Inert]:
     return type(name, (Inert,), {"__slots__": (), "module": module, "name": name})
@@ -392,7 +400,10 @@ class Array:
     def __init__(
         self, raw: Any = b"", number: Any = None, shape: Any = (), order: Any = "C"
     ) -> None:
-        self.raw, self.type, self.shape, self.is_fortran = raw, number, shape, order == "F"
+        self.raw = raw
+        self.type = number
+        self.shape = shape
+        self.is_fortran = order == "F"
 
     def __setstate__(self, state: Any) -> None:
         _, self.shape, self.type, self.is_fortran, self.raw = state
@@ -402,7 +413,8 @@ class Array:
 
 
 def tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tensor:
-    if not isinstance(storage, StorageRange) or not all(map(are_sizes, ((offset,), size, stride))):
+    is_of_sizes = are_sizes((offset,)) and are_sizes(size) and are_sizes(stride)
+    if not isinstance(storage, StorageRange) or not is_of_sizes:
         raise RefusedPickle("a tensor made of something other than a storage and numbers")
     return Tensor(storage.type, storage, storage.numbers, offset, list(size), list(stride))
 
@@ -413,9 +425,8 @@ def tensor_of_bytes(storage: Any, *args: Any) -> Tensor:
     if not isinstance(kind, NumberType):
         raise RefusedPickle("a tensor without a type")
     made = tensor(storage, offset, size, stride)
-    return made._replace(
-        type=kind.name, numbers=made.numbers * SIZES[made.type] // SIZES[kind.name]
-    )
+    numbers = made.numbers * SIZES[made.type] // SIZES[kind.name]
+    return made._replace(type=kind.name, numbers=numbers)
 
 
 def parameter(data: Any, *_: Any) -> Tensor:

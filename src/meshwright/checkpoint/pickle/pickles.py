@@ -28,12 +28,13 @@ from meshwright.base.sandbox import Sandbox
 from meshwright.checkpoint.pickle import child
 
 READ = Sandbox(child.read, memory=512 << 20, seconds=10)
-# named since Python 3.13
+# Python has named it since 3.13; the number is Linux's.
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
-# of a file that collisions could make slow: a table of n such takes up to n * n / 2 comparisons
+# Keys of a file that collisions could make slow: a table of n takes up to n * n / 2 comparisons.
 KEYS = 10_000
-# integers as keys and in tuples, and parts of a tuple
-PLAIN_KEY, PAIR_KEY, PAIR = 1 << 22, 1 << 31, 8
+PLAIN_KEY = 1 << 22  # integers up to here are not counted among them
+PAIR_KEY = 1 << 31  # the largest integer within a tuple
+PAIR = 8  # the most parts of a tuple
 
 mappings: weakref.WeakValueDictionary[tuple[int, ...], mmap.mmap] = weakref.WeakValueDictionary()
 
@@ -56,7 +57,7 @@ def load_pickle(
     try:
         if trust:
             return run_trusted(path, None if length is None and begin == 0 else full[begin:end])
-        # it would walk a long answer again and again as it grows
+        # Python's collector would walk a long answer again and again as it grows.
         with READ.kept(), host.collector_off():
             answer = READ({"path": str(path.absolute()), "begin": begin, "end": end})
             return AnswerDecoder(full).decode(answer)
@@ -85,8 +86,10 @@ def mapped(path: Path) -> mmap.mmap:
 
 def run_trusted(path: Path, part: memoryview | None) -> Any:
     """Run the file, as the user asked with --trust-pickle."""
-    head = bytes(memoryview(mapped(path))[:32] if part is None else part[:32])
+    content = memoryview(mapped(path)) if part is None else part
+    head = bytes(content[:32])
     is_zip = head.startswith(b"PK\3\4")
+    # torch.save's file, a zip or its older form, or else a plain pickle.
     if is_zip or child.MAGIC.to_bytes(10, "little") in head:
         file = path if part is None else io.BytesIO(part)
         return torch.load(file, "cpu", weights_only=False, mmap=is_zip and part is None)
@@ -114,15 +117,15 @@ class Stub:
     __slots__ = ("module", "name", "args", "state")
 
     def __init__(self, module: str, name: str, args: tuple[Any, ...], state: Any) -> None:
-        self.module, self.name, self.args, self.state = module, name, args, state
+        self.module = module
+        self.name = name
+        self.args = args
+        self.state = state
 
     def __getattr__(self, name: str) -> Any:
-        if (
-            name.startswith("__")
-            or name in Stub.__slots__
-            or type(self.state) is not dict
-            or name not in self.state
-        ):
+        # Python asks here for slots too, as long as they are not set.
+        is_own = name.startswith("__") or name in Stub.__slots__
+        if is_own or type(self.state) is not dict or name not in self.state:
             raise AttributeError(f"{self.name} has no {name}")
         return self.state[name]
 
@@ -134,7 +137,8 @@ class AnswerDecoder:
     """Makes values of the lists of `child.Answer`, whose places must lie within the mapped file."""
 
     def __init__(self, data: memoryview) -> None:
-        self.data, self.slow_keys = data, 0
+        self.data = data
+        self.slow_keys = 0
         self.decoders: dict[str, Callable[..., Any]] = {
             "list": lambda *parts: list(self.all(parts)),
             "tuple": lambda *parts: tuple(self.all(parts)),
@@ -172,19 +176,14 @@ class AnswerDecoder:
         Hashes of texts are random in each process; tuples and large numbers can be made to collide.
         """
         is_tuple = type(key) is tuple and len(key) <= PAIR
-        # old optimizers number parameters by their addresses
+        # Old optimizers number parameters by their addresses.
         largest = PAIR_KEY if is_tuple else 1 << 60
         for part in key if is_tuple else [key]:
-            if (
-                not (type(part) in (str, bytes) and len(part) <= 1024)
-                and not (type(part) is int and abs(part) < largest)
-                and not (
-                    part is None
-                    or type(part) is bool
-                    or isinstance(part, Stub)
-                    or type(part) is torch.dtype
-                )
-            ):
+            kind = type(part)
+            is_short = kind in (str, bytes) and len(part) <= 1024
+            is_small = kind is int and abs(part) < largest
+            is_single = part is None or kind in (bool, torch.dtype) or isinstance(part, Stub)
+            if not (is_short or is_small or is_single):
                 raise ValueError(f"a {type(key).__name__} as a key")
         if is_tuple or (type(key) is int and abs(key) > PLAIN_KEY):
             self.slow_keys += 1
@@ -193,8 +192,9 @@ class AnswerDecoder:
         return key
 
     def byte_range(self, begin: int, end: int) -> memoryview:
-        if not 0 <= begin <= end <= len(self.data):
-            raise ValueError(f"bytes {begin:,} to {end:,} of a file of {len(self.data):,}")
+        size = len(self.data)
+        if not 0 <= begin <= end <= size:
+            raise ValueError(f"bytes {begin:,} to {end:,} of a file of {size:,}")
         return self.data[begin:end]
 
     def tensor(
@@ -205,6 +205,7 @@ class AnswerDecoder:
         if not all(map(child.are_sizes, ((begin, count, offset), size, stride))):
             raise ValueError("a tensor of something other than sizes")
         raw = self.byte_range(begin, begin + count * dtype.itemsize)
+        # The view must lie within the storage, and not be larger: a stride of 0 repeats numbers.
         numbers = math.prod(size)
         last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
         if (numbers and last >= count) or numbers > count:
@@ -216,15 +217,16 @@ class AnswerDecoder:
 
     def array(self, kind: str, shape: Any, is_fortran: bool, raw: Any) -> Any:
         """Return NumPy's array as a tensor, or a number: a view of the file if it is large."""
-        dtype, data = number_type(kind), self.decode(raw)
+        dtype = number_type(kind)
+        data = self.decode(raw)
         sizes = [] if shape is None else shape
         if not child.are_sizes(sizes) or math.prod(sizes) * dtype.itemsize != len(data):
             raise ValueError(f"a NumPy array of {sizes} in {len(data):,} bytes")
         if not len(data):
             return torch.empty(sizes, dtype=dtype)
-        flat = torch.frombuffer(
-            data if isinstance(data, memoryview) else bytearray(data), dtype=dtype
-        )
+        # Short byte strings are copied, since a tensor on them could be written to.
+        memory = data if isinstance(data, memoryview) else bytearray(data)
+        flat = torch.frombuffer(memory, dtype=dtype)
         if shape is None:
             return flat.item()
         if is_fortran:

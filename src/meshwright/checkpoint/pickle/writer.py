@@ -67,23 +67,18 @@ class TensorPickler(pickle.Pickler):
             shape = tuple(value.shape)
             stored = StorageReference(str(len(self.tensors)), value.dtype, math.prod(shape))
             self.tensors.append(value)
-            return torch._utils._rebuild_tensor_v2, (
-                stored,
-                0,
-                shape,
-                strides(shape),
-                False,
-                OrderedDict(),
-            )
-        allowed = (
+            # From the storage's beginning, without a gradient and without hooks.
+            arguments: tuple[Any, ...] = (stored, 0, shape, strides(shape), False, OrderedDict())
+            return torch._utils._rebuild_tensor_v2, arguments
+        # The pickler's own way, for objects of these classes and for what the file names.
+        named = (
             torch._utils._rebuild_tensor_v2,
             OrderedDict,
             argparse.Namespace,
             *STORAGE_CLASSES.values(),
         )
-        if type(value) in (argparse.Namespace, OrderedDict, torch.dtype) or any(
-            value is known for known in allowed
-        ):
+        is_named = any(value is known for known in named)
+        if is_named or type(value) in (argparse.Namespace, OrderedDict, torch.dtype):
             return NotImplemented
         raise TypeError(f"a {type(value).__name__} is not written into a checkpoint")
 
@@ -98,25 +93,28 @@ def write_torch_file(tree: Any, send: Write) -> None:
     file = io.BytesIO()
     pickler = TensorPickler(file)
     pickler.dump(tree)
+    # The entries in the order in which torch writes them.
     entries: dict[str, Callable[[], Data]] = {
         "data.pkl": file.getvalue,
         "byteorder": sys.byteorder.encode,
     }
-    entries |= {
-        f"data/{key}": functools.partial(tensor_bytes, tensor)
-        for key, tensor in enumerate(pickler.tensors)
-    }
+    for key, tensor in enumerate(pickler.tensors):
+        entries[f"data/{key}"] = functools.partial(tensor_bytes, tensor)
     entries["version"] = lambda: b"3\n"
     write_archive(send, ((f"archive/{name}", make) for name, make in entries.items()))
 
 
 def tensor_bytes(tensor: torch.Tensor | Later) -> memoryview:
     made = tensor.make() if isinstance(tensor, Later) else tensor
-    if tuple(made.shape) != tuple(tensor.shape) or made.dtype != tensor.dtype:
-        promised = f"{tuple(tensor.shape)} {tensor.dtype}"
-        raise ValueError(f"{promised} was promised, {tuple(made.shape)} {made.dtype} was made")
+    # The pickle says already what it is.
+    shape = tuple(tensor.shape)
+    if tuple(made.shape) != shape or made.dtype != tensor.dtype:
+        actual = f"{tuple(made.shape)} {made.dtype}"
+        raise ValueError(f"{shape} {tensor.dtype} was promised, {actual} was made")
     flat = made.detach().cpu().contiguous().view(-1)
-    return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
+    if not flat.numel():
+        return memoryview(b"")
+    return memoryview(flat.view(torch.uint8).numpy().data)
 
 
 # The zip archive
@@ -126,7 +124,8 @@ class AppendOnlyFile:
     """A file for zipfile that can only be appended to."""
 
     def __init__(self, send: Callable[[Data], None]) -> None:
-        self.send, self.position = send, 0
+        self.send = send
+        self.position = 0
 
     def write(self, data: Data) -> int:
         self.send(data)
@@ -145,7 +144,8 @@ def write_archive(
     with zipfile.ZipFile(stream, "w") as out:  # type: ignore[call-overload]  # write() and flush() are all it needs
         for name, make in entries:
             info = zipfile.ZipInfo(name)
-            padding = -(stream.position + HEADER + len(name.encode()) + PAD.size + SIZES64) % ALIGN
+            begin = stream.position + HEADER + len(name.encode()) + PAD.size + SIZES64
+            padding = -begin % ALIGN
             info.extra = PAD.pack(b"FB", padding) + bytes(padding)
             with out.open(info, "w", force_zip64=True) as file:
                 file.write(make())

@@ -40,7 +40,15 @@ NAMED = {
     "no_query_key_layer_scaling": ("apply_query_key_layer_scaling", False),
     "overlap_p2p_communication": ("overlap_p2p_comm", True),
 }
-UNSET = "no_load_optim no_save_optim rampup_batch_size train_data_path valid_data_path test_data_path".split()
+# Settings whose default in Megatron is None.
+UNSET = (
+    "no_load_optim",
+    "no_save_optim",
+    "rampup_batch_size",
+    "train_data_path",
+    "valid_data_path",
+    "test_data_path",
+)
 
 
 def dumped_arguments(
@@ -53,12 +61,12 @@ def dumped_arguments(
         device_backend: The backend of torch.distributed that this run uses.
     """
     values: dict[str, Any] = ABSENT | ALWAYS | OFF
-    values |= {n: v for group in group_values(config) for n, v in vars(group).items()} | in_effect(
-        config
-    )
-    # Megatron's defaults of these are None
+    for group in group_values(config):
+        values |= vars(group)
+    values |= in_effect(config)
     values |= {name: values[name] or None for name in UNSET}
     values |= {"distributed_backend": device_backend, "rank": 0}
+    # Given flags without effect, under the names that Megatron's parser gives them.
     for name, value in idle.items():
         positive = name.removeprefix("no_")
         named, value = NAMED.get(name, (name, value))
@@ -71,10 +79,14 @@ def dumped_arguments(
 def in_effect(config: TrainConfig) -> dict[str, Any]:
     """Return the values in this run where they differ from the flags, or have another name."""
     m, t, o, p = config.model, config.training, config.optimizer, config.parallel
-    scale, words = config.precision.initial_loss_scale, config.tokenizer
-    has_type = (
-        words.vocab_file or words.tokenizer_model or words.tokenizer_type != "GPT2BPETokenizer"
-    )
+    scale = config.precision.initial_loss_scale
+    words = config.tokenizer
+    # The default type says nothing unless files of a vocabulary go with it.
+    has_files = words.vocab_file or words.tokenizer_model
+    has_type = has_files or words.tokenizer_type != "GPT2BPETokenizer"
+    recompute_method = t.recompute_method
+    if not recompute_method and t.recompute_granularity == "full":
+        recompute_method = "uniform"
     return {
         "add_position_embedding": m.position == "learned",
         "data_parallel_size": config.dp,
@@ -91,8 +103,7 @@ def in_effect(config: TrainConfig) -> dict[str, Any]:
         "micro_batch_size": t.micro_batch_size or config.micro_batch,
         "overlap_p2p_comm": config.chunks > 1,
         "params_dtype": f"torch.{config.precision.dtype}",
-        "recompute_method": t.recompute_method
-        or ("uniform" if t.recompute_granularity == "full" else None),
+        "recompute_method": recompute_method or None,
         "start_weight_decay": o.start_weight_decay if o.ramps_decay else o.weight_decay,
         "tokenizer_type": words.tokenizer_type if has_type and not words.tokenizer else None,
         "transformer_pipeline_model_parallel_size": p.pipeline_model_parallel_size,

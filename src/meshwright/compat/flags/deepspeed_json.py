@@ -107,26 +107,34 @@ def merge_deepspeed(
         found, notices, wrong = _sort_keys(read_deepspeed(path), path)
     except ValueError as error:
         return config, [], [_problem(config, plain(error))]
-    if not found.get("fp16.enabled", config.precision.fp16):  # its other keys have no effect
+
+    # Keys that have no effect, or do not contradict a flag that says more.
+    if not found.get("fp16.enabled", config.precision.fp16):
         found = {k: v for k, v in found.items() if k == "fp16.enabled" or not k.startswith("fp16.")}
-    if found.get("wall_clock_breakdown") == "0" or "timing_log_level" in given:  # no contradiction
+    if found.get("wall_clock_breakdown") == "0" or "timing_log_level" in given:
         found.pop("wall_clock_breakdown", None)
+
+    # Each value, compared with that of the flag or of another key for the same setting.
     known = {n: v for group in group_values(config) for n, v in vars(group).items()}
-    taken = dict[str, Any]()
+    taken: dict[str, Any] = {}
     for key, value in found.items():
-        name = MAPPED[key][0]
+        name, _ = MAPPED[key]
         if name not in given and name not in taken:
             taken[name] = value
-        elif (
-            have := known[name] if name in given else taken[name]
-        ) != value and name == "loss_scale":
+            continue
+        have = known[name] if name in given else taken[name]
+        if have == value:
+            continue
+        if name == "loss_scale":
             taken[name] = value
             notices.append(
                 f'{path}: "{key}" is {_format(value)}, which counts instead of --loss-scale {_format(have)}'
             )
-        elif have != value:
+        else:
             other = f"{{{name}}} is" if name in given else "another key says"
             wrong.append(f'"{key}" is {_format(value)}, but {other} {_format(have)}; change one')
+
+    # Values that contradict others.
     for name, other in (("fp16", "bf16"), ("bf16", "fp16")):
         if taken.get(name) and other in given and known[other]:
             wrong.append(f'"{name}.enabled" is true, but {{{other}=True}} is given; change one')
@@ -138,6 +146,8 @@ def merge_deepspeed(
         wrong.append(
             '"zero_optimization.stage" is 0, but {use_distributed_optimizer=True} is ZeRO 1; change one'
         )
+
+    # Fill in, and say what was.
     filled = _fill_accumulation(config, taken, wrong)
     sets = [
         spelling(n) + ("" if v is True else f" {_format(v)}")
@@ -157,7 +167,10 @@ def _problem(config: TrainConfig, text: str) -> Problem:
 
 def _sort_keys(file: dict[str, Any], path: str) -> tuple[dict[str, Any], list[str], list[str]]:
     """Return the converted values of MAPPED keys, notices, and what is wrong with other keys."""
-    found, notices, wrong, idle = dict[str, Any](), list[str](), list[str](), list[str]()
+    found: dict[str, Any] = {}
+    notices: list[str] = []
+    wrong: list[str] = []
+    idle: list[str] = []
     for key, value in _leaves(file):
         if key in MAPPED:
             try:
@@ -245,21 +258,15 @@ def _leaves(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def _is_off(value: Any) -> bool:
     """Return whether a refused key is switched off; -1 is "none" where DeepSpeed wants a number."""
-    return (
-        not value
-        or value == -1
-        or (isinstance(value, dict) and value.get("enabled", True) in (False, "auto"))
-    )
+    if isinstance(value, dict) and value:
+        return value.get("enabled", True) in (False, "auto")
+    return not value or value == -1
 
 
 def _format(value: Any) -> str:
     """Return a value as JSON and flags both spell it; None can only be a loss scale."""
     if value is None:
         return "dynamic"
-    return (
-        f"{value:g}"
-        if isinstance(value, float)
-        else json.dumps(value)
-        if isinstance(value, bool)
-        else str(value)
-    )
+    if isinstance(value, bool):
+        return json.dumps(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -72,13 +72,16 @@ def read_lazy_config(
 class _File(Evaluator):
     def __init__(self, path: Path, reading: _Reading) -> None:
         super().__init__(reading)
-        self.path, self.reading = path, reading
+        self.path = path
+        self.reading = reading
         self.names: dict[str, Any] = {}
         self.lines: list[str] = []
 
     def run(self) -> dict[str, Any]:
         """Read the file and return copies of its names."""
-        reading, real = self.reading, Path(os.path.realpath(self.path))
+        reading = self.reading
+        real = Path(os.path.realpath(self.path))
+        # Refuse what is not to be read, before it is opened.
         if not any(real.is_relative_to(root) for root in reading.roots):
             raise RefusedExpression(
                 f"{self.path} is outside of {', '.join(map(str, reading.roots))}"
@@ -100,6 +103,8 @@ class _File(Evaluator):
             raise RefusedExpression(f"{self.path}: {error.strerror}") from None
         except UnicodeDecodeError:
             raise RefusedExpression(f"{self.path} is not UTF-8 text") from None
+
+        # Run its statements.
         self.lines = source.splitlines()
         reading.importing.append(real)
         try:
@@ -114,7 +119,9 @@ class _File(Evaluator):
 
     def refuse(self, node: ast.AST, why: object) -> NoReturn:
         line = getattr(node, "lineno", 1)
-        text = self.lines[line - 1].strip() if line <= len(self.lines) else ""
+        text = ""
+        if line <= len(self.lines):
+            text = self.lines[line - 1].strip()
         raise UserError(f"{self.path}:{line}: {why}\n    {text[:200]}")
 
     # Statements
@@ -170,25 +177,21 @@ class _File(Evaluator):
         return module.split(".")[0] in self.reading.modules
 
     def known_modules(self) -> str:
-        return (
-            f"; names of {', '.join(self.reading.modules)} are known"
-            if self.reading.modules
-            else ""
-        )
+        modules = self.reading.modules
+        return f"; names of {', '.join(modules)} are known" if modules else ""
 
     def import_from(self, s: ast.ImportFrom) -> None:
         module = s.module or ""
+        file_name = f"{module.replace('.', '/')}.py"
+        # The names to import from: of a module that is not read, anything is one.
         if not s.level and self.is_reference(module):
             names = None
         elif s.level:
-            folder = self.path.absolute().parents[
-                min(s.level, len(self.path.absolute().parents)) - 1
-            ]
-            names = self.another(
-                [folder / f"{module.replace('.', '/')}.py"], "." * s.level + module
-            )
+            parents = self.path.absolute().parents
+            folder = parents[min(s.level, len(parents)) - 1]
+            names = self.another([folder / file_name], "." * s.level + module)
         else:
-            files = [root / f"{module.replace('.', '/')}.py" for root in self.reading.roots]
+            files = [root / file_name for root in self.reading.roots]
             if not any(file.is_file() for file in files):
                 raise RefusedExpression(
                     f"module {module} is not read: it is no file here{self.known_modules()}"
@@ -233,9 +236,9 @@ class _File(Evaluator):
                 raise RefusedExpression(
                     f"a value is given to a name, an attribute or an item, not to a {kind(target)}"
                 )
-        if not isinstance(table, dict | list) or (
-            isinstance(table, list) and isinstance(target, ast.Attribute)
-        ):
+        # A list has items and no attributes.
+        allowed = (dict,) if isinstance(target, ast.Attribute) else (dict, list)
+        if not isinstance(table, allowed):
             raise RefusedExpression(f"only tables have settings: {ast.unparse(target)[:100]}")
         if not isinstance(key, str | int):
             raise RefusedExpression("a key is a text or a number")
@@ -260,31 +263,37 @@ class _File(Evaluator):
         return super().evaluate(e)
 
     def item(self, table: Any, key: Any) -> Any:
+        """Return an item of a table or a list, or a name of a module."""
+        shown = str(key)[:100]
         if isinstance(table, Reference):
-            return Reference(f"{table}.{str(key)[:100]}")
+            return Reference(f"{table}.{shown}")
         if isinstance(table, list) and type(key) is int:
             if not -len(table) <= key < len(table):
                 raise RefusedExpression(f"no item {key} in a list of {len(table)}")
             return table[key]
         if not isinstance(table, dict):
-            raise RefusedExpression(f"only tables have settings, such as {str(key)[:100]}")
+            raise RefusedExpression(f"only tables have settings, such as {shown}")
         if not isinstance(key, str | int) or key not in table:
-            raise RefusedExpression(
-                f"the table has no {str(key)[:100]}{did_you_mean(str(key)[:100], map(str, table))}"
-            )
+            near = did_you_mean(shown, map(str, table))
+            raise RefusedExpression(f"the table has no {shown}{near}")
         return table[key]
 
     def call(self, e: ast.Call) -> Any:
+        # A method of a table.
         if isinstance(e.func, ast.Attribute) and e.func.attr == "update":
             table = self.expression(e.func.value)
             if isinstance(table, dict):
                 table.update(self.reading.copied(self.table(e)))
                 return None
+
+        # LazyCall(target)(...): the second call, which makes a table.
         function = self.expression(e.func)
         if isinstance(function, _Lazy):
             if e.args:
                 raise RefusedExpression("LazyCall(...) takes named values only")
             return self.reading.copied(self.table(e)) | {"_target_": function.target}
+
+        # The few functions that make tables, by their last names.
         name = ".".join(function.split(".")[-2:]) if isinstance(function, Reference) else ""
         last = name.rpartition(".")[2]
         if last in ("dict", "DictConfig") or name == "OmegaConf.create":

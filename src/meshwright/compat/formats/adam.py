@@ -55,8 +55,10 @@ def numbered_state(path: Path, tree: Any) -> tuple[list[dict[str, Any]], list[An
     keys = [key for group in state_dict["param_groups"] for key in group.get("params", ())]
     if not isinstance(state, dict) or not all(isinstance(state.get(key), dict) for key in keys):
         raise unreadable_state(path, "parameters have no state")
-    masters: list[Any] = next((tree[kind] for kind in MASTERS if kind in tree), [])
-    return [state[key] for key in keys], [master for group in masters for master in group]
+    states = [state[key] for key in keys]
+    by_group: list[Any] = next((tree[kind] for kind in MASTERS if kind in tree), [])
+    masters = [master for group in by_group for master in group]
+    return states, masters
 
 
 def match_numbered(
@@ -73,8 +75,10 @@ def match_numbered(
         raise unreadable_state(
             path, f"it is of {len(states)} parameters, the model has {len(weights)}"
         )
-    is_own, has_each = not masters and not needs_masters, len(masters) == len(weights)
-    waiting, out = masters[::-1], []
+    is_own = not masters and not needs_masters
+    has_each = len(masters) == len(weights)
+    waiting = masters[::-1]
+    out = []
     for (name, weight), state in zip(weights, states, strict=True):
         shape = tuple(weight.shape)
         values = {kind: require_tensor(path, state.get(kind), shape, name) for kind in MOMENTS}
@@ -90,7 +94,7 @@ def match_numbered(
 
 def require_tensor(path: Path, value: Any, shape: Shape, name: str) -> torch.Tensor:
     """Return the value if it is a tensor of this shape."""
-    if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
-        actual = tuple(value.shape) if isinstance(value, torch.Tensor) else "nothing"
+    actual = tuple(value.shape) if isinstance(value, torch.Tensor) else "nothing"
+    if not isinstance(value, torch.Tensor) or actual != shape:
         raise unreadable_state(path, f"at the place of {name} {shape} it has {actual}")
     return value.detach()

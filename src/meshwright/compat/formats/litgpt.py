@@ -9,8 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from meshwright.base.errors import bad_data
 from meshwright.checkpoint.folder import COUNT, POSITIVE, WINDOW, ForeignFolder, Views
 from meshwright.checkpoint.gpt import PLAIN, one_view, qkv_views
@@ -28,10 +26,21 @@ from meshwright.compat.formats.table import LITGPT
 FILE, CONFIG = "lit_model.pth", "model_config.yaml"
 CONFIG_LIMIT = 1 << 20  # bytes
 # Settings that our network lacks, and the values at which they do nothing.
-_OFF = "post_attention_norm post_mlp_norm shared_attention_norm scale_embeddings rope_interleave rope_indices "
-_OFF += "rope_local_base_freq lm_head_bias n_expert latent_attention "
-_OFF += "attention_scores_scalar attention_logit_softcapping"
-OFF: dict[str, Any] = dict.fromkeys(_OFF.split())  # None, False or 0
+_OFF = (  # by None, False or 0
+    "post_attention_norm",
+    "post_mlp_norm",
+    "shared_attention_norm",
+    "scale_embeddings",
+    "rope_interleave",
+    "rope_indices",
+    "rope_local_base_freq",
+    "lm_head_bias",
+    "n_expert",
+    "latent_attention",
+    "attention_scores_scalar",
+    "attention_logit_softcapping",
+)
+OFF: dict[str, Any] = dict.fromkeys(_OFF)
 OFF |= {"norm_1": True, "norm_2": True, "norm_qk_type": "default"}
 ACTIVATIONS: dict[tuple[str, str | None], dict[str, Any]] = {
     ("GptNeoxMLP", "none"): {"bias_gelu_fusion": False},
@@ -45,7 +54,7 @@ FIXED = PLAIN | {
 }
 FIXED |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "init_method_std": 0.02}
 # The keys of rope_adjustments -> Hugging Face's kind of rotation.
-LLAMA3 = frozenset("factor low_freq_factor high_freq_factor original_max_seq_len".split())
+LLAMA3 = frozenset(["factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len"])
 KINDS: dict[frozenset[str], str] = {
     frozenset(): "default",
     frozenset(["factor"]): "linear",
@@ -115,7 +124,8 @@ def read_settings(lit: ForeignFolder) -> dict[str, Any]:
             f"{lit.folder / CONFIG}: n_head {heads} is not a multiple of n_query_groups {groups}"
         )
     kind = lit.want("norm_class_name", "LayerNorm", "RMSNorm", default="LayerNorm")
-    bias, cap = bool(config.get("bias", True)), config.get("final_logit_softcapping")
+    bias = bool(config.get("bias", True))
+    cap = config.get("final_logit_softcapping")
     positions = lit.get("block_size", COUNT)
     return (
         FIXED
@@ -141,17 +151,16 @@ def read_settings(lit: ForeignFolder) -> dict[str, Any]:
 
 def scaled(lit: ForeignFolder) -> ForeignFolder:
     """Add the rotation in Hugging Face's words; its scaling is linear or Llama 3's, if any."""
-    stated, ratio = (
-        lit.config.get("rope_adjustments") or {},
-        lit.get("rope_condense_ratio", POSITIVE, 1.0),
-    )
+    stated = lit.config.get("rope_adjustments") or {}
+    ratio = lit.get("rope_condense_ratio", POSITIVE, 1.0)
+    # Both at once would scale the rotation twice.
     kind = KINDS.get(frozenset(stated)) if ratio == 1.0 or not stated else None
     if kind is None:
         what = f"rope_adjustments is {str(stated)[:100]} with a rope_condense_ratio of {ratio:g}"
         raise lit.refused(what, "one of them, with a factor alone or all of Llama 3's, would do")
-    rope = (
-        {"rope_type": "linear", "factor": ratio} if ratio != 1.0 else {"rope_type": kind, **stated}
-    )
+    rope = {"rope_type": kind, **stated}
+    if ratio != 1.0:
+        rope = {"rope_type": "linear", "factor": ratio}
     rope["original_max_position_embeddings"] = stated.get("original_max_seq_len")
     lit.config |= {"rope_theta": lit.get("rope_base", POSITIVE, 1e4), "rope_scaling": rope}
     return lit
@@ -161,37 +170,37 @@ def windows(lit: ForeignFolder, layers: int) -> dict[str, Any]:
     """Return the settings of windows, which count the token itself, in layers whose index is 1."""
     if lit.config.get("sliding_window_size") is None:
         return {}
-    size, kinds = lit.get("sliding_window_size", WINDOW), lit.config.get("sliding_window_indices")
-    kinds = [1] * layers if kinds is None else kinds
+    size = lit.get("sliding_window_size", WINDOW)
+    kinds = lit.config.get("sliding_window_indices")
+    if kinds is None:
+        kinds = [1] * layers
     if not isinstance(kinds, list) or len(kinds) < layers or not {*map(str, kinds)} <= {"0", "1"}:
         what = f"sliding_window_indices is {str(kinds)[:100]}"
         raise bad_data(
             f"{lit.folder / CONFIG}: {what}; it must be a 0 or a 1 for each of {layers} layers"
         )
-    return (
-        window_settings(size - 1, [int(kind) for kind in kinds[:layers]])
-        if any(kinds[:layers])
-        else {}
-    )
+    own = kinds[:layers]
+    return window_settings(size - 1, [int(kind) for kind in own]) if any(own) else {}
 
 
 def read_views(lit: ForeignFolder, s: dict[str, Any]) -> Views:
     """Return every tensor of our network as views of theirs."""
-    h, ffn, heads, head = (
-        s[n] for n in ("hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels")
-    )
-    groups, ends = s["num_query_groups"] or heads, ("weight", "bias")
+    h = s["hidden_size"]
+    ffn = s["ffn_hidden_size"]
+    heads = s["num_attention_heads"]
+    head = s["kv_channels"]
+    groups = s["num_query_groups"] or heads
     wte = lit.take("transformer.wte.weight", lit.get("padded_vocab_size", COUNT), h)
     out: Views = {"wte.weight": one_view(wte)}
     lit.add_head(out, wte, tied=False)
 
     def copy(ours: str, theirs: str, *shape: int, biased: bool) -> None:
-        for end in ends[: 1 + biased]:
-            out[f"{ours}.{end}"] = one_view(
-                lit.take(f"{theirs}.{end}", *shape[: 1 if end == "bias" else 2])
-            )
+        out[f"{ours}.weight"] = one_view(lit.take(f"{theirs}.weight", *shape))
+        if biased:
+            out[f"{ours}.bias"] = one_view(lit.take(f"{theirs}.bias", shape[0]))
 
-    has_bias, is_layer_norm = s["add_bias_linear"], s["normalization"] == "LayerNorm"
+    has_bias = s["add_bias_linear"]
+    is_layer_norm = s["normalization"] == "LayerNorm"
     copy("ln_f", "transformer.ln_f", h, biased=is_layer_norm)
     for i in range(s["num_layers"]):
         ours, theirs = f"h.{i}", f"transformer.h.{i}"
@@ -199,33 +208,34 @@ def read_views(lit: ForeignFolder, s: dict[str, Any]) -> Views:
         copy(f"{ours}.ln_2", f"{theirs}.norm_2", h, biased=is_layer_norm)
         for kind in "qk" if s["qk_layernorm"] else "":
             copy(f"{ours}.attn.ln_{kind}", f"{theirs}.attn.norm_{kind}", head, biased=is_layer_norm)
-        for end in ends[: 1 + (has_bias or s["add_qkv_bias"])]:
-            out[f"{ours}.attn.qkv.{end}"] = qkv_of(
-                lit, f"{theirs}.attn", end, (heads, groups, head, h)
-            )
+        for end in ("weight", "bias") if has_bias or s["add_qkv_bias"] else ("weight",):
+            qkv = qkv_of(lit, f"{theirs}.attn", end, (heads, groups, head, h))
+            out[f"{ours}.attn.qkv.{end}"] = qkv
         copy(f"{ours}.attn.proj", f"{theirs}.attn.proj", h, heads * head, biased=has_bias)
         copy(f"{ours}.mlp.proj", f"{theirs}.mlp.proj", h, ffn, biased=has_bias)
         if not (s["swiglu"] or s["glu_activation"]):
             copy(f"{ours}.mlp.fc", f"{theirs}.mlp.fc", ffn, h, biased=has_bias)
             continue
-        for end in ends[: 1 + has_bias]:
-            shape = (ffn, h)[: 1 if end == "bias" else 2]
-            halves = (lit.take(f"{theirs}.mlp.fc_{half}.{end}", *shape)[None] for half in (1, 2))
-            out[f"{ours}.mlp.fc.{end}"] = [
-                TensorView((n,) + (0,) * (t.ndim - 1), t) for n, t in enumerate(halves)
-            ]
+        # A gated MLP: ours is one tensor [2, rows, columns].
+        for end, shape in (("weight", (ffn, h)), ("bias", (ffn,)))[: 1 + has_bias]:
+            halves = []
+            for n in range(2):
+                half = lit.take(f"{theirs}.mlp.fc_{n + 1}.{end}", *shape)[None]
+                halves.append(TensorView((n,) + (0,) * (half.ndim - 1), half))
+            out[f"{ours}.mlp.fc.{end}"] = halves
     return out
 
 
 def qkv_of(
     lit: ForeignFolder, name: str, end: str, sizes: tuple[int, int, int, int]
 ) -> list[TensorView]:
+    """Return the rows of queries, keys and values; `sizes` are heads, groups, head and width."""
     heads, groups, head, width = sizes
-    rows = [n * head for n in (heads, groups, groups)]
-    older = lit.has(f"{name}.attn.{end}")
-    shape = (sum(rows),) if end == "bias" else (sum(rows), width)
-    tensor: torch.Tensor = lit.take(f"{name}.{'attn' if older else 'qkv'}.{end}", *shape)
-    if older:
-        return one_view(tensor)
-    q, k, v = tensor.tensor_split((rows[0], rows[0] + rows[1]))
+    rows = (heads + 2 * groups) * head
+    shape = (rows,) if end == "bias" else (rows, width)
+    older = f"{name}.attn.{end}"
+    if lit.has(older):
+        return one_view(lit.take(older, *shape))
+    tensor = lit.take(f"{name}.qkv.{end}", *shape)
+    q, k, v = tensor.tensor_split((heads * head, (heads + groups) * head))
     return qkv_views(q, k, v, groups, head)

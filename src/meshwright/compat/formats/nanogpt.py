@@ -60,13 +60,14 @@ def open_nanogpt(
     folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True
 ) -> MappedSource:
     """Open a run's folder; its heads are the file's, and loading compares them with the flags."""
-    path, notes = folder / FILE, list[str]()
+    path = folder / FILE
+    notes: list[str] = []
     tree = pickles.load_pickle(path, trust=trust)
-    if not isinstance(tree, dict) or not all(
-        isinstance(tree.get(key), dict) for key in ("model", "model_args")
-    ):
+    parts = [tree.get(key) for key in ("model", "model_args")] if isinstance(tree, dict) else []
+    if not parts or not all(isinstance(part, dict) for part in parts):
         raise bad_data(f"{path}: not nanoGPT's, it has no `model` and `model_args`")
-    weights, args = read_weights(path, tree["model"]), tree["model_args"]
+    weights = read_weights(path, tree["model"])
+    args = tree["model_args"]
     settings = gpt.measure_gpt(folder, weights, biased=bool(args.get("bias", True)))
     check_arguments(path, args, settings | {"vocab_size": weights[TABLES[0]].shape[0]})
     claimed_heads(settings["num_layers"], args["n_head"], "n_head")
@@ -77,20 +78,21 @@ def open_nanogpt(
         if ".attn.qkv." not in name:
             return gpt.one_view(tensor)
         q, k, v = tensor.tensor_split(3)
-        return gpt.qkv_views(
-            q, k, v, groups=args["n_head"], head=settings["hidden_size"] // args["n_head"]
-        )
+        heads = args["n_head"]
+        return gpt.qkv_views(q, k, v, groups=heads, head=settings["hidden_size"] // heads)
 
-    views, state = (
-        {name: arrange(name, tensor) for name, tensor in weights.items()},
-        dict[str, Any](),
-    )
+    # The network; what model.py fixes is stated nowhere.
+    views = {name: arrange(name, tensor) for name, tensor in weights.items()}
     settings |= {
         "num_attention_heads": args["n_head"],
         "layernorm_epsilon": 1e-5,
         "init_method_std": 0.02,
+        "hidden_dropout": float(args["dropout"]),
+        "attention_dropout": float(args["dropout"]),
     }
-    settings |= dict.fromkeys(("hidden_dropout", "attention_dropout"), float(args["dropout"]))
+
+    # Where the run was.
+    state: dict[str, Any] = {}
     if tree.get("optimizer") and (stated := train_settings(tree, notes)):
         if optimizer:
             order = parameter_order(path, tree, weights)
@@ -115,9 +117,10 @@ def open_nanogpt(
 
 def our_name(theirs: str) -> str | None:
     match = re.fullmatch(r"transformer\.h\.(\d{1,6})\.(\w+(?:\.\w+)?)\.(weight|bias)", theirs)
-    if match:
-        return f"h.{int(match[1])}.{LAYER[match[2]]}.{match[3]}" if match[2] in LAYER else None
-    return OUTSIDE.get(theirs)
+    if not match:
+        return OUTSIDE.get(theirs)
+    layer, part, kind = match.groups()
+    return f"h.{int(layer)}.{LAYER[part]}.{kind}" if part in LAYER else None
 
 
 def read_weights(path: Path, model: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -145,7 +148,8 @@ def check_arguments(path: Path, args: dict[str, Any], measured: dict[str, Any]) 
         for theirs, ours in SIZES.items()
         if args.get(theirs) != measured[ours]
     ]
-    heads, dropout = args.get("n_head"), args.get("dropout", math.nan)
+    heads = args.get("n_head")
+    dropout = args.get("dropout", math.nan)
     if type(heads) is not int or heads < 1 or measured["hidden_size"] % heads:
         wrong.append(
             f"n_head {heads!r:.50}, which does not divide the width {measured['hidden_size']}"
@@ -196,10 +200,8 @@ def read_state(
     path: Path, tree: dict[str, Any], stated: dict[str, Any], adam: dict[str, Any], optimizer: bool
 ) -> dict[str, Any]:
     """Return the counters and the schedule; the steps to accumulate are those of all ranks."""
-    iteration, batch = (
-        tree.get("iter_num"),
-        stated["batch_size"] * stated["gradient_accumulation_steps"],
-    )
+    iteration = tree.get("iter_num")
+    batch = stated["batch_size"] * stated["gradient_accumulation_steps"]
     if type(iteration) is not int or type(batch) is not int or batch < 1:
         raise bad_data(
             f"{path}: iter_num {iteration!r:.50} and {batch!r:.50} samples a step are no counts"
@@ -208,7 +210,8 @@ def read_state(
     if len(steps) != 1:
         raise unreadable_state(path, f"its parameters have had {sorted(steps)[:5]} steps")
     decays = bool(stated.get("decay_lr", True))
-    top, warmup = stated["learning_rate"], stated["warmup_iters"] if decays else 0
+    top = stated["learning_rate"]
+    warmup = stated["warmup_iters"] if decays else 0
     # Newer versions warm up from 1 / (warmup_iters + 1) of the rate, older ones from 0.
     is_newer = iteration < warmup and math.isclose(adam["lr"], top * (iteration + 1) / (warmup + 1))
     schedule = Schedule(
@@ -238,8 +241,6 @@ def recipe(stated: dict[str, Any], adam: dict[str, Any]) -> dict[str, Any]:
     out = {
         "micro_batch_size": batch,
         "global_batch_size": batch * stated["gradient_accumulation_steps"],
-    }
-    out |= {
         "adam_beta1": beta1,
         "adam_beta2": beta2,
         "adam_eps": adam["eps"],
@@ -252,13 +253,15 @@ def parameter_order(
     path: Path, tree: dict[str, Any], weights: dict[str, torch.Tensor]
 ) -> list[tuple[str, torch.Tensor]]:
     """Return the weights in the order of the optimizer's groups."""
+    # In the order of the model's modules.
     layers = len({name.split(".")[1] for name in weights if name.startswith("h.")})
-    modules = [*(f"h.{n}.{part}" for n in range(layers) for part in LAYER.values()), "ln_f"]
+    modules = [f"h.{n}.{part}" for n in range(layers) for part in LAYER.values()]
+    modules.append("ln_f")
     names = [*TABLES, *(f"{module}.{kind}" for module in modules for kind in KINDS)]
-    order = sorted(
-        ((name, weights[name]) for name in names if name in weights),
-        key=lambda item: item[1].ndim < 2,
-    )
+    present = [(name, weights[name]) for name in names if name in weights]
+
+    # Two groups: what decays, which are matrices, and then biases and norms.
+    order = sorted(present, key=lambda item: item[1].ndim < 2)
     decayed = sum(tensor.ndim > 1 for _, tensor in order)
     sizes = [len(group.get("params", ())) for group in torch_state(path, tree)["param_groups"]]
     if sizes != [decayed, len(order) - decayed]:

@@ -101,33 +101,33 @@ class Rules:
             return True
         if stop != ".":  # an ellipsis; I and its forms have a capital letter anywhere
             return word.partition("’")[0].partition("'")[0] != "I"
-        if (
-            len(word) == 1
-            and text.startswith(".", after.end())
-            and text[mark.start() - 2 : mark.start() - 1] in " ."
-        ):
-            return False  # initials, or z. B.
+        # Initials, or z. B.: a single letter before this stop and one with a stop behind it.
+        is_letter = len(word) == 1 and text.startswith(".", after.end())
+        if is_letter and text[mark.start() - 2 : mark.start() - 1] in " .":
+            return False
         return bool(mark["close"]) or self._is_full_stop(text, begin, mark.start(), word)
 
     def _is_full_stop(self, text: str, begin: int, at: int, word: str) -> bool:
         """Return whether the stop `at` ends a sentence, not just an abbreviation or a number."""
         if at - begin < 8 and _ITEM.fullmatch(text, begin, at):
             return False
+        # The word before it; a dash separates words too.
         before = text[max(begin, at - 30) : at].replace("—", " ").replace("--", " ").rsplit(None, 1)
-        last = before[-1].lstrip(_OPENERS) if before and not text[at - 1].isspace() else ""
-        key, is_starter = last.lower(), word.lower() in self.starters
+        last = ""
+        if before and not text[at - 1].isspace():
+            last = before[-1].lstrip(_OPENERS)
+        key = last.lower()
+        is_starter = word.lower() in self.starters
         if key in self.never:
             return False
-        # an initial; "I" if a word follows
+        # An initial; "I" is one unless a word follows.
         if len(last) == 1 and last.isupper() and not word[0].isdigit():
             return is_starter or (last == "I" and len(word) > 1)
         if key in self.numbers:
             return not (word[0].isdigit() or _ROMAN.fullmatch(word))
-        if (
-            key in self.sometimes
-            or _DOTTED.fullmatch(last)
-            or (self.ordinals and last.isdigit() and len(last) < 3)
-        ):
+        # An abbreviation that may end a sentence, or in some languages an ordinal number.
+        is_ordinal = self.ordinals and last.isdigit() and len(last) < 3
+        if key in self.sometimes or _DOTTED.fullmatch(last) or is_ordinal:
             return is_starter
         return bool(last) or word != "I"  # no word: an ellipsis of separate stops
 

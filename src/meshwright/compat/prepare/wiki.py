@@ -39,7 +39,8 @@ def articles(pages: Slice, options: ReadOptions) -> Iterator[Record]:
 
     Left out are redirects, other namespaces than 0, and pages without text.
     """
-    content, at = pages.content, 0
+    content = pages.content
+    at = 0
     while (begin := content.find(b"<page>", at)) >= 0:
         at = content.find(b"</page>", begin)
         place = pages.place(begin)
@@ -49,10 +50,12 @@ def articles(pages: Slice, options: ReadOptions) -> Iterator[Record]:
         page = content[begin:at]
         record = _article(page, pages.place(begin), options)
         if isinstance(record, Rejected) and record.reason == NOT_UTF8:
+            # Only such a page is worth counting the lines before it.
             place = pages.place(begin, exactly=True)
             if options.on_error == "replace":
                 record = _article(page.decode("utf-8", "replace").encode(), place, options)
-                record = replace(record, repaired=1) if isinstance(record, Document) else record
+                if isinstance(record, Document):
+                    record = replace(record, repaired=1)
             else:
                 record = record._replace(place=place)
         if record:
@@ -64,7 +67,8 @@ def _article(page: bytes, place: TextPlace, options: ReadOptions) -> Record | No
     # What describes the page.
     revision = page.rfind(b"<revision")
     head = page[: max(page.find(b"<revision"), 0)]
-    namespace, title = NAMESPACE.search(head), TITLE.search(head)
+    namespace = NAMESPACE.search(head)
+    title = TITLE.search(head)
     if (namespace and int(namespace[1]) != 0) or b"<redirect" in head:
         return None
 
@@ -74,25 +78,30 @@ def _article(page: bytes, place: TextPlace, options: ReadOptions) -> Record | No
     end = page.find(b"</text>", inner)
     is_empty = end < 0 and page[inner - 2 : inner] == b"/>"
     if revision < 0 or title is None or begin < 0 or (end < 0 and not is_empty):
-        return Rejected(
-            "damaged page", place, f"no {'title' if title is None else 'text'} in {page[:80]!r}"
-        )
+        lacking = "title" if title is None else "text"
+        return Rejected("damaged page", place, f"no {lacking} in {page[:80]!r}")
     model = MODEL.search(page, revision, begin)
     if is_empty or (model and model[1] != b"wikitext"):
         return None
+
+    # The article: its title, a blank line, and the text without markup.
     try:
-        name, text = _unescape(title[1]).strip(), _unescape(page[inner:end])
+        name = _unescape(title[1]).strip()
+        text = _unescape(page[inner:end])
     except UnicodeDecodeError as error:
         return Rejected(NOT_UTF8, place, f"byte 0x{error.object[error.start]:02x} in a page")
     if text.lstrip()[:9].upper() == "#REDIRECT":  # dumps of before 2011 do not mark them
         return None
     body = wikitext.article_text(text)
+    if not body:
+        return None
     article = f"{name}\n\n{body}\n"
-    return Document((article,) * len(options.keys), place, article.count("\n")) if body else None
+    return Document((article,) * len(options.keys), place, article.count("\n"))
 
 
 def _unescape(content: bytes) -> str:
     text = content.decode("utf-8")
+    # The ampersand last: &amp;lt; stands for &lt;, not for <.
     for escaped, sign in (
         ("&lt;", "<"),
         ("&gt;", ">"),

@@ -81,23 +81,26 @@ def article_text(page: str) -> str:
 
 def _without_tags(text: str) -> str:
     parts: list[str] = []
-    at, unclosed = 0, set[str]()
+    at = 0
+    unclosed: set[str] = set()
     while (tag := TAG.search(text, at)) is not None:
         parts.append(text[at : tag.start()])
-        at, name = tag.end(), tag[2].lower()
+        at = tag.end()
+        name = tag[2].lower()
         begins = not tag[1] and not tag[3].endswith("/") and name not in unclosed
         if begins and (name in HIDDEN or name in LITERAL):
             close = re.compile(rf"</{name}\s*>", re.IGNORECASE).search(text, at)
+            # An element that never ends is not looked for again: that would take quadratic time.
             if close is None:
-                unclosed.add(name)  # and is not looked for again
+                unclosed.add(name)
                 continue
             if name in LINES:
                 parts.append("\n")
             if name in LITERAL:
+                # Escaped, so that later passes leave its signs and its indentation.
                 inner = text[at : close.start()].translate(ESCAPES)
-                parts.append(
-                    re.sub(r"^ +", lambda m: "&#32;" * len(m[0]), inner, flags=re.MULTILINE)
-                )
+                inner = re.sub(r"^ +", lambda m: "&#32;" * len(m[0]), inner, flags=re.MULTILINE)
+                parts.append(inner)
             at = close.end()
         if name in LINES:
             parts.append("\n")
@@ -133,9 +136,10 @@ def _without_brackets(text: str) -> str:
                 count[was] -= 1
                 if was == opener:
                     break
-            parts.append(
-                _link(inside) if kind == "]]" else _template(inside) if kind == "}}" else ""
-            )
+            if kind == "]]":
+                parts.append(_link(inside))
+            elif kind == "}}":
+                parts.append(_template(inside))
     parts.append(text[at:])
     for _, around in reversed(stack):  # never closed: its text stays
         parts = [*around, *parts]
@@ -148,9 +152,11 @@ def _template(inside: str) -> str:
     arguments = [part for part in rest if "=" not in part]
     if name in ("convert", "cvt"):
         return " ".join(arguments[:2])
-    which = (
-        -1 if name.startswith("lang-") else 0 if name.startswith("link-") else ARGUMENT.get(name)
-    )
+    which = ARGUMENT.get(name)
+    if name.startswith("lang-"):
+        which = -1
+    elif name.startswith("link-"):
+        which = 0
     if which is not None and arguments:
         return arguments[which]
     return SIGNS.get(name, "")
@@ -182,6 +188,7 @@ def _lines(text: str) -> str:
     is_apart = False
     for line in text.split("\n"):
         line = line.strip()
+        # A heading waits for text; one of the same or a higher level ends those above it.
         if line.startswith("=") and (heading := HEADING.fullmatch(line)):
             level = min(len(heading[1]), len(heading[3]))
             above = [(other, name) for other, name in above if other < level]
@@ -194,10 +201,12 @@ def _lines(text: str) -> str:
         if not line:
             is_apart = True
             continue
+        # The headings of this text, then the text: a blank line wherever there were some.
         for _, name in above:
             out += ["", name]
         if above or (is_apart and out):
             out.append("")
         out.append(line)
-        above, is_apart = [], False
+        above = []
+        is_apart = False
     return "\n".join(out).strip("\n")

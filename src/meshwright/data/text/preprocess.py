@@ -227,7 +227,7 @@ class Preparation:
         idle = ("input", "output_prefix", "dataset_impl", "workers", "log_interval", "overwrite")
         defaults = asdict(Preprocess())
         settings = {k: v for k, v in asdict(p).items() if k not in idle and v != defaults[k]}
-        if p.split_sentences:  # before 0.8 all were split by Punkt, and the record did not say so
+        if p.split_sentences:  # records name rules, though they are the default, and not Punkt
             settings.pop("sentence_splitter", None)
             settings |= {"sentence_splitter": "rules"} if p.sentence_splitter == "rules" else {}
         inputs = self.inputs.identity()

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.base.console import remark
-from meshwright.base.errors import BAD_DATA, LOCKED, bad_data, first_line, what_it_holds
+from meshwright.base.errors import (
+    BAD_DATA,
+    LOCKED,
+    bad_data,
+    first_line,
+    too_old,
+    what_it_holds,
+)
 from meshwright.base.runs.history import read_settings
 from meshwright.base.runs.rows import METRICS, find_last_step, holds_steps
 from meshwright.base.storage import addresses
@@ -380,7 +387,7 @@ def accept_changed_files(config: TrainConfig, changed: list[str]) -> list[str]:
 def changed_files(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     """Describe the token files that are not those of the checkpoint, though path or lengths say so.
 
-    Files that were moved are recognised by their lengths. Releases before 0.13 kept no contents.
+    Files that were moved are recognised by their lengths.
     """
     before = files_by_path(saved)
     out = []
@@ -389,7 +396,7 @@ def changed_files(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str
         # Several files may have the same lengths, as those of one text in two vocabularies.
         of_lengths = {}
         for path, (known, sample) in before.items():
-            if known == lengths and sample:
+            if known == lengths:
                 of_lengths[sample] = path
         if at_path != lengths:
             out.append(f"{prefix}.idx has other documents than before")
@@ -399,11 +406,14 @@ def changed_files(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str
     return out
 
 
-def files_by_path(settings: Mapping[str, Any]) -> dict[str, tuple[str, str | None]]:
+def files_by_path(settings: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Return each pair of token files in a checkpoint's settings, with its lengths and contents."""
+    # Another program states neither; before 0.13 there were no contents.
+    lengths = settings.get("data_fingerprint", [])
+    if lengths and "data_contents" not in settings:
+        raise too_old("the checkpoint")
     try:
-        lengths = settings.get("data_fingerprint", [])
-        contents = settings.get("data_contents", [None] * len(lengths))
+        contents = settings.get("data_contents", [])
         paths = dict.fromkeys(
             source[0] for _, sources in settings.get("data_sets", []) for source in sources
         )

@@ -65,20 +65,21 @@ def open_libai(
 
     The number of heads does not follow from the shapes; LiBai's config.yaml or the flags give it.
     """
-    notes, is_libai = list[str](), (folder / "model").exists()
+    notes: list[str] = []
+    stated: dict[str, Any] = {}
+    is_libai = (folder / "model").exists()
     if is_libai:
         weights = gpt.rename_tensors(folder, libai_tensors(folder / "model", trust), libai_name)
         stated = libai_settings(folder, notes)
     else:
-        weights, stated = gpt.rename_tensors(folder, variables(folder), oneflow_name), {}
+        weights = gpt.rename_tensors(folder, variables(folder), oneflow_name)
     if heads is not None:
         stated.setdefault("num_attention_heads", heads)
     weights = turned(weights)
     settings = gpt.measure_gpt(folder, weights) | stated
     views = {name: gpt.one_view(tensor) for name, tensor in weights.items()}
-    return MappedSource(
-        LIBAI if is_libai else ONEFLOW, folder, config=settings, notes=notes, views=views
-    )
+    kind = LIBAI if is_libai else ONEFLOW
+    return MappedSource(kind, folder, config=settings, notes=notes, views=views)
 
 
 # Files
@@ -89,7 +90,7 @@ def variables(folder: Path) -> dict[str, torch.Tensor]:
     folders = sorted(
         entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)
     )
-    # counters and Adam's moments
+    # Without counters and Adam's moments.
     wanted = [name for name in folders if not re.search(r"^System-|-(m|v)$", name)]
     return {name: variable(folder, name) for name in wanted}
 
@@ -98,18 +99,21 @@ def variable(folder: Path, name: str) -> torch.Tensor:
     """Return a view of the mapped file `out`."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) or (folder / name).is_symlink():
         raise bad_data(f"{folder}: {name[:200]!r} is not a plain folder; nothing outside is read")
-    path, meta = folder / name / "out", folder / name / "meta"
+    path = folder / name / "out"
+    meta = folder / name / "meta"
     text = read_small(meta, META_LIMIT).decode(errors="replace")
     parts = META.fullmatch(text)
     if not parts or parts[2] not in TYPES:
         raise bad_data(f"{meta}: {text[:100]!r} is not a shape and one of {', '.join(TYPES)}")
-    shape, dtype = [int(n) for n in re.findall(r"\d+", parts[1])], getattr(torch, TYPES[parts[2]])
+    shape = [int(n) for n in re.findall(r"\d+", parts[1])]
+    dtype: torch.dtype = getattr(torch, TYPES[parts[2]])
+
+    # The file must be as long as that: a shorter one would end the process when it is touched.
     count = math.prod(shape)
-    size = plain_size(path, f"; {meta.name} gives it {count * dtype.itemsize:,} bytes")
-    if size != count * dtype.itemsize or not count:
-        raise bad_data(
-            f"{path}: {size:,} bytes, by {meta.name} it has {count * dtype.itemsize:,} bytes"
-        )
+    expected = count * dtype.itemsize
+    size = plain_size(path, f"; {meta.name} gives it {expected:,} bytes")
+    if size != expected or not count:
+        raise bad_data(f"{path}: {size:,} bytes, by {meta.name} it has {expected:,} bytes")
     return torch.from_file(str(path), shared=False, size=count, dtype=dtype).view(shape)
 
 
@@ -124,10 +128,12 @@ def libai_tensors(path: Path, trust: bool) -> dict[str, torch.Tensor]:
         raise bad_data(f"{file}: not what flow.save wrote, a dict with protocol_version 1")
     out = {}
     for name, tensor in data.items():
+        # A tensor names its folder, or holds its bytes.
         state = getattr(tensor, "state", None)
-        subfolder, values = (
-            (state.get("path"), state.get("data")) if isinstance(state, dict) else (None, None)
-        )
+        if not isinstance(state, dict):
+            state = {}
+        subfolder = state.get("path")
+        values = state.get("data")
         if isinstance(subfolder, str) and path.is_dir():
             out[str(name)] = variable(path, subfolder)
         elif isinstance(values, torch.Tensor) and values.is_floating_point():
@@ -180,27 +186,32 @@ def oneflow_name(key: str) -> str | None:
     if key in ("wte", "wpe"):
         return f"{key}.weight"
     match = re.fullmatch(r"(?:h(\d+)-(.+)|layernorm_f)-(weight|bias|gamma|beta)", key)
-    if not match or (match[1] and match[2] not in LAYER):
+    if not match:
         return None
-    return (
-        f"h.{int(match[1])}.{LAYER[match[2]]}.{KINDS[match[3]]}"
-        if match[1]
-        else f"ln_f.{KINDS[match[3]]}"
-    )
+    layer, part, kind = match.groups()
+    if not layer:
+        return f"ln_f.{KINDS[kind]}"
+    return f"h.{int(layer)}.{LAYER[part]}.{KINDS[kind]}" if part in LAYER else None
 
 
 def libai_name(key: str) -> str | None:
     key = re.sub(r"^.*?(?=(embeddings|transformer)\.)", "", key)  # GPT_model., and what wraps it
     for theirs, megatron in LIKE_MEGATRON.items():
-        key = megatron + key.removeprefix(theirs) if key.startswith(theirs) else key
+        if key.startswith(theirs):
+            key = megatron + key.removeprefix(theirs)
+    # The patterns of names would take long on a very long one.
     name = names.parse_name(key) if len(key) < 200 else None
     return name.full() if name else None
 
 
 def turned(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return all weights as [out, in]; the first layer's shape shows whether they are [in, out]."""
-    qkv, width = weights.get("h.0.attn.qkv.weight"), weights["wte.weight"].shape[1]
+    width = weights["wte.weight"].shape[1]
+    qkv = weights.get("h.0.attn.qkv.weight")
     if qkv is None or tuple(qkv.shape) != (width, 3 * width):
         return weights
-    ends = ("qkv.weight", "proj.weight", "fc.weight")
-    return {name: tensor.t() if name.endswith(ends) else tensor for name, tensor in weights.items()}
+    out = {}
+    for name, tensor in weights.items():
+        is_linear = name.endswith(("qkv.weight", "proj.weight", "fc.weight"))
+        out[name] = tensor.t() if is_linear else tensor
+    return out

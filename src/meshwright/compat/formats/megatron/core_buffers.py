@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from math import prod
 
 import torch
@@ -26,7 +27,7 @@ PREFIX = r"(?:chained_0\.)?optimizer\.distributed\.dp_group_idx_"
 KEY = re.compile(
     PREFIX + r"(\d+)\.gbuf_idx_(\d+)\.dtype_.+\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
 )
-# no tensors: equal on every rank
+# What is beside the tensors, equal on every rank.
 BESIDE = re.compile(PREFIX + r"0\.(optimizer|grad_scaler)/shard_0_1")
 ALIGNED = 64  # elements
 # A layer's parts in module order: Megatron-Core's own, and with Transformer Engine's fused norms.
@@ -49,30 +50,30 @@ def by_parameter(
     for key, tensor in tensors.items():
         if match := KEY.fullmatch(key):
             group, chunk, bucket = map(int, match.groups()[:3])
-            groups.setdefault(group, {}).setdefault(chunk, {}).setdefault(bucket, {})[match[4]] = (
-                tensor
-            )
+            buckets = groups.setdefault(group, {}).setdefault(chunk, {})
+            buckets.setdefault(bucket, {})[match[4]] = tensor
+
+    # Data ranks share their buffers here, so there is a group for each tensor rank and stage.
     stages, rest = divmod(len(groups), tensor_ranks)
     chunks = len(next(iter(groups.values()), ()))
-    if (
-        rest
-        or not stages
-        or sorted(groups) != list(range(len(groups)))
-        or sizes.layers % (stages * chunks)
-    ):
+    is_complete = not rest and stages > 0 and sorted(groups) == list(range(len(groups)))
+    if not is_complete or sizes.layers % (stages * chunks):
         raise ValueError(
             f"it has buffers of {len(groups)} ranks, {tensor_ranks} tensor ranks, {sizes.layers} layers"
         )
+
+    # Try one order after the other: a wrong one shows in the sizes or in the masters.
     why = ValueError("it has no buffers")
     for order in ORDERS:
         try:
             ranks = [RankFile(source.folder, tp, 0, {}, [[]]) for tp in range(tensor_ranks)]
             for group, by_chunk in groups.items():
+                # Tensor ranks are counted first, then stages.
+                stage, tp = divmod(group, tensor_ranks)
                 for chunk, buckets in by_chunk.items():
-                    position = range(chunk * stages + group // tensor_ranks, stages * chunks)
-                    ranks[group % tensor_ranks].chunks[0] += filled(
-                        source, order, position, buckets, tensor_ranks
-                    )
+                    position = range(chunk * stages + stage, stages * chunks)
+                    parameters = filled(source, order, position, buckets, tensor_ranks)
+                    ranks[tp].chunks[0] += parameters
             views = sharded.lay_out(ranks, dataclasses.replace(sizes, t=tensor_ranks), 3.0)
             check_masters(source, views)
             return views
@@ -84,14 +85,19 @@ def by_parameter(
 def filled(
     source: MappedSource, order: Sequence[str], position: range, buckets: Buckets, tensor_ranks: int
 ) -> list[Parameter]:
-    """Return the parameters of the chunk of the model at `position.start`, with their values."""
+    """Return the parameters of the chunk of the model at `position.start`, with their values.
+
+    `position.stop` is the number of such chunks.
+    """
     waiting = list(module_order(source, order, position))[::-1]
     out = []
     for number in sorted(buckets):
-        by_kind, end = buckets[number], 0
+        by_kind = buckets[number]
+        end = 0
         if set(by_kind) != {"param", *MOMENTS}:
             raise ValueError(f"bucket {number} has only {sorted(by_kind)}")
         (size,) = by_kind["param"][0]
+        # As many parameters as the bucket has room for.
         while waiting:
             name, copy = waiting[0]
             shape = rank_shape(name, source.tensors[name].shape, tensor_ranks)
@@ -102,7 +108,8 @@ def filled(
             p = Parameter(name, re.sub(r"h\.\d+\.", "", name), torch.empty(shape, device="meta"))
             for kind, (_, boxes) in by_kind.items():
                 add_from_bucket(p, "" if kind == "param" else kind, begin, boxes)
-            out += [] if copy else [p]
+            if not copy:
+                out.append(p)
             waiting.pop(0)
         if end != size:
             raise ValueError(f"bucket {number} has {size:,} elements, where {end:,} are expected")
@@ -115,20 +122,18 @@ def module_order(
     source: MappedSource, order: Sequence[str], position: range
 ) -> Iterator[tuple[str, bool]]:
     """Yield a chunk's parameters in the order of its modules: (name, is the last stage's copy)."""
-    first, last = position.start == 0, len(position) == 1
+    first = position.start == 0
+    last = len(position) == 1
     layers = 1 + max(sharded.layers_of(source.tensors))
-    own_layers = range(
-        position.start * layers // position.stop, (position.start + 1) * layers // position.stop
-    )
-    names = ["wte.weight", "wpe.weight"] * first
-    names += [
-        f"h.{layer}.{part}.{kind}"
-        for layer in own_layers
-        for part in order
-        for kind in ("weight", "bias")
-    ]
-    names += ["ln_f.weight", "ln_f.bias", "lm_head.weight"] * last
+    begin = position.start * layers // position.stop
+    end = (position.start + 1) * layers // position.stop
+    names = ["wte.weight", "wpe.weight"] if first else []
+    for layer, part, kind in product(range(begin, end), order, ("weight", "bias")):
+        names.append(f"h.{layer}.{part}.{kind}")
+    if last:
+        names += ["ln_f.weight", "ln_f.bias", "lm_head.weight"]
     yield from ((name, False) for name in names if name in source.tensors)
+    # The last stage computes the logits with a copy of the table, which comes last.
     if last and not first and "lm_head.weight" not in source.tensors:
         yield "wte.weight", True
 
@@ -136,27 +141,36 @@ def module_order(
 def rank_shape(name: str, shape: Shape, tensor_ranks: int) -> Shape:
     """Return the shape of a tensor rank's part; a gate's halves are stacked."""
     cut = shard.rule(name).cut
+    sizes = list(shape)
     if cut is not None:
-        at = len(shape) + cut
-        shape = tuple(n // tensor_ranks if i == at else n for i, n in enumerate(shape))
-    gated = ".mlp.fc." in name and len(shape) == (3 if name.endswith("weight") else 2)
-    return (shape[0] * shape[1], *shape[2:]) if gated else shape
+        sizes[cut] //= tensor_ranks
+    # Ours has a dimension for the halves.
+    gated = ".mlp.fc." in name and len(sizes) == (3 if name.endswith("weight") else 2)
+    if gated:
+        gate, rows, *rest = sizes
+        sizes = [gate * rows, *rest]
+    return tuple(sizes)
 
 
 def add_from_bucket(p: Parameter, kind: str, begin: int, boxes: Boxes) -> None:
     """Add the parameter's elements, which start at `begin` in a bucket that was saved in parts."""
+    end = begin + prod(p.shape)
     for (at,), values in boxes:
-        low, high = max(begin, at), min(begin + prod(p.shape), at + len(values))
+        low = max(begin, at)
+        high = min(end, at + len(values))
         if low < high:
             p.add(kind, low - begin, values[low - at : high - at])
 
 
 def check_masters(source: MappedSource, views: Mapping[str, list[TensorView]]) -> None:
     """Compare numbers of each master's first row, rounded, with the model's."""
-    for name in source.tensors:
+    for name, info in source.tensors.items():
         for offset, master in views.get(name, ()):
-            some = (*(1 for _ in master.shape[:-1]), min(master.shape[-1], 64))
-            model = torch.empty(some, dtype=getattr(torch, source.tensors[name].dtype))
-            source.fill({name: (source.tensors[name].shape, [(offset, some)], model)})
-            if not sharded.is_rounded(model, master[tuple(slice(0, n) for n in some)]):
+            # At most 64 numbers: enough to tell layers, which are alike, from each other.
+            some = [1] * master.ndim
+            some[-1] = min(master.shape[-1], 64)
+            model = torch.empty(some, dtype=getattr(torch, info.dtype))
+            source.fill({name: (info.shape, [(offset, tuple(some))], model)})
+            first_row = master[tuple(map(slice, some))]
+            if not sharded.is_rounded(model, first_row):
                 raise ValueError(f"the masters at the place of {name} are not the model's weights")

@@ -58,15 +58,21 @@ def open_deepspeed(
     Without `optimizer` its state is not read, unless it holds the weights.
     """
     models = [pickles.load_pickle(path, trust=trust) for path in model_files(folder)]
-    args, notes = megatron_state.namespace(models[0].get("args")), list[str]()
+    args = megatron_state.namespace(models[0].get("args"))
+    notes: list[str] = []
+
+    # The weights: joined in a universal checkpoint, else by rank.
     joined = (folder / "zero").is_dir()
-    ranks, layers = (
-        read_universal(folder, trust) if joined else read_tensor_ranks(folder, models, trust)
-    )
+    if joined:
+        ranks, layers = read_universal(folder, trust)
+    else:
+        ranks, layers = read_tensor_ranks(folder, models, trust)
     layer_count = len(sharded.layers_of(p.name for p in ranks[0].parameters))
     sizes = sharded.measure_model(folder, ranks, args.get("num_layers", layer_count), args, heads)
     if joined and sizes.gates == 2 and int(args.get("tensor_model_parallel_size", len(models))) > 1:
         check_gates(folder, layers, trust)
+
+    # The optimizer's state, in which ZeRO-3 has the weights too.
     is_zero3 = ranks[0].parameters[0].tensor.is_meta
     if not is_zero3:
         check_copies(ranks, notes)
@@ -77,25 +83,22 @@ def open_deepspeed(
         beside = optimizer_states(folder, ranks, layers, models, trust, notes)
     version = float(models[0].get("checkpoint_version", 3.0))
     source = megatron_state.as_source(DEEPSPEED, folder, ranks, sizes, args, notes, version)
+
+    # Where the run was; a folder that never had an optimizer's state is one of weights alone.
     state: dict[str, Any] = {}
-    if (
-        beside
-        or (joined and not optimizer)
-        or matching(folder, SHARE)
-        or isinstance(models[0].get("optimizer"), dict)
-    ):
+    is_inside = isinstance(models[0].get("optimizer"), dict)
+    if beside or (joined and not optimizer) or matching(folder, SHARE) or is_inside:
         tree = {"iteration": models[0].get("global_steps", 0), **models[0], "optimizer": beside}
         state = megatron_state.state_beside_weights(tree, args, sizes.positions, notes)
-    stages = (
-        max(1, len(models) // len(ranks))
-        if not joined
-        else int(args.get("pipeline_model_parallel_size", 1))
-    )
-    tp = int(args.get("tensor_model_parallel_size", 1)) if joined else len(ranks)
-    layout = f"{'universal, from ' if joined else ''}{tp} tensor x {stages} pipeline ranks"
-    return megatron_state.finish_source(
-        source, state, layout, megatron_state.true_vocabulary(models[0], args)
-    )
+    if joined:
+        tp = int(args.get("tensor_model_parallel_size", 1))
+        stages = int(args.get("pipeline_model_parallel_size", 1))
+        layout = f"universal, from {tp} tensor x {stages} pipeline ranks"
+    else:
+        stages = max(1, len(models) // len(ranks))
+        layout = f"{len(ranks)} tensor x {stages} pipeline ranks"
+    vocab = megatron_state.true_vocabulary(models[0], args)
+    return megatron_state.finish_source(source, state, layout, vocab)
 
 
 # Files
@@ -103,17 +106,24 @@ def open_deepspeed(
 
 def matching(folder: Path, pattern: re.Pattern[str]) -> Files:
     """Return the files by the numbers in their names, in numerical order."""
-    matches = ((pattern.fullmatch(path.name), path) for path in folder.iterdir())
-    numbered = sorted((tuple(map(int, match.groups())), path) for match, path in matches if match)
-    if len(dict(numbered)) < len(numbered):
+    numbered: list[tuple[tuple[int, ...], Path]] = []
+    for path in folder.iterdir():
+        if match := pattern.fullmatch(path.name):
+            numbered.append((tuple(map(int, match.groups())), path))
+    numbered.sort()
+    files = dict(numbered)
+    # Such as layer_3 and layer_03.
+    if len(files) < len(numbered):
         raise bad_data(f"{folder}: two files like {numbered[0][1].name} have the same numbers")
-    return dict(numbered)
+    return files
 
 
 def require_all(folder: Path, what: str, numbers: Sequence[int]) -> None:
     missing = sorted(set(range(len(numbers))) - set(numbers))
-    if missing or not numbers:
-        raise bad_data(f"{folder}: there is no file for {what} {missing[0] if missing else 0}")
+    if not numbers:
+        missing = [0]
+    if missing:
+        raise bad_data(f"{folder}: there is no file for {what} {missing[0]}")
 
 
 def model_files(folder: Path) -> list[Path]:
@@ -136,7 +146,9 @@ def our_name(key: str, layers: Layers) -> names.ParameterName | None:
     match = re.fullmatch(r"(\d+)\.(.+)", key)
     if not match:
         return names.parse_name(key)
-    number, rest = int(match[1]), match[2]
+    # A module of the pipeline's list: what is in it shows what it is.
+    number = int(match[1])
+    rest = match[2]
     if rest in ("weight", "bias"):
         return names.parse_name(f"encoder.final_layernorm.{rest}")
     if rest.startswith(("word_embeddings.", "position_embeddings.")):
@@ -148,10 +160,12 @@ def our_name(key: str, layers: Layers) -> names.ParameterName | None:
 
 def layer_numbers(keys: Sequence[str]) -> dict[int, int]:
     """Return which layer of the model each number of the pipeline's list is."""
-    matches = (
-        re.fullmatch(r"(\d+)\.(?:self_)?attention\..+", key.removeprefix("module.")) for key in keys
-    )
-    return {number: layer for layer, number in enumerate(sorted({int(m[1]) for m in matches if m}))}
+    numbers = set()
+    for key in keys:
+        match = re.fullmatch(r"(\d+)\.(?:self_)?attention\..+", key.removeprefix("module."))
+        if match:
+            numbers.add(int(match[1]))
+    return {number: layer for layer, number in enumerate(sorted(numbers))}
 
 
 def name_parameters(
@@ -183,21 +197,22 @@ def read_tensor_ranks(
         raise bad_data(
             f"{folder}: files of {len(models)} ranks, not a multiple of {count} tensor ranks"
         )
-    ranks, layers = [], dict[int, int]()
+    ranks = []
+    layers: dict[int, int] = {}
     for tp in range(count):
+        # A pipeline's layers are files of their own, which all stages share.
         if files:
-            tensors = layer_tensors(
-                folder, [path for (_, t), path in files.items() if t == tp], trust
-            )
+            own = [path for (_, rank), path in files.items() if rank == tp]
+            tensors = layer_tensors(folder, own, trust)
         else:
             tensors = dict(flattened(models[tp].get("module")))
-        shapes = {
-            name: shape for group in stated_shapes(models[tp]) for name, shape in group.items()
-        }
-        if not files and any(
-            t.numel() != prod(shapes.get(key, t.shape)) for key, t in tensors.items()
-        ):
-            # ZeRO-3 stores no weights here.
+
+        # ZeRO-3 stores no weights here: their tensors are empty, and only shapes are stated.
+        shapes: dict[str, Shape] = {}
+        for group in stated_shapes(models[tp]):
+            shapes |= group
+        is_empty = any(t.numel() != prod(shapes.get(key, t.shape)) for key, t in tensors.items())
+        if is_empty and not files:
             tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
         layers = layer_numbers(list(tensors))
         ranks.append(RankFile(folder, tp, 0, {}, [list(name_parameters(folder, tensors, layers))]))
@@ -215,11 +230,12 @@ def stated_shapes(model: dict[str, Any]) -> list[dict[str, Shape]]:
 
 def layer_tensors(folder: Path, paths: Sequence[Path], trust: bool) -> dict[str, torch.Tensor]:
     """Return the tensors under the names that the pipeline's module gives them."""
-    return {
-        f"{int(path.name[6:].partition('-')[0])}.{key}": tensor
-        for path in paths
-        for key, tensor in flattened(pickles.load_pickle(path, trust=trust))
-    }
+    out = {}
+    for path in paths:
+        number = int(path.name[6:].partition("-")[0])  # layer_03-...
+        for key, tensor in flattened(pickles.load_pickle(path, trust=trust)):
+            out[f"{number}.{key}"] = tensor
+    return out
 
 
 def read_universal(folder: Path, trust: bool) -> tuple[list[RankFile], Layers]:
@@ -229,7 +245,8 @@ def read_universal(folder: Path, trust: bool) -> tuple[list[RankFile], Layers]:
     )
     layers = layer_numbers(folders)
     tensors = {name: read_tensor(folder / "zero" / name / "fp32.pt", trust) for name in folders}
-    return [RankFile(folder, 0, 0, {}, [list(name_parameters(folder, tensors, layers))])], layers
+    parameters = list(name_parameters(folder, tensors, layers))
+    return [RankFile(folder, 0, 0, {}, [parameters])], layers
 
 
 def read_tensor(path: Path, trust: bool) -> torch.Tensor:
@@ -290,12 +307,15 @@ def optimizer_states(
     notes: list[str],
 ) -> dict[str, Any]:
     """Fill the parameters' values, stage by stage, without later copies of the embedding."""
-    files, beside = matching(folder, SHARE), dict[str, Any]()
+    files = matching(folder, SHARE)
+    beside: dict[str, Any] = {}
     done: set[tuple[int, str]] = set()
     for mp, model in enumerate(models):
+        # Tensor ranks are counted first, then stages.
         tp = mp % len(ranks)
         waiting = {p.name: p for p in ranks[tp].parameters if (tp, p.name) not in done}
         shares = [path for (_, m), path in files.items() if m == mp]
+        # With ZeRO it is in shares, else beside the weights of the rank.
         if shares:
             require_all(
                 folder, f"model rank {mp} and data rank", [dp for dp, m in files if m == mp]
@@ -361,9 +381,8 @@ def from_shares(
     for number, tree in enumerate(trees):
         buffers = flat_buffers(tree, is_zero3)
         if is_zero3:
-            stretches = zero3_stretches(
-                parameter_of, shapes, number, len(trees), [len(b) for b in buffers[""]]
-            )
+            own_sizes = [len(buffer) for buffer in buffers[""]]
+            stretches = zero3_stretches(parameter_of, shapes, number, len(trees), own_sizes)
         elif "param_slice_mappings" in tree:
             stretches = mapped_stretches(parameter_of, tree["param_slice_mappings"], at)
         else:
@@ -376,12 +395,16 @@ def flat_buffers(tree: Mapping[str, Any], is_zero3: bool) -> dict[str, list[torc
     """Return by kind a flat buffer per group."""
     masters = list(tree["fp32_flat_groups" if is_zero3 else "single_partition_of_fp32_groups"])
     base = tree["optimizer_state_dict" if is_zero3 else "base_optimizer_state"]
-    states = (
-        [base["state"][key] for key in sorted(base["state"])] if isinstance(base, dict) else base
-    )
+    # torch's own form has a state by number; DeepSpeed's leaner one is a list.
+    states = base
+    if isinstance(base, dict):
+        states = [base["state"][key] for key in sorted(base["state"])]
     if len(states) != len(masters):
         raise ValueError(f"{len(masters)} groups of masters, {len(states)} of moments")
-    return {"": masters} | {kind: [state[kind].reshape(-1) for state in states] for kind in MOMENTS}
+    buffers = {"": masters}
+    for kind in MOMENTS:
+        buffers[kind] = [state[kind].reshape(-1) for state in states]
+    return buffers
 
 
 def mapped_stretches(
@@ -404,10 +427,13 @@ def ordered_stretches(
 ) -> Iterator[Stretch]:
     """Yield one rank's stretches where a group's parameters fill the joined buffers in order."""
     for group, parts in enumerate(shapes):
+        # This rank's stretch of the joined buffer of the group.
         low = sum(size[group] for size in sizes[:number])
-        high, position = low + sizes[number][group], 0
+        high = low + sizes[number][group]
+        position = 0
         for key, shape in parts.items():
-            begin, end = max(position, low), min(position + prod(shape), high)
+            begin = max(position, low)
+            end = min(position + prod(shape), high)
             if begin < end and (p := parameter_of(key)):
                 yield Stretch(p, begin - position, group, begin - low, end - begin)
             position += prod(shape)
@@ -421,18 +447,25 @@ def zero3_stretches(
     sizes: Sequence[int],
 ) -> Iterator[Stretch]:
     """Yield one rank's stretches under ZeRO-3: an equal, padded share of every parameter."""
-    group, start = 0, 0
+    group = 0
+    start = 0  # in the group's buffer
     for key, shape in ((key, shape) for part in shapes for key, shape in part.items()):
-        share = -(-prod(shape) // count)
-        begin, left = number * share, share
+        numel = prod(shape)
+        share = -(-numel // count)
+        begin = number * share
+        left = share
+        # A share may go on in the buffer of the next group.
         while left:
             while start == sizes[group]:
-                group, start = group + 1, 0
+                group += 1
+                start = 0
             n = min(left, sizes[group] - start)
-            real = min(n, prod(shape) - begin)
+            real = min(n, numel - begin)  # without padding
             if real > 0 and (p := parameter_of(key)):
                 yield Stretch(p, begin, group, start, real)
-            begin, start, left = begin + n, start + n, left - n
+            begin += n
+            start += n
+            left -= n
 
 
 def from_one_file(folder: Path, waiting: list[Parameter], tree: dict[str, Any]) -> None:
@@ -458,7 +491,8 @@ def flat_stretches(order: Sequence[Parameter], groups: int) -> Iterator[Stretch]
     """Yield each parameter's stretch of its group's buffer: what decays, then norms and biases."""
     starts = [0] * groups
     for p in order:
-        group, numel = int(groups > 1 and p.tensor.ndim == 1), prod(p.shape)
+        numel = prod(p.shape)
+        group = int(groups > 1 and p.tensor.ndim == 1)
         yield Stretch(p, 0, group, starts[group], numel)
         starts[group] += numel
 
@@ -466,9 +500,11 @@ def flat_stretches(order: Sequence[Parameter], groups: int) -> Iterator[Stretch]
 def settings_of(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings beside a state's tensors in Megatron's form."""
     base = tree.get("base_optimizer_state", tree.get("optimizer_state_dict", tree))
-    states, groups = (
-        (base["state"].values(), base["param_groups"]) if isinstance(base, dict) else (base, [{}])
-    )
+    states: Any = base
+    groups: list[dict[str, Any]] = [{}]
+    if isinstance(base, dict):
+        states, groups = base["state"].values(), base["param_groups"]
+    # Adam's step is in a state, in a group, or beside both.
     steps = [state["step"] for state in (*states, *groups) if "step" in state]
     step = max(steps, default=tree.get("base_optimizer_state_step"))
     out = {

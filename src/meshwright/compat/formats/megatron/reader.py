@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from meshwright.base.errors import bad_data
+from meshwright.checkpoint.boxes import plus
 from meshwright.checkpoint.pickle import pickles
 from meshwright.checkpoint.run_state import check_json, check_saved_state
 from meshwright.checkpoint.sources import MappedSource, aligned
@@ -62,26 +63,29 @@ def open_megatron(
         RankFile(path, tp, pp, read_tree(path, trust))
         for (tp, pp), path in sorted(model_files(folder).items())
     ]
-    first, notes = ranks[0], list[str]()
-    args, version = (
-        megatron_state.namespace(first.tree.get("args")),
-        require_equal(ranks, "checkpoint_version"),
-    )
+    first = ranks[0]
+    notes: list[str] = []
+    args = megatron_state.namespace(first.tree.get("args"))
+    version = require_equal(ranks, "checkpoint_version")
     layers = name_parameters(folder, ranks, args.get("num_layers"))
     sizes = sharded.measure_model(folder, ranks, layers, args, heads)
     check_copies(ranks, notes)
-    own, state = read_own(first), dict[str, Any]()
-    if own:
-        state = own["state"] if folder.name != "release" else {}
-    elif folder.name != "release":
-        state = read_state(ranks, args, sizes, trust, notes)
+
+    # Where the run was; a release is weights alone.
+    own = read_own(first)
+    state: dict[str, Any] = {}
+    if folder.name != "release":
+        state = own["state"] if own else read_state(ranks, args, sizes, trust, notes)
+
+    # The optimizer's state. Of a tree of ours the masters are read in any case, as the weights.
     if ("optimizer" in first.tree) if own else (state and optimizer):
         steps = [step for rank in ranks for step in read_optimizer(rank, trust)]
         if not own:
             state["optimizer_steps"] = max(steps, default=state["iteration"])
         if not (state and optimizer):
-            for p in (p for rank in ranks for p in rank.parameters):
-                p.values = {"": p.values[""]}
+            for rank in ranks:
+                for p in rank.parameters:
+                    p.values = {"": p.values[""]}
     source = megatron_state.as_source(MEGATRON, folder, ranks, sizes, args, notes, float(version))
     vocab = megatron_state.true_vocabulary(first.tree, args)
     if own:
@@ -103,8 +107,10 @@ def read_state(
     notes: list[str],
 ) -> dict[str, Any]:
     """Return where the run was, from the first file and what a sharded optimizer has beside it."""
-    iteration, beside = require_equal(ranks, "iteration"), shards(ranks[0])
-    tree = ranks[0].tree | (read_tree(beside[0], trust) if beside else {})
+    iteration = require_equal(ranks, "iteration")
+    tree = ranks[0].tree
+    if beside := shards(ranks[0]):
+        tree = tree | read_tree(beside[0], trust)
     state = megatron_state.run_state(tree, args, iteration, sizes.positions, notes)
     return state.as_saved() if state else {}
 
@@ -138,10 +144,8 @@ def model_files(folder: Path) -> dict[tuple[int, int], Path]:
         raise bad_data(f"{folder}: no mp_rank_*/{MODEL} in it")
     t, p = (1 + max(n) for n in zip(*files, strict=True))
     # The folders' names may claim more ranks than a list could hold.
-    missing = [
-        f"{tp}, {pp}"
-        for tp, pp in islice((n for n in product(range(t), range(p)) if n not in files), 8)
-    ]
+    lacking = (at for at in product(range(t), range(p)) if at not in files)
+    missing = [f"{tp}, {pp}" for tp, pp in islice(lacking, 8)]
     if missing:
         raise bad_data(
             f"{folder}: of {t} x {p} tensor and pipeline ranks these have no file: ({'), ('.join(missing)})"
@@ -160,10 +164,10 @@ def read_tree(path: Path, trust: bool) -> dict[str, Any]:
 
 def shards(rank: RankFile) -> list[Path]:
     """Return the files of the data ranks' slices of the optimizer's state, if it was sharded."""
-    paths = sorted(rank.path.parent.parent.glob(f"{rank.path.parent.name}_*/{SHARD}"))
-    if [path.parent.name for path in paths] != [
-        f"{rank.path.parent.name}_{d:03d}" for d in range(len(paths))
-    ]:
+    folder = rank.path.parent
+    paths = sorted(folder.parent.glob(f"{folder.name}_*/{SHARD}"))
+    expected = [f"{folder.name}_{d:03d}" for d in range(len(paths))]
+    if [path.parent.name for path in paths] != expected:
         raise bad_data(f"{rank.path.parent}_*/{SHARD}: data ranks are missing; {WITHOUT}")
     return paths
 
@@ -191,10 +195,14 @@ def name_parameters(folder: Path, ranks: Sequence[RankFile], stated: Any) -> int
     With virtual stages, layers are counted through chunk 0 of every stage, then through chunk 1.
     """
     trees = {(rank.tp, rank.pp): [flat(rank, tree) for tree in models(rank)] for rank in ranks}
-    stages, chunks = 1 + ranks[-1].pp, len(trees[0, 0])
+    stages = 1 + ranks[-1].pp
+    chunks = len(trees[0, 0])
     if any(len(each) != chunks for each in trees.values()):
         raise bad_data(f"{folder}: the ranks have different numbers of virtual stages")
-    begin, begins = 0, {}
+
+    # The first layer of each chunk: files number layers within their chunk, from 0 on.
+    begin = 0
+    begins = {}
     for chunk, pp in product(range(chunks), range(stages)):
         begins[pp, chunk] = begin
         numbers = {name.layer for name, _ in trees[0, pp][chunk] if name.layer is not None}
@@ -205,24 +213,27 @@ def name_parameters(folder: Path, ranks: Sequence[RankFile], stated: Any) -> int
         raise bad_data(f"{folder}: has {begin} layers in its files and {stated} in its arguments")
     for rank in ranks:
         for chunk, tree in enumerate(trees[rank.tp, rank.pp]):
-            rank.chunks.append(
-                [parameter(name, tensor, begins[rank.pp, chunk]) for name, tensor in tree]
-            )
+            first = begins[rank.pp, chunk]
+            rank.chunks.append([parameter(name, tensor, first) for name, tensor in tree])
     return begin
 
 
 def parameter(name: names.ParameterName, tensor: torch.Tensor, begin: int) -> Parameter:
+    # With grouped queries, two tensors are parts of one of ours.
     ours = re.sub(r"^attn\.(query|key_value)\.", "attn.qkv.", name.ours)
     return Parameter(name._replace(ours=ours).full(begin), name.ours, tensor)
 
 
 def models(rank: RankFile) -> list[Any]:
+    """Return the model's chunks: virtual stages are numbered."""
     if "model" in rank.tree:
         return [rank.tree["model"]]
-    count = next(n for n in range(len(rank.tree) + 1) if f"model{n}" not in rank.tree)
-    if not count:
+    found: list[Any] = []
+    while (name := f"model{len(found)}") in rank.tree:
+        found.append(rank.tree[name])
+    if not found:
         raise bad_data(f"{rank.path}: has no model, only {sorted(map(str, rank.tree))[:20]}")
-    return [rank.tree[f"model{n}"] for n in range(count)]
+    return found
 
 
 def flat(rank: RankFile, tree: Any) -> list[tuple[names.ParameterName, torch.Tensor]]:
@@ -259,7 +270,7 @@ def check_copies(ranks: Sequence[RankFile], notes: list[str]) -> None:
                 first[key] = rank, p.tensor
                 continue
             other, tensor = first[key]
-            # Sample the rows of a large table.
+            # Of the table of tokens, which is large, 64 rows or a few more.
             some = slice(None, None, max(p.shape[0] // 64, 1) if p.part == sharded.COPY else 1)
             error = difference(tensor[some], p.tensor[some])
             if not error <= DRIFT:
@@ -288,7 +299,8 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def read_optimizer(rank: RankFile, trust: bool) -> Iterator[int]:
     """Fill the parameters' `values`; yield every step count of Adam in the files."""
-    beside, tree = shards(rank), rank.tree.get("optimizer")
+    beside = shards(rank)
+    tree = rank.tree.get("optimizer")
     if (path := rank.path.with_name(FLAT)).exists():
         from_flat(rank, path, read_tree(path, trust))
     elif beside:
@@ -296,9 +308,8 @@ def read_optimizer(rank: RankFile, trust: bool) -> Iterator[int]:
     else:
         order = decayed_first(rank.parameters)
         weights = [(p.name, p.tensor) for p in order]
-        for p, values in zip(
-            order, match_numbered(rank.path, tree, weights, needs_masters=True), strict=True
-        ):
+        matched = match_numbered(rank.path, tree, weights, needs_masters=True)
+        for p, values in zip(order, matched, strict=True):
             p.values = {kind: sharded.one_box(tensor) for kind, tensor in values.items()}
     for p in rank.parameters:
         check_values(rank, p)
@@ -320,14 +331,17 @@ def from_flat(rank: RankFile, path: Path, tree: dict[Any, Any]) -> None:
         if not isinstance(by_type, dict) or len(by_type) != 1 or "per_bucket_numel" in tree:
             raise unreadable_state(path, "its buffers are not laid out as in 2023")
         (by_kind,) = by_type.values()
+
+        # A buffer of each kind, whole or as a list of buckets.
         buffers: dict[str, list[Any]] = {}
         for kind in ("", *MOMENTS):
             buckets = by_kind.get(kind or "param") if isinstance(by_kind, dict) else None
-            buffers[kind] = buckets if isinstance(buckets, list) else [buckets]
-            if any(
-                not isinstance(bucket, torch.Tensor) or bucket.ndim != 1 for bucket in buffers[kind]
-            ):
-                raise unreadable_state(path, "a buffer is not a row of numbers")
+            if not isinstance(buckets, list):
+                buckets = [buckets]
+            for bucket in buckets:
+                if not isinstance(bucket, torch.Tensor) or bucket.ndim != 1:
+                    raise unreadable_state(path, "a buffer is not a row of numbers")
+            buffers[kind] = buckets
         sizes = {kind: [len(bucket) for bucket in buckets] for kind, buckets in buffers.items()}
         if any(each != sizes[""] for each in sizes.values()):
             raise unreadable_state(path, "the buffers of its masters and moments differ in size")
@@ -336,15 +350,17 @@ def from_flat(rank: RankFile, path: Path, tree: dict[Any, Any]) -> None:
 
 def in_buckets(path: Path, sizes: Sequence[int], waiting: Sequence[Parameter]) -> Iterator[Stretch]:
     """Yield each waiting parameter where it lies in buckets of these sizes."""
-    at = 0
+    left = list(waiting[::-1])
     for bucket, size in enumerate(sizes):
         start = 0
-        while at < len(waiting) and start + prod(waiting[at].shape) <= size:
-            numel = prod(waiting[at].shape)
-            yield Stretch(waiting[at], 0, bucket, start, numel)
-            start, at = start + numel, at + 1
-    if at < len(waiting):
-        raise unreadable_state(path, f"it ends before {waiting[at].name}")
+        # As many as it has room for; what is left behind them is padding.
+        while left and start + prod(left[-1].shape) <= size:
+            p = left.pop()
+            numel = prod(p.shape)
+            yield Stretch(p, 0, bucket, start, numel)
+            start += numel
+    if left:
+        raise unreadable_state(path, f"it ends before {left[-1].name}")
 
 
 def from_shards(rank: RankFile, paths: Sequence[Path], trust: bool) -> Any:
@@ -354,13 +370,14 @@ def from_shards(rank: RankFile, paths: Sequence[Path], trust: bool) -> Any:
     """
     trees = [read_tree(path, trust).get("optimizer") for path in paths]
     for number, (path, tree) in enumerate(zip(paths, trees, strict=True)):
-        stretches = [
-            part for chunk in rank.chunks for part in parts_of_buffer(chunk, number, len(paths))
-        ]
+        stretches: list[Stretch] = []
+        for chunk in rank.chunks:
+            stretches += parts_of_buffer(chunk, number, len(paths))
+        # Megatron's two groups, as decayed_first has them.
         stretches.sort(key=lambda stretch: stretch.p.tensor.ndim == 1)
-        weights = [
-            (s.p.name, s.p.tensor.reshape(-1)[s.begin : s.begin + s.numel]) for s in stretches
-        ]
+        weights = []
+        for p, begin, _, _, numel in stretches:
+            weights.append((p.name, p.tensor.reshape(-1)[begin : begin + numel]))
         for stretch, values in zip(stretches, match_numbered(path, tree, weights), strict=True):
             for kind, tensor in values.items():
                 stretch.p.add(kind, stretch.begin, tensor)
@@ -369,24 +386,28 @@ def from_shards(rank: RankFile, paths: Sequence[Path], trust: bool) -> Any:
 
 def parts_of_buffer(chunk: Sequence[Parameter], number: int, count: int) -> Iterator[Stretch]:
     """Yield what a data rank has of each parameter, in the model's order."""
-    total = position = sum(prod(p.shape) for p in chunk)
+    total = sum(prod(p.shape) for p in chunk)
     size = -(-total // count)
+    low = number * size  # of this rank's part of the buffer
+    position = total
     for p in chunk:
-        position -= prod(p.shape)
-        begin, end = (
-            max(number * size - position, 0),
-            min((number + 1) * size - position, prod(p.shape)),
-        )
+        numel = prod(p.shape)
+        position -= numel  # the last parameter comes first
+        begin = max(low - position, 0)
+        end = min(low + size - position, numel)
         if begin < end:
-            yield Stretch(p, begin, number, position + begin - number * size, end - begin)
+            yield Stretch(p, begin, number, position + begin - low, end - begin)
 
 
 def check_values(rank: RankFile, p: Parameter) -> None:
     """Compare the first and last row of each box of masters with the model: layers are alike."""
     for offset, master in p.values[""]:
-        model = p.tensor[tuple(slice(o, o + n) for o, n in zip(offset, master.shape, strict=True))]
+        ends = plus(offset, tuple(master.shape))
+        model = p.tensor[tuple(map(slice, offset, ends))]
         for row in {0, len(master) - 1}:
-            if not sharded.is_rounded(*(x[row : row + 1].flatten()[:64] for x in (model, master))):
+            ours = model[row : row + 1].flatten()[:64]
+            theirs = master[row : row + 1].flatten()[:64]
+            if not sharded.is_rounded(ours, theirs):
                 raise unreadable_state(
                     rank.path,
                     f"the master weights at the place of {p.name} are not those of the model",

@@ -84,6 +84,8 @@ def check_complete(folder: Path, ranks: Sequence[RankFile], layers: int) -> None
         differ = sorted(set(by_stage.setdefault(rank.pp, own)) ^ set(own))
         if differ:
             raise bad_data(f"{rank.path}: {differ[0]} is not on all tensor ranks of this stage")
+
+    # What one layer has, all must have.
     present = [p.name for rank in ranks if rank.tp == 0 for p in rank.parameters]
     needed = {
         "attn.qkv.weight",
@@ -125,36 +127,44 @@ class ModelSizes:
     def from_shapes(
         cls, ranks: Sequence[RankFile], args: Mapping[str, Any], heads: int | None
     ) -> ModelSizes:
+        # A shape of each kind; whether all layers are alike is checked later.
         first = ranks[0]
         shapes = {p.part: p.shape for rank in ranks for p in rank.parameters}
-        qkv, wte = shapes.get("attn.qkv.weight", (0, 0)), shapes["wte.weight"]
-        if any(
-            len(shape) != 2
-            for shape in (qkv, wte, shapes["mlp.fc.weight"], shapes["mlp.proj.weight"])
-        ):
+        qkv = shapes.get("attn.qkv.weight", (0, 0))
+        wte = shapes["wte.weight"]
+        fc = shapes["mlp.fc.weight"]
+        proj = shapes["mlp.proj.weight"]
+        if any(len(shape) != 2 for shape in (qkv, wte, fc, proj)):
             raise bad_data(f"{first.path}: a weight that should be a matrix is not one")
+
+        # The heads, which must divide the columns that they fill together.
+        t = 1 + ranks[-1].tp
         heads = args.get("num_attention_heads", heads)
-        t, projection = 1 + ranks[-1].tp, shapes["attn.proj.weight"]
-        if not isinstance(heads, int) or heads < 1 or projection[-1] * t % heads:
+        width = shapes["attn.proj.weight"][-1] * t
+        if not isinstance(heads, int) or heads < 1 or width % heads:
             if heads is None:
                 raise SettingsError(
                     f"{first.path} does not say how many heads there are: give {{num_attention_heads}}",
                     BAD_DATA,
                 )
-            what = f"{projection[-1] * t} columns for its heads, not a multiple of --num-attention-heads {heads}"
+            what = f"{width} columns for its heads, not a multiple of --num-attention-heads {heads}"
             raise bad_data(f"{first.path} has {what}")
-        head_dim, ffn = projection[-1] * t // heads, shapes["mlp.proj.weight"][1] * t
+        head_dim = width // heads
+        ffn = proj[1] * t
+        # The rows of qkv are those of the queries and, twice, of the groups; a query apart from key
+        # and value is multi-query attention.
+        groups = 1
+        if "attn.query.weight" not in shapes:
+            groups = (qkv[0] * t // max(head_dim, 1) - heads) // 2
         return cls(
             t=t,
             layers=len(layers_of(p.name for rank in ranks for p in rank.parameters)),
             hidden=wte[1],
             heads=heads,
             head_dim=head_dim,
-            groups=1
-            if "attn.query.weight" in shapes
-            else (qkv[0] * t // max(head_dim, 1) - heads) // 2,
+            groups=groups,
             ffn=ffn,
-            gates=2 if shapes["mlp.fc.weight"][0] * t == 2 * ffn else 1,
+            gates=2 if fc[0] * t == 2 * ffn else 1,
             gate_last="glu_activation" in args,
             rows=wte[0] * t,
             positions=shapes.get("wpe.weight", (None,))[0],
@@ -162,7 +172,8 @@ class ModelSizes:
 
     def rank_shape(self, part: str) -> Shape:
         """Return the shape that a rank's tensor must have."""
-        h, width = self.hidden, self.heads * self.head_dim
+        h = self.hidden
+        width = self.heads * self.head_dim
         kind, _, last = part.rpartition(".")
         out, into = {
             "wte": (self.rows // self.t, h),
@@ -183,16 +194,20 @@ class ModelSizes:
         """Return where the rows of a rank's tensor belong in ours."""
         rows, *columns = shape = self.rank_shape(p.part)
         rest = (0,) * len(columns)
+        # Key and value of multi-query attention come behind all queries.
         if p.part.startswith("attn.key_value."):
             return [RowMap(slice(0, rows), (self.heads * self.head_dim, *rest))]
         if p.part.startswith("attn.qkv.") and version < 2:
             return self.older_qkv(rows // 3, rest, tp, version)
+        # A rank has its part of both halves, one after the other.
         if p.part.startswith("mlp.fc.") and self.gates == 2:
             half = rows // 2
+            first, second = (1, 0) if self.gate_last else (0, 1)
             return [
-                RowMap(slice(i * half, (i + 1) * half), (i ^ self.gate_last, tp * half, *rest))
-                for i in (0, 1)
+                RowMap(slice(0, half), (first, tp * half, *rest)),
+                RowMap(slice(half, 2 * half), (second, tp * half, *rest)),
             ]
+        # All others lie there as here.
         to = [0] * len(shape)
         if (cut := shard.rule(p.name).cut) is not None:
             to[cut] = tp * shape[cut]
@@ -200,12 +215,16 @@ class ModelSizes:
 
     def older_qkv(self, width: int, rest: Shape, tp: int, version: float) -> list[RowMap]:
         """Map version 0, [3, heads, head_dim], or 1, [heads, head_dim, 3], to ours."""
-        n, out = self.head_dim, []
+        n = self.head_dim
+        out = []
         for head, which in product(range(width // n), range(3)):
-            first, begin = which * width + head * n, 3 * head * n
-            rows = (
-                slice(first, first + n) if version < 1 else slice(begin + which, begin + 3 * n, 3)
-            )
+            # In ours, [heads, 3, head_dim], and in version 1 a head begins at the same row.
+            begin = 3 * head * n
+            if version < 1:
+                first = which * width + head * n
+                rows = slice(first, first + n)
+            else:
+                rows = slice(begin + which, begin + 3 * n, 3)
             out.append(RowMap(rows, (3 * tp * width + begin + which * n, *rest)))
         return out
 
@@ -286,25 +305,27 @@ def lay_out(
             if p.part == COPY or (p.is_replicated and rank.tp):
                 continue
             row_maps = sizes.row_maps(p, rank.tp, version)
-            for kind, boxes in (p.values or {"": one_box(p.tensor)}).items():
+            values = p.values or {"": one_box(p.tensor)}
+            for kind, boxes in values.items():
                 table = views.setdefault(f"{p.name}/{kind}" if kind else p.name, [])
-                table += [
-                    view
-                    for row_map in row_maps
-                    for offset, box in boxes
-                    for view in place_box(row_map, offset, box)
-                ]
+                for row_map, (offset, box) in product(row_maps, boxes):
+                    table += place_box(row_map, offset, box)
     return views
 
 
 def place_box(row_map: RowMap, offset: Shape, box: torch.Tensor) -> Iterator[TensorView]:
     """Yield the part of a box in these rows; rows with a step occur only in complete tensors."""
-    rows, at = row_map.rows, list(row_map.to)
-    row = len(at) - box.ndim
-    low, high = max(rows.start, offset[0]), min(rows.stop, offset[0] + len(box))
+    rows = row_map.rows
+    first, *columns = offset
+    low = max(rows.start, first)
+    high = min(rows.stop, first + len(box))
     if low >= high:
         return
-    for i, n in enumerate((low - rows.start, *offset[1:])):
-        at[row + i] += n
-    part = box[low - offset[0] : high - offset[0] : rows.step]
+    # In ours a gated MLP has one dimension more, before the rows.
+    at = list(row_map.to)
+    row = len(at) - box.ndim
+    at[row] += low - rows.start
+    for i, column in enumerate(columns, row + 1):
+        at[i] += column
+    part = box[low - first : high - first : rows.step]
     yield TensorView(tuple(at), part.unsqueeze(0) if row else part)

@@ -18,10 +18,26 @@ Values = Mapping[str, Any]
 
 # Settings that mean the same there and here.
 COMMON = (
-    "layernorm_epsilon init_method_std hidden_dropout attention_dropout bias_gelu_fusion openai_gelu rotary_percent "
-    "rotary_base squared_relu swiglu glu_activation apply_layernorm_1p apply_residual_connection_post_layernorm "
-    "make_vocab_size_divisible_by seq_length micro_batch_size global_batch_size fp16 bf16"
-).split()
+    "layernorm_epsilon",
+    "init_method_std",
+    "hidden_dropout",
+    "attention_dropout",
+    "bias_gelu_fusion",
+    "openai_gelu",
+    "rotary_percent",
+    "rotary_base",
+    "squared_relu",
+    "swiglu",
+    "glu_activation",
+    "apply_layernorm_1p",
+    "apply_residual_connection_post_layernorm",
+    "make_vocab_size_divisible_by",
+    "seq_length",
+    "micro_batch_size",
+    "global_batch_size",
+    "fp16",
+    "bf16",
+)
 # BigScience's enumeration of positions.
 POSITIONS = {1: "rope", 2: "learned_absolute", 3: "alibi"}
 # Names of the schedule's values in Megatron of 2022 and 2023, of 2021, and of 2020 and before, when
@@ -69,7 +85,9 @@ def finish_source(
     source: MappedSource, state: dict[str, Any], layout: str, vocab: int | None
 ) -> MappedSource:
     """Return the source with the run's state, cut to its vocabulary if the files state its size."""
-    source.state, source.step, source.layout = state, state.get("iteration", 0), layout
+    source.state = state
+    source.step = state.get("iteration", 0)
+    source.layout = layout
     return source.of_vocabulary(vocab) if vocab else source
 
 
@@ -91,10 +109,11 @@ def config(
         "embed_layernorm": "ln_emb.weight" in present,
         "qk_layernorm": "h.0.attn.ln_q.weight" in present,
     }
+    # The argument's name since 2023.
     args = {"layernorm_epsilon": args.get("norm_epsilon"), **args}
-    out |= {
-        name: args[name] for name in COMMON if isinstance(args.get(name), bool | int | float | str)
-    }
+    for name in COMMON:
+        if isinstance(args.get(name), bool | int | float | str):
+            out[name] = args[name]
     if sizes.gates == 2 and not out.get("swiglu") and not out.get("glu_activation"):
         notes.append(
             " > note: the MLP is gated, and the checkpoint does not say by what: --swiglu or --glu-activation"
@@ -134,17 +153,17 @@ def rope_scaling(args: Mapping[str, Any]) -> dict[str, Any]:
             "rope_scaling_factor": args.get("rope_scaling_factor", 8.0),
         }
     factor = args.get("rotary_seq_len_interpolation_factor") or 1
-    return (
-        {"rope_scaling": "none"}
-        if factor == 1
-        else {"rope_scaling": "linear", "rope_scaling_factor": factor}
-    )
+    if factor == 1:
+        return {"rope_scaling": "none"}
+    return {"rope_scaling": "linear", "rope_scaling_factor": factor}
 
 
 def megatron_windows(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of windows, for which Megatron has a pair and a number or a list."""
-    size, skipped = args.get("window_size"), args.get("window_attn_skip_freq")
-    size = ",".join(map(str, size)) if isinstance(size, tuple | list) else size
+    size = args.get("window_size")
+    skipped = args.get("window_attn_skip_freq")
+    if isinstance(size, tuple | list):
+        size = ",".join(map(str, size))
     return {
         "window_size": None if size is None else str(size),
         "window_attn_skip_freq": None if skipped is None else str(skipped).replace(" ", ""),
@@ -175,7 +194,9 @@ def run_state(
         return None
     schedules = (tree.get(key) for key in ("opt_param_scheduler", "lr_scheduler"))
     saved: Values = next((entry for entry in schedules if isinstance(entry, dict)), {})
-    iteration, batch = claimed_steps(iteration, "iteration"), batch_size(args)
+    iteration = claimed_steps(iteration, "iteration")
+    batch = batch_size(args)
+    # Before samples were counted, all batches were equal.
     consumed = args.get("consumed_train_samples") or iteration * batch
     if not consumed and iteration:
         notes.append(
@@ -203,8 +224,8 @@ def run_state(
 
 def batch_size(args: Mapping[str, Any]) -> int:
     """Return the samples of one step, 0 if unknown."""
+    # In 2019 and 2020 `batch_size` was that of one data rank.
     ranks = args.get("world_size", 0) // args.get("model_parallel_size", 1)
-    # the latter in 2019 and 2020
     return int(args.get("global_batch_size", args.get("batch_size", 0) * ranks))
 
 
@@ -214,22 +235,24 @@ def schedule(saved: Values, args: Values, optimizer: Values, batch: int) -> dict
         name: next((saved[key] for key in keys if key in saved), None)
         for name, keys in SCHEDULE.items()
     }
+    # What schedules of other years lack: before 2022 the decay of weights was constant, and before
+    # 2021 steps were iterations.
     if out["start_wd"] is None:
         out["start_wd"] = out["end_wd"] = weight_decay(args, optimizer)
     if "num_iters" in saved:
         out |= {name: (out[name] or 0) * batch for name in ("warmup", "decay", "done")}
-    if not out["decay"] or any(
-        out[name] is None for name in ("max_lr", "min_lr", "style", "warmup", "done", "end_wd")
-    ):
+    needed = ("max_lr", "min_lr", "style", "warmup", "done", "end_wd")
+    if not out["decay"] or any(out[name] is None for name in needed):
         return None
+
+    # What only the arguments say.
     samples = args.get("train_samples", args.get("train_iters", 0) * batch)
     out["wd_samples"] = out["wd_samples"] or samples or out["decay"]
+    wsd_samples = args.get("lr_wsd_decay_samples") or args.get("lr_wsd_decay_iters", 0) * batch
     return out | {
         "wd_style": out["wd_style"] or "constant",
         "init_lr": args.get("lr_warmup_init", 0.0),
-        "wsd_samples": int(
-            args.get("lr_wsd_decay_samples") or args.get("lr_wsd_decay_iters", 0) * batch
-        ),
+        "wsd_samples": int(wsd_samples),
         "wsd_style": args.get("lr_wsd_decay_style", "exponential"),
     }
 
@@ -237,24 +260,32 @@ def schedule(saved: Values, args: Values, optimizer: Values, batch: int) -> dict
 def weight_decay(args: Mapping[str, Any], optimizer: Mapping[str, Any]) -> float:
     inner = optimizer.get("optimizer", optimizer.get("optimizer_state_dict", optimizer))
     groups = inner.get("param_groups", []) if isinstance(inner, dict) else []
-    return float(
-        args.get(
-            "weight_decay", max((group.get("weight_decay", 0.0) for group in groups), default=0.0)
-        )
-    )
+    # That of biases and norms is 0.
+    largest = max((group.get("weight_decay", 0.0) for group in groups), default=0.0)
+    return float(args.get("weight_decay", largest))
 
 
 def loss_scale(optimizer: Mapping[str, Any]) -> LossScaleState:
     """Return the state of the loss scale. Until 2020 the scaler object was pickled."""
-    scaler, old = optimizer.get("grad_scaler"), optimizer.get("loss_scaler")
-    dynamic, scale, clean, hysteresis = False, 1.0, 0, 2
+    scaler = optimizer.get("grad_scaler")
     if isinstance(scaler, dict) and "scale" in scaler:
-        dynamic, scale = True, scaler["scale"]
-        clean, hysteresis = scaler["growth_tracker"], scaler["hysteresis_tracker"]
-    elif old is not None and hasattr(old, "scale_window"):
-        dynamic, scale, hysteresis = True, old.cur_scale, getattr(old, "cur_hysteresis", 1)
-        clean = max(old.cur_iter - old.last_overflow_iter - 1, 0) % max(old.scale_window, 1)
-    return LossScaleState(dynamic, float(scale), int(clean), int(hysteresis))
+        return LossScaleState(
+            dynamic=True,
+            scale=float(scaler["scale"]),
+            growth_tracker=int(scaler["growth_tracker"]),
+            hysteresis_tracker=int(scaler["hysteresis_tracker"]),
+        )
+    old = optimizer.get("loss_scaler")
+    if old is not None and hasattr(old, "scale_window"):
+        # It counted iterations; ours counts those without an overflow since the scale grew.
+        since_overflow = max(old.cur_iter - old.last_overflow_iter - 1, 0)
+        return LossScaleState(
+            dynamic=True,
+            scale=float(old.cur_scale),
+            growth_tracker=int(since_overflow % max(old.scale_window, 1)),
+            hysteresis_tracker=int(getattr(old, "cur_hysteresis", 1)),
+        )
+    return LossScaleState()
 
 
 def state_beside_weights(
@@ -262,10 +293,11 @@ def state_beside_weights(
 ) -> dict[str, Any]:
     """Return as much of the run's state as is known; without a schedule the flags give it."""
     optimizer = tree.get("optimizer")
-    # one of several in a chain
+    # It may be the first of several in a chain, by number.
     if isinstance(optimizer, dict) and isinstance(optimizer.get(0), dict):
         optimizer = optimizer[0]
-    iteration, before = claimed_steps(tree.get("iteration", 0), "iteration"), len(notes)
+    iteration = claimed_steps(tree.get("iteration", 0), "iteration")
+    before = len(notes)
     state = run_state({**tree, "optimizer": optimizer}, args, iteration, rows, notes)
     if state is None and len(notes) > before:  # it has one that cannot be followed
         return {}
@@ -285,14 +317,12 @@ def state_beside_weights(
 
 def values_of(tree: Any, key: str) -> Iterator[Any]:
     """Yield every value under this key in a tree of settings."""
-    for name, value in (
-        tree.items()
-        if isinstance(tree, dict)
-        else enumerate(tree)
-        if isinstance(tree, list)
-        else ()
-    ):
-        if name == key:
-            yield value
-        else:
+    if isinstance(tree, list):
+        for value in tree:
             yield from values_of(value, key)
+    elif isinstance(tree, dict):
+        for name, value in tree.items():
+            if name == key:
+                yield value
+            else:
+                yield from values_of(value, key)

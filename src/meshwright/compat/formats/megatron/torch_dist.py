@@ -73,11 +73,9 @@ def open_torch_dist(
 
     Without `optimizer` its state is not read.
     """
-    common = (
-        pickles.load_pickle(folder / "common.pt", trust=trust)
-        if (folder / "common.pt").exists()
-        else {}
-    )
+    common: dict[str, Any] = {}
+    if (folder / "common.pt").exists():
+        common = pickles.load_pickle(folder / "common.pt", trust=trust)
     metadata = pickles.load_pickle(folder / ".metadata", trust=trust)
     tensors = map_tensors(folder, metadata, trust, optimizer)
     if optimizer and isinstance(common.get("optimizer"), dict):
@@ -88,7 +86,8 @@ def open_torch_dist(
 def from_tensors(
     folder: Path, common: dict[str, Any], tensors: dict[str, DistTensor], heads: int | None
 ) -> MappedSource:
-    args, notes = megatron_state.namespace(common.get("args")), list[str]()
+    args = megatron_state.namespace(common.get("args"))
+    notes: list[str] = []
     for option, harmless in OTHERS.items():
         if args.get(option) is not None and args[option] not in harmless:
             raise bad_data(
@@ -99,6 +98,7 @@ def from_tensors(
     sizes = sharded.measure_model(folder, [rank], 1 + max(layers, default=-1), args, heads)
     complete_optimizer(rank)
     source = megatron_state.as_source(TORCH_DIST, folder, [rank], sizes, args, notes)
+    # Flat buffers name no parameter; without their order, the weights can still be used.
     if not source.has_optimizer and any(map(BUFFERS.match, tensors)):
         try:
             joined = core_buffers.by_parameter(source, tensors, sizes, tensor_ranks(tensors))
@@ -123,27 +123,27 @@ def from_tensors(
 
 def map_tensors(folder: Path, metadata: Any, trust: bool, optimizer: bool) -> dict[str, DistTensor]:
     """Return every tensor with its boxes, those of a model mapped; other entries are not read."""
-    entries = metadata.state_dict_metadata
-    stated = {key: entry.size for key, entry in entries.items() if hasattr(entry, "chunks")}
-    tensors = {
-        key: DistTensor(claimed_shape(size, str(key)[:200]), []) for key, size in stated.items()
-    }
-    if not optimizer:
-        tensors = {
-            key: t
-            for key, t in tensors.items()
-            if not STATE.fullmatch(key) and not BUFFERS.match(key)
-        }
+    # The tensors that are stated, which alone have chunks.
+    tensors: dict[str, DistTensor] = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        if not hasattr(entry, "chunks"):
+            continue
+        shape = claimed_shape(entry.size, str(key)[:200])
+        is_state = STATE.fullmatch(key) or BUFFERS.match(key)
+        if optimizer or not is_state:
+            tensors[key] = DistTensor(shape, [])
+
+    # Their parts, each a file or a part of one.
     seen: set[tuple[str, int]] = set()
     for index, info in metadata.storage_data.items():
-        key, tensor = index.fqn, tensors.get(index.fqn)
-        if tensor is None or not (
-            STATE.fullmatch(key) or core_buffers.KEY.fullmatch(key) or parse_parts(key)
-        ):
+        key = index.fqn
+        tensor = tensors.get(key)
+        if tensor is None:
             continue
-        if not re.fullmatch(r"\w[\w.-]*", info.relative_path) or getattr(
-            info, "transform_descriptors", None
-        ):
+        if not (STATE.fullmatch(key) or core_buffers.KEY.fullmatch(key) or parse_parts(key)):
+            continue
+        is_plain = re.fullmatch(r"\w[\w.-]*", info.relative_path)
+        if not is_plain or getattr(info, "transform_descriptors", None):
             raise bad_data(
                 f"{folder}: {index.fqn} lies outside the folder or is compressed: {info.relative_path}"
             )
@@ -153,16 +153,16 @@ def map_tensors(folder: Path, metadata: Any, trust: bool, optimizer: bool) -> di
             )
         seen.add((info.relative_path, info.offset))
         view = pickles.load_pickle(folder / info.relative_path, info.offset, info.length, trust)
-        at = (
-            claimed_shape(index.offset, "an offset")
-            if index.offset is not None
-            else (0,) * view.ndim
-        )
+        at = (0,) * view.ndim
+        if index.offset is not None:
+            at = claimed_shape(index.offset, "an offset")
         if not inside(Box(at, tuple(view.shape)), tensor.shape):
             raise bad_data(
                 f"{folder}: a part of {index.fqn} {tensor.shape} is {tuple(view.shape)} at {at}"
             )
         tensor.boxes.append((at, view))
+
+    # A tensor of which no part is stored is refused where it is used.
     for key, tensor in tensors.items():
         covered = sum(view.numel() for _, view in tensor.boxes)
         if tensor.boxes and covered != prod(tensor.shape):
@@ -174,14 +174,13 @@ def map_tensors(folder: Path, metadata: Any, trust: bool, optimizer: bool) -> di
 
 def beside_buffers(folder: Path, metadata: Any, trust: bool) -> dict[str, Any]:
     """Return groups and loss scale, which other kinds of optimizer state keep in common.pt."""
-    return {
-        match[1]: pickles.load_pickle(folder / info.relative_path, info.offset, info.length, trust)[
-            0
-        ]
-        for index, info in metadata.storage_data.items()
-        if (match := core_buffers.BESIDE.fullmatch(index.fqn))
-        and re.fullmatch(r"\w[\w.-]*", info.relative_path)
-    }
+    out = {}
+    for index, info in metadata.storage_data.items():
+        match = core_buffers.BESIDE.fullmatch(index.fqn)
+        if match and re.fullmatch(r"\w[\w.-]*", info.relative_path):
+            path = folder / info.relative_path
+            out[match[1]] = pickles.load_pickle(path, info.offset, info.length, trust)[0]
+    return out
 
 
 # Names
@@ -191,9 +190,13 @@ def parse_parts(key: str) -> NameParts | None:
     """Return the parts of a name, or None if it is no known parameter of a GPT."""
     key = PREFIX.sub("", key, count=1)
     half = {"_w": 0, "_v": 1}.get(key[-2:])
-    key = key if half is None else key[:-2]
+    if half is not None:
+        key = key[:-2]
+    # The name of a stack has no number of a layer, that of a parameter must have one.
     stacked = re.match(r"decoder\.layers\.(?!\d)", key) is not None
-    name = names.parse_name(key.replace("layers.", "layers.0.", 1) if stacked else key)
+    if stacked:
+        key = key.replace("layers.", "layers.0.", 1)
+    name = names.parse_name(key)
     return None if name is None else NameParts(name, stacked, half)
 
 
@@ -207,13 +210,15 @@ def named_parameters(folder: Path, tensors: Mapping[str, DistTensor]) -> Iterato
     ]
     if strange:
         raise bad_data(f"{folder}: {strange[0][:200]} is not a known parameter of a GPT")
+    # The weights first, whose shapes show how their state is cut.
     for key, tensor in tensors.items():
         if not STATE.fullmatch(key) and (means := parse_parts(key)):
             add(by_name, "", means, tensor)
     shapes = {PREFIX.sub("", key, count=1): tensor.shape for key, tensor in tensors.items()}
     for key, tensor in tensors.items():
         if state := STATE.fullmatch(key):
-            kind, theirs = state[1].removeprefix("fp32_"), PREFIX.sub("", state[2], count=1)
+            kind = state[1].removeprefix("fp32_")
+            theirs = PREFIX.sub("", state[2], count=1)
             if means := parse_parts(theirs):
                 add(by_name, kind, means, join_shares(tensor, shapes[theirs]))
     yield from by_name.values()
@@ -223,47 +228,53 @@ def join_shares(tensor: DistTensor, shape: Shape) -> DistTensor:
     """Return stretches of shares as boxes of the complete tensor."""
     if len(tensor.shape) == len(shape):
         return tensor
+    # It is [shares along each dimension ..., elements of a share].
     share = tuple(n // count for n, count in zip(shape, tensor.shape[:-1], strict=True))
     if prod(tensor.shape) != prod(shape) or prod(share) != tensor.shape[-1]:
         raise ValueError(f"{shape} is not cut into shares of {tensor.shape}")
     boxes = []
     for (*which, begin), values in tensor.boxes:
         at = tuple(i * n for i, n in zip(which, share, strict=True))
-        boxes += [
-            (plus(at, offset), part)
-            for offset, part in sharded.cut_flat(share, begin, values.reshape(-1))
-        ]
+        for offset, part in sharded.cut_flat(share, begin, values.reshape(-1)):
+            boxes.append((plus(at, offset), part))
     return DistTensor(shape, boxes)
 
 
 def add(by_name: dict[str, Parameter], kind: str, means: NameParts, tensor: DistTensor) -> None:
     """Give the parameter, or each layer's, its boxes of this kind."""
-    layers, shape = (tensor.shape[0], tensor.shape[1:]) if means.stacked else (1, tensor.shape)
+    layers, shape = 1, tensor.shape
+    if means.stacked:
+        layers, *rest = tensor.shape
+        shape = tuple(rest)
     if not tensor.boxes:
         raise FalseClaim(f"no part of {means.name.ours} is stored, whose sizes are {tensor.shape}")
     claimed(layers, f"the number of layers of {means.name.ours}", LAYERS)
     parts = sum(len(view) for _, view in tensor.boxes) if means.stacked else 0
     claimed(parts, f"the parts of the layers of {means.name.ours}", PARTS)
+
+    # The parameters, those of a gated MLP with both halves.
     rows = shape[0] if means.half is not None else 0
+    full = (2 * rows or shape[0], *shape[1:])
     parameters = []
     for layer in range(layers):
         name = (means.name._replace(layer=layer) if means.stacked else means.name).full()
-        full = (2 * rows or shape[0], *shape[1:])
-        parameters.append(
-            by_name.setdefault(
-                name, Parameter(name, means.name.ours, torch.empty(full, device="meta"))
-            )
-        )
+        if name not in by_name:
+            empty = torch.empty(full, device="meta")
+            by_name[name] = Parameter(name, means.name.ours, empty)
+        parameters.append(by_name[name])
+
+    # Their boxes: one of a stack is of as many layers as it is long.
     first_row = rows * (means.half or 0)
     for offset, view in tensor.boxes:
-        by_layer = (
-            zip(parameters[offset[0] :], view, strict=False)
-            if means.stacked
-            else ((parameters[0], view),)
-        )
-        begin, *rest = offset[1:] if means.stacked else offset
+        if means.stacked:
+            first, begin, *columns = offset
+            by_layer = list(zip(parameters[first:], view, strict=False))
+        else:
+            begin, *columns = offset
+            by_layer = [(parameters[0], view)]
+        at = (first_row + begin, *columns)
         for p, part in by_layer:
-            p.values.setdefault(kind, []).append(((first_row + begin, *rest), part))
+            p.values.setdefault(kind, []).append((at, part))
 
 
 # What is beside the tensors
@@ -272,11 +283,13 @@ def add(by_name: dict[str, Parameter], kind: str, means: NameParts, tensor: Dist
 def complete_optimizer(rank: RankFile) -> None:
     """Put masters in the weights' place; drop state that lacks moments of any parameter."""
     is_complete = all({"exp_avg", "exp_avg_sq"} <= set(p.values) for p in rank.parameters)
-    masters = is_complete and all("param" in p.values for p in rank.parameters)
+    has_masters = is_complete and all("param" in p.values for p in rank.parameters)
     for p in rank.parameters:
-        first = p.values.pop("param", [])
-        p.values[""] = first if masters else p.values[""]
-        p.values = p.values if is_complete else {"": p.values[""]}
+        masters = p.values.pop("param", [])
+        if has_masters:
+            p.values[""] = masters
+        if not is_complete:
+            p.values = {"": p.values[""]}
 
 
 def tensor_ranks(tensors: Mapping[str, DistTensor]) -> int:

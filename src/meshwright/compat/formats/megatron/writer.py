@@ -67,9 +67,12 @@ class MegatronExport:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the weights: the run's if masters are stored too, else the source's."""
-        config, name = self.source.config, self.tensors["wte.weight"].dtype
-        if self.optimizer:
-            name = "bfloat16" if config.get("bf16") else "float16" if config.get("fp16") else name
+        config = self.source.config
+        name = self.tensors["wte.weight"].dtype
+        if self.optimizer and config.get("bf16"):
+            name = "bfloat16"
+        elif self.optimizer and config.get("fp16"):
+            name = "float16"
         return getattr(torch, name)  # type: ignore[no-any-return]
 
 
@@ -85,18 +88,21 @@ def megatron_files(
         )
     target = MegatronExport(source, source.tensors, model, t, p, padded, optimizer)
     check_export(target)
-    return {
-        f"mp_rank_{tp:02d}{f'_{pp:03d}' * (p > 1)}/{MODEL}": functools.partial(
-            write_rank, target, tp, pp
-        )
-        for tp, pp in product(range(t), range(p))
-    }
+    files: dict[str, Produce] = {}
+    for tp, pp in product(range(t), range(p)):
+        folder = f"mp_rank_{tp:02d}"
+        if p > 1:
+            folder += f"_{pp:03d}"
+        files[f"{folder}/{MODEL}"] = functools.partial(write_rank, target, tp, pp)
+    return files
 
 
 def check_export(target: MegatronExport) -> None:
     """Refuse, in one list, everything that Megatron could not load."""
     m, t, p = target.model, target.t, target.p
     rows = target.tensors["wte.weight"].shape[0]
+
+    # The network, and whether it can be divided.
     wrong = [f"{obstacle} cannot be expressed" for obstacle in exports.obstacles(m, "megatron")]
     wrong += [
         f"{count} {what} cannot be divided by {by} ({flag})"
@@ -117,6 +123,8 @@ def check_export(target: MegatronExport) -> None:
         wrong.append(
             f"the optimizer's state ({names}) is not Adam's: add --no-optimizer, or keep the native format"
         )
+
+    # Whether each tensor has a place; after other errors, which ones have none says nothing new.
     placed = {ours for pp in range(p) for _, ours in stage_parameters(target, pp)}
     kinds = ("", *MOMENTS) if target.optimizer else ("",)
     left = {name for name in target.tensors if target.optimizer or "/" not in name}
@@ -131,7 +139,8 @@ def check_export(target: MegatronExport) -> None:
 
 def write_rank(target: MegatronExport, tp: int, pp: int, out: Write) -> None:
     """Write one rank's file."""
-    source, stage = target.source, list(stage_parameters(target, pp))
+    source = target.source
+    stage = list(stage_parameters(target, pp))
     model: dict[str, Any] = {}
     for (*path, last), ours in stage:
         inner = model
@@ -156,15 +165,22 @@ def write_rank(target: MegatronExport, tp: int, pp: int, out: Write) -> None:
 
 def stage_parameters(target: MegatronExport, pp: int) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield (path in their tree, our name) of a stage's parameters, in their model's order."""
-    each, tensors = (target.model.num_layers or 0) // target.p, target.tensors
+    tensors = target.tensors
+    each = (target.model.num_layers or 0) // target.p
+    is_last = pp == target.p - 1
     pairs = dict(BEFORE) if pp == 0 else {}
+    # Layers are numbered within a stage there.
     for i, part, kind in product(range(each), PARTS, ("weight", "bias")):
         theirs = names.layer_name(f"{part}.{kind}")
-        pairs[(*ENCODER, f"layers.{i}.{theirs}")] = f"h.{pp * each + i}.{part}.{kind}"
-    if pp == target.p - 1:
+        layer = pp * each + i
+        pairs[(*ENCODER, f"layers.{i}.{theirs}")] = f"h.{layer}.{part}.{kind}"
+    if is_last:
         pairs |= BEHIND
-    yield from ((path, ours) for path, ours in pairs.items() if ours in tensors)
-    if pp == target.p - 1 > 0 and "lm_head.weight" not in tensors:
+    for path, ours in pairs.items():
+        if ours in tensors:
+            yield path, ours
+    # A last stage of its own has a copy of the table that it computes the logits with.
+    if is_last and pp > 0 and "lm_head.weight" not in tensors:
         yield ("word_embeddings_for_head", "weight"), "wte.weight"
 
 
@@ -180,16 +196,23 @@ def rank_part(
     if moment and stored_dtype in ("bfloat16", "int8", "uint8"):
         stored_dtype = "float32"
     dtype = dtype or getattr(torch, stored_dtype)
+
+    # This rank's part: its place and size in our tensor, padded as Megatron's tables are.
     rule = shard.rule(ours)
-    local, at = list(full), [0] * len(full)
+    local = list(full)
+    at = [0] * len(full)
     if rule.rows:
         local[0] = target.padded
     if rule.cut is not None:
         local[rule.cut] //= target.t
         at[rule.cut] = tp * local[rule.cut]
-    shape, boxes = tuple(local), [(tuple(at), tuple(local))]
+
+    # Its shape there, and the boxes of ours that fill it from its beginning.
+    shape = tuple(local)
+    boxes = [(tuple(at), tuple(local))]
     if rule.rows:  # rows beyond the true vocabulary stay zero
-        boxes = [(tuple(at), (max(min(full[0] - at[0], local[0]), 0), *local[1:]))]
+        rows = max(min(full[0] - at[0], local[0]), 0)
+        boxes = [(tuple(at), (rows, *local[1:]))]
     if ".mlp.fc." in ours and target.model.gated:  # [2, F, H] here, [2 F, H] there
         shape = (2 * local[1], *local[2:])
         halves = (1, 0) if target.model.glu_activation else (0, 1)
@@ -210,9 +233,15 @@ def rank_part(
 
 def megatron_arguments(target: MegatronExport) -> argparse.Namespace:
     """Return the settings under Megatron's names, which are ours."""
-    m, config, state = target.model, target.source.config, target.source.state
-    position, rows = m.position, target.tensors.get("wpe.weight")
-    positions = rows.shape[0] if rows else config.get("max_position_embeddings")
+    m = target.model
+    config = target.source.config
+    state = target.source.state
+    position = m.position
+    table = target.tensors.get("wpe.weight")
+    positions = table.shape[0] if table else config.get("max_position_embeddings")
+    interpolation = int(m.rope_scaling_factor) if m.rope_scaling == "linear" else None
+
+    # All that are off, then the settings as they are, then those that mean something else there.
     values = OFF | {name: value for name, value in config.items() if not isinstance(value, dict)}
     values |= {
         "tensor_model_parallel_size": target.t,
@@ -229,9 +258,7 @@ def megatron_arguments(target: MegatronExport) -> argparse.Namespace:
         "add_position_embedding": position == "learned",
         "use_rotary_position_embeddings": position == "rope",
         "use_rope_scaling": m.rope_scaling == "llama3",
-        "rotary_seq_len_interpolation_factor": int(m.rope_scaling_factor)
-        if m.rope_scaling == "linear"
-        else None,
+        "rotary_seq_len_interpolation_factor": interpolation,
         "window_size": None,
         "window_attn_skip_freq": None,
         "max_position_embeddings": positions or config.get("seq_length"),
@@ -255,10 +282,16 @@ def adam_state(target: MegatronExport, stage: list[str], tp: int) -> dict[str, A
 
     Masters are added if the model is rounded.
     """
-    state, config = target.source.state, target.source.config
+    state = target.source.state
+    config = target.source.config
+
+    # Two groups of parameters, which are numbered through.
     plain = [ours for ours in stage if "ln_" in ours or ours.endswith("bias")]
     groups = [[ours for ours in stage if ours not in plain], plain]
-    curve, at = schedule_of(state), state.get("schedule_samples", 0)
+    numbers = list(range(len(stage)))
+    cut = len(groups[0])
+    curve = schedule_of(state)
+    at = state.get("schedule_samples", 0)
     common = {
         "lr": curve.lr(at) if curve else config.get("lr") or 0.0,
         "betas": (config.get("adam_beta1", 0.9), config.get("adam_beta2", 0.999)),
@@ -267,19 +300,16 @@ def adam_state(target: MegatronExport, stage: list[str], tp: int) -> dict[str, A
         "lr_mult": 1.0,
         "step": state.get("optimizer_steps", state.get("iteration", 0)),
     }
-    decay, numbers = (
-        curve.wd(at) if curve else config.get("weight_decay") or 0.0,
-        list(range(len(stage))),
-    )
-    cut = len(groups[0])
+    decay = curve.wd(at) if curve else config.get("weight_decay") or 0.0
     param_groups = [
         common | {"params": params, "wd_mult": share, "weight_decay": decay * share}
         for params, share in ((numbers[:cut], 1.0), (numbers[cut:], 0.0))
     ]
-    order = enumerate(groups[0] + plain)
-    moments = {
-        i: {kind: rank_part(target, f"{ours}/{kind}", tp) for kind in MOMENTS} for i, ours in order
-    }
+
+    # Their moments.
+    moments = {}
+    for i, ours in enumerate(groups[0] + plain):
+        moments[i] = {kind: rank_part(target, f"{ours}/{kind}", tp) for kind in MOMENTS}
     inner = {"state": moments, "param_groups": param_groups}
     if target.dtype == getattr(torch, target.tensors["wte.weight"].dtype):
         return inner
