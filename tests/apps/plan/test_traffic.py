@@ -172,7 +172,10 @@ def test_predicted_bytes_of_muon_are_those_of_real_runs():
         assert sent == pytest.approx(bytes_sent(config, 40)["muon"], rel=0.001), line
 
 
-FP8 = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 100 --bf16 --fp8-format e4m3"
+FP8 = (
+    "--num-layers 4 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --vocab-size 100"
+    " --bf16 --fp8-format e4m3"
+)
 
 
 @pytest.mark.parametrize("name", MATRICES)
